@@ -1,0 +1,1 @@
+"""Who solves the jobs: `local`, one process of its own per job."""

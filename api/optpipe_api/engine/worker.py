@@ -1,0 +1,211 @@
+"""The solver process: ``python -m optpipe_api.engine.worker SETTINGS``.
+
+It takes one job, tells every improvement, tells the result, and ends. It ends at once when the
+server does: the end of its input says so.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import resource
+import sys
+import threading
+import traceback
+from typing import TYPE_CHECKING, Any
+
+from optpipe.errors import OptPipeError
+from optpipe.evaluate import evaluate
+from optpipe.formats.json_text import load_problem, load_schedule
+from optpipe.schedule import Provenance, TraceEntry
+from optpipe_api.engine.messages import FrameBuffer, Message, encode
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from optpipe.action import Programs
+    from optpipe.problem import Problem
+    from optpipe_solver import Progress, Result
+
+__all__ = ["main"]
+
+_NICENESS = 5
+_BOUND_EVERY_S = 0.2
+
+
+def main() -> None:
+    """Serve one job over standard input and output."""
+    settings = json.loads(sys.argv[1])
+    channel = _Channel()
+    _limit(settings["memory_bytes"])
+    try:
+        solve = _find(settings["solve_path"])
+        channel.send(Message("ready"))
+        channel.send(_run(channel, solve))
+    except OptPipeError as error:
+        channel.send(Message("error", {"code": error.code, "message": str(error)}))
+    except MemoryError:
+        channel.send(_out_of_memory(settings["memory_bytes"]))
+    except Exception as error:  # noqa: BLE001 - printed, and the server is told
+        traceback.print_exc()
+        channel.send(_bug(error))
+    # Threads of native solvers must not hold up the end.
+    os._exit(0)
+
+
+class _Channel:
+    """Frames over the standard streams, which native code may not disturb: it prints to stderr."""
+
+    def __init__(self) -> None:
+        self._out = os.dup(1)
+        os.dup2(2, 1)
+        self._lock = threading.Lock()
+        self._incoming = self._read()
+        self.stop = threading.Event()
+
+    def send(self, message: Message) -> None:
+        data = memoryview(encode(message))
+        with self._lock:
+            while data:
+                data = data[os.write(self._out, data) :]
+
+    def receive(self) -> Message:
+        message = next(self._incoming, None)
+        if message is None:
+            os._exit(0)
+        return message
+
+    def watch(self) -> None:
+        """Notice from now on, in a thread, that the server says stop, or is gone."""
+
+        def listen() -> None:
+            while self.receive().kind == "stop":
+                self.stop.set()
+
+        threading.Thread(target=listen, daemon=True).start()
+
+    def _read(self) -> Iterator[Message]:
+        buffer = FrameBuffer()
+        while data := os.read(0, 1 << 16):
+            yield from buffer.feed(data)
+
+
+def _limit(memory_bytes: int | None) -> None:
+    os.nice(_NICENESS)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if memory_bytes is not None:
+        resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+
+
+def _find(path: str) -> Callable[..., Result]:
+    module, _, name = path.partition(":")
+    found: Callable[..., Result] = getattr(importlib.import_module(module), name)
+    return found
+
+
+def _run(channel: _Channel, solve: Callable[..., Result]) -> Message:
+    job = channel.receive()
+    start = load_schedule(channel.receive().document).programs if job.header["has_start"] else None
+    channel.watch()
+    problem = load_problem(job.document)
+    options = job.header["options"]
+    result = solve(
+        problem,
+        time_limit_s=options["time_limit_s"],
+        threads=options["threads"],
+        seed=options["seed"],
+        method=options["method"],
+        start=start,
+        on_progress=_Reporter(channel, problem, options["seed"]),
+        should_stop=channel.stop.is_set,
+    )
+    return _result(result)
+
+
+class _Reporter:
+    """Tells the server every better schedule, and better bounds a few times per second."""
+
+    def __init__(self, channel: _Channel, problem: Problem, seed: int) -> None:
+        self._channel = channel
+        self._problem = problem
+        self._seed = seed
+        self._best_ms = float("inf")
+        self._last_bound_s = float("-inf")
+        self._trace: list[TraceEntry] = []
+
+    def __call__(self, progress: Progress) -> None:
+        if progress.programs is not None:
+            self._tell_schedule(progress, progress.programs)
+        elif progress.seconds >= self._last_bound_s + _BOUND_EVERY_S:
+            self._last_bound_s = progress.seconds
+            self._send(progress, None, "")
+
+    def _tell_schedule(self, progress: Progress, programs: Programs) -> None:
+        self._trace.append(
+            TraceEntry(
+                seconds=progress.seconds,
+                method=progress.method,
+                objective_ms=progress.objective_ms,
+                bound_ms=progress.bound_ms,
+            )
+        )
+        # Should this schedule stay the last, then because the solve was interrupted.
+        schedule = evaluate(
+            self._problem,
+            programs,
+            Provenance(
+                method=progress.method,
+                seed=self._seed,
+                solve_seconds=progress.seconds,
+                trace=tuple(self._trace),
+            ),
+            bound_ms=progress.bound_ms,
+            stopped_by="cancelled",
+        )
+        if schedule.objective_ms < self._best_ms:
+            self._best_ms = schedule.objective_ms
+            self._send(progress, schedule.objective_ms, schedule.model_dump_json(by_alias=True))
+
+    def _send(self, progress: Progress, objective_ms: float | None, document: str) -> None:
+        header = {
+            "seconds": progress.seconds,
+            "method": progress.method,
+            "objective_ms": objective_ms,
+            "bound_ms": progress.bound_ms,
+        }
+        self._channel.send(Message("progress", header, document))
+
+
+def _result(result: Result) -> Message:
+    schedule = result.schedule
+    header: dict[str, Any] = {
+        "status": result.status.value,
+        "objective_ms": None if schedule is None else schedule.objective_ms,
+        "bound_ms": result.bound_ms,
+        "message": result.message,
+        "needs": result.needs,
+    }
+    document = "" if schedule is None else schedule.model_dump_json(by_alias=True)
+    return Message("result", header, document)
+
+
+def _out_of_memory(memory_bytes: int | None) -> Message:
+    limit = "the machine's memory" if memory_bytes is None else f"its {memory_bytes} bytes"
+    message = (
+        f"the solver needs more than {limit}; lower num_microbatches or threads, choose another "
+        "method, or raise OPTPIPE_SOLVER_MEMORY_BYTES"
+    )
+    return Message("error", {"code": "solver.memory", "message": message})
+
+
+def _bug(error: Exception) -> Message:
+    message = (
+        f"the solver failed with {type(error).__name__}, which is a fault of OptPipe; its server's "
+        "log says where: please report it with the problem"
+    )
+    return Message("error", {"code": "solver.failed", "message": message})
+
+
+if __name__ == "__main__":
+    main()

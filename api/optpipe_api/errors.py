@@ -1,0 +1,95 @@
+"""What only the service raises; `optpipe.errors` holds the rest of the tree.
+
+::
+
+    InputError
+    |-- JobNotFoundError         no such job
+    |-- NoScheduleError          the job has none (yet)
+    |-- KeyReusedError           an Idempotency-Key with another request
+    |-- RequestError             the request itself: not UTF-8, not JSON, not readable
+    |-- MediaTypeError           a Content-Type that is not JSON
+    |-- NotAcceptableError       an Accept that we cannot serve
+    `-- BodyTooLargeError        more bytes than max_body_bytes
+    WorldError
+    |-- QueueFullError           carries .retry_after_s
+    `-- StoreUnavailableError    the database cannot be opened, or does not answer
+"""
+
+from __future__ import annotations
+
+from optpipe.errors import InputError, WorldError
+
+__all__ = [
+    "BodyTooLargeError",
+    "JobNotFoundError",
+    "KeyReusedError",
+    "MediaTypeError",
+    "NoScheduleError",
+    "NotAcceptableError",
+    "QueueFullError",
+    "RequestError",
+    "StoreUnavailableError",
+]
+
+
+class JobNotFoundError(InputError):
+    """No job has this id."""
+
+    code = "job.not_found"
+
+    def __init__(self, job_id: str) -> None:
+        super().__init__(f"there is no job {job_id[:80]!r}; GET /v1/jobs lists the jobs")
+
+
+class NoScheduleError(InputError):
+    """The job has no schedule, or none yet; the message says which."""
+
+    code = "schedule.none"
+
+
+class KeyReusedError(InputError):
+    """An Idempotency-Key came back with a different request."""
+
+    code = "idempotency.reused"
+
+
+class RequestError(InputError):
+    """The bytes of the request cannot be read as what they should be."""
+
+    code = "request.invalid"
+
+
+class MediaTypeError(InputError):
+    """The body is declared to be something else than JSON."""
+
+    code = "request.media_type"
+
+
+class NotAcceptableError(InputError):
+    """The client accepts none of the forms that exist."""
+
+    code = "request.not_acceptable"
+
+
+class BodyTooLargeError(InputError):
+    """The body exceeds the service's limit."""
+
+    code = "request.too_large"
+
+
+class QueueFullError(WorldError):
+    """Too many jobs wait; ``retry_after_s`` is when to try again."""
+
+    code = "queue.full"
+
+    def __init__(self, queued: int, limit: int, retry_after_s: int = 5) -> None:
+        super().__init__(
+            f"{queued} jobs are waiting, the limit is {limit}; try again in {retry_after_s} s"
+        )
+        self.retry_after_s = retry_after_s
+
+
+class StoreUnavailableError(WorldError):
+    """The database cannot be opened, or does not answer now."""
+
+    code = "store.unavailable"

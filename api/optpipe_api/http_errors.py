@@ -1,0 +1,200 @@
+"""One table from errors to HTTP statuses, and problem details (RFC 9457) for everything else."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any
+
+import structlog
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from optpipe.errors import InfeasibleProblemError, InputError, OptPipeError
+from optpipe_api.errors import (
+    BodyTooLargeError,
+    JobNotFoundError,
+    KeyReusedError,
+    MediaTypeError,
+    NoScheduleError,
+    NotAcceptableError,
+    QueueFullError,
+    RequestError,
+    StoreUnavailableError,
+)
+from optpipe_api.schemas import Fault
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from fastapi import FastAPI
+    from starlette.requests import Request
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+__all__ = ["ErrorBoundary", "documented", "install", "problem_response", "status_of"]
+
+_STATUSES: dict[type[OptPipeError], int] = {
+    JobNotFoundError: 404,
+    NoScheduleError: 404,
+    NotAcceptableError: 406,
+    InfeasibleProblemError: 409,
+    BodyTooLargeError: 413,
+    MediaTypeError: 415,
+    RequestError: 422,
+    KeyReusedError: 422,
+    QueueFullError: 429,
+    StoreUnavailableError: 503,
+    InputError: 422,
+    OptPipeError: 500,
+}
+_WHEN = {
+    400: "The request is not HTTP as we speak it.",
+    404: "No such job, or no schedule (yet).",
+    406: "Neither JSON nor CSV is accepted.",
+    409: "Proven infeasible; `needs` says what is too small.",
+    413: "The body is too large.",
+    415: "The body is not declared as JSON.",
+    422: "The request breaks a rule; `errors` says which.",
+    429: "The queue is full; `Retry-After` says when to try again.",
+    503: "The database does not answer.",
+}
+_MAX_LINE = 600
+_RETRY_STORE_S = 2
+
+
+def status_of(error: OptPipeError) -> int:
+    """Return the status of an error: that of its nearest ancestor in the table."""
+    return next(_STATUSES[kind] for kind in type(error).__mro__ if kind in _STATUSES)
+
+
+def documented(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """Return the OpenAPI responses of a route that can fail so; 422 and 503 every route can."""
+    content = {"application/problem+json": {"schema": {"$ref": "#/components/schemas/Fault"}}}
+    return {
+        status: {"description": _WHEN[status], "content": content}
+        for status in sorted({*statuses, 422, 503})
+    }
+
+
+def problem_response(
+    status: int,
+    detail: str,
+    code: str,
+    instance: str,
+    *,
+    headers: Mapping[str, str] | None = None,
+    **extra: Any,
+) -> Response:
+    """Return a problem detail as a response."""
+    fault = Fault(
+        type=f"urn:optpipe:error:{code}",
+        title=HTTPStatus(status).phrase,
+        status=status,
+        detail=detail,
+        code=code,
+        instance=instance,
+        **extra,
+    )
+    # ASCII: a detail may quote half of a surrogate pair, which UTF-8 cannot hold.
+    text = json.dumps(fault.model_dump(exclude_none=True))
+    return Response(text, status, headers, media_type="application/problem+json")
+
+
+def install(app: FastAPI) -> None:
+    """Answer every error of an application with a problem detail."""
+    app.add_exception_handler(OptPipeError, _on_optpipe)
+    app.add_exception_handler(RequestValidationError, _on_parameters)
+    app.add_exception_handler(HTTPException, _on_http)
+
+
+async def _on_optpipe(request: Request, error: Exception) -> Response:
+    if not isinstance(error, OptPipeError):
+        raise error
+    lines = [_shortened(line) for line in str(error).splitlines()]
+    extra: dict[str, Any] = {}
+    headers = {}
+    status = status_of(error)
+    if status == HTTPStatus.UNPROCESSABLE_ENTITY:
+        extra["errors"] = lines
+    if isinstance(error, InfeasibleProblemError):
+        extra["needs"] = error.needs
+    if isinstance(error, QueueFullError):
+        headers["Retry-After"] = str(error.retry_after_s)
+    if isinstance(error, StoreUnavailableError):
+        headers["Retry-After"] = str(_RETRY_STORE_S)
+    return problem_response(
+        status, "\n".join(lines), error.code, request.url.path, headers=headers, **extra
+    )
+
+
+async def _on_parameters(request: Request, error: Exception) -> Response:
+    if not isinstance(error, RequestValidationError):
+        raise error
+    lines = [
+        _shortened(f"{'.'.join(map(str, item['loc']))} = {item.get('input')!r}: {item['msg']}")
+        for item in error.errors()
+    ]
+    return problem_response(
+        422, "\n".join(lines), "request.invalid", request.url.path, errors=lines
+    )
+
+
+async def _on_http(request: Request, error: Exception) -> Response:
+    if not isinstance(error, HTTPException):
+        raise error
+    detail = f"{request.method} {_shortened(request.url.path)}: {error.detail}; see /docs"
+    return problem_response(
+        error.status_code,
+        detail,
+        f"http.{error.status_code}",
+        request.url.path,
+        headers=error.headers,
+    )
+
+
+def _shortened(line: str) -> str:
+    return line if len(line) <= _MAX_LINE else f"{line[:_MAX_LINE]}..."
+
+
+class ErrorBoundary:
+    """The outermost layer: an error nobody expected becomes a 500 with an id that the log knows."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        started = False
+
+        async def watched(message: Message) -> None:
+            nonlocal started
+            started = started or message["type"] == "http.response.start"
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watched)
+        except Exception:
+            if scope["type"] != "http":
+                raise
+            fault_id = uuid.uuid4().hex
+            structlog.get_logger(__name__).exception(
+                "a request failed unexpectedly",
+                action="http.unexpected",
+                id=fault_id,
+                method=scope["method"],
+                path=scope["path"],
+            )
+            if not started:
+                await _unexpected(fault_id, scope["path"])(scope, receive, send)
+
+
+def _unexpected(fault_id: str, path: str) -> Response:
+    return problem_response(
+        500,
+        f"an unexpected error, which is a fault of OptPipe; the server's log names it {fault_id}",
+        "internal",
+        path,
+        id=fault_id,
+    )

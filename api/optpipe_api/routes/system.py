@@ -1,0 +1,59 @@
+"""Is it alive, is it ready, what does it speak."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter
+from fastapi.responses import RedirectResponse, Response
+
+from optpipe.problem import Problem
+from optpipe.schedule import Schedule
+from optpipe_api.errors import StoreUnavailableError
+from optpipe_api.http_errors import documented
+from optpipe_api.routes.serving import Serving  # noqa: TC001 - FastAPI reads it
+from optpipe_api.schemas import Health, Readiness
+
+__all__ = ["router"]
+
+router = APIRouter(tags=["system"])
+
+
+@router.get("/", include_in_schema=False)
+async def root() -> Response:
+    """Show people the documentation."""
+    return RedirectResponse("docs")
+
+
+@router.get("/healthz", summary="Is the process alive")
+async def healthz() -> Health:
+    """Answer without looking at anything."""
+    return Health()
+
+
+@router.get("/readyz", responses=documented(), summary="Is the service ready")
+def readyz(service: Serving) -> Readiness:
+    """Ask the store and the engine."""
+    if not service.is_solving:
+        raise StoreUnavailableError("the engine is not running; restart the server")
+    return Readiness(jobs=service.counts())
+
+
+@router.get("/v1/schemas/problem", summary="JSON Schema of optpipe/problem/v1")
+async def problem_schema() -> dict[str, Any]:
+    """Return what `POST /v1/jobs` takes as `problem`."""
+    return _published(Problem.model_json_schema(), "problem")
+
+
+@router.get("/v1/schemas/schedule", summary="JSON Schema of optpipe/schedule/v1")
+async def schedule_schema() -> dict[str, Any]:
+    """Return what `/v1/jobs/{id}/schedule` answers."""
+    return _published(Schedule.model_json_schema(), "schedule")
+
+
+def _published(schema: dict[str, Any], name: str) -> dict[str, Any]:
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "$id": f"urn:optpipe:{name}:v1",
+        **schema,
+    }

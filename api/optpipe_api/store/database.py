@@ -1,0 +1,149 @@
+"""Connections: which databases there are, how SQLite is set up, how old files are migrated."""
+
+from __future__ import annotations
+
+import importlib.util
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import sqlalchemy as sa
+from alembic import command
+from alembic.config import Config
+from alembic.util.exc import CommandError
+from sqlalchemy import exc
+
+from optpipe.errors import InputError, MissingExtraError
+from optpipe_api.errors import StoreUnavailableError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["connect", "reading", "writing"]
+
+_BUSY_TIMEOUT_S = 10
+_MIGRATION_LOCK = 0x0F71D1FE
+# What the database refuses for what it says, rather than because it cannot answer.
+_OUR_FAULTS = (exc.IntegrityError, exc.ProgrammingError, exc.DataError)
+
+
+def connect(url: str) -> sa.Engine:
+    """Return an engine on an existing or new database, migrated to the newest tables.
+
+    Raises
+    ------
+    InputError
+        If the URL names no database that we know.
+    StoreUnavailableError
+        If the database cannot be opened, or belongs to a newer version.
+    """
+    parsed = _parse(url)
+    engine = _sqlite(parsed) if parsed.drivername == "sqlite" else _postgres(parsed)
+    try:
+        with writing(engine) as connection:
+            _migrate(connection)
+    except StoreUnavailableError:
+        engine.dispose()
+        raise
+    return engine
+
+
+@contextmanager
+def reading(engine: sa.Engine) -> Iterator[sa.Connection]:
+    """One consistent view of the database."""
+    with _translated(engine), engine.connect() as connection, connection.begin():
+        yield connection
+
+
+@contextmanager
+def writing(engine: sa.Engine) -> Iterator[sa.Connection]:
+    """One transaction that writes; in SQLite it holds the write lock from its beginning.
+
+    A transaction that reads first and takes the lock later fails at once where another has written
+    in between, whatever the busy timeout.
+    """
+    with _translated(engine), engine.connect() as connection:
+        connection.execution_options(optpipe_begin="BEGIN IMMEDIATE")
+        with connection.begin():
+            yield connection
+
+
+@contextmanager
+def _translated(engine: sa.Engine) -> Iterator[None]:
+    try:
+        yield
+    except (exc.DatabaseError, exc.InterfaceError, exc.TimeoutError) as error:
+        if isinstance(error, _OUR_FAULTS):
+            raise
+        reason = str(getattr(error, "orig", None) or error).strip().split("\n", maxsplit=1)[0]
+        raise StoreUnavailableError(
+            f"the database {engine.url.render_as_string()} does not answer: {reason}; "
+            "check that it is there, reachable and writable"
+        ) from error
+
+
+def _parse(url: str) -> sa.URL:
+    try:
+        parsed = sa.make_url(url)
+    except exc.ArgumentError:
+        raise InputError(
+            "database_url is not a URL; write sqlite:///file.db or postgresql://user@host/name"
+        ) from None
+    if parsed.drivername == "sqlite" and parsed.database not in (None, "", ":memory:"):
+        return parsed
+    if parsed.drivername in ("postgres", "postgresql", "postgresql+psycopg"):
+        return parsed.set(drivername="postgresql+psycopg")
+    raise InputError(
+        f"database_url {parsed.render_as_string()} is not supported: jobs are kept in a file "
+        "(sqlite:///file.db) or in PostgreSQL (postgresql://user@host/name)"
+    )
+
+
+def _sqlite(url: sa.URL) -> sa.Engine:
+    folder = Path(url.database or "").absolute().parent
+    if not folder.is_dir():
+        raise StoreUnavailableError(
+            f"the database {url.render_as_string()} cannot be opened: there is no folder {folder}; "
+            "create it or change OPTPIPE_DATABASE_URL"
+        )
+    engine = sa.create_engine(url, connect_args={"timeout": _BUSY_TIMEOUT_S})
+    sa.event.listen(engine, "connect", _set_up_sqlite)
+    sa.event.listen(engine, "begin", _begin_sqlite)
+    return engine
+
+
+def _set_up_sqlite(connection: Any, _record: object) -> None:
+    # The driver would begin and commit behind our back, and leave DDL out of transactions.
+    connection.isolation_level = None
+    connection.execute("PRAGMA journal_mode = WAL")
+    # What was accepted must survive a power cut, not only a kill.
+    connection.execute("PRAGMA synchronous = FULL")
+    connection.execute("PRAGMA foreign_keys = ON")
+
+
+def _begin_sqlite(connection: sa.Connection) -> None:
+    connection.exec_driver_sql(connection.get_execution_options().get("optpipe_begin", "BEGIN"))
+
+
+def _postgres(url: sa.URL) -> sa.Engine:
+    if importlib.util.find_spec("psycopg") is None:
+        raise MissingExtraError(
+            "PostgreSQL needs psycopg, which is not installed; pip install 'optpipe[postgres]'"
+        )
+    return sa.create_engine(url, pool_pre_ping=True, pool_size=20)
+
+
+def _migrate(connection: sa.Connection) -> None:
+    if connection.dialect.name == "postgresql":
+        # Two servers that start together: the second waits, and then finds nothing to do.
+        connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_MIGRATION_LOCK)))
+    config = Config()
+    config.set_main_option("script_location", str(Path(__file__).parent / "migrations"))
+    config.attributes["connection"] = connection
+    try:
+        command.upgrade(config, "head")
+    except CommandError as error:
+        raise StoreUnavailableError(
+            f"the database {connection.engine.url.render_as_string()} cannot be migrated: {error}; "
+            "was it written by a newer optpipe? Install that one, or use another database"
+        ) from error

@@ -1,0 +1,63 @@
+"""OptPipe: pipeline schedules with offload and recompute, chosen by optimisation, proven, run.
+
+``import optpipe`` is the core and loads neither torch, nor a solver, nor a web framework. Solving
+is ``optpipe_solver.solve``, the service ``optpipe_api.create_app``, running ``optpipe.runtime``.
+"""
+
+from optpipe.action import Action, ActionType, Program, Programs, parse_action
+from optpipe.check import Violation, check, check_schedule, find_violations
+from optpipe.errors import (
+    IllegalScheduleError,
+    InfeasibleProblemError,
+    InputError,
+    OptPipeError,
+    ProblemError,
+    ScheduleFormatError,
+    ScheduleMismatchError,
+    WorldError,
+)
+from optpipe.evaluate import evaluate
+from optpipe.formats.csv_text import dump_csv, load_csv
+from optpipe.formats.json_text import dump_problem, dump_schedule, load_problem, load_schedule
+from optpipe.problem import Device, Host, Link, Problem, Stage
+from optpipe.schedule import Provenance, Schedule
+from optpipe.simulate import Simulation, simulate
+from optpipe.timeline import Timeline, make_timeline
+
+__all__ = [
+    "Action",
+    "ActionType",
+    "Device",
+    "Host",
+    "IllegalScheduleError",
+    "InfeasibleProblemError",
+    "InputError",
+    "Link",
+    "OptPipeError",
+    "Problem",
+    "ProblemError",
+    "Program",
+    "Programs",
+    "Provenance",
+    "Schedule",
+    "ScheduleFormatError",
+    "ScheduleMismatchError",
+    "Simulation",
+    "Stage",
+    "Timeline",
+    "Violation",
+    "WorldError",
+    "check",
+    "check_schedule",
+    "dump_csv",
+    "dump_problem",
+    "dump_schedule",
+    "evaluate",
+    "find_violations",
+    "load_csv",
+    "load_problem",
+    "load_schedule",
+    "make_timeline",
+    "parse_action",
+    "simulate",
+]

@@ -1,0 +1,328 @@
+"""Legality (DESIGN section 3): what a set of programs must satisfy to be run at all.
+
+``Legal`` means: every (stage, micro-batch) has F and either I and W or B exactly once on the right
+device, the table's order holds, the programs have no cyclic wait, and no peak exceeds its limit.
+Durations play no part: a legal schedule is legal under every timing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from optpipe.action import Action, ActionType
+from optpipe.errors import IllegalScheduleError, ScheduleMismatchError
+from optpipe.grid import render_grid
+from optpipe.memory import host_peak_bytes, host_walk, memory_walk
+from optpipe.precedence import Pass, input_of, pass_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from optpipe.action import Program, Programs
+    from optpipe.problem import Problem
+    from optpipe.schedule import Schedule
+
+__all__ = ["Violation", "check", "check_schedule", "find_violations"]
+
+_SHOWN = 5
+_MOST = 10_000
+_F, _I, _W, _B = (
+    ActionType.FORWARD,
+    ActionType.BACKWARD_INPUT,
+    ActionType.BACKWARD_WEIGHT,
+    ActionType.FULL_BACKWARD,
+)
+_OFFLOAD, _RELEASE, _RELOAD, _RECOMPUTE = (
+    ActionType.OFFLOAD,
+    ActionType.RELEASE,
+    ActionType.RELOAD,
+    ActionType.RECOMPUTE,
+)
+_COMES_AFTER: dict[ActionType, tuple[ActionType, ...]] = {
+    _I: (_F, _RELOAD, _RECOMPUTE),
+    _B: (_F, _RELOAD, _RECOMPUTE),
+    _W: (_I,),
+    _OFFLOAD: (_F,),
+    _RELEASE: (_OFFLOAD,),
+    _RELOAD: (_RELEASE,),
+    _RECOMPUTE: (_F,),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """One broken rule at one cell.
+
+    ``index`` is the position in the device's program; one past its end where an action is missing.
+    ``code`` is stable, ``message`` says value, rule and fix.
+    """
+
+    code: str
+    device: int
+    index: int
+    message: str
+
+
+def check(problem: Problem, programs: Programs) -> None:
+    """Accept legal programs, refuse all others.
+
+    Raises
+    ------
+    IllegalScheduleError
+        With the grid printed, the first offending cell marked, and every violation found.
+    """
+    violations = find_violations(problem, programs)
+    if violations:
+        raise IllegalScheduleError(_report(programs, violations), violations)
+
+
+def check_schedule(problem: Problem, schedule: Schedule) -> None:
+    """Accept a legal schedule of this very problem.
+
+    Raises
+    ------
+    ScheduleMismatchError
+        If the schedule names another problem or placement.
+    IllegalScheduleError
+        As `check`.
+    """
+    if schedule.problem_hash != problem.problem_hash:
+        raise ScheduleMismatchError(
+            f"the schedule was made for problem {schedule.problem_hash}, but this problem is "
+            f"{problem.problem_hash}; use the problem it was made for, or check its programs "
+            "alone by exporting it as CSV"
+        )
+    if schedule.placement != problem.placement:
+        raise ScheduleMismatchError(
+            f"the schedule's placement is {list(schedule.placement)}, the problem's "
+            f"{list(problem.placement)}; solve the problem again"
+        )
+    check(problem, schedule.programs)
+
+
+def find_violations(problem: Problem, programs: Programs) -> list[Violation]:
+    """Return the broken rules, in program order, missing actions last; empty = legal.
+
+    Waits and memory are looked at only once the actions themselves are right. The list ends at
+    10 000 faults per device: an empty program of a large problem would fill the memory.
+    """
+    if len(programs) != len(problem.devices):
+        message = (
+            f"{len(programs)} programs for {len(problem.devices)} devices: there must be one per "
+            "device; add empty ones for devices without a stage"
+        )
+        return [Violation("programs.count", min(len(programs), len(problem.devices)), 0, message)]
+    found = [
+        violation
+        for device, program in enumerate(programs)
+        for violation in islice(_program_violations(problem, device, program), _MOST)
+    ]
+    # A misplaced action is also missing where it belongs: the cell that exists is the one to mark.
+    found.sort(key=lambda item: (item.code.startswith("missing"), item.device, item.index))
+    if not found:
+        found = list(_cyclic_waits(problem, programs))
+    if not found:
+        found = [*_device_overflows(problem, programs), *_host_overflows(problem, programs)]
+    return found
+
+
+def _program_violations(problem: Problem, device: int, program: Program) -> Iterator[Violation]:
+    position: dict[Action, int] = {}
+    for index, action in enumerate(program):
+        fault = _misplaced(problem, device, action)
+        if fault is None and action in position:
+            fault = ("action.duplicate", f"{action} stands twice; remove one")
+        if fault is not None:
+            yield Violation(fault[0], device, index, fault[1])
+        position.setdefault(action, index)
+    for index, action in enumerate(program):
+        for code, message in _order_faults(position, action, index):
+            yield Violation(code, device, index, message)
+        for code, message in _mode_faults(problem, position, action):
+            yield Violation(code, device, index, message)
+    for stage in problem.stages_of[device]:
+        for microbatch in range(problem.num_microbatches):
+            for code, message in _missing(position, stage, microbatch):
+                yield Violation(code, device, len(program), message)
+
+
+def _misplaced(problem: Problem, device: int, action: Action) -> tuple[str, str] | None:
+    num_stages = len(problem.stages)
+    if not 0 <= action.stage < num_stages:
+        return (
+            "action.stage",
+            f"{action}: there is no stage {action.stage}; the problem has {num_stages}, numbered "
+            "from 0; remove it or correct the number",
+        )
+    if not 0 <= action.microbatch < problem.num_microbatches:
+        return (
+            "action.microbatch",
+            f"{action}: there is no micro-batch {action.microbatch}; the problem has "
+            f"{problem.num_microbatches}, numbered from 0; remove it or correct the number",
+        )
+    home = problem.stages[action.stage].device
+    if home != device:
+        return (
+            "action.device",
+            f"{action} is on device {device}, but stage {action.stage} lives on device {home}; "
+            "move it there",
+        )
+    return None
+
+
+def _order_faults(
+    position: dict[Action, int], action: Action, index: int
+) -> Iterator[tuple[str, str]]:
+    for earlier_type in _COMES_AFTER.get(action.type, ()):
+        earlier = Action(action.stage, earlier_type, action.microbatch)
+        at = position.get(earlier)
+        if at is not None and at > index:
+            yield "order", f"{action} stands before {earlier}, but must come after it; swap them"
+
+
+def _mode_faults(
+    problem: Problem, position: dict[Action, int], action: Action
+) -> Iterator[tuple[str, str]]:
+    stage, kind, microbatch = action
+    exists = 0 <= stage < len(problem.stages)
+    cell = f"({stage}, {microbatch})"
+
+    def has(other: ActionType) -> bool:
+        return Action(stage, other, microbatch) in position
+
+    if kind in (_OFFLOAD, _RELEASE, _RELOAD):
+        missing = [
+            str(Action(stage, part, microbatch))
+            for part in (_OFFLOAD, _RELEASE, _RELOAD)
+            if not has(part)
+        ]
+        if missing:
+            yield (
+                "offload.incomplete",
+                f"{action} without {' and '.join(missing)}: an offloaded micro-batch needs "
+                "OFFLOAD, RELEASE and RELOAD; add or remove them together",
+            )
+    if kind is _OFFLOAD and exists and not problem.can_offload(stage):
+        yield (
+            "offload.impossible",
+            f"{action}: stage {stage} cannot be offloaded (offload_bytes is "
+            f"{problem.stages[stage].offload_bytes}, or its device has no bandwidth); remove it",
+        )
+    if kind is _RECOMPUTE:
+        if exists and not problem.stages[stage].can_recompute:
+            yield (
+                "recompute.impossible",
+                f"{action}: stage {stage} has no recompute_ms; give it in the problem or remove it",
+            )
+        if has(_OFFLOAD):
+            yield (
+                "mode.both",
+                f"{action}: {cell} is both offloaded and recomputed; keep one of the two",
+            )
+    if kind is _B and (has(_I) or has(_W)):
+        yield "backward.both", f"{action}: {cell} has B beside I or W; keep B, or I and W"
+
+
+def _missing(position: dict[Action, int], stage: int, microbatch: int) -> Iterator[tuple[str, str]]:
+    def has(kind: ActionType) -> bool:
+        return Action(stage, kind, microbatch) in position
+
+    if not has(_F):
+        yield "missing.forward", f"{Action(stage, _F, microbatch)} is missing; add it"
+    if has(_B):
+        return
+    for kind in (_I, _W):
+        if not has(kind):
+            full = Action(stage, _B, microbatch)
+            yield (
+                "missing.backward",
+                f"{Action(stage, kind, microbatch)} is missing (and there is no {full}); add it",
+            )
+
+
+def _cyclic_waits(problem: Problem, programs: Programs) -> Iterator[Violation]:
+    """Run all programs without a clock; whatever is stuck in the end waits in a circle."""
+    num_stages = len(problem.stages)
+    heads = [0] * len(programs)
+    done: set[Pass] = set()
+    waiting: dict[Pass, int] = {}
+    runnable = list(range(len(programs)))
+    while runnable:
+        device = runnable.pop()
+        program = programs[device]
+        while heads[device] < len(program):
+            action = program[heads[device]]
+            needed = input_of(action, num_stages)
+            if needed is not None and needed not in done:
+                waiting[needed] = device
+                break
+            made = pass_of(action)
+            if made is not None:
+                done.add(made)
+                if made in waiting:
+                    runnable.append(waiting.pop(made))
+            heads[device] += 1
+    for needed, device in sorted(waiting.items(), key=lambda item: item[1]):
+        action = programs[device][heads[device]]
+        kind = "the backward" if needed.backward else "the forward"
+        yield Violation(
+            "wait.cyclic",
+            device,
+            heads[device],
+            f"{action} waits for {kind} of stage {needed.stage}, micro-batch {needed.microbatch}, "
+            "which waits for it in turn; reorder one of the programs",
+        )
+
+
+def _device_overflows(problem: Problem, programs: Programs) -> Iterator[Violation]:
+    for device, program in enumerate(programs):
+        limit = problem.devices[device].usable_bytes
+        for index, step in enumerate(memory_walk(problem, device, program)):
+            if step.peak > limit:
+                yield Violation(
+                    "memory.device",
+                    device,
+                    index,
+                    f"{program[index]} takes device {device} ({problem.devices[device].name}) to "
+                    f"{step.peak} bytes, its limit is {limit} (memory_bytes - reserved_bytes), "
+                    f"{step.peak - limit} too many; offload, recompute or start fewer "
+                    "micro-batches before it",
+                )
+                break
+
+
+def _host_overflows(problem: Problem, programs: Programs) -> Iterator[Violation]:
+    peaks = host_peak_bytes(problem, programs)
+    for host in problem.hosts:
+        if host.memory_bytes is None or peaks[host.name] <= host.memory_bytes:
+            continue
+        walks = {
+            device: host_walk(problem, program)
+            for device, program in enumerate(programs)
+            if problem.devices[device].host == host.name
+        }
+        device = max(walks, key=lambda held: max(walks[held], default=0))
+        index = walks[device].index(max(walks[device]))
+        yield Violation(
+            "memory.host",
+            device,
+            index,
+            f"host {host.name} holds up to {peaks[host.name]} bytes (its devices' peaks together; "
+            f"this cell is the largest one's), its limit is {host.memory_bytes}, "
+            f"{peaks[host.name] - host.memory_bytes} too many; offload less or raise the limit",
+        )
+
+
+def _report(programs: Programs, violations: list[Violation]) -> str:
+    first = violations[0]
+    lines = [f"illegal schedule, {len(violations)} fault(s):"]
+    lines += [
+        f"  device {item.device}, cell {item.index}: {item.message} [{item.code}]"
+        for item in violations[:_SHOWN]
+    ]
+    if len(violations) > _SHOWN:
+        lines.append(f"  ... and {len(violations) - _SHOWN} more")
+    lines.append(render_grid(programs, {(first.device, first.index)}) if programs else "")
+    return "\n".join(lines)

@@ -1,0 +1,65 @@
+"""The command line: the outermost layer, which composes everything and imports it lazily.
+
+``optpipe --help`` is the reference. Exit codes: 0 done, 1 the world is not as needed (an extra is
+missing, nobody answers), 2 bad input, 3 proven infeasible, 4 nothing found and nothing proven.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+import typer
+
+from optpipe.cli.console import BAD_INPUT, INFEASIBLE, WORLD, print_error
+from optpipe.cli.inspect import bound, check, compare
+from optpipe.cli.picture import plot
+from optpipe.cli.service import fetch, serve, submit
+from optpipe.cli.solving import solve
+from optpipe.errors import InfeasibleProblemError, InputError, OptPipeError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["main", "make_app"]
+
+
+def make_app() -> typer.Typer:
+    """Return the command line application."""
+    app = typer.Typer(
+        name="optpipe",
+        no_args_is_help=True,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+        add_completion=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.callback()(_about)
+    for command in (solve, check, bound, compare, plot, serve, submit, fetch):
+        app.command()(command)
+    return app
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line and leave with its exit code; no OptPipeError shows a stack trace."""
+    try:
+        make_app()(args=arguments, prog_name="optpipe")
+    except OptPipeError as error:
+        print_error(error)
+        sys.exit(_exit_code(error))
+
+
+def _exit_code(error: OptPipeError) -> int:
+    if isinstance(error, InfeasibleProblemError):
+        return INFEASIBLE
+    return BAD_INPUT if isinstance(error, InputError) else WORLD
+
+
+def _about() -> None:
+    """Pipeline-parallel schedules with activation offloading, chosen by optimisation.
+
+    \b
+    A first look:
+      optpipe solve examples/problems/llama3-8b-h100-pp4.json -o schedule.json
+      optpipe plot  examples/problems/llama3-8b-h100-pp4.json schedule.json -o schedule.svg
+    """

@@ -1,0 +1,47 @@
+"""Arguments and options that several commands have in common."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+__all__ = [
+    "Follow",
+    "Method",
+    "Output",
+    "ProblemFile",
+    "ScheduleFile",
+    "Seed",
+    "Threads",
+    "TimeLimit",
+    "Url",
+]
+
+ProblemFile = Annotated[
+    Path, typer.Argument(metavar="PROBLEM", help="Problem file (optpipe/problem/v1, JSON).")
+]
+ScheduleFile = Annotated[
+    Path, typer.Argument(metavar="SCHEDULE", help="Schedule file, JSON or CSV.")
+]
+Output = Annotated[
+    Path | None,
+    typer.Option(
+        "--output", "-o", metavar="FILE", help="Write the schedule here: .csv is CSV, else JSON."
+    ),
+]
+TimeLimit = Annotated[
+    float, typer.Option("--time-limit", metavar="S", min=0.01, help="Seconds to search.")
+]
+Threads = Annotated[int, typer.Option(metavar="N", min=1, help="Threads of the solver.")]
+Seed = Annotated[int, typer.Option(metavar="N", min=0, help="Seed of everything random.")]
+Method = Annotated[
+    str, typer.Option(metavar="NAME", help="auto, or one method that optpipe compare lists.")
+]
+Url = Annotated[
+    str, typer.Option(envvar="OPTPIPE_URL", metavar="URL", help="Address of the service.")
+]
+Follow = Annotated[
+    bool, typer.Option("--follow", help="Wait for the end, printing every improvement.")
+]

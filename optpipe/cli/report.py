@@ -1,0 +1,121 @@
+"""How results are shown: the picture, the table of numbers beside 1F1B's, one line of progress."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+
+from optpipe.action import ActionType
+from optpipe.memory import device_peak_bytes, host_peak_bytes
+from optpipe.plot.terminal import ScheduleView
+from optpipe.plot.units import format_bytes, format_ms, format_share
+from optpipe.simulate import simulate
+from optpipe.timeline import bubble_rate
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from optpipe.action import Programs
+    from optpipe.problem import Problem
+    from optpipe.schedule import Schedule
+
+__all__ = ["baseline_programs", "gap_text", "number_table", "progress_line", "show_schedule"]
+
+_SHOWN_DEVICES = 16
+
+
+def show_schedule(
+    console: Console, problem: Problem, programs: Programs, schedule: Schedule | None
+) -> None:
+    """Print the picture and, below it, the numbers beside those of 1F1B."""
+    title = schedule.provenance.method if schedule is not None else ""
+    name = " - ".join(part for part in (problem.name, title) if part)
+    console.print(ScheduleView(problem=problem, programs=programs, title=name))
+    console.print()
+    console.print(number_table(problem, programs, schedule, baseline_programs(problem)))
+
+
+def baseline_programs(problem: Problem) -> Programs | None:
+    """Return 1F1B's programs, over the memory limit or not; None where it does not apply."""
+    from optpipe_solver.families.not_applicable import NotApplicable
+    from optpipe_solver.families.one_f_one_b import build_one_f_one_b
+
+    try:
+        return build_one_f_one_b(problem)
+    except NotApplicable:
+        return None
+
+
+def number_table(
+    problem: Problem, programs: Programs, schedule: Schedule | None, baseline: Programs | None
+) -> Table:
+    """Return the table: one row per number, one column per schedule."""
+    table = Table(box=None, pad_edge=False, show_header=baseline is not None)
+    table.add_column("")
+    table.add_column("this schedule", justify="right")
+    if baseline is not None:
+        table.add_column("1F1B", justify="right")
+    columns = [_numbers(problem, programs)]
+    if baseline is not None:
+        columns.append(_numbers(problem, baseline))
+    for label in columns[0]:
+        table.add_row(label, *(column.get(label, "") for column in columns))
+        if label == "bubble of the span" and schedule is not None:
+            table.add_row("proven bound", _bound_text(schedule))
+            table.add_row("gap", gap_text(schedule.gap))
+    return table
+
+
+def gap_text(gap: float | None) -> str:
+    """Return a gap for people."""
+    if gap is None:
+        return "unknown"
+    return "0 % (optimal)" if gap <= 1e-6 else format_share(gap)
+
+
+def progress_line(
+    seconds: float, method: str, objective_ms: float | None, bound_ms: float | None
+) -> str:
+    """Return one line about the best known so far."""
+    best = "no schedule yet" if objective_ms is None else f"{format_ms(objective_ms)} ms"
+    bound = "" if bound_ms is None else f"   bound {format_ms(bound_ms)} ms"
+    return f"{seconds:7.1f} s   {best:>14}{bound}   {method}"
+
+
+def _numbers(problem: Problem, programs: Programs) -> dict[str, str]:
+    run = simulate(problem, programs)
+    rows = {
+        "makespan": f"{format_ms(run.makespan_ms)} ms",
+        "span": f"{format_ms(run.span_ms)} ms",
+        "bubble of the makespan": format_share(bubble_rate(problem, run.makespan_ms)),
+        "bubble of the span": format_share(bubble_rate(problem, run.span_ms)),
+    }
+    for device, program in enumerate(programs[:_SHOWN_DEVICES]):
+        peak = device_peak_bytes(problem, device, program)
+        rows[f"peak memory {problem.devices[device].name}"] = _peak_text(problem, device, peak)
+    for host, peak in host_peak_bytes(problem, programs).items():
+        if peak:
+            rows[f"peak memory of host {host}"] = format_bytes(peak)
+    for kind, label in (
+        (ActionType.OFFLOAD, "offloaded"),
+        (ActionType.RECOMPUTE, "recomputed"),
+    ):
+        count = sum(action.type is kind for program in programs for action in program)
+        if count:
+            cells = len(problem.stages) * problem.num_microbatches
+            rows[label] = f"{count} of {cells} activations"
+    return rows
+
+
+def _peak_text(problem: Problem, device: int, peak: int) -> str:
+    limit = problem.devices[device].usable_bytes
+    if peak > limit:
+        return f"[bold red]{format_bytes(peak)}, {format_bytes(peak - limit)} too much[/]"
+    return f"{format_bytes(peak)} of {format_bytes(limit)}"
+
+
+def _bound_text(schedule: Schedule) -> str:
+    if schedule.bound_ms is None:
+        return "none"
+    return f"{format_ms(schedule.bound_ms)} ms"

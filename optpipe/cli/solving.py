@@ -1,0 +1,108 @@
+"""``optpipe solve``."""
+
+from __future__ import annotations
+
+import signal
+from contextlib import contextmanager
+from threading import Event
+from typing import TYPE_CHECKING
+
+import typer
+
+from optpipe.cli.console import (
+    INFEASIBLE,
+    NOTHING_FOUND,
+    needs_extra,
+    read_problem,
+    stderr,
+    stdout,
+    write_schedule,
+)
+from optpipe.cli.options import Method, Output, ProblemFile, Seed, Threads, TimeLimit
+from optpipe.cli.report import progress_line, show_schedule
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from rich.console import Console
+
+    from optpipe.problem import Problem
+    from optpipe_solver import Progress, Result
+
+__all__ = ["solve"]
+
+
+def solve(
+    problem_file: ProblemFile,
+    output: Output = None,
+    time_limit: TimeLimit = 60.0,
+    threads: Threads = 1,
+    seed: Seed = 0,
+    method: Method = "auto",
+) -> None:
+    """Find a schedule, and how far from the optimum it can be.
+
+    Every improvement is printed while it runs; Ctrl-C stops and keeps the best. Leaves with 0 and
+    a schedule, 2 on bad input, 3 where no schedule can exist (and says the smallest memory that
+    works), 4 where nothing was found.
+
+    \b
+    Examples:
+      optpipe solve problem.json
+      optpipe solve problem.json -o schedule.json --time-limit 120 --threads 4
+      optpipe solve problem.json -o schedule.csv --method greedy
+    """
+    problem = read_problem(problem_file)
+    progress = stderr()
+    with needs_extra("solver"):
+        result = _run(problem, progress, time_limit, threads, seed, method)
+        if result.schedule is None:
+            progress.print(f"[bold red]{result.status.value}:[/] {result.message}", soft_wrap=True)
+            raise typer.Exit(INFEASIBLE if result.status == "infeasible" else NOTHING_FOUND)
+        # Before the picture: a closed pipe (| head) must not cost the schedule.
+        if output is not None:
+            write_schedule(result.schedule, output)
+            progress.print(f"written to {output}", markup=False)
+        show_schedule(stdout(), problem, result.schedule.programs, result.schedule)
+
+
+def _run(
+    problem: Problem,
+    progress: Console,
+    time_limit_s: float,
+    threads: int,
+    seed: int,
+    method: str,
+) -> Result:
+    import optpipe_solver
+
+    def tell(news: Progress) -> None:
+        line = progress_line(news.seconds, news.method, news.objective_ms, news.bound_ms)
+        progress.print(line, markup=False)
+
+    with _interruptible() as stop, progress.status("solving"):
+        return optpipe_solver.solve(
+            problem,
+            time_limit_s=time_limit_s,
+            threads=threads,
+            seed=seed,
+            method=method,
+            on_progress=tell,
+            should_stop=stop.is_set,
+        )
+
+
+@contextmanager
+def _interruptible() -> Iterator[Event]:
+    """Let a first Ctrl-C ask for the best so far, and a second one end the program."""
+    stop = Event()
+
+    def ask(_number: int, _frame: object) -> None:
+        stop.set()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    before = signal.signal(signal.SIGINT, ask)
+    try:
+        yield stop
+    finally:
+        signal.signal(signal.SIGINT, before)

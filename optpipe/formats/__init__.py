@@ -1,0 +1,1 @@
+"""Files and texts that problems, programs and schedules are read from and written to."""

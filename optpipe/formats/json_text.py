@@ -1,0 +1,118 @@
+"""JSON text of problems and schedules, read strictly: no NaN, no key twice, errors with a place."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any, NoReturn
+
+from optpipe.errors import InputError, ProblemError, ScheduleFormatError
+from optpipe.problem import Problem
+from optpipe.schedule import Schedule
+
+__all__ = [
+    "dump_problem",
+    "dump_schedule",
+    "load_problem",
+    "load_schedule",
+    "parse_json",
+    "read_text",
+]
+
+
+def load_problem(text: str) -> Problem:
+    """Return the problem a JSON text describes.
+
+    Raises
+    ------
+    ProblemError
+        If the text is not JSON or breaks a rule of ``optpipe/problem/v1``.
+    """
+    return Problem.parse(parse_json(text, ProblemError))
+
+
+def load_schedule(text: str) -> Schedule:
+    """Return the schedule a JSON text describes.
+
+    Raises
+    ------
+    ScheduleFormatError
+        If the text is not JSON or breaks a rule of ``optpipe/schedule/v1``.
+    """
+    return Schedule.parse(parse_json(text, ScheduleFormatError))
+
+
+def dump_problem(problem: Problem) -> str:
+    """Return a problem as indented JSON text with defaults filled in."""
+    return json.dumps(problem.model_dump(mode="json", by_alias=True), indent=2) + "\n"
+
+
+def dump_schedule(schedule: Schedule) -> str:
+    """Return a schedule as JSON text, one line per program."""
+    data = schedule.model_dump(mode="json", by_alias=True)
+    programs = data.pop("programs")
+    rows = ",\n".join("    " + json.dumps(program) for program in programs)
+    head, marker, tail = json.dumps({"programs": 0, **data}, indent=2).partition('"programs": 0')
+    return f"{head}{marker[:-1]}[\n{rows}\n  ]{tail}\n"
+
+
+def read_text(path: Path | str) -> str:
+    """Return the text of a file.
+
+    Raises
+    ------
+    InputError
+        If it cannot be read or is not UTF-8.
+    """
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror}; check the path") from None
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"{path} is not UTF-8 text (byte {error.start}); save it as UTF-8"
+        ) from None
+
+
+def parse_json(text: str, error_type: type[InputError] = InputError) -> Any:
+    """Return the object of a strict JSON text.
+
+    Raises
+    ------
+    InputError
+        (or the given subclass) with line and column.
+    """
+
+    def refuse_constant(name: str) -> NoReturn:
+        raise error_type(f"{name} is not a JSON number; give a finite number")
+
+    def refuse_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            counted = Counter(name for name, _ in pairs)
+            twin = next(name for name, count in counted.items() if count > 1)
+            raise error_type(f"key {twin[:60]!r} stands twice in one object; remove one")
+        return found
+
+    if text.startswith("\ufeff"):
+        raise error_type("the text starts with a byte order mark; save it as UTF-8 without one")
+    if not text.strip():
+        raise error_type("the text is empty; JSON starts with { here")
+    try:
+        return json.loads(text, parse_constant=refuse_constant, object_pairs_hook=refuse_twins)
+    except json.JSONDecodeError as error:
+        raise error_type(
+            f"not JSON: {error.msg} at line {error.lineno}, column {error.colno}; "
+            "is the file complete?"
+        ) from None
+    except RecursionError:
+        raise error_type(
+            "the JSON is nested too deeply; a problem has four levels of brackets, remove others"
+        ) from None
+    except InputError:
+        raise
+    except ValueError:  # Python's own limit, which guards against quadratic time
+        raise error_type(
+            "a number has more than 4300 digits; give bytes, milliseconds or a count"
+        ) from None

@@ -1,0 +1,1 @@
+"""Pictures of schedules: in the terminal (`terminal`) and as image files (`figure`)."""

@@ -1,0 +1,292 @@
+"""A schedule as a picture in the terminal: who computes what when, what moves, what is held.
+
+Per device one row of compute, a row for each direction of transfers that it uses, and a row of
+memory. Blocks are coloured where the terminal has colours and filled with distinct signs where it
+has none. Where a device has more actions than columns, columns are shared (`Bin`), and of many
+devices an evenly spaced few are shown.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from rich.style import Style
+from rich.text import Text
+
+from optpipe.action import ActionType
+from optpipe.memory import device_peak_bytes
+from optpipe.plot.glyphs import ASCII, COLOURS, LETTERS, NAMES, UNICODE, Glyphs
+from optpipe.plot.raster import bins_of, blocks_of, levels_of
+from optpipe.plot.units import format_bytes, format_ms, format_share, tick_step
+from optpipe.timeline import make_timeline
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from rich.console import Console, ConsoleOptions, RenderResult
+
+    from optpipe.action import Programs
+    from optpipe.plot.raster import Bin, Block
+    from optpipe.problem import Problem
+    from optpipe.timeline import Interval, Lane, Timeline
+
+__all__ = ["ScheduleView"]
+
+_MAX_WIDTH = 200
+_MIN_COLUMNS = 20
+_NOTE_WIDTH = 21
+_LEVELS = 8
+_DIM, _BOLD, _BAD = Style(dim=True), Style(bold=True), Style(color="red", bold=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleView:
+    """A rich renderable of legal programs; programs over a memory limit are shown as such.
+
+    Parameters
+    ----------
+    problem, programs
+        What is shown.
+    title
+        First line; the numbers stand behind it.
+    length_ms
+        End of the time axis; the makespan when None. Give two views the same one to compare them.
+    max_devices
+        Of more devices, this many, evenly spaced, are shown.
+    legend
+        Whether the last line explains the signs.
+    """
+
+    problem: Problem
+    programs: Programs
+    title: str = ""
+    length_ms: float | None = None
+    max_devices: int = 16
+    legend: bool = True
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        plain = console.color_system is None or console.no_color
+        glyphs = ASCII if options.ascii_only else UNICODE
+        timeline = make_timeline(self.problem, self.programs)
+        yield from _Picture(self, timeline, glyphs, plain, options.max_width).lines()
+
+
+class _Picture:
+    """One rendering: everything that depends on the terminal's width and abilities."""
+
+    def __init__(
+        self, view: ScheduleView, timeline: Timeline, glyphs: Glyphs, plain: bool, max_width: int
+    ) -> None:
+        self.view = view
+        self.problem = view.problem
+        self.timeline = timeline
+        self.glyphs = glyphs
+        self.plain = plain
+        self.max_width = max_width
+        self.end_ms = timeline.makespan_ms
+        self.length_ms = max(view.length_ms or 0.0, self.end_ms)
+        self.gutter = min(14, max(8, *(len(d.name) + 1 for d in self.problem.devices)))
+        room = min(max_width, _MAX_WIDTH) - self.gutter
+        self.notes = room - _NOTE_WIDTH >= _MIN_COLUMNS
+        self.columns = max(_MIN_COLUMNS, room - (_NOTE_WIDTH if self.notes else 0))
+        self.shared = max(map(len, view.programs)) > self.columns
+
+    def lines(self) -> Iterator[Text]:
+        yield self._title()
+        shown = _spread(len(self.problem.devices), self.view.max_devices)
+        for device in shown:
+            yield from self._device(device)
+        yield from self._axis()
+        if len(shown) < len(self.problem.devices):
+            count = f"{len(shown)} of {len(self.problem.devices)} devices shown, evenly spaced"
+            yield Text(" " * self.gutter + count, style=_DIM)
+        if self.view.legend:
+            yield from self._legend()
+
+    def _title(self) -> Text:
+        line = Text(no_wrap=True, overflow="ellipsis")
+        line.append(self.view.title or self.problem.name or "schedule", _BOLD)
+        line.append(f"  makespan {format_ms(self.end_ms)} ms")
+        line.append(f"  bubble {format_share(self.timeline.makespan_bubble_rate)}")
+        return line
+
+    def _device(self, device: int) -> Iterator[Text]:
+        compute = self._lane(device, "compute")
+        busy = sum(item.end - item.start for item in compute)
+        share = format_share(busy / self.end_ms) if self.end_ms > 0 else "-"
+        name = self.problem.devices[device].name
+        yield self._row(name, self._compute(compute), Text(f"busy {share}"), _BOLD)
+        yield from self._moves(self._lane(device, "d2h"), ActionType.OFFLOAD, self.glyphs.down)
+        yield from self._moves(self._lane(device, "h2d"), ActionType.RELOAD, self.glyphs.up)
+        syncs = self._lane(device, "grad_sync")
+        if syncs:
+            yield self._row(" grads", self._grad_syncs(syncs), Text("reduction"), _DIM)
+        yield self._row(" memory", *self._memory(device), _DIM)
+
+    def _moves(self, moves: list[Interval], kind: ActionType, sign: str) -> Iterator[Text]:
+        if moves:
+            note = Text(f"{len(moves)} {kind.name.lower()}ed")
+            yield self._row(f" {sign} host", self._transfers(moves, kind), note, _DIM)
+
+    def _lane(self, device: int, lane: Lane) -> list[Interval]:
+        return [item for item in self.timeline.intervals[device] if item.lane == lane]
+
+    def _row(self, label: str, body: Text, note: Text, label_style: Style) -> Text:
+        short = label if len(label) < self.gutter else label[: self.gutter - 2] + "~"
+        line = Text(no_wrap=True, overflow="crop")
+        line.append(f"{short:<{self.gutter}}", label_style)
+        line.append_text(body)
+        if self.notes:
+            line.append(" " * (self.columns - len(body) + 1))
+            note.stylize(_DIM)
+            line.append_text(note)
+        return line
+
+    def _compute(self, intervals: list[Interval]) -> Text:
+        if self.shared:
+            return self._shared(intervals)
+        body = Text()
+        for block in blocks_of(intervals, self.length_ms, self.end_ms, self.columns):
+            if block.interval is None or block.interval.action is None:
+                body.append(self.glyphs.bubble * block.width, _DIM)
+            else:
+                self._block(body, block)
+        return body
+
+    def _block(self, body: Text, block: Block) -> None:
+        action = block.interval.action if block.interval else None
+        if action is None:
+            return
+        letter = LETTERS.get(action.type, "")
+        label = f"{letter}{action.microbatch}"
+        if self._ambiguous_stage(action.stage) and len(f"{action.stage}{label}") <= block.width:
+            label = f"{action.stage}{label}"
+        if len(label) > block.width:
+            number = str(action.microbatch)
+            label = number if not self.plain and len(number) <= block.width else letter
+        fill = self.glyphs.fill[action.type] if self.plain else " "
+        text = label[: block.width].ljust(block.width, fill)
+        body.append(text, self._colour(action.type, action.microbatch))
+
+    def _ambiguous_stage(self, stage: int) -> bool:
+        return len(self.problem.stages_of[self.problem.stages[stage].device]) > 1
+
+    def _colour(self, kind: ActionType, microbatch: int) -> Style:
+        return Style(color="black", bgcolor=COLOURS[kind][microbatch % 2])
+
+    def _shared(self, intervals: list[Interval]) -> Text:
+        body = Text()
+        end = round(self.end_ms / self.length_ms * self.columns) if self.length_ms else 0
+        for item in bins_of(intervals, self.length_ms, self.columns)[:end]:
+            self._shared_cell(body, item)
+        return body
+
+    def _shared_cell(self, body: Text, item: Bin) -> None:
+        if item.kind is None or item.busy < 1 / 8:
+            body.append(self.glyphs.bubble, _DIM)
+        elif self.plain:
+            letter = LETTERS[item.kind]
+            body.append(letter if item.busy >= 1 / 2 else letter.lower())
+        else:
+            shade = self.glyphs.shades[max(1, round(item.busy * 4))]
+            body.append(shade, Style(color=COLOURS[item.kind][0]))
+
+    def _transfers(self, intervals: list[Interval], kind: ActionType) -> Text:
+        fill, body = self.glyphs.fill[kind], Text()
+        if self.shared:
+            end = round(self.end_ms / self.length_ms * self.columns) if self.length_ms else 0
+            for item in bins_of(intervals, self.length_ms, self.columns)[:end]:
+                body.append(fill if item.busy >= 1 / 4 else " ", Style(color=COLOURS[kind][0]))
+            return body
+        for block in blocks_of(intervals, self.length_ms, self.end_ms, self.columns):
+            if block.interval is None or block.interval.action is None:
+                body.append(" " * block.width)
+                continue
+            label = str(block.interval.action.microbatch)
+            shade = COLOURS[kind][block.interval.action.microbatch % 2]
+            text = label if len(label) < block.width else ""
+            body.append(text.ljust(block.width, fill), Style(color=shade))
+        return body
+
+    def _grad_syncs(self, intervals: list[Interval]) -> Text:
+        body = Text()
+        for block in blocks_of(intervals, self.length_ms, self.end_ms, self.columns):
+            body.append((self.glyphs.grad_sync if block.interval else " ") * block.width)
+        return body
+
+    def _memory(self, device: int) -> tuple[Text, Text]:
+        """Return the curve from the device's static bytes (lowest) to its limit, and its peak."""
+        limit = self.problem.devices[device].usable_bytes
+        static = self.problem.static_bytes_of(device)
+        body = Text()
+        levels = levels_of(self.timeline.memory[device], self.length_ms, self.end_ms, self.columns)
+        for held, run in groupby(levels):
+            sign = self._memory_sign(held, static, limit)
+            body.append(sign * len(list(run)), _BAD if held > limit else Style(color="cyan"))
+        peak = device_peak_bytes(self.problem, device, self.view.programs[device])
+        note = Text(f"{format_bytes(peak)} = {peak / limit:.0%}" if limit else format_bytes(peak))
+        if peak > limit:
+            note.stylize(_BAD)
+        return body, note
+
+    def _memory_sign(self, held: int, static: int, limit: int) -> str:
+        if held > limit:
+            return self.glyphs.over
+        share = (held - static) / (limit - static) if limit > static else 1.0
+        return self.glyphs.levels[1 + min(_LEVELS - 1, int(share * _LEVELS))]
+
+    def _axis(self) -> Iterator[Text]:
+        step = tick_step(self.length_ms, self.columns // 12)
+        ruler = [self.glyphs.ruler] * self.columns
+        labels = [" "] * (self.columns + 12)
+        tick = 0.0
+        while tick <= self.length_ms * (1 + 1e-9) and self.length_ms > 0:
+            column = min(self.columns - 1, round(tick / self.length_ms * self.columns))
+            ruler[column] = self.glyphs.tick
+            text = f"{tick:,.10g}"
+            labels[column : column + len(text)] = text
+            tick += step
+        yield Text(" " * self.gutter + "".join(ruler), style=_DIM)
+        text = "".join(labels).rstrip() + " ms"
+        yield Text("ms".ljust(self.gutter) + text.removesuffix(" ms"), style=_DIM)
+
+    def _legend(self) -> Iterator[Text]:
+        low, high = self.glyphs.levels[1], self.glyphs.levels[-1]
+        items = [
+            *self._legend_of_actions(),
+            Text(f"{self.glyphs.bubble * 2} bubble"),
+            Text(f"{low} weights, gradients, optimizer", _DIM),
+            Text(f"{high} at the memory limit", _DIM),
+            Text(f"{self.glyphs.over} over it", _DIM),
+        ]
+        line = Text(" " * self.gutter)
+        for item in items:
+            if len(line) > self.gutter and len(line) + len(item) > self.max_width:
+                yield line
+                line = Text(" " * self.gutter)
+            line.append_text(item).append("   ")
+        line.rstrip()
+        yield line
+
+    def _legend_of_actions(self) -> Iterator[Text]:
+        used = {action.type for program in self.view.programs for action in program}
+        for kind in ActionType:
+            if kind not in used or kind not in NAMES:
+                continue
+            sample, style = self.glyphs.fill[kind] * 2, Style(color=COLOURS[kind][0])
+            if kind in LETTERS and self.shared:
+                sample = LETTERS[kind] if self.plain else self.glyphs.shades[-1]
+            elif kind in LETTERS:
+                sample, style = f"{LETTERS[kind]}0", self._colour(kind, 0)
+            yield Text.assemble((sample, style), f" {NAMES[kind]}")
+
+
+def _spread(count: int, at_most: int) -> list[int]:
+    """Return at most so many of 0..count-1, evenly spaced, first and last included."""
+    if count <= at_most:
+        return list(range(count))
+    if at_most == 1:
+        return [0]
+    return [round(i * (count - 1) / (at_most - 1)) for i in range(at_most)]

@@ -1,0 +1,470 @@
+"""The problem: devices, stages, links, micro-batches (``optpipe/problem/v1``, DESIGN section 4).
+
+Times are milliseconds, sizes bytes, bandwidths GB/s (1e9 bytes per second). Values are frozen and
+complete: whatever a file leaves out is filled in on the way in, so that two files that mean the
+same have the same `Problem.problem_hash`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from functools import cached_property
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+
+from optpipe.errors import ProblemError
+from optpipe.validation import explain, rule_broken
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["MAX_CELLS", "Device", "Host", "Link", "Objective", "Problem", "Stage"]
+
+MAX_CELLS = 2_000_000
+"""Largest stages x micro-batches that a problem may have."""
+
+_MAX_BYTES = 2**53
+_MAX_MS = 1e12
+_MAX_BITS = 1000
+_MAX_INDEX = 999_999_999  # nine digits: the longest number in an action's text
+
+Objective = Literal["makespan", "span"]
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, bool | str):
+        raise rule_broken("must be a number", "write it without quotes")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise rule_broken("must be finite", "give a measured number")
+    if isinstance(value, int) and value.bit_length() > _MAX_BITS:
+        raise rule_broken("is too large", "times are in ms, sizes in bytes: check the unit")
+    return 0 if value == 0 else value  # -0.0 means the same as 0 and must hash the same
+
+
+def _whole(value: Any) -> Any:
+    value = _number(value)
+    if isinstance(value, float):
+        if not value.is_integer():
+            raise rule_broken("must be a whole number", "round it")
+        return int(value)
+    return value
+
+
+Milliseconds = Annotated[
+    float, BeforeValidator(_number), Field(ge=0, le=_MAX_MS, allow_inf_nan=False)
+]
+Bandwidth = Annotated[float, BeforeValidator(_number), Field(gt=0, le=1e9, allow_inf_nan=False)]
+Bytes = Annotated[int, BeforeValidator(_whole), Field(ge=0, le=_MAX_BYTES)]
+Index = Annotated[int, BeforeValidator(_whole), Field(ge=0, le=_MAX_INDEX)]
+Count = Annotated[int, BeforeValidator(_whole), Field(ge=1, le=_MAX_INDEX + 1)]
+Name = Annotated[str, Field(min_length=1, max_length=200)]
+Flag = Annotated[bool, Field(strict=True)]
+
+
+class _Value(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+
+class Device(_Value):
+    """One accelerator.
+
+    Parameters
+    ----------
+    name
+        For people; ``gpu<i>`` when left out.
+    memory_bytes
+        The whole memory budget of the device.
+    reserved_bytes
+        What of it the pipeline never gets: context, NCCL, fragmentation, the pool of boundary
+        tensors.
+    d2h_gb_per_s, h2d_gb_per_s
+        Sustained copy rates to and from the host with both directions and compute busy; both or
+        neither. Without them nothing can be offloaded from this device.
+    pcie_group
+        Devices of one host that share each direction of one PCIe uplink.
+    half_duplex
+        Whether the two directions of this device exclude each other.
+    host
+        The host whose memory takes this device's offloaded bytes.
+    """
+
+    name: str = Field(default="", max_length=200)
+    memory_bytes: Bytes
+    reserved_bytes: Bytes = 0
+    d2h_gb_per_s: Bandwidth | None = None
+    h2d_gb_per_s: Bandwidth | None = None
+    pcie_group: str | None = None
+    half_duplex: Flag = False
+    host: Name = "host0"
+
+    @field_validator("pcie_group", mode="before")
+    @classmethod
+    def _group_as_text(cls, value: Any) -> Any:
+        return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+    @model_validator(mode="after")
+    def _both_directions(self) -> Self:
+        if (self.d2h_gb_per_s is None) != (self.h2d_gb_per_s is None):
+            raise rule_broken(
+                "d2h_gb_per_s and h2d_gb_per_s go together: what is offloaded must come back",
+                "give both, or neither where nothing may be offloaded",
+            )
+        if self.reserved_bytes > self.memory_bytes:
+            raise rule_broken(
+                f"reserved_bytes {self.reserved_bytes} may not exceed "
+                f"memory_bytes {self.memory_bytes}",
+                "lower it or raise memory_bytes",
+            )
+        return self
+
+    @property
+    def usable_bytes(self) -> int:
+        """What static bytes and activations may fill: memory_bytes - reserved_bytes."""
+        return self.memory_bytes - self.reserved_bytes
+
+    @property
+    def can_offload(self) -> bool:
+        """Whether this device has a way to and from its host."""
+        return self.d2h_gb_per_s is not None
+
+
+class Host(_Value):
+    """One host; ``memory_bytes`` None means no limit."""
+
+    name: Name
+    memory_bytes: Bytes | None = None
+
+
+class Stage(_Value):
+    """A contiguous slice of the model on one device; sizes and times are per micro-batch.
+
+    Parameters
+    ----------
+    device
+        Index of the device that holds it.
+    forward_ms, backward_input_ms, backward_weight_ms
+        Durations of F, I and W.
+    backward_ms
+        Duration of the fused B; I + W when left out. It may be shorter than I + W.
+    activation_bytes
+        Held from F to the backward, the received input included.
+    weight_context_bytes
+        Held between I and W; may exceed activation_bytes, and equals it when left out.
+    offload_bytes
+        What OFFLOAD moves to the host; 0 = this stage cannot be offloaded.
+    recompute_ms, checkpoint_bytes
+        Duration of RECOMPUTE and what F keeps for it; both or neither.
+    static_bytes
+        Weights, gradients, optimizer state.
+    output_bytes
+        Sent to the next stage by F, and back by I or B of the next stage.
+    grad_sync_ms
+        Gradient reduction after the stage's last W or B, on a lane of its own.
+    forward_workspace_bytes ... recompute_workspace_bytes
+        Extra bytes that exist only while the action runs.
+    """
+
+    device: Index
+    forward_ms: Milliseconds
+    backward_input_ms: Milliseconds
+    backward_weight_ms: Milliseconds
+    backward_ms: Milliseconds | None = None
+    activation_bytes: Bytes
+    weight_context_bytes: Bytes = 0
+    offload_bytes: Bytes = 0
+    recompute_ms: Milliseconds | None = None
+    checkpoint_bytes: Bytes | None = None
+    static_bytes: Bytes = 0
+    output_bytes: Bytes = 0
+    grad_sync_ms: Milliseconds = 0.0
+    forward_workspace_bytes: Bytes = 0
+    backward_input_workspace_bytes: Bytes = 0
+    backward_weight_workspace_bytes: Bytes = 0
+    backward_workspace_bytes: Bytes = 0
+    recompute_workspace_bytes: Bytes = 0
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill(cls, data: Any) -> Any:
+        if isinstance(data, dict) and data.get("weight_context_bytes") is None:
+            if "activation_bytes" in data:
+                return {**data, "weight_context_bytes": data["activation_bytes"]}
+            return {key: value for key, value in data.items() if key != "weight_context_bytes"}
+        return data
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.offload_bytes > self.activation_bytes:
+            raise rule_broken(
+                f"offload_bytes {self.offload_bytes} may not exceed "
+                f"activation_bytes {self.activation_bytes}",
+                "give the part of the activation that is moved",
+            )
+        if (self.recompute_ms is None) != (self.checkpoint_bytes is None):
+            raise rule_broken(
+                "recompute_ms and checkpoint_bytes go together",
+                "give both, or neither where nothing may be recomputed",
+            )
+        if self.checkpoint_bytes is not None and self.checkpoint_bytes > self.activation_bytes:
+            raise rule_broken(
+                f"checkpoint_bytes {self.checkpoint_bytes} may not exceed "
+                f"activation_bytes {self.activation_bytes}",
+                "give what F keeps when the rest is recomputed",
+            )
+        return self
+
+    @property
+    def fused_backward_ms(self) -> float:
+        """Duration of B: backward_ms, or I + W."""
+        if self.backward_ms is None:
+            return self.backward_input_ms + self.backward_weight_ms
+        return self.backward_ms
+
+    @property
+    def busy_ms(self) -> float:
+        """Least compute time of one micro-batch, recompute aside: F + min(B, I + W)."""
+        split = self.backward_input_ms + self.backward_weight_ms
+        return self.forward_ms + min(self.fused_backward_ms, split)
+
+    @property
+    def can_recompute(self) -> bool:
+        """Whether RECOMPUTE is allowed on this stage."""
+        return self.recompute_ms is not None
+
+
+class Link(_Value):
+    """A directed connection between two devices; ``bandwidth_gb_per_s`` None = only latency."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", validate_default=True, validate_by_name=True
+    )
+
+    source: Index = Field(alias="from")
+    target: Index = Field(alias="to")
+    latency_ms: Milliseconds = 0.0
+    bandwidth_gb_per_s: Bandwidth | None = None
+
+    def transfer_ms(self, num_bytes: int) -> float:
+        """Time from the producer's end to the consumer's earliest start, in ms."""
+        if self.bandwidth_gb_per_s is None:
+            return self.latency_ms
+        return self.latency_ms + num_bytes / (self.bandwidth_gb_per_s * 1e6)
+
+
+class Problem(_Value):
+    """What is to be scheduled; complete and consistent once it exists.
+
+    Raises
+    ------
+    pydantic.ValidationError
+        From the constructor. `Problem.parse` raises `ProblemError` with a line per fault instead.
+    """
+
+    format: Literal["optpipe/problem/v1"] = "optpipe/problem/v1"
+    name: str = Field(default="", max_length=200)
+    num_microbatches: Count
+    objective: Objective = "makespan"
+    devices: tuple[Device, ...] = Field(min_length=1, max_length=4096)
+    hosts: tuple[Host, ...] = ()
+    stages: tuple[Stage, ...] = Field(min_length=1, max_length=65536)
+    links: tuple[Link, ...] = ()
+
+    @classmethod
+    def parse(cls, data: Any) -> Problem:
+        """Return the problem a JSON-like object describes.
+
+        Raises
+        ------
+        ProblemError
+            With one line per fault: path, value, rule, fix.
+        """
+        try:
+            return cls.model_validate(data)
+        except ValidationError as error:
+            raise ProblemError(explain(error, cls)) from None
+
+    @field_validator("devices", mode="before")
+    @classmethod
+    def _name_devices(cls, value: Any) -> Any:
+        if not isinstance(value, list | tuple):
+            return value
+        return [_named(device, f"gpu{index}") for index, device in enumerate(value)]
+
+    @field_validator("links")
+    @classmethod
+    def _mirror_links(cls, links: tuple[Link, ...]) -> tuple[Link, ...]:
+        known: dict[tuple[int, int], Link] = {}
+        for link in links:
+            if link.source == link.target:
+                raise rule_broken(
+                    f"device {link.source} is linked to itself", "remove the link; it is free"
+                )
+            if (link.source, link.target) in known:
+                raise rule_broken(
+                    f"link {link.source} -> {link.target} stands twice", "remove one of the two"
+                )
+            known[link.source, link.target] = link
+        for (source, target), link in list(known.items()):
+            reverse = link.model_copy(update={"source": target, "target": source})
+            known.setdefault((target, source), reverse)
+        return tuple(known[pair] for pair in sorted(known))
+
+    @model_validator(mode="after")
+    def _references(self) -> Self:
+        self._check_stages()
+        self._check_links()
+        self._fill_hosts()
+        self._check_groups()
+        return self
+
+    def _check_stages(self) -> None:
+        num_devices = len(self.devices)
+        for index, stage in enumerate(self.stages):
+            if stage.device >= num_devices:
+                raise rule_broken(
+                    f"stages[{index}].device = {stage.device} does not exist: there are "
+                    f"{num_devices} devices, numbered from 0",
+                    "correct the number or add the device",
+                )
+        cells = len(self.stages) * self.num_microbatches
+        if cells > MAX_CELLS:
+            raise rule_broken(
+                f"stages x num_microbatches = {len(self.stages)} x {self.num_microbatches} = "
+                f"{cells} exceeds {MAX_CELLS}",
+                "lower num_microbatches; a schedule of that size repeats itself",
+            )
+
+    def _check_links(self) -> None:
+        for link in self.links:
+            for end in (link.source, link.target):
+                if end >= len(self.devices):
+                    raise rule_broken(
+                        f"links: {link.source} -> {link.target} names device {end}, but there are "
+                        f"{len(self.devices)} devices, numbered from 0",
+                        "correct the number or add the device",
+                    )
+
+    def _fill_hosts(self) -> None:
+        known = {host.name: host for host in self.hosts}
+        if len(known) < len(self.hosts):
+            raise rule_broken("hosts: two have the same name", "rename or remove one")
+        used = {device.host for device in self.devices}
+        for name in sorted(set(known) - used):
+            raise rule_broken(
+                f"hosts: no device names host {name!r} (devices name {', '.join(sorted(used))})",
+                "correct the device's host or remove the entry",
+            )
+        filled = tuple(known.get(name, Host(name=name)) for name in sorted(used))
+        object.__setattr__(self, "hosts", filled)
+
+    def _check_groups(self) -> None:
+        hosts: dict[str, str] = {}
+        for device in self.devices:
+            if device.pcie_group is None:
+                continue
+            first = hosts.setdefault(device.pcie_group, device.host)
+            if first != device.host:
+                raise rule_broken(
+                    f"pcie_group {device.pcie_group!r} spans hosts {first} and {device.host}",
+                    "a PCIe uplink belongs to one host: use another group name on each",
+                )
+
+    def model_copy(
+        self,
+        *,
+        update: Mapping[str, Any] | None = None,
+        deep: bool = False,  # noqa: ARG002 - pydantic's signature; fields are frozen all the way down
+    ) -> Self:
+        """Return a copy with some fields replaced, validated like any other problem.
+
+        pydantic's own would neither validate nor forget the hash of the original.
+        """
+        fields = {name: getattr(self, name) for name in type(self).model_fields}
+        return type(self).model_validate({**fields, **(update or {})})
+
+    @property
+    def placement(self) -> tuple[int, ...]:
+        """Device of each stage."""
+        return tuple(stage.device for stage in self.stages)
+
+    @cached_property
+    def stages_of(self) -> tuple[tuple[int, ...], ...]:
+        """Stages of each device, in model order."""
+        held: list[list[int]] = [[] for _ in self.devices]
+        for index, stage in enumerate(self.stages):
+            held[stage.device].append(index)
+        return tuple(tuple(stages) for stages in held)
+
+    @cached_property
+    def boundary_ms(self) -> tuple[tuple[float, float], ...]:
+        """Per stage s: ms from F(s) to F(s+1), and from the backward of s+1 to that of s.
+
+        The last stage's pair is (0, 0).
+        """
+        links = {(link.source, link.target): link for link in self.links}
+        pairs = []
+        for this, following in zip(self.stages, self.stages[1:], strict=False):
+            there = links.get((this.device, following.device))
+            back = links.get((following.device, this.device))
+            pairs.append(
+                (
+                    there.transfer_ms(this.output_bytes) if there else 0.0,
+                    back.transfer_ms(this.output_bytes) if back else 0.0,
+                )
+            )
+        return (*pairs, (0.0, 0.0))
+
+    def can_offload(self, stage: int) -> bool:
+        """Whether the activations of this stage may go to the host."""
+        held = self.stages[stage]
+        return held.offload_bytes > 0 and self.devices[held.device].can_offload
+
+    def offload_ms(self, stage: int) -> float:
+        """Duration of one OFFLOAD of this stage in ms; the stage must be offloadable."""
+        rate = self.devices[self.stages[stage].device].d2h_gb_per_s
+        if rate is None:
+            raise ValueError(f"stage {stage} cannot be offloaded; ask can_offload first")
+        return self.stages[stage].offload_bytes / (rate * 1e6)
+
+    def reload_ms(self, stage: int) -> float:
+        """Duration of one RELOAD of this stage in ms; the stage must be offloadable."""
+        rate = self.devices[self.stages[stage].device].h2d_gb_per_s
+        if rate is None:
+            raise ValueError(f"stage {stage} cannot be offloaded; ask can_offload first")
+        return self.stages[stage].offload_bytes / (rate * 1e6)
+
+    def static_bytes_of(self, device: int) -> int:
+        """Static bytes of the stages a device holds."""
+        return sum(self.stages[stage].static_bytes for stage in self.stages_of[device])
+
+    @cached_property
+    def busy_ms(self) -> float:
+        """Compute time of the busiest device (DESIGN section 2: the numerator of bubble rates)."""
+        loads = (sum(self.stages[s].busy_ms for s in held) for held in self.stages_of)
+        return self.num_microbatches * max(loads)
+
+    @cached_property
+    def problem_hash(self) -> str:
+        """``sha256:...`` over canonical JSON with defaults filled in and ``name`` left out."""
+        data = self.model_dump(mode="json", by_alias=True, exclude={"name"})
+        text = json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False)
+        return "sha256:" + hashlib.sha256(text.encode()).hexdigest()
+
+
+def _named(device: Any, name: str) -> Any:
+    if isinstance(device, dict) and device.get("name") in (None, ""):
+        return {**device, "name": name}
+    if isinstance(device, Device) and not device.name:
+        return device.model_copy(update={"name": name})
+    return device

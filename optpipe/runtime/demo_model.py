@@ -1,0 +1,125 @@
+"""A small real transformer, cut into stages: what the demo and the tests train.
+
+The first stage holds the embeddings, the last one the final norm and the language-model head, so
+stages are unequal, as in real models. The single-process reference is the same modules chained.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+__all__ = ["ModelConfig", "chain", "make_stages", "random_tokens", "token_loss"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Sizes of the model; ``microbatch_size`` and ``sequence`` are those of its data."""
+
+    vocabulary: int = 211
+    hidden: int = 32
+    heads: int = 4
+    blocks: int = 8
+    sequence: int = 16
+    microbatch_size: int = 2
+    dropout: float = 0.0
+    dtype: torch.dtype = torch.float64
+
+
+def make_stages(config: ModelConfig, num_stages: int, seed: int = 0) -> list[nn.Module]:
+    """Return the model cut into stages with equal numbers of blocks, the same for equal seeds.
+
+    Raises
+    ------
+    ValueError
+        If the blocks do not divide into the stages.
+    """
+    if config.blocks % num_stages:
+        raise ValueError(
+            f"{config.blocks} blocks do not divide into {num_stages} stages; change one of them"
+        )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        blocks = [_Block(config) for _ in range(config.blocks)]
+        parts: list[list[nn.Module]] = [
+            list(blocks[first : first + config.blocks // num_stages])
+            for first in range(0, config.blocks, config.blocks // num_stages)
+        ]
+        parts[0].insert(0, _Embedding(config))
+        parts[-1].append(_Head(config))
+    return [nn.Sequential(*part).to(config.dtype) for part in parts]
+
+
+def chain(stages: list[nn.Module]) -> nn.Module:
+    """Return the model of all stages in one process; it shares their parameters."""
+    return nn.Sequential(*stages)
+
+
+def token_loss(logits: Tensor, target: Tensor) -> Tensor:
+    """Return the mean cross entropy; logits have one dimension more, the vocabulary."""
+    loss: Tensor = functional.cross_entropy(logits.flatten(0, 1), target.flatten())
+    return loss
+
+
+def random_tokens(config: ModelConfig, num_microbatches: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Return a batch and its target (each token's successor), of shape (samples, sequence)."""
+    generator = torch.Generator().manual_seed(seed)
+    samples = config.microbatch_size * num_microbatches
+    size = (samples, config.sequence + 1)
+    tokens = torch.randint(config.vocabulary, size, generator=generator)
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+class _Embedding(nn.Module):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.token = nn.Embedding(config.vocabulary, config.hidden)
+        self.position = nn.Parameter(0.02 * torch.randn(config.sequence, config.hidden))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        embedded: Tensor = self.token(tokens)
+        return embedded + self.position
+
+
+class _Block(nn.Module):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        hidden = config.hidden
+        self.heads = config.heads
+        self.attention_norm = nn.LayerNorm(hidden)
+        self.qkv = nn.Linear(hidden, 3 * hidden)
+        self.projection = nn.Linear(hidden, hidden)
+        self.dropout = nn.Dropout(config.dropout)
+        self.mlp = nn.Sequential(
+            nn.LayerNorm(hidden),
+            nn.Linear(hidden, 4 * hidden),
+            nn.GELU(),
+            nn.Linear(4 * hidden, hidden),
+        )
+
+    def forward(self, activations: Tensor) -> Tensor:
+        activations = activations + self.dropout(self._attend(self.attention_norm(activations)))
+        added: Tensor = self.dropout(self.mlp(activations))
+        return activations + added
+
+    def _attend(self, normed: Tensor) -> Tensor:
+        samples, length, hidden = normed.shape
+        mixed = self.qkv(normed).view(samples, length, 3, self.heads, hidden // self.heads)
+        query, key, value = mixed.permute(2, 0, 3, 1, 4)
+        attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        projected: Tensor = self.projection(attended.transpose(1, 2).reshape(normed.shape))
+        return projected
+
+
+class _Head(nn.Module):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(config.hidden)
+        self.head = nn.Linear(config.hidden, config.vocabulary, bias=False)
+
+    def forward(self, activations: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.norm(activations))
+        return logits

@@ -1,0 +1,319 @@
+"""The one meaning of time (DESIGN section 3): every action as soon as possible, in program order.
+
+As CUDA streams do it: compute actions of a device run one after another; OFFLOAD and RELOAD are
+enqueued on their lanes when the device reaches them; RELEASE, and the backward of a reloaded
+micro-batch, wait for the transfer. Waiting transfers go by issue time, then device index. Solvers,
+families and the runtime's predictions are all judged by `simulate`.
+
+Not modelled: contention between boundary transfers (each link is as fast as if alone), the cost of
+launching work, and any influence of transfers on compute speed beyond the given bandwidths, which
+are those sustained with both directions and compute busy.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from optpipe.action import Action, ActionType
+from optpipe.check import check
+from optpipe.precedence import Pass, input_of, pass_of, transit_ms
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from optpipe.action import Programs
+    from optpipe.problem import Problem
+
+__all__ = ["GradSync", "Simulation", "Times", "duration_ms", "simulate"]
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """When one action happens, in ms.
+
+    ``issue`` is when the device reaches it, its inputs aside; ``start`` and ``end`` are those of
+    the compute pass or of the transfer itself. A RELEASE has start = end = when its wait is over.
+    """
+
+    issue: float
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True)
+class GradSync:
+    """The gradient reduction of a stage after its last W or B, in ms."""
+
+    device: int
+    stage: int
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True)
+class Simulation:
+    """The times of all actions: ``times[device][index]`` belongs to ``programs[device][index]``."""
+
+    times: tuple[tuple[Times, ...], ...]
+    grad_syncs: tuple[GradSync, ...]
+    makespan_ms: float
+    span_ms: float
+
+    def objective_ms(self, objective: str) -> float:
+        """Return makespan_ms or span_ms."""
+        return self.makespan_ms if objective == "makespan" else self.span_ms
+
+
+def duration_ms(problem: Problem, action: Action) -> float:
+    """Return how long an action occupies its lane, in ms (RELEASE: 0)."""
+    stage = problem.stages[action.stage]
+    match action.type:
+        case ActionType.FORWARD:
+            return stage.forward_ms
+        case ActionType.BACKWARD_INPUT:
+            return stage.backward_input_ms
+        case ActionType.BACKWARD_WEIGHT:
+            return stage.backward_weight_ms
+        case ActionType.FULL_BACKWARD:
+            return stage.fused_backward_ms
+        case ActionType.RECOMPUTE:
+            return stage.recompute_ms or 0.0
+        case ActionType.OFFLOAD:
+            return problem.offload_ms(action.stage)
+        case ActionType.RELOAD:
+            return problem.reload_ms(action.stage)
+        case ActionType.RELEASE:
+            return 0.0
+
+
+def simulate(
+    problem: Problem, programs: Programs, durations: Mapping[Action, float] | None = None
+) -> Simulation:
+    """Run legal programs against the clock.
+
+    Parameters
+    ----------
+    problem
+        Gives the duration of every action, the links and the shared lanes.
+    programs
+        Legal programs (see `optpipe.check.check`); their memory is not looked at here.
+    durations
+        Durations in ms that replace the problem's, for some or all actions: measured times, noise.
+
+    Raises
+    ------
+    IllegalScheduleError
+        If the programs get stuck.
+    """
+    run = _Run(problem, programs, durations or {})
+    run.to_the_end()
+    return run.result()
+
+
+class _Run:
+    """All lanes of all devices.
+
+    Devices advance as far as what they wait for is known, which may be far into the future. Only
+    transfers must be started in the order of time, because they compete for lanes: whenever no
+    device can advance, the transfer that can start first is started. Nobody still blocked can
+    issue an earlier one, since what blocks it ends no earlier than this one starts.
+    """
+
+    def __init__(
+        self, problem: Problem, programs: Programs, durations: Mapping[Action, float]
+    ) -> None:
+        self.problem = problem
+        self.programs = programs
+        self.durations = durations
+        self.clock = [0.0] * len(programs)
+        self.times: list[list[Times | None]] = [[None] * len(program) for program in programs]
+        self.head = [0] * len(programs)
+        self.pass_end: dict[Pass, float] = {}
+        self.waiting_for_pass: dict[Pass, int] = {}
+        self.lanes = _TransferLanes(problem)
+
+    def to_the_end(self) -> None:
+        runnable = list(range(len(self.programs)))
+        while runnable:
+            while runnable:
+                runnable.extend(self._advance(runnable.pop()))
+            started = self.lanes.start_next()
+            if started is not None:
+                device, index, times = started
+                self.times[device][index] = times
+                runnable.append(device)
+        if any(at < len(program) for at, program in zip(self.head, self.programs, strict=True)):
+            check(self.problem, self.programs)
+            raise AssertionError("the check passed programs that cannot run")
+
+    def _advance(self, device: int) -> list[int]:
+        """Run a device until it waits for something unknown; return the devices it woke."""
+        program = self.programs[device]
+        woken = []
+        while self.head[device] < len(program):
+            index = self.head[device]
+            action = program[index]
+            if action.type.is_transfer:
+                item = _Issued(self.clock[device], device, index, action, self._duration(action))
+                self.times[device][index] = self.lanes.issue(item)
+            else:
+                times = self._compute_times(device, action)
+                if times is None:
+                    break
+                self.times[device][index] = times
+                self.clock[device] = times.end
+                made = pass_of(action)
+                if made is not None:
+                    self.pass_end[made] = times.end
+                    if made in self.waiting_for_pass:
+                        woken.append(self.waiting_for_pass.pop(made))
+            self.head[device] += 1
+        return woken
+
+    def _compute_times(self, device: int, action: Action) -> Times | None:
+        """Return when an action of the compute lane runs; None while that is unknown."""
+        issue = start = self.clock[device]
+        needed = input_of(action, len(self.problem.stages))
+        if needed is not None:
+            if needed not in self.pass_end:
+                self.waiting_for_pass[needed] = device
+                return None
+            start = max(start, self.pass_end[needed] + transit_ms(self.problem, needed, action))
+        transfer = _awaited_transfer(action)
+        if transfer is not None and transfer in self.lanes.issued:
+            end = self.lanes.end.get(transfer)
+            if end is None:
+                return None
+            start = max(start, end)
+        return Times(issue, start, start + self._duration(action))
+
+    def _duration(self, action: Action) -> float:
+        known = self.durations.get(action)
+        return duration_ms(self.problem, action) if known is None else known
+
+    def result(self) -> Simulation:
+        times = tuple(tuple(t for t in row if t is not None) for row in self.times)
+        syncs = tuple(self._grad_syncs(times))
+        first = [min((t.start for t in row), default=0.0) for row in times]
+        last = [max((t.end for t in row), default=0.0) for row in times]
+        for sync in syncs:
+            last[sync.device] = max(last[sync.device], sync.end)
+        used = [device for device, row in enumerate(times) if row]
+        makespan = max(last) - min((first[d] for d in used), default=0.0)
+        span = max((last[d] - first[d] for d in used), default=0.0)
+        return Simulation(times, syncs, makespan, span)
+
+    def _grad_syncs(self, times: tuple[tuple[Times, ...], ...]) -> list[GradSync]:
+        syncs = []
+        for device, (program, row) in enumerate(zip(self.programs, times, strict=True)):
+            ready: dict[int, float] = {}
+            for action, at in zip(program, row, strict=True):
+                if action.type in (ActionType.BACKWARD_WEIGHT, ActionType.FULL_BACKWARD):
+                    ready.pop(action.stage, None)
+                    ready[action.stage] = at.end
+            free = 0.0
+            for stage, end in ready.items():
+                length = self.problem.stages[stage].grad_sync_ms
+                if length == 0:
+                    continue
+                start = max(free, end)
+                free = start + length
+                syncs.append(GradSync(device, stage, start, free))
+        return syncs
+
+
+def _awaited_transfer(action: Action) -> Action | None:
+    """Return the transfer whose end an action of the compute lane waits for, if it exists."""
+    stage, kind, microbatch = action
+    if kind is ActionType.RELEASE:
+        return Action(stage, ActionType.OFFLOAD, microbatch)
+    if kind.is_backward:
+        return Action(stage, ActionType.RELOAD, microbatch)
+    return None
+
+
+class _Issued(NamedTuple):
+    """A transfer in its queue; sorts as waiting transfers go."""
+
+    issue: float
+    device: int
+    position: int
+    action: Action
+    duration: float
+
+
+class _TransferLanes:
+    """Both transfer lanes of every device, half-duplex devices and shared PCIe groups included."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.issued: set[Action] = set()
+        self.end: dict[Action, float] = {}
+        self._keys = {
+            (device, kind): _lane_keys(problem, device, kind)
+            for device in range(len(problem.devices))
+            for kind in (ActionType.OFFLOAD, ActionType.RELOAD)
+        }
+        self._free = {key: 0.0 for keys in self._keys.values() for key in keys}
+        self._queues: dict[tuple[int, ActionType], deque[_Issued]] = {
+            lane: deque() for lane in self._keys
+        }
+        # The head of every queue with a start it cannot beat: lanes are only ever taken for longer.
+        self._heads: list[tuple[float, _Issued]] = []
+
+    def issue(self, item: _Issued) -> Times | None:
+        """Enqueue a transfer; return its times where nobody competes with it for its lane."""
+        self.issued.add(item.action)
+        if len(self._keys_of(item)) == 1:
+            return self._start(item)
+        queue = self._queues[item.device, item.action.type]
+        queue.append(item)
+        if len(queue) == 1:
+            self._wait(item)
+        return None
+
+    def start_next(self) -> tuple[int, int, Times] | None:
+        """Start the waiting transfer that can start first; ties by issue time, then device."""
+        while self._heads:
+            promised, item = heapq.heappop(self._heads)
+            if self._earliest(item) > promised:
+                self._wait(item)
+                continue
+            queue = self._queues[item.device, item.action.type]
+            queue.popleft()
+            times = self._start(item)
+            if queue:
+                self._wait(queue[0])
+            return item.device, item.position, times
+        return None
+
+    def _start(self, item: _Issued) -> Times:
+        start = self._earliest(item)
+        end = start + item.duration
+        for key in self._keys_of(item):
+            self._free[key] = end
+        self.end[item.action] = end
+        return Times(item.issue, start, end)
+
+    def _wait(self, item: _Issued) -> None:
+        heapq.heappush(self._heads, (self._earliest(item), item))
+
+    def _earliest(self, item: _Issued) -> float:
+        return max(item.issue, *(self._free[key] for key in self._keys_of(item)))
+
+    def _keys_of(self, item: _Issued) -> tuple[str, ...]:
+        return self._keys[item.device, item.action.type]
+
+
+def _lane_keys(problem: Problem, device: int, kind: ActionType) -> tuple[str, ...]:
+    """Return what a transfer occupies: its direction, and whatever it shares that with."""
+    held = problem.devices[device]
+    other = ActionType.RELOAD if kind is ActionType.OFFLOAD else ActionType.OFFLOAD
+    keys = [f"device {device} {kind}"]
+    if held.half_duplex:
+        keys.append(f"device {device} {other}")
+    if held.pcie_group is not None:
+        keys.append(f"group {held.pcie_group} {kind}")
+    return tuple(keys)

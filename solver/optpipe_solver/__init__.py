@@ -1,0 +1,21 @@
+"""The solver: published schedules, lower bounds, and the MILP that joins order and offload."""
+
+from optpipe_solver.bounds import Bound, lower_bound
+from optpipe_solver.compare import Row, compare
+from optpipe_solver.result import Progress, Result, SolveStatus
+from optpipe_solver.smallest_memory import feasibility, smallest_memory
+from optpipe_solver.solve import METHODS, solve
+
+__all__ = [
+    "METHODS",
+    "Bound",
+    "Progress",
+    "Result",
+    "Row",
+    "SolveStatus",
+    "compare",
+    "feasibility",
+    "lower_bound",
+    "smallest_memory",
+    "solve",
+]

@@ -1,0 +1,5 @@
+"""The published schedules, one file each, and the registry that lists them."""
+
+from optpipe_solver.families.registry import FAMILIES, Family, NotApplicable
+
+__all__ = ["FAMILIES", "Family", "NotApplicable"]

@@ -1,0 +1,90 @@
+"""The Zero Bubble greedy under any memory limit (after Qi et al., ICLR 2024, section 3.1), with
+offload where nothing else fits.
+
+Rule: list scheduling (`list_scheduler`) over a small grid of policies - how eagerly weight
+gradients fill idle time, how many micro-batches a stage keeps in flight, fused or split backward -
+each first under the memory limit itself, then under larger, virtual limits whose excess
+`optpipe_solver.fit` offloads or recomputes. The best simulated schedule wins. Memory: at most the
+limit. What it ignores: it never looks ahead, and micro-batches go first in, first out.
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+from math import inf
+from typing import TYPE_CHECKING
+
+from optpipe.simulate import simulate
+from optpipe_solver.families.list_scheduler import Policy, list_schedule
+from optpipe_solver.families.not_applicable import NotApplicable, Reason
+from optpipe_solver.fit import fit_memory
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from optpipe.action import Programs
+    from optpipe.problem import Problem
+
+__all__ = ["build_greedy", "greedy_candidates"]
+
+_VIRTUAL = (1.0, 1.25, 1.5, 2.0, 3.0, 4.0, inf)
+_WORK = 120_000
+_MAX_POLICIES = 60
+
+
+def build_greedy(problem: Problem) -> Programs:
+    """Return the best of the greedy's schedules within the memory limits.
+
+    Raises
+    ------
+    NotApplicable
+        If none of them fits.
+    """
+    best = min(
+        greedy_candidates(problem),
+        key=lambda programs: simulate(problem, programs).objective_ms(problem.objective),
+        default=None,
+    )
+    if best is None:
+        raise NotApplicable(
+            Reason.DOES_NOT_FIT, "no policy of the greedy finds a schedule within the memory limits"
+        )
+    return best
+
+
+def greedy_candidates(problem: Problem) -> Iterator[Programs]:
+    """Yield schedules within the limits, one per policy that works; large problems try fewer."""
+    size = 3 * len(problem.stages) * problem.num_microbatches
+    tried = max(4, min(_MAX_POLICIES, _WORK // size))
+    for policy in islice(_policies(problem), tried):
+        programs = list_schedule(problem, policy)
+        if programs is None:
+            continue
+        fitted = fit_memory(problem, programs)
+        if fitted is not None:
+            yield fitted
+
+
+def _policies(problem: Problem) -> Iterator[Policy]:
+    room = [
+        device.usable_bytes - problem.static_bytes_of(index)
+        for index, device in enumerate(problem.devices)
+    ]
+    may_shrink = any(
+        problem.can_offload(s) or stage.can_recompute for s, stage in enumerate(problem.stages)
+    )
+    fused = (False, True) if _fusing_pays(problem) else (False,)
+    for in_flight in (inf, 1.0, 2.0, 1.5):
+        for factor in _VIRTUAL if may_shrink else (1.0,):
+            limits = tuple(2**60 if factor == inf else int(factor * size) for size in room)
+            for fuse in fused:
+                for patience in (1.0,) if fuse else (1.0, 0.0, 0.5):
+                    yield Policy(limits, patience, fuse, in_flight)
+
+
+def _fusing_pays(problem: Problem) -> bool:
+    return any(
+        stage.fused_backward_ms < stage.backward_input_ms + stage.backward_weight_ms
+        or stage.weight_context_bytes > stage.activation_bytes
+        for stage in problem.stages
+    )

@@ -1,0 +1,1 @@
+"""Mixed-integer models and the one file (`highs`) that hands them to HiGHS."""

@@ -1,0 +1,366 @@
+"""The constraints of the full-horizon model, one function per family, listed in order at the end.
+
+Times are ms, memory is in units of the device's largest item so that coefficients stay near 1.
+Where a family is a relaxation of `optpipe.simulate` it says so: the model's optimum is then still a
+valid bound, and its solutions are judged after lowering.
+"""
+
+from __future__ import annotations
+
+from itertools import combinations, permutations
+from typing import TYPE_CHECKING
+
+from optpipe.action import Action, ActionType
+from optpipe.precedence import Pass
+from optpipe_solver.milp.highs import at_least, total
+from optpipe_solver.milp.horizon.items import Choice
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from optpipe_solver.milp.highs import Constraint, Linear, Variable
+    from optpipe_solver.milp.horizon.items import Item
+    from optpipe_solver.milp.horizon.variables import Cell, HorizonVariables
+
+__all__ = ["all_constraints"]
+
+_BACKWARD = (ActionType.BACKWARD_INPUT, ActionType.FULL_BACKWARD)
+
+
+def one_after_another(v: HorizonVariables) -> Iterator[Constraint]:
+    """Of two items of a device that both exist, one ends before the other starts. (1)"""
+    for row in v.items.by_device:
+        for a, b in combinations(row, 2):
+            if v.items.implied(a, b) and v.items.implied(b, a):
+                continue
+            yield from _after(v, a, b)
+            yield from _after(v, b, a)
+            if a.presence is not None and b.presence is not None:
+                yield from _ordered_if_both(v, a, b)
+
+
+def _after(v: HorizonVariables, a: Item, b: Item) -> Iterator[Constraint]:
+    order = v.before(a, b)
+    if isinstance(order, float) and order == 0.0:
+        return
+    big = a.latest + a.duration - b.earliest
+    if big > 0:
+        yield _relaxed(v.start[b] - v.start[a] - a.duration, order, big)
+
+
+def _ordered_if_both(v: HorizonVariables, a: Item, b: Item) -> Iterator[Constraint]:
+    """Two optional items: some order where both exist, none where one does not."""
+    ab, ba = v.before(a, b), v.before(b, a)
+    both = v.present(a) + v.present(b) - 1.0
+    yield at_least(ab + ba - both, 0.0)
+    for order in (ab, ba):
+        for item in (a, b):
+            yield at_least(v.present(item) - order, 0.0)
+
+
+def no_order_with_the_absent(v: HorizonVariables) -> Iterator[Constraint]:
+    """An order binary of an optional item is 0 where the item does not exist. (2)"""
+    for (a, b), order in v.order.items():
+        for item in (a, b):
+            if item.presence is not None:
+                yield at_least(v.present(item) - order, 0.0)
+
+
+def data_arrives(v: HorizonVariables) -> Iterator[Constraint]:
+    """A pass starts when the pass it needs has ended and its output has arrived. (3)"""
+    last = len(v.problem.stages) - 1
+    for item in (item for row in v.items.by_device for item in row):
+        stage, kind, j = item.action
+        if kind is ActionType.FORWARD and stage > 0:
+            delay = v.problem.boundary_ms[stage - 1][0]
+            yield from _follows(v, Pass(False, stage - 1, j), item, delay)
+        elif kind in _BACKWARD and stage == last:
+            yield from _follows(v, Pass(False, stage, j), item, 0.0)
+        elif kind in _BACKWARD:
+            delay = v.problem.boundary_ms[stage][1]
+            yield from _follows(v, Pass(True, stage + 1, j), item, delay)
+
+
+def _follows(v: HorizonVariables, source: Pass, item: Item, delay: float) -> Iterator[Constraint]:
+    kinds = _BACKWARD if source.backward else (ActionType.FORWARD,)
+    for kind in kinds:
+        producer = v.items.of_action.get(Action(source.stage, kind, source.microbatch))
+        if producer is None:
+            continue
+        gap = v.start[item] - v.start[producer] - producer.duration - delay
+        big = producer.latest + producer.duration + delay - item.earliest
+        exists = v.present(producer) + v.present(item) - 1.0
+        yield _relaxed(gap, exists, big)
+
+
+def shrunk_once(v: HorizonVariables) -> Iterator[Constraint]:
+    """A (stage, micro-batch) is kept, offloaded or recomputed: one of the three. (4)"""
+    for row in v.items.by_device:
+        for item in row:
+            stage, kind, j = item.action
+            if kind is ActionType.RECOMPUTE and v.items.may_offload[stage]:
+                both = v.chosen(Choice.OFFLOADED, stage, j) + v.chosen(Choice.RECOMPUTED, stage, j)
+                yield at_least(1.0 - both, 0.0)
+
+
+def transfers_in_turn(v: HorizonVariables) -> Iterator[Constraint]:
+    """OFFLOAD starts after its forward, RELOAD after OFFLOAD and its issue, backward after it. (5)
+
+    A RELOAD also starts no earlier than RELEASE, which waits for the OFFLOAD's end.
+    """
+    for device in range(len(v.problem.devices)):
+        for cell in v.items.offloadable(device):
+            yield from _one_round_trip(v, cell)
+
+
+def _one_round_trip(v: HorizonVariables, cell: Cell) -> Iterator[Constraint]:
+    stage, j = cell
+    forward = v.items.of_action[Action(stage, ActionType.FORWARD, j)]
+    reload = v.reload_item(cell)
+    chosen = v.chosen(Choice.OFFLOADED, stage, j)
+    horizon = 2 * v.items.horizon_ms
+    away, back = v.problem.offload_ms(stage), v.problem.reload_ms(stage)
+    yield at_least(v.d2h[cell] - v.start[forward] - forward.duration, 0.0)
+    yield _relaxed(v.start[reload] - v.d2h[cell] - away, chosen, horizon + away)
+    yield _relaxed(v.h2d[cell] - v.start[reload], chosen, horizon)
+    for kind in _BACKWARD:
+        backward = v.items.of_action.get(Action(stage, kind, j))
+        if backward is not None:
+            gap = v.start[backward] - v.h2d[cell] - back
+            yield _relaxed(gap, chosen + v.present(backward) - 1.0, horizon + back)
+
+
+def transfers_share_lanes(v: HorizonVariables) -> Iterator[Constraint]:
+    """Transfers that share a lane go one after the other. (6)
+
+    Within one device and direction a copy back goes in the order of its issue. Between devices of
+    a PCIe group, and between the directions of a half-duplex device, any order is allowed here,
+    while the simulator goes by issue time: a relaxation.
+    """
+    transfers = [
+        Action(cell[0], kind, cell[1])
+        for device in range(len(v.problem.devices))
+        for cell in v.items.offloadable(device)
+        for kind in (ActionType.OFFLOAD, ActionType.RELOAD)
+    ]
+    for x, y in combinations(transfers, 2):
+        if not _share_a_lane(v, x, y):
+            continue
+        both = _happens(v, x) + _happens(v, y) - 2.0
+        yield from _transfer_after(v, x, y, both)
+        yield from _transfer_after(v, y, x, both)
+        if x.type is y.type is ActionType.RELOAD and _device(v, x) == _device(v, y):
+            yield from _issued_in_lane_order(v, x, y)
+
+
+def _share_a_lane(v: HorizonVariables, x: Action, y: Action) -> bool:
+    first, second = v.problem.devices[_device(v, x)], v.problem.devices[_device(v, y)]
+    if _device(v, x) == _device(v, y):
+        if (x.stage, x.microbatch) == (y.stage, y.microbatch):
+            return False
+        return x.type is y.type or first.half_duplex
+    return x.type is y.type and first.pcie_group is not None and (
+        first.pcie_group == second.pcie_group
+    )
+
+
+def _transfer_after(
+    v: HorizonVariables, x: Action, y: Action, both: Linear
+) -> Iterator[Constraint]:
+    length = _transfer_ms(v, x)
+    gap = v.transfer_start(y) - v.transfer_start(x) - length
+    yield _relaxed(gap, v.goes_first(x, y) + both, 2 * v.items.horizon_ms + length)
+
+
+def _issued_in_lane_order(v: HorizonVariables, x: Action, y: Action) -> Iterator[Constraint]:
+    a, b = v.items.of_action[x], v.items.of_action[y]
+    for first, second, goes in ((a, b, v.goes_first(x, y)), (b, a, v.goes_first(y, x))):
+        both = v.present(first) + v.present(second) - 1.0
+        yield at_least(v.before(first, second) - goes - both + 1.0, 0.0)
+
+
+def release_waits_for_the_copy(v: HorizonVariables) -> Iterator[Constraint]:
+    """An item counts bytes as released only if it starts after their copy has ended. (7)"""
+    for (cell, item), released in v.released.items():
+        away = v.problem.offload_ms(cell[0])
+        gap = v.start[item] - v.d2h[cell] - away
+        yield at_least(v.chosen(Choice.OFFLOADED, *cell) - released, 0.0)
+        yield at_least(v.present(item) - released, 0.0)
+        yield _relaxed(gap, released, 2 * v.items.horizon_ms + away)
+
+
+def fits_device_memory(v: HorizonVariables) -> Iterator[Constraint]:
+    """At every item that takes bytes, what stands before it and itself fit the device. (8)"""
+    for device, row in enumerate(v.items.by_device):
+        if not v.items.tight[device]:
+            continue
+        limit = v.problem.devices[device].usable_bytes - v.problem.static_bytes_of(device)
+        unit = max(1, *(abs(item.delta) for item in row), *(item.extra for item in row))
+        for item in row:
+            if item.extra > 0:
+                held = _held_before(v, row, item, unit) + _taken_by(v, item, unit)
+                yield at_least(limit / unit - held, 0.0)
+
+
+def _held_before(v: HorizonVariables, row: list[Item], item: Item, unit: int) -> Linear:
+    terms: list[Linear] = []
+    for other in row:
+        if other is item or other.delta == 0:
+            continue
+        terms.append((other.delta / unit) * v.before(other, item))
+        stage, kind, j = other.action
+        if kind is ActionType.FORWARD and v.items.may_recompute[stage]:
+            terms.append(-_checkpoint_saving(v, stage, unit) * _checkpointed(v, other, item))
+        if kind is ActionType.FORWARD and v.items.may_offload[stage]:
+            if v.items.implied(item, other):
+                continue
+            moved = v.problem.stages[stage].offload_bytes / unit
+            terms.append(-moved * v.releases((stage, j), item))
+    return total(terms)
+
+
+def _taken_by(v: HorizonVariables, item: Item, unit: int) -> Linear:
+    stage, kind, j = item.action
+    taken: Linear = (item.extra / unit) * v.present(item)
+    if kind is ActionType.FORWARD and v.items.may_recompute[stage]:
+        saved = _checkpoint_saving(v, stage, unit) * v.chosen(Choice.RECOMPUTED, stage, j)
+        taken = taken - saved
+    return taken
+
+
+def _checkpoint_saving(v: HorizonVariables, stage: int, unit: int) -> float:
+    held = v.problem.stages[stage]
+    return (held.activation_bytes - (held.checkpoint_bytes or 0)) / unit
+
+
+def _checkpointed(v: HorizonVariables, forward: Item, item: Item) -> Linear:
+    """Return 1 only where the forward stands before the item and keeps just its checkpoint."""
+    key = ((forward.action.stage, forward.action.microbatch), item)
+    if key not in v.checkpointed:
+        v.checkpointed[key] = v.model.continuous(
+            f"checkpointed_{forward.action}_{item.action}", 0.0, 1.0
+        )
+    return v.checkpointed[key]
+
+
+def checkpoint_counts_once_kept(v: HorizonVariables) -> Iterator[Constraint]:
+    """The saving of a recomputed forward counts only where the forward stands before. (9)"""
+    for ((stage, j), item), saved in v.checkpointed.items():
+        forward = v.items.of_action[Action(stage, ActionType.FORWARD, j)]
+        yield at_least(v.chosen(Choice.RECOMPUTED, stage, j) - saved, 0.0)
+        yield at_least(v.before(forward, item) - saved, 0.0)
+
+
+def fits_host_memory(v: HorizonVariables) -> Iterator[Constraint]:
+    """The offloaded bytes of a host's devices, each at its peak, fit the host. (10)"""
+    for host in v.problem.hosts:
+        if host.memory_bytes is None:
+            continue
+        peaks = []
+        for device, held in enumerate(v.problem.devices):
+            cells = v.items.offloadable(device)
+            if held.host != host.name or not cells:
+                continue
+            peaks.append(v.host_peak(device) * (1.0 / max(1, host.memory_bytes)))
+            yield from _host_peak_of(v, cells, device)
+        if peaks:
+            yield at_least(1.0 - total(peaks), 0.0)
+
+
+def _host_peak_of(v: HorizonVariables, cells: list[Cell], device: int) -> Iterator[Constraint]:
+    size = {cell: float(v.problem.stages[cell[0]].offload_bytes) for cell in cells}
+    everything = sum(size.values())
+    for cell in cells:
+        chosen = v.chosen(Choice.OFFLOADED, *cell)
+        held: list[Linear] = [size[cell] * chosen]
+        for other in cells:
+            if other != cell:
+                yield from _on_host_when_issued(v, other, cell)
+                held.append(size[other] * v.on_host[other, cell])
+        excess = v.host_peak(device) - total(held) + everything * (1.0 - chosen)
+        yield at_least(excess * (1.0 / everything), 0.0)
+
+
+def _on_host_when_issued(v: HorizonVariables, other: Cell, cell: Cell) -> Iterator[Constraint]:
+    """Another copy is there unless it is issued later or its backward has started before."""
+    x, y = (Action(c[0], ActionType.OFFLOAD, c[1]) for c in (other, cell))
+    gone, there = v.host_pair(other, cell)
+    yield from _gone_only_after_backward(v, other, cell, gone)
+    both = _happens(v, x) + _happens(v, y) - 2.0
+    yield at_least(there - v.goes_first(x, y) - both + gone, 0.0)
+
+
+def _gone_only_after_backward(
+    v: HorizonVariables, other: Cell, cell: Cell, gone: Variable
+) -> Iterator[Constraint]:
+    """A copy is gone from the host only for transfers issued after its backward."""
+    for kind in _BACKWARD:
+        backward = v.items.of_action.get(Action(other[0], kind, other[1]))
+        if backward is not None:
+            gap = v.d2h[cell] - v.start[backward] - backward.duration
+            exists = gone + v.present(backward) - 1.0
+            yield _relaxed(gap, exists, 2 * v.items.horizon_ms)
+
+
+def reloads_have_one_order(v: HorizonVariables) -> Iterator[Constraint]:
+    """RELOADs take no time in the program, so their order needs its own transitivity. (11)"""
+    for device in range(len(v.problem.devices)):
+        items = [v.reload_item(cell) for cell in v.items.offloadable(device)]
+        for a, b, c in permutations(items, 3):
+            if a.action.microbatch < min(b.action.microbatch, c.action.microbatch):
+                yield at_least(2.0 - v.before(a, b) - v.before(b, c) - v.before(c, a), 0.0)
+
+
+def ends_within_length(v: HorizonVariables) -> Iterator[Constraint]:
+    """The objective covers every item, and a stage's gradient reduction after its last. (12)
+
+    Several reductions of one device would queue; here each stands alone: a relaxation.
+    """
+    for device, row in enumerate(v.items.by_device):
+        origin: Linear = 0.0
+        if v.problem.objective == "span":
+            origin = v.first_start[device]
+            for item in row:
+                if item.action.type is ActionType.FORWARD:
+                    yield at_least(v.start[item] - origin, 0.0)
+        for item in row:
+            stage, kind, _ = item.action
+            if kind in (ActionType.BACKWARD_WEIGHT, ActionType.FULL_BACKWARD):
+                end = v.start[item] + item.duration + v.problem.stages[stage].grad_sync_ms
+                big = 2 * v.items.horizon_ms + v.problem.stages[stage].grad_sync_ms
+                yield _relaxed(v.length - end + origin, v.present(item), big + item.duration)
+
+
+def all_constraints(v: HorizonVariables) -> Iterator[Constraint]:
+    """Return every constraint of the model, family by family."""
+    yield from one_after_another(v)
+    yield from data_arrives(v)
+    yield from shrunk_once(v)
+    yield from transfers_in_turn(v)
+    yield from transfers_share_lanes(v)
+    yield from fits_device_memory(v)
+    yield from release_waits_for_the_copy(v)
+    yield from checkpoint_counts_once_kept(v)
+    yield from fits_host_memory(v)
+    yield from reloads_have_one_order(v)
+    yield from ends_within_length(v)
+    yield from no_order_with_the_absent(v)
+
+
+def _happens(v: HorizonVariables, transfer: Action) -> Linear:
+    return v.chosen(Choice.OFFLOADED, transfer.stage, transfer.microbatch)
+
+
+def _device(v: HorizonVariables, transfer: Action) -> int:
+    return v.problem.stages[transfer.stage].device
+
+
+def _transfer_ms(v: HorizonVariables, transfer: Action) -> float:
+    if transfer.type is ActionType.OFFLOAD:
+        return v.problem.offload_ms(transfer.stage)
+    return v.problem.reload_ms(transfer.stage)
+
+
+def _relaxed(gap: Linear, holds: Linear, big: float) -> Constraint:
+    """Return gap >= 0 where ``holds`` is 1, and nothing where it is 0 (big-M)."""
+    return at_least(gap + max(0.0, big) * (1.0 - holds), 0.0)

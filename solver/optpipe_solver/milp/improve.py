@@ -1,0 +1,79 @@
+"""Let the full-horizon MILP improve the best schedule known, where its size allows."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from optpipe_solver.milp.highs import MilpStatus
+from optpipe_solver.milp.horizon.items import HorizonItems
+from optpipe_solver.milp.horizon.model import num_order_pairs, solve_horizon
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from optpipe.problem import Problem
+    from optpipe.schedule import StoppedBy
+    from optpipe_solver.incumbent import Incumbent
+
+__all__ = ["improve_by_milp"]
+
+_MAX_PAIRS = 60_000
+_MAX_FREE_PAIRS = 6_000
+"""Above this many pairs a free order of micro-batches is beyond HiGHS, first in, first out not."""
+
+
+def improve_by_milp(
+    best: Incumbent,
+    *,
+    time_limit_s: float,
+    threads: int,
+    seed: int,
+    should_stop: Callable[[], bool] | None = None,
+) -> StoppedBy:
+    """Run the model on what is left of the time; return why the solve ended."""
+    problem = best.problem
+    if best.is_optimal or best.programs is None:
+        return "optimal"
+    if should_stop is not None and should_stop():
+        return "cancelled"
+    loses_nothing = _fifo_loses_nothing(problem)
+    fifo = loses_nothing or num_order_pairs(problem, fifo=False) > _MAX_FREE_PAIRS
+    if num_order_pairs(problem, fifo=fifo) > _MAX_PAIRS:
+        return "work_limit"
+    proves = loses_nothing or not fifo
+    name = "milp" if proves else "milp-fifo"
+    outcome = solve_horizon(
+        problem,
+        best.programs,
+        best.objective_ms,
+        fifo=fifo,
+        floor_ms=best.bound_ms,
+        time_limit_s=time_limit_s - best.seconds(),
+        threads=threads,
+        seed=seed,
+        on_programs=lambda programs: best.offer(programs, name),
+        on_bound=lambda bound: best.offer_bound(bound, name) if proves else None,
+        should_stop=should_stop,
+    )
+    if proves and outcome.bound_ms is not None:
+        best.offer_bound(outcome.bound_ms, name)
+    return _why(best, outcome.status)
+
+
+def _why(best: Incumbent, status: MilpStatus) -> StoppedBy:
+    if best.is_optimal:
+        return "optimal"
+    if status is MilpStatus.INTERRUPTED:
+        return "cancelled"
+    if status is MilpStatus.TIME_LIMIT:
+        return "time_limit"
+    return "work_limit"
+
+
+def _fifo_loses_nothing(problem: Problem) -> bool:
+    """Identical micro-batches may be relabelled pass by pass where each is treated alike.
+
+    That is so where no device can profit from offload or recompute (DESIGN section 6).
+    """
+    items = HorizonItems(problem, float("inf"), fifo=True)
+    return not any(items.may_offload) and not any(items.may_recompute)

@@ -1,0 +1,1 @@
+"""Tests mirror the packages; data/ holds published tables and golden schedules."""

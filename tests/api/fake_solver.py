@@ -1,0 +1,149 @@
+"""A solver whose every step a test decides: the problem's name is its script.
+
+``improve:3:0.1`` finds a first schedule, improves it 3 times with pauses of 0.1 s, and ends.
+Anything else is solved at once. Schedules of this fake are serial: all of one micro-batch, then
+all of the next; an improvement swaps one micro-batch's split backwards for fused ones.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from optpipe.action import Action, ActionType
+from optpipe.evaluate import evaluate
+from optpipe.memory import device_peak_bytes
+from optpipe.schedule import Provenance
+from optpipe_solver.result import Progress, Result, SolveStatus
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from optpipe.action import Programs
+    from optpipe.problem import Problem
+
+
+def solve(
+    problem: Problem,
+    *,
+    time_limit_s: float,
+    threads: int,
+    seed: int,
+    method: str,
+    start: Programs | None = None,
+    on_progress: Callable[[Progress], None] | None = None,
+    should_stop: Callable[[], bool] | None = None,
+) -> Result:
+    word, *arguments = problem.name.split(":")
+    tell = on_progress or (lambda progress: None)
+    stop = should_stop or (lambda: False)
+    behaviour = _BEHAVIOURS.get(word, _at_once)
+    result: Result = behaviour(problem, start, tell, stop, arguments)
+    return result
+
+
+def serial(problem: Problem, num_fused: int) -> Programs:
+    """One micro-batch after the other, the first ``num_fused`` with fused backwards."""
+    programs: list[list[Action]] = [[] for _ in problem.devices]
+    for microbatch in range(problem.num_microbatches):
+        for index, stage in enumerate(problem.stages):
+            programs[stage.device].append(Action(index, ActionType.FORWARD, microbatch))
+        for index in reversed(range(len(problem.stages))):
+            kinds = [ActionType.BACKWARD_INPUT, ActionType.BACKWARD_WEIGHT]
+            if microbatch < num_fused:
+                kinds = [ActionType.FULL_BACKWARD]
+            device = problem.stages[index].device
+            programs[device] += [Action(index, kind, microbatch) for kind in kinds]
+    return tuple(tuple(program) for program in programs)
+
+
+def _finish(problem, programs, status=SolveStatus.FEASIBLE, stopped_by="work_limit"):
+    schedule = evaluate(
+        problem, programs, Provenance(method="fake"), bound_ms=1.0, stopped_by=stopped_by
+    )
+    return Result(status, schedule, 1.0)
+
+
+def _at_once(problem, start, tell, stop, arguments):
+    needs = {
+        f"devices[{device}].memory_bytes": device_peak_bytes(problem, device, program)
+        for device, program in enumerate(serial(problem, problem.num_microbatches))
+    }
+    short = {
+        path: least
+        for (path, least), device in zip(needs.items(), problem.devices, strict=True)
+        if least > device.memory_bytes
+    }
+    if short:
+        return Result(SolveStatus.INFEASIBLE, None, None, f"no schedule fits: {short}", short)
+    return _finish(problem, serial(problem, problem.num_microbatches))
+
+
+def _improve(problem, start, tell, stop, arguments):
+    """Improve again and again; a start tells how far an earlier attempt came."""
+    rounds, pause_s = int(arguments[0]), float(arguments[1])
+    began = time.monotonic()
+    done = 0
+    if start is not None:
+        done = next(n for n in range(len(start[0])) if serial(problem, n) == start)
+    programs = serial(problem, done)
+    for fused in range(done, rounds + 1):
+        programs = serial(problem, fused)
+        if fused > done or start is None:
+            length = _finish(problem, programs).schedule.objective_ms
+            tell(Progress(time.monotonic() - began, f"fake-{fused}", length, 1.0, programs))
+        until = time.monotonic() + pause_s
+        while time.monotonic() < until:
+            if stop():
+                return _finish(problem, programs, stopped_by="cancelled")
+            time.sleep(0.01)
+    return _finish(problem, programs)
+
+
+def _stubborn(problem, start, tell, stop, arguments):
+    """Find one schedule, then listen to nobody, SIGTERM included."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    programs = serial(problem, 0)
+    length = _finish(problem, programs).schedule.objective_ms
+    tell(Progress(0.0, "fake", length, 1.0, programs))
+    while True:
+        time.sleep(1.0)
+
+
+def _dies_until(problem, start, tell, stop, arguments):
+    """Note each attempt in a file, find a schedule, and die by SIGKILL but for the n-th attempt."""
+    last, log = int(arguments[0]), Path(":".join(arguments[1:]))
+    with log.open("a", encoding="utf-8") as file:
+        file.write("with start\n" if start is not None else "from nothing\n")
+    if len(log.read_text(encoding="utf-8").splitlines()) >= last:
+        return _finish(problem, start or serial(problem, 0))
+    programs = serial(problem, 1)
+    length = _finish(problem, programs).schedule.objective_ms
+    tell(Progress(0.1, "fake", length, 1.0, programs))
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError
+
+
+def _nothing(problem, start, tell, stop, arguments):
+    return Result(SolveStatus.UNKNOWN, None, 1.0, "")
+
+
+def _fails(problem, start, tell, stop, arguments):
+    raise ZeroDivisionError("secret detail of a stack trace")
+
+
+def _eats_memory(problem, start, tell, stop, arguments):
+    return bytearray(64 * 1024**3)
+
+
+_BEHAVIOURS = {
+    "improve": _improve,
+    "stubborn": _stubborn,
+    "dies": _dies_until,
+    "nothing": _nothing,
+    "fails": _fails,
+    "eats": _eats_memory,
+}

@@ -1,0 +1,210 @@
+"""The local engine with real processes: incumbents, cancellation, deaths, limits, shutdown."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from optpipe import Problem, load_schedule
+from optpipe_api.engine.local import LocalEngine
+from optpipe_api.jobs import JobOptions, JobState, NewJob
+from optpipe_api.store import open_store
+from tests.api.live import make_settings, two_stages
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from optpipe import Schedule
+    from optpipe_api.jobs import Job
+
+PATIENCE_S = 30.0
+
+
+class Bench:
+    """A store and an engine, and short ways to use them."""
+
+    def __init__(self, folder, **settings) -> None:
+        self.settings = make_settings(folder, solver_processes=1, **settings)
+        self.store = open_store(self.settings.database_url)
+        self.changes: list[str] = []
+        self.engine = LocalEngine(self.store, self.settings, self.changes.append)
+        self.engine.start()
+
+    def submit(self, name: str, time_limit_s: float = 20.0, **changes) -> str:
+        problem = Problem.parse(two_stages(name, **changes))
+        new = NewJob(
+            name=name,
+            problem_hash=problem.problem_hash,
+            objective=problem.objective,
+            problem=problem.model_dump_json(by_alias=True),
+            options=JobOptions(time_limit_s=time_limit_s),
+        )
+        job, _ = self.store.add(new, max_queued=100)
+        self.engine.wake()
+        return job.id
+
+    def until(self, job_id: str, condition: Callable[[Job], bool]) -> Any:
+        deadline = time.monotonic() + PATIENCE_S
+        while not condition(job := self.store.get(job_id)):
+            assert time.monotonic() < deadline, f"still {job}"
+            time.sleep(0.01)
+        return job
+
+    def end(self, job_id: str) -> Any:
+        return self.until(job_id, lambda job: job.state.is_final)
+
+    def schedule(self, job_id: str) -> Schedule:
+        text = self.store.schedule(job_id)
+        assert text is not None
+        return load_schedule(text)
+
+    def cancel(self, job_id: str) -> None:
+        self.store.request_cancel(job_id)
+        self.engine.cancel(job_id)
+
+    def close(self) -> None:
+        self.engine.close()
+        self.store.close()
+
+    @property
+    def solver_pid(self) -> int:
+        (attempt,) = self.engine._attempts.values()
+        return attempt._process.pid
+
+
+@pytest.fixture
+def bench(tmp_path):
+    bench = Bench(tmp_path)
+    yield bench
+    bench.close()
+
+
+def test_every_incumbent_is_stored_as_it_comes(bench: Bench) -> None:
+    job_id = bench.submit("improve:4:0.2")
+    seen = []
+    while not bench.store.get(job_id).state.is_final:
+        job = bench.store.get(job_id)
+        if job.objective_ms is not None and job.objective_ms not in seen:
+            seen.append(job.objective_ms)
+            assert bench.schedule(job_id).objective_ms <= job.objective_ms
+        time.sleep(0.01)
+    trace = bench.store.trace(job_id)
+    assert [point.objective_ms for point in trace] == seen == sorted(seen, reverse=True)
+    assert len(seen) == 5
+    assert bench.changes.count(job_id) >= 7  # claimed, five incumbents, the end
+
+
+def test_a_polite_solver_is_cancelled_with_its_last_word(bench: Bench) -> None:
+    job_id = bench.submit("improve:1:60")
+    bench.until(job_id, lambda job: job.has_schedule)
+    bench.cancel(job_id)
+    began = time.monotonic()
+    assert bench.end(job_id).state is JobState.CANCELLED
+    assert time.monotonic() - began < 0.5
+    assert bench.schedule(job_id).provenance.method == "fake"  # incumbents are by fake-0, fake-1
+
+
+def test_a_deaf_solver_is_killed_within_half_a_second_and_its_best_is_kept(bench: Bench) -> None:
+    job_id = bench.submit("stubborn")
+    bench.until(job_id, lambda job: job.has_schedule)
+    pid = bench.solver_pid
+    bench.cancel(job_id)
+    began = time.monotonic()
+    job = bench.end(job_id)
+    assert time.monotonic() - began < 0.5
+    assert (job.state, job.has_schedule) == (JobState.CANCELLED, True)
+    while bench.engine._attempts:
+        time.sleep(0.01)
+    time.sleep(0.3)
+    assert_gone(pid)
+
+
+def test_a_job_is_cancelled_at_once_while_its_process_still_starts(tmp_path) -> None:
+    bench = Bench(tmp_path, solve_path="tests.api.slow_solver:solve")
+    job_id = bench.submit("")
+    bench.until(job_id, lambda job: job.state is JobState.RUNNING)
+    bench.cancel(job_id)
+    began = time.monotonic()
+    assert bench.end(job_id).state is JobState.CANCELLED
+    assert time.monotonic() - began < 0.5
+    bench.close()
+
+
+def test_a_cancellation_that_only_the_store_heard_of_arrives(bench: Bench) -> None:
+    job_id = bench.submit("improve:1:60")
+    bench.until(job_id, lambda job: job.has_schedule)
+    bench.store.request_cancel(job_id)
+    assert bench.end(job_id).state is JobState.CANCELLED
+
+
+def test_a_killed_solver_process_loses_nothing(bench: Bench) -> None:
+    job_id = bench.submit("improve:4:0.3")
+    before = bench.until(job_id, lambda job: job.objective_ms is not None)
+    os.kill(bench.solver_pid, signal.SIGKILL)
+    again = bench.until(job_id, lambda job: job.attempt == 2)
+    assert again.objective_ms <= before.objective_ms
+    job = bench.end(job_id)
+    assert (job.state, job.deaths) == (JobState.SUCCEEDED, 1)
+    methods = [point.method for point in bench.store.trace(job_id)]
+    assert len(methods) == len(set(methods)) == 5  # nothing was found twice: it started from there
+
+
+def test_a_second_attempt_starts_from_the_incumbent_of_the_first(bench: Bench, tmp_path) -> None:
+    log = tmp_path / "attempts"
+    job = bench.end(bench.submit(f"dies:2:{log}"))
+    assert job.state is JobState.SUCCEEDED
+    assert log.read_text(encoding="utf-8").split("\n") == ["from nothing", "with start", ""]
+
+
+def test_a_job_that_kills_its_solver_is_given_up_but_keeps_its_best(bench: Bench, tmp_path) -> None:
+    job = bench.end(bench.submit(f"dies:99:{tmp_path}/attempts"))
+    assert (job.state, job.attempt, job.has_schedule) == (JobState.FAILED, 3, True)
+    assert "after 3 attempts" in job.error.message
+    assert "SIGKILL" in job.error.message
+
+
+def test_a_solver_that_exceeds_its_memory_fails_with_the_limit(tmp_path) -> None:
+    bench = Bench(tmp_path, solver_memory_bytes=4 * 1024**3)
+    job = bench.end(bench.submit("eats"))
+    bench.close()
+    assert (job.state, job.error.code) == (JobState.FAILED, "solver.memory")
+    assert str(4 * 1024**3) in job.error.message
+
+
+def test_a_solver_far_over_its_time_is_stopped_and_its_best_counts(tmp_path) -> None:
+    bench = Bench(tmp_path, overtime_s=0.5)
+    job = bench.end(bench.submit("stubborn", time_limit_s=2.0))
+    bench.close()
+    assert (job.state, job.has_schedule) == (JobState.SUCCEEDED, True)
+
+
+def test_shutdown_gives_running_jobs_back_with_their_incumbents(tmp_path) -> None:
+    first = Bench(tmp_path)
+    job_id = first.submit("improve:4:0.4")
+    first.until(job_id, lambda job: job.has_schedule)
+    pid = first.solver_pid
+    first.close()
+    assert_gone(pid)
+    second = Bench(tmp_path)
+    job = second.end(job_id)
+    assert (job.state, job.attempt, job.deaths) == (JobState.SUCCEEDED, 2, 0)
+    assert len(second.store.trace(job_id)) == 5
+    second.close()
+
+
+def test_a_missing_solver_fails_the_job_and_the_engine_lives_on(tmp_path) -> None:
+    bench = Bench(tmp_path, solve_path="no_such_module:solve")
+    for _ in range(2):
+        job = bench.end(bench.submit(""))
+        assert (job.state, job.error.code) == (JobState.FAILED, "solver.failed")
+    assert bench.engine.is_alive
+    bench.close()
+
+
+def assert_gone(pid: int) -> None:
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)

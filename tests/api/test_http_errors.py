@@ -1,0 +1,28 @@
+"""One table from errors to statuses."""
+
+from __future__ import annotations
+
+import pytest
+
+from optpipe import errors as core
+from optpipe_api import errors as api
+from optpipe_api.http_errors import status_of
+
+EVERY = sorted(
+    {getattr(module, name) for module in (core, api) for name in module.__all__},
+    key=lambda error: error.__name__,
+)
+
+
+@pytest.mark.parametrize("kind", EVERY)
+def test_input_errors_are_4xx_and_errors_of_the_world_are_not_the_clients(kind) -> None:
+    status = status_of(kind.__new__(kind))
+    if issubclass(kind, core.InputError):
+        assert 400 <= status < 500
+    elif kind is not api.QueueFullError:
+        assert status >= 500
+
+
+def test_every_error_has_a_code_of_its_own() -> None:
+    codes = [kind.code for kind in EVERY]
+    assert len(set(codes)) == len(codes)

@@ -1,0 +1,29 @@
+"""The life of a job, walked whole."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from optpipe_api.jobs import JobEvent, JobState, transition
+
+POSSIBLE = {
+    ("queued", "claim"): "running",
+    ("queued", "cancel"): "cancelled",
+    ("running", "requeue"): "queued",
+    ("running", "cancel"): "cancelled",
+    ("running", "succeed"): "succeeded",
+    ("running", "prove_infeasible"): "infeasible",
+    ("running", "fail"): "failed",
+}
+
+
+@pytest.mark.parametrize(("state", "event"), list(itertools.product(JobState, JobEvent)))
+def test_exactly_the_drawn_transitions_exist(state: JobState, event: JobEvent) -> None:
+    assert transition(state, event) == POSSIBLE.get((state.value, event.value))
+
+
+@pytest.mark.parametrize("state", [state for state in JobState if state.is_final])
+def test_nothing_leads_out_of_a_final_state(state: JobState) -> None:
+    assert {transition(state, event) for event in JobEvent} == {None}

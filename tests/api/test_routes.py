@@ -1,0 +1,325 @@
+"""The HTTP surface: what each route answers, and how it refuses."""
+
+from __future__ import annotations
+
+import json
+from http.client import HTTPConnection
+from typing import Any
+
+import pytest
+
+from optpipe import Problem, load_csv, load_schedule
+from optpipe_api.errors import StoreUnavailableError
+from tests.api.live import connected, make_settings, running, two_stages
+
+PROBLEM_JSON = "application/problem+json"
+
+
+def submit(http, name="", wait=10, options=None, headers=None, **changes):
+    body = {"problem": two_stages(name, **changes), "options": options or {}}
+    return http.post("/v1/jobs", params={"wait": wait}, json=body, headers=headers)
+
+
+def post(http, content: bytes | str, content_type="application/json", **headers):
+    return http.post("/v1/jobs", content=content, headers={"Content-Type": content_type, **headers})
+
+
+def fault(answer, status: int, code: str) -> Any:
+    """The problem detail of an answer, checked for what all of them have in common."""
+    assert (answer.status_code, answer.headers["content-type"]) == (status, PROBLEM_JSON)
+    detail = answer.json()
+    assert (detail["status"], detail["code"]) == (status, code)
+    assert detail["type"] == f"urn:optpipe:error:{code}"
+    assert detail["detail"]
+    assert "Traceback" not in answer.text
+    return detail
+
+
+# Submitting
+
+
+def test_a_submission_is_answered_at_once_with_its_place(http) -> None:
+    answer = submit(http, "improve:1:0.3", wait=0)
+    assert answer.status_code == 202
+    assert answer.json()["state"] in ("queued", "running")
+    assert http.get(answer.headers["location"]).json()["id"] == answer.json()["id"]
+
+
+def test_waiting_answers_with_the_end(http) -> None:
+    answer = submit(http)
+    job = answer.json()
+    assert (answer.status_code, job["state"]) == (200, "succeeded")
+    assert job["gap"] == pytest.approx((job["objective_ms"] - 1) / job["objective_ms"])
+    assert job["created_at"] <= job["started_at"] <= job["finished_at"]
+
+
+def test_waiting_ends_with_its_time(http) -> None:
+    answer = submit(http, "improve:3:5", wait=0.2)
+    assert (answer.status_code, answer.json()["finished_at"]) == (202, None)
+    http.delete(answer.headers["location"])
+
+
+def test_a_repeated_key_makes_one_job_and_refuses_another_problem(http) -> None:
+    headers = {"Idempotency-Key": "one"}
+    first, again = (submit(http, "k", headers=headers).json() for _ in range(2))
+    assert first["id"] == again["id"]
+    other = submit(http, "k", headers=headers, num_microbatches=2)
+    fault(other, 422, "idempotency.reused")
+
+
+# Looking and fetching
+
+
+def test_schedule_comes_as_json_or_csv_of_the_same_programs(http) -> None:
+    job = submit(http, "improve:2:0").json()
+    assert [row["method"] for row in http.get(f"/v1/jobs/{job['id']}").json()["trace"]] == [
+        "fake-0",
+        "fake-1",
+        "fake-2",
+    ]
+    path = f"/v1/jobs/{job['id']}/schedule"
+    schedule = load_schedule(http.get(path).text)
+    assert schedule.objective_ms == job["objective_ms"]
+    assert schedule.problem_hash == job["problem_hash"]
+    for csv in (
+        http.get(path, headers={"Accept": "text/csv"}),
+        http.get(path, params={"format": "csv"}),
+    ):
+        assert csv.headers["content-type"].startswith("text/csv")
+        assert load_csv(csv.text) == schedule.programs
+
+
+def test_the_problem_comes_back_with_defaults_filled_in(http) -> None:
+    job = submit(http).json()
+    problem = Problem.parse(http.get(f"/v1/jobs/{job['id']}/problem").json())
+    assert problem == Problem.parse(two_stages())
+
+
+def test_pages_of_jobs_follow_their_cursor(tmp_path) -> None:
+    with connected(make_settings(tmp_path)) as http:
+        ids = [submit(http, wait=0).json()["id"] for _ in range(3)]
+        first = http.get("/v1/jobs", params={"limit": 2}).json()
+        second = http.get("/v1/jobs", params={"limit": 2, "cursor": first["next"]}).json()
+    assert [job["id"] for job in first["jobs"] + second["jobs"]] == ids[::-1]
+    assert second["next"] is None
+
+
+def test_a_schedule_that_is_not_there_yet_is_404_and_says_so(http) -> None:
+    job = submit(http, "nothing").json()
+    assert (job["state"], job["error"]["code"]) == ("failed", "solver.nothing_found")
+    detail = fault(http.get(f"/v1/jobs/{job['id']}/schedule"), 404, "schedule.none")
+    assert "failed without a schedule" in detail["detail"]
+
+
+def test_infeasible_says_the_smallest_memory_that_works(http) -> None:
+    devices = [{"memory_bytes": 999}, {"memory_bytes": 4000}]
+    job = submit(http, devices=devices).json()
+    assert job["state"] == "infeasible"
+    assert job["error"]["needs"] == {"devices[0].memory_bytes": 1000}
+    detail = fault(http.get(f"/v1/jobs/{job['id']}/schedule"), 409, "problem.infeasible")
+    assert detail["needs"] == {"devices[0].memory_bytes": 1000}
+
+
+@pytest.mark.parametrize("path", ["", "/schedule", "/problem"])
+@pytest.mark.parametrize("job_id", ["0" * 32, "x", "%00", "%F0%9F%98%80"])
+def test_an_unknown_job_is_404(http, job_id: str, path: str) -> None:
+    fault(http.get(f"/v1/jobs/{job_id}{path}"), 404, "job.not_found")
+
+
+def test_cancelling_twice_answers_the_same(http) -> None:
+    job = submit(http, "improve:3:5", wait=0).json()
+    first, again = (http.delete(f"/v1/jobs/{job['id']}") for _ in range(2))
+    assert (first.status_code, first.json()["state"]) == (200, "cancelled")
+    assert again.json() == first.json()
+
+
+# Refusing
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"num_microbatches": -1}, "num_microbatches = -1: must be >= 1"),
+        ({"num_microbatches": 10**9}, "2000000000"),
+        ({"num_microbatches": 600}, "OPTPIPE_MAX_CELLS"),
+        ({"colour": "red"}, "colour: unknown field"),
+        ({"devices": []}, "devices"),
+        ({"devices": [{"memory_bytes": 4000}]}, "stages[1].device = 1 does not exist"),
+        ({"format": "optpipe/problem/v2"}, "format"),
+        ({"name": "\ud800"}, "name"),
+    ],
+)
+def test_an_illegal_problem_is_refused_with_the_path(
+    http, changes: dict[str, Any], line: str
+) -> None:
+    answer = post(http, json.dumps({"problem": two_stages() | changes}))
+    detail = fault(answer, 422, "problem.invalid")
+    assert any(line in error for error in detail["errors"])
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({"time_limit_s": 0}, "options.time_limit_s = 0: must be > 0"),
+        ({"time_limit_s": 101}, "options.time_limit_s = 101.0: must be <= 100.0"),
+        ({"threads": 3}, "options.threads = 3: must be <= 2"),
+        ({"method": "a b"}, "options.method"),
+        ({"seeds": 1}, "options.seeds: unknown field; did you mean 'seed'"),
+        ([], "options"),
+    ],
+)
+def test_illegal_options_are_refused_with_the_path(http, options, line: str) -> None:
+    answer = post(http, json.dumps({"problem": two_stages(), "options": options}))
+    assert answer.status_code == 422
+    assert any(line in error for error in answer.json()["errors"])
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b"", "empty"),
+        (b'{"problem": {"num_microbatches": 4', "is the file complete?"),
+        (b"\xff\xfe", "not UTF-8"),
+        (b'{"problem": {}, "problem": {}}', "'problem' stands twice"),
+        (b'{"problem": NaN}', "NaN is not a JSON number"),
+        (b"[" * 50_000, "nested too deeply"),
+        (b'{"problem": %s}' % (b"1" * 5000), "4300 digits"),
+        (b"[]", "must be an object"),
+        (b"{}", "problem: is missing"),
+        (json.dumps({"format": "optpipe/problem/v1"}).encode(), "wrap it"),
+    ],
+)
+def test_a_body_that_is_no_submission_is_explained(http, body: bytes, message: str) -> None:
+    assert message in fault(post(http, body), 422, "request.invalid")["detail"]
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", ""])
+def test_a_body_that_a_foreign_page_could_send_is_refused(http, kind: str) -> None:
+    fault(post(http, json.dumps({"problem": two_stages()}), kind), 415, "request.media_type")
+
+
+@pytest.mark.parametrize("query", ["wait=-1", "wait=nan", "wait=inf", "wait=x"])
+def test_an_illegal_wait_is_refused(http, query: str) -> None:
+    fault(http.post(f"/v1/jobs?{query}", json={}), 422, "request.invalid")
+
+
+@pytest.mark.parametrize("query", ["limit=0", "limit=999", "cursor=x", f"cursor={10**30}"])
+def test_an_illegal_page_is_refused(http, query: str) -> None:
+    fault(http.get(f"/v1/jobs?{query}"), 422, "request.invalid")
+
+
+def test_other_forms_routes_and_methods_are_problem_details(http) -> None:
+    job = submit(http).json()
+    path = f"/v1/jobs/{job['id']}/schedule"
+    fault(http.get(path, headers={"Accept": "image/png"}), 406, "request.not_acceptable")
+    fault(http.get(path, params={"format": "xml"}), 422, "request.invalid")
+    fault(http.get("/nowhere"), 404, "http.404")
+    answer = http.put("/v1/jobs")
+    fault(answer, 405, "http.405")
+    assert "GET" in answer.headers["allow"] or "POST" in answer.headers["allow"]
+
+
+def endless(num_bytes: int):
+    for _ in range(num_bytes // 1_000_000):
+        yield b" " * 1_000_000
+
+
+@pytest.mark.parametrize("declared", [True, False])
+def test_a_body_of_100_mb_is_refused_and_the_service_goes_on(http, declared: bool) -> None:
+    headers = {"Content-Length": "100000000"} if declared else {}
+    answer = post(http, endless(100_000_000), **headers)
+    detail = fault(answer, 413, "request.too_large")
+    assert "100000 bytes (OPTPIPE_MAX_BODY_BYTES)" in detail["detail"]
+    assert submit(http).status_code == 200
+
+
+def test_a_client_that_sends_all_before_it_reads_still_reads_the_refusal(http) -> None:
+    connection = HTTPConnection(http.base_url.host, http.base_url.port, timeout=20)
+    headers = {"Content-Type": "application/json"}
+    connection.request("POST", "/v1/jobs", b" " * 50_000_000, headers)
+    answer = connection.getresponse()
+    assert (answer.status, json.load(answer)["code"]) == (413, "request.too_large")
+    connection.close()
+
+
+def test_a_full_queue_answers_429_and_when_to_come_back(tmp_path) -> None:
+    settings = make_settings(tmp_path, solver_processes=1, max_queued_jobs=1)
+    with connected(settings) as http:
+        first = submit(http, "improve:1:30", wait=0).json()
+        while http.get(f"/v1/jobs/{first['id']}").json()["state"] == "queued":
+            pass
+        assert submit(http, wait=0).status_code == 202
+        answer = submit(http, wait=0)
+        fault(answer, 429, "queue.full")
+        assert int(answer.headers["retry-after"]) > 0
+
+
+def test_a_database_that_does_not_answer_is_503_and_a_bug_is_500_with_an_id(
+    tmp_path, monkeypatch, capsys
+) -> None:
+    import httpx
+
+    with running(make_settings(tmp_path)) as (url, app), httpx.Client(base_url=url) as http:
+
+        def no_answer(*_):
+            raise StoreUnavailableError("the disk is full; make room")
+
+        def bug(*_):
+            raise ZeroDivisionError("secret")
+
+        monkeypatch.setattr(app.state.service, "counts", no_answer)
+        answer = http.get("/readyz")
+        fault(answer, 503, "store.unavailable")
+        assert answer.headers["retry-after"]
+        monkeypatch.setattr(app.state.service, "counts", bug)
+        detail = fault(http.get("/readyz"), 500, "internal")
+        assert "secret" not in json.dumps(detail)
+        assert http.get("/healthz").json() == {"status": "ok"}
+    assert detail["id"] in capsys.readouterr().out
+
+
+# Documentation
+
+
+def test_schemas_are_published_and_name_the_formats(http) -> None:
+    for name in ("problem", "schedule"):
+        schema = http.get(f"/v1/schemas/{name}").json()
+        assert schema["properties"]["format"]["const"] == f"optpipe/{name}/v1"
+
+
+def test_every_operation_documents_its_refusals_as_problem_details(http) -> None:
+    document = http.get("/openapi.json").json()
+    operations = {
+        (method, path): operation
+        for path, item in document["paths"].items()
+        for method, operation in item.items()
+    }
+    assert len(operations) == 10
+    for name, operation in operations.items():
+        for status, response in operation["responses"].items():
+            if status >= "400":
+                assert list(response["content"]) == [PROBLEM_JSON], (name, status)
+    assert {"413", "415", "422", "429", "503"} <= set(operations["post", "/v1/jobs"]["responses"])
+
+
+def test_every_reference_of_the_document_leads_somewhere(http) -> None:
+    text = http.get("/openapi.json").text
+    schemas = json.loads(text)["components"]["schemas"]
+    used = {part.partition('"')[0] for part in text.split('"#/components/schemas/')[1:]}
+    assert used <= set(schemas)
+    assert '"#/$defs' not in text
+
+
+def test_the_documented_example_is_accepted(http) -> None:
+    schema = http.get("/openapi.json").json()["components"]["schemas"]["Submission"]
+    (example,) = schema["examples"]
+    answer = http.post("/v1/jobs", params={"wait": 10}, json=example)
+    assert answer.json()["state"] == "succeeded"
+
+
+def test_the_front_door_leads_to_documentation_from_this_server_only(http) -> None:
+    page = http.get("/", follow_redirects=True)
+    assert page.url.path == "/docs"
+    assert "https://" not in page.text
+    for asset in ("swagger-ui-bundle.js", "swagger-ui.css"):
+        assert http.get(f"/static-offline-docs/{asset}").status_code == 200

@@ -1,0 +1,38 @@
+"""Settings come from arguments and OPTPIPE_*, and say what is wrong with them."""
+
+from __future__ import annotations
+
+import pytest
+
+from optpipe.errors import InputError
+from optpipe_api import Settings
+
+
+def test_environment_sets_what_arguments_leave_out(monkeypatch) -> None:
+    monkeypatch.setenv("OPTPIPE_PORT", "9000")
+    monkeypatch.setenv("OPTPIPE_HOST", "10.0.0.1")
+    settings = Settings.load(port=None, host="127.0.0.1")
+    assert (settings.port, settings.host) == (9000, "127.0.0.1")
+
+
+def test_faults_name_setting_and_value(monkeypatch) -> None:
+    monkeypatch.setenv("OPTPIPE_PORT", "99999")
+    with pytest.raises(InputError, match=r"port = '99999': must be <= 65535"):
+        Settings.load()
+
+
+@pytest.mark.parametrize(
+    ("host", "loopback"),
+    [
+        ("127.0.0.1", True),
+        ("127.9.9.9", True),
+        ("::1", True),
+        ("localhost", True),
+        ("0.0.0.0", False),
+        ("::", False),
+        ("10.0.0.1", False),
+        ("planner", False),
+    ],
+)
+def test_only_loopback_addresses_count_as_private(host: str, loopback: bool) -> None:
+    assert Settings(host=host).is_loopback is loopback

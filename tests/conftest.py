@@ -1,0 +1,83 @@
+"""What every test may use: Hypothesis profiles, and the servers of the marked tests."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from playwright.sync_api import Browser
+
+# dev: few examples, new ones at each run. ci: many, always the same, and no deadline, because a
+# shared machine may be slow and a red run must be repeatable. HYPOTHESIS_PROFILE chooses.
+settings.register_profile("dev", max_examples=50, deadline=None)
+settings.register_profile(
+    "ci",
+    max_examples=200,
+    deadline=None,
+    derandomize=True,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
+
+# Playwright's own browser is never downloaded, and Chromium's background requests would only
+# wait for a network that tests must not need.
+CHROMIUM_ARGS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
+
+
+@pytest.fixture
+def postgres_url() -> Iterator[str]:
+    """Make a fresh, empty database on the server that OPTPIPE_TEST_POSTGRES_URL names.
+
+    A fresh one per test, so that tests need not clean up. Without a server the test fails: it was
+    asked for by marker.
+    """
+    url = os.environ.get("OPTPIPE_TEST_POSTGRES_URL")
+    if url is None:
+        pytest.fail(
+            "OPTPIPE_TEST_POSTGRES_URL is not set, and tests marked postgres need a server: set it "
+            "to one where databases may be created, or run .ci/run, which starts its own"
+        )
+    import psycopg
+
+    name = f"optpipe_test_{uuid.uuid4().hex}"
+    server = url.replace("postgresql+psycopg://", "postgresql://")
+    with psycopg.connect(server, autocommit=True) as connection:
+        connection.execute(f'CREATE DATABASE "{name}"')
+        try:
+            yield f"{url.rpartition('/')[0]}/{name}"
+        finally:
+            connection.execute(f'DROP DATABASE "{name}" WITH (FORCE)')
+
+
+@pytest.fixture(scope="session")
+def chromium() -> Iterator[Browser]:
+    """Start Debian's Chromium once for all browser tests, headless."""
+    path = Path(os.environ.get("OPTPIPE_TEST_CHROMIUM", "/usr/bin/chromium"))
+    if not path.exists():
+        pytest.fail(
+            f"there is no Chromium at {path}, and tests marked browser need one: install Debian's "
+            "package chromium, or set OPTPIPE_TEST_CHROMIUM"
+        )
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=CHROMIUM_ARGS)
+        yield browser
+        browser.close()

@@ -1,0 +1,68 @@
+"""CSV: torch's form of programs, strictly."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from optpipe import Programs, ScheduleFormatError, dump_csv, load_csv
+from tests.building import everything_at_once, programs
+from tests.strategies import Case, actions, cases
+
+
+@given(st.lists(st.lists(actions).map(tuple), min_size=1).map(tuple))
+def test_any_programs_round_trip_empty_ones_included(rows: Programs) -> None:
+    assert load_csv(dump_csv(rows)) == rows
+
+
+@given(cases())
+def test_legal_programs_round_trip(case: Case) -> None:
+    assert load_csv(dump_csv(case.programs)) == case.programs
+
+
+def test_every_feature_at_once_round_trips() -> None:
+    rows = everything_at_once()[1]
+    assert load_csv(dump_csv(rows)) == rows
+
+
+def test_one_row_per_device_and_cells_as_in_torch() -> None:
+    rows = programs("0F0 0I0 0W0", "", "1F0 1B0")
+    assert dump_csv(rows) == "0F0,0I0,0W0\n\n1F0,1B0\n"
+
+
+def test_cells_that_torch_leaves_empty_to_line_steps_up_are_skipped() -> None:
+    assert load_csv("0F0,0F1,,,0B0\r\n,1F0, 1B0 ,,\r\n") == programs("0F0 0F1 0B0", "1F0 1B0")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "the CSV is empty; write one row per device"),
+        ("0F0,0X1\n", "row 1, column 2: '0X1' is not an action"),
+        ("0F0\n1F0,,1B0x\n", "row 2, column 3: '1B0x' is not an action"),
+        ("\ufeff0F0\n", "row 1, column 1: '\\ufeff0F0' is not an action"),
+        ("0F0\x00\n", "row 1, column 1: '0F0\\x00' is not an action"),
+        ("0F0;0B0\n", "row 1, column 1: '0F0;0B0' is not an action"),
+        ("(0F0;1B0)OVERLAP_F_B\n", "row 1, column 1: '(0F0;1B0)OVERLAP_F_B' is an overlapped"),
+        ("0F0,1SEND_F0\n", "row 1, column 2: '1SEND_F0' is a communication action"),
+        ('"0F0\n', "not CSV: unexpected end of data; write one row per device"),
+        ("0F0\r0B0\n", "not CSV: new-line character"),
+        ("0F0," + "x" * 200_000, "not CSV: field larger than field limit"),
+    ],
+    ids=range(11),
+)
+def test_a_wrong_cell_is_refused_with_its_place(text: str, message: str) -> None:
+    with pytest.raises(ScheduleFormatError) as caught:
+        load_csv(text)
+    assert message in str(caught.value)
+    assert len(str(caught.value)) < 400
+
+
+@given(st.text())
+def test_no_text_ends_in_anything_but_programs_or_our_own_error(text: str) -> None:
+    try:
+        rows = load_csv(text)
+    except ScheduleFormatError:
+        return
+    assert load_csv(dump_csv(rows)) == rows

@@ -1,0 +1,287 @@
+"""DESIGN section 3 a second time, naively and by other means than `optpipe`, to judge it.
+
+Legality: a regular expression per (stage, micro-batch), a graph sorted topologically, and bytes
+from the state every (stage, micro-batch) is in. Time: a clock that ticks one millisecond at a time.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from graphlib import CycleError, TopologicalSorter
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from optpipe import Action, ActionType, Problem, Program, Programs
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_LIFE = re.compile(r"F( OFFLOAD RELEASE RELOAD| RECOMPUTE)?( I W| B)")
+_BACKWARDS = (ActionType.BACKWARD_INPUT, ActionType.FULL_BACKWARD)
+_HORIZON = 10_000
+
+
+def is_legal(problem: Problem, programs: Programs) -> bool:
+    """Whether the programs are legal, limits included."""
+    if len(programs) != len(problem.devices) or not _lives_are_right(problem, programs):
+        return False
+    if _waits_in_a_circle(problem, programs):
+        return False
+    fits = all(
+        device_peak(problem, index, row) <= held.memory_bytes - held.reserved_bytes
+        for index, (held, row) in enumerate(zip(problem.devices, programs, strict=True))
+    )
+    peaks = host_peaks(problem, programs)
+    return fits and all(
+        host.memory_bytes is None or peaks[host.name] <= host.memory_bytes for host in problem.hosts
+    )
+
+
+def _lives_are_right(problem: Problem, programs: Programs) -> bool:
+    lives: dict[tuple[int, int, int], list[str]] = {}
+    for device, row in enumerate(programs):
+        for action in row:
+            lives.setdefault((device, action.stage, action.microbatch), []).append(action.type)
+    expected = {
+        (stage.device, index, microbatch)
+        for index, stage in enumerate(problem.stages)
+        for microbatch in range(problem.num_microbatches)
+    }
+    if set(lives) != expected:
+        return False
+    for (_, index, _), life in lives.items():
+        if not _LIFE.fullmatch(" ".join(life)):
+            return False
+        stage = problem.stages[index]
+        bandwidth = problem.devices[stage.device].d2h_gb_per_s
+        if "OFFLOAD" in life and (stage.offload_bytes == 0 or bandwidth is None):
+            return False
+        if "RECOMPUTE" in life and stage.recompute_ms is None:
+            return False
+    return True
+
+
+def _waits_in_a_circle(problem: Problem, programs: Programs) -> bool:
+    graph: dict[Action, set[Action]] = {action: set() for row in programs for action in row}
+    last = len(problem.stages) - 1
+    for row in programs:
+        for before, after in pairwise(row):
+            graph[after].add(before)
+    for action, needed in graph.items():
+        stage, kind, microbatch = action
+        if kind is ActionType.FORWARD and stage > 0:
+            needed.add(Action(stage - 1, kind, microbatch))
+        if kind in _BACKWARDS and stage < last:
+            needed.update({Action(stage + 1, kind, microbatch) for kind in _BACKWARDS} & set(graph))
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError:
+        return True
+    return False
+
+
+def _held(problem: Problem, cell: tuple[int, int], done: set[str], again: bool) -> int:
+    """Bytes of one (stage, micro-batch) from what has been done to it."""
+    stage = problem.stages[cell[0]]
+    if "F" not in done or done & {"W", "B"}:
+        return 0
+    if "I" in done:
+        return stage.weight_context_bytes
+    if again and "RECOMPUTE" not in done:
+        return stage.checkpoint_bytes or 0
+    away = "RELEASE" in done and "RELOAD" not in done
+    return stage.activation_bytes - (stage.offload_bytes if away else 0)
+
+
+def _workspace(problem: Problem, action: Action) -> int:
+    names = {"F": "forward", "I": "backward_input", "W": "backward_weight", "B": "backward",
+             "RECOMPUTE": "recompute"}  # fmt: skip
+    if action.type.value not in names:
+        return 0
+    value: int = getattr(
+        problem.stages[action.stage], names[action.type.value] + "_workspace_bytes"
+    )
+    return value
+
+
+def device_levels(problem: Problem, device: int, row: Program) -> Iterator[tuple[int, int, int]]:
+    """Bytes before and after each action, and its workspace; from the state of every cell."""
+    static = sum(stage.static_bytes for stage in problem.stages if stage.device == device)
+    again = {action[::2] for action in row if action.type is ActionType.RECOMPUTE}
+    done: dict[tuple[int, int], set[str]] = {}
+
+    def total() -> int:
+        return static + sum(_held(problem, cell, did, cell in again) for cell, did in done.items())
+
+    for action in row:
+        before = total()
+        done.setdefault(action[::2], set()).add(action.type.value)
+        yield before, total(), _workspace(problem, action)
+
+
+def device_peak(problem: Problem, device: int, row: Program) -> int:
+    """Peak bytes of a device, static bytes included."""
+    static = sum(stage.static_bytes for stage in problem.stages if stage.device == device)
+    levels = device_levels(problem, device, row)
+    return max((max(before, after) + extra for before, after, extra in levels), default=static)
+
+
+def host_peaks(problem: Problem, programs: Programs) -> dict[str, int]:
+    """Peak bytes per host: a micro-batch is there from its OFFLOAD to just before its I or B."""
+    peaks = {host.name: 0 for host in problem.hosts}
+    for device, row in zip(problem.devices, programs, strict=True):
+        peak = 0
+        for upto in range(len(row)):
+            away = {action[::2] for action in row[: upto + 1] if action.type == "OFFLOAD"}
+            away -= {action[::2] for action in row[: upto + 1] if action.type in ("I", "B")}
+            peak = max(peak, sum(problem.stages[stage].offload_bytes for stage, _ in away))
+        peaks[device.host] += peak
+    return peaks
+
+
+@dataclass
+class _Transfer:
+    issue: int
+    device: int
+    index: int
+    action: Action
+
+
+@dataclass
+class Ticking:
+    """All devices at one moment; `run` ticks until nothing is left to do.
+
+    Every duration, transfers' and links' included, must be a whole number of ms.
+    """
+
+    problem: Problem
+    programs: Programs
+    starts: dict[Action, int] = field(default_factory=dict)
+    ends: dict[Action, int] = field(default_factory=dict)
+    waiting: list[_Transfer] = field(default_factory=list)
+    running: list[_Transfer] = field(default_factory=list)
+
+    def run(self) -> tuple[float, float]:
+        """Return makespan and span in ms; ``starts`` and ``ends`` hold the rest."""
+        self.head = [0] * len(self.programs)
+        self.idle_from = [0] * len(self.programs)
+        now = 0
+        while any(at < len(row) for at, row in zip(self.head, self.programs, strict=True)):
+            while self._step_all(now):
+                pass
+            self._start_transfers(now)
+            now += 1
+            assert now < _HORIZON, "the programs got stuck"
+        return self._lengths()
+
+    def _step_all(self, now: int) -> int:
+        return sum(self._step(device, now) for device in range(len(self.programs)))
+
+    def _step(self, device: int, now: int) -> bool:
+        row, at = self.programs[device], self.head[device]
+        if at == len(row) or self.idle_from[device] > now:
+            return False
+        action = row[at]
+        if action.type in (ActionType.OFFLOAD, ActionType.RELOAD):
+            self.waiting.append(_Transfer(now, device, at, action))
+        elif not self._inputs_there(action, now):
+            return False
+        else:
+            self.starts[action] = now
+            self.ends[action] = self.idle_from[device] = now + self._length(action)
+        self.head[device] += 1
+        return True
+
+    def _inputs_there(self, action: Action, now: int) -> bool:
+        stage, kind, microbatch = action
+        if kind is ActionType.RELEASE:
+            return self._ended(Action(stage, ActionType.OFFLOAD, microbatch), now)
+        if kind is ActionType.FORWARD:
+            return stage == 0 or self._arrived(Action(stage - 1, kind, microbatch), stage, now)
+        if kind not in _BACKWARDS:
+            return True
+        reload = Action(stage, ActionType.RELOAD, microbatch)
+        if reload in self.programs[self.problem.stages[stage].device] and not self._ended(
+            reload, now
+        ):
+            return False
+        if stage == len(self.problem.stages) - 1:
+            return self._ended(Action(stage, ActionType.FORWARD, microbatch), now)
+        return any(
+            self._arrived(Action(stage + 1, other, microbatch), stage, now) for other in _BACKWARDS
+        )
+
+    def _ended(self, action: Action, now: int) -> bool:
+        return action in self.ends and self.ends[action] <= now
+
+    def _arrived(self, action: Action, target: int, now: int) -> bool:
+        pair = (self.problem.stages[action.stage].device, self.problem.stages[target].device)
+        size = self.problem.stages[min(action.stage, target)].output_bytes
+        delay = 0.0
+        for link in self.problem.links:
+            if (link.source, link.target) == pair:
+                rate = link.bandwidth_gb_per_s
+                delay = link.latency_ms + (size / 1e6 / rate if rate else 0)
+        return action in self.ends and self.ends[action] + delay <= now
+
+    def _length(self, action: Action) -> int:
+        stage = self.problem.stages[action.stage]
+        held = self.problem.devices[stage.device]
+        split = stage.backward_input_ms + stage.backward_weight_ms
+        length = {
+            "F": stage.forward_ms,
+            "I": stage.backward_input_ms,
+            "W": stage.backward_weight_ms,
+            "B": split if stage.backward_ms is None else stage.backward_ms,
+            "RECOMPUTE": stage.recompute_ms,
+            "RELEASE": 0,
+            "OFFLOAD": stage.offload_bytes / 1e6 / (held.d2h_gb_per_s or 1),
+            "RELOAD": stage.offload_bytes / 1e6 / (held.h2d_gb_per_s or 1),
+        }[action.type.value]
+        assert length is not None
+        assert length == int(length)
+        return int(length)
+
+    def _start_transfers(self, now: int) -> None:
+        self.running = [item for item in self.running if self.ends[item.action] > now]
+        for item in sorted(self.waiting, key=lambda one: (one.issue, one.device, one.index)):
+            first_of_its_queue = not any(
+                other.device == item.device
+                and other.action.type is item.action.type
+                and other.index < item.index
+                for other in self.waiting
+            )
+            if first_of_its_queue and not any(self._collide(item, other) for other in self.running):
+                self.waiting.remove(item)
+                self.running.append(item)
+                self.starts[item.action] = now
+                self.ends[item.action] = now + self._length(item.action)
+
+    def _collide(self, one: _Transfer, other: _Transfer) -> bool:
+        same_direction = one.action.type is other.action.type
+        if one.device == other.device:
+            return same_direction or self.problem.devices[one.device].half_duplex
+        left, right = (self.problem.devices[item.device].pcie_group for item in (one, other))
+        return same_direction and left is not None and left == right
+
+    def _lengths(self) -> tuple[float, float]:
+        lengths, first, last = [], [], []
+        for device, row in enumerate(self.programs):
+            if not row:
+                continue
+            first.append(min(self.starts[action] for action in row))
+            last.append(max([self.ends[action] for action in row] + self._syncs(device, row)))
+            lengths.append(last[-1] - first[-1])
+        return max(last) - min(first), max(lengths)
+
+    def _syncs(self, device: int, row: Program) -> list[float]:
+        ends = []
+        free = 0.0
+        finals = {action.stage: action for action in row if action.type in ("W", "B")}
+        for action in sorted(finals.values(), key=row.index):
+            length = self.problem.stages[action.stage].grad_sync_ms
+            if length > 0:
+                free = max(free, self.ends[action]) + length
+                ends.append(free)
+        return ends

@@ -1,0 +1,40 @@
+"""Two devices, two micro-batches, one of them offloaded: small enough to draw by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from optpipe import Device, Problem, Programs, Stage, load_csv
+
+
+def make_small_problem(memory_bytes: int = 16) -> Problem:
+    """F, I, W take 2, 2, 1 ms; a transfer takes 1 ms; an activation takes 6 of 16 bytes."""
+    device = Device(memory_bytes=memory_bytes, d2h_gb_per_s=6e-6, h2d_gb_per_s=6e-6)
+    stages = tuple(
+        Stage(
+            device=index,
+            forward_ms=2,
+            backward_input_ms=2,
+            backward_weight_ms=1,
+            activation_bytes=6,
+            weight_context_bytes=3,
+            offload_bytes=6,
+            static_bytes=4,
+        )
+        for index in range(2)
+    )
+    return Problem(name="small", num_microbatches=2, devices=(device, device), stages=stages)
+
+
+@pytest.fixture
+def small_problem() -> Problem:
+    """The problem that the hand-drawn picture shows."""
+    return make_small_problem()
+
+
+@pytest.fixture
+def small_programs() -> Programs:
+    """Device 0 parks micro-batch 0 on the host while micro-batch 1 runs forward."""
+    return load_csv(
+        "0F0,0OFFLOAD0,0RELEASE0,0F1,0RELOAD0,0I0,0W0,0I1,0W1\n1F0,1I0,1F1,1I1,1W0,1W1\n"
+    )

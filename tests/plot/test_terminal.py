@@ -1,0 +1,110 @@
+"""The terminal picture: true, within its terminal, and readable without colour or UTF-8."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from optpipe import Device, Problem, Stage, load_csv
+from optpipe.plot.terminal import ScheduleView
+from tests.plot.conftest import make_small_problem
+
+
+def draw(view: ScheduleView, width: int = 80, **console) -> str:
+    """Render a view as a terminal of this width would show it."""
+    text = io.StringIO()
+    Console(file=text, width=width, legacy_windows=False, **console).print(view)
+    return text.getvalue()
+
+
+def test_the_whole_small_picture(small_problem, small_programs) -> None:
+    view = ScheduleView(problem=small_problem, programs=small_programs)
+    assert [line.rstrip() for line in draw(view, 81).splitlines()] == [
+        "small  makespan 13 ms  bubble 23.1 %",
+        "gpu0    F0──────····F1──────····I0══════W0┄┄····I1══════W1┄┄ busy 76.9 %",
+        " ↓ host         0▾▾▾                                         1 offloaded",
+        " ↑ host                     0▴▴▴                             1 reloaded",
+        " memory ▅▅▅▅▅▅▅▅▅▅▅▅▅▅▅▅▅▅▅▅█████████████▇▇▇▇▅▅▅▅▅▅▅▅▅▅▅▅▃▃▃ 16 B = 100%",
+        "gpu1    ········F0──────I0══════F1──────I1══════W0┄┄W1┄┄···· busy 76.9 %",
+        " memory ▁▁▁▁▁▁▁▁▅▅▅▅▅▅▅▅▅▅▅▅▅▅▅▅▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▅▅▅▅▃▃▃▃▁▁▁ 13 B = 81%",
+        "        ┴───────────────────┴───────────────────┴───────────",
+        "ms      0                   5                   10",
+        "        F0 forward   I0 input gradient   W0 weight gradient   ▾▾ to the host",
+        "        ▴▴ back   ·· bubble   ▁ weights, gradients, optimizer",
+        "        █ at the memory limit   ! over it",
+    ]
+
+
+def test_a_program_over_the_limit_is_drawn_and_marked(small_programs) -> None:
+    programs = load_csv("0F0,0F1,0I0,0W0,0I1,0W1\n1F0,1I0,1F1,1I1,1W0,1W1\n")
+    tight = make_small_problem(memory_bytes=15)
+    picture = draw(ScheduleView(problem=tight, programs=programs))
+    memory = [line for line in picture.splitlines() if line.startswith(" memory")]
+    assert "!" in memory[0]
+    assert "16 B = 107%" in memory[0]
+    assert "!" not in memory[1]
+
+
+@pytest.mark.parametrize("width", [20, 40, 79, 80, 133, 400])
+def test_no_line_is_wider_than_the_terminal(small_problem, small_programs, width: int) -> None:
+    picture = draw(ScheduleView(problem=small_problem, programs=small_programs), width)
+    assert max(map(len, picture.splitlines())) <= width
+
+
+def test_without_utf8_the_picture_is_ascii(small_problem, small_programs) -> None:
+    raw = io.BytesIO()
+    with io.TextIOWrapper(raw, encoding="ascii") as file:
+        out = Console(file=file, width=80)
+        out.print(ScheduleView(problem=small_problem, programs=small_programs))
+        file.flush()
+        picture = raw.getvalue().decode("ascii")
+    assert "F0---" in picture
+    assert "?" not in picture
+
+
+def test_colour_adds_nothing_that_plain_text_lacks(small_problem, small_programs) -> None:
+    view = ScheduleView(problem=small_problem, programs=small_programs, legend=False)
+    coloured = draw(view, force_terminal=True, color_system="truecolor")
+    assert "\x1b[" in coloured
+    for label in ("F0", "F1", "I0", "I1", "W0", "W1"):
+        assert label in coloured
+        assert label in draw(view)
+
+
+def test_two_views_on_one_axis_end_where_their_time_ends(small_problem, small_programs) -> None:
+    whole = draw(ScheduleView(problem=small_problem, programs=small_programs, length_ms=13.0))
+    half = draw(ScheduleView(problem=small_problem, programs=small_programs, length_ms=26.0))
+    assert whole.splitlines()[1].index("W1") > half.splitlines()[1].index("W1")
+    assert half.splitlines()[1].rstrip().endswith("busy 76.9 %")
+
+
+def test_64_devices_and_512_microbatches_are_summed_up() -> None:
+    num_devices, num_microbatches = 64, 512
+    stages = tuple(
+        Stage(
+            device=index,
+            forward_ms=1,
+            backward_input_ms=1,
+            backward_weight_ms=1,
+            activation_bytes=1,
+        )
+        for index in range(num_devices)
+    )
+    devices = tuple(Device(memory_bytes=600) for _ in range(num_devices))
+    problem = Problem(num_microbatches=num_microbatches, devices=devices, stages=stages)
+    rows = [
+        ",".join(
+            [f"{s}F{j}" for j in range(num_microbatches)]
+            + [f"{s}B{j}" for j in range(num_microbatches)]
+        )
+        for s in range(num_devices)
+    ]
+    picture = draw(ScheduleView(problem=problem, programs=load_csv("\n".join(rows))), 100)
+    lines = picture.splitlines()
+    assert len(lines) < 50
+    assert "16 of 64 devices shown, evenly spaced" in picture
+    assert lines[1].startswith("gpu0 ")
+    assert set(lines[1].split()[1]) >= {"F", "B", "·"}
+    assert any(line.startswith("gpu63") for line in lines)

@@ -1,0 +1,129 @@
+"""Problems and hand-made programs: small, legal, each with a trait of its own."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING
+
+from optpipe import Device, Problem, Programs, Provenance, Schedule, Stage, evaluate, parse_action
+from optpipe.check import find_violations
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from optpipe.action import Action
+
+LINEAR = (0, 1, 2, 3)
+V_SHAPE = (0, 1, 2, 3, 3, 2, 1, 0)
+LOOP = (0, 1, 2, 3, 0, 1, 2, 3)
+IRREGULAR = (0, 0, 1, 2, 2, 3, 1, 3)
+
+
+def make_problem(placement: Sequence[int], num_microbatches: int, limit: int = 1000) -> Problem:
+    """Return a problem with unit costs: activations of 4 bytes, 3 of them offloadable."""
+    stage = {"forward_ms": 1, "backward_input_ms": 1, "backward_weight_ms": 1}
+    size = {"activation_bytes": 4, "weight_context_bytes": 3, "offload_bytes": 3}
+    again = {"recompute_ms": 1, "checkpoint_bytes": 1}
+    device = Device(memory_bytes=limit, d2h_gb_per_s=1, h2d_gb_per_s=1)
+    return Problem(
+        num_microbatches=num_microbatches,
+        devices=(device,) * (max(placement) + 1),
+        stages=tuple(Stage(device=home, **stage, **size, **again) for home in placement),
+    )
+
+
+def make_schedule(problem: Problem, programs: Programs) -> Schedule:
+    return evaluate(problem, programs, Provenance(method="by hand"))
+
+
+def from_text(rows: Iterable[str]) -> Programs:
+    return tuple(tuple(parse_action(cell) for cell in row.split()) for row in rows)
+
+
+def one_f_one_b(num_ranks: int, num_microbatches: int) -> Programs:
+    """1F1B with fused backwards, one stage per rank."""
+    rows = []
+    for stage in range(num_ranks):
+        warmup = min(num_ranks - stage, num_microbatches)
+        cells = [f"{stage}F{j}" for j in range(warmup)]
+        for j in range(num_microbatches):
+            cells.append(f"{stage}B{j}")
+            if j + warmup < num_microbatches:
+                cells.append(f"{stage}F{j + warmup}")
+        rows.append(" ".join(cells))
+    return from_text(rows)
+
+
+def zero_bubble_h1(num_ranks: int, num_microbatches: int) -> Programs:
+    """1F1B with split backwards; the weight gradients fill the end."""
+    rows = []
+    for stage in range(num_ranks):
+        warmup = min(num_ranks - stage, num_microbatches)
+        cells = [f"{stage}F{j}" for j in range(warmup)]
+        for j in range(num_microbatches):
+            cells.append(f"{stage}I{j}")
+            if j >= stage:
+                cells.append(f"{stage}W{j - stage}")
+            if j + warmup < num_microbatches:
+                cells.append(f"{stage}F{j + warmup}")
+        first_left = max(0, num_microbatches - stage)
+        cells += [f"{stage}W{j}" for j in range(first_left, num_microbatches)]
+        rows.append(" ".join(cells))
+    return from_text(rows)
+
+
+def random_programs(
+    problem: Problem, seed: int, *, offload: float = 0.0, recompute: float = 0.0, fused: float = 0.3
+) -> Programs:
+    """Return legal programs in a random order that respects all waits.
+
+    Parameters
+    ----------
+    offload, recompute
+        Share of the (stage, micro-batch) pairs that are offloaded, that are recomputed.
+    fused
+        Share of the remaining backwards that are B instead of I and W.
+    """
+    chooser = random.Random(seed)
+    waits = _random_waits(problem, chooser, offload, recompute, fused)
+    programs: list[list[Action]] = [[] for _ in problem.devices]
+    done: set[str] = set()
+    while waits:
+        ready = [cell for cell, needed in waits.items() if needed <= done]
+        cell = chooser.choice(ready)
+        del waits[cell]
+        done.add(cell)
+        action = parse_action(cell)
+        programs[problem.placement[action.stage]].append(action)
+    made = tuple(map(tuple, programs))
+    assert not find_violations(problem, made)
+    return made
+
+
+def _random_waits(
+    problem: Problem, chooser: random.Random, offload: float, recompute: float, fused: float
+) -> dict[str, set[str]]:
+    """Return every action with those that must come before it, on whichever device."""
+    last = len(problem.stages) - 1
+    backward_of = {
+        (s, j): "B" if chooser.random() < fused else "I"
+        for s in range(last + 1)
+        for j in range(problem.num_microbatches)
+    }
+    waits: dict[str, set[str]] = {}
+    for (s, j), kind in backward_of.items():
+        waits[f"{s}F{j}"] = {f"{s - 1}F{j}"} if s else set()
+        before = {f"{s + 1}{backward_of[s + 1, j]}{j}"} if s < last else set()
+        draw = chooser.random()
+        if draw < offload:
+            waits[f"{s}OFFLOAD{j}"] = {f"{s}F{j}"}
+            waits[f"{s}RELEASE{j}"] = {f"{s}OFFLOAD{j}"}
+            waits[f"{s}RELOAD{j}"] = {f"{s}RELEASE{j}"}
+            before.add(f"{s}RELOAD{j}")
+        elif draw < offload + recompute:
+            waits[f"{s}RECOMPUTE{j}"] = {f"{s}F{j}"}
+            before.add(f"{s}RECOMPUTE{j}")
+        waits[f"{s}{kind}{j}"] = before | {f"{s}F{j}"}
+        if kind == "I":
+            waits[f"{s}W{j}"] = {f"{s}I{j}"}
+    return waits

@@ -1,0 +1,146 @@
+"""OFFLOAD, RELEASE and RELOAD of one stage in one process."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from optpipe.runtime.errors import OffloadError
+from optpipe.runtime.offload import Offloader
+
+CELL = (0, 0)
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def module() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16), nn.Tanh())
+
+
+@pytest.fixture
+def offloader(module) -> Offloader:
+    return Offloader({0: module}, CPU, [CELL], min_bytes=64)
+
+
+def _forward(module, offloader, given):
+    with offloader.capture(CELL, [given]):
+        output = module(given)
+    offloader.keep(CELL, [output])
+    return output
+
+
+def test_parameters_inputs_and_outputs_stay_and_storages_go_once(module, offloader):
+    given = torch.randn(8, 16, requires_grad=True)
+    output = _forward(module, offloader, given)
+    sizes = sorted(parcel.num_bytes for parcel in offloader.parcels(CELL))
+    # What GELU reads and what it gives; Tanh's output is the stage's, Linear's weights stay.
+    assert sizes == [8 * 64 * 4, 8 * 64 * 4]
+    assert output.grad_fn is not None
+
+
+def _use_views(base: torch.Tensor) -> torch.Tensor:
+    left, right = base[:, :8], base[:, 8:]
+    return (left * right.flip(0)).sum() + (base.t() @ base).sum()
+
+
+def test_views_of_one_storage_come_back_as_views_of_one():
+    offloader = Offloader({0: nn.Module()}, CPU, [CELL], min_bytes=64)
+    given = torch.randn(8, 16, requires_grad=True)
+    with offloader.capture(CELL, [given]):
+        result = _use_views(given * 2)
+    assert len(offloader.parcels(CELL)) == 2  # the base of all views, and the flipped copy
+    expected = torch.autograd.grad(_use_views(given * 2), given)
+    _round_trip(offloader)
+    result.backward()
+    torch.testing.assert_close(given.grad, expected[0])
+
+
+def _round_trip(offloader: Offloader) -> None:
+    offloader.offload(CELL)
+    offloader.release(CELL)
+    offloader.reload(CELL)
+    offloader.before_backward(CELL)
+
+
+def test_memory_is_free_from_release_to_reload_and_after_the_backward(module, offloader):
+    given = torch.randn(8, 16, requires_grad=True)
+    output = _forward(module, offloader, given)
+    first = [StorageWeakRef(parcel.storage) for parcel in offloader.parcels(CELL)]
+    offloader.offload(CELL)
+    assert not any(storage.expired() for storage in first)
+    offloader.release(CELL)
+    assert all(storage.expired() for storage in first)
+    offloader.reload(CELL)
+    second = [StorageWeakRef(parcel.storage) for parcel in offloader.parcels(CELL)]
+    offloader.before_backward(CELL)
+    gc.disable()
+    try:
+        output.sum().backward()
+        # Without the garbage collector: a reference cycle would keep them.
+        assert all(storage.expired() for storage in second)
+    finally:
+        gc.enable()
+
+
+def test_a_graph_that_is_dropped_leaves_no_cycle(module, offloader):
+    gc.disable()
+    try:
+        output = _forward(module, offloader, torch.randn(8, 16, requires_grad=True))
+        held = [StorageWeakRef(parcel.storage) for parcel in offloader.parcels(CELL)]
+        del output
+        assert all(storage.expired() for storage in held)
+    finally:
+        gc.enable()
+
+
+def test_what_is_left_alone_makes_no_cycle_either(module):
+    offloader = Offloader({0: module}, CPU, [CELL], min_bytes=1 << 20)
+    gc.disable()
+    try:
+        output = _forward(module, offloader, torch.randn(8, 16, requires_grad=True))
+        held = StorageWeakRef(output.untyped_storage())
+        del output
+        assert held.expired()
+    finally:
+        gc.enable()
+
+
+def test_a_backward_while_the_host_holds_the_activations_is_refused(module, offloader):
+    output = _forward(module, offloader, torch.randn(8, 16, requires_grad=True))
+    offloader.offload(CELL)
+    offloader.release(CELL)
+    with pytest.raises(OffloadError, match=r"the backward of stage 0.*are on the host"):
+        offloader.before_backward(CELL)
+    with pytest.raises(OffloadError, match="its RELOAD must come first"):
+        output.sum().backward()
+
+
+def test_transfers_out_of_order_are_refused(module, offloader):
+    _forward(module, offloader, torch.randn(8, 16, requires_grad=True))
+    with pytest.raises(OffloadError, match=r"RELEASE .* are on the device"):
+        offloader.release(CELL)
+    with pytest.raises(OffloadError, match=r"RELOAD .* are on the device"):
+        offloader.reload(CELL)
+
+
+def test_host_memory_is_allocated_once(module, offloader):
+    for _ in range(3):
+        output = _forward(module, offloader, torch.randn(8, 16, requires_grad=True))
+        _round_trip(offloader)
+        output.sum().backward()
+    assert offloader.pool.allocated_bytes == 2 * 8 * 64 * 4
+    assert offloader.offloaded_bytes == offloader.reloaded_bytes == 3 * 2 * 8 * 64 * 4
+
+
+def test_other_cells_are_not_touched(module, offloader):
+    with offloader.capture((0, 1)):
+        output = module(torch.randn(8, 16, requires_grad=True))
+    offloader.before_backward((0, 1))
+    output.sum().backward()
+    with pytest.raises(OffloadError, match="not captured"):
+        offloader.offload((0, 1))

@@ -1,0 +1,101 @@
+"""What cannot run is refused before the first step, in the same words on every rank."""
+
+from __future__ import annotations
+
+import pytest
+
+from optpipe.errors import MissingExtraError
+from optpipe.runtime.requirements import check_version
+from tests.runtime import cases, schedules
+
+
+@pytest.fixture
+def problem():
+    return schedules.make_problem(schedules.LINEAR, 4)
+
+
+@pytest.fixture
+def schedule(problem):
+    return schedules.make_schedule(problem, schedules.one_f_one_b(4, 4))
+
+
+def _one_text(texts: list[str]) -> str:
+    assert len(set(texts)) == 1, texts
+    return texts[0]
+
+
+def test_a_removed_reload_is_refused_with_its_cell(ranks, problem):
+    programs = schedules.from_text(
+        [" ".join(f"{s}F{j} {s}OFFLOAD{j} {s}RELEASE{j} {s}RELOAD{j} {s}B{j}" for j in range(4))
+         for s in range(4)]
+    )  # fmt: skip
+    whole = schedules.make_schedule(problem, programs)
+    assert _one_text(ranks.run(cases.refused, [whole] * 4, problem)) == ""
+    cut = tuple(tuple(a for a in row if str(a) != "2RELOAD1") for row in programs)
+    broken = whole.model_copy(update={"programs": cut})
+    for given in (problem, None):
+        text = _one_text(ranks.run(cases.refused, [broken] * 4, given))
+        assert text.startswith("PreflightError")
+        assert "ranks 0, 1, 2, 3" in text
+        assert "without 2RELOAD1" in text
+
+
+def test_a_schedule_of_another_problem_is_refused(ranks, schedule):
+    other = schedules.make_problem(schedules.LINEAR, 4, limit=999)
+    assert other.problem_hash in _one_text(ranks.run(cases.refused, [schedule] * 4, other))
+
+
+def test_a_schedule_over_the_memory_limit_is_refused(ranks, schedule):
+    tight = schedules.make_problem(schedules.LINEAR, 4, limit=8)
+    over = schedule.model_copy(update={"problem_hash": tight.problem_hash})
+    text = _one_text(ranks.run(cases.refused, [over] * 4, tight))
+    assert "its limit is 8" in text
+
+
+def test_ranks_with_different_programs_are_told_apart(ranks, problem, schedule):
+    other = schedules.make_schedule(problem, schedules.zero_bubble_h1(4, 4))
+    text = _one_text(ranks.run(cases.refused, [schedule, schedule, other, schedule], problem))
+    assert "the programs must be the same on all ranks" in text
+    assert f"ranks 0, 1, 3 {schedule.program_hash}; rank 2 {other.program_hash}" in text
+
+
+def test_too_few_programs_are_refused(ranks):
+    problem = schedules.make_problem((0, 1), 4)
+    two = schedules.make_schedule(problem, schedules.one_f_one_b(2, 4))
+    text = _one_text(ranks.run(cases.refused, [two] * 4, problem))
+    assert "2 programs for 4 ranks" in text
+
+
+def test_modules_of_other_stages_are_refused_on_all_ranks(ranks, problem, schedule):
+    text = _one_text(ranks.run(cases.refused, [schedule] * 4, problem, 1))
+    assert "rank 0: this rank was given stages [1], the schedule's placement puts [0] here" in text
+
+
+def test_a_batch_that_does_not_divide_is_refused_on_all_ranks(ranks, problem, schedule):
+    text = _one_text(ranks.run(cases.refused, [schedule] * 4, problem, 0, {0: 7}))
+    assert "rank 0: the batch has 7 samples, which do not divide into 4 micro-batches" in text
+    text = _one_text(ranks.run(cases.refused, [schedule] * 4, problem, 0, {3: 6}))
+    assert "rank 3: the target has 6 samples" in text
+
+
+def test_a_stage_that_cannot_run_is_named_on_all_ranks(ranks, schedule):
+    text = _one_text(ranks.run(cases.refused_stage, schedule, "raises"))
+    assert "rank 2: stage 2 cannot run" in text
+    assert "ValueError: no such layer" in text
+
+
+def test_an_output_that_cannot_be_sent_is_named_on_all_ranks(ranks, schedule):
+    text = _one_text(ranks.run(cases.refused_stage, schedule, "transposes"))
+    assert "stage 2" in text
+    assert "only contiguous tensors are sent" in text
+
+
+@pytest.mark.parametrize("version", ["2.12.0", "2.13.0+cpu", "2.13.1a0+git"])
+def test_known_versions_of_torch_are_taken(version):
+    check_version(version)
+
+
+@pytest.mark.parametrize("version", ["2.11.0", "2.14.0", "3.0.0"])
+def test_other_versions_of_torch_are_refused_with_the_command(version):
+    with pytest.raises(MissingExtraError, match=rf"{version}.*>=2.12,<2.14; pip install"):
+        check_version(version)

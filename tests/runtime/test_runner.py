@@ -1,0 +1,125 @@
+"""Four ranks train by a schedule; losses and every gradient are those of the chained model."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from optpipe.action import ActionType
+from tests.runtime import cases, schedules
+
+if TYPE_CHECKING:
+    from tests.runtime.ranks import Ranks
+
+EXACT = 1e-15
+"""Gradients are about 1e-2; sums in another order differ by some 1e-17 in float64."""
+
+
+def _train(ranks: Ranks, problem, programs, **options) -> list[cases.Outcome]:
+    schedule = schedules.make_schedule(problem, programs)
+    outcomes = ranks.run(cases.train, schedule, problem, *options.values())
+    assert sum(outcome.num_gradients for outcome in outcomes) > 100
+    assert min(outcome.smallest_gradient for outcome in outcomes) > 1e-4
+    return outcomes
+
+
+def _assert_equal(outcomes: list[cases.Outcome], tolerance: float = EXACT) -> None:
+    assert all(outcome.losses_equal for outcome in outcomes)
+    assert max(outcome.worst_difference for outcome in outcomes) <= tolerance
+
+
+@pytest.mark.parametrize("make", [schedules.one_f_one_b, schedules.zero_bubble_h1])
+def test_published_schedules_train_bit_for_bit(ranks, make):
+    problem = schedules.make_problem(schedules.LINEAR, 6)
+    _assert_equal(_train(ranks, problem, make(4, 6)), tolerance=0.0)
+
+
+@pytest.mark.parametrize(
+    ("placement", "seed"),
+    [
+        (schedules.V_SHAPE, 1),
+        (schedules.V_SHAPE, 2),
+        (schedules.LOOP, 3),
+        (schedules.IRREGULAR, 4),
+    ],
+)
+def test_any_placement_and_any_order_train_alike(ranks, placement, seed):
+    problem = schedules.make_problem(placement, 5)
+    programs = schedules.random_programs(problem, seed, fused=0.5)
+    kinds = {action.type for program in programs for action in program}
+    assert {ActionType.FULL_BACKWARD, ActionType.BACKWARD_INPUT} <= kinds
+    _assert_equal(_train(ranks, problem, programs))
+
+
+def test_a_last_stage_out_of_microbatch_order_gets_its_own_losses(ranks):
+    problem = schedules.make_problem(schedules.LINEAR, 3)
+    order = "{0}F2 {0}F0 {0}F1 {0}I1 {0}B2 {0}W1 {0}B0"
+    programs = schedules.from_text([order.format(stage) for stage in range(4)])
+    _assert_equal(_train(ranks, problem, programs))
+
+
+def test_offloaded_activations_are_gone_until_they_come_back(ranks):
+    problem = schedules.make_problem(schedules.LINEAR, 4, limit=8)
+    row = (
+        "{0}F0 {0}OFFLOAD0 {0}RELEASE0 {0}F1 {0}OFFLOAD1 {0}RELEASE1 {0}F2 {0}B2 "
+        "{0}RELOAD0 {0}I0 {0}W0 {0}RELOAD1 {0}I1 {0}W1 {0}F3 {0}B3"
+    )
+    programs = schedules.from_text([row.format(stage) for stage in range(4)])
+    outcomes = _train(ranks, problem, programs)
+    _assert_equal(outcomes)
+    for outcome in outcomes:
+        assert outcome.offloaded_bytes == outcome.reloaded_bytes == outcome.released_bytes > 50_000
+        assert outcome.live_bytes_after_release == 0
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_keep_offload_and_recompute_mix_in_one_schedule(ranks, seed):
+    placement = schedules.V_SHAPE if seed % 2 else schedules.LINEAR
+    problem = schedules.make_problem(placement, 5)
+    programs = schedules.random_programs(problem, 10 + seed, offload=0.4, recompute=0.3)
+    kinds = {action.type for program in programs for action in program}
+    assert kinds == set(ActionType)
+    outcomes = _train(ranks, problem, programs)
+    _assert_equal(outcomes)
+    assert sum(outcome.live_bytes_after_release for outcome in outcomes) == 0
+
+
+def test_a_schedule_without_its_problem_runs_too(ranks):
+    problem = schedules.make_problem(schedules.LINEAR, 2)
+    schedule = schedules.make_schedule(problem, schedules.zero_bubble_h1(4, 2))
+    _assert_equal(ranks.run(cases.train, schedule, None))
+
+
+def test_copies_may_end_as_late_as_they_are_waited_for(ranks):
+    problem = schedules.make_problem(schedules.V_SHAPE, 4)
+    programs = schedules.random_programs(problem, 6, offload=0.7)
+    _assert_equal(_train(ranks, problem, programs, steps=2, fault="copy late"))
+
+
+def test_a_corrupted_host_copy_shows_in_the_gradients(ranks):
+    problem = schedules.make_problem(schedules.LINEAR, 3)
+    programs = schedules.random_programs(problem, 5, offload=1.0)
+    outcomes = _train(ranks, problem, programs, steps=1, fault="corrupt host copies")
+    assert all(outcome.worst_difference > 1e-4 for outcome in outcomes)
+
+
+def test_memory_that_is_kept_after_release_is_counted(ranks):
+    problem = schedules.make_problem(schedules.LINEAR, 3)
+    programs = schedules.random_programs(problem, 5, offload=1.0)
+    outcomes = _train(ranks, problem, programs, steps=1, fault="leak what is released")
+    for outcome in outcomes:
+        assert outcome.live_bytes_after_release == outcome.released_bytes > 0
+
+
+def test_recomputation_sees_the_random_numbers_of_its_forward(ranks):
+    problem = schedules.make_problem(schedules.LINEAR, 2)
+    # RECOMPUTE stands far behind its F, with another micro-batch's random numbers drawn between.
+    again = schedules.from_text(
+        [f"{s}F0 {s}F1 {s}RECOMPUTE0 {s}B0 {s}RECOMPUTE1 {s}B1" for s in range(4)]
+    )
+    order = schedules.from_text([f"{s}F0 {s}F1 {s}B0 {s}B1" for s in range(4)])
+    kept = ranks.run(cases.dropout_gradients, schedules.make_schedule(problem, order))
+    recomputed = ranks.run(cases.dropout_gradients, schedules.make_schedule(problem, again))
+    assert kept == recomputed
+    assert ranks.run(cases.dropout_gradients, schedules.make_schedule(problem, order), 1) != kept

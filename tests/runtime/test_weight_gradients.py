@@ -1,0 +1,209 @@
+"""The split backward in one process: right where torch's own I and W are not (TORCH.md 2)."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from optpipe.runtime.weight_gradients import SplitLinear, WeightGradients, split_linears
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class _Tied(nn.Module):
+    """One linear layer used twice, and its weight a third time as a plain tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x):
+        return functional.linear(self.layer(torch.tanh(self.layer(x))), self.layer.weight)
+
+
+class _Detached(nn.Module):
+    """An output that does not depend on the stage's input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.start = nn.Parameter(torch.randn(4, 3, 6))
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x):
+        return self.layer(self.start) + 0 * x.detach()
+
+
+class _Checkpointed(nn.Module):
+    def __init__(self, *, reentrant: bool) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 6))
+        self.calls = 0
+        self.reentrant = reentrant
+
+    def forward(self, x):
+        return checkpoint(self._count, x, use_reentrant=self.reentrant)
+
+    def _count(self, x):
+        self.calls += 1
+        return self.inner(x)
+
+
+def _embed() -> nn.Module:
+    return nn.Sequential(nn.Embedding(5, 6), nn.Linear(6, 6, bias=False))
+
+
+def _floats(*, requires_grad: bool = True) -> torch.Tensor:
+    return torch.randn(4, 3, 6, requires_grad=requires_grad)
+
+
+def _frozen(name: str) -> nn.Module:
+    layer = nn.Linear(6, 6)
+    getattr(layer, name).requires_grad_(False)
+    return layer
+
+
+def _hooked() -> nn.Module:
+    layer = nn.Linear(6, 6)
+    layer.weight.register_post_accumulate_grad_hook(_double_gradient)
+    return layer
+
+
+def _double_gradient(parameter: torch.Tensor) -> None:
+    _gradient(parameter).mul_(2)
+
+
+def _gradient(parameter: torch.Tensor) -> torch.Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor]]] = {
+    "an output that is a view": (lambda: nn.Linear(6, 7), _floats),
+    "a parameter used twice": (_Tied, _floats),
+    "an output independent of the input": (_Detached, _floats),
+    "an input without requires_grad": (
+        lambda: nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)),
+        lambda: _floats(requires_grad=False),
+    ),
+    "the first stage": (_embed, lambda: torch.randint(5, (4, 3))),
+    "a bias that is frozen": (lambda: _frozen("bias"), _floats),
+    "a weight that is frozen": (lambda: _frozen("weight"), _floats),
+    "a checkpoint": (lambda: _Checkpointed(reentrant=False), _floats),
+    "a reentrant checkpoint": (lambda: _Checkpointed(reentrant=True), _floats),
+    "a layer with a gradient hook": (_hooked, _floats),
+}
+
+
+@pytest.fixture(autouse=True)
+def _double():
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_split_backward_equals_the_unsplit_one(name):
+    make, make_input = CASES[name]
+    plain = make()
+    split, gradients = deepcopy(plain), WeightGradients()
+    if name == "a layer with a gradient hook":
+        # deepcopy leaves hooks behind.
+        assert isinstance(split, nn.Linear)
+        split.weight.register_post_accumulate_grad_hook(_double_gradient)
+    split_linears(split, gradients)
+    given = make_input()
+    for _ in range(2):
+        ours, theirs = _twin(given), _twin(given)
+        plain(theirs).pow(2).sum().backward()
+        output = split(ours).pow(2).sum()
+        with gradients.collect():
+            output.backward()
+            run = gradients.take()
+        run()
+        _assert_same(ours, theirs)
+    for (parameter_name, ours), theirs in zip(
+        split.named_parameters(), plain.parameters(), strict=True
+    ):
+        assert (ours.grad is None) == (theirs.grad is None), parameter_name
+        if theirs.grad is not None:
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=0, atol=1e-12)
+    assert getattr(split, "calls", 4) == 4
+
+
+def _twin(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+def _assert_same(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    if theirs.grad is None:
+        assert ours.grad is None
+    else:
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=0, atol=1e-12)
+
+
+def test_weight_gradients_are_made_by_w_and_not_before():
+    layer, gradients = nn.Linear(6, 6), WeightGradients()
+    assert split_linears(layer, gradients) == 1
+    given = _floats()
+    output = layer(given).sum()
+    with gradients.collect():
+        output.backward()
+        assert gradients.held_bytes() >= given.nbytes
+        run = gradients.take()
+    assert given.grad is not None
+    assert layer.weight.grad is None
+    run()
+    assert layer.weight.grad is not None
+
+
+def test_outside_an_i_nothing_is_put_aside():
+    layer, gradients = nn.Linear(6, 6), WeightGradients()
+    split_linears(layer, gradients)
+    layer(_floats()).sum().backward()
+    assert layer.weight.grad is not None
+    assert gradients.held_bytes() == 0
+
+
+def test_what_w_needs_is_let_go_when_it_has_run():
+    layer, gradients = nn.Linear(6, 6), WeightGradients()
+    split_linears(layer, gradients)
+    with gradients.collect():
+        layer(_floats()).sum().backward()
+        run = gradients.take()
+    run()
+    before = _gradient(layer.weight).clone()
+    run()
+    assert torch.equal(_gradient(layer.weight), before)
+
+
+def test_the_layer_keeps_its_name_parameters_and_state():
+    module = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    split_linears(module, WeightGradients())
+    assert isinstance(module[0], SplitLinear)
+    assert module.state_dict().keys() == before.keys()
+    assert deepcopy(module)(_floats()).shape == (4, 3, 6)
+
+
+def test_under_autocast_gradients_are_those_of_autocast():
+    plain = nn.Linear(6, 6).float()
+    split, gradients = deepcopy(plain), WeightGradients()
+    split_linears(split, gradients)
+    given = torch.randn(4, 6, dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        plain(given).sum().backward()
+        output = split(given).sum()
+    with gradients.collect():
+        output.backward()
+        run = gradients.take()
+    run()
+    assert _gradient(split.weight).dtype == torch.float32
+    torch.testing.assert_close(split.weight.grad, plain.weight.grad, rtol=1e-2, atol=1e-2)

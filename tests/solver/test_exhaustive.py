@@ -1,0 +1,100 @@
+"""A proven optimum is the least over all programs there are."""
+
+from __future__ import annotations
+
+import pytest
+
+from optpipe import Problem
+from optpipe_solver import SolveStatus, solve
+from tests.building import UNIT, bus, problem, stage
+from tests.solver.exhaustive import optimum
+
+
+def _tight(**fields: object) -> Problem:
+    """Two devices, two micro-batches, one activation on device 0; fields for its stage."""
+    first = stage(0, 4, 4, 2, activation_bytes=10 * UNIT, weight_context_bytes=5 * UNIT, **fields)
+    second = stage(1, 4, 4, 2, activation_bytes=10 * UNIT, weight_context_bytes=5 * UNIT)
+    return problem(
+        [first, second],
+        [bus(memory_bytes=15 * UNIT, d2h_gb_per_s=5.0, h2d_gb_per_s=5.0), bus()],
+        m=2,
+    )
+
+
+CASES = {
+    "split or fused": _tight(),
+    "fused is shorter": _tight(backward_ms=5.0),
+    "offload": _tight(offload_bytes=10 * UNIT),
+    "offload, half duplex": problem(
+        [
+            stage(0, 3, 2, 2, activation_bytes=10 * UNIT, offload_bytes=8 * UNIT),
+            stage(1, 3, 3, 1),
+        ],
+        [bus(memory_bytes=12 * UNIT, half_duplex=True, d2h_gb_per_s=4.0), bus()],
+        m=2,
+    ),
+    "recompute": _tight(recompute_ms=3.0, checkpoint_bytes=UNIT),
+    "V placement": problem(
+        [stage(0, 2, 3, 1), stage(1, 2, 3, 1), stage(0, 1, 2, 2, activation_bytes=6)],
+        [bus(memory_bytes=26), bus(memory_bytes=20)],
+        m=1,
+    ),
+    "latency and grad sync": problem(
+        [stage(0, 2, 3, 1, grad_sync_ms=2.0, output_bytes=UNIT), stage(1, 3, 1, 2)],
+        [bus(), bus()],
+        m=2,
+        links=[{"from": 0, "to": 1, "latency_ms": 1.0, "bandwidth_gb_per_s": 1.0}],
+    ),
+    "span": problem([stage(0, 1, 2, 2), stage(1, 3, 1, 2)], m=2, objective="span"),
+    "host limit": problem(
+        [
+            stage(0, 4, 4, 2, activation_bytes=10 * UNIT, offload_bytes=10 * UNIT),
+            stage(1, 4, 4, 2, activation_bytes=10 * UNIT),
+        ],
+        [bus(memory_bytes=10 * UNIT, d2h_gb_per_s=5.0, h2d_gb_per_s=5.0), bus()],
+        m=2,
+        hosts=[{"name": "host0", "memory_bytes": 10 * UNIT}],
+    ),
+    "context larger than activation": problem(
+        [
+            stage(0, 2, 2, 2, activation_bytes=10, weight_context_bytes=14),
+            stage(1, 2, 1, 2, activation_bytes=10, weight_context_bytes=14),
+        ],
+        [bus(memory_bytes=24), bus(memory_bytes=20)],
+        m=2,
+    ),
+    "workspace": problem(
+        [
+            stage(0, 2, 2, 2, forward_workspace_bytes=4, backward_weight_workspace_bytes=9),
+            stage(1, 2, 1, 2),
+        ],
+        [bus(memory_bytes=24), bus()],
+        m=2,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_optimum_is_the_least_over_all_programs(name: str) -> None:
+    """Order, fused or split, offload and recompute: nothing better exists, and it is proven."""
+    given = CASES[name]
+    result = solve(given, time_limit_s=60, seed=1)
+    assert result.schedule is not None
+    assert result.status is SolveStatus.OPTIMAL
+    assert result.schedule.objective_ms == pytest.approx(optimum(given), rel=1e-6)
+
+
+def test_three_micro_batches_split_only() -> None:
+    """Three micro-batches, two activations of memory: all orders of I and W."""
+    given = problem(
+        [
+            stage(0, 4, 3, 2, activation_bytes=10, weight_context_bytes=5),
+            stage(1, 3, 4, 2, activation_bytes=10, weight_context_bytes=5),
+        ],
+        [bus(memory_bytes=15), bus(memory_bytes=10)],
+        m=3,
+    )
+    result = solve(given, time_limit_s=60)
+    assert result.status is SolveStatus.OPTIMAL
+    assert result.schedule is not None
+    assert result.schedule.objective_ms == pytest.approx(optimum(given), rel=1e-6)

@@ -1,0 +1,59 @@
+"""Evaluation: numbers that are true, or an error."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+
+from optpipe import IllegalScheduleError, Provenance, evaluate, simulate
+from optpipe.memory import device_peak_bytes, host_peak_bytes
+from tests.building import problem, programs, stage
+from tests.strategies import Case, cases
+
+WHERE_FROM = Provenance(method="test", seed=3)
+ROW = programs("0F0 0I0 0W0")
+
+
+@given(cases())
+def test_every_number_is_the_cores_own(case: Case) -> None:
+    made = evaluate(*case, WHERE_FROM)
+    run = simulate(*case)
+    assert (made.makespan_ms, made.span_ms) == (run.makespan_ms, run.span_ms)
+    assert made.objective_ms == run.objective_ms(case.problem.objective)
+    assert made.peak_bytes == tuple(
+        device_peak_bytes(case.problem, device, row) for device, row in enumerate(case.programs)
+    )
+    assert made.host_peak_bytes == host_peak_bytes(*case)
+    assert made.problem_hash == case.problem.problem_hash
+    assert made.placement == case.problem.placement
+    assert made.provenance is WHERE_FROM
+
+
+@pytest.mark.parametrize(
+    ("bound", "gap", "status", "stopped_by"),
+    [
+        (None, None, "feasible", "time_limit"),
+        (1.5, 0.5, "feasible", "time_limit"),
+        (3.0, 0.0, "optimal", "optimal"),
+        (3.0 - 1e-6, pytest.approx(1e-6 / 3), "optimal", "optimal"),
+    ],
+)
+def test_optimal_is_what_the_gap_says(bound, gap, status, stopped_by) -> None:
+    made = evaluate(problem([stage()]), ROW, WHERE_FROM, bound_ms=bound, stopped_by="time_limit")
+    assert (made.gap, made.status, made.stopped_by) == (gap, status, stopped_by)
+    assert made.bound_ms == bound
+
+
+def test_the_gap_is_that_of_the_objective() -> None:
+    stages = [stage(0), stage(1, w=4)]
+    rows = programs("0F0 0I0 0W0", "1F0 1I0 1W0")
+    span = evaluate(problem(stages, objective="span"), rows, WHERE_FROM, bound_ms=4.2)
+    makespan = evaluate(problem(stages, objective="makespan"), rows, WHERE_FROM, bound_ms=4.2)
+    assert (span.makespan_ms, span.span_ms) == (7, 6)
+    assert [span.gap, makespan.gap] == pytest.approx([0.3, 0.4])
+
+
+def test_illegal_programs_are_refused_even_if_they_would_run() -> None:
+    small = problem([stage()], [{"memory_bytes": 19}], m=2)
+    with pytest.raises(IllegalScheduleError, match="0F1 takes device 0"):
+        evaluate(small, programs("0F0 0F1 0B0 0B1"), WHERE_FROM)

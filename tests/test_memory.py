@@ -1,0 +1,178 @@
+"""Memory is a property of the program: the prefix walk, by hand, by an oracle, under any timing."""
+
+from __future__ import annotations
+
+import random
+from itertools import accumulate
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from optpipe import Action, ActionType, Problem, Simulation, make_timeline, simulate
+from optpipe.memory import device_peak_bytes, host_peak_bytes, host_walk, memory_walk
+from tests import oracle
+from tests.building import bus, everything_at_once, problem, programs, stage
+from tests.strategies import Case, cases
+
+SIZES = {
+    "activation_bytes": 10, "weight_context_bytes": 4, "offload_bytes": 7, "recompute_ms": 1,
+    "checkpoint_bytes": 3, "static_bytes": 100,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("row", "levels"),
+    [
+        ("0F0 0I0 0W0", [110, 104, 100]),
+        ("0F0 0B0", [110, 100]),
+        ("0F0 0OFFLOAD0 0RELEASE0 0RELOAD0 0I0 0W0", [110, 110, 103, 110, 104, 100]),
+        ("0F0 0OFFLOAD0 0RELEASE0 0RELOAD0 0B0", [110, 110, 103, 110, 100]),
+        ("0F0 0RECOMPUTE0 0I0 0W0", [103, 110, 104, 100]),
+        ("0F0 0RECOMPUTE0 0B0", [103, 110, 100]),
+        ("0F0 0F1 0I1 0I0 0W0 0W1", [110, 120, 114, 108, 104, 100]),
+    ],
+)
+def test_what_each_action_takes_and_gives_back(row: str, levels: list[int]) -> None:
+    made = problem([stage(**SIZES)], m=2)
+    (program,) = programs(row)
+    walk = memory_walk(made, 0, program)
+    assert [step.after for step in walk] == levels
+    assert [step.before for step in walk] == [100, *levels[:-1]]
+    assert device_peak_bytes(made, 0, program) == max(levels)
+
+
+def test_what_is_taken_is_there_from_the_start_and_what_is_given_back_until_the_end() -> None:
+    made = problem([stage(**SIZES)], m=2)
+    row = "0F0 0F1 0OFFLOAD0 0RELEASE0 0RECOMPUTE1 0RELOAD0 0I0 0W0 0B1"
+    (program,) = programs(row)
+    walk = zip(program, memory_walk(made, 0, program), strict=True)
+    early = [str(action) for action, step in walk if step.taken_at_start]
+    assert early == ["0F0", "0F1", "0RECOMPUTE1", "0RELOAD0"]
+
+
+def test_weight_context_may_grow_memory_between_i_and_w() -> None:
+    made = problem([stage(activation_bytes=10, weight_context_bytes=25)])
+    (program,) = programs("0F0 0I0 0W0")
+    assert [step.after for step in memory_walk(made, 0, program)] == [10, 25, 0]
+    assert device_peak_bytes(made, 0, program) == 25
+
+
+def test_workspace_exists_only_while_its_action_runs() -> None:
+    spaces = {
+        "forward_workspace_bytes": 1, "backward_input_workspace_bytes": 2,
+        "backward_weight_workspace_bytes": 3, "backward_workspace_bytes": 5,
+        "recompute_workspace_bytes": 7,
+    }  # fmt: skip
+    made = problem([stage(**SIZES, **spaces)], m=2)
+    (program,) = programs("0F0 0RECOMPUTE0 0I0 0W0 0F1 0B1")
+    assert [step.peak for step in memory_walk(made, 0, program)] == [104, 117, 112, 107, 111, 115]
+    assert [step.after for step in memory_walk(made, 0, program)] == [103, 110, 104, 100, 110, 100]
+
+
+def test_a_device_without_a_program_holds_its_static_bytes() -> None:
+    made = problem([stage(**SIZES)])
+    assert device_peak_bytes(made, 0, ()) == 100
+
+
+def test_host_bytes_count_from_offload_to_just_before_the_backward() -> None:
+    made = problem([stage(**SIZES)], m=2)
+    row = "0F0 0OFFLOAD0 0F1 0OFFLOAD1 0RELEASE0 0RELEASE1 0RELOAD1 0B1 0RELOAD0 0I0 0W0"
+    (program,) = programs(row)
+    assert host_walk(made, program) == [0, 7, 7, 14, 14, 14, 14, 7, 7, 0, 0]
+
+
+def test_a_hosts_peak_is_the_sum_of_its_devices_peaks() -> None:
+    devices = [bus(host="a"), bus(host="b"), bus(host="a")]
+    made = problem([stage(0, **SIZES), stage(1, **SIZES), stage(2, **SIZES)], devices)
+    rows = [f"{s}F0 {s}OFFLOAD0 {s}RELEASE0 {s}RELOAD0 {s}I0 {s}W0" for s in (0, 1, 2)]
+    assert host_peak_bytes(made, programs(*rows)) == {"a": 14, "b": 7}
+
+
+@given(cases())
+def test_the_walk_agrees_with_bytes_counted_from_states(case: Case) -> None:
+    for device, row in enumerate(case.programs):
+        walk = memory_walk(case.problem, device, row)
+        levels = list(oracle.device_levels(case.problem, device, row))
+        assert [(step.before, step.after) for step in walk] == [level[:2] for level in levels]
+        assert device_peak_bytes(case.problem, device, row) == oracle.device_peak(
+            case.problem, device, row
+        )
+    assert host_peak_bytes(case.problem, case.programs) == oracle.host_peaks(*case)
+
+
+def events(case: Case, device: int, run: Simulation) -> list[int]:
+    """Bytes over time on a device as an allocator would see them, workspaces included.
+
+    What an action takes is there from its start (a reload's: from its issue), what it gives back
+    until its end; at equal instants program order decides.
+    """
+    row = case.programs[device]
+    changes: list[tuple[float, int, int, int]] = []
+    levels = oracle.device_levels(case.problem, device, row)
+    for index, (action, (before, after, extra), at) in enumerate(
+        zip(row, levels, run.times[device], strict=True)
+    ):
+        delta = after - before
+        start = at.issue if action.type is ActionType.RELOAD else at.start
+        early = action.type in (ActionType.FORWARD, ActionType.RECOMPUTE, ActionType.RELOAD)
+        phase = 0 if early else (2 if delta > 0 else 4)
+        changes.append((start if early else at.end, index, phase, delta))
+        changes.append((start, index, 1, extra))
+        changes.append((at.end, index, 3, -extra))
+    static = case.problem.static_bytes_of(device)
+    return list(accumulate((change for *_, change in sorted(changes)), initial=static))
+
+
+def jittered(case: Case, seed: int) -> dict[Action, float]:
+    """A duration for every action, over twelve orders of magnitude, some of them 0."""
+    rng = random.Random(seed)
+    return {
+        action: rng.choice([0.0, 1.0, 10 ** rng.uniform(-6, 6)])
+        for row in case.programs
+        for action in row
+        if action.type is not ActionType.RELEASE
+    }
+
+
+@given(cases(), st.integers(0, 2**32))
+def test_the_peak_is_the_same_under_every_timing(case: Case, seed: int) -> None:
+    run = simulate(case.problem, case.programs, jittered(case, seed))
+    curves = make_timeline(case.problem, case.programs, jittered(case, seed)).memory
+    for device, row in enumerate(case.programs):
+        walk = memory_walk(case.problem, device, row)
+        assert max(events(case, device, run)) == device_peak_bytes(case.problem, device, row)
+        static = case.problem.static_bytes_of(device)
+        assert max(level for _, level in curves[device]) == max(
+            [static] + [step.after for step in walk]
+        )
+        moments = [moment for moment, _ in curves[device]]
+        assert moments == sorted(moments)
+
+
+@given(cases(), st.integers(0, 2**32))
+def test_under_every_timing_bytes_leave_after_the_copy_and_are_back_before_use(
+    case: Case, seed: int
+) -> None:
+    run = simulate(case.problem, case.programs, jittered(case, seed))
+    at = {
+        action: times
+        for row, lane in zip(case.programs, run.times, strict=True)
+        for action, times in zip(row, lane, strict=True)
+    }
+    for (stage_index, kind, microbatch), times in at.items():
+        if kind is ActionType.RELEASE:
+            copied = at[Action(stage_index, ActionType.OFFLOAD, microbatch)]
+            made = at[Action(stage_index, ActionType.FORWARD, microbatch)]
+            assert made.end <= copied.start <= copied.end <= times.end
+        reload = Action(stage_index, ActionType.RELOAD, microbatch)
+        if kind.is_backward and reload in at:
+            assert at[reload].issue <= at[reload].start <= at[reload].end <= times.start
+
+
+def test_every_feature_at_once() -> None:
+    made, rows = everything_at_once()
+    assert isinstance(made, Problem)
+    peaks = [device_peak_bytes(made, device, row) for device, row in enumerate(rows)]
+    assert peaks == [20_000_017, 45, 20_000_024]
+    assert host_peak_bytes(made, rows) == {"host0": 22_000_000, "other": 0}

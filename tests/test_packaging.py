@@ -1,0 +1,132 @@
+"""Promises of the files at the top: the cost of an import, the pins, the rules of the image."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parent.parent
+HEAVY = {"torch", "pulp", "highspy", "numba", "scipy", "fastapi", "sqlalchemy", "matplotlib"}
+DEPENDENCY_LINE = re.compile(r'^    "(?P<requirement>[^"]+)",(?:  # (?P<why>.+))?$')
+
+
+@pytest.fixture(scope="module")
+def project() -> dict[str, Any]:
+    """The [project] table, which several tests read."""
+    table: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    return table
+
+
+@pytest.fixture(scope="module")
+def requirements(project) -> list[Requirement]:
+    """Every dependency of every extra, except those on our own extras."""
+    groups = [project["dependencies"], *project["optional-dependencies"].values()]
+    parsed = [Requirement(text) for group in groups for text in group]
+    return [requirement for requirement in parsed if requirement.name != "optpipe"]
+
+
+@pytest.fixture(scope="module")
+def pins() -> dict[str, str]:
+    """constraints.txt as {canonical name: version}; a line of any other form is an error."""
+    lines = (ROOT / "constraints.txt").read_text("utf-8").splitlines()
+    pinned = [line for line in lines if line and not line.startswith("#")]
+    bad = [line for line in pinned if not re.fullmatch(r"[\w.-]+==[\w.]+", line)]
+    assert not bad, f"not of the form name==version: {bad}"
+    return {canonicalize_name(name): version for name, version in (p.split("==") for p in pinned)}
+
+
+@pytest.fixture(scope="module")
+def dockerfile() -> list[tuple[str, str]]:
+    """The Dockerfile as (instruction, arguments), comments dropped and continued lines joined."""
+    text = (ROOT / "Dockerfile").read_text("utf-8")
+    text = re.sub(r"^#.*\n", "", text, flags=re.MULTILINE)
+    text = re.sub(r"\\\n\s*", "", text)
+    return [
+        (word, rest)
+        for word, _, rest in (line.partition(" ") for line in text.splitlines() if line)
+    ]
+
+
+@pytest.mark.parametrize("module", ["optpipe", "optpipe.cli"])
+def test_an_import_loads_no_solver_torch_or_server(module: str) -> None:
+    code = f"import {module}, json, sys; print(json.dumps(list(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert HEAVY.isdisjoint(json.loads(done.stdout))
+
+
+def test_every_dependency_says_why_it_is_there(project) -> None:
+    text = (ROOT / "pyproject.toml").read_text("utf-8")
+    table = text[text.index("\ndependencies = [") : text.index("\n[project.scripts]")]
+    matches = [m for line in table.splitlines() if (m := DEPENDENCY_LINE.match(line))]
+    groups = [project["dependencies"], *project["optional-dependencies"].values()]
+    assert [m["requirement"] for m in matches] == [text for group in groups for text in group]
+    assert [m["requirement"] for m in matches if not m["why"]] == []
+
+
+def test_bare_install_and_server_bring_no_torch(project) -> None:
+    brings_torch = [
+        extra
+        for extra, group in {
+            "": project["dependencies"],
+            **project["optional-dependencies"],
+        }.items()
+        if any(Requirement(text).name == "torch" for text in group)
+    ]
+    assert brings_torch == ["runtime"]
+
+
+def test_constraints_pin_the_measured_torch_and_name_no_address(pins) -> None:
+    assert pins["torch"] == "2.13.0"
+    assert "//" not in (ROOT / "constraints.txt").read_text("utf-8")
+
+
+def test_every_dependency_that_make_installs_is_pinned_within_its_range(requirements, pins) -> None:
+    installed = [r for r in requirements if r.name != "ray"]  # no make target installs Ray
+    assert [r.name for r in installed if canonicalize_name(r.name) not in pins] == []
+    assert [str(r) for r in installed if pins[canonicalize_name(r.name)] not in r.specifier] == []
+
+
+def test_image_runs_as_a_fixed_unprivileged_user(dockerfile) -> None:
+    words = [word for word, _ in dockerfile]
+    last_stage = dockerfile[len(words) - 1 - words[::-1].index("FROM") :]
+    users = [rest for word, rest in last_stage if word == "USER"]
+    assert len(users) == 1
+    assert re.fullmatch(r"[1-9]\d*:[1-9]\d*", users[0])
+
+
+def test_image_installs_dependencies_before_it_copies_code(dockerfile) -> None:
+    installs = [
+        i for i, (word, rest) in enumerate(dockerfile) if word == "RUN" and "--constraint" in rest
+    ]
+    copies_code = [
+        i
+        for i, (word, rest) in enumerate(dockerfile)
+        if word == "COPY"
+        and not rest.startswith("--from=")
+        and {"optpipe", "solver", "api", "."} & set(rest.split()[:-1])
+    ]
+    assert installs
+    assert copies_code
+    assert max(installs) < min(copies_code)
+
+
+def test_image_checks_its_health_and_keeps_its_data_on_a_volume(dockerfile) -> None:
+    health = dict(dockerfile)["HEALTHCHECK"]
+    assert "/healthz" in health
+    assert "curl" not in health
+    assert ("VOLUME", "/data") in dockerfile
+    assert any(
+        "OPTPIPE_DATABASE_URL=sqlite:////data/" in rest
+        for word, rest in dockerfile
+        if word == "ENV"
+    )

@@ -1,0 +1,133 @@
+"""The README's claims: its code and commands run, its files exist, its picture is current."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+
+from examples.quickstart import service
+from optpipe import check_schedule, load_problem, load_schedule
+from optpipe.cli import main
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text("utf-8")
+IMAGES = ROOT / "docs" / "images"
+# Enough of curl for the README, for machines without one.
+CURL = """#!{python}
+import sys, httpx
+url = next(word for word in sys.argv[1:] if word.startswith("http"))
+body = next((word[1:] for word in sys.argv[1:] if word.startswith("@")), None)
+if body is None:
+    answer = httpx.get(url, timeout=60)
+else:
+    kind = {{"Content-Type": "application/json"}}
+    answer = httpx.post(url, content=open(body, "rb").read(), headers=kind, timeout=60)
+print(answer.text)
+"""
+
+
+def blocks(language: str) -> list[str]:
+    """The fenced blocks of one language, with searches shortened to two seconds."""
+    found = re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+    short = [
+        re.sub(r"(time_limit_s=|time_limit_s\": |--time-limit )\d+", r"\g<1>2", b) for b in found
+    ]
+    assert short, f"the README has no {language} block"
+    return short
+
+
+@pytest.fixture
+def workplace(tmp_path: Path) -> Path:
+    """A folder that looks like a clone to the README's commands, and takes what they write."""
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    (tmp_path / "docs" / "images").mkdir(parents=True)
+    for name in ("before-after.schedule.json",):
+        shutil.copy(IMAGES / name, tmp_path / "docs" / "images" / name)
+    scripts = tmp_path / "bin"
+    scripts.mkdir()
+    write_script(scripts / "optpipe", f'#!/bin/sh\nexec {sys.executable} -m optpipe.cli "$@"\n')
+    if shutil.which("curl") is None:
+        write_script(scripts / "curl", CURL.format(python=sys.executable))
+    return tmp_path
+
+
+def write_script(path: Path, text: str) -> None:
+    path.write_text(text)
+    path.chmod(0o755)
+
+
+def run(command: list[str], folder: Path) -> str:
+    environment = {
+        **os.environ,
+        "PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": os.pathsep.join([str(ROOT / part) for part in ("", "solver", "api")]),
+        "PYTHONWARNINGS": "error",
+    }
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_python_block_runs_as_it_stands(workplace) -> None:
+    (block,) = blocks("python")
+    assert len(block.splitlines()) <= 12
+    assert " ms" in run([sys.executable, "-c", block], workplace)
+
+
+def test_the_shell_commands_run_as_they_stand(workplace) -> None:
+    block = next(block for block in blocks("sh") if "optpipe solve" in block)
+    out = run(["bash", "-euo", "pipefail", "-c", block], workplace)
+    assert "legal" in out
+    assert (workplace / "schedule.json").exists()
+
+
+def test_the_commands_over_http_run_against_a_service(workplace) -> None:
+    block = next(block for block in blocks("sh") if "curl" in block)
+    with service(workplace) as (url, _):
+        block = block.replace("http://127.0.0.1:8000", url)
+        out = run(["bash", "-euo", "pipefail", "-c", block], workplace)
+    assert '"state":"succeeded"' in out.replace(" ", "")
+
+
+def test_every_file_the_readme_names_is_there() -> None:
+    named = set(re.findall(r"\]\((?!https?://)([^)#]+)\)", README))
+    assert len(named) >= 5
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+def test_the_make_targets_of_the_readme_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text("utf-8")
+    for target in set(re.findall(r"make ([a-z]+)", README)):
+        assert f"\n{target}:" in makefile
+
+
+def test_the_picture_is_what_its_command_draws_now(tmp_path) -> None:
+    target = tmp_path / "now.svg"
+    problem = ROOT / "examples/problems/llama3-8b-h100-pp4.json"
+    schedule = IMAGES / "before-after.schedule.json"
+    with pytest.raises(SystemExit):
+        main(["plot", str(problem), str(schedule), "--beside-1f1b", "-o", str(target)])
+    assert texts(target) == texts(IMAGES / "before-after.svg")
+
+
+def test_the_numbers_under_the_picture_are_those_of_its_schedule() -> None:
+    problem = load_problem((ROOT / "examples/problems/llama3-8b-h100-pp4.json").read_text())
+    schedule = load_schedule((IMAGES / "before-after.schedule.json").read_text())
+    check_schedule(problem, schedule)
+    assert schedule.gap is not None
+    assert f"{schedule.makespan_ms:,.0f} ms" in README
+    assert f"{schedule.bound_ms:,.0f} ms" in README
+    assert f"{100 * schedule.gap:.1f} %" in README
+
+
+def texts(path: Path) -> list[str]:
+    return [text.strip() for node in ET.parse(path).iter() if (text := node.text) and text.strip()]
