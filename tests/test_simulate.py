@@ -33,7 +33,7 @@ from tests.building import (
 from tests.oracle import Ticking
 from tests.strategies import Case, cases
 
-TABLE = Path(__file__).parent / "data" / "zero_bubble_table.json"
+TABLE = Path(__file__).parent / "data" / "published" / "zero_bubble_table.json"
 
 
 def spans(made: Problem, rows: Programs) -> dict[str, tuple[float, float]]:

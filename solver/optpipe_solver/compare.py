@@ -43,9 +43,7 @@ def compare(
     rows = []
     for start in all_starts(problem):
         if start.programs is None:
-            rows.append(
-                Row(start.method, None, 0.0, 0.0, 0, 0, False, start.seconds, start.reason)
-            )
+            rows.append(Row(start.method, None, 0.0, 0.0, 0, 0, False, start.seconds, start.reason))
         else:
             rows.append(
                 _row(problem, start.method, start.programs, start.seconds, legal=start.legal)
@@ -58,9 +56,7 @@ def compare(
     return sorted(rows, key=lambda row: _rank(problem, row))
 
 
-def _row(
-    problem: Problem, method: str, programs: Programs, seconds: float, *, legal: bool
-) -> Row:
+def _row(problem: Problem, method: str, programs: Programs, seconds: float, *, legal: bool) -> Row:
     run = simulate(problem, programs)
     peaks = [device_peak_bytes(problem, d, program) for d, program in enumerate(programs)]
     hosts = host_peak_bytes(problem, programs)

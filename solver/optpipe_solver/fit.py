@@ -113,9 +113,7 @@ class _DeviceFit:
     def _weight_first(self, at: int) -> bool:
         """Move the oldest weight gradient that waits across a position in front of it."""
         ready = {
-            (a.stage, a.microbatch)
-            for a in self.order[:at]
-            if a.type is ActionType.BACKWARD_INPUT
+            (a.stage, a.microbatch) for a in self.order[:at] if a.type is ActionType.BACKWARD_INPUT
         }
         for later in range(at + 1, len(self.order)):
             action = self.order[later]

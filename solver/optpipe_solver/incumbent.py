@@ -59,7 +59,19 @@ class Incumbent:
         return True
 
     def offer_bound(self, bound_ms: float, method: str) -> bool:
-        """Take a proven bound if it is better than what is known."""
+        """Take a proven bound if it is better than what is known.
+
+        Raises
+        ------
+        AssertionError
+            If it is above a schedule that exists: one of the two is wrong, and a false proof is
+            worse than no answer.
+        """
+        if bound_ms > self.objective_ms * (1 + OPTIMAL_GAP):
+            raise AssertionError(
+                f"the bound {bound_ms} ms of {method} is above the schedule of {self.method}, "
+                f"{self.objective_ms} ms; please report the problem"
+            )
         bound_ms = min(bound_ms, self.objective_ms)
         if bound_ms <= self.bound_ms * (1 + 1e-9):
             return False

@@ -138,9 +138,7 @@ def _options(problem: Problem, index: int) -> list[_Option]:
         found.append(_Option(Mode.KEEP, split, full, max(forward, backward), 0))
         if problem.can_offload(index):
             moved = stage.offload_bytes
-            found.append(
-                _Option(Mode.OFFLOAD, split, full - moved, max(forward, backward), moved)
-            )
+            found.append(_Option(Mode.OFFLOAD, split, full - moved, max(forward, backward), moved))
         if stage.checkpoint_bytes is not None:
             first = stage.checkpoint_bytes + stage.forward_workspace_bytes
             again = full + stage.recompute_workspace_bytes

@@ -68,9 +68,7 @@ def solve(
     _check_arguments(time_limit_s, threads, method)
     feasible = feasibility(problem)
     if feasible.plan is None:
-        return Result(
-            SolveStatus.INFEASIBLE, None, message=feasible.message, needs=feasible.needs
-        )
+        return Result(SolveStatus.INFEASIBLE, None, message=feasible.message, needs=feasible.needs)
     best = Incumbent(problem, on_progress)
     bound = lower_bound(problem)
     best.offer_bound(bound.ms, bound.method)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from contextlib import ExitStack, closing
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -77,10 +78,15 @@ class Bench:
 
 
 @pytest.fixture
-def bench(tmp_path):
-    bench = Bench(tmp_path)
-    yield bench
-    bench.close()
+def open_bench(tmp_path):
+    """Benches over one database, all closed in the end: a forgotten engine would never end."""
+    with ExitStack() as stack:
+        yield lambda **settings: stack.enter_context(closing(Bench(tmp_path, **settings)))
+
+
+@pytest.fixture
+def bench(open_bench):
+    return open_bench()
 
 
 def test_every_incumbent_is_stored_as_it_comes(bench: Bench) -> None:
@@ -123,15 +129,14 @@ def test_a_deaf_solver_is_killed_within_half_a_second_and_its_best_is_kept(bench
     assert_gone(pid)
 
 
-def test_a_job_is_cancelled_at_once_while_its_process_still_starts(tmp_path) -> None:
-    bench = Bench(tmp_path, solve_path="tests.api.slow_solver:solve")
+def test_a_job_is_cancelled_at_once_while_its_process_still_starts(open_bench) -> None:
+    bench = open_bench(solve_path="tests.api.slow_solver:solve")
     job_id = bench.submit("")
     bench.until(job_id, lambda job: job.state is JobState.RUNNING)
     bench.cancel(job_id)
     began = time.monotonic()
     assert bench.end(job_id).state is JobState.CANCELLED
     assert time.monotonic() - began < 0.5
-    bench.close()
 
 
 def test_a_cancellation_that_only_the_store_heard_of_arrives(bench: Bench) -> None:
@@ -167,42 +172,38 @@ def test_a_job_that_kills_its_solver_is_given_up_but_keeps_its_best(bench: Bench
     assert "SIGKILL" in job.error.message
 
 
-def test_a_solver_that_exceeds_its_memory_fails_with_the_limit(tmp_path) -> None:
-    bench = Bench(tmp_path, solver_memory_bytes=4 * 1024**3)
+def test_a_solver_that_exceeds_its_memory_fails_with_the_limit(open_bench) -> None:
+    bench = open_bench(solver_memory_bytes=4 * 1024**3)
     job = bench.end(bench.submit("eats"))
-    bench.close()
     assert (job.state, job.error.code) == (JobState.FAILED, "solver.memory")
     assert str(4 * 1024**3) in job.error.message
 
 
-def test_a_solver_far_over_its_time_is_stopped_and_its_best_counts(tmp_path) -> None:
-    bench = Bench(tmp_path, overtime_s=0.5)
+def test_a_solver_far_over_its_time_is_stopped_and_its_best_counts(open_bench) -> None:
+    bench = open_bench(overtime_s=0.5)
     job = bench.end(bench.submit("stubborn", time_limit_s=2.0))
-    bench.close()
     assert (job.state, job.has_schedule) == (JobState.SUCCEEDED, True)
 
 
-def test_shutdown_gives_running_jobs_back_with_their_incumbents(tmp_path) -> None:
-    first = Bench(tmp_path)
+def test_shutdown_gives_running_jobs_back_with_their_incumbents(open_bench) -> None:
+    first = open_bench()
     job_id = first.submit("improve:4:0.4")
     first.until(job_id, lambda job: job.has_schedule)
     pid = first.solver_pid
     first.close()
     assert_gone(pid)
-    second = Bench(tmp_path)
+    second = open_bench()
     job = second.end(job_id)
     assert (job.state, job.attempt, job.deaths) == (JobState.SUCCEEDED, 2, 0)
     assert len(second.store.trace(job_id)) == 5
-    second.close()
 
 
-def test_a_missing_solver_fails_the_job_and_the_engine_lives_on(tmp_path) -> None:
-    bench = Bench(tmp_path, solve_path="no_such_module:solve")
+def test_a_missing_solver_fails_the_job_and_the_engine_lives_on(open_bench) -> None:
+    bench = open_bench(solve_path="no_such_module:solve")
     for _ in range(2):
         job = bench.end(bench.submit(""))
         assert (job.state, job.error.code) == (JobState.FAILED, "solver.failed")
     assert bench.engine.is_alive
-    bench.close()
 
 
 def assert_gone(pid: int) -> None:

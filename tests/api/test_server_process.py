@@ -19,7 +19,7 @@ from optpipe.errors import InfeasibleProblemError
 from tests.api.live import FAKE, two_stages
 
 ROOT = Path(__file__).parent.parent.parent
-START = "from optpipe_api import Settings, serve; serve(Settings.load())"
+SCRIPT = "from optpipe_api import Settings, serve; serve(Settings.load())"
 ADDRESS = re.compile(r"http://127\.0\.0\.1:\d+")
 
 
@@ -39,7 +39,7 @@ class Server:
         self.log = folder / "server.log"
         with self.log.open("w", encoding="utf-8") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", START],
+                [sys.executable, "-c", SCRIPT],
                 env=os.environ | variables | {"PYTHONPATH": path},
                 stderr=log,
                 cwd=folder,
@@ -67,6 +67,20 @@ class Server:
         return [int(pid) for task in tasks for pid in task.read_text("utf-8").split()]
 
 
+@pytest.fixture
+def start(tmp_path):
+    """Start servers over one database; none outlives its test."""
+    servers: list[Server] = []
+
+    def start(**settings: object) -> Server:
+        servers.append(Server(tmp_path, **settings))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.end(signal.SIGKILL)
+
+
 def solve_until(client: Client, job_id: str) -> None:
     while not client.job(job_id).has_schedule:
         time.sleep(0.02)
@@ -79,20 +93,20 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def test_a_job_outlives_a_killed_server_and_is_finished_once(tmp_path) -> None:
-    first = Server(tmp_path, solve_path=FAKE)
+def test_a_job_outlives_a_killed_server_and_is_finished_once(start) -> None:
+    first = start(solve_path=FAKE)
     job = first.client.submit(Problem.parse(two_stages("improve:4:0.4")), time_limit_s=20)
     solve_until(first.client, job.id)
     first.end(signal.SIGKILL)
-    second = Server(tmp_path, solve_path=FAKE)
+    second = start(solve_path=FAKE)
     *_, last = second.client.follow(job)
     assert (last.state, len(last.trace or ())) == ("succeeded", 5)
     assert [other.id for other in second.client.jobs()] == [job.id]
     assert second.end(signal.SIGTERM) == 0
 
 
-def test_solver_processes_end_with_a_killed_server(tmp_path) -> None:
-    server = Server(tmp_path, solve_path=FAKE)
+def test_solver_processes_end_with_a_killed_server(start) -> None:
+    server = start(solve_path=FAKE)
     job = server.client.submit(Problem.parse(two_stages("improve:4:60")), time_limit_s=20)
     solve_until(server.client, job.id)
     orphans = server.children()
@@ -106,9 +120,9 @@ def test_solver_processes_end_with_a_killed_server(tmp_path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_stopped_server_ends_cleanly_with_waiting_requests_and_running_jobs(
-    tmp_path, number: signal.Signals
+    start, number: signal.Signals
 ) -> None:
-    server = Server(tmp_path, solve_path=FAKE)
+    server = start(solve_path=FAKE)
     problem = Problem.parse(two_stages("improve:4:30"))
     answers: list[Job] = []
     waiting = threading.Thread(
@@ -131,8 +145,8 @@ def test_a_stopped_server_ends_cleanly_with_waiting_requests_and_running_jobs(
     assert "Traceback" not in log
 
 
-def test_a_fault_of_the_solver_is_in_the_log_and_not_in_the_answer(tmp_path) -> None:
-    server = Server(tmp_path, solve_path=FAKE)
+def test_a_fault_of_the_solver_is_in_the_log_and_not_in_the_answer(start) -> None:
+    server = start(solve_path=FAKE)
     *_, last = server.client.follow(server.client.submit(Problem.parse(two_stages("fails"))))
     assert (last.state, last.error and last.error.code) == ("failed", "solver.failed")
     assert "secret" not in last.model_dump_json()
@@ -142,8 +156,8 @@ def test_a_fault_of_the_solver_is_in_the_log_and_not_in_the_answer(tmp_path) -> 
     assert "secret detail of a stack trace" in server.log.read_text("utf-8")
 
 
-def test_the_real_solver_answers_through_server_and_client(tmp_path) -> None:
-    server = Server(tmp_path)
+def test_the_real_solver_answers_through_server_and_client(start) -> None:
+    server = start()
     problem = Problem.parse(two_stages("real"))
     with server.client as client:
         job = client.submit(problem, time_limit_s=2)
@@ -176,7 +190,7 @@ def test_a_server_that_cannot_start_says_why(tmp_path, settings, message: str) -
     script = (
         "from optpipe.errors import OptPipeError\n"
         "try:\n"
-        f"    {START}\n"
+        f"    {SCRIPT}\n"
         "except OptPipeError as error:\n"
         "    raise SystemExit(str(error))\n"
     ).replace("import Settings, serve; ", "import Settings, serve\n    ")

@@ -46,15 +46,12 @@ def optimum(problem: Problem) -> float:
 def _hosts_fit(problem: Problem, programs: tuple[Program, ...]) -> bool:
     peaks = host_peak_bytes(problem, programs)
     return all(
-        host.memory_bytes is None or peaks[host.name] <= host.memory_bytes
-        for host in problem.hosts
+        host.memory_bytes is None or peaks[host.name] <= host.memory_bytes for host in problem.hosts
     )
 
 
 def _programs(problem: Problem, device: int) -> Iterator[Program]:
-    cells = [
-        (s, j) for s in problem.stages_of[device] for j in range(problem.num_microbatches)
-    ]
+    cells = [(s, j) for s in problem.stages_of[device] for j in range(problem.num_microbatches)]
     for chains in product(*(_chains(problem, s, j) for s, j in cells)):
         for program in _interleavings(chains):
             if device != problem.stages[0].device or _stage_0_in_order(program):

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 
-from optpipe import Problem
 from optpipe_solver import SolveStatus, solve
 from tests.building import UNIT, bus, problem, stage
 from tests.solver.exhaustive import optimum
+
+if TYPE_CHECKING:
+    from optpipe import Problem
 
 
 def _tight(**fields: object) -> Problem:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 
 from optpipe import Problem, dump_csv, find_violations, simulate
 from optpipe.timeline import bubble_rate
@@ -77,18 +77,21 @@ def test_published_bubble_rates(row: dict[str, Any], name: str, column: str) -> 
     assert rate == pytest.approx(row["bubble_rate_span"][column], abs=6e-5)
 
 
+@settings(max_examples=30)
 @given(problems())
 def test_families_are_legal_but_for_memory(given: Problem) -> None:
     """Every family gives legal programs or a reason."""
     for family in FAMILIES:
         try:
             programs = family.build(given)
-        except NotApplicable as reason:
-            assert len(str(reason)) > 20
+        except NotApplicable:
+            assert family.name in {"1f1b", "zb-h1"}
+            assert any(len(held) > 1 for held in given.stages_of)
             continue
         assert find_violations(given, programs) == [], family.name
 
 
+@settings(max_examples=30)
 @given(cases(tight=True))
 def test_families_that_respect_limits_do(case: Case) -> None:
     """Under limits that some schedule just meets."""
@@ -103,6 +106,7 @@ def test_families_that_respect_limits_do(case: Case) -> None:
         assert find_violations(case.problem, programs) == [], family.name
 
 
+@settings(max_examples=50)
 @given(cases(tight=True))
 def test_fitted_programs_are_legal(case: Case) -> None:
     """What `fit_memory` returns keeps every limit, for any compute programs."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import highspy
 import pytest
-from hypothesis import event, given
+from hypothesis import event, given, settings
 
 from optpipe import Problem, check, simulate
 from optpipe_solver import SolveStatus, solve
@@ -26,9 +26,7 @@ from tests.strategies import Case, cases
 
 def parked_problem() -> Problem:
     """Four devices, seven micro-batches, two activations: every start is beaten by the MILP."""
-    stages = [
-        stage(d, 4, 4, 2, activation_bytes=10, weight_context_bytes=5) for d in range(4)
-    ]
+    stages = [stage(d, 4, 4, 2, activation_bytes=10, weight_context_bytes=5) for d in range(4)]
     return problem(stages, [{"memory_bytes": 20} for _ in range(4)], m=7)
 
 
@@ -110,6 +108,7 @@ def test_the_milp_beats_every_start() -> None:
     assert result.schedule.provenance.method == "milp"
 
 
+@settings(max_examples=40)
 @given(cases())
 def test_every_legal_schedule_is_a_solution_of_the_model(case: Case) -> None:
     """Programs -> values satisfies every constraint: so the model's bound is a bound.
@@ -138,9 +137,7 @@ def _shares_lanes(problem: Problem) -> bool:
 
 def _broken(model: Model, values: dict[Variable, float]) -> list[str]:
     broken = [
-        str(constraint)
-        for constraint in model.constraints
-        if value_of(constraint, values) < -1e-6
+        str(constraint) for constraint in model.constraints if value_of(constraint, values) < -1e-6
     ]
     for variable in model.problem.variables():
         low, high = variable.lowBound, variable.upBound

@@ -88,7 +88,5 @@ def test_recompute_lowers_the_smallest_memory() -> None:
 @pytest.mark.parametrize("reserved", [0, 5])
 def test_reserved_and_static_bytes_count(reserved: int) -> None:
     """memory_bytes is the device's whole budget."""
-    given = problem(
-        [stage(0, activation_bytes=10, static_bytes=7)], [bus(reserved_bytes=reserved)]
-    )
+    given = problem([stage(0, activation_bytes=10, static_bytes=7)], [bus(reserved_bytes=reserved)])
     assert smallest_memory(given) == [reserved + 7 + 10]

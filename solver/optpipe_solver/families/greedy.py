@@ -1,5 +1,6 @@
-"""The Zero Bubble greedy under any memory limit (after Qi et al., ICLR 2024, section 3.1), with
-offload where nothing else fits.
+"""The Zero Bubble greedy under any memory limit, with offload where nothing else fits.
+
+After Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, section 3.1.
 
 Rule: list scheduling (`list_scheduler`) over a small grid of policies - how eagerly weight
 gradients fill idle time, how many micro-batches a stage keeps in flight, fused or split backward -

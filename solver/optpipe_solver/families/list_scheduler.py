@@ -113,9 +113,7 @@ class _Scheduler:
         """Run a weight gradient if the wait is long enough for the policy's patience."""
         if self.policy.fused:
             return
-        waiting = [
-            s for s in self.problem.stages_of[device] if self.next_w[s] < self.next_b[s]
-        ]
+        waiting = [s for s in self.problem.stages_of[device] if self.next_w[s] < self.next_b[s]]
         if not waiting:
             return
         s = min(waiting, key=lambda stage: (self.next_w[stage], -stage))
@@ -202,9 +200,7 @@ class _Scheduler:
         for s in stages:
             stage = self.problem.stages[s]
             if j >= self.next_f[s] + (s == admitted):
-                needed = max(
-                    needed, extra + stage.activation_bytes + stage.forward_workspace_bytes
-                )
+                needed = max(needed, extra + stage.activation_bytes + stage.forward_workspace_bytes)
                 extra += stage.activation_bytes
             elif j >= self.next_b[s]:
                 held += stage.activation_bytes

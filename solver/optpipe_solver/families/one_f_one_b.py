@@ -1,5 +1,7 @@
-"""1F1B (PipeDream-Flush; Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on
-GPU Clusters Using Megatron-LM", section 2.2).
+"""1F1B, also called PipeDream-Flush.
+
+Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using
+Megatron-LM", section 2.2.
 
 Rule: stage s of S runs S - 1 - s forwards, then alternates one forward and one backward, then
 drains. The backward is fused. Memory: stage s holds min(m, S - s) micro-batches. Bubble at equal

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import highspy
 import pulp
@@ -34,10 +34,10 @@ __all__ = [
     "value_of",
 ]
 
-Variable = pulp.LpVariable
-Expression = pulp.LpAffineExpression
-Constraint = pulp.LpConstraint
-Linear = Expression | Variable | float
+Variable: TypeAlias = pulp.LpVariable
+Expression: TypeAlias = pulp.LpAffineExpression
+Constraint: TypeAlias = pulp.LpConstraint
+Linear: TypeAlias = Expression | Variable | float
 """A linear expression; constants are plain numbers."""
 
 _MIP_TOLERANCE = 1e-9
@@ -64,7 +64,7 @@ STATUS_OF: dict[highspy.HighsModelStatus, MilpStatus] = {
     _S.kUnboundedOrInfeasible: MilpStatus.INFEASIBLE,
     _S.kTimeLimit: MilpStatus.TIME_LIMIT,
     _S.kInterrupt: MilpStatus.INTERRUPTED,
-    _S.kHighsInterrupt: MilpStatus.INTERRUPTED,
+    getattr(_S, "kHighsInterrupt"): MilpStatus.INTERRUPTED,  # noqa: B009 - absent from the stubs
     _S.kIterationLimit: MilpStatus.LIMIT,
     _S.kSolutionLimit: MilpStatus.LIMIT,
     _S.kMemoryLimit: MilpStatus.LIMIT,
@@ -124,13 +124,12 @@ def value_of(expression: Linear | Constraint, values: Mapping[Variable, float]) 
 
     Of a constraint: how far above its bound it is (negative = broken).
     """
-    if isinstance(expression, Variable):
+    if isinstance(expression, pulp.LpVariable):
         return values.get(expression, 0.0)
-    if isinstance(expression, Expression | Constraint):
-        return float(expression.constant) + sum(
-            factor * values.get(variable, 0.0) for variable, factor in expression.items()
-        )
-    return float(expression)
+    if isinstance(expression, int | float):
+        return float(expression)
+    terms = (factor * values.get(variable, 0.0) for variable, factor in expression.items())
+    return float(expression.constant) + float(sum(terms))
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +148,8 @@ class MilpOutcome:
 
 def solver_name() -> str:
     """Return name and version, e.g. ``highs 1.15.1``."""
-    return f"highs {highspy.Highs().version()}"
+    highs: Any = highspy.Highs
+    return f"highs {highs().version()}"
 
 
 def solve_milp(
@@ -216,9 +216,7 @@ def _configure(highs: Any, time_limit_s: float, threads: int, seed: int, gap: fl
         highs.setOptionValue("parallel", "on")
 
 
-def _set_start(
-    highs: Any, variables: list[Variable], start: Mapping[Variable, float]
-) -> None:
+def _set_start(highs: Any, variables: list[Variable], start: Mapping[Variable, float]) -> None:
     solution = highspy.HighsSolution()
     solution.col_value = [float(start.get(variable, 0.0)) for variable in variables]
     highs.setSolution(solution)

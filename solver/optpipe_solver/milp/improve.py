@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from optpipe_solver.milp.highs import MilpStatus
@@ -11,6 +12,7 @@ from optpipe_solver.milp.horizon.model import num_order_pairs, solve_horizon
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from optpipe.action import Programs
     from optpipe.problem import Problem
     from optpipe.schedule import StoppedBy
     from optpipe_solver.incumbent import Incumbent
@@ -51,13 +53,22 @@ def improve_by_milp(
         time_limit_s=time_limit_s - best.seconds(),
         threads=threads,
         seed=seed,
-        on_programs=lambda programs: best.offer(programs, name),
-        on_bound=lambda bound: best.offer_bound(bound, name) if proves else None,
+        on_programs=partial(_offer, best, name),
+        on_bound=lambda bound: _prove(best, bound, name) if proves else None,
         should_stop=should_stop,
     )
     if proves and outcome.bound_ms is not None:
-        best.offer_bound(outcome.bound_ms, name)
+        _prove(best, outcome.bound_ms, name)
     return _why(best, outcome.status)
+
+
+def _offer(best: Incumbent, name: str, programs: Programs) -> None:
+    best.offer(programs, name)
+
+
+def _prove(best: Incumbent, bound_ms: float, name: str) -> None:
+    """The model holds only schedules at least as good as its incumbent: so far it can prove."""
+    best.offer_bound(min(bound_ms, best.objective_ms), name)
 
 
 def _why(best: Incumbent, status: MilpStatus) -> StoppedBy:

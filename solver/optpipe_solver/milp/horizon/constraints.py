@@ -28,7 +28,7 @@ _BACKWARD = (ActionType.BACKWARD_INPUT, ActionType.FULL_BACKWARD)
 
 
 def one_after_another(v: HorizonVariables) -> Iterator[Constraint]:
-    """Of two items of a device that both exist, one ends before the other starts. (1)"""
+    """Of two items of a device that both exist, one ends before the other starts. (1)."""
     for row in v.items.by_device:
         for a, b in combinations(row, 2):
             if v.items.implied(a, b) and v.items.implied(b, a):
@@ -59,7 +59,7 @@ def _ordered_if_both(v: HorizonVariables, a: Item, b: Item) -> Iterator[Constrai
 
 
 def no_order_with_the_absent(v: HorizonVariables) -> Iterator[Constraint]:
-    """An order binary of an optional item is 0 where the item does not exist. (2)"""
+    """An order binary of an optional item is 0 where the item does not exist. (2)."""
     for (a, b), order in v.order.items():
         for item in (a, b):
             if item.presence is not None:
@@ -67,7 +67,7 @@ def no_order_with_the_absent(v: HorizonVariables) -> Iterator[Constraint]:
 
 
 def data_arrives(v: HorizonVariables) -> Iterator[Constraint]:
-    """A pass starts when the pass it needs has ended and its output has arrived. (3)"""
+    """A pass starts when the pass it needs has ended and its output has arrived. (3)."""
     last = len(v.problem.stages) - 1
     for item in (item for row in v.items.by_device for item in row):
         stage, kind, j = item.action
@@ -94,7 +94,7 @@ def _follows(v: HorizonVariables, source: Pass, item: Item, delay: float) -> Ite
 
 
 def shrunk_once(v: HorizonVariables) -> Iterator[Constraint]:
-    """A (stage, micro-batch) is kept, offloaded or recomputed: one of the three. (4)"""
+    """A (stage, micro-batch) is kept, offloaded or recomputed: one of the three. (4)."""
     for row in v.items.by_device:
         for item in row:
             stage, kind, j = item.action
@@ -104,7 +104,7 @@ def shrunk_once(v: HorizonVariables) -> Iterator[Constraint]:
 
 
 def transfers_in_turn(v: HorizonVariables) -> Iterator[Constraint]:
-    """OFFLOAD starts after its forward, RELOAD after OFFLOAD and its issue, backward after it. (5)
+    """OFFLOAD starts after its forward, RELOAD after OFFLOAD and its issue, backward after it. (5).
 
     A RELOAD also starts no earlier than RELEASE, which waits for the OFFLOAD's end.
     """
@@ -131,7 +131,7 @@ def _one_round_trip(v: HorizonVariables, cell: Cell) -> Iterator[Constraint]:
 
 
 def transfers_share_lanes(v: HorizonVariables) -> Iterator[Constraint]:
-    """Transfers that share a lane go one after the other. (6)
+    """Transfers that share a lane go one after the other. (6).
 
     Within one device and direction a copy back goes in the order of its issue. Between devices of
     a PCIe group, and between the directions of a half-duplex device, any order is allowed here,
@@ -159,8 +159,10 @@ def _share_a_lane(v: HorizonVariables, x: Action, y: Action) -> bool:
         if (x.stage, x.microbatch) == (y.stage, y.microbatch):
             return False
         return x.type is y.type or first.half_duplex
-    return x.type is y.type and first.pcie_group is not None and (
-        first.pcie_group == second.pcie_group
+    return (
+        x.type is y.type
+        and first.pcie_group is not None
+        and (first.pcie_group == second.pcie_group)
     )
 
 
@@ -180,7 +182,7 @@ def _issued_in_lane_order(v: HorizonVariables, x: Action, y: Action) -> Iterator
 
 
 def release_waits_for_the_copy(v: HorizonVariables) -> Iterator[Constraint]:
-    """An item counts bytes as released only if it starts after their copy has ended. (7)"""
+    """An item counts bytes as released only if it starts after their copy has ended. (7)."""
     for (cell, item), released in v.released.items():
         away = v.problem.offload_ms(cell[0])
         gap = v.start[item] - v.d2h[cell] - away
@@ -190,7 +192,7 @@ def release_waits_for_the_copy(v: HorizonVariables) -> Iterator[Constraint]:
 
 
 def fits_device_memory(v: HorizonVariables) -> Iterator[Constraint]:
-    """At every item that takes bytes, what stands before it and itself fit the device. (8)"""
+    """At every item that takes bytes, what stands before it and itself fit the device. (8)."""
     for device, row in enumerate(v.items.by_device):
         if not v.items.tight[device]:
             continue
@@ -244,7 +246,7 @@ def _checkpointed(v: HorizonVariables, forward: Item, item: Item) -> Linear:
 
 
 def checkpoint_counts_once_kept(v: HorizonVariables) -> Iterator[Constraint]:
-    """The saving of a recomputed forward counts only where the forward stands before. (9)"""
+    """The saving of a recomputed forward counts only where the forward stands before. (9)."""
     for ((stage, j), item), saved in v.checkpointed.items():
         forward = v.items.of_action[Action(stage, ActionType.FORWARD, j)]
         yield at_least(v.chosen(Choice.RECOMPUTED, stage, j) - saved, 0.0)
@@ -252,7 +254,7 @@ def checkpoint_counts_once_kept(v: HorizonVariables) -> Iterator[Constraint]:
 
 
 def fits_host_memory(v: HorizonVariables) -> Iterator[Constraint]:
-    """The offloaded bytes of a host's devices, each at its peak, fit the host. (10)"""
+    """The offloaded bytes of a host's devices, each at its peak, fit the host. (10)."""
     for host in v.problem.hosts:
         if host.memory_bytes is None:
             continue
@@ -303,7 +305,7 @@ def _gone_only_after_backward(
 
 
 def reloads_have_one_order(v: HorizonVariables) -> Iterator[Constraint]:
-    """RELOADs take no time in the program, so their order needs its own transitivity. (11)"""
+    """RELOADs take no time in the program, so their order needs its own transitivity. (11)."""
     for device in range(len(v.problem.devices)):
         items = [v.reload_item(cell) for cell in v.items.offloadable(device)]
         for a, b, c in permutations(items, 3):
@@ -312,7 +314,7 @@ def reloads_have_one_order(v: HorizonVariables) -> Iterator[Constraint]:
 
 
 def ends_within_length(v: HorizonVariables) -> Iterator[Constraint]:
-    """The objective covers every item, and a stage's gradient reduction after its last. (12)
+    """The objective covers every item, and a stage's gradient reduction after its last. (12).
 
     Several reductions of one device would queue; here each stands alone: a relaxation.
     """

@@ -13,6 +13,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from optpipe.action import Action, ActionType
+from optpipe.memory import action_delta, action_workspace
 from optpipe.simulate import duration_ms
 
 if TYPE_CHECKING:
@@ -162,87 +163,61 @@ class HorizonItems:
 
     def _add(self, s: int, j: int) -> None:
         stage = self.problem.stages[s]
-        full, context = stage.activation_bytes, stage.weight_context_bytes
         split = Presence(Choice.SPLIT, s, j) if self.may_fuse[s] else None
-        slack = self.horizon_ms if self.problem.objective == "span" else 0.0
+        end = self.horizon_ms
+        slack = end if self.problem.objective == "span" else 0.0
         queue = j * stage.forward_ms if self.fifo or s == 0 else 0.0
+        head = self.head_b[s]
         self._item(
-            Action(s, ActionType.FORWARD, j),
-            None,
-            full,
-            full + stage.forward_workspace_bytes,
-            self.head_f[s] + queue,
-            self.horizon_ms - self._after_forward(s) - stage.forward_ms,
+            Action(s, ActionType.FORWARD, j), self.head_f[s] + queue, end - self._after_forward(s)
         )
-        earliest = self.head_b[s]
         self._item(
             Action(s, ActionType.BACKWARD_INPUT, j),
+            head,
+            end - self._after_input_gradient(s),
             split,
-            context - full,
-            max(0, context - full) + stage.backward_input_workspace_bytes,
-            earliest,
-            self.horizon_ms - self._after_input_gradient(s) - stage.backward_input_ms,
         )
         self._item(
             Action(s, ActionType.BACKWARD_WEIGHT, j),
+            head + stage.backward_input_ms,
+            end + slack,
             split,
-            -context,
-            stage.backward_weight_workspace_bytes,
-            earliest + stage.backward_input_ms,
-            self.horizon_ms + slack - stage.backward_weight_ms,
         )
         if self.may_fuse[s]:
-            self._item(
-                Action(s, ActionType.FULL_BACKWARD, j),
-                Presence(Choice.FUSED, s, j),
-                -full,
-                stage.backward_workspace_bytes,
-                earliest,
-                self.horizon_ms - self.tail_b[s] - stage.fused_backward_ms,
-            )
-        self._add_shrinking(s, j)
-
-    def _add_shrinking(self, s: int, j: int) -> None:
-        """Add the items of the ways to hold less between F and backward."""
-        stage = self.problem.stages[s]
-        backward = min(stage.backward_input_ms, stage.fused_backward_ms)
-        latest = self.horizon_ms - self.tail_b[s] - backward
+            fused = Presence(Choice.FUSED, s, j)
+            self._item(Action(s, ActionType.FULL_BACKWARD, j), head, end - self.tail_b[s], fused)
         made = self.head_f[s] + stage.forward_ms
+        needed = end - self.tail_b[s] - min(stage.backward_input_ms, stage.fused_backward_ms)
         if self.may_offload[s]:
-            self._item(
-                Action(s, ActionType.RELOAD, j),
-                Presence(Choice.OFFLOADED, s, j),
-                stage.offload_bytes,
-                stage.offload_bytes,
-                made + self.problem.offload_ms(s),
-                latest - self.problem.reload_ms(s),
-            )
+            offloaded = Presence(Choice.OFFLOADED, s, j)
+            away, back = self.problem.offload_ms(s), self.problem.reload_ms(s)
+            self._item(Action(s, ActionType.RELOAD, j), made + away, needed - back, offloaded)
         if self.may_recompute[s]:
-            grown = stage.activation_bytes - (stage.checkpoint_bytes or 0)
-            self._item(
-                Action(s, ActionType.RECOMPUTE, j),
-                Presence(Choice.RECOMPUTED, s, j),
-                grown,
-                grown + stage.recompute_workspace_bytes,
-                made,
-                latest - (stage.recompute_ms or 0.0),
-            )
+            recomputed = Presence(Choice.RECOMPUTED, s, j)
+            self._item(Action(s, ActionType.RECOMPUTE, j), made, needed, recomputed)
 
     def _item(
         self,
         action: Action,
-        presence: Presence | None,
-        delta: int,
-        extra: int,
         earliest: float,
-        latest: float,
+        latest_end: float,
+        presence: Presence | None = None,
     ) -> None:
-        # An optional item with an empty window cannot exist, but its variables still need bounds.
+        stage = self.problem.stages[action.stage]
         duration = 0.0 if action.type.is_transfer else duration_ms(self.problem, action)
-        device = self.problem.stages[action.stage].device
-        self.by_device[device].append(
-            Item(action, device, duration, presence, delta, extra, earliest, max(earliest, latest))
+        delta = action_delta(stage, action.type, is_recomputed=False)
+        item = Item(
+            action=action,
+            device=stage.device,
+            duration=duration,
+            presence=presence,
+            delta=delta,
+            extra=max(0, delta) + action_workspace(stage, action.type),
+            earliest=earliest,
+            # An optional item that cannot exist still needs bounds for its start.
+            latest=max(earliest, latest_end - duration),
         )
+        self.by_device[stage.device].append(item)
 
 
 _CHAIN = {
@@ -302,5 +277,3 @@ def _fusing_may_pay(problem: Problem, s: int) -> bool:
     fused_peak = stage.activation_bytes + stage.backward_workspace_bytes
     split_ms = stage.backward_input_ms + stage.backward_weight_ms
     return stage.fused_backward_ms < split_ms or fused_peak < split_peak
-
-

@@ -55,9 +55,7 @@ def _ordered(v: HorizonVariables, values: Values, device: int) -> list[Item]:
     """Return the device's existing items in order: by how many others stand before each."""
     there = [item for item in v.items.by_device[device] if _is_one(v.present(item), values)]
     rank = {
-        item: sum(
-            _is_one(v.before(other, item), values) for other in there if other is not item
-        )
+        item: sum(_is_one(v.before(other, item), values) for other in there if other is not item)
         for item in there
     }
     return sorted(there, key=lambda item: (rank[item], values[v.start[item]]))

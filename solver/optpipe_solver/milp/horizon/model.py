@@ -42,9 +42,7 @@ def num_order_pairs(problem: Problem, *, fifo: bool) -> int:
     """Return how many pairs of items would need an order binary: the size of the model."""
     items = HorizonItems(problem, _long(problem), fifo=fifo)
     m = problem.num_microbatches
-    return sum(
-        len(row) * (len(row) - 1) // (3 if fifo and m > 1 else 2) for row in items.by_device
-    )
+    return sum(len(row) * (len(row) - 1) // (3 if fifo and m > 1 else 2) for row in items.by_device)
 
 
 def _long(problem: Problem) -> float:
