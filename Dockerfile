@@ -31,7 +31,11 @@ RUN groupadd --gid 10001 optpipe \
 COPY --from=build /opt/optpipe /opt/optpipe
 ENV PATH=/opt/optpipe/bin:$PATH \
     PYTHONUNBUFFERED=1 \
-    OPTPIPE_DATABASE_URL=sqlite:////data/optpipe.db
+    OPTPIPE_DATABASE_URL=sqlite:////data/optpipe.db \
+    NUMBA_CACHE_DIR=/var/cache/numba
+# Compiled here, because the user can write neither to the packages nor to a home. The folder is
+# still the user's: on a processor unlike this one numba compiles again, and must write.
+RUN python -m optpipe_solver.improve.warm && chown --recursive optpipe:optpipe "$NUMBA_CACHE_DIR"
 WORKDIR /data
 VOLUME /data
 USER 10001:10001

@@ -1,4 +1,4 @@
-"""``solve``: the composition root. Starts, bound, MILP; the best of them, with its proof."""
+"""``solve``: the composition root. Bound, starts, improvement; the best, with its proof."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from optpipe_solver.bounds import lower_bound
 from optpipe_solver.families import FAMILIES
 from optpipe_solver.incumbent import Incumbent
 from optpipe_solver.milp.highs import solver_name
-from optpipe_solver.milp.improve import improve_by_milp
+from optpipe_solver.portfolio import improve
 from optpipe_solver.result import Result, SolveStatus
 from optpipe_solver.smallest_memory import feasibility
 from optpipe_solver.starts import all_starts
@@ -76,7 +76,7 @@ def solve(
     start_method, start_ms = best.method, best.objective_ms
     stopped_by: StoppedBy = "work_limit"
     if method == "auto" and best.programs is not None:
-        stopped_by = improve_by_milp(
+        stopped_by = improve(
             best, time_limit_s=time_limit_s, threads=threads, seed=seed, should_stop=should_stop
         )
     if best.programs is None:

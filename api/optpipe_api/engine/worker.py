@@ -41,6 +41,7 @@ def main() -> None:
     _limit(settings["memory_bytes"])
     try:
         solve = _find(settings["solve_path"])
+        _warm_up(settings["solve_path"])
         channel.send(Message("ready"))
         channel.send(_run(channel, solve))
     except OptPipeError as error:
@@ -52,6 +53,12 @@ def main() -> None:
         channel.send(_bug(error))
     # Threads of native solvers must not hold up the end.
     os._exit(0)
+
+
+def _warm_up(solve_path: str) -> None:
+    """Load the compiled search before a job comes; a process waits for one most of its life."""
+    if solve_path.startswith("optpipe_solver"):
+        importlib.import_module("optpipe_solver.improve.warm").warm_up()
 
 
 class _Channel:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from optpipe_solver.milp.highs import MilpStatus
 from optpipe_solver.milp.horizon.items import HorizonItems
 from optpipe_solver.milp.horizon.model import num_order_pairs, solve_horizon
 
@@ -14,14 +13,18 @@ if TYPE_CHECKING:
 
     from optpipe.action import Programs
     from optpipe.problem import Problem
-    from optpipe.schedule import StoppedBy
     from optpipe_solver.incumbent import Incumbent
 
-__all__ = ["improve_by_milp"]
+__all__ = ["improve_by_milp", "milp_fits"]
 
 _MAX_PAIRS = 60_000
 _MAX_FREE_PAIRS = 6_000
 """Above this many pairs a free order of micro-batches is beyond HiGHS, first in, first out not."""
+
+
+def milp_fits(problem: Problem) -> bool:
+    """Whether the model is small enough to be worth building."""
+    return num_order_pairs(problem, fifo=True) <= _MAX_PAIRS
 
 
 def improve_by_milp(
@@ -31,17 +34,17 @@ def improve_by_milp(
     threads: int,
     seed: int,
     should_stop: Callable[[], bool] | None = None,
-) -> StoppedBy:
-    """Run the model on what is left of the time; return why the solve ended."""
+) -> None:
+    """Run the model from the best schedule known for a number of seconds.
+
+    What it finds is offered as ``milp``, or as ``milp-fifo`` where micro-batches are restricted to
+    first in, first out although that may lose something: then nothing is proven.
+    """
     problem = best.problem
-    if best.is_optimal or best.programs is None:
-        return "optimal"
-    if should_stop is not None and should_stop():
-        return "cancelled"
+    if best.programs is None:
+        return
     loses_nothing = _fifo_loses_nothing(problem)
     fifo = loses_nothing or num_order_pairs(problem, fifo=False) > _MAX_FREE_PAIRS
-    if num_order_pairs(problem, fifo=fifo) > _MAX_PAIRS:
-        return "work_limit"
     proves = loses_nothing or not fifo
     name = "milp" if proves else "milp-fifo"
     outcome = solve_horizon(
@@ -50,7 +53,7 @@ def improve_by_milp(
         best.objective_ms,
         fifo=fifo,
         floor_ms=best.bound_ms,
-        time_limit_s=time_limit_s - best.seconds(),
+        time_limit_s=time_limit_s,
         threads=threads,
         seed=seed,
         on_programs=partial(_offer, best, name),
@@ -59,7 +62,6 @@ def improve_by_milp(
     )
     if proves and outcome.bound_ms is not None:
         _prove(best, outcome.bound_ms, name)
-    return _why(best, outcome.status)
 
 
 def _offer(best: Incumbent, name: str, programs: Programs) -> None:
@@ -69,16 +71,6 @@ def _offer(best: Incumbent, name: str, programs: Programs) -> None:
 def _prove(best: Incumbent, bound_ms: float, name: str) -> None:
     """The model holds only schedules at least as good as its incumbent: so far it can prove."""
     best.offer_bound(min(bound_ms, best.objective_ms), name)
-
-
-def _why(best: Incumbent, status: MilpStatus) -> StoppedBy:
-    if best.is_optimal:
-        return "optimal"
-    if status is MilpStatus.INTERRUPTED:
-        return "cancelled"
-    if status is MilpStatus.TIME_LIMIT:
-        return "time_limit"
-    return "work_limit"
 
 
 def _fifo_loses_nothing(problem: Problem) -> bool:

@@ -1,0 +1,1 @@
+"""Make a legal schedule better: compiled local search on programs."""

@@ -1,0 +1,116 @@
+"""The compiled search: exactly the reference's meaning of time and memory, and worth having."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from optpipe import find_violations, simulate
+from optpipe.check import check
+from optpipe.memory import device_peak_bytes, host_walk
+from optpipe_solver.improve import kernel
+from optpipe_solver.improve.compiled import CompiledProblem
+from optpipe_solver.improve.local_search import improve_by_local_search
+from optpipe_solver.incumbent import Incumbent
+from optpipe_solver.starts import all_starts
+from tests.solver.test_milp import parked_problem
+from tests.solver.test_solve import offload_problem
+from tests.strategies import Case, cases
+
+
+@given(cases())
+def test_integers_stand_for_the_same_programs(case: Case) -> None:
+    """decode inverts encode."""
+    compiled = CompiledProblem.of(case.problem)
+    assert compiled.decode(compiled.encode(case.programs)) == case.programs
+
+
+@given(cases(), st.integers(0, 2**32))
+def test_compiled_time_is_the_reference_time(case: Case, seed: int) -> None:
+    """To the last bit, shared lanes and random durations included."""
+    rng = random.Random(seed)
+    durations = {
+        action: rng.choice([0.5, 1.0, 3.0, 7.0])
+        for program in case.programs
+        for action in program
+        if action.type != "RELEASE"
+    }
+    compiled = CompiledProblem.of(case.problem)
+    rows = compiled.encode(case.programs)
+    for replaced in ({}, durations):
+        run = simulate(case.problem, case.programs, replaced)
+        found = compiled.length_ms(rows, compiled.durations(replaced))
+        assert found == (run.makespan_ms, run.span_ms)
+
+
+@given(cases(tight=True))
+def test_compiled_memory_is_the_reference_memory(case: Case) -> None:
+    """Limits that the programs just meet are met; one byte less is not."""
+    compiled = CompiledProblem.of(case.problem)
+    rows = compiled.encode(case.programs)
+    cells = compiled.times.num_cells
+    m = case.problem.num_microbatches
+    again = np.zeros(cells, dtype=np.bool_)
+    for program in case.programs:
+        for stage, kind, j in program:
+            if kind == "RECOMPUTE":
+                again[stage * m + j] = True
+    away = np.zeros(cells, dtype=np.bool_)
+    for device, program in enumerate(case.programs):
+        row, count = rows.actions[device], rows.lengths[device]
+        peak = device_peak_bytes(case.problem, device, program)
+        limit = compiled.memory.limit.copy()
+        limit[device] = peak - case.problem.static_bytes_of(device)
+        memory = compiled.memory._replace(limit=limit)
+        assert kernel.device_fits(device, row, count, compiled.times, memory, again)
+        limit[device] -= 1
+        if program and limit[device] >= 0:
+            assert not kernel.device_fits(device, row, count, compiled.times, memory, again)
+        held = kernel.host_peak(row, count, compiled.times, compiled.memory, away)
+        assert held == max(host_walk(case.problem, program), default=0)
+        assert not away.any()
+
+
+@settings(max_examples=30)
+@given(cases(tight=True), st.integers(0, 1000))
+def test_what_it_finds_is_legal_and_no_worse(case: Case, seed: int) -> None:
+    """From random programs under tight limits; the incumbent checks what it is offered."""
+    best = Incumbent(case.problem)
+    assert best.offer(case.programs, "start")
+    start_ms = best.objective_ms
+    improve_by_local_search(best, time_limit_s=0.05, seed=seed)
+    assert best.programs is not None
+    check(case.problem, best.programs)
+    assert best.objective_ms <= start_ms
+
+
+def test_it_beats_every_start_where_memory_is_short() -> None:
+    """A problem with offload; take the search away and this is red."""
+    given = offload_problem()
+    best = Incumbent(given)
+    for start in all_starts(given):
+        if start.programs is not None and not find_violations(given, start.programs):
+            best.offer(start.programs, start.method)
+    start_ms = best.objective_ms
+    improve_by_local_search(best, time_limit_s=5, seed=0)
+    assert best.objective_ms < 0.97 * start_ms
+    assert best.method == "local-search"
+
+
+def test_the_same_seed_tries_the_same_moves() -> None:
+    """Two runs see the same improvements in the same order; time only cuts the list."""
+    traces = []
+    for _ in range(2):
+        best = Incumbent(parked_problem())
+        for start in all_starts(best.problem):
+            if start.legal and start.programs is not None:
+                best.offer(start.programs, start.method)
+        improve_by_local_search(best, time_limit_s=1.0, seed=5)
+        traces.append([entry.objective_ms for entry in best.trace])
+    shorter = min(map(len, traces))
+    assert shorter > 1
+    assert traces[0][:shorter] == pytest.approx(traces[1][:shorter])
