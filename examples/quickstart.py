@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
+from rich.markup import escape
 
 from optpipe import OptPipeError, dump_schedule, load_problem, simulate
 from optpipe.cli.report import number_table, progress_line
@@ -51,7 +52,7 @@ def main() -> int:
         with tempfile.TemporaryDirectory(prefix="optpipe-") as folder:
             return run(console, Path(folder), options.time_limit, options.once)
     except OptPipeError as error:
-        console.print(f"[bold red]failed:[/] {error}", soft_wrap=True)
+        console.print(f"[bold red]failed:[/] {escape(str(error))}", soft_wrap=True)
         return 1
     except KeyboardInterrupt:
         console.print("interrupted; the service is stopped")

@@ -111,7 +111,8 @@ def find_violations(problem: Problem, programs: Programs) -> list[Violation]:
     if len(programs) != len(problem.devices):
         message = (
             f"{len(programs)} programs for {len(problem.devices)} devices: there must be one per "
-            "device; add empty ones for devices without a stage"
+            "device; add empty ones for devices without a stage, or remove blank lines at the "
+            "end of a CSV"
         )
         return [Violation("programs.count", min(len(programs), len(problem.devices)), 0, message)]
     found = [

@@ -49,6 +49,7 @@ _FIRST_PAUSE_S = 0.2
 _LONGEST_PAUSE_S = 10.0
 _FIRST_POLL_S = 0.1
 _LONGEST_POLL_S = 2.0
+_METHODS_S = 60.0
 
 
 class _Received(BaseModel):
@@ -99,6 +100,19 @@ class Job(_Received):
     def is_finished(self) -> bool:
         """Whether nothing will happen to the job any more."""
         return self.state not in ("queued", "running")
+
+
+class _Method(_Received):
+    name: str
+    description: str
+
+
+class _Methods(_Received):
+    methods: tuple[_Method, ...]
+
+
+class _Comparison(_Received):
+    rows: list[dict[str, Any]]
 
 
 class _Page(_Received):
@@ -181,20 +195,12 @@ class Client:
         ServiceUnreachableError
             If nobody answers; likewise.
         """
-        options = {
-            "time_limit_s": time_limit_s,
-            "threads": threads,
-            "seed": seed,
-            "method": method,
-        }
-        body = {
-            "problem": problem.model_dump(mode="json", by_alias=True),
-            "options": {name: value for name, value in options.items() if value is not None},
-        }
         answer = self._call(
             "POST",
             "v1/jobs",
-            json=body,
+            json=_body(
+                problem, time_limit_s=time_limit_s, threads=threads, seed=seed, method=method
+            ),
             params={"wait": wait_s} if wait_s > 0 else {},
             headers={"Idempotency-Key": uuid.uuid4().hex},
             timeout=self._timeout_s + wait_s,
@@ -258,6 +264,52 @@ class Client:
         """Stop a job and keep its best schedule; a finished one stays as it is."""
         return _job(self._call("DELETE", f"v1/jobs/{_id(job)}"))
 
+    def methods(self) -> dict[str, str]:
+        """Return what ``method`` of a job may be: each name with one line about it."""
+        listed = _read(self._call("GET", "v1/methods"), _Methods)
+        return {method.name: method.description for method in listed.methods}
+
+    def compare(
+        self,
+        problem: Problem,
+        *,
+        time_limit_s: float = 20.0,
+        threads: int | None = None,
+        seed: int | None = None,
+        workload: Mapping[str, float] | None = None,
+    ) -> list[dict[str, Any]]:
+        """Run every method on the service and return a row each, best first, as JSON values.
+
+        Waits for it: the time limit is the optimiser's, the other methods take their time too.
+
+        Parameters
+        ----------
+        problem
+            What to compare on.
+        workload
+            ``tokens_per_microbatch``, for tokens/s; ``flops_per_microbatch`` and
+            ``peak_flops_per_s``, for MFU.
+
+        Raises
+        ------
+        ProblemError
+            If the service does not take this problem.
+        ServiceError
+            If it stays busy (status 429), or its solver fails.
+        """
+        patience_s = self._timeout_s + time_limit_s + _METHODS_S
+        answer = self._call(
+            "POST",
+            "v1/compare",
+            is_slow=True,
+            json=_body(
+                problem, time_limit_s=time_limit_s, threads=threads, seed=seed, workload=workload
+            ),
+            headers={"Accept": "application/json"},
+            timeout=httpx.Timeout(self._timeout_s, read=patience_s),
+        )
+        return _read(answer, _Comparison).rows
+
     def health(self) -> bool:
         """Return whether the service is ready, without retries and without raising."""
         try:
@@ -265,13 +317,17 @@ class Client:
         except httpx.TransportError:
             return False
 
-    def _call(self, method: str, path: str, **arguments: Any) -> httpx.Response:
+    def _call(
+        self, method: str, path: str, *, is_slow: bool = False, **arguments: Any
+    ) -> httpx.Response:
+        # What is slow and took too long would do so again, at the service's expense.
+        lost = (httpx.UnsupportedProtocol, *((httpx.ReadTimeout,) if is_slow else ()))
         for attempt in range(self._num_retries + 1):
             is_last = attempt == self._num_retries
             try:
                 answer = self._http.request(method, path, **arguments)
             except httpx.TransportError as error:
-                if is_last or isinstance(error, httpx.UnsupportedProtocol):
+                if is_last or isinstance(error, lost):
                     raise self._unreachable(error) from error
                 time.sleep(_pause_s(attempt, {}))
                 continue
@@ -316,6 +372,14 @@ def _id(job: Job | str) -> str:
     if not job_id.isalnum():
         raise InputError(f"{job_id!r} is not the id of a job; submit prints it")
     return job_id
+
+
+def _body(problem: Problem, **options: Any) -> dict[str, Any]:
+    """Return a request about a problem, without the options that are left to the service."""
+    return {
+        "problem": problem.model_dump(mode="json", by_alias=True),
+        "options": {name: value for name, value in options.items() if value is not None},
+    }
 
 
 def _job(answer: httpx.Response) -> Job:

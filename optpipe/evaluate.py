@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from optpipe.check import check
+from optpipe.check import check, check_schedule
+from optpipe.errors import ScheduleMismatchError
 from optpipe.memory import device_peak_bytes, host_peak_bytes
 from optpipe.schedule import OPTIMAL_GAP, Provenance, Schedule, StoppedBy, gap_of
 from optpipe.simulate import simulate
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
     from optpipe.action import Programs
     from optpipe.problem import Problem
 
-__all__ = ["evaluate"]
+__all__ = ["evaluate", "verify"]
 
 
 def evaluate(
@@ -43,10 +44,17 @@ def evaluate(
     ------
     IllegalScheduleError
         If the programs break a rule.
+    ValueError
+        If the bound is above the objective: one of the two is wrong.
     """
     check(problem, programs)
     run = simulate(problem, programs)
     objective_ms = run.objective_ms(problem.objective)
+    if bound_ms is not None and bound_ms > objective_ms * (1 + OPTIMAL_GAP):
+        raise ValueError(
+            f"bound_ms = {bound_ms}: a bound may not exceed the objective of a legal schedule, "
+            f"{objective_ms} ms; find out which of the two is wrong"
+        )
     gap = gap_of(objective_ms, bound_ms)
     optimal = gap is not None and gap <= OPTIMAL_GAP
     return Schedule(
@@ -66,3 +74,39 @@ def evaluate(
         stopped_by="optimal" if optimal else stopped_by,
         provenance=provenance,
     )
+
+
+def verify(problem: Problem, schedule: Schedule) -> None:
+    """Accept a legal schedule of this very problem whose numbers are those of its programs.
+
+    A bound cannot be proven again from the schedule alone; it is only held against the objective.
+
+    Raises
+    ------
+    ScheduleMismatchError
+        If it was made for another problem, or says numbers that its programs do not have.
+    IllegalScheduleError
+        If its programs break a rule.
+    """
+    check_schedule(problem, schedule)
+    true = evaluate(problem, schedule.programs, schedule.provenance)
+    for name in ("makespan_ms", "span_ms", "peak_bytes", "host_peak_bytes", "objective"):
+        said, is_so = getattr(schedule, name), getattr(true, name)
+        if not _same(said, is_so):
+            raise ScheduleMismatchError(
+                f"{name} = {said}: the programs have {is_so}; solve again, or keep the programs "
+                "alone as CSV"
+            )
+    gap = gap_of(true.objective_ms, schedule.bound_ms)
+    if schedule.gap != gap and not _same(schedule.gap, gap):
+        raise ScheduleMismatchError(
+            f"gap = {schedule.gap}: objective {true.objective_ms} ms and bound "
+            f"{schedule.bound_ms} ms give {gap}; correct it"
+        )
+
+
+def _same(said: object, is_so: object) -> bool:
+    """Whether two numbers agree to what JSON and another machine's rounding leave of them."""
+    if isinstance(said, float) and isinstance(is_so, float):
+        return abs(said - is_so) <= 1e-9 * max(1.0, abs(is_so))
+    return said == is_so

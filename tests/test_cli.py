@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from optpipe import (
     load_schedule,
 )
 from optpipe.cli import main
+from tests.building import document, stage
 from tests.plot.conftest import make_small_problem
 
 LEGAL = "0F0,0OFFLOAD0,0RELEASE0,0F1,0RELOAD0,0I0,0W0,0I1,0W1\n1F0,1I0,1F1,1I1,1W0,1W1\n"
@@ -206,21 +208,6 @@ def test_bound_is_below_what_solve_finds(optpipe, problem_file) -> None:
     assert float(done.out.partition(">= ")[2].partition(" ms")[0]) <= 13
 
 
-def test_compare_lists_every_method_in_three_forms(optpipe, problem_file) -> None:
-    table = optpipe("compare", problem_file, "--time-limit", 2)
-    markdown = optpipe("compare", problem_file, "--time-limit", 2, "--markdown")
-    rows = json.loads(optpipe("compare", problem_file, "--time-limit", 2, "--json").out)
-    assert {"1f1b", "zb-h1", "greedy"} <= {row["method"] for row in rows}
-    for row in rows:
-        assert row["method"] in table.out
-        assert f"| {row['method']} |" in markdown.out
-    assert markdown.out.startswith("| method |")
-
-
-def test_compare_refuses_two_forms_at_once(optpipe, problem_file) -> None:
-    assert optpipe("compare", problem_file, "--json", "--markdown").code == 2
-
-
 def test_a_missing_extra_names_the_pip_command(optpipe, problem_file, monkeypatch) -> None:
     def absent(*_: object, **__: object) -> None:
         raise ModuleNotFoundError("No module named 'highspy'", name="highspy")
@@ -277,3 +264,38 @@ def test_a_closed_pipe_does_not_cost_the_schedule(problem_file, tmp_path) -> Non
         )
     assert load_schedule(target.read_text()).makespan_ms <= 13
     assert b"Traceback" not in done.stderr
+
+
+def test_names_that_look_like_markup_are_printed_as_they_are(optpipe, tmp_path) -> None:
+    """User text never reaches rich as markup: `[/]` alone would be a stack trace."""
+    path = tmp_path / "odd.json"
+    odd = document([stage(0)], [{"memory_bytes": 1000, "name": "gpu[/]", "host": "[red]h"}])
+    path.write_text(json.dumps({**odd, "name": "[bold]p"}))
+    done = optpipe("solve", path, "--time-limit", 1)
+    assert done.code == 0, done.err
+    assert "gpu[/]" in done.out
+    assert "[bold]p" in done.out
+
+
+@pytest.mark.parametrize("place", ["missing/s.json", "."])
+def test_a_place_that_cannot_be_written_is_refused_before_solving(
+    optpipe, problem_file, tmp_path, place: str
+) -> None:
+    """A minute of solving is not thrown away for a typo."""
+    began = time.perf_counter()
+    done = optpipe("solve", problem_file, "--time-limit", 60, "-o", tmp_path / place)
+    assert done.code == 2
+    assert "cannot write" in done.err
+    assert time.perf_counter() - began < 20
+
+
+def test_check_refuses_a_record_whose_numbers_are_not_its_programs(
+    optpipe, problem_file, schedule_file, tmp_path
+) -> None:
+    """A claim edited by hand."""
+    data = json.loads(schedule_file.read_text())
+    edited = tmp_path / "edited.json"
+    edited.write_text(json.dumps({**data, "makespan_ms": data["makespan_ms"] / 2}))
+    done = optpipe("check", problem_file, edited)
+    assert done.code == 2
+    assert "makespan_ms" in done.err

@@ -165,6 +165,40 @@ def test_all_pages_of_jobs_are_read() -> None:
     assert script.requests[1].url.params["cursor"] == "7"
 
 
+def test_a_comparison_is_the_rows_that_the_service_answers() -> None:
+    """Options left out are left to the service; the optimiser's time is waited for."""
+    rows = [{"method": "1f1b", "makespan_ms": 2.0, "a_field_of_the_future": 1}]
+    script = Script(fault(429, "compare.busy"), httpx.Response(200, json={"rows": rows}))
+    small = problem([stage()])
+    workload = {"tokens_per_microbatch": 4096.0}
+    assert client(script).compare(small, time_limit_s=50.0, workload=workload) == rows
+    request = script.requests[1]
+    body = json.loads(request.content)
+    assert request.url == "http://planner:8000/base/v1/compare"
+    assert request.headers["Accept"] == "application/json"
+    assert Problem.parse(body["problem"]) == small
+    assert body["options"] == {"time_limit_s": 50.0, "workload": workload}
+    assert request.extensions["timeout"]["read"] > 50 + 30
+    assert request.extensions["timeout"]["connect"] == 30
+
+
+def test_a_comparison_that_took_too_long_is_not_made_again() -> None:
+    """A lost connection is repeated, as ever; a time that ran out would run out again."""
+    lost, slow = httpx.ConnectError("refused"), httpx.ReadTimeout("timed out")
+    script = Script(lost, slow)
+    with pytest.raises(ServiceUnreachableError, match="timed out"):
+        client(script).compare(problem([stage()]))
+    assert script.answers == []
+    assert client(Script(slow, told())).job("a").state == "running"
+
+
+def test_methods_are_names_with_a_line_each() -> None:
+    listed = [{"name": "auto", "description": "all"}, {"name": "1f1b", "description": "one"}]
+    script = Script(httpx.Response(200, json={"methods": listed}))
+    assert client(script).methods() == {"auto": "all", "1f1b": "one"}
+    assert script.requests[0].url == "http://planner:8000/base/v1/methods"
+
+
 @pytest.mark.parametrize("url", ["", "planner:8000", "ftp://planner", "http://", None])
 def test_an_address_that_is_none_is_refused(url) -> None:
     with pytest.raises(InputError, match="not the address of a service"):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 
-from optpipe import IllegalScheduleError, Provenance, evaluate, simulate
+from optpipe import IllegalScheduleError, Provenance, ScheduleMismatchError, evaluate, simulate
+from optpipe.evaluate import verify
 from optpipe.memory import device_peak_bytes, host_peak_bytes
 from tests.building import problem, programs, stage
 from tests.strategies import Case, cases
@@ -57,3 +58,34 @@ def test_illegal_programs_are_refused_even_if_they_would_run() -> None:
     small = problem([stage()], [{"memory_bytes": 19}], m=2)
     with pytest.raises(IllegalScheduleError, match="0F1 takes device 0"):
         evaluate(small, programs("0F0 0F1 0B0 0B1"), WHERE_FROM)
+
+
+def test_a_bound_above_the_objective_is_no_proof() -> None:
+    """It would look like an optimum; one of the two is wrong."""
+    with pytest.raises(ValueError, match=r"bound_ms = 3\.1: a bound may not exceed"):
+        evaluate(problem([stage()]), ROW, WHERE_FROM, bound_ms=3.1)
+
+
+@given(cases())
+def test_a_schedule_with_its_own_numbers_is_verified(case: Case) -> None:
+    verify(case.problem, evaluate(*case, WHERE_FROM, bound_ms=0.0))
+
+
+@pytest.mark.parametrize(
+    ("claim", "said"),
+    [
+        ({"makespan_ms": 1.0}, "makespan_ms = 1.0: the programs have 3.0"),
+        ({"span_ms": 1.0}, "span_ms = 1.0: the programs have 3.0"),
+        ({"peak_bytes": (1,)}, "peak_bytes"),
+        ({"host_peak_bytes": {"host0": 7}}, "host_peak_bytes"),
+        ({"objective": "span"}, "objective = span"),
+        ({"gap": 0.0, "status": "optimal"}, "gap = 0.0"),
+        ({"problem_hash": "sha256:0"}, "was made for problem sha256:0"),
+    ],
+)
+def test_a_false_claim_is_refused(claim, said) -> None:
+    """A record is edited by hand; its programs are still legal."""
+    given = problem([stage()])
+    true = evaluate(given, ROW, WHERE_FROM, bound_ms=1.5)
+    with pytest.raises(ScheduleMismatchError, match=said):
+        verify(given, true.model_copy(update=claim))

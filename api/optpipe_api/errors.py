@@ -11,7 +11,13 @@
     |-- NotAcceptableError       an Accept that we cannot serve
     `-- BodyTooLargeError        more bytes than max_body_bytes
     WorldError
-    |-- QueueFullError           carries .retry_after_s
+    |-- BusyError                carries .retry_after_s
+    |   |-- QueueFullError           too many jobs wait
+    |   |-- TooManyComparisonsError  as many as may are under way
+    |   `-- ComparisonStoppedError   the server is stopping, or nobody waits for it any more
+    |-- SolverFailedError        a solver process died, or met a fault of ours
+    |-- SolverMemoryError        a solver process needs more memory than it may have
+    |-- SolverOvertimeError      a solver process went on long after its time limit
     `-- StoreUnavailableError    the database cannot be opened, or does not answer
 """
 
@@ -21,6 +27,8 @@ from optpipe.errors import InputError, WorldError
 
 __all__ = [
     "BodyTooLargeError",
+    "BusyError",
+    "ComparisonStoppedError",
     "JobNotFoundError",
     "KeyReusedError",
     "MediaTypeError",
@@ -28,7 +36,11 @@ __all__ = [
     "NotAcceptableError",
     "QueueFullError",
     "RequestError",
+    "SolverFailedError",
+    "SolverMemoryError",
+    "SolverOvertimeError",
     "StoreUnavailableError",
+    "TooManyComparisonsError",
 ]
 
 
@@ -77,16 +89,62 @@ class BodyTooLargeError(InputError):
     code = "request.too_large"
 
 
-class QueueFullError(WorldError):
-    """Too many jobs wait; ``retry_after_s`` is when to try again."""
+class BusyError(WorldError):
+    """Not now; ``retry_after_s`` is when to try again."""
+
+    code = "busy"
+
+    def __init__(self, what: str, retry_after_s: int = 5) -> None:
+        super().__init__(f"{what}; try again in {retry_after_s} s")
+        self.retry_after_s = retry_after_s
+
+
+class QueueFullError(BusyError):
+    """Too many jobs wait."""
 
     code = "queue.full"
 
-    def __init__(self, queued: int, limit: int, retry_after_s: int = 5) -> None:
+    def __init__(self, queued: int, limit: int) -> None:
+        super().__init__(f"{queued} jobs are waiting, the limit is {limit}")
+
+
+class TooManyComparisonsError(BusyError):
+    """As many comparisons as may are under way."""
+
+    code = "compare.busy"
+
+    def __init__(self, limit: int) -> None:
         super().__init__(
-            f"{queued} jobs are waiting, the limit is {limit}; try again in {retry_after_s} s"
+            f"{limit} comparisons are under way, as many as this service makes at once "
+            "(OPTPIPE_SOLVER_PROCESSES)"
         )
-        self.retry_after_s = retry_after_s
+
+
+class ComparisonStoppedError(BusyError):
+    """The server is stopping, or the client that waited is gone."""
+
+    code = "compare.stopped"
+
+    def __init__(self) -> None:
+        super().__init__("the comparison was stopped before its end, as the server is stopping")
+
+
+class SolverFailedError(WorldError):
+    """A solver process died, or met a fault of ours."""
+
+    code = "solver.failed"
+
+
+class SolverMemoryError(WorldError):
+    """A solver process needs more memory than it may have."""
+
+    code = "solver.memory"
+
+
+class SolverOvertimeError(WorldError):
+    """A solver process went on long after its time limit, and was stopped."""
+
+    code = "solver.overtime"
 
 
 class StoreUnavailableError(WorldError):

@@ -15,12 +15,13 @@ from starlette.responses import Response
 from optpipe.errors import InfeasibleProblemError, InputError, OptPipeError
 from optpipe_api.errors import (
     BodyTooLargeError,
+    BusyError,
+    ComparisonStoppedError,
     JobNotFoundError,
     KeyReusedError,
     MediaTypeError,
     NoScheduleError,
     NotAcceptableError,
-    QueueFullError,
     RequestError,
     StoreUnavailableError,
 )
@@ -44,7 +45,8 @@ _STATUSES: dict[type[OptPipeError], int] = {
     MediaTypeError: 415,
     RequestError: 422,
     KeyReusedError: 422,
-    QueueFullError: 429,
+    BusyError: 429,
+    ComparisonStoppedError: 503,
     StoreUnavailableError: 503,
     InputError: 422,
     OptPipeError: 500,
@@ -52,13 +54,14 @@ _STATUSES: dict[type[OptPipeError], int] = {
 _WHEN = {
     400: "The request is not HTTP as we speak it.",
     404: "No such job, or no schedule (yet).",
-    406: "Neither JSON nor CSV is accepted.",
+    406: "None of the forms above is accepted.",
     409: "Proven infeasible; `needs` says what is too small.",
     413: "The body is too large.",
     415: "The body is not declared as JSON.",
     422: "The request breaks a rule; `errors` says which.",
-    429: "The queue is full; `Retry-After` says when to try again.",
-    503: "The database does not answer.",
+    429: "Too much is under way; `Retry-After` says when to try again.",
+    500: "The solver failed, or needs more memory or time than it may have; `code` says which.",
+    503: "The database does not answer, or the server is stopping.",
 }
 _MAX_LINE = 600
 _RETRY_STORE_S = 2
@@ -120,7 +123,7 @@ async def _on_optpipe(request: Request, error: Exception) -> Response:
         extra["errors"] = lines
     if isinstance(error, InfeasibleProblemError):
         extra["needs"] = error.needs
-    if isinstance(error, QueueFullError):
+    if isinstance(error, BusyError):
         headers["Retry-After"] = str(error.retry_after_s)
     if isinstance(error, StoreUnavailableError):
         headers["Retry-After"] = str(_RETRY_STORE_S)

@@ -18,7 +18,7 @@ from optpipe_api import http_errors
 from optpipe_api.changes import Changes
 from optpipe_api.logs import set_up_logs
 from optpipe_api.openapi import openapi_of
-from optpipe_api.routes import jobs, system
+from optpipe_api.routes import jobs, methods, system
 from optpipe_api.service import Service
 from optpipe_api.store import open_store
 
@@ -61,6 +61,7 @@ def create_app(settings: Settings) -> FastAPI:
         redoc_url=None,
     )
     app.include_router(jobs.router)
+    app.include_router(methods.router)
     app.include_router(system.router)
     app.openapi = openapi_of(app)  # type: ignore[method-assign]
     http_errors.install(app)

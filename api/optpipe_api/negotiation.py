@@ -1,16 +1,24 @@
-"""Which form of a schedule a client wants: ``?format=``, else ``Accept``."""
+"""Which form of an answer a client wants: ``?format=``, else ``Accept``."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from optpipe_api.errors import NotAcceptableError
 
-__all__ = ["FORMS", "preferred_form"]
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["FORMS", "TABLE_FORMS", "preferred_form"]
 
 FORMS = {"json": "application/json", "csv": "text/csv"}
-"""Name in ``?format=`` -> media type, in order of our preference."""
+"""Of schedules: name in ``?format=`` -> media type, in order of our preference."""
+
+TABLE_FORMS = {**FORMS, "markdown": "text/markdown"}
+"""Of comparisons, likewise."""
 
 
-def preferred_form(accept: str | None) -> str:
+def preferred_form(accept: str | None, forms: Mapping[str, str] = FORMS) -> str:
     """Return the name of the form that an Accept header likes best; JSON where it does not care.
 
     Raises
@@ -20,11 +28,11 @@ def preferred_form(accept: str | None) -> str:
     """
     if not accept:
         return "json"
-    weights = {name: _weight(accept, media_type) for name, media_type in FORMS.items()}
+    weights = {name: _weight(accept, media_type) for name, media_type in forms.items()}
     best = max(weights, key=lambda name: weights[name])
     if weights[best] <= 0:
         raise NotAcceptableError(
-            f"Accept {accept[:80]!r} takes none of {', '.join(FORMS.values())}; ask for one"
+            f"Accept {accept[:80]!r} takes none of {', '.join(forms.values())}; ask for one"
         )
     return best
 

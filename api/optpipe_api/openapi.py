@@ -8,6 +8,7 @@ from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
 
 from optpipe.schedule import Schedule
+from optpipe_api.comparison_schemas import Comparison, RowList
 from optpipe_api.schemas import Fault, Submission
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["openapi_of"]
 
-_OURS = (Submission, Schedule, Fault)
+_OURS = (Submission, Schedule, Fault, Comparison, RowList)
 _GENERATED = ("HTTPValidationError", "ValidationError")
 
 

@@ -15,9 +15,12 @@ from optpipe_api.errors import RequestError
 from optpipe_api.jobs import Job, JobOptions, JobState, TracePoint
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from optpipe_api.settings import Settings
 
 __all__ = [
+    "PROBLEM_EXAMPLE",
     "Fault",
     "Health",
     "JobFault",
@@ -25,8 +28,11 @@ __all__ = [
     "JobView",
     "OptionsBody",
     "Readiness",
+    "SearchOptions",
+    "StrictBody",
     "Submission",
     "TraceView",
+    "WithProblem",
 ]
 
 _ID = "0f6b7e4a3c1d4e5f8a9b0c1d2e3f4a5b"
@@ -49,7 +55,7 @@ _JOB_EXAMPLE: dict[str, Any] = {
     "finished_at": None,
     "trace": [{"seconds": 0.01, "method": "1f1b", "objective_ms": 130.0, "bound_ms": 112.5}],
 }
-_PROBLEM_EXAMPLE: dict[str, Any] = {
+PROBLEM_EXAMPLE: dict[str, Any] = {
     "format": "optpipe/problem/v1",
     "name": "two-stages",
     "num_microbatches": 4,
@@ -68,27 +74,28 @@ _PROBLEM_EXAMPLE: dict[str, Any] = {
 }
 
 
-class _Request(BaseModel):
+class StrictBody(BaseModel):
+    """A part of a request; unknown fields are refused by name."""
+
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class OptionsBody(_Request):
-    """How to solve; what is left out takes the service's default."""
+class SearchOptions(StrictBody):
+    """What every search takes; what is left out takes the service's default."""
 
-    time_limit_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    threads: int = Field(default=1, ge=1)
-    seed: int = Field(default=0, ge=0, le=2**31 - 1)
-    method: str = Field(default="auto", pattern=r"^[A-Za-z0-9_.-]{1,60}$")
+    time_limit_s: float | None = Field(default=None, gt=0, allow_inf_nan=False, strict=True)
+    threads: int = Field(default=1, ge=1, strict=True)
+    seed: int = Field(default=0, ge=0, le=2**31 - 1, strict=True)
 
-    def within(self, settings: Settings) -> JobOptions:
-        """Return the options, defaults filled in.
+    def checked_time_limit_s(self, settings: Settings, default_s: float) -> float:
+        """Return the time limit; the default where it is left out, as far as that is allowed.
 
         Raises
         ------
         InputError
-            If they go beyond what this service allows.
+            If time limit or threads go beyond what this service allows.
         """
-        default_s = min(settings.default_time_limit_s, settings.max_time_limit_s)
+        default_s = min(default_s, settings.max_time_limit_s)
         time_limit_s = default_s if self.time_limit_s is None else self.time_limit_s
         for name, value, limit in (
             ("time_limit_s", time_limit_s, settings.max_time_limit_s),
@@ -99,26 +106,47 @@ class OptionsBody(_Request):
                     f"options.{name} = {value}: must be <= {limit} on this service "
                     f"(OPTPIPE_MAX_{name.upper()}); lower it"
                 )
+        return time_limit_s
+
+
+class OptionsBody(SearchOptions):
+    """How to solve; what is left out takes the service's default."""
+
+    method: str = Field(
+        default="auto",
+        pattern=r"^[A-Za-z0-9_.+-]{1,60}$",
+        description="`auto` optimises; `/v1/methods` lists the others.",
+    )
+
+    def within(self, settings: Settings, methods: Collection[str]) -> JobOptions:
+        """Return the options, defaults filled in; ``methods`` are those that exist.
+
+        Raises
+        ------
+        InputError
+            If they go beyond what this service allows, or the method is not one of these.
+        """
+        if self.method not in methods:
+            raise InputError(
+                f"options.method = {self.method!r}: must be one of {', '.join(methods)}; choose "
+                "one (GET /v1/methods describes them)"
+            )
         return JobOptions(
-            time_limit_s=time_limit_s, threads=self.threads, seed=self.seed, method=self.method
+            time_limit_s=self.checked_time_limit_s(settings, settings.default_time_limit_s),
+            threads=self.threads,
+            seed=self.seed,
+            method=self.method,
         )
 
 
-class Submission(_Request):
-    """A problem to solve."""
-
-    model_config = ConfigDict(
-        json_schema_extra={
-            "examples": [{"problem": _PROBLEM_EXAMPLE, "options": {"time_limit_s": 10}}]
-        }
-    )
+class WithProblem(StrictBody):
+    """A request about a problem."""
 
     problem: Problem
-    options: OptionsBody = OptionsBody()
 
     @classmethod
     def parse(cls, data: Any) -> Self:
-        """Return the submission a JSON-like object describes.
+        """Return the request a JSON-like object describes.
 
         Raises
         ------
@@ -136,6 +164,18 @@ class Submission(_Request):
             return cls.model_validate({**data, **({"problem": problem} if problem else {})})
         except ValidationError as error:
             raise RequestError(explain(error, cls)) from None
+
+
+class Submission(WithProblem):
+    """A problem to solve."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [{"problem": PROBLEM_EXAMPLE, "options": {"time_limit_s": 10}}]
+        }
+    )
+
+    options: OptionsBody = OptionsBody()
 
 
 class TraceView(BaseModel):

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from typing import TYPE_CHECKING
 
 from starlette.concurrency import run_in_threadpool
 
 from optpipe.errors import InfeasibleProblemError, ProblemError
+from optpipe_api.engine.comparison import Comparisons
 from optpipe_api.engine.local import LocalEngine
 from optpipe_api.errors import NoScheduleError
 from optpipe_api.jobs import JobState, NewJob
+from optpipe_api.methods import load_methods
 from optpipe_api.store import open_store
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Mapping
+
     from optpipe.problem import Problem
     from optpipe_api.changes import Changes
+    from optpipe_api.engine.comparison import CompareOptions
     from optpipe_api.jobs import Job, JobOptions, TracePoint
     from optpipe_api.settings import Settings
     from optpipe_api.store import JobStore
@@ -24,26 +30,35 @@ if TYPE_CHECKING:
 __all__ = ["Service"]
 
 _LOOK_AGAIN_S = 1.0
+_IS_GONE_EVERY_S = 0.1
 
 
 class Service:
-    """One server's store and engine. Coroutines are for the event loop, all else for threads."""
+    """One server's store and engine. Coroutines are for the event loop, all else for threads.
 
-    def __init__(self, settings: Settings, store: JobStore, changes: Changes) -> None:
+    ``methods`` are those that jobs may ask for, with a line about each.
+    """
+
+    def __init__(
+        self, settings: Settings, store: JobStore, changes: Changes, methods: Mapping[str, str]
+    ) -> None:
         self.settings = settings
+        self.methods = methods
         self._store = store
         self._changes = changes
         self._engine = LocalEngine(store, settings, changes.publish)
+        self._comparisons = Comparisons(settings)
 
     @classmethod
     def open(cls, settings: Settings, changes: Changes) -> Service:
-        """Return a service that solves."""
-        service = cls(settings, open_store(settings.database_url), changes)
+        """Return a service that solves; takes about a second, as it loads the solver's methods."""
+        service = cls(settings, open_store(settings.database_url), changes, load_methods())
         service._engine.start()
         return service
 
     def close(self) -> None:
         """Give running jobs back and let go of everything."""
+        self._comparisons.close()
         self._engine.close()
         self._store.close()
 
@@ -55,13 +70,7 @@ class Service:
         ProblemError
             If the problem is larger than this service takes.
         """
-        cells = len(problem.stages) * problem.num_microbatches
-        if cells > self.settings.max_cells:
-            raise ProblemError(
-                f"num_microbatches = {problem.num_microbatches}: stages x num_microbatches = "
-                f"{cells} exceeds {self.settings.max_cells}, the limit of this service "
-                "(OPTPIPE_MAX_CELLS); lower num_microbatches"
-            )
+        self._check_size(problem)
         new = NewJob(
             name=problem.name,
             problem_hash=problem.problem_hash,
@@ -74,6 +83,39 @@ class Service:
         if is_new:
             self._engine.wake()
         return job
+
+    async def compare(
+        self,
+        problem: Problem,
+        options: CompareOptions,
+        is_gone: Callable[[], Awaitable[bool]],
+    ) -> str:
+        """Compare every method and return the rows as a text of the form asked for.
+
+        Parameters
+        ----------
+        is_gone
+            Whether the client is; asked often. Its comparison is then stopped.
+
+        Raises
+        ------
+        ProblemError
+            If the problem is larger than this service takes.
+        WorldError
+            If too many are under way, or the solver fails, or the server is stopping.
+        """
+        self._check_size(problem)
+        text = await run_in_threadpool(problem.model_dump_json, by_alias=True)
+        gone = threading.Event()
+        work = asyncio.wrap_future(self._comparisons.begin(text, options, gone))
+        try:
+            while not work.done():
+                await asyncio.wait({work}, timeout=_IS_GONE_EVERY_S)
+                if self._changes.is_closed or await is_gone():
+                    gone.set()
+            return await work
+        finally:
+            gone.set()
 
     async def wait(self, job: Job, seconds: float) -> Job:
         """Return the job once it is finished, or as it is when the time is up."""
@@ -127,6 +169,15 @@ class Service:
         if job.state is JobState.INFEASIBLE and job.error is not None:
             raise InfeasibleProblemError(job.error.message, job.error.needs)
         raise NoScheduleError(_why_none(job))
+
+    def _check_size(self, problem: Problem) -> None:
+        cells = len(problem.stages) * problem.num_microbatches
+        if cells > self.settings.max_cells:
+            raise ProblemError(
+                f"num_microbatches = {problem.num_microbatches}: stages x num_microbatches = "
+                f"{cells} exceeds {self.settings.max_cells}, the limit of this service "
+                "(OPTPIPE_MAX_CELLS); lower num_microbatches"
+            )
 
     def counts(self) -> dict[JobState, int]:
         """Return the number of jobs in each state."""

@@ -31,19 +31,21 @@ class Settings(BaseSettings):
     host, port
         Where to listen; port 0 takes a free one.
     solver_processes
-        Jobs solved at once, each in a process of its own.
+        Jobs solved at once, each in a process of its own; and as many comparisons beside them.
     solver_memory_bytes
         Address space of one solver process; None = no limit.
     solve_path
         ``module:function`` that solves; tests put a fake here.
+    compare_path
+        ``module:function`` that compares, likewise.
     max_body_bytes
         Larger request bodies are refused unread.
     max_cells
         Largest stages x micro-batches of a problem.
     max_time_limit_s, default_time_limit_s
-        Of one job.
+        Of one job or comparison.
     max_threads
-        Largest ``threads`` of one job; the number of cores by default.
+        Largest ``threads`` of one job or comparison; the number of cores by default.
     max_queued_jobs
         Beyond it, submissions are answered with 429.
     max_wait_s
@@ -70,6 +72,7 @@ class Settings(BaseSettings):
     solver_processes: int = Field(default_factory=_num_cores, ge=1, le=1024)
     solver_memory_bytes: int | None = Field(default=None, ge=256 * _MIB)
     solve_path: str = Field(default="optpipe_solver:solve", pattern=r"^[\w.]+:\w+$")
+    compare_path: str = Field(default="optpipe_solver.compare:compare", pattern=r"^[\w.]+:\w+$")
     max_body_bytes: int = Field(default=32 * _MIB, ge=1024)
     max_cells: int = Field(default=500_000, ge=1)
     default_time_limit_s: float = Field(default=60.0, gt=0)

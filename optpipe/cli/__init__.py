@@ -1,7 +1,8 @@
 """The command line: the outermost layer, which composes everything and imports it lazily.
 
 ``optpipe --help`` is the reference. Exit codes: 0 done, 1 the world is not as needed (an extra is
-missing, nobody answers), 2 bad input, 3 proven infeasible, 4 nothing found and nothing proven.
+missing, nobody answers), 2 bad input, 3 proven infeasible, 4 nothing found and nothing proven,
+130 ended by Ctrl-C.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from optpipe.cli.comparing import compare
 from optpipe.cli.console import BAD_INPUT, INFEASIBLE, WORLD, print_error
-from optpipe.cli.inspect import bound, check, compare
+from optpipe.cli.inspect import bound, check
 from optpipe.cli.picture import plot
 from optpipe.cli.service import fetch, serve, submit
 from optpipe.cli.solving import solve

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Event
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.text import Text
 
-from optpipe.check import check, check_schedule
+from optpipe.check import check
 from optpipe.errors import InputError, MissingExtraError
+from optpipe.evaluate import verify
 from optpipe.formats.csv_text import dump_csv, load_csv
 from optpipe.formats.json_text import dump_schedule, load_problem, load_schedule, read_text
 
@@ -25,8 +29,11 @@ if TYPE_CHECKING:
 __all__ = [
     "BAD_INPUT",
     "INFEASIBLE",
+    "INTERRUPTED",
     "NOTHING_FOUND",
     "WORLD",
+    "check_writable",
+    "interruptible",
     "needs_extra",
     "print_error",
     "read_problem",
@@ -38,6 +45,7 @@ __all__ = [
 ]
 
 WORLD, BAD_INPUT, INFEASIBLE, NOTHING_FOUND = 1, 2, 3, 4
+INTERRUPTED = 130
 
 _PACKAGES = {
     "solver": {"pulp", "highspy", "scipy", "numba"},
@@ -94,6 +102,22 @@ def needs_extra(extra: str) -> Iterator[None]:
         ) from None
 
 
+@contextmanager
+def interruptible() -> Iterator[Event]:
+    """Let a first Ctrl-C ask for the best so far, and a second one end the program."""
+    stop = Event()
+
+    def ask(_number: int, _frame: object) -> None:
+        stop.set()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    before = signal.signal(signal.SIGINT, ask)
+    try:
+        yield stop
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def read_problem(path: Path) -> Problem:
     """Return the problem of a file; errors name the file."""
     try:
@@ -119,7 +143,7 @@ def read_programs(problem: Problem, path: Path) -> tuple[Programs, Schedule | No
         schedule = load_schedule(text)
     except InputError as error:
         raise _in_file(path, error) from None
-    check_schedule(problem, schedule)
+    verify(problem, schedule)
     return schedule.programs, schedule
 
 
@@ -129,6 +153,25 @@ def write_schedule(schedule: Schedule, path: Path) -> None:
         write_file(path, dump_csv(schedule.programs))
     else:
         write_file(path, dump_schedule(schedule))
+
+
+def check_writable(path: Path | None) -> None:
+    """Refuse an output file that cannot be written, before the work for it is done.
+
+    Raises
+    ------
+    InputError
+        If its folder does not exist or may not be written to, or it is a folder itself.
+    """
+    if path is None:
+        return
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise InputError(f"cannot write {path}: there is no folder {folder}; make it first")
+    if path.is_dir():
+        raise InputError(f"cannot write {path}: it is a folder; give a file name in it")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise InputError(f"cannot write {path}: permission denied; choose another place")
 
 
 def write_file(path: Path, text: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from rich.markup import escape
 from rich.table import Table
 
 from optpipe.action import ActionType
@@ -60,7 +61,7 @@ def number_table(
     if baseline is not None:
         columns.append(_numbers(problem, baseline))
     for label in columns[0]:
-        table.add_row(label, *(column.get(label, "") for column in columns))
+        table.add_row(escape(label), *(column.get(label, "") for column in columns))
         if label == "bubble of the span" and schedule is not None:
             table.add_row("proven bound", _bound_text(schedule))
             table.add_row("gap", gap_text(schedule.gap))

@@ -10,6 +10,7 @@ import typer
 from optpipe.cli.console import (
     INFEASIBLE,
     NOTHING_FOUND,
+    check_writable,
     needs_extra,
     read_problem,
     stderr,
@@ -94,6 +95,7 @@ def submit(
     from optpipe.client import Client
 
     problem = read_problem(problem_file)
+    check_writable(output)
     with Client(url) as client:
         job = client.submit(
             problem, time_limit_s=time_limit, threads=threads, seed=seed, method=method
@@ -120,6 +122,7 @@ def fetch(
     from optpipe.client import Client
     from optpipe.formats.json_text import dump_schedule
 
+    check_writable(output)
     with Client(url) as client:
         schedule = client.schedule(job_id)
     if output is None:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import signal
-from contextlib import contextmanager
-from threading import Event
 from typing import TYPE_CHECKING
 
 import typer
+from rich.markup import escape
 
 from optpipe.cli.console import (
     INFEASIBLE,
     NOTHING_FOUND,
+    check_writable,
+    interruptible,
     needs_extra,
     read_problem,
     stderr,
@@ -22,8 +22,6 @@ from optpipe.cli.options import Method, Output, ProblemFile, Seed, Threads, Time
 from optpipe.cli.report import progress_line, show_schedule
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from rich.console import Console
 
     from optpipe.problem import Problem
@@ -53,11 +51,13 @@ def solve(
       optpipe solve problem.json -o schedule.csv --method greedy
     """
     problem = read_problem(problem_file)
+    check_writable(output)
     progress = stderr()
     with needs_extra("solver"):
         result = _run(problem, progress, time_limit, threads, seed, method)
         if result.schedule is None:
-            progress.print(f"[bold red]{result.status.value}:[/] {result.message}", soft_wrap=True)
+            say = f"[bold red]{result.status.value}:[/] {escape(result.message)}"
+            progress.print(say, soft_wrap=True)
             raise typer.Exit(INFEASIBLE if result.status == "infeasible" else NOTHING_FOUND)
         # Before the picture: a closed pipe (| head) must not cost the schedule.
         if output is not None:
@@ -80,7 +80,7 @@ def _run(
         line = progress_line(news.seconds, news.method, news.objective_ms, news.bound_ms)
         progress.print(line, markup=False)
 
-    with _interruptible() as stop, progress.status("solving"):
+    with interruptible() as stop, progress.status("solving"):
         return optpipe_solver.solve(
             problem,
             time_limit_s=time_limit_s,
@@ -90,19 +90,3 @@ def _run(
             on_progress=tell,
             should_stop=stop.is_set,
         )
-
-
-@contextmanager
-def _interruptible() -> Iterator[Event]:
-    """Let a first Ctrl-C ask for the best so far, and a second one end the program."""
-    stop = Event()
-
-    def ask(_number: int, _frame: object) -> None:
-        stop.set()
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-    before = signal.signal(signal.SIGINT, ask)
-    try:
-        yield stop
-    finally:
-        signal.signal(signal.SIGINT, before)

@@ -35,7 +35,8 @@ def load_csv(text: str) -> Programs:
     """
     programs = []
     try:
-        rows = list(csv.reader(io.StringIO(text), strict=True))
+        # Spreadsheets put a byte order mark in front.
+        rows = list(csv.reader(io.StringIO(text.removeprefix("\ufeff")), strict=True))
     except csv.Error as error:
         raise ScheduleFormatError(f"not CSV: {error}; write one row per device") from None
     for row_number, row in enumerate(rows, start=1):

@@ -1,77 +1,241 @@
-"""Every method on one problem, judged by the same simulator."""
+"""Every method on one problem, judged by the same simulator and the same noise."""
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
 
 from optpipe.memory import device_peak_bytes, host_peak_bytes
 from optpipe.simulate import simulate
+from optpipe.timeline import bubble_rate
+from optpipe_solver.families.not_applicable import NotApplicable, Reason
+from optpipe_solver.families.replace import replaced
+from optpipe_solver.noise import step_time_spread
 from optpipe_solver.solve import solve
 from optpipe_solver.starts import all_starts
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
     from optpipe.action import Programs
     from optpipe.problem import Problem
+    from optpipe_solver.families.replace import Shape
+    from optpipe_solver.starts import Start
 
-__all__ = ["Row", "compare"]
+__all__ = ["AS_GIVEN", "REPLACEMENTS", "Row", "Workload", "compare"]
+
+AS_GIVEN = "as given"
+"""The placement label of rows on the problem itself."""
+
+REPLACEMENTS: tuple[tuple[Shape, int], ...] = (("loop", 2), ("v", 2))
+"""The re-placed copies of a problem with one stage per device that `compare` tries."""
 
 
-@dataclass(frozen=True, slots=True)
+_OTHER_PLACEMENT = frozenset({Reason.NEEDS_LOOP_PLACEMENT, Reason.NEEDS_V_PLACEMENT})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """What the times alone do not tell; each None where unknown.
+
+    Parameters
+    ----------
+    tokens_per_microbatch
+        Tokens one micro-batch holds.
+    flops_per_microbatch
+        Model FLOPs of one micro-batch, forward and backward, without recomputation.
+    peak_flops_per_s
+        Peak of all devices together.
+    """
+
+    tokens_per_microbatch: float | None = None
+    flops_per_microbatch: float | None = None
+    peak_flops_per_s: float | None = None
+
+    def tokens_per_s(self, problem: Problem, length_ms: float) -> float | None:
+        """Return tokens per second at a step time in ms."""
+        if self.tokens_per_microbatch is None or length_ms <= 0:
+            return None
+        return problem.num_microbatches * self.tokens_per_microbatch / length_ms * 1e3
+
+    def mfu(self, problem: Problem, length_ms: float) -> float | None:
+        """Return the share of the peak that model FLOPs use at a step time in ms."""
+        if self.flops_per_microbatch is None or self.peak_flops_per_s is None or length_ms <= 0:
+            return None
+        done = problem.num_microbatches * self.flops_per_microbatch
+        return done / (length_ms / 1e3) / self.peak_flops_per_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
     """One method's schedule; times in ms, bytes as the largest over devices or hosts.
 
-    ``programs`` is None where the method has none; ``reason`` then says why.
+    ``placement`` is `AS_GIVEN`, or names the re-placed copy, e.g. ``v x2``: then ``problem`` is
+    that copy. ``programs`` is None where the method has none, and ``reason`` says why;
+    ``p50_ms`` and ``p95_ms`` are of the step time under +-10 % noise on every duration.
     """
 
     method: str
+    placement: str
+    problem: Problem
     programs: Programs | None
-    makespan_ms: float
-    span_ms: float
-    peak_bytes: int
-    host_peak_bytes: int
-    over_limit: bool
     seconds: float
+    makespan_ms: float = 0.0
+    span_ms: float = 0.0
+    makespan_bubble: float = 0.0
+    span_bubble: float = 0.0
+    p50_ms: float = 0.0
+    p95_ms: float = 0.0
+    peak_bytes: int = 0
+    host_peak_bytes: int = 0
+    over_limit: bool = False
+    tokens_per_s: float | None = None
+    mfu: float | None = None
     reason: str = ""
+
+    @property
+    def objective_ms(self) -> float:
+        """What the rows are sorted by: makespan or span, as the problem asks."""
+        return self.makespan_ms if self.problem.objective == "makespan" else self.span_ms
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the row as JSON values: the problem by its hash, programs as lists of texts."""
+        data = {field.name: getattr(self, field.name) for field in fields(self)}
+        data["problem_hash"] = data.pop("problem").problem_hash
+        if self.programs is not None:
+            data["programs"] = [[str(action) for action in row] for row in self.programs]
+        return data
 
 
 def compare(
-    problem: Problem, *, time_limit_s: float = 20.0, threads: int = 1, seed: int = 0
+    problem: Problem,
+    *,
+    time_limit_s: float = 20.0,
+    threads: int = 1,
+    seed: int = 0,
+    workload: Workload | None = None,
+    should_stop: Callable[[], bool] | None = None,
 ) -> list[Row]:
-    """Return a row per method, best first among those within the limits, then the others."""
+    """Return a row per method: best first under the memory limit, then over it, then the absent.
+
+    Parameters
+    ----------
+    problem
+        Any problem. One with one stage per device is also tried in re-placed copies
+        (`REPLACEMENTS`) by the families that ask for them.
+    time_limit_s, threads, seed
+        Of the optimiser's row, on the problem as given.
+    workload
+        For tokens/s and MFU.
+    should_stop
+        Asked between methods and by the optimiser.
+    """
+    judge = _Judge(workload or Workload(), seed)
     rows = []
-    for start in all_starts(problem):
-        if start.programs is None:
-            rows.append(Row(start.method, None, 0.0, 0.0, 0, 0, False, start.seconds, start.reason))
-        else:
-            rows.append(
-                _row(problem, start.method, start.programs, start.seconds, legal=start.legal)
-            )
+    for row in judge.all_rows(problem):
+        rows.append(row)
+        if should_stop is not None and should_stop():
+            return sorted(rows, key=_rank)
     began = time.perf_counter()
-    result = solve(problem, time_limit_s=time_limit_s, threads=threads, seed=seed)
+    result = solve(
+        problem, time_limit_s=time_limit_s, threads=threads, seed=seed, should_stop=should_stop
+    )
     seconds = time.perf_counter() - began
-    if result.schedule is not None:
-        rows.append(_row(problem, "optpipe", result.schedule.programs, seconds, legal=True))
-    return sorted(rows, key=lambda row: _rank(problem, row))
+    if result.schedule is None:
+        rows.append(_absent(problem, AS_GIVEN, "optpipe", seconds, result.message))
+    else:
+        programs = result.schedule.programs
+        rows.append(judge.row(problem, AS_GIVEN, "optpipe", programs, seconds, over_limit=False))
+    return sorted(rows, key=_rank)
 
 
-def _row(problem: Problem, method: str, programs: Programs, seconds: float, *, legal: bool) -> Row:
-    run = simulate(problem, programs)
-    peaks = [device_peak_bytes(problem, d, program) for d, program in enumerate(programs)]
-    hosts = host_peak_bytes(problem, programs)
+def _rank(row: Row) -> tuple[bool, bool, float, bool]:
+    """Within the limit by objective, where the optimiser goes before the start it kept."""
+    return (row.programs is None, row.over_limit, row.objective_ms, row.method != "optpipe")
+
+
+def _absent(problem: Problem, placement: str, method: str, seconds: float, reason: str) -> Row:
     return Row(
         method=method,
-        programs=programs,
-        makespan_ms=run.makespan_ms,
-        span_ms=run.span_ms,
-        peak_bytes=max(peaks),
-        host_peak_bytes=max(hosts.values()),
-        over_limit=not legal,
+        placement=placement,
+        problem=problem,
+        programs=None,
         seconds=seconds,
+        reason=reason,
     )
 
 
-def _rank(problem: Problem, row: Row) -> tuple[bool, bool, float]:
-    length = row.makespan_ms if problem.objective == "makespan" else row.span_ms
-    return (row.programs is None, row.over_limit, length)
+@dataclass(frozen=True, slots=True)
+class _Judge:
+    workload: Workload
+    seed: int
+
+    def all_rows(self, problem: Problem) -> Iterator[Row]:
+        """Yield a row per family, on the problem and, where it asks for one, on a copy."""
+        elsewhere: set[str] = set()
+        for start in all_starts(problem):
+            if start.wants in _OTHER_PLACEMENT and _one_stage_each(problem):
+                elsewhere.add(start.method)
+            else:
+                yield self._of(problem, AS_GIVEN, start)
+        for shape, chunks in REPLACEMENTS:
+            if not elsewhere:
+                return
+            try:
+                copy = replaced(problem, shape, chunks)
+            except NotApplicable:
+                continue
+            for start in all_starts(copy, tuple(sorted(elsewhere))):
+                if start.programs is not None:
+                    yield self._of(copy, f"{shape} x{chunks}", start)
+
+    def _of(self, problem: Problem, placement: str, start: Start) -> Row:
+        if start.programs is None:
+            return _absent(problem, placement, start.method, start.seconds, start.reason)
+        return self.row(
+            problem,
+            placement,
+            start.method,
+            start.programs,
+            start.seconds,
+            over_limit=not start.legal,
+        )
+
+    def row(
+        self,
+        problem: Problem,
+        placement: str,
+        method: str,
+        programs: Programs,
+        seconds: float,
+        *,
+        over_limit: bool,
+    ) -> Row:
+        """Return the row of programs that are legal but for memory."""
+        run = simulate(problem, programs)
+        length_ms = run.objective_ms(problem.objective)
+        spread = step_time_spread(problem, programs, seed=self.seed)
+        hosts = host_peak_bytes(problem, programs)
+        return Row(
+            method=method,
+            placement=placement,
+            problem=problem,
+            programs=programs,
+            seconds=seconds,
+            makespan_ms=run.makespan_ms,
+            span_ms=run.span_ms,
+            makespan_bubble=bubble_rate(problem, run.makespan_ms),
+            span_bubble=bubble_rate(problem, run.span_ms),
+            p50_ms=spread.p50_ms,
+            p95_ms=spread.p95_ms,
+            peak_bytes=max(device_peak_bytes(problem, d, p) for d, p in enumerate(programs)),
+            host_peak_bytes=max(hosts.values()),
+            over_limit=over_limit,
+            tokens_per_s=self.workload.tokens_per_s(problem, length_ms),
+            mfu=self.workload.mfu(problem, length_ms),
+        )
+
+
+def _one_stage_each(problem: Problem) -> bool:
+    return all(len(held) <= 1 for held in problem.stages_of)

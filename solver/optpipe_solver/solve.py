@@ -38,6 +38,7 @@ def solve(
     seed: int = 0,
     method: str = "auto",
     start: Programs | None = None,
+    start_method: str = "given start",
     on_progress: Callable[[Progress], None] | None = None,
     should_stop: Callable[[], bool] | None = None,
 ) -> Result:
@@ -53,8 +54,8 @@ def solve(
         For HiGHS; the same seed and threads explore in the same order.
     method
         One of `METHODS`.
-    start
-        Programs to start from beside the families; used if legal.
+    start, start_method
+        Programs to start from beside the families, used if legal, and who made them.
     on_progress
         Told every improvement of schedule or bound.
     should_stop
@@ -72,7 +73,9 @@ def solve(
     best = Incumbent(problem, on_progress)
     bound = lower_bound(problem)
     best.offer_bound(bound.ms, bound.method)
-    reason = _offer_starts(best, method, start)
+    if start is not None:
+        best.offer(start, start_method)
+    reason = _offer_starts(best, method, time_limit_s=time_limit_s, should_stop=should_stop)
     start_method, start_ms = best.method, best.objective_ms
     stopped_by: StoppedBy = "work_limit"
     if method == "auto" and best.programs is not None:
@@ -106,16 +109,23 @@ def _check_arguments(time_limit_s: float, threads: int, method: str) -> None:
         raise InputError(f"method = {method!r}: must be one of {', '.join(METHODS)}; choose one")
 
 
-def _offer_starts(best: Incumbent, method: str, start: Programs | None) -> str:
-    """Offer every start; return why there is none where there is none."""
-    if start is not None:
-        best.offer(start, "given start")
+def _offer_starts(
+    best: Incumbent,
+    method: str,
+    *,
+    time_limit_s: float,
+    should_stop: Callable[[], bool] | None,
+) -> str:
+    """Offer every start there is time for; return why there is none where there is none."""
     reasons = []
-    for candidate in all_starts(best.problem, method):
+    for candidate in all_starts(best.problem, None if method == "auto" else (method,)):
         if candidate.programs is not None and candidate.legal:
             best.offer(candidate.programs, candidate.method)
         elif candidate.reason:
             reasons.append(f"{candidate.method}: {candidate.reason}")
         else:
             reasons.append(f"{candidate.method}: over the memory limit")
+        late = best.seconds() > time_limit_s or (should_stop is not None and should_stop())
+        if late and best.programs is not None:
+            break
     return "; ".join(reasons)

@@ -12,19 +12,21 @@ from optpipe_solver.families import FAMILIES, NotApplicable
 from optpipe_solver.fit import fit_memory
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterator
 
     from optpipe.action import Programs
     from optpipe.problem import Problem
+    from optpipe_solver.families.not_applicable import Reason
 
-__all__ = ["Start", "all_starts", "family_programs"]
+__all__ = ["Start", "all_starts"]
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
     """Programs of a method, or the reason why it has none.
 
-    ``legal`` is False for programs over a memory limit (they are shown, never returned).
+    ``legal`` is False for programs over a memory limit (they are shown, never returned);
+    ``wants`` is why there are none, as a code.
     """
 
     method: str
@@ -33,27 +35,28 @@ class Start:
     legal: bool
     seconds: float
     reason: str = ""
+    wants: Reason | None = None
 
 
-def all_starts(problem: Problem, method: str = "auto") -> Iterator[Start]:
+def all_starts(problem: Problem, methods: Collection[str] | None = None) -> Iterator[Start]:
     """Yield the programs of every family, and, where they exceed memory, a fitted copy.
 
     Parameters
     ----------
     problem
         Any problem.
-    method
-        ``auto`` for all families, or the name of one.
+    methods
+        Names of families; None for all.
     """
     for family in FAMILIES:
-        if method not in ("auto", family.name):
+        if methods is not None and family.name not in methods:
             continue
         began = time.perf_counter()
         try:
             programs = family.build(problem)
         except NotApplicable as reason:
             seconds = time.perf_counter() - began
-            yield Start(family.name, None, 0.0, False, seconds, str(reason))
+            yield Start(family.name, None, 0.0, False, seconds, str(reason), reason.reason)
             continue
         start = _judged(problem, family.name, programs, began)
         yield start
@@ -62,19 +65,6 @@ def all_starts(problem: Problem, method: str = "auto") -> Iterator[Start]:
             fitted = fit_memory(problem, programs)
             if fitted is not None:
                 yield _judged(problem, f"{family.name}+offload", fitted, began)
-
-
-def family_programs(problem: Problem, name: str) -> Programs:
-    """Return one family's programs, over the memory limit or not.
-
-    Raises
-    ------
-    NotApplicable
-        With the family's reason.
-    KeyError
-        If there is no such family.
-    """
-    return {family.name: family for family in FAMILIES}[name].build(problem)
 
 
 def _judged(problem: Problem, method: str, programs: Programs, began: float) -> Start:

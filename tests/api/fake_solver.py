@@ -34,6 +34,7 @@ def solve(
     seed: int,
     method: str,
     start: Programs | None = None,
+    start_method: str = "given start",
     on_progress: Callable[[Progress], None] | None = None,
     should_stop: Callable[[], bool] | None = None,
 ) -> Result:

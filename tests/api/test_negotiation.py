@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from optpipe_api.errors import NotAcceptableError
-from optpipe_api.negotiation import preferred_form
+from optpipe_api.negotiation import TABLE_FORMS, preferred_form
 
 
 @pytest.mark.parametrize(
@@ -24,6 +24,13 @@ from optpipe_api.negotiation import preferred_form
 )
 def test_the_best_liked_form_is_chosen(accept: str | None, form: str) -> None:
     assert preferred_form(accept) == form
+
+
+@pytest.mark.parametrize(
+    ("accept", "form"), [(None, "json"), ("text/*", "csv"), ("text/markdown", "markdown")]
+)
+def test_tables_come_as_markdown_too(accept: str | None, form: str) -> None:
+    assert preferred_form(accept, TABLE_FORMS) == form
 
 
 @pytest.mark.parametrize("accept", ["image/png", "*/*;q=0", "text/csv;q=x", ";;,"])

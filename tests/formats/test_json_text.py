@@ -21,6 +21,7 @@ from optpipe import (
     evaluate,
     load_problem,
     load_schedule,
+    simulate,
 )
 from optpipe.formats.json_text import parse_json, read_text
 from tests.building import document, everything_at_once, problem, programs, stage
@@ -40,8 +41,10 @@ def test_problems_round_trip(made: Problem) -> None:
     assert again.problem_hash == made.problem_hash
 
 
-@given(cases(), st.none() | st.floats(0, 1e6))
-def test_schedules_round_trip(case: Case, bound: float | None) -> None:
+@given(cases(), st.none() | st.floats(0, 1))
+def test_schedules_round_trip(case: Case, share: float | None) -> None:
+    length = simulate(*case).objective_ms(case.problem.objective)
+    bound = None if share is None else share * length
     made = evaluate(*case, Provenance(method='odd "programs": 0 \u2028 名'), bound_ms=bound)
     assert load_schedule(dump_schedule(made)) == made
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 
 from optpipe import InputError, Problem, check_schedule, simulate
-from optpipe_solver import Progress, SolveStatus, compare, solve
+from optpipe_solver import Progress, SolveStatus, solve
 from optpipe_solver.starts import all_starts
 from tests.building import UNIT, bus, problem, stage
 from tests.solver.test_milp import parked_problem
@@ -127,14 +127,3 @@ def test_bad_options_are_refused(options: dict[str, object], said: str) -> None:
     """Value, rule, fix."""
     with pytest.raises(InputError, match=said):
         solve(parked_problem(), **options)  # type: ignore[arg-type]
-
-
-def test_compare_lists_every_method_best_first() -> None:
-    """OptPipe's row is first among those within the limit; the others say why not."""
-    rows = compare(parked_problem(), time_limit_s=20)
-    assert rows[0].method == "optpipe"
-    legal = [row.makespan_ms for row in rows if row.programs is not None and not row.over_limit]
-    assert legal == sorted(legal)
-    assert {"1f1b", "zb-h1", "greedy", "serial"} <= {row.method for row in rows}
-    over = next(row for row in rows if row.method == "1f1b")
-    assert over.over_limit

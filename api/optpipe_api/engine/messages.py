@@ -9,9 +9,11 @@ to          kind       header                                          document
 process     job        options, has_start                              the problem
 process     start      (follows job where has_start)                   the last incumbent
 process     stop       (finish now, keep the best)
+process     compare    options (instead of job)                        the problem
 server      ready      (imports are done)
 server      progress   seconds, method, objective_ms, bound_ms         schedule, or empty
 server      result     status, objective_ms, bound_ms, message, needs  schedule, or empty
+server      rows       (the answer to compare)                         of the form asked
 server      error      code, message
 ==========  =========  ==============================================  ==================
 """

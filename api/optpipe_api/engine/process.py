@@ -22,7 +22,7 @@ _TERMINATE_S = 0.15
 
 
 class SolverProcess:
-    """One process, for one job.
+    """One process, for one job or one comparison.
 
     A new interpreter rather than a fork: forked threads and database connections are broken, and
     nothing of the server's memory is of use there. Used by one thread at a time.
@@ -31,6 +31,7 @@ class SolverProcess:
     def __init__(self, settings: Settings) -> None:
         arguments = {
             "solve_path": settings.solve_path,
+            "compare_path": settings.compare_path,
             "memory_bytes": settings.solver_memory_bytes,
         }
         # -P: a file called json.py in the current folder must not become our json. A process

@@ -1,7 +1,7 @@
 """The solver process: ``python -m optpipe_api.engine.worker SETTINGS``.
 
-It takes one job, tells every improvement, tells the result, and ends. It ends at once when the
-server does: the end of its input says so.
+It takes one job, tells every improvement, tells the result, and ends; or it takes one comparison,
+tells the rows, and ends. It ends at once when the server does: the end of its input says so.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from optpipe.errors import OptPipeError
 from optpipe.evaluate import evaluate
+from optpipe.formats.comparison import dump_comparison
 from optpipe.formats.json_text import load_problem, load_schedule
 from optpipe.schedule import Provenance, TraceEntry
 from optpipe_api.engine.messages import FrameBuffer, Message, encode
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
     from optpipe.action import Programs
     from optpipe.problem import Problem
-    from optpipe_solver import Progress, Result
+    from optpipe_solver import Progress, Result, Row
 
 __all__ = ["main"]
 
@@ -35,7 +36,7 @@ _BOUND_EVERY_S = 0.2
 
 
 def main() -> None:
-    """Serve one job over standard input and output."""
+    """Serve one job or comparison over standard input and output."""
     settings = json.loads(sys.argv[1])
     channel = _Channel()
     _limit(settings["memory_bytes"])
@@ -43,7 +44,11 @@ def main() -> None:
         solve = _find(settings["solve_path"])
         _warm_up(settings["solve_path"])
         channel.send(Message("ready"))
-        channel.send(_run(channel, solve))
+        task = channel.receive()
+        if task.kind == "compare":
+            channel.send(_compare(channel, task, _find(settings["compare_path"])))
+        else:
+            channel.send(_run(channel, task, solve))
     except OptPipeError as error:
         channel.send(Message("error", {"code": error.code, "message": str(error)}))
     except MemoryError:
@@ -105,15 +110,30 @@ def _limit(memory_bytes: int | None) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
 
 
-def _find(path: str) -> Callable[..., Result]:
+def _find(path: str) -> Callable[..., Any]:
     module, _, name = path.partition(":")
-    found: Callable[..., Result] = getattr(importlib.import_module(module), name)
+    found: Callable[..., Any] = getattr(importlib.import_module(module), name)
     return found
 
 
-def _run(channel: _Channel, solve: Callable[..., Result]) -> Message:
-    job = channel.receive()
-    start = load_schedule(channel.receive().document).programs if job.header["has_start"] else None
+def _compare(channel: _Channel, task: Message, compare: Callable[..., list[Row]]) -> Message:
+    from optpipe_solver.compare import Workload  # noqa: PLC0415 - heavy; after the limits are set
+
+    channel.watch()
+    options = task.header["options"]
+    rows = compare(
+        load_problem(task.document),
+        time_limit_s=options["time_limit_s"],
+        threads=options["threads"],
+        seed=options["seed"],
+        workload=Workload(**options["workload"]),
+        should_stop=channel.stop.is_set,
+    )
+    return Message("rows", {}, dump_comparison([row.as_json() for row in rows], options["form"]))
+
+
+def _run(channel: _Channel, job: Message, solve: Callable[..., Result]) -> Message:
+    start = load_schedule(channel.receive().document) if job.header["has_start"] else None
     channel.watch()
     problem = load_problem(job.document)
     options = job.header["options"]
@@ -123,7 +143,8 @@ def _run(channel: _Channel, solve: Callable[..., Result]) -> Message:
         threads=options["threads"],
         seed=options["seed"],
         method=options["method"],
-        start=start,
+        start=None if start is None else start.programs,
+        start_method="given start" if start is None else start.provenance.method,
         on_progress=_Reporter(channel, problem, options["seed"]),
         should_stop=channel.stop.is_set,
     )

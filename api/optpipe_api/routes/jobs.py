@@ -71,7 +71,8 @@ async def submit(
 
 def _submit(service: Service, body: bytes, key: str | None) -> Job:
     submission = Submission.parse(decode_json(body))
-    return service.submit(submission.problem, submission.options.within(service.settings), key)
+    options = submission.options.within(service.settings, service.methods)
+    return service.submit(submission.problem, options, key)
 
 
 @router.get("", responses=documented(), summary="List jobs, newest first")

@@ -13,6 +13,12 @@ class Reason(StrEnum):
     NEEDS_ONE_STAGE_PER_DEVICE = "needs-one-stage-per-device"
     DOES_NOT_FIT = "does-not-fit"
     INFEASIBLE = "infeasible"
+    NEEDS_LOOP_PLACEMENT = "needs-loop-placement"
+    NEEDS_V_PLACEMENT = "needs-v-placement"
+    NEEDS_RECOMPUTE = "needs-recompute"
+    CANNOT_BE_SPLIT = "cannot-be-split"
+    TOO_FEW_MICROBATCHES = "too-few-microbatches"
+    CANNOT_OFFLOAD = "cannot-offload"
 
 
 class NotApplicable(Exception):  # noqa: N818 - an answer, not an error

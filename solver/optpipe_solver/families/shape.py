@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from optpipe.action import Action, Programs
     from optpipe.problem import Problem
 
-__all__ = ["one_stage_per_device", "programs_by_device"]
+__all__ = ["chunks_of_loop", "devices_of_v", "one_stage_per_device", "programs_by_device"]
 
 
 def one_stage_per_device(problem: Problem) -> None:
@@ -33,3 +33,53 @@ def one_stage_per_device(problem: Problem) -> None:
 def programs_by_device(problem: Problem, by_stage: list[list[Action]]) -> Programs:
     """Return programs per device from programs per stage (one stage per device)."""
     return tuple(tuple(by_stage[held[0]]) if held else () for held in problem.stages_of)
+
+
+def chunks_of_loop(problem: Problem) -> int:
+    """Return how many stages each device holds where stage k stands on the (k mod p)-th device.
+
+    The p devices may be numbered in any order, and devices without a stage do not count.
+
+    Raises
+    ------
+    NotApplicable
+        If the placement is no loop, or only one round of it (a line).
+    """
+    placement = problem.placement
+    num_used = len(set(placement))
+    round_trip = placement[:num_used]
+    chunks = len(placement) // num_used
+    if chunks < 2 or placement != round_trip * chunks:
+        raise NotApplicable(
+            Reason.NEEDS_LOOP_PLACEMENT,
+            f"this rule is for a loop placement of at least two rounds, stage k on device "
+            f"k mod {num_used}, but the placement is {_shown(placement)}",
+        )
+    return chunks
+
+
+def devices_of_v(problem: Problem) -> int:
+    """Return p where p devices hold two stages each, k and 2p - 1 - k: down and up again.
+
+    The p devices may be numbered in any order, and devices without a stage do not count.
+
+    Raises
+    ------
+    NotApplicable
+        If the placement is no V.
+    """
+    placement = problem.placement
+    num_used = len(set(placement))
+    down = placement[:num_used]
+    if placement != down + down[::-1]:
+        raise NotApplicable(
+            Reason.NEEDS_V_PLACEMENT,
+            "this rule is for a V placement, stages down the devices and up again, two on each, "
+            f"but the placement is {_shown(placement)}",
+        )
+    return num_used
+
+
+def _shown(placement: tuple[int, ...]) -> str:
+    shown = ", ".join(map(str, placement[:16]))
+    return f"[{shown}, ...]" if len(placement) > 16 else f"[{shown}]"

@@ -1,7 +1,7 @@
-"""Compile the search once, so that no solve pays for it: ``python -m optpipe_solver.improve.warm``.
+"""Compile everything once, so that no solve pays for it: ``python -m optpipe_solver.improve.warm``.
 
 numba keeps what it compiled in ``NUMBA_CACHE_DIR``, else beside the sources, else in the user's
-cache folder; a later process loads it from there in well under a second.
+cache folder; a later process loads it from there in about a second.
 """
 
 from __future__ import annotations
@@ -15,25 +15,34 @@ __all__ = ["warm_up"]
 
 
 def warm_up() -> None:
-    """Run the search on the smallest problem that uses all of it."""
+    """Run all families and the search on the smallest problems that use all of them."""
+    for placement in ([0, 1], [0, 1, 1, 0], [0, 1, 0, 1]):
+        best = Incumbent(_tight(placement))
+        for start in all_starts(best.problem):
+            if start.programs is not None and start.legal:
+                best.offer(start.programs, start.method)
+    improve_by_local_search(best, time_limit_s=1e-3, seed=0)
+
+
+def _tight(placement: list[int]) -> Problem:
+    """Two devices that must offload."""
     stage = {
         "forward_ms": 1.0,
         "backward_input_ms": 1.0,
         "backward_weight_ms": 1.0,
-        "activation_bytes": 1,
+        "activation_bytes": 10,
+        "weight_context_bytes": 5,
+        "offload_bytes": 10,
     }
-    problem = Problem.parse(
+    most = 15 * len(placement) // 2
+    device = {"memory_bytes": most, "d2h_gb_per_s": 1.0, "h2d_gb_per_s": 1.0}
+    return Problem.parse(
         {
-            "num_microbatches": 2,
-            "devices": [{"memory_bytes": 8}, {"memory_bytes": 8}],
-            "stages": [{"device": 0, **stage}, {"device": 1, **stage}],
+            "num_microbatches": 4,
+            "devices": [device, device],
+            "stages": [{"device": d, **stage} for d in placement],
         }
     )
-    best = Incumbent(problem)
-    for start in all_starts(problem, "serial"):
-        if start.programs is not None:
-            best.offer(start.programs, start.method)
-    improve_by_local_search(best, time_limit_s=1e-3, seed=0)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
 """The constraints of the full-horizon model, one function per family, listed in order at the end.
 
+Numbers in docstrings are those of ``docs/milp.md``.
+
 Times are ms, memory is in units of the device's largest item so that coefficients stay near 1.
 Where a family is a relaxation of `optpipe.simulate` it says so: the model's optimum is then still a
 valid bound, and its solutions are judged after lowering.
@@ -7,7 +9,7 @@ valid bound, and its solutions are judged after lowering.
 
 from __future__ import annotations
 
-from itertools import combinations, permutations
+from itertools import combinations
 from typing import TYPE_CHECKING
 
 from optpipe.action import Action, ActionType
@@ -308,9 +310,9 @@ def reloads_have_one_order(v: HorizonVariables) -> Iterator[Constraint]:
     """RELOADs take no time in the program, so their order needs its own transitivity. (11)."""
     for device in range(len(v.problem.devices)):
         items = [v.reload_item(cell) for cell in v.items.offloadable(device)]
-        for a, b, c in permutations(items, 3):
-            if a.action.microbatch < min(b.action.microbatch, c.action.microbatch):
-                yield at_least(2.0 - v.before(a, b) - v.before(b, c) - v.before(c, a), 0.0)
+        for a, b, c in combinations(items, 3):
+            yield at_least(2.0 - v.before(a, b) - v.before(b, c) - v.before(c, a), 0.0)
+            yield at_least(2.0 - v.before(a, c) - v.before(c, b) - v.before(b, a), 0.0)
 
 
 def ends_within_length(v: HorizonVariables) -> Iterator[Constraint]:

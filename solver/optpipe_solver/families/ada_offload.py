@@ -1,0 +1,82 @@
+"""A start after AdaOffload: as many forwards ahead as without limits, offloaded where they must.
+
+OptPipe, arXiv 2510.05186, section on initialisation: the MILP there is warm-started from a schedule
+that offloads adaptively, only as much as the limit needs, and is tight otherwise.
+
+Rule: take tight schedules that ignore memory - ZB-H1 and 1F1B on a line, `gis` and `gis_h` on a
+loop, list scheduling (`list_scheduler`) with 1F1B's depth on any placement - and make each fit with
+`optpipe_solver.fit`. The best simulated one wins; large problems try only the first. Memory: at
+most the limit. Bubble: that of the schedule taken, plus stalls where copies cannot be hidden.
+It ignores that another order of F and I could need fewer copies, and so gives up where the parts
+that cannot move of all micro-batches ahead exceed the limit.
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+from math import inf
+from typing import TYPE_CHECKING
+
+from optpipe.simulate import simulate
+from optpipe_solver.families.gis import grouped_interleaved
+from optpipe_solver.families.gis_h import smallest_group
+from optpipe_solver.families.list_scheduler import Policy, list_schedule
+from optpipe_solver.families.not_applicable import NotApplicable, Reason
+from optpipe_solver.families.one_f_one_b import build_one_f_one_b
+from optpipe_solver.families.zb_h1 import build_zb_h1
+from optpipe_solver.fit import fit_memory
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from optpipe.action import Programs
+    from optpipe.problem import Problem
+
+__all__ = ["build_ada_offload"]
+
+_LARGE = 60_000
+_UNLIMITED = 2**60
+
+
+def build_ada_offload(problem: Problem) -> Programs:
+    """Return the best tight schedule that offload, or recompute, makes fit.
+
+    Raises
+    ------
+    NotApplicable
+        If none of them can be made to fit.
+    """
+    size = 3 * len(problem.stages) * problem.num_microbatches
+    bases = _bases(problem)
+    fitted = (fit_memory(problem, base) for base in (islice(bases, 1) if size > _LARGE else bases))
+    best = min(
+        (programs for programs in fitted if programs is not None),
+        key=lambda programs: simulate(problem, programs).objective_ms(problem.objective),
+        default=None,
+    )
+    if best is None:
+        raise NotApplicable(
+            Reason.DOES_NOT_FIT,
+            "what offload and recompute leave of the micro-batches in flight exceeds the memory "
+            "limits",
+        )
+    return best
+
+
+def _bases(problem: Problem) -> Iterator[Programs]:
+    builders: tuple[Callable[[Problem], Programs], ...] = (
+        build_zb_h1,
+        build_one_f_one_b,
+        lambda given: grouped_interleaved(given, smallest_group(given)),
+        lambda given: grouped_interleaved(given, len(set(given.placement))),
+    )
+    for build in builders:
+        try:
+            yield build(problem)
+        except NotApplicable:
+            continue
+    limits = (_UNLIMITED,) * len(problem.devices)
+    for in_flight, patience in ((1.0, 0.0), (1.0, 1.0), (1.5, 1.0), (inf, 1.0)):
+        programs = list_schedule(problem, Policy(limits, patience, in_flight=in_flight))
+        if programs is not None:
+            yield programs

@@ -1,0 +1,259 @@
+"""From a building block to programs: repeat, squeeze, reorder, place the weight gradients.
+
+Qi et al., "Pipeline Parallelism with Controllable Memory", NeurIPS 2024 (arXiv 2405.15362),
+sections 3 and 4 and its appendix on squeezing and reordering.
+
+A *building block* says when one micro-batch runs F and I on every stage; micro-batch j does the
+same j periods later. Between neighbouring stages the offset is the same all over one half of the
+model (first half forwards, second half forwards, second half backwards, first half backwards), and
+a gap stands at each of the three turns. From the block only the *order* of F and I on a device is
+taken, so that it need not be free of collisions. Memory: at equal times a stage holds
+ceil(lifespan / period) activations, lifespan = from its F to its W.
+
+*Squeeze*: run that order with the problem's real times, everything as soon as possible. *Reorder*:
+a device whose next pass has not arrived may run a later F or I of its order if memory still admits
+all those it jumps (each W right behind its I), so that it never gets stuck: the earliest pass of
+the block order that has not run is always ready, and fits. *W* fills waits, or runs when a pass
+that is ready does not fit.
+
+Ignored: offload, recompute, gradient reductions; FIFO order of micro-batches in every stage.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from optpipe.action import Action, ActionType
+from optpipe_solver.families.squeeze_kernel import BACKWARD, FORWARD, WEIGHT, Order, Rules, squeeze
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from optpipe.action import Programs
+    from optpipe.problem import Problem
+
+__all__ = ["Block", "Early", "Policy", "Squeezed", "Squeezer", "squeezed_v", "uniform_block"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Block:
+    """When one micro-batch runs F and I, by stage, and after how long the next one does the same.
+
+    Nothing may run before what it depends on; the unit of time is free.
+    """
+
+    forward: NDArray[np.float64]
+    backward: NDArray[np.float64]
+    period: float
+
+
+def uniform_block(
+    num_stages: int, offsets: Sequence[float], gaps: Sequence[float], period: float
+) -> Block:
+    """Return the block with the same offsets all over each half of the model.
+
+    Parameters
+    ----------
+    num_stages
+        The first half is stages 0 to num_stages // 2 - 1.
+    offsets
+        Time from a pass to the next on its way: F in the first half, F in the second, I in the
+        second, I in the first.
+    gaps
+        The same at the turns: F into the second half, last F to first I, I into the first half.
+    period
+        Time from one micro-batch to the next.
+    """
+    half = num_stages // 2
+    rest = num_stages - half
+    there = [offsets[0]] * (half - 1) + [gaps[0]] * (half > 0) + [offsets[1]] * (rest - 1)
+    back = [offsets[2]] * (rest - 1) + [gaps[2]] * (half > 0) + [offsets[3]] * (half - 1)
+    times = np.cumsum([0.0, *there, gaps[1], *back])
+    return Block(times[:num_stages], times[num_stages:][::-1], period)
+
+
+class Early(IntEnum):
+    """Whether a waiting device may run a later F or I of its order, and before or after a W."""
+
+    NEVER = 0
+    AFTER_WEIGHT = 1
+    BEFORE_WEIGHT = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """How waits are filled.
+
+    ``patience``: a pass fills a wait of at least this fraction of its duration (1 = it delays
+    nothing known, 0 = any). Negative: every W runs at once, which needs the least memory.
+    """
+
+    early: Early = Early.AFTER_WEIGHT
+    patience: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Squeezed:
+    """A squeezed block: encoded programs and their lengths of time (gradient reductions aside)."""
+
+    makespan_ms: float
+    span_ms: float
+    num_microbatches: int
+    fused: bool
+    codes: tuple[NDArray[np.int64], ...]
+
+    def programs(self, num_stages: int) -> Programs:
+        """Return the programs."""
+        backward = ActionType.FULL_BACKWARD if self.fused else ActionType.BACKWARD_INPUT
+        kinds = (ActionType.FORWARD, backward, ActionType.BACKWARD_WEIGHT)
+        decoded = []
+        for row in self.codes:
+            cells, microbatches = np.divmod(row, self.num_microbatches)
+            parts = zip(cells.tolist(), microbatches.tolist(), strict=True)
+            decoded.append(
+                tuple(Action(cell % num_stages, kinds[cell // num_stages], j) for cell, j in parts)
+            )
+        return tuple(decoded)
+
+
+class Squeezer:
+    """Squeezes blocks for one problem under one kind of memory limit."""
+
+    def __init__(self, problem: Problem, rules: Rules) -> None:
+        self._problem = problem
+        self._rules = rules
+
+    @classmethod
+    def in_bytes(cls, problem: Problem, *, fused: bool = False) -> Squeezer:
+        """Keep the memory limits of the devices, workspaces included; ``fused``: B for I and W."""
+        stages = problem.stages
+        activation = np.array([stage.activation_bytes for stage in stages], dtype=np.int64)
+        context = np.array([stage.weight_context_bytes for stage in stages], dtype=np.int64)
+        workspace = np.array(
+            [
+                [stage.forward_workspace_bytes for stage in stages],
+                [
+                    stage.backward_workspace_bytes
+                    if fused
+                    else stage.backward_input_workspace_bytes
+                    for stage in stages
+                ],
+                [stage.backward_weight_workspace_bytes for stage in stages],
+            ],
+            dtype=np.int64,
+        )
+        after_backward = -activation if fused else context - activation
+        room = [
+            device.usable_bytes - problem.static_bytes_of(index)
+            for index, device in enumerate(problem.devices)
+        ]
+        delta = np.array([activation, after_backward, -context])
+        return cls(problem, _rules(problem, delta, workspace, np.array(room), fused=fused))
+
+    @classmethod
+    def in_activations(cls, problem: Problem, most: int) -> Squeezer:
+        """Keep at most so many activations of one stage on a device, each from its F to its W."""
+        ones = np.ones(len(problem.stages), dtype=np.int64)
+        delta = np.array([ones, 0 * ones, -ones])
+        room = np.full(len(problem.devices), most, dtype=np.int64)
+        return cls(problem, _rules(problem, delta, 0 * delta, room, fused=False))
+
+    def squeeze(
+        self, block: Block, policy: Policy, num_microbatches: int | None = None
+    ) -> Squeezed | None:
+        """Return the squeezed block, or None where its order does not fit in memory.
+
+        ``num_microbatches``: fewer than the problem's, for a quick look.
+        """
+        m = self._problem.num_microbatches if num_microbatches is None else num_microbatches
+        done, rows, lengths, makespan, span = squeeze(
+            self._rules, _unroll(self._problem, block, m), int(policy.early), policy.patience
+        )
+        if not done:
+            return None
+        codes = tuple(row[:length] for row, length in zip(rows, lengths, strict=True))
+        return Squeezed(float(makespan), float(span), m, not self._rules.split, codes)
+
+
+def squeezed_v(
+    problem: Problem, *, offsets: Sequence[float], gaps: Sequence[float], most: int
+) -> Programs:
+    """Return the programs of a published V block: times in passes, repeated every 6 of them.
+
+    ``most`` is the memory of a device in micro-batches of its two stages. The orders of ZB-V,
+    V-Half and V-Min need no more, whatever the times (tested), so that the squeeze never fails.
+    """
+    num_stages = len(problem.stages)
+    block = uniform_block(num_stages, offsets, gaps, period=6)
+    squeezed = Squeezer.in_activations(problem, 2 * most).squeeze(block, Policy())
+    if squeezed is None:
+        raise AssertionError(f"a V block on {num_stages // 2} devices needs more than {most}")
+    return squeezed.programs(num_stages)
+
+
+def _rules(
+    problem: Problem,
+    delta: NDArray[np.int64],
+    workspace: NDArray[np.int64],
+    limit: NDArray[np.int64],
+    *,
+    fused: bool,
+) -> Rules:
+    stages = problem.stages
+    widest = max(len(held) for held in problem.stages_of)
+    peak = np.maximum(delta, 0) + workspace
+    finish = peak[:WEIGHT].copy()
+    if not fused:
+        finish[BACKWARD] = np.maximum(finish[BACKWARD], delta[BACKWARD] + peak[WEIGHT])
+    backward = [stage.fused_backward_ms if fused else stage.backward_input_ms for stage in stages]
+    return Rules(
+        device_of=np.array(problem.placement, dtype=np.int64),
+        held=np.array(
+            [[*held, *[0] * (widest - len(held))] for held in problem.stages_of], dtype=np.int64
+        ),
+        num_held=np.array([len(held) for held in problem.stages_of], dtype=np.int64),
+        duration=np.array(
+            [
+                [stage.forward_ms for stage in stages],
+                backward,
+                [stage.backward_weight_ms for stage in stages],
+            ],
+            dtype=np.float64,
+        ),
+        delta=delta.astype(np.int64),
+        peak=peak.astype(np.int64),
+        finish=finish.astype(np.int64),
+        there=np.array([there for there, _ in problem.boundary_ms], dtype=np.float64),
+        back=np.array([back for _, back in problem.boundary_ms], dtype=np.float64),
+        limit=limit.astype(np.int64),
+        split=0 if fused else 1,
+    )
+
+
+def _unroll(problem: Problem, block: Block, m: int) -> Order:
+    """Return the order of F and I on every device: by time in the block, then along the chain."""
+    widest = max(len(held) for held in problem.stages_of)
+    sequence = np.zeros((len(problem.devices), 2 * m * widest), dtype=np.int64)
+    length = np.array([2 * m * len(held) for held in problem.stages_of], dtype=np.int64)
+    # One more than m, and beyond every index: the next micro-batch of a code that is all done.
+    place = np.full((2 * len(problem.stages), m + 1), np.iinfo(np.int64).max)
+    repeats = np.arange(m) * block.period
+    for device, held in enumerate(problem.stages_of):
+        if not held:
+            continue
+        there = np.array(held)
+        back = there[::-1]
+        codes = np.concatenate([2 * there + FORWARD, 2 * back + BACKWARD])
+        times = np.concatenate([block.forward[there], block.backward[back]])
+        order = np.argsort((times[:, None] + repeats).ravel(), kind="stable")
+        sequence[device, : order.size] = codes.repeat(m)[order]
+        index = np.empty_like(order)
+        index[order] = np.arange(order.size)
+        place[codes, :m] = index.reshape(-1, m)
+    return Order(sequence, length, place, m)

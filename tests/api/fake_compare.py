@@ -1,0 +1,55 @@
+"""A comparison whose every step a test decides: the problem's name is its script.
+
+``hang:FILE`` writes its process id to a file and never ends, whatever it is told. Anything else
+answers at once with one row that holds the options it was given.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from optpipe_solver.compare import AS_GIVEN, Row
+from tests.api.fake_solver import serial
+
+if TYPE_CHECKING:
+    from optpipe.problem import Problem
+    from optpipe_solver.compare import Workload
+
+
+def compare(
+    problem: Problem,
+    *,
+    time_limit_s: float,
+    threads: int,
+    seed: int,
+    workload: Workload,
+    should_stop: Any,
+) -> list[Row]:
+    word, _, argument = problem.name.partition(":")
+    if word == "hang":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        Path(argument).write_text(str(os.getpid()), encoding="utf-8")
+        while True:
+            time.sleep(1.0)
+    if word == "fails":
+        raise ZeroDivisionError("secret detail of a stack trace")
+    if word == "eats":
+        bytearray(64 * 1024**3)
+    if word == "dies":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return [
+        Row(
+            method=f"limit={time_limit_s:g} threads={threads} seed={seed}",
+            placement=AS_GIVEN,
+            problem=problem,
+            programs=serial(problem, 0),
+            seconds=0.5,
+            makespan_ms=84.0,
+            tokens_per_s=workload.tokens_per_microbatch,
+            mfu=workload.flops_per_microbatch,
+        )
+    ]

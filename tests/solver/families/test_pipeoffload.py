@@ -1,0 +1,241 @@
+"""PO-H and PO-F: golden programs, published memory, the map of settings, limits, reasons."""
+
+from __future__ import annotations
+
+import json
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from optpipe import Problem, Programs, dump_csv, find_violations, simulate
+from optpipe.memory import device_peak_bytes
+from optpipe_solver.families.gis import build_gis, grouped_interleaved
+from optpipe_solver.families.gis_h import build_gis_h
+from optpipe_solver.families.not_applicable import NotApplicable, Reason
+from optpipe_solver.families.pipeoffload import (
+    build_po_f,
+    build_po_h,
+    pipeoffload,
+    po_h_formula,
+)
+from optpipe_solver.smallest_memory import smallest_memory
+from tests.building import PLENTY, UNIT, bus, offloadable, problem, stage
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+PUBLISHED = json.loads((Path(__file__).parents[2] / "data/published/published.json").read_text())[
+    "pipeoffload"
+]
+TRANSFERS = (0.1, 0.2, 0.25, 0.3, 0.4, 0.5, 0.75, 1.0)
+MAP = [
+    (p, rounds * p, v, group, chunks, transfer)
+    for p, rounds, v in product((4, 8), (2, 4), (2, 3, 4))
+    for group, chunks, transfer in product((p, p // 2), sorted({1, v // 2, v}), TRANSFERS)
+]
+LANES = {
+    "published": {"half_duplex": True, "paired": True},
+    "half duplex": {"half_duplex": True, "paired": False},
+    "full duplex": {"half_duplex": False, "paired": False},
+}
+
+
+def loop(
+    d: int,
+    v: int,
+    m: int,
+    transfer: float,
+    *,
+    half_duplex: bool = True,
+    paired: bool = True,
+    memory_bytes: int = PLENTY,
+) -> Problem:
+    """Equal stages of F = I = W = 10 ms and 10 UNIT, all of it to be offloaded."""
+    rate = 10 / (30 * transfer)
+    devices = [
+        bus(
+            memory_bytes=memory_bytes,
+            d2h_gb_per_s=rate,
+            h2d_gb_per_s=rate,
+            half_duplex=half_duplex,
+            pcie_group=f"pair {k // 2}" if paired else None,
+        )
+        for k in range(d)
+    ]
+    return problem([offloadable(k % d, 10, 10, 10) for k in range(d * v)], devices, m=m)
+
+
+def peak(given: Problem, made: Programs) -> float:
+    """Micro-batches (all stages of a device) that the fullest device holds."""
+    held = max(device_peak_bytes(given, k, row) for k, row in enumerate(made))
+    return held / sum(given.stages[s].activation_bytes for s in given.stages_of[0])
+
+
+def ms(given: Problem, made: Programs) -> float:
+    return simulate(given, made).makespan_ms
+
+
+def built(build: Callable[[Problem], Programs], given: Problem) -> Programs | Reason:
+    """The programs, or why there are none."""
+    try:
+        return build(given)
+    except NotApplicable as answer:
+        return answer.reason
+
+
+def test_golden_po_h() -> None:
+    """Two devices, two chunks: chunk 0 leaves, and is back when its I starts."""
+    given = loop(2, 2, 3, 0.25, half_duplex=False, paired=False)
+    assert dump_csv(build_po_h(given)) == (
+        "0F0,0OFFLOAD0,2F0,0RELEASE0,0F1,0OFFLOAD1,2I0,2W0,0RELEASE1,0RELOAD0,2F1,0I0,0W0,"
+        "0F2,0OFFLOAD2,2I1,2W1,0RELEASE2,0RELOAD1,2F2,0I1,0W1,2I2,0RELOAD2,2W2,0I2,0W2\n"
+        "1F0,3F0,3I0,3W0,1F1,1I0,1W0,3F1,3I1,3W1,1F2,1I1,1W1,3F2,3I2,3W2,1I2,1W2\n"
+    )
+
+
+def test_golden_po_f() -> None:
+    """The same with every chunk, and in groups of two."""
+    given = loop(2, 2, 3, 0.25, half_duplex=False, paired=False)
+    assert dump_csv(build_po_f(given)) == (
+        "0F0,0OFFLOAD0,0F1,0OFFLOAD1,0RELEASE0,2F0,0RELEASE1,2F1,2I0,2W0,0F2,0OFFLOAD2,2I1,2W1,"
+        "0RELOAD0,0I0,0W0,0RELEASE2,0RELOAD1,2F2,0I1,0W1,2I2,0RELOAD2,2W2,0I2,0W2\n"
+        "1F0,1OFFLOAD0,1F1,1OFFLOAD1,1RELEASE0,3F0,3I0,3W0,3F1,3I1,3W1,1RELEASE1,1RELOAD0,1F2,"
+        "1OFFLOAD2,1I0,1RELEASE2,1RELOAD1,1W0,1I1,1W1,3F2,3I2,1RELOAD2,3W2,1I2,1W2\n"
+    )
+
+
+@pytest.mark.parametrize("lanes", LANES)
+@pytest.mark.parametrize(("v", "group", "published"), [(4, 4, 3.0), (2, 8, 4.0)])
+def test_never_worse_than_the_published_planner(
+    lanes: str, v: int, group: int, published: float
+) -> None:
+    """p = 8, m = 16, transfer 0.5, no added bubble: 3.0 for v = 4 GIS-H, 4.0 for v = 2 GIS."""
+    given = loop(8, v, 16, 0.5, **LANES[lanes])
+    base_ms = ms(given, grouped_interleaved(given, group))
+    peaks = []
+    for chunks in sorted({1, v // 2, v}):
+        made = pipeoffload(given, group, chunks)
+        assert find_violations(given, made) == []
+        assert ms(given, made) == pytest.approx(base_ms)
+        peaks.append(peak(given, made))
+    assert min(peaks) <= published
+
+
+@pytest.mark.parametrize("v", [2, 4])
+def test_formula_beside_value(v: int) -> None:
+    """PO-H's (v + 2) / (8 v) of d is asymptotic: the value lies above it, below GIS-H's."""
+    assert PUBLISHED["table1"]["PO-H"][0] == "~(v+2)/(8v) M"
+    given = loop(8, v, 32, 0.1)
+    value = peak(given, build_po_h(given))
+    formula = po_h_formula(8, v)
+    print(f"d = 8, v = {v}: formula {formula}, value {value}")
+    assert formula < value <= formula + 1 + 1 / v
+    assert value < peak(given, build_gis_h(given))
+
+
+def test_full_offload_holds_next_to_nothing() -> None:
+    """PO-F with fast copies: one of 8 micro-batches, and less with more chunks."""
+    values = {v: peak(given := loop(8, v, 16, 0.1), build_po_f(given)) for v in (2, 4)}
+    assert values[4] < values[2] <= 1.0
+
+
+@pytest.mark.parametrize("at", MAP[5::41], ids=str)
+def test_the_map(at: tuple[int, int, int, int, int, float]) -> None:
+    """A sample of the 448 settings, without a limit and under two: always legal, never refused."""
+    p, m, v, group, chunks, transfer = at
+    given = loop(p, v, m, transfer)
+    base_ms = ms(given, grouped_interleaved(given, group))
+    free = pipeoffload(given, group, chunks)
+    assert find_violations(given, free) == []
+    assert ms(given, free) == pytest.approx(base_ms)
+    smallest = max(smallest_memory(given))
+    assert smallest == 10 * UNIT
+    held = max(device_peak_bytes(given, k, row) for k, row in enumerate(free))
+    for limit in (smallest, (smallest + held) // 2):
+        tight = loop(p, v, m, transfer, memory_bytes=limit)
+        made = pipeoffload(tight, group, chunks)
+        assert find_violations(tight, made) == []
+        assert ms(tight, made) >= base_ms * (1 - 1e-12)
+
+
+def test_the_map_has_448_settings() -> None:
+    """As published."""
+    assert len(MAP) == len(set(MAP)) == 448
+
+
+@st.composite
+def offloading_loops(draw: st.DrawFn) -> Problem:
+    """Unequal loops, some stages or devices that cannot offload, any lanes, with tight limits."""
+    p, v = draw(st.integers(1, 4)), draw(st.integers(2, 3))
+    times = st.integers(0, 9)
+    stages = []
+    for k in range(p * v):
+        size = draw(st.integers(1, 4)) * UNIT
+        moved = draw(st.sampled_from([size, size, size // 2, 0]))
+        stages.append(
+            stage(
+                k % p,
+                draw(times),
+                draw(times),
+                draw(times),
+                activation_bytes=size,
+                offload_bytes=moved,
+                weight_context_bytes=draw(st.sampled_from([size, size // 2])),
+            )
+        )
+    devices = [
+        bus(
+            memory_bytes=draw(st.integers(4, 30)) * UNIT,
+            half_duplex=draw(st.booleans()),
+            pcie_group=draw(st.sampled_from([None, "bus"])),
+        )
+        for _ in range(p)
+    ]
+    host = {"name": "host0", "memory_bytes": draw(st.sampled_from([None, 20 * UNIT]))}
+    links = [{"from": a, "to": b, "latency_ms": draw(times)} for a in range(p) for b in range(a)]
+    return problem(stages, devices, m=draw(st.integers(1, 7)), links=links, hosts=[host])
+
+
+@settings(max_examples=60)
+@given(offloading_loops())
+def test_legal_within_the_limits_or_a_reason(given: Problem) -> None:
+    """Whatever the times, sizes, lanes and limits."""
+    for build in (build_po_h, build_po_f):
+        made = built(build, given)
+        if isinstance(made, Reason):
+            assert made in {
+                Reason.TOO_FEW_MICROBATCHES,
+                Reason.CANNOT_OFFLOAD,
+                Reason.DOES_NOT_FIT,
+            }
+        else:
+            assert find_violations(given, made) == []
+
+
+def test_reasons() -> None:
+    """A line, no bandwidth, too few micro-batches, parts that cannot move."""
+    with pytest.raises(NotApplicable) as answer:
+        build_po_h(problem([offloadable(0), offloadable(1)], m=4))
+    assert answer.value.reason is Reason.NEEDS_LOOP_PLACEMENT
+    lines = [stage(k % 2) for k in range(4)]
+    with pytest.raises(NotApplicable, match="d2h_gb_per_s") as answer:
+        build_po_h(problem(lines, m=4))
+    assert answer.value.reason is Reason.CANNOT_OFFLOAD
+    with pytest.raises(NotApplicable) as answer:
+        build_po_f(loop(4, 2, 3, 0.5))
+    assert answer.value.reason is Reason.TOO_FEW_MICROBATCHES
+    halves = [offloadable(k % 2, offload_bytes=UNIT) for k in range(4)]
+    tight = [bus(memory_bytes=20 * UNIT) for _ in range(2)]
+    with pytest.raises(NotApplicable) as answer:
+        build_po_f(problem(halves, tight, m=4))
+    assert answer.value.reason is Reason.DOES_NOT_FIT
+
+
+def test_gis_itself_is_kept_where_nothing_can_be_hidden() -> None:
+    """Copies that take longer than the whole schedule stay undone, without a limit."""
+    given = loop(2, 2, 4, 1000.0)
+    assert build_po_f(given) == build_gis(given)

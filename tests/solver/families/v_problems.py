@@ -1,0 +1,65 @@
+"""Problems on a V placement: device d holds stages d and 2p - 1 - d."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from hypothesis import strategies as st
+
+from tests.building import bus, problem, stage
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from optpipe import Problem
+
+
+def v_problem(
+    times: Sequence[tuple[float, float, float]], m: int, memory: int = 10**12, **fields: Any
+) -> Problem:
+    """One (F, I, W) per stage, one byte per activation; ``memory`` in bytes per device."""
+    p = len(times) // 2
+    stages = [
+        stage(min(s, 2 * p - 1 - s), f, i, w, activation_bytes=1)
+        for s, (f, i, w) in enumerate(times)
+    ]
+    return problem(stages, [bus(memory_bytes=memory) for _ in range(p)], m, **fields)
+
+
+def equal_v(p: int, m: int, memory: int = 10**12) -> Problem:
+    """Every pass takes 1 ms; judged by span."""
+    return v_problem([(1, 1, 1)] * (2 * p), m, memory, objective="span")
+
+
+@st.composite
+def v_problems(draw: st.DrawFn) -> Problem:
+    """Unequal times (many 0), slow and missing links, all of a stage's memory fields."""
+    order = draw(st.permutations(range(draw(st.integers(1, 4)))))
+    times = st.integers(0, 5)
+    sizes = st.integers(0, 9)
+    stages = [
+        stage(
+            device,
+            draw(times),
+            draw(times),
+            draw(times),
+            activation_bytes=draw(sizes),
+            weight_context_bytes=draw(sizes),
+            backward_ms=draw(st.none() | times),
+            grad_sync_ms=draw(times),
+            static_bytes=draw(sizes),
+            forward_workspace_bytes=draw(st.sampled_from([0, 0, 3])),
+            backward_input_workspace_bytes=draw(st.sampled_from([0, 0, 3])),
+            backward_weight_workspace_bytes=draw(st.sampled_from([0, 0, 3])),
+            backward_workspace_bytes=draw(st.sampled_from([0, 0, 3])),
+        )
+        for device in [*order, *reversed(order)]
+    ]
+    links = [
+        {"from": a, "to": b, "latency_ms": draw(st.sampled_from([0, 1, 20]))}
+        for a, b in pairwise(order)
+        if draw(st.booleans())
+    ]
+    objective = draw(st.sampled_from(["makespan", "span"]))
+    return problem(stages, m=draw(st.integers(1, 6)), links=links, objective=objective)
