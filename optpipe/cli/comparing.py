@@ -163,6 +163,9 @@ def _show(console: Console, rows: Rows) -> None:
         console.print(f"  {', '.join(methods)}: {reason}", markup=False)
 
 
+_NAME_WIDTH = len("building-blocks")
+
+
 def _table(rows: Rows) -> Table:
     """Return the table; the name of a method is the one thing that may wrap."""
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
@@ -174,8 +177,13 @@ def _table(rows: Rows) -> Table:
             justify="right" if column.unit else "left",
             no_wrap=not is_name,
             overflow="fold" if is_name else "ellipsis",
+            min_width=_NAME_WIDTH if is_name else None,
         )
-    cells = [list(row) for row in zip(*(column.cells for column in columns), strict=True)]
+    # A blank before the plus lets a long name break there instead of in a word.
+    cells = [
+        [cell.replace("+", " +") if at == 0 else cell for at, cell in enumerate(row)]
+        for row in zip(*(column.cells for column in columns), strict=True)
+    ]
     if any(row["over_limit"] for row in rows):
         table.add_column("limit\n", no_wrap=True)
         for line, row in zip(cells, rows, strict=True):

@@ -14,8 +14,8 @@ arrival times of the run before, and PCIe groups only as slower copies.
 
 from __future__ import annotations
 
-from math import inf
-from typing import TYPE_CHECKING
+from itertools import islice
+from typing import TYPE_CHECKING, NamedTuple
 
 from optpipe.memory import host_peak_bytes
 from optpipe_solver.fit_jobs import UNLIMITED, Frame
@@ -27,20 +27,24 @@ if TYPE_CHECKING:
 
     from optpipe.action import Programs
     from optpipe.problem import Problem
+    from optpipe_solver.fit_jobs import Ran
     from optpipe_solver.improve.compiled import Rows
 
-__all__ = ["fit_memory", "within_hosts"]
+__all__ = ["THOROUGH", "fit_memory", "within_hosts"]
+
+THOROUGH = 32
+"""``tries`` beyond which nothing is gained."""
 
 _WORK = 400_000
-_MOST_TRIES = 24
-_ROUNDS = 2
+_FEWEST = 2
+_SAME = 1 + 1e-9
 
 
 def fit_memory(
     problem: Problem,
     programs: Programs,
     *,
-    tries: int | None = None,
+    tries: int = 4,
     offloading: Sequence[int] | None = None,
 ) -> Programs | None:
     """Return the programs with what must be offloaded or recomputed, or None if that fails.
@@ -53,15 +57,15 @@ def fit_memory(
         Legal compute programs (F, I, W, B), over their memory limits or not. Those that fit come
         back as they are.
     tries
-        How many sweeps to choose from; by default as many as the size allows in about a second.
+        The most sweeps to choose from, up to `THOROUGH`; large problems get fewer, so that it
+        takes about a second. Fewer are made where one costs no time.
     offloading
         Stages that may be offloaded; by default all.
     """
     frame = Frame(problem, programs, offloading)
     if frame.fits:
         return programs
-    if tries is None:
-        tries = max(2, min(_MOST_TRIES, _WORK // frame.num_actions))
+    tries = max(_FEWEST, min(tries, _WORK // frame.num_actions))
     unlimited = (UNLIMITED,) * len(problem.devices)
     for host_limits in (unlimited, frame.host_shares()):
         best = _best(frame, tries, host_limits)
@@ -73,30 +77,44 @@ def fit_memory(
     return None
 
 
+class _Try(NamedTuple):
+    """A sweep that fits: how long it takes, by which rule, when its passes end."""
+
+    objective_ms: float
+    rule: Rule
+    ran: Ran
+    rows: Rows
+
+
 def _best(frame: Frame, tries: int, host_limits: Sequence[int]) -> Rows | None:
-    """Return the programs of the best of so many sweeps."""
-    best, best_ms = None, inf
-    for rule in _rules(frame):
-        ran, last_ms = frame.base, inf
-        for _ in range(_ROUNDS):
-            if tries == 0:
-                break
-            tries -= 1
-            fitted = frame.sweep_all((rule,) * len(host_limits), ran, frame.limits, host_limits)
-            if fitted is None:
-                break
-            ran = frame.run(fitted.rows)
-            if ran.objective_ms < best_ms:
-                best, best_ms = fitted.rows, ran.objective_ms
-            if ran.objective_ms >= last_ms:
-                break
-            last_ms = ran.objective_ms
-    if best is None:
-        fitted = frame.sweep_all(
-            (_LAST_RESORT,) * len(host_limits), frame.base, frame.limits, host_limits
-        )
-        best = None if fitted is None else fitted.rows
-    return best
+    """Return the programs of the best of so many sweeps.
+
+    Each rule is tried once; then, best first, again with the delays that it caused.
+    """
+    rules = list(islice(_rules(frame), tries))
+    found: list[_Try] = []
+    for rule in rules:
+        found += _swept(frame, rule, frame.base, host_limits)
+        if found and found[-1].objective_ms <= frame.base.objective_ms * _SAME:
+            return found[-1].rows
+    for first in sorted(found, key=_length)[: tries - len(rules)]:
+        found += _swept(frame, first.rule, first.ran, host_limits)
+    if not found:
+        found = _swept(frame, _LAST_RESORT, frame.base, host_limits)
+    return min(found, key=_length).rows if found else None
+
+
+def _length(made: _Try) -> float:
+    return made.objective_ms
+
+
+def _swept(frame: Frame, rule: Rule, ran: Ran, host_limits: Sequence[int]) -> list[_Try]:
+    """Return the sweep of all devices by a rule, inputs arriving as in a run; none if one fails."""
+    fitted = frame.sweep_all((rule,) * len(host_limits), ran, frame.limits, host_limits)
+    if fitted is None:
+        return []
+    after = frame.run(fitted.rows)
+    return [_Try(after.objective_ms, rule, after, fitted.rows)]
 
 
 def _rules(frame: Frame) -> Iterator[Rule]:

@@ -3,7 +3,7 @@
 The same limit, in units of what one micro-batch holds on each device, is set for all devices and
 lowered by bisection, for a few rules of `optpipe_solver.fit`; whether it costs time is asked of the
 simulation. The first guess is the smallest limit at which the fullest device alone waits for no
-transfer. Large problems keep close to that guess.
+transfer. Large problems take the first that costs no time, slow lanes assumed.
 """
 
 from __future__ import annotations
@@ -46,14 +46,16 @@ def hide_offload(
         Stages that may be offloaded.
     """
     search = _Search(Frame(problem, programs, offloading))
-    for rule in _rules(search.frame):
+    lanes = search.frame.lane_models
+    for rule in _rules(lanes[-1:] if search.is_large else lanes):
         search.lower(rule)
     if search.best is None:
         return programs, search.frame.peaks
     return search.frame.decode(search.best.rows), search.best.peaks
 
 
-def _rules(frame: Frame) -> Iterator[Rule]:
+def _rules(lane_models: Sequence[tuple[float, float]]) -> Iterator[Rule]:
+    """Yield rules, the most promising first; slack lets copies take turns on shared lanes."""
     for slack, victim in (
         (0.0, HIDDEN),
         (4.0, OLDEST),
@@ -61,7 +63,7 @@ def _rules(frame: Frame) -> Iterator[Rule]:
         (1.0, OLDEST),
         (1.0, FARTHEST),
     ):
-        for share, lag in frame.lane_models:
+        for share, lag in lane_models:
             yield Rule(victim, slack, 1.0, share, lag)
 
 
@@ -79,6 +81,7 @@ class _Search:
         self.fullest = fullest
         self.held = frame.peaks[fullest] / max(1, self.units[fullest])
         self.budget = max(_FEWEST, min(_MOST, _WORK // max(1, frame.num_actions)))
+        self.is_large = self.budget == _FEWEST
 
     def lower(self, rule: Rule) -> None:
         """Lower the level as far as a rule can without costing time."""
@@ -88,6 +91,8 @@ class _Search:
             self.budget -= 1
             if self._is_free(rule, probe):
                 self.level = probe
+                if self.is_large:
+                    self.budget = 0
             else:
                 if self.best is not None and low == 0 and probe == self.level - 1:
                     return

@@ -24,7 +24,7 @@ from optpipe_solver.families.list_scheduler import Policy, list_schedule
 from optpipe_solver.families.not_applicable import NotApplicable, Reason
 from optpipe_solver.families.one_f_one_b import build_one_f_one_b
 from optpipe_solver.families.zb_h1 import build_zb_h1
-from optpipe_solver.fit import fit_memory
+from optpipe_solver.fit import THOROUGH, fit_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -48,7 +48,10 @@ def build_ada_offload(problem: Problem) -> Programs:
     """
     size = 3 * len(problem.stages) * problem.num_microbatches
     bases = _bases(problem)
-    fitted = (fit_memory(problem, base) for base in (islice(bases, 1) if size > _LARGE else bases))
+    fitted = (
+        fit_memory(problem, base, tries=THOROUGH)
+        for base in (islice(bases, 1) if size > _LARGE else bases)
+    )
     best = min(
         (programs for programs in fitted if programs is not None),
         key=lambda programs: simulate(problem, programs).objective_ms(problem.objective),

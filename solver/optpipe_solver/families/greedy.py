@@ -31,6 +31,8 @@ __all__ = ["build_greedy", "greedy_candidates"]
 _VIRTUAL = (1.0, 1.25, 1.5, 2.0, 3.0, 4.0, inf)
 _WORK = 120_000
 _MAX_POLICIES = 60
+_MAX_ACTIONS = 20_000
+_FIT_TRIES = 2
 
 
 def build_greedy(problem: Problem) -> Programs:
@@ -39,8 +41,16 @@ def build_greedy(problem: Problem) -> Programs:
     Raises
     ------
     NotApplicable
-        If none of them fits.
+        If none of them fits, or the problem is so large that zb-greedy and building-blocks, which
+        are compiled, must take its place.
     """
+    size = _num_actions(problem)
+    if size > _MAX_ACTIONS:
+        raise NotApplicable(
+            Reason.TOO_LARGE,
+            f"{size} actions are too many for this rule (at most {_MAX_ACTIONS}); zb-greedy and "
+            "building-blocks do the same at this size",
+        )
     best = min(
         greedy_candidates(problem),
         key=lambda programs: simulate(problem, programs).objective_ms(problem.objective),
@@ -55,15 +65,18 @@ def build_greedy(problem: Problem) -> Programs:
 
 def greedy_candidates(problem: Problem) -> Iterator[Programs]:
     """Yield schedules within the limits, one per policy that works; large problems try fewer."""
-    size = 3 * len(problem.stages) * problem.num_microbatches
-    tried = max(4, min(_MAX_POLICIES, _WORK // size))
+    tried = max(4, min(_MAX_POLICIES, _WORK // _num_actions(problem)))
     for policy in islice(_policies(problem), tried):
         programs = list_schedule(problem, policy)
         if programs is None:
             continue
-        fitted = fit_memory(problem, programs)
+        fitted = fit_memory(problem, programs, tries=_FIT_TRIES)
         if fitted is not None:
             yield fitted
+
+
+def _num_actions(problem: Problem) -> int:
+    return 3 * len(problem.stages) * problem.num_microbatches
 
 
 def _policies(problem: Problem) -> Iterator[Policy]:

@@ -31,7 +31,7 @@ from optpipe_solver.families.gis import grouped_interleaved
 from optpipe_solver.families.gis_h import smallest_group
 from optpipe_solver.families.not_applicable import NotApplicable, Reason
 from optpipe_solver.families.shape import chunks_of_loop
-from optpipe_solver.fit import fit_memory, within_hosts
+from optpipe_solver.fit import THOROUGH, fit_memory, within_hosts
 from optpipe_solver.hidden_offload import hide_offload
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ def _fitted(problem: Problem, programs: Programs, leaving: Sequence[int], group:
     """Return the programs made to fit with stalls; for large problems the first way that does."""
     found: list[Programs] = []
     for chosen in (leaving, None):
-        fitted = fit_memory(problem, programs, offloading=chosen)
+        fitted = fit_memory(problem, programs, tries=THOROUGH, offloading=chosen)
         if fitted is not None:
             found.append(fitted)
             if len(problem.stages) * problem.num_microbatches > _LARGE:

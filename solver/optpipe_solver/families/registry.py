@@ -6,12 +6,16 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
+from optpipe_solver.families.ada_offload import build_ada_offload
 from optpipe_solver.families.building_blocks import build_building_blocks
+from optpipe_solver.families.gis import build_gis
+from optpipe_solver.families.gis_h import build_gis_h
 from optpipe_solver.families.gpipe import build_gpipe
 from optpipe_solver.families.greedy import build_greedy
 from optpipe_solver.families.interleaved import build_interleaved
 from optpipe_solver.families.not_applicable import NotApplicable
 from optpipe_solver.families.one_f_one_b import build_one_f_one_b
+from optpipe_solver.families.pipeoffload import build_po_f, build_po_h
 from optpipe_solver.families.recompute_1f1b import build_recompute_1f1b
 from optpipe_solver.families.serial import build_serial
 from optpipe_solver.families.v_half import build_v_half
@@ -66,9 +70,14 @@ FAMILIES: tuple[Family, ...] = (
     Family("zb-1p", Limit.IGNORED, build_zb_1p),
     Family("zb-2p", Limit.IGNORED, build_zb_2p),
     Family("zb-greedy", Limit.RESPECTED, build_zero_bubble_greedy),
+    Family("gis", Limit.IGNORED, build_gis),
+    Family("gis-h", Limit.IGNORED, build_gis_h),
     Family("zb-v", Limit.IGNORED, build_zb_v),
     Family("v-half", Limit.IGNORED, build_v_half),
     Family("v-min", Limit.IGNORED, build_v_min),
+    Family("po-h", Limit.RESPECTED, build_po_h),
+    Family("po-f", Limit.RESPECTED, build_po_f),
+    Family("ada-offload", Limit.RESPECTED, build_ada_offload),
     Family("greedy", Limit.RESPECTED, build_greedy),
     Family("building-blocks", Limit.RESPECTED, build_building_blocks),
 )
