@@ -163,9 +163,6 @@ def _show(console: Console, rows: Rows) -> None:
         console.print(f"  {', '.join(methods)}: {reason}", markup=False)
 
 
-_NAME_WIDTH = len("building-blocks")
-
-
 def _table(rows: Rows) -> Table:
     """Return the table; the name of a method is the one thing that may wrap."""
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
@@ -177,7 +174,6 @@ def _table(rows: Rows) -> Table:
             justify="right" if column.unit else "left",
             no_wrap=not is_name,
             overflow="fold" if is_name else "ellipsis",
-            min_width=_NAME_WIDTH if is_name else None,
         )
     # A blank before the plus lets a long name break there instead of in a word.
     cells = [
