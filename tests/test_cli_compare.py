@@ -149,7 +149,7 @@ def test_a_narrow_terminal_or_a_pipe_gets_100_columns_all_the_same(
     ms = dict.fromkeys(("makespan_ms", "span_ms", "p50_ms", "p95_ms"), 12.34)
     answering([row("interleaved+offload", placement="loop x2", over_limit=True, **ms)])
     monkeypatch.setenv("COLUMNS", "80")
-    assert "\ninterleaved+offload loop x2 " in run().out
+    assert "\ninterleaved +offload loop x2 " in run().out
 
 
 def test_placement_is_a_column_only_where_a_copy_was_tried(run, answering) -> None:
