@@ -173,22 +173,32 @@ class _Judge:
 
     def all_rows(self, problem: Problem) -> Iterator[Row]:
         """Yield a row per family, on the problem and, where it asks for one, on a copy."""
-        elsewhere: set[str] = set()
+        elsewhere: dict[str, Start] = {}
         for start in all_starts(problem):
             if start.wants in _OTHER_PLACEMENT and _one_stage_each(problem):
-                elsewhere.add(start.method)
+                elsewhere[start.method] = start
             else:
                 yield self._of(problem, AS_GIVEN, start)
-        for shape, chunks in REPLACEMENTS:
-            if not elsewhere:
-                return
+        for shape, chunks in REPLACEMENTS if elsewhere else ():
             try:
                 copy = replaced(problem, shape, chunks)
             except NotApplicable:
                 continue
-            for start in all_starts(copy, tuple(sorted(elsewhere))):
-                if start.programs is not None:
-                    yield self._of(copy, f"{shape} x{chunks}", start)
+            yield from self._on_copy(copy, f"{shape} x{chunks}", elsewhere)
+        for start in elsewhere.values():
+            yield self._of(problem, AS_GIVEN, start)
+
+    def _on_copy(self, copy: Problem, placement: str, elsewhere: dict[str, Start]) -> Iterator[Row]:
+        """Yield rows on a copy; who has one leaves ``elsewhere``, who has not says why there."""
+        found = set()
+        for start in all_starts(copy, tuple(sorted(elsewhere))):
+            if start.programs is not None:
+                found.add(start.method)
+                yield self._of(copy, placement, start)
+            elif start.wants not in _OTHER_PLACEMENT:
+                elsewhere[start.method] = start
+        for method in found & set(elsewhere):
+            del elsewhere[method]
 
     def _of(self, problem: Problem, placement: str, start: Start) -> Row:
         if start.programs is None:

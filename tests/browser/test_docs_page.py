@@ -18,6 +18,8 @@ OPERATIONS = {
     "DELETE /v1/jobs/{job_id}",
     "GET /v1/jobs/{job_id}/problem",
     "GET /v1/jobs/{job_id}/schedule",
+    "GET /v1/methods",
+    "POST /v1/compare",
     "GET /healthz",
     "GET /readyz",
     "GET /v1/schemas/problem",
