@@ -45,7 +45,7 @@ S0, D0 = ("stages", 0), ("devices", 0)
 BROKEN: list[tuple[tuple[str | int, ...], Any, str]] = [
     # What a place may hold at all.
     (("num_microbatches",), ..., "num_microbatches: is missing; give it"),
-    (("num_microbatches",), 0, "num_microbatches = 0: must be >= 1; change it"),
+    (("num_microbatches",), 0, "num_microbatches = 0: must be >= 1; stay in range"),
     (("num_microbatches",), 1.5, "num_microbatches = 1.5: must be a whole number; round it"),
     (("num_microbatches",), "2",
      "num_microbatches = '2': must be a number; write it without quotes"),
@@ -57,13 +57,13 @@ BROKEN: list[tuple[tuple[str | int, ...], Any, str]] = [
      "stages x num_microbatches = 2 x 1000000000 = 2000000000 exceeds 2000000; "
      "lower num_microbatches; a schedule of that size repeats itself"),
     (("num_microbatches",), 10**10,
-     "num_microbatches = 10000000000: must be <= 1000000000; change it"),
+     "num_microbatches = 10000000000: must be <= 1000000000; stay in range"),
     (("num_microbatches",), 10**5000,
      "num_microbatches = an integer of 16610 bits: is too large; "
      "times are in ms, sizes in bytes: check the unit"),
-    ((*S0, "forward_ms"), -1, "stages[0].forward_ms = -1: must be >= 0; change it"),
+    ((*S0, "forward_ms"), -1, "stages[0].forward_ms = -1: must be >= 0; stay in range"),
     ((*S0, "forward_ms"), 1e13,
-     "stages[0].forward_ms = 10000000000000.0: must be <= 1000000000000.0; change it"),
+     "stages[0].forward_ms = 10000000000000.0: must be <= 1000000000000.0; stay in range"),
     ((*S0, "forward_ms"), float("nan"),
      "stages[0].forward_ms = nan: must be finite; give a measured number"),
     ((*S0, "grad_sync_ms"), float("inf"),
@@ -72,10 +72,10 @@ BROKEN: list[tuple[tuple[str | int, ...], Any, str]] = [
      "stages[0].forward_ms = '1': must be a number; write it without quotes"),
     ((*S0, "forward_ms"), [],
      "stages[0].forward_ms = []: must be a number; write it without quotes"),
-    ((*S0, "static_bytes"), -1, "stages[0].static_bytes = -1: must be >= 0; change it"),
+    ((*S0, "static_bytes"), -1, "stages[0].static_bytes = -1: must be >= 0; stay in range"),
     ((*S0, "static_bytes"), 0.5, "stages[0].static_bytes = 0.5: must be a whole number; round it"),
     ((*S0, "static_bytes"), 2**53 + 1,
-     "stages[0].static_bytes = 9007199254740993: must be <= 9007199254740992; change it"),
+     "stages[0].static_bytes = 9007199254740993: must be <= 9007199254740992; stay in range"),
     ((*D0, "memory_bytes"), ..., "devices[0].memory_bytes: is missing; give it"),
     ((*D0, "half_duplex"), "yes",
      "devices[0].half_duplex = 'yes': must be true or false; write true or false"),
@@ -102,7 +102,7 @@ BROKEN: list[tuple[tuple[str | int, ...], Any, str]] = [
      "bidirectional: unknown field; remove it (known here: devices, format, hosts, links, name, "
      "num_microbatches, objective, stages)"),
     # Rules between fields.
-    ((*D0, "d2h_gb_per_s"), 0, "devices[0].d2h_gb_per_s = 0: must be > 0; change it"),
+    ((*D0, "d2h_gb_per_s"), 0, "devices[0].d2h_gb_per_s = 0: must be > 0; stay in range"),
     ((*D0, "d2h_gb_per_s"), 5,
      "d2h_gb_per_s and h2d_gb_per_s go together: what is offloaded must come back; "
      "give both, or neither where nothing may be offloaded"),
@@ -125,14 +125,14 @@ BROKEN: list[tuple[tuple[str | int, ...], Any, str]] = [
      "change the list"),
     (("stages",), [], "stages: Tuple should have at least 1 item after validation, not 0; "
      "change the list"),
-    ((*S0, "device"), -1, "stages[0].device = -1: must be >= 0; change it"),
+    ((*S0, "device"), -1, "stages[0].device = -1: must be >= 0; stay in range"),
     ((*S0, "device"), 2,
      "stages[0].device = 2 does not exist: there are 2 devices, numbered from 0; "
      "correct the number or add the device"),
     (("links", 0, "to"), 9,
      "links: 0 -> 9 names device 9, but there are 2 devices, numbered from 0; "
      "correct the number or add the device"),
-    (("links", 0, "from"), -1, "links[0].from = -1: must be >= 0; change it"),
+    (("links", 0, "from"), -1, "links[0].from = -1: must be >= 0; stay in range"),
     (("links", 0, "to"), ..., "links[0].to: is missing; give it"),
     (("links", 0, "to"), 0, "device 0 is linked to itself; remove the link; it is free"),
     (("links",), [{"from": 0, "to": 1}, {"from": 0, "to": 1}],
@@ -142,7 +142,7 @@ BROKEN: list[tuple[tuple[str | int, ...], Any, str]] = [
     (("hosts",), [{"name": "elsewhere"}],
      "hosts: no device names host 'elsewhere' (devices name host0); "
      "correct the device's host or remove the entry"),
-    (("hosts", 0, "memory_bytes"), -1, "hosts[0].memory_bytes = -1: must be >= 0; change it"),
+    (("hosts", 0, "memory_bytes"), -1, "hosts[0].memory_bytes = -1: must be >= 0; stay in range"),
     (("devices",), [{"memory_bytes": 1, "pcie_group": 0, "host": host} for host in "ab"],
      "pcie_group '0' spans hosts a and b; "
      "a PCIe uplink belongs to one host: use another group name on each"),
@@ -180,7 +180,7 @@ def test_all_faults_are_told_at_once_but_not_thousands() -> None:
     with pytest.raises(ProblemError) as caught:
         Problem.parse(data)
     lines = str(caught.value).splitlines()
-    assert lines[7] == "stages[7].forward_ms = -1: must be >= 0; change it"
+    assert lines[7] == "stages[7].forward_ms = -1: must be >= 0; stay in range"
     assert lines[8:] == ["... and 992 more"]
 
 
