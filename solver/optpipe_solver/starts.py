@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from optpipe.check import find_violations
 from optpipe.simulate import simulate
 from optpipe_solver.families import FAMILIES, NotApplicable
-from optpipe_solver.fit import fit_memory
+from optpipe_solver.fit.fit import fit_memory
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator

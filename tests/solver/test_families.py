@@ -14,7 +14,7 @@ from optpipe.timeline import bubble_rate
 from optpipe_solver.families import FAMILIES, Family, NotApplicable
 from optpipe_solver.families.not_applicable import Reason
 from optpipe_solver.families.replace import replaced
-from optpipe_solver.fit import fit_memory
+from optpipe_solver.fit.fit import fit_memory
 from tests.building import UNIT, bus, problem, stage
 from tests.strategies import Case, cases, problems
 

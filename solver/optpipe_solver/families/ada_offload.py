@@ -5,7 +5,7 @@ that offloads adaptively, only as much as the limit needs, and is tight otherwis
 
 Rule: take tight schedules that ignore memory - ZB-H1 and 1F1B on a line, `gis` and `gis_h` on a
 loop, list scheduling (`list_scheduler`) with 1F1B's depth on any placement - and make each fit with
-`optpipe_solver.fit`. The best simulated one wins; large problems try only the first. Memory: at
+`fit_memory`. The best simulated one wins; large problems try only the first. Memory: at
 most the limit. Bubble: that of the schedule taken, plus stalls where copies cannot be hidden.
 It ignores that another order of F and I could need fewer copies, and so gives up where the parts
 that cannot move of all micro-batches ahead exceed the limit.
@@ -24,7 +24,7 @@ from optpipe_solver.families.list_scheduler import Policy, list_schedule
 from optpipe_solver.families.not_applicable import NotApplicable, Reason
 from optpipe_solver.families.one_f_one_b import build_one_f_one_b
 from optpipe_solver.families.zb_h1 import build_zb_h1
-from optpipe_solver.fit import THOROUGH, fit_memory
+from optpipe_solver.fit.fit import THOROUGH, fit_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -5,7 +5,7 @@ After Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, section 3.1.
 Rule: list scheduling (`list_scheduler`) over a small grid of policies - how eagerly weight
 gradients fill idle time, how many micro-batches a stage keeps in flight, fused or split backward -
 each first under the memory limit itself, then under larger, virtual limits whose excess
-`optpipe_solver.fit` offloads or recomputes. The best simulated schedule wins. Memory: at most the
+`fit_memory` offloads or recomputes. The best simulated schedule wins. Memory: at most the
 limit. What it ignores: it never looks ahead, and micro-batches go first in, first out.
 """
 
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from optpipe.simulate import simulate
 from optpipe_solver.families.list_scheduler import Policy, list_schedule
 from optpipe_solver.families.not_applicable import NotApplicable, Reason
-from optpipe_solver.fit import fit_memory
+from optpipe_solver.fit.fit import fit_memory
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

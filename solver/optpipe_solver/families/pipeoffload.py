@@ -5,7 +5,7 @@ PipeOffload, arXiv 2503.01328, sections 3.2 (selective offload) and 4.
 Rule: a chunk of a loop placement lives from its F to its I, the first chunk longest. PO-H is
 `gis_h` with the floor(v / 2) longest-lived of every device's v chunks offloaded, PO-F is `gis`
 with all of them. Copies go out behind the F and come back just before the I. What moves is as much
-as lowers the peak without delaying anything (`optpipe_solver.hidden_offload`). Where copies are too
+as lowers the peak without delaying anything (`hide_offload`). Where copies are too
 slow for that (one-way time over a chunk's F + I + W above 1/2 on a half-duplex lane), the published
 planner refuses; here what cannot be hidden stays. Under a memory limit below that, as much moves as
 the limit asks for, of these chunks or of all, and stalls are taken.
@@ -31,8 +31,8 @@ from optpipe_solver.families.gis import grouped_interleaved
 from optpipe_solver.families.gis_h import smallest_group
 from optpipe_solver.families.not_applicable import NotApplicable, Reason
 from optpipe_solver.families.shape import chunks_of_loop
-from optpipe_solver.fit import THOROUGH, fit_memory, within_hosts
-from optpipe_solver.hidden_offload import hide_offload
+from optpipe_solver.fit.fit import THOROUGH, fit_memory, within_hosts
+from optpipe_solver.fit.hidden_offload import hide_offload
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

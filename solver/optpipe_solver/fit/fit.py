@@ -1,6 +1,6 @@
 """Make compute programs fit: offload, and recompute where that fails, only as much as needed.
 
-Each device's program is swept from top to bottom (`fit_kernel`). Where an action does not fit,
+Each device's program is swept from top to bottom (`kernel`). Where an action does not fit,
 whatever is estimated to delay least makes room: an activation goes to the host, a waiting weight
 gradient runs earlier, or an activation is recomputed. What goes is copied out as early as its lane
 was free since its forward, is released no sooner than its bytes are needed, and comes back just in
@@ -18,16 +18,16 @@ from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
 from optpipe.memory import host_peak_bytes
-from optpipe_solver.fit_jobs import UNLIMITED, Frame
-from optpipe_solver.fit_kernel import FARTHEST, HIDDEN, OLDEST
-from optpipe_solver.fit_state import Rule
+from optpipe_solver.fit.jobs import UNLIMITED, Frame
+from optpipe_solver.fit.kernel import FARTHEST, HIDDEN, OLDEST
+from optpipe_solver.fit.state import Rule
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from optpipe.action import Programs
     from optpipe.problem import Problem
-    from optpipe_solver.fit_jobs import Ran
+    from optpipe_solver.fit.jobs import Ran
     from optpipe_solver.improve.compiled import Rows
 
 __all__ = ["THOROUGH", "fit_memory", "within_hosts"]

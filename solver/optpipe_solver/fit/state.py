@@ -1,4 +1,4 @@
-"""What a sweep of `fit_kernel` knows and keeps: one device's job, the rule, and the state.
+"""What a sweep of `kernel` knows and keeps: one device's job, the rule, and the state.
 
 Everything here is compiled; the lists of cells are short and ordered by where the backwards stand.
 """

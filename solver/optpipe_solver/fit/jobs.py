@@ -1,4 +1,4 @@
-"""Compute programs as arrays for the sweeps of `optpipe_solver.fit`, and back again."""
+"""Compute programs as arrays for the sweeps of `fit_memory`, and back again."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from optpipe.action import Action
-from optpipe_solver.fit_kernel import sweep
-from optpipe_solver.fit_state import Job
+from optpipe_solver.fit.kernel import sweep
+from optpipe_solver.fit.state import Job
 from optpipe_solver.improve import kernel
 from optpipe_solver.improve.compiled import KINDS, CompiledProblem, Rows
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from optpipe.action import Programs
     from optpipe.problem import Problem
-    from optpipe_solver.fit_state import Rule
+    from optpipe_solver.fit.state import Rule
 
 __all__ = ["UNLIMITED", "Fitted", "Frame", "Ran"]
 

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from optpipe import Action, ActionType, Problem, Programs, dump_csv, find_violations, simulate
 from optpipe_solver.families.one_f_one_b import build_one_f_one_b
 from optpipe_solver.families.zb_h1 import build_zb_h1
-from optpipe_solver.fit import fit_memory
+from optpipe_solver.fit.fit import fit_memory
 from tests.building import UNIT, bus, offloadable, problem, programs, stage
 from tests.strategies import Case, cases, tightened
 
-EXAMPLES = Path(__file__).parents[2] / "examples/problems"
+EXAMPLES = Path(__file__).parents[3] / "examples/problems"
 SENT = (ActionType.OFFLOAD, ActionType.RELEASE, ActionType.RELOAD, ActionType.RECOMPUTE)
 
 

@@ -1,8 +1,8 @@
-"""Compiled sweep of `optpipe_solver.fit`: one device's program, from top to bottom, under a limit.
+"""Compiled sweep of `fit_memory`: one device's program, from top to bottom, under a limit.
 
 The sweep keeps a clock of its own: inputs arrive when a given run says, transfers take their lane.
 Where an action does not fit, something waiting makes room; what it costs is estimated from that
-clock, and `optpipe_solver.fit` judges the outcome by simulation.
+clock, and `fit_memory` judges the outcome by simulation.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import numba
 import numpy as np
 
-from optpipe_solver.fit_state import (
+from optpipe_solver.fit.state import (
     CLOCK,
     COUNT,
     EXACT,

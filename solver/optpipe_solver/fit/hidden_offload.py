@@ -1,7 +1,7 @@
 """Offload as far as it costs no time: the smallest peaks at which a schedule is as fast as without.
 
 The same limit, in units of what one micro-batch holds on each device, is set for all devices and
-lowered by bisection, for a few rules of `optpipe_solver.fit`; whether it costs time is asked of the
+lowered by bisection, for a few rules of `fit_memory`; whether it costs time is asked of the
 simulation. The first guess is the smallest limit at which the fullest device alone waits for no
 transfer. Large problems take the first that costs no time, slow lanes assumed.
 """
@@ -10,16 +10,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from optpipe_solver.fit_jobs import UNLIMITED, Frame
-from optpipe_solver.fit_kernel import FARTHEST, HIDDEN, OLDEST
-from optpipe_solver.fit_state import Rule
+from optpipe_solver.fit.jobs import UNLIMITED, Frame
+from optpipe_solver.fit.kernel import FARTHEST, HIDDEN, OLDEST
+from optpipe_solver.fit.state import Rule
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from optpipe.action import Programs
     from optpipe.problem import Problem
-    from optpipe_solver.fit_jobs import Fitted
+    from optpipe_solver.fit.jobs import Fitted
 
 __all__ = ["hide_offload"]
 

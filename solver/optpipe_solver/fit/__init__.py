@@ -1,0 +1,1 @@
+"""Offload and recompute for given compute programs: `fit_memory`, `hide_offload`."""
