@@ -25,7 +25,7 @@ from optpipe.errors import InputError
 from optpipe.formats.comparison import comparison_columns, dump_comparison_markdown, is_present
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from rich.console import Console
 
@@ -84,7 +84,7 @@ def compare(
     _check_workload(tokens_per_microbatch, tflop_per_microbatch, peak_tflops)
     problem = read_problem(problem_file)
     text = f"comparing every method; the optimiser takes up to {time_limit:g} s"
-    with needs_extra("solver"), interruptible() as stop, _progress(text):
+    with needs_extra("solver"), interruptible() as stop, _progress(text) as tell:
         from optpipe_solver.compare import compare as compare_methods
 
         found = compare_methods(
@@ -93,6 +93,7 @@ def compare(
             threads=threads,
             seed=seed,
             workload=_workload(tokens_per_microbatch, tflop_per_microbatch, peak_tflops),
+            on_row=lambda row: tell(f"{row.method} ({row.placement})"),
             should_stop=stop.is_set,
         )
     rows = [row.as_json() for row in found]
@@ -133,17 +134,22 @@ def _workload(tokens: float | None, tflop: float | None, peak_tflops: float | No
 
 
 @contextmanager
-def _progress(text: str) -> Iterator[None]:
-    """Say what goes on: with a running clock on a terminal, once elsewhere."""
+def _progress(text: str) -> Iterator[Callable[[str], None]]:
+    """Say what goes on: with a clock and what was done last on a terminal, once elsewhere."""
     console = stderr()
     if not console.is_terminal:
         console.print(text, markup=False)
-        yield
+        yield lambda _: None
         return
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}", markup=False),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[done]}", markup=False, style="dim"),
+    )
     with Progress(*columns, console=console, transient=True) as shown:
-        shown.add_task(text, total=None)
-        yield
+        task = shown.add_task(text, total=None, done="")
+        yield lambda done: shown.update(task, done=f"done: {done}")
 
 
 def _show(console: Console, rows: Rows) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, fields
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from optpipe.memory import device_peak_bytes, host_peak_bytes
@@ -115,6 +116,7 @@ def compare(
     threads: int = 1,
     seed: int = 0,
     workload: Workload | None = None,
+    on_row: Callable[[Row], None] | None = None,
     should_stop: Callable[[], bool] | None = None,
 ) -> list[Row]:
     """Return a row per method: best first under the memory limit, then over it, then the absent.
@@ -128,25 +130,32 @@ def compare(
         Of the optimiser's row, on the problem as given.
     workload
         For tokens/s and MFU.
+    on_row
+        Told every row as it is made, in no particular order.
     should_stop
         Asked between methods and by the optimiser.
     """
     judge = _Judge(workload or Workload(), seed)
     rows = []
-    for row in judge.all_rows(problem):
+
+    def optimised() -> Iterator[Row]:
+        began = time.perf_counter()
+        result = solve(
+            problem, time_limit_s=time_limit_s, threads=threads, seed=seed, should_stop=should_stop
+        )
+        seconds = time.perf_counter() - began
+        if result.schedule is None:
+            yield _absent(problem, AS_GIVEN, "optpipe", seconds, result.message)
+        else:
+            programs = result.schedule.programs
+            yield judge.row(problem, AS_GIVEN, "optpipe", programs, seconds, over_limit=False)
+
+    for row in chain(judge.all_rows(problem), optimised()):
         rows.append(row)
+        if on_row is not None:
+            on_row(row)
         if should_stop is not None and should_stop():
-            return sorted(rows, key=_rank)
-    began = time.perf_counter()
-    result = solve(
-        problem, time_limit_s=time_limit_s, threads=threads, seed=seed, should_stop=should_stop
-    )
-    seconds = time.perf_counter() - began
-    if result.schedule is None:
-        rows.append(_absent(problem, AS_GIVEN, "optpipe", seconds, result.message))
-    else:
-        programs = result.schedule.programs
-        rows.append(judge.row(problem, AS_GIVEN, "optpipe", programs, seconds, over_limit=False))
+            break
     return sorted(rows, key=_rank)
 
 

@@ -253,6 +253,7 @@ def test_methods_are_those_of_the_solver_each_with_a_line(fake) -> None:
     described = {method["name"]: method["description"] for method in listed}
     assert "PipeDream" in described["1f1b"]
     assert all(text and "\n" not in text for text in described.values())
+    assert len(set(described.values())) == len(described)
 
 
 def test_a_job_of_an_unknown_method_is_refused_with_the_known_ones(fake) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from optpipe import Problem, check, parse_action, simulate
 from optpipe_solver import compare
-from optpipe_solver.compare import AS_GIVEN, Workload
+from optpipe_solver.compare import AS_GIVEN, Row, Workload
 from optpipe_solver.families import FAMILIES
 from optpipe_solver.noise import step_time_spread
 from tests.building import one_f_one_b, problem, stage
@@ -79,3 +79,12 @@ def test_span_objective_is_judged_by_span() -> None:
     programs = one_f_one_b(4, 4)
     still = step_time_spread(given, programs, noise=0.0)
     assert still.p50_ms == pytest.approx(simulate(given, programs).span_ms)
+
+
+def test_every_row_is_told_as_it_is_made() -> None:
+    """The optimiser's last; what is told is what is returned."""
+    told: list[Row] = []
+    given = problem([stage(0), stage(1)], m=2)
+    rows = compare(given, time_limit_s=0.5, on_row=told.append)
+    assert sorted(map(id, told)) == sorted(map(id, rows))
+    assert told[-1].method == "optpipe"

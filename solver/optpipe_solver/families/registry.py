@@ -50,34 +50,114 @@ class Family:
     """A rule that turns a problem into programs.
 
     ``build`` returns programs that are legal but for memory limits it may ignore, or raises
-    `NotApplicable` with the reason.
+    `NotApplicable` with the reason. ``summary`` is one sentence for whoever chooses a method.
     """
 
     name: str
     limit: Limit
     build: Callable[[Problem], Programs]
+    summary: str
 
 
 # Cheap ones first: a solve with little time stops here when it is over.
 FAMILIES: tuple[Family, ...] = (
-    Family("serial", Limit.RESPECTED, build_serial),
-    Family("gpipe", Limit.IGNORED, build_gpipe),
-    Family("1f1b", Limit.IGNORED, build_one_f_one_b),
-    Family("1f1b-r", Limit.IGNORED, build_recompute_1f1b),
-    Family("interleaved", Limit.IGNORED, build_interleaved),
-    Family("zb-h1", Limit.IGNORED, build_zb_h1),
-    Family("zb-h2", Limit.IGNORED, build_zb_h2),
-    Family("zb-1p", Limit.IGNORED, build_zb_1p),
-    Family("zb-2p", Limit.IGNORED, build_zb_2p),
-    Family("zb-greedy", Limit.RESPECTED, build_zero_bubble_greedy),
-    Family("gis", Limit.IGNORED, build_gis),
-    Family("gis-h", Limit.IGNORED, build_gis_h),
-    Family("zb-v", Limit.IGNORED, build_zb_v),
-    Family("v-half", Limit.IGNORED, build_v_half),
-    Family("v-min", Limit.IGNORED, build_v_min),
-    Family("po-h", Limit.RESPECTED, build_po_h),
-    Family("po-f", Limit.RESPECTED, build_po_f),
-    Family("ada-offload", Limit.RESPECTED, build_ada_offload),
-    Family("greedy", Limit.RESPECTED, build_greedy),
-    Family("building-blocks", Limit.RESPECTED, build_building_blocks),
+    Family(
+        "serial",
+        Limit.RESPECTED,
+        build_serial,
+        "One micro-batch after another, down and back: the least memory, and the slowest.",
+    ),
+    Family("gpipe", Limit.IGNORED, build_gpipe, "All forwards, then all backwards (GPipe)."),
+    Family(
+        "1f1b",
+        Limit.IGNORED,
+        build_one_f_one_b,
+        "One forward, one backward, on one stage per device (PipeDream-Flush).",
+    ),
+    Family("1f1b-r", Limit.IGNORED, build_recompute_1f1b, "1F1B that recomputes every activation."),
+    Family(
+        "interleaved",
+        Limit.IGNORED,
+        build_interleaved,
+        "1F1B over several chunks per device in a loop (Megatron-LM).",
+    ),
+    Family(
+        "zb-h1",
+        Limit.IGNORED,
+        build_zb_h1,
+        "Zero Bubble's handcrafted schedule within 1F1B's memory.",
+    ),
+    Family(
+        "zb-h2",
+        Limit.IGNORED,
+        build_zb_h2,
+        "Zero Bubble's handcrafted schedule with up to 2p - 1 activations, without bubble.",
+    ),
+    Family(
+        "zb-1p",
+        Limit.IGNORED,
+        build_zb_1p,
+        "Zero Bubble's greedy search at p activations, whatever the limits.",
+    ),
+    Family(
+        "zb-2p",
+        Limit.IGNORED,
+        build_zb_2p,
+        "Zero Bubble's greedy search at 2p activations, whatever the limits.",
+    ),
+    Family(
+        "zb-greedy",
+        Limit.RESPECTED,
+        build_zero_bubble_greedy,
+        "Zero Bubble's greedy search under the problem's own memory limits.",
+    ),
+    Family(
+        "gis", Limit.IGNORED, build_gis, "Interleaved groups of p micro-batches (PipeOffload, GIS)."
+    ),
+    Family(
+        "gis-h",
+        Limit.IGNORED,
+        build_gis_h,
+        "Interleaved groups of about p/2 micro-batches: half of GIS's memory (PipeOffload, GIS-H).",
+    ),
+    Family(
+        "zb-v", Limit.IGNORED, build_zb_v, "Zero Bubble on a V of two chunks within 1F1B's memory."
+    ),
+    Family(
+        "v-half",
+        Limit.IGNORED,
+        build_v_half,
+        "V of two chunks at half of 1F1B's memory (Controllable Memory).",
+    ),
+    Family(
+        "v-min",
+        Limit.IGNORED,
+        build_v_min,
+        "V of two chunks at a third of 1F1B's memory (Controllable Memory).",
+    ),
+    Family(
+        "po-h",
+        Limit.RESPECTED,
+        build_po_h,
+        "GIS-H with the longer-lived half of the chunks offloaded (PipeOffload).",
+    ),
+    Family("po-f", Limit.RESPECTED, build_po_f, "GIS with all chunks offloaded (PipeOffload)."),
+    Family(
+        "ada-offload",
+        Limit.RESPECTED,
+        build_ada_offload,
+        "Tight schedules, offloaded only as far as the limits ask (after OptPipe's AdaOffload).",
+    ),
+    Family(
+        "greedy",
+        Limit.RESPECTED,
+        build_greedy,
+        "List scheduling under the memory limits, with several rules of priority.",
+    ),
+    Family(
+        "building-blocks",
+        Limit.RESPECTED,
+        build_building_blocks,
+        "The best repeated building block under the memory limits (Controllable Memory).",
+    ),
 )
