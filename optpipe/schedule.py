@@ -16,7 +16,16 @@ from optpipe.errors import ScheduleFormatError
 from optpipe.problem import Objective
 from optpipe.validation import explain, rule_broken
 
-__all__ = ["OPTIMAL_GAP", "Provenance", "Schedule", "Status", "StoppedBy", "TraceEntry", "gap_of"]
+__all__ = [
+    "OPTIMAL_GAP",
+    "Contribution",
+    "Provenance",
+    "Schedule",
+    "Status",
+    "StoppedBy",
+    "TraceEntry",
+    "gap_of",
+]
 
 OPTIMAL_GAP = 1e-6
 """``optimal`` means a relative gap of at most this."""
@@ -50,11 +59,27 @@ class TraceEntry(_Value):
     bound_ms: float | None = None
 
 
+class Contribution(_Value):
+    """What one method contributed to a solve, in ms, all its improvements together.
+
+    ``objective_ms`` and ``bound_ms`` are the best known when it last improved one of them;
+    ``objective_gain_ms`` is by how much it lowered the objective below the first schedule's and
+    what others had reached, ``bound_gain_ms`` by how much it raised the bound.
+    """
+
+    method: str
+    objective_ms: float | None = None
+    objective_gain_ms: float = Field(default=0.0, ge=0)
+    bound_ms: float | None = None
+    bound_gain_ms: float = Field(default=0.0, ge=0)
+
+
 class Provenance(_Value):
     """Where a schedule comes from.
 
     ``method`` made it, ``start_method`` made the best schedule before optimisation, whose
-    objective was ``start_objective_ms``; ``bound_method`` proved the bound.
+    objective was ``start_objective_ms``; ``bound_method`` proved the bound. ``contributions`` sums
+    up ``trace`` by method, in the order of their first improvement.
     """
 
     method: str
@@ -64,6 +89,7 @@ class Provenance(_Value):
     solver: str | None = None
     seed: int | None = None
     solve_seconds: float = 0.0
+    contributions: tuple[Contribution, ...] = ()
     trace: tuple[TraceEntry, ...] = ()
 
 

@@ -9,6 +9,7 @@ import typer
 
 __all__ = [
     "Follow",
+    "Gap",
     "Method",
     "Output",
     "ProblemFile",
@@ -17,6 +18,7 @@ __all__ = [
     "Threads",
     "TimeLimit",
     "Url",
+    "WorkLimit",
 ]
 
 ProblemFile = Annotated[
@@ -33,6 +35,21 @@ Output = Annotated[
 ]
 TimeLimit = Annotated[
     float, typer.Option("--time-limit", metavar="S", min=0.01, help="Seconds to search.")
+]
+WorkLimit = Annotated[
+    float | None,
+    typer.Option(
+        "--work-limit",
+        metavar="N",
+        help="Units of work, about a second of one core each, counted in iterations: the same "
+        "result on every machine, unless --time-limit cuts it short.",
+    ),
+]
+Gap = Annotated[
+    float,
+    typer.Option(
+        metavar="X", help="Stop where proven within this share of the optimum, e.g. 0.01."
+    ),
 ]
 Threads = Annotated[int, typer.Option(metavar="N", min=1, help="Threads of the solver.")]
 Seed = Annotated[int, typer.Option(metavar="N", min=0, help="Seed of everything random.")]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.markup import escape
@@ -18,8 +18,18 @@ from optpipe.cli.console import (
     stdout,
     write_schedule,
 )
-from optpipe.cli.options import Method, Output, ProblemFile, Seed, Threads, TimeLimit
+from optpipe.cli.options import (
+    Gap,
+    Method,
+    Output,
+    ProblemFile,
+    Seed,
+    Threads,
+    TimeLimit,
+    WorkLimit,
+)
 from optpipe.cli.report import progress_line, show_schedule
+from optpipe.schedule import OPTIMAL_GAP
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -37,6 +47,8 @@ def solve(
     threads: Threads = 1,
     seed: Seed = 0,
     method: Method = "auto",
+    gap: Gap = OPTIMAL_GAP,
+    work_limit: WorkLimit = None,
 ) -> None:
     """Find a schedule, and how far from the optimum it can be.
 
@@ -49,12 +61,22 @@ def solve(
       optpipe solve problem.json
       optpipe solve problem.json -o schedule.json --time-limit 120 --threads 4
       optpipe solve problem.json -o schedule.csv --method greedy
+      optpipe solve problem.json --work-limit 30 --gap 0.01
     """
     problem = read_problem(problem_file)
     check_writable(output)
     progress = stderr()
     with needs_extra("solver"):
-        result = _run(problem, progress, time_limit, threads, seed, method)
+        result = _run(
+            problem,
+            progress,
+            time_limit_s=time_limit,
+            work_limit=work_limit,
+            threads=threads,
+            seed=seed,
+            gap=gap,
+            method=method,
+        )
         if result.schedule is None:
             say = f"[bold red]{result.status.value}:[/] {escape(result.message)}"
             progress.print(say, soft_wrap=True)
@@ -66,14 +88,7 @@ def solve(
         show_schedule(stdout(), problem, result.schedule.programs, result.schedule)
 
 
-def _run(
-    problem: Problem,
-    progress: Console,
-    time_limit_s: float,
-    threads: int,
-    seed: int,
-    method: str,
-) -> Result:
+def _run(problem: Problem, progress: Console, **options: Any) -> Result:
     import optpipe_solver
 
     def tell(news: Progress) -> None:
@@ -81,12 +96,4 @@ def _run(
         progress.print(line, markup=False)
 
     with interruptible() as stop, progress.status("solving"):
-        return optpipe_solver.solve(
-            problem,
-            time_limit_s=time_limit_s,
-            threads=threads,
-            seed=seed,
-            method=method,
-            on_progress=tell,
-            should_stop=stop.is_set,
-        )
+        return optpipe_solver.solve(problem, on_progress=tell, should_stop=stop.is_set, **options)

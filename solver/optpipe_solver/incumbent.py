@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import TYPE_CHECKING
 
@@ -20,14 +21,14 @@ __all__ = ["Incumbent"]
 
 
 class Incumbent:
-    """Only checked and simulated programs get in, and only better ones.
+    """Only checked and simulated programs get in, and only better ones; safe between threads.
 
     Parameters
     ----------
     problem
         What is being solved.
     on_progress
-        Told every improvement of the schedule or the bound.
+        Told every improvement of the schedule or the bound, by one thread at a time.
     """
 
     def __init__(
@@ -42,21 +43,31 @@ class Incumbent:
         self.bound_ms = 0.0
         self.bound_method = ""
         self.trace: list[TraceEntry] = []
+        self._lock = threading.RLock()
+        self._is_closed = False
 
     def seconds(self) -> float:
         """Return the seconds since the solve began."""
         return time.perf_counter() - self.began
 
-    def offer(self, programs: Programs, method: str) -> bool:
-        """Take programs if they are legal and better than what is known."""
+    def offer(self, programs: Programs, method: str, *, expected_ms: float | None = None) -> bool:
+        """Take programs if they are legal and better than what is known.
+
+        ``expected_ms`` saves the look at programs that whoever made them knows to be no better.
+        """
+        if expected_ms is not None and expected_ms >= self.objective_ms:
+            return False
         if find_violations(self.problem, programs):
             return False
         objective = simulate(self.problem, programs).objective_ms(self.problem.objective)
-        if objective >= self.objective_ms:
-            return False
-        self.programs, self.objective_ms, self.method = programs, objective, method
-        self._tell(method, programs)
-        return True
+        with self._lock:
+            if self._is_closed or objective >= self.objective_ms:
+                return False
+            # Programs last: who sees them without the lock then sees no older objective with them.
+            self.method, self.objective_ms, self.programs = method, objective, programs
+            self._check_bound()
+            self._tell(method, programs)
+            return True
 
     def offer_bound(self, bound_ms: float, method: str) -> bool:
         """Take a proven bound if it is better than what is known.
@@ -67,23 +78,48 @@ class Incumbent:
             If it is above a schedule that exists: one of the two is wrong, and a false proof is
             worse than no answer.
         """
-        if bound_ms > self.objective_ms * (1 + OPTIMAL_GAP):
-            raise AssertionError(
-                f"the bound {bound_ms} ms of {method} is above the schedule of {self.method}, "
-                f"{self.objective_ms} ms; please report the problem"
-            )
-        bound_ms = min(bound_ms, self.objective_ms)
-        if bound_ms <= self.bound_ms * (1 + 1e-9):
-            return False
-        self.bound_ms, self.bound_method = bound_ms, method
-        self._tell(method, None)
-        return True
+        with self._lock:
+            if self._is_closed or bound_ms <= self.bound_ms * (1 + 1e-9):
+                return False
+            before = self.bound_ms, self.bound_method
+            self.bound_ms, self.bound_method = bound_ms, method
+            self._check_bound()
+            if self.bound_ms <= before[0] * (1 + 1e-9):
+                self.bound_ms, self.bound_method = before
+                return False
+            self._tell(method, None)
+            return True
+
+    def close(self) -> None:
+        """Take nothing more: what comes from now on comes too late."""
+        with self._lock:
+            self._is_closed = True
+
+    def best(self) -> tuple[Programs | None, float]:
+        """Return the programs and the objective that belong together."""
+        with self._lock:
+            return self.programs, self.objective_ms
 
     @property
     def is_optimal(self) -> bool:
         """Whether the gap is closed."""
-        gap = gap_of(self.objective_ms, self.bound_ms) if self.programs is not None else None
-        return gap is not None and gap <= OPTIMAL_GAP
+        return self.gap <= OPTIMAL_GAP
+
+    @property
+    def gap(self) -> float:
+        """(objective - bound) / objective; infinite while there is no schedule."""
+        with self._lock:
+            gap = gap_of(self.objective_ms, self.bound_ms) if self.programs is not None else None
+            return float("inf") if gap is None else gap
+
+    def _check_bound(self) -> None:
+        """A bound above a schedule is a fault; above by rounding alone it is that schedule's."""
+        if self.bound_ms > self.objective_ms * (1 + OPTIMAL_GAP):
+            raise AssertionError(
+                f"the bound {self.bound_ms} ms of {self.bound_method} is above the schedule of "
+                f"{self.method}, {self.objective_ms} ms; please report the problem"
+            )
+        self.bound_ms = min(self.bound_ms, self.objective_ms)
 
     def _tell(self, method: str, programs: Programs | None) -> None:
         objective = self.objective_ms if self.programs is not None else None

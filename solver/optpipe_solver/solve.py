@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import threading
+from functools import partial
 from typing import TYPE_CHECKING
 
 from optpipe.errors import InputError
 from optpipe.evaluate import evaluate
-from optpipe.schedule import Provenance
-from optpipe_solver.bounds import lower_bound
+from optpipe.schedule import OPTIMAL_GAP, Provenance
+from optpipe_solver.bounds import lower_bounds
+from optpipe_solver.budget import Budget
+from optpipe_solver.contributions import contributions
+from optpipe_solver.crew import Lane, run_lanes
 from optpipe_solver.families import FAMILIES
+from optpipe_solver.families.serial import build_serial
 from optpipe_solver.incumbent import Incumbent
 from optpipe_solver.milp.highs import solver_name
-from optpipe_solver.portfolio import improve
+from optpipe_solver.portfolio import improve, plans
 from optpipe_solver.result import Result, SolveStatus
 from optpipe_solver.smallest_memory import feasibility
 from optpipe_solver.starts import all_starts
@@ -22,6 +28,7 @@ if TYPE_CHECKING:
     from optpipe.action import Programs
     from optpipe.problem import Problem
     from optpipe.schedule import StoppedBy
+    from optpipe_solver.portfolio import Plan
     from optpipe_solver.result import Progress
 
 __all__ = ["METHODS", "solve"]
@@ -34,98 +41,149 @@ def solve(
     problem: Problem,
     *,
     time_limit_s: float = 60.0,
+    work_limit: float | None = None,
     threads: int = 1,
     seed: int = 0,
+    gap: float = OPTIMAL_GAP,
     method: str = "auto",
     start: Programs | None = None,
     start_method: str = "given start",
     on_progress: Callable[[Progress], None] | None = None,
     should_stop: Callable[[], bool] | None = None,
 ) -> Result:
-    """Find the best schedule within a time limit, and prove how good it is.
+    """Find the best schedule within a budget, and prove how good it is.
 
     Parameters
     ----------
     problem
         What is to be scheduled.
-    time_limit_s
-        Seconds, > 0; the call returns soon after.
-    threads, seed
-        For HiGHS; the same seed and threads explore in the same order.
+    time_limit_s, work_limit, threads, seed, gap
+        As in `Budget`.
     method
         One of `METHODS`.
     start, start_method
         Programs to start from beside the families, used if legal, and who made them.
     on_progress
-        Told every improvement of schedule or bound.
+        Told every improvement of schedule or bound, from the threads that made it.
     should_stop
-        Asked often; True ends the solve with the best so far.
+        Asked often; True ends the solve within half a second with the best so far.
 
     Raises
     ------
     InputError
-        For an unknown method or a time limit or thread count that is not positive.
+        For an unknown method, or as `Budget`.
     """
-    _check_arguments(time_limit_s, threads, method)
+    budget = Budget(
+        time_limit_s=time_limit_s, work_limit=work_limit, threads=threads, seed=seed, gap=gap
+    )
+    if method not in METHODS:
+        raise InputError(f"method = {method!r}: must be one of {', '.join(METHODS)}; choose one")
     feasible = feasibility(problem)
     if feasible.plan is None:
         return Result(SolveStatus.INFEASIBLE, None, message=feasible.message, needs=feasible.needs)
-    best = Incumbent(problem, on_progress)
-    bound = lower_bound(problem)
-    best.offer_bound(bound.ms, bound.method)
+    run = _Run(Incumbent(problem, on_progress), budget, method, should_stop or (lambda: False))
     if start is not None:
-        best.offer(start, start_method)
-    reason = _offer_starts(best, method, time_limit_s=time_limit_s, should_stop=should_stop)
-    start_method, start_ms = best.method, best.objective_ms
-    stopped_by: StoppedBy = "work_limit"
-    if method == "auto" and best.programs is not None:
-        stopped_by = improve(
-            best, time_limit_s=time_limit_s, threads=threads, seed=seed, should_stop=should_stop
-        )
-    if best.programs is None:
-        return Result(SolveStatus.UNKNOWN, None, best.bound_ms, message=reason)
-    provenance = Provenance(
-        method=best.method,
-        start_method=start_method,
-        start_objective_ms=start_ms,
-        bound_method=best.bound_method or None,
-        solver=solver_name() if method == "auto" else None,
-        seed=seed,
-        solve_seconds=round(best.seconds(), 4),
-        trace=tuple(best.trace),
-    )
-    schedule = evaluate(
-        problem, best.programs, provenance, bound_ms=best.bound_ms, stopped_by=stopped_by
-    )
-    return Result(SolveStatus(schedule.status), schedule, best.bound_ms)
+        run.best.offer(start, start_method)
+    run.to_the_end()
+    return run.result()
 
 
-def _check_arguments(time_limit_s: float, threads: int, method: str) -> None:
-    if not time_limit_s > 0:
-        raise InputError(f"time_limit_s = {time_limit_s}: must be > 0 seconds; raise it")
-    if threads < 1:
-        raise InputError(f"threads = {threads}: must be >= 1; raise it")
-    if method not in METHODS:
-        raise InputError(f"method = {method!r}: must be one of {', '.join(METHODS)}; choose one")
+class _Run:
+    """One solve: its lanes, and what they have found when it ends."""
 
+    def __init__(
+        self, best: Incumbent, budget: Budget, method: str, should_stop: Callable[[], bool]
+    ) -> None:
+        self.best = best
+        self.budget = budget
+        self.method = method
+        self.should_stop = should_stop
+        self.start: tuple[str, float] | None = None
+        self.started = threading.Event()
+        self.reasons: list[str] = []
+        self.stopped_by: StoppedBy = "work_limit"
 
-def _offer_starts(
-    best: Incumbent,
-    method: str,
-    *,
-    time_limit_s: float,
-    should_stop: Callable[[], bool] | None,
-) -> str:
-    """Offer every start there is time for; return why there is none where there is none."""
-    reasons = []
-    for candidate in all_starts(best.problem, None if method == "auto" else (method,)):
-        if candidate.programs is not None and candidate.legal:
-            best.offer(candidate.programs, candidate.method)
-        elif candidate.reason:
-            reasons.append(f"{candidate.method}: {candidate.reason}")
+    def to_the_end(self) -> None:
+        """Run all lanes until the budget is spent, the gap is closed, or somebody says stop."""
+        if self.method == "auto":
+            # Always there and never slow to make: even who stops at once gets a schedule.
+            self.best.offer(build_serial(self.best.problem), "serial")
+            first, *others = plans(self.best, self.budget)
+            lanes: list[Lane] = [partial(self._first_lane, first)]
+            lanes += [partial(self._lane, plan) for plan in others]
         else:
-            reasons.append(f"{candidate.method}: over the memory limit")
-        late = best.seconds() > time_limit_s or (should_stop is not None and should_stop())
-        if late and best.programs is not None:
-            break
-    return "; ".join(reasons)
+            lanes = [self._starts]
+        run_lanes(lanes, self._should_end)
+        self._note_why()
+        self.best.close()
+
+    def _first_lane(self, plan: Plan, stop: Callable[[], bool]) -> None:
+        self._starts(stop)
+        self.started.set()
+        self._lane(plan, stop)
+
+    def _lane(self, plan: Plan, stop: Callable[[], bool]) -> None:
+        def started() -> None:
+            while not (self.started.wait(0.05) or stop()):
+                pass
+
+        threads = self.budget.threads if plan.is_alone else max(1, self.budget.threads - 1)
+        improve(self.best, plan, self.budget, threads=threads, started=started, stop=stop)
+
+    def _starts(self, stop: Callable[[], bool]) -> None:
+        """Offer bounds and starts; remember the best start, or why there is none."""
+        for bound in lower_bounds(self.best.problem):
+            self.best.offer_bound(bound.ms, bound.method)
+        names = None if self.method == "auto" else (self.method,)
+        for made in all_starts(self.best.problem, names):
+            if stop():
+                return
+            if made.programs is not None and made.legal:
+                self.best.offer(made.programs, made.method, expected_ms=made.objective_ms)
+                if self.start is None or made.objective_ms < self.start[1]:
+                    self.start = made.method, made.objective_ms
+            else:
+                self.reasons.append(f"{made.method}: {made.reason or 'over the memory limit'}")
+
+    def _should_end(self) -> bool:
+        return (
+            self.best.gap <= self.budget.gap
+            or self.best.seconds() >= self.budget.time_limit_s
+            or self.should_stop()
+        )
+
+    def _note_why(self) -> None:
+        if self.best.is_optimal:
+            self.stopped_by = "optimal"
+        elif self.best.gap <= self.budget.gap:
+            self.stopped_by = "gap"
+        elif self.should_stop():
+            self.stopped_by = "cancelled"
+        elif self.best.seconds() >= self.budget.time_limit_s:
+            self.stopped_by = "time_limit"
+
+    def result(self) -> Result:
+        """Return the best schedule with its proof and where it comes from."""
+        best = self.best
+        if best.programs is None:
+            return Result(SolveStatus.UNKNOWN, None, best.bound_ms, message="; ".join(self.reasons))
+        start_method, start_ms = self.start or (None, None)
+        provenance = Provenance(
+            method=best.method,
+            start_method=start_method,
+            start_objective_ms=start_ms,
+            bound_method=best.bound_method or None,
+            solver=solver_name() if self.method == "auto" else None,
+            seed=self.budget.seed,
+            solve_seconds=round(best.seconds(), 4),
+            contributions=contributions(best.trace),
+            trace=tuple(best.trace),
+        )
+        schedule = evaluate(
+            best.problem,
+            best.programs,
+            provenance,
+            bound_ms=best.bound_ms,
+            stopped_by=self.stopped_by,
+        )
+        return Result(SolveStatus(schedule.status), schedule, best.bound_ms)
