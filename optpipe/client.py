@@ -172,8 +172,10 @@ class Client:
         problem: Problem,
         *,
         time_limit_s: float | None = None,
+        work_limit: float | None = None,
         threads: int | None = None,
         seed: int | None = None,
+        gap: float | None = None,
         method: str | None = None,
         wait_s: float = 0.0,
     ) -> Job:
@@ -183,6 +185,8 @@ class Client:
         ----------
         problem
             What to solve.
+        time_limit_s, work_limit, threads, seed, gap, method
+            As in ``optpipe_solver.solve``.
         wait_s
             How long the service may wait for the job's end before it answers.
 
@@ -199,7 +203,13 @@ class Client:
             "POST",
             "v1/jobs",
             json=_body(
-                problem, time_limit_s=time_limit_s, threads=threads, seed=seed, method=method
+                problem,
+                time_limit_s=time_limit_s,
+                work_limit=work_limit,
+                threads=threads,
+                seed=seed,
+                gap=gap,
+                method=method,
             ),
             params={"wait": wait_s} if wait_s > 0 else {},
             headers={"Idempotency-Key": uuid.uuid4().hex},

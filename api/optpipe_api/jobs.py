@@ -25,7 +25,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from optpipe.schedule import gap_of
+from optpipe.schedule import OPTIMAL_GAP, gap_of
 
 __all__ = [
     "Claim",
@@ -86,11 +86,13 @@ def transition(state: JobState, event: JobEvent) -> JobState | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobOptions:
-    """How a job is solved."""
+    """How a job is solved: the arguments of `optpipe_solver.solve` of the same names."""
 
     time_limit_s: float
+    work_limit: float | None = None
     threads: int = 1
     seed: int = 0
+    gap: float = OPTIMAL_GAP
     method: str = "auto"
 
 

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from optpipe.errors import InputError
 from optpipe.problem import Problem
+from optpipe.schedule import OPTIMAL_GAP
 from optpipe.validation import explain
 from optpipe_api.errors import RequestError
 from optpipe_api.jobs import Job, JobOptions, JobState, TracePoint
@@ -117,6 +118,21 @@ class OptionsBody(SearchOptions):
         pattern=r"^[A-Za-z0-9_.+-]{1,60}$",
         description="`auto` optimises; `/v1/methods` lists the others.",
     )
+    gap: float = Field(
+        default=OPTIMAL_GAP,
+        ge=0,
+        lt=1,
+        strict=True,
+        description="Stop where (objective - bound) / objective is at most this.",
+    )
+    work_limit: float | None = Field(
+        default=None,
+        gt=0,
+        allow_inf_nan=False,
+        strict=True,
+        description="Units of work, about a second of one core each, counted in iterations: the "
+        "same result on every machine, unless the time limit cuts it short.",
+    )
 
     def within(self, settings: Settings, methods: Collection[str]) -> JobOptions:
         """Return the options, defaults filled in; ``methods`` are those that exist.
@@ -133,8 +149,10 @@ class OptionsBody(SearchOptions):
             )
         return JobOptions(
             time_limit_s=self.checked_time_limit_s(settings, settings.default_time_limit_s),
+            work_limit=self.work_limit,
             threads=self.threads,
             seed=self.seed,
+            gap=self.gap,
             method=self.method,
         )
 

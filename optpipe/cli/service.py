@@ -19,6 +19,7 @@ from optpipe.cli.console import (
 )
 from optpipe.cli.options import (
     Follow,
+    Gap,
     Method,
     Output,
     ProblemFile,
@@ -26,10 +27,12 @@ from optpipe.cli.options import (
     Threads,
     TimeLimit,
     Url,
+    WorkLimit,
 )
 from optpipe.cli.report import gap_text, number_table, progress_line
 from optpipe.plot.terminal import ScheduleView
 from optpipe.plot.units import format_ms
+from optpipe.schedule import OPTIMAL_GAP
 
 if TYPE_CHECKING:
     from optpipe.client import Client, Job
@@ -80,6 +83,8 @@ def submit(
     threads: Threads = 1,
     seed: Seed = 0,
     method: Method = "auto",
+    gap: Gap = OPTIMAL_GAP,
+    work_limit: WorkLimit = None,
 ) -> None:
     """Hand a problem to the service and print the job's id.
 
@@ -98,7 +103,13 @@ def submit(
     check_writable(output)
     with Client(url) as client:
         job = client.submit(
-            problem, time_limit_s=time_limit, threads=threads, seed=seed, method=method
+            problem,
+            time_limit_s=time_limit,
+            work_limit=work_limit,
+            threads=threads,
+            seed=seed,
+            gap=gap,
+            method=method,
         )
         stdout().print(job.id, markup=False)
         if follow or output is not None:

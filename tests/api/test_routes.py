@@ -164,6 +164,8 @@ def test_an_illegal_problem_is_refused_with_the_path(
         ({"time_limit_s": 101}, "options.time_limit_s = 101.0: must be <= 100.0"),
         ({"threads": 3}, "options.threads = 3: must be <= 2"),
         ({"method": "a b"}, "options.method"),
+        ({"gap": 1}, "options.gap = 1: must be < 1"),
+        ({"work_limit": 0}, "options.work_limit = 0: must be > 0"),
         ({"seeds": 1}, "options.seeds: unknown field; did you mean 'seed'"),
         ([], "options"),
     ],
@@ -172,6 +174,15 @@ def test_illegal_options_are_refused_with_the_path(http, options, line: str) -> 
     answer = post(http, json.dumps({"problem": two_stages(), "options": options}))
     assert answer.status_code == 422
     assert any(line in error for error in answer.json()["errors"])
+
+
+def test_every_option_reaches_the_solver(http) -> None:
+    """The fake one answers with what it was told."""
+    options = {"gap": 0.25, "work_limit": 3.5, "threads": 2, "seed": 7, "method": "1f1b"}
+    job = submit(http, "told", options=options).json()
+    schedule = http.get(f"/v1/jobs/{job['id']}/schedule").json()
+    told = "gap=0.25 work=3.5 threads=2 seed=7 1f1b"
+    assert schedule["provenance"]["method"] == told
 
 
 @pytest.mark.parametrize(

@@ -139,10 +139,7 @@ def _run(channel: _Channel, job: Message, solve: Callable[..., Result]) -> Messa
     options = job.header["options"]
     result = solve(
         problem,
-        time_limit_s=options["time_limit_s"],
-        threads=options["threads"],
-        seed=options["seed"],
-        method=options["method"],
+        **options,
         start=None if start is None else start.programs,
         start_method="given start" if start is None else start.provenance.method,
         on_progress=_Reporter(channel, problem, options["seed"]),
