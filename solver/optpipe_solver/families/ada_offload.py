@@ -5,7 +5,7 @@ that offloads adaptively, only as much as the limit needs, and is tight otherwis
 
 Rule: take tight schedules that ignore memory - ZB-H1 and 1F1B on a line, `gis` and `gis_h` on a
 loop, list scheduling (`list_scheduler`) with 1F1B's depth on any placement - and make each fit with
-`fit_memory`. The best simulated one wins; large problems try only the first. Memory: at
+`fit_memory`. The best simulated one wins; large problems try only the first two. Memory: at
 most the limit. Bubble: that of the schedule taken, plus stalls where copies cannot be hidden.
 It ignores that another order of F and I could need fewer copies, and so gives up where the parts
 that cannot move of all micro-batches ahead exceed the limit.
@@ -15,26 +15,29 @@ from __future__ import annotations
 
 from itertools import islice
 from math import inf
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
-from optpipe.simulate import simulate
 from optpipe_solver.families.gis import grouped_interleaved
 from optpipe_solver.families.gis_h import smallest_group
 from optpipe_solver.families.list_scheduler import Policy, list_schedule
 from optpipe_solver.families.not_applicable import NotApplicable, Reason
 from optpipe_solver.families.one_f_one_b import build_one_f_one_b
 from optpipe_solver.families.zb_h1 import build_zb_h1
-from optpipe_solver.fit.fit import THOROUGH, fit_memory
+from optpipe_solver.fit.fit import THOROUGH, fit
+from optpipe_solver.fit.jobs import Frame
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from optpipe.action import Programs
     from optpipe.problem import Problem
+    from optpipe_solver.improve.compiled import Rows
 
 __all__ = ["build_ada_offload"]
 
 _LARGE = 60_000
+_FEW = 2
 _UNLIMITED = 2**60
 
 
@@ -49,12 +52,12 @@ def build_ada_offload(problem: Problem) -> Programs:
     size = 3 * len(problem.stages) * problem.num_microbatches
     bases = _bases(problem)
     fitted = (
-        fit_memory(problem, base, tries=THOROUGH)
-        for base in (islice(bases, 1) if size > _LARGE else bases)
+        fit(Frame(problem, base), THOROUGH)
+        for base in (islice(bases, _FEW) if size > _LARGE else bases)
     )
     best = min(
-        (programs for programs in fitted if programs is not None),
-        key=lambda programs: simulate(problem, programs).objective_ms(problem.objective),
+        (made for made in fitted if made is not None),
+        key=attrgetter("objective_ms"),
         default=None,
     )
     if best is None:
@@ -63,10 +66,10 @@ def build_ada_offload(problem: Problem) -> Programs:
             "what offload and recompute leave of the micro-batches in flight exceeds the memory "
             "limits",
         )
-    return best
+    return best.programs()
 
 
-def _bases(problem: Problem) -> Iterator[Programs]:
+def _bases(problem: Problem) -> Iterator[Programs | Rows]:
     builders: tuple[Callable[[Problem], Programs], ...] = (
         build_zb_h1,
         build_one_f_one_b,

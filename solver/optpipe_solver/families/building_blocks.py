@@ -27,9 +27,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from optpipe.simulate import simulate
+from optpipe_solver.families.encoded import encoded
 from optpipe_solver.families.not_applicable import NotApplicable, Reason
 from optpipe_solver.families.repeat_and_squeeze import Early, Policy, Squeezer, uniform_block
+from optpipe_solver.improve.compiled import CompiledProblem
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -72,9 +73,9 @@ def build_building_blocks(problem: Problem) -> Programs:
             "micro-batch after the other",
         )
     found.sort(key=lambda squeezed: _length(problem, squeezed))
-    return min(
-        (squeezed.programs(len(problem.stages)) for squeezed in found[:_JUDGED]),
-        key=lambda programs: simulate(problem, programs).objective_ms(problem.objective),
+    compiled = CompiledProblem.of(problem)
+    return min(found[:_JUDGED], key=lambda squeezed: _simulated_ms(compiled, squeezed)).programs(
+        len(problem.stages)
     )
 
 
@@ -107,6 +108,14 @@ def _affordable(problem: Problem, num_microbatches: int) -> int:
 
 def _length(problem: Problem, squeezed: Squeezed) -> float:
     return squeezed.makespan_ms if problem.objective == "makespan" else squeezed.span_ms
+
+
+def _simulated_ms(compiled: CompiledProblem, squeezed: Squeezed) -> float:
+    """Return the objective, gradient reductions included."""
+    problem = compiled.problem
+    rows = encoded(problem, squeezed.codes, fused=squeezed.fused)
+    makespan_ms, span_ms = compiled.length_ms(rows)
+    return makespan_ms if problem.objective == "makespan" else span_ms
 
 
 def _distance(problem: Problem, block: Block) -> float:

@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from optpipe.action import Action, ActionType
+from optpipe.action import ActionType
+from optpipe_solver.columns import program_of
 from optpipe_solver.families.not_applicable import NotApplicable, Reason
 from optpipe_solver.families.shape import chunks_of_loop
 
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from optpipe.problem import Problem
 
 __all__ = ["build_gis", "gis_bubble_ms", "gis_peak_chunks", "grouped_interleaved"]
+
+_TYPES = (ActionType.FORWARD, ActionType.BACKWARD_INPUT, ActionType.BACKWARD_WEIGHT)
 
 
 def build_gis(problem: Problem) -> Programs:
@@ -86,15 +89,10 @@ def _device_program(k: int, d: int, chunks: int, group: int, m: int) -> Program:
     forward_at = start + 3 * group * chunk + k
     backward_at = start + 3 * group * (2 * (chunks - 1) - chunk) + 3 * (d - 1) + 1 - 2 * k
     order = np.argsort(np.concatenate([forward_at, backward_at]), kind="stable")
-    stages = (chunk * d + k).tolist()
-    microbatches = j.tolist()
-    program: list[Action] = []
-    for index in order.tolist():
-        cell = index % len(stages)
-        stage, microbatch = stages[cell], microbatches[cell]
-        if index < len(stages):
-            program.append(Action(stage, ActionType.FORWARD, microbatch))
-        else:
-            program.append(Action(stage, ActionType.BACKWARD_INPUT, microbatch))
-            program.append(Action(stage, ActionType.BACKWARD_WEIGHT, microbatch))
-    return tuple(program)
+    is_backward, cell = np.divmod(order, j.size)
+    # Every I stands twice: the second time it is the W right behind it, 2 in _TYPES.
+    times = 1 + is_backward
+    cell, kind = np.repeat(cell, times), np.repeat(is_backward, times)
+    kind[np.cumsum(times) - 1] *= 2
+    types = map(_TYPES.__getitem__, kind.tolist())
+    return program_of((chunk * d + k)[cell].tolist(), types, j[cell].tolist())

@@ -13,25 +13,27 @@ from __future__ import annotations
 
 from itertools import islice
 from math import inf
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
-from optpipe.simulate import simulate
 from optpipe_solver.families.list_scheduler import Policy, list_schedule
 from optpipe_solver.families.not_applicable import NotApplicable, Reason
-from optpipe_solver.fit.fit import fit_memory
+from optpipe_solver.fit.fit import fit
+from optpipe_solver.fit.jobs import Frame
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from optpipe.action import Programs
     from optpipe.problem import Problem
+    from optpipe_solver.fit.fit import Fit
 
 __all__ = ["build_greedy", "greedy_candidates"]
 
 _VIRTUAL = (1.0, 1.25, 1.5, 2.0, 3.0, 4.0, inf)
-_WORK = 120_000
+_WORK = 800_000
+_FEWEST = 4
 _MAX_POLICIES = 60
-_MAX_ACTIONS = 20_000
 _FIT_TRIES = 2
 
 
@@ -41,36 +43,25 @@ def build_greedy(problem: Problem) -> Programs:
     Raises
     ------
     NotApplicable
-        If none of them fits, or the problem is so large that zb-greedy and building-blocks, which
-        are compiled, must take its place.
+        If none of them fits.
     """
-    size = _num_actions(problem)
-    if size > _MAX_ACTIONS:
-        raise NotApplicable(
-            Reason.TOO_LARGE,
-            f"{size} actions are too many for this rule (at most {_MAX_ACTIONS}); zb-greedy and "
-            "building-blocks do the same at this size",
-        )
-    best = min(
-        greedy_candidates(problem),
-        key=lambda programs: simulate(problem, programs).objective_ms(problem.objective),
-        default=None,
-    )
+    best = min(greedy_candidates(problem), key=attrgetter("objective_ms"), default=None)
     if best is None:
         raise NotApplicable(
             Reason.DOES_NOT_FIT, "no policy of the greedy finds a schedule within the memory limits"
         )
-    return best
+    return best.programs()
 
 
-def greedy_candidates(problem: Problem) -> Iterator[Programs]:
-    """Yield schedules within the limits, one per policy that works; large problems try fewer."""
-    tried = max(4, min(_MAX_POLICIES, _WORK // _num_actions(problem)))
-    for policy in islice(_policies(problem), tried):
-        programs = list_schedule(problem, policy)
-        if programs is None:
-            continue
-        fitted = fit_memory(problem, programs, tries=_FIT_TRIES)
+def greedy_candidates(problem: Problem) -> Iterator[Fit]:
+    """Yield schedules within the limits, one per policy that works; large problems try fewer.
+
+    A policy that gets stuck does not count as tried.
+    """
+    scheduled = (list_schedule(problem, policy) for policy in _policies(problem))
+    tried = max(_FEWEST, min(_MAX_POLICIES, _WORK // _num_actions(problem)))
+    for rows in islice(filter(None, scheduled), tried):
+        fitted = fit(Frame(problem, rows), _FIT_TRIES)
         if fitted is not None:
             yield fitted
 

@@ -13,7 +13,6 @@ class Reason(StrEnum):
     NEEDS_ONE_STAGE_PER_DEVICE = "needs-one-stage-per-device"
     DOES_NOT_FIT = "does-not-fit"
     INFEASIBLE = "infeasible"
-    TOO_LARGE = "too-large"
     NEEDS_LOOP_PLACEMENT = "needs-loop-placement"
     NEEDS_V_PLACEMENT = "needs-v-placement"
     NEEDS_RECOMPUTE = "needs-recompute"

@@ -23,20 +23,19 @@ has to fit them, recompute, and the fused backward.
 
 from __future__ import annotations
 
-from operator import le
+from operator import attrgetter, le
 from typing import TYPE_CHECKING
 
-from optpipe.simulate import simulate
 from optpipe_solver.families.gis import grouped_interleaved
 from optpipe_solver.families.gis_h import smallest_group
 from optpipe_solver.families.not_applicable import NotApplicable, Reason
 from optpipe_solver.families.shape import chunks_of_loop
-from optpipe_solver.fit.fit import THOROUGH, fit_memory, within_hosts
+from optpipe_solver.fit.fit import THOROUGH, fit
 from optpipe_solver.fit.hidden_offload import hide_offload
+from optpipe_solver.fit.jobs import Frame
+from optpipe_solver.fit.limits import within_hosts
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from optpipe.action import Programs
     from optpipe.problem import Problem
 
@@ -100,29 +99,27 @@ def pipeoffload(problem: Problem, group: int, num_chunks: int) -> Programs:
             f"none of the first {num_chunks} chunks of any device can be offloaded: that takes "
             "offload_bytes of the stage, and d2h_gb_per_s and h2d_gb_per_s of its device",
         )
-    hidden, peaks = hide_offload(problem, programs, leaving)
-    room = (
-        device.usable_bytes - problem.static_bytes_of(index)
-        for index, device in enumerate(problem.devices)
-    )
-    if all(map(le, peaks, room)) and within_hosts(problem, hidden):
-        return hidden
-    return _fitted(problem, programs, leaving, group)
+    frame = Frame(problem, programs, leaving)
+    hidden = hide_offload(frame)
+    if all(map(le, hidden.peaks, frame.limits)) and within_hosts(frame.compiled, hidden.rows):
+        return frame.decode(hidden.rows)
+    return _fitted(frame, group)
 
 
-def _fitted(problem: Problem, programs: Programs, leaving: Sequence[int], group: int) -> Programs:
+def _fitted(frame: Frame, group: int) -> Programs:
     """Return the programs made to fit with stalls; for large problems the first way that does."""
-    found: list[Programs] = []
-    for chosen in (leaving, None):
-        fitted = fit_memory(problem, programs, tries=THOROUGH, offloading=chosen)
-        if fitted is not None:
-            found.append(fitted)
-            if len(problem.stages) * problem.num_microbatches > _LARGE:
-                break
+    found = []
+    first = fit(frame, THOROUGH)
+    if first is not None:
+        found.append(first)
+    if first is None or len(frame.problem.stages) * frame.problem.num_microbatches <= _LARGE:
+        second = fit(Frame(frame.problem, frame.programs), THOROUGH)
+        if second is not None:
+            found.append(second)
     if not found:
         raise NotApplicable(
             Reason.DOES_NOT_FIT,
             f"interleaving groups of {group} micro-batches does not fit the memory limits, "
             "whatever is offloaded",
         )
-    return min(found, key=lambda made: simulate(problem, made).objective_ms(problem.objective))
+    return min(found, key=attrgetter("objective_ms")).programs()

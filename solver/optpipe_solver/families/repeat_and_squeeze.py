@@ -27,8 +27,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from optpipe.action import Action, ActionType
-from optpipe_solver.families.squeeze_kernel import BACKWARD, FORWARD, WEIGHT, Order, Rules, squeeze
+from optpipe.action import ActionType
+from optpipe_solver.columns import program_of
+from optpipe_solver.families.execution import BACKWARD, FORWARD
+from optpipe_solver.families.rules import rules_in_bytes, rules_of
+from optpipe_solver.families.squeeze_kernel import Order, squeeze
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,6 +40,7 @@ if TYPE_CHECKING:
 
     from optpipe.action import Programs
     from optpipe.problem import Problem
+    from optpipe_solver.families.execution import Rules
 
 __all__ = ["Block", "Early", "Policy", "Squeezed", "Squeezer", "squeezed_v", "uniform_block"]
 
@@ -115,10 +119,9 @@ class Squeezed:
         decoded = []
         for row in self.codes:
             cells, microbatches = np.divmod(row, self.num_microbatches)
-            parts = zip(cells.tolist(), microbatches.tolist(), strict=True)
-            decoded.append(
-                tuple(Action(cell % num_stages, kinds[cell // num_stages], j) for cell, j in parts)
-            )
+            numbers, stages = np.divmod(cells, num_stages)
+            types = map(kinds.__getitem__, numbers.tolist())
+            decoded.append(program_of(stages.tolist(), types, microbatches.tolist()))
         return tuple(decoded)
 
 
@@ -132,29 +135,7 @@ class Squeezer:
     @classmethod
     def in_bytes(cls, problem: Problem, *, fused: bool = False) -> Squeezer:
         """Keep the memory limits of the devices, workspaces included; ``fused``: B for I and W."""
-        stages = problem.stages
-        activation = np.array([stage.activation_bytes for stage in stages], dtype=np.int64)
-        context = np.array([stage.weight_context_bytes for stage in stages], dtype=np.int64)
-        workspace = np.array(
-            [
-                [stage.forward_workspace_bytes for stage in stages],
-                [
-                    stage.backward_workspace_bytes
-                    if fused
-                    else stage.backward_input_workspace_bytes
-                    for stage in stages
-                ],
-                [stage.backward_weight_workspace_bytes for stage in stages],
-            ],
-            dtype=np.int64,
-        )
-        after_backward = -activation if fused else context - activation
-        room = [
-            device.usable_bytes - problem.static_bytes_of(index)
-            for index, device in enumerate(problem.devices)
-        ]
-        delta = np.array([activation, after_backward, -context])
-        return cls(problem, _rules(problem, delta, workspace, np.array(room), fused=fused))
+        return cls(problem, rules_in_bytes(problem, fused=fused))
 
     @classmethod
     def in_activations(cls, problem: Problem, most: int) -> Squeezer:
@@ -162,7 +143,7 @@ class Squeezer:
         ones = np.ones(len(problem.stages), dtype=np.int64)
         delta = np.array([ones, 0 * ones, -ones])
         room = np.full(len(problem.devices), most, dtype=np.int64)
-        return cls(problem, _rules(problem, delta, 0 * delta, room, fused=False))
+        return cls(problem, rules_of(problem, delta, 0 * delta, room, fused=False))
 
     def squeeze(
         self, block: Block, policy: Policy, num_microbatches: int | None = None
@@ -195,45 +176,6 @@ def squeezed_v(
     if squeezed is None:
         raise AssertionError(f"a V block on {num_stages // 2} devices needs more than {most}")
     return squeezed.programs(num_stages)
-
-
-def _rules(
-    problem: Problem,
-    delta: NDArray[np.int64],
-    workspace: NDArray[np.int64],
-    limit: NDArray[np.int64],
-    *,
-    fused: bool,
-) -> Rules:
-    stages = problem.stages
-    widest = max(len(held) for held in problem.stages_of)
-    peak = np.maximum(delta, 0) + workspace
-    finish = peak[:WEIGHT].copy()
-    if not fused:
-        finish[BACKWARD] = np.maximum(finish[BACKWARD], delta[BACKWARD] + peak[WEIGHT])
-    backward = [stage.fused_backward_ms if fused else stage.backward_input_ms for stage in stages]
-    return Rules(
-        device_of=np.array(problem.placement, dtype=np.int64),
-        held=np.array(
-            [[*held, *[0] * (widest - len(held))] for held in problem.stages_of], dtype=np.int64
-        ),
-        num_held=np.array([len(held) for held in problem.stages_of], dtype=np.int64),
-        duration=np.array(
-            [
-                [stage.forward_ms for stage in stages],
-                backward,
-                [stage.backward_weight_ms for stage in stages],
-            ],
-            dtype=np.float64,
-        ),
-        delta=delta.astype(np.int64),
-        peak=peak.astype(np.int64),
-        finish=finish.astype(np.int64),
-        there=np.array([there for there, _ in problem.boundary_ms], dtype=np.float64),
-        back=np.array([back for _, back in problem.boundary_ms], dtype=np.float64),
-        limit=limit.astype(np.int64),
-        split=0 if fused else 1,
-    )
 
 
 def _unroll(problem: Problem, block: Block, m: int) -> Order:

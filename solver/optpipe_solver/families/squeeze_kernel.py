@@ -11,37 +11,29 @@ from typing import TYPE_CHECKING, NamedTuple
 import numba
 import numpy as np
 
+from optpipe_solver.families.execution import (
+    BACKWARD,
+    FORWARD,
+    WEIGHT,
+    Rules,
+    State,
+    announce,
+    begin,
+    execute,
+    fits,
+    has_all,
+)
+from optpipe_solver.lean import lean
+
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     Ints = NDArray[np.int64]
     Floats = NDArray[np.float64]
 
-__all__ = ["BACKWARD", "FORWARD", "WEIGHT", "Order", "Rules", "squeeze"]
+__all__ = ["Order", "squeeze"]
 
-FORWARD, BACKWARD, WEIGHT = 0, 1, 2
 _WAIT, _STUCK = -1, -2
-
-
-class Rules(NamedTuple):
-    """What a problem asks of the squeeze; ``[kind, stage]`` tables hold F, I (or B) and W.
-
-    ``delta`` is what a pass adds to its device's memory for good, ``peak`` the most it holds above
-    what was there before, ``finish`` the same with its W right behind it. ``split`` is 0 where the
-    backward is fused and there is no W. Device d holds ``held[d, :num_held[d]]``.
-    """
-
-    device_of: Ints
-    held: Ints
-    num_held: Ints
-    duration: Floats
-    delta: Ints
-    peak: Ints
-    finish: Ints
-    there: Floats
-    back: Floats
-    limit: Ints
-    split: int
 
 
 class Order(NamedTuple):
@@ -56,20 +48,7 @@ class Order(NamedTuple):
     num_microbatches: int
 
 
-class _State(NamedTuple):
-    done: Ints
-    ready: Floats
-    memory: Ints
-    in_flight: Ints
-    free_at: Floats
-    head: Ints
-    programs: Ints
-    lengths: Ints
-    first: Floats
-    last: Floats
-
-
-@numba.njit(cache=True)
+@numba.njit(cache=True, nogil=True)
 def squeeze(
     rules: Rules, order: Order, early: int, patience: float
 ) -> tuple[bool, Ints, Ints, float, float]:
@@ -78,20 +57,7 @@ def squeeze(
     Actions are ``(kind * num_stages + stage) * m + microbatch``.
     """
     num_stages, num_devices = rules.device_of.size, rules.num_held.size
-    m = order.num_microbatches
-    state = _State(
-        np.zeros((3, num_stages), np.int64),
-        np.full((2, num_stages, m), np.inf),
-        np.zeros(num_devices, np.int64),
-        np.zeros(num_devices, np.int64),
-        np.zeros(num_devices),
-        np.zeros(num_devices, np.int64),
-        np.zeros((num_devices, 3 * m * rules.held.shape[1]), np.int64),
-        np.zeros(num_devices, np.int64),
-        np.full(num_devices, np.inf),
-        np.zeros(num_devices),
-    )
-    state.ready[FORWARD, 0, :] = 0.0
+    state = begin(rules, order.num_microbatches)
     wakes = [(0.0, 0)]
     for device in range(1, num_devices):
         wakes.append((0.0, device))  # noqa: PERF401 - numba types the list by its first item
@@ -104,28 +70,27 @@ def squeeze(
             return False, state.programs, state.lengths, np.inf, np.inf
         if choice != _WAIT:
             kind, stage = choice // num_stages, choice % num_stages
-            end = _execute(kind, stage, now, rules, order, state)
+            end = execute(kind, stage, now, rules, state)
             heapq.heappush(wakes, (end, device))
-            target, arrival = _announce(kind, stage, end, rules, state)
+            target, arrival = announce(kind, stage, end, rules, state)
             if target >= 0:
                 heapq.heappush(wakes, (arrival, target))
-    passes = state.done[:2] if rules.split == 0 else state.done
     begun, span = np.inf, 0.0
     for device in range(num_devices):
         if state.lengths[device] > 0:
             begun = min(begun, state.first[device])
             span = max(span, state.last[device] - state.first[device])
     makespan = state.last.max() - begun
-    return bool(passes.min() == m), state.programs, state.lengths, makespan, span
+    return has_all(rules, state), state.programs, state.lengths, makespan, span
 
 
-@numba.njit(cache=True)
+@lean
 def _choose(
     device: int,
     now: float,
     rules: Rules,
     order: Order,
-    state: _State,
+    state: State,
     early: int,
     patience: float,
 ) -> int:
@@ -140,7 +105,7 @@ def _choose(
     stage, kind = following // 2, following % 2
     gap = state.ready[kind, stage, state.done[kind, stage]] - now
     if gap <= 0.0:
-        if _fits(device, kind, stage, rules, state):
+        if fits(device, kind, stage, rules, state):
             return kind * rules.device_of.size + stage
         urgent = _oldest_weight(device, rules, state)
         return urgent if urgent >= 0 else _STUCK
@@ -154,8 +119,8 @@ def _choose(
     return choice
 
 
-@numba.njit(cache=True)
-def _next_in_order(device: int, order: Order, state: _State) -> int:
+@lean
+def _next_in_order(device: int, order: Order, state: State) -> int:
     """Return the code of the device's first F or I in block order that has not run; -1: none."""
     while state.head[device] < order.length[device]:
         at = state.head[device]
@@ -166,19 +131,14 @@ def _next_in_order(device: int, order: Order, state: _State) -> int:
     return -1
 
 
-@numba.njit(cache=True)
-def _fits(device: int, kind: int, stage: int, rules: Rules, state: _State) -> bool:
-    return bool(state.memory[device] + rules.peak[kind, stage] <= rules.limit[device])
-
-
-@numba.njit(cache=True)
-def _oldest_weight(device: int, rules: Rules, state: _State) -> int:
+@lean
+def _oldest_weight(device: int, rules: Rules, state: State) -> int:
     """Return the waiting W of the oldest micro-batch that memory admits, or wait."""
     return _filling_weight(device, np.inf, rules, state, 0.0)
 
 
-@numba.njit(cache=True)
-def _filling_weight(device: int, gap: float, rules: Rules, state: _State, patience: float) -> int:
+@lean
+def _filling_weight(device: int, gap: float, rules: Rules, state: State, patience: float) -> int:
     """Return the waiting W of the oldest micro-batch for which the gap is long enough."""
     best, choice = np.inf, _WAIT
     if rules.split == 0:
@@ -190,20 +150,20 @@ def _filling_weight(device: int, gap: float, rules: Rules, state: _State, patien
             oldest < state.done[BACKWARD, stage]
             and oldest < best
             and patience * rules.duration[WEIGHT, stage] <= gap
-            and _fits(device, WEIGHT, stage, rules, state)
+            and fits(device, WEIGHT, stage, rules, state)
         ):
             best, choice = oldest, WEIGHT * rules.device_of.size + stage
     return choice
 
 
-@numba.njit(cache=True)
+@lean
 def _early(
     device: int,
     now: float,
     gap: float,
     rules: Rules,
     order: Order,
-    state: _State,
+    state: State,
     patience: float,
 ) -> int:
     """Return the first F or I in block order that can run now without blocking those before it."""
@@ -218,16 +178,16 @@ def _early(
             if (
                 place < best
                 and patience * rules.duration[kind, stage] <= gap
-                and _fits(device, kind, stage, rules, state)
+                and fits(device, kind, stage, rules, state)
                 and _leaves_room(device, kind, stage, place, rules, order, state)
             ):
                 best, choice = place, kind * rules.device_of.size + stage
     return choice
 
 
-@numba.njit(cache=True)
+@lean
 def _leaves_room(
-    device: int, kind: int, stage: int, place: int, rules: Rules, order: Order, state: _State
+    device: int, kind: int, stage: int, place: int, rules: Rules, order: Order, state: State
 ) -> bool:
     """Whether all passes before ``place`` still fit after this one, each W right behind its I."""
     if kind == BACKWARD:
@@ -242,44 +202,3 @@ def _leaves_room(
             return False
         held += rules.delta[FORWARD, before] if which == FORWARD else -rules.delta[FORWARD, before]
     return True
-
-
-@numba.njit(cache=True)
-def _execute(kind: int, stage: int, now: float, rules: Rules, order: Order, state: _State) -> float:
-    """Append the pass to its device's program; return when it ends."""
-    device = rules.device_of[stage]
-    m = order.num_microbatches
-    state.programs[device, state.lengths[device]] = (
-        kind * rules.device_of.size + stage
-    ) * m + state.done[kind, stage]
-    state.lengths[device] += 1
-    state.done[kind, stage] += 1
-    state.memory[device] += rules.delta[kind, stage]
-    if kind == FORWARD:
-        state.in_flight[device] += rules.delta[FORWARD, stage]
-    elif kind == BACKWARD:
-        state.in_flight[device] -= rules.delta[FORWARD, stage]
-    end = now + rules.duration[kind, stage]
-    state.free_at[device] = end
-    state.first[device] = min(state.first[device], now)
-    state.last[device] = end
-    return float(end)
-
-
-@numba.njit(cache=True)
-def _announce(kind: int, stage: int, end: float, rules: Rules, state: _State) -> tuple[int, float]:
-    """Tell the consumer of a pass when its input arrives; return its device (-1: none), when."""
-    last = rules.device_of.size - 1
-    j = state.done[kind, stage] - 1
-    if kind == FORWARD and stage == last:
-        state.ready[BACKWARD, last, j] = end
-        return rules.device_of[last], end
-    if kind == FORWARD:
-        arrival = end + rules.there[stage]
-        state.ready[FORWARD, stage + 1, j] = arrival
-        return rules.device_of[stage + 1], arrival
-    if kind == BACKWARD and stage > 0:
-        arrival = end + rules.back[stage - 1]
-        state.ready[BACKWARD, stage - 1, j] = arrival
-        return rules.device_of[stage - 1], arrival
-    return -1, end

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numba
 import numpy as np
 
+from optpipe_solver.lean import lean
+
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
@@ -66,7 +68,7 @@ class Plan(NamedTuple):
     memory: NDArray[np.int64]
 
 
-@numba.njit(cache=True)
+@numba.njit(cache=True, nogil=True)
 def plan_line(line: Line, one_more: bool, small_gaps: int, patient: bool) -> Plan:
     """Return the programs of one setting of the hyper-parameters.
 
@@ -93,20 +95,32 @@ def plan_line(line: Line, one_more: bool, small_gaps: int, patient: bool) -> Pla
         idle=np.zeros(num_stages),
         memory=np.zeros(num_stages, dtype=np.int64),
     )
-    warmup = _warmup_counts(line, one_more)
-    for s in range(num_stages):
-        for _ in range(warmup[s]):
-            _put(line, plan, s, FORWARD, _forward_ready(line, plan, s))
-    while plan.done[INPUT].min() < m:
-        for s in range(num_stages - 1, -1, -1):
-            _turn(line, plan, s, small_gaps, patient)
-    for s in range(num_stages):
-        while plan.done[WEIGHT, s] < m:
-            _put(line, plan, s, WEIGHT, 0.0)
+    _play(line, plan, _warmup_counts(line, one_more), small_gaps, patient)
     return plan
 
 
-@numba.njit(cache=True)
+@lean
+def _play(
+    line: Line, plan: Plan, warmup: NDArray[np.int64], small_gaps: int, patient: bool
+) -> None:
+    """Run everything: the warm-up, turns of F and I with W between, and the W that remain."""
+    num_stages, m = line.held.size, line.num_microbatches
+    for s in range(num_stages):
+        for _ in range(warmup[s]):
+            _put(line, plan, s, FORWARD, _forward_ready(line, plan, s))
+    while plan.done[INPUT, 0] < m:  # its I is the last of every micro-batch
+        for s in range(num_stages - 1, -1, -1):
+            f, i = plan.done[FORWARD, s], plan.done[INPUT, s]
+            has_forward = f < m and (s == 0 or plan.done[FORWARD, s - 1] > f)
+            has_input = i < f and (s == num_stages - 1 or plan.done[INPUT, s + 1] > i)
+            if has_forward or has_input:
+                _turn(line, plan, s, has_forward, has_input, small_gaps, patient)
+    for s in range(num_stages):
+        while plan.done[WEIGHT, s] < m:
+            _put(line, plan, s, WEIGHT, 0.0)
+
+
+@numba.njit(cache=True, nogil=True)
 def _warmup_counts(line: Line, one_more: bool) -> NDArray[np.int64]:
     """Return how many forwards each stage runs before its first I.
 
@@ -141,16 +155,23 @@ def _warmup_counts(line: Line, one_more: bool) -> NDArray[np.int64]:
     return counts
 
 
-@numba.njit(cache=True)
-def _turn(line: Line, plan: Plan, s: int, small_gaps: int, patient: bool) -> None:
+@lean
+def _turn(  # noqa: PLR0917 - compiled code takes its arguments by position
+    line: Line,
+    plan: Plan,
+    s: int,
+    has_forward: bool,
+    has_input: bool,
+    small_gaps: int,
+    patient: bool,
+) -> None:
     """Give a stage its next F and I, as far as their inputs exist: the alternation of 1F1B."""
-    m, last = line.num_microbatches, line.held.size - 1
+    last = line.held.size - 1
     f, i = plan.done[FORWARD, s], plan.done[INPUT, s]
-    has_input = i < f and (s == last or plan.done[INPUT, s + 1] > i)
     arrival = np.inf
     if has_input:
         arrival = plan.end[FORWARD, s, i] if s == last else plan.end[INPUT, s + 1, i] + line.back[s]
-    if f < m and (s == 0 or plan.done[FORWARD, s - 1] > f) and _holds(line, s, f + 1 - i):
+    if has_forward and _holds(line, s, f + 1 - i):
         ready = _forward_ready(line, plan, s)
         lasts = max(ready, plan.free[s]) + line.duration[FORWARD, s] if patient else ready
         if lasts <= max(arrival, plan.free[s]) + _TINY:
@@ -163,7 +184,7 @@ def _turn(line: Line, plan: Plan, s: int, small_gaps: int, patient: bool) -> Non
         _put(line, plan, s, INPUT, arrival)
 
 
-@numba.njit(cache=True)
+@lean
 def _forward_ready(line: Line, plan: Plan, s: int) -> float:
     if s == 0:
         return 0.0
@@ -171,7 +192,7 @@ def _forward_ready(line: Line, plan: Plan, s: int) -> float:
     return ready
 
 
-@numba.njit(cache=True)
+@lean
 def _fill(line: Line, plan: Plan, s: int, until: float, small_gaps: int) -> None:
     """Run weight gradients in the gap before the next action."""
     while plan.done[WEIGHT, s] < plan.done[INPUT, s]:
@@ -179,13 +200,21 @@ def _fill(line: Line, plan: Plan, s: int, until: float, small_gaps: int) -> None
         if gap <= _TINY:
             return
         if gap < line.duration[WEIGHT, s] - _TINY and (
-            small_gaps == 0 or (small_gaps == 1 and plan.idle[s] + gap <= plan.idle.max() + _TINY)
+            small_gaps == 0 or (small_gaps == 1 and plan.idle[s] + gap <= _most_idle(plan) + _TINY)
         ):
             return
         _put(line, plan, s, WEIGHT, 0.0)
 
 
-@numba.njit(cache=True)
+@lean
+def _most_idle(plan: Plan) -> float:
+    most: float = plan.idle[0]
+    for s in range(1, plan.idle.size):
+        most = max(most, plan.idle[s])
+    return most
+
+
+@lean
 def _make_room(line: Line, plan: Plan, s: int, kind: int) -> None:
     """Run weight gradients until an F or I fits, and behind it any W."""
     while plan.done[WEIGHT, s] < plan.done[INPUT, s] or kind == INPUT:
@@ -198,7 +227,7 @@ def _make_room(line: Line, plan: Plan, s: int, kind: int) -> None:
         _put(line, plan, s, WEIGHT, 0.0)
 
 
-@numba.njit(cache=True)
+@lean
 def _holds(line: Line, s: int, in_flight: int) -> bool:
     """Whether, no W waiting, a stage has room for so many micro-batches and for finishing one."""
     grown = line.context[s] - line.held[s]
@@ -208,7 +237,7 @@ def _holds(line: Line, s: int, in_flight: int) -> bool:
     return fits
 
 
-@numba.njit(cache=True)
+@lean
 def _put(line: Line, plan: Plan, s: int, kind: int, ready: float) -> None:
     start = max(plan.free[s], ready)
     if plan.filled[s] == 0:

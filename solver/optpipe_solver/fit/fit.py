@@ -17,9 +17,9 @@ from __future__ import annotations
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
-from optpipe.memory import host_peak_bytes
 from optpipe_solver.fit.jobs import UNLIMITED, Frame
 from optpipe_solver.fit.kernel import FARTHEST, HIDDEN, OLDEST
+from optpipe_solver.fit.limits import within_hosts
 from optpipe_solver.fit.state import Rule
 
 if TYPE_CHECKING:
@@ -30,14 +30,26 @@ if TYPE_CHECKING:
     from optpipe_solver.fit.jobs import Ran
     from optpipe_solver.improve.compiled import Rows
 
-__all__ = ["THOROUGH", "fit_memory", "within_hosts"]
+__all__ = ["THOROUGH", "Fit", "fit", "fit_memory"]
 
 THOROUGH = 32
 """``tries`` beyond which nothing is gained."""
 
-_WORK = 400_000
+_WORK = 800_000
 _FEWEST = 2
 _SAME = 1 + 1e-9
+
+
+class Fit(NamedTuple):
+    """Programs that fit, as integers, and how long they take."""
+
+    objective_ms: float
+    frame: Frame
+    rows: Rows
+
+    def programs(self) -> Programs:
+        """Return the programs."""
+        return self.frame.decode(self.rows)
 
 
 def fit_memory(
@@ -62,18 +74,22 @@ def fit_memory(
     offloading
         Stages that may be offloaded; by default all.
     """
-    frame = Frame(problem, programs, offloading)
+    fitted = fit(Frame(problem, programs, offloading), tries)
+    return None if fitted is None else fitted.programs()
+
+
+def fit(frame: Frame, tries: int = 4) -> Fit | None:
+    """Do the same for programs that are integers already; see `fit_memory`."""
     if frame.fits:
-        return programs
+        return Fit(frame.base.objective_ms, frame, frame.rows)
     tries = max(_FEWEST, min(tries, _WORK // frame.num_actions))
-    unlimited = (UNLIMITED,) * len(problem.devices)
+    unlimited = (UNLIMITED,) * len(frame.limits)
     for host_limits in (unlimited, frame.host_shares()):
         best = _best(frame, tries, host_limits)
         if best is None:
             return None
-        fitted = frame.decode(best)
-        if within_hosts(problem, fitted):
-            return fitted
+        if within_hosts(frame.compiled, best.rows):
+            return Fit(best.objective_ms, frame, best.rows)
     return None
 
 
@@ -86,8 +102,8 @@ class _Try(NamedTuple):
     rows: Rows
 
 
-def _best(frame: Frame, tries: int, host_limits: Sequence[int]) -> Rows | None:
-    """Return the programs of the best of so many sweeps.
+def _best(frame: Frame, tries: int, host_limits: Sequence[int]) -> _Try | None:
+    """Return the best of so many sweeps.
 
     Each rule is tried once; then, best first, again with the delays that it caused.
     """
@@ -96,12 +112,12 @@ def _best(frame: Frame, tries: int, host_limits: Sequence[int]) -> Rows | None:
     for rule in rules:
         found += _swept(frame, rule, frame.base, host_limits)
         if found and found[-1].objective_ms <= frame.base.objective_ms * _SAME:
-            return found[-1].rows
+            return found[-1]
     for first in sorted(found, key=_length)[: tries - len(rules)]:
         found += _swept(frame, first.rule, first.ran, host_limits)
     if not found:
         found = _swept(frame, _LAST_RESORT, frame.base, host_limits)
-    return min(found, key=_length).rows if found else None
+    return min(found, key=_length, default=None)
 
 
 def _length(made: _Try) -> float:
@@ -132,11 +148,3 @@ def _rules(frame: Frame) -> Iterator[Rule]:
 
 _LAST_RESORT = Rule(HIDDEN, -1e15, 0.0)
 """Copies back only when it must: what came back early can then never be in the way."""
-
-
-def within_hosts(problem: Problem, programs: Programs) -> bool:
-    """Whether programs keep the limits of all hosts."""
-    peaks = host_peak_bytes(problem, programs)
-    return all(
-        host.memory_bytes is None or peaks[host.name] <= host.memory_bytes for host in problem.hosts
-    )

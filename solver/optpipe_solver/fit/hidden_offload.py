@@ -8,20 +8,20 @@ transfer. Large problems take the first that costs no time, slow lanes assumed.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from optpipe_solver.fit.jobs import UNLIMITED, Frame
+from optpipe_solver.fit.jobs import UNLIMITED
 from optpipe_solver.fit.kernel import FARTHEST, HIDDEN, OLDEST
 from optpipe_solver.fit.state import Rule
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from optpipe.action import Programs
     from optpipe.problem import Problem
-    from optpipe_solver.fit.jobs import Fitted
+    from optpipe_solver.fit.jobs import Fitted, Frame
+    from optpipe_solver.improve.compiled import Rows
 
-__all__ = ["hide_offload"]
+__all__ = ["Hidden", "hide_offload"]
 
 _EXACT = 1e-9
 _WORK = 300_000
@@ -29,29 +29,24 @@ _FEWEST, _MOST = 2, 150
 _FINEST = 256
 
 
-def hide_offload(
-    problem: Problem, programs: Programs, offloading: Sequence[int]
-) -> tuple[Programs, tuple[int, ...]]:
-    """Return compute programs with some stages offloaded as far as that delays nothing.
+class Hidden(NamedTuple):
+    """Programs as integers, and the bytes of activations that each device then holds at most."""
 
-    With them come the bytes of activations that each device then holds at most.
+    rows: Rows
+    peaks: tuple[int, ...]
 
-    Parameters
-    ----------
-    problem
-        Its memory limits are ignored.
-    programs
-        Legal compute programs.
-    offloading
-        Stages that may be offloaded.
+
+def hide_offload(frame: Frame) -> Hidden:
+    """Return a frame's programs, its stages offloaded as far as that delays nothing.
+
+    Memory limits are ignored.
     """
-    search = _Search(Frame(problem, programs, offloading))
-    lanes = search.frame.lane_models
-    for rule in _rules(lanes[-1:] if search.is_large else lanes):
+    search = _Search(frame)
+    for rule in _rules(frame.lane_models[-1:] if search.is_large else frame.lane_models):
         search.lower(rule)
     if search.best is None:
-        return programs, search.frame.peaks
-    return search.frame.decode(search.best.rows), search.best.peaks
+        return Hidden(frame.rows, frame.peaks)
+    return Hidden(search.best.rows, search.best.peaks)
 
 
 def _rules(lane_models: Sequence[tuple[float, float]]) -> Iterator[Rule]:

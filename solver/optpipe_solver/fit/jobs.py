@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from optpipe.action import Action
+from optpipe_solver.columns import program_of
 from optpipe_solver.fit.kernel import sweep
 from optpipe_solver.fit.state import Job
 from optpipe_solver.improve import kernel
@@ -47,19 +47,23 @@ class Fitted:
 
 
 class Frame:
-    """One problem and its compute programs; ``offloading`` names the stages that may leave."""
+    """One problem and its compute programs; ``offloading`` names the stages that may leave.
+
+    The programs may be integers already, as `CompiledProblem.encode` makes them.
+    """
 
     def __init__(
-        self, problem: Problem, programs: Programs, offloading: Sequence[int] | None = None
+        self, problem: Problem, programs: Programs | Rows, offloading: Sequence[int] | None = None
     ) -> None:
         self.problem = problem
+        self.programs = programs
         self.compiled = CompiledProblem.of(problem)
-        self.rows = self.compiled.encode(programs)
+        self.rows = programs if isinstance(programs, Rows) else self.compiled.encode(programs)
         self._may_offload = self.compiled.memory.may_offload.copy()
         if offloading is not None:
             self._may_offload &= np.isin(np.arange(len(problem.stages)), list(offloading))
-        self._work = kernel.workspace_for(self.compiled.times, len(programs))
-        self._jobs = [self._job(device) for device in range(len(programs))]
+        self._work = kernel.workspace_for(self.compiled.times, len(problem.devices))
+        self._jobs = [self._job(device) for device in range(len(problem.devices))]
 
     @cached_property
     def limits(self) -> tuple[int, ...]:
@@ -152,14 +156,15 @@ class Frame:
 
     def decode(self, rows: Rows) -> Programs:
         """Return the programs that rows of integers stand for."""
+        if rows is self.rows and not isinstance(self.programs, Rows):
+            return self.programs
         m, cells = self.problem.num_microbatches, self.compiled.times.num_cells
         programs = []
         for row, length in zip(rows.actions, rows.lengths, strict=True):
             kinds, held = np.divmod(row[:length], cells)
             stages, microbatches = np.divmod(held, m)
-            types = [KINDS[kind] for kind in kinds.tolist()]
-            columns = zip(stages.tolist(), types, microbatches.tolist(), strict=True)
-            programs.append(tuple(map(Action._make, columns)))
+            types = map(KINDS.__getitem__, kinds.tolist())
+            programs.append(program_of(stages.tolist(), types, microbatches.tolist()))
         return tuple(programs)
 
     def _arriving(self, device: int, ran: Ran) -> Job:

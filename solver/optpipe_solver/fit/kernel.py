@@ -7,6 +7,8 @@ clock, and `fit_memory` judges the outcome by simulation.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numba
 import numpy as np
 
@@ -45,6 +47,10 @@ from optpipe_solver.improve.kernel import (
     RELEASE,
     RELOAD,
 )
+from optpipe_solver.lean import lean
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 __all__ = ["FARTHEST", "HIDDEN", "OLDEST", "sweep"]
 
@@ -56,10 +62,20 @@ _LEAVE, _REPEAT, _WEIGHT, _SELF = 1, 2, 3, 4
 _LOOKED_AT = 64
 
 
-@numba.njit(cache=True)
+@numba.njit(cache=True, nogil=True)
 def sweep(job: Job, rule: Rule, limit: int, host_limit: int) -> Swept:
     """Return the program with what must be offloaded or recomputed to stay within a limit."""
     st = begin(job)
+    ok = _sweep(job, rule, st, limit, host_limit)
+    leaving = np.argsort(st.out_start, kind="mergesort")
+    codes = np.empty(st.num[COUNT] + leaving.size, dtype=np.int64)
+    count = _weave(job, st, leaving, codes)
+    return Swept(ok, codes, count, st.now[STALLED], st.num[PEAK])
+
+
+@lean
+def _sweep(job: Job, rule: Rule, st: State, limit: int, host_limit: int) -> bool:
+    """Run all actions, making room before each; return whether that could be done."""
     for at in range(job.kind.size):
         if st.done_early[at]:
             continue
@@ -71,19 +87,19 @@ def sweep(job: Job, rule: Rule, limit: int, host_limit: int) -> Swept:
                 wanted = Wanted(need + job.offload_bytes[cell], cell, limit, host_limit)
                 ok, _ = _make_room(job, rule, st, at, wanted)
                 if not ok:
-                    return _end(job, st, False)
+                    return False
                 _reload(job, rule, st, cell)
             elif st.mode[cell] == _AGAIN:
                 need = job.saved_bytes[cell] + max(need, job.recompute_workspace[cell])
         ok, need = _make_room(job, rule, st, at, Wanted(need, -1, limit, host_limit))
         if not ok:
-            return _end(job, st, False)
+            return False
         _prefetch(job, rule, st, at, Wanted(need, -1, limit, host_limit))
         _run(job, st, at)
-    return _end(job, st, True)
+    return True
 
 
-@numba.njit(cache=True)
+@lean
 def _run(job: Job, st: State, at: int) -> None:
     """Run the action at a position, after what it waits for."""
     cell, kind = job.cell[at], job.kind[at]
@@ -122,7 +138,7 @@ def _run(job: Job, st: State, at: int) -> None:
         st.made[cell] = st.now[CLOCK]
 
 
-@numba.njit(cache=True)
+@lean
 def _make_room(job: Job, rule: Rule, st: State, at: int, wanted: Wanted) -> tuple[bool, int]:
     """Free bytes until the wanted ones fit; return whether they do, and how many that then are."""
     need = wanted.num_bytes
@@ -143,7 +159,7 @@ def _make_room(job: Job, rule: Rule, st: State, at: int, wanted: Wanted) -> tupl
     return True, need
 
 
-@numba.njit(cache=True)
+@lean
 def _weight_first(job: Job, st: State, cell: int) -> None:
     """Run a waiting weight gradient here instead of later."""
     position = job.weight_at[cell]
@@ -151,7 +167,7 @@ def _weight_first(job: Job, st: State, cell: int) -> None:
     st.done_early[position] = True
 
 
-@numba.njit(cache=True)
+@lean
 def _cheapest(job: Job, rule: Rule, st: State, at: int, wanted: Wanted) -> tuple[int, int, float]:
     """Return the option that frees bytes at the least estimated cost (ms), ties by the rule."""
     victim, leaving_ms = _cheapest_to_leave(job, rule, st, at, wanted)
@@ -176,7 +192,7 @@ def _cheapest(job: Job, rule: Rule, st: State, at: int, wanted: Wanted) -> tuple
     return option, victim, best
 
 
-@numba.njit(cache=True)
+@lean
 def _cheapest_to_leave(
     job: Job, rule: Rule, st: State, at: int, wanted: Wanted
 ) -> tuple[int, float]:
@@ -200,7 +216,7 @@ def _cheapest_to_leave(
     return victim, best
 
 
-@numba.njit(cache=True)
+@lean
 def _leaving_costs(  # noqa: PLR0917 - compiled code takes its arguments by position
     job: Job, rule: Rule, st: State, at: int, cell: int, for_cell: int
 ) -> float:
@@ -220,14 +236,14 @@ def _leaving_costs(  # noqa: PLR0917 - compiled code takes its arguments by posi
     return cost if cost > EXACT else 0.0
 
 
-@numba.njit(cache=True)
+@lean
 def _return_ms(job: Job, rule: Rule, cell: int) -> float:
     """Return how long a copy back takes from the moment its lane is the device's to use."""
     total: float = (rule.lane_share + rule.lag) * job.reload_ms[cell]
     return total
 
 
-@numba.njit(cache=True)
+@lean
 def _release(job: Job, rule: Rule, st: State, cell: int) -> None:
     """Send a cell away as early as its lane allows, and wait here until it is gone."""
     length = rule.lane_share * job.offload_ms[cell]
@@ -249,7 +265,7 @@ def _release(job: Job, rule: Rule, st: State, cell: int) -> None:
     insert(job, st.away, st.num, NUM_AWAY, cell)
 
 
-@numba.njit(cache=True)
+@lean
 def _reload(job: Job, rule: Rule, st: State, cell: int) -> None:
     """Bring a cell back, from now on."""
     length = rule.lane_share * job.reload_ms[cell]
@@ -266,7 +282,7 @@ def _reload(job: Job, rule: Rule, st: State, cell: int) -> None:
     emit(st, RELOAD * job.backward_at.size + cell)
 
 
-@numba.njit(cache=True)
+@lean
 def _prefetch(job: Job, rule: Rule, st: State, at: int, wanted: Wanted) -> None:
     """Issue the copies back that the next boundary would be too late for.
 
@@ -295,7 +311,7 @@ def _prefetch(job: Job, rule: Rule, st: State, at: int, wanted: Wanted) -> None:
         _reload(job, rule, st, cell)
 
 
-@numba.njit(cache=True)
+@lean
 def _is_urgent(job: Job, rule: Rule, st: State, at: int, following: float) -> bool:
     """Whether some cell would come too late if the first copy back started at the next boundary."""
     lane = 0.0
@@ -309,13 +325,11 @@ def _is_urgent(job: Job, rule: Rule, st: State, at: int, following: float) -> bo
     return False
 
 
-@numba.njit(cache=True)
-def _end(job: Job, st: State, ok: bool) -> Swept:
-    """Weave the offloads in, in the order of their starts."""
+@lean
+def _weave(job: Job, st: State, leaving: NDArray[np.int64], codes: NDArray[np.int64]) -> int:
+    """Weave the offloads in, in the order of their starts; return how many actions that makes."""
     cells = job.backward_at.size
-    codes = np.empty(st.num[COUNT] + cells, dtype=np.int64)
     count, done, following = 0, 0, 0
-    leaving = np.argsort(st.out_start, kind="mergesort")
     for index in range(st.num[COUNT]):
         code = st.codes[index]
         codes[count] = code
@@ -329,4 +343,4 @@ def _end(job: Job, st: State, ok: bool) -> Swept:
                 codes[count] = OFFLOAD * cells + cell
                 count += 1
                 following += 1
-    return Swept(ok, codes, count, st.now[STALLED], st.num[PEAK])
+    return count

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numba
 import numpy as np
 
+from optpipe_solver.lean import lean
+
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
@@ -138,17 +140,12 @@ HELD, PEAK, ON_HOST, NUM_KEPT, NUM_AWAY, NUM_PENDING, NUM_BUSY, NUM_DONE, COUNT 
 """Places in `State.num`: bytes, and how many each list holds."""
 
 
-@numba.njit(cache=True)
+@numba.njit(cache=True, nogil=True)
 def begin(job: Job) -> State:
     """Return the state before the first action."""
     n, cells = job.kind.size, job.backward_at.size
     ahead, work = np.empty(n), np.empty(n)
-    clock = spent = 0.0
-    for at in range(n):
-        ahead[at] = max(clock, job.arrival[at])
-        work[at] = spent
-        clock = ahead[at] + job.duration[at]
-        spent += job.duration[at]
+    _look_ahead(job, ahead, work)
     return State(
         mode=np.zeros(cells, dtype=np.int64),
         made=np.zeros(cells),
@@ -170,28 +167,39 @@ def begin(job: Job) -> State:
     )
 
 
-@numba.njit(cache=True)
+@lean
+def _look_ahead(job: Job, ahead: NDArray[np.float64], work: NDArray[np.float64]) -> None:
+    """Write down when each position starts if nothing waits for a transfer, and what is before."""
+    clock = spent = 0.0
+    for at in range(job.kind.size):
+        ahead[at] = max(clock, job.arrival[at])
+        work[at] = spent
+        clock = ahead[at] + job.duration[at]
+        spent += job.duration[at]
+
+
+@lean
 def expected(st: State, at: int, later: int) -> float:
     """Return when a later position is expected to start."""
     start: float = max(st.ahead[later], st.now[CLOCK] + st.work[later] - st.work[at])
     return start
 
 
-@numba.njit(cache=True)
+@lean
 def emit(st: State, code: int) -> None:
     """Write down an action, as ``kind * num_cells + cell``."""
     st.codes[st.num[COUNT]] = code
     st.num[COUNT] += 1
 
 
-@numba.njit(cache=True)
+@lean
 def take(st: State, num_bytes: int) -> None:
     """Hold so many bytes more."""
     st.num[HELD] += num_bytes
     st.num[PEAK] = max(st.num[PEAK], st.num[HELD])
 
 
-@numba.njit(cache=True)
+@lean
 def free_from(st: State, earliest: float, length: float) -> float:
     """Return the first start from ``earliest`` on at which the lane is free for ``length``."""
     first = np.searchsorted(st.busy_to[: st.num[NUM_BUSY]], earliest, "right")
@@ -203,7 +211,7 @@ def free_from(st: State, earliest: float, length: float) -> float:
     return start
 
 
-@numba.njit(cache=True)
+@lean
 def book(st: State, start: float, end: float) -> None:
     """Occupy the lane; touching bookings become one."""
     place = st.num[NUM_BUSY]
@@ -226,7 +234,7 @@ def book(st: State, start: float, end: float) -> None:
         st.num[NUM_BUSY] -= 1
 
 
-@numba.njit(cache=True)
+@lean
 def insert(
     job: Job, cells: NDArray[np.int64], num: NDArray[np.int64], which: int, cell: int
 ) -> None:
@@ -239,7 +247,7 @@ def insert(
     num[which] += 1
 
 
-@numba.njit(cache=True)
+@lean
 def remove(cells: NDArray[np.int64], num: NDArray[np.int64], which: int, cell: int) -> None:
     """Take a cell out of a short list, keeping its order."""
     last = num[which] - 1

@@ -1,0 +1,75 @@
+"""Starts: judged by compiled code as by the reference; copies made where they can win."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hypothesis import given, settings
+
+from optpipe import Problem, find_violations, simulate
+from optpipe_solver import starts
+from optpipe_solver.starts import Start, all_starts
+from tests.building import UNIT, bus, offloadable, problem
+from tests.strategies import Case, cases
+
+if TYPE_CHECKING:
+    import pytest
+
+QUICK = ("serial", "gpipe", "1f1b", "1f1b-r", "interleaved", "zb-h1", "zb-h2", "gis", "zb-v")
+
+
+def tight_line(**fields: float) -> Problem:
+    """Four stages with room for two activations each, slow copies."""
+    devices = [bus(memory_bytes=20 * UNIT, d2h_gb_per_s=1.0, h2d_gb_per_s=1.0) for _ in range(4)]
+    return problem([offloadable(d, 10, 10, 10, **fields) for d in range(4)], devices, m=8)
+
+
+@settings(max_examples=40)
+@given(cases(tight=True))
+def test_judged_as_by_the_reference(case: Case) -> None:
+    """Legality, hosts and recompute included, and the objective to the last bit."""
+    for start in all_starts(case.problem, QUICK):
+        if start.programs is not None:
+            wrong = find_violations(case.problem, start.programs)
+            assert start.legal == (not wrong)
+            assert all(violation.code.startswith("memory.") for violation in wrong)
+            run = simulate(case.problem, start.programs)
+            assert start.objective_ms == run.objective_ms(case.problem.objective)
+
+
+def copies(made: list[Start]) -> list[str]:
+    """The methods with offload added."""
+    return [start.method for start in made if start.method.endswith("+offload")]
+
+
+def test_copies_come_last_the_shortest_originals_first() -> None:
+    """Families as they are are cheap; a copy costs several sweeps."""
+    made = list(all_starts(tight_line(), QUICK))
+    order = [start.method for start in made]
+    originals = {start.method: start for start in made}
+    fitted = copies(made)
+    assert len(fitted) > 2
+    assert order[-len(fitted) :] == fitted
+    before = [originals[method.removesuffix("+offload")] for method in fitted]
+    assert not any(start.legal for start in before)
+    assert before == sorted(before, key=lambda start: start.objective_ms)
+
+
+def test_large_problems_get_copies_only_of_what_could_win(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer than of a small problem, in the same order, and the best start is the same."""
+    everything = list(all_starts(tight_line(), QUICK))
+    monkeypatch.setattr(starts, "_LARGE", 0)
+    made = list(all_starts(tight_line(), QUICK))
+    fitted = copies(made)
+    assert 0 < len(fitted) < len(copies(everything))
+    assert fitted == [method for method in copies(everything) if method in fitted]
+    best = min(start.objective_ms for start in made if start.legal)
+    assert best == min(start.objective_ms for start in everything if start.legal)
+
+
+def test_programs_with_recompute_get_no_copy() -> None:
+    """Offload is added to compute programs alone."""
+    given = tight_line(recompute_ms=10.0, checkpoint_bytes=9 * UNIT)
+    made = {start.method: start for start in all_starts(given, ("1f1b-r",))}
+    assert set(made) == {"1f1b-r"}
+    assert not made["1f1b-r"].legal
