@@ -1,0 +1,14 @@
+"""Proven lower bounds of the objective, each with its argument; times in ms.
+
+Every bound is at most the objective of every legal schedule: any placement, fused or split
+backwards, offload, recompute, unequal stages, devices and limits. `relaxation` is the model they
+share; `heads` and `tails` count events in it; the bounds themselves are in `single_device`,
+`window` and `energy`. docs/bounds.md has them in mathematics.
+"""
+
+from __future__ import annotations
+
+from optpipe_solver.bounds.bound import Bound, lower_bound, lower_bounds
+from optpipe_solver.bounds.paths import Paths
+
+__all__ = ["Bound", "Paths", "lower_bound", "lower_bounds"]

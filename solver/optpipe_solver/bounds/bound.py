@@ -1,0 +1,97 @@
+"""The best of all bounds, and what each is worth."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from optpipe_solver.bounds.energy import energy_ms
+from optpipe_solver.bounds.heads import ANYTIME, heads
+from optpipe_solver.bounds.paths import Paths
+from optpipe_solver.bounds.relaxation import relaxed
+from optpipe_solver.bounds.single_device import single_device_ms
+from optpipe_solver.bounds.tails import tails
+from optpipe_solver.bounds.turnover import drain, refill
+from optpipe_solver.bounds.window import window_ms
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from optpipe.problem import Problem
+    from optpipe_solver.bounds.heads import Events
+    from optpipe_solver.bounds.relaxation import Floats, Relaxed
+
+__all__ = ["Bound", "lower_bound", "lower_bounds"]
+
+_MOST_CELLS = 131_072
+"""Under span, devices x stages x micro-batches that are swept: a few tenths of a second."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """A proven lower bound of the problem's objective and the argument that gives it."""
+
+    ms: float
+    method: str
+
+
+def lower_bound(problem: Problem) -> Bound:
+    """Return the best of `lower_bounds`, the first of equals."""
+    return max(lower_bounds(problem), key=lambda bound: bound.ms)
+
+
+def lower_bounds(problem: Problem) -> list[Bound]:
+    """Return the best value of every argument, in a fixed order."""
+    paths = Paths(problem)
+    makespan = problem.objective == "makespan"
+    model = relaxed(problem)
+    alone = window = 0.0
+    for device, before, after in _clocks(paths, model):
+        held = np.array(problem.stages_of[device], dtype=np.int64)
+        alone = max(alone, single_device_ms(model, held, before, after))
+        rates = _rates(problem, device)
+        window = max(window, window_ms(model, problem.stages_of[device], before, after, rates))
+    return [
+        Bound(alone, "single-device"),
+        Bound(window, "memory-window"),
+        Bound(energy_ms(paths, makespan=makespan), "memory-energy"),
+    ]
+
+
+def _clocks(paths: Paths, model: Relaxed) -> Iterator[tuple[int, Events, Events]]:
+    """Yield devices with the heads and tails that hold on their clock.
+
+    Makespan has one clock. Under span a device's clock runs from its first start to its last end,
+    and nothing is known of when others begin. Then so many devices are swept as time allows, those
+    with the most work and the longest way to the last stage and back first: the greatest over some
+    devices is a bound as well.
+    """
+    problem = paths.problem
+    filling, draining = refill(model), drain(model)
+    used = [device for device, held in enumerate(problem.stages_of) if held]
+    if problem.objective == "makespan":
+        origin = np.zeros(len(problem.stages))
+        before, after = heads(model, filling, origin), tails(model, draining, origin)
+        for device in used:
+            yield device, before, after
+        return
+    cells = len(problem.stages) * problem.num_microbatches
+    used.sort(key=lambda device: -_promise(paths, device))
+    for device in used[: max(1, _MOST_CELLS // cells)]:
+        origin = np.where(model.device == device, 0.0, ANYTIME)
+        yield device, heads(model, filling, origin), tails(model, draining, origin)
+
+
+def _promise(paths: Paths, device: int) -> float:
+    """Return the work of a device plus the longest wait of one micro-batch, in ms."""
+    held = paths.problem.stages_of[device]
+    load = sum(paths.problem.stages[s].busy_ms for s in held)
+    return paths.problem.num_microbatches * load + max(paths.between[s] for s in held)
+
+
+def _rates(problem: Problem, device: int) -> Floats:
+    """Return the D2H and H2D bandwidth in bytes per ms, 0 where there is none."""
+    held = problem.devices[device]
+    return np.array([(held.d2h_gb_per_s or 0.0) * 1e6, (held.h2d_gb_per_s or 0.0) * 1e6])

@@ -1,0 +1,300 @@
+"""Bytes x time: what micro-batches must hold, against what the devices have.
+
+*Energy.* From the start of F to the end of I or B of a micro-batch on stage s at least ``alive`` =
+F + the way to the last stage and back + I (or B) ms pass. Kept, it holds activation_bytes that
+long; recomputed, the checkpoint, and the rest during RECOMPUTE and its backward; offloaded, the
+rest and offload_bytes during F, OFFLOAD, RELOAD and backward. After I it holds
+weight_context_bytes for W.
+
+*Capacity.* All of this lies between the device's first start and its last W or B. Room x that time
+is the most there is, less what cannot be filled: t ms after the first start only forwards begun by
+then hold anything, at most `grow` x t + one micro-batch; t ms before the last end what is held
+must still be worked off, so it is at most `shrink` x t + one micro-batch. Where the two ramps
+might overlap only the larger is taken off.
+
+*Prices.* A recomputed micro-batch costs compute time: busy time and RECOMPUTEs must fit into the
+time. An offloaded one costs transfer time: its bytes go out and come back, one after the other in
+each direction, on half-duplex devices over one lane. Where one micro-batch of a stage, kept,
+leaves no room for one of a later stage of the device, no micro-batch of it can be kept: the first
+would have to be held until that later stage has run it.
+
+For a time T the cheapest choice of micro-batches to recompute and offload saves at most what the
+fractional knapsacks over compute time and over bytes moved save; if that is not enough, T is too
+short. More time makes everything easier, so bisection finds the least T that is not refuted.
+
+*Lanes.* Devices of a PCIe group share its lanes: for a time T each must move at least so many
+bytes, whatever it recomputes, and together they must fit. Their clocks agree under makespan only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from optpipe.problem import Problem, Stage
+    from optpipe_solver.bounds.paths import Paths
+
+__all__ = ["energy_ms"]
+
+_STEPS = 60
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """What one micro-batch on a stage saves (bytes x ms) at which price (ms or bytes), how often.
+
+    ``least`` of the ``most`` micro-batches must be treated so.
+    """
+
+    saved: float
+    price: float
+    most: int
+    least: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Ramps:
+    """Room that cannot be filled: ``free`` bytes at first, none after ``up`` ms; ``down`` likewise.
+
+    ``both`` tells that no schedule is so short that they could overlap.
+    """
+
+    free: float
+    up: float
+    down: float
+    both: bool
+
+    def lost(self, length: float) -> float:
+        """Return the bytes x ms lost in ``length`` ms."""
+        first, last = (_triangle(self.free, ramp, length) for ramp in (self.up, self.down))
+        return first + last if self.both else max(first, last)
+
+
+def _triangle(height: float, ramp: float, length: float) -> float:
+    """Area up to ``length`` below a line that falls from ``height`` at 0 to 0 at ``ramp``."""
+    if ramp <= length:
+        return height * ramp / 2
+    return height * length * (1 - length / (2 * ramp))
+
+
+@dataclass(frozen=True, slots=True)
+class _Demand:
+    """One device: bytes x ms it needs if all is kept, and its capacity and choices.
+
+    ``outside`` is the time in ms before its first start and after its last end.
+    """
+
+    device: int
+    outside: float
+    busy: float
+    energy: float
+    room: float
+    ramps: _Ramps
+    recompute: tuple[_Choice, ...]
+    offload: tuple[_Choice, ...]
+
+
+def energy_ms(paths: Paths, *, makespan: bool) -> float:
+    """Return the greatest bound of single devices and, under makespan, of PCIe groups."""
+    problem = paths.problem
+    demands = _demands(paths, makespan)
+    sharing: dict[str, list[_Demand]] = {}
+    for demand in demands if makespan else []:
+        group = problem.devices[demand.device].pcie_group
+        if group is not None:
+            sharing.setdefault(group, []).append(demand)
+    together = [[demand] for demand in demands] + list(sharing.values())
+    return max(_least_time(_is_possible(problem, members)) for members in together)
+
+
+def _demands(paths: Paths, makespan: bool) -> list[_Demand]:
+    problem = paths.problem
+    return [
+        _demand(paths, device, held, makespan)
+        for device, held in enumerate(problem.stages_of)
+        if held
+    ]
+
+
+def _demand(paths: Paths, device: int, held: Sequence[int], makespan: bool) -> _Demand:
+    problem = paths.problem
+    stages = [problem.stages[s] for s in held]
+    m = problem.num_microbatches
+    room = problem.devices[device].usable_bytes - problem.static_bytes_of(device)
+    busy = m * sum(stage.busy_ms for stage in stages)
+    head = min(paths.head_f[s] for s in held) if makespan else 0.0
+    energies = [_Energies(paths, s) for s in held]
+    cannot_keep = [_cannot_keep(problem, held, at, room) for at in range(len(held))]
+    return _Demand(
+        device=device,
+        outside=head + min(stage.grad_sync_ms for stage in stages),
+        busy=busy,
+        energy=m * sum(one.kept for one in energies),
+        room=room,
+        ramps=_ramps(stages, room, busy),
+        recompute=tuple(
+            _Choice(
+                max(0.0, one.kept - one.recomputed),
+                stage.recompute_ms or 0.0,
+                m,
+                m if full and not one.can_offload else 0,
+            )
+            for one, stage, full in zip(energies, stages, cannot_keep, strict=True)
+            if stage.can_recompute
+        ),
+        offload=tuple(
+            _Choice(
+                max(0.0, one.kept - one.offloaded),
+                stage.offload_bytes,
+                m,
+                m if full and not stage.can_recompute else 0,
+            )
+            for one, stage, full in zip(energies, stages, cannot_keep, strict=True)
+            if one.can_offload
+        ),
+    )
+
+
+class _Energies:
+    """Least bytes x ms of one micro-batch on a stage, by mode; the less of split and fused."""
+
+    def __init__(self, paths: Paths, s: int) -> None:
+        problem, stage = paths.problem, paths.problem.stages[s]
+        between = stage.forward_ms + paths.between[s]
+        split = stage.backward_input_ms
+        context = stage.weight_context_bytes * stage.backward_weight_ms
+        fused = stage.fused_backward_ms
+        full, kept = stage.activation_bytes, stage.checkpoint_bytes or 0
+        self.can_offload = problem.can_offload(s)
+        self.kept = min(full * (between + split) + context, full * (between + fused))
+        again = stage.recompute_ms or 0.0
+        self.recomputed = min(
+            kept * (between + split) + (full - kept) * (again + split) + context,
+            kept * (between + fused) + (full - kept) * (again + fused),
+        )
+        self.offloaded = self.kept
+        if self.can_offload:
+            moved = stage.offload_bytes
+            away = stage.forward_ms + problem.offload_ms(s) + problem.reload_ms(s)
+            self.offloaded = min(
+                (full - moved) * (between + split) + moved * (away + split) + context,
+                (full - moved) * (between + fused) + moved * (away + fused),
+            )
+
+
+def _cannot_keep(problem: Problem, held: Sequence[int], at: int, room: float) -> bool:
+    """Whether keeping a micro-batch on one stage leaves no room for it on a later one."""
+    stages = [problem.stages[s] for s in held]
+    before = sum(_least_held(problem, s) for s in held[:at]) + stages[at].activation_bytes
+    for later in range(at + 1, len(held)):
+        if before + stages[later].activation_bytes > room:
+            return True
+        before += _least_held(problem, held[later])
+    return False
+
+
+def _least_held(problem: Problem, s: int) -> int:
+    stage = problem.stages[s]
+    options = [stage.activation_bytes]
+    if stage.checkpoint_bytes is not None:
+        options.append(stage.checkpoint_bytes)
+    if problem.can_offload(s):
+        options.append(stage.activation_bytes - stage.offload_bytes)
+    return min(options)
+
+
+def _ramps(stages: Sequence[Stage], room: float, busy: float) -> _Ramps:
+    most = [max(stage.activation_bytes, stage.weight_context_bytes) for stage in stages]
+    grow = max(_ratio(size, stage.forward_ms) for size, stage in zip(most, stages, strict=True))
+    shrink = max(_shrink(stage) for stage in stages)
+    free = max(0.0, room - max(most))
+    up, down = _ratio(free, grow), _ratio(free, shrink)
+    return _Ramps(free, up, down, both=up + down <= busy)
+
+
+def _shrink(stage: Stage) -> float:
+    """Bytes per ms at which work on one micro-batch of a stage can at most free its bytes."""
+    backward = stage.busy_ms - stage.forward_ms
+    weight = backward - min(stage.backward_input_ms, stage.fused_backward_ms)
+    return max(_ratio(stage.activation_bytes, backward), _ratio(stage.weight_context_bytes, weight))
+
+
+def _ratio(amount: float, by: float) -> float:
+    if amount == 0:
+        return 0.0
+    return amount / by if by > 0 else inf
+
+
+def _is_possible(problem: Problem, members: Sequence[_Demand]) -> Callable[[float], bool]:
+    """Return the question whether a time in ms is not refuted for devices that share lanes."""
+
+    def is_possible(length: float) -> bool:
+        out = home = 0.0
+        for demand in members:
+            bytes_moved = _least_moved(demand, length - demand.outside)
+            if bytes_moved == 0:
+                continue
+            held = problem.devices[demand.device]
+            if bytes_moved == inf or held.d2h_gb_per_s is None or held.h2d_gb_per_s is None:
+                return False
+            away = bytes_moved / (held.d2h_gb_per_s * 1e6)
+            back = bytes_moved / (held.h2d_gb_per_s * 1e6)
+            own = away + back if held.half_duplex else max(away, back)
+            if own > length - demand.outside:
+                return False
+            out, home = out + away, home + back
+        window = length - min(demand.outside for demand in members)
+        return max(out, home) <= window
+
+    return is_possible
+
+
+def _least_moved(demand: _Demand, length: float) -> float:
+    """Bytes that must be offloaded if all is done in ``length`` ms; inf: it cannot be."""
+    spare = length - demand.busy - sum(c.least * c.price for c in demand.recompute)
+    if spare < 0:
+        return inf
+    missing = demand.energy - (demand.room * length - demand.ramps.lost(length))
+    missing -= sum(c.least * c.saved for c in (*demand.recompute, *demand.offload))
+    missing -= _most_saved(demand.recompute, spare)
+    moved = sum(c.least * c.price for c in demand.offload)
+    for choice in sorted(demand.offload, key=lambda c: -_ratio(c.saved, c.price)):
+        if missing <= 0:
+            return moved
+        number = choice.most - choice.least
+        if choice.saved > 0:
+            number_needed = min(float(number), missing / choice.saved)
+            moved += number_needed * choice.price
+            missing -= number_needed * choice.saved
+    return moved if missing <= 1e-9 * demand.energy else inf
+
+
+def _most_saved(choices: Sequence[_Choice], spare: float) -> float:
+    """Bytes x ms that recomputing within ``spare`` ms can save."""
+    saved = 0.0
+    for choice in sorted(choices, key=lambda c: -_ratio(c.saved, c.price)):
+        number = float(choice.most - choice.least)
+        if choice.price > 0:
+            number = min(number, spare / choice.price)
+        saved += number * choice.saved
+        spare -= number * choice.price
+    return saved
+
+
+def _least_time(is_possible: Callable[[float], bool]) -> float:
+    """Return a time that is refuted, so close below the first that is not; 0 where none is."""
+    if is_possible(0.0):
+        return 0.0
+    low, high = 0.0, 1.0
+    while not is_possible(high):
+        low, high = high, 2 * high
+        if high > 1e18:
+            return 0.0
+    for _ in range(_STEPS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if is_possible(middle) else (middle, high)
+    return low

@@ -1,0 +1,170 @@
+"""What every bound asks of a schedule: a model that each legal schedule satisfies.
+
+Per stage and micro-batch three pieces of work: F; the *gradient piece* I of min(I, B) ms; the
+*weight piece* W of the rest, so that the three add up to F + min(B, I + W), the least compute time
+there is. A split backward runs I, then W, each at least as long as its piece. A fused B is the two
+pieces in one: its first min(I, B) ms are the gradient piece, the rest is at least the weight
+piece, and its gradient leaves later than the piece ends. So every legal schedule contains the
+pieces, in the order F, I, W, with nothing on a device overlapping; recompute and waits only add to
+it.
+
+Bytes. A (stage, micro-batch) holds, by its mode, from the start of F to the end of I or B:
+
+* kept: activation_bytes;
+* recomputed: at least checkpoint_bytes;
+* offloaded: activation_bytes, less offload_bytes from its RELEASE to its RELOAD.
+
+So with ``keep`` = activation_bytes, or checkpoint_bytes where the stage can be recomputed, and
+``moved`` = min(offload_bytes, keep), or 0 where it cannot be offloaded, it holds at least keep,
+less moved while it is away. After I it holds weight_context_bytes until the end of W; after the
+gradient piece of a fused B still activation_bytes. With ``context`` = min(weight_context_bytes,
+keep) it holds at least context from the end of the gradient piece to the end of the weight piece.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from numpy.typing import NDArray
+
+    from optpipe.problem import Problem, Stage
+
+    Ints = NDArray[np.int64]
+    Floats = NDArray[np.float64]
+
+__all__ = ["Relaxed", "relaxed"]
+
+
+class Relaxed(NamedTuple):
+    """The model in arrays, one entry per stage unless said otherwise; ms and bytes.
+
+    ``forward``, ``gradient``, ``weight`` are the pieces, ``there[s]`` and ``back[s]`` the boundary
+    transfers between s and s + 1, ``sync`` the gradient reduction. ``keep``, ``context``, ``moved``
+    as above; ``out`` and ``home`` are the ms of one transfer, ``most_away`` how many micro-batches
+    the host can take. ``room_*`` are the device's bytes for activations, less the workspace of the
+    pass. ``first`` and ``last`` are the first and last stage of s's device in model order;
+    ``forward_to`` the forwards of the device's stages up to s, ``gradient_from`` the gradient
+    pieces from s on, ``back_to`` the gradient and weight pieces up to s, and so on.
+    """
+
+    num_microbatches: int
+    device: Ints
+    forward: Floats
+    gradient: Floats
+    weight: Floats
+    there: Floats
+    back: Floats
+    sync: Floats
+    keep: Floats
+    context: Floats
+    moved: Floats
+    out: Floats
+    home: Floats
+    most_away: Ints
+    room_forward: Floats
+    room_gradient: Floats
+    room_weight: Floats
+    first: Ints
+    last: Ints
+    forward_to: Floats
+    forward_from: Floats
+    gradient_to: Floats
+    gradient_from: Floats
+    backward_to: Floats
+
+
+def relaxed(problem: Problem) -> Relaxed:
+    """Return the model of a problem."""
+    stages = problem.stages
+    indices = range(len(stages))
+    gradient = [min(stage.backward_input_ms, stage.fused_backward_ms) for stage in stages]
+    weight = [
+        max(0.0, stage.busy_ms - stage.forward_ms - piece)
+        for stage, piece in zip(stages, gradient, strict=True)
+    ]
+    forward = [stage.forward_ms for stage in stages]
+    keep = [_least_kept(stage) for stage in stages]
+    moved = [
+        min(stages[s].offload_bytes, keep[s]) if problem.can_offload(s) else 0 for s in indices
+    ]
+    rooms = [
+        held.usable_bytes - problem.static_bytes_of(d) for d, held in enumerate(problem.devices)
+    ]
+    room = [rooms[stage.device] for stage in stages]
+    backward = [g + w for g, w in zip(gradient, weight, strict=True)]
+    return Relaxed(
+        num_microbatches=problem.num_microbatches,
+        device=np.array(problem.placement, dtype=np.int64),
+        forward=_floats(forward),
+        gradient=_floats(gradient),
+        weight=_floats(weight),
+        there=_floats(there for there, _ in problem.boundary_ms),
+        back=_floats(back for _, back in problem.boundary_ms),
+        sync=_floats(stage.grad_sync_ms for stage in stages),
+        keep=_floats(keep),
+        context=_floats(
+            min(stage.weight_context_bytes, least)
+            for stage, least in zip(stages, keep, strict=True)
+        ),
+        moved=_floats(moved),
+        out=_floats(problem.offload_ms(s) if moved[s] else 0.0 for s in indices),
+        home=_floats(problem.reload_ms(s) if moved[s] else 0.0 for s in indices),
+        most_away=np.array([_most_away(problem, s, moved[s]) for s in indices], dtype=np.int64),
+        room_forward=_floats(
+            r - stage.forward_workspace_bytes for r, stage in zip(room, stages, strict=True)
+        ),
+        room_gradient=_floats(
+            r - min(stage.backward_input_workspace_bytes, stage.backward_workspace_bytes)
+            for r, stage in zip(room, stages, strict=True)
+        ),
+        room_weight=_floats(
+            r - min(stage.backward_weight_workspace_bytes, stage.backward_workspace_bytes)
+            for r, stage in zip(room, stages, strict=True)
+        ),
+        first=np.array([problem.stages_of[stage.device][0] for stage in stages], dtype=np.int64),
+        last=np.array([problem.stages_of[stage.device][-1] for stage in stages], dtype=np.int64),
+        forward_to=_upto(problem, forward),
+        forward_from=_from(problem, forward),
+        gradient_to=_upto(problem, gradient),
+        gradient_from=_from(problem, gradient),
+        backward_to=_upto(problem, backward),
+    )
+
+
+def _floats(values: Iterable[float]) -> Floats:
+    return np.array([float(value) for value in values], dtype=np.float64)
+
+
+def _least_kept(stage: Stage) -> int:
+    return stage.activation_bytes if stage.checkpoint_bytes is None else stage.checkpoint_bytes
+
+
+def _most_away(problem: Problem, s: int, moved: int) -> int:
+    """How many micro-batches of a stage its host can hold at once, if it alone used the host."""
+    if not moved:
+        return 0
+    names = {host.name: host.memory_bytes for host in problem.hosts}
+    room = names[problem.devices[problem.stages[s].device].host]
+    most = problem.num_microbatches
+    return most if room is None else min(most, room // problem.stages[s].offload_bytes)
+
+
+def _upto(problem: Problem, values: list[float]) -> Floats:
+    """Sum over the stages of the same device up to and with each stage."""
+    sums = np.zeros(len(values))
+    for held in problem.stages_of:
+        sums[list(held)] = np.cumsum([values[s] for s in held])
+    return sums
+
+
+def _from(problem: Problem, values: list[float]) -> Floats:
+    """Sum over the stages of the same device from each stage on."""
+    sums = np.zeros(len(values))
+    for held in problem.stages_of:
+        sums[list(held)] = np.cumsum([values[s] for s in reversed(held)])[::-1]
+    return sums

@@ -1,0 +1,126 @@
+"""What single bounds are worth, on problems where that can be computed by hand."""
+
+from __future__ import annotations
+
+from itertools import combinations
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from hypothesis import given as given_values
+from hypothesis import strategies as st
+
+from optpipe import simulate
+from optpipe_solver.bounds import lower_bound, lower_bounds
+from optpipe_solver.bounds.heads import heads
+from optpipe_solver.bounds.relaxation import relaxed
+from optpipe_solver.bounds.single_device import jackson
+from optpipe_solver.bounds.tails import tails
+from optpipe_solver.bounds.turnover import drain, refill
+from optpipe_solver.families.zb_h1 import build_zb_h1
+from tests.building import UNIT, bus, problem, stage
+from tests.solver.bounds.judging import line, of_families
+
+if TYPE_CHECKING:
+    from optpipe import Problem
+
+
+def _values(given: Problem) -> dict[str, float]:
+    return {bound.method: bound.ms for bound in lower_bounds(given)}
+
+
+def test_head_and_work_and_way_back() -> None:
+    """The last stage of three waits 2 x 5 ms, works 4 x 10 ms; then back to stage 0 and its W."""
+    given = problem([stage(d, 5, 5, 3) for d in range(3)], m=4)
+    assert _values(given)["single-device"] == pytest.approx(2 * 5 + 4 * 10 + 2 * 5 + 3)
+
+
+def test_a_slow_stage_delays_what_comes_after_it() -> None:
+    """The k-th micro-batch leaves stage 0 after 10 k ms; the last is still to go all the way."""
+    given = problem([stage(0, 10, 0, 0), stage(1, 1, 9, 3), stage(2, 1, 1, 1)], m=6)
+    assert _values(given)["single-device"] >= 60 + 1 + 1 + 1 + 9
+
+
+def test_one_activation_lets_micro_batches_pass_one_by_one() -> None:
+    """Stage 0 holds each micro-batch through 4 F, 4 I and its own W: 9 ms, 8 times."""
+    given = problem([stage(d, 1, 1, 1) for d in range(4)], [{"memory_bytes": 10}] * 4, m=8)
+    assert lower_bound(given).ms == pytest.approx(72)
+
+
+@pytest.mark.parametrize("objective", ["makespan", "span"])
+@pytest.mark.parametrize(("p", "m"), [(4, 8), (8, 24)])
+def test_zb_h1_is_proven_optimal_at_one_activation_per_device(
+    p: int, m: int, objective: str
+) -> None:
+    """With p activations the idle time before the first I and after the last F is all there is."""
+    given = line(p, m, p, objective)
+    assert lower_bound(given).ms == pytest.approx(min(of_families(given)), rel=1e-6)
+
+
+def test_stages_of_a_device_share_its_memory() -> None:
+    """V placement: the two stages of a device together hold what one alone could."""
+    given = problem(
+        [stage(d, 2, 2, 1, activation_bytes=10) for d in (0, 1, 2, 2, 1, 0)],
+        [{"memory_bytes": 40}] * 3,
+        m=8,
+    )
+    values = _values(given)
+    assert values["memory-window"] > values["single-device"] + 1e-6
+
+
+def test_transfers_of_a_group_share_its_lanes() -> None:
+    """Both devices must move all of stages 0 and 1: 8 x 4 ms in one lane."""
+    stages = [
+        stage(d, 1, 1, 1, activation_bytes=4 * UNIT, offload_bytes=4 * UNIT) for d in (0, 1, 1, 0)
+    ]
+    devices = [bus(memory_bytes=4 * UNIT, pcie_group="uplink") for _ in range(2)]
+    assert _values(problem(stages, devices, m=4))["memory-energy"] >= 2 * 4 * 4
+
+
+def test_recompute_has_its_price_where_nothing_can_be_kept() -> None:
+    """Stages 0 and 2 share room for one activation: every micro-batch is recomputed."""
+    again = {"recompute_ms": 5.0, "checkpoint_bytes": 0}
+    given = problem(
+        [stage(0, 1, 1, 1, **again), stage(1, 1, 1, 1), stage(0, 1, 1, 1)],
+        [{"memory_bytes": 10}] * 2,
+        m=4,
+    )
+    assert _values(given)["memory-energy"] == pytest.approx(4 * (3 + 5 + 3))
+
+
+def test_full_memory_ties_a_forward_to_an_earlier_input_gradient_and_the_work_in_between() -> None:
+    """Two fit; F2 waits for I0 and W0, F3 for these, F2, I1 and W1: 3 + 2, then 3 more."""
+    given = problem([stage(d, 1, 1, 1) for d in range(2)], [{"memory_bytes": 20}] * 2, m=4)
+    model = relaxed(given)
+    events = heads(model, refill(model), np.zeros(2))
+    assert events.forward[:, 0].tolist() == [0, 1, 5, 8]
+
+
+def test_full_memory_ties_an_input_gradient_to_a_later_forward() -> None:
+    """The last F has 2 + 1 + 1 ms after it; the third last I also has that F and another W."""
+    given = problem([stage(d, 1, 1, 1) for d in range(2)], [{"memory_bytes": 20}] * 2, m=4)
+    model = relaxed(given)
+    events = tails(model, drain(model), np.zeros(2))
+    assert events.forward[0, 0] == 2 + 1 + 1
+    assert events.gradient[2, 0] == events.forward[0, 0] + 1 + 1
+
+
+def test_64_devices_and_512_micro_batches_are_proven_optimal_at_one_activation_per_device() -> None:
+    """ZB-H1 at p activations; the load of a device alone proves only within 1.6 %."""
+    given = line(64, 512, 64)
+    length_ms = simulate(given, build_zb_h1(given)).makespan_ms
+    assert lower_bound(given).ms == pytest.approx(length_ms, rel=1e-6)
+
+
+@given_values(
+    st.lists(st.tuples(*[st.integers(0, 9)] * 3), min_size=1, max_size=7),
+)
+def test_jackson_is_the_best_of_all_sets(jobs: list[tuple[int, int, int]]) -> None:
+    """Least head + work + least tail, over all sets of jobs."""
+    sets = (chosen for n in range(len(jobs)) for chosen in combinations(jobs, n + 1))
+    best = max(
+        min(r for r, _, _ in chosen) + sum(p for _, p, _ in chosen) + min(q for _, _, q in chosen)
+        for chosen in sets
+    )
+    columns = np.array(jobs, dtype=float).T.copy()
+    assert jackson(columns[0], columns[1], columns[2]) == best
