@@ -2,28 +2,44 @@
 
 from __future__ import annotations
 
+import time
+from dataclasses import fields
+
 import highspy
 import pytest
 from hypothesis import event, given, settings
+from hypothesis import strategies as st
 
 from optpipe import Problem, check, simulate
-from optpipe_solver import SolveStatus, solve
 from optpipe_solver.incumbent import Incumbent
 from optpipe_solver.milp.highs import (
     STATUS_OF,
     MilpStatus,
     Model,
-    Variable,
     at_least,
     solve_milp,
     total,
     value_of,
 )
 from optpipe_solver.milp.horizon.model import HorizonModel
-from optpipe_solver.milp.improve import improve_by_milp
+from optpipe_solver.milp.horizon.start import relabelled
+from optpipe_solver.milp.horizon.tricks import PLAIN, Tricks
+from optpipe_solver.milp.improve import News, improve_by_milp
 from optpipe_solver.starts import all_starts
 from tests.building import problem, stage
+from tests.solver.exhaustive import optimum
+from tests.solver.milp_rows import broken, shares_lanes
 from tests.strategies import Case, cases
+
+_SWITCHES = [field.name for field in fields(Tricks)]
+
+
+def offloading_problem(m: int = 8) -> Problem:
+    """Four devices, two activations, offload: with eight micro-batches no proof in seconds."""
+    held = {"activation_bytes": 10, "weight_context_bytes": 5, "offload_bytes": 10}
+    stages = [stage(d, 4, 4, 2, **held) for d in range(4)]
+    device = {"memory_bytes": 20, "d2h_gb_per_s": 2.5e-6, "h2d_gb_per_s": 2.5e-6}
+    return problem(stages, [device] * 4, m=m)
 
 
 def parked_problem() -> Problem:
@@ -95,12 +111,24 @@ def test_an_error_in_a_callback_comes_out() -> None:
         solve_milp(_knapsack(30), time_limit_s=10, on_solution=broken)
 
 
-def test_the_milp_beats_every_start() -> None:
-    """140 by the best start, 136 by the MILP, proven; without the MILP this is red."""
-    best = Incumbent(parked_problem())
-    for start in all_starts(best.problem):
+def hard_problem() -> Problem:
+    """Four devices, eight micro-batches, two activations: no bound but the MILP's is 150."""
+    stages = [stage(d, 4, 4, 2, activation_bytes=10, weight_context_bytes=5) for d in range(4)]
+    return problem(stages, [{"memory_bytes": 20} for _ in range(4)], m=8)
+
+
+def started(problem: Problem) -> Incumbent:
+    """An incumbent that holds the best legal start."""
+    best = Incumbent(problem)
+    for start in all_starts(problem):
         if start.programs is not None and start.legal:
             best.offer(start.programs, start.method)
+    return best
+
+
+def test_the_milp_beats_every_start() -> None:
+    """138 by the best start, 136 by the MILP, proven; without the MILP this is red."""
+    best = started(parked_problem())
     start_ms = best.objective_ms
     improve_by_milp(best, time_limit_s=60, threads=1, seed=0)
     assert best.objective_ms < start_ms - 1
@@ -108,50 +136,145 @@ def test_the_milp_beats_every_start() -> None:
     assert best.is_optimal
 
 
-def test_solve_proves_by_the_milp() -> None:
-    """Whoever finds the optimum, the proof is the MILP's."""
-    result = solve(parked_problem(), time_limit_s=60)
-    assert result.status is SolveStatus.OPTIMAL
-    assert result.schedule is not None
-    assert result.schedule.provenance.bound_method == "milp"
+def test_the_milp_proves_what_no_bound_does() -> None:
+    """150 is optimal; the best bound of another kind is 146."""
+    best = started(hard_problem())
+    assert best.objective_ms == 150
+    improve_by_milp(best, time_limit_s=60, threads=1, seed=0)
+    assert best.is_optimal
+    assert best.bound_method == "milp"
 
 
-@settings(max_examples=40)
-@given(cases())
-def test_every_legal_schedule_is_a_solution_of_the_model(case: Case) -> None:
+@pytest.mark.parametrize("name", ["all on", "all off", *_SWITCHES])
+def test_no_trick_changes_the_optimum(name: str) -> None:
+    """Alone off, all off, all on: 29 every time, which exhaustive search finds too."""
+    off = {} if name == "all on" else {name: False}
+    tricks = PLAIN if name == "all off" else Tricks(**off)
+    small = problem([stage(0, 4, 3, 1), stage(1, 2, 5, 1)], [{"memory_bytes": 20}] * 2, m=2)
+    best = started(small)
+    improve_by_milp(best, time_limit_s=30, threads=1, seed=0, tricks=tricks)
+    assert best.objective_ms == optimum(small)
+    assert best.is_optimal
+
+
+def test_the_same_work_is_the_same_run() -> None:
+    """A work limit, and no clock, decides where a run ends: same programs, same bound."""
+    runs = []
+    for _ in range(2):
+        best = started(offloading_problem(4))
+        nodes = improve_by_milp(best, time_limit_s=600, threads=1, seed=5, work_limit=0)
+        runs.append((nodes, best.objective_ms, best.bound_ms, best.programs))
+    assert runs[0] == runs[1]
+
+
+def test_a_solution_found_elsewhere_reaches_highs() -> None:
+    """The optimum, handed in while HiGHS runs, is what it ends with, though it never found it."""
+    optimal = solve_milp(_knapsack(60), time_limit_s=30)
+    assert optimal.values is not None
+    by_name = {variable.name: value for variable, value in optimal.values.items()}
+    model = _knapsack(60)
+    known = {variable: by_name[variable.name] for variable in model.problem.variables()}
+    news = iter([known])
+    found: list[float] = []
+    outcome = solve_milp(
+        model,
+        time_limit_s=30,
+        start=dict.fromkeys(known, 0.0),
+        better=lambda: next(news, None),
+        on_solution=lambda values: found.append(value_of(model.problem.objective, values)),
+    )
+    best = pytest.approx(value_of(model.problem.objective, known))
+    assert outcome.values is not None
+    assert value_of(model.problem.objective, outcome.values) == best
+    assert min(found) != best
+
+
+def test_a_schedule_found_elsewhere_reaches_highs() -> None:
+    """What another part offers to the incumbent is asked for once, and only once."""
+    best = started(hard_problem())
+    known = best.programs
+    assert known is not None
+    news = News(best, known)
+    assert news.ask() is None
+    best.programs = relabelled(known)
+    assert news.ask() is best.programs
+    assert news.ask() is None
+
+
+def test_a_stop_takes_half_a_second_at_most() -> None:
+    """Also while the model is written, in HiGHS's presolve and in its root relaxation."""
+    best = started(offloading_problem())
+    for after in (0.05, 0.5, 1.5):
+        end = time.perf_counter() + after
+        improve_by_milp(
+            best,
+            time_limit_s=60,
+            threads=1,
+            seed=0,
+            should_stop=lambda end=end: time.perf_counter() > end,  # type: ignore[misc]
+        )
+        assert time.perf_counter() - end < 0.5
+
+
+@st.composite
+def tiny_problems(draw: st.DrawFn) -> Problem:
+    """One micro-batch on a V, or two on one device that may be offloaded or recomputed."""
+    placement, m = draw(st.sampled_from([((0, 1, 0), 1), ((0,), 2)]))
+    numbers = st.integers(1, 4)
+    extra = {"offload_bytes": 10, "recompute_ms": 2, "checkpoint_bytes": 3} if m > 1 else {}
+    held = {"activation_bytes": 10, "weight_context_bytes": draw(st.integers(2, 12))}
+    stages = [
+        stage(d, draw(numbers), draw(numbers), draw(numbers), **held, **(extra if d == 0 else {}))
+        for d in placement
+    ]
+    room = draw(st.integers(24, 40) if m == 1 else st.integers(12, 24))
+    device = {"memory_bytes": room, "d2h_gb_per_s": 5e-6, "h2d_gb_per_s": 5e-6}
+    objective = draw(st.sampled_from(["makespan", "span"]))
+    return problem(stages, [device] * (1 + max(placement)), m=m, objective=objective)
+
+
+@settings(max_examples=10, deadline=None)
+@given(tiny_problems())
+def test_the_optimum_is_that_of_exhaustive_search(tiny: Problem) -> None:
+    """Proven optimal means that no program set is better; a bound is never above the optimum.
+
+    Under span the model may delay a device's first action, which programs cannot: no proof then.
+    """
+    best = started(tiny)
+    improve_by_milp(best, time_limit_s=20, threads=1, seed=0)
+    least = optimum(tiny)
+    assert best.bound_ms <= least * (1 + 1e-9)
+    assert best.is_optimal or tiny.objective == "span"
+    if best.is_optimal:
+        assert best.objective_ms == pytest.approx(least)
+
+
+some_tricks = st.sets(st.sampled_from(_SWITCHES), max_size=4).map(
+    lambda off: Tricks(**dict.fromkeys(sorted(off), False))
+)
+
+
+@settings(max_examples=60)
+@given(cases(), some_tricks)
+def test_every_legal_schedule_is_a_solution_of_the_model(case: Case, tricks: Tricks) -> None:
     """Programs -> values satisfies every constraint: so the model's bound is a bound.
 
     And values -> programs gives back a legal schedule that is no worse. Only schedules that use a
     choice known to be pointless (offload where memory does not bind, say) are left out.
     """
     objective = simulate(case.problem, case.programs).objective_ms(case.problem.objective)
-    model = HorizonModel(case.problem, objective, fifo=False)
+    model = HorizonModel(case.problem, objective, fifo=False, tricks=tricks)
+    assert not model.items.is_empty
     values = model.values_of(case.programs)
     if values is None:
         event("uses a pointless choice")
         return
-    assert not _broken(model.model, values)
+    assert not broken(model.model, values)
     lowered = model.lowered(values)
     check(case.problem, lowered)
     again = simulate(case.problem, lowered).objective_ms(case.problem.objective)
-    if not _shares_lanes(case.problem):
+    if not shares_lanes(case.problem):
         assert again <= objective * (1 + 1e-9)
-
-
-def _shares_lanes(problem: Problem) -> bool:
-    """Whether transfers of different devices or directions compete (the model is then relaxed)."""
-    return any(d.half_duplex or d.pcie_group is not None for d in problem.devices)
-
-
-def _broken(model: Model, values: dict[Variable, float]) -> list[str]:
-    broken = [
-        str(constraint) for constraint in model.constraints if value_of(constraint, values) < -1e-6
-    ]
-    for variable in model.problem.variables():
-        low, high = variable.lowBound, variable.upBound
-        if not low - 1e-6 <= values[variable] <= high + 1e-6:
-            broken.append(f"{variable} = {values[variable]} outside {low} .. {high}")
-    return broken
 
 
 def _knapsack(n: int) -> Model:

@@ -15,14 +15,18 @@ from typing import TYPE_CHECKING
 from optpipe.action import Action, ActionType
 from optpipe.precedence import Pass
 from optpipe_solver.milp.highs import at_least, total
+from optpipe_solver.milp.horizon.cuts import loads, triangles
 from optpipe_solver.milp.horizon.items import Choice
+from optpipe_solver.milp.horizon.memory import checkpoint_counts_once_kept, fits_device_memory
+from optpipe_solver.milp.horizon.rows import relaxed as _relaxed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from optpipe_solver.milp.highs import Constraint, Linear, Variable
+    from optpipe_solver.milp.horizon.context import Cell
     from optpipe_solver.milp.horizon.items import Item
-    from optpipe_solver.milp.horizon.variables import Cell, HorizonVariables
+    from optpipe_solver.milp.horizon.variables import HorizonVariables
 
 __all__ = ["all_constraints"]
 
@@ -35,17 +39,32 @@ def one_after_another(v: HorizonVariables) -> Iterator[Constraint]:
         for a, b in combinations(row, 2):
             if v.items.implied(a, b) and v.items.implied(b, a):
                 continue
+            if v.tricks.few_rows and _is_said_anyway(v, a, b):
+                continue
             yield from _after(v, a, b)
             yield from _after(v, b, a)
             if a.presence is not None and b.presence is not None:
                 yield from _ordered_if_both(v, a, b)
 
 
+def _is_said_anyway(v: HorizonVariables, a: Item, b: Item) -> bool:
+    """Whether the order of two items is known and follows from those with a third between.
+
+    Two optional items keep their row: whether both exist is then said by their order binary.
+    """
+    if a.presence is not None and b.presence is not None:
+        return False
+    for first, second in ((a, b), (b, a)):
+        if v.items.implied(first, second):
+            return v.items.follows_anyway(first, second)
+    return False
+
+
 def _after(v: HorizonVariables, a: Item, b: Item) -> Iterator[Constraint]:
     order = v.before(a, b)
     if isinstance(order, float) and order == 0.0:
         return
-    big = a.latest + a.duration - b.earliest
+    big = v.big(a.latest + a.duration - b.earliest)
     if big > 0:
         yield _relaxed(v.start[b] - v.start[a] - a.duration, order, big)
 
@@ -90,7 +109,7 @@ def _follows(v: HorizonVariables, source: Pass, item: Item, delay: float) -> Ite
         if producer is None:
             continue
         gap = v.start[item] - v.start[producer] - producer.duration - delay
-        big = producer.latest + producer.duration + delay - item.earliest
+        big = v.big(producer.latest + producer.duration + delay - item.earliest)
         exists = v.present(producer) + v.present(item) - 1.0
         yield _relaxed(gap, exists, big)
 
@@ -100,7 +119,8 @@ def shrunk_once(v: HorizonVariables) -> Iterator[Constraint]:
     for row in v.items.by_device:
         for item in row:
             stage, kind, j = item.action
-            if kind is ActionType.RECOMPUTE and v.items.may_offload[stage]:
+            offload_is_open = v.items.is_open(Choice.OFFLOADED, (stage, j))
+            if kind is ActionType.RECOMPUTE and offload_is_open:
                 both = v.chosen(Choice.OFFLOADED, stage, j) + v.chosen(Choice.RECOMPUTED, stage, j)
                 yield at_least(1.0 - both, 0.0)
 
@@ -111,25 +131,36 @@ def transfers_in_turn(v: HorizonVariables) -> Iterator[Constraint]:
     A RELOAD also starts no earlier than RELEASE, which waits for the OFFLOAD's end.
     """
     for device in range(len(v.problem.devices)):
-        for cell in v.items.offloadable(device):
-            yield from _one_round_trip(v, cell)
+        for cell in v.items.open_cells(device, ActionType.OFFLOAD):
+            yield from _copy_out(v, cell, device)
+        for cell in v.items.open_cells(device, ActionType.RELOAD):
+            yield from _copy_back(v, cell)
 
 
-def _one_round_trip(v: HorizonVariables, cell: Cell) -> Iterator[Constraint]:
+def _copy_out(v: HorizonVariables, cell: Cell, device: int) -> Iterator[Constraint]:
+    forward = v.item(cell, ActionType.FORWARD)
+    if forward is None:
+        yield at_least(v.d2h[cell], v.items.context.ready[device])
+    else:
+        yield at_least(v.d2h[cell] - v.start[forward] - forward.duration, 0.0)
+
+
+def _copy_back(v: HorizonVariables, cell: Cell) -> Iterator[Constraint]:
     stage, j = cell
-    forward = v.items.of_action[Action(stage, ActionType.FORWARD, j)]
-    reload = v.reload_item(cell)
+    reload = v.items.of_action[Action(stage, ActionType.RELOAD, j)]
     chosen = v.chosen(Choice.OFFLOADED, stage, j)
-    horizon = 2 * v.items.horizon_ms
-    away, back = v.problem.offload_ms(stage), v.problem.reload_ms(stage)
-    yield at_least(v.d2h[cell] - v.start[forward] - forward.duration, 0.0)
-    yield _relaxed(v.start[reload] - v.d2h[cell] - away, chosen, horizon + away)
-    yield _relaxed(v.h2d[cell] - v.start[reload], chosen, horizon)
+    if cell in v.d2h:
+        away = v.problem.offload_ms(stage)
+        yield _relaxed(v.start[reload] - v.d2h[cell] - away, chosen, v.top + away)
+    elif cell in v.items.context.copied:
+        yield at_least(v.start[reload], v.items.context.copied[cell])
+    yield _relaxed(v.h2d[cell] - v.start[reload], chosen, v.top)
+    back = v.problem.reload_ms(stage)
     for kind in _BACKWARD:
         backward = v.items.of_action.get(Action(stage, kind, j))
         if backward is not None:
             gap = v.start[backward] - v.h2d[cell] - back
-            yield _relaxed(gap, chosen + v.present(backward) - 1.0, horizon + back)
+            yield _relaxed(gap, chosen + v.present(backward) - 1.0, v.top + back)
 
 
 def transfers_share_lanes(v: HorizonVariables) -> Iterator[Constraint]:
@@ -142,8 +173,8 @@ def transfers_share_lanes(v: HorizonVariables) -> Iterator[Constraint]:
     transfers = [
         Action(cell[0], kind, cell[1])
         for device in range(len(v.problem.devices))
-        for cell in v.items.offloadable(device)
         for kind in (ActionType.OFFLOAD, ActionType.RELOAD)
+        for cell in v.items.open_cells(device, kind)
     ]
     for x, y in combinations(transfers, 2):
         if not _share_a_lane(v, x, y):
@@ -173,7 +204,7 @@ def _transfer_after(
 ) -> Iterator[Constraint]:
     length = _transfer_ms(v, x)
     gap = v.transfer_start(y) - v.transfer_start(x) - length
-    yield _relaxed(gap, v.goes_first(x, y) + both, 2 * v.items.horizon_ms + length)
+    yield _relaxed(gap, v.goes_first(x, y) + both, v.top + length)
 
 
 def _issued_in_lane_order(v: HorizonVariables, x: Action, y: Action) -> Iterator[Constraint]:
@@ -187,92 +218,37 @@ def release_waits_for_the_copy(v: HorizonVariables) -> Iterator[Constraint]:
     """An item counts bytes as released only if it starts after their copy has ended. (7)."""
     for (cell, item), released in v.released.items():
         away = v.problem.offload_ms(cell[0])
-        gap = v.start[item] - v.d2h[cell] - away
+        copied: Linear = v.items.context.copied.get(cell, 0.0)
+        if cell in v.d2h:
+            copied = v.d2h[cell] + away
         yield at_least(v.chosen(Choice.OFFLOADED, *cell) - released, 0.0)
         yield at_least(v.present(item) - released, 0.0)
-        yield _relaxed(gap, released, 2 * v.items.horizon_ms + away)
-
-
-def fits_device_memory(v: HorizonVariables) -> Iterator[Constraint]:
-    """At every item that takes bytes, what stands before it and itself fit the device. (8)."""
-    for device, row in enumerate(v.items.by_device):
-        if not v.items.tight[device]:
-            continue
-        limit = v.problem.devices[device].usable_bytes - v.problem.static_bytes_of(device)
-        unit = max(1, *(abs(item.delta) for item in row), *(item.extra for item in row))
-        for item in row:
-            if item.extra > 0:
-                held = _held_before(v, row, item, unit) + _taken_by(v, item, unit)
-                yield at_least(limit / unit - held, 0.0)
-
-
-def _held_before(v: HorizonVariables, row: list[Item], item: Item, unit: int) -> Linear:
-    terms: list[Linear] = []
-    for other in row:
-        if other is item or other.delta == 0:
-            continue
-        terms.append((other.delta / unit) * v.before(other, item))
-        stage, kind, j = other.action
-        if kind is ActionType.FORWARD and v.items.may_recompute[stage]:
-            terms.append(-_checkpoint_saving(v, stage, unit) * _checkpointed(v, other, item))
-        if kind is ActionType.FORWARD and v.items.may_offload[stage]:
-            if v.items.implied(item, other):
-                continue
-            moved = v.problem.stages[stage].offload_bytes / unit
-            terms.append(-moved * v.releases((stage, j), item))
-    return total(terms)
-
-
-def _taken_by(v: HorizonVariables, item: Item, unit: int) -> Linear:
-    stage, kind, j = item.action
-    taken: Linear = (item.extra / unit) * v.present(item)
-    if kind is ActionType.FORWARD and v.items.may_recompute[stage]:
-        saved = _checkpoint_saving(v, stage, unit) * v.chosen(Choice.RECOMPUTED, stage, j)
-        taken = taken - saved
-    return taken
-
-
-def _checkpoint_saving(v: HorizonVariables, stage: int, unit: int) -> float:
-    held = v.problem.stages[stage]
-    return (held.activation_bytes - (held.checkpoint_bytes or 0)) / unit
-
-
-def _checkpointed(v: HorizonVariables, forward: Item, item: Item) -> Linear:
-    """Return 1 only where the forward stands before the item and keeps just its checkpoint."""
-    key = ((forward.action.stage, forward.action.microbatch), item)
-    if key not in v.checkpointed:
-        v.checkpointed[key] = v.model.continuous(
-            f"checkpointed_{forward.action}_{item.action}", 0.0, 1.0
-        )
-    return v.checkpointed[key]
-
-
-def checkpoint_counts_once_kept(v: HorizonVariables) -> Iterator[Constraint]:
-    """The saving of a recomputed forward counts only where the forward stands before. (9)."""
-    for ((stage, j), item), saved in v.checkpointed.items():
-        forward = v.items.of_action[Action(stage, ActionType.FORWARD, j)]
-        yield at_least(v.chosen(Choice.RECOMPUTED, stage, j) - saved, 0.0)
-        yield at_least(v.before(forward, item) - saved, 0.0)
+        yield _relaxed(v.start[item] - copied, released, v.top + away)
 
 
 def fits_host_memory(v: HorizonVariables) -> Iterator[Constraint]:
-    """The offloaded bytes of a host's devices, each at its peak, fit the host. (10)."""
+    """The offloaded bytes of a host's devices, each at its peak, fit the host. (10).
+
+    Not in a window, whose surroundings hold host memory too: the check judges those.
+    """
+    if v.items.context.window is not None:
+        return
     for host in v.problem.hosts:
         if host.memory_bytes is None:
             continue
         peaks = []
         for device, held in enumerate(v.problem.devices):
-            cells = v.items.offloadable(device)
+            cells = v.items.open_cells(device, ActionType.OFFLOAD)
             if held.host != host.name or not cells:
                 continue
-            peaks.append(v.host_peak(device) * (1.0 / max(1, host.memory_bytes)))
+            peaks.append(v.host_peak(device))
             yield from _host_peak_of(v, cells, device)
         if peaks:
-            yield at_least(1.0 - total(peaks), 0.0)
+            yield at_least(host.memory_bytes / v.host_unit - total(peaks), 0.0)
 
 
 def _host_peak_of(v: HorizonVariables, cells: list[Cell], device: int) -> Iterator[Constraint]:
-    size = {cell: float(v.problem.stages[cell[0]].offload_bytes) for cell in cells}
+    size = {cell: v.problem.stages[cell[0]].offload_bytes / v.host_unit for cell in cells}
     everything = sum(size.values())
     for cell in cells:
         chosen = v.chosen(Choice.OFFLOADED, *cell)
@@ -282,7 +258,7 @@ def _host_peak_of(v: HorizonVariables, cells: list[Cell], device: int) -> Iterat
                 yield from _on_host_when_issued(v, other, cell)
                 held.append(size[other] * v.on_host[other, cell])
         excess = v.host_peak(device) - total(held) + everything * (1.0 - chosen)
-        yield at_least(excess * (1.0 / everything), 0.0)
+        yield at_least(excess, 0.0)
 
 
 def _on_host_when_issued(v: HorizonVariables, other: Cell, cell: Cell) -> Iterator[Constraint]:
@@ -303,13 +279,14 @@ def _gone_only_after_backward(
         if backward is not None:
             gap = v.d2h[cell] - v.start[backward] - backward.duration
             exists = gone + v.present(backward) - 1.0
-            yield _relaxed(gap, exists, 2 * v.items.horizon_ms)
+            yield _relaxed(gap, exists, v.top)
 
 
 def reloads_have_one_order(v: HorizonVariables) -> Iterator[Constraint]:
     """RELOADs take no time in the program, so their order needs its own transitivity. (11)."""
     for device in range(len(v.problem.devices)):
-        items = [v.reload_item(cell) for cell in v.items.offloadable(device)]
+        row = v.items.by_device[device]
+        items = [item for item in row if item.action.type is ActionType.RELOAD]
         for a, b, c in combinations(items, 3):
             yield at_least(2.0 - v.before(a, b) - v.before(b, c) - v.before(c, a), 0.0)
             yield at_least(2.0 - v.before(a, c) - v.before(c, b) - v.before(b, a), 0.0)
@@ -322,17 +299,31 @@ def ends_within_length(v: HorizonVariables) -> Iterator[Constraint]:
     """
     for device, row in enumerate(v.items.by_device):
         origin: Linear = 0.0
-        if v.problem.objective == "span":
+        if v.problem.objective == "span" and v.items.context.window is None:
             origin = v.first_start[device]
             for item in row:
                 if item.action.type is ActionType.FORWARD:
                     yield at_least(v.start[item] - origin, 0.0)
         for item in row:
-            stage, kind, _ = item.action
-            if kind in (ActionType.BACKWARD_WEIGHT, ActionType.FULL_BACKWARD):
-                end = v.start[item] + item.duration + v.problem.stages[stage].grad_sync_ms
-                big = 2 * v.items.horizon_ms + v.problem.stages[stage].grad_sync_ms
-                yield _relaxed(v.length - end + origin, v.present(item), big + item.duration)
+            tail = v.items.context.tails.get(item.action)
+            if tail is not None and not item.action.type.is_transfer:
+                end = v.start[item] + item.duration + tail
+                big = v.top + max(0.0, tail) + item.duration
+                yield _relaxed(v.length - end + origin, v.present(item), big)
+    yield from _transfers_end_within_length(v)
+
+
+def _transfers_end_within_length(v: HorizonVariables) -> Iterator[Constraint]:
+    """What follows a window may wait for its transfers."""
+    for table, kind in ((v.d2h, ActionType.OFFLOAD), (v.h2d, ActionType.RELOAD)):
+        for (s, j), start in table.items():
+            transfer = Action(s, kind, j)
+            lane = v.items.context.lane_tails.get((_device(v, transfer), kind))
+            tails = [v.items.context.tails.get(transfer), lane]
+            known = [tail for tail in tails if tail is not None]
+            if known:
+                after = _transfer_ms(v, transfer) + max(known)
+                yield _relaxed(v.length - start - after, _happens(v, transfer), v.top + after)
 
 
 def all_constraints(v: HorizonVariables) -> Iterator[Constraint]:
@@ -348,6 +339,10 @@ def all_constraints(v: HorizonVariables) -> Iterator[Constraint]:
     yield from fits_host_memory(v)
     yield from reloads_have_one_order(v)
     yield from ends_within_length(v)
+    if v.tricks.load_rows:
+        yield from loads(v)
+    if v.tricks.triangles:
+        yield from triangles(v)
     yield from no_order_with_the_absent(v)
 
 
@@ -363,8 +358,3 @@ def _transfer_ms(v: HorizonVariables, transfer: Action) -> float:
     if transfer.type is ActionType.OFFLOAD:
         return v.problem.offload_ms(transfer.stage)
     return v.problem.reload_ms(transfer.stage)
-
-
-def _relaxed(gap: Linear, holds: Linear, big: float) -> Constraint:
-    """Return gap >= 0 where ``holds`` is 1, and nothing where it is 0 (big-M)."""
-    return at_least(gap + max(0.0, big) * (1.0 - holds), 0.0)

@@ -1,4 +1,4 @@
-"""What the model orders: items with windows, presence and memory, and the orders implied anyway.
+"""What the model orders: items with windows, presence and memory.
 
 An item is an action that takes a place in a device's program: compute actions, and RELOAD, which
 takes no time there but must stand at a compute boundary. OFFLOAD and RELEASE need no place of
@@ -18,8 +18,16 @@ from optpipe.simulate import duration_ms
 
 if TYPE_CHECKING:
     from optpipe.problem import Problem
+    from optpipe_solver.milp.horizon.context import Cell, Context
 
-__all__ = ["Choice", "HorizonItems", "Item", "Presence"]
+__all__ = ["Choice", "Item", "Opening", "Presence", "draw_items", "memory_binds"]
+
+_F, _I, _W, _B = (
+    ActionType.FORWARD,
+    ActionType.BACKWARD_INPUT,
+    ActionType.BACKWARD_WEIGHT,
+    ActionType.FULL_BACKWARD,
+)
 
 
 class Choice(StrEnum):
@@ -40,15 +48,16 @@ class Presence:
     microbatch: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Item:
-    """One action that takes a place in its device's program.
+    """One action that takes a place in its device's program; one object stands for it.
 
-    ``earliest`` and ``latest`` bound its start in ms; ``presence`` None = always there;
+    ``index`` counts all items, those of one device in a row; ``presence`` None = always there;
     ``delta`` is what it adds to the device's bytes, ``extra`` what it holds above the bytes before
-    it while it runs.
+    it while it runs. ``earliest`` and ``latest`` bound its start in ms.
     """
 
+    index: int
     action: Action
     device: int
     duration: float
@@ -59,196 +68,120 @@ class Item:
     latest: float
 
 
-class HorizonItems:
-    """All items of a problem.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Opening:
+    """What is open about a cell: the actions that may exist, and when.
 
-    Parameters
-    ----------
-    problem
-        What is to be scheduled.
-    horizon_ms
-        Every schedule worth finding ends its actions within this time (an incumbent's makespan).
-    fifo
-        Whether micro-batches go first in, first out through every pass of every stage. It loses
-        nothing where nothing can be offloaded or recomputed; elsewhere it is a restriction.
+    ``here`` holds the actions that exist in any case or may, OFFLOAD and RELEASE included;
+    a choice not open is made: an action of ``here`` then exists.
     """
 
-    def __init__(self, problem: Problem, horizon_ms: float, *, fifo: bool) -> None:
-        self.problem = problem
-        self.horizon_ms = horizon_ms
-        self.fifo = fifo
-        self.tight = [_memory_binds(problem, device) for device in range(len(problem.devices))]
-        self.may_fuse = [_fusing_may_pay(problem, s) for s in range(len(problem.stages))]
-        self.may_offload = [
-            problem.can_offload(s) and self.tight[stage.device]
-            for s, stage in enumerate(problem.stages)
-        ]
-        self.may_recompute = [
-            stage.can_recompute and self.tight[stage.device] for stage in problem.stages
-        ]
-        self._paths()
-        self.by_device: list[list[Item]] = [[] for _ in problem.devices]
-        for s in range(len(problem.stages)):
-            for j in range(problem.num_microbatches):
-                self._add(s, j)
-        self.of_action = {item.action: item for row in self.by_device for item in row}
+    cell: Cell
+    here: frozenset[ActionType]
+    may_fuse: bool = False
+    may_offload: bool = False
+    may_recompute: bool = False
+    is_recomputed: bool = False
 
-    def offloadable(self, device: int) -> list[tuple[int, int]]:
-        """Return the (stage, micro-batch) pairs of a device that may be offloaded."""
-        return [
-            (s, j)
-            for s in self.problem.stages_of[device]
-            if self.may_offload[s]
-            for j in range(self.problem.num_microbatches)
-        ]
-
-    def implied(self, first: Item, second: Item) -> bool:
-        """Whether ``first`` stands before ``second`` in every schedule in which both exist."""
-        a, b = first.action, second.action
-        if a.microbatch == b.microbatch and _chained(a, b):
-            return True
-        if self._fifo_implied(a, b):
-            return True
-        return second.earliest + second.duration > first.latest + 1e-9
-
-    def _fifo_implied(self, a: Action, b: Action) -> bool:
-        if a.stage != b.stage or a.microbatch >= b.microbatch:
-            return False
-        if a.type is b.type is ActionType.FORWARD:
-            return self.fifo or a.stage == 0
-        if not self.fifo:
-            return False
-        forward_or_back = a.type is ActionType.FORWARD or a.type.is_backward
-        if forward_or_back and b.type.is_backward:
-            return True
-        return _CHAIN[a.type] != 1 and b.type is ActionType.BACKWARD_WEIGHT
-
-    def _paths(self) -> None:
-        """Heads and tails: the longest path before a pass starts and after it ends, in ms."""
-        stages, boundary = self.problem.stages, self.problem.boundary_ms
-        self.head_f = [0.0] * len(stages)
-        for s, (stage, (there, _)) in enumerate(zip(stages[:-1], boundary, strict=False)):
-            self.head_f[s + 1] = self.head_f[s] + stage.forward_ms + there
-        self.head_b = [0.0] * len(stages)
-        self.head_b[-1] = self.head_f[-1] + stages[-1].forward_ms
-        for s in reversed(range(len(stages) - 1)):
-            back = min(stages[s + 1].backward_input_ms, stages[s + 1].fused_backward_ms)
-            self.head_b[s] = self.head_b[s + 1] + back + boundary[s][1]
-        first = stages[0]
-        self.tail_b = [0.0] * len(stages)
-        for s in range(1, len(stages)):
-            below = stages[s - 1]
-            split = below.backward_input_ms + (self.tail_b[s - 1] if s > 1 else 0.0)
-            fused = below.fused_backward_ms + (self.tail_b[s - 1] if s > 1 else 0.0)
-            if s == 1:
-                split += first.backward_weight_ms
-            self.tail_b[s] = boundary[s - 1][1] + min(split, fused)
-
-    def _after_input_gradient(self, s: int) -> float:
-        """Ms that must follow the end of I(s): its W, and the way back to stage 0.
-
-        Under the span objective the horizon binds stage 0's device alone, so only the way counts.
-        """
-        if self.problem.objective == "span":
-            return self.tail_b[s]
-        return max(self.problem.stages[s].backward_weight_ms, self.tail_b[s])
-
-    def _after_forward(self, s: int) -> float:
-        """Ms that must follow the end of F(s): the way to the last stage and back to I(s)."""
-        stage = self.problem.stages[s]
-        split = stage.backward_input_ms + self._after_input_gradient(s)
-        fused = stage.fused_backward_ms + self.tail_b[s]
-        between = self.head_b[s] - self.head_f[s] - stage.forward_ms
-        return between + min(split, fused)
-
-    def _add(self, s: int, j: int) -> None:
-        stage = self.problem.stages[s]
-        split = Presence(Choice.SPLIT, s, j) if self.may_fuse[s] else None
-        end = self.horizon_ms
-        slack = end if self.problem.objective == "span" else 0.0
-        queue = j * stage.forward_ms if self.fifo or s == 0 else 0.0
-        head = self.head_b[s]
-        self._item(
-            Action(s, ActionType.FORWARD, j), self.head_f[s] + queue, end - self._after_forward(s)
-        )
-        self._item(
-            Action(s, ActionType.BACKWARD_INPUT, j),
-            head,
-            end - self._after_input_gradient(s),
-            split,
-        )
-        self._item(
-            Action(s, ActionType.BACKWARD_WEIGHT, j),
-            head + stage.backward_input_ms,
-            end + slack,
-            split,
-        )
-        if self.may_fuse[s]:
-            fused = Presence(Choice.FUSED, s, j)
-            self._item(Action(s, ActionType.FULL_BACKWARD, j), head, end - self.tail_b[s], fused)
-        made = self.head_f[s] + stage.forward_ms
-        needed = end - self.tail_b[s] - min(stage.backward_input_ms, stage.fused_backward_ms)
-        if self.may_offload[s]:
-            offloaded = Presence(Choice.OFFLOADED, s, j)
-            away, back = self.problem.offload_ms(s), self.problem.reload_ms(s)
-            self._item(Action(s, ActionType.RELOAD, j), made + away, needed - back, offloaded)
-        if self.may_recompute[s]:
-            recomputed = Presence(Choice.RECOMPUTED, s, j)
-            self._item(Action(s, ActionType.RECOMPUTE, j), made, needed, recomputed)
-
-    def _item(
-        self,
-        action: Action,
-        earliest: float,
-        latest_end: float,
-        presence: Presence | None = None,
-    ) -> None:
-        stage = self.problem.stages[action.stage]
-        duration = 0.0 if action.type.is_transfer else duration_ms(self.problem, action)
-        delta = action_delta(stage, action.type, is_recomputed=False)
-        item = Item(
-            action=action,
-            device=stage.device,
-            duration=duration,
-            presence=presence,
-            delta=delta,
-            extra=max(0, delta) + action_workspace(stage, action.type),
-            earliest=earliest,
-            # An optional item that cannot exist still needs bounds for its start.
-            latest=max(earliest, latest_end - duration),
-        )
-        self.by_device[stage.device].append(item)
+    def presence(self, kind: ActionType) -> Presence | None:
+        """Return the choice on which an action depends."""
+        if kind in (_I, _W) and self.may_fuse:
+            return Presence(Choice.SPLIT, *self.cell)
+        if kind is _B and self.may_fuse:
+            return Presence(Choice.FUSED, *self.cell)
+        if kind is ActionType.RELOAD and self.may_offload:
+            return Presence(Choice.OFFLOADED, *self.cell)
+        if kind is ActionType.RECOMPUTE and self.may_recompute:
+            return Presence(Choice.RECOMPUTED, *self.cell)
+        return None
 
 
-_CHAIN = {
-    ActionType.FORWARD: 0,
-    ActionType.RELOAD: 1,
-    ActionType.RECOMPUTE: 1,
-    ActionType.BACKWARD_INPUT: 2,
-    ActionType.FULL_BACKWARD: 2,
-    ActionType.BACKWARD_WEIGHT: 3,
-}
+def draw_items(problem: Problem, openings: list[Opening]) -> list[Item]:
+    """Return all items, device by device, with windows still to be found."""
+    items: list[Item] = []
+    for device in range(len(problem.devices)):
+        for opening in openings:
+            if problem.stages[opening.cell[0]].device == device:
+                for kind in _ITEM_ORDER:
+                    if kind in opening.here:
+                        items.append(_item(problem, opening, kind, len(items)))
+    return items
 
 
-def _chained(a: Action, b: Action) -> bool:
-    """Whether a precedes b for one micro-batch: forwards in model order, backwards in reverse."""
-    first, second = _CHAIN[a.type], _CHAIN[b.type]
-    if a.stage == b.stage:
-        return first < second
-    if first == 0 and second == 0:
-        return a.stage < b.stage
-    if first == 0 and second >= 2:
-        return True
-    if first == 0:
-        return a.stage < b.stage
-    if first == 1 and second >= 2:
-        return a.stage > b.stage
-    if first == 2 and second >= 2:
-        return a.stage > b.stage
-    return False
+_ITEM_ORDER = (_F, _I, _W, _B, ActionType.RELOAD, ActionType.RECOMPUTE)
 
 
-def _memory_binds(problem: Problem, device: int) -> bool:
+def _item(problem: Problem, opening: Opening, kind: ActionType, index: int) -> Item:
+    stage, microbatch = opening.cell
+    held = problem.stages[stage]
+    action = Action(stage, kind, microbatch)
+    delta = action_delta(held, kind, is_recomputed=opening.is_recomputed)
+    return Item(
+        index=index,
+        action=action,
+        device=held.device,
+        duration=0.0 if kind.is_transfer else duration_ms(problem, action),
+        presence=opening.presence(kind),
+        delta=delta,
+        extra=max(0, delta) + action_workspace(held, kind),
+        earliest=0.0,
+        latest=0.0,
+    )
+
+
+def openings_of(problem: Problem, context: Context, *, alike: bool) -> list[Opening]:
+    """Return what is open about every cell that has an action in the window, by cell.
+
+    ``alike``: no offload, no recompute and no fused backward is worth looking at unless the
+    window holds one already.
+    """
+    here: dict[Cell, set[ActionType]] = {}
+    if context.window is None:
+        cells = range(problem.num_microbatches)
+        here = {(s, j): {_F, _I, _W} for s in range(len(problem.stages)) for j in cells}
+    else:
+        for program in context.window:
+            for stage, kind, j in program:
+                here.setdefault((stage, j), set()).add(kind)
+    tight = [not alike and memory_binds(problem, device) for device in range(len(problem.devices))]
+    return [_opening(problem, context, cell, here[cell], tight) for cell in sorted(here)]
+
+
+def _opening(
+    problem: Problem,
+    context: Context,
+    cell: Cell,
+    here: set[ActionType],
+    tight: list[bool],
+) -> Opening:
+    stage = problem.stages[cell[0]]
+    again = cell in context.recomputed
+    if _F not in here or not here & {_I, _B} or stage.device in context.frozen:
+        return Opening(cell=cell, here=frozenset(here), is_recomputed=again)
+    whole_backward = bool(here & {_W, _B})
+    binds = tight[stage.device]
+    fuse = whole_backward and (fusing_may_pay(problem, cell[0]) or _B in here)
+    offload = ActionType.OFFLOAD in here or (binds and problem.can_offload(cell[0]))
+    recompute = ActionType.RECOMPUTE in here or (binds and stage.can_recompute)
+    kinds = {_F, _I}
+    if whole_backward:
+        kinds.add(_W)
+    if fuse:
+        kinds.add(_B)
+    if offload:
+        kinds |= {ActionType.OFFLOAD, ActionType.RELEASE, ActionType.RELOAD}
+    if recompute:
+        kinds.add(ActionType.RECOMPUTE)
+    return Opening(
+        cell=cell,
+        here=frozenset(kinds),
+        may_fuse=fuse,
+        may_offload=offload,
+        may_recompute=recompute,
+    )
+
+
+def memory_binds(problem: Problem, device: int) -> bool:
     """Whether keeping everything of every micro-batch could exceed the device's memory."""
     most = workspace = 0
     for s in problem.stages_of[device]:
@@ -266,7 +199,7 @@ def _memory_binds(problem: Problem, device: int) -> bool:
     return most + workspace > limit
 
 
-def _fusing_may_pay(problem: Problem, s: int) -> bool:
+def fusing_may_pay(problem: Problem, s: int) -> bool:
     """Whether a fused B can be better than I with W right behind it, in time or in memory."""
     stage = problem.stages[s]
     split_peak = max(

@@ -17,8 +17,9 @@ if TYPE_CHECKING:
 
     from optpipe.action import Program, Programs
     from optpipe_solver.milp.highs import Linear, Variable
+    from optpipe_solver.milp.horizon.context import Cell
     from optpipe_solver.milp.horizon.items import Item
-    from optpipe_solver.milp.horizon.variables import Cell, HorizonVariables
+    from optpipe_solver.milp.horizon.variables import HorizonVariables
 
     Values = Mapping[Variable, float]
 
@@ -26,29 +27,42 @@ __all__ = ["lower"]
 
 
 def lower(v: HorizonVariables, values: Values) -> Programs:
-    """Return the programs that a solution stands for."""
-    return tuple(_program(v, values, device) for device in range(len(v.problem.devices)))
+    """Return the programs that a solution stands for, what is fixed around it included."""
+    devices = range(len(v.problem.devices))
+    context = v.items.context
+    if context.window is None:
+        return tuple(_program(v, values, device) for device in devices)
+    return tuple(
+        (*context.prefix[device], *_program(v, values, device), *context.suffix[device])
+        for device in devices
+    )
 
 
 def _program(v: HorizonVariables, values: Values, device: int) -> Program:
     order = _ordered(v, values, device)
     position = {item: at for at, item in enumerate(order)}
-    cells = [
-        cell
-        for cell in v.items.offloadable(device)
-        if _is_one(v.chosen(Choice.OFFLOADED, *cell), values)
-    ]
     before: dict[int, list[Action]] = {}
-    for cell in sorted(cells, key=lambda c: values[v.d2h[c]]):
+    for cell in _away(v, values, device, ActionType.RELEASE):
         at = _release_position(v, values, cell, position)
         before.setdefault(at, []).append(Action(cell[0], ActionType.RELEASE, cell[1]))
-    behind = _offloads(v, values, cells, position)
-    program: list[Action] = []
+    behind = _offloads(v, values, _away(v, values, device, ActionType.OFFLOAD), position)
+    program: list[Action] = [*behind.get(-1, [])]
     for at, item in enumerate(order):
         program += before.get(at, [])
         program.append(item.action)
         program += behind.get(at, [])
-    return tuple(program)
+    return (*program, *before.get(len(order), []))
+
+
+def _away(v: HorizonVariables, values: Values, device: int, kind: ActionType) -> list[Cell]:
+    """Return the cells with an OFFLOAD or RELEASE here, in the order of their copies out."""
+    cells = [
+        cell
+        for cell in v.items.open_cells(device, kind)
+        if _is_one(v.chosen(Choice.OFFLOADED, *cell), values)
+    ]
+    # A copy that started in the prefix comes before every copy that starts here.
+    return sorted(cells, key=lambda c: values[v.d2h[c]] if c in v.d2h else -1.0)
 
 
 def _ordered(v: HorizonVariables, values: Values, device: int) -> list[Item]:
@@ -64,8 +78,12 @@ def _ordered(v: HorizonVariables, values: Values, device: int) -> list[Item]:
 def _release_position(
     v: HorizonVariables, values: Values, cell: Cell, position: dict[Item, int]
 ) -> int:
-    """Return the first item that counts the cell's bytes as released: its RELOAD at the latest."""
-    at = position[v.reload_item(cell)]
+    """Return the first item that counts the cell's bytes as released: its RELOAD at the latest.
+
+    At the window's end where the RELOAD comes behind that.
+    """
+    reload = v.item(cell, ActionType.RELOAD)
+    at = len(position) if reload is None else position[reload]
     for (other, item), released in v.released.items():
         if other == cell and item in position and _is_one(released, values):
             at = min(at, position[item])
@@ -77,9 +95,11 @@ def _offloads(
 ) -> dict[int, list[Action]]:
     """Issue every OFFLOAD as early as its forward, the lane's order and host memory allow."""
     behind: dict[int, list[Action]] = {}
-    at = 0
-    for cell in sorted(cells, key=lambda c: values[v.d2h[c]]):
-        at = max(at, position[v.items.of_action[Action(cell[0], ActionType.FORWARD, cell[1])]])
+    at = -1
+    for cell in cells:
+        forward = v.item(cell, ActionType.FORWARD)
+        if forward is not None:
+            at = max(at, position[forward])
         for (other, later), gone in v.host_after.items():
             if later == cell and other in cells and _is_one(gone, values):
                 at = max(at, _backward_position(v, other, position))
@@ -89,7 +109,7 @@ def _offloads(
 
 def _backward_position(v: HorizonVariables, cell: Cell, position: dict[Item, int]) -> int:
     for kind in (ActionType.BACKWARD_INPUT, ActionType.FULL_BACKWARD):
-        item = v.items.of_action.get(Action(cell[0], kind, cell[1]))
+        item = v.item(cell, kind)
         if item is not None and item in position:
             return position[item]
     return 0

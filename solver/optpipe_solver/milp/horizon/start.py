@@ -43,7 +43,8 @@ def start_values(v: HorizonVariables, programs: Programs) -> dict[Variable, floa
     That is so where the model is restricted to first-in-first-out and the programs are not, or
     where they use a choice that the model knows to be pointless.
     """
-    programs = relabelled(programs)
+    if v.tricks.symmetry:
+        programs = relabelled(programs)
     reading = _Reading(v, programs)
     if not reading.is_allowed():
         return None
@@ -64,13 +65,8 @@ class _Reading:
                 self.position[action] = index
 
     def is_allowed(self) -> bool:
-        known = self.v.items.of_action
-        for action in self.position:
-            if action.type in (ActionType.OFFLOAD, ActionType.RELEASE):
-                if not self.v.items.may_offload[action.stage]:
-                    return False
-            elif action not in known:
-                return False
+        if not all(self._is_known(action) for action in self._decided()):
+            return False
         rows = self.v.items.by_device
         return not any(
             self.v.items.implied(b, a) and self._stands_before(a, b)
@@ -79,6 +75,17 @@ class _Reading:
             for b in row
             if a is not b
         )
+
+    def _decided(self) -> list[Action]:
+        """Return the actions that the model decides."""
+        window = self.v.items.context.window
+        rows = self.programs if window is None else window
+        return [action for row in rows for action in row]
+
+    def _is_known(self, action: Action) -> bool:
+        if action.type in (ActionType.OFFLOAD, ActionType.RELEASE):
+            return self.v.items.has((action.stage, action.microbatch), action.type)
+        return action in self.v.items.of_action
 
     def values(self) -> dict[Variable, float]:
         v = self.v
@@ -100,7 +107,7 @@ class _Reading:
         values.update(self._transfers())
         values.update(self._host())
         for device, variable in enumerate(v.first_start):
-            starts = [self._start(item) for item in v.items.by_device[device]]
+            starts = [self.at[action].start for action in self.programs[device]]
             values[variable] = min(starts, default=0.0)
         return values
 
@@ -110,10 +117,10 @@ class _Reading:
         for (s, j), variable in v.d2h.items():
             away = self.at.get(Action(s, ActionType.OFFLOAD, j))
             made = self.at[Action(s, ActionType.FORWARD, j)]
-            values[variable] = made.end if away is None else away.start
+            values[variable] = max(made.end, _low(variable)) if away is None else away.start
         for (s, j), variable in v.h2d.items():
             back = self.at.get(Action(s, ActionType.RELOAD, j))
-            values[variable] = 0.0 if back is None else back.start
+            values[variable] = _low(variable) if back is None else back.start
         for (x, y), variable in v.lane.items():
             first, second = self.at.get(x), self.at.get(y)
             both = first is not None and second is not None
@@ -131,7 +138,8 @@ class _Reading:
                 values[gone] = float(left)
                 values[v.on_host[other, cell]] = float(not left)
         for device, peak in v.host_peaks.items():
-            values[peak] = float(max(host_walk(v.problem, self.programs[device]), default=0))
+            most = max(host_walk(v.problem, self.programs[device]), default=0)
+            values[peak] = most / v.host_unit
         return values
 
     def _backward_position(self, cell: tuple[int, int]) -> int:
@@ -160,3 +168,7 @@ class _Reading:
     def _stands_before(self, a: Item, b: Item) -> bool:
         first, second = self.position.get(a.action), self.position.get(b.action)
         return first is not None and second is not None and first < second
+
+
+def _low(variable: Variable) -> float:
+    return float(variable.lowBound)

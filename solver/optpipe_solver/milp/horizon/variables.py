@@ -15,19 +15,19 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from optpipe.action import Action, ActionType
-from optpipe_solver.milp.horizon.items import Choice, HorizonItems, Item, Presence
+from optpipe_solver.milp.horizon.items import Choice, Item, Presence
 
 if TYPE_CHECKING:
     from optpipe.problem import Problem
     from optpipe_solver.milp.highs import Linear, Model, Variable
+    from optpipe_solver.milp.horizon.context import Cell
+    from optpipe_solver.milp.horizon.orders import HorizonItems
 
-__all__ = ["Cell", "HorizonVariables"]
-
-Cell = tuple[int, int]
-"""A (stage, micro-batch)."""
+__all__ = ["HorizonVariables"]
 
 
 class HorizonVariables:
@@ -37,6 +37,7 @@ class HorizonVariables:
         self.model = model
         self.problem = problem
         self.items = items
+        self.tricks = items.tricks
         self.start = {
             item: model.continuous(f"start_{item.action}", item.earliest, item.latest)
             for row in items.by_device
@@ -50,18 +51,29 @@ class HorizonVariables:
         self.host_after: dict[tuple[Cell, Cell], Variable] = {}
         self.on_host: dict[tuple[Cell, Cell], Variable] = {}
         self.checkpointed: dict[tuple[Cell, Item], Variable] = {}
-        cells = [cell for d in range(len(problem.devices)) for cell in items.offloadable(d)]
-        top = 2 * items.horizon_ms
-        self.d2h = {cell: model.continuous(f"d2h_{_name(cell)}", 0.0, top) for cell in cells}
-        self.h2d = {cell: model.continuous(f"h2d_{_name(cell)}", 0.0, top) for cell in cells}
-        self.length = model.continuous("length", 0.0, top)
+        self.top = 2 * items.horizon_ms
+        self.d2h = self._transfers(ActionType.OFFLOAD)
+        self.h2d = self._transfers(ActionType.RELOAD)
+        self.length = model.continuous("length", 0.0, self.top)
         self.first_start = [
             model.continuous(f"first_{d}", 0.0, items.horizon_ms)
             for d in range(len(problem.devices))
         ]
 
+    def _transfers(self, kind: ActionType) -> dict[Cell, Variable]:
+        context = self.items.context
+        return {
+            cell: self.model.continuous(
+                f"{kind.value}_{_name(cell)}", context.lane_free.get((device, kind), 0.0), self.top
+            )
+            for device in range(len(self.problem.devices))
+            for cell in self.items.open_cells(device, kind)
+        }
+
     def chosen(self, choice: Choice, stage: int, microbatch: int) -> Linear:
-        """Return the binary of a choice (SPLIT is the complement of FUSED)."""
+        """Return the binary of a choice (SPLIT is the complement of FUSED), 1 if it is made."""
+        if not self.items.is_open(choice, (stage, microbatch)):
+            return 1.0
         if choice is Choice.SPLIT:
             return 1.0 - self.chosen(Choice.FUSED, stage, microbatch)
         key = (choice, stage, microbatch)
@@ -77,7 +89,7 @@ class HorizonVariables:
 
     def before(self, a: Item, b: Item) -> Linear:
         """Return 1 exactly where both items exist and a stands before b."""
-        if _exclusive(a.presence, b.presence) or self.items.implied(b, a):
+        if exclusive(a.presence, b.presence) or self.items.implied(b, a):
             return 0.0
         together = self._together(a, b)
         if together is not None and self.items.implied(a, b):
@@ -112,11 +124,20 @@ class HorizonVariables:
             return 1.0 - self.lane[y, x]
         return self.lane.setdefault((x, y), self.model.binary(f"lane_{x}_{y}"))
 
+    @cached_property
+    def host_unit(self) -> float:
+        """Bytes of the largest offload: what host memory is counted in.
+
+        In bytes, coefficients would reach from 1 to 1e10; HiGHS takes those below 1e-9 of the
+        largest for zero, and proved what is not so.
+        """
+        return float(max(1, *(stage.offload_bytes for stage in self.problem.stages)))
+
     def host_peak(self, device: int) -> Variable:
-        """Return the most bytes a device ever holds on its host."""
+        """Return the most a device ever holds on its host, in `host_unit`."""
         if device not in self.host_peaks:
-            cells = self.items.offloadable(device)
-            top = float(sum(self.problem.stages[s].offload_bytes for s, _ in cells))
+            cells = self.items.open_cells(device, ActionType.OFFLOAD)
+            top = sum(self.problem.stages[s].offload_bytes for s, _ in cells) / self.host_unit
             self.host_peaks[device] = self.model.continuous(f"host_peak_{device}", 0.0, top)
         return self.host_peaks[device]
 
@@ -137,16 +158,24 @@ class HorizonVariables:
         table = self.d2h if transfer.type is ActionType.OFFLOAD else self.h2d
         return table[transfer.stage, transfer.microbatch]
 
-    def reload_item(self, cell: Cell) -> Item:
-        """Return the RELOAD of an offloadable cell."""
-        return self.items.of_action[Action(cell[0], ActionType.RELOAD, cell[1])]
+    def item(self, cell: Cell, *kinds: ActionType) -> Item | None:
+        """Return the item of a cell's action of one of these kinds, if there is one."""
+        for kind in kinds:
+            found = self.items.of_action.get(Action(cell[0], kind, cell[1]))
+            if found is not None:
+                return found
+        return None
+
+    def big(self, needed: float) -> float:
+        """Return a big-M: what is needed, or one from the horizon alone without that trick."""
+        return needed if self.tricks.windows else max(needed, 3 * self.items.horizon_ms)
 
 
 def _name(cell: Cell) -> str:
     return f"{cell[0]}_{cell[1]}"
 
 
-def _exclusive(a: Presence | None, b: Presence | None) -> bool:
+def exclusive(a: Presence | None, b: Presence | None) -> bool:
     """Whether two items never exist together."""
     if a is None or b is None or (a.stage, a.microbatch) != (b.stage, b.microbatch):
         return False
