@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+import time
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from optpipe import find_violations, simulate
+from optpipe import Problem, find_violations, simulate
 from optpipe.check import check
 from optpipe.memory import device_peak_bytes, host_walk
 from optpipe_solver.improve import kernel
@@ -99,6 +100,38 @@ def test_it_beats_every_start_where_memory_is_short() -> None:
     improve_by_local_search(best, time_limit_s=5, seed=0)
     assert best.objective_ms < 0.97 * start_ms
     assert best.method == "local-search"
+
+
+def test_with_a_work_limit_the_result_is_a_function_of_the_seed() -> None:
+    """Two runs with time enough end with the same programs and the same work done."""
+    results = []
+    for _ in range(2):
+        best = started(offload_problem())
+        work = improve_by_local_search(
+            best, time_limit_s=60, seed=7, work_limit=1_000_000, starts=(best.programs or (),)
+        )
+        results.append((work, best.programs))
+    assert results[0] == results[1]
+    assert results[0][0] >= 1_000_000
+
+
+def test_it_stops_when_told_to_and_at_its_limit() -> None:
+    """Told at once it does nothing; a limit of a tenth of a second is kept."""
+    best = started(offload_problem(m=64))
+    assert improve_by_local_search(best, time_limit_s=60, seed=0, should_stop=lambda: True) == 0
+    improve_by_local_search(best, time_limit_s=0.01, seed=0)
+    began = time.process_time()
+    improve_by_local_search(best, time_limit_s=0.1, seed=0)
+    assert time.process_time() - began < 0.5
+
+
+def started(given: Problem) -> Incumbent:
+    """An incumbent with the best start."""
+    best = Incumbent(given)
+    for start in all_starts(given):
+        if start.legal and start.programs is not None:
+            best.offer(start.programs, start.method)
+    return best
 
 
 def test_the_same_seed_tries_the_same_moves() -> None:

@@ -1,148 +1,239 @@
-"""Compiled simulated annealing on programs: one random move on one device at a time.
+"""Compiled simulated annealing on programs: one random move at a time.
 
-A move that breaks memory or waits in a circle is undone; else it is taken if it is no worse, or
-by chance if it is (Kirkpatrick et al. 1983). Judged is the objective plus a little of the mean of
-the devices' last ends, which tells plateaus apart.
+A move that breaks memory (after a few repairs) or waits in a circle is undone; else it is taken if
+it is no worse, or by chance if it is (Kirkpatrick et al. 1983). The chance is drawn before the move
+is timed, so that timing can stop as soon as it is known to be too long. Judged is the objective
+plus a little of the mean of the devices' last ends, which tells plateaus apart.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-import numba
 import numpy as np
 
-from optpipe_solver.improve import kernel, moves
+from optpipe_solver.improve import draws, kernel
+from optpipe_solver.improve.board import copy
+from optpipe_solver.improve.edit import put_back
+from optpipe_solver.improve.longest_path import longest_path
+from optpipe_solver.improve.propagate import last_end, list_device, propagate, roll_back
+from optpipe_solver.improve.propose import propose
+from optpipe_solver.improve.room import commit, hosts_fit, make_room
+from optpipe_solver.improve.tails import refresh_tails, tail_along
+from optpipe_solver.lean import lean
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from optpipe_solver.improve.board import Agenda, Board, Undo
     from optpipe_solver.improve.kernel import Memory, Times, Work
+    from optpipe_solver.improve.rules import Rules
 
-__all__ = ["State", "anneal"]
+__all__ = ["Table", "accept", "anneal", "measure", "take_back", "try_move"]
 
 _PLATEAU = 0.01
+_MEAN_FALLS = 2.0
+"""By how many mean passes a move is expected to lower the mean of the last ends, at most."""
+
+_LEAST_AGE, _AGE_SHARE = 24, 200
+"""Moves taken before the longest path and all tails are looked up again: at least, and by size."""
+
+_MOVE_WORK, _ROW_SHARE = 10, 128
+"""A move's own cost, in actions simulated: fixed, and a share of what a program can hold."""
 
 
-class State(NamedTuple):
-    """Where the search stands, and the best it has seen.
+class Table(NamedTuple):
+    """All that one search works on. ``path`` is scratch; ``best_*`` is the best board seen.
 
-    ``hosts`` holds each device's host peak in bytes; ``again`` flags recomputed cells.
+    ``stale`` flags devices whose program may differ from the best one.
     """
 
-    actions: NDArray[np.int64]
-    lengths: NDArray[np.int64]
+    board: Board
+    undo: Undo
+    agenda: Agenda
+    work: Work
+    times: Times
+    memory: Memory
+    rules: Rules
+    path: NDArray[np.int64]
     best_actions: NDArray[np.int64]
-    best_lengths: NDArray[np.int64]
-    again: NDArray[np.bool_]
-    away: NDArray[np.bool_]
-    hosts: NDArray[np.int64]
-    backup: NDArray[np.int64]
-    fused: NDArray[np.bool_]
+    best_counts: NDArray[np.int64]
+    stale: NDArray[np.bool_]
 
 
-@numba.njit(cache=True)
-def _judged(makespan: float, span: float, mean: float, by_span: bool) -> float:
-    objective = span if by_span else makespan
-    return objective + _PLATEAU * mean
-
-
-@numba.njit(cache=True)
+@lean
 def anneal(
-    state: State,
-    times: Times,
-    memory: Memory,
-    work: Work,
-    by_span: bool,
+    table: Table,
     best: float,
     hot: float,
     cold: float,
-    num_moves: int,
-    seed: int,
-) -> float:
-    """Make random moves, cooling from ``hot`` to ``cold`` (ms); return the best objective seen.
+    budget: int,
+    draw: NDArray[np.uint64],
+) -> tuple[float, int, int]:
+    """Make random moves until ``budget`` actions were simulated, cooling from ``hot`` to ``cold``.
 
-    ``best`` is the objective of ``state.best_actions``.
+    ``best`` is the objective of the best board so far, in ms as the temperatures are. Returns the
+    best objective seen, the actions simulated and the moves tried.
     """
-    np.random.seed(seed)
-    num_devices = state.lengths.size
-    makespan, span, mean = kernel.length(state.actions, state.lengths, times, work)
-    current = _judged(makespan, span, mean, by_span)
-    ratio = (cold / hot) ** (1.0 / max(1, num_moves))
+    board, rules = table.board, table.rules
+    length = measure(table)
+    current = _judged(table, length)
+    allowance = _MEAN_FALLS * _PLATEAU * rules.mean_pass_ms
+    work = tried = path_size = 0
+    own = _MOVE_WORK + board.actions.shape[1] // _ROW_SHARE
+    oldest = age = max(_LEAST_AGE, board.at.size // _AGE_SHARE)
     temperature = hot
-    for _ in range(num_moves):
-        temperature *= ratio
-        device = np.random.randint(num_devices)
-        count = state.lengths[device]
-        if count < 2:
+    while work < budget:
+        tried += 1
+        if tried % 32 == 0:
+            temperature = hot * (cold / hot) ** (work / budget)
+        if age >= oldest and rules.incremental:
+            path_size = longest_path(board, table.times, rules.by_span, table.path)
+            refresh_tails(board, table.times, table.agenda)
+            work += board.at.size // 8
+            age = 0
+        limit = current - temperature * np.log(max(1e-300, draws.unit(draw)))
+        cutoff = limit - (current - length) + allowance
+        looked, judged, objective = try_move(table, path_size, cutoff, draw)
+        work += looked + own
+        if judged > limit:
+            take_back(table)
             continue
-        row = state.actions[device]
-        state.backup[:count] = row[:count]
-        at = np.random.randint(count)
-        cell = row[at] % times.num_cells
-        was_again = state.again[cell]
-        changed = _change(state, times, memory, device, at, cell)
-        if changed < 0:
-            continue
-        state.lengths[device] = changed
-        old_host = state.hosts[device]
-        taken = False
-        if _fits(state, times, memory, device):
-            makespan, span, mean = kernel.length(state.actions, state.lengths, times, work)
-            judged = _judged(makespan, span, mean, by_span)
-            taken = judged <= current or (
-                judged < np.inf and np.random.random() < np.exp((current - judged) / temperature)
-            )
-        if not taken:
-            row[:count] = state.backup[:count]
-            state.lengths[device] = count
-            state.again[cell] = was_again
-            state.hosts[device] = old_host
-            continue
-        current = judged
-        objective = span if by_span else makespan
+        accept(table)
+        age += 1
+        current, length = judged, objective
         if objective < best * (1.0 - 1e-12):
             best = objective
-            state.best_actions[:] = state.actions
-            state.best_lengths[:] = state.lengths
-    return best
+            age = oldest
+            _keep(table)
+    return best, work, tried
 
 
-@numba.njit(cache=True)
-def _fits(state: State, times: Times, memory: Memory, device: int) -> bool:
-    row, count = state.actions[device], state.lengths[device]
-    if not kernel.device_fits(device, row, count, times, memory, state.again):
-        return False
-    state.hosts[device] = kernel.host_peak(row, count, times, memory, state.away)
-    host = memory.host_of[device]
-    held = 0
-    for other in range(state.lengths.size):
-        if memory.host_of[other] == host:
-            held += state.hosts[other]
-    return held <= memory.host_limit[host]
+@lean
+def try_move(
+    table: Table, path_size: int, cutoff: float, draw: NDArray[np.uint64]
+) -> tuple[int, float, float]:
+    """Change the board by a random move and time it: actions simulated, judgement, objective.
+
+    The judgement is inf where the move is illegal, and may be where the makespan exceeds
+    ``cutoff`` ms. Either
+    `take_back` or `accept` must follow.
+    """
+    board, undo, rules = table.board, table.undo, table.rules
+    undo.sizes[0] = undo.sizes[1] = undo.sizes[2] = 0
+    num_devices = board.counts.size
+    copy(undo.hosts, board.hosts, num_devices)
+    copy(undo.first, board.first, num_devices)
+    copy(undo.last, board.last, num_devices)
+    changed = propose(board, undo, table.times, table.memory, rules, table.path, path_size, draw)
+    if not changed or not _fits(table, draw):
+        return 0, np.inf, np.inf
+    if not rules.incremental:
+        makespan, span, mean = kernel.length(board.actions, board.counts, table.times, table.work)
+        objective = span if rules.by_span else makespan
+        return table.times.num_cells * 4, objective + _PLATEAU * mean, objective
+    for i in range(undo.sizes[0]):
+        device = undo.touched[i]
+        low = undo.low[device]
+        since = board.clock[board.actions[device, low - 1]] if low > 0 else 0.0
+        list_device(table.agenda, device, low, since)
+        table.agenda.until[device] = max(table.agenda.until[device], undo.high[device])
+    if rules.by_span:
+        cutoff = np.inf
+    budget = 2 * board.at.size
+    looked = propagate(board, undo, table.agenda, table.times, rules.tails, cutoff, budget)
+    if looked < 0:
+        return -looked, np.inf, np.inf
+    objective = measure(table)
+    return looked, _judged(table, objective), objective
 
 
-@numba.njit(cache=True)
-def _change(state: State, times: Times, memory: Memory, device: int, at: int, cell: int) -> int:
-    """Apply a random move around a position; return the new length, -1 where nothing moved."""
-    row, count = state.actions[device], state.lengths[device]
-    cells = times.num_cells
-    stage = cell // times.num_microbatches
-    draw = np.random.random()
-    offloaded = moves.find(row, count, kernel.OFFLOAD * cells + cell) >= 0
-    if draw < 0.06 and memory.may_offload[stage] and not state.again[cell]:
-        early, late = np.random.randint(0, 12), np.random.randint(0, 12)
-        return moves.toggle_offload(row, count, cell, cells, early, late)
-    if 0.06 <= draw < 0.09 and memory.may_recompute[stage] and not offloaded:
-        late = np.random.randint(0, 6)
-        return moves.toggle_recompute(row, count, cell, cells, state.again, late)
-    if 0.09 <= draw < 0.11 and state.fused[stage]:
-        return moves.toggle_fused(row, count, cell, cells)
-    width = 1
-    if draw > 0.85:
-        width = np.random.randint(2, 5)
-    reach = 1 << np.random.randint(0, 6)
-    distance = np.random.randint(1, reach + 1)
-    if np.random.random() < 0.5:
-        distance = -distance
-    return count if moves.shift(row, count, at, width, distance, cells) else -1
+@lean
+def _fits(table: Table, draw: NDArray[np.uint64]) -> bool:
+    board, undo = table.board, table.undo
+    for i in range(undo.sizes[0]):
+        device = undo.touched[i]
+        if not make_room(board, undo, table.times, table.memory, device, draw):
+            return False
+        if table.rules.hosts_limited and not hosts_fit(board, table.times, table.memory, device):
+            return False
+    return True
+
+
+@lean
+def measure(table: Table) -> float:
+    """Return the objective in ms, as `kernel.length` has it; inf where stuck."""
+    board, agenda, rules = table.board, table.agenda, table.rules
+    if not rules.incremental:
+        makespan, span, _ = kernel.length(board.actions, board.counts, table.times, table.work)
+        return span if rules.by_span else makespan
+    if rules.has_sync:
+        for device in range(board.counts.size):
+            if agenda.changed[device]:
+                board.last[device] = last_end(board, agenda, table.times, device)
+                agenda.changed[device] = False
+    begun, ended, span = np.inf, 0.0, 0.0
+    for device in range(board.counts.size):
+        if board.counts[device] > 0:
+            begun = min(begun, board.first[device])
+            ended = max(ended, board.last[device])
+            span = max(span, board.last[device] - board.first[device])
+    return span if rules.by_span else ended - begun
+
+
+@lean
+def _judged(table: Table, objective: float) -> float:
+    board = table.board
+    if not table.rules.incremental:
+        _, _, mean = kernel.length(board.actions, board.counts, table.times, table.work)
+        return objective + _PLATEAU * mean
+    mean = 0.0
+    for device in range(board.counts.size):
+        mean += board.last[device]
+    return objective + _PLATEAU * mean / board.counts.size
+
+
+@lean
+def take_back(table: Table) -> None:
+    """Undo the last move."""
+    board, undo = table.board, table.undo
+    roll_back(board, undo, table.times.num_cells)
+    for i in range(undo.sizes[0]):
+        device = undo.touched[i]
+        put_back(board, undo, device)
+        undo.high[device] = -1
+    if undo.sizes[2] > 0:
+        cell = undo.sizes[2] - 1
+        board.again[cell] = not board.again[cell]
+    num_devices = board.counts.size
+    copy(board.hosts, undo.hosts, num_devices)
+    copy(board.first, undo.first, num_devices)
+    copy(board.last, undo.last, num_devices)
+    for device in range(num_devices):
+        table.agenda.changed[device] = False
+
+
+@lean
+def accept(table: Table) -> None:
+    """Keep the last move."""
+    board, undo = table.board, table.undo
+    for i in range(undo.sizes[0]):
+        device = undo.touched[i]
+        low, high = undo.low[device], undo.high[device]
+        commit(board, table.times, table.memory, device, low, high)
+        if table.rules.incremental:
+            tail_along(board, table.times, device, low, high)
+        table.stale[device] = True
+        undo.high[device] = -1
+
+
+@lean
+def _keep(table: Table) -> None:
+    """Remember the board as the best."""
+    board = table.board
+    for device in range(board.counts.size):
+        if table.stale[device]:
+            count = board.counts[device]
+            copy(table.best_actions[device], board.actions[device], count)
+            table.best_counts[device] = count
+            table.stale[device] = False

@@ -1,4 +1,4 @@
-"""Compiled moves on one device's program; each changes a row in place and returns its new length.
+"""Compiled moves on programs; each says whether it changed anything.
 
 A move keeps the order of a cell's own actions (F, OFFLOAD, RELEASE, RELOAD or RECOMPUTE, I, W);
 whether the result fits memory and does not wait in a circle is the caller's to ask.
@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numba
-
+from optpipe_solver.improve import draws
+from optpipe_solver.improve.board import note
+from optpipe_solver.improve.edit import backward_of, ceiling, floor, insert, remove, slide
 from optpipe_solver.improve.kernel import (
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,
@@ -20,138 +21,227 @@ from optpipe_solver.improve.kernel import (
     RELEASE,
     RELOAD,
 )
+from optpipe_solver.lean import lean
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    Ints = NDArray[np.int64]
+    from optpipe_solver.improve.board import Board, Undo
+    from optpipe_solver.improve.kernel import Times
 
-__all__ = ["find", "shift", "toggle_fused", "toggle_offload", "toggle_recompute"]
+    Draw = NDArray[np.uint64]
+
+__all__ = [
+    "fill_idle",
+    "hand_over",
+    "park",
+    "ripple",
+    "shift",
+    "shift_block",
+    "some_distance",
+    "toggle_fused",
+    "toggle_offload",
+    "toggle_recompute",
+]
 
 
-@numba.njit(cache=True)
-def shift(
-    row: NDArray[np.int64], count: int, at: int, width: int, distance: int, cells: int
+@lean
+def some_distance(draw: NDArray[np.uint64], most: int) -> int:
+    """Return a distance of 1 or more, small ones likelier: each size class 1, 2-3, ... alike."""
+    classes = 1
+    while (1 << classes) <= most:
+        classes += 1
+    size = 1 << draws.below(draw, classes)
+    return size + draws.below(draw, size)
+
+
+@lean
+def shift(board: Board, undo: Undo, cells: int, device: int, place: int, distance: int) -> bool:
+    """Move one action by a distance, as far as its own cell allows."""
+    count = board.counts[device]
+    code = board.actions[device, place]
+    if distance > 0:
+        target = min(place + distance, ceiling(board, cells, code, count))
+    else:
+        target = max(place + distance, floor(board, cells, code))
+    if target == place:
+        return False
+    slide(board, undo, device, place, target)
+    return True
+
+
+@lean
+def shift_block(
+    board: Board, undo: Undo, cells: int, device: int, place: int, width: int, distance: int
 ) -> bool:
-    """Move ``width`` actions at a position by a distance, as far as their own cells allow.
-
-    Returns False where nothing moved.
-    """
-    if at + width > count:
+    """Move ``width`` actions at a place by a distance, until a cell's own order is in the way."""
+    count = board.counts[device]
+    row = board.actions[device]
+    if place + width > count:
         return False
     moved = 0
     if distance > 0:
-        while moved < distance and at + width < count:
-            code = row[at + width]
-            if _touches(row, at, width, code % cells, cells):
+        while moved < distance and place + width < count:
+            if floor(board, cells, row[place + width]) > place:
                 break
-            for k in range(at + width, at, -1):
-                row[k] = row[k - 1]
-            row[at] = code
-            at += 1
+            slide(board, undo, device, place + width, place)
+            place += 1
             moved += 1
     else:
-        while moved < -distance and at > 0:
-            code = row[at - 1]
-            if _touches(row, at, width, code % cells, cells):
+        while moved < -distance and place > 0:
+            if ceiling(board, cells, row[place - 1], count) < place + width - 1:
                 break
-            for k in range(at - 1, at + width - 1):
-                row[k] = row[k + 1]
-            row[at + width - 1] = code
-            at -= 1
+            slide(board, undo, device, place - 1, place + width - 1)
+            place -= 1
             moved += 1
     return moved > 0
 
 
-@numba.njit(cache=True)
-def _touches(row: Ints, at: int, width: int, cell: int, cells: int) -> bool:
-    for k in range(at, at + width):
-        if row[k] % cells == cell:
+@lean
+def fill_idle(board: Board, undo: Undo, cells: int, device: int, place: int, reach: int) -> bool:
+    """Bring the next W behind a place, whose I is before it, right before that place."""
+    row, count = board.actions[device], board.counts[device]
+    for k in range(place + 1, min(count, place + 1 + reach)):
+        if row[k] // cells == BACKWARD_WEIGHT and floor(board, cells, row[k]) <= place:
+            slide(board, undo, device, k, place)
             return True
     return False
 
 
-@numba.njit(cache=True)
-def find(row: Ints, count: int, code: int) -> int:
-    """Return where an action stands, -1 where it does not."""
-    for at in range(count):
-        if row[at] == code:
-            return at
-    return -1
-
-
-@numba.njit(cache=True)
-def _insert(row: Ints, count: int, at: int, code: int) -> int:
-    for k in range(count, at, -1):
-        row[k] = row[k - 1]
-    row[at] = code
-    return count + 1
-
-
-@numba.njit(cache=True)
-def _remove(row: Ints, count: int, at: int) -> int:
-    for k in range(at, count - 1):
-        row[k] = row[k + 1]
-    return count - 1
-
-
-@numba.njit(cache=True)
-def _backward_at(row: Ints, count: int, cell: int, cells: int) -> int:
-    at = find(row, count, BACKWARD_INPUT * cells + cell)
-    if at < 0:
-        at = find(row, count, FULL_BACKWARD * cells + cell)
-    return at
-
-
-@numba.njit(cache=True)
+@lean
 def toggle_offload(
-    row: NDArray[np.int64], count: int, cell: int, cells: int, early: int, late: int
-) -> int:
-    """Offload a kept cell, or keep an offloaded one; returns the new length.
+    board: Board, undo: Undo, cells: int, device: int, cell: int, early: int, late: int
+) -> bool:
+    """Offload a kept cell, or keep an offloaded one.
 
     RELEASE goes ``early`` places behind the OFFLOAD, RELOAD ``late`` places before the backward.
     The cell must not be recomputed.
     """
-    away = find(row, count, OFFLOAD * cells + cell)
+    away = board.at[OFFLOAD * cells + cell]
     if away >= 0:
-        count = _remove(row, count, away)
-        count = _remove(row, count, find(row, count, RELEASE * cells + cell))
-        return _remove(row, count, find(row, count, RELOAD * cells + cell))
-    made = find(row, count, FORWARD * cells + cell)
-    needed = _backward_at(row, count, cell, cells)
+        remove(board, undo, device, board.at[RELOAD * cells + cell])
+        remove(board, undo, device, board.at[RELEASE * cells + cell])
+        remove(board, undo, device, away)
+        return True
+    made = board.at[FORWARD * cells + cell]
+    needed = backward_of(board, cells, cell)
     released = min(made + 1 + early, needed)
-    reloaded = max(released, needed - late)
-    count = _insert(row, count, reloaded, RELOAD * cells + cell)
-    count = _insert(row, count, released, RELEASE * cells + cell)
-    return _insert(row, count, made + 1, OFFLOAD * cells + cell)
+    insert(board, undo, device, max(released, needed - late), RELOAD * cells + cell)
+    insert(board, undo, device, released, RELEASE * cells + cell)
+    insert(board, undo, device, made + 1, OFFLOAD * cells + cell)
+    return True
 
 
-@numba.njit(cache=True)
+@lean
+def hand_over(board: Board, undo: Undo, cells: int, device: int, cell: int, other: int) -> bool:
+    """Offload another kept cell of the device instead of this one, at about the same places."""
+    if board.at[OFFLOAD * cells + cell] < 0 or board.at[OFFLOAD * cells + other] >= 0:
+        return False
+    if board.again[other]:
+        return False
+    released, reloaded = board.at[RELEASE * cells + cell], board.at[RELOAD * cells + cell]
+    toggle_offload(board, undo, cells, device, cell, 0, 0)
+    early = max(0, released - 1 - board.at[FORWARD * cells + other])
+    late = max(0, backward_of(board, cells, other) - (reloaded - 2))
+    return toggle_offload(board, undo, cells, device, other, early, late)
+
+
+@lean
 def toggle_recompute(
-    row: NDArray[np.int64], count: int, cell: int, cells: int, again: NDArray[np.bool_], late: int
-) -> int:
+    board: Board, undo: Undo, cells: int, device: int, cell: int, late: int
+) -> bool:
     """Recompute a kept cell ``late`` places before its backward, or keep a recomputed one.
 
-    The cell must not be offloaded; ``again`` is kept up to date.
+    The cell must not be offloaded.
     """
-    at = find(row, count, RECOMPUTE * cells + cell)
+    at = board.at[RECOMPUTE * cells + cell]
+    made = board.at[FORWARD * cells + cell]
+    undo.sizes[2] = cell + 1
     if at >= 0:
-        again[cell] = False
-        return _remove(row, count, at)
-    made = find(row, count, FORWARD * cells + cell)
-    needed = _backward_at(row, count, cell, cells)
-    again[cell] = True
-    return _insert(row, count, max(made + 1, needed - late), RECOMPUTE * cells + cell)
+        remove(board, undo, device, at)
+    else:
+        needed = backward_of(board, cells, cell)
+        insert(board, undo, device, max(made + 1, needed - late), RECOMPUTE * cells + cell)
+    board.again[cell] = at < 0
+    note(undo, device, made, made + 1)
+    return True
 
 
-@numba.njit(cache=True)
-def toggle_fused(row: NDArray[np.int64], count: int, cell: int, cells: int) -> int:
+@lean
+def toggle_fused(board: Board, undo: Undo, cells: int, device: int, cell: int) -> bool:
     """Replace I and W by B where the I stands, or B by I with its W right behind."""
-    at = find(row, count, FULL_BACKWARD * cells + cell)
-    if at >= 0:
-        row[at] = BACKWARD_INPUT * cells + cell
-        return _insert(row, count, at + 1, BACKWARD_WEIGHT * cells + cell)
-    at = find(row, count, BACKWARD_INPUT * cells + cell)
-    row[at] = FULL_BACKWARD * cells + cell
-    return _remove(row, count, find(row, count, BACKWARD_WEIGHT * cells + cell))
+    fused = board.at[FULL_BACKWARD * cells + cell]
+    if fused >= 0:
+        remove(board, undo, device, fused)
+        insert(board, undo, device, fused, BACKWARD_WEIGHT * cells + cell)
+        insert(board, undo, device, fused, BACKWARD_INPUT * cells + cell)
+        return True
+    at = board.at[BACKWARD_INPUT * cells + cell]
+    remove(board, undo, device, board.at[BACKWARD_WEIGHT * cells + cell])
+    remove(board, undo, device, at)
+    insert(board, undo, device, at, FULL_BACKWARD * cells + cell)
+    return True
+
+
+@lean
+def park(
+    board: Board, undo: Undo, cells: int, device: int, cell: int, distance: int, late: int
+) -> bool:
+    """Run a cell's whole backward, with what brings it back, earlier or later."""
+    count = board.counts[device]
+    at = backward_of(board, cells, cell)
+    target = min(max(at + distance, 0), count - 1)
+    if distance > 0:
+        weight = board.at[BACKWARD_WEIGHT * cells + cell]
+        if 0 <= weight <= target:
+            slide(board, undo, device, weight, target)
+            target -= 1
+        slide(board, undo, device, at, target)
+    for kind in (RELOAD, RECOMPUTE):
+        code = kind * cells + cell
+        place = board.at[code]
+        if place >= 0:
+            wanted = min(
+                max(target - late, floor(board, cells, code)), backward_of(board, cells, cell)
+            )
+            if wanted > place:
+                wanted -= 1
+            if wanted != place:
+                slide(board, undo, device, place, wanted)
+    if distance < 0:
+        code = board.actions[device, backward_of(board, cells, cell)]
+        low = max(target, floor(board, cells, code))
+        if low < board.at[code]:
+            slide(board, undo, device, board.at[code], low)
+        weight = board.at[BACKWARD_WEIGHT * cells + cell]
+        if weight > low + 1:
+            slide(board, undo, device, weight, low + 1)
+    return True
+
+
+@lean
+def ripple(
+    board: Board,
+    undo: Undo,
+    times: Times,
+    code: int,
+    step: int,
+    most: int,
+    distance: int,
+) -> bool:
+    """Shift the same pass of a micro-batch on up to ``most`` stages in a row by a distance."""
+    cells, m = times.num_cells, times.num_microbatches
+    kind = code // cells
+    stage = (code - kind * cells) // m
+    changed = False
+    for _ in range(most):
+        if stage < 0 or stage >= times.num_stages:
+            break
+        place = board.at[code]
+        if place >= 0:
+            device = times.device_of[stage]
+            changed = shift(board, undo, cells, device, place, distance) or changed
+        stage += step
+        code += step * m
+    return changed

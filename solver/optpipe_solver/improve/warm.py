@@ -7,24 +7,35 @@ cache folder; a later process loads it from there in about a second.
 from __future__ import annotations
 
 from optpipe.problem import Problem
+from optpipe_solver.bounds import lower_bounds
+from optpipe_solver.families.serial import build_serial
 from optpipe_solver.improve.local_search import improve_by_local_search
 from optpipe_solver.incumbent import Incumbent
+from optpipe_solver.milp.improve import improve_by_milp
+from optpipe_solver.milp.periodic.improve import improve_by_periodic
 from optpipe_solver.starts import all_starts
 
 __all__ = ["warm_up"]
 
+_COMPILE_S = 600.0
+
 
 def warm_up() -> None:
-    """Run all families and the search on the smallest problems that use all of them."""
+    """Run everything on the smallest problems that use all of it."""
     for placement in ([0, 1], [0, 1, 1, 0], [0, 1, 0, 1]):
         best = Incumbent(_tight(placement))
+        lower_bounds(best.problem)
         for start in all_starts(best.problem):
             if start.programs is not None and start.legal:
                 best.offer(start.programs, start.method)
-    improve_by_local_search(best, time_limit_s=1e-3, seed=0)
+    improve_by_periodic(best, time_limit_s=_COMPILE_S, threads=1, seed=0, work_limit=1)
+    improve_by_local_search(best, time_limit_s=_COMPILE_S, seed=0, work_limit=1)
+    small = Incumbent(_tight([0, 1], num_microbatches=2))
+    small.offer(build_serial(small.problem), "serial")
+    improve_by_milp(small, time_limit_s=_COMPILE_S, threads=1, seed=0, work_limit=1)
 
 
-def _tight(placement: list[int]) -> Problem:
+def _tight(placement: list[int], num_microbatches: int = 4) -> Problem:
     """Two devices that must offload."""
     stage = {
         "forward_ms": 1.0,
@@ -38,7 +49,7 @@ def _tight(placement: list[int]) -> Problem:
     device = {"memory_bytes": most, "d2h_gb_per_s": 1.0, "h2d_gb_per_s": 1.0}
     return Problem.parse(
         {
-            "num_microbatches": 4,
+            "num_microbatches": num_microbatches,
             "devices": [device, device],
             "stages": [{"device": d, **stage} for d in placement],
         }

@@ -1,0 +1,75 @@
+"""Times and memory kept up to date move by move: to the last bit those of a fresh simulation."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from optpipe import check, simulate
+from optpipe.memory import host_walk
+from optpipe_solver.improve import draws
+from optpipe_solver.improve.annealing import accept, take_back, try_move
+from optpipe_solver.improve.compiled import CompiledProblem, Rows
+from optpipe_solver.improve.table import table_for
+from tests.strategies import Case, cases
+
+if TYPE_CHECKING:
+    from optpipe_solver.improve.annealing import Table
+
+MOVES = 60
+
+
+def rows_of(table: Table) -> Rows:
+    """The programs on the board."""
+    return Rows(table.board.actions, table.board.counts)
+
+
+def board_state(table: Table) -> list[list[float]]:
+    """Everything a fresh board would hold, by action in program order."""
+    board = table.board
+    found: list[list[float]] = [board.counts.tolist()]
+    if table.rules.hosts_limited:
+        found += [board.hosts.tolist()]
+    if table.rules.incremental:
+        found += [board.first.tolist(), board.last.tolist()]
+    for row, count in zip(board.actions, board.counts, strict=True):
+        codes = row[:count]
+        found += [codes.tolist(), board.at[codes].tolist(), board.held[codes].tolist()]
+        if table.rules.incremental:
+            columns = (board.clock, board.out, board.back, board.end)
+            found += [column[codes].tolist() for column in columns]
+    return found
+
+
+@settings(max_examples=150)
+@given(cases(), st.integers(0, 2**32), st.floats(0.0, 2.0))
+def test_after_any_moves_the_board_is_that_of_a_fresh_start(
+    case: Case, seed: int, slack: float
+) -> None:
+    """Random moves, taken if no longer than allowed, else undone; shared lanes included."""
+    compiled = CompiledProblem.of(case.problem)
+    table = table_for(compiled, compiled.encode(case.programs))
+    by_span = case.problem.objective == "span"
+    draw = draws.seeded(seed)
+    start_ms = simulate(case.problem, case.programs).objective_ms(case.problem.objective)
+    limit = (1 + slack) * start_ms + 1
+    for _ in range(MOVES):
+        before = board_state(table)
+        _, judged, objective = try_move(table, 0, limit, draw)
+        if judged > limit:
+            take_back(table)
+            assert board_state(table) == before
+            continue
+        accept(table)
+        rows = rows_of(table)
+        assert objective == compiled.length_ms(rows)[by_span]
+        assert board_state(table) == board_state(table_for(compiled, rows))
+    programs = compiled.decode(rows_of(table))
+    check(case.problem, programs)
+    run = simulate(case.problem, programs)
+    assert compiled.length_ms(rows_of(table)) == (run.makespan_ms, run.span_ms)
+    for device, program in enumerate(programs):
+        held = max(host_walk(case.problem, program), default=0)
+        assert table.board.hosts[device] == held or not table.rules.hosts_limited
