@@ -10,6 +10,7 @@ from optpipe.errors import (
     IllegalScheduleError,
     InfeasibleProblemError,
     InputError,
+    ModelError,
     OptPipeError,
     ProblemError,
     ScheduleFormatError,
@@ -19,6 +20,7 @@ from optpipe.errors import (
 from optpipe.evaluate import evaluate
 from optpipe.formats.csv_text import dump_csv, load_csv
 from optpipe.formats.json_text import dump_problem, dump_schedule, load_problem, load_schedule
+from optpipe.model import Model, dump_model, load_model
 from optpipe.problem import Device, Host, Link, Problem, Stage
 from optpipe.schedule import Provenance, Schedule
 from optpipe.simulate import Simulation, simulate
@@ -33,6 +35,8 @@ __all__ = [
     "InfeasibleProblemError",
     "InputError",
     "Link",
+    "Model",
+    "ModelError",
     "OptPipeError",
     "Problem",
     "ProblemError",
@@ -50,11 +54,13 @@ __all__ = [
     "check",
     "check_schedule",
     "dump_csv",
+    "dump_model",
     "dump_problem",
     "dump_schedule",
     "evaluate",
     "find_violations",
     "load_csv",
+    "load_model",
     "load_problem",
     "load_schedule",
     "make_timeline",

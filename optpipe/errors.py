@@ -5,6 +5,7 @@
     OptPipeError                       has .code, a stable word for machines
     |-- InputError (ValueError)        the caller gave us something wrong
     |   |-- ProblemError               a problem file or object
+    |   |-- ModelError                 a model file or object, or a cut of it
     |   |-- ActionSyntaxError          the text of an action
     |   |-- ScheduleFormatError        a schedule file or object
     |   |-- ScheduleMismatchError      a schedule for another problem
@@ -33,6 +34,7 @@ __all__ = [
     "InfeasibleProblemError",
     "InputError",
     "MissingExtraError",
+    "ModelError",
     "OptPipeError",
     "ProblemError",
     "ScheduleFormatError",
@@ -59,6 +61,12 @@ class ProblemError(InputError):
     """A problem breaks a rule of ``optpipe/problem/v1``."""
 
     code = "problem.invalid"
+
+
+class ModelError(InputError):
+    """A model breaks a rule of ``optpipe/model/v1``, or cannot be cut as asked."""
+
+    code = "model.invalid"
 
 
 class ActionSyntaxError(InputError):

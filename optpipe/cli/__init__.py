@@ -16,6 +16,7 @@ from optpipe.cli.comparing import compare
 from optpipe.cli.console import BAD_INPUT, INFEASIBLE, WORLD, print_error
 from optpipe.cli.inspect import bound, check
 from optpipe.cli.picture import plot
+from optpipe.cli.planning import plan
 from optpipe.cli.service import fetch, serve, submit
 from optpipe.cli.solving import solve
 from optpipe.errors import InfeasibleProblemError, InputError, OptPipeError
@@ -37,7 +38,7 @@ def make_app() -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback()(_about)
-    for command in (solve, check, bound, compare, plot, serve, submit, fetch):
+    for command in (solve, check, bound, compare, plan, plot, serve, submit, fetch):
         app.command()(command)
     return app
 

@@ -7,6 +7,7 @@ from typing import Any
 from fastapi import APIRouter
 from fastapi.responses import RedirectResponse, Response
 
+from optpipe.model import Model
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe_api.errors import StoreUnavailableError
@@ -43,6 +44,12 @@ def readyz(service: Serving) -> Readiness:
 async def problem_schema() -> dict[str, Any]:
     """Return what `POST /v1/jobs` takes as `problem`."""
     return _published(Problem.model_json_schema(), "problem")
+
+
+@router.get("/v1/schemas/model", summary="JSON Schema of optpipe/model/v1")
+async def model_schema() -> dict[str, Any]:
+    """Return what `optpipe plan` takes."""
+    return _published(Model.model_json_schema(), "model")
 
 
 @router.get("/v1/schemas/schedule", summary="JSON Schema of optpipe/schedule/v1")

@@ -1,0 +1,364 @@
+"""The model before it is cut: layers, devices, links (``optpipe/model/v1``), and what a cut makes.
+
+A layer has the fields of a problem's stage, its device aside; a stage is a run of layers. How the
+fields of a run follow from those of its layers is `optpipe.fuse.fuse`'s to say, and nobody else's.
+Units as in `optpipe.problem`.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import cached_property, reduce
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from optpipe.errors import ModelError
+from optpipe.formats.json_text import parse_json
+from optpipe.fuse import fuse
+from optpipe.problem import (
+    Bandwidth,
+    Bytes,
+    Count,
+    Device,
+    Host,
+    Link,
+    Milliseconds,
+    Name,
+    Objective,
+    Problem,
+    Stage,
+)
+from optpipe.validation import explain, rule_broken
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = [
+    "MAX_LAYERS",
+    "DefaultLink",
+    "Layer",
+    "LayerTimes",
+    "Model",
+    "ModelDevice",
+    "dump_model",
+    "load_model",
+]
+
+MAX_LAYERS = 4096
+"""Most layers a model may have, repeated ones counted."""
+
+
+Factor = Annotated[Bandwidth, Field(le=1e6)]  # positive and finite, refused in the same words
+
+
+class _Value(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+
+class ModelDevice(Device):
+    """One accelerator, with how fast it computes.
+
+    Parameters
+    ----------
+    type
+        The kind of accelerator, e.g. "H100"; layers may state times per type.
+    speed
+        Compute times of layers are divided by it, where a layer states none for the type. The
+        time of a gradient reduction is not: it is the network's.
+    """
+
+    type: Name | None = None
+    speed: Factor = 1.0
+
+    def plain(self) -> Device:
+        """Return what a problem knows of it."""
+        return Device(**self.model_dump(exclude={"type", "speed"}))
+
+
+class DefaultLink(_Value):
+    """The connection of every pair of devices that ``links`` leaves out."""
+
+    latency_ms: Milliseconds = 0.0
+    bandwidth_gb_per_s: Bandwidth | None = None
+
+
+class LayerTimes(_Value):
+    """Measured times of one layer on one type of device; they stand instead of the layer's own."""
+
+    forward_ms: Milliseconds
+    backward_input_ms: Milliseconds
+    backward_weight_ms: Milliseconds
+    backward_ms: Milliseconds | None = None
+    recompute_ms: Milliseconds | None = None
+
+
+_TIMES = tuple(LayerTimes.model_fields)
+
+
+class Layer(_Value):
+    """One layer, or ``repeat`` equal ones in a row; sizes and times are per micro-batch and layer.
+
+    The fields are those of `optpipe.problem.Stage`, with the same meaning, if the layer stood
+    alone on a device of speed 1.
+
+    Parameters
+    ----------
+    times_on
+        Device type -> measured times there. They are taken as they are, whatever the speed. They
+        give ``recompute_ms`` exactly where the layer does.
+    recompute_ms
+        Duration of recomputing the layer, its output included: in a stage the next layer of the
+        stage needs it.
+    checkpoint_bytes
+        What F keeps to recompute the layer: its input, and whatever else is kept.
+    """
+
+    name: str = Field(default="", max_length=200)
+    repeat: Count = 1
+    forward_ms: Milliseconds
+    backward_input_ms: Milliseconds
+    backward_weight_ms: Milliseconds
+    backward_ms: Milliseconds | None = None
+    recompute_ms: Milliseconds | None = None
+    times_on: dict[Name, LayerTimes] = Field(default_factory=dict)
+    activation_bytes: Bytes
+    weight_context_bytes: Bytes | None = None
+    offload_bytes: Bytes = 0
+    checkpoint_bytes: Bytes | None = None
+    static_bytes: Bytes = 0
+    output_bytes: Bytes = 0
+    grad_sync_ms: Milliseconds = 0.0
+    forward_workspace_bytes: Bytes = 0
+    backward_input_workspace_bytes: Bytes = 0
+    backward_weight_workspace_bytes: Bytes = 0
+    backward_workspace_bytes: Bytes = 0
+    recompute_workspace_bytes: Bytes = 0
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        _judged_by(Stage, self._stage_fields() | {"device": 0})
+        for kind, times in self.times_on.items():
+            if (times.recompute_ms is None) != (self.recompute_ms is None):
+                raise rule_broken(
+                    f"times_on[{kind!r}].recompute_ms and the layer's recompute_ms go together",
+                    "give both, or neither where the layer may not be recomputed",
+                )
+        return self
+
+    def stage_on(self, device: ModelDevice, index: int) -> Stage:
+        """Return the stage that this layer alone is on a device with that index."""
+        fields = self._stage_fields() | {"device": index}
+        measured = self.times_on.get(device.type) if device.type is not None else None
+        for name in _TIMES:
+            if measured is not None:
+                fields[name] = getattr(measured, name)
+            elif fields[name] is not None:
+                fields[name] /= device.speed
+        fused: Stage = _judged_by(Stage, fields)
+        return fused
+
+    def _stage_fields(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in Stage.model_fields if name != "device"}
+
+
+class Model(_Value):
+    """What is to be cut, placed and scheduled; complete and consistent once it exists.
+
+    Raises
+    ------
+    pydantic.ValidationError
+        From the constructor. `Model.parse` raises `ModelError` with a line per fault instead.
+    """
+
+    format: Literal["optpipe/model/v1"] = "optpipe/model/v1"
+    name: str = Field(default="", max_length=200)
+    num_microbatches: Count
+    objective: Objective = "makespan"
+    devices: tuple[ModelDevice, ...] = Field(min_length=1, max_length=4096)
+    hosts: tuple[Host, ...] = ()
+    layers: tuple[Layer, ...] = Field(min_length=1, max_length=MAX_LAYERS)
+    links: tuple[Link, ...] = ()
+    default_link: DefaultLink = DefaultLink()
+
+    @classmethod
+    def parse(cls, data: Any) -> Model:
+        """Return the model a JSON-like object describes.
+
+        Raises
+        ------
+        ModelError
+            With one line per fault: path, value, rule, fix.
+        """
+        try:
+            return cls.model_validate(data)
+        except ValidationError as error:
+            raise ModelError(explain(error, cls)) from None
+
+    @model_validator(mode="after")
+    def _references(self) -> Self:
+        """Let `Problem` judge devices, hosts and links, and take what it filled in."""
+        nothing = {"forward_ms": 0, "backward_input_ms": 0, "backward_weight_ms": 0}
+        machine = _judged_by(
+            Problem,
+            {
+                "num_microbatches": 1,
+                "devices": [device.plain() for device in self.devices],
+                "hosts": self.hosts,
+                "links": self.links,
+                "stages": [{"device": 0, "activation_bytes": 0, **nothing}],
+            },
+        )
+        names = [device.name for device in machine.devices]
+        named = [
+            device.model_copy(update={"name": name})
+            for device, name in zip(self.devices, names, strict=True)
+        ]
+        for name, value in (
+            ("devices", tuple(named)),
+            ("hosts", machine.hosts),
+            ("links", machine.links),
+        ):
+            object.__setattr__(self, name, value)
+        self._check_layers()
+        return self
+
+    def _check_layers(self) -> None:
+        count = sum(layer.repeat for layer in self.layers)
+        if count > MAX_LAYERS:
+            raise rule_broken(
+                f"layers: with repeats there are {count}, more than {MAX_LAYERS}",
+                "join neighbouring layers that need not be cut apart",
+            )
+        for stages in self.stages_on:
+            _judged_by(Stage, reduce(fuse, stages).model_dump())
+        types = {device.type for device in self.devices}
+        for index, layer in enumerate(self.layers):
+            for kind in layer.times_on:
+                if kind not in types:
+                    known = ", ".join(sorted(kind for kind in types if kind is not None)) or "none"
+                    raise rule_broken(
+                        f"layers[{index}].times_on names type {kind!r}, which no device has "
+                        f"(types here: {known})",
+                        "correct the name, give a device that type, or remove the entry",
+                    )
+
+    @property
+    def num_layers(self) -> int:
+        """How many layers there are, repeated ones counted."""
+        return sum(layer.repeat for layer in self.layers)
+
+    @cached_property
+    def stages_on(self) -> tuple[tuple[Stage, ...], ...]:
+        """Per device, every layer as a stage of its own there, in model order."""
+        return tuple(
+            tuple(
+                stage
+                for layer in self.layers
+                for stage in [layer.stage_on(device, index)] * layer.repeat
+            )
+            for index, device in enumerate(self.devices)
+        )
+
+    def transfer_ms(self, source: int, target: int, num_bytes: int) -> float:
+        """Return the time a boundary tensor takes between two devices in ms; 0 to itself."""
+        link = self._link(source, target)
+        return 0.0 if link is None else link.transfer_ms(num_bytes)
+
+    def _link(self, source: int, target: int) -> Link | None:
+        if source == target:
+            return None
+        given = self._links.get((source, target))
+        if given is not None:
+            return given
+        return Link(source=source, target=target, **self.default_link.model_dump())
+
+    @cached_property
+    def _links(self) -> dict[tuple[int, int], Link]:
+        return {(link.source, link.target): link for link in self.links}
+
+    def problem(self, placement: Sequence[int], sizes: Sequence[int]) -> Problem:
+        """Return the problem that a cut of this model is.
+
+        Parameters
+        ----------
+        placement
+            Device of each stage.
+        sizes
+            Layers of each stage, each at least 1; together all of them.
+
+        Raises
+        ------
+        ModelError
+            If the sizes are no cut, a device does not exist, or the problem breaks a limit of
+            ``optpipe/problem/v1``.
+        """
+        self._check_cut(placement, sizes)
+        ends = list(accumulate(sizes))
+        stages = [
+            reduce(fuse, self.stages_on[device][end - size : end]).model_dump()
+            for device, size, end in zip(placement, sizes, ends, strict=True)
+        ]
+        used = {(a, b) for pair in pairwise(placement) for a, b in (pair, pair[::-1]) if a != b}
+        missing = [self._link(a, b) for a, b in sorted(used) if (a, b) not in self._links]
+        return Problem.parse(
+            {
+                "name": self.name,
+                "num_microbatches": self.num_microbatches,
+                "objective": self.objective,
+                "devices": [device.plain() for device in self.devices],
+                "hosts": self.hosts,
+                "stages": stages,
+                "links": [*self.links, *missing],
+            }
+        )
+
+    def _check_cut(self, placement: Sequence[int], sizes: Sequence[int]) -> None:
+        if len(placement) != len(sizes):
+            raise ModelError(
+                f"{len(sizes)} sizes for {len(placement)} stages: give each stage its number of "
+                "layers"
+            )
+        if min(sizes, default=0) < 1 or sum(sizes) != self.num_layers:
+            raise ModelError(
+                f"sizes {list(sizes)}: every stage needs at least 1 layer, and together all "
+                f"{self.num_layers}; correct them"
+            )
+        for device in placement:
+            if not 0 <= device < len(self.devices):
+                raise ModelError(
+                    f"placement: device {device} does not exist: there are {len(self.devices)} "
+                    "devices, numbered from 0; correct the number"
+                )
+
+
+def load_model(text: str) -> Model:
+    """Return the model a JSON text describes.
+
+    Raises
+    ------
+    ModelError
+        If the text is not JSON or breaks a rule of ``optpipe/model/v1``.
+    """
+    return Model.parse(parse_json(text, ModelError))
+
+
+def dump_model(model: Model) -> str:
+    """Return a model as indented JSON text with defaults filled in."""
+    return json.dumps(model.model_dump(mode="json", by_alias=True), indent=2) + "\n"
+
+
+def _judged_by(kind: type[Any], data: dict[str, Any]) -> Any:
+    """Return the value of another kind that the data make; its first fault becomes ours."""
+    try:
+        return kind.model_validate(data)
+    except ValidationError as error:
+        fault = error.errors(include_url=False)[0]
+        context = fault.get("ctx", {})
+        place = ".".join(str(part) for part in fault["loc"])
+        if fault["type"] != "rule":
+            rule = f"{place} = {fault['input']} of all layers together: {fault['msg']}"
+            raise rule_broken(rule, "check the units") from None
+        rule = f"{place}: {context['rule']}" if place else context["rule"]
+        raise rule_broken(rule, context["fix"]) from None

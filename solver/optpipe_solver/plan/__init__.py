@@ -1,0 +1,15 @@
+"""Cut, placement and schedule chosen together: layers in, a problem and its schedule out."""
+
+from optpipe_solver.plan.candidate import Fate, Row
+from optpipe_solver.plan.lines import PLACEMENTS, PlacementKind
+from optpipe_solver.plan.plan import DEFAULT_CHUNKS, PlanResult, plan
+
+__all__ = [
+    "DEFAULT_CHUNKS",
+    "PLACEMENTS",
+    "Fate",
+    "PlacementKind",
+    "PlanResult",
+    "Row",
+    "plan",
+]

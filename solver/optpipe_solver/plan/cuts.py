@@ -1,0 +1,257 @@
+"""Cutting the layers into the stages of one line, by dynamic programming.
+
+The measure of a cut is its *load bound* (`optpipe_solver.bounds`): of a device, the earliest
+moment its first stage can start (0 under span), plus all its work, plus its shortest gradient
+reduction; the largest over the devices is a lower bound of every schedule of the cut. State (k, j):
+k stages hold the first j layers. A *label* is what the rest depends on: the largest value of the
+devices that are done, the head of the next stage, and of each device that will get more stages its
+head, load, reduction and bytes. A label that is nowhere smaller than another one of its state goes:
+every completion of it has one that is no worse. With one stage per device labels are few; with
+several a beam keeps the most promising, and a beam that was full proves nothing.
+
+Cuts are looked for under a cap that is raised until there is one. Under it a label also goes when
+what is left to do exceeds, weighted as in `optpipe_solver.plan.bounds`, what its devices can still
+take: the weighted sum of the loads is at least the weighted work of the layers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from optpipe_solver.plan.bounds import any_cut_bound, load_weights, weighted_work
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from optpipe.model import Model
+    from optpipe_solver.plan.lines import Line
+    from optpipe_solver.plan.runs import Run, RunTable
+
+__all__ = ["Cuts", "best_cuts", "even_cut", "roomiest_cut"]
+
+_MOST_BEAM, _BEAM_STATES = 16, 8000
+_CAPS = (1.01, 1.03, 1.1, 1.3, 2.0, 4.0, math.inf)
+
+
+@dataclass(frozen=True, slots=True)
+class Cuts:
+    """The best cuts of a line by load bound, best first, and what is proven about all its cuts.
+
+    ``bound_ms``: no schedule of any cut of the line that fits the devices is faster; inf where no
+    cut fits.
+    """
+
+    sizes: tuple[tuple[int, ...], ...]
+    bound_ms: float
+
+
+class _Open(NamedTuple):
+    """A device that has some stages: ms and bytes so far."""
+
+    head: float
+    load: float
+    sync: float
+    static: int
+    held: int
+
+
+_UNTOUCHED = _Open(math.inf, 0.0, math.inf, 0, 0)
+
+
+class _Label(NamedTuple):
+    key: float
+    closed: float
+    head: float
+    open: tuple[tuple[int, _Open], ...]
+    sizes: tuple[int, ...]
+
+
+def even_cut(num_layers: int, num_stages: int) -> tuple[int, ...]:
+    """Return as many layers for each stage, the first ones taking what is left over."""
+    share, over = divmod(num_layers, num_stages)
+    return tuple(share + (stage < over) for stage in range(num_stages))
+
+
+def best_cuts(
+    table: RunTable,
+    line: Line,
+    *,
+    cap_ms: float = math.inf,
+    beam: int | None = None,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> Cuts:
+    """Return the cuts of a line with the least load bound.
+
+    Parameters
+    ----------
+    table
+        The runs of the model.
+    line
+        The placement.
+    cap_ms
+        Cuts whose load bound exceeds it are of no interest.
+    beam
+        Labels kept per state where devices hold several stages, at least 1; by default fewer
+        where there are more states.
+    should_stop
+        Asked often; True ends the search with what is proven so far.
+    """
+    if beam is None:
+        beam = max(2, min(_MOST_BEAM, _BEAM_STATES // (len(line.placement) * table.num_layers)))
+    proven = floor = any_cut_bound(table.model, line.order)
+    for factor in _CAPS if floor > 0 else (math.inf,):
+        cap = min(cap_ms, floor * factor) if floor > 0 else cap_ms
+        sweep = _Sweep(table, line, cap, beam, should_stop)
+        labels = sweep.run()
+        if not sweep.lost:
+            best = labels[0].closed if labels else math.inf
+            proven = max(proven, min(best, cap) if sweep.capped else best)
+        if labels or sweep.stopped or cap >= cap_ms or proven == math.inf:
+            break
+    return Cuts(tuple(label.sizes for label in labels), proven)
+
+
+class _Sweep:
+    def __init__(
+        self,
+        table: RunTable,
+        line: Line,
+        cap_ms: float,
+        beam: int,
+        should_stop: Callable[[], bool],
+    ) -> None:
+        self.table = table
+        self.model: Model = table.model
+        self.placement = line.placement
+        self.cap_ms, self.beam, self.should_stop = cap_ms, beam, should_stop
+        self.capped = self.lost = self.stopped = False
+        self.weights = dict(zip(line.order, load_weights(self.model, line.order), strict=True))
+        work = weighted_work(self.model, line.order)
+        self.left = [math.fsum(work[end:]) for end in range(len(work) + 1)]
+
+    def run(self) -> list[_Label]:
+        """Return the labels of complete cuts, best first."""
+        states: dict[int, list[_Label]] = {0: [_Label(0.0, 0.0, 0.0, (), ())]}
+        for k in range(len(self.placement)):
+            grown: dict[int, list[_Label]] = {}
+            for start in sorted(states):
+                if self.should_stop():
+                    self.lost = self.stopped = True
+                    return []
+                for label in states[start]:
+                    for end, longer in self._extensions(label, k, start):
+                        grown.setdefault(end, []).append(longer)
+            states = {end: self._undominated(labels) for end, labels in grown.items()}
+        return states.get(self.model.num_layers, [])
+
+    def _extensions(self, label: _Label, k: int, start: int) -> Iterator[tuple[int, _Label]]:
+        """Yield the label with stage k added, for each end that fits; needs grow with the end."""
+        after = len(self.placement) - k - 1
+        most = self.model.num_layers - after
+        for end in range(most if after == 0 else start + 1, most + 1):
+            run = self.table.run(self.placement[k], start, end)
+            longer = self._longer(label, k, run, end)
+            if longer is None:
+                return
+            if self._has_room(longer, k, end):
+                yield end, longer._replace(sizes=(*label.sizes, end - start))
+            else:
+                self.capped = True
+
+    def _longer(self, label: _Label, k: int, run: Run, end: int) -> _Label | None:
+        device = self.placement[k]
+        known = dict(label.open)
+        before = known.pop(device, _UNTOUCHED)
+        room = self.model.devices[device].usable_bytes - before.held - before.static
+        if run.static_bytes + run.needed_bytes > room:
+            return None
+        now = _Open(
+            head=min(before.head, label.head),
+            load=before.load + run.busy_ms,
+            sync=min(before.sync, run.sync_ms),
+            static=before.static + run.static_bytes,
+            held=before.held + run.held_bytes,
+        )
+        closed = label.closed
+        if device in self.placement[k + 1 :]:
+            known[device] = now
+        else:
+            closed = max(closed, self._value(now) + now.sync)
+        waiting = tuple(sorted(known.items()))
+        if max(closed, self._value(now)) > self.cap_ms:
+            self.capped = True
+            return None
+        key = max([closed, *(self._projected(k, *item) for item in waiting)])
+        return _Label(key, closed, self._next_head(label.head, k, run, end), waiting, ())
+
+    def _has_room(self, label: _Label, k: int, end: int) -> bool:
+        """Whether the work that is left fits below the cap, as far as weighted sums can tell."""
+        if math.isinf(self.cap_ms):
+            return True
+        cap = self.cap_ms
+        room = math.fsum(self.weights[d] * (cap - self._value(held)) for d, held in label.open)
+        ahead = set(self.placement[k + 1 :]) - {device for device, _ in label.open}
+        fresh = _UNTOUCHED._replace(head=label.head)
+        room += math.fsum(self.weights[d] for d in sorted(ahead)) * (cap - self._value(fresh))
+        return room * (1 + 1e-9) >= self.model.num_microbatches * self.left[end]
+
+    def _value(self, held: _Open) -> float:
+        head = held.head if self.model.objective == "makespan" else 0.0
+        return head + self.model.num_microbatches * held.load
+
+    def _projected(self, k: int, device: int, held: _Open) -> float:
+        """A guess at the device's value when all its stages are like those it has."""
+        counts = Counter(self.placement[: k + 1])
+        times = self.placement.count(device) / counts[device]
+        return self._value(held._replace(load=held.load * times))
+
+    def _next_head(self, head: float, k: int, run: Run, end: int) -> float:
+        if k + 1 == len(self.placement):
+            return 0.0
+        sent = self.table.output_bytes[end - 1]
+        there = self.model.transfer_ms(self.placement[k], self.placement[k + 1], sent)
+        return head + run.forward_ms + there
+
+    def _undominated(self, labels: list[_Label]) -> list[_Label]:
+        kept: list[_Label] = []
+        for label in sorted(labels):
+            if any(_dominates(other, label) for other in kept):
+                continue
+            if len(kept) >= self.beam and label.open:
+                self.lost = True
+                break
+            kept.append(label)
+        return kept
+
+
+def _dominates(one: _Label, other: _Label) -> bool:
+    if one.closed > other.closed or one.head > other.head:
+        return False
+    pairs = zip(one.open, other.open, strict=True)
+    return all(a <= b for (_, x), (_, y) in pairs for a, b in zip(x, y, strict=True))
+
+
+def roomiest_cut(table: RunTable, line: Line) -> tuple[tuple[int, ...], int]:
+    """Return the cut of a linear line that leaves its tightest device the most bytes, and how many.
+
+    A negative number of bytes proves that no cut of the line fits: it is the least of what is
+    missing on the worst device.
+    """
+    model, n = table.model, table.model.num_layers
+    best: list[dict[int, tuple[int, tuple[int, ...]]]] = [{0: (2**62, ())}]
+    for k, device in enumerate(line.order):
+        usable = model.devices[device].usable_bytes
+        most = n - (len(line.order) - k - 1)
+        grown: dict[int, tuple[int, tuple[int, ...]]] = {}
+        for start, (room, sizes) in best[-1].items():
+            for end in range(most if k + 1 == len(line.order) else start + 1, most + 1):
+                run = table.run(device, start, end)
+                left = min(room, usable - run.static_bytes - run.needed_bytes)
+                if end not in grown or left > grown[end][0]:
+                    grown[end] = (left, (*sizes, end - start))
+        best.append(grown)
+    room, sizes = best[-1][n]
+    return sizes, room

@@ -1,0 +1,174 @@
+"""Where stages can go: the order of the devices, and how often and which way a line passes them.
+
+A *line* is a shape over an order of devices: linear (each device once), loop (the order again and
+again) or V (the order, then backwards, and so on). The natural order is that of the model's
+devices; *free* means any other order, and orders that leave devices out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import chain, islice, permutations
+from typing import TYPE_CHECKING, Literal
+
+from optpipe.problem import MAX_CELLS
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator
+
+    from optpipe.model import Model
+
+__all__ = [
+    "PLACEMENTS",
+    "Line",
+    "Lines",
+    "PlacementKind",
+    "device_orders",
+    "make_lines",
+    "natural_order",
+]
+
+PlacementKind = Literal["linear", "loop", "v", "free"]
+PLACEMENTS: tuple[PlacementKind, ...] = ("linear", "loop", "v", "free")
+"""The kinds of placement a plan may try."""
+
+_MOST_ORDERS = 32
+"""Device orders that are tried; the number of all grows like a factorial."""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One placement: the device of each stage follows from shape, chunks and order."""
+
+    shape: Literal["linear", "loop", "v"]
+    chunks: int
+    order: tuple[int, ...]
+    free: bool = False
+
+    @property
+    def placement(self) -> tuple[int, ...]:
+        """Device of each stage."""
+        turned = self.order[::-1] if self.shape == "v" else self.order
+        rounds = (turned if k % 2 else self.order for k in range(self.chunks))
+        return tuple(chain.from_iterable(rounds))
+
+    @property
+    def label(self) -> str:
+        """Its name for people: ``v x2``, ``free linear 2-0-1``."""
+        shape = self.shape if self.chunks == 1 else f"{self.shape} x{self.chunks}"
+        return f"free {shape} {'-'.join(map(str, self.order))}" if self.free else shape
+
+
+@dataclass(frozen=True, slots=True)
+class Lines:
+    """The lines that are searched; ``complete`` is False where free orders were cut off."""
+
+    lines: tuple[Line, ...]
+    complete: bool
+
+
+def make_lines(model: Model, kinds: Collection[PlacementKind], chunks: Collection[int]) -> Lines:
+    """Return every line of the kinds and chunk counts that has a layer for each stage.
+
+    Lines of more stages than a problem with so many micro-batches may have are left out.
+
+    Lines come in a fixed order, the plain ones first.
+    """
+    natural = natural_order(model)
+    found = [line for line in _shapes(natural, chunks, free=False) if line.shape in kinds]
+    plain = {(line.shape, line.chunks) for line in found}
+    complete = True
+    if "free" in kinds:
+        orders = list(islice(device_orders(model), _MOST_ORDERS + 1))
+        complete = len(orders) <= _MOST_ORDERS
+        found += [
+            line
+            for order in orders[:_MOST_ORDERS]
+            for line in _shapes(order, chunks, free=True)
+            if order != natural or (line.shape, line.chunks) not in plain
+        ]
+    most = min(model.num_layers, MAX_CELLS // model.num_microbatches)
+    fitting = (line for line in found if len(line.placement) <= most)
+    return Lines(tuple(fitting), complete)
+
+
+def natural_order(model: Model) -> tuple[int, ...]:
+    """Return the devices as the model lists them; no more than it has layers."""
+    return tuple(range(min(len(model.devices), model.num_layers)))
+
+
+def _shapes(order: tuple[int, ...], chunks: Collection[int], *, free: bool) -> Iterator[Line]:
+    if 1 in chunks:
+        yield Line("linear", 1, order, free)
+    for count in sorted(set(chunks) - {1}):
+        if len(order) > 1:  # on one device a loop and a V are one stage, cut for nothing
+            yield Line("loop", count, order, free)
+            yield Line("v", count, order, free)
+
+
+def device_orders(model: Model) -> Iterator[tuple[int, ...]]:
+    """Yield orders of devices, longest first, one for all that differ by equal devices only.
+
+    Orders that keep equal devices together come before the others of their length. No order is
+    longer than the model has layers.
+    """
+    classes = _classes(model)
+    for length in range(min(len(classes), model.num_layers), 0, -1):
+        seen = set()
+        for pattern in chain(_blocks(classes, length), _patterns(tuple(sorted(classes)), length)):
+            if pattern not in seen:
+                seen.add(pattern)
+                yield _with_devices(pattern, classes)
+
+
+def _classes(model: Model) -> tuple[int, ...]:
+    """Return, per device, the first device it can be exchanged with without any difference."""
+    found: list[int] = []
+    for device in range(len(model.devices)):
+        equal = (first for first in sorted(set(found)) if _interchangeable(model, first, device))
+        found.append(next(equal, device))
+    return tuple(found)
+
+
+def _interchangeable(model: Model, one: int, other: int) -> bool:
+    """Whether swapping two devices changes nothing but their names.
+
+    Swaps that change nothing form a group, so this is an equivalence.
+    """
+    fields = [model.devices[device].model_dump(exclude={"name"}) for device in (one, other)]
+    if fields[0] != fields[1]:
+        return False
+    swap = {one: other, other: one}
+    plain = (model.default_link.latency_ms, model.default_link.bandwidth_gb_per_s)
+    wires = {
+        (link.source, link.target): (link.latency_ms, link.bandwidth_gb_per_s)
+        for link in model.links
+        if (link.latency_ms, link.bandwidth_gb_per_s) != plain
+    }
+    return wires == {(swap.get(a, a), swap.get(b, b)): wire for (a, b), wire in wires.items()}
+
+
+def _blocks(classes: tuple[int, ...], length: int) -> Iterator[tuple[int, ...]]:
+    """Yield patterns of whole classes one after the other, the last one cut to the length."""
+    for arranged in islice(permutations(sorted(set(classes))), _MOST_ORDERS):
+        pattern = tuple(first for first in arranged for _ in range(classes.count(first)))
+        yield pattern[:length]
+
+
+def _patterns(left: tuple[int, ...], length: int) -> Iterator[tuple[int, ...]]:
+    """Yield every sequence of classes of a length, each class as often as it has devices."""
+    if length == 0:
+        yield ()
+        return
+    for first in sorted(set(left)):
+        at = left.index(first)
+        for rest in _patterns(left[:at] + left[at + 1 :], length - 1):
+            yield (first, *rest)
+
+
+def _with_devices(pattern: tuple[int, ...], classes: tuple[int, ...]) -> tuple[int, ...]:
+    members = {
+        first: iter([device for device, found in enumerate(classes) if found == first])
+        for first in set(classes)
+    }
+    return tuple(next(members[first]) for first in pattern)

@@ -1,0 +1,259 @@
+"""``plan``: the composition root. Lines, cuts, schedules; the best of all, and what is proven."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from optpipe.errors import InputError
+from optpipe.evaluate import evaluate
+from optpipe.schedule import Provenance, gap_of
+from optpipe_solver.plan.clock import Clock
+from optpipe_solver.plan.cuts import roomiest_cut
+from optpipe_solver.plan.lines import PLACEMENTS, Line, make_lines, natural_order
+from optpipe_solver.plan.search import Search
+from optpipe_solver.result import SolveStatus
+from optpipe_solver.smallest_memory import feasibility
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
+    from optpipe.model import Model
+    from optpipe.problem import Problem
+    from optpipe.schedule import Schedule
+    from optpipe_solver.plan.candidate import Candidate, Row
+    from optpipe_solver.plan.lines import Lines, PlacementKind
+    from optpipe_solver.result import Progress
+
+__all__ = ["DEFAULT_CHUNKS", "PlanResult", "plan"]
+
+DEFAULT_CHUNKS = (1, 2, 4)
+_MOST_CHUNKS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanResult:
+    """The end of a plan.
+
+    Attributes
+    ----------
+    status
+        ``optimal``: no cut of the searched set has a faster schedule, proven. ``feasible``: a
+        schedule, not proven the best of the set. ``infeasible``: no cut of the set fits, proven.
+        ``unknown``: nothing found, nothing proven.
+    problem, schedule
+        The chosen cut and its schedule. The schedule's own bound and gap are of this cut alone.
+    rows
+        Every cut that was looked at, the chosen one first, then by objective and bound.
+    even
+        The row of the naive plan: equal numbers of layers, in the order of the devices.
+    bound_ms
+        Proven: no schedule of any cut of any placement of the set is faster. None without one.
+    searched
+        The set, in words, and on how many of its placements there was time to look for cuts.
+    message, needs
+        Without a schedule: why, and what is too small -> the smallest bytes that work.
+    """
+
+    status: SolveStatus
+    problem: Problem | None
+    schedule: Schedule | None
+    rows: tuple[Row, ...]
+    even: Row
+    bound_ms: float | None
+    searched: str
+    message: str = ""
+    needs: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def chosen(self) -> Row | None:
+        """The row of the chosen cut."""
+        return self.rows[0] if self.schedule is not None else None
+
+    @property
+    def gap(self) -> float | None:
+        """(objective - bound) / objective over the whole set."""
+        return None if self.schedule is None else gap_of(self.schedule.objective_ms, self.bound_ms)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return everything as JSON values."""
+        return {
+            "status": self.status.value,
+            "message": self.message,
+            "needs": self.needs,
+            "searched": self.searched,
+            "bound_ms": self.bound_ms,
+            "gap": self.gap,
+            "even": self.even.as_json(),
+            "candidates": [row.as_json() for row in self.rows],
+            "problem": _dumped(self.problem),
+            "schedule": _dumped(self.schedule),
+        }
+
+
+def plan(
+    model: Model,
+    *,
+    time_limit_s: float = 60.0,
+    threads: int = 1,
+    seed: int = 0,
+    chunks: Collection[int] = DEFAULT_CHUNKS,
+    placements: Collection[PlacementKind] = PLACEMENTS,
+    on_progress: Callable[[Progress], None] | None = None,
+    should_stop: Callable[[], bool] | None = None,
+) -> PlanResult:
+    """Choose cut, placement and schedule together, within a time limit.
+
+    Never worse than the schedule found for the naive plan, which is always among the candidates:
+    equal numbers of layers in the order of the devices.
+
+    Parameters
+    ----------
+    model
+        What is to be cut.
+    time_limit_s
+        Seconds, > 0; the call returns soon after.
+    threads, seed
+        As in `optpipe_solver.solve`.
+    chunks
+        Stages per device that are tried, each 1-8.
+    placements
+        Kinds of placement that are tried.
+    on_progress
+        Told every improvement of the best schedule; ``bound_ms`` is that of the whole set.
+    should_stop
+        Asked often; True ends the plan with the best so far.
+
+    Raises
+    ------
+    InputError
+        For a time limit, threads, chunks or placements out of range.
+    """
+    _check_arguments(time_limit_s, threads, chunks, placements)
+    lines = make_lines(model, placements, chunks)
+    clock = Clock(time_limit_s, should_stop or _never)
+    search = Search(model, lines, clock, threads=threads, seed=seed, on_progress=on_progress)
+    search.run()
+    rows = _rows(search)
+    even = search.even.row(search.best)
+    searched = _searched(lines, search.num_cut_lines)
+    if search.best is None:
+        return _without_schedule(search, rows, even, searched)
+    schedule = _schedule(search.best, clock, seed)
+    status = SolveStatus.OPTIMAL if search.is_finished else SolveStatus.FEASIBLE
+    return PlanResult(
+        status=status,
+        problem=search.best.problem,
+        schedule=schedule,
+        rows=rows,
+        even=even,
+        bound_ms=search.bound_ms,
+        searched=searched,
+    )
+
+
+def _check_arguments(
+    time_limit_s: float,
+    threads: int,
+    chunks: Collection[int],
+    placements: Collection[PlacementKind],
+) -> None:
+    if not time_limit_s > 0:
+        raise InputError(f"time_limit_s = {time_limit_s}: must be > 0 seconds; raise it")
+    if threads < 1:
+        raise InputError(f"threads = {threads}: must be >= 1; raise it")
+    if not chunks or not all(1 <= count <= _MOST_CHUNKS for count in chunks):
+        raise InputError(
+            f"chunks = {list(chunks)}: stages per device, at least one number, each "
+            f"1-{_MOST_CHUNKS}; correct them"
+        )
+    unknown = sorted(set(placements) - set(PLACEMENTS))
+    if unknown or not placements:
+        raise InputError(
+            f"placements = {list(placements)}: at least one of {', '.join(PLACEMENTS)}; correct "
+            "them"
+        )
+
+
+def _never() -> bool:
+    return False
+
+
+def _dumped(value: Problem | Schedule | None) -> Any:
+    return None if value is None else value.model_dump(mode="json", by_alias=True)
+
+
+def _searched(lines: Lines, num_cut: int) -> str:
+    """Return the set in words; what is not in it is not spoken of by any bound."""
+    names = dict.fromkeys(
+        ("free " if line.free else "")
+        + (line.shape if line.chunks == 1 else f"{line.shape} x{line.chunks}")
+        for line in lines.lines
+    )
+    kinds = ", ".join(names) or "none"
+    rest = "" if lines.complete else " (free: the first orders only, there are more)"
+    return (
+        f"every cut of {len(lines.lines)} placements ({kinds}){rest} and the even linear cut; "
+        f"cuts were looked for on {num_cut} of them, the others were proven slower or not reached"
+    )
+
+
+def _rows(search: Search) -> tuple[Row, ...]:
+    ranked = sorted(
+        search.candidates.values(),
+        key=lambda held: (held is not search.best, held.objective_ms, held.bound_ms),
+    )
+    return tuple(candidate.row(search.best) for candidate in ranked)
+
+
+def _schedule(best: Candidate, clock: Clock, seed: int) -> Schedule:
+    if best.best.programs is None:
+        raise ValueError("the best candidate has programs")
+    provenance = Provenance(
+        method=f"plan+{best.best.method}",
+        bound_method=best.best.bound_method or None,
+        seed=seed,
+        solve_seconds=round(clock.seconds(), 4),
+        trace=tuple(best.best.trace),
+    )
+    return evaluate(
+        best.problem,
+        best.best.programs,
+        provenance,
+        bound_ms=best.best.bound_ms,
+        stopped_by="cancelled" if clock.asked() else "time_limit",
+    )
+
+
+def _without_schedule(
+    search: Search, rows: tuple[Row, ...], even: Row, searched: str
+) -> PlanResult:
+    """Say what is missing, and whether that is proven for every cut of the set."""
+    proven = search.nothing_fits
+    message = "no cut of the placements searched fits the memory limits"
+    missing, needs = _least_missing(search)
+    if proven:
+        message = f"{message} (proven)"
+    return PlanResult(
+        status=SolveStatus.INFEASIBLE if proven else SolveStatus.UNKNOWN,
+        problem=None,
+        schedule=None,
+        rows=rows,
+        even=even,
+        bound_ms=None,
+        searched=searched,
+        message=f"{message}: {missing}",
+        needs=needs,
+    )
+
+
+def _least_missing(search: Search) -> tuple[str, dict[str, int]]:
+    """Return what the linear cut that comes nearest to fitting needs, in words and in bytes."""
+    line = Line("linear", 1, natural_order(search.model))
+    sizes, _ = roomiest_cut(search.table, line)
+    verdict = feasibility(search.model.problem(line.placement, sizes))
+    if verdict.plan is not None:
+        return "a linear one does; add linear to the placements and 1 to the chunks", {}
+    parts = ", ".join(f"{path} must be at least {value}" for path, value in verdict.needs.items())
+    layers = " ".join(map(str, sizes))
+    return f"with layers {layers} on the devices in their order, {parts}", verdict.needs

@@ -1,0 +1,172 @@
+"""The dynamic program against every cut, and the bounds that hold for all of them."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from optpipe_solver.bounds import lower_bound
+from optpipe_solver.plan.bounds import any_cut_bound
+from optpipe_solver.plan.cuts import best_cuts, even_cut, roomiest_cut
+from optpipe_solver.plan.lines import PLACEMENTS, Line, make_lines
+from optpipe_solver.plan.runs import RunTable, least_bytes
+from optpipe_solver.smallest_memory import feasibility, smallest_memory
+from tests.solver.plan.models import all_cuts, gpus, layer, model, models
+
+if TYPE_CHECKING:
+    from optpipe import Problem
+    from optpipe.model import Model
+
+
+def load_bound(problem: Problem) -> float:
+    """The measure of a cut, from its problem: earliest start, all work, shortest reduction."""
+    heads, head = [], 0.0
+    for stage, (there, _) in zip(problem.stages, problem.boundary_ms, strict=True):
+        heads.append(head if problem.objective == "makespan" else 0.0)
+        head += stage.forward_ms + there
+    return max(
+        min(heads[s] for s in held)
+        + problem.num_microbatches * sum(problem.stages[s].busy_ms for s in held)
+        + min(problem.stages[s].grad_sync_ms for s in held)
+        for held in problem.stages_of
+        if held
+    )
+
+
+def fitting(found: Model, line: Line) -> dict[tuple[int, ...], Problem]:
+    """Every cut on the line that some schedule fits, with its problem."""
+    cuts = {
+        sizes: found.problem(line.placement, sizes)
+        for sizes in all_cuts(found.num_layers, len(line.placement))
+    }
+    return {sizes: problem for sizes, problem in cuts.items() if feasibility(problem).plan}
+
+
+@given(models(), st.randoms(use_true_random=False))
+def test_with_one_stage_per_device_the_cut_is_the_best_of_all(found: Model, rng) -> None:
+    """Its value is the least load bound over every cut that fits; inf exactly where none does."""
+    order = list(range(len(found.devices)))
+    rng.shuffle(order)
+    line = Line("linear", 1, tuple(order))
+    cuts = best_cuts(RunTable(found), line)
+    values = {sizes: load_bound(problem) for sizes, problem in fitting(found, line).items()}
+    least = min(values.values(), default=math.inf)
+    assert cuts.bound_ms == pytest.approx(max(least, any_cut_bound(found, order)), abs=1e-9)
+    if values:
+        assert values[cuts.sizes[0]] == pytest.approx(least, abs=1e-9)
+
+
+@given(models(chunks=2), st.sampled_from(["loop", "v"]), st.sampled_from([1, 50]))
+def test_with_several_stages_per_device_what_is_said_is_true(
+    found: Model, shape: str, beam: int
+) -> None:
+    """The bound is below every cut that fits, whether the beam was full or not."""
+    order = tuple(range(len(found.devices)))
+    line = Line("loop" if shape == "loop" else "v", 2, order)
+    cuts = best_cuts(RunTable(found), line, beam=beam)
+    values = {sizes: load_bound(problem) for sizes, problem in fitting(found, line).items()}
+    least = min(values.values(), default=math.inf)
+    assert cuts.bound_ms <= max(least, any_cut_bound(found, order)) + 1e-9
+    assert all(sum(sizes) == found.num_layers for sizes in cuts.sizes)
+
+
+@given(models(chunks=2, roomy=True))
+def test_with_plenty_of_memory_a_wide_beam_finds_the_best_v(found: Model) -> None:
+    """Where nothing is pruned by memory the least load bound is reached, not only bounded."""
+    order = tuple(range(len(found.devices)))
+    line = Line("v", 2, order)
+    cuts = best_cuts(RunTable(found), line, beam=200)
+    best = min(load_bound(problem) for problem in fitting(found, line).values())
+    assert cuts.bound_ms == pytest.approx(max(best, any_cut_bound(found, order)), abs=1e-9)
+    assert load_bound(found.problem(line.placement, cuts.sizes[0])) == pytest.approx(best)
+
+
+@given(models(roomy=True), st.integers(0, 60))
+def test_a_cap_hides_no_cut_below_it(found: Model, cap: int) -> None:
+    """What is left out is proven to be at least the cap."""
+    line = Line("linear", 1, tuple(range(len(found.devices))))
+    free, capped = best_cuts(RunTable(found), line), best_cuts(RunTable(found), line, cap_ms=cap)
+    assert min(free.bound_ms, cap) - 1e-9 <= capped.bound_ms <= free.bound_ms + 1e-9
+    if free.bound_ms < cap:
+        assert capped.sizes
+
+
+@given(models())
+def test_the_roomiest_cut_leaves_the_most_bytes(found: Model) -> None:
+    """And its room is negative exactly where no cut fits the devices."""
+    line = Line("linear", 1, tuple(range(len(found.devices))))
+    sizes, room = roomiest_cut(RunTable(found), line)
+    rooms = {}
+    for cut in all_cuts(found.num_layers, len(found.devices)):
+        needs = smallest_memory(found.problem(line.placement, cut))
+        rooms[cut] = min(
+            held.memory_bytes - need for held, need in zip(found.devices, needs, strict=True)
+        )
+    assert room == rooms[sizes] == max(rooms.values())
+
+
+@given(models())
+def test_the_bytes_of_a_run_are_those_of_the_smallest_memory(found: Model) -> None:
+    """One stage on a device: the same number as the solver's closed form."""
+    whole = found.problem((0,), (found.num_layers,))
+    stage = whole.stages[0]
+    held, needed = least_bytes(stage, can_offload=whole.can_offload(0))
+    assert needed + stage.static_bytes == smallest_memory(whole)[0]
+    assert held <= needed
+
+
+@given(models(roomy=True))
+def test_no_cut_on_any_placement_is_below_the_bound_of_all(found: Model) -> None:
+    """Held against each cut's own load bound, which no schedule beats, and its best bound."""
+    for line in make_lines(found, PLACEMENTS, (1, 2)).lines:
+        floor = any_cut_bound(found, line.order)
+        for problem in fitting(found, line).values():
+            best = max(lower_bound(problem).ms, load_bound(problem))
+            assert floor <= best + 1e-9
+
+
+def test_a_heavy_head_leaves_fewer_layers_beside_it() -> None:
+    """Eight equal layers and one of four on two equal devices: 6 to the left, 2 + head right."""
+    found = model([layer(repeat=8), layer(4, 4, 4)], gpus(2), m=100)
+    cuts = best_cuts(RunTable(found), Line("linear", 1, (0, 1)))
+    assert cuts.sizes[0] == (6, 3)
+
+
+def test_a_fast_device_gets_more_layers() -> None:
+    """Three times the speed, three times the layers; wherever it stands."""
+    found = model([layer(repeat=8)], [*gpus(1, speed=3), *gpus(1)], m=100)
+    table = RunTable(found)
+    assert best_cuts(table, Line("linear", 1, (0, 1))).sizes[0] == (6, 2)
+    assert best_cuts(table, Line("linear", 1, (1, 0))).sizes[0] == (2, 6)
+
+
+def test_the_even_cut_gives_the_rest_to_the_first() -> None:
+    """Ten layers on four stages."""
+    assert even_cut(10, 4) == (3, 3, 2, 2)
+
+
+def test_a_long_model_is_cut_too() -> None:
+    """130 layers on 16 devices, linear and V, in one go."""
+    found = model([layer(repeat=128), layer(3, 3, 3), layer()], gpus(16), m=64)
+    table = RunTable(found)
+    for line in (Line("linear", 1, tuple(range(16))), Line("v", 2, tuple(range(16)))):
+        cuts = best_cuts(table, line)
+        assert sum(cuts.sizes[0]) == 130
+
+
+def test_an_early_start_of_the_rest_can_be_worth_a_longer_load() -> None:
+    """The slow second device passes the second layer on late: better on the busier first one."""
+    found = model(
+        [layer(1, 10, 0), layer(5, 0, 0), layer(0, 0, 0), layer(0, 20, 0)],
+        [*gpus(1), *gpus(1, speed=0.5), *gpus(1)],
+        m=1,
+    )
+    line = Line("linear", 1, (0, 1, 2))
+    cuts = best_cuts(RunTable(found), line)
+    assert cuts.sizes[0] == (2, 1, 1)
+    assert load_bound(found.problem(line.placement, cuts.sizes[0])) == 26
+    assert load_bound(found.problem(line.placement, (1, 2, 1))) == 31

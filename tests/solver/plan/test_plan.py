@@ -1,0 +1,178 @@
+"""``plan``: never worse than the naive cut, honest about proofs, clear where nothing fits."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from examples.models.make_llama3_8b_mixed import TARGET, make_model
+from optpipe import InputError, check_schedule, dump_problem, load_problem
+from optpipe.model import dump_model
+from optpipe_solver import Progress, SolveStatus
+from optpipe_solver.bounds import lower_bound
+from optpipe_solver.plan import Fate, PlanResult, plan
+from optpipe_solver.plan.candidate import Candidate
+from optpipe_solver.plan.lines import Line
+from optpipe_solver.smallest_memory import feasibility
+from tests.solver.exhaustive import optimum
+from tests.solver.plan.models import all_cuts, gpus, layer, model, models
+
+if TYPE_CHECKING:
+    from optpipe.model import Model
+
+
+def check_result(found: Model, result: PlanResult) -> None:
+    """What must hold of every plan with a schedule."""
+    assert result.problem is not None
+    assert result.schedule is not None
+    assert result.chosen is not None
+    check_schedule(result.problem, result.schedule)
+    chosen = result.chosen
+    assert chosen.fate is Fate.CHOSEN
+    assert found.problem(chosen.placement, chosen.sizes) == result.problem
+    assert result.schedule.objective_ms == chosen.final_ms
+    assert result.bound_ms is not None
+    assert result.bound_ms <= chosen.final_ms * (1 + 1e-9)
+    for row in result.rows:
+        assert row.final_ms is None or chosen.final_ms <= row.final_ms
+        if row.fate is Fate.PROVEN:
+            assert row.bound_ms is not None
+            assert row.bound_ms >= chosen.final_ms * (1 - 1e-9)
+
+
+@settings(max_examples=10, suppress_health_check=[HealthCheck.too_slow])
+@given(models())
+def test_never_worse_than_any_candidate_and_never_below_the_bound(found: Model) -> None:
+    """On random models: a schedule exists exactly where it must, and the numbers fit together."""
+    result = plan(found, time_limit_s=0.5, chunks=(1, 2))
+    if result.schedule is not None:
+        check_result(found, result)
+        return
+    assert result.status in {SolveStatus.INFEASIBLE, SolveStatus.UNKNOWN}
+    assert "memory" in result.message
+    order = tuple(range(len(found.devices)))
+    for sizes in all_cuts(found.num_layers, len(order)):
+        assert feasibility(found.problem(order, sizes)).plan is None
+
+
+def test_it_finds_the_best_cut_of_all_by_brute_force() -> None:
+    """Two devices, four unequal layers, two micro-batches: every cut, every program."""
+    found = model([layer(2, 3, 1), layer(1, 1, 1), layer(1, 1, 1), layer(3, 2, 2)], gpus(2), m=2)
+    best = min(optimum(found.problem((0, 1), sizes)) for sizes in all_cuts(4, 2))
+    result = plan(found, time_limit_s=4, chunks=(1,), placements=["linear"])
+    check_result(found, result)
+    assert result.schedule is not None
+    assert result.schedule.objective_ms == best
+    assert result.bound_ms is not None
+    assert result.bound_ms <= best
+
+
+def test_a_huge_head_gets_an_uneven_cut() -> None:
+    """Twelve layers and a head worth four: the last device gets fewer, and the plan is faster."""
+    found = model([layer(repeat=12), layer(4, 4, 4)], gpus(4), m=8)
+    result = plan(found, time_limit_s=3, chunks=(1,), placements=["linear"])
+    check_result(found, result)
+    assert result.chosen is not None
+    assert result.chosen.sizes == (4, 4, 4, 1)
+    assert result.even.sizes == (4, 3, 3, 3)
+    assert result.even.final_ms is not None
+    assert result.chosen.final_ms is not None
+    assert result.chosen.final_ms < result.even.final_ms
+
+
+def test_a_fast_device_gets_more_layers() -> None:
+    """Two speeds, three to one: six of eight layers on the fast one."""
+    found = model([layer(repeat=8)], [*gpus(1, speed=3), *gpus(1)], m=12)
+    result = plan(found, time_limit_s=2, chunks=(1,), placements=["linear", "free"])
+    check_result(found, result)
+    assert result.chosen is not None
+    held = dict(zip(result.chosen.placement, result.chosen.sizes, strict=True))
+    assert held[0] >= 6
+
+
+def test_where_nothing_fits_it_says_the_smallest_memory() -> None:
+    """Proven for every cut, with the number that works: given that, a plan exists."""
+    found = model([layer(repeat=4, static_bytes=100)], gpus(2, memory_bytes=219), m=2)
+    result = plan(found, time_limit_s=2, chunks=(1, 2))
+    assert result.status is SolveStatus.INFEASIBLE
+    assert result.schedule is None
+    assert result.needs == {"devices[0].memory_bytes": 220, "devices[1].memory_bytes": 220}
+    assert "(proven)" in result.message
+    assert "with layers 2 2" in result.message
+    assert "devices[0].memory_bytes must be at least 220" in result.message
+    enough = model([layer(repeat=4, static_bytes=100)], gpus(2, memory_bytes=220), m=2)
+    assert plan(enough, time_limit_s=2, chunks=(1,)).schedule is not None
+
+
+def test_an_even_cut_that_does_not_fit_is_no_obstacle() -> None:
+    """The first layer is heavy: one device cannot hold two of the three."""
+    found = model([layer(static_bytes=80), layer(), layer()], gpus(2, memory_bytes=95), m=2)
+    result = plan(found, time_limit_s=1, chunks=(1,), placements=["linear"])
+    check_result(found, result)
+    assert result.even.fate is Fate.NO_MEMORY
+    assert result.chosen is not None
+    assert result.chosen.sizes == (1, 2)
+
+
+def test_a_model_on_one_device_is_one_stage() -> None:
+    """Nothing to choose, optimal at once."""
+    result = plan(model([layer(repeat=3)], gpus(1), m=2), time_limit_s=1)
+    assert result.status is SolveStatus.OPTIMAL
+    assert result.schedule is not None
+    assert result.schedule.objective_ms == 18
+
+
+def test_progress_falls_and_its_last_word_is_the_result() -> None:
+    """Every improvement is told once; the bound of the set is never above."""
+    told: list[Progress] = []
+    found = model([layer(repeat=6), layer(2, 2, 2)], gpus(2), m=4)
+    result = plan(found, time_limit_s=1, chunks=(1, 2), on_progress=told.append)
+    values = [news.objective_ms or math.inf for news in told]
+    assert values == sorted(values, reverse=True)
+    assert result.schedule is not None
+    assert values[-1] == result.schedule.objective_ms
+    assert all((news.bound_ms or 0) <= (news.objective_ms or 0) * (1 + 1e-9) for news in told)
+
+
+def test_told_to_stop_it_returns_what_it_has() -> None:
+    """Soon, with the naive cut at least."""
+    began = time.perf_counter()
+    result = plan(make_model(), time_limit_s=60, should_stop=lambda: True)
+    assert time.perf_counter() - began < 20
+    assert result.schedule is not None
+    assert result.schedule.stopped_by == "cancelled"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"time_limit_s": 0}, "time_limit_s = 0: must be > 0"),
+        ({"threads": 0}, "threads = 0: must be >= 1"),
+        ({"chunks": (0, 1)}, r"chunks = \[0, 1\]: stages per device"),
+        ({"chunks": ()}, r"chunks = \[\]"),
+        ({"placements": ("x",)}, r"placements = \['x'\]: at least one of linear, loop, v, free"),
+    ],
+)
+def test_arguments_out_of_range_are_refused(wrong: dict[str, object], message: str) -> None:
+    """With value, rule and fix."""
+    with pytest.raises(InputError, match=message):
+        plan(model([layer()], gpus(1)), **wrong)  # type: ignore[arg-type]
+
+
+def test_the_committed_example_is_what_the_formulas_give() -> None:
+    """And one of its cuts round-trips as a problem with a bound."""
+    assert TARGET.read_text() == dump_model(make_model())
+    cut = make_model().problem((0, 1, 2, 3), (12, 12, 5, 5))
+    assert load_problem(dump_problem(cut)) == cut
+    assert lower_bound(cut).ms > 0
+
+
+def test_only_a_bound_that_is_not_below_proves_a_candidate_slower() -> None:
+    """One per cent below is no proof, equality is."""
+    candidate = Candidate(model([layer(repeat=2)], gpus(2)), Line("linear", 1, (0, 1)), (1, 1))
+    assert candidate.cannot_beat(candidate.bound_ms)
+    assert not candidate.cannot_beat(candidate.bound_ms * 1.01)
