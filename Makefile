@@ -4,6 +4,9 @@
 #   make test    set up, run every test that pip alone can provide for (PYTEST_ARGS=... is passed on)
 #   make lint types contracts     what .ci/run checks besides
 #   make constraints              renew the pins
+#   make bench                    the benchmark set against its peers: hours, resumable
+#   make bench-smoke              five small problems of it, a minute
+#   make frontier                 how small a bubble a memory limit allows, drawn (ARGS=... is passed on)
 #
 # Each command installs only what it needs into .venv, once; a changed pyproject.toml or
 # constraints.txt installs again.
@@ -16,6 +19,7 @@ EXTRAS_test := $(EXTRAS_run),postgres,plot,dev
 EXTRAS_ci := $(EXTRAS_test),ci
 
 .PHONY: help run test lint format types contracts setup-ci constraints clean
+.PHONY: bench bench-smoke frontier
 .DELETE_ON_ERROR:
 
 help:
@@ -40,6 +44,16 @@ types: .venv/.installed-test
 
 contracts: .venv/.installed-test
 	$(BIN)/lint-imports --no-logo
+
+bench: .venv/.installed-test
+	$(BIN)/python -m benchmarks.bench $(ARGS)
+	$(BIN)/python -m benchmarks.report
+
+bench-smoke: .venv/.installed-test
+	$(BIN)/python -m benchmarks.bench --smoke
+
+frontier: .venv/.installed-test
+	$(BIN)/python -m benchmarks.frontier $(ARGS)
 
 setup-ci: .venv/.installed-ci
 

@@ -8,15 +8,19 @@ import platform
 import subprocess
 from pathlib import Path
 
-__all__ = ["stamp"]
+__all__ = ["commit", "stamp"]
 
 
 def stamp() -> str:
     """Return date, commit (``+`` = with uncommitted changes), processor and cores."""
-    commit = _git("rev-parse", "--short", "HEAD") or "no commit"
-    dirty = "+" if _git("status", "--porcelain", "--untracked-files=no") else ""
     date = dt.datetime.now(tz=dt.UTC).date().isoformat()
-    return f"{date}, {commit}{dirty}, {_processor()}, {os.cpu_count()} cores"
+    return f"{date}, {commit()}, {_processor()}, {os.cpu_count()} cores"
+
+
+def commit() -> str:
+    """Return the short commit, with ``+`` where tracked files have changed since."""
+    head = _git("rev-parse", "--short", "HEAD") or "no commit"
+    return head + ("+" if _git("status", "--porcelain", "--untracked-files=no") else "")
 
 
 def _git(*arguments: str) -> str:

@@ -1,0 +1,244 @@
+"""The benchmark: every contestant on every instance, side by side, each in a process of its own.
+
+    python -m benchmarks.bench [--only PATTERN] [--seconds S] [--ours-seconds S] [--threads N]
+                               [--solvers NAME ...] [--again] [--smoke]
+
+Contestants: ``families`` (the best published schedule, which is also the start of CP-SAT, outside
+its clock), ``ours`` (one solve; its values at ``--seconds`` and at the end are read from its
+trace), ``plain-milp``, ``cp-sat``. Programs are judged here, by `find_violations` and `simulate`,
+not by who made them. A row per instance and solver is appended to ``results/bench.csv``; what
+stands there for this commit is not run again without ``--again``. ``--smoke`` runs a few small
+instances for seconds, writes nothing, and fails where a contestant has nothing legal or ours is
+worse than the best family.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from benchmarks.entrant import ENTRANTS, ROOT, run_apart
+from benchmarks.jobs import Answer, Job, judge
+from benchmarks.ledger import (
+    RESULTS,
+    Row,
+    append,
+    index,
+    known_best,
+    load_problem,
+    read,
+    read_known,
+    write_known,
+)
+from benchmarks.machine import commit, stamp
+from optpipe.schedule import gap_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from optpipe import Problem, Programs
+
+__all__ = ["SMOKE", "contest", "main"]
+
+SMOKE = (
+    "6.2b-p2-m4-1.0a",
+    "6.2b-p3-m6-2.0a",
+    "parking-p4-m7",
+    "offload-recompute-p4-m8",
+    "v-equal-p4-m8-2.0a",
+)
+_OFFLOADING = ("po-h", "po-f", "ada-offload")
+_TOLERANCE = 1e-6
+_SMOKE_S, _SMOKE_OURS_S = 2.0, 4.0
+"""Ours also loads compiled code and builds the families within its time; only its end counts."""
+
+
+class Contest:
+    """One instance: the families first, then everyone who is asked for and not there yet."""
+
+    def __init__(self, name: str, options: argparse.Namespace) -> None:
+        self.name = name
+        self.options = options
+        self.problem: Problem = load_problem(name)
+        self.commit, self.machine = commit(), stamp()
+
+    def rows(self, done: set[str]) -> Iterator[Row]:
+        """Run what is missing; yield its rows as they come."""
+        wanted = [
+            solver
+            for solver in self.options.solvers
+            if not {label for label, _ in self._labels(solver)} <= done
+        ]
+        if not wanted:
+            return
+        families = run_apart("families", self._job(None, 0.0, self.options.seconds))
+        yield from self._family_rows(families)
+        floor = families.bound_ms or 0.0
+        for solver in wanted:
+            if solver == "families":
+                continue
+            seconds = self.options.seconds
+            if solver == "ours":
+                seconds = max(seconds, self.options.ours_seconds)
+            if solver == "cp-sat" and families.programs is None:
+                continue
+            said = run_apart(solver, self._job(families.programs, floor, seconds))
+            yield from self._rows_of(solver, said)
+
+    def _labels(self, solver: str) -> list[tuple[str, float]]:
+        """Return the rows a solver leaves and the second each is read at."""
+        if solver != "ours":
+            return [(solver, self.options.seconds)]
+        end = max(self.options.seconds, self.options.ours_seconds)
+        marks = [end] if self.options.smoke else sorted({self.options.seconds, end})
+        return [(f"ours-{mark:g}", mark) for mark in marks]
+
+    def _job(self, start: Programs | None, floor: float, seconds: float) -> Job:
+        return Job(
+            problem=self.problem,
+            start=start,
+            floor_ms=floor,
+            seconds=seconds,
+            threads=self.options.threads,
+        )
+
+    def _family_rows(self, said: Answer) -> Iterator[Row]:
+        yield self._row("families", said, judge(self.problem, said.programs), said.bound_ms)
+        values = said.extra.get("values", {})
+        offloading = [name for name in values if name.partition("+")[0] in _OFFLOADING]
+        if offloading:
+            method = min(offloading, key=values.__getitem__)
+            row = self._row("offloading", said, values[method], None)
+            yield replace(row, method=method)
+
+    def _rows_of(self, solver: str, said: Answer) -> Iterator[Row]:
+        final = judge(self.problem, said.programs)
+        for label, mark in self._labels(solver):
+            objective, bound = final, said.bound_ms
+            if mark < self._labels(solver)[-1][1]:
+                objective, bound = _at(said, mark)
+            yield self._row(label, said, objective, bound, mark)
+
+    def _row(
+        self,
+        label: str,
+        said: Answer,
+        objective: float | None,
+        bound: float | None,
+        mark: float = float("inf"),
+    ) -> Row:
+        return Row(
+            instance=self.name,
+            solver=label,
+            objective_ms=objective,
+            bound_ms=bound,
+            gap=None if objective is None else gap_of(objective, bound),
+            seconds=min(said.seconds, mark),
+            status=said.status,
+            method=said.method,
+            refused=int(said.extra.get("refused", 0)),
+            peak_bytes=said.peak_bytes,
+            commit=self.commit,
+            machine=self.machine,
+        )
+
+
+def _at(said: Answer, mark: float) -> tuple[float | None, float]:
+    """Return the best schedule and bound known at a second, from the trace."""
+    before = [point for point in said.trace if point.seconds <= mark]
+    if not before:
+        return None, 0.0
+    return before[-1].objective_ms, before[-1].bound_ms
+
+
+def contest(names: Sequence[str], options: argparse.Namespace) -> list[Row]:
+    """Run the contest on instances; append every row as soon as it is there."""
+    old = [] if options.again else read(options.results)
+    known = read_known()
+    made = []
+    for name in names:
+        done = {row.solver for row in old if row.instance == name and row.commit == commit()}
+        for row in Contest(name, options).rows(done):
+            print(_line(row), flush=True)
+            made.append(row)
+            if not options.smoke:
+                append([row], options.results)
+                known = known_best(known, [row])
+                write_known(known)
+    return made
+
+
+def _line(row: Row) -> str:
+    value = "-" if row.objective_ms is None else f"{row.objective_ms:.3f}"
+    bound = "-" if row.bound_ms is None else f"{row.bound_ms:.3f}"
+    megabytes = row.peak_bytes / 1e6
+    return (
+        f"{row.instance:32} {row.solver:11} {value:>12} {bound:>12} {row.seconds:6.1f} s "
+        f"{megabytes:6.0f} MB  {row.status} {row.method}"
+    )
+
+
+def broken(rows: Sequence[Row]) -> list[str]:
+    """Return what no run may show: no or illegal programs of ours, ours worse than a family."""
+    faults = [
+        f"{row.instance}: {row.solver} has no legal schedule ({row.status})"
+        for row in rows
+        if row.objective_ms is None and row.solver in ("families", "cp-sat")
+    ]
+    best = {row.instance: row.objective_ms for row in rows if row.solver == "families"}
+    for row in rows:
+        limit = best.get(row.instance)
+        if not row.solver.startswith("ours") or limit is None:
+            continue
+        if row.objective_ms is None or row.objective_ms > limit * (1 + _TOLERANCE):
+            faults.append(
+                f"{row.instance}: {row.solver} has {row.objective_ms} ms, the best family {limit}"
+            )
+    return faults
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Read the command line and run."""
+    options = _options(arguments)
+    if options.smoke:
+        options.seconds, options.ours_seconds = _SMOKE_S, _SMOKE_OURS_S
+        options.solvers = ["families", "ours", "cp-sat"]
+    _compile_first()
+    names = [row["name"] for row in index()]
+    chosen = SMOKE if options.smoke else [n for n in names if fnmatch.fnmatch(n, options.only)]
+    rows = contest(chosen, options)
+    faults = broken(rows) if options.smoke else []
+    if faults:
+        sys.exit("\n".join(faults))
+
+
+def _compile_first() -> None:
+    """Let numba compile into its cache before any clock runs.
+
+    A contestant with less time than that takes would end before its kernels are there, and leave
+    nothing in the cache for the next one.
+    """
+    command = [sys.executable, "-m", "optpipe_solver.improve.warm"]
+    subprocess.run(command, cwd=ROOT, check=True)
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--only", default="*", help="glob of instance names")
+    parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument("--ours-seconds", type=float, default=60.0)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--solvers", nargs="+", choices=list(ENTRANTS), default=list(ENTRANTS))
+    parser.add_argument("--again", action="store_true", help="run what is already there")
+    parser.add_argument("--smoke", action="store_true", help="a few small ones; write nothing")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,262 @@
+"""The variables and intervals of one (stage, micro-batch), and the board that they stand on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+from ortools.sat.python import cp_model
+
+from benchmarks.peers.cells import Cell, fusing_may_pay, memory_binds
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from benchmarks.peers.scale import Scale
+    from optpipe import Problem, Stage
+
+__all__ = ["Board", "Held", "Parts"]
+
+Linear: TypeAlias = cp_model.LinearExpr | int
+Literal: TypeAlias = cp_model.BoolVarT
+Held: TypeAlias = list[tuple[cp_model.IntervalVar, int]]
+"""Intervals with the bytes that are held in each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The variables of one (stage, micro-batch); None where the problem gives no choice.
+
+    Starts are in units of time. ``done`` is when the backward ends, where its length is a choice;
+    ``again`` when a RECOMPUTE starts; ``issue`` when the RELOAD stands in the program, ``away`` and
+    ``back`` when the copies themselves start; ``leave`` when the OFFLOAD stands in the program,
+    where the host's memory is limited.
+    """
+
+    forward: cp_model.IntVar
+    backward: cp_model.IntVar
+    weight: cp_model.IntVar
+    done: cp_model.IntVar | None = None
+    fused: cp_model.IntVar | None = None
+    offloaded: cp_model.IntVar | None = None
+    recomputed: cp_model.IntVar | None = None
+    again: cp_model.IntVar | None = None
+    away: cp_model.IntVar | None = None
+    issue: cp_model.IntVar | None = None
+    back: cp_model.IntVar | None = None
+    leave: cp_model.IntVar | None = None
+
+    @property
+    def split(self) -> Sequence[Literal]:
+        """What must hold for the backward to be I and W: nothing, or that it is not fused."""
+        return [] if self.fused is None else [~self.fused]
+
+
+class Board:
+    """One CP-SAT model with the lanes and memory profiles that cells put their intervals on.
+
+    Parameters
+    ----------
+    problem
+        What is to be scheduled.
+    top
+        No start is later than this, in units of time.
+    """
+
+    def __init__(self, problem: Problem, scale: Scale, top: int) -> None:
+        self.problem = problem
+        self.scale = scale
+        self.top = top
+        self.model = cp_model.CpModel()
+        self.tight = [memory_binds(problem, device) for device in range(len(problem.devices))]
+        self.compute: list[list[cp_model.IntervalVar]] = [[] for _ in problem.devices]
+        self.lanes: dict[tuple[object, ...], list[cp_model.IntervalVar]] = {}
+        self.held: list[Held] = [[] for _ in problem.devices]
+        self.on_host: list[Held] = [[] for _ in problem.devices]
+        self.parts: dict[Cell, Parts] = {}
+
+    def time(self, name: str) -> cp_model.IntVar:
+        """Make a time."""
+        return self.model.new_int_var(0, self.top, name)
+
+    def backward_end(self, s: int, parts: Parts) -> Linear:
+        """Return when the I or B ends."""
+        if parts.done is not None:
+            return parts.done
+        return parts.backward + self.scale.units(self.problem.stages[s].backward_input_ms)
+
+    def weight_end(self, s: int, parts: Parts) -> Linear:
+        """Return when the W ends (meaningful where there is one)."""
+        return parts.weight + self.scale.units(self.problem.stages[s].backward_weight_ms)
+
+    def forward_end(self, s: int, parts: Parts) -> Linear:
+        """Return when the F ends."""
+        return parts.forward + self.scale.units(self.problem.stages[s].forward_ms)
+
+    def add_cell(self, s: int, j: int) -> None:
+        """Make the variables of a cell and put its intervals on lanes and profiles."""
+        parts = self._parts(s, j)
+        self.parts[s, j] = parts
+        self._compute(s, parts)
+        self._recompute(s, parts)
+        self._transfers(s, parts)
+        if self.tight[self.problem.stages[s].device]:
+            self._memory(s, parts)
+            self._context_and_workspace(s, parts)
+
+    def _parts(self, s: int, j: int) -> Parts:
+        stage, name = self.problem.stages[s], f"{s}_{j}"
+        tight = self.tight[stage.device]
+        goes, again = tight and self.problem.can_offload(s), tight and stage.can_recompute
+        fuses = fusing_may_pay(stage)
+        limited = goes and self._host_is_limited(stage.device)
+        time, choice = self.time, self.model.new_bool_var
+        return Parts(
+            forward=time(f"F{name}"),
+            backward=time(f"I{name}"),
+            weight=time(f"W{name}"),
+            done=time(f"done{name}") if fuses else None,
+            fused=choice(f"fused{name}") if fuses else None,
+            offloaded=choice(f"offloaded{name}") if goes else None,
+            recomputed=choice(f"recomputed{name}") if again else None,
+            again=time(f"again{name}") if again else None,
+            away=time(f"away{name}") if goes else None,
+            issue=time(f"issue{name}") if goes else None,
+            back=time(f"back{name}") if goes else None,
+            leave=time(f"leave{name}") if limited else None,
+        )
+
+    def _host_is_limited(self, device: int) -> bool:
+        name = self.problem.devices[device].host
+        return any(h.name == name and h.memory_bytes is not None for h in self.problem.hosts)
+
+    def _compute(self, s: int, parts: Parts) -> None:
+        """F, then I or B; W after I. A fused B is the same interval with another length."""
+        stage, model = self.problem.stages[s], self.model
+        lane, end = self.compute[stage.device], self.backward_end(s, parts)
+        split = self.scale.units(stage.backward_input_ms)
+        size: Linear = split
+        if parts.fused is not None:
+            size = split + (self.scale.units(stage.fused_backward_ms) - split) * parts.fused
+        long_f = self.scale.units(stage.forward_ms)
+        long_w = self.scale.units(stage.backward_weight_ms)
+        lane.append(model.new_fixed_size_interval_var(parts.forward, long_f, "F"))
+        lane.append(model.new_interval_var(parts.backward, size, end, "I or B"))
+        there = parts.split[0] if parts.split else True
+        lane.append(model.new_optional_fixed_size_interval_var(parts.weight, long_w, there, "W"))
+        model.add(parts.backward >= self.forward_end(s, parts))
+        model.add(parts.weight >= end).only_enforce_if(parts.split)
+
+    def _recompute(self, s: int, parts: Parts) -> None:
+        """RECOMPUTE stands between F and the backward, and excludes offload."""
+        if parts.recomputed is None or parts.again is None:
+            return
+        stage, model, there = self.problem.stages[s], self.model, parts.recomputed
+        size = self.scale.units(stage.recompute_ms or 0.0)
+        interval = model.new_optional_fixed_size_interval_var(parts.again, size, there, "again")
+        self.compute[stage.device].append(interval)
+        model.add(parts.again >= self.forward_end(s, parts)).only_enforce_if(there)
+        model.add(parts.backward >= parts.again + size).only_enforce_if(there)
+        if parts.offloaded is not None:
+            model.add_at_most_one(there, parts.offloaded)
+
+    def _transfers(self, s: int, parts: Parts) -> None:
+        """Away after F; issued back, between compute actions, after that; back before I or B."""
+        there = parts.offloaded
+        if there is None or parts.away is None or parts.issue is None or parts.back is None:
+            return
+        model, device = self.model, self.problem.stages[s].device
+        away = self.scale.units(self.problem.offload_ms(s))
+        back = self.scale.units(self.problem.reload_ms(s))
+        first = parts.away if parts.leave is None else parts.leave
+        model.add(first >= self.forward_end(s, parts)).only_enforce_if(there)
+        model.add(parts.issue >= parts.away + away).only_enforce_if(there)
+        model.add(parts.back >= parts.issue).only_enforce_if(there)
+        model.add(parts.backward >= parts.back + back).only_enforce_if(there)
+        optional = model.new_optional_fixed_size_interval_var
+        self.compute[device].append(optional(parts.issue, 0, there, "issue"))
+        if parts.leave is not None:
+            model.add(parts.away >= parts.leave).only_enforce_if(there)
+            self.compute[device].append(optional(parts.leave, 0, there, "leave"))
+        for way, start, size in (("d2h", parts.away, away), ("h2d", parts.back, back)):
+            copy = optional(start, size, there, way)
+            for lane in self._lanes_of(device, way):
+                self.lanes.setdefault(lane, []).append(copy)
+
+    def _lanes_of(self, device: int, way: str) -> list[tuple[object, ...]]:
+        held = self.problem.devices[device]
+        own: tuple[object, ...] = (device,) if held.half_duplex else (device, way)
+        return [own] if held.pcie_group is None else [own, ("group", held.pcie_group, way)]
+
+    def _memory(self, s: int, parts: Parts) -> None:
+        """Bytes held: what every mode keeps from F to the backward, then what each keeps above."""
+        stage, end = self.problem.stages[s], self.backward_end(s, parts)
+        full = stage.activation_bytes
+        moved = stage.offload_bytes if parts.offloaded is not None else 0
+        checkpoint = full if parts.recomputed is None else stage.checkpoint_bytes or 0
+        least = min(full - moved, checkpoint)
+        kept = [~x for x in (parts.offloaded, parts.recomputed) if x is not None]
+        self._hold(stage, parts.forward, end, least, [])
+        self._hold(stage, parts.forward, end, full - least, kept)
+        if parts.offloaded is not None and parts.away is not None and parts.issue is not None:
+            gone = parts.away + self.scale.units(self.problem.offload_ms(s))
+            there = [parts.offloaded]
+            self._hold(stage, parts.forward, end, full - moved - least, there)
+            self._hold(stage, parts.forward, gone, moved, there)
+            self._hold(stage, parts.issue, end, moved, there)
+            if parts.leave is not None:
+                copy = self._interval(parts.leave, end, there)
+                self.on_host[stage.device].append((copy, moved))
+        if parts.recomputed is not None and parts.again is not None:
+            there = [parts.recomputed]
+            self._hold(stage, parts.forward, end, checkpoint - least, there)
+            self._hold(stage, parts.again, end, full - checkpoint, there)
+
+    def _context_and_workspace(self, s: int, parts: Parts) -> None:
+        """What is held between I and W, and what exists only while an action runs.
+
+        Where the context exceeds the activation, the I itself needs the difference: its peak is
+        the larger of before and after.
+        """
+        stage, start, end = self.problem.stages[s], parts.backward, self.backward_end(s, parts)
+        over = self.weight_end(s, parts)
+        made, context = self.forward_end(s, parts), stage.weight_context_bytes
+        above = max(0, context - stage.activation_bytes)
+        self._hold(stage, end, over, context, parts.split)
+        self._hold(stage, parts.forward, made, stage.forward_workspace_bytes, [])
+        needs = above + stage.backward_input_workspace_bytes
+        self._hold(stage, start, end, needs, parts.split)
+        self._hold(stage, parts.weight, over, stage.backward_weight_workspace_bytes, parts.split)
+        if parts.fused is not None:
+            self._hold(stage, start, end, stage.backward_workspace_bytes, [parts.fused])
+        if parts.recomputed is not None and parts.again is not None:
+            ends = parts.again + self.scale.units(stage.recompute_ms or 0.0)
+            needs = stage.recompute_workspace_bytes
+            self._hold(stage, parts.again, ends, needs, [parts.recomputed])
+
+    def _hold(
+        self,
+        stage: Stage,
+        start: Linear,
+        end: Linear,
+        size: int,
+        where: Sequence[Literal],
+    ) -> None:
+        """Hold bytes from one time to another where all literals are true."""
+        if size > 0:
+            self.held[stage.device].append((self._interval(start, end, where), size))
+
+    def _interval(
+        self, start: Linear, end: Linear, where: Sequence[Literal]
+    ) -> cp_model.IntervalVar:
+        size = self.model.new_int_var(0, self.top, "held")
+        if not where:
+            return self.model.new_interval_var(start, size, end, "held")
+        there = where[0] if len(where) == 1 else self._all_of(where)
+        return self.model.new_optional_interval_var(start, size, end, there, "held")
+
+    def _all_of(self, literals: Sequence[Literal]) -> cp_model.IntVar:
+        both = self.model.new_bool_var("all")
+        self.model.add_bool_and(literals).only_enforce_if(both)
+        self.model.add_bool_or(both, *(~literal for literal in literals))
+        return both

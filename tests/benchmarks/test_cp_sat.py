@@ -1,0 +1,157 @@
+"""The CP-SAT peer against exhaustive search, its own starts and our MILP."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from subprocess import PIPE
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given, settings
+
+from benchmarks.entrant import ROOT
+from benchmarks.jobs import Answer, Job, judge
+from optpipe import Problem, simulate
+from optpipe_solver.incumbent import Incumbent
+from optpipe_solver.milp.improve import improve_by_milp
+from optpipe_solver.starts import all_starts
+from tests.building import UNIT, bus, offloadable, problem, stage
+from tests.solver.exhaustive import optimum
+from tests.strategies import Case, cases
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from optpipe import Programs
+
+
+@pytest.fixture(scope="module")
+def peer() -> Iterator[Callable[..., Answer]]:
+    """CP-SAT in a process of its own: OR-tools and highspy do not fit into one."""
+    command = [sys.executable, "-m", "benchmarks.entrant", "cp-sat"]
+    with subprocess.Popen(command, cwd=ROOT, stdin=PIPE, stdout=PIPE, text=True) as process:
+        questions, answers = process.stdin, process.stdout
+        assert questions is not None
+        assert answers is not None
+
+        def ask(held: Problem, start: Programs, seconds: float = 30.0) -> Answer:
+            job = Job(problem=held, start=start, seconds=seconds, threads=1)
+            questions.write(job.to_line() + "\n")
+            questions.flush()
+            return Answer.from_line(answers.readline())
+
+        yield ask
+        questions.close()
+
+
+def best_family(held: Problem) -> Incumbent:
+    """The best legal family, as the benchmark finds it."""
+    best = Incumbent(held)
+    for start in all_starts(held):
+        if start.programs is not None and start.legal:
+            best.offer(start.programs, start.method)
+    return best
+
+
+TWO = [stage(0, 2, 3, 1), stage(1, 3, 2, 2)]
+TINY = {
+    "plenty": problem(TWO, m=2),
+    "fused": problem([stage(0, 2, 3, 2, backward_ms=4), stage(1, 3, 2, 2, backward_ms=3)], m=2),
+    "sync": problem([stage(0, 2, 3, 1, grad_sync_ms=5), stage(1, 3, 2, 2, grad_sync_ms=9)], m=2),
+    "link": problem(
+        [stage(0, 2, 3, 1, output_bytes=UNIT), stage(1, 3, 2, 2)],
+        m=2,
+        links=[{"from": 0, "to": 1, "latency_ms": 0.5, "bandwidth_gb_per_s": 2.0}],
+    ),
+    "one activation": problem(TWO, [{"memory_bytes": 10}] * 2, m=2),
+    "wide context": problem(
+        [stage(0, 2, 3, 1, weight_context_bytes=14), stage(1, 3, 2, 2)],
+        [{"memory_bytes": 24}, {"memory_bytes": 20}],
+        m=2,
+    ),
+    "workspace": problem(
+        [
+            stage(0, 2, 3, 1, weight_context_bytes=5, backward_input_workspace_bytes=6),
+            stage(1, 3, 2, 2),
+        ],
+        [{"memory_bytes": 20}, {"memory_bytes": 20}],
+        m=2,
+    ),
+    "recompute": problem(
+        [stage(0, 2, 3, 1, recompute_ms=1, checkpoint_bytes=2), stage(1, 3, 2, 2)],
+        [{"memory_bytes": 12}, {"memory_bytes": 20}],
+        m=2,
+    ),
+    "offload": problem(
+        [offloadable(0, 2, 3, 1, activation_bytes=2 * UNIT, offload_bytes=2 * UNIT), stage(1)],
+        [bus(memory_bytes=2 * UNIT), bus()],
+        m=2,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", sorted(TINY))
+def test_its_optimum_is_the_exhaustive_one(name: str, peer: Callable[..., Answer]) -> None:
+    """Value and bound both equal the best of all programs."""
+    held = TINY[name]
+    said = peer(held, best_family(held).programs)
+    assert said.status == "optimal"
+    assert said.extra["refused"] == 0
+    assert judge(held, said.programs) == pytest.approx(optimum(held))
+    assert said.bound_ms == pytest.approx(optimum(held))
+
+
+def test_a_host_limit_binds(peer: Callable[..., Answer]) -> None:
+    """One copy at a time on the host costs 4 ms, as exhaustive search says."""
+    small = offloadable(0, 2, 3, 1, activation_bytes=2 * UNIT, offload_bytes=2 * UNIT)
+    stages = [small, stage(1, 6, 2, 2)]
+    devices = [bus(memory_bytes=2 * UNIT), bus()]
+    hosts = [{"name": "host0", "memory_bytes": 2 * UNIT}]
+    for held, least in (
+        (problem(stages, devices, m=2), 22.0),
+        (problem(stages, devices, m=2, hosts=hosts), 26.0),
+    ):
+        assert optimum(held) == least
+        said = peer(held, best_family(held).programs)
+        assert judge(held, said.programs) == pytest.approx(least)
+        assert said.bound_ms == pytest.approx(least)
+
+
+@settings(max_examples=60)
+@given(case=cases())
+def test_its_bound_is_below_every_legal_schedule(case: Case, peer: Callable[..., Answer]) -> None:
+    """Started from any legal schedule it finds one no worse, and no bound above that."""
+    held, programs = case
+    said = peer(held, programs, 1.0)
+    found = judge(held, said.programs)
+    assert found is not None
+    assert found <= simulate(held, programs).objective_ms(held.objective)
+    assert said.status != "infeasible"
+    assert said.bound_ms is None or said.bound_ms <= found * (1 + 1e-6)
+
+
+def parked() -> Problem:
+    """A small relative of DESIGN section 6: parking micro-batch 0 may beat every other order."""
+    sizes = {"activation_bytes": 16 * UNIT, "offload_bytes": 16 * UNIT}
+    half = {"weight_context_bytes": 8 * UNIT}
+    stages = [offloadable(device, 4, 4, 2, **sizes, **half) for device in range(3)]
+    return problem(stages, [bus(memory_bytes=32 * UNIT)] * 3, m=4)
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_it_agrees_with_the_milp(offload: bool, peer: Callable[..., Answer]) -> None:
+    """Where both prove, both prove the same; elsewhere neither bound is above the other's value."""
+    half = {"weight_context_bytes": 5}
+    without = problem(
+        [stage(d, 4, 4, 2, **half) for d in range(3)], [{"memory_bytes": 20}] * 3, m=4
+    )
+    held = parked() if offload else without
+    ours = best_family(held)
+    said = peer(held, ours.programs, 20.0)
+    improve_by_milp(ours, time_limit_s=15, threads=1, seed=0)
+    found = judge(held, said.programs)
+    assert found is not None
+    assert said.bound_ms is not None
+    assert said.bound_ms <= ours.objective_ms * (1 + 1e-6)
+    assert ours.bound_ms <= found * (1 + 1e-6)

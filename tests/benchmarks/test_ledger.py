@@ -1,0 +1,160 @@
+"""Rows, the best known, the report and the jobs: what the benchmark says of its runs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given, settings
+
+from benchmarks.bench import SMOKE, broken
+from benchmarks.frontier import Point, limits_of, monotone, smallest_for
+from benchmarks.jobs import Answer, Job, Judged, TracePoint
+from benchmarks.ledger import (
+    Row,
+    append,
+    index,
+    known_best,
+    latest,
+    load_problem,
+    read,
+    read_known,
+    write_known,
+)
+from benchmarks.report import Table, entry
+from tests.building import one_f_one_b, problem, programs, stage
+from tests.strategies import Case, cases
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+ROW = Row(
+    instance="one", solver="families", objective_ms=100.0, bound_ms=80.0, gap=0.2, seconds=1.5,
+    status="feasible", method="zb-h1", refused=0, peak_bytes=1_000_000, commit="abc", machine="m",
+)  # fmt: skip
+
+
+@settings(max_examples=30)
+@given(cases())
+def test_jobs_and_answers_survive_their_line(case: Case) -> None:
+    """What a process is given, and what it says, is what it reads and what is read."""
+    job = Job(problem=case.problem, start=case.programs, floor_ms=0.1, seconds=3.0, seed=7)
+    assert Job.from_line(job.to_line()) == job
+    trace = (TracePoint(seconds=0.5, objective_ms=None, bound_ms=1.0),)
+    answer = Answer(programs=case.programs, bound_ms=None, trace=trace, extra={"refused": 2})
+    assert Answer.from_line(answer.to_line()) == answer
+
+
+def test_only_legal_and_better_programs_are_kept() -> None:
+    """An illegal one is counted, a worse one is forgotten."""
+    held = problem([stage(0, 1, 1, 1), stage(1, 1, 1, 1)], m=2)
+    best = Judged(held)
+    serial = programs("0F0 0B0 0F1 0B1", "1F0 1B0 1F1 1B1")
+    assert not best.offer(programs("0F0", "1F0"), "broken")
+    assert best.offer(serial, "serial")
+    assert best.offer(one_f_one_b(2, 2), "1f1b")
+    assert not best.offer(serial, "serial")
+    assert (best.method, best.num_refused) == ("1f1b", 1)
+
+
+def test_rows_survive_the_file_and_the_last_counts(tmp_path: Path) -> None:
+    """Numbers, empty cells and the order come back; a later row replaces an earlier one."""
+    none = replace(ROW, solver="plain-milp", objective_ms=None, gap=None)
+    newer = replace(ROW, objective_ms=90.0)
+    path = tmp_path / "bench.csv"
+    append([ROW, none], path)
+    append([newer], path)
+    assert read(path) == [ROW, none, newer]
+    assert latest(read(path))["one", "families"] == newer
+
+
+def test_the_best_known_takes_value_and_bound_apart(tmp_path: Path) -> None:
+    """Each is by whoever was first to have it; of equals the earlier stays."""
+    rows = [
+        ROW,
+        replace(ROW, solver="cp-sat", objective_ms=100.0, bound_ms=85.0),
+        replace(ROW, solver="ours-20", objective_ms=95.0, bound_ms=None),
+    ]
+    known = known_best({}, rows)
+    assert (known["one"].best_ms, known["one"].found_by) == (95.0, "ours-20")
+    assert (known["one"].bound_ms, known["one"].bound_by) == (85.0, "cp-sat")
+    write_known(known, tmp_path / "known.csv")
+    assert read_known(tmp_path / "known.csv") == known
+
+
+def test_a_bound_above_a_schedule_is_refused() -> None:
+    """One of the two is wrong, and neither may enter the file."""
+    with pytest.raises(ValueError, match="find out which"):
+        known_best({}, [ROW, replace(ROW, solver="cp-sat", objective_ms=None, bound_ms=101.0)])
+
+
+def test_the_smoke_run_refuses_what_it_must() -> None:
+    """Worse than a family, or without a schedule; a hair's breadth is not worse."""
+    worse = replace(ROW, solver="ours-2", objective_ms=100.1)
+    nothing = replace(ROW, solver="ours-2", objective_ms=None)
+    same = replace(ROW, solver="ours-2", objective_ms=100.0 * (1 + 1e-7))
+    assert len(broken([ROW, worse])) == 1
+    assert len(broken([ROW, nothing])) == 1
+    assert broken([ROW, same]) == []
+    assert set(SMOKE) <= {row["name"] for row in index()}
+
+
+def test_the_report_counts() -> None:
+    """Every claim on three made-up instances."""
+    values = {
+        "plenty": {"families": 110.0, "cp-sat": 104.0, "ours-20": 104.0},
+        "tight": {"families": 200.0, "cp-sat": 150.0, "ours-20": 151.0, "offloading": 202.0},
+        "equal": {"families": 120.0, "cp-sat": 130.0, "ours-20": 120.0},
+    }
+    bound = {"plenty": 104.0, "tight": 140.0, "equal": 110.0}
+    rows = {
+        (name, solver): replace(
+            ROW, instance=name, solver=solver, objective_ms=value, bound_ms=bound[name],
+            gap=(value - bound[name]) / value,
+        )
+        for name, line in values.items()
+        for solver, value in line.items()
+    }  # fmt: skip
+    about = {name: {"class": "plenty" if name == "plenty" else "tight"} for name in values}
+    known = known_best({}, rows.values())
+    text = entry(Table(rows, about, dict.fromkeys(values, 100.0), known), "title")
+    for line in (
+        "ours-20 against families, 3 instances: worse on 0, better on 2;",
+        "ours-20 against cp-sat, 3 instances: worse on 1 (tight), better on 1;",
+        "strictly better than the best family on 1 of 2 (50 %) tight",
+        "proven optimal on 1 of 3 (33 %)",
+        "median proven gap plenty 0.00 % (1), tight 7.81 % (2)",
+        "idle time at most half of the best offloading family's on 1 of 1 (100 %)",
+        "within 1 % of the best known on 3 of 3 (100 %)",
+        "| tight | 200.000 | 202.000 | 151.000 | 150.000 | - | 140.000 | 7.28 % | 1 |",
+    ):
+        assert line in text
+
+
+def test_no_schedule_is_worse_than_any() -> None:
+    """Ours with nothing, where a family has something, counts against us."""
+    rows = {("one", "families"): ROW}
+    rows["one", "ours-20"] = replace(ROW, solver="ours-20", objective_ms=None, gap=None)
+    text = entry(Table(rows, {"one": {"class": "tight"}}, {"one": 50.0}, {}), "title")
+    assert "ours-20 against families, 1 instances: worse on 1 (one), better on 0" in text
+
+
+def test_the_frontier_carries_over_between_limits() -> None:
+    """A schedule fits larger limits too, and a bound holds for smaller ones too."""
+    found = [
+        Point(activations=limit, objective_ms=value, bound_ms=bound, busy_ms=90.0)
+        for limit, value, bound in ((1.0, 150.0, 110.0), (2.0, 95.0, 91.0), (3.0, 99.0, 93.0))
+    ]
+    rows = monotone(found)
+    assert [row.objective_ms for row in rows] == [150.0, 95.0, 95.0]
+    assert [row.bound_ms for row in rows] == [110.0, 93.0, 93.0]
+    assert all(row.least_bubble <= row.bubble for row in rows)
+    assert smallest_for(rows, 0.10) == 2.0
+    assert smallest_for(rows, 0.01) is None
+
+
+def test_the_frontier_starts_at_the_smallest_memory() -> None:
+    """The first limit is feasible to the byte, the last is what was asked for."""
+    held = load_problem("v-equal-p4-m8-4.0a")
+    assert limits_of(held, 5, 4.0) == [1.0, 1.75, 2.5, 3.25, 4.0]
