@@ -26,8 +26,8 @@ def contributions(trace: Iterable[TraceEntry]) -> tuple[Contribution, ...]:
         known = found.get(entry.method, Contribution(method=entry.method))
         gain = 0.0
         if objective is not None and entry.objective_ms is not None:
-            gain = objective - entry.objective_ms
-        risen = (entry.bound_ms or 0.0) - bound
+            gain = max(0.0, objective - entry.objective_ms)
+        risen = max(0.0, (entry.bound_ms or 0.0) - bound)
         found[entry.method] = known.model_copy(
             update={
                 "objective_ms": entry.objective_ms

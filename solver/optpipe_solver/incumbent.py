@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Incumbent"]
 
+_MOST_OTHERS = 4
+
 
 class Incumbent:
     """Only checked and simulated programs get in, and only better ones; safe between threads.
@@ -43,6 +45,7 @@ class Incumbent:
         self.bound_ms = 0.0
         self.bound_method = ""
         self.trace: list[TraceEntry] = []
+        self._others: list[tuple[float, Programs]] = []
         self._lock = threading.RLock()
         self._is_closed = False
 
@@ -89,6 +92,19 @@ class Incumbent:
                 return False
             self._tell(method, None)
             return True
+
+    def keep(self, programs: Programs, objective_ms: float) -> None:
+        """Keep legal programs beside the best ones: a search can start from them too."""
+        with self._lock:
+            if all(objective_ms != known for known, _ in self._others):
+                self._others.append((objective_ms, programs))
+                self._others.sort(key=lambda other: other[0])
+                del self._others[_MOST_OTHERS:]
+
+    def runners_up(self) -> tuple[Programs, ...]:
+        """Return the best of what was kept, best first."""
+        with self._lock:
+            return tuple(programs for _, programs in self._others)
 
     def close(self) -> None:
         """Take nothing more: what comes from now on comes too late."""

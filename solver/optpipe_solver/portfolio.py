@@ -6,15 +6,18 @@ and both work on the best schedule that either finds.
 
 from __future__ import annotations
 
-from itertools import cycle
+from itertools import chain, cycle
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from optpipe_solver.improve.local_search import improve_by_local_search
-from optpipe_solver.milp.improve import improve_by_milp, milp_fits
+from optpipe_solver.improve.window import improve_by_windows
+from optpipe_solver.milp.improve import fifo_loses_nothing, improve_by_milp, milp_fits
+from optpipe_solver.milp.periodic.improve import improve_by_periodic
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
+    from optpipe.problem import Problem
     from optpipe_solver.budget import Budget
     from optpipe_solver.incumbent import Incumbent
 
@@ -28,18 +31,16 @@ class Part(NamedTuple):
     per_unit: int
 
 
-def _search(best: Incumbent, *, threads: int, work_limit: int | None, **given: Any) -> int:
-    improve_by_local_search(best, **given)
-    return 1
+def _search(best: Incumbent, **given: Any) -> int:
+    """Search on one thread, from the best few starts."""
+    del given["threads"]
+    return improve_by_local_search(best, starts=best.runners_up(), **given)
 
 
-def _milp(best: Incumbent, *, work_limit: int | None, **given: Any) -> int:
-    improve_by_milp(best, **given)
-    return 1
-
-
-_SEARCH = Part(_search, 20_000_000)
-_MILP = Part(_milp, 200)
+_SEARCH = Part(_search, 10_000_000)
+_WINDOWS = Part(improve_by_windows, 40)
+_PERIODIC = Part(improve_by_periodic, 500)
+_MILP = Part(improve_by_milp, 10)
 
 
 class Step(NamedTuple):
@@ -51,9 +52,8 @@ class Step(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Steps that need no start, steps to make once, steps to repeat while any of them helps."""
+    """Steps to make once, then steps to repeat while any of them finds something to do."""
 
-    early: tuple[Step, ...] = ()
     once: tuple[Step, ...] = ()
     again: tuple[Step, ...] = ()
     is_alone: bool = False
@@ -61,20 +61,26 @@ class Plan(NamedTuple):
 
 def plans(best: Incumbent, budget: Budget) -> tuple[Plan, ...]:
     """Return the plan of each lane."""
-    proof = (Step(_MILP, 0.7),) if milp_fits(best.problem) else ()
-    alone = budget.threads == 1 or budget.work_limit is not None
-    if alone:
+    proof = _proof(best.problem)
+    if budget.threads == 1 or budget.work_limit is not None:
         return (
             Plan(
                 once=(Step(_SEARCH, 0.1, 3.0), *proof),
-                again=(Step(_SEARCH, 0.4, 6.0),),
+                again=(Step(_SEARCH, 0.4, 6.0), Step(_WINDOWS, 0.4, 6.0)),
                 is_alone=True,
             ),
         )
-    return (
-        Plan(again=(Step(_SEARCH, 1.0),)),
-        Plan(once=proof),
-    )
+    return (Plan(again=(Step(_SEARCH, 1.0),)), Plan(once=proof, again=(Step(_WINDOWS, 1.0),)))
+
+
+def _proof(problem: Problem) -> tuple[Step, ...]:
+    """Return the turns of the models: what may prove soon goes first, what cannot prove last."""
+    blocks = Step(_PERIODIC, 0.2, 15.0)
+    if not milp_fits(problem):
+        return (blocks,)
+    if fifo_loses_nothing(problem):
+        return (Step(_MILP, 0.5), blocks)
+    return (Step(_PERIODIC, 0.1, 5.0), Step(_MILP, 0.5))
 
 
 class Allowance:
@@ -122,26 +128,15 @@ def improve(
     budget: Budget,
     *,
     threads: int,
-    started: Callable[[], None],
     stop: Callable[[], bool],
 ) -> None:
-    """Follow a plan until its allowance is spent, the gap is closed, or told to stop.
-
-    ``started`` returns when there are starts to work on.
-    """
+    """Follow a plan until its allowance is spent, the gap is closed, or told to stop."""
     allowance = Allowance(best, budget)
     idle = 0
-    for number, step in enumerate(_steps(plan, started)):
+    for number, step in enumerate(chain(plan.once, cycle(plan.again))):
         if stop() or best.gap <= budget.gap or allowance.is_spent:
             return
         did = allowance.run(step, threads, budget.seed + number, stop)
         idle = 0 if did else idle + 1
-        if idle > len(plan.early) + len(plan.once) + len(plan.again):
+        if idle > len(plan.once) + len(plan.again):
             return
-
-
-def _steps(plan: Plan, started: Callable[[], None]) -> Iterator[Step]:
-    yield from plan.early
-    started()
-    yield from plan.once
-    yield from cycle(plan.again)

@@ -123,12 +123,10 @@ class _Run:
         self._lane(plan, stop)
 
     def _lane(self, plan: Plan, stop: Callable[[], bool]) -> None:
-        def started() -> None:
-            while not (self.started.wait(0.05) or stop()):
-                pass
-
+        while not (self.started.wait(0.05) or stop()):
+            pass
         threads = self.budget.threads if plan.is_alone else max(1, self.budget.threads - 1)
-        improve(self.best, plan, self.budget, threads=threads, started=started, stop=stop)
+        improve(self.best, plan, self.budget, threads=threads, stop=stop)
 
     def _starts(self, stop: Callable[[], bool]) -> None:
         """Offer bounds and starts; remember the best start, or why there is none."""
@@ -140,6 +138,7 @@ class _Run:
                 return
             if made.programs is not None and made.legal:
                 self.best.offer(made.programs, made.method, expected_ms=made.objective_ms)
+                self.best.keep(made.programs, made.objective_ms)
                 if self.start is None or made.objective_ms < self.start[1]:
                     self.start = made.method, made.objective_ms
             else:

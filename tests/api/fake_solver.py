@@ -43,7 +43,8 @@ def solve(
     word, *arguments = problem.name.split(":")
     if word == "told":
         given = f"gap={gap:g} work={work_limit} threads={threads} seed={seed} {method}"
-        return _finish(problem, serial(problem, 0), method=given)
+        told: Result = _finish(problem, serial(problem, 0), method=given)
+        return told
     tell = on_progress or (lambda progress: None)
     stop = should_stop or (lambda: False)
     behaviour = _BEHAVIOURS.get(word, _at_once)

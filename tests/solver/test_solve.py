@@ -90,6 +90,45 @@ def test_the_same_seed_gives_the_same_programs() -> None:
     assert results[0].programs == results[1].programs
 
 
+def test_the_same_work_gives_the_same_programs() -> None:
+    """Far from the end, limited by work: no clock is involved, so nothing differs."""
+    given = offload_problem()
+    results = [solve(given, time_limit_s=600, work_limit=0.5, seed=3).schedule for _ in range(2)]
+    assert results[0] is not None
+    assert results[1] is not None
+    assert results[0].stopped_by == "work_limit"
+    assert results[0].programs == results[1].programs
+    assert results[0].bound_ms == results[1].bound_ms
+
+
+def test_two_threads_find_and_prove_the_same_optimum() -> None:
+    """Search and proof side by side."""
+    result = solve(parked_problem(), time_limit_s=60, threads=2)
+    assert result.status is SolveStatus.OPTIMAL
+    assert result.schedule is not None
+    assert result.schedule.objective_ms == 136
+
+
+def test_a_gap_that_is_good_enough_ends_the_solve() -> None:
+    """Within half of the bound, and not proven optimal."""
+    result = solve(offload_problem(m=4), time_limit_s=60, gap=0.5)
+    assert result.schedule is not None
+    assert result.schedule.stopped_by == "gap"
+    assert result.schedule.gap is not None
+    assert 1e-6 < result.schedule.gap <= 0.5
+
+
+def test_contributions_sum_up_to_what_was_gained() -> None:
+    """From the first schedule's objective to the last, from no bound to the last."""
+    schedule = solve(parked_problem(), time_limit_s=60).schedule
+    assert schedule is not None
+    parts = schedule.provenance.contributions
+    first = next(t.objective_ms for t in schedule.provenance.trace if t.objective_ms is not None)
+    assert sum(part.objective_gain_ms for part in parts) == first - schedule.objective_ms
+    assert sum(part.bound_gain_ms for part in parts) == schedule.bound_ms
+    assert len({part.method for part in parts}) == len(parts)
+
+
 def test_a_given_start_is_kept_when_it_is_the_best() -> None:
     """The optimum as a start, a family as the method: the start wins."""
     given = parked_problem()
@@ -120,6 +159,9 @@ def test_a_family_that_does_not_fit_is_unknown_with_a_reason() -> None:
     [
         ({"time_limit_s": 0}, "time_limit_s = 0"),
         ({"threads": 0}, "threads = 0"),
+        ({"work_limit": 0}, "work_limit = 0"),
+        ({"seed": -1}, "seed = -1"),
+        ({"gap": 1}, "gap = 1"),
         ({"method": "best"}, "method = 'best'"),
     ],
 )
