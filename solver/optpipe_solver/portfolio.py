@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from optpipe_solver.improve.local_search import improve_by_local_search
 from optpipe_solver.improve.window import improve_by_windows
+from optpipe_solver.milp.horizon.model import num_order_pairs
 from optpipe_solver.milp.improve import fifo_loses_nothing, improve_by_milp, milp_fits
 from optpipe_solver.milp.periodic.improve import improve_by_periodic
 
@@ -25,10 +26,14 @@ __all__ = ["Allowance", "Plan", "improve", "plans"]
 
 
 class Part(NamedTuple):
-    """A way to improve, and how many of its iterations or nodes make a unit of work."""
+    """A way to improve, and how many of its iterations or nodes make a unit of work.
+
+    ``entry`` says what it costs before the first of them, in units.
+    """
 
     run: Callable[..., int]
     per_unit: int
+    entry: Callable[[Problem], float] = lambda _: 0.0
 
 
 def _search(best: Incumbent, **given: Any) -> int:
@@ -37,10 +42,16 @@ def _search(best: Incumbent, **given: Any) -> int:
     return improve_by_local_search(best, starts=best.runners_up(), **given)
 
 
+def _root_units(problem: Problem) -> float:
+    """What building the model and its root take: far less where first in, first out is exact."""
+    fifo = fifo_loses_nothing(problem)
+    return num_order_pairs(problem, fifo=fifo) / (3000 if fifo else 100)
+
+
 _SEARCH = Part(_search, 10_000_000)
-_WINDOWS = Part(improve_by_windows, 40)
+_WINDOWS = Part(improve_by_windows, 5)
 _PERIODIC = Part(improve_by_periodic, 500)
-_MILP = Part(improve_by_milp, 10)
+_MILP = Part(improve_by_milp, 10, _root_units)
 
 
 class Step(NamedTuple):
@@ -108,7 +119,12 @@ class Allowance:
         """Give a part its turn; return whether it had anything to do."""
         amount = min(step.share * self.left, step.at_most)
         seconds = self._budget.time_limit_s - self._best.seconds()
-        work = None if self._units is None else max(1, int(amount * step.part.per_unit))
+        work = None
+        if self._units is not None:
+            amount -= step.part.entry(self._best.problem)
+            if amount <= 0:
+                return False
+            work = max(1, int(amount * step.part.per_unit))
         used = step.part.run(
             self._best,
             time_limit_s=amount if work is None else seconds,
@@ -118,7 +134,7 @@ class Allowance:
             work_limit=work,
         )
         if self._units is not None:
-            self._units -= used / step.part.per_unit
+            self._units -= used / step.part.per_unit + step.part.entry(self._best.problem)
         return used > 0
 
 
