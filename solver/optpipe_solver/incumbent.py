@@ -31,6 +31,11 @@ class Incumbent:
         What is being solved.
     on_progress
         Told every improvement of the schedule or the bound, by one thread at a time.
+
+    Attributes
+    ----------
+    judging_s
+        Seconds that checking and simulating took the last time: seconds where programs are long.
     """
 
     def __init__(
@@ -45,6 +50,7 @@ class Incumbent:
         self.bound_ms = 0.0
         self.bound_method = ""
         self.trace: list[TraceEntry] = []
+        self.judging_s = 0.0
         self._others: list[tuple[float, Programs]] = []
         self._lock = threading.RLock()
         self._is_closed = False
@@ -60,9 +66,11 @@ class Incumbent:
         """
         if expected_ms is not None and expected_ms >= self.objective_ms:
             return False
+        began = time.perf_counter()
         if find_violations(self.problem, programs):
             return False
         objective = simulate(self.problem, programs).objective_ms(self.problem.objective)
+        self.judging_s = time.perf_counter() - began
         with self._lock:
             if self._is_closed or objective >= self.objective_ms:
                 return False

@@ -147,7 +147,7 @@ class _Run:
     def _should_end(self) -> bool:
         return (
             self.best.gap <= self.budget.gap
-            or self.best.seconds() >= self.budget.time_limit_s
+            or self._is_late()
             or self.should_stop()
         )
 
@@ -158,8 +158,13 @@ class _Run:
             self.stopped_by = "gap"
         elif self.should_stop():
             self.stopped_by = "cancelled"
-        elif self.best.seconds() >= self.budget.time_limit_s:
+        elif self._is_late():
             self.stopped_by = "time_limit"
+
+    def _is_late(self) -> bool:
+        """Whether what is left of the time is needed to judge the result once more."""
+        reserve_s = 1.2 * self.best.judging_s
+        return self.best.seconds() + reserve_s >= self.budget.time_limit_s
 
     def result(self) -> Result:
         """Return the best schedule with its proof and where it comes from."""
