@@ -2,13 +2,16 @@
 
 from optpipe_solver.bounds import Bound, lower_bound
 from optpipe_solver.compare import Row, compare
+from optpipe_solver.plan import PlanResult, plan
 from optpipe_solver.result import Progress, Result, SolveStatus
 from optpipe_solver.smallest_memory import feasibility, smallest_memory
 from optpipe_solver.solve import METHODS, solve
+from optpipe_solver.warm import warm_up
 
 __all__ = [
     "METHODS",
     "Bound",
+    "PlanResult",
     "Progress",
     "Result",
     "Row",
@@ -16,6 +19,8 @@ __all__ = [
     "compare",
     "feasibility",
     "lower_bound",
+    "plan",
     "smallest_memory",
     "solve",
+    "warm_up",
 ]

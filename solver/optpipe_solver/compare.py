@@ -15,6 +15,7 @@ from optpipe_solver.families.replace import replaced
 from optpipe_solver.noise import step_time_spread
 from optpipe_solver.solve import solve
 from optpipe_solver.starts import all_starts
+from optpipe_solver.warm import ensure_warm
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -135,6 +136,7 @@ def compare(
     should_stop
         Asked between methods and by the optimiser.
     """
+    ensure_warm()
     judge = _Judge(workload or Workload(), seed)
     rows = []
 

@@ -21,6 +21,7 @@ from optpipe_solver.portfolio import improve, plans
 from optpipe_solver.result import Result, SolveStatus
 from optpipe_solver.smallest_memory import feasibility
 from optpipe_solver.starts import all_starts
+from optpipe_solver.warm import ensure_warm
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -81,6 +82,7 @@ def solve(
     feasible = feasibility(problem)
     if feasible.plan is None:
         return Result(SolveStatus.INFEASIBLE, None, message=feasible.message, needs=feasible.needs)
+    ensure_warm()
     run = _Run(Incumbent(problem, on_progress), budget, method, should_stop or (lambda: False))
     if start is not None:
         run.best.offer(start, start_method)
@@ -145,11 +147,7 @@ class _Run:
                 self.reasons.append(f"{made.method}: {made.reason or 'over the memory limit'}")
 
     def _should_end(self) -> bool:
-        return (
-            self.best.gap <= self.budget.gap
-            or self._is_late()
-            or self.should_stop()
-        )
+        return self.best.gap <= self.budget.gap or self._is_late() or self.should_stop()
 
     def _note_why(self) -> None:
         if self.best.is_optimal:

@@ -1,23 +1,53 @@
-"""Compile everything once, so that no solve pays for it: ``python -m optpipe_solver.improve.warm``.
+"""Compile everything once, so that no solve pays for it: ``python -m optpipe_solver.warm``.
 
 numba keeps what it compiled in ``NUMBA_CACHE_DIR``, else beside the sources, else in the user's
-cache folder; a later process loads it from there in about a second.
+cache folder; a later process loads it from there in about a second. A file beside it says that all
+of it is there.
 """
 
 from __future__ import annotations
 
+import logging
+import os
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numba
+
 from optpipe.problem import Problem
 from optpipe_solver.bounds import lower_bounds
 from optpipe_solver.families.serial import build_serial
+from optpipe_solver.improve.annealing import anneal
 from optpipe_solver.improve.local_search import improve_by_local_search
 from optpipe_solver.incumbent import Incumbent
 from optpipe_solver.milp.improve import improve_by_milp
 from optpipe_solver.milp.periodic.improve import improve_by_periodic
 from optpipe_solver.starts import all_starts
 
-__all__ = ["warm_up"]
+__all__ = ["ensure_warm", "warm_up"]
 
 _COMPILE_S = 600.0
+
+
+def ensure_warm() -> None:
+    """Compile what no process of this installation has compiled before, and log that it does.
+
+    It takes a minute or two, once: before a time limit begins to count, not within it.
+    """
+    if not _mark().exists():
+        logging.getLogger(__name__).warning(
+            "compiling the search, once for this installation: a minute or two"
+        )
+        warm_up()
+
+
+def _mark() -> Path:
+    """Return the file that says so; its name changes with what the compiled code depends on."""
+    versions = f"{version('optpipe')}-numba-{numba.__version__}-python-{sys.version_info.minor}"
+    compiled: Any = anneal
+    return Path(compiled.stats.cache_path) / f"optpipe-{versions}.warm"
 
 
 def warm_up() -> None:
@@ -33,6 +63,10 @@ def warm_up() -> None:
     small = Incumbent(_tight([0, 1], num_microbatches=2))
     small.offer(build_serial(small.problem), "serial")
     improve_by_milp(small, time_limit_s=_COMPILE_S, threads=1, seed=0, work_limit=1)
+    mark = _mark()
+    # Where nothing can be written numba keeps nothing either, and the next process compiles again.
+    if os.access(mark.parent, os.W_OK):
+        mark.touch()
 
 
 def _tight(placement: list[int], num_microbatches: int = 4) -> Problem:

@@ -63,7 +63,7 @@ def main() -> None:
 def _warm_up(solve_path: str) -> None:
     """Load the compiled search before a job comes; a process waits for one most of its life."""
     if solve_path.startswith("optpipe_solver"):
-        importlib.import_module("optpipe_solver.improve.warm").warm_up()
+        importlib.import_module("optpipe_solver.warm").warm_up()
 
 
 class _Channel:

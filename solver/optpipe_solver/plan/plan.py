@@ -14,6 +14,7 @@ from optpipe_solver.plan.lines import PLACEMENTS, Line, make_lines, natural_orde
 from optpipe_solver.plan.search import Search
 from optpipe_solver.result import SolveStatus
 from optpipe_solver.smallest_memory import feasibility
+from optpipe_solver.warm import ensure_warm
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -131,6 +132,7 @@ def plan(
     """
     _check_arguments(time_limit_s, threads, chunks, placements)
     lines = make_lines(model, placements, chunks)
+    ensure_warm()
     clock = Clock(time_limit_s, should_stop or _never)
     search = Search(model, lines, clock, threads=threads, seed=seed, on_progress=on_progress)
     search.run()
