@@ -43,7 +43,7 @@ P50, P95: step time when every duration varies by +-10 %; took: seconds to find 
 def compare(
     problem_file: ProblemFile,
     time_limit: TimeLimit = 20.0,
-    threads: Threads = 1,
+    threads: Threads = 2,
     seed: Seed = 0,
     tokens_per_microbatch: Annotated[
         float | None,

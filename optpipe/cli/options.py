@@ -51,7 +51,10 @@ Gap = Annotated[
         metavar="X", help="Stop where proven within this share of the optimum, e.g. 0.01."
     ),
 ]
-Threads = Annotated[int, typer.Option(metavar="N", min=1, help="Threads of the solver.")]
+Threads = Annotated[
+    int,
+    typer.Option(metavar="N", min=1, help="From 2 on, search and proofs run side by side."),
+]
 Seed = Annotated[int, typer.Option(metavar="N", min=0, help="Seed of everything random.")]
 Method = Annotated[
     str, typer.Option(metavar="NAME", help="auto, or one method that optpipe compare lists.")

@@ -67,7 +67,7 @@ def plan(
     output: Output = None,
     problem_out: ProblemOut = None,
     time_limit: TimeLimit = 60.0,
-    threads: Threads = 1,
+    threads: Threads = 2,
     seed: Seed = 0,
     chunks: Chunks = "1,2,4",
     placements: Placements = "linear,loop,v,free",

@@ -44,7 +44,7 @@ def solve(
     problem_file: ProblemFile,
     output: Output = None,
     time_limit: TimeLimit = 60.0,
-    threads: Threads = 1,
+    threads: Threads = 2,
     seed: Seed = 0,
     method: Method = "auto",
     gap: Gap = OPTIMAL_GAP,
