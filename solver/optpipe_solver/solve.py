@@ -156,7 +156,8 @@ class _Run:
             self.stopped_by = "gap"
         elif self.should_stop():
             self.stopped_by = "cancelled"
-        elif self._is_late():
+        elif self._is_late() or (self.method == "auto" and self.budget.work_limit is None):
+            # A part that knows that what is left is too little for it ends a moment before.
             self.stopped_by = "time_limit"
 
     def _is_late(self) -> bool:

@@ -307,7 +307,7 @@ def test_every_operation_documents_its_refusals_as_problem_details(http) -> None
         for path, item in document["paths"].items()
         for method, operation in item.items()
     }
-    assert len(operations) == 12
+    assert len(operations) == 13
     for name, operation in operations.items():
         for status, response in operation["responses"].items():
             if status >= "400":

@@ -22,6 +22,7 @@ OPERATIONS = {
     "POST /v1/compare",
     "GET /healthz",
     "GET /readyz",
+    "GET /v1/schemas/model",
     "GET /v1/schemas/problem",
     "GET /v1/schemas/schedule",
 }

@@ -15,7 +15,7 @@ import numpy as np
 from optpipe_solver.improve import draws, kernel
 from optpipe_solver.improve.board import copy
 from optpipe_solver.improve.edit import put_back
-from optpipe_solver.improve.longest_path import longest_path
+from optpipe_solver.improve.longest_path import longest_path, set_out
 from optpipe_solver.improve.propagate import last_end, list_device, propagate, roll_back
 from optpipe_solver.improve.propose import propose
 from optpipe_solver.improve.room import commit, hosts_fit, make_room
@@ -29,17 +29,32 @@ if TYPE_CHECKING:
     from optpipe_solver.improve.kernel import Memory, Times, Work
     from optpipe_solver.improve.rules import Rules
 
-__all__ = ["Table", "accept", "anneal", "measure", "take_back", "try_move"]
+__all__ = [
+    "Course",
+    "Table",
+    "accept",
+    "anneal",
+    "course_of",
+    "measure",
+    "take_back",
+    "try_move",
+]
 
 _PLATEAU = 0.01
 _MEAN_FALLS = 2.0
 """By how many mean passes a move is expected to lower the mean of the last ends, at most."""
 
-_LEAST_AGE, _AGE_SHARE = 24, 200
+_LEAST_AGE, _AGE_SHARE = 8, 200
 """Moves taken before the longest path and all tails are looked up again: at least, and by size."""
+
+_STEP = 256
+"""Actions simulated between two changes of the temperature."""
 
 _MOVE_WORK, _ROW_SHARE = 10, 128
 """A move's own cost, in actions simulated: fixed, and a share of what a program can hold."""
+
+_EDIT_SHARE = 8
+"""Places changed that cost as much as an action simulated."""
 
 
 class Table(NamedTuple):
@@ -61,35 +76,54 @@ class Table(NamedTuple):
     stale: NDArray[np.bool_]
 
 
+class Course(NamedTuple):
+    """How far one cooling has come; where it is cut into slices makes no difference.
+
+    ``values`` are the judgement and the objective of the board and the best objective seen (ms),
+    ``counts`` the actions simulated, the moves tried, the moves taken since the longest path was
+    looked up, and its length.
+    """
+
+    values: NDArray[np.float64]
+    counts: NDArray[np.int64]
+
+
+def course_of(table: Table, best: float) -> Course:
+    """Return the beginning of a cooling; ``best`` is the objective of the table's best board."""
+    objective = measure(table)
+    values = np.array([_judged(table, objective), objective, best])
+    return Course(values, np.array([0, 0, table.board.at.size, 0], dtype=np.int64))
+
+
 @lean
 def anneal(
     table: Table,
-    best: float,
+    course: Course,
     hot: float,
     cold: float,
-    budget: int,
+    whole: int,
+    until: int,
     draw: NDArray[np.uint64],
-) -> tuple[float, int, int]:
-    """Make random moves until ``budget`` actions were simulated, cooling from ``hot`` to ``cold``.
+) -> None:
+    """Make random moves until ``until`` actions were simulated in this cooling.
 
-    ``best`` is the objective of the best board so far, in ms as the temperatures are. Returns the
-    best objective seen, the actions simulated and the moves tried.
+    The temperature falls from ``hot`` to ``cold`` (ms) while ``whole`` actions are simulated.
     """
     board, rules = table.board, table.rules
-    length = measure(table)
-    current = _judged(table, length)
+    current, length, best = course.values
+    work, tried, age, path_size = course.counts
     allowance = _MEAN_FALLS * _PLATEAU * rules.mean_pass_ms
-    work = tried = path_size = 0
     own = _MOVE_WORK + board.actions.shape[1] // _ROW_SHARE
-    oldest = age = max(_LEAST_AGE, board.at.size // _AGE_SHARE)
-    temperature = hot
-    while work < budget:
+    oldest = max(_LEAST_AGE, board.at.size // _AGE_SHARE)
+    temperature = _temperature(hot, cold, work - work % _STEP, whole)
+    cooled = work - work % _STEP + _STEP
+    while work < until:
         tried += 1
-        if tried % 32 == 0:
-            temperature = hot * (cold / hot) ** (work / budget)
-        if age >= oldest and rules.incremental:
-            path_size = longest_path(board, table.times, rules.by_span, table.path)
-            refresh_tails(board, table.times, table.agenda)
+        if work >= cooled:
+            temperature = _temperature(hot, cold, work - work % _STEP, whole)
+            cooled = work - work % _STEP + _STEP
+        if age >= oldest:
+            path_size = _look_around(table)
             work += board.at.size // 8
             age = 0
         limit = current - temperature * np.log(max(1e-300, draws.unit(draw)))
@@ -106,7 +140,26 @@ def anneal(
             best = objective
             age = oldest
             _keep(table)
-    return best, work, tried
+    course.values[0], course.values[1], course.values[2] = current, length, best
+    course.counts[0], course.counts[1] = work, tried
+    course.counts[2], course.counts[3] = age, path_size
+
+
+@lean
+def _temperature(hot: float, cold: float, work: int, whole: int) -> float:
+    return hot * (cold / hot) ** min(1.0, work / whole)
+
+
+@lean
+def _look_around(table: Table) -> int:
+    """Find a longest path, and the tails where they are of use; return the path's size."""
+    board, times, rules = table.board, table.times, table.rules
+    if rules.incremental:
+        refresh_tails(board, times, table.agenda)
+    else:
+        kernel.length(board.actions, board.counts, times, table.work)
+        set_out(board, times, table.work)
+    return longest_path(board, times, rules.by_span, table.path)
 
 
 @lean
@@ -126,12 +179,13 @@ def try_move(
     copy(undo.first, board.first, num_devices)
     copy(undo.last, board.last, num_devices)
     changed = propose(board, undo, table.times, table.memory, rules, table.path, path_size, draw)
+    edited = _edited(undo)
     if not changed or not _fits(table, draw):
-        return 0, np.inf, np.inf
+        return edited, np.inf, np.inf
     if not rules.incremental:
         makespan, span, mean = kernel.length(board.actions, board.counts, table.times, table.work)
         objective = span if rules.by_span else makespan
-        return table.times.num_cells * 4, objective + _PLATEAU * mean, objective
+        return edited + table.times.num_cells * 4, objective + _PLATEAU * mean, objective
     for i in range(undo.sizes[0]):
         device = undo.touched[i]
         low = undo.low[device]
@@ -140,12 +194,21 @@ def try_move(
         table.agenda.until[device] = max(table.agenda.until[device], undo.high[device])
     if rules.by_span:
         cutoff = np.inf
-    budget = 2 * board.at.size
+    budget = board.at.size
     looked = propagate(board, undo, table.agenda, table.times, rules.tails, cutoff, budget)
     if looked < 0:
-        return -looked, np.inf, np.inf
+        return edited - looked, np.inf, np.inf
     objective = measure(table)
-    return looked, _judged(table, objective), objective
+    return edited + looked, _judged(table, objective), objective
+
+
+@lean
+def _edited(undo: Undo) -> int:
+    """Return about what the edits cost, in actions simulated."""
+    places = 0
+    for i in range(undo.sizes[0]):
+        places += max(0, undo.high[undo.touched[i]] - undo.low[undo.touched[i]])
+    return places // _EDIT_SHARE
 
 
 @lean
@@ -202,9 +265,8 @@ def take_back(table: Table) -> None:
         device = undo.touched[i]
         put_back(board, undo, device)
         undo.high[device] = -1
-    if undo.sizes[2] > 0:
-        cell = undo.sizes[2] - 1
-        board.again[cell] = not board.again[cell]
+    for i in range(undo.sizes[2]):
+        board.again[undo.flipped[i]] = not board.again[undo.flipped[i]]
     num_devices = board.counts.size
     copy(board.hosts, undo.hosts, num_devices)
     copy(board.first, undo.first, num_devices)

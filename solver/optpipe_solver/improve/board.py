@@ -52,8 +52,8 @@ class Undo(NamedTuple):
     ``touched[:sizes[0]]`` are the devices whose programs changed, with the old program in ``rows``
     and its length in ``counts``; places ``low`` .. ``high - 1`` may differ from it. Times are in a
     log of ``sizes[1]`` entries: an action, and clock, out, back and end before. It has room for
-    three times as many entries as there can be actions. ``sizes[2]`` is one more than the cell
-    whose recompute flag was changed, 0 for none.
+    three times as many entries as there can be actions. ``flipped[:sizes[2]]`` are the cells whose
+    recompute flag was changed, each as often as it was; there is room for four times all cells.
     """
 
     sizes: NDArray[np.int64]
@@ -62,6 +62,7 @@ class Undo(NamedTuple):
     counts: NDArray[np.int64]
     low: NDArray[np.int64]
     high: NDArray[np.int64]
+    flipped: NDArray[np.int64]
     codes: NDArray[np.int64]
     values: NDArray[np.float64]
     first: NDArray[np.float64]
@@ -126,6 +127,7 @@ def undo_for(board: Board) -> Undo:
         counts=np.zeros(num_devices, dtype=np.int64),
         low=np.zeros(num_devices, dtype=np.int64),
         high=np.full(num_devices, -1, dtype=np.int64),
+        flipped=np.zeros(4 * board.again.size + 8, dtype=np.int64),
         codes=np.zeros(most, dtype=np.int64),
         values=np.zeros((most, 4)),
         first=np.zeros(num_devices),

@@ -20,7 +20,7 @@ from optpipe_solver.lean import lean
 if TYPE_CHECKING:
     from optpipe_solver.improve.board import Board, Undo
 
-__all__ = ["backward_of", "ceiling", "floor", "insert", "put_back", "remove", "slide"]
+__all__ = ["backward_of", "ceiling", "floor", "insert", "is_ordered", "put_back", "remove", "slide"]
 
 _CHAIN = (
     FORWARD,
@@ -129,3 +129,16 @@ def ceiling(board: Board, cells: int, code: int, count: int) -> int:
             if place >= 0:
                 return place - 1
     return count - 1
+
+
+@lean
+def is_ordered(board: Board, cells: int, cell: int) -> bool:
+    """Whether a cell's actions stand in their order."""
+    found = -1
+    for kind in _CHAIN:
+        place = board.at[kind * cells + cell]
+        if place >= 0:
+            if place < found:
+                return False
+            found = place
+    return True

@@ -6,7 +6,7 @@ import time
 from typing import TYPE_CHECKING, NamedTuple
 
 from optpipe_solver.improve import draws
-from optpipe_solver.improve.annealing import anneal
+from optpipe_solver.improve.annealing import anneal, course_of
 from optpipe_solver.improve.compiled import CompiledProblem, Rows
 from optpipe_solver.improve.table import table_for
 
@@ -19,10 +19,13 @@ if TYPE_CHECKING:
 __all__ = ["improve_by_local_search"]
 
 _FIRST_WORK, _SLICE_WORK = 50_000, 1_000_000
-"""Actions simulated between two looks at the clock and whether to stop: up to about 0.1 s.
+"""Actions simulated between two offers at least.
 
 The first slices are shorter, each twice the one before, so that the first gains come at once.
 """
+
+_LOOK_S, _LEAST_WORK = 0.05, 5_000
+"""Seconds between two looks at the clock and whether to stop, by the speed seen; least work."""
 
 _HOT, _COLD = (0.05, 0.15, 0.5, 0.02, 1.0), 0.002
 """Temperatures as fractions of the mean duration of a forward, an input and a weight gradient.
@@ -31,8 +34,8 @@ Each cooling starts hotter or colder than the one before: cold ones polish and a
 problem has time for, hot ones leave the valley of the start.
 """
 
-_CYCLE = 30
-"""Slices of one cooling from hot to cold; then it starts again from one of the best."""
+_CYCLE_WORK = 30_000_000
+"""Actions simulated in one cooling from hot to cold; then it starts again from one of the best."""
 
 _OFFER_S = 15e-6
 """Seconds per action that the check of an offered schedule takes, until one was timed."""
@@ -80,7 +83,7 @@ def improve_by_local_search(
             break
         if should_stop is not None and should_stop():
             return search.work
-        search.run_slice(work_limit)
+        search.run(min(left, _LOOK_S), work_limit)
     search.offer()
     return search.work
 
@@ -102,34 +105,47 @@ class _Search:
         self.elites = [self._elite(programs) for programs in (best.programs, *starts) if programs]
         self.current = 0
         self.table = table_for(self.compiled, self.elites[0].rows)
-        self.objective_ms = self.elites[0].objective_ms
-        self.work = self.slices = self.tried = 0
+        self.course = course_of(self.table, self.elites[0].objective_ms)
+        self.work = self.cycle = self.before = 0
+        self.slice_work = self.slice_end = _FIRST_WORK
+        self.speed = 0.0
         self.has_news = False
         self.offer_s = _OFFER_S * int(self.table.board.counts.sum())
         self.offered_at = 0.0
-        self.scale_ms = self.table.rules.mean_pass_ms
 
-    def run_slice(self, work_limit: int | None) -> None:
-        """Anneal for about one slice; offer what got better, but not too often."""
-        cycle, step = divmod(self.slices, _CYCLE)
-        if step == 0 and self.slices:
-            self._next_elite()
-        hottest = _HOT[cycle % len(_HOT)]
-        cooling = (_COLD / hottest) ** (1 / _CYCLE)
-        hot = self.scale_ms * hottest * cooling**step
-        budget = min(_SLICE_WORK, _FIRST_WORK << min(self.slices, 10))
+    def run(self, seconds: float, work_limit: int | None) -> None:
+        """Anneal for about some seconds; at a slice's end offer what got better, not too often."""
+        chunk = max(_LEAST_WORK, int(seconds * self.speed))
+        until = min(self.work + chunk, self.slice_end)
         if work_limit is not None:
-            budget = min(budget, work_limit - self.work)
-        found, work, tried = anneal(
-            self.table, self.objective_ms, hot, hot * cooling, budget, self.draw
-        )
-        self.slices += 1
-        self.work += work
-        self.tried += tried
-        self.objective_ms = found
-        self.has_news = self.has_news or found < self.best.objective_ms
+            until = min(until, work_limit)
+        began = time.perf_counter()
+        self._anneal(until - self.before)
+        took = time.perf_counter() - began
+        self.speed = (self.before + int(self.course.counts[0]) - self.work) / max(took, 1e-4)
+        self.work = self.before + int(self.course.counts[0])
+        self.has_news = self.has_news or self.objective_ms < self.best.objective_ms
+        if self.work >= self.slice_end:
+            self._end_slice()
+
+    def _anneal(self, until: int) -> None:
+        hottest = _HOT[self.cycle % len(_HOT)] * self.table.rules.mean_pass_ms
+        coldest = _COLD * self.table.rules.mean_pass_ms
+        anneal(self.table, self.course, hottest, coldest, _CYCLE_WORK, until, self.draw)
+
+    def _end_slice(self) -> None:
+        """Take stock where that is a function of the work done: see the note on seeds."""
         if time.perf_counter() - self.offered_at > _OFFER_SHARE * self.offer_s:
             self.offer()
+        if self.course.counts[0] >= _CYCLE_WORK:
+            self._next_elite()
+        self.slice_work = min(2 * self.slice_work, _SLICE_WORK)
+        self.slice_end = min(self.work + self.slice_work, self.before + _CYCLE_WORK)
+
+    @property
+    def objective_ms(self) -> float:
+        """The best objective of this cooling's start and all it has seen, in ms."""
+        return float(self.course.values[2])
 
     def offer(self) -> None:
         """Offer the best schedule if it is better than the incumbent."""
@@ -159,12 +175,13 @@ class _Search:
             known = min(elite.objective_ms for elite in self.elites)
             if self.best.objective_ms < known * (1 - 1e-12):
                 self.elites[0] = self._elite(news)
-        cycle = self.slices // _CYCLE
+        self.cycle += 1
+        self.before = self.work
         ranks = sorted(range(len(self.elites)), key=lambda i: self.elites[i].objective_ms)
-        self.current = ranks[0] if cycle % 2 == 0 else (cycle // 2) % len(self.elites)
+        self.current = ranks[0] if self.cycle % 2 == 0 else (self.cycle // 2) % len(self.elites)
         chosen = self.elites[self.current]
         self.table = table_for(self.compiled, chosen.rows, self.table)
-        self.objective_ms = chosen.objective_ms
+        self.course = course_of(self.table, chosen.objective_ms)
 
     def _elite(self, programs: Programs) -> _Elite:
         rows = self.compiled.encode(programs)

@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING
 from optpipe_solver.improve.edit import backward_of
 from optpipe_solver.improve.kernel import (
     BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
     FORWARD,
     FULL_BACKWARD,
     OFFLOAD,
+    RECOMPUTE,
     RELEASE,
     RELOAD,
 )
@@ -25,9 +27,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from optpipe_solver.improve.board import Board
-    from optpipe_solver.improve.kernel import Times
+    from optpipe_solver.improve.kernel import Times, Work
 
-__all__ = ["longest_path"]
+__all__ = ["longest_path", "set_out"]
 
 
 @lean
@@ -97,3 +99,30 @@ def _same_lane(board: Board, device: int, place: int, kind: int, cells: int) -> 
         if row[k] // cells == kind:
             return row[k]
     return -1
+
+
+@lean
+def set_out(board: Board, times: Times, work: Work) -> None:
+    """Write the times of a whole simulation on the board, where none are kept move by move."""
+    cells = times.num_cells
+    for device in range(board.counts.size):
+        row = board.actions[device]
+        clock = out = back = 0.0
+        for place in range(board.counts[device]):
+            code = row[place]
+            kind = code // cells
+            cell = code - kind * cells
+            if kind == FORWARD:
+                clock = board.end[code] = work.end[cell]
+            elif kind in (BACKWARD_INPUT, FULL_BACKWARD):
+                clock = board.end[cells + cell] = work.end[cells + cell]
+            elif kind == OFFLOAD:
+                out = board.end[code] = work.end[2 * cells + cell]
+            elif kind == RELOAD:
+                back = board.end[code] = work.end[3 * cells + cell]
+            elif kind == RELEASE:
+                clock = max(clock, work.end[2 * cells + cell])
+            elif kind in (BACKWARD_WEIGHT, RECOMPUTE):
+                clock += times.duration[code]
+            board.clock[code], board.out[code], board.back[code] = clock, out, back
+        board.first[device], board.last[device] = work.first[device], work.last[device]

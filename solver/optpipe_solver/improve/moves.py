@@ -9,16 +9,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from optpipe_solver.improve import draws
-from optpipe_solver.improve.board import note
-from optpipe_solver.improve.edit import backward_of, ceiling, floor, insert, remove, slide
+from optpipe_solver.improve.board import begin, note
+from optpipe_solver.improve.edit import backward_of, ceiling, floor, is_ordered, slide
 from optpipe_solver.improve.kernel import (
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,
-    FORWARD,
     FULL_BACKWARD,
-    OFFLOAD,
     RECOMPUTE,
-    RELEASE,
     RELOAD,
 )
 from optpipe_solver.lean import lean
@@ -34,15 +31,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "fill_idle",
-    "hand_over",
     "park",
     "ripple",
     "shift",
     "shift_block",
     "some_distance",
-    "toggle_fused",
-    "toggle_offload",
-    "toggle_recompute",
+    "swap",
+    "trade_backwards",
 ]
 
 
@@ -99,6 +94,46 @@ def shift_block(
 
 
 @lean
+def swap(board: Board, undo: Undo, cells: int, device: int, place: int, distance: int) -> bool:
+    """Let an action and one ``distance`` places behind it change places."""
+    count = board.counts[device]
+    other = place + distance
+    if other >= count:
+        return False
+    row = board.actions[device]
+    if ceiling(board, cells, row[place], count) < other or floor(board, cells, row[other]) > place:
+        return False
+    slide(board, undo, device, place, other)
+    if distance > 1:
+        slide(board, undo, device, other - 1, place)
+    return True
+
+
+@lean
+def trade_backwards(
+    board: Board, undo: Undo, cells: int, device: int, cell: int, other: int
+) -> bool:
+    """Let two cells of a device change places from what brings them back to their W.
+
+    Both must be kept, offloaded or recomputed alike, and fused or split alike.
+    """
+    if cell == other:
+        return False
+    begin(board, undo, device)
+    row = board.actions[device]
+    for kind in (RELOAD, RECOMPUTE, BACKWARD_INPUT, FULL_BACKWARD, BACKWARD_WEIGHT):
+        one, two = kind * cells + cell, kind * cells + other
+        here, there = board.at[one], board.at[two]
+        if (here < 0) != (there < 0):
+            return False
+        if here >= 0:
+            row[here], row[there] = two, one
+            board.at[one], board.at[two] = there, here
+            note(undo, device, min(here, there), max(here, there) + 1)
+    return is_ordered(board, cells, cell) and is_ordered(board, cells, other)
+
+
+@lean
 def fill_idle(board: Board, undo: Undo, cells: int, device: int, place: int, reach: int) -> bool:
     """Bring the next W behind a place, whose I is before it, right before that place."""
     row, count = board.actions[device], board.counts[device]
@@ -107,81 +142,6 @@ def fill_idle(board: Board, undo: Undo, cells: int, device: int, place: int, rea
             slide(board, undo, device, k, place)
             return True
     return False
-
-
-@lean
-def toggle_offload(
-    board: Board, undo: Undo, cells: int, device: int, cell: int, early: int, late: int
-) -> bool:
-    """Offload a kept cell, or keep an offloaded one.
-
-    RELEASE goes ``early`` places behind the OFFLOAD, RELOAD ``late`` places before the backward.
-    The cell must not be recomputed.
-    """
-    away = board.at[OFFLOAD * cells + cell]
-    if away >= 0:
-        remove(board, undo, device, board.at[RELOAD * cells + cell])
-        remove(board, undo, device, board.at[RELEASE * cells + cell])
-        remove(board, undo, device, away)
-        return True
-    made = board.at[FORWARD * cells + cell]
-    needed = backward_of(board, cells, cell)
-    released = min(made + 1 + early, needed)
-    insert(board, undo, device, max(released, needed - late), RELOAD * cells + cell)
-    insert(board, undo, device, released, RELEASE * cells + cell)
-    insert(board, undo, device, made + 1, OFFLOAD * cells + cell)
-    return True
-
-
-@lean
-def hand_over(board: Board, undo: Undo, cells: int, device: int, cell: int, other: int) -> bool:
-    """Offload another kept cell of the device instead of this one, at about the same places."""
-    if board.at[OFFLOAD * cells + cell] < 0 or board.at[OFFLOAD * cells + other] >= 0:
-        return False
-    if board.again[other]:
-        return False
-    released, reloaded = board.at[RELEASE * cells + cell], board.at[RELOAD * cells + cell]
-    toggle_offload(board, undo, cells, device, cell, 0, 0)
-    early = max(0, released - 1 - board.at[FORWARD * cells + other])
-    late = max(0, backward_of(board, cells, other) - (reloaded - 2))
-    return toggle_offload(board, undo, cells, device, other, early, late)
-
-
-@lean
-def toggle_recompute(
-    board: Board, undo: Undo, cells: int, device: int, cell: int, late: int
-) -> bool:
-    """Recompute a kept cell ``late`` places before its backward, or keep a recomputed one.
-
-    The cell must not be offloaded.
-    """
-    at = board.at[RECOMPUTE * cells + cell]
-    made = board.at[FORWARD * cells + cell]
-    undo.sizes[2] = cell + 1
-    if at >= 0:
-        remove(board, undo, device, at)
-    else:
-        needed = backward_of(board, cells, cell)
-        insert(board, undo, device, max(made + 1, needed - late), RECOMPUTE * cells + cell)
-    board.again[cell] = at < 0
-    note(undo, device, made, made + 1)
-    return True
-
-
-@lean
-def toggle_fused(board: Board, undo: Undo, cells: int, device: int, cell: int) -> bool:
-    """Replace I and W by B where the I stands, or B by I with its W right behind."""
-    fused = board.at[FULL_BACKWARD * cells + cell]
-    if fused >= 0:
-        remove(board, undo, device, fused)
-        insert(board, undo, device, fused, BACKWARD_WEIGHT * cells + cell)
-        insert(board, undo, device, fused, BACKWARD_INPUT * cells + cell)
-        return True
-    at = board.at[BACKWARD_INPUT * cells + cell]
-    remove(board, undo, device, board.at[BACKWARD_WEIGHT * cells + cell])
-    remove(board, undo, device, at)
-    insert(board, undo, device, at, FULL_BACKWARD * cells + cell)
-    return True
 
 
 @lean

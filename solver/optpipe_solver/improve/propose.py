@@ -5,13 +5,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from optpipe_solver.improve import draws, moves
+from optpipe_solver.improve import draws, modes, moves, waves
 from optpipe_solver.improve.kernel import (
-    BACKWARD_INPUT,
-    BACKWARD_WEIGHT,
-    FORWARD,
     FULL_BACKWARD,
-    OFFLOAD,
 )
 from optpipe_solver.lean import lean
 
@@ -28,8 +24,17 @@ if TYPE_CHECKING:
 __all__ = ["propose"]
 
 _ON_PATH = 0.5
+_TWICE = 0.1
+"""Share of proposals that make two moves at once: some doors need two keys."""
+
 _FAR = 63
 """Farthest that single actions are moved, in places."""
+
+_MODES, _WAVES = 0.12, 0.03
+"""Shares of moves that change what becomes of activations, and of those along many micro-batches.
+
+The latter cost as much as hundreds of the others where batches are long.
+"""
 
 
 @lean
@@ -41,42 +46,84 @@ def propose(
     rules: Rules,
     path: NDArray[np.int64],
     path_size: int,
-    draw: NDArray[np.uint64],
+    draw: Draw,
 ) -> bool:
-    """Change the board by a random move; whether anything changed."""
-    cells, m = times.num_cells, times.num_microbatches
+    """Change the board by a random move; whether it may be worth timing."""
+    code = _somewhere(board, path, path_size, draw)
+    if code < 0 or not _move(board, undo, times, memory, rules, code, draw):
+        return False
+    if draws.unit(draw) < _TWICE:
+        code = _somewhere(board, path, path_size, draw)
+        return code >= 0 and _move(board, undo, times, memory, rules, code, draw)
+    return True
+
+
+@lean
+def _somewhere(board: Board, path: NDArray[np.int64], path_size: int, draw: Draw) -> int:
+    """Return an action to move, -1 where the choice is void."""
     if path_size > 0 and draws.unit(draw) < _ON_PATH:
         code = path[draws.below(draw, path_size)]
-        place = board.at[code]
-        if place < 0:
-            return False
-        device = times.device_of[(code % cells) // m]
-    else:
-        device = draws.below(draw, board.counts.size)
-        if board.counts[device] < 2:
-            return False
-        place = draws.below(draw, board.counts[device])
-        code = board.actions[device, place]
-    kind = code // cells
-    cell = code - kind * cells
+        return code if board.at[code] >= 0 else -1
+    device = draws.below(draw, board.counts.size)
+    if board.counts[device] < 2:
+        return -1
+    return board.actions[device, draws.below(draw, board.counts[device])]
+
+
+@lean
+def _move(
+    board: Board, undo: Undo, times: Times, memory: Memory, rules: Rules, code: int, draw: Draw
+) -> bool:
+    """Make a random move of or around an action."""
+    cell = code % times.num_cells
+    device = times.device_of[cell // times.num_microbatches]
     choice = draws.unit(draw)
-    if choice < 0.10:
-        if _choose_other_mode(board, undo, times, memory, rules, device, cell, choice, draw):
-            return True
-    elif choice < 0.13:
-        sign = 1 if draws.unit(draw) < 0.6 else -1
-        distance = sign * moves.some_distance(draw, board.counts[device])
-        return moves.park(board, undo, cells, device, cell, distance, draws.below(draw, 8))
-    elif choice < 0.17 and kind in (FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FULL_BACKWARD):
+    if choice < _MODES:
+        if _can_choose(memory, rules, times, board, cell):
+            return _choose_mode(board, undo, times, memory, rules, device, cell, draw)
+    elif choice < _MODES + _WAVES:
+        if times.num_microbatches > 2:
+            return _make_wave(board, undo, times, memory, code, draw)
+    elif choice < 0.25:
+        return _move_backwards(board, undo, times, device, cell, draw)
+    return _move_in_order(board, undo, times, device, code, draw)
+
+
+@lean
+def _move_in_order(
+    board: Board, undo: Undo, times: Times, device: int, code: int, draw: Draw
+) -> bool:
+    """Move an action, or some of them, within programs."""
+    cells, place = times.num_cells, board.at[code]
+    choice = draws.unit(draw)
+    if choice < 0.05 and code // cells <= FULL_BACKWARD:
         step = 1 if draws.unit(draw) < 0.5 else -1
         most = 2 + draws.below(draw, times.num_stages)
         return moves.ripple(board, undo, times, code, step, most, _signed(draw, 7))
-    elif choice < 0.21:
+    if choice < 0.10:
         return moves.fill_idle(board, undo, cells, device, place, 2 * _FAR)
-    elif choice < 0.31:
+    if choice < 0.22:
         width = 2 + draws.below(draw, 4)
         return moves.shift_block(board, undo, cells, device, place, width, _signed(draw, _FAR))
+    if choice < 0.30:
+        return moves.swap(board, undo, cells, device, place, moves.some_distance(draw, 15))
     return moves.shift(board, undo, cells, device, place, _signed(draw, _FAR))
+
+
+@lean
+def _move_backwards(
+    board: Board, undo: Undo, times: Times, device: int, cell: int, draw: Draw
+) -> bool:
+    """Park a cell's whole backward earlier or later, or in another's place."""
+    cells, m = times.num_cells, times.num_microbatches
+    if draws.unit(draw) < 0.5:
+        sign = 1 if draws.unit(draw) < 0.6 else -1
+        distance = sign * moves.some_distance(draw, board.counts[device])
+        return moves.park(board, undo, cells, device, cell, distance, draws.below(draw, 8))
+    other = cell + _signed(draw, m)
+    if other < 0 or other // m != cell // m:
+        return False
+    return moves.trade_backwards(board, undo, cells, device, cell, other)
 
 
 @lean
@@ -86,7 +133,15 @@ def _signed(draw: Draw, most: int) -> int:
 
 
 @lean
-def _choose_other_mode(
+def _can_choose(memory: Memory, rules: Rules, times: Times, board: Board, cell: int) -> bool:
+    """Whether anything but keeping the activation and a split backward is possible."""
+    stage = cell // times.num_microbatches
+    fused = rules.fused[stage] or board.at[FULL_BACKWARD * times.num_cells + cell] >= 0
+    return memory.may_offload[stage] or memory.may_recompute[stage] or fused
+
+
+@lean
+def _choose_mode(
     board: Board,
     undo: Undo,
     times: Times,
@@ -94,30 +149,61 @@ def _choose_other_mode(
     rules: Rules,
     device: int,
     cell: int,
-    choice: float,
     draw: Draw,
 ) -> bool:
     """Change how a cell's activation is kept, or whether its backward is fused."""
-    cells = times.num_cells
-    stage = cell // times.num_microbatches
-    offloaded = board.at[OFFLOAD * cells + cell] >= 0
-    if choice < 0.06:
-        if not memory.may_offload[stage] or board.again[cell]:
+    cells, m = times.num_cells, times.num_microbatches
+    stage = cell // m
+    fused = rules.fused[stage] or board.at[FULL_BACKWARD * cells + cell] >= 0
+    may = memory.may_offload[stage] or memory.may_recompute[stage]
+    if fused and (not may or draws.unit(draw) < 0.2):
+        late = moves.some_distance(draw, 15)
+        return modes.toggle_fused(board, undo, cells, device, cell, late)
+    if draws.unit(draw) < 0.4:
+        other = board.actions[device, draws.below(draw, board.counts[device])] % cells
+        mode, wanted = modes.mode_of(board, cells, cell), modes.mode_of(board, cells, other)
+        if not (_may(memory, stage, wanted) and _may(memory, other // m, mode)):
             return False
-        if offloaded and draws.unit(draw) < 0.4:
-            place = draws.below(draw, board.counts[device])
-            other = board.actions[device, place] % cells
-            if memory.may_offload[other // times.num_microbatches]:
-                return moves.hand_over(board, undo, cells, device, cell, other)
-            return False
+        return modes.exchange(board, undo, cells, device, cell, other)
+    mode = _some_mode(memory, stage, modes.mode_of(board, cells, cell), draw)
+    early = moves.some_distance(draw, 31) - 1
+    late = moves.some_distance(draw, 31) - 1
+    return modes.place_mode(board, undo, cells, device, cell, mode, early, late)
+
+
+@lean
+def _may(memory: Memory, stage: int, mode: int) -> bool:
+    if mode == modes.AWAY:
+        return memory.may_offload[stage]
+    return mode == modes.KEPT or memory.may_recompute[stage]
+
+
+@lean
+def _some_mode(memory: Memory, stage: int, known: int, draw: Draw) -> int:
+    """Return a mode the stage may have, a third as often the one it has."""
+    mode = draws.below(draw, 3)
+    if mode == known and draws.unit(draw) < 0.7:
+        mode = (mode + 1 + draws.below(draw, 2)) % 3
+    while not _may(memory, stage, mode):
+        mode = (mode + 1) % 3
+    return mode
+
+
+@lean
+def _make_wave(
+    board: Board, undo: Undo, times: Times, memory: Memory, code: int, draw: Draw
+) -> bool:
+    """Change many micro-batches alike."""
+    cells, m = times.num_cells, times.num_microbatches
+    cell = code % cells
+    stage = cell // m
+    count = 1 + moves.some_distance(draw, m - 1)
+    if draws.unit(draw) < 0.2 and (memory.may_offload[stage] or memory.may_recompute[stage]):
+        mode = _some_mode(memory, stage, modes.mode_of(board, cells, cell), draw)
         early = moves.some_distance(draw, 31) - 1
         late = moves.some_distance(draw, 31) - 1
-        return moves.toggle_offload(board, undo, cells, device, cell, early, late)
-    if choice < 0.08:
-        if not memory.may_recompute[stage] or offloaded:
-            return False
-        late = moves.some_distance(draw, 7) - 1
-        return moves.toggle_recompute(board, undo, cells, device, cell, late)
-    if rules.fused[stage] or board.at[FULL_BACKWARD * cells + cell] >= 0:
-        return moves.toggle_fused(board, undo, cells, device, cell)
-    return False
+        stride = 1 + draws.below(draw, 3)
+        return waves.mode_wave(board, undo, times, cell, count, stride, mode, early, late)
+    most = 1 if draws.unit(draw) < 0.5 else 1 + draws.below(draw, times.num_stages)
+    width = 1 if draws.unit(draw) < 0.6 else 2 + draws.below(draw, 2)
+    return waves.wave(board, undo, times, code, count, most, width, _signed(draw, 7))
