@@ -1,7 +1,8 @@
 """How long every family takes to build, up to 64 devices and 512 micro-batches, and all starts.
 
-``python benchmarks/families_speed.py [--append] [--family NAME ...]`` prints Markdown tables in
-seconds of CPU time; ``--append`` adds them to ``benchmarks/RESULTS.md``. Every schedule is checked
+``python benchmarks/families_speed.py [--append] [--family NAME ...]`` prints seconds of CPU time,
+then the slowest limit and lanes of each family and placement as Markdown; ``--append`` adds those
+tables to ``benchmarks/RESULTS.md``. Every schedule is checked
 but for memory limits it may ignore, outside the clock. Each size is built once before it is timed
 where it is small, so that compiled code is warm.
 
@@ -102,19 +103,20 @@ def seconds(family: Family, problem: Problem) -> float | None:
 
 
 def rows(families: list[Family]) -> list[str]:
-    """One Markdown row per family, placement, limit and lanes it applies to."""
+    """One Markdown row per family and placement it applies to: the most over limits and lanes."""
     found = []
     for (shape, chunks), family in product(SHAPES, families):
+        slowest = [-1.0] * len(SIZES)
         respects = family.limit is Limit.RESPECTED
         for limit, lanes in product(LIMITS, LANES) if respects else (("2p", LANES[0]),):
             problems = [problem_of(size, shape, chunks, limit, lanes) for size in SIZES]
             seconds(family, problems[0])
             taken = [seconds(family, problem) for problem in problems]
-            if any(took is not None for took in taken):
-                cells = " | ".join("-" if took is None else f"{took:.2f}" for took in taken)
-                row = f"| {family.name} | {shape} x{chunks} | {limit} | {lanes} | {cells} |"
-                print(row, flush=True)
-                found.append(row)
+            print(f"{family.name}, {shape} x{chunks}, {limit}, {lanes}: {taken}", flush=True)
+            slowest = [max(most, took or -1.0) for most, took in zip(slowest, taken, strict=True)]
+        if max(slowest) >= 0:
+            cells = " | ".join("-" if most < 0 else f"{most:.2f}" for most in slowest)
+            found.append(f"| {family.name} | {shape} x{chunks} | {cells} |")
     return found
 
 
@@ -129,9 +131,7 @@ def rows_of_starts() -> list[str]:
                 if start.legal:
                     first = min(first, time.process_time() - began)
             took = time.process_time() - began
-        row = f"| {shape} x{chunks} | {limit} | {first:.2f} | {took:.2f} |"
-        print(row, flush=True)
-        found.append(row)
+        found.append(f"| {shape} x{chunks} | {limit} | {first:.2f} | {took:.2f} |")
     return found
 
 
@@ -145,12 +145,12 @@ def main() -> None:
     head = [
         f"### Building the families, seconds of CPU time ({stamp()})",
         "",
-        "| family | placement | limit | lanes | "
-        + " | ".join(f"p={p}, m={m}" for p, m in SIZES)
-        + " |",
-        "|---|---|---|---|" + "--:|" * len(SIZES),
+        "The slowest over limits of 2p, p/2 and p/4 micro-batches and 1.5 x the smallest memory, and",
+        "over full-duplex lanes and half-duplex PCIe pairs.",
+        "",
+        "| family | placement | " + " | ".join(f"p={p}, m={m}" for p, m in SIZES) + " |",
+        "|---|---|" + "--:|" * len(SIZES),
     ]
-    print("\n".join(head))
     table = [*head, *rows(chosen), ""]
     if arguments.family is None:
         head = [
@@ -159,8 +159,8 @@ def main() -> None:
             "| placement | limit | first | all |",
             "|---|---|--:|--:|",
         ]
-        print("\n".join(["", *head]))
         table += [*head, *rows_of_starts(), ""]
+    print("\n".join(table))
     if arguments.append:
         text = LEDGER.read_text(encoding="utf-8") + "\n".join([*table, ""])
         LEDGER.write_text(text, encoding="utf-8")
