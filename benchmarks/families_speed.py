@@ -145,7 +145,7 @@ def main() -> None:
     head = [
         f"### Building the families, seconds of CPU time ({stamp()})",
         "",
-        "The slowest over limits of 2p, p/2 and p/4 micro-batches and 1.5 x the smallest memory, and",
+        "The slowest over limits of 2p, p/2, p/4 micro-batches and 1.5 x the smallest memory, and",
         "over full-duplex lanes and half-duplex PCIe pairs.",
         "",
         "| family | placement | " + " | ".join(f"p={p}, m={m}" for p, m in SIZES) + " |",
