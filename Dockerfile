@@ -35,7 +35,7 @@ ENV PATH=/opt/optpipe/bin:$PATH \
     NUMBA_CACHE_DIR=/var/cache/numba
 # Compiled here, because the user can write neither to the packages nor to a home. The folder is
 # still the user's: on a processor unlike this one numba compiles again, and must write.
-RUN python -m optpipe_solver.warm && chown --recursive optpipe:optpipe "$NUMBA_CACHE_DIR"
+RUN python -c 'import optpipe_solver; optpipe_solver.warm_up()' && chown --recursive optpipe:optpipe "$NUMBA_CACHE_DIR"
 WORKDIR /data
 VOLUME /data
 USER 10001:10001

@@ -62,7 +62,7 @@ setup-ci: .venv/.installed-ci
 .venv/.installed-%: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "optpipe: installing '.[$(EXTRAS_$*)]' into .venv (minutes the first time)"
 	$(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt --editable '.[$(EXTRAS_$*)]'
-	$(BIN)/python -m optpipe_solver.warm
+	$(BIN)/python -c 'import optpipe_solver; optpipe_solver.warm_up()'
 	@touch $@
 
 $(BIN)/python:

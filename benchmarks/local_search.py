@@ -22,6 +22,7 @@ from optpipe_solver.incumbent import Incumbent
 from optpipe_solver.starts import all_starts
 
 EXAMPLES = Path(__file__).parent.parent / "examples" / "problems"
+INSTANCES = Path(__file__).parent / "instances"
 ACTIVATION = 1_000_000
 REAL = (18.522, 18.086, 9.337)
 """F, I, W of the Zero Bubble paper's 1.5B profile, in ms."""
@@ -94,8 +95,13 @@ def problem_of(name: str, shape: Shape) -> Problem:
     )
 
 
-def problems() -> dict[str, Problem]:
-    """All problems by name."""
+def problems(instances: list[str]) -> dict[str, Problem]:
+    """All problems by name, or those of the benchmark set that are named."""
+    if instances:
+        return {
+            name: Problem.parse(json.loads((INSTANCES / f"{name}.json").read_text("utf-8")))
+            for name in instances
+        }
     found = {name: problem_of(name, shape) for name, shape in shapes().items()}
     text = (EXAMPLES / "llama3-8b-h100-pp4.json").read_text(encoding="utf-8")
     return {"llama3-8b-pp4": Problem.parse(json.loads(text)), **found}
@@ -140,18 +146,20 @@ def main() -> None:
     """Measure and print; ``--starts DIR`` keeps the starts for a second run."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=30.0)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--instances", nargs="*", default=[], help="of the benchmark set instead")
     parser.add_argument("--only", nargs="*", default=None)
     parser.add_argument("--starts", type=Path, default=None)
     arguments = parser.parse_args()
     third, whole = arguments.seconds / 3, arguments.seconds
-    print(f"### Local search alone, seed {arguments.seed} ({stamp()})\n")
+    print(f"### Local search alone, seeds {arguments.seeds} ({stamp()})\n")
     print(f"| problem | start | {third:g} s | {whole:g} s | best known | M actions/CPU s | CPU s |")
     print("|---|--:|--:|--:|--:|--:|--:|")
-    for name, problem in problems().items():
+    for name, problem in problems(arguments.instances).items():
         if arguments.only is None or name in arguments.only:
             given = starts(problem, name, arguments.starts)
-            print(row(name, problem, given, whole, arguments.seed), flush=True)
+            for seed in arguments.seeds:
+                print(row(name, problem, given, whole, seed), flush=True)
 
 
 if __name__ == "__main__":

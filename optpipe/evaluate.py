@@ -13,6 +13,7 @@ from optpipe.simulate import simulate
 if TYPE_CHECKING:
     from optpipe.action import Programs
     from optpipe.problem import Problem
+    from optpipe.simulate import Simulation
 
 __all__ = ["evaluate", "verify"]
 
@@ -24,6 +25,7 @@ def evaluate(
     *,
     bound_ms: float | None = None,
     stopped_by: StoppedBy = "work_limit",
+    run: Simulation | None = None,
 ) -> Schedule:
     """Return the schedule these programs are.
 
@@ -39,6 +41,9 @@ def evaluate(
         Proven lower bound of the problem's objective, in ms; None = nothing proven.
     stopped_by
         Why the search ended; replaced by ``optimal`` when the gap says so.
+    run
+        What `simulate` says of the programs, from a caller who has checked them too: saves doing
+        both again, which takes seconds where programs are long.
 
     Raises
     ------
@@ -47,8 +52,9 @@ def evaluate(
     ValueError
         If the bound is above the objective: one of the two is wrong.
     """
-    check(problem, programs)
-    run = simulate(problem, programs)
+    if run is None:
+        check(problem, programs)
+        run = simulate(problem, programs)
     objective_ms = run.objective_ms(problem.objective)
     if bound_ms is not None and bound_ms > objective_ms * (1 + OPTIMAL_GAP):
         raise ValueError(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+
 import pytest
 from hypothesis import given
 
@@ -28,6 +30,15 @@ def test_every_number_is_the_cores_own(case: Case) -> None:
     assert made.problem_hash == case.problem.problem_hash
     assert made.placement == case.problem.placement
     assert made.provenance is WHERE_FROM
+
+
+def test_a_run_that_the_caller_has_made_is_not_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same schedule, without another check or simulation."""
+    given_problem = problem([stage()])
+    run, made = simulate(given_problem, ROW), evaluate(given_problem, ROW, WHERE_FROM)
+    for name in ("check", "simulate"):
+        monkeypatch.delattr(import_module("optpipe.evaluate"), name)
+    assert evaluate(given_problem, ROW, WHERE_FROM, run=run) == made
 
 
 @pytest.mark.parametrize(

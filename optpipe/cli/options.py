@@ -57,7 +57,8 @@ Threads = Annotated[
 ]
 Seed = Annotated[int, typer.Option(metavar="N", min=0, help="Seed of everything random.")]
 Method = Annotated[
-    str, typer.Option(metavar="NAME", help="auto, or one method that optpipe compare lists.")
+    str,
+    typer.Option(metavar="NAME", help="auto, or a published method, as optpipe compare names it."),
 ]
 Url = Annotated[
     str, typer.Option(envvar="OPTPIPE_URL", metavar="URL", help="Address of the service.")

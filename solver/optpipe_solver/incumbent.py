@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from optpipe.action import Programs
     from optpipe.problem import Problem
+    from optpipe.simulate import Simulation
 
 __all__ = ["Incumbent"]
 
@@ -36,6 +37,8 @@ class Incumbent:
     ----------
     judging_s
         Seconds that checking and simulating took the last time: seconds where programs are long.
+    run
+        What the simulator says of the best programs.
     """
 
     def __init__(
@@ -45,6 +48,7 @@ class Incumbent:
         self.on_progress = on_progress
         self.began = time.perf_counter()
         self.programs: Programs | None = None
+        self.run: Simulation | None = None
         self.objective_ms = float("inf")
         self.method = ""
         self.bound_ms = 0.0
@@ -69,13 +73,15 @@ class Incumbent:
         began = time.perf_counter()
         if find_violations(self.problem, programs):
             return False
-        objective = simulate(self.problem, programs).objective_ms(self.problem.objective)
+        run = simulate(self.problem, programs)
+        objective = run.objective_ms(self.problem.objective)
         self.judging_s = time.perf_counter() - began
         with self._lock:
             if self._is_closed or objective >= self.objective_ms:
                 return False
             # Programs last: who sees them without the lock then sees no older objective with them.
-            self.method, self.objective_ms, self.programs = method, objective, programs
+            self.method, self.objective_ms, self.run = method, objective, run
+            self.programs = programs
             self._check_bound()
             self._tell(method, programs)
             return True

@@ -9,6 +9,7 @@ from __future__ import annotations
 from itertools import chain, cycle
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from optpipe_solver.exact.improve import improve_by_exact_search
 from optpipe_solver.improve.local_search import improve_by_local_search
 from optpipe_solver.improve.window import improve_by_windows
 from optpipe_solver.milp.horizon.model import num_order_pairs
@@ -49,6 +50,7 @@ def _root_units(problem: Problem) -> float:
 
 
 _SEARCH = Part(_search, 10_000_000)
+_EXACT = Part(improve_by_exact_search, 100_000)
 _WINDOWS = Part(improve_by_windows, 5)
 _PERIODIC = Part(improve_by_periodic, 500)
 _MILP = Part(improve_by_milp, 10, _root_units)
@@ -86,12 +88,13 @@ def plans(best: Incumbent, budget: Budget) -> tuple[Plan, ...]:
 
 def _proof(problem: Problem) -> tuple[Step, ...]:
     """Return the turns of the models: what may prove soon goes first, what cannot prove last."""
+    exact = Step(_EXACT, 0.2, 5.0)
     blocks = Step(_PERIODIC, 0.2, 15.0)
     if not milp_fits(problem):
-        return (blocks,)
+        return (exact, blocks)
     if fifo_loses_nothing(problem):
-        return (Step(_MILP, 0.5), blocks)
-    return (Step(_PERIODIC, 0.1, 5.0), Step(_MILP, 0.5))
+        return (exact, Step(_MILP, 0.5), blocks)
+    return (exact, Step(_PERIODIC, 0.1, 5.0), Step(_MILP, 0.5))
 
 
 class Allowance:

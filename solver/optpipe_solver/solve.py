@@ -37,6 +37,9 @@ __all__ = ["METHODS", "solve"]
 METHODS = ("auto", *(family.name for family in FAMILIES))
 """What ``method`` may be: ``auto`` optimises, a family's name gives that family's schedule."""
 
+_MOST_THREADS = 128
+"""Of HiGHS: 1.15 given 257 aborts the process when it ends, after all that was printed."""
+
 
 def solve(
     problem: Problem,
@@ -128,6 +131,7 @@ class _Run:
         while not (self.started.wait(0.05) or stop()):
             pass
         threads = self.budget.threads if plan.is_alone else max(1, self.budget.threads - 1)
+        threads = min(threads, _MOST_THREADS)
         improve(self.best, plan, self.budget, threads=threads, stop=stop)
 
     def _starts(self, stop: Callable[[], bool]) -> None:
@@ -161,15 +165,16 @@ class _Run:
             self.stopped_by = "time_limit"
 
     def _is_late(self) -> bool:
-        """Whether what is left of the time is needed to judge the result once more."""
-        reserve_s = 1.2 * self.best.judging_s
+        """Whether what is left of the time is needed to count the bytes of the result."""
+        reserve_s = 0.3 * self.best.judging_s
         return self.best.seconds() + reserve_s >= self.budget.time_limit_s
 
     def result(self) -> Result:
         """Return the best schedule with its proof and where it comes from."""
         best = self.best
         if best.programs is None:
-            return Result(SolveStatus.UNKNOWN, None, best.bound_ms, message="; ".join(self.reasons))
+            message = "; ".join(self.reasons) or "stopped before it had one; allow more time"
+            return Result(SolveStatus.UNKNOWN, None, best.bound_ms, message=message)
         start_method, start_ms = self.start or (None, None)
         provenance = Provenance(
             method=best.method,
@@ -188,5 +193,6 @@ class _Run:
             provenance,
             bound_ms=best.bound_ms,
             stopped_by=self.stopped_by,
+            run=best.run,
         )
         return Result(SolveStatus(schedule.status), schedule, best.bound_ms)

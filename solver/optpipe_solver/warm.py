@@ -1,4 +1,4 @@
-"""Compile everything once, so that no solve pays for it: ``python -m optpipe_solver.warm``.
+"""Compile everything once, so that no solve pays for it.
 
 numba keeps what it compiled in ``NUMBA_CACHE_DIR``, else beside the sources, else in the user's
 cache folder; a later process loads it from there in about a second. A file beside it says that all
@@ -7,10 +7,9 @@ of it is there.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
-import sys
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ import numba
 
 from optpipe.problem import Problem
 from optpipe_solver.bounds import lower_bounds
+from optpipe_solver.exact.improve import improve_by_exact_search
 from optpipe_solver.families.serial import build_serial
 from optpipe_solver.improve.annealing import anneal
 from optpipe_solver.improve.local_search import improve_by_local_search
@@ -29,6 +29,7 @@ from optpipe_solver.starts import all_starts
 __all__ = ["ensure_warm", "warm_up"]
 
 _COMPILE_S = 600.0
+_ROOT = Path(__file__).parent
 
 
 def ensure_warm() -> None:
@@ -45,13 +46,38 @@ def ensure_warm() -> None:
 
 def _mark() -> Path:
     """Return the file that says so; its name changes with what the compiled code depends on."""
-    versions = f"{version('optpipe')}-numba-{numba.__version__}-python-{sys.version_info.minor}"
+    return _folder() / f"optpipe-numba-{numba.__version__}-{_fingerprint()}.warm"
+
+
+def _fingerprint() -> str:
+    """Return a hash of all sources that are compiled: numba itself looks at one file at a time.
+
+    A function whose caller was compiled from another version of it would run as it was.
+    """
+    texts = (path.read_bytes() for path in sorted(_ROOT.rglob("*.py")))
+    compiled = b"".join(text for text in texts if b"import numba" in text or b"lean" in text)
+    return hashlib.sha256(compiled).hexdigest()[:16]
+
+
+def _forget_stale() -> None:
+    """Delete what was compiled from other sources, where the mark is not there."""
+    # Beside the sources, or in a folder where numba keeps one for each of theirs.
+    place = _ROOT if _ROOT in _folder().parents else _folder().parent
+    for pattern in ("*.nbi", "*.nbc", "*.warm"):
+        for path in place.rglob(pattern):
+            path.unlink(missing_ok=True)
+
+
+def _folder() -> Path:
+    """Return where numba keeps what it compiled of the search."""
     compiled: Any = anneal
-    return Path(compiled.stats.cache_path) / f"optpipe-{versions}.warm"
+    return Path(compiled.stats.cache_path)
 
 
 def warm_up() -> None:
     """Run everything on the smallest problems that use all of it."""
+    if not _mark().exists():
+        _forget_stale()
     for placement in ([0, 1], [0, 1, 1, 0], [0, 1, 0, 1]):
         best = Incumbent(_tight(placement))
         lower_bounds(best.problem)
@@ -62,6 +88,7 @@ def warm_up() -> None:
     improve_by_local_search(best, time_limit_s=_COMPILE_S, seed=0, work_limit=1)
     small = Incumbent(_tight([0, 1], num_microbatches=2))
     small.offer(build_serial(small.problem), "serial")
+    improve_by_exact_search(small, time_limit_s=_COMPILE_S, threads=1, seed=0, work_limit=1)
     improve_by_milp(small, time_limit_s=_COMPILE_S, threads=1, seed=0, work_limit=1)
     mark = _mark()
     # Where nothing can be written numba keeps nothing either, and the next process compiles again.
@@ -88,7 +115,3 @@ def _tight(placement: list[int], num_microbatches: int = 4) -> Problem:
             "stages": [{"device": d, **stage} for d in placement],
         }
     )
-
-
-if __name__ == "__main__":
-    warm_up()

@@ -14,6 +14,7 @@ from optpipe import Problem, check, simulate
 from optpipe_solver.incumbent import Incumbent
 from optpipe_solver.milp.highs import (
     STATUS_OF,
+    LinearProgram,
     MilpStatus,
     Model,
     at_least,
@@ -75,6 +76,16 @@ def test_columns_are_mapped_by_index() -> None:
     outcome = solve_milp(model, time_limit_s=5)
     assert outcome.values is not None
     assert [outcome.values[x] for x in xs] == pytest.approx(list(range(12)))
+
+
+def test_a_linear_program_grows_row_by_row() -> None:
+    """Each row is kept: of 2 x + y within 3 units each, then 4 together, then x at most 1."""
+    program = LinearProgram([2.0, 1.0], [3.0, 3.0])
+    assert program.best() == pytest.approx([3, 3])
+    program.add_at_most({0: 1.0, 1: 1.0}, 4.0)
+    assert program.best() == pytest.approx([3, 1])
+    program.add_at_most({0: 1.0}, 1.0)
+    assert program.best() == pytest.approx([1, 3])
 
 
 def test_a_start_is_used() -> None:
@@ -143,6 +154,17 @@ def test_the_milp_proves_what_no_bound_does() -> None:
     improve_by_milp(best, time_limit_s=60, threads=1, seed=0)
     assert best.is_optimal
     assert best.bound_method == "milp"
+
+
+def test_what_fits_in_neither_order_does_not_exist_together() -> None:
+    """14.5, found and proven; while a W and a later B could overlap, 17 was all that came of it."""
+    held = {"weight_context_bytes": 5, "backward_ms": 2.25}
+    stages = [stage(0, 2, 1, 1, **held), stage(1, 1, 2.5, 2.5, **held)]
+    best = started(problem(stages, [{"memory_bytes": 20}, {"memory_bytes": 15}], m=3))
+    assert best.objective_ms == 15
+    improve_by_milp(best, time_limit_s=30, threads=1, seed=0)
+    assert best.objective_ms == 14.5
+    assert best.is_optimal
 
 
 @pytest.mark.parametrize("name", ["all on", "all off", *_SWITCHES])

@@ -154,6 +154,13 @@ def test_a_family_that_does_not_fit_is_unknown_with_a_reason() -> None:
     assert "memory limit" in result.message
 
 
+def test_who_stops_at_once_hears_why_there_is_nothing() -> None:
+    """Whether the family came so far as to have a reason of its own or not."""
+    result = solve(parked_problem(), method="1f1b", should_stop=lambda: True)
+    assert result.status is SolveStatus.UNKNOWN
+    assert result.message
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

@@ -27,15 +27,24 @@ The first slices are shorter, each twice the one before, so that the first gains
 _LOOK_S, _LEAST_WORK = 0.05, 5_000
 """Seconds between two looks at the clock and whether to stop, by the speed seen; least work."""
 
-_HOT, _COLD = (0.05, 0.15, 0.5, 0.02, 1.0), 0.002
-"""Temperatures as fractions of the mean duration of a forward, an input and a weight gradient.
+_COLD = 0.002
+_COOLINGS = ((0.05, 1), (0.15, 1), (0.5, 1), (0.02, 1), (1.0, 1))
+_SMALL_COOLINGS = ((0.05, 1), *((4.0, 1),) * 10, (0.15, 8), *((4.0, 1),) * 10, (0.5, 4))
+"""Where each cooling begins, and by how much it is longer than a short one.
 
-Each cooling starts hotter or colder than the one before: cold ones polish and are all that a large
-problem has time for, hot ones leave the valley of the start.
+Temperatures are fractions of the mean duration of a forward, an input and a weight gradient; all
+fall to the same. Cold coolings polish and are all that a large problem has time for; hot ones leave
+the valley of the start, and small problems have time for many.
 """
 
-_CYCLE_WORK = 30_000_000
-"""Actions simulated in one cooling from hot to cold; then it starts again from one of the best."""
+_SMALL, _LEAST_CHAINS = 100, 3
+"""Cells up to which a problem is small; of one it keeps at least so many schedules apart."""
+
+_CYCLE_PER_CELL, _CYCLE_WORK = 100_000, 30_000_000
+"""Actions simulated in one cooling from hot to cold: per cell, at most.
+
+Then it starts again from one of the best.
+"""
 
 _OFFER_S = 15e-6
 """Seconds per action that the check of an offered schedule takes, until one was timed."""
@@ -100,12 +109,17 @@ class _Search:
         self.best = best
         self.draw = draws.seeded(seed)
         self.compiled = CompiledProblem.of(best.problem)
+        cells = self.compiled.times.num_cells
         self.by_span = best.problem.objective == "span"
         self.adopted = best.programs
         self.elites = [self._elite(programs) for programs in (best.programs, *starts) if programs]
         self.current = 0
+        if cells <= _SMALL:
+            self.elites += self.elites[:1] * (_LEAST_CHAINS - len(self.elites))
         self.table = table_for(self.compiled, self.elites[0].rows)
         self.course = course_of(self.table, self.elites[0].objective_ms)
+        self.coolings = _SMALL_COOLINGS if cells <= _SMALL else _COOLINGS
+        self.short_work = _CYCLE_PER_CELL * cells
         self.work = self.cycle = self.before = 0
         self.slice_work = self.slice_end = _FIRST_WORK
         self.speed = 0.0
@@ -129,18 +143,24 @@ class _Search:
             self._end_slice()
 
     def _anneal(self, until: int) -> None:
-        hottest = _HOT[self.cycle % len(_HOT)] * self.table.rules.mean_pass_ms
-        coldest = _COLD * self.table.rules.mean_pass_ms
-        anneal(self.table, self.course, hottest, coldest, _CYCLE_WORK, until, self.draw)
+        scale_ms = self.table.rules.mean_pass_ms
+        hot, cold = self.coolings[self.cycle % len(self.coolings)][0] * scale_ms, _COLD * scale_ms
+        anneal(self.table, self.course, hot, cold, self.cycle_work, until, self.draw)
 
     def _end_slice(self) -> None:
-        """Take stock where that is a function of the work done: see the note on seeds."""
+        """Take stock: always after the same work, so that the seed decides what is found."""
         if time.perf_counter() - self.offered_at > _OFFER_SHARE * self.offer_s:
             self.offer()
-        if self.course.counts[0] >= _CYCLE_WORK:
+        if self.course.counts[0] >= self.cycle_work:
             self._next_elite()
         self.slice_work = min(2 * self.slice_work, _SLICE_WORK)
-        self.slice_end = min(self.work + self.slice_work, self.before + _CYCLE_WORK)
+        self.slice_end = min(self.work + self.slice_work, self.before + self.cycle_work)
+
+    @property
+    def cycle_work(self) -> int:
+        """Actions to simulate in this cooling."""
+        times = self.coolings[self.cycle % len(self.coolings)][1]
+        return min(_CYCLE_WORK, times * self.short_work)
 
     @property
     def objective_ms(self) -> float:

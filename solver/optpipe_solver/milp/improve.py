@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from optpipe_solver.milp.horizon.items import memory_binds
 from optpipe_solver.milp.horizon.model import Search, num_order_pairs, solve_horizon
 from optpipe_solver.milp.horizon.tricks import Tricks
+from optpipe_solver.milp.scaling import scale_for, scaled
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -61,12 +62,13 @@ def improve_by_milp(
 
     def prove(bound_ms: float) -> None:
         if proves:
-            best.offer_bound(min(bound_ms, best.objective_ms), name)
+            best.offer_bound(min(bound_ms / scale, best.objective_ms), name)
 
+    scale = scale_for(best.objective_ms)
     outcome = solve_horizon(
-        problem,
+        scaled(problem, scale),
         programs,
-        best.objective_ms,
+        best.objective_ms * scale,
         Search(
             time_limit_s=time_limit_s,
             threads=threads,
@@ -78,7 +80,7 @@ def improve_by_milp(
             should_stop=should_stop or (lambda: False),
         ),
         fifo=fifo,
-        floor_ms=best.bound_ms,
+        floor_ms=best.bound_ms * scale,
         tricks=tricks,
     )
     if outcome.bound_ms is not None:

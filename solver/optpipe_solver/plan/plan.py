@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from optpipe.errors import InputError
 from optpipe.evaluate import evaluate
 from optpipe.schedule import Provenance, gap_of
+from optpipe_solver.budget import Budget
 from optpipe_solver.plan.clock import Clock
 from optpipe_solver.plan.cuts import roomiest_cut
 from optpipe_solver.plan.lines import PLACEMENTS, Line, make_lines, natural_order
@@ -128,9 +129,9 @@ def plan(
     Raises
     ------
     InputError
-        For a time limit, threads, chunks or placements out of range.
+        For a time limit, threads, seed, chunks or placements out of range.
     """
-    _check_arguments(time_limit_s, threads, chunks, placements)
+    _check_arguments(time_limit_s, threads, seed, chunks, placements)
     lines = make_lines(model, placements, chunks)
     ensure_warm()
     clock = Clock(time_limit_s, should_stop or _never)
@@ -157,13 +158,11 @@ def plan(
 def _check_arguments(
     time_limit_s: float,
     threads: int,
+    seed: int,
     chunks: Collection[int],
     placements: Collection[PlacementKind],
 ) -> None:
-    if not time_limit_s > 0:
-        raise InputError(f"time_limit_s = {time_limit_s}: must be > 0 seconds; raise it")
-    if threads < 1:
-        raise InputError(f"threads = {threads}: must be >= 1; raise it")
+    Budget(time_limit_s=time_limit_s, threads=threads, seed=seed)
     if not chunks or not all(1 <= count <= _MOST_CHUNKS for count in chunks):
         raise InputError(
             f"chunks = {list(chunks)}: stages per device, at least one number, each "

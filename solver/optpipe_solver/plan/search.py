@@ -32,7 +32,7 @@ _GATHER, _JUDGE, _MOVE, _HALVE = 0.2, 0.25, 0.25, 0.35
 """Shares of the time left at its start that a phase may take; the rest solves the finalists."""
 
 _EXPLORE = 0.6
-"""The first three phases are repeated for lines not yet cut while more than this share is left."""
+"""While more than this share is left, the first three phases are repeated for lines not yet cut."""
 
 _SEARCH_SHARE, _SEARCH_MOST_S = 0.005, 0.5
 """Local search per candidate in the quick judgement, as a share of the time and in seconds."""
@@ -84,11 +84,12 @@ class Search:
     def run(self) -> None:
         """Search until the time is over or nothing better can exist in the set."""
         self._judge(self.even)
-        while self.clock.left() > _EXPLORE * self.clock.limit_s and not self.is_finished:
+        while not self.is_finished:
             self._gather(self.clock.turn(_GATHER))
             self._judge_all(self.clock.turn(_JUDGE))
             self._move(self.clock.turn(_MOVE))
-            if self.clock.asked() or not self.pending:
+            is_late = self.clock.left() <= _EXPLORE * self.clock.limit_s
+            if is_late or self.clock.asked() or not self.pending:
                 break
         self._halve(self.clock.turn(_HALVE))
         self._solve_finalists()

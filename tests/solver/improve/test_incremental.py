@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from optpipe import check, simulate
 from optpipe.memory import host_walk
 from optpipe_solver.improve import draws
-from optpipe_solver.improve.annealing import accept, take_back, try_move
+from optpipe_solver.improve.annealing import accept, anneal, course_of, take_back, try_move
 from optpipe_solver.improve.compiled import CompiledProblem, Rows
 from optpipe_solver.improve.table import table_for
 from tests.strategies import Case, cases
@@ -73,3 +73,20 @@ def test_after_any_moves_the_board_is_that_of_a_fresh_start(
     for device, program in enumerate(programs):
         held = max(host_walk(case.problem, program), default=0)
         assert table.board.hosts[device] == held or not table.rules.hosts_limited
+
+
+@settings(max_examples=25)
+@given(cases(), st.integers(0, 2**32), st.lists(st.integers(1, 2_000), max_size=6))
+def test_where_a_cooling_is_cut_makes_no_difference(case: Case, seed: int, cuts: list[int]) -> None:
+    """In slices of any sizes or in one go: the same moves, board and best schedule."""
+    compiled = CompiledProblem.of(case.problem)
+    start_ms = simulate(case.problem, case.programs).objective_ms(case.problem.objective)
+    found = []
+    for stops in ([10_000], [*sorted(cuts), 10_000]):
+        table = table_for(compiled, compiled.encode(case.programs))
+        course, draw = course_of(table, start_ms), draws.seeded(seed)
+        for until in stops:
+            anneal(table, course, 3.0, 0.01, 10_000, until, draw)
+        best = Rows(table.best_actions, table.best_counts)
+        found.append((board_state(table), compiled.decode(best), course.values.tolist()))
+    assert found[0] == found[1]

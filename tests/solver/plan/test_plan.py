@@ -16,7 +16,9 @@ from optpipe_solver import Progress, SolveStatus
 from optpipe_solver.bounds import lower_bound
 from optpipe_solver.plan import Fate, PlanResult, plan
 from optpipe_solver.plan.candidate import Candidate
-from optpipe_solver.plan.lines import Line
+from optpipe_solver.plan.clock import Clock
+from optpipe_solver.plan.lines import Line, make_lines
+from optpipe_solver.plan.search import Search
 from optpipe_solver.smallest_memory import feasibility
 from tests.solver.exhaustive import optimum
 from tests.solver.plan.models import all_cuts, gpus, layer, model, models
@@ -176,3 +178,16 @@ def test_only_a_bound_that_is_not_below_proves_a_candidate_slower() -> None:
     candidate = Candidate(model([layer(repeat=2)], gpus(2)), Line("linear", 1, (0, 1)), (1, 1))
     assert candidate.cannot_beat(candidate.bound_ms)
     assert not candidate.cannot_beat(candidate.bound_ms * 1.01)
+
+
+def test_cuts_are_looked_for_however_long_the_naive_cut_took() -> None:
+    """Half of the time is over when the search begins: one round of cuts is made all the same."""
+    found = model([layer(1), layer(1), layer(8)], gpus(2))
+    clock = Clock(4.0, lambda: False, began=time.perf_counter() - 2.0)
+    search = Search(
+        found, make_lines(found, ["linear"], [1]), clock, threads=1, seed=0, on_progress=None
+    )
+    search.run()
+    assert search.num_cut_lines == 1
+    assert search.best is not None
+    assert search.best.sizes == (2, 1)

@@ -19,6 +19,7 @@ from optpipe_solver.milp.horizon.cuts import loads, triangles
 from optpipe_solver.milp.horizon.items import Choice
 from optpipe_solver.milp.horizon.memory import checkpoint_counts_once_kept, fits_device_memory
 from optpipe_solver.milp.horizon.rows import relaxed as _relaxed
+from optpipe_solver.milp.horizon.variables import exclusive
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -85,6 +86,15 @@ def no_order_with_the_absent(v: HorizonVariables) -> Iterator[Constraint]:
         for item in (a, b):
             if item.presence is not None:
                 yield at_least(v.present(item) - order, 0.0)
+
+
+def never_together(v: HorizonVariables) -> Iterator[Constraint]:
+    """Two items of which both orders are excluded do not both exist. (15)."""
+    for row in v.items.by_device:
+        for a, b in combinations(row, 2):
+            neither_way = v.items.implied(a, b) and v.items.implied(b, a)
+            if neither_way and not exclusive(a.presence, b.presence):
+                yield at_least(1.0 - v.present(a) - v.present(b), 0.0)
 
 
 def data_arrives(v: HorizonVariables) -> Iterator[Constraint]:
@@ -329,6 +339,7 @@ def _transfers_end_within_length(v: HorizonVariables) -> Iterator[Constraint]:
 def all_constraints(v: HorizonVariables) -> Iterator[Constraint]:
     """Return every constraint of the model, family by family."""
     yield from one_after_another(v)
+    yield from never_together(v)
     yield from data_arrives(v)
     yield from shrunk_once(v)
     yield from transfers_in_turn(v)

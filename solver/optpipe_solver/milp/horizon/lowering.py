@@ -62,7 +62,7 @@ def _away(v: HorizonVariables, values: Values, device: int, kind: ActionType) ->
         if _is_one(v.chosen(Choice.OFFLOADED, *cell), values)
     ]
     # A copy that started in the prefix comes before every copy that starts here.
-    return sorted(cells, key=lambda c: values[v.d2h[c]] if c in v.d2h else -1.0)
+    return sorted(cells, key=lambda c: values.get(v.d2h[c], 0.0) if c in v.d2h else -1.0)
 
 
 def _ordered(v: HorizonVariables, values: Values, device: int) -> list[Item]:
@@ -72,7 +72,8 @@ def _ordered(v: HorizonVariables, values: Values, device: int) -> list[Item]:
         item: sum(_is_one(v.before(other, item), values) for other in there if other is not item)
         for item in there
     }
-    return sorted(there, key=lambda item: (rank[item], values[v.start[item]]))
+    # PuLP hands no variable on that stands in no constraint: its start is free.
+    return sorted(there, key=lambda item: (rank[item], values.get(v.start[item], item.earliest)))
 
 
 def _release_position(

@@ -1,0 +1,1 @@
+"""Proofs for small problems and tight memory."""
