@@ -61,11 +61,17 @@ def _fingerprint() -> str:
 
 def _forget_stale() -> None:
     """Delete what was compiled from other sources, where the mark is not there."""
-    # Beside the sources, or in a folder where numba keeps one for each of theirs.
-    place = _ROOT if _ROOT in _folder().parents else _folder().parent
-    for pattern in ("*.nbi", "*.nbc", "*.warm"):
-        for path in place.rglob(pattern):
-            path.unlink(missing_ok=True)
+    folders = {path.parent for path in _ROOT.rglob("*.py")}
+    caches = [folder / "__pycache__" for folder in folders]
+    if _ROOT not in _folder().parents:
+        # Elsewhere numba keeps a folder for each of the sources', named after it and a hash.
+        caches = [
+            cache for folder in folders for cache in _folder().parent.glob(f"{folder.name}_*")
+        ]
+    for cache in caches:
+        for path in cache.iterdir() if cache.is_dir() else ():
+            if path.suffix in {".nbi", ".nbc", ".warm"}:
+                path.unlink(missing_ok=True)
 
 
 def _folder() -> Path:

@@ -38,8 +38,8 @@ def test_a_proof_holds_in_any_unit() -> None:
 
 def test_a_variable_in_no_constraint_is_lowered_too() -> None:
     """One micro-batch: the starts of some items are free, and PuLP hands them to nobody."""
-    zero = {"forward_ms": 0, "backward_input_ms": 0, "backward_weight_ms": 0}
-    stages = [
+    zero: dict[str, float] = {"forward_ms": 0, "backward_input_ms": 0, "backward_weight_ms": 0}
+    stages: list[dict[str, float]] = [
         {"device": 0, **zero, "forward_ms": 1, "activation_bytes": 3},
         {"device": 1, **zero, "activation_bytes": 3, "weight_context_bytes": 1},
         {"device": 1, **zero, "forward_ms": 1, "backward_input_ms": 2.5, "activation_bytes": 3},
