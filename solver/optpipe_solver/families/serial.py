@@ -2,7 +2,8 @@
 
 Not a published schedule but the floor under all of them: it fits wherever anything fits (the proof
 is in `optpipe_solver.smallest_memory`), so that every feasible problem has a schedule.
-Memory: one micro-batch. Makespan: m times the critical path.
+Memory: one micro-batch. Makespan: m times the critical path; the bubble is all of the rest.
+What it ignores: everything but memory.
 """
 
 from __future__ import annotations
