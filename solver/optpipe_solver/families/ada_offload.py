@@ -1,6 +1,6 @@
 """A start after AdaOffload: as many forwards ahead as without limits, offloaded where they must.
 
-OptPipe, arXiv 2510.05186, its section on the initial schedule: the MILP there is warm-started from a schedule
+OptPipe, arXiv 2510.05186, its section on the initial schedule: the MILP there starts from one
 that offloads adaptively, only as much as the limit needs, and is tight otherwise.
 
 Rule: take tight schedules that ignore memory - ZB-H1 and 1F1B on a line, `gis` and `gis_h` on a
