@@ -19,8 +19,15 @@ from optpipe.errors import (
 )
 from optpipe.evaluate import evaluate
 from optpipe.formats.csv_text import dump_csv, load_csv
-from optpipe.formats.json_text import dump_problem, dump_schedule, load_problem, load_schedule
-from optpipe.model import Model, dump_model, load_model
+from optpipe.formats.json_text import (
+    dump_model,
+    dump_problem,
+    dump_schedule,
+    load_model,
+    load_problem,
+    load_schedule,
+)
+from optpipe.model import Model
 from optpipe.problem import Device, Host, Link, Problem, Stage
 from optpipe.schedule import Provenance, Schedule
 from optpipe.simulate import Simulation, simulate

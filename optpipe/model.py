@@ -7,7 +7,6 @@ Units as in `optpipe.problem`.
 
 from __future__ import annotations
 
-import json
 from functools import cached_property, reduce
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
@@ -15,7 +14,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from optpipe.errors import ModelError
-from optpipe.formats.json_text import parse_json
 from optpipe.fuse import fuse
 from optpipe.problem import (
     Bandwidth,
@@ -42,8 +40,6 @@ __all__ = [
     "LayerTimes",
     "Model",
     "ModelDevice",
-    "dump_model",
-    "load_model",
 ]
 
 MAX_LAYERS = 4096
@@ -331,22 +327,6 @@ class Model(_Value):
                     f"placement: device {device} does not exist: there are {len(self.devices)} "
                     "devices, numbered from 0; correct the number"
                 )
-
-
-def load_model(text: str) -> Model:
-    """Return the model a JSON text describes.
-
-    Raises
-    ------
-    ModelError
-        If the text is not JSON or breaks a rule of ``optpipe/model/v1``.
-    """
-    return Model.parse(parse_json(text, ModelError))
-
-
-def dump_model(model: Model) -> str:
-    """Return a model as indented JSON text with defaults filled in."""
-    return json.dumps(model.model_dump(mode="json", by_alias=True), indent=2) + "\n"
 
 
 def _judged_by(kind: type[Any], data: dict[str, Any]) -> Any:

@@ -9,7 +9,7 @@ import pytest
 
 from optpipe import check_schedule, load_problem, load_schedule
 from optpipe.cli import main
-from optpipe.model import dump_model
+from optpipe.formats.json_text import dump_model
 from tests.solver.plan.models import gpus, layer, model
 
 if TYPE_CHECKING:

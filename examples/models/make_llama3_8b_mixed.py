@@ -34,7 +34,8 @@ from examples.problems.make_llama3_8b import (
     layer_weight_context_bytes,
     matmul_ms,
 )
-from optpipe.model import DefaultLink, Layer, Model, ModelDevice, dump_model
+from optpipe.formats.json_text import dump_model
+from optpipe.model import DefaultLink, Layer, Model, ModelDevice
 from optpipe.problem import Host, Link
 
 TARGET = Path(__file__).with_name("llama3-8b-2h100-2a100.json")

@@ -25,8 +25,7 @@ from optpipe.cli.console import (
 from optpipe.cli.options import Output, Seed, Threads, TimeLimit
 from optpipe.cli.report import gap_text, progress_line
 from optpipe.errors import InputError, ModelError
-from optpipe.formats.json_text import dump_problem, read_text
-from optpipe.model import load_model
+from optpipe.formats.json_text import dump_problem, load_model, read_text
 from optpipe.plot.units import format_ms, format_share
 
 if TYPE_CHECKING:

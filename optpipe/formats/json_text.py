@@ -1,4 +1,4 @@
-"""JSON text of problems and schedules, read strictly: no NaN, no key twice, errors with a place."""
+"""JSON text of problems, models and schedules, read strictly: no NaN, no key twice, with a place."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, NoReturn
 
-from optpipe.errors import InputError, ProblemError, ScheduleFormatError
+from optpipe.errors import InputError, ModelError, ProblemError, ScheduleFormatError
+from optpipe.model import Model
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
 
 __all__ = [
+    "dump_model",
     "dump_problem",
     "dump_schedule",
+    "load_model",
     "load_problem",
     "load_schedule",
     "parse_json",
@@ -32,6 +35,17 @@ def load_problem(text: str) -> Problem:
     return Problem.parse(parse_json(text, ProblemError))
 
 
+def load_model(text: str) -> Model:
+    """Return the model a JSON text describes.
+
+    Raises
+    ------
+    ModelError
+        If the text is not JSON or breaks a rule of ``optpipe/model/v1``.
+    """
+    return Model.parse(parse_json(text, ModelError))
+
+
 def load_schedule(text: str) -> Schedule:
     """Return the schedule a JSON text describes.
 
@@ -45,7 +59,16 @@ def load_schedule(text: str) -> Schedule:
 
 def dump_problem(problem: Problem) -> str:
     """Return a problem as indented JSON text with defaults filled in."""
-    return json.dumps(problem.model_dump(mode="json", by_alias=True), indent=2) + "\n"
+    return _indented(problem)
+
+
+def dump_model(model: Model) -> str:
+    """Return a model as indented JSON text with defaults filled in."""
+    return _indented(model)
+
+
+def _indented(value: Problem | Model) -> str:
+    return json.dumps(value.model_dump(mode="json", by_alias=True), indent=2) + "\n"
 
 
 def dump_schedule(schedule: Schedule) -> str:

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 
 from examples.models.make_llama3_8b_mixed import TARGET, make_model
 from optpipe import InputError, check_schedule, dump_problem, load_problem
-from optpipe.model import dump_model
+from optpipe.formats.json_text import dump_model
 from optpipe_solver import Progress, SolveStatus
 from optpipe_solver.bounds import lower_bound
 from optpipe_solver.plan import Fate, PlanResult, plan
