@@ -1,4 +1,4 @@
-"""JSON text of problems, models and schedules, read strictly: no NaN, no key twice, with a place."""
+"""JSON of problems, models and schedules, read strictly: no NaN, no key twice; errors say where."""
 
 from __future__ import annotations
 
