@@ -4,10 +4,11 @@
                                   [--offload RATIO] [--steps N] [--seconds S] [--output FOLDER]
 
 Solves one problem at a grid of equal limits, from the smallest that admits any schedule up to
-1F1B's p activations (2p with ``--shape line``, where more still helps), from the largest down. A
-schedule that fits a small limit fits every larger one, so the value at a limit is the best found
-there or below. Writes a CSV with value, bound and bubble rate (1 - busy / length, DESIGN section 2)
-per limit, the smallest limits found that keep the bubble under 1, 5 and 10 %, and a picture.
+1F1B's p activations (2p with ``--shape line``, where more still helps), from the smallest up. A
+schedule that fits a small limit fits every larger one: each solve starts from the schedule of the
+limit before, so the value at a limit is the best found there or below. Writes a CSV with value,
+bound and bubble rate (1 - busy / length, DESIGN section 2) per limit, the smallest
+limits found that keep the bubble under 1, 5 and 10 %, and a picture.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from optpipe_solver.solve import solve
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from optpipe import Programs
 
 __all__ = ["Point", "limits_of", "monotone", "points", "smallest_for"]
 
@@ -61,16 +64,20 @@ def limits_of(problem: Problem, steps: int, most: float) -> list[float]:
 def points(
     problem: Problem, limits: Sequence[float], *, seconds: float, threads: int
 ) -> list[Point]:
-    """Solve at every limit; `monotone` has been applied."""
+    """Solve at every limit, from the smallest up; `monotone` has been applied."""
     full = _activation(problem)
-    found = []
-    for limit in limits:
+    found: list[Point] = []
+    known: Programs | None = None
+    for limit in sorted(limits):
         bytes_ = round(limit * full)
         devices = [device.model_copy(update={"memory_bytes": bytes_}) for device in problem.devices]
         limited = problem.model_copy(update={"devices": devices})
-        result = solve(limited, time_limit_s=seconds, threads=threads)
+        result = solve(
+            limited, time_limit_s=seconds, threads=threads, start=known, start_method="less memory"
+        )
         if result.schedule is None:
             continue
+        known = result.schedule.programs
         point = Point(
             activations=limit,
             objective_ms=result.schedule.objective_ms,

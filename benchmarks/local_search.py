@@ -17,7 +17,7 @@ from machine import stamp
 
 from optpipe import Problem, Programs
 from optpipe.formats.csv_text import dump_csv, load_csv
-from optpipe_solver.improve.local_search import improve_by_local_search
+from optpipe_solver.improve.search.local_search import improve_by_local_search
 from optpipe_solver.incumbent import Incumbent
 from optpipe_solver.starts import all_starts
 

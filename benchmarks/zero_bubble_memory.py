@@ -27,7 +27,7 @@ from typing import Any
 from machine import stamp
 
 from optpipe import Problem
-from optpipe_solver.improve.circular_memory import small_memory
+from optpipe_solver.improve.circular.memory import small_memory
 from optpipe_solver.milp.periodic.items import load_ms
 from optpipe_solver.milp.periodic.search import Budget, Found, smallest_memory
 

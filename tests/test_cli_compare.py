@@ -173,6 +173,33 @@ def test_nothing_applies_and_nothing_is_found(run, answering) -> None:
     assert run().out == "\nnot applicable here:\n  zb-v: needs a V\n"
 
 
+def test_an_infeasible_problem_is_exit_code_3(run, tmp_path: Path) -> None:
+    """As solve: with the smallest memory that works; 4 where nothing was found, 0 with a row."""
+    small = make_small_problem()
+    devices = [device.model_copy(update={"memory_bytes": 1}) for device in small.devices]
+    path = tmp_path / "problem.json"
+    path.write_text(dump_problem(small.model_copy(update={"devices": devices})))
+    done = run("--time-limit", 1, "--json")
+    assert done.code == 3
+    assert "devices[0].memory_bytes must be at least" in done.err
+    assert all(found["programs"] is None or found["over_limit"] for found in json.loads(done.out))
+
+
+def test_nothing_that_fits_is_exit_code_4(run, answering) -> None:
+    """Over the limit, or of a copy, is not a schedule of this problem."""
+    answering([row("a", over_limit=True), row("b", placement="v x2"), absent("c", "no")])
+    assert run().code == 4
+    answering([row("a")])
+    assert run().code == 0
+
+
+def test_rows_of_a_copy_are_said_to_solve_another_problem(run, answering) -> None:
+    answering([row("optpipe"), row("optpipe", placement="v x2")])
+    assert "solve another problem" in run().out
+    answering([row("optpipe")])
+    assert "another problem" not in run().out
+
+
 def test_workload_gives_tokens_and_mfu(run, answering) -> None:
     """TFLOP become FLOP; with the real rows' numbers behind them."""
     called = answering([row("a", tokens_per_s=2048.4, mfu=0.417)])

@@ -14,9 +14,11 @@ import typer
 
 from optpipe.cli.comparing import compare
 from optpipe.cli.console import BAD_INPUT, INFEASIBLE, WORLD, print_error
+from optpipe.cli.importing import import_measurements
 from optpipe.cli.inspect import bound, check
 from optpipe.cli.picture import plot
 from optpipe.cli.planning import plan
+from optpipe.cli.profiling import profile
 from optpipe.cli.service import fetch, serve, submit
 from optpipe.cli.solving import solve
 from optpipe.errors import InfeasibleProblemError, InputError, OptPipeError
@@ -38,8 +40,9 @@ def make_app() -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback()(_about)
-    for command in (solve, check, bound, compare, plan, plot, serve, submit, fetch):
+    for command in (solve, check, bound, compare, plan, plot, profile, serve, submit, fetch):
         app.command()(command)
+    app.command("import")(import_measurements)
     return app
 
 

@@ -8,18 +8,18 @@ are microseconds, rounded to the nanosecond so that neighbours on a lane never o
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from optpipe.timeline import make_timeline
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from optpipe.action import Programs
     from optpipe.problem import Problem
     from optpipe.timeline import Interval, Lane, Timeline
 
-__all__ = ["dump_chrome_trace"]
+__all__ = ["dump_chrome_trace", "dump_planned_beside_measured"]
 
 _THREADS: dict[Lane, tuple[int, str]] = {
     "compute": (1, "compute"),
@@ -32,50 +32,83 @@ _THREADS: dict[Lane, tuple[int, str]] = {
 def dump_chrome_trace(problem: Problem, programs: Programs) -> str:
     """Return legal programs, simulated, as the text of a trace file."""
     timeline = make_timeline(problem, programs)
-    trace = {
-        "traceEvents": list(_events(problem, timeline)),
-        "displayTimeUnit": "ms",
-        "otherData": {
-            "problem": problem.name,
-            "problem_hash": problem.problem_hash,
-            "makespan_ms": timeline.makespan_ms,
-            "span_ms": timeline.span_ms,
-        },
-    }
+    rows = [_Process(device, f"{device}: {own.name}") for device, own in enumerate(problem.devices)]
+    return _dump(problem, list(_events(rows, timeline)), _lengths(timeline))
+
+
+def dump_planned_beside_measured(
+    problem: Problem, programs: Programs, measured: Sequence[Sequence[Interval]], label: str
+) -> str:
+    """Return the text of a trace with two rows per device: simulated, and below it as it ran.
+
+    Parameters
+    ----------
+    measured
+        What each device did, in ms from the first start of all.
+    label
+        What the measured rows are called, e.g. "measured, step 50".
+    """
+    timeline = make_timeline(problem, programs)
+    names = [f"{device}: {own.name}" for device, own in enumerate(problem.devices)]
+    planned = [_Process(2 * index, f"{name} planned") for index, name in enumerate(names)]
+    events = list(_events(planned, timeline))
+    for index, (name, row) in enumerate(zip(names, measured, strict=True)):
+        events += _row(_Process(2 * index + 1, f"{name} {label}"), row)
+    end = max((item.end for row in measured for item in row), default=0.0)
+    return _dump(problem, events, _lengths(timeline) | {"measured_ms": end})
+
+
+class _Process(NamedTuple):
+    """A row of the picture."""
+
+    pid: int
+    name: str
+
+
+def _lengths(timeline: Timeline) -> dict[str, float]:
+    return {"makespan_ms": timeline.makespan_ms, "span_ms": timeline.span_ms}
+
+
+def _dump(problem: Problem, events: list[dict[str, Any]], lengths: dict[str, float]) -> str:
+    about = {"problem": problem.name, "problem_hash": problem.problem_hash}
+    trace = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about | lengths}
     return json.dumps(trace, allow_nan=False) + "\n"
 
 
-def _events(problem: Problem, timeline: Timeline) -> Iterator[dict[str, Any]]:
-    for device, row in enumerate(timeline.intervals):
-        used = {item.lane for item in row}
-        yield from _names(device, problem.devices[device].name, used)
-        for item in row:
-            yield _complete(device, item)
-        for moment, held in timeline.memory[device]:
+def _events(rows: Sequence[_Process], timeline: Timeline) -> Iterator[dict[str, Any]]:
+    for row, intervals, memory in zip(rows, timeline.intervals, timeline.memory, strict=True):
+        yield from _row(row, intervals)
+        for moment, held in memory:
             yield {
                 "name": "memory",
                 "ph": "C",
                 "ts": _microseconds(moment),
-                "pid": device,
+                "pid": row.pid,
                 "tid": 0,
                 "args": {"bytes": held},
             }
 
 
-def _names(device: int, name: str, used: set[Lane]) -> Iterator[dict[str, Any]]:
-    yield _metadata("process_name", device, 0, {"name": f"{device}: {name}"})
-    yield _metadata("process_sort_index", device, 0, {"sort_index": device})
+def _row(row: _Process, intervals: Sequence[Interval]) -> Iterator[dict[str, Any]]:
+    yield from _names(row, {item.lane for item in intervals})
+    for item in intervals:
+        yield _complete(row.pid, item)
+
+
+def _names(row: _Process, used: set[Lane]) -> Iterator[dict[str, Any]]:
+    yield _metadata("process_name", row.pid, 0, {"name": row.name})
+    yield _metadata("process_sort_index", row.pid, 0, {"sort_index": row.pid})
     for lane, (thread, label) in _THREADS.items():
         if lane in used:
-            yield _metadata("thread_name", device, thread, {"name": label})
-            yield _metadata("thread_sort_index", device, thread, {"sort_index": thread})
+            yield _metadata("thread_name", row.pid, thread, {"name": label})
+            yield _metadata("thread_sort_index", row.pid, thread, {"sort_index": thread})
 
 
-def _metadata(name: str, device: int, thread: int, args: dict[str, Any]) -> dict[str, Any]:
-    return {"name": name, "ph": "M", "ts": 0, "pid": device, "tid": thread, "args": args}
+def _metadata(name: str, process: int, thread: int, args: dict[str, Any]) -> dict[str, Any]:
+    return {"name": name, "ph": "M", "ts": 0, "pid": process, "tid": thread, "args": args}
 
 
-def _complete(device: int, item: Interval) -> dict[str, Any]:
+def _complete(process: int, item: Interval) -> dict[str, Any]:
     start, end = _microseconds(item.start), _microseconds(item.end)
     action = item.action
     return {
@@ -84,7 +117,7 @@ def _complete(device: int, item: Interval) -> dict[str, Any]:
         "ph": "X",
         "ts": start,
         "dur": round(end - start, 3),
-        "pid": device,
+        "pid": process,
         "tid": _THREADS[item.lane][0],
         "args": {} if action is None else {"stage": action.stage, "microbatch": action.microbatch},
     }

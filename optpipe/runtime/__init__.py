@@ -12,9 +12,18 @@ from optpipe.runtime.requirements import require_torch
 
 if TYPE_CHECKING:
     from optpipe.runtime.errors import OffloadError, PreflightError, RankError
+    from optpipe.runtime.measuring import measure
     from optpipe.runtime.runner import PipelineRunner
+    from optpipe.runtime.timing import ActionTimer
 
-__all__ = ["OffloadError", "PipelineRunner", "PreflightError", "RankError"]
+__all__ = [
+    "ActionTimer",
+    "OffloadError",
+    "PipelineRunner",
+    "PreflightError",
+    "RankError",
+    "measure",
+]
 
 require_torch()
 
@@ -24,6 +33,14 @@ def __getattr__(name: str) -> Any:
         from optpipe.runtime.runner import PipelineRunner  # noqa: PLC0415
 
         return PipelineRunner
+    if name == "ActionTimer":
+        from optpipe.runtime.timing import ActionTimer  # noqa: PLC0415
+
+        return ActionTimer
+    if name == "measure":
+        from optpipe.runtime.measuring import measure  # noqa: PLC0415
+
+        return measure
     if name in __all__:
         from optpipe.runtime import errors  # noqa: PLC0415
 

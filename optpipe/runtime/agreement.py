@@ -3,7 +3,7 @@
 Every rank says what it found; every rank sees what all others found; if anything is wrong, all of
 them raise the same text. After the first step there is no such round any more: a rank that fails
 leaves its cause in the store through which the ranks found each other, and the others, whose
-connections break when it ends, report that cause.
+connections break when it ends, report that cause. Should it not end, `optpipe.runtime.watch` does.
 """
 
 from __future__ import annotations
@@ -14,16 +14,14 @@ import torch.distributed as dist
 
 from optpipe.errors import OptPipeError
 from optpipe.runtime.errors import PreflightError, RankError
-from optpipe.runtime.torch_private import default_store
+from optpipe.runtime.torch_private import default_store, group_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch.distributed import ProcessGroup
 
-__all__ = ["agree", "attempt", "describe", "fail_together"]
-
-_FAILURE_KEY = "optpipe/failure"
+__all__ = ["agree", "attempt", "cut", "describe", "fail_together", "gather", "known_failure"]
 
 
 class _Finding(NamedTuple):
@@ -52,11 +50,17 @@ def agree(shared: dict[str, str], faults: Sequence[str], group: ProcessGroup | N
     PreflightError
         On every rank, with the same text, naming rank and fault.
     """
-    findings: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(findings, _Finding(shared, list(faults)), group=group)
+    findings: list[Any] = gather(_Finding(shared, list(faults)), group)
     lines = _individual(findings) or _differences(findings)
     if lines:
         raise PreflightError("the pipeline cannot start:\n" + "\n".join(lines))
+
+
+def gather(value: Any, group: ProcessGroup | None) -> list[Any]:
+    """Return every rank's value, in rank order, on every rank."""
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
 
 
 def _individual(findings: Sequence[_Finding]) -> list[str]:
@@ -91,8 +95,8 @@ def fail_together(error: Exception, where: str, group: ProcessGroup | None) -> N
     process, so let the error end it.
     """
     rank = dist.get_rank(group)
-    cause = _first_failure(f"rank {rank}, {where}: {describe(error)}")
-    _cut(group)
+    cause = _first_failure(f"rank {rank}, {where}: {describe(error)}", group)
+    cut(group)
     if cause is not None and not cause.startswith(f"rank {rank},"):
         raise RankError(f"another rank failed and this one cannot go on; {cause}") from error
     error.add_note(f"raised on rank {rank}, {where}; all ranks of the pipeline end with it")
@@ -106,16 +110,27 @@ def describe(error: BaseException) -> str:
     return text if cause is None else f"{text} <- {describe(cause)}"
 
 
-def _first_failure(own: str) -> str | None:
+def known_failure(group: ProcessGroup | None) -> str | None:
+    """Return the first failure that a rank of the group has reported, if any."""
+    store, key = default_store(), _failure_key(group)
+    return store.get(key).decode() if store.check([key]) else None
+
+
+def _failure_key(group: ProcessGroup | None) -> str:
+    return f"optpipe/failure/{group_name(group)}"
+
+
+def _first_failure(own: str, group: ProcessGroup | None) -> str | None:
     """Leave the own failure in the store unless one stands there; return the one that stands."""
     try:
-        found = default_store().compare_set(_FAILURE_KEY, "", own)
+        found = default_store().compare_set(_failure_key(group), "", own)
     except RuntimeError:
         # The store ended with the rank that held it.
         return None
     return bytes(found).decode()
 
 
-def _cut(group: ProcessGroup | None) -> None:
+def cut(group: ProcessGroup | None) -> None:
+    """End the connections of a group where the backend can."""
     if dist.get_backend(group) == dist.Backend.NCCL:
         (group or dist.group.WORLD).abort()  # type: ignore[union-attr]

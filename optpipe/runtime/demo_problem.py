@@ -17,12 +17,13 @@ import torch
 from optpipe.formats.json_text import dump_problem
 from optpipe.problem import Device, Link, Problem, Stage
 from optpipe.runtime.demo_model import ModelConfig, make_stages, random_tokens, token_loss
-from optpipe.runtime.measure import StageMeasurement, measure_stage
+from optpipe.runtime.measuring import Effort, measure
 
 __all__ = ["main", "make_demo_problem"]
 
 _ROOM_IN_ACTIVATIONS = 1.5
 _LATENCY_MS = 0.1
+_EFFORT = Effort(repeats=15, warmups=2)
 
 
 def make_demo_problem(
@@ -31,9 +32,18 @@ def make_demo_problem(
     """Measure the model's stages and return the problem, one device per stage."""
     config = config or ModelConfig()
     torch.set_num_threads(1)
-    measured = _measure(config, num_stages)
-    rate = float(f"{min(one.copy_gb_per_s for one in measured):.2g}")
-    stages = tuple(one.stage for one in measured)
+    tokens, target = random_tokens(config, num_microbatches=1, seed=0)
+    profile = measure(
+        make_stages(config, num_stages),
+        tokens,
+        loss_fn=token_loss,
+        target=target,
+        effort=_EFFORT,
+        links=False,
+    )
+    measured = profile.problem(num_microbatches)
+    stages = tuple(_offloading_stage(stage) for stage in measured.stages)
+    rate = _rounded(min(device.d2h_gb_per_s or 1.0 for device in measured.devices))
     return Problem(
         name=f"tiny-gpt-pp{num_stages}",
         num_microbatches=num_microbatches,
@@ -48,16 +58,19 @@ def make_demo_problem(
     )
 
 
-def _measure(config: ModelConfig, num_stages: int) -> list[StageMeasurement]:
-    flowing, target = random_tokens(config, num_microbatches=1, seed=0)
-    measured = []
-    for index, module in enumerate(make_stages(config, num_stages)):
-        is_last = index == num_stages - 1
-        loss = (lambda logits: token_loss(logits, target)) if is_last else None
-        one = measure_stage(module, flowing, index, loss=loss)
-        flowing = one.output
-        measured.append(one)
-    return measured
+def _offloading_stage(stage: Stage) -> Stage:
+    """Return a stage whose times are rounded, and whose only way to less memory is to offload."""
+    return Stage(
+        device=stage.device,
+        forward_ms=_rounded(stage.forward_ms),
+        backward_input_ms=_rounded(stage.backward_input_ms),
+        backward_weight_ms=_rounded(stage.backward_weight_ms),
+        activation_bytes=stage.activation_bytes,
+        weight_context_bytes=stage.weight_context_bytes,
+        offload_bytes=stage.offload_bytes,
+        static_bytes=stage.static_bytes,
+        output_bytes=stage.output_bytes,
+    )
 
 
 def _device(stages: tuple[Stage, ...], index: int, rate: float, num_microbatches: int) -> Device:
@@ -73,6 +86,10 @@ def _device(stages: tuple[Stage, ...], index: int, rate: float, num_microbatches
         d2h_gb_per_s=rate,
         h2d_gb_per_s=rate,
     )
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.2g}")
 
 
 def main() -> None:

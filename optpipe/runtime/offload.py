@@ -66,6 +66,10 @@ class Offloader:
         The (stage, micro-batch) pairs that the program offloads; others are not touched.
     min_bytes
         Storages below this stay on the device.
+    copies
+        The copy lanes; those of the device by default.
+    num_slots
+        Stage -> how many of its cells are on the host at once; their memory is allocated together.
 
     Attributes
     ----------
@@ -81,16 +85,21 @@ class Offloader:
         *,
         min_bytes: int = DEFAULT_MIN_BYTES,
         copies: Copies | None = None,
+        num_slots: Mapping[int, int] | None = None,
     ) -> None:
         self._modules = modules
         self._device = device
         self._cells = frozenset(cells)
         self._min_bytes = min_bytes
         self.copies = copies if copies is not None else make_copies(device)
-        self.pool = HostPool(pinned=self.copies.pinned)
+        self.pool = HostPool(pinned=self.copies.pinned, num_slots=num_slots)
         self._cargo: dict[Cell, _Cargo] = {}
         self.offloaded_bytes = 0
         self.reloaded_bytes = 0
+
+    def holds(self, cell: Cell) -> bool:
+        """Whether this cell is offloaded."""
+        return cell in self._cells
 
     @contextmanager
     def capture(self, cell: Cell, boundary: Sequence[Tensor] = ()) -> Iterator[None]:
@@ -123,7 +132,7 @@ class Offloader:
         """Issue the copies to the host; the device memory stays taken."""
         cargo = self._expect(cell, _State.CAPTURED, "OFFLOAD")
         cargo.parcels = cargo.saved.parcels()
-        cargo.slot = self.pool.take(_slot_bytes(cargo.parcels))
+        cargo.slot = self.pool.take(cell[0], _slot_bytes(cargo.parcels))
         cargo.fence = self.copies.to_host(
             [(_device_bytes(parcel), part) for parcel, part in _parts(cargo)]
         )
@@ -160,7 +169,7 @@ class Offloader:
         cargo = self._expect(cell, _State.RETURNING, "the backward")
         _wait(cargo)
         if cargo.slot is not None:
-            self.pool.give_back(cargo.slot)
+            self.pool.give_back(cell[0], cargo.slot)
         del self._cargo[cell]
 
     def reset(self) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from optpipe.action import ActionType
+from optpipe.action import Action, ActionType, parse_action
 from optpipe.check import check, check_schedule
-from optpipe.errors import ScheduleFormatError
+from optpipe.errors import ActionSyntaxError, ScheduleFormatError
 from optpipe.problem import Device, Problem, Stage
+from optpipe.runtime.boundary import Shapes, as_tensors, shapes_of
 from optpipe.runtime.errors import PreflightError
 
 if TYPE_CHECKING:
@@ -20,14 +21,43 @@ if TYPE_CHECKING:
 
 __all__ = [
     "check_batch",
+    "check_cells",
     "check_devices",
+    "check_given",
     "check_programs",
     "check_ranks",
     "check_stages",
+    "microbatch_shapes",
     "num_microbatches_of",
 ]
 
 _PLENTY = 2**53
+
+
+def check_cells(schedule: Schedule) -> None:
+    """Refuse cells that are no actions: a schedule made or changed by hand may hold anything.
+
+    Raises
+    ------
+    PreflightError
+        With the first cell that its own text form does not give back.
+    """
+    for device, program in enumerate(schedule.programs):
+        for index, cell in enumerate(program):
+            if not _reads_back(cell):
+                raise PreflightError(
+                    f"cell {index} of program {device} is {cell!r}, which is no action; "
+                    "read the schedule with Schedule.model_validate or load_schedule"
+                )
+
+
+def _reads_back(cell: object) -> bool:
+    if not isinstance(cell, Action):
+        return False
+    try:
+        return parse_action(str(cell)) == cell
+    except (ActionSyntaxError, AttributeError):
+        return False
 
 
 def check_programs(schedule: Schedule, problem: Problem | None) -> None:
@@ -149,6 +179,30 @@ def check_batch(tensors: tuple[Tensor, ...], what: str, num_microbatches: int) -
             f"micro-batches of equal size; give a multiple of {num_microbatches}"
         )
     return size
+
+
+def check_given(tensors: tuple[Tensor, ...], what: str, num_microbatches: int) -> None:
+    """Refuse a batch or target that is missing or does not divide into micro-batches.
+
+    Raises
+    ------
+    PreflightError
+        With what was given.
+    """
+    if not tensors:
+        raise PreflightError(
+            f"the rank that uses the {what} was given none; pass it there, it is the "
+            f"{'first' if what == 'batch' else 'last'} stage's"
+        )
+    check_batch(as_tensors(tensors, f"the {what}"), what, num_microbatches)
+
+
+def microbatch_shapes(inputs: tuple[Tensor, ...], num_microbatches: int) -> Shapes:
+    """Return the shapes of one micro-batch of a batch."""
+    return tuple(
+        shape._replace(size=(shape.size[0] // num_microbatches, *shape.size[1:]))
+        for shape in shapes_of(inputs)
+    )
 
 
 def num_microbatches_of(schedule: Schedule) -> int:

@@ -1,40 +1,58 @@
-"""`PipelineRunner`: trains stages by a schedule."""
+"""`PipelineRunner`: trains and evaluates stages by a schedule."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import weakref
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from optpipe.action import ActionType
-from optpipe.runtime import preflight
-from optpipe.runtime.agreement import agree, attempt, fail_together
-from optpipe.runtime.boundary import Shapes, as_tensors, probe_pipeline, shapes_of
-from optpipe.runtime.errors import PreflightError
+from optpipe.runtime.agreement import fail_together
+from optpipe.runtime.host_pool import count_slots
 from optpipe.runtime.offload import DEFAULT_MIN_BYTES, Cell, Offloader
-from optpipe.runtime.passes import Passes
-from optpipe.runtime.torch_private import HookedSchedule, HookedStage
-from optpipe.runtime.weight_gradients import WeightGradients, split_linears
+from optpipe.runtime.passes import Observer, Passes
+from optpipe.runtime.pipeline import Blueprint, Pipeline, check_blueprint, start_pipeline
+from optpipe.runtime.watch import Watch
+from optpipe.runtime.weight_gradients import SplitLinear, WeightGradients, split_linears
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from torch.distributed import ProcessGroup
 
-    from optpipe.action import Program
+    from optpipe.action import Action, Program
     from optpipe.problem import Problem
+    from optpipe.runtime.needs import Needs
     from optpipe.schedule import Schedule
 
-__all__ = ["PipelineRunner"]
+__all__ = ["Evaluation", "PipelineRunner"]
+
+
+class Evaluation(NamedTuple):
+    """What an evaluation gives on the last stage's rank; both None elsewhere.
+
+    ``losses`` by micro-batch, shape (num_microbatches,), None without a target; ``outputs`` of the
+    whole batch, samples in dimension 0, as the last stage returns them.
+    """
+
+    losses: Tensor | None
+    outputs: Any
 
 
 class PipelineRunner:
     """Runs one rank's program of a schedule, with all other ranks, step after step.
 
-    All ranks of the group make one at the same time with the same schedule. Linear layers of the
-    stages become `SplitLinear` in place, which changes neither parameters nor results.
+    All ranks of the group make one at the same time with the same schedule. Where a stage's
+    backwards are split, its linear layers become `SplitLinear` in place, which changes neither
+    parameters nor results.
+
+    A rank that fails leaves its cause for the others and raises; they raise `RankError` with that
+    cause as soon as their connections to it break. Its process should end: if it lives on, the
+    others, which no exception can reach in a receive, end after seconds by themselves with that
+    cause on stderr (`optpipe.runtime.watch`).
 
     Parameters
     ----------
@@ -46,7 +64,7 @@ class PipelineRunner:
     loss_fn
         From (output of the last stage, target) of a micro-batch to a scalar.
     problem
-        The problem the schedule was made for: then memory limits are checked, too.
+        The problem the schedule was made for: then memory is checked, too.
     device
         Where the stages are; the current CUDA device under NCCL, else the CPU.
     group
@@ -76,39 +94,40 @@ class PipelineRunner:
         min_offload_bytes: int = DEFAULT_MIN_BYTES,
     ) -> None:
         self.schedule = schedule
-        self._stages = dict(sorted(stages.items()))
-        self._loss_fn = loss_fn
-        self._group = group
-        self._rank = dist.get_rank(group)
-        self._device = _device_for(device, group)
-        self._num_microbatches = preflight.num_microbatches_of(schedule)
-        self._loss_divisor = self._num_microbatches if mean_loss else 1
-        self._check_together(problem)
-        program = schedule.programs[self._rank]
-        gradients = WeightGradients()
-        for module in self._stages.values():
-            split_linears(module, gradients)
-        self.offloader = Offloader(
-            self._stages,
-            self._device,
-            _cells(program, ActionType.OFFLOAD),
-            min_bytes=min_offload_bytes,
+        self._blueprint = Blueprint(
+            stages=dict(sorted(stages.items())),
+            schedule=schedule,
+            loss_fn=loss_fn,
+            problem=problem,
+            rank=dist.get_rank(group),
+            device=_device_for(device, group),
+            group=group,
+            mean_loss=mean_loss,
         )
-        recomputed = _cells(program, ActionType.RECOMPUTE)
-        self._passes = Passes(self.offloader, gradients, recomputed, self._device)
-        self._runtime: HookedSchedule | None = None
-        self._batch_shapes: tuple[Shapes, Shapes] | None = None
+        check_blueprint(self._blueprint)
+        program = schedule.programs[self._blueprint.rank]
+        gradients = _gradients_of(self._blueprint.stages)
+        split = {stage for stage, _ in _cells(program, ActionType.BACKWARD_INPUT)}
+        for index in sorted(split):
+            split_linears(self._blueprint.stages[index], gradients)
+        self.offloader = self._make_offloader(program, min_offload_bytes)
+        self._passes = self._make_passes(self.offloader, gradients, program)
+        self._forwards = self._make_passes(self._make_offloader((), 1), gradients, ())
+        self._training: Pipeline | None = None
+        self._evaluating: Pipeline | None = None
+        self._watch = Watch.over(group)
+        weakref.finalize(self, self._watch.stop)
         self._num_steps = 0
 
     @property
     def holds_first(self) -> bool:
         """Whether this rank takes the batch."""
-        return 0 in self._stages
+        return self._blueprint.holds_first
 
     @property
     def holds_last(self) -> bool:
         """Whether this rank takes the target and makes the losses."""
-        return len(self.schedule.placement) - 1 in self._stages
+        return self._blueprint.holds_last
 
     @property
     def offloaded_bytes(self) -> int:
@@ -119,6 +138,20 @@ class PipelineRunner:
     def reloaded_bytes(self) -> int:
         """Bytes this rank has moved back since it was made."""
         return self.offloader.reloaded_bytes
+
+    @property
+    def needs(self) -> Needs | None:
+        """What the schedule takes of device and host; known from the first step on."""
+        return self._training.needs if self._training is not None else None
+
+    @property
+    def boundary_levels(self) -> Mapping[Action, int]:
+        """Bytes of boundary tensors on this rank while each action runs; {} before a step."""
+        return self._training.boundary if self._training is not None else {}
+
+    def observe(self, observer: Observer | None) -> None:
+        """Show every action of a step to somebody, for example to measure it; None = nobody."""
+        self._passes.observer = observer
 
     def step(
         self, batch: Tensor | tuple[Tensor, ...] | None = None, target: Tensor | None = None
@@ -145,82 +178,92 @@ class PipelineRunner:
         RankError
             If another rank failed; the message holds its cause.
         """
-        inputs = _as_given(batch) if self.holds_first else ()
-        targets = _as_given(target) if self.holds_last else ()
-        if self._runtime is None:
-            self._runtime = self._start(inputs, targets)
-        try:
-            self._expect_shapes(inputs, targets)
-            losses = self._runtime.run(inputs, targets[0] if targets else None)
-        except Exception as error:  # noqa: BLE001 - always raised again
-            self._passes.reset()
-            fail_together(error, f"step {self._num_steps}", self._group)
+        inputs, targets = self._given(batch, target)
+        if self._training is None:
+            self._training = start_pipeline(
+                self._blueprint, self._passes, inputs, targets, trains=True
+            )
+        losses, _ = self._run(self._training, self._passes, inputs, targets)
         self._num_steps += 1
         return torch.stack(losses) if self.holds_last else None
 
-    def _check_together(self, problem: Problem | None) -> None:
-        faults: list[str] = []
-        schedule = self.schedule
-        num_ranks = dist.get_world_size(self._group)
-        attempt(lambda: preflight.check_ranks(schedule, num_ranks), faults)
-        if not faults:
-            attempt(lambda: preflight.check_programs(schedule, problem), faults)
-            attempt(lambda: preflight.check_stages(schedule, self._rank, self._stages), faults)
-            attempt(lambda: preflight.check_devices(self._stages, self._device), faults)
-        shared = {
-            "the programs": schedule.program_hash,
-            "the problem": problem.problem_hash if problem is not None else "none given",
-        }
-        agree(shared, faults, self._group)
+    def eval(
+        self, batch: Tensor | tuple[Tensor, ...] | None = None, target: Tensor | None = None
+    ) -> Evaluation:
+        """Run the forwards of one batch, without gradients and keeping nothing.
 
-    def _start(self, inputs: tuple[Tensor, ...], targets: tuple[Tensor, ...]) -> HookedSchedule:
-        """Check the first batch and the stages' shapes on all ranks, and build torch's runtime."""
-        faults: list[str] = []
-        if self.holds_first:
-            attempt(lambda: self._check_given(inputs, "batch"), faults)
-        if self.holds_last:
-            attempt(lambda: self._check_given(targets, "target"), faults)
-        agree({}, faults, self._group)
-        self._batch_shapes = (shapes_of(inputs), shapes_of(targets))
-        placement = self.schedule.placement
-        first = _microbatch_shapes(inputs, self._num_microbatches)
-        shapes = probe_pipeline(self._stages, placement, first, self._device, self._group)
-        stages = [
-            HookedStage(
-                module,
-                index,
-                len(placement),
-                device=self._device,
-                inputs=tuple(shape.empty(self._device) for shape in shapes[index]),
-                outputs=tuple(shape.empty(self._device) for shape in shapes[index + 1]),
-                group=self._group,
-                hooks=self._passes,
-            )
-            for index, module in self._stages.items()
-        ]
-        return HookedSchedule(
-            stages,
-            self.schedule.programs,
-            num_microbatches=self._num_microbatches,
-            loss_fn=self._loss_fn,
-            loss_divisor=self._loss_divisor,
-            hooks=self._passes,
+        The modules stay in the mode they are in: switch dropout off by their own ``eval()``. The
+        batch may have another size than those of `step`, but each time the same.
+
+        Parameters
+        ----------
+        batch, target
+            As for `step`; the target may be left out.
+
+        Raises
+        ------
+        PreflightError, RankError
+            As `step`.
+        """
+        inputs, targets = self._given(batch, target)
+        with torch.no_grad():
+            if self._evaluating is None:
+                self._evaluating = start_pipeline(
+                    self._blueprint, self._forwards, inputs, targets, trains=False
+                )
+            losses, outputs = self._run(self._evaluating, self._forwards, inputs, targets)
+        return Evaluation(torch.stack(losses) if losses else None, _joined(outputs))
+
+    def close(self) -> None:
+        """End what the runner has in the background, a thread; nothing runs after it."""
+        self._watch.stop()
+
+    def _given(
+        self, batch: Tensor | tuple[Tensor, ...] | None, target: Tensor | None
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        return (
+            _as_given(batch) if self.holds_first else (),
+            _as_given(target) if self.holds_last else (),
         )
 
-    def _check_given(self, tensors: tuple[Tensor, ...], what: str) -> None:
-        if not tensors:
-            raise PreflightError(
-                f"step() was given no {what} on the rank that uses it; pass {what}= there"
-            )
-        preflight.check_batch(as_tensors(tensors, f"the {what}"), what, self._num_microbatches)
+    def _run(
+        self,
+        pipeline: Pipeline,
+        passes: Passes,
+        inputs: tuple[Tensor, ...],
+        targets: tuple[Tensor, ...],
+    ) -> tuple[list[Tensor], list[Any]]:
+        try:
+            with self._watch:
+                pipeline.expect(inputs, targets)
+                return pipeline.runtime.run(inputs, targets[0] if targets else None)
+        except Exception as error:  # noqa: BLE001 - always raised again
+            passes.reset()
+            fail_together(error, self._where(passes), self._blueprint.group)
 
-    def _expect_shapes(self, inputs: tuple[Tensor, ...], targets: tuple[Tensor, ...]) -> None:
-        found = (shapes_of(inputs), shapes_of(targets))
-        if found != self._batch_shapes:
-            raise PreflightError(
-                f"batch and target have shapes {found}, the first ones had {self._batch_shapes}; "
-                "receive buffers are made once: pad the batch, or make another runner"
-            )
+    def _where(self, passes: Passes) -> str:
+        what = f"step {self._num_steps}" if passes is self._passes else "evaluation"
+        return what if passes.running is None else f"{what}, in {passes.running}"
+
+    def _make_offloader(self, program: Program, min_bytes: int) -> Offloader:
+        return Offloader(
+            self._blueprint.stages,
+            self._blueprint.device,
+            _cells(program, ActionType.OFFLOAD),
+            min_bytes=min_bytes,
+            num_slots=count_slots(program),
+        )
+
+    def _make_passes(
+        self, offloader: Offloader, gradients: WeightGradients, program: Program
+    ) -> Passes:
+        return Passes(
+            offloader,
+            gradients,
+            _cells(program, ActionType.RECOMPUTE),
+            len(self.schedule.placement) - 1,
+            self._blueprint.device,
+        )
 
 
 def _device_for(device: torch.device | str | None, group: ProcessGroup | None) -> torch.device:
@@ -230,6 +273,16 @@ def _device_for(device: torch.device | str | None, group: ProcessGroup | None) -
     if found.type == "cuda" and found.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return found
+
+
+def _gradients_of(stages: Mapping[int, nn.Module]) -> WeightGradients:
+    """Return where split layers put gradients: where those of an earlier runner do, if any.
+
+    So that runners of several schedules can take turns on the same stages.
+    """
+    layers = (layer for module in stages.values() for layer in module.modules())
+    split = (layer.gradients for layer in layers if isinstance(layer, SplitLinear))
+    return next(split, None) or WeightGradients()
 
 
 def _as_given(values: Tensor | tuple[Tensor, ...] | None) -> tuple[Tensor, ...]:
@@ -242,8 +295,10 @@ def _cells(program: Program, kind: ActionType) -> frozenset[Cell]:
     return frozenset((action.stage, action.microbatch) for action in program if action.type is kind)
 
 
-def _microbatch_shapes(inputs: tuple[Tensor, ...], num_microbatches: int) -> Shapes:
-    return tuple(
-        shape._replace(size=(shape.size[0] // num_microbatches, *shape.size[1:]))
-        for shape in shapes_of(inputs)
-    )
+def _joined(outputs: list[Any]) -> Any:
+    """Return the outputs of all micro-batches as one batch."""
+    if not outputs:
+        return None
+    if isinstance(outputs[0], tuple | list):
+        return tuple(torch.cat(parts) for parts in zip(*outputs, strict=True))
+    return torch.cat(outputs)

@@ -27,7 +27,7 @@ class Budget:
     seed
         >= 0.
     gap
-        In [0, 1): stop where (objective - bound) / objective is at most this.
+        In [0, 1): stop where (objective - bound) / objective is at most this, or optimal.
 
     Raises
     ------
@@ -54,3 +54,8 @@ class Budget:
             raise InputError(f"seed = {self.seed}: must be >= 0; change it")
         if not 0 <= self.gap < 1:
             raise InputError(f"gap = {self.gap}: must be in [0, 1), e.g. 0.01 for 1 %; change it")
+
+    @property
+    def good_gap(self) -> float:
+        """The gap to stop at: one that counts as optimal leaves nothing to look for."""
+        return max(self.gap, OPTIMAL_GAP)

@@ -6,17 +6,16 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from optpipe.check import find_violations
 from optpipe.schedule import OPTIMAL_GAP, TraceEntry, gap_of
-from optpipe.simulate import simulate
 from optpipe_solver.result import Progress
+from optpipe_solver.verdict import Judge
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from optpipe.action import Programs
     from optpipe.problem import Problem
-    from optpipe.simulate import Simulation
+    from optpipe_solver.verdict import Verdict
 
 __all__ = ["Incumbent"]
 
@@ -36,9 +35,13 @@ class Incumbent:
     Attributes
     ----------
     judging_s
-        Seconds that checking and simulating took the last time: seconds where programs are long.
-    run
-        What the simulator says of the best programs.
+        Seconds that judging took the last time.
+    verdict
+        What the best programs are worth.
+    work
+        None, or the units of work spent by the end of the last turn, where work is limited: then
+        they stand in the trace instead of seconds, and of a turn's improvements by one method only
+        the last, because when a part tells is a matter of time.
     """
 
     def __init__(
@@ -48,13 +51,15 @@ class Incumbent:
         self.on_progress = on_progress
         self.began = time.perf_counter()
         self.programs: Programs | None = None
-        self.run: Simulation | None = None
+        self.verdict: Verdict | None = None
         self.objective_ms = float("inf")
         self.method = ""
         self.bound_ms = 0.0
         self.bound_method = ""
         self.trace: list[TraceEntry] = []
         self.judging_s = 0.0
+        self.work: float | None = None
+        self._judge = Judge(problem)
         self._others: list[tuple[float, Programs]] = []
         self._lock = threading.RLock()
         self._is_closed = False
@@ -71,16 +76,16 @@ class Incumbent:
         if expected_ms is not None and expected_ms >= self.objective_ms:
             return False
         began = time.perf_counter()
-        if find_violations(self.problem, programs):
+        verdict = self._judge(programs)
+        if verdict is None:
             return False
-        run = simulate(self.problem, programs)
-        objective = run.objective_ms(self.problem.objective)
+        objective = verdict.objective_ms(self.problem.objective)
         self.judging_s = time.perf_counter() - began
         with self._lock:
             if self._is_closed or objective >= self.objective_ms:
                 return False
             # Programs last: who sees them without the lock then sees no older objective with them.
-            self.method, self.objective_ms, self.run = method, objective, run
+            self.method, self.objective_ms, self.verdict = method, objective, verdict
             self.programs = programs
             self._check_bound()
             self._tell(method, programs)
@@ -154,9 +159,9 @@ class Incumbent:
     def _tell(self, method: str, programs: Programs | None) -> None:
         objective = self.objective_ms if self.programs is not None else None
         now = self.seconds()
-        self.trace.append(
+        self._note(
             TraceEntry(
-                seconds=round(now, 4),
+                seconds=round(now if self.work is None else self.work, 4),
                 method=method,
                 objective_ms=objective,
                 bound_ms=self.bound_ms,
@@ -164,3 +169,11 @@ class Incumbent:
         )
         if self.on_progress is not None:
             self.on_progress(Progress(now, method, objective, self.bound_ms, programs))
+
+    def _note(self, entry: TraceEntry) -> None:
+        """Write the trace on, or, where work is limited, over what the same turn brought before."""
+        if self.work is not None and self.trace:
+            last = self.trace[-1]
+            if (last.seconds, last.method) == (entry.seconds, entry.method):
+                self.trace.pop()
+        self.trace.append(entry)

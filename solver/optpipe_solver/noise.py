@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from optpipe_solver.improve.compiled import CompiledProblem
+from optpipe_solver.improve.compiled.problem import CompiledProblem
 
 if TYPE_CHECKING:
     from optpipe.action import Programs

@@ -10,7 +10,7 @@ from itertools import chain, cycle
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from optpipe_solver.exact.improve import improve_by_exact_search
-from optpipe_solver.improve.local_search import improve_by_local_search
+from optpipe_solver.improve.search.local_search import improve_by_local_search
 from optpipe_solver.improve.window import improve_by_windows
 from optpipe_solver.milp.horizon.model import num_order_pairs
 from optpipe_solver.milp.improve import fifo_loses_nothing, improve_by_milp, milp_fits
@@ -88,13 +88,13 @@ def plans(best: Incumbent, budget: Budget) -> tuple[Plan, ...]:
 
 def _proof(problem: Problem) -> tuple[Step, ...]:
     """Return the turns of the models: what may prove soon goes first, what cannot prove last."""
-    exact = Step(_EXACT, 0.2, 5.0)
+    exact = Step(_EXACT, 0.3, 8.0)
     blocks = Step(_PERIODIC, 0.2, 15.0)
     if not milp_fits(problem):
         return (exact, blocks)
     if fifo_loses_nothing(problem):
         return (exact, Step(_MILP, 0.5), blocks)
-    return (exact, Step(_PERIODIC, 0.1, 5.0), Step(_MILP, 0.5))
+    return (exact, Step(_PERIODIC, 0.1, 5.0), Step(_EXACT, 0.5, 30.0), Step(_MILP, 0.5))
 
 
 class Allowance:
@@ -137,7 +137,9 @@ class Allowance:
             work_limit=work,
         )
         if self._units is not None:
-            self._units -= used / step.part.per_unit + step.part.entry(self._best.problem)
+            spent = used / step.part.per_unit + step.part.entry(self._best.problem)
+            self._units -= spent
+            self._best.work = (self._best.work or 0.0) + spent
         return used > 0
 
 
@@ -153,7 +155,7 @@ def improve(
     allowance = Allowance(best, budget)
     idle = 0
     for number, step in enumerate(chain(plan.once, cycle(plan.again))):
-        if stop() or best.gap <= budget.gap or allowance.is_spent:
+        if stop() or best.gap <= budget.good_gap or allowance.is_spent:
             return
         did = allowance.run(step, threads, budget.seed + number, stop)
         idle = 0 if did else idle + 1

@@ -7,7 +7,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from optpipe.errors import InputError
-from optpipe.evaluate import evaluate
 from optpipe.schedule import OPTIMAL_GAP, Provenance
 from optpipe_solver.bounds import lower_bounds
 from optpipe_solver.budget import Budget
@@ -18,6 +17,7 @@ from optpipe_solver.families.serial import build_serial
 from optpipe_solver.incumbent import Incumbent
 from optpipe_solver.milp.highs import solver_name
 from optpipe_solver.portfolio import improve, plans
+from optpipe_solver.record import record
 from optpipe_solver.result import Result, SolveStatus
 from optpipe_solver.smallest_memory import feasibility
 from optpipe_solver.starts import all_starts
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from optpipe.schedule import StoppedBy
     from optpipe_solver.portfolio import Plan
     from optpipe_solver.result import Progress
+    from optpipe_solver.starts import Start
 
 __all__ = ["METHODS", "solve"]
 
@@ -39,6 +40,9 @@ METHODS = ("auto", *(family.name for family in FAMILIES))
 
 _MOST_THREADS = 128
 """Of HiGHS: 1.15 given 257 aborts the process when it ends, after all that was printed."""
+
+_SMALL = 20_000
+"""Cells up to which the serial schedule is made in a tenth of a second."""
 
 
 def solve(
@@ -100,6 +104,7 @@ class _Run:
         self, best: Incumbent, budget: Budget, method: str, should_stop: Callable[[], bool]
     ) -> None:
         self.best = best
+        self.best.work = None if budget.work_limit is None else 0.0
         self.budget = budget
         self.method = method
         self.should_stop = should_stop
@@ -111,8 +116,9 @@ class _Run:
     def to_the_end(self) -> None:
         """Run all lanes until the budget is spent, the gap is closed, or somebody says stop."""
         if self.method == "auto":
-            # Always there and never slow to make: even who stops at once gets a schedule.
-            self.best.offer(build_serial(self.best.problem), "serial")
+            if len(self.best.problem.stages) * self.best.problem.num_microbatches <= _SMALL:
+                # Made at once: even who stops at once gets a schedule.
+                self.best.offer(build_serial(self.best.problem), "serial")
             first, *others = plans(self.best, self.budget)
             lanes: list[Lane] = [partial(self._first_lane, first)]
             lanes += [partial(self._lane, plan) for plan in others]
@@ -135,28 +141,34 @@ class _Run:
         improve(self.best, plan, self.budget, threads=threads, stop=stop)
 
     def _starts(self, stop: Callable[[], bool]) -> None:
-        """Offer bounds and starts; remember the best start, or why there is none."""
-        for bound in lower_bounds(self.best.problem):
+        """Offer a schedule that is made at once, then bounds, then all other starts."""
+        starts = all_starts(self.best.problem, None if self.method == "auto" else (self.method,))
+        self._take(next(starts))
+        for bound in lower_bounds(self.best.problem, should_stop=stop):
             self.best.offer_bound(bound.ms, bound.method)
-        names = None if self.method == "auto" else (self.method,)
-        for made in all_starts(self.best.problem, names):
-            if stop():
-                return
-            if made.programs is not None and made.legal:
-                self.best.offer(made.programs, made.method, expected_ms=made.objective_ms)
-                self.best.keep(made.programs, made.objective_ms)
-                if self.start is None or made.objective_ms < self.start[1]:
-                    self.start = made.method, made.objective_ms
-            else:
-                self.reasons.append(f"{made.method}: {made.reason or 'over the memory limit'}")
+        while not stop() and (made := next(starts, None)) is not None:
+            self._take(made)
+
+    def _take(self, made: Start) -> None:
+        """Offer a start; remember the best, or why there is none."""
+        if made.programs is None or not made.legal:
+            self.reasons.append(f"{made.method}: {made.reason or 'over the memory limit'}")
+            return
+        self.best.offer(made.programs, made.method, expected_ms=made.objective_ms)
+        self.best.keep(made.programs, made.objective_ms)
+        if self.start is None or made.objective_ms < self.start[1]:
+            self.start = made.method, made.objective_ms
 
     def _should_end(self) -> bool:
-        return self.best.gap <= self.budget.gap or self._is_late() or self.should_stop()
+        # Where work is limited a lane looks at the gap itself, between turns: here it is seen when
+        # the clock says so, and a turn would end at another place each time.
+        is_good = self.budget.work_limit is None and self.best.gap <= self.budget.good_gap
+        return is_good or self._is_late() or self.should_stop()
 
     def _note_why(self) -> None:
         if self.best.is_optimal:
             self.stopped_by = "optimal"
-        elif self.best.gap <= self.budget.gap:
+        elif self.best.gap <= self.budget.good_gap:
             self.stopped_by = "gap"
         elif self.should_stop():
             self.stopped_by = "cancelled"
@@ -183,16 +195,9 @@ class _Run:
             bound_method=best.bound_method or None,
             solver=solver_name() if self.method == "auto" else None,
             seed=self.budget.seed,
-            solve_seconds=round(best.seconds(), 4),
+            solve_seconds=round(best.seconds(), 4) if best.work is None else 0.0,
             contributions=contributions(best.trace),
             trace=tuple(best.trace),
         )
-        schedule = evaluate(
-            best.problem,
-            best.programs,
-            provenance,
-            bound_ms=best.bound_ms,
-            stopped_by=self.stopped_by,
-            run=best.run,
-        )
+        schedule = record(best, provenance, self.stopped_by)
         return Result(SolveStatus(schedule.status), schedule, best.bound_ms)

@@ -11,7 +11,7 @@ from optpipe_solver.families import FAMILIES, NotApplicable
 from optpipe_solver.fit.fit import fit
 from optpipe_solver.fit.jobs import Frame
 from optpipe_solver.fit.limits import is_compute_only, keeps_limits
-from optpipe_solver.improve.compiled import CompiledProblem
+from optpipe_solver.improve.compiled.problem import CompiledProblem
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from optpipe.problem import Problem
     from optpipe_solver.families.not_applicable import Reason
     from optpipe_solver.families.registry import Family
-    from optpipe_solver.improve.compiled import Rows
+    from optpipe_solver.improve.compiled.problem import Rows
 
 __all__ = ["Start", "all_starts"]
 

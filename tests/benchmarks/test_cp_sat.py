@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from subprocess import PIPE
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import given, settings
@@ -87,6 +87,94 @@ TINY = {
         [offloadable(0, 2, 3, 1, activation_bytes=2 * UNIT, offload_bytes=2 * UNIT), stage(1)],
         [bus(memory_bytes=2 * UNIT), bus()],
         m=2,
+    ),
+}
+
+
+_BYTES = {"activation_bytes": 2 * UNIT, "offload_bytes": 2 * UNIT}
+_SLOW = {"d2h_gb_per_s": 0.5, "h2d_gb_per_s": 0.5}
+
+
+def _duplex(**fields: Any) -> Problem:
+    """While one micro-batch is copied out the other comes back: its F and its I need the room."""
+    passes = ("forward", "backward_input", "backward")
+    room = {f"{name}_workspace_bytes": 2 * UNIT for name in passes}
+    devices = [bus(memory_bytes=4 * UNIT, **_SLOW, **fields), bus()]
+    return problem([offloadable(0, **_BYTES, **room), stage(1, 6, 2, 1)], devices, m=2)
+
+
+def _vee(**fields: Any) -> Problem:
+    """Both devices copy out at the same time, to make room for their second chunk."""
+    held = [offloadable(d, **_BYTES) for d in range(2)]
+    rest = [stage(d, activation_bytes=2 * UNIT) for d in (1, 0)]
+    return problem([*held, *rest], [bus(memory_bytes=2 * UNIT, **_SLOW, **fields)] * 2, m=1)
+
+
+def _chunks(limit: int, **first: Any) -> Problem:
+    """One device, whose first chunk must shrink before its second one runs."""
+    sizes = {"activation_bytes": 4 * UNIT, "weight_context_bytes": UNIT}
+    stages = [stage(0, 2, 2, 3, **(sizes | first)), stage(0, 2, 2, 3, **sizes)]
+    return problem(stages, [bus(memory_bytes=limit * UNIT)], m=1)
+
+
+def _tight(**first: Any) -> Problem:
+    """Two activations, and the first stage wants workspace besides."""
+    stages = [stage(0, 2, 3, **first), stage(1, 3, 2, 2)]
+    return problem(stages, [{"memory_bytes": 20}] * 2, m=2)
+
+
+_COPIES = [offloadable(d, 2, 3, 1, **_BYTES) for d in range(2)]
+TINY |= {
+    "span": problem([stage(0), stage(1, 3, 2, 2)], m=2, objective="span"),
+    "forward workspace": _tight(w=1, forward_workspace_bytes=6),
+    "weight workspace": _tight(
+        w=1,
+        weight_context_bytes=5,
+        backward_weight_workspace_bytes=6,
+        backward_workspace_bytes=6,
+    ),
+    "fused workspace": _tight(w=3, backward_ms=4, backward_workspace_bytes=6),
+    "recompute workspace": problem(
+        [
+            stage(0, 2, 3, 1, recompute_ms=1, checkpoint_bytes=2, recompute_workspace_bytes=4),
+            stage(1, 3, 2, 2),
+        ],
+        [{"memory_bytes": 14}, {"memory_bytes": 20}],
+        m=2,
+    ),
+    "reductions queue": problem([stage(0, grad_sync_ms=7), stage(0, grad_sync_ms=5)], m=1),
+    "only fused fits": problem(
+        [stage(0, 1, 2, 4, weight_context_bytes=14)], [{"memory_bytes": 12}], m=2
+    ),
+    "full duplex": _duplex(),
+    "half duplex": _duplex(half_duplex=True),
+    "group of one": _duplex(pcie_group="a"),
+    "apart": _vee(),
+    "group": _vee(pcie_group="a"),
+    "another host": problem(
+        [_COPIES[0], stage(1, 6, 2, 2)],
+        [bus(memory_bytes=2 * UNIT, host="a"), bus(host="b")],
+        m=2,
+        hosts=[{"name": "a", "memory_bytes": 4 * UNIT}, {"name": "b", "memory_bytes": 0}],
+    ),
+    "one host": problem(
+        _COPIES,
+        [bus(memory_bytes=2 * UNIT)] * 2,
+        m=2,
+        hosts=[{"name": "host0", "memory_bytes": 3 * UNIT}],
+    ),
+    "recompute in turn": _chunks(6, recompute_ms=3, checkpoint_bytes=UNIT),
+    "recompute before I": problem(
+        [
+            stage(0, 4, 3, 4, weight_context_bytes=13, recompute_ms=1, checkpoint_bytes=3),
+            stage(0, 3, 2, 3, backward_ms=4, backward_workspace_bytes=7),
+        ],
+        [{"memory_bytes": 23}],
+        m=1,
+    ),
+    "half offloaded": _chunks(5, offload_bytes=2 * UNIT, recompute_ms=9, checkpoint_bytes=0),
+    "too large a checkpoint": _chunks(
+        5, offload_bytes=4 * UNIT, recompute_ms=1, checkpoint_bytes=2 * UNIT
     ),
 }
 

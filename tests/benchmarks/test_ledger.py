@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import given, settings
 
+from benchmarks import frontier
 from benchmarks.bench import SMOKE, broken
-from benchmarks.frontier import Point, limits_of, monotone, smallest_for
+from benchmarks.frontier import Point, limits_of, monotone, points, smallest_for
 from benchmarks.jobs import Answer, Job, Judged, TracePoint
 from benchmarks.ledger import (
     Row,
@@ -23,11 +24,15 @@ from benchmarks.ledger import (
     write_known,
 )
 from benchmarks.report import Table, entry
+from optpipe_solver import solve
 from tests.building import one_f_one_b, problem, programs, stage
 from tests.strategies import Case, cases
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from optpipe import Problem, Programs
+    from optpipe_solver import Result
 
 ROW = Row(
     instance="one", solver="families", objective_ms=100.0, bound_ms=80.0, gap=0.2, seconds=1.5,
@@ -152,6 +157,27 @@ def test_the_frontier_carries_over_between_limits() -> None:
     assert all(row.least_bubble <= row.bubble for row in rows)
     assert smallest_for(rows, 0.10) == 2.0
     assert smallest_for(rows, 0.01) is None
+
+
+def test_the_frontier_hands_a_schedule_on_to_the_next_larger_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Even of a solver that keeps its start and makes nothing worse than serial without one."""
+    small = problem([stage(d, 4, 4, 2, activation_bytes=1000) for d in range(2)], m=3)
+    starts: list[Programs | None] = []
+
+    def solve_once(limited: Problem, **options: Any) -> Result:
+        starts.append(options["start"])
+        method = "serial" if starts[1:] else "auto"
+        return solve(limited, **{**options, "method": method, "threads": 1})
+
+    monkeypatch.setattr(frontier, "solve", solve_once)
+    found = points(small, [3.0, 1.0, 2.0], seconds=1.0, threads=1)
+    assert starts[0] is None
+    assert None not in starts[1:]
+    assert [point.activations for point in found] == [1.0, 2.0, 3.0]
+    lengths = [point.objective_ms for point in found]
+    assert lengths == sorted(lengths, reverse=True)
 
 
 def test_the_frontier_starts_at_the_smallest_memory() -> None:

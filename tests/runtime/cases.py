@@ -11,6 +11,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from optpipe.runtime import PipelineRunner
 from optpipe.runtime.demo_model import ModelConfig, chain, make_stages, random_tokens, token_loss
+from optpipe.runtime.messages import Receive
+from optpipe.runtime.torch_private import lowering
+from optpipe.runtime.torch_private import schedule as torch_schedule
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -18,6 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from optpipe import Problem, Schedule
+    from optpipe.runtime.messages import Order
     from optpipe.runtime.offload import Cell, Offloader
 
 CONFIG = ModelConfig(vocabulary=37, hidden=16, heads=2, blocks=8, sequence=6)
@@ -246,3 +250,34 @@ def _transpose(_module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
 
 
 _TROUBLES: dict[str, Callable[..., Any]] = {"raises": _raise, "transposes": _transpose}
+
+
+def refused_orders(schedule: Schedule) -> str:
+    """Return how a pipeline is refused whose rank 2 sees two receives swapped."""
+    rank, modules = dist.get_rank(), make_stages(CONFIG, 4)
+    runner = PipelineRunner({rank: modules[rank]}, schedule, token_loss)
+    translate = lowering.order_of
+    name = "order_of"
+    if rank == 2:
+        setattr(torch_schedule, name, lambda actions: _swapped(translate(actions)))
+    try:
+        runner.step(*random_tokens(CONFIG, 4, seed=0))
+    except Exception as error:  # noqa: BLE001 - compared by the test
+        return f"{type(error).__name__}: {error}"
+    finally:
+        setattr(torch_schedule, name, translate)
+    return ""
+
+
+def _swapped(order: Order) -> Order:
+    """Swap the first two receives where the first is of stage 1's output."""
+    changed = list(order)
+    found = [index for index, step in enumerate(order) if _is_forward_receive(step)][:2]
+    if len(found) == 2:
+        left, right = found
+        changed[left], changed[right] = changed[right], changed[left]
+    return tuple(changed)
+
+
+def _is_forward_receive(step: object) -> bool:
+    return isinstance(step, Receive) and not step.message.backward and step.message.stage == 1

@@ -1,9 +1,13 @@
-"""A pipeline of two in which rank 1 fails in its second step: a rank program for the tests."""
+"""A pipeline of two in which rank 1 fails in its second step: a rank program for the tests.
+
+With ``stay`` it lives on afterwards, its connections open.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
+import time
 
 import torch.distributed as dist
 
@@ -35,4 +39,6 @@ if __name__ == "__main__":
     except Exception as error:  # noqa: BLE001 - printed for the test
         notes = getattr(error, "__notes__", [])
         print(f"rank {rank}: {type(error).__name__}: {error} {notes}", flush=True)
+        if "stay" in sys.argv:
+            time.sleep(60)
         sys.exit(10 + rank)

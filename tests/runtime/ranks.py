@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import multiprocessing as mp
 import os
 import socket
+import time
 import traceback
+from multiprocessing import connection
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from multiprocessing.connection import Connection
+
+
+_AFTER_A_FAILURE_S = 5.0
+_STUCK_S = 50.0
 
 
 class Ranks:
@@ -21,24 +28,38 @@ class Ranks:
         self._pipes = pipes
 
     def run(self, function: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
-        """Return every rank's result; fail with the traceback of the first rank that raised."""
+        """Return every rank's result; fail with the tracebacks of the ranks that raised."""
         for pipe in self._pipes:
             pipe.send((function, args))
-        results = []
-        for rank, pipe in enumerate(self._pipes):
-            if not pipe.poll(timeout):
-                raise TimeoutError(f"rank {rank} did not answer in {timeout} s: a hang")
-            succeeded, result = pipe.recv()
-            results.append((succeeded, result))
-        for rank, (succeeded, result) in enumerate(results):
-            if not succeeded:
-                raise AssertionError(f"rank {rank} raised:\n{result}")
-        return [result for _, result in results]
+        answers: dict[int, tuple[bool, Any]] = {}
+        deadline = time.monotonic() + timeout
+        while len(answers) < len(self._pipes):
+            failed = any(not succeeded for succeeded, _ in answers.values())
+            # Who waits for a rank that has failed will not answer.
+            left = min(_AFTER_A_FAILURE_S, timeout) if failed else deadline - time.monotonic()
+            open_pipes = {pipe: i for i, pipe in enumerate(self._pipes) if i not in answers}
+            ready = connection.wait(list(open_pipes), max(0.0, left))
+            if not ready:
+                break
+            for pipe, rank in open_pipes.items():
+                if pipe in ready:
+                    answers[rank] = pipe.recv()
+        self._expect_all(answers)
+        return [answers[rank][1] for rank in range(len(self._pipes))]
+
+    def _expect_all(self, answers: dict[int, tuple[bool, Any]]) -> None:
+        raised = {rank: text for rank, (succeeded, text) in answers.items() if not succeeded}
+        silent = sorted(set(range(len(self._pipes))) - set(answers))
+        if raised or silent:
+            told = "".join(f"rank {rank} raised:\n{text}" for rank, text in sorted(raised.items()))
+            raise AssertionError(f"{told}ranks {silent} did not answer: a hang")
 
 
 @contextlib.contextmanager
 def start_ranks(num_ranks: int) -> Iterator[Ranks]:
-    context = mp.get_context("spawn")
+    # One clean process imports torch and is forked, instead of four that import it each.
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["optpipe.runtime.runner", "torch.distributed.pipelining"])
     ends = [context.Pipe() for _ in range(num_ranks)]
     port = _free_port()
     processes = [
@@ -76,8 +97,10 @@ def _serve(rank: int, num_ranks: int, port: int, pipe: Connection) -> None:
     )
     while (job := pipe.recv()) is not None:
         function, args = job
+        faulthandler.dump_traceback_later(_STUCK_S)
         try:
             pipe.send((True, function(*args)))
         except Exception:  # noqa: BLE001 - its traceback is sent to the test
             pipe.send((False, traceback.format_exc()))
+        faulthandler.cancel_dump_traceback_later()
     dist.destroy_process_group()

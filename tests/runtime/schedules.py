@@ -6,6 +6,7 @@ import random
 from typing import TYPE_CHECKING
 
 from optpipe import Device, Problem, Programs, Provenance, Schedule, Stage, evaluate, parse_action
+from optpipe.action import ActionType
 from optpipe.check import find_violations
 
 if TYPE_CHECKING:
@@ -73,7 +74,13 @@ def zero_bubble_h1(num_ranks: int, num_microbatches: int) -> Programs:
 
 
 def random_programs(
-    problem: Problem, seed: int, *, offload: float = 0.0, recompute: float = 0.0, fused: float = 0.3
+    problem: Problem,
+    seed: int,
+    *,
+    offload: float = 0.0,
+    recompute: float = 0.0,
+    fused: float = 0.3,
+    in_order: bool = False,
 ) -> Programs:
     """Return legal programs in a random order that respects all waits.
 
@@ -83,9 +90,14 @@ def random_programs(
         Share of the (stage, micro-batch) pairs that are offloaded, that are recomputed.
     fused
         Share of the remaining backwards that are B instead of I and W.
+    in_order
+        Whether every stage makes its gradients in the order of the micro-batches, so that they are
+        added up as in one process.
     """
     chooser = random.Random(seed)
     waits = _random_waits(problem, chooser, offload, recompute, fused)
+    if in_order:
+        _keep_order(problem, waits)
     programs: list[list[Action]] = [[] for _ in problem.devices]
     done: set[str] = set()
     while waits:
@@ -127,3 +139,59 @@ def _random_waits(
         if kind == "I":
             waits[f"{s}W{j}"] = {f"{s}I{j}"}
     return waits
+
+
+def _keep_order(problem: Problem, waits: dict[str, set[str]]) -> None:
+    for s in range(len(problem.stages)):
+        for j in range(1, problem.num_microbatches):
+            for kinds in ("IB", "WB"):
+                before, after = (
+                    next(f"{s}{kind}{k}" for kind in kinds if f"{s}{kind}{k}" in waits)
+                    for k in (j - 1, j)
+                )
+                waits[after].add(before)
+
+
+def traits(schedule: Schedule) -> set[str]:
+    """Return what makes a schedule worth testing."""
+    kinds = {action.type for program in schedule.programs for action in program}
+    cells = [action for program in schedule.programs for action in program]
+    last = len(schedule.placement) - 1
+    found = {name for name, kind in _MARKS.items() if kind in kinds}
+    found |= {"both"} if {"offload", "recompute"} <= found else set()
+    found |= {"V"} if schedule.placement == V_SHAPE else set()
+    forwards = [a.microbatch for a in cells if a.stage == last and a.type is ActionType.FORWARD]
+    found |= {"last stage out of order"} if forwards != sorted(forwards) else set()
+    return found | ({"gradients in order"} if _adds_in_order(schedule) else set())
+
+
+_MARKS = {
+    "offload": ActionType.OFFLOAD,
+    "recompute": ActionType.RECOMPUTE,
+    "fused": ActionType.FULL_BACKWARD,
+    "split": ActionType.BACKWARD_INPUT,
+}
+
+
+def _adds_in_order(schedule: Schedule) -> bool:
+    """Return whether every stage's I and B, and its W and B, are in micro-batch order."""
+    for kinds in ("IB", "WB"):
+        for stage, home in enumerate(schedule.placement):
+            order = [
+                action.microbatch
+                for action in schedule.programs[home]
+                if action.stage == stage and action.type.value in kinds
+            ]
+            if order != sorted(order):
+                return False
+    return True
+
+
+def alone(placement: Sequence[int], kinds: Sequence[str]) -> Programs:
+    """Return programs in which one micro-batch runs alone: up with the F's, down with the rest."""
+    rows: list[list[str]] = [[] for _ in range(max(placement) + 1)]
+    for stage, home in enumerate(placement):
+        rows[home].append(f"{stage}{kinds[0]}0")
+    for stage, home in reversed(list(enumerate(placement))):
+        rows[home] += [f"{stage}{kind}0" for kind in kinds[1:]]
+    return from_text(map(" ".join, rows))

@@ -12,6 +12,7 @@ import pytest
 
 from optpipe import Provenance, dump_schedule, evaluate, load_problem, parse_action
 from optpipe.runtime.launch import launch_demo, launch_ranks
+from optpipe.runtime.watch import EXIT_CODE
 
 PROBLEM = Path(__file__).parents[2] / "examples" / "problems" / "tiny-gpt-pp4.json"
 
@@ -106,6 +107,14 @@ def test_a_rank_that_breaks_ends_the_others_with_its_cause(capfd):
     assert launch_ranks("tests.runtime.failing_rank", [], 2) in (10, 11)
     out = capfd.readouterr().out
     assert "rank 1: RuntimeError" in out
-    assert "raised on rank 1, step 1" in out
+    assert "raised on rank 1, step 1, in 1F0" in out
     assert "rank 0: RankError: another rank failed and this one cannot go on; rank 1" in out
     assert "the layer broke" in out
+
+
+def test_a_rank_that_breaks_and_lives_on_ends_the_others_too(capfd):
+    assert launch_ranks("tests.runtime.failing_rank", ["stay"], 2) == EXIT_CODE
+    told = capfd.readouterr()
+    assert "rank 1: RuntimeError" in told.out
+    assert "optpipe: another rank failed, and this one waits for it; rank 1, step 1" in told.err
+    assert "the layer broke" in told.err

@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+import re
+from typing import TYPE_CHECKING, NamedTuple, cast
+
 import pytest
+import torch
 
 from optpipe.errors import MissingExtraError
+from optpipe.runtime.boundary import shapes_of
+from optpipe.runtime.errors import PreflightError
+from optpipe.runtime.pipeline import Pipeline
 from optpipe.runtime.requirements import check_version
 from tests.runtime import cases, schedules
+
+if TYPE_CHECKING:
+    from optpipe import Problem, Schedule
+    from optpipe.runtime.needs import Needs
+    from optpipe.runtime.passes import Passes
+    from optpipe.runtime.torch_private import HookedSchedule
 
 
 @pytest.fixture
@@ -90,6 +103,84 @@ def test_an_output_that_cannot_be_sent_is_named_on_all_ranks(ranks, schedule):
     assert "only contiguous tensors are sent" in text
 
 
+def test_a_cell_that_is_no_action_is_refused(ranks, schedule):
+    rows = list(schedule.programs)
+    rows[2] = ("2F0", *rows[2][1:])
+    text = _one_text(ranks.run(cases.refused, [schedule.model_copy(update={"programs": rows})] * 4))
+    assert "cell 0 of program 2 is '2F0', which is no action" in text
+
+
+def test_two_swapped_receives_are_refused_before_they_mix_tensors(ranks, schedule):
+    text = _one_text(ranks.run(cases.refused_orders, schedule))
+    assert "rank 2: message 0 between ranks 1 and 2 is the output of stage 1, micro-batch 0" in text
+    assert "both must post the same messages in the same order" in text
+
+
+def test_a_plan_larger_than_the_machine_is_refused_with_both_numbers(ranks):
+    huge = _scaled(2**48)
+    text = _one_text(ranks.run(cases.refused, [huge.schedule] * 4, huge.problem))
+    assert "host memory of" in text
+    (told,) = re.findall(r"would hold (\d+) bytes at its peak", text)
+    assert _planned(huge) < int(told) < _planned(huge) + 10**6
+
+
+def test_too_little_reserved_for_boundary_tensors_is_refused(ranks):
+    stingy = _scaled(1, reserved_bytes=100)
+    text = _one_text(ranks.run(cases.refused, [stingy.schedule] * 4, stingy.problem))
+    assert "bytes of device 1, its reserved_bytes are 100" in text
+
+
+def test_a_later_batch_of_another_shape_is_refused_with_both():
+    shape = shapes_of((torch.zeros(8, 3),))
+    pipeline = Pipeline(
+        runtime=cast("HookedSchedule", None),
+        hooks=cast("Passes", None),
+        batch=shape,
+        target=(),
+        boundary={},
+        needs=cast("Needs", None),
+    )
+    pipeline.expect((torch.ones(8, 3),), ())
+    with pytest.raises(PreflightError, match=r"\(4, 3\).*the first ones had .*\(8, 3\)"):
+        pipeline.expect((torch.ones(4, 3),), ())
+
+
+class _Plan(NamedTuple):
+    problem: Problem
+    schedule: Schedule
+
+
+def _scaled(unit: int, reserved_bytes: int = 0) -> _Plan:
+    """Return 1F1B of stages whose activations are so many bytes, the last one offloaded."""
+    plain = schedules.make_problem(schedules.LINEAR, 4)
+    stages = [
+        stage.model_copy(
+            update={
+                "activation_bytes": unit,
+                "weight_context_bytes": unit,
+                "offload_bytes": unit,
+                "checkpoint_bytes": unit,
+            }
+        )
+        for stage in plain.stages
+    ]
+    devices = [
+        device.model_copy(update={"memory_bytes": 2**52, "reserved_bytes": reserved_bytes})
+        for device in plain.devices
+    ]
+    problem = plain.model_copy(update={"stages": tuple(stages), "devices": tuple(devices)})
+    rows = schedules.one_f_one_b(4, 4)
+    last = schedules.from_text(
+        [" ".join(f"3F{j} 3OFFLOAD{j} 3RELEASE{j} 3RELOAD{j} 3B{j}" for j in range(4))]
+    )
+    return _Plan(problem, schedules.make_schedule(problem, (*rows[:3], *last)))
+
+
+def _planned(plan: _Plan) -> int:
+    """Return what all ranks hold at their peaks, on device and host, without tensors in flight."""
+    return sum(plan.schedule.peak_bytes) + sum(plan.schedule.host_peak_bytes.values())
+
+
 @pytest.mark.parametrize("version", ["2.12.0", "2.13.0+cpu", "2.13.1a0+git"])
 def test_known_versions_of_torch_are_taken(version):
     check_version(version)
@@ -99,3 +190,18 @@ def test_known_versions_of_torch_are_taken(version):
 def test_other_versions_of_torch_are_refused_with_the_command(version):
     with pytest.raises(MissingExtraError, match=rf"{version}.*>=2.12,<2.14; pip install"):
         check_version(version)
+
+
+def test_a_torch_without_an_overridden_name_is_refused(monkeypatch):
+    from torch.distributed.pipelining import PipelineStage
+
+    from optpipe.runtime.torch_private import check_torch
+
+    check_torch()
+    monkeypatch.setattr(PipelineStage, "get_fwd_send_ops", lambda self, other: [])
+    with pytest.raises(MissingExtraError, match=r"get_fwd_send_ops .* has no parameter fwd_chunk"):
+        check_torch()
+    monkeypatch.delattr(PipelineStage, "get_fwd_send_ops")
+    monkeypatch.delattr(PipelineStage.__mro__[1], "get_fwd_send_ops")
+    with pytest.raises(MissingExtraError, match=r"get_fwd_send_ops .* is missing"):
+        check_torch()

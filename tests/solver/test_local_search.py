@@ -15,9 +15,9 @@ from optpipe import Problem, find_violations, simulate
 from optpipe.check import check
 from optpipe.memory import device_peak_bytes, host_walk
 from optpipe_solver.families.serial import build_serial
-from optpipe_solver.improve import kernel
-from optpipe_solver.improve.compiled import CompiledProblem
-from optpipe_solver.improve.local_search import improve_by_local_search
+from optpipe_solver.improve.compiled import kernel
+from optpipe_solver.improve.compiled.problem import CompiledProblem
+from optpipe_solver.improve.search.local_search import improve_by_local_search
 from optpipe_solver.incumbent import Incumbent
 from optpipe_solver.starts import all_starts
 from tests.building import UNIT, bus, offloadable, problem

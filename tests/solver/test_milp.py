@@ -17,6 +17,7 @@ from optpipe_solver.milp.highs import (
     LinearProgram,
     MilpStatus,
     Model,
+    _options,
     at_least,
     solve_milp,
     total,
@@ -47,6 +48,17 @@ def parked_problem() -> Problem:
     """Four devices, seven micro-batches, two activations: every start is beaten by the MILP."""
     stages = [stage(d, 4, 4, 2, activation_bytes=10, weight_context_bytes=5) for d in range(4)]
     return problem(stages, [{"memory_bytes": 20} for _ in range(4)], m=7)
+
+
+def test_any_seed_reaches_highs() -> None:
+    """Its own seeds are 32-bit integers; it would refuse others and go on with its default."""
+    highs = highspy.Highs()
+    for seed, theirs in ((0, 0), (2**31 - 1, 2**31 - 1), (2**31, 0), (2**40 + 7, 7)):
+        options = _options(1.0, 1, seed, 1e-7, None)
+        taken = highs.setOptionValue("random_seed", options["random_seed"])
+        assert taken == highspy.HighsStatus.kOk
+        assert highs.getOptionValue("random_seed")[1] == theirs
+        assert solve_milp(_knapsack(6), time_limit_s=5, seed=seed).status is MilpStatus.OPTIMAL
 
 
 def test_every_highs_status_has_one_meaning() -> None:

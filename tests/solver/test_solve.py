@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 import time
+from itertools import count
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given, settings
 
-from optpipe import InputError, Problem, check_schedule, simulate
+from optpipe import InputError, Problem, check_schedule, dump_schedule, simulate
 from optpipe_solver import Progress, SolveStatus, solve
+from optpipe_solver.budget import Budget
+from optpipe_solver.incumbent import Incumbent
+from optpipe_solver.solve import _Run
 from optpipe_solver.starts import all_starts
 from tests.building import UNIT, bus, problem, stage
 from tests.solver.test_milp import parked_problem
 from tests.strategies import Case, cases
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from optpipe_solver.starts import Start
 
 
 def offload_problem(m: int = 8) -> Problem:
@@ -102,15 +114,79 @@ def test_the_same_seed_gives_the_same_programs() -> None:
     assert results[0].programs == results[1].programs
 
 
-def test_the_same_work_gives_the_same_programs() -> None:
-    """Far from the end, limited by work: no clock is involved, so nothing differs."""
-    given = recompute_problem()
-    results = [solve(given, time_limit_s=600, work_limit=0.5, seed=3).schedule for _ in range(2)]
+@pytest.mark.parametrize(
+    ("given", "work", "gap", "why"),
+    [
+        (recompute_problem(), 0.035, 0.0, "work_limit"),
+        (offload_problem(m=4), 2.0, 0.12, "gap"),
+        (offload_problem(m=4), 2.0, 0.0, "optimal"),
+    ],
+)
+def test_the_same_work_gives_the_same_file(
+    given: Problem, work: float, gap: float, why: str
+) -> None:
+    """No clock is involved, so the records are equal to the last byte, their traces included."""
+    results = [
+        solve(given, time_limit_s=600, work_limit=work, gap=gap, seed=3).schedule for _ in range(2)
+    ]
     assert results[0] is not None
     assert results[1] is not None
-    assert results[0].stopped_by == "work_limit"
-    assert results[0].programs == results[1].programs
-    assert results[0].bound_ms == results[1].bound_ms
+    assert results[0].stopped_by == why
+    assert dump_schedule(results[0]) == dump_schedule(results[1])
+    spent = [entry.seconds for entry in results[0].provenance.trace]
+    assert spent == sorted(spent)
+    assert spent[-1] <= work
+
+
+def test_a_turn_leaves_one_entry_by_a_method_where_work_is_limited() -> None:
+    """When a part tells is a matter of time; what it has found in the end is not."""
+    best = Incumbent(parked_problem())
+    best.work = 1.5
+    for ms in (1.0, 2.0, 3.0):
+        best.offer_bound(ms, "milp")
+    best.work = 2.5
+    best.offer_bound(4.0, "milp")
+    assert [(entry.seconds, entry.bound_ms) for entry in best.trace] == [(1.5, 3.0), (2.5, 4.0)]
+
+
+def _unlimited(given: Problem) -> _Run:
+    return _Run(Incumbent(given), Budget(), "auto", lambda: False)
+
+
+def test_who_has_no_time_makes_the_cheapest_schedule_alone() -> None:
+    """Told to stop from the first: one family, the bound that costs nothing, and no more."""
+    run = _unlimited(offload_problem())
+    run._starts(lambda: True)
+    assert run.start is not None
+    assert run.start[0] == "serial"
+    assert {entry.method for entry in run.best.trace} <= {"serial", "memory-energy"}
+    assert not run.reasons
+
+
+def test_between_any_two_starts_it_is_asked_whether_to_stop() -> None:
+    """As many questions as starts, and one per device whose bounds are computed."""
+    run, asked = _unlimited(offload_problem()), count()
+    run._starts(lambda: next(asked) < 0)
+    num_starts = len(list(all_starts(run.best.problem)))
+    assert next(asked) == num_starts + 1 + len(run.best.problem.devices)
+
+
+def test_a_large_problem_has_its_first_schedule_in_the_lane(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where even the serial schedule takes long, the clock is not waited with: nothing is known."""
+    monkeypatch.setattr(sys.modules["optpipe_solver.solve"], "_SMALL", 0)
+    held = threading.Event()
+
+    def slow(_: Problem, __: object) -> Iterator[Start]:
+        held.wait()
+        return iter(())
+
+    monkeypatch.setattr(sys.modules["optpipe_solver.solve"], "all_starts", slow)
+    result = solve(offload_problem(), time_limit_s=0.1)
+    held.set()
+    assert result.status is SolveStatus.UNKNOWN
+    assert "more time" in result.message
 
 
 def test_two_threads_find_and_prove_the_same_optimum() -> None:

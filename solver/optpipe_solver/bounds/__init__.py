@@ -2,8 +2,8 @@
 
 Every bound is at most the objective of every legal schedule: any placement, fused or split
 backwards, offload, recompute, unequal stages, devices and limits. `relaxation` is the model they
-share; `heads` and `tails` count events in it; the bounds themselves are in `single_device`,
-`window` and `energy`. docs/bounds.md has them in mathematics.
+share; `heads` and `tails` count events in it; the bounds themselves are in `window` and
+`energy`. docs/bounds.md has them in mathematics.
 """
 
 from __future__ import annotations

@@ -11,13 +11,12 @@ from optpipe_solver.bounds.energy import energy_ms
 from optpipe_solver.bounds.heads import ANYTIME, heads
 from optpipe_solver.bounds.paths import Paths
 from optpipe_solver.bounds.relaxation import relaxed
-from optpipe_solver.bounds.single_device import single_device_ms
 from optpipe_solver.bounds.tails import tails
 from optpipe_solver.bounds.turnover import drain, refill
 from optpipe_solver.bounds.window import window_ms
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from optpipe.problem import Problem
     from optpipe_solver.bounds.heads import Events
@@ -42,21 +41,26 @@ def lower_bound(problem: Problem) -> Bound:
     return max(lower_bounds(problem), key=lambda bound: bound.ms)
 
 
-def lower_bounds(problem: Problem) -> list[Bound]:
-    """Return the best value of every argument, in a fixed order."""
+def lower_bounds(
+    problem: Problem, *, should_stop: Callable[[], bool] = lambda: False
+) -> list[Bound]:
+    """Return the best value of every argument, in a fixed order.
+
+    ``should_stop`` is asked between devices; what was not looked at by then proves nothing.
+    """
     paths = Paths(problem)
     makespan = problem.objective == "makespan"
+    energy = energy_ms(paths, makespan=makespan)
+    window = 0.0
     model = relaxed(problem)
-    alone = window = 0.0
-    for device, before, after in _clocks(paths, model):
-        held = np.array(problem.stages_of[device], dtype=np.int64)
-        alone = max(alone, single_device_ms(model, held, before, after))
+    for device, before, after in () if should_stop() else _clocks(paths, model):
         rates = _rates(problem, device)
         window = max(window, window_ms(model, problem.stages_of[device], before, after, rates))
+        if should_stop():
+            break
     return [
-        Bound(alone, "single-device"),
         Bound(window, "memory-window"),
-        Bound(energy_ms(paths, makespan=makespan), "memory-energy"),
+        Bound(energy, "memory-energy"),
     ]
 
 

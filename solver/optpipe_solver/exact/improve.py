@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from optpipe_solver.exact.configurations import configurations_ms
 from optpipe_solver.exact.counts import Answer, counts_can_search, search_counts
+from optpipe_solver.exact.few_devices import prove_by_few_devices
 from optpipe_solver.milp.horizon.deadline import Deadline
 from optpipe_solver.milp.horizon.grid import Goal
 
@@ -17,8 +18,11 @@ if TYPE_CHECKING:
 __all__ = ["improve_by_exact_search"]
 
 _METHOD = "branch-and-bound"
-_MOST_STATES = 20_000_000
+_MOST_STATES = 50_000_000
 _MOST_IN_LAYER = 200_000
+_COUNTS_SHARE = 0.6
+"""Share of time or states for the search over counts, where few devices may prove as much."""
+
 _FIRST = 10_000
 _TRIALS = 6
 
@@ -34,8 +38,9 @@ def improve_by_exact_search(
 ) -> int:
     """Raise the bound, and find what is better, within a number of seconds; return the states met.
 
-    First the configuration bound, then, where a problem is one of counts, the exact search: below
-    the best schedule known, and where that is too much at horizons nearer to the bound. Nothing
+    First the configuration bound; then, where a problem is one of counts, the search over these:
+    below the best schedule known, and where that is too much at horizons nearer to the bound; then
+    searches over few devices, which know offload, recompute and any order of micro-batches. Nothing
     here is random or parallel: ``threads`` and ``seed`` are those of every other part. With
     ``work_limit`` (most states) the run is a function of problem and start, as long as time does
     not end it.
@@ -44,11 +49,16 @@ def improve_by_exact_search(
     end = Deadline(time_limit_s, should_stop or (lambda: False))
     bound_ms = configurations_ms(best.problem, should_stop=end.is_over)
     best.offer_bound(min(bound_ms, best.objective_ms), "configurations")
-    if best.programs is None or best.is_optimal or not counts_can_search(best.problem):
+    if best.programs is None or best.is_optimal:
         return 1
-    trials = _Trials(best, end, _MOST_STATES if work_limit is None else work_limit)
-    trials.run()
-    return max(1, trials.num_states)
+    most, met = _MOST_STATES if work_limit is None else work_limit, 0
+    if counts_can_search(best.problem):
+        share = Deadline(_COUNTS_SHARE * end.left_s(), end.is_over)
+        trials = _Trials(best, share, int(_COUNTS_SHARE * most))
+        trials.run()
+        met = trials.num_states
+    met += prove_by_few_devices(best, most_states=most - met, should_stop=end.is_over)
+    return max(1, met)
 
 
 class _Trials:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from optpipe.action import Programs
     from optpipe.problem import Problem
-    from optpipe_solver.improve.compiled import Rows
+    from optpipe_solver.improve.compiled.problem import Rows
 
 __all__ = ["build_ada_offload"]
 

@@ -30,7 +30,7 @@ import numpy as np
 from optpipe_solver.families.encoded import encoded
 from optpipe_solver.families.not_applicable import NotApplicable, Reason
 from optpipe_solver.families.repeat_and_squeeze import Early, Policy, Squeezer, uniform_block
-from optpipe_solver.improve.compiled import CompiledProblem
+from optpipe_solver.improve.compiled.problem import CompiledProblem
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from optpipe_solver.improve import kernel
-from optpipe_solver.improve.compiled import KINDS, Rows
+from optpipe_solver.improve.compiled import kernel
+from optpipe_solver.improve.compiled.problem import KINDS, Rows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from optpipe.problem import Problem
-    from optpipe_solver.improve.compiled import Rows
+    from optpipe_solver.improve.compiled.problem import Rows
 
 __all__ = ["Policy", "list_schedule"]
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from optpipe.action import Programs
     from optpipe.problem import Problem
     from optpipe_solver.fit.jobs import Ran
-    from optpipe_solver.improve.compiled import Rows
+    from optpipe_solver.improve.compiled.problem import Rows
 
 __all__ = ["THOROUGH", "Fit", "fit", "fit_memory"]
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from optpipe.problem import Problem
     from optpipe_solver.fit.jobs import Fitted, Frame
-    from optpipe_solver.improve.compiled import Rows
+    from optpipe_solver.improve.compiled.problem import Rows
 
 __all__ = ["Hidden", "hide_offload"]
 

@@ -12,8 +12,8 @@ import numpy as np
 from optpipe_solver.columns import program_of
 from optpipe_solver.fit.kernel import sweep
 from optpipe_solver.fit.state import Job
-from optpipe_solver.improve import kernel
-from optpipe_solver.improve.compiled import KINDS, CompiledProblem, Rows
+from optpipe_solver.improve.compiled import kernel
+from optpipe_solver.improve.compiled.problem import KINDS, CompiledProblem, Rows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

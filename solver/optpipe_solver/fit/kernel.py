@@ -39,7 +39,7 @@ from optpipe_solver.fit.state import (
     remove,
     take,
 )
-from optpipe_solver.improve.kernel import (
+from optpipe_solver.improve.compiled.kernel import (
     BACKWARD_WEIGHT,
     FORWARD,
     OFFLOAD,

@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from optpipe_solver.improve import kernel
+from optpipe_solver.improve.compiled import kernel
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from numpy.typing import NDArray
 
-    from optpipe_solver.improve.compiled import CompiledProblem, Rows
+    from optpipe_solver.improve.compiled.problem import CompiledProblem, Rows
 
 __all__ = ["is_compute_only", "keeps_limits", "within_devices", "within_hosts"]
 

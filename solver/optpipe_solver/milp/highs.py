@@ -53,6 +53,10 @@ _LOOK_S, _GRACE_S = 0.05, 0.3
 """Seconds between two looks at whether to stop, and those HiGHS is given to end by itself."""
 
 
+_SEEDS = 2**31
+"""HiGHS's seed is a 32-bit integer; larger ones of ours come round again."""
+
+
 class MilpStatus(StrEnum):
     """How a MILP run can end, in our words."""
 
@@ -231,7 +235,7 @@ def solve_milp(
     model
         A bounded minimisation model; not to be changed any more.
     time_limit_s, threads, seed, gap
-        HiGHS's limits; ``gap`` is relative.
+        HiGHS's limits; ``gap`` is relative. Any seed >= 0: HiGHS gets it modulo 2^31.
     work_limit
         Most branch-and-bound nodes; where they end a run before the clock does, it is the same run
         every time for one seed and thread count.
@@ -258,7 +262,7 @@ def _options(
         "output_flag": False,
         "time_limit": max(0.01, time_limit_s),
         "threads": threads,
-        "random_seed": seed,
+        "random_seed": seed % _SEEDS,
         "mip_rel_gap": gap,
         "mip_abs_gap": 1e-9,
         "mip_feasibility_tolerance": _MIP_TOLERANCE,

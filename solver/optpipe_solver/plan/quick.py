@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from optpipe_solver.families import FAMILIES
-from optpipe_solver.improve.local_search import improve_by_local_search
+from optpipe_solver.improve.search.local_search import improve_by_local_search
 from optpipe_solver.starts import all_starts
 
 if TYPE_CHECKING:

@@ -4,21 +4,43 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from optpipe import check, simulate
 from optpipe.memory import host_walk
-from optpipe_solver.improve import draws
-from optpipe_solver.improve.annealing import accept, anneal, course_of, take_back, try_move
-from optpipe_solver.improve.compiled import CompiledProblem, Rows
-from optpipe_solver.improve.table import table_for
+from optpipe_solver.improve.compiled.problem import CompiledProblem, Rows
+from optpipe_solver.improve.moves import draws
+from optpipe_solver.improve.search.annealing import (
+    accept,
+    anneal,
+    course_of,
+    look_around,
+    take_back,
+    try_move,
+)
+from optpipe_solver.improve.search.table import table_for
 from tests.strategies import Case, cases
 
 if TYPE_CHECKING:
-    from optpipe_solver.improve.annealing import Table
+    from optpipe_solver.improve.search.annealing import Table
 
 MOVES = 60
+
+
+def assert_is_longest(table: Table, path_size: int, *, by_span: bool) -> None:
+    """A path ends where the objective does, and time flows along it."""
+    board = table.board
+    path = table.path[:path_size]
+    taken = board.last - board.first * by_span
+    device = int(
+        table.times.device_of[path[0] % table.times.num_cells // table.times.num_microbatches]
+    )
+    assert path[0] == board.actions[device, board.counts[device] - 1]
+    assert taken[device] == max(taken[board.counts > 0])
+    assert len(set(path.tolist())) == path_size
+    assert (np.diff(board.clock[path]) <= 0).all()
 
 
 def rows_of(table: Table) -> Rows:
@@ -48,16 +70,23 @@ def board_state(table: Table) -> list[list[float]]:
 def test_after_any_moves_the_board_is_that_of_a_fresh_start(
     case: Case, seed: int, slack: float
 ) -> None:
-    """Random moves, taken if no longer than allowed, else undone; shared lanes included."""
+    """Random moves, taken if no longer than allowed, else undone; shared lanes included.
+
+    The first quarter is made anywhere, the others half of the time around a longest path.
+    """
     compiled = CompiledProblem.of(case.problem)
     table = table_for(compiled, compiled.encode(case.programs))
     by_span = case.problem.objective == "span"
     draw = draws.seeded(seed)
     start_ms = simulate(case.problem, case.programs).objective_ms(case.problem.objective)
     limit = (1 + slack) * start_ms + 1
-    for _ in range(MOVES):
+    path_size = 0
+    for move in range(MOVES):
+        if move % (MOVES // 4) == MOVES // 4 - 1:
+            path_size = look_around(table)
+            assert_is_longest(table, path_size, by_span=by_span)
         before = board_state(table)
-        _, judged, objective = try_move(table, 0, limit, draw)
+        _, judged, objective = try_move(table, path_size, limit, draw)
         if judged > limit:
             take_back(table)
             assert board_state(table) == before

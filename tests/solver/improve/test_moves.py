@@ -9,16 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from optpipe import find_violations
-from optpipe_solver.improve import modes, moves, waves
-from optpipe_solver.improve.annealing import take_back
-from optpipe_solver.improve.compiled import CompiledProblem, Rows
-from optpipe_solver.improve.table import table_for
+from optpipe_solver.improve.compiled.problem import CompiledProblem, Rows
+from optpipe_solver.improve.moves import modes, order, waves
+from optpipe_solver.improve.search.annealing import take_back
+from optpipe_solver.improve.search.table import table_for
 from tests.building import problem, programs, stage
 from tests.strategies import Case, cases
 
 if TYPE_CHECKING:
     from optpipe import Problem, Programs
-    from optpipe_solver.improve.annealing import Table
+    from optpipe_solver.improve.search.annealing import Table
 
 MAY_BREAK = {"memory.device", "memory.host", "wait.cyclic"}
 """Rules that a move alone need not keep; who makes it asks."""
@@ -79,18 +79,35 @@ def test_a_fused_backward_is_split_and_its_w_put_off() -> None:
 def test_two_backwards_trade_places() -> None:
     """All that belongs to them goes along; a trade that would run before its F is refused."""
     compiled, table = one_stage("0F0 0F1 0I0 0I1 0W0 0W1")
-    assert moves.trade_backwards(table.board, table.undo, 2, 0, 0, 1)
+    assert order.trade_backwards(table.board, table.undo, 2, 0, 0, 1)
     assert read(compiled, table) == programs("0F0 0F1 0I1 0I0 0W1 0W0")
     _, table = one_stage("0F0 0I0 0W0 0F1 0I1 0W1")
-    assert not moves.trade_backwards(table.board, table.undo, 2, 0, 0, 1)
+    assert not order.trade_backwards(table.board, table.undo, 2, 0, 0, 1)
 
 
 def test_a_swap_leaves_those_between_where_they_are() -> None:
     """Two forwards change places around a W; an F and its I never do."""
     compiled, table = one_stage("0F0 0I0 0F1 0W0 0F2 0B1 0B2", m=3)
-    assert moves.swap(table.board, table.undo, 3, 0, 2, 2)
+    assert order.swap(table.board, table.undo, 3, 0, 2, 2)
     assert read(compiled, table) == programs("0F0 0I0 0F2 0W0 0F1 0B1 0B2")
-    assert not moves.swap(table.board, table.undo, 3, 0, 0, 1)
+    assert not order.swap(table.board, table.undo, 3, 0, 0, 1)
+
+
+def test_a_segment_is_reversed_until_a_cell_would_come_twice() -> None:
+    """From F1 on: the I of 1 stays where it is; one action alone is nothing to reverse."""
+    compiled, table = one_stage("0F0 0F1 0I0 0F2 0I1 0W0 0W1 0B2", m=3)
+    assert order.reverse(table.board, table.undo, compiled.times, 0, 1, 9, False)
+    assert read(compiled, table) == programs("0F0 0F2 0I0 0F1 0I1 0W0 0W1 0B2")
+    assert not order.reverse(table.board, table.undo, compiled.times, 0, 7, 9, False)
+
+
+def test_a_reversal_in_turn_keeps_the_micro_batches_in_order() -> None:
+    """Passes change places, F1 stays before F2; forwards alone stay as they are."""
+    compiled, table = one_stage("0F0 0F1 0F2 0I0 0W0 0B1 0B2", m=3)
+    assert order.reverse(table.board, table.undo, compiled.times, 0, 1, 9, True)
+    assert read(compiled, table) == programs("0F0 0I0 0F1 0F2 0W0 0B1 0B2")
+    compiled, table = one_stage("0F0 0F1 0F2 0I0 0W0 0B1 0B2", m=3)
+    assert not order.reverse(table.board, table.undo, compiled.times, 0, 0, 3, True)
 
 
 def test_a_wave_moves_a_run_of_micro_batches_on_several_stages() -> None:
@@ -113,7 +130,7 @@ def test_a_wave_of_modes_takes_every_second_micro_batch() -> None:
     ]
 
 
-@given(cases(), st.integers(0, 2**32), st.integers(0, 4))
+@given(cases(), st.integers(0, 2**32), st.integers(0, 5))
 def test_any_move_keeps_each_cells_order_and_can_be_taken_back(
     case: Case, seed: int, which: int
 ) -> None:
@@ -143,11 +160,14 @@ def made(table: Table, rng: random.Random, which: int) -> bool:
         other = stage_of_code * times.num_microbatches + rng.randrange(times.num_microbatches)
         return modes.exchange(board, undo, cells, device, code % cells, other)
     if which == 1:
-        return moves.trade_backwards(board, undo, cells, device, code % cells, other % cells)
+        return order.trade_backwards(board, undo, cells, device, code % cells, other % cells)
     if which == 2:
-        return moves.swap(board, undo, cells, device, int(board.at[code]), rng.randint(1, 5))
+        return order.swap(board, undo, cells, device, int(board.at[code]), rng.randint(1, 5))
     if which == 3:
         count, most, width = (rng.randint(1, 3) for _ in range(3))
         return waves.wave(board, undo, times, code, count, most, width, rng.choice([-3, -1, 1, 2]))
+    if which == 4:
+        width, in_turn = rng.randint(2, 8), rng.random() < 0.5
+        return order.reverse(board, undo, times, device, int(board.at[code]), width, in_turn)
     late = rng.randrange(4)
     return modes.toggle_fused(board, undo, cells, device, code % cells, late)

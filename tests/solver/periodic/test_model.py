@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from itertools import permutations, product
 from math import inf
 
-import numpy as np
 import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from optpipe import ActionType, Problem, find_violations, simulate
-from optpipe_solver.improve import circular_kernel
-from optpipe_solver.improve.circular import CircularSearch
-from optpipe_solver.improve.circular_kernel import Circle
-from optpipe_solver.milp.highs import MilpStatus
-from optpipe_solver.milp.periodic.items import Modes, load_ms
+from optpipe_solver.improve.circular import kernel
+from optpipe_solver.improve.circular.search import CircularSearch
+from optpipe_solver.milp.highs import MilpStatus, at_least, solve_milp, value_of
+from optpipe_solver.milp.periodic.items import Choice, Modes, load_ms
+from optpipe_solver.milp.periodic.model import PeriodicModel
+from optpipe_solver.milp.periodic.objective import highest_rate
 from optpipe_solver.milp.periodic.search import (
     Budget,
     num_order_pairs,
@@ -26,6 +25,7 @@ from optpipe_solver.milp.periodic.search import (
 from optpipe_solver.milp.periodic.unroll import unroll
 from tests.building import UNIT, bus, offloadable, problem, stage
 from tests.solver.periodic.equal import equal
+from tests.solver.periodic.every_circle import every_circle
 
 
 @pytest.mark.parametrize(("p", "shape", "eighths"), [(4, "v", 4), (8, "v", 7), (8, "loop", 9)])
@@ -70,24 +70,6 @@ def test_an_empty_period_is_refused() -> None:
         smallest_memory(idle, 1.0, Budget(1.0))
 
 
-def every_circle(search: CircularSearch, turns: int) -> list[Circle]:
-    """All circles of one stage per device, the F first, I and W up to so many turns later."""
-    rows_of = [
-        [[3 * held[0], *rest] for rest in permutations([3 * held[0] + 1, 3 * held[0] + 2])]
-        for held in search.problem.stages_of
-    ]
-    nodes = 3 * len(search.problem.stages)
-    counts = np.full(len(rows_of), 3, dtype=np.int64)
-    free = [node for node in range(nodes) if node % 3]
-    found = []
-    for rows in product(*rows_of):
-        for later in product(range(turns), repeat=len(free)):
-            turn = np.zeros(nodes, dtype=np.int64)
-            turn[free] = later
-            found.append(Circle(np.array(rows, dtype=np.int64), counts, turn))
-    return found
-
-
 @settings(max_examples=15, deadline=None)
 @given(
     st.lists(st.tuples(*[st.integers(1, 4)] * 3), min_size=1, max_size=2),
@@ -103,7 +85,7 @@ def test_no_circle_is_better(
     links = [{"from": 0, "to": 1, "latency_ms": latency}] if len(times) == 2 else []
     tiny = problem(stages, [{"memory_bytes": limit}] * len(times), links=links)
     search = CircularSearch(tiny, fused=False)
-    best = min(search.judged_ms(circle) for circle in every_circle(search, 4))
+    best = min(search.judged_ms(circle) for circle in every_circle(search, (4, 4)))
     found = shortest_period(tiny, 60.0, Budget(30.0), Modes(fuse=False))
     if best == inf:
         event("nothing fits")
@@ -125,10 +107,9 @@ def test_the_bound_is_below_the_best_circle_at_a_period() -> None:
     )
     search = CircularSearch(line, fused=False)
     peaks = []
-    for circle in every_circle(search, 4):
-        start = np.zeros(6)
-        if circular_kernel.period(circle, search.rules, start) <= 7.0:
-            over = max(circular_kernel.excess(circle, search.rules, d) for d in range(2))
+    for circle in every_circle(search, (4, 4)):
+        if kernel.period(circle, search.rules, kernel.new_graph(search.rules)) <= 7.0:
+            over = max(search.excess(circle, d) for d in range(2))
             peaks.append(over + search.rules.limit[0])
     found = smallest_memory(line, 7.0, Budget(30.0), Modes(fuse=False))
     assert found.bound == pytest.approx(min(peaks))
@@ -150,6 +131,53 @@ def test_offload_is_chosen_where_memory_needs_it() -> None:
     assert ActionType.RELOAD in moved.block.kinds()
     programs = unroll(offloading(15), moved.block)
     assert not find_violations(offloading(15), programs)
+
+
+@pytest.mark.parametrize(
+    ("half_duplex", "out_ms", "back_ms", "least_ms"),
+    [(False, 40, 40, 60), (True, 40, 40, 80), (False, 70, 10, 70), (False, 10, 70, 70)],
+)
+def test_a_lane_carries_one_transfer_at_a_time(
+    half_duplex: bool, out_ms: int, back_ms: int, least_ms: int
+) -> None:
+    """No period is shorter than the transfers of a lane, both directions where half duplex."""
+    device = bus(
+        memory_bytes=50 * UNIT,
+        d2h_gb_per_s=10 / out_ms,
+        h2d_gb_per_s=10 / back_ms,
+        half_duplex=half_duplex,
+    )
+    # The way to the second device and back is so long that keeping everything is no choice.
+    stages = [offloadable(0, 20, 20, 20), stage(1, 20, 20, 20)]
+    far = problem(stages, [device, bus()], links=[{"from": 0, "to": 1, "latency_ms": 200}])
+    found = shortest_period(far, 900.0, Budget(30.0), Modes(fuse=False))
+    assert found.is_optimal
+    assert found.bound == pytest.approx(least_ms, rel=1e-5)
+    assert found.block is not None
+    search = CircularSearch(far, fused=False, shrinks=True)
+    circle = search.from_block(found.block)
+    assert circle is not None
+    assert search.judged_ms(circle) >= least_ms * (1 - 1e-6)
+
+
+def test_transfers_of_a_lane_do_not_overlap() -> None:
+    """Two stages of a device that both go to the host, one after the other modulo the period."""
+    device = bus(d2h_gb_per_s=10 / 55, h2d_gb_per_s=10 / 55)
+    stages = [offloadable(d, 20, 20, 20) for d in (0, 1, 0)]
+    links = [{"from": 0, "to": 1, "latency_ms": 100}]
+    given_problem = problem(stages, [device, bus()], links=links)
+    modes = Modes(fuse=False)
+    model = PeriodicModel(given_problem, modes, shortest_ms=120.0, longest_ms=240.0)
+    for s in (0, 2):
+        model.model.add(at_least(model.variables.chosen(Choice.OFFLOADED, (s, 0)), 1.0))
+    model.minimise(highest_rate(model.variables))
+    values = solve_milp(model.model, time_limit_s=30.0).values
+    assert values is not None
+    turn = model.variables.turn
+    period_ms = model.variables.period_ms(value_of(model.variables.rate, values))
+    for starts in (model.variables.d2h, model.variables.h2d):
+        apart = (values[starts[2, 0]] - values[starts[0, 0]]) % turn * period_ms / turn
+        assert 55.0 - 1e-3 <= apart <= period_ms - 55.0 + 1e-3
 
 
 def test_a_super_period_offloads_a_fraction() -> None:
@@ -180,6 +208,16 @@ def test_recompute_is_chosen_where_memory_needs_it() -> None:
     assert again.block.period_ms < kept.block.period_ms
     assert ActionType.RECOMPUTE in again.block.kinds()
     assert not find_violations(tight, unroll(tight, again.block))
+
+
+def test_what_may_be_recomputed_may_be_kept_for_long() -> None:
+    """With memory enough four devices are never idle, whatever else their stages could do."""
+    held = [stage(d, 2, 2, 2, recompute_ms=1, checkpoint_bytes=1) for d in range(4)]
+    found = shortest_period(problem(held), 60.0, Budget(30.0))
+    assert found.is_optimal
+    assert found.bound == 6.0
+    assert found.block is not None
+    assert ActionType.RECOMPUTE not in found.block.kinds()
 
 
 def test_fusing_is_chosen_where_it_is_shorter() -> None:

@@ -8,7 +8,7 @@ import numpy as np
 
 from optpipe.action import Action, ActionType
 from optpipe_solver.milp.horizon.items import Choice
-from optpipe_solver.milp.horizon.propagation import Cells, Facts
+from optpipe_solver.milp.horizon.knowledge import Cells, Facts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

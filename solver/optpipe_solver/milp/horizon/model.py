@@ -190,9 +190,22 @@ def solve_horizon(
     if not horizon.is_complete:
         return HorizonOutcome(end.status(), None, 0)
 
+    return _minimised(horizon, goal, incumbent, search, tricks=tricks, time_limit_s=end.left_s())
+
+
+def _minimised(
+    horizon: HorizonModel,
+    goal: Goal,
+    incumbent: Programs,
+    search: Search,
+    *,
+    tricks: Tricks,
+    time_limit_s: float,
+) -> HorizonOutcome:
+    """Hand a complete model to HiGHS; return how that ended."""
     outcome = solve_milp(
         horizon.model,
-        time_limit_s=end.left_s(),
+        time_limit_s=time_limit_s,
         threads=search.threads,
         seed=search.seed,
         work_limit=search.work_limit,

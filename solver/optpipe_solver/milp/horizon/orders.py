@@ -17,7 +17,8 @@ from optpipe_solver.milp.horizon.items import (
     memory_binds,
     openings_of,
 )
-from optpipe_solver.milp.horizon.propagation import Known, propagate, put_before, shave
+from optpipe_solver.milp.horizon.knowledge import Known, put_before
+from optpipe_solver.milp.horizon.propagation import propagate, shave
 from optpipe_solver.milp.horizon.tricks import Tricks
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from optpipe.problem import Problem
     from optpipe_solver.milp.horizon.context import Cell
     from optpipe_solver.milp.horizon.items import Item
-    from optpipe_solver.milp.horizon.propagation import Cells, Facts
+    from optpipe_solver.milp.horizon.knowledge import Cells, Facts
 
 __all__ = ["HorizonItems"]
 

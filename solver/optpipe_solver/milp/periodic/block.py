@@ -6,7 +6,7 @@ an entry in turn ``index + k``. The order of a device's program is that of (turn
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,6 +20,15 @@ if TYPE_CHECKING:
     from optpipe.problem import Problem
 
 __all__ = ["Entry", "PeriodicBlock"]
+
+_PASSES = frozenset(
+    {
+        ActionType.FORWARD,
+        ActionType.BACKWARD_INPUT,
+        ActionType.BACKWARD_WEIGHT,
+        ActionType.FULL_BACKWARD,
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,17 +53,38 @@ class PeriodicBlock:
     @property
     def is_plain(self) -> bool:
         """Whether it holds one micro-batch, nothing offloaded or recomputed."""
-        plain = {
-            ActionType.FORWARD,
-            ActionType.BACKWARD_INPUT,
-            ActionType.BACKWARD_WEIGHT,
-            ActionType.FULL_BACKWARD,
-        }
-        return self.copies == 1 and all(entry.kind in plain for row in self.rows for entry in row)
+        return self.copies == 1 and self.kinds() <= _PASSES
 
     def kinds(self) -> frozenset[ActionType]:
         """Return the action types it holds."""
         return frozenset(entry.kind for row in self.rows for entry in row)
+
+    def repeated(self, times: int) -> PeriodicBlock:
+        """Return so many periods of it as one: the same programs, free to differ from now on.
+
+        Turn t of the new block is turns q t to q t + q - 1 of this one; in the r-th of them an
+        entry of index n belongs to the (r - n)-th period since, whose copies are numbered anew.
+        """
+        return PeriodicBlock(
+            self.period_ms * times,
+            self.copies * times,
+            tuple(
+                tuple(self._moved(entry, r, times) for r in range(times) for entry in row)
+                for row in self.rows
+            ),
+        )
+
+    def _moved(self, entry: Entry, r: int, times: int) -> Entry:
+        turn, among = divmod(r - entry.index, times)
+        copy = among * self.copies + entry.copy
+        return replace(
+            entry, copy=copy, index=-turn, start_ms=entry.start_ms + among * self.period_ms
+        )
+
+    def kept(self) -> PeriodicBlock:
+        """Return it without transfers and recomputation: its orders of F, I and W (or B)."""
+        rows = tuple(tuple(entry for entry in row if entry.kind in _PASSES) for row in self.rows)
+        return replace(self, rows=rows)
 
     def peaks(self, problem: Problem) -> tuple[int, ...]:
         """Return the steady-state peak of every device, in bytes, static bytes included.

@@ -80,8 +80,12 @@ def cells_in_order(v: PeriodicVariables) -> Iterator[Constraint]:
         gap = v.start(b) - v.start(a) - v.length(a)
         yield at_least(gap, 0.0)
         yield _in_order(v, a, b)
-        if b.kind is _W or (b.kind is _I and a.kind is not _F):
+        if b.kind is _W or a.kind is _RELOAD:
             yield at_least(v.turn - gap, 0.0)
+        if a.kind is _RECOMPUTE:
+            # Not chosen it stands behind its F, however long before I that is.
+            kept = 1.0 - v.chosen(Choice.RECOMPUTED, a.cell)
+            yield at_least(v.turn - gap + (v.longest + 1) * v.turn * kept, 0.0)
 
 
 def _in_order(v: PeriodicVariables, a: Item, b: Item) -> Constraint:
@@ -218,6 +222,7 @@ def transfers_share_lanes(v: PeriodicVariables) -> Iterator[Constraint]:
         yield at_least(v.turn - total([length for _, _, length in lane]), 0.0)
         for (name, x, length), (other, y, its) in combinations(lane, 2):
             turns = _turns(v, f"turns_{name}_{other}")
+            v.apart.append((turns, x, y))
             yield at_least(y - x + v.turn * turns - length, 0.0)
             yield at_least(v.turn * (1.0 - turns) - its - y + x, 0.0)
 

@@ -1,19 +1,21 @@
 """The portfolio's part: periodic blocks, unrolled, squeezed and offered as ``periodic``.
 
-First the local search over circular orders from building blocks (any size) for the shortest period,
-then the MILP where its size allows. The rest of the time blocks are polished for the length of what
-they are squeezed to, and, where activations can be offloaded or recomputed, blocks that need more
-memory are polished and made to fit. Work is counted in moves of the local search.
+Where activations can be offloaded or recomputed, circles are searched with these choices in them.
+Then the local search over plain circles from building blocks (any size) looks for the shortest
+period, and the MILP where its size allows. The rest of the time blocks are polished for the length
+of what they are squeezed to, the search with choices goes on, and blocks that need more memory are
+polished and made to fit. Work is counted in moves of the local search.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from optpipe_solver.improve.circular import CircularSearch
+from optpipe_solver.improve.circular.search import CircularSearch
 from optpipe_solver.milp.periodic.items import load_ms
-from optpipe_solver.milp.periodic.rounds import CircularRounds, FitRounds, PolishRounds
+from optpipe_solver.milp.periodic.rounds import FIT_WORK, CircularRounds, FitRounds, PolishRounds
 from optpipe_solver.milp.periodic.run import METHOD, PeriodicRun
+from optpipe_solver.milp.periodic.shrink import ShrinkRounds
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
     from optpipe_solver.incumbent import Incumbent
 
 __all__ = ["METHOD", "improve_by_periodic"]
+
+_FIRST_ROUNDS = 4
 
 
 def improve_by_periodic(
@@ -56,9 +60,25 @@ def improve_by_periodic(
         should_stop=should_stop,
         work_limit=work_limit,
     )
+    shrinking = _shrinking(run)
     _find_periods(run)
-    _polish(run)
+    _polish(run, shrinking)
     return run.work
+
+
+def _shrinking(run: PeriodicRun) -> list[ShrinkRounds]:
+    """Search circles with offload and recompute a little: where there is any, it pays soonest."""
+    if not run.may_shrink():
+        return []
+    # More copies per period shorten it now and then, but no schedule that was measured.
+    parts = [
+        ShrinkRounds(run, fused=fused, fit_work=FIT_WORK, copies=(1,))
+        for fused in run.backward_kinds()
+    ]
+    for _ in range(_FIRST_ROUNDS):
+        for part in parts:
+            part.next()
+    return parts
 
 
 def _find_periods(run: PeriodicRun) -> None:
@@ -73,11 +93,14 @@ def _find_periods(run: PeriodicRun) -> None:
         each.to_the_end()
 
 
-def _polish(run: PeriodicRun) -> None:
+def _polish(run: PeriodicRun, shrinking: list[ShrinkRounds]) -> None:
     """Polish in turn until the budget is at its end."""
     kinds = run.backward_kinds()
-    parts: list[PolishRounds | FitRounds] = [PolishRounds(run, fused=fused) for fused in kinds]
-    if run.may_shrink():
+    parts: list[PolishRounds | FitRounds | ShrinkRounds] = [
+        PolishRounds(run, fused=fused) for fused in kinds
+    ]
+    if shrinking:
         parts += [FitRounds(run, fused=fused) for fused in kinds]
+        parts += shrinking
     while any([part.next() for part in parts]):  # noqa: C419 - all in turn
         pass

@@ -10,12 +10,13 @@ from optpipe_solver.families.building_blocks import candidate_blocks
 from optpipe_solver.fit.fit import fit_memory
 from optpipe_solver.milp.periodic.polish import Polisher
 from optpipe_solver.milp.periodic.run import METHOD
+from optpipe_solver.milp.periodic.shrink import with_memory
 
 if TYPE_CHECKING:
     from optpipe.problem import Problem
     from optpipe_solver.families.repeat_and_squeeze import Squeezed
-    from optpipe_solver.improve.circular import CircularSearch
-    from optpipe_solver.improve.circular_kernel import Circle
+    from optpipe_solver.improve.circular.kernel import Circle
+    from optpipe_solver.improve.circular.search import CircularSearch
     from optpipe_solver.milp.periodic.block import PeriodicBlock
     from optpipe_solver.milp.periodic.run import PeriodicRun
 
@@ -95,7 +96,7 @@ class CircularRounds:
         block = self.search.block_of(circle)
         if block is None:
             return False
-        self.run.shortest_ms = min(self.run.shortest_ms, self.search.judged_ms(circle))
+        self.run.note(block, self.search.judged_ms(circle))
         return self.run.offer(block)
 
 
@@ -150,7 +151,7 @@ class FitRounds:
         self.rounds += 1
         polisher = self.polishers[at]
         if polisher is None:
-            relaxed = _with_memory(self.run.best.problem, _RELAXED[at])
+            relaxed = with_memory(self.run.best.problem, _RELAXED[at])
             found = _polishers(self.run, relaxed, fused=self.fused, most=1)
             if not found:
                 return self.rounds < len(_RELAXED)
@@ -184,14 +185,6 @@ class FitRounds:
 def _moves(problem: Problem) -> int:
     actions = 3 * len(problem.stages) * problem.num_microbatches
     return max(4, min(_POLISH_ROUND, _POLISH_ACTIONS // actions))
-
-
-def _with_memory(problem: Problem, factor: float) -> Problem:
-    devices = [
-        device.model_copy(update={"memory_bytes": min(2**53, int(device.memory_bytes * factor))})
-        for device in problem.devices
-    ]
-    return problem.model_copy(update={"devices": devices})
 
 
 def _polishers(run: PeriodicRun, problem: Problem, *, fused: bool, most: int) -> list[Polisher]:

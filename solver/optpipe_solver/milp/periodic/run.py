@@ -54,6 +54,7 @@ class PeriodicRun:
         self.work_limit = work_limit
         self.work = 0
         self.shortest_ms = inf
+        self.shortest: PeriodicBlock | None = None
         self.blocks: list[PeriodicBlock] = []
         self._seen: set[float] = set()
 
@@ -97,14 +98,15 @@ class PeriodicRun:
             for stage, hop in zip(problem.stages, problem.boundary_ms, strict=True)
         )
         longest = min(self.shortest_ms, max(serial, load_ms(problem)))
-        found = shortest_period(problem, longest * (1 + 1e-6), self._budget())
+        known = self.shortest if self.shortest_ms <= longest else None
+        found = shortest_period(problem, longest * (1 + 1e-6), self._budget(), start=known)
         self.work += NODE_WORK * found.num_nodes
         if found.block is None:
             return
         self._take(found.block)
         if not self.is_over():
             period = found.block.period_ms * (1 + 1e-6)
-            nearer = shortest_way(problem, period, self._budget())
+            nearer = shortest_way(problem, period, self._budget(), start=found.block)
             self.work += NODE_WORK * nearer.num_nodes
             if nearer.block is not None:
                 self._take(nearer.block)
@@ -127,8 +129,13 @@ class PeriodicRun:
             return self.best.offer(unroll(problem, block), METHOD)
         return self.offer_squeezed(made[0])
 
+    def note(self, block: PeriodicBlock, period_ms: float) -> None:
+        """Remember a block of one micro-batch within the limits if its period is the shortest."""
+        if period_ms < self.shortest_ms:
+            self.shortest, self.shortest_ms = block, period_ms
+
     def _take(self, block: PeriodicBlock) -> None:
-        self.shortest_ms = min(self.shortest_ms, block.period_ms)
+        self.note(block, block.period_ms)
         self.offer(block)
         self.blocks.append(block)
 

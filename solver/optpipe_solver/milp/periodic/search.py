@@ -9,6 +9,7 @@ from optpipe_solver.milp.highs import MilpStatus, solve_milp
 from optpipe_solver.milp.periodic.items import Modes, load_ms
 from optpipe_solver.milp.periodic.model import PeriodicModel
 from optpipe_solver.milp.periodic.objective import highest_rate, largest_peak, way
+from optpipe_solver.milp.periodic.start import start_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -67,7 +68,12 @@ def num_order_pairs(problem: Problem, copies: int = 1) -> int:
 
 
 def smallest_memory(
-    problem: Problem, period_ms: float, budget: Budget, modes: Modes | None = None
+    problem: Problem,
+    period_ms: float,
+    budget: Budget,
+    modes: Modes | None = None,
+    *,
+    start: PeriodicBlock | None = None,
 ) -> Found:
     """Return the block whose largest device peak is smallest, and a bound of it in bytes.
 
@@ -77,22 +83,29 @@ def smallest_memory(
         Its memory limits are kept too: give it plenty to ask for the smallest of all.
     period_ms
         Per micro-batch, at least the load bound: there, no device is idle in the steady state.
+    start
+        A block to start from: HiGHS then knows it from the beginning.
     """
     model = PeriodicModel(problem, modes or Modes(), shortest_ms=period_ms, longest_ms=period_ms)
     model.minimise(largest_peak(model.variables))
-    outcome = _solve(model, budget)
+    outcome = _solve(model, budget, start)
     bound = None if outcome.bound is None else model.bound(outcome.bound)
     return _found(model, outcome, bound and bound * model.variables.unit_bytes)
 
 
 def shortest_period(
-    problem: Problem, longest_ms: float, budget: Budget, modes: Modes | None = None
+    problem: Problem,
+    longest_ms: float,
+    budget: Budget,
+    modes: Modes | None = None,
+    *,
+    start: PeriodicBlock | None = None,
 ) -> Found:
     """Return the block with the shortest period within the memory limits, and a bound in ms.
 
     The load bound is tried first, with a model for that period alone, whose relaxation is far
     tighter; where it is proven too short, or time is over, a model of all periods up to
-    ``longest_ms`` follows. All are per micro-batch.
+    ``longest_ms`` follows, which ``start`` is a start of. All are per micro-batch.
     """
     modes = modes or Modes()
     load = load_ms(problem) * _LOOSER
@@ -114,7 +127,7 @@ def shortest_period(
         return Found(outcome.status, None, None, outcome.num_nodes)
     model = PeriodicModel(problem, modes, shortest_ms=load_ms(problem), longest_ms=longest_ms)
     model.minimise(highest_rate(model.variables))
-    second = _solve(model, half)
+    second = _solve(model, half, start)
     rate = None if second.bound is None else -model.bound(second.bound)
     bound = load_ms(problem) / rate if rate is not None and rate > 0 else None
     found = _found(model, second, bound)
@@ -122,17 +135,22 @@ def shortest_period(
 
 
 def shortest_way(
-    problem: Problem, period_ms: float, budget: Budget, modes: Modes | None = None
+    problem: Problem,
+    period_ms: float,
+    budget: Budget,
+    modes: Modes | None = None,
+    *,
+    start: PeriodicBlock | None = None,
 ) -> Found:
     """Return the block of this period with the shortest way of a micro-batch; bound in ms."""
     model = PeriodicModel(problem, modes or Modes(), shortest_ms=period_ms, longest_ms=period_ms)
     model.minimise(way(model.variables))
-    outcome = _solve(model, budget)
+    outcome = _solve(model, budget, start)
     bound = None if outcome.bound is None else model.bound(outcome.bound)
     return _found(model, outcome, bound and bound * period_ms / model.variables.turn)
 
 
-def _solve(model: PeriodicModel, budget: Budget) -> MilpOutcome:
+def _solve(model: PeriodicModel, budget: Budget, start: PeriodicBlock | None = None) -> MilpOutcome:
     return solve_milp(
         model.model,
         time_limit_s=budget.time_limit_s,
@@ -140,6 +158,7 @@ def _solve(model: PeriodicModel, budget: Budget) -> MilpOutcome:
         seed=budget.seed,
         work_limit=budget.work_limit,
         should_stop=budget.should_stop,
+        start=None if start is None else start_of(model.variables, start),
     )
 
 

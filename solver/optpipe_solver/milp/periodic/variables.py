@@ -8,6 +8,7 @@
 ``before(a, b)``    1 = a stands before b in the device's circle, cut before its first item
 ``choice[...]``     1 = (stage, copy) is fused / offloaded / recomputed
 ``d2h, h2d[cell]``  start of the transfer on its lane, in units
+``apart``           (turns, x, y): whole periods between transfers x and y of one lane
 ``peak``            in units of bytes: the objective where memory is minimised
 ==================  ==========================================================================
 """
@@ -64,7 +65,8 @@ class PeriodicVariables:
         self.unit_bytes = max(1, *(abs(item.delta) for row in items.by_device for item in row))
         self.slowest = slowest
         self.rate = model.continuous("rate", slowest, fastest)
-        self.peak: Linear = self._peak()
+        self.grains = self._grains()
+        self.peak: Linear = self.grains[0] * (self.grains[1] or 1.0)
         self.longest = self._longest()
         self.first = [row[0] if row else None for row in items.by_device]
         self.shift = [
@@ -78,6 +80,7 @@ class PeriodicVariables:
         self.slowed: dict[tuple[Choice, Cell], Variable] = {}
         self.d2h: dict[Cell, Variable] = {}
         self.h2d: dict[Cell, Variable] = {}
+        self.apart: list[tuple[Variable, Variable, Variable]] = []
         self._make()
 
     def period_ms(self, rate: float) -> float:
@@ -178,13 +181,16 @@ class PeriodicVariables:
                     self.d2h[item.cell] = self.model.continuous(f"d2h_{name}", 0.0, top)
                     self.h2d[item.cell] = self.model.continuous(f"h2d_{name}", 0.0, top)
 
-    def _peak(self) -> Linear:
-        """Return the peak in units of bytes: whole grains where all bytes are few of them."""
+    def _grains(self) -> tuple[Variable, float | None]:
+        """Return the variable of the peak: whole grains, and how many units of bytes a grain is.
+
+        None where bytes are too many grains: then it is in units of bytes.
+        """
         grain = gcd(*self._all_bytes())
         if grain == 0 or self.unit_bytes > _MOST_GRAINS * grain:
-            return self.model.continuous("peak", 0.0, 1e6)
+            return self.model.continuous("peak", 0.0, 1e6), None
         grains = self.model.problem.add_variable("peak", 0, 1_000_000, cat="Integer")
-        return (grain / self.unit_bytes) * grains
+        return grains, grain / self.unit_bytes
 
     def _all_bytes(self) -> list[int]:
         """Return every number of bytes that the peak is made of."""

@@ -1,0 +1,61 @@
+"""The GPT that `train_gpt.py` trains: cut into stages, and whole in one process."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from optpipe.runtime.demo_model import ModelConfig, make_stages
+
+__all__ = ["LARGEST_NORM", "MixedPrecision", "SingleProcess", "build_stages", "token_loss"]
+
+LARGEST_NORM = 1.0
+"""To which gradients are clipped."""
+
+
+class MixedPrecision(nn.Module):
+    """A stage that multiplies in bf16; parameters, gradients and what it sends stay as they are."""
+
+    def __init__(self, stage: nn.Module) -> None:
+        super().__init__()
+        self.stage = stage
+
+    def forward(self, received: Tensor) -> Tensor:
+        """Run the stage; shapes as its own."""
+        with torch.autocast(received.device.type, torch.bfloat16):
+            sent: Tensor = self.stage(received)
+        return sent
+
+
+def build_stages(config: ModelConfig, num_stages: int, *, bf16: bool) -> list[nn.Module]:
+    """Return all stages, on the CPU; the same for the same sizes, on every rank."""
+    stages = make_stages(config, num_stages)
+    return [MixedPrecision(stage) for stage in stages] if bf16 else stages
+
+
+def token_loss(logits: Tensor, target: Tensor) -> Tensor:
+    """Return the mean cross entropy, made in at least single precision."""
+    wide = logits.float() if logits.dtype is torch.bfloat16 else logits
+    return functional.cross_entropy(wide.flatten(0, 1), target.flatten())
+
+
+class SingleProcess:
+    """The same model, data and optimizer without a pipeline."""
+
+    def __init__(self, stages: list[nn.Module], learning_rate: float) -> None:
+        self._model = nn.Sequential(*stages)
+        self._optimizer = torch.optim.AdamW(self._model.parameters(), learning_rate)
+
+    def step(self, batch: Tensor, target: Tensor, num_microbatches: int) -> float:
+        """Train a step; return its loss."""
+        self._optimizer.zero_grad()
+        total = 0.0
+        parts = zip(batch.chunk(num_microbatches), target.chunk(num_microbatches), strict=True)
+        for inputs, wanted in parts:
+            loss = token_loss(self._model(inputs), wanted) / num_microbatches
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += loss.item()
+        nn.utils.clip_grad_norm_(self._model.parameters(), LARGEST_NORM)
+        self._optimizer.step()
+        return total

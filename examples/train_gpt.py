@@ -1,0 +1,216 @@
+"""Trains a small GPT by a schedule: measured, planned by the service, and run by all ranks.
+
+``torchrun --nproc-per-node 4 examples/train_gpt.py --url http://127.0.0.1:8000``
+
+Each rank holds one stage. Without ``--url`` the schedule is solved here, or read from the file
+``--schedule``. With a GPU per rank the stages are there and NCCL carries what goes between them,
+else all is on the CPU over gloo. ``--check`` trains the same model in one process beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from examples.gpt_model import LARGEST_NORM, SingleProcess, build_stages, token_loss
+from examples.number_text import ALPHABET, make_batch
+from optpipe import OptPipeError, Problem, Schedule, dump_schedule, load_schedule
+from optpipe.client import Client
+from optpipe.runtime import PipelineRunner, measure
+from optpipe.runtime.demo_model import ModelConfig
+from optpipe.runtime.measuring import Effort
+from optpipe.runtime.preflight import num_microbatches_of
+
+LEARNING_RATE = 3e-3
+TOLERANCES = {False: 1e-10, True: 5e-3}
+"""Of a loss in a checked run, relative; in double precision, and in bf16."""
+
+
+def main() -> int:
+    """Join the other ranks, plan, train; return the exit code."""
+    options = parse()
+    device = join()
+    try:
+        return 0 if train(options, device) else 1
+    except OptPipeError as error:
+        print(f"rank {dist.get_rank()}: {error}", file=sys.stderr)
+        return 1
+    finally:
+        dist.destroy_process_group()
+
+
+def parse() -> argparse.Namespace:
+    """Return the options."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--url", help="the service that solves; default: solved here")
+    parser.add_argument("--schedule", type=Path, help="a schedule file: nothing is planned")
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--microbatches", type=int, default=8, help="per step (default: 8)")
+    parser.add_argument("--samples", type=int, default=4, help="per micro-batch (default: 4)")
+    parser.add_argument("--hidden", type=int, default=64)
+    parser.add_argument("--blocks", type=int, default=8)
+    parser.add_argument("--sequence", type=int, default=64, help="characters of a sample")
+    parser.add_argument("--activations", type=float, help="plan for room for only so many")
+    parser.add_argument("--time-limit", type=float, default=10.0, help="seconds of solving")
+    parser.add_argument("--bf16", action="store_true", help="multiply in bf16")
+    parser.add_argument("--check", action="store_true", help="compare with a single process")
+    return parser.parse_args()
+
+
+def join() -> torch.device:
+    """Meet the other ranks; return where this one computes."""
+    if torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]):
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", device_id=device)
+        return device
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    return torch.device("cpu")
+
+
+def build(options: argparse.Namespace) -> list[nn.Module]:
+    """Return a stage per rank."""
+    config = ModelConfig(
+        vocabulary=len(ALPHABET),
+        hidden=options.hidden,
+        blocks=options.blocks,
+        sequence=options.sequence,
+        # So that a checked run differs by rounding alone, and rounding is small.
+        dtype=torch.float64 if options.check and not options.bf16 else torch.float32,
+    )
+    return build_stages(config, dist.get_world_size(), bf16=options.bf16)
+
+
+def plan(options: argparse.Namespace, device: torch.device) -> tuple[Problem | None, Schedule]:
+    """Return a schedule and, where it was made here, the problem that it solves."""
+    if options.schedule is not None:
+        return None, load_schedule(options.schedule.read_text())
+    stages = build(options)
+    batch, target = make_batch(options.samples, options.sequence, seed=0)
+    effort = Effort(repeats=5, warmups=2)
+    profile = measure(
+        stages, batch, loss_fn=token_loss, target=target, device=device, effort=effort
+    )
+    problem = with_room(profile.problem(options.microbatches), options.activations)
+    told = [("", "") if dist.get_rank() else solve(problem, options)]
+    dist.broadcast_object_list(told, device=device)
+    schedule, fault = told[0]
+    if fault:
+        raise OptPipeError(fault)
+    return problem, load_schedule(schedule)
+
+
+def with_room(problem: Problem, activations: float | None) -> Problem:
+    """Return the problem whose devices have room for so many of their stage's activations."""
+    if activations is None:
+        return problem
+    devices = []
+    for stage, device in zip(problem.stages, problem.devices, strict=True):
+        largest = max(stage.activation_bytes, stage.weight_context_bytes)
+        workspace = max(stage.forward_workspace_bytes, stage.backward_input_workspace_bytes)
+        room = device.reserved_bytes + stage.static_bytes + workspace + int(activations * largest)
+        devices.append(device.model_copy(update={"memory_bytes": room}))
+    return problem.model_copy(update={"devices": tuple(devices)})
+
+
+def solve(problem: Problem, options: argparse.Namespace) -> tuple[str, str]:
+    """Return the best schedule found in time, as JSON, or why there is none."""
+    try:
+        if options.url is not None:
+            return dump_schedule(solve_there(problem, options)), ""
+        from optpipe_solver.solve import solve as solve_here
+
+        result = solve_here(problem, time_limit_s=options.time_limit)
+    except OptPipeError as error:
+        return "", str(error)
+    if result.schedule is None:
+        return "", f"no schedule: {result.message}; give more --activations or time"
+    return dump_schedule(result.schedule), ""
+
+
+def solve_there(problem: Problem, options: argparse.Namespace) -> Schedule:
+    """Return the schedule that the service finds."""
+    with Client(options.url) as client:
+        *_, job = client.follow(client.submit(problem, time_limit_s=options.time_limit))
+        return client.schedule(job)
+
+
+def train(options: argparse.Namespace, device: torch.device) -> bool:
+    """Train; return whether every step agreed with the single process, if there is one."""
+    problem, schedule = plan(options, device)
+    rank, count = dist.get_rank(), num_microbatches_of(schedule)
+    stage = build(options)[rank].to(device)
+    runner = PipelineRunner({rank: stage}, schedule, token_loss, problem, device=device)
+    optimizer = torch.optim.AdamW(stage.parameters(), LEARNING_RATE)
+    checks = options.check and runner.holds_last
+    whole = [part.to(device) for part in build(options)] if checks else []
+    reference = SingleProcess(whole, LEARNING_RATE) if checks else None
+    agreed, seconds = True, []
+    for step in range(options.steps):
+        batch, target = make_batch(count * options.samples, options.sequence, seed=step)
+        batch, target = batch.to(device), target.to(device)
+        start = time.perf_counter()
+        optimizer.zero_grad()
+        losses = runner.step(batch, target)
+        norm = clip_together(list(stage.parameters()))
+        optimizer.step()
+        if losses is not None:
+            loss = losses.mean().item()
+            seconds.append(time.perf_counter() - start)
+            expected = reference.step(batch, target, count) if reference is not None else None
+            agrees = expected is None or abs(loss - expected) <= TOLERANCES[options.bf16] * expected
+            agreed = agreed and agrees
+            if step % 10 == 0 or step + 1 == options.steps or not agrees:
+                print(line(step, loss, norm, expected, agrees), flush=True)
+    report(runner, seconds, schedule, checks=checks, agreed=agreed)
+    runner.close()
+    return agreed
+
+
+def clip_together(parameters: list[nn.Parameter]) -> float:
+    """Scale the gradients of all ranks by one factor, so that their common norm is not too large.
+
+    Waits for all ranks: whoever plans for the `span`, where a rank goes on without the others,
+    gives that up here (docs/runtime.md).
+    """
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    squared = nn.utils.get_total_norm(gradients).square()
+    dist.all_reduce(squared)
+    norm = squared.sqrt()
+    nn.utils.clip_grads_with_norm_(parameters, LARGEST_NORM, norm)
+    return norm.item()
+
+
+def line(step: int, loss: float, norm: float, expected: float | None, agrees: bool) -> str:
+    """Return what is told of a step."""
+    text = f"step {step + 1}: loss {loss:.10f}, gradient norm {norm:.4f}"
+    if expected is not None:
+        text += f", one process {expected:.10f}{'' if agrees else '  DISAGREES'}"
+    return text
+
+
+def report(
+    runner: PipelineRunner, seconds: list[float], schedule: Schedule, *, checks: bool, agreed: bool
+) -> None:
+    """Say what moved and how long a step took; the last stage's rank says what was found."""
+    print(f"rank {dist.get_rank()}: {runner.offloaded_bytes} bytes offloaded", flush=True)
+    if seconds:
+        median_ms = 1e3 * statistics.median(seconds)
+        print(f"a step took {median_ms:.1f} ms (median); planned: {schedule.makespan_ms:.1f} ms")
+    if checks:
+        print(f"the loss curve {'equals' if agreed else 'is NOT'} that of one process")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

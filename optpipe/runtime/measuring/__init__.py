@@ -1,0 +1,19 @@
+"""Measures stages on the real thing: times, bytes, copies and links, as a problem needs them."""
+
+from optpipe.runtime.measuring.measure_stages import measure
+from optpipe.runtime.measuring.one_stage import Effort, StageResult
+from optpipe.runtime.measuring.profile import Profile
+from optpipe.runtime.measuring.ranks import computing_with, device_named, joined
+from optpipe.runtime.measuring.stage_set import StageSet, load_stages
+
+__all__ = [
+    "Effort",
+    "Profile",
+    "StageResult",
+    "StageSet",
+    "computing_with",
+    "device_named",
+    "joined",
+    "load_stages",
+    "measure",
+]

@@ -1,0 +1,308 @@
+"""What crosses between ranks, when it is in flight, and that it cannot get stuck.
+
+torch places a send behind the pass that makes a tensor and a receive on the other rank; both are
+posted without waiting, and the pass that needs a tensor waits for its receive. From these orders
+alone follow three things that are checked or used before the first step:
+
+* Between two ranks there is one queue in both directions (so since torch 2.12 over NCCL), so both
+  must post the same messages in the same order: two swapped receives would hand one micro-batch's
+  tensor to another, silently.
+* Whether all ranks get to their ends, if a message passes only when both sides have posted it and
+  everything before it in that queue has passed.
+* Where a sent tensor can be let go. A rank that has waited for a message knows what its sender had
+  done before sending it, and what that one knew. So at the first wait after which the receiver
+  must have used the tensor, the send is over, and waiting for it costs nothing. Where a rank
+  sends many tensors before it hears anything, it waits for the oldest before it posts another:
+  at most `window_of` are in flight. That ends. torch places a receive when it places the send; in
+  the order in which it placed everything, on all ranks, no step waits for a later one, and the
+  wait for an older send is for its receive, placed before the send that has to wait.
+
+What is in flight then depends on the programs alone, never on how fast anything is.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from optpipe.action import Action
+from optpipe.precedence import Pass, input_of, pass_of
+from optpipe.runtime.errors import PreflightError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+__all__ = [
+    "Order",
+    "Receive",
+    "Send",
+    "Step",
+    "boundary_levels",
+    "check_orders",
+    "sends_over_before",
+    "window_of",
+]
+
+
+class Send(NamedTuple):
+    """The output of a pass is posted to the rank of the next stage (backward: of the previous)."""
+
+    message: Pass
+
+    def __str__(self) -> str:
+        return f"send of {_words(self.message)}"
+
+
+class Receive(NamedTuple):
+    """The output of a pass of another rank is expected here."""
+
+    message: Pass
+
+    def __str__(self) -> str:
+        return f"receive of {_words(self.message)}"
+
+
+Step = Action | Send | Receive
+"""One of torch's passes, or a message posted."""
+
+Order = tuple[Step, ...]
+"""What one rank does, one after another."""
+
+
+def window_of(num_stages: int, *, trains: bool) -> int:
+    """Return how many sends of a rank may be in flight when it posts another.
+
+    With fewer a rank could stall for a neighbour that is a little behind; in an evaluation, whose
+    ranks all go at the pace of the slowest, few are enough.
+    """
+    return max(4, num_stages // 2 + 2) if trains else 2
+
+
+def _words(message: Pass) -> str:
+    made = "gradient" if message.backward else "output"
+    return f"the {made} of stage {message.stage}, micro-batch {message.microbatch}"
+
+
+def check_orders(orders: Sequence[Order], placement: Sequence[int], window: int) -> None:
+    """Refuse orders in which tensors would be mixed up, or ranks wait for ever.
+
+    Parameters
+    ----------
+    placement
+        Rank of each stage.
+    window
+        How many sends may be in flight when a rank posts another.
+
+    Raises
+    ------
+    PreflightError
+        With the two ranks, the place and the two messages, or with what every stuck rank waits for.
+    """
+    queues = _queues(orders, placement)
+    for (left, right), queue in sorted(queues.items()):
+        if left < right:
+            _expect_same(left, right, queue, queues.get((right, left), []))
+    stuck = _Execution(orders, placement, window).stuck()
+    if stuck:
+        waits = "; ".join(f"rank {rank} waits at {step}" for rank, step in stuck)
+        raise PreflightError(
+            f"the sends and receives cannot all pass: {waits}; this is no fault of the schedule, "
+            "report it with the schedule"
+        )
+
+
+def _queues(orders: Sequence[Order], placement: Sequence[int]) -> dict[tuple[int, int], list[Pass]]:
+    """Return what each rank posts towards each other rank, in order."""
+    queues: dict[tuple[int, int], list[Pass]] = {}
+    for rank, order in enumerate(orders):
+        for step in order:
+            if not isinstance(step, Action):
+                source, target = _ends(step.message, placement)
+                other = target if isinstance(step, Send) else source
+                queues.setdefault((rank, other), []).append(step.message)
+                queues.setdefault((other, rank), [])
+    return queues
+
+
+def _ends(message: Pass, placement: Sequence[int]) -> tuple[int, int]:
+    """Return the ranks between which a message goes."""
+    towards = message.stage - 1 if message.backward else message.stage + 1
+    return placement[message.stage], placement[towards]
+
+
+def _expect_same(left: int, right: int, ours: list[Pass], theirs: list[Pass]) -> None:
+    for index in range(max(len(ours), len(theirs))):
+        first = ours[index] if index < len(ours) else None
+        second = theirs[index] if index < len(theirs) else None
+        if first != second:
+            raise PreflightError(
+                f"message {index} between ranks {left} and {right} is "
+                f"{_words(first) if first else 'none'} for rank {left}, but "
+                f"{_words(second) if second else 'none'} for rank {right}: both must post the same "
+                "messages in the same order, or tensors are mixed up; "
+                "let the runtime place sends and receives"
+            )
+
+
+class _Execution:
+    """All ranks run without a clock; a message passes when both queues have reached it."""
+
+    def __init__(self, orders: Sequence[Order], placement: Sequence[int], window: int) -> None:
+        self._orders = orders
+        self._placement = placement
+        self._over_before = sends_over_before(orders, placement, window)
+        self._heads = [0] * len(orders)
+        self._posted: dict[tuple[int, int], list[Pass]] = {}
+        self._num_passed: dict[tuple[int, int], int] = {}
+        self._passed: set[Pass] = set()
+
+    def stuck(self) -> list[tuple[int, str]]:
+        """Return every rank that does not get to its end, with the step it waits at."""
+        while any(self._advance(rank) for rank in range(len(self._orders))):
+            pass
+        return [
+            (rank, str(order[head]))
+            for rank, (order, head) in enumerate(zip(self._orders, self._heads, strict=True))
+            if head < len(order)
+        ]
+
+    def _advance(self, rank: int) -> bool:
+        """Run a rank as far as it gets; return whether it got anywhere."""
+        order, start = self._orders[rank], self._heads[rank]
+        while self._heads[rank] < len(order) and self._can_run(rank, order[self._heads[rank]]):
+            step = order[self._heads[rank]]
+            if not isinstance(step, Action):
+                self._post(rank, step)
+            self._heads[rank] += 1
+        return self._heads[rank] > start
+
+    def _can_run(self, rank: int, step: Step) -> bool:
+        if not isinstance(step, Action):
+            return self._passed.issuperset(self._over_before[rank].get(step, ()))
+        needed = input_of(step, len(self._placement))
+        if needed is None or self._placement[needed.stage] == rank:
+            return True
+        return needed in self._passed
+
+    def _post(self, rank: int, step: Send | Receive) -> None:
+        source, target = _ends(step.message, self._placement)
+        other = target if isinstance(step, Send) else source
+        self._posted.setdefault((rank, other), []).append(step.message)
+        pair = (min(rank, other), max(rank, other))
+        theirs = self._posted.get((other, rank), [])
+        passing = self._num_passed.get(pair, 0)
+        both = min(len(self._posted[rank, other]), len(theirs))
+        self._passed.update(theirs[passing:both])
+        self._num_passed[pair] = both
+
+
+def sends_over_before(
+    orders: Sequence[Order], placement: Sequence[int], window: int
+) -> list[dict[Step, tuple[Pass, ...]]]:
+    """Return, per rank, the sends that are waited for before a step.
+
+    Before an action, once it has its input: those known to be over. The argument. Let K(r) be what
+    rank r knows each rank to have done: of itself, everything so far; and when an action of r has
+    waited for a message, everything its sender knew when it sent it, the send included. A message
+    is used by the action that waits for its receive. If K(r) holds that action's begin, the
+    receive has ended, so has the send.
+
+    Before a send: the oldest, if ``window`` are still in flight. What is in no tuple is in flight
+    to the end of the step.
+    """
+    known = [[0] * len(orders) for _ in orders]
+    used_at = _uses(orders, len(placement))
+    told: dict[Pass, list[int]] = {}
+    in_flight: list[list[Pass]] = [[] for _ in orders]
+    over: list[dict[Step, tuple[Pass, ...]]] = [{} for _ in orders]
+    for rank, step in _in_some_order(orders, placement):
+        known[rank][rank] += 1
+        if isinstance(step, Send):
+            if len(in_flight[rank]) >= window:
+                over[rank][step] = (in_flight[rank].pop(0),)
+            told[step.message] = list(known[rank])
+            in_flight[rank].append(step.message)
+        elif isinstance(step, Action):
+            news = told.get(input_of(step, len(placement)) or _NOTHING)
+            if news is None:
+                continue
+            known[rank] = [max(pair) for pair in zip(known[rank], news, strict=True)]
+            used = tuple(
+                message
+                for message in in_flight[rank]
+                if used_at[message] < known[rank][_ends(message, placement)[1]]
+            )
+            if used:
+                over[rank][step] = used
+                in_flight[rank] = [one for one in in_flight[rank] if one not in used]
+    return over
+
+
+_NOTHING = Pass(False, -1, -1)
+
+
+def _uses(orders: Sequence[Order], num_stages: int) -> dict[Pass, int]:
+    """Return where in its rank's order every message is used."""
+    return {
+        needed: index
+        for order in orders
+        for index, step in enumerate(order)
+        if isinstance(step, Action) and (needed := input_of(step, num_stages)) is not None
+    }
+
+
+def _in_some_order(orders: Sequence[Order], placement: Sequence[int]) -> Iterator[tuple[int, Step]]:
+    """Yield all steps so that each comes after those it waits for."""
+    heads = [0] * len(orders)
+    done: set[Pass] = set()
+    moving = True
+    while moving:
+        moving = False
+        for rank, order in enumerate(orders):
+            while heads[rank] < len(order):
+                step = order[heads[rank]]
+                if isinstance(step, Action):
+                    needed = input_of(step, len(placement))
+                    if needed is not None and needed not in done:
+                        break
+                    if (made := pass_of(step)) is not None:
+                        done.add(made)
+                yield rank, step
+                heads[rank] += 1
+                moving = True
+
+
+def boundary_levels(
+    order: Order,
+    over_before: Mapping[Step, Sequence[Pass]],
+    num_stages: int,
+    bytes_of: Callable[[Pass], int],
+) -> dict[Action, int]:
+    """Return the bytes of boundary tensors that are on a rank's device while each action runs.
+
+    A tensor that is received counts from the post of its receive, one that is made here from the
+    start of its pass; a stage's input counts until its F (from then on it is part of the
+    activation), a gradient until the I or B it is for has ended, a sent tensor until its send is
+    waited for (``over_before``). The largest value bounds what a rank holds beside activations.
+    """
+    held: dict[Pass, int] = {}
+    levels = {}
+    for step in order:
+        for message in over_before.get(step, ()):
+            held.pop(message, None)
+        if isinstance(step, Receive):
+            held[step.message] = bytes_of(step.message)
+        if not isinstance(step, Action):
+            continue
+        needed, made = input_of(step, num_stages), pass_of(step)
+        if needed is not None and not needed.backward:
+            held.pop(needed, None)
+        if made is not None and _crosses(made, num_stages):
+            held[made] = bytes_of(made)
+        levels[step] = sum(held.values())
+        if needed is not None and needed.backward:
+            held.pop(needed, None)
+    return levels
+
+
+def _crosses(made: Pass, num_stages: int) -> bool:
+    return made.stage > 0 if made.backward else made.stage < num_stages - 1

@@ -1,0 +1,334 @@
+"""Times of every action while a pipeline trains, on one step in so many.
+
+An `ActionTimer` observes a `PipelineRunner`. On a sampled step it takes a mark before and after
+every action and behind every copy; on CUDA marks are events, which nobody waits for before the
+next sampled step. On all other steps it compares one action and returns. What it costs is measured
+by ``benchmarks/timing_overhead.py``.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from optpipe.action import Action, ActionType
+from optpipe.formats.chrome_trace import dump_planned_beside_measured
+from optpipe.measurements import DeviceFacts, Measurements, Sample
+from optpipe.runtime.alignment import DeviceTimes, MeasuredStep, align
+from optpipe.runtime.measuring.clock import clock_for
+from optpipe.timeline import Interval
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from torch.distributed import ProcessGroup
+
+    from optpipe.action import Program
+    from optpipe.problem import Problem
+    from optpipe.runtime.copies import Copies, Fence
+    from optpipe.runtime.measuring.clock import Clock, Mark
+    from optpipe.runtime.runner import PipelineRunner
+    from optpipe.timeline import Lane
+
+__all__ = ["DEFAULT_EVERY", "ActionTimer"]
+
+DEFAULT_EVERY = 50
+"""At 2 us an action on sampled steps and 0.1 us on others (CPU, ``benchmarks/timing_overhead.py``)
+this is below 1 % of a step wherever actions take 20 us or more."""
+
+_KEPT_STEPS = 8
+_DOWN, _UP = 0, 1
+
+
+class _Taken(NamedTuple):
+    """One action with its marks; the copy's end and bytes where it started one."""
+
+    action: Action
+    start: Mark
+    end: Mark
+    copy_end: Mark
+    copied_bytes: int
+
+
+class _Sampled(NamedTuple):
+    """A sampled step; the wall clock showed ``wall_ms`` at its origin."""
+
+    step: int
+    origin: Mark
+    wall_ms: float
+    taken: list[_Taken]
+
+
+class _Own(NamedTuple):
+    """One rank's sampled step, and its copies as (lane, bytes, ms)."""
+
+    times: DeviceTimes
+    copies: tuple[tuple[int, int, float], ...]
+
+
+class ActionTimer:
+    """Times the actions of a runner on every N-th step; the first, a warm-up, is never taken.
+
+    All ranks make one, and all call `gather`, `measurements` and `trace` together: like every
+    collective operation they wait for each other.
+
+    Parameters
+    ----------
+    runner
+        Whose actions are timed, from its next step on.
+    every
+        One step in so many is sampled; the same on all ranks.
+    group
+        The runner's group.
+    clock
+        Takes the times; that of the runner's device if None.
+
+    Raises
+    ------
+    ValueError
+        If ``every`` is below 1.
+    """
+
+    def __init__(
+        self,
+        runner: PipelineRunner,
+        *,
+        every: int = DEFAULT_EVERY,
+        group: ProcessGroup | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        if every < 1:
+            raise ValueError(f"every = {every}: must be at least 1; 1 samples every step")
+        self._every = every
+        self._group = group
+        self._rank = dist.get_rank(group)
+        self._placement = runner.schedule.placement
+        self._programs = runner.schedule.programs
+        self._first = self.program[0]
+        self._runner = runner
+        self._plain_copies = runner.offloader.copies
+        self._clock = clock if clock is not None else clock_for(_device_of(self._plain_copies))
+        self._step = -1
+        self._sampled: _Sampled | None = None
+        self._pending: _Sampled | None = None
+        self._start: Mark = None
+        self._copy: tuple[Mark, int] = (None, 0)
+        self._kept: deque[_Own] = deque(maxlen=_KEPT_STEPS)
+        runner.offloader.copies = _TimedCopies(self._plain_copies, self)
+        runner.observe(self)
+
+    @property
+    def program(self) -> Program:
+        """The program of this rank."""
+        return self._programs[self._rank]
+
+    def detach(self) -> None:
+        """Stop timing; what was measured stays."""
+        self._runner.observe(None)
+        self._runner.offloader.copies = self._plain_copies
+        self._put_aside()
+
+    def begin(self, action: Action) -> None:
+        """Mark an action's start, where this step is sampled."""
+        if action == self._first:
+            self._begin_step()
+        if self._sampled is not None:
+            self._start = self._clock.mark()
+
+    def end(self, action: Action) -> None:
+        """Mark its end."""
+        if self._sampled is not None:
+            taken = _Taken(action, self._start, self._clock.mark(), *self._copy)
+            self._sampled.taken.append(taken)
+            self._copy = (None, 0)
+
+    def copied(self, fence: Fence, lane: int, num_bytes: int) -> None:
+        """Mark the end of copies that the running action has issued."""
+        if self._sampled is not None:
+            self._copy = (self._clock.mark_after(fence, lane), num_bytes)
+
+    def gather(self) -> list[MeasuredStep] | None:
+        """Return, on rank 0, the sampled steps that are whole, oldest first; None elsewhere."""
+        told = self._tell()
+        return _whole_steps(told) if self._rank == 0 else None
+
+    def measurements(self) -> Measurements | None:
+        """Return, on rank 0, the times and bandwidths of all ranks as one value with a JSON form.
+
+        Raises
+        ------
+        ValueError
+            On rank 0, if no step has been sampled yet.
+        """
+        told = self._tell()
+        return _as_measurements(told, self._placement) if self._rank == 0 else None
+
+    def trace(self, problem: Problem) -> str | None:
+        """Return, on rank 0, a Chrome trace of the plan and, below it, of the last sampled step.
+
+        Raises
+        ------
+        ValueError
+            On rank 0, if no step has been sampled yet.
+        """
+        steps = self.gather()
+        if steps is None:
+            return None
+        last = _last(steps)
+        label = f"measured, step {last.step}"
+        return dump_planned_beside_measured(problem, self._programs, last.rows, label)
+
+    def _begin_step(self) -> None:
+        self._put_aside()
+        self._step += 1
+        if self._step == 0 or self._step % self._every:
+            return
+        self._resolve()
+        origin = self._clock.mark()
+        # Waits for the device once, so that wall clock and device clock show the same moment.
+        self._clock.ms_between(origin, origin)
+        self._sampled = _Sampled(self._step, origin, 1e3 * time.time(), [])
+
+    def _put_aside(self) -> None:
+        """Keep a sampled step that was issued to its end: its marks may not have passed yet."""
+        sampled, self._sampled = self._sampled, None
+        if sampled is not None and len(sampled.taken) == len(self.program):
+            self._pending = sampled
+
+    def _resolve(self) -> None:
+        """Read the marks of the step put aside, waiting for the last of them."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        reader = _Reader(self._clock, pending.origin, self._rank)
+        intervals = tuple(reader.interval(one) for one in pending.taken)
+        times = DeviceTimes(pending.step, self._rank, pending.wall_ms, intervals)
+        self._kept.append(_Own(times, tuple(reader.copies)))
+
+    def _tell(self) -> list[list[_Own]]:
+        """Return every rank's sampled steps, on every rank; between two steps of the runner."""
+        self._put_aside()
+        self._resolve()
+        told: list[list[_Own]] = [[] for _ in range(dist.get_world_size(self._group))]
+        dist.all_gather_object(told, list(self._kept), group=self._group)
+        return told
+
+
+class _Reader:
+    """Turns marks into intervals; lanes are first in, first out (DESIGN section 3)."""
+
+    def __init__(self, clock: Clock, origin: Mark, device: int) -> None:
+        self._clock = clock
+        self._origin = origin
+        self._device = device
+        self._lane_end = [0.0, 0.0]
+        self._back: dict[tuple[int, int], float] = {}
+        self.copies: list[tuple[int, int, float]] = []
+
+    def interval(self, taken: _Taken) -> Interval:
+        """Return when an action ran, or its copy."""
+        action, start, end = taken.action, self._at(taken.start), self._at(taken.end)
+        if action.type.is_transfer and taken.copy_end is not None:
+            return self._copy(taken, start)
+        if action.type.is_backward:
+            # The mark stands before the wait for a reload.
+            start = min(end, max(start, self._back.get((action.stage, action.microbatch), 0.0)))
+        return Interval(self._device, "compute", action, start, end)
+
+    def _copy(self, taken: _Taken, issued: float) -> Interval:
+        action, end = taken.action, self._at(taken.copy_end)
+        lane = _UP if action.type is ActionType.RELOAD else _DOWN
+        start = max(issued, self._lane_end[lane])
+        self._lane_end[lane] = end
+        if lane == _UP:
+            self._back[action.stage, action.microbatch] = end
+        self.copies.append((lane, taken.copied_bytes, end - start))
+        name: Lane = "h2d" if lane == _UP else "d2h"
+        return Interval(self._device, name, action, start, end)
+
+    def _at(self, mark: Mark) -> float:
+        return self._clock.ms_between(self._origin, mark)
+
+
+class _TimedCopies:
+    """Copy lanes that tell a timer when copies end."""
+
+    def __init__(self, copies: Copies, timer: ActionTimer) -> None:
+        self._copies = copies
+        self._timer = timer
+        self.pinned = copies.pinned
+
+    def to_host(self, pairs: Sequence[Any]) -> Fence:
+        """Issue copies to the host."""
+        return self._told(self._copies.to_host(pairs), _DOWN, pairs)
+
+    def to_device(self, pairs: Sequence[Any]) -> Fence:
+        """Issue copies back."""
+        return self._told(self._copies.to_device(pairs), _UP, pairs)
+
+    def _told(self, fence: Fence, lane: int, pairs: Sequence[Any]) -> Fence:
+        self._timer.copied(fence, lane, sum(source.numel() for source, _ in pairs))
+        return fence
+
+
+def _device_of(copies: Copies) -> torch.device:
+    if copies.pinned:
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _whole_steps(told: list[list[_Own]]) -> list[MeasuredStep]:
+    """Align the steps that every rank has sampled."""
+    by_rank = [{own.times.step: own.times for own in kept} for kept in told]
+    common = sorted(set.intersection(*(set(steps) for steps in by_rank)))
+    return [align([steps[number] for steps in by_rank]) for number in common]
+
+
+def _last(steps: list[MeasuredStep]) -> MeasuredStep:
+    if not steps:
+        raise ValueError(
+            "no step has been sampled yet: the first is a warm-up, and then it is one in `every`; "
+            "train on, or make the timer with a smaller every"
+        )
+    return steps[-1]
+
+
+def _as_measurements(told: list[list[_Own]], placement: Sequence[int]) -> Measurements:
+    steps = _whole_steps(told)
+    last = _last(steps)
+    return Measurements(
+        source=f"training, {len(steps)} sampled steps up to step {last.step}",
+        samples=tuple(sample for step in steps for sample in _samples(step)),
+        placement=tuple(placement),
+        devices=tuple(_device_facts(kept) for kept in told),
+    )
+
+
+def _samples(step: MeasuredStep) -> Iterator[Sample]:
+    for row in step.rows:
+        for item in row:
+            if item.action is not None and item.action.type.is_compute:
+                yield Sample(
+                    stage=item.action.stage,
+                    action=item.action.type.value,
+                    time_ms=max(0.0, item.end - item.start),
+                    microbatch=item.action.microbatch,
+                    step=step.step,
+                    rank=item.device,
+                )
+
+
+def _device_facts(kept: Sequence[_Own]) -> DeviceFacts:
+    """Return the median speed of both lanes, where copies were made."""
+    rates: list[list[float]] = [[], []]
+    for own in kept:
+        for lane, num_bytes, ms in own.copies:
+            if num_bytes > 0 and ms > 0:
+                rates[lane].append(num_bytes / (ms * 1e6))
+    down, up = (statistics.median(values) if values else None for values in rates)
+    return DeviceFacts(d2h_gb_per_s=down, h2d_gb_per_s=up)

@@ -1,0 +1,78 @@
+"""The names of torch that are overridden or called here, looked at before they are relied on."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Final
+
+import torch
+from torch.distributed import distributed_c10d
+from torch.distributed.pipelining import PipelineStage, schedules
+from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
+
+from optpipe.errors import MissingExtraError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.distributed import ProcessGroup
+    from torch.distributed.distributed_c10d import Store
+
+__all__ = ["check_torch", "default_store", "group_name", "has_gradient_hooks"]
+
+_NAMES: Final[tuple[tuple[object, str, tuple[str, ...]], ...]] = (
+    (PipelineStage, "forward_one_chunk", ("fwd_chunk_id", "args", "kwargs", "save_forward_output")),
+    (PipelineStage, "backward_one_chunk", ("bwd_chunk_id", "loss", "full_backward")),
+    (PipelineStage, "backward_weight_one_chunk", ("bwd_chunk_id", "last_backward")),
+    (PipelineStage, "get_fwd_send_ops", ("fwd_chunk_id",)),
+    (PipelineStage, "get_bwd_send_ops", ("bwd_chunk_id",)),
+    (PipelineStage, "get_fwd_recv_ops", ("fwd_chunk_id",)),
+    (PipelineStage, "get_bwd_recv_ops", ("bwd_chunk_id",)),
+    (PipelineStage, "set_local_bwd_input", ("next_stage_bwd_outputs", "mb_index")),
+    (PipelineStage, "clear_runtime_states", ()),
+    (PipelineStage, "_setup_forward_recv_info", ("num_microbatches", "has_backward")),
+    (PipelineStage, "_setup_backward_recv_info", ("num_microbatches",)),
+    (_PipelineScheduleRuntime, "step", ("target", "losses", "return_outputs")),
+    (_PipelineScheduleRuntime, "_prepare_schedule_with_comms", ("actions", "format")),
+    (_PipelineScheduleRuntime, "_maybe_compute_loss", ("stage", "output", "target_mbs")),
+    (_PipelineScheduleRuntime, "_maybe_get_loss", ("stage", "mb_index")),
+    (_PipelineScheduleRuntime, "_update_losses", ("stages", "losses")),
+    (schedules, "_batch_p2p", ("p2p_ops",)),
+)
+
+
+def check_torch() -> None:
+    """Refuse a torch whose pipelining lacks a name or a parameter that is overridden here.
+
+    Raises
+    ------
+    MissingExtraError
+        With what is missing; a subclass of what is not there would be called by nobody.
+    """
+    for owner, name, expected in _NAMES:
+        found = getattr(owner, name, None)
+        parameters = inspect.signature(found).parameters if callable(found) else {}
+        missing = [parameter for parameter in expected if parameter not in parameters]
+        if found is None or missing:
+            what = f"has no parameter {', '.join(missing)}" if found is not None else "is missing"
+            raise MissingExtraError(
+                f"torch {torch.__version__}: {name} of torch.distributed.pipelining {what}, but "
+                "the runtime overrides it; pip install 'optpipe[runtime]'"
+            )
+
+
+def has_gradient_hooks(parameter: Tensor) -> bool:
+    """Whether somebody (DDP, a user) waits for autograd to make this parameter's gradient."""
+    return bool(getattr(parameter, "_backward_hooks", None)) or bool(
+        getattr(parameter, "_post_accumulate_grad_hooks", None)
+    )
+
+
+def default_store() -> Store:
+    """Return the key-value store through which the ranks found each other."""
+    return distributed_c10d._get_default_store()  # noqa: SLF001
+
+
+def group_name(group: ProcessGroup | None) -> str:
+    """Return the name all ranks know a group by."""
+    found = group if group is not None else distributed_c10d._get_default_group()  # noqa: SLF001
+    return str(distributed_c10d._get_process_group_name(found))  # noqa: SLF001

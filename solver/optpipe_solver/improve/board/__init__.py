@@ -1,0 +1,1 @@
+"""Where a search stands: programs with times and bytes; the edits that moves are made of."""

@@ -1,0 +1,1 @@
+"""What can be changed on a board: orders, modes, many micro-batches; and making it fit."""

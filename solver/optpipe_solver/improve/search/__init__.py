@@ -1,0 +1,1 @@
+"""Simulated annealing on a board: which moves, judged how, from which starts, for how long."""

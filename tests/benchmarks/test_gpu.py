@@ -1,0 +1,95 @@
+"""The GPU measurements on a CPU: sizes are tiny and times mean nothing, bytes and losses do."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.gpu import largest, one_rank, slowdown
+from benchmarks.gpu.__main__ import as_markdown
+from benchmarks.gpu.alone import in_flight
+from optpipe import Device, Problem, Stage
+from optpipe.check import find_violations
+from optpipe.memory import device_peak_bytes
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_a_ranks_peak_is_the_prefix_walks() -> None:
+    """Of a real schedule that offloads five of eight micro-batches."""
+    (row,) = one_rank.measure_it("cpu", tiny=True)
+    assert abs(row["peak off by %"]) < 2
+    assert row["offloaded MB"] > 0
+    assert row["measured ms"] > 0
+    assert row["simulated ms"] > 0
+
+
+def test_offload_of_everything_takes_less_memory() -> None:
+    """Three micro-batches are on the device, not eight."""
+    (row,) = slowdown.measure_it("cpu", tiny=True)
+    assert row["offloadable %"] > 90
+    assert row["full MB"] < 0.5 * row["none MB"]
+    assert row["k"] > 0
+
+
+def test_with_offload_larger_sizes_fit_and_run() -> None:
+    for row in largest.measure_it("cpu", tiny=True):
+        assert row["times as large"] > 1.2
+        for name in ("with", "without"):
+            assert 0 < row[f"peak MB {name}"] <= row["limit MB"]
+
+
+@pytest.mark.parametrize(("count", "ahead"), [(4, 3), (9, 3), (12, 8)])
+def test_the_program_in_flight_is_legal_and_holds_three(count: int, ahead: int) -> None:
+    stage = Stage(
+        device=0,
+        forward_ms=1,
+        backward_input_ms=1,
+        backward_weight_ms=1,
+        activation_bytes=10,
+        offload_bytes=10,
+    )
+    device = Device(memory_bytes=1000, d2h_gb_per_s=1, h2d_gb_per_s=1)
+    problem = Problem(num_microbatches=count, devices=(device,), stages=(stage,))
+    full, none = (in_flight(count, ahead, offload=offload) for offload in (True, False))
+    assert not find_violations(problem, (full,))
+    assert not find_violations(problem, (none,))
+    assert device_peak_bytes(problem, 0, full) == 30
+    assert device_peak_bytes(problem, 0, none) == 10 * ahead
+
+
+def test_the_script_runs_four_ranks_on_one_device(tmp_path) -> None:
+    """Through the shell script, as on a GPU; messages are staged in the same way."""
+    environment = {**os.environ, "PYTHON": sys.executable}
+    options = ["--tiny", "--device", "cpu", "--parts", "d", "--output", str(tmp_path)]
+    done = subprocess.run(
+        ["benchmarks/gpu/run.sh", *options],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads((tmp_path / "results.json").read_text())
+    (row,) = result["parts"]["d"]["rows"]
+    assert row["equal"] is True
+    assert row["last loss"] < row["first loss"]
+    assert row["offloaded MB"] > 0
+    text = (tmp_path / "results.md").read_text()
+    assert text == as_markdown(result)
+    assert result["machine"]["date"] in text
+
+
+def test_a_part_that_fails_is_told_and_costs_the_others_nothing() -> None:
+    parts = {"a": {"error": "exit code 1"}, "d": {"rows": [{"equal": True, "ms": 1.23456}]}}
+    machine = {"date": "2026-01-31", "device": "a card", "torch": "2", "cuda": "1", "host": "h"}
+    text = as_markdown({"machine": machine, "tiny": False, "parts": parts})
+    assert "Failed: exit code 1." in text
+    assert "| True | 1.235 |" in text

@@ -1,0 +1,20 @@
+"""Measurements written short."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from optpipe.measurements import Measurements, Sample
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+
+def measured(times: Mapping[tuple[int, str], Sequence[float]]) -> Measurements:
+    """Measurements of nothing but times in ms, by stage and action."""
+    samples = tuple(
+        Sample.model_validate({"stage": stage, "action": action, "time_ms": time_ms})
+        for (stage, action), list_ms in times.items()
+        for time_ms in list_ms
+    )
+    return Measurements(source="test", samples=samples)

@@ -1,0 +1,63 @@
+"""Latency and bandwidth fitted to messages."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from optpipe.measurements import Transfer, fit_links
+
+
+def messages(*points: tuple[int, float]) -> list[Transfer]:
+    """Messages from device 0 to device 1: (bytes, ms) each."""
+    return [Transfer(source=0, target=1, num_bytes=size, time_ms=ms) for size, ms in points]
+
+
+@given(
+    latency_ms=st.floats(0, 10),
+    gb_per_s=st.floats(0.1, 1000),
+    sizes=st.sets(st.integers(1, 1000), min_size=2, max_size=8),
+)
+def test_exact_messages_give_the_link_back(latency_ms, gb_per_s, sizes) -> None:
+    """Whatever the latency and bandwidth, from at least two sizes."""
+    points = [(size * 10**6, latency_ms + size / gb_per_s) for size in sizes]
+    (fit,) = fit_links(messages(*points))
+    assert fit.latency_ms == pytest.approx(latency_ms, abs=1e-5)
+    assert fit.bandwidth_gb_per_s == pytest.approx(gb_per_s, rel=1e-6)
+    assert fit.num_sizes == len(sizes)
+
+
+def test_late_messages_do_not_move_the_link() -> None:
+    """Of each size, the median of its times counts."""
+    points = [(size * 10**6, 1.0 + size) for size in (1, 2, 4) for _ in range(3)]
+    (fit,) = fit_links(messages(*points, (10**6, 500.0)))
+    assert fit.latency_ms == 1
+    assert fit.bandwidth_gb_per_s == pytest.approx(1)
+
+
+def test_one_size_is_all_bandwidth() -> None:
+    """Latency cannot be told from it."""
+    (fit,) = fit_links(messages((2 * 10**6, 1.0), (2 * 10**6, 3.0)))
+    assert fit.latency_ms == 0
+    assert fit.bandwidth_gb_per_s == pytest.approx(1)
+
+
+def test_a_line_below_zero_is_a_link_without_latency() -> None:
+    """Slow large messages: latency is not negative."""
+    (fit,) = fit_links(messages((10**6, 1.0), (2 * 10**6, 4.0)))
+    assert fit.latency_ms == 0
+    assert fit.bandwidth_gb_per_s == pytest.approx(1 / 1.5)
+
+
+def test_time_that_does_not_grow_is_latency_alone() -> None:
+    """Longer messages that took no longer: no bandwidth is known."""
+    (fit,) = fit_links(messages((10**6, 2.0), (2 * 10**6, 1.0)))
+    assert (fit.latency_ms, fit.bandwidth_gb_per_s) == (1.5, None)
+
+
+def test_directions_are_links_of_their_own() -> None:
+    """In the order of the pairs."""
+    there, back = messages((10**6, 1.0))[0], Transfer(source=1, target=0, num_bytes=5, time_ms=1)
+    assert [(fit.source, fit.target) for fit in fit_links([back, there])] == [(0, 1), (1, 0)]
+    assert fit_links([]) == ()

@@ -1,0 +1,182 @@
+"""Stages of known size and clocks that count, for tests of measuring."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from optpipe.runtime import ActionTimer, PipelineRunner, PreflightError
+from optpipe.runtime.measuring import Effort, measure
+from tests.runtime.small_model import small_data, small_loss, small_stages
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from optpipe import Problem, Schedule
+    from optpipe.measurements import Measurements
+
+
+class WorkClock:
+    """A clock on which one multiplication takes one millisecond, and all else nothing."""
+
+    def __init__(self) -> None:
+        self.counter = FlopCounterMode(display=False)
+
+    def mark(self) -> int:
+        return self.counter.get_total_flops() // 2
+
+    def mark_after(self, fence: Any, lane: int) -> int:
+        fence.wait()
+        return self.mark()
+
+    def ms_between(self, start: int, end: int) -> float:
+        return float(end - start)
+
+
+class TurnClock:
+    """A clock that only its owner moves, in ms."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def mark(self) -> float:
+        return self.now
+
+    def mark_after(self, fence: Any, lane: int) -> float:
+        fence.wait()
+        return self.now
+
+    def ms_between(self, start: float, end: float) -> float:
+        return end - start
+
+
+class PacedCopies:
+    """Copies that take their time on a `TurnClock`: GB/s to the host and back."""
+
+    pinned = False
+
+    def __init__(self, clock: TurnClock, down: float, up: float) -> None:
+        self.clock, self.down, self.up = clock, down, up
+        self.copied: list[int] = []
+
+    def to_host(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> PacedCopies:
+        return self._copy(pairs, self.down)
+
+    def to_device(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> PacedCopies:
+        return self._copy(pairs, self.up)
+
+    def _copy(self, pairs: Sequence[tuple[Tensor, Tensor]], rate: float) -> PacedCopies:
+        for source, target in pairs:
+            assert source.numel() == target.numel()
+            self.copied.append(source.numel())
+            self.clock.now += source.numel() / (rate * 1e6)
+        return self
+
+    def wait(self) -> None:
+        """Copies have ended when they return."""
+
+
+def perceptron(width: int, inner: int) -> nn.Sequential:
+    """Two linear layers without biases around a ReLU, which saves what the second one reads."""
+    return nn.Sequential(
+        nn.Linear(width, inner, bias=False), nn.ReLU(), nn.Linear(inner, width, bias=False)
+    )
+
+
+class Thrice(nn.Module):
+    """Makes a tensor three times as large, and keeps its sum alone."""
+
+    def forward(self, given: Tensor) -> Tensor:
+        return given.repeat(3, 1, 1).sum(0)
+
+
+def deep(width: int, layers: int) -> nn.Sequential:
+    """A row of equal linear layers."""
+    return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
+
+
+def mean_square(output: Tensor, target: Tensor) -> Tensor:
+    return ((output - target) ** 2).mean()
+
+
+def three_perceptrons(microbatch: int = 64):
+    """Stages for the command line, with the loss and its target."""
+    stages = [perceptron(8, 16) for _ in range(3)]
+    return stages, torch.ones(microbatch, 8), mean_square, torch.zeros(microbatch, 8)
+
+
+def measure_perceptrons(placement: tuple[int, ...], broken_rank: int | None = None) -> Any:
+    """Measure on all ranks, one perceptron per stage; a broken rank's first stage does not fit."""
+    stages = [perceptron(8, 16) for _ in placement]
+    if broken_rank is not None:
+        stages[placement.index(broken_rank)] = perceptron(9, 16)
+    try:
+        return measure(
+            stages, torch.ones(64, 8), placement=placement, effort=Effort(repeats=2, warmups=1)
+        )
+    except PreflightError as error:
+        return str(error)
+
+
+def convolutions():
+    """Stages of which nothing can be split, without a loss."""
+    return [nn.Conv1d(3, 4, 3), nn.Conv1d(4, 5, 3)], torch.ones(2, 3, 10)
+
+
+def misfits():
+    """The second stage does not take what the first gives."""
+    return [nn.Linear(3, 3), nn.Linear(4, 3)], torch.zeros(2, 3)
+
+
+def a_number() -> int:
+    return 3
+
+
+def no_modules():
+    return ["stage"], torch.zeros(1)
+
+
+def needs_an_argument(width: int) -> int:
+    return width
+
+
+def time_training(
+    schedule: Schedule, problem: Problem, every: int, num_steps: int
+) -> tuple[Any, Measurements | None, str | None, list[float]]:
+    """Train the small model with a timer; return what it gathered, and this rank's losses."""
+    runner = _small_runner(schedule, problem)
+    timer = ActionTimer(runner, every=every)
+    losses = []
+    for step in range(num_steps):
+        found = runner.step(*small_data(problem.num_microbatches, seed=step))
+        losses += [] if found is None else found.tolist()
+    steps = timer.gather()
+    measurements, trace = timer.measurements(), timer.trace(problem)
+    timer.detach()
+    runner.step(*small_data(problem.num_microbatches, seed=0))
+    runner.close()
+    unchanged = timer.gather()
+    assert unchanged == steps
+    return steps, measurements, trace, losses
+
+
+def train_untimed(schedule: Schedule, problem: Problem, num_steps: int) -> list[float]:
+    """Return this rank's losses without a timer."""
+    runner = _small_runner(schedule, problem)
+    losses = []
+    for step in range(num_steps):
+        found = runner.step(*small_data(problem.num_microbatches, seed=step))
+        losses += [] if found is None else found.tolist()
+    runner.close()
+    return losses
+
+
+def _small_runner(schedule: Schedule, problem: Problem) -> PipelineRunner:
+    placement, rank = schedule.placement, dist.get_rank()
+    modules = small_stages(len(placement))
+    own = {stage: modules[stage] for stage, home in enumerate(placement) if home == rank}
+    return PipelineRunner(own, schedule, small_loss, problem, min_offload_bytes=1)

@@ -1,0 +1,115 @@
+"""What the ranks run to count their memory: ours, and torch's own split backward."""
+
+from __future__ import annotations
+
+import gc
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.pipelining import PipelineStage, ScheduleZBVZeroBubble
+
+from optpipe.runtime import PipelineRunner
+from tests.runtime.live_bytes import LiveBytes, Moment
+from tests.runtime.small_model import SAMPLES, small_data, small_loss, small_stages
+
+if TYPE_CHECKING:
+    from optpipe import Schedule
+    from optpipe.action import Action
+
+WIDTH = 48
+LENGTH = 24
+GRADIENT_BYTES = 8 * SAMPLES * LENGTH * WIDTH
+"""Of one micro-batch, at every boundary."""
+
+
+class Counted(NamedTuple):
+    """What one step left and held on one rank, beside what was there before it."""
+
+    moments: list[Moment]
+    peak: int
+    left: int
+    offloaded_bytes: int
+    boundary: dict[Action, int]
+    gradient_bytes: dict[int, int]
+
+
+def count_step(schedule: Schedule, num_microbatches: int) -> Counted:
+    """Run a step to make gradients and host slots, and count the next one."""
+    rank = dist.get_rank()
+    modules = small_stages(len(schedule.placement), WIDTH)
+    own = {s: modules[s] for s, home in enumerate(schedule.placement) if home == rank}
+    runner = PipelineRunner(own, schedule, small_loss, min_offload_bytes=1)
+    batch, target = small_data(num_microbatches, 0, WIDTH, LENGTH)
+    runner.step(batch, target)
+    before = runner.offloaded_bytes
+    with _no_collector(), LiveBytes() as counter:
+        runner.observe(counter)
+        runner.step(batch, target)
+    runner.close()
+    return Counted(
+        counter.moments,
+        max(moment.peak for moment in counter.moments),
+        counter.live,
+        runner.offloaded_bytes - before,
+        dict(runner.boundary_levels),
+        {stage: GRADIENT_BYTES for stage in own if stage < len(schedule.placement) - 1},
+    )
+
+
+class _no_collector:  # noqa: N801 - reads as the statement it is
+    """No garbage collector inside: what only it would free counts as kept."""
+
+    def __enter__(self) -> None:
+        gc.collect()
+        gc.disable()
+
+    def __exit__(self, *_: object) -> None:
+        gc.enable()
+
+
+def zero_bubble_v_rows(num_microbatches: int) -> list[str]:
+    """Return the programs of torch's own zero-bubble V schedule."""
+    made = _stock(num_microbatches)
+    return [
+        " ".join(str(action) for action in made.pipeline_order[rank] if action is not None)
+        for rank in range(4)
+    ]
+
+
+def _stock(num_microbatches: int) -> ScheduleZBVZeroBubble:
+    rank, modules = dist.get_rank(), small_stages(8, WIDTH)
+    cpu = torch.device("cpu")
+    tokens = torch.zeros(SAMPLES, LENGTH, dtype=torch.int64)
+    state = (torch.zeros(SAMPLES, LENGTH, WIDTH, dtype=torch.float64, requires_grad=True), tokens)
+    stages: list[Any] = [
+        PipelineStage(
+            modules[index],
+            index,
+            8,
+            cpu,
+            input_args=state if index else (tokens,),
+            output_args=state if index < 7 else state[:1],
+        )
+        for index in (rank, 7 - rank)
+    ]
+    return ScheduleZBVZeroBubble(stages, num_microbatches, small_loss)
+
+
+def count_stock_step(num_microbatches: int) -> int:
+    """Return the peak of torch's own split backward, its buffers included."""
+    rank = dist.get_rank()
+    batch, target = small_data(num_microbatches, 0, WIDTH, LENGTH)
+    counter = LiveBytes()
+    with counter:
+        made = _stock(num_microbatches)
+        given = (batch,) if rank == 0 else ()
+        made.step(*given, target=target if rank == 0 else None, losses=[])
+        gc.collect()
+        gradients: int = 8 * sum(
+            parameter.numel() for stage in made._stages for parameter in stage.submod.parameters()
+        )
+        with _no_collector():
+            counter.peak = counter.live
+            made.step(*given, target=target if rank == 0 else None, losses=[])
+    return counter.peak - gradients

@@ -1,0 +1,86 @@
+"""A model of small layers in float64: its passes cost little, so many schedules can be run.
+
+Two tensors cross every boundary: activations, and the integers they were made from, which have no
+gradient.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+NUM_BLOCKS = 8
+SAMPLES = 2
+"""Per micro-batch."""
+
+WIDTH = 6
+_TOKENS = 11
+
+
+class _Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.token = nn.Embedding(_TOKENS, width)
+        self.norm = nn.LayerNorm(width)
+        self.wide = nn.Linear(width, 2 * width)
+        self.narrow = nn.Linear(2 * width, width)
+
+    def forward(self, state: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        activations, tokens = state
+        normed = self.norm(activations + self.token(tokens))
+        return activations + self.narrow(torch.tanh(self.wide(normed))), tokens
+
+
+class SmallStage(nn.Module):
+    """Some blocks; the first stage starts with zeros, the last one gives activations alone."""
+
+    def __init__(self, blocks: Sequence[_Block], *, first: bool, last: bool) -> None:
+        super().__init__()
+        self.width = blocks[0].norm.normalized_shape[0]
+        self.blocks = nn.ModuleList(blocks)
+        self.first = first
+        self.last = last
+
+    def forward(self, *given: Tensor) -> Any:
+        state = (self._start(given[0]), given[0]) if self.first else (given[0], given[1])
+        for block in self.blocks:
+            state = block(state)
+        return state[0] if self.last else state
+
+    def _start(self, tokens: Tensor) -> Tensor:
+        return torch.zeros(*tokens.shape, self.width, dtype=torch.float64, device=tokens.device)
+
+
+def small_stages(num_stages: int, width: int = WIDTH) -> list[nn.Module]:
+    """The same model for every number of stages; its parameters in order are the same, too."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        blocks = [_Block(width).double() for _ in range(NUM_BLOCKS)]
+    size = NUM_BLOCKS // num_stages
+    return [
+        SmallStage(
+            blocks[size * index : size * (index + 1)],
+            first=index == 0,
+            last=index + 1 == num_stages,
+        )
+        for index in range(num_stages)
+    ]
+
+
+def small_data(
+    num_microbatches: int, seed: int, width: int = WIDTH, length: int = 3
+) -> tuple[Tensor, Tensor]:
+    """A batch of tokens and what should come of them."""
+    generator = torch.Generator().manual_seed(seed)
+    size = (SAMPLES * num_microbatches, length)
+    tokens = torch.randint(_TOKENS, size, generator=generator)
+    return tokens, torch.randn(*size, width, dtype=torch.float64, generator=generator)
+
+
+def small_loss(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square().mean()

@@ -1,0 +1,100 @@
+"""Our schedules in torch's own runtime, and our runtime on stages that others have wrapped."""
+
+from __future__ import annotations
+
+import pytest
+from torch.distributed.pipelining.schedules import _Action
+
+from optpipe import dump_csv
+from optpipe.action import ActionType
+from tests.runtime import interop_cases, schedules
+
+MICROBATCHES = 6
+TWO_RANKS = (0, 1, 1, 0)
+
+
+def _wave(placement):
+    """Programs of any placement in which every stage takes the micro-batches in their order."""
+    num_stages = len(placement)
+    moments: dict[str, float] = {}
+    for stage in range(num_stages):
+        for j in range(MICROBATCHES):
+            back = 2 * j + 2 * num_stages - stage
+            moments[f"{stage}F{j}"] = 2 * j + stage
+            moments[f"{stage}I{j}"] = back
+            moments[f"{stage}W{j}"] = back + 3.5
+    rows: list[list[str]] = [[] for _ in range(max(placement) + 1)]
+    for cell in sorted(moments, key=moments.__getitem__):
+        rows[placement[int(cell[0])]].append(cell)
+    return schedules.from_text(map(" ".join, rows))
+
+
+PROGRAMS = {
+    "1F1B": (schedules.LINEAR, schedules.one_f_one_b(4, MICROBATCHES)),
+    "ZB-H1": (schedules.LINEAR, schedules.zero_bubble_h1(4, MICROBATCHES)),
+    "V": (schedules.V_SHAPE, _wave(schedules.V_SHAPE)),
+    "irregular": (schedules.IRREGULAR, _wave(schedules.IRREGULAR)),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_torchs_own_runtime_trains_by_our_csv(ranks, name):
+    """Losses and gradients are those of one process; torchtitan loads a CSV in the same way."""
+    placement, programs = PROGRAMS[name]
+    text = dump_csv(programs)
+    for found in ranks.run(interop_cases.train_by_torch, text, placement, MICROBATCHES):
+        assert found.losses_difference < 1e-13
+        assert found.num_gradients > 0
+        assert found.worst_difference < 1e-12 * found.largest_gradient
+
+
+def test_torchs_own_runtime_is_wrong_where_the_last_stage_leaves_the_order(ranks):
+    """Why docs/runtime.md warns: torch takes another micro-batch's loss, and says nothing."""
+    programs = schedules.one_f_one_b(4, MICROBATCHES)
+    cells = [str(action) for action in programs[3]]
+    assert cells[:4] == ["3F0", "3B0", "3F1", "3B1"]
+    text = dump_csv(programs[:3]) + ",".join(["3F1", "3F0", "3B0", "3B1", *cells[4:]]) + "\n"
+    outcomes = ranks.run(interop_cases.train_by_torch, text, schedules.LINEAR, MICROBATCHES)
+    assert max(found.worst_difference / found.largest_gradient for found in outcomes) > 0.01
+
+
+OUR_OWN = [kind for kind in ActionType if kind.value not in "FIWB"]
+
+
+@pytest.mark.parametrize("kind", OUR_OWN)
+def test_torch_refuses_the_actions_that_it_does_not_have(kind):
+    """It names the cell and never takes one of them for an action of its own."""
+    with pytest.raises(RuntimeError, match=f"Invalid action string: 2{kind.value}7"):
+        _Action.from_str(f"2{kind.value}7")
+
+
+@pytest.mark.parametrize(
+    ("offload", "recompute", "fused"), [(0.0, 0.0, 1.0), (0.0, 0.0, 0.0), (0.5, 0.25, 0.3)]
+)
+def test_fsdp2_shards_get_the_gradients_of_the_whole_model(ranks, offload, recompute, fused):
+    """Two pipeline ranks with a V of stages, times two data-parallel ones; two steps."""
+    problem = schedules.make_problem(TWO_RANKS, MICROBATCHES)
+    programs = schedules.random_programs(
+        problem, 7, offload=offload, recompute=recompute, fused=fused
+    )
+    schedule = schedules.make_schedule(problem, programs)
+    for found in ranks.run(interop_cases.train_sharded, schedule, MICROBATCHES, 2):
+        assert found.compared.losses_difference < 1e-13
+        assert found.compared.worst_difference < 1e-12 * found.compared.largest_gradient
+        assert (found.offloaded_bytes > 0) == (offload > 0)
+        # Weights that have been gathered are no activations.
+        assert found.offloaded_bytes == found.offloaded_bytes_whole
+
+
+@pytest.mark.parametrize("offload", [0.0, 0.6])
+def test_bf16_products_are_added_up_in_single_precision(ranks, offload):
+    """As many micro-batches as bf16's eight bits would lose: sums in it are off by 1e-3."""
+    count = 12
+    problem = schedules.make_problem(schedules.LINEAR, count)
+    programs = schedules.random_programs(problem, 9, offload=offload, recompute=offload / 3)
+    schedule = schedules.make_schedule(problem, programs)
+    for found in ranks.run(interop_cases.train_mixed, schedule, count):
+        assert found.losses_equal
+        assert found.all_single
+        assert found.worst_difference < 2e-6
+        assert (found.offloaded_bytes > 0) == (offload > 0)

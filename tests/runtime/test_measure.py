@@ -1,0 +1,334 @@
+"""`measure`: exact bytes, work on a counted clock, and a problem that solves."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from optpipe import Provenance, evaluate
+from optpipe.action import ActionType
+from optpipe.errors import InputError
+from optpipe.measurements import Given
+from optpipe.memory import memory_walk
+from optpipe.runtime import PreflightError
+from optpipe.runtime.measuring import Effort, computing_with, load_stages, measure
+from optpipe.runtime.measuring.bandwidth import measure_bandwidths
+from optpipe.runtime.measuring.links import message_sizes
+from optpipe_solver import feasibility
+from optpipe_solver.families.one_f_one_b import build_one_f_one_b
+from tests.runtime import measured, memory_cases, schedules
+from tests.runtime.small_model import small_data, small_loss, small_stages
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ONCE = Effort(repeats=1, warmups=0)
+FLOAT = 4
+CPU = torch.device("cpu")
+
+quick = partial(measure, effort=ONCE, links=False)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """As a rank has; on a busy machine threads that wait for each other take seconds."""
+    with computing_with(1):
+        yield
+
+
+@settings(max_examples=20)
+@given(
+    width=st.integers(1, 9), inner=st.integers(1, 9), samples=st.integers(1, 9), state=st.just(2)
+)
+def test_every_byte_of_a_stage_is_counted_once(width, inner, samples, state) -> None:
+    """A stage between others: two linear layers, a ReLU whose output is saved once for two."""
+    stages = [measured.perceptron(width, inner) for _ in range(3)]
+    profile = quick(stages, torch.ones(samples, width), min_offload_bytes=1)
+    middle = profile.problem(1).stages[1]
+    boundary, saved = FLOAT * samples * width, FLOAT * samples * inner
+    assert middle.output_bytes == boundary
+    assert middle.offload_bytes == saved
+    assert middle.activation_bytes == saved + boundary
+    assert middle.checkpoint_bytes == boundary
+    # Both layers' inputs and output gradients.
+    assert middle.weight_context_bytes == 2 * saved + 2 * boundary
+    assert middle.static_bytes == FLOAT * 2 * width * inner * (2 + state)
+
+
+def test_batch_target_and_messages_are_reserved_and_no_activations() -> None:
+    """The batch lies on the first and the last device all step long, messages on their way."""
+    stages, sample, loss_fn, target = measured.three_perceptrons(microbatch=64)
+    profile = quick(stages, sample, loss_fn=loss_fn, target=target)
+    problem = profile.problem(10)
+    row = FLOAT * 64 * 8
+    in_flight = 5 * row
+    reserved = [device.reserved_bytes for device in problem.devices]
+    assert reserved == [10 * row + in_flight, in_flight, 10 * row + in_flight]
+    saved = FLOAT * 64 * 16
+    assert [stage.activation_bytes for stage in problem.stages[:2]] == [saved, saved + row]
+    # The loss saves the difference for its square.
+    assert problem.stages[2].activation_bytes == saved + row + row
+    assert problem.stages[2].output_bytes == 0
+
+
+def test_an_output_counts_where_it_is_saved_and_stays_on_the_device() -> None:
+    """A stage that ends in a ReLU: its output is what the backward needs, and is sent."""
+    ends = nn.Sequential(nn.Linear(4, 6), nn.ReLU())
+    stages = [measured.perceptron(4, 6), ends, nn.ReLU()]
+    problem = quick(stages, torch.ones(5, 4), min_offload_bytes=1).problem(1)
+    stage = problem.stages[1]
+    assert stage.output_bytes == FLOAT * 5 * 6
+    assert stage.activation_bytes == FLOAT * 5 * 6 + FLOAT * 5 * 4
+    assert stage.offload_bytes == 0
+
+
+@pytest.mark.parametrize("index", range(4))
+def test_two_ways_of_counting_agree(index) -> None:
+    """What autograd says it saves is what is left alive after F; and between I and W likewise."""
+    found = load_stages("optpipe.runtime.measuring.demo_stages:tiny_gpt")
+    profile = quick(found.stages, found.sample, loss_fn=found.loss_fn, target=found.target)
+    footprint, memory = profile.results[index].footprint, profile.results[index].memory.uses
+    forward, weight = memory[ActionType.FORWARD], memory[ActionType.BACKWARD_WEIGHT]
+    left = footprint.output_bytes if index < 3 else 8
+    assert forward.after - forward.before == sum(footprint.saved_sizes) + left
+    # The first stage has no input gradient, which lives on after W.
+    sent = footprint.received_bytes
+    assert weight.before - sent == footprint.weight_context_bytes
+    assert weight.after == sent
+
+
+def test_workspaces_are_what_only_lives_inside_a_pass() -> None:
+    """A hidden tensor that nobody keeps, and gradients on their way."""
+    size = FLOAT * 5 * 4
+    stages = [measured.deep(4, 1), nn.Sequential(measured.Thrice(), measured.deep(4, 1))]
+    stage = quick(stages, torch.ones(5, 4)).problem(1).stages[1]
+    # Three times the input while its sum is made, which stays; beside it stays the loss.
+    assert stage.recompute_workspace_bytes == 3 * size - FLOAT
+    # An F that will be recomputed keeps neither.
+    assert stage.forward_workspace_bytes == 4 * size
+    assert stage.backward_weight_workspace_bytes == FLOAT * 4 * 4
+    assert stage.activation_bytes == 2 * size
+
+
+def test_only_storages_worth_a_copy_are_offloadable() -> None:
+    """The smallest that an OFFLOAD moves is an argument, as in the runner."""
+    stages = [measured.perceptron(8, 16) for _ in range(2)]
+    size = FLOAT * 4 * 16
+    for least, expected in ((size, size), (size + 1, 0)):
+        problem = quick(stages, torch.ones(4, 8), min_offload_bytes=least).problem(1)
+        assert problem.stages[1].offload_bytes == expected
+
+
+def test_times_are_positive_and_follow_the_work() -> None:
+    """On a clock that counts multiplications, twice the layers take exactly twice as long."""
+    clock = measured.WorkClock()
+    stages = [measured.deep(6, layers) for layers in (1, 2, 4)]
+    with clock.counter:
+        profile = quick(stages, torch.ones(5, 6), clock=clock)
+    _, two, four = profile.problem(1).stages
+    layer = 5 * 6 * 6
+    assert (two.forward_ms, two.backward_input_ms, two.backward_weight_ms) == (2 * layer,) * 3
+    assert two.recompute_ms == two.forward_ms
+    assert two.backward_ms == two.backward_input_ms + two.backward_weight_ms
+    for name in ("forward_ms", "backward_input_ms", "backward_weight_ms", "backward_ms"):
+        assert getattr(four, name) == 2 * getattr(two, name) > 0
+
+
+def test_the_first_stage_makes_no_gradient_of_the_batch() -> None:
+    """As in the runner: its first layer has no input gradient to make."""
+    clock = measured.WorkClock()
+    stages = [measured.deep(6, 2), measured.deep(6, 2)]
+    with clock.counter:
+        problem = quick(stages, torch.ones(5, 6), clock=clock).problem(1)
+    layer = 5 * 6 * 6
+    assert [stage.backward_input_ms for stage in problem.stages] == [layer, 2 * layer]
+
+
+def test_warm_up_rounds_are_dropped() -> None:
+    """So many samples of each pass as were asked for."""
+    stages = [measured.deep(6, 1), measured.deep(6, 1)]
+    profile = measure(stages, torch.ones(5, 6), effort=Effort(repeats=3, warmups=4), links=False)
+    assert {one.num_samples for one in profile.measurements.spreads.values()} == {3}
+    assert len(profile.measurements.spreads) == 2 * 5
+
+
+def test_what_cannot_be_split_has_an_empty_w_and_a_note() -> None:
+    """Convolutions make their weight gradients in I."""
+    stages, sample = measured.convolutions()
+    profile = quick(stages, sample)
+    for index, stage in enumerate(profile.problem(1).stages):
+        assert stage.backward_weight_ms == 0
+        assert stage.weight_context_bytes == 0
+        assert stage.backward_input_ms > 0
+        assert any(f"Stage {index} cannot be split" in note for note in profile.measurements.notes)
+    split = profile.results[0].footprint.split
+    assert (split.deferred, split.made_in_input_pass) == (0, ("Conv1d",))
+    assert split.total == sum(p.numel() for p in stages[0].parameters())
+
+
+def test_the_problem_has_schedules() -> None:
+    """From measured stages to a legal program, with offload possible."""
+    stages, sample, loss_fn, target = measured.three_perceptrons()
+    profile = measure(stages, sample, loss_fn=loss_fn, target=target, effort=Effort(3, 1))
+    problem = profile.problem(4, Given(objective="span"))
+    assert all(problem.can_offload(stage) for stage in range(3))
+    assert {(link.source, link.target) for link in problem.links} >= {(0, 1), (1, 2)}
+    assert feasibility(problem).plan is not None
+    schedule = evaluate(problem, build_one_f_one_b(problem), Provenance(method="1f1b"))
+    assert schedule.objective == "span"
+    assert 0 < schedule.span_ms <= schedule.makespan_ms
+
+
+def test_given_links_stand_where_none_were_measured() -> None:
+    """Latency and bandwidth of a single process come from whoever knows them."""
+    stages = [measured.deep(6, 1), measured.deep(6, 1)]
+    profile = quick(stages, torch.ones(5, 6))
+    problem = profile.problem(2, Given(link_latency_ms=0.5, link_gb_per_s=2))
+    assert {(link.latency_ms, link.bandwidth_gb_per_s) for link in problem.links} == {(0.5, 2)}
+
+
+def test_modules_are_left_as_they_were() -> None:
+    """Gradients, buffers and random states; dropout draws and batch norm counts in between."""
+    module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
+    following = measured.deep(4, 1)
+    module(torch.ones(3, 4)).sum().backward()
+    before = [p.grad.clone() for p in module.parameters() if p.grad is not None]
+    buffers = [buffer.clone() for buffer in module.buffers()]
+    state = torch.get_rng_state()
+    quick([module, following], torch.ones(3, 4))
+    after = [p.grad for p in module.parameters() if p.grad is not None]
+    assert len(before) == 4
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(buffers, module.buffers(), strict=True))
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_stages_may_share_devices() -> None:
+    """A V placement: two stages each on two devices, and links only between these."""
+    stages = [measured.deep(6, 1) for _ in range(4)]
+    profile = measure(stages, torch.ones(5, 6), placement=(0, 1, 1, 0), effort=ONCE)
+    problem = profile.problem(2)
+    assert problem.placement == (0, 1, 1, 0)
+    assert {(link.source, link.target) for link in problem.links} == {(0, 1), (1, 0)}
+
+
+@pytest.mark.parametrize("placement", [(0,), (0, 2), (0, 1, 2), (1, 1), (-1, 0)])
+def test_a_placement_that_does_not_fit_is_refused(placement) -> None:
+    """The value, the rule, an example."""
+    stages = [measured.deep(6, 1) for _ in range(2)]
+    with pytest.raises(InputError, match=r"placement \[.*must name a device .*give e.g. \[0, 1\]"):
+        quick(stages, torch.ones(5, 6), placement=placement)
+
+
+def test_frozen_and_misfit_stages_are_named() -> None:
+    """Which stage, and why its passes cannot run."""
+    with pytest.raises(InputError, match="no output of stage 0 requires a gradient"):
+        quick([nn.ReLU(), measured.deep(6, 1)], torch.ones(5, 6))
+    with pytest.raises(PreflightError, match=r"stage 1 cannot run on inputs of size \[\(2, 3\)\]"):
+        quick(*measured.misfits())
+    with pytest.raises(InputError, match="are on meta: they must lie together, and have values"):
+        quick([nn.Linear(6, 6, device="meta"), measured.deep(6, 1)], torch.ones(5, 6))
+    with pytest.raises(InputError, match="no stages to measure"):
+        quick([], torch.ones(1))
+
+
+@given(
+    sizes=st.lists(st.integers(1000, 50_000), min_size=1, max_size=4),
+    down=st.floats(0.1, 50),
+    up=st.floats(0.1, 50),
+)
+def test_bandwidths_are_those_of_the_lanes(sizes, down, up) -> None:
+    """On lanes of known speed, alone, in turns, and behind compute that takes no lane."""
+    clock = measured.TurnClock()
+    copies = measured.PacedCopies(clock, down, up)
+
+    def compute() -> None:
+        clock.now += 100
+
+    found = measure_bandwidths(
+        copies, clock, sizes, CPU, compute=compute, compute_ms=100, repeats=2
+    )
+    for rates in found:
+        assert rates.d2h_gb_per_s == pytest.approx(down, rel=1e-6)
+        assert rates.h2d_gb_per_s == pytest.approx(up, rel=1e-6)
+    assert set(copies.copied) == set(sizes)
+
+
+@given(st.integers(0, 2**40))
+def test_messages_are_sent_in_several_sizes(num_bytes) -> None:
+    """The boundary's among them, so that latency and bandwidth are told where they matter."""
+    sizes = message_sizes(num_bytes)
+    assert list(sizes) == sorted(set(sizes))
+    assert min(sizes) > 0
+    assert num_bytes in sizes or num_bytes == 0
+    assert max(sizes) <= max(1024, num_bytes, 2**28)
+
+
+def test_ranks_measure_their_stages_and_the_links_between_them(ranks) -> None:
+    """Every rank gets the same profile; messages travel between neighbours, also around a V."""
+    profiles = ranks.run(measured.measure_perceptrons, (0, 1, 2, 3, 3, 1))
+    assert profiles == [profiles[0]] * 4
+    found = profiles[0].measurements
+    assert {(one.source, one.target) for one in found.transfers} == {(0, 1), (1, 2), (2, 3), (1, 3)}
+    boundary = FLOAT * 64 * 8
+    assert {one.num_bytes for one in found.transfers} == {
+        1024,
+        boundary,
+        4 * boundary,
+        16 * boundary,
+    }
+    assert all(one.time_ms > 0 for one in found.transfers)
+    assert {sample.rank for sample in found.samples if sample.stage == 5} == {1}
+    assert not any("One process" in note for note in found.notes)
+    assert profiles[0].problem(4).devices[3].memory_bytes > 2**20
+
+
+def test_a_stage_that_fails_on_one_rank_is_told_on_all(ranks) -> None:
+    """The same words everywhere, and nobody hangs."""
+    told = ranks.run(measured.measure_perceptrons, (0, 1, 2, 3), 2)
+    assert told == [told[0]] * 4
+    assert "rank 2 could not measure: stage 2 cannot run on inputs of size [(64, 8)]" in told[0]
+
+
+def test_there_is_a_rank_for_every_device(ranks) -> None:
+    """Three devices on four ranks are refused before anything runs."""
+    told = ranks.run(measured.measure_perceptrons, (0, 1, 2))
+    assert "names 3 devices, but 4 ranks measure" in told[0]
+
+
+@pytest.mark.parametrize("recompute", [0.0, 0.3])
+@pytest.mark.parametrize("placement", [schedules.LINEAR, schedules.V_SHAPE])
+def test_a_measured_plan_is_what_training_holds(ranks, placement, recompute) -> None:
+    """The prefix walk of measured bytes, beside storages counted in a step of four ranks."""
+    tokens, target = small_data(1, 0, memory_cases.WIDTH, memory_cases.LENGTH)
+    profile = quick(
+        small_stages(len(placement), memory_cases.WIDTH),
+        tokens,
+        loss_fn=small_loss,
+        target=target,
+        placement=placement,
+        min_offload_bytes=1,
+        memory_bytes=2**40,
+    )
+    problem = profile.problem(8)
+    programs = schedules.random_programs(problem, 40, offload=0.4, recompute=recompute)
+    counted = ranks.run(memory_cases.count_step, schedules.make_schedule(problem, programs), 8)
+    for rank, found in enumerate(counted):
+        level = peak = 0
+        for action, step in zip(
+            programs[rank], memory_walk(problem, rank, programs[rank]), strict=True
+        ):
+            level = found.boundary.get(action, level)
+            peak = max(peak, step.peak - problem.static_bytes_of(rank) + level)
+        assert found.offloaded_bytes == sum(
+            problem.stages[action.stage].offload_bytes
+            for action in programs[rank]
+            if action.type is ActionType.OFFLOAD
+        )
+        print("PEAK", rank, peak, found.peak, peak / found.peak)

@@ -1,0 +1,194 @@
+"""What crosses between ranks: torch's orders pass, changed ones are refused, sends end in time."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING, NamedTuple
+
+import pytest
+
+from optpipe.action import Action, ActionType, parse_action
+from optpipe.precedence import Pass, input_of
+from optpipe.runtime.errors import PreflightError
+from optpipe.runtime.messages import (
+    Receive,
+    Send,
+    boundary_levels,
+    check_orders,
+    sends_over_before,
+)
+from tests.runtime import schedules, small_cases
+
+if TYPE_CHECKING:
+    from optpipe import Schedule
+    from optpipe.runtime.messages import Order
+
+F00, B10 = Pass(False, 0, 0), Pass(True, 1, 0)
+
+
+class Case(NamedTuple):
+    """Orders as torch places them, for a placement."""
+
+    placement: tuple[int, ...]
+    orders: tuple[Order, ...]
+
+
+@pytest.fixture(scope="module")
+def cases(ranks) -> list[Case]:
+    placements = [schedules.LINEAR, schedules.V_SHAPE, schedules.LOOP, schedules.IRREGULAR]
+    made = [_one_f_one_b(8), _one_f_one_b(16), _all_forwards_first(16)]
+    for seed, placement in enumerate(placements):
+        problem = schedules.make_problem(placement, 4)
+        programs = schedules.random_programs(problem, 70 + seed, offload=0.3, recompute=0.3)
+        made.append(schedules.make_schedule(problem, programs))
+    found = ranks.run(small_cases.orders_of, made)
+    assert all(theirs == found[0] for theirs in found)
+    return [Case(one.placement, orders) for one, orders in zip(made, found[0], strict=True)]
+
+
+def _one_f_one_b(num_microbatches: int) -> Schedule:
+    problem = schedules.make_problem(schedules.LINEAR, num_microbatches)
+    return schedules.make_schedule(problem, schedules.one_f_one_b(4, num_microbatches))
+
+
+def _all_forwards_first(num_microbatches: int) -> Schedule:
+    problem = schedules.make_problem(schedules.LINEAR, num_microbatches)
+    order = [f"F{j}" for j in range(num_microbatches)] + [f"B{j}" for j in range(num_microbatches)]
+    rows = [" ".join(f"{stage}{cell}" for cell in order) for stage in range(4)]
+    return schedules.make_schedule(problem, schedules.from_text(rows))
+
+
+def test_orders_as_torch_places_them_are_accepted(cases):
+    for case in cases:
+        for window in (1, 2, 6):
+            check_orders(case.orders, case.placement, window)
+
+
+def test_any_two_messages_of_one_queue_swapped_on_one_rank_are_refused(cases):
+    num_refused = 0
+    for case in cases:
+        for rank, order in enumerate(case.orders):
+            for left, right in _pairs_of_one_queue(case, rank, order):
+                changed = list(order)
+                changed[left], changed[right] = changed[right], changed[left]
+                broken = (*case.orders[:rank], tuple(changed), *case.orders[rank + 1 :])
+                with pytest.raises(PreflightError, match=r"between ranks \d and \d is"):
+                    check_orders(broken, case.placement, 4)
+                num_refused += 1
+    assert num_refused > 100
+
+
+def _pairs_of_one_queue(case: Case, rank: int, order: Order) -> list[tuple[int, int]]:
+    """Return the places of neighbouring messages between a rank and each other one."""
+    last_with: dict[int, int] = {}
+    pairs = []
+    for index, step in enumerate(order):
+        if not isinstance(step, Action):
+            other = next(end for end in _ends(case, step.message) if end != rank)
+            if other in last_with:
+                pairs.append((last_with[other], index))
+            last_with[other] = index
+    return pairs
+
+
+def _ends(case: Case, message: Pass) -> tuple[int, int]:
+    towards = message.stage - 1 if message.backward else message.stage + 1
+    return case.placement[message.stage], case.placement[towards]
+
+
+def test_a_missing_receive_is_refused_with_both_sides(cases):
+    case = cases[0]
+    cut = tuple(step for step in case.orders[1] if step != Receive(Pass(False, 0, 7)))
+    with pytest.raises(PreflightError, match=r"for rank 0, but .* for rank 1: both must post"):
+        check_orders((case.orders[0], cut, *case.orders[2:]), case.placement, 4)
+
+
+def test_ranks_that_wait_for_each_other_are_named_with_their_steps():
+    forward, backward = parse_action("1F0"), parse_action("1B0")
+    left = (parse_action("0F0"), Receive(B10), parse_action("0B0"), Send(F00))
+    right = (forward, backward, Send(B10), Receive(F00))
+    with pytest.raises(PreflightError, match="rank 0 waits at 0B0; rank 1 waits at 1F0"):
+        check_orders((left, right), (0, 1), 4)
+
+
+def test_a_send_is_let_go_only_when_its_tensor_is_used_under_any_timing(cases):
+    """Run every case in random orders; whenever a send is let go, its user must have begun."""
+    num_checked = 0
+    for seed, case in enumerate(cases * 8):
+        taken = sends_over_before(case.orders, case.placement, 1000)
+        begun: set[Pass] = set()
+        for rank, step in _any_execution(case, random.Random(seed)):
+            if isinstance(step, Action):
+                for message in taken[rank].get(step, ()):
+                    assert message in begun
+                    num_checked += 1
+                needed = input_of(step, len(case.placement))
+                begun |= {needed} if needed is not None else set()
+    assert num_checked > 1000
+
+
+def _any_execution(case: Case, chooser: random.Random):
+    """Yield all steps in an order that some timing leads to."""
+    heads = [0] * len(case.orders)
+    made: set[Pass] = set()
+    while ready := [rank for rank in range(len(heads)) if _can_run(case, rank, heads, made)]:
+        rank = chooser.choice(ready)
+        # Long runs of one rank are as likely as fine mixtures.
+        for _ in range(chooser.choice([1, 1, 20])):
+            if not _can_run(case, rank, heads, made):
+                break
+            step = case.orders[rank][heads[rank]]
+            yield rank, step
+            heads[rank] += 1
+            if isinstance(step, Action):
+                made.add(Pass(step.type.is_backward, step.stage, step.microbatch))
+    assert heads == [len(order) for order in case.orders]
+
+
+def _can_run(case: Case, rank: int, heads: list[int], made: set[Pass]) -> bool:
+    if heads[rank] == len(case.orders[rank]):
+        return False
+    step = case.orders[rank][heads[rank]]
+    needed = input_of(step, len(case.placement)) if isinstance(step, Action) else None
+    return needed is None or needed in made
+
+
+def test_boundary_tensors_in_flight_in_1f1b_do_not_grow_with_the_microbatches(cases):
+    eight, sixteen = (_most_in_flight(case, 1000) for case in cases[:2])
+    assert eight == sixteen
+    assert max(eight) <= 5
+
+
+def test_a_window_bounds_what_a_rank_sends_before_it_hears_anything(cases):
+    gpipe = cases[2]
+    assert _most_in_flight(gpipe, 1000)[0] >= 16
+    assert max(_most_in_flight(gpipe, 4)) <= 4 + 4
+    for case in cases:
+        for rank, over in enumerate(sends_over_before(case.orders, case.placement, 2)):
+            in_flight: set[Pass] = set()
+            for step in case.orders[rank]:
+                in_flight -= set(over.get(step, ()))
+                if isinstance(step, Send):
+                    assert len(in_flight) < 2
+                    in_flight.add(step.message)
+
+
+def _most_in_flight(case: Case, window: int) -> list[int]:
+    over = sends_over_before(case.orders, case.placement, window)
+    levels = [
+        boundary_levels(order, over[rank], len(case.placement), lambda message: 1)
+        for rank, order in enumerate(case.orders)
+    ]
+    for level, order in zip(levels, case.orders, strict=True):
+        assert set(level) == {step for step in order if isinstance(step, Action)}
+    return [max(level.values()) for level in levels]
+
+
+def test_what_nobody_is_known_to_have_taken_counts_to_the_end():
+    order = tuple(
+        step
+        for j in range(3)
+        for step in (Action(0, ActionType.FORWARD, j), Send(Pass(False, 0, j)))
+    )
+    levels = boundary_levels(order, {}, 2, lambda message: 10)
+    assert list(levels.values()) == [10, 20, 30]

@@ -1,0 +1,115 @@
+"""Random legal schedules of every kind train as one process does, step after step."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.runtime import schedules, small_cases
+
+if TYPE_CHECKING:
+    from optpipe import Problem, Schedule
+
+NUM_SCHEDULES = 42
+MICROBATCHES = 4
+FLOAT_ERROR = 1e-14
+"""Of float64 sums in another order, relative to the largest gradient."""
+
+_PLACEMENTS = (
+    schedules.LINEAR,
+    schedules.V_SHAPE,
+    schedules.LOOP,
+    schedules.V_SHAPE,
+    schedules.LINEAR,
+    schedules.IRREGULAR,
+)
+_SHARES: tuple[dict[str, float], ...] = (
+    {},
+    {"offload": 0.6},
+    {"recompute": 0.6},
+    {"offload": 0.4, "recompute": 0.4},
+    {"offload": 1.0},
+    {"fused": 0.0, "offload": 0.3, "recompute": 0.3},
+    {"fused": 1.0, "offload": 0.5, "recompute": 0.2},
+)
+
+
+@functools.cache
+def _case(index: int) -> tuple[Problem, Schedule]:
+    problem = schedules.make_problem(_PLACEMENTS[index % 6], MICROBATCHES)
+    shares: dict[str, Any] = {"fused": 0.3, **_SHARES[index // 6]}
+    programs = schedules.random_programs(problem, 1000 + index, in_order=index % 2 == 0, **shares)
+    return problem, schedules.make_schedule(problem, programs)
+
+
+def test_every_kind_of_schedule_is_among_them():
+    counts = Counter(
+        trait for index in range(NUM_SCHEDULES) for trait in schedules.traits(_case(index)[1])
+    )
+    for trait in ("offload", "recompute", "both", "V", "last stage out of order"):
+        assert counts[trait] >= 10, counts
+    for trait in ("fused", "split", "gradients in order"):
+        assert counts[trait] >= 20, counts
+
+
+@pytest.mark.parametrize("index", range(NUM_SCHEDULES))
+def test_losses_and_gradients_are_those_of_one_process(ranks, index):
+    problem, schedule = _case(index)
+    outcomes = ranks.run(small_cases.train_small, schedule, problem)
+    assert all(outcome.losses_equal for outcome in outcomes)
+    assert sum(outcome.num_gradients for outcome in outcomes) == 3 * 8 * 7
+    assert min(outcome.largest_gradient for outcome in outcomes) > 1e-3
+    exact = "gradients in order" in schedules.traits(schedule)
+    for outcome in outcomes:
+        allowed = 0.0 if exact else FLOAT_ERROR * outcome.largest_gradient
+        assert outcome.worst_difference <= allowed
+        assert (outcome.offloaded_bytes > 0) <= ("offload" in schedules.traits(schedule))
+
+
+@pytest.mark.parametrize("index", [7, 14, 25, 31])
+def test_slow_copies_and_random_delays_change_no_bit(ranks, index):
+    problem, schedule = _case(index)
+    undisturbed = ranks.run(small_cases.train_small, schedule, problem)
+    delayed = ranks.run(small_cases.train_small, schedule, problem, "delays")
+    assert [outcome.digest for outcome in delayed] == [one.digest for one in undisturbed]
+    assert [outcome.worst_difference for outcome in delayed] == [
+        one.worst_difference for one in undisturbed
+    ]
+    assert any(outcome.offloaded_bytes for outcome in delayed) == (index != 14)
+
+
+def test_schedules_take_turns_on_the_same_stages(ranks):
+    problem = schedules.make_problem(schedules.LINEAR, MICROBATCHES)
+    made = [
+        schedules.make_schedule(
+            problem,
+            schedules.random_programs(problem, seed, fused=0.2, offload=offload, in_order=True),
+        )
+        for seed, offload in ((1, 0.0), (2, 0.5), (3, 0.0))
+    ]
+    for outcome in ranks.run(small_cases.take_turns, made):
+        assert outcome.worst_difference == 0.0
+        assert outcome.least_deferred_bytes > 0
+
+
+def test_one_bit_wrong_on_the_host_shows_in_the_gradients(ranks):
+    problem, schedule = _case(24)
+    outcomes = ranks.run(small_cases.train_small, schedule, problem, "corrupted host copy")
+    assert _worst(outcomes) > 1e-9
+
+
+def test_swapped_receives_show_in_the_gradients(ranks):
+    problem = schedules.make_problem(schedules.LINEAR, 2)
+    straight, swapped = "{0}F0 {0}F1 {0}B0 {0}B1", "{0}F1 {0}F0 {0}B0 {0}B1"
+    rows = [straight.format(0), *(swapped.format(stage) for stage in (1, 2, 3))]
+    schedule = schedules.make_schedule(problem, schedules.from_text(rows))
+    assert _worst(ranks.run(small_cases.train_small, schedule, problem)) <= FLOAT_ERROR
+    outcomes = ranks.run(small_cases.train_small, schedule, problem, "swapped receives")
+    assert _worst(outcomes) > 1e-3
+
+
+def _worst(outcomes: list[small_cases.Trained]) -> float:
+    return max(outcome.worst_difference / outcome.largest_gradient for outcome in outcomes)
