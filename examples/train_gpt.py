@@ -112,15 +112,21 @@ def plan(options: argparse.Namespace, device: torch.device) -> tuple[Problem | N
 
 
 def with_room(problem: Problem, activations: float | None) -> Problem:
-    """Return the problem whose devices have room for so many of their stage's activations."""
-    if activations is None:
-        return problem
+    """Return the problem with room for messages and, if given, for so many activations.
+
+    The messages in flight depend on the schedule. Reserved are two per micro-batch; a schedule
+    with more would be refused by the runner.
+    """
     devices = []
-    for stage, device in zip(problem.stages, problem.devices, strict=True):
-        largest = max(stage.activation_bytes, stage.weight_context_bytes)
-        workspace = max(stage.forward_workspace_bytes, stage.backward_input_workspace_bytes)
-        room = device.reserved_bytes + stage.static_bytes + workspace + int(activations * largest)
-        devices.append(device.model_copy(update={"memory_bytes": room}))
+    for index, (stage, device) in enumerate(zip(problem.stages, problem.devices, strict=True)):
+        crossing = max(near.output_bytes for near in problem.stages[max(0, index - 1) : index + 1])
+        room = {"reserved_bytes": device.reserved_bytes + 2 * problem.num_microbatches * crossing}
+        if activations is not None:
+            largest = max(stage.activation_bytes, stage.weight_context_bytes)
+            workspace = max(stage.forward_workspace_bytes, stage.backward_input_workspace_bytes)
+            room["memory_bytes"] = sum(room.values()) + stage.static_bytes + workspace
+            room["memory_bytes"] += int(activations * largest)
+        devices.append(device.model_copy(update=room))
     return problem.model_copy(update={"devices": tuple(devices)})
 
 

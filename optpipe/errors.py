@@ -6,6 +6,7 @@
     |-- InputError (ValueError)        the caller gave us something wrong
     |   |-- ProblemError               a problem file or object
     |   |-- ModelError                 a model file or object, or a cut of it
+    |   |-- MeasurementError           measurements that cannot be read or do not say enough
     |   |-- ActionSyntaxError          the text of an action
     |   |-- ScheduleFormatError        a schedule file or object
     |   |-- ScheduleMismatchError      a schedule for another problem
@@ -33,6 +34,7 @@ __all__ = [
     "IllegalScheduleError",
     "InfeasibleProblemError",
     "InputError",
+    "MeasurementError",
     "MissingExtraError",
     "ModelError",
     "OptPipeError",
@@ -67,6 +69,12 @@ class ModelError(InputError):
     """A model breaks a rule of ``optpipe/model/v1``, or cannot be cut as asked."""
 
     code = "model.invalid"
+
+
+class MeasurementError(InputError):
+    """A file of measurements cannot be read, or does not say enough for a problem."""
+
+    code = "measurement.invalid"
 
 
 class ActionSyntaxError(InputError):

@@ -189,10 +189,15 @@ def test_room_is_counted_in_activations_beside_what_is_always_there() -> None:
         activation_bytes=100,
         weight_context_bytes=120,
         static_bytes=30,
+        output_bytes=9,
         forward_workspace_bytes=4,
         backward_input_workspace_bytes=7,
     )
-    whole = problem([held])
-    (device,) = with_room(whole, 2.5).devices
-    assert device.memory_bytes == device.reserved_bytes + 30 + 7 + 300
-    assert with_room(whole, None) is whole
+    after = stage(1, output_bytes=5)
+    whole = problem([held, after], [bus(reserved_bytes=1000)] * 2, m=3)
+    first, second = with_room(whole, 2.5).devices
+    assert first.reserved_bytes == second.reserved_bytes == 1000 + 6 * 9
+    assert first.memory_bytes == first.reserved_bytes + 30 + 7 + 300
+    unlimited = with_room(whole, None).devices[0]
+    assert unlimited.memory_bytes == whole.devices[0].memory_bytes
+    assert unlimited.reserved_bytes == first.reserved_bytes

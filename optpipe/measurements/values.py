@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from optpipe.errors import InputError
+from optpipe.errors import MeasurementError
 from optpipe.problem import Bandwidth, Bytes, Flag, Index, Milliseconds, Name
 
 __all__ = [
@@ -27,12 +27,6 @@ MeasuredAction = Literal["F", "I", "W", "B", "RECOMPUTE"]
 """The actions that have a duration of their own."""
 
 Counted = Annotated[Bytes, Field(gt=0)]
-
-
-class MeasurementError(InputError):
-    """A file of measurements cannot be read, or does not say enough for a problem."""
-
-    code = "measurement.invalid"
 
 
 class _Value(BaseModel):

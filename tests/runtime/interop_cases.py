@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from examples.gpt_model import MixedPrecision, token_loss
 from optpipe.runtime import PipelineRunner
 from optpipe.runtime.demo_model import make_stages, random_tokens
+from optpipe.runtime.torch_private import default_store
 from tests.runtime.cases import CONFIG
 from tests.runtime.small_cases import reference
 from tests.runtime.small_model import SAMPLES, WIDTH, small_data, small_loss, small_stages
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from optpipe import Schedule
+    from optpipe.action import Action
 
 CPU = torch.device("cpu")
 LENGTH = 3
@@ -205,6 +208,35 @@ def train_mixed(schedule: Schedule, num_microbatches: int) -> Mixed:
         all(ours.dtype is torch.float32 for ours, _ in pairs),
         runner.offloaded_bytes,
     )
+
+
+def go_on_without_rank_zero(schedule: Schedule, num_microbatches: int) -> bool:
+    """Hold rank 0 in its last action until all others have left the step; whether they could."""
+    rank, store = dist.get_rank(), default_store()
+    runner = PipelineRunner(_stages_of(schedule, rank), schedule, small_loss)
+    runner.step(*small_data(num_microbatches, seed=0))
+    if rank == 0:
+        runner.observe(_Holds(schedule.programs[0][-1], ["left 1", "left 2", "left 3"]))
+    runner.step(*small_data(num_microbatches, seed=1))
+    store.set(f"left {rank}", "")
+    runner.close()
+    dist.barrier()
+    store.delete_key(f"left {rank}")
+    return True
+
+
+class _Holds:
+    """Waits for keys before an action; raises when they do not come."""
+
+    def __init__(self, action: Action, keys: list[str]) -> None:
+        self._action, self._keys = action, keys
+
+    def begin(self, action: Action) -> None:
+        if action == self._action:
+            default_store().wait(self._keys, timedelta(seconds=20))
+
+    def end(self, action: Action) -> None:
+        """Nothing is noted."""
 
 
 def _by_stage(gradients: Sequence[Tensor], num_stages: int) -> list[Sequence[Tensor]]:

@@ -98,3 +98,11 @@ def test_bf16_products_are_added_up_in_single_precision(ranks, offload):
         assert found.all_single
         assert found.worst_difference < 2e-6
         assert (found.offloaded_bytes > 0) == (offload > 0)
+
+
+def test_a_rank_leaves_a_step_when_its_own_program_has_ended(ranks):
+    """What the `span` objective stands on: nothing in a step waits for all ranks."""
+    problem = schedules.make_problem(schedules.LINEAR, MICROBATCHES)
+    programs = schedules.zero_bubble_h1(4, MICROBATCHES)
+    schedule = schedules.make_schedule(problem, programs)
+    assert all(ranks.run(interop_cases.go_on_without_rank_zero, schedule, MICROBATCHES))

@@ -169,7 +169,7 @@ class _Search:
     def polish(self) -> None:
         """Offer the best schedule with its devices re-optimised, each beside the others.
 
-        No cooling starts from it: in two of three problems tried they then ended higher.
+        No cooling starts from it: of three problems tried that brought two higher on some seeds.
         """
         best = min((*self.elites, self._found()), key=lambda elite: elite.objective_ms)
         if best.objective_ms >= self.polished_ms:

@@ -61,7 +61,7 @@ class Goal:
             return cls(incumbent_ms, incumbent_ms, incumbent_ms, 0.0)
         grid = grid_ms(problem)
         if grid > 0.0 and grid >= _LEAST_GRID * incumbent_ms:
-            return cls(incumbent_ms, incumbent_ms - grid * (1 - 1e-6), incumbent_ms, grid)
+            return cls(incumbent_ms, incumbent_ms - grid / 2, incumbent_ms, grid)
         hair = incumbent_ms * (1 - OPTIMAL_GAP / 2)
         return cls(incumbent_ms, hair, hair, 0.0)
 
