@@ -201,7 +201,7 @@ def main() -> None:
     rows = read(options.results)
     table = table_of(rows, lambda name: load_problem(name).busy_ms)
     commits = ", ".join(sorted({row.commit for row in table.rows.values()}))
-    machines = ", ".join(sorted({row.machine.partition(", ")[2] for row in table.rows.values()}))
+    machines = ", ".join(sorted({row.machine.split(", ", 2)[-1] for row in table.rows.values()}))
     text = entry(table, f"The benchmark set ({commits}; {machines})")
     print(text)
     if options.append:

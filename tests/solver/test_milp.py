@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import fields
+from typing import Any
 
 import highspy
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from optpipe import Problem, check, simulate
 from optpipe_solver.incumbent import Incumbent
+from optpipe_solver.milp import improve as milp_improve
 from optpipe_solver.milp.highs import (
     STATUS_OF,
     LinearProgram,
@@ -23,7 +25,7 @@ from optpipe_solver.milp.highs import (
     total,
     value_of,
 )
-from optpipe_solver.milp.horizon.model import HorizonModel
+from optpipe_solver.milp.horizon.model import HorizonModel, HorizonOutcome
 from optpipe_solver.milp.horizon.start import relabelled
 from optpipe_solver.milp.horizon.tricks import PLAIN, Tricks
 from optpipe_solver.milp.improve import News, improve_by_milp
@@ -147,6 +149,24 @@ def started(problem: Problem) -> Incumbent:
         if start.programs is not None and start.legal:
             best.offer(start.programs, start.method)
     return best
+
+
+def test_a_bound_needs_two_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first run denies every schedule below 149, the second those below 130: 130 is proven."""
+    said = iter([149.0, 130.0])
+    seeds = []
+
+    def run(*given: Any, **_: Any) -> HorizonOutcome:
+        seeds.append(given[3].seed)
+        bound = next(said)
+        given[3].on_bound(bound)
+        return HorizonOutcome(MilpStatus.OPTIMAL, bound, 1)
+
+    monkeypatch.setattr(milp_improve, "solve_horizon", run)
+    best = started(hard_problem())
+    improve_by_milp(best, time_limit_s=5, threads=1, seed=0)
+    assert seeds == [0, 1]
+    assert best.bound_ms == 130.0
 
 
 def test_the_milp_beats_every_start() -> None:
