@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import pytest
 
 from optpipe import check_schedule, load_problem, load_schedule
-from optpipe.cli import main
 from optpipe.formats.json_text import dump_model
 from tests.solver.plan.models import gpus, layer, model
 
@@ -20,22 +19,6 @@ MIXED = model(
     [*gpus(1, speed=2, type="fast"), *gpus(1, type="slow")],
     name="mixed",
 )
-
-
-@pytest.fixture
-def optpipe(capsys, monkeypatch):
-    """Run the command line in this process; return exit code, output and errors."""
-    monkeypatch.setenv("COLUMNS", "120")
-    monkeypatch.setenv("NO_COLOR", "1")
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as leave:
-            main([str(argument) for argument in arguments])
-        captured = capsys.readouterr()
-        assert isinstance(leave.value.code, int)
-        return leave.value.code, captured.out, captured.err
-
-    return run
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from optpipe.memory import device_peak_bytes
 from optpipe.runtime import PipelineRunner, measure
 from optpipe.runtime.demo_model import ModelConfig, make_stages
 from optpipe.runtime.measuring.clock import clock_for
-from optpipe.runtime.measuring.workspace import _meter_for
+from optpipe.runtime.measuring.workspace import meter_for
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -214,7 +214,7 @@ def run_program(
     gradients = [p.grad for p in stage.parameters() if p.grad is not None]
     there = [batch, target, *stage.parameters(), *gradients, *_host_memory(runner)]
     gc.collect()
-    meter = _meter_for(device, there)
+    meter = meter_for(device, there)
     _, use = meter.watch(lambda: runner.step(batch, target))
     runner.close()
     planned = device_peak_bytes(problem, 0, program) - problem.static_bytes_of(0)

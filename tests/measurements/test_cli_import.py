@@ -9,7 +9,6 @@ import pytest
 
 from examples.measurements.make_samples import BASE, HERE
 from optpipe import load_problem
-from optpipe.cli import main
 from optpipe.measurements import read_times
 
 if TYPE_CHECKING:
@@ -17,22 +16,6 @@ if TYPE_CHECKING:
 
 TRACES = sorted(HERE.glob("rank*.json.gz"))
 SIZES = ("--activation-bytes", "10GiB", "--memory-bytes", "80 GiB")
-
-
-@pytest.fixture
-def optpipe(capsys, monkeypatch):
-    """Run the command line in this process; return exit code, output and errors."""
-    monkeypatch.setenv("COLUMNS", "120")
-    monkeypatch.setenv("NO_COLOR", "1")
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as leave:
-            main([str(argument) for argument in arguments])
-        captured = capsys.readouterr()
-        assert isinstance(leave.value.code, int)
-        return leave.value.code, captured.out, captured.err
-
-    return run
 
 
 def test_traces_replace_the_times_of_a_base_problem(optpipe, tmp_path: Path) -> None:

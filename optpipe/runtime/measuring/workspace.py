@@ -13,17 +13,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from optpipe.action import ActionType
+from optpipe.runtime.torch_private import TorchDispatchMode, tree_leaves
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from optpipe.runtime.measuring.under_test import ForwardResult, StageUnderTest
 
-__all__ = ["Memory", "Use", "measure_memory"]
+__all__ = ["Memory", "Meter", "Use", "measure_memory", "meter_for"]
 
 
 class Use(NamedTuple):
@@ -75,7 +74,7 @@ def measure_memory(stage: StageUnderTest) -> Memory:
     resident = [*stage.module.parameters(), *stage.module.buffers(), *received]
     resident += [p.grad for p in stage.module.parameters() if p.grad is not None]
     resident += [] if stage.target is None else [stage.target]
-    meter = _meter_for(stage.device, resident)
+    meter = meter_for(stage.device, resident)
     found: dict[ActionType, Use] = {}
 
     def watched(kind: ActionType, run: Callable[[], Any]) -> Any:
@@ -101,12 +100,15 @@ def _ones(result: ForwardResult) -> list[Tensor]:
     return [torch.ones_like(root) for root in result.roots]
 
 
-class _Meter(Protocol):
+class Meter(Protocol):
+    """Watches the memory of one device, in bytes."""
+
     def watch(self, run: Callable[[], Any]) -> tuple[Any, Use]:
         """Return what a function returns, and what memory it used."""
 
 
-def _meter_for(device: torch.device, resident: Iterable[Tensor]) -> _Meter:
+def meter_for(device: torch.device, resident: Iterable[Tensor]) -> Meter:
+    """Return the meter of a device; ``resident`` are tensors there before what is watched."""
     return _CudaMeter(device) if device.type == "cuda" else _StorageMeter(resident)
 
 

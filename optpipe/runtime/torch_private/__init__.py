@@ -1,4 +1,4 @@
-"""Every private name of torch.distributed that the runtime stands on, and nothing else.
+"""Every private name of torch that the runtime stands on, and nothing else.
 
 torch's own `PipelineStage` and schedule runtime execute the program: they place sends and receives,
 wait for them, and run the passes. Two subclasses hand each pass to `PassHooks`, allocate what is
@@ -10,10 +10,12 @@ not know. Written against torch 2.12 and 2.13; `optpipe.runtime.requirements` re
 from __future__ import annotations
 
 from optpipe.runtime.torch_private.names import (
+    TorchDispatchMode,
     check_torch,
     default_store,
     group_name,
     has_gradient_hooks,
+    tree_leaves,
 )
 from optpipe.runtime.torch_private.schedule import HookedSchedule
 from optpipe.runtime.torch_private.stage import HookedStage
@@ -21,8 +23,10 @@ from optpipe.runtime.torch_private.stage import HookedStage
 __all__ = [
     "HookedSchedule",
     "HookedStage",
+    "TorchDispatchMode",
     "check_torch",
     "default_store",
     "group_name",
     "has_gradient_hooks",
+    "tree_leaves",
 ]

@@ -9,6 +9,8 @@ import torch
 from torch.distributed import distributed_c10d
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from optpipe.errors import MissingExtraError
 
@@ -17,7 +19,14 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.distributed_c10d import Store
 
-__all__ = ["check_torch", "default_store", "group_name", "has_gradient_hooks"]
+__all__ = [
+    "TorchDispatchMode",
+    "check_torch",
+    "default_store",
+    "group_name",
+    "has_gradient_hooks",
+    "tree_leaves",
+]
 
 _NAMES: Final[tuple[tuple[object, str, tuple[str, ...]], ...]] = (
     (PipelineStage, "forward_one_chunk", ("fwd_chunk_id", "args", "kwargs", "save_forward_output")),
@@ -37,11 +46,12 @@ _NAMES: Final[tuple[tuple[object, str, tuple[str, ...]], ...]] = (
     (_PipelineScheduleRuntime, "_maybe_get_loss", ("stage", "mb_index")),
     (_PipelineScheduleRuntime, "_update_losses", ("stages", "losses")),
     (schedules, "_batch_p2p", ("p2p_ops",)),
+    (TorchDispatchMode, "__torch_dispatch__", ("func", "types", "args", "kwargs")),
 )
 
 
 def check_torch() -> None:
-    """Refuse a torch whose pipelining lacks a name or a parameter that is overridden here.
+    """Refuse a torch that lacks a name or a parameter that is overridden here.
 
     Raises
     ------
@@ -55,9 +65,14 @@ def check_torch() -> None:
         if found is None or missing:
             what = f"has no parameter {', '.join(missing)}" if found is not None else "is missing"
             raise MissingExtraError(
-                f"torch {torch.__version__}: {name} of torch.distributed.pipelining {what}, but "
+                f"torch {torch.__version__}: {name} of {_home(owner)} {what}, but "
                 "the runtime overrides it; pip install 'optpipe[runtime]'"
             )
+
+
+def _home(owner: object) -> str:
+    """Return the module that a private name was found in."""
+    return owner.__module__ if isinstance(owner, type) else getattr(owner, "__name__", str(owner))
 
 
 def has_gradient_hooks(parameter: Tensor) -> bool:

@@ -39,6 +39,7 @@ import numpy as np
 from optpipe.action import Action, ActionType
 from optpipe_solver.exact.kernel import expand, make_layer, make_state
 from optpipe_solver.exact.line import line_of
+from optpipe_solver.exact.sweep import SLICE, expand_layer
 from optpipe_solver.milp.improve import fifo_loses_nothing
 
 if TYPE_CHECKING:
@@ -52,7 +53,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Answer", "CountsOutcome", "counts_can_search", "search_counts"]
 
-_SLICE = 200
 _MOST_MICROBATCHES = 100
 """Counts are kept in a byte."""
 
@@ -137,15 +137,14 @@ class _Search:
     def _expand(self, most_states: int, should_stop: Callable[[], bool]) -> bool:
         """Expand the first layer; return False where it is too much, or told to stop."""
         layer, one, two = self.layers
-        at, before = 0, int(one.size[0] + two.size[0])
-        while at < layer.size[0]:
-            at = expand(self.line, (layer, one, two), self.state, at, _SLICE)
-            met = self.num_states + int(one.size[0] + two.size[0]) - before
-            if at < 0 or met > most_states or should_stop():
-                self.num_states = met
-                return False
-        self.num_states += int(one.size[0] + two.size[0]) - before
-        return True
+
+        def step(at: int) -> int:
+            return expand(self.line, (layer, one, two), self.state, at, SLICE)
+
+        done, self.num_states = expand_layer(
+            self.layers, step, self.num_states, most_states, should_stop
+        )
+        return done
 
     def _programs(self, last: Layer) -> Programs:
         """Return the programs of the shortest way to have all done, gradient reductions aside."""

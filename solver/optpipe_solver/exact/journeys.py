@@ -57,6 +57,7 @@ from optpipe_solver.exact.counts import Answer
 from optpipe_solver.exact.journey_kernel import MODE_BITS, POSITION_BITS, make_desk, make_state
 from optpipe_solver.exact.journey_layers import expand, make_layer
 from optpipe_solver.exact.road import copies_are_equal, road_of, unit_ms
+from optpipe_solver.exact.sweep import SLICE, expand_layer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -65,7 +66,6 @@ if TYPE_CHECKING:
 
 __all__ = ["JourneysOutcome", "journeys_can_search", "search_journeys"]
 
-_SLICE = 200
 _MOST_MICROBATCHES = 100
 """W are counted in a byte; beyond a few dozen micro-batches no search ends anyway."""
 
@@ -150,12 +150,11 @@ class _Search:
     def _expand(self, most_states: int, should_stop: Callable[[], bool]) -> bool:
         """Expand the first layer; return False where it is too much, or told to stop."""
         layer, one, two = self.layers
-        at, before = 0, int(one.size[0] + two.size[0])
-        while at < layer.size[0]:
-            at = expand(self.road, (layer, one, two), self.work, at, _SLICE)
-            met = self.num_states + int(one.size[0] + two.size[0]) - before
-            if at < 0 or met > most_states or should_stop():
-                self.num_states = met
-                return False
-        self.num_states += int(one.size[0] + two.size[0]) - before
-        return True
+
+        def step(at: int) -> int:
+            return expand(self.road, (layer, one, two), self.work, at, SLICE)
+
+        done, self.num_states = expand_layer(
+            self.layers, step, self.num_states, most_states, should_stop
+        )
+        return done
