@@ -3,7 +3,13 @@
 ::
 
     InputError
-    |-- JobNotFoundError         no such job
+    |-- NotFoundError            no such thing, or not one of yours
+    |   |-- JobNotFoundError
+    |   |-- BatchNotFoundError
+    |   `-- DeploymentNotFoundError
+    |-- KeyRequiredError         no API key, or none that is known
+    |-- ForbiddenError           the key's role does not allow it
+    |-- ConflictError            not possible in the state the thing is in
     |-- NoScheduleError          the job has none (yet)
     |-- KeyReusedError           an Idempotency-Key with another request
     |-- RequestError             the request itself: not UTF-8, not JSON, not readable
@@ -26,14 +32,20 @@ from __future__ import annotations
 from optpipe.errors import InputError, WorldError
 
 __all__ = [
+    "BatchNotFoundError",
     "BodyTooLargeError",
     "BusyError",
     "ComparisonStoppedError",
+    "ConflictError",
+    "DeploymentNotFoundError",
+    "ForbiddenError",
     "JobNotFoundError",
+    "KeyRequiredError",
     "KeyReusedError",
     "MediaTypeError",
     "NoScheduleError",
     "NotAcceptableError",
+    "NotFoundError",
     "QueueFullError",
     "RequestError",
     "SolverFailedError",
@@ -44,13 +56,65 @@ __all__ = [
 ]
 
 
-class JobNotFoundError(InputError):
+class NotFoundError(InputError):
+    """No such thing, or not one that this caller may see: which, is not said."""
+
+    code = "not_found"
+    kind = "thing"
+    listed_at = "/docs"
+
+    def __init__(self, thing_id: str) -> None:
+        super().__init__(
+            f"there is no {self.kind} {thing_id[:80]!r} of yours; GET {self.listed_at} lists them"
+        )
+
+
+class JobNotFoundError(NotFoundError):
     """No job has this id."""
 
     code = "job.not_found"
+    kind = "job"
+    listed_at = "/v1/jobs"
 
-    def __init__(self, job_id: str) -> None:
-        super().__init__(f"there is no job {job_id[:80]!r}; GET /v1/jobs lists the jobs")
+
+class BatchNotFoundError(NotFoundError):
+    """No batch has this id."""
+
+    code = "batch.not_found"
+    kind = "batch"
+    listed_at = "/v1/batches"
+
+
+class DeploymentNotFoundError(NotFoundError):
+    """No deployment has this id."""
+
+    code = "deployment.not_found"
+    kind = "deployment"
+    listed_at = "/v1/deployments"
+
+
+class KeyRequiredError(InputError):
+    """No API key came with the request, or none that is known."""
+
+    code = "key.required"
+
+
+class ForbiddenError(InputError):
+    """The key's role does not allow it."""
+
+    code = "key.forbidden"
+
+    def __init__(self, name: str, role: str, needed: str) -> None:
+        super().__init__(
+            f"the key {name!r} has role {role}, and this needs {needed}; ask an admin for a key: "
+            f"optpipe keys create --role {needed}"
+        )
+
+
+class ConflictError(InputError):
+    """What is asked is not possible in the state the thing is in."""
+
+    code = "state.conflict"
 
 
 class NoScheduleError(InputError):

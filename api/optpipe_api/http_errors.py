@@ -17,11 +17,14 @@ from optpipe_api.errors import (
     BodyTooLargeError,
     BusyError,
     ComparisonStoppedError,
-    JobNotFoundError,
+    ConflictError,
+    ForbiddenError,
+    KeyRequiredError,
     KeyReusedError,
     MediaTypeError,
     NoScheduleError,
     NotAcceptableError,
+    NotFoundError,
     RequestError,
     StoreUnavailableError,
 )
@@ -37,10 +40,13 @@ if TYPE_CHECKING:
 __all__ = ["ErrorBoundary", "documented", "install", "problem_response", "status_of"]
 
 _STATUSES: dict[type[OptPipeError], int] = {
-    JobNotFoundError: 404,
+    KeyRequiredError: 401,
+    ForbiddenError: 403,
+    NotFoundError: 404,
     NoScheduleError: 404,
     NotAcceptableError: 406,
     InfeasibleProblemError: 409,
+    ConflictError: 409,
     BodyTooLargeError: 413,
     MediaTypeError: 415,
     RequestError: 422,
@@ -53,9 +59,11 @@ _STATUSES: dict[type[OptPipeError], int] = {
 }
 _WHEN = {
     400: "The request is not HTTP as we speak it.",
-    404: "No such job, or no schedule (yet).",
+    401: "No API key, or none that is known; send `Authorization: Bearer KEY`.",
+    403: "The key's role does not allow it.",
+    404: "No such thing, or none of yours; or no schedule (yet).",
     406: "None of the forms above is accepted.",
-    409: "Proven infeasible; `needs` says what is too small.",
+    409: "Proven infeasible (`needs` says what is too small), or not possible in this state.",
     413: "The body is too large.",
     415: "The body is not declared as JSON.",
     422: "The request breaks a rule; `errors` says which.",

@@ -2,15 +2,18 @@
 
 ::
 
-    submit --> queued --CLAIM--> running --SUCCEED-----------> succeeded
-                 ^  |              |  |----PROVE_INFEASIBLE--> infeasible
-                 |  |              |  |----FAIL--------------> failed
-                 |  `---CANCEL-----+--+----CANCEL------------> cancelled
-                 `----REQUEUE------'
+    submit --> queued --CLAIM--> running --SUCCEED-----------> succeeded --.
+                ^ ^ |              |  |----PROVE_INFEASIBLE--> infeasible  |
+                | | |              |  |----FAIL--------------> failed    --|
+                | | `---CANCEL-----+--+----CANCEL------------> cancelled --|
+                | `----REQUEUE-----'                                       |
+                `------------------RESUME----------------------------------'
 
 A job has a schedule (``has_schedule``) from its first incumbent on, in whatever state it is: a
 cancelled or failed job keeps its best one. The four states on the right are final: nothing is
-written to such a job again.
+written to such a job again, unless its owner asks for more time (RESUME): it then waits in the
+queue with a longer time limit, and starts from where it stands. An infeasible job stays what it is.
+A problem solved before is answered at once: its job is born finished (``cache`` is ``hit``).
 
 REQUEUE happens when a solver process or a whole server died, or shut down: the job starts again
 from its last incumbent. Each death counts; at ``max_attempts`` of them REQUEUE becomes FAIL. A
@@ -66,6 +69,7 @@ class JobEvent(StrEnum):
     SUCCEED = "succeed"
     PROVE_INFEASIBLE = "prove_infeasible"
     FAIL = "fail"
+    RESUME = "resume"
 
 
 _TRANSITIONS = {
@@ -76,6 +80,9 @@ _TRANSITIONS = {
     (JobState.RUNNING, JobEvent.SUCCEED): JobState.SUCCEEDED,
     (JobState.RUNNING, JobEvent.PROVE_INFEASIBLE): JobState.INFEASIBLE,
     (JobState.RUNNING, JobEvent.FAIL): JobState.FAILED,
+    (JobState.SUCCEEDED, JobEvent.RESUME): JobState.QUEUED,
+    (JobState.FAILED, JobEvent.RESUME): JobState.QUEUED,
+    (JobState.CANCELLED, JobEvent.RESUME): JobState.QUEUED,
 }
 
 

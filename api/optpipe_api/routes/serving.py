@@ -1,4 +1,4 @@
-"""How a route gets at the service."""
+"""How a route gets at the service, and at who is asking."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from typing import Annotated
 
 from fastapi import Depends, Request
 
+from optpipe_api.access import ANYBODY, Principal, Role
 from optpipe_api.service import Service
 
-__all__ = ["Serving"]
+__all__ = ["Admin", "Reader", "Serving", "Submitter"]
 
 
 def _service(request: Request) -> Service:
@@ -16,4 +17,24 @@ def _service(request: Request) -> Service:
     return service
 
 
+def _reader(request: Request) -> Principal:
+    principal: Principal = getattr(request.state, "principal", ANYBODY)
+    return principal
+
+
+def _submitter(request: Request) -> Principal:
+    principal = _reader(request)
+    principal.require(Role.SUBMIT)
+    return principal
+
+
+def _admin(request: Request) -> Principal:
+    principal = _reader(request)
+    principal.require(Role.ADMIN)
+    return principal
+
+
 Serving = Annotated[Service, Depends(_service)]
+Reader = Annotated[Principal, Depends(_reader)]
+Submitter = Annotated[Principal, Depends(_submitter)]
+Admin = Annotated[Principal, Depends(_admin)]

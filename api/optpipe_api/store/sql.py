@@ -30,7 +30,7 @@ from optpipe_api.jobs import (
     transition,
 )
 from optpipe_api.store.database import connect, reading, writing
-from optpipe_api.store.tables import jobs, problems, schedules, trace
+from optpipe_api.store.tables import events, jobs, problems, schedules
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -128,7 +128,11 @@ class SqlJobStore:
         """Return the improvements of a job."""
         with reading(self._engine) as connection:
             position = _row(connection, job_id).position
-            query = sa.select(trace).where(trace.c.position == position).order_by(trace.c.number)
+            query = (
+                sa.select(events)
+                .where(events.c.position == position, events.c.kind.in_(("incumbent", "bound")))
+                .order_by(events.c.number)
+            )
             return [
                 TracePoint(
                     seconds=row.seconds,
@@ -210,7 +214,10 @@ class SqlJobStore:
             if row is None:
                 return None
             values = asdict(point) | {"method": _storable(point.method)[:100]}
-            connection.execute(sa.insert(trace).values(position=row.position, **values))
+            kind = "bound" if point.objective_ms is None else "incumbent"
+            connection.execute(
+                sa.insert(events).values(position=row.position, kind=kind, at=self._now(), **values)
+            )
             better = _keep_best(connection, row, schedule, point.objective_ms, point.bound_ms)
             return self._renew(connection, row, lease_s, **better)
 

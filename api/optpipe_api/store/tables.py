@@ -1,14 +1,28 @@
 """The tables, as the newest migration leaves them (a test compares the two).
 
 Documents stand apart from the records, so that listing jobs reads no problem and no schedule.
-Times are seconds since the epoch: both databases sort and compare them alike.
+Times are seconds since the epoch: both databases sort and compare them alike. ``owner`` is the
+name of the API key that made a thing, and empty where keys are not asked for.
 """
 
 from __future__ import annotations
 
 import sqlalchemy as sa
 
-__all__ = ["jobs", "metadata", "problems", "schedules", "trace"]
+__all__ = [
+    "api_keys",
+    "batches",
+    "deployment_versions",
+    "deployments",
+    "events",
+    "job_tags",
+    "jobs",
+    "measurements",
+    "metadata",
+    "models",
+    "problems",
+    "schedules",
+]
 
 metadata = sa.MetaData(
     naming_convention={
@@ -22,17 +36,28 @@ metadata = sa.MetaData(
 # SQLite counts up only a column of exactly this type.
 _BIG = sa.BigInteger().with_variant(sa.Integer, "sqlite")
 
+# A problem, a model or a schedule may be large: those of a job are tables of their own.
+
 jobs = sa.Table(
     "jobs",
     metadata,
     sa.Column("position", _BIG, primary_key=True, autoincrement=True),
     sa.Column("id", sa.String(32), nullable=False, unique=True),
+    sa.Column("kind", sa.String(16), nullable=False, server_default="solve"),
     sa.Column("state", sa.String(16), nullable=False),
     sa.Column("name", sa.String(200), nullable=False),
+    sa.Column("owner", sa.String(100), nullable=False, server_default=""),
     sa.Column("problem_hash", sa.String(80), nullable=False),
+    sa.Column("shape_hash", sa.String(80), nullable=False, server_default=""),
     sa.Column("objective", sa.String(16), nullable=False),
     sa.Column("options", sa.Text, nullable=False),
+    sa.Column("priority", sa.Integer, nullable=False, server_default="0"),
     sa.Column("idempotency_key", sa.String(255), unique=True),
+    sa.Column("cache", sa.String(8), nullable=False, server_default="miss"),
+    sa.Column("source_id", sa.String(32)),
+    sa.Column("batch_id", sa.String(32)),
+    sa.Column("batch_index", sa.Integer),
+    sa.Column("deployment_id", sa.String(32)),
     sa.Column("created_at", sa.Double, nullable=False),
     sa.Column("started_at", sa.Double),
     sa.Column("finished_at", sa.Double),
@@ -43,10 +68,14 @@ jobs = sa.Table(
     sa.Column("lease_owner", sa.String(64)),
     sa.Column("lease_expires_at", sa.Double),
     sa.Column("claimed_at", sa.Double),
+    sa.Column("num_schedules", sa.Integer, nullable=False, server_default="0"),
     sa.Column("objective_ms", sa.Double),
     sa.Column("bound_ms", sa.Double),
     sa.Column("error", sa.Text),
-    sa.Index(None, "state", "position"),
+    sa.Index(None, "state", "priority", "position"),
+    sa.Index(None, "problem_hash", "position"),
+    sa.Index(None, "shape_hash", "position"),
+    sa.Index(None, "batch_id", "batch_index"),
     sqlite_autoincrement=True,
 )
 
@@ -61,17 +90,109 @@ def _document(name: str) -> sa.Table:
 
 
 problems = _document("problems")
+models = _document("models")
 schedules = _document("schedules")
 
-trace = sa.Table(
-    "trace",
+job_tags = sa.Table(
+    "job_tags",
+    metadata,
+    sa.Column("position", _BIG, sa.ForeignKey("jobs.position"), primary_key=True),
+    sa.Column("tag", sa.String(64), primary_key=True),
+    sa.Index(None, "tag", "position"),
+)
+
+# Everything that happened to a job, in order: what an event stream replays. `number` grows within
+# a job, as whoever writes one holds the job's row.
+events = sa.Table(
+    "events",
     metadata,
     sa.Column("number", _BIG, primary_key=True, autoincrement=True),
     sa.Column("position", _BIG, sa.ForeignKey("jobs.position"), nullable=False),
-    sa.Column("seconds", sa.Double, nullable=False),
-    sa.Column("method", sa.String(100), nullable=False),
+    sa.Column("kind", sa.String(16), nullable=False),
+    sa.Column("at", sa.Double, nullable=False),
+    sa.Column("seconds", sa.Double),
+    sa.Column("method", sa.String(100)),
     sa.Column("objective_ms", sa.Double),
     sa.Column("bound_ms", sa.Double),
+    sa.Column("text", sa.Text),
     sa.Index(None, "position", "number"),
     sqlite_autoincrement=True,
+)
+
+batches = sa.Table(
+    "batches",
+    metadata,
+    sa.Column("position", _BIG, primary_key=True, autoincrement=True),
+    sa.Column("id", sa.String(32), nullable=False, unique=True),
+    sa.Column("name", sa.String(200), nullable=False),
+    sa.Column("owner", sa.String(100), nullable=False),
+    sa.Column("idempotency_key", sa.String(255), unique=True),
+    sa.Column("created_at", sa.Double, nullable=False),
+    sa.Column("request_hash", sa.String(80), nullable=False),
+    # JSON: the axes and the options, and each item's values on the axes.
+    sa.Column("document", sa.Text, nullable=False),
+    sqlite_autoincrement=True,
+)
+
+deployments = sa.Table(
+    "deployments",
+    metadata,
+    sa.Column("position", _BIG, primary_key=True, autoincrement=True),
+    sa.Column("id", sa.String(32), nullable=False, unique=True),
+    sa.Column("name", sa.String(200), nullable=False),
+    sa.Column("owner", sa.String(100), nullable=False),
+    sa.Column("idempotency_key", sa.String(255), unique=True),
+    sa.Column("created_at", sa.Double, nullable=False),
+    sa.Column("ended_at", sa.Double),
+    sa.Column("request_hash", sa.String(80), nullable=False),
+    sa.Column("options", sa.Text, nullable=False),
+    sa.Column("problem", sa.Text, nullable=False),
+    # The same problem with the times last measured; null until there are any.
+    sa.Column("measured", sa.Text),
+    sa.Column("version", sa.Integer, nullable=False),
+    # The solve under way for the next version; whoever sets or clears it wins or loses by it.
+    sa.Column("job_id", sa.String(32)),
+    sa.Column("job_reason", sa.Text),
+    sqlite_autoincrement=True,
+)
+
+deployment_versions = sa.Table(
+    "deployment_versions",
+    metadata,
+    sa.Column("position", _BIG, sa.ForeignKey("deployments.position"), primary_key=True),
+    sa.Column("version", sa.Integer, primary_key=True, autoincrement=False),
+    sa.Column("created_at", sa.Double, nullable=False),
+    sa.Column("reason", sa.Text, nullable=False),
+    sa.Column("job_id", sa.String(32), nullable=False),
+    sa.Column("predicted_ms", sa.Double, nullable=False),
+    # Mean of the step times reported under this version, and how many they are.
+    sa.Column("measured_ms", sa.Double),
+    sa.Column("num_measured", sa.Integer, nullable=False),
+    sa.Column("schedule", sa.Text, nullable=False),
+)
+
+measurements = sa.Table(
+    "measurements",
+    metadata,
+    sa.Column("number", _BIG, primary_key=True, autoincrement=True),
+    sa.Column("position", _BIG, sa.ForeignKey("deployments.position"), nullable=False),
+    sa.Column("at", sa.Double, nullable=False),
+    sa.Column("version", sa.Integer, nullable=False),
+    sa.Column("step", _BIG),
+    sa.Column("step_ms", sa.Double),
+    sa.Column("document", sa.Text, nullable=False),
+    sa.Index(None, "position", "number"),
+    sqlite_autoincrement=True,
+)
+
+api_keys = sa.Table(
+    "api_keys",
+    metadata,
+    sa.Column("id", sa.String(16), primary_key=True),
+    sa.Column("name", sa.String(100), nullable=False, unique=True),
+    sa.Column("role", sa.String(16), nullable=False),
+    # SHA-256 of 256 random bits: nothing to guess, so nothing to slow down.
+    sa.Column("digest", sa.String(64), nullable=False),
+    sa.Column("created_at", sa.Double, nullable=False),
+    sa.Column("revoked_at", sa.Double),
 )
