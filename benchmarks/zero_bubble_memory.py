@@ -8,7 +8,8 @@ ledger.
    which no device is ever idle in the steady state; proven, for one micro-batch per period.
 2. The published Zero Bubble profiles, as a V of two chunks per device: the smallest memory, as a
    share of 1F1B's, whose bubble rate 1 - load / T is at most 0, 1, 5 and 10 %. ``bound`` is the
-   proven lower bound of the share; equal to it means proven smallest. ``search`` is what the
+   proven lower bound of the share; equal to it means proven smallest, by two runs of HiGHS with
+   different seeds, which share the seconds. ``search`` is what the
    local search over circular orders finds in MOVES moves per step.
 
 What fits at one bubble rate fits at a higher one, and the bound of one holds for a lower one: both

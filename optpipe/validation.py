@@ -73,7 +73,8 @@ def _line(item: Any, model: type[BaseModel]) -> str:
             kind, "<=" if kind == "less_than_equal" else "<"
         )
         bound = next(iter(context.values()))
-        return f"{path} = {value}: must be {sign} {bound}; stay in range"
+        shown = int(bound) if isinstance(bound, float) and bound.is_integer() else bound
+        return f"{path} = {value}: must be {sign} {shown}; stay in range"
     if kind in ("too_short", "too_long"):
         return f"{path}: {item['msg']}; change the list"
     return f"{path} = {value}: {item['msg']}; change it"

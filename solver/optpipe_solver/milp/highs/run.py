@@ -1,6 +1,5 @@
-"""The only file that talks to PuLP and HiGHS.
+"""One run of HiGHS: a model in, news while it goes on, the outcome out.
 
-Models are written with the few names below (`Model`, `Variable`, `Linear`, `total`, `at_least`).
 PuLP's own HiGHS class has no warm start and labels a time-limit stop ``Optimal``: so PuLP builds
 the model, and everything else - start, callbacks, status, bound - goes through highspy.
 """
@@ -12,38 +11,20 @@ import queue
 import threading
 import time
 from dataclasses import dataclass
-from enum import StrEnum
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import highspy
 import numpy as np
 import pulp
 
+from optpipe_solver.milp.highs.status import STATUS_OF, MilpStatus
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
 
-__all__ = [
-    "STATUS_OF",
-    "Constraint",
-    "Expression",
-    "Linear",
-    "LinearProgram",
-    "MilpOutcome",
-    "MilpStatus",
-    "Model",
-    "Variable",
-    "at_least",
-    "solve_milp",
-    "solver_name",
-    "total",
-    "value_of",
-]
+    from optpipe_solver.milp.highs.model import Model, Variable
 
-Variable: TypeAlias = pulp.LpVariable
-Expression: TypeAlias = pulp.LpAffineExpression
-Constraint: TypeAlias = pulp.LpConstraint
-Linear: TypeAlias = Expression | Variable | float
-"""A linear expression; constants are plain numbers."""
+__all__ = ["MilpOutcome", "solve_milp", "solver_name"]
 
 _MIP_TOLERANCE = 1e-7
 """Feasibility tolerance. Larger, times a big-M, it lets orders overlap visibly; at 1e-9 HiGHS 1.15
@@ -55,129 +36,6 @@ _LOOK_S, _GRACE_S = 0.05, 0.3
 
 _SEEDS = 2**31
 """HiGHS's seed is a 32-bit integer; larger ones of ours come round again."""
-
-
-class MilpStatus(StrEnum):
-    """How a MILP run can end, in our words."""
-
-    OPTIMAL = "optimal"
-    INFEASIBLE = "infeasible"
-    TIME_LIMIT = "time_limit"
-    INTERRUPTED = "interrupted"
-    LIMIT = "limit"
-    FAILED = "failed"
-
-
-_S = highspy.HighsModelStatus
-STATUS_OF: dict[highspy.HighsModelStatus, MilpStatus] = {
-    _S.kOptimal: MilpStatus.OPTIMAL,
-    _S.kModelEmpty: MilpStatus.OPTIMAL,
-    _S.kInfeasible: MilpStatus.INFEASIBLE,
-    # Every variable of our models is bounded, so of the two only infeasible is left.
-    _S.kUnboundedOrInfeasible: MilpStatus.INFEASIBLE,
-    _S.kTimeLimit: MilpStatus.TIME_LIMIT,
-    _S.kInterrupt: MilpStatus.INTERRUPTED,
-    getattr(_S, "kHighsInterrupt"): MilpStatus.INTERRUPTED,  # noqa: B009 - absent from the stubs
-    _S.kIterationLimit: MilpStatus.LIMIT,
-    _S.kSolutionLimit: MilpStatus.LIMIT,
-    _S.kMemoryLimit: MilpStatus.LIMIT,
-    _S.kObjectiveBound: MilpStatus.LIMIT,
-    _S.kObjectiveTarget: MilpStatus.LIMIT,
-    _S.kUnbounded: MilpStatus.FAILED,
-    _S.kNotset: MilpStatus.FAILED,
-    _S.kLoadError: MilpStatus.FAILED,
-    _S.kModelError: MilpStatus.FAILED,
-    _S.kPresolveError: MilpStatus.FAILED,
-    _S.kSolveError: MilpStatus.FAILED,
-    _S.kPostsolveError: MilpStatus.FAILED,
-    _S.kUnknown: MilpStatus.FAILED,
-}
-"""HiGHS's own status in our words; complete, which a test checks against the enum."""
-
-
-class Model:
-    """A minimisation model: variables are made by it, constraints added to it."""
-
-    def __init__(self, name: str) -> None:
-        self.problem = pulp.LpProblem(name, pulp.LpMinimize)
-        self.constraints: list[Constraint] = []
-
-    def continuous(self, name: str, low: float, high: float) -> Variable:
-        """Make a variable between two finite bounds."""
-        return self.problem.add_variable(name, low, high)
-
-    def binary(self, name: str) -> Variable:
-        """Make a 0-1 variable."""
-        return self.problem.add_variable(name, cat=pulp.LpBinary)
-
-    def minimise(self, objective: Linear) -> None:
-        """Set the objective."""
-        self.problem.setObjective(pulp.LpAffineExpression(objective))
-
-    def add(self, constraint: Constraint) -> None:
-        """Add a constraint."""
-        self.constraints.append(constraint)
-        self.problem += constraint
-
-
-def at_least(expression: Linear, bound: float) -> Constraint:
-    """Return the constraint expression >= bound."""
-    return pulp.LpConstraint(
-        pulp.LpAffineExpression(expression), sense=pulp.LpConstraintGE, rhs=bound
-    )
-
-
-def total(terms: list[Linear]) -> Expression:
-    """Return the sum of linear terms."""
-    return pulp.lpSum(terms)
-
-
-class LinearProgram:
-    """A linear program that is maximised again and again while rows are added to it.
-
-    Parameters
-    ----------
-    gain
-        By column, what one unit is worth.
-    tops
-        By column, the most it can be; the least is 0.
-    """
-
-    def __init__(self, gain: Sequence[float], tops: Sequence[float]) -> None:
-        make: Any = highspy.Highs
-        self._highs: Any = make()
-        self._highs.setOptionValue("output_flag", False)
-        self._highs.setOptionValue("threads", 1)
-        self._num = len(gain)
-        for column, (worth, top) in enumerate(zip(gain, tops, strict=True)):
-            self._highs.addVar(0.0, float(top))
-            self._highs.changeColCost(column, -float(worth))
-
-    def add_at_most(self, terms: Mapping[int, float], limit: float) -> None:
-        """Add a row: the sum of factor x column is at most ``limit``."""
-        columns = np.array(list(terms), dtype=np.int32)
-        factors = np.array(list(terms.values()), dtype=np.float64)
-        self._highs.addRow(-math.inf, float(limit), len(columns), columns, factors)
-
-    def best(self) -> list[float]:
-        """Return the columns of an optimum within HiGHS's tolerances; zeros where it found none."""
-        self._highs.run()
-        if STATUS_OF[self._highs.getModelStatus()] is not MilpStatus.OPTIMAL:
-            return [0.0] * self._num
-        return [float(value) for value in self._highs.getSolution().col_value]
-
-
-def value_of(expression: Linear | Constraint, values: Mapping[Variable, float]) -> float:
-    """Return what an expression is worth in a solution; unknown variables count 0.
-
-    Of a constraint: how far above its bound it is (negative = broken).
-    """
-    if isinstance(expression, pulp.LpVariable):
-        return values.get(expression, 0.0)
-    if isinstance(expression, int | float):
-        return float(expression)
-    terms = (factor * values.get(variable, 0.0) for variable, factor in expression.items())
-    return float(expression.constant) + float(sum(terms))
 
 
 @dataclass(frozen=True, slots=True)

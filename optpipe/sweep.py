@@ -1,0 +1,235 @@
+"""Variations of a problem along axes: less memory, more micro-batches, a slower bus.
+
+An axis is a name and its values; a sweep is every combination of one value of each. Named axes
+change what belongs together, so that a sweep stays meaningful; a path such as
+``devices[*].memory_bytes`` or ``stages[3].forward_ms`` sets one field as it is.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from optpipe.errors import InputError, ProblemError
+from optpipe.problem import Problem
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+__all__ = ["AXES", "Variation", "num_variations", "sweep"]
+
+Document = dict[str, Any]
+
+_GB = 1_000_000_000
+_STEP = re.compile(r"([A-Za-z_]\w*)(?:\[(\d+|\*)\])?")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variation:
+    """One point of a sweep: the value on each axis, and the problem it makes."""
+
+    values: dict[str, Any]
+    problem: Problem
+
+
+def num_variations(axes: Mapping[str, Sequence[Any]]) -> int:
+    """Return how many combinations the values of the axes have."""
+    return math.prod(len(values) for values in axes.values())
+
+
+def sweep(problem: Problem, axes: Mapping[str, Sequence[Any]]) -> list[Variation]:
+    """Return every combination of the axes' values, the last axis fastest.
+
+    Parameters
+    ----------
+    problem
+        What is varied.
+    axes
+        Name (see `AXES`) or path -> the values, in order. No axes: the problem alone.
+
+    Raises
+    ------
+    InputError
+        If an axis is unknown, has no values or one twice, or one cannot be applied; or a
+        combination makes no valid problem: the message names its values and the rule.
+    """
+    for name, values in axes.items():
+        _check_axis(name, values)
+    base = problem.model_dump(mode="json", by_alias=True)
+    return [
+        _vary(base, dict(zip(axes, values, strict=True)))
+        for values in itertools.product(*axes.values())
+    ]
+
+
+def _check_axis(name: str, values: Sequence[Any]) -> None:
+    if isinstance(values, str) or not values:
+        raise InputError(f"axes.{name} = {values!r}: must be a list of values; give at least one")
+    shown = [json.dumps(value, sort_keys=True) for value in values]
+    twice = next((value for value in shown if shown.count(value) > 1), None)
+    if twice is not None:
+        raise InputError(f"axes.{name}: {twice} stands there twice; take one of them out")
+
+
+def _vary(base: Document, values: dict[str, Any]) -> Variation:
+    document = json.loads(json.dumps(base))
+    for name, value in values.items():
+        AXES.get(name, _set_path(name))(document, value)
+    shown = ", ".join(f"{name} = {json.dumps(value)}" for name, value in values.items())
+    if shown:
+        document["name"] = f"{base['name']} {shown}".strip()[:200]
+    try:
+        return Variation(values=values, problem=Problem.parse(document))
+    except ProblemError as error:
+        raise InputError(f"the variation {shown} is no valid problem: {error}") from error
+
+
+def _number(name: str, value: Any) -> float:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value) or value <= 0:
+        raise InputError(f"axes.{name} = {value!r}: must be a number > 0; change it")
+    return float(value)
+
+
+def _scale_memory(document: Document, value: Any) -> None:
+    factor = _number("memory_scale", value)
+    for device in document["devices"]:
+        device["memory_bytes"] = round(device["memory_bytes"] * factor)
+
+
+def _set_memory(document: Document, value: Any) -> None:
+    for device in document["devices"]:
+        device["memory_bytes"] = round(_number("memory_gb", value) * _GB)
+
+
+def _set_microbatches(document: Document, value: Any) -> None:
+    document["num_microbatches"] = value
+
+
+def _scale_pcie(document: Document, value: Any) -> None:
+    factor = _number("pcie_scale", value)
+    for device in document["devices"]:
+        for name in ("d2h_gb_per_s", "h2d_gb_per_s"):
+            if device[name] is not None:
+                device[name] *= factor
+
+
+def _scale_links(document: Document, value: Any) -> None:
+    factor = _number("link_scale", value)
+    for link in document["links"]:
+        if link["bandwidth_gb_per_s"] is not None:
+            link["bandwidth_gb_per_s"] *= factor
+
+
+def _set_latency(document: Document, value: Any) -> None:
+    for link in document["links"]:
+        link["latency_ms"] = value
+
+
+def _set_objective(document: Document, value: Any) -> None:
+    document["objective"] = value
+
+
+def _set_offload(document: Document, value: Any) -> None:
+    _flag("offload", value)
+    if not value:
+        for stage in document["stages"]:
+            stage["offload_bytes"] = 0
+
+
+def _set_recompute(document: Document, value: Any) -> None:
+    _flag("recompute", value)
+    if not value:
+        for stage in document["stages"]:
+            stage["recompute_ms"] = stage["checkpoint_bytes"] = None
+
+
+def _flag(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise InputError(f"axes.{name} = {value!r}: must be true or false; change it")
+
+
+def _set_placement(document: Document, value: Any) -> None:
+    stages, num_devices = document["stages"], len(document["devices"])
+    devices = _placement(value, len(stages), num_devices)
+    for stage, device in zip(stages, devices, strict=True):
+        stage["device"] = device
+
+
+def _placement(value: Any, num_stages: int, num_devices: int) -> Sequence[Any]:
+    rounds = [index // num_devices for index in range(num_stages)]
+    places = [index % num_devices for index in range(num_stages)]
+    if value == "loop":
+        return places
+    if value == "v":
+        last = num_devices - 1
+        return [
+            last - place if turn % 2 else place for turn, place in zip(rounds, places, strict=True)
+        ]
+    if not isinstance(value, list) or len(value) != num_stages:
+        raise InputError(
+            f'axes.placement = {value!r}: must be "loop", "v", or the device of each of the '
+            f"{num_stages} stages; change it"
+        )
+    return value
+
+
+def _set_path(path: str) -> Callable[[Document, Any], None]:
+    """Return what sets a field by its path; ``[*]`` means every item."""
+
+    def apply(document: Document, value: Any) -> None:
+        *steps, (last, index) = _steps(path)
+        holders: list[Any] = [document]
+        for name, at in steps:
+            holders = [item for holder in holders for item in _items(holder, name, at, path)]
+        for holder in holders:
+            if index is not None or not isinstance(holder, dict) or last not in holder:
+                raise _no_such_axis(path)
+            holder[last] = value
+
+    return apply
+
+
+def _steps(path: str) -> list[tuple[str, str | None]]:
+    found = [_STEP.fullmatch(step) for step in path.split(".")]
+    steps = [(match[1], match[2]) for match in found if match is not None]
+    if len(steps) != len(found):
+        raise _no_such_axis(path)
+    return steps
+
+
+def _items(holder: Any, name: str, at: str | None, path: str) -> list[Any]:
+    value = holder.get(name) if isinstance(holder, dict) else None
+    if at is None and isinstance(value, dict):
+        return [value]
+    if at == "*" and isinstance(value, list):
+        return value
+    if at is not None and at != "*" and isinstance(value, list) and int(at[:9]) < len(value):
+        return [value[int(at)]]
+    raise _no_such_axis(path)
+
+
+def _no_such_axis(path: str) -> InputError:
+    return InputError(
+        f"axes.{path}: is neither an axis ({', '.join(AXES)}) nor the path of a field that this "
+        "problem has, such as devices[*].memory_bytes or stages[3].forward_ms; change it"
+    )
+
+
+AXES: dict[str, Callable[[Document, Any], None]] = {
+    "memory_scale": _scale_memory,
+    "memory_gb": _set_memory,
+    "num_microbatches": _set_microbatches,
+    "pcie_scale": _scale_pcie,
+    "link_scale": _scale_links,
+    "latency_ms": _set_latency,
+    "placement": _set_placement,
+    "objective": _set_objective,
+    "offload": _set_offload,
+    "recompute": _set_recompute,
+}
+"""Named axes: factors on what the problem says (``_scale``), or values of their own."""

@@ -1,0 +1,62 @@
+"""What the command line shows of a schedule: the same numbers, whoever found them."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from optpipe import Provenance, Schedule, evaluate
+from optpipe.cli import report
+from optpipe.simulate import simulate
+from tests.building import offloadable, problem, programs, stage
+from tests.strategies import Case
+
+
+@pytest.fixture
+def offloading() -> Case:
+    """Something to say in every row of the table, bytes on the host included."""
+    given = problem([offloadable(0), stage(1)], m=1)
+    far = "0F0 0OFFLOAD0 0RELEASE0 0RELOAD0 0I0 0W0"
+    return Case(given, programs(far, "1F0 1B0"))
+
+
+def schedule_of(case: Case) -> Schedule:
+    return evaluate(case.problem, case.programs, Provenance(method="by hand"), bound_ms=1.0)
+
+
+def shown(case: Case, schedule: Schedule | None) -> str:
+    console = Console(file=io.StringIO(), width=100)
+    report.show_schedule(console, case.problem, case.programs, schedule)
+    text = console.file
+    assert isinstance(text, io.StringIO)
+    return text.getvalue()
+
+
+def rows(text: str) -> set[str]:
+    """The lines of the table, those of the proof aside."""
+    first = ("makespan", "span", "bubble", "peak", "offloaded")
+    lines = {" ".join(line.split()) for line in text.splitlines()}
+    return {line for line in lines if line.startswith(first)}
+
+
+def test_a_schedule_says_what_its_programs_cost(offloading) -> None:
+    """With the record and without it, the table says the same."""
+    assert any(row.startswith("peak memory of host") for row in rows(shown(offloading, None)))
+    assert rows(shown(offloading, schedule_of(offloading))) == rows(shown(offloading, None))
+
+
+def test_what_is_known_is_not_simulated_again(offloading, monkeypatch) -> None:
+    """The table simulates 1F1B, and the programs only where no record says what they cost."""
+    asked = []
+
+    def counted(given, programs):
+        asked.append(programs)
+        return simulate(given, programs)
+
+    monkeypatch.setattr(report, "simulate", counted)
+    shown(offloading, schedule_of(offloading))
+    assert asked == [report.baseline_programs(offloading.problem)]
+    shown(offloading, None)
+    assert offloading.programs in asked
