@@ -10,6 +10,7 @@ from itertools import chain, cycle
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from optpipe_solver.exact.improve import improve_by_exact_search
+from optpipe_solver.exact.widen import improve_by_beam
 from optpipe_solver.improve.search.local_search import improve_by_local_search
 from optpipe_solver.improve.window import improve_by_windows
 from optpipe_solver.milp.horizon.model import num_order_pairs
@@ -51,6 +52,7 @@ def _root_units(problem: Problem) -> float:
 
 _SEARCH = Part(_search, 10_000_000)
 _EXACT = Part(improve_by_exact_search, 100_000)
+_BEAM = Part(improve_by_beam, 100_000)
 _WINDOWS = Part(improve_by_windows, 5)
 _PERIODIC = Part(improve_by_periodic, 500)
 _MILP = Part(improve_by_milp, 10, _root_units)
@@ -87,14 +89,19 @@ def plans(best: Incumbent, budget: Budget) -> tuple[Plan, ...]:
 
 
 def _proof(problem: Problem) -> tuple[Step, ...]:
-    """Return the turns of the models: what may prove soon goes first, what cannot prove last."""
+    """Return the turns of the models: what may prove soon goes first, what cannot prove last.
+
+    The beam comes when the local search has had some seconds: the shorter the horizon, the fewer
+    states it has to choose among. Where first in, first out is exact the counts are searched.
+    """
     exact = Step(_EXACT, 0.3, 8.0)
     blocks = Step(_PERIODIC, 0.2, 15.0)
-    if not milp_fits(problem):
-        return (exact, blocks)
     if fifo_loses_nothing(problem):
-        return (exact, Step(_MILP, 0.5), blocks)
-    return (exact, Step(_PERIODIC, 0.1, 5.0), Step(_EXACT, 0.5, 30.0), Step(_MILP, 0.5))
+        return (exact, Step(_MILP, 0.5), blocks) if milp_fits(problem) else (exact, blocks)
+    beam = Step(_BEAM, 0.35, 10.0)
+    if not milp_fits(problem):
+        return (exact, blocks, beam)
+    return (exact, beam, Step(_PERIODIC, 0.1, 5.0), Step(_EXACT, 0.5, 30.0), Step(_MILP, 0.5))
 
 
 class Allowance:

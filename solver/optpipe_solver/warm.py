@@ -18,6 +18,7 @@ import numba
 from optpipe.problem import Problem
 from optpipe_solver.bounds import lower_bounds
 from optpipe_solver.exact.improve import improve_by_exact_search
+from optpipe_solver.exact.widen import improve_by_beam
 from optpipe_solver.families.serial import build_serial
 from optpipe_solver.improve.search.annealing import anneal
 from optpipe_solver.improve.search.local_search import improve_by_local_search
@@ -95,6 +96,7 @@ def warm_up() -> None:
     small = Incumbent(_tight([0, 1], num_microbatches=2))
     small.offer(build_serial(small.problem), "serial")
     improve_by_local_search(small, time_limit_s=_COMPILE_S, seed=0, work_limit=1)
+    improve_by_beam(small, time_limit_s=_COMPILE_S, threads=1, seed=0, work_limit=1)
     improve_by_exact_search(small, time_limit_s=_COMPILE_S, threads=1, seed=0, work_limit=1)
     improve_by_milp(small, time_limit_s=_COMPILE_S, threads=1, seed=0, work_limit=1)
     mark = _mark()

@@ -19,12 +19,12 @@ from optpipe_solver.milp.highs import (
     LinearProgram,
     MilpStatus,
     Model,
-    _options,
     at_least,
     solve_milp,
     total,
     value_of,
 )
+from optpipe_solver.milp.highs.run import _options
 from optpipe_solver.milp.horizon.model import HorizonModel, HorizonOutcome
 from optpipe_solver.milp.horizon.start import relabelled
 from optpipe_solver.milp.horizon.tricks import PLAIN, Tricks

@@ -27,13 +27,23 @@ __all__ = [
     "AWAY",
     "CHECKPOINT",
     "COMING",
+    "DROP",
+    "FUSED",
+    "GRADIENT",
+    "KEEP",
     "MODE_BITS",
     "MOST_COMING",
     "POSITION_BITS",
+    "RECOMPUTE",
+    "RELOAD",
+    "SEND",
+    "WEIGHT",
     "Desk",
     "State",
+    "advance",
     "make_desk",
     "make_state",
+    "needs",
     "run",
     "start_of",
     "survey",
@@ -184,7 +194,7 @@ def start_of(road: Road, state: State, desk: Desk, event: tuple[int, int, int]) 
     kind, j, s = event
     device = road.device[s]
     most = desk.sent[device] - (kind == RELOAD)
-    fits = fits_from(road, state, desk, device, (_needs(road, kind, s), most))
+    fits = fits_from(road, state, desk, device, (needs(road, kind, s), most))
     if fits < 0:
         return -1
     start = max(fits, state.times[1 + device])
@@ -196,7 +206,7 @@ def start_of(road: Road, state: State, desk: Desk, event: tuple[int, int, int]) 
 
 
 @lean
-def _needs(road: Road, kind: int, s: int) -> int:
+def needs(road: Road, kind: int, s: int) -> int:
     """Return the bytes an event needs above those held before it."""
     if kind == RELOAD:
         return int(road.moved[road.device[s]])
@@ -269,6 +279,13 @@ def _wastes_gradient(road: Road, state: State, desk: Desk, device: int, start: i
 @lean
 def run(road: Road, state: State, event: tuple[int, int, int], start: int, new: State) -> None:
     """Write the state after an event (kind, index of the micro-batch, stage) from its start."""
+    advance(road, state, event, start, new)
+    _sort(new, 1 + 3 * len(road.room))
+
+
+@lean
+def advance(road: Road, state: State, event: tuple[int, int, int], start: int, new: State) -> None:
+    """As `run`, with every micro-batch left in its place."""
     kind, j, s = event
     device, devices = road.device[s], len(road.room)
     for i in range(len(state.codes)):
@@ -291,7 +308,6 @@ def run(road: Road, state: State, event: tuple[int, int, int], start: int, new: 
         if kind == SEND:
             lane = 1 + devices + device
             new.times[lane] = max(new.times[lane], new.times[1 + device]) + road.out[device]
-    _sort(new, 1 + 3 * devices)
 
 
 @lean

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from optpipe_solver.exact.journey_kernel import Desk
     from optpipe_solver.exact.road import Road
 
-__all__ = ["Layer", "expand", "make_layer"]
+__all__ = ["Layer", "chain", "expand", "make_layer", "set_out"]
 
 _NONE = -1
 _PASSES = FUSED + 1
@@ -43,7 +43,8 @@ _PASSES = FUSED + 1
 class Layer(NamedTuple):
     """States with the same number of steps done: ``size[0]`` rows.
 
-    ``end`` is the greatest lower bound of the end on the way to a state. ``first`` and ``link``
+    ``end`` is the greatest lower bound of the end on the way to a state, ``parent`` the row before
+    it, in its layer, and ``way`` the event between (see `_way_of`). ``first`` and ``link``
     chain rows with one hash.
     """
 
@@ -51,6 +52,8 @@ class Layer(NamedTuple):
     weights: NDArray[np.int8]
     times: NDArray[np.int32]
     end: NDArray[np.int32]
+    parent: NDArray[np.int32]
+    way: NDArray[np.int32]
     alive: NDArray[np.bool_]
     link: NDArray[np.int32]
     first: NDArray[np.int32]
@@ -68,11 +71,30 @@ def make_layer(most: int, num_microbatches: int, num_stages: int, num_devices: i
         weights=np.zeros((most, num_stages), dtype=np.int8),
         times=np.zeros((most, num_times), dtype=np.int32),
         end=np.zeros(most, dtype=np.int32),
+        parent=np.zeros(most, dtype=np.int32),
+        way=np.zeros(most, dtype=np.int32),
         alive=np.zeros(most, dtype=np.bool_),
         link=np.full(most, -1, dtype=np.int32),
         first=np.full(slots, -1, dtype=np.int32),
         size=np.zeros(1, dtype=np.int64),
     )
+
+
+def set_out(layer: Layer, road: Road) -> None:
+    """Put the state before everything into an empty layer."""
+    layer.times[0, 1 + 3 * len(road.room) :] = road.head
+    layer.alive[0] = True
+    layer.size[0] = 1
+
+
+@lean
+def chain(layer: Layer) -> None:
+    """Chain all rows of a layer anew."""
+    layer.first[:] = _NONE
+    for row in range(layer.size[0]):
+        state = State(layer.codes[row], layer.weights[row], layer.times[row])
+        slot = _hash(state) & (len(layer.first) - 1)
+        layer.link[row], layer.first[slot] = layer.first[slot], row
 
 
 @lean
@@ -92,7 +114,7 @@ def expand(
     for row in range(begin, end):
         if layer.alive[row]:
             state = State(layer.codes[row], layer.weights[row], layer.times[row])
-            if not _expand_row(road, layers, state, work, layer.end[row]):
+            if not _expand_row(road, layers, state, work, (layer.end[row], row)):
                 return -1
     return int(end)
 
@@ -103,10 +125,14 @@ def _expand_row(
     layers: tuple[Layer, Layer, Layer],
     state: State,
     work: tuple[State, Desk, Desk],
-    end: int,
+    known: tuple[int, int],
 ) -> bool:
-    """Add the state after each event to its layer if it is worth it; False = no room."""
+    """Add the state after each event to its layer if it is worth it; False = no room.
+
+    ``known`` is the bound and the row of the state.
+    """
     new, desk, other = work
+    end, row = known
     survey(road, state, desk)
     num_stages = len(road.forward)
     for number in range(num_stages + len(state.codes) * (_PASSES + num_stages)):
@@ -125,7 +151,7 @@ def _expand_row(
             continue
         # A kept F counts for the RELOAD or RECOMPUTE it saves, a B for I and W.
         steps = 2 if event[0] == KEEP or event[0] == FUSED else 1
-        if not _keep(layers[steps], new, least):
+        if not _keep(layers[steps], new, (least, row, _way_of(event))):
             return False
     return True
 
@@ -174,8 +200,17 @@ def _is_open(road: Road, code: int, kind: int, s: int) -> bool:
 
 
 @lean
-def _keep(layer: Layer, state: State, least: int) -> bool:
-    """Add a state unless another with its codes and W is nowhere later; False = no room."""
+def _way_of(event: tuple[int, int, int]) -> int:
+    """Return an event (kind, index of the micro-batch, stage) as ``64 j + 8 s + kind``."""
+    return int(64 * event[1] + 8 * event[2] + event[0])
+
+
+@lean
+def _keep(layer: Layer, state: State, known: tuple[int, int, int]) -> bool:
+    """Add a state unless another with its codes and W is nowhere later; False = no room.
+
+    ``known`` is its bound, the row before it, and the way from there.
+    """
     slot = _hash(state) & (len(layer.first) - 1)
     at = layer.first[slot]
     while at >= 0:
@@ -194,7 +229,8 @@ def _keep(layer: Layer, state: State, least: int) -> bool:
         layer.weights[row, i] = state.weights[i]
     for i in range(len(state.times)):
         layer.times[row, i] = state.times[i]
-    layer.end[row], layer.alive[row] = least, True
+    layer.end[row], layer.parent[row], layer.way[row] = known
+    layer.alive[row] = True
     layer.link[row], layer.first[slot] = layer.first[slot], row
     layer.size[0] += 1
     return True

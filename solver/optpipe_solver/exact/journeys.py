@@ -55,7 +55,7 @@ from typing import TYPE_CHECKING
 
 from optpipe_solver.exact.counts import Answer
 from optpipe_solver.exact.journey_kernel import MODE_BITS, POSITION_BITS, make_desk, make_state
-from optpipe_solver.exact.journey_layers import expand, make_layer
+from optpipe_solver.exact.journey_layers import expand, make_layer, set_out
 from optpipe_solver.exact.road import copies_are_equal, road_of, unit_ms
 from optpipe_solver.exact.sweep import SLICE, expand_layer
 
@@ -125,10 +125,7 @@ class _Search:
         self.num_steps = 4 * problem.num_microbatches * num_stages
         self.layers = [make_layer(most_in_layer, *size) for _ in range(3)]
         self.work = make_state(*size), make_desk(*size[1:]), make_desk(*size[1:])
-        root = self.layers[0]
-        root.times[0, 1 + 3 * len(devices) :] = self.road.head
-        root.alive[0] = True
-        root.size[0] = 1
+        set_out(self.layers[0], self.road)
         self.num_states = 1
 
     def run(self, most_states: int, should_stop: Callable[[], bool]) -> JourneysOutcome:
