@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from optpipe.action import Programs
+    from optpipe.problem import Problem
     from optpipe.schedule import Schedule
 
 __all__ = ["Progress", "Result", "SolveStatus"]
@@ -29,7 +30,8 @@ class SolveStatus(StrEnum):
 class Progress:
     """The best known so far, told whenever it improves; times in ms, ``seconds`` since the start.
 
-    ``programs`` is None where only the bound improved.
+    ``programs`` is None where only the bound improved. ``problem`` is what they solve, where the
+    search chose that too.
     """
 
     seconds: float
@@ -37,6 +39,7 @@ class Progress:
     objective_ms: float | None
     bound_ms: float | None
     programs: Programs | None = None
+    problem: Problem | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from optpipe_solver.warm import ensure_warm
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
+    from optpipe.action import Programs
     from optpipe.model import Model
     from optpipe.problem import Problem
     from optpipe.schedule import Schedule
@@ -101,6 +102,7 @@ def plan(
     seed: int = 0,
     chunks: Collection[int] = DEFAULT_CHUNKS,
     placements: Collection[PlacementKind] = PLACEMENTS,
+    start: tuple[Problem, Programs] | None = None,
     on_progress: Callable[[Progress], None] | None = None,
     should_stop: Callable[[], bool] | None = None,
 ) -> PlanResult:
@@ -121,8 +123,13 @@ def plan(
         Stages per device that are tried, each 1-8.
     placements
         Kinds of placement that are tried.
+    start
+        What an earlier plan of the model came to, its problem and its programs: this one is then
+        never worse. It is left out where this one would not look at that placement, or where the
+        problem is no cut of the model.
     on_progress
-        Told every improvement of the best schedule; ``bound_ms`` is that of the whole set.
+        Told every improvement of the best schedule, with its problem; ``bound_ms`` is that of the
+        whole set.
     should_stop
         Asked often; True ends the plan with the best so far.
 
@@ -136,6 +143,8 @@ def plan(
     ensure_warm()
     clock = Clock(time_limit_s, should_stop or _never)
     search = Search(model, lines, clock, threads=threads, seed=seed, on_progress=on_progress)
+    if start is not None:
+        search.adopt(*start)
     search.run()
     rows = _rows(search)
     even = search.even.row(search.best)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from functools import partial
 from typing import TYPE_CHECKING
 
 from optpipe_solver.plan.bounds import any_cut_bound
@@ -16,13 +17,16 @@ from optpipe_solver.plan.cuts import best_cuts, even_cut, roomiest_cut
 from optpipe_solver.plan.lines import Line, natural_order
 from optpipe_solver.plan.quick import judge_quickly, search
 from optpipe_solver.plan.runs import RunTable
+from optpipe_solver.plan.start import cut_of
 from optpipe_solver.result import Progress
 from optpipe_solver.solve import solve
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from optpipe.action import Programs
     from optpipe.model import Model
+    from optpipe.problem import Problem
     from optpipe_solver.plan.clock import Clock
     from optpipe_solver.plan.lines import Lines
 
@@ -93,6 +97,16 @@ class Search:
                 break
         self._halve(self.clock.turn(_HALVE))
         self._solve_finalists()
+
+    def adopt(self, problem: Problem, programs: Programs) -> None:
+        """Begin with what an earlier search found, where it is a cut of a line of this one."""
+        sizes = cut_of(self.model, problem)
+        lines = (self.even.line, *self.lines)
+        line = next((held for held in lines if held.placement == problem.placement), None)
+        if sizes is not None and line is not None:
+            candidate = self._add(line, sizes)
+            candidate.best.offer(programs, "given start")
+            self._tell(candidate)
 
     @property
     def objective_ms(self) -> float:
@@ -190,7 +204,8 @@ class Search:
         if self.on_progress is not None:
             method = f"{candidate.name} {candidate.best.method}"
             now, best = self.clock.seconds(), candidate.best
-            self.on_progress(Progress(now, method, best.objective_ms, self.bound_ms, best.programs))
+            found = (best.objective_ms, self.bound_ms, best.programs, candidate.problem)
+            self.on_progress(Progress(now, method, *found))
 
     def _ranked(self) -> list[Candidate]:
         known = [held for held in self.candidates.values() if held.best.programs is not None]
@@ -254,6 +269,7 @@ class Search:
             seed=self.seed,
             start=candidate.best.programs,
             start_method=candidate.best.method,
+            on_progress=partial(self._hear, candidate),
             should_stop=self.clock.asked,
         )
         candidate.is_solved = True
@@ -263,6 +279,11 @@ class Search:
                 candidate.bound_ms = max(candidate.bound_ms, result.bound_ms)
                 candidate.best.offer_bound(result.bound_ms, "solve")
         self._tell(candidate)
+
+    def _hear(self, candidate: Candidate, news: Progress) -> None:
+        """Take what a solve finds as soon as it does."""
+        if news.programs is not None and candidate.best.offer(news.programs, news.method):
+            self._tell(candidate)
 
 
 def _by_bound(candidate: Candidate) -> tuple[float, tuple[int, ...], tuple[int, ...]]:
