@@ -1,5 +1,9 @@
 # The service: API and local solver processes, on SQLite under /data unless OPTPIPE_DATABASE_URL
 # says otherwise. No torch: training nodes run the client, not this image.
+#
+# It listens on every address, and so starts only when its database holds an API key; make one with
+#   docker run --rm -v optpipe:/data optpipe optpipe keys create --name me --role admin
+#   docker run -d  -v optpipe:/data -p 8000:8000 optpipe
 
 FROM python:3.11-slim AS build
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 \

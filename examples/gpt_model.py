@@ -41,11 +41,31 @@ def token_loss(logits: Tensor, target: Tensor) -> Tensor:
 
 
 class SingleProcess:
-    """The same model, data and optimizer without a pipeline."""
+    """The same model, data and optimizer without a pipeline.
 
-    def __init__(self, stages: list[nn.Module], learning_rate: float) -> None:
+    Parameters
+    ----------
+    tolerance
+        By how much a loss may differ, relative.
+    """
+
+    def __init__(self, stages: list[nn.Module], learning_rate: float, tolerance: float) -> None:
         self._model = nn.Sequential(*stages)
         self._optimizer = torch.optim.AdamW(self._model.parameters(), learning_rate)
+        self._tolerance = tolerance
+        self._agreed = True
+
+    def compare(self, losses: Tensor, batch: Tensor, target: Tensor) -> str:
+        """Train the step that gave these losses, by micro-batch; return what to tell of it."""
+        found, expected = losses.mean().item(), self.step(batch, target, len(losses))
+        agrees = abs(found - expected) <= self._tolerance * expected
+        self._agreed = self._agreed and agrees
+        return f", one process {expected:.10f}{'' if agrees else '  DISAGREES'}"
+
+    def agreed_always(self) -> bool:
+        """Say and return whether every step's loss was the pipeline's."""
+        print(f"the loss curve {'equals' if self._agreed else 'is NOT'} that of one process")
+        return self._agreed
 
     def step(self, batch: Tensor, target: Tensor, num_microbatches: int) -> float:
         """Train a step; return its loss."""

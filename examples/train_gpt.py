@@ -23,17 +23,16 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from examples.gpt_model import LARGEST_NORM, SingleProcess, build_stages, token_loss
+from examples.little_memory import with_room
 from examples.number_text import ALPHABET, make_batch
 from optpipe import OptPipeError, Problem, Schedule, dump_schedule, load_schedule
 from optpipe.client import Client
 from optpipe.runtime import PipelineRunner, measure
 from optpipe.runtime.demo_model import ModelConfig
-from optpipe.runtime.measuring import Effort
 from optpipe.runtime.preflight import num_microbatches_of
 
 LEARNING_RATE = 3e-3
-TOLERANCES = {False: 1e-10, True: 5e-3}
-"""Of a loss in a checked run, relative; in double precision, and in bf16."""
+TOLERANCES = {False: 1e-10, True: 5e-3}  # of a checked loss: in double precision, and in bf16
 
 
 def main() -> int:
@@ -58,7 +57,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--microbatches", type=int, default=8, help="per step (default: 8)")
     parser.add_argument("--samples", type=int, default=4, help="per micro-batch (default: 4)")
     parser.add_argument("--hidden", type=int, default=64)
-    parser.add_argument("--blocks", type=int, default=8)
     parser.add_argument("--sequence", type=int, default=64, help="characters of a sample")
     parser.add_argument("--activations", type=float, help="plan for room for only so many")
     parser.add_argument("--time-limit", type=float, default=10.0, help="seconds of solving")
@@ -80,14 +78,10 @@ def join() -> torch.device:
 
 
 def build(options: argparse.Namespace) -> list[nn.Module]:
-    """Return a stage per rank."""
+    """Return a stage per rank; in a checked run in double precision, where rounding is small."""
+    dtype = torch.float64 if options.check and not options.bf16 else torch.float32
     config = ModelConfig(
-        vocabulary=len(ALPHABET),
-        hidden=options.hidden,
-        blocks=options.blocks,
-        sequence=options.sequence,
-        # So that a checked run differs by rounding alone, and rounding is small.
-        dtype=torch.float64 if options.check and not options.bf16 else torch.float32,
+        vocabulary=len(ALPHABET), hidden=options.hidden, sequence=options.sequence, dtype=dtype
     )
     return build_stages(config, dist.get_world_size(), bf16=options.bf16)
 
@@ -96,13 +90,12 @@ def plan(options: argparse.Namespace, device: torch.device) -> tuple[Problem | N
     """Return a schedule and, where it was made here, the problem that it solves."""
     if options.schedule is not None:
         return None, load_schedule(options.schedule.read_text())
-    stages = build(options)
     batch, target = make_batch(options.samples, options.sequence, seed=0)
-    effort = Effort(repeats=5, warmups=2)
-    profile = measure(
-        stages, batch, loss_fn=token_loss, target=target, device=device, effort=effort
-    )
-    problem = with_room(profile.problem(options.microbatches), options.activations)
+    stages = build(options)
+    profile = measure(stages, batch, loss_fn=token_loss, target=target, device=device)
+    problem = profile.problem(options.microbatches)
+    if options.activations is not None:
+        problem = with_room(problem, options.activations)
     told = [("", "") if dist.get_rank() else solve(problem, options)]
     dist.broadcast_object_list(told, device=device)
     schedule, fault = told[0]
@@ -111,30 +104,13 @@ def plan(options: argparse.Namespace, device: torch.device) -> tuple[Problem | N
     return problem, load_schedule(schedule)
 
 
-def with_room(problem: Problem, activations: float | None) -> Problem:
-    """Return the problem with room for messages and, if given, for so many activations.
-
-    The messages in flight depend on the schedule. Reserved are two per micro-batch; a schedule
-    with more would be refused by the runner.
-    """
-    devices = []
-    for index, (stage, device) in enumerate(zip(problem.stages, problem.devices, strict=True)):
-        crossing = max(near.output_bytes for near in problem.stages[max(0, index - 1) : index + 1])
-        room = {"reserved_bytes": device.reserved_bytes + 2 * problem.num_microbatches * crossing}
-        if activations is not None:
-            largest = max(stage.activation_bytes, stage.weight_context_bytes)
-            workspace = max(stage.forward_workspace_bytes, stage.backward_input_workspace_bytes)
-            room["memory_bytes"] = sum(room.values()) + stage.static_bytes + workspace
-            room["memory_bytes"] += int(activations * largest)
-        devices.append(device.model_copy(update=room))
-    return problem.model_copy(update={"devices": tuple(devices)})
-
-
 def solve(problem: Problem, options: argparse.Namespace) -> tuple[str, str]:
     """Return the best schedule found in time, as JSON, or why there is none."""
     try:
         if options.url is not None:
-            return dump_schedule(solve_there(problem, options)), ""
+            with Client(options.url) as client:
+                *_, job = client.follow(client.submit(problem, time_limit_s=options.time_limit))
+                return dump_schedule(client.schedule(job)), ""
         from optpipe_solver.solve import solve as solve_here
 
         result = solve_here(problem, time_limit_s=options.time_limit)
@@ -145,13 +121,6 @@ def solve(problem: Problem, options: argparse.Namespace) -> tuple[str, str]:
     return dump_schedule(result.schedule), ""
 
 
-def solve_there(problem: Problem, options: argparse.Namespace) -> Schedule:
-    """Return the schedule that the service finds."""
-    with Client(options.url) as client:
-        *_, job = client.follow(client.submit(problem, time_limit_s=options.time_limit))
-        return client.schedule(job)
-
-
 def train(options: argparse.Namespace, device: torch.device) -> bool:
     """Train; return whether every step agreed with the single process, if there is one."""
     problem, schedule = plan(options, device)
@@ -159,10 +128,10 @@ def train(options: argparse.Namespace, device: torch.device) -> bool:
     stage = build(options)[rank].to(device)
     runner = PipelineRunner({rank: stage}, schedule, token_loss, problem, device=device)
     optimizer = torch.optim.AdamW(stage.parameters(), LEARNING_RATE)
-    checks = options.check and runner.holds_last
-    whole = [part.to(device) for part in build(options)] if checks else []
-    reference = SingleProcess(whole, LEARNING_RATE) if checks else None
-    agreed, seconds = True, []
+    reference, seconds = None, []
+    if options.check and runner.holds_last:
+        whole = [part.to(device) for part in build(options)]
+        reference = SingleProcess(whole, LEARNING_RATE, TOLERANCES[options.bf16])
     for step in range(options.steps):
         batch, target = make_batch(count * options.samples, options.sequence, seed=step)
         batch, target = batch.to(device), target.to(device)
@@ -172,16 +141,17 @@ def train(options: argparse.Namespace, device: torch.device) -> bool:
         norm = clip_together(list(stage.parameters()))
         optimizer.step()
         if losses is not None:
-            loss = losses.mean().item()
+            text = f"step {step + 1}: loss {losses.mean():.10f}, gradient norm {norm:.4f}"
             seconds.append(time.perf_counter() - start)
-            expected = reference.step(batch, target, count) if reference is not None else None
-            agrees = expected is None or abs(loss - expected) <= TOLERANCES[options.bf16] * expected
-            agreed = agreed and agrees
-            if step % 10 == 0 or step + 1 == options.steps or not agrees:
-                print(line(step, loss, norm, expected, agrees), flush=True)
-    report(runner, seconds, schedule, checks=checks, agreed=agreed)
+            text += reference.compare(losses, batch, target) if reference is not None else ""
+            if step % 10 == 0 or step + 1 == options.steps or "DISAGREES" in text:
+                print(text, flush=True)
     runner.close()
-    return agreed
+    print(f"rank {rank}: {runner.offloaded_bytes} bytes offloaded", flush=True)
+    if seconds:
+        took_ms = 1e3 * statistics.median(seconds)
+        print(f"a step took {took_ms:.1f} ms (median), planned: {schedule.makespan_ms:.1f} ms")
+    return reference is None or reference.agreed_always()
 
 
 def clip_together(parameters: list[nn.Parameter]) -> float:
@@ -196,26 +166,6 @@ def clip_together(parameters: list[nn.Parameter]) -> float:
     norm = squared.sqrt()
     nn.utils.clip_grads_with_norm_(parameters, LARGEST_NORM, norm)
     return norm.item()
-
-
-def line(step: int, loss: float, norm: float, expected: float | None, agrees: bool) -> str:
-    """Return what is told of a step."""
-    text = f"step {step + 1}: loss {loss:.10f}, gradient norm {norm:.4f}"
-    if expected is not None:
-        text += f", one process {expected:.10f}{'' if agrees else '  DISAGREES'}"
-    return text
-
-
-def report(
-    runner: PipelineRunner, seconds: list[float], schedule: Schedule, *, checks: bool, agreed: bool
-) -> None:
-    """Say what moved and how long a step took; the last stage's rank says what was found."""
-    print(f"rank {dist.get_rank()}: {runner.offloaded_bytes} bytes offloaded", flush=True)
-    if seconds:
-        median_ms = 1e3 * statistics.median(seconds)
-        print(f"a step took {median_ms:.1f} ms (median); planned: {schedule.makespan_ms:.1f} ms")
-    if checks:
-        print(f"the loss curve {'equals' if agreed else 'is NOT'} that of one process")
 
 
 if __name__ == "__main__":

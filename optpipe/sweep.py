@@ -7,6 +7,7 @@ change what belongs together, so that a sweep stays meaningful; a path such as
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import math
@@ -25,7 +26,10 @@ __all__ = ["AXES", "Variation", "num_variations", "sweep"]
 Document = dict[str, Any]
 
 _GB = 1_000_000_000
-_STEP = re.compile(r"([A-Za-z_]\w*)(?:\[(\d+|\*)\])?")
+_STEP = re.compile(r"([A-Za-z_]\w*)(?:\[([0-9]{1,9}|\*)\])?")
+_MOST = 1e12
+_MAX_NAME = 200
+_SHOWN_CHARS = 60
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,31 +71,43 @@ def sweep(problem: Problem, axes: Mapping[str, Sequence[Any]]) -> list[Variation
 
 
 def _check_axis(name: str, values: Sequence[Any]) -> None:
-    if isinstance(values, str) or not values:
-        raise InputError(f"axes.{name} = {values!r}: must be a list of values; give at least one")
-    shown = [json.dumps(value, sort_keys=True) for value in values]
-    twice = next((value for value in shown if shown.count(value) > 1), None)
-    if twice is not None:
-        raise InputError(f"axes.{name}: {twice} stands there twice; take one of them out")
+    if not isinstance(values, list | tuple) or not values:
+        raise InputError(
+            f"axes.{name} = {_shown(values)}: must be a list of values; give at least one"
+        )
+    known: set[str] = set()
+    for value in values:
+        text = json.dumps(value, sort_keys=True)
+        if text in known:
+            raise InputError(f"axes.{name}: {_shown(value)} stands there twice; take one out")
+        known.add(text)
 
 
 def _vary(base: Document, values: dict[str, Any]) -> Variation:
     document = json.loads(json.dumps(base))
     for name, value in values.items():
-        AXES.get(name, _set_path(name))(document, value)
-    shown = ", ".join(f"{name} = {json.dumps(value)}" for name, value in values.items())
-    if shown:
-        document["name"] = f"{base['name']} {shown}".strip()[:200]
+        AXES.get(name, _set_path(name))(document, copy.deepcopy(value))
+    shown = ", ".join(f"{name} = {_shown(value)}" for name, value in values.items())
+    if "name" not in values:
+        document["name"] = f"{base['name']} {shown}".strip()[:_MAX_NAME]
     try:
         return Variation(values=values, problem=Problem.parse(document))
     except ProblemError as error:
         raise InputError(f"the variation {shown} is no valid problem: {error}") from error
 
 
+def _shown(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}..."
+
+
 def _number(name: str, value: Any) -> float:
+    # Compared before it is made a float, which a huge whole number cannot be.
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or value <= 0:
-        raise InputError(f"axes.{name} = {value!r}: must be a number > 0; change it")
+    if not is_number or not 0 < value <= _MOST:
+        raise InputError(
+            f"axes.{name} = {_shown(value)}: must be a number > 0 and <= {_MOST:g}; change it"
+        )
     return float(value)
 
 
@@ -112,20 +128,23 @@ def _set_microbatches(document: Document, value: Any) -> None:
 
 def _scale_pcie(document: Document, value: Any) -> None:
     factor = _number("pcie_scale", value)
-    for device in document["devices"]:
+    linked = [device for device in document["devices"] if device["d2h_gb_per_s"] is not None]
+    _require("pcie_scale", linked, "device with d2h_gb_per_s and h2d_gb_per_s")
+    for device in linked:
         for name in ("d2h_gb_per_s", "h2d_gb_per_s"):
-            if device[name] is not None:
-                device[name] *= factor
+            device[name] *= factor
 
 
 def _scale_links(document: Document, value: Any) -> None:
     factor = _number("link_scale", value)
-    for link in document["links"]:
-        if link["bandwidth_gb_per_s"] is not None:
-            link["bandwidth_gb_per_s"] *= factor
+    limited = [link for link in document["links"] if link["bandwidth_gb_per_s"] is not None]
+    _require("link_scale", limited, "link with bandwidth_gb_per_s")
+    for link in limited:
+        link["bandwidth_gb_per_s"] *= factor
 
 
 def _set_latency(document: Document, value: Any) -> None:
+    _require("latency_ms", document["links"], "link")
     for link in document["links"]:
         link["latency_ms"] = value
 
@@ -148,9 +167,14 @@ def _set_recompute(document: Document, value: Any) -> None:
             stage["recompute_ms"] = stage["checkpoint_bytes"] = None
 
 
+def _require(name: str, found: Sequence[Any], what: str) -> None:
+    if not found:
+        raise InputError(f"axes.{name}: the problem has no {what}; leave this axis out")
+
+
 def _flag(name: str, value: Any) -> None:
     if not isinstance(value, bool):
-        raise InputError(f"axes.{name} = {value!r}: must be true or false; change it")
+        raise InputError(f"axes.{name} = {_shown(value)}: must be true or false; change it")
 
 
 def _set_placement(document: Document, value: Any) -> None:
@@ -161,19 +185,18 @@ def _set_placement(document: Document, value: Any) -> None:
 
 
 def _placement(value: Any, num_stages: int, num_devices: int) -> Sequence[Any]:
-    rounds = [index // num_devices for index in range(num_stages)]
-    places = [index % num_devices for index in range(num_stages)]
+    last = num_devices - 1
+    rounds = [divmod(index, num_devices) for index in range(num_stages)]
+    if value == "linear":
+        return [index * num_devices // num_stages for index in range(num_stages)]
     if value == "loop":
-        return places
+        return [place for _, place in rounds]
     if value == "v":
-        last = num_devices - 1
-        return [
-            last - place if turn % 2 else place for turn, place in zip(rounds, places, strict=True)
-        ]
+        return [last - place if turn % 2 else place for turn, place in rounds]
     if not isinstance(value, list) or len(value) != num_stages:
         raise InputError(
-            f'axes.placement = {value!r}: must be "loop", "v", or the device of each of the '
-            f"{num_stages} stages; change it"
+            f'axes.placement = {_shown(value)}: must be "linear", "loop", "v", or the device of '
+            f"each of the {num_stages} stages; change it"
         )
     return value
 
@@ -186,6 +209,8 @@ def _set_path(path: str) -> Callable[[Document, Any], None]:
         holders: list[Any] = [document]
         for name, at in steps:
             holders = [item for holder in holders for item in _items(holder, name, at, path)]
+        if not holders:
+            raise _no_such_axis(path)
         for holder in holders:
             if index is not None or not isinstance(holder, dict) or last not in holder:
                 raise _no_such_axis(path)
@@ -208,15 +233,16 @@ def _items(holder: Any, name: str, at: str | None, path: str) -> list[Any]:
         return [value]
     if at == "*" and isinstance(value, list):
         return value
-    if at is not None and at != "*" and isinstance(value, list) and int(at[:9]) < len(value):
+    if at is not None and at != "*" and isinstance(value, list) and int(at) < len(value):
         return [value[int(at)]]
     raise _no_such_axis(path)
 
 
 def _no_such_axis(path: str) -> InputError:
     return InputError(
-        f"axes.{path}: is neither an axis ({', '.join(AXES)}) nor the path of a field that this "
-        "problem has, such as devices[*].memory_bytes or stages[3].forward_ms; change it"
+        f"axes.{path[:_SHOWN_CHARS]}: is neither an axis ({', '.join(AXES)}) nor the path of a "
+        "field that this problem has, such as devices[*].memory_bytes or stages[3].forward_ms; "
+        "change it"
     )
 
 

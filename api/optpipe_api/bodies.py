@@ -10,7 +10,12 @@ from optpipe_api.errors import BodyTooLargeError, MediaTypeError, RequestError
 if TYPE_CHECKING:
     from starlette.requests import Request
 
-__all__ = ["decode_json", "read_body", "require_json"]
+__all__ = ["MAX_VALUES", "decode_json", "read_body", "require_json"]
+
+MAX_VALUES = 100_000
+"""Of one problem: a hundred devices have ten thousand links, of some four values each."""
+
+_COUNTED = {b",": "values", b"{": "objects", b"[": "lists"}
 
 
 def require_json(request: Request) -> None:
@@ -52,14 +57,28 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
     return bytes(body)
 
 
-def decode_json(body: bytes) -> Any:
+def decode_json(body: bytes, max_values: int = MAX_VALUES) -> Any:
     """Return the object of a strict JSON body.
+
+    Parameters
+    ----------
+    max_values
+        Most values that it may hold; a fifth as many may be lists, and a fifth objects.
 
     Raises
     ------
     RequestError
         If it is not UTF-8, not JSON, or says a thing twice.
+    BodyTooLargeError
+        If it holds more values. They are counted before it is read, by their commas and brackets:
+        to find millions of faults in a body takes minutes, however few bytes say them.
     """
+    for sign, limit in ((b",", max_values), (b"{", max_values // 5), (b"[", max_values // 5)):
+        if body.count(sign) > limit:
+            raise BodyTooLargeError(
+                f"the body holds more than {limit} {_COUNTED[sign]}, the limit of this service; "
+                "send a smaller problem"
+            )
     try:
         text = body.decode("utf-8")
     except UnicodeDecodeError as error:

@@ -5,25 +5,35 @@
     InputError
     |-- NotFoundError            no such thing, or not one of yours
     |   |-- JobNotFoundError
+    |   |-- NoModelError         the job was given a problem
     |   |-- BatchNotFoundError
     |   `-- DeploymentNotFoundError
     |-- KeyRequiredError         no API key, or none that is known
     |-- ForbiddenError           the key's role does not allow it
+    |-- KeyNameError             no key can be, or is, called so
     |-- ConflictError            not possible in the state the thing is in
     |-- NoScheduleError          the job has none (yet)
     |-- KeyReusedError           an Idempotency-Key with another request
     |-- RequestError             the request itself: not UTF-8, not JSON, not readable
     |-- MediaTypeError           a Content-Type that is not JSON
     |-- NotAcceptableError       an Accept that we cannot serve
+    |   `-- FormUnavailableError     a form that this server cannot make
+    |-- TooLargeToDrawError      a schedule that is too large for a picture
     `-- BodyTooLargeError        more bytes than max_body_bytes
+        `-- BodyTooHeavyError        few enough bytes, but they ask for too much
     WorldError
     |-- BusyError                carries .retry_after_s
     |   |-- QueueFullError           too many jobs wait
+    |   |-- TooManyJobsError         a key has as many jobs under way as it may
+    |   |-- TooManyRequestsError     a key, or an address, asks more often than it may
+    |   |-- TooManyBodiesError       as many large bodies as may wait to be read
+    |   |-- TooManyFormsError        as many forms of schedules as may are being made
     |   |-- TooManyComparisonsError  as many as may are under way
     |   `-- ComparisonStoppedError   the server is stopping, or nobody waits for it any more
     |-- SolverFailedError        a solver process died, or met a fault of ours
     |-- SolverMemoryError        a solver process needs more memory than it may have
     |-- SolverOvertimeError      a solver process went on long after its time limit
+    |-- NoKeysError              keys are needed, and there is none
     `-- StoreUnavailableError    the database cannot be opened, or does not answer
 """
 
@@ -33,16 +43,21 @@ from optpipe.errors import InputError, WorldError
 
 __all__ = [
     "BatchNotFoundError",
+    "BodyTooHeavyError",
     "BodyTooLargeError",
     "BusyError",
     "ComparisonStoppedError",
     "ConflictError",
     "DeploymentNotFoundError",
     "ForbiddenError",
+    "FormUnavailableError",
     "JobNotFoundError",
+    "KeyNameError",
     "KeyRequiredError",
     "KeyReusedError",
     "MediaTypeError",
+    "NoKeysError",
+    "NoModelError",
     "NoScheduleError",
     "NotAcceptableError",
     "NotFoundError",
@@ -52,7 +67,12 @@ __all__ = [
     "SolverMemoryError",
     "SolverOvertimeError",
     "StoreUnavailableError",
+    "TooLargeToDrawError",
+    "TooManyBodiesError",
     "TooManyComparisonsError",
+    "TooManyFormsError",
+    "TooManyJobsError",
+    "TooManyRequestsError",
 ]
 
 
@@ -75,6 +95,19 @@ class JobNotFoundError(NotFoundError):
     code = "job.not_found"
     kind = "job"
     listed_at = "/v1/jobs"
+
+
+class NoModelError(NotFoundError):
+    """The job was given a problem, not a model."""
+
+    code = "model.none"
+
+    def __init__(self, job_id: str) -> None:
+        InputError.__init__(
+            self,
+            f"job {job_id} was given a problem, not a model; GET /v1/jobs/{job_id}/problem "
+            "returns it",
+        )
 
 
 class BatchNotFoundError(NotFoundError):
@@ -109,6 +142,12 @@ class ForbiddenError(InputError):
             f"the key {name!r} has role {role}, and this needs {needed}; ask an admin for a key: "
             f"optpipe keys create --role {needed}"
         )
+
+
+class KeyNameError(InputError):
+    """No key can be called so, or none is."""
+
+    code = "key.name"
 
 
 class ConflictError(InputError):
@@ -147,10 +186,38 @@ class NotAcceptableError(InputError):
     code = "request.not_acceptable"
 
 
+class FormUnavailableError(NotAcceptableError):
+    """A form that this server cannot make; the message says what it lacks."""
+
+
+class TooLargeToDrawError(InputError):
+    """The schedule is too large for the form."""
+
+    code = "schedule.too_large"
+
+    def __init__(self, why: str) -> None:
+        super().__init__(
+            f"the schedule is too large for this form: {why}; fetch it as JSON, and draw a part of "
+            "it with optpipe plot"
+        )
+
+
 class BodyTooLargeError(InputError):
     """The body exceeds the service's limit."""
 
     code = "request.too_large"
+
+
+class BodyTooHeavyError(BodyTooLargeError):
+    """To read the body takes more time or memory than it may."""
+
+    code = "request.too_heavy"
+
+    def __init__(self, limit: str) -> None:
+        super().__init__(
+            f"reading the body takes more than {limit}, the limit of this service; send a smaller "
+            "one"
+        )
 
 
 class BusyError(WorldError):
@@ -172,6 +239,40 @@ class QueueFullError(BusyError):
         super().__init__(f"{queued} jobs are waiting, the limit is {limit}")
 
 
+class TooManyJobsError(BusyError):
+    """A key has as many jobs under way as it may."""
+
+    code = "key.too_many_jobs"
+
+    def __init__(self, owner: str, unfinished: int, limit: int) -> None:
+        super().__init__(
+            f"the key {owner!r} has {unfinished} jobs that wait or run, and may have {limit} "
+            "(OPTPIPE_MAX_JOBS_PER_KEY)",
+            retry_after_s=10,
+        )
+
+
+class TooManyRequestsError(BusyError):
+    """A key, or an address where there are no keys, asks more often than it may."""
+
+    code = "key.too_many_requests"
+
+    def __init__(self, who: str, limit: int, retry_after_s: int) -> None:
+        super().__init__(
+            f"{who} asks more than {limit} times a minute (OPTPIPE_MAX_REQUESTS_PER_MINUTE)",
+            retry_after_s,
+        )
+
+
+class TooManyBodiesError(BusyError):
+    """As many large bodies as may wait to be read."""
+
+    code = "request.busy"
+
+    def __init__(self, num_waiting: int) -> None:
+        super().__init__(f"{num_waiting} large bodies wait to be read")
+
+
 class TooManyComparisonsError(BusyError):
     """As many comparisons as may are under way."""
 
@@ -182,6 +283,15 @@ class TooManyComparisonsError(BusyError):
             f"{limit} comparisons are under way, as many as this service makes at once "
             "(OPTPIPE_SOLVER_PROCESSES)"
         )
+
+
+class TooManyFormsError(BusyError):
+    """As many forms of schedules as may are being made."""
+
+    code = "forms.busy"
+
+    def __init__(self, waiting: int) -> None:
+        super().__init__(f"{waiting} schedules are being drawn or wait for it, as many as may")
 
 
 class ComparisonStoppedError(BusyError):
@@ -209,6 +319,18 @@ class SolverOvertimeError(WorldError):
     """A solver process went on long after its time limit, and was stopped."""
 
     code = "solver.overtime"
+
+
+class NoKeysError(WorldError):
+    """Requests need an API key, and nobody has one."""
+
+    code = "key.none"
+
+    def __init__(self, host: str) -> None:
+        super().__init__(
+            f"on {host} every request needs an API key, and there is none yet; make one with: "
+            "optpipe keys create --name NAME --role admin"
+        )
 
 
 class StoreUnavailableError(WorldError):

@@ -11,6 +11,7 @@ import structlog
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.routing import Match
 
 from optpipe.errors import InfeasibleProblemError, InputError, OptPipeError
 from optpipe_api.errors import (
@@ -27,6 +28,7 @@ from optpipe_api.errors import (
     NotFoundError,
     RequestError,
     StoreUnavailableError,
+    TooLargeToDrawError,
 )
 from optpipe_api.schemas import Fault
 
@@ -37,7 +39,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-__all__ = ["ErrorBoundary", "documented", "install", "problem_response", "status_of"]
+__all__ = ["ErrorBoundary", "documented", "install", "problem_response", "response_to", "status_of"]
 
 _STATUSES: dict[type[OptPipeError], int] = {
     KeyRequiredError: 401,
@@ -48,6 +50,7 @@ _STATUSES: dict[type[OptPipeError], int] = {
     InfeasibleProblemError: 409,
     ConflictError: 409,
     BodyTooLargeError: 413,
+    TooLargeToDrawError: 413,
     MediaTypeError: 415,
     RequestError: 422,
     KeyReusedError: 422,
@@ -71,6 +74,7 @@ _WHEN = {
     500: "The solver failed, or needs more memory or time than it may have; `code` says which.",
     503: "The database does not answer, or the server is stopping.",
 }
+_EVERYWHERE = (401, 422, 429, 503)
 _MAX_LINE = 600
 _RETRY_STORE_S = 2
 
@@ -81,11 +85,11 @@ def status_of(error: OptPipeError) -> int:
 
 
 def documented(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """Return the OpenAPI responses of a route that can fail so; 422 and 503 every route can."""
+    """Return the OpenAPI responses of a route that can fail so; some every route can."""
     content = {"application/problem+json": {"schema": {"$ref": "#/components/schemas/Fault"}}}
     return {
         status: {"description": _WHEN[status], "content": content}
-        for status in sorted({*statuses, 422, 503})
+        for status in sorted({*statuses, *_EVERYWHERE})
     }
 
 
@@ -123,6 +127,11 @@ def install(app: FastAPI) -> None:
 async def _on_optpipe(request: Request, error: Exception) -> Response:
     if not isinstance(error, OptPipeError):
         raise error
+    return response_to(error, request.url.path)
+
+
+def response_to(error: OptPipeError, instance: str) -> Response:
+    """Return the problem detail of an error, with the headers that its status asks for."""
     lines = [_shortened(line) for line in str(error).splitlines()]
     extra: dict[str, Any] = {}
     headers = {}
@@ -135,8 +144,10 @@ async def _on_optpipe(request: Request, error: Exception) -> Response:
         headers["Retry-After"] = str(error.retry_after_s)
     if isinstance(error, StoreUnavailableError):
         headers["Retry-After"] = str(_RETRY_STORE_S)
+    if isinstance(error, KeyRequiredError):
+        headers["WWW-Authenticate"] = "Bearer"
     return problem_response(
-        status, "\n".join(lines), error.code, request.url.path, headers=headers, **extra
+        status, "\n".join(lines), error.code, instance, headers=headers, **extra
     )
 
 
@@ -156,13 +167,25 @@ async def _on_http(request: Request, error: Exception) -> Response:
     if not isinstance(error, HTTPException):
         raise error
     detail = f"{request.method} {_shortened(request.url.path)}: {error.detail}; see /docs"
+    headers = error.headers
+    if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
+        headers = {**(headers or {}), "Allow": ", ".join(_allowed(request))}
     return problem_response(
-        error.status_code,
-        detail,
-        f"http.{error.status_code}",
-        request.url.path,
-        headers=error.headers,
+        error.status_code, detail, f"http.{error.status_code}", request.url.path, headers=headers
     )
+
+
+def _allowed(request: Request) -> list[str]:
+    """Return every method of an address: the framework names those of its first route only."""
+    own = {name: request.scope[name] for name in ("type", "path", "root_path", "headers")}
+    return [
+        method
+        for method in ("GET", "POST", "PUT", "PATCH", "DELETE")
+        if any(
+            route.matches({**own, "method": method})[0] is Match.FULL
+            for route in request.app.router.routes
+        )
+    ]
 
 
 def _shortened(line: str) -> str:

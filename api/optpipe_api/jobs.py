@@ -19,6 +19,9 @@ REQUEUE happens when a solver process or a whole server died, or shut down: the 
 from its last incumbent. Each death counts; at ``max_attempts`` of them REQUEUE becomes FAIL. A
 job whose cancellation was asked for is cancelled instead.
 
+Everything that happens to a job is an entry of its history (`HistoryEntry`), numbered upwards; the
+last entry of a finished job says its state.
+
 A running job belongs to whoever holds its `Lease`. Every write of a worker names the lease, and is
 lost (returns None) when the job is no longer running under it.
 """
@@ -27,21 +30,33 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Literal
 
 from optpipe.schedule import OPTIMAL_GAP, gap_of
 
 __all__ = [
+    "Cache",
+    "CacheUse",
     "Claim",
+    "EntryKind",
+    "HistoryEntry",
     "Job",
     "JobError",
     "JobEvent",
+    "JobKind",
     "JobOptions",
     "JobState",
     "Lease",
     "NewJob",
+    "Outcome",
+    "Start",
+    "StoredSchedule",
     "TracePoint",
     "transition",
 ]
+
+CacheUse = Literal["use", "refresh"]
+"""Whether an answer found before may be given; with "refresh" it is found again."""
 
 
 class JobState(StrEnum):
@@ -91,9 +106,37 @@ def transition(state: JobState, event: JobEvent) -> JobState | None:
     return _TRANSITIONS.get((state, event))
 
 
+class JobKind(StrEnum):
+    """What is done: a problem is solved, or a model is cut, placed and scheduled."""
+
+    SOLVE = "solve"
+    PLAN = "plan"
+
+
+class Cache(StrEnum):
+    """What was known when a job came: the answer, a schedule of a near problem, or nothing."""
+
+    HIT = "hit"
+    NEAR = "near"
+    MISS = "miss"
+
+
+class EntryKind(StrEnum):
+    """What an entry of a job's history tells."""
+
+    STATE = "state"
+    INCUMBENT = "incumbent"
+    BOUND = "bound"
+    LOG = "log"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobOptions:
-    """How a job is solved: the arguments of `optpipe_solver.solve` of the same names."""
+    """How a job is solved: the arguments of `optpipe_solver.solve` and `plan` of the same names.
+
+    ``cache`` aside, which is about what other jobs have found; ``chunks`` and ``placements`` are
+    of a plan, and None where the solver chooses.
+    """
 
     time_limit_s: float
     work_limit: float | None = None
@@ -101,18 +144,15 @@ class JobOptions:
     seed: int = 0
     gap: float = OPTIMAL_GAP
     method: str = "auto"
+    cache: CacheUse = "use"
+    chunks: tuple[int, ...] | None = None
+    placements: tuple[str, ...] | None = None
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NewJob:
-    """What a job is made of; ``problem`` is its canonical JSON text."""
-
-    name: str
-    problem_hash: str
-    objective: str
-    problem: str
-    options: JobOptions
-    idempotency_key: str | None = None
+    def __post_init__(self) -> None:
+        # JSON gives lists back, and options are compared.
+        for name in ("chunks", "placements"):
+            value = getattr(self, name)
+            object.__setattr__(self, name, None if value is None else tuple(value))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,11 +175,117 @@ class TracePoint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HistoryEntry:
+    """One thing that happened to a job, ``at`` seconds since the epoch.
+
+    ``number`` grows within a job, with holes. ``text`` is the state of a state entry and the
+    sentence of a log entry; the other fields are those of a `TracePoint`.
+    """
+
+    number: int
+    kind: EntryKind
+    at: float
+    seconds: float | None = None
+    method: str | None = None
+    objective_ms: float | None = None
+    bound_ms: float | None = None
+    text: str | None = None
+
+    @property
+    def is_final(self) -> bool:
+        """Whether the job has ended by this; only a resumed job has entries after it."""
+        return self.kind is EntryKind.STATE and JobState(self.text or "").is_final
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How an attempt ended; ``schedule`` is JSON text and comes with its ``objective_ms``.
+
+    ``method`` made the schedule; ``problem`` is the one that a plan chose, as JSON text.
+    """
+
+    event: JobEvent
+    schedule: str | None = None
+    objective_ms: float | None = None
+    bound_ms: float | None = None
+    error: JobError | None = None
+    method: str = ""
+    problem: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """A schedule (JSON text) that a job has from its birth; ``method`` made it."""
+
+    schedule: str
+    objective_ms: float
+    method: str
+    bound_ms: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredSchedule:
+    """A job's best schedule so far, as JSON text; ``number`` grows with each one stored.
+
+    ``owner`` is the job's.
+    """
+
+    document: str
+    number: int
+    owner: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewJob:
+    """What a job is made of.
+
+    Parameters
+    ----------
+    problem, model
+        Canonical JSON text: the problem to solve, or the model to plan, whose problem is known
+        only with its first schedule. ``problem_hash`` is that of the one that is given.
+    owner, idempotency_key
+        Whose it is; keys of different owners never meet.
+    priority
+        -100..100; higher ones are taken first.
+    shape_hash
+        Equal for problems whose programs may suit each other; empty = never near to another.
+    cache, source_id
+        What was known, and from which job.
+    start
+        A schedule to begin with.
+    finished
+        How a job that is answered at once ended; it is born so.
+    """
+
+    name: str
+    problem_hash: str
+    objective: str
+    problem: str | None
+    options: JobOptions
+    kind: JobKind = JobKind.SOLVE
+    model: str | None = None
+    owner: str = ""
+    idempotency_key: str | None = None
+    priority: int = 0
+    tags: tuple[str, ...] = ()
+    shape_hash: str = ""
+    cache: Cache = Cache.MISS
+    source_id: str | None = None
+    batch_id: str | None = None
+    batch_index: int | None = None
+    deployment_id: str | None = None
+    start: Start | None = None
+    finished: Outcome | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """The record of a job, without its documents; times in seconds since the epoch, UTC.
 
     ``attempt`` counts claims, ``deaths`` the attempts that ended with a dead process or server,
-    ``spent_s`` the solving time of earlier attempts.
+    ``spent_s`` the solving time of earlier attempts, ``num_schedules`` the schedules stored so
+    far. ``tags`` are sorted. The rest is as in `NewJob`.
     """
 
     id: str
@@ -150,12 +296,23 @@ class Job:
     objective: str
     options: JobOptions
     created_at: float
+    kind: JobKind = JobKind.SOLVE
+    owner: str = ""
+    priority: int = 0
+    tags: tuple[str, ...] = ()
+    shape_hash: str = ""
+    cache: Cache = Cache.MISS
+    source_id: str | None = None
+    batch_id: str | None = None
+    batch_index: int | None = None
+    deployment_id: str | None = None
     started_at: float | None = None
     finished_at: float | None = None
     cancel_requested: bool = False
     attempt: int = 0
     deaths: int = 0
     spent_s: float = 0.0
+    num_schedules: int = 0
     objective_ms: float | None = None
     bound_ms: float | None = None
     error: JobError | None = None
@@ -170,6 +327,12 @@ class Job:
         """Relative gap of the best schedule; None without schedule or bound."""
         return None if self.objective_ms is None else gap_of(self.objective_ms, self.bound_ms)
 
+    @property
+    def is_proven(self) -> bool:
+        """Whether nothing better can be found: proven optimal, or proven infeasible."""
+        proven_optimal = self.gap is not None and self.gap <= OPTIMAL_GAP
+        return self.state is JobState.INFEASIBLE or proven_optimal
+
 
 @dataclass(frozen=True, slots=True)
 class Lease:
@@ -182,9 +345,13 @@ class Lease:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """A job taken from the queue, with its documents; ``start`` is its last incumbent."""
+    """A job taken from the queue, with its documents; ``start`` is its last incumbent.
+
+    ``problem`` is None for a plan without incumbent, ``model`` for all but plans.
+    """
 
     lease: Lease
     job: Job
-    problem: str
-    start: str | None
+    problem: str | None
+    model: str | None = None
+    start: str | None = None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import socket
+import ssl
 from contextlib import asynccontextmanager
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
@@ -15,12 +17,18 @@ from starlette.concurrency import run_in_threadpool
 
 from optpipe.errors import WorldError
 from optpipe_api import http_errors
+from optpipe_api.auth import KeyGate, KeyRing, describe_keys
 from optpipe_api.changes import Changes
+from optpipe_api.engine.solvers import open_solvers
+from optpipe_api.errors import NoKeysError
 from optpipe_api.logs import set_up_logs
+from optpipe_api.metrics import Metrics
 from optpipe_api.openapi import openapi_of
-from optpipe_api.routes import jobs, methods, system
+from optpipe_api.rates import Rates
+from optpipe_api.routes import batches, deployments, job_events, jobs, methods, schedules, system
 from optpipe_api.service import Service
-from optpipe_api.store import open_store
+from optpipe_api.store import open_stores
+from optpipe_api.telemetry import Telemetry
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -28,6 +36,7 @@ if TYPE_CHECKING:
 
     from fastapi import FastAPI
 
+    from optpipe_api.keys import ApiKey
     from optpipe_api.settings import Settings
 
 __all__ = ["create_app", "serve"]
@@ -41,15 +50,20 @@ stable `code`.
 
 def create_app(settings: Settings) -> FastAPI:
     """Return the application; store and engine open when it starts and close when it stops."""
+    metrics = Metrics()
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         app.state.changes = Changes()
-        app.state.service = await run_in_threadpool(Service.open, settings, app.state.changes)
+        service = await run_in_threadpool(Service.open, settings, app.state.changes, metrics)
+        app.state.service = service
+        metrics.watch_store(service.counts)
+        watch = asyncio.create_task(metrics.watch_loop())
         try:
             yield
         finally:
-            await run_in_threadpool(app.state.service.close)
+            watch.cancel()
+            await run_in_threadpool(service.close)
 
     # Swagger UI comes from the package: the page works where no CDN can be reached.
     app = FastAPIOffline(
@@ -61,12 +75,35 @@ def create_app(settings: Settings) -> FastAPI:
         redoc_url=None,
     )
     app.include_router(jobs.router)
+    app.include_router(job_events.router)
+    app.include_router(schedules.router)
+    app.include_router(batches.router)
+    app.include_router(deployments.router)
     app.include_router(methods.router)
     app.include_router(system.router)
     app.openapi = openapi_of(app)  # type: ignore[method-assign]
+    app.state.metrics = metrics
     http_errors.install(app)
+    _guard(app, settings)
     app.add_middleware(http_errors.ErrorBoundary)
+    app.add_middleware(Telemetry, metrics=metrics)
     return app
+
+
+def _guard(app: FastAPI, settings: Settings) -> None:
+    """Let in who may; each layer that is added stands around those before it."""
+    find = None
+    if settings.keys_required:
+
+        def valid() -> list[ApiKey]:
+            service: Service = app.state.service
+            return service.keys.valid()
+
+        find = KeyRing(valid).find
+        describe = app.openapi
+        app.openapi = lambda: describe_keys(describe())  # type: ignore[method-assign]
+    per_minute = settings.max_requests_per_minute
+    app.add_middleware(KeyGate, find=find, rates=Rates(per_minute) if per_minute else None)
 
 
 def serve(settings: Settings) -> None:
@@ -75,23 +112,27 @@ def serve(settings: Settings) -> None:
     Raises
     ------
     OptPipeError
-        If the database cannot be opened or the address cannot be had.
+        If the database cannot be opened, or the address or the certificate cannot be had; or if
+        requests need a key, and there is none.
     """
     set_up_logs(settings.log_format)
     log = structlog.get_logger(__name__)
     # Here, because from inside the application an error would be a stack trace.
-    open_store(settings.database_url).close()
+    _check_keys(settings)
+    _check_certificate(settings)
+    open_solvers(settings).close()
     listener = _listen(settings)
-    if not settings.is_loopback:
+    if not settings.is_loopback and not settings.keys_required:
         log.warning(
-            "this address can be reached from other machines, and there are no API keys yet: "
+            "this address can be reached from other machines, and no API keys are asked for: "
             "whoever reaches it may submit and read jobs; put it behind a firewall",
             action="serve.open",
             host=settings.host,
         )
     host, port = listener.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
-    log.info("OptPipe listens", action="serve.start", url=f"http://{shown}:{port}")
+    url = f"{'http' if settings.ssl_certfile is None else 'https'}://{shown}:{port}"
+    log.info("OptPipe listens", action="serve.start", url=url)
     app = create_app(settings)
     config = uvicorn.Config(
         app,
@@ -99,6 +140,8 @@ def serve(settings: Settings) -> None:
         access_log=False,
         server_header=False,
         timeout_graceful_shutdown=5,
+        ssl_certfile=settings.ssl_certfile,
+        ssl_keyfile=settings.ssl_keyfile,
     )
     _Server(config, app).run([listener])
     log.info("stopped; unfinished jobs wait for the next start", action="serve.stop")
@@ -119,6 +162,30 @@ class _Server(uvicorn.Server):
         changes: Changes | None = getattr(self._app.state, "changes", None)
         if changes is not None:
             changes.close()
+
+
+def _check_keys(settings: Settings) -> None:
+    stores = open_stores(settings.database_url)
+    try:
+        if settings.keys_required and not stores.keys.valid():
+            raise NoKeysError(settings.host)
+    finally:
+        stores.close()
+
+
+def _check_certificate(settings: Settings) -> None:
+    if settings.ssl_certfile is None:
+        return
+    try:
+        tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        # Without the callback a key with a password would ask for it in the terminal.
+        tls.load_cert_chain(settings.ssl_certfile, settings.ssl_keyfile, password=lambda: "")
+    except OSError as error:
+        raise WorldError(
+            f"cannot use the certificate {settings.ssl_certfile} with the key "
+            f"{settings.ssl_keyfile}: {error}; give PEM files that belong together, the key "
+            "without a password"
+        ) from None
 
 
 def _listen(settings: Settings) -> socket.socket:

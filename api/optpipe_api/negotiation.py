@@ -9,13 +9,22 @@ from optpipe_api.errors import NotAcceptableError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["FORMS", "TABLE_FORMS", "preferred_form"]
+__all__ = ["FORMS", "FRONTIER_FORMS", "TABLE_FORMS", "preferred_form"]
 
-FORMS = {"json": "application/json", "csv": "text/csv"}
+_PLAIN_FORMS = {"json": "application/json", "csv": "text/csv"}
+
+FORMS = {
+    **_PLAIN_FORMS,
+    "trace": "application/vnd.optpipe.trace+json",
+    "svg": "image/svg+xml",
+}
 """Of schedules: name in ``?format=`` -> media type, in order of our preference."""
 
-TABLE_FORMS = {**FORMS, "markdown": "text/markdown"}
-"""Of comparisons, likewise."""
+TABLE_FORMS = {**_PLAIN_FORMS, "markdown": "text/markdown"}
+"""Of comparisons and batches, likewise."""
+
+FRONTIER_FORMS = {"json": "application/json", "svg": "image/svg+xml"}
+"""Of the frontier of a batch, likewise."""
 
 
 def preferred_form(accept: str | None, forms: Mapping[str, str] = FORMS) -> str:

@@ -7,9 +7,14 @@ from typing import TYPE_CHECKING, Any
 from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
 
+from optpipe.model import Model
+from optpipe.problem import Problem
 from optpipe.schedule import Schedule
+from optpipe_api.batch_schemas import BatchBody, FrontierView, SweepRowList
 from optpipe_api.comparison_schemas import Comparison, RowList
-from optpipe_api.schemas import Fault, Submission
+from optpipe_api.deployment_schemas import Registration, ReportBody
+from optpipe_api.job_views import HistoryView
+from optpipe_api.schemas import Fault, Resumption, Submission
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -18,7 +23,22 @@ if TYPE_CHECKING:
 
 __all__ = ["openapi_of"]
 
-_OURS = (Submission, Schedule, Fault, Comparison, RowList)
+_OURS = (
+    Submission,
+    Resumption,
+    HistoryView,
+    Schedule,
+    Problem,
+    Model,
+    Fault,
+    Comparison,
+    RowList,
+    Registration,
+    ReportBody,
+    BatchBody,
+    SweepRowList,
+    FrontierView,
+)
 _GENERATED = ("HTTPValidationError", "ValidationError")
 
 

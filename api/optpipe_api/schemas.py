@@ -1,22 +1,33 @@
-"""What travels over HTTP, besides problems and schedules: requests, jobs, faults."""
+"""What comes in over HTTP, besides problems and models themselves; and faults, health.
+
+`optpipe_api.job_views` holds what goes out about jobs.
+"""
 
 from __future__ import annotations
 
-from dataclasses import asdict
-from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, Self
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
+from pydantic.json_schema import SkipJsonSchema
 
 from optpipe.errors import InputError
-from optpipe.problem import Problem
+from optpipe.model import Model
+from optpipe.problem import Objective, Problem
 from optpipe.schedule import OPTIMAL_GAP
-from optpipe.validation import explain
+from optpipe.validation import explain, rule_broken
 from optpipe_api.errors import RequestError
-from optpipe_api.jobs import Job, JobOptions, JobState, TracePoint
+from optpipe_api.jobs import CacheUse, JobKind, JobOptions, JobState
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Callable, Collection, Mapping
 
     from optpipe_api.settings import Settings
 
@@ -24,38 +35,32 @@ __all__ = [
     "PROBLEM_EXAMPLE",
     "Fault",
     "Health",
-    "JobFault",
-    "JobList",
-    "JobView",
     "OptionsBody",
+    "Priority",
     "Readiness",
+    "Resumption",
     "SearchOptions",
     "StrictBody",
     "Submission",
-    "TraceView",
+    "SubmissionOptions",
+    "Tag",
+    "Tags",
     "WithProblem",
+    "parsed",
 ]
 
-_ID = "0f6b7e4a3c1d4e5f8a9b0c1d2e3f4a5b"
-_JOB_EXAMPLE: dict[str, Any] = {
-    "id": _ID,
-    "state": "running",
-    "has_schedule": True,
-    "name": "two-stages",
-    "problem_hash": "sha256:2c26b46b68ffc68ff99b453c1d30413413422d706483bfa0f98a5e886266e7ae",
-    "objective": "makespan",
-    "objective_ms": 118.0,
-    "bound_ms": 112.5,
-    "gap": 0.0466,
-    "options": {"time_limit_s": 60.0, "threads": 1, "seed": 0, "method": "auto"},
-    "cancel_requested": False,
-    "attempt": 1,
-    "error": None,
-    "created_at": "2026-01-31T12:00:00Z",
-    "started_at": "2026-01-31T12:00:00.120000Z",
-    "finished_at": None,
-    "trace": [{"seconds": 0.01, "method": "1f1b", "objective_ms": 130.0, "bound_ms": 112.5}],
-}
+Tag = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:/=+-]{1,64}$")]
+Tags = Annotated[
+    tuple[Tag, ...],
+    Field(max_length=16, description="To find jobs again by: `?tag=`."),
+    AfterValidator(lambda tags: tuple(sorted(set(tags)))),
+]
+Priority = Annotated[
+    int, Field(ge=-100, le=100, strict=True, description="Higher ones are taken first.")
+]
+PlacementName = Literal["linear", "loop", "v", "free"]
+_OBJECTIVES = get_args(Objective)
+
 PROBLEM_EXAMPLE: dict[str, Any] = {
     "format": "optpipe/problem/v1",
     "name": "two-stages",
@@ -73,6 +78,11 @@ PROBLEM_EXAMPLE: dict[str, Any] = {
         for device in range(2)
     ],
 }
+
+
+def _no_default(schema: dict[str, Any]) -> None:
+    """Leave null out of a published schema: a field that may be missing may not be null."""
+    schema.pop("default", None)
 
 
 class StrictBody(BaseModel):
@@ -134,6 +144,11 @@ class OptionsBody(SearchOptions):
         "same result on every machine, unless the time limit cuts it short.",
     )
 
+    cache: CacheUse = Field(
+        default="use",
+        description="`use` answers at once what was solved before; `refresh` solves it again.",
+    )
+
     def within(self, settings: Settings, methods: Collection[str]) -> JobOptions:
         """Return the options, defaults filled in; ``methods`` are those that exist.
 
@@ -154,7 +169,56 @@ class OptionsBody(SearchOptions):
             seed=self.seed,
             gap=self.gap,
             method=self.method,
+            cache=self.cache,
         )
+
+
+_OF_PLANS = "a problem is cut and placed already, only a model is planned"
+_OF_SOLVES = "a model is planned by one method, within a time limit"
+_NOT_OF: dict[JobKind, dict[str, str]] = {
+    JobKind.SOLVE: dict.fromkeys(("chunks", "placements"), _OF_PLANS),
+    JobKind.PLAN: dict.fromkeys(("method", "gap", "work_limit"), _OF_SOLVES),
+}
+
+
+class SubmissionOptions(OptionsBody):
+    """How to solve a problem, or how to plan a model; the last two fields are of plans alone."""
+
+    objective: Objective | None = Field(
+        default=None, description="Instead of the one that the problem or the model names."
+    )
+    chunks: tuple[Annotated[int, Field(ge=1, le=8, strict=True)], ...] | None = Field(
+        default=None,
+        min_length=1,
+        max_length=8,
+        description="Of a plan: numbers of stages per device that are tried; 1, 2, 4 by default.",
+    )
+    placements: tuple[PlacementName, ...] | None = Field(
+        default=None,
+        min_length=1,
+        max_length=4,
+        description="Of a plan: kinds of placement that are tried; all by default.",
+    )
+
+    def within(
+        self,
+        settings: Settings,
+        methods: Collection[str],
+        kind: JobKind = JobKind.SOLVE,
+    ) -> JobOptions:
+        """Return the options of a job of this kind; see `OptionsBody.within`.
+
+        Raises
+        ------
+        InputError
+            Also for an option that a job of this kind does not have.
+        """
+        others = _NOT_OF[kind]
+        foreign = sorted(name for name in self.model_fields_set if name in others)
+        if foreign:
+            raise InputError(f"options.{foreign[0]}: {others[foreign[0]]}; leave it out")
+        options = super().within(settings, methods)
+        return replace(options, chunks=self.chunks, placements=self.placements)
 
 
 class WithProblem(StrictBody):
@@ -173,98 +237,103 @@ class WithProblem(StrictBody):
         RequestError
             If anything around it does.
         """
-        if not isinstance(data, dict):
-            raise RequestError('the body must be an object: {"problem": {...}, "options": {...}}')
-        if "format" in data and "problem" not in data:
-            raise RequestError('the problem stands alone; wrap it: {"problem": {...}}')
-        problem = Problem.parse(data["problem"]) if "problem" in data else None
-        try:
-            return cls.model_validate({**data, **({"problem": problem} if problem else {})})
-        except ValidationError as error:
-            raise RequestError(explain(error, cls)) from None
+        return parsed(cls, data, {"problem": Problem.parse})
 
 
-class Submission(WithProblem):
-    """A problem to solve."""
+class Submission(StrictBody):
+    """A problem to solve, or a model to plan: to cut, to place and to schedule."""
 
     model_config = ConfigDict(
         json_schema_extra={
-            "examples": [{"problem": PROBLEM_EXAMPLE, "options": {"time_limit_s": 10}}]
+            "examples": [{"problem": PROBLEM_EXAMPLE, "options": {"time_limit_s": 10}}],
+            "oneOf": [{"required": ["problem"]}, {"required": ["model"]}],
         }
     )
 
-    options: OptionsBody = OptionsBody()
-
-
-class TraceView(BaseModel):
-    """One improvement; ``seconds`` of solving so far."""
-
-    seconds: float
-    method: str
-    objective_ms: float | None
-    bound_ms: float | None
-
-
-class JobFault(BaseModel):
-    """Why a job ended without success; ``needs`` maps what is too small to what would do."""
-
-    code: str
-    message: str
-    needs: dict[str, int] = {}
-
-
-class JobView(BaseModel):
-    """A job as clients see it. ``has_schedule`` is true from the first schedule on."""
-
-    model_config = ConfigDict(json_schema_extra={"examples": [_JOB_EXAMPLE]})
-
-    id: str
-    state: JobState
-    has_schedule: bool
-    name: str
-    problem_hash: str
-    objective: str
-    objective_ms: float | None
-    bound_ms: float | None
-    gap: float | None
-    options: dict[str, Any]
-    cancel_requested: bool
-    attempt: int
-    error: JobFault | None
-    created_at: datetime
-    started_at: datetime | None
-    finished_at: datetime | None
-    trace: list[TraceView] | None = Field(default=None, description="Absent in lists.")
+    problem: Problem | SkipJsonSchema[None] = Field(default=None, json_schema_extra=_no_default)
+    model: Model | SkipJsonSchema[None] = Field(default=None, json_schema_extra=_no_default)
+    options: SubmissionOptions = SubmissionOptions()
+    tags: Tags = ()
+    priority: Priority = 0
 
     @classmethod
-    def of(cls, job: Job, trace: list[TracePoint] | None = None) -> Self:
-        """Return the view of a job."""
-        return cls(
-            id=job.id,
-            state=job.state,
-            has_schedule=job.has_schedule,
-            name=job.name,
-            problem_hash=job.problem_hash,
-            objective=job.objective,
-            objective_ms=job.objective_ms,
-            bound_ms=job.bound_ms,
-            gap=job.gap,
-            options=asdict(job.options),
-            cancel_requested=job.cancel_requested,
-            attempt=job.attempt,
-            error=None if job.error is None else JobFault(**asdict(job.error)),
-            created_at=_moment(job.created_at),
-            started_at=None if job.started_at is None else _moment(job.started_at),
-            finished_at=None if job.finished_at is None else _moment(job.finished_at),
-            trace=None if trace is None else [TraceView(**asdict(point)) for point in trace],
-        )
+    def parse(cls, data: Any) -> Self:
+        """Return the submission a JSON-like object describes.
+
+        Raises
+        ------
+        ProblemError, ModelError
+            If the problem or the model breaks a rule; paths count from it.
+        RequestError
+            If anything around it does.
+        """
+        readers = {"problem": Problem.parse, "model": Model.parse}
+        return parsed(cls, _with_objective(data), readers)
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> Self:
+        if self.problem is None and self.model is None:
+            raise rule_broken("problem: is missing", "give it, or a model to plan")
+        if self.problem is not None and self.model is not None:
+            raise rule_broken("a problem and a model are two jobs", "submit one after the other")
+        return self
+
+    @property
+    def kind(self) -> JobKind:
+        """What is to be done."""
+        return JobKind.SOLVE if self.model is None else JobKind.PLAN
 
 
-class JobList(BaseModel):
-    """Jobs, newest first; ``next`` is the ``cursor`` of the next page, null on the last one."""
+class Resumption(StrictBody):
+    """More time for a job that has ended."""
 
-    jobs: list[JobView]
-    next: int | None
+    model_config = ConfigDict(json_schema_extra={"examples": [{"time_limit_s": 60}]})
+
+    time_limit_s: float = Field(
+        gt=0, allow_inf_nan=False, strict=True, description="Seconds on top of those it had."
+    )
+
+    @classmethod
+    def parse(cls, data: Any) -> Self:
+        """Return the request a JSON-like object describes.
+
+        Raises
+        ------
+        RequestError
+            If it breaks a rule.
+        """
+        return parsed(cls, data, {})
+
+
+_Body = TypeVar("_Body", bound=StrictBody)
+
+
+def _with_objective(data: Any) -> Any:
+    """Return a submission whose problem or model names the objective that its options ask for."""
+    if not isinstance(data, dict) or not isinstance(data.get("options"), dict):
+        return data
+    objective = data["options"].get("objective")
+    changed = {
+        name: {**data[name], "objective": objective}
+        for name in ("problem", "model")
+        if objective in _OBJECTIVES and isinstance(data.get(name), dict)
+    }
+    return {**data, **changed}
+
+
+def parsed(kind: type[_Body], data: Any, readers: Mapping[str, Callable[[Any], Any]]) -> _Body:
+    """Return a request; its documents are read by readers of their own, whose errors say more."""
+    if not isinstance(data, dict):
+        names = ", ".join(f'"{name}": ...' for name in kind.model_fields)
+        raise RequestError(f"the body must be an object: {{{names}}}")
+    lone = str(data.get("format", "")).removeprefix("optpipe/").removesuffix("/v1")
+    if lone in readers and lone not in data:
+        raise RequestError(f'the {lone} stands alone; wrap it: {{"{lone}": {{...}}}}')
+    documents = {name: read(data[name]) for name, read in readers.items() if name in data}
+    try:
+        return kind.model_validate({**data, **documents})
+    except ValidationError as error:
+        raise RequestError(explain(error, kind)) from None
 
 
 class Health(BaseModel):
@@ -308,7 +377,3 @@ class Fault(BaseModel):
     errors: list[str] | None = None
     needs: dict[str, int] | None = None
     id: str | None = Field(default=None, description="Names the entry in the server's log.")
-
-
-def _moment(seconds: float) -> datetime:
-    return datetime.fromtimestamp(seconds, UTC)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ipaddress
 import os
+from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from optpipe.errors import InputError
-from optpipe.validation import explain
+from optpipe.validation import explain, rule_broken
 
 __all__ = ["Settings"]
 
@@ -30,14 +31,25 @@ class Settings(BaseSettings):
         ``sqlite:///file.db`` or ``postgresql://user@host/name``.
     host, port
         Where to listen; port 0 takes a free one.
+    ssl_certfile, ssl_keyfile
+        PEM files; with both, the service speaks HTTPS.
+    require_keys
+        Whether requests need an API key; None = exactly when ``host`` is not loopback.
+    engine
+        ``local``: solver processes run on this machine; ``ray``: on the cluster that RAY_ADDRESS
+        names (without it: the one on this machine, or a new one that lives as long as the server).
+    ray_num_cpus
+        Cores of the cluster that one solver process takes.
+    cache
+        Whether finished jobs answer equal problems at once, and start near ones.
     solver_processes
         Jobs solved at once, each in a process of its own; and as many comparisons beside them.
     solver_memory_bytes
         Address space of one solver process; None = no limit.
     solve_path
         ``module:function`` that solves; tests put a fake here.
-    compare_path
-        ``module:function`` that compares, likewise.
+    plan_path, compare_path
+        ``module:function`` that plans, and that compares, likewise.
     max_body_bytes
         Larger request bodies are refused unread.
     max_cells
@@ -48,6 +60,13 @@ class Settings(BaseSettings):
         Largest ``threads`` of one job or comparison; the number of cores by default.
     max_queued_jobs
         Beyond it, submissions are answered with 429.
+    max_jobs_per_key
+        Jobs of one key that wait or run; beyond it likewise.
+    max_requests_per_minute
+        Of one key, or of one address where there are no keys; 0 = no limit. Each server counts
+        for itself.
+    max_batch_items
+        Most jobs of one batch.
     max_wait_s
         Cap of ``?wait=``.
     max_attempts
@@ -60,6 +79,9 @@ class Settings(BaseSettings):
         From asking a solver process to stop to SIGTERM.
     overtime_s
         How much longer than its time limit a solve may take before it is stopped.
+    retention_days
+        Finished jobs, and ended deployments and batches, are deleted so long after their end;
+        None = never.
     log_format
         ``text`` for people, ``json`` for machines.
     """
@@ -69,16 +91,26 @@ class Settings(BaseSettings):
     database_url: str = "sqlite:///optpipe.db"
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=0, le=65535)
+    ssl_certfile: Path | None = None
+    ssl_keyfile: Path | None = None
+    require_keys: bool | None = None
+    engine: Literal["local", "ray"] = "local"
+    ray_num_cpus: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    cache: bool = True
     solver_processes: int = Field(default_factory=_num_cores, ge=1, le=1024)
     solver_memory_bytes: int | None = Field(default=None, ge=256 * _MIB)
     solve_path: str = Field(default="optpipe_solver:solve", pattern=r"^[\w.]+:\w+$")
+    plan_path: str = Field(default="optpipe_solver.plan:plan", pattern=r"^[\w.]+:\w+$")
     compare_path: str = Field(default="optpipe_solver.compare:compare", pattern=r"^[\w.]+:\w+$")
-    max_body_bytes: int = Field(default=32 * _MIB, ge=1024)
+    max_body_bytes: int = Field(default=8 * _MIB, ge=1024)
     max_cells: int = Field(default=500_000, ge=1)
     default_time_limit_s: float = Field(default=60.0, gt=0)
     max_time_limit_s: float = Field(default=3600.0, gt=0, allow_inf_nan=False)
     max_threads: int = Field(default_factory=_num_cores, ge=1)
-    max_queued_jobs: int = Field(default=1000, ge=1)
+    max_queued_jobs: int = Field(default=2000, ge=1)
+    max_jobs_per_key: int = Field(default=600, ge=1)
+    max_requests_per_minute: int = Field(default=0, ge=0)
+    max_batch_items: int = Field(default=500, ge=1)
     max_wait_s: float = Field(default=60.0, ge=0, allow_inf_nan=False)
     max_attempts: int = Field(default=3, ge=1)
     lease_s: float = Field(default=10.0, gt=0, allow_inf_nan=False)
@@ -86,7 +118,14 @@ class Settings(BaseSettings):
     poll_s: float = Field(default=0.5, gt=0, allow_inf_nan=False)
     stop_grace_s: float = Field(default=0.2, ge=0, allow_inf_nan=False)
     overtime_s: float = Field(default=30.0, gt=0, allow_inf_nan=False)
+    retention_days: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     log_format: Literal["text", "json"] = "text"
+
+    @model_validator(mode="after")
+    def _certificate_and_key_come_together(self) -> Settings:
+        if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
+            raise rule_broken("ssl_certfile and ssl_keyfile come together", "give both or none")
+        return self
 
     @classmethod
     def load(cls, **overrides: Any) -> Settings:
@@ -104,6 +143,11 @@ class Settings(BaseSettings):
             raise InputError(
                 f"settings (OPTPIPE_* or options of serve):\n{explain(error, cls)}"
             ) from None
+
+    @property
+    def keys_required(self) -> bool:
+        """Whether a request needs an API key."""
+        return not self.is_loopback if self.require_keys is None else self.require_keys
 
     @property
     def is_loopback(self) -> bool:

@@ -55,10 +55,18 @@ def serve(
         str | None,
         typer.Option(metavar="URL", help="Where jobs are kept.  [default: sqlite:///optpipe.db]"),
     ] = None,
+    ssl_certfile: Annotated[
+        Path | None, typer.Option(metavar="PEM", help="Speak HTTPS, with this certificate.")
+    ] = None,
+    ssl_keyfile: Annotated[
+        Path | None, typer.Option(metavar="PEM", help="Private key of the certificate.")
+    ] = None,
 ) -> None:
     """Run the service until Ctrl-C.
 
     Jobs come over HTTP and are solved in processes of their own.
+
+    On any address but loopback, requests need an API key: optpipe keys create makes one.
 
     Every setting can also come from the environment: OPTPIPE_HOST, OPTPIPE_PORT, ...
 
@@ -71,7 +79,15 @@ def serve(
         from optpipe_api import Settings
         from optpipe_api import serve as run_server
 
-        run_server(Settings.load(host=host, port=port, database_url=database_url))
+        run_server(
+            Settings.load(
+                host=host,
+                port=port,
+                database_url=database_url,
+                ssl_certfile=ssl_certfile,
+                ssl_keyfile=ssl_keyfile,
+            )
+        )
 
 
 def submit(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections import defaultdict
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -110,6 +111,25 @@ class Measurements(BaseModel):
     def with_transfers(self, transfers: Iterable[Transfer]) -> Measurements:
         """Return the measurements with more messages."""
         return self._replaced(transfers=(*self.transfers, *transfers))
+
+    def condensed(self) -> Measurements:
+        """Return the medians alone: a sample for each stage and action, a message for each size.
+
+        They make the same problem as all of them, and take little room on their way to a service.
+        """
+        messages: dict[tuple[int, int, int], list[float]] = defaultdict(list)
+        for one in self.transfers:
+            messages[one.source, one.target, one.num_bytes].append(one.time_ms)
+        return self._replaced(
+            samples=tuple(
+                Sample(stage=stage, action=action, time_ms=found.median_ms)
+                for (stage, action), found in self.spreads.items()
+            ),
+            transfers=tuple(
+                Transfer(source=a, target=b, num_bytes=size, time_ms=statistics.median(found))
+                for (a, b, size), found in sorted(messages.items())
+            ),
+        )
 
     def _replaced(self, **update: Any) -> Measurements:
         # pydantic's own copy would take the cached medians along.

@@ -6,6 +6,7 @@ per device, a compute lane with its transfers beneath, and a memory curve agains
 
 from __future__ import annotations
 
+import io
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,13 +20,22 @@ from optpipe.plot.units import format_bytes, format_ms, format_share
 from optpipe.timeline import make_timeline
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from optpipe.action import Programs
     from optpipe.problem import Problem
     from optpipe.timeline import Interval, Timeline
 
-__all__ = ["SUFFIXES", "Panel", "draw_figure", "save_figure"]
+__all__ = [
+    "SUFFIXES",
+    "Panel",
+    "draw_figure",
+    "draw_svg",
+    "require_matplotlib",
+    "save_drawn",
+    "save_figure",
+    "svg_of",
+]
 
 SUFFIXES = (".png", ".svg", ".pdf")
 _COMPUTE_HEIGHT, _TRANSFER_HEIGHT = 0.62, 0.13
@@ -51,7 +61,7 @@ def draw_figure(problem: Problem, panels: Sequence[Panel]) -> Any:
     MissingExtraError
         If matplotlib is not installed.
     """
-    _require_matplotlib()
+    require_matplotlib()
     from matplotlib.figure import Figure  # noqa: PLC0415 - an optional extra
 
     num_devices = len(problem.devices)
@@ -81,25 +91,59 @@ def save_figure(problem: Problem, panels: Sequence[Panel], path: Path | str) -> 
     MissingExtraError
         If matplotlib is not installed.
     """
+    save_drawn(lambda: draw_figure(problem, panels), path)
+
+
+def save_drawn(draw: Callable[[], Any], path: Path | str) -> None:
+    """Draw a matplotlib Figure into a file; raises as `save_figure`."""
     target = Path(path)
     if target.suffix not in SUFFIXES:
         raise InputError(
             f"cannot draw {target.name}: the suffix chooses the format; use one of "
             f"{', '.join(SUFFIXES)}"
         )
-    figure = draw_figure(problem, panels)
-    from matplotlib import rc_context  # noqa: PLC0415 - an optional extra
-
-    options: Any = {"svg.hashsalt": "optpipe", "svg.fonttype": "none", "savefig.dpi": 150}
-    stamps = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
+    figure = draw()
     try:
-        with rc_context(options):
-            figure.savefig(target, metadata=stamps.get(target.suffix), facecolor="white")
+        _write(figure, target, target.suffix)
     except OSError as error:
         raise InputError(f"cannot write {target}: {error.strerror}; check the path") from None
 
 
-def _require_matplotlib() -> None:
+def draw_svg(problem: Problem, panels: Sequence[Panel]) -> bytes:
+    """Return the panels as the bytes of an SVG file; equal input, equal bytes.
+
+    Raises
+    ------
+    MissingExtraError
+        If matplotlib is not installed.
+    """
+    return svg_of(draw_figure(problem, panels))
+
+
+def svg_of(figure: Any) -> bytes:
+    """Return a matplotlib Figure as the bytes of an SVG file."""
+    file = io.BytesIO()
+    _write(figure, file, ".svg")
+    return file.getvalue()
+
+
+def _write(figure: Any, target: Path | io.BytesIO, suffix: str) -> None:
+    from matplotlib import rc_context  # noqa: PLC0415 - an optional extra
+
+    options: Any = {"svg.hashsalt": "optpipe", "svg.fonttype": "none", "savefig.dpi": 150}
+    stamps = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
+    with rc_context(options):
+        figure.savefig(target, format=suffix[1:], metadata=stamps.get(suffix), facecolor="white")
+
+
+def require_matplotlib() -> None:
+    """Refuse to draw without matplotlib.
+
+    Raises
+    ------
+    MissingExtraError
+        If it is not installed.
+    """
     if find_spec("matplotlib") is None:
         raise MissingExtraError(
             "pictures as files need matplotlib, which is not installed; "

@@ -6,43 +6,48 @@ loaded only when a name is used, so that starting ranks (`optpipe.runtime.launch
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from optpipe.runtime.requirements import require_torch
 
 if TYPE_CHECKING:
     from optpipe.runtime.errors import OffloadError, PreflightError, RankError
+    from optpipe.runtime.following import Follower, follow
     from optpipe.runtime.measuring import measure
-    from optpipe.runtime.runner import PipelineRunner
+    from optpipe.runtime.runner import Evaluation, PipelineRunner
     from optpipe.runtime.timing import ActionTimer
 
 __all__ = [
     "ActionTimer",
+    "Evaluation",
+    "Follower",
     "OffloadError",
     "PipelineRunner",
     "PreflightError",
     "RankError",
+    "follow",
     "measure",
 ]
 
 require_torch()
 
 
+_HOMES = {
+    "ActionTimer": "timing",
+    "Evaluation": "runner",
+    "Follower": "following",
+    "OffloadError": "errors",
+    "PipelineRunner": "runner",
+    "PreflightError": "errors",
+    "RankError": "errors",
+    "follow": "following",
+    "measure": "measuring",
+}
+"""In which module below this one a name is."""
+
+
 def __getattr__(name: str) -> Any:
-    if name == "PipelineRunner":
-        from optpipe.runtime.runner import PipelineRunner  # noqa: PLC0415
-
-        return PipelineRunner
-    if name == "ActionTimer":
-        from optpipe.runtime.timing import ActionTimer  # noqa: PLC0415
-
-        return ActionTimer
-    if name == "measure":
-        from optpipe.runtime.measuring import measure  # noqa: PLC0415
-
-        return measure
-    if name in __all__:
-        from optpipe.runtime import errors  # noqa: PLC0415
-
-        return getattr(errors, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"optpipe.runtime.{_HOMES[name]}"), name)

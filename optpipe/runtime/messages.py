@@ -37,6 +37,7 @@ __all__ = [
     "Send",
     "Step",
     "boundary_levels",
+    "boundary_room",
     "check_orders",
     "sends_over_before",
     "window_of",
@@ -302,6 +303,27 @@ def boundary_levels(
         if needed is not None and needed.backward:
             held.pop(needed, None)
     return levels
+
+
+def boundary_room(sizes: Sequence[int], num_stages: int, num_microbatches: int) -> int:
+    """Return the bytes of boundary tensors that no schedule exceeds on a rank.
+
+    The argument, by `boundary_levels`. A tensor waits for an F or for an I or B of this rank. A
+    gradient is made after the next stage's F of that micro-batch, so after the F here: of each
+    (stage, micro-batch) at most one tensor waits at a time. What this rank makes and sends is in
+    flight `window_of` times at most, and once more between its pass and its send; what it hands
+    over to a stage of its own waits there and is counted already.
+
+    Parameters
+    ----------
+    sizes
+        Of each stage on the rank, the larger of what it receives and what it sends of a
+        micro-batch; bytes.
+    num_stages
+        Of the whole pipeline.
+    """
+    num_sent = window_of(num_stages, trains=True) + 1
+    return num_microbatches * sum(sizes) + num_sent * max(sizes, default=0)
 
 
 def _crosses(made: Pass, num_stages: int) -> bool:

@@ -3,6 +3,14 @@
 What is on the device at any place of a program depends on the program alone: OFFLOAD changes
 nothing, RELEASE makes compute wait for the copy and drops the device storages, RELOAD allocates
 them again, and the backward frees them as it goes.
+
+A RELOAD allocates every storage on its own, of the very sizes that the RELEASE gave back, so that
+the device's allocator has them at hand. One slab for all of them, or one for what I frees and one
+for what W frees, would be fewer allocations, but stays whole until its last tensor is free, while I
+adds the output gradients that W needs. Of a stage of four transformer blocks (51 storages) an I
+peaks at 1.13 times what lay there before it, kept or reloaded; with two slabs it is 1.59 times, and
+a plan has one number for both. So the peak depends on the program alone because all storages are
+allocated and freed by one stream, in the program's order, and not because they are few.
 """
 
 from __future__ import annotations

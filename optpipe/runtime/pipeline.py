@@ -6,6 +6,7 @@ import hashlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 
 from optpipe.runtime import preflight
@@ -24,7 +25,6 @@ from optpipe.runtime.torch_private import HookedSchedule, HookedStage, check_tor
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    import torch
     from torch import Tensor, nn
     from torch.distributed import ProcessGroup
 
@@ -82,6 +82,14 @@ class Pipeline:
     target: Shapes
     boundary: Mapping[Action, int]
     needs: Needs
+
+    def examples(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """Return a batch and a target of these shapes, without memory."""
+        nowhere = torch.device("meta")
+        return (
+            tuple(shape.empty(nowhere) for shape in self.batch),
+            tuple(shape.empty(nowhere) for shape in self.target),
+        )
 
     def expect(self, inputs: tuple[Tensor, ...], targets: tuple[Tensor, ...]) -> None:
         """Refuse other shapes than the first ones.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -93,7 +94,6 @@ class PipelineRunner:
         mean_loss: bool = True,
         min_offload_bytes: int = DEFAULT_MIN_BYTES,
     ) -> None:
-        self.schedule = schedule
         self._blueprint = Blueprint(
             stages=dict(sorted(stages.items())),
             schedule=schedule,
@@ -104,20 +104,32 @@ class PipelineRunner:
             group=group,
             mean_loss=mean_loss,
         )
+        self._min_offload_bytes = min_offload_bytes
         check_blueprint(self._blueprint)
-        program = schedule.programs[self._blueprint.rank]
+        self.offloader, self._passes = self._prepare(self._blueprint)
         gradients = _gradients_of(self._blueprint.stages)
-        split = {stage for stage, _ in _cells(program, ActionType.BACKWARD_INPUT)}
-        for index in sorted(split):
-            split_linears(self._blueprint.stages[index], gradients)
-        self.offloader = self._make_offloader(program, min_offload_bytes)
-        self._passes = self._make_passes(self.offloader, gradients, program)
         self._forwards = self._make_passes(self._make_offloader((), 1), gradients, ())
         self._training: Pipeline | None = None
         self._evaluating: Pipeline | None = None
         self._watch = Watch.over(group)
         weakref.finalize(self, self._watch.stop)
         self._num_steps = 0
+        self._moved_before = (0, 0)
+
+    @property
+    def schedule(self) -> Schedule:
+        """What is run."""
+        return self._blueprint.schedule
+
+    @property
+    def group(self) -> ProcessGroup | None:
+        """The ranks of the pipeline; None = all."""
+        return self._blueprint.group
+
+    @property
+    def device(self) -> torch.device:
+        """Where the stages are."""
+        return self._blueprint.device
 
     @property
     def holds_first(self) -> bool:
@@ -132,12 +144,12 @@ class PipelineRunner:
     @property
     def offloaded_bytes(self) -> int:
         """Bytes this rank has moved to the host since it was made."""
-        return self.offloader.offloaded_bytes
+        return self._moved_before[0] + self.offloader.offloaded_bytes
 
     @property
     def reloaded_bytes(self) -> int:
         """Bytes this rank has moved back since it was made."""
-        return self.offloader.reloaded_bytes
+        return self._moved_before[1] + self.offloader.reloaded_bytes
 
     @property
     def needs(self) -> Needs | None:
@@ -152,6 +164,38 @@ class PipelineRunner:
     def observe(self, observer: Observer | None) -> None:
         """Show every action of a step to somebody, for example to measure it; None = nobody."""
         self._passes.observer = observer
+
+    def use(self, schedule: Schedule) -> None:
+        """Run another schedule from the next step on; all ranks together, between two steps.
+
+        It is checked as the first one was. Where it is refused, on every rank alike, the old one
+        stays. The stages stay where they are, and so must the placement. It may have been made for
+        other times: memory does not depend on them (DESIGN section 3), and sizes are checked
+        against the runner's problem. Gradients that stand are added to as before.
+
+        Observers stay, but one that knows the programs, such as `ActionTimer`, must be detached
+        before, and made again.
+
+        Raises
+        ------
+        PreflightError
+            If schedule, ranks and stages do not fit together, or it takes more memory than there
+            is.
+        """
+        problem = self._blueprint.problem
+        if problem is not None:
+            schedule = schedule.model_copy(update={"problem_hash": problem.problem_hash})
+        blueprint = replace(self._blueprint, schedule=schedule)
+        check_blueprint(blueprint)
+        offloader, passes = self._prepare(blueprint)
+        training = None
+        if self._training is not None:
+            examples = self._training.examples()
+            training = start_pipeline(blueprint, passes, *examples, trains=True)
+        passes.observer = self._passes.observer
+        self._moved_before = (self.offloaded_bytes, self.reloaded_bytes)
+        self._blueprint, self._training = blueprint, training
+        self.offloader, self._passes = offloader, passes
 
     def step(
         self, batch: Tensor | tuple[Tensor, ...] | None = None, target: Tensor | None = None
@@ -244,6 +288,16 @@ class PipelineRunner:
     def _where(self, passes: Passes) -> str:
         what = f"step {self._num_steps}" if passes is self._passes else "evaluation"
         return what if passes.running is None else f"{what}, in {passes.running}"
+
+    def _prepare(self, blueprint: Blueprint) -> tuple[Offloader, Passes]:
+        """Return what this rank does around the passes of its program; split what it splits."""
+        program = blueprint.programs[blueprint.rank]
+        gradients = _gradients_of(blueprint.stages)
+        split = {stage for stage, _ in _cells(program, ActionType.BACKWARD_INPUT)}
+        for index in sorted(split):
+            split_linears(blueprint.stages[index], gradients)
+        offloader = self._make_offloader(program, self._min_offload_bytes)
+        return offloader, self._make_passes(offloader, gradients, program)
 
     def _make_offloader(self, program: Program, min_bytes: int) -> Offloader:
         return Offloader(

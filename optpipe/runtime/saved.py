@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from optpipe.runtime.errors import OffloadError
+from optpipe.runtime.torch_private import parts_with_memory, storage_identity, viewed
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -47,7 +49,9 @@ class SavedActivations:
 
     Left alone are the storages of ``resident`` tensors (parameters, buffers and boundary tensors,
     which live longer anyway), those below ``min_bytes``, those of other devices, and tensors that
-    are more than strided memory.
+    are more than strided memory. Also every parameter that is made meanwhile, and its views: FSDP2
+    gathers weights when a module begins, and with ``reshard_after_forward`` takes their memory away
+    at its end and gives it back before the module's backward, in the storage that autograd saved.
 
     Parameters
     ----------
@@ -61,7 +65,8 @@ class SavedActivations:
         self._label = label
         self._device = device
         self._min_bytes = max(1, min_bytes)
-        self._resident = {_address(tensor) for tensor in resident}
+        # By identity: the address of a weight that is freed meanwhile may be an activation's next.
+        self._resident = _storages(resident)
         # Weak: what autograd lets go of during the forward need not go to the host.
         self._parcels: dict[int, weakref.ref[Parcel]] = {}
 
@@ -73,10 +78,10 @@ class SavedActivations:
 
     def keep(self, tensors: Iterable[Tensor]) -> None:
         """Leave the storages of these tensors on the device after all."""
-        for tensor in tensors:
-            address = _address(tensor)
-            self._resident.add(address)
-            self._parcels.pop(address, None)
+        storages = _storages(tensors)
+        self._resident |= storages
+        for identity in storages:
+            self._parcels.pop(identity, None)
 
     def parcels(self) -> list[Parcel]:
         """Return what autograd still holds, in the order in which it was saved."""
@@ -85,12 +90,12 @@ class SavedActivations:
     def _pack(self, tensor: Tensor) -> Tensor | _View:
         if not self._is_offloadable(tensor):
             return tensor.detach()
-        storage = tensor.untyped_storage()
-        known = self._parcels.get(storage.data_ptr())
+        identity = storage_identity(tensor)
+        known = self._parcels.get(identity)
         parcel = known() if known is not None else None
         if parcel is None:
-            parcel = Parcel(storage)
-            self._parcels[storage.data_ptr()] = weakref.ref(parcel)
+            parcel = Parcel(tensor.untyped_storage())
+            self._parcels[identity] = weakref.ref(parcel)
         return _View(
             parcel, tensor.dtype, int(tensor.storage_offset()), tensor.size(), tensor.stride()
         )
@@ -109,12 +114,13 @@ class SavedActivations:
 
     def _is_offloadable(self, tensor: Tensor) -> bool:
         return (
-            type(tensor) in (Tensor, nn.Parameter)
+            type(tensor) is Tensor
+            and not isinstance(viewed(tensor), nn.Parameter)
             and tensor.layout is torch.strided
             and tensor.device == self._device
             and not (tensor.is_conj() or tensor.is_neg())
             and tensor.untyped_storage().nbytes() >= self._min_bytes
-            and _address(tensor) not in self._resident
+            and storage_identity(tensor) not in self._resident
         )
 
 
@@ -124,5 +130,10 @@ def bytes_of(storage: torch.UntypedStorage, num_bytes: int) -> Tensor:
     return view.set_(storage, 0, (num_bytes,), (1,))
 
 
-def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+def _storages(tensors: Iterable[Tensor]) -> dict[int, StorageWeakRef]:
+    parts = (part for tensor in tensors for part in parts_with_memory(tensor))
+    return {storage_identity(part): _weak(part) for part in parts}
+
+
+def _weak(tensor: Tensor) -> StorageWeakRef:
+    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]

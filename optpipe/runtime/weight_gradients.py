@@ -76,6 +76,9 @@ class WeightGradients:
     def take(self) -> Callable[[], None]:
         """Return what makes all gradients put aside so far, and forget them; torch's dw_builder."""
         taken = self._deferred
+        if not taken:
+            # Of every full backward; torch asks there, too.
+            return _nothing
         self._deferred = []
 
         def run() -> None:
@@ -84,6 +87,10 @@ class WeightGradients:
                     _accumulate(taken.pop(0))
 
         return run
+
+
+def _nothing() -> None:
+    """Make no gradients: none has been put aside."""
 
 
 def split_linears(module: nn.Module, gradients: WeightGradients) -> int:

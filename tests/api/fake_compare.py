@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from optpipe_solver.compare import AS_GIVEN, Row
-from tests.api.fake_solver import serial
+from tests.api.serial import serial
 
 if TYPE_CHECKING:
     from optpipe.problem import Problem

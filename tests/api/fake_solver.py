@@ -13,11 +13,11 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from optpipe.action import Action, ActionType
 from optpipe.evaluate import evaluate
 from optpipe.memory import device_peak_bytes
 from optpipe.schedule import Provenance
 from optpipe_solver.result import Progress, Result, SolveStatus
+from tests.api.serial import serial
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -50,21 +50,6 @@ def solve(
     behaviour = _BEHAVIOURS.get(word, _at_once)
     result: Result = behaviour(problem, start, tell, stop, arguments)
     return result
-
-
-def serial(problem: Problem, num_fused: int) -> Programs:
-    """One micro-batch after the other, the first ``num_fused`` with fused backwards."""
-    programs: list[list[Action]] = [[] for _ in problem.devices]
-    for microbatch in range(problem.num_microbatches):
-        for index, stage in enumerate(problem.stages):
-            programs[stage.device].append(Action(index, ActionType.FORWARD, microbatch))
-        for index in reversed(range(len(problem.stages))):
-            kinds = [ActionType.BACKWARD_INPUT, ActionType.BACKWARD_WEIGHT]
-            if microbatch < num_fused:
-                kinds = [ActionType.FULL_BACKWARD]
-            device = problem.stages[index].device
-            programs[device] += [Action(index, kind, microbatch) for kind in kinds]
-    return tuple(tuple(program) for program in programs)
 
 
 def _finish(problem, programs, status=SolveStatus.FEASIBLE, stopped_by="work_limit", method="fake"):
@@ -134,6 +119,13 @@ def _dies_until(problem, start, tell, stop, arguments):
     raise AssertionError
 
 
+def _noted(problem, start, tell, stop, arguments):
+    """Write the process id into a file, then do as the rest of the name says."""
+    path, word, *rest = arguments
+    Path(path).write_text(str(os.getpid()), encoding="utf-8")
+    return _BEHAVIOURS.get(word, _at_once)(problem, start, tell, stop, rest)
+
+
 def _nothing(problem, start, tell, stop, arguments):
     return Result(SolveStatus.UNKNOWN, None, 1.0, "")
 
@@ -150,6 +142,7 @@ _BEHAVIOURS = {
     "improve": _improve,
     "stubborn": _stubborn,
     "dies": _dies_until,
+    "noted": _noted,
     "nothing": _nothing,
     "fails": _fails,
     "eats": _eats_memory,

@@ -40,10 +40,14 @@ def two_stages(name: str = "", **changes: Any) -> dict[str, Any]:
 
 
 def make_settings(folder: Path, **overrides: object) -> Settings:
-    """Settings for quick tests: a fresh database, the fake solver, short leases."""
+    """Settings for quick tests: a fresh database, the fake solver, short leases.
+
+    No cache: the fake's problems differ in nothing but their names, which the cache ignores.
+    """
     values: dict[str, Any] = {
         "database_url": f"sqlite:///{folder}/jobs.db",
         "solve_path": FAKE,
+        "cache": False,
         "solver_processes": 2,
         "max_threads": 2,
         "lease_s": 1.5,
@@ -75,5 +79,5 @@ def running(settings: Settings) -> Iterator[tuple[str, FastAPI]]:
 @contextmanager
 def connected(settings: Settings) -> Iterator[httpx.Client]:
     """Run a server and connect to it by plain HTTP."""
-    with running(settings) as (url, _), httpx.Client(base_url=url, timeout=20) as http:
+    with running(settings) as (url, _), httpx.Client(base_url=url, timeout=60) as http:
         yield http

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import threading
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from optpipe_api.errors import JobNotFoundError, KeyReusedError, QueueFullError
-from optpipe_api.jobs import JobError, JobEvent, JobOptions, JobState, NewJob, TracePoint
+from optpipe_api.jobs import JobError, JobEvent, JobOptions, JobState, Lease, NewJob, TracePoint
 from optpipe_api.store import Outcome
 
 if TYPE_CHECKING:
@@ -38,8 +39,10 @@ class Clock:
         return self.now
 
 
-def new(name: str = "a", key: str | None = None, **options) -> NewJob:
-    return NewJob(
+def new(
+    name: str = "a", key: str | None = None, changes: dict[str, Any] | None = None, **options
+) -> NewJob:
+    job = NewJob(
         name=name,
         problem_hash=f"sha256:{name.encode().hex()}",
         objective="makespan",
@@ -47,14 +50,18 @@ def new(name: str = "a", key: str | None = None, **options) -> NewJob:
         options=JobOptions(**({"time_limit_s": 5.0} | options)),
         idempotency_key=key,
     )
+    return replace(job, **(changes or {}))
 
 
 def point(objective_ms: float | None = None, bound_ms: float | None = None) -> TracePoint:
     return TracePoint(seconds=1.0, method="m", objective_ms=objective_ms, bound_ms=bound_ms)
 
 
-class StoreContract:
-    """Subclasses give `open_store`: two calls open the same store twice, as two servers do."""
+class StoreBench:
+    """Subclasses give `open_store`: two calls open the same store twice, as two servers do.
+
+    What it opened is closed after the test.
+    """
 
     @pytest.fixture
     def clock(self) -> Clock:
@@ -66,9 +73,7 @@ class StoreContract:
 
     @pytest.fixture
     def store(self, open_store):
-        store = open_store()
-        yield store
-        store.close()
+        return open_store()
 
     def add(self, store: JobStore, *args, **kwargs) -> Job:
         return store.add(new(*args, **kwargs), max_queued=100)[0]
@@ -79,6 +84,10 @@ class StoreContract:
         assert claim is not None
         return claim
 
+
+class StoreContract(StoreBench):
+    """Submitting, claiming, leases, the best, the end."""
+
     # Submitting and reading
 
     def test_an_added_job_is_read_back_whole_by_another_server(self, store, open_store) -> None:
@@ -86,7 +95,6 @@ class StoreContract:
         other = open_store()
         assert other.get(job.id) == job
         assert other.problem(job.id) == new("n\x00ame").problem
-        other.close()
         assert job.state is JobState.QUEUED
         assert job.options == JobOptions(time_limit_s=5.0, threads=2, method="greedy")
         assert (job.has_schedule, job.gap, job.attempt) == (False, None, 0)
@@ -96,9 +104,12 @@ class StoreContract:
         for method in (
             store.get,
             store.problem,
+            store.model,
             store.schedule,
+            store.history,
             store.trace,
             store.request_cancel,
+            lambda job_id: store.resume(job_id, 1.0, max_time_limit_s=9.0, max_queued=9),
         ):
             with pytest.raises(JobNotFoundError):
                 method(job_id)
@@ -149,8 +160,6 @@ class StoreContract:
         together([partial(submit, store) for store in stores * 2])
         assert len(found) == 8
         assert len(set(found)) == 1
-        for store in stores:
-            store.close()
 
     # Claims and leases
 
@@ -175,8 +184,6 @@ class StoreContract:
         together([partial(take, other) for other in stores])
         assert len(taken) == 12
         assert set(taken) == ids
-        for other in stores:
-            other.close()
 
     def test_a_heartbeat_and_a_record_keep_a_lease(self, store, clock: Clock) -> None:
         lease = self.claimed(store).lease
@@ -195,6 +202,15 @@ class StoreContract:
         assert (job.state, job.deaths, job.spent_s) == (JobState.QUEUED, 1, LEASE_S)
         claim = store.claim("worker", LEASE_S)
         assert (claim.start, claim.job.attempt, claim.job.objective_ms) == ("S", 2, 7.0)
+
+    def test_the_jobs_of_an_owner_that_is_gone_need_not_wait_for_their_lease(self, store) -> None:
+        for owner in ("gone", "alive"):
+            self.add(store)
+            store.claim(owner, LEASE_S)
+        (job,) = store.expire(3, lambda owner: owner == "gone")
+        assert (job.state, job.deaths) == (JobState.QUEUED, 1)
+        assert store.counts()[JobState.RUNNING] == 1
+        assert store.claim("worker", LEASE_S).lease == Lease(job.id, "worker", 2)
 
     def test_who_lost_a_lease_can_write_nothing_more(self, store, clock: Clock) -> None:
         old = self.claimed(store).lease
@@ -241,12 +257,12 @@ class StoreContract:
             (8.0, "equal", "equal"),
         ]:
             job = store.record(claim.lease, point(objective_ms), LEASE_S, schedule=text)
-            assert store.schedule(job.id) == kept
+            assert store.schedule(job.id).document == kept
         assert job.objective_ms == 8.0
         job = store.finish(
             claim.lease, Outcome(event=JobEvent.SUCCEED, schedule="last", objective_ms=8.1)
         )
-        assert (store.schedule(job.id), job.objective_ms) == ("equal", 8.0)
+        assert (store.schedule(job.id).document, job.objective_ms) == ("equal", 8.0)
 
     def test_only_a_higher_bound_replaces_another(self, store) -> None:
         lease = self.claimed(store).lease
@@ -289,7 +305,7 @@ class StoreContract:
         assert store.request_cancel(claim.job.id).state is JobState.RUNNING
         assert store.heartbeat(claim.lease, LEASE_S).cancel_requested
         job = store.finish(claim.lease, Outcome(event=JobEvent.CANCEL))
-        assert (job.state, store.schedule(job.id)) == (JobState.CANCELLED, "S")
+        assert (job.state, store.schedule(job.id).document) == (JobState.CANCELLED, "S")
 
     @pytest.mark.parametrize("how", ["expire", "requeue"])
     def test_a_cancelled_job_is_not_started_again(self, store, clock: Clock, how: str) -> None:
@@ -306,7 +322,8 @@ class StoreContract:
         assert store.finish(lease, Outcome(event=JobEvent.SUCCEED, schedule="late")) is None
         assert store.requeue(lease) is None
         assert store.get(lease.job_id) == before
-        assert store.schedule(lease.job_id) != "late"
+        stored = store.schedule(lease.job_id)
+        assert stored is None or stored.document != "late"
 
 
 def together(steps: list[Callable[[], object]]) -> None:

@@ -12,7 +12,7 @@ from alembic.migration import MigrationContext
 
 from optpipe.errors import InputError
 from optpipe_api.errors import StoreUnavailableError
-from optpipe_api.store import open_store
+from optpipe_api.store import open_stores
 from optpipe_api.store.database import connect, reading
 from optpipe_api.store.tables import metadata
 
@@ -44,12 +44,12 @@ def test_sqlite_lets_readers_read_while_one_writes(tmp_path) -> None:
 
 def test_a_database_of_a_newer_version_is_refused_and_left_alone(tmp_path) -> None:
     url = f"sqlite:///{tmp_path}/jobs.db"
-    open_store(url).close()
+    open_stores(url).close()
     with sqlite3.connect(tmp_path / "jobs.db") as connection:
         connection.execute("UPDATE alembic_version SET version_num = '9999'")
     connection.close()
     with pytest.raises(StoreUnavailableError, match="newer optpipe"):
-        open_store(url)
+        open_stores(url)
     engine = sa.create_engine(url)
     with engine.connect() as opened:
         assert opened.exec_driver_sql("SELECT * FROM alembic_version").scalar_one() == "9999"
@@ -67,20 +67,20 @@ def test_a_database_of_a_newer_version_is_refused_and_left_alone(tmp_path) -> No
 )
 def test_other_databases_are_refused_by_name(url: str, message: str) -> None:
     with pytest.raises(InputError, match=message) as caught:
-        open_store(url)
+        open_stores(url)
     assert "secret" not in str(caught.value)
 
 
 def test_a_missing_folder_and_a_file_that_is_no_database_are_explained(tmp_path) -> None:
     with pytest.raises(StoreUnavailableError, match="there is no folder"):
-        open_store(f"sqlite:///{tmp_path}/nowhere/jobs.db")
+        open_stores(f"sqlite:///{tmp_path}/nowhere/jobs.db")
     (tmp_path / "text.db").write_text("this is not a database" * 100, encoding="utf-8")
     with pytest.raises(StoreUnavailableError, match="not a database"):
-        open_store(f"sqlite:///{tmp_path}/text.db")
+        open_stores(f"sqlite:///{tmp_path}/text.db")
 
 
 @pytest.mark.postgres
 def test_an_unreachable_postgres_is_explained_without_its_password() -> None:
     with pytest.raises(StoreUnavailableError, match="does not answer") as caught:
-        open_store("postgresql://user:secret@127.0.0.1:1/db")
+        open_stores("postgresql://user:secret@127.0.0.1:1/db")
     assert "secret" not in str(caught.value)

@@ -6,75 +6,11 @@ import os
 import signal
 import time
 from contextlib import ExitStack, closing
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from optpipe import Problem, load_schedule
-from optpipe_api.engine.local import LocalEngine
-from optpipe_api.jobs import JobOptions, JobState, NewJob
-from optpipe_api.store import open_store
-from tests.api.live import make_settings, two_stages
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from optpipe import Schedule
-    from optpipe_api.jobs import Job
-
-PATIENCE_S = 30.0
-
-
-class Bench:
-    """A store and an engine, and short ways to use them."""
-
-    def __init__(self, folder, **settings) -> None:
-        self.settings = make_settings(folder, solver_processes=1, **settings)
-        self.store = open_store(self.settings.database_url)
-        self.changes: list[str] = []
-        self.engine = LocalEngine(self.store, self.settings, self.changes.append)
-        self.engine.start()
-
-    def submit(self, name: str, time_limit_s: float = 20.0, **changes) -> str:
-        problem = Problem.parse(two_stages(name, **changes))
-        new = NewJob(
-            name=name,
-            problem_hash=problem.problem_hash,
-            objective=problem.objective,
-            problem=problem.model_dump_json(by_alias=True),
-            options=JobOptions(time_limit_s=time_limit_s),
-        )
-        job, _ = self.store.add(new, max_queued=100)
-        self.engine.wake()
-        return job.id
-
-    def until(self, job_id: str, condition: Callable[[Job], bool]) -> Any:
-        deadline = time.monotonic() + PATIENCE_S
-        while not condition(job := self.store.get(job_id)):
-            assert time.monotonic() < deadline, f"still {job}"
-            time.sleep(0.01)
-        return job
-
-    def end(self, job_id: str) -> Any:
-        return self.until(job_id, lambda job: job.state.is_final)
-
-    def schedule(self, job_id: str) -> Schedule:
-        text = self.store.schedule(job_id)
-        assert text is not None
-        return load_schedule(text)
-
-    def cancel(self, job_id: str) -> None:
-        self.store.request_cancel(job_id)
-        self.engine.cancel(job_id)
-
-    def close(self) -> None:
-        self.engine.close()
-        self.store.close()
-
-    @property
-    def solver_pid(self) -> int:
-        (attempt,) = self.engine._attempts.values()
-        return attempt._process.pid
+from optpipe_api.jobs import JobState
+from tests.api.bench import Bench
 
 
 @pytest.fixture

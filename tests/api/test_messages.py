@@ -7,11 +7,13 @@ from hypothesis import strategies as st
 
 from optpipe_api.engine.messages import FrameBuffer, Message, encode
 
+TEXTS = st.text(st.characters(exclude_categories=["Cs"]))
 MESSAGES = st.builds(
     Message,
     st.sampled_from(["job", "progress", "result"]),
     st.dictionaries(st.sampled_from(["seconds", "method"]), st.text() | st.none() | st.integers()),
-    st.text(st.characters(exclude_categories=["Cs"])),
+    TEXTS,
+    TEXTS,
 )
 
 

@@ -15,7 +15,7 @@ from tests.api.live import connected, make_settings, running, two_stages
 PROBLEM_JSON = "application/problem+json"
 
 
-def submit(http, name="", wait=10, options=None, headers=None, **changes):
+def submit(http, name="", wait=30, options=None, headers=None, **changes):
     body = {"problem": two_stages(name, **changes), "options": options or {}}
     return http.post("/v1/jobs", params={"wait": wait}, json=body, headers=headers)
 
@@ -104,6 +104,56 @@ def test_pages_of_jobs_follow_their_cursor(tmp_path) -> None:
     assert second["next"] is None
 
 
+def test_jobs_are_found_by_state_and_tag(tmp_path) -> None:
+    with connected(make_settings(tmp_path)) as http:
+        made = [
+            http.post(
+                "/v1/jobs", params={"wait": 30}, json={"problem": two_stages(), **more}
+            ).json()
+            for more in ({"tags": ["b", "a", "a"]}, {"tags": ["a"], "priority": -100}, {})
+        ]
+        ids = [job["id"] for job in made]
+        found = [
+            [job["id"] for job in http.get("/v1/jobs", params=query).json()["jobs"]]
+            for query in ({"tag": "a"}, {"tag": "b"}, {"tag": "c"}, {"state": "succeeded"})
+        ]
+        none = http.get("/v1/jobs", params={"state": "failed", "tag": "a"}).json()
+    assert found == [[ids[1], ids[0]], [ids[0]], [], ids[::-1]]
+    assert none == {"jobs": [], "next": None}
+    assert [(job["tags"], job["priority"]) for job in made] == [
+        (["a", "b"], 0),
+        (["a"], -100),
+        ([], 0),
+    ]
+
+
+def test_an_ended_job_can_be_given_more_time(http) -> None:
+    job = submit(http, "improve:2:0.4", options={"time_limit_s": 30}, wait=0).json()
+    path = f"/v1/jobs/{job['id']}"
+    fault(http.post(f"{path}/resume", json={"time_limit_s": 5}), 409, "state.conflict")
+    http.delete(path)
+    answer = http.post(f"{path}/resume", params={"wait": 20}, json={"time_limit_s": 5})
+    assert (answer.status_code, answer.headers["location"]) == (200, path)
+    resumed = answer.json()
+    assert (resumed["state"], resumed["options"]["time_limit_s"]) == ("succeeded", 35)
+    answer = http.post(f"{path}/resume", json={"time_limit_s": 100})
+    assert "OPTPIPE_MAX_TIME_LIMIT_S" in fault(answer, 422, "input.invalid")["detail"]
+
+
+@pytest.mark.parametrize("body", ["{}", "[]", '{"time_limit_s": 0}', '{"time_limit_s": "1"}', "1"])
+def test_a_resumption_without_time_is_refused(http, body: str) -> None:
+    headers = {"Content-Type": "application/json"}
+    answer = http.post(f"/v1/jobs/{'0' * 32}/resume", content=body, headers=headers)
+    fault(answer, 422, "request.invalid")
+
+
+def test_the_objective_can_be_chosen_with_the_options(http) -> None:
+    job = submit(http, "span", options={"objective": "span"}).json()
+    assert job["objective"] == "span"
+    assert http.get(f"/v1/jobs/{job['id']}/problem").json()["objective"] == "span"
+    assert http.get(f"/v1/jobs/{job['id']}/schedule").json()["objective"] == "span"
+
+
 def test_a_schedule_that_is_not_there_yet_is_404_and_says_so(http) -> None:
     job = submit(http, "nothing").json()
     assert (job["state"], job["error"]["code"]) == ("failed", "solver.nothing_found")
@@ -120,7 +170,7 @@ def test_infeasible_says_the_smallest_memory_that_works(http) -> None:
     assert detail["needs"] == {"devices[0].memory_bytes": 1000}
 
 
-@pytest.mark.parametrize("path", ["", "/schedule", "/problem"])
+@pytest.mark.parametrize("path", ["", "/schedule", "/problem", "/model", "/events"])
 @pytest.mark.parametrize("job_id", ["0" * 32, "x", "%00", "%F0%9F%98%80"])
 def test_an_unknown_job_is_404(http, job_id: str, path: str) -> None:
     fault(http.get(f"/v1/jobs/{job_id}{path}"), 404, "job.not_found")
@@ -204,6 +254,24 @@ def test_a_body_that_is_no_submission_is_explained(http, body: bytes, message: s
     assert message in fault(post(http, body), 422, "request.invalid")["detail"]
 
 
+@pytest.mark.parametrize(
+    ("more", "line"),
+    [
+        ({"tags": ["a b"]}, "tags[0] = 'a b'"),
+        ({"tags": ["x" * 65]}, "tags[0]"),
+        ({"tags": [str(n) for n in range(17)]}, "tags: "),
+        ({"priority": 101}, "priority = 101: must be <= 100"),
+        ({"priority": 1.0}, "priority = 1.0: must be a whole number"),
+        ({"colour": "red"}, "colour: unknown field"),
+        ({"options": {"cache": "no"}}, "options.cache = 'no'"),
+        ({"options": {"objective": "cost"}}, "options.objective = 'cost'"),
+    ],
+)
+def test_illegal_fields_around_a_problem_are_refused(http, more, line: str) -> None:
+    answer = http.post("/v1/jobs", json={"problem": two_stages(), **more})
+    assert line in fault(answer, 422, "request.invalid")["detail"]
+
+
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", ""])
 def test_a_body_that_a_foreign_page_could_send_is_refused(http, kind: str) -> None:
     fault(post(http, json.dumps({"problem": two_stages()}), kind), 415, "request.media_type")
@@ -214,7 +282,10 @@ def test_an_illegal_wait_is_refused(http, query: str) -> None:
     fault(http.post(f"/v1/jobs?{query}", json={}), 422, "request.invalid")
 
 
-@pytest.mark.parametrize("query", ["limit=0", "limit=999", "cursor=x", f"cursor={10**30}"])
+@pytest.mark.parametrize(
+    "query",
+    ["limit=0", "limit=999", "cursor=x", f"cursor={10**30}", "state=x", "tag=a%00", "batch=1"],
+)
 def test_an_illegal_page_is_refused(http, query: str) -> None:
     fault(http.get(f"/v1/jobs?{query}"), 422, "request.invalid")
 
@@ -300,6 +371,13 @@ def test_schemas_are_published_and_name_the_formats(http) -> None:
         assert schema["properties"]["format"]["const"] == f"optpipe/{name}/v1"
 
 
+def test_published_schemas_hold_the_limits_of_numbers(http) -> None:
+    stage = http.get("/v1/schemas/problem").json()["$defs"]["Stage"]["properties"]
+    assert (stage["forward_ms"]["minimum"], stage["forward_ms"]["maximum"]) == (0, 1e12)
+    assert stage["weight_context_bytes"]["type"] == ["integer", "null"]
+    assert (stage["weight_context_bytes"]["minimum"], stage["device"]["minimum"]) == (0, 0)
+
+
 def test_every_operation_documents_its_refusals_as_problem_details(http) -> None:
     document = http.get("/openapi.json").json()
     operations = {
@@ -307,7 +385,7 @@ def test_every_operation_documents_its_refusals_as_problem_details(http) -> None
         for path, item in document["paths"].items()
         for method, operation in item.items()
     }
-    assert len(operations) == 13
+    assert ("get", "/v1/jobs/{job_id}/events") in operations
     for name, operation in operations.items():
         for status, response in operation["responses"].items():
             if status >= "400":
@@ -328,7 +406,7 @@ def test_every_reference_of_the_document_leads_somewhere(http) -> None:
 def test_the_documented_example_is_accepted(http) -> None:
     schema = http.get("/openapi.json").json()["components"]["schemas"]["Submission"]
     (example,) = schema["examples"]
-    answer = http.post("/v1/jobs", params={"wait": 10}, json=example)
+    answer = http.post("/v1/jobs", params={"wait": 30}, json=example)
     assert answer.json()["state"] == "succeeded"
 
 

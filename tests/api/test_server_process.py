@@ -105,6 +105,16 @@ def test_a_job_outlives_a_killed_server_and_is_finished_once(start) -> None:
     assert second.end(signal.SIGTERM) == 0
 
 
+def test_who_comes_back_on_the_same_machine_need_not_wait_for_the_lease(start) -> None:
+    first = start(solve_path=FAKE, lease_s=600.0)
+    job = first.client.submit(Problem.parse(two_stages("improve:2:0.4")), time_limit_s=20)
+    solve_until(first.client, job.id)
+    first.end(signal.SIGKILL)
+    second = start(solve_path=FAKE, lease_s=600.0)
+    *_, last = second.client.follow(job)
+    assert last.state == "succeeded"
+
+
 def test_solver_processes_end_with_a_killed_server(start) -> None:
     server = start(solve_path=FAKE)
     job = server.client.submit(Problem.parse(two_stages("improve:4:60")), time_limit_s=20)
@@ -183,6 +193,10 @@ def test_the_real_solver_answers_through_server_and_client(start) -> None:
     [
         ({"OPTPIPE_PORT": "no"}, "port = 'no'"),
         ({"OPTPIPE_DATABASE_URL": "sqlite:////nowhere/jobs.db"}, "there is no folder /nowhere"),
+        (
+            {"OPTPIPE_ENGINE": "ray", "RAY_ADDRESS": "127.0.0.1:1"},
+            "nothing answers at RAY_ADDRESS = 127.0.0.1:1",
+        ),
         ({"OPTPIPE_HOST": "192.0.2.1", "OPTPIPE_PORT": "0"}, "cannot listen on 192.0.2.1"),
     ],
 )

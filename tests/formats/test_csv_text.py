@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from optpipe import Programs, ScheduleFormatError, dump_csv, load_csv
+from optpipe import ActionType, Programs, ScheduleFormatError, dump_csv, load_csv
 from tests.building import everything_at_once, programs
 from tests.strategies import Case, actions, cases
 
@@ -70,3 +70,38 @@ def test_no_text_ends_in_anything_but_programs_or_our_own_error(text: str) -> No
 def test_a_byte_order_mark_of_a_spreadsheet_is_read_over() -> None:
     """Excel writes one."""
     assert load_csv("\ufeff0F0,0B0\n") == load_csv("0F0,0B0\n")
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (["0F0 0OFFLOAD0 0B0"], "row 1, column 2: torch's runtime has no OFFLOAD (0OFFLOAD0)"),
+        (["0F0 0B0", "1F0 1RELEASE0"], "row 2, column 2: torch's runtime has no RELEASE"),
+        (["0F0 0RELOAD0"], "row 1, column 2: torch's runtime has no RELOAD"),
+        (["0F0 0RECOMPUTE0 0B0"], "row 1, column 2: torch's runtime has no RECOMPUTE"),
+        (["0F1 0F0", "1F0 1F2 1F1"], "row 2, column 2: 1F2 stands where torch's runtime expects"),
+        (["0F0 1F1 1F0 0F1"], "row 1, column 2: 1F1 stands where torch's runtime expects 1F0"),
+        (["0F0 0B0", ""], "row 2 is empty, but torch's runtime needs an action on every rank"),
+    ],
+)
+def test_what_torch_would_not_run_right_is_refused_for_it_alone(
+    rows: list[str], message: str
+) -> None:
+    with pytest.raises(ScheduleFormatError) as caught:
+        dump_csv(programs(*rows), for_torch=True)
+    assert str(caught.value).startswith(message)
+    assert load_csv(dump_csv(programs(*rows))) == programs(*rows)
+
+
+@given(cases())
+def test_for_torch_a_schedule_is_refused_or_written_as_ever(case: Case) -> None:
+    """Refused where it holds an action of our own, or the last stage leaves the order."""
+    last = len(case.problem.stages) - 1
+    cells = [action for row in case.programs for action in row]
+    forwards = [a.microbatch for a in cells if a.stage == last and a.type is ActionType.FORWARD]
+    runs = forwards == sorted(forwards) and all(action.type.value in "FIWB" for action in cells)
+    if runs and all(case.programs):
+        assert dump_csv(case.programs, for_torch=True) == dump_csv(case.programs)
+    else:
+        with pytest.raises(ScheduleFormatError):
+            dump_csv(case.programs, for_torch=True)

@@ -95,14 +95,22 @@ def _torch_stage(module: nn.Module, index: int, num_stages: int) -> Any:
     )
 
 
-def train_sharded(schedule: Schedule, num_microbatches: int, steps: int) -> Sharded:
-    """Run steps on two pipeline ranks, each of whose stages two data-parallel ranks share."""
+def train_sharded(
+    schedule: Schedule, num_microbatches: int, steps: int, *, reshard: bool
+) -> Sharded:
+    """Run steps on two pipeline ranks, each of whose stages two data-parallel ranks share.
+
+    Parameters
+    ----------
+    reshard
+        Whether weights are sharded again after every forward.
+    """
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "data"))
     row, column = mesh["pipeline"].get_local_rank(), mesh["data"].get_local_rank()
     group = mesh["pipeline"].get_group()
     own, whole = _stages_of(schedule, row), _stages_of(schedule, row)
     for module in own.values():
-        _shard(module, mesh["data"])
+        _shard(module, mesh["data"], reshard=reshard)
     runner = PipelineRunner(own, schedule, small_loss, group=group, min_offload_bytes=1)
     worst, moved = 0.0, 0
     for step in range(steps):
@@ -130,10 +138,10 @@ def _stages_of(schedule: Schedule, rank: int) -> dict[int, nn.Module]:
     return {s: modules[s] for s, home in enumerate(schedule.placement) if home == rank}
 
 
-def _shard(module: nn.Module, mesh: DeviceMesh) -> None:
+def _shard(module: nn.Module, mesh: DeviceMesh, *, reshard: bool) -> None:
     for block in module.blocks:  # type: ignore[union-attr]
-        fully_shard(block, mesh=mesh, reshard_after_forward=False)
-    fully_shard(module, mesh=mesh, reshard_after_forward=False)
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
+    fully_shard(module, mesh=mesh, reshard_after_forward=reshard)
     assert all(isinstance(parameter, DTensor) for parameter in module.parameters())
 
 

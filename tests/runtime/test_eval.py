@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+import optpipe.runtime
+from optpipe.runtime.runner import Evaluation
 from tests.runtime import schedules, small_cases
 
 
@@ -36,3 +38,12 @@ def test_forwards_hold_no_more_for_more_microbatches(ranks):
         peaks.append([outcome.peak_bytes for outcome in outcomes[:3]])
     few, many = peaks
     assert many == few
+
+
+def test_the_runtimes_public_names_are_found_where_they_are_promised():
+    """An evaluation's type among them, for whoever annotates what `eval` returns."""
+    assert optpipe.runtime.Evaluation is Evaluation
+    for name in optpipe.runtime.__all__:
+        assert getattr(optpipe.runtime, name).__name__ == name
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        optpipe.runtime.nothing  # noqa: B018

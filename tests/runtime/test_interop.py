@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 from torch.distributed.pipelining.schedules import _Action
 
-from optpipe import dump_csv
-from optpipe.action import ActionType
+from optpipe import ScheduleFormatError, dump_csv, load_csv
+from optpipe.action import Action, ActionType
 from tests.runtime import interop_cases, schedules
 
 MICROBATCHES = 6
@@ -41,7 +43,7 @@ PROGRAMS = {
 def test_torchs_own_runtime_trains_by_our_csv(ranks, name):
     """Losses and gradients are those of one process; torchtitan loads a CSV in the same way."""
     placement, programs = PROGRAMS[name]
-    text = dump_csv(programs)
+    text = dump_csv(programs, for_torch=True)
     for found in ranks.run(interop_cases.train_by_torch, text, placement, MICROBATCHES):
         assert found.losses_difference < 1e-13
         assert found.num_gradients > 0
@@ -54,6 +56,8 @@ def test_torchs_own_runtime_is_wrong_where_the_last_stage_leaves_the_order(ranks
     cells = [str(action) for action in programs[3]]
     assert cells[:4] == ["3F0", "3B0", "3F1", "3B1"]
     text = dump_csv(programs[:3]) + ",".join(["3F1", "3F0", "3B0", "3B1", *cells[4:]]) + "\n"
+    with pytest.raises(ScheduleFormatError, match="row 4, column 1: 3F1 stands where"):
+        dump_csv(load_csv(text), for_torch=True)
     outcomes = ranks.run(interop_cases.train_by_torch, text, schedules.LINEAR, MICROBATCHES)
     assert max(found.worst_difference / found.largest_gradient for found in outcomes) > 0.01
 
@@ -63,7 +67,9 @@ OUR_OWN = [kind for kind in ActionType if kind.value not in "FIWB"]
 
 @pytest.mark.parametrize("kind", OUR_OWN)
 def test_torch_refuses_the_actions_that_it_does_not_have(kind):
-    """It names the cell and never takes one of them for an action of its own."""
+    """It names the cell and never takes one of them for an action of its own; we refuse before."""
+    with pytest.raises(ScheduleFormatError, match=rf"no {kind.value} \(2{kind.value}7\)"):
+        dump_csv(((Action(2, kind, 7),),), for_torch=True)
     with pytest.raises(RuntimeError, match=f"Invalid action string: 2{kind.value}7"):
         _Action.from_str(f"2{kind.value}7")
 
@@ -71,14 +77,18 @@ def test_torch_refuses_the_actions_that_it_does_not_have(kind):
 @pytest.mark.parametrize(
     ("offload", "recompute", "fused"), [(0.0, 0.0, 1.0), (0.0, 0.0, 0.0), (0.5, 0.25, 0.3)]
 )
-def test_fsdp2_shards_get_the_gradients_of_the_whole_model(ranks, offload, recompute, fused):
+@pytest.mark.parametrize("reshard", [False, True])
+def test_fsdp2_shards_get_the_gradients_of_the_whole_model(
+    ranks, offload, recompute, fused, reshard
+):
     """Two pipeline ranks with a V of stages, times two data-parallel ones; two steps."""
     problem = schedules.make_problem(TWO_RANKS, MICROBATCHES)
     programs = schedules.random_programs(
         problem, 7, offload=offload, recompute=recompute, fused=fused
     )
     schedule = schedules.make_schedule(problem, programs)
-    for found in ranks.run(interop_cases.train_sharded, schedule, MICROBATCHES, 2):
+    train = partial(interop_cases.train_sharded, reshard=reshard)
+    for found in ranks.run(train, schedule, MICROBATCHES, 2):
         assert found.compared.losses_difference < 1e-13
         assert found.compared.worst_difference < 1e-12 * found.compared.largest_gradient
         assert (found.offloaded_bytes > 0) == (offload > 0)

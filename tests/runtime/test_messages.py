@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
@@ -14,8 +15,10 @@ from optpipe.runtime.messages import (
     Receive,
     Send,
     boundary_levels,
+    boundary_room,
     check_orders,
     sends_over_before,
+    window_of,
 )
 from tests.runtime import schedules, small_cases
 
@@ -36,7 +39,7 @@ class Case(NamedTuple):
 @pytest.fixture(scope="module")
 def cases(ranks) -> list[Case]:
     placements = [schedules.LINEAR, schedules.V_SHAPE, schedules.LOOP, schedules.IRREGULAR]
-    made = [_one_f_one_b(8), _one_f_one_b(16), _all_forwards_first(16)]
+    made = [_one_f_one_b(8), _one_f_one_b(16), _all_forwards_first(16), _first_stages_first(8)]
     for seed, placement in enumerate(placements):
         problem = schedules.make_problem(placement, 4)
         programs = schedules.random_programs(problem, 70 + seed, offload=0.3, recompute=0.3)
@@ -55,6 +58,17 @@ def _all_forwards_first(num_microbatches: int) -> Schedule:
     problem = schedules.make_problem(schedules.LINEAR, num_microbatches)
     order = [f"F{j}" for j in range(num_microbatches)] + [f"B{j}" for j in range(num_microbatches)]
     rows = [" ".join(f"{stage}{cell}" for cell in order) for stage in range(4)]
+    return schedules.make_schedule(problem, schedules.from_text(rows))
+
+
+def _first_stages_first(num_microbatches: int) -> Schedule:
+    """Return all forwards of both ends of a loop on one rank, which keeps what it receives."""
+    problem = schedules.make_problem(schedules.LOOP, num_microbatches)
+    rows = []
+    for rank in range(4):
+        cells = [f"{stage}F{j}" for stage in (rank, rank + 4) for j in range(num_microbatches)]
+        cells += [f"{stage}B{j}" for stage in (rank + 4, rank) for j in range(num_microbatches)]
+        rows.append(" ".join(cells))
     return schedules.make_schedule(problem, schedules.from_text(rows))
 
 
@@ -182,6 +196,27 @@ def _most_in_flight(case: Case, window: int) -> list[int]:
     for level, order in zip(levels, case.orders, strict=True):
         assert set(level) == {step for step in order if isinstance(step, Action)}
     return [max(level.values()) for level in levels]
+
+
+def test_there_is_room_for_the_boundary_tensors_of_every_schedule(cases):
+    """Boundaries of unequal sizes; where a rank takes all it receives last, little is to spare."""
+    shares = []
+    for case in cases:
+        num_stages, window = len(case.placement), window_of(len(case.placement), trains=True)
+        sizes = [100 + 37 * boundary % 90 for boundary in range(num_stages - 1)]
+        count = max(step.microbatch for step in case.orders[0] if isinstance(step, Action)) + 1
+        over = sends_over_before(case.orders, case.placement, window)
+        for rank, order in enumerate(case.orders):
+            levels = boundary_levels(order, over[rank], num_stages, partial(_size_of, sizes))
+            own = [max(sizes[max(0, stage - 1) : stage + 1])
+                   for stage, home in enumerate(case.placement) if home == rank]  # fmt: skip
+            shares.append(max(levels.values()) / boundary_room(own, num_stages, count))
+    assert max(shares) <= 1
+    assert max(shares) > 0.5
+
+
+def _size_of(sizes: list[int], message: Pass) -> int:
+    return sizes[message.stage - 1 if message.backward else message.stage]
 
 
 def test_what_nobody_is_known_to_have_taken_counts_to_the_end():

@@ -8,9 +8,14 @@ import pytest
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import functional
 
+from optpipe.runtime.demo_model import ModelConfig, make_stages
 from optpipe.runtime.errors import OffloadError
+from optpipe.runtime.host_pool import HostPool
+from optpipe.runtime.measuring.workspace import Use, meter_for
 from optpipe.runtime.offload import Offloader
+from optpipe.runtime.weight_gradients import WeightGradients, split_linears
 
 CELL = (0, 0)
 CPU = torch.device("cpu")
@@ -144,3 +149,62 @@ def test_other_cells_are_not_touched(module, offloader):
     output.sum().backward()
     with pytest.raises(OffloadError, match="not captured"):
         offloader.offload((0, 1))
+
+
+def test_weights_that_are_gathered_during_the_forward_stay():
+    """FSDP2's way: parameters in no list of the module's, whose memory goes and comes back."""
+    offloader = Offloader({0: nn.Module()}, CPU, [CELL], min_bytes=64)
+    given = torch.randn(8, 16, requires_grad=True)
+    weight = nn.Parameter(torch.randn(16, 16))
+    values = weight.detach().clone()
+    with offloader.capture(CELL, [given]):
+        result = functional.linear(given * 2, weight).square().sum()
+    sizes = sorted(parcel.num_bytes for parcel in offloader.parcels(CELL))
+    assert sizes == [8 * 16 * 4, 8 * 16 * 4]  # what is multiplied, and what is squared
+    (expected,) = torch.autograd.grad((given * 2 @ values.t()).square().sum(), given)
+    weight.untyped_storage().resize_(0)
+    _round_trip(offloader)
+    weight.untyped_storage().resize_(values.untyped_storage().nbytes())
+    with torch.no_grad():
+        weight.copy_(values)
+    result.backward()
+    torch.testing.assert_close(given.grad, expected)
+
+
+@pytest.mark.parametrize("split", [True, False])
+def test_the_backward_of_a_reloaded_cell_peaks_as_that_of_a_kept_one(split):
+    """A plan has one workspace for both; a slab that stays whole would need more."""
+    kept, reloaded = (_backward_use(reloads=reloads, split=split) for reloads in (False, True))
+    assert reloaded == kept
+    assert kept.peak < 1.25 * kept.before
+
+
+def _backward_use(*, reloads: bool, split: bool) -> Use:
+    config = ModelConfig(hidden=32, blocks=4, sequence=16)
+    (whole,) = make_stages(config, 1)
+    module = nn.Sequential(*list(whole.children())[1:-1])
+    gradients = WeightGradients()
+    split_linears(module, gradients)
+    for parameter in module.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    given = torch.randn(2, 16, 32, dtype=config.dtype, requires_grad=True)
+    meter = meter_for(CPU, [given, *module.parameters()])
+    offloader = Offloader({0: module}, CPU, [CELL], min_bytes=1)
+    output, _ = meter.watch(lambda: _forward(module, offloader, given))
+    if reloads:
+        meter.watch(lambda: _there_and_back(offloader))
+    else:
+        offloader.reset()
+    ones = torch.ones_like(output)
+    if not split:
+        return meter.watch(lambda: output.backward(ones))[1]
+    with gradients.collect():
+        _, use = meter.watch(lambda: output.backward(ones))
+        gradients.take()()
+    return use
+
+
+def _there_and_back(offloader: Offloader) -> None:
+    _round_trip(offloader)
+    # The host's slots are no device memory, which the meter cannot tell on a CPU.
+    offloader.pool = HostPool(pinned=False)

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from optpipe_api.engine.messages import Message
-from optpipe_api.jobs import JobError, JobEvent, TracePoint
-from optpipe_api.store.contract import Outcome
+from optpipe_api.jobs import JobError, JobEvent, Outcome, TracePoint
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,7 +30,8 @@ class Attempt:
     """Solves one claimed job in one process, as far as it gets.
 
     `run` returns when the job is finished, given back, or lost to someone else; the process is
-    then to be stopped. Only `cancel` may be called from another thread.
+    then to be stopped, and ``left`` is the job as it was left. Only `cancel` may be called from
+    another thread.
     """
 
     def __init__(
@@ -50,6 +50,8 @@ class Attempt:
         self._on_change = on_change
         self._job = claim.job
         self._done = False
+        self._began = time.monotonic()
+        self.left: Job | None = None
         self._is_told = False
         self._cancelled = threading.Event()
         self._stop_at: float | None = None
@@ -59,7 +61,12 @@ class Attempt:
         # A job that died just before its end still needs a moment to hand its incumbent in.
         time_limit_s = max(_LEAST_TIME_S, options.time_limit_s - claim.job.spent_s)
         self._options = replace(options, time_limit_s=time_limit_s)
-        self._overtime_at = time.monotonic() + time_limit_s + settings.overtime_s
+        self._overtime_at = self._overtime_from_now()
+
+    @property
+    def seconds(self) -> float:
+        """How long ago the attempt began."""
+        return time.monotonic() - self._began
 
     def cancel(self) -> None:
         """Ask for an early end; the best schedule is kept."""
@@ -110,13 +117,22 @@ class Attempt:
                 error = JobError(code=message.header["code"], message=message.header["message"])
                 self._finish(Outcome(event=JobEvent.FAIL, error=error))
 
+    def _overtime_from_now(self) -> float:
+        return time.monotonic() + self._options.time_limit_s + self._settings.overtime_s
+
     def _tell(self) -> None:
         self._is_told = True
-        start = self._claim.start
-        header = {"options": asdict(self._options), "has_start": start is not None}
-        self._process.send(Message("job", header, self._claim.problem))
-        if start is not None:
-            self._process.send(Message("start", {}, start))
+        # That a busy machine starts its process slowly is not the solver's fault.
+        self._overtime_at = self._overtime_from_now()
+        claim = self._claim
+        header = {"options": asdict(self._options), "has_start": claim.start is not None}
+        if claim.model is not None:
+            self._process.send(Message("plan", header, claim.model))
+        else:
+            self._process.send(Message("job", header, claim.problem or ""))
+        if claim.start is not None:
+            chosen = "" if claim.model is None else claim.problem or ""
+            self._process.send(Message("start", {}, claim.start, chosen))
 
     def _record(self, message: Message) -> None:
         header = message.header
@@ -127,7 +143,11 @@ class Attempt:
             bound_ms=header["bound_ms"],
         )
         recorded = self._store.record(
-            self._lease, point, self._settings.lease_s, schedule=message.document or None
+            self._lease,
+            point,
+            self._settings.lease_s,
+            schedule=message.document or None,
+            problem=message.problem or None,
         )
         self._keep(recorded)
         self._on_change(self._lease.job_id)
@@ -156,6 +176,8 @@ class Attempt:
             schedule=message.document or None,
             objective_ms=header["objective_ms"],
             bound_ms=header["bound_ms"],
+            method=header.get("method") or "",
+            problem=message.problem or None,
         )
 
     def _nothing_found(self, why: str) -> Outcome:
@@ -190,6 +212,7 @@ class Attempt:
 
     def _end(self, job: Job | None) -> None:
         self._done = True
+        self.left = job
         state = "lost" if job is None else job.state.value
         self._log("job.state", f"the job is {state}")
         self._on_change(self._lease.job_id)

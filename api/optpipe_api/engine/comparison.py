@@ -15,7 +15,6 @@ import structlog
 
 from optpipe.errors import InputError
 from optpipe_api.engine.messages import Message
-from optpipe_api.engine.process import SolverProcess
 from optpipe_api.errors import (
     ComparisonStoppedError,
     SolverFailedError,
@@ -25,8 +24,10 @@ from optpipe_api.errors import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from concurrent.futures import Future
 
+    from optpipe_api.engine.process import SolverProcess
     from optpipe_api.settings import Settings
 
 __all__ = ["CompareOptions", "Comparisons"]
@@ -46,10 +47,17 @@ class CompareOptions:
 
 
 class Comparisons:
-    """Runs comparisons on this machine, at most ``solver_processes`` at once."""
+    """Runs comparisons, at most ``solver_processes`` at once.
 
-    def __init__(self, settings: Settings) -> None:
+    Parameters
+    ----------
+    start_process
+        Starts a solver process, see `Solvers.start`.
+    """
+
+    def __init__(self, settings: Settings, start_process: Callable[[], SolverProcess]) -> None:
         self._settings = settings
+        self._start_process = start_process
         self._free = threading.BoundedSemaphore(settings.solver_processes)
         self._threads = ThreadPoolExecutor(settings.solver_processes, "compare")
         self._closing = threading.Event()
@@ -81,7 +89,7 @@ class Comparisons:
     def _run(self, problem: str, options: CompareOptions, gone: threading.Event) -> str:
         # Freed here and not where the answer is awaited: until the process is gone it counts.
         try:
-            process = SolverProcess(self._settings)
+            process = self._start_process()
             try:
                 return self._converse(process, problem, options, gone)
             finally:

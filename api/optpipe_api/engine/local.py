@@ -1,162 +1,87 @@
-"""The local engine: a fixed number of slots, each solving one job at a time in its own process.
-
-A slot is a thread that claims jobs from the store; the thread waits while the process works. Each
-slot keeps its next process started and its imports done, so that a job starts at once.
-"""
+"""Solver processes on this machine."""
 
 from __future__ import annotations
 
-import threading
-import uuid
 from typing import TYPE_CHECKING
 
-import structlog
-
-from optpipe_api.engine.attempt import Attempt
-from optpipe_api.engine.process import SolverProcess
-from optpipe_api.errors import StoreUnavailableError
+from optpipe_api.engine.messages import FrameBuffer, Message, encode
+from optpipe_api.engine.pipes import Pipes, worker_arguments
+from optpipe_api.engine.process import Place
+from optpipe_api.errors import SolverFailedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from optpipe_api.jobs import Claim
     from optpipe_api.settings import Settings
-    from optpipe_api.store.contract import JobStore
 
-__all__ = ["LocalEngine"]
-
-_PAUSE_S = 1.0
+__all__ = ["LocalProcess", "LocalSolvers"]
 
 
-class LocalEngine:
-    """Takes jobs from a store and solves them on this machine.
+class LocalProcess:
+    """A `SolverProcess` that is a child of this server.
 
-    Parameters
-    ----------
-    on_change
-        Called from the engine's threads with the id of each job that changed.
+    Raises
+    ------
+    SolverFailedError
+        If it cannot be started.
     """
 
-    def __init__(
-        self, store: JobStore, settings: Settings, on_change: Callable[[str], None]
-    ) -> None:
-        self._store = store
-        self._settings = settings
-        self._on_change = on_change
-        # Leases of an earlier life of this server are not ours.
-        self._owner = uuid.uuid4().hex
-        self._closing = threading.Event()
-        self._work = threading.Semaphore(0)
-        self._attempts: dict[str, Attempt] = {}
-        self._threads = [
-            threading.Thread(target=self._outlive, args=(self._serve_slot,), name=f"slot-{index}")
-            for index in range(settings.solver_processes)
-        ]
-        self._threads.append(
-            threading.Thread(target=self._outlive, args=(self._expire,), name="leases")
-        )
+    def __init__(self, settings: Settings) -> None:
+        try:
+            self._pipes = Pipes(worker_arguments(settings))
+        except OSError as error:
+            raise SolverFailedError(
+                f"cannot start a solver process: {error}; does this machine have memory and room "
+                "for another process? Lower OPTPIPE_SOLVER_PROCESSES or try again later"
+            ) from error
+        self._buffer = FrameBuffer()
 
-    def start(self) -> None:
-        """Begin to take jobs."""
-        for thread in self._threads:
-            thread.start()
+    @property
+    def pid(self) -> int:
+        """The process id."""
+        return self._pipes.pid
 
-    def wake(self) -> None:
-        """Say that a job was queued."""
-        self._work.release()
+    @property
+    def name(self) -> str:
+        """The process id."""
+        return str(self.pid)
 
-    def cancel(self, job_id: str) -> None:
-        """Stop an attempt that runs here; the store knows already that this is wanted."""
-        attempt = self._attempts.get(job_id)
-        if attempt is not None:
-            attempt.cancel()
-
-    def close(self) -> None:
-        """Give running jobs back with their incumbents, stop all processes and threads."""
-        self._closing.set()
-        for _ in self._threads:
-            self._work.release()
-        for thread in self._threads:
-            if thread.ident is not None:
-                thread.join()
+    @property
+    def place(self) -> Place:
+        """On the machine of the server, always."""
+        return Place.GIVEN
 
     @property
     def is_alive(self) -> bool:
-        """Whether every thread runs."""
-        return all(thread.is_alive() for thread in self._threads)
+        """Whether the process still runs."""
+        return self._pipes.is_alive
 
-    def _outlive(self, step: Callable[[], None]) -> None:
-        """Repeat a step until the engine closes, whatever happens in it."""
-        while not self._closing.is_set():
-            try:
-                step()
-            except StoreUnavailableError as error:
-                self._log().warning(str(error), action="engine.store_unavailable")
-                self._closing.wait(_PAUSE_S)
-            except Exception:  # noqa: BLE001 - a slot that ends is lost until the next restart
-                self._log().exception("a fault of the engine", action="engine.fault")
-                self._closing.wait(_PAUSE_S)
+    def send(self, message: Message) -> None:
+        """Say something."""
+        self._pipes.write(encode(message))
 
-    def _serve_slot(self) -> None:
-        spare = self._start_process()
-        try:
-            claim = self._next_claim()
-            if claim is None:
-                return
-            if spare is None or not spare.is_alive:
-                self._replace(spare)
-                spare = self._start_process()
-            if spare is None:
-                self._store.requeue(claim.lease)
-                self._closing.wait(_PAUSE_S)
-                return
-            self._solve(claim, spare)
-        finally:
-            self._replace(spare)
+    def receive(self, timeout_s: float) -> list[Message] | None:
+        """Return what has come within the time; None when the process has ended."""
+        data = self._pipes.read(timeout_s)
+        return None if data is None else self._buffer.feed(data)
 
-    def _next_claim(self) -> Claim | None:
-        while not self._closing.is_set():
-            claim = self._store.claim(self._owner, self._settings.lease_s)
-            if claim is not None:
-                return claim
-            self._work.acquire(timeout=self._settings.poll_s)
-        return None
+    def stop(self) -> None:
+        """End the process; it is gone when this returns."""
+        self._pipes.end()
+        self._pipes.close()
 
-    def _solve(self, claim: Claim, process: SolverProcess) -> None:
-        job_id = claim.lease.job_id
-        attempt = Attempt(claim, process, self._store, self._settings, self._on_change)
-        self._attempts[job_id] = attempt
-        self._on_change(job_id)
-        try:
-            attempt.run(self._closing)
-        finally:
-            if self._attempts.get(job_id) is attempt:
-                del self._attempts[job_id]
+    def how_it_died(self) -> str:
+        """Return a clause that says how the process ended."""
+        return self._pipes.how_it_died()
 
-    def _start_process(self) -> SolverProcess | None:
-        try:
-            return SolverProcess(self._settings)
-        except OSError as error:
-            self._log().warning(
-                f"cannot start a solver process: {error}", action="engine.no_process"
-            )
-            return None
 
-    def _replace(self, process: SolverProcess | None) -> None:
-        if process is not None:
-            process.stop()
+class LocalSolvers:
+    """Starts solver processes as children of this server."""
 
-    def _expire(self) -> None:
-        for job in self._store.expire(self._settings.max_attempts):
-            self._log().info(
-                f"the job's server stopped answering; the job is {job.state.value}",
-                action="job.expired",
-                job=job.id,
-            )
-            self._on_change(job.id)
-            self.wake()
-        self._closing.wait(self._settings.heartbeat_s)
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
 
-    def _log(self) -> structlog.stdlib.BoundLogger:
-        log: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
-        return log
+    def start(self) -> LocalProcess:
+        """Start one."""
+        return LocalProcess(self._settings)
+
+    def close(self) -> None:
+        """Nothing is held: processes are stopped by whoever started them."""

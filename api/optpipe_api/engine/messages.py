@@ -1,13 +1,16 @@
-"""What server and solver process say to each other: a JSON header and a document, in one frame.
+"""What server and solver process say to each other: a JSON header and documents, in one frame.
 
 A frame is eight bytes of length, then the header as one line of JSON, then the document as it is
-(JSON text, which the server stores without looking inside). Nothing is ever unpickled.
+(JSON text, which the server stores without looking inside). Where a plan speaks of a schedule, the
+problem that it solves follows as a second document; the header then says how many bytes of the
+rest are the first. Nothing is ever unpickled.
 
 ==========  =========  ==============================================  ==================
 to          kind       header                                          document
 ==========  =========  ==============================================  ==================
 process     job        options, has_start                              the problem
-process     start      (follows job where has_start)                   the last incumbent
+process     plan       options, has_start (instead of job)             the model
+process     start      (follows either where has_start)                the last incumbent
 process     stop       (finish now, keep the best)
 process     compare    options (instead of job)                        the problem
 server      ready      (imports are done)
@@ -27,21 +30,29 @@ from typing import Any
 __all__ = ["FrameBuffer", "Message", "encode"]
 
 _LENGTH_BYTES = 8
+_FIRST = "document_bytes"
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One frame, taken apart."""
+    """One frame, taken apart.
+
+    ``problem`` is what the schedule in ``document`` solves, where the search chose that too, and
+    empty elsewhere.
+    """
 
     kind: str
     header: dict[str, Any] = field(default_factory=dict)
     document: str = ""
+    problem: str = ""
 
 
 def encode(message: Message) -> bytes:
     """Return a message as one frame."""
-    header = json.dumps({"kind": message.kind, **message.header}).encode()
-    body = header + b"\n" + message.document.encode()
+    header, document = {"kind": message.kind, **message.header}, message.document.encode()
+    if message.problem:
+        header[_FIRST] = len(document)
+    body = json.dumps(header).encode() + b"\n" + document + message.problem.encode()
     return len(body).to_bytes(_LENGTH_BYTES, "big") + body
 
 
@@ -71,6 +82,8 @@ class FrameBuffer:
 
 
 def _decode(body: bytes) -> Message:
-    header, _, document = body.partition(b"\n")
-    fields = json.loads(header)
-    return Message(fields.pop("kind"), fields, document.decode())
+    line, _, documents = body.partition(b"\n")
+    header = json.loads(line)
+    end = header.pop(_FIRST, len(documents))
+    document, problem = documents[:end].decode(), documents[end:].decode()
+    return Message(header.pop("kind"), header, document, problem)

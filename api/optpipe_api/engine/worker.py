@@ -1,7 +1,8 @@
 """The solver process: ``python -m optpipe_api.engine.worker SETTINGS``.
 
-It takes one job, tells every improvement, tells the result, and ends; or it takes one comparison,
-tells the rows, and ends. It ends at once when the server does: the end of its input says so.
+It takes one job, a problem to solve or a model to plan, tells every improvement, tells the result,
+and ends; or it takes one comparison, tells the rows, and ends. It ends at once when the server
+does: the end of its input says so.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import resource
 import sys
 import threading
 import traceback
@@ -18,37 +18,45 @@ from typing import TYPE_CHECKING, Any
 from optpipe.errors import OptPipeError
 from optpipe.evaluate import evaluate
 from optpipe.formats.comparison import dump_comparison
-from optpipe.formats.json_text import load_problem, load_schedule
+from optpipe.formats.json_text import load_model, load_problem, load_schedule
 from optpipe.schedule import Provenance, TraceEntry
 from optpipe_api.engine.messages import FrameBuffer, Message, encode
+from optpipe_api.engine.rlimits import limit_cpu, limit_process
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from optpipe.action import Programs
     from optpipe.problem import Problem
+    from optpipe.schedule import Schedule
     from optpipe_solver import Progress, Result, Row
+    from optpipe_solver.plan import PlanResult
 
 __all__ = ["main"]
 
-_NICENESS = 5
 _BOUND_EVERY_S = 0.2
+_OF_SOLVE = ("time_limit_s", "work_limit", "threads", "seed", "gap", "method")
+_OF_PLAN = ("time_limit_s", "threads", "seed", "chunks", "placements")
 
 
 def main() -> None:
     """Serve one job or comparison over standard input and output."""
     settings = json.loads(sys.argv[1])
     channel = _Channel()
-    _limit(settings["memory_bytes"])
+    limit_process(settings["memory_bytes"])
     try:
         solve = _find(settings["solve_path"])
         _warm_up(settings["solve_path"])
         channel.send(Message("ready"))
         task = channel.receive()
-        if task.kind == "compare":
-            channel.send(_compare(channel, task, _find(settings["compare_path"])))
-        else:
-            channel.send(_run(channel, task, solve))
+        limit_cpu(task.header["options"], settings["overtime_s"])
+        match task.kind:
+            case "compare":
+                channel.send(_compare(channel, task, _find(settings["compare_path"])))
+            case "plan":
+                channel.send(_plan(channel, task, _find(settings["plan_path"])))
+            case _:
+                channel.send(_solve(channel, task, solve))
     except OptPipeError as error:
         channel.send(Message("error", {"code": error.code, "message": str(error)}))
     except MemoryError:
@@ -78,9 +86,12 @@ class _Channel:
 
     def send(self, message: Message) -> None:
         data = memoryview(encode(message))
-        with self._lock:
-            while data:
-                data = data[os.write(self._out, data) :]
+        try:
+            with self._lock:
+                while data:
+                    data = data[os.write(self._out, data) :]
+        except BrokenPipeError:
+            os._exit(0)
 
     def receive(self) -> Message:
         message = next(self._incoming, None)
@@ -101,13 +112,6 @@ class _Channel:
         buffer = FrameBuffer()
         while data := os.read(0, 1 << 16):
             yield from buffer.feed(data)
-
-
-def _limit(memory_bytes: int | None) -> None:
-    os.nice(_NICENESS)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    if memory_bytes is not None:
-        resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
 
 
 def _find(path: str) -> Callable[..., Any]:
@@ -132,26 +136,47 @@ def _compare(channel: _Channel, task: Message, compare: Callable[..., list[Row]]
     return Message("rows", {}, dump_comparison([row.as_json() for row in rows], options["form"]))
 
 
-def _run(channel: _Channel, job: Message, solve: Callable[..., Result]) -> Message:
+def _solve(channel: _Channel, job: Message, solve: Callable[..., Result]) -> Message:
     start = load_schedule(channel.receive().document) if job.header["has_start"] else None
     channel.watch()
     problem = load_problem(job.document)
     options = job.header["options"]
     result = solve(
         problem,
-        **options,
+        **{name: options[name] for name in _OF_SOLVE},
         start=None if start is None else start.programs,
         start_method="given start" if start is None else start.provenance.method,
-        on_progress=_Reporter(channel, problem, options["seed"]),
+        on_progress=_Reporter(channel, options["seed"], problem),
         should_stop=channel.stop.is_set,
     )
     return _result(result)
 
 
-class _Reporter:
-    """Tells the server every better schedule, and better bounds a few times per second."""
+def _plan(channel: _Channel, job: Message, plan: Callable[..., PlanResult]) -> Message:
+    start = channel.receive() if job.header["has_start"] else None
+    channel.watch()
+    options = job.header["options"]
+    result = plan(
+        load_model(job.document),
+        **{name: options[name] for name in _OF_PLAN if options.get(name) is not None},
+        start=None if start is None else _begun(start),
+        on_progress=_Reporter(channel, options["seed"]),
+        should_stop=channel.stop.is_set,
+    )
+    return _result(result, result.problem)
 
-    def __init__(self, channel: _Channel, problem: Problem, seed: int) -> None:
+
+def _begun(start: Message) -> tuple[Problem, Programs]:
+    return load_problem(start.problem), load_schedule(start.document).programs
+
+
+class _Reporter:
+    """Tells the server every better schedule, and better bounds a few times per second.
+
+    ``problem`` is what is solved; a plan has none: it names the one it chose with each schedule.
+    """
+
+    def __init__(self, channel: _Channel, seed: int, problem: Problem | None = None) -> None:
         self._channel = channel
         self._problem = problem
         self._seed = seed
@@ -160,13 +185,14 @@ class _Reporter:
         self._trace: list[TraceEntry] = []
 
     def __call__(self, progress: Progress) -> None:
-        if progress.programs is not None:
-            self._tell_schedule(progress, progress.programs)
+        problem = self._problem or progress.problem
+        if problem is not None and progress.programs is not None:
+            self._tell_schedule(progress, problem, progress.programs)
         elif progress.seconds >= self._last_bound_s + _BOUND_EVERY_S:
             self._last_bound_s = progress.seconds
-            self._send(progress, None, "")
+            self._send(progress, None)
 
-    def _tell_schedule(self, progress: Progress, programs: Programs) -> None:
+    def _tell_schedule(self, progress: Progress, problem: Problem, programs: Programs) -> None:
         self._trace.append(
             TraceEntry(
                 seconds=progress.seconds,
@@ -177,7 +203,7 @@ class _Reporter:
         )
         # Should this schedule stay the last, then because the solve was interrupted.
         schedule = evaluate(
-            self._problem,
+            problem,
             programs,
             Provenance(
                 method=progress.method,
@@ -190,29 +216,35 @@ class _Reporter:
         )
         if schedule.objective_ms < self._best_ms:
             self._best_ms = schedule.objective_ms
-            self._send(progress, schedule.objective_ms, schedule.model_dump_json(by_alias=True))
+            self._send(progress, schedule, progress.problem)
 
-    def _send(self, progress: Progress, objective_ms: float | None, document: str) -> None:
+    def _send(
+        self, progress: Progress, schedule: Schedule | None, problem: Problem | None = None
+    ) -> None:
         header = {
             "seconds": progress.seconds,
             "method": progress.method,
-            "objective_ms": objective_ms,
+            "objective_ms": None if schedule is None else schedule.objective_ms,
             "bound_ms": progress.bound_ms,
         }
-        self._channel.send(Message("progress", header, document))
+        self._channel.send(Message("progress", header, _text(schedule), _text(problem)))
 
 
-def _result(result: Result) -> Message:
+def _result(result: Result | PlanResult, problem: Problem | None = None) -> Message:
     schedule = result.schedule
     header: dict[str, Any] = {
         "status": result.status.value,
         "objective_ms": None if schedule is None else schedule.objective_ms,
+        "method": None if schedule is None else schedule.provenance.method,
         "bound_ms": result.bound_ms,
         "message": result.message,
         "needs": result.needs,
     }
-    document = "" if schedule is None else schedule.model_dump_json(by_alias=True)
-    return Message("result", header, document)
+    return Message("result", header, _text(schedule), _text(problem))
+
+
+def _text(value: Schedule | Problem | None) -> str:
+    return "" if value is None else value.model_dump_json(by_alias=True)
 
 
 def _out_of_memory(memory_bytes: int | None) -> Message:

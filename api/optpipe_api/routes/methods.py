@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Header, Query, Request, Response
-from starlette.concurrency import run_in_threadpool
 
-from optpipe_api.bodies import decode_json, read_body, require_json
-from optpipe_api.comparison_schemas import Comparison, MethodList
+from optpipe_api.bodies import read_body, require_json
+from optpipe_api.comparison_schemas import MethodList
+from optpipe_api.desk.intake import read_comparison
 from optpipe_api.http_errors import documented
 from optpipe_api.negotiation import TABLE_FORMS, preferred_form
-from optpipe_api.routes.serving import Serving  # noqa: TC001 - FastAPI reads it
-
-if TYPE_CHECKING:
-    from optpipe.problem import Problem
-    from optpipe_api.engine.comparison import CompareOptions
-    from optpipe_api.service import Service
+from optpipe_api.routes.serving import Serving, Submitter  # noqa: TC001 - FastAPI reads it
 
 __all__ = ["router"]
 
@@ -51,13 +46,14 @@ async def methods(service: Serving) -> MethodList:
 @router.post(
     "/compare",
     response_class=Response,
-    responses={**_ROWS, **documented(406, 413, 415, 429, 500)},
+    responses={**_ROWS, **documented(403, 406, 413, 415, 429, 500)},
     openapi_extra=_REQUEST,
     summary="Compare every method",
 )
 async def compare(
     request: Request,
     service: Serving,
+    _who: Submitter,
     accept: Annotated[str | None, Header()] = None,
     form: Annotated[Literal["json", "csv", "markdown"] | None, Query(alias="format")] = None,
 ) -> Response:
@@ -69,12 +65,8 @@ async def compare(
     chosen = preferred_form(accept, TABLE_FORMS) if form is None else form
     require_json(request)
     body = await read_body(request, service.settings.max_body_bytes)
-    problem, options = await run_in_threadpool(_read, service, body, chosen)
+    intake, asked = await read_comparison(service.readers, body)
     del body
-    text = await service.compare(problem, options, request.is_disconnected)
+    options = asked.within(service.settings, chosen)
+    text = await service.compare(intake, options, request.is_disconnected)
     return Response(text, media_type=TABLE_FORMS[chosen], headers={"Vary": "Accept"})
-
-
-def _read(service: Service, body: bytes, form: str) -> tuple[Problem, CompareOptions]:
-    comparison = Comparison.parse(decode_json(body))
-    return comparison.problem, comparison.options.within(service.settings, form)

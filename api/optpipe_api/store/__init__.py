@@ -1,6 +1,56 @@
-"""Where jobs are kept: the contract, and its one implementation over SQLite and PostgreSQL."""
+"""What is kept: one database, SQLite or PostgreSQL, and a store for each kind of thing in it."""
 
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from optpipe_api.store.batches import BatchStore
 from optpipe_api.store.contract import JobStore, Outcome
-from optpipe_api.store.sql import SqlJobStore, open_store
+from optpipe_api.store.database import connect
+from optpipe_api.store.deployments import DeploymentStore
+from optpipe_api.store.jobs import SqlJobStore
+from optpipe_api.store.keys import KeyStore
 
-__all__ = ["JobStore", "Outcome", "SqlJobStore", "open_store"]
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import sqlalchemy as sa
+
+__all__ = ["JobStore", "Outcome", "SqlJobStore", "Stores", "open_stores"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stores:
+    """All stores of one database; they share its connections."""
+
+    engine: sa.Engine
+    jobs: SqlJobStore
+    batches: BatchStore
+    deployments: DeploymentStore
+    keys: KeyStore
+
+    def close(self) -> None:
+        """Let go of all connections."""
+        self.engine.dispose()
+
+
+def open_stores(url: str, clock: Callable[[], float] = time.time) -> Stores:
+    """Return the stores of a database, which is created or migrated as needed.
+
+    Raises
+    ------
+    InputError
+        If the URL names no database that we know.
+    StoreUnavailableError
+        If it cannot be opened, or belongs to a newer version.
+    """
+    engine = connect(url)
+    return Stores(
+        engine=engine,
+        jobs=SqlJobStore(engine, clock),
+        batches=BatchStore(engine, clock),
+        deployments=DeploymentStore(engine, clock),
+        keys=KeyStore(engine, clock),
+    )

@@ -149,10 +149,24 @@ deployments = sa.Table(
     sa.Column("problem", sa.Text, nullable=False),
     # The same problem with the times last measured; null until there are any.
     sa.Column("measured", sa.Text),
+    # The problem that was solved last, and how long the schedule in use takes under its times.
+    sa.Column("planned", sa.Text, nullable=False),
+    sa.Column("planned_ms", sa.Double),
     sa.Column("version", sa.Integer, nullable=False),
-    # The solve under way for the next version; whoever sets or clears it wins or loses by it.
-    sa.Column("job_id", sa.String(32)),
+    # Why a solve is wanted, and its job; whoever sets or clears them wins or loses by it.
     sa.Column("job_reason", sa.Text),
+    sa.Column("job_id", sa.String(32)),
+    sa.Column("num_solves", sa.Integer, nullable=False),
+    # How many of that job's schedules were looked at.
+    sa.Column("num_seen", sa.Integer, nullable=False),
+    # JSON: why the last solve gave nothing.
+    sa.Column("error", sa.Text),
+    # How many reports came, and how many of them had come when the times were last judged.
+    sa.Column("num_reports", sa.Integer, nullable=False),
+    sa.Column("num_judged", sa.Integer, nullable=False),
+    # Under measured times: the schedule in use, and one as good as it was when it was made.
+    sa.Column("current_ms", sa.Double),
+    sa.Column("expected_ms", sa.Double),
     sqlite_autoincrement=True,
 )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from optpipe.measurements import Given, Measurements
+from optpipe.runtime.messages import boundary_room
 
 if TYPE_CHECKING:
     from optpipe.problem import Problem
@@ -46,21 +47,26 @@ class Profile(NamedTuple):
     def with_reserved(self, num_microbatches: int) -> Measurements:
         """Return the measurements with bytes reserved on each device for what is no activation.
 
-        That is the whole batch, where it lies all step long, and boundary tensors in flight: as
-        many as there are stages and two more, which is what orders without detours need. The
-        runtime counts those of the schedule at hand, and says so if they are more.
+        That is the whole batch, where it lies all step long, and boundary tensors in flight. How
+        many these are depends on the schedule that is still to be found; there is room for every
+        one (`optpipe.runtime.messages.boundary_room`). A schedule that needs less leaves the rest
+        unused: give such a problem smaller ``reserved_bytes``, and the runtime, which counts what
+        the schedule at hand needs, says before the first step if they are too few.
         """
-        measurements = self.measurements
+        measurements, num_stages = self.measurements, len(self.results)
         reserved = [facts.reserved_bytes or 0 for facts in measurements.devices]
-        largest = [0] * len(reserved)
+        crossing: list[list[int]] = [[] for _ in reserved]
         for home, result in zip(measurements.placement, self.results, strict=True):
             found = result.footprint
             reserved[home] += num_microbatches * found.batch_bytes
-            largest[home] = max(largest[home], found.received_bytes, found.output_bytes)
-        num_messages = len(self.results) + 2
+            crossing[home].append(max(found.received_bytes, found.output_bytes))
         devices = tuple(
-            facts.model_copy(update={"reserved_bytes": taken + num_messages * size})
-            for facts, taken, size in zip(measurements.devices, reserved, largest, strict=True)
+            facts.model_copy(
+                update={
+                    "reserved_bytes": taken + boundary_room(sizes, num_stages, num_microbatches)
+                }
+            )
+            for facts, taken, sizes in zip(measurements.devices, reserved, crossing, strict=True)
         )
         fields = {name: getattr(measurements, name) for name in Measurements.model_fields}
         return Measurements(**(fields | {"devices": devices}))

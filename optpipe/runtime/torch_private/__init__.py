@@ -11,11 +11,15 @@ from __future__ import annotations
 
 from optpipe.runtime.torch_private.names import (
     TorchDispatchMode,
+    alias_no_view,
     check_torch,
     default_store,
     group_name,
     has_gradient_hooks,
+    parts_with_memory,
+    storage_identity,
     tree_leaves,
+    viewed,
 )
 from optpipe.runtime.torch_private.schedule import HookedSchedule
 from optpipe.runtime.torch_private.stage import HookedStage
@@ -24,9 +28,13 @@ __all__ = [
     "HookedSchedule",
     "HookedStage",
     "TorchDispatchMode",
+    "alias_no_view",
     "check_torch",
     "default_store",
     "group_name",
     "has_gradient_hooks",
+    "parts_with_memory",
+    "storage_identity",
     "tree_leaves",
+    "viewed",
 ]

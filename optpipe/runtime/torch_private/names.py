@@ -9,23 +9,29 @@ import torch
 from torch.distributed import distributed_c10d
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from optpipe.errors import MissingExtraError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch import Tensor
     from torch.distributed import ProcessGroup
     from torch.distributed.distributed_c10d import Store
 
 __all__ = [
     "TorchDispatchMode",
+    "alias_no_view",
     "check_torch",
     "default_store",
     "group_name",
     "has_gradient_hooks",
+    "parts_with_memory",
+    "storage_identity",
     "tree_leaves",
+    "viewed",
 ]
 
 _NAMES: Final[tuple[tuple[object, str, tuple[str, ...]], ...]] = (
@@ -48,6 +54,9 @@ _NAMES: Final[tuple[tuple[object, str, tuple[str, ...]], ...]] = (
     (schedules, "_batch_p2p", ("p2p_ops",)),
     (TorchDispatchMode, "__torch_dispatch__", ("func", "types", "args", "kwargs")),
 )
+
+
+_ALIAS: Final = torch.ops.aten._unsafe_view.default  # noqa: SLF001
 
 
 def check_torch() -> None:
@@ -80,6 +89,38 @@ def has_gradient_hooks(parameter: Tensor) -> bool:
     return bool(getattr(parameter, "_backward_hooks", None)) or bool(
         getattr(parameter, "_post_accumulate_grad_hooks", None)
     )
+
+
+def alias_no_view(tensor: Tensor) -> Tensor:
+    """Return the same values in the same memory, for autograd a tensor of its own.
+
+    Unlike a view it does not keep the tensor that it was made from.
+    """
+    alias: Tensor = _ALIAS(tensor, tensor.shape)
+    return alias
+
+
+def parts_with_memory(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield the tensors whose memory this one is made of: itself, but for wrappers like DTensor."""
+    if not is_traceable_wrapper_subclass(tensor):
+        yield tensor
+        return
+    names, _ = tensor.__tensor_flatten__()
+    for part in (getattr(tensor, name) for name in names):
+        # Since 2.13 a DTensor names its mesh, too.
+        if isinstance(part, torch.Tensor):
+            yield from parts_with_memory(part)
+
+
+def storage_identity(tensor: Tensor) -> int:
+    """Return what no other storage has while a reference to this one, weak or not, is held."""
+    return int(tensor.untyped_storage()._cdata)  # noqa: SLF001
+
+
+def viewed(tensor: Tensor) -> Tensor:
+    """Return the tensor that autograd knows this one to be a view of; itself if of none."""
+    base: Tensor | None = tensor._base  # noqa: SLF001
+    return tensor if base is None else base
 
 
 def default_store() -> Store:

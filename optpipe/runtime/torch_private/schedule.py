@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch.distributed import Work
 
     from optpipe.runtime.hooks import PassHooks
-    from optpipe.runtime.messages import Order, Step
+    from optpipe.runtime.messages import Order
     from optpipe.runtime.torch_private.stage import HookedStage
 
 __all__ = ["HookedSchedule"]
@@ -71,7 +71,7 @@ class HookedSchedule(_PipelineScheduleRuntime):
         self._loss_of: dict[int, Tensor] = {}
         self._output_of: dict[int, Any] = {}
         self._in_flight: dict[Pass, list[Work]] = {}
-        self._over_before: Mapping[Step, tuple[Pass, ...]] = {}
+        self._over_before_send: Mapping[Pass, tuple[Pass, ...]] = {}
         self._stage_of = {stage.stage_index: stage for stage in stages}
         self.orders = self._lower(programs)
         self._tell_stages()
@@ -98,11 +98,12 @@ class HookedSchedule(_PipelineScheduleRuntime):
         home_of = self.stage_index_to_group_rank
         placement = [home_of[index] for index in range(len(home_of))]
         window = window_of(len(placement), trains=self._trains)
-        self._over_before = sends_over_before(self.orders, placement, window)[self.rank]
+        before = sends_over_before(self.orders, placement, window)[self.rank]
+        self._over_before_send = {
+            step.message: messages for step, messages in before.items() if isinstance(step, Send)
+        }
         over = {
-            pass_of(step): messages
-            for step, messages in self._over_before.items()
-            if isinstance(step, Action)
+            pass_of(step): messages for step, messages in before.items() if isinstance(step, Action)
         }
         for index, stage in self._stage_of.items():
             stage.next_is_here = stage.is_last or index + 1 in self._stage_of
@@ -145,7 +146,8 @@ class HookedSchedule(_PipelineScheduleRuntime):
         stage, microbatch = self._stage_of[action.stage_index], action.microbatch_index
         backward = action.computation_type is _ComputationType.SEND_B
         message = Pass(backward, action.stage_index, microbatch)
-        self.let_go(self._over_before.get(Send(message), ()))
+        if over := self._over_before_send.get(message):
+            self.let_go(over)
         operations = (stage.get_bwd_send_ops if backward else stage.get_fwd_send_ops)(microbatch)
         self._in_flight[message] = schedules._batch_p2p(operations)  # noqa: SLF001
 

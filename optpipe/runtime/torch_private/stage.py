@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.pipelining import PipelineStage
 
-from optpipe.runtime.hollow import hollow
+from optpipe.runtime.torch_private.hollow import hollow
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

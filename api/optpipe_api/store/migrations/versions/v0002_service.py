@@ -1,6 +1,6 @@
 """Kinds, owners, priorities, tags, events of jobs; batches, deployments, API keys.
 
-The trace of a job becomes its first events. A key that made a job before stays its key.
+The trace of a job becomes its first events, and its state the one after. A key that made a job before stays its key.
 """
 
 from __future__ import annotations
@@ -94,6 +94,12 @@ def _turn_trace_into_events() -> None:
         "trace.bound_ms FROM trace JOIN jobs ON jobs.position = trace.position "
         "ORDER BY trace.number"
     )
+    # The last entry of a job says where it stands: whoever follows a finished one must see its end.
+    op.execute(
+        "INSERT INTO events (position, kind, at, text) "
+        "SELECT position, 'state', COALESCE(finished_at, started_at, created_at), state "
+        "FROM jobs ORDER BY position"
+    )
     op.drop_index("ix_trace_position_number", "trace")
     op.drop_table("trace")
 
@@ -117,9 +123,18 @@ def _create_deployments() -> None:
         sa.Column("options", sa.Text, nullable=False),
         sa.Column("problem", sa.Text, nullable=False),
         sa.Column("measured", sa.Text),
+        sa.Column("planned", sa.Text, nullable=False),
+        sa.Column("planned_ms", sa.Double),
         sa.Column("version", sa.Integer, nullable=False),
-        sa.Column("job_id", sa.String(32)),
         sa.Column("job_reason", sa.Text),
+        sa.Column("job_id", sa.String(32)),
+        sa.Column("num_solves", sa.Integer, nullable=False),
+        sa.Column("num_seen", sa.Integer, nullable=False),
+        sa.Column("error", sa.Text),
+        sa.Column("num_reports", sa.Integer, nullable=False),
+        sa.Column("num_judged", sa.Integer, nullable=False),
+        sa.Column("current_ms", sa.Double),
+        sa.Column("expected_ms", sa.Double),
         sqlite_autoincrement=True,
     )
     op.create_table(

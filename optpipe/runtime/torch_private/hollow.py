@@ -7,10 +7,11 @@ is free as soon as the next stage has it, unless autograd itself saved it.
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
-import torch
 from torch import Tensor
+
+from optpipe.runtime.torch_private.names import alias_no_view
 
 __all__ = ["hollow"]
 
@@ -29,16 +30,7 @@ def _hollow(output: Tensor) -> Tensor:
     if type(output) is not Tensor:
         # A subclass (DTensor) knows more than shape and memory.
         return output
-    return cast("Tensor", _Hollow.apply(output))  # type: ignore[no-untyped-call]
-
-
-class _Hollow(torch.autograd.Function):
-    """The identity for gradients; forward, all elements are one that nobody has written."""
-
-    @staticmethod
-    def forward(ctx: Any, output: Tensor) -> Tensor:  # noqa: ARG004 - torch's signature
-        return output.new_empty(1).expand(output.shape)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # noqa: ARG004 - torch's signature
-        return gradient
+    # An alias, since the graph may hold the output itself as what another operation has read.
+    alias = alias_no_view(output)
+    alias.data = output.new_empty_strided(output.shape, (0,) * output.dim())
+    return alias

@@ -1,0 +1,179 @@
+"""Who is asking: the gate that every request passes, and the keys it knows.
+
+``Authorization: Bearer opk_...`` or ``X-API-Key: opk_...``. Open to everybody are the signs of life
+and the documentation. Where no keys are asked for, those that come are not looked at.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING, Any
+
+import structlog
+from starlette.concurrency import run_in_threadpool
+
+from optpipe.errors import OptPipeError
+from optpipe_api.access import ANYBODY, Principal
+from optpipe_api.errors import KeyRequiredError, TooManyRequestsError
+from optpipe_api.http_errors import response_to
+from optpipe_api.keys import id_of
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from starlette.types import ASGIApp, Receive, Scope, Send
+
+    from optpipe_api.keys import ApiKey
+    from optpipe_api.rates import Rates
+
+__all__ = ["KeyGate", "KeyRing", "describe_keys"]
+
+_OPEN = frozenset(
+    {"/", "/docs", "/docs/oauth2-redirect", "/healthz", "/openapi.json", "/readyz", "/favicon.ico"}
+)
+_OPEN_FOLDER = "/static-offline-docs/"
+_FRESH_S = 4.0
+_NEW_S = 0.5
+
+
+class KeyRing:
+    """The valid keys of the store, read again when older than 4 s: a revoked one ends within 5 s.
+
+    A key that is not among them is looked for again, but twice a second at most: a new key works
+    at once, and a flood of unknown ones does not reach the database. For one event loop.
+
+    Parameters
+    ----------
+    load
+        Returns the keys that are valid now; called in a thread.
+    """
+
+    def __init__(
+        self, load: Callable[[], list[ApiKey]], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._load = load
+        self._now = clock
+        self._lock = asyncio.Lock()
+        self._keys: dict[str, ApiKey] = {}
+        self._read_at = float("-inf")
+
+    async def find(self, text: str) -> ApiKey | None:
+        """Return the valid key with this text; None where there is none.
+
+        Raises
+        ------
+        StoreUnavailableError
+            If the keys cannot be read: nobody is let in by keys that may be revoked.
+        """
+        key_id = id_of(text)
+        if key_id is None:
+            return None
+        await self._read(_FRESH_S)
+        if key_id not in self._keys:
+            await self._read(_NEW_S)
+        key = self._keys.get(key_id)
+        return key if key is not None and key.is_text(text) else None
+
+    async def _read(self, max_age_s: float) -> None:
+        """Read the keys, once for all who ask meanwhile, unless they are young enough."""
+        if self._now() - self._read_at <= max_age_s:
+            return
+        async with self._lock:
+            began = self._now()
+            if began - self._read_at > max_age_s:
+                keys = await run_in_threadpool(self._load)
+                self._keys = {key.id: key for key in keys}
+                self._read_at = began
+
+
+class KeyGate:
+    """Finds out who asks, or refuses; sets ``request.state.principal``.
+
+    Parameters
+    ----------
+    find
+        Returns a key by its text; None where everybody may ask.
+    rates
+        How often each key, or each address where there are no keys, may ask; None = no limit.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        find: Callable[[str], Awaitable[ApiKey | None]] | None,
+        rates: Rates | None,
+    ) -> None:
+        self._app = app
+        self._find = find
+        self._rates = rates
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let one request in, or answer it."""
+        if scope["type"] != "http" or _is_open(scope["path"]):
+            await self._app(scope, receive, send)
+            return
+        try:
+            principal = await self._who(scope)
+            self._slow_down(principal, scope)
+        except OptPipeError as error:
+            await response_to(error, scope["path"])(scope, receive, send)
+            return
+        scope.setdefault("state", {})["principal"] = principal
+        if principal.name:
+            structlog.contextvars.bind_contextvars(key=principal.name)
+        await self._app(scope, receive, send)
+
+    async def _who(self, scope: Scope) -> Principal:
+        if self._find is None:
+            return ANYBODY
+        key = await self._find(_key_in(scope))
+        if key is None:
+            raise KeyRequiredError(
+                "this API key is not known here, or was revoked; ask an admin for another: "
+                "optpipe keys create"
+            )
+        return key.principal
+
+    def _slow_down(self, principal: Principal, scope: Scope) -> None:
+        if self._rates is None:
+            return
+        who = f"the key {principal.name!r}"
+        if not principal.name:
+            who = f"the address {(scope.get('client') or ['?'])[0]}"
+        wait_s = self._rates.take(who)
+        if wait_s:
+            raise TooManyRequestsError(who, self._rates.per_minute, wait_s)
+
+
+def describe_keys(document: dict[str, Any]) -> dict[str, Any]:
+    """Say in an OpenAPI document that requests need a key."""
+    schemes = document.setdefault("components", {}).setdefault("securitySchemes", {})
+    schemes["key"] = {"type": "http", "scheme": "bearer", "description": "An API key, opk_..."}
+    document["security"] = [{"key": []}]
+    for path in _OPEN & set(document["paths"]):
+        for operation in document["paths"][path].values():
+            operation["security"] = []
+    return document
+
+
+def _is_open(path: str) -> bool:
+    return path in _OPEN or path.startswith(_OPEN_FOLDER)
+
+
+def _key_in(scope: Scope) -> str:
+    """Return the text of the key that a request brings."""
+    headers: dict[bytes, str] = {
+        name: value.decode("latin-1") for name, value in reversed(scope["headers"])
+    }
+    scheme, _, text = headers.get(b"authorization", "").partition(" ")
+    if scheme.lower() == "bearer":
+        return text.strip()
+    found = headers.get(b"x-api-key")
+    if found is None:
+        raise KeyRequiredError(
+            "this service wants an API key: send `Authorization: Bearer opk_...`; an admin of the "
+            "service makes one with: optpipe keys create"
+        )
+    return found.strip()

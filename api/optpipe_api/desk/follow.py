@@ -1,0 +1,137 @@
+"""Following jobs: one reader of the store per followed job, however many follow it."""
+
+from __future__ import annotations
+
+import asyncio
+from bisect import bisect_right
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+from starlette.concurrency import run_in_threadpool
+
+from optpipe_api.errors import JobNotFoundError, StoreUnavailableError
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from optpipe_api.changes import Changes
+    from optpipe_api.jobs import HistoryEntry
+    from optpipe_api.store import JobStore
+
+__all__ = ["Followers"]
+
+_LOOK_AGAIN_S = 1.0
+_REST_S = 0.02
+_CHUNK = 500
+
+
+class Followers:
+    """Gives the history of jobs as it is written, to any number of followers; in the event loop.
+
+    Two hundred followers that each ask the database at each change would hold up everybody else.
+    """
+
+    def __init__(self, store: JobStore, changes: Changes) -> None:
+        self._store = store
+        self._changes = changes
+        self._tails: dict[str, _Tail] = {}
+
+    @asynccontextmanager
+    async def joined(self, job_id: str) -> AsyncIterator[_Tail]:
+        """The history of a job, kept up to date while anybody follows it."""
+        tail = self._tails.get(job_id)
+        if tail is None or tail.is_over:
+            tail = self._tails[job_id] = _Tail(self._store, self._changes, job_id)
+        tail.num_followers += 1
+        try:
+            yield tail
+        finally:
+            tail.num_followers -= 1
+            if tail.num_followers == 0:
+                if self._tails.get(job_id) is tail:
+                    del self._tails[job_id]
+                await tail.stop()
+
+
+class _Tail:
+    """A job's history as far as it is written, and a task that reads on."""
+
+    def __init__(self, store: JobStore, changes: Changes, job_id: str) -> None:
+        self.num_followers = 0
+        self._store = store
+        self._changes = changes
+        self._job_id = job_id
+        self._entries: list[HistoryEntry] = []
+        self._has_ended = False
+        self._grown = asyncio.Event()
+        self._task = asyncio.create_task(self._read_on())
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it reads no more: a job that was resumed since needs another tail."""
+        return self._has_ended or self._task.done()
+
+    async def after(self, number: int) -> AsyncIterator[HistoryEntry]:
+        """Give every entry above a number, until the last one of a finished job was given."""
+        while True:
+            grown = self._grown
+            start = bisect_right(self._entries, number, key=lambda entry: entry.number)
+            for entry in self._entries[start:]:
+                number = entry.number
+                yield entry
+            if self._grown is not grown:
+                continue
+            if self.is_over:
+                if self._task.done():
+                    self._task.result()
+                return
+            await grown.wait()
+
+    async def stop(self) -> None:
+        """Read no more."""
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _read_on(self) -> None:
+        try:
+            while not (self._has_ended or self._changes.is_closed):
+                with self._changes.subscribed(self._job_id) as changed:
+                    await self._read_what_is_new()
+                    if self._has_ended:
+                        return
+                    await _either(changed, _LOOK_AGAIN_S)
+                # Improvements come in bursts.
+                await asyncio.sleep(_REST_S)
+        finally:
+            self._wake_all()
+
+    async def _read_what_is_new(self) -> None:
+        found = _CHUNK
+        while found == _CHUNK:
+            try:
+                found = await self._read_some()
+            except StoreUnavailableError:
+                return  # it may answer again soon
+            except JobNotFoundError:
+                self._has_ended = True  # deleted, long after its end
+                return
+        self._has_ended = bool(self._entries) and self._entries[-1].is_final
+
+    async def _read_some(self) -> int:
+        last = self._entries[-1].number if self._entries else 0
+        found = await run_in_threadpool(self._store.history, self._job_id, last, _CHUNK)
+        self._entries += found
+        if found:
+            self._wake_all()
+        return len(found)
+
+    def _wake_all(self) -> None:
+        self._grown.set()
+        self._grown = asyncio.Event()
+
+
+async def _either(changed: asyncio.Event, seconds: float) -> None:
+    try:
+        await asyncio.wait_for(changed.wait(), seconds)
+    except TimeoutError:
+        return

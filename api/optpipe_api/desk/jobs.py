@@ -1,0 +1,355 @@
+"""What the service does about jobs: take in, show, follow, cancel, resume."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING, Protocol
+
+from starlette.concurrency import run_in_threadpool
+
+from optpipe.errors import InfeasibleProblemError, ProblemError
+from optpipe_api.access import Role
+from optpipe_api.desk.cache import MOST_TRIED
+from optpipe_api.desk.follow import Followers
+from optpipe_api.engine.observer import SILENT, Observer
+from optpipe_api.errors import JobNotFoundError, NoModelError, NoScheduleError
+from optpipe_api.jobs import Job, JobKind, JobState, NewJob
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Callable, Iterable
+
+    from optpipe_api.access import Principal
+    from optpipe_api.changes import Changes
+    from optpipe_api.desk.cache import Recall
+    from optpipe_api.desk.intake import Intake
+    from optpipe_api.jobs import HistoryEntry, JobOptions, StoredSchedule, TracePoint
+    from optpipe_api.settings import Settings
+    from optpipe_api.store import JobStore
+
+__all__ = ["JobDesk", "check_size"]
+
+_LOOK_AGAIN_S = 1.0
+
+
+class Engine(Protocol):
+    """Who solves the jobs of the store; see `optpipe_api.engine.slots`."""
+
+    def wake(self) -> None:
+        """Say that a job was queued."""
+
+    def cancel(self, job_id: str) -> None:
+        """Stop an attempt that runs here; the store knows already that this is wanted."""
+
+
+class JobDesk:
+    """Jobs as one caller sees them. Coroutines are for the event loop, all else for threads.
+
+    A job of somebody else does not exist: `JobNotFoundError`, here and below.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        store: JobStore,
+        engine: Engine,
+        changes: Changes,
+        *,
+        recall: Recall,
+        observer: Observer = SILENT,
+    ) -> None:
+        self._recall = recall
+        self._observer = observer
+        self._settings = settings
+        self._store = store
+        self._engine = engine
+        self._changes = changes
+        self._followers = Followers(store, changes)
+
+    # Taking in
+
+    def submit(
+        self,
+        intake: Intake,
+        options: JobOptions,
+        who: Principal,
+        key: str | None = None,
+        *,
+        tags: Iterable[str] = (),
+        priority: int = 0,
+        deployment_id: str | None = None,
+    ) -> Job:
+        """Queue a problem or a model, or answer it at once; a repeated key returns the first job.
+
+        Raises
+        ------
+        ProblemError
+            If it is larger than this service takes.
+        QueueFullError, TooManyJobsError, KeyReusedError
+            As `JobStore.add`.
+        """
+        new = self.draft(
+            intake,
+            options,
+            who,
+            key,
+            tags=tags,
+            priority=priority,
+            deployment_id=deployment_id,
+        )
+        job, is_new = self._store.add(
+            new,
+            max_queued=self._settings.max_queued_jobs,
+            max_of_owner=self._settings.max_jobs_per_key if who.name else None,
+        )
+        if is_new:
+            self.announce(job)
+        return job
+
+    def draft(
+        self,
+        intake: Intake,
+        options: JobOptions,
+        who: Principal,
+        key: str | None = None,
+        *,
+        tags: Iterable[str] = (),
+        priority: int = 0,
+        batch_id: str | None = None,
+        batch_index: int | None = None,
+        deployment_id: str | None = None,
+        most_near: int = MOST_TRIED,
+    ) -> NewJob:
+        """Return the job that a submission makes, with what is known about it already.
+
+        Parameters
+        ----------
+        most_near
+            How many near problems' programs are tried at most; 0 where time is short.
+
+        Raises
+        ------
+        ProblemError
+            If it is larger than this service takes.
+        """
+        check_size(self._settings, intake.num_cells, intake.num_microbatches)
+        is_plan = intake.kind is JobKind.PLAN
+        new = NewJob(
+            kind=intake.kind,
+            name=intake.name,
+            owner=who.name,
+            problem_hash=intake.problem_hash,
+            shape_hash=intake.shape_hash,
+            objective=intake.objective,
+            problem=None if is_plan else intake.document,
+            model=intake.document if is_plan else None,
+            options=options,
+            idempotency_key=key,
+            tags=tuple(sorted(set(tags))),
+            priority=priority,
+            batch_id=batch_id,
+            batch_index=batch_index,
+            deployment_id=deployment_id,
+        )
+        return self._recall.complete(new, intake.num_cells, most_near)
+
+    def announce(self, job: Job) -> None:
+        """Tell engine, followers and observer of a job that was added."""
+        self._observer.accepted(job)
+        self.tell(job)
+
+    def tell(self, job: Job) -> None:
+        """Tell engine and followers of a job that waits in the queue, or has ended."""
+        if not job.state.is_final:
+            self._engine.wake()
+        self._changes.publish(job.id)
+
+    # Showing
+
+    def find(self, job_id: str, who: Principal) -> Job:
+        """Return a job."""
+        job = self._store.get(job_id)
+        if not who.sees(job.owner):
+            raise JobNotFoundError(job_id)
+        return job
+
+    def job(self, job_id: str, who: Principal) -> tuple[Job, list[TracePoint]]:
+        """Return a job and how it came along."""
+        job = self.find(job_id, who)
+        return job, self._store.trace(job_id)
+
+    def page(
+        self,
+        limit: int,
+        before: int | None,
+        who: Principal,
+        *,
+        state: JobState | None = None,
+        tag: str | None = None,
+        batch_id: str | None = None,
+    ) -> list[Job]:
+        """Return jobs, newest first; an admin sees everybody's."""
+        owner = None if who.role is Role.ADMIN else who.name
+        return self._store.page(limit, before, owner=owner, state=state, tag=tag, batch_id=batch_id)
+
+    def problem(self, job_id: str, who: Principal) -> str:
+        """Return a job's problem as JSON text; of a plan, the one that is best so far.
+
+        Raises
+        ------
+        NoScheduleError
+            If a plan has found none (yet).
+        """
+        job = self.find(job_id, who)
+        text = self._store.problem(job_id)
+        if text is None:
+            raise NoScheduleError(_why_none(job))
+        return text
+
+    def model(self, job_id: str, who: Principal) -> str:
+        """Return a plan's model as JSON text.
+
+        Raises
+        ------
+        NotFoundError
+            If the job was given a problem.
+        """
+        self.find(job_id, who)
+        text = self._store.model(job_id)
+        if text is None:
+            raise NoModelError(job_id)
+        return text
+
+    def schedule(self, job_id: str, who: Principal) -> StoredSchedule:
+        """Return a job's best schedule so far.
+
+        Raises
+        ------
+        InfeasibleProblemError
+            If there is none, proven.
+        NoScheduleError
+            If there is none, or none yet.
+        """
+        stored = self._store.schedule(job_id)
+        if stored is not None and who.sees(stored.owner):
+            return stored
+        job = self.find(job_id, who)
+        if job.state is JobState.INFEASIBLE and job.error is not None:
+            raise InfeasibleProblemError(job.error.message, job.error.needs)
+        raise NoScheduleError(_why_none(job))
+
+    # Changing
+
+    def cancel(self, job_id: str, who: Principal) -> Job:
+        """Cancel a job: a queued one now, a running one very soon."""
+        self.find(job_id, who)
+        job = self._store.request_cancel(job_id)
+        self._engine.cancel(job_id)
+        self._changes.publish(job_id)
+        return job
+
+    def resume(self, job_id: str, seconds: float, who: Principal) -> Job:
+        """Give a finished job more time, from where it stands.
+
+        Raises
+        ------
+        ConflictError, InputError, QueueFullError, TooManyJobsError
+            As `JobStore.resume`.
+        """
+        self.find(job_id, who)
+        settings = self._settings
+        job = self._store.resume(
+            job_id,
+            seconds,
+            max_time_limit_s=settings.max_time_limit_s,
+            max_queued=settings.max_queued_jobs,
+            max_of_owner=settings.max_jobs_per_key if who.name else None,
+        )
+        self.tell(job)
+        return job
+
+    # Following
+
+    async def wait(self, job: Job, seconds: float) -> Job:
+        """Return the job once it is finished, or as it is when the time is up."""
+        return await self._until(job.id, lambda found: found.state.is_final, seconds)
+
+    async def wait_schedule(
+        self, job_id: str, known_number: int, seconds: float, who: Principal
+    ) -> StoredSchedule | None:
+        """Return the best schedule once it is another than the known one.
+
+        None where it is still that one when the time is up or the job has ended.
+
+        Parameters
+        ----------
+        known_number
+            Number of the schedule that the caller has; 0 = none.
+
+        Raises
+        ------
+        InfeasibleProblemError, NoScheduleError
+            As `schedule`.
+        """
+        await run_in_threadpool(self.find, job_id, who)
+        job = await self._until(
+            job_id,
+            lambda found: found.state.is_final or found.num_schedules != known_number,
+            seconds,
+        )
+        if job.num_schedules == known_number and job.has_schedule:
+            return None
+        return await run_in_threadpool(self.schedule, job_id, who)
+
+    async def events(
+        self, job_id: str, after: int, who: Principal
+    ) -> AsyncGenerator[HistoryEntry, None]:
+        """Give the entries of a job's history above a number as they come.
+
+        Ends with the last entry of a finished job, or when the server stops.
+        """
+        await run_in_threadpool(self.find, job_id, who)
+        async with self._followers.joined(job_id) as tail:
+            async for entry in tail.after(after):
+                yield entry
+
+    def is_over(self, job_id: str, after: int, who: Principal) -> bool:
+        """Whether `events` after a number would give nothing, now and later."""
+        return self.find(job_id, who).state.is_final and not self._store.history(job_id, after, 1)
+
+    async def _until(self, job_id: str, is_enough: Callable[[Job], bool], seconds: float) -> Job:
+        """Return the job once it is as wanted, or as it is when the time is up."""
+        deadline = time.monotonic() + min(seconds, self._settings.max_wait_s)
+        while True:
+            with self._changes.subscribed(job_id) as changed:
+                job = await run_in_threadpool(self._store.get, job_id)
+                left = deadline - time.monotonic()
+                if is_enough(job) or left <= 0 or self._changes.is_closed:
+                    return job
+                try:
+                    await asyncio.wait_for(changed.wait(), min(left, _LOOK_AGAIN_S))
+                except TimeoutError:
+                    continue
+
+
+def check_size(settings: Settings, num_cells: int, num_microbatches: int) -> None:
+    """Refuse what is larger than this service takes.
+
+    Raises
+    ------
+    ProblemError
+        If it has more cells, stages or layers x micro-batches.
+    """
+    if num_cells > settings.max_cells:
+        raise ProblemError(
+            f"num_microbatches = {num_microbatches}: stages x num_microbatches = {num_cells} "
+            f"exceeds {settings.max_cells}, the limit of this service (OPTPIPE_MAX_CELLS); lower "
+            "num_microbatches"
+        )
+
+
+def _why_none(job: Job) -> str:
+    if job.state.is_final:
+        why = f": {job.error.message}" if job.error is not None else ""
+        return f"job {job.id} has {job.state.value} without a schedule{why}; submit it again"
+    return f"job {job.id} is {job.state.value} and has no schedule yet; ask again later"

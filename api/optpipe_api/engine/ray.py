@@ -1,0 +1,227 @@
+"""Solver processes on a Ray cluster: each is started by, and spoken to through, an actor.
+
+The server is a driver of the cluster that ``RAY_ADDRESS`` names, and runs on one of its nodes (or
+beside a node that was joined to it by ``ray start --address``). An actor lives on whichever node
+has the cores, starts the same ``python -m optpipe_api.engine.worker`` there that `local` starts
+here, with the same limits, and hands its bytes on. OptPipe must be installed on every node, in the
+server's version.
+
+Only frames cross the cluster, as bytes, which Ray carries as they are; what is in them is JSON and
+is read as such (`optpipe_api.engine.messages`). So nothing that a client sent is ever unpickled.
+
+An actor that dies, with its node or alone, is a death of the attempt: the job goes back to the
+queue and starts again from its best. An actor dies with its driver, and its solver process with
+it: a server that is killed leaves no solver behind. Should the head of the cluster go, Ray ends the
+driver after a minute; the server that is started in its place finds all jobs in the store.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import socket
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray.exceptions import RayError
+
+from optpipe.errors import WorldError
+from optpipe_api.engine.messages import FrameBuffer, Message, encode
+from optpipe_api.engine.pipes import Pipes, worker_arguments
+from optpipe_api.engine.process import Place
+from optpipe_api.errors import SolverFailedError
+
+if TYPE_CHECKING:
+    from optpipe_api.settings import Settings
+
+__all__ = ["RayProcess", "RaySolvers", "SolverHost"]
+
+_READ_S = 5.0
+_ANSWER_S = 3.0
+_KNOCK_S = 5.0
+_WHY_DEAD = re.compile(r"The actor is dead because ([^.\n]+)")
+
+
+class SolverHost:
+    """The actor: one solver process and its pipes.
+
+    Reading waits for bytes to come; writing goes on beside it, in the order of the calls.
+    """
+
+    def __init__(self, arguments: bytes) -> None:
+        self._pipes = Pipes(arguments.decode())
+
+    @ray.method(concurrency_group="read")
+    def read(self, timeout_s: float) -> bytes | None:
+        """Return the bytes that came within the time; None when no more will."""
+        return self._pipes.read(timeout_s)
+
+    @ray.method(concurrency_group="write")
+    def write(self, frame: bytes) -> None:
+        """Put a frame in."""
+        self._pipes.write(frame)
+
+    def end(self) -> None:
+        """End the process, leaving the pipes to whoever reads them still."""
+        self._pipes.end()
+
+    def how_it_died(self) -> bytes:
+        """Return a clause that says how the process ended."""
+        return self._pipes.how_it_died().encode()
+
+
+class RayProcess:
+    """A `SolverProcess` of the cluster.
+
+    One read is under way at any time: its answer carries bytes, and its failure is how the death of
+    the actor is heard of.
+    """
+
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+        self._coming = actor.read.remote(_READ_S)
+        self._buffer = FrameBuffer()
+        self._messages: list[Message] = []
+        self._place = Place.PENDING
+        self._has_ended = False
+        self._death = ""
+
+    @property
+    def name(self) -> str:
+        """The actor, as Ray's own tools show it."""
+        return str(self._actor)
+
+    @property
+    def place(self) -> Place:
+        """Whether the actor has a node."""
+        self._look(0)
+        return self._place
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the process still runs, or will."""
+        self._look(0)
+        return not self._has_ended
+
+    def send(self, message: Message) -> None:
+        """Say something."""
+        self._actor.write.remote(encode(message))
+
+    def receive(self, timeout_s: float) -> list[Message] | None:
+        """Return what has come within the time; None when the process has ended."""
+        self._look(timeout_s)
+        if self._has_ended and not self._messages:
+            return None
+        messages, self._messages = self._messages, []
+        return messages
+
+    def stop(self) -> None:
+        """End the process, then the actor; a node that does not answer is not waited for."""
+        with contextlib.suppress(RayError):
+            if self.place is Place.GIVEN:
+                ray.wait([self._actor.end.remote()], timeout=_ANSWER_S)
+            ray.kill(self._actor)
+
+    def how_it_died(self) -> str:
+        """Return a clause that says how the process, or its actor, ended."""
+        if self._death:
+            return self._death
+        try:
+            clause: bytes = ray.get(self._actor.how_it_died.remote(), timeout=_ANSWER_S)
+        except RayError as error:
+            return _death_of(error)
+        return clause.decode()
+
+    def _look(self, timeout_s: float) -> None:
+        """Take in what has come from the actor."""
+        if self._has_ended or not ray.wait([self._coming], timeout=timeout_s)[0]:
+            return
+        try:
+            data: bytes | None = ray.get(self._coming)
+        except RayError as error:
+            self._place, self._has_ended, self._death = Place.LOST, True, _death_of(error)
+            return
+        self._place = Place.GIVEN
+        if data is None:
+            self._has_ended = True
+            return
+        self._messages += self._buffer.feed(data)
+        self._coming = self._actor.read.remote(_READ_S)
+
+
+class RaySolvers:
+    """Starts solver processes on the cluster, and connects to it unless that is done already.
+
+    Raises
+    ------
+    WorldError
+        If the cluster cannot be reached.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._is_ours = not ray.is_initialized()
+        if self._is_ours:
+            _connect()
+        self._arguments = worker_arguments(settings).encode()
+        as_actor: Any = ray.remote
+        self._actor_class = as_actor(
+            num_cpus=settings.ray_num_cpus,
+            max_restarts=0,
+            max_task_retries=0,
+            concurrency_groups={"read": 1, "write": 1},
+        )(SolverHost)
+
+    def start(self) -> RayProcess:
+        """Start one, as soon as the cluster has room for it."""
+        try:
+            return RayProcess(self._actor_class.remote(self._arguments))
+        except (RayError, ConnectionError) as error:
+            raise SolverFailedError(
+                f"cannot start a solver process on the Ray cluster: {_first_line(error)}; is the "
+                "cluster that RAY_ADDRESS names up?"
+            ) from error
+
+    def close(self) -> None:
+        """Leave the cluster."""
+        if self._is_ours:
+            ray.shutdown()
+
+
+def _connect() -> None:
+    try:
+        _knock(os.environ.get("RAY_ADDRESS", ""))
+        ray.init(logging_level=logging.WARNING)
+    except (OSError, RuntimeError, ValueError) as error:
+        raise WorldError(
+            f"cannot connect to the Ray cluster: {_first_line(error)}; start Ray on this machine "
+            "(ray start --head, or ray start --address=HEAD:6379 to join a cluster) and set "
+            "RAY_ADDRESS to HEAD:6379"
+        ) from error
+
+
+def _knock(address: str) -> None:
+    """Find out in a moment that nobody is there: Ray itself tries for two minutes.
+
+    Raises
+    ------
+    OSError
+        If nothing listens at a ``host:port``.
+    """
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not (host and port.isdecimal()):
+        return
+    try:
+        socket.create_connection((host, int(port)), timeout=_KNOCK_S).close()
+    except OSError as error:
+        raise OSError(f"nothing answers at RAY_ADDRESS = {address}: {error}") from error
+
+
+def _death_of(error: RayError) -> str:
+    found = _WHY_DEAD.search(str(error))
+    return f"its Ray actor died: {found[1] if found else _first_line(error)}"
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n", maxsplit=1)[0] or type(error).__name__

@@ -1,0 +1,233 @@
+"""``/v1/batches``: sweeps of one problem, or lists of problems, solved as jobs and seen as one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from fastapi import APIRouter, Header, Query, Request, Response
+from starlette.concurrency import run_in_threadpool
+
+from optpipe.formats.sweep_table import dump_sweep
+from optpipe_api.batch_schemas import BatchList, BatchView, FrontierView
+from optpipe_api.bodies import read_body, require_json
+from optpipe_api.desk.sweeps import read_batch
+from optpipe_api.http_errors import documented
+from optpipe_api.negotiation import FRONTIER_FORMS, TABLE_FORMS, preferred_form
+from optpipe_api.routes.schedules import NO_SCRIPTS
+from optpipe_api.routes.serving import Reader, Serving, Submitter  # noqa: TC001 - FastAPI reads it
+
+if TYPE_CHECKING:
+    from optpipe_api.access import Principal
+    from optpipe_api.batches import Batch
+    from optpipe_api.desk.sweeps import Swept
+    from optpipe_api.service import Service
+
+__all__ = ["router"]
+
+router = APIRouter(prefix="/v1/batches", tags=["batches"])
+
+_CANCEL_WAIT_S = 1.0
+
+Key = Annotated[
+    str | None,
+    Header(
+        alias="Idempotency-Key",
+        min_length=1,
+        max_length=255,
+        description="A repeated request with the same key returns the first one's batch.",
+    ),
+]
+Wait = Annotated[
+    float,
+    Query(ge=0, allow_inf_nan=False, description="Seconds to wait for the end of all; capped."),
+]
+Accept = Annotated[str | None, Header()]
+
+_BODY = {
+    "requestBody": {
+        "required": True,
+        "content": {"application/json": {"schema": {"$ref": "#/components/schemas/BatchBody"}}},
+    }
+}
+_LOCATION = {"Location": {"schema": {"type": "string"}, "description": "The batch's own address."}}
+_ENDED: dict[int | str, dict[str, Any]] = {
+    200: {"model": BatchView, "description": "All items have ended.", "headers": _LOCATION},
+    202: {"model": BatchView, "description": "The batch goes on.", "headers": _LOCATION},
+}
+_TEXT = {"schema": {"type": "string"}}
+_TABLE: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "A row per item, in order.",
+        "content": {
+            "application/json": {"schema": {"$ref": "#/components/schemas/SweepRowList"}},
+            "text/csv": {**_TEXT, "example": "index,name,memory_scale,state,...\n0,a,1,..."},
+            "text/markdown": {**_TEXT, "example": "| memory_scale | state | ...\n"},
+        },
+    }
+}
+_FRONTIER: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "What memory buys, as numbers or as a picture.",
+        "content": {
+            "application/json": {"schema": {"$ref": "#/components/schemas/FrontierView"}},
+            "image/svg+xml": _TEXT,
+        },
+    }
+}
+
+
+@router.post(
+    "",
+    status_code=202,
+    response_model=BatchView,
+    responses={**_ENDED, **documented(403, 413, 415, 429)},
+    openapi_extra=_BODY,
+    summary="Submit a sweep, or a list of problems",
+)
+async def submit(
+    request: Request,
+    service: Serving,
+    who: Submitter,
+    wait: Wait = 0.0,
+    idempotency_key: Key = None,
+) -> Response:
+    """Make a job of every item, of all or of none, and answer 202.
+
+    200 where all end within `?wait=`, or at once because they were solved before. Every item must
+    be a valid problem; the answer to one that is not names its values.
+    """
+    require_json(request)
+    body = await read_body(request, service.settings.max_body_bytes)
+    swept = await read_batch(service.readers, body, service.settings.max_batch_items)
+    del body
+    batch = await run_in_threadpool(_submit, service, swept, who, idempotency_key)
+    return await _answer(request, service, who, batch, wait)
+
+
+def _submit(service: Service, swept: Swept, who: Principal, key: str | None) -> Batch:
+    options = swept.options.within(service.settings, service.methods)
+    return service.batches.submit(swept, options, who, key)
+
+
+@router.get("", responses=documented(), summary="List batches, newest first")
+def list_batches(
+    service: Serving,
+    who: Reader,
+    limit: Annotated[int, Query(ge=1, le=200)] = 50,
+    cursor: Annotated[int | None, Query(ge=1, le=2**53, description="`next` of a page.")] = None,
+) -> BatchList:
+    """Return a page of batches and how far they are; its `next` is the `cursor` of the one after."""
+    found = service.batches.page(limit + 1, cursor, who)
+    shown = found[:limit]
+    following = shown[-1].position if len(found) > limit else None
+    return BatchList(batches=[BatchView.of(batch, who) for batch in shown], next=following)
+
+
+@router.get(
+    "/{batch_id}",
+    response_model=BatchView,
+    responses=documented(404),
+    summary="Look at a batch",
+)
+async def look_at_batch(
+    batch_id: str, service: Serving, who: Reader, wait: Wait = 0.0
+) -> Response:
+    """Return progress, items in each state, and every item with its job and what it has found."""
+    batch = await run_in_threadpool(service.batches.find, batch_id, who)
+    await service.batches.wait(batch, wait)
+    text = await run_in_threadpool(_view, service, batch_id, who)
+    return Response(text, media_type="application/json")
+
+
+@router.get(
+    "/{batch_id}/table",
+    response_class=Response,
+    responses={**_TABLE, **documented(404, 406)},
+    summary="Fetch one table of all items",
+)
+def table(
+    batch_id: str,
+    service: Serving,
+    who: Reader,
+    accept: Accept = None,
+    form: Annotated[Literal["json", "csv", "markdown"] | None, Query(alias="format")] = None,
+) -> Response:
+    """Return a row per item, as far as it is: JSON, CSV or Markdown, by `?format=` or `Accept`."""
+    chosen = preferred_form(accept, TABLE_FORMS) if form is None else form
+    text = dump_sweep(service.batches.table(batch_id, who), chosen)
+    return Response(text, media_type=TABLE_FORMS[chosen], headers={"Vary": "Accept"})
+
+
+@router.get(
+    "/{batch_id}/frontier",
+    response_class=Response,
+    responses={**_FRONTIER, **documented(404, 406, 413, 429)},
+    summary="See what memory buys",
+)
+async def frontier(
+    batch_id: str,
+    service: Serving,
+    who: Reader,
+    accept: Accept = None,
+    form: Annotated[Literal["json", "svg"] | None, Query(alias="format")] = None,
+) -> Response:
+    """Return the best objective and its bound over the memory limit, by `?format=` or `Accept`.
+
+    A line for each combination of values on the other axes. What fits a limit fits every larger
+    one, and what is proven for a limit holds for every smaller one: both are carried over.
+    """
+    chosen = preferred_form(accept, FRONTIER_FORMS) if form is None else form
+    name, lines = await run_in_threadpool(service.batches.frontier, batch_id, who)
+    headers = {"Vary": "Accept"}
+    if chosen == "json":
+        return Response(
+            FrontierView.of(lines).model_dump_json(),
+            headers=headers,
+            media_type=FRONTIER_FORMS["json"],
+        )
+    picture = await service.forms.frontier(lines, name)
+    return Response(picture, headers=headers | NO_SCRIPTS, media_type=FRONTIER_FORMS["svg"])
+
+
+@router.post(
+    "/{batch_id}/retry",
+    status_code=202,
+    response_model=BatchView,
+    responses={**_ENDED, **documented(403, 404, 429)},
+    summary="Try failed items again",
+)
+async def retry(
+    batch_id: str, request: Request, service: Serving, who: Submitter, wait: Wait = 0.0
+) -> Response:
+    """Queue failed items again, the same jobs, each with the time it was given at first."""
+    batch = await run_in_threadpool(service.batches.retry, batch_id, who)
+    return await _answer(request, service, who, batch, wait)
+
+
+@router.delete(
+    "/{batch_id}",
+    response_model=BatchView,
+    responses={**_ENDED, **documented(403, 404)},
+    summary="Cancel a batch",
+)
+async def cancel_batch(
+    batch_id: str, request: Request, service: Serving, who: Submitter
+) -> Response:
+    """Cancel what has not ended; every item keeps its best schedule."""
+    batch = await run_in_threadpool(service.batches.cancel, batch_id, who)
+    return await _answer(request, service, who, batch, _CANCEL_WAIT_S)
+
+
+async def _answer(
+    request: Request, service: Service, who: Principal, batch: Batch, wait_s: float
+) -> Response:
+    batch = await service.batches.wait(batch, wait_s)
+    text = await run_in_threadpool(_view, service, batch.id, who)
+    location = str(request.app.url_path_for("look_at_batch", batch_id=batch.id))
+    status = 200 if batch.is_finished else 202
+    return Response(text, status, {"Location": location}, media_type="application/json")
+
+
+def _view(service: Service, batch_id: str, who: Principal) -> str:
+    batch, plan, items = service.batches.look(batch_id, who)
+    return BatchView.of(batch, who, plan, items).model_dump_json()

@@ -1,0 +1,222 @@
+"""``/v1/deployments``: training runs that follow the newest schedule of their problem."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from fastapi import APIRouter, Header, Query, Request, Response
+from starlette.concurrency import run_in_threadpool
+
+from optpipe_api.bodies import read_body, require_json
+from optpipe_api.deployment_schemas import (
+    DeploymentList,
+    DeploymentView,
+    VersionList,
+    VersionView,
+)
+from optpipe_api.deployments import DeploymentOptions
+from optpipe_api.desk.registrations import read_registration, read_report
+from optpipe_api.etags import etag_of, known_number
+from optpipe_api.http_errors import documented
+from optpipe_api.routes.serving import Reader, Serving, Submitter  # noqa: TC001 - FastAPI reads it
+
+if TYPE_CHECKING:
+    from optpipe_api.access import Principal
+    from optpipe_api.deployments import Deployment
+    from optpipe_api.desk.registrations import Registered
+    from optpipe_api.service import Service
+
+__all__ = ["router"]
+
+router = APIRouter(prefix="/v1/deployments", tags=["deployments"])
+
+_MAX_REPORT_BYTES = 4 * 1024**2
+_FORMS = {"json": "application/json", "csv": "text/csv"}
+
+Key = Annotated[
+    str | None,
+    Header(
+        alias="Idempotency-Key",
+        min_length=1,
+        max_length=255,
+        description="A repeated request with the same key returns the first one's deployment.",
+    ),
+]
+Cursor = Annotated[int | None, Query(ge=1, le=2**53, description="`next` of a page.")]
+Wait = Annotated[
+    float,
+    Query(ge=0, allow_inf_nan=False, description="Seconds to wait for a newer version; capped."),
+]
+
+
+_LOCATION = {
+    "Location": {"schema": {"type": "string"}, "description": "The deployment's own address."}
+}
+_TAGGED = {
+    "ETag": {
+        "schema": {"type": "string"},
+        "description": "Of this version in this form, for `If-None-Match`.",
+    },
+    "OptPipe-Version": {"schema": {"type": "integer"}, "description": "Its number."},
+}
+
+
+def _body(schema: str) -> dict[str, Any]:
+    content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{schema}"}}}
+    return {"requestBody": {"required": True, "content": content}}
+
+
+@router.post(
+    "",
+    status_code=202,
+    response_model=DeploymentView,
+    responses={202: {"headers": _LOCATION}, **documented(403, 413, 415, 429)},
+    openapi_extra=_body("Registration"),
+    summary="Register a training run",
+)
+async def register(
+    request: Request, service: Serving, who: Submitter, idempotency_key: Key = None
+) -> Response:
+    """Begin to solve its problem and answer; the first version comes with the first schedule."""
+    require_json(request)
+    body = await read_body(request, service.settings.max_body_bytes)
+    registered = await read_registration(service.readers, body)
+    del body
+    found = await run_in_threadpool(_register, service, registered, who, idempotency_key)
+    location = str(request.app.url_path_for("look_at_deployment", deployment_id=found.id))
+    return Response(
+        DeploymentView.of(found, who).model_dump_json(),
+        202,
+        {"Location": location},
+        media_type="application/json",
+    )
+
+
+def _register(
+    service: Service, registered: Registered, who: Principal, key: str | None
+) -> Deployment:
+    job = registered.options.within(service.settings, service.methods)
+    options = DeploymentOptions(job=job, threshold=registered.threshold)
+    return service.deployments.register(registered.intake, registered.name, options, who, key)
+
+
+@router.get("", responses=documented(), summary="List deployments, newest first")
+def list_deployments(
+    service: Serving,
+    who: Reader,
+    limit: Annotated[int, Query(ge=1, le=200)] = 50,
+    cursor: Cursor = None,
+) -> DeploymentList:
+    """Return a page of deployments; its `next` is the `cursor` of the one after."""
+    found = service.deployments.page(limit + 1, cursor, who)
+    shown = found[:limit]
+    following = shown[-1].position if len(found) > limit else None
+    views = [DeploymentView.of(deployment, who) for deployment in shown]
+    return DeploymentList(deployments=views, next=following)
+
+
+@router.get("/{deployment_id}", responses=documented(404), summary="Look at a deployment")
+def look_at_deployment(deployment_id: str, service: Serving, who: Reader) -> DeploymentView:
+    """Return what goes on: its newest version, the solve under way, and what drift costs."""
+    return DeploymentView.of(service.deployments.find(deployment_id, who), who)
+
+
+@router.delete("/{deployment_id}", responses=documented(403, 404), summary="End a deployment")
+def end_deployment(deployment_id: str, service: Serving, who: Submitter) -> DeploymentView:
+    """Publish nothing any more and cancel the solve under way; its versions stay."""
+    return DeploymentView.of(service.deployments.end(deployment_id, who), who)
+
+
+@router.get(
+    "/{deployment_id}/schedule",
+    response_class=Response,
+    responses={
+        200: {
+            "description": "The newest version; `OptPipe-Version` is its number.",
+            "headers": _TAGGED,
+            "content": {
+                "application/json": {"schema": {"$ref": "#/components/schemas/Schedule"}},
+                "text/csv": {"schema": {"type": "string"}, "example": "0F0,0B0\n1F0,1B0\n"},
+            },
+        },
+        304: {
+            "description": "There is no newer one than `If-None-Match` names.",
+            "headers": _TAGGED,
+        },
+        **documented(404, 409, 413, 429),
+    },
+    summary="Fetch the newest schedule",
+)
+async def newest_schedule(
+    deployment_id: str,
+    service: Serving,
+    who: Reader,
+    *,
+    wait: Wait = 0.0,
+    if_none_match: Annotated[str | None, Header()] = None,
+    form: Annotated[Literal["json", "csv"], Query(alias="format")] = "json",
+) -> Response:
+    """Return the newest version; with `?wait=` and `If-None-Match`, as soon as it is newer.
+
+    This is what a training run polls: one request waits for the next version.
+    """
+    known = known_number(if_none_match, deployment_id, form)
+    found = await service.deployments.wait_schedule(deployment_id, known or 0, wait, who)
+    if found is None:
+        return Response(status_code=304, headers=_marks(deployment_id, known or 0, form))
+    version, text = found
+    if form == "csv":
+        text = await service.forms.text(form, text)
+    return Response(text, headers=_marks(deployment_id, version, form), media_type=_FORMS[form])
+
+
+def _marks(deployment_id: str, version: int, form: str) -> dict[str, str]:
+    return {
+        "ETag": etag_of(deployment_id, version, form),
+        "OptPipe-Version": str(version),
+        "Cache-Control": "private, no-cache",
+    }
+
+
+@router.post(
+    "/{deployment_id}/measurements",
+    status_code=202,
+    responses=documented(403, 404, 409, 413, 415, 429),
+    openapi_extra=_body("ReportBody"),
+    summary="Report measured times",
+)
+async def report(
+    deployment_id: str, request: Request, service: Serving, who: Submitter
+) -> DeploymentView:
+    """Keep what was measured; where drift costs more than the threshold, a solve is begun."""
+    require_json(request)
+    body = await read_body(request, min(_MAX_REPORT_BYTES, service.settings.max_body_bytes))
+    told = await read_report(service.readers, body)
+    del body
+    reported = await run_in_threadpool(service.deployments.report, deployment_id, told, who)
+    return DeploymentView.of(reported, who)
+
+
+@router.get("/{deployment_id}/versions", responses=documented(404), summary="List the versions")
+def versions(deployment_id: str, service: Serving, who: Reader) -> VersionList:
+    """Return every version: why it was published, and its predicted and measured step time."""
+    found = service.deployments.versions(deployment_id, who)
+    return VersionList(versions=[VersionView.of(version) for version in found])
+
+
+@router.get(
+    "/{deployment_id}/problem",
+    response_class=Response,
+    responses={
+        200: {
+            "description": "The problem with the times last measured.",
+            "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Problem"}}},
+        },
+        **documented(404),
+    },
+    summary="Fetch the problem as measured",
+)
+def problem(deployment_id: str, service: Serving, who: Reader) -> Response:
+    """Return the problem with the measured times; as registered, before the first report."""
+    text = service.deployments.problem(deployment_id, who)
+    return Response(text, media_type="application/json")

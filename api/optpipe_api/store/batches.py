@@ -1,0 +1,291 @@
+"""The store of batches, over SQLite and PostgreSQL.
+
+1. **Atomic.** Each method is one transaction. A batch is there with all of its jobs, or not at all.
+2. **One truth.** How far a batch is, is read from its jobs in the transaction that reads the batch.
+3. **Once.** A second `add` under the same idempotency key of the same owner returns the first
+   batch and adds no job, or refuses where the request differs. Two at the same time too.
+4. **Limits.** A batch whose jobs do not all find room in the queue is not taken; nor is a retry.
+
+What is done to the jobs of a batch obeys `optpipe_api.store.contract`. A batch goes when the last
+of its jobs is deleted. Methods block, and raise `StoreUnavailableError` where the database does not
+answer.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import uuid
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import sqlalchemy as sa
+from sqlalchemy.exc import IntegrityError
+
+from optpipe_api.batches import Batch, BatchPlan, ItemPlan
+from optpipe_api.errors import BatchNotFoundError, KeyReusedError
+from optpipe_api.jobs import JobEvent, JobOptions, JobState
+from optpipe_api.store.database import reading, writing
+from optpipe_api.store.jobs_births import insert, refuse_when_full, refuse_when_many
+from optpipe_api.store.jobs_changes import change, prolong
+from optpipe_api.store.jobs_rows import digest_key, dump, jobs_of, storable
+from optpipe_api.store.tables import batches, jobs
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from optpipe_api.batches import NewBatch
+    from optpipe_api.jobs import Job, NewJob
+
+__all__ = ["BatchStore"]
+
+_ID = re.compile(r"[0-9a-f]{32}")
+_RECORD = [column for column in batches.c if column.name != "document"]
+_UNFINISHED = [state.value for state in JobState if not state.is_final]
+
+
+class BatchStore:
+    """Keeps batches; the promises are in the module's docstring."""
+
+    def __init__(self, engine: sa.Engine, clock: Callable[[], float]) -> None:
+        self._engine = engine
+        self._now = clock
+
+    # Submitting
+
+    def add(
+        self,
+        new: NewBatch,
+        items: Sequence[NewJob],
+        *,
+        max_queued: int,
+        max_of_owner: int | None = None,
+    ) -> tuple[Batch, list[Job]]:
+        """Keep a batch and its jobs, in order; no jobs are returned where the key had made it.
+
+        Raises
+        ------
+        QueueFullError
+            If more than ``max_queued`` jobs would wait; those that are born finished do not.
+        TooManyJobsError
+            If more than ``max_of_owner`` jobs of its owner would wait or run, likewise.
+        KeyReusedError
+            If the idempotency key belongs to another request.
+        """
+        key = digest_key(new.owner, new.idempotency_key)
+        num_waiting = sum(item.finished is None for item in items)
+        try:
+            with writing(self._engine) as connection:
+                known = _find_by_key(connection, key, new)
+                if known is not None:
+                    return known, []
+                _refuse(connection, new.owner, num_waiting, max_queued, max_of_owner)
+                return self._insert(connection, new, items, key)
+        except IntegrityError:
+            # Another server inserted the same key between our look and our insert.
+            with reading(self._engine) as connection:
+                known = _find_by_key(connection, key, new)
+            if known is None:
+                raise
+            return known, []
+
+    def _insert(
+        self, connection: sa.Connection, new: NewBatch, items: Sequence[NewJob], key: str | None
+    ) -> tuple[Batch, list[Job]]:
+        now = self._now()
+        values = {
+            "id": uuid.uuid4().hex,
+            "name": storable(new.name),
+            "owner": new.owner,
+            "idempotency_key": key,
+            "created_at": now,
+            "request_hash": new.request_hash,
+            "document": dump(new.plan),
+        }
+        row = connection.execute(sa.insert(batches).values(values).returning(*_RECORD)).one()
+        added = [
+            insert(connection, replace(item, batch_id=row.id, batch_index=index), now)
+            for index, item in enumerate(items)
+        ]
+        return _batches_of(connection, [row])[0], added
+
+    # Reading
+
+    def get(self, batch_id: str) -> Batch:
+        """Return a batch.
+
+        Raises
+        ------
+        BatchNotFoundError
+            Here and below, if none has this id.
+        """
+        with reading(self._engine) as connection:
+            return _batches_of(connection, [_find(connection, batch_id)])[0]
+
+    def page(
+        self, limit: int, before: int | None = None, *, owner: str | None = None
+    ) -> list[Batch]:
+        """Return batches, newest first, of positions below ``before``."""
+        query = sa.select(*_RECORD).order_by(batches.c.position.desc()).limit(limit)
+        if before is not None:
+            query = query.where(batches.c.position < before)
+        if owner is not None:
+            query = query.where(batches.c.owner == owner)
+        with reading(self._engine) as connection:
+            return _batches_of(connection, connection.execute(query).all())
+
+    def plan(self, batch_id: str) -> BatchPlan:
+        """Return what a batch is about."""
+        with reading(self._engine) as connection:
+            return _plan_of(connection, _find(connection, batch_id))
+
+    def jobs(self, batch_id: str) -> list[Job]:
+        """Return the jobs of a batch in the order of its items."""
+        query = sa.select(jobs).where(jobs.c.batch_id == batch_id).order_by(jobs.c.batch_index)
+        with reading(self._engine) as connection:
+            _find(connection, batch_id)
+            return jobs_of(connection, connection.execute(query).all())
+
+    # Changing
+
+    def cancel(self, batch_id: str) -> list[Job]:
+        """Cancel the queued jobs of a batch, mark the running ones; return both as they are now."""
+        with writing(self._engine) as connection:
+            _find(connection, batch_id)
+            rows = connection.execute(_held(batch_id, _UNFINISHED)).all()
+            for row in rows:
+                if row.state == JobState.QUEUED.value:
+                    change(connection, row, JobEvent.CANCEL, self._now())
+            running = [row.position for row in rows if row.state == JobState.RUNNING.value]
+            connection.execute(
+                sa.update(jobs).where(jobs.c.position.in_(running)).values(cancel_requested=True)
+            )
+            return _as_they_are(connection, rows)
+
+    def retry(
+        self, batch_id: str, *, max_queued: int, max_of_owner: int | None = None
+    ) -> list[Job]:
+        """Queue the failed jobs of a batch again, each with as much time as it was given first.
+
+        They start from what they have found. Nothing happens where none has failed.
+
+        Raises
+        ------
+        QueueFullError, TooManyJobsError
+            As `add`.
+        """
+        with writing(self._engine) as connection:
+            batch = _find(connection, batch_id)
+            rows = connection.execute(_held(batch_id, [JobState.FAILED.value])).all()
+            # A schedule that is proven optimal is all that there is to find.
+            failed = [
+                (row, job)
+                for row, job in zip(rows, jobs_of(connection, rows), strict=True)
+                if not job.is_proven
+            ]
+            _refuse(connection, batch.owner, len(failed), max_queued, max_of_owner)
+            asked_s = _plan_of(connection, batch).options.time_limit_s
+            for row, job in failed:
+                _begin_again(connection, row, job, asked_s, self._now())
+            return _as_they_are(connection, [row for row, _ in failed])
+
+
+def _refuse(
+    connection: sa.Connection,
+    owner: str,
+    num_waiting: int,
+    max_queued: int,
+    max_of_owner: int | None,
+) -> None:
+    if num_waiting > 0:
+        refuse_when_full(connection, max_queued, num_waiting)
+        refuse_when_many(connection, owner, max_of_owner, num_waiting)
+
+
+def _begin_again(
+    connection: sa.Connection, row: sa.Row[Any], job: Job, asked_s: float, now: float
+) -> None:
+    """Queue a failed job with ``asked_s`` left of its time; what it overran does not count."""
+    limit_s = job.options.time_limit_s
+    more_s = max(0.0, asked_s + min(job.spent_s, limit_s) - limit_s)
+    prolong(connection, row, job, now, seconds=more_s, max_time_limit_s=float("inf"))
+
+
+def _find(connection: sa.Connection, batch_id: str) -> sa.Row[Any]:
+    query = sa.select(*_RECORD).where(batches.c.id == batch_id)
+    row = connection.execute(query).one_or_none() if _ID.fullmatch(batch_id) else None
+    if row is None:
+        raise BatchNotFoundError(batch_id)
+    return row
+
+
+def _held(batch_id: str, states: list[str]) -> sa.Select[Any]:
+    """Return the query for jobs of a batch in these states, which holds them."""
+    return (
+        sa.select(jobs)
+        .where(jobs.c.batch_id == batch_id, jobs.c.state.in_(states))
+        .order_by(jobs.c.position)
+        .with_for_update()
+    )
+
+
+def _as_they_are(connection: sa.Connection, rows: Sequence[sa.Row[Any]]) -> list[Job]:
+    """Return the jobs that rows were read from before they were changed."""
+    positions = [row.position for row in rows]
+    query = sa.select(jobs).where(jobs.c.position.in_(positions)).order_by(jobs.c.position)
+    return jobs_of(connection, connection.execute(query).all())
+
+
+def _find_by_key(connection: sa.Connection, key: str | None, new: NewBatch) -> Batch | None:
+    if key is None:
+        return None
+    query = sa.select(*_RECORD).where(batches.c.idempotency_key == key)
+    row = connection.execute(query).one_or_none()
+    if row is None:
+        return None
+    if row.request_hash != new.request_hash:
+        raise KeyReusedError(
+            f"the Idempotency-Key {new.idempotency_key!r} made batch {row.id} from another "
+            "request; use a new key for a new request"
+        )
+    return _batches_of(connection, [row])[0]
+
+
+def _batches_of(connection: sa.Connection, rows: Sequence[sa.Row[Any]]) -> list[Batch]:
+    """Return the batches of rows, with what their jobs say."""
+    query = (
+        sa.select(jobs.c.batch_id, jobs.c.state, sa.func.count(), sa.func.max(jobs.c.finished_at))
+        .where(jobs.c.batch_id.in_([row.id for row in rows]))
+        .group_by(jobs.c.batch_id, jobs.c.state)
+    )
+    counts: dict[str, dict[JobState, int]] = {row.id: {} for row in rows}
+    ends: dict[str, list[float]] = {row.id: [] for row in rows}
+    for batch_id, state, number, ended_at in connection.execute(query):
+        counts[batch_id][JobState(state)] = number
+        ends[batch_id] += [] if ended_at is None else [ended_at]
+    return [_batch_of(row, counts[row.id], ends[row.id]) for row in rows]
+
+
+def _batch_of(row: sa.Row[Any], counts: dict[JobState, int], ends: list[float]) -> Batch:
+    is_finished = all(state.is_final for state in counts)
+    return Batch(
+        id=row.id,
+        position=row.position,
+        name=row.name,
+        owner=row.owner,
+        created_at=row.created_at,
+        counts=counts,
+        finished_at=max(ends) if is_finished and ends else None,
+    )
+
+
+def _plan_of(connection: sa.Connection, row: sa.Row[Any]) -> BatchPlan:
+    query = sa.select(batches.c.document).where(batches.c.position == row.position)
+    said = json.loads(connection.execute(query).scalar_one())
+    return BatchPlan(
+        axes=said["axes"],
+        options=JobOptions(**said["options"]),
+        tags=tuple(said["tags"]),
+        priority=said["priority"],
+        items=tuple(ItemPlan(**item) for item in said["items"]),
+    )

@@ -1,0 +1,151 @@
+"""What the job store is asked: jobs, their documents, their history, and jobs like them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import sqlalchemy as sa
+
+from optpipe_api.jobs import EntryKind, JobState, StoredSchedule, TracePoint
+from optpipe_api.store.database import reading
+from optpipe_api.store.jobs_rows import document_of, entry_of, find_row, job_of, jobs_of
+from optpipe_api.store.tables import events, job_tags, jobs, models, problems, schedules
+
+if TYPE_CHECKING:
+    from optpipe_api.jobs import HistoryEntry, Job, JobKind
+
+__all__ = ["JobReads"]
+
+_FINAL = [state.value for state in JobState if state.is_final]
+_ANSWERED = [JobState.SUCCEEDED.value, JobState.INFEASIBLE.value]
+_TRACED = [EntryKind.INCUMBENT.value, EntryKind.BOUND.value]
+
+
+class JobReads:
+    """The half of the job store that changes nothing; see `optpipe_api.store.contract`."""
+
+    def __init__(self, engine: sa.Engine) -> None:
+        self._engine = engine
+
+    def get(self, job_id: str) -> Job:
+        """Return a job."""
+        with reading(self._engine) as connection:
+            return job_of(connection, find_row(connection, job_id))
+
+    def page(
+        self,
+        limit: int,
+        before: int | None = None,
+        *,
+        owner: str | None = None,
+        state: JobState | None = None,
+        tag: str | None = None,
+        batch_id: str | None = None,
+    ) -> list[Job]:
+        """Return jobs, newest first."""
+        query = sa.select(jobs).order_by(jobs.c.position.desc()).limit(limit)
+        wanted = {"owner": owner, "state": state and state.value, "batch_id": batch_id}
+        for column, value in wanted.items():
+            if value is not None:
+                query = query.where(jobs.c[column] == value)
+        if before is not None:
+            query = query.where(jobs.c.position < before)
+        if tag is not None:
+            tagged = sa.select(job_tags.c.position).where(job_tags.c.tag == tag)
+            query = query.where(jobs.c.position.in_(tagged))
+        return self._found(query)
+
+    def same(self, problem_hash: str, *, kind: JobKind, owner: str, limit: int) -> list[Job]:
+        """Return answered jobs of one problem or model, newest first."""
+        query = (
+            sa.select(jobs)
+            .where(jobs.c.problem_hash == problem_hash, jobs.c.state.in_(_ANSWERED))
+            .where(jobs.c.kind == kind.value, jobs.c.owner == owner)
+            .order_by(jobs.c.position.desc())
+            .limit(limit)
+        )
+        return self._found(query)
+
+    def alike(self, shape_hash: str, *, owner: str, limit: int) -> list[Job]:
+        """Return finished jobs of one shape that have a schedule, newest first."""
+        query = (
+            sa.select(jobs)
+            .where(jobs.c.shape_hash == shape_hash, jobs.c.state.in_(_FINAL))
+            .where(jobs.c.objective_ms.is_not(None), jobs.c.owner == owner)
+            .order_by(jobs.c.position.desc())
+            .limit(limit)
+        )
+        return self._found(query)
+
+    def _found(self, query: sa.Select[Any]) -> list[Job]:
+        with reading(self._engine) as connection:
+            return jobs_of(connection, connection.execute(query).all())
+
+    def problem(self, job_id: str) -> str | None:
+        """Return the problem of a job."""
+        with reading(self._engine) as connection:
+            return document_of(connection, problems, find_row(connection, job_id).position)
+
+    def model(self, job_id: str) -> str | None:
+        """Return the model of a plan."""
+        with reading(self._engine) as connection:
+            return document_of(connection, models, find_row(connection, job_id).position)
+
+    def schedule(self, job_id: str) -> StoredSchedule | None:
+        """Return the best schedule so far."""
+        with reading(self._engine) as connection:
+            row = find_row(connection, job_id)
+            text = document_of(connection, schedules, row.position)
+            if text is None:
+                return None
+            return StoredSchedule(document=text, number=row.num_schedules, owner=row.owner)
+
+    def history(self, job_id: str, after: int = 0, limit: int = 500) -> list[HistoryEntry]:
+        """Return what happened to a job."""
+        with reading(self._engine) as connection:
+            query = (
+                sa.select(events)
+                .where(events.c.position == find_row(connection, job_id).position)
+                .where(events.c.number > after)
+                .order_by(events.c.number)
+                .limit(limit)
+            )
+            return [entry_of(row) for row in connection.execute(query)]
+
+    def trace(self, job_id: str) -> list[TracePoint]:
+        """Return the improvements of a job."""
+        with reading(self._engine) as connection:
+            query = (
+                sa.select(events)
+                .where(events.c.position == find_row(connection, job_id).position)
+                .where(events.c.kind.in_(_TRACED))
+                .order_by(events.c.number)
+            )
+            return [
+                TracePoint(
+                    seconds=row.seconds,
+                    method=row.method,
+                    objective_ms=row.objective_ms,
+                    bound_ms=row.bound_ms,
+                )
+                for row in connection.execute(query)
+            ]
+
+    def made_by(self, job_id: str) -> str:
+        """Return the method of the newest incumbent."""
+        with reading(self._engine) as connection:
+            query = (
+                sa.select(events.c.method)
+                .where(events.c.position == find_row(connection, job_id).position)
+                .where(events.c.kind == EntryKind.INCUMBENT.value)
+                .order_by(events.c.number.desc())
+                .limit(1)
+            )
+            return connection.execute(query).scalar_one_or_none() or ""
+
+    def counts(self) -> dict[JobState, int]:
+        """Return the number of jobs in each state."""
+        query = sa.select(jobs.c.state, sa.func.count()).group_by(jobs.c.state)
+        with reading(self._engine) as connection:
+            found = {row[0]: row[1] for row in connection.execute(query)}
+        return {state: found.get(state.value, 0) for state in JobState}

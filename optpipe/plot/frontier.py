@@ -1,0 +1,161 @@
+"""The frontier of a sweep as a picture: the best objective and its bound over the memory limit."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from optpipe.plot.figure import require_matplotlib, save_drawn, svg_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from optpipe.frontier import Line, Point
+
+__all__ = ["draw_frontier", "frontier_svg", "save_frontier"]
+
+_GB = 1e9
+_SIZE = (8.0, 4.8)
+_COLOURS = ("#1a73e8", "#e8710a", "#188038", "#a142f4", "#d01884", "#12858d", "#5f6368", "#b06000")
+_SHADE = 0.12
+_MOST_NAMED = 16
+_MARGIN = 0.06
+
+
+def draw_frontier(lines: Sequence[Line], title: str = "") -> Any:
+    """Return a matplotlib Figure: a point per problem, its bound dashed, what is open shaded.
+
+    Crosses on the lower edge are limits at which nothing fits, proven.
+
+    Raises
+    ------
+    MissingExtraError
+        If matplotlib is not installed.
+    """
+    require_matplotlib()
+    from matplotlib.figure import Figure  # noqa: PLC0415 - an optional extra
+
+    figure = Figure(figsize=_SIZE, layout="constrained")
+    axes = figure.add_subplot()
+    for index, line in enumerate(lines):
+        _draw_line(axes, line, _COLOURS[index % len(_COLOURS)], is_named=index < _MOST_NAMED)
+    _draw_edges(axes, lines)
+    axes.set(xlabel="memory per device (GB)", ylabel="objective (ms)", title=title)
+    axes.grid(visible=True, color="#eceff1")
+    axes.set_axisbelow(True)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    _draw_legend(figure)
+    return figure
+
+
+def frontier_svg(lines: Sequence[Line], title: str = "") -> bytes:
+    """Return the frontier as the bytes of an SVG file; equal input, equal bytes.
+
+    Raises
+    ------
+    MissingExtraError
+        If matplotlib is not installed.
+    """
+    return svg_of(draw_frontier(lines, title))
+
+
+def save_frontier(lines: Sequence[Line], path: Path | str, title: str = "") -> None:
+    """Draw the frontier into a file whose suffix chooses the format.
+
+    Raises
+    ------
+    InputError
+        If the suffix is none of ours, or the file cannot be written.
+    MissingExtraError
+        If matplotlib is not installed.
+    """
+    save_drawn(lambda: draw_frontier(lines, title), path)
+
+
+def _draw_line(axes: Any, line: Line, colour: str, *, is_named: bool) -> None:
+    """Draw what was found, what is proven, and the room between."""
+    name = line.label if is_named else ""
+    found = [point for point in line.points if point.objective_ms is not None]
+    axes.plot(
+        [_gigabytes(point) for point in found],
+        [point.objective_ms for point in found],
+        marker="o",
+        markersize=4,
+        color=colour,
+        label=name or "_",
+        zorder=3,
+    )
+    proven = [point for point in line.points if point.bound_ms is not None and _is_open(point)]
+    bounds = [point.bound_ms for point in proven]
+    axes.plot(
+        [_gigabytes(point) for point in proven],
+        bounds,
+        linestyle="--",
+        linewidth=1.0,
+        color=colour,
+        label="_",
+        zorder=2,
+    )
+    between = [point for point in found if point.bound_ms is not None]
+    axes.fill_between(
+        [_gigabytes(point) for point in between],
+        [point.bound_ms for point in between],
+        [point.objective_ms for point in between],
+        color=colour,
+        alpha=_SHADE,
+        linewidth=0,
+    )
+
+
+def _draw_edges(axes: Any, lines: Sequence[Line]) -> None:
+    """Fit the frame to the numbers, and mark on its lower edge where nothing fits."""
+    points = [point for line in lines for point in line.points]
+    heights = [
+        height
+        for point in points
+        for height in (point.objective_ms, point.bound_ms)
+        if height is not None and _is_open(point)
+    ]
+    top, bottom = max(heights, default=1.0), min(heights, default=0.0)
+    margin = _MARGIN * (top - bottom or top or 1.0)
+    axes.set_ylim(bottom - margin, top + margin)
+    nothing = sorted({_gigabytes(point) for point in points if not _is_open(point)})
+    axes.plot(
+        nothing,
+        [bottom - margin] * len(nothing),
+        linestyle="none",
+        marker="x",
+        color="#c5221f",
+        label="nothing fits (proven)" if nothing else "_",
+        clip_on=False,
+        zorder=4,
+    )
+
+
+def _draw_legend(figure: Any) -> None:
+    from matplotlib.lines import Line2D  # noqa: PLC0415 - an optional extra
+    from matplotlib.patches import Patch  # noqa: PLC0415
+
+    (axes,) = figure.axes
+    handles, labels = axes.get_legend_handles_labels()
+    known: list[Any] = [
+        Line2D([], [], color="#5f6368", linestyle="--", linewidth=1.0),
+        Patch(color="#5f6368", alpha=_SHADE),
+    ]
+    figure.legend(
+        handles=[*handles, *known],
+        labels=[*labels, "lower bound", "not decided"],
+        loc="outside lower center",
+        ncols=3,
+        fontsize=8,
+        frameon=False,
+    )
+
+
+def _is_open(point: Point) -> bool:
+    return not point.is_infeasible
+
+
+def _gigabytes(point: Point) -> float:
+    return point.limit_bytes / _GB

@@ -1,0 +1,158 @@
+"""Servers of one database that are killed and started again, and their clients' patience."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+ROOT = Path(__file__).parent.parent.parent
+PATIENCE_S = 250.0
+
+
+class Fleet:
+    """Some servers, each on a port of its own that it keeps over all its lives."""
+
+    def __init__(
+        self, folder: Path, num_servers: int, settings: Mapping[str, object], points: list[str]
+    ) -> None:
+        self._folder = folder
+        self._settings = settings
+        self._points = points
+        self.reached = folder / "reached"
+        self.reached.touch()
+        self.ports = _free_ports(num_servers)
+        self.pids: dict[int, int] = {}
+        self.answers = dict.fromkeys(self.ports, 0)
+        self.num_lives = 0
+        self._zygote = subprocess.Popen(
+            [sys.executable, "-m", "tests.api.mortal"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            cwd=ROOT,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])},
+            text=True,
+        )
+
+    def tend(self) -> None:
+        """Start every server that is not running."""
+        for port in self.ports:
+            if port not in self.pids or not is_running(self.pids[port]):
+                self.pids[port] = self._start(port)
+                self.num_lives += 1
+
+    def _start(self, port: int) -> int:
+        order = {
+            "settings": {**self._settings, "port": port},
+            "points": self._points,
+            "reached": str(self.reached),
+            "log": str(self._folder / "server.log"),
+        }
+        assert self._zygote.stdin is not None
+        assert self._zygote.stdout is not None
+        self._zygote.stdin.write(f"{json.dumps(order)}\n")
+        self._zygote.stdin.flush()
+        return int(self._zygote.stdout.readline())
+
+    def kill(self, port: int, number: signal.Signals = signal.SIGKILL) -> None:
+        """Signal a server, if there is one."""
+        _kill(self.pids[port], number)
+
+    def kill_solver(self, choice: random.Random) -> None:
+        """Kill one of the solver processes, if there is one."""
+        found = [pid for server in self.pids.values() for pid in _children(server)]
+        if found:
+            _kill(choice.choice(sorted(found)), signal.SIGKILL)
+
+    def points_left(self) -> set[str]:
+        """Return the points where no server has died yet."""
+        return set(self._points) - set(self.reached.read_text("utf-8").split())
+
+    def log(self) -> str:
+        """Return what the servers said last."""
+        return (self._folder / "server.log").read_text("utf-8")[-5000:]
+
+    def close(self) -> None:
+        """Kill all servers."""
+        for port in self.pids:
+            self.kill(port)
+        for pipe in (self._zygote.stdin, self._zygote.stdout):
+            assert pipe is not None
+            pipe.close()
+        self._zygote.wait(PATIENCE_S)
+
+
+class Caller:
+    """Asks again, some server or other, until it is answered."""
+
+    def __init__(self, fleet: Fleet, seed: int) -> None:
+        self._fleet = fleet
+        self._choice = random.Random(seed)
+        self._http = httpx.Client(timeout=10)
+
+    def __call__(self, method: str, path: str, **request: Any) -> httpx.Response:
+        deadline = time.monotonic() + PATIENCE_S
+        while time.monotonic() < deadline:
+            port = self._choice.choice(self._fleet.ports)
+            url = f"http://127.0.0.1:{port}{path}"
+            try:
+                answer = self._http.request(method, url, **request)
+            except httpx.TransportError:
+                time.sleep(0.05)
+                continue
+            self._fleet.answers[port] += 1
+            if answer.status_code not in (429, 503):
+                return answer
+            time.sleep(0.1)
+        raise TimeoutError(f"{method} {path} was not answered for {PATIENCE_S} s")
+
+    def close(self) -> None:
+        """Let go of all connections."""
+        self._http.close()
+
+
+def is_running(pid: int) -> bool:
+    """Whether there is such a process."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _kill(pid: int, number: signal.Signals) -> None:
+    if is_running(pid):
+        os.kill(pid, number)
+
+
+def _children(pid: int) -> list[int]:
+    tasks = Path(f"/proc/{pid}/task").glob("*/children")
+    found: list[int] = []
+    for task in tasks:
+        try:
+            found += [int(child) for child in task.read_text("utf-8").split()]
+        except OSError:
+            continue
+    return found
+
+
+def _free_ports(number: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(number)]
+    for one in sockets:
+        one.bind(("127.0.0.1", 0))
+    ports = [one.getsockname()[1] for one in sockets]
+    for one in sockets:
+        one.close()
+    return ports

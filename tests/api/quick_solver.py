@@ -1,0 +1,130 @@
+"""A fake solver whose process starts in a third of the time: it imports no part of the real one.
+
+The problem's name is its script, and ends with what makes it unique:
+
+* ``improve:3:0.02:...`` finds a first schedule and three better ones, each 0.02 s after the one
+  before, and a better bound with each; a start says how far an earlier attempt came.
+* ``nothing:...`` finds none, ``never:...`` proves that there is none, ``fails:...`` breaks.
+* ``dies:FILE:...`` finds a schedule and dies by SIGKILL, but only once.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from optpipe.evaluate import evaluate
+from optpipe.schedule import Provenance
+from tests.api.serial import serial
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from optpipe import Schedule
+    from optpipe.action import Programs
+    from optpipe.problem import Problem
+
+
+class Status(Enum):
+    FEASIBLE = "feasible"
+    INFEASIBLE = "infeasible"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True)
+class Told:
+    """Looks like `optpipe_solver.Progress`."""
+
+    seconds: float
+    method: str
+    objective_ms: float | None
+    bound_ms: float
+    programs: Programs | None
+    problem: None = None
+
+
+@dataclass(frozen=True)
+class Ended:
+    """Looks like `optpipe_solver.Result`."""
+
+    status: Status
+    schedule: Schedule | None
+    bound_ms: float | None
+    message: str = ""
+    needs: dict[str, int] = field(default_factory=dict)
+
+
+def best(problem: Problem, num_fused: int) -> Schedule:
+    """Return the schedule that ``improve`` ends with after so many improvements."""
+    return evaluate(
+        problem,
+        serial(problem, num_fused),
+        Provenance(method=f"fused-{num_fused}"),
+        bound_ms=1.0,
+        stopped_by="work_limit",
+    )
+
+
+def solve(
+    problem: Problem,
+    *,
+    start: Programs | None,
+    on_progress: Callable[[Told], None],
+    should_stop: Callable[[], bool],
+    **_: object,
+) -> Ended:
+    word, *arguments = problem.name.split(":")
+    if word == "nothing":
+        return Ended(Status.UNKNOWN, None, 1.0)
+    if word == "never":
+        return Ended(Status.INFEASIBLE, None, None, "no schedule fits", {"memory_bytes": 1})
+    if word == "fails":
+        raise ZeroDivisionError(problem.name)
+    if word == "dies":
+        return _die_once(problem, start, on_progress, Path(arguments[0]))
+    return _improve(problem, start, on_progress, should_stop, arguments)
+
+
+def _improve(
+    problem: Problem,
+    start: Programs | None,
+    tell: Callable[[Told], None],
+    should_stop: Callable[[], bool],
+    arguments: list[str],
+) -> Ended:
+    rounds, pause_s = int(arguments[0]), float(arguments[1])
+    begin = _num_fused(problem, start)
+    for num_fused in range(begin, rounds + 1):
+        schedule = best(problem, num_fused)
+        method = schedule.provenance.method
+        bound_ms = 1.0 + num_fused
+        tell(Told(num_fused, method, schedule.objective_ms, bound_ms, schedule.programs))
+        tell(Told(num_fused + 0.5, method, None, bound_ms + 0.5, None))
+        until = time.monotonic() + pause_s
+        while time.monotonic() < until and not should_stop():
+            time.sleep(0.005)
+        if should_stop():
+            return Ended(Status.FEASIBLE, schedule, bound_ms)
+    return Ended(Status.FEASIBLE, best(problem, max(begin, rounds)), 1.0 + rounds)
+
+
+def _num_fused(problem: Problem, start: Programs | None) -> int:
+    if start is None:
+        return 0
+    return next(n for n in range(problem.num_microbatches + 1) if serial(problem, n) == start)
+
+
+def _die_once(
+    problem: Problem, start: Programs | None, tell: Callable[[Told], None], mark: Path
+) -> Ended:
+    if not mark.exists():
+        mark.touch()
+        first = best(problem, 0)
+        tell(Told(0.0, "first", first.objective_ms, 1.0, first.programs))
+        os.kill(os.getpid(), signal.SIGKILL)
+    return Ended(Status.FEASIBLE, best(problem, max(1, _num_fused(problem, start))), 1.0)

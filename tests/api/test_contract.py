@@ -1,0 +1,138 @@
+"""The published OpenAPI holds: schemathesis asks a live server what the document allows, and not.
+
+All of its checks are on: no 5xx; no status, header, media type or body that is not documented;
+nothing accepted that the schema forbids; nobody let in without a key. It asks for things that do
+not exist, then for things that do.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import httpx
+import pytest
+from hypothesis import settings as hypothesis_settings
+
+from optpipe_api.access import Role
+from optpipe_api.desk import forms
+from tests.api.instant import InstantSolvers
+from tests.api.live import make_settings, running, two_stages
+from tests.api.test_plan_jobs import four_layers
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+# A schema cannot say that a stage lies on a device that exists, or that recompute_ms and
+# checkpoint_bytes go together: what it allows may still break a rule (422) or a limit (413) of the
+# service, accept none of our forms (406), or be one too many (429).
+ALLOWED = ["2xx", "304", "404", "406", "409", "413", "422", "429"]
+# What it forbids may be too large to be read at all.
+FORBIDDEN = ["400", "401", "403", "404", "405", "406", "409", "413", "415", "422", "429"]
+EXAMPLES = 8 if hypothesis_settings.get_current_profile_name() == "ci" else 4
+
+
+class Server:
+    """A live server that wants keys, and two of them."""
+
+    def __init__(self, url: str, admin: str, reader: str) -> None:
+        self.url = url
+        self.admin = {"Authorization": f"Bearer {admin}"}
+        self.reader = {"Authorization": f"Bearer {reader}"}
+
+    def post(self, path: str, body: object) -> str:
+        """The id of what a request makes."""
+        answer = httpx.post(f"{self.url}{path}", json=body, headers=self.admin, timeout=60)
+        made: str = answer.raise_for_status().json()["id"]
+        return made
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Solve in no time and draw nothing: here only answers count."""
+    settings = make_settings(
+        tmp_path_factory.mktemp("server"),
+        require_keys=True,
+        solver_processes=1,
+        max_cells=500,
+        max_body_bytes=200_000,
+        max_queued_jobs=50,
+        max_wait_s=0.05,
+    )
+
+    async def drawn(schedule: str, problem: str) -> bytes:
+        return b"<svg/>"
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("optpipe_api.service.open_solvers", InstantSolvers)
+        patch.setattr(forms, "_drawn", drawn)
+        with running(settings) as (url, app):
+            create = app.state.service.keys.create
+            yield Server(url, create("all", Role.ADMIN)[1], create("look", Role.READ)[1])
+
+
+def check(server: Server, folder: Path, *options: str, **ids: str) -> str:
+    """Run schemathesis over the server and return its report; ``ids`` are of things that exist."""
+    config = folder / "schemathesis.toml"
+    lines = [
+        "seed = 6",
+        "request-timeout = 60.0",
+        "cache.enabled = false",
+        f"headers.Authorization = {json.dumps(server.admin['Authorization'])}",
+        f"generation = {{ max-examples = {EXAMPLES}, deterministic = true, database = 'none' }}",
+        f"checks.positive_data_acceptance.expected-statuses = {json.dumps(ALLOWED)}",
+        f"checks.negative_data_rejection.expected-statuses = {json.dumps(FORBIDDEN)}",
+        *(f"parameters.{name} = {json.dumps(value)}" for name, value in ids.items()),
+    ]
+    config.write_text("\n".join(lines) + "\n", "utf-8")
+    command = [sys.executable, "-m", "schemathesis.cli", "--config-file", str(config), "run"]
+    ran = subprocess.run(
+        [*command, f"{server.url}/openapi.json", "--checks=all", "--no-color", *options],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    return ran.stdout
+
+
+@pytest.mark.timeout(900)
+def test_what_anybody_may_send_is_answered_as_documented(server, tmp_path) -> None:
+    """Ids are made up: most of it finds nothing."""
+    check(server, tmp_path, "--phases=examples,coverage,fuzzing")
+
+
+@pytest.mark.timeout(900)
+def test_what_exists_is_shown_as_documented(server, tmp_path) -> None:
+    """Ids are those of a job, one that planned, so that it has a model, and of a deployment."""
+    problem = {"problem": two_stages()}
+    report = check(
+        server,
+        tmp_path,
+        "--phases=coverage,fuzzing",
+        "--include-path-regex={(job|batch|deployment)_id}",
+        job_id=server.post("/v1/jobs?wait=30", {"model": four_layers()}),
+        deployment_id=server.post("/v1/deployments", problem),
+    )
+    assert "404 Not Found" not in report
+
+
+def test_what_a_reader_may_not_do_is_documented(server) -> None:
+    """Everything but looking."""
+    with httpx.Client(base_url=server.url, headers=server.reader, timeout=60) as http:
+        for path, operations in http.get("/openapi.json").json()["paths"].items():
+            for method in {*operations} - {"get"}:
+                answer = http.request(method, path.replace("{", "").replace("}", ""), json={})
+                assert answer.status_code == 403, (method, path)
+                assert "403" in operations[method]["responses"], (method, path)
+
+
+def test_a_run_that_finds_something_fails(server, tmp_path, monkeypatch) -> None:
+    """So that the runs above cannot be green for want of looking."""
+    monkeypatch.setitem(globals(), "FORBIDDEN", ["418"])
+    with pytest.raises(AssertionError, match="Schema-violating request accepted"):
+        check(server, tmp_path, "--phases=coverage", "--include-path=/v1/jobs/{job_id}/resume")

@@ -1,0 +1,227 @@
+"""What Prometheus is told, what a request is called in logs and answers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import time
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import pytest
+import structlog
+from prometheus_client.parser import text_string_to_metric_families
+
+from optpipe_api.errors import StoreUnavailableError
+from optpipe_api.logs import set_up_logs
+from optpipe_api.metrics import Metrics
+from optpipe_api.telemetry import Telemetry
+from tests.api.live import connected, make_settings, two_stages
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import httpx
+
+Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
+
+
+def read(text: str) -> Samples:
+    """Samples by name and labels."""
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def value(samples: Samples, name: str, **labels: str) -> float:
+    return samples.get((name, tuple(sorted(labels.items()))), 0.0)
+
+
+@pytest.fixture(scope="module")
+def http(tmp_path_factory) -> Iterator[httpx.Client]:
+    """Run a server that only these tests count on."""
+    with connected(make_settings(tmp_path_factory.mktemp("metrics"))) as http:
+        yield http
+
+
+def scrape(http: httpx.Client) -> Samples:
+    answer = http.get("/metrics")
+    assert answer.status_code == 200
+    assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+    return read(answer.text)
+
+
+def solve(http: httpx.Client, name: str) -> str:
+    body = {"problem": two_stages(name)}
+    job_id: str = http.post("/v1/jobs", params={"wait": 15}, json=body).json()["id"]
+    return job_id
+
+
+def test_a_job_is_counted_from_submission_to_end(http) -> None:
+    """Its state, its wait, its solving time, its gap."""
+    before = scrape(http)
+    solve(http, "counted")
+    while value(scrape(http), "optpipe_solve_seconds_count") == value(
+        before, "optpipe_solve_seconds_count"
+    ):
+        time.sleep(0.02)
+    after = scrape(http)
+
+    def grown(name: str, **labels: str) -> float:
+        return value(after, name, **labels) - value(before, name, **labels)
+
+    assert grown("optpipe_jobs", state="succeeded") == 1
+    assert grown("optpipe_jobs_accepted_total", cache="miss") == 1
+    assert grown("optpipe_jobs_ended_total", state="succeeded") == 1
+    assert grown("optpipe_queue_wait_seconds_count") == 1
+    assert 0 < grown("optpipe_solve_seconds_sum") < 15
+    assert grown("optpipe_gap_ratio_count") == 1
+    assert value(after, "optpipe_store_up") == 1
+
+
+def test_an_answer_from_the_cache_is_counted_as_one(http) -> None:
+    """It waited for nothing and solved nothing."""
+    solve(http, "twice")
+    before = scrape(http)
+    solve(http, "twice")
+    after = scrape(http)
+    hits = [
+        value(samples, "optpipe_jobs_accepted_total", cache="hit") for samples in (before, after)
+    ]
+    assert hits[1] - hits[0] == 1
+
+
+def test_requests_are_counted_by_route_and_never_by_path(http) -> None:
+    """An id, an unknown path, an unknown method: the number of labels stays."""
+    for number in range(3):
+        http.get(f"/v1/jobs/{number:032x}")
+        http.get(f"/nowhere/{number}")
+        http.request(f"X{number}", "/v1/jobs")
+    text = http.get("/metrics").text
+    samples = read(text)
+    requests = "optpipe_http_requests_total"
+    assert value(samples, requests, method="GET", route="/v1/jobs/{job_id}", status="404") == 3
+    assert value(samples, requests, method="GET", route="none", status="404") == 3
+    labelled = [labels for name, labels in samples if name == requests]
+    assert {dict(labels)["method"] for labels in labelled} >= {"GET", "OTHER"}
+    assert not re.search(r'(route|method)="[^"]*(nowhere|000000|X\d)', text)
+
+
+def test_durations_are_measured(http) -> None:
+    """As many as requests, each longer than nothing."""
+    http.get("/healthz")
+    samples = scrape(http)
+    labels = {"method": "GET", "route": "/healthz"}
+    count = value(samples, "optpipe_http_request_seconds_count", **labels)
+    assert count == value(samples, "optpipe_http_requests_total", **labels, status="200") >= 1
+    assert value(samples, "optpipe_http_request_seconds_sum", **labels) > 0
+
+
+def test_a_store_that_does_not_answer_is_a_number() -> None:
+    """The other numbers still come: they are wanted most when something is wrong."""
+
+    def no_answer() -> dict[object, int]:
+        raise StoreUnavailableError("the disk is full")
+
+    metrics = Metrics()
+    metrics.watch_store(no_answer)
+    metrics.answered("GET", "/", 200, 0.1)
+    samples = read(metrics.text().decode())
+    assert value(samples, "optpipe_store_up") == 0
+    assert ("optpipe_store_up", ()) in samples
+    assert value(samples, "optpipe_http_requests_total", method="GET", route="/", status="200") == 1
+
+
+def test_two_applications_in_one_process_count_for_themselves() -> None:
+    """Nothing is registered globally."""
+    one, other = Metrics(), Metrics()
+    one.answered("GET", "/", 200, 0.1)
+    labels = {"method": "GET", "route": "/", "status": "200"}
+    assert value(read(one.text().decode()), "optpipe_http_requests_total", **labels) == 1
+    assert value(read(other.text().decode()), "optpipe_http_requests_total", **labels) == 0
+
+
+def test_a_stalled_event_loop_is_measured() -> None:
+    """Something that holds it for 0.2 s is seen, as at least 0.1 s."""
+    metrics = Metrics()
+
+    async def stall() -> None:
+        watch = asyncio.create_task(metrics.watch_loop())
+        await asyncio.sleep(0.02)
+        time.sleep(0.2)  # noqa: ASYNC251 - this is the stall
+        await asyncio.sleep(0.1)
+        watch.cancel()
+
+    asyncio.run(stall())
+    samples = read(metrics.text().decode())
+    worst_s = value(samples, "optpipe_event_loop_worst_stall_seconds")
+    assert worst_s >= 0.1
+    assert value(samples, "optpipe_event_loop_stall_seconds_count") >= 1
+    assert value(samples, "optpipe_event_loop_stall_seconds_sum") >= worst_s
+
+
+# Requests have names
+
+
+def test_a_request_keeps_the_id_it_came_with_or_gets_one(http) -> None:
+    """An id that could break a log line is replaced."""
+    for given in ("abc-1", "0" * 64):
+        assert (
+            http.get("/healthz", headers={"X-Request-ID": given}).headers["x-request-id"] == given
+        )
+    for given in ("", "a b", "x" * 65, '"}', "\u00e4"):
+        answer = http.get("/healthz", headers={"X-Request-ID": given.encode("latin-1")})
+        assert re.fullmatch("[0-9a-f]{32}", answer.headers["x-request-id"])
+    refused = http.get("/v1/jobs/x")
+    assert refused.status_code == 404
+    assert refused.headers["x-request-id"]
+
+
+@contextmanager
+def json_logs() -> Iterator[None]:
+    """Logs as a server for machines writes them; in the test, as a fixture has another stderr."""
+    set_up_logs("json")
+    try:
+        yield
+    finally:
+        structlog.reset_defaults()
+
+
+def through_telemetry(method: str, status: int, *, fails: bool = False) -> None:
+    """One request through the layer alone."""
+
+    async def app(scope, receive, send) -> None:
+        structlog.get_logger().info("inside", action="inside")
+        if fails:
+            raise ZeroDivisionError
+        headers = [(b"location", b"/v1/jobs/1")]
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def nothing(*_) -> None:
+        return None
+
+    headers = [(b"x-request-id", b"r-1")]
+    scope = {"type": "http", "method": method, "path": "/v1/jobs", "headers": headers}
+    asyncio.run(Telemetry(app, metrics=Metrics())(scope, nothing, nothing))
+
+
+def test_log_lines_of_a_request_carry_its_id_and_changes_are_logged(capsys) -> None:
+    """A submission's line says what it made; a read that went well has none."""
+    with json_logs():
+        through_telemetry("POST", 202)
+        through_telemetry("GET", 200)
+    told = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    lines = [line for line in told if line["request"] == "r-1"]
+    assert [line["action"] for line in lines] == ["inside", "http.request", "inside"]
+    assert (lines[1]["status"], lines[1]["made"]) == (202, "/v1/jobs/1")
+
+
+def test_a_request_that_fails_is_counted_and_logged_too(capsys) -> None:
+    """The error goes on its way."""
+    with json_logs(), pytest.raises(ZeroDivisionError):
+        through_telemetry("GET", 200, fails=True)
+    assert '"status": 499' in capsys.readouterr().err

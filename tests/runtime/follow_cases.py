@@ -1,0 +1,228 @@
+"""What the ranks run while they follow a deployment that a test scripts."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import httpx
+import torch
+import torch.distributed as dist
+
+from optpipe import load_schedule
+from optpipe.runtime import PipelineRunner, follow
+from tests.runtime.small_model import small_data, small_loss, small_stages
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from torch import nn
+
+    from optpipe import Problem, Schedule
+    from optpipe.measurements import Measurements
+
+
+class Scripted:
+    """A deployment whose versions are the schedules of a list, over and over, ever newer ones.
+
+    Parameters
+    ----------
+    num_offered
+        So many versions are there from the beginning; `offer` adds one.
+    num_answers
+        So many questions are answered; after them nobody is there any more.
+    is_stuck
+        Whether nobody is answered, and no report taken, before `let_go`.
+    """
+
+    def __init__(
+        self,
+        schedules: Sequence[Schedule],
+        *,
+        num_offered: int = 0,
+        num_answers: float = float("inf"),
+        is_stuck: bool = False,
+    ) -> None:
+        self.schedules = schedules
+        self.reports: list[tuple[int, int | None, float | None, Measurements]] = []
+        self.num_questions = 0
+        self._offered = threading.Semaphore(num_offered)
+        self._num_answers = num_answers
+        self._free = threading.Event()
+        if not is_stuck:
+            self.let_go()
+
+    def schedule_if_newer(self, version: int, wait_s: float = 0.0) -> tuple[int, Schedule] | None:
+        self.num_questions += 1
+        self._free.wait()
+        if self.num_questions > self._num_answers:
+            raise ConnectionError("nobody is there")
+        if not self._offered.acquire(timeout=min(wait_s, 0.2)):
+            return None
+        return version + 1, self.schedules[version % len(self.schedules)]
+
+    def let_go(self) -> None:
+        self._free.set()
+
+    def offer(self) -> None:
+        self._offered.release()
+
+    def report(
+        self,
+        version: int,
+        measurements: Measurements,
+        *,
+        step: int | None = None,
+        step_ms: float | None = None,
+    ) -> None:
+        self._free.wait()
+        self.reports.append((version, step, step_ms, measurements))
+
+
+class Followed(NamedTuple):
+    """One rank's training: losses of the last stage's rank, a digest of its parameters."""
+
+    losses: list[list[float]]
+    digest: str
+    weights: list[torch.Tensor]
+    version: int
+    refusals: list[Any]
+    cpu_s: float
+    reports: list[Any]
+
+
+def train_following(
+    first: Schedule,
+    later: Sequence[Schedule],
+    problem: Problem | None,
+    steps: int,
+    *,
+    waits: bool = True,
+    source: dict[str, Any] | None = None,
+    **options: Any,
+) -> Followed:
+    """Train with an optimizer, following; ``waits`` for a new version before every step."""
+    rank = dist.get_rank()
+    own, runner, optimizer = _training(first, problem)
+    parameters = [parameter for module in own.values() for parameter in module.parameters()]
+    script = Scripted(later, **(source or {})) if rank == 0 else None
+    count = 1 + max(action.microbatch for program in first.programs for action in program)
+    losses = []
+    began = time.process_time()
+    with follow(script, runner, **options) as training:
+        for step in range(steps):
+            if waits and script is not None and training.line is not None:
+                script.offer()
+                assert training.line.wait(10)
+            optimizer.zero_grad()
+            found = training.step(*small_data(count, seed=step))
+            optimizer.step()
+            losses += [] if found is None else [found.tolist()]
+        cpu_s = time.process_time() - began
+        if script is not None:
+            script.let_go()
+        reports = [] if script is None else _reports(script, steps, options)
+        version, refusals = training.version, training.refusals
+    runner.close()
+    weights = [parameter.detach().clone() for parameter in parameters]
+    return Followed(losses, _digest(weights), weights, version, refusals, cpu_s, reports)
+
+
+def _reports(script: Scripted, steps: int, options: dict[str, Any]) -> list[Any]:
+    """Return the reports once all that were made have been told."""
+    expected = steps // options["report_every"] if "report_every" in options else 0
+    deadline = time.monotonic() + 5
+    while len(script.reports) < min(1, expected) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return script.reports
+
+
+def _digest(tensors: Sequence[torch.Tensor]) -> str:
+    found = hashlib.sha256()
+    for tensor in tensors:
+        found.update(tensor.numpy().tobytes())
+    return found.hexdigest()
+
+
+class HttpSource:
+    """A deployment on a real service, spoken to as plainly as can be."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.http = httpx.Client(timeout=60)
+        self.num_failures = 0
+
+    def schedule_if_newer(self, version: int, wait_s: float = 0.0) -> tuple[int, Schedule] | None:
+        known = {"If-None-Match": f'"{self.url.rpartition("/")[2]}.{version}"'}
+        try:
+            answer = self.http.get(f"{self.url}/schedule", params={"wait": wait_s}, headers=known)
+        except httpx.TransportError:
+            self.num_failures += 1
+            raise
+        if answer.status_code == 304:
+            return None
+        answer.raise_for_status()
+        return int(answer.headers["OptPipe-Version"]), load_schedule(answer.text)
+
+    def report(
+        self,
+        version: int,
+        measurements: Measurements,
+        *,
+        step: int | None = None,
+        step_ms: float | None = None,
+    ) -> None:
+        actions = measurements.model_dump(mode="json", exclude_defaults=True)
+        body = {"version": version, "step": step, "step_ms": step_ms, "actions": actions}
+        self.http.post(f"{self.url}/measurements", json=body).raise_for_status()
+
+
+class Served(NamedTuple):
+    """One rank's training by a real service that is killed in the middle."""
+
+    digest: str
+    version: int
+    num_steps: int
+    num_failures: int
+
+
+def train_served(url: str, first: Schedule, problem: Problem, folder: Path) -> Served:
+    """Train until the second version runs, then on when nobody serves it any more."""
+    rank = dist.get_rank()
+    own, runner, optimizer = _training(first, problem)
+    source = HttpSource(url) if rank == 0 else None
+    num_steps, left = 0, 10
+    with follow(source, runner, version=1, sample_every=1, report_every=3) as training:
+        while left > 0:
+            optimizer.zero_grad()
+            training.step(*small_data(problem.num_microbatches, seed=num_steps))
+            optimizer.step()
+            num_steps += 1
+            left -= training.version == 2
+            if source is not None and left == 9 and not (folder / "gone").exists():
+                (folder / "switched").touch()
+                _until(lambda: (folder / "gone").exists() and source.num_failures > 0)
+    runner.close()
+    weights = [parameter.detach() for module in own.values() for parameter in module.parameters()]
+    failures = 0 if source is None else source.num_failures
+    return Served(_digest(weights), training.version, num_steps, failures)
+
+
+def _training(
+    first: Schedule, problem: Problem | None
+) -> tuple[dict[int, nn.Module], PipelineRunner, torch.optim.Optimizer]:
+    rank, modules = dist.get_rank(), small_stages(len(first.placement))
+    own = {s: modules[s] for s, home in enumerate(first.placement) if home == rank}
+    runner = PipelineRunner(own, first, small_loss, problem, min_offload_bytes=1)
+    parameters = [parameter for module in own.values() for parameter in module.parameters()]
+    return own, runner, torch.optim.SGD(parameters, 0.1, momentum=0.9)
+
+
+def _until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 120
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

@@ -1,0 +1,155 @@
+"""The files in deploy/ agree with the settings, the image and the routes."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import yaml
+
+from optpipe_api import Settings, create_app
+from tests.test_packaging import ROOT
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+COMPOSE = ROOT / "deploy" / "compose.yaml"
+KUBERNETES = ROOT / "deploy" / "kubernetes.yaml"
+
+
+@pytest.fixture(scope="module")
+def compose() -> dict[str, Any]:
+    """The Compose file."""
+    data: dict[str, Any] = yaml.safe_load(COMPOSE.read_text("utf-8"))
+    return data
+
+
+@pytest.fixture(scope="module")
+def objects() -> dict[str, dict[str, Any]]:
+    """The Kubernetes objects by their kinds."""
+    documents = yaml.safe_load_all(KUBERNETES.read_text("utf-8"))
+    return {document["kind"]: document for document in documents}
+
+
+@pytest.fixture(scope="module")
+def pod(objects) -> dict[str, Any]:
+    """What a replica on Kubernetes is."""
+    spec: dict[str, Any] = objects["Deployment"]["spec"]["template"]["spec"]
+    return spec
+
+
+def image_line(word: str) -> str:
+    """The last line of the Dockerfile that begins with a word."""
+    lines = (ROOT / "Dockerfile").read_text("utf-8").splitlines()
+    return next(line for line in reversed(lines) if line.startswith(f"{word} "))
+
+
+def settings_of(variables: dict[str, str], monkeypatch) -> Settings:
+    """What a server makes of its variables; each of them must be one of ours."""
+    names = {f"OPTPIPE_{name.upper()}" for name in Settings.model_fields}
+    assert set(variables) <= names
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    return Settings.load(host="0.0.0.0")
+
+
+def test_compose_settings_are_settings(compose, monkeypatch) -> None:
+    """Every variable exists and has a value that is accepted; keys are then required."""
+    variables = dict(compose["services"]["service"]["environment"])
+    settings = settings_of(variables, monkeypatch)
+    assert settings.keys_required
+    assert settings.database_url.startswith("postgresql://")
+    assert "@database/" in settings.database_url
+
+
+def test_kubernetes_settings_are_settings(pod, monkeypatch) -> None:
+    """The database's URL holds a password, and so comes from a Secret."""
+    (container,) = pod["containers"]
+    given = {item["name"]: item for item in container["env"]}
+    secret = given.pop("OPTPIPE_DATABASE_URL")
+    assert "value" not in secret
+    assert secret["valueFrom"]["secretKeyRef"] == {"name": "optpipe-database", "key": "url"}
+    values = {name: item["value"] for name, item in given.items()}
+    assert settings_of(values, monkeypatch).log_format == "json"
+
+
+def test_both_run_two_replicas_of_the_image_as_it_is(compose, objects, pod) -> None:
+    """Neither has a command of its own, and both reach the port that the image listens on."""
+    service, (container,) = compose["services"]["service"], pod["containers"]
+    assert service["deploy"]["replicas"] == objects["Deployment"]["spec"]["replicas"] == 2
+    for runs in (service, container):
+        assert not {"command", "args", "entrypoint"} & set(runs)
+    port = re.search(r'"--port", "(\d+)"', image_line("CMD"))
+    assert port is not None
+    assert container["ports"] == [{"name": "http", "containerPort": int(port[1])}]
+    assert [mapping.rpartition(":")[2] for mapping in service["ports"]] == [port[1]]
+    assert all(mapping.startswith("127.0.0.1:") for mapping in service["ports"])
+
+
+def test_probes_ask_routes_that_exist_and_want_no_key(pod) -> None:
+    """Life by /healthz, readiness by /readyz."""
+    (container,) = pod["containers"]
+    paths = {name: container[f"{name}Probe"]["httpGet"]["path"] for name in PROBES}
+    assert paths == PROBES
+    document = create_app(Settings(host="0.0.0.0")).openapi()
+    for path in paths.values():
+        assert document["paths"][path]["get"]["security"] == []
+
+
+PROBES = {"startup": "/healthz", "liveness": "/healthz", "readiness": "/readyz"}
+
+
+def test_the_pod_runs_as_the_images_user_without_privileges(compose, pod) -> None:
+    """And without the variables that would hide the port's."""
+    user, group = image_line("USER").split()[1].split(":")
+    context = pod["securityContext"]
+    assert (context["runAsUser"], context["runAsGroup"]) == (int(user), int(group))
+    assert context["runAsNonRoot"] is True
+    (container,) = pod["containers"]
+    assert container["securityContext"]["allowPrivilegeEscalation"] is False
+    assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+    assert compose["services"]["service"]["cap_drop"] == ["ALL"]
+    assert pod["enableServiceLinks"] is False
+
+
+def test_memory_suffices_for_all_solver_processes(pod) -> None:
+    """The limit of the pod is above what its solver processes may take together."""
+    (container,) = pod["containers"]
+    values = {item["name"]: item.get("value") for item in container["env"]}
+    solvers = int(values["OPTPIPE_SOLVER_PROCESSES"]) * int(values["OPTPIPE_SOLVER_MEMORY_BYTES"])
+    limit = container["resources"]["limits"]["memory"]
+    assert limit.endswith("Gi")
+    assert int(limit.removesuffix("Gi")) * 1024**3 > solvers
+
+
+def test_the_service_leads_to_the_pods(objects) -> None:
+    """Its selector is the pods' label, its target the port's name."""
+    template = objects["Deployment"]["spec"]["template"]
+    labels = template["metadata"]["labels"]
+    assert objects["Service"]["spec"]["selector"].items() <= labels.items()
+    assert objects["Deployment"]["spec"]["selector"]["matchLabels"].items() <= labels.items()
+    assert objects["Service"]["spec"]["ports"][0]["targetPort"] == "http"
+
+
+@pytest.mark.parametrize("path", [COMPOSE, KUBERNETES, ROOT / "Dockerfile"])
+def test_the_command_that_makes_the_first_key_works(
+    path, tmp_path, monkeypatch, optpipe: Callable[..., tuple[int, str, str]]
+) -> None:
+    """Each file says it in a comment; the part after the container's is run here."""
+    monkeypatch.setenv("OPTPIPE_DATABASE_URL", f"sqlite:///{tmp_path}/jobs.db")
+    found = re.search(r"optpipe (keys create .*)", path.read_text("utf-8"))
+    assert found is not None
+    code, text, _ = optpipe(*shlex.split(found[1]))
+    assert (code, text.startswith("opk_")) == (0, True)
+
+
+def test_no_password_stands_in_the_files() -> None:
+    """They are named, and given elsewhere."""
+    for path in (COMPOSE, KUBERNETES):
+        for user, password in re.findall(r"postgresql://(\w+):([^@]+)@", path.read_text("utf-8")):
+            assert (user, password) in {
+                ("optpipe", "${POSTGRES_PASSWORD}"),
+                ("optpipe", "PASSWORD"),
+            }
