@@ -14,14 +14,16 @@ import hashlib
 import json
 from collections import defaultdict
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from optpipe.problem import Problem
 
-__all__ = ["Line", "Point", "family_of", "frontier", "memory_of"]
+__all__ = ["Line", "Point", "family_of", "frontier", "label_of", "memory_of"]
+
+_MEMORY_AXES = ("memory_gb", "memory_scale", "memory_bytes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +82,17 @@ def family_of(problem: Problem) -> str:
         del device["memory_bytes"], device["name"]
     text = json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def label_of(values: Mapping[str, Any], name: str) -> str:
+    """Return what distinguishes a line from others: the values on all axes but memory's.
+
+    Without axes it is the problem's name; where memory is the only axis, there is but one line.
+    """
+    told = {axis: value for axis, value in values.items() if not axis.endswith(_MEMORY_AXES)}
+    if not told:
+        return "best schedule" if values else name
+    return ", ".join(f"{axis} = {json.dumps(value)}" for axis, value in told.items())
 
 
 def frontier(points: Iterable[Point]) -> list[Line]:

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from optpipe import Problem
-from optpipe.client import Client
+from optpipe import Problem, load_schedule
+from optpipe.client import (
+    BusyError,
+    Client,
+    ConflictError,
+    KeyRefusedError,
+    NoScheduleError,
+    NotFoundError,
+)
 from optpipe.errors import (
     InfeasibleProblemError,
     InputError,
@@ -18,57 +27,44 @@ from optpipe.errors import (
     ServiceError,
     ServiceUnreachableError,
 )
+from optpipe.formats.json_text import load_model
 from tests.building import problem, stage
+from tests.client_script import JOB, Script, fault, plain, told, waited
 
-JOB = {
-    "id": "a" * 32,
-    "state": "running",
-    "has_schedule": False,
-    "problem_hash": "sha256:0",
-    "objective": "makespan",
-    "created_at": "2026-01-31T12:00:00Z",
-    "a_field_of_the_future": 1,
-}
+Open = Callable[..., Any]
+ROOT = Path(__file__).parent.parent
+MODEL = ROOT / "examples" / "models" / "llama3-8b-2h100-2a100.json"
+SCHEDULE = (ROOT / "docs" / "images" / "before-after.schedule.json").read_text("utf-8")
 
 
-class Script:
-    """Answers requests from a list, and remembers them; an exception in the list is raised."""
+@pytest.fixture(params=[plain, waited], ids=["sync", "async"])
+def client(request) -> Iterator[Open]:
+    """Makes a client of a script; all is said of both."""
+    opened: list[Any] = []
 
-    def __init__(self, *answers: httpx.Response | Exception) -> None:
-        self.answers = list(answers)
-        self.requests: list[httpx.Request] = []
+    def open_client(script: Script, **arguments: Any) -> Any:
+        opened.append(request.param(script, **arguments))
+        return opened[-1]
 
-    def __call__(self, request: httpx.Request) -> httpx.Response:
-        self.requests.append(request)
-        answer = self.answers.pop(0)
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-
-def client(script: Script, **arguments) -> Client:
-    return Client("http://planner:8000/base", transport=httpx.MockTransport(script), **arguments)
-
-
-def told(**changes) -> httpx.Response:
-    return httpx.Response(200, json=JOB | changes)
-
-
-def fault(status: int, code: str, headers=None, **extra) -> httpx.Response:
-    headers = {"Content-Type": "application/problem+json"} | (headers or {})
-    body = {"status": status, "code": code, "detail": "the reason", **extra}
-    return httpx.Response(status, headers=headers, content=json.dumps(body))
+    yield open_client
+    for one in opened:
+        one.close()
 
 
 @pytest.fixture(autouse=True)
 def pauses(monkeypatch) -> list[float]:
     """No test waits; the pauses the client would have made are listed."""
     made: list[float] = []
-    monkeypatch.setattr("optpipe.client.time.sleep", made.append)
+
+    async def note(seconds: float) -> None:
+        made.append(seconds)
+
+    monkeypatch.setattr("optpipe.client.sync.time.sleep", made.append)
+    monkeypatch.setattr("optpipe.client.asynchronous.asyncio.sleep", note)
     return made
 
 
-def test_a_submission_is_the_problem_and_the_options_that_were_given() -> None:
+def test_a_submission_is_the_problem_and_the_options_that_were_given(client) -> None:
     script = Script(told(state="queued"))
     small = problem([stage()])
     job = client(script).submit(small, time_limit_s=2.0, wait_s=3.0)
@@ -80,7 +76,7 @@ def test_a_submission_is_the_problem_and_the_options_that_were_given() -> None:
     assert (job.state, job.is_finished, job.trace) == ("queued", False, None)
 
 
-def test_a_submission_is_repeated_under_one_key_and_the_next_one_has_another() -> None:
+def test_a_submission_is_repeated_under_one_key_and_the_next_one_has_another(client) -> None:
     lost = httpx.ReadError("connection reset")
     script = Script(lost, fault(503, "store.unavailable"), told(), told())
     connection = client(script)
@@ -90,7 +86,7 @@ def test_a_submission_is_repeated_under_one_key_and_the_next_one_has_another() -
     assert keys[0] == keys[1] == keys[2] != keys[3]
 
 
-def test_pauses_grow_and_follow_what_the_service_asks_for(pauses) -> None:
+def test_pauses_grow_and_follow_what_the_service_asks_for(client, pauses) -> None:
     lost = httpx.ConnectError("refused")
     script = Script(lost, lost, lost, fault(429, "queue.full", {"Retry-After": "7"}), told())
     client(script).job("a")
@@ -98,7 +94,7 @@ def test_pauses_grow_and_follow_what_the_service_asks_for(pauses) -> None:
     assert pauses[3] == 7
 
 
-def test_a_service_that_stays_away_is_unreachable_and_one_that_stays_full_refuses() -> None:
+def test_a_service_that_stays_away_is_unreachable_and_one_that_stays_full_refuses(client) -> None:
     script = Script(*[httpx.ConnectError("refused")] * 3)
     with pytest.raises(ServiceUnreachableError, match=r"http://planner:8000.*optpipe serve"):
         client(script, num_retries=2).job("a")
@@ -109,13 +105,13 @@ def test_a_service_that_stays_away_is_unreachable_and_one_that_stays_full_refuse
 
 
 @pytest.mark.parametrize("status", [400, 404, 409, 413, 422, 500])
-def test_other_refusals_are_not_tried_again(status: int, pauses) -> None:
+def test_other_refusals_are_not_tried_again(client, status: int, pauses) -> None:
     with pytest.raises(ServiceError) as caught:
         client(Script(fault(status, "some.code"))).job("a")
     assert (caught.value.status, caught.value.problem_code, pauses) == (status, "some.code", [])
 
 
-def test_refusals_with_a_meaning_have_a_type() -> None:
+def test_refusals_with_a_meaning_have_a_type(client) -> None:
     with pytest.raises(ProblemError, match="the reason"):
         client(Script(fault(422, "problem.invalid"))).submit(problem([stage()]))
     with pytest.raises(InfeasibleProblemError) as caught:
@@ -126,46 +122,128 @@ def test_refusals_with_a_meaning_have_a_type() -> None:
 @pytest.mark.parametrize(
     "answer",
     [
-        httpx.Response(404, text="<html>nginx</html>"),
-        httpx.Response(404, headers={"Content-Type": "application/problem+json"}, text="{"),
-        httpx.Response(404, headers={"Content-Type": "application/problem+json"}, text="[]"),
+        {"text": "<html>nginx</html>"},
+        {"headers": {"Content-Type": "application/problem+json"}, "text": "{"},
+        {"headers": {"Content-Type": "application/problem+json"}, "text": "[]"},
     ],
 )
-def test_a_refusal_that_is_no_problem_detail_is_still_a_service_error(answer) -> None:
+def test_a_refusal_that_is_no_problem_detail_is_still_a_service_error(client, answer) -> None:
     with pytest.raises(ServiceError, match="answered 404"):
-        client(Script(answer)).job("a")
+        client(Script(httpx.Response(404, **answer))).job("a")
 
 
 @pytest.mark.parametrize("text", ["<html></html>", '{"id": 1}'])
-def test_an_answer_that_is_not_of_this_service_is_a_service_error(text: str) -> None:
+def test_an_answer_that_is_not_of_this_service_is_a_service_error(client, text: str) -> None:
     with pytest.raises(ServiceError, match="is it an OptPipe service"):
         client(Script(httpx.Response(200, text=text))).job("a")
 
 
-def test_a_schedule_that_is_none_is_refused() -> None:
+def test_a_schedule_that_is_none_is_refused(client) -> None:
     with pytest.raises(ScheduleFormatError):
         client(Script(httpx.Response(200, text="{}"))).schedule("a")
 
 
-def test_following_yields_the_news_and_ends_with_the_job(pauses) -> None:
-    news = [told(), told(), told(objective_ms=3.0), told(state="succeeded", objective_ms=2.0)]
-    jobs = list(client(Script(*news)).follow("a"))
-    assert [(job.state, job.objective_ms) for job in jobs] == [
-        ("running", None),
-        ("running", 3.0),
-        ("succeeded", 2.0),
-    ]
-    assert pauses[1] > pauses[0] == pauses[2]
+def test_errors_have_the_type_of_their_code(client) -> None:
+    """So that a caller need not read codes; the status and the code are there all the same."""
+    kinds = {
+        (404, "job.not_found"): NotFoundError,
+        (404, "schedule.none"): NoScheduleError,
+        (409, "state.conflict"): ConflictError,
+        (401, "key.required"): KeyRefusedError,
+        (503, "store.unavailable"): BusyError,
+    }
+    for (status, code), kind in kinds.items():
+        with pytest.raises(kind, match="the reason") as caught:
+            client(Script(fault(status, code)), num_retries=0).job("a")
+        assert (caught.value.status, caught.value.problem_code) == (status, code)
 
 
-def test_all_pages_of_jobs_are_read() -> None:
+def test_all_that_a_submission_can_say(client) -> None:
+    """Tags, priority and a key of the caller's own stand where the service wants them."""
+    script = Script(told())
+    client(script).submit(
+        problem([stage()]),
+        objective="span",
+        cache="refresh",
+        tags=("nightly",),
+        priority=3,
+        idempotency_key="mine",
+    )
+    (request,) = script.requests
+    body = json.loads(request.content)
+    assert body["options"] == {"objective": "span", "cache": "refresh"}
+    assert (body["tags"], body["priority"]) == (["nightly"], 3)
+    assert request.headers["Idempotency-Key"] == "mine"
+
+
+def test_a_model_is_submitted_as_one(client) -> None:
+    script = Script(told(kind="plan"))
+    model = load_model(MODEL.read_text("utf-8"))
+    assert client(script).submit(model, chunks=[1, 2], placements=["loop"]).kind == "plan"
+    body = json.loads(script.requests[0].content)
+    assert load_model(json.dumps(body["model"])) == model
+    assert "problem" not in body
+    assert body["options"] == {"chunks": [1, 2], "placements": ["loop"]}
+
+
+def test_a_key_goes_with_every_request(client) -> None:
+    """And one that cannot be one is refused without being shown."""
+    script = Script(told(), told())
+    connection = client(script, api_key="opk_a_b")
+    connection.job("a")
+    connection.cancel("a")
+    assert [one.headers["Authorization"] for one in script.requests] == ["Bearer opk_a_b"] * 2
+    with pytest.raises(InputError, match="API key") as caught:
+        client(Script(), api_key="opk_ä\n")
+    assert "opk" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda: httpx.ReadError("reset"),
+        lambda: httpx.ReadTimeout("slow"),
+        lambda: httpx.Response(502, text="<html>a gateway</html>"),
+    ],
+    ids=["reset", "slow", "gateway"],
+)
+def test_more_time_is_not_given_twice(client, loss, pauses) -> None:
+    """Where nobody knows whether it was given, the error is told; what was refused is repeated."""
+    script = Script(loss())
+    with pytest.raises((ServiceError, ServiceUnreachableError)):
+        client(script).resume("a", 5.0)
+    assert (len(script.requests), pauses) == (1, [])
+    unsent = httpx.ConnectError("refused")
+    script = Script(unsent, fault(429, "queue.full"), told(state="queued"))
+    assert client(script).resume("a", 5.0, wait_s=2.0).state == "queued"
+    assert json.loads(script.requests[2].content) == {"time_limit_s": 5.0}
+    assert script.requests[2].url.params["wait"] == "2.0"
+
+
+def test_a_schedule_is_fetched_only_if_it_is_newer(client) -> None:
+    """The number that is known goes as If-None-Match; 304 means that it is still the best."""
+    tagged = {"ETag": f'W/"{JOB["id"]}.7"'}
+    known = httpx.Response(200, headers=tagged, text=SCHEDULE)
+    script = Script(httpx.Response(304), known, httpx.Response(200, text=SCHEDULE))
+    connection = client(script)
+    assert connection.schedule_if_newer(JOB["id"], 6, wait_s=40.0) is None
+    assert connection.schedule_if_newer(JOB["id"]) == (7, load_schedule(SCHEDULE))
+    first, second = script.requests
+    assert first.headers["If-None-Match"] == f'"{JOB["id"]}.6"'
+    assert (first.url.params["wait"], first.extensions["timeout"]["read"]) == ("40.0", 70.0)
+    assert "If-None-Match" not in second.headers
+    with pytest.raises(ServiceError, match="ETag"):
+        connection.schedule_if_newer(JOB["id"])
+
+
+def test_all_pages_of_jobs_are_read(client) -> None:
     pages = [{"jobs": [JOB, JOB], "next": 7}, {"jobs": [JOB], "next": None}]
     script = Script(*(httpx.Response(200, json=page) for page in pages))
     assert len(list(client(script).jobs())) == 3
     assert script.requests[1].url.params["cursor"] == "7"
 
 
-def test_a_comparison_is_the_rows_that_the_service_answers() -> None:
+def test_a_comparison_is_the_rows_that_the_service_answers(client) -> None:
     """Options left out are left to the service; the optimiser's time is waited for."""
     rows = [{"method": "1f1b", "makespan_ms": 2.0, "a_field_of_the_future": 1}]
     script = Script(fault(429, "compare.busy"), httpx.Response(200, json={"rows": rows}))
@@ -182,7 +260,7 @@ def test_a_comparison_is_the_rows_that_the_service_answers() -> None:
     assert request.extensions["timeout"]["connect"] == 30
 
 
-def test_a_comparison_that_took_too_long_is_not_made_again() -> None:
+def test_a_comparison_that_took_too_long_is_not_made_again(client) -> None:
     """A lost connection is repeated, as ever; a time that ran out would run out again."""
     lost, slow = httpx.ConnectError("refused"), httpx.ReadTimeout("timed out")
     script = Script(lost, slow)
@@ -192,7 +270,7 @@ def test_a_comparison_that_took_too_long_is_not_made_again() -> None:
     assert client(Script(slow, told())).job("a").state == "running"
 
 
-def test_methods_are_names_with_a_line_each() -> None:
+def test_methods_are_names_with_a_line_each(client) -> None:
     listed = [{"name": "auto", "description": "all"}, {"name": "1f1b", "description": "one"}]
     script = Script(httpx.Response(200, json={"methods": listed}))
     assert client(script).methods() == {"auto": "all", "1f1b": "one"}
@@ -206,11 +284,11 @@ def test_an_address_that_is_none_is_refused(url) -> None:
 
 
 @pytest.mark.parametrize("job_id", ["", "../jobs", "a/b", "a?b"])
-def test_an_id_that_is_none_never_leaves_the_client(job_id: str) -> None:
+def test_an_id_that_is_none_never_leaves_the_client(client, job_id: str) -> None:
     with pytest.raises(InputError, match="not the id of a job"):
         client(Script()).job(job_id)
 
 
-def test_health_never_raises() -> None:
+def test_health_never_raises(client) -> None:
     answers: list[Any] = [httpx.Response(200), httpx.Response(503), httpx.ConnectError("refused")]
     assert [client(Script(answer)).health() for answer in answers] == [True, False, False]

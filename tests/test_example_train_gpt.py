@@ -130,7 +130,7 @@ def test_measured_planned_by_the_service_and_trained_like_one_process(service) -
 
 def test_that_nobody_plans_is_handed_on(monkeypatch) -> None:
     """Nobody answers there: told to all ranks, instead of leaving them waiting."""
-    monkeypatch.setattr("optpipe.client.time.sleep", lambda _: None)
+    monkeypatch.setattr("optpipe.client.sync.time.sleep", lambda _: None)
     options = argparse.Namespace(url="http://127.0.0.1:9", time_limit=1.0)
     schedule, fault = solve(problem([stage()]), options)
     assert schedule == ""

@@ -7,7 +7,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
-from pydantic.json_schema import SkipJsonSchema
+from pydantic.json_schema import SkipJsonSchema  # noqa: TC002 - pydantic reads it
 
 from optpipe.errors import ProblemError
 from optpipe.problem import Problem
@@ -324,7 +324,9 @@ class FrontierView(BaseModel):
     @classmethod
     def of(cls, lines: list[Line]) -> Self:
         """Return the view of a frontier."""
-        return cls(lines=[FrontierLineView(label=line.label, points=_points(line)) for line in lines])
+        return cls(
+            lines=[FrontierLineView(label=line.label, points=_points(line)) for line in lines]
+        )
 
 
 def _points(line: Line) -> list[FrontierPointView]:

@@ -9,9 +9,10 @@ and for each item its values on them.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from optpipe_api.jobs import Job, JobOptions, JobState
+if TYPE_CHECKING:
+    from optpipe_api.jobs import Job, JobOptions, JobState
 
 __all__ = ["Batch", "BatchPlan", "Item", "ItemPlan", "NewBatch"]
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from optpipe.client.call import Call, Repeat, ask
 from optpipe.client.errors import NoScheduleError
-from optpipe.client.requests import about, given, if_newer, newer_schedule, once
+from optpipe.client.requests import about, given, if_newer, newer_schedule, numbered_schedule, once
 from optpipe.client.values import DeploymentView, Received, Version, as_model
 from optpipe.formats.json_text import load_problem
 
@@ -109,14 +109,11 @@ def schedule(deployment_id: str, wait_s: float = 0.0) -> Conversation[tuple[int,
     while True:
         left_s = max(deadline - time.monotonic(), 0.0)
         try:
-            found = yield from ask(schedule_if_newer(deployment_id, 0, min(left_s, _LOOK_AGAIN_S)))
+            return (yield from ask(_newest(deployment_id, min(left_s, _LOOK_AGAIN_S))))
         except NoScheduleError:
             seen = yield from ask(look(deployment_id))
             if left_s <= 0 or seen.state not in ("waiting", "solving"):
                 raise
-        else:
-            assert found is not None
-            return found
 
 
 def schedule_if_newer(
@@ -207,3 +204,8 @@ def end(deployment_id: str) -> Call[DeploymentView]:
 
 def _path(deployment_id: str) -> str:
     return f"v1/deployments/{deployment_id}"
+
+
+def _newest(deployment_id: str, wait_s: float) -> Call[tuple[int, Schedule]]:
+    newer = schedule_if_newer(deployment_id, 0, wait_s)
+    return Call(path=newer.path, params=newer.params, wait_s=wait_s, read=numbered_schedule)

@@ -95,6 +95,9 @@ def events(job: Job | str, *, after: int = 0) -> Conversation[None]:
             event = yield from ear.hear()
             if event is not None:
                 yield Tell(event)
+            elif ear.has_trouble:
+                # Raises, after some patience, if the whole service is away.
+                yield from ask(look(job))
     except _NoStreamError:
         raise ServiceError(
             "the service, or something in between, sends no events; use follow instead",
@@ -131,11 +134,15 @@ class _Ear:
     def __init__(self, job_id: str, after: int = 0) -> None:
         self.is_over = False
         self._path = f"v1/jobs/{job_id}/events"
-        self._job_id = job_id
         self._seen = self._first = after
         self._num_improvements = 0
         self._num_losses = 0
         self._is_open = False
+
+    @property
+    def has_trouble(self) -> bool:
+        """Whether streams break, or do not begin, and nothing is heard between them."""
+        return self._num_losses > 1
 
     def until_news_of(self, known: Job) -> Conversation[None]:
         """Hear until something happens that a look at the job did not show, or hearing breaks."""
@@ -171,14 +178,12 @@ class _Ear:
         return _event(heard)
 
     def _open(self) -> Conversation[None]:
-        if self._num_losses > 1:
+        if self.has_trouble:
             yield Pause(pause_s(self._num_losses, {}))
         try:
             answer: httpx.Response = yield Listen(self._call())
         except httpx.TransportError as error:
             self._lose(error)
-            # Raises, after some patience, if the whole service is away.
-            yield from ask(look(self._job_id))
             return
         if answer.status_code == HTTPStatus.NO_CONTENT:
             self.is_over = True

@@ -28,6 +28,7 @@ __all__ = [
     "if_newer",
     "is_stream",
     "newer_schedule",
+    "numbered_schedule",
     "once",
     "schedule_of",
 ]
@@ -64,7 +65,7 @@ def given(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def once(key: str | None) -> dict[str, str]:
-    """Return the header under which the service does a request only once, however often it comes."""
+    """Return the header under which the service does a request once, however often it comes."""
     return {"Idempotency-Key": uuid.uuid4().hex if key is None else key}
 
 
@@ -85,15 +86,18 @@ def if_newer(thing_id: str, number: int) -> dict[str, str]:
 
 
 def newer_schedule(answer: httpx.Response) -> tuple[int, Schedule] | None:
-    """Read an answer that is a schedule and its number; None where there is no newer one.
+    """Read an answer that is a schedule and its number; None where there is no newer one."""
+    return None if answer.status_code == HTTPStatus.NOT_MODIFIED else numbered_schedule(answer)
+
+
+def numbered_schedule(answer: httpx.Response) -> tuple[int, Schedule]:
+    """Read an answer that is a schedule and its number.
 
     Raises
     ------
     ServiceError
         If the answer does not say its number.
     """
-    if answer.status_code == HTTPStatus.NOT_MODIFIED:
-        return None
     tag = _TAG.fullmatch(answer.headers.get("ETag", ""))
     if tag is None:
         raise ServiceError(

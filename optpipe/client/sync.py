@@ -135,7 +135,7 @@ def _asks(
     describe: Callable[P, Call[T] | Conversation[T]],
 ) -> Callable[Concatenate[_Speaker, P], T]:
     @described_by(describe, skips_first=False)
-    def method(self: _Speaker, *args: P.args, **kwargs: P.kwargs) -> T:
+    def method(self: _Speaker, /, *args: P.args, **kwargs: P.kwargs) -> T:
         return self._line.run(describe(*args, **kwargs))
 
     return method
@@ -145,7 +145,7 @@ def _tells(
     describe: Callable[P, Conversation[Any]], _news: type[T]
 ) -> Callable[Concatenate[_Speaker, P], Iterator[T]]:
     @described_by(describe, skips_first=False)
-    def method(self: _Speaker, *args: P.args, **kwargs: P.kwargs) -> Iterator[T]:
+    def method(self: _Speaker, /, *args: P.args, **kwargs: P.kwargs) -> Iterator[T]:
         return self._line.told(describe(*args, **kwargs))
 
     return method
@@ -155,7 +155,7 @@ def _makes(
     describe: Callable[P, Call[V]], handle: type[H]
 ) -> Callable[Concatenate[_Speaker, P], H]:
     @described_by(describe, skips_first=False)
-    def method(self: _Speaker, *args: P.args, **kwargs: P.kwargs) -> H:
+    def method(self: _Speaker, /, *args: P.args, **kwargs: P.kwargs) -> H:
         return handle(self._line, self._line.run(describe(*args, **kwargs)).id)
 
     return method
@@ -165,7 +165,7 @@ def _asks_own(
     describe: Callable[Concatenate[str, P], Call[T] | Conversation[T]],
 ) -> Callable[Concatenate[_Handle, P], T]:
     @described_by(describe, skips_first=True)
-    def method(self: _Handle, *args: P.args, **kwargs: P.kwargs) -> T:
+    def method(self: _Handle, /, *args: P.args, **kwargs: P.kwargs) -> T:
         return self._line.run(describe(self.id, *args, **kwargs))
 
     return method
@@ -175,7 +175,7 @@ def _tells_own(
     describe: Callable[Concatenate[str, P], Conversation[Any]], _news: type[T]
 ) -> Callable[Concatenate[_Handle, P], Iterator[T]]:
     @described_by(describe, skips_first=True)
-    def method(self: _Handle, *args: P.args, **kwargs: P.kwargs) -> Iterator[T]:
+    def method(self: _Handle, /, *args: P.args, **kwargs: P.kwargs) -> Iterator[T]:
         return self._line.told(describe(self.id, *args, **kwargs))
 
     return method
@@ -194,7 +194,7 @@ class Batch(_Handle):
 
 
 class Deployment(_Handle):
-    """A training run that follows the newest schedule of its problem; `Client.deploy` makes it."""
+    """A training run that follows the newest schedule; `Client.deploy` makes it."""
 
     look = _asks_own(deployments.look)
     schedule = _asks_own(deployments.schedule)

@@ -67,8 +67,9 @@ class Job(HasId):
     """A job as the service last told it; ask again for news.
 
     ``has_schedule`` is true from the first schedule on, whatever the state; ``num_schedules``
-    counts them. ``cache`` says what the service knew before: ``hit`` the answer, ``near`` a schedule
-    of a similar problem to start from, ``miss`` neither; ``source_id`` is the job that knew it.
+    counts them. ``cache`` says what the service knew before: ``hit`` the answer, ``near`` a
+    schedule of a similar problem to start from, ``miss`` neither; ``source_id`` is the job that
+    knew it.
     """
 
     kind: Literal["solve", "plan"] = "solve"

@@ -79,5 +79,5 @@ def running(settings: Settings) -> Iterator[tuple[str, FastAPI]]:
 @contextmanager
 def connected(settings: Settings) -> Iterator[httpx.Client]:
     """Run a server and connect to it by plain HTTP."""
-    with running(settings) as (url, _), httpx.Client(base_url=url, timeout=60) as http:
+    with running(settings) as (url, _), httpx.Client(base_url=url, timeout=90) as http:
         yield http

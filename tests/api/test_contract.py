@@ -60,10 +60,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         max_cells=500,
         max_body_bytes=200_000,
         max_queued_jobs=50,
+        max_batch_items=8,
         max_wait_s=0.05,
     )
 
-    async def drawn(schedule: str, problem: str) -> bytes:
+    async def drawn(request: bytes) -> bytes:
         return b"<svg/>"
 
     with pytest.MonkeyPatch.context() as patch:
@@ -108,7 +109,7 @@ def test_what_anybody_may_send_is_answered_as_documented(server, tmp_path) -> No
 
 @pytest.mark.timeout(900)
 def test_what_exists_is_shown_as_documented(server, tmp_path) -> None:
-    """Ids are those of a job, one that planned, so that it has a model, and of a deployment."""
+    """Ids are those of a job, one that planned, so that it has a model, and so on."""
     problem = {"problem": two_stages()}
     report = check(
         server,
@@ -116,6 +117,7 @@ def test_what_exists_is_shown_as_documented(server, tmp_path) -> None:
         "--phases=coverage,fuzzing",
         "--include-path-regex={(job|batch|deployment)_id}",
         job_id=server.post("/v1/jobs?wait=30", {"model": four_layers()}),
+        batch_id=server.post("/v1/batches", {**problem, "axes": {"memory_scale": [1, 0.5]}}),
         deployment_id=server.post("/v1/deployments", problem),
     )
     assert "404 Not Found" not in report

@@ -103,7 +103,7 @@ def test_many_follow_one_job_and_all_see_the_same(http) -> None:
     found: list[list[dict[str, Any]]] = []
 
     def take() -> None:
-        with httpx.Client(base_url=http.base_url, timeout=30) as other:
+        with httpx.Client(base_url=http.base_url, timeout=90) as other:
             found.append(followed(other, job["id"]))
 
     threads = [threading.Thread(target=take) for _ in range(20)]
@@ -161,8 +161,8 @@ def test_a_stopping_server_lets_followers_go_and_another_one_goes_on(tmp_path) -
             time.sleep(0.02)
         began = time.monotonic()
     thread.join()
-    assert time.monotonic() - began < 10
-    with running(settings) as (url, _), httpx.Client(base_url=url, timeout=60) as http:
+    assert time.monotonic() - began < 40
+    with running(settings) as (url, _), httpx.Client(base_url=url, timeout=90) as http:
         http.delete(f"/v1/jobs/{job['id']}")
         rest = followed(http, job["id"], seen[-1]["number"])
         assert seen + rest == followed(http, job["id"])
@@ -176,7 +176,7 @@ def _submitted(url: str) -> dict[str, Any]:
 
 
 def _follow_until_cut(url: str, job_id: str, seen: list[dict[str, Any]]) -> None:
-    with httpx.Client(base_url=url, timeout=60) as http:
+    with httpx.Client(base_url=url, timeout=90) as http:
         seen.extend(follow(http, job_id))
 
 
@@ -222,7 +222,7 @@ def test_a_database_that_is_gone_ends_the_stream_for_a_reconnection() -> None:
 def test_a_client_that_is_gone_leaves_nobody_reading(tmp_path) -> None:
     """Neither one that waits nor one that has just been sent something."""
     server = running(make_settings(tmp_path))
-    with server as (url, app), httpx.Client(base_url=url, timeout=60) as http:
+    with server as (url, app), httpx.Client(base_url=url, timeout=90) as http:
         job = submit(http, "improve:1:60", wait=0).json()
         followers = app.state.service.jobs._followers
         for count in (1, 3):

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import shlex
-import subprocess
-import sys
 import time
 from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
+import structlog
 from starlette.applications import Starlette
 from starlette.responses import JSONResponse
 from starlette.routing import Route
@@ -28,7 +26,7 @@ from tests.api.live import connected, make_settings, running, two_stages
 from tests.test_packaging import ROOT
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 
 @pytest.fixture
@@ -401,9 +399,7 @@ def test_a_revoked_key_stops_within_five_seconds(tmp_path) -> None:
 
 def test_a_key_may_have_so_many_jobs_under_way(tmp_path) -> None:
     """Another key's are not counted, and an ended job makes room."""
-    settings = make_settings(
-        tmp_path, require_keys=True, max_jobs_per_key=2, solver_processes=1, solve_path=SLOW
-    )
+    settings = make_settings(tmp_path, require_keys=True, max_jobs_per_key=2, solver_processes=1)
     stores = open_stores(settings.database_url)
     names = ("alice", "bob")
     texts = {name: stores.keys.create(name, Role.SUBMIT)[1] for name in names}
@@ -424,23 +420,15 @@ def test_a_key_may_have_so_many_jobs_under_way(tmp_path) -> None:
         assert submit("alice").status_code == 202
 
 
-SLOW = "tests.api.fake_solver:solve"
-
-
 # On the command line
 
 
-def run(folder, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    variables = {"OPTPIPE_DATABASE_URL": f"sqlite:///{folder}/jobs.db", "NO_COLOR": "1"}
-    return subprocess.run(
-        [sys.executable, "-m", "optpipe.cli", *arguments],
-        env=os.environ | variables | environment,
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
+@pytest.fixture
+def run(tmp_path, optpipe, monkeypatch) -> Iterator[Callable[..., tuple[int, str, str]]]:
+    """Run a command on a database of the test; `serve` sets logs up, which is undone."""
+    monkeypatch.setenv("OPTPIPE_DATABASE_URL", f"sqlite:///{tmp_path}/jobs.db")
+    yield optpipe
+    structlog.reset_defaults()
 
 
 def test_the_command_makes_lists_and_revokes_keys(tmp_path, optpipe, monkeypatch) -> None:
@@ -466,32 +454,24 @@ def test_the_command_makes_lists_and_revokes_keys(tmp_path, optpipe, monkeypatch
     stores.close()
 
 
-def image_command() -> tuple[list[str], dict[str, str]]:
-    """The command and the settings of the image, as the Dockerfile says."""
+def test_the_image_does_not_start_without_a_key_and_says_how_to_make_one(run) -> None:
+    """Its command listens on every address; the sentence holds the command, which then works."""
     lines = (ROOT / "Dockerfile").read_text("utf-8").splitlines()
     command = next(line for line in reversed(lines) if line.startswith("CMD "))
-    return json.loads(command.removeprefix("CMD ")), {}
-
-
-def test_the_image_does_not_start_without_a_key_and_says_how_to_make_one(tmp_path) -> None:
-    """Its command listens on every address; the sentence holds the command, which then works."""
-    (program, *arguments), _ = image_command()
+    program, *arguments = json.loads(command.removeprefix("CMD "))
     assert program == "optpipe"
-    arguments[arguments.index("--port") + 1] = "0"
-    refused = run(tmp_path, *arguments)
-    assert refused.returncode == 1
-    assert "Traceback" not in refused.stderr
-    hint = refused.stderr.partition("optpipe keys ")[2].strip()
-    made = run(tmp_path, "keys", *shlex.split(hint.replace("NAME", "me")))
-    assert made.returncode == 0, made.stderr
+    code, _, told = run(*arguments)
+    assert code == 1
+    hint = told.partition("optpipe keys ")[2].strip()
+    assert run("keys", *shlex.split(hint.replace("NAME", "me")))[0] == 0
 
 
-def test_keys_that_were_all_revoked_are_none(tmp_path) -> None:
+def test_keys_that_were_all_revoked_are_none(run) -> None:
     """A server that nobody can use does not start either."""
-    assert run(tmp_path, "keys", "create", "--name", "me").returncode == 0
-    assert run(tmp_path, "keys", "revoke", "me").returncode == 0
-    refused = run(tmp_path, "serve", "--host", "0.0.0.0", "--port", "0")
-    assert (refused.returncode, "optpipe keys create" in refused.stderr) == (1, True)
+    assert run("keys", "create", "--name", "me")[0] == 0
+    assert run("keys", "revoke", "me")[0] == 0
+    code, _, told = run("serve", "--host", "0.0.0.0", "--port", "0")
+    assert (code, "optpipe keys create" in told) == (1, True)
 
 
 def test_a_running_application_knows_its_keys_from_the_store(tmp_path) -> None:

@@ -93,7 +93,7 @@ def server(tmp_path_factory) -> Iterator[Server]:
     with httpx.Client(base_url=address(server), timeout=120) as http:
         post(http, with_parts(b'{"memory_bytes":4000}', many(STAGE, 4000)))
     yield server
-    server.end(15)
+    server.end(signal.SIGTERM)
 
 
 def address(server: Server) -> str:

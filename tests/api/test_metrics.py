@@ -7,7 +7,7 @@ import json
 import re
 import time
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import structlog
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     import httpx
+
+    from optpipe_api.jobs import JobState
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
@@ -54,10 +56,12 @@ def scrape(http: httpx.Client) -> Samples:
     return read(answer.text)
 
 
-def solve(http: httpx.Client, name: str) -> str:
-    body = {"problem": two_stages(name)}
-    job_id: str = http.post("/v1/jobs", params={"wait": 15}, json=body).json()["id"]
-    return job_id
+def solve(http: httpx.Client, name: str) -> None:
+    """Submit a job and see it end."""
+    answer = http.post("/v1/jobs", params={"wait": 15}, json={"problem": two_stages(name)})
+    while answer.json()["finished_at"] is None:
+        time.sleep(0.05)
+        answer = http.get(f"/v1/jobs/{answer.json()['id']}")
 
 
 def test_a_job_is_counted_from_submission_to_end(http) -> None:
@@ -77,7 +81,7 @@ def test_a_job_is_counted_from_submission_to_end(http) -> None:
     assert grown("optpipe_jobs_accepted_total", cache="miss") == 1
     assert grown("optpipe_jobs_ended_total", state="succeeded") == 1
     assert grown("optpipe_queue_wait_seconds_count") == 1
-    assert 0 < grown("optpipe_solve_seconds_sum") < 15
+    assert grown("optpipe_solve_seconds_sum") > 0
     assert grown("optpipe_gap_ratio_count") == 1
     assert value(after, "optpipe_store_up") == 1
 
@@ -123,7 +127,7 @@ def test_durations_are_measured(http) -> None:
 def test_a_store_that_does_not_answer_is_a_number() -> None:
     """The other numbers still come: they are wanted most when something is wrong."""
 
-    def no_answer() -> dict[object, int]:
+    def no_answer() -> dict[JobState, int]:
         raise StoreUnavailableError("the disk is full")
 
     metrics = Metrics()
@@ -201,7 +205,7 @@ def through_telemetry(method: str, status: int, *, fails: bool = False) -> None:
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": b""})
 
-    async def nothing(*_) -> None:
+    async def nothing(*_) -> Any:
         return None
 
     headers = [(b"x-request-id", b"r-1")]

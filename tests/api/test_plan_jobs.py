@@ -32,7 +32,7 @@ def four_layers(name: str = "", **changes: Any) -> dict[str, Any]:
     return {"name": name, "num_microbatches": 4, "devices": devices, "layers": [layer], **changes}
 
 
-def submit(http, name="", wait=30, options=None, **changes):
+def submit(http, name="", wait=60, options=None, **changes):
     body = {"model": four_layers(name, **changes), "options": options or {}}
     return http.post("/v1/jobs", params={"wait": wait}, json=body)
 
@@ -41,7 +41,9 @@ def submit(http, name="", wait=30, options=None, **changes):
 def http(tmp_path_factory):
     """Share a server whose planner is the fake one."""
     folder = tmp_path_factory.mktemp("server")
-    with connected(make_settings(folder, plan_path=FAKE_PLAN, max_cells=1000)) as client:
+    # A lease that no busy machine lets run out: an attempt more would be one too many here.
+    settings = make_settings(folder, plan_path=FAKE_PLAN, max_cells=1000, lease_s=60.0)
+    with connected(settings) as client:
         yield client
 
 
@@ -129,7 +131,7 @@ def test_a_resumed_plan_goes_on_from_where_it_stands(http) -> None:
     while not http.get(path).json()["has_schedule"]:
         time.sleep(0.02)
     assert http.delete(path).json()["state"] == "cancelled"
-    answer = http.post(f"{path}/resume", params={"wait": 20}, json={"time_limit_s": 1})
+    answer = http.post(f"{path}/resume", params={"wait": 60}, json={"time_limit_s": 1})
     assert answer.json()["state"] == "succeeded"
     methods = [point["method"] for point in answer.json()["trace"]]
     told = [name for name in methods if name.startswith("fake-plan-")]
@@ -168,7 +170,7 @@ def test_a_problem_and_a_model_are_two_jobs(http) -> None:
     assert "two jobs" in fault(answer, 422, "request.invalid")["detail"]
     answer = http.post("/v1/jobs", json={"problem": data, "options": {"chunks": [1]}})
     assert "options.chunks: a problem is cut" in fault(answer, 422, "input.invalid")["detail"]
-    job = http.post("/v1/jobs", params={"wait": 30}, json={"problem": data}).json()
+    job = http.post("/v1/jobs", params={"wait": 60}, json={"problem": data}).json()
     fault(http.get(f"/v1/jobs/{job['id']}/model"), 404, "model.none")
 
 

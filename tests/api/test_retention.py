@@ -168,7 +168,8 @@ def finish(stores: Stores, job: Job, schedule: str | None = None) -> None:
     claim = stores.jobs.claim("me", 60.0)
     assert claim is not None
     assert claim.job.id == job.id
-    outcome = Outcome(event=JobEvent.SUCCEED, schedule=schedule, objective_ms=schedule and 1.0)
+    length = None if schedule is None else 1.0
+    outcome = Outcome(event=JobEvent.SUCCEED, schedule=schedule, objective_ms=length)
     assert stores.jobs.finish(claim.lease, outcome) is not None
 
 

@@ -15,7 +15,7 @@ from tests.api.live import connected, make_settings, running, two_stages
 PROBLEM_JSON = "application/problem+json"
 
 
-def submit(http, name="", wait=30, options=None, headers=None, **changes):
+def submit(http, name="", wait=60, options=None, headers=None, **changes):
     body = {"problem": two_stages(name, **changes), "options": options or {}}
     return http.post("/v1/jobs", params={"wait": wait}, json=body, headers=headers)
 
@@ -108,7 +108,7 @@ def test_jobs_are_found_by_state_and_tag(tmp_path) -> None:
     with connected(make_settings(tmp_path)) as http:
         made = [
             http.post(
-                "/v1/jobs", params={"wait": 30}, json={"problem": two_stages(), **more}
+                "/v1/jobs", params={"wait": 60}, json={"problem": two_stages(), **more}
             ).json()
             for more in ({"tags": ["b", "a", "a"]}, {"tags": ["a"], "priority": -100}, {})
         ]
@@ -406,7 +406,7 @@ def test_every_reference_of_the_document_leads_somewhere(http) -> None:
 def test_the_documented_example_is_accepted(http) -> None:
     schema = http.get("/openapi.json").json()["components"]["schemas"]["Submission"]
     (example,) = schema["examples"]
-    answer = http.post("/v1/jobs", params={"wait": 30}, json=example)
+    answer = http.post("/v1/jobs", params={"wait": 60}, json=example)
     assert answer.json()["state"] == "succeeded"
 
 

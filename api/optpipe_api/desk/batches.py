@@ -7,13 +7,13 @@ import hashlib
 import json
 import time
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from starlette.concurrency import run_in_threadpool
 
 from optpipe.errors import ProblemError
 from optpipe.formats.sweep_table import Row
-from optpipe.frontier import Point, frontier
+from optpipe.frontier import Point, frontier, label_of
 from optpipe_api.access import Role
 from optpipe_api.batches import BatchPlan, Item, NewBatch
 from optpipe_api.desk.cache import MOST_CELLS, MOST_TRIED
@@ -35,7 +35,6 @@ __all__ = ["BatchDesk"]
 
 _MOST_TRIED = 100
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
-_MEMORY_AXES = ("memory_gb", "memory_scale", "memory_bytes")
 
 
 class BatchDesk:
@@ -235,17 +234,9 @@ def _point(item: Item) -> Point:
     return Point(
         index=item.index,
         family=item.plan.family,
-        label=_label(item.plan.values) or job.name,
+        label=label_of(item.plan.values, job.name),
         memory_bytes=item.plan.memory_bytes,
         objective_ms=job.objective_ms,
         bound_ms=job.bound_ms,
         is_infeasible=job.state is JobState.INFEASIBLE,
     )
-
-
-def _label(values: dict[str, Any]) -> str:
-    """Return what distinguishes a line from others: the values on all axes but memory's."""
-    told = {name: value for name, value in values.items() if not name.endswith(_MEMORY_AXES)}
-    if values and not told:
-        return "best schedule"
-    return ", ".join(f"{name} = {json.dumps(value)}" for name, value in told.items())

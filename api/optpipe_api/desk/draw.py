@@ -1,7 +1,8 @@
 """One schedule in another form. ``python -m optpipe_api.desk.draw`` draws a picture.
 
 That process reads a form, a schedule and a problem from its standard input, as `pack` leaves them
-(the form `frontier`: title and lines, as `pack_frontier` does), and writes a word, a line feed and bytes: `done` and the picture, `large` or `missing` and why.
+(or title and lines of a frontier, as `pack_frontier` does), and writes a word, a line feed and
+bytes: `done` and the picture, `large` or `missing` and why.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ def digest_batch(body: bytes) -> Reading:
     variations = _variations(batch)
     intakes = _intakes(variations)
     header = {
-        "name": batch.name or variations[0].problem.name,
+        "name": batch.name or (batch.problem or variations[0].problem).name,
         "axes": batch.axes,
         "options": batch.options.model_dump(mode="json"),
         "tags": batch.tags,

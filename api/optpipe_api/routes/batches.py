@@ -116,7 +116,7 @@ def list_batches(
     limit: Annotated[int, Query(ge=1, le=200)] = 50,
     cursor: Annotated[int | None, Query(ge=1, le=2**53, description="`next` of a page.")] = None,
 ) -> BatchList:
-    """Return a page of batches and how far they are; its `next` is the `cursor` of the one after."""
+    """Return a page of batches and how far they are; `next` is the `cursor` of the next one."""
     found = service.batches.page(limit + 1, cursor, who)
     shown = found[:limit]
     following = shown[-1].position if len(found) > limit else None
@@ -129,9 +129,7 @@ def list_batches(
     responses=documented(404),
     summary="Look at a batch",
 )
-async def look_at_batch(
-    batch_id: str, service: Serving, who: Reader, wait: Wait = 0.0
-) -> Response:
+async def look_at_batch(batch_id: str, service: Serving, who: Reader, wait: Wait = 0.0) -> Response:
     """Return progress, items in each state, and every item with its job and what it has found."""
     batch = await run_in_threadpool(service.batches.find, batch_id, who)
     await service.batches.wait(batch, wait)

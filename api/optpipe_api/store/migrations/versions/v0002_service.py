@@ -1,6 +1,7 @@
 """Kinds, owners, priorities, tags, events of jobs; batches, deployments, API keys.
 
-The trace of a job becomes its first events, and its state the one after. A key that made a job before stays its key.
+The trace of a job becomes its first events, and its state the one after. A key that made a job
+before stays its key.
 """
 
 from __future__ import annotations

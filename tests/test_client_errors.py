@@ -1,0 +1,92 @@
+"""Every error that the service can answer has a type in the client."""
+
+from __future__ import annotations
+
+import inspect
+
+import httpx
+import pytest
+
+import optpipe.errors
+import optpipe_api.errors
+from optpipe.client.errors import ERRORS, refusal
+from optpipe.errors import (
+    InfeasibleProblemError,
+    InputError,
+    MissingExtraError,
+    OptPipeError,
+    ServiceError,
+    ServiceUnreachableError,
+    WorldError,
+)
+from optpipe_api.errors import BusyError, KeyNameError, NoKeysError
+from optpipe_api.http_errors import response_to, status_of
+
+# Raised where there is no HTTP: by the client itself, the command line, or before the server runs.
+NOT_ANSWERED = {
+    ServiceError,
+    ServiceUnreachableError,
+    MissingExtraError,
+    KeyNameError,
+    NoKeysError,
+    OptPipeError,
+    WorldError,
+}
+ANSWERED = sorted(
+    {
+        kind
+        for module in (optpipe.errors, optpipe_api.errors)
+        for _, kind in inspect.getmembers(module, inspect.isclass)
+        if issubclass(kind, OptPipeError) and kind not in NOT_ANSWERED
+    },
+    key=lambda kind: kind.__name__,
+)
+
+
+def made(kind: type[OptPipeError]) -> OptPipeError:
+    """An error of a kind, however it is made."""
+    error = kind.__new__(kind)
+    Exception.__init__(error, "the reason")
+    error.needs = {"memory": 5}  # type: ignore[attr-defined]
+    error.retry_after_s = 3  # type: ignore[attr-defined]
+    return error
+
+
+def told(kind: type[OptPipeError]) -> OptPipeError:
+    """What the client makes of the service's answer to an error."""
+    answer = response_to(made(kind), "/v1/jobs")
+    return refusal(httpx.Response(answer.status_code, headers=answer.headers, content=answer.body))
+
+
+@pytest.mark.parametrize("kind", ANSWERED, ids=lambda kind: kind.__name__)
+def test_an_error_of_the_service_is_told_with_its_type(kind) -> None:
+    """The caller's own faults as the service found them, its refusals with status and code."""
+    error = told(kind)
+    assert str(error) == "the reason"
+    assert isinstance(error, ERRORS[kind.code])
+    if isinstance(error, ServiceError):
+        assert (error.status, error.problem_code) == (status_of(made(kind)), kind.code)
+        assert type(error) is not ServiceError
+    else:
+        assert isinstance(error, InputError)
+        assert error.code == kind.code
+    if isinstance(error, InfeasibleProblemError):
+        assert error.needs == {"memory": 5}
+
+
+def test_the_table_has_no_code_that_the_service_does_not_have() -> None:
+    assert set(ERRORS) == {kind.code for kind in ANSWERED}
+
+
+def test_whatever_is_worth_asking_again_is_told_as_busy() -> None:
+    """So that a caller can wait by type, and needs no list of codes."""
+    codes = {kind.code for kind in ANSWERED if issubclass(kind, BusyError)}
+    assert {ERRORS[code].__name__ for code in codes} == {"BusyError"}
+
+
+def test_a_code_of_the_future_is_a_plain_service_error() -> None:
+    headers = {"Content-Type": "application/problem+json"}
+    for code in ("some.thing", 7, None, {}):
+        answer = httpx.Response(418, headers=headers, json={"code": code, "detail": "why"})
+        error = refusal(answer)
+        assert (type(error), str(error)) == (ServiceError, "why")

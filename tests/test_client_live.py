@@ -1,0 +1,176 @@
+"""Both clients against a running service."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from optpipe import Problem, load_schedule
+from optpipe.client import AsyncClient, Client, ConflictError, NoScheduleError, NotFoundError
+from optpipe.errors import InfeasibleProblemError, ProblemError
+from optpipe.formats.csv_text import load_csv
+from tests.api.live import make_settings, running, two_stages
+from tests.client_script import plain, waited
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory) -> Iterator[str]:
+    with running(make_settings(tmp_path_factory.mktemp("server"))) as (url, _):
+        yield url
+
+
+@pytest.fixture(params=[plain, waited], ids=["sync", "async"])
+def client(request, url: str) -> Iterator[Any]:
+    """Both clients, behind one face."""
+    opened = request.param(None, url)
+    yield opened
+    opened.close()
+
+
+def small(name: str = "", **changes: Any) -> Problem:
+    return Problem.parse(two_stages(name, **changes))
+
+
+def test_a_job_is_followed_to_its_result(client) -> None:
+    """Every event once; the last look is the end; the result is the schedule that is fetched."""
+    job = client.submit(small("improve:2:0.2"), tags=["followed"])
+    events = list(client.events(job))
+    assert [one.text for one in events if one.kind == "state"] == ["queued", "running", "succeeded"]
+    numbers = [one.number for one in events]
+    assert numbers == sorted(set(numbers))
+    assert list(client.events(job, after=numbers[-2])) == events[-1:]
+    other = client.submit(small("improve:2:0.2"))
+    *_, last = client.follow(other)
+    assert (last.state, last.has_schedule) == ("succeeded", True)
+    schedule = client.result(other)
+    assert schedule == client.schedule(last) == load_schedule(client.schedule_text(last, "json"))
+    assert load_csv(client.schedule_csv(last)) == schedule.programs
+    assert client.problem(last) == small("improve:2:0.2")
+    assert job.id in [one.id for one in client.jobs(tag="followed", state="succeeded")]
+    assert other.id not in [one.id for one in client.jobs(tag="followed")]
+
+
+def test_following_tells_improvements_as_they_come(client) -> None:
+    job = client.submit(small("improve:3:0.2"))
+    counts = [news.num_schedules for news in client.follow(job)]
+    assert counts == sorted(counts)
+    assert len(set(counts)) > 2
+
+
+def test_the_next_schedule_is_waited_for(client) -> None:
+    """Each time a better one than the known one, then None."""
+    job = client.submit(small("improve:2:0.3"))
+    number, numbers = 0, []
+    while (found := client.schedule_if_newer(job, number, wait_s=20)) is not None:
+        number = found[0]
+        numbers.append(number)
+    assert numbers == sorted(set(numbers))
+    assert client.job(job).num_schedules == number
+
+
+def test_what_has_no_schedule_says_why(client) -> None:
+    """Each with its type: there can be none, there is none, there is no such job, no such model."""
+    tight = small(devices=[{"memory_bytes": 10}, {"memory_bytes": 10}])
+    with pytest.raises(InfeasibleProblemError) as caught:
+        client.result(client.submit(tight))
+    assert caught.value.needs
+    with pytest.raises(NoScheduleError):
+        client.result(client.submit(small("nothing")))
+    with pytest.raises(NotFoundError):
+        client.job("0" * 32)
+    with pytest.raises(NotFoundError):
+        client.model(client.submit(small()))
+    wide = small().model_copy(update={"num_microbatches": -1})
+    with pytest.raises(ProblemError, match="num_microbatches"):
+        client.submit(wide)
+
+
+def test_an_ended_job_is_given_more_time(client) -> None:
+    job = client.submit(small("improve:60:0.1"), time_limit_s=20)
+    next(event for event in client.events(job) if event.kind == "incumbent")
+    client.cancel(job)
+    *_, ended = client.follow(job)
+    assert (ended.state, ended.has_schedule) == ("cancelled", True)
+    assert not client.resume(job, 5.0).is_finished
+    with pytest.raises(ConflictError):
+        client.resume(job, 5.0)
+    client.cancel(job)
+    states = [event.text for event in client.events(job) if event.kind == "state"]
+    assert states.count("cancelled") == 2
+
+
+def test_a_repeated_key_makes_one_job(client) -> None:
+    first, again = (client.submit(small(), idempotency_key=f"mine {id(client)}") for _ in range(2))
+    assert first.id == again.id
+
+
+def test_a_deployment_is_registered_followed_and_ended(client) -> None:
+    deployment = client.deploy(small(), name="run", threshold=0.05)
+    version, schedule = deployment.schedule(wait_s=30)
+    assert version == 1
+    assert schedule.programs
+    assert deployment.schedule_if_newer(version) is None
+    assert [one.reason for one in deployment.versions()] == ["registered"]
+    assert deployment.problem() == small()
+    assert (deployment.look().name, deployment.look().threshold) == ("run", 0.05)
+    assert client.deployment(deployment.id).look().version == 1
+    assert deployment.end().state == "ended"
+
+
+def test_a_deployment_without_a_schedule_says_so(client) -> None:
+    deployment = client.deploy(small("nothing"))
+    with pytest.raises(NoScheduleError):
+        deployment.schedule(wait_s=30)
+
+
+def test_methods_are_listed(client) -> None:
+    assert "auto" in client.methods()
+
+
+def test_threads_share_a_client(url: str) -> None:
+    """Twenty followers of one job over one client all see the same."""
+    with Client(url) as shared:
+        job = shared.submit(small("improve:3:0.2"))
+        heard: list[list[int]] = []
+        threads = [
+            threading.Thread(
+                target=lambda: heard.append([one.number for one in shared.events(job)])
+            )
+            for _ in range(20)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert heard == [[one.number for one in shared.events(job)]] * 20
+
+
+def test_tasks_share_a_client(url: str) -> None:
+    """And a task that is cancelled lets go of its stream."""
+
+    async def check() -> None:
+        async with AsyncClient(url) as shared:
+            job = await shared.submit(small("improve:3:0.2"))
+
+            async def listen() -> list[int]:
+                return [one.number async for one in shared.events(job)]
+
+            given_up = asyncio.create_task(listen())
+            whole = await asyncio.gather(*(listen() for _ in range(20)))
+            assert whole == [whole[0]] * 20
+            long = await shared.submit(small("improve:60:0.1"))
+            waiting = asyncio.create_task(shared.result(long))
+            await asyncio.sleep(0.3)
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+            await given_up
+            assert (await shared.cancel(long)).cancel_requested
+
+    asyncio.run(check())
