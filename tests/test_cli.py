@@ -29,7 +29,7 @@ LEGAL = "0F0,0OFFLOAD0,0RELEASE0,0F1,0RELOAD0,0I0,0W0,0I1,0W1\n1F0,1I0,1F1,1I1,1
 SWAPPED = LEGAL.replace("0I0,0W0", "0W0,0I0")
 COMMANDS = [
     *("solve", "check", "bound", "compare", "plan", "plot", "import", "profile"),
-    *("serve", "submit", "fetch"),
+    *("serve", "submit", "fetch", "keys"),
 ]
 HEAVY = ["torch", "pulp", "highspy", "fastapi", "sqlalchemy", "matplotlib", "optpipe_solver"]
 

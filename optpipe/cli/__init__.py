@@ -16,6 +16,7 @@ from optpipe.cli.comparing import compare
 from optpipe.cli.console import BAD_INPUT, INFEASIBLE, WORLD, print_error
 from optpipe.cli.importing import import_measurements
 from optpipe.cli.inspect import bound, check
+from optpipe.cli.jobs import make_jobs_app
 from optpipe.cli.keys import make_keys_app
 from optpipe.cli.picture import plot
 from optpipe.cli.planning import plan
@@ -44,6 +45,7 @@ def make_app() -> typer.Typer:
     for command in (solve, check, bound, compare, plan, plot, profile, serve, submit, fetch):
         app.command()(command)
     app.command("import")(import_measurements)
+    app.add_typer(make_jobs_app())
     app.add_typer(make_keys_app())
     return app
 

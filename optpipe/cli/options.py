@@ -8,8 +8,11 @@ from typing import Annotated
 import typer
 
 __all__ = [
+    "DEFAULT_URL",
+    "ApiKey",
     "Follow",
     "Gap",
+    "JobId",
     "Method",
     "Output",
     "ProblemFile",
@@ -20,6 +23,8 @@ __all__ = [
     "Url",
     "WorkLimit",
 ]
+
+DEFAULT_URL = "http://127.0.0.1:8000"
 
 ProblemFile = Annotated[
     Path, typer.Argument(metavar="PROBLEM", help="Problem file (optpipe/problem/v1, JSON).")
@@ -63,6 +68,16 @@ Method = Annotated[
 Url = Annotated[
     str, typer.Option(envvar="OPTPIPE_URL", metavar="URL", help="Address of the service.")
 ]
+ApiKey = Annotated[
+    str | None,
+    typer.Option(
+        envvar="OPTPIPE_API_KEY",
+        metavar="KEY",
+        help="What the service asks for, where others can reach it.",
+        show_envvar=True,
+    ),
+]
+JobId = Annotated[str, typer.Argument(metavar="JOB", help="Id that submit printed.")]
 Follow = Annotated[
     bool, typer.Option("--follow", help="Wait for the end, printing every improvement.")
 ]

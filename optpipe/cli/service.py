@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from optpipe.cli.console import (
-    INFEASIBLE,
-    NOTHING_FOUND,
     check_writable,
     needs_extra,
     read_problem,
     stderr,
     stdout,
+    write_file,
     write_schedule,
 )
+from optpipe.cli.following import follow_job
 from optpipe.cli.options import (
+    DEFAULT_URL,
+    ApiKey,
     Follow,
     Gap,
+    JobId,
     Method,
     Output,
     ProblemFile,
@@ -29,7 +32,7 @@ from optpipe.cli.options import (
     Url,
     WorkLimit,
 )
-from optpipe.cli.report import gap_text, number_table, progress_line
+from optpipe.cli.report import gap_text, number_table
 from optpipe.plot.terminal import ScheduleView
 from optpipe.plot.units import format_ms
 from optpipe.schedule import OPTIMAL_GAP
@@ -39,8 +42,6 @@ if TYPE_CHECKING:
     from optpipe.problem import Problem
 
 __all__ = ["fetch", "serve", "submit"]
-
-_DEFAULT_URL = "http://127.0.0.1:8000"
 
 
 def serve(
@@ -92,7 +93,7 @@ def serve(
 
 def submit(
     problem_file: ProblemFile,
-    url: Url = _DEFAULT_URL,
+    url: Url = DEFAULT_URL,
     follow: Follow = False,
     output: Output = None,
     time_limit: TimeLimit = 60.0,
@@ -101,23 +102,34 @@ def submit(
     method: Method = "auto",
     gap: Gap = OPTIMAL_GAP,
     work_limit: WorkLimit = None,
+    tag: Annotated[
+        list[str] | None,
+        typer.Option(metavar="TAG", help="To find the job by; may be given several times."),
+    ] = None,
+    priority: Annotated[
+        int, typer.Option(metavar="N", min=-100, max=100, help="Higher ones are taken first.")
+    ] = 0,
+    refresh: Annotated[
+        bool, typer.Option("--refresh", help="Solve again what was solved before.")
+    ] = False,
+    api_key: ApiKey = None,
 ) -> None:
     """Hand a problem to the service and print the job's id.
 
     With --follow (or -o, which implies it) wait for the end; exit codes are then those of
-    optpipe solve.
+    optpipe solve. Ctrl-C ends the waiting, not the job.
 
     \b
     Examples:
       optpipe submit problem.json
       optpipe submit problem.json --follow -o schedule.json
-      optpipe submit problem.json --url http://planner:8000
+      optpipe submit problem.json --url http://planner:8000 --tag nightly
     """
     from optpipe.client import Client
 
     problem = read_problem(problem_file)
     check_writable(output)
-    with Client(url) as client:
+    with Client(url, api_key=api_key) as client:
         job = client.submit(
             problem,
             time_limit_s=time_limit,
@@ -126,59 +138,77 @@ def submit(
             seed=seed,
             gap=gap,
             method=method,
+            cache="refresh" if refresh else None,
+            tags=tag or None,
+            priority=priority or None,
         )
         stdout().print(job.id, markup=False)
         if follow or output is not None:
-            _follow(client, problem, job, output)
+            _show(client, problem, follow_job(client, job), output)
 
 
 def fetch(
-    job_id: Annotated[str, typer.Argument(metavar="JOB", help="Id that submit printed.")],
+    job_id: JobId,
     output: Output = None,
-    url: Url = _DEFAULT_URL,
+    form: Annotated[
+        Literal["json", "csv", "trace", "svg"] | None,
+        typer.Option(
+            "--format", help="trace is Chrome's, svg a picture.  [default: by the suffix of -o]"
+        ),
+    ] = None,
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = None,
 ) -> None:
     """Fetch the best schedule that a job has so far.
 
-    Without -o the schedule is printed as JSON.
+    Without -o it is printed.
 
     \b
     Examples:
       optpipe fetch JOB -o schedule.json
-      optpipe fetch JOB -o schedule.csv
+      optpipe fetch JOB -o schedule.svg
+      optpipe fetch JOB --format trace -o trace.json
     """
     from optpipe.client import Client
     from optpipe.formats.json_text import dump_schedule
 
     check_writable(output)
-    with Client(url) as client:
+    chosen = form or _form_of(output)
+    with Client(url, api_key=api_key) as client:
+        if chosen != "json":
+            _hand_out(client.schedule_text(job_id, chosen), output)
+            return
         schedule = client.schedule(job_id)
+    _hand_out(dump_schedule(schedule), output)
+    if output is not None:
+        stderr().print(
+            f"{format_ms(schedule.objective_ms)} ms, gap {gap_text(schedule.gap)}", markup=False
+        )
+
+
+def _form_of(output: Path | None) -> Literal["json", "csv", "svg"]:
+    match output.suffix.lower() if output is not None else "":
+        case ".csv":
+            return "csv"
+        case ".svg":
+            return "svg"
+    return "json"
+
+
+def _hand_out(text: str, output: Path | None) -> None:
     if output is None:
-        stdout().print(dump_schedule(schedule), markup=False, soft_wrap=True, end="")
+        stdout().out(text, highlight=False, end="" if text.endswith("\n") else "\n")
         return
-    write_schedule(schedule, output)
-    stderr().print(
-        f"{format_ms(schedule.objective_ms)} ms, gap {gap_text(schedule.gap)}, written to {output}",
-        markup=False,
-    )
+    write_file(output, text)
+    stderr().print(f"written to {output}", markup=False)
 
 
-def _follow(client: Client, problem: Problem, job: Job, output: Path | None) -> None:
-    """Print every improvement, then the schedule; leave as optpipe solve does without one."""
-    progress, num_told = stderr(), 0
-    for news in client.follow(job):
-        job, trace = news, news.trace or ()
-        for step in trace[num_told:]:
-            line = progress_line(step.seconds, step.method, step.objective_ms, step.bound_ms)
-            progress.print(line, markup=False)
-        num_told = len(trace)
-    if not job.has_schedule:
-        reason = job.error.message if job.error is not None else ""
-        progress.print(f"{job.state}: {reason}", style="red", soft_wrap=True, markup=False)
-        raise typer.Exit(INFEASIBLE if job.state == "infeasible" else NOTHING_FOUND)
+def _show(client: Client, problem: Problem, job: Job, output: Path | None) -> None:
+    """Write and draw the schedule of a job."""
     schedule = client.schedule(job)
     if output is not None:
         write_schedule(schedule, output)
-        progress.print(f"written to {output}", markup=False)
+        stderr().print(f"written to {output}", markup=False)
     title = f"{problem.name} - {schedule.provenance.method}"
     stdout().print(ScheduleView(problem=problem, programs=schedule.programs, title=title))
     stdout().print(number_table(problem, schedule.programs, schedule, None))

@@ -110,9 +110,16 @@ def dump_sweep_csv(rows: Sequence[Row]) -> str:
             _value_text(row["values"][name]) if name in row["values"] else "" for name in axes
         ]
         writer.writerow(
-            [*(fields[name] for name in _BEFORE), *values, *(fields[name] for name in _AFTER)]
+            [*(_cell(fields[name]) for name in _BEFORE)]
+            + values
+            + [_cell(fields[name]) for name in _AFTER]
         )
     return out.getvalue()
+
+
+def _cell(value: Any) -> Any:
+    # The one character that makes CSV unreadable and is not quoted by its writer.
+    return value.replace("\r", " ") if isinstance(value, str) else value
 
 
 def load_sweep_csv(text: str) -> list[Row]:
@@ -123,7 +130,7 @@ def load_sweep_csv(text: str) -> list[Row]:
     InputError
         If it is another table.
     """
-    header, *lines = list(csv.reader(io.StringIO(text))) or [[]]
+    header, *lines = _cells(text) or [[]]
     num_axes = len(header) - len(_BEFORE) - len(_AFTER)
     axes = header[len(_BEFORE) : len(_BEFORE) + num_axes]
     if header != [*_BEFORE, *axes, *_AFTER]:
@@ -135,6 +142,13 @@ def load_sweep_csv(text: str) -> list[Row]:
         return [_row(line, axes) for line in lines]
     except ValueError as error:
         raise InputError(f"the table of a sweep is damaged: {error}; give another file") from None
+
+
+def _cells(text: str) -> list[list[str]]:
+    try:
+        return list(csv.reader(io.StringIO(text, newline="")))
+    except csv.Error as error:
+        raise InputError(f"the table is no CSV: {error}; give another file") from None
 
 
 def _row(cells: Sequence[str], axes: Sequence[str]) -> Row:
@@ -155,7 +169,7 @@ def _field(name: str, cell: str) -> Any:
 
 def _value_text(value: Any) -> str:
     """Return a value so that `_value` finds it again: a text as it is, where that is no JSON."""
-    is_plain = isinstance(value, str) and value != "" and _value(value) == value
+    is_plain = isinstance(value, str) and value.isprintable() and value and _value(value) == value
     return value if is_plain else json.dumps(value)
 
 

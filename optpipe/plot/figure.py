@@ -31,6 +31,7 @@ __all__ = [
     "Panel",
     "draw_figure",
     "draw_svg",
+    "plain_text",
     "require_matplotlib",
     "save_drawn",
     "save_figure",
@@ -136,6 +137,15 @@ def _write(figure: Any, target: Path | io.BytesIO, suffix: str) -> None:
         figure.savefig(target, format=suffix[1:], metadata=stamps.get(suffix), facecolor="white")
 
 
+def plain_text(text: str) -> str:
+    """Return somebody's text so that matplotlib draws it as it is, and SVG can hold it.
+
+    Between dollars it would be read as a formula, and refused where it is none.
+    """
+    shown = (letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)
+    return "".join(shown).replace("$", r"\$")
+
+
 def require_matplotlib() -> None:
     """Refuse to draw without matplotlib.
 
@@ -155,7 +165,7 @@ def _draw_gantt(
     axis: Any, problem: Problem, panel: Panel, timeline: Timeline, length_ms: float
 ) -> None:
     axis.set_title(
-        f"{panel.title}: makespan {format_ms(timeline.makespan_ms)} ms, "
+        f"{plain_text(panel.title)}: makespan {format_ms(timeline.makespan_ms)} ms, "
         f"bubble {format_share(timeline.makespan_bubble_rate)}",
         loc="left",
         fontsize=10,
@@ -166,11 +176,15 @@ def _draw_gantt(
             device, timeline.makespan_ms, height=_COMPUTE_HEIGHT, color=_BUBBLE_COLOUR, zorder=1
         )
         _draw_blocks(axis, device, row, length_ms)
-    axis.set_yticks(range(len(problem.devices)), [device.name for device in problem.devices])
+    axis.set_yticks(range(len(problem.devices)), _device_names(problem))
     axis.set_ylim(len(problem.devices) - 0.4, -0.6)
     axis.tick_params(axis="y", length=0, labelsize=8)
     axis.axvline(timeline.makespan_ms, color="black", linewidth=0.8, linestyle=":")
     _plain_frame(axis)
+
+
+def _device_names(problem: Problem) -> list[str]:
+    return [plain_text(device.name) for device in problem.devices]
 
 
 def _draw_blocks(axis: Any, device: int, row: Sequence[Interval], length_ms: float) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from optpipe.plot.figure import require_matplotlib, save_drawn, svg_of
+from optpipe.plot.figure import plain_text, require_matplotlib, save_drawn, svg_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -40,7 +40,7 @@ def draw_frontier(lines: Sequence[Line], title: str = "") -> Any:
     for index, line in enumerate(lines):
         _draw_line(axes, line, _COLOURS[index % len(_COLOURS)], is_named=index < _MOST_NAMED)
     _draw_edges(axes, lines)
-    axes.set(xlabel="memory per device (GB)", ylabel="objective (ms)", title=title)
+    axes.set(xlabel="memory per device (GB)", ylabel="objective (ms)", title=plain_text(title))
     axes.grid(visible=True, color="#eceff1")
     axes.set_axisbelow(True)
     for side in ("top", "right"):
@@ -75,7 +75,8 @@ def save_frontier(lines: Sequence[Line], path: Path | str, title: str = "") -> N
 
 def _draw_line(axes: Any, line: Line, colour: str, *, is_named: bool) -> None:
     """Draw what was found, what is proven, and the room between."""
-    name = line.label if is_named else ""
+    # A name that begins with an underscore would be left out of the legend.
+    name = f" {plain_text(line.label)}" if is_named else "_"
     found = [point for point in line.points if point.objective_ms is not None]
     axes.plot(
         [_gigabytes(point) for point in found],
@@ -83,7 +84,7 @@ def _draw_line(axes: Any, line: Line, colour: str, *, is_named: bool) -> None:
         marker="o",
         markersize=4,
         color=colour,
-        label=name or "_",
+        label=name,
         zorder=3,
     )
     proven = [point for point in line.points if point.bound_ms is not None and _is_open(point)]

@@ -4,7 +4,8 @@
 
     with Client(url) as client:
         deployment = client.deploy(problem)
-        version, schedule = deployment.schedule(wait_s=60)   # on rank 0, broadcast to all
+        version, found = deployment.schedule(wait_s=60)   # on rank 0, broadcast to all
+        schedule = evaluate(problem, found.programs, found.provenance)
         runner = PipelineRunner(own, schedule, loss_fn, problem)
         with follow(deployment, runner, version=version) as training:
             for batch, target in data:

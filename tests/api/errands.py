@@ -104,7 +104,7 @@ class Errands:
             return Errand(kind, key, {**source.body, "problem": near}, source.num_rounds)
         num_rounds = 1 + number % 2
         name = f"improve:{num_rounds}:0.02:{number}"
-        body: dict[str, Any] = {"options": {"time_limit_s": 20}, "tags": ["errand"]}
+        body: dict[str, Any] = {"options": {"time_limit_s": 1000}, "tags": ["errand"]}
         match kind:
             case "cancel it while it waits":
                 body["priority"] = -100

@@ -40,6 +40,7 @@ def instant(tmp_path_factory) -> Iterator[httpx.Client]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("optpipe_api.service.open_solvers", InstantSolvers)
         with connected(settings) as client:
+            patch.undo()
             yield client
 
 
@@ -166,7 +167,9 @@ def test_what_breaks_a_rule_is_refused_and_nothing_is_made(instant, change, word
 def test_listed_problems_are_refused_by_their_place(instant) -> None:
     """Faults name the problem; axes do not go with a list, and an empty list is none."""
     bad = two_stages() | {"num_microbatches": 0}
-    assert "problems[1]: num_microbatches = 0" in refused(instant, {"problems": [two_stages(), bad]})
+    assert "problems[1]: num_microbatches = 0" in refused(
+        instant, {"problems": [two_stages(), bad]}
+    )
     both = {"problems": [two_stages()], "axes": {"memory_scale": [1]}}
     assert "give problem instead" in refused(instant, both)
     assert "problems" in refused(instant, {"problems": []})
@@ -275,7 +278,7 @@ def test_an_unknown_batch_is_not_found(instant, path: str) -> None:
 
 def test_cancel_ends_what_waits_and_stops_what_runs(tmp_path) -> None:
     """One item runs and keeps its schedule, two wait; the batch then has ended."""
-    settings = make_settings(tmp_path, solver_processes=1)
+    settings = make_settings(tmp_path, solver_processes=1, lease_s=60.0)
     with connected(settings) as http:
         axes = {"stages[0].grad_sync_ms": [1, 2, 3]}
         answer = http.post(BASE, json=body("improve:3:20: ", axes))
@@ -295,7 +298,7 @@ def test_cancel_ends_what_waits_and_stops_what_runs(tmp_path) -> None:
 
 def test_retry_queues_failed_items_again_as_the_same_jobs(tmp_path) -> None:
     """Both solver processes die at first; the second time they start from what they had found."""
-    settings = make_settings(tmp_path, max_attempts=1)
+    settings = make_settings(tmp_path, max_attempts=1, lease_s=60.0)
     names = [f"dies:2:{tmp_path}/{index}" for index in range(2)]
     with connected(settings) as http:
         problems = [two_stages(name) for name in names]

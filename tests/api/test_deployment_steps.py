@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -13,6 +14,7 @@ from optpipe.schedule import Provenance
 from optpipe_api.deployments import DeploymentOptions, NewDeployment, Report
 from optpipe_api.desk.measured_times import condensed, measured_problem
 from optpipe_api.desk.steps import PUBLISH_EVERY_S, Steps
+from optpipe_api.errors import StoreUnavailableError
 from optpipe_api.jobs import JobEvent, JobOptions, JobState, NewJob, Outcome, TracePoint
 from optpipe_api.store import open_stores
 from tests.api.serial import serial
@@ -90,6 +92,7 @@ class Bench:
     def end(self, event: JobEvent = JobEvent.SUCCEED) -> None:
         if self.claim is None:
             self.claim = self.stores.jobs.claim("worker", 1000.0)
+        assert self.claim is not None
         self.stores.jobs.finish(self.claim.lease, Outcome(event=event))
         self.claim = None
 
@@ -225,7 +228,7 @@ def test_a_server_killed_between_adding_a_job_and_noting_it_adds_no_second_one(b
 
 @pytest.mark.parametrize("method", ["start", "publish", "settle", "judge", "saw"])
 def test_a_server_killed_at_any_step_leaves_it_to_the_next(bench, monkeypatch, method) -> None:
-    reached = []
+    reached: list[str] = []
     store = bench.stores.deployments
     real = getattr(store, method)
 
@@ -257,6 +260,27 @@ def test_a_server_killed_at_any_step_leaves_it_to_the_next(bench, monkeypatch, m
     settled = bench.now(known)
     assert (settled.version, settled.job_id, settled.num_judged) == (2, None, 1)
     assert len(bench.stores.jobs.page(10)) == 2
+
+
+def test_a_fault_of_one_deployment_keeps_no_other_waiting(bench, monkeypatch) -> None:
+    broken, whole = bench.register(), bench.register()
+    documents = bench.stores.deployments.documents
+
+    def fail(deployment_id: str) -> Any:
+        if deployment_id == broken.id:
+            raise ZeroDivisionError
+        return documents(deployment_id)
+
+    monkeypatch.setattr(bench.stores.deployments, "documents", fail)
+    bench.steps.take_all()
+    assert (bench.now(broken).job_id, bench.now(whole).job_id is None) == (None, False)
+
+
+def test_a_store_that_does_not_answer_ends_the_round(bench, monkeypatch) -> None:
+    bench.register()
+    monkeypatch.setattr(bench.steps, "take", Mock(side_effect=StoreUnavailableError("gone")))
+    with pytest.raises(StoreUnavailableError):
+        bench.steps.take_all()
 
 
 def test_two_servers_take_each_step_once(tmp_path, clock) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import pytest
 
@@ -20,10 +20,11 @@ if TYPE_CHECKING:
 
     import httpx
 
+T = TypeVar("T")
 BASE = "/v1/deployments"
 
 
-def until(look: Callable[[], Any], wanted: Callable[[Any], bool], seconds: float = 120.0) -> Any:
+def until(look: Callable[[], T], wanted: Callable[[T], bool], seconds: float = 120.0) -> T:
     deadline = time.monotonic() + seconds
     while not wanted(found := look()):
         assert time.monotonic() < deadline, found
@@ -37,7 +38,9 @@ def registration(name: str = "x", **changes: Any) -> dict[str, Any]:
     return {"problem": problem, "options": {"time_limit_s": 5}} | changes
 
 
-def report_of(problem: Problem, version: int = 1, factor: float = 1.0, **more: Any) -> dict:
+def report_of(
+    problem: Problem, version: int = 1, factor: float = 1.0, **more: Any
+) -> dict[str, Any]:
     actions = all_times(problem, factor).model_dump(exclude_defaults=True)
     return {"version": version, "actions": actions} | more
 
@@ -65,10 +68,12 @@ class Run:
         assert answer.headers["Location"] == self.url
 
     def look(self) -> dict[str, Any]:
-        return self.http.get(self.url).json()
+        seen: dict[str, Any] = self.http.get(self.url).json()
+        return seen
 
     def versions(self) -> list[dict[str, Any]]:
-        return self.http.get(f"{self.url}/versions").json()["versions"]
+        seen: list[dict[str, Any]] = self.http.get(f"{self.url}/versions").json()["versions"]
+        return seen
 
     def report(self, body: dict[str, Any]) -> httpx.Response:
         return self.http.post(f"{self.url}/measurements", json=body)

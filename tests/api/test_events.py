@@ -132,9 +132,11 @@ def test_a_resumed_job_has_more_to_tell(http) -> None:
 
 def test_a_job_that_was_solved_before_has_a_short_history(tmp_path) -> None:
     """Its answer and its end."""
-    with connected(make_settings(tmp_path, cache=True)) as http:
-        _, again = (submit(http, name).json() for name in ("one", "two"))
-        assert again["cache"] == "hit"
+    with connected(make_settings(tmp_path, cache=True, lease_s=60.0)) as http:
+        first = submit(http, "one", wait=0).json()
+        followed(http, first["id"])
+        again = submit(http, "two").json()
+        assert (again["cache"], again["source_id"]) == ("hit", first["id"])
         entries = followed(http, again["id"])
     assert [entry["kind"] for entry in entries if entry["kind"] != "log"] == ["incumbent", "state"]
     assert states(entries) == ["succeeded"]

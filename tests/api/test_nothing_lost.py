@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import random
 import signal
+import sqlite3
 import threading
 import time
 from contextlib import ExitStack, closing
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from optpipe import Problem
-from optpipe_api.jobs import EntryKind, JobState
+from optpipe_api.jobs import EntryKind, JobEvent, JobOptions, JobState, NewJob, Outcome
 from optpipe_api.store import open_stores
 from tests.api.errands import Errands, Ledger, run
 from tests.api.fleet import Caller, Fleet
@@ -51,7 +52,7 @@ SETTINGS = {
     "solver_processes": 2,
     "max_attempts": 1000,
     "max_queued_jobs": 1000,
-    "lease_s": 5.0,
+    "lease_s": 15.0,
     "heartbeat_s": 0.3,
     "poll_s": 0.1,
 }
@@ -229,6 +230,60 @@ def check_end(job: Job, errand: Errand) -> None:
         problem = Problem.parse(errand.body["problem"])
         assert job.objective_ms is not None
         assert job.objective_ms <= best(problem, errand.num_rounds).objective_ms
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        "DELETE FROM jobs",
+        "DELETE FROM schedules",
+        "UPDATE jobs SET state = 'running'",
+        "UPDATE jobs SET state = 'failed'",
+        "UPDATE jobs SET objective_ms = objective_ms + 1",
+        "UPDATE jobs SET bound_ms = NULL",
+        "UPDATE events SET text = 'cancelled' WHERE text = 'queued'",
+        "DELETE FROM events WHERE text = 'running'",
+        "INSERT INTO events (position, kind, at, text) VALUES (1, 'state', 0, 'succeeded')",
+    ],
+)
+def test_the_check_would_notice(tmp_path, harm: str) -> None:
+    errand = Errands(0, str(tmp_path), Ledger(), limit=1).take()
+    assert errand is not None
+    ledger = Ledger()
+    with closing(open_stores(f"sqlite:///{tmp_path}/jobs.db")) as stores:
+        ledger.accepted(_solved(stores.jobs, errand), errand)
+        check(stores.jobs, ledger, 1)
+        with closing(sqlite3.connect(tmp_path / "jobs.db")) as connection:
+            assert connection.execute(harm).rowcount == 1
+            connection.commit()
+        with pytest.raises(AssertionError):
+            check(stores.jobs, ledger, 1)
+
+
+def _solved(store: JobStore, errand: Errand) -> str:
+    """Solve an errand as an engine does."""
+    problem = Problem.parse(errand.body["problem"])
+    new = NewJob(
+        name=problem.name,
+        problem_hash=problem.problem_hash,
+        objective=problem.objective,
+        problem=problem.model_dump_json(by_alias=True),
+        options=JobOptions(time_limit_s=1.0),
+    )
+    store.add(new, max_queued=1)
+    claim = store.claim("worker", 10.0)
+    assert claim is not None
+    schedule = best(problem, errand.num_rounds)
+    outcome = Outcome(
+        event=JobEvent.SUCCEED,
+        schedule=schedule.model_dump_json(by_alias=True),
+        objective_ms=schedule.objective_ms,
+        bound_ms=1.0,
+        method="fused",
+    )
+    job = store.finish(claim.lease, outcome)
+    assert job is not None
+    return job.id
 
 
 @pytest.mark.timeout(2 * PATIENCE_S)

@@ -32,9 +32,19 @@ def four_layers(name: str = "", **changes: Any) -> dict[str, Any]:
     return {"name": name, "num_microbatches": 4, "devices": devices, "layers": [layer], **changes}
 
 
-def submit(http, name="", wait=60, options=None, **changes):
+def submit(http, name="", options=None, **changes):
+    """The answer to a model, as the job begins."""
     body = {"model": four_layers(name, **changes), "options": options or {}}
-    return http.post("/v1/jobs", params={"wait": wait}, json=body)
+    return http.post("/v1/jobs", json=body)
+
+
+def planned(http, *args, **changes) -> Any:
+    """A job that has ended, however long that took."""
+    job = submit(http, *args, **changes).json()
+    while job["state"] in ("queued", "running"):
+        time.sleep(0.05)
+        job = http.get(f"/v1/jobs/{job['id']}").json()
+    return job
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +68,7 @@ def fetched(http, job: dict[str, Any]) -> tuple[Problem, Any]:
 
 def test_a_model_is_planned_and_comes_back(http) -> None:
     """Its problem is the cut that was chosen, its bound that of all cuts."""
-    job = submit(http, "plain").json()
+    job = planned(http, "plain")
     assert (job["kind"], job["state"], job["bound_ms"]) == ("plan", "succeeded", 1.0)
     problem, schedule = fetched(http, job)
     model = load_model(http.get(f"/v1/jobs/{job['id']}/model").text)
@@ -68,7 +78,7 @@ def test_a_model_is_planned_and_comes_back(http) -> None:
 
 def test_every_incumbent_comes_with_its_own_problem(http) -> None:
     """While cuts change under the reader, what is drawn is of one piece."""
-    job = submit(http, "improve:4:0.15", wait=0).json()
+    job = submit(http, "improve:4:0.15").json()
     path = f"/v1/jobs/{job['id']}"
     hashes = set()
     tag, state = "", "queued"
@@ -95,7 +105,7 @@ def test_options_reach_the_planner(http) -> None:
         (options, "threads=2 seed=3 chunks=[2, 1] placements=['v']"),
         ({}, "threads=1 seed=0 chunks=[1, 2, 4] placements=['linear', 'loop', 'v', 'free']"),
     ):
-        job = submit(http, "told", options=given).json()
+        job = planned(http, "told", options=given)
         assert fetched(http, job)[1].provenance.method == told
 
 
@@ -106,7 +116,7 @@ def test_the_placements_of_a_request_are_those_of_the_planner() -> None:
 
 def test_a_proof_that_nothing_fits_is_an_answer(http) -> None:
     """With what is needed, as for a problem."""
-    job = submit(http, "large").json()
+    job = planned(http, "large")
     assert (job["state"], job["error"]["needs"]) == (
         "infeasible",
         {"devices[0].memory_bytes": 5000},
@@ -117,7 +127,7 @@ def test_a_proof_that_nothing_fits_is_an_answer(http) -> None:
 def test_a_killed_planner_goes_on_from_its_last_cut(http, tmp_path) -> None:
     """The second attempt is told problem and programs of the first."""
     log = tmp_path / "attempts"
-    job = submit(http, f"dies:{log}").json()
+    job = planned(http, f"dies:{log}")
     assert (job["state"], job["attempt"]) == ("succeeded", 2)
     model = load_model(json.dumps(four_layers()))
     assert log.read_text("utf-8") == model.problem([0, 1], [1, 3]).problem_hash
@@ -126,7 +136,7 @@ def test_a_killed_planner_goes_on_from_its_last_cut(http, tmp_path) -> None:
 
 def test_a_resumed_plan_goes_on_from_where_it_stands(http) -> None:
     """What it found is not told twice."""
-    job = submit(http, "improve:3:0.3", wait=0).json()
+    job = submit(http, "improve:3:0.3").json()
     path = f"/v1/jobs/{job['id']}"
     while not http.get(path).json()["has_schedule"]:
         time.sleep(0.02)
@@ -176,10 +186,11 @@ def test_a_problem_and_a_model_are_two_jobs(http) -> None:
 
 def test_a_model_that_was_planned_before_is_answered_with_its_cut(tmp_path) -> None:
     """At once; another set of cuts is another question."""
-    with connected(make_settings(tmp_path, plan_path=FAKE_PLAN, cache=True)) as http:
-        first = submit(http, "improve:1:0").json()
-        again = submit(http, "another name").json()
-        other = submit(http, options={"chunks": [1]}).json()
+    settings = make_settings(tmp_path, plan_path=FAKE_PLAN, cache=True, lease_s=60.0)
+    with connected(settings) as http:
+        first = planned(http, "improve:1:0")
+        again = planned(http, "another name")
+        other = planned(http, options={"chunks": [1]})
         assert (again["cache"], again["source_id"]) == ("hit", first["id"])
         assert fetched(http, again) == fetched(http, first)
         assert http.get(f"/v1/jobs/{again['id']}/model").json()["name"] == "another name"
@@ -188,9 +199,15 @@ def test_a_model_that_was_planned_before_is_answered_with_its_cut(tmp_path) -> N
 
 def test_the_real_planner_makes_a_plan(tmp_path) -> None:
     """Once, from end to end."""
-    settings = make_settings(tmp_path, solve_path="optpipe_solver:solve", solver_processes=1)
+    settings = make_settings(
+        tmp_path,
+        solve_path="optpipe_solver:solve",
+        solver_processes=1,
+        lease_s=60.0,
+        overtime_s=200.0,
+    )
     with connected(settings) as http:
-        job = submit(http, "real", wait=60, options={"time_limit_s": 2}).json()
+        job = planned(http, "real", options={"time_limit_s": 2})
         problem, schedule = fetched(http, job)
     assert job["bound_ms"] <= schedule.objective_ms
     assert problem.name == "real"

@@ -62,3 +62,14 @@ def test_without_matplotlib_the_pip_command_is_named(
     monkeypatch.setattr(figure, "find_spec", lambda name: None)
     with pytest.raises(MissingExtraError, match=r"pip install 'optpipe\[plot\]'"):
         save_figure(small_problem, panels, tmp_path / "a.svg")
+
+
+def test_a_device_may_be_called_what_matplotlib_would_read_as_a_formula(tmp_path, panels) -> None:
+    small = make_small_problem(15)
+    names = ("$x^^$", "a\x00b")
+    devices = [
+        device.model_copy(update={"name": name})
+        for device, name in zip(small.devices, names, strict=True)
+    ]
+    save_figure(small.model_copy(update={"devices": devices}), panels, tmp_path / "a.svg")
+    assert {"$x^^$", "a\N{REPLACEMENT CHARACTER}b"} <= svg_texts(tmp_path / "a.svg")

@@ -7,11 +7,11 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import httpx
 import torch
 import torch.distributed as dist
 
-from optpipe import load_schedule
+from optpipe.client import Client
+from optpipe.errors import ServiceUnreachableError
 from optpipe.runtime import PipelineRunner, follow
 from tests.runtime.small_model import small_data, small_loss, small_stages
 
@@ -147,37 +147,22 @@ def _digest(tensors: Sequence[torch.Tensor]) -> str:
     return found.hexdigest()
 
 
-class HttpSource:
-    """A deployment on a real service, spoken to as plainly as can be."""
+class Counted:
+    """A deployment on a real service that counts how often nobody was there."""
 
-    def __init__(self, url: str) -> None:
-        self.url = url
-        self.http = httpx.Client(timeout=60)
+    def __init__(self, url: str, deployment_id: str) -> None:
         self.num_failures = 0
+        self._deployment = Client(url, num_retries=0).deployment(deployment_id)
 
     def schedule_if_newer(self, version: int, wait_s: float = 0.0) -> tuple[int, Schedule] | None:
-        known = {"If-None-Match": f'"{self.url.rpartition("/")[2]}.{version}"'}
         try:
-            answer = self.http.get(f"{self.url}/schedule", params={"wait": wait_s}, headers=known)
-        except httpx.TransportError:
+            return self._deployment.schedule_if_newer(version, wait_s)
+        except ServiceUnreachableError:
             self.num_failures += 1
             raise
-        if answer.status_code == 304:
-            return None
-        answer.raise_for_status()
-        return int(answer.headers["OptPipe-Version"]), load_schedule(answer.text)
 
-    def report(
-        self,
-        version: int,
-        measurements: Measurements,
-        *,
-        step: int | None = None,
-        step_ms: float | None = None,
-    ) -> None:
-        actions = measurements.model_dump(mode="json", exclude_defaults=True)
-        body = {"version": version, "step": step, "step_ms": step_ms, "actions": actions}
-        self.http.post(f"{self.url}/measurements", json=body).raise_for_status()
+    def report(self, version: int, measurements: Measurements, **told: Any) -> object:
+        return self._deployment.report(version, measurements, **told)
 
 
 class Served(NamedTuple):
@@ -189,11 +174,13 @@ class Served(NamedTuple):
     num_failures: int
 
 
-def train_served(url: str, first: Schedule, problem: Problem, folder: Path) -> Served:
+def train_served(
+    service: tuple[str, str], first: Schedule, problem: Problem, folder: Path
+) -> Served:
     """Train until the second version runs, then on when nobody serves it any more."""
     rank = dist.get_rank()
     own, runner, optimizer = _training(first, problem)
-    source = HttpSource(url) if rank == 0 else None
+    source = Counted(*service) if rank == 0 else None
     num_steps, left = 0, 10
     # What the test reports is what counts here.
     with follow(source, runner, version=1, report_every=10**6) as training:

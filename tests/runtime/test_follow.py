@@ -5,17 +5,21 @@ from __future__ import annotations
 import functools
 import threading
 import time
+from typing import TYPE_CHECKING, cast
 
 import pytest
 import torch
 
-from optpipe import load_schedule
 from optpipe.action import ActionType
+from optpipe.client import Client
 from optpipe.runtime import follow
 from tests.api.fake_drift_solver import DriftSolvers
-from tests.api.live import connected, make_settings
+from tests.api.live import make_settings, running
 from tests.api.test_drift import measured
 from tests.runtime import follow_cases, schedules
+
+if TYPE_CHECKING:
+    from optpipe.runtime import PipelineRunner
 
 STEPS = 50
 MICROBATCHES = 4
@@ -25,7 +29,12 @@ MICROBATCHES = 4
 def made(in_order: bool = True, num: int = 6):
     """A problem and schedules of every kind for it; all keep the micro-batches' order or none."""
     problem = schedules.make_problem(schedules.V_SHAPE, MICROBATCHES)
-    shares = ({}, {"offload": 0.5}, {"recompute": 0.5}, {"offload": 0.4, "recompute": 0.3})
+    shares: tuple[dict[str, float], ...] = (
+        {},
+        {"offload": 0.5},
+        {"recompute": 0.5},
+        {"offload": 0.4, "recompute": 0.3},
+    )
     found = [
         schedules.make_schedule(
             problem,
@@ -86,7 +95,7 @@ def test_a_version_that_does_not_fit_is_passed_over_and_the_next_one_runs(ranks)
 def _waves(size):
     """Programs that run so many micro-batches forward, then backward, then the next ones."""
     placement = schedules.V_SHAPE
-    rows = [[] for _ in range(1 + max(placement))]
+    rows: list[list[str]] = [[] for _ in range(1 + max(placement))]
     for first in range(0, MICROBATCHES, size):
         wave = range(first, first + size)
         for stage, home in enumerate(placement):
@@ -158,18 +167,17 @@ def test_a_real_service_is_followed_and_then_killed(ranks, tmp_path, monkeypatch
     problem = schedules.make_problem(schedules.LINEAR, MICROBATCHES)
     monkeypatch.setattr("optpipe_api.service.open_solvers", DriftSolvers)
     found = []
-    with connected(make_settings(tmp_path, max_wait_s=0.5)) as http:
-        body = {"problem": problem.model_dump(mode="json", by_alias=True)}
-        path = f"/v1/deployments/{http.post('/v1/deployments', json=body).json()['id']}"
-        first = load_schedule(until(lambda: http.get(f"{path}/schedule")).text)
+    with running(make_settings(tmp_path, max_wait_s=0.5)) as (url, _), Client(url) as client:
+        deployment = client.deploy(problem)
+        version, first = deployment.schedule(wait_s=60)
         call = functools.partial(ranks.run, follow_cases.train_served, timeout=300)
-        url = str(http.base_url).rstrip("/") + path
+        service = (url, deployment.id)
         training = threading.Thread(
-            target=lambda: found.extend(call(url, first, problem, tmp_path))
+            target=lambda: found.extend(call(service, first, problem, tmp_path))
         )
         training.start()
-        follow_cases.HttpSource(url).report(1, measured({(1, "F"): 5.0}), step=7, step_ms=9.5)
-        until(lambda: (tmp_path / "switched").exists() or None)
+        deployment.report(version, measured({(1, "F"): 5.0}), step=7, step_ms=9.5)
+        until((tmp_path / "switched").exists)
     (tmp_path / "gone").touch()
     training.join()
     assert [one.version for one in found] == [2] * 4
@@ -178,16 +186,15 @@ def test_a_real_service_is_followed_and_then_killed(ranks, tmp_path, monkeypatch
     assert [one.digest for one in found] == [one.digest for one in stayed]
 
 
-def until(look):
-    """Return what is seen once something is, for at most four minutes."""
+def until(is_so):
+    """Wait until something is so, for at most four minutes."""
     deadline = time.monotonic() + 240
-    while (seen := look()) is None or getattr(seen, "is_success", True) is False:
+    while not is_so():
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    return seen
 
 
 @pytest.mark.parametrize("name", ["sample_every", "report_every", "agree_every"])
 def test_a_period_of_no_steps_is_refused(name):
     with pytest.raises(ValueError, match=f"{name} = 0: must be at least 1"):
-        follow(None, None, **{name: 0})
+        follow(None, cast("PipelineRunner", None), **{name: 0})

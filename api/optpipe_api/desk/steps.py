@@ -15,7 +15,7 @@ from optpipe.errors import OptPipeError
 from optpipe.problem import Problem
 from optpipe_api.deployments import REGISTERED, NewVersion
 from optpipe_api.desk.drift import judged, length_ms, start_from, under
-from optpipe_api.errors import BusyError, JobNotFoundError
+from optpipe_api.errors import BusyError, JobNotFoundError, StoreUnavailableError
 from optpipe_api.jobs import JobError
 
 if TYPE_CHECKING:
@@ -63,9 +63,21 @@ class Steps:
         self._now = clock
 
     def take_all(self) -> None:
-        """Take every step of every deployment that can be taken now."""
+        """Take every step of every deployment that can be taken now.
+
+        A fault of one is logged and keeps no other waiting.
+        """
         for deployment_id in self._store.pending():
-            self.take(deployment_id)
+            try:
+                self.take(deployment_id)
+            except StoreUnavailableError:
+                raise
+            except Exception:  # noqa: BLE001 - it is logged, and the next round tries again
+                structlog.get_logger(__name__).exception(
+                    "a step of the deployment failed",
+                    action="deployment.fault",
+                    deployment=deployment_id,
+                )
 
     def take(self, deployment_id: str) -> None:
         """Take every step of one deployment that can be taken now."""
@@ -102,8 +114,8 @@ class Steps:
         start = None if found is None else start_from(problem, found[1], found[0])
         try:
             job = self._submit(known, problem, start)
-        except BusyError as error:
-            self._log(known, "deployment.waits", f"its solve is not queued yet: {error}")
+        except BusyError:
+            # There is no room now. The next round asks again, and views say that it waits.
             return None
         return self._store.start(known, job.id)
 

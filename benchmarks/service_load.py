@@ -1,0 +1,273 @@
+"""What the service bears while it solves: fetches, submissions, followers; beside a bare route.
+
+``python -m benchmarks.service_load [--seconds S] [--clients N] [--followers N] [--small]``
+
+Two real solves run all the time. Client processes ask, each over a few connections at once: for the
+best schedule of a finished job (all of it, and with the ETag of the newest, which is answered 304),
+and to take in new problems. In turns with each the same clients ask a bare FastAPI application in
+the same kind of process for the very same bytes, so that both meet the same machine; what a request
+costs the client is in both. Then followers listen to the events of one job. Printed are requests
+per second, latencies, the longest stall of the servers' event loops, and for the followers whether
+each had every event exactly once, and how late. Rows are added to
+``benchmarks/results/service_load.csv``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import csv
+import json
+import multiprocessing
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, fields, replace
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx
+
+from benchmarks.machine import stamp
+from benchmarks.service_load_server import SOLVE_PATH
+from optpipe.client import AsyncClient, Client
+from optpipe.formats.json_text import load_problem
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Iterator, Sequence
+
+    from optpipe.client import Job
+    from optpipe.problem import Problem
+
+__all__ = ["Load", "Row", "main"]
+
+ROOT = Path(__file__).resolve().parent
+RESULTS = ROOT / "results" / "service_load.csv"
+# Neither is proven optimal within minutes.
+SOLVED = ("zb-1.5b-p8-m32-makespan", "zb-6.2b-p8-m64-makespan")
+FETCHED = ROOT.parent / "examples" / "problems" / "llama3-8b-h100-pp4.json"
+ROUNDS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """How much is asked: seconds for each kind of request, processes, connections of each."""
+
+    seconds: float
+    clients: int
+    connections: int
+    followers: int
+    events: int
+
+
+FULL = Load(seconds=15.0, clients=3, connections=8, followers=200, events=20)
+SMALL = Load(seconds=0.6, clients=1, connections=2, followers=4, events=3)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One line of the table; latencies and stalls in ms, ``rate`` per second."""
+
+    what: str
+    server: str
+    count: int
+    failed: int
+    rate: float
+    p50_ms: float
+    p99_ms: float
+    worst_ms: float
+    stall_p99_ms: float
+    stall_worst_ms: float
+    stamp: str = ""
+
+
+class Server:
+    """A server process; see `benchmarks.service_load_server`."""
+
+    def __init__(self, wanted: dict[str, Any]) -> None:
+        module = "benchmarks.service_load_server"
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", module, json.dumps(wanted)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            cwd=ROOT.parent,
+            text=True,
+        )
+        self.url: str = self._hear()["url"]
+
+    def stalls(self) -> dict[str, float]:
+        """Return the stalls of its event loop since the last call."""
+        assert self._process.stdin is not None
+        self._process.stdin.write("stalls\n")
+        self._process.stdin.flush()
+        return self._hear()
+
+    def close(self) -> None:
+        """End it."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(30)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process.stdout.close()
+
+    def _hear(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        # The service logs to the same pipe; what is for us is JSON.
+        for line in self._process.stdout:
+            if line.startswith("{"):
+                found: dict[str, Any] = json.loads(line)
+                return found
+        raise RuntimeError(f"the server ended with {self._process.wait()}")
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What one client process does: a request again and again; picklable."""
+
+    url: str
+    load: Load
+    path: str
+    headers: dict[str, str]
+    status: int
+    # A problem with this changed in each request, so that none is a copy; empty = GET.
+    body: str = ""
+    first: int = 0
+
+
+def hammer(asked: Asked) -> tuple[list[float], int]:
+    """Return the latencies in ms of what one process asked, and how many answers were wrong."""
+    return asyncio.run(_hammer(asked))
+
+
+async def _hammer(asked: Asked) -> tuple[list[float], int]:
+    latencies: list[float] = []
+    failed = 0
+    numbers = count(asked.first)
+    until = time.perf_counter() + asked.load.seconds / ROUNDS
+
+    async def go_on(http: httpx.AsyncClient) -> None:
+        nonlocal failed
+        while (began := time.perf_counter()) < until:
+            answer = await http.send(_request(http, asked, next(numbers)))
+            latencies.append(1000 * (time.perf_counter() - began))
+            failed += answer.status_code != asked.status
+
+    async with httpx.AsyncClient(base_url=asked.url, timeout=60, trust_env=False) as http:
+        await asyncio.gather(*(go_on(http) for _ in range(asked.load.connections)))
+    return latencies, failed
+
+
+def _request(http: httpx.AsyncClient, asked: Asked, number: int) -> httpx.Request:
+    if not asked.body:
+        return http.build_request("GET", asked.path, headers=asked.headers)
+    kind = {"Content-Type": "application/json"}
+    content = asked.body.replace("987654321", str(1_000_000 + number))
+    return http.build_request("POST", asked.path, headers=asked.headers | kind, content=content)
+
+
+def listen(url: str, job_id: str, number: int) -> list[list[tuple[int, float, float]]]:
+    """Follow a job so many times in one process; of each event: number, delay in ms, at."""
+    return asyncio.run(_listen(url, job_id, number))
+
+
+async def _listen(url: str, job_id: str, number: int) -> list[list[tuple[int, float, float]]]:
+    async with AsyncClient(url, timeout_s=60) as client:
+
+        async def one() -> list[tuple[int, float, float]]:
+            began = time.time()
+            heard = []
+            async for event in client.events(job_id):
+                at = event.at.timestamp()
+                # What happened before is history: it is not late.
+                heard.append((event.number, 1000 * (time.time() - at) if at > began else 0.0, at))
+            return heard
+
+        return await asyncio.gather(*(one() for _ in range(number)))
+
+
+def main(arguments: Sequence[str] | None = None) -> list[Row]:
+    """Measure, print the table, add it to the CSV; return the rows."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--small", action="store_true", help="a few requests, to see that it runs")
+    parser.add_argument("--seconds", type=float, help="for each kind of request")
+    parser.add_argument("--clients", type=int, help="client processes")
+    parser.add_argument("--followers", type=int)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    options = parser.parse_args(arguments)
+    load = SMALL if options.small else FULL
+    given = {"seconds": options.seconds, "clients": options.clients, "followers": options.followers}
+    load = replace(load, **{name: value for name, value in given.items() if value is not None})
+    rows = [replace(row, stamp=stamp()) for row in measure(load)]
+    print(table(rows))
+    _append(options.out, rows)
+    return rows
+
+
+def measure(load: Load) -> list[Row]:
+    """Start the servers, load them, and return the rows."""
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        service = stack.enter_context(_serving({"kind": "service", "settings": _settings(folder)}))
+        context = multiprocessing.get_context("spawn")
+        pool = stack.enter_context(
+            ProcessPoolExecutor(max_workers=load.clients, mp_context=context)
+        )
+        client = stack.enter_context(Client(service.url))
+        fetched = _solved(client, load_problem(FETCHED.read_text("utf-8")))
+        (folder / "schedule.json").write_text(client.schedule_text(fetched, "json"), "utf-8")
+        (folder / "job.json").write_text(fetched.model_dump_json(), "utf-8")
+        bare = stack.enter_context(_serving({"kind": "bare", "folder": str(folder)}))
+        busy = [client.submit(_instance(name), time_limit_s=3000) for name in SOLVED]
+        while any(client.job(job).state != "running" for job in busy):
+            time.sleep(0.05)
+        servers = {"service": service, "bare route": bare}
+        rows = _requests(load, servers, pool, fetched.id)
+        rows.append(_followers(load, service, client, pool))
+        states = {client.cancel(job).state for job in busy}
+        assert states <= {"running", "cancelled"}, f"the solves did not last: {states}"
+    return rows
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    """Two slots for the solves and one for the job that is followed; submissions wait."""
+    return {
+        "database_url": f"sqlite:///{folder}/jobs.db",
+        "solve_path": SOLVE_PATH,
+        "solver_processes": 3,
+        "max_threads": 1,
+        "max_queued_jobs": 1_000_000,
+        "max_jobs_per_key": 1_000_000,
+    }
+
+
+@contextmanager
+def _serving(wanted: dict[str, Any]) -> Iterator[Server]:
+    server = Server(wanted)
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+def _requests(
+    load: Load, servers: dict[str, Server], pool: ProcessPoolExecutor, job_id: str
+) -> list[Row]:
+    """Measure every kind of request on both servers, in turns."""
+    path = f"/v1/jobs/{job_id}/schedule"
+    get = Asked("", load, path, {}, 200)
+    known = replace_asked(get, headers={"If-None-Match": f'"{job_id}.1"'}, status=304)
+    post = Asked("", load, "/v1/jobs", {}, 202, body=_submission())
+    kinds: list[tuple[str, Asked, tuple[str, ...]]] = [
+        ("fetch a schedule", get, ("service", "bare route")),
+        ("fetch it if newer", known, ("service",)),
+        ("submit a problem", post, ("service", "bare route")),
+    ]
+    return [row for what, asked, names in kinds for row in _turns(what, asked, names, servers, pool)]

@@ -1,0 +1,128 @@
+"""The two servers of `benchmarks.service_load`, each in a process of its own, and their pulse.
+
+``service`` is OptPipe's own application, ``bare`` a FastAPI application whose routes return bytes
+that lie ready. Both run under the same uvicorn, and in both a task of the event loop notes how much
+later than asked it was woken: the longest such stall is what a request waited for nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import uvicorn
+from fastapi import FastAPI, Request, Response
+
+from optpipe_api import Settings, create_app
+from tests.api import fake_solver
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from optpipe.problem import Problem
+    from optpipe_solver import Result
+
+__all__ = ["SOLVE_PATH", "main", "solve"]
+
+SOLVE_PATH = "benchmarks.service_load_server:solve"
+_PULSE_S = 0.005
+
+
+def solve(problem: Problem, **options: Any) -> Result:
+    """Solve as a script says that is the problem's name (see `tests.api.fake_solver`), or truly."""
+    if problem.name.startswith("improve:"):
+        return fake_solver.solve(problem, **options)
+    import optpipe_solver
+
+    options = {name: value for name, value in options.items() if name != "start_method"}
+    return optpipe_solver.solve(problem, **options)
+
+
+class Pulse:
+    """The longest stalls of an event loop; read from another thread."""
+
+    def __init__(self) -> None:
+        self._stalls_ms: list[float] = []
+
+    def take(self) -> dict[str, float]:
+        """Return the longest stall and the 99th percentile since the last call, in ms."""
+        stalls, self._stalls_ms = sorted(self._stalls_ms), []
+        if not stalls:
+            return {"worst_ms": 0.0, "p99_ms": 0.0}
+        return {"worst_ms": stalls[-1], "p99_ms": stalls[int(0.99 * (len(stalls) - 1))]}
+
+    async def beat(self) -> None:
+        """Note, again and again, how late the loop is."""
+        while True:
+            asked = time.perf_counter() + _PULSE_S
+            await asyncio.sleep(_PULSE_S)
+            self._stalls_ms.append(1000 * (time.perf_counter() - asked))
+
+
+class _Server(uvicorn.Server):
+    """Beats beside the requests, and ends when its standard input does."""
+
+    def __init__(self, app: FastAPI) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app, host="127.0.0.1", port=0, log_config=None, access_log=False,
+                timeout_graceful_shutdown=2,
+            )
+        )  # fmt: skip
+        self.pulse = Pulse()
+
+    async def startup(self, sockets: Any = None) -> None:
+        await super().startup(sockets)
+        self._beating = asyncio.create_task(self.pulse.beat())
+        threading.Thread(target=self._obey, daemon=True).start()
+        port = self.servers[0].sockets[0].getsockname()[1]
+        print(json.dumps({"url": f"http://127.0.0.1:{port}"}), flush=True)
+
+    def _obey(self) -> None:
+        for _ in sys.stdin:
+            print(json.dumps(self.pulse.take()), flush=True)
+        changes = getattr(self.config.app.state, "changes", None)  # type: ignore[union-attr]
+        if changes is not None:
+            changes.close()
+        self.should_exit = True
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def bare(document: bytes, told: bytes) -> FastAPI:
+    """Return an application that has the schedule, and what a submission is told, lying ready."""
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+
+    @app.get("/v1/jobs/{job_id}/schedule")
+    async def schedule(job_id: str) -> Response:
+        return Response(document, headers={"ETag": f'"{job_id}.1"'}, media_type="application/json")
+
+    @app.post("/v1/jobs", status_code=202)
+    async def submit(request: Request) -> Response:
+        json.loads(await request.body())
+        return Response(told, 202, media_type="application/json")
+
+    return app
+
+
+def main() -> None:
+    """Run the server that the first argument names: a JSON object."""
+    wanted = json.loads(sys.argv[1])
+    if wanted["kind"] == "bare":
+        folder = Path(wanted["folder"])
+        app = bare((folder / "schedule.json").read_bytes(), (folder / "job.json").read_bytes())
+    else:
+        app = create_app(Settings(**wanted["settings"]))
+    _Server(app).run()
+
+
+if __name__ == "__main__":
+    main()

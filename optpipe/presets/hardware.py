@@ -1,0 +1,282 @@
+"""Accelerators: peak rates and sizes from their data sheets, and what of them is reached.
+
+Every number carries its source. Rates are dense (no sparsity), bandwidths one direction, GB/s
+are 1e9 bytes per second. None of them was measured here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING, NamedTuple
+
+from optpipe.errors import InputError
+from optpipe.presets.near import pick
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from optpipe.presets.training import Precision
+
+__all__ = ["GPUS", "Efficiency", "Fact", "Hardware", "find_gpu"]
+
+
+class Fact(NamedTuple):
+    """A number and where it comes from."""
+
+    value: float
+    source: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Efficiency:
+    """Which share of a peak rate is reached, per class of work; assumptions, each adjustable.
+
+    Parameters
+    ----------
+    matmul
+        Of the matrix products with weights.
+    attention
+        Of attention's own products (queries with keys, scores with values).
+    memory
+        Of the memory bandwidth, by everything that is no matrix product: norms, activation
+        functions, residual additions, scores. It stands for launches and casts too, so it is
+        lower than what a copy reaches.
+    pcie
+        Of one direction of PCIe, while the other direction and compute are busy.
+    network
+        Of the links between devices.
+    """
+
+    matmul: float = 0.65
+    attention: float = 0.45
+    memory: float = 0.45
+    pcie: float = 0.625
+    network: float = 0.8
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not 0 < value <= 1:
+                raise InputError(
+                    f"efficiency {field.name} = {value}: must be a share of the peak, above 0 "
+                    "and at most 1; correct it"
+                )
+
+    def with_pcie(self, share: float | None) -> Efficiency:
+        """Return this with another share of PCIe; None changes nothing."""
+        return self if share is None else replace(self, pcie=share)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """One kind of accelerator and the node it stands in.
+
+    Parameters
+    ----------
+    tflops
+        Precision -> peak dense rate in TFLOP/s; products accumulate in fp32. What is missing
+        the accelerator cannot do.
+    memory_bytes, memory_gb_per_s
+        Size and bandwidth of the device's memory.
+    pcie_gb_per_s
+        To and from the host, per direction; None = there is nothing to offload to.
+    peer_gb_per_s
+        To one other device of the node, per direction: what a boundary tensor takes.
+    node_gb_per_s
+        To all devices of the node together, per direction: what collectives take.
+    network_gb_per_s
+        To another node, per direction, of this device's share of the adapters.
+    gpus_per_node
+        Devices that ``peer_gb_per_s`` joins.
+    """
+
+    name: str
+    title: str
+    tflops: Mapping[Precision, Fact]
+    memory_bytes: Fact
+    memory_gb_per_s: Fact
+    pcie_gb_per_s: Fact | None
+    peer_gb_per_s: Fact
+    node_gb_per_s: Fact
+    network_gb_per_s: Fact
+    gpus_per_node: int = 8
+    efficiency: Efficiency = Efficiency()
+
+    def peak_flops(self, precision: Precision) -> float:
+        """Return the peak dense rate in FLOP/s.
+
+        Raises
+        ------
+        InputError
+            If it has none for this precision.
+        """
+        if precision not in self.tflops:
+            raise InputError(
+                f"{self.title} has no {precision} products (it has "
+                f"{', '.join(sorted(self.tflops))}); choose another --precision"
+            )
+        return self.tflops[precision].value * 1e12
+
+    @property
+    def facts(self) -> tuple[tuple[str, Fact], ...]:
+        """Every number by name, rates first."""
+        named = [(f"{precision} TFLOP/s", fact) for precision, fact in self.tflops.items()]
+        values = ((field.name, getattr(self, field.name)) for field in fields(self))
+        return (*named, *((name, value) for name, value in values if isinstance(value, Fact)))
+
+
+def _rates(source: str, **tflops: float) -> Mapping[Precision, Fact]:
+    return MappingProxyType({name: Fact(value, source) for name, value in tflops.items()})  # type: ignore[misc]
+
+
+_GIB = 2**30
+_PCIE4 = Fact(31.5, "PCI Express 4.0 x16: 16 GT/s, 16 lanes, 128b/130b encoding")
+_PCIE5 = Fact(63.0, "PCI Express 5.0 x16: 32 GT/s, 16 lanes, 128b/130b encoding")
+_HDR = Fact(25.0, "DGX A100 data sheet: one 200 Gb/s adapter per GPU")
+_NDR = Fact(50.0, "DGX H100 data sheet: one 400 Gb/s adapter per GPU")
+_A100 = "NVIDIA A100 Tensor Core GPU data sheet"
+_H100 = "NVIDIA H100 Tensor Core GPU data sheet; rates without sparsity"
+_H200 = "NVIDIA H200 Tensor Core GPU data sheet; rates without sparsity"
+_B200 = "NVIDIA DGX B200 data sheet, an eighth of the system; rates without sparsity"
+_MI300X = "AMD Instinct MI300X data sheet"
+_ADA = "NVIDIA Ada GPU architecture white paper, GeForce RTX 4090"
+_XEON = "Intel Xeon Platinum 8480+ specification"
+
+# Fitted, not measured here: see docs/estimate.md. matmul and memory are those with which one row
+# of the Zero Bubble table (6.2B, 8 stages, 24 micro-batches) comes out best.
+_AMPERE = Efficiency(matmul=0.75, attention=0.55, memory=0.45)
+_HOPPER = Efficiency(matmul=0.62, attention=0.45, memory=0.45)
+_BLACKWELL = Efficiency(matmul=0.6, attention=0.4, memory=0.45)
+_CDNA = Efficiency(matmul=0.45, attention=0.3, memory=0.4)
+_GEFORCE = Efficiency(matmul=0.8, attention=0.65, memory=0.5)
+_CPU = Efficiency(matmul=0.4, attention=0.2, memory=0.5)
+
+
+def _a100(name: str, title: str, gib: int, bandwidth: float) -> Hardware:
+    nvlink = Fact(300.0, f"{_A100}: NVLink 600 GB/s, both directions counted")
+    return Hardware(
+        name=name,
+        title=title,
+        tflops=_rates(_A100, bf16=312, fp16=312, fp32=19.5),
+        memory_bytes=Fact(gib * _GIB, f"{_A100}: {gib} GB, as nvidia-smi counts them"),
+        memory_gb_per_s=Fact(bandwidth, f"{_A100}, SXM"),
+        pcie_gb_per_s=_PCIE4,
+        peer_gb_per_s=nvlink,
+        node_gb_per_s=nvlink,
+        network_gb_per_s=_HDR,
+        efficiency=_AMPERE,
+    )
+
+
+_NVLINK4 = Fact(450.0, f"{_H100}: NVLink 900 GB/s, both directions counted")
+_H100_BYTES = Fact(81559 * 2**20, f"{_H100}: 80 GB; nvidia-smi shows 81559 MiB")
+_B200_LINK = Fact(900.0, f"{_B200}: NVLink 1.8 TB/s per GPU, both directions counted")
+
+_ALL = (
+    _a100("a100-40gb", "A100 SXM 40GB", 40, 1555),
+    _a100("a100", "A100 SXM 80GB", 80, 2039),
+    Hardware(
+        name="h100",
+        title="H100 SXM 80GB",
+        tflops=_rates(_H100, bf16=989.4, fp16=989.4, fp8=1978.9, fp32=66.9),
+        memory_bytes=_H100_BYTES,
+        memory_gb_per_s=Fact(3350, _H100),
+        pcie_gb_per_s=_PCIE5,
+        peer_gb_per_s=_NVLINK4,
+        node_gb_per_s=_NVLINK4,
+        network_gb_per_s=_NDR,
+        efficiency=_HOPPER,
+    ),
+    Hardware(
+        name="h100-pcie",
+        title="H100 PCIe 80GB",
+        tflops=_rates(_H100, bf16=756, fp16=756, fp8=1513, fp32=51),
+        memory_bytes=_H100_BYTES,
+        memory_gb_per_s=Fact(2000, _H100),
+        pcie_gb_per_s=_PCIE5,
+        peer_gb_per_s=_PCIE5._replace(source=_PCIE5.source + "; no NVLink bridge assumed"),
+        node_gb_per_s=_PCIE5._replace(source=_PCIE5.source + "; no NVLink bridge assumed"),
+        network_gb_per_s=Fact(25.0, "assumed: one 200 Gb/s adapter per GPU"),
+        efficiency=_HOPPER,
+    ),
+    Hardware(
+        name="h200",
+        title="H200 SXM 141GB",
+        tflops=_rates(_H200, bf16=989.4, fp16=989.4, fp8=1978.9, fp32=66.9),
+        memory_bytes=Fact(141_000_000_000, _H200),
+        memory_gb_per_s=Fact(4800, _H200),
+        pcie_gb_per_s=_PCIE5,
+        peer_gb_per_s=Fact(450.0, f"{_H200}: NVLink 900 GB/s, both directions counted"),
+        node_gb_per_s=Fact(450.0, f"{_H200}: NVLink 900 GB/s, both directions counted"),
+        network_gb_per_s=_NDR,
+        efficiency=_HOPPER,
+    ),
+    Hardware(
+        name="b200",
+        title="B200 180GB",
+        tflops=_rates(_B200, bf16=2250, fp16=2250, fp8=4500, fp32=80),
+        memory_bytes=Fact(180_000_000_000, f"{_B200}: 1,440 GB"),
+        memory_gb_per_s=Fact(8000, f"{_B200}: 64 TB/s"),
+        pcie_gb_per_s=_PCIE5,
+        peer_gb_per_s=_B200_LINK,
+        node_gb_per_s=_B200_LINK,
+        network_gb_per_s=Fact(50.0, f"{_B200}: one 400 Gb/s adapter per GPU"),
+        efficiency=_BLACKWELL,
+    ),
+    Hardware(
+        name="mi300x",
+        title="MI300X 192GB",
+        tflops=_rates(_MI300X, bf16=1307.4, fp16=1307.4, fp8=2614.9, fp32=163.4),
+        memory_bytes=Fact(192_000_000_000, _MI300X),
+        memory_gb_per_s=Fact(5300, _MI300X),
+        pcie_gb_per_s=_PCIE5,
+        peer_gb_per_s=Fact(64.0, f"{_MI300X}: one Infinity Fabric link, 128 GB/s both directions"),
+        node_gb_per_s=Fact(448.0, f"{_MI300X}: seven Infinity Fabric links, 64 GB/s each way"),
+        network_gb_per_s=Fact(50.0, "assumed: one 400 Gb/s adapter per GPU"),
+        efficiency=_CDNA,
+    ),
+    Hardware(
+        name="rtx4090",
+        title="GeForce RTX 4090",
+        tflops=_rates(f"{_ADA}; fp32 accumulation", bf16=165.2, fp16=165.2, fp8=330.3, fp32=82.6),
+        memory_bytes=Fact(24 * _GIB, _ADA),
+        memory_gb_per_s=Fact(1008, _ADA),
+        pcie_gb_per_s=_PCIE4,
+        peer_gb_per_s=_PCIE4._replace(source=_PCIE4.source + "; the card has no NVLink"),
+        node_gb_per_s=_PCIE4._replace(source=_PCIE4.source + "; the card has no NVLink"),
+        network_gb_per_s=Fact(12.5, "assumed: 100 Gb/s per GPU"),
+        efficiency=_GEFORCE,
+    ),
+    Hardware(
+        name="cpu",
+        title="Xeon Platinum 8480+ (one socket)",
+        tflops=_rates(f"{_XEON}: 56 cores x 2.0 GHz x 2048 (AMX) or 64 (AVX-512) FLOP per cycle",
+                      bf16=229.4, fp32=7.2),
+        memory_bytes=Fact(256 * _GIB, "assumed: 256 GiB per socket"),
+        memory_gb_per_s=Fact(307.2, f"{_XEON}: 8 channels of DDR5-4800"),
+        pcie_gb_per_s=None,
+        peer_gb_per_s=Fact(48.0, f"{_XEON}: UPI, 3 links of 16 GT/s, 16 GB/s each way"),
+        node_gb_per_s=Fact(48.0, f"{_XEON}: UPI, 3 links of 16 GT/s, 16 GB/s each way"),
+        network_gb_per_s=Fact(25.0, "assumed: one 200 Gb/s adapter"),
+        gpus_per_node=2,
+        efficiency=_CPU,
+    ),
+)  # fmt: skip
+
+GPUS: Mapping[str, Hardware] = MappingProxyType({gpu.name: gpu for gpu in _ALL})
+"""Every accelerator of the catalogue by name."""
+
+_ALIASES = {"a100-80gb": "a100", "h100-sxm": "h100", "4090": "rtx4090"}
+
+
+def find_gpu(name: str) -> Hardware:
+    """Return an accelerator by name; case does not matter.
+
+    Raises
+    ------
+    InputError
+        If the catalogue has none of that name; the message names the nearest.
+    """
+    key = name.lower()
+    return pick("--gpu", _ALIASES.get(key, key), GPUS)

@@ -1,0 +1,135 @@
+"""Tables of sweeps: CSV that is read back as it was, Markdown for people."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from optpipe.errors import InputError
+from optpipe.formats.sweep_table import (
+    Row,
+    axes_of,
+    dump_sweep,
+    dump_sweep_csv,
+    dump_sweep_markdown,
+    load_sweep_csv,
+)
+
+
+def row(index: int = 0, values: dict[str, Any] | None = None, **fields: Any) -> Row:
+    made: dict[str, Any] = {
+        "index": index,
+        "values": {"memory_scale": 0.5, "placement": "v"} if values is None else values,
+        "name": "p",
+        "state": "succeeded",
+        "objective_ms": 1234.5,
+        "bound_ms": 1200.0,
+        "gap": 0.028,
+        "memory_bytes": 3 * 1024**3,
+        "seconds": 1.5,
+        "problem_hash": "sha256:0",
+        "job_id": None,
+        "message": None,
+    }
+    return Row(**(made | fields))  # type: ignore[typeddict-item]
+
+
+FAILED = row(
+    1,
+    {"memory_scale": 0.1, "placement": [0, 1, 1, 0]},
+    state="infeasible",
+    objective_ms=None,
+    bound_ms=None,
+    gap=None,
+    message="no schedule fits,\nsays | it",
+)
+
+
+def test_csv_has_a_column_per_axis_and_is_read_back() -> None:
+    """Texts stand as they are, lists as JSON, unknown numbers are empty."""
+    text = dump_sweep_csv([row(), FAILED])
+    first, second, *_ = text.splitlines()
+    assert first == (
+        "index,name,memory_scale,placement,state,objective_ms,bound_ms,gap,memory_bytes,seconds,"
+        "problem_hash,job_id,message"
+    )
+    assert second == ("0,p,0.5,v,succeeded,1234.5,1200.0,0.028,3221225472,1.5,sha256:0,,")
+    assert load_sweep_csv(text) == [row(), FAILED]
+
+
+def test_markdown_is_for_people() -> None:
+    """Units and shares; no hash, no id; nothing in a cell breaks the table."""
+    lines = dump_sweep_markdown([row(), FAILED]).splitlines()
+    assert lines[0].startswith("| memory_scale | placement | state | memory | objective ms |")
+    assert lines[1].startswith("| ---: | --- | --- | ---: |")
+    assert lines[2] == ("| 0.5 | v | succeeded | 3.0 GiB | 1,234.5 | 1,200.0 | 2.8 % | 1.5 |  |")
+    assert lines[3].startswith("| 0.1 | [0, 1, 1, 0] | infeasible | 3.0 GiB | - | - | - | 1.5 |")
+    assert lines[3].endswith(r"| no schedule fits, says \| it |")
+
+
+def test_without_axes_rows_are_told_by_their_names() -> None:
+    """A list of problems; one without a name has a number."""
+    lines = dump_sweep_markdown([row(values={}), row(1, {}, name="")]).splitlines()
+    assert [line.split("|")[1].strip() for line in lines] == ["problem", "---", "p", "#1"]
+    assert axes_of([row(values={})]) == []
+
+
+def test_json_is_the_rows() -> None:
+    """As the service answers."""
+    assert json.loads(dump_sweep([row(), FAILED], "json")) == {"rows": [row(), FAILED]}
+    assert dump_sweep([row()], "csv") == dump_sweep_csv([row()])
+    assert dump_sweep([row()], "markdown") == dump_sweep_markdown([row()])
+
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(10**9), 10**9)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(st.characters(codec="utf-8"), max_size=9),
+    lambda inner: st.lists(inner, max_size=3),
+    max_leaves=4,
+)
+
+
+AXIS = st.text("ab[*].,\"'0 é", max_size=5)
+
+
+@given(st.lists(st.dictionaries(AXIS, JSON, max_size=3), min_size=1, max_size=4))
+def test_any_values_on_any_axes_are_read_back(values: list[dict[str, Any]]) -> None:
+    """Axes that are called as columns are, texts that look like numbers, values that miss."""
+    rows = [row(index, held) for index, held in enumerate(values)]
+    assert load_sweep_csv(dump_sweep_csv(rows)) == rows
+
+
+@pytest.mark.parametrize("name", ["name", "state", "index", "gap"])
+def test_an_axis_may_be_called_as_a_column_is(name: str) -> None:
+    """Columns count by their place."""
+    rows = [row(values={name: 7})]
+    assert load_sweep_csv(dump_sweep_csv(rows)) == rows
+
+
+def test_line_ends_in_texts_leave_the_table_readable() -> None:
+    """A lone carriage return would end a line for some readers, and is an error for others."""
+    (read,) = load_sweep_csv(dump_sweep_csv([row(name="a\rb\nc", message="x\r\ny")]))
+    assert (read["name"], read["message"]) == ("a b\nc", "x \ny")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "not that of a sweep's table"),
+        ("a,b\n1,2\n", "not that of a sweep's table: 'a, b'"),
+        (dump_sweep_csv([row()]).replace("1234.5", "x"), "damaged"),
+        (dump_sweep_csv([row()]) + "1,2\n", "damaged"),
+        ("x" * 200_000, "no CSV"),
+    ],
+)
+def test_another_table_is_refused(text: str, words: str) -> None:
+    """What it says, the rule, and what to do."""
+    with pytest.raises(InputError, match=words):
+        load_sweep_csv(text)

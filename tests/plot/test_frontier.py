@@ -1,0 +1,106 @@
+"""The frontier's picture: every line named, what is infeasible marked, equal bytes."""
+
+from __future__ import annotations
+
+import xml.etree.ElementTree as ET
+
+import pytest
+
+from optpipe.errors import InputError, MissingExtraError
+from optpipe.frontier import Line, Point
+from optpipe.plot import figure
+from optpipe.plot.frontier import draw_frontier, frontier_svg, save_frontier
+
+
+def line(label: str, *found: tuple[int, float | None, float | None, bool]) -> Line:
+    points = (
+        Point(
+            index=index,
+            family=label,
+            label=label,
+            memory_bytes=(gigabytes * 10**9, 1),
+            objective_ms=objective_ms,
+            bound_ms=bound_ms,
+            is_infeasible=is_infeasible,
+        )
+        for index, (gigabytes, objective_ms, bound_ms, is_infeasible) in enumerate(found)
+    )
+    return Line(label=label, points=tuple(points))
+
+
+LINES = [
+    line("m = 8", (1, None, None, True), (2, 30.0, 20.0, False), (4, 25.0, 20.0, False)),
+    line("m = 16", (2, None, 35.0, False), (4, 60.0, 35.0, False)),
+]
+
+
+def drawn(lines: list[Line]) -> dict[str, tuple[list[float], list[float]]]:
+    """What is drawn under each name of the legend: x and y."""
+    (axes,) = draw_frontier(lines).axes
+    return {
+        str(item.get_label()).strip(): (list(item.get_xdata()), list(item.get_ydata()))
+        for item in axes.lines
+    }
+
+
+def test_points_stand_at_their_memory_and_their_objective() -> None:
+    """What was found is joined; what fits nowhere is a cross on the lower edge."""
+    shown = drawn(LINES)
+    assert shown["m = 8"] == ([2.0, 4.0], [30.0, 25.0])
+    assert shown["m = 16"] == ([4.0], [60.0])
+    at, heights = shown["nothing fits (proven)"]
+    assert at == [1.0]
+    assert heights[0] < 20.0
+
+
+def test_bounds_are_dashed_lines_of_their_own() -> None:
+    """One per line, also where no schedule was found."""
+    (axes,) = draw_frontier(LINES).axes
+    dashed = [list(item.get_ydata()) for item in axes.lines if item.get_linestyle() == "--"]
+    assert dashed == [[20.0, 20.0], [35.0, 35.0]]
+
+
+def test_an_svg_names_lines_axes_and_title() -> None:
+    """Texts of the file; what would be markup, a formula or a hidden name stays text."""
+    odd = line("_$x^^$\x00", (1, 5.0, 4.0, False))
+    root = ET.fromstring(frontier_svg([*LINES, odd], "a <b> & $c$"))
+    texts = {text.strip() for node in root.iter() if (text := node.text) and text.strip()}
+    assert {"m = 8", "m = 16", "lower bound", "nothing fits (proven)"} <= texts
+    assert "_$x^^$\N{REPLACEMENT CHARACTER}" in texts
+    assert {"memory per device (GB)", "objective (ms)", "a <b> & $c$"} <= texts
+
+
+@pytest.mark.parametrize("lines", [[], [line("x")], [line("x", (1, None, None, True))]])
+def test_what_has_no_numbers_is_drawn_empty(lines: list[Line]) -> None:
+    """A batch that has just begun, or in which nothing fits."""
+    assert frontier_svg(lines).startswith(b"<?xml")
+
+
+def test_equal_input_gives_equal_bytes_in_a_file_and_in_memory(tmp_path) -> None:
+    """The picture holds no date and no random names."""
+    save_frontier(LINES, tmp_path / "a.svg", "t")
+    assert (tmp_path / "a.svg").read_bytes() == frontier_svg(LINES, "t")
+    save_frontier(LINES, tmp_path / "a.png")
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_an_unknown_suffix_and_an_unwritable_file_are_refused(tmp_path) -> None:
+    """As for schedules."""
+    with pytest.raises(InputError, match=r"\.png, \.svg, \.pdf"):
+        save_frontier(LINES, tmp_path / "a.bmp")
+    with pytest.raises(InputError, match="cannot write"):
+        save_frontier(LINES, tmp_path / "nowhere" / "a.svg")
+
+
+def test_many_lines_leave_the_legend_readable() -> None:
+    """The first lines are named; more would cover the picture."""
+    many = [line(f"line {index}", (index + 1, 5.0, 4.0, False)) for index in range(40)]
+    named = [name for name in drawn(many) if name.startswith("line")]
+    assert named == [f"line {index}" for index in range(16)]
+
+
+def test_without_matplotlib_the_pip_command_is_named(monkeypatch) -> None:
+    """The extra is optional."""
+    monkeypatch.setattr(figure, "find_spec", lambda name: None)
+    with pytest.raises(MissingExtraError, match=r"pip install 'optpipe\[plot\]'"):
+        frontier_svg(LINES)
