@@ -3,6 +3,7 @@
 #   make run     set up, solve the example through the service, train by the schedule (ARGS=--once: then end)
 #   make test    set up, run every test that pip alone can provide for (PYTEST_ARGS=... is passed on)
 #   make lint types contracts     what .ci/run checks besides
+#   make docs                     the documentation as HTML, in build/docs
 #   make constraints              renew the pins
 #   make bench                    the benchmark set against its peers: hours, resumable
 #   make bench-smoke              five small problems of it, a minute
@@ -15,10 +16,10 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 EXTRAS_run := server,runtime
-EXTRAS_test := $(EXTRAS_run),postgres,plot,dev
-EXTRAS_ci := $(EXTRAS_test),ci
+EXTRAS_test := $(EXTRAS_run),postgres,plot,ray,dev
+EXTRAS_ci := $(EXTRAS_test),docs,ci
 
-.PHONY: help run test lint format types contracts setup-ci constraints clean
+.PHONY: help run test lint format types contracts docs setup-ci constraints clean
 .PHONY: bench bench-smoke frontier
 .DELETE_ON_ERROR:
 
@@ -44,6 +45,9 @@ types: .venv/.installed-test
 
 contracts: .venv/.installed-test
 	$(BIN)/lint-imports --no-logo
+
+docs: .venv/.installed-ci
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going -q -b html docs build/docs
 
 bench: .venv/.installed-test
 	$(BIN)/python -m benchmarks.bench $(ARGS)

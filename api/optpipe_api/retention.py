@@ -31,9 +31,7 @@ class Retention:
     In small transactions, so that others who write wait only for moments.
     """
 
-    def __init__(
-        self, stores: Stores, days: float, clock: Callable[[], float] = time.time
-    ) -> None:
+    def __init__(self, stores: Stores, days: float, clock: Callable[[], float] = time.time) -> None:
         self._stores = stores
         self._days = days
         self._now = clock

@@ -14,6 +14,7 @@ import typer
 
 from optpipe.cli.comparing import compare
 from optpipe.cli.console import BAD_INPUT, INFEASIBLE, WORLD, print_error
+from optpipe.cli.estimating import estimate_problem
 from optpipe.cli.importing import import_measurements
 from optpipe.cli.inspect import bound, check
 from optpipe.cli.jobs import make_jobs_app
@@ -23,12 +24,16 @@ from optpipe.cli.planning import plan
 from optpipe.cli.profiling import profile
 from optpipe.cli.service import fetch, serve, submit
 from optpipe.cli.solving import solve
+from optpipe.cli.sweeping import sweep
 from optpipe.errors import InfeasibleProblemError, InputError, OptPipeError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 __all__ = ["main", "make_app"]
+
+
+_COMMANDS = (solve, check, bound, compare, sweep, plan, plot, profile, serve, submit, fetch)
 
 
 def make_app() -> typer.Typer:
@@ -42,9 +47,10 @@ def make_app() -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback()(_about)
-    for command in (solve, check, bound, compare, plan, plot, profile, serve, submit, fetch):
+    for command in _COMMANDS:
         app.command()(command)
     app.command("import")(import_measurements)
+    app.command("estimate")(estimate_problem)
     app.add_typer(make_jobs_app())
     app.add_typer(make_keys_app())
     return app

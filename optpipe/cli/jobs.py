@@ -6,7 +6,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
-from rich.table import Table
+from rich.table import Column, Table
 
 from optpipe.cli.console import stderr, stdout
 from optpipe.cli.options import DEFAULT_URL, ApiKey, JobId, Url
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from optpipe.client import Job
 
 __all__ = ["make_jobs_app"]
+
+_ID_WIDTH = 32
 
 
 def make_jobs_app() -> typer.Typer:
@@ -57,7 +59,9 @@ def show(
     """
     from optpipe.client import Client
 
-    table = Table("job", "state", "name", "made", "objective", "gap", box=None, pad_edge=False)
+    # An id that is cut is no id.
+    job_id = Column("job", no_wrap=True, min_width=_ID_WIDTH)
+    table = Table(job_id, "state", "name", "made", "objective", "gap", box=None, pad_edge=False)
     with Client(url, api_key=api_key) as client:
         for job in islice(client.jobs(state=state, tag=tag), limit):
             table.add_row(*_cells(job))

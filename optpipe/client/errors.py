@@ -121,8 +121,11 @@ ERRORS: dict[str, type[OptPipeError]] = {
     "solver.failed": SolveFailedError,
     "solver.memory": SolveFailedError,
     "solver.overtime": SolveFailedError,
+    # Only of jobs that failed, not of answers.
+    "solver.nothing_found": NoScheduleError,
+    "job.died": SolveFailedError,
 }
-"""By the stable ``code`` of a problem detail; any other is a plain `ServiceError`."""
+"""By the stable ``code`` of a problem detail or failed job; others are a plain `ServiceError`."""
 
 
 def refusal(answer: httpx.Response) -> OptPipeError:

@@ -8,6 +8,7 @@ while there is none.
 
 from __future__ import annotations
 
+import time
 from contextlib import suppress
 from http import HTTPStatus
 from typing import TYPE_CHECKING
@@ -138,6 +139,7 @@ class _Ear:
         self._num_improvements = 0
         self._num_losses = 0
         self._is_open = False
+        self._opened_at = 0.0
 
     @property
     def has_trouble(self) -> bool:
@@ -188,7 +190,7 @@ class _Ear:
         if answer.status_code == HTTPStatus.NO_CONTENT:
             self.is_over = True
         elif is_stream(answer):
-            self._is_open = True
+            self._is_open, self._opened_at = True, time.monotonic()
         elif answer.status_code in LATER:
             self._lose(None)
             yield Pause(pause_s(self._num_losses, answer.headers))
@@ -202,9 +204,13 @@ class _Ear:
         return Call(path=self._path, read=lambda _: None, headers=headers, wait_s=_SILENCE_S)
 
     def _lose(self, error: httpx.TransportError | None) -> None:
+        was_silent = isinstance(error, httpx.ReadTimeout)
+        if self._is_open and not was_silent and time.monotonic() - self._opened_at > _SILENCE_S:
+            # It lasted, so there were pings: a proxy cuts what a quiet job keeps open.
+            self._num_losses = 0
         self._is_open = False
         self._num_losses += 1
-        held_back = isinstance(error, httpx.ReadTimeout) and self._seen == self._first
+        held_back = was_silent and self._seen == self._first
         if held_back or self._num_losses > _MOST_LOSSES:
             raise _NoStreamError
 

@@ -67,7 +67,8 @@ _TIED = {
 }  # fmt: skip
 
 ZERO_BUBBLE = {
-    "1.5B": (22, 2304, 24), "6.2B": (30, 4096, 32), "14.6B": (46, 5120, 40), "28.3B": (62, 6144, 48),
+    "1.5B": (22, 2304, 24), "6.2B": (30, 4096, 32),
+    "14.6B": (46, 5120, 40), "28.3B": (62, 6144, 48),
 }  # fmt: skip
 """Layers, hidden and heads of the Zero Bubble paper's models."""
 
@@ -120,18 +121,18 @@ def _pipeoffload(model: str) -> ModelShape:
     )  # fmt: skip
 
 
-def _mixtral(name: str, layers: int, hidden: int, heads: int, ffn: int, vocab: int) -> ModelShape:
+def _mixtral(name: str, layers: int, hidden: int, heads: int, ffn: int) -> ModelShape:
     return ModelShape(
         name=name, num_layers=layers, hidden=hidden, num_heads=heads, num_kv_heads=8, ffn=ffn,
-        vocab=vocab, experts=Experts(num=8, active=2, ffn=ffn), source=_MIXTRAL,
+        vocab=32000, experts=Experts(num=8, active=2, ffn=ffn), source=_MIXTRAL,
     )  # fmt: skip
 
 
 def _qwen3_moe(name: str, layers: int, hidden: int, heads: int, ffn: int) -> ModelShape:
     return ModelShape(
-        name=name, num_layers=layers, hidden=hidden, num_heads=heads, num_kv_heads=4, ffn=3 * hidden,
-        vocab=151936, head_width=128, qk_norm=True, experts=Experts(num=128, active=8, ffn=ffn),
-        source=_QWEN3,
+        name=name, num_layers=layers, hidden=hidden, num_heads=heads, num_kv_heads=4,
+        ffn=3 * hidden, vocab=151936, head_width=128, qk_norm=True, source=_QWEN3,
+        experts=Experts(num=128, active=8, ffn=ffn),
     )  # fmt: skip
 
 
@@ -161,15 +162,17 @@ def _all() -> Iterator[ModelShape]:
     for name, small in _GPT3_ROWS.items():
         yield _gpt3(name, small)
     for name, row in _LLAMA_ROWS.items():
-        yield _rotary(name, row, _LLAMA2 if "llama2" in name else _LLAMA3, bias=False, qk_norm=False)
+        yield _rotary(
+            name, row, _LLAMA2 if "llama2" in name else _LLAMA3, bias=False, qk_norm=False
+        )
     for name, row in _QWEN25_ROWS.items():
         yield _rotary(name, row, _QWEN25, bias=True, qk_norm=False)
     for name, row in _QWEN3_ROWS.items():
         yield _rotary(name, row, _QWEN3, bias=False, qk_norm=True)
     yield _qwen3_moe("qwen3-30b-a3b", 48, 2048, 32, 768)
     yield _qwen3_moe("qwen3-235b-a22b", 94, 4096, 64, 1536)
-    yield _mixtral("mixtral-8x7b", 32, 4096, 32, 14336, 32000)
-    yield _mixtral("mixtral-8x22b", 56, 6144, 48, 16384, 32000)
+    yield _mixtral("mixtral-8x7b", 32, 4096, 32, 14336)
+    yield _mixtral("mixtral-8x22b", 56, 6144, 48, 16384)
     yield from _deepseeks()
     yield from map(_zero_bubble, ZERO_BUBBLE)
     yield from map(_pipeoffload, PIPEOFFLOAD)

@@ -121,7 +121,8 @@ class BatchStoreContract:
         ):
             with pytest.raises(error):
                 stores.batches.add(batch("second"), items(), **limits)
-        broken = [*items(2), replace(items()[0], problem_hash=None)]
+        nothing: dict[str, Any] = {"problem_hash": None}
+        broken = [*items(2), replace(items()[0], **nothing)]
         with pytest.raises(Exception, match="problem_hash"):
             stores.batches.add(batch("third"), broken, max_queued=100)
         assert len(stores.batches.page(9)) == 1

@@ -45,7 +45,7 @@ class Server:
 
     def post(self, path: str, body: object) -> str:
         """The id of what a request makes."""
-        answer = httpx.post(f"{self.url}{path}", json=body, headers=self.admin, timeout=60)
+        answer = httpx.post(f"{self.url}{path}", json=body, headers=self.admin, timeout=200)
         made: str = answer.raise_for_status().json()["id"]
         return made
 

@@ -10,7 +10,6 @@ import pytest
 
 from optpipe import Problem, check, load_csv, load_problem, load_schedule
 from optpipe.simulate import simulate
-from optpipe_solver.bounds import lower_bound
 from tests.api.fake_drift_solver import DriftSolvers
 from tests.api.live import connected, make_settings, two_stages
 from tests.api.test_drift import SMALL, all_times, measured, uneven
@@ -48,8 +47,6 @@ def report_of(
 @pytest.fixture(scope="module")
 def drifting(tmp_path_factory) -> Iterator[httpx.Client]:
     """Share one server whose solver finds better schedules once a stage is slower."""
-    # It is compiled, or loaded, at its first call.
-    lower_bound(uneven())
     patch = pytest.MonkeyPatch()
     patch.setattr("optpipe_api.service.open_solvers", DriftSolvers)
     with connected(make_settings(tmp_path_factory.mktemp("drift"), max_cells=1000)) as client:

@@ -117,7 +117,7 @@ def test_a_solver_that_exceeds_its_memory_fails_with_the_limit(open_bench) -> No
 
 def test_a_solver_far_over_its_time_is_stopped_and_its_best_counts(open_bench) -> None:
     bench = open_bench(overtime_s=0.5)
-    job = bench.end(bench.submit("stubborn", time_limit_s=2.0))
+    job = bench.end(bench.submit("stubborn", time_limit_s=4.0))
     assert (job.state, job.has_schedule) == (JobState.SUCCEEDED, True)
 
 

@@ -30,6 +30,8 @@ def follow(
     headers = {} if after is None else {"Last-Event-ID": str(after)}
     with connect_sse(http, "GET", f"/v1/jobs/{job_id}/events", headers=headers) as source:
         for event in source.iter_sse():
+            if not event.data:
+                continue  # a ping: httpx-sse takes the blank line after it for an event
             data = event.json()
             assert (event.id, event.event) == (str(data["number"]), data["kind"])
             yield data

@@ -51,8 +51,10 @@ def planned(http, *args, **changes) -> Any:
 def http(tmp_path_factory):
     """Share a server whose planner is the fake one."""
     folder = tmp_path_factory.mktemp("server")
-    # A lease that no busy machine lets run out: an attempt more would be one too many here.
-    settings = make_settings(folder, plan_path=FAKE_PLAN, max_cells=1000, lease_s=60.0)
+    # Times that no busy machine lets run out: an attempt more would be one too many here.
+    settings = make_settings(
+        folder, plan_path=FAKE_PLAN, max_cells=1000, lease_s=60.0, overtime_s=600.0
+    )
     with connected(settings) as client:
         yield client
 
@@ -204,7 +206,7 @@ def test_the_real_planner_makes_a_plan(tmp_path) -> None:
         solve_path="optpipe_solver:solve",
         solver_processes=1,
         lease_s=60.0,
-        overtime_s=200.0,
+        overtime_s=600.0,
     )
     with connected(settings) as http:
         job = planned(http, "real", options={"time_limit_s": 2})

@@ -106,19 +106,27 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def test_the_service_solves_and_compares_on_the_cluster(tmp_path) -> None:
+def test_jobs_batches_and_comparisons_run_on_the_cluster(tmp_path) -> None:
     settings = make_settings(
         tmp_path, engine="ray", solver_processes=1, compare_path=FAKE_COMPARE, lease_s=10.0
     )
     with connected(settings) as http:
         job_id = http.post("/v1/jobs", json={"problem": two_stages("improve:3:0.1")}).json()["id"]
-        rows = http.post("/v1/compare", json={"problem": two_stages(), "time_limit_s": 5})
+        sweep = {"problem": two_stages(), "axes": {"num_microbatches": [2, 3]}}
+        batch = http.post("/v1/batches", json=sweep).json()
+        rows = http.post(
+            "/v1/compare", json={"problem": two_stages(), "options": {"time_limit_s": 5}}
+        )
         assert rows.status_code == 200, rows.text
         assert "limit=5 threads=1 seed=0" in rows.text
         job = until(lambda: (job := http.get(f"/v1/jobs/{job_id}").json())["finished_at"] and job)
         assert job["state"] == "succeeded"
         schedule = http.get(f"/v1/jobs/{job_id}/schedule").json()
         assert schedule["makespan_ms"] == job["objective_ms"]
+        path = f"/v1/batches/{batch['id']}"
+        until(lambda: http.get(path).json()["is_finished"])
+        items = http.get(path).json()["items"]
+        assert [item["state"] for item in items] == ["succeeded", "succeeded"]
 
 
 def test_every_incumbent_comes_and_a_cancelled_job_keeps_its_best(bench: Bench) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -35,7 +35,7 @@ def row(index: int = 0, values: dict[str, Any] | None = None, **fields: Any) -> 
         "job_id": None,
         "message": None,
     }
-    return Row(**(made | fields))  # type: ignore[typeddict-item]
+    return cast("Row", made | fields)
 
 
 FAILED = row(

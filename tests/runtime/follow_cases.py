@@ -83,14 +83,14 @@ class Scripted:
 
 
 class Followed(NamedTuple):
-    """One rank's training: losses of the last stage's rank, a digest of its parameters."""
+    """One rank's training: losses of the last stage's rank, parameters and a digest of them."""
 
     losses: list[list[float]]
     digest: str
     weights: list[torch.Tensor]
     version: int
     refusals: list[Any]
-    cpu_s: float
+    offloaded_bytes: int
     reports: list[Any]
 
 
@@ -111,7 +111,6 @@ def train_following(
     script = Scripted(later, **(source or {})) if rank == 0 else None
     count = 1 + max(action.microbatch for program in first.programs for action in program)
     losses = []
-    began = time.process_time()
     with follow(script, runner, **options) as training:
         for step in range(steps):
             if waits and script is not None and training.line is not None:
@@ -121,14 +120,14 @@ def train_following(
             found = training.step(*small_data(count, seed=step))
             optimizer.step()
             losses += [] if found is None else [found.tolist()]
-        cpu_s = time.process_time() - began
         if script is not None:
             script.let_go()
         reports = [] if script is None else _reports(script, steps, options)
         version, refusals = training.version, training.refusals
     runner.close()
+    moved = runner.offloaded_bytes
     weights = [parameter.detach().clone() for parameter in parameters]
-    return Followed(losses, _digest(weights), weights, version, refusals, cpu_s, reports)
+    return Followed(losses, _digest(weights), weights, version, refusals, moved, reports)
 
 
 def _reports(script: Scripted, steps: int, options: dict[str, Any]) -> list[Any]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, cast
 import pytest
 import torch
 
+from optpipe import Problem
 from optpipe.action import ActionType
 from optpipe.client import Client
 from optpipe.runtime import follow
@@ -66,6 +67,8 @@ def test_switching_before_every_step_is_the_same_training_to_the_last_bit(ranks)
         assert (moved.losses, moved.digest) == (kept.losses, kept.digest)
         assert moved.version == STEPS
         assert (kept.version, moved.refusals) == (0, [])
+        # The first schedule keeps everything, others do not.
+        assert (kept.offloaded_bytes, moved.offloaded_bytes > 0) == (0, True)
     assert len(next(one.losses for one in switched if one.losses)) == STEPS
 
 
@@ -164,7 +167,7 @@ def test_a_run_that_follows_nothing_reports_nothing(ranks):
 
 
 def test_a_real_service_is_followed_and_then_killed(ranks, tmp_path, monkeypatch):
-    problem = schedules.make_problem(schedules.LINEAR, MICROBATCHES)
+    problem = _busy_first_stage()
     monkeypatch.setattr("optpipe_api.service.open_solvers", DriftSolvers)
     found = []
     with running(make_settings(tmp_path, max_wait_s=0.5)) as (url, _), Client(url) as client:
@@ -184,6 +187,15 @@ def test_a_real_service_is_followed_and_then_killed(ranks, tmp_path, monkeypatch
     assert found[0].num_failures > 0
     stayed = train(ranks, first, [], problem, found[0].num_steps, waits=False)
     assert [one.digest for one in found] == [one.digest for one in stayed]
+
+
+def _busy_first_stage():
+    """A problem in which a slower second stage costs time, but makes no device busier than 0."""
+    data = schedules.make_problem(schedules.LINEAR, MICROBATCHES).model_dump(by_alias=True)
+    for stage, ms in zip(data["stages"], (20, 1, 1, 1), strict=True):
+        names = ("forward_ms", "backward_input_ms", "backward_weight_ms", "backward_ms")
+        stage.update(dict.fromkeys(names, ms))
+    return Problem.parse(data)
 
 
 def until(is_so):

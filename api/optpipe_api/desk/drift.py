@@ -3,13 +3,14 @@
 Times that change alone are no reason to solve again: where everything takes a tenth longer, or the
 busiest device does, the best schedule takes longer too. So the step time is held against what it
 may be expected to be. Let O be the length of the schedule in use under the times that were solved
-for, and L(.) the proven lower bound of `optpipe_solver.bounds`. Then O / L(planned) says how good
+for, and L(.) a proven lower bound: that of `optpipe_solver.bounds.energy`, from work and memory,
+which is the one that compiles nothing in the server's process. Then O / L(planned) says how good
 the schedule was for those times, and
 
     expected = O * L(measured) / L(planned)
 
-is what one as good would take under the measured ones. It is never below L(measured), so no solve
-is asked to do better than anything can. Drift is what the schedule in use takes beyond it.
+is what one as good would take under the measured ones. O is never below L(planned), so this is
+never below L(measured). Drift is what the schedule in use takes beyond it.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from optpipe.measurements import MeasuredAction
     from optpipe_api.deployments import Deployment, Documents
 
-__all__ = ["Candidate", "judged", "largest_change", "length_ms", "start_from", "under"]
+__all__ = ["Candidate", "bound_ms", "judged", "largest_change", "length_ms", "start_from", "under"]
 
 _WORDS: dict[MeasuredAction, str] = {
     "F": "forward",
@@ -134,6 +135,15 @@ def largest_change(planned: Problem, measured: Problem) -> str:
     return f"{what} takes {abs(share):.0%} {'longer' if share >= 0 else 'less'} than planned"
 
 
+def bound_ms(problem: Problem) -> float:
+    """Return a proven lower bound of a problem's objective, in ms."""
+    # Heavy, and loaded by then.
+    from optpipe_solver.bounds import Paths  # noqa: PLC0415
+    from optpipe_solver.bounds.energy import energy_ms  # noqa: PLC0415
+
+    return energy_ms(Paths(problem), makespan=problem.objective == "makespan")
+
+
 def _times(problem: Problem) -> Iterator[tuple[str, float]]:
     """Yield everything that takes time, in ms; equally many for problems of one deployment."""
     for index, stage in enumerate(problem.stages):
@@ -150,7 +160,5 @@ def _times(problem: Problem) -> Iterator[tuple[str, float]]:
 
 def _scale(planned: Problem, measured: Problem) -> float:
     """Return by how much the lower bound grew; 1 where there is nothing to compare."""
-    from optpipe_solver.bounds import lower_bound  # noqa: PLC0415 - heavy, and loaded by then
-
-    before, after = lower_bound(planned).ms, lower_bound(measured).ms
+    before, after = bound_ms(planned), bound_ms(measured)
     return after / before if before > 0 and after > 0 else 1.0

@@ -1,0 +1,92 @@
+"""An even cut of layers into stages, and where stages stand."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import TYPE_CHECKING, Literal, get_args
+
+import numpy as np
+
+from optpipe.errors import InputError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+__all__ = ["Placement", "balanced_sizes", "placement_of"]
+
+Placement = Literal["linear", "loop", "v"]
+
+_SLACK = 1 + 1e-12  # sums in another order
+
+
+def placement_of(name: str, num_devices: int, chunks: int) -> tuple[int, ...]:
+    """Return the device of each stage: once along the devices, round and round, or to and fro.
+
+    Raises
+    ------
+    InputError
+        If the name is none of these, or several chunks are asked of a line.
+    """
+    if name not in get_args(Placement):
+        raise InputError(f"--placement {name!r}: must be linear, loop or v; choose one")
+    if chunks < 1 or num_devices < 1:
+        raise InputError(f"{num_devices} devices, {chunks} chunks: must be at least 1; raise them")
+    if name == "linear" and chunks > 1:
+        raise InputError(
+            f"--placement linear has one stage per device, not {chunks}; choose loop or v, or "
+            "leave --chunks out"
+        )
+    line = tuple(range(num_devices))
+    turns = (line[::-1] if name == "v" and turn % 2 else line for turn in range(chunks))
+    return tuple(device for turn in turns for device in turn)
+
+
+def balanced_sizes(times_ms: Sequence[float], num_stages: int) -> tuple[int, ...]:
+    """Return how many layers each stage has so that the slowest stage is as fast as can be.
+
+    Of the cuts with that slowest stage, one whose stage times have the least sum of squares, and
+    then one with the earliest last cut. Exact: two dynamic programs over the places to cut, the
+    least largest stage first, then the least sum of squares with no stage above it. This is the
+    simplest rule that counts embedding and head; it knows no memory and no schedule, which
+    ``optpipe plan`` does.
+
+    Raises
+    ------
+    InputError
+        If there are fewer layers than stages.
+    """
+    count = len(times_ms)
+    if num_stages > count:
+        raise InputError(
+            f"{num_stages} stages, but only {count} layers, embedding and head counted: a stage "
+            "needs at least one; lower --pp or --chunks"
+        )
+    ends = np.array([0.0, *accumulate(times_ms)])
+    width = np.subtract.outer(ends, ends)  # [end, start]
+    width[np.triu_indices(count + 1)] = np.inf
+    largest = _least_largest(width, num_stages)
+    squares = np.where(width <= largest * _SLACK + 1e-300, width**2, np.inf)
+    return _least_sum(squares, num_stages)
+
+
+def _least_largest(width: NDArray[np.float64], num_stages: int) -> float:
+    best = width[:, 0]
+    for _ in range(num_stages - 1):
+        best = np.maximum(width, best[np.newaxis, :]).min(axis=1)
+    return float(best[-1])
+
+
+def _least_sum(costs: NDArray[np.float64], num_stages: int) -> tuple[int, ...]:
+    best = costs[:, 0]
+    cuts = []
+    for _ in range(num_stages - 1):
+        sums = costs + best[np.newaxis, :]
+        cuts.append(sums.argmin(axis=1))
+        best = sums.min(axis=1)
+    end, sizes = len(costs) - 1, []
+    for cut in reversed(cuts):
+        sizes.append(end - int(cut[end]))
+        end = int(cut[end])
+    return tuple([*sizes, end][::-1])

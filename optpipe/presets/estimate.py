@@ -1,0 +1,322 @@
+"""A model's shape on an accelerator, estimated: layers to cut (`Model`), and a problem to solve.
+
+Estimates stand in until something is measured; nothing here was. What they are made of: `flops`
+and `memory` say what a part does and keeps, `times` how long that takes, `cut` where the stages
+end.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from optpipe.errors import InputError
+from optpipe.model import DefaultLink, Layer, Model, ModelDevice
+from optpipe.presets.cut import balanced_sizes, placement_of
+from optpipe.presets.flops import embedding_work, head_work, layer_work, model_flops
+from optpipe.presets.memory import (
+    Kept,
+    checkpoint_bytes,
+    embedding_kept,
+    head_kept,
+    head_workspace_bytes,
+    layer_kept,
+    static_bytes,
+)
+from optpipe.presets.parameters import (
+    Held,
+    embedding_parameters,
+    head_parameters,
+    layer_parameters,
+    vocab_slice,
+)
+from optpipe.presets.times import Machine, PassTimes
+from optpipe.problem import Link
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from optpipe.presets.hardware import Efficiency, Hardware
+    from optpipe.presets.shape import ModelShape
+    from optpipe.presets.training import Training
+    from optpipe.problem import Problem
+
+__all__ = ["Estimate", "Part", "estimate", "model_parts", "reserved_bytes"]
+
+_CONTEXT_BYTES = 2 * 2**30
+_FRAGMENTATION_SHARE = 0.03
+_BOUNDARY_TENSORS = 8
+_PEER_LATENCY_MS, _NETWORK_LATENCY_MS = 0.02, 0.03  # assumed: a launch, and a message
+_DIGITS = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """One kind of layer as one device of a stage has it; ``repeat`` of them in a row."""
+
+    name: str
+    repeat: int
+    times: PassTimes
+    kept: Kept
+    held: Held
+    is_last: bool = False
+    forward_workspace_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """What was estimated.
+
+    Parameters
+    ----------
+    model
+        The layers, for ``optpipe plan``.
+    placement, sizes
+        Device and number of layers of each stage, embedding and head counted as layers.
+    problem
+        The problem of that cut.
+    mfu
+        Model FLOPs of a micro-batch over what its devices could do, at peak, in the time of its
+        F, I and W: the utilisation if no device were ever idle.
+    notes
+        What to know before using it, in sentences.
+    """
+
+    model: Model
+    placement: tuple[int, ...]
+    sizes: tuple[int, ...]
+    problem: Problem
+    mfu: float
+    notes: tuple[str, ...]
+
+
+def estimate(
+    shape: ModelShape,
+    hardware: Hardware,
+    training: Training,
+    *,
+    pp: int,
+    num_microbatches: int,
+    chunks: int = 1,
+    placement: str = "linear",
+    efficiency: Efficiency | None = None,
+    mfu: float | None = None,
+    memory_bytes: int | None = None,
+) -> Estimate:
+    """Return the estimated problem of a model on ``pp`` pipeline stages' devices.
+
+    A device of the problem is one of the ``tp x cp`` equal ones that share its stages.
+
+    Parameters
+    ----------
+    efficiency
+        Shares of peak rates; the accelerator's own where None.
+    mfu
+        Multiplies every time of a pass by one factor, so that `Estimate.mfu` is this; None
+        leaves them as the efficiencies make them.
+    memory_bytes
+        Of a device, instead of all it has.
+
+    Raises
+    ------
+    InputError
+        If the degrees do not divide the sizes, there are fewer layers than stages, or a number
+        is out of range.
+    """
+    training.check_divides(shape)
+    stages = placement_of(placement, pp, chunks)
+    machine = Machine(hardware, efficiency or hardware.efficiency, training)
+    parts = model_parts(shape, machine, pp=pp)
+    factor, reached = _scaled(shape, machine, parts, mfu)
+    layers = tuple(_layer(part, shape, machine, factor) for part in parts)
+    model = Model(
+        name=_name(shape, hardware, training, pp),
+        num_microbatches=num_microbatches,
+        devices=_devices(shape, machine, pp, memory_bytes),
+        layers=layers,
+        **_links(machine, pp),
+    )
+    sizes = balanced_sizes(
+        [sum(part.times) for part in parts for _ in range(part.repeat)], len(stages)
+    )
+    problem = model.problem(stages, sizes)
+    return Estimate(
+        model=model,
+        placement=stages,
+        sizes=sizes,
+        problem=problem,
+        mfu=reached,
+        notes=tuple(_notes(shape, problem)),
+    )
+
+
+def model_parts(shape: ModelShape, machine: Machine, *, pp: int = 2) -> tuple[Part, ...]:
+    """Return embedding, layers and head in model order.
+
+    With one device (``pp`` 1) a tied head costs no parameters of its own.
+    """
+    return (
+        _embedding(shape, machine),
+        *(_layers(shape, machine, is_moe, count) for is_moe, count in shape.kinds),
+        _head(shape, machine, owns_matrix=pp > 1 or not shape.tied),
+    )
+
+
+def _embedding(shape: ModelShape, machine: Machine) -> Part:
+    training = machine.training
+    size = training.element_bytes
+    reduce = machine.all_reduce_ms(training.tokens * shape.hidden * size, training.tp)
+    return Part(
+        name="embedding",
+        repeat=1,
+        times=machine.pass_times(embedding_work(shape, training)).plus(PassTimes(reduce, 0, 0)),
+        kept=embedding_kept(shape, training),
+        held=Held(embedding_parameters(shape, training.tp)),
+    )
+
+
+def _layers(shape: ModelShape, machine: Machine, is_moe: bool, count: int) -> Part:
+    training = machine.training
+    compute = machine.pass_times(layer_work(shape, training, is_moe=is_moe))
+    return Part(
+        name="expert layer" if is_moe else "layer",
+        repeat=count,
+        times=compute.plus(machine.layer_collectives(shape, is_moe=is_moe)),
+        kept=layer_kept(shape, training, is_moe=is_moe),
+        held=layer_parameters(shape, is_moe=is_moe, tp=training.tp, ep=training.ep),
+    )
+
+
+def _head(shape: ModelShape, machine: Machine, *, owns_matrix: bool) -> Part:
+    training = machine.training
+    size = training.element_bytes
+    reduce = machine.all_reduce_ms(training.tokens * shape.hidden * size, training.tp)
+    parameters = head_parameters(shape, training.tp)
+    if not owns_matrix:
+        parameters -= vocab_slice(shape, training.tp) * shape.hidden
+    return Part(
+        name="head",
+        repeat=1,
+        times=machine.pass_times(head_work(shape, training)).plus(PassTimes(0, reduce, 0)),
+        kept=head_kept(shape, training),
+        held=Held(parameters),
+        is_last=True,
+        forward_workspace_bytes=head_workspace_bytes(shape, training),
+    )
+
+
+def _scaled(
+    shape: ModelShape, machine: Machine, parts: tuple[Part, ...], mfu: float | None
+) -> tuple[float, float]:
+    """Return the factor on all times, and the utilisation with it."""
+    if mfu is not None and not 0 < mfu <= 1:
+        raise InputError(f"--mfu {mfu}: must be above 0 and at most 1; write 0.45 for 45 %")
+    training = machine.training
+    seconds = sum(part.repeat * sum(part.times) for part in parts) / 1e3
+    peak = machine.hardware.peak_flops(training.precision) * training.tp * training.cp
+    reached = model_flops(shape, training) / (peak * seconds)
+    return (1.0, reached) if mfu is None else (reached / mfu, mfu)
+
+
+def _layer(part: Part, shape: ModelShape, machine: Machine, factor: float) -> Layer:
+    forward, backward_input, backward_weight = (
+        round(value, _DIGITS) for value in part.times.times(factor)
+    )
+    training = machine.training
+    return Layer(
+        name=part.name,
+        repeat=part.repeat,
+        forward_ms=forward,
+        backward_input_ms=backward_input,
+        backward_weight_ms=backward_weight,
+        recompute_ms=forward,
+        **part.kept._asdict(),
+        static_bytes=static_bytes(part.held, training),
+        output_bytes=0 if part.is_last else checkpoint_bytes(shape, training),
+        grad_sync_ms=round(machine.grad_sync_ms(part.held), _DIGITS),
+        forward_workspace_bytes=part.forward_workspace_bytes,
+        recompute_workspace_bytes=part.forward_workspace_bytes,
+    )
+
+
+def reserved_bytes(shape: ModelShape, machine: Machine, memory_bytes: int) -> int:
+    """Return what no activation may use: 2 GiB for context and collectives, 3 % of the memory
+    for fragmentation, 8 boundary tensors; all assumed.
+    """  # noqa: D205
+    boundary = _BOUNDARY_TENSORS * checkpoint_bytes(shape, machine.training)
+    fixed = _CONTEXT_BYTES + round(_FRAGMENTATION_SHARE * memory_bytes)
+    return min(fixed + boundary, memory_bytes)
+
+
+def _devices(
+    shape: ModelShape, machine: Machine, pp: int, memory_bytes: int | None
+) -> tuple[ModelDevice, ...]:
+    memory = int(machine.hardware.memory_bytes.value) if memory_bytes is None else memory_bytes
+    fields: dict[str, Any] = {
+        "type": machine.hardware.name,
+        "memory_bytes": memory,
+        "reserved_bytes": reserved_bytes(shape, machine, memory),
+    }
+    if machine.hardware.pcie_gb_per_s is not None:
+        rate = round(machine.hardware.pcie_gb_per_s.value * machine.efficiency.pcie, 3)
+        fields |= {"d2h_gb_per_s": rate, "h2d_gb_per_s": rate}
+    return tuple(
+        ModelDevice(name=f"gpu{rank}", host=f"node{node}", **fields)
+        for rank, node in enumerate(_nodes(machine, pp))
+    )
+
+
+def _nodes(machine: Machine, pp: int) -> tuple[int, ...]:
+    """Return the node of each pipeline rank: tensor, context, data parallel inside, pipeline out.
+
+    Megatron-LM's order of ranks (Narayanan et al. 2021, section 3.2, takeaway 1, for the tensor
+    parallel ones).
+    """
+    training = machine.training
+    group = training.tp * training.cp * training.dp
+    return tuple(rank * group // machine.hardware.gpus_per_node for rank in range(pp))
+
+
+def _links(machine: Machine, pp: int) -> dict[str, Any]:
+    """Return the default link and the links of pairs in one node, if pairs differ."""
+    hardware, share = machine.hardware, machine.efficiency.network
+    peer = {
+        "latency_ms": _PEER_LATENCY_MS,
+        "bandwidth_gb_per_s": round(hardware.peer_gb_per_s.value * share, 3),
+    }
+    network = {
+        "latency_ms": _NETWORK_LATENCY_MS,
+        "bandwidth_gb_per_s": round(hardware.network_gb_per_s.value * share, 3),
+    }
+    nodes = _nodes(machine, pp)
+    if len(set(nodes)) == 1:
+        return {"default_link": DefaultLink(**peer)}
+    near = tuple(
+        Link(source=a, target=b, **peer)
+        for a in range(pp)
+        for b in range(a + 1, pp)
+        if nodes[a] == nodes[b]
+    )
+    return {"default_link": DefaultLink(**network), "links": near}
+
+
+def _name(shape: ModelShape, hardware: Hardware, training: Training, pp: int) -> str:
+    degrees = (("tp", training.tp), ("cp", training.cp), ("ep", training.ep), ("dp", training.dp))
+    more = "".join(f"-{name}{degree}" for name, degree in degrees if degree > 1)
+    return f"{shape.name}-{hardware.name}-pp{pp}{more}"
+
+
+def _notes(shape: ModelShape, problem: Problem) -> Iterator[str]:
+    yield "Estimated from sizes and data sheets, not measured: optpipe profile measures."
+    if shape.experts is not None:
+        yield "Routing is taken as balanced over the experts."
+    for part in shape.left_out:
+        yield f"Left out: {part}."
+    for index, device in enumerate(problem.devices):
+        static = problem.static_bytes_of(index)
+        if static > device.usable_bytes:
+            yield (
+                f"{device.name} does not even hold its static bytes: {static / 1e9:.1f} GB of "
+                f"{device.usable_bytes / 1e9:.1f} GB usable. Raise --pp, --tp, --ep or --dp."
+            )
+            return

@@ -1,0 +1,275 @@
+"""A model's shape from a local Hugging Face ``config.json``; nothing is fetched.
+
+Only what is understood is taken: another architecture, an unknown field, or a value that changes
+the shape in a way no formula here knows is refused by name, not guessed around.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from optpipe.errors import InputError
+from optpipe.formats.json_text import parse_json
+from optpipe.presets.shape import Experts, LatentAttention, ModelShape
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["MODEL_TYPES", "shape_from_config"]
+
+# Fields that change neither parameters, nor FLOPs, nor bytes of training.
+_NEUTRAL = frozenset(
+    [
+        "_name_or_path",
+        "_attn_implementation",
+        "architectures",
+        "attention_dropout",
+        "attn_pdrop",
+        "auto_map",
+        "aux_loss_alpha",
+        "bos_token_id",
+        "dtype",
+        "embd_pdrop",
+        "eos_token_id",
+        "ep_size",
+        "hidden_dropout",
+        "id2label",
+        "initializer_range",
+        "label2id",
+        "layer_norm_epsilon",
+        "max_position_embeddings",
+        "max_window_layers",
+        "model_type",
+        "n_ctx",
+        "n_group",
+        "norm_topk_prob",
+        "num_labels",
+        "output_router_logits",
+        "pad_token_id",
+        "pretraining_tp",
+        "quantization_config",
+        "reorder_and_upcast_attn",
+        "resid_pdrop",
+        "rms_norm_eps",
+        "rope_interleave",
+        "rope_parameters",
+        "rope_scaling",
+        "rope_theta",
+        "routed_scaling_factor",
+        "router_aux_loss_coef",
+        "router_jitter_noise",
+        "scale_attn_by_inverse_layer_idx",
+        "scale_attn_weights",
+        "scoring_func",
+        "seq_aux",
+        "summary_activation",
+        "summary_first_dropout",
+        "summary_proj_to_labels",
+        "summary_type",
+        "summary_use_proj",
+        "task_specific_params",
+        "topk_group",
+        "topk_method",
+        "torch_dtype",
+        "transformers_version",
+        "use_cache",
+    ]
+)
+
+# Fields that leave the shape as it is only with these values.
+_ONLY: dict[str, tuple[Any, ...]] = {
+    "add_cross_attention": (False,),
+    "attention_bias": (False,),
+    "decoder_sparse_step": (1,),
+    "hidden_act": ("silu",),
+    "activation_function": ("gelu", "gelu_new", "gelu_pytorch_tanh"),
+    "layer_types": (None,),
+    "mlp_bias": (False,),
+    "mlp_only_layers": ([], None),
+    "moe_layer_freq": (1,),
+    "use_mla": (True,),
+    "use_sliding_window": (False,),
+}
+
+
+class _Config:
+    """Fields of a config, which are crossed off as they are read."""
+
+    def __init__(self, data: dict[str, Any]) -> None:
+        self._data = data
+        self._read: set[str] = set()
+
+    def number(self, name: str, default: int | None = None) -> int:
+        """Return a whole number; a missing one, or null, is the default."""
+        self._read.add(name)
+        value = self._data.get(name)
+        if value is None:
+            value = default
+        if value is None:
+            raise InputError(f"config: {name} is missing; give it")
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise InputError(
+                f"config: {name} = {value!r}: must be a whole number, at least 0; fix it"
+            )
+        return value
+
+    def given(self, name: str) -> bool:
+        """Return whether a field is there and not null."""
+        self._read.add(name)
+        return self._data.get(name) is not None
+
+    def flag(self, name: str, default: bool) -> bool:
+        """Return a true or false."""
+        self._read.add(name)
+        value = self._data.get(name, default)
+        if not isinstance(value, bool):
+            raise InputError(f"config: {name} = {value!r}: must be true or false; correct it")
+        return value
+
+    def check_rest(self) -> None:
+        """Refuse what nobody read: unknown fields, and known ones with values not understood."""
+        for name in sorted(set(self._data) - self._read - _NEUTRAL):
+            value = self._data[name]
+            if name == "sliding_window" and (
+                value is None or self._data.get("use_sliding_window") is False
+            ):
+                continue
+            if name not in _ONLY:
+                raise InputError(
+                    f"config: {name} = {value!r} is not understood; remove it from the file if it "
+                    "changes neither parameters nor work"
+                )
+            if not any(value == known and type(value) is type(known) for known in _ONLY[name]):
+                raise InputError(
+                    f"config: {name} = {value!r} is not understood (only "
+                    f"{', '.join(repr(known) for known in _ONLY[name])}); no estimate covers it"
+                )
+
+
+def shape_from_config(text: str, name: str = "config") -> ModelShape:
+    """Return the shape that the text of a ``config.json`` describes.
+
+    Raises
+    ------
+    InputError
+        If it is no JSON object, or holds something that is not understood, which is named.
+    """
+    data = parse_json(text)
+    if not isinstance(data, dict):
+        raise InputError("config: must be a JSON object; give a model's config.json")
+    kind = data.get("model_type")
+    reader = _READERS.get(kind) if isinstance(kind, str) else None
+    if reader is None:
+        raise InputError(
+            f"config: model_type = {kind!r} is not understood (only {', '.join(MODEL_TYPES)}); "
+            "describe the model by its layers instead (optpipe/model/v1)"
+        )
+    config = _Config(data)
+    fields = reader(config)
+    config.check_rest()
+    return ModelShape(name=name, source=f"config.json, model_type {kind}", **fields)
+
+
+def _common(config: _Config) -> dict[str, Any]:
+    heads = config.number("num_attention_heads")
+    return {
+        "num_layers": config.number("num_hidden_layers"),
+        "hidden": config.number("hidden_size"),
+        "num_heads": heads,
+        "num_kv_heads": config.number("num_key_value_heads", heads),
+        "ffn": config.number("intermediate_size"),
+        "vocab": config.number("vocab_size"),
+        "tied": config.flag("tie_word_embeddings", default=False),
+    }
+
+
+def _with_head_width(config: _Config, default: int | None = None) -> dict[str, Any]:
+    if not config.given("head_dim") and default is None:
+        return _common(config)
+    return _common(config) | {"head_width": config.number("head_dim", default)}
+
+
+def _llama(config: _Config) -> dict[str, Any]:
+    return _with_head_width(config)
+
+
+def _qwen2(config: _Config) -> dict[str, Any]:
+    return _with_head_width(config) | {"bias": "qkv"}
+
+
+def _qwen3(config: _Config) -> dict[str, Any]:
+    return _with_head_width(config, 128) | {"qk_norm": True}
+
+
+def _mixtral(config: _Config) -> dict[str, Any]:
+    fields = _with_head_width(config)
+    experts = Experts(
+        num=config.number("num_local_experts"),
+        active=config.number("num_experts_per_tok"),
+        ffn=fields["ffn"],
+    )
+    return fields | {"experts": experts}
+
+
+def _qwen3_moe(config: _Config) -> dict[str, Any]:
+    experts = Experts(
+        num=config.number("num_experts"),
+        active=config.number("num_experts_per_tok"),
+        ffn=config.number("moe_intermediate_size"),
+    )
+    return _qwen3(config) | {"experts": experts}
+
+
+def _deepseek(config: _Config) -> dict[str, Any]:
+    inner = config.number("moe_intermediate_size")
+    latent = LatentAttention(
+        query_rank=config.number("q_lora_rank") if config.given("q_lora_rank") else None,
+        kv_rank=config.number("kv_lora_rank"),
+        nope=config.number("qk_nope_head_dim"),
+        rope=config.number("qk_rope_head_dim"),
+        value=config.number("v_head_dim"),
+    )
+    experts = Experts(
+        num=config.number("n_routed_experts"),
+        active=config.number("num_experts_per_tok"),
+        ffn=inner,
+        shared_ffn=inner * config.number("n_shared_experts", 0),
+        dense_layers=config.number("first_k_dense_replace", 0),
+    )
+    fields = _common(config) | {"latent": latent, "experts": experts}
+    if config.number("num_nextn_predict_layers", 0):
+        fields["left_out"] = ("the multi-token prediction module",)
+    return fields
+
+
+def _gpt2(config: _Config) -> dict[str, Any]:
+    hidden, heads = config.number("n_embd"), config.number("n_head")
+    return {
+        "num_layers": config.number("n_layer"),
+        "hidden": hidden,
+        "num_heads": heads,
+        "num_kv_heads": heads,
+        "ffn": config.number("n_inner", 4 * hidden),
+        "vocab": config.number("vocab_size"),
+        "positions": config.number("n_positions"),
+        "tied": config.flag("tie_word_embeddings", default=True),
+        "mlp": "gelu",
+        "bias": "all",
+        "dropout": True,
+    }
+
+
+_READERS: dict[str, Callable[[_Config], dict[str, Any]]] = {
+    "llama": _llama,
+    "mistral": _llama,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+    "qwen3_moe": _qwen3_moe,
+    "mixtral": _mixtral,
+    "deepseek_v2": _deepseek,
+    "deepseek_v3": _deepseek,
+    "gpt2": _gpt2,
+}
+
+MODEL_TYPES = tuple(sorted(_READERS))
+"""Every ``model_type`` that is understood."""

@@ -1,0 +1,25 @@
+"""The load benchmark runs, and what it asks is answered as it should be."""
+
+from __future__ import annotations
+
+import csv
+
+from benchmarks.service_load import main
+
+
+def test_the_small_run_answers_everything(tmp_path, capsys) -> None:
+    """Nothing fails, followers hear every event once, and the rows stand in table and file."""
+    out = tmp_path / "load.csv"
+    rows = main(["--small", "--out", str(out)])
+    assert [(row.what.split(",")[0], row.server) for row in rows] == [
+        ("fetch a schedule", "service"),
+        ("fetch a schedule", "bare route"),
+        ("fetch it if newer", "service"),
+        ("submit a problem", "service"),
+        ("submit a problem", "bare route"),
+        ("4 followers", "service"),
+    ]
+    assert all(row.count > 0 and row.failed == 0 for row in rows)
+    assert capsys.readouterr().out.count("| service |") == 4
+    with out.open(encoding="utf-8") as file:
+        assert [row["what"] for row in csv.DictReader(file)] == [row.what for row in rows]

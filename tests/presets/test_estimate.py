@@ -1,0 +1,180 @@
+"""Whole estimates: what they add up to, and what changes them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from optpipe.errors import InputError
+from optpipe.presets import GPUS, MODELS, Training, estimate, find_gpu, find_model
+from optpipe.presets.flops import model_flops
+from optpipe.presets.hardware import Efficiency
+
+LLAMA, H100 = find_model("llama3-8b"), find_gpu("h100")
+
+
+def estimated(shape=LLAMA, gpu=H100, pp=4, num_microbatches=8, training=None, **options):
+    """Llama 3 8B on four H100, unless said otherwise."""
+    training = training or Training(sequence=2048)
+    return estimate(
+        shape, gpu, training, pp=pp, num_microbatches=num_microbatches, **options
+    )
+
+
+def total_ms(found) -> float:
+    """F, I and W of one micro-batch over all stages."""
+    return sum(
+        s.forward_ms + s.backward_input_ms + s.backward_weight_ms for s in found.problem.stages
+    )
+
+
+@settings(max_examples=25)
+@given(
+    st.sampled_from(sorted(MODELS)),
+    st.sampled_from(sorted(GPUS)),
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from([1, 8]),
+    st.sampled_from([("linear", 1), ("loop", 2), ("v", 2)]),
+)
+def test_every_model_on_every_accelerator_is_a_problem(name, gpu, pp, tp, shape) -> None:
+    """Valid, all layers placed, and what W and checkpoints hold is possible."""
+    model = MODELS[name]
+    assume(model.num_heads % tp == 0)
+    placement, chunks = shape
+    found = estimated(
+        model, GPUS[gpu], pp, training=Training(sequence=512, tp=tp), placement=placement,
+        chunks=chunks,
+    )  # fmt: skip
+    assert sum(found.sizes) == model.num_layers + 2
+    assert found.problem.placement == found.placement
+    assert found.model.problem(found.placement, found.sizes) == found.problem
+    assert 0 < found.mfu < 1
+    assert all(stage.can_recompute for stage in found.problem.stages)
+
+
+def test_the_utilisation_is_the_one_asked_for() -> None:
+    """Recounted from the problem's own times, and the parts keep their proportions."""
+    plain, scaled = estimated(), estimated(mfu=0.3)
+    flops = model_flops(LLAMA, Training(sequence=2048))
+    reached = flops / (989.4e12 * total_ms(scaled) / 1e3)
+    assert reached == pytest.approx(0.3, rel=1e-4)
+    assert scaled.mfu == 0.3
+    assert scaled.sizes == plain.sizes
+    ratio = total_ms(scaled) / total_ms(plain)
+    for ours, theirs in zip(scaled.problem.stages, plain.problem.stages, strict=True):
+        assert ours.forward_ms == pytest.approx(ratio * theirs.forward_ms, rel=1e-4)
+        assert ours.activation_bytes == theirs.activation_bytes
+
+
+def test_the_peak_is_never_beaten() -> None:
+    """With every efficiency 1 the utilisation of stored scores stays below 1."""
+    perfect = Efficiency(matmul=1, attention=1, memory=1, pcie=1, network=1)
+    found = estimated(training=Training(sequence=2048, flash=False), efficiency=perfect)
+    assert estimated().mfu < found.mfu < 1
+
+
+def test_pcie_and_memory_are_as_given() -> None:
+    """A share of PCIe 5, and the limit in bytes."""
+    efficiency = H100.efficiency.with_pcie(0.5)
+    device = estimated(efficiency=efficiency, memory_bytes=40_000_000_000).problem.devices[0]
+    assert device.d2h_gb_per_s == device.h2d_gb_per_s == 31.5
+    assert device.memory_bytes == 40_000_000_000
+    assert estimated(gpu=find_gpu("cpu")).problem.devices[0].d2h_gb_per_s is None
+
+
+def test_stages_of_one_node_are_joined_by_its_own_links() -> None:
+    """Eight ranks of tp 8 are eight nodes; of tp 2 four share one; of tp 1 all do."""
+    apart = estimated(find_model("llama3-70b"), pp=8, training=Training(sequence=2048, tp=8))
+    assert len(apart.problem.hosts) == 8
+    assert {link.bandwidth_gb_per_s for link in apart.problem.links} == {40.0}
+    mixed = estimated(find_model("llama3-70b"), pp=8, training=Training(sequence=2048, tp=2))
+    assert len(mixed.problem.hosts) == 2
+    rates = {(a.source, a.target): a.bandwidth_gb_per_s for a in mixed.problem.links}
+    assert rates[2, 3] == 360.0
+    assert rates[3, 4] == 40.0
+    together = estimated(pp=8)
+    assert {link.bandwidth_gb_per_s for link in together.problem.links} == {360.0}
+
+
+def test_boundary_tensors_are_split_with_the_residual_stream() -> None:
+    """Sequence parallelism sends 1 / tp of them."""
+    whole = Training(sequence=2048, tp=2, sequence_parallel=False)
+    split = replace(whole, sequence_parallel=True)
+    sizes = [estimated(training=t).problem.stages[0].output_bytes for t in (whole, split)]
+    assert sizes == [2048 * 4096 * 2, 2048 * 4096]
+
+
+def test_data_parallelism_adds_a_reduction_and_spreads_the_optimizer() -> None:
+    """Half a ring all-reduce of fp32 gradients with ZeRO, a whole one without; none alone."""
+    alone = estimated().problem.stages[1]
+    spread, full = (
+        estimated(training=Training(sequence=2048, dp=8, zero=zero)).problem.stages[1]
+        for zero in (1, 0)
+    )
+    assert alone.grad_sync_ms == 0
+    assert full.grad_sync_ms == pytest.approx(2 * spread.grad_sync_ms, rel=1e-4)
+    parameters = alone.static_bytes / 18
+    expected = parameters * 4 * 7 / 8 / (450e6 * 0.8)
+    assert spread.grad_sync_ms == pytest.approx(expected, rel=1e-3)
+    assert spread.static_bytes == pytest.approx(parameters * 7.5)
+    assert full.static_bytes == alone.static_bytes
+
+
+def test_a_tied_matrix_is_held_once_on_one_device_and_twice_on_several() -> None:
+    """The first and the last stage each have a copy."""
+    shape = find_model("llama3.2-1b")
+    one, two = (estimated(shape, pp=pp).problem for pp in (1, 2))
+    more = sum(stage.static_bytes for stage in two.stages) - one.stages[0].static_bytes
+    assert more == 18 * shape.vocab * shape.hidden
+    assert one.stages[0].static_bytes == 18 * 1_235_814_400
+
+
+def test_what_cannot_fit_is_said() -> None:
+    """Llama 3 70B on one GPU: the static bytes alone are too many."""
+    notes = " ".join(estimated(find_model("llama3-70b"), pp=2).notes)
+    assert "gpu0 does not even hold its static bytes" in notes
+    assert "Raise --pp" in notes
+    assert "not measured" in notes
+
+
+def test_what_an_estimate_leaves_out_is_said() -> None:
+    """Of DeepSeek-V3 the extra module, and that routing is balanced."""
+    training = Training(sequence=2048, ep=8, dp=8)
+    notes = " ".join(estimated(find_model("deepseek-v3"), training=training).notes)
+    assert "multi-token prediction" in notes
+    assert "balanced over the experts" in notes
+
+
+@pytest.mark.parametrize(
+    ("training", "named"),
+    [
+        ({"tp": 3, "sequence": 4098}, "tp = 3 does not divide heads = 32"),
+        ({"dp": 4, "ep": 3}, "ep = 3 does not divide dp = 4"),
+        ({"dp": 2, "ep": 2}, "does not divide the 1 experts"),
+        ({"cp": 3}, "sequence = 4096 is no multiple of 3"),
+        ({"zero": 3}, "zero = 3"),
+        ({"precision": "int8"}, "'int8'"),
+        ({"micro_batch": 0}, "micro_batch = 0"),
+    ],
+)
+def test_degrees_that_divide_nothing_are_refused(training, named) -> None:
+    """With the number, the rule, and what to do."""
+    with pytest.raises(InputError, match=named):
+        estimated(training=Training(**training))
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"mfu": 0.0}, "--mfu 0.0"),
+        ({"pp": 64}, "64 stages, but only 34 layers"),
+        ({"gpu": find_gpu("a100"), "training": Training(precision="fp8")}, "no fp8 products"),
+    ],
+)
+def test_impossible_estimates_are_refused(options, named) -> None:
+    """Utilisation, stages and precision."""
+    with pytest.raises(InputError, match=named):
+        estimated(**options)

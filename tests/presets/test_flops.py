@@ -1,0 +1,86 @@
+"""Work against the formulas of the papers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from optpipe.presets import MODELS, Training, find_model
+from optpipe.presets.flops import embedding_work, head_work, layer_work, model_flops
+
+GPT = find_model("gpt3-6.7b")
+S, H, B = 2048, 4096, 2
+
+
+def test_a_layer_costs_24_h2_and_4_s_h_per_token() -> None:
+    """Narayanan et al.: forward 24 B s h^2 + 4 B s^2 h, scores stored and unmasked."""
+    passes = layer_work(GPT, Training(micro_batch=B, sequence=S, flash=False), is_moe=False)
+    assert passes.forward.matmul_flops == 24 * B * S * H**2
+    assert passes.forward.attention_flops == 4 * B * S**2 * H
+    assert passes.backward_input.attention_flops == 8 * B * S**2 * H
+    assert passes.backward_weight.attention_flops == 0
+    assert {work.matmul_flops for work in passes} == {24 * B * S * H**2}
+
+
+def test_flash_attention_leaves_out_the_mask_and_makes_scores_again() -> None:
+    """Half the products forward, five instead of two backward, and no scores in memory."""
+    stored, flash = (
+        layer_work(GPT, Training(sequence=S, flash=value), is_moe=False) for value in (False, True)
+    )
+    assert flash.forward.attention_flops == stored.forward.attention_flops / 2
+    assert flash.backward_input.attention_flops == 2.5 * flash.forward.attention_flops
+    assert flash.forward.moved_bytes < stored.forward.moved_bytes
+
+
+def test_model_flops_are_six_per_parameter_and_token_and_attention() -> None:
+    """Narayanan et al., equation 3, without its recomputation: 72 B s l h^2 (1 + s/6h + V/12lh)."""
+    layers, vocab = GPT.num_layers, GPT.vocab
+    ours = model_flops(GPT, Training(micro_batch=B, sequence=S))
+    ratio = 1 + S / (6 * H) + vocab / (12 * layers * H)
+    assert ours == pytest.approx(72 * B * S * layers * H**2 * ratio, rel=1e-12)
+
+
+def test_experts_cost_what_a_token_goes_through() -> None:
+    """Two experts of eight, and the router."""
+    shape = find_model("mixtral-8x7b")
+    work = layer_work(shape, Training(sequence=S), is_moe=True).forward
+    attention = 2 * 4096 * (4096 + 1024)
+    experts = 2 * 3 * 4096 * 14336
+    assert work.matmul_flops == 2 * S * (attention + experts + 4096 * 8)
+
+
+def test_lean_training_moves_more_in_its_backward() -> None:
+    """What was not kept is made again in I, and only there."""
+    full, lean = (
+        layer_work(GPT, Training(sequence=S, lean=value), is_moe=False) for value in (False, True)
+    )
+    assert lean.forward == full.forward
+    assert lean.backward_weight == full.backward_weight
+    assert lean.backward_input.moved_bytes > full.backward_input.moved_bytes
+
+
+def test_embedding_and_head_are_parts_of_their_own() -> None:
+    """The embedding has no product and no I; the head has 2 v h per token in each pass."""
+    training = Training(sequence=S)
+    embedding, head = embedding_work(GPT, training), head_work(GPT, training)
+    assert all(work.matmul_flops == 0 for work in embedding)
+    assert embedding.backward_input == (0, 0, 0, 0)
+    assert {work.matmul_flops for work in head} == {2.0 * S * GPT.vocab * H}
+
+
+@given(st.sampled_from(sorted(MODELS)), st.sampled_from([2, 4, 8]), st.booleans())
+def test_more_ranks_never_cost_one_of_them_more(name, degree, flash) -> None:
+    """Tensor and context parallel ranks do less each, and together no less than one alone."""
+    shape = MODELS[name]
+    assume(shape.num_heads % degree == 0)
+    alone = Training(sequence=1024, flash=flash)
+    for split in (replace(alone, tp=degree), replace(alone, cp=degree)):
+        for is_moe, _ in shape.kinds:
+            one, part = (layer_work(shape, t, is_moe=is_moe) for t in (alone, split))
+            for whole, piece in zip(one, part, strict=True):
+                for field in ("matmul_flops", "attention_flops", "moved_bytes"):
+                    assert getattr(piece, field) <= getattr(whole, field)
+                    assert getattr(piece, field) * degree >= getattr(whole, field) * (1 - 1e-12)
