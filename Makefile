@@ -29,7 +29,9 @@ help:
 run: .venv/.installed-run
 	$(BIN)/python examples/quickstart.py $(ARGS)
 
+# Kernels are compiled before any test's clock runs: minutes, once for each change of them.
 test: .venv/.installed-test
+	$(BIN)/python -c 'import optpipe_solver; optpipe_solver.warm_up()'
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 lint: .venv/.installed-test

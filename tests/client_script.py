@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import httpx
 
@@ -13,6 +13,8 @@ from optpipe.client import AsyncClient, Client
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
+
+Part: TypeAlias = "bytes | Exception | Callable[[], bytes]"
 
 BASE = "http://planner:8000/base"
 JOB = {
@@ -65,22 +67,22 @@ def event(number: int, kind: str, **fields: Any) -> bytes:
 
 
 class _Parts(httpx.SyncByteStream, httpx.AsyncByteStream):
-    def __init__(self, parts: tuple[bytes | Exception, ...]) -> None:
+    def __init__(self, parts: tuple[Part, ...]) -> None:
         self._parts = parts
 
     def __iter__(self) -> Iterator[bytes]:
         for part in self._parts:
             if isinstance(part, Exception):
                 raise part
-            yield part
+            yield part() if callable(part) else part
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
         for part in self:
             yield part
 
 
-def stream(*parts: bytes | Exception) -> httpx.Response:
-    """A stream of events that ends, or breaks with an exception."""
+def stream(*parts: Part) -> httpx.Response:
+    """A stream of events that ends, or breaks with an exception; a part may be made when due."""
     kind = {"Content-Type": "text/event-stream; charset=utf-8"}
     return httpx.Response(200, headers=kind, stream=_Parts(parts))
 

@@ -26,7 +26,7 @@ def client(request) -> Iterator[Callable[..., Any]]:
     """Makes a client of a script; all is said of both."""
     opened: list[Any] = []
 
-    def open_client(script: Script, **arguments: Any) -> Any:
+    def open_client(script: Callable[..., httpx.Response], **arguments: Any) -> Any:
         opened.append(request.param(script, **arguments))
         return opened[-1]
 
@@ -75,6 +75,28 @@ def test_a_job_is_looked_at_when_something_happened_and_only_then(client, pauses
     job = "jobs/" + "a" * 32
     assert script.paths == ["jobs/a", f"{job}/events", job, job, job]
     assert pauses == []
+
+
+def test_what_is_known_already_costs_no_look(client) -> None:
+    """Of six events only the first is not what the job shows, and the last is its end."""
+    now = {"state": "running", "trace": [STEP]}
+    looks: list[str] = []
+
+    def end() -> bytes:
+        now["state"] = "succeeded"
+        return event(6, "state", text="succeeded")
+
+    def service(request: httpx.Request) -> httpx.Response:
+        looks.append(request.url.path)
+        if not request.url.path.endswith("/events"):
+            return told(**now)
+        known = (event(1, "state", text="queued"), event(2, "state", text="running"))
+        return stream(
+            *known, event(3, "incumbent"), event(4, "log"), event(5, "state", text="running"), end
+        )
+
+    assert [job.state for job in client(service).follow("a")] == ["running", "succeeded"]
+    assert len(looks) == 1 + 1 + 2
 
 
 def test_a_broken_stream_goes_on_behind_the_last_event_seen(client) -> None:

@@ -189,6 +189,8 @@ class NotAcceptableError(InputError):
 class FormUnavailableError(NotAcceptableError):
     """A form that this server cannot make; the message says what it lacks."""
 
+    code = "request.form_unavailable"
+
 
 class TooLargeToDrawError(InputError):
     """The schedule is too large for the form."""

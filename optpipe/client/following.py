@@ -167,7 +167,7 @@ class _Ear:
             return None
         try:
             heard: ServerSentEvent | None = yield Hear()
-            # What is not ours to read: a ping looks like an event without data.
+            # A ping looks like the event before it, without its data.
             while heard is not None and not self._is_new(heard):
                 heard = yield Hear()
         except httpx.TransportError as error:
@@ -215,7 +215,7 @@ class _Ear:
             raise _NoStreamError
 
     def _is_new(self, heard: ServerSentEvent) -> bool:
-        if not heard.data or not heard.id.isdecimal() or int(heard.id) <= self._seen:
+        if not heard.id.isdecimal() or int(heard.id) <= self._seen:
             return False
         self._seen = int(heard.id)
         return True

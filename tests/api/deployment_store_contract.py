@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
+import sqlalchemy as sa
 
 from optpipe_api.deployments import (
     REGISTERED,
@@ -25,7 +26,9 @@ from optpipe_api.errors import (
     QueueFullError,
 )
 from optpipe_api.jobs import JobError, JobOptions
+from optpipe_api.store.database import reading
 from optpipe_api.store.deployments_rows import KEPT_REPORTS
+from optpipe_api.store.tables import measurements
 from tests.api.store_contract import Clock, together
 
 if TYPE_CHECKING:
@@ -253,6 +256,9 @@ class DeploymentStoreContract:
             store.report(idle.id, Report(version=1, document=str(number)), joined)
         kept = ", ".join(str(number) for number in range(2, KEPT_REPORTS + 2))
         assert store.documents(idle.id).measured == f'{{"p": 0}}: {kept}'
+        with reading(store._engine) as connection:
+            found = connection.execute(sa.select(measurements.c.document)).scalars().all()
+        assert len(found) == KEPT_REPORTS
 
     def test_step_times_are_averaged_by_version(self, store) -> None:
         known = store.publish(self.published(store), version(9.0))

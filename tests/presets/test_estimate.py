@@ -19,9 +19,7 @@ LLAMA, H100 = find_model("llama3-8b"), find_gpu("h100")
 def estimated(shape=LLAMA, gpu=H100, pp=4, num_microbatches=8, training=None, **options):
     """Llama 3 8B on four H100, unless said otherwise."""
     training = training or Training(sequence=2048)
-    return estimate(
-        shape, gpu, training, pp=pp, num_microbatches=num_microbatches, **options
-    )
+    return estimate(shape, gpu, training, pp=pp, num_microbatches=num_microbatches, **options)
 
 
 def total_ms(found) -> float:

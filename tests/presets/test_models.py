@@ -90,7 +90,9 @@ def test_parameters_round_to_what_the_model_is_called(name) -> None:
 )
 def test_active_parameters_are_the_published_ones(name, billions) -> None:
     """Of experts only those that a token goes through; papers round, and differ by embeddings."""
-    assert total_parameters(find_model(name), active=True) / 1e9 == pytest.approx(billions, rel=0.02)
+    assert total_parameters(find_model(name), active=True) / 1e9 == pytest.approx(
+        billions, rel=0.02
+    )
 
 
 @pytest.mark.parametrize("name", MODELS)
