@@ -6,7 +6,7 @@ import json
 from typing import Any, cast
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from optpipe.errors import InputError
@@ -100,6 +100,7 @@ AXIS = st.text("ab[*].,\"'0 é", max_size=5)
 
 
 @given(st.lists(st.dictionaries(AXIS, JSON, max_size=3), min_size=1, max_size=4))
+@example([{"a": "12"}, {"a": 12}, {"a": "null"}, {"a": '"x"'}, {"a": ""}])
 def test_any_values_on_any_axes_are_read_back(values: list[dict[str, Any]]) -> None:
     """Axes that are called as columns are, texts that look like numbers, values that miss."""
     rows = [row(index, held) for index, held in enumerate(values)]

@@ -9,7 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from optpipe.errors import InputError
-from optpipe.presets import GPUS, MODELS, Training, estimate, find_gpu, find_model
+from optpipe.presets import GPUS, MODELS, Estimate, Training, estimate, find_gpu, find_model
 from optpipe.presets.flops import model_flops
 from optpipe.presets.hardware import Efficiency
 
@@ -22,7 +22,7 @@ def estimated(shape=LLAMA, gpu=H100, pp=4, num_microbatches=8, training=None, **
     return estimate(shape, gpu, training, pp=pp, num_microbatches=num_microbatches, **options)
 
 
-def total_ms(found) -> float:
+def total_ms(found: Estimate) -> float:
     """F, I and W of one micro-batch over all stages."""
     return sum(
         s.forward_ms + s.backward_input_ms + s.backward_weight_ms for s in found.problem.stages
