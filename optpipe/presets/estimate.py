@@ -10,8 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from pydantic import ValidationError
+
 from optpipe.errors import InputError
-from optpipe.model import DefaultLink, Layer, Model, ModelDevice
+from optpipe.model import MAX_LAYERS, DefaultLink, Layer, Model, ModelDevice
 from optpipe.presets.cut import balanced_sizes, placement_of
 from optpipe.presets.flops import embedding_work, head_work, layer_work, model_flops
 from optpipe.presets.memory import (
@@ -32,6 +34,7 @@ from optpipe.presets.parameters import (
 )
 from optpipe.presets.times import Machine, PassTimes
 from optpipe.problem import Link
+from optpipe.validation import explain
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -124,18 +127,21 @@ def estimate(
         is out of range.
     """
     training.check_divides(shape)
+    _check_count(shape, pp * chunks)
     stages = placement_of(placement, pp, chunks)
     machine = Machine(hardware, efficiency or hardware.efficiency, training)
     parts = model_parts(shape, machine, pp=pp)
     factor, reached = _scaled(shape, machine, parts, mfu)
-    layers = tuple(_layer(part, shape, machine, factor) for part in parts)
-    model = Model(
-        name=_name(shape, hardware, training, pp),
-        num_microbatches=num_microbatches,
-        devices=_devices(shape, machine, pp, memory_bytes),
-        layers=layers,
-        **_links(machine, pp),
-    )
+    try:
+        model = Model(
+            name=_name(shape, hardware, training, pp),
+            num_microbatches=num_microbatches,
+            devices=_devices(shape, machine, pp, memory_bytes),
+            layers=tuple(_layer(part, shape, machine, factor) for part in parts),
+            **_links(machine, pp),
+        )
+    except ValidationError as error:
+        raise InputError(explain(error, Model)) from None
     sizes = balanced_sizes(
         [sum(part.times) for part in parts for _ in range(part.repeat)], len(stages)
     )
@@ -148,6 +154,21 @@ def estimate(
         mfu=reached,
         notes=tuple(_notes(shape, problem)),
     )
+
+
+def _check_count(shape: ModelShape, num_stages: int) -> None:
+    """Refuse what no cut makes, before anything is as long as it."""
+    num_layers = shape.num_layers + 2
+    if num_layers > MAX_LAYERS:
+        raise InputError(
+            f"model {shape.name!r}: {num_layers} layers, embedding and head counted, are more than "
+            f"{MAX_LAYERS}; check the number"
+        )
+    if num_stages > num_layers:
+        raise InputError(
+            f"{num_stages} stages, but only {num_layers} layers, embedding and head counted: a "
+            "stage needs at least one; lower --pp or --chunks"
+        )
 
 
 def model_parts(shape: ModelShape, machine: Machine, *, pp: int = 2) -> tuple[Part, ...]:

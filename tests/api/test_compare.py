@@ -19,8 +19,8 @@ import pytest
 
 from optpipe import Problem, check, parse_action, simulate
 from optpipe_api.comparison_schemas import RowList
-from optpipe_api.engine.messages import Message
 from optpipe_api.engine.local import LocalProcess
+from optpipe_api.engine.messages import Message
 from optpipe_solver import METHODS
 from optpipe_solver.families import FAMILIES
 from tests.api.live import connected, make_settings, running, two_stages
@@ -233,8 +233,9 @@ def test_a_server_that_stops_lets_go_of_its_comparisons(tmp_path) -> None:
 def test_a_comparison_ends_with_its_server_however_that_ended(tmp_path) -> None:
     """Seen from the process, a killed server is the end of its input."""
     process = LocalProcess(make_settings(tmp_path, compare_path=FAKE_COMPARE))
-    assert process._process.stdin is not None
-    with closing(process._process.stdin):
+    pipe = process._pipes._process.stdin
+    assert pipe is not None
+    with closing(pipe):
         until(lambda: any(message.kind == "ready" for message in process.receive(0.1) or ()))
         problem = Problem.parse(two_stages(f"hang:{tmp_path}/pid")).model_dump_json(by_alias=True)
         options = {"time_limit_s": 1, "threads": 1, "seed": 0, "form": "json", "workload": {}}

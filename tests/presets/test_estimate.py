@@ -169,6 +169,11 @@ def test_degrees_that_divide_nothing_are_refused(training, named) -> None:
     [
         ({"mfu": 0.0}, "--mfu 0.0"),
         ({"pp": 64}, "64 stages, but only 34 layers"),
+        ({"pp": 10**9}, "1000000000 stages, but only 34 layers"),
+        ({"shape": replace(LLAMA, num_layers=10**9)}, "more than 4096"),
+        ({"num_microbatches": 0}, "num_microbatches = 0: must be >= 1"),
+        ({"num_microbatches": 10**8}, "exceeds 2000000"),
+        ({"training": Training(sequence=10**12)}, "must be <= "),
         ({"gpu": find_gpu("a100"), "training": Training(precision="fp8")}, "no fp8 products"),
     ],
 )
