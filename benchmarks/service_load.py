@@ -235,7 +235,7 @@ def measure(load: Load) -> list[Row]:
         while not all(client.job(job).has_schedule for job in (*busy, sleeper)):
             time.sleep(0.1)
         servers = {"service": service, "bare route": bare}
-        rows = _requests(load, servers, pool, fetched.id)
+        rows = _requests(load, servers, pool, fetched)
         rows.append(_followers(load, service, client, pool, sleeper))
         lasted = {client.job(job).state for job in busy}
         if lasted != {"running"}:
@@ -267,12 +267,12 @@ def _serving(wanted: dict[str, Any]) -> Iterator[Server]:
 
 
 def _requests(
-    load: Load, servers: dict[str, Server], pool: ProcessPoolExecutor, job_id: str
+    load: Load, servers: dict[str, Server], pool: ProcessPoolExecutor, job: Job
 ) -> list[Row]:
     """Measure every kind of request on both servers, in turns."""
-    path = f"/v1/jobs/{job_id}/schedule"
+    path = f"/v1/jobs/{job.id}/schedule"
     get = Asked("", load, path, {}, 200)
-    known = replace(get, headers={"If-None-Match": f'"{job_id}.1"'}, status=304)
+    known = replace(get, headers={"If-None-Match": f'"{job.id}.{job.num_schedules}"'}, status=304)
     post = Asked("", load, "/v1/jobs", {}, 202, body=_submission())
     kinds: list[tuple[str, Asked, tuple[str, ...]]] = [
         ("fetch a schedule", get, ("service", "bare route")),

@@ -97,7 +97,7 @@ def sweep(
     url: MaybeUrl = None,
     api_key: ApiKey = None,
 ) -> None:
-    """Solve every combination of the values of some axes, and show what they buy.
+    """Solve a problem along axes, and show what memory buys.
 
     Limits and options are those of each combination. Every combination must be a valid problem;
     that is found out before anything is solved. Ctrl-C keeps what there is. Leaves with 0 where
