@@ -8,6 +8,9 @@ from optpipe.errors import ProblemError
 from optpipe_api.desk.readers import Reading
 
 
+_HOARD: list[bytearray] = []
+
+
 def measure(body: bytes) -> Reading:
     return Reading({"pid": os.getpid(), "bytes": len(body)}, ("", "aä", str(len(body))))
 
@@ -31,8 +34,9 @@ def eat(body: bytes) -> Reading:
 
 
 def hoard(body: bytes) -> Reading:
-    """Take much, and give it back: to the process, not to the system."""
-    return Reading({"pid": os.getpid(), "bytes": sum(bytearray(500 * 1024**2)[::4096])})
+    """Take much, and keep it."""
+    _HOARD.append(bytearray(b"x" * (500 * 1024**2)))
+    return Reading({"pid": os.getpid(), "bytes": len(_HOARD[0])})
 
 
 def die(body: bytes) -> Reading:

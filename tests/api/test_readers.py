@@ -58,6 +58,14 @@ def test_what_takes_too_much_is_refused_and_the_next_body_is_read(readers, funct
     assert ask(readers, "measure").header["bytes"] == len(LARGE)
 
 
+def test_a_process_is_kept_whatever_its_parent_holds(readers) -> None:
+    """Linux counts what the parent held into the most that the child ever held."""
+    held = bytearray(b"x" * 500_000_000)
+    before = ask(readers, "measure").header["pid"]
+    assert ask(readers, "measure").header["pid"] == before
+    assert held
+
+
 def test_a_process_that_has_grown_is_replaced(readers) -> None:
     before = ask(readers, "hoard").header["pid"]
     assert ask(readers, "measure").header["pid"] != before
