@@ -7,7 +7,6 @@ import os
 from optpipe.errors import ProblemError
 from optpipe_api.desk.readers import Reading
 
-
 _HOARD: list[bytearray] = []
 
 
