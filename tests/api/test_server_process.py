@@ -197,7 +197,11 @@ def test_the_real_solver_answers_through_server_and_client(start) -> None:
             {"OPTPIPE_ENGINE": "ray", "RAY_ADDRESS": "127.0.0.1:1"},
             "nothing answers at RAY_ADDRESS = 127.0.0.1:1",
         ),
-        ({"OPTPIPE_HOST": "192.0.2.1", "OPTPIPE_PORT": "0"}, "cannot listen on 192.0.2.1"),
+        ({"OPTPIPE_HOST": "192.0.2.1", "OPTPIPE_PORT": "0"}, "optpipe keys create"),
+        (
+            {"OPTPIPE_HOST": "192.0.2.1", "OPTPIPE_PORT": "0", "OPTPIPE_REQUIRE_KEYS": "false"},
+            "cannot listen on 192.0.2.1",
+        ),
     ],
 )
 def test_a_server_that_cannot_start_says_why(tmp_path, settings, message: str) -> None:
