@@ -171,11 +171,13 @@ def solve(console: Console, client: Client, problem: Problem, time_limit_s: floa
     """Submit, follow, fetch: every improvement is printed as the service reports it."""
     job = client.submit(problem, time_limit_s=time_limit_s)
     console.print(f"job {job.id}: {problem.name}, at most {time_limit_s:g} s")
-    num_told = 0
+    num_told, best_ms = 0, None
     for news in client.follow(job):
         trace = news.trace or ()
         for step in trace[num_told:]:
-            line = progress_line(step.seconds, step.method, step.objective_ms, step.bound_ms)
+            # A step that raised the bound says nothing of the schedule that stands.
+            best_ms = best_ms if step.objective_ms is None else step.objective_ms
+            line = progress_line(step.seconds, step.method, best_ms, step.bound_ms)
             console.print(line, markup=False)
         num_told = len(trace)
     return client.schedule(job)

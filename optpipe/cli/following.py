@@ -63,11 +63,14 @@ class _Lines:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._num_told = 0
+        self._best_ms: float | None = None
 
     def show(self, job: Job) -> None:
         trace = job.trace or ()
         for step in trace[self._num_told :]:
-            line = progress_line(step.seconds, step.method, step.objective_ms, step.bound_ms)
+            # A step that raised the bound says nothing of the schedule that stands.
+            self._best_ms = self._best_ms if step.objective_ms is None else step.objective_ms
+            line = progress_line(step.seconds, step.method, self._best_ms, step.bound_ms)
             self._console.print(line, markup=False)
         self._num_told = len(trace)
 
