@@ -169,6 +169,22 @@ def test_a_bound_needs_two_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert best.bound_ms == 130.0
 
 
+def test_a_run_that_denied_what_exists_confirms_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the first run denied all below 150, somebody found one: its word is worth nothing."""
+    best = started(hard_problem())
+    seeds = []
+
+    def run(*given: Any, **_: Any) -> HorizonOutcome:
+        seeds.append(given[3].seed)
+        best.objective_ms = 148.0
+        return HorizonOutcome(MilpStatus.OPTIMAL, 150.0, 1)
+
+    monkeypatch.setattr(milp_improve, "solve_horizon", run)
+    improve_by_milp(best, time_limit_s=5, threads=1, seed=0)
+    assert seeds == [0]
+    assert best.bound_method != "milp"
+
+
 def test_the_milp_beats_every_start() -> None:
     """138 by the best start, 136 by the MILP, proven; without the MILP this is red."""
     best = started(parked_problem())

@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from optpipe.schedule import OPTIMAL_GAP
 from optpipe_solver.milp.horizon.items import memory_binds
 from optpipe_solver.milp.horizon.model import Search, num_order_pairs, solve_horizon
 from optpipe_solver.milp.horizon.tricks import Tricks
@@ -74,6 +75,9 @@ def improve_by_milp(
     first, used = run.once(_FIRST * time_limit_s if run.proves else time_limit_s, seed, nodes)
     left_s = end - time.perf_counter()
     if not run.proves or first <= best.bound_ms or left_s <= 0:
+        return used
+    if first > best.objective_ms * (1 + OPTIMAL_GAP):
+        # It denied a schedule that exists by now: a run that was wrong confirms nothing.
         return used
     if work_limit is not None and used >= work_limit:
         return used
