@@ -49,7 +49,7 @@ __all__ = ["Load", "Row", "main"]
 ROOT = Path(__file__).resolve().parent
 RESULTS = ROOT / "results" / "service_load.csv"
 # Neither is proven optimal within minutes.
-SOLVED = ("zb-1.5b-p8-m32-makespan", "zb-6.2b-p8-m64-makespan")
+SOLVED = ("offload-1.0-p8-m16-2.0a", "recompute-p8-m16-2.0a")
 FETCHED = ROOT.parent / "examples" / "problems" / "llama3-8b-h100-pp4.json"
 ROUNDS = 3
 PLACE = "987654321"
