@@ -106,6 +106,7 @@ ERRORS: dict[str, type[OptPipeError]] = {
     "request.invalid": RequestRefusedError,
     "request.media_type": RequestRefusedError,
     "request.not_acceptable": RequestRefusedError,
+    "request.form_unavailable": RequestRefusedError,
     "request.too_large": RequestRefusedError,
     "request.too_heavy": RequestRefusedError,
     "schedule.too_large": RequestRefusedError,
