@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 
 import pytest
 
-from optpipe import load_problem
+from optpipe import load_problem, load_schedule
 from optpipe.formats.json_text import load_model
 from optpipe.presets import GPUS, MODELS
 from tests.presets.test_huggingface import LLAMA3_8B
@@ -118,3 +119,24 @@ def test_bad_input_leaves_with_2(optpipe, arguments, named) -> None:
     code, _, err = optpipe("estimate", *arguments)
     assert code == 2
     assert named in err
+
+
+def test_a_problem_goes_through_a_pipe(optpipe, monkeypatch) -> None:
+    """`-o -` leaves standard output to the problem, and solve takes it from standard input."""
+    code, out, err = optpipe("estimate", *SMALL, "-o", "-")
+    assert code == 0, err
+    assert "billion parameters" in err
+    problem = load_problem(out)
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(out.encode())))
+    code, out, err = optpipe("solve", "-", "--method", "1f1b", "-o", "-")
+    assert code == 0, err
+    assert load_schedule(out).problem_hash == problem.problem_hash
+    assert "this schedule" in err
+
+
+def test_a_pipe_that_carries_no_problem_is_refused(optpipe, monkeypatch) -> None:
+    """By name, as a file would be."""
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff")))
+    code, _, err = optpipe("bound", "-")
+    assert code == 2
+    assert "standard input is not UTF-8" in err

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Event
@@ -31,6 +32,7 @@ __all__ = [
     "INFEASIBLE",
     "INTERRUPTED",
     "NOTHING_FOUND",
+    "PIPE",
     "WORLD",
     "check_writable",
     "interruptible",
@@ -38,6 +40,8 @@ __all__ = [
     "print_error",
     "read_problem",
     "read_programs",
+    "results",
+    "say_written",
     "stderr",
     "stdout",
     "write_file",
@@ -46,6 +50,8 @@ __all__ = [
 
 WORLD, BAD_INPUT, INFEASIBLE, NOTHING_FOUND = 1, 2, 3, 4
 INTERRUPTED = 130
+PIPE = Path("-")
+"""Instead of a file's name: standard input, or standard output."""
 
 _PACKAGES = {
     "solver": {"pulp", "highspy", "scipy", "numba"},
@@ -120,9 +126,9 @@ def interruptible() -> Iterator[Event]:
 
 
 def read_problem(path: Path) -> Problem:
-    """Return the problem of a file; errors name the file."""
+    """Return the problem of a file, or of standard input; errors name the file."""
     try:
-        return load_problem(read_text(path))
+        return load_problem(_piped() if path == PIPE else read_text(path))
     except InputError as error:
         raise _in_file(path, error) from None
 
@@ -164,7 +170,7 @@ def check_writable(path: Path | None) -> None:
     InputError
         If its folder does not exist or may not be written to, or it is a folder itself.
     """
-    if path is None:
+    if path is None or path == PIPE:
         return
     folder = path.absolute().parent
     if not folder.is_dir():
@@ -175,18 +181,47 @@ def check_writable(path: Path | None) -> None:
         raise InputError(f"cannot write {path}: permission denied; choose another place")
 
 
+def results(output: Path | None) -> Console:
+    """Return the console for what people read: standard output, unless a file goes there."""
+    return stderr() if output == PIPE else stdout()
+
+
+def say_written(path: Path, what: str = "") -> None:
+    """Tell where a file went, if it is one."""
+    if path != PIPE:
+        stderr().print(f"{what} written to {path}".lstrip(), markup=False)
+
+
 def write_file(path: Path, text: str) -> None:
-    """Write a text file.
+    """Write a text file, or standard output.
 
     Raises
     ------
     InputError
         If it cannot be written.
     """
+    if path == PIPE:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+        return
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise InputError(f"cannot write {path}: {error.strerror}; check the path") from None
+
+
+def _piped() -> str:
+    if sys.stdin.isatty():
+        raise InputError(
+            "- reads a problem from standard input, and nothing is piped into it; "
+            "give a file, or write: optpipe estimate ... -o - | optpipe solve -"
+        )
+    try:
+        return sys.stdin.buffer.read().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"standard input is not UTF-8 text (byte {error.start}); pipe the problem's JSON"
+        ) from None
 
 
 def _load_programs(path: Path, text: str) -> Programs:

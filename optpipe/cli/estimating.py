@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from optpipe.cli.console import check_writable, stderr, stdout, write_file
+from optpipe.cli.console import check_writable, results, say_written, stdout, write_file
 from optpipe.errors import InputError
 from optpipe.formats.json_text import dump_model, dump_problem, read_text
 from optpipe.plot.units import format_bytes, format_ms, format_share
@@ -100,7 +100,9 @@ def estimate_problem(
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", metavar="FILE", help="Write the problem here."),
+        typer.Option(
+            "--output", "-o", metavar="FILE", help="Write the problem here; - is standard output."
+        ),
     ] = None,
     model_json: Annotated[
         bool,
@@ -120,6 +122,7 @@ def estimate_problem(
     Examples:
       optpipe estimate --model llama3-70b --gpu h100 --pp 8 --tp 8 \\
           --sequence 8192 --microbatches 64 -o problem.json
+      optpipe estimate --model llama3-8b --gpu h100 -o - | optpipe solve - --plot picture.svg
       optpipe estimate --config config.json --gpu a100 --pp 4 -o problem.json
       optpipe estimate --model llama3-8b --gpu h100 --model-json -o model.json
       optpipe estimate --list
@@ -147,11 +150,10 @@ def estimate_problem(
         mfu=mfu,
         memory_bytes=_memory(memory_gb),
     )
-    _show(stdout(), shape, hardware, found)
+    _show(results(output), shape, hardware, found)
     if output is not None:
         write_file(output, dump_model(found.model) if model_json else dump_problem(found.problem))
-        what = "model" if model_json else "problem"
-        stderr().print(f"{what} written to {output}", markup=False)
+        say_written(output, "model" if model_json else "problem")
 
 
 def _shape(model: str | None, config: Path | None) -> ModelShape:

@@ -27,7 +27,11 @@ __all__ = [
 DEFAULT_URL = "http://127.0.0.1:8000"
 
 ProblemFile = Annotated[
-    Path, typer.Argument(metavar="PROBLEM", help="Problem file (optpipe/problem/v1, JSON).")
+    Path,
+    typer.Argument(
+        metavar="PROBLEM",
+        help="Problem file (optpipe/problem/v1, JSON); - is standard input.",
+    ),
 ]
 ScheduleFile = Annotated[
     Path, typer.Argument(metavar="SCHEDULE", help="Schedule file, JSON or CSV.")
@@ -35,7 +39,10 @@ ScheduleFile = Annotated[
 Output = Annotated[
     Path | None,
     typer.Option(
-        "--output", "-o", metavar="FILE", help="Write the schedule here: .csv is CSV, else JSON."
+        "--output",
+        "-o",
+        metavar="FILE",
+        help="Write the schedule here: .csv is CSV, else JSON; - is standard output.",
     ),
 ]
 TimeLimit = Annotated[

@@ -17,6 +17,8 @@ from optpipe.cli.console import (
     check_writable,
     interruptible,
     needs_extra,
+    results,
+    say_written,
     stderr,
     stdout,
     write_file,
@@ -93,14 +95,14 @@ def plan(
         result = _run(model, time_limit, threads, seed, counts, kinds)
     if result.problem is not None and problem_out is not None:
         write_file(problem_out, dump_problem(result.problem))
-        stderr().print(f"problem written to {problem_out}", markup=False)
+        say_written(problem_out, "problem")
     if result.schedule is not None and output is not None:
         write_schedule(result.schedule, output)
-        stderr().print(f"schedule written to {output}", markup=False)
+        say_written(output, "schedule")
     if as_json:
         stdout().out(json.dumps(result.as_json(), indent=2), highlight=False)
     elif result.schedule is not None:
-        _show(stdout(), model, result)
+        _show(results(output), model, result)
     if result.schedule is None:
         say = f"[bold red]{result.status.value}:[/] {escape(result.message)}"
         stderr().print(say, soft_wrap=True)

@@ -11,6 +11,8 @@ from optpipe.cli.console import (
     check_writable,
     needs_extra,
     read_problem,
+    results,
+    say_written,
     stderr,
     stdout,
     write_file,
@@ -142,7 +144,7 @@ def submit(
             tags=tag or None,
             priority=priority or None,
         )
-        stdout().print(job.id, markup=False)
+        results(output).print(job.id, markup=False)
         if follow or output is not None:
             _show(client, problem, follow_job(client, job), output)
 
@@ -200,7 +202,7 @@ def _hand_out(text: str, output: Path | None) -> None:
         stdout().out(text, highlight=False, end="" if text.endswith("\n") else "\n")
         return
     write_file(output, text)
-    stderr().print(f"written to {output}", markup=False)
+    say_written(output)
 
 
 def _show(client: Client, problem: Problem, job: Job, output: Path | None) -> None:
@@ -208,7 +210,8 @@ def _show(client: Client, problem: Problem, job: Job, output: Path | None) -> No
     schedule = client.schedule(job)
     if output is not None:
         write_schedule(schedule, output)
-        stderr().print(f"written to {output}", markup=False)
+        say_written(output)
     title = f"{problem.name} - {schedule.provenance.method}"
-    stdout().print(ScheduleView(problem=problem, programs=schedule.programs, title=title))
-    stdout().print(number_table(problem, schedule.programs, schedule, None))
+    console = results(output)
+    console.print(ScheduleView(problem=problem, programs=schedule.programs, title=title))
+    console.print(number_table(problem, schedule.programs, schedule, None))

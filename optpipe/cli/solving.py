@@ -14,8 +14,9 @@ from optpipe.cli.console import (
     interruptible,
     needs_extra,
     read_problem,
+    results,
+    say_written,
     stderr,
-    stdout,
     write_schedule,
 )
 from optpipe.cli.options import (
@@ -84,8 +85,8 @@ def solve(
         # Before the picture: a closed pipe (| head) must not cost the schedule.
         if output is not None:
             write_schedule(result.schedule, output)
-            progress.print(f"written to {output}", markup=False)
-        show_schedule(stdout(), problem, result.schedule.programs, result.schedule)
+            say_written(output)
+        show_schedule(results(output), problem, result.schedule.programs, result.schedule)
 
 
 def _run(problem: Problem, progress: Console, **options: Any) -> Result:
