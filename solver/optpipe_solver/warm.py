@@ -7,9 +7,12 @@ of it is there.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import logging
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +58,8 @@ def _fingerprint() -> str:
 
     A function whose caller was compiled from another version of it would run as it was.
     """
-    texts = (path.read_bytes() for path in sorted(_ROOT.rglob("*.py")))
+    sources = (path for path in sorted(_ROOT.rglob("*.py")) if path != Path(__file__))
+    texts = (path.read_bytes() for path in sources)
     compiled = b"".join(text for text in texts if b"import numba" in text or b"lean" in text)
     return hashlib.sha256(compiled).hexdigest()[:16]
 
@@ -82,9 +86,43 @@ def _folder() -> Path:
 
 
 def warm_up() -> None:
-    """Run everything on the smallest problems that use all of it."""
-    if not _mark().exists():
-        _forget_stale()
+    """Compile everything by running it on the smallest problems that use all of it.
+
+    One process of an installation does so while the others wait for it. A second process compiles
+    the search meanwhile, nearly half of it all: two cores, half the time. Where nothing can be
+    kept, each process has to compile for itself.
+    """
+    folder = _folder()
+    if not os.access(folder, os.W_OK):
+        _compile_starts_and_models()
+        _compile_search()
+        return
+    with (folder / "optpipe.lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not _mark().exists():
+            _forget_stale()
+            _compile_in_two()
+            _mark().touch()
+
+
+def _compile_in_two() -> None:
+    here = f"from {__name__} import _compile_search; _compile_search()"
+    search = subprocess.Popen(  # noqa: S603 - this very file
+        [sys.executable, "-c", here], env=_same_path()
+    )
+    try:
+        _compile_starts_and_models()
+    finally:
+        status = search.wait()
+    if status:
+        _compile_search()
+
+
+def _same_path() -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+
+
+def _compile_starts_and_models() -> None:
     for placement in ([0, 1], [0, 1, 1, 0], [0, 1, 0, 1]):
         best = Incumbent(_tight(placement))
         lower_bounds(best.problem)
@@ -92,17 +130,22 @@ def warm_up() -> None:
             if start.programs is not None and start.legal:
                 best.offer(start.programs, start.method)
     improve_by_periodic(best, time_limit_s=_COMPILE_S, threads=1, seed=0, work_limit=1)
-    improve_by_local_search(best, time_limit_s=_COMPILE_S, seed=0, work_limit=1)
-    small = Incumbent(_tight([0, 1], num_microbatches=2))
-    small.offer(build_serial(small.problem), "serial")
+    improve_by_milp(_serial([0, 1]), time_limit_s=_COMPILE_S, threads=1, seed=0, work_limit=1)
+
+
+def _compile_search() -> None:
+    several = _serial([0, 1, 0, 1], num_microbatches=4)
+    improve_by_local_search(several, time_limit_s=_COMPILE_S, seed=0, work_limit=1)
+    small = _serial([0, 1])
     improve_by_local_search(small, time_limit_s=_COMPILE_S, seed=0, work_limit=1)
     improve_by_beam(small, time_limit_s=_COMPILE_S, threads=1, seed=0, work_limit=1)
     improve_by_exact_search(small, time_limit_s=_COMPILE_S, threads=1, seed=0, work_limit=1)
-    improve_by_milp(small, time_limit_s=_COMPILE_S, threads=1, seed=0, work_limit=1)
-    mark = _mark()
-    # Where nothing can be written numba keeps nothing either, and the next process compiles again.
-    if os.access(mark.parent, os.W_OK):
-        mark.touch()
+
+
+def _serial(placement: list[int], num_microbatches: int = 2) -> Incumbent:
+    best = Incumbent(_tight(placement, num_microbatches))
+    best.offer(build_serial(best.problem), "serial")
+    return best
 
 
 def _tight(placement: list[int], num_microbatches: int = 4) -> Problem:
