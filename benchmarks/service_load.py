@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 
 from benchmarks.machine import stamp
-from benchmarks.service_load_server import SOLVE_PATH
+from benchmarks.service_load_solver import SOLVE_PATH
 from optpipe.client import AsyncClient, Client
 from optpipe.formats.json_text import load_problem
 from optpipe.problem import Problem
@@ -92,15 +92,17 @@ class Row:
 class Server:
     """A server process; see `benchmarks.service_load_server`."""
 
-    def __init__(self, wanted: dict[str, Any]) -> None:
+    def __init__(self, wanted: dict[str, Any], log: Path) -> None:
         module = "benchmarks.service_load_server"
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", module, json.dumps(wanted)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            cwd=ROOT.parent,
-            text=True,
-        )
+        with log.open("w", encoding="utf-8") as lines:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", module, json.dumps(wanted)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=lines,
+                cwd=ROOT.parent,
+                text=True,
+            )
         self.url: str = self._hear()["url"]
 
     def stalls(self) -> dict[str, float]:
@@ -124,11 +126,9 @@ class Server:
 
     def _hear(self) -> dict[str, Any]:
         assert self._process.stdout is not None
-        # The service logs to the same pipe; what is for us is JSON.
         for line in self._process.stdout:
-            if line.startswith("{"):
-                found: dict[str, Any] = json.loads(line)
-                return found
+            found: dict[str, Any] = json.loads(line)
+            return found
         raise RuntimeError(f"the server ended with {self._process.wait()}")
 
 
@@ -219,7 +219,9 @@ def measure(load: Load) -> list[Row]:
     """Start the servers, load them, and return the rows."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        service = stack.enter_context(_serving({"kind": "service", "settings": _settings(folder)}))
+        service = stack.enter_context(
+            _serving({"kind": "service", "settings": _settings(folder)}, folder)
+        )
         context = multiprocessing.get_context("spawn")
         pool = stack.enter_context(
             ProcessPoolExecutor(max_workers=load.clients, mp_context=context)
@@ -228,7 +230,7 @@ def measure(load: Load) -> list[Row]:
         fetched = _solved(client)
         (folder / "schedule.json").write_text(client.schedule_text(fetched, "json"), "utf-8")
         (folder / "job.json").write_text(fetched.model_dump_json(), "utf-8")
-        bare = stack.enter_context(_serving({"kind": "bare", "folder": str(folder)}))
+        bare = stack.enter_context(_serving({"kind": "bare", "folder": str(folder)}, folder))
         busy = [client.submit(_instance(name), time_limit_s=3000) for name in SOLVED]
         # So that what is submitted waits instead of being solved beside them.
         sleeper = client.submit(_scripted("improve:1:3000"), time_limit_s=3000)
@@ -258,8 +260,8 @@ def _settings(folder: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def _serving(wanted: dict[str, Any]) -> Iterator[Server]:
-    server = Server(wanted)
+def _serving(wanted: dict[str, Any], folder: Path) -> Iterator[Server]:
+    server = Server(wanted, folder / f"{wanted['kind']}.log")
     try:
         yield server
     finally:

@@ -1,8 +1,9 @@
 """The two servers of `benchmarks.service_load`, each in a process of its own, and their pulse.
 
 ``service`` is OptPipe's own application, ``bare`` a FastAPI application whose routes return bytes
-that lie ready. Both run under the same uvicorn, and in both a task of the event loop notes how much
-later than asked it was woken: the longest such stall is what a request waited for nothing.
+that lie ready. Both run in the very process that ``optpipe serve`` makes, and in both a task of the
+event loop notes how much later than asked it was woken: the longest such stall is what a request
+waited for nothing.
 """
 
 from __future__ import annotations
@@ -14,34 +15,21 @@ import threading
 import time
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import uvicorn
 from fastapi import FastAPI, Request, Response
 
 from optpipe_api import Settings, create_app
-from tests.api import fake_solver
+from optpipe_api.logs import set_up_logs
+from optpipe_api.server import Server, let_go, server_config
 
 if TYPE_CHECKING:
+    import socket
     from collections.abc import Iterator
 
-    from optpipe.problem import Problem
-    from optpipe_solver import Result
+__all__ = ["main"]
 
-__all__ = ["SOLVE_PATH", "main", "solve"]
-
-SOLVE_PATH = "benchmarks.service_load_server:solve"
 _PULSE_S = 0.005
-
-
-def solve(problem: Problem, **options: Any) -> Result:
-    """Solve as a script says that is the problem's name (see `tests.api.fake_solver`), or truly."""
-    if problem.name.startswith("improve:"):
-        return fake_solver.solve(problem, **options)
-    import optpipe_solver
-
-    options = {name: value for name, value in options.items() if name != "start_method"}
-    return optpipe_solver.solve(problem, **options)
 
 
 class Pulse:
@@ -65,19 +53,16 @@ class Pulse:
             self._stalls_ms.append(1000 * (time.perf_counter() - asked))
 
 
-class _Server(uvicorn.Server):
+class _Server(Server):
     """Beats beside the requests, and ends when its standard input does."""
 
-    def __init__(self, app: FastAPI) -> None:
-        super().__init__(
-            uvicorn.Config(
-                app, host="127.0.0.1", port=0, log_config=None, access_log=False,
-                timeout_graceful_shutdown=2,
-            )
-        )  # fmt: skip
+    def __init__(self, app: FastAPI, settings: Settings) -> None:
+        config = server_config(app, settings)
+        config.port, config.timeout_graceful_shutdown = 0, 2
+        super().__init__(config)
         self.pulse = Pulse()
 
-    async def startup(self, sockets: Any = None) -> None:
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self._beating = asyncio.create_task(self.pulse.beat())
         threading.Thread(target=self._obey, daemon=True).start()
@@ -87,9 +72,7 @@ class _Server(uvicorn.Server):
     def _obey(self) -> None:
         for _ in sys.stdin:
             print(json.dumps(self.pulse.take()), flush=True)
-        changes = getattr(self.config.app.state, "changes", None)  # type: ignore[union-attr]
-        if changes is not None:
-            changes.close()
+        let_go(self.config.app)
         self.should_exit = True
 
     @contextmanager
@@ -116,12 +99,16 @@ def bare(document: bytes, told: bytes) -> FastAPI:
 def main() -> None:
     """Run the server that the first argument names: a JSON object."""
     wanted = json.loads(sys.argv[1])
+    settings = Settings()
     if wanted["kind"] == "bare":
         folder = Path(wanted["folder"])
         app = bare((folder / "schedule.json").read_bytes(), (folder / "job.json").read_bytes())
     else:
-        app = create_app(Settings(**wanted["settings"]))
-    _Server(app).run()
+        settings = Settings(**wanted["settings"])
+        app = create_app(settings)
+    lines = set_up_logs("json")
+    _Server(app, settings).run()
+    lines.close()
 
 
 if __name__ == "__main__":

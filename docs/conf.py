@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from importlib.metadata import version as installed
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sphinx.application import Sphinx
+    from sphinx.config import Config
+
+_HERE = Path(__file__).parent
+# Where `docs.generators` is found; the packages themselves are installed.
+sys.path.insert(0, str(_HERE.parent))
 
 project = "OptPipe"
 author = "The OptPipe developers"
@@ -11,6 +22,7 @@ version = release = installed("optpipe")
 extensions = [
     "myst_parser",
     "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
     "sphinx.ext.mathjax",
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
@@ -19,14 +31,28 @@ myst_enable_extensions = ["dollarmath", "colon_fence", "attrs_inline"]
 myst_heading_anchors = 3
 autodoc_typehints = "signature"
 autodoc_member_order = "bysource"
-autodoc_default_options = {"members": True, "show-inheritance": False}
+autodoc_default_options = {"show-inheritance": False}
+autosummary_generate = False
 napoleon_google_docstring = False
+napoleon_use_ivar = True
+napoleon_use_rtype = False
 # `name` in a docstring is code, not a reference that must resolve.
 default_role = "code"
 nitpicky = False
 
-exclude_patterns = ["_build"]
+exclude_patterns = ["_build", "generators"]
 html_theme = "furo"
 html_title = "OptPipe"
 html_static_path: list[str] = []
 html_copy_source = False
+
+
+def setup(app: Sphinx) -> None:
+    """Make what nobody writes by hand before the pages are read."""
+    app.connect("config-inited", _generate)
+
+
+def _generate(_app: Sphinx, _config: Config) -> None:
+    from docs.generators import generate
+
+    generate(_HERE / "generated")

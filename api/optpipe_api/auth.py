@@ -1,7 +1,8 @@
 """Who is asking: the gate that every request passes, and the keys it knows.
 
-``Authorization: Bearer opk_...`` or ``X-API-Key: opk_...``. Open to everybody are the signs of life
-and the documentation. Where no keys are asked for, those that come are not looked at.
+``Authorization: Bearer opk_...`` or ``X-API-Key: opk_...``. Open to everybody are the signs of
+life, the documentation and the files of the page. Where no keys are asked for, those that come are
+not looked at.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ __all__ = ["KeyGate", "KeyRing", "describe_keys"]
 _OPEN = frozenset(
     {"/", "/docs", "/docs/oauth2-redirect", "/healthz", "/openapi.json", "/readyz", "/favicon.ico"}
 )
-_OPEN_FOLDER = "/static-offline-docs/"
+_OPEN_FOLDERS = ("/static-offline-docs/", "/page/")
 _FRESH_S = 4.0
 _NEW_S = 0.5
 
@@ -159,7 +160,7 @@ def describe_keys(document: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_open(path: str) -> bool:
-    return path in _OPEN or path.startswith(_OPEN_FOLDER)
+    return path in _OPEN or path.startswith(_OPEN_FOLDERS)
 
 
 def _key_in(scope: Scope) -> str:

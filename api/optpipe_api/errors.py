@@ -19,6 +19,7 @@
     |-- NotAcceptableError       an Accept that we cannot serve
     |   `-- FormUnavailableError     a form that this server cannot make
     |-- TooLargeToDrawError      a schedule that is too large for a picture
+    |-- NotComparableError       nothing to show beside a schedule
     `-- BodyTooLargeError        more bytes than max_body_bytes
         `-- BodyTooHeavyError        few enough bytes, but they ask for too much
     WorldError
@@ -60,6 +61,7 @@ __all__ = [
     "NoModelError",
     "NoScheduleError",
     "NotAcceptableError",
+    "NotComparableError",
     "NotFoundError",
     "QueueFullError",
     "RequestError",
@@ -202,6 +204,12 @@ class TooLargeToDrawError(InputError):
             f"the schedule is too large for this form: {why}; fetch it as JSON, and draw a part of "
             "it with optpipe plot"
         )
+
+
+class NotComparableError(InputError):
+    """What is to stand beside a schedule does not exist; the message says why."""
+
+    code = "chart.beside"
 
 
 class BodyTooLargeError(InputError):

@@ -323,6 +323,11 @@ class Job:
         return self.objective_ms is not None
 
     @property
+    def is_untouched(self) -> bool:
+        """Whether it only waits, and nothing was found for it yet: there is no trace."""
+        return self.state is JobState.QUEUED and self.objective_ms is None and self.bound_ms is None
+
+    @property
     def gap(self) -> float | None:
         """Relative gap of the best schedule; None without schedule or bound."""
         return None if self.objective_ms is None else gap_of(self.objective_ms, self.bound_ms)

@@ -11,7 +11,6 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
 import structlog
-import uvicorn
 from fastapi_offline import FastAPIOffline
 from starlette.concurrency import run_in_threadpool
 
@@ -25,14 +24,26 @@ from optpipe_api.logs import set_up_logs
 from optpipe_api.metrics import Metrics
 from optpipe_api.openapi import openapi_of
 from optpipe_api.rates import Rates
-from optpipe_api.routes import batches, deployments, job_events, jobs, methods, schedules, system
+from optpipe_api.routes import (
+    batches,
+    charts,
+    deployments,
+    explanations,
+    job_events,
+    jobs,
+    methods,
+    page,
+    presets,
+    schedules,
+    system,
+)
+from optpipe_api.server import Server, server_config
 from optpipe_api.service import Service
 from optpipe_api.store import open_stores
 from optpipe_api.telemetry import Telemetry
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
-    from types import FrameType
 
     from fastapi import FastAPI
 
@@ -41,6 +52,7 @@ if TYPE_CHECKING:
 
 __all__ = ["create_app", "serve"]
 
+_BACKLOG = 2048
 _DESCRIPTION = """\
 Submit a pipeline-parallel scheduling problem, follow it while it is being solved, fetch the best
 schedule so far. Times are milliseconds, sizes bytes. Errors are problem details (RFC 9457) with a
@@ -77,10 +89,14 @@ def create_app(settings: Settings) -> FastAPI:
     app.include_router(jobs.router)
     app.include_router(job_events.router)
     app.include_router(schedules.router)
+    app.include_router(explanations.router)
     app.include_router(batches.router)
     app.include_router(deployments.router)
+    app.include_router(charts.router)
+    app.include_router(presets.router)
     app.include_router(methods.router)
     app.include_router(system.router)
+    page.install(app)
     app.openapi = openapi_of(app)  # type: ignore[method-assign]
     app.state.metrics = metrics
     http_errors.install(app)
@@ -115,7 +131,14 @@ def serve(settings: Settings) -> None:
         If the database cannot be opened, or the address or the certificate cannot be had; or if
         requests need a key, and there is none.
     """
-    set_up_logs(settings.log_format)
+    lines = set_up_logs(settings.log_format)
+    try:
+        _serve(settings)
+    finally:
+        lines.close()
+
+
+def _serve(settings: Settings) -> None:
     log = structlog.get_logger(__name__)
     # Here, because from inside the application an error would be a stack trace.
     _check_keys(settings)
@@ -129,39 +152,16 @@ def serve(settings: Settings) -> None:
             action="serve.open",
             host=settings.host,
         )
-    host, port = listener.getsockname()[:2]
-    shown = f"[{host}]" if ":" in host else host
-    url = f"{'http' if settings.ssl_certfile is None else 'https'}://{shown}:{port}"
-    log.info("OptPipe listens", action="serve.start", url=url)
+    log.info("OptPipe listens", action="serve.start", url=_url_of(listener, settings))
     app = create_app(settings)
-    config = uvicorn.Config(
-        app,
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        timeout_graceful_shutdown=5,
-        ssl_certfile=settings.ssl_certfile,
-        ssl_keyfile=settings.ssl_keyfile,
-    )
-    _Server(config, app).run([listener])
+    Server(server_config(app, settings)).run([listener])
     log.info("stopped; unfinished jobs wait for the next start", action="serve.stop")
 
 
-class _Server(uvicorn.Server):
-    """Ends with 0 on a signal, and lets waiting requests go at once.
-
-    A second signal does not hurry it: that would leave running jobs to the end of their leases.
-    """
-
-    def __init__(self, config: uvicorn.Config, app: FastAPI) -> None:
-        super().__init__(config)
-        self._app = app
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002
-        self.should_exit = True
-        changes: Changes | None = getattr(self._app.state, "changes", None)
-        if changes is not None:
-            changes.close()
+def _url_of(listener: socket.socket, settings: Settings) -> str:
+    host, port = listener.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    return f"{'http' if settings.ssl_certfile is None else 'https'}://{shown}:{port}"
 
 
 def _check_keys(settings: Settings) -> None:
@@ -194,6 +194,8 @@ def _listen(settings: Settings) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((settings.host, settings.port))
+        # Already now: who comes while the application starts waits instead of being refused.
+        listener.listen(_BACKLOG)
     except OSError as error:
         listener.close()
         taken = " (something listens there already)" if error.errno == errno.EADDRINUSE else ""

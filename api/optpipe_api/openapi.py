@@ -14,6 +14,7 @@ from optpipe_api.batch_schemas import BatchBody, FrontierView, SweepRowList
 from optpipe_api.comparison_schemas import Comparison, RowList
 from optpipe_api.deployment_schemas import Registration, ReportBody
 from optpipe_api.job_views import HistoryView
+from optpipe_api.preset_schemas import EstimateBody, VariantBody
 from optpipe_api.schemas import Fault, Resumption, Submission
 
 if TYPE_CHECKING:
@@ -38,6 +39,8 @@ _OURS = (
     BatchBody,
     SweepRowList,
     FrontierView,
+    EstimateBody,
+    VariantBody,
 )
 _GENERATED = ("HTTPValidationError", "ValidationError")
 

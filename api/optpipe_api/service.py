@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from optpipe_api.desk.batches import BatchDesk
 from optpipe_api.desk.cache import Recall
+from optpipe_api.desk.charts import Charts
 from optpipe_api.desk.deployments import DeploymentDesk
 from optpipe_api.desk.forms import Forms
 from optpipe_api.desk.jobs import JobDesk, check_size
@@ -53,6 +54,8 @@ class Service:
         What it does about many problems handed in at once.
     forms
         Other forms of schedules and frontiers than JSON.
+    charts
+        Those that a browser shows and zooms.
     deployments
         What it does about training runs that follow a schedule.
     """
@@ -83,6 +86,7 @@ class Service:
         self.batches = BatchDesk(settings, stores, self.jobs, changes)
         self.deployments = DeploymentDesk(settings, stores, self.jobs, changes)
         self.forms = Forms(self.readers)
+        self.charts = Charts()
         days = settings.retention_days
         self._retention = None if days is None else Retention(stores, days)
 
@@ -102,6 +106,7 @@ class Service:
         if self._retention is not None:
             self._retention.close()
         self.deployments.close()
+        self.charts.close()
         self.readers.close()
         self._comparisons.close()
         self._engine.close()

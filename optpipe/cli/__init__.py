@@ -14,7 +14,10 @@ import typer
 
 from optpipe.cli.comparing import compare
 from optpipe.cli.console import BAD_INPUT, INFEASIBLE, WORLD, print_error
+from optpipe.cli.differing import diff
 from optpipe.cli.estimating import estimate_problem
+from optpipe.cli.explaining import explain
+from optpipe.cli.exporting import export
 from optpipe.cli.importing import import_measurements
 from optpipe.cli.inspect import bound, check
 from optpipe.cli.jobs import make_jobs_app
@@ -33,7 +36,10 @@ if TYPE_CHECKING:
 __all__ = ["main", "make_app"]
 
 
-_COMMANDS = (solve, check, bound, compare, sweep, plan, plot, profile, serve, submit, fetch)
+_COMMANDS = (
+    *(solve, check, bound, compare, sweep, plan, plot, explain, diff),
+    *(profile, serve, submit, fetch),
+)
 
 
 def make_app() -> typer.Typer:
@@ -49,6 +55,7 @@ def make_app() -> typer.Typer:
     app.callback()(_about)
     for command in _COMMANDS:
         app.command()(command)
+    app.command()(export)
     app.command("import")(import_measurements)
     app.command("estimate")(estimate_problem)
     app.add_typer(make_jobs_app())

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 from optpipe.action import ActionType
 from optpipe.errors import InputError, MissingExtraError
 from optpipe.memory import device_peak_bytes
-from optpipe.plot.glyphs import COLOURS, LETTERS, NAMES
+from optpipe.plot.colours import COLOURS
+from optpipe.plot.glyphs import LETTERS, NAMES
 from optpipe.plot.units import format_bytes, format_ms, format_share
 from optpipe.timeline import make_timeline
 

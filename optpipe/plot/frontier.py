@@ -12,11 +12,20 @@ if TYPE_CHECKING:
 
     from optpipe.frontier import Line, Point
 
-__all__ = ["draw_frontier", "frontier_svg", "save_frontier"]
+__all__ = ["LINE_COLOURS", "draw_frontier", "edges", "frontier_svg", "save_frontier"]
 
 _GB = 1e9
 _SIZE = (8.0, 4.8)
-_COLOURS = ("#1a73e8", "#e8710a", "#188038", "#a142f4", "#d01884", "#12858d", "#5f6368", "#b06000")
+LINE_COLOURS = (
+    "#1a73e8",
+    "#e8710a",
+    "#188038",
+    "#a142f4",
+    "#d01884",
+    "#12858d",
+    "#5f6368",
+    "#b06000",
+)
 _SHADE = 0.12
 _MOST_NAMED = 16
 _MARGIN = 0.06
@@ -38,7 +47,9 @@ def draw_frontier(lines: Sequence[Line], title: str = "") -> Any:
     figure = Figure(figsize=_SIZE, layout="constrained")
     axes = figure.add_subplot()
     for index, line in enumerate(lines):
-        _draw_line(axes, line, _COLOURS[index % len(_COLOURS)], is_named=index < _MOST_NAMED)
+        _draw_line(
+            axes, line, LINE_COLOURS[index % len(LINE_COLOURS)], is_named=index < _MOST_NAMED
+        )
     _draw_edges(axes, lines)
     axes.set(xlabel="memory per device (GB)", ylabel="objective (ms)", title=plain_text(title))
     axes.grid(visible=True, color="#eceff1")
@@ -71,6 +82,19 @@ def save_frontier(lines: Sequence[Line], path: Path | str, title: str = "") -> N
         If matplotlib is not installed.
     """
     save_drawn(lambda: draw_frontier(lines, title), path)
+
+
+def edges(points: Sequence[Point]) -> tuple[float, float]:
+    """Return the lowest and highest ms of a frame that leaves room around all numbers."""
+    heights = [
+        height
+        for point in points
+        for height in (point.objective_ms, point.bound_ms)
+        if height is not None and _is_open(point)
+    ]
+    top, bottom = max(heights, default=1.0), min(heights, default=0.0)
+    margin = _MARGIN * (top - bottom or top or 1.0)
+    return bottom - margin, top + margin
 
 
 def _draw_line(axes: Any, line: Line, colour: str, *, is_named: bool) -> None:
@@ -112,19 +136,12 @@ def _draw_line(axes: Any, line: Line, colour: str, *, is_named: bool) -> None:
 def _draw_edges(axes: Any, lines: Sequence[Line]) -> None:
     """Fit the frame to the numbers, and mark on its lower edge where nothing fits."""
     points = [point for line in lines for point in line.points]
-    heights = [
-        height
-        for point in points
-        for height in (point.objective_ms, point.bound_ms)
-        if height is not None and _is_open(point)
-    ]
-    top, bottom = max(heights, default=1.0), min(heights, default=0.0)
-    margin = _MARGIN * (top - bottom or top or 1.0)
-    axes.set_ylim(bottom - margin, top + margin)
+    bottom, top = edges(points)
+    axes.set_ylim(bottom, top)
     nothing = sorted({_gigabytes(point) for point in points if not _is_open(point)})
     axes.plot(
         nothing,
-        [bottom - margin] * len(nothing),
+        [bottom] * len(nothing),
         linestyle="none",
         marker="x",
         color="#c5221f",

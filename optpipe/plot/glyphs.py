@@ -10,7 +10,7 @@ from optpipe.action import ActionType
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["ASCII", "COLOURS", "LETTERS", "NAMES", "UNICODE", "Glyphs"]
+__all__ = ["ASCII", "LETTERS", "NAMES", "UNICODE", "Glyphs"]
 
 LETTERS: Mapping[ActionType, str] = {
     ActionType.FORWARD: "F",
@@ -26,18 +26,8 @@ NAMES: Mapping[ActionType, str] = {
     ActionType.FULL_BACKWARD: "full backward",
     ActionType.RECOMPUTE: "recompute",
     ActionType.OFFLOAD: "to the host",
-    ActionType.RELOAD: "back",
+    ActionType.RELOAD: "from the host",
 }
-COLOURS: Mapping[ActionType, tuple[str, str]] = {
-    ActionType.FORWARD: ("#8ab4f8", "#6a9bea"),
-    ActionType.BACKWARD_INPUT: ("#fdd663", "#f0bf3c"),
-    ActionType.BACKWARD_WEIGHT: ("#81c995", "#61b57a"),
-    ActionType.FULL_BACKWARD: ("#f6a27a", "#ea8a5c"),
-    ActionType.RECOMPUTE: ("#c58af9", "#b070ec"),
-    ActionType.OFFLOAD: ("#4dd0e1", "#2bb5c8"),
-    ActionType.RELOAD: ("#f48fb1", "#e5719a"),
-}
-"""Two shades per type, for even and odd micro-batches; all bear black text."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,8 @@ from rich.text import Text
 
 from optpipe.action import ActionType
 from optpipe.memory import device_peak_bytes
-from optpipe.plot.glyphs import ASCII, COLOURS, LETTERS, NAMES, UNICODE, Glyphs
+from optpipe.plot.colours import COLOURS
+from optpipe.plot.glyphs import ASCII, LETTERS, NAMES, UNICODE, Glyphs
 from optpipe.plot.raster import bins_of, blocks_of, levels_of
 from optpipe.plot.units import format_bytes, format_ms, format_share, tick_step
 from optpipe.timeline import make_timeline

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import re
 import time
 from contextlib import contextmanager
@@ -188,11 +189,14 @@ def test_a_request_keeps_the_id_it_came_with_or_gets_one(http) -> None:
 @contextmanager
 def json_logs() -> Iterator[None]:
     """Logs as a server for machines writes them; in the test, as a fixture has another stderr."""
-    set_up_logs("json")
+    default = logging.lastResort
+    lines = set_up_logs("json")
     try:
         yield
     finally:
+        lines.close()
         structlog.reset_defaults()
+        logging.lastResort = default
 
 
 def through_telemetry(method: str, status: int, *, fails: bool = False) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import logging
+import sys
 from threading import Thread
 from typing import TYPE_CHECKING
 
@@ -56,7 +57,7 @@ def test_a_search_that_could_not_be_compiled_beside_is_compiled_here(
 ) -> None:
     """So that a process that died leaves nothing uncompiled behind the mark."""
     done: list[str] = []
-    monkeypatch.setattr(warm.sys, "executable", "false")
+    monkeypatch.setattr(sys, "executable", "false")
     monkeypatch.setattr(warm, "_compile_starts_and_models", lambda: done.append("models"))
     monkeypatch.setattr(warm, "_compile_search", lambda: done.append("search"))
     warm._compile_in_two()

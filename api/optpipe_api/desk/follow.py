@@ -23,6 +23,7 @@ __all__ = ["Followers"]
 _LOOK_AGAIN_S = 1.0
 _REST_S = 0.02
 _CHUNK = 500
+_WOKEN_AT_ONCE = 8
 
 
 class Followers:
@@ -63,7 +64,7 @@ class _Tail:
         self._job_id = job_id
         self._entries: list[HistoryEntry] = []
         self._has_ended = False
-        self._grown = asyncio.Event()
+        self._waiting: list[asyncio.Future[None]] = []
         self._task = asyncio.create_task(self._read_on())
 
     @property
@@ -74,18 +75,24 @@ class _Tail:
     async def after(self, number: int) -> AsyncIterator[HistoryEntry]:
         """Give every entry above a number, until the last one of a finished job was given."""
         while True:
-            grown = self._grown
+            known = len(self._entries)
             start = bisect_right(self._entries, number, key=lambda entry: entry.number)
             for entry in self._entries[start:]:
                 number = entry.number
                 yield entry
-            if self._grown is not grown:
+            if len(self._entries) > known:
                 continue
             if self.is_over:
                 if self._task.done():
                     self._task.result()
                 return
-            await grown.wait()
+            await self._news()
+
+    async def _news(self) -> None:
+        """Wait until there may be more."""
+        news = asyncio.get_running_loop().create_future()
+        self._waiting.append(news)
+        await news
 
     async def stop(self) -> None:
         """Read no more."""
@@ -126,8 +133,18 @@ class _Tail:
         return len(found)
 
     def _wake_all(self) -> None:
-        self._grown.set()
-        self._grown = asyncio.Event()
+        waiting, self._waiting = self._waiting, []
+        _wake(waiting)
+
+
+def _wake(waiting: list[asyncio.Future[None]]) -> None:
+    """Let some go on now and the others soon, so that whatever else is due comes in between."""
+    for news in waiting[:_WOKEN_AT_ONCE]:
+        if not news.done():
+            news.set_result(None)
+    rest = waiting[_WOKEN_AT_ONCE:]
+    if rest:
+        asyncio.get_running_loop().call_soon(_wake, rest)
 
 
 async def _either(changed: asyncio.Event, seconds: float) -> None:

@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from starlette.concurrency import run_in_threadpool
+from anyio import CapacityLimiter, to_thread
 
 from optpipe.errors import InputError, OptPipeError
 from optpipe_api.desk.reading import LENGTH_BYTES, find
@@ -56,6 +56,8 @@ class Readers:
     def __init__(self, cpu_s: float = 5.0, memory_bytes: int = 2 * 1024**3) -> None:
         self._limits = (cpu_s, memory_bytes)
         self._threads = ThreadPoolExecutor(_AT_ONCE, "reader")
+        # Each holds the interpreter's lock for as long as it reads.
+        self._few = CapacityLimiter(_AT_ONCE)
         self._own = threading.local()
         self._processes: set[_Process] = set()
         self._num_waiting = 0
@@ -82,7 +84,7 @@ class Readers:
             What the function raises.
         """
         if _is_light(body) and not is_heavy:
-            return await run_in_threadpool(find(function), body)
+            return await to_thread.run_sync(find(function), body, limiter=self._few)
         return await asyncio.wrap_future(self._begin(function, body))
 
     def ask(self, function: str, body: bytes) -> Reading:
@@ -97,6 +99,11 @@ class Readers:
         with self._lock:
             self._num_waiting += 1
         return self._threads.submit(self._ask_process, function, body)
+
+    @property
+    def num_waiting(self) -> int:
+        """How many bodies wait for a process."""
+        return self._num_waiting
 
     def close(self) -> None:
         """End the processes, and with them whatever they are reading."""

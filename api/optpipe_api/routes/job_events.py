@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import lru_cache
 from typing import TYPE_CHECKING, Annotated, Any
 
 import anyio
@@ -26,6 +27,7 @@ router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
 
 _PING_S = 15.0
 _MOST = 2**53
+_KEPT = 1000
 _RECONNECT_MS = 1000
 _HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 _EXAMPLE = 'event: incumbent\nid: 7\ndata: {"number":7,"kind":"incumbent","objective_ms":118.0}\n\n'
@@ -118,7 +120,9 @@ async def _sent(
             await entries.aclose()
 
 
+@lru_cache(maxsize=_KEPT)
 def _event(entry: HistoryEntry, retry_ms: int | None) -> bytes:
+    """Encode an entry, once for all who follow its job."""
     data = HistoryView.of(entry).model_dump_json()
     return format_sse_event(
         data_str=data, event=entry.kind.value, id=str(entry.number), retry=retry_ms

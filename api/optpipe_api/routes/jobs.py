@@ -185,7 +185,10 @@ async def _answer(
 ) -> Response:
     if wait_s > 0:
         job = await service.jobs.wait(job, wait_s)
-    view = JobView.of(*await run_in_threadpool(service.jobs.job, job.id, who), who=who)
+    if job.is_untouched:
+        view = JobView.of(job, [], who=who)
+    else:
+        view = JobView.of(*await run_in_threadpool(service.jobs.job, job.id, who), who=who)
     headers = {"Location": str(request.app.url_path_for("look", job_id=job.id))}
     return Response(
         view.model_dump_json(),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fastapi import APIRouter, Request
-from fastapi.responses import RedirectResponse, Response
+from fastapi.responses import Response
 
 from optpipe.model import Model
 from optpipe.problem import Problem
@@ -19,12 +19,6 @@ from optpipe_api.schemas import Health, Readiness
 __all__ = ["router"]
 
 router = APIRouter(tags=["system"])
-
-
-@router.get("/", include_in_schema=False)
-async def root() -> Response:
-    """Show people the documentation."""
-    return RedirectResponse("docs")
 
 
 @router.get("/healthz", summary="Is the process alive")

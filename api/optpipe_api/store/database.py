@@ -15,6 +15,7 @@ from sqlalchemy import exc
 
 from optpipe.errors import InputError, MissingExtraError
 from optpipe_api.errors import StoreUnavailableError
+from optpipe_api.store.write_queue import WriteQueue
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,6 +23,11 @@ if TYPE_CHECKING:
 __all__ = ["connect", "reading", "writing"]
 
 _BUSY_TIMEOUT_S = 10
+_POOL_SIZE = 20
+# SQLite answers in the process, and Python lets one thread compute at a time: more that ask at once
+# gain nothing, and the event loop would be one of many that wait for the interpreter.
+_SQLITE_POOL_SIZE = 6
+_QUEUE = "optpipe_queue"
 _MIGRATION_LOCK = 0x0F71D1FE
 # What the database refuses for what it says, rather than because it cannot answer.
 _OUR_FAULTS = (exc.IntegrityError, exc.ProgrammingError, exc.DataError)
@@ -57,15 +63,19 @@ def reading(engine: sa.Engine) -> Iterator[sa.Connection]:
 
 @contextmanager
 def writing(engine: sa.Engine) -> Iterator[sa.Connection]:
-    """One transaction that writes; in SQLite it holds the write lock from its beginning.
+    """One transaction that writes; in SQLite it waits for its turn, see `WriteQueue`.
 
-    A transaction that reads first and takes the lock later fails at once where another has written
-    in between, whatever the busy timeout.
+    There it holds the write lock from its beginning: a transaction that reads first and takes the
+    lock later fails at once where another has written in between, whatever the busy timeout.
     """
-    with _translated(engine), engine.connect() as connection:
-        connection.execution_options(optpipe_begin="BEGIN IMMEDIATE")
-        with connection.begin():
-            yield connection
+    queue: WriteQueue | None = engine.get_execution_options().get(_QUEUE)
+    with _translated(engine):
+        if queue is None:
+            with engine.begin() as connection:
+                yield connection
+        else:
+            with queue.turn(engine) as connection:
+                yield connection
 
 
 @contextmanager
@@ -106,7 +116,14 @@ def _sqlite(url: sa.URL) -> sa.Engine:
             f"the database {url.render_as_string()} cannot be opened: there is no folder {folder}; "
             "create it or change OPTPIPE_DATABASE_URL"
         )
-    engine = sa.create_engine(url, connect_args={"timeout": _BUSY_TIMEOUT_S})
+    engine = sa.create_engine(
+        url,
+        # A group of writers is handed from thread to thread, one at a time.
+        connect_args={"timeout": _BUSY_TIMEOUT_S, "check_same_thread": False},
+        execution_options={_QUEUE: WriteQueue(_BUSY_TIMEOUT_S)},
+        pool_size=_SQLITE_POOL_SIZE,
+        max_overflow=0,
+    )
     sa.event.listen(engine, "connect", _set_up_sqlite)
     sa.event.listen(engine, "begin", _begin_sqlite)
     return engine
@@ -130,7 +147,7 @@ def _postgres(url: sa.URL) -> sa.Engine:
         raise MissingExtraError(
             "PostgreSQL needs psycopg, which is not installed; pip install 'optpipe[postgres]'"
         )
-    return sa.create_engine(url, pool_pre_ping=True, pool_size=20)
+    return sa.create_engine(url, pool_pre_ping=True, pool_size=_POOL_SIZE)
 
 
 def _migrate(connection: sa.Connection) -> None:

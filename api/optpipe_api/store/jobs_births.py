@@ -28,23 +28,27 @@ if TYPE_CHECKING:
 __all__ = ["find_by_key", "insert", "refuse_when_full", "refuse_when_many"]
 
 
+_INSERT = sa.insert(jobs).returning(jobs)
+_INSERT_TAG = sa.insert(job_tags)
+_QUEUED = sa.select(sa.func.count()).where(jobs.c.state == JobState.QUEUED.value)
+
+
 def insert(connection: sa.Connection, new: NewJob, now: float) -> Job:
     """Keep a job with its documents and tags, and write the first entries of its history."""
-    values = _columns(new, now)
-    row = connection.execute(sa.insert(jobs).values(values).returning(jobs)).one()
+    row = connection.execute(_INSERT, _columns(new, now)).one()
     for table, text in ((problems, new.problem), (models, new.model)):
         if text is not None:
-            put(connection, table, row.position, text)
-    if new.tags:
-        tags = [{"position": row.position, "tag": tag} for tag in sorted(set(new.tags))]
-        connection.execute(sa.insert(job_tags), tags)
+            put(connection, table, row.position, text, is_first=True)
+    tags = tuple(sorted(set(new.tags)))
+    if tags:
+        connection.execute(_INSERT_TAG, [{"position": row.position, "tag": tag} for tag in tags])
     if new.finished is not None:
         _tell_the_end(connection, row.position, new, new.finished, now)
     else:
         note(connection, row.position, now, EntryKind.STATE, text=JobState.QUEUED.value)
         if new.start is not None:
             _tell_the_start(connection, row.position, new, new.start, now)
-    return job_of(connection, row)
+    return job_of(connection, row, tags)
 
 
 def _columns(new: NewJob, now: float) -> dict[str, Any]:
@@ -94,7 +98,7 @@ def _known_at_birth(new: NewJob, now: float) -> dict[str, Any]:
 def _tell_the_start(
     connection: sa.Connection, position: int, new: NewJob, start: Start, now: float
 ) -> None:
-    put(connection, schedules, position, start.schedule)
+    put(connection, schedules, position, start.schedule, is_first=True)
     if new.cache is Cache.NEAR:
         text = f"started from a schedule of job {new.source_id}, whose problem is near"
         note(connection, position, now, EntryKind.LOG, text=text)
@@ -105,7 +109,7 @@ def _tell_the_end(
     connection: sa.Connection, position: int, new: NewJob, outcome: Outcome, now: float
 ) -> None:
     if outcome.schedule is not None:
-        put(connection, schedules, position, outcome.schedule)
+        put(connection, schedules, position, outcome.schedule, is_first=True)
         _note_incumbent(connection, position, outcome, now)
     state = _known_at_birth(new, now)["state"]
     note(connection, position, now, EntryKind.STATE, text=state)
@@ -173,8 +177,7 @@ def refuse_when_full(connection: sa.Connection, max_queued: int, num_new: int = 
     QueueFullError
         If more than ``max_queued`` would wait.
     """
-    query = sa.select(sa.func.count()).where(jobs.c.state == JobState.QUEUED.value)
-    queued = connection.execute(query).scalar_one()
+    queued = connection.execute(_QUEUED).scalar_one()
     if queued + num_new > max_queued:
         raise QueueFullError(queued, max_queued)
 

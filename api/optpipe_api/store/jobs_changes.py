@@ -41,6 +41,7 @@ __all__ = [
 ]
 
 _MAX_METHOD = 100
+_NOTE = sa.insert(events)
 
 
 def note(
@@ -48,13 +49,21 @@ def note(
 ) -> None:
     """Write an entry of a job's history."""
     entry = {"position": position, "at": at, "kind": kind.value, **values}
-    connection.execute(sa.insert(events).values(entry))
+    connection.execute(_NOTE, entry)
 
 
-def put(connection: sa.Connection, table: sa.Table, position: int, document: str) -> None:
-    """Store a job's document of one kind in place of the one before."""
-    connection.execute(sa.delete(table).where(table.c.position == position))
-    connection.execute(sa.insert(table).values(position=position, document=document))
+def put(
+    connection: sa.Connection,
+    table: sa.Table,
+    position: int,
+    document: str,
+    *,
+    is_first: bool = False,
+) -> None:
+    """Store a job's document of one kind, in place of the one before where there may be one."""
+    if not is_first:
+        connection.execute(sa.delete(table).where(table.c.position == position))
+    connection.execute(sa.insert(table), {"position": position, "document": document})
 
 
 def renew(

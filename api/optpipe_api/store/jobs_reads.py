@@ -20,6 +20,31 @@ _FINAL = [state.value for state in JobState if state.is_final]
 _ANSWERED = [JobState.SUCCEEDED.value, JobState.INFEASIBLE.value]
 _TRACED = [EntryKind.INCUMBENT.value, EntryKind.BOUND.value]
 
+# Made once: to put a query together takes longer than to answer it.
+_NEWEST = sa.select(jobs).where(jobs.c.owner == sa.bindparam("owner"))
+_NEWEST = _NEWEST.order_by(jobs.c.position.desc()).limit(sa.bindparam("most"))
+_SAME = _NEWEST.where(
+    jobs.c.problem_hash == sa.bindparam("hash"),
+    jobs.c.state.in_(_ANSWERED),
+    jobs.c.kind == sa.bindparam("kind"),
+)
+_ALIKE = _NEWEST.where(
+    jobs.c.shape_hash == sa.bindparam("hash"),
+    jobs.c.state.in_(_FINAL),
+    jobs.c.objective_ms.is_not(None),
+)
+_HISTORY = (
+    sa.select(events)
+    .where(events.c.position == sa.bindparam("at"), events.c.number > sa.bindparam("after"))
+    .order_by(events.c.number)
+    .limit(sa.bindparam("most"))
+)
+_TRACE = (
+    sa.select(events)
+    .where(events.c.position == sa.bindparam("at"), events.c.kind.in_(_TRACED))
+    .order_by(events.c.number)
+)
+
 
 class JobReads:
     """The half of the job store that changes nothing; see `optpipe_api.store.contract`."""
@@ -57,29 +82,16 @@ class JobReads:
 
     def same(self, problem_hash: str, *, kind: JobKind, owner: str, limit: int) -> list[Job]:
         """Return answered jobs of one problem or model, newest first."""
-        query = (
-            sa.select(jobs)
-            .where(jobs.c.problem_hash == problem_hash, jobs.c.state.in_(_ANSWERED))
-            .where(jobs.c.kind == kind.value, jobs.c.owner == owner)
-            .order_by(jobs.c.position.desc())
-            .limit(limit)
-        )
-        return self._found(query)
+        asked = {"hash": problem_hash, "kind": kind.value, "owner": owner, "most": limit}
+        return self._found(_SAME, asked)
 
     def alike(self, shape_hash: str, *, owner: str, limit: int) -> list[Job]:
         """Return finished jobs of one shape that have a schedule, newest first."""
-        query = (
-            sa.select(jobs)
-            .where(jobs.c.shape_hash == shape_hash, jobs.c.state.in_(_FINAL))
-            .where(jobs.c.objective_ms.is_not(None), jobs.c.owner == owner)
-            .order_by(jobs.c.position.desc())
-            .limit(limit)
-        )
-        return self._found(query)
+        return self._found(_ALIKE, {"hash": shape_hash, "owner": owner, "most": limit})
 
-    def _found(self, query: sa.Select[Any]) -> list[Job]:
+    def _found(self, query: sa.Select[Any], asked: dict[str, Any] | None = None) -> list[Job]:
         with reading(self._engine) as connection:
-            return jobs_of(connection, connection.execute(query).all())
+            return jobs_of(connection, connection.execute(query, asked).all())
 
     def problem(self, job_id: str) -> str | None:
         """Return the problem of a job."""
@@ -103,24 +115,13 @@ class JobReads:
     def history(self, job_id: str, after: int = 0, limit: int = 500) -> list[HistoryEntry]:
         """Return what happened to a job."""
         with reading(self._engine) as connection:
-            query = (
-                sa.select(events)
-                .where(events.c.position == find_row(connection, job_id).position)
-                .where(events.c.number > after)
-                .order_by(events.c.number)
-                .limit(limit)
-            )
-            return [entry_of(row) for row in connection.execute(query)]
+            asked = {"at": find_row(connection, job_id).position, "after": after, "most": limit}
+            return [entry_of(row) for row in connection.execute(_HISTORY, asked)]
 
     def trace(self, job_id: str) -> list[TracePoint]:
         """Return the improvements of a job."""
         with reading(self._engine) as connection:
-            query = (
-                sa.select(events)
-                .where(events.c.position == find_row(connection, job_id).position)
-                .where(events.c.kind.in_(_TRACED))
-                .order_by(events.c.number)
-            )
+            asked = {"at": find_row(connection, job_id).position}
             return [
                 TracePoint(
                     seconds=row.seconds,
@@ -128,7 +129,7 @@ class JobReads:
                     objective_ms=row.objective_ms,
                     bound_ms=row.bound_ms,
                 )
-                for row in connection.execute(query)
+                for row in connection.execute(_TRACE, asked)
             ]
 
     def made_by(self, job_id: str) -> str:

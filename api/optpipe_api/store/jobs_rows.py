@@ -7,6 +7,7 @@ import json
 import re
 from collections import defaultdict
 from dataclasses import asdict, fields
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
@@ -25,7 +26,7 @@ from optpipe_api.jobs import (
 from optpipe_api.store.tables import job_tags, jobs
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from optpipe_api.jobs import Lease
 
@@ -48,6 +49,11 @@ ASKED_LIMIT = "asked_time_limit_s"
 
 _ID = re.compile(r"[0-9a-f]{32}")
 _OPTIONS = frozenset(item.name for item in fields(JobOptions))
+# Made once: to put a query together takes longer than to answer it.
+_BY_ID = sa.select(jobs).where(jobs.c.id == sa.bindparam("job_id"))
+_TAGS = sa.select(job_tags).where(
+    job_tags.c.position.in_(sa.bindparam("positions", expanding=True))
+)
 
 
 def find_row(connection: sa.Connection, job_id: str, *, for_update: bool = False) -> sa.Row[Any]:
@@ -58,10 +64,9 @@ def find_row(connection: sa.Connection, job_id: str, *, for_update: bool = False
     JobNotFoundError
         If no job has this id.
     """
-    query = sa.select(jobs).where(jobs.c.id == job_id)
-    if for_update:
-        query = query.with_for_update()
-    row = connection.execute(query).one_or_none() if _ID.fullmatch(job_id) else None
+    query = _BY_ID.with_for_update() if for_update else _BY_ID
+    named = _ID.fullmatch(job_id) is not None
+    row = connection.execute(query, {"job_id": job_id}).one_or_none() if named else None
     if row is None:
         raise JobNotFoundError(job_id)
     return row
@@ -80,13 +85,20 @@ def leased_row(connection: sa.Connection, lease: Lease) -> sa.Row[Any] | None:
 
 def document_of(connection: sa.Connection, table: sa.Table, position: int) -> str | None:
     """Return a job's document of one kind, where it has one."""
-    query = sa.select(table.c.document).where(table.c.position == position)
-    return connection.execute(query).scalar_one_or_none()
+    found: str | None = connection.execute(
+        _document_query(table), {"at": position}
+    ).scalar_one_or_none()
+    return found
 
 
-def job_of(connection: sa.Connection, row: sa.Row[Any]) -> Job:
-    """Return the job of a row."""
-    return jobs_of(connection, [row])[0]
+@lru_cache
+def _document_query(table: sa.Table) -> sa.Select[Any]:
+    return sa.select(table.c.document).where(table.c.position == sa.bindparam("at"))
+
+
+def job_of(connection: sa.Connection, row: sa.Row[Any], tags: tuple[str, ...] | None = None) -> Job:
+    """Return the job of a row; its tags are read unless they are known."""
+    return jobs_of(connection, [row])[0] if tags is None else _job(row, tags)
 
 
 def jobs_of(connection: sa.Connection, rows: Sequence[sa.Row[Any]]) -> list[Job]:
@@ -95,10 +107,9 @@ def jobs_of(connection: sa.Connection, rows: Sequence[sa.Row[Any]]) -> list[Job]
     return [_job(row, tags[row.position]) for row in rows]
 
 
-def _tags_of(connection: sa.Connection, positions: Iterable[int]) -> dict[int, tuple[str, ...]]:
+def _tags_of(connection: sa.Connection, positions: list[int]) -> dict[int, tuple[str, ...]]:
     found: dict[int, list[str]] = defaultdict(list)
-    query = sa.select(job_tags).where(job_tags.c.position.in_(positions))
-    for row in connection.execute(query):
+    for row in connection.execute(_TAGS, {"positions": positions}):
         found[row.position].append(row.tag)
     return defaultdict(tuple, {place: tuple(sorted(tags)) for place, tags in found.items()})
 

@@ -1,0 +1,42 @@
+// What stands beside a schedule on the same time axis: a published method, or another job.
+
+import { el } from "./dom.js";
+import { guarded } from "./faults.js";
+import { msUnit } from "./format.js";
+import { askJson } from "./http.js";
+
+const SHOWN = 30;
+
+/** A choice of what stands beside the schedule of a job; tells `onChoice` a name or "". */
+export function besideField(view, onChoice) {
+  const select = el("select", { id: "beside", onchange: guarded(() => onChoice(select.value)) },
+    el("option", { value: "" }, "nothing"),
+    el("option", { value: "method:1f1b" }, "1F1B"));
+  const { beside } = view;
+  if (beside && beside !== "method:1f1b") {
+    select.append(el("option", { value: beside }, beside.replace(/^method:/, "").slice(0, 12)));
+  }
+  select.value = beside;
+  // The rest is asked for when somebody is about to choose.
+  select.addEventListener("focus", guarded(() => fill(select, view)), { once: true });
+  return el("label", { class: "inline" }, "Beside it", select);
+}
+
+async function fill(select, view) {
+  const [{ methods }, { jobs }] = await Promise.all([
+    askJson("v1/methods"), askJson(`v1/jobs?limit=${2 * SHOWN}`)]);
+  const chosen = select.value;
+  const others = jobs.filter((job) => job.has_schedule && job.id !== view.id).slice(0, SHOWN);
+  const published = methods.filter(({ name }) => name !== "auto" && name !== "1f1b");
+  select.replaceChildren(
+    el("option", { value: "" }, "nothing"),
+    el("option", { value: "method:1f1b" }, "1F1B"),
+    el("optgroup", { label: "Jobs" }, others.map((job) =>
+      el("option", { value: job.id }, `${job.name || job.id.slice(0, 8)} · ${msUnit(job.objective_ms)}`))),
+    el("optgroup", { label: "Methods" }, published.map(({ name }) =>
+      el("option", { value: `method:${name}` }, name))));
+  if (![...select.options].some((option) => option.value === chosen)) {
+    select.append(el("option", { value: chosen }, chosen.slice(0, 12)));
+  }
+  select.value = chosen;
+}

@@ -1,0 +1,152 @@
+// A chart that the service makes and BokehJS draws: embedded, exchanged without losing the zoom.
+
+import { bokeh, dispose, theme } from "./bokeh.js";
+import { button, el } from "./dom.js";
+import { ask } from "./http.js";
+
+const STEP = 0.25;
+const ZOOM = 1.5;
+
+/** A place for a chart; `onZoom(from, to)` tells the part of the time axis that is seen. */
+export class Chart {
+  constructor(label, { onZoom = null } = {}) {
+    this.onZoom = onZoom;
+    this.stage = el("div", { class: "stage" });
+    this.hint = el("p", { class: "hint" }, "No schedule yet.");
+    this.element = el("div", { class: "chart", tabindex: 0, role: "group", "aria-label": label,
+      onkeydown: (event) => this.press(event) }, this.hint, this.stage);
+    this.drawn = null;
+    this.Bokeh = null;
+    this.tag = "";
+    this.wanted = null;
+    this.working = null;
+    this.zoom = null;
+  }
+
+  /**
+   * Show what a path answers, soon; of many wishes that come meanwhile the last counts.
+   * Resolves when what was wished is seen.
+   */
+  show(path) {
+    this.wanted = path;
+    this.working ??= this.work().finally(() => { this.working = null; });
+    return this.working;
+  }
+
+  async work() {
+    while (this.wanted !== null) {
+      const path = this.wanted;
+      this.wanted = null;
+      await this.load(path);
+    }
+  }
+
+  async load(path) {
+    const query = `${path}${path.includes("?") ? "&" : "?"}theme=${theme()}`;
+    const known = this.query === query && this.tag ? { "If-None-Match": this.tag } : {};
+    const [Bokeh, answer] = await Promise.all([
+      bokeh(), ask(query, { headers: known, cache: "no-store" })]);
+    if (answer.status === 304) return;
+    const item = await answer.json();
+    await this.draw(Bokeh, item);
+    this.query = query;
+    this.tag = answer.headers.get("ETag") ?? "";
+    this.element.dataset.tag = this.tag.replaceAll('"', "");
+  }
+
+  /** Draw behind what is seen, move to where that is, then take its place. */
+  async draw(Bokeh, item) {
+    const fresh = el("div", { class: "layer", "data-fresh": true });
+    this.stage.append(fresh);
+    const drawn = await Bokeh.embed.embed_item(item, fresh);
+    const before = this.drawn;
+    this.Bokeh = Bokeh;
+    this.drawn = drawn;
+    this.range = this.document.get_model_by_name("time");
+    this.follow();
+    delete fresh.dataset.fresh;
+    for (const layer of [...this.stage.children]) if (layer !== fresh) layer.remove();
+    if (before) dispose(Bokeh, before);
+    this.hint.hidden = true;
+    this.element.dataset.drawn = String(Number(this.element.dataset.drawn ?? 0) + 1);
+  }
+
+  get document() {
+    return [...this.drawn][0].model.document;
+  }
+
+  /** Keep the zoom of whatever was shown before, and tell of every change of it. */
+  follow() {
+    if (!this.range) return;
+    this.full = { start: this.range.start, end: this.range.end };
+    if (this.zoom) this.range.setv(this.zoom);
+    const told = () => this.zoomed();
+    this.range.properties.start.change.connect(told);
+    this.range.properties.end.change.connect(told);
+  }
+
+  zoomed() {
+    const { start, end } = this.range;
+    const isWhole = start === this.full.start && end === this.full.end;
+    this.zoom = isWhole ? null : { start, end };
+    this.onZoom?.(this.zoom);
+  }
+
+  /** See a part of the time axis, in ms; null = all of it. */
+  see(zoom) {
+    this.zoom = zoom;
+    if (this.range) this.range.setv(zoom ?? this.full);
+  }
+
+  /** Move by a share of what is seen, and show `factor` times as much. */
+  move(share, factor = 1) {
+    if (!this.range) return;
+    const { start, end } = this.range;
+    const width = (end - start) * factor;
+    const middle = (start + end) / 2 + share * (end - start);
+    const least = this.full.start;
+    const most = this.full.end;
+    if (width >= most - least) return this.see(null);
+    const from = Math.min(Math.max(middle - width / 2, least), most - width);
+    this.range.setv({ start: from, end: from + width });
+  }
+
+  press(event) {
+    const moves = { ArrowLeft: [-STEP], ArrowRight: [STEP], "+": [0, 1 / ZOOM], "=": [0, 1 / ZOOM],
+      "-": [0, ZOOM] };
+    if (event.target !== this.element || event.ctrlKey || event.metaKey || event.altKey) return;
+    if (event.key === "0") this.see(null);
+    else if (event.key in moves) this.move(...moves[event.key]);
+    else return;
+    event.preventDefault();
+  }
+
+  /** Buttons for those who have no wheel. */
+  buttons() {
+    const made = (text, name, action) => button(text, action, { "aria-label": name, title: name });
+    return el("span", { class: "zoom", role: "group", "aria-label": "Zoom" },
+      made("−", "Zoom out (-)", () => this.move(0, ZOOM)),
+      made("+", "Zoom in (+)", () => this.move(0, 1 / ZOOM)),
+      made("‹", "Earlier (arrow left)", () => this.move(-STEP)),
+      made("›", "Later (arrow right)", () => this.move(STEP)),
+      made("All", "See all (0)", () => this.see(null)));
+  }
+
+  /** Return what is seen as a PNG file. */
+  async png() {
+    const [view] = this.drawn;
+    return view.export("auto", true).to_blob();
+  }
+
+  /** Show a sentence instead of a chart. */
+  say(text) {
+    this.hint.textContent = text;
+    this.hint.hidden = false;
+  }
+
+  close() {
+    this.wanted = null;
+    if (this.drawn) dispose(this.Bokeh, this.drawn);
+    this.drawn = null;
+  }
+}

@@ -1,0 +1,189 @@
+// A job: its numbers as they come, its chart, what stands beside it, what can be done about it.
+
+import { onTheme } from "./bokeh.js";
+import { Chart } from "./chart.js";
+import { announce, button, el, fact, later } from "./dom.js";
+import { downloads } from "./downloads.js";
+import { events } from "./events.js";
+import { guarded, showFault } from "./faults.js";
+import { msUnit, share, stateWord } from "./format.js";
+import { ask, askJson } from "./http.js";
+import { besideField } from "./beside.js";
+import { amend } from "./link.js";
+import { Progress } from "./progress.js";
+import { why } from "./why.js";
+
+const FINAL = ["succeeded", "infeasible", "failed", "cancelled"];
+const SAY_MS = 1000;
+
+/** Shows one job until it is closed. */
+export class JobView {
+  constructor(id, told) {
+    this.path = `v1/jobs/${id}`;
+    this.id = id;
+    this.beside = told.beside ?? "";
+    this.stop = new AbortController();
+    this.chart = new Chart("Schedule: lanes of every device, and memory, over time",
+      { onZoom: later((zoom) => this.isOpen && tellZoom(zoom), 200) });
+    const zoom = { start: Number(told.from), end: Number(told.to) };
+    if (told.from !== undefined && zoom.end > zoom.start) this.chart.zoom = zoom;
+    this.progress = new Progress();
+    this.say = later(() => announce(this.sentence()), SAY_MS);
+    this.place = el("div", { id: "job", "data-id": id });
+    this.head = el("div", { class: "head" });
+    this.facts = el("dl", { class: "facts strong" });
+    this.acts = el("div", { class: "buttons" });
+    this.why = el("section", { id: "why", hidden: true });
+    onTheme(() => this.isOpen && this.repaint());
+  }
+
+  get isOpen() {
+    return !this.stop.signal.aborted;
+  }
+
+  get isFinal() {
+    return FINAL.includes(this.job.state);
+  }
+
+  /** Show it and follow it; returns when it is shown. */
+  async open(host) {
+    this.job = await askJson(this.path);
+    this.place.append(
+      this.head, this.facts,
+      el("div", { class: "bar" }, besideField(this, (beside) => this.compare(beside)),
+        this.chart.buttons(), downloads(this)),
+      this.chart.element,
+      el("section", {}, el("h2", {}, "While solving"), this.progress.element),
+      this.why);
+    host.replaceChildren(this.place);
+    this.tell();
+    this.refreshChart();
+    this.follow().catch(showFault);
+  }
+
+  /** Take in what happens, until the job has ended. */
+  async follow() {
+    for await (const { type, data } of events(`${this.path}/events`, this.stop.signal)) {
+      if (type === "state") await this.reload();
+      if (type === "incumbent" || type === "bound") this.improve(data);
+    }
+    await this.reload();
+    if (this.job.has_schedule) await this.explain();
+  }
+
+  improve(data) {
+    const { job } = this;
+    job.objective_ms = data.objective_ms ?? job.objective_ms;
+    job.bound_ms = data.bound_ms ?? job.bound_ms;
+    job.gap = data.gap ?? job.gap;
+    job.has_schedule ||= data.kind === "incumbent";
+    this.progress.add(data);
+    this.drawing ??= this.progress.draw().catch(showFault);
+    this.tell();
+    // Of an ended job they are history: its chart shows the last one already.
+    if (data.kind === "incumbent" && !this.isFinal) this.refreshChart();
+  }
+
+  async reload() {
+    const before = this.job.num_schedules;
+    this.job = await askJson(this.path, { signal: this.stop.signal });
+    this.tell();
+    if (this.job.num_schedules !== before) this.refreshChart();
+  }
+
+  refreshChart() {
+    if (!this.job.has_schedule || !this.isOpen) return;
+    const beside = this.beside ? `?beside=${encodeURIComponent(this.beside)}` : "";
+    this.chart.show(`${this.path}/chart${beside}`).catch((error) => {
+      showFault(error);
+      if (!this.chart.drawn) this.chart.say("There is no picture of it; the schedule can be saved.");
+    });
+  }
+
+  async compare(beside) {
+    this.beside = beside;
+    amend({ beside });
+    this.refreshChart();
+  }
+
+  repaint() {
+    this.refreshChart();
+    this.progress.redraw().catch(showFault);
+  }
+
+  async explain() {
+    await why(this.why, `${this.path}/explanation`, this.stop.signal);
+  }
+
+  sentence() {
+    const { job } = this;
+    const gap = job.gap === null ? "" : `, gap ${share(job.gap)}`;
+    return job.has_schedule
+      ? `${stateWord(job)}: ${job.objective} ${msUnit(job.objective_ms)}${gap}`
+      : `${stateWord(job)}: no schedule yet`;
+  }
+
+  tell() {
+    const { job } = this;
+    Object.assign(this.place.dataset, { state: job.state, schedules: job.num_schedules });
+    this.head.replaceChildren(
+      el("h1", {}, job.name || "Unnamed problem"),
+      el("span", { class: `state ${job.state}` }, stateWord(job)), this.acts);
+    this.facts.replaceChildren(
+      fact(job.objective === "span" ? "Span" : "Makespan", msUnit(job.objective_ms), { id: "objective" }),
+      fact("Bound", msUnit(job.bound_ms), { id: "bound" }),
+      fact("Gap", job.gap !== null && job.gap <= 1e-6 ? "0 · optimal" : share(job.gap), { id: "gap" }),
+      fact("Method", job.options.method),
+      fact("Cache", job.cache),
+      ...(job.error ? [fact("Reason", job.error.message, { class: "fact long", id: "reason" })] : []));
+    this.tellActions();
+    this.say();
+  }
+
+  tellActions() {
+    const { job } = this;
+    const canGoOn = this.isFinal && job.state !== "infeasible" && !(job.gap !== null && job.gap <= 1e-6);
+    const seconds = this.seconds ??= el("input", { type: "number", min: 1, value: 30, required: true,
+      "aria-label": "Seconds more" });
+    const shown = [];
+    if (!this.isFinal) shown.push(button("Cancel", guarded(() => this.cancel()), { id: "cancel" }));
+    if (canGoOn) shown.push(seconds, button("s more", guarded(() => this.resume()), { id: "resume" }));
+    // What has the focus keeps it: nothing is exchanged that is there already.
+    const key = shown.map((item) => item.id || "seconds").join();
+    if (this.acts.dataset.key === key) return;
+    this.acts.dataset.key = key;
+    this.acts.replaceChildren(...shown);
+  }
+
+  async cancel() {
+    this.job = await (await ask(this.path, { method: "DELETE" })).json();
+    this.tell();
+  }
+
+  async resume() {
+    const more = Number(this.seconds.value);
+    this.job = await askJson(`${this.path}/resume`, { json: { time_limit_s: more } });
+    this.tell();
+    await this.followAgain();
+  }
+
+  async followAgain() {
+    this.stop.abort();
+    this.stop = new AbortController();
+    this.progress.close();
+    this.progress.points = [];
+    this.drawing = null;
+    this.follow().catch(showFault);
+  }
+
+  close() {
+    this.stop.abort();
+    this.chart.close();
+    this.progress.close();
+  }
+}
+
+function tellZoom(zoom) {
+  const digits = (value) => value.toFixed(3);
+  amend({ from: zoom ? digits(zoom.start) : null, to: zoom ? digits(zoom.end) : null });
+}

@@ -1,0 +1,70 @@
+// The page: the form at the left, and at the right what the address says.
+
+import { BatchView } from "./batch.js";
+import { Compose } from "./compose.js";
+import { byId } from "./dom.js";
+import { clearFault, guarded } from "./faults.js";
+import { setUpFiles } from "./files.js";
+import { askJson } from "./http.js";
+import { JobView } from "./job.js";
+import { setUpKeyButton } from "./key.js";
+import { onGo, read, setUp } from "./link.js";
+import { BatchList, JobList } from "./lists.js";
+import { problemSummary } from "./problem.js";
+
+const result = byId("result");
+let shown = null;
+
+const compose = new Compose((view) => {
+  byId("about").replaceChildren(problemSummary(view));
+  if (isWork(read())) compose.tellAddress();
+});
+
+const isWork = (told) => !told.list && !told.batch;
+
+/** Show what the address says. */
+const show = guarded(async (told) => {
+  clearFault();
+  shown?.close();
+  shown = viewOf(told);
+  mark(told);
+  result.replaceChildren();
+  if (shown) await shown.open(result);
+  else if (compose.isLoaded && told.model && compose.differs(told)) await compose.restore(told);
+  else if (compose.view) compose.tellAddress();
+});
+
+function viewOf(told) {
+  if (told.job) return new JobView(told.job, told);
+  if (told.batch) return new BatchView(told.batch);
+  if (told.list === "jobs") return new JobList();
+  if (told.list === "batches") return new BatchList();
+  return null;
+}
+
+function mark(told) {
+  const name = told.list ?? "new";
+  for (const link of document.querySelectorAll("nav a")) {
+    if (link.dataset.view === name) link.setAttribute("aria-current", "page");
+    else link.removeAttribute("aria-current");
+  }
+  document.body.dataset.view = isWork(told) ? "work" : "list";
+}
+
+/** Fill the form: from the address; else, beside a job, with the problem of that job. */
+const fill = guarded(async (told) => {
+  await compose.load();
+  if (told.job && !told.model) {
+    await compose.use(await askJson(`v1/jobs/${told.job}/problem`), "The problem of this job.");
+  } else {
+    await compose.restore(told);
+  }
+});
+
+setUp();
+setUpFiles(compose);
+setUpKeyButton(() => location.reload());
+onGo(show);
+const told = read();
+await Promise.all([show(told), fill(told)]);
+document.body.dataset.ready = "yes";

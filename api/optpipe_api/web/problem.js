@@ -1,0 +1,54 @@
+// What a problem says, as a table: the stages, and what the memory of their devices leaves.
+
+import { button, el, fact, save, table } from "./dom.js";
+import { billions, bytes, ms, share } from "./format.js";
+
+const SHOWN = 24;
+const COLUMNS = ["Stage", "Device", "Layers", "F ms", "I ms", "W ms", "Activation", "Offloadable",
+  "Static", "Usable"].map((title) => ({ title, number: title !== "Device" }));
+
+/** Return the summary of what `/v1/estimates` or `/v1/variants` answered. */
+export function problemSummary(view) {
+  const { problem } = view;
+  const hasSizes = Boolean(view.sizes);
+  const columns = COLUMNS.filter(({ title }) => hasSizes || title !== "Layers");
+  const rows = problem.stages.slice(0, SHOWN).map((stage, index) => ({
+    cells: rowOf(view, stage, index, hasSizes),
+  }));
+  const left = problem.stages.length - rows.length;
+  return el("section", { id: "problem", "data-hash": view.problem_hash },
+    el("div", { class: "head" }, el("h2", {}, "Problem in the form"),
+      button("Save as JSON", () => saveProblem(problem), { class: "quiet", id: "save-problem" })),
+    el("dl", { class: "facts" }, factsOf(view)),
+    table("Stages of the problem", columns, rows),
+    left > 0 ? el("p", { class: "hint" }, `and ${left} more stages`) : null,
+    (view.notes ?? []).map((note) => el("p", { class: "hint" }, note)));
+}
+
+function rowOf(view, stage, index, hasSizes) {
+  const cells = [String(index), view.problem.devices[stage.device].name, ms(stage.forward_ms),
+    ms(stage.backward_input_ms), ms(stage.backward_weight_ms), bytes(stage.activation_bytes),
+    bytes(stage.offload_bytes), bytes(stage.static_bytes), bytes(view.usable_bytes[stage.device])];
+  if (hasSizes) cells.splice(2, 0, String(view.sizes[index]));
+  return cells;
+}
+
+function factsOf(view) {
+  const { problem } = view;
+  const count = (number, word) => `${number} ${word}${number === 1 ? "" : "s"}`;
+  const found = [
+    fact("Name", problem.name || "–"),
+    fact("Size", `${count(problem.devices.length, "device")}, ${count(problem.stages.length, "stage")}, `
+      + count(problem.num_microbatches, "micro-batch").replace(/hs$/, "hes"), { id: "problem-size" }),
+    fact("Memory", bytes(Math.max(...problem.devices.map((device) => device.memory_bytes))),
+      { id: "problem-memory" }),
+  ];
+  if (view.parameters) found.push(fact("Parameters", billions(view.parameters)));
+  if (view.mfu) found.push(fact("Compute", `${share(view.mfu)} of peak`));
+  return found;
+}
+
+function saveProblem(problem) {
+  const text = `${JSON.stringify(problem, null, 1)}\n`;
+  save(new Blob([text], { type: "application/json" }), `${problem.name || "problem"}.json`);
+}

@@ -1,0 +1,107 @@
+// Objective, bound and gap while a job is solved: numbers that grow as events come.
+
+import { bokeh, dispose, theme } from "./bokeh.js";
+import { el } from "./dom.js";
+
+const COLOURS = {
+  light: { text: "#4a5058", line: "#d5d9de", back: "#ffffff", objective: "#0b62a4", bound: "#b35900" },
+  dark: { text: "#b4bac2", line: "#343a42", back: "#15181c", objective: "#6cb4ee", bound: "#f0a04b" },
+};
+
+/** The chart of a job's progress. */
+export class Progress {
+  constructor() {
+    this.element = el("div", { class: "progress", role: "img",
+      "aria-label": "Objective and bound over the seconds of solving" });
+    this.points = [];
+    this.sources = null;
+    this.drawn = null;
+  }
+
+  /** Take in what an event says: {seconds, objective_ms, bound_ms}. */
+  add(point) {
+    this.points.push(point);
+    this.element.dataset.points = String(this.points.length);
+    if (this.sources) this.stream([point]);
+  }
+
+  /** Draw what is known; later points are added to it. */
+  async draw() {
+    const Bokeh = await bokeh();
+    const colours = COLOURS[theme()];
+    const plot = styled(Bokeh, colours);
+    this.sources = {
+      objective: new Bokeh.ColumnDataSource({ data: { x: [], y: [] } }),
+      bound: new Bokeh.ColumnDataSource({ data: { x: [], y: [] } }),
+    };
+    for (const name of ["bound", "objective"]) {
+      const source = this.sources[name];
+      const line_color = colours[name];
+      plot.step({ field: "x" }, { field: "y" }, "after", { source, line_width: 2, line_color,
+        legend_label: name });
+      plot.scatter({ field: "x" }, { field: "y" }, { source, size: 4, line_color, fill_color: line_color });
+    }
+    dressLegend(plot.legend, colours);
+    const known = this.points;
+    this.Bokeh = Bokeh;
+    this.remove();
+    this.drawn = await Bokeh.Plotting.show(plot, this.element);
+    this.stream(known);
+  }
+
+  stream(points) {
+    for (const [name, field] of [["objective", "objective_ms"], ["bound", "bound_ms"]]) {
+      // A bound of 0 says nothing, and would flatten the rest.
+      const told = points.filter((point) => point[field] > 0 && point.seconds !== null);
+      if (!told.length) continue;
+      this.sources[name].stream(
+        { x: told.map((point) => point.seconds), y: told.map((point) => point[field]) });
+    }
+  }
+
+  remove() {
+    this.element.replaceChildren();
+    if (this.drawn) dispose(this.Bokeh, [this.drawn].flat());
+    this.drawn = null;
+  }
+
+  /** Draw again, in the colours of now. */
+  async redraw() {
+    this.remove();
+    if (this.points.length) await this.draw();
+  }
+
+  close() {
+    this.remove();
+    this.sources = null;
+  }
+}
+
+function styled(Bokeh, colours) {
+  const plot = Bokeh.Plotting.figure({
+    height: 190, sizing_mode: "stretch_width", tools: "xpan,xwheel_zoom,reset",
+    x_axis_label: "seconds of solving", y_axis_label: "ms", toolbar_location: null,
+    background_fill_color: colours.back, border_fill_color: colours.back,
+    outline_line_color: colours.line, output_backend: "canvas",
+  });
+  plot.toolbar.active_scroll = null;
+  for (const axis of [plot.xaxis, plot.yaxis]) {
+    axis.axis_label_text_color = colours.text;
+    axis.axis_label_text_font_style = "normal";
+    axis.major_label_text_color = colours.text;
+    axis.axis_line_color = colours.line;
+    axis.major_tick_line_color = colours.line;
+    axis.minor_tick_line_color = null;
+  }
+  for (const grid of [plot.xgrid, plot.ygrid]) grid.grid_line_color = colours.line;
+  return plot;
+}
+
+function dressLegend(legend, colours) {
+  legend.background_fill_color = colours.back;
+  legend.background_fill_alpha = 0.8;
+  legend.border_line_color = null;
+  legend.label_text_color = colours.text;
+  legend.location = "top_right";
+  legend.orientation = "horizontal";
+}

@@ -1,0 +1,224 @@
+"""What an explanation holds (``optpipe/explanation/v1``): numbers first, sentences made of them.
+
+Times are ms on the clock of `optpipe.simulate`, which starts at 0; sizes are bytes; devices and
+stages are indices into the problem. What each number means exactly is said where it is made.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from optpipe.action import Action
+from optpipe.problem import Objective
+
+__all__ = [
+    "CriticalPath",
+    "DeviceIdle",
+    "DeviceMemory",
+    "Explanation",
+    "HostMemory",
+    "IdleCause",
+    "LaneKind",
+    "LaneUse",
+    "PieceKind",
+    "Relief",
+    "Run",
+    "RunKind",
+    "Sentence",
+    "StageRelief",
+    "Topic",
+    "Verdict",
+]
+
+LaneKind = Literal["compute", "d2h", "h2d", "both ways", "grad sync"]
+PieceKind = Literal["compute", "link", "d2h", "h2d", "grad sync", "queue"]
+RunKind = Literal["device", "wave", "link", "d2h", "h2d", "grad sync", "queue"]
+Topic = Literal["length", "critical path", "lanes", "memory", "idle", "offload", "recompute"]
+
+
+class IdleCause(StrEnum):
+    """Why a compute lane stood idle; `optpipe.explain.idle` says what is counted as what."""
+
+    WARM_UP = "warm-up"
+    FORWARD = "forward from upstream"
+    BACKWARD = "backward from downstream"
+    LINK = "link"
+    RELOAD = "reload"
+    RELEASE = "release"
+    GRAD_SYNC = "gradient reduction"
+    COOL_DOWN = "cool-down"
+
+
+class Verdict(StrEnum):
+    """Whether an offload or a recomputation is needed; `optpipe.explain.needs` has the rule."""
+
+    NEEDED = "needed"
+    INTERCHANGEABLE = "interchangeable"
+    UNNEEDED = "unneeded"
+
+
+class _Value(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class Run(_Value):
+    """A part of the critical path that a person reads as one thing.
+
+    Parameters
+    ----------
+    kind
+        ``device``: one device computes without a wait. ``wave``: one micro-batch goes through
+        neighbouring stages. Else a transfer, a link, a gradient reduction, or ``queue``: a transfer
+        that waits for its lane.
+    devices
+        In the order in which the path visits them.
+    actions
+        In order; none for a gradient reduction.
+    start_ms, end_ms
+        ``end_ms - start_ms`` is what the run contributes to the length.
+    link_ms
+        What of it is spent on links between devices.
+    """
+
+    kind: RunKind
+    devices: tuple[int, ...]
+    actions: tuple[Action, ...]
+    start_ms: float
+    end_ms: float
+    link_ms: float = 0.0
+
+    @property
+    def length_ms(self) -> float:
+        """What the run contributes to the length."""
+        return self.end_ms - self.start_ms
+
+
+class CriticalPath(_Value):
+    """The chain that makes the length, see `optpipe.explain.path.critical_path`.
+
+    ``by_kind`` and ``by_device`` split ``length_ms``: by what happens, and, for all but links, by
+    the device it happens on.
+    """
+
+    length_ms: float
+    by_kind: dict[PieceKind, float]
+    by_device: dict[int, float]
+    runs: tuple[Run, ...]
+
+
+class LaneUse(_Value):
+    """How much of a lane is used; ``group`` is the PCIe group that shares it, if one does."""
+
+    lane: LaneKind
+    devices: tuple[int, ...]
+    group: str | None
+    busy_ms: float
+    share: float
+
+
+class DeviceMemory(_Value):
+    """The memory of a device: reserved bytes are in neither ``peak_bytes`` nor ``limit_bytes``.
+
+    ``fullest_at`` is the first action at which the peak is reached; None without actions.
+    """
+
+    device: int
+    static_bytes: int
+    peak_bytes: int
+    limit_bytes: int
+    fullest_at: Action | None
+
+    @property
+    def headroom_bytes(self) -> int:
+        """What is never used."""
+        return self.limit_bytes - self.peak_bytes
+
+
+class HostMemory(_Value):
+    """The memory of a host; ``limit_bytes`` None = no limit."""
+
+    host: str
+    peak_bytes: int
+    limit_bytes: int | None
+
+
+class DeviceIdle(_Value):
+    """The idle time of a device's compute lane; ``causes`` sum to ``idle_ms``, none of them 0."""
+
+    device: int
+    busy_ms: float
+    idle_ms: float
+    causes: dict[IdleCause, float]
+
+
+class Relief(_Value):
+    """One (stage, micro-batch) that is offloaded or recomputed.
+
+    Parameters
+    ----------
+    saved_bytes
+        What the device does not hold meanwhile.
+    verdict
+        Whether that is needed.
+    exceeds_at, excess_bytes
+        Without this one alone: the first action at which the device would hold most meanwhile,
+        and by how much that is over its limit; at most 0 where it fits all the same. None and 0
+        where no other action stands between.
+    """
+
+    microbatch: int
+    saved_bytes: int
+    verdict: Verdict
+    exceeds_at: Action | None
+    excess_bytes: int
+
+
+class StageRelief(_Value):
+    """What a stage offloads, or recomputes.
+
+    ``exceeds_at`` and ``excess_bytes`` are those without all of ``reliefs`` together.
+    """
+
+    stage: int
+    device: int
+    kind: Literal["offload", "recompute"]
+    reliefs: tuple[Relief, ...]
+    exceeds_at: Action | None
+    excess_bytes: int
+
+    def microbatches(self, *verdicts: Verdict) -> tuple[int, ...]:
+        """Return the micro-batches with one of these verdicts, in ascending order."""
+        return tuple(sorted(r.microbatch for r in self.reliefs if r.verdict in verdicts))
+
+
+class Sentence(_Value):
+    """One sentence of the explanation and what it is about."""
+
+    topic: Topic
+    text: str
+
+
+class Explanation(_Value):
+    """Why a schedule is as long as it is, and why it offloads and recomputes what it does."""
+
+    format: Literal["optpipe/explanation/v1"] = "optpipe/explanation/v1"
+    problem_hash: str
+    objective: Objective
+    length_ms: float
+    makespan_ms: float
+    span_ms: float
+    busiest_ms: float = Field(
+        description="Compute time of the busiest device, DESIGN section 2: no schedule is shorter."
+    )
+    bubble_rate: float = Field(description="1 - busiest_ms / length_ms.")
+    bound_ms: float | None = None
+    critical_path: CriticalPath
+    lanes: tuple[LaneUse, ...]
+    memory: tuple[DeviceMemory, ...]
+    hosts: tuple[HostMemory, ...]
+    idle: tuple[DeviceIdle, ...]
+    reliefs: tuple[StageRelief, ...]
+    sentences: tuple[Sentence, ...] = ()

@@ -1,0 +1,277 @@
+"""A schedule as a Python object list: the ``ScheduledNode`` of the public zero-bubble runtime.
+
+The node is defined in ``megatron/core/pipeline_parallel/zerobubble/scheduler/graph.py`` of the
+zero-bubble repository (and of AMD's Primus, which has the offload nodes too); what it makes the
+runtime do, in ``zerobubble/runtime.py``. docs/exports.md says which versions were read. The words
+differ from ours: their *stage* is our device, their *layer group* our stage; their B is our I,
+their BW our B.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from optpipe.action import Action, ActionType
+from optpipe.formats.exchanges import Exchange, joint_order, rows_of
+from optpipe.formats.python_list_rules import expect_zero_bubble
+from optpipe.precedence import Pass, input_of, pass_of
+from optpipe.simulate import simulate
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from optpipe.action import Programs
+    from optpipe.problem import Problem
+    from optpipe.simulate import Times
+
+__all__ = ["dump_python_list"]
+
+_NAMES = {
+    ActionType.FORWARD: ("F",),
+    ActionType.BACKWARD_INPUT: ("B",),
+    ActionType.BACKWARD_WEIGHT: ("W",),
+    ActionType.FULL_BACKWARD: ("BW",),
+    ActionType.OFFLOAD: ("OFFLOAD_SEND_START",),
+    ActionType.RELEASE: ("OFFLOAD_SEND_END",),
+    ActionType.RELOAD: ("OFFLOAD_RECV_PREP", "OFFLOAD_RECV_START"),
+}
+_ENDS_USE = (ActionType.BACKWARD_WEIGHT, ActionType.FULL_BACKWARD)
+
+
+class Node(NamedTuple):
+    """One node; times in ms, ``peer`` a device, ``pair`` the number of an exchange."""
+
+    type: str
+    microbatch: int
+    chunk: int
+    layer_group: int
+    start: float
+    end: float
+    receive_from: int | None = None
+    send_to: int | None = None
+    peer: int | None = None
+    pair: int | None = None
+    offloaded: bool = False
+
+
+def dump_python_list(problem: Problem, programs: Programs) -> str:
+    """Return legal programs as a Python module that imports nothing.
+
+    Its ``local_order(graph)`` and ``scheduled_nodes(graph)`` take the runtime's module ``graph``
+    and return the nodes of every device: passes alone, for the runtime's own pass to add
+    communication, or everything with communication placed here.
+
+    Raises
+    ------
+    ScheduleFormatError
+        With row, column and cell of the first action that the runtime cannot run, or would run
+        with wrong gradients.
+    """
+    expect_zero_bubble(problem, programs)
+    rows = _Rows(problem, programs).nodes()
+    text = "".join(
+        f"    (  # device {device}\n" + "".join(map(_row, row)) + "    ),\n"
+        for device, row in enumerate(rows)
+    )
+    return _TEMPLATE.format(
+        problem_hash=problem.problem_hash,
+        planned=simulate(problem, programs).makespan_ms,
+        devices=len(problem.devices),
+        chunks=max(map(len, problem.stages_of)),
+        microbatches=problem.num_microbatches,
+        flags=_flags(problem),
+        offload_note=_OFFLOAD_NOTE if any(node.offloaded for row in rows for node in row) else "",
+        rows=text,
+    )
+
+
+class _Rows:
+    """The nodes of each device, from a joint order in which tensors leave as soon as they exist."""
+
+    def __init__(self, problem: Problem, programs: Programs) -> None:
+        self._problem = problem
+        self._line = joint_order(
+            problem, programs, by="end", early_activations=True, early_gradients=True
+        )
+        run = simulate(problem, programs)
+        self._at: dict[Action, Times] = {
+            action: at
+            for program, row in zip(programs, run.times, strict=True)
+            for action, at in zip(program, row, strict=True)
+        }
+        self._ended: dict[Pass, float] = {
+            made: at.end for action, at in self._at.items() if (made := pass_of(action)) is not None
+        }
+        self._offloaded = {
+            (action.stage, action.microbatch)
+            for action in self._at
+            if action.type is ActionType.OFFLOAD
+        }
+        self._held: dict[int, list[int]] = {}
+        for stage, microbatch in sorted(self._offloaded):
+            self._held.setdefault(stage, []).append(microbatch)
+        self._used: set[tuple[int, int]] = set()
+        # A stage's turn among those of its device.
+        self._chunk = {
+            stage: chunk for held in problem.stages_of for chunk, stage in enumerate(held)
+        }
+
+    def nodes(self) -> list[list[Node]]:
+        pairs = [event for event in self._line if isinstance(event, Exchange)]
+        number = {event: index for index, event in enumerate(pairs)}
+        rows = rows_of(self._line, len(self._problem.devices))
+        return [
+            [node for event in row for node in self._nodes(device, event, number)]
+            for device, row in enumerate(rows)
+        ]
+
+    def _nodes(
+        self, device: int, event: Action | Exchange, number: dict[Exchange, int]
+    ) -> Iterator[Node]:
+        if isinstance(event, Exchange):
+            yield self._communication(device, event, number[event])
+            return
+        at = self._at[event]
+        offloaded = (event.stage, event.microbatch) in self._offloaded
+        is_pass = not (event.type.is_transfer or event.type is ActionType.RELEASE)
+        for name in _NAMES[event.type]:
+            yield Node(
+                name, event.microbatch, self._chunk[event.stage], event.stage,
+                at.start if is_pass else at.issue, at.end if is_pass else at.issue,
+                receive_from=self._receives_from(event), send_to=self._sends_to(event),
+                offloaded=offloaded,
+            )  # fmt: skip
+        if offloaded and event.type in _ENDS_USE:
+            self._used.add((event.stage, event.microbatch))
+            yield from self._let_go(event.stage, at.end)
+
+    def _let_go(self, stage: int, moment: float) -> Iterator[Node]:
+        """Yield the ends of reloads in the order of the reloads, which is how the runtime has them.
+
+        A fused backward may overtake the weight gradient of an earlier micro-batch.
+        """
+        held = self._held.get(stage, [])
+        while held and (stage, held[0]) in self._used:
+            yield Node(
+                "OFFLOAD_RECV_END", held.pop(0), self._chunk[stage], stage, moment, moment,
+                offloaded=True,
+            )  # fmt: skip
+
+    def _communication(self, device: int, event: Exchange, number: int) -> Node:
+        sends = device == event.source
+        following = event.stage - 1 if event.backward else event.stage + 1
+        stage = event.stage if sends else following
+        ended = self._ended[Pass(event.backward, event.stage, event.microbatch)]
+        return Node(
+            f"{'SEND' if sends else 'RECV'}_{'BACKWARD' if event.backward else 'FORWARD'}",
+            event.microbatch, self._chunk[stage], stage, ended, ended,
+            peer=event.target if sends else event.source, pair=number,
+        )  # fmt: skip
+
+    def _receives_from(self, action: Action) -> int | None:
+        needed = input_of(action, len(self._problem.stages))
+        if needed is None:
+            return None
+        return self._other(needed.stage, action.stage)
+
+    def _sends_to(self, action: Action) -> int | None:
+        made = pass_of(action)
+        following = 0 if made is None else action.stage + (-1 if made.backward else 1)
+        if made is None or not 0 <= following < len(self._problem.stages):
+            return None
+        return self._other(following, action.stage)
+
+    def _other(self, stage: int, own: int) -> int | None:
+        """Return the device of a stage; None where it is the own stage's."""
+        device = self._problem.placement[stage]
+        return None if device == self._problem.placement[own] else device
+
+
+def _row(node: Node) -> str:
+    numbers = (round(node.start, 6), round(node.end, 6))
+    cells = (node.type, node.microbatch, node.chunk, node.layer_group, *numbers, *node[6:])
+    return f"        {cells!r},\n"
+
+
+def _flags(problem: Problem) -> str:
+    """Return what makes the runtime place chunks as the problem does."""
+    chunks = len(problem.stages) // len(problem.devices)
+    if chunks == 1:
+        return "--enable-zero-bubble"
+    if problem.placement[-1] == 0:
+        return "--zero-bubble-v-schedule"
+    return f"{chunks} virtual stages, and without --enable-zero-bubble"
+
+
+_OFFLOAD_NOTE = """
+Some activations are offloaded: run with --cpu-offload, and with --offload-overlap-sr, or copies in
+both directions share one stream and take longer than planned.
+"""
+
+_TEMPLATE = '''"""A pipeline schedule as ScheduledNodes, written by optpipe export.
+
+Problem {problem_hash}.
+{devices} devices, {chunks} chunks each, {microbatches} micro-batches; {planned:.3f} ms as planned.
+
+For the zero-bubble runtime; put this file beside your training script, and before training:
+
+    from megatron.core.pipeline_parallel.zerobubble import runtime
+    from megatron.core.pipeline_parallel.zerobubble.scheduler import graph
+    runtime.schedule_cache = scheduled_nodes(graph)
+    runtime.is_auto_schedule = True  # keep it: no schedule of its own after profiling
+
+Run with {flags}, and without --enable-optimizer-post-validation.
+{offload_note}"""
+
+NUM_DEVICES = {devices}
+NUM_CHUNKS = {chunks}
+NUM_MICROBATCHES = {microbatches}
+
+
+def local_order(graph):
+    """Return the passes of every device, without communication and offload.
+
+    For the runtime's own run_schedule_passes(config, local_order), which adds communication.
+    """
+    passes = ("F", "B", "W", "BW")
+    return [
+        [_node(graph, device, row, False) for row in rows if row[0] in passes]
+        for device, rows in enumerate(NODES)
+    ]
+
+
+def scheduled_nodes(graph):
+    """Return all nodes of every device, in order, communication and offload included."""
+    return [[_node(graph, device, row, True) for row in rows] for device, rows in enumerate(NODES)]
+
+
+def _node(graph, device, row, with_offload):
+    name, microbatch, chunk, group, start, end, receive_from, send_to, peer, pair, offloaded = row
+    fields = {{}}
+    if peer is not None:
+        to_next = (device + 1) % NUM_DEVICES == peer
+        if NUM_DEVICES == 2:  # both neighbours are one device: the runtime sends to the next
+            to_next = name.startswith("SEND_")
+        direction = graph.CommDirection.NEXT if to_next else graph.CommDirection.PREV
+        fields = {{"comm_direction": direction, "comm_peer_stage": peer, "comm_pair_id": pair}}
+    if offloaded and with_offload:
+        fields["should_offload"] = True
+    return graph.ScheduledNode(
+        type=graph.FuncType[name],
+        stage=device,
+        microbatch=microbatch,
+        chunk=chunk,
+        layer_group_idx=group,
+        start_time=start,
+        completion_time=end,
+        recv_peer_stage=receive_from,
+        send_peer_stage=send_to,
+        **fields,
+    )
+
+
+# Per device its nodes: type, micro-batch, chunk, layer group (stage of the model), start and end in
+# ms, device it receives from, device it sends to, peer and number of an exchange, offloaded.
+NODES = (
+{rows})
+'''

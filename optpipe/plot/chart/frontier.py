@@ -1,0 +1,122 @@
+"""The frontier of a sweep to zoom into: the best objective and its bound over the memory limit."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from bokeh.layouts import column
+from bokeh.models import ColumnDataSource, HoverTool, LayoutDOM, Range1d
+from bokeh.plotting import figure
+
+from optpipe.plot.chart.style import PALETTES, Palette, Theme
+from optpipe.plot.frontier import LINE_COLOURS, edges
+from optpipe.plot.headline import gap_of
+from optpipe.plot.units import format_ms, format_share
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from optpipe.frontier import Line, Point
+
+__all__ = ["lay_out"]
+
+_HEIGHT_PX = 400
+_GB = 1e9
+_MOST_NAMED = 16
+_TOLD = [("", "@name"), ("memory", "@gb{0.[000]} GB"), ("", "@told")]
+
+
+def lay_out(lines: Sequence[Line], title: str, theme: Theme) -> LayoutDOM:
+    """Return the chart of a frontier; see `optpipe.plot.interactive.frontier_chart`."""
+    look = PALETTES[theme]
+    points = [point for line in lines for point in line.points]
+    bottom, top = edges(points)
+    plot = figure(
+        name="frontier",
+        title=title,
+        y_range=Range1d(start=bottom, end=top),
+        frame_height=_HEIGHT_PX,
+        sizing_mode="stretch_width",
+        tools="pan,wheel_zoom,box_zoom,zoom_in,zoom_out,reset,save",
+        active_scroll="wheel_zoom",
+        x_axis_label="memory per device (GB)",
+        y_axis_label="objective (ms)",
+    )
+    plot.toolbar.logo = None
+    for index, line in enumerate(lines):
+        _draw_line(
+            plot, line, LINE_COLOURS[index % len(LINE_COLOURS)], is_named=index < _MOST_NAMED
+        )
+    _draw_infeasible(plot, points, bottom, look)
+    _place_legend(plot)
+    return column(plot, sizing_mode="stretch_width", name="frontier-layout")
+
+
+def _draw_line(plot: Any, line: Line, colour: str, *, is_named: bool) -> None:
+    """Draw what was found, what is proven, and the room between."""
+    named: dict[str, Any] = {"legend_label": line.label or " "} if is_named else {}
+    found = [point for point in line.points if point.objective_ms is not None]
+    proven = [
+        point for point in line.points if point.bound_ms is not None and not point.is_infeasible
+    ]
+    between = [point for point in found if point.bound_ms is not None]
+    plot.varea(
+        x=[point.limit_bytes / _GB for point in between],
+        y1=[point.bound_ms for point in between],
+        y2=[point.objective_ms for point in between],
+        fill_color=colour,
+        fill_alpha=0.15,
+    )
+    plot.line(
+        x=[point.limit_bytes / _GB for point in proven],
+        y=[point.bound_ms for point in proven],
+        line_color=colour,
+        line_dash="dashed",
+    )
+    source = ColumnDataSource(_columns(line, found))
+    plot.line(source=source, x="gb", y="ms", line_color=colour, line_width=2, **named)
+    dots = plot.scatter(source=source, x="gb", y="ms", size=7, color=colour)
+    plot.add_tools(HoverTool(renderers=[dots], tooltips=_TOLD))
+
+
+def _columns(line: Line, found: Sequence[Point]) -> dict[str, list[Any]]:
+    return {
+        "gb": [point.limit_bytes / _GB for point in found],
+        "ms": [point.objective_ms for point in found],
+        "name": [line.label for _ in found],
+        "told": [_told(point) for point in found],
+    }
+
+
+def _told(point: Point) -> str:
+    objective_ms = point.objective_ms or 0.0
+    if point.bound_ms is None:
+        return f"{format_ms(objective_ms)} ms, no bound"
+    gap = format_share(gap_of(objective_ms, point.bound_ms))
+    return f"{format_ms(objective_ms)} ms, bound {format_ms(point.bound_ms)} ms, gap {gap}"
+
+
+def _draw_infeasible(plot: Any, points: Sequence[Point], bottom: float, look: Palette) -> None:
+    nothing = sorted({point.limit_bytes / _GB for point in points if point.is_infeasible})
+    if not nothing:
+        return
+    plot.scatter(
+        x=nothing,
+        y=[bottom] * len(nothing),
+        marker="x",
+        size=11,
+        line_width=2,
+        color=look.limit,
+        legend_label="nothing fits (proven)",
+    )
+
+
+def _place_legend(plot: Any) -> None:
+    """Put the legend below: inside, it would cover points. Without a line there is none."""
+    if not plot.legend:
+        return
+    legend = plot.legend[0]
+    legend.orientation = "horizontal"
+    legend.ncols = 3
+    legend.click_policy = "hide"
+    plot.add_layout(legend, "below")

@@ -1,0 +1,289 @@
+"""The page in a real browser: from a first visit to a schedule, and what people do there."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+
+from optpipe import load_csv, load_problem, load_schedule
+from tests.api.live import make_settings, running, two_stages
+from tests.browser.visit import DRAWN, PHONE, Visit, taken, upload, visiting
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from playwright.sync_api import Browser
+
+pytestmark = pytest.mark.browser
+
+GATED = "tests.browser.gated:solve"
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """One server for the tests of this module; its solver waits for the tests."""
+    folder = tmp_path_factory.mktemp("server")
+    with running(make_settings(folder, solve_path=GATED)) as (address, _):
+        yield address
+
+
+@pytest.fixture
+def visit(chromium: Browser, url: str) -> Iterator[Visit]:
+    with visiting(chromium, url) as made:
+        yield made
+
+
+def gated(folder: Path, **changes: Any) -> dict[str, Any]:
+    """A problem whose solver waits for files in this folder."""
+    return two_stages(name=f"gated:{folder}", **changes)
+
+
+def solved(url: str, folder: Path, better: int = 0) -> dict[str, Any]:
+    """An ended job."""
+    for number in range(1, better + 1):
+        (folder / str(number)).touch()
+    (folder / "end").touch()
+    answer = httpx.post(f"{url}/v1/jobs?wait=60", json={"problem": gated(folder)}, timeout=90)
+    job: dict[str, Any] = answer.json()
+    assert job["state"] == "succeeded"
+    return job
+
+
+def test_a_first_visit_leads_to_a_finished_schedule(chromium: Browser, tmp_path) -> None:
+    """With the real solver: choose a model, press one button, see the schedule and its bound."""
+    from optpipe_api import Settings
+
+    settings = Settings(
+        database_url=f"sqlite:///{tmp_path}/jobs.db", solver_processes=1, max_threads=1
+    )
+    with running(settings) as (address, _), visiting(chromium, address) as visit:
+        page = visit.open()
+        visit.picture("first-visit")
+        page.select_option("[name=model]", "llama3.2-1b")
+        page.fill("[name=num_microbatches]", "6")
+        page.fill("[name=pp]", "2")
+        page.fill("[name=time_limit_s]", "5")
+        page.wait_for_selector("#problem-size >> text=2 devices, 2 stages, 6 micro-batches")
+        page.click("#solve")
+        page.wait_for_selector("#job[data-state=succeeded]")
+        page.wait_for_selector(DRAWN)
+        page.wait_for_selector("#job .progress canvas >> nth=0")
+        visit.picture("schedule")
+        assert "%" in page.inner_text("#gap") or "optimal" in page.inner_text("#gap")
+        assert float(page.inner_text("#objective dd").replace(",", "").split()[0]) > 0
+
+
+def test_sliders_change_the_problem_that_is_solved(visit: Visit) -> None:
+    """The service varies it: the summary, the address and the saved file say the same."""
+    page = visit.open("?model=llama3-8b&gpu=h100&pp=4&num_microbatches=8")
+    before = page.get_attribute("#problem", "data-hash")
+    page.locator("[data-axis=memory_scale]").fill("40")  # the stop of 50 %
+    page.locator("#microbatches").fill("12")
+    page.wait_for_selector("#problem-size >> text=12 micro-batches")
+    page.wait_for_selector("#problem-memory >> text=39.8 GiB")
+    page.wait_for_function("new URLSearchParams(location.search).get('memory_scale') === '0.5'")
+    assert page.get_attribute("#problem", "data-hash") != before
+    with page.expect_download() as saving:
+        page.click("#save-problem")
+    problem = load_problem(saving.value.path().read_text("utf-8"))
+    assert problem.num_microbatches == 12
+    assert {device.memory_bytes for device in problem.devices} == {85_520_809_984 // 2}
+    assert problem.problem_hash == page.get_attribute("#problem", "data-hash")
+
+
+def test_an_incumbent_is_seen_before_the_solver_ends(visit: Visit, tmp_path) -> None:
+    """Numbers and chart follow each better schedule; the solver waits for the test in between."""
+    page = visit.open()
+    taken(page, gated(tmp_path))
+    page.click("#solve")
+    page.wait_for_selector("#job[data-state=running]")
+    page.wait_for_selector(f"{DRAWN}[data-tag*='.1.chart']")
+    first = page.inner_text("#objective")
+    (tmp_path / "1").touch()
+    page.wait_for_selector(f"{DRAWN}[data-tag*='.2.chart']")
+    page.wait_for_selector(".progress[data-points='2'] canvas >> nth=0")
+    visit.picture("while-solving")
+    assert page.inner_text("#objective") != first
+    assert page.get_attribute("#job", "data-state") == "running"
+    (tmp_path / "end").touch()
+    page.wait_for_selector("#job[data-state=succeeded]")
+
+
+def test_zooming_changes_the_pixels_and_a_better_schedule_keeps_the_zoom(
+    visit: Visit, tmp_path
+) -> None:
+    """By the wheel, by a button, by the keyboard."""
+    page = visit.open()
+    taken(page, gated(tmp_path))
+    page.click("#solve")
+    page.wait_for_selector(DRAWN)
+    chart = page.locator("#job .chart")
+    whole, seen_whole = visit.time_axis(), chart.screenshot()
+    page.click("button[aria-label^='Zoom in']")
+    page.wait_for_function("new URLSearchParams(location.search).has('from')")
+    zoomed = visit.time_axis()
+    assert whole[0] < zoomed[0] < zoomed[1] < whole[1]
+    assert chart.screenshot() != seen_whole
+    (tmp_path / "1").touch()
+    page.wait_for_selector(f"{DRAWN}[data-tag*='.2.chart']")
+    assert visit.time_axis() == pytest.approx(zoomed)
+    chart.focus()
+    page.keyboard.press("ArrowRight")
+    assert visit.time_axis()[0] > zoomed[0]
+    page.keyboard.press("0")
+    assert visit.time_axis()[0] == pytest.approx(whole[0])
+    page.mouse.move(*middle_of_the_lanes(visit))
+    page.mouse.wheel(0, -300)
+    page.wait_for_function("new URLSearchParams(location.search).has('from')")
+    (tmp_path / "end").touch()
+
+
+def middle_of_the_lanes(visit: Visit) -> tuple[float, float]:
+    """A point on the screen inside the first Gantt chart."""
+    x, y = visit.page.evaluate(
+        """() => {
+          const doc = Bokeh.documents.find((d) => d.get_model_by_name("gantt-0"));
+          const view = Bokeh.index.find_one(doc.get_model_by_name("gantt-0"));
+          const box = view.el.getBoundingClientRect();
+          return [box.x + box.width / 2, box.y + box.height / 2];
+        }"""
+    )
+    return x, y
+
+
+def test_a_link_shows_the_same_again(chromium: Browser, visit: Visit, url: str, tmp_path) -> None:
+    """Job, what stands beside it, and zoom; and, before a job, the form."""
+    job = solved(url, tmp_path)
+    page = visit.open(f"?job={job['id']}")
+    page.wait_for_selector(DRAWN)
+    page.select_option("#beside", "method:1f1b")
+    page.wait_for_selector(f"{DRAWN}[data-tag*='method:1f1b']")
+    page.click("button[aria-label^='Zoom in']")
+    page.wait_for_function("new URLSearchParams(location.search).has('from')")
+    with visiting(chromium, url) as other:
+        other.open(f"?{page.url.partition('?')[2]}")
+        other.page.wait_for_selector(f"{DRAWN}[data-tag*='method:1f1b']")
+        assert other.time_axis() == pytest.approx(visit.time_axis(), abs=0.01)
+        other.picture("compared")
+        other.page.wait_for_selector("#problem-size >> text=4 micro-batches")
+        other.open("?model=qwen3-8b&gpu=a100&pp=8&num_microbatches=24&memory_scale=0.7")
+        other.page.wait_for_selector("#problem-size >> text=8 devices, 8 stages, 24 micro-batches")
+        assert other.page.input_value("[name=model]") == "qwen3-8b"
+        assert other.page.get_attribute("[data-axis=memory_scale]", "aria-valuetext")[:4] == "70 %"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{not json", "is not JSON"),
+        ("[1]", "holds no JSON object"),
+        (
+            json.dumps(two_stages(num_microbatches=-3)),
+            "num_microbatches = -3: must be >= 1",
+        ),
+        (json.dumps(two_stages(colour="red")), "colour"),
+    ],
+)
+def test_a_bad_file_is_refused_in_a_sentence(visit: Visit, text: str, said: str) -> None:
+    """Value, rule, fix; and nothing can be solved until it is put right."""
+    page = visit.open()
+    upload(page, text, "broken.json")
+    page.wait_for_selector("#fault:visible")
+    assert said in page.inner_text("#fault")
+    assert page.get_attribute("#fault", "role") == "alert"
+    upload(page, two_stages())
+    page.wait_for_selector("#problem-size >> text=2 devices")
+    assert page.is_hidden("#fault")
+
+
+def test_a_job_can_be_saved_in_every_form(visit: Visit, url: str, tmp_path) -> None:
+    """What is saved is the schedule that is shown."""
+    job = solved(url, tmp_path)
+    programs = load_schedule(httpx.get(f"{url}/v1/jobs/{job['id']}/schedule").text).programs
+    page = visit.open(f"?job={job['id']}")
+    page.wait_for_selector(DRAWN)
+    saved = {}
+    for form in ("json", "csv", "trace", "png"):
+        page.click("#downloads > summary")
+        with page.expect_download() as saving:
+            page.click(f"#downloads [data-form={form}]")
+        saved[form] = saving.value.path().read_bytes()
+    assert load_schedule(saved["json"].decode()).programs == programs
+    assert load_csv(saved["csv"].decode()) == programs
+    assert json.loads(saved["trace"])["traceEvents"]
+    assert saved["png"].startswith(b"\x89PNG")
+
+
+def test_lists_show_jobs_and_what_can_be_done_about_them(visit: Visit, tmp_path) -> None:
+    """A running job can be cancelled there; a name leads to its job."""
+    page = visit.open()
+    taken(page, gated(tmp_path))
+    page.click("#solve")
+    page.wait_for_selector("#job[data-state=running]")
+    job_id = page.get_attribute("#job", "data-id")
+    page.click("nav [data-view=jobs]")
+    row = f"#jobs tr[data-id='{job_id}']"
+    page.click(f"{row} button:has-text('Cancel')")
+    page.wait_for_selector(f"{row}[data-state=succeeded], {row}[data-state=cancelled]")
+    visit.picture("jobs")
+    page.click(f"{row} a")
+    page.wait_for_selector(f"#job[data-id='{job_id}']")
+    page.wait_for_selector("#resume")
+
+
+def test_a_memory_sweep_ends_in_a_frontier(visit: Visit, tmp_path) -> None:
+    """One button: a batch over memory limits, its items, and the chart of what memory buys."""
+    (tmp_path / "end").touch()
+    page = visit.open()
+    taken(page, gated(tmp_path))
+    page.click("#sweep")
+    page.wait_for_selector("#batch[data-finished=true]")
+    page.wait_for_selector("#batch .chart[data-drawn]")
+    visit.picture("batch")
+    assert page.locator("#batch tbody tr").count() == 9
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_phone_shows_everything_without_scrolling_sideways(
+    chromium: Browser, url: str, tmp_path, scheme: str
+) -> None:
+    """360 pixels: the form, a job, the lists."""
+    job = solved(url, tmp_path)
+    with visiting(chromium, url, PHONE, scheme) as visit:
+        for name, query in (
+            ("form", ""),
+            ("job", f"?job={job['id']}&beside=method%3A1f1b"),
+            ("jobs", "?list=jobs"),
+            ("batches", "?list=batches"),
+        ):
+            page = visit.open(query)
+            if name == "job":
+                page.wait_for_selector(DRAWN)
+            visit.picture(f"phone-{name}-{scheme}")
+            width = page.evaluate("document.documentElement.scrollWidth")
+            assert width <= PHONE[0], f"{name} is {width} wide"
+
+
+def test_every_control_has_a_name_and_can_be_reached(visit: Visit, url: str, tmp_path) -> None:
+    """By tabulator alone, and with something to read out for each."""
+    job = solved(url, tmp_path)
+    page = visit.open(f"?job={job['id']}")
+    page.wait_for_selector(DRAWN)
+    nameless = page.evaluate(
+        """() => [...document.querySelectorAll("#compose, #result, header")].flatMap((part) =>
+          [...part.querySelectorAll("button, input, select, textarea, summary")]).filter((item) =>
+            !(item.labels?.length || item.textContent.trim() || item.ariaLabel)).map((item) =>
+            item.outerHTML)"""
+    )
+    assert nameless == []
+    page.click("header .name")
+    reached = set()
+    for _ in range(60):
+        page.keyboard.press("Tab")
+        reached.add(page.evaluate("document.activeElement.id || document.activeElement.name"))
+    assert {"solve", "slider-num_microbatches", "slider-memory_scale", "time_limit_s"} <= reached
+    assert page.get_attribute("#announce", "aria-live") == "polite"

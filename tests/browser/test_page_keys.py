@@ -1,0 +1,44 @@
+"""The page on a service that wants keys."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import httpx
+import pytest
+
+from optpipe_api.access import Role
+from tests.api.live import make_settings, running, two_stages
+from tests.browser.visit import DRAWN, READY, taken, visiting
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
+
+pytestmark = pytest.mark.browser
+
+
+def test_a_service_with_keys_asks_once_and_the_key_stays_in_the_tab(
+    chromium: Browser, tmp_path
+) -> None:
+    """A wrong key is refused with the reason; the right one goes with everything, events too."""
+    with running(make_settings(tmp_path, require_keys=True)) as (url, app):
+        key = app.state.service.keys.create("engineer", Role.SUBMIT)[1]
+        assert httpx.get(f"{url}/v1/jobs").status_code == 401
+        with visiting(chromium, url) as visit:
+            page = visit.page
+            page.goto(url)
+            page.wait_for_selector("#key-dialog[open]")
+            visit.picture("key")
+            page.fill("#key-input", "opk_wrong")
+            page.keyboard.press("Enter")
+            page.wait_for_selector("#key-why >> text=not known here")
+            page.fill("#key-input", key)
+            page.keyboard.press("Enter")
+            page.wait_for_selector(READY)
+            taken(page, two_stages(name="improve:2:0"))
+            page.click("#solve")
+            page.wait_for_selector("#job[data-state=succeeded]")
+            page.wait_for_selector(DRAWN)
+            assert page.evaluate("Object.values(localStorage)") == []
+            assert page.evaluate("Object.values(sessionStorage)") == [key]
+            assert not [address for address in visit.requested if "opk_" in address]

@@ -1,0 +1,99 @@
+"""A visit to the page: one browser page that notes what went wrong, and keeps pictures."""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from playwright.sync_api import Browser, Page
+
+PATIENCE_MS = 60_000
+READY = "body[data-ready]"
+DRAWN = "#job .chart[data-drawn]"
+DESKTOP, PHONE = (1280, 860), (360, 740)
+
+
+class Visit:
+    """One page: ``requested`` addresses, ``errors`` of scripts."""
+
+    def __init__(self, page: Page, url: str) -> None:
+        self.page = page
+        self.url = url
+        self.requested: list[str] = []
+        self.errors: list[str] = []
+        page.set_default_timeout(PATIENCE_MS)
+        page.on("request", lambda request: self.requested.append(request.url))
+        page.on("pageerror", lambda error: self.errors.append(str(error)))
+        page.on("console", self._note)
+
+    def _note(self, message: Any) -> None:
+        # What the Content-Security-Policy refused is told here alone.
+        if "Content Security Policy" in message.text:
+            self.errors.append(message.text)
+
+    def open(self, query: str = "") -> Page:
+        """Go there and wait until the form and the view are complete."""
+        self.page.goto(f"{self.url}/{query}")
+        self.page.wait_for_selector(READY)
+        return self.page
+
+    def foreign(self) -> list[str]:
+        """Requests to anywhere else than the service."""
+        own = (self.url, "data:", "blob:")
+        return [address for address in self.requested if not address.startswith(own)]
+
+    def picture(self, name: str) -> None:
+        """Keep a picture for people: CI keeps the folder."""
+        folder = Path(os.environ.get("OPTPIPE_SCREENSHOTS", "build/screenshots"))
+        folder.mkdir(parents=True, exist_ok=True)
+        self.page.screenshot(path=folder / f"{name}.png", full_page=True)
+
+    def time_axis(self) -> tuple[float, float]:
+        """What part of the time axis is seen, in ms."""
+        start, end = self.page.evaluate(
+            """() => {
+              const range = Bokeh.documents.map((d) => d.get_model_by_name("time")).find(Boolean);
+              return [range.start, range.end];
+            }"""
+        )
+        return start, end
+
+
+@contextmanager
+def visiting(
+    browser: Browser, url: str, size: tuple[int, int] = DESKTOP, scheme: Any = "light"
+) -> Iterator[Visit]:
+    """Open a browser page of its own; in the end no script may have failed."""
+    width, height = size
+    context = browser.new_context(
+        viewport={"width": width, "height": height}, color_scheme=scheme, accept_downloads=True
+    )
+    visit = Visit(context.new_page(), url)
+    try:
+        yield visit
+    finally:
+        context.close()
+    assert visit.errors == []
+    assert visit.foreign() == []
+
+
+def upload(page: Page, problem: object, name: str = "problem.json") -> None:
+    """Hand a problem in as a file; `taken` waits until the form has it."""
+    text = problem if isinstance(problem, str) else json.dumps(problem)
+    page.check("input[name=source][value=file]", force=True)
+    page.set_input_files(
+        "#file-input", {"name": name, "mimeType": "application/json", "buffer": text.encode()}
+    )
+
+
+def taken(page: Page, problem: object, name: str = "problem.json") -> None:
+    """Hand a problem in as a file, and wait until the form shows it."""
+    upload(page, problem, name)
+    page.wait_for_selector(f"#file-name >> text={name}")
+    page.wait_for_selector("#compose:not([data-stale])")
