@@ -302,3 +302,21 @@ def test_check_refuses_a_record_whose_numbers_are_not_its_programs(
     done = optpipe("check", problem_file, edited)
     assert done.code == 2
     assert "makespan_ms" in done.err
+
+
+@pytest.mark.parametrize("name", ["a.svg", "a.html", "a.json"])
+def test_solve_draws_what_it_found(optpipe, problem_file, tmp_path, name: str) -> None:
+    """In one go; a trace holds our schedule alone."""
+    drawn = tmp_path / name
+    done = optpipe("solve", problem_file, "--method", "greedy", "--plot", drawn)
+    assert done.code == 0, done.err
+    assert f"written to {drawn}" in done.err
+    assert drawn.stat().st_size > 1000
+
+
+def test_solve_refuses_a_picture_it_cannot_draw_before_it_solves(optpipe, problem_file) -> None:
+    """Nobody waits a minute to be told of a suffix."""
+    done = optpipe("solve", problem_file, "--plot", "a.bmp")
+    assert done.code == 2
+    assert "the suffix chooses the format" in done.err
+    assert "ms" not in done.out

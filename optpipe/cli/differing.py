@@ -23,6 +23,7 @@ __all__ = ["DIFFERENT", "diff"]
 DIFFERENT = 1
 """The exit code where something changed, as that of diff(1)."""
 
+_ALWAYS = ("makespan", "span")
 _PROBLEM_FORMAT = '"optpipe/problem/'
 
 Before = Annotated[Path, typer.Argument(metavar="A", help="A schedule (JSON, CSV) or a problem.")]
@@ -91,7 +92,7 @@ def _show(found: ScheduleDifference | ProblemDifference) -> None:
     console = stdout()
     for line in difference_lines(found):
         console.print(line, markup=False, soft_wrap=True)
-    costs = [cost for cost in found.costs if cost.before != cost.after]
+    costs = [cost for cost in found.costs if cost.before != cost.after or cost.name in _ALWAYS]
     if costs:
         console.print("What it cost", style="bold")
     for cost in costs:

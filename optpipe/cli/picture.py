@@ -7,18 +7,29 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from optpipe.cli.console import needs_extra, read_problem, read_programs, stderr, stdout, write_file
+from optpipe.cli.console import (
+    check_writable,
+    needs_extra,
+    read_problem,
+    read_programs,
+    say_written,
+    stdout,
+    write_file,
+)
 from optpipe.cli.options import ProblemFile
 from optpipe.cli.report import baseline_programs
 from optpipe.errors import InputError
-from optpipe.plot.figure import SUFFIXES, Panel, save_figure
+from optpipe.plot.figure import SUFFIXES, Panel, require_matplotlib, save_figure
+from optpipe.plot.interactive import require_bokeh
 from optpipe.plot.terminal import ScheduleView
 from optpipe.simulate import simulate
 
 if TYPE_CHECKING:
+    from optpipe.plot.interactive import Theme
     from optpipe.problem import Problem
+    from optpipe.schedule import Schedule
 
-__all__ = ["plot"]
+__all__ = ["check_drawable", "draw_into", "draw_solved", "plot"]
 
 Schedules = Annotated[
     list[Path],
@@ -30,12 +41,13 @@ PictureFile = Annotated[
         "--output",
         "-o",
         metavar="FILE",
-        help="Draw into a file: .png, .svg, .pdf, or .json for a Chrome trace.",
+        help="Draw into a file: .png, .svg, .pdf; .html to zoom into; .json for a Chrome trace.",
     ),
 ]
 Beside = Annotated[
     bool, typer.Option("--beside-1f1b", help="Show plain 1F1B first, on the same time axis.")
 ]
+Dark = Annotated[bool, typer.Option("--dark", help="Light on dark (.html).")]
 NumDevices = Annotated[
     int, typer.Option("--devices", metavar="N", min=1, help="Show so many devices (terminal).")
 ]
@@ -47,42 +59,91 @@ def plot(
     output: PictureFile = None,
     beside_1f1b: Beside = False,
     devices: NumDevices = 16,
+    dark: Dark = False,
 ) -> None:
-    """Draw schedules: in the terminal, as an image, as a trace.
+    """Draw schedules: in the terminal, as an image, to zoom into, as a trace.
 
     Several stand one above the other on one time axis. Without -o they are drawn in the
-    terminal. A .json file is a Chrome trace, which ui.perfetto.dev opens.
+    terminal. An .html file holds all it needs and asks the network for nothing: zoom with the
+    wheel, drag along, point at an action. A .json file is a Chrome trace, which ui.perfetto.dev
+    opens.
 
     \b
     Examples:
       optpipe plot problem.json schedule.json
       optpipe plot problem.json schedule.json --beside-1f1b -o before-after.svg
+      optpipe plot problem.json before.csv after.json -o both.html
       optpipe plot problem.json schedule.json -o trace.json
     """
     problem = read_problem(problem_file)
+    check_drawable(output)
     panels = [_panel(problem, path) for path in schedule_files]
     if beside_1f1b:
         panels.insert(0, _baseline(problem))
     if output is None:
         _show(problem, panels, devices)
         return
-    if output.suffix == ".json":
-        _trace(problem, panels, output)
+    if dark and output.suffix != ".html":
+        raise InputError(f"--dark is for .html files, and {output.name} is none; leave it out")
+    draw_into(output, problem, panels, theme="dark" if dark else "light")
+
+
+def check_drawable(output: Path | None) -> None:
+    """Refuse a file that no picture can go into, before the work for it is done.
+
+    Raises
+    ------
+    InputError
+        If its suffix is none of those that `draw_into` knows, or it cannot be written.
+    MissingExtraError
+        If the package that draws it is not installed.
+    """
+    check_writable(output)
+    if output is None or output.suffix == ".json":
+        return
+    if output.suffix == ".html":
+        require_bokeh()
     elif output.suffix in SUFFIXES:
-        save_figure(problem, panels, output)
+        require_matplotlib()
     else:
         raise InputError(
             f"cannot draw {output.name}: the suffix chooses the format; use one of "
-            f"{', '.join((*SUFFIXES, '.json'))}"
+            f"{', '.join((*SUFFIXES, '.html', '.json'))}"
         )
-    stderr().print(f"written to {output}", markup=False)
+
+
+def draw_into(
+    output: Path, problem: Problem, panels: list[Panel], *, theme: Theme = "light"
+) -> None:
+    """Draw panels into a file that `check_drawable` accepts, and tell where it is."""
+    if output.suffix == ".json":
+        _trace(problem, panels, output)
+    elif output.suffix == ".html":
+        _chart(problem, panels, output, theme)
+    else:
+        save_figure(problem, panels, output)
+    say_written(output)
 
 
 def _panel(problem: Problem, path: Path) -> Panel:
     programs, schedule = read_programs(problem, path)
+    return Panel(title=path.stem, programs=programs) if schedule is None else _solved(schedule)
+
+
+def draw_solved(output: Path, problem: Problem, schedule: Schedule) -> None:
+    """Draw a schedule into a file, below 1F1B where that applies; alone in a trace."""
+    panels = [_solved(schedule)]
+    baseline = baseline_programs(problem) if output.suffix != ".json" else None
+    if baseline is not None:
+        panels.insert(0, Panel(title="1F1B", programs=baseline))
+    draw_into(output, problem, panels)
+
+
+def _solved(schedule: Schedule) -> Panel:
     return Panel(
-        title=f"OptPipe ({schedule.provenance.method})" if schedule else path.stem,
-        programs=programs,
+        title=f"OptPipe ({schedule.provenance.method})",
+        programs=schedule.programs,
+        bound_ms=schedule.bound_ms,
     )
 
 
@@ -111,6 +172,14 @@ def _show(problem: Problem, panels: list[Panel], max_devices: int) -> None:
         )
         console.print(view)
         console.print()
+
+
+def _chart(problem: Problem, panels: list[Panel], output: Path, theme: Theme) -> None:
+    from optpipe.plot.interactive import View, chart_html, schedule_chart
+
+    views = [View(panel.title, problem, panel.programs, panel.bound_ms) for panel in panels]
+    layout = schedule_chart(views, theme=theme)
+    write_file(output, chart_html(layout, title=problem.name or "schedules", theme=theme))
 
 
 def _trace(problem: Problem, panels: list[Panel], output: Path) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -29,6 +30,7 @@ from optpipe.cli.options import (
     TimeLimit,
     WorkLimit,
 )
+from optpipe.cli.picture import check_drawable, draw_solved
 from optpipe.cli.report import progress_line, show_schedule
 from optpipe.schedule import OPTIMAL_GAP
 
@@ -50,6 +52,14 @@ def solve(
     method: Method = "auto",
     gap: Gap = OPTIMAL_GAP,
     work_limit: WorkLimit = None,
+    picture: Annotated[
+        Path | None,
+        typer.Option(
+            "--plot",
+            metavar="FILE",
+            help="Draw the schedule below 1F1B: .html to zoom into, .svg, .png, .pdf.",
+        ),
+    ] = None,
 ) -> None:
     """Find a schedule, and how far from the optimum it can be.
 
@@ -63,9 +73,11 @@ def solve(
       optpipe solve problem.json -o schedule.json --time-limit 120 --threads 4
       optpipe solve problem.json -o schedule.csv --method greedy
       optpipe solve problem.json --work-limit 30 --gap 0.01
+      optpipe solve problem.json --plot picture.html
     """
     problem = read_problem(problem_file)
     check_writable(output)
+    check_drawable(picture)
     progress = stderr()
     with needs_extra("solver"):
         result = _run(
@@ -86,6 +98,8 @@ def solve(
         if output is not None:
             write_schedule(result.schedule, output)
             say_written(output)
+        if picture is not None:
+            draw_solved(picture, problem, result.schedule)
         show_schedule(results(output), problem, result.schedule.programs, result.schedule)
 
 
