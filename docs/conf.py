@@ -23,7 +23,6 @@ extensions = [
     "myst_parser",
     "sphinx.ext.autodoc",
     "sphinx.ext.autosummary",
-    "sphinx.ext.mathjax",
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
 ]
@@ -31,7 +30,6 @@ myst_enable_extensions = ["dollarmath", "colon_fence", "attrs_inline"]
 myst_heading_anchors = 3
 autodoc_typehints = "signature"
 autodoc_member_order = "bysource"
-autodoc_default_options = {"show-inheritance": False}
 autosummary_generate = False
 napoleon_google_docstring = False
 napoleon_use_ivar = True
@@ -45,14 +43,26 @@ html_theme = "furo"
 html_title = "OptPipe"
 html_static_path: list[str] = []
 html_copy_source = False
+html_math_renderer = "drawn"
 
 
 def setup(app: Sphinx) -> None:
     """Make what nobody writes by hand before the pages are read."""
+    from docs.generators.mathematics import install  # noqa: PLC0415 - found by the path above
+
+    install(app)
     app.connect("config-inited", _generate)
+    app.connect("source-read", _link_functions)
 
 
 def _generate(_app: Sphinx, _config: Config) -> None:
-    from docs.generators import generate
+    from docs.generators import generate  # noqa: PLC0415 - found by the path above
 
     generate(_HERE / "generated")
+
+
+def _link_functions(_app: Sphinx, _page: str, source: list[str]) -> None:
+    """Point links of functions at the reference; in the repository they lead to the file."""
+    from docs.generators.links import to_reference  # noqa: PLC0415 - as above
+
+    source[0] = to_reference(source[0])

@@ -5,7 +5,9 @@
     submit --> queued --CLAIM--> running --SUCCEED-----------> succeeded --.
                 ^ ^ |              |  |----PROVE_INFEASIBLE--> infeasible  |
                 | | |              |  |----FAIL--------------> failed    --|
-                | | `---CANCEL-----+--+----CANCEL------------> cancelled --|
+                | | |---CANCEL-----+--+----CANCEL------------> cancelled --|
+                | | |---SUCCEED--------------------(shared)--> succeeded --|
+                | | `---PROVE_INFEASIBLE-----------(shared)--> infeasible  |
                 | `----REQUEUE-----'                                       |
                 `------------------RESUME----------------------------------'
 
@@ -13,7 +15,10 @@ A job has a schedule (``has_schedule``) from its first incumbent on, in whatever
 cancelled or failed job keeps its best one. The four states on the right are final: nothing is
 written to such a job again, unless its owner asks for more time (RESUME): it then waits in the
 queue with a longer time limit, and starts from where it stands. An infeasible job stays what it is.
-A problem solved before is answered at once: its job is born finished (``cache`` is ``hit``).
+A problem solved before is answered at once: its job is born finished (``cache`` is ``hit``). One
+that is being solved at the moment is not solved again: its job waits in the queue, has whatever the
+other one finds, and ends with it (`optpipe_api.store.jobs_sharing`); ``cache`` is ``hit`` from the
+beginning, and becomes ``miss`` or ``near`` should it have to be solved by itself after all.
 
 REQUEUE happens when a solver process or a whole server died, or shut down: the job starts again
 from its last incumbent. Each death counts; at ``max_attempts`` of them REQUEUE becomes FAIL. A
@@ -90,6 +95,8 @@ class JobEvent(StrEnum):
 _TRANSITIONS = {
     (JobState.QUEUED, JobEvent.CLAIM): JobState.RUNNING,
     (JobState.QUEUED, JobEvent.CANCEL): JobState.CANCELLED,
+    (JobState.QUEUED, JobEvent.SUCCEED): JobState.SUCCEEDED,
+    (JobState.QUEUED, JobEvent.PROVE_INFEASIBLE): JobState.INFEASIBLE,
     (JobState.RUNNING, JobEvent.REQUEUE): JobState.QUEUED,
     (JobState.RUNNING, JobEvent.CANCEL): JobState.CANCELLED,
     (JobState.RUNNING, JobEvent.SUCCEED): JobState.SUCCEEDED,
@@ -153,6 +160,33 @@ class JobOptions:
         for name in ("chunks", "placements"):
             value = getattr(self, name)
             object.__setattr__(self, name, None if value is None else tuple(value))
+
+    def asks_the_same(self, other: JobOptions) -> bool:
+        """Whether both want the same done; how long and how well aside."""
+        return (self.method, self.chunks, self.placements) == (
+            other.method,
+            other.chunks,
+            other.placements,
+        )
+
+    def covers(self, other: JobOptions) -> bool:
+        """Whether a solve with these options finds what one with the others would, or better.
+
+        At least the same budget, from the same seed.
+        """
+        return (
+            self.asks_the_same(other)
+            and self.seed == other.seed
+            and self.gap <= other.gap
+            and self.threads >= other.threads
+            and self.time_limit_s >= other.time_limit_s
+            and _allows(self.work_limit, other.work_limit)
+        )
+
+
+def _allows(had: float | None, asked: float | None) -> bool:
+    """Whether one limit of work allows what another does; None is no limit."""
+    return had is None or (asked is not None and had >= asked)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -256,6 +290,8 @@ class NewJob:
         A schedule to begin with.
     finished
         How a job that is answered at once ended; it is born so.
+    may_share
+        Whether it may wait for a job that is being solved, instead of being solved itself.
     """
 
     name: str
@@ -277,6 +313,7 @@ class NewJob:
     deployment_id: str | None = None
     start: Start | None = None
     finished: Outcome | None = None
+    may_share: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -285,7 +322,8 @@ class Job:
 
     ``attempt`` counts claims, ``deaths`` the attempts that ended with a dead process or server,
     ``spent_s`` the solving time of earlier attempts, ``num_schedules`` the schedules stored so
-    far. ``tags`` are sorted. The rest is as in `NewJob`.
+    far. ``tags`` are sorted. ``awaits_id`` is the job whose solve it shares, or shared to the end.
+    The rest is as in `NewJob`.
     """
 
     id: str
@@ -303,6 +341,7 @@ class Job:
     shape_hash: str = ""
     cache: Cache = Cache.MISS
     source_id: str | None = None
+    awaits_id: str | None = None
     batch_id: str | None = None
     batch_index: int | None = None
     deployment_id: str | None = None

@@ -81,6 +81,7 @@ class Metrics:
             buckets=_REQUEST_S,
             registry=registry,
         )
+        self._of_requests: dict[tuple[str, str, int], tuple[Counter, Histogram]] = {}
         self._stalls = Histogram(
             "optpipe_event_loop_stall_seconds",
             "How late the event loop was.",
@@ -114,8 +115,18 @@ class Metrics:
 
     def answered(self, method: str, route: str, status: int, seconds: float) -> None:
         """Measure a request; ``route`` is a template, never a path."""
-        self._requests.labels(method, route, str(status)).inc()
-        self._durations.labels(method, route).observe(seconds)
+        count, duration = self._labelled(method, route, status)
+        count.inc()
+        duration.observe(seconds)
+
+    def _labelled(self, method: str, route: str, status: int) -> tuple[Counter, Histogram]:
+        """Return the two metrics of such a request, looked up once: there are a few hundred."""
+        key = (method, route, status)
+        found = self._of_requests.get(key)
+        if found is None:
+            count = self._requests.labels(method, route, str(status))
+            found = self._of_requests[key] = (count, self._durations.labels(method, route))
+        return found
 
     async def watch_loop(self) -> None:
         """Measure how late this event loop is, until cancelled."""

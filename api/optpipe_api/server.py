@@ -66,6 +66,5 @@ def _stay_prompt() -> None:
     over it, which takes 0.1 s. And a thread that computes lets the loop go on after half a
     millisecond instead of five, of which there may be one for every busy thread.
     """
-    gc.collect()
     gc.freeze()
     sys.setswitchinterval(_SWITCH_S)

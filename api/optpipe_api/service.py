@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from optpipe_api.desk.batches import BatchDesk
@@ -17,6 +19,7 @@ from optpipe_api.engine.comparison import Comparisons
 from optpipe_api.engine.observer import SILENT
 from optpipe_api.engine.slots import SlotEngine
 from optpipe_api.engine.solvers import open_solvers
+from optpipe_api.errors import StoreUnavailableError
 from optpipe_api.methods import load_methods
 from optpipe_api.retention import Retention
 from optpipe_api.store import open_stores
@@ -35,6 +38,7 @@ if TYPE_CHECKING:
 __all__ = ["Service"]
 
 _IS_GONE_EVERY_S = 0.1
+_COUNTS_FRESH_S = 1.0
 
 
 class Service:
@@ -74,9 +78,12 @@ class Service:
         self.readers = Readers()
         self._stores = stores
         self._changes = changes
+        self._counting = threading.Lock()
+        self._counts: dict[JobState, int] | None = None
+        self._counted_at = 0.0
         self._solvers = open_solvers(settings)
         self._engine = SlotEngine(
-            stores.jobs, settings, changes.publish, self._solvers.start, observer
+            stores.jobs, settings, self._publish, self._solvers.start, observer
         )
         self._comparisons = Comparisons(settings, self._solvers.start)
         recall = Recall(settings, stores.jobs, self.readers)
@@ -145,9 +152,26 @@ class Service:
         finally:
             gone.set()
 
+    def _publish(self, job_id: str) -> None:
+        """Say that a job has changed, and with it those that share its solve; for threads."""
+        self._changes.publish(job_id)
+        # Should the store not answer now, they are looked at again in a second.
+        with suppress(StoreUnavailableError):
+            for other in self._stores.jobs.sharing(job_id):
+                self._changes.publish(other)
+
     def counts(self) -> dict[JobState, int]:
-        """Return the number of jobs in each state."""
-        return self._stores.jobs.counts()
+        """Return the number of jobs in each state, a second old at most.
+
+        To count them takes as long as there are jobs, and whoever asks whether the service is ready
+        needs no key.
+        """
+        with self._counting:
+            if self._counts is None or time.monotonic() > self._counted_at + _COUNTS_FRESH_S:
+                self._counts = None
+                self._counts = self._stores.jobs.counts()
+                self._counted_at = time.monotonic()
+            return dict(self._counts)
 
     @property
     def is_solving(self) -> bool:

@@ -11,6 +11,7 @@ from docs.generators.commands import write_commands
 from docs.generators.families import write_families
 from docs.generators.figures import write_figures
 from docs.generators.http import write_http
+from docs.generators.ledger import write_ledger
 from docs.generators.python_api import write_python_api
 
 if TYPE_CHECKING:
@@ -18,8 +19,17 @@ if TYPE_CHECKING:
 
 __all__ = ["generate"]
 
+_WRITERS = (
+    write_figures,
+    write_families,
+    write_ledger,
+    write_commands,
+    write_http,
+    write_python_api,
+)
+
 
 def generate(into: Path) -> None:
     """Write figures, the pages of the schedules and the references below a folder."""
-    for write in (write_figures, write_families, write_commands, write_http, write_python_api):
+    for write in _WRITERS:
         write(into)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-import click
 import typer
 
 from docs.generators.writing import fenced, write_text
@@ -14,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-__all__ = ["all_commands", "write_commands"]
+__all__ = ["all_commands", "options_of", "write_commands"]
 
 _WIDTH = 96
 
@@ -24,24 +23,32 @@ def write_commands(into: Path) -> None:
     write_text(into / "commands.md", _page())
 
 
-def all_commands() -> Iterator[tuple[str, click.Context]]:
+def all_commands() -> Iterator[tuple[str, Any]]:
     """Yield each command's full name, with the context that prints its help."""
-    root = typer.main.get_command(make_app())
-    yield from _below(root, click.Context(root, info_name="optpipe", **_layout()))
+    yield from _below(typer.main.get_command(make_app()), "optpipe", None)
 
 
-def _below(command: click.Command, context: click.Context) -> Iterator[tuple[str, click.Context]]:
+def options_of(context: Any) -> set[str]:
+    """Return every spelling of a command's options."""
+    parameters = context.command.params
+    return {name for one in parameters for name in (*one.opts, *one.secondary_opts)} | {"--help"}
+
+
+def _below(command: Any, name: str, parent: Any) -> Iterator[tuple[str, Any]]:
+    """Walk the tree; typer's classes of commands are its own, hence `Any`."""
+    context = command.make_context(
+        name,
+        [],
+        parent,
+        resilient_parsing=True,
+        terminal_width=_WIDTH,
+        max_content_width=_WIDTH,
+    )
     yield context.command_path, context
-    if isinstance(command, click.Group):
-        for name in command.list_commands(context):
-            child = command.get_command(context, name)
-            if child is not None and not child.hidden:
-                inner = click.Context(child, info_name=name, parent=context, **_layout())
-                yield from _below(child, inner)
-
-
-def _layout() -> dict[str, int]:
-    return {"terminal_width": _WIDTH, "max_content_width": _WIDTH}
+    for inner in getattr(command, "commands", {}):
+        child = command.get_command(context, inner)
+        if not child.hidden:
+            yield from _below(child, inner, context)
 
 
 def _page() -> str:
@@ -51,5 +58,5 @@ def _page() -> str:
     return "".join(parts)
 
 
-def _help_of(context: click.Context) -> str:
+def _help_of(context: Any) -> str:
     return "\n".join(line.rstrip() for line in context.command.get_help(context).splitlines())

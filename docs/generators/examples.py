@@ -13,7 +13,7 @@ __all__ = ["GB", "PASS_MS", "line"]
 
 GB = 10**9
 PASS_MS = 10.0
-"""F, I and W take 10 ms each; a micro-batch's activation on a device is 1 GB, half of it until W."""
+"""F, I and W take 10 ms each; an activation on a device is 1 GB, half of which is held until W."""
 
 _PLENTY = 1000
 _COPY_GB_PER_S = 100.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from docs.generators.advice import ADVICE
 from docs.generators.drawing import draw
 from docs.generators.formulas import FORMULAS
 from docs.generators.measured import Measured, figure_of, measure, shown_problem
@@ -31,6 +32,8 @@ def write_families(into: Path) -> None:
         write_text(folder / f"{family.name}.md", page_of(family))
     write_text(folder / "overview.inc", overview())
     write_text(folder / "ranking.inc", ranking_table())
+    entries = "".join(f"../generated/schedules/{family.name}\n" for family in FAMILIES)
+    write_text(folder / "pages.inc", f"```{{toctree}}\n:hidden:\n\n{entries}```\n")
 
 
 def docstring_of(family: Family) -> str:
@@ -121,16 +124,10 @@ def _numbers(family: Family) -> str:
 
 def _wins(family: Family) -> str:
     settings = wins_of(family.name)
-    if not settings:
-        said = (
-            "In none of the [settings compared](../../schedules/index.md#when-each-is-the-best)."
-        )
-    else:
-        said = (
-            "Among the published rules, in these of the [settings "
-            "compared](../../schedules/index.md#when-each-is-the-best):\n\n"
-            + "\n".join(f"* {setting}" for setting in settings)
-        )
-    return f"## When it is the best\n\n{said}\n"
-
-
+    compared = "[settings compared](../../schedules/index.md#when-each-is-the-best)"
+    said = f"It is the shortest published rule in none of the {compared}."
+    if settings:
+        items = "\n".join(f"* {setting}" for setting in settings)
+        said = f"It is the shortest published rule, alone or not, in these {compared}:\n\n{items}"
+    advice = ADVICE.get(family.name, "")
+    return f"## When it is the best\n\n{advice}\n\n{said}\n"

@@ -36,6 +36,7 @@ def all_figures() -> tuple[Figure, ...]:
         _solved("offload", line(4, 8, activations=2, offload=0.5)),
         _solved("recompute", line(4, 8, activations=2, recompute=True)),
         _frontier(),
+        _tutorial(),
     )
 
 
@@ -72,6 +73,20 @@ def _frontier() -> Figure:
         commands=(
             "optpipe sweep problem.json --axis memory_scale=1,0.75,0.5,0.375,0.25"
             " --axis offload=true,false --work-limit 1 --frontier frontier.svg",
+        ),
+    )
+
+
+def _tutorial() -> Figure:
+    """The first picture of the tutorial, from its own commands."""
+    return Figure(
+        name="tutorial",
+        problems={},
+        commands=(
+            "optpipe estimate --model llama3-70b --gpu h100 --pp 8 --tp 8 --sequence 8192"
+            " --microbatches 16 -o problem.json",
+            f"{_SOLVE} -o schedule.json",
+            "optpipe plot problem.json schedule.json --beside-1f1b -o tutorial.svg",
         ),
     )
 

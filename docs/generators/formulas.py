@@ -126,8 +126,8 @@ FORMULAS: dict[str, Formula] = {
         memory=lambda s: s.p * (s.v + 1) / (2 * s.v),
         bubble_tex=r"\frac{(p - 1)(F + I) + (v - 1) \frac{p}{2} (F + I - W)}{v}",
         bubble=_gis_h,
-        holds="p even, m a multiple of p/2",
-        applies=lambda s: s.p % 2 == 0 and s.m % (s.p // 2) == 0,
+        holds="p even, m a multiple of p/2, m ≥ p",
+        applies=lambda s: s.p % 2 == 0 and s.m % (s.p // 2) == 0 and s.m >= s.p,
     ),
     "zb-v": Formula(
         memory_tex=r"\min(m, p)",
@@ -141,7 +141,7 @@ FORMULAS: dict[str, Formula] = {
     "v-half": Formula(
         memory_tex=r"\left\lfloor \frac{p + 2}{2} \right\rfloor",
         memory=lambda s: (s.p + 2) // 2,
-        bubble_tex=r"\frac{3p - 7}{v} F \text{ for even } p, \quad \frac{3p - 4}{v} F \text{ for odd}",
+        bubble_tex=r"\frac{3p - k}{v} F, \quad k = 7, 4 \text{ for even, odd } p",
         bubble=_v_half,
         holds="F = I = W, p > 2, m ≥ p",
         applies=lambda s: s.p > 2 and s.m >= s.p,

@@ -97,6 +97,7 @@ def _parameters(operation: dict[str, Any]) -> str:
     rows = [
         (f"`{one['name']}`", one["in"], type_of(one["schema"]), cell(one.get("description", "")))
         for one in operation.get("parameters", [])
+        if one["in"] != "path" or one.get("description")
     ]
     return table(("parameter", "in", "type", "meaning"), rows) if rows else ""
 

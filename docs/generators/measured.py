@@ -11,6 +11,7 @@ from docs.generators.examples import GB, PASS_MS, line
 from optpipe import Problem, Programs, simulate
 from optpipe.memory import device_peak_bytes
 from optpipe_solver.families import Family, NotApplicable
+from optpipe_solver.families.not_applicable import Reason
 from optpipe_solver.families.registry import Limit
 from optpipe_solver.families.replace import replaced
 
@@ -74,7 +75,7 @@ def measure(family: Family, num_devices: int, num_microbatches: int) -> Measured
     problem = line(
         num_devices, num_microbatches, activations=limit, offload=0.5, recompute=not limited
     )
-    refused = None
+    refused: NotApplicable | None = None
     for placement, copy in placements_of(problem).items():
         try:
             programs = family.build(copy)
@@ -82,8 +83,7 @@ def measure(family: Family, num_devices: int, num_microbatches: int) -> Measured
             refused = refused or why
             continue
         return _measured(copy, programs, placement, limit, limited=limited)
-    assert refused is not None
-    raise refused
+    raise refused or NotApplicable(Reason.DOES_NOT_FIT, "no placement was tried")
 
 
 def _measured(
@@ -125,5 +125,3 @@ def figure_of(family: Family) -> Figure:
             f"optpipe plot problem.json {name}.csv -o {name}.svg",
         ),
     )
-
-

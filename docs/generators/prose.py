@@ -19,21 +19,21 @@ _LABELS = (
 )
 _STARTS = "|".join(re.escape(label) for label in _LABELS)
 _SENTENCE = re.compile(rf"(?<=[.:)])\s+(?=(?:{_STARTS})\b)")
-_LABELLED = re.compile(rf"^((?:{_STARTS})\b[^.:]{{0,60}}:)\s*")
+_LABELLED = re.compile(rf"^((?:{_STARTS})\b[^.:]{{0,90}}:)\s*")
 
 
 def sections(docstring: str) -> tuple[str, str, str]:
     """Return the title, the paragraph with the source, and the rest.
 
-    The source is the second paragraph unless that begins with a label already. In the rest each
+    The source is what stands before the first label, or the second paragraph. In the rest each
     labelled sentence (``Memory: ...``) starts a paragraph, its label bold.
     """
     title, *paragraphs = [_joined(part) for part in docstring.split("\n\n")]
-    source = ""
-    if paragraphs and not paragraphs[0].startswith(_LABELS):
-        source, *paragraphs = paragraphs
     pieces = [piece for part in paragraphs for piece in _SENTENCE.split(part)]
-    return title, source, "\n\n".join(_marked(piece) for piece in pieces)
+    source = ""
+    if pieces and not pieces[0].startswith(_LABELS):
+        source, *pieces = pieces
+    return title, _escaped(source), "\n\n".join(_marked(piece) for piece in pieces)
 
 
 def _joined(paragraph: str) -> str:
@@ -41,9 +41,12 @@ def _joined(paragraph: str) -> str:
 
 
 def _marked(piece: str) -> str:
-    """Set the label bold; what Markdown would read as emphasis is escaped outside of code."""
-    escaped = "".join(
+    return _LABELLED.sub(r"**\1** ", _escaped(piece))
+
+
+def _escaped(text: str) -> str:
+    """Escape what Markdown would read as emphasis, outside of code."""
+    return "".join(
         part if part.startswith("`") else part.replace("*", "\\*").replace("_", "\\_")
-        for part in re.split(r"(`[^`]*`)", piece)
+        for part in re.split(r"(`[^`]*`)", text)
     )
-    return _LABELLED.sub(r"**\1** ", escaped)

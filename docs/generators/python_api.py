@@ -68,7 +68,7 @@ def _formulation_page() -> str:
         "model](../../milp.md) and of [the periodic model](../../periodic.md).\n"
     ]
     for module in FORMULATION:
-        lines = [f".. automodule:: {module}", "   :members:"]
+        lines = [f".. automodule:: {module}", "   :members:", "   :ignore-module-all:"]
         parts.append(f"\n## `{module}`\n\n{_directives(lines)}")
     return "".join(parts)
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from typing import TYPE_CHECKING
 
 from docs.generators.examples import PASS_MS, line
 from docs.generators.measured import placements_of
 from docs.generators.writing import table
-from optpipe import Problem
 from optpipe_solver.starts import all_starts
+
+if TYPE_CHECKING:
+    from optpipe import Problem
 
 __all__ = ["SETTINGS", "Setting", "ranking_table", "wins_of"]
 
@@ -29,7 +32,8 @@ class Setting:
     def __str__(self) -> str:
         copies = "no offload" if self.offload is None else f"a copy takes {self.offload:g} (F+I+W)"
         times = "/".join(f"{ms:g}" for ms in self.times)
-        return f"{self.activations:g} activations, F/I/W {times} ms, {copies}, {self.objective}"
+        room = "1 activation" if self.activations == 1 else f"{self.activations:g} activations"
+        return f"{room}, F/I/W {times} ms, {copies}, {self.objective}"
 
     def problem(self) -> Problem:
         """Return the problem on a line of eight devices, 32 micro-batches."""

@@ -31,9 +31,7 @@ def cell(text: str) -> str:
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], align: str = "") -> str:
     """Return a Markdown table; ``align`` has an ``r`` for each column of numbers."""
-    marks = [
-        "--:" if mark == "r" else "---" for mark in align.ljust(len(head), "l")[: len(head)]
-    ]
+    marks = ["--:" if mark == "r" else "---" for mark in align.ljust(len(head), "l")[: len(head)]]
     lines = [head, marks, *rows]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 

@@ -31,7 +31,7 @@ After = Annotated[Path, typer.Argument(metavar="B", help="Another of the same ki
 TheirProblem = Annotated[
     Path | None,
     typer.Argument(
-        metavar="[PROBLEM]",
+        metavar="PROBLEM",
         help="The problem of both schedules: then they are checked, and what changed is told in "
         "ms and bytes.",
         show_default=False,
@@ -43,7 +43,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs."
 def diff(
     before: Before, after: After, problem_file: TheirProblem = None, as_json: AsJson = False
 ) -> None:
-    """Say what changed between two schedules or two problems, and what it cost.
+    """Say what changed between two schedules or two problems.
 
     Schedules: placement, what is offloaded and recomputed, split or fused backwards, order. The
     problem of both adds what it cost in ms and bytes; without it there is what the files say of

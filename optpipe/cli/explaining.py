@@ -76,7 +76,7 @@ def explain(
     as_json: AsJson = False,
     output: Folder = None,
 ) -> None:
-    """Say in words what limits a schedule, and why it offloads what it does.
+    """Say in words what limits a schedule, and why it offloads.
 
     The critical path, how much each lane is used, memory left, idle time by cause, and what would
     not fit without each offload. With --what-if: what a little more would buy, each solved for

@@ -77,14 +77,13 @@ def plot(
     """
     problem = read_problem(problem_file)
     check_drawable(output)
+    _check_dark(output, dark)
     panels = [_panel(problem, path) for path in schedule_files]
     if beside_1f1b:
         panels.insert(0, _baseline(problem))
     if output is None:
         _show(problem, panels, devices)
         return
-    if dark and output.suffix != ".html":
-        raise InputError(f"--dark is for .html files, and {output.name} is none; leave it out")
     draw_into(output, problem, panels, theme="dark" if dark else "light")
 
 
@@ -123,6 +122,12 @@ def draw_into(
     else:
         save_figure(problem, panels, output)
     say_written(output)
+
+
+def _check_dark(output: Path | None, dark: bool) -> None:
+    if dark and (output is None or output.suffix != ".html"):
+        shown = "the terminal" if output is None else output.name
+        raise InputError(f"--dark is for .html files, not for {shown}; leave it out")
 
 
 def _panel(problem: Problem, path: Path) -> Panel:

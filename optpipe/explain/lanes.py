@@ -54,9 +54,10 @@ def lane_uses(problem: Problem, programs: Programs, run: Simulation) -> tuple[La
     """Return all compute lanes and every other lane that is used, the most occupied first.
 
     ``busy_ms`` is the sum of the durations of what runs on the lane, RECOMPUTE included; ``share``
-    is busy_ms / length, length = the problem's objective. For a lane that several devices share it
-    is busy_ms / makespan: under span they need not use it within one device's span. Ties stand in
-    the order of devices.
+    is busy_ms / length, length = the problem's objective, and at most 1. That is so under span as
+    well: a device uses its own lanes between its first start and its last end, and every transfer
+    lies between 0F and 0B, or 0I, of its micro-batch, so within those of the device of stage 0.
+    Ties stand in the order of devices.
     """
     busy: dict[Lane, float] = defaultdict(float)
     for device, program in enumerate(programs):
@@ -69,10 +70,7 @@ def lane_uses(problem: Problem, programs: Programs, run: Simulation) -> tuple[La
     for sync in run.grad_syncs:
         busy[Lane("grad sync", sync.device)] += sync.end - sync.start
     length = run.objective_ms(problem.objective)
-    uses = [
-        _use(problem, lane, ms, run.makespan_ms if lane.group else length)
-        for lane, ms in busy.items()
-    ]
+    uses = [_use(problem, lane, ms, length) for lane, ms in busy.items()]
     return tuple(sorted(uses, key=lambda use: (-round(use.share, _DIGITS), use.devices)))
 
 

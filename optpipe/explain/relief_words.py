@@ -53,7 +53,7 @@ def _stage(problem: Problem, relief: StageRelief) -> Iterator[str]:
         )
     else:
         yield (
-            f"{begin} without need: with none of them {name} still has "
+            f"{begin} without need: if {name} keeps {'them' if number > 1 else 'it'}, it still has "
             f"{format_bytes(-relief.excess_bytes)} left"
         )
         return

@@ -76,8 +76,8 @@ def _expect_loss_at_hand(device: int, program: Program) -> None:
             if following != action._replace(type=ActionType.FULL_BACKWARD):
                 raise _refused(
                     device, index, action, "DeepSpeed's last stage keeps one loss, so its backward "
-                    "must be the very next action, or its gradients were silently those of another "
-                    "micro-batch; use optpipe.runtime, or a schedule such as 1f1b",
+                    "must be the very next action, or it went back through another micro-batch; "
+                    "use optpipe.runtime, or a schedule such as 1f1b",
                 )  # fmt: skip
 
 

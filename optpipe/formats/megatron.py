@@ -258,7 +258,8 @@ def _not_said_of_memory(
             "Which micro-batches are offloaded, when they go and come back. The plan offloads "
             f"{_per_stage(problem, programs, ActionType.OFFLOAD)} whole; the flag takes one share "
             "of the modules of every micro-batch on every rank, and the modules named are a choice "
-            "to adapt (with experts: expert_fc1 and moe_act too)."
+            "to adapt (with experts: expert_fc1 and moe_act too). Release 0.16.1 does not know "
+            "--activation-offload-fraction and offloads all of the named modules."
         )
     if ActionType.RECOMPUTE in kinds:
         unknown = "" if layers else " Without --layers no flag is written for it."

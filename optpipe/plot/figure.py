@@ -1,7 +1,8 @@
 """Schedules as image files (PNG, SVG, PDF) with matplotlib: ``pip install 'optpipe[plot]'``.
 
 Panels share one time axis, so a schedule before and one after compare at a glance. Each panel has,
-per device, a compute lane with its transfers beneath, and a memory curve against the limit.
+per device, a compute lane with what comes back from the host above it and what goes there below,
+and a memory curve against the limit.
 """
 
 from __future__ import annotations
@@ -14,18 +15,28 @@ from typing import TYPE_CHECKING, Any
 
 from optpipe.action import ActionType
 from optpipe.errors import InputError, MissingExtraError
-from optpipe.memory import device_peak_bytes
+from optpipe.plot.bars import drawing_of
 from optpipe.plot.colours import COLOURS
+from optpipe.plot.figure_gantt import BUBBLE_COLOUR, MOST_SHAPES, draw_gantt
+from optpipe.plot.figure_memory import (
+    LIMIT_COLOUR,
+    MEMORY_COLOUR,
+    MEMORY_OPACITY,
+    MOST_CURVES,
+    STATIC_COLOUR,
+    draw_curves,
+    draw_range,
+    peak_label,
+)
 from optpipe.plot.glyphs import LETTERS, NAMES
-from optpipe.plot.units import format_bytes, format_ms, format_share
-from optpipe.timeline import make_timeline
+from optpipe.plot.headline import headline
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from optpipe.action import Programs
+    from optpipe.plot.bars import Drawing
     from optpipe.problem import Problem
-    from optpipe.timeline import Interval, Timeline
 
 __all__ = [
     "SUFFIXES",
@@ -40,19 +51,23 @@ __all__ = [
 ]
 
 SUFFIXES = (".png", ".svg", ".pdf")
-_COMPUTE_HEIGHT, _TRANSFER_HEIGHT = 0.62, 0.13
-_INCHES_PER_DEVICE = 0.36
-_LABELS_PER_INCH = 16
-_WIDTH = 11.0
-_LIMIT_COLOUR, _BUBBLE_COLOUR, _MEMORY_COLOUR = "#c5221f", "#eceff1", "#1a73e8"
+_INCHES_PER_DEVICE, _MAX_GANTT, _MAX_MEMORY, _RANGE_INCHES = 0.36, 6.5, 3.6, 1.3
+_TITLE_INCHES, _LEGEND_INCHES, _MAX_HEIGHT = 0.55, 0.75, 60.0
+_MOST_LABELLED = 33
+_WIDTH, _SHARE_OF_BARS = 11.0, 0.9
+_BOUND_COLOUR = "#6a1b9a"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Panel:
-    """One schedule of a figure: legal programs, over a memory limit or not."""
+    """One schedule of a figure: legal programs, over a memory limit or not.
+
+    ``bound_ms`` is the proven lower bound of the problem's objective, where one is known.
+    """
 
     title: str
     programs: Programs
+    bound_ms: float | None = None
 
 
 def draw_figure(problem: Problem, panels: Sequence[Panel]) -> Any:
@@ -66,21 +81,35 @@ def draw_figure(problem: Problem, panels: Sequence[Panel]) -> Any:
     require_matplotlib()
     from matplotlib.figure import Figure  # noqa: PLC0415 - an optional extra
 
-    num_devices = len(problem.devices)
-    height = len(panels) * (0.55 + 1.65 * _INCHES_PER_DEVICE * num_devices) + 0.75
-    figure = Figure(figsize=(_WIDTH, min(height, 60.0)), layout="constrained")
-    timelines = [make_timeline(problem, panel.programs) for panel in panels]
-    length = max(timeline.makespan_ms for timeline in timelines)
-    ratios = [ratio for _ in panels for ratio in (1.0, 0.65)]
+    gantt_inches, memory_inches = _heights(len(problem.devices))
+    height = len(panels) * (_TITLE_INCHES + gantt_inches + memory_inches) + _LEGEND_INCHES
+    figure = Figure(figsize=(_WIDTH, min(height, _MAX_HEIGHT)), layout="constrained")
+    drawings = [drawing_of(problem, panel.programs) for panel in panels]
+    length = max(drawing.makespan_ms for drawing in drawings)
+    ratios = [inches for _ in panels for inches in (gantt_inches, memory_inches)]
     axes = figure.subplots(2 * len(panels), 1, sharex=True, squeeze=False, height_ratios=ratios)
-    for index, (panel, timeline) in enumerate(zip(panels, timelines, strict=True)):
-        _draw_gantt(axes[2 * index, 0], problem, panel, timeline, length)
-        _draw_memory(axes[2 * index + 1, 0], problem, panel, timeline)
+    for index, (panel, drawing) in enumerate(zip(panels, drawings, strict=True)):
+        gantt, memory = axes[2 * index : 2 * index + 2, 0]
+        _draw_panel(gantt, memory, problem, panel, drawing=drawing, length_ms=length)
     last = axes[-1, 0]
     last.set_xlim(0, length * 1.005)
-    last.set_xlabel("time (ms)")
-    _draw_legend(figure, panels)
+    last.set_xlabel(_time_label(drawings))
+    _draw_legend(figure, problem, panels)
     return figure
+
+
+def _time_label(drawings: Sequence[Drawing]) -> str:
+    if all(len(drawing.bars) <= MOST_SHAPES for drawing in drawings):
+        return "time (ms)"
+    return "time (ms); a column of pixels mixes the colours of all that happens in it"
+
+
+def _heights(num_devices: int) -> tuple[float, float]:
+    """Return inches of Gantt and memory; rows share a screenful where they are many."""
+    gantt = min(_INCHES_PER_DEVICE * num_devices, _MAX_GANTT)
+    if num_devices > MOST_CURVES:
+        return gantt, _RANGE_INCHES
+    return gantt, min(gantt, _MAX_MEMORY)
 
 
 def save_figure(problem: Problem, panels: Sequence[Panel], path: Path | str) -> None:
@@ -132,10 +161,19 @@ def svg_of(figure: Any) -> bytes:
 def _write(figure: Any, target: Path | io.BytesIO, suffix: str) -> None:
     from matplotlib import rc_context  # noqa: PLC0415 - an optional extra
 
+    _settle(figure)
     options: Any = {"svg.hashsalt": "optpipe", "svg.fonttype": "none", "savefig.dpi": 150}
     stamps = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
     with rc_context(options):
         figure.savefig(target, format=suffix[1:], metadata=stamps.get(suffix), facecolor="white")
+
+
+def _settle(figure: Any) -> None:
+    """Lay a figure out once, and round: the solver of the layout differs in the last bits."""
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")
+    for axes in figure.axes:
+        axes.set_position([round(edge, 5) for edge in axes.get_position().bounds])
 
 
 def plain_text(text: str) -> str:
@@ -162,114 +200,46 @@ def require_matplotlib() -> None:
         )
 
 
-def _draw_gantt(
-    axis: Any, problem: Problem, panel: Panel, timeline: Timeline, length_ms: float
+def _draw_panel(
+    gantt: Any, memory: Any, problem: Problem, panel: Panel, *, drawing: Drawing, length_ms: float
 ) -> None:
-    axis.set_title(
-        f"{plain_text(panel.title)}: makespan {format_ms(timeline.makespan_ms)} ms, "
-        f"bubble {format_share(timeline.makespan_bubble_rate)}",
+    """Draw one schedule: what happens above, what is held below."""
+    gantt.set_title(
+        f"{plain_text(panel.title)}: {headline(problem, drawing, panel.bound_ms)}",
         loc="left",
         fontsize=10,
         fontweight="bold",
     )
-    for device, row in enumerate(timeline.intervals):
-        axis.barh(
-            device, timeline.makespan_ms, height=_COMPUTE_HEIGHT, color=_BUBBLE_COLOUR, zorder=1
-        )
-        _draw_blocks(axis, device, row, length_ms)
-    axis.set_yticks(range(len(problem.devices)), _device_names(problem))
-    axis.set_ylim(len(problem.devices) - 0.4, -0.6)
-    axis.tick_params(axis="y", length=0, labelsize=8)
-    axis.axvline(timeline.makespan_ms, color="black", linewidth=0.8, linestyle=":")
-    _plain_frame(axis)
-
-
-def _device_names(problem: Problem) -> list[str]:
-    return [plain_text(device.name) for device in problem.devices]
-
-
-def _draw_blocks(axis: Any, device: int, row: Sequence[Interval], length_ms: float) -> None:
-    by_colour: dict[tuple[str, float, float], list[tuple[float, float]]] = {}
-    for item in row:
-        bottom, height, colour = _place(device, item)
-        by_colour.setdefault((colour, bottom, height), []).append(
-            (item.start, item.end - item.start)
-        )
-    for (colour, bottom, height), spans in by_colour.items():
-        axis.broken_barh(
-            spans, (bottom, height), facecolors=colour, edgecolor="white", linewidth=0.4, zorder=2
-        )
-    for item in row:
-        if item.lane == "compute" and item.action is not None:
-            _label(axis, device, item, length_ms)
-
-
-def _place(device: int, item: Interval) -> tuple[float, float, str]:
-    """Return bottom, height and colour: compute in the middle, offload below, reload above."""
-    half = _COMPUTE_HEIGHT / 2
-    if item.action is None:
-        return device - half, _TRANSFER_HEIGHT, "#9e9e9e"
-    colour = COLOURS[item.action.type][item.action.microbatch % 2]
-    if item.lane == "d2h":
-        return device + half + 0.02, _TRANSFER_HEIGHT, colour
-    if item.lane == "h2d":
-        return device - half - 0.02 - _TRANSFER_HEIGHT, _TRANSFER_HEIGHT, colour
-    return device - half, _COMPUTE_HEIGHT, colour
-
-
-def _label(axis: Any, device: int, item: Interval, length_ms: float) -> None:
-    if item.action is None:
-        return
-    text = f"{LETTERS[item.action.type]}{item.action.microbatch}"
-    inches = (item.end - item.start) / length_ms * _WIDTH * 0.9 if length_ms > 0 else 0.0
-    if inches * _LABELS_PER_INCH < len(text):
-        return
-    middle = (item.start + item.end) / 2
-    axis.text(middle, device, text, ha="center", va="center", fontsize=6, zorder=3)
-
-
-def _draw_memory(axis: Any, problem: Problem, panel: Panel, timeline: Timeline) -> None:
-    """Draw one small curve per device, each in a row of its own from 0 to its limit."""
-    for device, curve in enumerate(timeline.memory):
-        limit = problem.devices[device].usable_bytes
-        static = problem.static_bytes_of(device)
-        base = device + 0.5
-        scale = 0.8 / max(1, limit)
-        times = [moment for moment, _ in curve] + [timeline.makespan_ms]
-        heights = [base - held * scale for _, held in curve]
-        heights.append(heights[-1])
-        axis.fill_between(
-            times, base, heights, step="post", color=_MEMORY_COLOUR, alpha=0.35, linewidth=0
-        )
-        floor = base - static * scale
-        axis.fill_between([0, timeline.makespan_ms], base, floor, color="#90a4ae", linewidth=0)
-        over = [held > limit for _, held in curve]
-        axis.fill_between(
-            times,
-            base - limit * scale,
-            heights,
-            where=[*over, over[-1]],
-            step="post",
-            color=_LIMIT_COLOUR,
-            linewidth=0,
-        )
-        axis.hlines(
-            base - limit * scale, 0, timeline.makespan_ms, colors=_LIMIT_COLOUR, linewidth=0.9
-        )
-    axis.set_yticks(
-        [device + 0.1 for device in range(len(problem.devices))],
-        [_peak_label(problem, panel, device) for device in range(len(problem.devices))],
+    draw_gantt(
+        gantt, drawing, panel.programs, length_ms=length_ms, width_inches=_SHARE_OF_BARS * _WIDTH
     )
-    axis.set_ylim(len(problem.devices) - 0.4, -0.6)
-    axis.tick_params(axis="y", length=0, labelsize=7)
+    gantt.axvline(drawing.makespan_ms, color="black", linewidth=0.8, linestyle=":")
+    if _has_bound_line(problem, panel):
+        gantt.axvline(panel.bound_ms, color=_BOUND_COLOUR, linewidth=1.2, linestyle="--", zorder=4)
+    _label_rows(gantt, [plain_text(device.name) for device in problem.devices], 0.0, 8)
+    if len(problem.devices) > MOST_CURVES:
+        draw_range(memory, problem, drawing)
+        memory.tick_params(axis="y", length=0, labelsize=7)
+        _plain_frame(memory)
+        return
+    draw_curves(memory, problem, drawing, length_ms=length_ms)
+    devices = range(len(problem.devices))
+    _label_rows(memory, [peak_label(problem, panel.programs, held) for held in devices], 0.1, 7)
+
+
+def _has_bound_line(problem: Problem, panel: Panel) -> bool:
+    """Whether a bound is a moment of the time axis: one of the makespan is, one of a span not."""
+    return panel.bound_ms is not None and problem.objective == "makespan"
+
+
+def _label_rows(axis: Any, labels: Sequence[str], offset: float, size: int) -> None:
+    """Name the devices of a chart, as many as have room."""
+    step = -(-len(labels) // _MOST_LABELLED)
+    rows = range(0, len(labels), step)
+    axis.set_yticks([row + offset for row in rows], [labels[row] for row in rows])
+    axis.set_ylim(len(labels) - 0.4, -0.6)
+    axis.tick_params(axis="y", length=0, labelsize=size)
     _plain_frame(axis)
-
-
-def _peak_label(problem: Problem, panel: Panel, device: int) -> str:
-    peak = device_peak_bytes(problem, device, panel.programs[device])
-    limit = problem.devices[device].usable_bytes
-    mark = "OVER: " if peak > limit else ""
-    return f"{mark}{format_bytes(peak)} of {format_bytes(limit)}"
 
 
 def _plain_frame(axis: Any) -> None:
@@ -277,7 +247,7 @@ def _plain_frame(axis: Any) -> None:
         axis.spines[side].set_visible(False)
 
 
-def _draw_legend(figure: Any, panels: Sequence[Panel]) -> None:
+def _draw_legend(figure: Any, problem: Problem, panels: Sequence[Panel]) -> None:
     from matplotlib.lines import Line2D  # noqa: PLC0415 - an optional extra
     from matplotlib.patches import Patch  # noqa: PLC0415
 
@@ -287,10 +257,18 @@ def _draw_legend(figure: Any, panels: Sequence[Panel]) -> None:
         for kind in ActionType
         if kind in used and kind in NAMES
     ]
+    handles.append(Patch(color=BUBBLE_COLOUR, label="bubble"))
+    held = "activations"
+    if len(problem.devices) > MOST_CURVES:
+        held = "held by the emptiest to the fullest device"
+    else:
+        handles.append(Patch(color=STATIC_COLOUR, label="weights, gradients, optimizer"))
     handles += [
-        Patch(color=_BUBBLE_COLOUR, label="bubble"),
-        Patch(color="#90a4ae", label="weights, gradients, optimizer"),
-        Patch(color=_MEMORY_COLOUR, alpha=0.35, label="activations"),
-        Line2D([], [], color=_LIMIT_COLOUR, linewidth=0.9, label="memory limit"),
+        Patch(color=MEMORY_COLOUR, alpha=MEMORY_OPACITY, label=held),
+        Line2D([], [], color=LIMIT_COLOUR, linewidth=0.9, label="memory limit"),
     ]
+    if any(_has_bound_line(problem, panel) for panel in panels):
+        handles.append(
+            Line2D([], [], color=_BOUND_COLOUR, linewidth=1.2, linestyle="--", label="lower bound")
+        )
     figure.legend(handles=handles, loc="outside lower center", ncols=5, fontsize=8, frameon=False)

@@ -36,7 +36,7 @@ __all__ = [
 
 Theme = Literal["light", "dark"]
 
-COMPONENTS: tuple[Component, ...] = ("bokeh", "bokeh-gl", "bokeh-widgets")
+COMPONENTS: tuple[Component, ...] = ("bokeh", "bokeh-widgets")
 """The scripts of BokehJS that a chart needs, in the order in which a page loads them."""
 
 

@@ -25,17 +25,18 @@ NUM_CODES = 2 * len(KINDS)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Pixels:
-    """Lanes cut into columns of equal length, all arrays (devices, lanes, columns).
+    """Lanes cut into columns of equal length.
 
     Attributes
     ----------
-    code
-        What fills most of a column, as `codes_of` counts; -1 where nothing does. int8.
+    colour
+        The mean of the colours of what happens in a column, by the time it takes; float32 of
+        shape (devices, lanes, columns, 3), 0 to 1. Black where nothing does.
     busy
-        The share of a column that is filled, 0 to 1; float32.
+        The share of a column that is filled, 0 to 1; float32, (devices, lanes, columns).
     """
 
-    code: NDArray[np.int8]
+    colour: NDArray[np.float32]
     busy: NDArray[np.float32]
 
 
@@ -44,27 +45,44 @@ def codes_of(bars: Bars) -> NDArray[np.int8]:
     return (2 * bars.kind + bars.microbatch % 2).astype(np.int8)
 
 
-def pixels_of(bars: Bars, num_devices: int, length_ms: float, num_columns: int) -> Pixels:
+def pixels_of(
+    bars: Bars,
+    palette: NDArray[np.float32],
+    *,
+    num_devices: int,
+    length_ms: float,
+    num_columns: int,
+) -> Pixels:
     """Share bars out to columns; no time is lost, and none is counted twice.
 
-    Bars of one lane must not overlap, which those of a simulation never do.
+    Mixing, rather than showing what a column has most of, keeps columns from beating against
+    actions: stripes that are in no schedule.
+
+    Parameters
+    ----------
+    bars
+        Those of one lane must not overlap; those of a simulation never do.
+    palette
+        Red, green and blue of each code, 0 to 1.
     """
     edges = np.linspace(0.0, length_ms, num_columns + 1)
     shape = (num_devices, len(LANES), num_columns)
-    code, busy = np.full(shape, -1, np.int8), np.zeros(shape, np.float32)
+    colour, busy = np.zeros((*shape, 3), np.float32), np.zeros(shape, np.float32)
     codes = codes_of(bars)
-    keys = (bars.device * len(LANES) + bars.lane) * NUM_CODES + codes
-    order = np.argsort(keys, kind="stable")
-    starts = np.flatnonzero(np.diff(keys[order], prepend=-1))
-    most = np.zeros(shape, np.float32)
-    for rows in np.split(order, starts[1:]) if len(order) else []:
+    for rows in _groups((bars.device * len(LANES) + bars.lane) * NUM_CODES + codes):
         place = bars.device[rows[0]], bars.lane[rows[0]]
         share = _shares(bars.start[rows], bars.end[rows], edges)
         busy[place] += share
-        is_more = share > most[place]
-        code[place][is_more] = codes[rows[0]]
-        most[place] = np.maximum(most[place], share)
-    return Pixels(code=code, busy=np.minimum(busy, 1.0))
+        colour[place] += share[:, np.newaxis] * palette[codes[rows[0]]]
+    colour /= np.maximum(busy, np.finfo(np.float32).tiny)[..., np.newaxis]
+    return Pixels(colour=colour, busy=np.minimum(busy, 1.0))
+
+
+def _groups(keys: NDArray[np.int32]) -> list[NDArray[np.int64]]:
+    """Return the rows of each key, in the order of keys."""
+    order = np.argsort(keys, kind="stable")
+    changes = np.flatnonzero(np.diff(keys[order])) + 1
+    return np.split(order, changes) if len(keys) else []
 
 
 def peaks_of(curve: Curve, end_ms: float, edges: NDArray[np.float64]) -> NDArray[np.int64]:

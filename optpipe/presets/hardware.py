@@ -1,7 +1,9 @@
 """Accelerators: peak rates and sizes from their data sheets, and what of them is reached.
 
 Every number carries its source. Rates are dense (no sparsity), bandwidths one direction, GB/s
-are 1e9 bytes per second. None of them was measured here.
+are 1e9 bytes per second. None of them was measured here. Which were looked up in what, and which
+could not be, stands in docs/estimate.md. Sizes of memory are what the vendor's tool shows, because
+that is what can be allocated: data sheets round, and mix GB with GiB.
 """
 
 from __future__ import annotations
@@ -138,7 +140,7 @@ _NDR = Fact(50.0, "DGX H100 data sheet: one 400 Gb/s adapter per GPU")
 _A100 = "NVIDIA A100 Tensor Core GPU data sheet"
 _H100 = "NVIDIA H100 Tensor Core GPU data sheet; rates without sparsity"
 _H200 = "NVIDIA H200 Tensor Core GPU data sheet; rates without sparsity"
-_B200 = "NVIDIA DGX B200 data sheet, an eighth of the system; rates without sparsity"
+_B200 = "NVIDIA Blackwell data sheet, HGX B200 at 1,000 W; rates without sparsity"
 _MI300X = "AMD Instinct MI300X data sheet"
 _ADA = "NVIDIA Ada GPU architecture white paper, GeForce RTX 4090"
 _XEON = "Intel Xeon Platinum 8480+ specification"
@@ -161,7 +163,7 @@ def _a100(name: str, title: str, gib: int, bandwidth: float) -> Hardware:
         name=name,
         title=title,
         tflops=_rates(_A100, bf16=312, fp16=312, fp32=19.5),
-        memory_bytes=Fact(gib * _GIB, f"{_A100}: {gib} GB, as nvidia-smi counts them"),
+        memory_bytes=Fact(gib * _GIB, f"{_A100}: {gib} GB; nvidia-smi shows {gib * 1024} MiB"),
         memory_gb_per_s=Fact(bandwidth, f"{_A100}, SXM"),
         pcie_gb_per_s=_PCIE4,
         peer_gb_per_s=nvlink,
@@ -173,6 +175,7 @@ def _a100(name: str, title: str, gib: int, bandwidth: float) -> Hardware:
 
 _NVLINK4 = Fact(450.0, f"{_H100}: NVLink 900 GB/s, both directions counted")
 _H100_BYTES = Fact(81559 * 2**20, f"{_H100}: 80 GB; nvidia-smi shows 81559 MiB")
+_UPI = Fact(48.0, "UPI 2.0: 24 lanes of 16 GT/s; one link counted, sockets have up to 4")
 _B200_LINK = Fact(900.0, f"{_B200}: NVLink 1.8 TB/s per GPU, both directions counted")
 
 _ALL = (
@@ -206,7 +209,7 @@ _ALL = (
         name="h200",
         title="H200 SXM 141GB",
         tflops=_rates(_H200, bf16=989.4, fp16=989.4, fp8=1978.9, fp32=66.9),
-        memory_bytes=Fact(141_000_000_000, _H200),
+        memory_bytes=Fact(143771 * 2**20, f"{_H200}: 141 GB; nvidia-smi shows 143771 MiB"),
         memory_gb_per_s=Fact(4800, _H200),
         pcie_gb_per_s=_PCIE5,
         peer_gb_per_s=Fact(450.0, f"{_H200}: NVLink 900 GB/s, both directions counted"),
@@ -218,8 +221,8 @@ _ALL = (
         name="b200",
         title="B200 180GB",
         tflops=_rates(_B200, bf16=2250, fp16=2250, fp8=4500, fp32=80),
-        memory_bytes=Fact(180_000_000_000, f"{_B200}: 1,440 GB"),
-        memory_gb_per_s=Fact(8000, f"{_B200}: 64 TB/s"),
+        memory_bytes=Fact(183359 * 2**20, "NVIDIA B200, 180 GB; nvidia-smi shows 183359 MiB"),
+        memory_gb_per_s=Fact(8000, f"{_B200}; the driver's bus width and clock make 7672"),
         pcie_gb_per_s=_PCIE5,
         peer_gb_per_s=_B200_LINK,
         node_gb_per_s=_B200_LINK,
@@ -230,7 +233,7 @@ _ALL = (
         name="mi300x",
         title="MI300X 192GB",
         tflops=_rates(_MI300X, bf16=1307.4, fp16=1307.4, fp8=2614.9, fp32=163.4),
-        memory_bytes=Fact(192_000_000_000, _MI300X),
+        memory_bytes=Fact(206_141_652_992, f"{_MI300X}: 192 GB; rocm-smi shows 206141652992 B"),
         memory_gb_per_s=Fact(5300, _MI300X),
         pcie_gb_per_s=_PCIE5,
         peer_gb_per_s=Fact(64.0, f"{_MI300X}: one Infinity Fabric link, 128 GB/s both directions"),
@@ -242,7 +245,7 @@ _ALL = (
         name="rtx4090",
         title="GeForce RTX 4090",
         tflops=_rates(f"{_ADA}; fp32 accumulation", bf16=165.2, fp16=165.2, fp8=330.3, fp32=82.6),
-        memory_bytes=Fact(24 * _GIB, _ADA),
+        memory_bytes=Fact(24564 * 2**20, f"{_ADA}: 24 GB; nvidia-smi shows 24564 MiB"),
         memory_gb_per_s=Fact(1008, _ADA),
         pcie_gb_per_s=_PCIE4,
         peer_gb_per_s=_PCIE4._replace(source=_PCIE4.source + "; the card has no NVLink"),
@@ -258,8 +261,8 @@ _ALL = (
         memory_bytes=Fact(256 * _GIB, "assumed: 256 GiB per socket"),
         memory_gb_per_s=Fact(307.2, f"{_XEON}: 8 channels of DDR5-4800"),
         pcie_gb_per_s=None,
-        peer_gb_per_s=Fact(48.0, f"{_XEON}: UPI, 3 links of 16 GT/s, 16 GB/s each way"),
-        node_gb_per_s=Fact(48.0, f"{_XEON}: UPI, 3 links of 16 GT/s, 16 GB/s each way"),
+        peer_gb_per_s=_UPI,
+        node_gb_per_s=_UPI,
         network_gb_per_s=Fact(25.0, "assumed: one 200 Gb/s adapter"),
         gpus_per_node=2,
         efficiency=_CPU,

@@ -1,6 +1,7 @@
 """The catalogue of model shapes, each with its source.
 
-Where a publisher gives the exact number of parameters, a test holds the shape to it.
+Where a publisher gives the exact number of parameters, a test holds the shape to it. What the
+numbers were looked up in stands in docs/estimate.md.
 """
 
 from __future__ import annotations

@@ -186,7 +186,7 @@ def what_if(
     threads: int = 1,
     seed: int = 0,
     should_stop: Callable[[], bool] | None = None,
-    solver: Callable[..., Result] = solve,
+    solver: Callable[..., Result] | None = None,
 ) -> Iterator[WhatIf | Unasked]:
     """Yield what a second search brings, and what each change brings beyond that.
 
@@ -199,18 +199,24 @@ def what_if(
     threads, seed, should_stop
         As `solve`; once ``should_stop`` is true, no further question is asked.
     solver
-        What solves, with the arguments and the result of `solve`.
+        What solves, with the arguments and the result of `solve`, which it is when left out.
 
     Raises
     ------
     InputError
         As `solve`.
     """
+    search = solver or solve
     stop = should_stop or (lambda: False)
-    options = {"time_limit_s": time_limit_s, "threads": threads, "seed": seed, "should_stop": stop}
+    options: dict[str, Any] = {
+        "time_limit_s": time_limit_s,
+        "threads": threads,
+        "seed": seed,
+        "should_stop": stop,
+    }
 
     def answer(question: _Question, before_ms: float) -> WhatIf:
-        found = solver(
+        found = search(
             question.problem, start=question.start, start_method="given schedule", **options
         ).schedule
         if found is None:

@@ -43,7 +43,7 @@ def test_its_tag_is_that_of_the_schedule_in_this_form(http, job, path) -> None:
 
 
 def test_without_a_job_or_a_schedule_there_is_none(http) -> None:
-    fault(http.get("/v1/jobs/nothing/explanation"), 404, "job.unknown")
+    fault(http.get("/v1/jobs/nothing/explanation"), 404, "job.not_found")
     job = submit(http, "nothing").json()
     fault(http.get(f"/v1/jobs/{job['id']}/explanation"), 404, "schedule.none")
 

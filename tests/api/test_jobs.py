@@ -11,6 +11,8 @@ from optpipe_api.jobs import JobEvent, JobState, transition
 POSSIBLE = {
     ("queued", "claim"): "running",
     ("queued", "cancel"): "cancelled",
+    ("queued", "succeed"): "succeeded",
+    ("queued", "prove_infeasible"): "infeasible",
     ("running", "requeue"): "queued",
     ("running", "cancel"): "cancelled",
     ("running", "succeed"): "succeeded",

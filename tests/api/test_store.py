@@ -8,6 +8,7 @@ import pytest
 
 from optpipe_api.store import open_stores
 from tests.api.history_contract import HistoryContract
+from tests.api.sharing_contract import SharingContract
 from tests.api.store_contract import StoreBench, StoreContract
 
 
@@ -34,6 +35,10 @@ class TestSqliteHistory(OnSqlite, HistoryContract):
     """A file of one machine."""
 
 
+class TestSqliteSharing(OnSqlite, SharingContract):
+    """A file of one machine."""
+
+
 @pytest.mark.postgres
 class TestPostgresStore(OnPostgres, StoreContract):
     """A server that several share."""
@@ -41,4 +46,9 @@ class TestPostgresStore(OnPostgres, StoreContract):
 
 @pytest.mark.postgres
 class TestPostgresHistory(OnPostgres, HistoryContract):
+    """A server that several share."""
+
+
+@pytest.mark.postgres
+class TestPostgresSharing(OnPostgres, SharingContract):
     """A server that several share."""

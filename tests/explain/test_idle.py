@@ -11,6 +11,7 @@ from optpipe.explain.values import IdleCause
 from optpipe.simulate import simulate
 from optpipe.timeline import make_timeline
 from tests.building import offloadable, problem, programs, stage
+from tests.explain.inexact import inexact_cases
 from tests.strategies import Case, cases
 
 
@@ -51,7 +52,7 @@ def test_under_span_a_late_start_costs_nothing() -> None:
     assert causes(made, rows) == [{IdleCause.BACKWARD: 6}, {IdleCause.COOL_DOWN: 4}]
 
 
-@given(cases())
+@given(cases() | inexact_cases())
 def test_causes_sum_to_the_idle_time_of_each_device(case: Case) -> None:
     run = simulate(*case)
     length = run.objective_ms(case.problem.objective)

@@ -7,11 +7,12 @@ from itertools import pairwise
 
 from hypothesis import given
 
-from optpipe.action import ActionType
+from optpipe.action import ActionType, parse_action
 from optpipe.explain.path import Piece, critical_path
 from optpipe.explain.runs import runs_of
 from optpipe.simulate import duration_ms, simulate
 from tests.building import bus, everything_at_once, offloadable, problem, programs, stage
+from tests.explain.inexact import inexact_cases
 from tests.strategies import Case, cases
 
 
@@ -95,7 +96,13 @@ def test_under_span_what_lies_before_the_start_is_cut_off() -> None:
     assert shown(pieces)[0] == ("compute", 0, "0F1", 3.5, 6)
 
 
-@given(cases())
+def test_under_span_a_device_that_ends_later_but_started_later_is_not_the_longest() -> None:
+    made = problem([stage(0, 3, 2, 2), stage(1, 1, 1, 5)], objective="span")
+    pieces = path_of(made, programs("0F0 0I0 0W0", "1F0 1I0 1W0"))
+    assert (pieces[0].start, pieces[-1].end, str(pieces[-1].action)) == (0, 9, "0W0")
+
+
+@given(cases() | inexact_cases())
 def test_pieces_sum_to_the_length_and_follow_one_another(case: Case) -> None:
     run = simulate(*case)
     pieces = critical_path(*case, run)
@@ -155,6 +162,16 @@ def test_runs_are_what_one_device_does_and_the_way_of_one_microbatch() -> None:
     ]
     assert [str(action) for action in runs[1].actions] == ["3F1", "3F2", "3F3", "3B0"]
     assert [str(action) for action in runs[3].actions] == ["0B1", "0B2", "0B3"]
+
+
+def test_a_wave_goes_through_neighbouring_stages_only() -> None:
+    """Stages 0 and 2 of micro-batch 0, one after the other on device 0, are no wave."""
+    pieces = [
+        Piece("compute", 0, parse_action("0F0"), 0, 1),
+        Piece("compute", 0, parse_action("2F0"), 1, 2),
+        Piece("compute", 1, parse_action("3F0"), 2, 3),
+    ]
+    assert [run.kind for run in runs_of(pieces)] == ["device", "device"]
 
 
 def test_every_feature_at_once_is_explained_by_all_kinds_of_pieces() -> None:

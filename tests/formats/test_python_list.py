@@ -219,6 +219,26 @@ def test_nodes_carry_the_simulated_times_and_the_peers() -> None:
     assert {node.stage for node in second} == {1}
 
 
+@pytest.mark.parametrize("count", [2, 3])
+def test_communication_stands_in_the_order_of_its_time(count: int) -> None:
+    """Sent as soon as there is something to send, gradients too."""
+    whole = problem([stage(device, 1, 2, 1) for device in range(count)], m=6)
+    for nodes in load(dump_python_list(whole, one_f_one_b(count, 6)))["scheduled_nodes"](GRAPH):
+        moments = [node.start_time for node in nodes if node.comm_pair_id is not None]
+        assert moments == sorted(moments)
+
+
+def test_of_two_devices_each_is_the_others_next_and_previous() -> None:
+    """The runtime sends to the next and receives from the previous, whatever it is."""
+    whole = problem([stage(0), stage(1)], m=2)
+    for nodes in load(dump_python_list(whole, one_f_one_b(2, 2)))["scheduled_nodes"](GRAPH):
+        for node in nodes:
+            if node.type.value.startswith("SEND_"):
+                assert node.comm_direction is CommDirection.NEXT
+            elif node.type.value.startswith("RECV_"):
+                assert node.comm_direction is CommDirection.PREV
+
+
 def test_an_offloaded_micro_batch_is_marked_and_let_go() -> None:
     """From its forward to its weight gradient; the header says which flags it needs."""
     whole = problem([stage(0, offload_bytes=5), stage(1)])

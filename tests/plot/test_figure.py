@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import xml.etree.ElementTree as ET
 
+import numpy as np
 import pytest
+from matplotlib.image import imread
 
 from optpipe import InputError, load_csv
 from optpipe.errors import MissingExtraError
 from optpipe.plot import figure
 from optpipe.plot.figure import Panel, save_figure
+from optpipe.plot.figure_memory import LIMIT_COLOUR
 from tests.plot.conftest import make_small_problem
+from tests.plot.large import GIB, large_case
 
 
 def svg_texts(path) -> set[str]:
@@ -73,3 +77,47 @@ def test_a_device_may_be_called_what_matplotlib_would_read_as_a_formula(tmp_path
     ]
     save_figure(small.model_copy(update={"devices": devices}), panels, tmp_path / "a.svg")
     assert {"$x^^$", "a\N{REPLACEMENT CHARACTER}b"} <= svg_texts(tmp_path / "a.svg")
+
+
+def test_a_bound_is_a_line_and_a_gap_in_the_title(tmp_path, small_problem, small_programs) -> None:
+    """A bound of the makespan is a moment; one of a span is told, and no line."""
+    bounded = [Panel(title="a", programs=small_programs, bound_ms=11.0)]
+    save_figure(small_problem, bounded, tmp_path / "a.svg")
+    texts = svg_texts(tmp_path / "a.svg")
+    assert "a: makespan 13 ms, bubble 23.1 %, bound 11 ms, gap 15.4 %" in texts
+    assert "lower bound" in texts
+    of_span = small_problem.model_copy(update={"objective": "span"})
+    save_figure(of_span, bounded, tmp_path / "b.svg")
+    texts = svg_texts(tmp_path / "b.svg")
+    assert "a: makespan 13 ms, span 13 ms, bubble 23.1 %, bound 11 ms, gap 15.4 %" in texts
+    assert "lower bound" not in texts
+
+
+def test_64_devices_and_512_microbatches_are_a_small_picture(tmp_path) -> None:
+    """98,304 actions are shared out to pixels; the axis says so, and devices are named."""
+    problem, programs = large_case(64, 512)
+    save_figure(problem, [Panel(title="1F1B", programs=programs)], tmp_path / "a.svg")
+    assert (tmp_path / "a.svg").stat().st_size < 2_000_000
+    texts = svg_texts(tmp_path / "a.svg")
+    assert {"gpu0", "gpu62", "100 % of the limit"} <= texts
+    assert any("mixes the colours" in text for text in texts)
+
+
+def area_of(path, colour: str) -> int:
+    """The number of pixels of a PNG file that have a colour."""
+    wanted = [int(colour[at : at + 2], 16) for at in (1, 3, 5)]
+    pixels = (imread(path)[..., :3] * 255).round().astype(int)
+    return int(np.all(pixels == wanted, axis=-1).sum())
+
+
+@pytest.mark.parametrize("num_devices", [2, 26])
+def test_what_is_over_a_limit_is_red(tmp_path, num_devices: int) -> None:
+    """As a curve, and as the range of many devices; a limit that holds is only a line."""
+    problem, programs = large_case(num_devices, 4)
+    areas = {}
+    for limit in (13 * GIB, 80 * GIB):
+        devices = [device.model_copy(update={"memory_bytes": limit}) for device in problem.devices]
+        limited = problem.model_copy(update={"devices": devices})
+        save_figure(limited, [Panel(title="a", programs=programs)], tmp_path / "a.png")
+        areas[limit] = area_of(tmp_path / "a.png", LIMIT_COLOUR)
+    assert areas[13 * GIB] > 3 * areas[80 * GIB]

@@ -32,7 +32,7 @@ def test_the_whole_small_picture(small_problem, small_programs) -> None:
         "        ┴───────────────────┴───────────────────┴───────────",
         "ms      0                   5                   10",
         "        F0 forward   I0 input gradient   W0 weight gradient   ▾▾ to the host",
-        "        ▴▴ back   ·· bubble   ▁ weights, gradients, optimizer",
+        "        ▴▴ from the host   ·· bubble   ▁ weights, gradients, optimizer",
         "        █ at the memory limit   ! over it",
     ]
 

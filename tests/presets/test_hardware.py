@@ -46,3 +46,12 @@ def test_an_efficiency_is_a_share(value) -> None:
     """Above 0, at most 1."""
     with pytest.raises(InputError, match="efficiency matmul"):
         Efficiency(matmul=value)
+
+
+@pytest.mark.parametrize("name", sorted(EXPECTED - {"cpu"}))
+def test_memory_is_what_the_vendors_tool_shows(name) -> None:
+    """Whole MiB, and the number stands in the source: data sheets round."""
+    fact = GPUS[name].memory_bytes
+    assert fact.value % 2**20 == 0
+    shown = (f"{int(fact.value) >> 20} MiB", f"{int(fact.value)} B")
+    assert any(text in fact.source for text in shown), fact.source

@@ -16,8 +16,8 @@ from optpipe.presets.parameters import (
     layer_parameters,
 )
 
-# What the published checkpoints hold, to the last parameter; DeepSeek-V3's without its 14,848
-# numbers that balance the experts, which are no parameters of training.
+# What the published checkpoints hold, to the last parameter (looked up: docs/estimate.md);
+# DeepSeek-V3's without its 14,848 numbers that balance the experts, no parameters of training.
 PUBLISHED = {
     "llama2-7b": 6_738_415_616,
     "llama2-13b": 13_015_864_320,

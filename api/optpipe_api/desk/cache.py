@@ -3,8 +3,9 @@
 A *hit* is a finished job of the same owner, problem (or model) and method whose answer the new job
 would find again: proven, or within the gap that is asked for, or found with at least the same
 budget from the same seed. A *near* one solved a problem of the same shape whose numbers differ
-little; its programs become the new job's first schedule, where they are legal. ``cache: refresh``
-takes neither: then the answer depends on nothing but the request.
+little; its programs become the new job's first schedule, where they are legal. A job that is being
+solved at the moment is shared (`optpipe_api.store.jobs_sharing`). ``cache: refresh`` takes none of
+these: then the answer depends on nothing but the request.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ class Recall:
         """Return the job with its answer, or with a start, or as it is."""
         if new.options.cache == "refresh" or not self._is_wanted:
             return new
+        new = replace(new, may_share=True)
         return self._hit(new) or self._near(new, num_cells, most_tried) or new
 
     def _hit(self, new: NewJob) -> NewJob | None:
@@ -110,20 +112,8 @@ class Recall:
 def answers(job: Job, options: JobOptions) -> bool:
     """Whether a finished job of the same problem and kind answers what is asked with options."""
     had = job.options
-    asks_for = (options.method, options.chunks, options.placements)
-    if (had.method, had.chunks, had.placements) != asks_for:
+    if not had.asks_the_same(options):
         return False
     if job.is_proven or (job.gap is not None and job.gap <= options.gap):
         return True
-    return (
-        had.seed == options.seed
-        and had.gap <= options.gap
-        and had.threads >= options.threads
-        and had.time_limit_s >= options.time_limit_s
-        and _covers(had.work_limit, options.work_limit)
-    )
-
-
-def _covers(had: float | None, asked: float | None) -> bool:
-    """Whether one limit of work allows what another does; None is no limit."""
-    return had is None or (asked is not None and had >= asked)
+    return had.covers(options)

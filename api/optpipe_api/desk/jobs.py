@@ -245,6 +245,8 @@ class JobDesk:
         self.find(job_id, who)
         job = self._store.request_cancel(job_id)
         self._engine.cancel(job_id)
+        # Those that shared its solve may have to be solved themselves.
+        self._engine.wake()
         self._changes.publish(job_id)
         return job
 

@@ -170,6 +170,8 @@ class SlotEngine:
     def _tell_end(self, attempt: Attempt) -> None:
         if attempt.left is not None:
             self._observer.ended(attempt.left, attempt.seconds)
+            # Those that shared its solve may have to be solved themselves.
+            self.wake()
 
     def _expire(self) -> None:
         for job in self._store.expire(self._settings.max_attempts, is_gone):

@@ -1,4 +1,8 @@
-"""How a route gets at the service, and at who is asking."""
+"""How a route gets at the service, and at who is asking.
+
+Coroutines, although nothing is waited for: the framework calls plain functions in threads, at the
+price of all the rest of a small request.
+"""
 
 from __future__ import annotations
 
@@ -12,24 +16,24 @@ from optpipe_api.service import Service
 __all__ = ["Admin", "Reader", "Serving", "Submitter"]
 
 
-def _service(request: Request) -> Service:
+async def _service(request: Request) -> Service:
     service: Service = request.app.state.service
     return service
 
 
-def _reader(request: Request) -> Principal:
+async def _reader(request: Request) -> Principal:
     principal: Principal = getattr(request.state, "principal", ANYBODY)
     return principal
 
 
-def _submitter(request: Request) -> Principal:
-    principal = _reader(request)
+async def _submitter(request: Request) -> Principal:
+    principal = await _reader(request)
     principal.require(Role.SUBMIT)
     return principal
 
 
-def _admin(request: Request) -> Principal:
-    principal = _reader(request)
+async def _admin(request: Request) -> Principal:
+    principal = await _reader(request)
     principal.require(Role.ADMIN)
     return principal
 

@@ -29,6 +29,7 @@ from optpipe_api.store.database import reading, writing
 from optpipe_api.store.jobs_births import insert, refuse_when_full, refuse_when_many
 from optpipe_api.store.jobs_changes import change, prolong
 from optpipe_api.store.jobs_rows import digest_key, dump, jobs_of, storable
+from optpipe_api.store.jobs_sharing import hold_problems
 from optpipe_api.store.tables import batches, jobs
 
 if TYPE_CHECKING:
@@ -103,6 +104,7 @@ class BatchStore:
             "document": dump(new.plan),
         }
         row = connection.execute(sa.insert(batches).values(values).returning(*_RECORD)).one()
+        hold_problems(connection, items)
         added = [
             insert(connection, replace(item, batch_id=row.id, batch_index=index), now)
             for index, item in enumerate(items)

@@ -24,6 +24,9 @@
    which entries can be read: who has read up to a number misses nothing by asking for later ones.
    A finished job's last entry is its state; a job that has a schedule has an incumbent entry of its
    objective.
+10. **Once at a time.** A job that may share is never claimed while an unfinished job of the same
+   owner and problem is solved with at least its budget, and not after it; see `jobs_sharing`. It
+   has what that one has found, ends with it, and outlives its cancellation and its failure.
 
 A database that does not answer raises `StoreUnavailableError`. Methods block: call them from a
 thread, never from the event loop. All are safe to call from several threads at once.
@@ -97,6 +100,9 @@ class JobStore(Protocol):
 
     def same(self, problem_hash: str, *, kind: JobKind, owner: str, limit: int) -> list[Job]:
         """Return an owner's succeeded and infeasible jobs of one problem or model, newest first."""
+
+    def sharing(self, job_id: str) -> list[str]:
+        """Return the ids of jobs that share, or shared to the end, the solve of a job."""
 
     def alike(self, shape_hash: str, *, owner: str, limit: int) -> list[Job]:
         """Return an owner's finished jobs of one shape that have a schedule, newest first."""

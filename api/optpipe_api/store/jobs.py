@@ -22,11 +22,10 @@ from optpipe_api.store.jobs_changes import (
     change,
     finish,
     give_back,
-    keep,
     prolong,
     refuse_pointless,
-    renew,
 )
+from optpipe_api.store.jobs_entries import keep, update
 from optpipe_api.store.jobs_reads import JobReads
 from optpipe_api.store.jobs_rows import (
     document_of,
@@ -35,6 +34,7 @@ from optpipe_api.store.jobs_rows import (
     jobs_of,
     leased_row,
 )
+from optpipe_api.store.jobs_sharing import answer_early, hold_problems, share_improvement
 from optpipe_api.store.tables import (
     batches,
     deployments,
@@ -53,7 +53,13 @@ if TYPE_CHECKING:
 
 __all__ = ["SqlJobStore"]
 
-_FINAL = [state.value for state in JobState if state.is_final]
+_FIRST = (
+    sa.select(jobs.c.position)
+    .where(jobs.c.state == JobState.QUEUED.value, jobs.c.awaits_id.is_(None))
+    .order_by(jobs.c.priority.desc(), jobs.c.position)
+    .limit(1)
+)
+_FIRST_HELD = _FIRST.with_only_columns(*jobs.c).with_for_update(skip_locked=True)
 
 
 class SqlJobStore(JobReads):
@@ -77,6 +83,7 @@ class SqlJobStore(JobReads):
                 if new.finished is None:
                     refuse_when_full(connection, max_queued)
                     refuse_when_many(connection, new.owner, max_of_owner)
+                hold_problems(connection, [new])
                 return insert(connection, new, self._now()), True
         except IntegrityError:
             # Another server inserted the same key between our look and our insert.
@@ -130,15 +137,12 @@ class SqlJobStore(JobReads):
 
     def claim(self, owner: str, lease_s: float) -> Claim | None:
         """Take the first queued job of the highest priority."""
-        first = (
-            sa.select(jobs)
-            .where(jobs.c.state == JobState.QUEUED.value)
-            .order_by(jobs.c.priority.desc(), jobs.c.position)
-            .limit(1)
-            .with_for_update(skip_locked=True)
-        )
+        # Idle slots ask often: look before taking the write lock.
+        with reading(self._engine) as connection:
+            if connection.execute(_FIRST).one_or_none() is None:
+                return None
         with writing(self._engine) as connection:
-            row = connection.execute(first).one_or_none()
+            row = connection.execute(_FIRST_HELD).one_or_none()
             if row is None:
                 return None
             now = self._now()
@@ -161,7 +165,10 @@ class SqlJobStore(JobReads):
             row = leased_row(connection, lease)
             if row is None:
                 return None
-            return job_of(connection, renew(connection, row, self._now() + lease_s, {}))
+            now = self._now()
+            renewed = update(connection, row, lease_expires_at=now + lease_s)
+            answer_early(connection, renewed, now)
+            return job_of(connection, renewed)
 
     def record(
         self,
@@ -179,7 +186,9 @@ class SqlJobStore(JobReads):
                 return None
             now = self._now()
             better = keep(connection, row, point, now, schedule=schedule, problem=problem)
-            return job_of(connection, renew(connection, row, now + lease_s, better))
+            renewed = update(connection, row, lease_expires_at=now + lease_s, **better)
+            share_improvement(connection, renewed, now)
+            return job_of(connection, renewed)
 
     def finish(self, lease: Lease, outcome: Outcome) -> Job | None:
         """End a running job."""
@@ -223,15 +232,18 @@ class SqlJobStore(JobReads):
         live = sa.select(deployments.c.id).where(deployments.c.ended_at.is_(None))
         old = (
             sa.select(jobs.c.position, jobs.c.batch_id)
-            .where(jobs.c.state.in_(_FINAL), jobs.c.finished_at < before)
+            # Whatever has ended has this, and nothing else has it.
+            .where(jobs.c.finished_at < before)
             .where(jobs.c.deployment_id.is_(None) | jobs.c.deployment_id.not_in(live))
-            .where(jobs.c.batch_id.is_(None) | jobs.c.batch_id.not_in(_young_batches(before)))
-            .order_by(jobs.c.position)
+            .where(~_is_in_young_batch(before))
+            .order_by(jobs.c.finished_at)
             .limit(limit)
             .with_for_update(skip_locked=True)
         )
         with writing(self._engine) as connection:
             rows = connection.execute(old).all()
+            if not rows:
+                return 0
             positions = [row.position for row in rows]
             for table in (problems, models, schedules, job_tags, events, jobs):
                 connection.execute(sa.delete(table).where(table.c.position.in_(positions)))
@@ -241,10 +253,12 @@ class SqlJobStore(JobReads):
             return len(rows)
 
 
-def _young_batches(before: float) -> sa.Select[Any]:
-    """Batches of which a job has not ended before a time: they go whole or not at all."""
-    young = jobs.c.state.not_in(_FINAL) | (jobs.c.finished_at >= before)
-    return sa.select(jobs.c.batch_id).where(jobs.c.batch_id.is_not(None), young)
+def _is_in_young_batch(before: float) -> sa.ColumnElement[bool]:
+    """Whether a job's batch has one that has not ended before a time: they go whole or not."""
+    others = jobs.alias("others")
+    young = others.c.finished_at.is_(None) | (others.c.finished_at >= before)
+    same = others.c.batch_id == jobs.c.batch_id
+    return jobs.c.batch_id.is_not(None) & sa.select(others.c.id).where(same, young).exists()
 
 
 def _claim_of(connection: sa.Connection, row: sa.Row[Any]) -> Claim | None:

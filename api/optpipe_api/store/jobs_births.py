@@ -11,7 +11,7 @@ import sqlalchemy as sa
 
 from optpipe_api.errors import KeyReusedError, QueueFullError, TooManyJobsError
 from optpipe_api.jobs import Cache, EntryKind, JobState, transition
-from optpipe_api.store.jobs_changes import note, put
+from optpipe_api.store.jobs_entries import note, put
 from optpipe_api.store.jobs_rows import (
     ASKED_LIMIT,
     digest_key,
@@ -20,6 +20,7 @@ from optpipe_api.store.jobs_rows import (
     options_of,
     storable,
 )
+from optpipe_api.store.jobs_sharing import begin_sharing, find_solving
 from optpipe_api.store.tables import job_tags, jobs, models, problems, schedules
 
 if TYPE_CHECKING:
@@ -35,7 +36,11 @@ _QUEUED = sa.select(sa.func.count()).where(jobs.c.state == JobState.QUEUED.value
 
 def insert(connection: sa.Connection, new: NewJob, now: float) -> Job:
     """Keep a job with its documents and tags, and write the first entries of its history."""
-    row = connection.execute(_INSERT, _columns(new, now)).one()
+    solving = find_solving(connection, new)
+    if solving is not None:
+        new = replace(new, cache=Cache.HIT, source_id=solving.id, start=None)
+    values = {**_columns(new, now), "awaits_id": None if solving is None else solving.id}
+    row = connection.execute(_INSERT, values).one()
     for table, text in ((problems, new.problem), (models, new.model)):
         if text is not None:
             put(connection, table, row.position, text, is_first=True)
@@ -48,6 +53,8 @@ def insert(connection: sa.Connection, new: NewJob, now: float) -> Job:
         note(connection, row.position, now, EntryKind.STATE, text=JobState.QUEUED.value)
         if new.start is not None:
             _tell_the_start(connection, row.position, new, new.start, now)
+    if solving is not None:
+        row = begin_sharing(connection, row, solving, now)
     return job_of(connection, row, tags)
 
 

@@ -1,15 +1,12 @@
-"""What happens to a job that exists: its state, its best, and the history that tells of both.
+"""What happens to a job that exists: it ends, is given back, gets more time.
 
-Every change of state goes through `change`: an UPDATE that names the state and the attempt it
-starts from. What it does not find, it does not change. Whoever calls holds the job's row.
+Every change of state goes through `change`. Whoever calls holds the job's row.
 """
 
 from __future__ import annotations
 
 import json
 from typing import TYPE_CHECKING, Any
-
-import sqlalchemy as sa
 
 from optpipe.errors import InputError
 from optpipe_api.errors import ConflictError
@@ -19,146 +16,30 @@ from optpipe_api.jobs import (
     JobEvent,
     JobState,
     TracePoint,
-    transition,
 )
-from optpipe_api.store.jobs_rows import ASKED_LIMIT, dump, storable
-from optpipe_api.store.tables import events, jobs, problems, schedules
+from optpipe_api.store.jobs_entries import keep, move, note
+from optpipe_api.store.jobs_rows import ASKED_LIMIT, dump, spent, storable
+from optpipe_api.store.jobs_sharing import settle
 
 if TYPE_CHECKING:
+    import sqlalchemy as sa
+
     from optpipe_api.jobs import Job, Outcome
 
-__all__ = [
-    "change",
-    "finish",
-    "give_back",
-    "keep",
-    "note",
-    "prolong",
-    "put",
-    "refuse_pointless",
-    "renew",
-    "spent",
-]
-
-_MAX_METHOD = 100
-_NOTE = sa.insert(events)
-
-
-def note(
-    connection: sa.Connection, position: int, at: float, kind: EntryKind, **values: Any
-) -> None:
-    """Write an entry of a job's history."""
-    entry = {"position": position, "at": at, "kind": kind.value, **values}
-    connection.execute(_NOTE, entry)
-
-
-def put(
-    connection: sa.Connection,
-    table: sa.Table,
-    position: int,
-    document: str,
-    *,
-    is_first: bool = False,
-) -> None:
-    """Store a job's document of one kind, in place of the one before where there may be one."""
-    if not is_first:
-        connection.execute(sa.delete(table).where(table.c.position == position))
-    connection.execute(sa.insert(table), {"position": position, "document": document})
-
-
-def renew(
-    connection: sa.Connection, row: sa.Row[Any], expires_at: float, values: dict[str, Any]
-) -> sa.Row[Any]:
-    """Move the end of a lease, and change other columns along."""
-    renewed = (
-        sa.update(jobs)
-        .where(jobs.c.position == row.position)
-        .values(lease_expires_at=expires_at, **values)
-        .returning(jobs)
-    )
-    return connection.execute(renewed).one()
+__all__ = ["change", "finish", "give_back", "prolong", "refuse_pointless"]
 
 
 def change(
     connection: sa.Connection, row: sa.Row[Any], event: JobEvent, now: float, **values: Any
 ) -> sa.Row[Any] | None:
-    """Change a job's state, and note it; None where the event is not possible (any more)."""
-    target = transition(JobState(row.state), event)
-    if target is None:
-        return None
-    if target is not JobState.RUNNING:
-        values |= {"lease_owner": None, "lease_expires_at": None, "claimed_at": None}
-    if target.is_final:
-        values["finished_at"] = now
-    changed = (
-        sa.update(jobs)
-        .where(
-            jobs.c.position == row.position,
-            jobs.c.state == row.state,
-            jobs.c.attempt == row.attempt,
-        )
-        .values(state=target.value, **values)
-        .returning(jobs)
-    )
-    found = connection.execute(changed).one_or_none()
-    if found is not None:
-        note(connection, row.position, now, EntryKind.STATE, text=target.value)
-    return found
+    """Change a job's state, and note it; None where the event is not possible (any more).
 
-
-def keep(
-    connection: sa.Connection,
-    row: sa.Row[Any],
-    point: TracePoint,
-    now: float,
-    *,
-    schedule: str | None = None,
-    problem: str | None = None,
-) -> dict[str, Any]:
-    """Keep what is better, note it, and return the columns that change with it.
-
-    A schedule at least as good replaces the one before, a higher bound the one before. History
-    tells what improved: a start that is found again under its old length, and schedules on the way
-    up to it, would only be noise there.
+    Where it has ended, those that share its solve have an answer, or begin.
     """
-    values: dict[str, Any] = {}
-    if point.bound_ms is not None and (row.bound_ms is None or point.bound_ms > row.bound_ms):
-        values["bound_ms"] = point.bound_ms
-    if schedule is not None and _is_as_good(row, point.objective_ms):
-        put(connection, schedules, row.position, schedule)
-        if problem is not None:
-            put(connection, problems, row.position, problem)
-        values |= {"objective_ms": point.objective_ms, "num_schedules": row.num_schedules + 1}
-    _note_improvement(connection, row, point, now, values)
-    return values
-
-
-def _is_as_good(row: sa.Row[Any], objective_ms: float | None) -> bool:
-    return objective_ms is not None and (
-        row.objective_ms is None or objective_ms <= row.objective_ms
-    )
-
-
-def _note_improvement(
-    connection: sa.Connection,
-    row: sa.Row[Any],
-    point: TracePoint,
-    now: float,
-    values: dict[str, Any],
-) -> None:
-    is_shorter = "objective_ms" in values and values["objective_ms"] != row.objective_ms
-    if not is_shorter and "bound_ms" not in values:
-        return
-    note(
-        connection,
-        row.position,
-        now,
-        EntryKind.INCUMBENT if is_shorter else EntryKind.BOUND,
-        seconds=point.seconds,
-        method=storable(point.method)[:_MAX_METHOD],
-        objective_ms=point.objective_ms if is_shorter else None,
-        bound_ms=values.get("bound_ms", row.bound_ms),
-    )
+    found = move(connection, row, event, now, **values)
+    if found is not None and JobState(found.state).is_final:
+        settle(connection, found, now)
+    return found
 
 
 def finish(
@@ -175,12 +56,6 @@ def finish(
     better = keep(connection, row, last, now, schedule=outcome.schedule, problem=outcome.problem)
     error = None if outcome.error is None else dump(outcome.error)
     return change(connection, row, outcome.event, now, error=error, spent_s=spent_s, **better)
-
-
-def spent(row: sa.Row[Any], now: float) -> float:
-    """Return the seconds of solving over all attempts; a dead server's end with its lease."""
-    ended = min(now, row.lease_expires_at)
-    return float(row.spent_s + max(0.0, ended - row.claimed_at))
 
 
 def give_back(
@@ -252,6 +127,7 @@ def prolong(
         options=dump({**options, "time_limit_s": limit_s, **asked}),
         # What it overran is not taken from the new time.
         spent_s=min(row.spent_s, job.options.time_limit_s),
+        awaits_id=None,
         finished_at=None,
         cancel_requested=False,
         error=None,

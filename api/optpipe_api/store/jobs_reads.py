@@ -33,6 +33,7 @@ _ALIKE = _NEWEST.where(
     jobs.c.state.in_(_FINAL),
     jobs.c.objective_ms.is_not(None),
 )
+_SHARING = sa.select(jobs.c.id).where(jobs.c.awaits_id == sa.bindparam("id"))
 _HISTORY = (
     sa.select(events)
     .where(events.c.position == sa.bindparam("at"), events.c.number > sa.bindparam("after"))
@@ -68,17 +69,19 @@ class JobReads:
         batch_id: str | None = None,
     ) -> list[Job]:
         """Return jobs, newest first."""
-        query = sa.select(jobs).order_by(jobs.c.position.desc()).limit(limit)
+        query = sa.select(jobs).limit(limit)
+        place = jobs.c.position
+        if tag is not None:
+            # Along the index of the tag, newest first: it may be on every job, or on few.
+            query = query.join(job_tags, job_tags.c.position == place).where(job_tags.c.tag == tag)
+            place = job_tags.c.position
         wanted = {"owner": owner, "state": state and state.value, "batch_id": batch_id}
         for column, value in wanted.items():
             if value is not None:
                 query = query.where(jobs.c[column] == value)
         if before is not None:
-            query = query.where(jobs.c.position < before)
-        if tag is not None:
-            tagged = sa.select(job_tags.c.position).where(job_tags.c.tag == tag)
-            query = query.where(jobs.c.position.in_(tagged))
-        return self._found(query)
+            query = query.where(place < before)
+        return self._found(query.order_by(place.desc()))
 
     def same(self, problem_hash: str, *, kind: JobKind, owner: str, limit: int) -> list[Job]:
         """Return answered jobs of one problem or model, newest first."""
@@ -92,6 +95,11 @@ class JobReads:
     def _found(self, query: sa.Select[Any], asked: dict[str, Any] | None = None) -> list[Job]:
         with reading(self._engine) as connection:
             return jobs_of(connection, connection.execute(query, asked).all())
+
+    def sharing(self, job_id: str) -> list[str]:
+        """Return the ids of jobs that share, or shared, the solve of this one."""
+        with reading(self._engine) as connection:
+            return list(connection.execute(_SHARING, {"id": job_id}).scalars())
 
     def problem(self, job_id: str) -> str | None:
         """Return the problem of a job."""

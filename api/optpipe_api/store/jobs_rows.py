@@ -41,6 +41,7 @@ __all__ = [
     "jobs_of",
     "leased_row",
     "options_of",
+    "spent",
     "storable",
 ]
 
@@ -130,6 +131,7 @@ def _job(row: sa.Row[Any], tags: tuple[str, ...]) -> Job:
         tags=tags,
         cache=Cache(row.cache),
         source_id=row.source_id,
+        awaits_id=row.awaits_id,
         batch_id=row.batch_id,
         batch_index=row.batch_index,
         deployment_id=row.deployment_id,
@@ -165,6 +167,12 @@ def entry_of(row: sa.Row[Any]) -> HistoryEntry:
         bound_ms=row.bound_ms,
         text=row.text,
     )
+
+
+def spent(row: sa.Row[Any], now: float) -> float:
+    """Return the seconds of solving over all attempts; a dead server's end with its lease."""
+    ended = min(now, row.lease_expires_at)
+    return float(row.spent_s + max(0.0, ended - row.claimed_at))
 
 
 def digest_key(owner: str, key: str | None) -> str | None:

@@ -55,6 +55,8 @@ jobs = sa.Table(
     sa.Column("idempotency_key", sa.String(255), unique=True),
     sa.Column("cache", sa.String(8), nullable=False, server_default="miss"),
     sa.Column("source_id", sa.String(32)),
+    # The job whose solve it shares; nobody claims it while it has one.
+    sa.Column("awaits_id", sa.String(32)),
     sa.Column("batch_id", sa.String(32)),
     sa.Column("batch_index", sa.Integer),
     sa.Column("deployment_id", sa.String(32)),
@@ -72,10 +74,16 @@ jobs = sa.Table(
     sa.Column("objective_ms", sa.Double),
     sa.Column("bound_ms", sa.Double),
     sa.Column("error", sa.Text),
-    sa.Index(None, "state", "priority", "position"),
-    sa.Index(None, "problem_hash", "position"),
-    sa.Index(None, "shape_hash", "position"),
+    # Claimed in this order.
+    sa.Index("ix_jobs_queue", "state", sa.text("priority DESC"), "position"),
+    sa.Index(None, "state", "position"),
+    sa.Index(None, "owner", "position"),
+    sa.Index(None, "owner", "state", "position"),
+    sa.Index(None, "problem_hash", "owner", "position"),
+    sa.Index(None, "shape_hash", "owner", "position"),
     sa.Index(None, "batch_id", "batch_index"),
+    sa.Index(None, "awaits_id"),
+    sa.Index(None, "finished_at"),
     sqlite_autoincrement=True,
 )
 

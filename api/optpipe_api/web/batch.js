@@ -97,7 +97,13 @@ function itemsOf(batch) {
         ? axes.map((axis) => el("a", { href: address({ job: item.job_id }) }, String(item.values[axis])))
         : [el("a", { href: address({ job: item.job_id }) }, item.name || String(item.index))]),
       el("span", { class: `state ${item.state}` }, item.state), bytes(item.memory_bytes),
-      ms(item.objective_ms), ms(item.bound_ms), share(item.gap), item.error?.message ?? ""],
+      ms(item.objective_ms), ms(item.bound_ms), share(item.gap), whyNot(item)],
   }));
   return table("Items of the batch", columns, rows);
+}
+
+/** The first line of why an item has no schedule; all of it where the pointer stays. */
+function whyNot({ error }) {
+  if (!error) return "";
+  return el("span", { title: error.message }, error.message.split("\n")[0].slice(0, 160));
 }

@@ -80,8 +80,7 @@ export class Compose {
     const pick = (names) => Object.fromEntries(
       names.filter((name) => name in told).map((name) => [name, told[name]]));
     this.preset.state = pick(Preset.names);
-    const { placement, ...moved } = pick(Sliders.names);
-    this.sliders.values = moved;
+    this.sliders.values = pick(Sliders.names);
     for (const name of OPTIONS) if (name in told) this.option(name).value = told[name];
     this.source = "preset";
     await this.refresh();

@@ -7,6 +7,8 @@ const COLOURS = {
   light: { text: "#4a5058", line: "#d5d9de", back: "#ffffff", objective: "#0b62a4", bound: "#b35900" },
   dark: { text: "#b4bac2", line: "#343a42", back: "#15181c", objective: "#6cb4ee", bound: "#f0a04b" },
 };
+const SIZE = 5;
+const AHEAD = 0.04;
 
 /** The chart of a job's progress. */
 export class Progress {
@@ -22,7 +24,7 @@ export class Progress {
   add(point) {
     this.points.push(point);
     this.element.dataset.points = String(this.points.length);
-    if (this.sources) this.stream([point]);
+    if (this.sources) this.fill();
   }
 
   /** Draw what is known; later points are added to it. */
@@ -30,32 +32,38 @@ export class Progress {
     const Bokeh = await bokeh();
     const colours = COLOURS[theme()];
     const plot = styled(Bokeh, colours);
-    this.sources = {
-      objective: new Bokeh.ColumnDataSource({ data: { x: [], y: [] } }),
-      bound: new Bokeh.ColumnDataSource({ data: { x: [], y: [] } }),
-    };
+    const sources = {};
     for (const name of ["bound", "objective"]) {
-      const source = this.sources[name];
+      const source = new Bokeh.ColumnDataSource({ data: { x: [], y: [], size: [] } });
+      const [x, y, size] = ["x", "y", "size"].map((field) => ({ field }));
       const line_color = colours[name];
-      plot.step({ field: "x" }, { field: "y" }, "after", { source, line_width: 2, line_color,
-        legend_label: name });
-      plot.scatter({ field: "x" }, { field: "y" }, { source, size: 4, line_color, fill_color: line_color });
+      plot.step(x, y, "after", { source, line_width: 2, line_color, legend_label: name });
+      plot.scatter(x, y, { source, size, line_color, fill_color: line_color });
+      sources[name] = source;
     }
     dressLegend(plot.legend, colours);
-    const known = this.points;
     this.Bokeh = Bokeh;
     this.remove();
+    this.sources = sources;
+    this.fill();
     this.drawn = await Bokeh.Plotting.show(plot, this.element);
-    this.stream(known);
   }
 
-  stream(points) {
+  /** Lines up to the last event, and a little further: nothing has changed since. */
+  fill() {
+    const until = Math.max(...this.points.map((point) => point.seconds ?? 0)) * (1 + AHEAD);
     for (const [name, field] of [["objective", "objective_ms"], ["bound", "bound_ms"]]) {
       // A bound of 0 says nothing, and would flatten the rest.
-      const told = points.filter((point) => point[field] > 0 && point.seconds !== null);
-      if (!told.length) continue;
-      this.sources[name].stream(
-        { x: told.map((point) => point.seconds), y: told.map((point) => point[field]) });
+      const told = this.points.filter((point) => point[field] > 0 && point.seconds !== null);
+      const x = told.map((point) => point.seconds);
+      const y = told.map((point) => point[field]);
+      const size = told.map(() => SIZE);
+      if (told.length) {
+        x.push(until);
+        y.push(y.at(-1));
+        size.push(0);
+      }
+      this.sources[name].data = { x, y, size };
     }
   }
 

@@ -50,6 +50,9 @@ const AXES = [
 ];
 const SWITCHES = [["offload", "Offload activations"], ["recompute", "Recompute activations"]];
 
+// What a preset's own fields say.
+const OF_PRESETS = ["num_microbatches", "placement"];
+
 /** The sliders and switches; `values` of those that are moved are sent. */
 export class Sliders {
   constructor(onChange) {
@@ -63,7 +66,8 @@ export class Sliders {
       ...this.sliders.map((slider) => slider.element),
       el("div", { class: "fields" }, this.placement),
       ...this.switches.map(([, input, text]) => el("label", { class: "switch" }, input, text)));
-    this.show(null, [], true);
+    // Until there is a problem nobody knows which of them change it.
+    this.show(null, [...Sliders.names, ...OF_PRESETS], true);
   }
 
   get values() {
@@ -73,7 +77,9 @@ export class Sliders {
     }
     const placement = this.placement.querySelector("select");
     if (placement.value && !placement.disabled) found.placement = placement.value;
-    for (const [axis, input] of this.switches) if (!input.checked && !input.disabled) found[axis] = false;
+    for (const [axis, input] of this.switches) {
+      if (!input.checked && !input.disabled) found[axis] = false;
+    }
     return found;
   }
 
@@ -89,7 +95,8 @@ export class Sliders {
 
   /** The names under which `values` stand in an address. */
   static get names() {
-    return [...AXES.map(({ axis }) => axis), "placement", ...SWITCHES.map(([axis]) => axis)];
+    const named = [...AXES.map(({ axis }) => axis), ...SWITCHES.map(([axis]) => axis)];
+    return named.filter((axis) => !OF_PRESETS.includes(axis));
   }
 
   /**
@@ -99,8 +106,9 @@ export class Sliders {
   show(problem, axes, isPreset) {
     for (const slider of this.sliders) {
       slider.tell(problem);
-      slider.enable(axes.includes(slider.axis));
-      slider.element.hidden = isPreset && slider.axis === "num_microbatches";
+      const isElsewhere = isPreset && OF_PRESETS.includes(slider.axis);
+      slider.enable(axes.includes(slider.axis) && !isElsewhere);
+      slider.element.hidden = isElsewhere;
     }
     this.placement.hidden = isPreset;
     this.placement.querySelector("select").disabled = isPreset || !axes.includes("placement");

@@ -3,26 +3,35 @@
 import { el } from "./dom.js";
 import { Fault, askJson } from "./http.js";
 
-/** Show the explanation of a path in a place; without one the place stays hidden. */
+const NONE = [404, 413, 429];
+const SHOWN = 2;
+
+/** Show the explanation of a path in a place; where there is none the place stays hidden. */
 export async function why(place, path, signal) {
   try {
-    const told = await askJson(path, { signal });
-    place.replaceChildren(el("h2", {}, "Why"), ...partsOf(told));
-    place.hidden = false;
+    const { sentences = [] } = await askJson(path, { signal });
+    place.replaceChildren(el("h2", {}, "Why"), ...[...byTopic(sentences)].map(partOf));
+    place.hidden = sentences.length === 0;
   } catch (error) {
-    if (!(error instanceof Fault) || ![404, 405, 501].includes(error.status)) throw error;
+    if (!(error instanceof Fault) || !NONE.includes(error.status)) throw error;
     place.hidden = true;
   }
 }
 
-/** Sentences, alone or below headings: a list, {sentences}, {sections: [{title, sentences}]}. */
-function partsOf(told) {
-  if (typeof told === "string") return [el("p", {}, told)];
-  if (Array.isArray(told)) return [listOf(told)];
-  const sections = (told.sections ?? []).flatMap(({ title, sentences }) =>
-    [el("h3", {}, title), listOf(sentences)]);
-  return told.sentences ? [listOf(told.sentences), ...sections] : sections;
-}
+const partOf = ([topic, sentences]) => el("div", { class: "reason" },
+  el("h3", {}, topic),
+  el("div", {}, listOf(sentences.slice(0, SHOWN)), rest(sentences.slice(SHOWN))));
 
-const listOf = (sentences) =>
-  el("ul", { class: "sentences" }, sentences.map((sentence) => el("li", {}, String(sentence))));
+const listOf = (sentences) => el("ul", {}, sentences.map(({ text }) => el("li", {}, text)));
+
+const rest = (sentences) => (sentences.length
+  ? el("details", {}, el("summary", {}, `${sentences.length} more`), listOf(sentences))
+  : null);
+
+function byTopic(sentences) {
+  const topics = new Map();
+  for (const sentence of sentences) {
+    topics.set(sentence.topic, [...(topics.get(sentence.topic) ?? []), sentence]);
+  }
+  return topics;
+}

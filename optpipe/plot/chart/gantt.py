@@ -23,16 +23,26 @@ if TYPE_CHECKING:
     from optpipe.plot.bars import Bars, Drawing
     from optpipe.plot.interactive import View
 
-__all__ = ["PATH_COLUMNS", "VEIL_CODE", "Gantt", "draw_gantt", "left_border"]
+__all__ = [
+    "MOST_AT_ONCE",
+    "PATH_COLUMNS",
+    "VEIL_CODE",
+    "Gantt",
+    "draw_gantt",
+    "has_bound_line",
+    "left_border",
+]
 
 _MOST_OUTLINED = 3_000
-_FEWEST_FOR_WEBGL = 4_000
 _PX_PER_DEVICE, _MAX_PX = 30, 620
 _MOST_NAMED_DEVICES = 33
 _LONGEST_NAME = 14
 _PX_PER_LETTER = 7
 _FLOAT32_BITS = 24
 _SHORTEST_SHARE = 1e-3
+
+MOST_AT_ONCE = 12_000
+"""Of more bars, a frame that moves has every tenth, and a script keeps to those near the frame."""
 
 PATH_COLUMNS = ("left", "right", "top", "bottom", "code", "cover", "edge")
 VEIL_CODE = len(BAR_COLOURS)
@@ -79,8 +89,9 @@ def draw_gantt(
         sizing_mode="stretch_width",
         tools="",
         toolbar_location=None,
-        output_backend="webgl" if len(drawing.bars) >= _FEWEST_FOR_WEBGL else "canvas",
-        lod_threshold=20_000,
+        # Without a graphics card WebGL takes five times as long as the canvas (docs/plot.md).
+        output_backend="canvas",
+        lod_threshold=MOST_AT_ONCE,
     )
     _label_devices(plot, view)
     _draw_bubbles(plot, drawing, num_devices, look, has_sides=has_sides)
@@ -193,7 +204,7 @@ def _draw_ends(plot: Any, view: View, drawing: Drawing, look: Palette) -> None:
             line_dash="dotted",
         )
     )
-    if view.bound_ms is None or view.problem.objective != "makespan":
+    if not has_bound_line(view):
         return
     line = Span(
         location=view.bound_ms,
@@ -204,6 +215,11 @@ def _draw_ends(plot: Any, view: View, drawing: Drawing, look: Palette) -> None:
         name="bound",
     )
     plot.add_layout(line)
+
+
+def has_bound_line(view: View) -> bool:
+    """Whether a bound is known and a moment of the axis: one of the makespan is, of a span not."""
+    return view.bound_ms is not None and view.problem.objective == "makespan"
 
 
 def _label_devices(plot: Any, view: View) -> None:

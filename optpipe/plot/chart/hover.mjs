@@ -18,6 +18,12 @@ function size(bytes) {
   return `${unit === 0 ? value : value.toFixed(1)} ${units[unit]}`
 }
 
+function change(before, after) {
+  if (before === after) return `memory: ${size(before)}, unchanged`
+  const sign = after > before ? "+" : "\u2212"
+  return `memory: ${size(before)} before, ${size(after)} after (${sign}${size(Math.abs(after - before))})`
+}
+
 export default ({bars, kinds, devices}, _obj, {vars}) => {
   const {left, right, code, device, stage, microbatch, before, after} = bars.data
   const i = vars.index
@@ -27,9 +33,7 @@ export default ({bars, kinds, devices}, _obj, {vars}) => {
     `${what}${owner}`,
     `on ${devices[device[i]]}`,
     `${time(left[i])} to ${time(right[i])}: ${time(right[i] - left[i])}`,
-    before[i] === after[i]
-      ? `memory: ${size(before[i])}, unchanged`
-      : `memory: ${size(before[i])} before, ${size(after[i])} after`,
+    change(before[i], after[i]),
   ]
   return lines.map((line, row) => {
     const div = document.createElement("div")

@@ -31,7 +31,7 @@ WORDS = tuple(_word(kind) for kind in KINDS)
 """The action of each of `KINDS`."""
 
 
-def legend_of(drawings: Sequence[Drawing], look: Palette) -> str:
+def legend_of(drawings: Sequence[Drawing], look: Palette, *, has_bound: bool) -> str:
     """Return a line of samples: the actions that some drawings have, and what is always there."""
     used = sorted({int(kind) for drawing in drawings for kind in set(drawing.bars.kind)})
     colours = [(BAR_COLOURS[2 * kind], _name(kind)) for kind in used]
@@ -42,7 +42,8 @@ def legend_of(drawings: Sequence[Drawing], look: Palette) -> str:
     ]
     samples = [_sample(f"background:{colour}", name) for colour, name in colours]
     samples.append(_sample(f"background:{look.limit};height:2px", "memory limit"))
-    samples.append(_sample(f"border-left:2px dashed {look.bound};width:0", "lower bound"))
+    if has_bound:
+        samples.append(_sample(f"border-left:2px dashed {look.bound};width:0", "lower bound"))
     inner = "".join(samples)
     return (
         f'<div style="display:flex;flex-wrap:wrap;gap:2px 14px;color:{look.text};'

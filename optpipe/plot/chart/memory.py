@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from bokeh.models import ColumnDataSource, Range1d
+from bokeh.models import ColumnDataSource, InlineStyleSheet, Range1d
 from bokeh.models.annotations import Span
 from bokeh.models.widgets import Select
 from bokeh.plotting import figure
 
 from optpipe.memory import device_peak_bytes
-from optpipe.plot.chart.style import PALETTES, Palette, Theme
+from optpipe.plot.chart.style import PALETTES, Palette, Theme, widget_css
 from optpipe.plot.units import format_bytes
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def draw_memory(
         devices=ColumnDataSource(devices),
         shown=source,
         limit=limit,
-        select=_select(view, chosen),
+        select=_select(view, chosen, theme),
     )
 
 
@@ -189,8 +189,14 @@ def _draw_areas(plot: Any, shown: ColumnDataSource, look: Palette) -> None:
         )
 
 
-def _select(view: View, chosen: int) -> Select:
+def _select(view: View, chosen: int, theme: Theme) -> Select:
     options: list[str | tuple[Any, str]] = [
         (str(index), device.name) for index, device in enumerate(view.problem.devices)
     ]
-    return Select(title=f"memory of ({view.title})", value=str(chosen), options=options, width=170)
+    return Select(
+        title=f"memory of ({view.title})",
+        value=str(chosen),
+        options=options,
+        width=170,
+        stylesheets=[InlineStyleSheet(css=widget_css(theme))],
+    )

@@ -1,8 +1,40 @@
 // Follows the pointer: a micro-batch's whole path in every view, and one device's memory below.
-// One instance serves all figures of a chart, so these two belong to the chart.
+// One instance serves all figures of a chart, so what is kept here belongs to the chart.
 
 let pinned = null
 let lit = null
+
+// Of a view with many bars: all of them, and the span of time whose bars are drawn.
+const kept = new Map()
+
+const allOf = (bars) => kept.get(bars)?.all ?? bars.data
+
+function between(all, from, to) {
+  const rows = []
+  for (let i = 0; i < all.left.length; i++) {
+    if (all.left[i] <= to && all.right[i] >= from) rows.push(i)
+  }
+  const some = {}
+  for (const [name, column] of Object.entries(all)) {
+    some[name] = column.constructor.from(rows, (i) => column[i])
+  }
+  return some
+}
+
+// Bokeh draws every bar of a source, also those outside of the frame. So where there are many, the
+// source holds those near the frame, and is filled anew when the frame leaves them or is far
+// smaller than what is drawn.
+function keepNear(bars, {start, end, bounds: [first, last]}, most) {
+  const all = allOf(bars)
+  if (all.left.length <= most) return
+  const {from, to} = kept.get(bars) ?? {from: first, to: last}
+  const width = end - start
+  if (start >= from && end <= to && to - from <= 8 * width) return
+  const isNearlyAll = 6 * width > last - first
+  const near = isNearlyAll ? [first, last] : [start - width, end + width]
+  kept.set(bars, {all, from: near[0], to: near[1]})
+  bars.data = isNearlyAll ? all : between(all, ...near)
+}
 
 const VEIL_COVER = 0.75
 
@@ -30,7 +62,7 @@ function pathOf({left, right, top, bottom, code, microbatch}, wanted, rows, {sta
 
 function paint({parts, time, veil}) {
   for (const {gantt, bars, path} of parts) {
-    path.data = lit == null ? nothing() : pathOf(bars.data, lit, gantt.y_range, time, veil)
+    path.data = lit == null ? nothing() : pathOf(allOf(bars), lit, gantt.y_range, time, veil)
   }
 }
 
@@ -69,8 +101,8 @@ function showMemory({curves, devices, shown, limit, memory, end}, device) {
 }
 
 function tap(chart, part, event) {
-  const {microbatch} = part.bars.data
-  const i = barAt(part.bars.data, event.x, event.y)
+  const {microbatch} = allOf(part.bars)
+  const i = barAt(allOf(part.bars), event.x, event.y)
   const wanted = i < 0 || microbatch[i] < 0 ? null : microbatch[i]
   pinned = wanted === pinned ? null : wanted
   chart.follow.value = pinned
@@ -86,11 +118,12 @@ function hover(chart, {index, renderer}) {
 }
 
 export default (chart, obj, data) => {
-  const {parts, follow, time} = chart
+  const {parts, follow, time, most} = chart
   const asked = parts.find(({select}) => select === obj)
   if (asked != null) {
     showMemory(asked, Number(obj.value))
   } else if (obj === time) {
+    for (const {bars} of parts) keepNear(bars, time, most)
     if (lit != null) paint(chart)
   } else if (obj === follow) {
     pinned = follow.value

@@ -6,16 +6,22 @@ from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 from bokeh.layouts import column, row
-from bokeh.models import CustomJS, HoverTool, LayoutDOM, Range1d
+from bokeh.models import CustomJS, HoverTool, InlineStyleSheet, LayoutDOM, Range1d
 from bokeh.models.dom import HTML, ValueRef
 from bokeh.models.widgets import Div, NumericInput
 
 from optpipe.plot.bars import drawing_of
-from optpipe.plot.chart.gantt import VEIL_CODE, draw_gantt, left_border
+from optpipe.plot.chart.gantt import (
+    MOST_AT_ONCE,
+    VEIL_CODE,
+    draw_gantt,
+    has_bound_line,
+    left_border,
+)
 from optpipe.plot.chart.legend import WORDS, legend_of
 from optpipe.plot.chart.memory import draw_memory
 from optpipe.plot.chart.stack import stacked
-from optpipe.plot.chart.style import PALETTES, Theme
+from optpipe.plot.chart.style import PALETTES, Theme, widget_css
 from optpipe.plot.rows import has_side_lanes
 
 if TYPE_CHECKING:
@@ -55,7 +61,7 @@ def lay_out(views: Sequence[View], theme: Theme) -> LayoutDOM:
         draw_memory(view, drawing, time, name=f"memory-{index}", theme=theme, border_px=border_px)
         for index, (view, drawing) in enumerate(zip(views, drawings, strict=True))
     ]
-    follow = _follow(views)
+    follow = _follow(views, theme)
     parts = [_part(*held) for held in zip(drawings, gantts, memories, strict=True)]
     script = _script_of(parts, follow, time)
     for view, gantt, memory in zip(views, gantts, memories, strict=True):
@@ -64,7 +70,10 @@ def lay_out(views: Sequence[View], theme: Theme) -> LayoutDOM:
         _label_time(memories[-1].figure)
     grid = stacked([held.figure for pair in zip(gantts, memories, strict=True) for held in pair])
     controls = row(follow, *(memory.select for memory in memories), styles=_WRAPPING)
-    legend = Div(text=legend_of(drawings, PALETTES[theme]), sizing_mode="stretch_width")
+    samples = legend_of(
+        drawings, PALETTES[theme], has_bound=any(has_bound_line(view) for view in views)
+    )
+    legend = Div(text=samples, sizing_mode="stretch_width")
     return column(legend, controls, grid, sizing_mode="stretch_width", name="schedules")
 
 
@@ -95,7 +104,13 @@ def _part(drawing: Drawing, gantt: Gantt, memory: Memory) -> dict[str, Any]:
 
 def _script_of(parts: Sequence[dict[str, Any]], follow: NumericInput, time: Range1d) -> CustomJS:
     """Return the one script of all figures; it runs when what they share changes."""
-    args = {"parts": parts, "follow": follow, "time": time, "veil": VEIL_CODE}
+    args = {
+        "parts": parts,
+        "follow": follow,
+        "time": time,
+        "veil": VEIL_CODE,
+        "most": MOST_AT_ONCE,
+    }
     script = CustomJS(args=args, code=_script("schedules"))
     follow.js_on_change("value", script)
     time.js_on_change("start", script)
@@ -129,7 +144,7 @@ def _script(name: str) -> str:
     return files("optpipe.plot.chart").joinpath(f"{name}.mjs").read_text("utf-8")
 
 
-def _follow(views: Sequence[View]) -> NumericInput:
+def _follow(views: Sequence[View], theme: Theme) -> NumericInput:
     most = max((view.problem.num_microbatches for view in views), default=1) - 1
     return NumericInput(
         title=f"follow micro-batch (0 to {most})",
@@ -139,6 +154,7 @@ def _follow(views: Sequence[View]) -> NumericInput:
         placeholder="none",
         width=170,
         name="follow",
+        stylesheets=[InlineStyleSheet(css=widget_css(theme))],
     )
 
 

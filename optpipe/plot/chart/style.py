@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["PALETTES", "Palette", "Theme", "theme_of"]
+__all__ = ["PALETTES", "Palette", "Theme", "theme_of", "widget_css"]
 
 Theme = Literal["light", "dark"]
 _FONT = "system-ui, sans-serif"
@@ -56,6 +56,16 @@ PALETTES: Mapping[Theme, Palette] = {
         bound="#ce93f5",
     ),
 }
+
+
+def widget_css(theme: Theme) -> str:
+    """Return what makes inputs of a page look like it; bokeh's are dark on white."""
+    look = PALETTES[theme]
+    return (
+        f":host {{ color: {look.text}; font-family: {_FONT}; font-size: 12px }}"
+        f".bk-input {{ background-color: {look.page}; color: {look.text};"
+        f" border-color: {look.quiet}; min-height: 28px; padding-block: 2px }}"
+    )
 
 
 def theme_of(theme: Theme) -> dict[str, dict[str, dict[str, object]]]:

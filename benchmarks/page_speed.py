@@ -1,0 +1,212 @@
+"""How long the page takes to draw a schedule, and how smoothly it zooms, in a real Chromium.
+
+``python -m benchmarks.page_speed [--sizes 10000 100000] [--small]``
+
+Schedules of ZB-H1, three actions per cell. For each size, of one service in one browser:
+
+make
+    ms from the page's request for the chart to its last byte: simulate, bars, JSON, loopback. The
+    process that makes charts is warm.
+draw
+    ms from that byte to the frame after the one that shows the chart: parse, embed, paint.
+visit
+    ms from opening the job's link to the chart on the screen: page, scripts, form, chart.
+zoom
+    The time axis is narrowed and widened at every frame for some seconds: the median, the 95th
+    percentile and the longest time from frame to frame; 16.7 ms is what a display of 60 Hz shows.
+
+Chromium runs headless and without a GPU; there the page has the chart painted by a canvas, as WebGL
+in software is slower still (``--webgl`` shows by how much). Rows are added to
+``benchmarks/results/page_speed.csv``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import os
+import tempfile
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import httpx
+
+from benchmarks.machine import stamp
+from optpipe.evaluate import evaluate
+from optpipe.presets import Training, estimate, find_gpu, find_model
+from optpipe.schedule import Provenance
+from tests.api.live import make_settings, running
+from tests.conftest import CHROMIUM_ARGS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from playwright.sync_api import Page
+
+    from optpipe.problem import Problem
+    from optpipe_solver.result import Result
+
+__all__ = ["Row", "main", "solve"]
+
+RESULTS = Path(__file__).resolve().parent / "results" / "page_speed.csv"
+SIZES = (10_000, 100_000)
+SMALL = (600,)
+DEVICES = 32
+ZOOM_S, SMALL_ZOOM_S = 4.0, 0.5
+PATIENCE_MS = 300_000
+
+# Runs in the page: its own modules have loaded BokehJS by then.
+_DRAW = """async ([path, isWebgl]) => {
+  const frame = () => new Promise((resolve) => requestAnimationFrame(resolve));
+  const began = performance.now();
+  const { suited } = await import("./page/bokeh.js");
+  const text = await (await fetch(path, { cache: "no-store" })).text();
+  const made = performance.now();
+  const item = isWebgl ? JSON.parse(text) : suited(text);
+  const place = document.createElement("div");
+  document.body.replaceChildren(place);
+  await Bokeh.embed.embed_item(item, place);
+  await frame();
+  await frame();
+  return { make: made - began, draw: performance.now() - made };
+}"""
+_ZOOM = """async (seconds) => {
+  const frame = () => new Promise((resolve) => requestAnimationFrame(resolve));
+  const range = Bokeh.documents.at(-1).get_model_by_name("time");
+  const { start, end } = range;
+  const times = [];
+  let before = await frame();
+  const until = before + 1000 * seconds;
+  for (let turn = 0; before < until; turn += 1) {
+    const share = 0.5 - 0.49 * Math.abs(Math.sin(turn / 20));
+    const middle = start + 0.4 * (end - start);
+    range.setv({ start: middle - share * (end - start), end: middle + share * (end - start) });
+    const now = await frame();
+    times.push(now - before);
+    before = now;
+  }
+  return times;
+}"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One line of the table; times in ms."""
+
+    painter: str
+    actions: int
+    item_mb: float
+    make: float
+    draw: float
+    visit: float
+    zoom_median: float
+    zoom_p95: float
+    zoom_worst: float
+
+
+def solve(problem: Problem, **_: object) -> Result:
+    """Answer with ZB-H1 at once: here only the page counts."""
+    from optpipe_solver.families.zb_h1 import build_zb_h1
+    from optpipe_solver.result import Result, SolveStatus
+
+    programs = build_zb_h1(problem)
+    schedule = evaluate(problem, programs, Provenance(method="zb-h1"), stopped_by="work_limit")
+    return Result(SolveStatus.FEASIBLE, schedule, None)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, print a table, add its rows to the results."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, metavar="ACTIONS")
+    parser.add_argument(
+        "--webgl", action="store_true", help="paint by WebGL where the chart asks for it"
+    )
+    parser.add_argument("--small", action="store_true", help="a few seconds, nothing kept")
+    options = parser.parse_args(arguments)
+    sizes = SMALL if options.small else tuple(options.sizes)
+    rows = _measured(sizes, SMALL_ZOOM_S if options.small else ZOOM_S, is_webgl=options.webgl)
+    _print(rows)
+    if not options.small:
+        _keep(rows)
+
+
+def _measured(sizes: Sequence[int], zoom_s: float, *, is_webgl: bool) -> list[Row]:
+    from playwright.sync_api import sync_playwright
+
+    chromium = os.environ.get("OPTPIPE_TEST_CHROMIUM", "/usr/bin/chromium")
+    with tempfile.TemporaryDirectory() as folder:
+        settings = make_settings(Path(folder), solve_path=f"{__spec__.name}:solve")
+        with running(settings) as (url, _), sync_playwright() as playwright:
+            browser = playwright.chromium.launch(executable_path=chromium, args=CHROMIUM_ARGS)
+            jobs = [_submitted(url, size) for size in sizes]
+            rows = [_row(browser.new_page(), url, job, zoom_s, is_webgl=is_webgl) for job in jobs]
+            browser.close()
+    return rows
+
+
+def _submitted(url: str, num_actions: int) -> dict[str, Any]:
+    """Return an ended job whose schedule has about so many actions."""
+    found = estimate(
+        find_model("llama3-70b"),
+        find_gpu("h200"),
+        Training(tp=8),
+        pp=DEVICES,
+        num_microbatches=max(1, round(num_actions / 3 / DEVICES)),
+        memory_bytes=10**13,
+    )
+    body = {"problem": found.problem.model_dump(mode="json", by_alias=True)}
+    job: dict[str, Any] = httpx.post(f"{url}/v1/jobs?wait=60", json=body, timeout=90).json()
+    if job["state"] != "succeeded":
+        raise RuntimeError(f"the job {job['state']}: {job['error']}")
+    return job
+
+
+def _row(page: Page, url: str, job: dict[str, Any], zoom_s: float, *, is_webgl: bool) -> Row:
+    page.set_default_timeout(PATIENCE_MS)
+    path = f"v1/jobs/{job['id']}/chart?theme=light"
+    # Once for the process that makes charts, which loads Bokeh first.
+    item = httpx.get(f"{url}/{path}", timeout=PATIENCE_MS / 1000)
+    schedule = httpx.get(f"{url}/v1/jobs/{job['id']}/schedule").json()
+    page.goto(f"{url}/?job={job['id']}")
+    page.wait_for_selector("#job .chart[data-drawn]")
+    visit: float = page.evaluate("performance.now()")
+    # The explanation of the schedule is still being made.
+    page.wait_for_load_state("networkidle")
+    drawn = page.evaluate(_DRAW, [path, is_webgl])
+    frames = sorted(page.evaluate(_ZOOM, zoom_s))
+    page.close()
+    return Row(
+        painter="webgl" if is_webgl else "page",
+        actions=sum(map(len, schedule["programs"])),
+        item_mb=len(item.content) / 1e6,
+        make=drawn["make"],
+        draw=drawn["draw"],
+        visit=visit,
+        zoom_median=median(frames),
+        zoom_p95=frames[int(0.95 * (len(frames) - 1))],
+        zoom_worst=frames[-1],
+    )
+
+
+def _print(rows: Sequence[Row]) -> None:
+    print("  ".join(f"{field.name:>11}" for field in fields(Row)))
+    for row in rows:
+        painter, actions, *times = asdict(row).values()
+        told = (f"{value:>11,.1f}" for value in times)
+        print("  ".join((f"{painter:>11}", f"{actions:>11,}", *told)))
+
+
+def _keep(rows: Sequence[Row]) -> None:
+    is_new = not RESULTS.exists()
+    with RESULTS.open("a", encoding="utf-8", newline="") as file:
+        names = ["where", *(field.name for field in fields(Row))]
+        writer = csv.DictWriter(file, names, lineterminator="\n")
+        if is_new:
+            writer.writeheader()
+        writer.writerows({"where": stamp(), **asdict(row)} for row in rows)
+
+
+if __name__ == "__main__":
+    main()

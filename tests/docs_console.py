@@ -1,0 +1,98 @@
+"""Runs the ``console`` blocks of a page, and compares what they print with what the page says.
+
+A block has commands behind ``$ `` and, below each, what it prints. Numbers and spaces may differ; a
+line ``...`` stands for any lines, ``...`` within a line for anything. Searches are shortened.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["ROOT", "Step", "blocks", "make_workplace", "mismatch", "run_step", "steps"]
+
+ROOT = Path(__file__).parent.parent
+PROGRAMS = {"optpipe": "optpipe.cli", "torchrun": "torch.distributed.run", "python": None}
+
+
+@dataclass(frozen=True)
+class Step:
+    """A command, and the lines that the page shows below it."""
+
+    command: str
+    shown: tuple[str, ...]
+
+
+def blocks(text: str, language: str) -> list[str]:
+    """The fenced blocks of one language."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+def steps(text: str) -> list[Step]:
+    """The commands of a page in their order."""
+    found: list[Step] = []
+    for block in blocks(text, "console"):
+        for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
+            command, *shown = part.replace("\\\n", " ").rstrip("\n").split("\n")
+            found.append(Step(command, tuple(shown)))
+    return found
+
+
+def make_workplace(folder: Path, *problems: str) -> Path:
+    """A folder with programs to call and problems to solve; other files are reached by link."""
+    scripts = folder / "bin"
+    scripts.mkdir()
+    for name, module in PROGRAMS.items():
+        call = sys.executable if module is None else f"{sys.executable} -m {module}"
+        (scripts / name).write_text(f'#!/bin/sh\nexec {call} "$@"\n')
+        (scripts / name).chmod(0o755)
+    for problem in problems:
+        (folder / problem).symlink_to(ROOT / "examples" / "problems" / problem)
+    return folder
+
+
+def run_step(step: Step, folder: Path, seconds: int = 2) -> str:
+    """Run a command with its search shortened; returns what it printed, errors last."""
+    command = re.sub(r"(--time-limit )\d+", rf"\g<1>{seconds}", step.command)
+    environment = {
+        **os.environ,
+        "PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": os.pathsep.join(str(ROOT / part) for part in ("", "solver", "api")),
+        "OMP_NUM_THREADS": "1",
+        "COLUMNS": "100",
+        "NO_COLOR": "1",
+    }
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", command],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, f"{command}: {done.returncode}\n{done.stdout}{done.stderr}"
+    return done.stdout + done.stderr
+
+
+def mismatch(step: Step, printed: str) -> str | None:
+    """The first shown line that was not printed, in the order shown; None if all were."""
+    rest = [_shape(line) for line in printed.splitlines()]
+    for line in step.shown:
+        if line.strip() in {"", "..."}:
+            continue
+        pattern = ".*".join(re.escape(part) for part in _shape(line).split("..."))
+        place = next((at for at, one in enumerate(rest) if re.fullmatch(pattern, one)), None)
+        if place is None:
+            return line
+        rest = rest[place + 1 :]
+    return None
+
+
+def _shape(line: str) -> str:
+    """A line with every number as ``#`` and single spaces."""
+    numbers = re.sub(r"(?<![A-Za-z0-9_])-?\d[\d,]*(\.\d+)?(e[+-]?\d+)?", "#", line)
+    return " ".join(numbers.split())

@@ -1,0 +1,233 @@
+"""The interactive chart's data and files; what it does in a browser: tests/browser."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+from bokeh.models import ColumnDataSource, CustomJS, Range1d
+
+from optpipe.errors import MissingExtraError
+from optpipe.frontier import Line, Point
+from optpipe.plot import interactive
+from optpipe.plot.bars import KINDS, NO_MICROBATCH, drawing_of
+from optpipe.plot.interactive import (
+    View,
+    chart_html,
+    chart_item,
+    frontier_chart,
+    schedule_chart,
+)
+from tests.building import everything_at_once
+from tests.plot.conftest import make_small_problem
+from tests.plot.large import large_case
+
+LINES = [
+    Line(
+        label="<b>m = 8</b>",
+        points=(
+            Point(index=0, family="a", label="m", memory_bytes=(10**9,), is_infeasible=True),
+            Point(
+                index=1,
+                family="a",
+                label="m",
+                memory_bytes=(2 * 10**9,),
+                objective_ms=30.0,
+                bound_ms=24.0,
+            ),
+            Point(index=2, family="a", label="m", memory_bytes=(4 * 10**9,), objective_ms=25.0),
+        ),
+    )
+]
+
+
+@pytest.fixture
+def views(small_problem, small_programs) -> list[View]:
+    """Two problems, one of which the programs do not fit into."""
+    return [
+        View("before", make_small_problem(15), small_programs),
+        View("after", small_problem, small_programs, 11.0),
+    ]
+
+
+class Tags(HTMLParser):
+    """Collects what a page would ask others for, and its scripts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[str] = []
+        self.tags: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs) -> None:
+        self.tags.append(tag)
+        self.asked += [
+            value for name, value in attrs if name in {"src", "href", "srcset", "action"}
+        ]
+
+
+def columns_of(layout, place: int) -> dict[str, np.ndarray]:
+    """The bars of the chart's ``place``-th view."""
+    plot = layout.select_one({"name": f"gantt-{place}"})
+    (bars,) = [held for held in plot.renderers if held.name == "bars"]
+    return bars.data_source.data
+
+
+def test_a_row_is_a_bar_of_the_drawing() -> None:
+    """Narrow types, and the numbers still say what the simulation said."""
+    problem, programs = everything_at_once()
+    bars = drawing_of(problem, programs).bars
+    data = columns_of(schedule_chart([View("all", problem, programs)]), 0)
+    assert data["left"] == pytest.approx(bars.start, rel=1e-6)
+    assert data["right"] == pytest.approx(bars.end, rel=1e-6)
+    assert data["before"] == pytest.approx(bars.before, rel=1e-6)
+    assert data["after"] == pytest.approx(bars.after, rel=1e-6)
+    assert np.array_equal(data["code"] // 2, bars.kind)
+    for name in ("device", "stage", "microbatch"):
+        assert np.array_equal(data[name], getattr(bars, name))
+    assert np.all((data["top"] < data["bottom"]) & (np.round(data["top"]) == bars.device))
+    is_sync = data["microbatch"] == NO_MICROBATCH
+    assert {KINDS[code // 2] for code in data["code"][is_sync]} == {None}
+
+
+def test_short_actions_late_in_a_long_schedule_keep_their_length() -> None:
+    """Where float32 would blur them, times stay float64."""
+    problem, programs = large_case(2, 3)
+    stages = [
+        stage.model_copy(update={"forward_ms": 1e-3 if stage.device else 1e6})
+        for stage in problem.stages
+    ]
+    tiny = problem.model_copy(update={"stages": stages})
+    data = columns_of(schedule_chart([View("tiny", tiny, programs)]), 0)
+    assert data["left"].dtype == np.float64
+    assert np.min(data["right"] - data["left"]) == pytest.approx(1e-3, rel=1e-3)
+
+
+def test_all_figures_share_one_named_time_axis(views) -> None:
+    """The page and its tests find axis and figures by name; it shows the longest schedule."""
+    layout = schedule_chart(views)
+    (time,) = {held.id: held for held in layout.select({"type": Range1d, "name": "time"})}.values()
+    names = ("gantt-0", "memory-0", "gantt-1", "memory-1")
+    for name in names:
+        assert layout.select_one({"name": name}).x_range is time
+    assert time.start < 0
+    assert time.end > 13
+
+
+def test_a_bound_is_a_line_only_where_it_is_a_moment(small_problem, small_programs) -> None:
+    """The bound of a span is no moment of the axis; both are told in the title."""
+    view = View("a", small_problem, small_programs, 11.0)
+    plot = schedule_chart([view]).select_one({"name": "gantt-0"})
+    assert [line.location for line in plot.select({"name": "bound"})] == [11.0]
+    assert plot.title.text == ("a: makespan 13 ms, bubble 23.1 %, bound 11 ms, gap 15.4 %")
+    of_span = small_problem.model_copy(update={"objective": "span"})
+    plot = schedule_chart([View("a", of_span, small_programs, 11.0)]).select_one(
+        {"name": "gantt-0"}
+    )
+    assert list(plot.select({"name": "bound"})) == []
+    assert "span 12 ms" in plot.title.text or "span 13 ms" in plot.title.text
+
+
+def test_equal_charts_are_equal_bytes(views) -> None:
+    """In one process, where bokeh goes on counting, and in another, where hashes differ."""
+    first, again = (chart_item(schedule_chart(views)) for _ in range(2))
+    assert first == again
+    assert first != chart_item(schedule_chart(views[:1]))
+    code = (
+        "import hashlib\n"
+        "from tests.building import everything_at_once\n"
+        "from optpipe.plot.interactive import View, chart_item, schedule_chart\n"
+        "text = chart_item(schedule_chart([View('a', *everything_at_once())]))\n"
+        "print(hashlib.sha256(text.encode()).hexdigest())"
+    )
+    runs = [
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={"PYTHONHASHSEED": seed, "PATH": ""},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    ]
+    assert runs[0] == runs[1]
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_a_file_asks_nobody_for_anything(views, theme) -> None:
+    """No source, style sheet, image or form of anywhere; the title is text."""
+    title = "</script><img src=x>"
+    page = chart_html(schedule_chart(views, theme=theme), title=title, theme=theme)
+    tags = Tags()
+    tags.feed(page)
+    assert tags.asked == []
+    assert "img" not in tags.tags
+    assert "iframe" not in tags.tags
+
+
+def test_names_cannot_end_the_script_they_stand_in(small_problem, small_programs) -> None:
+    """A device may be called like the end of a script."""
+    odd = "</script><script>alert(1)</script>"
+    devices = [device.model_copy(update={"name": odd}) for device in small_problem.devices]
+    problem = small_problem.model_copy(update={"devices": devices})
+    page = chart_html(schedule_chart([View(odd, problem, small_programs)]), title="t")
+    assert odd not in page
+    begin = page.index('id="item">') + len('id="item">')
+    json.loads(page[begin : page.index("</script>", begin)])
+
+
+def test_64_devices_and_512_microbatches_are_a_few_megabytes() -> None:
+    """98,304 bars: the numbers compressed, BokehJS beside them."""
+    problem, programs = large_case(64, 512)
+    item = chart_item(schedule_chart([View("1F1B", problem, programs)]))
+    assert len(item) < 3_000_000
+
+
+def test_the_memory_chart_begins_with_the_fullest_device() -> None:
+    """Its curve, in the unit of the axis, and the numbers in its title."""
+    problem, programs = large_case(4, 8)
+    plot = schedule_chart([View("1F1B", problem, programs)]).select_one({"name": "memory-0"})
+    assert plot.title.text == "1F1B, memory of gpu0: peak 76.0 GiB of 80.0 GiB"
+    (shown,) = {held.data_source.id: held.data_source for held in plot.renderers}.values()
+    assert isinstance(shown, ColumnDataSource)
+    assert max(shown.data["held"]) == 76
+    assert set(shown.data["static"]) == {12}
+    assert set(shown.data["limit"]) == {80}
+
+
+def test_scripts_are_modules_that_come_with_the_package(views) -> None:
+    """They are read from the package, so the wheel must hold them."""
+    codes = {held.code for held in schedule_chart(views).select({"type": CustomJS})}
+    assert len(codes) == 2
+    assert all("export default" in code for code in codes)
+
+
+def test_a_frontier_shows_points_bounds_and_what_is_infeasible() -> None:
+    """The label of a line is text, whatever it holds."""
+    page = chart_html(frontier_chart(LINES, "a & b"), title="a & b")
+    assert "nothing fits (proven)" in page
+    assert "30 ms, bound 24 ms, gap 20.0 %" in page
+    assert "25 ms, no bound" in page
+    assert "<title>a &amp; b</title>" in page
+
+
+@pytest.mark.parametrize("lines", [[], [Line(label="", points=())]])
+def test_a_frontier_without_numbers_is_drawn_empty(lines) -> None:
+    """A batch that has just begun."""
+    assert json.loads(chart_item(frontier_chart(lines, "")))["root_id"]
+
+
+def test_a_chart_of_nothing_is_drawn_empty() -> None:
+    """Nothing to compare yet."""
+    assert json.loads(chart_item(schedule_chart([])))["root_id"]
+
+
+@pytest.mark.parametrize("draw", [schedule_chart, lambda views: frontier_chart([], "")])
+def test_without_bokeh_the_pip_command_is_named(monkeypatch, draw) -> None:
+    """The extra is optional."""
+    monkeypatch.setattr(interactive, "find_spec", lambda name: None)
+    with pytest.raises(MissingExtraError, match=r"pip install 'optpipe\[plot\]'"):
+        draw([])

@@ -1,0 +1,78 @@
+"""Columns of pixels: no time lost, no peak hidden, no colour that does not happen."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from optpipe.plot.bars import LANES, Curve, drawing_of
+from optpipe.plot.pixels import NUM_CODES, codes_of, peaks_of, pixels_of
+from tests.building import everything_at_once
+from tests.strategies import cases
+
+GREYS = np.linspace(0.1, 0.9, 3 * NUM_CODES, dtype=np.float32).reshape(NUM_CODES, 3)
+
+
+@given(cases(), st.integers(1, 60))
+def test_pixels_share_out_exactly_the_time_of_each_lane(case, num_columns: int) -> None:
+    """The filled shares of a lane's columns add up to the time of its bars."""
+    drawing = drawing_of(*case)
+    bars, num_devices = drawing.bars, len(case.programs)
+    length = max(1.0, drawing.makespan_ms)
+    pixels = pixels_of(
+        bars, GREYS, num_devices=num_devices, length_ms=length, num_columns=num_columns
+    )
+    for device in range(num_devices):
+        for lane in range(len(LANES)):
+            mine = (bars.device == device) & (bars.lane == lane)
+            filled = pixels.busy[device, lane].sum() * length / num_columns
+            assert filled == pytest.approx((bars.end - bars.start)[mine].sum(), abs=1e-3 * length)
+
+
+def test_a_column_that_one_action_fills_has_its_colour() -> None:
+    """With columns shorter than actions, the picture is the schedule."""
+    drawing = drawing_of(*everything_at_once())
+    bars = drawing.bars
+    pixels = pixels_of(bars, GREYS, num_devices=3, length_ms=drawing.makespan_ms, num_columns=4000)
+    width = drawing.makespan_ms / 4000
+    for row in np.flatnonzero(bars.end - bars.start > 4 * width):
+        column = int((bars.start[row] + bars.end[row]) / 2 / width)
+        place = bars.device[row], bars.lane[row], column
+        assert pixels.busy[place] == pytest.approx(1.0, abs=1e-3)
+        assert pixels.colour[place] == pytest.approx(GREYS[codes_of(bars)[row]], abs=1e-3)
+
+
+def test_two_actions_in_one_column_are_mixed_by_their_time() -> None:
+    """One column over everything has the mean colour of all that happens on the lane."""
+    drawing = drawing_of(*everything_at_once())
+    bars = drawing.bars
+    pixels = pixels_of(bars, GREYS, num_devices=3, length_ms=drawing.makespan_ms, num_columns=1)
+    mine = (bars.device == 0) & (bars.lane == 0)
+    lengths = (bars.end - bars.start)[mine]
+    mean = np.average(GREYS[codes_of(bars)[mine]], axis=0, weights=lengths)
+    assert pixels.colour[0, 0, 0] == pytest.approx(mean, rel=1e-4)
+
+
+@given(cases(), st.integers(1, 40))
+def test_a_peak_is_in_the_columns_it_touches_and_nowhere_else(case, num_columns: int) -> None:
+    """Against a search through all points of the curve."""
+    drawing = drawing_of(*case)
+    end = drawing.makespan_ms
+    edges = np.linspace(0.0, max(end, 1.0), num_columns + 1)
+    for curve in drawing.memory:
+        until = np.append(curve.moments[1:], np.inf)
+        peaks = peaks_of(curve, end, edges)
+        for column in range(num_columns):
+            left, right = edges[column], min(edges[column + 1], end)
+            held = curve.held[(curve.moments < right) & (until > left)]
+            if left < right:
+                assert peaks[column] == held.max()
+
+
+def test_a_peak_shorter_than_a_column_is_kept() -> None:
+    """What a mean would hide is what a limit is about."""
+    curve = Curve(moments=np.array([0.0, 50.0, 50.1]), held=np.array([1, 9, 2]))
+    peaks = peaks_of(curve, 100.0, np.linspace(0, 100, 11))
+    assert peaks.tolist() == [1, 1, 1, 1, 1, 9, 2, 2, 2, 2]

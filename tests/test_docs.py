@@ -1,0 +1,230 @@
+"""The documentation says what is: formulas, functions, schedules, commands, routes, names."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import shlex
+import subprocess
+from importlib import import_module
+
+import pytest
+import yaml
+
+from docs.generators.commands import all_commands, options_of
+from docs.generators.examples import line
+from docs.generators.figures import all_figures
+from docs.generators.http import document, operations
+from docs.generators.ledger import SHOWN, newest_entry
+from docs.generators.links import function_links, to_reference
+from docs.generators.mathematics import drawn
+from docs.generators.python_api import FORMULATION, PACKAGES, write_python_api
+from docs.generators.schema_tables import described_fields, schema_pages, type_of
+from optpipe import simulate
+from optpipe_solver import solve
+from tests.docs_console import ROOT, blocks
+
+DOCS = ROOT / "docs"
+PAGES = sorted(page for page in DOCS.rglob("*.md") if "generated" not in page.parts)
+MODELS = {"milp.md": "horizon", "periodic.md": "periodic"}
+
+
+def by_id(page) -> str:
+    return str(page.relative_to(DOCS))
+
+
+def families_of(model: str) -> dict[tuple[str, str], set[int]]:
+    """The public functions of a model that yield constraints, with the numbers they name."""
+    found = {}
+    for module in FORMULATION:
+        if f".{model}." not in module:
+            continue
+        for name, function in inspect.getmembers(import_module(module), inspect.isfunction):
+            own = function.__module__ == module and not name.startswith("_")
+            if own and name != "all_constraints":
+                numbers = re.findall(r"\((\d+)\)", function.__doc__ or "")
+                found[module, name] = set(map(int, numbers))
+    return found
+
+
+def items_of(page: str) -> dict[int, set[tuple[str, str]]]:
+    """The numbered constraints of a page, with the functions that each links to."""
+    section = (DOCS / page).read_text("utf-8").partition("## Constraints")[2].partition("\n## ")[0]
+    parts = re.split(r"^(?=\d+\. \*\*)", section, flags=re.MULTILINE)[1:]
+    return {int(part.partition(".")[0]): set(function_links(part)) for part in parts}
+
+
+@pytest.mark.parametrize("page", MODELS)
+def test_every_constraint_has_its_function_and_every_function_its_constraint(page) -> None:
+    """Numbers in the docstrings are those of the page, and the links lead to the functions."""
+    families, items = families_of(MODELS[page]), items_of(page)
+    assert len(families) > 10
+    for function, numbers in families.items():
+        linked = {number for number, links in items.items() if function in links}
+        assert linked, f"{function} is not linked in {page}"
+        assert linked <= numbers, f"{function} says {numbers}, {page} says {linked}"
+    for number, links in items.items():
+        assert links, f"({number}) of {page} has no function"
+        assert links <= set(families), f"({number}) of {page} links to what is no constraint"
+
+
+@pytest.mark.parametrize("page", MODELS)
+def test_every_function_that_the_model_lists_is_in_the_page(page) -> None:
+    """`all_constraints` calls nothing that the page does not have."""
+    module = import_module(f"optpipe_solver.milp.{MODELS[page]}.constraints")
+    called = set(re.findall(r"yield from (\w+)\(", inspect.getsource(module.all_constraints)))
+    linked = {name for links in items_of(page).values() for _, name in links}
+    assert called <= linked
+
+
+def test_links_of_functions_lead_to_the_reference_when_built() -> None:
+    """Only those that have a page there."""
+    text = "[`loads`](../solver/optpipe_solver/milp/horizon/cuts.py) [`a`](../optpipe/check.py)"
+    assert to_reference(text) == (
+        "[`loads`](#optpipe_solver.milp.horizon.cuts.loads) [`a`](../optpipe/check.py)"
+    )
+
+
+@pytest.mark.parametrize("page", PAGES, ids=by_id)
+def test_every_formula_can_be_drawn(page) -> None:
+    """Also on a machine without network, where no script could set it."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"`[^`\n]*`", "", text)
+    for block, inline in re.findall(r"\$\$(.+?)\$\$|\$([^$\n]+?)\$", text, flags=re.DOTALL):
+        assert drawn(block or inline).startswith("<svg ")
+
+
+def test_a_formula_stands_on_the_line_of_its_text() -> None:
+    """What hangs below the line lowers it, what TeX calls otherwise is known, the rest is not."""
+    x, y = (float(drawn(text).partition("vertical-align:-")[2][:5]) for text in ("x", "y_a"))
+    assert 0 <= x < 0.05 < y
+    assert drawn(r"a \le b").partition("<path")[2] == drawn(r"a \leq b").partition("<path")[2]
+    with pytest.raises(ValueError, match="Unknown symbol"):
+        drawn(r"\unheardof")
+
+
+def test_pages_show_just_the_figures_that_are_made() -> None:
+    """Each is in a page, and none is missing."""
+    shown = {
+        name
+        for page in PAGES
+        for name in re.findall(r"generated/figures/([\w-]+)\.svg\)", page.read_text("utf-8"))
+    }
+    assert shown == {figure.name for figure in all_figures()}
+
+
+CONCEPTS = (
+    (line(4, 8, activations=4), "1f1b", 330, 330),
+    (line(4, 8, activations=4), "zb-h1", 270, 270),
+    (line(4, 8, activations=7), "zb-h2", 270, 240),
+    (line(4, 8, activations=2), "auto", 410, 410),
+    (line(4, 8, activations=2, offload=0.5), "auto", 300, 300),
+)
+
+
+@pytest.mark.parametrize(("problem", "method", "makespan_ms", "span_ms"), CONCEPTS)
+def test_the_numbers_of_the_concepts_are_those_of_the_schedules(
+    problem, method, makespan_ms, span_ms
+) -> None:
+    """What the text says under the figures; of the optimiser's also that nothing is shorter."""
+    result = solve(problem, method=method, work_limit=5)
+    assert result.schedule is not None
+    run = simulate(problem, result.schedule.programs)
+    assert (round(run.makespan_ms), round(run.span_ms)) == (makespan_ms, span_ms)
+    if method == "auto":
+        assert result.schedule.status == "optimal"
+    text = (DOCS / "concepts.md").read_text("utf-8")
+    assert f"{makespan_ms} ms" in text or f"of {makespan_ms}" in text
+    assert f"{span_ms} ms" in text
+
+
+def commands_of(text: str) -> list[list[str]]:
+    """The words of every ``optpipe`` command in the code of a page, comments left out."""
+    found = []
+    code = re.findall(r"^```[a-z]*\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    for one in "\n".join(code).replace("\\\n", " ").splitlines():
+        match = re.match(
+            r"^\s*(?:\$ )?(?:srun )?(optpipe|torchrun .*-m optpipe\.cli) ([a-z].*)", one
+        )
+        if match:
+            found.append(["optpipe", *shlex.split(match[2], comments=True)])
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=by_id)
+def test_commands_of_the_pages_have_the_options_they_are_given(page) -> None:
+    """Also those that no test runs."""
+    known = dict(all_commands())
+    for words in commands_of(page.read_text("utf-8")):
+        name = next(path for n in (3, 2) if (path := " ".join(words[:n])) in known or n == 2)
+        assert name in known, words
+        given = {word.partition("=")[0] for word in words if re.match(r"^--?[a-z]", word)}
+        assert given <= options_of(known[name]), words
+
+
+def test_scripts_of_the_how_tos_are_shell_and_yaml() -> None:
+    """What cannot be run here is at least well formed."""
+    scripts = [script for page in PAGES for script in blocks(page.read_text("utf-8"), "bash")]
+    assert len(scripts) >= 3
+    for script in scripts:
+        subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+    manifests = [text for page in PAGES for text in blocks(page.read_text("utf-8"), "yaml")]
+    assert manifests
+    for text in manifests:
+        command = yaml.safe_load(text)["spec"]["template"]["spec"]["initContainers"][0]["command"]
+        assert command[:2] == ["optpipe", "submit"]
+        options = options_of(dict(all_commands())["optpipe submit"])
+        assert {word for word in command if word.startswith("-")} <= options
+
+
+def test_the_comparison_quotes_the_newest_entry_of_the_ledger() -> None:
+    """Its rows are there, and a title that is gone is an error and not an empty table."""
+    ledger = (ROOT / "benchmarks" / "RESULTS.md").read_text("utf-8")
+    entry = newest_entry(ledger, "The benchmark set")
+    assert all(f"| {name} |" in entry for name in SHOWN)
+    assert newest_entry("### A, 1\nx\n### B\n### A, 2\ny\n## C\n", "A") == "A, 2\ny\n"
+    with pytest.raises(LookupError, match="no entry"):
+        newest_entry(ledger, "The benchmark of somebody else")
+
+
+def test_the_command_line_reference_has_every_command() -> None:
+    """Groups with their own."""
+    names = [name for name, _ in all_commands()]
+    assert {"optpipe solve", "optpipe plot", "optpipe keys create"} <= set(names)
+    assert len(names) == len(set(names))
+
+
+def test_the_http_reference_has_every_route() -> None:
+    """Each with a summary, and each schema that it names with a section."""
+    told = document()
+    found = list(operations(told))
+    assert len(found) > 25
+    assert all(operation["summary"] for _, _, operation in found)
+    pages = schema_pages(told["components"]["schemas"])
+    for name in re.findall(r"#/components/schemas/(\w+)", str(told)):
+        assert f"(schema-{name.lower()})=" in pages
+
+
+def test_fields_are_described_by_their_docstrings() -> None:
+    """Several names may share a description, which may be of two lines."""
+    prose, said = described_fields("A thing.\n\nParameters\n----------\na, b\n    One\n    two.\n")
+    assert (prose, said) == ("A thing.", {"a": "One two.", "b": "One two."})
+
+
+def test_types_are_in_words() -> None:
+    """References are links."""
+    assert type_of({"anyOf": [{"type": "number", "minimum": 0}, {"type": "null"}]}) == (
+        "number, ≥ 0 or null"
+    )
+    assert type_of({"type": "array", "items": {"$ref": "#/components/schemas/Stage"}}) == (
+        "list of [Stage](#schema-stage)"
+    )
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_the_python_reference_has_every_public_name(package, tmp_path) -> None:
+    """Those of ``__all__``, no more."""
+    write_python_api(tmp_path)
+    page = (tmp_path / "python" / f"{package}.md").read_text("utf-8")
+    named = re.findall(r"^\.\. auto(?:class|exception|function|data):: (\w+)$", page, re.MULTILINE)
+    assert sorted(named) == sorted(import_module(package).__all__)

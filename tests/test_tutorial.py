@@ -1,0 +1,39 @@
+"""Tutorial and how-tos: their commands run, one after the other, and print what they say."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.docs_console import ROOT, make_workplace, mismatch, run_step, steps
+
+DOCS = ROOT / "docs"
+HOW_TOS = sorted(page for page in (DOCS / "howto").glob("*.md") if steps(page.read_text("utf-8")))
+
+
+def test_the_tutorial_runs_as_it_stands(tmp_path) -> None:
+    """From estimate to a run on torch; each command finds what the ones before it wrote."""
+    folder = make_workplace(tmp_path)
+    found = steps((DOCS / "tutorial.md").read_text("utf-8"))
+    assert len(found) > 10
+    for step in found:
+        printed = run_step(step, folder, seconds=1)
+        assert (wrong := mismatch(step, printed)) is None, f"{step.command}\n{wrong}\n{printed}"
+    for name in ("schedule.json", "before-after.svg", "trace.json", "frontier.svg"):
+        assert (folder / name).stat().st_size > 0
+
+
+@pytest.mark.parametrize("page", HOW_TOS, ids=lambda page: page.stem)
+def test_a_how_to_runs_as_it_stands(page, tmp_path) -> None:
+    """Every how-to that has commands."""
+    folder = make_workplace(tmp_path, "tiny-gpt-pp4.json")
+    for step in steps(page.read_text("utf-8")):
+        printed = run_step(step, folder, seconds=1)
+        assert (wrong := mismatch(step, printed)) is None, f"{step.command}\n{wrong}\n{printed}"
+
+
+def test_a_line_that_was_not_printed_is_found() -> None:
+    """The comparison sees words and order, and not numbers."""
+    (step,) = steps("```console\n$ tell\nmakespan  1,234.5 ms\n...\ngap 0.1 %\n```\n")
+    assert mismatch(step, "makespan 9 ms\nbubble 3\ngap 12 %\n") is None
+    assert mismatch(step, "gap 12 %\nmakespan 9 ms\n") == "gap 0.1 %"
+    assert mismatch(step, "span 9 ms\ngap 1 %\n") == "makespan  1,234.5 ms"
