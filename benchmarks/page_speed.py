@@ -12,8 +12,9 @@ draw
 visit
     ms from opening the job's link to the chart on the screen: page, scripts, form, chart.
 zoom
-    The time axis is narrowed and widened at every frame for some seconds: the median, the 95th
-    percentile and the longest time from frame to frame; 16.7 ms is what a display of 60 Hz shows.
+    The wheel is turned over the lanes at every frame for some seconds, in and out again: the
+    median, the 95th percentile and the longest time from frame to frame; 16.7 ms is what a display
+    of 60 Hz shows.
 
 Chromium runs headless and without a GPU; there the page has the chart painted by a canvas, as WebGL
 in software is slower still (``--webgl`` shows by how much). Rows are added to
@@ -74,20 +75,30 @@ _DRAW = """async ([path, isWebgl]) => {
 }"""
 _ZOOM = """async (seconds) => {
   const frame = () => new Promise((resolve) => requestAnimationFrame(resolve));
+  const chart = Bokeh.documents.at(-1).get_model_by_name("gantt-0");
+  const box = Bokeh.index.find_one(chart).el.getBoundingClientRect();
+  const at = { clientX: box.x + 0.6 * box.width, clientY: box.y + 0.5 * box.height };
+  let target = document.elementFromPoint(at.clientX, at.clientY);
+  for (let inner; (inner = target.shadowRoot?.elementFromPoint(at.clientX, at.clientY));) {
+    if (inner === target) break;
+    target = inner;
+  }
   const range = Bokeh.documents.at(-1).get_model_by_name("time");
-  const { start, end } = range;
+  const whole = range.end - range.start;
   const times = [];
+  let narrowest = 1;
   let before = await frame();
   const until = before + 1000 * seconds;
   for (let turn = 0; before < until; turn += 1) {
-    const share = 0.5 - 0.49 * Math.abs(Math.sin(turn / 20));
-    const middle = start + 0.4 * (end - start);
-    range.setv({ start: middle - share * (end - start), end: middle + share * (end - start) });
+    const deltaY = turn % 60 < 30 ? -100 : 100;
+    target.dispatchEvent(new WheelEvent("wheel",
+      { ...at, deltaY, bubbles: true, composed: true, cancelable: true }));
     const now = await frame();
     times.push(now - before);
     before = now;
+    narrowest = Math.min(narrowest, (range.end - range.start) / whole);
   }
-  return times;
+  return { times, narrowest };
 }"""
 
 
@@ -175,8 +186,11 @@ def _row(page: Page, url: str, job: dict[str, Any], zoom_s: float, *, is_webgl: 
     # The explanation of the schedule is still being made.
     page.wait_for_load_state("networkidle")
     drawn = page.evaluate(_DRAW, [path, is_webgl])
-    frames = sorted(page.evaluate(_ZOOM, zoom_s))
+    zoomed = page.evaluate(_ZOOM, zoom_s)
     page.close()
+    if zoomed["narrowest"] == 1:
+        raise RuntimeError("the wheel did not zoom")
+    frames = sorted(zoomed["times"])
     return Row(
         painter="webgl" if is_webgl else "page",
         actions=sum(map(len, schedule["programs"])),

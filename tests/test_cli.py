@@ -28,7 +28,20 @@ from tests.plot.conftest import make_small_problem
 LEGAL = "0F0,0OFFLOAD0,0RELEASE0,0F1,0RELOAD0,0I0,0W0,0I1,0W1\n1F0,1I0,1F1,1I1,1W0,1W1\n"
 SWAPPED = LEGAL.replace("0I0,0W0", "0W0,0I0")
 COMMANDS = [
-    *("solve", "check", "bound", "compare", "sweep", "plan", "plot", "import", "profile"),
+    *(
+        "solve",
+        "check",
+        "bound",
+        "compare",
+        "sweep",
+        "plan",
+        "plot",
+        "explain",
+        "diff",
+        "export",
+        "import",
+        "profile",
+    ),
     *("serve", "submit", "fetch", "jobs", "keys"),
 ]
 HEAVY = ["torch", "pulp", "highspy", "fastapi", "sqlalchemy", "matplotlib", "optpipe_solver"]

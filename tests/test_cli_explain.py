@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -147,11 +152,50 @@ def test_a_folder_without_a_question_is_refused(optpipe, problem_file, json_file
     assert (code, "cannot make folder" in err) == (2, True)
 
 
-def test_explain_needs_no_solver(optpipe, problem_file, csv_file, monkeypatch) -> None:
-    """But --what-if does, and says how to get it."""
-    monkeypatch.setitem(__import__("sys").modules, "optpipe_solver.whatif", None)
-    assert optpipe("explain", problem_file, csv_file)[0] == 0
-    monkeypatch.undo()
+def test_explain_and_diff_need_no_solver(problem_file, csv_file) -> None:
+    """Neither loads it; a bare install can run both."""
+    code = (
+        "import sys\n"
+        "from optpipe.cli import main\n"
+        "for words in (['explain', *sys.argv[1:]], ['diff', *sys.argv[2:] * 2]):\n"
+        "    try:\n"
+        "        main(words)\n"
+        "    except SystemExit as leave:\n"
+        "        assert not leave.code, leave.code\n"
+        "assert not {'optpipe_solver', 'pulp', 'numba'} & set(sys.modules)\n"
+    )
+    command = [sys.executable, "-c", code, str(problem_file), str(csv_file)]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+
+
+def test_what_if_without_the_solver_names_the_pip_command(
+    optpipe, problem_file, csv_file, monkeypatch
+) -> None:
+    def absent(*_: object, **__: object) -> None:
+        raise ModuleNotFoundError("No module named 'highspy'", name="highspy")
+
+    monkeypatch.setattr("optpipe_solver.whatif.what_if", absent)
+    code, out, err = optpipe("explain", problem_file, csv_file, "--what-if")
+    assert (code, "pip install 'optpipe[solver]'" in err) == (1, True)
+    assert "Critical path" in out
+
+
+def test_what_if_ends_at_the_first_ctrl_c(optpipe, problem_file, csv_file, monkeypatch) -> None:
+    """What was answered by then is printed."""
+
+    def solve(problem: Problem, *, start, start_method, should_stop, **options):
+        os.kill(os.getpid(), signal.SIGINT)
+        assert should_stop()
+        schedule = evaluate(problem, start, Provenance(method="lazy"))
+        return Result(SolveStatus.FEASIBLE, schedule)
+
+    monkeypatch.setattr("optpipe_solver.whatif.solve", solve)
+    code, out, err = optpipe("explain", problem_file, csv_file, "--what-if")
+    assert code == 130
+    assert "as before; nothing is proven" in out
+    assert "1 GB more" not in out
+    assert "stopped by Ctrl-C" in err
 
 
 def test_diff_of_equal_schedules_is_empty_and_leaves_with_0(
@@ -212,6 +256,13 @@ def test_diff_of_problems_names_fields_bound_and_smallest_memory(
     assert f"num_microbatches: {small.num_microbatches} -> {more.num_microbatches}" in out
     assert "compute of the busiest device: " in out
     assert "proven bound of the makespan: " in out
+
+
+def test_diff_reads_a_problem_from_standard_input(optpipe, problem_file, monkeypatch) -> None:
+    text = problem_file.read_text().replace('"num_microbatches": 2', '"num_microbatches": 3')
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+    code, out, _ = optpipe("diff", problem_file, "-")
+    assert (code, out.splitlines()[0]) == (1, "num_microbatches: 2 -> 3 (+50.0 %)")
 
 
 def test_diff_refuses_what_cannot_be_compared(

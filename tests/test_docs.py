@@ -17,7 +17,7 @@ from docs.generators.figures import all_figures
 from docs.generators.http import document, operations
 from docs.generators.ledger import SHOWN, newest_entry
 from docs.generators.links import function_links, to_reference
-from docs.generators.mathematics import drawn
+from docs.generators.mathematics import drawn, lines_of
 from docs.generators.python_api import FORMULATION, PACKAGES, write_python_api
 from docs.generators.schema_tables import described_fields, schema_pages, type_of
 from optpipe import simulate
@@ -99,6 +99,8 @@ def test_a_formula_stands_on_the_line_of_its_text() -> None:
     x, y = (float(drawn(text).partition("vertical-align:-")[2][:5]) for text in ("x", "y_a"))
     assert 0 <= x < 0.05 < y
     assert drawn(r"a \le b").partition("<path")[2] == drawn(r"a \leq b").partition("<path")[2]
+    assert lines_of(r"a \qquad b") == [r"a \qquad b"]
+    assert lines_of(rf"{'a + ' * 40} b \qquad c")[1:] == ["c"]
     with pytest.raises(ValueError, match="Unknown symbol"):
         drawn(r"\unheardof")
 
@@ -226,5 +228,6 @@ def test_the_python_reference_has_every_public_name(package, tmp_path) -> None:
     """Those of ``__all__``, no more."""
     write_python_api(tmp_path)
     page = (tmp_path / "python" / f"{package}.md").read_text("utf-8")
-    named = re.findall(r"^\.\. auto(?:class|exception|function|data):: (\w+)$", page, re.MULTILINE)
+    named = re.findall(r"^\.\. (?:auto(?:class|exception|function)|py:data):: ([A-Za-z_]+)$", page, re.MULTILINE)
     assert sorted(named) == sorted(import_module(package).__all__)
+    assert all(f"[`{name}`](#{package}.{name})" in page for name in named)

@@ -84,10 +84,23 @@ def test_the_python_block_runs_as_it_stands(workplace) -> None:
 
 
 def test_the_shell_commands_run_as_they_stand(workplace) -> None:
-    block = next(block for block in blocks("sh") if "optpipe solve" in block)
+    block = next(block for block in blocks("sh") if "optpipe check" in block)
     out = run(["bash", "-euo", "pipefail", "-c", block], workplace)
     assert "legal" in out
     assert (workplace / "schedule.json").exists()
+
+
+def test_from_a_name_to_a_picture_with_the_numbers_it_says(workplace) -> None:
+    """Without its installation; the search ends when the schedule is proven optimal."""
+    (block,) = (block for block in blocks("sh") if "optpipe estimate" in block)
+    install, command = block.split("\n", 1)
+    assert install == "pip install '.[server,plot]'"
+    command = command.replace("--time-limit 2", "--time-limit 45")
+    out = run(["bash", "-euo", "pipefail", "-c", command], workplace)
+    assert "(optimal)" in out
+    for said in re.findall(r"\b1[12],\d{3}(?= ms)", README.replace("\n", " ")):
+        assert f"{said}." in out
+    assert "Bokeh" in (workplace / "llama3-70b.html").read_text("utf-8")
 
 
 def test_the_commands_over_http_run_against_a_service(workplace) -> None:

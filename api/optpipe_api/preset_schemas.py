@@ -11,6 +11,7 @@ from optpipe.presets import GPUS, MODELS, Hardware, ModelShape, total_parameters
 from optpipe.problem import Problem
 from optpipe.sweep import AXES
 from optpipe.validation import rule_broken
+from optpipe_api.errors import RequestError
 from optpipe_api.schemas import PROBLEM_EXAMPLE, StrictBody, WithProblem, parsed
 
 __all__ = ["Catalogue", "EstimateBody", "EstimateView", "Values", "VariantBody", "VariantView"]
@@ -20,6 +21,7 @@ _PLACEMENTS = ("linear", "loop", "v")
 _PRECISIONS = ("bf16", "fp16", "fp8", "fp32")
 
 Values = Annotated[dict[Annotated[str, Field(max_length=200)], Any], Field(max_length=16)]
+Name = Annotated[str, Field(max_length=80)]
 Degree = Annotated[int, Field(ge=1, le=4096, strict=True)]
 Size = Annotated[int, Field(ge=1, le=_MOST, strict=True)]
 Share = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False, strict=True)]
@@ -31,6 +33,12 @@ _VALUES = (
 
 def _no_default(schema: dict[str, Any]) -> None:
     schema.pop("default", None)
+
+
+def _not_null(value: Any) -> Any:
+    if value is None:
+        raise RequestError("model or config = null: is neither; leave it out")
+    return value
 
 
 class ModelEntry(BaseModel):
@@ -119,13 +127,13 @@ class EstimateBody(StrictBody):
         }
     )
 
-    model: str | SkipJsonSchema[None] = Field(
-        default=None, max_length=80, json_schema_extra=_no_default, description="Of the catalogue."
+    model: Name | SkipJsonSchema[None] = Field(
+        default=None, json_schema_extra=_no_default, description="Of the catalogue."
     )
     config: dict[str, Any] | SkipJsonSchema[None] = Field(
         default=None, json_schema_extra=_no_default, description="A Hugging Face config.json."
     )
-    gpu: str = Field(max_length=80, description="Of the catalogue.")
+    gpu: Name = Field(description="Of the catalogue.")
     pp: Degree = Field(default=4, description="Devices of the pipeline.")
     tp: Degree = 1
     cp: Degree = 1
@@ -163,7 +171,7 @@ class EstimateBody(StrictBody):
         RequestError
             If it breaks a rule.
         """
-        return parsed(cls, data, {})
+        return parsed(cls, data, {"model": _not_null, "config": _not_null})
 
     @model_validator(mode="after")
     def _one_of_two(self) -> Self:

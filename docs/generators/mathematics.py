@@ -20,11 +20,13 @@ from sphinx.util import logging
 if TYPE_CHECKING:
     from sphinx.application import Sphinx
 
-__all__ = ["drawn", "install"]
+__all__ = ["drawn", "install", "lines_of"]
 
 _LOG = logging.getLogger(__name__)
 _SIZE = 100.0
 """Units per em of the drawings; the page scales them to its own em."""
+_WIDEST = 44.0
+"""What fits into the theme's column, in em."""
 _GROWTH = 1.06
 """Computer Modern is a little smaller than the theme's letters of the same size."""
 _OTHER_NAMES = {
@@ -74,6 +76,13 @@ def drawn(formula: str) -> str:
     )
 
 
+def lines_of(formula: str) -> list[str]:
+    """Return a displayed formula in one piece, or cut at its wide spaces where it is too wide."""
+    width = float(re.findall(r"width:([\d.]+)em", drawn(formula))[0])
+    pieces = [piece.strip() for piece in formula.split(r"\qquad")]
+    return [formula] if width <= _WIDEST else pieces
+
+
 def _path_data(outline: Outline) -> str:
     """Return an outline in SVG's notation."""
     parts = []
@@ -86,6 +95,8 @@ def _path_data(outline: Outline) -> str:
 def _drawn_or_told(node: nodes.Element) -> str:
     """Draw a formula of a page, or warn with its place and leave it as it is written."""
     try:
+        if isinstance(node, nodes.math_block):
+            return "<br>".join(map(drawn, lines_of(node.astext())))
         return drawn(node.astext())
     except ValueError as error:
         _LOG.warning("cannot draw %r: %s", node.astext(), error, location=node)

@@ -6,7 +6,7 @@ import inspect
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from docs.generators.writing import fenced, write_text
+from docs.generators.writing import cell, fenced, table, write_text
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -36,19 +36,21 @@ def _package_page(name: str) -> str:
     module = import_module(name)
     names = sorted(module.__all__, key=lambda item: (item[0].islower(), item))
     lines = [
-        f".. automodule:: {name}",
-        "   :no-members:",
-        "",
         f".. currentmodule:: {name}",
-        "",
-        ".. autosummary::",
-        "   :nosignatures:",
-        "",
-        *(f"   {item}" for item in names),
         "",
         *(line for item in names for line in _entry(item, getattr(module, item))),
     ]
-    return f"# `{name}`\n\n{_directives(lines)}"
+    about = [f".. automodule:: {name}", "   :no-members:"]
+    rows = [(f"[`{item}`](#{name}.{item})", _summary(getattr(module, item))) for item in names]
+    listed = table(("name", "what it is"), rows)
+    return f"# `{name}`\n\n{_directives(about)}\n{listed}\n{_directives(lines)}"
+
+
+def _summary(value: Any) -> str:
+    """Return the first sentence of a docstring; of an alias or a tuple, what it stands for."""
+    if inspect.isclass(value) or inspect.isroutine(value):
+        return cell((inspect.getdoc(value) or "").partition("\n\n")[0])
+    return f"`{cell(str(value).replace('optpipe.action.', '').replace('typing.', ''))}`"
 
 
 def _entry(name: str, value: Any) -> list[str]:
@@ -58,7 +60,7 @@ def _entry(name: str, value: Any) -> list[str]:
         return [f".. {kind}:: {name}", "   :members:", "   :undoc-members:", ""]
     if inspect.isroutine(value):
         return [f".. autofunction:: {name}", ""]
-    return [f".. autodata:: {name}", "   :no-value:", ""]
+    return [f".. py:data:: {name}", "", f"   `{_summary(value)}`", ""]
 
 
 def _formulation_page() -> str:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from optpipe.cli.console import needs_extra, read_problem, read_programs, stderr, stdout
+from optpipe.cli.console import PIPE, needs_extra, read_problem, read_programs, stderr, stdout
 from optpipe.errors import InputError, MissingExtraError
 from optpipe.formats.csv_text import load_csv
 from optpipe.formats.json_text import load_schedule, read_text
@@ -26,7 +26,12 @@ DIFFERENT = 1
 _ALWAYS = ("makespan", "span")
 _PROBLEM_FORMAT = '"optpipe/problem/'
 
-Before = Annotated[Path, typer.Argument(metavar="A", help="A schedule (JSON, CSV) or a problem.")]
+Before = Annotated[
+    Path,
+    typer.Argument(
+        metavar="A", help="A schedule (JSON, CSV) or a problem; - is a problem from standard input."
+    ),
+]
 After = Annotated[Path, typer.Argument(metavar="B", help="Another of the same kind.")]
 TheirProblem = Annotated[
     Path | None,
@@ -76,7 +81,12 @@ def diff(
 
 
 def _is_problem(path: Path) -> bool:
-    """Whether a file says that it is a problem, or, being JSON, has what only problems have."""
+    """Whether a file says that it is a problem, or, being JSON, lacks what schedules have.
+
+    Standard input is one, as it is for all commands.
+    """
+    if path == PIPE:
+        return True
     text = read_text(path)
     if not text.lstrip().startswith("{"):
         return False

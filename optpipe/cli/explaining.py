@@ -127,10 +127,17 @@ def _show(told: Explanation) -> None:
 def _ask(
     problem: Problem, programs: Programs, objective_ms: float, **options: Any
 ) -> Iterator[WhatIf | Unasked]:
-    with needs_extra("solver"), stderr().status("solving"):
+    with needs_extra("solver"):
         from optpipe_solver.whatif import what_if
 
-        yield from what_if(problem, programs, objective_ms, **options)
+        answers = what_if(problem, programs, objective_ms, **options)
+    while True:
+        # Not while an answer is printed: both would write on the same line of a terminal.
+        with stderr().status("solving"):
+            answer = next(answers, None)
+        if answer is None:
+            return
+        yield answer
 
 
 def _tell(answer: WhatIf | Unasked, folder: Path | None, as_json: bool) -> dict[str, Any]:

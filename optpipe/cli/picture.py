@@ -61,7 +61,7 @@ def plot(
     devices: NumDevices = 16,
     dark: Dark = False,
 ) -> None:
-    """Draw schedules: in the terminal, as an image, to zoom into, as a trace.
+    """Draw schedules: terminal, image, chart to zoom into, or trace.
 
     Several stand one above the other on one time axis. Without -o they are drawn in the
     terminal. An .html file holds all it needs and asks the network for nothing: zoom with the

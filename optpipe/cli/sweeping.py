@@ -34,7 +34,7 @@ from optpipe.errors import InputError
 from optpipe.formats.json_text import read_text
 from optpipe.formats.sweep_table import dump_sweep, load_sweep_csv, sweep_columns
 from optpipe.frontier import Point, family_of, frontier, label_of, memory_of
-from optpipe.plot.figure import SUFFIXES, require_matplotlib
+from optpipe.plot.frontier import SUFFIXES, require_drawing, save_frontier
 from optpipe.schedule import OPTIMAL_GAP
 from optpipe.sweep import sweep as vary
 
@@ -74,7 +74,8 @@ FrontierFile = Annotated[
     typer.Option(
         "--frontier",
         metavar="FILE",
-        help="Draw the best objective and its bound over memory here: .svg, .png or .pdf.",
+        help="Draw the best objective and its bound over memory here: .svg, .png, .pdf; .html to "
+        "zoom into.",
     ),
 ]
 MaybeUrl = Annotated[
@@ -185,7 +186,7 @@ def _check_files(output: Path | None, frontier_file: Path | None) -> None:
             )
         check_writable(path)
     if frontier_file is not None:
-        require_matplotlib()
+        require_drawing(frontier_file)
 
 
 def _known_rows(output: Path | None, variations: Sequence[Variation]) -> list[Row]:
@@ -240,8 +241,6 @@ def _show(rows: Sequence[Row]) -> None:
 def _draw(
     problem: Problem, variations: Sequence[Variation], rows: Sequence[Row], path: Path
 ) -> None:
-    from optpipe.plot.frontier import save_frontier
-
     points = [_point(variations[row["index"]], row) for row in rows]
     save_frontier(frontier(points), path, problem.name)
     stderr().print(f"written to {path}", markup=False)

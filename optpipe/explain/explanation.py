@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
-from optpipe.explain.headroom import device_memories, host_memories
+from optpipe.explain.headroom import device_memories, host_memories, program_peaks
 from optpipe.explain.idle import idle_times
 from optpipe.explain.lanes import lane_uses
 from optpipe.explain.needs import stage_reliefs
@@ -56,6 +56,7 @@ def explain(
         run = simulate(problem, programs)
     length = run.objective_ms(problem.objective)
     reasons = Reasons(problem, programs, run)
+    peaks = program_peaks(problem, programs)
     told = Explanation(
         problem_hash=problem.problem_hash,
         objective=problem.objective,
@@ -67,10 +68,10 @@ def explain(
         bound_ms=bound_ms,
         critical_path=_path(critical_path(problem, programs, run, reasons), length),
         lanes=lane_uses(problem, programs, run),
-        memory=device_memories(problem, programs),
+        memory=device_memories(problem, programs, peaks),
         hosts=host_memories(problem, programs),
         idle=idle_times(problem, programs, run, reasons),
-        reliefs=stage_reliefs(problem, programs),
+        reliefs=stage_reliefs(problem, programs, peaks),
     )
     return told.model_copy(update={"sentences": sentences(problem, told)})
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from optpipe.explain.values import DeviceMemory, HostMemory
 from optpipe.memory import host_peak_bytes, memory_walk
@@ -11,19 +11,37 @@ if TYPE_CHECKING:
     from optpipe.action import Program, Programs
     from optpipe.problem import Problem
 
-__all__ = ["device_memories", "host_memories", "tightest_device"]
+Peaks: TypeAlias = list[list[int]]
+
+__all__ = ["device_memories", "host_memories", "program_peaks", "tightest_device"]
 
 
-def device_memories(problem: Problem, programs: Programs) -> tuple[DeviceMemory, ...]:
-    """Return, per device, the peak of its program and what it may hold at most."""
+def program_peaks(problem: Problem, programs: Programs) -> Peaks:
+    """Return, per device, the most that is held at each of its actions, in bytes."""
+    return [
+        [step.peak for step in memory_walk(problem, device, program)]
+        for device, program in enumerate(programs)
+    ]
+
+
+def device_memories(
+    problem: Problem, programs: Programs, peaks: Peaks | None = None
+) -> tuple[DeviceMemory, ...]:
+    """Return, per device, the peak of its program and what it may hold at most.
+
+    ``peaks`` are what `program_peaks` returns, from a caller who has them.
+    """
+    known = peaks or program_peaks(problem, programs)
     return tuple(
-        _device_memory(problem, device, program) for device, program in enumerate(programs)
+        _device_memory(problem, device, program, known[device])
+        for device, program in enumerate(programs)
     )
 
 
-def _device_memory(problem: Problem, device: int, program: Program) -> DeviceMemory:
+def _device_memory(
+    problem: Problem, device: int, program: Program, peaks: list[int]
+) -> DeviceMemory:
     static = problem.static_bytes_of(device)
-    peaks = [step.peak for step in memory_walk(problem, device, program)]
     peak = max(peaks, default=static)
     return DeviceMemory(
         device=device,

@@ -44,18 +44,17 @@ def idle_times(
 
 
 def _idle(problem: Problem, run: Simulation, reasons: Reasons, device: int) -> DeviceIdle:
-    spots = [Spot(device, index) for index in range(len(run.times[device]))]
-    spots = [spot for spot in spots if not reasons.action(spot).type.is_transfer]
-    times = [reasons.times(spot) for spot in spots]
+    cells = reasons.compute_cells(device)
+    times = [run.times[device][cell] for cell in cells]
     first, last = times[0].start, times[-1].end
     begin = 0.0 if problem.objective == "makespan" else first
     length = run.objective_ms(problem.objective)
     synced = max([last, *(sync.end for sync in run.grad_syncs if sync.device == device)])
     causes: dict[IdleCause, float] = defaultdict(float)
     causes[IdleCause.WARM_UP] = first - begin
-    for spot, at in zip(spots[1:], times[1:], strict=True):
+    for cell, at in zip(cells[1:], times[1:], strict=True):
         if at.start > at.issue:
-            for cause, ms in _waits(reasons, spot).items():
+            for cause, ms in _waits(reasons, Spot(device, cell)).items():
                 causes[cause] += ms
     causes[IdleCause.GRAD_SYNC] = synced - last
     causes[IdleCause.COOL_DOWN] = begin + length - synced

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import numpy as np
 
 from optpipe.action import Action, ActionType
+from optpipe.explain.headroom import program_peaks
 from optpipe.explain.values import Relief, StageRelief, Verdict
-from optpipe.memory import memory_walk
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from optpipe.action import Program, Programs
+    from optpipe.explain.headroom import Peaks
     from optpipe.problem import Problem
 
 __all__ = ["stage_reliefs"]
@@ -47,7 +48,9 @@ class _Relief(NamedTuple):
     gone: tuple[int, ...]
 
 
-def stage_reliefs(problem: Problem, programs: Programs) -> tuple[StageRelief, ...]:
+def stage_reliefs(
+    problem: Problem, programs: Programs, peaks: Peaks | None = None
+) -> tuple[StageRelief, ...]:
     """Return what every stage offloads and what it recomputes, in the order of stages.
 
     Each is judged against the memory of its device alone:
@@ -56,12 +59,17 @@ def stage_reliefs(problem: Problem, programs: Programs) -> tuple[StageRelief, ..
     * UNNEEDED: all that are called so can be taken out together, and the rest still fits. They are
       found by taking out one after the other, in the order of the program, what still can be.
     * INTERCHANGEABLE: it could be taken out alone, but not together with the unneeded ones.
+
+    ``peaks`` are what `program_peaks` returns, from a caller who has them.
     """
+    known = peaks or program_peaks(problem, programs)
     found: list[StageRelief] = []
     for device, program in enumerate(programs):
         reliefs = _find(problem, program)
         if reliefs:
-            found += _judge(problem, device, program, reliefs)
+            held = np.array(known[device], dtype=np.int64)
+            limit = problem.devices[device].usable_bytes
+            found += _judge(device, program, reliefs, held, limit)
     return tuple(sorted(found, key=lambda item: (item.stage, item.kind)))
 
 
@@ -86,11 +94,12 @@ def _find(problem: Problem, program: Program) -> list[_Relief]:
 
 
 def _judge(
-    problem: Problem, device: int, program: Program, reliefs: Sequence[_Relief]
+    device: int,
+    program: Program,
+    reliefs: Sequence[_Relief],
+    peaks: NDArray[np.int64],
+    limit: int,
 ) -> list[StageRelief]:
-    limit = problem.devices[device].usable_bytes
-    steps = memory_walk(problem, device, program)
-    peaks = np.array([step.peak for step in steps], dtype=np.int64)
     unneeded = _unneeded(peaks, reliefs, limit)
     groups: dict[tuple[int, Literal["offload", "recompute"]], list[_Relief]] = defaultdict(list)
     for relief in reliefs:

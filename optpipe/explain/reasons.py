@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from enum import StrEnum
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 from optpipe.action import Action, ActionType
@@ -15,8 +16,6 @@ from optpipe.explain.lanes import lanes_of
 from optpipe.precedence import input_of, pass_of, transit_ms
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from optpipe.action import Programs
     from optpipe.explain.lanes import Lane
     from optpipe.precedence import Pass
@@ -24,6 +23,9 @@ if TYPE_CHECKING:
     from optpipe.simulate import Simulation, Times
 
 __all__ = ["Reason", "Reasons", "Spot", "Why"]
+
+
+_TRANSFERS = frozenset({ActionType.OFFLOAD, ActionType.RELOAD})
 
 
 class Why(StrEnum):
@@ -62,7 +64,6 @@ class Reasons:
         self._before: list[list[int]] = []
         for device, program in enumerate(programs):
             self._before.append(self._read(device, program))
-        self._ended = self._ends()
 
     def action(self, spot: Spot) -> Action:
         """Return the action that stands there."""
@@ -71,6 +72,11 @@ class Reasons:
     def times(self, spot: Spot) -> Times:
         """Return when it happens."""
         return self._run.times[spot.device][spot.cell]
+
+    def compute_cells(self, device: int) -> list[int]:
+        """Return where the actions of a device's compute lane stand, RELEASE included."""
+        program = self._programs[device]
+        return [cell for cell, action in enumerate(program) if action.type not in _TRANSFERS]
 
     def of(self, spot: Spot) -> Reason | None:
         """Return why the action there starts no earlier; None where it starts with the clock.
@@ -108,21 +114,23 @@ class Reasons:
     def _read(self, device: int, program: tuple[Action, ...]) -> list[int]:
         """Note where passes and transfers stand; return what precedes each on the compute lane."""
         before, last = [], -1
-        for index, action in enumerate(program):
+        for cell, action in enumerate(program):
             before.append(last)
-            if action.type.is_transfer:
-                self._transfers[action] = Spot(device, index)
+            if action.type in _TRANSFERS:
+                self._transfers[action] = Spot(device, cell)
                 continue
-            last = index
+            last = cell
             made = pass_of(action)
             if made is not None:
-                self._passes[made] = Spot(device, index)
+                self._passes[made] = Spot(device, cell)
         return before
 
-    def _ends(self) -> dict[tuple[Lane, float], list[Spot]]:
+    @cached_property
+    def _ended(self) -> dict[tuple[Lane, float], list[Spot]]:
+        """What left a lane when; asked for only where a transfer waited on the critical path."""
         ended: dict[tuple[Lane, float], list[Spot]] = defaultdict(list)
         for spot in sorted(self._transfers.values()):
-            for lane in self._lanes(spot):
+            for lane in lanes_of(self._problem, spot.device, self.action(spot).type):
                 ended[lane, self.times(spot).end].append(spot)
         return ended
 
@@ -138,9 +146,6 @@ class Reasons:
                 if self.times(other).start < start:
                     return other
         return None
-
-    def _lanes(self, spot: Spot) -> Iterator[Lane]:
-        yield from lanes_of(self._problem, spot.device, self.action(spot).type)
 
 
 def _awaited(action: Action) -> Action:

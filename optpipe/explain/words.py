@@ -96,21 +96,19 @@ def _lanes(problem: Problem, told: Explanation) -> Iterator[str]:
             f"{format_share(first.share)} of the time."
         )
     for uses in _most_used(told):
-        yield (
-            f"{_lane_names(problem, uses)}: busy {format_ms(uses[0].busy_ms)} ms, "
-            f"{format_share(uses[0].share)}"
-        )
+        ms, share = format_ms(uses[0].busy_ms), format_share(uses[0].share)
+        is_same = all(format_ms(use.busy_ms) == ms for use in uses)
+        yield f"{_lane_names(problem, uses)}: busy {'' if is_same else 'up to '}{ms} ms, {share}"
 
 
 def _most_used(told: Explanation) -> list[list[LaneUse]]:
     """Return the lanes that are shown: the most used of all, and of each kind.
 
-    Lanes of one kind whose numbers read the same stand together.
+    Lanes of one kind whose shares read the same, in whole percent, stand together.
     """
     alike: dict[tuple[str, ...], list[LaneUse]] = defaultdict(list)
     for use in told.lanes:
-        read = use.group or "", use.lane, format_ms(use.busy_ms), format_share(use.share)
-        alike[read].append(use)
+        alike[use.group or "", use.lane, f"{100 * use.share:.0f}"].append(use)
     groups = list(alike.values())
     shown = groups[:_MOST_LINES]
     seen = {uses[0].lane for uses in shown}

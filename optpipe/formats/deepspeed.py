@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from optpipe.action import Programs
     from optpipe.formats.exchanges import Event, Turn
     from optpipe.problem import Problem
+    from optpipe.simulate import Simulation
 
 __all__ = ["dump_deepspeed"]
 
@@ -53,19 +54,21 @@ def dump_deepspeed(problem: Problem, programs: Programs) -> str:
         run with wrong gradients.
     """
     expect_deepspeed(problem, programs)
-    line = min(_lines(problem, programs), key=lambda line: blocking_ms(problem, line))
+    run = simulate(problem, programs)
+    lines = [(blocking_ms(problem, line), line) for line in _lines(problem, programs, run)]
+    blocking, line = min(lines, key=lambda pair: pair[0])
     steps, num_buffers = _Stages(problem, line).steps()
-    return _text(problem, simulate(problem, programs).makespan_ms, line, steps, num_buffers)
+    return _text(problem, (run.makespan_ms, blocking), steps, num_buffers)
 
 
-def _lines(problem: Problem, programs: Programs) -> Iterator[list[Event]]:
-    """Yield joint orders; gradients always late: the engine has one buffer for all of them."""
+def _lines(problem: Problem, programs: Programs, run: Simulation) -> Iterator[list[Event]]:
+    """Yield joint orders; gradients always late: the engine has one place for all of them."""
     for early in (False, True):
         yield joint_order(
-            problem, programs, by="start", early_activations=early, early_gradients=False
+            problem, programs, run, by="start", early_activations=early, early_gradients=False
         )
         yield joint_order(
-            problem, programs, by="end", early_activations=early, early_gradients=False
+            problem, programs, run, by="end", early_activations=early, early_gradients=False
         )
 
 
@@ -156,8 +159,7 @@ def _by_step(made: Sequence[tuple[int, Instruction]], count: int) -> list[Step]:
 
 def _text(
     problem: Problem,
-    planned_ms: float,
-    line: Sequence[Event],
+    lengths_ms: tuple[float, float],
     steps: Sequence[Sequence[Step]],
     num_buffers: Sequence[int],
 ) -> str:
@@ -167,8 +169,8 @@ def _text(
     )
     return _TEMPLATE.format(
         problem_hash=problem.problem_hash,
-        planned=planned_ms,
-        blocking=blocking_ms(problem, line),
+        planned=lengths_ms[0],
+        blocking=lengths_ms[1],
         stages=len(problem.stages),
         microbatches=problem.num_microbatches,
         buffers=tuple(num_buffers),

@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from optpipe.action import Action, ActionType
 from optpipe.precedence import Pass, input_of, pass_of
-from optpipe.simulate import duration_ms, simulate
+from optpipe.simulate import duration_ms
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from optpipe.action import Programs
     from optpipe.problem import Problem
-    from optpipe.simulate import Times
+    from optpipe.simulate import Simulation, Times
 
 __all__ = ["Event", "Exchange", "Turn", "blocking_ms", "joint_order", "rows_of"]
 
@@ -56,6 +56,7 @@ Event = Turn | Exchange
 def joint_order(
     problem: Problem,
     programs: Programs,
+    run: Simulation,
     *,
     by: Literal["start", "end"],
     early_activations: bool,
@@ -65,6 +66,8 @@ def joint_order(
 
     Parameters
     ----------
+    run
+        The programs' simulation.
     by
         By which simulated time actions stand in the line, where they are free to.
     early_activations, early_gradients
@@ -72,7 +75,7 @@ def joint_order(
         moment. If not, where it is needed: an activation before all that is not earlier than the
         forward, a gradient right before the backward.
     """
-    return _Line(problem, programs, by, (early_activations, early_gradients)).events()
+    return _Line(problem, programs, run, by, (early_activations, early_gradients)).events()
 
 
 def rows_of(line: Sequence[Event], num_devices: int) -> list[list[Action | Exchange]]:
@@ -116,22 +119,28 @@ def _next_stage(exchange: Exchange) -> int:
 
 
 class _Line:
-    """The line as it grows: what is ready waits in a heap, exchanges first at equal times."""
+    """The line as it grows: what is ready waits in a heap, by time.
+
+    At equal times exchanges go first, then backwards: so a gradient, which is fetched right before
+    the backward that needs it, leaves before the device that made it turns to a forward.
+    """
 
     def __init__(
         self,
         problem: Problem,
         programs: Programs,
+        run: Simulation,
         by: Literal["start", "end"],
         early: tuple[bool, bool],
     ) -> None:
-        self._problem = problem
+        self._placement = problem.placement
         self._programs = programs
-        self._times = simulate(problem, programs).times
+        self._times = run.times
         self._by = by
         self._early = early
         self._heads = [0] * len(programs)
         self._done: set[Pass] = set()
+        self._ended: dict[Pass, float] = {}
         self._waiting: dict[Pass, int] = {}
         self._ready: list[tuple[float, int, Event]] = []
         self._line: list[Event] = []
@@ -155,28 +164,44 @@ class _Line:
         if index == len(self._programs[device]):
             return
         action = self._programs[device][index]
-        needed = input_of(action, len(self._problem.stages))
+        needed = input_of(action, len(self._placement))
         if needed is not None and needed not in self._done:
             self._waiting[needed] = device
             return
-        moment = _moment(action, self._times[device][index], self._by)
-        heapq.heappush(self._ready, (moment, 1, Turn(device, action)))
-        exchange = None if needed is None else _exchange(self._problem, needed)
+        moment = self._moment(action, self._times[device][index], needed)
+        heapq.heappush(
+            self._ready, (moment, 1 + (not action.type.is_backward), Turn(device, action))
+        )
+        exchange = None if needed is None else _exchange(self._placement, needed)
         if exchange is not None and not (exchange.backward or self._early[0]):
             heapq.heappush(self._ready, (moment, 0, exchange))
+
+    def _moment(self, action: Action, at: Times, needed: Pass | None) -> float:
+        """Return when the device deals with an action.
+
+        By start: when it has come to the action and what it needs is made, if not yet here; the
+        transfer is to stand at the same place. A transfer to or from the host counts when it is
+        enqueued.
+        """
+        if action.type.is_transfer:
+            return at.issue
+        if self._by == "end" and action.type is not ActionType.RELEASE:
+            return at.end
+        return at.start if needed is None else max(at.issue, self._ended[needed])
 
     def _take(self, turn: Turn, moment: float) -> None:
         device, action = turn
         at = self._times[device][self._heads[device]]
-        needed = input_of(action, len(self._problem.stages))
-        coming = None if needed is None else _exchange(self._problem, needed)
+        needed = input_of(action, len(self._placement))
+        coming = None if needed is None else _exchange(self._placement, needed)
         if coming is not None and coming.backward and not self._early[1]:
             self._line.append(coming)
         self._line.append(turn)
         self._heads[device] += 1
         made = pass_of(action)
         if made is not None:
-            leaving = _exchange(self._problem, made)
+            self._ended[made] = at.end
+            leaving = _exchange(self._placement, made)
             if leaving is not None and self._early[made.backward]:
                 heapq.heappush(self._ready, (max(moment, at.end), 0, leaving))
             else:
@@ -189,19 +214,12 @@ class _Line:
             self._look_at(self._waiting.pop(made))
 
 
-def _exchange(problem: Problem, made: Pass) -> Exchange | None:
+def _exchange(placement: Sequence[int], made: Pass) -> Exchange | None:
     """Return the exchange of a pass's output; None if no other device needs it."""
     following = made.stage - 1 if made.backward else made.stage + 1
-    if not 0 <= following < len(problem.stages):
+    if not 0 <= following < len(placement):
         return None
-    source, target = problem.placement[made.stage], problem.placement[following]
+    source, target = placement[made.stage], placement[following]
     if source == target:
         return None
     return Exchange(made.backward, made.stage, made.microbatch, source, target)
-
-
-def _moment(action: Action, at: Times, by: Literal["start", "end"]) -> float:
-    """Return when the device deals with an action; a transfer only when it is enqueued."""
-    if action.type.is_transfer:
-        return at.issue
-    return at.start if by == "start" or action.type is ActionType.RELEASE else at.end

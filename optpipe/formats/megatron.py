@@ -7,6 +7,7 @@ where each flag is documented. The text is a piece of shell: an array of flags, 
 
 from __future__ import annotations
 
+from math import ceil
 from typing import TYPE_CHECKING, NamedTuple
 
 from optpipe.action import ActionType
@@ -169,7 +170,7 @@ def _memory_flags(
     if fraction > 0:
         yield "--fine-grained-activation-offloading"
         yield f"--offload-modules {_OFFLOAD_MODULES}"
-        yield f"--activation-offload-fraction {fraction:.2f}"
+        yield f"--activation-offload-fraction {ceil(100 * fraction - 1e-9) / 100:.2f}"
     recomputed = _recomputed_layers(problem, programs, layers)
     if recomputed:
         yield "--recompute-granularity full"
@@ -186,11 +187,18 @@ def _counts(problem: Problem, programs: Programs, kind: ActionType) -> list[int]
 
 
 def _offloaded_share(problem: Problem, programs: Programs) -> float:
-    """Return offloaded over offloadable bytes, all stages and micro-batches together."""
+    """Return offloaded over offloadable bytes of the device that offloads the largest share.
+
+    The flag is one for all ranks, and a smaller one would not free what that device needs.
+    """
     counts = _counts(problem, programs, ActionType.OFFLOAD)
-    total = problem.num_microbatches * sum(stage.offload_bytes for stage in problem.stages)
-    pairs = zip(counts, problem.stages, strict=True)
-    return sum(count * stage.offload_bytes for count, stage in pairs) / total if total else 0.0
+    shares = [0.0]
+    for held in problem.stages_of:
+        sizes = [problem.stages[stage].offload_bytes for stage in held]
+        moved = sum(counts[stage] * size for stage, size in zip(held, sizes, strict=True))
+        if moved:
+            shares.append(moved / (problem.num_microbatches * sum(sizes)))
+    return max(shares)
 
 
 def _recomputed_layers(problem: Problem, programs: Programs, layers: Sequence[int] | None) -> int:
@@ -257,9 +265,11 @@ def _not_said_of_memory(
         yield (
             "Which micro-batches are offloaded, when they go and come back. The plan offloads "
             f"{_per_stage(problem, programs, ActionType.OFFLOAD)} whole; the flag takes one share "
-            "of the modules of every micro-batch on every rank, and the modules named are a choice "
-            "to adapt (with experts: expert_fc1 and moe_act too). Release 0.16.1 does not know "
-            "--activation-offload-fraction and offloads all of the named modules."
+            "of the modules of every micro-batch on every rank, here that of the device which "
+            "offloads most (--delta-offload-bytes-across-pp-ranks lowers it along the ranks), and "
+            "the modules named are a choice to adapt (with experts: expert_fc1 and moe_act too). "
+            "Release 0.16.1 does not know --activation-offload-fraction and offloads all of the "
+            "named modules."
         )
     if ActionType.RECOMPUTE in kinds:
         unknown = "" if layers else " Without --layers no flag is written for it."

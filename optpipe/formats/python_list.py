@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from optpipe.action import Programs
     from optpipe.problem import Problem
-    from optpipe.simulate import Times
+    from optpipe.simulate import Simulation, Times
 
 __all__ = ["dump_python_list"]
 
@@ -68,14 +68,15 @@ def dump_python_list(problem: Problem, programs: Programs) -> str:
         with wrong gradients.
     """
     expect_zero_bubble(problem, programs)
-    rows = _Rows(problem, programs).nodes()
+    run = simulate(problem, programs)
+    rows = _Rows(problem, programs, run).nodes()
     text = "".join(
         f"    (  # device {device}\n" + "".join(map(_row, row)) + "    ),\n"
         for device, row in enumerate(rows)
     )
     return _TEMPLATE.format(
         problem_hash=problem.problem_hash,
-        planned=simulate(problem, programs).makespan_ms,
+        planned=run.makespan_ms,
         devices=len(problem.devices),
         chunks=max(map(len, problem.stages_of)),
         microbatches=problem.num_microbatches,
@@ -88,12 +89,12 @@ def dump_python_list(problem: Problem, programs: Programs) -> str:
 class _Rows:
     """The nodes of each device, from a joint order in which tensors leave as soon as they exist."""
 
-    def __init__(self, problem: Problem, programs: Programs) -> None:
-        self._problem = problem
+    def __init__(self, problem: Problem, programs: Programs, run: Simulation) -> None:
+        self._num_devices = len(problem.devices)
+        self._placement = problem.placement
         self._line = joint_order(
-            problem, programs, by="end", early_activations=True, early_gradients=True
+            problem, programs, run, by="end", early_activations=True, early_gradients=True
         )
-        run = simulate(problem, programs)
         self._at: dict[Action, Times] = {
             action: at
             for program, row in zip(programs, run.times, strict=True)
@@ -119,7 +120,7 @@ class _Rows:
     def nodes(self) -> list[list[Node]]:
         pairs = [event for event in self._line if isinstance(event, Exchange)]
         number = {event: index for index, event in enumerate(pairs)}
-        rows = rows_of(self._line, len(self._problem.devices))
+        rows = rows_of(self._line, self._num_devices)
         return [
             [node for event in row for node in self._nodes(device, event, number)]
             for device, row in enumerate(rows)
@@ -169,7 +170,7 @@ class _Rows:
         )  # fmt: skip
 
     def _receives_from(self, action: Action) -> int | None:
-        needed = input_of(action, len(self._problem.stages))
+        needed = input_of(action, len(self._placement))
         if needed is None:
             return None
         return self._other(needed.stage, action.stage)
@@ -177,14 +178,14 @@ class _Rows:
     def _sends_to(self, action: Action) -> int | None:
         made = pass_of(action)
         following = 0 if made is None else action.stage + (-1 if made.backward else 1)
-        if made is None or not 0 <= following < len(self._problem.stages):
+        if made is None or not 0 <= following < len(self._placement):
             return None
         return self._other(following, action.stage)
 
     def _other(self, stage: int, own: int) -> int | None:
         """Return the device of a stage; None where it is the own stage's."""
-        device = self._problem.placement[stage]
-        return None if device == self._problem.placement[own] else device
+        device = self._placement[stage]
+        return None if device == self._placement[own] else device
 
 
 def _row(node: Node) -> str:
@@ -211,7 +212,8 @@ both directions share one stream and take longer than planned.
 _TEMPLATE = '''"""A pipeline schedule as ScheduledNodes, written by optpipe export.
 
 Problem {problem_hash}.
-{devices} devices, {chunks} chunks each, {microbatches} micro-batches; {planned:.3f} ms as planned.
+{devices} devices, chunks on each: {chunks}, {microbatches} micro-batches.
+As planned: {planned:.3f} ms.
 
 For the zero-bubble runtime; put this file beside your training script, and before training:
 

@@ -2,30 +2,44 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from optpipe.errors import InputError
+from optpipe.plot.figure import SUFFIXES as IMAGE_SUFFIXES
 from optpipe.plot.figure import plain_text, require_matplotlib, save_drawn, svg_of
+from optpipe.plot.interactive import chart_html, frontier_chart, require_bokeh
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
     from optpipe.frontier import Line, Point
 
-__all__ = ["LINE_COLOURS", "draw_frontier", "edges", "frontier_svg", "save_frontier"]
+__all__ = [
+    "LINE_COLOURS",
+    "SUFFIXES",
+    "draw_frontier",
+    "edges",
+    "frontier_svg",
+    "require_drawing",
+    "save_frontier",
+]
 
+SUFFIXES = (*IMAGE_SUFFIXES, ".html")
 _GB = 1e9
 _SIZE = (8.0, 4.8)
 LINE_COLOURS = (
-    "#1a73e8",
-    "#e8710a",
-    "#188038",
-    "#a142f4",
-    "#d01884",
-    "#12858d",
-    "#5f6368",
-    "#b06000",
+    "#0072b2",
+    "#d55e00",
+    "#009e73",
+    "#cc79a7",
+    "#e69f00",
+    "#56b4e9",
+    "#9d6fd1",
+    "#767c84",
 )
+"""Okabe and Ito's, without yellow and black, which do not show on both pages; then two of ours."""
+
 _SHADE = 0.12
 _MOST_NAMED = 16
 _MARGIN = 0.06
@@ -72,16 +86,38 @@ def frontier_svg(lines: Sequence[Line], title: str = "") -> bytes:
 
 
 def save_frontier(lines: Sequence[Line], path: Path | str, title: str = "") -> None:
-    """Draw the frontier into a file whose suffix chooses the format.
+    """Draw the frontier into a file whose suffix chooses the format, one of `SUFFIXES`.
 
     Raises
     ------
     InputError
         If the suffix is none of ours, or the file cannot be written.
     MissingExtraError
-        If matplotlib is not installed.
+        If what draws it is not installed.
     """
-    save_drawn(lambda: draw_frontier(lines, title), path)
+    target = Path(path)
+    if target.suffix != ".html":
+        save_drawn(lambda: draw_frontier(lines, title), target)
+        return
+    page = chart_html(frontier_chart(lines, title), title=title or "frontier")
+    try:
+        target.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"cannot write {target}: {error.strerror}; check the path") from None
+
+
+def require_drawing(path: Path) -> None:
+    """Refuse to draw into a file of this suffix without the package that does it.
+
+    Raises
+    ------
+    MissingExtraError
+        If it is not installed.
+    """
+    if path.suffix == ".html":
+        require_bokeh()
+    else:
+        require_matplotlib()
 
 
 def edges(points: Sequence[Point]) -> tuple[float, float]:

@@ -122,7 +122,7 @@ class WhatIf:
 
     @property
     def buys_nothing(self) -> bool:
-        """Whether the bound proves that no schedule gains anything."""
+        """Whether the bound proves that no schedule gains more than `OPTIMAL_GAP` of the time."""
         return self.most_gain is not None and self.most_gain <= OPTIMAL_GAP
 
     def _gain(self, ms: float) -> float:

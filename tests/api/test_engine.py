@@ -35,8 +35,11 @@ def test_every_incumbent_is_stored_as_it_comes(bench: Bench) -> None:
             assert bench.schedule(job_id).objective_ms <= job.objective_ms
         time.sleep(0.01)
     trace = bench.store.trace(job_id)
-    assert [point.objective_ms for point in trace] == seen == sorted(seen, reverse=True)
-    assert len(seen) == 5
+    found = [point.objective_ms for point in trace]
+    assert len(found) == 5
+    # A slow look may miss one.
+    assert seen == [objective_ms for objective_ms in found if objective_ms in seen] != []
+    assert found == sorted(found, reverse=True)
     assert bench.changes.count(job_id) >= 7  # claimed, five incumbents, the end
 
 

@@ -6,6 +6,8 @@ import pytest
 
 from optpipe import Problem, load_schedule, simulate
 from optpipe.explain import Explanation, explain
+from optpipe_api.desk.readers import Readers
+from optpipe_api.errors import BodyTooHeavyError
 from tests.api.test_routes import fault, submit
 
 
@@ -46,6 +48,17 @@ def test_without_a_job_or_a_schedule_there_is_none(http) -> None:
     fault(http.get("/v1/jobs/nothing/explanation"), 404, "job.not_found")
     job = submit(http, "nothing").json()
     fault(http.get(f"/v1/jobs/{job['id']}/explanation"), 404, "schedule.none")
+
+
+def test_one_that_is_too_large_says_where_it_can_be_explained(http, job, monkeypatch) -> None:
+    """In place of the message about request bodies that the reading process's limit stands for."""
+
+    async def read(*_: object, **__: object) -> None:
+        raise BodyTooHeavyError("5 s")
+
+    monkeypatch.setattr(Readers, "read", read)
+    answer = http.get(f"/v1/jobs/{job['id']}/explanation")
+    assert "run optpipe explain" in fault(answer, 413, "schedule.too_large")["detail"]
 
 
 def test_it_is_documented_field_by_field(http) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import httpx
 import pytest
 
-from optpipe import Problem
+from optpipe import Problem, check_schedule, load_schedule
 from optpipe_api.bodies import MAX_VALUES
 from optpipe_solver.milp.horizon.model import num_order_pairs
 from optpipe_solver.milp.improve import milp_fits
@@ -183,6 +183,57 @@ def test_no_model_of_a_hundred_million_binaries_is_built() -> None:
     assert not milp_fits(problem)
     assert time.process_time() - began < 0.1
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - used < 10 * 1024
+
+
+def test_a_problem_of_a_hundred_million_binaries_is_solved_without_them(tmp_path) -> None:
+    """Taken in a moment and solved, optimally, in two GiB of address space: it is no model there.
+
+    The binaries alone would take some fifty.
+    """
+    data = two_stages(num_microbatches=10_000)
+    assert num_order_pairs(Problem.parse(data), fifo=True) >= 10**8
+    server = Server(tmp_path, solver_memory_bytes=2 * 1024**3)
+    try:
+        with httpx.Client(base_url=address(server), timeout=120) as http:
+            before_s = cpu_s(server)
+            job = http.post("/v1/jobs", json={"problem": data, "options": {"time_limit_s": 60}})
+            assert job.status_code == 202
+            assert cpu_s(server) - before_s < 1.0
+            while (ended := http.get(job.headers["location"]).json())["finished_at"] is None:
+                time.sleep(0.1)
+            schedule = load_schedule(http.get(f"{job.headers['location']}/schedule").text)
+        assert (ended["state"], ended["error"]) == ("succeeded", None)
+        check_schedule(Problem.parse(data), schedule)
+        assert schedule.status == "optimal"
+        assert peak_mib(server.process.pid) < 400
+    finally:
+        server.end(signal.SIGTERM)
+
+
+def test_a_problem_of_64_stages_and_512_micro_batches_is_taken(server: Server) -> None:
+    """Seventy million pairs, and a real one: a limit on pairs would be one on real problems."""
+    stage = two_stages(num_microbatches=512)["stages"][0]
+    problem = {
+        "num_microbatches": 512,
+        "devices": [{"memory_bytes": 10**6}] * 64,
+        "stages": [{**stage, "device": device} for device in range(64)],
+    }
+    assert num_order_pairs(Problem.parse(problem), fifo=True) > 5 * 10**7
+    with httpx.Client(base_url=address(server), timeout=120) as http:
+        answer = post(http, whole(problem))
+        assert answer.status_code == 202
+        http.delete(answer.headers["location"])
+
+
+def test_what_is_larger_is_refused_by_name_with_what_to_do(server: Server) -> None:
+    """The value, the rule, the fix."""
+    with httpx.Client(base_url=address(server), timeout=120) as http:
+        fault = post(http, whole(two_stages(num_microbatches=250_001))).json()
+    assert fault["code"] == "problem.invalid"
+    assert fault["detail"] == (
+        "num_microbatches = 250001: stages x num_microbatches = 500002 exceeds 500000, the limit "
+        "of this service (OPTPIPE_MAX_CELLS); lower num_microbatches"
+    )
 
 
 LIMITED = """

@@ -113,6 +113,38 @@ def test_an_incumbent_is_seen_before_the_solver_ends(visit: Visit, tmp_path) -> 
     page.wait_for_selector("#job[data-state=succeeded]")
 
 
+def test_a_lost_connection_loses_no_event(visit: Visit, url: str, tmp_path) -> None:
+    """The stream breaks after its second event: the next request names it, and goes on there."""
+    job = solved(url, tmp_path, better=2)
+    sent = httpx.get(f"{url}/v1/jobs/{job['id']}/events", timeout=90).text.split("\n\n")
+    numbers = [line[4:] for event in sent for line in event.splitlines() if line[:4] == "id: "]
+    asked: list[str | None] = []
+
+    def answer(route: Any) -> None:
+        asked.append(route.request.headers.get("last-event-id"))
+        if len(asked) > 1:
+            route.continue_()
+            return
+        body = "\n\n".join(sent[:2]) + "\n\n"
+        route.fulfill(status=200, content_type="text/event-stream", body=body)
+
+    visit.page.route("**/events", answer)
+    page = visit.open(f"?job={job['id']}")
+    page.wait_for_selector(".progress[data-points='3']")
+    assert asked[:2] == [None, numbers[1]]
+
+
+def test_what_does_not_exist_is_said_to_be_missing(visit: Visit) -> None:
+    """A link to a job or a batch that is gone; the form still works."""
+    for query, said in ((f"?job={'0' * 32}", "no job"), (f"?batch={'0' * 32}", "no batch")):
+        page = visit.open(query)
+        page.wait_for_selector("#fault:visible")
+        assert said in page.inner_text("#fault")
+    page = visit.open()
+    page.wait_for_selector("#problem-size")
+    assert page.is_hidden("#fault")
+
+
 def test_zooming_changes_the_pixels_and_a_better_schedule_keeps_the_zoom(
     visit: Visit, tmp_path
 ) -> None:
@@ -137,23 +169,29 @@ def test_zooming_changes_the_pixels_and_a_better_schedule_keeps_the_zoom(
     page.keyboard.press("0")
     assert visit.time_axis()[0] < zoomed[0]
     page.wait_for_function("!new URLSearchParams(location.search).has('from')")
-    page.mouse.move(*middle_of_the_lanes(visit))
+    page.mouse.move(*visit.place_of(100.0, 0))
     page.mouse.wheel(0, -300)
     page.wait_for_function("new URLSearchParams(location.search).has('from')")
     (tmp_path / "end").touch()
 
 
-def middle_of_the_lanes(visit: Visit) -> tuple[float, float]:
-    """A point on the screen inside the first Gantt chart."""
-    x, y = visit.page.evaluate(
-        """() => {
-          const doc = Bokeh.documents.find((d) => d.get_model_by_name("gantt-0"));
-          const view = Bokeh.index.find_one(doc.get_model_by_name("gantt-0"));
-          const box = view.el.getBoundingClientRect();
-          return [box.x + box.width / 2, box.y + box.height / 2];
-        }"""
+def test_pointing_at_an_action_tells_about_it(visit: Visit, url: str, tmp_path) -> None:
+    """Words, times, memory; and its micro-batch's path: the page's policy lets the chart do it."""
+    job = solved(url, tmp_path)
+    page = visit.open(f"?job={job['id']}")
+    page.wait_for_selector(DRAWN)
+    page.locator("#job .chart").scroll_into_view_if_needed()
+    x, y = visit.place_of(5.0, 0)
+    page.mouse.move(x - 2, y)
+    page.mouse.move(x, y)
+    page.wait_for_selector("text=forward of micro-batch 0, stage 0")
+    page.wait_for_selector("text=0.0 ms to 10 ms: 10 ms")
+    page.wait_for_selector("text=/memory: 0 B before, 1000 B after/")
+    page.wait_for_function(
+        """() => Bokeh.documents.some((doc) =>
+          doc.get_model_by_name("path")?.data_source.get_length() > 0)"""
     )
-    return x, y
+    visit.picture("pointed-at")
 
 
 def test_a_link_shows_the_same_again(chromium: Browser, visit: Visit, url: str, tmp_path) -> None:
@@ -174,8 +212,8 @@ def test_a_link_shows_the_same_again(chromium: Browser, visit: Visit, url: str, 
         other.open("?model=qwen3-8b&gpu=a100&pp=8&num_microbatches=24&memory_scale=0.7")
         other.page.wait_for_selector("#problem-size >> text=8 devices, 8 stages, 24 micro-batches")
         assert other.page.input_value("[name=model]") == "qwen3-8b"
-        assert other.page.get_attribute("[data-axis=memory_scale]", "aria-valuetext")[:4] == "70 %"
-        assert other.page.inner_text("#problem-memory dd") == "55.8 GiB"
+        assert other.page.inner_text("#slider-memory_scale >> xpath=../output")[:4] == "70 %"
+        assert other.page.inner_text("#problem-memory dd") == "56.0 GiB"
 
 
 @pytest.mark.parametrize(
@@ -247,6 +285,35 @@ def test_a_memory_sweep_ends_in_a_frontier(visit: Visit, tmp_path) -> None:
     page.wait_for_selector("#batch .chart[data-drawn]")
     visit.picture("batch")
     assert page.locator("#batch tbody tr").count() == 9
+
+
+def test_an_ended_job_goes_on_with_more_time(visit: Visit, url: str, tmp_path) -> None:
+    """From where it stands; the page follows it again."""
+    job = solved(url, tmp_path)
+    page = visit.open(f"?job={job['id']}")
+    page.wait_for_selector(DRAWN)
+    (tmp_path / "end").unlink()
+    page.fill("[aria-label='Seconds more']", "7")
+    page.click("#resume")
+    page.wait_for_selector("#job[data-state=running]")
+    (tmp_path / "1").touch()
+    page.wait_for_selector(f"{DRAWN}[data-tag*='.2.chart']")
+    (tmp_path / "end").touch()
+    page.wait_for_selector("#job[data-state=succeeded]")
+    again = httpx.get(f"{url}/v1/jobs/{job['id']}").json()
+    assert again["attempt"] == 2
+    assert again["options"]["time_limit_s"] == job["options"]["time_limit_s"] + 7
+
+
+def test_the_colours_follow_the_system(visit: Visit, url: str, tmp_path) -> None:
+    """The chart too, at once."""
+    job = solved(url, tmp_path)
+    page = visit.open(f"?job={job['id']}")
+    page.wait_for_selector(f"{DRAWN}[data-tag*='chart-light']")
+    light = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    page.emulate_media(color_scheme="dark")
+    page.wait_for_selector(f"{DRAWN}[data-tag*='chart-dark']")
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") != light
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -42,3 +42,18 @@ def test_a_service_with_keys_asks_once_and_the_key_stays_in_the_tab(
             assert page.evaluate("Object.values(localStorage)") == []
             assert page.evaluate("Object.values(sessionStorage)") == [key]
             assert not [address for address in visit.requested if "opk_" in address]
+
+
+def test_who_may_only_read_sees_jobs_and_no_form(chromium: Browser, tmp_path) -> None:
+    """A form that is always refused would only be in the way."""
+    with running(make_settings(tmp_path, require_keys=True)) as (url, app):
+        key = app.state.service.keys.create("looker", Role.READ)[1]
+        with visiting(chromium, url) as visit:
+            page = visit.page
+            page.add_init_script(f"sessionStorage.setItem('optpipe-key', {key!r})")
+            visit.open("?list=jobs")
+            page.wait_for_selector("#jobs")
+            visit.open()
+            page.wait_for_selector("body[data-role=read]")
+            assert page.is_hidden("#compose")
+            assert page.is_hidden("#fault")

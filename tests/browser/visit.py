@@ -64,6 +64,20 @@ class Visit:
         )
         return start, end
 
+    def place_of(self, time_ms: float, device: int) -> tuple[float, float]:
+        """Where on the screen a moment of a device is, in the first schedule of the chart."""
+        x, y = self.page.evaluate(
+            """([time, device]) => {
+              const doc = Bokeh.documents.find((d) => d.get_model_by_name("gantt-0"));
+              const view = Bokeh.index.find_one(doc.get_model_by_name("gantt-0"));
+              const box = view.el.getBoundingClientRect();
+              const { x_scale, y_scale } = view.frame;
+              return [box.x + x_scale.compute(time), box.y + y_scale.compute(device)];
+            }""",
+            [time_ms, device],
+        )
+        return x, y
+
 
 @contextmanager
 def visiting(

@@ -4,24 +4,32 @@ from __future__ import annotations
 
 import random
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from optpipe import Action, ActionType
-from optpipe.formats.exchanges import Exchange, Turn, blocking_ms, joint_order, rows_of
+from optpipe.formats import exchanges
+from optpipe.formats.exchanges import Exchange, Turn, blocking_ms, rows_of
 from optpipe.simulate import simulate
 from tests.building import UNIT, everything_at_once, one_f_one_b, problem, programs, stage
 from tests.formats.blocking import Receive, Send, run
 from tests.strategies import cases
 
 if TYPE_CHECKING:
+    from optpipe import Problem, Programs
+    from optpipe.formats.exchanges import Event
     from tests.formats.blocking import Device
     from tests.strategies import Case
 
 early = st.booleans()
+
+
+def joint_order(problem: Problem, rows: Programs, **how: Any) -> list[Event]:
+    """The line of simulated programs."""
+    return exchanges.joint_order(problem, rows, simulate(problem, rows), **how)
 
 
 @given(cases(), st.sampled_from(["start", "end"]), early, early)

@@ -134,16 +134,25 @@ def offloading() -> tuple[Problem, Programs]:
 
 
 def test_offload_becomes_one_share_for_all() -> None:
-    """One of eight; which, and when, is said to be left out; and that without it nothing fits."""
+    """One of four on the device that offloads most; which and when is said to be left out."""
     text = dump_megatron(*offloading())
     found = flags(text)
-    assert found["--activation-offload-fraction"] == ["0.12"]
+    assert found["--activation-offload-fraction"] == ["0.25"]
     assert "core_attn" in found["--offload-modules"]
     assert "--fine-grained-activation-offloading" in found
     assert "--recompute-granularity" not in found
     assert "offloads 1, 0 of 4 micro-batches of stage 0, 1" in said(text)
     assert "does not fit gpu0 without offload or recompute: it needs 20 B of 15 B" in said(text)
     assert "does not fit gpu1" not in said(text)
+
+
+def test_a_share_is_rounded_up() -> None:
+    """A third is 0.34: less would not free enough."""
+    whole = problem([stage(0, offload_bytes=4), stage(1, offload_bytes=4)], m=3)
+    rows = programs(
+        "0F0 0OFFLOAD0 0RELEASE0 0F1 0B1 0F2 0B2 0RELOAD0 0B0", "1F0 1F1 1B1 1F2 1B2 1B0"
+    )
+    assert flags(dump_megatron(whole, rows))["--activation-offload-fraction"] == ["0.34"]
 
 
 def test_recomputed_micro_batches_become_layers() -> None:

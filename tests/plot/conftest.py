@@ -32,9 +32,14 @@ def small_problem() -> Problem:
     return make_small_problem()
 
 
-@pytest.fixture
-def small_programs() -> Programs:
+def make_small_programs() -> Programs:
     """Device 0 parks micro-batch 0 on the host while micro-batch 1 runs forward."""
     return load_csv(
         "0F0,0OFFLOAD0,0RELEASE0,0F1,0RELOAD0,0I0,0W0,0I1,0W1\n1F0,1I0,1F1,1I1,1W0,1W1\n"
     )
+
+
+@pytest.fixture
+def small_programs() -> Programs:
+    """The programs that the hand-drawn picture shows."""
+    return make_small_programs()

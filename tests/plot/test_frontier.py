@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import xml.etree.ElementTree as ET
+from pathlib import Path
 
 import pytest
 
 from optpipe.errors import InputError, MissingExtraError
 from optpipe.frontier import Line, Point
-from optpipe.plot import figure
-from optpipe.plot.frontier import draw_frontier, frontier_svg, save_frontier
+from optpipe.plot import figure, interactive
+from optpipe.plot.frontier import draw_frontier, frontier_svg, require_drawing, save_frontier
 
 
 def line(label: str, *found: tuple[int, float | None, float | None, bool]) -> Line:
@@ -104,3 +105,24 @@ def test_without_matplotlib_the_pip_command_is_named(monkeypatch) -> None:
     monkeypatch.setattr(figure, "find_spec", lambda name: None)
     with pytest.raises(MissingExtraError, match=r"pip install 'optpipe\[plot\]'"):
         frontier_svg(LINES)
+
+
+def test_an_html_file_can_be_zoomed_into(tmp_path) -> None:
+    """The same lines and numbers, by another library; equal input, equal bytes."""
+    for name in ("a.html", "b.html"):
+        save_frontier(LINES, tmp_path / name, "t")
+    page = (tmp_path / "a.html").read_text("utf-8")
+    assert page == (tmp_path / "b.html").read_text("utf-8")
+    assert "25 ms, bound 20 ms, gap 20.0 %" in page
+    assert "m = 16" in page
+    with pytest.raises(InputError, match="cannot write"):
+        save_frontier(LINES, tmp_path / "nowhere" / "a.html")
+
+
+@pytest.mark.parametrize(("name", "module"), [("a.svg", figure), ("a.html", interactive)])
+def test_what_is_missing_is_told_before_the_work(monkeypatch, name: str, module) -> None:
+    """Hours of solving must not end in a missing package."""
+    require_drawing(Path(name))
+    monkeypatch.setattr(module, "find_spec", lambda package: None)
+    with pytest.raises(MissingExtraError, match=r"pip install 'optpipe\[plot\]'"):
+        require_drawing(Path(name))

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from html.parser import HTMLParser
+from typing import Any
 
 import numpy as np
 import pytest
@@ -69,10 +70,14 @@ class Tags(HTMLParser):
         ]
 
 
-def columns_of(layout, place: int) -> dict[str, np.ndarray]:
+def named(layout: Any, name: str) -> Any:
+    """The one model of a chart that has a name."""
+    return layout.select_one({"name": name})
+
+
+def columns_of(layout, place: int) -> Any:
     """The bars of the chart's ``place``-th view."""
-    plot = layout.select_one({"name": f"gantt-{place}"})
-    (bars,) = [held for held in plot.renderers if held.name == "bars"]
+    (bars,) = [held for held in named(layout, f"gantt-{place}").renderers if held.name == "bars"]
     return bars.data_source.data
 
 
@@ -109,10 +114,11 @@ def test_short_actions_late_in_a_long_schedule_keep_their_length() -> None:
 def test_all_figures_share_one_named_time_axis(views) -> None:
     """The page and its tests find axis and figures by name; it shows the longest schedule."""
     layout = schedule_chart(views)
-    (time,) = {held.id: held for held in layout.select({"type": Range1d, "name": "time"})}.values()
+    time = named(layout, "time")
+    assert isinstance(time, Range1d)
     names = ("gantt-0", "memory-0", "gantt-1", "memory-1")
     for name in names:
-        assert layout.select_one({"name": name}).x_range is time
+        assert named(layout, name).x_range is time
     assert time.start < 0
     assert time.end > 13
 
@@ -120,13 +126,11 @@ def test_all_figures_share_one_named_time_axis(views) -> None:
 def test_a_bound_is_a_line_only_where_it_is_a_moment(small_problem, small_programs) -> None:
     """The bound of a span is no moment of the axis; both are told in the title."""
     view = View("a", small_problem, small_programs, 11.0)
-    plot = schedule_chart([view]).select_one({"name": "gantt-0"})
+    plot = named(schedule_chart([view]), "gantt-0")
     assert [line.location for line in plot.select({"name": "bound"})] == [11.0]
     assert plot.title.text == ("a: makespan 13 ms, bubble 23.1 %, bound 11 ms, gap 15.4 %")
     of_span = small_problem.model_copy(update={"objective": "span"})
-    plot = schedule_chart([View("a", of_span, small_programs, 11.0)]).select_one(
-        {"name": "gantt-0"}
-    )
+    plot = named(schedule_chart([View("a", of_span, small_programs, 11.0)]), "gantt-0")
     assert list(plot.select({"name": "bound"})) == []
     assert "span 12 ms" in plot.title.text or "span 13 ms" in plot.title.text
 
@@ -189,7 +193,7 @@ def test_64_devices_and_512_microbatches_are_a_few_megabytes() -> None:
 def test_the_memory_chart_begins_with_the_fullest_device() -> None:
     """Its curve, in the unit of the axis, and the numbers in its title."""
     problem, programs = large_case(4, 8)
-    plot = schedule_chart([View("1F1B", problem, programs)]).select_one({"name": "memory-0"})
+    plot = named(schedule_chart([View("1F1B", problem, programs)]), "memory-0")
     assert plot.title.text == "1F1B, memory of gpu0: peak 76.0 GiB of 80.0 GiB"
     (shown,) = {held.data_source.id: held.data_source for held in plot.renderers}.values()
     assert isinstance(shown, ColumnDataSource)
@@ -200,7 +204,8 @@ def test_the_memory_chart_begins_with_the_fullest_device() -> None:
 
 def test_scripts_are_modules_that_come_with_the_package(views) -> None:
     """They are read from the package, so the wheel must hold them."""
-    codes = {held.code for held in schedule_chart(views).select({"type": CustomJS})}
+    found: list[Any] = list(schedule_chart(views).select({"type": CustomJS}))
+    codes = {str(held.code) for held in found}
     assert len(codes) == 2
     assert all("export default" in code for code in codes)
 

@@ -28,9 +28,8 @@ from optpipe_api.errors import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from optpipe.plot.interactive import View
-
     from optpipe.action import Programs
+    from optpipe.plot.interactive import View
     from optpipe.problem import Problem
 
 __all__ = ["MOST_CHARTED", "Charts", "Shown", "make_frontier", "make_schedule"]

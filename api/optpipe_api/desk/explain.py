@@ -10,16 +10,31 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
+from starlette.concurrency import run_in_threadpool
+
+from optpipe.errors import InputError
 from optpipe.explain import explain
 from optpipe.formats.json_text import load_problem, load_schedule
 from optpipe_api.desk.readers import Reading
+from optpipe_api.errors import BodyTooHeavyError, TooLargeToDrawError
 
 if TYPE_CHECKING:
     from optpipe_api.desk.readers import Readers
 
-__all__ = ["explanation", "pack", "read"]
+__all__ = ["TooLargeToExplainError", "explanation", "pack", "read"]
 
 _READ = "optpipe_api.desk.explain:read"
+
+
+class TooLargeToExplainError(TooLargeToDrawError):
+    """The schedule is too large to be explained here."""
+
+    def __init__(self) -> None:
+        InputError.__init__(
+            self,
+            "the schedule is too large: explaining it takes more time or memory than this service "
+            "spends on that; fetch problem and schedule, and run optpipe explain",
+        )
 
 
 async def explanation(readers: Readers, schedule: str, problem: str) -> str:
@@ -27,11 +42,16 @@ async def explanation(readers: Readers, schedule: str, problem: str) -> str:
 
     Raises
     ------
-    OptPipeError
+    TooLargeToExplainError
+        If that takes more time or memory than the service spends on it.
+    TooManyBodiesError
         As `Readers.read`.
     """
-    reading = await readers.read(_READ, pack(schedule, problem), is_heavy=True)
-    return reading.documents[0]
+    body = await run_in_threadpool(pack, schedule, problem)
+    try:
+        return (await readers.read(_READ, body, is_heavy=True)).documents[0]
+    except BodyTooHeavyError:
+        raise TooLargeToExplainError from None
 
 
 def pack(schedule: str, problem: str) -> bytes:

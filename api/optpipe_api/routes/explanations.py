@@ -25,6 +25,7 @@ _ANSWERS: dict[int | str, dict[str, Any]] = {
     304: {"description": "The schedule of `If-None-Match` is still the best.", "headers": _TAG},
     **documented(404, 409, 413, 429),
 }
+_ANSWERS[413]["description"] = "The schedule is too large to be explained here."
 
 
 @router.get(

@@ -6,6 +6,8 @@ import { ask } from "./http.js";
 
 const STEP = 0.25;
 const ZOOM = 1.5;
+const BUSY = 429;
+const AGAIN_MS = 2000;
 
 /** A place for a chart; `onZoom(from, to)` tells the part of the time axis that is seen. */
 export class Chart {
@@ -37,7 +39,14 @@ export class Chart {
     while (this.wanted !== null) {
       const path = this.wanted;
       this.wanted = null;
-      await this.load(path);
+      try {
+        await this.load(path);
+      } catch (error) {
+        if (error.status !== BUSY) throw error;
+        await new Promise((resolve) => setTimeout(resolve, AGAIN_MS));
+        // Unless something newer is wanted by now, or nothing any more.
+        if (!this.isClosed) this.wanted ??= path;
+      }
     }
   }
 
@@ -144,6 +153,7 @@ export class Chart {
   }
 
   close() {
+    this.isClosed = true;
     this.wanted = null;
     if (this.drawn) dispose(this.Bokeh, this.drawn);
     this.drawn = null;

@@ -19,7 +19,7 @@ export class Compose {
     this.view = null;
     this.file = null;
     this.asked = 0;
-    const changed = later(guarded(() => this.refresh()), PAUSE_MS);
+    const changed = later(guarded(() => this.refresh(), "form"), PAUSE_MS);
     this.changed = () => { this.markStale(); changed(); };
     this.preset = new Preset(this.changed);
     this.sliders = new Sliders(this.changed);
@@ -44,12 +44,12 @@ export class Compose {
     form.addEventListener("submit", guarded(async (event) => {
       event.preventDefault();
       await this.solve();
-    }));
+    }, "form"));
     for (const input of form.querySelectorAll("[name=source]")) {
       input.addEventListener("change", () => { this.showSource(); this.changed(); });
     }
     byId("neutral").addEventListener("click", () => { this.sliders.values = {}; this.changed(); });
-    byId("sweep").addEventListener("click", guarded(() => this.sweep()));
+    byId("sweep").addEventListener("click", guarded(() => this.sweep(), "form"));
   }
 
   get source() {
@@ -119,7 +119,7 @@ export class Compose {
     this.markStale();
     const view = await this.ask();
     if (turn !== this.asked || view === null) return;
-    clearFault();
+    clearFault("form");
     this.view = view;
     delete byId("compose").dataset.stale;
     this.onProblem(view, this.state);
@@ -173,7 +173,7 @@ export class Compose {
   async solve() {
     const problem = await this.problem();
     const job = await askJson("v1/jobs", { json: { problem, options: this.options, tags: ["page"] } });
-    clearFault();
+    clearFault("form");
     go({ ...this.state, job: job.id });
   }
 
@@ -182,7 +182,7 @@ export class Compose {
     const problem = await this.problem();
     const batch = await askJson("v1/batches", { json: {
       problem, axes: { memory_scale: SWEPT }, options: this.options, tags: ["page"] } });
-    clearFault();
+    clearFault("form");
     go({ ...this.state, batch: batch.id });
   }
 

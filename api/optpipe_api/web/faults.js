@@ -2,33 +2,34 @@
 
 import { byId, button, el } from "./dom.js";
 
-/** Show an error until the next thing goes well or it is put away. */
-export function showFault(error) {
+/** Show an error until something goes well where it came from, or until it is put away. */
+export function showFault(error, source = "view") {
   if (error?.name === "AbortError") return;
   const place = byId("fault");
   const lines = String(error?.message ?? error).split("\n").filter(Boolean);
   const said = lines.length > 1
     ? el("ul", {}, lines.map((line) => el("li", {}, line)))
     : el("p", {}, lines[0] ?? "Something failed, and did not say what.");
-  place.replaceChildren(said, button("Dismiss", clearFault, { class: "quiet" }));
-  place.dataset.code = error?.code ?? "";
+  place.replaceChildren(said, button("Dismiss", () => clearFault(source), { class: "quiet" }));
+  Object.assign(place.dataset, { code: error?.code ?? "", source });
   place.hidden = false;
   if (!(error?.code)) console.error(error);
 }
 
-/** Put the error away. */
-export function clearFault() {
+/** Put an error away that came from there: the "view" or the "form". */
+export function clearFault(source = "view") {
   const place = byId("fault");
+  if (place.dataset.source !== source) return;
   place.hidden = true;
   place.replaceChildren();
 }
 
 /** Return a listener that shows what goes wrong in an action. */
-export const guarded = (action) => async (...args) => {
+export const guarded = (action, source) => async (...args) => {
   try {
     return await action(...args);
   } catch (error) {
-    showFault(error);
+    showFault(error, source);
     return undefined;
   }
 };

@@ -12,15 +12,15 @@ export function setUpFiles(compose) {
     const [file] = event.target.files;
     if (file) await take(compose, file);
     event.target.value = "";
-  }));
+  }, "form"));
   byId("paste-button").addEventListener("click", guarded(() =>
-    use(compose, byId("paste-text").value, "the pasted text")));
+    use(compose, byId("paste-text").value, "the pasted text"), "form"));
   form.addEventListener("dragover", (event) => event.preventDefault());
   form.addEventListener("drop", guarded(async (event) => {
     event.preventDefault();
     const [file] = event.dataTransfer.files;
     if (file) await take(compose, file);
-  }));
+  }, "form"));
 }
 
 async function take(compose, file) {

@@ -54,12 +54,18 @@ function mark(told) {
 /** Fill the form: from the address; else, beside a job, with the problem of that job. */
 const fill = guarded(async (told) => {
   await compose.load();
-  if (told.job && !told.model) {
-    await compose.use(await askJson(`v1/jobs/${told.job}/problem`), "The problem of this job.");
-  } else {
-    await compose.restore(told);
-  }
-});
+  // Where there is none, the view says why.
+  const problem = told.job && !told.model
+    ? await askJson(`v1/jobs/${told.job}/problem`).catch(() => null) : null;
+  if (problem) await compose.use(problem, "The problem of this job.").catch(withoutForm);
+  else await compose.restore(told).catch(withoutForm);
+}, "form");
+
+/** Who may only read sees what there is, and no form. */
+function withoutForm(error) {
+  if (error.status !== 403) throw error;
+  document.body.dataset.role = "read";
+}
 
 setUp();
 setUpFiles(compose);

@@ -22,6 +22,7 @@ __all__ = ["lay_out"]
 
 _HEIGHT_PX = 400
 _GB = 1e9
+_FOOT = 0.03
 _MOST_NAMED = 16
 _TOLD = [("", "@name"), ("memory", "@gb{0.[000]} GB"), ("", "@told")]
 
@@ -40,14 +41,15 @@ def lay_out(lines: Sequence[Line], title: str, theme: Theme) -> LayoutDOM:
         tools="pan,wheel_zoom,box_zoom,zoom_in,zoom_out,reset,save",
         active_scroll="wheel_zoom",
         x_axis_label="memory per device (GB)",
-        y_axis_label="objective (ms)",
+        y_axis_label="objective (ms); dashed: lower bound",
+        toolbar_location="above",
     )
     plot.toolbar.logo = None
     for index, line in enumerate(lines):
         _draw_line(
             plot, line, LINE_COLOURS[index % len(LINE_COLOURS)], is_named=index < _MOST_NAMED
         )
-    _draw_infeasible(plot, points, bottom, look)
+    _draw_infeasible(plot, points, bottom + _FOOT * (top - bottom), look)
     _place_legend(plot)
     return column(plot, sizing_mode="stretch_width", name="frontier-layout")
 
@@ -72,6 +74,7 @@ def _draw_line(plot: Any, line: Line, colour: str, *, is_named: bool) -> None:
         y=[point.bound_ms for point in proven],
         line_color=colour,
         line_dash="dashed",
+        line_width=1.5,
     )
     source = ColumnDataSource(_columns(line, found))
     plot.line(source=source, x="gb", y="ms", line_color=colour, line_width=2, **named)
@@ -96,13 +99,13 @@ def _told(point: Point) -> str:
     return f"{format_ms(objective_ms)} ms, bound {format_ms(point.bound_ms)} ms, gap {gap}"
 
 
-def _draw_infeasible(plot: Any, points: Sequence[Point], bottom: float, look: Palette) -> None:
+def _draw_infeasible(plot: Any, points: Sequence[Point], height: float, look: Palette) -> None:
     nothing = sorted({point.limit_bytes / _GB for point in points if point.is_infeasible})
     if not nothing:
         return
     plot.scatter(
         x=nothing,
-        y=[bottom] * len(nothing),
+        y=[height] * len(nothing),
         marker="x",
         size=11,
         line_width=2,

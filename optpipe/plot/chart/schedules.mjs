@@ -130,7 +130,7 @@ export default (chart, obj, data) => {
     light(chart, pinned)
   } else if (data?.index != null) {
     hover(chart, data)
-  } else if (obj.event_name === "tap") {
+  } else if (obj.event_name !== "mouseleave") {
     const part = parts.find(({gantt}) => gantt === obj.origin)
     if (part != null) tap(chart, part, obj)
   } else {

@@ -121,8 +121,8 @@ def _script_of(parts: Sequence[dict[str, Any]], follow: NumericInput, time: Rang
 def _connect(view: View, gantt: Gantt, memory: Memory, script: CustomJS) -> None:
     """Let one view's figures run the script."""
     gantt.figure.add_tools(_hover(view, gantt, script))
-    gantt.figure.js_on_event("tap", script)
-    gantt.figure.js_on_event("mouseleave", script)
+    for event in ("tap", "doubletap", "mouseleave"):
+        gantt.figure.js_on_event(event, script)
     memory.select.js_on_change("value", script)
 
 

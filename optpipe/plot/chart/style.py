@@ -65,6 +65,10 @@ def widget_css(theme: Theme) -> str:
         f":host {{ color: {look.text}; font-family: {_FONT}; font-size: 12px }}"
         f".bk-input {{ background-color: {look.page}; color: {look.text};"
         f" border-color: {look.quiet}; min-height: 28px; padding-block: 2px }}"
+        f"select.bk-input {{ background-size: 4px 5px; background-image:"
+        f" linear-gradient(45deg, transparent 50%, {look.text} 50%),"
+        f" linear-gradient(135deg, {look.text} 50%, transparent 50%);"
+        " background-position: right 14px center, right 10px center }"
     )
 
 

@@ -1,0 +1,252 @@
+"""The HTML file of ``optpipe plot`` in a real browser, from the disk and without a network."""
+
+from __future__ import annotations
+
+import io
+from typing import TYPE_CHECKING, NamedTuple
+
+import pytest
+from PIL import Image, ImageChops
+
+from optpipe.plot.interactive import View, chart_html, schedule_chart
+from tests.plot.conftest import make_small_problem, make_small_programs
+from tests.plot.large import large_case
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from playwright.sync_api import Browser, Page
+
+pytestmark = pytest.mark.browser
+
+# Frames settle: two of them after the document is idle, so that what was asked for is painted.
+SETTLED = """async () => {
+  while (!Bokeh.documents.length || !Bokeh.documents[0].is_idle) {
+    await new Promise(requestAnimationFrame)
+  }
+  for (let i = 0; i < 3; i++) await new Promise(requestAnimationFrame)
+}"""
+PLACE = """([name, x, y]) => {
+  const view = Bokeh.index.find_one(Bokeh.documents[0].get_model_by_name(name))
+  const box = view.canvas_view.el.getBoundingClientRect()
+  const frame = view.frame
+  return [box.x + frame.x_scale.compute(x), box.y + frame.y_scale.compute(y)]
+}"""
+AXIS = """() => {
+  const time = Bokeh.documents[0].get_model_by_name("time")
+  return [time.start, time.end]
+}"""
+PATH = """(name) => {
+  const gantt = Bokeh.documents[0].get_model_by_name(name)
+  const {data} = gantt.renderers.find((held) => held.name === "path").data_source
+  return Array.from(data.left).slice(1)
+}"""
+TOOLTIP = """() => {
+  const found = []
+  const look = (root) => {
+    for (const el of root.querySelectorAll("*")) {
+      if (el.classList.contains("bk-tooltip-content")) found.push(el.innerText)
+      if (el.shadowRoot) look(el.shadowRoot)
+    }
+  }
+  look(document)
+  return found.join("\\n")
+}"""
+
+
+class Chart(NamedTuple):
+    """A page that shows a chart, and what it asked for and complained of."""
+
+    page: Page
+    requested: list[str]
+    errors: list[str]
+
+    def settle(self) -> None:
+        self.page.evaluate(SETTLED)
+
+    def move_to(self, name: str, ms: float, device: float) -> tuple[float, float]:
+        """Point at a moment of a device's row; return where that is on the page."""
+        x, y = self.page.evaluate(PLACE, [name, ms, device])
+        self.page.mouse.move(x - 2, y)
+        self.page.mouse.move(x, y)
+        self.settle()
+        return x, y
+
+    def picture(self) -> Image.Image:
+        return Image.open(io.BytesIO(self.page.screenshot())).convert("RGB")
+
+    def axis(self) -> list[float]:
+        return list(self.page.evaluate(AXIS))
+
+    def path(self, name: str = "gantt-0") -> list[float]:
+        """Starts of the bars that are lit."""
+        return list(self.page.evaluate(PATH, name))
+
+
+@pytest.fixture
+def opened(chromium: Browser, tmp_path: Path) -> Iterator[object]:
+    """Return a function that opens the file of some views; the browser is cut off the network."""
+    pages = []
+
+    def open_file(views: list[View], theme="light") -> Chart:
+        file = tmp_path / "chart.html"
+        file.write_text(
+            chart_html(schedule_chart(views, theme=theme), title="t", theme=theme), "utf-8"
+        )
+        context = chromium.new_context(viewport={"width": 1000, "height": 900}, offline=True)
+        page = context.new_page()
+        pages.append(context)
+        chart = Chart(page, [], [])
+        page.on("request", lambda request: chart.requested.append(request.url))
+        page.on("pageerror", lambda error: chart.errors.append(str(error)))
+        page.goto(file.as_uri())
+        chart.settle()
+        return chart
+
+    yield open_file
+    for context in pages:
+        context.close()
+
+
+@pytest.fixture
+def two() -> list[View]:
+    """The small schedule twice, once with a bound."""
+    problem, programs = make_small_problem(), make_small_programs()
+    return [View("one", problem, programs, 11.0), View("two", problem, programs)]
+
+
+def differ(one: Image.Image, other: Image.Image) -> bool:
+    return ImageChops.difference(one, other).getbbox() is not None
+
+
+def test_it_draws_without_a_request_or_an_error(opened, two) -> None:
+    """The only address is the file itself."""
+    chart = opened(two)
+    assert [url for url in chart.requested if not url.startswith(("file:", "data:", "blob:"))] == []
+    assert chart.errors == []
+    assert chart.axis() == [pytest.approx(-0.13), pytest.approx(13.13)]
+
+
+def test_the_wheel_zooms_the_time_of_all_views(opened, two) -> None:
+    """Pixels change, the axis is shorter, and devices stay where they are."""
+    chart = opened(two)
+    before, whole = chart.picture(), chart.axis()
+    chart.move_to("gantt-0", 6.0, -0.5)
+    chart.page.mouse.wheel(0, -300)
+    chart.page.wait_for_function(f"({AXIS})()[1] < {whole[1]}")
+    chart.settle()
+    start, end = chart.axis()
+    assert whole[0] < start < 6 < end < whole[1]
+    assert differ(before, chart.picture())
+    rows = "() => Bokeh.documents[0].get_model_by_name('gantt-1').y_range.end"
+    assert chart.page.evaluate(rows) == pytest.approx(-0.55)
+
+
+def test_dragging_pans_and_stops_at_the_ends(opened, two) -> None:
+    """The whole schedule cannot be dragged out of sight."""
+    chart = opened(two)
+    x, y = chart.move_to("gantt-0", 6.0, -0.5)
+    chart.page.mouse.wheel(0, -300)
+    chart.page.wait_for_function(f"({AXIS})()[1] < 13")
+    zoomed = chart.axis()
+    chart.page.mouse.down()
+    chart.page.mouse.move(x - 100, y, steps=5)
+    chart.page.mouse.up()
+    chart.settle()
+    assert chart.axis()[0] > zoomed[0]
+    chart.page.mouse.move(x, y)
+    chart.page.mouse.down()
+    for _ in range(3):
+        chart.page.mouse.move(x + 900, y, steps=3)
+    chart.page.mouse.up()
+    chart.settle()
+    assert chart.axis()[0] >= -0.14
+
+
+def test_pointing_at_an_action_tells_it_and_lights_its_path_everywhere(opened, two) -> None:
+    """The words, the times, the bytes; all of micro-batch 0's bars, in both views; then nothing."""
+    chart = opened(two)
+    chart.move_to("gantt-0", 7.0, 0)
+    chart.page.wait_for_function(f"({TOOLTIP})().includes('micro-batch 0')")
+    text = chart.page.evaluate(TOOLTIP)
+    assert "input gradient of micro-batch 0, stage 0" in text
+    assert "on gpu0" in text
+    assert "6 ms to 8 ms: 2 ms" in text
+    assert "memory: 16 B before, 13 B after (\N{MINUS SIGN}3 B)" in text
+    starts = sorted([0, 2, 5, 6, 8, 2, 4, 10])
+    assert sorted(chart.path("gantt-0")) == pytest.approx(starts)
+    assert sorted(chart.path("gantt-1")) == pytest.approx(starts)
+    chart.page.mouse.move(5, 5)
+    chart.page.wait_for_function(f"({PATH})('gantt-0').length === 0")
+
+
+def test_a_tap_keeps_the_path_and_shows_the_devices_memory(opened, two) -> None:
+    """Until the next tap; the other view's memory stays."""
+    chart = opened(two)
+    x, y = chart.move_to("gantt-0", 3.0, 1)
+    chart.page.mouse.click(x, y)
+    chart.page.mouse.move(5, 5)
+    chart.settle()
+    assert len(chart.path()) == 8
+    title = "(name) => Bokeh.documents[0].get_model_by_name(name).title.text"
+    assert chart.page.evaluate(title, "memory-0").startswith("one, memory of gpu1: peak 13 B")
+    assert chart.page.evaluate(title, "memory-1").startswith("two, memory of gpu0: peak 16 B")
+    chart.page.mouse.click(x, y)
+    chart.page.mouse.move(5, 5)
+    chart.page.wait_for_function(f"({PATH})('gantt-0').length === 0")
+
+
+def test_a_micro_batch_can_be_followed_from_the_keyboard(opened, two) -> None:
+    """Type its number; empty the field to let it go."""
+    chart = opened(two)
+    field = chart.page.get_by_label("follow micro-batch")
+    field.fill("1")
+    field.press("Enter")
+    chart.page.wait_for_function(f"({PATH})('gantt-0').length === 6")
+    field.fill("")
+    field.press("Enter")
+    chart.page.wait_for_function(f"({PATH})('gantt-0').length === 0")
+
+
+def test_a_lit_path_stays_within_its_frame_when_zoomed(opened, two) -> None:
+    """What is left of the frame is cut off at it."""
+    chart = opened(two)
+    x, y = chart.move_to("gantt-0", 7.0, 0)
+    chart.page.mouse.click(x, y)
+    chart.page.mouse.wheel(0, -300)
+    chart.page.wait_for_function(f"({AXIS})()[1] < 13")
+    chart.settle()
+    start, _ = chart.axis()
+    assert min(chart.path()) >= start
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_the_page_has_its_theme(opened, two, theme) -> None:
+    """The corner of the page is white, or nearly black."""
+    corner = opened(two, theme).picture().getpixel((2, 2))
+    assert sum(corner) > 700 if theme == "light" else sum(corner) < 100
+
+
+def test_98304_actions_are_drawn_told_and_zoomed(opened) -> None:
+    """64 devices and 512 micro-batches; zoomed in, only bars near the frame are kept."""
+    problem, programs = large_case(64, 512)
+    chart = opened([View("1F1B", problem, programs)])
+    before = chart.picture()
+    colours = before.getcolors(1_000_000)
+    assert colours is not None
+    assert len(colours) > 200
+    chart.move_to("gantt-0", 500.0, 0)
+    chart.page.wait_for_function(f"({TOOLTIP})().includes('forward of micro-batch')")
+    assert len(chart.path()) == 192
+    axis = "([a, b]) => Bokeh.documents[0].get_model_by_name('time').setv({start: a, end: b})"
+    chart.page.evaluate(axis, [20_000, 20_500])
+    kept = """() => Bokeh.documents[0].get_model_by_name("gantt-0").renderers
+      .find((held) => held.name === "bars").data_source.data.left.length"""
+    chart.page.wait_for_function(f"({kept})() < 10000")
+    chart.settle()
+    assert chart.page.evaluate(kept) > 64
+    assert differ(before, chart.picture())
+    chart.page.evaluate(axis, [0, 44_000])
+    chart.page.wait_for_function(f"({kept})() === 98304")
+    assert chart.errors == []
