@@ -74,7 +74,12 @@ SMALL = Load(seconds=0.6, clients=1, connections=2, followers=4, events=3)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One line of the table; latencies and stalls in ms, ``rate`` per second."""
+    """One line of the table; latencies and stalls in ms, ``rate`` per second.
+
+    ``own_worst_ms`` is the worst of what stalls are the server's own doing: see `Pulse`. Where
+    other processes keep the cores busy, the rest of a stall is theirs, and the bare route has it,
+    too.
+    """
 
     what: str
     server: str
@@ -86,6 +91,7 @@ class Row:
     worst_ms: float
     stall_p99_ms: float
     stall_worst_ms: float
+    own_worst_ms: float
     stamp: str = ""
 
 
@@ -365,6 +371,7 @@ def _row(
         worst_ms=_quantile(ordered, 1.0),
         stall_p99_ms=round(max(one["p99_ms"] for one in stalls), 2),
         stall_worst_ms=round(max(one["worst_ms"] for one in stalls), 2),
+        own_worst_ms=round(max(one["own_worst_ms"] for one in stalls), 2),
     )
 
 

@@ -33,24 +33,34 @@ _PULSE_S = 0.005
 
 
 class Pulse:
-    """The longest stalls of an event loop; read from another thread."""
+    """How late an event loop is: in all, and for its own process's sake; read in another thread.
+
+    *Own* is what the process computed meanwhile, in whatever thread, where that is less: the rest
+    of a stall is the time for which the machine computed something else.
+    """
 
     def __init__(self) -> None:
-        self._stalls_ms: list[float] = []
+        self._late_ms: list[tuple[float, float]] = []
 
     def take(self) -> dict[str, float]:
-        """Return the longest stall and the 99th percentile since the last call, in ms."""
-        stalls, self._stalls_ms = sorted(self._stalls_ms), []
-        if not stalls:
-            return {"worst_ms": 0.0, "p99_ms": 0.0}
-        return {"worst_ms": stalls[-1], "p99_ms": stalls[int(0.99 * (len(stalls) - 1))]}
+        """Return the worst and the 99th percentile of both since the last call, in ms."""
+        late_ms, self._late_ms = self._late_ms, []
+        stalls = sorted(late for late, _ in late_ms) or [0.0]
+        own = sorted(own for _, own in late_ms) or [0.0]
+        return {
+            "worst_ms": stalls[-1],
+            "p99_ms": stalls[int(0.99 * (len(stalls) - 1))],
+            "own_worst_ms": own[-1],
+        }
 
     async def beat(self) -> None:
         """Note, again and again, how late the loop is."""
         while True:
-            asked = time.perf_counter() + _PULSE_S
+            asked, computed = time.perf_counter() + _PULSE_S, time.process_time()
             await asyncio.sleep(_PULSE_S)
-            self._stalls_ms.append(1000 * (time.perf_counter() - asked))
+            late = max(0.0, time.perf_counter() - asked)
+            own = min(late, time.process_time() - computed)
+            self._late_ms.append((1000 * late, 1000 * own))
 
 
 class _Server(Server):

@@ -17,9 +17,9 @@ from docs.generators.figures import all_figures
 from docs.generators.http import document, operations
 from docs.generators.ledger import SHOWN, newest_entry
 from docs.generators.links import function_links, to_reference
-from docs.generators.mathematics import drawn, lines_of
 from docs.generators.python_api import FORMULATION, PACKAGES, write_python_api
 from docs.generators.schema_tables import described_fields, schema_pages, type_of
+from docs.generators.typesetting import drawn, lines_of
 from optpipe import simulate
 from optpipe_solver import solve
 from tests.docs_console import ROOT, blocks
@@ -228,6 +228,8 @@ def test_the_python_reference_has_every_public_name(package, tmp_path) -> None:
     """Those of ``__all__``, no more."""
     write_python_api(tmp_path)
     page = (tmp_path / "python" / f"{package}.md").read_text("utf-8")
-    named = re.findall(r"^\.\. (?:auto(?:class|exception|function)|py:data):: ([A-Za-z_]+)$", page, re.MULTILINE)
+    named = re.findall(
+        r"^\.\. (?:auto(?:class|exception|function)|py:data):: ([A-Za-z_]+)$", page, re.MULTILINE
+    )
     assert sorted(named) == sorted(import_module(package).__all__)
     assert all(f"[`{name}`](#{package}.{name})" in page for name in named)

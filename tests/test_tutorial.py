@@ -10,6 +10,8 @@ DOCS = ROOT / "docs"
 HOW_TOS = sorted(page for page in (DOCS / "howto").glob("*.md") if steps(page.read_text("utf-8")))
 
 
+# Fourteen programs, one after the other: 40 s of CPU time.
+@pytest.mark.timeout(480)
 def test_the_tutorial_runs_as_it_stands(tmp_path) -> None:
     """From estimate to a run on torch; each command finds what the ones before it wrote."""
     folder = make_workplace(tmp_path)

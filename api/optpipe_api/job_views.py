@@ -64,8 +64,9 @@ class JobView(BaseModel):
     """A job as clients see it.
 
     ``has_schedule`` is true from the first schedule on. ``cache`` says what was known when the job
-    came: `hit` the answer itself, `near` a schedule of a similar problem, to start from, `miss`
-    neither; ``source_id`` is the job that knew it. ``owner`` is for admins.
+    came: `hit` the answer itself, or another job is solving the same and this one ends with it;
+    `near` a schedule of a similar problem, to start from; `miss` neither. ``source_id`` is the job
+    that knew it. ``owner`` is for admins.
     """
 
     model_config = ConfigDict(json_schema_extra={"examples": [_JOB_EXAMPLE]})

@@ -161,7 +161,11 @@ class Service:
                 self._changes.publish(other)
 
     def counts(self) -> dict[JobState, int]:
-        """Return the number of jobs in each state, a second old at most.
+        """Return the number of jobs in each state."""
+        return self._stores.jobs.counts()
+
+    def recent_counts(self) -> dict[JobState, int]:
+        """Return the same, a second old at most.
 
         To count them takes as long as there are jobs, and whoever asks whether the service is ready
         needs no key.
@@ -169,7 +173,7 @@ class Service:
         with self._counting:
             if self._counts is None or time.monotonic() > self._counted_at + _COUNTS_FRESH_S:
                 self._counts = None
-                self._counts = self._stores.jobs.counts()
+                self._counts = self.counts()
                 self._counted_at = time.monotonic()
             return dict(self._counts)
 

@@ -17,7 +17,8 @@ ADVICE: dict[str, str] = {
     "zb-h1": "One stage per device, a split backward, memory for p activations, and an optimizer "
     "step that waits for all devices: then it is hard to beat, and often proven optimal.",
     "zb-h2": "As ZB-H1 with memory for 2p - 1 activations, where devices step their optimizers "
-    "without waiting for each other. Where they wait, ZB-H1 is as short in half of the memory.",
+    "without waiting for each other. Where they wait, ZB-H1 is nearly as short in half of the "
+    "memory.",
     "zb-1p": "ZB-H1's memory where stages or messages are unequal.",
     "zb-2p": "ZB-H2's memory where stages or messages are unequal.",
     "zb-greedy": "Memory anywhere from p activations up. Below p it gets slow quickly; V-Half, "
@@ -30,8 +31,8 @@ ADVICE: dict[str, str] = {
     "v-half": "Half of 1F1B's memory without touching the host, F, I and W nearly equal.",
     "v-min": "A third of 1F1B's memory without touching the host; needs nearly equal times, as "
     "the block has no slack.",
-    "po-h": "A loop of chunks, copies that take at most about half of F + I + W, memory of about "
-    "a quarter of 1F1B's.",
+    "po-h": "A loop of chunks, copies that take at most about half of F + I + W, memory towards "
+    "a quarter of 1F1B's on many devices.",
     "po-f": "The same with all chunks on the host: the least memory of the offloading rules.",
     "ada-offload": "Some offload on any placement, with the order of a tight schedule; a good "
     "start for the search.",

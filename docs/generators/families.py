@@ -95,7 +95,7 @@ def _row(found: Measured) -> tuple[str, str, str, str]:
         found.placement,
         f"{found.bubble_ms:g}",
         f"{found.span_bubble_ms:g}",
-        f"{found.peak:g}" + (" (limit)" if found.is_limited else ""),
+        f"{found.peak:g}" + (f" of {found.limit:g}" if found.is_limited else ""),
     )
 
 

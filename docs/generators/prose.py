@@ -28,7 +28,7 @@ def sections(docstring: str) -> tuple[str, str, str]:
     The source is what stands before the first label, or the second paragraph. In the rest each
     labelled sentence (``Memory: ...``) starts a paragraph, its label bold.
     """
-    title, *paragraphs = [_joined(part) for part in docstring.split("\n\n")]
+    title, *paragraphs = [_joined(part) for part in docstring.replace("``", "`").split("\n\n")]
     pieces = [piece for part in paragraphs for piece in _SENTENCE.split(part)]
     source = ""
     if pieces and not pieces[0].startswith(_LABELS):

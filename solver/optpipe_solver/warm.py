@@ -140,16 +140,18 @@ def _compile_search() -> None:
     improve_by_local_search(small, time_limit_s=_COMPILE_S, seed=0, work_limit=1)
     improve_by_beam(small, time_limit_s=_COMPILE_S, threads=1, seed=0, work_limit=1)
     improve_by_exact_search(small, time_limit_s=_COMPILE_S, threads=1, seed=0, work_limit=1)
+    roomy = _serial([0, 1], room=30)
+    improve_by_beam(roomy, time_limit_s=_COMPILE_S, threads=1, seed=0, work_limit=1)
 
 
-def _serial(placement: list[int], num_microbatches: int = 2) -> Incumbent:
-    best = Incumbent(_tight(placement, num_microbatches))
+def _serial(placement: list[int], num_microbatches: int = 2, room: int = 15) -> Incumbent:
+    best = Incumbent(_tight(placement, num_microbatches, room))
     best.offer(build_serial(best.problem), "serial")
     return best
 
 
-def _tight(placement: list[int], num_microbatches: int = 4) -> Problem:
-    """Two devices that must offload."""
+def _tight(placement: list[int], num_microbatches: int = 4, room: int = 15) -> Problem:
+    """Two devices that must offload in a room of 15 bytes, and need not in one of 30."""
     stage = {
         "forward_ms": 1.0,
         "backward_input_ms": 1.0,
@@ -158,7 +160,7 @@ def _tight(placement: list[int], num_microbatches: int = 4) -> Problem:
         "weight_context_bytes": 5,
         "offload_bytes": 10,
     }
-    most = 15 * len(placement) // 2
+    most = room * len(placement) // 2
     device = {"memory_bytes": most, "d2h_gb_per_s": 1.0, "h2d_gb_per_s": 1.0}
     return Problem.parse(
         {

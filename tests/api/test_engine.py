@@ -6,9 +6,12 @@ import os
 import signal
 import time
 from contextlib import ExitStack, closing
+from typing import Any
 
 import pytest
 
+from optpipe_api.engine import attempt
+from optpipe_api.errors import StoreUnavailableError
 from optpipe_api.jobs import JobState
 from tests.api.bench import Bench
 
@@ -148,3 +151,29 @@ def test_a_missing_solver_fails_the_job_and_the_engine_lives_on(open_bench) -> N
 def assert_gone(pid: int) -> None:
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+def test_a_database_that_is_gone_for_a_moment_costs_no_attempt(bench: Bench, monkeypatch) -> None:
+    """Whatever the solver says meanwhile is told again, and the job is solved in one go."""
+    store, missed = bench.store, []
+
+    def absent(name: str) -> None:
+        method, number = getattr(store, name), 0
+
+        def asked(*arguments: Any, **named: Any) -> Any:
+            nonlocal number
+            number += 1
+            if number % 3:
+                missed.append(name)
+                raise StoreUnavailableError("it is being restarted")
+            return method(*arguments, **named)
+
+        monkeypatch.setattr(store, name, asked)
+
+    for name in ("heartbeat", "record", "finish"):
+        absent(name)
+    monkeypatch.setattr(attempt, "_ASK_AGAIN_S", 0.01)
+    job = bench.end(bench.submit("improve:3:0.1"))
+    assert (job.state, job.attempt, job.deaths) == (JobState.SUCCEEDED, 1, 0)
+    assert len(store.trace(job.id)) == 4
+    assert set(missed) == {"heartbeat", "record", "finish"}

@@ -1,7 +1,7 @@
 """A solver that goes on when a test lets it: the problem's name is ``gated:FOLDER``.
 
-It finds a first schedule, then a better one for every file ``1``, ``2``, ... that appears in the
-folder, and ends when a file ``end`` does.
+It finds a first schedule, or that none of its kind fits the memory, then a better one for every
+file ``1``, ``2``, ... that appears in the folder, and ends when a file ``end`` does.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ def solve(
     should_stop: Callable[[], bool] | None = None,
     **_: object,
 ) -> Result:
+    if min(device.usable_bytes for device in problem.devices) < problem.stages[0].activation_bytes:
+        return Result(SolveStatus.INFEASIBLE, None, None, "no activation fits")
     folder = Path(problem.name.partition(":")[2].partition(" ")[0])
     stop = should_stop or (lambda: False)
     fused = 0

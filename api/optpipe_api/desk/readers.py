@@ -94,9 +94,9 @@ class Readers:
         return self._begin(function, body).result()
 
     def _begin(self, function: str, body: bytes) -> Future[Reading]:
-        if self._num_waiting >= _WAITING:
-            raise TooManyBodiesError(self._num_waiting)
         with self._lock:
+            if self._num_waiting >= _WAITING:
+                raise TooManyBodiesError(self._num_waiting)
             self._num_waiting += 1
         return self._threads.submit(self._ask_process, function, body)
 

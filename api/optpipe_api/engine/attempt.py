@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from optpipe_api.engine.messages import Message
+from optpipe_api.errors import StoreUnavailableError
 from optpipe_api.jobs import JobError, JobEvent, Outcome, TracePoint
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ __all__ = ["Attempt"]
 
 _TICK_S = 0.05
 _LEAST_TIME_S = 1.0
+_ASK_AGAIN_S = 0.5
 
 
 class Attempt:
@@ -49,6 +51,7 @@ class Attempt:
         self._settings = settings
         self._on_change = on_change
         self._job = claim.job
+        self._closing = threading.Event()
         self._done = False
         self._began = time.monotonic()
         self.left: Job | None = None
@@ -74,6 +77,7 @@ class Attempt:
 
     def run(self, closing: threading.Event) -> None:
         """Solve until the end, or until the server closes."""
+        self._closing = closing
         while not self._done:
             messages = self._process.receive(_TICK_S)
             if messages is None:
@@ -91,7 +95,7 @@ class Attempt:
             return
         if now >= self._heartbeat_at:
             self._heartbeat_at = now + self._settings.heartbeat_s
-            self._keep(self._store.heartbeat(self._lease, self._settings.lease_s))
+            self._keep(self._told(self._store.heartbeat, self._lease, self._settings.lease_s))
         if self._cancelled.is_set() and not self._is_told:
             self._finish(Outcome(event=JobEvent.CANCEL))
             return
@@ -142,14 +146,9 @@ class Attempt:
             objective_ms=header["objective_ms"],
             bound_ms=header["bound_ms"],
         )
-        recorded = self._store.record(
-            self._lease,
-            point,
-            self._settings.lease_s,
-            schedule=message.document or None,
-            problem=message.problem or None,
-        )
-        self._keep(recorded)
+        better = {"schedule": message.document or None, "problem": message.problem or None}
+        lease_s = self._settings.lease_s
+        self._keep(self._told(self._store.record, self._lease, point, lease_s, **better))
         self._on_change(self._lease.job_id)
 
     def _keep(self, job: Job | None) -> None:
@@ -200,15 +199,36 @@ class Attempt:
         return Outcome(event=JobEvent.FAIL, error=JobError(code="solver.overtime", message=message))
 
     def _finish(self, outcome: Outcome) -> None:
-        self._end(self._store.finish(self._lease, outcome))
+        self._end(self._told(self._store.finish, self._lease, outcome))
 
     def _give_back(self, death: str | None) -> None:
-        job = self._store.requeue(
-            self._lease, death=death, max_attempts=self._settings.max_attempts
-        )
+        most = self._settings.max_attempts
+        job = self._told(self._store.requeue, self._lease, death=death, max_attempts=most)
         if death is not None:
             self._log("job.died", death)
         self._end(job)
+
+    def _told(
+        self, tell: Callable[..., Job | None], *arguments: object, **named: object
+    ) -> Job | None:
+        """Tell the store something, again and again while it does not answer.
+
+        What a search has found in an hour must not be lost with a second of the database. Should
+        another server take the job over meanwhile, the store says so when it answers.
+
+        Raises
+        ------
+        StoreUnavailableError
+            If the server closes, or the solve should have been over long ago.
+        """
+        while True:
+            try:
+                return tell(*arguments, **named)
+            except StoreUnavailableError as error:
+                if self._closing.is_set() or time.monotonic() >= self._overtime_at:
+                    raise
+                self._log("job.store_unavailable", f"{error}; it is asked again")
+                self._closing.wait(_ASK_AGAIN_S)
 
     def _end(self, job: Job | None) -> None:
         self._done = True

@@ -1,9 +1,9 @@
 """The page: ``/``, its files under ``/page/``, and BokehJS from the installed package.
 
 What it may do is said in its Content-Security-Policy: nothing from another host, no inline script.
-Three relaxations are BokehJS's. It compiles its WebGL programs from text (``unsafe-eval``) and
-loads the callbacks of charts as modules from text (``blob:``): in both the text is the package's
-or ours, never a client's. It sets styles from scripts: ``unsafe-inline``, for styles alone.
+Three relaxations are BokehJS's. It loads the callbacks of charts as modules from text, by way of
+``eval`` (``unsafe-eval``, ``blob:``): the text is ours, never a client's. It sets styles from
+scripts: ``unsafe-inline``, for styles alone.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ def readyz(service: Serving) -> Readiness:
     """Ask the store and the engine."""
     if not service.is_solving:
         raise StoreUnavailableError("the engine is not running; restart the server")
-    return Readiness(jobs=service.counts())
+    return Readiness(jobs=service.recent_counts())
 
 
 @router.get(

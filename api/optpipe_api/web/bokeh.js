@@ -17,26 +17,6 @@ export function onTheme(listener) {
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", listener);
 }
 
-/**
- * Return a chart's JSON as this browser draws it quickest. Where WebGL is computed on the processor
- * it takes ten times as long as a canvas does (benchmarks/page_speed.py).
- */
-export function suited(text) {
-  hasFastGl ??= probeGl();
-  return JSON.parse(hasFastGl ? text : text.replaceAll(/("output_backend": ?)"webgl"/g, '$1"canvas"'));
-}
-
-let hasFastGl = null;
-
-function probeGl() {
-  const context = document.createElement("canvas").getContext("webgl");
-  if (context === null) return false;
-  const told = context.getExtension("WEBGL_debug_renderer_info");
-  const name = context.getParameter(told ? told.UNMASKED_RENDERER_WEBGL : context.RENDERER);
-  context.getExtension("WEBGL_lose_context")?.loseContext();
-  return !/swiftshader|llvmpipe|softpipe|software|basic render/i.test(name);
-}
-
 async function load() {
   const scripts = document.body.dataset.bokeh.split(" ").filter(Boolean);
   if (!scripts.length) {

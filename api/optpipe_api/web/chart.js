@@ -1,6 +1,6 @@
 // A chart that the service makes and BokehJS draws: embedded, exchanged without losing the zoom.
 
-import { bokeh, dispose, suited, theme } from "./bokeh.js";
+import { bokeh, dispose, theme } from "./bokeh.js";
 import { button, el } from "./dom.js";
 import { ask } from "./http.js";
 
@@ -56,7 +56,7 @@ export class Chart {
     const [Bokeh, answer] = await Promise.all([
       bokeh(), ask(query, { headers: known, cache: "no-store" })]);
     if (answer.status === 304) return;
-    await this.draw(Bokeh, suited(await answer.text()));
+    await this.draw(Bokeh, await answer.json());
     this.query = query;
     this.tag = answer.headers.get("ETag") ?? "";
     this.element.dataset.tag = this.tag.replaceAll('"', "");

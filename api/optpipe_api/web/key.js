@@ -14,7 +14,7 @@ export const storedKey = () => sessionStorage.getItem(NAME);
  */
 export function askForKey(why, refused = null) {
   if (storedKey() !== refused) return Promise.resolve(true);
-  asking ??= showDialog(why).finally(() => { asking = null; });
+  asking ??= showDialog(refused === null ? "" : why).finally(() => { asking = null; });
   return asking;
 }
 

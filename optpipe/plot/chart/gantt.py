@@ -89,7 +89,7 @@ def draw_gantt(
         sizing_mode="stretch_width",
         tools="",
         toolbar_location=None,
-        # Without a graphics card WebGL takes five times as long as the canvas (docs/plot.md).
+        # Without a graphics card WebGL takes several times as long as the canvas (docs/plot.md).
         output_backend="canvas",
         lod_threshold=MOST_AT_ONCE,
     )

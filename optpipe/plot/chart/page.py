@@ -76,16 +76,13 @@ def _renamed(item: Any) -> Any:
     Bokeh counts models from the start of the process, so that the same chart would be other bytes
     each time. The digest keeps the models of two charts on one page apart.
     """
-    names: dict[str, str] = {}
-    plain = _walked(item, names, "")
+    plain = _walked(item, {}, "")
     text = json.dumps(plain, separators=(",", ":"), allow_nan=False)
     return _walked(item, {}, hashlib.sha256(text.encode()).hexdigest()[:10])
 
 
 def _walked(value: Any, names: dict[str, str], prefix: str) -> Any:
     if isinstance(value, dict):
-        if value.get("type") == "set":
-            value = {**value, "entries": sorted(value["entries"], key=json.dumps)}
         return {
             key: _renamed_id(part, names, prefix)
             if key in {"id", "root_id"} and isinstance(part, str) and _COUNTED.fullmatch(part)

@@ -20,6 +20,15 @@ of these the one with its W earliest in the order: if it began so, moving that W
 nothing (it only frees bytes, and fits by its workspace), yet make the sum less or the W earlier. So
 each state that can be completed keeps a way to be.
 
+*Ties.* Of passes that start at one instant t those of lower devices come first: as a pass starts,
+each lower device that is free is taken to be busy until u, the next time at which anything ends or
+arrives, or would if it were to start at t. That harms nothing where no pass takes no time (where
+one does, u = t). In the completion above let x be the pass of the lowest device among those that
+start first, at t. What a lower device starts next begins later than t; before u it cannot: its
+input, and the end of what its device runs, are there by t or else not before u, and it fits as
+well at t, so beginning at t would make the sum less. So the completion that is kept takes x next,
+and goes on after u on all those devices.
+
 *Bound.* A state is dropped if the least time of what must follow (`bounds.tails`, loads) ends
 behind the horizon.
 
@@ -37,7 +46,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from optpipe.action import Action, ActionType
-from optpipe_solver.exact.kernel import expand, make_layer, make_state
+from optpipe_solver.exact.count_layers import expand, make_layer
+from optpipe_solver.exact.kernel import make_desk, make_state
 from optpipe_solver.exact.line import line_of
 from optpipe_solver.exact.sweep import SLICE, expand_layer
 from optpipe_solver.milp.improve import fifo_loses_nothing
@@ -49,9 +59,11 @@ if TYPE_CHECKING:
 
     from optpipe.action import Programs
     from optpipe.problem import Problem
-    from optpipe_solver.exact.kernel import Layer
+    from optpipe_solver.exact.count_layers import Layer
 
-__all__ = ["Answer", "CountsOutcome", "counts_can_search", "search_counts"]
+    Ways = list[tuple[NDArray[Any], NDArray[Any]]]
+
+__all__ = ["Answer", "CountsOutcome", "counts_can_search", "programs_to", "search_counts"]
 
 _MOST_MICROBATCHES = 100
 """Counts are kept in a byte."""
@@ -113,10 +125,10 @@ class _Search:
         self.line = line_of(problem, horizon_ms)
         self.size = len(problem.stages), len(problem.devices)
         self.layers = [make_layer(most_in_layer, *self.size) for _ in range(3)]
-        self.state = make_state(*self.size)
+        self.work = make_state(*self.size), make_desk(*self.size)
         self.layers[0].alive[0] = True
         self.layers[0].size[0] = 1
-        self.ways: list[tuple[NDArray[Any], NDArray[Any]]] = []
+        self.ways: Ways = []
         self.num_states = 1
 
     def run(self, most_states: int, should_stop: Callable[[], bool]) -> CountsOutcome:
@@ -132,37 +144,40 @@ class _Search:
             layer.first[:] = -1
             layer.size[0] = 0
             self.layers = [one, two, layer]
-        return CountsOutcome(Answer.FOUND, self._programs(self.layers[0]), self.num_states)
+        programs = programs_to(self.problem, self.ways, self.layers[0])
+        return CountsOutcome(Answer.FOUND, programs, self.num_states)
 
     def _expand(self, most_states: int, should_stop: Callable[[], bool]) -> bool:
         """Expand the first layer; return False where it is too much, or told to stop."""
         layer, one, two = self.layers
 
         def step(at: int) -> int:
-            return expand(self.line, (layer, one, two), self.state, at, SLICE)
+            then = expand(self.line, (layer, one, two), self.work, at, SLICE)
+            return -1 if then < min(at + SLICE, layer.size[0]) else then
 
         done, self.num_states = expand_layer(
             self.layers, step, self.num_states, most_states, should_stop
         )
         return done
 
-    def _programs(self, last: Layer) -> Programs:
-        """Return the programs of the shortest way to have all done, gradient reductions aside."""
-        size = last.size[0]
-        latest = last.times[:size].max(axis=1)
-        ends = np.where(last.alive[:size], latest, np.iinfo(np.int64).max)
-        row = int(np.argmin(ends))
-        parent, way = int(last.parent[row]), int(last.way[row])
-        passes = [way]
-        at = len(self.ways)
-        while True:
-            at -= 2 if passes[-1] % 4 == 3 else 1
-            if at == 0:
-                break
-            parents, ways = self.ways[at]
-            passes.append(int(ways[parent]))
-            parent = int(parents[parent])
-        return _programs(self.problem, passes[::-1])
+
+def programs_to(problem: Problem, ways: Ways, last: Layer) -> Programs:
+    """Return the programs of the shortest way to have all done, gradient reductions aside.
+
+    ``ways`` holds parents and ways of the states of every layer before the last.
+    """
+    size = last.size[0]
+    latest = last.times[:size].max(axis=1)
+    ends = np.where(last.alive[:size], latest, np.iinfo(np.int64).max)
+    row, at = int(np.argmin(ends)), len(ways)
+    parents, codes = last.parent, last.way
+    passes: list[int] = []
+    while at > 0:
+        passes.append(int(codes[row]))
+        row = int(parents[row])
+        at -= 2 if passes[-1] % 4 == 3 else 1
+        parents, codes = ways[at]
+    return _programs(problem, passes[::-1])
 
 
 def _programs(problem: Problem, passes: list[int]) -> Programs:
