@@ -44,7 +44,16 @@ COMMANDS = [
     ),
     *("serve", "submit", "fetch", "jobs", "keys"),
 ]
-HEAVY = ["torch", "pulp", "highspy", "fastapi", "sqlalchemy", "matplotlib", "optpipe_solver"]
+HEAVY = [
+    "torch",
+    "pulp",
+    "highspy",
+    "fastapi",
+    "sqlalchemy",
+    "matplotlib",
+    "bokeh",
+    "optpipe_solver",
+]
 
 
 class Outcome:

@@ -15,7 +15,17 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parent.parent
-HEAVY = {"torch", "pulp", "highspy", "numba", "scipy", "fastapi", "sqlalchemy", "matplotlib"}
+HEAVY = {
+    "torch",
+    "pulp",
+    "highspy",
+    "numba",
+    "scipy",
+    "fastapi",
+    "sqlalchemy",
+    "matplotlib",
+    "bokeh",
+}
 DEPENDENCY_LINE = re.compile(r'^    "(?P<requirement>[^"]+)",(?:  # (?P<why>.+))?$')
 
 

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 __all__ = ["MOST_DRAWN", "draw", "draw_lines", "pack", "pack_frontier", "read"]
 
-MOST_DRAWN = 20_000
-"""Actions that a picture may have; more could not be told apart, either."""
+MOST_DRAWN = 400_000
+"""Actions that a picture may have: what can be judged and drawn within seconds."""
 
 _FRONTIER = "frontier"
 _MEMORY_BYTES = 4 * 1024**3
@@ -95,7 +95,8 @@ def draw(schedule: str, problem: str) -> bytes:
     from optpipe.plot.figure import Panel, draw_svg  # noqa: PLC0415 - needs an optional extra
 
     title = f"OptPipe ({drawn.provenance.method})"
-    return draw_svg(load_problem(problem), [Panel(title=title, programs=drawn.programs)])
+    panel = Panel(title=title, programs=drawn.programs, bound_ms=drawn.bound_ms)
+    return draw_svg(load_problem(problem), [panel])
 
 
 def _main() -> None:
