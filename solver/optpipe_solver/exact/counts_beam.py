@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["search_counts_beam"]
 
-_SLICE = 500
+_SLICE = 5_000
 """States expanded between two looks at whether to stop."""
 
 _SPARE = 3
