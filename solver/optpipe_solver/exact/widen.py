@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 __all__ = ["improve_by_beam"]
 
 _METHOD = "beam"
-_FIRST, _MOST, _WIDEN = 500, 128_000, 4.0
-"""States of one layer that are expanded: at first, at most, and how many times more than before."""
+_MOST, _WIDEN = 128_000, 4.0
+"""States of one layer that are expanded at most, and how many times more than before."""
 
 _LEAST, _SURE = 1.5, 0.8
 """No search is worth it that is less than so many times wider; share of what is left to use."""
@@ -48,7 +48,7 @@ class _Search(Protocol):
 
 
 class _Beam(NamedTuple):
-    """A search, and where its horizons lie between the bound and the best schedule known.
+    """A search, its first width, and where its horizons lie between bound and best schedule known.
 
     The shorter the horizon, the sooner a search that fails is over, and the fewer states compete.
     Where the bound is the optimum, the search over counts is quickest there (measured). ``again``
@@ -56,6 +56,7 @@ class _Beam(NamedTuple):
     """
 
     search: _Search
+    first: int
     shares: tuple[float, ...]
     again: bool
 
@@ -85,7 +86,7 @@ def improve_by_beam(
     end = Deadline(time_limit_s, lambda: best.is_optimal or told())
     # The first call in a process loads compiled code, which says nothing of how long others take.
     beam.search(0.0, 1, should_stop=end.is_over)
-    width, num_states = _FIRST, 0
+    width, num_states = beam.first, 0
     while width <= _MOST:
         began = end.left_s()
         answer, met = _round(best, beam, width, end)
@@ -105,9 +106,9 @@ def improve_by_beam(
 def _beam_of(problem: Problem) -> _Beam | None:
     """Return the search that can say all there is about a problem."""
     if counts_can_search(problem):
-        return _Beam(partial(search_counts_beam, problem), (0.0, 1.0), again=False)
+        return _Beam(partial(search_counts_beam, problem), 2_000, (0.0, 1.0), again=False)
     if beam_can_search(problem):
-        return _Beam(partial(search_beam, problem), (1.0,), again=True)
+        return _Beam(partial(search_beam, problem), 500, (1.0,), again=True)
     return None
 
 
