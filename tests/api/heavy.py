@@ -34,7 +34,7 @@ def eat(body: bytes) -> Reading:
 
 def hoard(body: bytes) -> Reading:
     """Take much, and keep it."""
-    _HOARD.append(bytearray(b"x" * (500 * 1024**2)))
+    _HOARD.append(bytearray(b"x") * (400 * 1024**2))
     return Reading({"pid": os.getpid(), "bytes": len(_HOARD[0])})
 
 

@@ -58,8 +58,8 @@ class Readers:
         self._threads = ThreadPoolExecutor(_AT_ONCE, "reader")
         # Each holds the interpreter's lock for as long as it reads.
         self._few = CapacityLimiter(_AT_ONCE)
-        self._own = threading.local()
         self._processes: set[_Process] = set()
+        self._idle: list[_Process] = []
         self._num_waiting = 0
         self._lock = threading.Lock()
 
@@ -114,22 +114,31 @@ class Readers:
             process.stop()
 
     def _ask_process(self, function: str, body: bytes) -> Reading:
-        """Ask the process of this thread; it is replaced where it has ended."""
-        with self._lock:
-            self._num_waiting -= 1
-        process: _Process | None = getattr(self._own, "process", None)
-        if process is None or not process.is_alive:
-            process = self._own.process = _Process(*self._limits)
-            self._processes.add(process)
+        """Ask a process that has nothing to do, or a new one; keep it unless it has ended."""
+        process = self._take()
         answer = process.ask(function, body)
         if answer is None or answer.header["is_last"]:
             process.stop()
             self._processes.discard(process)
-            self._own.process = None
+        else:
+            self._idle.append(process)
         if answer is None or answer.kind == "too heavy":
             cpu_s, memory_bytes = self._limits
             raise BodyTooHeavyError(f"{cpu_s:g} s or {memory_bytes} bytes of memory")
         return _opened(answer)
+
+    def _take(self) -> _Process:
+        with self._lock:
+            self._num_waiting -= 1
+            while self._idle:
+                process = self._idle.pop()
+                if process.is_alive:
+                    return process
+                process.stop()
+                self._processes.discard(process)
+        process = _Process(*self._limits)
+        self._processes.add(process)
+        return process
 
 
 def _is_light(body: bytes) -> bool:
