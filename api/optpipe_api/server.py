@@ -41,10 +41,18 @@ class Server(uvicorn.Server):
     A second signal does not hurry it: that would leave running jobs to the end of their leases.
     """
 
+    _switch_s = sys.getswitchinterval()
+
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start the application, then make the interpreter prompt."""
         await super().startup(sockets)
-        _stay_prompt()
+        self._switch_s = _stay_prompt()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Stop the application; the interpreter is as it was."""
+        await super().shutdown(sockets)
+        sys.setswitchinterval(self._switch_s)
+        gc.unfreeze()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002
         """Ask for the end."""
@@ -59,12 +67,14 @@ def let_go(app: Any) -> None:
         changes.close()
 
 
-def _stay_prompt() -> None:
-    """Keep the event loop from waiting for its own process.
+def _stay_prompt() -> float:
+    """Keep the event loop from waiting for its own process; return the switch interval before.
 
     What the imports made, some 400,000 objects, is never garbage: a full collection need not walk
     over it, which takes 0.1 s. And a thread that computes lets the loop go on after half a
     millisecond instead of five, of which there may be one for every busy thread.
     """
     gc.freeze()
+    before = sys.getswitchinterval()
     sys.setswitchinterval(_SWITCH_S)
+    return before

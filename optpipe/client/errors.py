@@ -109,6 +109,7 @@ ERRORS: dict[str, type[OptPipeError]] = {
     "request.form_unavailable": RequestRefusedError,
     "request.too_large": RequestRefusedError,
     "request.too_heavy": RequestRefusedError,
+    "chart.beside": RequestRefusedError,
     "schedule.too_large": RequestRefusedError,
     "busy": BusyError,
     "queue.full": BusyError,
