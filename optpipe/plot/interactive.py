@@ -9,15 +9,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from optpipe.errors import MissingExtraError
+from optpipe.plot.chart import COMPONENTS
+from optpipe.plot.chart.style import Theme
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from bokeh.models import LayoutDOM
-    from bokeh.resources import Component
 
     from optpipe.action import Programs
     from optpipe.frontier import Line
@@ -33,11 +34,6 @@ __all__ = [
     "require_bokeh",
     "schedule_chart",
 ]
-
-Theme = Literal["light", "dark"]
-
-COMPONENTS: tuple[Component, ...] = ("bokeh", "bokeh-widgets")
-"""The scripts of BokehJS that a chart needs, in the order in which a page loads them."""
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from bokeh.embed import json_item
 from bokeh.resources import Resources
 from bokeh.themes import Theme as BokehTheme
 
+from optpipe.plot.chart import COMPONENTS
 from optpipe.plot.chart.style import PALETTES, Theme, theme_of
 
 if TYPE_CHECKING:
@@ -54,8 +55,6 @@ def item_of(layout: LayoutDOM, theme: Theme) -> str:
 
 def html_of(layout: LayoutDOM, title: str, theme: Theme) -> str:
     """Return one file without a request to anywhere."""
-    from optpipe.plot.interactive import COMPONENTS  # noqa: PLC0415 - it imports us
-
     look = PALETTES[theme]
     scripts = Resources(mode="inline", components=list(COMPONENTS)).render_js()
     return _PAGE.format(

@@ -11,7 +11,7 @@ four devices with offload or recompute in `benchmarks`, in about a second each (
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -21,12 +21,11 @@ from optpipe_solver.exact.journey_kernel import FUSED, KEEP, make_desk, make_sta
 from optpipe_solver.exact.journey_layers import chain, expand, make_layer, set_out
 from optpipe_solver.exact.journey_programs import programs_of
 from optpipe_solver.exact.journeys import journeys_can_search
+from optpipe_solver.exact.layer_walk import LayerWalk, keep_rows
 from optpipe_solver.exact.road import road_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from numpy.typing import NDArray
 
     from optpipe.action import Programs
     from optpipe.problem import Problem
@@ -73,7 +72,7 @@ def search_beam(
     return _Beam(problem, horizon_ms, width).run(should_stop)
 
 
-class _Beam:
+class _Beam(LayerWalk["Layer"]):
     def __init__(self, problem: Problem, horizon_ms: float, width: int) -> None:
         self.problem = problem
         self.width = width
@@ -81,31 +80,18 @@ class _Beam:
         m, num_stages = problem.num_microbatches, len(problem.stages)
         size = m, num_stages, len(problem.devices)
         self.most_new = _SLICE * (num_stages + m * (FUSED + 1 + num_stages))
-        self.layers = [make_layer(2 * width + self.most_new, *size) for _ in range(3)]
+        super().__init__([make_layer(2 * width + self.most_new, *size) for _ in range(3)])
         self.work = make_state(*size), make_desk(*size[1:]), make_desk(*size[1:])
-        self.ways: list[tuple[NDArray[Any], NDArray[Any]]] = []
-        self.num_states = 0
-        self.is_thinned = False
         set_out(self.layers[0], self.road)
 
     def run(self, should_stop: Callable[[], bool]) -> BeamOutcome:
         """Expand layer after layer."""
-        for _ in range(4 * self.problem.num_microbatches * len(self.problem.stages)):
-            layer, one, two = self.layers
-            self._thin(layer)
-            size = int(layer.size[0])
-            self.num_states += size
-            self.ways.append((layer.parent[:size].copy(), layer.way[:size].copy()))
-            if not self._expand(should_stop):
-                return BeamOutcome(Answer.UNKNOWN, None, self.num_states)
-            if one.size[0] == 0 and two.size[0] == 0:
-                answer = Answer.UNKNOWN if self.is_thinned else Answer.NONE
-                return BeamOutcome(answer, None, self.num_states)
-            layer.first[:] = -1
-            layer.size[0] = 0
-            self.layers = [one, two, layer]
+        cells = self.problem.num_microbatches * len(self.problem.stages)
+        answer = self.walk(4 * cells, should_stop)
+        if answer is not Answer.FOUND:
+            return BeamOutcome(answer, None, self.num_states)
         programs = programs_of(self.problem, self.road, self._way_back(self.layers[0]))
-        return BeamOutcome(Answer.FOUND, programs, self.num_states)
+        return BeamOutcome(answer, programs, self.num_states)
 
     def _expand(self, should_stop: Callable[[], bool]) -> bool:
         """Expand the first layer; return False where told to stop."""
@@ -131,11 +117,7 @@ class _Beam:
             rate(self.road, layer, self.work[1], rates)
             best = np.argsort(rates[rows], kind="stable")[: self.width]
             rows = np.sort(rows[best])
-        kept = len(rows)
-        for column in layer[:6]:
-            column[:kept] = column[rows]
-        layer.alive[:kept] = True
-        layer.size[0] = kept
+        keep_rows(layer, layer[:6], rows)
 
     def _way_back(self, last: Layer) -> list[int]:
         """Return the ways to the end that comes first, from the beginning."""

@@ -16,6 +16,7 @@ import numpy as np
 from optpipe_solver.exact.count_layers import chain, expand, make_layer
 from optpipe_solver.exact.counts import Answer, CountsOutcome, programs_to
 from optpipe_solver.exact.kernel import make_desk, make_state
+from optpipe_solver.exact.layer_walk import LayerWalk, keep_rows
 from optpipe_solver.exact.line import line_of
 
 if TYPE_CHECKING:
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 
     from optpipe.problem import Problem
     from optpipe_solver.exact.count_layers import Layer
-    from optpipe_solver.exact.counts import Ways
 
 __all__ = ["search_counts_beam"]
 
@@ -49,39 +49,29 @@ def search_counts_beam(
     return _Beam(problem, horizon_ms, width).run(should_stop)
 
 
-class _Beam:
+class _Beam(LayerWalk["Layer"]):
     def __init__(self, problem: Problem, horizon_ms: float, width: int) -> None:
         self.problem = problem
         self.width = width
         self.line = line_of(problem, horizon_ms)
         size = len(problem.stages), len(problem.devices)
-        self.layers = [make_layer(_SPARE * width, *size) for _ in range(3)]
+        super().__init__([make_layer(_SPARE * width, *size) for _ in range(3)])
         self.work = make_state(*size), make_desk(*size)
-        self.ways: Ways = []
-        self.num_states = 0
-        self.is_thinned = False
         self.layers[0].alive[0] = True
         self.layers[0].size[0] = 1
 
     def run(self, should_stop: Callable[[], bool]) -> CountsOutcome:
         """Expand layer after layer."""
-        for _ in range(3 * self.problem.num_microbatches * len(self.problem.stages)):
-            layer, one, two = self.layers
-            self._thin(layer)
-            size = int(layer.size[0])
-            self.num_states += size
-            self.ways.append((layer.parent[:size].copy(), layer.way[:size].copy()))
-            if not self._expand(should_stop):
-                return CountsOutcome(Answer.UNKNOWN, None, self.num_states)
-            if one.size[0] == 0 and two.size[0] == 0:
-                answer = Answer.UNKNOWN if self.is_thinned else Answer.NONE
-                return CountsOutcome(answer, None, self.num_states)
-            layer.first[:] = -1
-            layer.size[0] = 0
-            layer.limit[0] = np.inf
-            self.layers = [one, two, layer]
+        cells = self.problem.num_microbatches * len(self.problem.stages)
+        answer = self.walk(3 * cells, should_stop)
+        if answer is not Answer.FOUND:
+            return CountsOutcome(answer, None, self.num_states)
         programs = programs_to(self.problem, self.ways, self.layers[0])
-        return CountsOutcome(Answer.FOUND, programs, self.num_states)
+        return CountsOutcome(answer, programs, self.num_states)
+
+    def _clear(self, layer: Layer) -> None:
+        super()._clear(layer)
+        layer.limit[0] = np.inf
 
     def _expand(self, should_stop: Callable[[], bool]) -> bool:
         """Expand the first layer; return False where told to stop."""
@@ -106,8 +96,4 @@ class _Beam:
             best = np.argpartition(layer.rate[rows], self.width - 1)[: self.width]
             layer.limit[0] = layer.rate[rows[best]].max()
             rows = np.sort(rows[best])
-        kept = len(rows)
-        for column in layer[:5]:
-            column[:kept] = column[rows]
-        layer.alive[:kept] = True
-        layer.size[0] = kept
+        keep_rows(layer, layer[:5], rows)
