@@ -103,6 +103,11 @@ def verify(problem: Problem, schedule: Schedule) -> None:
                 f"{name} = {said}: the programs have {is_so}; solve again, or keep the programs "
                 "alone as CSV"
             )
+    if schedule.bound_ms is not None and schedule.bound_ms > true.objective_ms * (1 + OPTIMAL_GAP):
+        raise ScheduleMismatchError(
+            f"bound_ms = {schedule.bound_ms}: no bound exceeds the objective of a legal schedule, "
+            f"{true.objective_ms} ms; solve again, or keep the programs alone as CSV"
+        )
     gap = gap_of(true.objective_ms, schedule.bound_ms)
     if schedule.gap != gap and not _same(schedule.gap, gap):
         raise ScheduleMismatchError(

@@ -8,6 +8,7 @@ complete: what may be left out has its default once they exist. What they may be
 from __future__ import annotations
 
 import math
+import re
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
@@ -34,10 +35,15 @@ __all__ = [
 _MAX_BYTES = 2**53
 _MAX_MS = 1e12
 _MAX_BITS = 1000
+_WITH_UNIT = re.compile(r"[0-9.]+ ?[A-Za-z/%]+")
 _MAX_INDEX = 999_999_999  # nine digits: the longest number in an action's text
 
 
 def _number(value: Any) -> Any:
+    if isinstance(value, str) and _WITH_UNIT.fullmatch(value):
+        raise rule_broken(
+            "must be a number", "write the number alone, in the unit of the field's name"
+        )
     if isinstance(value, bool | str):
         raise rule_broken("must be a number", "write it without quotes")
     if isinstance(value, float) and not math.isfinite(value):

@@ -258,6 +258,21 @@ def test_diff_of_problems_names_fields_bound_and_smallest_memory(
     assert "proven bound of the makespan: " in out
 
 
+def test_diff_with_a_problem_that_has_no_schedule_names_what_it_would_take(
+    optpipe, problem_file, tmp_path
+) -> None:
+    """It has no bound, and a smallest memory all the same."""
+    small = make_small_problem()
+    devices = [held.model_copy(update={"memory_bytes": 1}) for held in small.devices]
+    less = write(tmp_path / "l.json", dump_problem(small.model_copy(update={"devices": devices})))
+    code, out, _ = optpipe("diff", problem_file, less, "--json")
+    costs = {cost["name"]: cost for cost in json.loads(out)["costs"]}
+    bound = costs["proven bound of the makespan"]
+    assert (code, bound["before"] > 0, bound["after"]) == (1, True, None)
+    least = costs["smallest memory of the largest device"]
+    assert least["before"] == least["after"] > 1
+
+
 def test_diff_reads_a_problem_from_standard_input(optpipe, problem_file, monkeypatch) -> None:
     text = problem_file.read_text().replace('"num_microbatches": 2', '"num_microbatches": 3')
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text.encode())))

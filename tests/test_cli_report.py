@@ -47,6 +47,16 @@ def test_a_schedule_says_what_its_programs_cost(offloading) -> None:
     assert rows(shown(offloading, schedule_of(offloading))) == rows(shown(offloading, None))
 
 
+@pytest.mark.parametrize(
+    ("gap", "text"),
+    [(None, "unknown"), (0.0, "0 % (optimal)"), (1e-6, "0 % (optimal)"), (2e-6, "0.0 %"),
+     (0.0123, "1.2 %")],
+)  # fmt: skip
+def test_optimal_is_said_of_a_gap_of_a_millionth_and_no_more(gap, text) -> None:
+    """A gap that rounds to 0.0 % is not called optimal."""
+    assert report.gap_text(gap) == text
+
+
 def test_what_is_known_is_not_simulated_again(offloading, monkeypatch) -> None:
     """The table simulates 1F1B, and the programs only where no record says what they cost."""
     asked = []

@@ -13,8 +13,10 @@ import pytest
 import optpipe_solver
 from optpipe import dump_problem
 from optpipe.cli.sweeping import parse_axes
+from optpipe.cli.sweeping_local import sweep_here
 from optpipe.errors import InputError
 from optpipe.formats.sweep_table import load_sweep_csv
+from optpipe.sweep import sweep as vary
 from tests.api import fake_solver
 from tests.api.instant import InstantSolvers
 from tests.api.live import make_settings, running
@@ -88,12 +90,30 @@ def test_what_the_table_has_is_not_solved_again(optpipe, problem_file, tmp_path,
     table.write_text(text, encoding="utf-8")
     solved.clear()
     more = ("--axis", "devices[*].memory_bytes=40,32,16,9", *MEMORY[2:])
-    assert optpipe("sweep", problem_file, *more, "-o", table)[0] == 0
+    code, _, err = optpipe("sweep", problem_file, *more, "-o", table)
+    assert (code, err.count("from the file, not solved again")) == (0, 2)
     assert [name.split()[-1] for name, _ in solved] == ["32", "40"]
     again = read(table)
     assert [row["index"] for row in again] == [0, 1, 2, 3]
     assert [row["objective_ms"] for row in again[1:]] == [row["objective_ms"] for row in first]
     assert again[2] == {**first[1], "index": 2}
+
+
+def test_a_solve_starts_from_what_fits_every_device_and_nothing_else(solved) -> None:
+    """More on one device and less on the other: the first one's schedule may not fit the second."""
+    axes = {f"devices[{device}].memory_bytes": [32, 40] for device in (0, 1)}
+    _, one, other, both = vary(make_small_problem(), axes)
+    options = {
+        "time_limit_s": 20.0,
+        "work_limit": None,
+        "threads": 1,
+        "seed": 0,
+        "gap": 1e-6,
+        "method": "auto",
+    }
+    rows, _ = sweep_here([one, other, both], (), options, lambda _: None)
+    assert [row["state"] for row in rows] == ["succeeded"] * 3
+    assert [start for _, start in solved] == [False, False, True]
 
 
 def test_ctrl_c_keeps_what_there_is(optpipe, problem_file, tmp_path, monkeypatch) -> None:
@@ -154,6 +174,8 @@ def test_a_file_with_something_else_is_left_alone(optpipe, problem_file, tmp_pat
     assert (code, solved) == (2, [])
     assert "'small num_microbatches = 1'" in err
     assert (tmp_path / "o.csv").read_bytes() == before
+    there = ("--url", "http://127.0.0.1:1")
+    assert optpipe("sweep", problem_file, *MEMORY, *there, "-o", tmp_path / "o.csv")[0] == 2
 
 
 def test_nothing_that_fits_leaves_with_3(optpipe, problem_file, tmp_path, solved) -> None:

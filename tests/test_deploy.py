@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 import shlex
+import tomllib
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import yaml
 
 from optpipe_api import Settings, create_app
+from optpipe_api.server import server_config
 from tests.test_packaging import ROOT
 
 if TYPE_CHECKING:
@@ -122,6 +124,43 @@ def test_memory_suffices_for_all_solver_processes(pod) -> None:
     limit = container["resources"]["limits"]["memory"]
     assert limit.endswith("Gi")
     assert int(limit.removesuffix("Gi")) * 1024**3 > solvers
+
+
+def test_there_is_time_to_stop(compose, pod) -> None:
+    """For requests on their way, for those that wait, and for running jobs to be handed back."""
+    (container,) = pod["containers"]
+    *_, pause_s = container["lifecycle"]["preStop"]["exec"]["command"]
+    app = create_app(Settings())
+    graceful_s = server_config(app, Settings()).timeout_graceful_shutdown
+    assert graceful_s is not None
+    assert pod["terminationGracePeriodSeconds"] >= int(pause_s) + 2 * graceful_s
+    grace = compose["services"]["service"]["stop_grace_period"]
+    assert int(grace.removesuffix("s")) >= 2 * graceful_s
+
+
+@pytest.mark.parametrize("path", [COMPOSE, KUBERNETES])
+def test_no_name_is_given_twice(path) -> None:
+    """YAML takes the last of two without a word."""
+    for node in yaml.compose_all(path.read_text("utf-8")):
+        assert repeated(node) == []
+
+
+def repeated(node: yaml.Node | None) -> list[str]:
+    """The keys that a mapping, here or further in, has twice."""
+    if isinstance(node, yaml.MappingNode):
+        names = [key.value for key, _ in node.value]
+        inner = [name for _, value in node.value for name in repeated(value)]
+        return sorted({name for name in names if names.count(name) > 1}) + inner
+    if isinstance(node, yaml.SequenceNode):
+        return [name for item in node.value for name in repeated(item)]
+    return []
+
+
+def test_the_manifest_runs_the_version_of_this_tree() -> None:
+    """In the pods and in the command that makes the first key."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    tags = set(re.findall(r"\boptpipe:([\w.]+)", KUBERNETES.read_text("utf-8")))
+    assert tags - {"PASSWORD"} == {project["version"]}
 
 
 def test_the_service_leads_to_the_pods(objects) -> None:

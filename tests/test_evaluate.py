@@ -86,6 +86,8 @@ def test_a_schedule_with_its_own_numbers_is_verified(case: Case) -> None:
     ("claim", "said"),
     [
         ({"makespan_ms": 1.0}, "makespan_ms = 1.0: the programs have 3.0"),
+        ({"makespan_ms": 3.0001}, "makespan_ms = 3.0001: the programs have 3.0"),
+        ({"bound_ms": 3.1, "gap": 0.0, "status": "optimal"}, "bound_ms = 3.1: no bound exceeds"),
         ({"span_ms": 1.0}, "span_ms = 1.0: the programs have 3.0"),
         ({"peak_bytes": (1,)}, "peak_bytes"),
         ({"host_peak_bytes": {"host0": 7}}, "host_peak_bytes"),

@@ -44,6 +44,12 @@ def test_schedules_carry_to_more_memory_and_bounds_to_less() -> None:
     assert [p.is_infeasible for p in line.points] == [True, False, False, False, False]
 
 
+def test_where_nothing_fits_nothing_fits_less() -> None:
+    """A smaller limit that was not decided is decided by the larger one."""
+    (line,) = frontier([point(0, 1), point(1, 2, is_infeasible=True), point(2, 3)])
+    assert [p.is_infeasible for p in line.points] == [True, True, False]
+
+
 def test_nothing_carries_over_between_limits_that_do_not_compare() -> None:
     """More on one device and less on the other: neither fits the other."""
     (line,) = frontier(

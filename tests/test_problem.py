@@ -70,6 +70,9 @@ BROKEN: list[tuple[tuple[str | int, ...], Any, str]] = [
      "stages[0].grad_sync_ms = inf: must be finite; give a measured number"),
     ((*S0, "forward_ms"), "1",
      "stages[0].forward_ms = '1': must be a number; write it without quotes"),
+    ((*D0, "memory_bytes"), "80 GiB",
+     "devices[0].memory_bytes = '80 GiB': must be a number; "
+     "write the number alone, in the unit of the field's name"),
     ((*S0, "forward_ms"), [],
      "stages[0].forward_ms = []: must be a number; write it without quotes"),
     ((*S0, "static_bytes"), -1, "stages[0].static_bytes = -1: must be >= 0; stay in range"),

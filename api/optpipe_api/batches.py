@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from optpipe_api.jobs import Job, JobOptions, JobState
+    from optpipe_api.what_ifs import Asking
 
 __all__ = ["Batch", "BatchPlan", "Item", "ItemPlan", "NewBatch"]
 
@@ -42,13 +43,17 @@ class ItemPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchPlan:
-    """What a batch is about: the axes, how each item is solved, and the items in order."""
+    """What a batch is about: the axes, how each item is solved, and the items in order.
+
+    ``asking`` is what the items were made of where they are questions about a job.
+    """
 
     axes: dict[str, list[Any]]
     options: JobOptions
     tags: tuple[str, ...]
     priority: int
     items: tuple[ItemPlan, ...]
+    asking: Asking | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +65,11 @@ class NewBatch:
     plan: BatchPlan
     request_hash: str
     idempotency_key: str | None = None
+
+    @property
+    def about_id(self) -> str | None:
+        """The job that its items are questions about, where they are."""
+        return None if self.plan.asking is None else self.plan.asking.job_id
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

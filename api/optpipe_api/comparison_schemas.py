@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from optpipe.plot.methods import title_of
 from optpipe.validation import rule_broken
 from optpipe_api.engine.comparison import CompareOptions
 from optpipe_api.schemas import PROBLEM_EXAMPLE, SearchOptions, StrictBody, WithProblem
@@ -150,11 +151,18 @@ class MethodView(BaseModel):
 
     model_config = ConfigDict(
         json_schema_extra={
-            "examples": [{"name": "1f1b", "description": "1F1B, also called PipeDream-Flush."}]
+            "examples": [
+                {
+                    "name": "1f1b",
+                    "title": "1F1B",
+                    "description": "1F1B, also called PipeDream-Flush.",
+                }
+            ]
         }
     )
 
     name: str
+    title: str
     description: str
 
 
@@ -166,4 +174,8 @@ class MethodList(BaseModel):
     @classmethod
     def of(cls, described: Mapping[str, str]) -> Self:
         """Return the list of methods."""
-        return cls(methods=[MethodView(name=n, description=d) for n, d in described.items()])
+        views = [
+            MethodView(name=name, title=title_of(name), description=text)
+            for name, text in described.items()
+        ]
+        return cls(methods=views)

@@ -7,6 +7,7 @@
     |   |-- JobNotFoundError
     |   |-- NoModelError         the job was given a problem
     |   |-- BatchNotFoundError
+    |   |-- NoWhatIfsError         nobody asked what more would buy the job
     |   `-- DeploymentNotFoundError
     |-- KeyRequiredError         no API key, or none that is known
     |-- ForbiddenError           the key's role does not allow it
@@ -27,6 +28,8 @@
     |   |-- QueueFullError           too many jobs wait
     |   |-- TooManyJobsError         a key has as many jobs under way as it may
     |   |-- TooManyRequestsError     a key, or an address, asks more often than it may
+    |   |-- TooManyFollowersError    as many event streams and waiting requests as may are open
+    |   |-- TooManyFollowersOfKeyError  likewise, of a key
     |   |-- TooManyBodiesError       as many large bodies as may wait to be read
     |   |-- TooManyFormsError        as many forms of schedules as may are being made
     |   |-- TooManyComparisonsError  as many as may are under way
@@ -60,6 +63,7 @@ __all__ = [
     "NoKeysError",
     "NoModelError",
     "NoScheduleError",
+    "NoWhatIfsError",
     "NotAcceptableError",
     "NotComparableError",
     "NotFoundError",
@@ -72,6 +76,8 @@ __all__ = [
     "TooLargeToDrawError",
     "TooManyBodiesError",
     "TooManyComparisonsError",
+    "TooManyFollowersError",
+    "TooManyFollowersOfKeyError",
     "TooManyFormsError",
     "TooManyJobsError",
     "TooManyRequestsError",
@@ -118,6 +124,19 @@ class BatchNotFoundError(NotFoundError):
     code = "batch.not_found"
     kind = "batch"
     listed_at = "/v1/batches"
+
+
+class NoWhatIfsError(NotFoundError):
+    """Nobody has asked what more would buy the job."""
+
+    code = "what_ifs.none"
+
+    def __init__(self, job_id: str) -> None:
+        InputError.__init__(
+            self,
+            f"nobody has asked what more would buy job {job_id}; POST /v1/jobs/{job_id}/what-ifs "
+            "asks",
+        )
 
 
 class DeploymentNotFoundError(NotFoundError):
@@ -271,6 +290,30 @@ class TooManyRequestsError(BusyError):
         super().__init__(
             f"{who} asks more than {limit} times a minute (OPTPIPE_MAX_REQUESTS_PER_MINUTE)",
             retry_after_s,
+        )
+
+
+class TooManyFollowersError(BusyError):
+    """As many event streams and waiting requests as may are open at this server."""
+
+    code = "followers.full"
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(
+            f"{limit} event streams and waiting requests (?wait=) are open, as many as this server "
+            "serves at once (OPTPIPE_MAX_FOLLOWERS)"
+        )
+
+
+class TooManyFollowersOfKeyError(BusyError):
+    """As many event streams and waiting requests as may are open under one key."""
+
+    code = "key.too_many_followers"
+
+    def __init__(self, owner: str, limit: int) -> None:
+        super().__init__(
+            f"the key {owner!r} has {limit} event streams and waiting requests (?wait=) open, as "
+            "many as it may (OPTPIPE_MAX_FOLLOWERS_PER_KEY)"
         )
 
 

@@ -54,6 +54,7 @@ __all__ = [
     "Lease",
     "NewJob",
     "Outcome",
+    "Standing",
     "Start",
     "StoredSchedule",
     "TracePoint",
@@ -290,6 +291,8 @@ class NewJob:
         A schedule to begin with.
     finished
         How a job that is answered at once ended; it is born so.
+    is_start_promised
+        Whether it may never have a worse schedule than its start, wherever its answer comes from.
     may_share
         Whether it may wait for a job that is being solved, instead of being solved itself.
     """
@@ -312,8 +315,15 @@ class NewJob:
     batch_index: int | None = None
     deployment_id: str | None = None
     start: Start | None = None
+    is_start_promised: bool = False
     finished: Outcome | None = None
     may_share: bool = False
+
+    def is_content_with(self, objective_ms: float | None) -> bool:
+        """Whether a schedule of this length, None = none yet, keeps what its start promised."""
+        if self.start is None or not self.is_start_promised:
+            return True
+        return objective_ms is not None and objective_ms <= self.start.objective_ms
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -376,6 +386,18 @@ class Job:
         """Whether nothing better can be found: proven optimal, or proven infeasible."""
         proven_optimal = self.gap is not None and self.gap <= OPTIMAL_GAP
         return self.state is JobState.INFEASIBLE or proven_optimal
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """How far a job has come; ``last_entry`` is the number of its newest history entry.
+
+    Whatever happens to a job is an entry of its history: while this is equal, all of it is.
+    """
+
+    state: JobState
+    num_schedules: int
+    last_entry: int
 
 
 @dataclass(frozen=True, slots=True)

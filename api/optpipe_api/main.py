@@ -25,6 +25,7 @@ from optpipe_api.metrics import Metrics
 from optpipe_api.openapi import openapi_of
 from optpipe_api.rates import Rates
 from optpipe_api.routes import (
+    asking,
     batches,
     charts,
     deployments,
@@ -36,8 +37,9 @@ from optpipe_api.routes import (
     presets,
     schedules,
     system,
+    what_ifs,
 )
-from optpipe_api.server import Server, server_config
+from optpipe_api.server import Server, allow_files, server_config
 from optpipe_api.service import Service
 from optpipe_api.store import open_stores
 from optpipe_api.telemetry import Telemetry
@@ -70,6 +72,7 @@ def create_app(settings: Settings) -> FastAPI:
         service = await run_in_threadpool(Service.open, settings, app.state.changes, metrics)
         app.state.service = service
         metrics.watch_store(service.counts)
+        metrics.watch_places(service.places)
         watch = asyncio.create_task(metrics.watch_loop())
         try:
             yield
@@ -90,11 +93,13 @@ def create_app(settings: Settings) -> FastAPI:
     app.include_router(job_events.router)
     app.include_router(schedules.router)
     app.include_router(explanations.router)
+    app.include_router(what_ifs.router)
     app.include_router(batches.router)
     app.include_router(deployments.router)
     app.include_router(charts.router)
     app.include_router(presets.router)
     app.include_router(methods.router)
+    app.include_router(asking.router)
     app.include_router(system.router)
     page.install(app)
     app.openapi = openapi_of(app)  # type: ignore[method-assign]
@@ -144,6 +149,7 @@ def _serve(settings: Settings) -> None:
     _check_keys(settings)
     _check_certificate(settings)
     open_solvers(settings).close()
+    _make_room(settings)
     listener = _listen(settings)
     if not settings.is_loopback and not settings.keys_required:
         log.warning(
@@ -162,6 +168,17 @@ def _url_of(listener: socket.socket, settings: Settings) -> str:
     host, port = listener.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
     return f"{'http' if settings.ssl_certfile is None else 'https'}://{shown}:{port}"
+
+
+def _make_room(settings: Settings) -> None:
+    num_files = allow_files(settings.max_followers)
+    if num_files < settings.max_followers:
+        structlog.get_logger(__name__).warning(
+            "this process may open fewer files than OPTPIPE_MAX_FOLLOWERS; raise the limit "
+            "(ulimit -Hn) or lower the setting",
+            action="serve.few_files",
+            files=num_files,
+        )
 
 
 def _check_keys(settings: Settings) -> None:

@@ -8,6 +8,7 @@ optpipe_jobs_ended_total{state}           counter    attempts of this server by 
 optpipe_queue_wait_seconds                histogram  from submission to the first attempt
 optpipe_solve_seconds                     histogram  of one attempt
 optpipe_gap_ratio                         histogram  of jobs that succeeded
+optpipe_followers{kind}                   gauge      open now: stream, or wait
 optpipe_http_requests_total{method,...}   counter    by method, route and status
 optpipe_http_request_seconds{...}         histogram  until the last byte, by method and route
 optpipe_event_loop_stall_seconds          histogram  how late the event loop was
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from functools import partial
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -26,6 +28,7 @@ from prometheus_client.core import GaugeMetricFamily
 
 from optpipe_api.errors import StoreUnavailableError
 from optpipe_api.jobs import JobState
+from optpipe_api.places import Purpose
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -33,6 +36,7 @@ if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
 
     from optpipe_api.jobs import Job
+    from optpipe_api.places import Places
 
 __all__ = ["CONTENT_TYPE", "Metrics"]
 
@@ -68,6 +72,9 @@ class Metrics:
         self._gaps = Histogram(
             "optpipe_gap_ratio", "Of jobs that succeeded.", buckets=_GAPS, registry=registry
         )
+        self._followers = Gauge(
+            "optpipe_followers", "Streams and waiting requests.", ["kind"], registry=registry
+        )
         self._requests = Counter(
             "optpipe_http_requests",
             "Requests, by route.",
@@ -96,6 +103,12 @@ class Metrics:
     def watch_store(self, counts: Callable[[], Mapping[JobState, int]]) -> None:
         """Ask the store for the number of jobs in each state at every scrape."""
         self._registry.register(_StoreCollector(counts))
+
+    def watch_places(self, places: Places) -> None:
+        """Look at every scrape how many event streams and waiting requests are open."""
+        for purpose in Purpose:
+            count = partial(places.num_taken, purpose)
+            self._followers.labels(purpose.value).set_function(count)
 
     def accepted(self, job: Job) -> None:
         """Count a job that was taken in."""

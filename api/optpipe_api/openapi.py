@@ -16,6 +16,7 @@ from optpipe_api.deployment_schemas import Registration, ReportBody
 from optpipe_api.job_views import HistoryView
 from optpipe_api.preset_schemas import EstimateBody, VariantBody
 from optpipe_api.schemas import Fault, Resumption, Submission
+from optpipe_api.what_if_schemas import WhatIfBody
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -41,6 +42,7 @@ _OURS = (
     FrontierView,
     EstimateBody,
     VariantBody,
+    WhatIfBody,
 )
 _GENERATED = ("HTTPValidationError", "ValidationError")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import resource
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +18,9 @@ if TYPE_CHECKING:
     from optpipe_api.changes import Changes
     from optpipe_api.settings import Settings
 
-__all__ = ["Server", "let_go", "server_config"]
+__all__ = ["Server", "allow_files", "let_go", "server_config"]
 
+_OTHER_FILES = 1000
 _SWITCH_S = 0.0005
 
 
@@ -65,6 +67,19 @@ def let_go(app: Any) -> None:
     changes: Changes | None = getattr(app.state, "changes", None)
     if changes is not None:
         changes.close()
+
+
+def allow_files(num_followers: int) -> int:
+    """Let this process have a file open for every follower and what else it needs; return how many.
+
+    Where the system's hard limit is lower, that many. Many shells begin with 1024.
+    """
+    wanted = num_followers + _OTHER_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    may = wanted if resource.RLIM_INFINITY in (soft, hard) else min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < may:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (may, hard))
+    return may
 
 
 def _stay_prompt() -> float:

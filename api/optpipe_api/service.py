@@ -15,12 +15,14 @@ from optpipe_api.desk.deployments import DeploymentDesk
 from optpipe_api.desk.forms import Forms
 from optpipe_api.desk.jobs import JobDesk, check_size
 from optpipe_api.desk.readers import Readers
+from optpipe_api.desk.what_ifs import WhatIfDesk
 from optpipe_api.engine.comparison import Comparisons
 from optpipe_api.engine.observer import SILENT
 from optpipe_api.engine.slots import SlotEngine
 from optpipe_api.engine.solvers import open_solvers
 from optpipe_api.errors import StoreUnavailableError
 from optpipe_api.methods import load_methods
+from optpipe_api.places import Places
 from optpipe_api.retention import Retention
 from optpipe_api.store import open_stores
 
@@ -52,10 +54,14 @@ class Service:
         The store of API keys.
     readers
         Read request bodies beside the event loop.
+    places
+        For those who follow or wait.
     jobs
         What it does about jobs.
     batches
         What it does about many problems handed in at once.
+    what_ifs
+        What it does about questions what more would buy a job.
     forms
         Other forms of schedules and frontiers than JSON.
     charts
@@ -76,6 +82,7 @@ class Service:
         self.methods = methods
         self.keys = stores.keys
         self.readers = Readers()
+        self.places = Places(settings.max_followers, settings.max_followers_per_key)
         self._stores = stores
         self._changes = changes
         self._counting = threading.Lock()
@@ -91,6 +98,7 @@ class Service:
             settings, stores.jobs, self._engine, changes, recall=recall, observer=observer
         )
         self.batches = BatchDesk(settings, stores, self.jobs, changes)
+        self.what_ifs = WhatIfDesk(settings, stores, self.jobs, self.batches, self.readers)
         self.deployments = DeploymentDesk(settings, stores, self.jobs, changes)
         self.forms = Forms(self.readers)
         self.charts = Charts()
@@ -179,5 +187,5 @@ class Service:
 
     @property
     def is_solving(self) -> bool:
-        """Whether the engine takes jobs."""
-        return self._engine.is_alive
+        """Whether the engine takes jobs, and can solve them."""
+        return self._engine.is_able

@@ -65,6 +65,9 @@ class Settings(BaseSettings):
     max_requests_per_minute
         Of one key, or of one address where there are no keys; 0 = no limit. Each server counts
         for itself.
+    max_followers, max_followers_per_key
+        Event streams and waiting requests (``?wait=``) open at once, of everybody and of one key;
+        beyond it likewise. Each server counts for itself.
     max_batch_items
         Most jobs of one batch.
     max_wait_s
@@ -110,6 +113,8 @@ class Settings(BaseSettings):
     max_queued_jobs: int = Field(default=2000, ge=1)
     max_jobs_per_key: int = Field(default=600, ge=1)
     max_requests_per_minute: int = Field(default=0, ge=0)
+    max_followers: int = Field(default=1000, ge=1)
+    max_followers_per_key: int = Field(default=250, ge=1)
     max_batch_items: int = Field(default=500, ge=1)
     max_wait_s: float = Field(default=60.0, ge=0, allow_inf_nan=False)
     max_attempts: int = Field(default=3, ge=1)

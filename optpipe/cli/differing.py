@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from optpipe.cli.console import PIPE, needs_extra, read_problem, read_programs, stderr, stdout
+from optpipe.cli.console import (
+    PIPE,
+    load_programs,
+    needs_extra,
+    read_problem,
+    read_programs,
+    stderr,
+    stdout,
+)
 from optpipe.errors import InputError, MissingExtraError
-from optpipe.formats.csv_text import load_csv
-from optpipe.formats.json_text import load_schedule, read_text
+from optpipe.formats.json_text import read_text
 
 if TYPE_CHECKING:
-    from optpipe.action import Programs
     from optpipe.explain import Cost, ProblemDifference, ScheduleDifference
     from optpipe.problem import Problem
-    from optpipe.schedule import Schedule
 
 __all__ = ["DIFFERENT", "diff"]
 
@@ -62,6 +67,8 @@ def diff(
       optpipe diff schedule.json edited.csv
       optpipe diff problem.json less-memory.json
     """
+    if before == after == PIPE:
+        raise InputError("- and -: standard input is one problem; give the other as a file")
     kinds = [_is_problem(path) for path in (before, after)]
     if kinds[0] != kinds[1]:
         names = (str(before), str(after)) if kinds[0] else (str(after), str(before))
@@ -144,11 +151,6 @@ def _solver_costs(before: Problem, after: Problem) -> list[Cost]:
     ]  # fmt: skip
 
 
-class _Read(NamedTuple):
-    programs: Programs
-    record: Schedule | None
-
-
 def _schedules(before: Path, after: Path, problem_file: Path | None) -> ScheduleDifference:
     from optpipe.explain import compare_programs, record_costs, schedule_costs
 
@@ -156,21 +158,8 @@ def _schedules(before: Path, after: Path, problem_file: Path | None) -> Schedule
         problem = read_problem(problem_file)
         old, new = (read_programs(problem, path)[0] for path in (before, after))
         return compare_programs(old, new, schedule_costs(problem, old, new))
-    first, second = (_read(path) for path in (before, after))
-    hashes = {item.record.problem_hash for item in (first, second) if item.record is not None}
+    (old, first), (new, second) = (load_programs(path) for path in (before, after))
+    hashes = {record.problem_hash for record in (first, second) if record is not None}
     if len(hashes) > 1:
         stderr().print("note: the two schedules were made for different problems")
-    costs = record_costs(first.record, second.record)
-    return compare_programs(first.programs, second.programs, costs)
-
-
-def _read(path: Path) -> _Read:
-    """Return what a schedule file holds, legal or not: without its problem nobody can tell."""
-    text = read_text(path)
-    try:
-        if path.suffix.lower() == ".csv" or not text.lstrip().startswith("{"):
-            return _Read(load_csv(text), None)
-        schedule = load_schedule(text)
-    except InputError as error:
-        raise type(error)(f"{path}: {error}") from None
-    return _Read(schedule.programs, schedule)
+    return compare_programs(old, new, record_costs(first, second))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -9,13 +10,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from optpipe.cli.console import check_writable, results, say_written, stdout, write_file
+from optpipe.cli.console import (
+    check_apart,
+    check_writable,
+    in_file,
+    results,
+    say_written,
+    stdout,
+    write_file,
+)
 from optpipe.errors import InputError
 from optpipe.formats.json_text import dump_model, dump_problem, read_text
 from optpipe.plot.units import format_bytes, format_ms, format_share
 from optpipe.presets import (
     GPUS,
     MODELS,
+    AskedError,
     Training,
     estimate,
     find_gpu,
@@ -23,8 +33,11 @@ from optpipe.presets import (
     shape_from_config,
     total_parameters,
 )
+from optpipe.presets.asking import flag
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from rich.console import Console
 
     from optpipe.presets import Estimate, Hardware, ModelShape
@@ -131,29 +144,40 @@ def estimate_problem(
         _show_catalogue(stdout())
         return
     check_writable(output)
-    shape = _shape(model, config)
-    hardware = _hardware(gpu)
-    training = Training(
-        micro_batch=micro_batch, sequence=sequence, tp=tp, cp=cp, ep=ep, dp=dp, zero=zero,
-        precision=_precision(precision), flash=flash, sequence_parallel=sequence_parallel,
-        lean=lean,
-    )  # fmt: skip
-    found = estimate(
-        shape,
-        hardware,
-        training,
-        pp=pp,
-        num_microbatches=microbatches,
-        chunks=chunks,
-        placement=placement or ("linear" if chunks == 1 else "loop"),
-        efficiency=hardware.efficiency.with_pcie(pcie_efficiency),
-        mfu=mfu,
-        memory_bytes=_memory(memory_gb),
-    )
+    check_apart(output, inputs=[config])
+    with _named_as_flags():
+        shape = _shape(model, config)
+        hardware = _hardware(gpu)
+        training = Training(
+            micro_batch=micro_batch, sequence=sequence, tp=tp, cp=cp, ep=ep, dp=dp, zero=zero,
+            precision=_precision(precision), flash=flash, sequence_parallel=sequence_parallel,
+            lean=lean,
+        )  # fmt: skip
+        found = estimate(
+            shape,
+            hardware,
+            training,
+            pp=pp,
+            num_microbatches=microbatches,
+            chunks=chunks,
+            placement=placement or ("linear" if chunks == 1 else "loop"),
+            efficiency=hardware.efficiency.with_pcie(pcie_efficiency),
+            mfu=mfu,
+            memory_bytes=_memory(memory_gb),
+        )
     _show(results(output), shape, hardware, found)
     if output is not None:
         write_file(output, dump_model(found.model) if model_json else dump_problem(found.problem))
         say_written(output, "model" if model_json else "problem")
+
+
+@contextmanager
+def _named_as_flags() -> Iterator[None]:
+    """Say in errors ``--tp`` for what Python and HTTP call ``tp``."""
+    try:
+        yield
+    except AskedError as error:
+        raise InputError(error.sentence.told(flag)) from None
 
 
 def _shape(model: str | None, config: Path | None) -> ModelShape:
@@ -167,7 +191,7 @@ def _shape(model: str | None, config: Path | None) -> ModelShape:
     try:
         shape = shape_from_config(read_text(path))
     except InputError as error:
-        raise InputError(f"{path}: {error}") from None
+        raise in_file(path, error) from None
     return replace(shape, name=path.absolute().parent.name[:80] or "config")
 
 
@@ -201,7 +225,7 @@ def _show(console: Console, shape: ModelShape, hardware: Hardware, found: Estima
     if len(found.sizes) > _SHOWN_STAGES:
         console.print(f"and {len(found.sizes) - _SHOWN_STAGES} more stages")
     for note in found.notes:
-        console.print(note, style="dim", markup=False)
+        console.print(note.told(flag), style="dim", markup=False)
 
 
 def _stage_table(found: Estimate) -> Table:

@@ -1,4 +1,4 @@
-"""``optpipe explain`` and ``diff``: what limits a schedule, and what changed between two."""
+"""``optpipe explain``: what limits a schedule, why it offloads, and what more would buy."""
 
 from __future__ import annotations
 
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = ["explain"]
 
+_ANSWERS = (".problem.json", ".schedule.json")
 _TITLES = {
     "length": "Length",
     "critical path": "Critical path (start in ms, what, how long)",
@@ -92,7 +93,7 @@ def explain(
         raise InputError("-o DIR is for what --what-if finds; add --what-if, or leave -o out")
     problem = read_problem(problem_file)
     programs, schedule = read_programs(problem, schedule_file)
-    folder = None if output is None else _made_folder(output)
+    folder = None if output is None else _made_folder(output, (problem_file, schedule_file))
     told = _explain(problem, programs, schedule)
     if not as_json:
         _show(told)
@@ -155,14 +156,20 @@ def _tell(answer: WhatIf | Unasked, folder: Path | None, as_json: bool) -> dict[
     return answer.as_json()
 
 
-def _made_folder(path: Path) -> Path:
+def _made_folder(path: Path, inputs: tuple[Path, ...]) -> Path:
     """Return a folder that exists and can be written to.
 
     Raises
     ------
     InputError
-        If there is none and none can be made.
+        If there is none and none can be made, or an input lies in it under the name of an answer.
     """
+    for file in inputs:
+        if file.name.endswith(_ANSWERS) and file.resolve().parent == path.resolve():
+            raise InputError(
+                f"-o {path}: {file.name} lies there, may be the name of an answer, and would be "
+                "lost; choose another folder"
+            )
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from optpipe.check import check
-from optpipe.cli.console import check_writable, read_problem, read_programs, stderr, write_file
+from optpipe.cli.console import (
+    check_apart,
+    check_writable,
+    read_problem,
+    read_programs,
+    say_written,
+    write_file,
+)
 from optpipe.cli.options import ProblemFile, ScheduleFile
 from optpipe.errors import InputError
 
@@ -71,6 +78,7 @@ def export(
     if layers is not None and to != "megatron":
         raise InputError(f"--layers {layers}: is for --to megatron, not for {to}; leave it out")
     check_writable(output)
+    check_apart(output, inputs=[problem_file, schedule_file])
     problem = read_problem(problem_file)
     programs, _ = read_programs(problem, schedule_file)
     if fuse:
@@ -83,7 +91,7 @@ def export(
         print(text, end="")
         return
     write_file(output, text)
-    stderr().print(f"written to {output}", markup=False)
+    say_written(output)
 
 
 def _fused(problem: Problem, programs: Programs) -> Programs:

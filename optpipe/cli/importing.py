@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from enum import StrEnum
 from pathlib import Path
@@ -11,7 +12,14 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
 import typer
 from pydantic import ValidationError
 
-from optpipe.cli.console import check_writable, read_problem, stderr, stdout, write_file
+from optpipe.cli.console import (
+    check_apart,
+    check_writable,
+    read_problem,
+    stderr,
+    stdout,
+    write_file,
+)
 from optpipe.cli.measurement_report import measurements_as_json, show_measurements
 from optpipe.errors import InputError
 from optpipe.formats.json_text import dump_problem, read_text
@@ -58,7 +66,7 @@ class Form(StrEnum):
     CSV = "csv"
 
 
-class GpuClock(StrEnum):
+class _GpuClock(StrEnum):
     """Which time of a range on a GPU."""
 
     SPAN = "span"
@@ -138,7 +146,7 @@ def import_measurements(
         typer.Option(metavar="TEXT", help="kineto: only processes with this in their name."),
     ] = None,
     gpu_time: Annotated[
-        GpuClock | None,
+        _GpuClock | None,
         typer.Option(
             metavar="NAME",
             help="kineto: span (first kernel to last, the default) or busy (kernels alone).",
@@ -172,6 +180,9 @@ def import_measurements(
     """
     for path in (output, times_out):
         check_writable(path)
+    # The problem may take the place of --base, which is what it replaces.
+    check_apart(output, times_out, inputs=[*files, sizes, messages])
+    check_apart(times_out, inputs=[base])
     _check_options(
         form,
         {
@@ -194,7 +205,7 @@ def import_measurements(
     )  # fmt: skip
     reader = _Reader(
         patterns=tuple(range_pattern or ()),
-        gpu_time=gpu_time or GpuClock.SPAN,
+        gpu_time=gpu_time or _GpuClock.SPAN,
         process=process or "",
         run=MegatronRun(num_microbatches, num_stages, equal_stages),
     )
@@ -211,7 +222,7 @@ class _Reader(NamedTuple):
     """How files are read."""
 
     patterns: Sequence[str]
-    gpu_time: GpuClock
+    gpu_time: _GpuClock
     process: str
     run: MegatronRun
 
@@ -273,7 +284,10 @@ def _num_bytes(name: str, text: str) -> int:
             f"--{name.replace('_', '-')} {text!r}: must be a size; write bytes, or a number and "
             "one of KB, MB, GB, KiB, MiB, GiB"
         )
-    return round(float(found["number"]) * factor)
+    num_bytes = float(found["number"]) * factor
+    if num_bytes == math.inf:
+        raise InputError(f"--{name.replace('_', '-')} {text!r}: is no finite size; correct it")
+    return round(num_bytes)
 
 
 def _from_file(path: Path, read: Callable[[str], Read]) -> Read:

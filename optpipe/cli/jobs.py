@@ -1,4 +1,4 @@
-"""``optpipe jobs``: list the jobs of a service, look at one, cancel it, give it more time."""
+"""``optpipe jobs``: list the jobs of a service, cancel one, give it more time."""
 
 from __future__ import annotations
 

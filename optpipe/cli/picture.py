@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from optpipe.cli.console import (
+    check_apart,
     check_writable,
     needs_extra,
     read_problem,
@@ -21,6 +22,7 @@ from optpipe.cli.report import baseline_programs
 from optpipe.errors import InputError
 from optpipe.plot.figure import SUFFIXES, Panel, require_matplotlib, save_figure
 from optpipe.plot.interactive import require_bokeh
+from optpipe.plot.methods import title_of
 from optpipe.plot.terminal import ScheduleView
 from optpipe.simulate import simulate
 
@@ -77,6 +79,7 @@ def plot(
     """
     problem = read_problem(problem_file)
     check_drawable(output)
+    check_apart(output, inputs=[problem_file, *schedule_files])
     _check_dark(output, dark)
     panels = [_panel(problem, path) for path in schedule_files]
     if beside_1f1b:
@@ -146,7 +149,7 @@ def draw_solved(output: Path, problem: Problem, schedule: Schedule) -> None:
 
 def _solved(schedule: Schedule) -> Panel:
     return Panel(
-        title=f"OptPipe ({schedule.provenance.method})",
+        title=f"OptPipe ({title_of(schedule.provenance.method)})",
         programs=schedule.programs,
         bound_ms=schedule.bound_ms,
     )

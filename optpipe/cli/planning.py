@@ -14,9 +14,13 @@ from rich.table import Table
 from optpipe.cli.console import (
     INFEASIBLE,
     NOTHING_FOUND,
+    check_apart,
+    check_schedule_file,
     check_writable,
+    in_file,
     interruptible,
     needs_extra,
+    read_input,
     results,
     say_written,
     stderr,
@@ -26,8 +30,8 @@ from optpipe.cli.console import (
 )
 from optpipe.cli.options import Output, Seed, Threads, TimeLimit
 from optpipe.cli.report import gap_text, progress_line
-from optpipe.errors import InputError, ModelError
-from optpipe.formats.json_text import dump_problem, load_model, read_text
+from optpipe.errors import InputError
+from optpipe.formats.json_text import dump_problem, load_model
 from optpipe.plot.units import format_ms, format_share
 
 if TYPE_CHECKING:
@@ -45,7 +49,10 @@ _LEAST_WIDTH = 100
 _SHOWN_ROWS, _SHOWN_DEVICES, _DRAWN_LAYERS = 12, 64, 72
 
 ModelFile = Annotated[
-    Path, typer.Argument(metavar="MODEL", help="Model file (optpipe/model/v1, JSON).")
+    Path,
+    typer.Argument(
+        metavar="MODEL", help="Model file (optpipe/model/v1, JSON); - is standard input."
+    ),
 ]
 ProblemOut = Annotated[
     Path | None,
@@ -89,8 +96,9 @@ def plan(
     """
     counts, kinds = _counts(chunks), _names(placements)
     model = _read_model(model_file)
-    check_writable(output)
+    check_schedule_file(output)
     check_writable(problem_out)
+    check_apart(output, problem_out, inputs=[model_file])
     with needs_extra("solver"):
         result = _run(model, time_limit, threads, seed, counts, kinds)
     if result.problem is not None and problem_out is not None:
@@ -124,9 +132,9 @@ def _names(text: str) -> tuple[PlacementKind, ...]:
 
 def _read_model(path: Path) -> Model:
     try:
-        return load_model(read_text(path))
-    except ModelError as error:
-        raise ModelError(f"{path}: {error}") from None
+        return load_model(read_input(path))
+    except InputError as error:
+        raise in_file(path, error) from None
 
 
 def _run(

@@ -7,13 +7,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from pydantic import ValidationError
 from rich.table import Table
 
-from optpipe.cli.console import check_writable, stderr, stdout, write_file
+from optpipe.cli.console import check_apart, check_writable, stderr, stdout, write_file
 from optpipe.errors import InputError
 from optpipe.formats.json_text import dump_problem
 from optpipe.measurements import Given
 from optpipe.plot.units import format_bytes, format_ms, format_share
+from optpipe.validation import explain
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,6 +29,7 @@ __all__ = ["profile"]
 
 _LEAST_WIDTH = 130
 _MICROBATCHES_PER_DEVICE = 4
+_MOST_MICROBATCHES = 2_000_000
 _PASSES: tuple[MeasuredAction, ...] = ("F", "I", "W", "B", "RECOMPUTE")
 
 Stages = Annotated[
@@ -50,7 +53,12 @@ Microbatch = Annotated[
 ]
 NumMicrobatches = Annotated[
     int | None,
-    typer.Option(metavar="N", min=1, help="Micro-batches of a step.  [default: 4 per device]"),
+    typer.Option(
+        metavar="N",
+        min=1,
+        max=_MOST_MICROBATCHES,
+        help="Micro-batches of a step.  [default: 4 per device]",
+    ),
 ]
 Placement = Annotated[
     str | None,
@@ -58,11 +66,15 @@ Placement = Annotated[
 ]
 MemoryBytes = Annotated[
     int | None,
-    typer.Option(metavar="N", min=1, help="Memory of each device.  [default: what it has]"),
+    typer.Option(
+        metavar="N", min=1, max=2**53, help="Memory of each device.  [default: what it has]"
+    ),
 ]
 StateCopies = Annotated[
     float,
-    typer.Option(metavar="X", min=0, help="Optimizer state in copies of the weights; Adam: 2."),
+    typer.Option(
+        metavar="X", min=0, max=100, help="Optimizer state in copies of the weights; Adam: 2."
+    ),
 ]
 
 
@@ -103,7 +115,8 @@ def profile(
     """
     check_writable(output)
     check_writable(samples_out)
-    given = Given(link_latency_ms=link_latency_ms, link_gb_per_s=link_gb_per_s or None)
+    check_apart(output, samples_out)
+    given = _given(link_latency_ms, link_gb_per_s)
     from optpipe.runtime.measuring import Effort, computing_with, device_named, joined, load_stages
     from optpipe.runtime.measuring import measure as measure_stages
 
@@ -125,14 +138,22 @@ def profile(
     if os.environ.get("RANK", "0") != "0":
         return
     count = num_microbatches or _MICROBATCHES_PER_DEVICE * len(measured.measurements.devices)
-    problem = measured.problem(count, given)
+    # First what was measured: where it makes no problem, it is still there.
     _show(stdout(), measured)
     if samples_out is not None:
         write_file(samples_out, measured.with_reserved(count).model_dump_json(indent=1) + "\n")
         stderr().print(f"samples written to {samples_out}", markup=False)
+    problem = measured.problem(count, given)
     if output is not None:
         write_file(output, dump_problem(problem))
         stderr().print(f"problem written to {output}", markup=False)
+
+
+def _given(link_latency_ms: float | None, link_gb_per_s: float | None) -> Given:
+    try:
+        return Given(link_latency_ms=link_latency_ms, link_gb_per_s=link_gb_per_s or None)
+    except ValidationError as error:
+        raise InputError(explain(error, Given)) from None
 
 
 def _homes(text: str | None) -> tuple[int, ...] | None:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from optpipe.cli.console import (
+    check_apart,
+    check_schedule_file,
     check_writable,
     needs_extra,
     read_problem,
@@ -130,7 +132,8 @@ def submit(
     from optpipe.client import Client
 
     problem = read_problem(problem_file)
-    check_writable(output)
+    check_schedule_file(output)
+    check_apart(output, inputs=[problem_file])
     with Client(url, api_key=api_key) as client:
         job = client.submit(
             problem,
@@ -174,8 +177,8 @@ def fetch(
     from optpipe.client import Client
     from optpipe.formats.json_text import dump_schedule
 
-    check_writable(output)
     chosen = form or _form_of(output)
+    check_schedule_file(output) if chosen == "json" else check_writable(output)
     with Client(url, api_key=api_key) as client:
         if chosen != "json":
             _hand_out(client.schedule_text(job_id, chosen), output)

@@ -11,10 +11,12 @@ from rich.markup import escape
 from optpipe.cli.console import (
     INFEASIBLE,
     NOTHING_FOUND,
-    check_writable,
+    check_apart,
+    check_schedule_file,
     interruptible,
     needs_extra,
     read_problem,
+    rescued,
     results,
     say_written,
     stderr,
@@ -32,12 +34,15 @@ from optpipe.cli.options import (
 )
 from optpipe.cli.picture import check_drawable, draw_solved
 from optpipe.cli.report import progress_line, show_schedule
+from optpipe.errors import InputError
+from optpipe.formats.json_text import dump_schedule
 from optpipe.schedule import OPTIMAL_GAP
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from optpipe.problem import Problem
+    from optpipe.schedule import Schedule
     from optpipe_solver import Progress, Result
 
 __all__ = ["solve"]
@@ -76,8 +81,9 @@ def solve(
       optpipe solve problem.json --plot picture.html
     """
     problem = read_problem(problem_file)
-    check_writable(output)
+    check_schedule_file(output)
     check_drawable(picture)
+    check_apart(output, picture, inputs=[problem_file])
     progress = stderr()
     with needs_extra("solver"):
         result = _run(
@@ -99,8 +105,19 @@ def solve(
             write_schedule(result.schedule, output)
             say_written(output)
         if picture is not None:
-            draw_solved(picture, problem, result.schedule)
+            _draw(picture, problem, result.schedule, is_kept=output is not None)
         show_schedule(results(output), problem, result.schedule.programs, result.schedule)
+
+
+def _draw(picture: Path, problem: Problem, schedule: Schedule, *, is_kept: bool) -> None:
+    """Draw; where that fails, keep a schedule that is nowhere else."""
+    try:
+        draw_solved(picture, problem, schedule)
+    except InputError as error:
+        if is_kept:
+            raise
+        place = rescued(Path("schedule.json"), dump_schedule(schedule))
+        raise InputError(f"{error}; the schedule is not lost, {place}") from None
 
 
 def _run(problem: Problem, progress: Console, **options: Any) -> Result:

@@ -13,6 +13,7 @@ from optpipe.cli.console import (
     INFEASIBLE,
     INTERRUPTED,
     NOTHING_FOUND,
+    check_apart,
     check_writable,
     needs_extra,
     read_problem,
@@ -112,9 +113,10 @@ def sweep(
       optpipe sweep problem.json --axis offload=true,false --url http://planner:8000
     """
     _check_files(output, frontier_file)
+    check_apart(output, frontier_file, inputs=[problem_file])
     problem = read_problem(problem_file)
     variations = vary(problem, axes := parse_axes(axis or []))
-    known = _known_rows(output, variations) if url is None else []
+    known = _known_rows(output, variations)
     options = {
         "time_limit_s": time_limit,
         "work_limit": work_limit,
@@ -215,11 +217,8 @@ def _known_rows(output: Path | None, variations: Sequence[Variation]) -> list[Ro
 
 def _write(rows: Sequence[Row], output: Path | None) -> None:
     """Write the table so that the file is whole at any moment."""
-    if output is None:
-        return
-    part = output.with_name(f"{output.name}.part")
-    write_file(part, dump_sweep(rows, _FORMS[output.suffix]))
-    part.replace(output)
+    if output is not None:
+        write_file(output, dump_sweep(rows, _FORMS[output.suffix]))
 
 
 def _show(rows: Sequence[Row]) -> None:

@@ -52,11 +52,12 @@ def sweep_here(
         for number, index in enumerate(_by_memory(variations), start=1):
             variation = variations[index]
             row = done.get(variation.problem.problem_hash)
+            is_known = row is not None
             if row is None:
                 result, seconds = _solve(variation.problem, starts, options, stop.is_set)
                 row = _row(variation.problem, result, seconds, was_stopped=stop.is_set())
             rows[index] = {**row, "index": index, "values": variation.values}
-            _tell(rows[index], f"[{number}/{len(variations)}]")
+            _tell(rows[index], f"[{number}/{len(variations)}]", is_known=is_known)
             keep([rows[at] for at in sorted(rows)])
             if stop.is_set():
                 break
@@ -138,8 +139,10 @@ def _row(problem: Problem, result: Result, seconds: float, *, was_stopped: bool)
     }
 
 
-def _tell(row: Row, place: str) -> None:
+def _tell(row: Row, place: str, *, is_known: bool) -> None:
     said = row["state"]
     if row["objective_ms"] is not None:
         said = f"{format_ms(row['objective_ms'])} ms, gap {gap_text(row['gap'])}"
-    stderr().print(f"{place} {row['name']}: {said}", markup=False, soft_wrap=True)
+    # Options may have changed since: who gave other ones must see that these were not used.
+    source = ", from the file, not solved again" if is_known else ""
+    stderr().print(f"{place} {row['name']}: {said}{source}", markup=False, soft_wrap=True)

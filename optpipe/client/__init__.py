@@ -11,6 +11,7 @@
     async with AsyncClient("http://planner:8000") as client:
         schedule = await client.result(await client.submit(problem, time_limit_s=60))
 
+    answers = client.what_if(job).answers
     batch = client.sweep(problem, {"memory_scale": [1, 0.75, 0.5]})
     deployment = client.deploy(problem)
 
@@ -19,8 +20,8 @@ be reached or asks for patience. That is nearly all of them: each submission car
 which the service makes only one job. What is refused raises the error that `optpipe.client.errors`
 draws.
 
-`optpipe.client.jobs`, ``batches`` and ``deployments`` describe the requests, ``following`` what
-takes many of them; ``sync`` and ``asynchronous`` only send.
+`optpipe.client.jobs`, ``what_ifs``, ``batches`` and ``deployments`` describe the requests,
+``following`` what takes many of them; ``sync`` and ``asynchronous`` only send.
 """
 
 from optpipe.client.asynchronous import AsyncBatch, AsyncClient, AsyncDeployment
@@ -35,6 +36,7 @@ from optpipe.client.errors import (
 )
 from optpipe.client.sync import Batch, Client, Deployment
 from optpipe.client.values import (
+    Answer,
     BatchView,
     DeploymentView,
     Event,
@@ -44,10 +46,13 @@ from optpipe.client.values import (
     Item,
     Job,
     JobState,
+    Unasked,
     Version,
+    WhatIfs,
 )
 
 __all__ = [
+    "Answer",
     "AsyncBatch",
     "AsyncClient",
     "AsyncDeployment",
@@ -70,5 +75,7 @@ __all__ = [
     "NotFoundError",
     "RequestRefusedError",
     "SolveFailedError",
+    "Unasked",
     "Version",
+    "WhatIfs",
 ]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar
 import httpx
 from httpx_sse import EventSource
 
-from optpipe.client import batches, deployments, following
+from optpipe.client import batches, deployments, following, what_ifs
 from optpipe.client import jobs as asked
 from optpipe.client.address import Address
 from optpipe.client.call import FAILURES, Call, Hear, Listen, Pause, Send, Talk, Tell
@@ -262,6 +262,8 @@ class AsyncClient(_Speaker):
     model = _asks(asked.model)
     cancel = _asks(asked.cancel)
     resume = _asks(asked.resume)
+    what_if = _asks(what_ifs.what_if)
+    what_ifs = _asks(what_ifs.what_ifs)
     methods = _asks(asked.methods)
     compare = _asks(asked.compare)
     sweep = _makes(batches.sweep, AsyncBatch)

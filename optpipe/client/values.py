@@ -1,4 +1,4 @@
-"""What the service tells: jobs, events, deployments and their versions, batches."""
+"""What the service tells: jobs, events, deployments and their versions, batches, what-ifs."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import httpx
 
 __all__ = [
+    "Answer",
     "BatchView",
     "DeploymentView",
     "Event",
@@ -26,7 +27,9 @@ __all__ = [
     "Job",
     "JobState",
     "Received",
+    "Unasked",
     "Version",
+    "WhatIfs",
     "as_model",
 ]
 
@@ -188,6 +191,59 @@ class BatchView(HasId):
     created_at: datetime
     finished_at: datetime | None = None
     items: tuple[Item, ...] | None = None
+
+
+class Answer(Received):
+    """One question what more would buy, and what its job has found; gains are shares of the time.
+
+    ``sentence`` says it in words once that job has ended. Until then the numbers are those of its
+    best schedule so far. ``most_gain`` is what no schedule can exceed, and ``is_never_worse``
+    whether a loss is impossible: both are proven.
+    """
+
+    name: str
+    question: str
+    job_id: str
+    state: JobState
+    sentence: str | None = None
+    before_ms: float
+    microbatches_before: int
+    after_ms: float | None = None
+    microbatches_after: int
+    bound_ms: float | None = None
+    gain: float | None = None
+    most_gain: float | None = None
+    buys_nothing: bool | None = None
+    is_never_worse: bool
+    error: Failure | None = None
+
+
+class Unasked(Received):
+    """A question that has no meaning for a problem, and why."""
+
+    name: str
+    question: str
+    reason: str
+    sentence: str
+
+
+class WhatIfs(Received):
+    """What was asked last about a job: what more memory, bandwidth, micro-batches would buy.
+
+    The answers are measured against the schedule of ``schedule_number``; ``is_current`` says
+    whether the job still has none better. ``batch_id`` is the batch whose items the questions are.
+    """
+
+    job_id: str
+    batch_id: str
+    is_finished: bool
+    created_at: datetime
+    schedule_number: int
+    is_current: bool
+    before_ms: float
+    microbatches_before: int
+    answers: tuple[Answer, ...]
+    unasked: tuple[Unasked, ...] = ()
 
 
 M = TypeVar("M", bound=Received)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 
 from optpipe.action import Action, ActionType, Programs, parse_action
 from optpipe.errors import ActionSyntaxError, ScheduleFormatError
@@ -102,8 +103,20 @@ def load_csv(text: str) -> Programs:
             try:
                 program.append(parse_action(cell.strip()))
             except ActionSyntaxError as error:
-                raise ScheduleFormatError(f"row {row_number}, column {column}: {error}") from None
+                place = f"row {row_number}, column {column}"
+                hint = "; separate cells by commas" if _are_actions(cell) else ""
+                raise ScheduleFormatError(f"{place}: {error}{hint}") from None
         programs.append(tuple(program))
     if not programs:
         raise ScheduleFormatError("the CSV is empty; write one row per device")
     return tuple(programs)
+
+
+def _are_actions(cell: str) -> bool:
+    """Whether a cell is a row of a table that separates cells otherwise."""
+    first, *others = re.split(r"[;\t]", cell.strip())
+    try:
+        parse_action(first.strip())
+    except ActionSyntaxError:
+        return False
+    return bool(others)

@@ -28,16 +28,20 @@ if TYPE_CHECKING:
 __all__ = ["dump_deepspeed"]
 
 
-class Instruction(NamedTuple):
+class _Instruction(NamedTuple):
     """One instruction by name; ``buffer`` None for those that take none."""
 
     name: str
     buffer: int | None = None
 
 
-Step = tuple[Instruction, ...]
+_Step = tuple[_Instruction, ...]
 
-_LAST = (Instruction("ReduceTiedGrads"), Instruction("ReduceGrads"), Instruction("OptimizerStep"))
+_LAST = (
+    _Instruction("ReduceTiedGrads"),
+    _Instruction("ReduceGrads"),
+    _Instruction("OptimizerStep"),
+)
 
 
 def dump_deepspeed(problem: Problem, programs: Programs) -> str:
@@ -88,12 +92,12 @@ class _Stages:
         self._line = line
         self._step = [0] * self._num_stages
         self._has_pass = [False] * self._num_stages
-        self._made: list[list[tuple[int, Instruction]]] = [[] for _ in problem.stages]
+        self._made: list[list[tuple[int, _Instruction]]] = [[] for _ in problem.stages]
         self._buffer: dict[tuple[int, int], int] = {}
         self._free: list[list[int]] = [[] for _ in problem.stages]
         self._num_buffers = [0] * self._num_stages
 
-    def steps(self) -> tuple[list[list[Step]], list[int]]:
+    def steps(self) -> tuple[list[list[_Step]], list[int]]:
         """Return the steps of each stage, and how many buffers each needs."""
         for event in self._line:
             if isinstance(event, Exchange):
@@ -134,7 +138,7 @@ class _Stages:
             self._has_pass[stage] = False
 
     def _append(self, stage: int, name: str, buffer: int) -> None:
-        self._made[stage].append((self._step[stage], Instruction(name, buffer)))
+        self._made[stage].append((self._step[stage], _Instruction(name, buffer)))
 
     def _buffer_of(self, stage: int, microbatch: int) -> int:
         key = (stage, microbatch)
@@ -149,8 +153,8 @@ class _Stages:
         heapq.heappush(self._free[stage], self._buffer[stage, microbatch])
 
 
-def _by_step(made: Sequence[tuple[int, Instruction]], count: int) -> list[Step]:
-    steps: list[list[Instruction]] = [[] for _ in range(count)]
+def _by_step(made: Sequence[tuple[int, _Instruction]], count: int) -> list[_Step]:
+    steps: list[list[_Instruction]] = [[] for _ in range(count)]
     for step, instruction in made:
         steps[step].append(instruction)
     steps[-1].extend(_LAST)
@@ -160,7 +164,7 @@ def _by_step(made: Sequence[tuple[int, Instruction]], count: int) -> list[Step]:
 def _text(
     problem: Problem,
     lengths_ms: tuple[float, float],
-    steps: Sequence[Sequence[Step]],
+    steps: Sequence[Sequence[_Step]],
     num_buffers: Sequence[int],
 ) -> str:
     rows = "".join(
@@ -178,7 +182,7 @@ def _text(
     )
 
 
-def _row(step: Step) -> str:
+def _row(step: _Step) -> str:
     cells = tuple((name,) if buffer is None else (name, buffer) for name, buffer in step)
     return f"        {cells!r},\n"
 

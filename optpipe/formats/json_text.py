@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from optpipe.errors import InputError, ModelError, ProblemError, ScheduleFormatError
 from optpipe.model import Model
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
 
 __all__ = [
     "dump_model",
@@ -23,6 +27,8 @@ __all__ = [
     "read_text",
 ]
 
+_FORMAT = re.compile(r"optpipe/([a-z]{1,20})/v[0-9]{1,9}")
+
 
 def load_problem(text: str) -> Problem:
     """Return the problem a JSON text describes.
@@ -32,7 +38,9 @@ def load_problem(text: str) -> Problem:
     ProblemError
         If the text is not JSON or breaks a rule of ``optpipe/problem/v1``.
     """
-    return Problem.parse(parse_json(text, ProblemError))
+    data = parse_json(text, ProblemError)
+    _expect_kind(data, "problem", Problem, ProblemError)
+    return Problem.parse(data)
 
 
 def load_model(text: str) -> Model:
@@ -43,7 +51,9 @@ def load_model(text: str) -> Model:
     ModelError
         If the text is not JSON or breaks a rule of ``optpipe/model/v1``.
     """
-    return Model.parse(parse_json(text, ModelError))
+    data = parse_json(text, ModelError)
+    _expect_kind(data, "model", Model, ModelError)
+    return Model.parse(data)
 
 
 def load_schedule(text: str) -> Schedule:
@@ -54,7 +64,45 @@ def load_schedule(text: str) -> Schedule:
     ScheduleFormatError
         If the text is not JSON or breaks a rule of ``optpipe/schedule/v1``.
     """
-    return Schedule.parse(parse_json(text, ScheduleFormatError))
+    data = parse_json(text, ScheduleFormatError)
+    _expect_kind(data, "schedule", Schedule, ScheduleFormatError)
+    return Schedule.parse(data)
+
+
+def _expect_kind(
+    data: Any, kind: str, fields_of: type[BaseModel], error_type: type[InputError]
+) -> None:
+    """Refuse what is of another kind or version in one line, not with a line for every field."""
+    if not isinstance(data, dict) or not data:
+        return
+    expected = f"optpipe/{kind}/v1"
+    said = data.get("format", expected)
+    if said == expected and data.keys() & fields_of.model_fields.keys():
+        return
+    if said == expected:
+        raise error_type(
+            f"this is no {kind}: it has none of a {kind}'s fields, but {_shown_keys(data)}; give a "
+            f"file of {expected}"
+        )
+    if not isinstance(said, str):
+        return
+    other = _FORMAT.fullmatch(said)
+    if other is None:
+        raise error_type(f"format = {said[:60]!r}: must be {expected!r}; correct it")
+    if other[1] != kind:
+        raise error_type(
+            f"format = {said[:60]!r}: this is a {other[1]}, but a {kind} is asked for here; give "
+            f"a file of {expected}"
+        )
+    raise error_type(
+        f"format = {said[:60]!r}: this optpipe reads {expected!r}; read it with the optpipe that "
+        "wrote it, or write it anew"
+    )
+
+
+def _shown_keys(data: dict[str, Any]) -> str:
+    keys = [repr(key[:30]) for key in list(data)[:4]]
+    return ", ".join(keys) + (", ..." if len(data) > len(keys) else "")
 
 
 def dump_problem(problem: Problem) -> str:

@@ -29,7 +29,7 @@ __all__ = ["dump_megatron"]
 _OFFLOAD_MODULES = "attn_norm qkv_linear core_attn attn_proj mlp_norm"
 
 
-class Own(NamedTuple):
+class _Own(NamedTuple):
     """What Megatron-Core would run, nothing offloaded or recomputed, on the same problem.
 
     ``over`` holds (device name, peak bytes, limit) where it does not fit.
@@ -113,7 +113,7 @@ def _check_layers(problem: Problem, layers: Sequence[int] | None) -> None:
         )
 
 
-def _own(problem: Problem, chunks: int) -> Own:
+def _own(problem: Problem, chunks: int) -> _Own:
     """Return Megatron's own programs with the group size that fits and is fastest."""
     count = len(problem.devices)
     looped = _with_placement(problem, placement_of("loop", count, chunks))
@@ -123,7 +123,7 @@ def _own(problem: Problem, chunks: int) -> Own:
         programs = megatron_programs(count, chunks, problem.num_microbatches, group)
         over = tuple(_over(looped, programs))
         found.append(
-            Own(programs, looped.placement, group, simulate(looped, programs).makespan_ms, over)
+            _Own(programs, looped.placement, group, simulate(looped, programs).makespan_ms, over)
         )
     return min(found, key=lambda own: (len(own.over), own.ms))
 
@@ -144,7 +144,7 @@ def _over(problem: Problem, programs: Programs) -> Iterator[tuple[str, int, int]
 
 
 def _layout_flags(
-    problem: Problem, chunks: int, own: Own, layers: Sequence[int] | None
+    problem: Problem, chunks: int, own: _Own, layers: Sequence[int] | None
 ) -> Iterator[str]:
     yield f"--pipeline-model-parallel-size {len(problem.devices)}"
     if layers is not None:
@@ -216,7 +216,7 @@ def _actions(programs: Programs) -> Iterator[Action]:
 
 
 def _not_said(
-    problem: Problem, programs: Programs, own: Own, layers: Sequence[int] | None
+    problem: Problem, programs: Programs, own: _Own, layers: Sequence[int] | None
 ) -> Iterator[str]:
     if programs == own.programs and problem.placement == own.placement:
         yield "Nothing about the order: it is the one that Megatron-Core runs by itself."

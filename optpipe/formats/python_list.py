@@ -38,7 +38,7 @@ _NAMES = {
 _ENDS_USE = (ActionType.BACKWARD_WEIGHT, ActionType.FULL_BACKWARD)
 
 
-class Node(NamedTuple):
+class _Node(NamedTuple):
     """One node; times in ms, ``peer`` a device, ``pair`` the number of an exchange."""
 
     type: str
@@ -117,7 +117,7 @@ class _Rows:
             stage: chunk for held in problem.stages_of for chunk, stage in enumerate(held)
         }
 
-    def nodes(self) -> list[list[Node]]:
+    def nodes(self) -> list[list[_Node]]:
         pairs = [event for event in self._line if isinstance(event, Exchange)]
         number = {event: index for index, event in enumerate(pairs)}
         rows = rows_of(self._line, self._num_devices)
@@ -128,7 +128,7 @@ class _Rows:
 
     def _nodes(
         self, device: int, event: Action | Exchange, number: dict[Exchange, int]
-    ) -> Iterator[Node]:
+    ) -> Iterator[_Node]:
         if isinstance(event, Exchange):
             yield self._communication(device, event, number[event])
             return
@@ -136,7 +136,7 @@ class _Rows:
         offloaded = (event.stage, event.microbatch) in self._offloaded
         is_pass = not (event.type.is_transfer or event.type is ActionType.RELEASE)
         for name in _NAMES[event.type]:
-            yield Node(
+            yield _Node(
                 name, event.microbatch, self._chunk[event.stage], event.stage,
                 at.start if is_pass else at.issue, at.end if is_pass else at.issue,
                 receive_from=self._receives_from(event), send_to=self._sends_to(event),
@@ -146,24 +146,24 @@ class _Rows:
             self._used.add((event.stage, event.microbatch))
             yield from self._let_go(event.stage, at.end)
 
-    def _let_go(self, stage: int, moment: float) -> Iterator[Node]:
+    def _let_go(self, stage: int, moment: float) -> Iterator[_Node]:
         """Yield the ends of reloads in the order of the reloads, which is how the runtime has them.
 
         A fused backward may overtake the weight gradient of an earlier micro-batch.
         """
         held = self._held.get(stage, [])
         while held and (stage, held[0]) in self._used:
-            yield Node(
+            yield _Node(
                 "OFFLOAD_RECV_END", held.pop(0), self._chunk[stage], stage, moment, moment,
                 offloaded=True,
             )  # fmt: skip
 
-    def _communication(self, device: int, event: Exchange, number: int) -> Node:
+    def _communication(self, device: int, event: Exchange, number: int) -> _Node:
         sends = device == event.source
         following = event.stage - 1 if event.backward else event.stage + 1
         stage = event.stage if sends else following
         ended = self._ended[Pass(event.backward, event.stage, event.microbatch)]
-        return Node(
+        return _Node(
             f"{'SEND' if sends else 'RECV'}_{'BACKWARD' if event.backward else 'FORWARD'}",
             event.microbatch, self._chunk[stage], stage, ended, ended,
             peer=event.target if sends else event.source, pair=number,
@@ -188,7 +188,7 @@ class _Rows:
         return None if device == self._placement[own] else device
 
 
-def _row(node: Node) -> str:
+def _row(node: _Node) -> str:
     numbers = (round(node.start, 6), round(node.end, 6))
     cells = (node.type, node.microbatch, node.chunk, node.layer_group, *numbers, *node[6:])
     return f"        {cells!r},\n"

@@ -24,6 +24,7 @@ __all__ = ["dump_times", "read_messages_table", "read_stages_table", "read_times
 
 _TIMES = ("stage", "action", "time_ms")
 _OPTIONAL = ("microbatch", "step", "rank")
+_SHOWN_CHARS = 80
 _MESSAGES = {"from": "source", "to": "target", "bytes": "num_bytes", "time_ms": "time_ms"}
 
 
@@ -131,8 +132,10 @@ def _rows(text: str, needed: Sequence[str], known: Iterable[str]) -> list[_Row]:
 def _header(names: list[str], needed: Sequence[str], known: Sequence[str], line: int) -> list[str]:
     missing = [name for name in needed if name not in names]
     if missing:
+        text = ", ".join(names)
+        shown = text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}..."
         raise MeasurementError(
-            f"line {line}: columns {', '.join(names)}: {missing[0]} is missing; "
+            f"line {line}: columns {shown}: {missing[0]} is missing; "
             f"a header needs {', '.join(needed)}"
         )
     for name in names:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from optpipe.measurements.trace_file import Event, Process
 
-__all__ = ["GpuTime", "RangeTimer", "is_p2p", "work_inside"]
+__all__ = ["GpuTime", "RangeTime", "RangeTimer", "is_p2p", "work_inside"]
 
 GpuTime = Literal["span", "busy"]
 """span: from the first kernel's start to the last one's end. busy: the kernels alone."""

@@ -229,7 +229,7 @@ def _draw_panel(
 
 def _has_bound_line(problem: Problem, panel: Panel) -> bool:
     """Whether a bound is a moment of the time axis: one of the makespan is, one of a span not."""
-    return panel.bound_ms is not None and problem.objective == "makespan"
+    return bool(panel.bound_ms) and problem.objective == "makespan"
 
 
 def _label_rows(axis: Any, labels: Sequence[str], offset: float, size: int) -> None:

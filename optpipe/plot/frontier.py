@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from optpipe.errors import InputError
 from optpipe.plot.figure import SUFFIXES as IMAGE_SUFFIXES
@@ -18,15 +18,16 @@ if TYPE_CHECKING:
 __all__ = [
     "LINE_COLOURS",
     "SUFFIXES",
+    "Unit",
     "draw_frontier",
     "edges",
     "frontier_svg",
     "require_drawing",
     "save_frontier",
+    "unit_of",
 ]
 
 SUFFIXES = (*IMAGE_SUFFIXES, ".html")
-_GB = 1e9
 _SIZE = (8.0, 4.8)
 LINE_COLOURS = (
     "#0072b2",
@@ -45,6 +46,16 @@ _MOST_NAMED = 16
 _MARGIN = 0.06
 
 
+class Unit(NamedTuple):
+    """A unit of memory and its bytes."""
+
+    name: str
+    size: float
+
+
+_UNITS = (Unit("GB", 1e9), Unit("MB", 1e6), Unit("kB", 1e3), Unit("B", 1.0))
+
+
 def draw_frontier(lines: Sequence[Line], title: str = "") -> Any:
     """Return a matplotlib Figure: a point per problem, its bound dashed, what is open shaded.
 
@@ -60,12 +71,21 @@ def draw_frontier(lines: Sequence[Line], title: str = "") -> Any:
 
     figure = Figure(figsize=_SIZE, layout="constrained")
     axes = figure.add_subplot()
+    unit = unit_of([point for line in lines for point in line.points])
     for index, line in enumerate(lines):
         _draw_line(
-            axes, line, LINE_COLOURS[index % len(LINE_COLOURS)], is_named=index < _MOST_NAMED
+            axes,
+            line,
+            unit,
+            LINE_COLOURS[index % len(LINE_COLOURS)],
+            is_named=index < _MOST_NAMED,
         )
-    _draw_edges(axes, lines)
-    axes.set(xlabel="memory per device (GB)", ylabel="objective (ms)", title=plain_text(title))
+    _draw_edges(axes, lines, unit)
+    axes.set(
+        xlabel=f"memory per device ({unit.name})",
+        ylabel="objective (ms)",
+        title=plain_text(title),
+    )
     axes.grid(visible=True, color="#eceff1")
     axes.set_axisbelow(True)
     for side in ("top", "right"):
@@ -99,7 +119,7 @@ def save_frontier(lines: Sequence[Line], path: Path | str, title: str = "") -> N
     if target.suffix != ".html":
         save_drawn(lambda: draw_frontier(lines, title), target)
         return
-    page = chart_html(frontier_chart(lines, title), title=title or "frontier")
+    page = chart_html(frontier_chart(lines, ""), title=title or "frontier")
     try:
         target.write_text(page, encoding="utf-8")
     except OSError as error:
@@ -133,13 +153,13 @@ def edges(points: Sequence[Point]) -> tuple[float, float]:
     return bottom - margin, top + margin
 
 
-def _draw_line(axes: Any, line: Line, colour: str, *, is_named: bool) -> None:
+def _draw_line(axes: Any, line: Line, unit: Unit, colour: str, *, is_named: bool) -> None:
     """Draw what was found, what is proven, and the room between."""
     # A name that begins with an underscore would be left out of the legend.
     name = f" {plain_text(line.label)}" if is_named else "_"
     found = [point for point in line.points if point.objective_ms is not None]
     axes.plot(
-        [_gigabytes(point) for point in found],
+        [point.limit_bytes / unit.size for point in found],
         [point.objective_ms for point in found],
         marker="o",
         markersize=4,
@@ -150,7 +170,7 @@ def _draw_line(axes: Any, line: Line, colour: str, *, is_named: bool) -> None:
     proven = [point for point in line.points if point.bound_ms is not None and _is_open(point)]
     bounds = [point.bound_ms for point in proven]
     axes.plot(
-        [_gigabytes(point) for point in proven],
+        [point.limit_bytes / unit.size for point in proven],
         bounds,
         linestyle="--",
         linewidth=1.0,
@@ -160,7 +180,7 @@ def _draw_line(axes: Any, line: Line, colour: str, *, is_named: bool) -> None:
     )
     between = [point for point in found if point.bound_ms is not None]
     axes.fill_between(
-        [_gigabytes(point) for point in between],
+        [point.limit_bytes / unit.size for point in between],
         [point.bound_ms for point in between],
         [point.objective_ms for point in between],
         color=colour,
@@ -169,12 +189,12 @@ def _draw_line(axes: Any, line: Line, colour: str, *, is_named: bool) -> None:
     )
 
 
-def _draw_edges(axes: Any, lines: Sequence[Line]) -> None:
+def _draw_edges(axes: Any, lines: Sequence[Line], unit: Unit) -> None:
     """Fit the frame to the numbers, and mark on its lower edge where nothing fits."""
     points = [point for line in lines for point in line.points]
     bottom, top = edges(points)
     axes.set_ylim(bottom, top)
-    nothing = sorted({_gigabytes(point) for point in points if not _is_open(point)})
+    nothing = sorted({point.limit_bytes / unit.size for point in points if not _is_open(point)})
     axes.plot(
         nothing,
         [bottom] * len(nothing),
@@ -207,9 +227,11 @@ def _draw_legend(figure: Any) -> None:
     )
 
 
+def unit_of(points: Sequence[Point]) -> Unit:
+    """Return the decimal unit of the axis: GB, where the limits are not tiny."""
+    most_bytes = max((point.limit_bytes for point in points), default=_UNITS[0].size)
+    return next((unit for unit in _UNITS if most_bytes >= unit.size), _UNITS[-1])
+
+
 def _is_open(point: Point) -> bool:
     return not point.is_infeasible
-
-
-def _gigabytes(point: Point) -> float:
-    return point.limit_bytes / _GB

@@ -4,6 +4,7 @@
 gives a problem to solve and a model to cut otherwise.
 """
 
+from optpipe.presets.asking import AskedError, Sentence
 from optpipe.presets.estimate import Estimate, estimate
 from optpipe.presets.hardware import GPUS, Efficiency, Hardware, find_gpu
 from optpipe.presets.huggingface import shape_from_config
@@ -15,12 +16,14 @@ from optpipe.presets.training import Training
 __all__ = [
     "GPUS",
     "MODELS",
+    "AskedError",
     "Efficiency",
     "Estimate",
     "Experts",
     "Hardware",
     "LatentAttention",
     "ModelShape",
+    "Sentence",
     "Training",
     "estimate",
     "find_gpu",

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Literal, get_args
 import numpy as np
 
 from optpipe.errors import InputError
+from optpipe.presets.asking import AskedError, Field
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
-__all__ = ["Placement", "balanced_sizes", "placement_of"]
+__all__ = ["Placement", "balanced_sizes", "placement_of", "too_many_stages"]
 
 Placement = Literal["linear", "loop", "v"]
 
@@ -30,13 +31,15 @@ def placement_of(name: str, num_devices: int, chunks: int) -> tuple[int, ...]:
         If the name is none of these, or several chunks are asked of a line.
     """
     if name not in get_args(Placement):
-        raise InputError(f"--placement {name!r}: must be linear, loop or v; choose one")
+        raise AskedError(Field("placement", name), ": must be linear, loop or v; choose one")
     if chunks < 1 or num_devices < 1:
         raise InputError(f"{num_devices} devices, {chunks} chunks: must be at least 1; raise them")
     if name == "linear" and chunks > 1:
-        raise InputError(
-            f"--placement linear has one stage per device, not {chunks}; choose loop or v, or "
-            "leave --chunks out"
+        raise AskedError(
+            Field("placement", name),
+            f" has one stage per device, not {chunks}; choose loop or v, or leave ",
+            Field("chunks"),
+            " out",
         )
     line = tuple(range(num_devices))
     turns = (line[::-1] if name == "v" and turn % 2 else line for turn in range(chunks))
@@ -59,16 +62,24 @@ def balanced_sizes(times_ms: Sequence[float], num_stages: int) -> tuple[int, ...
     """
     count = len(times_ms)
     if num_stages > count:
-        raise InputError(
-            f"{num_stages} stages, but only {count} layers, embedding and head counted: a stage "
-            "needs at least one; lower --pp or --chunks"
-        )
+        raise too_many_stages(num_stages, count)
     ends = np.array([0.0, *accumulate(times_ms)])
     width = np.subtract.outer(ends, ends)  # [end, start]
     width[np.triu_indices(count + 1)] = np.inf
     largest = _least_largest(width, num_stages)
     squares = np.where(width <= largest * _SLACK + 1e-300, width**2, np.inf)
     return _least_sum(squares, num_stages)
+
+
+def too_many_stages(num_stages: int, num_layers: int) -> AskedError:
+    """Return the error of more stages than layers."""
+    return AskedError(
+        f"{num_stages} stages, but only {num_layers} layers, embedding and head counted: a stage "
+        "needs at least one; lower ",
+        Field("pp"),
+        " or ",
+        Field("chunks"),
+    )
 
 
 def _least_largest(width: NDArray[np.float64], num_stages: int) -> float:

@@ -14,7 +14,8 @@ from pydantic import ValidationError
 
 from optpipe.errors import InputError
 from optpipe.model import MAX_LAYERS, DefaultLink, Layer, Model, ModelDevice
-from optpipe.presets.cut import balanced_sizes, placement_of
+from optpipe.presets.asking import AskedError, Field, Sentence
+from optpipe.presets.cut import balanced_sizes, placement_of, too_many_stages
 from optpipe.presets.flops import embedding_work, head_work, layer_work, model_flops
 from optpipe.presets.memory import (
     Kept,
@@ -82,7 +83,7 @@ class Estimate:
         Model FLOPs of a micro-batch over what its devices could do, at peak, in the time of its
         F, I and W: the utilisation if no device were ever idle.
     notes
-        What to know before using it, in sentences.
+        What to know before using it; ``str()`` of each is plain text.
     """
 
     model: Model
@@ -90,7 +91,7 @@ class Estimate:
     sizes: tuple[int, ...]
     problem: Problem
     mfu: float
-    notes: tuple[str, ...]
+    notes: tuple[Sentence, ...]
 
 
 def estimate(
@@ -165,10 +166,7 @@ def _check_count(shape: ModelShape, num_stages: int) -> None:
             f"{MAX_LAYERS}; check the number"
         )
     if num_stages > num_layers:
-        raise InputError(
-            f"{num_stages} stages, but only {num_layers} layers, embedding and head counted: a "
-            "stage needs at least one; lower --pp or --chunks"
-        )
+        raise too_many_stages(num_stages, num_layers)
 
 
 def model_parts(shape: ModelShape, machine: Machine, *, pp: int = 2) -> tuple[Part, ...]:
@@ -231,7 +229,7 @@ def _scaled(
 ) -> tuple[float, float]:
     """Return the factor on all times, and the utilisation with it."""
     if mfu is not None and not 0 < mfu <= 1:
-        raise InputError(f"--mfu {mfu}: must be above 0 and at most 1; write 0.45 for 45 %")
+        raise AskedError(Field("mfu", mfu), ": must be above 0 and at most 1; write 0.45 for 45 %")
     training = machine.training
     seconds = sum(part.repeat * sum(part.times) for part in parts) / 1e3
     peak = machine.hardware.peak_flops(training.precision) * training.tp * training.cp
@@ -327,17 +325,18 @@ def _name(shape: ModelShape, hardware: Hardware, training: Training, pp: int) ->
     return f"{shape.name}-{hardware.name}-pp{pp}{more}"
 
 
-def _notes(shape: ModelShape, problem: Problem) -> Iterator[str]:
-    yield "Estimated from sizes and data sheets, not measured: optpipe profile measures."
+def _notes(shape: ModelShape, problem: Problem) -> Iterator[Sentence]:
+    yield Sentence("Estimated from sizes and data sheets, not measured: optpipe profile measures.")
     if shape.experts is not None:
-        yield "Routing is taken as balanced over the experts."
+        yield Sentence("Routing is taken as balanced over the experts.")
     for part in shape.left_out:
-        yield f"Left out: {part}."
+        yield Sentence(f"Left out: {part}.")
     for index, device in enumerate(problem.devices):
         static = problem.static_bytes_of(index)
         if static > device.usable_bytes:
-            yield (
+            yield Sentence(
                 f"{device.name} does not even hold its static bytes: {static / 1e9:.1f} GB of "
-                f"{device.usable_bytes / 1e9:.1f} GB usable. Raise --pp, --tp, --ep or --dp."
+                f"{device.usable_bytes / 1e9:.1f} GB usable. Raise ",
+                *(Field("pp"), ", ", Field("tp"), ", ", Field("ep"), " or ", Field("dp"), "."),
             )
             return

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from optpipe.errors import InputError
+from optpipe.presets.asking import AskedError, Field
 from optpipe.presets.near import pick
 
 if TYPE_CHECKING:
@@ -114,9 +115,10 @@ class Hardware:
             If it has none for this precision.
         """
         if precision not in self.tflops:
-            raise InputError(
+            raise AskedError(
                 f"{self.title} has no {precision} products (it has "
-                f"{', '.join(sorted(self.tflops))}); choose another --precision"
+                f"{', '.join(sorted(self.tflops))}); choose another ",
+                Field("precision"),
             )
         return self.tflops[precision].value * 1e12
 
@@ -284,4 +286,4 @@ def find_gpu(name: str) -> Hardware:
         If the catalogue has none of that name; the message names the nearest.
     """
     key = name.lower()
-    return pick("--gpu", _ALIASES.get(key, key), GPUS)
+    return pick("gpu", _ALIASES.get(key, key), GPUS)

@@ -196,4 +196,4 @@ def find_model(name: str) -> ModelShape:
         If the catalogue has none of that name; the message names the nearest.
     """
     key = name.lower()
-    return pick("--model", _ALIASES.get(key, key), MODELS)
+    return pick("model", _ALIASES.get(key, key), MODELS)

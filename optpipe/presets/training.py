@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from optpipe.errors import InputError
+from optpipe.presets.asking import AskedError, Field
 
 if TYPE_CHECKING:
     from optpipe.presets.shape import ModelShape
@@ -57,23 +57,26 @@ class Training:
     def __post_init__(self) -> None:
         for name in ("micro_batch", "sequence", "tp", "cp", "ep", "dp"):
             if getattr(self, name) < 1:
-                raise InputError(f"{name} = {getattr(self, name)}: must be at least 1; raise it")
+                raise AskedError(Field(name, getattr(self, name)), ": must be at least 1; raise it")
         if self.zero not in (0, 1, 2):
-            raise InputError(f"zero = {self.zero}: must be 0, 1 or 2; choose one")
+            raise AskedError(Field("zero", self.zero), ": must be 0, 1 or 2; choose one")
         if self.precision not in ("bf16", "fp16", "fp8", "fp32"):
-            raise InputError(
-                f"precision {self.precision!r}: must be bf16, fp16, fp8 or fp32; choose one"
+            raise AskedError(
+                Field("precision", self.precision), ": must be bf16, fp16, fp8 or fp32; choose one"
             )
         if self.dp % self.ep:
-            raise InputError(
-                f"ep = {self.ep} does not divide dp = {self.dp}: experts are spread over "
-                "data-parallel ranks; make dp a multiple of ep"
+            raise AskedError(
+                *(Field("ep", self.ep), " does not divide ", Field("dp", self.dp)),
+                ": experts are spread over data-parallel ranks; make ",
+                *(Field("dp"), " a multiple of ", Field("ep")),
             )
         split = self.cp * (self.tp if self.sequence_parallel else 1)
         if self.sequence % split:
-            raise InputError(
-                f"sequence = {self.sequence} is no multiple of {split}, over which it is split "
-                "(cp, and tp with sequence parallelism); choose one that is"
+            raise AskedError(
+                Field("sequence", self.sequence),
+                f" is no multiple of {split}, over which it is split (",
+                *(Field("cp"), ", and ", Field("tp"), " with sequence parallelism)"),
+                "; choose one that is",
             )
 
     @property
@@ -107,19 +110,21 @@ class Training:
             split["the shared experts' ffn"] = shape.experts.shared_ffn
         for name, size in split.items():
             if size % self.tp:
-                raise InputError(
-                    f"tp = {self.tp} does not divide {name} = {size} of {shape.name!r}; "
-                    "choose a tp that does"
+                raise AskedError(
+                    Field("tp", self.tp),
+                    f" does not divide {name} = {size} of {shape.name!r}; choose one that does",
                 )
         kv_heads = shape.num_kv_heads
         if kv_heads % self.tp and self.tp % kv_heads:
-            raise InputError(
-                f"tp = {self.tp} and {kv_heads} key/value heads of {shape.name!r}: one must be a "
-                "multiple of the other; choose such a tp"
+            raise AskedError(
+                Field("tp", self.tp),
+                f" and {kv_heads} key/value heads of {shape.name!r}: one must be a multiple of "
+                "the other; choose such a one",
             )
         num_experts = 1 if shape.experts is None else shape.experts.num
         if num_experts % self.ep:
-            raise InputError(
-                f"ep = {self.ep} does not divide the {num_experts} experts of {shape.name!r}; "
-                "choose an ep that does (1 where there are none)"
+            raise AskedError(
+                Field("ep", self.ep),
+                f" does not divide the {num_experts} experts of {shape.name!r}; choose one that "
+                "does (1 where there are none)",
             )

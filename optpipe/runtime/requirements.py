@@ -6,7 +6,7 @@ from importlib import metadata
 
 from optpipe.errors import MissingExtraError
 
-__all__ = ["require_torch"]
+__all__ = ["check_version", "require_torch"]
 
 _OLDEST = (2, 12)
 _NEXT = (2, 14)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from itertools import chain, cycle
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from optpipe_solver.exact.counts import counts_can_search
 from optpipe_solver.exact.improve import improve_by_exact_search
 from optpipe_solver.exact.widen import improve_by_beam
 from optpipe_solver.improve.search.local_search import improve_by_local_search
@@ -16,6 +17,7 @@ from optpipe_solver.improve.window import improve_by_windows
 from optpipe_solver.milp.horizon.model import num_order_pairs
 from optpipe_solver.milp.improve import fifo_loses_nothing, improve_by_milp, milp_fits
 from optpipe_solver.milp.periodic.improve import improve_by_periodic
+from optpipe_solver.restriction import improve_by_restrictions
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -44,13 +46,35 @@ def _search(best: Incumbent, **given: Any) -> int:
     return improve_by_local_search(best, starts=best.runners_up(), **given)
 
 
+def _search_stretches(best: Incumbent, **given: Any) -> int:
+    """Search on one thread, one stretch of time after the other."""
+    del given["threads"]
+    return improve_by_local_search(best, by_stretches=True, **given)
+
+
 def _root_units(problem: Problem) -> float:
     """What building the model and its root take: far less where first in, first out is exact."""
     fifo = fifo_loses_nothing(problem)
     return num_order_pairs(problem, fifo=fifo) / (3000 if fifo else 100)
 
 
+def _restricted(best: Incumbent, **given: Any) -> int:
+    """Look for programs without offload, recompute, or both, on one thread."""
+    del given["threads"]
+    work = given.pop("work_limit")
+    if work is not None:
+        work /= _PER_UNIT
+    return int(_PER_UNIT * improve_by_restrictions(best, _find, work_limit=work, **given))
+
+
+def _find(best: Incumbent, budget: Budget, stop: Callable[[], bool]) -> None:
+    improve(best, _finders(best.problem, budget), budget, threads=1, stop=stop)
+
+
+_PER_UNIT = 1_000_000
+_RESTRICTED = Part(_restricted, _PER_UNIT)
 _SEARCH = Part(_search, 10_000_000)
+_STRETCHES = Part(_search_stretches, 10_000_000)
 _EXACT = Part(improve_by_exact_search, 100_000)
 _BEAM = Part(improve_by_beam, 100_000)
 _WINDOWS = Part(improve_by_windows, 5)
@@ -67,8 +91,12 @@ class Step(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Steps to make once, then steps to repeat while any of them finds something to do."""
+    """Steps to make once, then steps to repeat while any of them finds something to do.
 
+    ``before`` comes first of all, and leaves the seeds of the others as they are without it.
+    """
+
+    before: tuple[Step, ...] = ()
     once: tuple[Step, ...] = ()
     again: tuple[Step, ...] = ()
     is_alone: bool = False
@@ -76,16 +104,22 @@ class Plan(NamedTuple):
 
 def plans(best: Incumbent, budget: Budget) -> tuple[Plan, ...]:
     """Return the plan of each lane."""
+    alone = budget.threads == 1 or budget.work_limit is not None
+    less = (Step(_RESTRICTED, 0.25 if alone else 0.5, 4.0),)
     proof = _proof(best.problem)
-    if budget.threads == 1 or budget.work_limit is not None:
+    if alone:
         return (
             Plan(
+                before=less,
                 once=(Step(_SEARCH, 0.1, 3.0), *proof),
                 again=(Step(_SEARCH, 0.4, 6.0), Step(_WINDOWS, 0.4, 6.0)),
                 is_alone=True,
             ),
         )
-    return (Plan(again=(Step(_SEARCH, 1.0),)), Plan(once=proof, again=(Step(_WINDOWS, 1.0),)))
+    return (
+        Plan(again=(Step(_SEARCH, 1.0),)),
+        Plan(before=less, once=proof, again=(Step(_WINDOWS, 1.0),)),
+    )
 
 
 def _proof(problem: Problem) -> tuple[Step, ...]:
@@ -104,7 +138,21 @@ def _proof(problem: Problem) -> tuple[Step, ...]:
         counts = Step(_EXACT, 0.1, 2.0), Step(_BEAM, 0.6, 12.0)
         return (*counts, exact, Step(_MILP, 0.5), blocks)
     beam = Step(_BEAM, 0.25, 5.0)
-    return (exact, beam, Step(_PERIODIC, 0.1, 5.0), Step(_EXACT, 0.5, 30.0), Step(_MILP, 0.5))
+    stretches = Step(_STRETCHES, 0.5, 8.0)
+    last = Step(_PERIODIC, 0.1, 5.0), Step(_EXACT, 0.5, 30.0), Step(_MILP, 0.5)
+    return (exact, beam, stretches, *last)
+
+
+def _finders(problem: Problem, budget: Budget) -> Plan:
+    """Return the plan for a restriction: what finds schedules, and nothing that only proves.
+
+    A beam's first round alone is more work than a restriction mostly has: it is for who has time.
+    """
+    search = Step(_SEARCH, 1.0)
+    if not counts_can_search(problem):
+        return Plan(again=(search,))
+    beam = (Step(_BEAM, 0.7),) if budget.work_limit is None else ()
+    return Plan(once=(Step(_SEARCH, 0.2), Step(_EXACT, 0.3), *beam), again=(search,))
 
 
 class Allowance:
@@ -164,10 +212,11 @@ def improve(
     """Follow a plan until its allowance is spent, the gap is closed, or told to stop."""
     allowance = Allowance(best, budget)
     idle = 0
-    for number, step in enumerate(chain(plan.once, cycle(plan.again))):
+    turns = enumerate(chain(plan.once, cycle(plan.again)))
+    for number, step in chain(((0, step) for step in plan.before), turns):
         if stop() or best.gap <= budget.good_gap or allowance.is_spent:
             return
         did = allowance.run(step, threads, budget.seed + number, stop)
         idle = 0 if did else idle + 1
-        if idle > len(plan.once) + len(plan.again):
+        if idle > len(plan.before) + len(plan.once) + len(plan.again):
             return

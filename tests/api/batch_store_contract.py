@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from optpipe.explain.questions import Unasked
 from optpipe_api.batches import BatchPlan, ItemPlan, NewBatch
 from optpipe_api.errors import (
     BatchNotFoundError,
@@ -17,6 +18,7 @@ from optpipe_api.errors import (
     TooManyJobsError,
 )
 from optpipe_api.jobs import JobError, JobEvent, JobOptions, JobState, Outcome
+from optpipe_api.what_ifs import Asked, Asking
 from tests.api.store_contract import LEASE_S, Clock, new, point, together
 
 if TYPE_CHECKING:
@@ -60,6 +62,22 @@ def batch(name: str = "sweep", key: str | None = None, **changes: Any) -> NewBat
 def items(number: int = 3, owner: str = "ann") -> list[NewJob]:
     made = (new(f"item {at}", changes={"owner": owner, "tags": ("a",)}) for at in range(number))
     return [replace(item, options=OPTIONS) for item in made]
+
+
+def asking(job_id: str, number: int = 1) -> Asking:
+    """Three questions about a job, and one that has no meaning."""
+    asked = (
+        Asked(name=f"more-{at}", text="more", num_microbatches=8, is_never_worse=at == 0)
+        for at in range(3)
+    )
+    return Asking(
+        job_id=job_id,
+        schedule_number=number,
+        before_ms=9.5,
+        num_before=4,
+        asked=tuple(asked),
+        unasked=(Unasked(name="faster-pcie", text="faster", reason="no bus"),),
+    )
 
 
 class BatchStoreContract:
@@ -166,6 +184,24 @@ class BatchStoreContract:
         first = store.page(1, owner="ann")
         assert [found.id for found in first] == [ids[2]]
         assert [found.id for found in store.page(9, first[0].position, owner="ann")] == [ids[0]]
+
+    def test_the_newest_questions_about_a_job_are_found_with_what_was_asked(
+        self, stores, open_all
+    ) -> None:
+        """Also when the job itself is gone; a batch of anything else is about none."""
+        self.add(stores)
+        first, second = "1" * 32, "2" * 32
+        asked = [
+            self.add(stores, plan=replace(plan(), asking=asking(job_id, at)))[0]
+            for at, job_id in enumerate((first, first, second, first))
+        ]
+        self.add(stores)
+        other = open_all().batches
+        assert other.newest_about(first) == asked[3]
+        assert other.newest_about(second) == asked[2]
+        assert other.newest_about("3" * 32) is None
+        assert other.plan(asked[3].id).asking == asking(first, 3)
+        assert [item.batch_index for item in other.jobs(asked[3].id)] == [0, 1, 2]
 
     def test_progress_is_what_the_jobs_say(self, stores, clock) -> None:
         added, _ = self.add(stores)

@@ -23,6 +23,7 @@ from optpipe_api.jobs import (
     JobKind,
     JobState,
     Outcome,
+    Standing,
     Start,
     StoredSchedule,
 )
@@ -158,6 +159,34 @@ class HistoryContract(StoreBench):
         assert taken == [ids[index] for index in (2, 4, 0, 3, 1)]
 
     # History
+
+    def test_a_standing_moves_with_all_that_happens_and_only_then(self, store) -> None:
+        ids = [self.add(store, str(number)).id for number in range(2)]
+        seen = [store.standings(ids)]
+
+        def step(happens) -> None:
+            happens()
+            seen.append(store.standings(ids))
+            changed = [job_id for job_id in ids if seen[-1][job_id] != seen[-2][job_id]]
+            assert changed == ids[:1]
+            assert seen[-1][ids[0]].last_entry == store.history(ids[0])[-1].number
+
+        claims = []
+        step(lambda: claims.append(store.claim("worker", LEASE_S)))
+        (claim,) = claims
+        step(lambda: store.record(claim.lease, point(9.0), LEASE_S, schedule="S"))
+        step(lambda: store.record(claim.lease, point(None, 1.0), LEASE_S))
+        store.heartbeat(claim.lease, LEASE_S)
+        assert store.standings(ids) == seen[-1]
+        step(lambda: store.requeue(claim.lease, death="it died", max_attempts=9))
+        step(lambda: store.request_cancel(ids[0]))
+        assert seen[-1][ids[0]] == Standing(JobState.CANCELLED, 1, store.history(ids[0])[-1].number)
+
+    def test_standings_of_many_jobs_and_of_unknown_ones_are_asked_for_at_once(self, store) -> None:
+        known = self.add(store).id
+        unknown = [f"{number:032x}" for number in range(2500)]
+        assert list(store.standings([*unknown, known, "", "x" * 9999])) == [known]
+        assert store.standings([]) == {}
 
     def test_a_history_tells_all_that_happened_in_order(self, store, clock) -> None:
         claim = self.claimed(store)

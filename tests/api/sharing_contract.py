@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from optpipe_api.jobs import Cache, EntryKind, JobError, JobEvent, JobKind, JobState, Outcome
+from optpipe_api.jobs import (
+    Cache,
+    EntryKind,
+    JobError,
+    JobEvent,
+    JobKind,
+    JobState,
+    Outcome,
+    Start,
+)
 from tests.api.store_contract import LEASE_S, StoreBench, new, point
 
 if TYPE_CHECKING:
@@ -69,6 +78,26 @@ class SharingContract(StoreBench):
         assert store.get(second.id).bound_ms == 5.5
         assert told(store, second, EntryKind.INCUMBENT) == [9.0, 8.0]
         assert [one.objective_ms for one in store.trace(second.id)] == [9.0, 8.0]
+
+    @pytest.mark.parametrize("found_ms", [None, 8.5, 8.0])
+    def test_one_whose_start_is_promised_shares_only_what_is_as_good_already(
+        self, store, found_ms: float | None
+    ) -> None:
+        """So it never has a worse schedule, also where the first ends without a better one."""
+        start = Start(schedule="start", objective_ms=8.0, method="m")
+        promised = {"start": start, "is_start_promised": True}
+        add(store)
+        claim = store.claim("w", LEASE_S)
+        if found_ms is not None:
+            store.record(claim.lease, point(found_ms, 5.0), LEASE_S, schedule="found")
+        second = add(store, promised)
+        shares = found_ms == 8.0
+        assert second.awaits_id == (claim.job.id if shares else None)
+        assert store.schedule(second.id).document == ("found" if shares else "start")
+        # Another one of the kind has one to share with.
+        assert add(store, promised).awaits_id == (claim.job.id if shares else second.id)
+        store.finish(claim.lease, CANCELLED)
+        assert store.get(second.id).objective_ms == 8.0
 
     def test_infeasible_is_infeasible_for_both(self, store) -> None:
         add(store)

@@ -212,6 +212,15 @@ def test_a_comparison_far_over_its_time_is_killed(tmp_path) -> None:
     assert not is_running(hung(tmp_path / "pid"))
 
 
+def test_a_comparison_has_all_its_time_however_slowly_its_process_starts(tmp_path) -> None:
+    """Five seconds, of half a one that it has and half a one that it may overrun."""
+    slow = {"solve_path": "tests.api.slow_solver:solve", "compare_path": FAKE_COMPARE}
+    with connected(make_settings(tmp_path, **slow, overtime_s=0.5)) as http:
+        answer = compare(http, options={"time_limit_s": 0.5})
+    assert answer.status_code == 200
+    assert answer.elapsed.total_seconds() > 3
+
+
 def test_a_server_that_stops_lets_go_of_its_comparisons(tmp_path) -> None:
     answers: list[httpx.Response] = []
     body = {"problem": two_stages(f"hang:{tmp_path}/pid")}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from contextlib import ExitStack, closing
 from typing import Any
@@ -11,9 +12,12 @@ from typing import Any
 import pytest
 
 from optpipe_api.engine import attempt
+from optpipe_api.engine.local import LocalSolvers
+from optpipe_api.engine.slots import SlotEngine
 from optpipe_api.errors import StoreUnavailableError
 from optpipe_api.jobs import JobState
 from tests.api.bench import Bench
+from tests.api.live import make_settings
 
 
 @pytest.fixture
@@ -74,11 +78,93 @@ def test_a_deaf_solver_is_killed_within_half_a_second_and_its_best_is_kept(bench
 def test_a_job_is_cancelled_at_once_while_its_process_still_starts(open_bench) -> None:
     bench = open_bench(solve_path="tests.api.slow_solver:solve")
     job_id = bench.submit("")
-    bench.until(job_id, lambda job: job.state is JobState.RUNNING)
+    time.sleep(0.5)
     bench.cancel(job_id)
     began = time.monotonic()
     assert bench.end(job_id).state is JobState.CANCELLED
     assert time.monotonic() - began < 0.5
+
+
+# What a process does before it is ready is not the job's fault
+
+
+def test_a_start_of_any_length_neither_fails_a_job_nor_costs_it_time(open_bench) -> None:
+    """Five seconds, of one that the job has and half a one that it may overrun."""
+    bench = open_bench(solve_path="tests.api.slow_solver:solve", overtime_s=0.5)
+    job = bench.end(bench.submit("", time_limit_s=1.0))
+    assert (job.state, job.attempt, job.deaths) == (JobState.SUCCEEDED, 1, 0)
+    assert job.started_at > job.created_at + 3
+    assert job.spent_s < 1.5
+
+
+def test_a_job_is_not_taken_before_a_process_can_solve_it(open_bench, tmp_path) -> None:
+    """Another server that is ready gets it, although it came later."""
+    open_bench(solve_path="tests.api.slow_solver:solve")
+    ready = open_bench()
+    began = time.monotonic()
+    job = ready.end(ready.submit(""))
+    assert job.state is JobState.SUCCEEDED
+    assert time.monotonic() - began < 4.5
+
+
+@pytest.mark.parametrize("failures", [1, 2])
+def test_a_process_that_does_not_start_now_and_then_fails_no_job(
+    open_bench, tmp_path, monkeypatch, failures: int
+) -> None:
+    """It is started again, and the job has been waiting in the queue."""
+    monkeypatch.setenv("FRAIL_TRIES", str(tmp_path / "tries"))
+    monkeypatch.setenv("FRAIL_FAILURES", str(failures))
+    bench = open_bench(solve_path="tests.api.frail_solver:solve")
+    job = bench.end(bench.submit(""))
+    assert (job.state, job.attempt, job.deaths) == (JobState.SUCCEEDED, 1, 0)
+    assert (tmp_path / "tries").read_bytes() == b"." * failures
+
+
+class Noted(LocalSolvers):
+    """Remembers what it has started."""
+
+    def __init__(self, settings: Any) -> None:
+        super().__init__(settings)
+        self.started: list[Any] = []
+
+    def start(self) -> Any:
+        self.started.append(super().start())
+        return self.started[-1]
+
+
+def test_a_process_that_dies_while_it_waits_costs_no_job_an_attempt(tmp_path) -> None:
+    """The next one is there when a job comes."""
+    solvers = Noted(make_settings(tmp_path))
+    with closing(Bench(tmp_path, solvers)) as bench:
+        bench.end(bench.submit(""))
+        while len(solvers.started) < 2:
+            time.sleep(0.01)
+        os.kill(solvers.started[1].pid, signal.SIGKILL)
+        job = bench.end(bench.submit(""))
+        assert (job.state, job.attempt, job.deaths) == (JobState.SUCCEEDED, 1, 0)
+
+
+def test_a_server_that_stood_still_keeps_its_jobs(open_bench) -> None:
+    """Their leases have run out meanwhile; it renews them before it takes any back."""
+    bench = open_bench(heartbeat_s=1.0)
+    bench.engine.close()
+    engine = SlotEngine(bench.store, bench.settings, bench.changes.append, _no_process)
+    job_id = bench.submit("")
+    lease = bench.store.claim(engine._owner, 0.0).lease
+    engine._looked_at -= 3600
+    renewal = threading.Timer(0.2, bench.store.heartbeat, (lease, 60.0))
+    renewal.start()
+    engine._expire()
+    renewal.join()
+    job = bench.store.get(job_id)
+    assert (job.state, job.deaths) == (JobState.RUNNING, 0)
+    bench.store.heartbeat(lease, 0.0)
+    engine._expire()
+    assert bench.store.get(job_id).deaths == 1
+
+
+def _no_process() -> Any:
+    raise AssertionError("nothing is started here")
 
 
 def test_a_cancellation_that_only_the_store_heard_of_arrives(bench: Bench) -> None:
@@ -146,6 +232,7 @@ def test_a_missing_solver_fails_the_job_and_the_engine_lives_on(open_bench) -> N
         job = bench.end(bench.submit(""))
         assert (job.state, job.error.code) == (JobState.FAILED, "solver.failed")
     assert bench.engine.is_alive
+    assert not bench.engine.is_able
 
 
 def assert_gone(pid: int) -> None:

@@ -65,6 +65,7 @@ class Bench:
         self.engine = Engine()
         self.changes = Changes()
         self.readers = Readers()
+        self.held: list[asyncio.Future[Any]] = []
         recall = Recall(self.settings, self.store, self.readers)
         self.desk = JobDesk(self.settings, self.store, self.engine, self.changes, recall=recall)
 
@@ -85,6 +86,10 @@ class Bench:
         self.store.finish(claim.lease, Outcome(event=event, **outcome))
         self.changes.publish(claim.job.id)
 
+    def hold(self, waiting: Any) -> None:
+        """Have something wait until the bench is closed."""
+        self.held.append(asyncio.ensure_future(waiting))
+
     async def collect(self, job_id: str, after: int = 0) -> list[HistoryEntry]:
         return [entry async for entry in self.desk.events(job_id, after, ANYBODY)]
 
@@ -101,6 +106,9 @@ def play(tmp_path):
         async def on_stage() -> None:
             with closing(Bench(tmp_path, **settings)) as bench:
                 await asyncio.wait_for(scene(bench), 60)
+                for waiting in bench.held:
+                    waiting.cancel()
+                await asyncio.gather(*bench.held, return_exceptions=True)
 
         asyncio.run(on_stage())
 

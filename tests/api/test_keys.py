@@ -336,6 +336,31 @@ def test_the_document_says_that_a_key_is_wanted_and_where_not(keyed) -> None:
     assert document["paths"]["/healthz"]["get"]["security"] == []
 
 
+def test_a_key_says_whose_it_is_and_what_it_may(keyed) -> None:
+    """The page offers what the role allows; the key itself is never told."""
+    http, headers = keyed
+    roles = {"reader": "read", "alice": "submit", "bob": "submit", "ops": "admin"}
+    for name, role in roles.items():
+        told = http.get("/v1/key", headers=headers[name]).json()
+        assert told == {"name": name, "role": role}
+
+
+def test_without_keys_everybody_may_do_everything(tmp_path) -> None:
+    """Nobody has a name then."""
+    with connected(make_settings(tmp_path)) as http:
+        assert http.get("/v1/key").json() == {"name": "", "role": "admin"}
+
+
+def test_a_reader_may_estimate_and_vary(keyed) -> None:
+    """Nothing changes by it."""
+    http, headers = keyed
+    asked = {"model": "llama3-8b", "gpu": "h100"}
+    view = http.post("/v1/estimates", json=asked, headers=headers["reader"])
+    assert view.status_code == 200
+    body = {"problem": view.json()["problem"], "values": {"memory_scale": 0.5}}
+    assert http.post("/v1/variants", json=body, headers=headers["reader"]).status_code == 200
+
+
 def test_a_reader_may_look_and_not_submit(keyed) -> None:
     """403 names the role that is needed."""
     http, headers = keyed

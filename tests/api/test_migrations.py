@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -106,6 +107,34 @@ def test_jobs_of_the_first_version_are_kept_on_sqlite(tmp_path) -> None:
     url = f"sqlite:///{tmp_path}/jobs.db"
     write_as_0001(url)
     assert_migrated(url)
+
+
+def test_batches_of_an_older_version_are_about_no_job(tmp_path) -> None:
+    """Their plans say nothing of questions, and whoever asks for some finds none."""
+    url = f"sqlite:///{tmp_path}/jobs.db"
+    config = Config()
+    config.set_main_option("script_location", str(SCRIPTS))
+    engine = sa.create_engine(url)
+    plan = {"axes": {}, "options": {"time_limit_s": 5.0}, "tags": [], "priority": 0, "items": []}
+    batch = {
+        "id": "3" * 32,
+        "name": "old",
+        "owner": "",
+        "created_at": 100.0,
+        "request_hash": "sha256:b",
+        "document": json.dumps(plan),
+    }
+    with engine.begin() as connection:
+        config.attributes["connection"] = connection
+        command.upgrade(config, "0003")
+        tables = sa.MetaData()
+        tables.reflect(connection)
+        connection.execute(sa.insert(tables.tables["batches"]).values(batch))
+    engine.dispose()
+    with closing(open_stores(url)) as stores:
+        (found,) = stores.batches.page(9)
+        assert (found.name, stores.batches.plan(found.id).asking) == ("old", None)
+        assert stores.batches.newest_about("3" * 32) is None
 
 
 @pytest.mark.postgres

@@ -145,11 +145,16 @@ def die_at_points(folder: Path, url: str, num_servers: int) -> None:
         trial = Trial(folder, fleet, seed=1, num_errands=None)
         choice = random.Random(1)
 
+        def can_give_back(left: set[str]) -> bool:
+            # Only a job that runs is given back, and it runs when its process is ready.
+            is_wanted = any(point.startswith("requeue.stop") for point in left)
+            return is_wanted and store.counts()[JobState.RUNNING] > 0
+
         def disturb() -> None:
             left = fleet.points_left()
             if not left:
                 trial.is_enough.set()
-            elif any(point.startswith("requeue.stop") for point in left) and choice.random() < 0.02:
+            elif can_give_back(left) and choice.random() < 0.2:
                 fleet.kill(choice.choice(fleet.ports), signal.SIGTERM)
 
         trial.run(store, disturb)

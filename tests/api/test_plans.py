@@ -29,6 +29,7 @@ ASKED: dict[str, Callable[[Stores], Any]] = {
     "page of both": lambda stores: stores.jobs.page(50, owner="o1", state=JobState.FAILED),
     "page of a tag": lambda stores: stores.jobs.page(50, 900, tag="t"),
     "page of batches": lambda stores: stores.batches.page(50, 900),
+    "what-ifs of a job": lambda stores: stores.batches.newest_about(ID),
     "the same": lambda stores: stores.jobs.same("p1", kind=JobKind.SOLVE, owner="o1", limit=20),
     "alike": lambda stores: stores.jobs.alike("s1", owner="o1", limit=5),
     "sharing": lambda stores: stores.jobs.sharing(ID),

@@ -188,6 +188,25 @@ def test_the_real_solver_answers_through_server_and_client(start) -> None:
     assert server.end(signal.SIGTERM) == 0
 
 
+@pytest.mark.parametrize(("hard", "expected"), [(4096, 2000), (1500, 1500)])
+def test_a_server_may_have_a_file_open_for_each_follower(hard: int, expected: int) -> None:
+    """Where the shell's limit is lower and the system's is not."""
+    script = (
+        "import resource as r; from optpipe_api.server import allow_files; "
+        f"r.setrlimit(r.RLIMIT_NOFILE, (300, {hard})); "
+        "print(allow_files(1000), r.getrlimit(r.RLIMIT_NOFILE)); print(allow_files(0))"
+    )
+    path = os.pathsep.join(filter(None, [str(ROOT), *sys.path]))
+    found = subprocess.run(
+        [sys.executable, "-c", script],
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert found.stdout == f"{expected} ({expected}, {hard})\n1000\n"
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

@@ -9,6 +9,7 @@ import pytest
 from PIL import Image, ImageChops
 
 from optpipe.plot.interactive import View, chart_html, schedule_chart
+from tests.building import everything_at_once
 from tests.plot.conftest import make_small_problem, make_small_programs
 from tests.plot.large import large_case
 
@@ -42,6 +43,25 @@ PATH = """(name) => {
   const {data} = gantt.renderers.find((held) => held.name === "path").data_source
   return Array.from(data.left).slice(1)
 }"""
+LABELS = """(level) => Bokeh.documents.flatMap((doc) => ["gantt-0", "gantt-1"].flatMap((name) => {
+  const held = doc.get_model_by_name(name)?.renderers.find((one) => one.name === `labels-${level}`)
+  const {text = [], x = []} = held?.data_source.data ?? {}
+  return Array.from(text, (told, i) => [told, x[i]])
+}))"""
+ZOOM = "([start, end]) => Bokeh.documents[0].get_model_by_name('time').setv({start, end})"
+BACKS = """() => {
+  const found = {}
+  const look = (root) => {
+    for (const el of root.querySelectorAll("*")) {
+      const name = el.classList.contains("bk-Tooltip") ? "tooltip"
+        : el.classList.contains("bk-input") ? el.localName : null
+      if (name) (found[name] ??= []).push(getComputedStyle(el).backgroundColor)
+      if (el.shadowRoot) look(el.shadowRoot)
+    }
+  }
+  look(document)
+  return found
+}"""
 TOOLTIP = """() => {
   const found = []
   const look = (root) => {
@@ -73,6 +93,16 @@ class Chart(NamedTuple):
         self.settle()
         return x, y
 
+    def point_at(self, name: str, ms: float, device: float, words: str) -> str:
+        """Point there until the tooltip says so: a busy machine may lose a move; return it all."""
+        for _ in range(100):
+            self.move_to(name, ms, device)
+            told = str(self.page.evaluate(TOOLTIP))
+            if words in told:
+                return told
+            self.page.wait_for_timeout(100)
+        raise AssertionError(f"the tooltip never said {words!r}: {told!r}")
+
     def picture(self) -> Image.Image:
         return Image.open(io.BytesIO(self.page.screenshot())).convert("RGB")
 
@@ -89,12 +119,12 @@ def opened(chromium: Browser, tmp_path: Path) -> Iterator[object]:
     """Return a function that opens the file of some views; the browser is cut off the network."""
     pages = []
 
-    def open_file(views: list[View], theme="light") -> Chart:
+    def open_file(views: list[View], theme="light", width=1000) -> Chart:
         file = tmp_path / "chart.html"
         file.write_text(
             chart_html(schedule_chart(views, theme=theme), title="t", theme=theme), "utf-8"
         )
-        context = chromium.new_context(viewport={"width": 1000, "height": 900}, offline=True)
+        context = chromium.new_context(viewport={"width": width, "height": 900}, offline=True)
         page = context.new_page()
         pages.append(context)
         chart = Chart(page, [], [])
@@ -167,9 +197,7 @@ def test_dragging_pans_and_stops_at_the_ends(opened, two) -> None:
 def test_pointing_at_an_action_tells_it_and_lights_its_path_everywhere(opened, two) -> None:
     """The words, the times, the bytes; all of micro-batch 0's bars, in both views; then nothing."""
     chart = opened(two)
-    chart.move_to("gantt-0", 7.0, 0)
-    chart.page.wait_for_function(f"({TOOLTIP})().includes('micro-batch 0')")
-    text = chart.page.evaluate(TOOLTIP)
+    text = chart.point_at("gantt-0", 7.0, 0, "micro-batch 0")
     assert "input gradient of micro-batch 0, stage 0" in text
     assert "on gpu0" in text
     assert "6 ms to 8 ms: 2 ms" in text
@@ -189,7 +217,7 @@ def test_a_tap_keeps_the_path_and_shows_the_devices_memory(opened, two) -> None:
     chart.page.mouse.move(5, 5)
     chart.settle()
     assert len(chart.path()) == 8
-    title = "(name) => Bokeh.documents[0].get_model_by_name(name).title.text"
+    title = "(name) => Bokeh.documents[0].get_model_by_name(`${name}-title`).text"
     assert chart.page.evaluate(title, "memory-0").startswith("one, memory of gpu1: peak 13 B")
     assert chart.page.evaluate(title, "memory-1").startswith("two, memory of gpu0: peak 16 B")
     chart.page.mouse.click(x, y)
@@ -221,6 +249,64 @@ def test_a_lit_path_stays_within_its_frame_when_zoomed(opened, two) -> None:
     assert min(chart.path()) >= start
 
 
+def test_bars_say_what_they_are_where_there_is_room(opened, two) -> None:
+    """While they are zoomed nothing, then again, in the middle of what is seen of each."""
+    chart = opened(two)
+    chart.page.wait_for_function(f"({LABELS})('glyph').length")
+    texts = [text for text, _ in chart.page.evaluate(LABELS, "glyph")]
+    assert texts.count("I0") == 4  # of two stages, in two views
+    assert {"F0", "F1", "I1"} <= set(texts)
+    chart.page.evaluate(ZOOM, [6.5, 8.5])
+    assert chart.page.evaluate(LABELS, "glyph") == []
+    chart.page.wait_for_function(f"({LABELS})('glyph').length")
+    found = dict(chart.page.evaluate(LABELS, "glyph"))
+    assert found["I0"] == pytest.approx((6.5 + 8) / 2)
+
+
+def test_a_lit_path_keeps_its_labels(opened, two) -> None:
+    """They are drawn again on the bars that cover them."""
+    chart = opened(two)
+    chart.point_at("gantt-0", 7.0, 0, "micro-batch 0")
+    chart.page.wait_for_function(f"({LABELS})('overlay').length")
+    texts = {text for text, _ in chart.page.evaluate(LABELS, "overlay")}
+    assert {"", "F0", "I0"} <= texts
+    assert all(text == "" or text.endswith("0") for text in texts)
+
+
+def test_chunks_are_told_apart_by_their_stage(opened) -> None:
+    """Where a device has several, a label begins with the stage, as in a program."""
+    problem, programs = everything_at_once()
+    chart = opened([View("all", problem, programs)])
+    chart.page.wait_for_function(f"({LABELS})('glyph').length")
+    length = chart.axis()[1]
+    chart.page.evaluate(ZOOM, [0, length / 8])
+    chart.page.wait_for_function(f"({LABELS})('glyph').some(([text]) => /^[0-9]+F/.test(text))")
+
+
+def test_titles_are_not_cut_on_a_phone(opened, two) -> None:
+    """They break into lines, each as wide as the frame at most, and the figure grows with them."""
+    told = "() => Bokeh.documents[0].get_model_by_name('gantt-0-title').text"
+    tall = "() => Bokeh.documents[0].get_model_by_name('gantt-0').outer_height"
+    wide = opened(two)
+    assert "\n" not in wide.page.evaluate(told)
+    narrow = opened(two, width=360)
+    narrow.page.wait_for_function(f"({told})().includes('\\n')")
+    narrow.settle()
+    lines = narrow.page.evaluate(told).split("\n")
+    assert " ".join(lines) == wide.page.evaluate(told)
+    assert narrow.page.evaluate(tall) >= wide.page.evaluate(tall) + 10 * (len(lines) - 1)
+
+
+def test_nothing_is_white_on_a_dark_page(opened, two) -> None:
+    """Neither inputs nor tooltips, as bokeh has them."""
+    chart = opened(two, "dark")
+    chart.point_at("gantt-0", 7.0, 0, "micro-batch 0")
+    dark = "rgb(21, 24, 28)"
+    backs = chart.page.evaluate(BACKS)
+    assert set(backs) == {"select", "input", "tooltip"}
+    assert all(set(found) == {dark} for found in backs.values()), backs
+
+
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_the_page_has_its_theme(opened, two, theme) -> None:
     """The corner of the page is white, or nearly black."""
@@ -236,8 +322,7 @@ def test_98304_actions_are_drawn_told_and_zoomed(opened) -> None:
     colours = before.getcolors(1_000_000)
     assert colours is not None
     assert len(colours) > 200
-    chart.move_to("gantt-0", 500.0, 0)
-    chart.page.wait_for_function(f"({TOOLTIP})().includes('forward of micro-batch')")
+    chart.point_at("gantt-0", 500.0, 0, "forward of micro-batch")
     assert len(chart.path()) == 192
     axis = "([a, b]) => Bokeh.documents[0].get_model_by_name('time').setv({start: a, end: b})"
     chart.page.evaluate(axis, [20_000, 20_500])

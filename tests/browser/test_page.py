@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -16,10 +17,16 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from playwright.sync_api import Browser
+    from playwright.sync_api import Browser, Route
 
 pytestmark = pytest.mark.browser
 
+TIMES = ("forward_ms", "backward_input_ms", "backward_weight_ms")
+LAST_DRAWN = """() => {
+  const job = document.querySelector("#job");
+  const tag = job.querySelector(".chart").dataset.tag ?? "";
+  return tag.includes(`.${job.dataset.schedules}.chart`);
+}"""
 GATED = "tests.browser.gated:solve"
 
 
@@ -69,8 +76,9 @@ def test_a_first_visit_leads_to_a_finished_schedule(chromium: Browser, tmp_path)
         page.fill("[name=time_limit_s]", "5")
         page.wait_for_selector("#problem-size >> text=2 devices, 2 stages, 6 micro-batches")
         page.click("#solve")
-        page.wait_for_selector("#job[data-state=succeeded]")
-        page.wait_for_selector(DRAWN)
+        page.wait_for_selector(":is([data-state=succeeded], [data-state=failed])#job")
+        assert page.get_attribute("#job", "data-state") == "succeeded", page.inner_text("#job dl")
+        page.wait_for_function(LAST_DRAWN)
         page.wait_for_selector("#job .progress canvas >> nth=0")
         visit.picture("schedule")
         assert "%" in page.inner_text("#gap") or "optimal" in page.inner_text("#gap")
@@ -208,12 +216,70 @@ def test_a_link_shows_the_same_again(chromium: Browser, visit: Visit, url: str, 
         other.page.wait_for_selector(f"{DRAWN}[data-tag*='method:1f1b']")
         assert other.time_axis() == pytest.approx(visit.time_axis(), abs=0.01)
         other.picture("compared")
+        assert other.page.inner_text("#beside option:checked") == "1F1B"
+        titles = (
+            "() => Bokeh.documents.map((d) => d.get_model_by_name('gantt-1-title')?.text).join()"
+        )
+        assert "1F1B: makespan" in other.page.evaluate(titles)
         other.page.wait_for_selector("#problem-size >> text=4 micro-batches")
         other.open("?model=qwen3-8b&gpu=a100&pp=8&num_microbatches=24&memory_scale=0.7")
         other.page.wait_for_selector("#problem-size >> text=8 devices, 8 stages, 24 micro-batches")
         assert other.page.input_value("[name=model]") == "qwen3-8b"
         assert other.page.inner_text("#slider-memory_scale >> xpath=../output")[:4] == "70 %"
         assert other.page.inner_text("#problem-memory dd") == "56.0 GiB"
+
+
+def test_a_problem_of_a_file_stands_in_the_link(chromium: Browser, visit: Visit, url: str) -> None:
+    """With its sliders, before there is a job; the fragment is never sent to the service."""
+    page = visit.open()
+    taken(page, two_stages(name="mine", num_microbatches=3), "mine.json")
+    page.locator("[data-axis=memory_scale]").fill("40")  # the stop of 50 %
+    page.wait_for_function("location.hash.startsWith('#form=') && location.search.includes('0.5')")
+    link = page.url
+    with visiting(chromium, url) as other:
+        other.open(link.removeprefix(f"{url}/"))
+        page = other.page
+        page.wait_for_selector("#problem-size >> text=2 devices, 2 stages, 3 micro-batches")
+        assert page.inner_text("#file-name") == "mine.json"
+        assert page.get_attribute("#problem", "data-hash") == visit.page.get_attribute(
+            "#problem", "data-hash"
+        )
+        assert not [address for address in other.requested if "form=" in address.partition("#")[0]]
+        assert page.url == link
+
+
+@pytest.mark.parametrize("broken", ["#form=AAAA", "#form=%%%", "#form=", "cut"])
+def test_a_damaged_link_says_so(visit: Visit, broken: str) -> None:
+    """And the form is that of a first visit."""
+    page = visit.open()
+    if broken == "cut":
+        taken(page, two_stages(name="mine"), "mine.json")
+        page.wait_for_function("location.hash.startsWith('#form=')")
+        broken = page.evaluate("location.hash")[:-40]
+        page.goto("about:blank")
+    page = visit.open(f"?{broken}")
+    page.wait_for_selector("#fault:visible")
+    assert "this link" in page.inner_text("#fault")
+    assert page.get_attribute("#fault", "data-code") == "link.broken"
+    page.wait_for_selector("#problem-size >> text=4 devices")
+    assert page.evaluate("location.hash") == ""
+
+
+def test_a_problem_too_large_for_a_link_is_said_to_be(visit: Visit) -> None:
+    """Times that no compression shortens; the job that solves it has a link."""
+    page = visit.open()
+    problem = two_stages(name="large")
+    (stage, *_), (device, *_) = problem["stages"], problem["devices"]
+    count = 400
+    rng = random.Random(1)
+    problem["devices"] = [device] * count
+    problem["stages"] = [
+        {**stage, "device": index, **{name: rng.random() for name in TIMES}}
+        for index in range(count)
+    ]
+    taken(page, problem, "large.json")
+    page.wait_for_selector("#link-hint:visible")
+    assert page.evaluate("location.hash") == ""
 
 
 @pytest.mark.parametrize(
@@ -275,6 +341,28 @@ def test_lists_show_jobs_and_what_can_be_done_about_them(visit: Visit, tmp_path)
     page.wait_for_selector("#resume")
 
 
+def test_leaving_a_job_while_its_chart_is_made_is_no_fault(
+    visit: Visit, url: str, tmp_path
+) -> None:
+    """The chart comes when nobody waits for it any more."""
+    job = solved(url, tmp_path)
+    late: list[Route] = []
+
+    def hold(route: Route) -> None:
+        late.append(route)
+
+    visit.page.route("**/chart?*", hold)
+    page = visit.open(f"?job={job['id']}")
+    while not late:
+        page.wait_for_timeout(20)
+    page.click("nav [data-view=jobs]")
+    page.wait_for_selector("#jobs")
+    with page.expect_response("**/chart?*"):
+        late[0].continue_()
+    page.wait_for_timeout(300)
+    assert page.is_hidden("#fault")
+
+
 def test_a_memory_sweep_ends_in_a_frontier(visit: Visit, tmp_path) -> None:
     """One button: a batch over memory limits, its items, and the chart of what memory buys."""
     (tmp_path / "end").touch()
@@ -284,6 +372,14 @@ def test_a_memory_sweep_ends_in_a_frontier(visit: Visit, tmp_path) -> None:
     page.wait_for_selector("#batch[data-finished=true]")
     page.wait_for_selector("#batch .chart[data-drawn]")
     visit.picture("batch")
+    for scheme in ("light", "dark"):
+        drawn = page.get_attribute("#batch .chart", "data-drawn")
+        page.set_viewport_size({"width": PHONE[0], "height": PHONE[1]})
+        page.emulate_media(color_scheme=scheme)
+        if scheme == "dark":
+            page.wait_for_selector(f"#batch .chart[data-drawn]:not([data-drawn='{drawn}'])")
+        visit.picture(f"phone-batch-{scheme}")
+        assert page.evaluate("document.documentElement.scrollWidth") <= PHONE[0]
     assert page.locator("#batch tbody tr[data-state=succeeded]").count() == 8
     assert page.locator("#batch tbody tr[data-state=infeasible]").count() == 1
 

@@ -44,10 +44,17 @@ def test_a_service_with_keys_asks_once_and_the_key_stays_in_the_tab(
             assert not [address for address in visit.requested if "opk_" in address]
 
 
-def test_who_may_only_read_sees_jobs_and_no_form(chromium: Browser, tmp_path) -> None:
-    """A form that is always refused would only be in the way."""
+def test_who_may_only_read_estimates_and_is_told_what_solving_needs(
+    chromium: Browser, tmp_path
+) -> None:
+    """The form works, sliders too; what would be refused is not offered."""
     with running(make_settings(tmp_path, require_keys=True)) as (url, app):
-        key = app.state.service.keys.create("looker", Role.READ)[1]
+        keys = app.state.service.keys
+        submitting = {"Authorization": f"Bearer {keys.create('looker', Role.SUBMIT)[1]}"}
+        body = {"problem": two_stages(name="improve:2:0")}
+        made = httpx.post(f"{url}/v1/jobs?wait=60", json=body, headers=submitting, timeout=90)
+        keys.revoke("looker")
+        key = keys.create("looker", Role.READ)[1]
         with visiting(chromium, url) as visit:
             page = visit.page
             page.add_init_script(f"sessionStorage.setItem('optpipe-key', {key!r})")
@@ -55,5 +62,13 @@ def test_who_may_only_read_sees_jobs_and_no_form(chromium: Browser, tmp_path) ->
             page.wait_for_selector("#jobs")
             visit.open()
             page.wait_for_selector("body[data-role=read]")
-            assert page.is_hidden("#compose")
+            page.locator("[data-axis=memory_scale]").fill("40")  # the stop of 50 %
+            page.wait_for_selector("#problem-memory >> text=39.8 GiB")
+            for button in ("#solve", "#sweep"):
+                assert page.is_disabled(button)
+            assert "role submit" in page.inner_text("#role-hint")
             assert page.is_hidden("#fault")
+            visit.picture("reader")
+            visit.open(f"?job={made.json()['id']}")
+            page.wait_for_selector("#job[data-state=succeeded]")
+            assert page.is_hidden("#resume")

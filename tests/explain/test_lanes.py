@@ -35,6 +35,16 @@ def test_lanes_of_a_shared_bus_and_of_a_half_duplex_device() -> None:
     assert (first.busy_ms, first.share) == (20, 20 / run.makespan_ms)
 
 
+def test_every_group_has_the_devices_of_its_own_bus() -> None:
+    """Two groups: a lane names the devices that share it and no others."""
+    devices = [bus(pcie_group="g"), bus(pcie_group="h"), bus(pcie_group="h")]
+    made = problem([offloadable(0), offloadable(1), offloadable(2)], devices)
+    way = "{0}F0 {0}OFFLOAD0 {0}RELEASE0 {0}RELOAD0 {0}B0"
+    rows = programs(*(way.format(device) for device in range(3)))
+    uses = lane_uses(made, rows, simulate(made, rows))
+    assert {(use.group, use.devices) for use in uses if use.group} == {("g", (0,)), ("h", (1, 2))}
+
+
 def test_gradient_reductions_and_recomputation_count_as_busy() -> None:
     made = problem([stage(0, 1, 1, 1, recompute_ms=5, checkpoint_bytes=1, grad_sync_ms=4)])
     rows = programs("0F0 0RECOMPUTE0 0I0 0W0")
@@ -68,6 +78,12 @@ def test_memory_is_that_of_the_walk_and_the_fullest_action_reaches_it(case: Case
             before = row[: row.index(held.fullest_at)]
             if before and not any(a.type == "RECOMPUTE" for a in row):
                 assert device_peak_bytes(case.problem, held.device, before) < held.peak_bytes
+
+
+def test_a_device_without_a_program_is_never_the_tightest() -> None:
+    """It has nothing to do, so more memory on it buys nothing, however little it has."""
+    made = problem([stage(1)], [bus(memory_bytes=1), bus(memory_bytes=1000)])
+    assert tightest_device(made, programs("", "0F0 0B0")) == 1
 
 
 def test_the_tightest_device_has_the_least_left() -> None:

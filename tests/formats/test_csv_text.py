@@ -43,13 +43,14 @@ def test_cells_that_torch_leaves_empty_to_line_steps_up_are_skipped() -> None:
         ("0F0\n1F0,,1B0x\n", "row 2, column 3: '1B0x' is not an action"),
         ("0F0\x00\n", "row 1, column 1: '0F0\\x00' is not an action"),
         ("0F0;0B0\n", "row 1, column 1: '0F0;0B0' is not an action"),
+        ("0F0\t0B0\n", "for example 2F0; separate cells by commas"),
         ("(0F0;1B0)OVERLAP_F_B\n", "row 1, column 1: '(0F0;1B0)OVERLAP_F_B' is an overlapped"),
         ("0F0,1SEND_F0\n", "row 1, column 2: '1SEND_F0' is a communication action"),
         ('"0F0\n', "not CSV: unexpected end of data; write one row per device"),
         ("0F0\r0B0\n", "not CSV: new-line character"),
         ("0F0," + "x" * 200_000, "not CSV: field larger than field limit"),
     ],
-    ids=range(10),
+    ids=range(11),
 )
 def test_a_wrong_cell_is_refused_with_its_place(text: str, message: str) -> None:
     with pytest.raises(ScheduleFormatError) as caught:

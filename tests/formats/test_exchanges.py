@@ -154,3 +154,12 @@ def test_blocking_is_never_faster_than_planned(seed: int) -> None:
                 whole, rows, by="start", early_activations=is_early, early_gradients=False
             )
             assert blocking_ms(whole, line) >= simulate(whole, rows).makespan_ms - 1e-9
+
+
+def test_gradients_are_reduced_one_after_the_other_at_the_end() -> None:
+    """Two stages on one device: 6 ms of work, then 4 ms and 5 ms."""
+    made = problem([stage(0, grad_sync_ms=4), stage(0, grad_sync_ms=5)])
+    line = joint_order(
+        made, programs("0F0 1F0 1B0 0B0"), by="start", early_activations=True, early_gradients=True
+    )
+    assert blocking_ms(made, line) == 6 + 4 + 5

@@ -19,6 +19,7 @@ from optpipe import (
     dump_problem,
     dump_schedule,
     evaluate,
+    load_model,
     load_problem,
     load_schedule,
     simulate,
@@ -93,12 +94,15 @@ ODD = [
     (TEXT.replace('"num_microbatches": 1', '"num_microbatches": ' + "9" * 100_000),
      "a number has more than 4300 digits; give bytes, milliseconds or a count"),
     ('{"name": "' + "x" * 5_000_000 + '"}', "String should have at most 200 characters"),
-    ('{"' + "x" * 5_000_000 + '": 1}', "xxx...: unknown field; remove it"),
+    ('{"name": "a", "' + "x" * 5_000_000 + '": 1}', "xxx...: unknown field; remove it"),
+    ('{"' + "x" * 5_000_000 + '": 1}', "this is no problem: it has none of a problem's fields"),
     ("{" + ",".join(f'"k{i}": 1' for i in range(100_000)) + ', "k99999": 1}',
      "key 'k99999' stands twice"),
-    ("{" + ",".join(f'"k{i}": 1' for i in range(100_000)) + "}", "... and 99995 more"),
+    ('{"name": "", ' + ",".join(f'"k{i}": 1' for i in range(100_000)) + "}", "... and 99995 more"),
     ('{"name": "\\ud800"}', "name = '\\ud800': Input should be a valid string"),
-    ('{"\\ud800": 1}', "unable to parse raw data as a unicode string"),
+    ('{"name": "", "\\ud800": 1}', "unable to parse raw data as a unicode string"),
+    ('{"\\ud800": 1}', "but '\\ud800'; give a file of optpipe/problem/v1"),
+    ('{"format": "\\ud800"}', "format = '\\ud800': must be 'optpipe/problem/v1'; correct it"),
     ('{"name": "\\u0000"}', "stages: is missing"),
 ]  # fmt: skip
 
@@ -112,6 +116,35 @@ def test_odd_texts_are_refused_quickly_and_shortly(text: str, message: str) -> N
     assert message in str(caught.value)
     assert len(str(caught.value)) < 2000
     str(caught.value).encode()
+
+
+def test_another_kind_or_version_is_named_in_one_line() -> None:
+    """A line for each of its fields would hide what is wrong: the file, or who wrote it."""
+    made, rows = everything_at_once()
+    schedule = dump_schedule(evaluate(made, rows, Provenance(method="test")))
+    newer = dump_problem(made).replace("problem/v1", "problem/v2")
+    trace = '{"traceEvents": [], "displayTimeUnit": "ms"}'
+    refusals = (
+        (
+            load_problem,
+            schedule,
+            "this is a schedule, but a problem is asked for here; give a file",
+        ),
+        (load_model, dump_problem(made), "this is a problem, but a model is asked for here"),
+        (load_schedule, dump_problem(made), "this is a problem, but a schedule is asked for here"),
+        (
+            load_schedule,
+            schedule.replace("/v1", "/v9"),
+            "reads 'optpipe/schedule/v1'; read it with",
+        ),
+        (load_problem, newer, "format = 'optpipe/problem/v2': this optpipe reads"),
+        (load_problem, trace, "none of a problem's fields, but 'traceEvents', 'displayTimeUnit'"),
+    )
+    for load, text, message in refusals:
+        with pytest.raises(InputError) as caught:
+            load(text)
+        assert message in str(caught.value)
+        assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("depth", [50, 300, 900, 960, 970, 980, 990, 1000, 5000, 100_000])

@@ -86,6 +86,7 @@ HEADER = "stage,action,time_ms\n"
         ("", "the table has no rows"),
         (HEADER, "the table has no rows"),
         ("stage,time_ms\n0,1\n", "line 1: columns stage, time_ms: action is missing"),
+        ("x" * 5000 + "\n", "line 1: columns x{80}\\.\\.\\.: stage is missing"),
         ("stage,action,time_ms,ms\n", "line 1: column 'ms' is unknown"),
         ("stage,action,time_ms,step,step\n", "line 1: column 'step' stands twice"),
         (HEADER + "0,F,1\n0,F\n", "line 3: 2 cells, but 3 columns"),

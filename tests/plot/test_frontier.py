@@ -10,7 +10,13 @@ import pytest
 from optpipe.errors import InputError, MissingExtraError
 from optpipe.frontier import Line, Point
 from optpipe.plot import figure, interactive
-from optpipe.plot.frontier import draw_frontier, frontier_svg, require_drawing, save_frontier
+from optpipe.plot.frontier import (
+    draw_frontier,
+    frontier_svg,
+    require_drawing,
+    save_frontier,
+    unit_of,
+)
 
 
 def line(label: str, *found: tuple[int, float | None, float | None, bool]) -> Line:
@@ -69,6 +75,20 @@ def test_an_svg_names_lines_axes_and_title() -> None:
     assert {"m = 8", "m = 16", "lower bound", "nothing fits (proven)"} <= texts
     assert "_$x^^$\N{REPLACEMENT CHARACTER}" in texts
     assert {"memory per device (GB)", "objective (ms)", "a <b> & $c$"} <= texts
+
+
+@pytest.mark.parametrize(
+    ("memory_bytes", "unit"),
+    [(80 * 10**9, "GB"), (10**9, "GB"), (5 * 10**6, "MB"), (4000, "kB"), (12, "B"), (None, "GB")],
+)
+def test_the_axis_has_a_unit_that_fits(memory_bytes: int | None, unit: str) -> None:
+    """GB, unless all limits are below one; of nothing too."""
+    points = [
+        Point(index=0, family="a", label="a", memory_bytes=(size,))
+        for size in (memory_bytes, 1)
+        if memory_bytes is not None and size is not None
+    ]
+    assert unit_of(points).name == unit
 
 
 @pytest.mark.parametrize("lines", [[], [line("x")], [line("x", (1, None, None, True))]])

@@ -126,13 +126,23 @@ def test_all_figures_share_one_named_time_axis(views) -> None:
 def test_a_bound_is_a_line_only_where_it_is_a_moment(small_problem, small_programs) -> None:
     """The bound of a span is no moment of the axis; both are told in the title."""
     view = View("a", small_problem, small_programs, 11.0)
-    plot = named(schedule_chart([view]), "gantt-0")
+    layout = schedule_chart([view])
+    plot = named(layout, "gantt-0")
     assert [line.location for line in plot.select({"name": "bound"})] == [11.0]
-    assert plot.title.text == ("a: makespan 13 ms, bubble 23.1 %, bound 11 ms, gap 15.4 %")
+    title = named(layout, "gantt-0-title")
+    assert title.text == "a: makespan 13 ms, bubble 23.1 %, bound 11 ms, gap 15.4 %"
     of_span = small_problem.model_copy(update={"objective": "span"})
-    plot = named(schedule_chart([View("a", of_span, small_programs, 11.0)]), "gantt-0")
-    assert list(plot.select({"name": "bound"})) == []
-    assert "span 12 ms" in plot.title.text or "span 13 ms" in plot.title.text
+    layout = schedule_chart([View("a", of_span, small_programs, 11.0)])
+    assert list(named(layout, "gantt-0").select({"name": "bound"})) == []
+    told = named(layout, "gantt-0-title").text
+    assert "span 12 ms" in told or "span 13 ms" in told
+
+
+def test_a_bound_of_0_says_nothing(small_problem, small_programs) -> None:
+    """It is true of every schedule, and stands there only until there is a better one."""
+    layout = schedule_chart([View("a", small_problem, small_programs, 0.0)])
+    assert named(layout, "gantt-0-title").text == "a: makespan 13 ms, bubble 23.1 %"
+    assert list(named(layout, "gantt-0").select({"name": "bound"})) == []
 
 
 def test_equal_charts_are_equal_bytes(views) -> None:
@@ -193,8 +203,10 @@ def test_64_devices_and_512_microbatches_are_a_few_megabytes() -> None:
 def test_the_memory_chart_begins_with_the_fullest_device() -> None:
     """Its curve, in the unit of the axis, and the numbers in its title."""
     problem, programs = large_case(4, 8)
-    plot = named(schedule_chart([View("1F1B", problem, programs)]), "memory-0")
-    assert plot.title.text == "1F1B, memory of gpu0: peak 76.0 GiB of 80.0 GiB"
+    layout = schedule_chart([View("1F1B", problem, programs)])
+    plot = named(layout, "memory-0")
+    told = named(layout, "memory-0-title").text
+    assert told == "1F1B, memory of gpu0: peak 76.0 GiB of 80.0 GiB"
     (shown,) = {held.data_source.id: held.data_source for held in plot.renderers}.values()
     assert isinstance(shown, ColumnDataSource)
     assert max(shown.data["held"]) == 76

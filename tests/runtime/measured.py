@@ -140,6 +140,10 @@ def no_modules():
     return ["stage"], torch.zeros(1)
 
 
+def no_list():
+    return 2, torch.zeros(1)
+
+
 def needs_an_argument(width: int) -> int:
     return width
 

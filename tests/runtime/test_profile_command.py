@@ -94,6 +94,12 @@ def test_ranks_write_one_file_together(tmp_path: Path) -> None:
         ("tests.runtime.measured:nothing", (), "has no function nothing (it has: "),
         ("tests.runtime.measured:a_number", (), "returned something of type int; it must return"),
         ("tests.runtime.measured:no_modules", (), "something of type str among the stages"),
+        ("tests.runtime.measured:no_list", (), "something of type int for the stages"),
+        ("..relative:stages", (), "must name a function; write module:function"),
+        (TINY, ("--link-latency-ms", "inf"), "link_latency_ms = inf: must be finite"),
+        (TINY, ("--state-copies", "inf"), "less than or equal to 100"),
+        (TINY, ("--memory-bytes", 10**20), "less than or equal to 9007199254740992"),
+        (TINY, ("-o", "p.json", "--samples-out", "p.json"), "cannot write p.json twice"),
         ("tests.runtime.measured:needs_an_argument", (), "is handed nothing, which does not fit"),
         ("tests.runtime.measured:misfits", ("--microbatch", 2), "is handed microbatch=2"),
         ("tests.runtime.measured:misfits", (), "stage 1 cannot run on inputs of size [(2, 3)]"),
@@ -109,6 +115,16 @@ def test_bad_input_leaves_with_2(profile, stages, arguments, message) -> None:
     assert code == 2
     assert message in err.replace("\n", " ")
     assert not out
+
+
+def test_samples_are_kept_where_they_make_no_problem(profile, tmp_path) -> None:
+    """They may have taken an hour of GPUs; too many micro-batches are found out after it."""
+    samples = tmp_path / "samples.json"
+    code, out, err = profile(TINY, "--samples-out", samples, "--memory-bytes", 1000, *QUICK)
+    assert code == 2
+    assert "reserved_bytes" in err
+    assert "made by W" in out
+    assert Measurements.model_validate_json(samples.read_text()).spreads[3, "W"].num_samples == 2
 
 
 def test_the_current_folder_is_searched(profile, tmp_path, monkeypatch) -> None:

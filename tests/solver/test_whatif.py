@@ -194,12 +194,6 @@ def test_without_offload_the_bus_is_no_question() -> None:
     assert answer.as_json()["reason"]
 
 
-def test_more_cells_than_a_problem_may_have_are_not_asked_for(monkeypatch) -> None:
-    monkeypatch.setattr("optpipe_solver.whatif.MAX_CELLS", 3)
-    found = ask(problem([stage(0)], m=2), programs("0F0 0B0 0F1 0B1"))
-    assert "may not exceed 3" in found["twice-the-microbatches"].sentence()
-
-
 def test_who_says_stop_gets_the_answers_so_far() -> None:
     assert list(ask(*tight(), should_stop=lambda: True)) == [AS_IT_IS]
 

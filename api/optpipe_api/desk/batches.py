@@ -21,6 +21,8 @@ from optpipe_api.errors import BatchNotFoundError
 from optpipe_api.jobs import JobState
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from optpipe.frontier import Line
     from optpipe_api.access import Principal
     from optpipe_api.batches import Batch, ItemPlan
@@ -79,11 +81,15 @@ class BatchDesk:
             request_hash=_request_hash(swept, options),
             idempotency_key=key,
         )
+        return self.take(new, self._drafts(swept, options, who))
+
+    def take(self, new: NewBatch, drafts: Sequence[NewJob]) -> Batch:
+        """Queue the jobs of a batch, all or none; raises as `submit`."""
         batch, jobs = self._store.add(
             new,
-            self._drafts(swept, options, who),
+            drafts,
             max_queued=self._settings.max_queued_jobs,
-            max_of_owner=self._most_of(who.name),
+            max_of_owner=self._most_of(new.owner),
         )
         for job in jobs:
             self._jobs.announce(job)

@@ -45,16 +45,21 @@ class Recall:
         self._readers = readers
 
     def complete(self, new: NewJob, num_cells: int, most_tried: int = MOST_TRIED) -> NewJob:
-        """Return the job with its answer, or with a start, or as it is."""
+        """Return the job with its answer, or with a start, or as it is.
+
+        One that comes with a start keeps it, and takes an answer only if it is no worse.
+        """
         if new.options.cache == "refresh" or not self._is_wanted:
             return new
         new = replace(new, may_share=True)
+        if new.start is not None:
+            return self._hit(new) or new
         return self._hit(new) or self._near(new, num_cells, most_tried) or new
 
     def _hit(self, new: NewJob) -> NewJob | None:
         found = self._store.same(new.problem_hash, kind=new.kind, owner=new.owner, limit=_LOOKED_AT)
         for job in found:
-            if answers(job, new.options):
+            if answers(job, new.options) and new.is_content_with(job.objective_ms):
                 return self._answered(new, job)
         return None
 
@@ -72,7 +77,9 @@ class Recall:
             method=self._store.made_by(job.id),
         )
         chosen = self._store.problem(job.id) if new.kind is JobKind.PLAN else new.problem
-        return replace(new, cache=Cache.HIT, source_id=job.id, finished=outcome, problem=chosen)
+        return replace(
+            new, cache=Cache.HIT, source_id=job.id, start=None, finished=outcome, problem=chosen
+        )
 
     def _near(self, new: NewJob, num_cells: int, most_tried: int) -> NewJob | None:
         """Return the job with the best start that near problems give it.

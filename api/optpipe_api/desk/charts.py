@@ -15,6 +15,7 @@ from starlette.concurrency import run_in_threadpool
 from optpipe.errors import MissingExtraError
 from optpipe.formats.json_text import load_problem, load_schedule
 from optpipe.frontier import Line, Point
+from optpipe.plot.methods import title_of
 from optpipe_api.desk.readers import Readers, Reading
 from optpipe_api.errors import (
     BodyTooHeavyError,
@@ -152,13 +153,13 @@ def _view(shown: Shown) -> View:
     problem = load_problem(shown.problem)
     if shown.method:
         return View(
-            title=shown.method,
+            title=title_of(shown.method),
             problem=problem,
             programs=_built(shown.method, problem),
         )
     schedule = load_schedule(shown.schedule)
     return View(
-        title=f"{shown.title} {schedule.provenance.method}".strip(),
+        title=f"{shown.title} {title_of(schedule.provenance.method)}".strip(),
         problem=problem,
         programs=schedule.programs,
         bound_ms=schedule.bound_ms,

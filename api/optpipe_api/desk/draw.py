@@ -19,6 +19,7 @@ from optpipe.formats.chrome_trace import dump_chrome_trace
 from optpipe.formats.csv_text import dump_csv
 from optpipe.formats.json_text import load_problem, load_schedule
 from optpipe.frontier import Line, Point
+from optpipe.plot.methods import title_of
 from optpipe_api.desk.readers import Reading
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ def draw(schedule: str, problem: str) -> bytes:
         )
     from optpipe.plot.figure import Panel, draw_svg  # noqa: PLC0415 - needs an optional extra
 
-    title = f"OptPipe ({drawn.provenance.method})"
+    title = f"OptPipe ({title_of(drawn.provenance.method)})"
     panel = Panel(title=title, programs=drawn.programs, bound_ms=drawn.bound_ms)
     return draw_svg(load_problem(problem), [panel])
 

@@ -1,4 +1,4 @@
-"""Following jobs: one reader of the store per followed job, however many follow it."""
+"""Following jobs: one reader of the store per followed job, when there is something to read."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import TYPE_CHECKING
 
 from starlette.concurrency import run_in_threadpool
 
+from optpipe_api.desk.watch import wake
 from optpipe_api.errors import JobNotFoundError, StoreUnavailableError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from optpipe_api.changes import Changes
-    from optpipe_api.jobs import HistoryEntry
+    from optpipe_api.desk.watch import Watch
+    from optpipe_api.jobs import HistoryEntry, Standing
     from optpipe_api.store import JobStore
 
 __all__ = ["Followers"]
 
-_LOOK_AGAIN_S = 1.0
 _REST_S = 0.02
 _CHUNK = 500
-_WOKEN_AT_ONCE = 8
 
 
 class Followers:
@@ -32,9 +32,10 @@ class Followers:
     Two hundred followers that each ask the database at each change would hold up everybody else.
     """
 
-    def __init__(self, store: JobStore, changes: Changes) -> None:
+    def __init__(self, store: JobStore, changes: Changes, watch: Watch) -> None:
         self._store = store
         self._changes = changes
+        self._watch = watch
         self._tails: dict[str, _Tail] = {}
 
     @asynccontextmanager
@@ -42,7 +43,8 @@ class Followers:
         """The history of a job, kept up to date while anybody follows it."""
         tail = self._tails.get(job_id)
         if tail is None or tail.is_over:
-            tail = self._tails[job_id] = _Tail(self._store, self._changes, job_id)
+            tail = _Tail(self._store, self._changes, self._watch, job_id)
+            self._tails[job_id] = tail
         tail.num_followers += 1
         try:
             yield tail
@@ -57,10 +59,11 @@ class Followers:
 class _Tail:
     """A job's history as far as it is written, and a task that reads on."""
 
-    def __init__(self, store: JobStore, changes: Changes, job_id: str) -> None:
+    def __init__(self, store: JobStore, changes: Changes, watch: Watch, job_id: str) -> None:
         self.num_followers = 0
         self._store = store
         self._changes = changes
+        self._watch = watch
         self._job_id = job_id
         self._entries: list[HistoryEntry] = []
         self._has_ended = False
@@ -102,11 +105,10 @@ class _Tail:
     async def _read_on(self) -> None:
         try:
             while not (self._has_ended or self._changes.is_closed):
-                with self._changes.subscribed(self._job_id) as changed:
-                    await self._read_what_is_new()
-                    if self._has_ended:
-                        return
-                    await _either(changed, _LOOK_AGAIN_S)
+                await self._read_what_is_new()
+                if self._has_ended:
+                    return
+                await self._watch.until(self._job_id, self._is_behind)
                 # Improvements come in bursts.
                 await asyncio.sleep(_REST_S)
         finally:
@@ -125,30 +127,19 @@ class _Tail:
         self._has_ended = bool(self._entries) and self._entries[-1].is_final
 
     async def _read_some(self) -> int:
-        last = self._entries[-1].number if self._entries else 0
-        found = await run_in_threadpool(self._store.history, self._job_id, last, _CHUNK)
+        found = await run_in_threadpool(self._store.history, self._job_id, self._last, _CHUNK)
         self._entries += found
         if found:
             self._wake_all()
         return len(found)
 
+    def _is_behind(self, standing: Standing) -> bool:
+        return standing.last_entry > self._last
+
+    @property
+    def _last(self) -> int:
+        return self._entries[-1].number if self._entries else 0
+
     def _wake_all(self) -> None:
         waiting, self._waiting = self._waiting, []
-        _wake(waiting)
-
-
-def _wake(waiting: list[asyncio.Future[None]]) -> None:
-    """Let some go on now and the others soon, so that whatever else is due comes in between."""
-    for news in waiting[:_WOKEN_AT_ONCE]:
-        if not news.done():
-            news.set_result(None)
-    rest = waiting[_WOKEN_AT_ONCE:]
-    if rest:
-        asyncio.get_running_loop().call_soon(_wake, rest)
-
-
-async def _either(changed: asyncio.Event, seconds: float) -> None:
-    try:
-        await asyncio.wait_for(changed.wait(), seconds)
-    except TimeoutError:
-        return
+        wake(waiting)

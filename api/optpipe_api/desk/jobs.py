@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
 from typing import TYPE_CHECKING, Protocol
 
 from starlette.concurrency import run_in_threadpool
@@ -12,24 +10,23 @@ from optpipe.errors import InfeasibleProblemError, ProblemError
 from optpipe_api.access import Role
 from optpipe_api.desk.cache import MOST_TRIED
 from optpipe_api.desk.follow import Followers
+from optpipe_api.desk.watch import Watch
 from optpipe_api.engine.observer import SILENT, Observer
 from optpipe_api.errors import JobNotFoundError, NoModelError, NoScheduleError
-from optpipe_api.jobs import Job, JobKind, JobState, NewJob
+from optpipe_api.jobs import Cache, Job, JobKind, JobState, NewJob
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Iterable
+    from collections.abc import AsyncGenerator, Iterable
 
     from optpipe_api.access import Principal
     from optpipe_api.changes import Changes
     from optpipe_api.desk.cache import Recall
     from optpipe_api.desk.intake import Intake
-    from optpipe_api.jobs import HistoryEntry, JobOptions, StoredSchedule, TracePoint
+    from optpipe_api.jobs import HistoryEntry, JobOptions, Start, StoredSchedule, TracePoint
     from optpipe_api.settings import Settings
     from optpipe_api.store import JobStore
 
 __all__ = ["JobDesk", "check_size"]
-
-_LOOK_AGAIN_S = 1.0
 
 
 class Engine(Protocol):
@@ -64,7 +61,8 @@ class JobDesk:
         self._store = store
         self._engine = engine
         self._changes = changes
-        self._followers = Followers(store, changes)
+        self._watch = Watch(store, changes)
+        self._followers = Followers(store, changes, self._watch)
 
     # Taking in
 
@@ -119,6 +117,8 @@ class JobDesk:
         batch_index: int | None = None,
         deployment_id: str | None = None,
         most_near: int = MOST_TRIED,
+        start: Start | None = None,
+        source_id: str | None = None,
     ) -> NewJob:
         """Return the job that a submission makes, with what is known about it already.
 
@@ -126,6 +126,9 @@ class JobDesk:
         ----------
         most_near
             How many near problems' programs are tried at most; 0 where time is short.
+        start, source_id
+            A schedule that the job begins with and will have none worse than, and the job that it
+            was made of.
 
         Raises
         ------
@@ -150,6 +153,10 @@ class JobDesk:
             batch_id=batch_id,
             batch_index=batch_index,
             deployment_id=deployment_id,
+            cache=Cache.MISS if start is None else Cache.NEAR,
+            source_id=source_id,
+            start=start,
+            is_start_promised=start is not None,
         )
         return self._recall.complete(new, intake.num_cells, most_near)
 
@@ -274,7 +281,10 @@ class JobDesk:
 
     async def wait(self, job: Job, seconds: float) -> Job:
         """Return the job once it is finished, or as it is when the time is up."""
-        return await self._until(job.id, lambda found: found.state.is_final, seconds)
+        if job.state.is_final or seconds <= 0:
+            return job
+        await self._watch.until(job.id, lambda now: now.state.is_final, self._at_most(seconds))
+        return await run_in_threadpool(self._store.get, job.id)
 
     async def wait_schedule(
         self, job_id: str, known_number: int, seconds: float, who: Principal
@@ -293,12 +303,14 @@ class JobDesk:
         InfeasibleProblemError, NoScheduleError
             As `schedule`.
         """
-        await run_in_threadpool(self.find, job_id, who)
-        job = await self._until(
-            job_id,
-            lambda found: found.state.is_final or found.num_schedules != known_number,
-            seconds,
-        )
+        job = await run_in_threadpool(self.find, job_id, who)
+        if not (job.state.is_final or job.num_schedules != known_number):
+            await self._watch.until(
+                job_id,
+                lambda now: now.state.is_final or now.num_schedules != known_number,
+                self._at_most(seconds),
+            )
+            job = await run_in_threadpool(self.find, job_id, who)
         if job.num_schedules == known_number and job.has_schedule:
             return None
         return await run_in_threadpool(self.schedule, job_id, who)
@@ -319,19 +331,8 @@ class JobDesk:
         """Whether `events` after a number would give nothing, now and later."""
         return self.find(job_id, who).state.is_final and not self._store.history(job_id, after, 1)
 
-    async def _until(self, job_id: str, is_enough: Callable[[Job], bool], seconds: float) -> Job:
-        """Return the job once it is as wanted, or as it is when the time is up."""
-        deadline = time.monotonic() + min(seconds, self._settings.max_wait_s)
-        while True:
-            with self._changes.subscribed(job_id) as changed:
-                job = await run_in_threadpool(self._store.get, job_id)
-                left = deadline - time.monotonic()
-                if is_enough(job) or left <= 0 or self._changes.is_closed:
-                    return job
-                try:
-                    await asyncio.wait_for(changed.wait(), min(left, _LOOK_AGAIN_S))
-                except TimeoutError:
-                    continue
+    def _at_most(self, seconds: float) -> float:
+        return min(seconds, self._settings.max_wait_s)
 
 
 def check_size(settings: Settings, num_cells: int, num_microbatches: int) -> None:

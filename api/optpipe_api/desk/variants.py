@@ -76,7 +76,7 @@ def digest_estimate(body: bytes) -> Reading:
         parameters=total_parameters(shape),
         mfu=found.mfu,
         sizes=list(found.sizes),
-        notes=list(found.notes),
+        notes=list(map(str, found.notes)),
     )
     return Reading({}, (view.model_dump_json(by_alias=True),))
 

@@ -14,7 +14,7 @@ from optpipe_api.errors import StoreUnavailableError
 from optpipe_api.jobs import JobError, JobEvent, Outcome, TracePoint
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from optpipe_api.engine.process import SolverProcess
     from optpipe_api.jobs import Claim, Job
@@ -55,7 +55,6 @@ class Attempt:
         self._done = False
         self._began = time.monotonic()
         self.left: Job | None = None
-        self._is_told = False
         self._cancelled = threading.Event()
         self._stop_at: float | None = None
         # At once: a cancellation between the claim and now was told to nobody.
@@ -64,7 +63,8 @@ class Attempt:
         # A job that died just before its end still needs a moment to hand its incumbent in.
         time_limit_s = max(_LEAST_TIME_S, options.time_limit_s - claim.job.spent_s)
         self._options = replace(options, time_limit_s=time_limit_s)
-        self._overtime_at = self._overtime_from_now()
+        # The process is ready: how long it took to start is not the solver's fault.
+        self._overtime_at = self._began + time_limit_s + settings.overtime_s
 
     @property
     def seconds(self) -> float:
@@ -75,9 +75,17 @@ class Attempt:
         """Ask for an early end; the best schedule is kept."""
         self._cancelled.set()
 
-    def run(self, closing: threading.Event) -> None:
-        """Solve until the end, or until the server closes."""
+    def run(self, closing: threading.Event, opening: Sequence[Message]) -> None:
+        """Solve until the end, or until the server closes.
+
+        Parameters
+        ----------
+        opening
+            What the process has said so far: that it is ready, or why it is not.
+        """
         self._closing = closing
+        for message in opening:
+            self._hear(message)
         while not self._done:
             messages = self._process.receive(_TICK_S)
             if messages is None:
@@ -96,9 +104,6 @@ class Attempt:
         if now >= self._heartbeat_at:
             self._heartbeat_at = now + self._settings.heartbeat_s
             self._keep(self._told(self._store.heartbeat, self._lease, self._settings.lease_s))
-        if self._cancelled.is_set() and not self._is_told:
-            self._finish(Outcome(event=JobEvent.CANCEL))
-            return
         if self._cancelled.is_set() and self._stop_at is None:
             self._stop_at = now + self._settings.stop_grace_s
             self._process.send(Message("stop"))
@@ -121,13 +126,7 @@ class Attempt:
                 error = JobError(code=message.header["code"], message=message.header["message"])
                 self._finish(Outcome(event=JobEvent.FAIL, error=error))
 
-    def _overtime_from_now(self) -> float:
-        return time.monotonic() + self._options.time_limit_s + self._settings.overtime_s
-
     def _tell(self) -> None:
-        self._is_told = True
-        # That a busy machine starts its process slowly is not the solver's fault.
-        self._overtime_at = self._overtime_from_now()
         claim = self._claim
         header = {"options": asdict(self._options), "has_start": claim.start is not None}
         if claim.model is not None:

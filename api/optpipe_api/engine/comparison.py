@@ -5,6 +5,7 @@ Unlike jobs they are kept nowhere: when the client goes away, so does the proces
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -100,7 +101,8 @@ class Comparisons:
     def _converse(
         self, process: SolverProcess, problem: str, options: CompareOptions, gone: threading.Event
     ) -> str:
-        overtime_at = time.monotonic() + options.time_limit_s + self._settings.overtime_s
+        # That a busy machine starts its process slowly is not the comparison's fault.
+        overtime_at = math.inf
         while True:
             messages = process.receive(_TICK_S)
             if messages is None:
@@ -110,6 +112,7 @@ class Comparisons:
             for message in messages:
                 match message.kind:
                     case "ready":
+                        overtime_at = self._overtime_from_now(options)
                         process.send(Message("compare", {"options": asdict(options)}, problem))
                     case "rows":
                         return message.document
@@ -120,6 +123,9 @@ class Comparisons:
                 raise ComparisonStoppedError
             if time.monotonic() >= overtime_at:
                 raise self._overtime(options)
+
+    def _overtime_from_now(self, options: CompareOptions) -> float:
+        return time.monotonic() + options.time_limit_s + self._settings.overtime_s
 
     def _overtime(self, options: CompareOptions) -> SolverOvertimeError:
         message = (

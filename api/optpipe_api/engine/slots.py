@@ -1,13 +1,14 @@
 """The engine: a fixed number of slots, each solving one job at a time in a process of its own.
 
-A slot is a thread that claims jobs from the store; the thread waits while the process works. Each
-slot keeps its next process started and its imports done, so that a job starts at once. Where the
-processes run, on this machine or on a cluster, the slots do not know.
+A slot (`optpipe_api.engine.slot`) is a thread that claims jobs from the store; the thread waits
+while the process works. Each slot keeps its next process started and its imports done, so that a
+job starts at once. Where the processes run, on this machine or on a cluster, the slots do not know.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from typing import TYPE_CHECKING
 
 import structlog
@@ -15,20 +16,19 @@ import structlog
 from optpipe_api.engine.attempt import Attempt
 from optpipe_api.engine.observer import SILENT, Observer
 from optpipe_api.engine.owner import is_gone, new_owner
-from optpipe_api.engine.process import Place
+from optpipe_api.engine.slot import PAUSE_S, Slot
 from optpipe_api.errors import SolverFailedError, StoreUnavailableError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
+    from optpipe_api.engine.messages import Message
     from optpipe_api.engine.process import SolverProcess
     from optpipe_api.jobs import Claim
     from optpipe_api.settings import Settings
     from optpipe_api.store.contract import JobStore
 
 __all__ = ["SlotEngine"]
-
-_PAUSE_S = 1.0
 
 
 class SlotEngine:
@@ -56,19 +56,34 @@ class SlotEngine:
         self._observer = observer
         self._settings = settings
         self._on_change = on_change
-        self._start_process = start_process
         # Leases of an earlier life of this server are not ours.
         self._owner = new_owner()
         self._closing = threading.Event()
         self._work = threading.Semaphore(0)
         self._attempts: dict[str, Attempt] = {}
+        self._looked_at = time.time()
+        self._slots = self._make_slots(start_process)
         self._threads = [
-            threading.Thread(target=self._outlive, args=(self._serve_slot,), name=f"slot-{index}")
-            for index in range(settings.solver_processes)
+            threading.Thread(target=self._outlive, args=(slot.serve,), name=f"slot-{index}")
+            for index, slot in enumerate(self._slots)
         ]
         self._threads.append(
             threading.Thread(target=self._outlive, args=(self._expire,), name="leases")
         )
+
+    def _make_slots(self, start_process: Callable[[], SolverProcess]) -> list[Slot]:
+        return [
+            Slot(
+                self._store,
+                self._settings,
+                self._owner,
+                start_process=start_process,
+                closing=self._closing,
+                work=self._work,
+                solve=self._solve,
+            )
+            for _ in range(self._settings.solver_processes)
+        ]
 
     def start(self) -> None:
         """Begin to take jobs."""
@@ -99,6 +114,11 @@ class SlotEngine:
         """Whether every thread runs."""
         return all(thread.is_alive() for thread in self._threads)
 
+    @property
+    def is_able(self) -> bool:
+        """Whether every thread runs, and solver processes start: those of one slot at least."""
+        return self.is_alive and not all(slot.is_broken for slot in self._slots)
+
     def _outlive(self, step: Callable[[], None]) -> None:
         """Repeat a step until the engine closes, whatever happens in it."""
         while not self._closing.is_set():
@@ -106,48 +126,12 @@ class SlotEngine:
                 step()
             except (StoreUnavailableError, SolverFailedError) as error:
                 self._log().warning(str(error), action=f"engine.{error.code}")
-                self._closing.wait(_PAUSE_S)
+                self._closing.wait(PAUSE_S)
             except Exception:  # noqa: BLE001 - a slot that ends is lost until the next restart
                 self._log().exception("a fault of the engine", action="engine.fault")
-                self._closing.wait(_PAUSE_S)
+                self._closing.wait(PAUSE_S)
 
-    def _serve_slot(self) -> None:
-        process = self._start_process()
-        try:
-            claim = self._next_claim(process)
-            if claim is None:
-                return
-            if not process.is_alive:
-                process.stop()
-                process = self._start_again(claim)
-            self._solve(claim, process)
-        finally:
-            process.stop()
-
-    def _next_claim(self, process: SolverProcess) -> Claim | None:
-        """Wait for a job; None when the engine closes, or the process has no place to work at."""
-        while not self._closing.is_set():
-            match process.place:
-                case Place.LOST:
-                    self._log().warning(process.how_it_died(), action="engine.no_process")
-                    self._closing.wait(_PAUSE_S)
-                    return None
-                case Place.GIVEN:
-                    claim = self._store.claim(self._owner, self._settings.lease_s)
-                    if claim is not None:
-                        return claim
-            self._work.acquire(timeout=self._settings.poll_s)
-        return None
-
-    def _start_again(self, claim: Claim) -> SolverProcess:
-        """Start a process for a job that is claimed already, or give the job back."""
-        try:
-            return self._start_process()
-        except SolverFailedError:
-            self._store.requeue(claim.lease)
-            raise
-
-    def _solve(self, claim: Claim, process: SolverProcess) -> None:
+    def _solve(self, claim: Claim, process: SolverProcess, opening: Sequence[Message]) -> None:
         job_id = claim.lease.job_id
         attempt = Attempt(claim, process, self._store, self._settings, self._on_change)
         self._attempts[job_id] = attempt
@@ -161,7 +145,7 @@ class SlotEngine:
         self._on_change(job_id)
         self._observer.started(claim.job)
         try:
-            attempt.run(self._closing)
+            attempt.run(self._closing, opening)
         finally:
             self._tell_end(attempt)
             if self._attempts.get(job_id) is attempt:
@@ -174,6 +158,16 @@ class SlotEngine:
             self.wake()
 
     def _expire(self) -> None:
+        settings = self._settings
+        if time.time() - self._looked_at > settings.heartbeat_s + settings.lease_s / 2:
+            # This server itself stood still, as a machine that slept does, and the leases of its
+            # own attempts have run out as well: these are renewed first.
+            self._closing.wait(settings.heartbeat_s)
+        self._take_back()
+        self._looked_at = time.time()
+        self._closing.wait(settings.heartbeat_s)
+
+    def _take_back(self) -> None:
         for job in self._store.expire(self._settings.max_attempts, is_gone):
             self._log().info(
                 f"the job's server stopped answering; the job is {job.state.value}",
@@ -182,7 +176,6 @@ class SlotEngine:
             )
             self._on_change(job.id)
             self.wake()
-        self._closing.wait(self._settings.heartbeat_s)
 
     def _log(self) -> structlog.stdlib.BoundLogger:
         log: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)

@@ -46,7 +46,7 @@ def main() -> None:
     limit_process(settings["memory_bytes"])
     try:
         solve = _find(settings["solve_path"])
-        _warm_up(settings["solve_path"])
+        _warm_up(settings)
         channel.send(Message("ready"))
         task = channel.receive()
         limit_cpu(task.header["options"], settings["overtime_s"])
@@ -68,10 +68,17 @@ def main() -> None:
     os._exit(0)
 
 
-def _warm_up(solve_path: str) -> None:
-    """Load the compiled search before a job comes; a process waits for one most of its life."""
-    if solve_path.startswith("optpipe_solver"):
-        importlib.import_module("optpipe_solver.warm").warm_up()
+def _warm_up(settings: dict[str, Any]) -> None:
+    """Load all code before a job comes; a process waits for one most of its life.
+
+    Compiled or not: a minute or two of compiling must not be taken from a job's time.
+    """
+    if not settings["solve_path"].startswith("optpipe_solver"):
+        return
+    for name in ("plan_path", "compare_path"):
+        if settings[name].startswith("optpipe_solver"):
+            _find(settings[name])
+    importlib.import_module("optpipe_solver.warm").warm_up()
 
 
 class _Channel:

@@ -15,6 +15,7 @@ from optpipe_api.http_errors import documented
 from optpipe_api.negotiation import FRONTIER_FORMS, TABLE_FORMS, preferred_form
 from optpipe_api.routes.schedules import NO_SCRIPTS
 from optpipe_api.routes.serving import Reader, Serving, Submitter  # noqa: TC001 - FastAPI reads it
+from optpipe_api.routes.waiting import place_to_wait, while_there
 
 if TYPE_CHECKING:
     from optpipe_api.access import Principal
@@ -100,8 +101,9 @@ async def submit(
     body = await read_body(request, service.settings.max_body_bytes)
     swept = await read_batch(service.readers, body, service.settings.max_batch_items)
     del body
-    batch = await run_in_threadpool(_submit, service, swept, who, idempotency_key)
-    return await _answer(request, service, who, batch, wait)
+    with place_to_wait(service, who, wait):
+        batch = await run_in_threadpool(_submit, service, swept, who, idempotency_key)
+        return await _answer(request, service, who, batch, wait)
 
 
 def _submit(service: Service, swept: Swept, who: Principal, key: str | None) -> Batch:
@@ -129,10 +131,13 @@ def list_batches(
     responses=documented(404),
     summary="Look at a batch",
 )
-async def look_at_batch(batch_id: str, service: Serving, who: Reader, wait: Wait = 0.0) -> Response:
+async def look_at_batch(
+    batch_id: str, request: Request, service: Serving, who: Reader, wait: Wait = 0.0
+) -> Response:
     """Return progress, items in each state, and every item with its job and what it has found."""
     batch = await run_in_threadpool(service.batches.find, batch_id, who)
-    await service.batches.wait(batch, wait)
+    with place_to_wait(service, who, wait):
+        await while_there(request, service.batches.wait(batch, wait), wait)
     text = await run_in_threadpool(_view, service, batch_id, who)
     return Response(text, media_type="application/json")
 
@@ -198,8 +203,9 @@ async def retry(
     batch_id: str, request: Request, service: Serving, who: Submitter, wait: Wait = 0.0
 ) -> Response:
     """Queue failed items again, the same jobs, each with the time it was given at first."""
-    batch = await run_in_threadpool(service.batches.retry, batch_id, who)
-    return await _answer(request, service, who, batch, wait)
+    with place_to_wait(service, who, wait):
+        batch = await run_in_threadpool(service.batches.retry, batch_id, who)
+        return await _answer(request, service, who, batch, wait)
 
 
 @router.delete(
@@ -219,7 +225,7 @@ async def cancel_batch(
 async def _answer(
     request: Request, service: Service, who: Principal, batch: Batch, wait_s: float
 ) -> Response:
-    batch = await service.batches.wait(batch, wait_s)
+    batch = await while_there(request, service.batches.wait(batch, wait_s), wait_s) or batch
     text = await run_in_threadpool(_view, service, batch.id, who)
     location = str(request.app.url_path_for("look_at_batch", batch_id=batch.id))
     status = 200 if batch.is_finished else 202

@@ -88,8 +88,9 @@ async def frontier_chart(
     batch_id: str, service: Serving, who: Reader, theme: Themed = "light"
 ) -> Response:
     """Return the best objective and its bound over the memory limit, to be pointed at."""
-    name, lines = await run_in_threadpool(service.batches.frontier, batch_id, who)
-    item = await service.charts.frontier(lines, name, theme)
+    _, lines = await run_in_threadpool(service.batches.frontier, batch_id, who)
+    # The page has the batch's name above it.
+    item = await service.charts.frontier(lines, "", theme)
     return Response(item, media_type="application/json")
 
 

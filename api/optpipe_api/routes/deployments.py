@@ -19,6 +19,7 @@ from optpipe_api.desk.registrations import read_registration, read_report
 from optpipe_api.etags import etag_of, known_number
 from optpipe_api.http_errors import documented
 from optpipe_api.routes.serving import Reader, Serving, Submitter  # noqa: TC001 - FastAPI reads it
+from optpipe_api.routes.waiting import place_to_wait, while_there
 
 if TYPE_CHECKING:
     from optpipe_api.access import Principal
@@ -149,6 +150,7 @@ def end_deployment(deployment_id: str, service: Serving, who: Submitter) -> Depl
 )
 async def newest_schedule(
     deployment_id: str,
+    request: Request,
     service: Serving,
     who: Reader,
     *,
@@ -161,7 +163,9 @@ async def newest_schedule(
     This is what a training run polls: one request waits for the next version.
     """
     known = known_number(if_none_match, deployment_id, form)
-    found = await service.deployments.wait_schedule(deployment_id, known or 0, wait, who)
+    with place_to_wait(service, who, wait):
+        waiting = service.deployments.wait_schedule(deployment_id, known or 0, wait, who)
+        found = await while_there(request, waiting, wait)
     if found is None:
         return Response(status_code=304, headers=_marks(deployment_id, known or 0, form))
     version, text = found

@@ -7,13 +7,14 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Annotated, Any
 
 import anyio
-from fastapi import APIRouter, Header, Query, Response
+from fastapi import APIRouter, Depends, Header, Query, Response
 from fastapi.sse import KEEPALIVE_COMMENT, EventSourceResponse, format_sse_event
 from starlette.concurrency import run_in_threadpool
 
 from optpipe_api.errors import StoreUnavailableError
 from optpipe_api.http_errors import documented
 from optpipe_api.job_views import HistoryView
+from optpipe_api.places import Purpose
 from optpipe_api.routes.serving import Reader, Serving  # noqa: TC001 - FastAPI reads it
 
 if TYPE_CHECKING:
@@ -57,8 +58,15 @@ _ANSWERS: dict[int | str, dict[str, Any]] = {
 }
 
 
+async def _place(service: Serving, who: Reader) -> AsyncIterator[None]:
+    """Hold a place until the last byte is sent, or the client is gone."""
+    with service.places.taken(who, Purpose.STREAM):
+        yield
+
+
 @router.get(
     "/{job_id}/events",
+    dependencies=[Depends(_place)],
     response_class=Response,
     responses={**_ANSWERS, **documented(404)},
     summary="Follow a job",

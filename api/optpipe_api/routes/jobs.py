@@ -13,6 +13,7 @@ from optpipe_api.http_errors import documented
 from optpipe_api.job_views import JobList, JobView
 from optpipe_api.jobs import JobState  # noqa: TC001 - FastAPI reads it
 from optpipe_api.routes.serving import Reader, Serving, Submitter  # noqa: TC001 - likewise
+from optpipe_api.routes.waiting import place_to_wait, while_there
 from optpipe_api.schemas import Resumption, Tag
 
 if TYPE_CHECKING:
@@ -85,8 +86,9 @@ async def submit(
     body = await read_body(request, service.settings.max_body_bytes)
     submitted = await read_submission(service.readers, body)
     del body
-    job = await run_in_threadpool(_submit, service, submitted, who, idempotency_key)
-    return await _answer(request, service, who, job, wait)
+    with place_to_wait(service, who, wait):
+        job = await run_in_threadpool(_submit, service, submitted, who, idempotency_key)
+        return await _answer(request, service, who, job, wait)
 
 
 def _submit(service: Service, submitted: Submitted, who: Principal, key: str | None) -> Job:
@@ -151,8 +153,9 @@ async def resume(
     require_json(request)
     body = await read_body(request, service.settings.max_body_bytes)
     more_s = Resumption.parse(decode_json(body)).time_limit_s
-    job = await run_in_threadpool(service.jobs.resume, job_id, more_s, who)
-    return await _answer(request, service, who, job, wait)
+    with place_to_wait(service, who, wait):
+        job = await run_in_threadpool(service.jobs.resume, job_id, more_s, who)
+        return await _answer(request, service, who, job, wait)
 
 
 @router.get(
@@ -184,7 +187,7 @@ async def _answer(
     request: Request, service: Service, who: Principal, job: Job, wait_s: float
 ) -> Response:
     if wait_s > 0:
-        job = await service.jobs.wait(job, wait_s)
+        job = await while_there(request, service.jobs.wait(job, wait_s), wait_s) or job
     if job.is_untouched:
         view = JobView.of(job, [], who=who)
     else:

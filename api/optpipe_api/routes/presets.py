@@ -1,4 +1,7 @@
-"""``/v1/presets``, ``/v1/estimates`` and ``/v1/variants``: problems without writing JSON."""
+"""``/v1/presets``, ``/v1/estimates`` and ``/v1/variants``: problems without writing JSON.
+
+They change nothing, so every role may ask.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from optpipe_api.bodies import read_body, require_json
 from optpipe_api.desk.variants import estimated, varied
 from optpipe_api.http_errors import documented
 from optpipe_api.preset_schemas import Catalogue, EstimateView, VariantView
-from optpipe_api.routes.serving import Serving, Submitter  # noqa: TC001 - FastAPI reads it
+from optpipe_api.routes.serving import Reader, Serving  # noqa: TC001 - FastAPI reads it
 
 __all__ = ["router"]
 
@@ -37,11 +40,11 @@ async def presets() -> Catalogue:
 @router.post(
     "/estimates",
     response_model=EstimateView,
-    responses=documented(403, 413, 415),
+    responses=documented(413, 415),
     openapi_extra=_body("EstimateBody"),
     summary="Estimate a problem from a model and an accelerator",
 )
-async def estimates(request: Request, service: Serving, _who: Submitter) -> Response:
+async def estimates(request: Request, service: Serving, _who: Reader) -> Response:
     """Return the problem of a model on an accelerator, varied by `values`: nothing is measured."""
     require_json(request)
     body = await read_body(request, service.settings.max_body_bytes)
@@ -52,11 +55,11 @@ async def estimates(request: Request, service: Serving, _who: Submitter) -> Resp
 @router.post(
     "/variants",
     response_model=VariantView,
-    responses=documented(403, 413, 415),
+    responses=documented(413, 415),
     openapi_extra=_body("VariantBody"),
     summary="Vary a problem",
 )
-async def variants(request: Request, service: Serving, _who: Submitter) -> Response:
+async def variants(request: Request, service: Serving, _who: Reader) -> Response:
     """Return the problem with less memory, more micro-batches and so on: one value per axis."""
     require_json(request)
     body = await read_body(request, service.settings.max_body_bytes)

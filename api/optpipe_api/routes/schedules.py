@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from fastapi import APIRouter, Header, Query, Response
+from fastapi import APIRouter, Header, Query, Request, Response
 from starlette.concurrency import run_in_threadpool
 
 from optpipe_api.desk.forms import solution
@@ -12,6 +12,7 @@ from optpipe_api.etags import etag_of, known_number
 from optpipe_api.http_errors import documented
 from optpipe_api.negotiation import FORMS, preferred_form
 from optpipe_api.routes.serving import Reader, Serving  # noqa: TC001 - FastAPI reads it
+from optpipe_api.routes.waiting import place_to_wait, while_there
 
 if TYPE_CHECKING:
     from optpipe_api.access import Principal
@@ -61,6 +62,7 @@ NO_SCRIPTS = {
 async def schedule(
     *,
     job_id: str,
+    request: Request,
     service: Serving,
     who: Reader,
     accept: Annotated[str | None, Header()] = None,
@@ -84,7 +86,9 @@ async def schedule(
     known = known_number(if_none_match, job_id, chosen)
     stored: StoredSchedule | None
     if wait > 0:
-        stored = await service.jobs.wait_schedule(job_id, known or 0, wait, who)
+        with place_to_wait(service, who, wait):
+            waiting = service.jobs.wait_schedule(job_id, known or 0, wait, who)
+            stored = await while_there(request, waiting, wait)
     else:
         stored = await run_in_threadpool(service.jobs.schedule, job_id, who)
     if stored is None or stored.number == known:

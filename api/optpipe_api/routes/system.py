@@ -31,7 +31,10 @@ async def healthz() -> Health:
 def readyz(service: Serving) -> Readiness:
     """Ask the store and the engine."""
     if not service.is_solving:
-        raise StoreUnavailableError("the engine is not running; restart the server")
+        raise StoreUnavailableError(
+            "no solver process starts, or the engine is not running: the server's log says why; "
+            "mend that, or restart the server"
+        )
     return Readiness(jobs=service.recent_counts())
 
 

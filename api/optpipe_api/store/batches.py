@@ -31,6 +31,7 @@ from optpipe_api.store.jobs_changes import change, prolong
 from optpipe_api.store.jobs_rows import digest_key, dump, jobs_of, storable
 from optpipe_api.store.jobs_sharing import hold_problems
 from optpipe_api.store.tables import batches, jobs
+from optpipe_api.what_ifs import Asking
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -102,6 +103,7 @@ class BatchStore:
             "created_at": now,
             "request_hash": new.request_hash,
             "document": dump(new.plan),
+            "about_id": new.about_id,
         }
         row = connection.execute(sa.insert(batches).values(values).returning(*_RECORD)).one()
         hold_problems(connection, items)
@@ -135,6 +137,14 @@ class BatchStore:
             query = query.where(batches.c.owner == owner)
         with reading(self._engine) as connection:
             return _batches_of(connection, connection.execute(query).all())
+
+    def newest_about(self, job_id: str) -> Batch | None:
+        """Return the last batch of questions about a job; None where nobody has asked."""
+        query = sa.select(*_RECORD).where(batches.c.about_id == job_id)
+        query = query.order_by(batches.c.position.desc()).limit(1)
+        with reading(self._engine) as connection:
+            rows = connection.execute(query).all()
+            return _batches_of(connection, rows)[0] if rows else None
 
     def plan(self, batch_id: str) -> BatchPlan:
         """Return what a batch is about."""
@@ -284,10 +294,13 @@ def _batch_of(row: sa.Row[Any], counts: dict[JobState, int], ends: list[float]) 
 def _plan_of(connection: sa.Connection, row: sa.Row[Any]) -> BatchPlan:
     query = sa.select(batches.c.document).where(batches.c.position == row.position)
     said = json.loads(connection.execute(query).scalar_one())
+    # A batch of an older version has none.
+    asking = said.get("asking")
     return BatchPlan(
         axes=said["axes"],
         options=JobOptions(**said["options"]),
         tags=tuple(said["tags"]),
         priority=said["priority"],
         items=tuple(ItemPlan(**item) for item in said["items"]),
+        asking=None if asking is None else Asking.from_json(asking),
     )

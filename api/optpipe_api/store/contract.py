@@ -27,6 +27,7 @@
 10. **Once at a time.** A job that may share is never claimed while an unfinished job of the same
    owner and problem is solved with at least its budget, and not after it; see `jobs_sharing`. It
    has what that one has found, ends with it, and outlives its cancellation and its failure.
+   Where its start is promised it shares only what is as good already.
 
 A database that does not answer raises `StoreUnavailableError`. Methods block: call them from a
 thread, never from the event loop. All are safe to call from several threads at once.
@@ -39,7 +40,7 @@ from typing import TYPE_CHECKING, Protocol
 from optpipe_api.jobs import Outcome
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from optpipe_api.jobs import (
         Claim,
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
         JobState,
         Lease,
         NewJob,
+        Standing,
         StoredSchedule,
         TracePoint,
     )
@@ -81,6 +83,12 @@ class JobStore(Protocol):
         ------
         JobNotFoundError
             Here and below, if no job has this id.
+        """
+
+    def standings(self, job_ids: Sequence[str]) -> dict[str, Standing]:
+        """Return how far jobs have come, by their ids; those that do not exist are left out.
+
+        One query for up to a thousand, along indices: it is asked each second while anybody waits.
         """
 
     def page(

@@ -107,7 +107,7 @@ def _tell_the_start(
 ) -> None:
     put(connection, schedules, position, start.schedule, is_first=True)
     if new.cache is Cache.NEAR:
-        text = f"started from a schedule of job {new.source_id}, whose problem is near"
+        text = f"started from a schedule of job {new.source_id}"
         note(connection, position, now, EntryKind.LOG, text=text)
     _note_incumbent(connection, position, start, now)
 

@@ -6,12 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
 
-from optpipe_api.jobs import EntryKind, JobState, StoredSchedule, TracePoint
+from optpipe_api.jobs import EntryKind, JobState, Standing, StoredSchedule, TracePoint
 from optpipe_api.store.database import reading
 from optpipe_api.store.jobs_rows import document_of, entry_of, find_row, job_of, jobs_of
 from optpipe_api.store.tables import events, job_tags, jobs, models, problems, schedules
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from optpipe_api.jobs import HistoryEntry, Job, JobKind
 
 __all__ = ["JobReads"]
@@ -33,6 +35,15 @@ _ALIKE = _NEWEST.where(
     jobs.c.state.in_(_FINAL),
     jobs.c.objective_ms.is_not(None),
 )
+_LAST_ENTRY = (
+    sa.select(sa.func.max(events.c.number))
+    .where(events.c.position == jobs.c.position)
+    .scalar_subquery()
+)
+_STANDINGS = sa.select(
+    jobs.c.id, jobs.c.state, jobs.c.num_schedules, sa.func.coalesce(_LAST_ENTRY, 0).label("last")
+).where(jobs.c.id.in_(sa.bindparam("ids", expanding=True)))
+_STANDINGS_AT_ONCE = 1000
 _SHARING = sa.select(jobs.c.id).where(jobs.c.awaits_id == sa.bindparam("id"))
 _HISTORY = (
     sa.select(events)
@@ -57,6 +68,16 @@ class JobReads:
         """Return a job."""
         with reading(self._engine) as connection:
             return job_of(connection, find_row(connection, job_id))
+
+    def standings(self, job_ids: Sequence[str]) -> dict[str, Standing]:
+        """Return how far jobs have come."""
+        found: dict[str, Standing] = {}
+        with reading(self._engine) as connection:
+            for start in range(0, len(job_ids), _STANDINGS_AT_ONCE):
+                ids = list(job_ids[start : start + _STANDINGS_AT_ONCE])
+                for row in connection.execute(_STANDINGS, {"ids": ids}):
+                    found[row.id] = Standing(JobState(row.state), row.num_schedules, row.last)
+        return found
 
     def page(
         self,

@@ -2,7 +2,8 @@
 
 1. A new job whose problem an unfinished job of its owner is solved for already, with at least its
    budget and not after it, *shares* that solve: it waits in the queue, names the other one
-   (``awaits_id``), and nobody claims it.
+   (``awaits_id``), and nobody claims it. One whose start is promised does so only where as good a
+   schedule was found already.
 2. What the solving job finds it has found too, at once, with a history of its own.
 3. When the solving job succeeds or is proven infeasible, so is it. It need not wait so long: it
    succeeds as soon as the time that it asked for has been spent, where there is a schedule by then.
@@ -91,7 +92,8 @@ def find_solving(connection: sa.Connection, new: NewJob) -> sa.Row[Any] | None:
         return None
     asked = {"hash": new.problem_hash, "owner": new.owner, "kind": new.kind.value}
     for row in connection.execute(_SOLVING, asked):
-        if _is_in_time(row, new.priority) and options_of(row).covers(new.options):
+        is_in_time = _is_in_time(row, new.priority) and options_of(row).covers(new.options)
+        if is_in_time and new.is_content_with(row.objective_ms):
             return row
     return None
 

@@ -139,6 +139,9 @@ batches = sa.Table(
     sa.Column("request_hash", sa.String(80), nullable=False),
     # JSON: the axes and the options, and each item's values on the axes.
     sa.Column("document", sa.Text, nullable=False),
+    # The job that its items are questions about; it may be deleted before them.
+    sa.Column("about_id", sa.String(32)),
+    sa.Index(None, "about_id", "position"),
     sqlite_autoincrement=True,
 )
 

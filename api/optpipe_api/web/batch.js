@@ -70,11 +70,11 @@ export class BatchView {
     }));
     const stop = button("Cancel", guarded(async () => {
       await ask(this.path, { method: "DELETE" });
-    }));
+    }), { "data-needs": "submit" });
     const again = button("Retry failed", guarded(async () => {
       this.tell(await (await ask(`${this.path}/retry`, { method: "POST" })).json());
       await this.follow();
-    }));
+    }), { "data-needs": "submit" });
     return [batch.is_finished ? null : stop, batch.counts.failed ? again : null, csv];
   }
 

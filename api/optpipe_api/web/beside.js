@@ -4,6 +4,7 @@ import { el } from "./dom.js";
 import { guarded } from "./faults.js";
 import { msUnit } from "./format.js";
 import { askJson } from "./http.js";
+import { methods, titles } from "./methods.js";
 
 const SHOWN = 30;
 
@@ -13,9 +14,7 @@ export function besideField(view, onChoice) {
     el("option", { value: "" }, "nothing"),
     el("option", { value: "method:1f1b" }, "1F1B"));
   const { beside } = view;
-  if (beside && beside !== "method:1f1b") {
-    select.append(el("option", { value: beside }, beside.replace(/^method:/, "").slice(0, 12)));
-  }
+  if (beside && beside !== "method:1f1b") select.append(optionOf(beside));
   select.value = beside;
   // The rest is asked for when somebody is about to choose.
   select.addEventListener("focus", guarded(() => fill(select, view)), { once: true });
@@ -23,20 +22,26 @@ export function besideField(view, onChoice) {
 }
 
 async function fill(select, view) {
-  const [{ methods }, { jobs }] = await Promise.all([
-    askJson("v1/methods"), askJson(`v1/jobs?limit=${2 * SHOWN}`)]);
+  const [known, { jobs }] = await Promise.all([
+    methods(), askJson(`v1/jobs?limit=${2 * SHOWN}`)]);
   const chosen = select.value;
   const others = jobs.filter((job) => job.has_schedule && job.id !== view.id).slice(0, SHOWN);
-  const published = methods.filter(({ name }) => name !== "auto" && name !== "1f1b");
+  const published = known.filter(({ name }) => name !== "auto" && name !== "1f1b");
   select.replaceChildren(
     el("option", { value: "" }, "nothing"),
     el("option", { value: "method:1f1b" }, "1F1B"),
     el("optgroup", { label: "Jobs" }, others.map((job) =>
       el("option", { value: job.id }, `${job.name || job.id.slice(0, 8)} · ${msUnit(job.objective_ms)}`))),
-    el("optgroup", { label: "Methods" }, published.map(({ name }) =>
-      el("option", { value: `method:${name}` }, name))));
-  if (![...select.options].some((option) => option.value === chosen)) {
-    select.append(el("option", { value: chosen }, chosen.slice(0, 12)));
-  }
+    el("optgroup", { label: "Methods" }, published.map(({ name, title }) =>
+      el("option", { value: `method:${name}` }, title))));
+  if (![...select.options].some((option) => option.value === chosen)) select.append(optionOf(chosen));
   select.value = chosen;
+}
+
+/** What is chosen before the lists are known: a method by its title, a job by the start of its id. */
+function optionOf(beside) {
+  const name = beside.replace(/^method:/, "");
+  const option = el("option", { value: beside }, name.slice(0, 12));
+  if (name !== beside) guarded(async () => { option.textContent = (await titles())(name); })();
+  return option;
 }

@@ -42,6 +42,8 @@ export class Chart {
       try {
         await this.load(path);
       } catch (error) {
+        // Whoever has gone on to another view took away what it would be drawn in.
+        if (this.isClosed) return;
         if (error.status !== BUSY) throw error;
         await new Promise((resolve) => setTimeout(resolve, AGAIN_MS));
         // Unless something newer is wanted by now, or nothing any more.
@@ -56,7 +58,9 @@ export class Chart {
     const [Bokeh, answer] = await Promise.all([
       bokeh(), ask(query, { headers: known, cache: "no-store" })]);
     if (answer.status === 304) return;
-    await this.draw(Bokeh, await answer.json());
+    const item = await answer.json();
+    if (this.isClosed) return;
+    await this.draw(Bokeh, item);
     this.query = query;
     this.tag = answer.headers.get("ETag") ?? "";
     this.element.dataset.tag = this.tag.replaceAll('"', "");
@@ -67,6 +71,10 @@ export class Chart {
     const fresh = el("div", { class: "layer", "data-fresh": true });
     this.stage.append(fresh);
     const drawn = await Bokeh.embed.embed_item(item, fresh);
+    if (this.isClosed) {
+      dispose(Bokeh, drawn);
+      return;
+    }
     const before = this.drawn;
     this.Bokeh = Bokeh;
     this.drawn = drawn;

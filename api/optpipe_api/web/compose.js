@@ -3,10 +3,13 @@
 import { byId, later } from "./dom.js";
 import { choiceField, numberField } from "./controls.js";
 import { clearFault, guarded } from "./faults.js";
+import { inAddress, packed, unpacked } from "./fragment.js";
 import { askJson } from "./http.js";
 import { amend, go } from "./link.js";
+import { methods } from "./methods.js";
 import { Preset } from "./preset.js";
 import { Sliders } from "./sliders.js";
+import { unvaried } from "./unvaried.js";
 
 const PAUSE_MS = 150;
 const SWEPT = [1, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2];
@@ -28,15 +31,17 @@ export class Compose {
 
   /** Ask the service what there is to choose, and show the form. */
   async load() {
-    const { methods } = await askJson("v1/methods");
+    const known = await methods();
     byId("options").append(
       numberField("time_limit_s", "Seconds", 30, { min: 1, max: 3600, step: 1 }),
-      choiceField("method", "Method", methods.map(({ name }) => name), "auto"),
+      choiceField("method", "Method", known.map(({ name, title }) => [name, title]), "auto"),
       choiceField("objective", "Objective", ["makespan", "span"], "makespan",
         { onchange: this.changed }));
     await this.preset.load();
     this.isLoaded = true;
-    for (const id of ["solve", "sweep"]) byId(id).disabled = false;
+    const canSubmit = document.body.dataset.role !== "read";
+    for (const id of ["solve", "sweep"]) byId(id).disabled = !canSubmit;
+    byId("role-hint").hidden = canSubmit;
   }
 
   listen() {
@@ -66,23 +71,39 @@ export class Compose {
     byId("file").hidden = this.source !== "file";
   }
 
-  /** Take a problem from a file, a job or a paste; `name` says to people which. */
-  async use(problem, name) {
-    this.file = { problem, name };
+  /**
+   * Take a problem from a file, a job or a paste; `name` says to people which, `isOfJob` whether the
+   * job in the address leads to it.
+   */
+  async use(problem, name, { isOfJob = false } = {}) {
+    this.take(problem, name, isOfJob);
+    await this.refresh();
+  }
+
+  take(problem, name, isOfJob = false) {
+    this.file = { problem, name, isOfJob };
     if (problem.objective) this.option("objective").value = problem.objective;
     byId("file-name").textContent = name;
     this.source = "file";
-    await this.refresh();
   }
 
   /** Take everything from an address, and make its problem. */
   async restore(told) {
     const pick = (names) => Object.fromEntries(
       names.filter((name) => name in told).map((name) => [name, told[name]]));
-    this.preset.state = pick(Preset.names);
-    this.sliders.values = pick(Sliders.names);
-    for (const name of OPTIONS) if (name in told) this.option(name).value = told[name];
-    this.source = "preset";
+    const fragment = inAddress();
+    const { problem, config, name } = fragment ? await unpacked(fragment) : {};
+    this.fragment = fragment;
+    if (problem) {
+      this.take(problem, name ?? "The problem of this link.");
+      this.sliders.values = pick(Sliders.axes);
+    } else {
+      this.preset.use(config ?? null, name ?? "config.json");
+      this.preset.state = pick(Preset.names);
+      this.sliders.values = pick(Sliders.names);
+      this.source = "preset";
+    }
+    for (const option of OPTIONS) if (option in told) this.option(option).value = told[option];
     await this.refresh();
   }
 
@@ -90,12 +111,35 @@ export class Compose {
     return byId("options").querySelector(`[name=${name}]`);
   }
 
-  /** What an address says of the form. */
+  /** What an address says of the form where a job, a batch or nothing leads to what has no name. */
   get state() {
-    const options = Object.fromEntries(OPTIONS.map((name) => [name, this.option(name).value]));
-    // A file cannot stand in an address; its problem is found again by the job that solved it.
-    if (this.source === "file" || this.preset.config) return options;
-    return { ...this.preset.state, ...this.sliders.values, ...options };
+    if (this.unnamed) return this.choices;
+    return { ...this.preset.state, ...this.sliders.values, ...this.choices };
+  }
+
+  get choices() {
+    return Object.fromEntries(OPTIONS.map((name) => [name, this.option(name).value]));
+  }
+
+  /** What the problem is made of that has no name: it stands in the fragment of the address. */
+  get unnamed() {
+    if (this.source === "file") {
+      return this.file && { problem: this.file.problem, name: this.file.name };
+    }
+    const { config, name } = this.preset;
+    return config && { config, name };
+  }
+
+  /** What the address says beside that: what is varied of it. */
+  get besideUnnamed() {
+    const { model, ...preset } = this.source === "file" ? {} : this.preset.state;
+    return { ...preset, ...this.sliders.values, ...this.choices };
+  }
+
+  /** Whether the job in the address leads to the problem of the form. */
+  get isOfJob() {
+    return this.source === "file" && (!this.file
+      || (this.file.isOfJob && Object.keys(this.sliders.values).length === 0));
   }
 
   /** The problem that is known is not the one that the form describes. */
@@ -131,7 +175,7 @@ export class Compose {
       if (!this.file) return null;
       const problem = { ...this.file.problem, objective: this.option("objective").value };
       const view = await askJson("v1/variants", { json: { problem, values } });
-      this.sliders.show(this.unvaried(view.problem, values, problem), view.axes, false);
+      this.sliders.show(unvaried(view.problem, values, problem), view.axes, false);
       return view;
     }
     if (!this.preset.isValid) {
@@ -141,25 +185,8 @@ export class Compose {
     const objective = this.option("objective").value;
     const asked = objective === "makespan" ? values : { ...values, objective };
     const view = await askJson("v1/estimates", { json: { ...this.preset.body, values: asked } });
-    this.sliders.show(this.unvaried(view.problem, values, view.problem), view.axes, true);
+    this.sliders.show(unvaried(view.problem, values, view.problem), view.axes, true);
     return view;
-  }
-
-  /** The problem with the factors of the sliders taken out again: what they are factors of. */
-  unvaried(problem, values, { num_microbatches }) {
-    const { memory_scale = 1, pcie_scale = 1, link_scale = 1 } = values;
-    const over = (value, factor) => (value === null ? null : value / factor);
-    return {
-      num_microbatches,
-      devices: problem.devices.map((device) => ({
-        memory_bytes: device.memory_bytes / memory_scale,
-        d2h_gb_per_s: over(device.d2h_gb_per_s, pcie_scale),
-      })),
-      links: problem.links.map((link) => ({
-        latency_ms: link.latency_ms,
-        bandwidth_gb_per_s: over(link.bandwidth_gb_per_s, link_scale),
-      })),
-    };
   }
 
   get options() {
@@ -174,6 +201,7 @@ export class Compose {
     const problem = await this.problem();
     const job = await askJson("v1/jobs", { json: { problem, options: this.options, tags: ["page"] } });
     clearFault("form");
+    this.leave();
     go({ ...this.state, job: job.id });
   }
 
@@ -183,19 +211,35 @@ export class Compose {
     const batch = await askJson("v1/batches", { json: {
       problem, axes: { memory_scale: SWEPT }, options: this.options, tags: ["page"] } });
     clearFault("form");
+    this.leave();
     go({ ...this.state, batch: batch.id });
   }
 
-  /** Say in the address what the form says. */
-  tellAddress() {
-    const gone = [...Preset.names, ...Sliders.names, ...OPTIONS].map((name) => [name, null]);
-    amend({ ...Object.fromEntries(gone), ...this.state });
+  /** From now on a job or a batch leads to the problem. */
+  leave() {
+    this.telling = (this.telling ?? 0) + 1;
+    this.fragment = "";
+    byId("link-hint").hidden = true;
   }
 
-  /** Whether an address says something else than the form. */
+  /** Say in the address what the form says. */
+  async tellAddress() {
+    const turn = this.telling = (this.telling ?? 0) + 1;
+    const { unnamed } = this;
+    const fragment = unnamed && !this.isOfJob ? await packed(unnamed) : "";
+    if (turn !== this.telling) return;
+    byId("link-hint").hidden = fragment !== null;
+    this.fragment = fragment ?? "";
+    const gone = [...Preset.names, ...Sliders.axes, ...OPTIONS].map((name) => [name, null]);
+    const said = this.fragment ? this.besideUnnamed : this.state;
+    amend({ ...Object.fromEntries(gone), ...said }, this.fragment);
+  }
+
+  /** Whether an address that describes a form describes another one. */
   differs(told) {
+    if (inAddress()) return inAddress() !== this.fragment;
+    if (!told.model || this.unnamed) return Boolean(told.model);
     const { state } = this;
     return Object.entries(told).some(([name, value]) => name in state && String(state[name]) !== value);
   }
 }
-

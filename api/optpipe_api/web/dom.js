@@ -31,13 +31,16 @@ export const fact = (name, value, attributes = {}) =>
 /** A table with a caption for those who do not see it; `columns` are {title, number?}. */
 export function table(caption, columns, rows) {
   const head = columns.map(({ title, number }) =>
-    el("th", { scope: "col", class: number ? "number" : null }, title));
+    el("th", { scope: "col", role: "columnheader", class: number ? "number" : null }, title));
   const body = rows.map(({ cells, attributes = {} }) =>
-    el("tr", attributes, cells.map((cell, index) =>
-      el("td", { class: columns[index].number ? "number" : null }, cell ?? ""))));
+    el("tr", { role: "row", ...attributes }, cells.map((cell, index) =>
+      el("td", { role: "cell", "data-title": columns[index].title || null,
+        class: columns[index].number ? "number" : null }, cell ?? ""))));
+  // The roles are those that the elements have, until a narrow page lays rows out as blocks.
   return el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": caption },
-    el("table", {}, el("caption", { class: "unseen" }, caption),
-      el("thead", {}, el("tr", {}, head)), el("tbody", {}, body)));
+    el("table", { role: "table" }, el("caption", { class: "unseen" }, caption),
+      el("thead", { role: "rowgroup" }, el("tr", { role: "row" }, head)),
+      el("tbody", { role: "rowgroup" }, body)));
 }
 
 /** Say something to those who listen instead of look. */

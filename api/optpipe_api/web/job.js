@@ -10,7 +10,9 @@ import { msUnit, share, stateWord } from "./format.js";
 import { ask, askJson } from "./http.js";
 import { besideField } from "./beside.js";
 import { amend } from "./link.js";
+import { titles } from "./methods.js";
 import { Progress } from "./progress.js";
+import { WhatIf } from "./what_if.js";
 import { why } from "./why.js";
 
 const FINAL = ["succeeded", "infeasible", "failed", "cancelled"];
@@ -34,6 +36,7 @@ export class JobView {
     this.facts = el("dl", { class: "facts strong" });
     this.acts = el("div", { class: "buttons" });
     this.why = el("section", { id: "why", hidden: true });
+    this.whatIf = new WhatIf(this);
     onTheme(() => this.isOpen && this.repaint());
   }
 
@@ -45,16 +48,20 @@ export class JobView {
     return FINAL.includes(this.job.state);
   }
 
+  get isProven() {
+    return this.job.gap !== null && this.job.gap <= 1e-6;
+  }
+
   /** Show it and follow it; returns when it is shown. */
   async open(host) {
-    this.job = await askJson(this.path);
+    [this.job, this.titleOf] = await Promise.all([askJson(this.path), titles()]);
     this.place.append(
       this.head, this.facts,
       el("div", { class: "bar" }, besideField(this, (beside) => this.compare(beside)),
         this.chart.buttons(), downloads(this)),
       this.chart.element,
       el("section", {}, el("h2", {}, "While solving"), this.progress.element),
-      this.why);
+      this.why, this.whatIf.element);
     host.replaceChildren(this.place);
     this.tell();
     this.refreshChart();
@@ -69,6 +76,7 @@ export class JobView {
     }
     await this.reload();
     if (this.job.has_schedule) await this.explain();
+    await this.whatIf.ended();
   }
 
   improve(data) {
@@ -131,10 +139,11 @@ export class JobView {
       el("span", { class: `state ${job.state}` }, stateWord(job)), this.acts);
     this.facts.replaceChildren(
       fact(job.objective === "span" ? "Span" : "Makespan", msUnit(job.objective_ms), { id: "objective" }),
-      fact("Bound", msUnit(job.bound_ms), { id: "bound" }),
-      fact("Gap", job.gap !== null && job.gap <= 1e-6 ? "0 · optimal" : share(job.gap), { id: "gap" }),
-      fact("Method", job.options.method),
-      fact("Cache", job.cache),
+      // A bound of 0 is always true, and says nothing.
+      fact("Bound", msUnit(job.bound_ms || null), { id: "bound" }),
+      fact("Gap", this.isProven ? "0 · optimal" : share(job.bound_ms ? job.gap : null), { id: "gap" }),
+      fact("Method", this.titleOf(job.options.method)),
+      ...(job.cache === "miss" ? [] : [fact("Cache", job.cache)]),
       ...(job.error ? [fact("Reason", job.error.message, { class: "fact long", id: "reason" })] : []));
     this.tellActions();
     this.say();
@@ -142,7 +151,7 @@ export class JobView {
 
   tellActions() {
     const { job } = this;
-    const canGoOn = this.isFinal && job.state !== "infeasible" && !(job.gap !== null && job.gap <= 1e-6);
+    const canGoOn = this.isFinal && job.state !== "infeasible" && !this.isProven;
     const seconds = this.seconds ??= el("input", { type: "number", min: 1, value: 30, required: true,
       "aria-label": "Seconds more" });
     const shown = [];
@@ -160,14 +169,14 @@ export class JobView {
     this.tell();
   }
 
-  async resume() {
-    const more = Number(this.seconds.value);
+  async resume(more = Number(this.seconds.value)) {
     this.job = await askJson(`${this.path}/resume`, { json: { time_limit_s: more } });
     this.tell();
     await this.followAgain();
   }
 
   async followAgain() {
+    this.whatIf.pause();
     this.stop.abort();
     this.stop = new AbortController();
     this.progress.close();

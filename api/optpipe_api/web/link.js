@@ -1,4 +1,5 @@
-// The address says what is shown: a job or a batch, what stands beside it, the zoom, and the form.
+// The address says what is shown: a job or a batch, what stands beside it, the zoom, and the form
+// (of which `fragment.js` keeps what has no name).
 
 const listeners = [];
 
@@ -14,8 +15,8 @@ export function address(state) {
 }
 
 /** Change parts of the address without leaving the view; null takes a part out. */
-export function amend(changes) {
-  history.replaceState(null, "", address({ ...read(), ...changes }));
+export function amend(changes, fragment = location.hash) {
+  history.replaceState(null, "", address({ ...read(), ...changes }) + fragment);
 }
 
 /** Go to another view; the browser's back button returns. */

@@ -5,6 +5,7 @@ import { guarded, showFault } from "./faults.js";
 import { ago, ms, share, stateWord } from "./format.js";
 import { ask, askJson } from "./http.js";
 import { address } from "./link.js";
+import { titles } from "./methods.js";
 
 const AGAIN_MS = 2000;
 const PAGE = 50;
@@ -76,7 +77,9 @@ export class JobList extends ListView {
 
   async load() {
     const state = this.select.value ? `&state=${this.select.value}` : "";
-    const { jobs, next } = await askJson(`v1/jobs?limit=${this.limit}${state}`);
+    const [{ jobs, next }, titleOf] = await Promise.all([
+      askJson(`v1/jobs?limit=${this.limit}${state}`), titles()]);
+    this.titleOf = titleOf;
     return { things: jobs, more: next !== null && this.limit === PAGE };
   }
 
@@ -91,7 +94,7 @@ export class JobList extends ListView {
       : isProven ? "" : this.act("Resume", job, { path: "/resume", request: { json: { time_limit_s: 30 } } });
     return [el("a", { href: address({ job: job.id }) }, job.name || job.id.slice(0, 8)),
       el("span", { class: `state ${job.state}` }, stateWord(job)), ms(job.objective_ms),
-      ms(job.bound_ms), share(job.gap), job.options.method, ago(job.created_at), action];
+      ms(job.bound_ms), share(job.gap), this.titleOf(job.options.method), ago(job.created_at), action];
   }
 }
 

@@ -4,6 +4,7 @@ import { BatchView } from "./batch.js";
 import { Compose } from "./compose.js";
 import { byId } from "./dom.js";
 import { clearFault, guarded } from "./faults.js";
+import { inAddress } from "./fragment.js";
 import { setUpFiles } from "./files.js";
 import { askJson } from "./http.js";
 import { JobView } from "./job.js";
@@ -17,8 +18,9 @@ let shown = null;
 
 const compose = new Compose((view) => {
   byId("about").replaceChildren(problemSummary(view));
-  if (isWork(read())) compose.tellAddress();
+  if (isWork(read())) tellAddress();
 });
+const tellAddress = guarded(() => compose.tellAddress(), "form");
 
 const isWork = (told) => !told.list && !told.batch;
 
@@ -30,8 +32,8 @@ const show = guarded(async (told) => {
   mark(told);
   result.replaceChildren();
   if (shown) await shown.open(result);
-  else if (compose.isLoaded && told.model && compose.differs(told)) await compose.restore(told);
-  else if (compose.view) compose.tellAddress();
+  else if (compose.isLoaded && compose.differs(told)) await compose.restore(told);
+  else if (compose.view) await compose.tellAddress();
 });
 
 function viewOf(told) {
@@ -55,22 +57,35 @@ function mark(told) {
 const fill = guarded(async (told) => {
   await compose.load();
   // Where there is none, the view says why.
-  const problem = told.job && !told.model
+  const problem = told.job && !told.model && !inAddress()
     ? await askJson(`v1/jobs/${told.job}/problem`).catch(() => null) : null;
-  if (problem) await compose.use(problem, "The problem of this job.").catch(withoutForm);
-  else await compose.restore(told).catch(withoutForm);
+  if (problem) await compose.use(problem, "The problem of this job.", { isOfJob: true });
+  else await restore(told);
 }, "form");
 
-/** Who may only read sees what there is, and no form. */
-function withoutForm(error) {
-  if (error.status !== 403) throw error;
-  document.body.dataset.role = "read";
+/** Take the form from the address; from a damaged one, what a first visit shows, and the fault. */
+async function restore(told) {
+  try {
+    await compose.restore(told);
+  } catch (error) {
+    if (error.code !== "link.broken") throw error;
+    history.replaceState(null, "", location.search || "?");
+    await compose.restore(told);
+    throw error;
+  }
 }
+
+/** Say to all parts of the page what the key may do: who may only read has no button to submit. */
+const tellRole = guarded(async () => {
+  const { role } = await askJson("v1/key");
+  document.body.dataset.role = role;
+}, "form");
 
 setUp();
 setUpFiles(compose);
 setUpKeyButton(() => location.reload());
 onGo(show);
 const told = read();
+await tellRole();
 await Promise.all([show(told), fill(told)]);
 document.body.dataset.ready = "yes";

@@ -15,6 +15,7 @@ export class Preset {
   constructor(onChange) {
     this.place = byId("preset");
     this.config = null;
+    this.name = "";
     this.place.addEventListener("input", (event) => {
       if (event.target.name === "num_microbatches") byId("microbatches").value = event.target.value;
       onChange();
@@ -103,6 +104,7 @@ export class Preset {
   /** Take the shape of a Hugging Face config.json instead of a model of the catalogue. */
   use(config, name) {
     this.config = config;
+    this.name = name;
     const told = byId("config-name");
     told.textContent = config ? `Model: ${name}` : "";
     told.hidden = !config;

@@ -13,8 +13,11 @@ const AHEAD = 0.04;
 /** The chart of a job's progress. */
 export class Progress {
   constructor() {
-    this.element = el("div", { class: "progress", role: "img",
+    this.plot = el("div", { class: "progress", role: "img",
       "aria-label": "Objective and bound over the seconds of solving" });
+    this.key = el("p", { class: "key" }, ["objective", "bound"].map((name) =>
+      el("span", { class: name }, name)));
+    this.element = el("div", {}, this.key, this.plot);
     this.points = [];
     this.sources = null;
     this.drawn = null;
@@ -23,7 +26,7 @@ export class Progress {
   /** Take in what an event says: {seconds, objective_ms, bound_ms}. */
   add(point) {
     this.points.push(point);
-    this.element.dataset.points = String(this.points.length);
+    this.plot.dataset.points = String(this.points.length);
     if (this.sources) this.fill();
   }
 
@@ -37,16 +40,15 @@ export class Progress {
       const source = new Bokeh.ColumnDataSource({ data: { x: [], y: [], size: [] } });
       const [x, y, size] = ["x", "y", "size"].map((field) => ({ field }));
       const line_color = colours[name];
-      plot.step(x, y, "after", { source, line_width: 2, line_color, legend_label: name });
+      plot.step(x, y, "after", { source, line_width: 2, line_color });
       plot.scatter(x, y, { source, size, line_color, fill_color: line_color });
       sources[name] = source;
     }
-    dressLegend(plot.legend, colours);
     this.Bokeh = Bokeh;
     this.remove();
     this.sources = sources;
     this.fill();
-    this.drawn = await Bokeh.Plotting.show(plot, this.element);
+    this.drawn = await Bokeh.Plotting.show(plot, this.plot);
   }
 
   /** Lines up to the last event, and a little further: nothing has changed since. */
@@ -68,7 +70,7 @@ export class Progress {
   }
 
   remove() {
-    this.element.replaceChildren();
+    this.plot.replaceChildren();
     if (this.drawn) dispose(this.Bokeh, [this.drawn].flat());
     this.drawn = null;
   }
@@ -88,6 +90,7 @@ export class Progress {
 function styled(Bokeh, colours) {
   const plot = Bokeh.Plotting.figure({
     height: 190, sizing_mode: "stretch_width", tools: "xpan,xwheel_zoom,reset",
+    x_range: new Bokeh.DataRange1d({ start: 0 }),
     x_axis_label: "seconds of solving", y_axis_label: "ms", toolbar_location: null,
     background_fill_color: colours.back, border_fill_color: colours.back,
     outline_line_color: colours.line, output_backend: "canvas",
@@ -103,13 +106,4 @@ function styled(Bokeh, colours) {
   }
   for (const grid of [plot.xgrid, plot.ygrid]) grid.grid_line_color = colours.line;
   return plot;
-}
-
-function dressLegend(legend, colours) {
-  legend.background_fill_color = colours.back;
-  legend.background_fill_alpha = 0.8;
-  legend.border_line_color = null;
-  legend.label_text_color = colours.text;
-  legend.location = "top_right";
-  legend.orientation = "horizontal";
 }

@@ -93,10 +93,14 @@ export class Sliders {
     for (const [axis, input] of this.switches) input.checked = String(wanted[axis]) !== "false";
   }
 
-  /** The names under which `values` stand in an address. */
+  /** The names under which `values` of a problem from a file stand in an address. */
+  static get axes() {
+    return [...AXES.map(({ axis }) => axis), ...SWITCHES.map(([axis]) => axis), "placement"];
+  }
+
+  /** Those of a problem from a preset, which names the others itself. */
   static get names() {
-    const named = [...AXES.map(({ axis }) => axis), ...SWITCHES.map(([axis]) => axis)];
-    return named.filter((axis) => !OF_PRESETS.includes(axis));
+    return Sliders.axes.filter((axis) => !OF_PRESETS.includes(axis));
   }
 
   /**

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from html import escape
 from typing import TYPE_CHECKING, Any
 
 from bokeh.layouts import column
-from bokeh.models import ColumnDataSource, HoverTool, LayoutDOM, Range1d
+from bokeh.models import ColumnDataSource, HoverTool, InlineStyleSheet, LayoutDOM, Range1d
+from bokeh.models.widgets import Div
 from bokeh.plotting import figure
 
-from optpipe.plot.chart.style import PALETTES, Palette, Theme
-from optpipe.plot.frontier import LINE_COLOURS, edges
+from optpipe.plot.chart.style import FONT, PALETTES, Palette, Theme, css_of
+from optpipe.plot.frontier import LINE_COLOURS, Unit, edges, unit_of
 from optpipe.plot.headline import gap_of
 from optpipe.plot.units import format_ms, format_share
 
@@ -21,10 +23,8 @@ if TYPE_CHECKING:
 __all__ = ["lay_out"]
 
 _HEIGHT_PX = 400
-_GB = 1e9
 _FOOT = 0.03
 _MOST_NAMED = 16
-_TOLD = [("", "@name"), ("memory", "@gb{0.[000]} GB"), ("", "@told")]
 
 
 def lay_out(lines: Sequence[Line], title: str, theme: Theme) -> LayoutDOM:
@@ -32,29 +32,45 @@ def lay_out(lines: Sequence[Line], title: str, theme: Theme) -> LayoutDOM:
     look = PALETTES[theme]
     points = [point for line in lines for point in line.points]
     bottom, top = edges(points)
+    unit = unit_of(points)
     plot = figure(
         name="frontier",
-        title=title,
         y_range=Range1d(start=bottom, end=top),
         frame_height=_HEIGHT_PX,
         sizing_mode="stretch_width",
         tools="pan,wheel_zoom,box_zoom,zoom_in,zoom_out,reset,save",
         active_scroll="wheel_zoom",
-        x_axis_label="memory per device (GB)",
+        x_axis_label=f"memory per device ({unit.name})",
         y_axis_label="objective (ms); dashed: lower bound",
         toolbar_location="above",
     )
     plot.toolbar.logo = None
+    plot.toolbar.stylesheets = [InlineStyleSheet(css=css_of(theme))]
     for index, line in enumerate(lines):
         _draw_line(
-            plot, line, LINE_COLOURS[index % len(LINE_COLOURS)], is_named=index < _MOST_NAMED
+            plot,
+            line,
+            unit,
+            LINE_COLOURS[index % len(LINE_COLOURS)],
+            is_named=index < _MOST_NAMED,
         )
-    _draw_infeasible(plot, points, bottom + _FOOT * (top - bottom), look)
+    _draw_infeasible(plot, points, unit, bottom + _FOOT * (top - bottom), look)
     _place_legend(plot)
-    return column(plot, sizing_mode="stretch_width", name="frontier-layout")
+    parts = [_heading(title, look), plot] if title else [plot]
+    return column(*parts, sizing_mode="stretch_width", name="frontier-layout")
 
 
-def _draw_line(plot: Any, line: Line, colour: str, *, is_named: bool) -> None:
+def _heading(title: str, look: Palette) -> Div:
+    """Return the title as HTML, which breaks into lines where the page is narrow."""
+    styles: dict[str, str | None] = {
+        "color": look.text,
+        "font": f"bold 13px {FONT}",
+        "overflow-wrap": "anywhere",
+    }
+    return Div(text=escape(title), styles=styles, sizing_mode="stretch_width")
+
+
+def _draw_line(plot: Any, line: Line, unit: Unit, colour: str, *, is_named: bool) -> None:
     """Draw what was found, what is proven, and the room between."""
     named: dict[str, Any] = {"legend_label": line.label or " "} if is_named else {}
     found = [point for point in line.points if point.objective_ms is not None]
@@ -63,28 +79,29 @@ def _draw_line(plot: Any, line: Line, colour: str, *, is_named: bool) -> None:
     ]
     between = [point for point in found if point.bound_ms is not None]
     plot.varea(
-        x=[point.limit_bytes / _GB for point in between],
+        x=[point.limit_bytes / unit.size for point in between],
         y1=[point.bound_ms for point in between],
         y2=[point.objective_ms for point in between],
         fill_color=colour,
         fill_alpha=0.15,
     )
     plot.line(
-        x=[point.limit_bytes / _GB for point in proven],
+        x=[point.limit_bytes / unit.size for point in proven],
         y=[point.bound_ms for point in proven],
         line_color=colour,
         line_dash="dashed",
         line_width=1.5,
     )
-    source = ColumnDataSource(_columns(line, found))
-    plot.line(source=source, x="gb", y="ms", line_color=colour, line_width=2, **named)
-    dots = plot.scatter(source=source, x="gb", y="ms", size=7, color=colour)
-    plot.add_tools(HoverTool(renderers=[dots], tooltips=_TOLD))
+    source = ColumnDataSource(_columns(line, found, unit))
+    plot.line(source=source, x="memory", y="ms", line_color=colour, line_width=2, **named)
+    dots = plot.scatter(source=source, x="memory", y="ms", size=7, color=colour)
+    told = [("", "@name"), ("memory", f"@memory{{0.[000]}} {unit.name}"), ("", "@told")]
+    plot.add_tools(HoverTool(renderers=[dots], tooltips=told))
 
 
-def _columns(line: Line, found: Sequence[Point]) -> dict[str, list[Any]]:
+def _columns(line: Line, found: Sequence[Point], unit: Unit) -> dict[str, list[Any]]:
     return {
-        "gb": [point.limit_bytes / _GB for point in found],
+        "memory": [point.limit_bytes / unit.size for point in found],
         "ms": [point.objective_ms for point in found],
         "name": [line.label for _ in found],
         "told": [_told(point) for point in found],
@@ -99,8 +116,10 @@ def _told(point: Point) -> str:
     return f"{format_ms(objective_ms)} ms, bound {format_ms(point.bound_ms)} ms, gap {gap}"
 
 
-def _draw_infeasible(plot: Any, points: Sequence[Point], height: float, look: Palette) -> None:
-    nothing = sorted({point.limit_bytes / _GB for point in points if point.is_infeasible})
+def _draw_infeasible(
+    plot: Any, points: Sequence[Point], unit: Unit, height: float, look: Palette
+) -> None:
+    nothing = sorted({point.limit_bytes / unit.size for point in points if point.is_infeasible})
     if not nothing:
         return
     plot.scatter(

@@ -6,17 +6,20 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from bokeh.core.properties import value
 from bokeh.models import ColumnDataSource, FixedTicker, LinearColorMapper, Range1d
 from bokeh.models.annotations import Span
 from bokeh.plotting import figure
 
-from optpipe.plot.chart.style import PALETTES, Palette, Theme
+from optpipe.plot.chart.style import FONT, PALETTES, Palette, Theme
+from optpipe.plot.chart.title import add_title
 from optpipe.plot.colours import BAR_COLOURS
 from optpipe.plot.headline import headline
 from optpipe.plot.pixels import codes_of
 from optpipe.plot.rows import places
 
 if TYPE_CHECKING:
+    from bokeh.models.annotations import Title
     from bokeh.models.renderers import GlyphRenderer
     from numpy.typing import NDArray
 
@@ -24,6 +27,7 @@ if TYPE_CHECKING:
     from optpipe.plot.interactive import View
 
 __all__ = [
+    "LABEL_COLUMNS",
     "MOST_AT_ONCE",
     "PATH_COLUMNS",
     "VEIL_CODE",
@@ -40,20 +44,30 @@ _LONGEST_NAME = 14
 _PX_PER_LETTER = 7
 _FLOAT32_BITS = 24
 _SHORTEST_SHARE = 1e-3
+_LABEL_COLOUR = "#14181c"
 
 MOST_AT_ONCE = 12_000
 """Of more bars, a frame that moves has every tenth, and a script keeps to those near the frame."""
 
-PATH_COLUMNS = ("left", "right", "top", "bottom", "code", "cover", "edge")
+LABEL_COLUMNS = ("x", "y", "text")
+PATH_COLUMNS = ("left", "right", "top", "bottom", "code", "cover", "edge", *LABEL_COLUMNS)
 VEIL_CODE = len(BAR_COLOURS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Gantt:
-    """The figure and what the scripts change of it."""
+    """The figure and what the scripts change of it.
+
+    Attributes
+    ----------
+    labels
+        What stands in the bars; empty until a script knows how wide they are.
+    """
 
     figure: Any
+    title: Title
     bars: GlyphRenderer[Any]
+    labels: ColumnDataSource
     path: ColumnDataSource
 
 
@@ -80,7 +94,6 @@ def draw_gantt(
     num_devices = len(view.problem.devices)
     plot = figure(
         name=name,
-        title=f"{view.title}: {headline(view.problem, drawing, view.bound_ms)}",
         x_range=time,
         y_range=Range1d(start=num_devices - 0.45, end=-0.55),
         frame_height=min(_PX_PER_DEVICE * num_devices, _MAX_PX),
@@ -93,13 +106,16 @@ def draw_gantt(
         output_backend="canvas",
         lod_threshold=MOST_AT_ONCE,
     )
+    title = add_title(plot, f"{view.title}: {headline(view.problem, drawing, view.bound_ms)}")
     _label_devices(plot, view)
     _draw_bubbles(plot, drawing, num_devices, look, has_sides=has_sides)
     source = ColumnDataSource(_columns(drawing.bars, has_sides=has_sides))
     bars = _draw_bars(plot, source, look)
+    labels = ColumnDataSource({name: [] for name in LABEL_COLUMNS})
+    _draw_labels(plot, labels, "glyph")
     path = _draw_path(plot, look)
     _draw_ends(plot, view, drawing, look)
-    return Gantt(figure=plot, bars=bars, path=path)
+    return Gantt(figure=plot, title=title, bars=bars, labels=labels, path=path)
 
 
 def left_border(names: list[str]) -> int:
@@ -174,8 +190,7 @@ def _draw_path(plot: Any, look: Palette) -> ColumnDataSource:
     It stands on the level that is painted apart from the bars: following the pointer does not draw
     a hundred thousand bars again. Bokeh does not clip that level, so the script has to.
     """
-    empty = np.zeros(0, np.float32)
-    path = ColumnDataSource(dict.fromkeys(PATH_COLUMNS, empty))
+    path = ColumnDataSource({name: [] for name in PATH_COLUMNS})
     plot.quad(
         source=path,
         fill_color=_colour_of_code(look),
@@ -185,7 +200,22 @@ def _draw_path(plot: Any, look: Palette) -> ColumnDataSource:
         level="overlay",
         name="path",
     )
+    _draw_labels(plot, path, "overlay")
     return path
+
+
+def _draw_labels(plot: Any, source: ColumnDataSource, level: str) -> None:
+    plot.text(
+        source=source,
+        text="text",
+        text_align="center",
+        text_baseline="middle",
+        text_color=_LABEL_COLOUR,
+        text_font=value(FONT),
+        text_font_size="10px",
+        level=level,
+        name=f"labels-{level}",
+    )
 
 
 def _colour_of_code(look: Palette) -> dict[str, Any]:
@@ -219,7 +249,7 @@ def _draw_ends(plot: Any, view: View, drawing: Drawing, look: Palette) -> None:
 
 def has_bound_line(view: View) -> bool:
     """Whether a bound is known and a moment of the axis: one of the makespan is, of a span not."""
-    return view.bound_ms is not None and view.problem.objective == "makespan"
+    return bool(view.bound_ms) and view.problem.objective == "makespan"
 
 
 def _label_devices(plot: Any, view: View) -> None:

@@ -12,12 +12,14 @@ from bokeh.models.widgets import Select
 from bokeh.plotting import figure
 
 from optpipe.memory import device_peak_bytes
-from optpipe.plot.chart.style import PALETTES, Palette, Theme, widget_css
+from optpipe.plot.chart.style import INPUT_MARGIN, PALETTES, Palette, Theme, css_of
+from optpipe.plot.chart.title import add_title
 from optpipe.plot.units import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from bokeh.models.annotations import Title
     from numpy.typing import NDArray
 
     from optpipe.plot.bars import Curve, Drawing
@@ -47,6 +49,7 @@ class Memory:
     """
 
     figure: Any
+    title: Title
     curves: ColumnDataSource
     devices: ColumnDataSource
     shown: ColumnDataSource
@@ -73,7 +76,6 @@ def draw_memory(
     )
     plot: Any = figure(
         name=name,
-        title=_label(view, chosen, peaks[chosen]),
         x_range=time,
         y_range=Range1d(start=0, end=_ceiling(peaks, limits) / size),
         frame_height=_HEIGHT_PX,
@@ -84,6 +86,7 @@ def draw_memory(
         toolbar_location=None,
         y_axis_label=unit,
     )
+    title = add_title(plot, _label(view, chosen, peaks[chosen]), is_bold=False)
     source = ColumnDataSource(shown)
     _draw_areas(plot, source, look)
     limit = Span(
@@ -94,9 +97,9 @@ def draw_memory(
     )
     plot.add_layout(limit)
     plot.yaxis.ticker.desired_num_ticks = 3
-    plot.title.text_font_style = "normal"
     return Memory(
         figure=plot,
+        title=title,
         curves=_curves(drawing, size),
         devices=ColumnDataSource(devices),
         shown=source,
@@ -197,6 +200,7 @@ def _select(view: View, chosen: int, theme: Theme) -> Select:
         title=f"memory of ({view.title})",
         value=str(chosen),
         options=options,
-        width=170,
-        stylesheets=[InlineStyleSheet(css=widget_css(theme))],
+        width=150,
+        margin=INPUT_MARGIN,
+        stylesheets=[InlineStyleSheet(css=css_of(theme))],
     )

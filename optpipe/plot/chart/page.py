@@ -31,7 +31,9 @@ _PAGE = """<!DOCTYPE html>
 <title>{title}</title>
 <style>
 body {{ margin: 12px 16px; background: {page}; color: {text}; font: 14px system-ui, sans-serif; }}
-h1 {{ font-size: 18px; margin: 0 0 8px; }}
+h1 {{ font-size: 18px; margin: 0 0 8px; overflow-wrap: anywhere; }}
+.bk-Tooltip {{ --tooltip-color: {page}; --tooltip-text: {text}; --tooltip-border: {edge};
+  --tooltip-arrow-color: {edge}; }}
 </style>
 {scripts}
 </head>
@@ -62,6 +64,7 @@ def html_of(layout: LayoutDOM, title: str, theme: Theme) -> str:
         title=escape(title),
         page=look.page,
         text=look.text,
+        edge=look.edge,
         scripts=scripts,
         place=_PLACE,
         # Nothing in a script element may look like its end.

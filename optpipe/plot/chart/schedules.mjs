@@ -3,6 +3,7 @@
 
 let pinned = null
 let lit = null
+let fitting = null
 
 // Of a view with many bars: all of them, and the span of time whose bars are drawn.
 const kept = new Map()
@@ -38,31 +39,37 @@ function keepNear(bars, {start, end, bounds: [first, last]}, most) {
 
 const VEIL_COVER = 0.75
 
-const nothing = () => ({left: [], right: [], top: [], bottom: [], code: [], cover: [], edge: []})
+const nothing = () => ({
+  left: [], right: [], top: [], bottom: [], code: [], cover: [], edge: [], x: [], y: [], text: [],
+})
 
-// The part between start and end of a veil and, on it, of one micro-batch's bars.
-function pathOf({left, right, top, bottom, code, microbatch}, wanted, rows, {start, end}, veil) {
+function put(path, bar) {
+  for (const [name, value] of Object.entries(bar)) path[name].push(value)
+  path.x.push((bar.left + bar.right) / 2)
+  path.y.push((bar.top + bar.bottom) / 2)
+}
+
+// The part between start and end of a veil and, on it, of one micro-batch's bars with their labels.
+function pathOf(part, all, wanted, time, veil) {
+  const {start, end} = time
+  const [perMs, perRow] = scaleOf(part.gantt, time)
+  const {start: bottom, end: top} = part.gantt.y_range
   const path = nothing()
-  const add = (i0, i1, j0, j1, colour, cover, edge) => {
-    if (i1 <= start || i0 >= end) return
-    path.left.push(Math.max(i0, start))
-    path.right.push(Math.min(i1, end))
-    path.top.push(j0)
-    path.bottom.push(j1)
-    path.code.push(colour)
-    path.cover.push(cover)
-    path.edge.push(edge)
-  }
-  add(start, end, rows.start, rows.end, veil, VEIL_COVER, 0)
-  for (let i = 0; i < microbatch.length; i++) {
-    if (microbatch[i] === wanted) add(left[i], right[i], top[i], bottom[i], code[i], 1, 1)
+  put(path, {left: start, right: end, top, bottom, code: veil, cover: VEIL_COVER, edge: 0, text: ""})
+  for (let i = 0; i < all.microbatch.length; i++) {
+    if (all.microbatch[i] !== wanted || all.right[i] <= start || all.left[i] >= end) continue
+    const bar = {left: Math.max(all.left[i], start), right: Math.min(all.right[i], end),
+      top: all.top[i], bottom: all.bottom[i], code: all.code[i], cover: 1, edge: 1}
+    const isHigh = (bar.bottom - bar.top) * perRow >= LEAST_HEIGHT
+    const width = isHigh ? (bar.right - bar.left) * perMs : 0
+    put(path, {...bar, text: labelOf(part, bar.code, all.stage[i], wanted, width)})
   }
   return path
 }
 
 function paint({parts, time, veil}) {
-  for (const {gantt, bars, path} of parts) {
-    path.data = lit == null ? nothing() : pathOf(allOf(bars), lit, gantt.y_range, time, veil)
+  for (const part of parts) {
+    part.path.data = lit == null ? nothing() : pathOf(part, allOf(part.bars), lit, time, veil)
   }
 }
 
@@ -79,7 +86,7 @@ function barAt({left, right, top, bottom}, x, y) {
   return -1
 }
 
-function showMemory({curves, devices, shown, limit, memory, end}, device) {
+function showMemory({gantt, curves, devices, shown, limit, memory, end}, device) {
   const of = devices.data
   const first = of.first[device]
   const count = of.length[device]
@@ -97,7 +104,17 @@ function showMemory({curves, devices, shown, limit, memory, end}, device) {
     over: held.map((value) => Math.max(value, most)),
   }
   limit.location = most
-  memory.title.text = of.label[device]
+  entitle(memory, of.label[device], gantt)
+}
+
+// What depends on how wide the figures are.
+function fit(chart) {
+  for (const {gantt, title, headline, memory, devices, select} of chart.parts) {
+    entitle(title, headline, gantt)
+    entitle(memory, devices.data.label[Number(select.value)], gantt)
+  }
+  label(chart)
+  if (lit != null) paint(chart)
 }
 
 function tap(chart, part, event) {
@@ -124,7 +141,12 @@ export default (chart, obj, data) => {
     showMemory(asked, Number(obj.value))
   } else if (obj === time) {
     for (const {bars} of parts) keepNear(bars, time, most)
+    relabel(chart)
     if (lit != null) paint(chart)
+  } else if (parts.some(({gantt}) => gantt === obj)) {
+    // Bokeh is laying out just now, and titles may want another layout.
+    clearTimeout(fitting)
+    fitting = setTimeout(() => fit(chart))
   } else if (obj === follow) {
     pinned = follow.value
     light(chart, pinned)

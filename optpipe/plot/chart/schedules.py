@@ -10,7 +10,7 @@ from bokeh.models import CustomJS, HoverTool, InlineStyleSheet, LayoutDOM, Range
 from bokeh.models.dom import HTML, ValueRef
 from bokeh.models.widgets import Div, NumericInput
 
-from optpipe.plot.bars import drawing_of
+from optpipe.plot.bars import KINDS, drawing_of
 from optpipe.plot.chart.gantt import (
     MOST_AT_ONCE,
     VEIL_CODE,
@@ -21,7 +21,8 @@ from optpipe.plot.chart.gantt import (
 from optpipe.plot.chart.legend import WORDS, legend_of
 from optpipe.plot.chart.memory import draw_memory
 from optpipe.plot.chart.stack import stacked
-from optpipe.plot.chart.style import PALETTES, Theme, widget_css
+from optpipe.plot.chart.style import INPUT_MARGIN, PALETTES, Theme, css_of
+from optpipe.plot.glyphs import LETTERS
 from optpipe.plot.rows import has_side_lanes
 
 if TYPE_CHECKING:
@@ -62,18 +63,19 @@ def lay_out(views: Sequence[View], theme: Theme) -> LayoutDOM:
         for index, (view, drawing) in enumerate(zip(views, drawings, strict=True))
     ]
     follow = _follow(views, theme)
-    parts = [_part(*held) for held in zip(drawings, gantts, memories, strict=True)]
+    parts = [_part(*held) for held in zip(views, drawings, gantts, memories, strict=True)]
     script = _script_of(parts, follow, time)
     for view, gantt, memory in zip(views, gantts, memories, strict=True):
         _connect(view, gantt, memory, script)
     if memories:
         _label_time(memories[-1].figure)
-    grid = stacked([held.figure for pair in zip(gantts, memories, strict=True) for held in pair])
+    figures = [held.figure for pair in zip(gantts, memories, strict=True) for held in pair]
+    grid = stacked(figures, theme)
     controls = row(follow, *(memory.select for memory in memories), styles=_WRAPPING)
     samples = legend_of(
         drawings, PALETTES[theme], has_bound=any(has_bound_line(view) for view in views)
     )
-    legend = Div(text=samples, sizing_mode="stretch_width")
+    legend = Div(text=samples, sizing_mode="stretch_width", margin=(2, 0, 4, 0))
     return column(legend, controls, grid, sizing_mode="stretch_width", name="schedules")
 
 
@@ -86,13 +88,18 @@ def _time_axis(length_ms: float) -> Range1d:
     )
 
 
-def _part(drawing: Drawing, gantt: Gantt, memory: Memory) -> dict[str, Any]:
+def _part(view: View, drawing: Drawing, gantt: Gantt, memory: Memory) -> dict[str, Any]:
     """Return what the script reads and changes of one view."""
     return {
         "gantt": gantt.figure,
+        "title": gantt.title,
+        "headline": gantt.title.text,
         "bars": gantt.bars.data_source,
+        "labels": gantt.labels,
+        "letters": [LETTERS.get(kind, "") if kind is not None else "" for kind in KINDS],
+        "hasChunks": len(view.problem.stages) > len(view.problem.devices),
         "path": gantt.path,
-        "memory": memory.figure,
+        "memory": memory.title,
         "curves": memory.curves,
         "devices": memory.devices,
         "shown": memory.shown,
@@ -111,7 +118,7 @@ def _script_of(parts: Sequence[dict[str, Any]], follow: NumericInput, time: Rang
         "veil": VEIL_CODE,
         "most": MOST_AT_ONCE,
     }
-    script = CustomJS(args=args, code=_script("schedules"))
+    script = CustomJS(args=args, code=_script("titles", "labels", "schedules"))
     follow.js_on_change("value", script)
     time.js_on_change("start", script)
     time.js_on_change("end", script)
@@ -121,6 +128,7 @@ def _script_of(parts: Sequence[dict[str, Any]], follow: NumericInput, time: Rang
 def _connect(view: View, gantt: Gantt, memory: Memory, script: CustomJS) -> None:
     """Let one view's figures run the script."""
     gantt.figure.add_tools(_hover(view, gantt, script))
+    gantt.figure.js_on_change("inner_width", script)
     for event in ("tap", "doubletap", "mouseleave"):
         gantt.figure.js_on_event(event, script)
     memory.select.js_on_change("value", script)
@@ -140,21 +148,24 @@ def _hover(view: View, gantt: Gantt, script: CustomJS) -> HoverTool:
     )
 
 
-def _script(name: str) -> str:
-    return files("optpipe.plot.chart").joinpath(f"{name}.mjs").read_text("utf-8")
+def _script(*names: str) -> str:
+    """Return files as one module: Bokeh loads modules from text, which cannot import others."""
+    folder = files("optpipe.plot.chart")
+    return "\n".join(folder.joinpath(f"{name}.mjs").read_text("utf-8") for name in names)
 
 
 def _follow(views: Sequence[View], theme: Theme) -> NumericInput:
     most = max((view.problem.num_microbatches for view in views), default=1) - 1
     return NumericInput(
-        title=f"follow micro-batch (0 to {most})",
+        title="follow micro-batch",
         low=0,
         high=most,
         value=None,
-        placeholder="none",
-        width=170,
+        placeholder=f"0 to {most}",
+        width=150,
+        margin=INPUT_MARGIN,
         name="follow",
-        stylesheets=[InlineStyleSheet(css=widget_css(theme))],
+        stylesheets=[InlineStyleSheet(css=css_of(theme))],
     )
 
 

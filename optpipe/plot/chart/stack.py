@@ -8,6 +8,7 @@ from bokeh.models import (
     BoxZoomTool,
     ClickPanTool,
     GridPlot,
+    InlineStyleSheet,
     PanTool,
     ResetTool,
     SaveTool,
@@ -18,15 +19,19 @@ from bokeh.models import (
     ZoomOutTool,
 )
 
+from optpipe.plot.chart.style import css_of
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from bokeh.models import Tool
 
+    from optpipe.plot.chart.style import Theme
+
 __all__ = ["stacked"]
 
 
-def stacked(figures: Sequence[Any]) -> GridPlot:
+def stacked(figures: Sequence[Any], theme: Theme) -> GridPlot:
     """Return figures that share a time axis in a column; all tools act on that axis alone.
 
     Bokeh's own merging of toolbars orders tools differently each time.
@@ -39,9 +44,10 @@ def stacked(figures: Sequence[Any]) -> GridPlot:
     proxies: list[Tool | ToolProxy] = [
         ToolProxy(tools=list(equal)) for equal in zip(*tools, strict=True)
     ]
+    look = InlineStyleSheet(css=css_of(theme))
     return GridPlot(
         children=[(plot, place, 0) for place, plot in enumerate(figures)],
-        toolbar=Toolbar(tools=proxies, logo=None),
+        toolbar=Toolbar(tools=proxies, logo=None, stylesheets=[look]),
         toolbar_location="above",
         sizing_mode="stretch_width",
     )

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["PALETTES", "Palette", "Theme", "theme_of", "widget_css"]
+__all__ = ["FONT", "INPUT_MARGIN", "PALETTES", "Palette", "Theme", "css_of", "theme_of"]
 
 Theme = Literal["light", "dark"]
-_FONT = "system-ui, sans-serif"
+FONT = "system-ui, sans-serif"
+INPUT_MARGIN = (4, 10, 4, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +25,7 @@ class Palette:
     grid: str
     bubble: str
     outline: str
+    edge: str
     memory: str
     static: str
     limit: str
@@ -38,6 +40,7 @@ PALETTES: Mapping[Theme, Palette] = {
         grid="#e6e9ec",
         bubble="#eceff1",
         outline="#1f2328",
+        edge="#b4bac2",
         memory="#4a9ad4",
         static="#90a4ae",
         limit="#b3261e",
@@ -50,6 +53,7 @@ PALETTES: Mapping[Theme, Palette] = {
         grid="#2a3037",
         bubble="#262b31",
         outline="#ffffff",
+        edge="#555d68",
         memory="#4a9ad4",
         static="#5f6d78",
         limit="#ff6b5e",
@@ -58,17 +62,24 @@ PALETTES: Mapping[Theme, Palette] = {
 }
 
 
-def widget_css(theme: Theme) -> str:
-    """Return what makes inputs of a page look like it; bokeh's are dark on white."""
+def css_of(theme: Theme) -> str:
+    """Return what makes inputs, toolbars and their menus look like the page; bokeh's are white."""
     look = PALETTES[theme]
+    arrow = (
+        f"linear-gradient(45deg, transparent 50%, {look.text} 50%),"
+        f" linear-gradient(135deg, {look.text} 50%, transparent 50%)"
+    )
     return (
-        f":host {{ color: {look.text}; font-family: {_FONT}; font-size: 12px }}"
-        f".bk-input {{ background-color: {look.page}; color: {look.text};"
-        f" border-color: {look.quiet}; min-height: 28px; padding-block: 2px }}"
-        f"select.bk-input {{ background-size: 4px 5px; background-image:"
-        f" linear-gradient(45deg, transparent 50%, {look.text} 50%),"
-        f" linear-gradient(135deg, {look.text} 50%, transparent 50%);"
-        " background-position: right 14px center, right 10px center }"
+        f":host {{ color-scheme: {theme}; color: {look.text};"
+        f" font-family: {FONT}; font-size: 12px;"
+        f" --color: {look.text}; --background-color: {look.page}; --inverted-color: {look.page};"
+        f" --surface-background-color: {look.grid}; --hover-color: {look.grid};"
+        f" --active-bg: {look.grid}; --border-color: {look.edge}; --divider-color: {look.grid};"
+        f" --placeholder-color: {look.quiet}; --icon-color: {look.quiet}; --border-radius: 3px }}"
+        f".bk-input {{ min-height: 28px; padding-block: 2px; padding-inline: 8px }}"
+        # As exact as bokeh's own rule, which draws a black arrow.
+        f"select:not([multiple]).bk-input {{ background-image: {arrow};"
+        " background-size: 4px 5px; background-position: right 12px center, right 8px center }"
     )
 
 
@@ -84,12 +95,12 @@ def theme_of(theme: Theme) -> dict[str, dict[str, dict[str, object]]]:
             },
             "Axis": {
                 "axis_label_text_color": look.quiet,
-                "axis_label_text_font": _FONT,
+                "axis_label_text_font": FONT,
                 "axis_label_text_font_size": "12px",
                 "axis_label_text_font_style": "normal",
                 "axis_line_color": look.grid,
                 "major_label_text_color": look.text,
-                "major_label_text_font": _FONT,
+                "major_label_text_font": FONT,
                 "major_label_text_font_size": "12px",
                 "major_tick_line_color": look.grid,
                 "minor_tick_line_color": None,
@@ -97,17 +108,17 @@ def theme_of(theme: Theme) -> dict[str, dict[str, dict[str, object]]]:
             "Grid": {"grid_line_color": look.grid},
             "Title": {
                 "text_color": look.text,
-                "text_font": _FONT,
+                "text_font": FONT,
                 "text_font_size": "13px",
                 "text_font_style": "bold",
             },
-            "Label": {"text_color": look.text, "text_font": _FONT, "text_font_size": "12px"},
+            "Label": {"text_color": look.text, "text_font": FONT, "text_font_size": "12px"},
             "Legend": {
                 "background_fill_color": look.page,
                 "background_fill_alpha": 0.85,
                 "border_line_color": None,
                 "label_text_color": look.text,
-                "label_text_font": _FONT,
+                "label_text_font": FONT,
                 "label_text_font_size": "12px",
             },
         }

@@ -6,6 +6,7 @@ import importlib
 import inspect
 import os
 import sys
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, nn
@@ -79,7 +80,8 @@ def _check_call(name: str, function: Callable[..., Any], microbatch: int | None)
 
 def _find(name: str) -> Callable[..., Any]:
     module_name, separator, function_name = name.partition(":")
-    if not (separator and module_name and function_name.isidentifier()):
+    is_name = all(part.isidentifier() for part in module_name.split("."))
+    if not (separator and is_name and function_name.isidentifier()):
         raise InputError(f"--stages {name}: must name a function; write {_FORM}")
     if os.getcwd() not in sys.path:  # noqa: PTH109 - sys.path holds texts
         sys.path.insert(0, os.getcwd())  # noqa: PTH109
@@ -109,6 +111,11 @@ def _checked(name: str, found: Any) -> StageSet:
     if not isinstance(found, tuple) or not 2 <= len(found) <= 4:
         raise InputError(f"{name} returned {_shown(found)}; {rule}; return such a tuple")
     given = StageSet(*found)
+    if not isinstance(given.stages, Iterable):
+        raise InputError(
+            f"{name} returned {_shown(given.stages)} for the stages; {rule}; stages are a list of "
+            "nn.Modules in model order"
+        )
     stages: list[Any] = list(given.stages)
     odd = [type(stage).__name__ for stage in stages if not isinstance(stage, nn.Module)]
     if odd or not stages:

@@ -163,8 +163,8 @@ def test_it_finds_the_parked_optimum() -> None:
     assert best.objective_ms == pytest.approx(132.0)
 
 
-def test_it_looks_whether_to_stop_ten_times_a_second_at_any_size() -> None:
-    """A look every 0.2 s of its own time, however long a program is."""
+def test_it_looks_often_enough_whether_to_stop_at_any_size() -> None:
+    """However long a program is; a solve has 0.5 s in all to end."""
     looks: list[float] = []
 
     def look() -> bool:
@@ -175,7 +175,7 @@ def test_it_looks_whether_to_stop_ten_times_a_second_at_any_size() -> None:
     best.offer(build_serial(best.problem), "serial")
     improve_by_local_search(best, time_limit_s=0.01, seed=0)
     improve_by_local_search(best, time_limit_s=60, seed=0, should_stop=look)
-    assert max(after - before for before, after in pairwise(looks)) < 0.2
+    assert max(after - before for before, after in pairwise(looks)) < 0.4
 
 
 def test_it_keeps_as_much_time_for_an_offer_as_judging_took() -> None:

@@ -70,8 +70,8 @@ The least reach is in places; it is doubled up to three times. RELOADs first mov
 class Table(NamedTuple):
     """All that one search works on. ``path`` is scratch; ``best_*`` is the best board seen.
 
-    ``stale`` flags devices whose program may differ from the best one; ``load``, by place, is
-    scratch.
+    ``focus`` says where moves are made (see `propose`). ``stale`` flags devices whose program may
+    differ from the best one; ``load``, by place, is scratch.
     """
 
     board: Board
@@ -82,6 +82,7 @@ class Table(NamedTuple):
     memory: Memory
     rules: Rules
     path: NDArray[np.int64]
+    focus: NDArray[np.int64]
     best_actions: NDArray[np.int64]
     best_counts: NDArray[np.int64]
     stale: NDArray[np.bool_]
@@ -190,7 +191,9 @@ def try_move(
     copy(undo.hosts, board.hosts, num_devices)
     copy(undo.first, board.first, num_devices)
     copy(undo.last, board.last, num_devices)
-    changed = propose(board, undo, table.times, table.memory, rules, table.path, path_size, draw)
+    changed = propose(
+        board, undo, table.times, table.memory, rules, table.path, path_size, table.focus, draw
+    )
     edited = _edited(undo)
     if not changed or not _fits(table, draw):
         return edited, np.inf, np.inf

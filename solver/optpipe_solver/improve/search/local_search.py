@@ -10,12 +10,14 @@ from optpipe_solver.improve.compiled.problem import CompiledProblem, Rows
 from optpipe_solver.improve.moves import draws
 from optpipe_solver.improve.one_device.polish import Polish
 from optpipe_solver.improve.search.annealing import anneal, course_of
+from optpipe_solver.improve.search.focus import some_stretch
 from optpipe_solver.improve.search.table import table_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from optpipe.action import Programs
+    from optpipe.problem import Problem
     from optpipe_solver.incumbent import Incumbent
 
 __all__ = ["improve_by_local_search"]
@@ -39,6 +41,13 @@ fall to the same. Cold coolings polish and are all that a large problem has time
 middle keep half of their start; from 1.0 nothing of it is left, and only a long cooling is as good:
 of a V with offload (4 devices, 8 micro-batches) one of 0.3 s ends 15 % above the best known, one of
 2.5 s at most 2 % (measured).
+"""
+
+_STRETCH_COOLINGS, _STRETCH_COLD = ((0.3, 0.2), (0.2, 0.2)), 0.03
+"""As above, of coolings of one stretch of time each: short, as so few actions move.
+
+What differs on every device at once, but only for a while, is too far for a cold cooling of all and
+is lost in a hot one.
 """
 
 _SMALL, _LEAST_CHAINS = 100, 3
@@ -65,6 +74,7 @@ def improve_by_local_search(
     should_stop: Callable[[], bool] | None = None,
     work_limit: int | None = None,
     starts: Sequence[Programs] = (),
+    by_stretches: bool = False,
 ) -> int:
     """Search until the time is over, the optimum is proven, or told to stop.
 
@@ -81,15 +91,18 @@ def improve_by_local_search(
         Most actions to simulate; with it and time enough, the result is a function of the seed.
     starts
         More legal schedules, best first, from which some of the coolings start.
+    by_stretches
+        Whether each cooling moves actions of one stretch of time only, from the best. Of problems
+        that are not small nothing is searched then: they take longer to cool than there is time.
 
     Returns
     -------
     The actions simulated, the search's unit of work.
     """
-    if best.programs is None:
+    if best.programs is None or (by_stretches and not _is_small(best.problem)):
         return 0
     end = time.perf_counter() + time_limit_s
-    search = _Search(best, seed, starts)
+    search = _Stretches(best, seed, starts) if by_stretches else _Search(best, seed, starts)
     while not best.is_optimal:
         left = end - time.perf_counter() - search.offer_s * search.has_news
         if left <= 0 or (work_limit is not None and search.work >= work_limit):
@@ -100,6 +113,10 @@ def improve_by_local_search(
     search.offer()
     search.polish()
     return search.work
+
+
+def _is_small(problem: Problem) -> bool:
+    return len(problem.stages) * problem.num_microbatches <= _SMALL
 
 
 class _Elite(NamedTuple):
@@ -119,12 +136,13 @@ class _Search:
         self.adopted = best.programs
         self.elites = [self._elite(programs) for programs in (best.programs, *starts) if programs]
         self.current = 0
-        if cells <= _SMALL:
+        if _is_small(best.problem):
             self.elites += self.elites[:1] * (_LEAST_CHAINS - len(self.elites))
         self.table = table_for(self.compiled, self.elites[0].rows)
         self.course = course_of(self.table, self.elites[0].objective_ms)
-        self.coolings = _SMALL_COOLINGS if cells <= _SMALL else _COOLINGS
-        self.cold = _SMALL_COLD if cells <= _SMALL else _COLD
+        is_small = _is_small(best.problem)
+        self.coolings: Sequence[tuple[float, float]] = _SMALL_COOLINGS if is_small else _COOLINGS
+        self.cold = _SMALL_COLD if is_small else _COLD
         self.short_work = _CYCLE_PER_CELL * cells
         self.polisher = Polish(self.compiled)
         self.polished_ms = inf
@@ -186,7 +204,7 @@ class _Search:
     def cycle_work(self) -> int:
         """Actions to simulate in this cooling."""
         times = self.coolings[self.cycle % len(self.coolings)][1]
-        return min(_CYCLE_WORK, times * self.short_work)
+        return min(_CYCLE_WORK, int(times * self.short_work))
 
     @property
     def objective_ms(self) -> float:
@@ -224,11 +242,46 @@ class _Search:
         self.cycle += 1
         self.before = self.work
         ranks = sorted(range(len(self.elites)), key=lambda i: self.elites[i].objective_ms)
-        self.current = ranks[0] if self.cycle % 2 == 0 else (self.cycle // 2) % len(self.elites)
+        self.current = self._choose(ranks)
         chosen = self.elites[self.current]
         self.table = table_for(self.compiled, chosen.rows, self.table)
         self.course = course_of(self.table, chosen.objective_ms)
 
+    def _choose(self, ranks: list[int]) -> int:
+        """Return the number of the start that the next cooling has, of all from best to worst."""
+        return ranks[0] if self.cycle % 2 == 0 else (self.cycle // 2) % len(self.elites)
+
     def _elite(self, programs: Programs) -> _Elite:
         rows = self.compiled.encode(programs)
         return _Elite(rows, self.compiled.length_ms(rows)[self.by_span])
+
+
+class _Stretches(_Search):
+    """A search that moves actions of one stretch of time, then of another, always from the best.
+
+    Where a cooling ends as good as its best the next one starts: ways to be as good differ, and
+    what follows them better differs too.
+    """
+
+    def __init__(self, best: Incumbent, seed: int, starts: Sequence[Programs]) -> None:
+        super().__init__(best, seed, starts)
+        self.coolings, self.cold = _STRETCH_COOLINGS, _STRETCH_COLD
+        self._look_at_a_stretch()
+
+    def _next_elite(self) -> None:
+        super()._next_elite()
+        self._look_at_a_stretch()
+
+    def _look_at_a_stretch(self) -> None:
+        rows, scratch = self.elites[self.current].rows, self.table.work
+        self.table.focus[:] = some_stretch(self.compiled, rows, scratch, self.draw)
+
+    def _choose(self, ranks: list[int]) -> int:
+        return ranks[0]
+
+    def _found(self) -> _Elite:
+        _, objective, best = self.course.values
+        if objective > best:
+            return super()._found()
+        board = self.table.board
+        return _Elite(Rows(board.actions, board.counts), self.objective_ms)

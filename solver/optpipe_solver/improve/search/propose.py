@@ -1,4 +1,4 @@
-"""Which move to try next: half of the time around a longest path, else anywhere."""
+"""Which move to try next: half of the time around a longest path, else anywhere in the focus."""
 # ruff: noqa: PLR0917 - compiled code takes its arguments by position
 
 from __future__ import annotations
@@ -57,33 +57,46 @@ def propose(
     rules: Rules,
     path: NDArray[np.int64],
     path_size: int,
+    focus: NDArray[np.int64],
     draw: Draw,
 ) -> bool:
-    """Change the board by a random move; whether it may be worth timing."""
+    """Change the board by a random move; whether it may be worth timing.
+
+    ``focus`` has, by device, the first place that is moved from and the one behind the last.
+    """
     changed = False
     for _ in range(_TRIES):
-        code = _somewhere(board, path, path_size, draw)
+        code = _somewhere(board, times, path, path_size, focus, draw)
         changed = code >= 0 and _move(board, undo, times, memory, rules, code, draw)
         if changed or undo.sizes[0] > 0:
             break
     if not changed:
         return False
     if draws.unit(draw) < _TWICE:
-        code = _somewhere(board, path, path_size, draw)
+        code = _somewhere(board, times, path, path_size, focus, draw)
         return code >= 0 and _move(board, undo, times, memory, rules, code, draw)
     return True
 
 
 @lean
-def _somewhere(board: Board, path: NDArray[np.int64], path_size: int, draw: Draw) -> int:
+def _somewhere(
+    board: Board,
+    times: Times,
+    path: NDArray[np.int64],
+    path_size: int,
+    focus: NDArray[np.int64],
+    draw: Draw,
+) -> int:
     """Return an action to move, -1 where the choice is void."""
     if path_size > 0 and draws.unit(draw) < _ON_PATH:
         code = path[draws.below(draw, path_size)]
-        return code if board.at[code] >= 0 else -1
+        device = times.device_of[code % times.num_cells // times.num_microbatches]
+        return code if focus[device, 0] <= board.at[code] < focus[device, 1] else -1
     device = draws.below(draw, board.counts.size)
-    if board.counts[device] < 2:
+    low, high = focus[device, 0], min(focus[device, 1], board.counts[device])
+    if high - low < 2:
         return -1
-    return board.actions[device, draws.below(draw, board.counts[device])]
+    return board.actions[device, low + draws.below(draw, high - low)]
 
 
 @lean

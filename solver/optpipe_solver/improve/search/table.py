@@ -10,6 +10,7 @@ from optpipe_solver.improve.board.board import agenda_for, board_of, undo_for
 from optpipe_solver.improve.compiled import kernel
 from optpipe_solver.improve.moves.room import commit
 from optpipe_solver.improve.search.annealing import Table, measure
+from optpipe_solver.improve.search.focus import everywhere
 from optpipe_solver.improve.search.rules import rules_of
 from optpipe_solver.improve.times.propagate import propagate, schedule_all
 
@@ -39,6 +40,7 @@ def table_for(compiled: CompiledProblem, rows: Rows, like: Table | None = None) 
         memory=memory,
         rules=rules_of(compiled) if like is None else like.rules,
         path=np.zeros(board.at.size, dtype=np.int64) if like is None else like.path,
+        focus=everywhere(rows),
         best_actions=rows.actions.copy(),
         best_counts=rows.lengths.copy(),
         stale=np.zeros(num_devices, dtype=np.bool_),

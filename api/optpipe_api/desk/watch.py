@@ -1,0 +1,157 @@
+"""Waiting for jobs: one look at the store for all who wait, however many they and their jobs are.
+
+Rounds follow each other while anybody waits. A round asks, in one query, where jobs stand: those
+that have changed here or are newly waited for at once, and each second all of them, as another
+server may have changed them and tells nobody. A thousand who wait cost one query a second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from typing import TYPE_CHECKING
+
+from starlette.concurrency import run_in_threadpool
+
+from optpipe_api.errors import StoreUnavailableError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from optpipe_api.changes import Changes
+    from optpipe_api.jobs import Standing
+    from optpipe_api.store import JobStore
+
+__all__ = ["Watch", "wake"]
+
+_LOOK_AGAIN_S = 1.0
+_REST_S = 0.02
+_WOKEN_AT_ONCE = 8
+
+
+class Watch:
+    """Knows where jobs stand as soon as somebody waits for it; in the event loop."""
+
+    def __init__(self, store: JobStore, changes: Changes) -> None:
+        self._store = store
+        self._changes = changes
+        self._waiting: dict[str, set[_Waiter]] = defaultdict(set)
+        self._due: set[str] = set()
+        self._is_due = asyncio.Event()
+        self._rounds: asyncio.Task[None] | None = None
+        changes.listen(self._heard)
+
+    async def until(
+        self,
+        job_id: str,
+        is_enough: Callable[[Standing], bool],
+        seconds: float | None = None,
+    ) -> None:
+        """Return when a job stands as wanted, or is deleted, or the time is up, or we stop.
+
+        Parameters
+        ----------
+        is_enough
+            Says of a standing whether it is as wanted.
+        seconds
+            To wait at most; None = any time.
+        """
+        if self._changes.is_closed:
+            return
+        waiter = _Waiter(is_enough)
+        self._waiting[job_id].add(waiter)
+        self._heard(job_id)
+        self._rounds = self._rounds or asyncio.create_task(self._go_round())
+        try:
+            await asyncio.wait({waiter.end}, timeout=seconds)
+            if waiter.end.done():
+                waiter.end.result()
+        finally:
+            waiter.end.cancel()
+            self._leave(job_id, waiter)
+
+    def _leave(self, job_id: str, waiter: _Waiter) -> None:
+        self._waiting[job_id].discard(waiter)
+        if not self._waiting[job_id]:
+            del self._waiting[job_id]
+        if not self._waiting and self._rounds is not None:
+            self._rounds.cancel()
+            self._rounds = None
+
+    def _heard(self, job_id: str | None) -> None:
+        """Look at a job soon, where anybody waits for it; None: let everybody go."""
+        if job_id is None:
+            self._let_go(None)
+        elif job_id in self._waiting:
+            self._due.add(job_id)
+            self._is_due.set()
+
+    async def _go_round(self) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            look_at_all = loop.time() + _LOOK_AGAIN_S
+            while True:
+                await self._pause(look_at_all - loop.time())
+                if loop.time() >= look_at_all:
+                    look_at_all = loop.time() + _LOOK_AGAIN_S
+                    self._due.update(self._waiting)
+                await self._look()
+                # Changes come in bursts, and so do those who wait.
+                await asyncio.sleep(_REST_S)
+        except Exception as error:  # noqa: BLE001 - raised by all who wait
+            self._rounds = None
+            self._let_go(error)
+
+    async def _pause(self, seconds: float) -> None:
+        """Wait until there is something to look at, or the time is up."""
+        try:
+            await asyncio.wait_for(self._is_due.wait(), max(0.0, seconds))
+        except TimeoutError:
+            return
+
+    async def _look(self) -> None:
+        job_ids, self._due = self._due & self._waiting.keys(), set()
+        self._is_due.clear()
+        # Who came after this was asked is asked for again.
+        asked = {job_id: tuple(self._waiting[job_id]) for job_id in sorted(job_ids)}
+        if not asked:
+            return
+        try:
+            found = await run_in_threadpool(self._store.standings, list(asked))
+        except StoreUnavailableError:
+            return  # it may answer again soon
+        wake(
+            [
+                waiter.end
+                for job_id, waiters in asked.items()
+                for waiter in waiters
+                if job_id not in found or waiter.is_enough(found[job_id])
+            ]
+        )
+
+    def _let_go(self, error: Exception | None) -> None:
+        ends = [waiter.end for waiters in self._waiting.values() for waiter in waiters]
+        if error is None:
+            wake(ends)
+            return
+        for end in ends:
+            if not end.done():
+                end.set_exception(error)
+
+
+class _Waiter:
+    """One who waits for a job to stand as wanted."""
+
+    def __init__(self, is_enough: Callable[[Standing], bool]) -> None:
+        self.is_enough = is_enough
+        self.end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+
+def wake(waiting: list[asyncio.Future[None]]) -> None:
+    """Let some go on now and the others soon, so that whatever else is due comes in between."""
+    for end in waiting[:_WOKEN_AT_ONCE]:
+        if not end.done():
+            end.set_result(None)
+    rest = waiting[_WOKEN_AT_ONCE:]
+    if rest:
+        asyncio.get_running_loop().call_soon(wake, rest)

@@ -1,0 +1,196 @@
+"""What is allowed need not be used: programs without offload or recompute are met as well."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given, settings
+
+from optpipe import Problem, dump_schedule, find_violations, simulate
+from optpipe_solver import restriction, solve
+from optpipe_solver.budget import Budget
+from optpipe_solver.families.serial import build_serial
+from optpipe_solver.incumbent import Incumbent
+from optpipe_solver.portfolio import Plan, _find, improve, plans
+from optpipe_solver.restriction import improve_by_restrictions, restrictions
+from optpipe_solver.starts import all_starts
+from tests.building import UNIT, bus, problem, stage
+from tests.strategies import Case, cases
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from optpipe_solver.starts import Start
+
+QUICK = 0.1
+"""Units of work."""
+
+
+def slow_bus(m: int = 8) -> Problem:
+    """Two and a half activations of memory, and copies that last as long as two forwards.
+
+    The families that offload what does not fit are worse than those that can only recompute it.
+    """
+    held = {
+        "activation_bytes": 10 * UNIT,
+        "weight_context_bytes": 5 * UNIT,
+        "offload_bytes": 10 * UNIT,
+        "recompute_ms": 7,
+        "checkpoint_bytes": UNIT,
+    }
+    device = bus(memory_bytes=25 * UNIT, d2h_gb_per_s=0.5, h2d_gb_per_s=0.5)
+    return problem([stage(d, 10, 9, 5, **held) for d in range(3)], [device] * 3, m=m)
+
+
+def legal_starts(given: Problem) -> list[Start]:
+    """The families that keep the limits."""
+    return [made for made in all_starts(given) if made.programs is not None and made.legal]
+
+
+def from_serial(given: Problem) -> Incumbent:
+    """An incumbent that knows the longest of all starts."""
+    best = Incumbent(given)
+    best.offer(build_serial(given), "serial")
+    return best
+
+
+def nothing(*_: object) -> None:
+    """Find nothing in a restriction beside its families."""
+
+
+def test_each_restriction_has_a_name_that_says_what_it_goes_without() -> None:
+    """All subsets of what any stage can do; what has no schedule is no restriction."""
+    both = slow_bus()
+    names = [less.name for less in restrictions(both)]
+    assert names == ["without offload and recompute", "without offload", "without recompute"]
+    without_recompute = restrictions(both)[2].problem
+    assert [less.name for less in restrictions(without_recompute)] == ["without offload"]
+    assert restrictions(restrictions(both)[0].problem) == ()
+    tight = [{"memory_bytes": 12}, {"memory_bytes": 12}]
+    again = {"recompute_ms": 1.0, "checkpoint_bytes": 1}
+    needed = problem([stage(0, **again), stage(1, **again), stage(0, **again)], tight, m=2)
+    assert restrictions(needed) == ()
+
+
+@settings(max_examples=20)
+@given(cases(tight=True))
+def test_programs_of_a_restriction_are_as_long_for_the_problem(case: Case) -> None:
+    """Legal, with the same times to the last bit."""
+    for less in restrictions(case.problem):
+        for made in legal_starts(less.problem):
+            assert made.programs is not None
+            assert not find_violations(case.problem, made.programs)
+            run = simulate(case.problem, made.programs)
+            assert run.objective_ms(case.problem.objective) == made.objective_ms
+
+
+@settings(max_examples=10)
+@given(cases(tight=True))
+def test_never_worse_than_what_is_found_in_a_restriction(case: Case) -> None:
+    """Families and whatever the search finds, up to the tolerance of what is optimal."""
+    best, found = from_serial(case.problem), []
+
+    def find(inner: Incumbent, budget: Budget, stop: Callable[[], bool]) -> None:
+        _find(inner, budget, stop)
+        found.append(inner.objective_ms)
+
+    improve_by_restrictions(best, find, time_limit_s=600, seed=0, work_limit=QUICK)
+    for less in restrictions(case.problem):
+        found += [made.objective_ms for made in legal_starts(less.problem)]
+    assert all(best.objective_ms <= ms * (1 + 1e-6) for ms in found)
+    assert best.bound_ms == 0.0
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_solve_begins_with_the_families_of_restrictions(threads: int) -> None:
+    """All that is allowed makes the families longer; the solve has taken the shorter ones in."""
+    given = slow_bus()
+    least = min(s.objective_ms for less in restrictions(given) for s in legal_starts(less.problem))
+    best = from_serial(given)
+    for made in legal_starts(given):
+        best.offer(made.programs or (), made.method)
+    assert least < best.objective_ms
+    budget = Budget(work_limit=QUICK if threads == 1 else None, threads=threads)
+    before = Plan(before=plans(best, budget)[-1].before)
+    improve(best, before, budget, threads=1, stop=lambda: best.objective_ms <= least)
+    assert best.objective_ms <= least
+    assert best.method.endswith("without offload")
+
+
+def test_a_bound_of_a_restriction_is_none_of_the_problem() -> None:
+    """It stays where it was proven."""
+    best, proven = from_serial(slow_bus()), []
+
+    def find(inner: Incumbent, *_: object) -> None:
+        proven.append(inner.offer_bound(inner.objective_ms, "proof of the restriction"))
+
+    improve_by_restrictions(best, find, time_limit_s=600, seed=0)
+    assert any(proven)
+    assert best.bound_ms == 0.0
+
+
+def test_a_bound_of_the_problem_is_one_of_each_restriction(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no bound of its own is known, it has the problem's."""
+    monkeypatch.setattr(restriction, "lower_bounds", lambda *_, **__: ())
+    best, bounds = from_serial(slow_bus()), []
+    best.offer_bound(100.0, "proof")
+    improve_by_restrictions(
+        best, lambda inner, *_: bounds.append(inner.bound_ms), time_limit_s=600, seed=0
+    )
+    assert set(bounds) == {100.0}
+
+
+def test_a_restriction_whose_bound_is_no_better_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not even its families are built."""
+    best = from_serial(slow_bus())
+    improve_by_restrictions(best, nothing, time_limit_s=600, seed=0)
+    built: list[Problem] = []
+
+    def build(given: Problem) -> tuple[()]:
+        built.append(given)
+        return ()
+
+    monkeypatch.setattr(restriction, "all_starts", build)
+    improve_by_restrictions(best, nothing, time_limit_s=600, seed=0)
+    keeping, recomputing, _ = (less.problem for less in restrictions(best.problem))
+    assert recomputing in built
+    assert keeping not in built
+
+
+def test_work_is_counted_and_shared() -> None:
+    """What is spent in restrictions is told, and no more than allowed but for a move."""
+    spent = improve_by_restrictions(
+        from_serial(slow_bus()), _find, time_limit_s=600, seed=0, work_limit=QUICK
+    )
+    assert 0.5 * QUICK < spent < 1.01 * QUICK
+
+
+def test_large_problems_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where families take long, nobody waits for those of restrictions."""
+    monkeypatch.setattr(restriction, "_LARGE", 0)
+    best = from_serial(slow_bus())
+    before = best.objective_ms
+    assert improve_by_restrictions(best, nothing, time_limit_s=600, seed=0) == 0.0
+    assert best.objective_ms == before
+
+
+def test_who_is_out_of_time_looks_at_no_restriction() -> None:
+    """Told to stop from the first."""
+    best = from_serial(slow_bus())
+    before = best.objective_ms
+    improve_by_restrictions(best, nothing, time_limit_s=600, seed=0, should_stop=lambda: True)
+    assert best.objective_ms == before
+
+
+def test_the_same_work_gives_the_same_file_through_restrictions() -> None:
+    """Searches in restrictions count their work as all others do."""
+    made = [solve(slow_bus(), work_limit=0.2, time_limit_s=600, seed=2).schedule for _ in range(2)]
+    assert made[0] is not None
+    assert made[1] is not None
+    assert dump_schedule(made[0]) == dump_schedule(made[1])
+    methods = {entry.method for entry in made[0].provenance.trace}
+    assert any(method.endswith("without offload") for method in methods)
+    assert made[0].provenance.trace[-1].seconds <= 0.2
