@@ -2,7 +2,8 @@
 
 Compiled search and HiGHS let go of the interpreter while they run, so lanes do run side by side. A
 lane that is told to stop has a moment to do so; then it is left behind: it ends at its next look,
-and what it still finds is ignored.
+and what it still finds is ignored. An interpreter that ends waits for it: to cut a thread that is
+inside HiGHS aborts the process, with its results written and exit status 134.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def run_lanes(lanes: Sequence[Lane], should_end: Callable[[], bool]) -> None:
             stop.set()
 
     threads = [
-        threading.Thread(target=run, args=(lane,), name=f"solve-{number}", daemon=True)
+        threading.Thread(target=run, args=(lane,), name=f"solve-{number}")
         for number, lane in enumerate(lanes)
     ]
     for thread in threads:

@@ -128,6 +128,9 @@ def test_jobs_are_counted_once_for_all_who_ask_within_a_second(tmp_path, monkeyp
         def publish(self, job_id: str) -> None:
             """Tell nobody."""
 
+        def listen(self, listener: object) -> None:
+            """Nothing is ever told."""
+
     with closing(open_stores(make_settings(tmp_path).database_url)) as stores:
         service = Service(make_settings(tmp_path), stores, Silent(), {})  # type: ignore[arg-type]
         asked: list[str] = []

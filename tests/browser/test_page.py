@@ -27,6 +27,10 @@ LAST_DRAWN = """() => {
   const tag = job.querySelector(".chart").dataset.tag ?? "";
   return tag.includes(`.${job.dataset.schedules}.chart`);
 }"""
+LATER_DRAWN = """() => {
+  const tag = document.querySelector("#job .chart").dataset.tag ?? "";
+  return Number(tag.split(".")[1]) > 1;
+}"""
 GATED = "tests.browser.gated:solve"
 
 
@@ -190,9 +194,13 @@ def test_pointing_at_an_action_tells_about_it(visit: Visit, url: str, tmp_path) 
     page.wait_for_selector(DRAWN)
     page.locator("#job .chart").scroll_into_view_if_needed()
     x, y = visit.place_of(5.0, 0)
-    page.mouse.move(x - 2, y)
-    page.mouse.move(x, y)
-    page.wait_for_selector("text=forward of micro-batch 0, stage 0")
+    words = page.locator("text=forward of micro-batch 0, stage 0")
+    for _ in range(200):  # a busy machine may lose a move
+        page.mouse.move(x - 2, y)
+        page.mouse.move(x, y)
+        page.wait_for_timeout(100)
+        if words.count():
+            break
     page.wait_for_selector("text=0.0 ms to 10 ms: 10 ms")
     page.wait_for_selector("text=/memory: 0 B before, 1000 B after/")
     page.wait_for_function(
@@ -394,7 +402,9 @@ def test_an_ended_job_goes_on_with_more_time(visit: Visit, url: str, tmp_path) -
     page.click("#resume")
     page.wait_for_selector("#job[data-state=running]")
     (tmp_path / "1").touch()
-    page.wait_for_selector(f"{DRAWN}[data-tag*='.2.chart']")
+    page.wait_for_selector("#objective >> text=182.0 ms")
+    # The schedule it began with is told again: charts in between may be left out.
+    page.wait_for_function(LATER_DRAWN)
     (tmp_path / "end").touch()
     page.wait_for_selector("#job[data-state=succeeded]")
     again = httpx.get(f"{url}/v1/jobs/{job['id']}").json()

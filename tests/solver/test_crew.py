@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from typing import TYPE_CHECKING
 
@@ -67,3 +69,39 @@ def test_what_a_lane_raises_is_raised_and_stops_the_others() -> None:
     with pytest.raises(ValueError, match="broken"):
         run_lanes([listening, broken], lambda: False)
     assert ended.wait(30)
+
+
+_LEFT_IN_HIGHS = """
+import random
+import time
+from optpipe_solver.crew import run_lanes
+from optpipe_solver.milp.highs import LinearProgram
+
+draw = random.Random(1)
+columns = range(400)
+began = []
+
+def add(program):
+    terms = {draw.choice(columns): 1 + draw.random() for _ in range(60)}
+    program.add_at_most(terms, 5.0)
+
+def lane(stop):
+    program = LinearProgram([1 + draw.random() for _ in columns], [1.0] * len(columns))
+    for _ in range(400):
+        add(program)
+    began.append(time.monotonic())
+    while time.monotonic() < began[0] + 1.5:
+        program.best()
+        add(program)
+
+run_lanes([lane], lambda: bool(began))
+print("returned", flush=True)
+"""
+
+
+def test_an_interpreter_ends_well_beside_a_lane_that_was_left_in_highs() -> None:
+    """No thread is cut inside C++, which would abort the process after its work was done."""
+    ended = subprocess.run(
+        [sys.executable, "-c", _LEFT_IN_HIGHS], capture_output=True, text=True, check=False
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "returned\n", "")
