@@ -17,8 +17,8 @@ from optpipe import (
     load_csv,
     load_schedule,
 )
-from optpipe.cli import console
-from optpipe.cli.console import check_apart, check_writable, write_file
+from optpipe.cli import reading
+from optpipe.cli.writing import check_apart, check_writable, write_file
 from optpipe.errors import IllegalScheduleError, InputError, ScheduleMismatchError
 from tests.plot.conftest import make_small_problem
 
@@ -214,16 +214,16 @@ def test_what_is_wrong_with_a_schedule_names_its_file(files: Path) -> None:
     text = (files / "s.json").read_text("utf-8")
     (files / "other.json").write_text(text.replace(PROBLEM.problem_hash, "sha256:0"))
     with pytest.raises(ScheduleMismatchError, match=r"other\.json: the schedule was made for"):
-        console.read_programs(PROBLEM, Path("other.json"))
+        reading.read_programs(PROBLEM, Path("other.json"))
     (files / "bad.csv").write_text(LEGAL.replace("0I0,0W0", "0W0,0I0"))
     with pytest.raises(IllegalScheduleError, match=r"bad\.csv: illegal schedule") as caught:
-        console.read_programs(PROBLEM, Path("bad.csv"))
+        reading.read_programs(PROBLEM, Path("bad.csv"))
     assert caught.value.violations[0].code == "order"
 
 
 def test_a_model_is_read_from_a_pipe(optpipe, monkeypatch) -> None:
     """As `optpipe estimate --model-json -o -` writes it."""
-    monkeypatch.setattr(console, "_piped", lambda: '{"format": "optpipe/model/v1"}')
+    monkeypatch.setattr(reading, "_piped", lambda: '{"format": "optpipe/model/v1"}')
     code, _, err = optpipe("plan", "-")
     assert code == 2
     assert "layers: is missing" in err

@@ -18,11 +18,11 @@ from optpipe.cli.console import (
     NOTHING_FOUND,
     interruptible,
     needs_extra,
-    read_problem,
     stderr,
     stdout,
 )
 from optpipe.cli.options import ProblemFile, Seed, Threads, TimeLimit
+from optpipe.cli.reading import read_problem
 from optpipe.errors import InputError
 from optpipe.formats.comparison import comparison_columns, dump_comparison_markdown, is_present
 

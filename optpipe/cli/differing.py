@@ -7,15 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from optpipe.cli.console import (
-    PIPE,
-    load_programs,
-    needs_extra,
-    read_problem,
-    read_programs,
-    stderr,
-    stdout,
-)
+from optpipe.cli.console import PIPE, needs_extra, stderr, stdout
+from optpipe.cli.reading import load_programs, read_problem, read_programs
 from optpipe.errors import InputError, MissingExtraError
 from optpipe.formats.json_text import read_text
 

@@ -10,15 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from optpipe.cli.console import (
-    check_apart,
-    check_writable,
-    in_file,
-    results,
-    say_written,
-    stdout,
-    write_file,
-)
+from optpipe.cli.console import stdout
+from optpipe.cli.reading import in_file
+from optpipe.cli.writing import check_apart, check_writable, results, say_written, write_file
 from optpipe.errors import InputError
 from optpipe.formats.json_text import dump_model, dump_problem, read_text
 from optpipe.plot.units import format_bytes, format_ms, format_share

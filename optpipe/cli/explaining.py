@@ -9,19 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from optpipe.cli.console import (
-    INTERRUPTED,
-    check_writable,
-    interruptible,
-    needs_extra,
-    read_problem,
-    read_programs,
-    stderr,
-    stdout,
-    write_file,
-    write_schedule,
-)
+from optpipe.cli.console import INTERRUPTED, interruptible, needs_extra, stderr, stdout
 from optpipe.cli.options import ProblemFile, ScheduleFile, Seed, Threads, TimeLimit
+from optpipe.cli.reading import read_problem, read_programs
+from optpipe.cli.writing import check_writable, write_file, write_schedule
 from optpipe.errors import InputError
 from optpipe.formats.json_text import dump_problem
 

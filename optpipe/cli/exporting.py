@@ -8,15 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from optpipe.check import check
-from optpipe.cli.console import (
-    check_apart,
-    check_writable,
-    read_problem,
-    read_programs,
-    say_written,
-    write_file,
-)
 from optpipe.cli.options import ProblemFile, ScheduleFile
+from optpipe.cli.reading import read_problem, read_programs
+from optpipe.cli.writing import check_apart, check_writable, say_written, write_file
 from optpipe.errors import InputError
 
 if TYPE_CHECKING:

@@ -12,15 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
 import typer
 from pydantic import ValidationError
 
-from optpipe.cli.console import (
-    check_apart,
-    check_writable,
-    read_problem,
-    stderr,
-    stdout,
-    write_file,
-)
+from optpipe.cli.console import stderr, stdout
 from optpipe.cli.measurement_report import measurements_as_json, show_measurements
+from optpipe.cli.reading import read_problem
+from optpipe.cli.writing import check_apart, check_writable, write_file
 from optpipe.errors import InputError
 from optpipe.formats.json_text import dump_problem, read_text
 from optpipe.measurements import (

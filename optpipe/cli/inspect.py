@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from optpipe.cli.console import needs_extra, read_problem, read_programs, stdout
+from optpipe.cli.console import needs_extra, stdout
 from optpipe.cli.options import ProblemFile, ScheduleFile
+from optpipe.cli.reading import read_problem, read_programs
 from optpipe.cli.report import number_table
 from optpipe.errors import InfeasibleProblemError
 from optpipe.plot.units import format_ms

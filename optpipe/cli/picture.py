@@ -7,18 +7,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from optpipe.cli.console import (
-    check_apart,
-    check_writable,
-    needs_extra,
-    read_problem,
-    read_programs,
-    say_written,
-    stdout,
-    write_file,
-)
+from optpipe.cli.console import needs_extra, stdout
 from optpipe.cli.options import ProblemFile
+from optpipe.cli.reading import read_problem, read_programs
 from optpipe.cli.report import baseline_programs
+from optpipe.cli.writing import check_apart, check_writable, say_written, write_file
 from optpipe.errors import InputError
 from optpipe.plot.figure import SUFFIXES, Panel, require_matplotlib, save_figure
 from optpipe.plot.interactive import require_bokeh

@@ -14,22 +14,23 @@ from rich.table import Table
 from optpipe.cli.console import (
     INFEASIBLE,
     NOTHING_FOUND,
+    interruptible,
+    needs_extra,
+    stderr,
+    stdout,
+)
+from optpipe.cli.options import Output, Seed, Threads, TimeLimit
+from optpipe.cli.reading import in_file, read_input
+from optpipe.cli.report import gap_text, progress_line
+from optpipe.cli.writing import (
     check_apart,
     check_schedule_file,
     check_writable,
-    in_file,
-    interruptible,
-    needs_extra,
-    read_input,
     results,
     say_written,
-    stderr,
-    stdout,
     write_file,
     write_schedule,
 )
-from optpipe.cli.options import Output, Seed, Threads, TimeLimit
-from optpipe.cli.report import gap_text, progress_line
 from optpipe.errors import InputError
 from optpipe.formats.json_text import dump_problem, load_model
 from optpipe.plot.units import format_ms, format_share

@@ -10,7 +10,8 @@ import typer
 from pydantic import ValidationError
 from rich.table import Table
 
-from optpipe.cli.console import check_apart, check_writable, stderr, stdout, write_file
+from optpipe.cli.console import stderr, stdout
+from optpipe.cli.writing import check_apart, check_writable, write_file
 from optpipe.errors import InputError
 from optpipe.formats.json_text import dump_problem
 from optpipe.measurements import Given

@@ -7,19 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from optpipe.cli.console import (
-    check_apart,
-    check_schedule_file,
-    check_writable,
-    needs_extra,
-    read_problem,
-    results,
-    say_written,
-    stderr,
-    stdout,
-    write_file,
-    write_schedule,
-)
+from optpipe.cli.console import needs_extra, stderr, stdout
 from optpipe.cli.following import follow_job
 from optpipe.cli.options import (
     DEFAULT_URL,
@@ -36,7 +24,17 @@ from optpipe.cli.options import (
     Url,
     WorkLimit,
 )
+from optpipe.cli.reading import read_problem
 from optpipe.cli.report import gap_text, number_table
+from optpipe.cli.writing import (
+    check_apart,
+    check_schedule_file,
+    check_writable,
+    results,
+    say_written,
+    write_file,
+    write_schedule,
+)
 from optpipe.plot.terminal import ScheduleView
 from optpipe.plot.units import format_ms
 from optpipe.schedule import OPTIMAL_GAP

@@ -8,20 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 
-from optpipe.cli.console import (
-    INFEASIBLE,
-    NOTHING_FOUND,
-    check_apart,
-    check_schedule_file,
-    interruptible,
-    needs_extra,
-    read_problem,
-    rescued,
-    results,
-    say_written,
-    stderr,
-    write_schedule,
-)
+from optpipe.cli.console import INFEASIBLE, NOTHING_FOUND, interruptible, needs_extra, stderr
 from optpipe.cli.options import (
     Gap,
     Method,
@@ -33,7 +20,16 @@ from optpipe.cli.options import (
     WorkLimit,
 )
 from optpipe.cli.picture import check_drawable, draw_solved
+from optpipe.cli.reading import read_problem
 from optpipe.cli.report import progress_line, show_schedule
+from optpipe.cli.writing import (
+    check_apart,
+    check_schedule_file,
+    rescued,
+    results,
+    say_written,
+    write_schedule,
+)
 from optpipe.errors import InputError
 from optpipe.formats.json_text import dump_schedule
 from optpipe.schedule import OPTIMAL_GAP

@@ -9,18 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from optpipe.cli.console import (
-    INFEASIBLE,
-    INTERRUPTED,
-    NOTHING_FOUND,
-    check_apart,
-    check_writable,
-    needs_extra,
-    read_problem,
-    stderr,
-    stdout,
-    write_file,
-)
+from optpipe.cli.console import INFEASIBLE, INTERRUPTED, NOTHING_FOUND, needs_extra, stderr, stdout
 from optpipe.cli.options import (
     ApiKey,
     Gap,
@@ -31,6 +20,8 @@ from optpipe.cli.options import (
     TimeLimit,
     WorkLimit,
 )
+from optpipe.cli.reading import read_problem
+from optpipe.cli.writing import check_apart, check_writable, write_file
 from optpipe.errors import InputError
 from optpipe.formats.json_text import read_text
 from optpipe.formats.sweep_table import dump_sweep, load_sweep_csv, sweep_columns
