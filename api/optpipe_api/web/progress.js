@@ -96,6 +96,8 @@ function styled(Bokeh, colours) {
     outline_line_color: colours.line, output_backend: "canvas",
   });
   plot.toolbar.active_scroll = null;
+  plot.xaxis.ticker = new Bokeh.BasicTicker({ desired_num_ticks: 5 });
+  plot.xaxis.formatter = new Bokeh.BasicTickFormatter({ use_scientific: false });
   for (const axis of [plot.xaxis, plot.yaxis]) {
     axis.axis_label_text_color = colours.text;
     axis.axis_label_text_font_style = "normal";

@@ -30,6 +30,8 @@ __all__ = ["Memory", "draw_memory"]
 _HEIGHT_PX = 72
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
 _FAR_AWAY = 3.0
+_LABEL = 16
+"""Characters of a title that fit over a select box."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -192,12 +194,17 @@ def _draw_areas(plot: Any, shown: ColumnDataSource, look: Palette) -> None:
         )
 
 
+def _clipped(title: str) -> str:
+    """Return as much of a title as stands over a select box."""
+    return title if len(title) <= _LABEL else title[: _LABEL - 1] + "…"
+
+
 def _select(view: View, chosen: int, theme: Theme) -> Select:
     options: list[str | tuple[Any, str]] = [
         (str(index), device.name) for index, device in enumerate(view.problem.devices)
     ]
     return Select(
-        title=f"memory of ({view.title})",
+        title=f"memory: {_clipped(view.title)}",
         value=str(chosen),
         options=options,
         width=150,
