@@ -128,7 +128,7 @@ def _proof(problem: Problem) -> tuple[Step, ...]:
     The beam comes when the local search has had some seconds: the shorter the horizon, the fewer
     states it has to choose among. Where first in, first out is exact it is one over counts, and
     comes as soon as what can be proven quickly is. On large problems it was never seen to find
-    anything.
+    anything. Stretches come when what they would delay is proven or will hardly be.
     """
     exact = Step(_EXACT, 0.3, 8.0)
     blocks = Step(_PERIODIC, 0.2, 15.0)
@@ -139,8 +139,8 @@ def _proof(problem: Problem) -> tuple[Step, ...]:
         return (*counts, exact, Step(_MILP, 0.5), blocks)
     beam = Step(_BEAM, 0.25, 5.0)
     stretches = Step(_STRETCHES, 0.5, 8.0)
-    last = Step(_PERIODIC, 0.1, 5.0), Step(_EXACT, 0.5, 30.0), Step(_MILP, 0.5)
-    return (exact, beam, stretches, *last)
+    again = Step(_PERIODIC, 0.1, 5.0), Step(_EXACT, 0.5, 30.0)
+    return (exact, beam, *again, stretches, Step(_MILP, 0.5))
 
 
 def _finders(problem: Problem, budget: Budget) -> Plan:
