@@ -168,7 +168,7 @@ def test_it_looks_often_enough_whether_to_stop_at_any_size() -> None:
     looks: list[float] = []
 
     def look() -> bool:
-        looks.append(time.process_time())
+        looks.append(time.thread_time())
         return looks[-1] - looks[0] > 1.5
 
     best = Incumbent(offload_problem(m=300))
