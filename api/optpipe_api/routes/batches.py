@@ -13,6 +13,7 @@ from optpipe_api.bodies import read_body, require_json
 from optpipe_api.desk.sweeps import read_batch
 from optpipe_api.http_errors import documented
 from optpipe_api.negotiation import FRONTIER_FORMS, TABLE_FORMS, preferred_form
+from optpipe_api.routes.parameters import idempotency_key, json_body, seconds_to_wait
 from optpipe_api.routes.schedules import NO_SCRIPTS
 from optpipe_api.routes.serving import Reader, Serving, Submitter  # noqa: TC001 - FastAPI reads it
 from optpipe_api.routes.waiting import place_to_wait, while_there
@@ -29,27 +30,11 @@ router = APIRouter(prefix="/v1/batches", tags=["batches"])
 
 _CANCEL_WAIT_S = 1.0
 
-Key = Annotated[
-    str | None,
-    Header(
-        alias="Idempotency-Key",
-        min_length=1,
-        max_length=255,
-        description="A repeated request with the same key returns the first one's batch.",
-    ),
-]
-Wait = Annotated[
-    float,
-    Query(ge=0, allow_inf_nan=False, description="Seconds to wait for the end of all; capped."),
-]
+Key = Annotated[str | None, idempotency_key("returns the first one's batch")]
+Wait = Annotated[float, seconds_to_wait("the end of all")]
 Accept = Annotated[str | None, Header()]
 
-_BODY = {
-    "requestBody": {
-        "required": True,
-        "content": {"application/json": {"schema": {"$ref": "#/components/schemas/BatchBody"}}},
-    }
-}
+_BODY = json_body("BatchBody")
 _LOCATION = {"Location": {"schema": {"type": "string"}, "description": "The batch's own address."}}
 _ENDED: dict[int | str, dict[str, Any]] = {
     200: {"model": BatchView, "description": "All items have ended.", "headers": _LOCATION},

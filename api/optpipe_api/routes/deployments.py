@@ -18,6 +18,7 @@ from optpipe_api.deployments import DeploymentOptions
 from optpipe_api.desk.registrations import read_registration, read_report
 from optpipe_api.etags import etag_of, known_number
 from optpipe_api.http_errors import documented
+from optpipe_api.routes.parameters import idempotency_key, seconds_to_wait
 from optpipe_api.routes.serving import Reader, Serving, Submitter  # noqa: TC001 - FastAPI reads it
 from optpipe_api.routes.waiting import place_to_wait, while_there
 
@@ -34,20 +35,9 @@ router = APIRouter(prefix="/v1/deployments", tags=["deployments"])
 _MAX_REPORT_BYTES = 4 * 1024**2
 _FORMS = {"json": "application/json", "csv": "text/csv"}
 
-Key = Annotated[
-    str | None,
-    Header(
-        alias="Idempotency-Key",
-        min_length=1,
-        max_length=255,
-        description="A repeated request with the same key returns the first one's deployment.",
-    ),
-]
+Key = Annotated[str | None, idempotency_key("returns the first one's deployment")]
 Cursor = Annotated[int | None, Query(ge=1, le=2**53, description="`next` of a page.")]
-Wait = Annotated[
-    float,
-    Query(ge=0, allow_inf_nan=False, description="Seconds to wait for a newer version; capped."),
-]
+Wait = Annotated[float, seconds_to_wait("a newer version")]
 
 
 _LOCATION = {

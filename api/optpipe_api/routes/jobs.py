@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any
 
-from fastapi import APIRouter, Header, Query, Request, Response
+from fastapi import APIRouter, Query, Request, Response
 from starlette.concurrency import run_in_threadpool
 
 from optpipe_api.bodies import decode_json, read_body, require_json
@@ -12,6 +12,7 @@ from optpipe_api.desk.intake import read_submission
 from optpipe_api.http_errors import documented
 from optpipe_api.job_views import JobList, JobView
 from optpipe_api.jobs import JobState  # noqa: TC001 - FastAPI reads it
+from optpipe_api.routes.parameters import idempotency_key, json_body, json_content, seconds_to_wait
 from optpipe_api.routes.serving import Reader, Serving, Submitter  # noqa: TC001 - likewise
 from optpipe_api.routes.waiting import place_to_wait, while_there
 from optpipe_api.schemas import Resumption, Tag
@@ -29,31 +30,13 @@ router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
 _CANCEL_WAIT_S = 1.0
 
 
-Wait = Annotated[
-    float, Query(ge=0, allow_inf_nan=False, description="Seconds to wait for the end; capped.")
-]
-Key = Annotated[
-    str | None,
-    Header(
-        alias="Idempotency-Key",
-        min_length=1,
-        max_length=255,
-        description="A repeated request with the same key returns the first one's job.",
-    ),
-]
+Wait = Annotated[float, seconds_to_wait("the end")]
+Key = Annotated[str | None, idempotency_key("returns the first one's job")]
 BatchId = Annotated[str, Query(pattern=r"^[0-9a-f]{32}$")]
 
 
-def _json(name: str) -> dict[str, Any]:
-    return {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}
-
-
-def _body(name: str) -> dict[str, Any]:
-    return {"requestBody": {"required": True, "content": _json(name)}}
-
-
 def _document(name: str) -> dict[int | str, dict[str, Any]]:
-    return {200: {"description": f"The {name.lower()}.", "content": _json(name)}}
+    return {200: {"description": f"The {name.lower()}.", "content": json_content(name)}}
 
 
 _LOCATION = {"Location": {"schema": {"type": "string"}, "description": "The job's own address."}}
@@ -68,7 +51,7 @@ _ENDED: dict[int | str, dict[str, Any]] = {
     status_code=202,
     response_model=JobView,
     responses={**_ENDED, **documented(403, 413, 415, 429)},
-    openapi_extra=_body("Submission"),
+    openapi_extra=json_body("Submission"),
     summary="Submit a problem or a model",
 )
 async def submit(
@@ -140,7 +123,7 @@ async def cancel(job_id: str, request: Request, service: Serving, who: Submitter
     status_code=202,
     response_model=JobView,
     responses={**_ENDED, **documented(403, 404, 409, 413, 415, 429)},
-    openapi_extra=_body("Resumption"),
+    openapi_extra=json_body("Resumption"),
     summary="Give an ended job more time",
 )
 async def resume(

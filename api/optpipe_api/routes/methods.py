@@ -11,18 +11,14 @@ from optpipe_api.comparison_schemas import MethodList
 from optpipe_api.desk.intake import read_comparison
 from optpipe_api.http_errors import documented
 from optpipe_api.negotiation import TABLE_FORMS, preferred_form
+from optpipe_api.routes.parameters import json_body
 from optpipe_api.routes.serving import Serving, Submitter  # noqa: TC001 - FastAPI reads it
 
 __all__ = ["router"]
 
 router = APIRouter(prefix="/v1", tags=["methods"])
 
-_REQUEST: dict[str, Any] = {
-    "requestBody": {
-        "required": True,
-        "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Comparison"}}},
-    }
-}
+_REQUEST = json_body("Comparison")
 _CSV_EXAMPLE = "method,placement,makespan_ms,...\n1f1b,as given,84.0,...\n"
 _MARKDOWN_EXAMPLE = "| method | makespan ms | ... |\n| --- | ---: | --- |\n| 1f1b | 84 | ... |\n"
 _ROWS: dict[int | str, dict[str, Any]] = {

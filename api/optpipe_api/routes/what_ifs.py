@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 from typing import TYPE_CHECKING, Annotated, Any
 
-from fastapi import APIRouter, Header, Query, Request, Response
+from fastapi import APIRouter, Header, Request, Response
 from starlette.concurrency import run_in_threadpool
 
 from optpipe_api.bodies import decode_json, read_body, require_json
 from optpipe_api.http_errors import documented
+from optpipe_api.routes.parameters import idempotency_key, json_body, seconds_to_wait
 from optpipe_api.routes.serving import Reader, Serving, Submitter  # noqa: TC001 - FastAPI reads it
 from optpipe_api.routes.waiting import place_to_wait, while_there
 from optpipe_api.what_if_schemas import WhatIfBody, WhatIfsView
@@ -22,26 +23,10 @@ __all__ = ["router"]
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
 
-Wait = Annotated[
-    float,
-    Query(ge=0, allow_inf_nan=False, description="Seconds to wait for the end of all; capped."),
-]
-Key = Annotated[
-    str | None,
-    Header(
-        alias="Idempotency-Key",
-        min_length=1,
-        max_length=255,
-        description="A repeated request with the same key asks nothing again.",
-    ),
-]
+Wait = Annotated[float, seconds_to_wait("the end of all")]
+Key = Annotated[str | None, idempotency_key("asks nothing again")]
 
-_BODY = {
-    "requestBody": {
-        "required": True,
-        "content": {"application/json": {"schema": {"$ref": "#/components/schemas/WhatIfBody"}}},
-    }
-}
+_BODY = json_body("WhatIfBody")
 _LOCATION = {"Location": {"schema": {"type": "string"}, "description": "Where the answers are."}}
 _ENDED: dict[int | str, dict[str, Any]] = {
     200: {"model": WhatIfsView, "description": "All are answered.", "headers": _LOCATION},
