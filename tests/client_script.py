@@ -14,6 +14,8 @@ from optpipe.client import AsyncClient, Client
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
 
+    import pytest
+
 Part: TypeAlias = "bytes | Exception | Callable[[], bytes]"
 
 BASE = "http://planner:8000/base"
@@ -144,3 +146,15 @@ class _Waited:
                     return
         finally:
             self._loop.run_until_complete(promises.aclose())
+
+
+def noted_pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Let no client pause; return the list of the pauses, in seconds, that it would have made."""
+    made: list[float] = []
+
+    async def note(seconds: float) -> None:
+        made.append(seconds)
+
+    monkeypatch.setattr("optpipe.client.sync.time.sleep", made.append)
+    monkeypatch.setattr("optpipe.client.asynchronous.asyncio.sleep", note)
+    return made

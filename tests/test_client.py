@@ -29,7 +29,7 @@ from optpipe.errors import (
 )
 from optpipe.formats.json_text import load_model
 from tests.building import problem, stage
-from tests.client_script import JOB, Script, fault, plain, told, waited
+from tests.client_script import JOB, Script, fault, noted_pauses, plain, told, waited
 
 Open = Callable[..., Any]
 ROOT = Path(__file__).parent.parent
@@ -54,14 +54,7 @@ def client(request) -> Iterator[Open]:
 @pytest.fixture(autouse=True)
 def pauses(monkeypatch) -> list[float]:
     """No test waits; the pauses the client would have made are listed."""
-    made: list[float] = []
-
-    async def note(seconds: float) -> None:
-        made.append(seconds)
-
-    monkeypatch.setattr("optpipe.client.sync.time.sleep", made.append)
-    monkeypatch.setattr("optpipe.client.asynchronous.asyncio.sleep", note)
-    return made
+    return noted_pauses(monkeypatch)
 
 
 def test_a_submission_is_the_problem_and_the_options_that_were_given(client) -> None:

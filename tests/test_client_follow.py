@@ -9,7 +9,7 @@ import pytest
 
 from optpipe.client import NotFoundError
 from optpipe.errors import InfeasibleProblemError, ServiceError, ServiceUnreachableError
-from tests.client_script import Script, event, fault, plain, stream, told, waited
+from tests.client_script import Script, event, fault, noted_pauses, plain, stream, told, waited
 from tests.test_client import SCHEDULE
 
 if TYPE_CHECKING:
@@ -38,14 +38,7 @@ def client(request) -> Iterator[Callable[..., Any]]:
 @pytest.fixture(autouse=True)
 def pauses(monkeypatch) -> list[float]:
     """No test waits; the pauses the client would have made are listed."""
-    made: list[float] = []
-
-    async def note(seconds: float) -> None:
-        made.append(seconds)
-
-    monkeypatch.setattr("optpipe.client.sync.time.sleep", made.append)
-    monkeypatch.setattr("optpipe.client.asynchronous.asyncio.sleep", note)
-    return made
+    return noted_pauses(monkeypatch)
 
 
 def states(jobs: list[Any]) -> list[tuple[str, float | None]]:

@@ -11,7 +11,7 @@ import pytest
 from optpipe import Problem, load_schedule
 from optpipe.client import ConflictError, NotFoundError
 from tests.api.live import make_settings, running, two_stages
-from tests.client_script import JOB, Script, fault, plain, told, waited
+from tests.client_script import JOB, Script, fault, noted_pauses, plain, told, waited
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -62,14 +62,7 @@ def client(request) -> Iterator[Callable[..., Any]]:
 @pytest.fixture
 def pauses(monkeypatch) -> list[float]:
     """No test waits; the pauses the client would have made are listed."""
-    made: list[float] = []
-
-    async def note(seconds: float) -> None:
-        made.append(seconds)
-
-    monkeypatch.setattr("optpipe.client.sync.time.sleep", made.append)
-    monkeypatch.setattr("optpipe.client.asynchronous.asyncio.sleep", note)
-    return made
+    return noted_pauses(monkeypatch)
 
 
 def test_a_job_that_is_not_proven_is_searched_again_before_it_is_asked_about(client) -> None:
