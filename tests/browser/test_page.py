@@ -311,7 +311,7 @@ def test_a_bad_file_is_refused_in_a_sentence(visit: Visit, text: str, said: str)
     assert page.get_attribute("#fault", "role") == "alert"
     upload(page, two_stages())
     page.wait_for_selector("#problem-size >> text=2 devices")
-    assert page.is_hidden("#fault")
+    page.wait_for_selector("#fault", state="hidden")
 
 
 def test_a_job_can_be_saved_in_every_form(visit: Visit, url: str, tmp_path) -> None:
