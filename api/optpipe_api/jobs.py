@@ -390,11 +390,12 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """How far a job has come; ``last_entry`` is the number of its newest history entry.
+    """Whose a job is and how far it has come; ``last_entry`` numbers its newest history entry.
 
     Whatever happens to a job is an entry of its history: while this is equal, all of it is.
     """
 
+    owner: str
     state: JobState
     num_schedules: int
     last_entry: int

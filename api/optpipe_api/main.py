@@ -43,6 +43,7 @@ from optpipe_api.server import Server, allow_files, server_config
 from optpipe_api.service import Service
 from optpipe_api.store import open_stores
 from optpipe_api.telemetry import Telemetry
+from optpipe_api.turns import InTurns
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -108,6 +109,7 @@ def create_app(settings: Settings) -> FastAPI:
     _guard(app, settings)
     app.add_middleware(http_errors.ErrorBoundary)
     app.add_middleware(Telemetry, metrics=metrics)
+    app.add_middleware(InTurns)
     return app
 
 

@@ -180,7 +180,10 @@ class HistoryContract(StoreBench):
         assert store.standings(ids) == seen[-1]
         step(lambda: store.requeue(claim.lease, death="it died", max_attempts=9))
         step(lambda: store.request_cancel(ids[0]))
-        assert seen[-1][ids[0]] == Standing(JobState.CANCELLED, 1, store.history(ids[0])[-1].number)
+        last = store.history(ids[0])[-1].number
+        assert seen[-1][ids[0]] == Standing(
+            store.get(ids[0]).owner, JobState.CANCELLED, num_schedules=1, last_entry=last
+        )
 
     def test_standings_of_many_jobs_and_of_unknown_ones_are_asked_for_at_once(self, store) -> None:
         known = self.add(store).id

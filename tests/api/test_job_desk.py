@@ -91,7 +91,8 @@ class Bench:
         self.held.append(asyncio.ensure_future(waiting))
 
     async def collect(self, job_id: str, after: int = 0) -> list[HistoryEntry]:
-        return [entry async for entry in self.desk.events(job_id, after, ANYBODY)]
+        entries = await self.desk.events(job_id, after, ANYBODY)
+        return [] if entries is None else [entry async for entry in entries]
 
     def close(self) -> None:
         self.readers.close()
@@ -139,14 +140,13 @@ def test_a_job_of_somebody_else_does_not_exist(play) -> None:
             desk.schedule,
             desk.cancel,
             lambda job_id, who: desk.resume(job_id, 1.0, who),
-            lambda job_id, who: desk.is_over(job_id, 0, who),
         ):
             with pytest.raises(JobNotFoundError):
                 look(job.id, BOB)
         with pytest.raises(JobNotFoundError):
             await desk.wait_schedule(job.id, 0, 0.0, BOB)
         with pytest.raises(JobNotFoundError):
-            await anext(desk.events(job.id, 0, BOB))
+            await desk.events(job.id, 0, BOB)
         assert bench.store.get(job.id) == job
         assert desk.find(job.id, READER) == desk.find(job.id, ANYBODY) == job
 
@@ -344,7 +344,8 @@ def test_following_goes_on_after_any_entry_without_a_hole_or_a_double(play) -> N
         whole = bench.store.history(job_id)
         for index, entry in enumerate(whole):
             assert await bench.collect(job_id, entry.number) == whole[index + 1 :]
-            assert bench.desk.is_over(job_id, entry.number, ANYBODY) is (entry is whole[-1])
+            over = await bench.desk.events(job_id, entry.number, ANYBODY) is None
+            assert over is (entry is whole[-1])
 
     play(scene)
 
@@ -395,7 +396,8 @@ def test_a_resumed_job_is_followed_through_its_first_end(play) -> None:
     async def scene(bench: Bench) -> None:
         job_id = bench.submit().id
         bench.desk.cancel(job_id, ANYBODY)
-        patient = bench.desk.events(job_id, 0, ANYBODY)
+        patient = await bench.desk.events(job_id, 0, ANYBODY)
+        assert patient is not None
         assert (await anext(patient)).text == "queued"
         bench.desk.resume(job_id, 1.0, ANYBODY)
         following = asyncio.create_task(bench.collect(job_id))
@@ -449,9 +451,7 @@ def test_followers_of_a_deleted_job_are_let_go(play) -> None:
     async def scene(bench: Bench) -> None:
         job_id = bench.submit().id
         bench.desk.cancel(job_id, ANYBODY)
-        found = bench.desk.events(job_id, 10**9, ANYBODY)
-        following = asyncio.create_task(anext(found, None))
-        assert await following is None
+        assert await bench.desk.events(job_id, 10**9, ANYBODY) is None
         assert bench.store.delete_finished(time.time() + 1) == 1
         with pytest.raises(JobNotFoundError):
             await bench.collect(job_id)

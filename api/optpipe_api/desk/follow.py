@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 from starlette.concurrency import run_in_threadpool
 
-from optpipe_api.desk.watch import wake
 from optpipe_api.errors import JobNotFoundError, StoreUnavailableError
+from optpipe_api.turns import wake
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncGenerator, AsyncIterator
 
     from optpipe_api.changes import Changes
     from optpipe_api.desk.watch import Watch
@@ -38,8 +38,14 @@ class Followers:
         self._watch = watch
         self._tails: dict[str, _Tail] = {}
 
+    async def entries(self, job_id: str, after: int) -> AsyncGenerator[HistoryEntry, None]:
+        """Give every entry of a job above a number as it comes, to the last of a finished job."""
+        async with self._joined(job_id) as tail:
+            async for entry in tail.after(after):
+                yield entry
+
     @asynccontextmanager
-    async def joined(self, job_id: str) -> AsyncIterator[_Tail]:
+    async def _joined(self, job_id: str) -> AsyncIterator[_Tail]:
         """The history of a job, kept up to date while anybody follows it."""
         tail = self._tails.get(job_id)
         if tail is None or tail.is_over:

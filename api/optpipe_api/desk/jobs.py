@@ -317,19 +317,18 @@ class JobDesk:
 
     async def events(
         self, job_id: str, after: int, who: Principal
-    ) -> AsyncGenerator[HistoryEntry, None]:
-        """Give the entries of a job's history above a number as they come.
+    ) -> AsyncGenerator[HistoryEntry, None] | None:
+        """Return the entries of a job's history above a number, as they come.
 
-        Ends with the last entry of a finished job, or when the server stops.
+        They end with the last entry of a finished job, or when the server stops. None where there
+        are none, now and later.
         """
-        await run_in_threadpool(self.find, job_id, who)
-        async with self._followers.joined(job_id) as tail:
-            async for entry in tail.after(after):
-                yield entry
-
-    def is_over(self, job_id: str, after: int, who: Principal) -> bool:
-        """Whether `events` after a number would give nothing, now and later."""
-        return self.find(job_id, who).state.is_final and not self._store.history(job_id, after, 1)
+        now = await self._watch.standing(job_id)
+        if now is None or not who.sees(now.owner):
+            raise JobNotFoundError(job_id)
+        if now.state.is_final and now.last_entry <= after:
+            return None
+        return self._followers.entries(job_id, after)
 
     def _at_most(self, seconds: float) -> float:
         return min(seconds, self._settings.max_wait_s)

@@ -2,7 +2,8 @@
 
 Rounds follow each other while anybody waits. A round asks, in one query, where jobs stand: those
 that have changed here or are newly waited for at once, and each second all of them, as another
-server may have changed them and tells nobody. A thousand who wait cost one query a second.
+server may have changed them and tells nobody. A thousand who wait cost one query a second, and
+hundreds who come at the same time, as the followers of a job do when it has ended, one or two.
 """
 
 from __future__ import annotations
@@ -14,19 +15,19 @@ from typing import TYPE_CHECKING
 from starlette.concurrency import run_in_threadpool
 
 from optpipe_api.errors import StoreUnavailableError
+from optpipe_api.turns import wake
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from optpipe_api.changes import Changes
     from optpipe_api.jobs import Standing
     from optpipe_api.store import JobStore
 
-__all__ = ["Watch", "wake"]
+__all__ = ["Watch"]
 
 _LOOK_AGAIN_S = 1.0
 _REST_S = 0.02
-_WOKEN_AT_ONCE = 8
 
 
 class Watch:
@@ -40,6 +41,18 @@ class Watch:
         self._is_due = asyncio.Event()
         self._rounds: asyncio.Task[None] | None = None
         changes.listen(self._heard)
+
+    async def standing(self, job_id: str) -> Standing | None:
+        """Return where a job stands now; None if there is no such job.
+
+        One query for all who ask at the same time.
+
+        Raises
+        ------
+        StoreUnavailableError
+            If it cannot be told.
+        """
+        return await self._wait(job_id, _Waiter(lambda _: True, is_patient=False), None)
 
     async def until(
         self,
@@ -58,7 +71,9 @@ class Watch:
         """
         if self._changes.is_closed:
             return
-        waiter = _Waiter(is_enough)
+        await self._wait(job_id, _Waiter(is_enough, is_patient=True), seconds)
+
+    async def _wait(self, job_id: str, waiter: _Waiter, seconds: float | None) -> Standing | None:
         self._waiting[job_id].add(waiter)
         self._heard(job_id)
         self._rounds = self._rounds or asyncio.create_task(self._go_round())
@@ -66,6 +81,7 @@ class Watch:
             await asyncio.wait({waiter.end}, timeout=seconds)
             if waiter.end.done():
                 waiter.end.result()
+            return waiter.seen
         finally:
             waiter.end.cancel()
             self._leave(job_id, waiter)
@@ -118,40 +134,38 @@ class Watch:
             return
         try:
             found = await run_in_threadpool(self._store.standings, list(asked))
-        except StoreUnavailableError:
-            return  # it may answer again soon
-        wake(
-            [
-                waiter.end
-                for job_id, waiters in asked.items()
-                for waiter in waiters
-                if job_id not in found or waiter.is_enough(found[job_id])
-            ]
-        )
+        except StoreUnavailableError as error:
+            # It may answer again soon.
+            _refuse((one for some in asked.values() for one in some if not one.is_patient), error)
+            return
+        served = []
+        for job_id, waiters in asked.items():
+            seen = found.get(job_id)
+            for waiter in waiters:
+                waiter.seen = seen
+                if seen is None or waiter.is_enough(seen):
+                    served.append(waiter.end)
+        wake(served)
 
     def _let_go(self, error: Exception | None) -> None:
-        ends = [waiter.end for waiters in self._waiting.values() for waiter in waiters]
+        waiters = [waiter for waiters in self._waiting.values() for waiter in waiters]
         if error is None:
-            wake(ends)
-            return
-        for end in ends:
-            if not end.done():
-                end.set_exception(error)
+            wake([waiter.end for waiter in waiters if waiter.is_patient])
+        else:
+            _refuse(waiters, error)
 
 
 class _Waiter:
-    """One who waits for a job to stand as wanted."""
+    """One who waits for a job to stand as wanted; an impatient one has his answer anyway."""
 
-    def __init__(self, is_enough: Callable[[Standing], bool]) -> None:
+    def __init__(self, is_enough: Callable[[Standing], bool], *, is_patient: bool) -> None:
         self.is_enough = is_enough
+        self.is_patient = is_patient
+        self.seen: Standing | None = None
         self.end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
 
-def wake(waiting: list[asyncio.Future[None]]) -> None:
-    """Let some go on now and the others soon, so that whatever else is due comes in between."""
-    for end in waiting[:_WOKEN_AT_ONCE]:
-        if not end.done():
-            end.set_result(None)
-    rest = waiting[_WOKEN_AT_ONCE:]
-    if rest:
-        asyncio.get_running_loop().call_soon(wake, rest)
+def _refuse(waiters: Iterable[_Waiter], error: Exception) -> None:
+    for waiter in waiters:
+        if not waiter.end.done():
+            waiter.end.set_exception(error)

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import anyio
 from fastapi import APIRouter, Depends, Header, Query, Response
 from fastapi.sse import KEEPALIVE_COMMENT, EventSourceResponse, format_sse_event
-from starlette.concurrency import run_in_threadpool
 
 from optpipe_api.errors import StoreUnavailableError
 from optpipe_api.http_errors import documented
@@ -93,9 +92,10 @@ async def events(
     Whoever reconnects with the last number he has seen misses nothing and sees nothing twice.
     """
     seen = after if last_event_id is None else last_event_id
-    if await run_in_threadpool(service.jobs.is_over, job_id, seen, who):
+    entries = await service.jobs.events(job_id, seen, who)
+    if entries is None:
         return Response(status_code=204)
-    return EventSourceResponse(_sent(service.jobs.events(job_id, seen, who)), headers=_HEADERS)
+    return EventSourceResponse(_sent(entries), headers=_HEADERS)
 
 
 async def _sent(

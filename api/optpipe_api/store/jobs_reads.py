@@ -41,7 +41,11 @@ _LAST_ENTRY = (
     .scalar_subquery()
 )
 _STANDINGS = sa.select(
-    jobs.c.id, jobs.c.state, jobs.c.num_schedules, sa.func.coalesce(_LAST_ENTRY, 0).label("last")
+    jobs.c.id,
+    jobs.c.owner,
+    jobs.c.state,
+    jobs.c.num_schedules,
+    sa.func.coalesce(_LAST_ENTRY, 0).label("last"),
 ).where(jobs.c.id.in_(sa.bindparam("ids", expanding=True)))
 _STANDINGS_AT_ONCE = 1000
 _SHARING = sa.select(jobs.c.id).where(jobs.c.awaits_id == sa.bindparam("id"))
@@ -76,7 +80,8 @@ class JobReads:
             for start in range(0, len(job_ids), _STANDINGS_AT_ONCE):
                 ids = list(job_ids[start : start + _STANDINGS_AT_ONCE])
                 for row in connection.execute(_STANDINGS, {"ids": ids}):
-                    found[row.id] = Standing(JobState(row.state), row.num_schedules, row.last)
+                    state = JobState(row.state)
+                    found[row.id] = Standing(row.owner, state, row.num_schedules, row.last)
         return found
 
     def page(

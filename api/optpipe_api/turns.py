@@ -1,0 +1,74 @@
+"""Few at a time: what hundreds want in the same moment does not hold up whatever else is due.
+
+The event loop does all that is ready before it looks up again. Two hundred followers that come
+together, or hear the same news, are a tenth of a second of work; here they are a few for each turn
+of the loop, in the order in which they came.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from starlette.types import ASGIApp, Receive, Scope, Send
+
+__all__ = ["InTurns", "wake"]
+
+_EACH_TURN = 8
+
+
+class InTurns:
+    """Lets a few requests begin in each turn of the event loop."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self._num_begun = 0
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Begin a request when it is its turn."""
+        if scope["type"] == "http":
+            await self._turn()
+        await self._app(scope, receive, send)
+
+    async def _turn(self) -> None:
+        loop = asyncio.get_running_loop()
+        if self._num_begun == 0:
+            loop.call_soon(self._next_turn)
+        if self._num_begun < _EACH_TURN:
+            self._num_begun += 1
+            return
+        turn = loop.create_future()
+        self._waiting.append(turn)
+        await turn
+
+    def _next_turn(self) -> None:
+        self._num_begun = 0
+        while self._waiting and self._num_begun < _EACH_TURN:
+            turn = self._waiting.popleft()
+            # Who hung up meanwhile has cancelled his.
+            if not turn.done():
+                turn.set_result(None)
+                self._num_begun += 1
+        if self._num_begun:
+            asyncio.get_running_loop().call_soon(self._next_turn)
+
+
+def wake(waiting: Iterable[asyncio.Future[None]]) -> None:
+    """Let some go on now and the others in the turns after it."""
+    _wake(deque(waiting))
+
+
+def _wake(waiting: deque[asyncio.Future[None]]) -> None:
+    num_woken = 0
+    while waiting and num_woken < _EACH_TURN:
+        end = waiting.popleft()
+        if not end.done():
+            end.set_result(None)
+            num_woken += 1
+    if waiting:
+        asyncio.get_running_loop().call_soon(_wake, waiting)
