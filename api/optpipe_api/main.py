@@ -43,7 +43,7 @@ from optpipe_api.server import Server, allow_files, server_config
 from optpipe_api.service import Service
 from optpipe_api.store import open_stores
 from optpipe_api.telemetry import Telemetry
-from optpipe_api.turns import InTurns
+from optpipe_api.turns import InTurns, Turns
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -105,11 +105,12 @@ def create_app(settings: Settings) -> FastAPI:
     page.install(app)
     app.openapi = openapi_of(app)  # type: ignore[method-assign]
     app.state.metrics = metrics
+    app.state.turns = Turns()
     http_errors.install(app)
     _guard(app, settings)
     app.add_middleware(http_errors.ErrorBoundary)
     app.add_middleware(Telemetry, metrics=metrics)
-    app.add_middleware(InTurns)
+    app.add_middleware(InTurns, turns=app.state.turns)
     return app
 
 

@@ -1,8 +1,9 @@
 """Few at a time: what hundreds want in the same moment does not hold up whatever else is due.
 
 The event loop does all that is ready before it looks up again. Two hundred followers that come
-together, or hear the same news, are a tenth of a second of work; here they are a few for each turn
-of the loop, in the order in which they came.
+together, or hear the same news, are a tenth of a second of work, and submissions that share a
+commit are all ready at once; here they are a few for each turn of the loop, in the order in which
+they came.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
     from starlette.types import ASGIApp, Receive, Scope, Send
 
-__all__ = ["InTurns", "wake"]
+__all__ = ["InTurns", "Turns", "wake"]
 
 _EACH_TURN = 8
 
@@ -24,18 +25,26 @@ _EACH_TURN = 8
 class InTurns:
     """Lets a few requests begin in each turn of the event loop."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, *, turns: Turns) -> None:
         self._app = app
-        self._num_begun = 0
-        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._turns = turns
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Begin a request when it is its turn."""
         if scope["type"] == "http":
-            await self._turn()
+            await self._turns.mine()
         await self._app(scope, receive, send)
 
-    async def _turn(self) -> None:
+
+class Turns:
+    """Whose turn it is: those who come first, a few for each turn of the event loop."""
+
+    def __init__(self) -> None:
+        self._num_begun = 0
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    async def mine(self) -> None:
+        """Return when it is the caller's turn: at once, where few have come."""
         loop = asyncio.get_running_loop()
         if self._num_begun == 0:
             loop.call_soon(self._next_turn)

@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from optpipe_api import Settings, create_app
-from optpipe_api.turns import InTurns, wake
+from optpipe_api.turns import InTurns, Turns, wake
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -53,7 +53,7 @@ def requests(loop: Loop) -> Callable[[int], asyncio.Task[None]]:
     async def answer(scope: Any, _receive: Any, _send: Any) -> None:
         loop.note(scope["number"])
 
-    app = InTurns(answer)
+    app = InTurns(answer, turns=Turns())
     unused: Any = None
 
     def ask(number: int) -> asyncio.Task[None]:
@@ -122,7 +122,7 @@ def test_other_scopes_are_passed_on() -> None:
             seen.append(scope["type"])
 
         unused: Any = None
-        await InTurns(answer)({"type": "lifespan"}, unused, unused)
+        await InTurns(answer, turns=Turns())({"type": "lifespan"}, unused, unused)
         assert seen == ["lifespan"]
 
     run(scene)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from optpipe_api.desk.intake import Submitted
     from optpipe_api.jobs import Job
     from optpipe_api.service import Service
+    from optpipe_api.turns import Turns
 
 __all__ = ["router"]
 
@@ -169,6 +170,9 @@ def model(job_id: str, service: Serving, who: Reader) -> Response:
 async def _answer(
     request: Request, service: Service, who: Principal, job: Job, wait_s: float
 ) -> Response:
+    turns: Turns = request.app.state.turns
+    # Those whose jobs were written by the same commit are all here now.
+    await turns.mine()
     if wait_s > 0:
         job = await while_there(request, service.jobs.wait(job, wait_s), wait_s) or job
     if job.is_untouched:
