@@ -121,7 +121,7 @@ def test_refusals_with_a_meaning_have_a_type(client) -> None:
     ],
 )
 def test_a_refusal_that_is_no_problem_detail_is_still_a_service_error(client, answer) -> None:
-    with pytest.raises(ServiceError, match="answered 404"):
+    with pytest.raises(ServiceError, match=r"http://.+/v1/jobs/a answered 404.+address"):
         client(Script(httpx.Response(404, **answer))).job("a")
 
 

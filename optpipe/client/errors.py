@@ -136,10 +136,17 @@ ERRORS: dict[str, type[OptPipeError]] = {
 def refusal(answer: httpx.Response) -> OptPipeError:
     """Return the error that a problem detail, or any other failed answer, stands for."""
     fault = fault_of(answer)
-    detail = str(fault.get("detail") or f"the service answered {answer.status_code}")
+    detail = str(fault.get("detail") or _unexplained(answer))
     code, needs = fault.get("code"), fault.get("needs")
     known = code if isinstance(code, str) else None
     return error_of(known, detail, needs if isinstance(needs, dict) else {}, answer.status_code)
+
+
+def _unexplained(answer: httpx.Response) -> str:
+    return (
+        f"{answer.url} answered {answer.status_code}, and not with a reason as the service gives "
+        "one; is it the address of an OptPipe service, with no more and no less of its path?"
+    )
 
 
 def error_of(
