@@ -9,12 +9,15 @@ from threading import Event
 from typing import TYPE_CHECKING
 
 from rich.console import Console
+from rich.segment import Segment
 from rich.text import Text
 
 from optpipe.errors import MissingExtraError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from rich.console import ConsoleOptions, RenderableType
 
     from optpipe.errors import OptPipeError
 
@@ -34,6 +37,8 @@ __all__ = [
 
 WORLD, BAD_INPUT, INFEASIBLE, NOTHING_FOUND = 1, 2, 3, 4
 INTERRUPTED = 130
+_SHOWN = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"}
+_SHOWN |= dict.fromkeys(range(0x7F, 0xA0), 0xFFFD)
 PIPE = Path("-")
 """Instead of a file's name: standard input, or standard output."""
 
@@ -54,14 +59,27 @@ _PACKAGES = {
 _PACKAGES["server"] |= _PACKAGES["solver"]
 
 
+class _Console(Console):
+    """Shows control characters instead of obeying them: names come from other people's files."""
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterator[Segment]:
+        for segment in super().render(renderable, options):
+            if segment.control:
+                yield segment
+            else:
+                yield Segment(segment.text.translate(_SHOWN), segment.style)
+
+
 def stdout() -> Console:
     """Return the console for results."""
-    return Console(highlight=False)
+    return _Console(highlight=False)
 
 
 def stderr() -> Console:
     """Return the console for progress and errors."""
-    return Console(stderr=True, highlight=False)
+    return _Console(stderr=True, highlight=False)
 
 
 def print_error(error: OptPipeError) -> None:

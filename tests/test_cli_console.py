@@ -1,0 +1,41 @@
+"""What people call things is shown, whatever it is, and never obeyed by the terminal."""
+
+from __future__ import annotations
+
+import unicodedata
+
+import pytest
+
+from optpipe import dump_problem
+from optpipe.cli.console import stderr, stdout
+from tests.plot.conftest import make_small_problem
+
+# Sets the window's title, clears the screen, goes back to overwrite, and the same as one C1 code.
+NAME = "mine\x1b]0;yours\x07\x1b[2J\rover\x9b2J\x7f"
+
+
+def controls(text: str) -> set[str]:
+    return {char for char in text if unicodedata.category(char) == "Cc"} - {"\n", "\t"}
+
+
+@pytest.mark.parametrize("command", ["check", "plot", "explain"])
+def test_a_name_with_escape_codes_is_printed_as_text(tmp_path, optpipe, command) -> None:
+    problem = make_small_problem(24).model_copy(update={"name": NAME})
+    (tmp_path / "p.json").write_text(dump_problem(problem), "utf-8")
+    schedule = tmp_path / "s\x1b[2J.csv"
+    schedule.write_text("0F0,0F1,0I0,0W0,0I1,0W1\n1F0,1I0,1F1,1I1,1W0,1W1\n", "utf-8")
+    code, out, told = optpipe(command, tmp_path / "p.json", schedule)
+    assert (code, controls(out + told)) == (0, set())
+    # It shows names of schedules: those of their files.
+    assert ("s\u241b[2J" in out) == (command == "plot")
+
+
+@pytest.mark.parametrize("console", [stdout, stderr])
+def test_control_characters_are_seen_and_take_one_cell_each(console, capsys) -> None:
+    """But for those that rich leaves out by itself."""
+    console().print(f"[bold]{NAME}[/bold]\tand\nmore", soft_wrap=True)
+    captured = capsys.readouterr()
+    text = captured.out + captured.err
+    assert controls(text) == set()
+    assert text.startswith("mine\u241b]0;yours\u241b[2Jover\ufffd2J\ufffd")
+    assert text.endswith("and\nmore\n")
