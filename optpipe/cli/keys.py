@@ -83,7 +83,7 @@ def show(database_url: DatabaseUrl = None) -> None:
     Example:
       optpipe keys list
     """
-    with _store(database_url) as keys:
+    with _store(database_url, must_exist=True) as keys:
         found = keys.all()
     table = Table("name", "role", "id", "made", "revoked", box=None, pad_edge=False)
     for key in found:
@@ -102,18 +102,19 @@ def revoke(
     Example:
       optpipe keys revoke ci
     """
-    with _store(database_url) as keys:
+    with _store(database_url, must_exist=True) as keys:
         key = keys.revoke(name)
     stderr().print(f"key {key.name!r} is revoked", markup=False)
 
 
 @contextmanager
-def _store(database_url: str | None) -> Iterator[KeyStore]:
+def _store(database_url: str | None, *, must_exist: bool = False) -> Iterator[KeyStore]:
     with needs_extra("server"):
         from optpipe_api import Settings
         from optpipe_api.store import open_stores
 
-        stores = open_stores(Settings.load(database_url=database_url).database_url)
+        url = Settings.load(database_url=database_url).database_url
+        stores = open_stores(url, must_exist=must_exist)
         try:
             yield stores.keys
         finally:

@@ -479,6 +479,18 @@ def test_the_command_makes_lists_and_revokes_keys(tmp_path, optpipe, monkeypatch
     stores.close()
 
 
+@pytest.mark.parametrize("command", [("list",), ("revoke", "ci")])
+def test_keys_of_a_database_that_is_not_there_are_not_looked_for_in_a_new_one(
+    tmp_path, run, command
+) -> None:
+    """A wrong folder or a forgotten variable is told, and leaves no file behind."""
+    code, _, told = run("keys", *command)
+    assert code == 1
+    assert "there is no database" in told
+    assert "OPTPIPE_DATABASE_URL" in told
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_the_image_does_not_start_without_a_key_and_says_how_to_make_one(run) -> None:
     """Its command listens on every address; the sentence holds the command, which then works."""
     lines = (ROOT / "Dockerfile").read_text("utf-8").splitlines()

@@ -36,17 +36,24 @@ class Stores:
         self.engine.dispose()
 
 
-def open_stores(url: str, clock: Callable[[], float] = time.time) -> Stores:
+def open_stores(
+    url: str, clock: Callable[[], float] = time.time, *, must_exist: bool = False
+) -> Stores:
     """Return the stores of a database, which is created or migrated as needed.
+
+    Parameters
+    ----------
+    must_exist
+        Whether to refuse a file that is not there instead of making it.
 
     Raises
     ------
     InputError
         If the URL names no database that we know.
     StoreUnavailableError
-        If it cannot be opened, or belongs to a newer version.
+        If it cannot be opened, is not there, or belongs to a newer version.
     """
-    engine = connect(url)
+    engine = connect(url, must_exist=must_exist)
     return Stores(
         engine=engine,
         jobs=SqlJobStore(engine, clock),

@@ -33,17 +33,27 @@ _MIGRATION_LOCK = 0x0F71D1FE
 _OUR_FAULTS = (exc.IntegrityError, exc.ProgrammingError, exc.DataError)
 
 
-def connect(url: str) -> sa.Engine:
+def connect(url: str, *, must_exist: bool = False) -> sa.Engine:
     """Return an engine on an existing or new database, migrated to the newest tables.
+
+    Parameters
+    ----------
+    must_exist
+        Whether to refuse an SQLite file that is not there instead of making it.
 
     Raises
     ------
     InputError
         If the URL names no database that we know.
     StoreUnavailableError
-        If the database cannot be opened, or belongs to a newer version.
+        If the database cannot be opened, is not there, or belongs to a newer version.
     """
     parsed = _parse(url)
+    if must_exist and parsed.drivername == "sqlite" and not Path(parsed.database or "").is_file():
+        raise StoreUnavailableError(
+            f"there is no database {parsed.render_as_string()}; name the one of the service: "
+            "OPTPIPE_DATABASE_URL or --database-url"
+        )
     engine = _sqlite(parsed) if parsed.drivername == "sqlite" else _postgres(parsed)
     try:
         with writing(engine) as connection:
