@@ -35,6 +35,20 @@ def test_flash_attention_leaves_out_the_mask_and_makes_scores_again() -> None:
     assert flash.forward.moved_bytes < stored.forward.moved_bytes
 
 
+def test_what_a_llama_layer_moves_besides_products_is_counted_by_hand() -> None:
+    """Bytes of F and of I; rows of the residual stream, of the MLP, of queries and keys.
+
+    Two norms read and write a row in F; in I they read two and write one. Two additions read two
+    and write one, in both. SwiGLU has 3 and 5 rows of its width; a rotation reads and writes.
+    """
+    llama = find_model("llama3-8b")
+    h, inner, rotated = 4096, 14336, 4096 + 1024
+    work = layer_work(llama, Training(micro_batch=B, sequence=S), is_moe=False)
+    size = 2 * B * S
+    assert work.forward.moved_bytes == size * (10 * h + 3 * inner + 2 * rotated)
+    assert work.backward_input.moved_bytes == size * (12 * h + 5 * inner + 2 * rotated)
+
+
 def test_model_flops_are_six_per_parameter_and_token_and_attention() -> None:
     """Narayanan et al., equation 3, without its recomputation: 72 B s l h^2 (1 + s/6h + V/12lh)."""
     layers, vocab = GPT.num_layers, GPT.vocab

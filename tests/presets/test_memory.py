@@ -54,6 +54,15 @@ def test_flash_attention_removes_the_scores() -> None:
     assert kept(flash=True) == S * B * (34 * H + 4 * A)
 
 
+def test_small_tensors_stay_on_the_device() -> None:
+    """OFFLOAD moves all but four bytes per token and head, and per token and expert."""
+    gpt = layer_kept(GPT, Training(micro_batch=B, sequence=S), is_moe=False)
+    assert gpt.activation_bytes - gpt.offload_bytes == S * B * 4 * A
+    mixtral = find_model("mixtral-8x7b")
+    routed = layer_kept(mixtral, Training(micro_batch=B, sequence=S), is_moe=True)
+    assert routed.activation_bytes - routed.offload_bytes == S * B * 4 * (32 + 8)
+
+
 def test_lean_keeps_20_of_34() -> None:
     """PipeOffload: norms, GELU and dropouts of the residual stream are made again."""
     assert kept(flash=True, lean=True) == S * B * (20 * H + 4 * A)
