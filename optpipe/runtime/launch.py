@@ -17,53 +17,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["RENDEZVOUS_VARIABLE", "launch_demo", "launch_ranks"]
+__all__ = ["RENDEZVOUS_VARIABLE", "launch_ranks"]
 
 RENDEZVOUS_VARIABLE = "OPTPIPE_RENDEZVOUS_FILE"
 """Environment variable naming the file in which launched ranks meet."""
 
 _GRACE_S = 10.0
 _POLL_S = 0.05
-
-
-def launch_demo(
-    problem: Path | str,
-    schedule: Path | str | None = None,
-    *,
-    url: str | None = None,
-    job: str | None = None,
-    num_processes: int = 4,
-    steps: int = 3,
-) -> int:
-    """Train the demo's model by a schedule on processes of this machine.
-
-    Parameters
-    ----------
-    problem
-        File of the problem.
-    schedule
-        File of its schedule; None = fetch it from the service.
-    url, job
-        The service and the job whose schedule is fetched.
-    num_processes
-        One per device of the problem.
-    steps
-        Training steps.
-
-    Returns
-    -------
-    int
-        The exit code: 0 = every step agreed with the single-process model, 1 = one did not or a
-        rank failed, 2 = bad input. What the ranks print goes to this process's output.
-    """
-    arguments = ["--problem", str(problem), "--steps", str(steps)]
-    if schedule is not None:
-        arguments += ["--schedule", str(schedule)]
-    if url is not None:
-        arguments += ["--url", url]
-    if job is not None:
-        arguments += ["--job", job]
-    return launch_ranks("optpipe.runtime.demo", arguments, num_processes)
 
 
 def launch_ranks(module: str, arguments: Sequence[str], num_processes: int) -> int:

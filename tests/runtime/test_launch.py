@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from optpipe import Provenance, dump_schedule, evaluate, load_problem, parse_action
-from optpipe.runtime.launch import launch_demo, launch_ranks
+from optpipe.runtime.launch import launch_ranks
 from optpipe.runtime.watch import EXIT_CODE
 
 PROBLEM = Path(__file__).parents[2] / "examples" / "problems" / "tiny-gpt-pp4.json"
@@ -60,6 +60,12 @@ def service(offloading):
     server.server_close()
 
 
+def demo(url: str, job: str, num_processes: int) -> int:
+    """Let ranks train two steps by the schedule of a job."""
+    arguments = ["--problem", str(PROBLEM), "--steps", "2", "--url", url, "--job", job]
+    return launch_ranks("optpipe.runtime.demo", arguments, num_processes)
+
+
 def test_the_problem_cannot_hold_all_activations(problem):
     for device, stage in zip(problem.devices, problem.stages, strict=True):
         room = device.usable_bytes - stage.static_bytes
@@ -68,7 +74,7 @@ def test_the_problem_cannot_hold_all_activations(problem):
 
 
 def test_the_demo_trains_by_a_schedule_from_the_service(service, problem, capfd):
-    assert launch_demo(PROBLEM, url=service, job="7", steps=2) == 0
+    assert demo(service, "7", 4) == 0
     out = capfd.readouterr().out
     assert out.count("0.0e+00") == 2
     each = 2 * problem.num_microbatches * problem.stages[1].offload_bytes
@@ -78,7 +84,7 @@ def test_the_demo_trains_by_a_schedule_from_the_service(service, problem, capfd)
 
 
 def test_the_demo_says_when_there_is_no_such_job(service, capfd):
-    assert launch_demo(PROBLEM, url=service, job="8", num_processes=2) == 1
+    assert demo(service, "8", 2) == 1
     assert "answered 404" in capfd.readouterr().err
 
 
