@@ -193,7 +193,7 @@ def _shortened(line: str) -> str:
 
 
 class ErrorBoundary:
-    """The outermost layer: an error nobody expected becomes a 500 with an id that the log knows."""
+    """Around what may fail: an error nobody expected becomes a 500 with an id, as in the log."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

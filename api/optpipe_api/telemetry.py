@@ -25,8 +25,9 @@ _ABORTED = 499
 
 
 class Telemetry:
-    """The outermost layer. The id is the client's ``X-Request-ID`` where that is a short word.
+    """Around all but the turns; what waits for its turn is not measured here.
 
+    The id is the client's ``X-Request-ID`` where that is a short word.
     The id comes back in the answer's ``X-Request-ID``, and stands in every line that is logged on
     behalf of the request.
     """

@@ -452,7 +452,10 @@ def test_followers_of_a_deleted_job_are_let_go(play) -> None:
         job_id = bench.submit().id
         bench.desk.cancel(job_id, ANYBODY)
         assert await bench.desk.events(job_id, 10**9, ANYBODY) is None
+        late = await bench.desk.events(job_id, 0, ANYBODY)
+        assert late is not None
         assert bench.store.delete_finished(time.time() + 1) == 1
+        assert await anext(late, None) is None
         with pytest.raises(JobNotFoundError):
             await bench.collect(job_id)
 

@@ -60,6 +60,22 @@ def test_keys_of_a_database_that_is_not_there_are_not_looked_for_in_a_new_one(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_database_that_cannot_be_looked_at_is_one_line(run, monkeypatch) -> None:
+    """A name too long for the system."""
+    monkeypatch.setenv("OPTPIPE_DATABASE_URL", f"sqlite:///{'x' * 300}.db")
+    code, _, told = run("keys", "list")
+    assert (code, "does not answer" in told) == (1, True)
+
+
+def test_a_database_by_its_uri_is_found(tmp_path, run, monkeypatch) -> None:
+    """SQLite's own way of naming files."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OPTPIPE_DATABASE_URL", "sqlite:///file:jobs.db?uri=true")
+    assert run("keys", "create", "--name", "me")[0] == 0
+    code, listed, _ = run("keys", "list")
+    assert (code, "me" in listed) == (0, True)
+
+
 def test_the_image_does_not_start_without_a_key_and_says_how_to_make_one(run) -> None:
     """Its command listens on every address; the sentence holds the command, which then works."""
     lines = (ROOT / "Dockerfile").read_text("utf-8").splitlines()

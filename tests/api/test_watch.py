@@ -213,6 +213,29 @@ def test_whoever_asks_while_the_server_stops_is_told() -> None:
     run(scene)
 
 
+@pytest.mark.parametrize("turns", range(6))
+def test_whoever_hangs_up_just_after_news_leaves_no_rounds_behind(turns: int) -> None:
+    """Each that went on would ask the store for the next ones, too."""
+
+    async def scene(stage: Scene) -> None:
+        (job_id,) = stage.ids
+        for _ in range(3):
+            waiting = stage.waiter(job_id)
+            await until(lambda: stage.watch._due == set())
+            await asyncio.sleep(0.05)
+            stage.changes._wake(job_id)
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            waiting.cancel()
+            with suppress(asyncio.CancelledError):
+                await waiting
+            await asyncio.sleep(0.05)
+        names = [task.get_coro().__qualname__ for task in asyncio.all_tasks()]  # type: ignore[union-attr]
+        assert "Watch._go_round" not in names
+
+    run(scene)
+
+
 def test_a_store_that_is_gone_for_a_moment_is_asked_again() -> None:
     """Those who wait hear nothing of it; who asks for an answer now is told."""
 

@@ -236,6 +236,7 @@ def _hash_of(data: object) -> str:
 
 async def _either(changed: asyncio.Event, seconds: float) -> None:
     try:
-        await asyncio.wait_for(changed.wait(), seconds)
+        async with asyncio.timeout(seconds):
+            await changed.wait()
     except TimeoutError:
         return

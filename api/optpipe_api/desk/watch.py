@@ -18,7 +18,7 @@ from optpipe_api.errors import StoreUnavailableError
 from optpipe_api.turns import wake
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
     from optpipe_api.changes import Changes
     from optpipe_api.jobs import Standing
@@ -79,8 +79,8 @@ class Watch:
         self._rounds = self._rounds or asyncio.create_task(self._go_round())
         try:
             await asyncio.wait({waiter.end}, timeout=seconds)
-            if waiter.end.done():
-                waiter.end.result()
+            if waiter.error is not None:
+                raise waiter.error
             return waiter.seen
         finally:
             waiter.end.cancel()
@@ -121,7 +121,9 @@ class Watch:
     async def _pause(self, seconds: float) -> None:
         """Wait until there is something to look at, or the time is up."""
         try:
-            await asyncio.wait_for(self._is_due.wait(), max(0.0, seconds))
+            # Not `wait_for`: in Python 3.11 it may keep a cancellation for itself.
+            async with asyncio.timeout(max(0.0, seconds)):
+                await self._is_due.wait()
         except TimeoutError:
             return
 
@@ -136,7 +138,7 @@ class Watch:
             found = await run_in_threadpool(self._store.standings, list(asked))
         except StoreUnavailableError as error:
             # It may answer again soon.
-            _refuse((one for some in asked.values() for one in some if not one.is_patient), error)
+            _refuse([one for some in asked.values() for one in some if not one.is_patient], error)
             return
         served = []
         for job_id, waiters in asked.items():
@@ -162,10 +164,11 @@ class _Waiter:
         self.is_enough = is_enough
         self.is_patient = is_patient
         self.seen: Standing | None = None
+        self.error: Exception | None = None
         self.end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
 
-def _refuse(waiters: Iterable[_Waiter], error: Exception) -> None:
+def _refuse(waiters: list[_Waiter], error: Exception) -> None:
     for waiter in waiters:
-        if not waiter.end.done():
-            waiter.end.set_exception(error)
+        waiter.error = error
+    wake(waiter.end for waiter in waiters)

@@ -49,7 +49,7 @@ def connect(url: str, *, must_exist: bool = False) -> sa.Engine:
         If the database cannot be opened, is not there, or belongs to a newer version.
     """
     parsed = _parse(url)
-    if must_exist and parsed.drivername == "sqlite" and not Path(parsed.database or "").is_file():
+    if must_exist and _is_missing(parsed):
         raise StoreUnavailableError(
             f"there is no database {parsed.render_as_string()}; name the one of the service: "
             "OPTPIPE_DATABASE_URL or --database-url"
@@ -62,6 +62,17 @@ def connect(url: str, *, must_exist: bool = False) -> sa.Engine:
         engine.dispose()
         raise
     return engine
+
+
+def _is_missing(url: sa.URL) -> bool:
+    """Whether there is no such file; what cannot be looked at is left to SQLite, which says why."""
+    name = url.database or ""
+    if url.drivername != "sqlite" or name.startswith("file:"):
+        return False
+    try:
+        return not Path(name).exists()
+    except OSError:
+        return False
 
 
 @contextmanager

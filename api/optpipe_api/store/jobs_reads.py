@@ -8,7 +8,7 @@ import sqlalchemy as sa
 
 from optpipe_api.jobs import EntryKind, JobState, Standing, StoredSchedule, TracePoint
 from optpipe_api.store.database import reading
-from optpipe_api.store.jobs_rows import document_of, entry_of, find_row, job_of, jobs_of
+from optpipe_api.store.jobs_rows import document_of, entry_of, find_row, is_id, job_of, jobs_of
 from optpipe_api.store.tables import events, job_tags, jobs, models, problems, schedules
 
 if TYPE_CHECKING:
@@ -74,11 +74,11 @@ class JobReads:
             return job_of(connection, find_row(connection, job_id))
 
     def standings(self, job_ids: Sequence[str]) -> dict[str, Standing]:
-        """Return how far jobs have come."""
+        """Return how far jobs have come; of those that are none, nothing."""
         found: dict[str, Standing] = {}
         with reading(self._engine) as connection:
             for start in range(0, len(job_ids), _STANDINGS_AT_ONCE):
-                ids = list(job_ids[start : start + _STANDINGS_AT_ONCE])
+                ids = [one for one in job_ids[start : start + _STANDINGS_AT_ONCE] if is_id(one)]
                 for row in connection.execute(_STANDINGS, {"ids": ids}):
                     state = JobState(row.state)
                     found[row.id] = Standing(row.owner, state, row.num_schedules, row.last)

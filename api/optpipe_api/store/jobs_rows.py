@@ -37,6 +37,7 @@ __all__ = [
     "dump",
     "entry_of",
     "find_row",
+    "is_id",
     "job_of",
     "jobs_of",
     "leased_row",
@@ -57,6 +58,11 @@ _TAGS = sa.select(job_tags).where(
 )
 
 
+def is_id(text: str) -> bool:
+    """Whether it may be the id of a job; what is not may be what a database refuses to hear."""
+    return _ID.fullmatch(text) is not None
+
+
 def find_row(connection: sa.Connection, job_id: str, *, for_update: bool = False) -> sa.Row[Any]:
     """Return the row of a job, held until the end of the transaction where it is to be changed.
 
@@ -66,8 +72,7 @@ def find_row(connection: sa.Connection, job_id: str, *, for_update: bool = False
         If no job has this id.
     """
     query = _BY_ID.with_for_update() if for_update else _BY_ID
-    named = _ID.fullmatch(job_id) is not None
-    row = connection.execute(query, {"job_id": job_id}).one_or_none() if named else None
+    row = connection.execute(query, {"job_id": job_id}).one_or_none() if is_id(job_id) else None
     if row is None:
         raise JobNotFoundError(job_id)
     return row
