@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import unicodedata
 
 import pytest
+from rich.table import Table
 
 from optpipe import dump_problem
 from optpipe.cli.console import stderr, stdout
@@ -12,6 +14,14 @@ from tests.plot.conftest import make_small_problem
 
 # Sets the window's title, clears the screen, goes back to overwrite, and the same as one C1 code.
 NAME = "mine\x1b]0;yours\x07\x1b[2J\rover\x9b2J\x7f"
+SCHEDULE = "0F0,0F1,0I0,0W0,0I1,0W1\n1F0,1I0,1F1,1I1,1W0,1W1\n"
+
+
+@pytest.fixture
+def terminal(monkeypatch) -> None:
+    """Let consoles think that they write to a terminal, one without colours and styles."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "dumb")
 
 
 def controls(text: str) -> set[str]:
@@ -19,11 +29,12 @@ def controls(text: str) -> set[str]:
 
 
 @pytest.mark.parametrize("command", ["check", "plot", "explain"])
+@pytest.mark.usefixtures("terminal")
 def test_a_name_with_escape_codes_is_printed_as_text(tmp_path, optpipe, command) -> None:
     problem = make_small_problem(24).model_copy(update={"name": NAME})
     (tmp_path / "p.json").write_text(dump_problem(problem), "utf-8")
     schedule = tmp_path / "s\x1b[2J.csv"
-    schedule.write_text("0F0,0F1,0I0,0W0,0I1,0W1\n1F0,1I0,1F1,1I1,1W0,1W1\n", "utf-8")
+    schedule.write_text(SCHEDULE, "utf-8")
     code, out, told = optpipe(command, tmp_path / "p.json", schedule)
     assert (code, controls(out + told)) == (0, set())
     # It shows names of schedules: those of their files.
@@ -31,11 +42,25 @@ def test_a_name_with_escape_codes_is_printed_as_text(tmp_path, optpipe, command)
 
 
 @pytest.mark.parametrize("console", [stdout, stderr])
-def test_control_characters_are_seen_and_take_one_cell_each(console, capsys) -> None:
-    """But for those that rich leaves out by itself."""
+@pytest.mark.usefixtures("terminal")
+def test_control_characters_are_seen_and_hide_nothing_beside_them(console, capsys) -> None:
+    """Each takes a cell, in tables, too."""
     console().print(f"[bold]{NAME}[/bold]\tand\nmore", soft_wrap=True)
+    table = Table("name", box=None, pad_edge=False)
+    table.add_row("\x1b" * 4 + "abcdef")
+    console().print(table)
     captured = capsys.readouterr()
     text = captured.out + captured.err
     assert controls(text) == set()
-    assert text.startswith("mine\u241b]0;yours\u241b[2Jover\ufffd2J\ufffd")
-    assert text.endswith("and\nmore\n")
+    assert text.startswith(
+        "mine\u241b]0;yours\u2407\u241b[2J\u240dover\ufffd2J\u2421",
+    )
+    assert "and\nmore\n" in text
+    assert "\u241b" * 4 + "abcdef" in text
+
+
+def test_what_is_no_terminal_gets_what_is_there(capsys) -> None:
+    """JSON that a program reads is not changed for the sake of an eye."""
+    text = json.dumps({"name": "rack\x85A\x7f"}, ensure_ascii=False)
+    stdout().out(text)
+    assert capsys.readouterr().out == f"{text}\n"

@@ -19,6 +19,8 @@ from optpipe.client import (
     NoScheduleError,
     NotFoundError,
 )
+from optpipe.client.address import Address
+from optpipe.client.errors import refusal
 from optpipe.errors import (
     InfeasibleProblemError,
     InputError,
@@ -123,6 +125,21 @@ def test_refusals_with_a_meaning_have_a_type(client) -> None:
 def test_a_refusal_that_is_no_problem_detail_is_still_a_service_error(client, answer) -> None:
     with pytest.raises(ServiceError, match=r"http://.+/v1/jobs/a answered 404.+address"):
         client(Script(httpx.Response(404, **answer))).job("a")
+
+
+def test_a_gateway_without_a_reason_is_not_called_a_wrong_address(client) -> None:
+    with pytest.raises(ServiceError, match="answered 500 without a reason") as caught:
+        client(Script(httpx.Response(500, text="<html>nginx</html>"))).job("a")
+    assert "address" not in str(caught.value)
+
+
+@pytest.mark.parametrize("status", [404, 500])
+def test_messages_leave_out_a_password_in_the_address(status: int) -> None:
+    request = httpx.Request("GET", "http://ann:s3cret@proxy.example/v1/jobs/a")
+    error = refusal(httpx.Response(status, request=request))
+    assert str(error).startswith(f"http://proxy.example/v1/jobs/a answered {status}")
+    address = Address.checked("http://ann:s3cret@proxy.example", None, 1.0, 0)
+    assert str(address) == "http://proxy.example"
 
 
 @pytest.mark.parametrize("text", ["<html></html>", '{"id": 1}'])

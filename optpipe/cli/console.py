@@ -6,7 +6,7 @@ import signal
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Event
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.segment import Segment
@@ -37,8 +37,10 @@ __all__ = [
 
 WORLD, BAD_INPUT, INFEASIBLE, NOTHING_FOUND = 1, 2, 3, 4
 INTERRUPTED = 130
+# Unicode has pictures of the first and of DEL; of the others there are none.
 _SHOWN = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"}
-_SHOWN |= dict.fromkeys(range(0x7F, 0xA0), 0xFFFD)
+_SHOWN |= {0x7F: 0x2421, **dict.fromkeys(range(0x80, 0xA0), 0xFFFD)}
+
 PIPE = Path("-")
 """Instead of a file's name: standard input, or standard output."""
 
@@ -60,16 +62,25 @@ _PACKAGES["server"] |= _PACKAGES["solver"]
 
 
 class _Console(Console):
-    """Shows control characters instead of obeying them: names come from other people's files."""
+    """On a terminal, shows control characters instead of obeying them: names may be anybody's.
+
+    Files and pipes get what is: JSON stays the JSON it was.
+    """
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        """Return a string as text; here, so that tables know how wide it will be."""
+        return super().render_str(self._shown(text), **options)
 
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterator[Segment]:
+        """Give the pieces of anything that is printed; not those that rich itself commands."""
         for segment in super().render(renderable, options):
-            if segment.control:
-                yield segment
-            else:
-                yield Segment(segment.text.translate(_SHOWN), segment.style)
+            shown = segment.text if segment.control else self._shown(segment.text)
+            yield Segment(shown, segment.style, segment.control)
+
+    def _shown(self, text: str) -> str:
+        return text.translate(_SHOWN) if self.is_terminal else text
 
 
 def stdout() -> Console:

@@ -69,7 +69,8 @@ class Address:
         }
 
     def __str__(self) -> str:
-        return str(self.url)
+        # It stands in messages, where a password has no place.
+        return str(self.url.copy_with(userinfo=b""))
 
 
 def _is_loopback(host: str) -> bool:

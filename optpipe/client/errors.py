@@ -19,6 +19,7 @@ What is wrong with the caller's own problem or model is told as if it had been f
 
 from __future__ import annotations
 
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 from optpipe.errors import (
@@ -143,9 +144,13 @@ def refusal(answer: httpx.Response) -> OptPipeError:
 
 
 def _unexplained(answer: httpx.Response) -> str:
+    # A password in the address is nobody else's business.
+    asked = f"{answer.url.copy_with(userinfo=b'')} answered {answer.status_code}"
+    if answer.status_code >= HTTPStatus.INTERNAL_SERVER_ERROR:
+        return f"{asked} without a reason: the service, or what stands before it, is in trouble"
     return (
-        f"{answer.url} answered {answer.status_code}, and not with a reason as the service gives "
-        "one; is it the address of an OptPipe service, with no more and no less of its path?"
+        f"{asked}, and not with a reason as the service gives one; is it the address of an OptPipe "
+        "service, with no more and no less of its path?"
     )
 
 
