@@ -10,6 +10,9 @@ from pathlib import Path
 
 __all__ = ["commit", "stamp"]
 
+# What a measurement writes while it runs is no other program.
+RESULTS = ":(top,exclude)benchmarks/results"
+
 
 def stamp() -> str:
     """Return date, commit (``+`` = with uncommitted changes), processor and cores."""
@@ -18,9 +21,10 @@ def stamp() -> str:
 
 
 def commit() -> str:
-    """Return the short commit, with ``+`` where tracked files have changed since."""
+    """Return the short commit, with ``+`` where tracked files other than results changed since."""
     head = _git("rev-parse", "--short", "HEAD") or "no commit"
-    return head + ("+" if _git("status", "--porcelain", "--untracked-files=no") else "")
+    changes = _git("status", "--porcelain", "--untracked-files=no", "--", ":/", RESULTS)
+    return head + ("+" if changes else "")
 
 
 def _git(*arguments: str) -> str:

@@ -217,6 +217,7 @@ def test_tasks_share_a_client(url: str) -> None:
             with pytest.raises(asyncio.CancelledError):
                 await waiting
             await given_up
-            assert (await shared.cancel(long)).cancel_requested
+            await shared.cancel(long)
+            assert [one.state async for one in shared.follow(long)][-1] == "cancelled"
 
     asyncio.run(check())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -11,7 +10,7 @@ import pytest
 
 from optpipe import load_csv, load_problem, load_schedule
 from tests.api.live import make_settings, running, two_stages
-from tests.browser.visit import DRAWN, PHONE, Visit, taken, upload, visiting
+from tests.browser.visit import DRAWN, PHONE, Visit, taken, visiting
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.browser
 
-TIMES = ("forward_ms", "backward_input_ms", "backward_weight_ms")
 LAST_DRAWN = """() => {
   const job = document.querySelector("#job");
   const tag = job.querySelector(".chart").dataset.tag ?? "";
@@ -235,83 +233,6 @@ def test_a_link_shows_the_same_again(chromium: Browser, visit: Visit, url: str, 
         assert other.page.input_value("[name=model]") == "qwen3-8b"
         assert other.page.inner_text("#slider-memory_scale >> xpath=../output")[:4] == "70 %"
         assert other.page.inner_text("#problem-memory dd") == "56.0 GiB"
-
-
-def test_a_problem_of_a_file_stands_in_the_link(chromium: Browser, visit: Visit, url: str) -> None:
-    """With its sliders, before there is a job; the fragment is never sent to the service."""
-    page = visit.open()
-    taken(page, two_stages(name="mine", num_microbatches=3), "mine.json")
-    page.locator("[data-axis=memory_scale]").fill("40")  # the stop of 50 %
-    page.wait_for_function("location.hash.startsWith('#form=') && location.search.includes('0.5')")
-    link = page.url
-    with visiting(chromium, url) as other:
-        other.open(link.removeprefix(f"{url}/"))
-        page = other.page
-        page.wait_for_selector("#problem-size >> text=2 devices, 2 stages, 3 micro-batches")
-        assert page.inner_text("#file-name") == "mine.json"
-        assert page.get_attribute("#problem", "data-hash") == visit.page.get_attribute(
-            "#problem", "data-hash"
-        )
-        assert not [address for address in other.requested if "form=" in address.partition("#")[0]]
-        assert page.url == link
-
-
-@pytest.mark.parametrize("broken", ["#form=AAAA", "#form=%%%", "#form=", "cut"])
-def test_a_damaged_link_says_so(visit: Visit, broken: str) -> None:
-    """And the form is that of a first visit."""
-    page = visit.open()
-    if broken == "cut":
-        taken(page, two_stages(name="mine"), "mine.json")
-        page.wait_for_function("location.hash.startsWith('#form=')")
-        broken = page.evaluate("location.hash")[:-40]
-        page.goto("about:blank")
-    page = visit.open(f"?{broken}")
-    page.wait_for_selector("#fault:visible")
-    assert "this link" in page.inner_text("#fault")
-    assert page.get_attribute("#fault", "data-code") == "link.broken"
-    page.wait_for_selector("#problem-size >> text=4 devices")
-    assert page.evaluate("location.hash") == ""
-
-
-def test_a_problem_too_large_for_a_link_is_said_to_be(visit: Visit) -> None:
-    """Times that no compression shortens; the job that solves it has a link."""
-    page = visit.open()
-    problem = two_stages(name="large")
-    (stage, *_), (device, *_) = problem["stages"], problem["devices"]
-    count = 400
-    rng = random.Random(1)
-    problem["devices"] = [device] * count
-    problem["stages"] = [
-        {**stage, "device": index, **{name: rng.random() for name in TIMES}}
-        for index in range(count)
-    ]
-    taken(page, problem, "large.json")
-    page.wait_for_selector("#link-hint:visible")
-    assert page.evaluate("location.hash") == ""
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("{not json", "is not JSON"),
-        ("[1]", "holds no JSON object"),
-        (
-            json.dumps(two_stages(num_microbatches=-3)),
-            "num_microbatches = -3: must be >= 1",
-        ),
-        (json.dumps(two_stages(colour="red")), "colour"),
-    ],
-)
-def test_a_bad_file_is_refused_in_a_sentence(visit: Visit, text: str, said: str) -> None:
-    """Value, rule, fix; and nothing can be solved until it is put right."""
-    page = visit.open()
-    upload(page, text, "broken.json")
-    page.wait_for_selector("#fault:visible")
-    assert said in page.inner_text("#fault")
-    assert page.get_attribute("#fault", "role") == "alert"
-    upload(page, two_stages())
-    page.wait_for_selector("#problem-size >> text=2 devices")
-    page.wait_for_selector("#fault", state="hidden")
 
 
 def test_a_job_can_be_saved_in_every_form(visit: Visit, url: str, tmp_path) -> None:

@@ -157,26 +157,29 @@ export class Compose {
     return this.view.problem;
   }
 
-  /** Have the service make the problem that the form describes. */
+  /** Have the service make the problem that the form describes; the last to ask is answered. */
   async refresh() {
     const turn = ++this.asked;
+    const isLast = () => turn === this.asked;
     this.markStale();
-    const view = await this.ask();
-    if (turn !== this.asked || view === null) return;
+    const answer = await this.ask().catch((error) => { if (isLast()) throw error; });
+    if (!answer || !isLast()) return;
+    const { view, sliders } = answer;
     clearFault("form");
+    this.sliders.show(...sliders);
     this.view = view;
     delete byId("compose").dataset.stale;
     this.onProblem(view, this.state);
   }
 
+  /** Return the problem as the service describes it, and what the sliders show of it. */
   async ask() {
     const values = this.sliders.values;
     if (this.source === "file") {
       if (!this.file) return null;
       const problem = { ...this.file.problem, objective: this.option("objective").value };
       const view = await askJson("v1/variants", { json: { problem, values } });
-      this.sliders.show(unvaried(view.problem, values, problem), view.axes, false);
-      return view;
+      return { view, sliders: [unvaried(view.problem, values, problem), view.axes, false] };
     }
     if (!this.preset.isValid) {
       byId("compose").reportValidity();
@@ -185,8 +188,7 @@ export class Compose {
     const objective = this.option("objective").value;
     const asked = objective === "makespan" ? values : { ...values, objective };
     const view = await askJson("v1/estimates", { json: { ...this.preset.body, values: asked } });
-    this.sliders.show(unvaried(view.problem, values, view.problem), view.axes, true);
-    return view;
+    return { view, sliders: [unvaried(view.problem, values, view.problem), view.axes, true] };
   }
 
   get options() {

@@ -1,0 +1,139 @@
+"""Problems handed in on the page as files, and links that hold them."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.api.live import make_settings, running, two_stages
+from tests.browser.visit import Visit, taken, upload, visiting
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from playwright.sync_api import Browser, Route
+
+pytestmark = pytest.mark.browser
+
+TIMES = ("forward_ms", "backward_input_ms", "backward_weight_ms")
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """One server for the tests of this module; nothing is solved here."""
+    with running(make_settings(tmp_path_factory.mktemp("server"))) as (address, _):
+        yield address
+
+
+@pytest.fixture
+def visit(chromium: Browser, url: str) -> Iterator[Visit]:
+    with visiting(chromium, url) as made:
+        yield made
+
+
+def test_a_problem_of_a_file_stands_in_the_link(chromium: Browser, visit: Visit, url: str) -> None:
+    """With its sliders, before there is a job; the fragment is never sent to the service."""
+    page = visit.open()
+    taken(page, two_stages(name="mine", num_microbatches=3), "mine.json")
+    page.locator("[data-axis=memory_scale]").fill("40")  # the stop of 50 %
+    page.wait_for_function("location.hash.startsWith('#form=') && location.search.includes('0.5')")
+    link = page.url
+    with visiting(chromium, url) as other:
+        other.open(link.removeprefix(f"{url}/"))
+        page = other.page
+        page.wait_for_selector("#problem-size >> text=2 devices, 2 stages, 3 micro-batches")
+        assert page.inner_text("#file-name") == "mine.json"
+        assert page.get_attribute("#problem", "data-hash") == visit.page.get_attribute(
+            "#problem", "data-hash"
+        )
+        assert not [address for address in other.requested if "form=" in address.partition("#")[0]]
+        assert page.url == link
+
+
+@pytest.mark.parametrize("broken", ["#form=AAAA", "#form=%%%", "#form=", "cut"])
+def test_a_damaged_link_says_so(visit: Visit, broken: str) -> None:
+    """And the form is that of a first visit."""
+    page = visit.open()
+    if broken == "cut":
+        taken(page, two_stages(name="mine"), "mine.json")
+        page.wait_for_function("location.hash.startsWith('#form=')")
+        broken = page.evaluate("location.hash")[:-40]
+        page.goto("about:blank")
+    page = visit.open(f"?{broken}")
+    page.wait_for_selector("#fault:visible")
+    assert "this link" in page.inner_text("#fault")
+    assert page.get_attribute("#fault", "data-code") == "link.broken"
+    page.wait_for_selector("#problem-size >> text=4 devices")
+    assert page.evaluate("location.hash") == ""
+
+
+def test_a_problem_too_large_for_a_link_is_said_to_be(visit: Visit) -> None:
+    """Times that no compression shortens; the job that solves it has a link."""
+    page = visit.open()
+    problem = two_stages(name="large")
+    (stage, *_), (device, *_) = problem["stages"], problem["devices"]
+    count = 400
+    rng = random.Random(1)
+    problem["devices"] = [device] * count
+    problem["stages"] = [
+        {**stage, "device": index, **{name: rng.random() for name in TIMES}}
+        for index in range(count)
+    ]
+    taken(page, problem, "large.json")
+    page.wait_for_selector("#link-hint:visible")
+    assert page.evaluate("location.hash") == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{not json", "is not JSON"),
+        ("[1]", "holds no JSON object"),
+        (
+            json.dumps(two_stages(num_microbatches=-3)),
+            "num_microbatches = -3: must be >= 1",
+        ),
+        (json.dumps(two_stages(colour="red")), "colour"),
+    ],
+)
+def test_a_bad_file_is_refused_in_a_sentence(visit: Visit, text: str, said: str) -> None:
+    """Value, rule, fix; and nothing can be solved until it is put right."""
+    page = visit.open()
+    upload(page, text, "broken.json")
+    page.wait_for_selector("#fault:visible")
+    assert said in page.inner_text("#fault")
+    assert page.get_attribute("#fault", "role") == "alert"
+    upload(page, two_stages())
+    page.wait_for_selector("#problem-size >> text=2 devices")
+    page.wait_for_selector("#fault", state="hidden")
+
+
+def test_an_answer_that_comes_late_changes_nothing(visit: Visit) -> None:
+    """Neither a refusal nor a problem of a form that says something else by now."""
+    page = visit.open()
+    taken(page, two_stages(num_microbatches=2), "first.json")
+    held: list[Route] = []
+
+    def hold(route: Route) -> None:
+        if "late" in (route.request.post_data or ""):
+            held.append(route)
+        else:
+            route.continue_()
+
+    page.route("**/v1/variants", hold)
+    for late in (two_stages("late", colour="red"), two_stages("late", num_microbatches=7)):
+        with page.expect_request(lambda request: "late" in (request.post_data or "")):
+            upload(page, late)
+    taken(page, two_stages(num_microbatches=3), "last.json")
+    page.wait_for_selector("#problem-size >> text=3 micro-batches")
+    for route in held:
+        with page.expect_response("**/v1/variants"):
+            route.continue_()
+    page.evaluate("new Promise((resolve) => setTimeout(resolve, 200))")
+    assert len(held) == 2
+    assert page.is_hidden("#fault")
+    assert page.is_visible("#problem-size >> text=3 micro-batches")
+    assert page.inner_text("#slider-num_microbatches >> xpath=../output") == "as given · 3"
