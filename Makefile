@@ -15,7 +15,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 # Test files that run at the same time.
-JOBS ?= 2
+JOBS ?= 3
 
 EXTRAS_run := server,runtime
 EXTRAS_test := $(EXTRAS_run),postgres,plot,ray,dev
