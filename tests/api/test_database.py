@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import sqlite3
 from typing import Any
 
@@ -89,3 +90,26 @@ def test_an_unreachable_postgres_is_explained_without_its_password() -> None:
     with pytest.raises(StoreUnavailableError, match="does not answer") as caught:
         open_stores("postgresql://user:secret@127.0.0.1:1/db")
     assert "secret" not in str(caught.value)
+
+
+@pytest.mark.postgres
+def test_a_postgres_that_says_nothing_is_given_up() -> None:
+    """A machine that is there and silent, as one that hangs, or a firewall."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        with pytest.raises(StoreUnavailableError, match=r"does not answer: .*timeout"):
+            open_stores(f"postgresql://user@127.0.0.1:{port}/db?connect_timeout=2")
+
+
+@pytest.mark.postgres
+def test_a_lost_postgres_is_noticed_in_half_a_minute_unless_the_url_says_otherwise(
+    postgres_url,
+) -> None:
+    patience = {"connect_timeout": "10", "tcp_user_timeout": "25000", "keepalives_idle": "10"}
+    url = f"{postgres_url}{'&' if '?' in postgres_url else '?'}connect_timeout=3"
+    for named, expected in ((postgres_url, patience), (url, patience | {"connect_timeout": "3"})):
+        engine = connect(named)
+        with engine.connect() as connection:
+            used = connection.connection.driver_connection.info.get_parameters()
+        engine.dispose()
+        assert {name: used[name] for name in expected} == expected

@@ -27,6 +27,15 @@ _POOL_SIZE = 20
 # SQLite answers in the process, and Python lets one thread compute at a time: more that ask at once
 # gain nothing, and the event loop would be one of many that wait for the interpreter.
 _SQLITE_POOL_SIZE = 6
+# A PostgreSQL whose machine went silent is noticed in half a minute instead of TCP's hours, which
+# would hold up all who wait; what the URL says of these parameters of libpq wins.
+_PATIENCE = {
+    "connect_timeout": "10",
+    "keepalives_idle": "10",
+    "keepalives_interval": "5",
+    "keepalives_count": "3",
+    "tcp_user_timeout": "25000",
+}
 _QUEUE = "optpipe_queue"
 _MIGRATION_LOCK = 0x0F71D1FE
 # What the database refuses for what it says, rather than because it cannot answer.
@@ -168,7 +177,8 @@ def _postgres(url: sa.URL) -> sa.Engine:
         raise MissingExtraError(
             "PostgreSQL needs psycopg, which is not installed; pip install 'optpipe[postgres]'"
         )
-    return sa.create_engine(url, pool_pre_ping=True, pool_size=_POOL_SIZE)
+    patience = {name: value for name, value in _PATIENCE.items() if name not in url.query}
+    return sa.create_engine(url, connect_args=patience, pool_pre_ping=True, pool_size=_POOL_SIZE)
 
 
 def _migrate(connection: sa.Connection) -> None:
