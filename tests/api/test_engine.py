@@ -97,14 +97,12 @@ def test_a_start_of_any_length_neither_fails_a_job_nor_costs_it_time(open_bench)
     assert job.spent_s < 1.5
 
 
-def test_a_job_is_not_taken_before_a_process_can_solve_it(open_bench, tmp_path) -> None:
+def test_a_job_is_not_taken_before_a_process_can_solve_it(open_bench, monkeypatch) -> None:
     """Another server that is ready gets it, although it came later."""
+    monkeypatch.setenv("SLOW_IMPORT_S", "600")
     open_bench(solve_path="tests.api.slow_solver:solve")
     ready = open_bench()
-    began = time.monotonic()
-    job = ready.end(ready.submit(""))
-    assert job.state is JobState.SUCCEEDED
-    assert time.monotonic() - began < 4.5
+    assert ready.end(ready.submit("")).state is JobState.SUCCEEDED
 
 
 @pytest.mark.parametrize("failures", [1, 2])
