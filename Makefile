@@ -15,7 +15,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 # Test files that run at the same time.
-JOBS ?= 3
+JOBS ?= 2
 
 EXTRAS_run := server,runtime
 EXTRAS_test := $(EXTRAS_run),postgres,plot,ray,dev
@@ -34,7 +34,7 @@ run: .venv/.installed-run
 # Kernels are compiled before any test's clock runs: minutes, once for each change of them.
 test: .venv/.installed-test
 	$(BIN)/python -c 'import optpipe_solver; optpipe_solver.warm_up()'
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 lint: .venv/.installed-test
 	$(BIN)/ruff check .

@@ -43,6 +43,11 @@ CHROMIUM_ARGS = [
 ]
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files marked ``long`` come first; pytest-xdist begins files in this order."""
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
+
+
 @pytest.fixture
 def postgres_url() -> Iterator[str]:
     """Make a fresh, empty database on the server that OPTPIPE_TEST_POSTGRES_URL names.

@@ -26,6 +26,8 @@ from tests.client_script import plain, waited
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory) -> Iterator[str]:

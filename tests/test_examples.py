@@ -19,6 +19,8 @@ from optpipe import dump_problem, find_violations, load_problem
 from optpipe.memory import device_peak_bytes
 from optpipe_solver.families.one_f_one_b import build_one_f_one_b
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parent.parent
 PROBLEMS = ROOT / "examples" / "problems"
 

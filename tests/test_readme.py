@@ -16,6 +16,8 @@ from examples.quickstart import service
 from optpipe import check_schedule, load_problem, load_schedule
 from optpipe.cli import main
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text("utf-8")
 IMAGES = ROOT / "docs" / "images"

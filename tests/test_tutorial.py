@@ -6,6 +6,8 @@ import pytest
 
 from tests.docs_console import ROOT, make_workplace, mismatch, run_step, steps
 
+pytestmark = pytest.mark.long
+
 DOCS = ROOT / "docs"
 HOW_TOS = sorted(page for page in (DOCS / "howto").glob("*.md") if steps(page.read_text("utf-8")))
 

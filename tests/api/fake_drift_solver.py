@@ -13,8 +13,8 @@ from optpipe.formats.json_text import load_problem
 from optpipe.memory import device_peak_bytes
 from optpipe.schedule import Provenance
 from optpipe_api.engine import worker
-from optpipe_solver.result import Result, SolveStatus
 from tests.api.instant import InstantProcess, InstantSolvers
+from tests.api.outcomes import Result, SolveStatus
 from tests.api.serial import serial
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from optpipe.evaluate import evaluate
 from optpipe.memory import device_peak_bytes
 from optpipe.schedule import Provenance
-from optpipe_solver.result import Progress, Result, SolveStatus
+from tests.api.outcomes import Progress, Result, SolveStatus
 from tests.api.serial import serial
 
 if TYPE_CHECKING:

@@ -13,13 +13,12 @@ from __future__ import annotations
 import os
 import signal
 import time
-from dataclasses import dataclass, field
-from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from optpipe.evaluate import evaluate
 from optpipe.schedule import Provenance
+from tests.api.outcomes import Progress, Result, SolveStatus
 from tests.api.serial import serial
 
 if TYPE_CHECKING:
@@ -28,35 +27,6 @@ if TYPE_CHECKING:
     from optpipe import Schedule
     from optpipe.action import Programs
     from optpipe.problem import Problem
-
-
-class Status(Enum):
-    FEASIBLE = "feasible"
-    INFEASIBLE = "infeasible"
-    UNKNOWN = "unknown"
-
-
-@dataclass(frozen=True)
-class Told:
-    """Looks like `optpipe_solver.Progress`."""
-
-    seconds: float
-    method: str
-    objective_ms: float | None
-    bound_ms: float
-    programs: Programs | None
-    problem: None = None
-
-
-@dataclass(frozen=True)
-class Ended:
-    """Looks like `optpipe_solver.Result`."""
-
-    status: Status
-    schedule: Schedule | None
-    bound_ms: float | None
-    message: str = ""
-    needs: dict[str, int] = field(default_factory=dict)
 
 
 def best(problem: Problem, num_fused: int) -> Schedule:
@@ -74,15 +44,15 @@ def solve(
     problem: Problem,
     *,
     start: Programs | None,
-    on_progress: Callable[[Told], None],
+    on_progress: Callable[[Progress], None],
     should_stop: Callable[[], bool],
     **_: object,
-) -> Ended:
+) -> Result:
     word, *arguments = problem.name.split(":")
     if word == "nothing":
-        return Ended(Status.UNKNOWN, None, 1.0)
+        return Result(SolveStatus.UNKNOWN, None, 1.0)
     if word == "never":
-        return Ended(Status.INFEASIBLE, None, None, "no schedule fits", {"memory_bytes": 1})
+        return Result(SolveStatus.INFEASIBLE, None, None, "no schedule fits", {"memory_bytes": 1})
     if word == "fails":
         raise ZeroDivisionError(problem.name)
     if word == "dies":
@@ -93,24 +63,24 @@ def solve(
 def _improve(
     problem: Problem,
     start: Programs | None,
-    tell: Callable[[Told], None],
+    tell: Callable[[Progress], None],
     should_stop: Callable[[], bool],
     arguments: list[str],
-) -> Ended:
+) -> Result:
     rounds, pause_s = int(arguments[0]), float(arguments[1])
     begin = _num_fused(problem, start)
     for num_fused in range(begin, rounds + 1):
         schedule = best(problem, num_fused)
         method = schedule.provenance.method
         bound_ms = 1.0 + num_fused
-        tell(Told(num_fused, method, schedule.objective_ms, bound_ms, schedule.programs))
-        tell(Told(num_fused + 0.5, method, None, bound_ms + 0.5, None))
+        tell(Progress(num_fused, method, schedule.objective_ms, bound_ms, schedule.programs))
+        tell(Progress(num_fused + 0.5, method, None, bound_ms + 0.5, None))
         until = time.monotonic() + pause_s
         while time.monotonic() < until and not should_stop():
             time.sleep(0.005)
         if should_stop():
-            return Ended(Status.FEASIBLE, schedule, bound_ms)
-    return Ended(Status.FEASIBLE, best(problem, max(begin, rounds)), 1.0 + rounds)
+            return Result(SolveStatus.FEASIBLE, schedule, bound_ms)
+    return Result(SolveStatus.FEASIBLE, best(problem, max(begin, rounds)), 1.0 + rounds)
 
 
 def _num_fused(problem: Problem, start: Programs | None) -> int:
@@ -120,11 +90,11 @@ def _num_fused(problem: Problem, start: Programs | None) -> int:
 
 
 def _die_once(
-    problem: Problem, start: Programs | None, tell: Callable[[Told], None], mark: Path
-) -> Ended:
+    problem: Problem, start: Programs | None, tell: Callable[[Progress], None], mark: Path
+) -> Result:
     if not mark.exists():
         mark.touch()
         first = best(problem, 0)
-        tell(Told(0.0, "first", first.objective_ms, 1.0, first.programs))
+        tell(Progress(0.0, "first", first.objective_ms, 1.0, first.programs))
         os.kill(os.getpid(), signal.SIGKILL)
-    return Ended(Status.FEASIBLE, best(problem, max(1, _num_fused(problem, start))), 1.0)
+    return Result(SolveStatus.FEASIBLE, best(problem, max(1, _num_fused(problem, start))), 1.0)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from optpipe.evaluate import evaluate
 from optpipe.schedule import Provenance
-from tests.api.quick_solver import Ended, Status
+from tests.api.outcomes import Result, SolveStatus
 from tests.api.serial import serial
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def solve(
     start: Programs | None,
     should_stop: Callable[[], bool],
     **_: object,
-) -> Ended:
+) -> Result:
     word = problem.name.partition(":")[0]
     if start is not None and word == "fails":
         raise ZeroDivisionError(problem.name)
@@ -46,7 +46,7 @@ def solve(
     schedule = evaluate(problem, programs, Provenance(method="lives-on"))
     bound_ms = schedule.objective_ms if word == "proves" else BOUND_MS
     schedule = evaluate(problem, programs, Provenance(method="lives-on"), bound_ms=bound_ms)
-    return Ended(Status.FEASIBLE, schedule, bound_ms)
+    return Result(SolveStatus.FEASIBLE, schedule, bound_ms)
 
 
 def _found(problem: Problem, start: Programs | None, word: str) -> Programs:

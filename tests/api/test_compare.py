@@ -29,6 +29,8 @@ from tests.api.test_routes import fault
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+pytestmark = pytest.mark.long
+
 FAKE_COMPARE = "tests.api.fake_compare:compare"
 PATIENCE_S = 20.0
 

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+pytestmark = pytest.mark.long
+
 # A schema cannot say that a stage lies on a device that exists, or that recompute_ms and
 # checkpoint_bytes go together: what it allows may still break a rule (422) or a limit (413) of the
 # service, accept none of our forms (406), or be one too many (429).

@@ -110,6 +110,8 @@ def test_a_lost_postgres_is_noticed_in_half_a_minute_unless_the_url_says_otherwi
     for named, expected in ((postgres_url, patience), (url, patience | {"connect_timeout": "3"})):
         engine = connect(named)
         with engine.connect() as connection:
-            used = connection.connection.driver_connection.info.get_parameters()
+            driver = connection.connection.driver_connection
+            assert driver is not None
+            used = driver.info.get_parameters()
         engine.dispose()
         assert {name: used[name] for name in expected} == expected

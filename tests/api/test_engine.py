@@ -19,6 +19,8 @@ from optpipe_api.jobs import JobState
 from tests.api.bench import Bench
 from tests.api.live import make_settings
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture
 def open_bench(tmp_path):

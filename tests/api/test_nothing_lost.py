@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from optpipe_api.store import JobStore
     from tests.api.errands import Errand
 
+pytestmark = pytest.mark.long
+
 WRITES = (
     *("add.miss", "add.near", "add.hit", "claim", "heartbeat", "record.incumbent", "record.bound"),
     *("finish.succeed", "finish.prove_infeasible", "finish.fail", "finish.cancel"),

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
     from optpipe_api.engine.process import SolverProcess, Solvers
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parent.parent.parent
 FAKE_COMPARE = "tests.api.fake_compare:compare"
 PATIENCE_S = 60.0

@@ -18,6 +18,8 @@ from optpipe.client import Client, Job
 from optpipe.errors import InfeasibleProblemError
 from tests.api.live import FAKE, two_stages
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parent.parent.parent
 SCRIPT = "from optpipe_api import Settings, serve; serve(Settings.load())"
 ADDRESS = re.compile(r"http://127\.0\.0\.1:\d+")

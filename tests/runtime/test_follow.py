@@ -22,6 +22,8 @@ from tests.runtime import follow_cases, schedules
 if TYPE_CHECKING:
     from optpipe.runtime import PipelineRunner
 
+pytestmark = pytest.mark.long
+
 STEPS = 50
 MICROBATCHES = 4
 

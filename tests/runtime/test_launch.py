@@ -14,6 +14,8 @@ from optpipe import Provenance, dump_schedule, evaluate, load_problem, parse_act
 from optpipe.runtime.launch import launch_ranks
 from optpipe.runtime.watch import EXIT_CODE
 
+pytestmark = pytest.mark.long
+
 PROBLEM = Path(__file__).parents[2] / "examples" / "problems" / "tiny-gpt-pp4.json"
 
 
