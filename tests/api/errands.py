@@ -80,6 +80,8 @@ class Errands:
         self._ledger = ledger
         self._lock = threading.Lock()
         self.num_made = 0
+        self.pause_s = 0.02
+        """How long ``improve`` takes for each schedule."""
 
     def take(self) -> Errand | None:
         """Return the next errand; None when all are done, or on their way."""
@@ -103,7 +105,7 @@ class Errands:
             near = _scaled(source.body["problem"], 1 + 0.001 * (1 + number % 100))
             return Errand(kind, key, {**source.body, "problem": near}, source.num_rounds)
         num_rounds = 1 + number % 2
-        name = f"improve:{num_rounds}:0.02:{number}"
+        name = f"improve:{num_rounds}:{self.pause_s}:{number}"
         body: dict[str, Any] = {"options": {"time_limit_s": 1000}, "tags": ["errand"]}
         match kind:
             case "cancel it while it waits":

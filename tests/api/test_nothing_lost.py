@@ -147,16 +147,17 @@ def die_at_points(folder: Path, url: str, num_servers: int) -> None:
         trial = Trial(folder, fleet, seed=1, num_errands=None)
         choice = random.Random(1)
 
-        def can_give_back(left: set[str]) -> bool:
-            # Only a job that runs is given back, and it runs when its process is ready.
-            is_wanted = any(point.startswith("requeue.stop") for point in left)
-            return is_wanted and store.counts()[JobState.RUNNING] > 0
-
         def disturb() -> None:
             left = fleet.points_left()
+            stops = {point for point in left if point.startswith("requeue.stop")}
             if not left:
                 trial.is_enough.set()
-            elif can_give_back(left) and choice.random() < 0.2:
+            elif left == stops:
+                # Only a job that outlasts the server's goodbye is given back.
+                trial.errands.pause_s = 1.0
+            # It runs when its process is ready, and not before.
+            is_due = stops and store.counts()[JobState.RUNNING] > 0
+            if is_due and choice.random() < 0.2:
                 fleet.kill(choice.choice(fleet.ports), signal.SIGTERM)
 
         trial.run(store, disturb)
