@@ -12,9 +12,9 @@ from tests.api.live import make_settings, running, two_stages
 from tests.browser.visit import Visit, taken, upload, visiting
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
-    from playwright.sync_api import Browser, Route
+    from playwright.sync_api import Browser, Request, Route
 
 pytestmark = pytest.mark.browser
 
@@ -111,6 +111,11 @@ def test_a_bad_file_is_refused_in_a_sentence(visit: Visit, text: str, said: str)
     page.wait_for_selector("#fault", state="hidden")
 
 
+def naming(name: str) -> Callable[[Request], bool]:
+    """Whether a request holds the name."""
+    return lambda request: name in (request.post_data or "")
+
+
 def test_an_answer_that_comes_late_changes_nothing(visit: Visit) -> None:
     """Neither a refusal nor a problem of a form that says something else by now."""
     page = visit.open()
@@ -125,7 +130,7 @@ def test_an_answer_that_comes_late_changes_nothing(visit: Visit) -> None:
     page.route("**/v1/variants", hold)
     for name in ("too late", "late too"):
         late = two_stages(name, **({"colour": "red"} if name == "too late" else {}))
-        with page.expect_request(lambda request, name=name: name in (request.post_data or "")):
+        with page.expect_request(naming(name)):
             upload(page, late)
     taken(page, two_stages(num_microbatches=3), "last.json")
     page.wait_for_selector("#problem-size >> text=3 micro-batches")
