@@ -72,7 +72,7 @@ class Fleet:
 
     def kill_solver(self, choice: random.Random) -> None:
         """Kill one of the solver processes, if there is one."""
-        found = [pid for server in self.pids.values() for pid in _children(server)]
+        found = [pid for server in self.pids.values() for pid in children(server)]
         if found:
             _kill(choice.choice(sorted(found)), signal.SIGKILL)
 
@@ -137,7 +137,8 @@ def _kill(pid: int, number: signal.Signals) -> None:
         os.kill(pid, number)
 
 
-def _children(pid: int) -> list[int]:
+def children(pid: int) -> list[int]:
+    """Return the processes that a process has started; its threads come and go meanwhile."""
     tasks = Path(f"/proc/{pid}/task").glob("*/children")
     found: list[int] = []
     for task in tasks:

@@ -16,6 +16,7 @@ import pytest
 from optpipe import Problem, check_schedule, load_csv
 from optpipe.client import Client, Job
 from optpipe.errors import InfeasibleProblemError
+from tests.api.fleet import children
 from tests.api.live import FAKE, two_stages
 
 pytestmark = pytest.mark.long
@@ -65,8 +66,7 @@ class Server:
         return self.process.wait(10)
 
     def children(self) -> list[int]:
-        tasks = Path(f"/proc/{self.process.pid}/task").glob("*/children")
-        return [int(pid) for task in tasks for pid in task.read_text("utf-8").split()]
+        return children(self.process.pid)
 
 
 @pytest.fixture
