@@ -4,8 +4,7 @@
 is ``optpipe_solver.solve``, the service ``optpipe_api.create_app``, running ``optpipe.runtime``.
 """
 
-from optpipe.action import Action, ActionType, Program, Programs, parse_action
-from optpipe.check import Violation, check, check_schedule, find_violations
+from optpipe.check import check, check_schedule, find_violations
 from optpipe.errors import (
     IllegalScheduleError,
     InfeasibleProblemError,
@@ -15,11 +14,12 @@ from optpipe.errors import (
     ProblemError,
     ScheduleFormatError,
     ScheduleMismatchError,
+    Violation,
     WorldError,
 )
 from optpipe.evaluate import evaluate
-from optpipe.formats.csv_text import dump_csv, load_csv
-from optpipe.formats.json_text import (
+from optpipe.formats.csv import dump_csv, load_csv
+from optpipe.formats.json import (
     dump_model,
     dump_problem,
     dump_schedule,
@@ -29,9 +29,16 @@ from optpipe.formats.json_text import (
 )
 from optpipe.model import Model
 from optpipe.problem import Device, Host, Link, Problem, Stage
-from optpipe.schedule import Provenance, Schedule
-from optpipe.simulate import Simulation, simulate
-from optpipe.timeline import Timeline, make_timeline
+from optpipe.schedule import (
+    Action,
+    ActionType,
+    Program,
+    Programs,
+    Provenance,
+    Schedule,
+    parse_action,
+)
+from optpipe.simulate import Simulation, Timeline, make_timeline, simulate
 
 __all__ = [
     "Action",

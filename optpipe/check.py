@@ -7,24 +7,21 @@ Durations play no part: a legal schedule is legal under every timing.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from optpipe.action import Action, ActionType
-from optpipe.errors import IllegalScheduleError, ScheduleMismatchError
-from optpipe.grid import render_grid
-from optpipe.memory import host_peak_bytes, host_walk, memory_walk
-from optpipe.precedence import Pass, input_of, pass_of
+from optpipe.errors import IllegalScheduleError, ScheduleMismatchError, Violation
+from optpipe.memory import EFFECTS, host_peak_bytes, host_walk, memory_walk
+from optpipe.schedule import Action, ActionType, Pass, input_of, pass_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterator
 
-    from optpipe.action import Program, Programs
     from optpipe.problem import Problem
-    from optpipe.schedule import Schedule
+    from optpipe.schedule import Program, Programs, Schedule
 
-__all__ = ["Violation", "check", "check_schedule", "find_violations"]
+__all__ = ["check", "check_schedule", "find_violations", "render_grid"]
+
 
 _SHOWN = 5
 _MOST = 10_000
@@ -40,29 +37,6 @@ _OFFLOAD, _RELEASE, _RELOAD, _RECOMPUTE = (
     ActionType.RELOAD,
     ActionType.RECOMPUTE,
 )
-_COMES_AFTER: dict[ActionType, tuple[ActionType, ...]] = {
-    _I: (_F, _RELOAD, _RECOMPUTE),
-    _B: (_F, _RELOAD, _RECOMPUTE),
-    _W: (_I,),
-    _OFFLOAD: (_F,),
-    _RELEASE: (_OFFLOAD,),
-    _RELOAD: (_RELEASE,),
-    _RECOMPUTE: (_F,),
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Violation:
-    """One broken rule at one cell.
-
-    ``index`` is the position in the device's program; one past its end where an action is missing.
-    ``code`` is stable, ``message`` says value, rule and fix.
-    """
-
-    code: str
-    device: int
-    index: int
-    message: str
 
 
 def check(problem: Problem, programs: Programs) -> None:
@@ -176,7 +150,7 @@ def _misplaced(problem: Problem, device: int, action: Action) -> tuple[str, str]
 def _order_faults(
     position: dict[Action, int], action: Action, index: int
 ) -> Iterator[tuple[str, str]]:
-    for earlier_type in _COMES_AFTER.get(action.type, ()):
+    for earlier_type in EFFECTS[action.type].comes_after:
         earlier = Action(action.stage, earlier_type, action.microbatch)
         at = position.get(earlier)
         if at is not None and at > index:
@@ -327,3 +301,42 @@ def _report(programs: Programs, violations: list[Violation]) -> str:
         lines.append(f"  ... and {len(violations) - _SHOWN} more")
     lines.append(render_grid(programs, {(first.device, first.index)}) if programs else "")
     return "\n".join(lines)
+
+
+# --- Programs as a grid of cells, one row per device, with some cells marked.
+
+_CONTEXT = 6
+
+
+def render_grid(programs: Programs, marked: Collection[tuple[int, int]]) -> str:
+    """Return the grid as text; each ``(device, index)`` of ``marked`` stands as ``>>cell<<``.
+
+    Rows are cut to a few cells around the first marked column; a mark one past a row's end shows
+    as ``>>end<<`` (something is missing there).
+    """
+    centre = min((index for _, index in marked), default=0)
+    first = max(0, centre - _CONTEXT)
+    last = centre + _CONTEXT + 1
+    rows = []
+    for device, program in enumerate(programs):
+        cells = [str(action) for action in program]
+        for marked_device, index in marked:
+            if marked_device != device:
+                continue
+            if index < len(cells):
+                cells[index] = f">>{cells[index]}<<"
+            else:
+                cells.append(">>end<<")
+        shown = cells[first:last]
+        rows.append(
+            (
+                f"device {device}",
+                (["..."] if first else []) + shown + (["..."] if last < len(cells) else []),
+            )
+        )
+    width = max((len(cell) for _, cells in rows for cell in cells), default=1)
+    head = max(len(name) for name, _ in rows)
+    return "\n".join(
+        f"{name:<{head}} | {' '.join(f'{cell:^{width}}' for cell in cells)}".rstrip()
+        for name, cells in rows
+    )

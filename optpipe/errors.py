@@ -22,12 +22,17 @@ A message has three parts: the value, the rule, and what to do.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+import difflib
+import reprlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pydantic_core import PydanticCustomError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
-    from optpipe.check import Violation
+    from pydantic import BaseModel, ValidationError
 
 __all__ = [
     "ActionSyntaxError",
@@ -43,7 +48,10 @@ __all__ = [
     "ScheduleMismatchError",
     "ServiceError",
     "ServiceUnreachableError",
+    "Violation",
     "WorldError",
+    "explain",
+    "rule_broken",
 ]
 
 
@@ -93,6 +101,20 @@ class ScheduleMismatchError(InputError):
     """A schedule was made for another problem."""
 
     code = "schedule.mismatch"
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """One broken rule at one cell.
+
+    ``index`` is the position in the device's program; one past its end where an action is missing.
+    ``code`` is stable, ``message`` says value, rule and fix.
+    """
+
+    code: str
+    device: int
+    index: int
+    message: str
 
 
 class IllegalScheduleError(InputError):
@@ -162,3 +184,130 @@ class MissingExtraError(WorldError):
     """A package of an optional extra is not installed; the message holds the pip command."""
 
     code = "extra.missing"
+
+
+# --- What pydantic found wrong, said as value, rule and fix, with the path into the JSON.
+
+_RULES = {
+    "missing": ("is missing", "give it"),
+    "float_type": ("must be a number", "write it without quotes"),
+    "float_parsing": ("must be a number", "write it without quotes"),
+    "finite_number": ("must be finite", "NaN and infinities are refused; give a measured number"),
+    "int_type": ("must be a whole number", "write it without quotes"),
+    "int_parsing": ("must be a whole number", "write it without quotes"),
+    "int_from_float": ("must be a whole number", "round it"),
+    "bool_type": ("must be true or false", "write true or false"),
+    "string_type": ("must be a text", "put it in quotes"),
+    "tuple_type": ("must be a list", "put it in [ ]"),
+    "list_type": ("must be a list", "put it in [ ]"),
+    "dict_type": ("must be an object", "put it in { }"),
+    "model_type": ("must be an object", "put it in { }"),
+    "model_attributes_type": ("must be an object", "put it in { }"),
+}
+_SHOWN_ERRORS = 8
+_SHOWN_CHARS = 60
+_MAX_BITS = 200
+
+
+def rule_broken(rule: str, fix: str) -> PydanticCustomError:
+    """Return the error a validator raises: which rule the value breaks and what to do."""
+    return PydanticCustomError("rule", "{rule}; {fix}", {"rule": rule, "fix": fix})
+
+
+def explain(error: ValidationError, model: type[BaseModel]) -> str:
+    """Return one line per problem found: ``path = value: rule; fix``."""
+    details = _without_echoes(error.errors(include_url=False))
+    lines = [_line(item, model) for item in details[:_SHOWN_ERRORS]]
+    if len(details) > _SHOWN_ERRORS:
+        lines.append(f"... and {len(details) - _SHOWN_ERRORS} more")
+    return "\n".join(lines)
+
+
+def _line(item: Any, model: type[BaseModel]) -> str:
+    path = _path(item["loc"])
+    kind = item["type"]
+    context = item.get("ctx", {})
+    value = _shown(item.get("input"))
+    if kind == "rule" and not item["loc"]:
+        return f"{context['rule']}; {context['fix']}"
+    if kind == "rule":
+        return f"{path} = {value}: {context['rule']}; {context['fix']}"
+    if kind == "extra_forbidden":
+        return f"{path}: unknown field; {_nearest(item['loc'], model)}"
+    if kind == "missing":
+        return f"{path}: is missing; give it"
+    if kind == "value_error":
+        return f"{path}: {context['error']}"
+    if kind in _RULES:
+        rule, fix = _RULES[kind]
+        return f"{path} = {value}: {rule}; {fix}"
+    if kind in ("greater_than_equal", "greater_than", "less_than_equal", "less_than"):
+        sign = {"greater_than_equal": ">=", "greater_than": ">"}.get(
+            kind, "<=" if kind == "less_than_equal" else "<"
+        )
+        bound = next(iter(context.values()))
+        shown = int(bound) if isinstance(bound, float) and bound.is_integer() else bound
+        return f"{path} = {value}: must be {sign} {shown}; stay in range"
+    if kind in ("too_short", "too_long"):
+        return f"{path}: {item['msg']}; change the list"
+    return f"{path} = {value}: {item['msg']}; change it"
+
+
+def _without_echoes(details: list[Any]) -> list[Any]:
+    """Drop "the list is too short" where the real fault is in one of its items."""
+    deep = {item["loc"][0] for item in details if len(item["loc"]) > 1}
+    return [
+        item
+        for item in details
+        if not (item["type"] == "too_short" and len(item["loc"]) == 1 and item["loc"][0] in deep)
+    ]
+
+
+def _path(location: Iterable[Any]) -> str:
+    text = ""
+    for part in location:
+        if isinstance(part, int):
+            text += f"[{part}]"
+        else:
+            name = part if len(part) <= _SHOWN_CHARS else part[: _SHOWN_CHARS - 3] + "..."
+            text += f".{name}" if text else name
+    return text or "the document"
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, int) and value.bit_length() > _MAX_BITS:
+        return f"an integer of {value.bit_length()} bits"
+    short = reprlib.Repr()  # unlike repr, indifferent to size and depth
+    short.maxstring = short.maxother = short.maxlong = _SHOWN_CHARS
+    text = short.repr(value)
+    return text if len(text) <= _SHOWN_CHARS else text[: _SHOWN_CHARS - 3] + "..."
+
+
+def _nearest(location: tuple[Any, ...], model: type[BaseModel]) -> str:
+    fields = _fields_at(location[:-1], model)
+    near = difflib.get_close_matches(str(location[-1])[:_SHOWN_CHARS], fields, n=1)
+    if near:
+        return f"did you mean {near[0]!r}? Otherwise remove it"
+    return f"remove it (known here: {', '.join(sorted(fields))})"
+
+
+def _fields_at(location: tuple[Any, ...], model: type[BaseModel]) -> list[str]:
+    current: type[BaseModel] = model
+    for part in location:
+        if not isinstance(part, str) or part not in current.model_fields:
+            continue
+        inner = _model_inside(current.model_fields[part].annotation)
+        if inner is None:
+            return []
+        current = inner
+    return [field.alias or name for name, field in current.model_fields.items()]
+
+
+def _model_inside(annotation: Any) -> type[BaseModel] | None:
+    if hasattr(annotation, "model_fields"):
+        return annotation  # type: ignore[no-any-return]
+    for argument in getattr(annotation, "__args__", ()):
+        found = _model_inside(argument)
+        if found is not None:
+            return found
+    return None

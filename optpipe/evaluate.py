@@ -11,8 +11,8 @@ from optpipe.schedule import OPTIMAL_GAP, Provenance, Schedule, StoppedBy, gap_o
 from optpipe.simulate import simulate
 
 if TYPE_CHECKING:
-    from optpipe.action import Programs
     from optpipe.problem import Problem
+    from optpipe.schedule import Programs
     from optpipe.simulate import Simulation
 
 __all__ = ["evaluate", "verify"]

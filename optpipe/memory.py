@@ -7,15 +7,19 @@ peak under *every* timing. `memory_walk` is that walk; nothing else in the house
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from optpipe.action import ActionType
+from optpipe.schedule import ActionType
 
 if TYPE_CHECKING:
-    from optpipe.action import Program, Programs
+    from collections.abc import Callable, Mapping
+
     from optpipe.problem import Problem, Stage
+    from optpipe.schedule import Program, Programs
 
 __all__ = [
+    "EFFECTS",
+    "Effect",
     "MemoryStep",
     "action_delta",
     "action_workspace",
@@ -25,6 +29,69 @@ __all__ = [
     "memory_walk",
     "recomputed",
 ]
+
+
+class Effect(NamedTuple):
+    """What an action of one kind does to its device, and what stands before it in the program.
+
+    Parameters
+    ----------
+    delta
+        Stage -> bytes it adds (negative: gives back), where the cell is not recomputed.
+    workspace
+        Stage -> bytes that exist only while it runs.
+    taken_at_start
+        Whether the bytes change when it starts, or when it ends.
+    comes_after
+        Kinds that stand before it in the same program, where the cell has them.
+    """
+
+    delta: Callable[[Stage], int]
+    workspace: Callable[[Stage], int] = lambda _: 0
+    taken_at_start: bool = False
+    comes_after: tuple[ActionType, ...] = ()
+
+
+_CONSUMED = (ActionType.FORWARD, ActionType.RELOAD, ActionType.RECOMPUTE)
+
+EFFECTS: Mapping[ActionType, Effect] = {
+    ActionType.FORWARD: Effect(
+        lambda stage: stage.activation_bytes,
+        lambda stage: stage.forward_workspace_bytes,
+        taken_at_start=True,
+    ),
+    ActionType.BACKWARD_INPUT: Effect(
+        lambda stage: stage.weight_context_bytes - stage.activation_bytes,
+        lambda stage: stage.backward_input_workspace_bytes,
+        comes_after=_CONSUMED,
+    ),
+    ActionType.BACKWARD_WEIGHT: Effect(
+        lambda stage: -stage.weight_context_bytes,
+        lambda stage: stage.backward_weight_workspace_bytes,
+        comes_after=(ActionType.BACKWARD_INPUT,),
+    ),
+    ActionType.FULL_BACKWARD: Effect(
+        lambda stage: -stage.activation_bytes,
+        lambda stage: stage.backward_workspace_bytes,
+        comes_after=_CONSUMED,
+    ),
+    ActionType.OFFLOAD: Effect(lambda _: 0, comes_after=(ActionType.FORWARD,)),
+    ActionType.RELEASE: Effect(
+        lambda stage: -stage.offload_bytes, comes_after=(ActionType.OFFLOAD,)
+    ),
+    ActionType.RELOAD: Effect(
+        lambda stage: stage.offload_bytes,
+        taken_at_start=True,
+        comes_after=(ActionType.RELEASE,),
+    ),
+    ActionType.RECOMPUTE: Effect(
+        lambda stage: stage.activation_bytes - (stage.checkpoint_bytes or 0),
+        lambda stage: stage.recompute_workspace_bytes,
+        taken_at_start=True,
+        comes_after=(ActionType.FORWARD,),
+    ),
+}
+"""The table of DESIGN section 3: legality and memory here and in compiled code follow it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +108,6 @@ class MemoryStep:
     taken_at_start: bool
 
 
-_AT_START = frozenset({ActionType.FORWARD, ActionType.RELOAD, ActionType.RECOMPUTE})
-
-
 def recomputed(program: Program) -> frozenset[tuple[int, int]]:
     """Return the (stage, micro-batch) pairs for which the program holds a RECOMPUTE."""
     return frozenset(
@@ -54,42 +118,18 @@ def recomputed(program: Program) -> frozenset[tuple[int, int]]:
 
 
 def action_delta(stage: Stage, kind: ActionType, is_recomputed: bool) -> int:
-    """Return the bytes an action adds to its device (negative: gives back)."""
-    checkpoint = stage.checkpoint_bytes or 0
-    match kind:
-        case ActionType.FORWARD:
-            return checkpoint if is_recomputed else stage.activation_bytes
-        case ActionType.BACKWARD_INPUT:
-            return stage.weight_context_bytes - stage.activation_bytes
-        case ActionType.BACKWARD_WEIGHT:
-            return -stage.weight_context_bytes
-        case ActionType.FULL_BACKWARD:
-            return -stage.activation_bytes
-        case ActionType.RELEASE:
-            return -stage.offload_bytes
-        case ActionType.RELOAD:
-            return stage.offload_bytes
-        case ActionType.RECOMPUTE:
-            return stage.activation_bytes - checkpoint
-        case ActionType.OFFLOAD:
-            return 0
+    """Return the bytes an action adds to its device (negative: gives back).
+
+    The F of a cell that is recomputed leaves its checkpoint only.
+    """
+    if is_recomputed and kind is ActionType.FORWARD:
+        return stage.checkpoint_bytes or 0
+    return EFFECTS[kind].delta(stage)
 
 
 def action_workspace(stage: Stage, kind: ActionType) -> int:
     """Return the bytes that exist only while the action runs."""
-    match kind:
-        case ActionType.FORWARD:
-            return stage.forward_workspace_bytes
-        case ActionType.BACKWARD_INPUT:
-            return stage.backward_input_workspace_bytes
-        case ActionType.BACKWARD_WEIGHT:
-            return stage.backward_weight_workspace_bytes
-        case ActionType.FULL_BACKWARD:
-            return stage.backward_workspace_bytes
-        case ActionType.RECOMPUTE:
-            return stage.recompute_workspace_bytes
-        case _:
-            return 0
+    return EFFECTS[kind].workspace(stage)
 
 
 def memory_walk(problem: Problem, device: int, program: Program) -> list[MemoryStep]:
@@ -101,8 +141,8 @@ def memory_walk(problem: Problem, device: int, program: Program) -> list[MemoryS
         stage = problem.stages[action.stage]
         delta = action_delta(stage, action.type, (action.stage, action.microbatch) in again)
         after = held + delta
-        peak = max(held, after) + action_workspace(stage, action.type)
-        steps.append(MemoryStep(held, after, peak, action.type in _AT_START))
+        peak = max(held, after) + EFFECTS[action.type].workspace(stage)
+        steps.append(MemoryStep(held, after, peak, EFFECTS[action.type].taken_at_start))
         held = after
     return steps
 

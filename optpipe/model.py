@@ -1,7 +1,7 @@
 """The model before it is cut: layers, devices, links (``optpipe/model/v1``), and what a cut makes.
 
 A layer has the fields of a problem's stage, its device aside; a stage is a run of layers. How the
-fields of a run follow from those of its layers is `optpipe.fuse.fuse`'s to say, and nobody else's.
+fields of a run follow from those of its layers is `optpipe.model.fuse`'s to say, and nobody else's.
 Units as in `optpipe.problem`.
 """
 
@@ -11,15 +11,15 @@ from functools import cached_property, reduce
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
-from optpipe.errors import ModelError
-from optpipe.fuse import fuse
+from optpipe.errors import ModelError, explain, rule_broken
 from optpipe.problem import (
     Bandwidth,
     Bytes,
     Count,
     Device,
+    FrozenValue,
     Host,
     Link,
     Milliseconds,
@@ -28,29 +28,18 @@ from optpipe.problem import (
     Problem,
     Stage,
 )
-from optpipe.validation import explain, rule_broken
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = [
-    "MAX_LAYERS",
-    "DefaultLink",
-    "Layer",
-    "LayerTimes",
-    "Model",
-    "ModelDevice",
-]
+__all__ = ["MAX_LAYERS", "DefaultLink", "Layer", "LayerTimes", "Model", "ModelDevice", "fuse"]
+
 
 MAX_LAYERS = 4096
 """Most layers a model may have, repeated ones counted."""
 
 
 Factor = Annotated[Bandwidth, Field(le=1e6)]  # positive and finite, refused in the same words
-
-
-class _Value(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
 
 class ModelDevice(Device):
@@ -73,14 +62,14 @@ class ModelDevice(Device):
         return Device(**self.model_dump(exclude={"type", "speed"}))
 
 
-class DefaultLink(_Value):
+class DefaultLink(FrozenValue):
     """The connection of every pair of devices that ``links`` leaves out."""
 
     latency_ms: Milliseconds = 0.0
     bandwidth_gb_per_s: Bandwidth | None = None
 
 
-class LayerTimes(_Value):
+class LayerTimes(FrozenValue):
     """Measured times of one layer on one type of device; they stand instead of the layer's own."""
 
     forward_ms: Milliseconds
@@ -93,7 +82,7 @@ class LayerTimes(_Value):
 _TIMES = tuple(LayerTimes.model_fields)
 
 
-class Layer(_Value):
+class Layer(FrozenValue):
     """One layer, or ``repeat`` equal ones in a row; sizes and times are per micro-batch and layer.
 
     The fields are those of `optpipe.problem.Stage`, with the same meaning, if the layer stood
@@ -159,7 +148,7 @@ class Layer(_Value):
         return {name: getattr(self, name) for name in Stage.model_fields if name != "device"}
 
 
-class Model(_Value):
+class Model(FrozenValue):
     """What is to be cut, placed and scheduled; complete and consistent once it exists.
 
     Raises
@@ -342,3 +331,84 @@ def _judged_by(kind: type[Any], data: dict[str, Any]) -> Any:
             raise rule_broken(rule, "check the units") from None
         rule = f"{place}: {context['rule']}" if place else context["rule"]
         raise rule_broken(rule, context["fix"]) from None
+
+
+# --- What two neighbouring runs of layers are when they are one stage: the one meaning of a merge.
+
+_SUMS = (
+    "forward_ms",
+    "backward_input_ms",
+    "backward_weight_ms",
+    "grad_sync_ms",
+    "activation_bytes",
+    "weight_context_bytes",
+    "offload_bytes",
+    "static_bytes",
+)
+_LARGER = (
+    "backward_weight_workspace_bytes",
+    "backward_workspace_bytes",
+    "recompute_workspace_bytes",
+)
+
+
+def fuse(left: Stage, right: Stage) -> Stage:
+    """Return the stage of two neighbouring runs of layers, on the device of the left one.
+
+    A longer run is a fold from its first layer on. The rule, field by field:
+
+    * Times are sums. ``backward_ms`` stays None where both are, else it is the sum of the fused
+      durations. ``grad_sync_ms`` is a sum: one lane reduces one after the other.
+    * ``activation_bytes`` (which include a layer's received input), ``weight_context_bytes``,
+      ``offload_bytes`` and ``static_bytes`` are sums; ``output_bytes`` is the right one's.
+    * A run can be recomputed where all of it can. ``recompute_ms`` is the sum. F keeps the left
+      checkpoint, and of the right one only what exceeds the left's output: that output comes
+      back with the recomputation. If checkpoints are inputs, this is the first layer's input.
+    * Workspaces are the larger: layers run one by one, and bytes only grow (F, RECOMPUTE) or only
+      fall (W, B) meanwhile, so that max(before, after) + workspace covers every layer. Two add:
+      In I each layer's activation turns into its weight context, and the bytes in between may
+      exceed both ends; ``backward_input_workspace_bytes`` holds exactly what they do. In an F
+      that keeps a checkpoint only, the input of the right layer is alive while that layer runs.
+    """
+    totals = {name: getattr(left, name) + getattr(right, name) for name in _SUMS}
+    larger = {name: max(getattr(left, name), getattr(right, name)) for name in _LARGER}
+    unfused = left.backward_ms is None and right.backward_ms is None
+    recompute = None
+    if left.recompute_ms is not None and right.recompute_ms is not None:
+        recompute = left.recompute_ms + right.recompute_ms
+    inside = max(
+        left.activation_bytes + _input_backward_peak(right),
+        _input_backward_peak(left) + right.weight_context_bytes,
+    )
+    ends = max(totals["activation_bytes"], totals["weight_context_bytes"])
+    return left.model_copy(
+        update={
+            **totals,
+            **larger,
+            "backward_ms": None if unfused else left.fused_backward_ms + right.fused_backward_ms,
+            "recompute_ms": recompute,
+            "checkpoint_bytes": _fused_checkpoint(left, right),
+            "output_bytes": right.output_bytes,
+            "forward_workspace_bytes": _fused_forward_workspace(left, right),
+            "backward_input_workspace_bytes": inside - ends,
+        }
+    )
+
+
+def _input_backward_peak(stage: Stage) -> int:
+    """Largest bytes while I runs, from the activation it starts with."""
+    ends = max(stage.activation_bytes, stage.weight_context_bytes)
+    return ends + stage.backward_input_workspace_bytes
+
+
+def _fused_forward_workspace(left: Stage, right: Stage) -> int:
+    input_bytes = 0
+    if left.checkpoint_bytes is not None and right.checkpoint_bytes is not None:
+        input_bytes = min(left.output_bytes, right.checkpoint_bytes)
+    return max(left.forward_workspace_bytes, right.forward_workspace_bytes + input_bytes)
+
+
+def _fused_checkpoint(left: Stage, right: Stage) -> int | None:
+    if left.checkpoint_bytes is None or right.checkpoint_bytes is None:
+        return None
+    return left.checkpoint_bytes + max(0, right.checkpoint_bytes - left.output_bytes)

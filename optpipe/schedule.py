@@ -7,25 +7,161 @@ cost `optpipe.simulate`'s. `optpipe.evaluate.evaluate` makes a schedule whose nu
 from __future__ import annotations
 
 import hashlib
-from typing import Any, Literal, Self
+import re
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
+from pydantic_core import core_schema
 
-from optpipe.action import Action
-from optpipe.errors import ScheduleFormatError
-from optpipe.problem import Objective
-from optpipe.validation import explain, rule_broken
+from optpipe.errors import ActionSyntaxError, ScheduleFormatError, explain, rule_broken
+from optpipe.problem import FrozenValue, Objective
+
+if TYPE_CHECKING:
+    from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
+    from pydantic.json_schema import JsonSchemaValue
+
+    from optpipe.problem import Problem
 
 __all__ = [
     "OPTIMAL_GAP",
+    "Action",
+    "ActionType",
     "Contribution",
+    "Pass",
+    "Program",
+    "Programs",
     "Provenance",
     "Schedule",
     "Status",
     "StoppedBy",
     "TraceEntry",
     "gap_of",
+    "input_of",
+    "parse_action",
+    "pass_of",
+    "transit_ms",
 ]
+
+
+# --- Actions: one thing one device does for one (stage, micro-batch).
+# The text form is that of torch.distributed.pipelining, ``<stage><ACTION><microbatch>``: ``2F0`` is
+# the forward of micro-batch 0 on stage 2. torch parses loosely (``0B1x7`` passes); here a text is
+# an action as a whole or not at all.
+
+
+class ActionType(StrEnum):
+    """What an action does; F, I, W and B are torch's letters (DESIGN section 3)."""
+
+    FORWARD = "F"
+    BACKWARD_INPUT = "I"
+    BACKWARD_WEIGHT = "W"
+    FULL_BACKWARD = "B"
+    OFFLOAD = "OFFLOAD"
+    RELEASE = "RELEASE"
+    RELOAD = "RELOAD"
+    RECOMPUTE = "RECOMPUTE"
+
+    @property
+    def is_backward(self) -> bool:
+        """Whether the input gradient is made here (I or B)."""
+        return self in (ActionType.BACKWARD_INPUT, ActionType.FULL_BACKWARD)
+
+    @property
+    def is_transfer(self) -> bool:
+        """Whether this only enqueues work on a transfer lane (OFFLOAD or RELOAD)."""
+        return self in (ActionType.OFFLOAD, ActionType.RELOAD)
+
+    @property
+    def is_compute(self) -> bool:
+        """Whether this occupies the compute lane for a duration of its own."""
+        return not self.is_transfer and self is not ActionType.RELEASE
+
+
+_PATTERN = re.compile(
+    r"(0|[1-9][0-9]{0,8})(F|I|W|B|OFFLOAD|RELEASE|RELOAD|RECOMPUTE)(0|[1-9][0-9]{0,8})"
+)
+_TYPES = {str(kind): kind for kind in ActionType}
+
+
+class Action(NamedTuple):
+    """One action; ``str(action)`` is its text form and `parse_action` inverts it.
+
+    In pydantic models it validates from, and serialises to, that text.
+    """
+
+    stage: int
+    type: ActionType
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.type.value}{self.microbatch}"
+
+    @classmethod
+    def __get_pydantic_core_schema__(
+        cls, source: Any, handler: GetCoreSchemaHandler
+    ) -> core_schema.CoreSchema:
+        return core_schema.no_info_plain_validator_function(
+            _validate_action,
+            serialization=core_schema.plain_serializer_function_ser_schema(
+                str, return_schema=core_schema.str_schema()
+            ),
+        )
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, schema: core_schema.CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        return {"type": "string", "pattern": f"^{_PATTERN.pattern}$", "examples": ["2F0"]}
+
+
+Program = tuple[Action, ...]
+"""The ordered actions of one device."""
+
+Programs = tuple[Program, ...]
+"""One program per device, in device order."""
+
+
+def parse_action(text: str) -> Action:
+    """Parse one action from its text form.
+
+    Raises
+    ------
+    ActionSyntaxError
+        If the whole text is not exactly one action.
+    """
+    match = _PATTERN.fullmatch(text)
+    if match is None:
+        raise ActionSyntaxError(_why_not(text))
+    stage, kind, microbatch = match.groups()
+    return Action(int(stage), _TYPES[kind], int(microbatch))
+
+
+def _why_not(text: str) -> str:
+    shown = text if len(text) <= 40 else text[:37] + "..."
+    if "OVERLAP" in text or text.startswith("("):
+        return (
+            f"{shown!r} is an overlapped forward-backward pair, which v1 cannot express; "
+            "write its two actions one after the other"
+        )
+    if any(word in text for word in ("SEND", "RECV", "UNSHARD", "RESHARD", "REDUCE")):
+        return (
+            f"{shown!r} is a communication action; a schedule holds compute and offload actions "
+            "only, the runtime places communication: export with format compute_only"
+        )
+    return (
+        f"{shown!r} is not an action; an action is <stage><ACTION><microbatch> with ACTION one of "
+        f"{', '.join(_TYPES)} and no leading zeros, for example 2F0"
+    )
+
+
+def _validate_action(value: Any) -> Action:
+    if isinstance(value, Action):
+        return value
+    if isinstance(value, str):
+        return parse_action(value)
+    raise ActionSyntaxError(f"{value!r} is not an action; write it as text, for example 2F0")
+
 
 OPTIMAL_GAP = 1e-6
 """``optimal`` means a relative gap of at most this."""
@@ -43,11 +179,7 @@ def gap_of(objective_ms: float, bound_ms: float | None) -> float | None:
     return max(0.0, (objective_ms - bound_ms) / objective_ms)
 
 
-class _Value(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-
-class TraceEntry(_Value):
+class TraceEntry(FrozenValue):
     """One improvement while solving.
 
     ``seconds`` counts from the start of the solve; ``bound_ms`` is the best known then.
@@ -59,7 +191,7 @@ class TraceEntry(_Value):
     bound_ms: float | None = None
 
 
-class Contribution(_Value):
+class Contribution(FrozenValue):
     """What one method contributed to a solve, in ms, all its improvements together.
 
     ``objective_ms`` and ``bound_ms`` are the best known when it last improved one of them;
@@ -74,12 +206,13 @@ class Contribution(_Value):
     bound_gain_ms: float = Field(default=0.0, ge=0)
 
 
-class Provenance(_Value):
+class Provenance(FrozenValue):
     """Where a schedule comes from.
 
     ``method`` made it, ``start_method`` made the best schedule before optimisation, whose
-    objective was ``start_objective_ms``; ``bound_method`` proved the bound. ``contributions`` sums
-    up ``trace`` by method, in the order of their first improvement.
+    objective was ``start_objective_ms``; ``bound_method`` proved the bound. ``cpu_seconds`` are
+    those of each part of the solve, None where work was limited and not time. ``contributions``
+    sums up ``trace`` by method, in the order of their first improvement.
     """
 
     method: str
@@ -89,11 +222,12 @@ class Provenance(_Value):
     solver: str | None = None
     seed: int | None = None
     solve_seconds: float = 0.0
+    cpu_seconds: dict[str, float] | None = None
     contributions: tuple[Contribution, ...] = ()
     trace: tuple[TraceEntry, ...] = ()
 
 
-class Schedule(_Value):
+class Schedule(FrozenValue):
     """One program per device, and what is known about it.
 
     Parameters
@@ -165,3 +299,43 @@ class Schedule(_Value):
         """``sha256:...`` of the programs alone: what all ranks must agree on."""
         text = "\n".join(",".join(map(str, program)) for program in self.programs)
         return "sha256:" + hashlib.sha256(text.encode()).hexdigest()
+
+
+# --- What waits for what between devices: activations go forward, gradients come back.
+
+
+class Pass(NamedTuple):
+    """The forward or the input-gradient pass of a (stage, micro-batch), by I or by B."""
+
+    backward: bool
+    stage: int
+    microbatch: int
+
+
+def pass_of(action: Action) -> Pass | None:
+    """Return the pass an action completes; None where nobody else waits for it."""
+    if action.type is ActionType.FORWARD:
+        return Pass(False, action.stage, action.microbatch)
+    if action.type.is_backward:
+        return Pass(True, action.stage, action.microbatch)
+    return None
+
+
+def input_of(action: Action, num_stages: int) -> Pass | None:
+    """Return the pass whose output an action needs; None for all but F, I and B, and for 0F."""
+    stage, kind, microbatch = action
+    if kind is ActionType.FORWARD:
+        return Pass(False, stage - 1, microbatch) if stage > 0 else None
+    if kind.is_backward:
+        if stage == num_stages - 1:
+            return Pass(False, stage, microbatch)
+        return Pass(True, stage + 1, microbatch)
+    return None
+
+
+def transit_ms(problem: Problem, source: Pass, target: Action) -> float:
+    """Return the ms from the end of a pass to the earliest start of the action that needs it."""
+    if source.stage == target.stage:
+        return 0.0
+    there, back = problem.boundary_ms[min(source.stage, target.stage)]
+    return back if source.backward else there

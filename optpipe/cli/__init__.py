@@ -12,22 +12,18 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from optpipe.cli.comparing import compare
+from optpipe.cli.compare import compare
 from optpipe.cli.console import BAD_INPUT, INFEASIBLE, WORLD, print_error
-from optpipe.cli.differing import diff
-from optpipe.cli.estimating import estimate_problem
-from optpipe.cli.explaining import explain
-from optpipe.cli.exporting import export
+from optpipe.cli.estimate import estimate_problem
+from optpipe.cli.explain import diff, explain
+from optpipe.cli.export import export
 from optpipe.cli.importing import import_measurements
-from optpipe.cli.inspect import bound, check
-from optpipe.cli.jobs import make_jobs_app
-from optpipe.cli.keys import make_keys_app
-from optpipe.cli.picture import plot
-from optpipe.cli.planning import plan
-from optpipe.cli.profiling import profile
-from optpipe.cli.service import fetch, serve, submit
-from optpipe.cli.solving import solve
-from optpipe.cli.sweeping import sweep
+from optpipe.cli.plan import plan
+from optpipe.cli.plot import plot
+from optpipe.cli.profile import profile
+from optpipe.cli.service import fetch, make_jobs_app, make_keys_app, serve, submit
+from optpipe.cli.solve import bound, check, solve
+from optpipe.cli.sweep import sweep
 from optpipe.errors import InfeasibleProblemError, InputError, OptPipeError
 
 if TYPE_CHECKING:

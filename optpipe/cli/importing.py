@@ -13,11 +13,10 @@ import typer
 from pydantic import ValidationError
 
 from optpipe.cli.console import stderr, stdout
-from optpipe.cli.measurement_report import measurements_as_json, show_measurements
-from optpipe.cli.reading import read_problem
-from optpipe.cli.writing import check_apart, check_writable, write_file
-from optpipe.errors import InputError
-from optpipe.formats.json_text import dump_problem, read_text
+from optpipe.cli.files import check_apart, check_writable, read_problem, write_file
+from optpipe.cli.profile import measurements_as_json, show_measurements
+from optpipe.errors import InputError, explain
+from optpipe.formats.json import dump_problem, read_text
 from optpipe.measurements import (
     DeviceFacts,
     Given,
@@ -33,7 +32,6 @@ from optpipe.measurements import (
     read_stages_table,
     read_times,
 )
-from optpipe.validation import explain
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -198,7 +196,7 @@ def import_measurements(
         rates={"d2h_gb_per_s": d2h_gb_per_s, "h2d_gb_per_s": h2d_gb_per_s},
         stages=_from_file(sizes, read_stages_table) if sizes else (),
     )  # fmt: skip
-    reader = _Reader(
+    reader = _FileReader(
         patterns=tuple(range_pattern or ()),
         gpu_time=gpu_time or _GpuClock.SPAN,
         process=process or "",
@@ -213,7 +211,7 @@ def import_measurements(
     _finish(measurements, given, read_problem(base) if base else None, output, as_json)
 
 
-class _Reader(NamedTuple):
+class _FileReader(NamedTuple):
     """How files are read."""
 
     patterns: Sequence[str]

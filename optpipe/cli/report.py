@@ -7,19 +7,17 @@ from typing import TYPE_CHECKING, NamedTuple
 from rich.markup import escape
 from rich.table import Table
 
-from optpipe.action import ActionType
 from optpipe.memory import device_peak_bytes, host_peak_bytes
 from optpipe.plot.terminal import ScheduleView
-from optpipe.plot.units import format_bytes, format_ms, format_share
-from optpipe.simulate import simulate
-from optpipe.timeline import bubble_rate
+from optpipe.schedule import ActionType
+from optpipe.simulate import bubble_rate, simulate
+from optpipe.units import format_bytes, format_ms, format_share
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from optpipe.action import Programs
     from optpipe.problem import Problem
-    from optpipe.schedule import Schedule
+    from optpipe.schedule import Programs, Schedule
 
 __all__ = ["baseline_programs", "gap_text", "number_table", "progress_line", "show_schedule"]
 
@@ -39,8 +37,8 @@ def show_schedule(
 
 def baseline_programs(problem: Problem) -> Programs | None:
     """Return 1F1B's programs, over the memory limit or not; None where it does not apply."""
-    from optpipe_solver.families.not_applicable import NotApplicable
-    from optpipe_solver.families.one_f_one_b import build_one_f_one_b
+    from optpipe_solver.families.classic import build_one_f_one_b
+    from optpipe_solver.families.common import NotApplicable
 
     try:
         return build_one_f_one_b(problem)

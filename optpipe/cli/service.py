@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
+from rich.table import Column, Table
 
-from optpipe.cli.console import needs_extra, stderr, stdout
-from optpipe.cli.following import follow_job
-from optpipe.cli.options import (
+from optpipe.cli.console import (
     DEFAULT_URL,
     ApiKey,
     Follow,
@@ -23,27 +25,34 @@ from optpipe.cli.options import (
     TimeLimit,
     Url,
     WorkLimit,
+    needs_extra,
+    stderr,
+    stdout,
 )
-from optpipe.cli.reading import read_problem
-from optpipe.cli.report import gap_text, number_table
-from optpipe.cli.writing import (
+from optpipe.cli.files import (
     check_apart,
     check_schedule_file,
     check_writable,
+    read_problem,
     results,
     say_written,
     write_file,
     write_schedule,
 )
+from optpipe.cli.profile import follow_job
+from optpipe.cli.report import gap_text, number_table
 from optpipe.plot.terminal import ScheduleView
-from optpipe.plot.units import format_ms
 from optpipe.schedule import OPTIMAL_GAP
+from optpipe.units import format_ms
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from optpipe.client import Client, Job
     from optpipe.problem import Problem
+    from optpipe_api.store.keys import KeyStore
 
-__all__ = ["fetch", "serve", "submit"]
+__all__ = ["fetch", "make_jobs_app", "make_keys_app", "serve", "submit"]
 
 
 def serve(
@@ -173,7 +182,7 @@ def fetch(
       optpipe fetch JOB --format trace -o trace.json
     """
     from optpipe.client import Client
-    from optpipe.formats.json_text import dump_schedule
+    from optpipe.formats.json import dump_schedule
 
     chosen = form or _form_of(output)
     check_schedule_file(output) if chosen == "json" else check_writable(output)
@@ -216,3 +225,209 @@ def _show(client: Client, problem: Problem, job: Job, output: Path | None) -> No
     console = results(output)
     console.print(ScheduleView(problem=problem, programs=schedule.programs, title=title))
     console.print(number_table(problem, schedule.programs, schedule, None))
+
+
+# --- ``optpipe jobs``: list the jobs of a service, cancel one, give it more time.
+
+_ID_WIDTH = 32
+
+
+def make_jobs_app() -> typer.Typer:
+    """Return the group of commands."""
+    app = typer.Typer(
+        name="jobs",
+        no_args_is_help=True,
+        rich_markup_mode=None,
+        help="List the jobs of a service, cancel them, give them more time.\n\n\b\nExamples:\n"
+        "  optpipe jobs list --state running\n"
+        "  optpipe jobs cancel JOB\n"
+        "  optpipe jobs resume JOB --time-limit 60",
+    )
+    app.command("list")(show)
+    app.command("cancel")(cancel)
+    app.command("resume")(resume)
+    return app
+
+
+def show(
+    state: Annotated[
+        Literal["queued", "running", "succeeded", "infeasible", "failed", "cancelled"] | None,
+        typer.Option(help="Only those in this state."),
+    ] = None,
+    tag: Annotated[
+        str | None, typer.Option(metavar="TAG", help="Only those with this tag.")
+    ] = None,
+    limit: Annotated[int, typer.Option(metavar="N", min=1, help="The newest so many.")] = 20,
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = None,
+) -> None:
+    """List jobs, newest first.
+
+    \b
+    Examples:
+      optpipe jobs list
+      optpipe jobs list --state queued --tag nightly
+    """
+    from optpipe.client import Client
+
+    # An id that is cut is no id.
+    job_id = Column("job", no_wrap=True, min_width=_ID_WIDTH)
+    table = Table(job_id, "state", "name", "made", "objective", "gap", box=None, pad_edge=False)
+    with Client(url, api_key=api_key) as client:
+        for job in islice(client.jobs(state=state, tag=tag), limit):
+            table.add_row(*_cells(job))
+    stdout().print(table)
+
+
+def cancel(job_id: JobId, url: Url = DEFAULT_URL, api_key: ApiKey = None) -> None:
+    """Stop a job and keep its best schedule; a finished one stays as it is.
+
+    \b
+    Example:
+      optpipe jobs cancel JOB
+    """
+    from optpipe.client import Client
+
+    with Client(url, api_key=api_key) as client:
+        _say(client.cancel(job_id))
+
+
+def resume(
+    job_id: JobId,
+    time_limit: Annotated[
+        float, typer.Option("--time-limit", metavar="S", min=0.01, help="Seconds to add.")
+    ],
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = None,
+) -> None:
+    """Give a finished job more time, from where it stands.
+
+    \b
+    Example:
+      optpipe jobs resume JOB --time-limit 60
+    """
+    from optpipe.client import Client
+
+    with Client(url, api_key=api_key) as client:
+        _say(client.resume(job_id, time_limit))
+
+
+def _cells(job: Job) -> tuple[str, ...]:
+    objective = "" if job.objective_ms is None else f"{format_ms(job.objective_ms)} ms"
+    gap = "" if job.gap is None else gap_text(job.gap)
+    made = job.created_at.strftime("%Y-%m-%d %H:%M")
+    return job.id, job.state, job.name, made, objective, gap
+
+
+def _say(job: Job) -> None:
+    stopping = ", stopping" if job.cancel_requested and not job.is_finished else ""
+    stderr().print(f"job {job.id}: {job.state}{stopping}", markup=False)
+
+
+# --- ``optpipe keys``: make, list and revoke the API keys of a service, in its database.
+
+DatabaseUrl = Annotated[
+    str | None,
+    typer.Option(
+        metavar="URL",
+        help="The service's database.  [default: OPTPIPE_DATABASE_URL, or sqlite:///optpipe.db]",
+    ),
+]
+
+
+def make_keys_app() -> typer.Typer:
+    """Return the group of commands."""
+    app = typer.Typer(
+        name="keys",
+        no_args_is_help=True,
+        rich_markup_mode=None,
+        help="Make, list and revoke the API keys of a service.\n\n\b\nExamples:\n"
+        "  optpipe keys create --name ci --role submit\n"
+        "  optpipe keys list\n"
+        "  optpipe keys revoke ci",
+    )
+    app.command("create")(create)
+    app.command("list")(list_keys)
+    app.command("revoke")(revoke)
+    return app
+
+
+def create(
+    name: Annotated[
+        str, typer.Option(metavar="NAME", help="Of the key; it owns what the key makes.")
+    ],
+    role: Annotated[
+        Literal["read", "submit", "admin"],
+        typer.Option(
+            help="read sees what its name owns, submit also makes and changes it, admin sees and "
+            "changes everything."
+        ),
+    ] = "submit",
+    database_url: DatabaseUrl = None,
+) -> None:
+    """Make a key and print it: this once, as only its hash is kept.
+
+    A revoked name may be given again; that renews the key.
+
+    \b
+    Examples:
+      optpipe keys create --name ci
+      optpipe keys create --name ops --role admin --database-url postgresql://optpipe@db/optpipe
+    """
+    with _store(database_url) as keys:
+        from optpipe_api.access import Role
+
+        key, text = keys.create(name, Role(role))
+    stdout().print(text, markup=False, soft_wrap=True)
+    stderr().print(
+        f"key {key.name!r} with role {key.role}; it is shown this once, so keep it", markup=False
+    )
+
+
+def list_keys(database_url: DatabaseUrl = None) -> None:
+    """List the keys: names, roles, ids, never the keys.
+
+    \b
+    Example:
+      optpipe keys list
+    """
+    with _store(database_url, must_exist=True) as keys:
+        found = keys.all()
+    table = Table("name", "role", "id", "made", "revoked", box=None, pad_edge=False)
+    for key in found:
+        revoked = "" if key.revoked_at is None else _time(key.revoked_at)
+        table.add_row(key.name, key.role.value, key.id, _time(key.created_at), revoked)
+    stdout().print(table)
+
+
+def revoke(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Of the key.")],
+    database_url: DatabaseUrl = None,
+) -> None:
+    """Make a key worthless; servers notice within 5 s. What it made stays.
+
+    \b
+    Example:
+      optpipe keys revoke ci
+    """
+    with _store(database_url, must_exist=True) as keys:
+        key = keys.revoke(name)
+    stderr().print(f"key {key.name!r} is revoked", markup=False)
+
+
+@contextmanager
+def _store(database_url: str | None, *, must_exist: bool = False) -> Iterator[KeyStore]:
+    with needs_extra("server"):
+        from optpipe_api import Settings
+        from optpipe_api.store import open_stores
+
+        url = Settings.load(database_url=database_url).database_url
+        stores = open_stores(url, must_exist=must_exist)
+        try:
+            yield stores.keys
+        finally:
+            stores.close()
+
+
+def _time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M")

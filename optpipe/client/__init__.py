@@ -11,20 +11,18 @@
     async with AsyncClient("http://planner:8000") as client:
         schedule = await client.result(await client.submit(problem, time_limit_s=60))
 
-    answers = client.what_if(job).answers
     batch = client.sweep(problem, {"memory_scale": [1, 0.75, 0.5]})
+    batch = client.what_if(job)
     deployment = client.deploy(problem)
 
 Calls that can be repeated without harm are repeated, with growing pauses, where the service cannot
 be reached or asks for patience. That is nearly all of them: each submission carries a key under
 which the service makes only one job. What is refused raises the error that `optpipe.client.errors`
-draws.
-
-`optpipe.client.jobs`, ``what_ifs``, ``batches`` and ``deployments`` describe the requests,
-``following`` what takes many of them; ``sync`` and ``asynchronous`` only send.
+draws. What the service answers is of `optpipe.wire`.
 """
 
-from optpipe.client.asynchronous import AsyncBatch, AsyncClient, AsyncDeployment
+from optpipe.client.async_client import AsyncBatch, AsyncClient, AsyncDeployment
+from optpipe.client.client import Batch, Client, Deployment
 from optpipe.client.errors import (
     BusyError,
     ConflictError,
@@ -34,10 +32,10 @@ from optpipe.client.errors import (
     RequestRefusedError,
     SolveFailedError,
 )
-from optpipe.client.sync import Batch, Client, Deployment
-from optpipe.client.values import (
-    Answer,
+from optpipe.wire import (
     BatchView,
+    Cache,
+    DeploymentState,
     DeploymentView,
     Event,
     EventKind,
@@ -45,23 +43,28 @@ from optpipe.client.values import (
     Improvement,
     Item,
     Job,
+    JobKind,
+    JobOptions,
     JobState,
-    Unasked,
+    MethodRow,
+    SearchArguments,
+    SolveArguments,
+    SubmissionArguments,
     Version,
-    WhatIfs,
 )
 
 __all__ = [
-    "Answer",
     "AsyncBatch",
     "AsyncClient",
     "AsyncDeployment",
     "Batch",
     "BatchView",
     "BusyError",
+    "Cache",
     "Client",
     "ConflictError",
     "Deployment",
+    "DeploymentState",
     "DeploymentView",
     "Event",
     "EventKind",
@@ -69,13 +72,17 @@ __all__ = [
     "Improvement",
     "Item",
     "Job",
+    "JobKind",
+    "JobOptions",
     "JobState",
     "KeyRefusedError",
+    "MethodRow",
     "NoScheduleError",
     "NotFoundError",
     "RequestRefusedError",
+    "SearchArguments",
+    "SolveArguments",
     "SolveFailedError",
-    "Unasked",
+    "SubmissionArguments",
     "Version",
-    "WhatIfs",
 ]

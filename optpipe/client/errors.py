@@ -84,52 +84,31 @@ class SolveFailedError(ServiceError):
     """A solver process died, or needs more memory or time than it may have."""
 
 
+_OWN_FAULTS = (
+    ProblemError,
+    ModelError,
+    InfeasibleProblemError,
+    MeasurementError,
+    ActionSyntaxError,
+    ScheduleFormatError,
+    ScheduleMismatchError,
+)
+_REFUSALS: dict[type[ServiceError], str] = {
+    KeyRefusedError: "key.required key.forbidden",
+    NotFoundError: "not_found job.not_found model.none batch.not_found deployment.not_found",
+    # The last is only of jobs that failed, not of answers; likewise job.died.
+    NoScheduleError: "schedule.none solver.nothing_found",
+    ConflictError: "state.conflict idempotency.reused",
+    RequestRefusedError: "schedule.illegal input.invalid request.invalid request.media_type "
+    "request.not_acceptable request.form_unavailable request.too_large request.too_heavy "
+    "chart.beside schedule.too_large",
+    BusyError: "busy queue.full key.too_many_jobs key.too_many_requests key.too_many_followers "
+    "followers.full request.busy forms.busy compare.busy compare.stopped store.unavailable",
+    SolveFailedError: "solver.failed solver.memory solver.overtime job.died",
+}
 ERRORS: dict[str, type[OptPipeError]] = {
-    "problem.invalid": ProblemError,
-    "model.invalid": ModelError,
-    "problem.infeasible": InfeasibleProblemError,
-    "measurement.invalid": MeasurementError,
-    "action.syntax": ActionSyntaxError,
-    "schedule.invalid": ScheduleFormatError,
-    "schedule.mismatch": ScheduleMismatchError,
-    "schedule.illegal": RequestRefusedError,
-    "key.required": KeyRefusedError,
-    "key.forbidden": KeyRefusedError,
-    "not_found": NotFoundError,
-    "job.not_found": NotFoundError,
-    "model.none": NotFoundError,
-    "batch.not_found": NotFoundError,
-    "what_ifs.none": NotFoundError,
-    "deployment.not_found": NotFoundError,
-    "schedule.none": NoScheduleError,
-    "state.conflict": ConflictError,
-    "idempotency.reused": ConflictError,
-    "input.invalid": RequestRefusedError,
-    "request.invalid": RequestRefusedError,
-    "request.media_type": RequestRefusedError,
-    "request.not_acceptable": RequestRefusedError,
-    "request.form_unavailable": RequestRefusedError,
-    "request.too_large": RequestRefusedError,
-    "request.too_heavy": RequestRefusedError,
-    "chart.beside": RequestRefusedError,
-    "schedule.too_large": RequestRefusedError,
-    "busy": BusyError,
-    "queue.full": BusyError,
-    "key.too_many_jobs": BusyError,
-    "key.too_many_requests": BusyError,
-    "key.too_many_followers": BusyError,
-    "followers.full": BusyError,
-    "request.busy": BusyError,
-    "forms.busy": BusyError,
-    "compare.busy": BusyError,
-    "compare.stopped": BusyError,
-    "store.unavailable": BusyError,
-    "solver.failed": SolveFailedError,
-    "solver.memory": SolveFailedError,
-    "solver.overtime": SolveFailedError,
-    # Only of jobs that failed, not of answers.
-    "solver.nothing_found": NoScheduleError,
-    "job.died": SolveFailedError,
+    **{kind.code: kind for kind in _OWN_FAULTS},
+    **{code: kind for kind, codes in _REFUSALS.items() for code in codes.split()},
 }
 """By the stable ``code`` of a problem detail or failed job; others are a plain `ServiceError`."""
 

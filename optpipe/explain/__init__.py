@@ -5,13 +5,21 @@ does), `path` (the critical path), `needs` (why each offload was chosen), `expla
 `difference` compares schedules and `fields` problems.
 """
 
-from optpipe.explain.costs import record_costs, schedule_costs
-from optpipe.explain.difference import Cost, ScheduleDifference, compare_programs
-from optpipe.explain.difference_words import cost_line, difference_lines
+from optpipe.explain.critical_path import critical_path
+from optpipe.explain.diff import (
+    Cost,
+    ProblemDifference,
+    ScheduleDifference,
+    compare_problems,
+    compare_programs,
+    cost_line,
+    difference_lines,
+    problem_costs,
+    record_costs,
+    schedule_costs,
+)
 from optpipe.explain.explanation import explain
-from optpipe.explain.fields import ProblemDifference, compare_problems, problem_costs
-from optpipe.explain.headroom import tightest_device
-from optpipe.explain.path import critical_path
+from optpipe.explain.memory import tightest_device
 from optpipe.explain.values import Explanation
 
 __all__ = [

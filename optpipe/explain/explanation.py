@@ -5,25 +5,20 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
-from optpipe.explain.headroom import device_memories, host_memories, program_peaks
-from optpipe.explain.idle import idle_times
-from optpipe.explain.lanes import lane_uses
-from optpipe.explain.needs import stage_reliefs
-from optpipe.explain.path import critical_path
-from optpipe.explain.reasons import Reasons
-from optpipe.explain.runs import runs_of
+from optpipe.explain.critical_path import critical_path, runs_of
+from optpipe.explain.memory import device_memories, host_memories, program_peaks, stage_reliefs
+from optpipe.explain.reasons import Reasons, idle_times, lane_uses
+from optpipe.explain.text import sentences
 from optpipe.explain.values import CriticalPath, Explanation
-from optpipe.explain.words import sentences
-from optpipe.simulate import simulate
-from optpipe.timeline import bubble_rate
+from optpipe.simulate import bubble_rate, simulate
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from optpipe.action import Programs
-    from optpipe.explain.path import Piece
+    from optpipe.explain.critical_path import Piece
     from optpipe.explain.values import PieceKind
     from optpipe.problem import Problem
+    from optpipe.schedule import Programs
     from optpipe.simulate import Simulation
 
 __all__ = ["explain"]

@@ -11,18 +11,95 @@ from enum import StrEnum
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
-from optpipe.action import Action, ActionType
-from optpipe.explain.lanes import lanes_of
-from optpipe.precedence import input_of, pass_of, transit_ms
+from optpipe.explain.values import DeviceIdle, IdleCause, LaneUse
+from optpipe.schedule import Action, ActionType, input_of, pass_of, transit_ms
 
 if TYPE_CHECKING:
-    from optpipe.action import Programs
-    from optpipe.explain.lanes import Lane
-    from optpipe.precedence import Pass
+    from optpipe.explain.values import LaneKind
     from optpipe.problem import Problem
+    from optpipe.schedule import Pass, Programs
     from optpipe.simulate import Simulation, Times
 
-__all__ = ["Reason", "Reasons", "Spot", "Why"]
+__all__ = [
+    "OccupiedLane",
+    "Reasons",
+    "Spot",
+    "WaitReason",
+    "Why",
+    "idle_times",
+    "lane_uses",
+    "lanes_of",
+]
+
+
+# --- Which lanes there are, and how much of the time each is occupied.
+# A lane is what one thing at a time can occupy: the compute lane of a device, each direction of its
+# transfers, its gradient reductions; and what is shared: both directions of a half-duplex device,
+# one direction of a PCIe group.
+
+_DIGITS = 9
+"""Of shares that are told apart: sums of the same durations in another order differ by rounding."""
+
+_DIRECTIONS: dict[ActionType, LaneKind] = {ActionType.OFFLOAD: "d2h", ActionType.RELOAD: "h2d"}
+
+
+class OccupiedLane(NamedTuple):
+    """A lane: what it is for, and its device, or the PCIe group that shares it."""
+
+    kind: LaneKind
+    device: int
+    group: str = ""
+
+
+def lanes_of(problem: Problem, device: int, kind: ActionType) -> tuple[OccupiedLane, ...]:
+    """Return every lane that an action of this type occupies while it runs; none for RELEASE."""
+    if kind is ActionType.RELEASE:
+        return ()
+    if not kind.is_transfer:
+        return (OccupiedLane("compute", device),)
+    held = problem.devices[device]
+    lanes = [OccupiedLane(_DIRECTIONS[kind], device)]
+    if held.half_duplex:
+        lanes.append(OccupiedLane("both ways", device))
+    if held.pcie_group is not None:
+        lanes.append(OccupiedLane(_DIRECTIONS[kind], -1, held.pcie_group))
+    return tuple(lanes)
+
+
+def lane_uses(problem: Problem, programs: Programs, run: Simulation) -> tuple[LaneUse, ...]:
+    """Return all compute lanes and every other lane that is used, the most occupied first.
+
+    ``busy_ms`` is the sum of the durations of what runs on the lane, RECOMPUTE included; ``share``
+    is busy_ms / length, length = the problem's objective, and at most 1. That is so under span as
+    well: a device uses its own lanes between its first start and its last end, and every transfer
+    lies between 0F and 0B, or 0I, of its micro-batch, so within those of the device of stage 0.
+    Ties stand in the order of devices.
+    """
+    busy: dict[OccupiedLane, float] = defaultdict(float)
+    for device, program in enumerate(programs):
+        if program:
+            busy[OccupiedLane("compute", device)] += 0.0
+        known = {kind: lanes_of(problem, device, kind) for kind in ActionType}
+        for action, at in zip(program, run.times[device], strict=True):
+            for lane in known[action.type]:
+                busy[lane] += at.end - at.start
+    for sync in run.grad_syncs:
+        busy[OccupiedLane("grad sync", sync.device)] += sync.end - sync.start
+    length = run.objective_ms(problem.objective)
+    uses = [_use(problem, lane, ms, length) for lane, ms in busy.items()]
+    return tuple(sorted(uses, key=lambda use: (-round(use.share, _DIGITS), use.devices)))
+
+
+def _use(problem: Problem, lane: OccupiedLane, busy_ms: float, length_ms: float) -> LaneUse:
+    devices: tuple[int, ...] = (lane.device,)
+    if lane.group:
+        devices = tuple(
+            index for index, held in enumerate(problem.devices) if held.pcie_group == lane.group
+        )
+    share = busy_ms / length_ms if length_ms > 0 else 0.0
+    return LaneUse(
+        lane=lane.kind, devices=devices, group=lane.group or None, busy_ms=busy_ms, share=share
+    )
 
 
 _TRANSFERS = frozenset({ActionType.OFFLOAD, ActionType.RELOAD})
@@ -45,7 +122,7 @@ class Spot(NamedTuple):
     cell: int
 
 
-class Reason(NamedTuple):
+class WaitReason(NamedTuple):
     """What an action waited for, and where that stands."""
 
     why: Why
@@ -78,7 +155,7 @@ class Reasons:
         program = self._programs[device]
         return [cell for cell, action in enumerate(program) if action.type not in _TRANSFERS]
 
-    def of(self, spot: Spot) -> Reason | None:
+    def of(self, spot: Spot) -> WaitReason | None:
         """Return why the action there starts no earlier; None where it starts with the clock.
 
         Of several reasons at once the first of these: its own program, the output of another
@@ -88,17 +165,17 @@ class Reasons:
         at = self.times(spot)
         before = self._before[spot.device][spot.cell]
         if at.start == at.issue:
-            return Reason(Why.PROGRAM, Spot(spot.device, before)) if before >= 0 else None
+            return WaitReason(Why.PROGRAM, Spot(spot.device, before)) if before >= 0 else None
         action = self.action(spot)
         if action.type.is_transfer:
             ahead = self._ahead_of(spot, action)
             if ahead is not None:
-                return Reason(Why.LANE, ahead)
-            return Reason(Why.QUEUE, Spot(spot.device, before))
+                return WaitReason(Why.LANE, ahead)
+            return WaitReason(Why.QUEUE, Spot(spot.device, before))
         source = self.input_spot(action)
         if source is not None and self._arrival(source, action) == at.start:
-            return Reason(Why.INPUT, source)
-        return Reason(Why.TRANSFER, self._transfers[_awaited(action)])
+            return WaitReason(Why.INPUT, source)
+        return WaitReason(Why.TRANSFER, self._transfers[_awaited(action)])
 
     def input_spot(self, action: Action) -> Spot | None:
         """Return where the pass stands whose output an action needs."""
@@ -126,9 +203,9 @@ class Reasons:
         return before
 
     @cached_property
-    def _ended(self) -> dict[tuple[Lane, float], list[Spot]]:
+    def _ended(self) -> dict[tuple[OccupiedLane, float], list[Spot]]:
         """What left a lane when; asked for only where a transfer waited on the critical path."""
-        ended: dict[tuple[Lane, float], list[Spot]] = defaultdict(list)
+        ended: dict[tuple[OccupiedLane, float], list[Spot]] = defaultdict(list)
         for spot in sorted(self._transfers.values()):
             for lane in lanes_of(self._problem, spot.device, self.action(spot).type):
                 ended[lane, self.times(spot).end].append(spot)
@@ -151,3 +228,72 @@ class Reasons:
 def _awaited(action: Action) -> Action:
     kind = ActionType.OFFLOAD if action.type is ActionType.RELEASE else ActionType.RELOAD
     return action._replace(type=kind)
+
+
+# --- Idle time of compute lanes, by cause.
+
+_NOISE = 1e-12
+
+
+def idle_times(
+    problem: Problem, programs: Programs, run: Simulation, reasons: Reasons | None = None
+) -> tuple[DeviceIdle, ...]:
+    """Return, for each device with a program, what its compute lane waited for.
+
+    The clock of a device is the whole makespan; where the objective is the span, one span from its
+    own first start on. Idle is what of it no compute action fills: length - busy. All of a wait
+    between two actions is put down to what ended it, the reason of the later one's start:
+
+    * FORWARD, BACKWARD: the other stage's pass had not ended; LINK: it had, and its output was on
+      the way. One wait can have both parts.
+    * RELOAD, RELEASE: the transfer had not ended (its own wait for a lane included).
+    * WARM_UP: before the first action; under span there is none.
+    * GRAD_SYNC: after the last action, until the device's own gradient reductions end.
+    * COOL_DOWN: after that.
+
+    ``reasons`` are those of this very simulation, from a caller who has them.
+    """
+    known = reasons or Reasons(problem, programs, run)
+    return tuple(
+        _idle(problem, run, known, device) for device, program in enumerate(programs) if program
+    )
+
+
+def _idle(problem: Problem, run: Simulation, reasons: Reasons, device: int) -> DeviceIdle:
+    cells = reasons.compute_cells(device)
+    times = [run.times[device][cell] for cell in cells]
+    first, last = times[0].start, times[-1].end
+    begin = 0.0 if problem.objective == "makespan" else first
+    length = run.objective_ms(problem.objective)
+    synced = max([last, *(sync.end for sync in run.grad_syncs if sync.device == device)])
+    causes: dict[IdleCause, float] = defaultdict(float)
+    causes[IdleCause.WARM_UP] = first - begin
+    for cell, at in zip(cells[1:], times[1:], strict=True):
+        if at.start > at.issue:
+            for cause, ms in _waits(reasons, Spot(device, cell)).items():
+                causes[cause] += ms
+    causes[IdleCause.GRAD_SYNC] = synced - last
+    causes[IdleCause.COOL_DOWN] = begin + length - synced
+    busy = sum(at.end - at.start for at in times)
+    return DeviceIdle(
+        device=device,
+        busy_ms=busy,
+        idle_ms=max(0.0, length - busy),
+        causes={cause: causes[cause] for cause in IdleCause if causes[cause] > _NOISE * length},
+    )
+
+
+def _waits(reasons: Reasons, spot: Spot) -> dict[IdleCause, float]:
+    """Return the parts of the wait before an action, in ms."""
+    at, action, reason = reasons.times(spot), reasons.action(spot), reasons.of(spot)
+    if reason is None:
+        raise AssertionError(f"{action} waits for nothing")
+    if reason.why is Why.TRANSFER:
+        is_release = action.type is ActionType.RELEASE
+        return {IdleCause.RELEASE if is_release else IdleCause.RELOAD: at.start - at.issue}
+    made = max(at.issue, reasons.times(reason.spot).end)
+    is_forward = action.type is ActionType.FORWARD
+    return {
+        IdleCause.FORWARD if is_forward else IdleCause.BACKWARD: made - at.issue,
+        IdleCause.LINK: at.start - made,
+    }

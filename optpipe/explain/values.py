@@ -9,10 +9,10 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-from optpipe.action import Action
-from optpipe.problem import Objective
+from optpipe.problem import FrozenValue, Objective
+from optpipe.schedule import Action
 
 __all__ = [
     "CriticalPath",
@@ -23,14 +23,14 @@ __all__ = [
     "IdleCause",
     "LaneKind",
     "LaneUse",
+    "Necessity",
+    "PathRun",
     "PieceKind",
     "Relief",
-    "Run",
     "RunKind",
     "Sentence",
     "StageRelief",
     "Topic",
-    "Verdict",
 ]
 
 LaneKind = Literal["compute", "d2h", "h2d", "both ways", "grad sync"]
@@ -40,7 +40,7 @@ Topic = Literal["length", "critical path", "lanes", "memory", "idle", "offload",
 
 
 class IdleCause(StrEnum):
-    """Why a compute lane stood idle; `optpipe.explain.idle` says what is counted as what."""
+    """Why a compute lane stood idle; `optpipe.explain.reasons` says what is counted as what."""
 
     WARM_UP = "warm-up"
     FORWARD = "forward from upstream"
@@ -52,19 +52,15 @@ class IdleCause(StrEnum):
     COOL_DOWN = "cool-down"
 
 
-class Verdict(StrEnum):
-    """Whether an offload or a recomputation is needed; `optpipe.explain.needs` has the rule."""
+class Necessity(StrEnum):
+    """Whether an offload or a recomputation is needed; `optpipe.explain.memory` has the rule."""
 
     NEEDED = "needed"
     INTERCHANGEABLE = "interchangeable"
     UNNEEDED = "unneeded"
 
 
-class _Value(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-
-class Run(_Value):
+class PathRun(FrozenValue):
     """A part of the critical path that a person reads as one thing.
 
     Parameters
@@ -96,8 +92,8 @@ class Run(_Value):
         return self.end_ms - self.start_ms
 
 
-class CriticalPath(_Value):
-    """The chain that makes the length, see `optpipe.explain.path.critical_path`.
+class CriticalPath(FrozenValue):
+    """The chain that makes the length, see `optpipe.explain.critical_path.critical_path`.
 
     ``by_kind`` and ``by_device`` split ``length_ms``: by what happens, and, for all but links, by
     the device it happens on.
@@ -106,10 +102,10 @@ class CriticalPath(_Value):
     length_ms: float
     by_kind: dict[PieceKind, float]
     by_device: dict[int, float]
-    runs: tuple[Run, ...]
+    runs: tuple[PathRun, ...]
 
 
-class LaneUse(_Value):
+class LaneUse(FrozenValue):
     """How much of a lane is used; ``group`` is the PCIe group that shares it, if one does."""
 
     lane: LaneKind
@@ -119,7 +115,7 @@ class LaneUse(_Value):
     share: float
 
 
-class DeviceMemory(_Value):
+class DeviceMemory(FrozenValue):
     """The memory of a device: reserved bytes are in neither ``peak_bytes`` nor ``limit_bytes``.
 
     ``fullest_at`` is the first action at which the peak is reached; None without actions.
@@ -137,7 +133,7 @@ class DeviceMemory(_Value):
         return self.limit_bytes - self.peak_bytes
 
 
-class HostMemory(_Value):
+class HostMemory(FrozenValue):
     """The memory of a host; ``limit_bytes`` None = no limit."""
 
     host: str
@@ -145,7 +141,7 @@ class HostMemory(_Value):
     limit_bytes: int | None
 
 
-class DeviceIdle(_Value):
+class DeviceIdle(FrozenValue):
     """The idle time of a device's compute lane; ``causes`` sum to ``idle_ms``, none of them 0."""
 
     device: int
@@ -154,7 +150,7 @@ class DeviceIdle(_Value):
     causes: dict[IdleCause, float]
 
 
-class Relief(_Value):
+class Relief(FrozenValue):
     """One (stage, micro-batch) that is offloaded or recomputed.
 
     Parameters
@@ -171,12 +167,12 @@ class Relief(_Value):
 
     microbatch: int
     saved_bytes: int
-    verdict: Verdict
+    verdict: Necessity
     exceeds_at: Action | None
     excess_bytes: int
 
 
-class StageRelief(_Value):
+class StageRelief(FrozenValue):
     """What a stage offloads, or recomputes.
 
     ``exceeds_at`` and ``excess_bytes`` are those without all of ``reliefs`` together.
@@ -189,19 +185,19 @@ class StageRelief(_Value):
     exceeds_at: Action | None
     excess_bytes: int
 
-    def microbatches(self, *verdicts: Verdict) -> tuple[int, ...]:
+    def microbatches(self, *verdicts: Necessity) -> tuple[int, ...]:
         """Return the micro-batches with one of these verdicts, in ascending order."""
         return tuple(sorted(r.microbatch for r in self.reliefs if r.verdict in verdicts))
 
 
-class Sentence(_Value):
+class Sentence(FrozenValue):
     """One sentence of the explanation and what it is about."""
 
     topic: Topic
     text: str
 
 
-class Explanation(_Value):
+class Explanation(FrozenValue):
     """Why a schedule is as long as it is, and why it offloads and recomputes what it does."""
 
     format: Literal["optpipe/explanation/v1"] = "optpipe/explanation/v1"

@@ -10,14 +10,14 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from optpipe.timeline import make_timeline
+from optpipe.simulate import make_timeline
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from optpipe.action import Programs
     from optpipe.problem import Problem
-    from optpipe.timeline import Interval, Lane, Timeline
+    from optpipe.schedule import Programs
+    from optpipe.simulate import Interval, Lane, Timeline
 
 __all__ = ["dump_chrome_trace", "dump_planned_beside_measured"]
 
@@ -32,7 +32,9 @@ _THREADS: dict[Lane, tuple[int, str]] = {
 def dump_chrome_trace(problem: Problem, programs: Programs) -> str:
     """Return legal programs, simulated, as the text of a trace file."""
     timeline = make_timeline(problem, programs)
-    rows = [_Process(device, f"{device}: {own.name}") for device, own in enumerate(problem.devices)]
+    rows = [
+        _TraceProcess(device, f"{device}: {own.name}") for device, own in enumerate(problem.devices)
+    ]
     return _dump(problem, list(_events(rows, timeline)), _lengths(timeline))
 
 
@@ -50,15 +52,15 @@ def dump_planned_beside_measured(
     """
     timeline = make_timeline(problem, programs)
     names = [f"{device}: {own.name}" for device, own in enumerate(problem.devices)]
-    planned = [_Process(2 * index, f"{name} planned") for index, name in enumerate(names)]
+    planned = [_TraceProcess(2 * index, f"{name} planned") for index, name in enumerate(names)]
     events = list(_events(planned, timeline))
     for index, (name, row) in enumerate(zip(names, measured, strict=True)):
-        events += _row(_Process(2 * index + 1, f"{name} {label}"), row)
+        events += _row(_TraceProcess(2 * index + 1, f"{name} {label}"), row)
     end = max((item.end for row in measured for item in row), default=0.0)
     return _dump(problem, events, _lengths(timeline) | {"measured_ms": end})
 
 
-class _Process(NamedTuple):
+class _TraceProcess(NamedTuple):
     """A row of the picture."""
 
     pid: int
@@ -75,7 +77,7 @@ def _dump(problem: Problem, events: list[dict[str, Any]], lengths: dict[str, flo
     return json.dumps(trace, allow_nan=False) + "\n"
 
 
-def _events(rows: Sequence[_Process], timeline: Timeline) -> Iterator[dict[str, Any]]:
+def _events(rows: Sequence[_TraceProcess], timeline: Timeline) -> Iterator[dict[str, Any]]:
     for row, intervals, memory in zip(rows, timeline.intervals, timeline.memory, strict=True):
         yield from _row(row, intervals)
         for moment, held in memory:
@@ -89,13 +91,13 @@ def _events(rows: Sequence[_Process], timeline: Timeline) -> Iterator[dict[str, 
             }
 
 
-def _row(row: _Process, intervals: Sequence[Interval]) -> Iterator[dict[str, Any]]:
+def _row(row: _TraceProcess, intervals: Sequence[Interval]) -> Iterator[dict[str, Any]]:
     yield from _names(row, {item.lane for item in intervals})
     for item in intervals:
         yield _complete(row.pid, item)
 
 
-def _names(row: _Process, used: set[Lane]) -> Iterator[dict[str, Any]]:
+def _names(row: _TraceProcess, used: set[Lane]) -> Iterator[dict[str, Any]]:
     yield _metadata("process_name", row.pid, 0, {"name": row.name})
     yield _metadata("process_sort_index", row.pid, 0, {"sort_index": row.pid})
     for lane, (thread, label) in _THREADS.items():

@@ -1,25 +1,21 @@
 """Measurements that teams already have, or the runtime makes, on their way to a problem."""
 
-from optpipe.measurements.build import BuiltProblem, build_problem
-from optpipe.measurements.csv_times import (
-    dump_times,
-    read_messages_table,
-    read_stages_table,
-    read_times,
-)
-from optpipe.measurements.given import Given
+from optpipe.errors import MeasurementError
+from optpipe.measurements.csv import dump_times, read_messages_table, read_stages_table, read_times
 from optpipe.measurements.kineto import read_kineto
-from optpipe.measurements.links import LinkFit, fit_links
-from optpipe.measurements.measurements import Measurements
-from optpipe.measurements.megatron import MegatronRun, read_megatron
-from optpipe.measurements.spread import Spread, spread
+from optpipe.measurements.megatron_log import MegatronRun, read_megatron
+from optpipe.measurements.to_problem import BuiltProblem, Measurements, build_problem
 from optpipe.measurements.values import (
     DeviceFacts,
+    Given,
+    LinkFit,
     MeasuredAction,
-    MeasurementError,
     Sample,
     StageFacts,
+    TimeSpread,
     Transfer,
+    fit_links,
+    spread,
 )
 
 __all__ = [
@@ -32,8 +28,8 @@ __all__ = [
     "Measurements",
     "MegatronRun",
     "Sample",
-    "Spread",
     "StageFacts",
+    "TimeSpread",
     "Transfer",
     "build_problem",
     "dump_times",

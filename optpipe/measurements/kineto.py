@@ -5,13 +5,22 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from typing import TYPE_CHECKING, cast
 
-from optpipe.measurements.host_copies import HostCopies, copy_in_range, summarise_copies
-from optpipe.measurements.measurements import Measurements
-from optpipe.measurements.messages import Messages, read_messages
-from optpipe.measurements.pipeline_traces import RankTrace, read_rank_traces
-from optpipe.measurements.range_times import GpuTime, RangeTimer
-from optpipe.measurements.trace_memory import StageMemory, read_memory
-from optpipe.measurements.values import DeviceFacts, MeasurementError, Sample, StageFacts
+from optpipe.errors import MeasurementError
+from optpipe.measurements.kineto_events import (
+    GpuTime,
+    HostCopies,
+    Messages,
+    RangeTimer,
+    RankTrace,
+    TracedMemory,
+    copy_in_range,
+    read_memory,
+    read_messages,
+    read_rank_traces,
+    summarise_copies,
+)
+from optpipe.measurements.to_problem import Measurements
+from optpipe.measurements.values import DeviceFacts, Sample, StageFacts
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -172,7 +181,7 @@ def _copies(traces: Iterable[RankTrace], device_of: Mapping[int, int]) -> HostCo
 
 
 def _stage_facts(
-    stages_of: Mapping[int, set[int]], copies: HostCopies, memory: StageMemory
+    stages_of: Mapping[int, set[int]], copies: HostCopies, memory: TracedMemory
 ) -> tuple[StageFacts, ...]:
     num_stages = 1 + max(stage for stages in stages_of.values() for stage in stages)
     return tuple(

@@ -14,12 +14,12 @@ import zlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from optpipe.measurements.values import MeasurementError
+from optpipe.errors import MeasurementError
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["Allocation", "Event", "Process", "read_trace"]
+__all__ = ["Allocation", "Process", "TraceEvent", "read_trace"]
 
 _ON_THE_GPU = {"kernel", "gpu_memcpy", "gpu_memset"}
 _GPU_SHADOWS = {"gpu_user_annotation", "cuda_sync", "overhead", "Trace"}
@@ -28,7 +28,7 @@ _COMMUNICATION = re.compile(r"c10d::|nccl:|gloo:|record_param_comms")
 _RANK_IN_NAME = re.compile(r"rank[_.\-=]?(\d{1,6})", re.IGNORECASE)
 
 
-class Event(NamedTuple):
+class TraceEvent(NamedTuple):
     """One complete event; times in microseconds."""
 
     name: str
@@ -81,11 +81,11 @@ class Process:
     path: Path
     rank: int | None
     name: str = ""
-    ranges: list[Event] = field(default_factory=list)
-    device_work: dict[int, list[Event]] = field(default_factory=dict)
+    ranges: list[TraceEvent] = field(default_factory=list)
+    device_work: dict[int, list[TraceEvent]] = field(default_factory=dict)
     launches: list[tuple[float, int]] = field(default_factory=list)
     operator_starts: list[float] = field(default_factory=list)
-    messages: list[Event] = field(default_factory=list)
+    messages: list[TraceEvent] = field(default_factory=list)
     allocations: list[Allocation] = field(default_factory=list)
     gpu_bytes: dict[int, int] = field(default_factory=dict)
 
@@ -152,7 +152,7 @@ def _load(path: Path) -> Any:
 def _by_process(path: Path, rank: int | None, events: list[Any]) -> list[Process]:
     found: dict[Any, Process] = {}
     names: dict[str, str] = {}
-    device_work: dict[int, list[Event]] = {}
+    device_work: dict[int, list[TraceEvent]] = {}
     for index, raw in enumerate(events):
         if not isinstance(raw, dict):
             continue
@@ -209,7 +209,7 @@ def _note_name(raw: dict[str, Any], names: dict[str, str]) -> None:
             names[str(raw.get("pid"))] = str(args.get("name", ""))
 
 
-def _file(process: Process, event: Event, category: str) -> None:
+def _file(process: Process, event: TraceEvent, category: str) -> None:
     if _LAUNCHES.fullmatch(category):
         correlation = event.args.get("correlation")
         if isinstance(correlation, int):
@@ -223,7 +223,7 @@ def _file(process: Process, event: Event, category: str) -> None:
         process.ranges.append(event)
 
 
-def _event(path: Path, index: int, raw: dict[str, Any]) -> Event:
+def _event(path: Path, index: int, raw: dict[str, Any]) -> TraceEvent:
     for name in ("ts", "dur"):
         value: Any = raw.get(name)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -233,7 +233,7 @@ def _event(path: Path, index: int, raw: dict[str, Any]) -> Event:
                 "microseconds, and dur not negative; write the trace anew"
             )
     args = raw.get("args")
-    return Event(
+    return TraceEvent(
         name=str(raw.get("name", "")),
         start_us=float(raw["ts"]),
         duration_us=float(raw["dur"]),

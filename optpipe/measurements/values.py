@@ -1,27 +1,50 @@
 """What was measured, before it is a problem: samples of times, transfers, sizes (frozen values).
 
 Whoever measures - a trace, a log, a table, or the runtime itself - fills a `Measurements`;
-`optpipe.measurements.build` alone makes a `Problem` of it. Times are ms, sizes bytes, bandwidths
-GB/s (1e9), as in a problem. What was not measured is None, never 0.
+`optpipe.measurements.to_problem` alone makes a `Problem` of it. Times are ms, sizes bytes,
+bandwidths GB/s (1e9), as in a problem. What was not measured is None, never 0.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import statistics
+from collections import defaultdict
+from itertools import combinations
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from optpipe.errors import MeasurementError
-from optpipe.problem import Bandwidth, Bytes, Flag, Index, Milliseconds, Name
+from optpipe.problem import (
+    Bandwidth,
+    Bytes,
+    Count,
+    Flag,
+    FrozenValue,
+    Index,
+    Milliseconds,
+    Name,
+    Objective,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
 
 __all__ = [
     "DeviceFacts",
+    "Given",
+    "LinkFit",
     "MeasuredAction",
     "MeasurementError",
     "Sample",
     "StageFacts",
+    "TimeSpread",
     "Transfer",
+    "fit_links",
+    "quantile",
+    "spread",
 ]
+
 
 MeasuredAction = Literal["F", "I", "W", "B", "RECOMPUTE"]
 """The actions that have a duration of their own."""
@@ -29,11 +52,7 @@ MeasuredAction = Literal["F", "I", "W", "B", "RECOMPUTE"]
 Counted = Annotated[Bytes, Field(gt=0)]
 
 
-class _Value(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
-
-
-class Sample(_Value):
+class Sample(FrozenValue):
     """One run of one action.
 
     Parameters
@@ -54,7 +73,7 @@ class Sample(_Value):
     rank: Index | None = None
 
 
-class Transfer(_Value):
+class Transfer(FrozenValue):
     """One message from one device to another, alone on the link; ``time_ms`` without waiting."""
 
     source: Index
@@ -63,7 +82,7 @@ class Transfer(_Value):
     time_ms: Milliseconds
 
 
-class StageFacts(_Value):
+class StageFacts(FrozenValue):
     """What is known of a stage besides its times; fields as in `optpipe.problem.Stage`."""
 
     device: Index | None = None
@@ -89,7 +108,7 @@ class StageFacts(_Value):
         return _known(self)
 
 
-class DeviceFacts(_Value):
+class DeviceFacts(FrozenValue):
     """What is known of a device; fields as in `optpipe.problem.Device`."""
 
     name: Name | None = None
@@ -112,3 +131,164 @@ class DeviceFacts(_Value):
 
 def _known(facts: StageFacts | DeviceFacts) -> dict[str, Any]:
     return {name: value for name, value in facts if value is not None}
+
+
+# --- What people say of a run: it counts before what was measured.
+
+Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+
+
+class Given(FrozenValue):
+    """Facts of stages and devices that count before measured ones, and of links that do not.
+
+    Parameters
+    ----------
+    name, num_microbatches, objective
+        Of the problem. Left out, the name says where the times come from, and the number of
+        micro-batches is the measured one.
+    stages
+        Facts of single stages, from stage 0 on; they count before ``stage``.
+    stage, device
+        Facts of every stage or device.
+    link_latency_ms, link_gb_per_s
+        Of every link between neighbouring stages that was not measured.
+    weight_share
+        Share (0-1) of a fused backward that W takes, where I and W were not measured apart.
+    """
+
+    name: Name | None = None
+    num_microbatches: Count | None = None
+    objective: Objective | None = None
+    stages: tuple[StageFacts, ...] = ()
+    stage: StageFacts = StageFacts()
+    device: DeviceFacts = DeviceFacts()
+    link_latency_ms: Milliseconds | None = None
+    link_gb_per_s: Bandwidth | None = None
+    weight_share: Share | None = None
+
+    def sizes(self) -> tuple[str, ...]:
+        """Return the fields that a base problem would contradict."""
+        links = {"link_latency_ms": self.link_latency_ms, "link_gb_per_s": self.link_gb_per_s}
+        named = [name for name, value in links.items() if value is not None]
+        of_stages = [name for facts in (*self.stages, self.stage) for name in facts.known()]
+        return tuple(dict.fromkeys((*of_stages, *self.device.known(), *named)))
+
+
+# --- Medians and spread of repeated measurements.
+
+_DIGITS = 6
+"""Times are kept to the nanosecond: no clock used here tells more."""
+
+
+class TimeSpread(NamedTuple):
+    """How repeated times of one action are distributed, in ms.
+
+    ``mad_ms`` is the median distance from the median, which a few outliers do not move.
+    """
+
+    num_samples: int
+    median_ms: float
+    p5_ms: float
+    p95_ms: float
+    mad_ms: float
+
+
+def spread(times_ms: Sequence[float]) -> TimeSpread:
+    """Return the number, median, 5th and 95th percentile and median absolute deviation.
+
+    Raises
+    ------
+    ValueError
+        If there are no times.
+    """
+    ordered = sorted(times_ms)
+    median = statistics.median(ordered)
+    deviation = statistics.median(abs(time - median) for time in ordered)
+    return TimeSpread(
+        num_samples=len(ordered),
+        median_ms=round(median, _DIGITS),
+        p5_ms=round(quantile(ordered, 0.05), _DIGITS),
+        p95_ms=round(quantile(ordered, 0.95), _DIGITS),
+        mad_ms=round(deviation, _DIGITS),
+    )
+
+
+def quantile(ordered: Sequence[float], share: float) -> float:
+    """Return the value below which a share (0-1) of sorted values lies, linear in between.
+
+    Raises
+    ------
+    ValueError
+        If there are no values.
+    """
+    if not ordered:
+        raise ValueError("no values, so there is no quantile; give at least one")
+    place = share * (len(ordered) - 1)
+    below = int(place)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (place - below) * (ordered[above] - ordered[below])
+
+
+# --- Latency and bandwidth of links, fitted to timed messages.
+
+
+class LinkFit(NamedTuple):
+    """A directed link: time = latency + bytes / bandwidth, and what it was fitted to.
+
+    ``bandwidth_gb_per_s`` is None where longer messages took no longer.
+    """
+
+    source: int
+    target: int
+    latency_ms: float
+    bandwidth_gb_per_s: float | None
+    num_transfers: int
+    num_sizes: int
+
+    def as_link(self) -> dict[str, Any]:
+        """Return the fields of a problem's link."""
+        return {
+            "from": self.source,
+            "to": self.target,
+            "latency_ms": self.latency_ms,
+            "bandwidth_gb_per_s": self.bandwidth_gb_per_s,
+        }
+
+
+def fit_links(transfers: Iterable[Transfer]) -> tuple[LinkFit, ...]:
+    """Return one fit per directed pair of devices, in order of the pairs.
+
+    Each message size counts once, with the median of its times; slope and intercept are the
+    medians over all pairs of sizes (Theil 1950, Sen 1968), so that one odd size moves neither.
+    With a single size the whole time counts as bandwidth: latency cannot be told from it.
+    """
+    times: dict[tuple[int, int], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for one in transfers:
+        times[one.source, one.target][one.num_bytes].append(one.time_ms)
+    return tuple(_fit(pair, times[pair]) for pair in sorted(times))
+
+
+def _fit(pair: tuple[int, int], times: dict[int, list[float]]) -> LinkFit:
+    points = [(size, statistics.median(times[size])) for size in sorted(times)]
+    latency_ms, ms_per_byte = _line(points)
+    return LinkFit(
+        source=pair[0],
+        target=pair[1],
+        latency_ms=latency_ms,
+        bandwidth_gb_per_s=1e-6 / ms_per_byte if ms_per_byte > 0 else None,
+        num_transfers=sum(map(len, times.values())),
+        num_sizes=len(points),
+    )
+
+
+def _line(points: list[tuple[int, float]]) -> tuple[float, float]:
+    """Return (latency in ms, ms per byte), neither negative."""
+    if len(points) == 1:
+        (size, time_ms) = points[0]
+        return 0.0, time_ms / size
+    slopes = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in combinations(points, 2)]
+    slope = max(0.0, statistics.median(slopes))
+    latency = statistics.median(time_ms - slope * size for size, time_ms in points)
+    if latency >= 0:
+        return round(latency, 6), slope
+    return 0.0, statistics.median(time_ms / size for size, time_ms in points)

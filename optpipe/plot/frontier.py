@@ -3,60 +3,35 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from optpipe.errors import InputError
-from optpipe.plot.figure import SUFFIXES as IMAGE_SUFFIXES
-from optpipe.plot.figure import plain_text, require_matplotlib, save_drawn, svg_of
-from optpipe.plot.interactive import chart_html, frontier_chart, require_bokeh
+from optpipe.plot.image import SUFFIXES as IMAGE_SUFFIXES
+from optpipe.plot.image import plain_text, require_matplotlib, save_drawn, svg_of
+from optpipe.plot.interactive_style import require_bokeh
+from optpipe.plot.scene import LINE_COLOURS, Unit, edges, is_open, unit_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from optpipe.frontier import Line, Point
+    from optpipe.sweep import FrontierLine
 
 __all__ = [
-    "LINE_COLOURS",
     "SUFFIXES",
-    "Unit",
     "draw_frontier",
-    "edges",
     "frontier_svg",
     "require_drawing",
     "save_frontier",
-    "unit_of",
 ]
 
 SUFFIXES = (*IMAGE_SUFFIXES, ".html")
 _SIZE = (8.0, 4.8)
-LINE_COLOURS = (
-    "#0072b2",
-    "#d55e00",
-    "#009e73",
-    "#cc79a7",
-    "#e69f00",
-    "#56b4e9",
-    "#9d6fd1",
-    "#767c84",
-)
-"""Okabe and Ito's, without yellow and black, which do not show on both pages; then two of ours."""
 
 _SHADE = 0.12
 _MOST_NAMED = 16
-_MARGIN = 0.06
 
 
-class Unit(NamedTuple):
-    """A unit of memory and its bytes."""
-
-    name: str
-    size: float
-
-
-_UNITS = (Unit("GB", 1e9), Unit("MB", 1e6), Unit("kB", 1e3), Unit("B", 1.0))
-
-
-def draw_frontier(lines: Sequence[Line], title: str = "") -> Any:
+def draw_frontier(lines: Sequence[FrontierLine], title: str = "") -> Any:
     """Return a matplotlib Figure: a point per problem, its bound dashed, what is open shaded.
 
     Crosses on the lower edge are limits at which nothing fits, proven.
@@ -94,7 +69,7 @@ def draw_frontier(lines: Sequence[Line], title: str = "") -> Any:
     return figure
 
 
-def frontier_svg(lines: Sequence[Line], title: str = "") -> bytes:
+def frontier_svg(lines: Sequence[FrontierLine], title: str = "") -> bytes:
     """Return the frontier as the bytes of an SVG file; equal input, equal bytes.
 
     Raises
@@ -105,7 +80,7 @@ def frontier_svg(lines: Sequence[Line], title: str = "") -> bytes:
     return svg_of(draw_frontier(lines, title))
 
 
-def save_frontier(lines: Sequence[Line], path: Path | str, title: str = "") -> None:
+def save_frontier(lines: Sequence[FrontierLine], path: Path | str, title: str = "") -> None:
     """Draw the frontier into a file whose suffix chooses the format, one of `SUFFIXES`.
 
     Raises
@@ -119,6 +94,9 @@ def save_frontier(lines: Sequence[Line], path: Path | str, title: str = "") -> N
     if target.suffix != ".html":
         save_drawn(lambda: draw_frontier(lines, title), target)
         return
+    require_bokeh()
+    from optpipe.plot.interactive import chart_html, frontier_chart  # noqa: PLC0415 - an extra
+
     page = chart_html(frontier_chart(lines, ""), title=title or "frontier")
     try:
         target.write_text(page, encoding="utf-8")
@@ -140,20 +118,7 @@ def require_drawing(path: Path) -> None:
         require_matplotlib()
 
 
-def edges(points: Sequence[Point]) -> tuple[float, float]:
-    """Return the lowest and highest ms of a frame that leaves room around all numbers."""
-    heights = [
-        height
-        for point in points
-        for height in (point.objective_ms, point.bound_ms)
-        if height is not None and _is_open(point)
-    ]
-    top, bottom = max(heights, default=1.0), min(heights, default=0.0)
-    margin = _MARGIN * (top - bottom or top or 1.0)
-    return bottom - margin, top + margin
-
-
-def _draw_line(axes: Any, line: Line, unit: Unit, colour: str, *, is_named: bool) -> None:
+def _draw_line(axes: Any, line: FrontierLine, unit: Unit, colour: str, *, is_named: bool) -> None:
     """Draw what was found, what is proven, and the room between."""
     # A name that begins with an underscore would be left out of the legend.
     name = f" {plain_text(line.label)}" if is_named else "_"
@@ -167,7 +132,7 @@ def _draw_line(axes: Any, line: Line, unit: Unit, colour: str, *, is_named: bool
         label=name,
         zorder=3,
     )
-    proven = [point for point in line.points if point.bound_ms is not None and _is_open(point)]
+    proven = [point for point in line.points if point.bound_ms is not None and is_open(point)]
     bounds = [point.bound_ms for point in proven]
     axes.plot(
         [point.limit_bytes / unit.size for point in proven],
@@ -189,12 +154,12 @@ def _draw_line(axes: Any, line: Line, unit: Unit, colour: str, *, is_named: bool
     )
 
 
-def _draw_edges(axes: Any, lines: Sequence[Line], unit: Unit) -> None:
+def _draw_edges(axes: Any, lines: Sequence[FrontierLine], unit: Unit) -> None:
     """Fit the frame to the numbers, and mark on its lower edge where nothing fits."""
     points = [point for line in lines for point in line.points]
     bottom, top = edges(points)
     axes.set_ylim(bottom, top)
-    nothing = sorted({point.limit_bytes / unit.size for point in points if not _is_open(point)})
+    nothing = sorted({point.limit_bytes / unit.size for point in points if not is_open(point)})
     axes.plot(
         nothing,
         [bottom] * len(nothing),
@@ -225,13 +190,3 @@ def _draw_legend(figure: Any) -> None:
         fontsize=8,
         frameon=False,
     )
-
-
-def unit_of(points: Sequence[Point]) -> Unit:
-    """Return the decimal unit of the axis: GB, where the limits are not tiny."""
-    most_bytes = max((point.limit_bytes for point in points), default=_UNITS[0].size)
-    return next((unit for unit in _UNITS if most_bytes >= unit.size), _UNITS[-1])
-
-
-def _is_open(point: Point) -> bool:
-    return not point.is_infeasible

@@ -2,58 +2,93 @@
 
 A chart is a bokeh layout. `chart_item` turns it into JSON for a page that has BokehJS already (the
 service's), `chart_html` into one file that needs nothing else. Neither asks the network for
-anything. The work is in `optpipe.plot.chart`, which is imported when it is needed, as bokeh is.
+anything. This module needs bokeh: call `optpipe.plot.interactive_style.require_bokeh` before.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from importlib.util import find_spec
-from typing import TYPE_CHECKING
+import hashlib
+import json
+import re
+from html import escape
+from importlib.resources import files
+from typing import TYPE_CHECKING, Any
 
-from optpipe.errors import MissingExtraError
-from optpipe.plot.chart import COMPONENTS
-from optpipe.plot.chart.style import Theme
+from bokeh.embed import json_item
+from bokeh.layouts import column, row
+from bokeh.models import (
+    BoxZoomTool,
+    ClickPanTool,
+    ColumnDataSource,
+    CustomJS,
+    GridPlot,
+    HoverTool,
+    InlineStyleSheet,
+    LayoutDOM,
+    PanTool,
+    Range1d,
+    ResetTool,
+    SaveTool,
+    Toolbar,
+    ToolProxy,
+    WheelZoomTool,
+    ZoomInTool,
+    ZoomOutTool,
+)
+from bokeh.models.dom import HTML, ValueRef
+from bokeh.models.widgets import Div, NumericInput
+from bokeh.plotting import figure
+from bokeh.resources import Resources
+from bokeh.themes import Theme as BokehTheme
+
+from optpipe.plot.interactive_panels import (
+    MOST_AT_ONCE,
+    VEIL_CODE,
+    WORDS,
+    draw_gantt,
+    draw_memory,
+    has_bound_line,
+    left_border,
+    legend_of,
+)
+from optpipe.plot.interactive_style import (
+    COMPONENTS,
+    FONT,
+    INPUT_MARGIN,
+    PALETTES,
+    Palette,
+    Theme,
+    css_of,
+    theme_of,
+)
+from optpipe.plot.scene import (
+    KINDS,
+    LINE_COLOURS,
+    Unit,
+    drawing_of,
+    edges,
+    has_side_lanes,
+    unit_of,
+)
+from optpipe.plot.terminal import LETTERS
+from optpipe.schedule import gap_of
+from optpipe.units import format_ms, format_share
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from bokeh.models import LayoutDOM
+    from bokeh.models import Tool
 
-    from optpipe.action import Programs
-    from optpipe.frontier import Line
-    from optpipe.problem import Problem
+    from optpipe.plot.interactive_panels import Gantt, MemoryChart
+    from optpipe.plot.scene import Drawing, View
+    from optpipe.sweep import FrontierLine, Point
 
-__all__ = [
-    "COMPONENTS",
-    "Theme",
-    "View",
-    "chart_html",
-    "chart_item",
-    "frontier_chart",
-    "require_bokeh",
-    "schedule_chart",
-]
+__all__ = ["chart_html", "chart_item", "frontier_chart", "schedule_chart", "stacked"]
 
 
-@dataclass(frozen=True)
-class View:
-    """One schedule of a chart: legal programs, over a memory limit or not.
-
-    Parameters
-    ----------
-    title
-        Stands before the numbers.
-    problem, programs
-        What is shown.
-    bound_ms
-        Proven lower bound of the problem's objective, where one is known.
-    """
-
-    title: str
-    problem: Problem
-    programs: Programs
-    bound_ms: float | None = None
+_MARGIN = 0.01
+_CLOSEST = 1e-6
+_WRAPPING = {"flex-wrap": "wrap"}
 
 
 def schedule_chart(views: Sequence[View], *, theme: Theme = "light") -> LayoutDOM:
@@ -66,71 +101,386 @@ def schedule_chart(views: Sequence[View], *, theme: Theme = "light") -> LayoutDO
 
     Raises
     ------
-    MissingExtraError
-        If bokeh is not installed.
     IllegalScheduleError
         If programs get stuck.
     """
-    require_bokeh()
-    from optpipe.plot.chart.schedules import lay_out  # noqa: PLC0415 - an optional extra
+    drawings = [drawing_of(view.problem, view.programs) for view in views]
+    time = _time_axis(max((drawing.makespan_ms for drawing in drawings), default=0.0))
+    border_px = left_border([device.name for view in views for device in view.problem.devices])
+    has_sides = any(has_side_lanes(drawing.bars) for drawing in drawings)
+    gantts = [
+        draw_gantt(
+            view,
+            drawing,
+            time,
+            name=f"gantt-{index}",
+            theme=theme,
+            has_sides=has_sides,
+            border_px=border_px,
+        )
+        for index, (view, drawing) in enumerate(zip(views, drawings, strict=True))
+    ]
+    memories = [
+        draw_memory(view, drawing, time, name=f"memory-{index}", theme=theme, border_px=border_px)
+        for index, (view, drawing) in enumerate(zip(views, drawings, strict=True))
+    ]
+    follow = _follow(views, theme)
+    parts = [_part(*held) for held in zip(views, drawings, gantts, memories, strict=True)]
+    script = _script_of(parts, follow, time)
+    for view, gantt, memory in zip(views, gantts, memories, strict=True):
+        _connect(view, gantt, memory, script)
+    if memories:
+        _label_time(memories[-1].figure)
+    figures = [held.figure for pair in zip(gantts, memories, strict=True) for held in pair]
+    grid = stacked(figures, theme)
+    controls = row(follow, *(memory.select for memory in memories), styles=_WRAPPING)
+    samples = legend_of(
+        drawings, PALETTES[theme], has_bound=any(has_bound_line(view) for view in views)
+    )
+    legend = Div(text=samples, sizing_mode="stretch_width", margin=(2, 0, 4, 0))
+    return column(legend, controls, grid, sizing_mode="stretch_width", name="schedules")
 
-    return lay_out(views, theme)
+
+def _time_axis(length_ms: float) -> Range1d:
+    """Return the axis that all figures share; it zooms in, and never out of the picture."""
+    length = length_ms or 1.0
+    start, end = -_MARGIN * length, (1 + _MARGIN) * length
+    return Range1d(
+        start=start, end=end, bounds=(start, end), min_interval=_CLOSEST * length, name="time"
+    )
 
 
-def frontier_chart(lines: Sequence[Line], title: str, *, theme: Theme = "light") -> LayoutDOM:
-    """Return the best objectives and bounds over the memory limit, a line per family.
+def _part(view: View, drawing: Drawing, gantt: Gantt, memory: MemoryChart) -> dict[str, Any]:
+    """Return what the script reads and changes of one view."""
+    return {
+        "gantt": gantt.figure,
+        "title": gantt.title,
+        "headline": gantt.title.text,
+        "bars": gantt.bars.data_source,
+        "labels": gantt.labels,
+        "letters": [LETTERS.get(kind, "") if kind is not None else "" for kind in KINDS],
+        "hasChunks": len(view.problem.stages) > len(view.problem.devices),
+        "path": gantt.path,
+        "memory": memory.title,
+        "curves": memory.curves,
+        "devices": memory.devices,
+        "shown": memory.shown,
+        "limit": memory.limit,
+        "select": memory.select,
+        "end": drawing.makespan_ms,
+    }
 
-    Raises
-    ------
-    MissingExtraError
-        If bokeh is not installed.
-    """
-    require_bokeh()
-    from optpipe.plot.chart.frontier import lay_out  # noqa: PLC0415 - an optional extra
 
-    return lay_out(lines, title, theme)
+def _script_of(parts: Sequence[dict[str, Any]], follow: NumericInput, time: Range1d) -> CustomJS:
+    """Return the one script of all figures; it runs when what they share changes."""
+    args = {
+        "parts": parts,
+        "follow": follow,
+        "time": time,
+        "veil": VEIL_CODE,
+        "most": MOST_AT_ONCE,
+    }
+    script = CustomJS(args=args, code=_script("titles", "labels", "schedules"))
+    follow.js_on_change("value", script)
+    time.js_on_change("start", script)
+    time.js_on_change("end", script)
+    return script
+
+
+def _connect(view: View, gantt: Gantt, memory: MemoryChart, script: CustomJS) -> None:
+    """Let one view's figures run the script."""
+    gantt.figure.add_tools(_hover(view, gantt, script))
+    gantt.figure.js_on_change("inner_width", script)
+    for event in ("tap", "doubletap", "mouseleave"):
+        gantt.figure.js_on_event(event, script)
+    memory.select.js_on_change("value", script)
+
+
+def _hover(view: View, gantt: Gantt, script: CustomJS) -> HoverTool:
+    names = [device.name for device in view.problem.devices]
+    args = {"bars": gantt.bars.data_source, "kinds": list(WORDS), "devices": names}
+    told = ValueRef(field="code", formatter=CustomJS(args=args, code=_script("hover")))
+    return HoverTool(
+        renderers=[gantt.bars],
+        tooltips=HTML(html=[told]),
+        point_policy="follow_mouse",
+        attachment="vertical",
+        limit=1,
+        callback=script,
+    )
+
+
+def _script(*names: str) -> str:
+    """Return files as one module: Bokeh loads modules from text, which cannot import others."""
+    folder = files("optpipe.plot")
+    return "\n".join(folder.joinpath(f"{name}.mjs").read_text("utf-8") for name in names)
+
+
+def _follow(views: Sequence[View], theme: Theme) -> NumericInput:
+    most = max((view.problem.num_microbatches for view in views), default=1) - 1
+    return NumericInput(
+        title="follow micro-batch",
+        low=0,
+        high=most,
+        value=None,
+        placeholder=f"0 to {most}",
+        width=150,
+        margin=INPUT_MARGIN,
+        name="follow",
+        stylesheets=[InlineStyleSheet(css=css_of(theme))],
+    )
+
+
+def _label_time(plot: Any) -> None:
+    plot.xaxis.axis_label = "time (ms)"
+
+
+# --- The frontier of a sweep to zoom into: the best objective and its bound over the memory limit.
+
+_HEIGHT_PX = 400
+_FOOT = 0.03
+_MOST_NAMED = 16
+
+
+def frontier_chart(
+    lines: Sequence[FrontierLine], title: str, *, theme: Theme = "light"
+) -> LayoutDOM:
+    """Return the best objectives and bounds over the memory limit, a line per family."""
+    look = PALETTES[theme]
+    points = [point for line in lines for point in line.points]
+    bottom, top = edges(points)
+    unit = unit_of(points)
+    plot = figure(
+        name="frontier",
+        y_range=Range1d(start=bottom, end=top),
+        frame_height=_HEIGHT_PX,
+        sizing_mode="stretch_width",
+        tools="pan,wheel_zoom,box_zoom,zoom_in,zoom_out,reset,save",
+        active_scroll="wheel_zoom",
+        x_axis_label=f"memory per device ({unit.name})",
+        y_axis_label="objective (ms); dashed: lower bound",
+        toolbar_location="above",
+    )
+    plot.toolbar.logo = None
+    plot.toolbar.stylesheets = [InlineStyleSheet(css=css_of(theme))]
+    for index, line in enumerate(lines):
+        _add_line(
+            plot,
+            line,
+            unit,
+            LINE_COLOURS[index % len(LINE_COLOURS)],
+            is_named=index < _MOST_NAMED,
+        )
+    _draw_infeasible(plot, points, unit, bottom + _FOOT * (top - bottom), look)
+    _place_legend(plot)
+    parts = [_heading(title, look), plot] if title else [plot]
+    return column(*parts, sizing_mode="stretch_width", name="frontier-layout")
+
+
+def _heading(title: str, look: Palette) -> Div:
+    """Return the title as HTML, which breaks into lines where the page is narrow."""
+    styles: dict[str, str | None] = {
+        "color": look.text,
+        "font": f"bold 13px {FONT}",
+        "overflow-wrap": "anywhere",
+    }
+    return Div(text=escape(title), styles=styles, sizing_mode="stretch_width")
+
+
+def _add_line(plot: Any, line: FrontierLine, unit: Unit, colour: str, *, is_named: bool) -> None:
+    """Draw what was found, what is proven, and the room between."""
+    named: dict[str, Any] = {"legend_label": line.label or " "} if is_named else {}
+    found = [point for point in line.points if point.objective_ms is not None]
+    proven = [
+        point for point in line.points if point.bound_ms is not None and not point.is_infeasible
+    ]
+    between = [point for point in found if point.bound_ms is not None]
+    plot.varea(
+        x=[point.limit_bytes / unit.size for point in between],
+        y1=[point.bound_ms for point in between],
+        y2=[point.objective_ms for point in between],
+        fill_color=colour,
+        fill_alpha=0.15,
+    )
+    plot.line(
+        x=[point.limit_bytes / unit.size for point in proven],
+        y=[point.bound_ms for point in proven],
+        line_color=colour,
+        line_dash="dashed",
+        line_width=1.5,
+    )
+    source = ColumnDataSource(_columns(line, found, unit))
+    plot.line(source=source, x="memory", y="ms", line_color=colour, line_width=2, **named)
+    dots = plot.scatter(source=source, x="memory", y="ms", size=7, color=colour)
+    told = [("", "@name"), ("memory", f"@memory{{0.[000]}} {unit.name}"), ("", "@told")]
+    plot.add_tools(HoverTool(renderers=[dots], tooltips=told))
+
+
+def _columns(line: FrontierLine, found: Sequence[Point], unit: Unit) -> dict[str, list[Any]]:
+    return {
+        "memory": [point.limit_bytes / unit.size for point in found],
+        "ms": [point.objective_ms for point in found],
+        "name": [line.label for _ in found],
+        "told": [_told(point) for point in found],
+    }
+
+
+def _told(point: Point) -> str:
+    objective_ms = point.objective_ms or 0.0
+    if point.bound_ms is None:
+        return f"{format_ms(objective_ms)} ms, no bound"
+    gap = format_share(gap_of(objective_ms, point.bound_ms) or 0.0)
+    return f"{format_ms(objective_ms)} ms, bound {format_ms(point.bound_ms)} ms, gap {gap}"
+
+
+def _draw_infeasible(
+    plot: Any, points: Sequence[Point], unit: Unit, height: float, look: Palette
+) -> None:
+    nothing = sorted({point.limit_bytes / unit.size for point in points if point.is_infeasible})
+    if not nothing:
+        return
+    plot.scatter(
+        x=nothing,
+        y=[height] * len(nothing),
+        marker="x",
+        size=11,
+        line_width=2,
+        color=look.limit,
+        legend_label="nothing fits (proven)",
+    )
+
+
+def _place_legend(plot: Any) -> None:
+    """Put the legend below: inside, it would cover points. Without a line there is none."""
+    if not plot.legend:
+        return
+    legend = plot.legend[0]
+    legend.orientation = "horizontal"
+    legend.ncols = 3
+    legend.click_policy = "hide"
+    plot.add_layout(legend, "below")
+
+
+# --- A bokeh layout as JSON for a page that has BokehJS, or as one file that holds everything.
+
+_COUNTED = re.compile(r"p\d+")
+_PLACE = "chart"
+_PAGE = """<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="{theme}">
+<title>{title}</title>
+<style>
+body {{ margin: 12px 16px; background: {page}; color: {text}; font: 14px system-ui, sans-serif; }}
+h1 {{ font-size: 18px; margin: 0 0 8px; overflow-wrap: anywhere; }}
+.bk-Tooltip {{ --tooltip-color: {page}; --tooltip-text: {text}; --tooltip-border: {edge};
+  --tooltip-arrow-color: {edge}; }}
+</style>
+{scripts}
+</head>
+<body>
+<h1>{title}</h1>
+<main id="{place}"></main>
+<script type="application/json" id="item">{item}</script>
+<script>
+Bokeh.embed.embed_item(JSON.parse(document.getElementById("item").textContent), "{place}")
+</script>
+</body>
+</html>
+"""
 
 
 def chart_item(layout: LayoutDOM, *, theme: Theme = "light") -> str:
     """Return a chart as JSON for ``Bokeh.embed.embed_item``; equal charts, equal text.
 
     The page must have loaded `COMPONENTS` of the same version of bokeh.
-
-    Raises
-    ------
-    MissingExtraError
-        If bokeh is not installed.
     """
-    require_bokeh()
-    from optpipe.plot.chart.page import item_of  # noqa: PLC0415 - an optional extra
-
-    return item_of(layout, theme)
+    item = json_item(layout, theme=BokehTheme(json=theme_of(theme)))
+    return json.dumps(_renamed(item), separators=(",", ":"), allow_nan=False)
 
 
 def chart_html(layout: LayoutDOM, *, title: str, theme: Theme = "light") -> str:
-    """Return a chart as one HTML file that holds everything it needs; equal charts, equal text.
+    """Return a chart as one HTML file that holds everything it needs; equal charts, equal text."""
+    look = PALETTES[theme]
+    scripts = Resources(mode="inline", components=list(COMPONENTS)).render_js()
+    return _PAGE.format(
+        theme=theme,
+        title=escape(title),
+        page=look.page,
+        text=look.text,
+        edge=look.edge,
+        scripts=scripts,
+        place=_PLACE,
+        # Nothing in a script element may look like its end.
+        item=chart_item(layout, theme=theme).replace("</", "<\\/"),
+    )
 
-    Raises
-    ------
-    MissingExtraError
-        If bokeh is not installed.
+
+def _renamed(item: Any) -> Any:
+    """Return an item whose models are numbered by their place in it, below a digest of it.
+
+    Bokeh counts models from the start of the process, so that the same chart would be other bytes
+    each time. The digest keeps the models of two charts on one page apart.
     """
-    require_bokeh()
-    from optpipe.plot.chart.page import html_of  # noqa: PLC0415 - an optional extra
+    plain = _walked(item, {}, "")
+    text = json.dumps(plain, separators=(",", ":"), allow_nan=False)
+    return _walked(item, {}, hashlib.sha256(text.encode()).hexdigest()[:10])
 
-    return html_of(layout, title, theme)
+
+def _walked(value: Any, names: dict[str, str], prefix: str) -> Any:
+    if isinstance(value, dict):
+        return {
+            key: _renamed_id(part, names, prefix)
+            if key in {"id", "root_id"} and isinstance(part, str) and _COUNTED.fullmatch(part)
+            else _walked(part, names, prefix)
+            for key, part in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return [_walked(part, names, prefix) for part in value]
+    return value
 
 
-def require_bokeh() -> None:
-    """Refuse to draw without bokeh.
+def _renamed_id(name: str, names: dict[str, str], prefix: str) -> str:
+    return names.setdefault(name, f"{prefix}-{len(names)}")
 
-    Raises
-    ------
-    MissingExtraError
-        If it is not installed.
+
+# --- Figures one above the other, with one toolbar whose tools act on all of them.
+
+
+def stacked(figures: Sequence[Any], theme: Theme) -> GridPlot:
+    """Return figures that share a time axis in a column; all tools act on that axis alone.
+
+    Bokeh's own merging of toolbars orders tools differently each time.
     """
-    if find_spec("bokeh") is None:
-        raise MissingExtraError(
-            "interactive charts need bokeh, which is not installed; "
-            "run: pip install 'optpipe[plot]'"
-        )
+    tools = [_tools() for _ in figures]
+    for plot, (pan, wheel, *others) in zip(figures, tools, strict=True):
+        plot.add_tools(pan, wheel, *others)
+        plot.toolbar.active_drag = pan
+        plot.toolbar.active_scroll = wheel
+    proxies: list[Tool | ToolProxy] = [
+        ToolProxy(tools=list(equal)) for equal in zip(*tools, strict=True)
+    ]
+    look = InlineStyleSheet(css=css_of(theme))
+    return GridPlot(
+        children=[(plot, place, 0) for place, plot in enumerate(figures)],
+        toolbar=Toolbar(tools=proxies, logo=None, stylesheets=[look]),
+        toolbar_location="above",
+        sizing_mode="stretch_width",
+    )
+
+
+def _tools() -> list[Tool]:
+    """Return new tools of one figure; those that are active from the start come first."""
+    return [
+        PanTool(dimensions="width"),
+        WheelZoomTool(dimensions="width"),
+        BoxZoomTool(dimensions="width"),
+        ZoomInTool(dimensions="width"),
+        ZoomOutTool(dimensions="width"),
+        ClickPanTool(direction="left"),
+        ClickPanTool(direction="right"),
+        ResetTool(),
+        SaveTool(),
+    ]

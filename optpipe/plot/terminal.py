@@ -15,25 +15,35 @@ from typing import TYPE_CHECKING
 from rich.style import Style
 from rich.text import Text
 
-from optpipe.action import ActionType
 from optpipe.memory import device_peak_bytes
-from optpipe.plot.colours import COLOURS
-from optpipe.plot.glyphs import ASCII, LETTERS, NAMES, UNICODE, Glyphs
-from optpipe.plot.raster import bins_of, blocks_of, levels_of
-from optpipe.plot.units import format_bytes, format_ms, format_share, tick_step
-from optpipe.timeline import make_timeline
+from optpipe.plot.scene import COLOURS
+from optpipe.schedule import ActionType
+from optpipe.simulate import make_timeline
+from optpipe.units import format_bytes, format_ms, format_share, tick_step
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from rich.console import Console, ConsoleOptions, RenderResult
 
-    from optpipe.action import Programs
-    from optpipe.plot.raster import Bin, Block
     from optpipe.problem import Problem
-    from optpipe.timeline import Interval, Lane, Timeline
+    from optpipe.schedule import Programs
+    from optpipe.simulate import Interval, Lane, Timeline
 
-__all__ = ["ScheduleView"]
+__all__ = [
+    "ASCII",
+    "LETTERS",
+    "NAMES",
+    "UNICODE",
+    "Bin",
+    "CellBlock",
+    "Glyphs",
+    "ScheduleView",
+    "bins_of",
+    "blocks_of",
+    "levels_of",
+]
+
 
 _MAX_WIDTH = 200
 _MIN_COLUMNS = 20
@@ -156,7 +166,7 @@ class _Picture:
                 self._block(body, block)
         return body
 
-    def _block(self, body: Text, block: Block) -> None:
+    def _block(self, body: Text, block: CellBlock) -> None:
         action = block.interval.action if block.interval else None
         if action is None:
             return
@@ -291,3 +301,172 @@ def _spread(count: int, at_most: int) -> list[int]:
     if at_most == 1:
         return [0]
     return [round(i * (count - 1) / (at_most - 1)) for i in range(at_most)]
+
+
+# --- From intervals in ms to columns of characters; knows nothing of colours or terminals.
+
+
+@dataclass(frozen=True, slots=True)
+class CellBlock:
+    """Columns ``first`` to ``last`` (exclusive) that one action fills; idle where None."""
+
+    first: int
+    last: int
+    interval: Interval | None
+
+    @property
+    def width(self) -> int:
+        """Number of columns."""
+        return self.last - self.first
+
+
+@dataclass(frozen=True, slots=True)
+class Bin:
+    """One column that many actions share: the type that fills most of it, and how much is busy."""
+
+    kind: ActionType | None
+    busy: float
+
+
+def blocks_of(
+    intervals: Iterable[Interval], length_ms: float, end_ms: float, width: int
+) -> list[CellBlock]:
+    """Cut a lane of ``length_ms`` into blocks, each end rounded to the nearest column.
+
+    Blocks cover columns 0 to that of ``end_ms`` without gaps; an action shorter than half a column
+    may get none.
+    """
+    per_ms = width / length_ms if length_ms > 0 else 0.0
+    blocks: list[CellBlock] = []
+    at = 0
+    for interval in sorted(intervals, key=lambda item: item.start):
+        first, last = round(interval.start * per_ms), round(interval.end * per_ms)
+        first = max(first, at)
+        if last <= first:
+            continue
+        if first > at:
+            blocks.append(CellBlock(at, first, None))
+        blocks.append(CellBlock(first, last, interval))
+        at = last
+    end = round(end_ms * per_ms)
+    if end > at:
+        blocks.append(CellBlock(at, end, None))
+    return blocks
+
+
+def bins_of(intervals: Iterable[Interval], length_ms: float, width: int) -> list[Bin]:
+    """Share a lane out to columns, for pictures with more actions than columns."""
+    filled: list[dict[ActionType | None, float]] = [{} for _ in range(width)]
+    column_ms = length_ms / width if length_ms > 0 else 1.0
+    for interval in intervals:
+        kind = interval.action.type if interval.action is not None else None
+        first = min(int(interval.start / column_ms), width - 1)
+        last = min(int(interval.end / column_ms), width - 1)
+        for column in range(first, last + 1):
+            start = max(interval.start, column * column_ms)
+            end = min(interval.end, (column + 1) * column_ms)
+            if end > start:
+                filled[column][kind] = filled[column].get(kind, 0.0) + end - start
+    return [
+        Bin(max(held, key=lambda kind: held[kind]), min(1.0, sum(held.values()) / column_ms))
+        if held
+        else Bin(None, 0.0)
+        for held in filled
+    ]
+
+
+def levels_of(
+    curve: Sequence[tuple[float, int]], length_ms: float, end_ms: float, width: int
+) -> list[int]:
+    """Return the most bytes held during each column, up to the column of ``end_ms``."""
+    per_ms = width / length_ms if length_ms > 0 else 0.0
+    num_columns = min(width, max(1, round(end_ms * per_ms)))
+    levels = [0] * num_columns
+    following = [moment for moment, _ in curve[1:]] + [end_ms]
+    for (moment, held), until in zip(curve, following, strict=True):
+        first = min(int(moment * per_ms), num_columns - 1)
+        last = min(int(until * per_ms), num_columns - 1)
+        for column in range(first, last + 1):
+            levels[column] = max(levels[column], held)
+    return levels
+
+
+# --- The signs of the terminal picture: one set for terminals with Unicode, one for those without.
+
+LETTERS: Mapping[ActionType, str] = {
+    ActionType.FORWARD: "F",
+    ActionType.BACKWARD_INPUT: "I",
+    ActionType.BACKWARD_WEIGHT: "W",
+    ActionType.FULL_BACKWARD: "B",
+    ActionType.RECOMPUTE: "R",
+}
+NAMES: Mapping[ActionType, str] = {
+    ActionType.FORWARD: "forward",
+    ActionType.BACKWARD_INPUT: "input gradient",
+    ActionType.BACKWARD_WEIGHT: "weight gradient",
+    ActionType.FULL_BACKWARD: "full backward",
+    ActionType.RECOMPUTE: "recompute",
+    ActionType.OFFLOAD: "to the host",
+    ActionType.RELOAD: "from the host",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Glyphs:
+    """Signs; ``fill`` continues a block where there is no colour to do it.
+
+    ``levels`` go from nothing to full, ``shades`` from idle to busy.
+    """
+
+    fill: Mapping[ActionType, str]
+    grad_sync: str
+    bubble: str
+    levels: str
+    shades: str
+    over: str
+    tick: str
+    ruler: str
+    down: str
+    up: str
+
+
+UNICODE = Glyphs(
+    fill={
+        ActionType.FORWARD: "─",
+        ActionType.BACKWARD_INPUT: "═",
+        ActionType.BACKWARD_WEIGHT: "┄",
+        ActionType.FULL_BACKWARD: "≡",
+        ActionType.RECOMPUTE: "~",
+        ActionType.OFFLOAD: "▾",
+        ActionType.RELOAD: "▴",
+    },
+    grad_sync="◦",
+    bubble="·",
+    levels=" ▁▂▃▄▅▆▇█",
+    shades=" ░▒▓█",
+    over="!",
+    tick="┴",
+    ruler="─",
+    down="↓",
+    up="↑",
+)
+ASCII = Glyphs(
+    fill={
+        ActionType.FORWARD: "-",
+        ActionType.BACKWARD_INPUT: "=",
+        ActionType.BACKWARD_WEIGHT: "~",
+        ActionType.FULL_BACKWARD: "#",
+        ActionType.RECOMPUTE: "+",
+        ActionType.OFFLOAD: "v",
+        ActionType.RELOAD: "^",
+    },
+    grad_sync="o",
+    bubble=".",
+    levels=" 12345678",
+    shades=" -+xX",
+    over="!",
+    tick="|",
+    ruler="-",
+    down="v",
+    up="^",
+)

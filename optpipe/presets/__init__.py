@@ -4,26 +4,30 @@
 gives a problem to solve and a model to cut otherwise.
 """
 
-from optpipe.presets.asking import AskedError, Sentence
+from optpipe.presets.catalogue import GPUS, MODELS, Efficiency, Hardware, find_gpu, find_model
+from optpipe.presets.costs import total_parameters
 from optpipe.presets.estimate import Estimate, estimate
-from optpipe.presets.hardware import GPUS, Efficiency, Hardware, find_gpu
 from optpipe.presets.huggingface import shape_from_config
-from optpipe.presets.models import MODELS, find_model
-from optpipe.presets.parameters import total_parameters
-from optpipe.presets.shape import Experts, LatentAttention, ModelShape
-from optpipe.presets.training import Training
+from optpipe.presets.shape import (
+    AskedError,
+    AskedSentence,
+    Experts,
+    LatentAttention,
+    ModelShape,
+    Training,
+)
 
 __all__ = [
     "GPUS",
     "MODELS",
     "AskedError",
+    "AskedSentence",
     "Efficiency",
     "Estimate",
     "Experts",
     "Hardware",
     "LatentAttention",
     "ModelShape",
-    "Sentence",
     "Training",
     "estimate",
     "find_gpu",

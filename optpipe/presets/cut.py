@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 from itertools import accumulate
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, get_args
 
 import numpy as np
 
 from optpipe.errors import InputError
-from optpipe.presets.asking import AskedError, Field
+from optpipe.presets.shape import AskedError, Field
+from optpipe.problem import Placement, placement_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
-__all__ = ["Placement", "balanced_sizes", "placement_of", "too_many_stages"]
-
-Placement = Literal["linear", "loop", "v"]
+__all__ = ["asked_placement", "balanced_sizes", "too_many_stages"]
 
 _SLACK = 1 + 1e-12  # sums in another order
 
 
-def placement_of(name: str, num_devices: int, chunks: int) -> tuple[int, ...]:
+def asked_placement(name: str, num_devices: int, chunks: int) -> tuple[int, ...]:
     """Return the device of each stage: once along the devices, round and round, or to and fro.
 
     Raises
@@ -41,9 +40,7 @@ def placement_of(name: str, num_devices: int, chunks: int) -> tuple[int, ...]:
             Field("chunks"),
             " out",
         )
-    line = tuple(range(num_devices))
-    turns = (line[::-1] if name == "v" and turn % 2 else line for turn in range(chunks))
-    return tuple(device for turn in turns for device in turn)
+    return placement_of(name, num_devices, chunks)
 
 
 def balanced_sizes(times_ms: Sequence[float], num_stages: int) -> tuple[int, ...]:

@@ -12,40 +12,40 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from optpipe.errors import InputError
+from optpipe.errors import InputError, explain
 from optpipe.model import MAX_LAYERS, DefaultLink, Layer, Model, ModelDevice
-from optpipe.presets.asking import AskedError, Field, Sentence
-from optpipe.presets.cut import balanced_sizes, placement_of, too_many_stages
-from optpipe.presets.flops import embedding_work, head_work, layer_work, model_flops
-from optpipe.presets.memory import (
+from optpipe.presets.costs import (
+    Held,
     Kept,
+    Machine,
+    PassTimes,
     checkpoint_bytes,
     embedding_kept,
+    embedding_parameters,
+    embedding_work,
     head_kept,
+    head_parameters,
+    head_work,
     head_workspace_bytes,
     layer_kept,
-    static_bytes,
-)
-from optpipe.presets.parameters import (
-    Held,
-    embedding_parameters,
-    head_parameters,
     layer_parameters,
+    layer_work,
+    model_flops,
+    static_bytes,
     vocab_slice,
 )
-from optpipe.presets.times import Machine, PassTimes
+from optpipe.presets.cut import asked_placement, balanced_sizes, too_many_stages
+from optpipe.presets.shape import AskedError, AskedSentence, Field
 from optpipe.problem import Link
-from optpipe.validation import explain
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from optpipe.presets.hardware import Efficiency, Hardware
-    from optpipe.presets.shape import ModelShape
-    from optpipe.presets.training import Training
+    from optpipe.presets.catalogue import Efficiency, Hardware
+    from optpipe.presets.shape import ModelShape, Training
     from optpipe.problem import Problem
 
-__all__ = ["Estimate", "Part", "estimate", "model_parts", "reserved_bytes"]
+__all__ = ["Estimate", "StagePart", "estimate", "model_parts", "reserved_bytes"]
 
 _CONTEXT_BYTES = 2 * 2**30
 _FRAGMENTATION_SHARE = 0.03
@@ -55,7 +55,7 @@ _DIGITS = 5
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class StagePart:
     """One kind of layer as one device of a stage has it; ``repeat`` of them in a row."""
 
     name: str
@@ -91,7 +91,7 @@ class Estimate:
     sizes: tuple[int, ...]
     problem: Problem
     mfu: float
-    notes: tuple[Sentence, ...]
+    notes: tuple[AskedSentence, ...]
 
 
 def estimate(
@@ -129,7 +129,7 @@ def estimate(
     """
     training.check_divides(shape)
     _check_count(shape, pp * chunks)
-    stages = placement_of(placement, pp, chunks)
+    stages = asked_placement(placement, pp, chunks)
     machine = Machine(hardware, efficiency or hardware.efficiency, training)
     parts = model_parts(shape, machine, pp=pp)
     factor, reached = _scaled(shape, machine, parts, mfu)
@@ -169,7 +169,7 @@ def _check_count(shape: ModelShape, num_stages: int) -> None:
         raise too_many_stages(num_stages, num_layers)
 
 
-def model_parts(shape: ModelShape, machine: Machine, *, pp: int = 2) -> tuple[Part, ...]:
+def model_parts(shape: ModelShape, machine: Machine, *, pp: int = 2) -> tuple[StagePart, ...]:
     """Return embedding, layers and head in model order.
 
     With one device (``pp`` 1) a tied head costs no parameters of its own.
@@ -181,11 +181,11 @@ def model_parts(shape: ModelShape, machine: Machine, *, pp: int = 2) -> tuple[Pa
     )
 
 
-def _embedding(shape: ModelShape, machine: Machine) -> Part:
+def _embedding(shape: ModelShape, machine: Machine) -> StagePart:
     training = machine.training
     size = training.element_bytes
     reduce = machine.all_reduce_ms(training.tokens * shape.hidden * size, training.tp)
-    return Part(
+    return StagePart(
         name="embedding",
         repeat=1,
         times=machine.pass_times(embedding_work(shape, training)).plus(PassTimes(reduce, 0, 0)),
@@ -194,10 +194,10 @@ def _embedding(shape: ModelShape, machine: Machine) -> Part:
     )
 
 
-def _layers(shape: ModelShape, machine: Machine, is_moe: bool, count: int) -> Part:
+def _layers(shape: ModelShape, machine: Machine, is_moe: bool, count: int) -> StagePart:
     training = machine.training
     compute = machine.pass_times(layer_work(shape, training, is_moe=is_moe))
-    return Part(
+    return StagePart(
         name="expert layer" if is_moe else "layer",
         repeat=count,
         times=compute.plus(machine.layer_collectives(shape, is_moe=is_moe)),
@@ -206,14 +206,14 @@ def _layers(shape: ModelShape, machine: Machine, is_moe: bool, count: int) -> Pa
     )
 
 
-def _head(shape: ModelShape, machine: Machine, *, owns_matrix: bool) -> Part:
+def _head(shape: ModelShape, machine: Machine, *, owns_matrix: bool) -> StagePart:
     training = machine.training
     size = training.element_bytes
     reduce = machine.all_reduce_ms(training.tokens * shape.hidden * size, training.tp)
     parameters = head_parameters(shape, training.tp)
     if not owns_matrix:
         parameters -= vocab_slice(shape, training.tp) * shape.hidden
-    return Part(
+    return StagePart(
         name="head",
         repeat=1,
         times=machine.pass_times(head_work(shape, training)).plus(PassTimes(0, reduce, 0)),
@@ -225,7 +225,7 @@ def _head(shape: ModelShape, machine: Machine, *, owns_matrix: bool) -> Part:
 
 
 def _scaled(
-    shape: ModelShape, machine: Machine, parts: tuple[Part, ...], mfu: float | None
+    shape: ModelShape, machine: Machine, parts: tuple[StagePart, ...], mfu: float | None
 ) -> tuple[float, float]:
     """Return the factor on all times, and the utilisation with it."""
     if mfu is not None and not 0 < mfu <= 1:
@@ -237,7 +237,7 @@ def _scaled(
     return (1.0, reached) if mfu is None else (reached / mfu, mfu)
 
 
-def _layer(part: Part, shape: ModelShape, machine: Machine, factor: float) -> Layer:
+def _layer(part: StagePart, shape: ModelShape, machine: Machine, factor: float) -> Layer:
     forward, backward_input, backward_weight = (
         round(value, _DIGITS) for value in part.times.times(factor)
     )
@@ -325,16 +325,18 @@ def _name(shape: ModelShape, hardware: Hardware, training: Training, pp: int) ->
     return f"{shape.name}-{hardware.name}-pp{pp}{more}"
 
 
-def _notes(shape: ModelShape, problem: Problem) -> Iterator[Sentence]:
-    yield Sentence("Estimated from sizes and data sheets, not measured: optpipe profile measures.")
+def _notes(shape: ModelShape, problem: Problem) -> Iterator[AskedSentence]:
+    yield AskedSentence(
+        "Estimated from sizes and data sheets, not measured: optpipe profile measures."
+    )
     if shape.experts is not None:
-        yield Sentence("Routing is taken as balanced over the experts.")
+        yield AskedSentence("Routing is taken as balanced over the experts.")
     for part in shape.left_out:
-        yield Sentence(f"Left out: {part}.")
+        yield AskedSentence(f"Left out: {part}.")
     for index, device in enumerate(problem.devices):
         static = problem.static_bytes_of(index)
         if static > device.usable_bytes:
-            yield Sentence(
+            yield AskedSentence(
                 f"{device.name} does not even hold its static bytes: {static / 1e9:.1f} GB of "
                 f"{device.usable_bytes / 1e9:.1f} GB usable. Raise ",
                 *(Field("pp"), ", ", Field("tp"), ", ", Field("ep"), " or ", Field("dp"), "."),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from optpipe.errors import InputError
-from optpipe.formats.json_text import parse_json
+from optpipe.formats.json import parse_json
 from optpipe.presets.shape import Experts, LatentAttention, ModelShape
 
 if TYPE_CHECKING:

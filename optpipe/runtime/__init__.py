@@ -1,7 +1,7 @@
 """The torch runtime: runs a schedule on torch.distributed, offloads and recomputes for real.
 
 Importing it says at once whether torch is there in a version it works with; torch itself is
-loaded only when a name is used, so that starting ranks (`optpipe.runtime.launch`) stays cheap.
+loaded only when a name is used, so that starting ranks (`optpipe.runtime.demo_model`) stays cheap.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from optpipe.runtime.requirements import require_torch
+from optpipe.runtime.preflight import require_torch
 
 if TYPE_CHECKING:
     from optpipe.runtime.errors import OffloadError, PreflightError, RankError
-    from optpipe.runtime.following import Follower, follow
+    from optpipe.runtime.follower import Follower, follow
     from optpipe.runtime.measuring import measure
     from optpipe.runtime.runner import Evaluation, PipelineRunner
     from optpipe.runtime.timing import ActionTimer
@@ -36,12 +36,12 @@ require_torch()
 _HOMES = {
     "ActionTimer": "timing",
     "Evaluation": "runner",
-    "Follower": "following",
+    "Follower": "follower",
     "OffloadError": "errors",
     "PipelineRunner": "runner",
     "PreflightError": "errors",
     "RankError": "errors",
-    "follow": "following",
+    "follow": "follower",
     "measure": "measuring",
 }
 """In which module below this one a name is."""

@@ -19,10 +19,17 @@ import torch
 import torch.distributed as dist
 
 from optpipe.errors import InputError, OptPipeError, ServiceError, ServiceUnreachableError
-from optpipe.formats.json_text import load_problem, load_schedule, read_text
-from optpipe.runtime.demo_model import ModelConfig, make_stages, random_tokens, token_loss
-from optpipe.runtime.launch import RENDEZVOUS_VARIABLE
-from optpipe.runtime.reference import SingleProcess, gather_gradients
+from optpipe.formats.json import load_problem, load_schedule, read_text
+from optpipe.problem import Device, Link, Problem, Stage
+from optpipe.runtime.demo_model import (
+    RENDEZVOUS_VARIABLE,
+    ModelConfig,
+    chain,
+    make_stages,
+    random_tokens,
+    token_loss,
+)
+from optpipe.runtime.measuring import Effort, measure
 from optpipe.runtime.runner import PipelineRunner
 
 if TYPE_CHECKING:
@@ -30,11 +37,17 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from optpipe.problem import Problem
-    from optpipe.runtime.reference import Agreement, Gradients
     from optpipe.schedule import Schedule
 
-__all__ = ["main"]
+__all__ = [
+    "Agreement",
+    "Gradients",
+    "SingleProcess",
+    "gather_gradients",
+    "main",
+    "make_demo_problem",
+]
+
 
 _FETCH_TIMEOUT_S = 30.0
 
@@ -202,6 +215,174 @@ def _verdict(agreed: bool) -> bool:
         else:
             print("the pipeline does NOT train like one process; see above", file=sys.stderr)
     return told[0]
+
+
+# --- Writes the demo's problem: the small transformer of `demo_model`, measured on this CPU.
+# ``python -m optpipe.runtime.demo -o examples/problems/tiny-gpt-pp4.json``
+#
+# Each device holds one stage and has room for its weights, its boundary buffers and one and a half
+# activations: 1F1B would hold up to four on the first device. So whoever wants more than one
+# micro-batch in flight must offload.
+
+_ROOM_IN_ACTIVATIONS = 1.5
+_LATENCY_MS = 0.1
+_EFFORT = Effort(repeats=15, warmups=2)
+
+
+def make_demo_problem(
+    config: ModelConfig | None = None, num_stages: int = 4, num_microbatches: int = 8
+) -> Problem:
+    """Measure the model's stages and return the problem, one device per stage."""
+    config = config or ModelConfig()
+    torch.set_num_threads(1)
+    tokens, target = random_tokens(config, num_microbatches=1, seed=0)
+    profile = measure(
+        make_stages(config, num_stages),
+        tokens,
+        loss_fn=token_loss,
+        target=target,
+        effort=_EFFORT,
+        links=False,
+    )
+    measured = profile.problem(num_microbatches)
+    stages = tuple(_offloading_stage(stage) for stage in measured.stages)
+    rate = _rounded(min(device.d2h_gb_per_s or 1.0 for device in measured.devices))
+    return Problem(
+        name=f"tiny-gpt-pp{num_stages}",
+        num_microbatches=num_microbatches,
+        devices=tuple(
+            _device(stages, index, rate, num_microbatches) for index in range(num_stages)
+        ),
+        stages=stages,
+        links=tuple(
+            Link.model_validate({"from": index, "to": index + 1, "latency_ms": _LATENCY_MS})
+            for index in range(num_stages - 1)
+        ),
+    )
+
+
+def _offloading_stage(stage: Stage) -> Stage:
+    """Return a stage whose times are rounded, and whose only way to less memory is to offload."""
+    return Stage(
+        device=stage.device,
+        forward_ms=_rounded(stage.forward_ms),
+        backward_input_ms=_rounded(stage.backward_input_ms),
+        backward_weight_ms=_rounded(stage.backward_weight_ms),
+        activation_bytes=stage.activation_bytes,
+        weight_context_bytes=stage.weight_context_bytes,
+        offload_bytes=stage.offload_bytes,
+        static_bytes=stage.static_bytes,
+        output_bytes=stage.output_bytes,
+    )
+
+
+def _device(stages: tuple[Stage, ...], index: int, rate: float, num_microbatches: int) -> Device:
+    stage = stages[index]
+    received = stages[index - 1].output_bytes if index else 0
+    boundary = num_microbatches * (received + stage.output_bytes)
+    largest = max(stage.activation_bytes, stage.weight_context_bytes)
+    room = int(_ROOM_IN_ACTIVATIONS * largest)
+    return Device(
+        name=f"cpu{index}",
+        memory_bytes=stage.static_bytes + boundary + room,
+        reserved_bytes=boundary,
+        d2h_gb_per_s=rate,
+        h2d_gb_per_s=rate,
+    )
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.2g}")
+
+
+# --- The same model in one process: what the demo's pipeline is compared with.
+
+Gradients = dict[int, dict[str, "Tensor"]]
+"""Stage -> parameter -> gradient, on the CPU."""
+
+_TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4}
+
+
+class Agreement(NamedTuple):
+    """How one step of the pipeline compares with the single process."""
+
+    pipeline_loss: float
+    reference_loss: float
+    largest_difference: float
+    largest_gradient: float
+    num_gradients: int
+    tolerance: float
+
+    @property
+    def holds(self) -> bool:
+        """Whether loss and all gradients agree, relative to the largest gradient."""
+        return (
+            abs(self.pipeline_loss - self.reference_loss) <= self.tolerance * self.reference_loss
+            and self.largest_difference <= self.tolerance * self.largest_gradient
+        )
+
+
+def _gradients_of(stages: dict[int, nn.Module]) -> Gradients:
+    """Return all gradients of some stages; a parameter without one has zeros."""
+    return {
+        index: {
+            name: (torch.zeros_like(p) if p.grad is None else p.grad).detach().cpu()
+            for name, p in module.named_parameters()
+        }
+        for index, module in stages.items()
+    }
+
+
+class SingleProcess:
+    """The chained model, trained beside the pipeline by an optimizer of its own."""
+
+    def __init__(self, stages: list[nn.Module], num_microbatches: int) -> None:
+        self._stages = stages
+        self._model = chain(stages)
+        self._num_microbatches = num_microbatches
+        self._optimizer = torch.optim.Adam(self._model.parameters(), lr=1e-3)
+
+    def step(self, batch: Tensor, target: Tensor) -> float:
+        """Finish the step before, then make the gradients of a batch; return its loss."""
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        count = self._num_microbatches
+        total = 0.0
+        for inputs, wanted in zip(batch.chunk(count), target.chunk(count), strict=True):
+            loss = token_loss(self._model(inputs), wanted) / count
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += loss.item()
+        return total
+
+    def compare(
+        self, pipeline_loss: float, reference_loss: float, pipeline: Gradients
+    ) -> Agreement:
+        """Compare every gradient of the pipeline with the one just made."""
+        own = _gradients_of(dict(enumerate(self._stages)))
+        pairs = [
+            (pipeline[index][name], gradient)
+            for index, named in own.items()
+            for name, gradient in named.items()
+        ]
+        # NaN must not pass for agreement: max() would skip it.
+        differences = torch.stack([(theirs - ours).abs().max() for theirs, ours in pairs])
+        return Agreement(
+            pipeline_loss=pipeline_loss,
+            reference_loss=reference_loss,
+            largest_difference=float(differences.max()),
+            largest_gradient=max(float(ours.abs().max()) for _, ours in pairs),
+            num_gradients=len(pairs),
+            tolerance=_TOLERANCE[pairs[0][1].dtype],
+        )
+
+
+def gather_gradients(stages: dict[int, nn.Module]) -> Gradients:
+    """Return the gradients of all ranks' stages on rank 0, nothing elsewhere."""
+    told: list[Gradients | None] | None = None
+    if dist.get_rank() == 0:
+        told = [None] * dist.get_world_size()
+    dist.gather_object(_gradients_of(stages), told)
+    return {index: named for part in told or () for index, named in (part or {}).items()}
 
 
 if __name__ == "__main__":

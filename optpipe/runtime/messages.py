@@ -24,17 +24,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from optpipe.action import Action
-from optpipe.precedence import Pass, input_of, pass_of
 from optpipe.runtime.errors import PreflightError
+from optpipe.schedule import Action, Pass, input_of, pass_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
 __all__ = [
+    "MessageSend",
     "Order",
     "Receive",
-    "Send",
     "Step",
     "boundary_levels",
     "boundary_room",
@@ -44,7 +43,7 @@ __all__ = [
 ]
 
 
-class Send(NamedTuple):
+class MessageSend(NamedTuple):
     """The output of a pass is posted to the rank of the next stage (backward: of the previous)."""
 
     message: Pass
@@ -62,7 +61,7 @@ class Receive(NamedTuple):
         return f"receive of {_words(self.message)}"
 
 
-Step = Action | Send | Receive
+Step = Action | MessageSend | Receive
 """One of torch's passes, or a message posted."""
 
 Order = tuple[Step, ...]
@@ -118,7 +117,7 @@ def _queues(orders: Sequence[Order], placement: Sequence[int]) -> dict[tuple[int
         for step in order:
             if not isinstance(step, Action):
                 source, target = _ends(step.message, placement)
-                other = target if isinstance(step, Send) else source
+                other = target if isinstance(step, MessageSend) else source
                 queues.setdefault((rank, other), []).append(step.message)
                 queues.setdefault((other, rank), [])
     return queues
@@ -184,9 +183,9 @@ class _Execution:
             return True
         return needed in self._passed
 
-    def _post(self, rank: int, step: Send | Receive) -> None:
+    def _post(self, rank: int, step: MessageSend | Receive) -> None:
         source, target = _ends(step.message, self._placement)
-        other = target if isinstance(step, Send) else source
+        other = target if isinstance(step, MessageSend) else source
         self._posted.setdefault((rank, other), []).append(step.message)
         pair = (min(rank, other), max(rank, other))
         theirs = self._posted.get((other, rank), [])
@@ -217,7 +216,7 @@ def sends_over_before(
     over: list[dict[Step, tuple[Pass, ...]]] = [{} for _ in orders]
     for rank, step in _in_some_order(orders, placement):
         known[rank][rank] += 1
-        if isinstance(step, Send):
+        if isinstance(step, MessageSend):
             if len(in_flight[rank]) >= window:
                 over[rank][step] = (in_flight[rank].pop(0),)
             told[step.message] = list(known[rank])

@@ -15,22 +15,42 @@ allocated and freed by one stream, in the program's order, and not because they 
 
 from __future__ import annotations
 
+import os
+import weakref
 from contextlib import contextmanager
 from enum import Enum
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from optpipe.runtime.copies import Copies, Fence, make_copies
 from optpipe.runtime.errors import OffloadError
-from optpipe.runtime.host_pool import HostPool
-from optpipe.runtime.saved import Parcel, SavedActivations, bytes_of
+from optpipe.runtime.torch_names import parts_with_memory, storage_identity, viewed
+from optpipe.schedule import ActionType
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-__all__ = ["DEFAULT_MIN_BYTES", "Offloader"]
+    from optpipe.schedule import Program
+
+__all__ = [
+    "DEFAULT_MIN_BYTES",
+    "Copies",
+    "CudaCopies",
+    "Fence",
+    "HostPool",
+    "OffloadedStorage",
+    "Offloader",
+    "PlainCopies",
+    "SavedActivations",
+    "bytes_of",
+    "count_slots",
+    "host_memory_bytes",
+    "make_copies",
+]
+
 
 DEFAULT_MIN_BYTES: Final = 1024
 """Storages below this stay on the device: a copy of their own costs more than they weigh."""
@@ -50,13 +70,13 @@ class _State(Enum):
     RETURNING = "on their way back"
 
 
-class _Cargo:
+class _OffloadedCell:
     """The activations of one cell between its F and its backward."""
 
     def __init__(self, saved: SavedActivations) -> None:
         self.saved = saved
         self.state = _State.CAPTURED
-        self.parcels: list[Parcel] = []
+        self.storages: list[OffloadedStorage] = []
         self.slot: Tensor | None = None
         self.fence: Fence | None = None
 
@@ -101,7 +121,7 @@ class Offloader:
         self._min_bytes = min_bytes
         self.copies = copies if copies is not None else make_copies(device)
         self.pool = HostPool(pinned=self.copies.pinned, num_slots=num_slots)
-        self._cargo: dict[Cell, _Cargo] = {}
+        self._offloaded: dict[Cell, _OffloadedCell] = {}
         self.offloaded_bytes = 0
         self.reloaded_bytes = 0
 
@@ -121,51 +141,51 @@ class Offloader:
         if cell not in self._cells:
             yield
             return
-        if cell not in self._cargo:
-            self._cargo[cell] = _Cargo(self._saved(cell, boundary))
-        with self._cargo[cell].saved.capture():
+        if cell not in self._offloaded:
+            self._offloaded[cell] = _OffloadedCell(self._saved(cell, boundary))
+        with self._offloaded[cell].saved.capture():
             yield
 
     def keep(self, cell: Cell, tensors: Sequence[Tensor]) -> None:
         """Leave these tensors, the stage's outputs, on the device."""
-        if cell in self._cargo:
-            self._cargo[cell].saved.keep(tensors)
+        if cell in self._offloaded:
+            self._offloaded[cell].saved.keep(tensors)
 
-    def parcels(self, cell: Cell) -> list[Parcel]:
+    def storages(self, cell: Cell) -> list[OffloadedStorage]:
         """Return the storages of a cell that can go, or have gone, to the host."""
-        cargo = self._cargo[cell]
-        return cargo.parcels or cargo.saved.parcels()
+        offloaded = self._offloaded[cell]
+        return offloaded.storages or offloaded.saved.storages()
 
     def offload(self, cell: Cell) -> None:
         """Issue the copies to the host; the device memory stays taken."""
-        cargo = self._expect(cell, _State.CAPTURED, "OFFLOAD")
-        cargo.parcels = cargo.saved.parcels()
-        cargo.slot = self.pool.take(cell[0], _slot_bytes(cargo.parcels))
-        cargo.fence = self.copies.to_host(
-            [(_device_bytes(parcel), part) for parcel, part in _parts(cargo)]
+        offloaded = self._expect(cell, _State.CAPTURED, "OFFLOAD")
+        offloaded.storages = offloaded.saved.storages()
+        offloaded.slot = self.pool.take(cell[0], _slot_bytes(offloaded.storages))
+        offloaded.fence = self.copies.to_host(
+            [(_device_bytes(storage), part) for storage, part in _parts(offloaded)]
         )
-        cargo.state = _State.LEAVING
-        self.offloaded_bytes += _total(cargo.parcels)
+        offloaded.state = _State.LEAVING
+        self.offloaded_bytes += _total(offloaded.storages)
 
     def release(self, cell: Cell) -> None:
         """Make compute wait for the copies, and give the device memory back."""
-        cargo = self._expect(cell, _State.LEAVING, "RELEASE")
-        _wait(cargo)
-        for parcel in cargo.parcels:
-            parcel.storage = None
-        cargo.state = _State.RELEASED
+        offloaded = self._expect(cell, _State.LEAVING, "RELEASE")
+        _wait(offloaded)
+        for storage in offloaded.storages:
+            storage.on_device = None
+        offloaded.state = _State.RELEASED
 
     def reload(self, cell: Cell) -> None:
         """Take device memory and issue the copies back."""
-        cargo = self._expect(cell, _State.RELEASED, "RELOAD")
-        for parcel in cargo.parcels:
+        offloaded = self._expect(cell, _State.RELEASED, "RELOAD")
+        for storage in offloaded.storages:
             # Allocated here, on the compute stream, by which it will also be freed.
-            parcel.storage = _new_storage(parcel)
-        cargo.fence = self.copies.to_device(
-            [(part, _device_bytes(parcel)) for parcel, part in _parts(cargo)]
+            storage.on_device = _new_storage(storage)
+        offloaded.fence = self.copies.to_device(
+            [(part, _device_bytes(storage)) for storage, part in _parts(offloaded)]
         )
-        cargo.state = _State.RETURNING
-        self.reloaded_bytes += _total(cargo.parcels)
+        offloaded.state = _State.RETURNING
+        self.reloaded_bytes += _total(offloaded.storages)
 
     def before_backward(self, cell: Cell) -> None:
         """Make compute wait for a reload that is under way, and let go of the cell.
@@ -174,15 +194,15 @@ class Offloader:
         """
         if cell not in self._cells:
             return
-        cargo = self._expect(cell, _State.RETURNING, "the backward")
-        _wait(cargo)
-        if cargo.slot is not None:
-            self.pool.give_back(cell[0], cargo.slot)
-        del self._cargo[cell]
+        offloaded = self._expect(cell, _State.RETURNING, "the backward")
+        _wait(offloaded)
+        if offloaded.slot is not None:
+            self.pool.give_back(cell[0], offloaded.slot)
+        del self._offloaded[cell]
 
     def reset(self) -> None:
         """Forget what an interrupted step left behind."""
-        self._cargo.clear()
+        self._offloaded.clear()
 
     def _saved(self, cell: Cell, boundary: Sequence[Tensor]) -> SavedActivations:
         stage, microbatch = cell
@@ -191,51 +211,355 @@ class Offloader:
         label = f"stage {stage}, micro-batch {microbatch}"
         return SavedActivations(label, resident, self._device, self._min_bytes)
 
-    def _expect(self, cell: Cell, state: _State, what: str) -> _Cargo:
-        cargo = self._cargo.get(cell)
-        if cargo is None or cargo.state is not state:
-            found = "not captured" if cargo is None else cargo.state.value
+    def _expect(self, cell: Cell, state: _State, what: str) -> _OffloadedCell:
+        offloaded = self._offloaded.get(cell)
+        if offloaded is None or offloaded.state is not state:
+            found = "not captured" if offloaded is None else offloaded.state.value
             raise OffloadError(
                 f"{what} of stage {cell[0]}, micro-batch {cell[1]}: its activations are {found}, "
                 f"but must be {state.value}; check the program's OFFLOAD, RELEASE, RELOAD order"
             )
-        return cargo
+        return offloaded
 
 
-def _wait(cargo: _Cargo) -> None:
-    if cargo.fence is not None:
-        cargo.fence.wait()
-        cargo.fence = None
+def _wait(offloaded: _OffloadedCell) -> None:
+    if offloaded.fence is not None:
+        offloaded.fence.wait()
+        offloaded.fence = None
 
 
 def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
-def _slot_bytes(parcels: Sequence[Parcel]) -> int:
-    return sum(_aligned(parcel.num_bytes) for parcel in parcels)
+def _slot_bytes(storages: Sequence[OffloadedStorage]) -> int:
+    return sum(_aligned(storage.num_bytes) for storage in storages)
 
 
-def _total(parcels: Sequence[Parcel]) -> int:
-    return sum(parcel.num_bytes for parcel in parcels)
+def _total(storages: Sequence[OffloadedStorage]) -> int:
+    return sum(storage.num_bytes for storage in storages)
 
 
-def _parts(cargo: _Cargo) -> Iterator[tuple[Parcel, Tensor]]:
-    """Pair every parcel with its bytes in the host slot."""
-    if cargo.slot is None:
+def _parts(offloaded: _OffloadedCell) -> Iterator[tuple[OffloadedStorage, Tensor]]:
+    """Pair every storage with its bytes in the host slot."""
+    if offloaded.slot is None:
         return
     start = 0
-    for parcel in cargo.parcels:
-        yield parcel, cargo.slot[start : start + parcel.num_bytes]
-        start += _aligned(parcel.num_bytes)
+    for storage in offloaded.storages:
+        yield storage, offloaded.slot[start : start + storage.num_bytes]
+        start += _aligned(storage.num_bytes)
 
 
-def _new_storage(parcel: Parcel) -> torch.UntypedStorage:
-    data = torch.empty(parcel.num_bytes, dtype=torch.uint8, device=parcel.device)
+def _new_storage(storage: OffloadedStorage) -> torch.UntypedStorage:
+    data = torch.empty(storage.num_bytes, dtype=torch.uint8, device=storage.device)
     return data.untyped_storage()
 
 
-def _device_bytes(parcel: Parcel) -> Tensor:
-    if parcel.storage is None:
+def _device_bytes(storage: OffloadedStorage) -> Tensor:
+    if storage.on_device is None:
         raise OffloadError("a copy was issued for a storage that is not on the device")
-    return bytes_of(parcel.storage, parcel.num_bytes)
+    return bytes_of(storage.on_device, storage.num_bytes)
+
+
+# --- What autograd saves for one (stage, micro-batch), held in a form that can leave the device.
+# While a stage runs forward, ``saved_tensors_hooks`` hands us every tensor autograd wants to keep.
+# We keep its storage and how to see the tensor in it, never the tensor: a tensor that knows the
+# node which saved it would be a reference cycle. One storage seen by several tensors is one
+# `OffloadedStorage`.
+
+
+class OffloadedStorage:
+    """One storage that autograd needs again; ``on_device`` is None while the host holds it."""
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self.on_device: torch.UntypedStorage | None = storage
+        self.num_bytes = storage.nbytes()
+        self.device = storage.device
+
+
+class _View(NamedTuple):
+    """How to see a saved tensor in its storage."""
+
+    storage: OffloadedStorage
+    dtype: torch.dtype
+    offset: int
+    size: torch.Size
+    stride: tuple[int, ...]
+
+
+class SavedActivations:
+    """The offloadable storages autograd saved for one (stage, micro-batch).
+
+    Left alone are the storages of ``resident`` tensors (parameters, buffers and boundary tensors,
+    which live longer anyway), those below ``min_bytes``, those of other devices, and tensors that
+    are more than strided memory. Also every parameter that is made meanwhile, and its views: FSDP2
+    gathers weights when a module begins, and with ``reshard_after_forward`` takes their memory away
+    at its end and gives it back before the module's backward, in the storage that autograd saved.
+
+    Parameters
+    ----------
+    label
+        For messages, for example ``stage 2, micro-batch 0``.
+    """
+
+    def __init__(
+        self, label: str, resident: Iterable[Tensor], device: torch.device, min_bytes: int
+    ) -> None:
+        self._label = label
+        self._device = device
+        self._min_bytes = max(1, min_bytes)
+        # By identity: the address of a weight that is freed meanwhile may be an activation's next.
+        self._resident = _storages(resident)
+        # Weak: what autograd lets go of during the forward need not go to the host.
+        self._storages: dict[int, weakref.ref[OffloadedStorage]] = {}
+
+    @contextmanager
+    def capture(self) -> Iterator[None]:
+        """Take over what autograd saves inside the context."""
+        with saved_tensors_hooks(self._pack, self._unpack):
+            yield
+
+    def keep(self, tensors: Iterable[Tensor]) -> None:
+        """Leave the storages of these tensors on the device after all."""
+        resident = _storages(tensors)
+        self._resident |= resident
+        for identity in resident:
+            self._storages.pop(identity, None)
+
+    def storages(self) -> list[OffloadedStorage]:
+        """Return what autograd still holds, in the order in which it was saved."""
+        return [storage for ref in self._storages.values() if (storage := ref()) is not None]
+
+    def _pack(self, tensor: Tensor) -> Tensor | _View:
+        if not self._is_offloadable(tensor):
+            return tensor.detach()
+        identity = storage_identity(tensor)
+        known = self._storages.get(identity)
+        storage = known() if known is not None else None
+        if storage is None:
+            storage = OffloadedStorage(tensor.untyped_storage())
+            self._storages[identity] = weakref.ref(storage)
+        return _View(
+            storage, tensor.dtype, int(tensor.storage_offset()), tensor.size(), tensor.stride()
+        )
+
+    def _unpack(self, packed: Tensor | _View) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        storage = packed.storage.on_device
+        if storage is None:
+            raise OffloadError(
+                f"{self._label}: the backward reads activations that are on the host; "
+                "its RELOAD must come first"
+            )
+        tensor = torch.empty(0, dtype=packed.dtype, device=storage.device)
+        return tensor.set_(storage, packed.offset, packed.size, packed.stride)
+
+    def _is_offloadable(self, tensor: Tensor) -> bool:
+        return (
+            type(tensor) is Tensor
+            and not isinstance(viewed(tensor), nn.Parameter)
+            and tensor.layout is torch.strided
+            and tensor.device == self._device
+            and not (tensor.is_conj() or tensor.is_neg())
+            and tensor.untyped_storage().nbytes() >= self._min_bytes
+            and storage_identity(tensor) not in self._resident
+        )
+
+
+def bytes_of(storage: torch.UntypedStorage, num_bytes: int) -> Tensor:
+    """Return the first bytes of a storage as a one-dimensional tensor."""
+    view = torch.empty(0, dtype=torch.uint8, device=storage.device)
+    return view.set_(storage, 0, (num_bytes,), (1,))
+
+
+def _storages(tensors: Iterable[Tensor]) -> dict[int, StorageWeakRef]:
+    parts = (part for tensor in tensors for part in parts_with_memory(tensor))
+    return {storage_identity(part): _weak(part) for part in parts}
+
+
+def _weak(tensor: Tensor) -> StorageWeakRef:
+    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+
+
+# --- Copies between a device and its host, and what it takes to wait for them.
+# On CUDA a copy runs on a side stream, one per direction: it starts when everything issued before
+# it on the compute stream has ended, and a `Fence` makes the compute stream wait for its end. That
+# gives every reuse of memory its edge: a device block freed after the fence of its OFFLOAD, and a
+# host slot given back after the fence of its RELOAD, are reused by work that is ordered behind the
+# compute stream. ``record_stream`` would free blocks when a copy happens to have ended, and peak
+# memory would depend on timing.
+
+Pair = tuple[Tensor, Tensor]
+"""(from, to): two byte tensors of one length."""
+
+
+class Fence(Protocol):
+    """The end of some copies."""
+
+    def wait(self) -> None:
+        """Make compute that is issued from now on wait for that end."""
+
+
+class Copies(Protocol):
+    """The two copy lanes of a device."""
+
+    pinned: bool
+    """Whether host memory must be page-locked."""
+
+    def to_host(self, pairs: Sequence[Pair]) -> Fence:
+        """Issue copies from the device to the host."""
+
+    def to_device(self, pairs: Sequence[Pair]) -> Fence:
+        """Issue copies from the host to the device."""
+
+
+def make_copies(device: torch.device) -> Copies:
+    """Return the copy lanes of a device."""
+    return CudaCopies(device) if device.type == "cuda" else PlainCopies()
+
+
+class _Done:
+    def wait(self) -> None:
+        """Return at once: the copy ended before it was returned."""
+
+
+class PlainCopies:
+    """Copies that have ended when they return; for devices that share the host's memory."""
+
+    pinned = False
+
+    def to_host(self, pairs: Sequence[Pair]) -> Fence:
+        """Copy now."""
+        return _copy_now(pairs)
+
+    def to_device(self, pairs: Sequence[Pair]) -> Fence:
+        """Copy now."""
+        return _copy_now(pairs)
+
+
+def _copy_now(pairs: Sequence[Pair]) -> Fence:
+    for source, target in pairs:
+        target.copy_(source)
+    return _Done()
+
+
+class CudaCopies:
+    """Asynchronous copies on two side streams."""
+
+    pinned = True
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._down = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._up = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def to_host(self, pairs: Sequence[Pair]) -> Fence:
+        """Issue copies on the stream to the host."""
+        return self._issue(self._down, pairs)
+
+    def to_device(self, pairs: Sequence[Pair]) -> Fence:
+        """Issue copies on the stream to the device."""
+        return self._issue(self._up, pairs)
+
+    def _issue(self, stream: torch.cuda.Stream, pairs: Sequence[Pair]) -> Fence:
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            for source, target in pairs:
+                target.copy_(source, non_blocking=True)
+            event = stream.record_event()
+        return _EventFence(event, self._device)
+
+
+class _EventFence:
+    def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
+        self._event = event
+        self._device = device
+
+    def wait(self) -> None:
+        """Make the compute stream wait; the host goes on."""
+        torch.cuda.current_stream(self._device).wait_event(self._event)
+
+
+# --- Host memory for offloaded activations: slots that are allocated once and reused.
+# Page-locking costs milliseconds a call, and the sizes of a stage repeat with every micro-batch and
+# step. How many micro-batches of a stage are on the host at once is known from the program: the
+# first OFFLOAD of a stage allocates all its slots in one arena, and after it nothing is allocated
+# any more.
+
+
+def count_slots(program: Program) -> dict[int, int]:
+    """Return, per stage, the most micro-batches that a program has on the host at once."""
+    held: dict[int, set[int]] = {}
+    most: dict[int, int] = {}
+    for stage, kind, microbatch in program:
+        if kind is ActionType.OFFLOAD:
+            held.setdefault(stage, set()).add(microbatch)
+            most[stage] = max(most.get(stage, 0), len(held[stage]))
+        elif kind.is_backward:
+            held.get(stage, set()).discard(microbatch)
+    return most
+
+
+def host_memory_bytes() -> int:
+    """Return the bytes of memory this host has."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+class HostPool:
+    """Free slots of host memory, each a one-dimensional byte tensor, by stage.
+
+    Whoever gives a slot back has ordered all copies from and to it before the compute issued from
+    then on, and copies are ordered behind that compute: so a slot may be reused at once.
+
+    Parameters
+    ----------
+    num_slots
+        Stage -> how many slots to allocate at its first `take`; 1 where a stage is not named.
+
+    Attributes
+    ----------
+    allocated_bytes
+        Of all arenas.
+    """
+
+    def __init__(self, *, pinned: bool, num_slots: Mapping[int, int] | None = None) -> None:
+        self._pinned = pinned
+        self._num_slots = dict(num_slots or {})
+        self._free: dict[int, list[Tensor]] = {}
+        self.allocated_bytes = 0
+
+    def take(self, stage: int, num_bytes: int) -> Tensor:
+        """Return a slot of at least that many bytes: the smallest free one, or a new one.
+
+        Raises
+        ------
+        OffloadError
+            If the slots of the stage are more than the host's memory.
+        """
+        free = self._free.setdefault(stage, [])
+        fitting = [slot for slot in free if slot.numel() >= num_bytes]
+        if not fitting:
+            # Later needs are exceptions (a larger micro-batch), not worth an arena.
+            fitting = self._allocate(stage, num_bytes, self._num_slots.pop(stage, 1))
+            free += fitting
+        best = min(fitting, key=Tensor.numel)
+        self._free[stage] = [slot for slot in free if slot is not best]
+        return best
+
+    def give_back(self, stage: int, slot: Tensor) -> None:
+        """Make a slot free again."""
+        self._free.setdefault(stage, []).append(slot)
+
+    def _allocate(self, stage: int, num_bytes: int, count: int) -> list[Tensor]:
+        """Return the slots of a new arena."""
+        total, available = count * num_bytes, host_memory_bytes()
+        if self.allocated_bytes + total > available:
+            raise OffloadError(
+                f"stage {stage} needs {count} slots of {num_bytes} bytes on the host, this rank "
+                f"holds {self.allocated_bytes} there and the host has {available}; offload fewer "
+                "micro-batches at once"
+            )
+        self.allocated_bytes += total
+        arena = torch.empty(total, dtype=torch.uint8, pin_memory=self._pinned)
+        return list(arena.view(count, num_bytes).unbind(0)) if total else [arena]

@@ -2,34 +2,61 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import socket
+from contextlib import contextmanager
+from importlib import metadata
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
-from optpipe.action import Action, ActionType, parse_action
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
 from optpipe.check import check, check_schedule
-from optpipe.errors import ActionSyntaxError, ScheduleFormatError
+from optpipe.errors import ActionSyntaxError, MissingExtraError, OptPipeError, ScheduleFormatError
+from optpipe.memory import host_walk, memory_walk
 from optpipe.problem import Device, Problem, Stage
-from optpipe.runtime.boundary import Shapes, as_tensors, shapes_of
-from optpipe.runtime.errors import PreflightError
+from optpipe.runtime.errors import PreflightError, RankError
+from optpipe.runtime.offload import host_memory_bytes
+from optpipe.runtime.torch_names import default_store, group_name
+from optpipe.schedule import Action, ActionType, parse_action
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    import torch
-    from torch import Tensor, nn
+    from torch.distributed import ProcessGroup
 
-    from optpipe.schedule import Schedule
+    from optpipe.schedule import Program, Schedule
 
 __all__ = [
+    "Needs",
+    "Shapes",
+    "TensorShape",
+    "agree",
+    "as_tensors",
+    "attempt",
     "check_batch",
     "check_cells",
     "check_devices",
     "check_given",
+    "check_needs",
     "check_programs",
     "check_ranks",
     "check_stages",
+    "check_version",
+    "cut",
+    "describe",
+    "fail_together",
+    "gather",
+    "known_failure",
     "microbatch_shapes",
+    "needs_of",
     "num_microbatches_of",
+    "probe_pipeline",
+    "probe_stage",
+    "require_torch",
+    "shapes_of",
 ]
+
 
 _PLENTY = 2**53
 
@@ -212,3 +239,423 @@ def num_microbatches_of(schedule: Schedule) -> int:
         for program in schedule.programs
         for action in program
     )
+
+
+# --- Checks that all ranks make together, so that a failure is a message everywhere and never a
+# hang. Every rank says what it found; every rank sees what all others found; if anything is wrong,
+# all of them raise the same text. After the first step there is no such round any more: a rank that
+# fails leaves its cause in the store through which the ranks found each other, and the others,
+# whose connections break when it ends, report that cause. Should it not end,
+# `optpipe.runtime.watchdog` does.
+
+
+class _Finding(NamedTuple):
+    """What one rank has to say: values that must be equal everywhere, and its own faults."""
+
+    shared: dict[str, str]
+    faults: list[str]
+
+
+def attempt(check: Callable[[], Any], faults: list[str]) -> Any:
+    """Return what a check returns; if it refuses, note why and return None."""
+    try:
+        return check()
+    except OptPipeError as error:
+        faults.append(str(error))
+    except Exception as error:  # noqa: BLE001 - user code; raised again, on all ranks, by `agree`
+        faults.append(describe(error))
+    return None
+
+
+def agree(shared: dict[str, str], faults: Sequence[str], group: ProcessGroup | None) -> None:
+    """Go on only if no rank found a fault and all found the same values.
+
+    Raises
+    ------
+    PreflightError
+        On every rank, with the same text, naming rank and fault.
+    """
+    findings: list[Any] = gather(_Finding(shared, list(faults)), group)
+    lines = _individual(findings) or _differences(findings)
+    if lines:
+        raise PreflightError("the pipeline cannot start:\n" + "\n".join(lines))
+
+
+def gather(value: Any, group: ProcessGroup | None) -> list[Any]:
+    """Return every rank's value, in rank order, on every rank."""
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def _individual(findings: Sequence[_Finding]) -> list[str]:
+    """Return the faults, each once, with the ranks that found it."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank, finding in enumerate(findings):
+        for fault in finding.faults:
+            ranks_of.setdefault(fault, []).append(rank)
+    return [f"  {_ranks(ranks)}: {fault}" for fault, ranks in ranks_of.items()]
+
+
+def _differences(findings: Sequence[_Finding]) -> list[str]:
+    lines = []
+    for name in findings[0].shared:
+        ranks_of: dict[str, list[int]] = {}
+        for rank, finding in enumerate(findings):
+            ranks_of.setdefault(finding.shared.get(name, "missing"), []).append(rank)
+        if len(ranks_of) > 1:
+            found = "; ".join(f"{_ranks(ranks)} {value}" for value, ranks in ranks_of.items())
+            lines.append(f"  {name} must be the same on all ranks, found {found}")
+    return lines
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
+
+
+def fail_together(error: Exception, where: str, group: ProcessGroup | None) -> NoReturn:
+    """Raise the error, or, if another rank failed first, that rank's cause.
+
+    The connections of this rank are cut where the backend can (NCCL); over gloo they end with the
+    process, so let the error end it.
+    """
+    rank = dist.get_rank(group)
+    cause = _first_failure(f"rank {rank}, {where}: {describe(error)}", group)
+    cut(group)
+    if cause is not None and not cause.startswith(f"rank {rank},"):
+        raise RankError(f"another rank failed and this one cannot go on; {cause}") from error
+    error.add_note(f"raised on rank {rank}, {where}; all ranks of the pipeline end with it")
+    raise error
+
+
+def describe(error: BaseException) -> str:
+    """Return an error with what caused it, on one line."""
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    cause = error.__cause__
+    return text if cause is None else f"{text} <- {describe(cause)}"
+
+
+def known_failure(group: ProcessGroup | None) -> str | None:
+    """Return the first failure that a rank of the group has reported, if any."""
+    store, key = default_store(), _failure_key(group)
+    return store.get(key).decode() if store.check([key]) else None
+
+
+def _failure_key(group: ProcessGroup | None) -> str:
+    return f"optpipe/failure/{group_name(group)}"
+
+
+def _first_failure(own: str, group: ProcessGroup | None) -> str | None:
+    """Leave the own failure in the store unless one stands there; return the one that stands."""
+    try:
+        found = default_store().compare_set(_failure_key(group), "", own)
+    except RuntimeError:
+        # The store ended with the rank that held it.
+        return None
+    return bytes(found).decode()
+
+
+def cut(group: ProcessGroup | None) -> None:
+    """End the connections of a group where the backend can."""
+    if dist.get_backend(group) == dist.Backend.NCCL:
+        (group or dist.group.WORLD).abort()  # type: ignore[union-attr]
+
+
+# --- What a rank needs of its device and host, added up over the ranks that share them.
+# Memory is a property of the program (DESIGN section 3), so it can be compared with what is there
+# before anything runs: the plan's peak, and the boundary tensors in flight at their real sizes.
+
+
+class Needs(NamedTuple):
+    """One rank's needs and what there is; in bytes."""
+
+    host: str
+    device: str
+    planned_bytes: int
+    boundary_bytes: int
+    pinned_bytes: int
+    device_bytes: int
+    host_bytes: int
+
+
+def needs_of(
+    rank: int,
+    program: Program,
+    problem: Problem | None,
+    boundary: Mapping[Action, int],
+    device: torch.device,
+) -> Needs:
+    """Return what this rank will need; without a problem only its boundary tensors are known.
+
+    Parameters
+    ----------
+    boundary
+        Bytes of boundary tensors on the device while each action of torch's runs.
+
+    Raises
+    ------
+    PreflightError
+        If the problem reserves bytes on this device, but fewer than the boundary tensors take:
+        the limit that the plan keeps to would not be the device's.
+    """
+    boundary_bytes = max(boundary.values(), default=0)
+    reserved = problem.devices[rank].reserved_bytes if problem is not None else 0
+    if 0 < reserved < boundary_bytes:
+        raise PreflightError(
+            f"boundary tensors in flight take up to {boundary_bytes} bytes of device {rank}, its "
+            f"reserved_bytes are {reserved}; reserve at least as much, and solve again"
+        )
+    host_bytes = host_memory_bytes()
+    on_gpu = device.type == "cuda"
+    return Needs(
+        host=socket.gethostname(),
+        device=str(device),
+        planned_bytes=_planned_bytes(rank, program, problem, boundary),
+        boundary_bytes=boundary_bytes,
+        pinned_bytes=0 if problem is None else max(host_walk(problem, program), default=0),
+        device_bytes=torch.cuda.get_device_properties(device).total_memory
+        if on_gpu
+        else host_bytes,
+        host_bytes=host_bytes,
+    )
+
+
+def _planned_bytes(
+    rank: int, program: Program, problem: Problem | None, boundary: Mapping[Action, int]
+) -> int:
+    """Return the peak of activations, static bytes and boundary tensors together."""
+    if problem is None:
+        return max(boundary.values(), default=0)
+    level = peak = 0
+    for action, step in zip(program, memory_walk(problem, rank, program), strict=True):
+        # Transfers and recomputation neither post nor use boundary tensors.
+        level = boundary.get(action, level)
+        peak = max(peak, step.peak + level)
+    return peak
+
+
+def check_needs(all_needs: Sequence[Needs]) -> None:
+    """Refuse ranks that together need more of a device or host than there is.
+
+    Raises
+    ------
+    PreflightError
+        With every device and host that is too small; the same on all ranks.
+    """
+    shortages = _shortages(
+        [
+            ((needs.host, needs.device), needs.planned_bytes, needs.device_bytes)
+            for needs in all_needs
+            if needs.device != "cpu"
+        ],
+        "plan a smaller peak (memory_bytes), or offload or recompute more",
+    )
+    shortages += _shortages(
+        [
+            # On a CPU the device is the host.
+            (
+                (needs.host, "host memory"),
+                needs.pinned_bytes + (needs.planned_bytes if needs.device == "cpu" else 0),
+                needs.host_bytes,
+            )
+            for needs in all_needs
+        ],
+        "offload less, plan a smaller peak, or give hosts a memory_bytes, and solve again; to "
+        "rehearse a plan with smaller stages, leave out problem=",
+    )
+    if shortages:
+        raise PreflightError("; ".join(shortages))
+
+
+def _shortages(rows: Sequence[tuple[tuple[str, str], int, int]], fix: str) -> list[str]:
+    """Return a line for every place whose ranks need more than it has."""
+    needed: dict[tuple[str, str], int] = {}
+    for place, num_bytes, _ in rows:
+        needed[place] = needed.get(place, 0) + num_bytes
+    has = {place: available for place, _, available in rows}
+    return [
+        f"{what} of {host} would hold {num_bytes} bytes at its peak, but has {has[host, what]}; "
+        f"{fix}"
+        for (host, what), num_bytes in needed.items()
+        if num_bytes > has[host, what]
+    ]
+
+
+# --- What crosses the stage boundaries: shapes and types, found by one forward without a graph.
+# torch would infer them by a forward and a backward of every stage, holding the graphs of all
+# chunks of a rank at once; here each stage runs once under ``no_grad``, on zeros, and leaves no
+# trace in its buffers or in the random state.
+
+
+class TensorShape(NamedTuple):
+    """Size and type of one boundary tensor; picklable, and equal where the tensors fit."""
+
+    size: tuple[int, ...]
+    dtype: torch.dtype
+
+    def empty(self, device: torch.device) -> Tensor:
+        """Return a tensor of this shape for metadata, with gradients where it can have them."""
+        return torch.empty(
+            self.size, dtype=self.dtype, device=device, requires_grad=self.dtype.is_floating_point
+        )
+
+    def zeros(self, device: torch.device) -> Tensor:
+        """Return zeros of this shape."""
+        return torch.zeros(self.size, dtype=self.dtype, device=device)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its elements."""
+        return torch.Size(self.size).numel() * self.dtype.itemsize
+
+
+Shapes = tuple[TensorShape, ...]
+"""Shapes of what crosses one boundary."""
+
+
+def as_tensors(values: object, what: str) -> tuple[Tensor, ...]:
+    """Return a tensor, or a tuple or list of tensors, as a tuple.
+
+    Raises
+    ------
+    PreflightError
+        If it is anything else.
+    """
+    items = values if isinstance(values, tuple | list) else (values,)
+    for item in items:
+        if not isinstance(item, Tensor):
+            raise PreflightError(
+                f"{what} holds a {type(item).__name__}, but only tensors cross a stage boundary; "
+                "give a tensor or a tuple of tensors"
+            )
+    return tuple(items)
+
+
+def shapes_of(tensors: tuple[Tensor, ...]) -> Shapes:
+    """Return the shapes of tensors."""
+    return tuple(TensorShape(tuple(tensor.size()), tensor.dtype) for tensor in tensors)
+
+
+def probe_pipeline(
+    stages: Mapping[int, nn.Module],
+    placement: Sequence[int],
+    first: Shapes,
+    device: torch.device,
+    group: ProcessGroup | None,
+) -> list[Shapes]:
+    """Return the shapes at all boundaries: before stage 0, between stages, after the last.
+
+    Parameters
+    ----------
+    stages
+        The stages of this rank; all ranks of the group call this together.
+    placement
+        Rank of each stage.
+    first
+        Input shapes of one micro-batch; looked at on the first stage's rank.
+
+    Raises
+    ------
+    PreflightError
+        On every rank, if a stage cannot run or its output cannot be sent.
+    """
+    boundaries = [first]
+    for index, home in enumerate(placement):
+        told: list[Any] = [None]
+        if home == dist.get_rank(group):
+            told = [_tell(index, stages[index], boundaries[index], device)]
+        dist.broadcast_object_list(
+            told, group=group, group_src=home, device=_packing(device, group)
+        )
+        inputs, outputs, faults = told[0]
+        if faults:
+            sizes = [shape.size for shape in inputs]
+            raise PreflightError(
+                f"rank {home}: stage {index} cannot run on inputs of size {sizes}: {faults[0]}"
+            )
+        boundaries = [*boundaries[:-1], inputs, outputs]
+    return boundaries
+
+
+def _tell(
+    index: int, module: nn.Module, inputs: Shapes, device: torch.device
+) -> tuple[Shapes, Shapes, list[str]]:
+    faults: list[str] = []
+    outputs = attempt(lambda: probe_stage(index, module, inputs, device), faults)
+    return inputs, outputs or (), faults
+
+
+def _packing(device: torch.device, group: ProcessGroup | None) -> torch.device:
+    """Return where objects are packed to be sent: NCCL sends from its GPU only."""
+    return device if dist.get_backend(group) == dist.Backend.NCCL else torch.device("cpu")
+
+
+def probe_stage(index: int, module: nn.Module, inputs: Shapes, device: torch.device) -> Shapes:
+    """Return the shapes of a stage's outputs.
+
+    Raises
+    ------
+    PreflightError
+        If an output is not a dense tensor, which could not be sent.
+    """
+    with torch.no_grad(), _untouched(module, device):
+        outputs = as_tensors(
+            module(*(shape.zeros(device) for shape in inputs)), f"the output of stage {index}"
+        )
+    for position, output in enumerate(outputs):
+        if not output.is_contiguous():
+            raise PreflightError(
+                f"output {position} of stage {index} has strides {output.stride()} for size "
+                f"{tuple(output.size())}, but only contiguous tensors are sent; "
+                "return it through .contiguous()"
+            )
+    return shapes_of(outputs)
+
+
+@contextmanager
+def _untouched(module: nn.Module, device: torch.device) -> Iterator[None]:
+    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        yield
+    for buffer, before in buffers:
+        buffer.copy_(before)
+
+
+# --- Which torch the runtime works with, said before anything of torch is imported.
+
+_OLDEST = (2, 12)
+_NEXT = (2, 14)
+_FIX = "pip install 'optpipe[runtime]'"
+
+
+def require_torch() -> None:
+    """Refuse to go on without a torch whose pipelining internals are known.
+
+    Raises
+    ------
+    MissingExtraError
+        If torch is absent or outside >=2.12,<2.14; the message holds the pip command.
+    """
+    try:
+        version = metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        raise MissingExtraError(
+            f"torch is not installed, and running a schedule needs it; {_FIX}"
+        ) from None
+    check_version(version)
+
+
+def check_version(version: str) -> None:
+    """Refuse a torch version outside the supported range.
+
+    Raises
+    ------
+    MissingExtraError
+        With the version, the range and the pip command.
+    """
+    major, minor = (int(part) for part in version.split(".")[:2])
+    if not _OLDEST <= (major, minor) < _NEXT:
+        raise MissingExtraError(
+            f"torch {version} is installed, but the runtime builds on pipelining internals of "
+            f"torch >={_OLDEST[0]}.{_OLDEST[1]},<{_NEXT[0]}.{_NEXT[1]}; {_FIX}"
+        )

@@ -2,34 +2,63 @@
 
 from __future__ import annotations
 
+import hashlib
 import weakref
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from optpipe.action import ActionType
-from optpipe.runtime.agreement import fail_together
-from optpipe.runtime.host_pool import count_slots
-from optpipe.runtime.offload import DEFAULT_MIN_BYTES, Cell, Offloader
-from optpipe.runtime.passes import Observer, Passes
-from optpipe.runtime.pipeline import Blueprint, Pipeline, check_blueprint, start_pipeline
-from optpipe.runtime.watch import Watch
-from optpipe.runtime.weight_gradients import SplitLinear, WeightGradients, split_linears
+from optpipe.runtime import preflight
+from optpipe.runtime.errors import PreflightError
+from optpipe.runtime.messages import boundary_levels, check_orders, sends_over_before, window_of
+from optpipe.runtime.offload import DEFAULT_MIN_BYTES, Cell, Offloader, count_slots
+from optpipe.runtime.passes import (
+    ActionObserver,
+    Passes,
+    SplitLinear,
+    WeightGradients,
+    split_linears,
+)
+from optpipe.runtime.preflight import (
+    Needs,
+    Shapes,
+    TensorShape,
+    agree,
+    attempt,
+    check_needs,
+    fail_together,
+    gather,
+    needs_of,
+    probe_pipeline,
+    shapes_of,
+)
+from optpipe.runtime.torch_names import check_torch
+from optpipe.runtime.torch_schedule import HookedSchedule
+from optpipe.runtime.torch_stage import HookedStage
+from optpipe.runtime.watchdog import Watchdog
+from optpipe.schedule import ActionType
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch.distributed import ProcessGroup
 
-    from optpipe.action import Action, Program
     from optpipe.problem import Problem
-    from optpipe.runtime.needs import Needs
-    from optpipe.schedule import Schedule
+    from optpipe.runtime.messages import Order
+    from optpipe.runtime.passes import PassHooks
+    from optpipe.schedule import Action, Pass, Program, Programs, Schedule
 
-__all__ = ["Evaluation", "PipelineRunner"]
+__all__ = [
+    "Evaluation",
+    "Pipeline",
+    "PipelineRunner",
+    "PipelineSpec",
+    "check_spec",
+    "start_pipeline",
+]
 
 
 class Evaluation(NamedTuple):
@@ -53,7 +82,7 @@ class PipelineRunner:
     A rank that fails leaves its cause for the others and raises; they raise `RankError` with that
     cause as soon as their connections to it break. Its process should end: if it lives on, the
     others, which no exception can reach in a receive, end after seconds by themselves with that
-    cause on stderr (`optpipe.runtime.watch`).
+    cause on stderr (`optpipe.runtime.watchdog`).
 
     Parameters
     ----------
@@ -94,7 +123,7 @@ class PipelineRunner:
         mean_loss: bool = True,
         min_offload_bytes: int = DEFAULT_MIN_BYTES,
     ) -> None:
-        self._blueprint = Blueprint(
+        self._spec = PipelineSpec(
             stages=dict(sorted(stages.items())),
             schedule=schedule,
             loss_fn=loss_fn,
@@ -105,13 +134,13 @@ class PipelineRunner:
             mean_loss=mean_loss,
         )
         self._min_offload_bytes = min_offload_bytes
-        check_blueprint(self._blueprint)
-        self.offloader, self._passes = self._prepare(self._blueprint)
-        gradients = _gradients_of(self._blueprint.stages)
+        check_spec(self._spec)
+        self.offloader, self._passes = self._prepare(self._spec)
+        gradients = _gradients_of(self._spec.stages)
         self._forwards = self._make_passes(self._make_offloader((), 1), gradients, ())
         self._training: Pipeline | None = None
         self._evaluating: Pipeline | None = None
-        self._watch = Watch.over(group)
+        self._watch = Watchdog.over(group)
         weakref.finalize(self, self._watch.stop)
         self._num_steps = 0
         self._moved_before = (0, 0)
@@ -119,27 +148,27 @@ class PipelineRunner:
     @property
     def schedule(self) -> Schedule:
         """What is run."""
-        return self._blueprint.schedule
+        return self._spec.schedule
 
     @property
     def group(self) -> ProcessGroup | None:
         """The ranks of the pipeline; None = all."""
-        return self._blueprint.group
+        return self._spec.group
 
     @property
     def device(self) -> torch.device:
         """Where the stages are."""
-        return self._blueprint.device
+        return self._spec.device
 
     @property
     def holds_first(self) -> bool:
         """Whether this rank takes the batch."""
-        return self._blueprint.holds_first
+        return self._spec.holds_first
 
     @property
     def holds_last(self) -> bool:
         """Whether this rank takes the target and makes the losses."""
-        return self._blueprint.holds_last
+        return self._spec.holds_last
 
     @property
     def offloaded_bytes(self) -> int:
@@ -161,7 +190,7 @@ class PipelineRunner:
         """Bytes of boundary tensors on this rank while each action runs; {} before a step."""
         return self._training.boundary if self._training is not None else {}
 
-    def observe(self, observer: Observer | None) -> None:
+    def observe(self, observer: ActionObserver | None) -> None:
         """Show every action of a step to somebody, for example to measure it; None = nobody."""
         self._passes.observer = observer
 
@@ -182,19 +211,19 @@ class PipelineRunner:
             If schedule, ranks and stages do not fit together, or it takes more memory than there
             is.
         """
-        problem = self._blueprint.problem
+        problem = self._spec.problem
         if problem is not None:
             schedule = schedule.model_copy(update={"problem_hash": problem.problem_hash})
-        blueprint = replace(self._blueprint, schedule=schedule)
-        check_blueprint(blueprint)
-        offloader, passes = self._prepare(blueprint)
+        spec = replace(self._spec, schedule=schedule)
+        check_spec(spec)
+        offloader, passes = self._prepare(spec)
         training = None
         if self._training is not None:
             examples = self._training.examples()
-            training = start_pipeline(blueprint, passes, *examples, trains=True)
+            training = start_pipeline(spec, passes, *examples, trains=True)
         passes.observer = self._passes.observer
         self._moved_before = (self.offloaded_bytes, self.reloaded_bytes)
-        self._blueprint, self._training = blueprint, training
+        self._spec, self._training = spec, training
         self.offloader, self._passes = offloader, passes
 
     def step(
@@ -224,9 +253,7 @@ class PipelineRunner:
         """
         inputs, targets = self._given(batch, target)
         if self._training is None:
-            self._training = start_pipeline(
-                self._blueprint, self._passes, inputs, targets, trains=True
-            )
+            self._training = start_pipeline(self._spec, self._passes, inputs, targets, trains=True)
         losses, _ = self._run(self._training, self._passes, inputs, targets)
         self._num_steps += 1
         return torch.stack(losses) if self.holds_last else None
@@ -253,7 +280,7 @@ class PipelineRunner:
         with torch.no_grad():
             if self._evaluating is None:
                 self._evaluating = start_pipeline(
-                    self._blueprint, self._forwards, inputs, targets, trains=False
+                    self._spec, self._forwards, inputs, targets, trains=False
                 )
             losses, outputs = self._run(self._evaluating, self._forwards, inputs, targets)
         return Evaluation(torch.stack(losses) if losses else None, _joined(outputs))
@@ -283,26 +310,26 @@ class PipelineRunner:
                 return pipeline.runtime.run(inputs, targets[0] if targets else None)
         except Exception as error:  # noqa: BLE001 - always raised again
             passes.reset()
-            fail_together(error, self._where(passes), self._blueprint.group)
+            fail_together(error, self._where(passes), self._spec.group)
 
     def _where(self, passes: Passes) -> str:
         what = f"step {self._num_steps}" if passes is self._passes else "evaluation"
         return what if passes.running is None else f"{what}, in {passes.running}"
 
-    def _prepare(self, blueprint: Blueprint) -> tuple[Offloader, Passes]:
+    def _prepare(self, spec: PipelineSpec) -> tuple[Offloader, Passes]:
         """Return what this rank does around the passes of its program; split what it splits."""
-        program = blueprint.programs[blueprint.rank]
-        gradients = _gradients_of(blueprint.stages)
+        program = spec.programs[spec.rank]
+        gradients = _gradients_of(spec.stages)
         split = {stage for stage, _ in _cells(program, ActionType.BACKWARD_INPUT)}
         for index in sorted(split):
-            split_linears(blueprint.stages[index], gradients)
+            split_linears(spec.stages[index], gradients)
         offloader = self._make_offloader(program, self._min_offload_bytes)
         return offloader, self._make_passes(offloader, gradients, program)
 
     def _make_offloader(self, program: Program, min_bytes: int) -> Offloader:
         return Offloader(
-            self._blueprint.stages,
-            self._blueprint.device,
+            self._spec.stages,
+            self._spec.device,
             _cells(program, ActionType.OFFLOAD),
             min_bytes=min_bytes,
             num_slots=count_slots(program),
@@ -316,7 +343,7 @@ class PipelineRunner:
             gradients,
             _cells(program, ActionType.RECOMPUTE),
             len(self.schedule.placement) - 1,
-            self._blueprint.device,
+            self._spec.device,
         )
 
 
@@ -356,3 +383,222 @@ def _joined(outputs: list[Any]) -> Any:
     if isinstance(outputs[0], tuple | list):
         return tuple(torch.cat(parts) for parts in zip(*outputs, strict=True))
     return torch.cat(outputs)
+
+
+# --- Builds what runs a step: torch's stages and schedule, checked by all ranks before it starts.
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineSpec:
+    """What a pipeline is made of, on this rank."""
+
+    stages: Mapping[int, nn.Module]
+    schedule: Schedule
+    loss_fn: Callable[[Any, Any], Tensor]
+    problem: Problem | None
+    rank: int
+    device: torch.device
+    group: ProcessGroup | None
+    mean_loss: bool
+
+    @property
+    def num_microbatches(self) -> int:
+        """How many parts a batch is cut into."""
+        return preflight.num_microbatches_of(self.schedule)
+
+    @property
+    def programs(self) -> Programs:
+        """The programs of all ranks."""
+        return self.schedule.programs
+
+    @property
+    def holds_first(self) -> bool:
+        """Whether this rank takes the batch."""
+        return 0 in self.stages
+
+    @property
+    def holds_last(self) -> bool:
+        """Whether this rank takes the target and makes the losses."""
+        return len(self.schedule.placement) - 1 in self.stages
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pipeline:
+    """A schedule that can run, for batches and targets of these shapes, and what it takes."""
+
+    runtime: HookedSchedule
+    hooks: PassHooks
+    batch: Shapes
+    target: Shapes
+    boundary: Mapping[Action, int]
+    needs: Needs
+
+    def examples(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """Return a batch and a target of these shapes, without memory."""
+        nowhere = torch.device("meta")
+        return (
+            tuple(shape.empty(nowhere) for shape in self.batch),
+            tuple(shape.empty(nowhere) for shape in self.target),
+        )
+
+    def expect(self, inputs: tuple[Tensor, ...], targets: tuple[Tensor, ...]) -> None:
+        """Refuse other shapes than the first ones.
+
+        Raises
+        ------
+        PreflightError
+            With both.
+        """
+        found = (shapes_of(inputs), shapes_of(targets))
+        if found != (self.batch, self.target):
+            raise PreflightError(
+                f"batch and target have shapes {found}, the first ones had "
+                f"{(self.batch, self.target)}; the shapes of boundary tensors are agreed on once: "
+                "pad the batch, or make another runner"
+            )
+
+
+def check_spec(spec: PipelineSpec) -> None:
+    """Refuse what does not fit together before anything is built; all ranks together.
+
+    Raises
+    ------
+    PreflightError
+        On every rank alike.
+    """
+    faults: list[str] = []
+    schedule, problem = spec.schedule, spec.problem
+    num_ranks = dist.get_world_size(spec.group)
+    attempt(check_torch, faults)
+    attempt(lambda: preflight.check_cells(schedule), faults)
+    if not faults:
+        attempt(lambda: preflight.check_ranks(schedule, num_ranks), faults)
+    if not faults:
+        stages = spec.stages
+        attempt(lambda: preflight.check_programs(schedule, problem), faults)
+        attempt(lambda: preflight.check_stages(schedule, spec.rank, stages), faults)
+        attempt(lambda: preflight.check_devices(stages, spec.device), faults)
+    shared = {
+        "the programs": schedule.program_hash,
+        "the problem": problem.problem_hash if problem is not None else "none given",
+    }
+    agree(shared, faults, spec.group)
+
+
+def start_pipeline(
+    spec: PipelineSpec,
+    hooks: PassHooks,
+    inputs: tuple[Tensor, ...],
+    targets: tuple[Tensor, ...],
+    *,
+    trains: bool,
+) -> Pipeline:
+    """Build a pipeline for batches like this one, once all ranks find that it can run.
+
+    Parameters
+    ----------
+    inputs, targets
+        The first batch and its target; looked at where they are used.
+    trains
+        False: forwards only; then a target is optional.
+
+    Raises
+    ------
+    PreflightError
+        On every rank alike: a batch that does not divide, a stage that cannot run, orders of
+        messages that differ or cannot pass, or more memory than there is.
+    """
+    _check_first_batch(spec, inputs, targets, trains=trains)
+    group, placement = spec.group, spec.schedule.placement
+    first = preflight.microbatch_shapes(inputs, spec.num_microbatches)
+    shapes = probe_pipeline(spec.stages, placement, first, spec.device, group)
+    faults: list[str] = []
+    runtime = attempt(lambda: _build(spec, hooks, shapes, trains=trains), faults)
+    orders = runtime.orders if runtime is not None else ()
+    window = window_of(len(placement), trains=trains)
+    attempt(lambda: check_orders(orders, placement, window), faults)
+    agree({"the order of messages": _hash(orders)}, faults, group)
+    boundary = _boundary(spec, orders, shapes, window)
+    needs = attempt(lambda: _needs(spec, boundary, trains=trains), faults)
+    all_needs = [one for one in gather(needs, group) if one is not None]
+    attempt(lambda: check_needs(all_needs), faults)
+    agree({}, faults, group)
+    return Pipeline(
+        runtime=runtime,
+        hooks=hooks,
+        batch=shapes_of(inputs),
+        target=shapes_of(targets),
+        boundary=boundary,
+        needs=needs,
+    )
+
+
+def _check_first_batch(
+    spec: PipelineSpec, inputs: tuple[Tensor, ...], targets: tuple[Tensor, ...], *, trains: bool
+) -> None:
+    faults: list[str] = []
+    count = spec.num_microbatches
+    if spec.holds_first:
+        attempt(lambda: preflight.check_given(inputs, "batch", count), faults)
+    if spec.holds_last and (trains or targets):
+        attempt(lambda: preflight.check_given(targets, "target", count), faults)
+    agree({}, faults, spec.group)
+
+
+def _build(
+    spec: PipelineSpec, hooks: PassHooks, shapes: Sequence[Shapes], *, trains: bool
+) -> HookedSchedule:
+    device, placement = spec.device, spec.schedule.placement
+    stages = [
+        HookedStage(
+            module,
+            index,
+            len(placement),
+            device=device,
+            inputs=tuple(shape.empty(device) for shape in shapes[index]),
+            outputs=tuple(shape.empty(device) for shape in shapes[index + 1]),
+            group=spec.group,
+            hooks=hooks,
+            trains=trains,
+        )
+        for index, module in spec.stages.items()
+    ]
+    count = spec.num_microbatches
+    return HookedSchedule(
+        stages,
+        spec.programs,
+        num_microbatches=count,
+        loss_fn=spec.loss_fn,
+        loss_divisor=(count if spec.mean_loss else 1) if trains else 0,
+        hooks=hooks,
+    )
+
+
+def _hash(orders: Sequence[Order]) -> str:
+    text = "\n".join(",".join(map(str, order)) for order in orders)
+    return "sha256:" + hashlib.sha256(text.encode()).hexdigest()
+
+
+def _boundary(
+    spec: PipelineSpec, orders: Sequence[Order], shapes: Sequence[Shapes], window: int
+) -> dict[Action, int]:
+    """Return the bytes of boundary tensors on this rank while each action runs."""
+    rank, placement = spec.rank, spec.schedule.placement
+
+    def bytes_of(message: Pass) -> int:
+        crossed = shapes[message.stage if message.backward else message.stage + 1]
+        return sum(shape.num_bytes for shape in crossed if _goes(shape, message))
+
+    over_before = sends_over_before(orders, placement, window)[rank]
+    return boundary_levels(orders[rank], over_before, len(placement), bytes_of)
+
+
+def _goes(shape: TensorShape, message: Pass) -> bool:
+    """Whether a tensor of this shape is in a message: integers have no gradient."""
+    return shape.dtype.is_floating_point or not message.backward
+
+
+def _needs(spec: PipelineSpec, boundary: Mapping[Action, int], *, trains: bool) -> Needs:
+    """Return what this rank needs; an evaluation holds no activations, so no plan either."""
+    rank, problem = spec.rank, spec.problem if trains else None
+    return needs_of(rank, spec.programs[rank], problem, boundary, spec.device)

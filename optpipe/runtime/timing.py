@@ -8,6 +8,7 @@ by ``benchmarks/timing_overhead.py``.
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections import deque
@@ -16,26 +17,146 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from optpipe.action import Action, ActionType
 from optpipe.formats.chrome_trace import dump_planned_beside_measured
 from optpipe.measurements import DeviceFacts, Measurements, Sample
-from optpipe.runtime.alignment import DeviceTimes, MeasuredStep, align
-from optpipe.runtime.measuring.clock import clock_for
-from optpipe.timeline import Interval
+from optpipe.runtime.measuring.times import clock_for
+from optpipe.schedule import Action, ActionType
+from optpipe.simulate import Interval
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from torch.distributed import ProcessGroup
 
-    from optpipe.action import Program
     from optpipe.problem import Problem
-    from optpipe.runtime.copies import Copies, Fence
-    from optpipe.runtime.measuring.clock import Clock, Mark
+    from optpipe.runtime.measuring.times import Clock, Mark
+    from optpipe.runtime.offload import Copies, Fence
     from optpipe.runtime.runner import PipelineRunner
-    from optpipe.timeline import Lane
+    from optpipe.schedule import Program
+    from optpipe.simulate import Lane
 
-__all__ = ["DEFAULT_EVERY", "ActionTimer"]
+__all__ = ["DEFAULT_EVERY", "ActionTimer", "DeviceTimes", "MeasuredStep", "align"]
+
+
+# --- One time axis for what several devices measured on clocks of their own.
+# Each device says what the wall clock showed at its zero. Wall clocks of different hosts differ by
+# milliseconds, so they are believed only as far as the pipeline's own messages allow: nothing can
+# be received before it was sent. A message from a to b bounds the shift between the two clocks on
+# one side and one from b to a on the other, as in Cristian's "Probabilistic clock synchronization"
+# (Distributed Computing 3, 1989); a training step sends both, activations there and gradients back.
+
+Pair = tuple[int, int]
+
+
+class DeviceTimes(NamedTuple):
+    """What one device did in one step, in ms on its own clock.
+
+    Attributes
+    ----------
+    step
+        Number of the step, from 0.
+    wall_ms
+        The wall clock when the device's own showed zero.
+    intervals
+        In program order.
+    """
+
+    step: int
+    device: int
+    wall_ms: float
+    intervals: tuple[Interval, ...]
+
+
+class MeasuredStep(NamedTuple):
+    """One step of all devices, in ms from the first start of all; rows by device."""
+
+    step: int
+    rows: tuple[tuple[Interval, ...], ...]
+
+    @property
+    def span_ms(self) -> float:
+        """The longest time from a device's first start to its last end."""
+        spans = (
+            max(item.end for item in row) - min(item.start for item in row)
+            for row in self.rows
+            if row
+        )
+        return max(spans, default=0.0)
+
+
+def align(times: Sequence[DeviceTimes]) -> MeasuredStep:
+    """Return one step of all devices on one axis.
+
+    Parameters
+    ----------
+    times
+        Of one step, one per device, by device.
+    """
+    shifts = _shifts(times)
+    first = min(
+        (item.start + shifts[own.device] for own in times for item in own.intervals), default=0.0
+    )
+    rows = tuple(_shifted(own.intervals, shifts[own.device] - first) for own in times)
+    return MeasuredStep(times[0].step, rows)
+
+
+def _shifts(times: Sequence[DeviceTimes]) -> dict[int, float]:
+    """Return what is added to each device's times.
+
+    Beginning with the wall clocks, a receiver that would be too early is moved later, with as many
+    rounds over all messages as there are devices. As with Bellman and Ford's longest paths, the
+    wishes of all messages are then met if any shifts meet them; true clocks do, so only errors of
+    measuring the times themselves stand against it.
+    """
+    # Small numbers: a wall clock in ms leaves doubles little room for microseconds.
+    shifts = {own.device: own.wall_ms - times[0].wall_ms for own in times}
+    lags = sorted(_lags(times).items())
+    for _ in times:
+        for (sender, receiver), lag in lags:
+            shifts[receiver] = max(shifts[receiver], shifts[sender] + lag)
+    return shifts
+
+
+def _lags(times: Sequence[DeviceTimes]) -> dict[Pair, float]:
+    """Return, per (sender, receiver), by how much the receiver's clock must at least be ahead."""
+    ran = {
+        _key(item.action): item
+        for own in times
+        for item in own.intervals
+        if item.action is not None
+    }
+    lags: dict[Pair, float] = {}
+    for key, item in ran.items():
+        sender = _input_of(key)
+        made = ran.get(sender) if sender is not None else None
+        if made is not None and made.device != item.device:
+            pair = (made.device, item.device)
+            lags[pair] = max(lags.get(pair, -math.inf), made.end - item.start)
+    return lags
+
+
+def _key(action: Action) -> Action:
+    """Return the action with I for a B: both take and send gradients."""
+    if action.type is ActionType.FULL_BACKWARD:
+        return action._replace(type=ActionType.BACKWARD_INPUT)
+    return action
+
+
+def _input_of(key: Action) -> Action | None:
+    """Return the pass that sends what this one needs."""
+    if key.type is ActionType.FORWARD:
+        return key._replace(stage=key.stage - 1)
+    if key.type is ActionType.BACKWARD_INPUT:
+        return key._replace(stage=key.stage + 1)
+    return None
+
+
+def _shifted(intervals: Sequence[Interval], shift: float) -> tuple[Interval, ...]:
+    return tuple(
+        type(item)(item.device, item.lane, item.action, item.start + shift, item.end + shift)
+        for item in intervals
+    )
+
 
 DEFAULT_EVERY = 50
 """At 2 us an action on sampled steps and 0.1 us on others (CPU, ``benchmarks/timing_overhead.py``)
@@ -64,7 +185,7 @@ class _Sampled(NamedTuple):
     taken: list[_Taken]
 
 
-class _Own(NamedTuple):
+class _OwnStep(NamedTuple):
     """One rank's sampled step, and its copies as (lane, bytes, ms)."""
 
     times: DeviceTimes
@@ -118,7 +239,7 @@ class ActionTimer:
         self._pending: _Sampled | None = None
         self._start: Mark = None
         self._copy: tuple[Mark, int] = (None, 0)
-        self._kept: deque[_Own] = deque(maxlen=_KEPT_STEPS)
+        self._kept: deque[_OwnStep] = deque(maxlen=_KEPT_STEPS)
         runner.offloader.copies = _TimedCopies(self._plain_copies, self)
         runner.observe(self)
 
@@ -205,21 +326,21 @@ class ActionTimer:
         pending, self._pending = self._pending, None
         if pending is None:
             return
-        reader = _Reader(self._clock, pending.origin, self._rank)
+        reader = _MarkReader(self._clock, pending.origin, self._rank)
         intervals = tuple(reader.interval(one) for one in pending.taken)
         times = DeviceTimes(pending.step, self._rank, pending.wall_ms, intervals)
-        self._kept.append(_Own(times, tuple(reader.copies)))
+        self._kept.append(_OwnStep(times, tuple(reader.copies)))
 
-    def _tell(self) -> list[list[_Own]]:
+    def _tell(self) -> list[list[_OwnStep]]:
         """Return every rank's sampled steps, on every rank; between two steps of the runner."""
         self._put_aside()
         self._resolve()
-        told: list[list[_Own]] = [[] for _ in range(dist.get_world_size(self._group))]
+        told: list[list[_OwnStep]] = [[] for _ in range(dist.get_world_size(self._group))]
         dist.all_gather_object(told, list(self._kept), group=self._group)
         return told
 
 
-class _Reader:
+class _MarkReader:
     """Turns marks into intervals; lanes are first in, first out (DESIGN section 3)."""
 
     def __init__(self, clock: Clock, origin: Mark, device: int) -> None:
@@ -282,7 +403,7 @@ def _device_of(copies: Copies) -> torch.device:
     return torch.device("cpu")
 
 
-def _whole_steps(told: list[list[_Own]]) -> list[MeasuredStep]:
+def _whole_steps(told: list[list[_OwnStep]]) -> list[MeasuredStep]:
     """Align the steps that every rank has sampled."""
     by_rank = [{own.times.step: own.times for own in kept} for kept in told]
     common = sorted(set.intersection(*(set(steps) for steps in by_rank)))
@@ -298,7 +419,7 @@ def _last(steps: list[MeasuredStep]) -> MeasuredStep:
     return steps[-1]
 
 
-def _as_measurements(told: list[list[_Own]], placement: Sequence[int]) -> Measurements:
+def _as_measurements(told: list[list[_OwnStep]], placement: Sequence[int]) -> Measurements:
     steps = _whole_steps(told)
     last = _last(steps)
     return Measurements(
@@ -323,7 +444,7 @@ def _samples(step: MeasuredStep) -> Iterator[Sample]:
                 )
 
 
-def _device_facts(kept: Sequence[_Own]) -> DeviceFacts:
+def _device_facts(kept: Sequence[_OwnStep]) -> DeviceFacts:
     """Return the median speed of both lanes, where copies were made."""
     rates: list[list[float]] = [[], []]
     for own in kept:

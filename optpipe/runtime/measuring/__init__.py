@@ -1,10 +1,9 @@
 """Measures stages on the real thing: times, bytes, copies and links, as a problem needs them."""
 
-from optpipe.runtime.measuring.measure_stages import measure
+from optpipe.runtime.measuring.devices import computing_with, device_named, joined
+from optpipe.runtime.measuring.measure import Profile, measure
 from optpipe.runtime.measuring.one_stage import Effort, StageResult
-from optpipe.runtime.measuring.profile import Profile
-from optpipe.runtime.measuring.ranks import computing_with, device_named, joined
-from optpipe.runtime.measuring.stage_set import StageSet, load_stages
+from optpipe.runtime.measuring.stages import StageSet, load_stages
 
 __all__ = [
     "Effort",

@@ -2,23 +2,43 @@
 
 from __future__ import annotations
 
+import os
 import socket
+from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
-from optpipe.measurements import DeviceFacts
-from optpipe.runtime.host_pool import host_memory_bytes
+from optpipe.errors import InputError
+from optpipe.measurements import DeviceFacts, Transfer
+from optpipe.runtime.demo_model import RENDEZVOUS_VARIABLE
+from optpipe.runtime.errors import PreflightError
+from optpipe.runtime.offload import host_memory_bytes
+from optpipe.runtime.preflight import attempt
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from optpipe.runtime.measuring.bandwidth import Bandwidths
-    from optpipe.runtime.measuring.one_stage import StageResult
-    from optpipe.runtime.measuring.ranks import MeasuringRanks
+    from torch import Tensor
+    from torch.distributed import ProcessGroup
 
-__all__ = ["bandwidths_of", "device_facts", "device_name"]
+    from optpipe.runtime.measuring.one_stage import Bandwidths, StageResult
+    from optpipe.runtime.measuring.times import Clock
+
+__all__ = [
+    "MeasuringRanks",
+    "bandwidths_of",
+    "computing_with",
+    "device_facts",
+    "device_name",
+    "device_named",
+    "joined",
+    "local_copies",
+    "message_sizes",
+    "ping_pong",
+]
 
 
 def device_facts(
@@ -67,3 +87,255 @@ def _own_facts(ranks: MeasuringRanks, num_devices: int, memory_bytes: int | None
 def device_name(device: torch.device) -> str:
     """Return what people call a device."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
+
+
+# --- What messages between devices take: ping-pong between ranks, or copies on the one there is.
+
+_SHORT_BYTES = 1024
+_LONG_BYTES = 2**28
+_WARMUPS = 2
+
+Pair = tuple[int, int]
+"""(lower, higher) device."""
+
+
+def message_sizes(boundary_bytes: int) -> tuple[int, ...]:
+    """Return the sizes that are sent: a short one for the latency, the boundary's, and larger.
+
+    The larger ones, up to 16 times the boundary where that is not more than 256 MiB, tell the
+    bandwidth of links on which the boundary's own is as fast as a short message.
+    """
+    most = max(boundary_bytes, _LONG_BYTES)
+    sizes = {_SHORT_BYTES, *(min(most, factor * boundary_bytes) for factor in (1, 4, 16))}
+    return tuple(sorted(size for size in sizes if size > 0))
+
+
+def local_copies(
+    sizes_of: Mapping[Pair, Sequence[int]], clock: Clock, device: torch.device, repeats: int
+) -> tuple[Transfer, ...]:
+    """Copy on one device in place of messages between devices that are not there.
+
+    Parameters
+    ----------
+    sizes_of
+        Per pair of devices, the bytes of its messages.
+    repeats
+        Messages per size that are kept; two more come before them.
+    """
+    times: dict[int, list[float]] = {}
+    for size in sorted({size for sizes in sizes_of.values() for size in sizes}):
+        source, target = _buffer(size, device), _buffer(size, device)
+        times[size] = _timed(clock, partial(target.copy_, source), repeats)
+    return tuple(
+        Transfer(source=a, target=b, num_bytes=size, time_ms=ms)
+        for (a, b), sizes in sorted(sizes_of.items())
+        for size in sizes
+        for ms in times[size]
+    )
+
+
+def ping_pong(
+    sizes_of: Mapping[Pair, Sequence[int]],
+    clock: Clock,
+    device: torch.device,
+    group: ProcessGroup | None,
+    repeats: int,
+) -> tuple[Transfer, ...]:
+    """Send messages to and fro between pairs of ranks, one pair at a time.
+
+    A message's time is half of its round trip. All ranks call this together and get all times.
+
+    Parameters
+    ----------
+    sizes_of
+        Per pair of ranks, the bytes of its messages; the same on all ranks.
+    device
+        Where messages start and end; over gloo the host's memory is used.
+    repeats
+        Round trips per size that are kept; two more come before them.
+    """
+    if dist.get_backend(group) != dist.Backend.NCCL:
+        device = torch.device("cpu")
+    own: list[Transfer] = []
+    for pair, sizes in sorted(sizes_of.items()):
+        dist.barrier(group)
+        if dist.get_rank(group) in pair:
+            for size in sizes:
+                ends = _Ends(*pair, _buffer(size, device), group)
+                own += ends.play(clock, repeats)
+    told: list[list[Transfer]] = [[] for _ in range(dist.get_world_size(group))]
+    dist.all_gather_object(told, own, group=group)
+    return tuple(one for part in told for one in part)
+
+
+class _Ends(NamedTuple):
+    """Two ranks, and what they send to and fro."""
+
+    first: int
+    second: int
+    buffer: Tensor
+    group: ProcessGroup | None
+
+    def play(self, clock: Clock, repeats: int) -> list[Transfer]:
+        """Return the transfers, timed by the first rank; none on the second."""
+        if dist.get_rank(self.group) == self.second:
+            for _ in range(repeats + _WARMUPS):
+                self._receive(self.first)
+                self._send(self.first)
+            return []
+        return [
+            Transfer(
+                source=self.first,
+                target=self.second,
+                num_bytes=self.buffer.numel(),
+                time_ms=ms / 2,
+            )
+            for ms in _timed(clock, self._there_and_back, repeats)
+        ]
+
+    def _there_and_back(self) -> None:
+        self._send(self.second)
+        self._receive(self.second)
+
+    def _send(self, to: int) -> None:
+        dist.send(self.buffer, group=self.group, group_dst=to)
+
+    def _receive(self, origin: int) -> None:
+        dist.recv(self.buffer, group=self.group, group_src=origin)
+
+
+def _timed(clock: Clock, run: Callable[[], object], repeats: int) -> list[float]:
+    marks = []
+    for _ in range(repeats + _WARMUPS):
+        start = clock.mark()
+        run()
+        marks.append((start, clock.mark()))
+    return [clock.ms_between(start, end) for start, end in marks[_WARMUPS:]]
+
+
+def _buffer(size: int, device: torch.device) -> Tensor:
+    return torch.zeros(size, dtype=torch.uint8, device=device)
+
+
+# --- The ranks that measure together, or the one process that measures alone.
+
+
+class MeasuringRanks:
+    """Runs a part of the measuring on one rank and tells all others what came out.
+
+    Without torch.distributed there is one process, which plays all devices.
+    """
+
+    def __init__(self, group: ProcessGroup | None, device: torch.device) -> None:
+        self.group = group
+        self.device = device
+        self.are_many = dist.is_initialized() and dist.get_world_size(group) > 1
+        self.rank = dist.get_rank(group) if self.are_many else 0
+
+    @property
+    def size(self) -> int | None:
+        """Number of ranks, or None where one process plays all devices."""
+        return dist.get_world_size(self.group) if self.are_many else None
+
+    def check_devices(self, num_devices: int) -> None:
+        """Refuse another number of ranks than devices.
+
+        Raises
+        ------
+        PreflightError
+            With both numbers.
+        """
+        if self.size not in (None, num_devices):
+            raise PreflightError(
+                f"the placement names {num_devices} devices, but {self.size} ranks measure: there "
+                "must be one rank per device, or one process for all; start that many"
+            )
+
+    def tell(self, home: int, make: Callable[[], Any]) -> Any:
+        """Return what a function gives on rank ``home``; it runs there only.
+
+        Raises
+        ------
+        PreflightError
+            On every rank, with the cause, if it failed.
+        """
+        if not self.are_many:
+            return make()
+        told: list[Any] = [None]
+        if self.rank == home:
+            faults: list[str] = []
+            told = [(attempt(make, faults), faults)]
+        dist.broadcast_object_list(
+            told, group=self.group, group_src=home, device=self._packing_device()
+        )
+        value, faults = told[0]
+        if faults:
+            raise PreflightError(f"rank {home} could not measure: {faults[0]}")
+        return value
+
+    def _packing_device(self) -> torch.device:
+        nccl = dist.get_backend(self.group) == dist.Backend.NCCL
+        return self.device if nccl else torch.device("cpu")
+
+
+@contextmanager
+def joined(device: torch.device) -> Iterator[None]:
+    """Meet the other ranks where torchrun, or `optpipe.runtime.demo_model`, started some."""
+    num_ranks = os.environ.get("WORLD_SIZE", "1")
+    if num_ranks == "1" or dist.is_initialized():
+        yield
+        return
+    rendezvous = os.environ.get(RENDEZVOUS_VARIABLE)
+    where: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
+    if rendezvous is not None:
+        rank = int(os.environ["RANK"])
+        where |= {
+            "init_method": f"file://{rendezvous}",
+            "rank": rank,
+            "world_size": int(num_ranks),
+        }
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", **where)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def computing_with(threads: int) -> Iterator[None]:
+    """Let the CPU's operations use so many threads, as many as a rank will have."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def device_named(name: str | None) -> torch.device:
+    """Return the device to measure on: the one named, else this rank's GPU, else the CPU.
+
+    Raises
+    ------
+    InputError
+        If there is no such device.
+    """
+    if name is None:
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise InputError(
+            f"--device {name}: torch knows no such device; write cuda or cpu"
+        ) from None
+    return _own_gpu(device) if device.type == "cuda" else device
+
+
+def _own_gpu(device: torch.device) -> torch.device:
+    """Return the GPU that is named, or that torchrun gave this rank, and make it current."""
+    if not torch.cuda.is_available():
+        raise InputError(f"--device {device}: torch finds no GPU here; write cpu")
+    if ":" not in str(device):
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)
+    return device

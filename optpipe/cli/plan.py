@@ -1,0 +1,271 @@
+"""``optpipe plan``: where to cut a model, where to put the stages, and the schedule, together."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, cast
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from optpipe.cli.console import (
+    INFEASIBLE,
+    NOTHING_FOUND,
+    Output,
+    Seed,
+    Threads,
+    TimeLimit,
+    interruptible,
+    needs_extra,
+    stderr,
+    stdout,
+)
+from optpipe.cli.files import (
+    check_apart,
+    check_schedule_file,
+    check_writable,
+    in_file,
+    read_input,
+    results,
+    say_written,
+    write_file,
+    write_schedule,
+)
+from optpipe.cli.report import gap_text, progress_line
+from optpipe.errors import InputError
+from optpipe.formats.json import dump_problem, load_model
+from optpipe.units import format_ms, format_share
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from rich.console import Console
+
+    from optpipe.model import Model
+    from optpipe_solver.plan import PlacementKind, PlanResult, PlanRow
+    from optpipe_solver.result import Progress
+
+__all__ = ["plan"]
+
+
+_LEAST_WIDTH = 100
+_SHOWN_ROWS, _SHOWN_DEVICES, _DRAWN_LAYERS = 12, 64, 72
+
+ModelFile = Annotated[
+    Path,
+    typer.Argument(
+        metavar="MODEL", help="Model file (optpipe/model/v1, JSON); - is standard input."
+    ),
+]
+ProblemOut = Annotated[
+    Path | None,
+    typer.Option("--problem-out", metavar="FILE", help="Write the problem that the cut makes."),
+]
+Chunks = Annotated[
+    str, typer.Option(metavar="N,N", help="Stages per device that are tried, each 1-8.")
+]
+Placements = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME,NAME",
+        help="Placements that are tried: linear, loop, v, and free (other orders of the devices).",
+    ),
+]
+
+
+def plan(
+    model_file: ModelFile,
+    output: Output = None,
+    problem_out: ProblemOut = None,
+    time_limit: TimeLimit = 60.0,
+    threads: Threads = 2,
+    seed: Seed = 0,
+    chunks: Chunks = "1,2,4",
+    placements: Placements = "linear,loop,v,free",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
+) -> None:
+    """Cut a model into stages, place them, and schedule them.
+
+    Cuts are searched together with placement and schedule; the plan is never worse than what was
+    found for equal numbers of layers in the order of the devices. Ctrl-C stops and keeps the best.
+    Leaves with the exit codes of `optpipe solve`. The schedule belongs to the problem that
+    --problem-out writes.
+
+    \b
+    Examples:
+      optpipe plan model.json
+      optpipe plan model.json -o schedule.json --problem-out problem.json
+      optpipe plan model.json --chunks 1,2 --placements linear,v --time-limit 120
+    """
+    counts, kinds = _counts(chunks), _names(placements)
+    model = _read_model(model_file)
+    check_schedule_file(output)
+    check_writable(problem_out)
+    check_apart(output, problem_out, inputs=[model_file])
+    with needs_extra("solver"):
+        result = _run(model, time_limit, threads, seed, counts, kinds)
+    if result.problem is not None and problem_out is not None:
+        write_file(problem_out, dump_problem(result.problem))
+        say_written(problem_out, "problem")
+    if result.schedule is not None and output is not None:
+        write_schedule(result.schedule, output)
+        say_written(output, "schedule")
+    if as_json:
+        stdout().out(json.dumps(result.as_json(), indent=2), highlight=False)
+    elif result.schedule is not None:
+        _show(results(output), model, result)
+    if result.schedule is None:
+        say = f"[bold red]{result.status.value}:[/] {escape(result.message)}"
+        stderr().print(say, soft_wrap=True)
+        raise typer.Exit(INFEASIBLE if result.status == "infeasible" else NOTHING_FOUND)
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise InputError(
+            f"--chunks {text}: must be whole numbers with commas between; write e.g. 1,2"
+        ) from None
+
+
+def _names(text: str) -> tuple[PlacementKind, ...]:
+    return cast("tuple[PlacementKind, ...]", tuple(part.strip() for part in text.split(",")))
+
+
+def _read_model(path: Path) -> Model:
+    try:
+        return load_model(read_input(path))
+    except InputError as error:
+        raise in_file(path, error) from None
+
+
+def _run(
+    model: Model,
+    time_limit_s: float,
+    threads: int,
+    seed: int,
+    chunks: tuple[int, ...],
+    placements: tuple[PlacementKind, ...],
+) -> PlanResult:
+    from optpipe_solver.plan import plan as plan_model
+
+    progress = stderr()
+
+    def tell(news: Progress) -> None:
+        line = progress_line(news.seconds, news.method, news.objective_ms, news.bound_ms)
+        progress.print(line, markup=False)
+
+    with interruptible() as stop, progress.status("planning"):
+        return plan_model(
+            model,
+            time_limit_s=time_limit_s,
+            threads=threads,
+            seed=seed,
+            chunks=chunks,
+            placements=placements,
+            on_progress=tell,
+            should_stop=stop.is_set,
+        )
+
+
+def _show(console: Console, model: Model, result: PlanResult) -> None:
+    # Narrower, cuts would be broken up; files and pipes count as 80 columns.
+    console.width = max(console.width, _LEAST_WIDTH)
+    chosen = result.chosen
+    if chosen is None or result.schedule is None:
+        return
+    console.print(_candidate_table(result))
+    for line in _left_out(result):
+        console.print(line, style="dim", markup=False)
+    console.print()
+    console.print(_cut_table(model, chosen))
+    console.print()
+    console.print(_summary(result, result.schedule.objective, chosen))
+    console.print(f"the bound holds for {result.searched}", style="dim", markup=False)
+
+
+def _shown(result: PlanResult) -> tuple[PlanRow, ...]:
+    rows = result.rows[:_SHOWN_ROWS]
+    return rows if result.even in rows else (*rows, result.even)
+
+
+def _candidate_table(result: PlanResult) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    for name, unit in (("placement", ""), ("layers per stage", ""), ("bound", "ms"),
+                       ("quick", "ms"), ("best", "ms"), ("outcome", "")):  # fmt: skip
+        table.add_column(f"{name}\n{unit}", justify="right" if unit else "left", no_wrap=not unit)
+    for row in _shown(result):
+        label = f"{row.label} (even)" if row.is_even else row.label
+        sizes = " ".join(map(str, row.sizes))
+        times = (_ms(value) for value in (row.bound_ms, row.quick_ms, row.final_ms))
+        table.add_row(label, sizes, *times, row.fate.value, style=_style(row, result))
+    return table
+
+
+def _style(row: PlanRow, result: PlanResult) -> str:
+    return "bold" if row is result.chosen else ""
+
+
+def _ms(value: float | None) -> str:
+    return "-" if value is None else format_ms(value)
+
+
+def _left_out(result: PlanResult) -> Iterator[str]:
+    shown = _shown(result)
+    counts = Counter(row.fate.value for row in result.rows if row not in shown)
+    if counts:
+        parts = (f"{count} {fate}" for fate, count in sorted(counts.items()))
+        yield f"and {sum(counts.values())} more cuts: {'; '.join(parts)}"
+
+
+def _cut_table(model: Model, chosen: PlanRow) -> Table:
+    """Return one line per device, and in it the layers it holds, in model order."""
+    owners = [
+        (stage, device)
+        for stage, (device, size) in enumerate(zip(chosen.placement, chosen.sizes, strict=True))
+        for _ in range(size)
+    ]
+    step = -(-len(owners) // _DRAWN_LAYERS)
+    layers = "layers" if step == 1 else f"layers, {step} to a block"
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    table.add_column("device")
+    table.add_column(layers, no_wrap=True)
+    table.add_column("stages: layers")
+    for index, device in enumerate(model.devices[:_SHOWN_DEVICES]):
+        bar = "".join(
+            "█" if any(owner == index for _, owner in owners[at : at + step]) else "·"
+            for at in range(0, len(owners), step)
+        )
+        held = ", ".join(
+            f"{stage}: {chosen.sizes[stage]}"
+            for stage, owner in enumerate(chosen.placement)
+            if owner == index
+        )
+        kind = f" {device.type}" if device.type is not None else ""
+        table.add_row(escape(f"{device.name}{kind}"), bar, held or "none")
+    return table
+
+
+def _summary(result: PlanResult, objective: str, chosen: PlanRow) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_header=False)
+    table.add_column("")
+    table.add_column("", justify="right")
+    table.add_column("")
+    table.add_row(objective, f"{_ms(chosen.final_ms)} ms", f"by {chosen.method}")
+    table.add_row("even linear cut", _even_text(result.even), _gain(result.even, chosen))
+    table.add_row("bound of the set", f"{_ms(result.bound_ms)} ms", f"gap {gap_text(result.gap)}")
+    return table
+
+
+def _even_text(even: PlanRow) -> str:
+    return "does not fit" if even.final_ms is None else f"{_ms(even.final_ms)} ms"
+
+
+def _gain(even: PlanRow, chosen: PlanRow) -> str:
+    if not even.final_ms or chosen.final_ms is None:
+        return escape(even.note)
+    return f"the plan is {format_share(1 - chosen.final_ms / even.final_ms)} shorter"

@@ -1,0 +1,434 @@
+"""``optpipe sweep``: one problem along axes, one table and one frontier at the end."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Table
+
+from optpipe.cli.console import (
+    INFEASIBLE,
+    INTERRUPTED,
+    NOTHING_FOUND,
+    ApiKey,
+    Gap,
+    Method,
+    ProblemFile,
+    Seed,
+    Threads,
+    TimeLimit,
+    WorkLimit,
+    interruptible,
+    needs_extra,
+    stderr,
+    stdout,
+)
+from optpipe.cli.files import check_apart, check_writable, read_problem, write_file
+from optpipe.cli.report import gap_text
+from optpipe.errors import InputError
+from optpipe.formats.json import read_text
+from optpipe.formats.tables import dump_sweep, load_sweep_csv, sweep_columns
+from optpipe.plot.frontier import SUFFIXES, require_drawing, save_frontier
+from optpipe.schedule import OPTIMAL_GAP
+from optpipe.sweep import Point, family_of, frontier, label_of, memory_of
+from optpipe.sweep import sweep as vary
+from optpipe.units import format_ms
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from optpipe.client import Batch
+    from optpipe.formats.tables import SweepRow
+    from optpipe.problem import Problem
+    from optpipe.schedule import Programs, Schedule
+    from optpipe.sweep import Variation
+    from optpipe_solver import Result
+
+__all__ = ["parse_axes", "sweep", "sweep_here", "sweep_remote"]
+
+
+_FORMS = {".csv": "csv", ".md": "markdown", ".json": "json"}
+
+AxisTexts = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--axis",
+        metavar="NAME=V1,V2,...",
+        help="memory_scale, memory_gb, num_microbatches, pcie_scale, link_scale, latency_ms, "
+        "placement (linear, loop, v, or lists), objective, offload, recompute (true, false), or "
+        "the path of a field: devices[*].memory_bytes, stages[3].forward_ms. Again for another.",
+    ),
+]
+TableFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--output",
+        "-o",
+        metavar="FILE",
+        help="Write the table here: .csv, .md or .json. A .csv file that exists is gone on with: "
+        "what it has is not solved again.",
+    ),
+]
+FrontierFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--frontier",
+        metavar="FILE",
+        help="Draw the best objective and its bound over memory here: .svg, .png, .pdf; .html to "
+        "zoom into.",
+    ),
+]
+MaybeUrl = Annotated[
+    str | None,
+    typer.Option(metavar="URL", help="Have a service solve it, as a batch; else it is done here."),
+]
+
+
+def sweep(
+    problem_file: ProblemFile,
+    axis: AxisTexts = None,
+    output: TableFile = None,
+    frontier_file: FrontierFile = None,
+    time_limit: TimeLimit = 20.0,
+    threads: Threads = 2,
+    seed: Seed = 0,
+    method: Method = "auto",
+    gap: Gap = OPTIMAL_GAP,
+    work_limit: WorkLimit = None,
+    url: MaybeUrl = None,
+    api_key: ApiKey = None,
+) -> None:
+    """Solve a problem along axes, and show what memory buys.
+
+    Limits and options are those of each combination. Every combination must be a valid problem;
+    that is found out before anything is solved. Ctrl-C keeps what there is. Leaves with 0 where
+    any combination has a schedule, 3 where all are proven infeasible, 4 where nothing was found.
+
+    \b
+    Examples:
+      optpipe sweep problem.json --axis memory_scale=1,0.75,0.5
+      optpipe sweep problem.json --axis memory_gb=16,24,32,40 --axis num_microbatches=8,16 \\
+          -o table.csv --frontier frontier.svg
+      optpipe sweep problem.json --axis offload=true,false --url http://planner:8000
+    """
+    _check_files(output, frontier_file)
+    check_apart(output, frontier_file, inputs=[problem_file])
+    problem = read_problem(problem_file)
+    variations = vary(problem, axes := parse_axes(axis or []))
+    known = _known_rows(output, variations)
+    options = {
+        "time_limit_s": time_limit,
+        "work_limit": work_limit,
+        "threads": threads,
+        "seed": seed,
+        "gap": gap,
+        "method": method,
+    }
+    if url is not None:
+        rows = sweep_remote(url, api_key, problem, axes, options)
+        was_stopped = False
+    else:
+        with needs_extra("solver"):
+            rows, was_stopped = sweep_here(
+                variations, known, options, lambda rows: _write(rows, output)
+            )
+    _write(rows, output)
+    _show(rows)
+    if frontier_file is not None:
+        _draw(problem, variations, rows, frontier_file)
+    _leave(rows, was_stopped=was_stopped)
+
+
+def parse_axes(texts: Sequence[str]) -> dict[str, list[Any]]:
+    """Return name -> values of texts like ``memory_scale=1,0.5``; values are JSON, or words.
+
+    Raises
+    ------
+    InputError
+        If one is no axis, or stands twice.
+    """
+    axes: dict[str, list[Any]] = {}
+    for text in texts:
+        name, _, values = text.partition("=")
+        if not name.strip() or not values.strip():
+            raise InputError(f"--axis {text}: must be NAME=VALUE,VALUE,...; write it so")
+        if name.strip() in axes:
+            raise InputError(f"--axis {name.strip()} stands twice; put all its values into one")
+        axes[name.strip()] = _values(values)
+    return axes
+
+
+def _values(text: str) -> list[Any]:
+    try:
+        found: list[Any] = json.loads(f"[{text}]")
+    except ValueError:
+        return [_value(part.strip()) for part in text.split(",")]
+    return found
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _check_files(output: Path | None, frontier_file: Path | None) -> None:
+    """Refuse files that cannot be written, before hours of work."""
+    for path, suffixes in ((output, tuple(_FORMS)), (frontier_file, SUFFIXES)):
+        if path is not None and path.suffix not in suffixes:
+            raise InputError(
+                f"cannot write {path.name}: the suffix chooses the format; use one of "
+                f"{', '.join(suffixes)}"
+            )
+        check_writable(path)
+    if frontier_file is not None:
+        require_drawing(frontier_file)
+
+
+def _known_rows(output: Path | None, variations: Sequence[Variation]) -> list[SweepRow]:
+    """Return what an earlier run has left in the file.
+
+    Raises
+    ------
+    InputError
+        If the file is something else, or has rows of other problems: they would be lost.
+    """
+    if output is None or output.suffix != ".csv" or not output.exists():
+        return []
+    try:
+        rows = load_sweep_csv(read_text(output))
+    except InputError as error:
+        raise InputError(f"{output} exists and is not the table of a sweep: {error}") from None
+    hashes = {variation.problem.problem_hash for variation in variations}
+    others = [row["name"] for row in rows if row["problem_hash"] not in hashes]
+    if others:
+        raise InputError(
+            f"{output} has rows that are not of this sweep, the first is {others[0]!r}; give "
+            "another file"
+        )
+    return rows
+
+
+def _write(rows: Sequence[SweepRow], output: Path | None) -> None:
+    """Write the table so that the file is whole at any moment."""
+    if output is not None:
+        write_file(output, dump_sweep(rows, _FORMS[output.suffix]))
+
+
+def _show(rows: Sequence[SweepRow]) -> None:
+    console = stdout()
+    table = Table(box=None, pad_edge=False)
+    columns = [column for column in sweep_columns(rows) if column.name != "message"]
+    for column in columns:
+        justify = "right" if column.is_number else "left"
+        table.add_column(column.name, justify=justify, overflow="fold")  # type: ignore[arg-type]
+    for cells in zip(*(column.cells for column in columns), strict=True):
+        table.add_row(*cells)
+    console.print(table, markup=False)
+    # As a column they would be a few letters wide.
+    notes = [f"{row['name']}: {row['message']}" for row in rows if row["message"]]
+    if notes:
+        console.print("\n" + "\n".join(notes), markup=False, soft_wrap=True)
+
+
+def _draw(
+    problem: Problem, variations: Sequence[Variation], rows: Sequence[SweepRow], path: Path
+) -> None:
+    points = [_point(variations[row["index"]], row) for row in rows]
+    save_frontier(frontier(points), path, problem.name)
+    stderr().print(f"written to {path}", markup=False)
+
+
+def _point(variation: Variation, row: SweepRow) -> Point:
+    return Point(
+        index=row["index"],
+        family=family_of(variation.problem),
+        label=label_of(variation.values, variation.problem.name),
+        memory_bytes=memory_of(variation.problem),
+        objective_ms=row["objective_ms"],
+        bound_ms=row["bound_ms"],
+        is_infeasible=row["state"] == "infeasible",
+    )
+
+
+def _leave(rows: Sequence[SweepRow], *, was_stopped: bool) -> None:
+    if was_stopped:
+        stderr().print("stopped by Ctrl-C; combinations that were not reached are missing")
+        raise typer.Exit(INTERRUPTED)
+    if any(row["objective_ms"] is not None for row in rows):
+        return
+    all_infeasible = all(row["state"] == "infeasible" for row in rows)
+    raise typer.Exit(INFEASIBLE if all_infeasible else NOTHING_FOUND)
+
+
+# --- A sweep that is solved here, one combination after the other.
+
+_DONE = ("succeeded", "infeasible")
+
+
+def sweep_here(
+    variations: Sequence[Variation],
+    known: Sequence[SweepRow],
+    options: Mapping[str, Any],
+    keep: Callable[[list[SweepRow]], None],
+) -> tuple[list[SweepRow], bool]:
+    """Return a row per variation, and whether Ctrl-C ended it before all had theirs.
+
+    From the least memory to the most: a schedule that fits a limit fits every larger one, so each
+    solve starts from the best that smaller limits have given.
+
+    Parameters
+    ----------
+    known
+        Rows of an earlier run; what they say of the same problems is taken over.
+    keep
+        Called after each one with all rows so far, in the order of the variations.
+    """
+    rows: dict[int, SweepRow] = {}
+    done = {row["problem_hash"]: row for row in known if row["state"] in _DONE}
+    starts = _Starts()
+    with interruptible() as stop:
+        for number, index in enumerate(_by_memory(variations), start=1):
+            variation = variations[index]
+            row = done.get(variation.problem.problem_hash)
+            is_known = row is not None
+            if row is None:
+                result, seconds = _solve(variation.problem, starts, options, stop.is_set)
+                row = _row(variation.problem, result, seconds, was_stopped=stop.is_set())
+            rows[index] = {**row, "index": index, "values": variation.values}
+            _tell(rows[index], f"[{number}/{len(variations)}]", is_known=is_known)
+            keep([rows[at] for at in sorted(rows)])
+            if stop.is_set():
+                break
+    return [rows[at] for at in sorted(rows)], stop.is_set()
+
+
+class _Starts:
+    """Schedules found so far: which of them fit another memory limit."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, list[tuple[tuple[int, ...], Schedule]]] = defaultdict(list)
+
+    def add(self, problem: Problem, schedule: Schedule) -> None:
+        """Keep a schedule of a problem."""
+        self._found[family_of(problem)].append((memory_of(problem), schedule))
+
+    def best(self, problem: Problem) -> Programs | None:
+        """Return the shortest programs that fit: they keep below every limit of this problem."""
+        limits = memory_of(problem)
+        fitting = [
+            schedule
+            for memory, schedule in self._found[family_of(problem)]
+            if all(held <= limit for held, limit in zip(memory, limits, strict=True))
+        ]
+        best = min(fitting, key=lambda schedule: schedule.objective_ms, default=None)
+        return None if best is None else best.programs
+
+
+def _by_memory(variations: Sequence[Variation]) -> list[int]:
+    """Return the order of solving: family by family as they come, the least memory first."""
+    families: dict[str, int] = {}
+    keys = []
+    for index, variation in enumerate(variations):
+        place = families.setdefault(family_of(variation.problem), index)
+        keys.append((place, memory_of(variation.problem), index))
+    return [index for *_, index in sorted(keys)]
+
+
+def _solve(
+    problem: Problem,
+    starts: _Starts,
+    options: Mapping[str, Any],
+    should_stop: Callable[[], bool],
+) -> tuple[Result, float]:
+    began = time.monotonic()
+    with stderr().status(f"solving {problem.name}"):
+        import optpipe_solver
+
+        result = optpipe_solver.solve(
+            problem,
+            start=starts.best(problem),
+            start_method="less memory",
+            should_stop=should_stop,
+            **options,
+        )
+    if result.schedule is not None:
+        starts.add(problem, result.schedule)
+    return result, time.monotonic() - began
+
+
+def _row(problem: Problem, result: Result, seconds: float, *, was_stopped: bool) -> SweepRow:
+    state = result.status.value
+    if result.schedule is not None:
+        state = "cancelled" if was_stopped and result.status != "optimal" else "succeeded"
+    elif result.status != "infeasible":
+        state = "cancelled" if was_stopped else "failed"
+    schedule = result.schedule
+    return {
+        "index": 0,
+        "values": {},
+        "name": problem.name,
+        "state": state,
+        "objective_ms": None if schedule is None else schedule.objective_ms,
+        "bound_ms": result.bound_ms,
+        "gap": None if schedule is None else schedule.gap,
+        "memory_bytes": max(memory_of(problem)),
+        "seconds": round(seconds, 3),
+        "problem_hash": problem.problem_hash,
+        "job_id": None,
+        "message": result.message or None,
+    }
+
+
+def _tell(row: SweepRow, place: str, *, is_known: bool) -> None:
+    said = row["state"]
+    if row["objective_ms"] is not None:
+        said = f"{format_ms(row['objective_ms'])} ms, gap {gap_text(row['gap'])}"
+    # Options may have changed since: who gave other ones must see that these were not used.
+    source = ", from the file, not solved again" if is_known else ""
+    stderr().print(f"{place} {row['name']}: {said}{source}", markup=False, soft_wrap=True)
+
+
+# --- A sweep that a service solves, as a batch.
+
+
+def sweep_remote(
+    url: str,
+    api_key: str | None,
+    problem: Problem,
+    axes: Mapping[str, Sequence[Any]],
+    options: Mapping[str, Any],
+) -> list[SweepRow]:
+    """Return a row per combination once all have ended.
+
+    Raises
+    ------
+    typer.Exit
+        By Ctrl-C; the service goes on.
+    """
+    from optpipe.client import Client
+
+    with Client(url, api_key=api_key) as client:
+        batch = client.sweep(problem, axes, **options)
+        stderr().print(f"batch {batch.id}", markup=False)
+        try:
+            _follow(batch)
+        except KeyboardInterrupt:
+            stderr().print(f"batch {batch.id} goes on at {url}/v1/batches/{batch.id}", markup=False)
+            raise typer.Exit(INTERRUPTED) from None
+        return batch.table()
+
+
+def _follow(batch: Batch) -> None:
+    told = -1
+    for news in batch.follow():
+        ended = round(news.progress * news.num_items)
+        if ended != told:
+            stderr().print(f"{ended} of {news.num_items} have ended", markup=False)
+        told = ended

@@ -1,0 +1,295 @@
+"""What goes into a request, when it is made again, and how its answer is read; no network here."""
+
+from __future__ import annotations
+
+import ipaddress
+import random
+import re
+import uuid
+from dataclasses import dataclass
+from enum import Enum
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import httpx
+from pydantic import BaseModel, ValidationError
+
+from optpipe.client.errors import fault_of, refusal
+from optpipe.errors import InputError, ServiceError, ServiceUnreachableError
+from optpipe.formats.json import load_schedule
+from optpipe.problem import Problem
+from optpipe.wire import Job
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from optpipe.model import Model
+    from optpipe.schedule import Schedule
+
+__all__ = [
+    "LATER",
+    "Address",
+    "Repeat",
+    "as_model",
+    "checked_id",
+    "document",
+    "given",
+    "if_newer",
+    "is_told",
+    "items",
+    "newer_schedule",
+    "numbered_schedule",
+    "once",
+    "pause_s",
+    "waiting",
+]
+
+M = TypeVar("M", bound=BaseModel)
+
+_FIRST_PAUSE_S = 0.2
+_LONGEST_PAUSE_S = 10.0
+LATER = frozenset({429, 502, 503, 504})
+"""The statuses after which the same request may succeed."""
+# Before these nothing was sent that the service could have acted upon.
+_UNSENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
+_TAG = re.compile(r'(?:W/)?"[^"]*\.([0-9]{1,15})"')
+
+
+class Repeat(Enum):
+    """When a request may be made again whose fate is not known."""
+
+    ALWAYS = "always"
+    """It changes nothing, or carries a key under which the service does it only once."""
+    UNLESS_SLOW = "unless slow"
+    """Not where the time ran out: it would again, at the service's expense."""
+    UNSENT = "unsent"
+    """Only where it certainly was not done."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Address:
+    """A service's address and how patiently it is spoken to; parameters as of the clients."""
+
+    url: httpx.URL
+    api_key: str | None
+    timeout_s: float
+    num_retries: int
+
+    @classmethod
+    def checked(
+        cls, base_url: str, api_key: str | None, timeout_s: float, num_retries: int
+    ) -> Address:
+        """Return the address.
+
+        Raises
+        ------
+        InputError
+            If it is none, or the key cannot be one.
+        """
+        try:
+            url = httpx.URL(base_url)
+        except (httpx.InvalidURL, TypeError):
+            url = httpx.URL()
+        if url.scheme not in ("http", "https") or not url.host:
+            raise InputError(
+                f"{base_url!r} is not the address of a service; write it like http://127.0.0.1:8000"
+            )
+        if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
+            # Not shown: it may be nearly the true one.
+            raise InputError("the API key has letters that no key has; copy it again")
+        return cls(url=url, api_key=api_key, timeout_s=timeout_s, num_retries=num_retries)
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments of httpx's clients."""
+        return {
+            "base_url": self.url,
+            "headers": {} if self.api_key is None else {"Authorization": f"Bearer {self.api_key}"},
+            "timeout": self.timeout_s,
+            # A proxy of the environment does not lead to this machine.
+            "trust_env": not _is_loopback(self.url.host),
+        }
+
+    def timeout(self, wait_s: float) -> httpx.Timeout:
+        """Return the timeouts of a request whose answer may take ``wait_s`` longer than usual."""
+        return httpx.Timeout(self.timeout_s, read=self.timeout_s + wait_s)
+
+    def pause_after_loss(self, attempt: int, repeat: Repeat, error: httpx.TransportError) -> float:
+        """Return how long to wait before a request without an answer is made again, seconds.
+
+        Raises
+        ------
+        ServiceUnreachableError
+            If it is not made again: it was the last of the attempts (the first is 0), or may
+            already have been acted upon.
+        """
+        if attempt < self.num_retries and _may_follow_loss(repeat, error):
+            return pause_s(attempt, {})
+        reason = str(error) or type(error).__name__
+        raise ServiceUnreachableError(
+            f"nobody answers at {self} ({reason}); is the service running there? "
+            "Start it with: optpipe serve"
+        ) from error
+
+    def pause_after_refusal(self, attempt: int, repeat: Repeat, answer: httpx.Response) -> float:
+        """Return how long to wait before a refused request is made again, seconds.
+
+        Raises
+        ------
+        OptPipeError
+            What the refusal means, if it is not made again; see `optpipe.client.errors`.
+        """
+        if attempt < self.num_retries and _may_follow(repeat, answer):
+            return pause_s(attempt, answer.headers)
+        raise refusal(answer)
+
+    def __str__(self) -> str:
+        # It stands in messages, where a password has no place.
+        return str(self.url.copy_with(userinfo=b""))
+
+
+def pause_s(attempt: int, headers: Mapping[str, str]) -> float:
+    """Return how long to wait: what the service asks for, else ever longer, never all at once."""
+    asked = headers.get("Retry-After", "")
+    if asked.isascii() and asked.isdecimal():
+        return min(float(asked), _LONGEST_PAUSE_S)
+    longest = min(_FIRST_PAUSE_S * 2.0 ** min(attempt, 30), _LONGEST_PAUSE_S)
+    return random.uniform(longest / 2, longest)  # noqa: S311 - spreads clients, hides nothing
+
+
+def is_told(answer: httpx.Response) -> bool:
+    """Whether an answer says what was asked for: also that it is not newer than what is known."""
+    return answer.is_success or answer.status_code == HTTPStatus.NOT_MODIFIED
+
+
+def _may_follow_loss(repeat: Repeat, error: httpx.TransportError) -> bool:
+    if isinstance(error, httpx.UnsupportedProtocol):
+        return False
+    if repeat is Repeat.UNSENT:
+        return isinstance(error, _UNSENT)
+    return repeat is Repeat.ALWAYS or not isinstance(error, httpx.ReadTimeout)
+
+
+def _may_follow(repeat: Repeat, answer: httpx.Response) -> bool:
+    if answer.status_code not in LATER:
+        return False
+    # A gateway that lost its patience says nothing about what the service behind it did.
+    return repeat is not Repeat.UNSENT or bool(fault_of(answer))
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+# --- Parts of requests.
+
+
+def checked_id(thing: Job | str, kind: str = "job") -> str:
+    """Return an id that is fit for a path.
+
+    Raises
+    ------
+    InputError
+        If it cannot be one.
+    """
+    thing_id = thing.id if isinstance(thing, Job) else thing
+    if not (thing_id.isascii() and thing_id.isalnum()):
+        raise InputError(
+            f"{thing_id!r} is not the id of a {kind}; the service names it when it is made"
+        )
+    return thing_id
+
+
+def document(thing: Problem | Model) -> dict[str, Any]:
+    """Return a problem or model as it stands in a request."""
+    return thing.model_dump(mode="json", by_alias=True)
+
+
+def items(
+    problem: Problem | Sequence[Problem], axes: Mapping[str, Sequence[Any]] | None
+) -> dict[str, Any]:
+    """Return what a batch is made of, as it stands in a request.
+
+    Raises
+    ------
+    InputError
+        If there are axes, and several problems.
+    """
+    if isinstance(problem, Problem):
+        varied = {name: list(values) for name, values in (axes or {}).items()}
+        return {"problem": document(problem), "axes": varied}
+    if axes:
+        raise InputError("axes vary one problem, not a list of them; give one of both")
+    return {"problems": [document(one) for one in problem]}
+
+
+def given(**values: Any) -> dict[str, Any]:
+    """Return what is not None; sequences as lists, for JSON."""
+    return {
+        name: list(value) if isinstance(value, tuple) else value
+        for name, value in values.items()
+        if value is not None
+    }
+
+
+def waiting(wait_s: float) -> dict[str, float]:
+    """Return the parameter that lets the service wait before it answers."""
+    return {"wait": wait_s} if wait_s > 0 else {}
+
+
+def once(key: str | None) -> dict[str, str]:
+    """Return the header under which the service does a request once, however often it comes."""
+    return {"Idempotency-Key": uuid.uuid4().hex if key is None else key}
+
+
+def if_newer(thing_id: str, number: int) -> dict[str, str]:
+    """Return the header by which only a newer schedule than this one is sent; 0 = any."""
+    return {"If-None-Match": f'"{thing_id}.{number}"'} if number > 0 else {}
+
+
+# --- Answers.
+
+
+def as_model(model: type[M], answer: httpx.Response) -> M:
+    """Return what an answer says.
+
+    Raises
+    ------
+    ServiceError
+        If it is something else.
+    """
+    try:
+        return model.model_validate_json(answer.content)
+    except ValidationError as error:
+        raise ServiceError(
+            f"{answer.url} does not answer as expected ({error.error_count()} faults, the "
+            f"first: {error.errors()[0]['msg']}); is it an OptPipe service of this version?",
+            answer.status_code,
+        ) from error
+
+
+def newer_schedule(answer: httpx.Response) -> tuple[int, Schedule] | None:
+    """Read an answer that is a schedule and its number; None where there is no newer one."""
+    return None if answer.status_code == HTTPStatus.NOT_MODIFIED else numbered_schedule(answer)
+
+
+def numbered_schedule(answer: httpx.Response) -> tuple[int, Schedule]:
+    """Read an answer that is a schedule and its number.
+
+    Raises
+    ------
+    ServiceError
+        If the answer does not say its number.
+    """
+    tag = _TAG.fullmatch(answer.headers.get("ETag", ""))
+    if tag is None:
+        raise ServiceError(
+            f"{answer.url} does not say which schedule it is (ETag "
+            f"{answer.headers.get('ETag')!r}); does something in between take ETags away?",
+            answer.status_code,
+        )
+    return int(tag[1]), load_schedule(answer.text)

@@ -1,0 +1,517 @@
+"""What changed between two schedules, and what it cost."""
+
+from __future__ import annotations
+
+import json
+import re
+from bisect import bisect_left
+from collections import defaultdict
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from optpipe.explain.reasons import idle_times
+from optpipe.explain.text import count, microbatches, ranges
+from optpipe.explain.values import IdleCause
+from optpipe.memory import device_peak_bytes, host_peak_bytes
+from optpipe.problem import FrozenValue
+from optpipe.schedule import Action, ActionType
+from optpipe.simulate import bubble_rate, simulate
+from optpipe.units import format_bytes, format_ms, format_share
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from optpipe.problem import Problem
+    from optpipe.schedule import Program, Programs, Schedule
+
+__all__ = [
+    "Cost",
+    "FieldChange",
+    "ModeChange",
+    "OrderChange",
+    "PlacementChange",
+    "ProblemDifference",
+    "ScheduleDifference",
+    "compare_problems",
+    "compare_programs",
+    "cost_line",
+    "difference_lines",
+    "num_moved",
+    "problem_costs",
+    "record_costs",
+    "schedule_costs",
+]
+
+
+Treatment = Literal["kept", "offloaded", "recomputed"]
+Backward = Literal["split (I, W)", "fused (B)"]
+
+
+class PlacementChange(FrozenValue):
+    """A stage on another device; None where only one of the two schedules has the stage."""
+
+    stage: int
+    before: int | None
+    after: int | None
+
+
+class ModeChange(FrozenValue):
+    """Micro-batches of a stage that are treated, or whose backward runs, in another way."""
+
+    stage: int
+    before: Treatment | Backward
+    after: Treatment | Backward
+    microbatches: tuple[int, ...]
+
+
+class OrderChange(FrozenValue):
+    """One program that is not the same in both.
+
+    Parameters
+    ----------
+    moved
+        Least number of actions that must be moved to turn one order into the other, among those
+        that both have.
+    common, removed, added
+        Actions that both have, only the first, only the second.
+    cell, before, after
+        The first cell that differs and what stands there; None past the end of a program.
+    """
+
+    device: int
+    moved: int
+    common: int
+    removed: int
+    added: int
+    cell: int
+    before: Action | None
+    after: Action | None
+
+
+class Cost(FrozenValue):
+    """One number before and after; ``unit`` is ms, bytes or share, None where it is not known."""
+
+    name: str
+    unit: Literal["ms", "bytes", "share"]
+    before: float | int | None
+    after: float | int | None
+
+
+class ScheduleDifference(FrozenValue):
+    """What changed from one schedule to another; empty for equal programs, and only for them.
+
+    ``costs`` hold what is known of either, changed or not.
+    """
+
+    format: Literal["optpipe/difference/v1"] = "optpipe/difference/v1"
+    kind: Literal["schedule"] = "schedule"
+    placement: tuple[PlacementChange, ...] = ()
+    treatment: tuple[ModeChange, ...] = ()
+    backward: tuple[ModeChange, ...] = ()
+    order: tuple[OrderChange, ...] = ()
+    costs: tuple[Cost, ...] = ()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the two are the same programs."""
+        return not (self.placement or self.treatment or self.backward or self.order)
+
+
+def compare_programs(
+    before: Programs, after: Programs, costs: Iterable[Cost] = ()
+) -> ScheduleDifference:
+    """Return what changed from one set of programs to another.
+
+    They need not be legal, nor be for the same problem: stages are compared by their numbers,
+    programs by their devices'.
+    """
+    old, new = _facts(before), _facts(after)
+    return ScheduleDifference(
+        placement=_placement_changes(old.devices, new.devices),
+        treatment=_mode_changes(old.treatments, new.treatments),
+        backward=_mode_changes(old.backwards, new.backwards),
+        order=tuple(
+            _order_change(device, *rows)
+            for device, rows in enumerate(zip_longest(before, after, fillvalue=()))
+            if rows[0] != rows[1]
+        ),
+        costs=tuple(costs),
+    )
+
+
+class _Facts(NamedTuple):
+    """What a set of programs says of its stages and (stage, micro-batch) pairs."""
+
+    devices: dict[int, int]
+    treatments: dict[tuple[int, int], Treatment]
+    backwards: dict[tuple[int, int], Backward]
+
+
+def _facts(programs: Programs) -> _Facts:
+    facts = _Facts({}, {}, {})
+    for device, program in enumerate(programs):
+        for stage, kind, microbatch in program:
+            facts.devices[stage] = device
+            cell = stage, microbatch
+            if kind is ActionType.OFFLOAD:
+                facts.treatments[cell] = "offloaded"
+            elif kind is ActionType.RECOMPUTE:
+                facts.treatments[cell] = "recomputed"
+            else:
+                facts.treatments.setdefault(cell, "kept")
+            if kind.is_backward:
+                is_fused = kind is ActionType.FULL_BACKWARD
+                facts.backwards[cell] = "fused (B)" if is_fused else "split (I, W)"
+    return facts
+
+
+def _placement_changes(
+    before: dict[int, int], after: dict[int, int]
+) -> tuple[PlacementChange, ...]:
+    return tuple(
+        PlacementChange(stage=stage, before=before.get(stage), after=after.get(stage))
+        for stage in sorted({*before, *after})
+        if before.get(stage) != after.get(stage)
+    )
+
+
+def _mode_changes(
+    before: Mapping[tuple[int, int], Treatment | Backward],
+    after: Mapping[tuple[int, int], Treatment | Backward],
+) -> tuple[ModeChange, ...]:
+    """Return what became of the pairs that both have, gathered by stage and change."""
+    changed: dict[tuple[int, Treatment | Backward, Treatment | Backward], list[int]]
+    changed = defaultdict(list)
+    for stage, microbatch in sorted(before.keys() & after.keys()):
+        old, new = before[stage, microbatch], after[stage, microbatch]
+        if old != new:
+            changed[stage, old, new].append(microbatch)
+    return tuple(
+        ModeChange(stage=stage, before=old, after=new, microbatches=tuple(numbers))
+        for (stage, old, new), numbers in changed.items()
+    )
+
+
+def _order_change(device: int, before: Program, after: Program) -> OrderChange:
+    common = set(before) & set(after)
+    cell, (old, new) = next(
+        (cell, pair) for cell, pair in enumerate(zip_longest(before, after)) if pair[0] != pair[1]
+    )
+    return OrderChange(
+        device=device,
+        moved=num_moved(
+            [action for action in before if action in common],
+            [action for action in after if action in common],
+        ),
+        common=len(common),
+        removed=len(before) - sum(action in common for action in before),
+        added=len(after) - sum(action in common for action in after),
+        cell=cell,
+        before=old,
+        after=new,
+    )
+
+
+def num_moved(before: Sequence[Action], after: Sequence[Action]) -> int:
+    """Return how few actions must be moved to turn one order of them into the other.
+
+    That is all but a longest common subsequence; since no action stands twice, it is a longest
+    increasing subsequence of places, found by patience sorting in O(n log n).
+    """
+    place = {action: index for index, action in enumerate(before)}
+    tails: list[int] = []
+    for action in after:
+        at = place[action]
+        pile = bisect_left(tails, at)
+        tails[pile : pile + 1] = [at]
+    return len(place) - len(tails)
+
+
+# --- What changed between two problems, field by field, and what it costs at least.
+
+_INDEX = re.compile(r"\[(\d+)\]")
+_KEYS = {"links": ("from", "to"), "hosts": ("name",)}
+
+
+class FieldChange(FrozenValue):
+    """A field with another value; None where the problem lacks what it belongs to.
+
+    ``path`` is as in errors and sweeps, ``devices[2].memory_bytes``; fields of several devices or
+    stages that change alike stand in one, ``devices[0..3].memory_bytes``.
+    """
+
+    path: str
+    before: Any
+    after: Any
+
+
+class ProblemDifference(FrozenValue):
+    """What changed from one problem to another; empty where both have the same problem_hash.
+
+    ``costs`` hold what follows from the problems alone, changed or not.
+    """
+
+    format: Literal["optpipe/difference/v1"] = "optpipe/difference/v1"
+    kind: Literal["problem"] = "problem"
+    fields: tuple[FieldChange, ...] = ()
+    costs: tuple[Cost, ...] = ()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the two are the same problem, names of problems aside."""
+        return not self.fields
+
+
+def compare_problems(
+    before: Problem, after: Problem, costs: Iterable[Cost] = ()
+) -> ProblemDifference:
+    """Return what changed from one problem to another.
+
+    Devices and stages are compared by number, hosts by name, links by the pair they connect. The
+    name of the problem, which is not in its hash, is not looked at.
+    """
+    old, new = dict(_flat("", _dump(before))), dict(_flat("", _dump(after)))
+    changes = [
+        FieldChange(path=path, before=old.get(path), after=new.get(path))
+        for path in {**old, **new}
+        if path not in old or path not in new or old[path] != new[path]
+    ]
+    return ProblemDifference(fields=tuple(_gathered(changes)), costs=tuple(costs))
+
+
+def problem_costs(before: Problem, after: Problem) -> tuple[Cost, ...]:
+    """Return what follows from each problem alone.
+
+    The compute time of the busiest device (no schedule is shorter), the bytes of all activations of
+    one step together, and the bytes there are for them: memory less reserved and static bytes,
+    summed over devices.
+    """
+    rows = [_numbers(problem) for problem in (before, after)]
+    units: dict[str, Literal["ms", "bytes"]] = {
+        "compute of the busiest device": "ms",
+        "activations of one step": "bytes",
+        "memory for activations, all devices": "bytes",
+    }
+    return tuple(
+        Cost(name=name, unit=unit, before=rows[0][name], after=rows[1][name])
+        for name, unit in units.items()
+    )
+
+
+def _numbers(problem: Problem) -> dict[str, float]:
+    free = sum(
+        held.usable_bytes - problem.static_bytes_of(device)
+        for device, held in enumerate(problem.devices)
+    )
+    activations = sum(stage.activation_bytes for stage in problem.stages)
+    return {
+        "compute of the busiest device": problem.busy_ms,
+        "activations of one step": activations * problem.num_microbatches,
+        "memory for activations, all devices": free,
+    }
+
+
+def _dump(problem: Problem) -> dict[str, Any]:
+    return problem.model_dump(mode="json", by_alias=True, exclude={"name"})
+
+
+def _flat(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield every leaf of a JSON-like value with its path."""
+    if isinstance(value, dict):
+        for name, held in value.items():
+            yield from _flat(f"{path}.{name}" if path else name, held)
+    elif isinstance(value, list):
+        for index, held in enumerate(value):
+            names = _KEYS.get(path)
+            key = "->".join(str(held[name]) for name in names) if names else str(index)
+            yield from _flat(f"{path}[{key}]", held)
+    else:
+        yield path, value
+
+
+def _gathered(changes: Iterable[FieldChange]) -> Iterator[FieldChange]:
+    """Put changes together that are the same but for the number of the device or stage."""
+    alike: dict[tuple[str, str], list[FieldChange]] = defaultdict(list)
+    for change in changes:
+        values = json.dumps([change.before, change.after])
+        alike[_INDEX.sub("[*]", change.path, count=1), values].append(change)
+    for group in alike.values():
+        first = group[0]
+        numbers = [int(m[1]) for m in (_INDEX.search(change.path) for change in group) if m]
+        if len(group) == 1 or len(numbers) < len(group):
+            yield from group
+            continue
+        path = _INDEX.sub(f"[{ranges(numbers)}]", first.path, count=1)
+        yield first.model_copy(update={"path": path})
+
+
+# --- What a schedule costs, in ms and bytes: the numbers that a difference of schedules compares.
+
+_Row = tuple[Literal["ms", "bytes", "share"], float | int | None]
+
+
+def schedule_costs(problem: Problem, before: Programs, after: Programs) -> tuple[Cost, ...]:
+    """Return what two legal schedules of a problem cost.
+
+    Makespan and span, bubble rates of both, the memory peaks of devices and hosts, the bytes moved
+    to the hosts, the time spent on RECOMPUTE, and the idle time by cause (as `idle_times`, summed
+    over devices; causes that neither has are left out).
+    """
+    return _joined(_measured(problem, before), _measured(problem, after))
+
+
+def record_costs(before: Schedule | None, after: Schedule | None) -> tuple[Cost, ...]:
+    """Return what two schedules say of themselves; nothing where neither says anything."""
+    return _joined(_said(before), _said(after))
+
+
+def _joined(before: dict[str, _Row], after: dict[str, _Row]) -> tuple[Cost, ...]:
+    names = [*before, *(name for name in after if name not in before)]
+    return tuple(
+        Cost(
+            name=name,
+            unit=(before.get(name) or after[name])[0],
+            before=before[name][1] if name in before else _absent(name),
+            after=after[name][1] if name in after else _absent(name),
+        )
+        for name in names
+    )
+
+
+def _absent(name: str) -> int | None:
+    return 0 if name.startswith("idle, ") else None
+
+
+def _measured(problem: Problem, programs: Programs) -> dict[str, _Row]:
+    run = simulate(problem, programs)
+    peaks = [device_peak_bytes(problem, device, row) for device, row in enumerate(programs)]
+    actions = [action for row in programs for action in row]
+    moved = (a.stage for a in actions if a.type is ActionType.OFFLOAD)
+    again = (a.stage for a in actions if a.type is ActionType.RECOMPUTE)
+    idle = idle_times(problem, programs, run)
+    rows = _rows(run.makespan_ms, run.span_ms, peaks, host_peak_bytes(problem, programs))
+    rows["bubble of the makespan"] = "share", bubble_rate(problem, run.makespan_ms)
+    rows["bubble of the span"] = "share", bubble_rate(problem, run.span_ms)
+    rows["offloaded"] = "bytes", sum(problem.stages[s].offload_bytes for s in moved)
+    rows["recomputation"] = "ms", sum(problem.stages[s].recompute_ms or 0.0 for s in again)
+    for cause in IdleCause:
+        total = sum(device.causes.get(cause, 0.0) for device in idle)
+        if total:
+            rows[f"idle, {cause}"] = "ms", total
+    return rows
+
+
+def _said(schedule: Schedule | None) -> dict[str, _Row]:
+    if schedule is None:
+        return {}
+    peaks = list(schedule.peak_bytes)
+    rows = _rows(schedule.makespan_ms, schedule.span_ms, peaks, schedule.host_peak_bytes)
+    if schedule.bound_ms is not None:
+        rows["proven bound"] = "ms", schedule.bound_ms
+    return rows
+
+
+def _rows(
+    makespan_ms: float, span_ms: float, peaks: list[int], host_peaks: dict[str, int]
+) -> dict[str, _Row]:
+    rows: dict[str, _Row] = {"makespan": ("ms", makespan_ms), "span": ("ms", span_ms)}
+    for device, peak in enumerate(peaks):
+        rows[f"peak memory of device {device}"] = "bytes", peak
+    for host, peak in sorted(host_peaks.items()):
+        rows[f"peak memory of host {host}"] = "bytes", peak
+    return rows
+
+
+# --- Differences in words: a line each.
+
+_MOST_LINES = 40
+
+
+def difference_lines(found: ScheduleDifference | ProblemDifference) -> list[str]:
+    """Return a line per change; of very many the first, and how many more there are."""
+    if isinstance(found, ScheduleDifference):
+        lines = list(_schedule_lines(found))
+    else:
+        lines = [_field_line(change) for change in found.fields]
+    if len(lines) > _MOST_LINES:
+        return [*lines[:_MOST_LINES], f"... and {len(lines) - _MOST_LINES} more (--json has all)"]
+    return lines
+
+
+def cost_line(cost: Cost) -> str:
+    """Return ``makespan: 1,200.0 ms -> 1,100.0 ms (-100.0 ms, -8.3 %)``."""
+    before, after = _value(cost.before, cost.unit), _value(cost.after, cost.unit)
+    if cost.before is None or cost.after is None:
+        return f"{cost.name}: {before} -> {after}"
+    change = cost.after - cost.before
+    if change == 0:
+        return f"{cost.name}: {before}, unchanged"
+    sign = "+" if change > 0 else ""
+    if cost.unit == "share":
+        return f"{cost.name}: {before} -> {after} ({sign}{100 * change:.1f} points)"
+    by = _value(change, cost.unit)
+    if cost.before == 0:
+        return f"{cost.name}: {before} -> {after} ({sign}{by})"
+    share = format_share(change / cost.before)
+    return f"{cost.name}: {before} -> {after} ({sign}{by}, {sign}{share})"
+
+
+def _schedule_lines(found: ScheduleDifference) -> Iterator[str]:
+    for place in found.placement:
+        before, after = (_place(device) for device in (place.before, place.after))
+        yield f"stage {place.stage}: {before} -> {after}"
+    for change in (*found.treatment, *found.backward):
+        yield _mode_line(change)
+    for order in found.order:
+        yield _order_line(order)
+
+
+def _place(device: int | None) -> str:
+    return "absent" if device is None else f"device {device}"
+
+
+def _mode_line(change: ModeChange) -> str:
+    what = "backward " if "(" in change.before else ""
+    return (
+        f"stage {change.stage}: {microbatches(change.microbatches)}: {what}{change.before} -> "
+        f"{change.after}"
+    )
+
+
+def _order_line(order: OrderChange) -> str:
+    parts = []
+    if order.moved:
+        parts.append(f"{order.moved} of {count(order.common, 'common action')} moved")
+    if order.removed:
+        parts.append(f"{order.removed} removed")
+    if order.added:
+        parts.append(f"{order.added} added")
+    first = f"cell {order.cell}: {order.before or 'the end'} -> {order.after or 'the end'}"
+    return f"device {order.device}: {', '.join(parts) or 'changed'}; first at {first}"
+
+
+def _field_line(change: FieldChange) -> str:
+    text = f"{change.path}: {_shown(change.before)} -> {_shown(change.after)}"
+    numbers = [change.before, change.after]
+    if any(isinstance(n, bool) or not isinstance(n, int | float) for n in numbers):
+        return text
+    if change.before == 0:
+        return text
+    share = (change.after - change.before) / change.before
+    return f"{text} ({'+' if share > 0 else ''}{format_share(share)})"
+
+
+def _shown(value: Any) -> str:
+    return json.dumps(value)
+
+
+def _value(value: float | None, unit: str) -> str:
+    if value is None:
+        return "unknown"
+    match unit:
+        case "ms":
+            return f"{format_ms(value)} ms"
+        case "bytes":
+            return format_bytes(int(value))
+        case _:
+            return format_share(value)

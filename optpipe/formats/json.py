@@ -1,0 +1,190 @@
+"""JSON of problems, models and schedules, read strictly: no NaN, no key twice; errors say where."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from optpipe.errors import InputError, ModelError, ProblemError, ScheduleFormatError
+from optpipe.model import Model
+from optpipe.problem import Problem
+from optpipe.schedule import Schedule
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+__all__ = [
+    "dump_model",
+    "dump_problem",
+    "dump_schedule",
+    "load_model",
+    "load_problem",
+    "load_schedule",
+    "parse_json",
+    "read_text",
+]
+
+
+_FORMAT = re.compile(r"optpipe/([a-z]{1,20})/v[0-9]{1,9}")
+
+
+def load_problem(text: str) -> Problem:
+    """Return the problem a JSON text describes.
+
+    Raises
+    ------
+    ProblemError
+        If the text is not JSON or breaks a rule of ``optpipe/problem/v1``.
+    """
+    data = parse_json(text, ProblemError)
+    _expect_kind(data, "problem", Problem, ProblemError)
+    return Problem.parse(data)
+
+
+def load_model(text: str) -> Model:
+    """Return the model a JSON text describes.
+
+    Raises
+    ------
+    ModelError
+        If the text is not JSON or breaks a rule of ``optpipe/model/v1``.
+    """
+    data = parse_json(text, ModelError)
+    _expect_kind(data, "model", Model, ModelError)
+    return Model.parse(data)
+
+
+def load_schedule(text: str) -> Schedule:
+    """Return the schedule a JSON text describes.
+
+    Raises
+    ------
+    ScheduleFormatError
+        If the text is not JSON or breaks a rule of ``optpipe/schedule/v1``.
+    """
+    data = parse_json(text, ScheduleFormatError)
+    _expect_kind(data, "schedule", Schedule, ScheduleFormatError)
+    return Schedule.parse(data)
+
+
+def _expect_kind(
+    data: Any, kind: str, fields_of: type[BaseModel], error_type: type[InputError]
+) -> None:
+    """Refuse what is of another kind or version in one line, not with a line for every field."""
+    if not isinstance(data, dict) or not data:
+        return
+    expected = f"optpipe/{kind}/v1"
+    said = data.get("format", expected)
+    if said == expected and data.keys() & fields_of.model_fields.keys():
+        return
+    if said == expected:
+        raise error_type(
+            f"this is no {kind}: it has none of a {kind}'s fields, but {_shown_keys(data)}; give a "
+            f"file of {expected}"
+        )
+    if not isinstance(said, str):
+        return
+    other = _FORMAT.fullmatch(said)
+    if other is None:
+        raise error_type(f"format = {said[:60]!r}: must be {expected!r}; correct it")
+    if other[1] != kind:
+        raise error_type(
+            f"format = {said[:60]!r}: this is a {other[1]}, but a {kind} is asked for here; give "
+            f"a file of {expected}"
+        )
+    raise error_type(
+        f"format = {said[:60]!r}: this optpipe reads {expected!r}; read it with the optpipe that "
+        "wrote it, or write it anew"
+    )
+
+
+def _shown_keys(data: dict[str, Any]) -> str:
+    keys = [repr(key[:30]) for key in list(data)[:4]]
+    return ", ".join(keys) + (", ..." if len(data) > len(keys) else "")
+
+
+def dump_problem(problem: Problem) -> str:
+    """Return a problem as indented JSON text with defaults filled in."""
+    return _indented(problem)
+
+
+def dump_model(model: Model) -> str:
+    """Return a model as indented JSON text with defaults filled in."""
+    return _indented(model)
+
+
+def _indented(value: Problem | Model) -> str:
+    return json.dumps(value.model_dump(mode="json", by_alias=True), indent=2) + "\n"
+
+
+def dump_schedule(schedule: Schedule) -> str:
+    """Return a schedule as JSON text, one line per program."""
+    data = schedule.model_dump(mode="json", by_alias=True)
+    programs = data.pop("programs")
+    rows = ",\n".join("    " + json.dumps(program) for program in programs)
+    head, marker, tail = json.dumps({"programs": 0, **data}, indent=2).partition('"programs": 0')
+    return f"{head}{marker[:-1]}[\n{rows}\n  ]{tail}\n"
+
+
+def read_text(path: Path | str) -> str:
+    """Return the text of a file.
+
+    Raises
+    ------
+    InputError
+        If it cannot be read or is not UTF-8.
+    """
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror}; check the path") from None
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"{path} is not UTF-8 text (byte {error.start}); save it as UTF-8"
+        ) from None
+
+
+def parse_json(text: str, error_type: type[InputError] = InputError) -> Any:
+    """Return the object of a strict JSON text.
+
+    Raises
+    ------
+    InputError
+        (or the given subclass) with line and column.
+    """
+
+    def refuse_constant(name: str) -> NoReturn:
+        raise error_type(f"{name} is not a JSON number; give a finite number")
+
+    def refuse_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            counted = Counter(name for name, _ in pairs)
+            twin = next(name for name, count in counted.items() if count > 1)
+            raise error_type(f"key {twin[:60]!r} stands twice in one object; remove one")
+        return found
+
+    if text.startswith("\ufeff"):
+        raise error_type("the text starts with a byte order mark; save it as UTF-8 without one")
+    if not text.strip():
+        raise error_type("the text is empty; JSON starts with { here")
+    try:
+        return json.loads(text, parse_constant=refuse_constant, object_pairs_hook=refuse_twins)
+    except json.JSONDecodeError as error:
+        raise error_type(
+            f"not JSON: {error.msg} at line {error.lineno}, column {error.colno}; "
+            "is the file complete?"
+        ) from None
+    except RecursionError:
+        raise error_type(
+            "the JSON is nested too deeply; a problem has four levels of brackets, remove others"
+        ) from None
+    except InputError:
+        raise
+    except ValueError:  # Python's own limit, which guards against quadratic time
+        raise error_type(
+            "a number has more than 4300 digits; give bytes, milliseconds or a count"
+        ) from None

@@ -1,0 +1,582 @@
+"""A problem without a base: every size and limit is measured, given, or asked for."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from functools import cached_property
+from itertools import groupby, pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from pydantic import Field
+
+from optpipe.errors import MeasurementError, ProblemError
+from optpipe.measurements.values import (
+    DeviceFacts,
+    Given,
+    LinkFit,
+    MeasuredAction,
+    Sample,
+    StageFacts,
+    TimeSpread,
+    Transfer,
+    fit_links,
+    spread,
+)
+from optpipe.problem import Count, FrozenValue, Index, Problem
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from optpipe.problem import Stage
+
+__all__ = [
+    "BuiltProblem",
+    "Measurements",
+    "StageTimes",
+    "build_problem",
+    "from_scratch",
+    "listed",
+    "stage_times",
+]
+
+
+def from_scratch(
+    measurements: Measurements, given: Given, times: Sequence[StageTimes]
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the fields of a problem, and sentences about what stands on assumptions.
+
+    Raises
+    ------
+    MeasurementError
+        If a size or number without a default is neither measured nor given; a line for each.
+    """
+    if len(given.stages) > len(times):
+        raise MeasurementError(
+            f"{len(given.stages)} stages are described, but times of {len(times)} were measured; "
+            "add their times, or leave the others out"
+        )
+    stages = [_stage_facts(measurements, given, index) for index in range(len(times))]
+    placement = [_device_of(measurements, stage, index) for index, stage in enumerate(stages)]
+    devices = [
+        given.device.or_else(_device_facts(measurements, index))
+        for index in range(1 + max(placement))
+    ]
+    num_microbatches = (
+        given.num_microbatches or measurements.num_microbatches or measurements.seen_microbatches
+    )
+    gaps = list(_gaps(num_microbatches, stages, devices))
+    if gaps:
+        raise MeasurementError("\n".join(["not measured, and a problem needs it:", *gaps]))
+    links = _given_links(given, placement)
+    fields = {
+        "num_microbatches": num_microbatches,
+        "devices": [device.known() for device in devices],
+        "stages": [
+            stage.known() | {"device": device} | one.fields(stage.checkpoint_bytes)
+            for stage, device, one in zip(stages, placement, times, strict=True)
+        ],
+        "links": links,
+    }
+    known_links = {(link["from"], link["to"]) for link in links}
+    known_links |= {(fit.source, fit.target) for fit in measurements.links}
+    notes = [
+        *_assumed_sizes(stages, devices),
+        *_assumed_times(stages, times),
+        *_free_links(placement, known_links),
+    ]
+    return fields, notes
+
+
+def listed(numbers: Iterable[int]) -> str:
+    """Return whole numbers with runs drawn together: 0-3, 7."""
+    keyed = groupby(enumerate(sorted(numbers)), key=lambda item: item[1] - item[0])
+    runs = [[number for _, number in run] for _, run in keyed]
+    return ", ".join(f"{run[0]}-{run[-1]}" if run[1:] else str(run[0]) for run in runs)
+
+
+def _stage_facts(measurements: Measurements, given: Given, index: int) -> StageFacts:
+    described, measured = (
+        facts[index] if index < len(facts) else StageFacts()
+        for facts in (given.stages, measurements.stages)
+    )
+    return described.or_else(given.stage).or_else(measured)
+
+
+def _device_of(measurements: Measurements, stage: StageFacts, index: int) -> int:
+    if stage.device is not None:
+        return stage.device
+    placement = measurements.placement
+    return placement[index] if index < len(placement) else index
+
+
+def _device_facts(measurements: Measurements, index: int) -> DeviceFacts:
+    known = measurements.devices
+    return known[index] if index < len(known) else DeviceFacts()
+
+
+def _gaps(
+    num_microbatches: int | None, stages: Sequence[StageFacts], devices: Sequence[DeviceFacts]
+) -> Iterator[str]:
+    if num_microbatches is None:
+        yield "num_microbatches: the samples do not name their micro-batches; give it"
+    bare = [index for index, stage in enumerate(stages) if stage.activation_bytes is None]
+    if bare:
+        yield (
+            f"activation_bytes of stage {listed(bare)}: what is held from F to the backward, the "
+            "received input included; give it for all stages or in a table"
+        )
+    unlimited = [index for index, device in enumerate(devices) if device.memory_bytes is None]
+    if unlimited:
+        yield f"memory_bytes of device {listed(unlimited)}: its whole memory; give it"
+
+
+def _given_links(given: Given, placement: Sequence[int]) -> list[dict[str, Any]]:
+    if given.link_latency_ms is None and given.link_gb_per_s is None:
+        return []
+    return [
+        {
+            "from": a,
+            "to": b,
+            "latency_ms": given.link_latency_ms or 0.0,
+            "bandwidth_gb_per_s": given.link_gb_per_s,
+        }
+        for a, b in _neighbours(placement)
+    ]
+
+
+def _neighbours(placement: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the pairs of devices between which tensors travel, both directions."""
+    there = {pair for pair in pairwise(placement) if pair[0] != pair[1]}
+    return sorted(there | {(b, a) for a, b in there})
+
+
+def _assumed_sizes(stages: Sequence[StageFacts], devices: Sequence[DeviceFacts]) -> Iterator[str]:
+    meanings = {
+        "static_bytes": "counts as 0: memory_bytes must then be what weights leave over",
+        "weight_context_bytes": "counts as activation_bytes: I frees nothing",
+        "offload_bytes": "counts as 0: nothing can be offloaded",
+    }
+    if len(stages) > 1:
+        meanings["output_bytes"] = "counts as 0: transfers take a link's latency only"
+    for field, meaning in meanings.items():
+        bare = [index for index, stage in enumerate(stages) if getattr(stage, field) is None]
+        if field == "output_bytes" and bare == [len(stages) - 1]:
+            continue
+        if bare:
+            yield f"{field} of stage {listed(bare)} is unknown and {meaning}."
+    if any(stage.offload_bytes for stage in stages):
+        bare = [index for index, device in enumerate(devices) if device.d2h_gb_per_s is None]
+        if bare:
+            yield f"d2h_gb_per_s of device {listed(bare)} is unknown: nothing is offloaded there."
+
+
+def _assumed_times(stages: Sequence[StageFacts], times: Sequence[StageTimes]) -> Iterator[str]:
+    again = [
+        index
+        for index, (stage, one) in enumerate(zip(stages, times, strict=True))
+        if stage.checkpoint_bytes is not None and one.recompute_ms is None
+    ]
+    if again:
+        yield f"RECOMPUTE of stage {listed(again)} was not measured and takes the time of F."
+    lost = [
+        index
+        for index, (stage, one) in enumerate(zip(stages, times, strict=True))
+        if stage.checkpoint_bytes is None and one.recompute_ms is not None
+    ]
+    if lost:
+        yield (
+            f"RECOMPUTE of stage {listed(lost)} was measured, but checkpoint_bytes is unknown: "
+            "nothing is recomputed."
+        )
+
+
+def _free_links(placement: Sequence[int], known: set[tuple[int, int]]) -> Iterator[str]:
+    free = [
+        f"{a} -> {b}"
+        for a, b in _neighbours(placement)
+        if (a, b) not in known and (b, a) not in known
+    ]
+    if free:
+        yield f"Links {', '.join(free)} were not measured and count as free."
+
+
+# --- All that one measuring gave, as one value.
+
+
+class Measurements(FrozenValue):
+    """Samples of times, sizes, devices and transfers, and how they came about.
+
+    Parameters
+    ----------
+    source
+        What was read or run, for people: "2 Kineto traces", say. It becomes the problem's name.
+    num_microbatches
+        Of the run, where it says so.
+    samples
+        Runs of actions, in any order.
+    placement
+        Device of each stage; empty where unknown: then stage s is on device s.
+    stages
+        What is known of each stage besides times, by stage.
+    devices
+        What is known of each device, by device.
+    transfers
+        Messages between devices.
+    notes
+        Whole sentences about how to read the numbers: assumptions, and what is missing.
+    """
+
+    source: str = Field(min_length=1)
+    num_microbatches: Count | None = None
+    samples: tuple[Sample, ...] = ()
+    placement: tuple[Index, ...] = ()
+    stages: tuple[StageFacts, ...] = ()
+    devices: tuple[DeviceFacts, ...] = ()
+    transfers: tuple[Transfer, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @cached_property
+    def spreads(self) -> dict[tuple[int, MeasuredAction], TimeSpread]:
+        """Median and spread of every measured (stage, action), in their order."""
+        times: dict[tuple[int, MeasuredAction], list[float]] = defaultdict(list)
+        for sample in self.samples:
+            times[sample.stage, sample.action].append(sample.time_ms)
+        return {key: spread(times[key]) for key in sorted(times)}
+
+    @cached_property
+    def links(self) -> tuple[LinkFit, ...]:
+        """Latency and bandwidth of each pair of devices that exchanged messages."""
+        return fit_links(self.transfers)
+
+    @property
+    def seen_microbatches(self) -> int | None:
+        """One more than the largest micro-batch seen, or None where samples do not say theirs."""
+        known = [one.microbatch for one in self.samples if one.microbatch is not None]
+        return 1 + max(known) if known else None
+
+    def without_warmup(self, num_steps: int | None = None) -> Measurements:
+        """Return the measurements without the first steps of each rank.
+
+        Parameters
+        ----------
+        num_steps
+            How many; None leaves out one wherever a rank measured at least two.
+
+        Raises
+        ------
+        MeasurementError
+            If nothing would be left of a rank.
+        """
+        first: dict[int | None, list[int]] = {}
+        for rank in {sample.rank for sample in self.samples}:
+            steps = {s.step for s in self.samples if s.rank == rank and s.step is not None}
+            first[rank] = _warmup(sorted(steps), num_steps, rank)
+        kept = tuple(s for s in self.samples if s.step is None or s.step not in first[s.rank])
+        left_out = len(self.samples) - len(kept)
+        if not left_out:
+            return self
+        note = f"{left_out} samples of the first steps are left out as warm-up."
+        return self._replaced(samples=kept, notes=(*self.notes, note))
+
+    def with_transfers(self, transfers: Iterable[Transfer]) -> Measurements:
+        """Return the measurements with more messages."""
+        return self._replaced(transfers=(*self.transfers, *transfers))
+
+    def condensed(self) -> Measurements:
+        """Return the medians alone: a sample for each stage and action, a message for each size.
+
+        They make the same problem as all of them, and take little room on their way to a service.
+        """
+        messages: dict[tuple[int, int, int], list[float]] = defaultdict(list)
+        for one in self.transfers:
+            messages[one.source, one.target, one.num_bytes].append(one.time_ms)
+        return self._replaced(
+            samples=tuple(
+                Sample(stage=stage, action=action, time_ms=found.median_ms)
+                for (stage, action), found in self.spreads.items()
+            ),
+            transfers=tuple(
+                Transfer(source=a, target=b, num_bytes=size, time_ms=statistics.median(found))
+                for (a, b, size), found in sorted(messages.items())
+            ),
+        )
+
+    def _replaced(self, **update: Any) -> Measurements:
+        # pydantic's own copy would take the cached medians along.
+        fields = {name: getattr(self, name) for name in type(self).model_fields}
+        return type(self)(**{**fields, **update})
+
+    def problem(self, given: Given | None = None, base: Problem | None = None) -> Problem:
+        """Return the problem these measurements describe; see `build_problem`.
+
+        Raises
+        ------
+        MeasurementError
+            If a stage, a time or a size that a problem needs is missing.
+        """
+        return build_problem(self, given, base).problem
+
+
+def _warmup(steps: list[int], num_steps: int | None, rank: int | None) -> list[int]:
+    if num_steps is None:
+        return steps[:1] if len(steps) > 1 else []
+    if steps and num_steps >= len(steps):
+        of_rank = "" if rank is None else f"rank {rank}: "
+        raise MeasurementError(
+            f"{of_rank}{len(steps)} steps were measured and {num_steps} are to be left out as "
+            "warm-up; leave out fewer, or measure more"
+        )
+    return steps[:num_steps]
+
+
+# --- The problem that measurements describe, with what people say where nothing was measured.
+
+_NAME_CHARS = 200
+
+
+class BuiltProblem(NamedTuple):
+    """A problem, and sentences that say what in it is not measured."""
+
+    problem: Problem
+    notes: tuple[str, ...]
+
+
+def build_problem(
+    measurements: Measurements, given: Given | None = None, base: Problem | None = None
+) -> BuiltProblem:
+    """Return the problem that measurements describe.
+
+    Times are medians. With a base problem only its times are replaced: sizes, devices and links
+    stay, measured links aside. Without one, what is given of a stage or device counts, then what
+    was measured of it.
+
+    Raises
+    ------
+    MeasurementError
+        If something a problem needs is missing; one line per thing. Or if sizes are given that the
+        base problem has.
+    """
+    given = given or Given()
+    _check_stages(measurements, base)
+    num_stages = len(base.stages) if base else _num_stages(measurements)
+    times = [
+        stage_times(
+            index, measurements.spreads, given.weight_share, base.stages[index] if base else None
+        )
+        for index in range(num_stages)
+    ]
+    fields, notes = (
+        from_scratch(measurements, given, times) if base is None else _replaced(base, given, times)
+    )
+    fields["name"] = given.name or _name(measurements, base)
+    if given.objective is not None:
+        fields["objective"] = given.objective
+    fields["links"] = _with_measured_links(fields["links"], measurements, base)
+    try:
+        problem = Problem.parse(fields)
+    except ProblemError as error:
+        raise MeasurementError(f"the measurements make no problem:\n{error}") from None
+    own = [*_time_notes(times), *_link_notes(measurements)]
+    return BuiltProblem(problem, (*measurements.notes, *own, *notes))
+
+
+def _with_measured_links(
+    links: Sequence[dict[str, Any]], measurements: Measurements, base: Problem | None
+) -> list[dict[str, Any]]:
+    by_pair = {(link["from"], link["to"]): link for link in links}
+    device_in = _device_in(base, measurements.placement) if base else {}
+    for fit in measurements.links:
+        pair = device_in.get(fit.source, fit.source), device_in.get(fit.target, fit.target)
+        by_pair[pair] = fit.as_link() | {"from": pair[0], "to": pair[1]}
+    return [by_pair[pair] for pair in sorted(by_pair)]
+
+
+def _time_notes(times: Sequence[StageTimes]) -> list[str]:
+    said = {one.note: None for one in times if one.note}  # each once, in order of stages
+    return [
+        f"Stage {listed(index for index, one in enumerate(times) if one.note == note)}: {note}"
+        for note in said
+    ]
+
+
+def _link_notes(measurements: Measurements) -> list[str]:
+    single = [f"{fit.source} -> {fit.target}" for fit in measurements.links if fit.num_sizes == 1]
+    if not single:
+        return []
+    return [
+        f"Messages of one size only were measured on links {', '.join(single)}: "
+        "their latency is part of the bandwidth."
+    ]
+
+
+def _device_in(base: Problem, placement: Sequence[int]) -> dict[int, int]:
+    """Return the base problem's device for each device that was measured."""
+    found: dict[int, int] = {}
+    for stage, (measured, device) in enumerate(zip(placement, base.placement, strict=False)):
+        if found.setdefault(measured, device) != device:
+            first = placement.index(measured)
+            raise MeasurementError(
+                f"stages {first} and {stage} ran on one device, but the base problem has them on "
+                f"devices {found[measured]} and {device}; name the problem that was run"
+            )
+    return found
+
+
+def _check_stages(measurements: Measurements, base: Problem | None) -> None:
+    measured = sorted({stage for stage, _ in measurements.spreads})
+    if not measured:
+        raise MeasurementError(
+            f"{measurements.source}: no action was measured; measure at least F and B of each stage"
+        )
+    if base is not None and measured[-1] >= len(base.stages):
+        raise MeasurementError(
+            f"stage {measured[-1]} was measured, but the base problem has {len(base.stages)} "
+            "stages, numbered from 0; name the problem that was run"
+        )
+    gaps = sorted(set(range(measured[-1] + 1)) - set(measured))
+    if base is None and gaps:
+        raise MeasurementError(
+            f"stages {listed(measured)} were measured, but not {listed(gaps)}; "
+            "add the measurements of the ranks that hold them"
+        )
+
+
+def _num_stages(measurements: Measurements) -> int:
+    return 1 + max(stage for stage, _ in measurements.spreads)
+
+
+def _name(measurements: Measurements, base: Problem | None) -> str:
+    before = f"{base.name}, " if base is not None and base.name else ""
+    name = f"{before}times from {measurements.source}"
+    return name if len(name) <= _NAME_CHARS else name[: _NAME_CHARS - 3] + "..."
+
+
+def _replaced(
+    base: Problem, given: Given, times: Sequence[StageTimes]
+) -> tuple[dict[str, Any], list[str]]:
+    if given.sizes():
+        raise MeasurementError(
+            f"{', '.join(given.sizes())}: given beside a base problem, which has its own; "
+            "change the base problem, or leave it out"
+        )
+    fields = base.model_dump(by_alias=True)
+    fields["stages"] = [
+        stage | one.fields(stage["checkpoint_bytes"])
+        for stage, one in zip(fields["stages"], times, strict=True)
+    ]
+    if given.num_microbatches is not None:
+        fields["num_microbatches"] = given.num_microbatches
+    return fields, []
+
+
+# --- The times of one stage of a problem, from the medians of what was measured.
+
+_KEPT = "neither B nor I and W were measured; the base problem's times are kept."
+
+
+class StageTimes(NamedTuple):
+    """Durations in ms; ``note`` says what was assumed of the stage, or is empty."""
+
+    forward_ms: float
+    backward_input_ms: float
+    backward_weight_ms: float
+    backward_ms: float | None
+    recompute_ms: float | None
+    note: str = ""
+
+    def fields(self, checkpoint_bytes: int | None) -> dict[str, float | None]:
+        """Return the fields of a problem's stage that keeps so many bytes for a RECOMPUTE.
+
+        A RECOMPUTE is a forward again, and takes its time where it was not measured.
+        """
+        again = self.forward_ms if self.recompute_ms is None else self.recompute_ms
+        return {
+            "forward_ms": self.forward_ms,
+            "backward_input_ms": self.backward_input_ms,
+            "backward_weight_ms": self.backward_weight_ms,
+            "backward_ms": self.backward_ms,
+            "recompute_ms": None if checkpoint_bytes is None else again,
+        }
+
+
+def stage_times(
+    stage: int,
+    spreads: Mapping[tuple[int, MeasuredAction], TimeSpread],
+    weight_share: float | None,
+    base: Stage | None = None,
+) -> StageTimes:
+    """Return the times of a stage.
+
+    Where I and W were measured, they count, and B beside them if it was measured too. Where only B
+    was, it is divided: by ``weight_share``, else as in the base problem, else all of it is I and W
+    takes nothing, as in the runtime for modules whose backward cannot be split.
+
+    Parameters
+    ----------
+    stage
+        Which one.
+    spreads
+        Of all stages.
+    weight_share
+        Share of B that W takes where only B was measured.
+    base
+        The stage of a problem whose times stand where nothing was measured.
+
+    Raises
+    ------
+    MeasurementError
+        If F, or both I + W and B, are neither measured nor in a base problem.
+    """
+    medians = {action: one.median_ms for (of, action), one in spreads.items() if of == stage}
+    forward = medians.get("F", base.forward_ms if base else None)
+    if forward is None:
+        raise MeasurementError(_missing(stage, medians, "F"))
+    backward_input, backward_weight, fused, note = _backward(stage, medians, weight_share, base)
+    recompute = medians.get("RECOMPUTE", base.recompute_ms if base else None)
+    if "F" not in medians:
+        note = f"{note} F was not measured; the base problem's time is kept.".strip()
+    return StageTimes(forward, backward_input, backward_weight, fused, recompute, note)
+
+
+def _backward(
+    stage: int,
+    medians: Mapping[MeasuredAction, float],
+    weight_share: float | None,
+    base: Stage | None,
+) -> tuple[float, float, float | None, str]:
+    fused = medians.get("B")
+    if "I" in medians and "W" in medians:
+        return medians["I"], medians["W"], fused, ""
+    if fused is not None:
+        share, note = _weight_share(weight_share, base)
+        weight = round(share * fused, 6)
+        return round(fused - weight, 6), weight, fused, note
+    if base is not None:
+        split = medians.get("I", base.backward_input_ms), medians.get("W", base.backward_weight_ms)
+        return (
+            *split,
+            base.backward_ms,
+            "neither B nor I and W were measured; the base problem's times are kept.",
+        )
+    raise MeasurementError(_missing(stage, medians, "I and W, or B"))
+
+
+def _weight_share(share: float | None, base: Stage | None) -> tuple[float, str]:
+    if share is not None:
+        return share, f"only B was measured; W is taken as {share:g} of it."
+    split = base.backward_input_ms + base.backward_weight_ms if base else 0.0
+    if base is not None and split > 0:
+        return base.backward_weight_ms / split, "only B was measured; it is split as in the base."
+    return 0.0, (
+        "only B was measured; all of it counts as I and W as nothing. "
+        "Give weight_share, or measure I and W, where the backward can be split."
+    )
+
+
+def _missing(stage: int, medians: Mapping[MeasuredAction, float], wanted: str) -> str:
+    found = ", ".join(sorted(medians)) or "nothing"
+    return (
+        f"stage {stage}: {found} was measured, but a problem needs {wanted}; "
+        "measure it, or name a base problem that has its times"
+    )

@@ -1,0 +1,474 @@
+"""Schedules as image files (PNG, SVG, PDF) with matplotlib: ``pip install 'optpipe[plot]'``.
+
+Panels share one time axis, so a schedule before and one after compare at a glance. Each panel has,
+per device, a compute lane with what comes back from the host above it and what goes there below,
+and a memory curve against the limit.
+"""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from optpipe.errors import InputError, MissingExtraError
+from optpipe.memory import device_peak_bytes
+from optpipe.plot.scene import (
+    BAR_COLOURS,
+    COLOURS,
+    KINDS,
+    LANES,
+    codes_of,
+    drawing_of,
+    has_side_lanes,
+    headline,
+    peaks_of,
+    pixels_of,
+    places,
+)
+from optpipe.plot.terminal import LETTERS, NAMES
+from optpipe.schedule import ActionType
+from optpipe.units import format_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from numpy.typing import NDArray
+
+    from optpipe.plot.scene import Bars, Curve, Drawing, LaneEdges
+    from optpipe.problem import Problem
+    from optpipe.schedule import Programs
+
+__all__ = [
+    "BUBBLE_COLOUR",
+    "LIMIT_COLOUR",
+    "MEMORY_COLOUR",
+    "MEMORY_OPACITY",
+    "MOST_CURVES",
+    "MOST_SHAPES",
+    "STATIC_COLOUR",
+    "SUFFIXES",
+    "Panel",
+    "draw_curves",
+    "draw_figure",
+    "draw_gantt",
+    "draw_range",
+    "draw_svg",
+    "peak_label",
+    "plain_text",
+    "require_matplotlib",
+    "save_drawn",
+    "save_figure",
+    "svg_of",
+]
+
+
+SUFFIXES = (".png", ".svg", ".pdf")
+_INCHES_PER_DEVICE, _MAX_GANTT, _MAX_MEMORY, _RANGE_INCHES = 0.36, 6.5, 3.6, 1.3
+_TITLE_INCHES, _LEGEND_INCHES, _MAX_HEIGHT = 0.55, 0.75, 60.0
+_MOST_LABELLED = 33
+_WIDTH, _SHARE_OF_BARS = 11.0, 0.9
+_BOUND_COLOUR = "#6a1b9a"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Panel:
+    """One schedule of a figure: legal programs, over a memory limit or not.
+
+    ``bound_ms`` is the proven lower bound of the problem's objective, where one is known.
+    """
+
+    title: str
+    programs: Programs
+    bound_ms: float | None = None
+
+
+def draw_figure(problem: Problem, panels: Sequence[Panel]) -> Any:
+    """Return a matplotlib Figure with the panels one above the other on one time axis.
+
+    Raises
+    ------
+    MissingExtraError
+        If matplotlib is not installed.
+    """
+    require_matplotlib()
+    from matplotlib.figure import Figure  # noqa: PLC0415 - an optional extra
+
+    gantt_inches, memory_inches = _heights(len(problem.devices))
+    height = len(panels) * (_TITLE_INCHES + gantt_inches + memory_inches) + _LEGEND_INCHES
+    figure = Figure(figsize=(_WIDTH, min(height, _MAX_HEIGHT)), layout="constrained")
+    drawings = [drawing_of(problem, panel.programs) for panel in panels]
+    length = max(drawing.makespan_ms for drawing in drawings)
+    ratios = [inches for _ in panels for inches in (gantt_inches, memory_inches)]
+    axes = figure.subplots(2 * len(panels), 1, sharex=True, squeeze=False, height_ratios=ratios)
+    for index, (panel, drawing) in enumerate(zip(panels, drawings, strict=True)):
+        gantt, memory = axes[2 * index : 2 * index + 2, 0]
+        _draw_panel(gantt, memory, problem, panel, drawing=drawing, length_ms=length)
+    last = axes[-1, 0]
+    last.set_xlim(0, length * 1.005)
+    last.set_xlabel(_time_label(drawings))
+    _draw_legend(figure, problem, panels)
+    return figure
+
+
+def _time_label(drawings: Sequence[Drawing]) -> str:
+    if all(len(drawing.bars) <= MOST_SHAPES for drawing in drawings):
+        return "time (ms)"
+    return "time (ms); a column of pixels mixes the colours of all that happens in it"
+
+
+def _heights(num_devices: int) -> tuple[float, float]:
+    """Return inches of Gantt and memory; rows share a screenful where they are many."""
+    gantt = min(_INCHES_PER_DEVICE * num_devices, _MAX_GANTT)
+    if num_devices > MOST_CURVES:
+        return gantt, _RANGE_INCHES
+    return gantt, min(gantt, _MAX_MEMORY)
+
+
+def save_figure(problem: Problem, panels: Sequence[Panel], path: Path | str) -> None:
+    """Draw the panels into a file whose suffix chooses the format; equal input, equal bytes.
+
+    Raises
+    ------
+    InputError
+        If the suffix is none of `SUFFIXES`, or the file cannot be written.
+    MissingExtraError
+        If matplotlib is not installed.
+    """
+    save_drawn(lambda: draw_figure(problem, panels), path)
+
+
+def save_drawn(draw: Callable[[], Any], path: Path | str) -> None:
+    """Draw a matplotlib Figure into a file; raises as `save_figure`."""
+    target = Path(path)
+    if target.suffix not in SUFFIXES:
+        raise InputError(
+            f"cannot draw {target.name}: the suffix chooses the format; use one of "
+            f"{', '.join(SUFFIXES)}"
+        )
+    figure = draw()
+    try:
+        _write(figure, target, target.suffix)
+    except OSError as error:
+        raise InputError(f"cannot write {target}: {error.strerror}; check the path") from None
+
+
+def draw_svg(problem: Problem, panels: Sequence[Panel]) -> bytes:
+    """Return the panels as the bytes of an SVG file; equal input, equal bytes.
+
+    Raises
+    ------
+    MissingExtraError
+        If matplotlib is not installed.
+    """
+    return svg_of(draw_figure(problem, panels))
+
+
+def svg_of(figure: Any) -> bytes:
+    """Return a matplotlib Figure as the bytes of an SVG file."""
+    file = io.BytesIO()
+    _write(figure, file, ".svg")
+    return file.getvalue()
+
+
+def _write(figure: Any, target: Path | io.BytesIO, suffix: str) -> None:
+    from matplotlib import rc_context  # noqa: PLC0415 - an optional extra
+
+    _settle(figure)
+    options: Any = {"svg.hashsalt": "optpipe", "svg.fonttype": "none", "savefig.dpi": 150}
+    stamps = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
+    with rc_context(options):
+        figure.savefig(target, format=suffix[1:], metadata=stamps.get(suffix), facecolor="white")
+
+
+def _settle(figure: Any) -> None:
+    """Lay a figure out once, and round: the solver of the layout differs in the last bits."""
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")
+    for axes in figure.axes:
+        axes.set_position([round(edge, 5) for edge in axes.get_position().bounds])
+
+
+def plain_text(text: str) -> str:
+    """Return somebody's text so that matplotlib draws it as it is, and SVG can hold it.
+
+    Between dollars it would be read as a formula, and refused where it is none.
+    """
+    shown = (letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)
+    return "".join(shown).replace("$", r"\$")
+
+
+def require_matplotlib() -> None:
+    """Refuse to draw without matplotlib.
+
+    Raises
+    ------
+    MissingExtraError
+        If it is not installed.
+    """
+    if find_spec("matplotlib") is None:
+        raise MissingExtraError(
+            "pictures as files need matplotlib, which is not installed; "
+            "run: pip install 'optpipe[plot]'"
+        )
+
+
+def _draw_panel(
+    gantt: Any, memory: Any, problem: Problem, panel: Panel, *, drawing: Drawing, length_ms: float
+) -> None:
+    """Draw one schedule: what happens above, what is held below."""
+    gantt.set_title(
+        f"{plain_text(panel.title)}: {headline(problem, drawing, panel.bound_ms)}",
+        loc="left",
+        fontsize=10,
+        fontweight="bold",
+    )
+    draw_gantt(
+        gantt, drawing, panel.programs, length_ms=length_ms, width_inches=_SHARE_OF_BARS * _WIDTH
+    )
+    gantt.axvline(drawing.makespan_ms, color="black", linewidth=0.8, linestyle=":")
+    if _has_bound_line(problem, panel):
+        gantt.axvline(panel.bound_ms, color=_BOUND_COLOUR, linewidth=1.2, linestyle="--", zorder=4)
+    _label_rows(gantt, [plain_text(device.name) for device in problem.devices], 0.0, 8)
+    if len(problem.devices) > MOST_CURVES:
+        draw_range(memory, problem, drawing)
+        memory.tick_params(axis="y", length=0, labelsize=7)
+        _plain_frame(memory)
+        return
+    draw_curves(memory, problem, drawing, length_ms=length_ms)
+    devices = range(len(problem.devices))
+    _label_rows(memory, [peak_label(problem, panel.programs, held) for held in devices], 0.1, 7)
+
+
+def _has_bound_line(problem: Problem, panel: Panel) -> bool:
+    """Whether a bound is a moment of the time axis: one of the makespan is, one of a span not."""
+    return bool(panel.bound_ms) and problem.objective == "makespan"
+
+
+def _label_rows(axis: Any, labels: Sequence[str], offset: float, size: int) -> None:
+    """Name the devices of a chart, as many as have room."""
+    step = -(-len(labels) // _MOST_LABELLED)
+    rows = range(0, len(labels), step)
+    axis.set_yticks([row + offset for row in rows], [labels[row] for row in rows])
+    axis.set_ylim(len(labels) - 0.4, -0.6)
+    axis.tick_params(axis="y", length=0, labelsize=size)
+    _plain_frame(axis)
+
+
+def _plain_frame(axis: Any) -> None:
+    for side in ("top", "right", "left"):
+        axis.spines[side].set_visible(False)
+
+
+def _draw_legend(figure: Any, problem: Problem, panels: Sequence[Panel]) -> None:
+    from matplotlib.lines import Line2D  # noqa: PLC0415 - an optional extra
+    from matplotlib.patches import Patch  # noqa: PLC0415
+
+    used = {action.type for panel in panels for program in panel.programs for action in program}
+    handles: list[Any] = [
+        Patch(color=COLOURS[kind][0], label=f"{LETTERS.get(kind, '')} {NAMES[kind]}".strip())
+        for kind in ActionType
+        if kind in used and kind in NAMES
+    ]
+    handles.append(Patch(color=BUBBLE_COLOUR, label="bubble"))
+    held = "activations"
+    if len(problem.devices) > MOST_CURVES:
+        held = "held by the emptiest to the fullest device"
+    else:
+        handles.append(Patch(color=STATIC_COLOUR, label="weights, gradients, optimizer"))
+    handles += [
+        Patch(color=MEMORY_COLOUR, alpha=MEMORY_OPACITY, label=held),
+        Line2D([], [], color=LIMIT_COLOUR, linewidth=0.9, label="memory limit"),
+    ]
+    if any(_has_bound_line(problem, panel) for panel in panels):
+        handles.append(
+            Line2D([], [], color=_BOUND_COLOUR, linewidth=1.2, linestyle="--", label="lower bound")
+        )
+    figure.legend(handles=handles, loc="outside lower center", ncols=5, fontsize=8, frameon=False)
+
+
+# --- The Gantt chart of one panel of an image file.
+# Up to some thousand bars are shapes; more are shared out to columns of pixels, so that neither the
+# file nor the time to draw it grows with them.
+
+MOST_SHAPES = 6_000
+BUBBLE_COLOUR = "#eceff1"
+_NUM_COLUMNS = 1_400
+_ROWS_PER_DEVICE = 24
+_MOST_LABELS = 1_500
+_LABELS_PER_INCH = 16
+_EDGE = 0.4
+
+
+def draw_gantt(
+    axis: Any, drawing: Drawing, programs: Programs, *, length_ms: float, width_inches: float
+) -> None:
+    """Draw bars and bubbles; the rows are those of `optpipe.plot.scene`."""
+    bars, num_devices = drawing.bars, len(programs)
+    lanes = places(has_sides=has_side_lanes(bars))
+    compute = lanes[LANES.index("compute")]
+    axis.barh(
+        np.arange(num_devices),
+        drawing.makespan_ms,
+        height=compute.bottom - compute.top,
+        color=BUBBLE_COLOUR,
+        zorder=1,
+    )
+    if len(bars) > MOST_SHAPES:
+        _draw_pixels(axis, bars, num_devices, lanes, length_ms)
+        return
+    _draw_shapes(axis, bars, lanes)
+    inches_per_ms = width_inches / length_ms if length_ms > 0 else 0.0
+    _label(axis, bars, inches_per_ms)
+
+
+def _draw_shapes(axis: Any, bars: Bars, lanes: Sequence[LaneEdges]) -> None:
+    """Draw all bars of a colour as one path, in which a bar takes a few bytes."""
+    from matplotlib.patches import PathPatch  # noqa: PLC0415 - an optional extra
+
+    edges = np.array(lanes)[bars.lane] + bars.device[:, np.newaxis]
+    codes = codes_of(bars)
+    for code in np.unique(codes):
+        rows = codes == code
+        outline = _outline(bars.start[rows], bars.end[rows], edges[rows])
+        axis.add_patch(
+            PathPatch(
+                outline, facecolor=BAR_COLOURS[code], edgecolor="white", linewidth=_EDGE, zorder=2
+            )
+        )
+
+
+def _outline(
+    start: NDArray[np.float64], end: NDArray[np.float64], edges: NDArray[np.float64]
+) -> Any:
+    from matplotlib.path import Path  # noqa: PLC0415 - an optional extra
+
+    top, bottom = edges[:, 0], edges[:, 1]
+    corners = [(start, top), (end, top), (end, bottom), (start, bottom), (start, top)]
+    vertices = np.stack([np.stack(corner, axis=1) for corner in corners], axis=1)
+    steps = [Path.MOVETO, Path.LINETO, Path.LINETO, Path.LINETO, Path.CLOSEPOLY]
+    return Path(vertices.reshape(-1, 2), np.tile(steps, len(start)))
+
+
+def _label(axis: Any, bars: Bars, inches_per_ms: float) -> None:
+    """Write letter and micro-batch into the bars that have room for it."""
+    room = (bars.end - bars.start) * inches_per_ms * _LABELS_PER_INCH
+    is_compute = bars.lane == LANES.index("compute")
+    texts = []
+    for row in np.flatnonzero(is_compute & (room >= 2)):
+        kind = KINDS[bars.kind[row]]
+        text = f"{LETTERS[kind]}{bars.microbatch[row]}" if kind is not None else ""
+        if room[row] >= len(text):
+            texts.append(((bars.start[row] + bars.end[row]) / 2, bars.device[row], text))
+    if len(texts) > _MOST_LABELS:
+        return
+    for middle, device, text in texts:
+        axis.text(middle, device, text, ha="center", va="center", fontsize=6, zorder=3)
+
+
+def _draw_pixels(
+    axis: Any, bars: Bars, num_devices: int, lanes: Sequence[LaneEdges], length_ms: float
+) -> None:
+    """Draw an image whose columns mix the colours of what happens in them.
+
+    What is idle of a column lets the bubble behind it through.
+    """
+    pixels = pixels_of(
+        bars, _palette(), num_devices=num_devices, length_ms=length_ms, num_columns=_NUM_COLUMNS
+    )
+    drawn = np.round(255 * np.concatenate([pixels.colour, pixels.busy[..., np.newaxis]], axis=3))
+    image = np.zeros((num_devices, _ROWS_PER_DEVICE, _NUM_COLUMNS, 4), np.uint8)
+    heights = (np.arange(_ROWS_PER_DEVICE) + 0.5) / _ROWS_PER_DEVICE - 0.5
+    for lane, place in enumerate(lanes):
+        rows = np.flatnonzero((heights >= place.top) & (heights <= place.bottom))
+        seen = drawn[:, lane, np.newaxis]
+        image[:, rows] = np.where(seen[..., 3:] > 0, seen, image[:, rows])
+    axis.imshow(
+        image.reshape(num_devices * _ROWS_PER_DEVICE, _NUM_COLUMNS, 4),
+        extent=(0.0, length_ms, num_devices - 0.5, -0.5),
+        aspect="auto",
+        origin="upper",
+        zorder=2,
+    )
+
+
+def _palette() -> NDArray[np.float32]:
+    rows = [[int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)] for colour in BAR_COLOURS]
+    return np.array(rows, np.float32)
+
+
+# --- The memory chart of one panel of an image file: what devices hold against their limits.
+
+LIMIT_COLOUR, MEMORY_COLOUR, STATIC_COLOUR = "#b3261e", "#4a9ad4", "#90a4ae"
+MEMORY_OPACITY = 0.55
+_HEIGHT = 0.8
+_NUM_MEMORY_COLUMNS = 700
+MOST_CURVES = 24
+
+
+def draw_curves(axis: Any, problem: Problem, drawing: Drawing, *, length_ms: float) -> None:
+    """Draw each device's curve in a row of its own, from 0 to its limit."""
+    end = drawing.makespan_ms
+    for device, curve in enumerate(drawing.memory):
+        limit = problem.devices[device].usable_bytes
+        base, scale = device + 0.5, _HEIGHT / max(1, limit)
+        moments, held = _thinned(curve, end, length_ms)
+        heights = base - held * scale
+        options: dict[str, Any] = {"step": "post", "linewidth": 0}
+        floor = base - problem.static_bytes_of(device) * scale
+        axis.fill_between(
+            moments, base, heights, color=MEMORY_COLOUR, alpha=MEMORY_OPACITY, **options
+        )
+        axis.fill_between([0, end], base, floor, color=STATIC_COLOUR, **options)
+        top = base - limit * scale
+        over = np.minimum(heights, top)
+        axis.fill_between(moments, top, over, color=LIMIT_COLOUR, **options)
+        axis.hlines(top, 0, end, colors=LIMIT_COLOUR, linewidth=0.9)
+
+
+def draw_range(axis: Any, problem: Problem, drawing: Drawing) -> None:
+    """Draw what the fullest and the emptiest device hold at each moment, as shares of limits.
+
+    For more devices than a picture has room for curves.
+    """
+    edges = np.linspace(0.0, drawing.makespan_ms, _NUM_MEMORY_COLUMNS + 1)
+    shares = np.array(
+        [
+            peaks_of(curve, drawing.makespan_ms, edges) / max(1, device.usable_bytes)
+            for curve, device in zip(drawing.memory, problem.devices, strict=True)
+        ]
+    )
+    shares = np.concatenate([shares, shares[:, -1:]], axis=1)
+    most, least = shares.max(axis=0), shares.min(axis=0)
+    options: dict[str, Any] = {"step": "post", "linewidth": 0}
+    axis.fill_between(edges, least, most, color=MEMORY_COLOUR, alpha=MEMORY_OPACITY, **options)
+    axis.fill_between(edges, 1.0, np.maximum(most, 1.0), color=LIMIT_COLOUR, **options)
+    axis.plot(edges, most, drawstyle="steps-post", color=MEMORY_COLOUR, linewidth=1.0)
+    axis.hlines(1.0, 0, drawing.makespan_ms, colors=LIMIT_COLOUR, linewidth=0.9)
+    axis.set_ylim(0.0, 1.12 * max(1.0, float(most.max())))
+    axis.set_yticks([0.0, 0.5, 1.0], ["0", "50 %", "100 % of the limit"])
+
+
+def peak_label(problem: Problem, programs: Programs, device: int) -> str:
+    """Return a device's peak and its limit, with a word before them where it is exceeded."""
+    peak = device_peak_bytes(problem, device, programs[device])
+    limit = problem.devices[device].usable_bytes
+    mark = "OVER: " if peak > limit else ""
+    return f"{mark}{format_bytes(peak)} of {format_bytes(limit)}"
+
+
+def _thinned(
+    curve: Curve, end_ms: float, length_ms: float
+) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+    """Return a curve as steps up to the end; of more steps than columns, each column's peak."""
+    if len(curve.moments) <= 2 * _NUM_MEMORY_COLUMNS or length_ms <= 0:
+        moments, held = curve.moments, curve.held
+    else:
+        num_columns = max(1, round(_NUM_MEMORY_COLUMNS * end_ms / length_ms))
+        edges = np.linspace(0.0, end_ms, num_columns + 1)
+        moments, held = edges[:-1], peaks_of(curve, end_ms, edges)
+    return np.append(moments, end_ms), np.append(held, held[-1])

@@ -1,0 +1,531 @@
+"""The Gantt chart of one schedule: one glyph call for all bars, one for the path on top."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from html import escape
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from bokeh.core.properties import value
+from bokeh.models import ColumnDataSource, FixedTicker, InlineStyleSheet, LinearColorMapper, Range1d
+from bokeh.models.annotations import Span, Title
+from bokeh.models.widgets import Select
+from bokeh.plotting import figure
+
+from optpipe.memory import device_peak_bytes
+from optpipe.plot.interactive_style import FONT, INPUT_MARGIN, PALETTES, Palette, Theme, css_of
+from optpipe.plot.scene import BAR_COLOURS, KINDS, codes_of, headline, places
+from optpipe.plot.terminal import LETTERS, NAMES
+from optpipe.units import format_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from bokeh.models.renderers import GlyphRenderer
+    from numpy.typing import NDArray
+
+    from optpipe.plot.scene import Bars, Curve, Drawing, View
+    from optpipe.schedule import ActionType
+
+__all__ = [
+    "LABEL_COLUMNS",
+    "MOST_AT_ONCE",
+    "PATH_COLUMNS",
+    "VEIL_CODE",
+    "WORDS",
+    "Gantt",
+    "MemoryChart",
+    "add_title",
+    "draw_gantt",
+    "draw_memory",
+    "has_bound_line",
+    "left_border",
+    "legend_of",
+]
+
+
+_MOST_OUTLINED = 3_000
+_PX_PER_DEVICE, _MAX_PX = 30, 620
+_MOST_NAMED_DEVICES = 33
+_LONGEST_NAME = 14
+_PX_PER_LETTER = 7
+_FLOAT32_BITS = 24
+_SHORTEST_SHARE = 1e-3
+_LABEL_COLOUR = "#14181c"
+
+MOST_AT_ONCE = 12_000
+"""Of more bars, a frame that moves has every tenth, and a script keeps to those near the frame."""
+
+LABEL_COLUMNS = ("x", "y", "text")
+PATH_COLUMNS = ("left", "right", "top", "bottom", "code", "cover", "edge", *LABEL_COLUMNS)
+VEIL_CODE = len(BAR_COLOURS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Gantt:
+    """The figure and what the scripts change of it.
+
+    Attributes
+    ----------
+    labels
+        What stands in the bars; empty until a script knows how wide they are.
+    """
+
+    figure: Any
+    title: Title
+    bars: GlyphRenderer[Any]
+    labels: ColumnDataSource
+    path: ColumnDataSource
+
+
+def draw_gantt(
+    view: View,
+    drawing: Drawing,
+    time: Range1d,
+    *,
+    name: str,
+    theme: Theme,
+    has_sides: bool,
+    border_px: int,
+) -> Gantt:
+    """Draw one schedule over a time axis that others may share.
+
+    Parameters
+    ----------
+    has_sides
+        Whether to leave room for transfers beside compute.
+    border_px
+        Room for the devices' names; equal for all figures of a layout, so that times line up.
+    """
+    look = PALETTES[theme]
+    num_devices = len(view.problem.devices)
+    plot = figure(
+        name=name,
+        x_range=time,
+        y_range=Range1d(start=num_devices - 0.45, end=-0.55),
+        frame_height=min(_PX_PER_DEVICE * num_devices, _MAX_PX),
+        min_border_left=border_px,
+        min_border_right=16,
+        sizing_mode="stretch_width",
+        tools="",
+        toolbar_location=None,
+        # Without a graphics card WebGL takes several times as long as the canvas (docs/plot.md).
+        output_backend="canvas",
+        lod_threshold=MOST_AT_ONCE,
+    )
+    title = add_title(plot, f"{view.title}: {headline(view.problem, drawing, view.bound_ms)}")
+    _label_devices(plot, view)
+    _draw_bubbles(plot, drawing, num_devices, look, has_sides=has_sides)
+    source = ColumnDataSource(_columns(drawing.bars, has_sides=has_sides))
+    bars = _draw_bars(plot, source, look)
+    labels = ColumnDataSource({name: [] for name in LABEL_COLUMNS})
+    _draw_labels(plot, labels, "glyph")
+    path = _draw_path(plot, look)
+    _draw_ends(plot, view, drawing, look)
+    return Gantt(figure=plot, title=title, bars=bars, labels=labels, path=path)
+
+
+def left_border(names: list[str]) -> int:
+    """Return the room in pixels that the longest of some devices' names takes."""
+    longest = max((len(_short(name)) for name in names), default=0)
+    return 24 + _PX_PER_LETTER * max(longest, 5)
+
+
+def _columns(bars: Bars, *, has_sides: bool) -> dict[str, NDArray[Any]]:
+    """Return a row per bar, in types that are small and exact enough to draw and to tell."""
+    lanes = np.array(places(has_sides=has_sides))[bars.lane]
+    middle = bars.device[:, np.newaxis]
+    time = _time_type(bars)
+    return {
+        "left": bars.start.astype(time),
+        "right": bars.end.astype(time),
+        "top": (middle[:, 0] + lanes[:, 0]).astype(np.float32),
+        "bottom": (middle[:, 0] + lanes[:, 1]).astype(np.float32),
+        "code": codes_of(bars),
+        "device": _narrow(bars.device),
+        "stage": _narrow(bars.stage),
+        "microbatch": _narrow(bars.microbatch),
+        "before": bars.before.astype(np.float32),
+        "after": bars.after.astype(np.float32),
+    }
+
+
+def _time_type(bars: Bars) -> type[np.floating[Any]]:
+    """Return float32 where its steps are a thousandth of the shortest bar, or shorter."""
+    lengths = (bars.end - bars.start)[bars.end > bars.start]
+    step = float(bars.end.max(initial=0.0)) / 2**_FLOAT32_BITS
+    is_exact = len(lengths) == 0 or step <= _SHORTEST_SHARE * float(lengths.min())
+    return np.float32 if is_exact else np.float64
+
+
+def _narrow(column: NDArray[np.int32]) -> NDArray[Any]:
+    limits = np.iinfo(np.int16)
+    return column.astype(np.int16) if column.max(initial=0) <= limits.max else column
+
+
+def _draw_bubbles(
+    plot: Any, drawing: Drawing, num_devices: int, look: Palette, *, has_sides: bool
+) -> None:
+    """Fill each row: what no bar covers is idle."""
+    place = places(has_sides=has_sides)[0]
+    rows = np.arange(num_devices)
+    plot.quad(
+        left=np.zeros(num_devices),
+        right=np.full(num_devices, drawing.makespan_ms),
+        top=rows + place.top,
+        bottom=rows + place.bottom,
+        fill_color=look.bubble,
+        line_color=None,
+    )
+
+
+def _draw_bars(plot: Any, source: ColumnDataSource, look: Palette) -> GlyphRenderer[Any]:
+    is_outlined = len(source.data["left"]) <= _MOST_OUTLINED
+    drawn: GlyphRenderer[Any] = plot.quad(
+        source=source,
+        fill_color=_colour_of_code(look),
+        line_color=look.page if is_outlined else None,
+        line_width=0.6,
+        name="bars",
+    )
+    return drawn
+
+
+def _draw_path(plot: Any, look: Palette) -> ColumnDataSource:
+    """Make the place for one micro-batch's bars over a veil; it is empty at first.
+
+    It stands on the level that is painted apart from the bars: following the pointer does not draw
+    a hundred thousand bars again. Bokeh does not clip that level, so the script has to.
+    """
+    path = ColumnDataSource({name: [] for name in PATH_COLUMNS})
+    plot.quad(
+        source=path,
+        fill_color=_colour_of_code(look),
+        fill_alpha="cover",
+        line_color=look.outline,
+        line_alpha="edge",
+        level="overlay",
+        name="path",
+    )
+    _draw_labels(plot, path, "overlay")
+    return path
+
+
+def _draw_labels(plot: Any, source: ColumnDataSource, level: str) -> None:
+    plot.text(
+        source=source,
+        text="text",
+        text_align="center",
+        text_baseline="middle",
+        text_color=_LABEL_COLOUR,
+        text_font=value(FONT),
+        text_font_size="10px",
+        level=level,
+        name=f"labels-{level}",
+    )
+
+
+def _colour_of_code(look: Palette) -> dict[str, Any]:
+    """Return the colour of a bar by its code; the code after the last is the veil."""
+    palette = [*BAR_COLOURS, look.page]
+    mapper = LinearColorMapper(palette=palette, low=-0.5, high=len(palette) - 0.5)
+    return {"field": "code", "transform": mapper}
+
+
+def _draw_ends(plot: Any, view: View, drawing: Drawing, look: Palette) -> None:
+    plot.add_layout(
+        Span(
+            location=drawing.makespan_ms,
+            dimension="height",
+            line_color=look.quiet,
+            line_dash="dotted",
+        )
+    )
+    if not has_bound_line(view):
+        return
+    line = Span(
+        location=view.bound_ms,
+        dimension="height",
+        line_color=look.bound,
+        line_dash="dashed",
+        line_width=2,
+        name="bound",
+    )
+    plot.add_layout(line)
+
+
+def has_bound_line(view: View) -> bool:
+    """Whether a bound is known and a moment of the axis: one of the makespan is, of a span not."""
+    return bool(view.bound_ms) and view.problem.objective == "makespan"
+
+
+def _label_devices(plot: Any, view: View) -> None:
+    names = [_short(device.name) for device in view.problem.devices]
+    step = -(-len(names) // _MOST_NAMED_DEVICES)
+    shown = list(range(0, len(names), step))
+    plot.yaxis.ticker = FixedTicker(ticks=shown)
+    plot.yaxis.major_label_overrides = {index: names[index] for index in shown}
+    plot.yaxis.major_tick_line_color = None
+    plot.yaxis.axis_line_color = None
+    plot.ygrid.visible = False
+    plot.xaxis.visible = False
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= _LONGEST_NAME else name[: _LONGEST_NAME - 1] + "…"
+
+
+# --- The memory chart under a Gantt chart: one device's bytes against its limit, over time.
+
+_HEIGHT_PX = 72
+_UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
+_FAR_AWAY = 3.0
+_LABEL = 16
+"""Characters of a title that fit over a select box."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class MemoryChart:
+    """The figure and what the scripts change of it.
+
+    Attributes
+    ----------
+    curves
+        All devices' curves, one after the other: ``moments`` in ms, ``held`` in the axis's unit.
+    devices
+        A row per device: ``first`` row in `curves`, ``static``, ``limit``, and ``label``.
+    shown
+        The curve that is drawn.
+    select
+        Chooses the device; its values are "0", "1", ...
+    """
+
+    figure: Any
+    title: Title
+    curves: ColumnDataSource
+    devices: ColumnDataSource
+    shown: ColumnDataSource
+    limit: Span
+    select: Select
+
+
+def draw_memory(
+    view: View, drawing: Drawing, time: Range1d, *, name: str, theme: Theme, border_px: int
+) -> MemoryChart:
+    """Draw the device that is fullest in proportion to its limit; scripts change to others."""
+    look = PALETTES[theme]
+    limits = [device.usable_bytes for device in view.problem.devices]
+    peaks = _peaks(view)
+    unit, size = _unit(max(peaks, default=0))
+    devices = _devices(view, drawing, peaks, size)
+    chosen = max(range(len(peaks)), key=lambda device: peaks[device] / max(1, limits[device]))
+    shown = _drawn(
+        drawing.memory[chosen],
+        drawing.makespan_ms,
+        size=size,
+        static_bytes=view.problem.static_bytes_of(chosen),
+        limit_bytes=limits[chosen],
+    )
+    plot: Any = figure(
+        name=name,
+        x_range=time,
+        y_range=Range1d(start=0, end=_ceiling(peaks, limits) / size),
+        frame_height=_HEIGHT_PX,
+        min_border_left=border_px,
+        min_border_right=16,
+        sizing_mode="stretch_width",
+        tools="",
+        toolbar_location=None,
+        y_axis_label=unit,
+    )
+    title = add_title(plot, _label(view, chosen, peaks[chosen]), is_bold=False)
+    source = ColumnDataSource(shown)
+    _draw_areas(plot, source, look)
+    limit = Span(
+        location=limits[chosen] / size,
+        dimension="width",
+        line_color=look.limit,
+        line_width=1.5,
+    )
+    plot.add_layout(limit)
+    plot.yaxis.ticker.desired_num_ticks = 3
+    return MemoryChart(
+        figure=plot,
+        title=title,
+        curves=_curves(drawing, size),
+        devices=ColumnDataSource(devices),
+        shown=source,
+        limit=limit,
+        select=_select(view, chosen, theme),
+    )
+
+
+def _peaks(view: View) -> list[int]:
+    return [
+        device_peak_bytes(view.problem, device, program)
+        for device, program in enumerate(view.programs)
+    ]
+
+
+def _unit(most_bytes: int) -> tuple[str, int]:
+    return next((unit for unit in _UNITS if most_bytes >= unit[1]), _UNITS[-1])
+
+
+def _ceiling(peaks: Sequence[int], limits: Sequence[int]) -> float:
+    """Return the bytes at the upper edge: limits far above every peak would flatten the curve."""
+    peak = max(peaks, default=0)
+    near = [limit for limit in limits if limit <= _FAR_AWAY * peak]
+    return 1.1 * max([peak, *near, 1])
+
+
+def _devices(
+    view: View, drawing: Drawing, peaks: Sequence[int], size: int
+) -> dict[str, NDArray[Any] | list[str]]:
+    problem = view.problem
+    lengths = [len(curve.moments) for curve in drawing.memory]
+    return {
+        "first": np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype(np.int32),
+        "length": np.array(lengths, np.int32),
+        "static": np.array(
+            [problem.static_bytes_of(index) / size for index in range(len(peaks))], np.float64
+        ),
+        "limit": np.array([device.usable_bytes / size for device in problem.devices], np.float64),
+        "label": [_label(view, index, peak) for index, peak in enumerate(peaks)],
+    }
+
+
+def _label(view: View, device: int, peak: int) -> str:
+    held = view.problem.devices[device]
+    over = ", over the limit" if peak > held.usable_bytes else ""
+    return (
+        f"{view.title}, memory of {held.name}: peak {format_bytes(peak)} of "
+        f"{format_bytes(held.usable_bytes)}{over}"
+    )
+
+
+def _curves(drawing: Drawing, size: int) -> ColumnDataSource:
+    moments = np.concatenate([curve.moments for curve in drawing.memory])
+    held = np.concatenate([curve.held for curve in drawing.memory]) / size
+    return ColumnDataSource(
+        {"moments": moments.astype(np.float32), "held": held.astype(np.float32)}
+    )
+
+
+def _drawn(
+    curve: Curve, end_ms: float, *, size: int, static_bytes: int, limit_bytes: int
+) -> dict[str, NDArray[Any]]:
+    """Return the columns of a drawn curve; the chart's script makes the same for other devices."""
+    held = np.append(curve.held, curve.held[-1]) / size
+    limit = np.full(len(held), limit_bytes / size)
+    return {
+        "moment": np.append(curve.moments, end_ms),
+        "zero": np.zeros(len(held)),
+        "static": np.full(len(held), static_bytes / size),
+        "held": held,
+        "limit": limit,
+        "over": np.maximum(held, limit),
+    }
+
+
+def _draw_areas(plot: Any, shown: ColumnDataSource, look: Palette) -> None:
+    for lower, upper, colour, alpha in (
+        ("zero", "static", look.static, 1.0),
+        ("static", "held", look.memory, 0.55),
+        ("limit", "over", look.limit, 0.8),
+    ):
+        plot.varea_step(
+            source=shown,
+            x="moment",
+            y1=lower,
+            y2=upper,
+            step_mode="after",
+            fill_color=colour,
+            fill_alpha=alpha,
+        )
+
+
+def _clipped(title: str) -> str:
+    """Return as much of a title as stands over a select box."""
+    return title if len(title) <= _LABEL else title[: _LABEL - 1] + "…"
+
+
+def _select(view: View, chosen: int, theme: Theme) -> Select:
+    options: list[str | tuple[Any, str]] = [
+        (str(index), device.name) for index, device in enumerate(view.problem.devices)
+    ]
+    return Select(
+        title=f"memory: {_clipped(view.title)}",
+        value=str(chosen),
+        options=options,
+        width=150,
+        margin=INPUT_MARGIN,
+        stylesheets=[InlineStyleSheet(css=css_of(theme))],
+    )
+
+
+# --- What the colours of a chart mean, as HTML above it, and in the words of its tooltips.
+
+
+def _word(kind: ActionType | None) -> str:
+    if kind is None:
+        return "gradient reduction"
+    if kind.is_transfer:
+        return f"{kind.name.lower()} ({NAMES[kind]})"
+    return NAMES[kind]
+
+
+WORDS = tuple(_word(kind) for kind in KINDS)
+"""The action of each of `KINDS`."""
+
+
+def legend_of(drawings: Sequence[Drawing], look: Palette, *, has_bound: bool) -> str:
+    """Return a line of samples: the actions that some drawings have, and what is always there."""
+    used = sorted({int(kind) for drawing in drawings for kind in set(drawing.bars.kind)})
+    colours = [(BAR_COLOURS[2 * kind], _name(kind)) for kind in used]
+    colours += [
+        (look.bubble, "bubble"),
+        (look.static, "weights, gradients, optimizer"),
+        (look.memory, "activations"),
+    ]
+    samples = [_sample(f"background:{colour}", name) for colour, name in colours]
+    samples.append(_sample(f"background:{look.limit};height:2px", "memory limit"))
+    if has_bound:
+        samples.append(_sample(f"border-left:2px dashed {look.bound};width:0", "lower bound"))
+    inner = "".join(samples)
+    return (
+        f'<div style="display:flex;flex-wrap:wrap;gap:2px 14px;color:{look.text};'
+        f'font:12px system-ui,sans-serif;align-items:center">{inner}</div>'
+    )
+
+
+def _name(code: int) -> str:
+    kind = KINDS[code]
+    letter = "" if kind is None else LETTERS.get(kind, "")
+    return f"{letter} {WORDS[code]}".strip()
+
+
+def _sample(style: str, name: str) -> str:
+    box = f"display:inline-block;width:14px;height:11px;vertical-align:middle;{style}"
+    return (
+        f'<span><span style="{box}"></span> <span style="vertical-align:middle">'
+        f"{escape(name)}</span></span>"
+    )
+
+
+# --- The title of a figure, which a script wraps where the figure is narrow.
+
+
+def add_title(plot: Any, text: str, *, is_bold: bool = True) -> Title:
+    """Put a title above a figure and return it; it has the figure's name and ``-title``.
+
+    It is an annotation like others: of a figure's own title Bokeh does not notice when it gets
+    another line.
+    """
+    title = Title(
+        text=text,
+        text_font_style="bold" if is_bold else "normal",
+        name=f"{plot.name}-title",
+    )
+    plot.add_layout(title, "above")
+    return title

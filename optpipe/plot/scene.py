@@ -1,0 +1,487 @@
+"""A schedule as columns of numbers: one bar per action, one memory curve per device.
+
+Shared by the image files and the interactive chart; knows nothing of colours, pixels or libraries
+that draw. A hundred thousand actions are nine arrays, not a hundred thousand objects.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from optpipe.memory import memory_walk
+from optpipe.schedule import ActionType, gap_of
+from optpipe.simulate import bubble_rate, simulate, timeline_of
+from optpipe.units import format_ms, format_share
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    from optpipe.problem import Problem
+    from optpipe.schedule import Programs
+    from optpipe.simulate import Interval, Lane
+    from optpipe.sweep import Point
+
+__all__ = [
+    "BAR_COLOURS",
+    "COLOURS",
+    "GRAD_SYNC_COLOUR",
+    "KINDS",
+    "LANES",
+    "LINE_COLOURS",
+    "NO_MICROBATCH",
+    "NUM_CODES",
+    "TITLES",
+    "Bars",
+    "Curve",
+    "Drawing",
+    "LaneEdges",
+    "Pixels",
+    "Unit",
+    "View",
+    "codes_of",
+    "drawing_of",
+    "edges",
+    "has_side_lanes",
+    "headline",
+    "is_open",
+    "peaks_of",
+    "pixels_of",
+    "places",
+    "title_of",
+    "unit_of",
+]
+
+
+LANES: tuple[Lane, ...] = ("compute", "d2h", "h2d", "grad_sync")
+"""What the column `Bars.lane` counts in."""
+
+KINDS: tuple[ActionType | None, ...] = (
+    ActionType.FORWARD,
+    ActionType.BACKWARD_INPUT,
+    ActionType.BACKWARD_WEIGHT,
+    ActionType.FULL_BACKWARD,
+    ActionType.RECOMPUTE,
+    ActionType.OFFLOAD,
+    ActionType.RELOAD,
+    None,
+)
+"""What the column `Bars.kind` counts in; None is a gradient reduction. RELEASE occupies nothing."""
+
+NO_MICROBATCH = -1
+"""In the columns `Bars.stage` and `Bars.microbatch`: a gradient reduction has neither."""
+
+_LANE_CODE = {lane: code for code, lane in enumerate(LANES)}
+_KIND_CODE = {kind: code for code, kind in enumerate(KINDS)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Bars:
+    """Equally long columns, a row per bar: device by device, each in program order.
+
+    Attributes
+    ----------
+    device, stage, microbatch
+        Which one; int32. A gradient reduction has `NO_MICROBATCH` for stage and micro-batch.
+    lane, kind
+        Places in `LANES` and `KINDS`; int8.
+    start, end
+        ms from the first start of all; float64.
+    before, after
+        Bytes that the device holds before and after the action, in program order, static bytes
+        included and workspaces not; int64.
+    """
+
+    device: NDArray[np.int32]
+    lane: NDArray[np.int8]
+    kind: NDArray[np.int8]
+    stage: NDArray[np.int32]
+    microbatch: NDArray[np.int32]
+    start: NDArray[np.float64]
+    end: NDArray[np.float64]
+    before: NDArray[np.int64]
+    after: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.start)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Curve:
+    """The memory of one device: ``held[i]`` bytes from ``moments[i]`` ms on.
+
+    Moments do not decrease. The first is 0; the last `held` lasts to the end.
+    """
+
+    moments: NDArray[np.float64]
+    held: NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Drawing:
+    """Everything about one schedule that a picture shows; lengths in ms."""
+
+    bars: Bars
+    memory: tuple[Curve, ...]
+    makespan_ms: float
+    span_ms: float
+
+
+def drawing_of(problem: Problem, programs: Programs) -> Drawing:
+    """Simulate legal programs and return them as columns.
+
+    Raises
+    ------
+    IllegalScheduleError
+        If the programs get stuck.
+    """
+    timeline = timeline_of(problem, programs, simulate(problem, programs))
+    curves = tuple(_curve(points) for points in timeline.memory)
+    rows = [row for device in timeline.intervals for row in device]
+    around = [
+        _held_around(problem, device, programs, intervals, curves[device])
+        for device, intervals in enumerate(timeline.intervals)
+    ]
+    held = np.concatenate([*around, np.empty((0, 2), np.int64)])
+    return Drawing(
+        bars=_bars(rows, held),
+        memory=curves,
+        makespan_ms=timeline.makespan_ms,
+        span_ms=timeline.span_ms,
+    )
+
+
+def _bars(rows: Sequence[Interval], held: NDArray[np.int64]) -> Bars:
+    actions = [row.action for row in rows]
+    return Bars(
+        device=np.array([row.device for row in rows], np.int32),
+        lane=np.array([_LANE_CODE[row.lane] for row in rows], np.int8),
+        kind=np.array([_KIND_CODE[act.type if act else None] for act in actions], np.int8),
+        stage=np.array([act.stage if act else NO_MICROBATCH for act in actions], np.int32),
+        microbatch=np.array(
+            [act.microbatch if act else NO_MICROBATCH for act in actions], np.int32
+        ),
+        start=np.array([row.start for row in rows], np.float64),
+        end=np.array([row.end for row in rows], np.float64),
+        before=held[:, 0],
+        after=held[:, 1],
+    )
+
+
+def _curve(points: Sequence[tuple[float, int]]) -> Curve:
+    return Curve(
+        moments=np.array([moment for moment, _ in points], np.float64),
+        held=np.array([held for _, held in points], np.int64),
+    )
+
+
+def _held_around(
+    problem: Problem,
+    device: int,
+    programs: Programs,
+    intervals: Sequence[Interval],
+    curve: Curve,
+) -> NDArray[np.int64]:
+    """Return bytes before and after each interval: by the walk; a reduction's by the clock."""
+    program = programs[device]
+    steps = memory_walk(problem, device, program)
+    pairs = [
+        (step.before, step.after)
+        for action, step in zip(program, steps, strict=True)
+        if action.type is not ActionType.RELEASE
+    ]
+    for sync in intervals[len(pairs) :]:
+        now = int(curve.held[np.searchsorted(curve.moments, sync.start, side="right") - 1])
+        pairs.append((now, now))
+    return np.array(pairs, np.int64).reshape(-1, 2)
+
+
+@dataclass(frozen=True)
+class View:
+    """One schedule of a chart: legal programs, over a memory limit or not.
+
+    Parameters
+    ----------
+    title
+        Stands before the numbers.
+    problem, programs
+        What is shown.
+    bound_ms
+        Proven lower bound of the problem's objective, where one is known.
+    """
+
+    title: str
+    problem: Problem
+    programs: Programs
+    bound_ms: float | None = None
+
+
+LINE_COLOURS = (
+    "#0072b2",
+    "#d55e00",
+    "#009e73",
+    "#cc79a7",
+    "#e69f00",
+    "#56b4e9",
+    "#9d6fd1",
+    "#767c84",
+)
+"""Okabe and Ito's, without yellow and black, which do not show on both pages; then two of ours."""
+
+_MARGIN = 0.06
+
+
+class Unit(NamedTuple):
+    """A unit of memory and its bytes."""
+
+    name: str
+    size: float
+
+
+_UNITS = (Unit("GB", 1e9), Unit("MB", 1e6), Unit("kB", 1e3), Unit("B", 1.0))
+
+
+def edges(points: Sequence[Point]) -> tuple[float, float]:
+    """Return the lowest and highest ms of a frame that leaves room around all numbers."""
+    heights = [
+        height
+        for point in points
+        for height in (point.objective_ms, point.bound_ms)
+        if height is not None and is_open(point)
+    ]
+    top, bottom = max(heights, default=1.0), min(heights, default=0.0)
+    margin = _MARGIN * (top - bottom or top or 1.0)
+    return bottom - margin, top + margin
+
+
+def unit_of(points: Sequence[Point]) -> Unit:
+    """Return the decimal unit of the axis: GB, where the limits are not tiny."""
+    most_bytes = max((point.limit_bytes for point in points), default=_UNITS[0].size)
+    return next((unit for unit in _UNITS if most_bytes >= unit.size), _UNITS[-1])
+
+
+def is_open(point: Point) -> bool:
+    """Whether the point has numbers, and is not proven infeasible."""
+    return not point.is_infeasible
+
+
+# --- Where a device's lanes stand in a picture: one row per device, device 0 on top.
+# The row of device d reaches from d - 0.5 to d + 0.5, downwards. Compute stands in the middle; what
+# comes back from the host above it, as gradient reductions do; what goes to the host below it.
+
+
+class LaneEdges(NamedTuple):
+    """Upper and lower edge of a lane, from the middle of its device's row."""
+
+    top: float
+    bottom: float
+
+
+_ALONE = LaneEdges(-0.41, 0.41)
+_COMPUTE = LaneEdges(-0.28, 0.28)
+_ABOVE = LaneEdges(-0.44, -0.30)
+_BELOW = LaneEdges(0.30, 0.44)
+
+
+def has_side_lanes(bars: Bars) -> bool:
+    """Whether anything happens beside compute: transfers or gradient reductions."""
+    return bool(np.any(bars.lane != LANES.index("compute")))
+
+
+def places(*, has_sides: bool) -> tuple[LaneEdges, ...]:
+    """Return the place of each of `LANES`; compute takes the whole row where it is alone."""
+    compute = _COMPUTE if has_sides else _ALONE
+    return (compute, _BELOW, _ABOVE, _ABOVE)
+
+
+# --- From bars to columns of pixels, for schedules with more actions than a picture has columns.
+# The numpy sibling of `optpipe.plot.terminal`, which the terminal uses: that one works on a line of
+# characters, this one on a hundred thousand bars.
+
+NUM_CODES = 2 * len(KINDS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Pixels:
+    """Lanes cut into columns of equal length.
+
+    Attributes
+    ----------
+    colour
+        The mean of the colours of what happens in a column, by the time it takes; float32 of
+        shape (devices, lanes, columns, 3), 0 to 1. Black where nothing does.
+    busy
+        The share of a column that is filled, 0 to 1; float32, (devices, lanes, columns).
+    """
+
+    colour: NDArray[np.float32]
+    busy: NDArray[np.float32]
+
+
+def codes_of(bars: Bars) -> NDArray[np.int8]:
+    """Return 2 x kind + (micro-batch mod 2) of each bar: what has a colour of its own."""
+    return (2 * bars.kind + bars.microbatch % 2).astype(np.int8)
+
+
+def pixels_of(
+    bars: Bars,
+    palette: NDArray[np.float32],
+    *,
+    num_devices: int,
+    length_ms: float,
+    num_columns: int,
+) -> Pixels:
+    """Share bars out to columns; no time is lost, and none is counted twice.
+
+    Mixing, rather than showing what a column has most of, keeps columns from beating against
+    actions: stripes that are in no schedule.
+
+    Parameters
+    ----------
+    bars
+        Those of one lane must not overlap; those of a simulation never do.
+    palette
+        Red, green and blue of each code, 0 to 1.
+    """
+    edges = np.linspace(0.0, length_ms, num_columns + 1)
+    shape = (num_devices, len(LANES), num_columns)
+    colour, busy = np.zeros((*shape, 3), np.float32), np.zeros(shape, np.float32)
+    codes = codes_of(bars)
+    for rows in _groups((bars.device * len(LANES) + bars.lane) * NUM_CODES + codes):
+        place = bars.device[rows[0]], bars.lane[rows[0]]
+        share = _shares(bars.start[rows], bars.end[rows], edges)
+        busy[place] += share
+        colour[place] += share[:, np.newaxis] * palette[codes[rows[0]]]
+    colour /= np.maximum(busy, np.finfo(np.float32).tiny)[..., np.newaxis]
+    return Pixels(colour=colour, busy=np.minimum(busy, 1.0))
+
+
+def _groups(keys: NDArray[np.int32]) -> list[NDArray[np.int64]]:
+    """Return the rows of each key, in the order of keys."""
+    order = np.argsort(keys, kind="stable")
+    changes = np.flatnonzero(np.diff(keys[order])) + 1
+    return np.split(order, changes) if len(keys) else []
+
+
+def peaks_of(curve: Curve, end_ms: float, edges: NDArray[np.float64]) -> NDArray[np.int64]:
+    """Return the most bytes held at any moment of each column between neighbouring edges.
+
+    Columns from ``end_ms`` on hold what is held at the end.
+    """
+    before = np.searchsorted(curve.moments, edges[:-1], side="right") - 1
+    until = np.searchsorted(curve.moments, np.minimum(edges[1:], end_ms), side="left")
+    peaks: NDArray[np.int64] = np.array(
+        [
+            curve.held[first : max(last, first + 1)].max()
+            for first, last in zip(np.maximum(before, 0), until, strict=True)
+        ],
+        np.int64,
+    )
+    return peaks
+
+
+def _shares(
+    start: NDArray[np.float64], end: NDArray[np.float64], edges: NDArray[np.float64]
+) -> NDArray[np.float32]:
+    """Return how much of each column some bars fill that do not overlap, as shares of it.
+
+    The time filled up to a moment grows along a bar and stands still between bars: its values at
+    the edges of a column differ by what the column holds.
+    """
+    order = np.argsort(start, kind="stable")
+    start, end = start[order], end[order]
+    filled = np.concatenate([[0.0], np.cumsum(end - start)])
+    moments = np.stack([start, end], axis=1).ravel()
+    heights = np.stack([filled[:-1], filled[1:]], axis=1).ravel()
+    width = (edges[-1] - edges[0]) / (len(edges) - 1) or 1.0
+    shares: NDArray[np.float32] = (np.diff(np.interp(edges, moments, heights)) / width).astype(
+        np.float32
+    )
+    return shares
+
+
+# --- The hues of actions, in every picture.
+# Two shades each, for even and odd micro-batches. Those that meet on one lane stay apart for people
+# with each kind of colour blindness (simulated after Machado, Oliveira and Fernandes 2009), compute
+# bears black text, and all show on a light and on a dark page.
+
+COLOURS: Mapping[ActionType, tuple[str, str]] = {
+    ActionType.FORWARD: ("#85c8f5", "#6cb6ea"),
+    ActionType.BACKWARD_INPUT: ("#f9d85c", "#e8c23a"),
+    ActionType.BACKWARD_WEIGHT: ("#35a07d", "#218566"),
+    ActionType.FULL_BACKWARD: ("#f08c5f", "#dc7345"),
+    ActionType.RECOMPUTE: ("#b05cf5", "#9f50e6"),
+    ActionType.OFFLOAD: ("#4a5cf0", "#3a49d0"),
+    ActionType.RELOAD: ("#c02a93", "#a32079"),
+}
+"""All that have a bar of their own."""
+
+GRAD_SYNC_COLOUR = "#9e9e9e"
+
+BAR_COLOURS: tuple[str, ...] = tuple(
+    shade
+    for kind in KINDS
+    for shade in (COLOURS[kind] if kind is not None else (GRAD_SYNC_COLOUR, GRAD_SYNC_COLOUR))
+)
+"""The colour of a bar by its code, as `optpipe.plot.scene.codes_of` counts."""
+
+
+# --- The numbers behind a picture's title.
+
+
+def headline(problem: Problem, drawing: Drawing, bound_ms: float | None) -> str:
+    """Return makespan, span where that is the objective, bubble; bound and gap where known.
+
+    A bound of 0 is always true and says nothing.
+    """
+    told = [f"makespan {format_ms(drawing.makespan_ms)} ms"]
+    length = drawing.makespan_ms
+    if problem.objective == "span":
+        told.append(f"span {format_ms(drawing.span_ms)} ms")
+        length = drawing.span_ms
+    told.append(f"bubble {format_share(bubble_rate(problem, length))}")
+    if bound_ms:
+        told.append(f"bound {format_ms(bound_ms)} ms")
+        told.append(f"gap {format_share(gap_of(length, bound_ms) or 0.0)}")
+    return ", ".join(told)
+
+
+# --- What methods are called in pictures and on the page; files and the command line keep their
+# ids. The names are those of the papers. Every family of `optpipe_solver.families` has one here:
+# who draws a schedule of a file knows no solver.
+
+TITLES: Mapping[str, str] = {
+    "serial": "Serial",
+    "gpipe": "GPipe",
+    "1f1b": "1F1B",
+    "1f1b-r": "1F1B-R",
+    "interleaved": "Interleaved 1F1B",
+    "zb-h1": "ZB-H1",
+    "zb-h2": "ZB-H2",
+    "zb-1p": "ZB-1p",
+    "zb-2p": "ZB-2p",
+    "zb-greedy": "ZB greedy",
+    "gis": "GIS",
+    "gis-h": "GIS-H",
+    "zb-v": "ZB-V",
+    "v-half": "V-Half",
+    "v-min": "V-Min",
+    "po-h": "PO-H",
+    "po-f": "PO-F",
+    "ada-offload": "AdaOffload",
+    "greedy": "List scheduling",
+    "building-blocks": "Building blocks",
+    "auto": "Optimiser",
+    "milp": "MILP",
+    "local-search": "local search",
+}
+"""By id: published schedules, the choice of all of them, and methods whose id is no plain word."""
+
+
+def title_of(method: str) -> str:
+    """Return what a method is called: ``zb-h1+offload`` is ZB-H1 + offload; unknown ids stay."""
+    return " + ".join(TITLES.get(part, part) for part in method.split("+"))

@@ -1,0 +1,308 @@
+"""`measure`: runs stages on the real thing and returns what a problem is made of."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from optpipe.errors import InputError
+from optpipe.measurements import Given, Measurements, Sample, StageFacts
+from optpipe.runtime.measuring.devices import (
+    MeasuringRanks,
+    device_facts,
+    device_name,
+    local_copies,
+    message_sizes,
+    ping_pong,
+)
+from optpipe.runtime.measuring.one_stage import Effort, StageResult, measure_one, moved_to
+from optpipe.runtime.measuring.times import StageUnderTest, clock_for
+from optpipe.runtime.messages import boundary_room
+from optpipe.runtime.offload import DEFAULT_MIN_BYTES
+from optpipe.runtime.passes import WeightGradients, split_linears
+from optpipe.runtime.preflight import as_tensors
+from optpipe.schedule import ActionType
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from torch import Tensor, nn
+    from torch.distributed import ProcessGroup
+
+    from optpipe.measurements import Transfer
+    from optpipe.problem import Problem
+    from optpipe.runtime.measuring.times import Clock
+
+__all__ = ["Profile", "measure", "notes_on"]
+
+
+_ADAM_MOMENTS = 2.0
+_DEFAULT_EFFORT = Effort()
+_NO_LOSS = "There was no loss: the last stage's output was summed up in its place."
+
+
+def measure(
+    stages: Sequence[nn.Module],
+    sample: Tensor | tuple[Tensor, ...],
+    *,
+    loss_fn: Callable[[Any, Any], Tensor] | None = None,
+    target: Tensor | None = None,
+    placement: Sequence[int] | None = None,
+    device: torch.device | str = "cpu",
+    group: ProcessGroup | None = None,
+    effort: Effort = _DEFAULT_EFFORT,
+    min_offload_bytes: int = DEFAULT_MIN_BYTES,
+    state_copies: float = _ADAM_MOMENTS,
+    memory_bytes: int | None = None,
+    links: bool = True,
+    clock: Clock | None = None,
+) -> Profile:
+    """Measure stages one after another, each alone, on its rank or on this process's device.
+
+    Linear layers become `SplitLinear`, as in `PipelineRunner`; all else is left as it was:
+    gradients, buffers, random states and devices.
+
+    Parameters
+    ----------
+    stages
+        In model order; under torch.distributed the same on all ranks. They may be on the CPU: each
+        is moved to the device while it is measured.
+    sample
+        The first stage's input, one micro-batch.
+    loss_fn, target
+        From (the last stage's output, target) to a scalar; without it the output is summed up.
+    placement
+        Device of each stage; if None one device each, or in a loop over the ranks.
+    device
+        Where this rank measures.
+    group
+        One rank per device; all ranks by default.
+    effort
+        How often everything is run.
+    min_offload_bytes
+        Storages below this are not offloaded.
+    state_copies
+        Optimizer state in copies of the parameters; 2 for Adam in the parameters' own type. Static
+        bytes are weights, gradients and these.
+    memory_bytes
+        Of each device; None = the GPU's, or an equal part of the host's.
+    links
+        Whether links are measured: between ranks, or as copies on the one device there is.
+    clock
+        Takes the times; that of the device if None.
+
+    Raises
+    ------
+    InputError
+        If the placement does not fit, or a stage cannot be run backward.
+    PreflightError
+        On every rank, if one rank could not measure.
+    """
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    ranks = MeasuringRanks(group, device)
+    homes = _checked(placement, len(stages), ranks.size)
+    ranks.check_devices(1 + max(homes))
+    clock = clock if clock is not None else clock_for(device)
+    flowing, results = as_tensors(sample, "the sample"), []
+    for index, (module, home) in enumerate(zip(stages, homes, strict=True)):
+        is_last = index == len(stages) - 1
+        piece = _Slice(index, module, flowing, (loss_fn or _sum, target) if is_last else None)
+        result, flowing = ranks.tell(
+            home, partial(_measure_slice, piece, device, clock, effort, min_offload_bytes)
+        )
+        results.append(result)
+    transfers = _transfers(ranks, homes, results, clock, effort) if links else ()
+    notes = [*notes_on(ranks, homes, results), *([] if loss_fn is not None else [_NO_LOSS])]
+    measurements = Measurements(
+        source=f"{len(stages)} stages on {device_name(device)}",
+        samples=tuple(_samples(homes, results)),
+        placement=homes,
+        stages=tuple(_facts(result, state_copies) for result in results),
+        devices=device_facts(ranks, homes, results, memory_bytes),
+        transfers=transfers,
+        notes=tuple(notes),
+    )
+    return Profile(measurements, tuple(results))
+
+
+class _Slice(NamedTuple):
+    """A stage to be measured; ``loss`` is (function, target) on the last one."""
+
+    stage: int
+    module: nn.Module
+    inputs: tuple[Tensor, ...]
+    loss: tuple[Callable[[Any, Any], Tensor], Tensor | None] | None
+
+
+def _sum(output: Any, _target: Any) -> Tensor:
+    return torch.stack([one.sum() for one in as_tensors(output, "the last output")]).sum()
+
+
+def _checked(
+    placement: Sequence[int] | None, num_stages: int, num_ranks: int | None
+) -> tuple[int, ...]:
+    if num_stages == 0:
+        raise InputError("there are no stages to measure; give at least one")
+    if placement is not None:
+        homes = tuple(placement)
+    else:
+        homes = tuple(index % (num_ranks or num_stages) for index in range(num_stages))
+    if len(homes) != num_stages or set(homes) != set(range(1 + max(homes, default=0))):
+        raise InputError(
+            f"placement {list(homes)}: must name a device for each of {num_stages} stages, and "
+            "each device from 0 up at least once; give e.g. "
+            f"{list(range(num_stages))}"
+        )
+    return homes
+
+
+def _measure_slice(
+    piece: _Slice, device: torch.device, clock: Clock, effort: Effort, min_offload_bytes: int
+) -> tuple[StageResult, tuple[Tensor, ...]]:
+    """Return a stage's numbers and, on the CPU, what it sends on."""
+    gradients = WeightGradients()
+    split_linears(piece.module, gradients)
+    loss_fn, target = piece.loss if piece.loss is not None else (None, None)
+    stage = StageUnderTest(
+        index=piece.stage,
+        module=piece.module,
+        inputs=tuple(tensor.to(device) for tensor in piece.inputs),
+        gradients=gradients,
+        loss=loss_fn,
+        target=None if target is None else target.to(device),
+    )
+    with moved_to(piece.module, device):
+        result, outputs = measure_one(stage, clock, effort, min_offload_bytes)
+    return result, tuple(output.cpu() for output in outputs)
+
+
+def _samples(homes: Sequence[int], results: Sequence[StageResult]) -> Iterator[Sample]:
+    for index, (home, result) in enumerate(zip(homes, results, strict=True)):
+        for kind, times in result.durations.items():
+            for ms in times:
+                yield Sample(stage=index, action=kind.value, time_ms=ms, rank=home)
+
+
+def _facts(result: StageResult, state_copies: float) -> StageFacts:
+    found = result.footprint
+    extra = {kind: result.memory.workspace_bytes(kind) for kind in result.memory.uses}
+    return StageFacts(
+        activation_bytes=found.activation_bytes,
+        weight_context_bytes=found.weight_context_bytes,
+        offload_bytes=found.offload_bytes,
+        checkpoint_bytes=found.checkpoint_bytes,
+        static_bytes=round(found.parameter_bytes * (2 + state_copies)) + found.buffer_bytes,
+        output_bytes=found.output_bytes,
+        forward_workspace_bytes=extra[ActionType.FORWARD],
+        backward_input_workspace_bytes=extra[ActionType.BACKWARD_INPUT],
+        backward_weight_workspace_bytes=extra[ActionType.BACKWARD_WEIGHT],
+        backward_workspace_bytes=extra[ActionType.FULL_BACKWARD],
+        recompute_workspace_bytes=extra[ActionType.RECOMPUTE],
+    )
+
+
+def _transfers(
+    ranks: MeasuringRanks,
+    homes: Sequence[int],
+    results: Sequence[StageResult],
+    clock: Clock,
+    effort: Effort,
+) -> tuple[Transfer, ...]:
+    boundary: dict[tuple[int, int], int] = {}
+    for (a, b), result in zip(pairwise(homes), results, strict=False):
+        if a != b:
+            pair = (min(a, b), max(a, b))
+            boundary[pair] = max(boundary.get(pair, 0), result.footprint.output_bytes)
+    sizes_of = {pair: message_sizes(size) for pair, size in boundary.items()}
+    if ranks.are_many:
+        return ping_pong(sizes_of, clock, ranks.device, ranks.group, effort.repeats)
+    return local_copies(sizes_of, clock, ranks.device, effort.repeats)
+
+
+# --- What measuring gave, and the problem it makes.
+
+
+class Profile(NamedTuple):
+    """What was measured; `problem` makes a problem of it.
+
+    Attributes
+    ----------
+    measurements
+        Samples, sizes, devices and transfers, without the batch.
+    results
+        Per stage, everything, also what no problem has a place for.
+    """
+
+    measurements: Measurements
+    results: tuple[StageResult, ...]
+
+    def problem(self, num_microbatches: int, given: Given | None = None) -> Problem:
+        """Return the problem of training with so many micro-batches.
+
+        Parameters
+        ----------
+        given
+            What was not measured: links of a single process, objective, name.
+
+        Raises
+        ------
+        MeasurementError
+            If something is missing that a problem needs.
+        """
+        given = (given or Given()).model_copy(update={"num_microbatches": num_microbatches})
+        return self.with_reserved(num_microbatches).problem(given)
+
+    def with_reserved(self, num_microbatches: int) -> Measurements:
+        """Return the measurements with bytes reserved on each device for what is no activation.
+
+        That is the whole batch, where it lies all step long, and boundary tensors in flight. How
+        many these are depends on the schedule that is still to be found; there is room for every
+        one (`optpipe.runtime.messages.boundary_room`). A schedule that needs less leaves the rest
+        unused: give such a problem smaller ``reserved_bytes``, and the runtime, which counts what
+        the schedule at hand needs, says before the first step if they are too few.
+        """
+        measurements, num_stages = self.measurements, len(self.results)
+        reserved = [facts.reserved_bytes or 0 for facts in measurements.devices]
+        crossing: list[list[int]] = [[] for _ in reserved]
+        for home, result in zip(measurements.placement, self.results, strict=True):
+            found = result.footprint
+            reserved[home] += num_microbatches * found.batch_bytes
+            crossing[home].append(max(found.received_bytes, found.output_bytes))
+        devices = tuple(
+            facts.model_copy(
+                update={
+                    "reserved_bytes": taken + boundary_room(sizes, num_stages, num_microbatches)
+                }
+            )
+            for facts, taken, sizes in zip(measurements.devices, reserved, crossing, strict=True)
+        )
+        fields = {name: getattr(measurements, name) for name in Measurements.model_fields}
+        return Measurements(**(fields | {"devices": devices}))
+
+
+# --- What a reader of the numbers must know, in whole sentences.
+
+
+def notes_on(
+    ranks: MeasuringRanks, homes: Sequence[int], results: Sequence[StageResult]
+) -> Iterator[str]:
+    """Yield what was assumed, and what could not be measured as it will run."""
+    for index, result in enumerate(results):
+        if not result.footprint.split.is_possible:
+            yield (
+                f"Stage {index} cannot be split: I does all of the backward and W nothing. "
+                "Only weight gradients of plain nn.Linear layers are put aside for W."
+            )
+    if not ranks.are_many and max(homes) > 0:
+        yield (
+            "One process measured all stages on one device, one after another. Links are copies "
+            "on it unless given: for messages between devices start one rank per device."
+        )
+    if ranks.device.type == "cpu":
+        yield "Copies on the CPU run on the thread that computes: they overlap with nothing."
+        yield f"Unless given, a device's memory is the host's divided by {1 + max(homes)}."

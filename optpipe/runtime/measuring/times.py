@@ -1,0 +1,309 @@
+"""One stage as the runtime runs it, alone: its inputs arrive, its loss or gradients are made."""
+
+from __future__ import annotations
+
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from optpipe.errors import InputError
+from optpipe.runtime.errors import PreflightError
+from optpipe.runtime.preflight import as_tensors, describe
+from optpipe.schedule import ActionType
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from optpipe.runtime.offload import Fence
+    from optpipe.runtime.passes import WeightGradients
+
+__all__ = [
+    "Clock",
+    "CpuClock",
+    "CudaClock",
+    "Durations",
+    "ForwardResult",
+    "Mark",
+    "StageUnderTest",
+    "clock_for",
+    "forget_gradients",
+    "time_passes",
+    "undisturbed",
+]
+
+
+class ForwardResult(NamedTuple):
+    """What a forward leaves: what is sent on, and what the backward starts from."""
+
+    outputs: tuple[Tensor, ...]
+    roots: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageUnderTest:
+    """A stage with one micro-batch's inputs.
+
+    Parameters
+    ----------
+    index
+        Of the stage, in model order, for messages.
+    module
+        The stage, split by ``gradients`` where it can be.
+    inputs
+        What arrives from the stage before, or the batch.
+    loss
+        From the last stage's output to a scalar; None on the others.
+    target
+        The loss's target: it belongs to the batch, whatever the loss saves of it.
+    """
+
+    index: int
+    module: nn.Module
+    inputs: tuple[Tensor, ...]
+    gradients: WeightGradients
+    loss: Callable[[Any, Any], Tensor] | None = None
+    target: Tensor | None = None
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the inputs are the batch, of which nobody wants gradients."""
+        return self.index == 0
+
+    @property
+    def device(self) -> torch.device:
+        """Where the inputs are."""
+        return self.inputs[0].device
+
+    def receive(self) -> tuple[Tensor, ...]:
+        """Return the inputs as they arrive: leaves that collect gradients, but for the batch."""
+        return tuple(
+            tensor.detach().requires_grad_(not self.is_first and tensor.is_floating_point())
+            for tensor in self.inputs
+        )
+
+    def forward(self, received: tuple[Tensor, ...]) -> ForwardResult:
+        """Run F, the loss included where the stage is the last.
+
+        Raises
+        ------
+        PreflightError
+            If the stage or the loss fails; with sizes and cause.
+        """
+        try:
+            return self._run(received)
+        except Exception as error:
+            sizes = [tuple(tensor.size()) for tensor in received]
+            raise PreflightError(
+                f"stage {self.index} cannot run on inputs of size {sizes}: {describe(error)}; "
+                "correct the stage, or the sample"
+            ) from error
+
+    def _run(self, received: tuple[Tensor, ...]) -> ForwardResult:
+        output = self.module(*received)
+        if self.loss is not None:
+            return ForwardResult((), (self.loss(output, self.target),))
+        outputs = as_tensors(output, f"the output of stage {self.index}")
+        return ForwardResult(outputs, tuple(out for out in outputs if out.requires_grad))
+
+    def backward(self, result: ForwardResult, gradients: Sequence[Tensor] | None = None) -> None:
+        """Run the backward with these output gradients, or with ones.
+
+        Raises
+        ------
+        InputError
+            If no output depends on a parameter or an input that has gradients.
+        """
+        if not any(root.requires_grad for root in result.roots):
+            raise InputError(
+                f"no output of stage {self.index} requires a gradient, but its backward is to be "
+                "measured; are its parameters frozen, or its output detached?"
+            )
+        if gradients is None:
+            gradients = [torch.ones_like(root) for root in result.roots]
+        torch.autograd.backward(result.roots, gradients)
+
+
+@contextmanager
+def undisturbed(module: nn.Module, device: torch.device) -> Iterator[None]:
+    """Give gradients, buffers and random states back as they were; inside, gradients are None."""
+    gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
+    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    forget_gradients(module)
+    try:
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            yield
+    finally:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+
+
+def forget_gradients(module: nn.Module) -> None:
+    """Drop the gradients of all parameters."""
+    for parameter in module.parameters():
+        parameter.grad = None
+
+
+# --- How long something took on a device: events on CUDA, the processor's clock elsewhere.
+# A mark stands behind everything issued before it on the compute lane; on CUDA it is an event that
+# the stream passes when it gets there, so that taking it costs the host about a microsecond and
+# makes nobody wait. Only `Clock.ms_between` waits.
+
+Mark = Any
+"""A moment on one clock; only that clock can read it."""
+
+
+class Clock(Protocol):
+    """Takes moments on a device and says what lies between them."""
+
+    def mark(self) -> Mark:
+        """Return the moment at which all compute issued so far ends."""
+
+    def mark_after(self, fence: Fence, lane: int) -> Mark:
+        """Return the moment at which a copy ends, without making compute wait for it.
+
+        Parameters
+        ----------
+        lane
+            0 for copies to the host, 1 for those to the device: each lane ends in its own order.
+        """
+
+    def ms_between(self, start: Mark, end: Mark) -> float:
+        """Return the milliseconds from one moment to a later one, waiting until it has passed."""
+
+
+def clock_for(device: torch.device) -> Clock:
+    """Return the clock of a device."""
+    return CudaClock(device) if device.type == "cuda" else CpuClock()
+
+
+class CpuClock:
+    """For devices on which work has ended when its call returns."""
+
+    def mark(self) -> Mark:
+        """Return the processor's monotonic clock in nanoseconds."""
+        return time.perf_counter_ns()
+
+    def mark_after(self, fence: Fence, lane: int) -> Mark:  # noqa: ARG002 - both lanes are this one
+        """Wait for the copy and return the time."""
+        fence.wait()
+        return self.mark()
+
+    def ms_between(self, start: Mark, end: Mark) -> float:
+        """Return the difference of two times."""
+        return float(end - start) / 1e6
+
+
+class CudaClock:
+    """Events on the compute stream, and on one probe stream per copy lane."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._probes = [
+            torch.cuda.Stream(device),  # type: ignore[no-untyped-call]
+            torch.cuda.Stream(device),  # type: ignore[no-untyped-call]
+        ]
+
+    def mark(self) -> Mark:
+        """Record an event on the compute stream."""
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def mark_after(self, fence: Fence, lane: int) -> Mark:
+        """Record an event on the lane's probe stream, which waits in the place of compute."""
+        with torch.cuda.stream(self._probes[lane]):
+            fence.wait()
+            return self.mark()
+
+    def ms_between(self, start: Mark, end: Mark) -> float:
+        """Wait for the later event and return the device's own difference."""
+        end.synchronize()
+        return float(start.elapsed_time(end))
+
+
+# --- What the passes of a stage take: every sample, in milliseconds.
+
+Durations = dict[ActionType, tuple[float, ...]]
+"""Pass -> its samples in ms, in the order in which they were taken."""
+
+
+class _Interval(NamedTuple):
+    kind: ActionType
+    start: Mark
+    end: Mark
+
+
+def time_passes(
+    stage: StageUnderTest, clock: Clock, *, repeats: int, warmups: int, can_split: bool
+) -> Durations:
+    """Run F, I, W, then F, RECOMPUTE, B, again and again, and return what each took.
+
+    Gradients add up from repeat to repeat, as they do over micro-batches.
+
+    Parameters
+    ----------
+    repeats, warmups
+        Rounds that are kept, and rounds before them that are not.
+    can_split
+        Whether W has any work; where it has none, I is the whole backward and W takes 0.
+    """
+    rounds = [_run(stage, clock) for _ in range(warmups + repeats)][warmups:]
+    samples: dict[ActionType, list[float]] = {}
+    for intervals in rounds:
+        for kind, start, end in intervals:
+            samples.setdefault(kind, []).append(clock.ms_between(start, end))
+    if not can_split:
+        samples[ActionType.BACKWARD_WEIGHT] = [0.0] * repeats
+    return {kind: tuple(values) for kind, values in samples.items()}
+
+
+def _run(stage: StageUnderTest, clock: Clock) -> list[_Interval]:
+    """Take the marks of one round; they are read later, so that no pass waits for another's end."""
+    split, result = _forward(stage, clock)
+    start = clock.mark()
+    with stage.gradients.collect():
+        stage.backward(result)
+        end = clock.mark()
+        make_weight_gradients = stage.gradients.take()
+    weight_start = clock.mark()
+    make_weight_gradients()
+    weight_end = clock.mark()
+    again, result = _recompute(stage, clock)
+    full_start = clock.mark()
+    stage.backward(result)
+    return [
+        split,
+        _Interval(ActionType.BACKWARD_INPUT, start, end),
+        _Interval(ActionType.BACKWARD_WEIGHT, weight_start, weight_end),
+        again,
+        _Interval(ActionType.FULL_BACKWARD, full_start, clock.mark()),
+    ]
+
+
+def _forward(stage: StageUnderTest, clock: Clock) -> tuple[_Interval, ForwardResult]:
+    received = stage.receive()
+    start = clock.mark()
+    result = stage.forward(received)
+    return _Interval(ActionType.FORWARD, start, clock.mark()), result
+
+
+def _recompute(stage: StageUnderTest, clock: Clock) -> tuple[_Interval, ForwardResult]:
+    """Run a forward with the random states put back, as a RECOMPUTE does."""
+    devices = [stage.device] if stage.device.type == "cuda" else []
+    states = [torch.cuda.get_rng_state(device) for device in devices]
+    host_state = torch.get_rng_state()
+    received = stage.receive()
+    start = clock.mark()
+    with torch.random.fork_rng(devices=devices):
+        torch.set_rng_state(host_state)
+        for device, state in zip(devices, states, strict=True):
+            torch.cuda.set_rng_state(state, device)
+        result = stage.forward(received)
+    return _Interval(ActionType.RECOMPUTE, start, clock.mark()), result

@@ -1,0 +1,135 @@
+"""The names of torch that are overridden or called here, looked at before they are relied on."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Final
+
+import torch
+from torch.distributed import distributed_c10d
+from torch.distributed.pipelining import PipelineStage, schedules
+from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
+
+from optpipe.errors import MissingExtraError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+    from torch.distributed import ProcessGroup
+    from torch.distributed.distributed_c10d import Store
+
+__all__ = [
+    "TorchDispatchMode",
+    "alias_no_view",
+    "check_torch",
+    "default_store",
+    "group_name",
+    "has_gradient_hooks",
+    "parts_with_memory",
+    "storage_identity",
+    "tree_leaves",
+    "viewed",
+]
+
+
+_NAMES: Final[tuple[tuple[object, str, tuple[str, ...]], ...]] = (
+    (PipelineStage, "forward_one_chunk", ("fwd_chunk_id", "args", "kwargs", "save_forward_output")),
+    (PipelineStage, "backward_one_chunk", ("bwd_chunk_id", "loss", "full_backward")),
+    (PipelineStage, "backward_weight_one_chunk", ("bwd_chunk_id", "last_backward")),
+    (PipelineStage, "get_fwd_send_ops", ("fwd_chunk_id",)),
+    (PipelineStage, "get_bwd_send_ops", ("bwd_chunk_id",)),
+    (PipelineStage, "get_fwd_recv_ops", ("fwd_chunk_id",)),
+    (PipelineStage, "get_bwd_recv_ops", ("bwd_chunk_id",)),
+    (PipelineStage, "set_local_bwd_input", ("next_stage_bwd_outputs", "mb_index")),
+    (PipelineStage, "clear_runtime_states", ()),
+    (PipelineStage, "_setup_forward_recv_info", ("num_microbatches", "has_backward")),
+    (PipelineStage, "_setup_backward_recv_info", ("num_microbatches",)),
+    (_PipelineScheduleRuntime, "step", ("target", "losses", "return_outputs")),
+    (_PipelineScheduleRuntime, "_prepare_schedule_with_comms", ("actions", "format")),
+    (_PipelineScheduleRuntime, "_maybe_compute_loss", ("stage", "output", "target_mbs")),
+    (_PipelineScheduleRuntime, "_maybe_get_loss", ("stage", "mb_index")),
+    (_PipelineScheduleRuntime, "_update_losses", ("stages", "losses")),
+    (schedules, "_batch_p2p", ("p2p_ops",)),
+    (TorchDispatchMode, "__torch_dispatch__", ("func", "types", "args", "kwargs")),
+)
+
+
+_ALIAS: Final = torch.ops.aten._unsafe_view.default  # noqa: SLF001
+
+
+def check_torch() -> None:
+    """Refuse a torch that lacks a name or a parameter that is overridden here.
+
+    Raises
+    ------
+    MissingExtraError
+        With what is missing; a subclass of what is not there would be called by nobody.
+    """
+    for owner, name, expected in _NAMES:
+        found = getattr(owner, name, None)
+        parameters = inspect.signature(found).parameters if callable(found) else {}
+        missing = [parameter for parameter in expected if parameter not in parameters]
+        if found is None or missing:
+            what = f"has no parameter {', '.join(missing)}" if found is not None else "is missing"
+            raise MissingExtraError(
+                f"torch {torch.__version__}: {name} of {_home(owner)} {what}, but "
+                "the runtime overrides it; pip install 'optpipe[runtime]'"
+            )
+
+
+def _home(owner: object) -> str:
+    """Return the module that a private name was found in."""
+    return owner.__module__ if isinstance(owner, type) else getattr(owner, "__name__", str(owner))
+
+
+def has_gradient_hooks(parameter: Tensor) -> bool:
+    """Whether somebody (DDP, a user) waits for autograd to make this parameter's gradient."""
+    return bool(getattr(parameter, "_backward_hooks", None)) or bool(
+        getattr(parameter, "_post_accumulate_grad_hooks", None)
+    )
+
+
+def alias_no_view(tensor: Tensor) -> Tensor:
+    """Return the same values in the same memory, for autograd a tensor of its own.
+
+    Unlike a view it does not keep the tensor that it was made from.
+    """
+    alias: Tensor = _ALIAS(tensor, tensor.shape)
+    return alias
+
+
+def parts_with_memory(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield the tensors whose memory this one is made of: itself, but for wrappers like DTensor."""
+    if not is_traceable_wrapper_subclass(tensor):
+        yield tensor
+        return
+    names, _ = tensor.__tensor_flatten__()
+    for part in (getattr(tensor, name) for name in names):
+        # Since 2.13 a DTensor names its mesh, too.
+        if isinstance(part, torch.Tensor):
+            yield from parts_with_memory(part)
+
+
+def storage_identity(tensor: Tensor) -> int:
+    """Return what no other storage has while a reference to this one, weak or not, is held."""
+    return int(tensor.untyped_storage()._cdata)  # noqa: SLF001
+
+
+def viewed(tensor: Tensor) -> Tensor:
+    """Return the tensor that autograd knows this one to be a view of; itself if of none."""
+    base: Tensor | None = tensor._base  # noqa: SLF001
+    return tensor if base is None else base
+
+
+def default_store() -> Store:
+    """Return the key-value store through which the ranks found each other."""
+    return distributed_c10d._get_default_store()  # noqa: SLF001
+
+
+def group_name(group: ProcessGroup | None) -> str:
+    """Return the name all ranks know a group by."""
+    found = group if group is not None else distributed_c10d._get_default_group()  # noqa: SLF001
+    return str(distributed_c10d._get_process_group_name(found))  # noqa: SLF001

@@ -1,0 +1,607 @@
+"""Every value that crosses HTTP, once: the service sends it, the client reads it.
+
+Jobs and their events, batches and their items, deployments and their versions, methods and rows
+of comparisons. Request bodies are checked by ``optpipe_api.requests``; the client has plain keyword
+arguments for them, whose names and types `SolveArguments` and `SubmissionArguments` give.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from optpipe.formats.tables import SweepRow
+from optpipe.schedule import OPTIMAL_GAP
+
+if TYPE_CHECKING:
+    from pydantic import GetJsonSchemaHandler
+    from pydantic.json_schema import JsonSchemaValue
+    from pydantic_core import CoreSchema
+
+    from optpipe.problem import Objective
+
+__all__ = [
+    "BatchList",
+    "BatchView",
+    "Cache",
+    "CacheUse",
+    "DeploymentList",
+    "DeploymentState",
+    "DeploymentView",
+    "Event",
+    "EventKind",
+    "Failure",
+    "Improvement",
+    "Item",
+    "Job",
+    "JobKind",
+    "JobList",
+    "JobOptions",
+    "JobState",
+    "MethodList",
+    "MethodRow",
+    "MethodRowList",
+    "MethodView",
+    "SearchArguments",
+    "SolveArguments",
+    "SubmissionArguments",
+    "SweepRowList",
+    "Version",
+    "VersionList",
+    "WireModel",
+]
+
+CacheUse = Literal["use", "refresh"]
+"""Whether an answer found before may be given; with "refresh" it is found again."""
+
+
+class WireModel(BaseModel):
+    """What a service answers; a newer one may say more than this, an older one less."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        """Show what a service of this version answers: every field, always."""
+        schema = handler(core_schema)
+        shown = handler.resolve_ref_schema(schema)
+        for field in shown["properties"].values():
+            field.pop("default", None)
+        shown["required"] = list(shown["properties"])
+        return schema
+
+
+# --- Options: what a request may give, and what a job then has.
+
+
+class SearchArguments(TypedDict, total=False):
+    """What every search takes; what is left out, or None, takes the service's default.
+
+    ``time_limit_s`` seconds (> 0), ``threads`` (>= 1), ``seed`` (0 .. 2**31 - 1).
+    """
+
+    time_limit_s: float | None
+    threads: int | None
+    seed: int | None
+
+
+class SolveArguments(SearchArguments, total=False):
+    """How to solve.
+
+    ``method`` is one that the service lists, ``auto`` by default. The search stops where
+    (objective - bound)/objective is at most ``gap`` (0 <= gap < 1), or after ``work_limit`` units
+    of work (> 0, about a second of one core each, the same result on every machine). ``cache``
+    "use" (the default) may answer with what was solved before, "refresh" solves it again.
+    """
+
+    method: str | None
+    gap: float | None
+    work_limit: float | None
+    cache: CacheUse | None
+
+
+class SubmissionArguments(SolveArguments, total=False):
+    """How to solve a problem or to plan a model.
+
+    ``objective`` replaces the one that the problem or model names. Of a model: ``chunks``, the
+    numbers of stages per device (1 .. 8) that are tried, and ``placements``, their kinds.
+    """
+
+    objective: Objective | None
+    chunks: list[int] | tuple[int, ...] | None
+    placements: list[str] | tuple[str, ...] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobOptions:
+    """How a job is solved: the arguments of `optpipe_solver.solve` and `plan` of the same names.
+
+    ``cache`` aside, which is about what other jobs have found; ``chunks`` and ``placements`` are
+    of a plan, and None where the solver chooses.
+    """
+
+    time_limit_s: float
+    work_limit: float | None = None
+    threads: int = 1
+    seed: int = 0
+    gap: float = OPTIMAL_GAP
+    method: str = "auto"
+    cache: CacheUse = "use"
+    chunks: tuple[int, ...] | None = None
+    placements: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        # JSON gives lists back, and options are compared.
+        for name in ("chunks", "placements"):
+            value = getattr(self, name)
+            object.__setattr__(self, name, None if value is None else tuple(value))
+
+    def asks_the_same(self, other: JobOptions) -> bool:
+        """Whether both want the same done; how long and how well aside."""
+        return (self.method, self.chunks, self.placements) == (
+            other.method,
+            other.chunks,
+            other.placements,
+        )
+
+    def covers(self, other: JobOptions) -> bool:
+        """Whether a solve with these options finds what one with the others would, or better.
+
+        At least the same budget, from the same seed.
+        """
+        return (
+            self.asks_the_same(other)
+            and self.seed == other.seed
+            and self.gap <= other.gap
+            and self.threads >= other.threads
+            and self.time_limit_s >= other.time_limit_s
+            and _allows(self.work_limit, other.work_limit)
+        )
+
+
+def _allows(had: float | None, asked: float | None) -> bool:
+    """Whether one limit of work allows what another does; None is no limit."""
+    return had is None or (asked is not None and had >= asked)
+
+
+# --- Jobs.
+
+_JOB_ID = "0f6b7e4a3c1d4e5f8a9b0c1d2e3f4a5b"
+_JOB_EXAMPLE: dict[str, Any] = {
+    "id": _JOB_ID,
+    "kind": "solve",
+    "state": "running",
+    "has_schedule": True,
+    "cache": "miss",
+    "name": "two-stages",
+    "problem_hash": "sha256:2c26b46b68ffc68ff99b453c1d30413413422d706483bfa0f98a5e886266e7ae",
+    "objective": "makespan",
+    "objective_ms": 118.0,
+    "bound_ms": 112.5,
+    "gap": 0.0466,
+    "options": {"time_limit_s": 60.0, "threads": 1, "seed": 0, "method": "auto"},
+    "tags": ["nightly", "team=llm"],
+    "priority": 0,
+    "cancel_requested": False,
+    "attempt": 1,
+    "error": None,
+    "created_at": "2026-01-31T12:00:00Z",
+    "started_at": "2026-01-31T12:00:00.120000Z",
+    "finished_at": None,
+    "trace": [{"seconds": 0.01, "method": "1f1b", "objective_ms": 130.0, "bound_ms": 112.5}],
+}
+
+
+class JobState(StrEnum):
+    """Where a job stands; the picture is in ``optpipe_api.jobs``."""
+
+    QUEUED = "queued"
+    RUNNING = "running"
+    SUCCEEDED = "succeeded"
+    INFEASIBLE = "infeasible"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+    @property
+    def is_final(self) -> bool:
+        """Whether nothing will happen to the job any more."""
+        return self not in (JobState.QUEUED, JobState.RUNNING)
+
+
+class JobKind(StrEnum):
+    """What is done: a problem is solved, or a model is cut, placed and scheduled."""
+
+    SOLVE = "solve"
+    PLAN = "plan"
+
+
+class Cache(StrEnum):
+    """What was known when a job came: the answer, a schedule of a near problem, or nothing."""
+
+    HIT = "hit"
+    NEAR = "near"
+    MISS = "miss"
+
+
+class EventKind(StrEnum):
+    """What an event of a job tells."""
+
+    STATE = "state"
+    INCUMBENT = "incumbent"
+    BOUND = "bound"
+    LOG = "log"
+
+
+class Failure(WireModel):
+    """Why a job ended without success; ``needs`` maps what is too small to what would do."""
+
+    code: str
+    message: str
+    needs: dict[str, int] = Field(default_factory=dict)
+
+
+class Improvement(WireModel):
+    """One improvement; ``seconds`` of solving so far."""
+
+    seconds: float
+    method: str
+    objective_ms: float | None = None
+    bound_ms: float | None = None
+
+
+class Job(WireModel):
+    """A job as the service last told it; ask again for news.
+
+    ``has_schedule`` is true from the first schedule on, whatever the state. ``cache`` says what was
+    known when the job came: `hit` the answer itself, `near` a schedule of a similar problem, to
+    start from; `miss` neither. ``source_id`` is the job that knew it. ``owner`` is for admins.
+    """
+
+    model_config = ConfigDict(json_schema_extra={"examples": [_JOB_EXAMPLE]})
+
+    id: str
+    kind: JobKind = JobKind.SOLVE
+    state: JobState
+    has_schedule: bool
+    cache: Cache = Cache.MISS
+    source_id: str | None = None
+    name: str = ""
+    owner: str | None = None
+    problem_hash: str
+    objective: str
+    objective_ms: float | None = None
+    bound_ms: float | None = None
+    gap: float | None = None
+    options: JobOptions
+    tags: tuple[str, ...] = ()
+    priority: int = 0
+    batch_id: str | None = None
+    batch_index: int | None = None
+    deployment_id: str | None = None
+    cancel_requested: bool = False
+    attempt: int = Field(default=0, description="How often its solving was begun.")
+    spent_s: float = Field(default=0.0, description="Seconds of solving in earlier attempts.")
+    num_schedules: int = Field(
+        default=0, description="Better schedules so far; the newest one's number."
+    )
+    error: Failure | None = None
+    created_at: datetime
+    started_at: datetime | None = None
+    finished_at: datetime | None = None
+    trace: tuple[Improvement, ...] | None = Field(default=None, description="Null in lists.")
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether nothing will happen to the job any more."""
+        return self.state.is_final
+
+
+class JobList(WireModel):
+    """Jobs, newest first; ``next`` is the ``cursor`` of the next page, null on the last one."""
+
+    jobs: tuple[Job, ...]
+    next: int | None
+
+
+class Event(WireModel):
+    """One thing that happened to a job: the data of a server-sent event.
+
+    ``text`` is the new state of a `state`, the sentence of a `log`. ``seconds`` of solving so far
+    and the numbers are those of an `incumbent` (a better schedule) or a `bound`.
+    """
+
+    number: int = Field(description="The event's id; it grows, with holes.")
+    kind: EventKind
+    at: datetime
+    seconds: float | None = None
+    method: str | None = None
+    objective_ms: float | None = None
+    bound_ms: float | None = None
+    gap: float | None = None
+    text: str | None = None
+
+
+# --- Batches.
+
+_ITEM_EXAMPLE: dict[str, Any] = {
+    "index": 1,
+    "job_id": _JOB_ID,
+    "name": "two-stages memory_scale = 0.5",
+    "values": {"memory_scale": 0.5},
+    "state": "succeeded",
+    "cache": "miss",
+    "memory_bytes": 2000,
+    "objective_ms": 118.0,
+    "bound_ms": 112.5,
+    "gap": 0.0466,
+    "error": None,
+    "started_at": "2026-01-31T12:00:00.120000Z",
+    "finished_at": "2026-01-31T12:00:10.120000Z",
+}
+_BATCH_EXAMPLE: dict[str, Any] = {
+    "id": "7c9e6679742540de944be07fc1f90ae7",
+    "name": "how much memory",
+    "owner": None,
+    "is_finished": False,
+    "progress": 0.5,
+    "num_items": 2,
+    "counts": {"queued": 0, "running": 1, "succeeded": 1, "infeasible": 0, "failed": 0},
+    "created_at": "2026-01-31T12:00:00Z",
+    "finished_at": None,
+    "axes": {"memory_scale": [1, 0.5]},
+    "options": {"time_limit_s": 10.0, "threads": 1, "seed": 0, "method": "auto"},
+    "tags": ["nightly"],
+    "priority": 0,
+    "items": [_ITEM_EXAMPLE],
+}
+
+
+class Item(WireModel):
+    """One item of a batch: its values on the axes, and what its job has reached.
+
+    ``memory_bytes`` is the budget of the device that has most.
+    """
+
+    model_config = ConfigDict(json_schema_extra={"examples": [_ITEM_EXAMPLE]})
+
+    index: int
+    job_id: str
+    name: str = ""
+    values: dict[str, Any] = Field(default_factory=dict)
+    state: JobState
+    cache: Cache = Cache.MISS
+    memory_bytes: int = 0
+    objective_ms: float | None = None
+    bound_ms: float | None = None
+    gap: float | None = None
+    error: Failure | None = None
+    started_at: datetime | None = None
+    finished_at: datetime | None = None
+
+
+class BatchView(WireModel):
+    """A batch as the service last told it; ``owner`` is for admins.
+
+    All of it is read from the jobs of its items. What lists leave out is null there.
+    """
+
+    model_config = ConfigDict(json_schema_extra={"examples": [_BATCH_EXAMPLE]})
+
+    id: str
+    name: str = ""
+    owner: str | None = None
+    is_finished: bool
+    progress: float = Field(description="Share of the items that have ended, 0 to 1.")
+    num_items: int
+    counts: dict[JobState, int] = Field(default_factory=dict, description="Items in each state.")
+    created_at: datetime
+    finished_at: datetime | None = None
+    axes: dict[str, list[Any]] | None = Field(default=None, description="Null in lists.")
+    options: JobOptions | None = Field(default=None, description="Null in lists.")
+    tags: tuple[str, ...] | None = Field(default=None, description="Null in lists.")
+    priority: int | None = Field(default=None, description="Null in lists.")
+    items: tuple[Item, ...] | None = Field(default=None, description="In order; null in lists.")
+
+
+class BatchList(WireModel):
+    """Batches, newest first; ``next`` is the ``cursor`` of the next page, null on the last one."""
+
+    batches: tuple[BatchView, ...]
+    next: int | None
+
+
+class SweepRowList(WireModel):
+    """The items of a batch as rows of a table, in order; a ``state`` is that of a job."""
+
+    rows: list[SweepRow]
+
+
+# --- Deployments.
+
+_VERSION_EXAMPLE: dict[str, Any] = {
+    "version": 2,
+    "created_at": "2026-01-31T12:10:00Z",
+    "reason": "drift: forward of stage 2 takes 14% longer than planned; the schedule in use takes "
+    "131.2 ms under the measured times, 4.1% more than one as good for them as it was for those it "
+    "was made for; this one takes 126.1 ms instead of 131.2 ms under the measured times, 3.9% "
+    "shorter",
+    "job_id": _JOB_ID,
+    "predicted_ms": 126.1,
+    "measured_ms": 127.4,
+    "num_measured": 12,
+}
+_DEPLOYMENT_EXAMPLE: dict[str, Any] = {
+    "id": "5d1f0c7b2a394e6f8a9b0c1d2e3f4a5b",
+    "state": "following",
+    "name": "pretraining-7b",
+    "owner": None,
+    "version": 2,
+    "reason": None,
+    "job_id": None,
+    "error": None,
+    "options": {"time_limit_s": 60.0, "threads": 1, "seed": 0, "method": "auto"},
+    "threshold": 0.01,
+    "num_reports": 12,
+    "num_judged": 12,
+    "current_ms": 126.3,
+    "expected_ms": 126.1,
+    "drift": 0.0016,
+    "created_at": "2026-01-31T12:00:00Z",
+    "ended_at": None,
+}
+
+
+class DeploymentState(StrEnum):
+    """What goes on; the picture is in ``optpipe_api.deployments``."""
+
+    WAITING = "waiting"
+    SOLVING = "solving"
+    FOLLOWING = "following"
+    FAILED = "failed"
+    ENDED = "ended"
+
+
+class DeploymentView(WireModel):
+    """A deployment as the service last told it; ``owner`` is for admins.
+
+    ``reason`` is why the solve under way was begun, ``error`` why the last one gave nothing.
+    ``current_ms`` is what the schedule in use takes under the measured times, ``expected_ms`` what
+    one would that is as good for them as it was for those it was made for, and ``drift`` by how
+    much the first exceeds the second; null until reports were judged under this version.
+    """
+
+    model_config = ConfigDict(json_schema_extra={"examples": [_DEPLOYMENT_EXAMPLE]})
+
+    id: str
+    state: DeploymentState
+    name: str = ""
+    owner: str | None = None
+    version: int = Field(description="The newest; 0 = there is none yet.")
+    reason: str | None = None
+    job_id: str | None = None
+    error: Failure | None = None
+    options: JobOptions
+    threshold: float
+    num_reports: int = 0
+    num_judged: int = Field(default=0, description="Reports that the numbers below know.")
+    current_ms: float | None = None
+    expected_ms: float | None = None
+    drift: float | None = None
+    created_at: datetime
+    ended_at: datetime | None = None
+
+
+class DeploymentList(WireModel):
+    """Deployments, newest first; ``next`` is the ``cursor`` of the next page, null on the last."""
+
+    deployments: tuple[DeploymentView, ...]
+    next: int | None
+
+
+class Version(WireModel):
+    """One published schedule: why, what was predicted, and what was measured under it.
+
+    ``predicted_ms`` is under the truest times known when it was published, ``measured_ms`` the mean
+    of the ``num_measured`` step times reported.
+    """
+
+    model_config = ConfigDict(json_schema_extra={"examples": [_VERSION_EXAMPLE]})
+
+    version: int
+    created_at: datetime
+    reason: str
+    job_id: str
+    predicted_ms: float
+    measured_ms: float | None = None
+    num_measured: int = 0
+
+
+class VersionList(WireModel):
+    """The versions of a deployment, oldest first."""
+
+    versions: tuple[Version, ...]
+
+
+# --- Methods, and what they reach on one problem.
+
+_METHOD_EXAMPLE: dict[str, Any] = {
+    "name": "1f1b",
+    "title": "1F1B",
+    "description": "1F1B, also called PipeDream-Flush.",
+}
+_ROW_EXAMPLE: dict[str, Any] = {
+    "method": "1f1b",
+    "placement": "as given",
+    "problem_hash": "sha256:2c26b46b68ffc68ff99b453c1d30413413422d706483bfa0f98a5e886266e7ae",
+    "programs": [["0F0", "0F1", "0B0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]],
+    "seconds": 0.001,
+    "makespan_ms": 84.0,
+    "span_ms": 84.0,
+    "makespan_bubble": 0.3333,
+    "span_bubble": 0.3333,
+    "p50_ms": 84.3,
+    "p95_ms": 86.9,
+    "peak_bytes": 2000,
+    "host_peak_bytes": 0,
+    "over_limit": False,
+    "tokens_per_s": 97523.8,
+    "mfu": 0.41,
+    "reason": "",
+}
+
+
+class MethodView(WireModel):
+    """What `method` of a job may be."""
+
+    model_config = ConfigDict(json_schema_extra={"examples": [_METHOD_EXAMPLE]})
+
+    name: str
+    title: str = ""
+    description: str
+
+
+class MethodList(WireModel):
+    """Every method that this service knows."""
+
+    methods: tuple[MethodView, ...]
+
+
+class MethodRow(WireModel):
+    """One method's schedule; bytes are those of the fullest device or host.
+
+    ``programs`` is null where the method has none; then ``reason`` says why, and numbers are 0.
+    ``placement`` is `as given`, or names the re-placed copy of the problem that ``problem_hash``
+    and ``programs`` belong to, such as `v x2`.
+    """
+
+    model_config = ConfigDict(json_schema_extra={"examples": [_ROW_EXAMPLE]})
+
+    method: str
+    placement: str
+    problem_hash: str
+    programs: list[list[str]] | None
+    seconds: float
+    makespan_ms: float
+    span_ms: float
+    makespan_bubble: float
+    span_bubble: float
+    p50_ms: float = Field(description="Median step time under +-10 % noise on every duration.")
+    p95_ms: float
+    peak_bytes: int
+    host_peak_bytes: int
+    over_limit: bool
+    tokens_per_s: float | None
+    mfu: float | None
+    reason: str
+
+
+class MethodRowList(WireModel):
+    """A row per method: best first under the memory limit, then over it, then the absent."""
+
+    rows: list[MethodRow]
