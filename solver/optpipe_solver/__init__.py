@@ -1,20 +1,20 @@
 """The solver: published schedules, lower bounds, and the MILP that joins order and offload."""
 
 from optpipe_solver.bounds import Bound, lower_bound
-from optpipe_solver.compare import Row, compare
+from optpipe_solver.compare import ComparisonRow, compare
+from optpipe_solver.feasibility import feasibility, smallest_memory
 from optpipe_solver.plan import PlanResult, plan
 from optpipe_solver.result import Progress, Result, SolveStatus
-from optpipe_solver.smallest_memory import feasibility, smallest_memory
 from optpipe_solver.solve import METHODS, solve
 from optpipe_solver.warm import warm_up
 
 __all__ = [
     "METHODS",
     "Bound",
+    "ComparisonRow",
     "PlanResult",
     "Progress",
     "Result",
-    "Row",
     "SolveStatus",
     "compare",
     "feasibility",

@@ -1,18 +1,24 @@
-"""What a solve may spend, and with which seed."""
+"""What a solve may spend, and how much of it is left."""
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
+from math import inf
+from typing import TYPE_CHECKING
 
 from optpipe.errors import InputError
 from optpipe.schedule import OPTIMAL_GAP
 
-__all__ = ["Budget"]
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["Limits", "Stop"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Budget:
-    """Time, work, threads, seed and the gap that is good enough.
+class Limits:
+    """Time, work, threads, seed and the gap that is good enough, as a caller asked for them.
 
     Parameters
     ----------
@@ -59,3 +65,141 @@ class Budget:
     def good_gap(self) -> float:
         """The gap to stop at: one that counts as optimal leaves nothing to look for."""
         return max(self.gap, OPTIMAL_GAP)
+
+
+class Stop:
+    """What is left of a turn, in seconds and in work, and whether to stop; one part at a time.
+
+    Parameters
+    ----------
+    seconds
+        From now on.
+    work
+        None, or how much may be done, in the unit of whoever does it (states, moves, nodes).
+    threads, seed
+        What else the part is given; what has no use for them ignores them.
+    should_stop
+        Asked often; True ends the turn and all turns made of it.
+
+    Attributes
+    ----------
+    work
+        As given.
+    above, steps
+        What this is a turn of, if anything, and how many units of work here make one there.
+    helpers_cpu_s
+        CPU seconds that other threads have spent for this turn (see `help_by`).
+    """
+
+    def __init__(
+        self,
+        seconds: float,
+        *,
+        work: float | None = None,
+        threads: int = 1,
+        seed: int = 0,
+        should_stop: Callable[[], bool] | None = None,
+    ) -> None:
+        self.began = time.perf_counter()
+        self.limit_s = seconds
+        self.work = work
+        self.threads = threads
+        self.seed = seed
+        self.helpers_cpu_s = 0.0
+        self._should_stop = should_stop
+        self.above: Stop | None = None
+        self.steps = 1.0
+        self._spent = 0.0
+        self._turn: Stop | None = None
+
+    def turn(
+        self,
+        share: float = 1.0,
+        at_most: float = inf,
+        *,
+        steps: float | None = None,
+        threads: int | None = None,
+        seed: int | None = None,
+        should_stop: Callable[[], bool] | None = None,
+    ) -> Stop:
+        """Return a share of what is left, of the work where that is limited, else of the seconds.
+
+        The turn ends when this ends, and what it spends is spent here; a turn made of this before
+        is over by then.
+
+        Parameters
+        ----------
+        share, at_most
+            In [0, 1]; in seconds, or in this turn's unit of work.
+        steps
+            None, or how many steps make one unit of this turn: then it has whole steps, at least
+            one, and counts in them.
+        threads, seed
+            None = as here.
+        should_stop
+            Ends the turn alone.
+        """
+        self._spent, self._turn = self.spent, None
+        seconds, work = self.left_s(), None
+        if self.work is None:
+            seconds = min(share * seconds, at_most)
+        else:
+            work = min(share * self.left_work, at_most)
+            if steps is not None:
+                work = max(1, int(work * steps))
+        turn = Stop(
+            seconds,
+            work=work,
+            threads=self.threads if threads is None else threads,
+            seed=self.seed if seed is None else seed,
+            should_stop=should_stop,
+        )
+        turn.above, turn.steps = self, steps or 1.0
+        self._turn = turn
+        return turn
+
+    def seconds(self) -> float:
+        """Return the seconds since the start."""
+        return time.perf_counter() - self.began
+
+    def left_s(self) -> float:
+        """Return the seconds left, at least 0."""
+        return max(0.0, self.limit_s - self.seconds())
+
+    @property
+    def spent(self) -> float:
+        """The work done so far, by all turns made of this too."""
+        turn = self._turn
+        return self._spent if turn is None else self._spent + turn.spent / turn.steps
+
+    @property
+    def left_work(self) -> float:
+        """The work left; infinite where it is not limited."""
+        return inf if self.work is None else self.work - self.spent
+
+    @property
+    def left(self) -> float:
+        """What is left of the work where that is limited, else of the seconds."""
+        return self.left_s() if self.work is None else self.left_work
+
+    def spend(self, amount: float) -> None:
+        """Count work that was done, in this turn's unit."""
+        self._spent += amount
+
+    def help_by(self, cpu_s: float) -> None:
+        """Count CPU seconds that another thread has spent for this turn."""
+        self.helpers_cpu_s += cpu_s
+        if self.above is not None:
+            self.above.help_by(cpu_s)
+
+    def is_told(self) -> bool:
+        """Whether somebody says stop."""
+        if self._should_stop is not None and self._should_stop():
+            return True
+        return self.above is not None and self.above.is_told()
+
+    def is_over(self) -> bool:
+        """Whether time or work is used up, here or above, or somebody says stop."""
+        if self.left_s() <= 0.0 or self.left_work <= 0 or self.is_told():
+            return True
+        return self.above is not None and self.above.is_over()

@@ -1,31 +1,42 @@
-"""Every method on one problem, judged by the same simulator and the same noise."""
+"""Every method on one problem, timed by the same simulator and the same noise."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass, fields
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
 
 from optpipe.memory import device_peak_bytes, host_peak_bytes
-from optpipe.simulate import simulate
-from optpipe.timeline import bubble_rate
-from optpipe_solver.families.not_applicable import NotApplicable, Reason
+from optpipe.simulate import bubble_rate, simulate
+from optpipe_solver.arrays.encoding import CompiledProblem
+from optpipe_solver.families.common import NotApplicable, NotApplicableReason
 from optpipe_solver.families.replace import replaced
-from optpipe_solver.noise import step_time_spread
+from optpipe_solver.portfolio import all_starts
 from optpipe_solver.solve import solve
-from optpipe_solver.starts import all_starts
 from optpipe_solver.warm import ensure_warm
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from optpipe.action import Programs
     from optpipe.problem import Problem
+    from optpipe.schedule import Programs
     from optpipe_solver.families.replace import Shape
-    from optpipe_solver.starts import Start
+    from optpipe_solver.portfolio import FamilyStart
 
-__all__ = ["AS_GIVEN", "OURS", "REPLACEMENTS", "Row", "Workload", "compare"]
+__all__ = [
+    "AS_GIVEN",
+    "OURS",
+    "REPLACEMENTS",
+    "ComparisonRow",
+    "NoiseQuantiles",
+    "Workload",
+    "compare",
+    "step_time_spread",
+]
+
 
 AS_GIVEN = "as given"
 """The placement label of rows on the problem itself."""
@@ -37,7 +48,9 @@ REPLACEMENTS: tuple[tuple[Shape, int], ...] = (("loop", 2), ("v", 2))
 """The re-placed copies of a problem with one stage per device that `compare` tries."""
 
 
-_OTHER_PLACEMENT = frozenset({Reason.NEEDS_LOOP_PLACEMENT, Reason.NEEDS_V_PLACEMENT})
+_OTHER_PLACEMENT = frozenset(
+    {NotApplicableReason.NEEDS_LOOP_PLACEMENT, NotApplicableReason.NEEDS_V_PLACEMENT}
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +86,7 @@ class Workload:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class ComparisonRow:
     """One method's schedule; times in ms, bytes as the largest over devices or hosts.
 
     ``placement`` is `AS_GIVEN`, or names the re-placed copy, e.g. ``v x2``: then ``problem`` is
@@ -120,9 +133,9 @@ def compare(
     threads: int = 1,
     seed: int = 0,
     workload: Workload | None = None,
-    on_row: Callable[[Row], None] | None = None,
+    on_row: Callable[[ComparisonRow], None] | None = None,
     should_stop: Callable[[], bool] | None = None,
-) -> list[Row]:
+) -> list[ComparisonRow]:
     """Return a row per method: best first under the memory limit, then over it, then the absent.
 
     Parameters
@@ -141,10 +154,10 @@ def compare(
         Asked between methods and by the optimiser.
     """
     ensure_warm()
-    judge = _Judge(workload or Workload(), seed)
-    optimiser = _Optimiser(judge, threads, should_stop)
-    rows: list[Row] = []
-    for row in chain(judge.all_rows(problem), optimiser.rows(problem, rows, time_limit_s)):
+    maker = _RowMaker(workload or Workload(), seed)
+    optimiser = _Optimiser(maker, threads, should_stop)
+    rows: list[ComparisonRow] = []
+    for row in chain(maker.all_rows(problem), optimiser.rows(problem, rows, time_limit_s)):
         rows.append(row)
         if on_row is not None:
             on_row(row)
@@ -153,13 +166,15 @@ def compare(
     return sorted(rows, key=_rank)
 
 
-def _rank(row: Row) -> tuple[bool, bool, float, bool]:
+def _rank(row: ComparisonRow) -> tuple[bool, bool, float, bool]:
     """Within the limit by objective, where the optimiser goes before the start it kept."""
     return (row.programs is None, row.over_limit, row.objective_ms, row.method != OURS)
 
 
-def _absent(problem: Problem, placement: str, method: str, seconds: float, reason: str) -> Row:
-    return Row(
+def _absent(
+    problem: Problem, placement: str, method: str, seconds: float, reason: str
+) -> ComparisonRow:
+    return ComparisonRow(
         method=method,
         placement=placement,
         problem=problem,
@@ -170,13 +185,13 @@ def _absent(problem: Problem, placement: str, method: str, seconds: float, reaso
 
 
 @dataclass(frozen=True, slots=True)
-class _Judge:
+class _RowMaker:
     workload: Workload
     seed: int
 
-    def all_rows(self, problem: Problem) -> Iterator[Row]:
+    def all_rows(self, problem: Problem) -> Iterator[ComparisonRow]:
         """Yield a row per family, on the problem and, where it asks for one, on a copy."""
-        elsewhere: dict[str, Start] = {}
+        elsewhere: dict[str, FamilyStart] = {}
         for start in all_starts(problem):
             if start.wants in _OTHER_PLACEMENT and _one_stage_each(problem):
                 elsewhere[start.method] = start
@@ -191,7 +206,9 @@ class _Judge:
         for start in elsewhere.values():
             yield self._of(problem, AS_GIVEN, start)
 
-    def _on_copy(self, copy: Problem, placement: str, elsewhere: dict[str, Start]) -> Iterator[Row]:
+    def _on_copy(
+        self, copy: Problem, placement: str, elsewhere: dict[str, FamilyStart]
+    ) -> Iterator[ComparisonRow]:
         """Yield rows on a copy; who has one leaves ``elsewhere``, who has not says why there."""
         found = set()
         for start in all_starts(copy, tuple(sorted(elsewhere))):
@@ -203,7 +220,7 @@ class _Judge:
         for method in found & set(elsewhere):
             del elsewhere[method]
 
-    def _of(self, problem: Problem, placement: str, start: Start) -> Row:
+    def _of(self, problem: Problem, placement: str, start: FamilyStart) -> ComparisonRow:
         if start.programs is None:
             return _absent(problem, placement, start.method, start.seconds, start.reason)
         return self.row(
@@ -224,13 +241,13 @@ class _Judge:
         seconds: float,
         *,
         over_limit: bool,
-    ) -> Row:
+    ) -> ComparisonRow:
         """Return the row of programs that are legal but for memory."""
         run = simulate(problem, programs)
         length_ms = run.objective_ms(problem.objective)
         spread = step_time_spread(problem, programs, seed=self.seed)
         hosts = host_peak_bytes(problem, programs)
-        return Row(
+        return ComparisonRow(
             method=method,
             placement=placement,
             problem=problem,
@@ -254,11 +271,13 @@ class _Judge:
 class _Optimiser:
     """Makes our own rows: of the problem as given, and of the copy on which families do best."""
 
-    judge: _Judge
+    maker: _RowMaker
     threads: int
     should_stop: Callable[[], bool] | None
 
-    def rows(self, problem: Problem, known: list[Row], time_limit_s: float) -> Iterator[Row]:
+    def rows(
+        self, problem: Problem, known: list[ComparisonRow], time_limit_s: float
+    ) -> Iterator[ComparisonRow]:
         """Yield one or two rows; ``known`` are those of the families, looked at only now."""
         end = time.perf_counter() + time_limit_s
         copy = min((row for row in known if _is_good_copy(row)), key=_rank, default=None)
@@ -268,14 +287,18 @@ class _Optimiser:
             yield self._row(copy.problem, copy.placement, left, copy)
 
     def _row(
-        self, problem: Problem, placement: str, time_limit_s: float, start: Row | None = None
-    ) -> Row:
+        self,
+        problem: Problem,
+        placement: str,
+        time_limit_s: float,
+        start: ComparisonRow | None = None,
+    ) -> ComparisonRow:
         began = time.perf_counter()
         result = solve(
             problem,
             time_limit_s=time_limit_s,
             threads=self.threads,
-            seed=self.judge.seed,
+            seed=self.maker.seed,
             start=None if start is None else start.programs,
             start_method="" if start is None else start.method,
             should_stop=self.should_stop,
@@ -284,12 +307,57 @@ class _Optimiser:
         if result.schedule is None:
             return _absent(problem, placement, OURS, seconds, result.message)
         programs = result.schedule.programs
-        return self.judge.row(problem, placement, OURS, programs, seconds, over_limit=False)
+        return self.maker.row(problem, placement, OURS, programs, seconds, over_limit=False)
 
 
-def _is_good_copy(row: Row) -> bool:
+def _is_good_copy(row: ComparisonRow) -> bool:
     return row.programs is not None and not row.over_limit and row.placement != AS_GIVEN
 
 
 def _one_stage_each(problem: Problem) -> bool:
     return all(len(held) <= 1 for held in problem.stages_of)
+
+
+# --- How a schedule's step time spreads when durations do: order is kept, times vary.
+
+_WORK = 40_000_000
+_MOST_SAMPLES = 400
+_FEWEST_SAMPLES = 40
+
+
+class NoiseQuantiles(NamedTuple):
+    """Quantiles of the objective in ms, and how many samples they come from."""
+
+    p50_ms: float
+    p95_ms: float
+    num_samples: int
+
+
+def step_time_spread(
+    problem: Problem, programs: Programs, *, noise: float = 0.1, seed: int = 0
+) -> NoiseQuantiles:
+    """Return the median and the 95th percentile of the objective under noise.
+
+    Every action's duration, transfers included, is multiplied by its own factor, uniform in
+    1 - noise .. 1 + noise. Links keep their times. Large schedules get fewer samples, at least 40.
+
+    Parameters
+    ----------
+    noise
+        Half-width of the factor, 0 <= noise < 1.
+    seed
+        Of the samples; the same seed gives the same numbers.
+    """
+    compiled = CompiledProblem.of(problem)
+    rows = compiled.encode(programs)
+    size = max(1, sum(map(len, programs)))
+    num_samples = max(_FEWEST_SAMPLES, min(_MOST_SAMPLES, _WORK // (100 * size)))
+    by_span = problem.objective == "span"
+    draw = np.random.default_rng(seed)
+    base = compiled.times.duration
+    lengths = [
+        compiled.length_ms(rows, base * draw.uniform(1 - noise, 1 + noise, base.size))[by_span]
+        for _ in range(num_samples)
+    ]
+    p50, p95 = np.quantile(lengths, (0.5, 0.95))
+    return NoiseQuantiles(float(p50), float(p95), num_samples)

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from optpipe.schedule import OPTIMAL_GAP, TraceEntry, gap_of
+from optpipe_solver.arrays.evaluate import Evaluator
 from optpipe_solver.result import Progress
-from optpipe_solver.verdict import Judge
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
-    from optpipe.action import Programs
     from optpipe.problem import Problem
-    from optpipe_solver.verdict import Verdict
+    from optpipe.schedule import Programs
+    from optpipe_solver.arrays.evaluate import Metrics
+    from optpipe_solver.budget import Stop
 
 __all__ = ["Incumbent"]
+
 
 _MOST_OTHERS = 4
 
@@ -34,10 +37,12 @@ class Incumbent:
 
     Attributes
     ----------
-    judging_s
-        Seconds that judging took the last time.
-    verdict
+    evaluate_s
+        Seconds that evaluating programs took the last time.
+    metrics
         What the best programs are worth.
+    cpu_seconds
+        CPU seconds by part, of its thread and, where it asks HiGHS, of the first one of HiGHS.
     work
         None, or the units of work spent by the end of the last turn, where work is limited: then
         they stand in the trace instead of seconds, and of a turn's improvements by one method only
@@ -51,15 +56,16 @@ class Incumbent:
         self.on_progress = on_progress
         self.began = time.perf_counter()
         self.programs: Programs | None = None
-        self.verdict: Verdict | None = None
+        self.metrics: Metrics | None = None
         self.objective_ms = float("inf")
         self.method = ""
         self.bound_ms = 0.0
         self.bound_method = ""
         self.trace: list[TraceEntry] = []
-        self.judging_s = 0.0
+        self.evaluate_s = 0.0
+        self.cpu_seconds: dict[str, float] = {}
         self.work: float | None = None
-        self._judge = Judge(problem)
+        self._evaluate = Evaluator(problem)
         self._others: list[tuple[float, Programs]] = []
         self._lock = threading.RLock()
         self._is_closed = False
@@ -67,6 +73,17 @@ class Incumbent:
     def seconds(self) -> float:
         """Return the seconds since the solve began."""
         return time.perf_counter() - self.began
+
+    @contextmanager
+    def clocked(self, part: str, stop: Stop | None = None) -> Iterator[None]:
+        """Count the CPU seconds of this thread, and of those that help it, as those of a part."""
+        began = time.thread_time()
+        try:
+            yield
+        finally:
+            spent = time.thread_time() - began + (stop.helpers_cpu_s if stop is not None else 0.0)
+            with self._lock:
+                self.cpu_seconds[part] = self.cpu_seconds.get(part, 0.0) + spent
 
     def offer(self, programs: Programs, method: str, *, expected_ms: float | None = None) -> bool:
         """Take programs if they are legal and better than what is known.
@@ -76,16 +93,16 @@ class Incumbent:
         if expected_ms is not None and expected_ms >= self.objective_ms:
             return False
         began = time.perf_counter()
-        verdict = self._judge(programs)
-        if verdict is None:
+        metrics = self._evaluate(programs)
+        if metrics is None:
             return False
-        objective = verdict.objective_ms(self.problem.objective)
-        self.judging_s = time.perf_counter() - began
+        objective = metrics.objective_ms(self.problem.objective)
+        self.evaluate_s = time.perf_counter() - began
         with self._lock:
             if self._is_closed or objective >= self.objective_ms:
                 return False
             # Programs last: who sees them without the lock then sees no older objective with them.
-            self.method, self.objective_ms, self.verdict = method, objective, verdict
+            self.method, self.objective_ms, self.metrics = method, objective, metrics
             self.programs = programs
             self._check_bound()
             self._tell(method, programs)

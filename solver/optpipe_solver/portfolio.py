@@ -6,91 +6,98 @@ and both work on the best schedule that either finds.
 
 from __future__ import annotations
 
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass
 from itertools import chain, cycle
-from typing import TYPE_CHECKING, Any, NamedTuple
+from math import inf
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from optpipe_solver.exact.counts import counts_can_search
-from optpipe_solver.exact.improve import improve_by_exact_search
-from optpipe_solver.exact.widen import improve_by_beam
-from optpipe_solver.improve.search.local_search import improve_by_local_search
-from optpipe_solver.improve.window import improve_by_windows
-from optpipe_solver.milp.horizon.model import num_order_pairs
-from optpipe_solver.milp.improve import fifo_loses_nothing, improve_by_milp, milp_fits
-from optpipe_solver.milp.periodic.improve import improve_by_periodic
-from optpipe_solver.restriction import improve_by_restrictions
+from optpipe.schedule import OPTIMAL_GAP
+from optpipe_solver.arrays.encoding import CompiledProblem
+from optpipe_solver.bounds import lower_bounds
+from optpipe_solver.exact.beam import improve_by_beam
+from optpipe_solver.exact.device_subsets import improve_by_exact_search
+from optpipe_solver.exact.fifo_search import fifo_can_search
+from optpipe_solver.families import FAMILIES, NotApplicable
+from optpipe_solver.feasibility import feasibility
+from optpipe_solver.incumbent import Incumbent
+from optpipe_solver.local_search.search import improve_by_local_search, improve_by_stretches
+from optpipe_solver.milp.horizon.items import MOST_PAIRS, fifo_loses_nothing, num_order_pairs
+from optpipe_solver.milp.horizon.model import improve_by_milp
+from optpipe_solver.milp.periodic.rounds import improve_by_periodic
+from optpipe_solver.offload_fit.fit import Frame, fit, is_compute_only, keeps_limits
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection, Iterator, Sequence
 
     from optpipe.problem import Problem
-    from optpipe_solver.budget import Budget
-    from optpipe_solver.incumbent import Incumbent
+    from optpipe.schedule import Programs
+    from optpipe_solver.arrays.encoding import Rows
+    from optpipe_solver.budget import Limits, Stop
+    from optpipe_solver.families.common import NotApplicableReason
+    from optpipe_solver.families.registry import Family
+    from optpipe_solver.result import Progress
 
-__all__ = ["Allowance", "Plan", "improve", "plans"]
-
-
-class Part(NamedTuple):
-    """A way to improve, and how many of its iterations or nodes make a unit of work.
-
-    ``entry`` says what it costs before the first of them, in units.
-    """
-
-    run: Callable[..., int]
-    per_unit: int
-    entry: Callable[[Problem], float] = lambda _: 0.0
-
-
-def _search(best: Incumbent, **given: Any) -> int:
-    """Search on one thread, from the best few starts."""
-    del given["threads"]
-    return improve_by_local_search(best, starts=best.runners_up(), **given)
-
-
-def _search_stretches(best: Incumbent, **given: Any) -> int:
-    """Search on one thread, one stretch of time after the other."""
-    del given["threads"]
-    return improve_by_local_search(best, by_stretches=True, **given)
+__all__ = [
+    "MILP_PLAN",
+    "FamilyStart",
+    "Improve",
+    "Restriction",
+    "SearchPlan",
+    "all_starts",
+    "improve",
+    "improve_by_restrictions",
+    "milp_may_prove",
+    "plans",
+    "restrictions",
+    "run_threads",
+]
 
 
-def _root_units(problem: Problem) -> float:
-    """What building the model and its root take: far less where first in, first out is exact."""
-    fifo = fifo_loses_nothing(problem)
-    return num_order_pairs(problem, fifo=fifo) / (3000 if fifo else 100)
+class Improve(Protocol):
+    """A way to improve: what it finds and proves goes to ``best``, what it spends to ``stop``."""
+
+    def __call__(self, best: Incumbent, stop: Stop, /) -> None:
+        """Work until the turn is over or nothing is left to do, which nothing spent says."""
 
 
-def _restricted(best: Incumbent, **given: Any) -> int:
+class SearchPart(NamedTuple):
+    """A way to improve, its name, and how many of its iterations or nodes make a unit of work."""
+
+    name: str
+    run: Improve
+    per_unit: int | None
+
+
+def _restricted(best: Incumbent, stop: Stop) -> None:
     """Look for programs without offload, recompute, or both, on one thread."""
-    del given["threads"]
-    work = given.pop("work_limit")
-    if work is not None:
-        work /= _PER_UNIT
-    return int(_PER_UNIT * improve_by_restrictions(best, _find, work_limit=work, **given))
+    improve_by_restrictions(best, stop, _find)
 
 
-def _find(best: Incumbent, budget: Budget, stop: Callable[[], bool]) -> None:
-    improve(best, _finders(best.problem, budget), budget, threads=1, stop=stop)
+def _find(best: Incumbent, stop: Stop) -> None:
+    improve(best, _finders(best.problem, stop), stop)
 
 
-_PER_UNIT = 1_000_000
-_RESTRICTED = Part(_restricted, _PER_UNIT)
-_SEARCH = Part(_search, 10_000_000)
-_STRETCHES = Part(_search_stretches, 10_000_000)
-_EXACT = Part(improve_by_exact_search, 100_000)
-_BEAM = Part(improve_by_beam, 100_000)
-_WINDOWS = Part(improve_by_windows, 5)
-_PERIODIC = Part(improve_by_periodic, 500)
-_MILP = Part(improve_by_milp, 10, _root_units)
+_RESTRICTED = SearchPart("restrictions", _restricted, None)
+_SEARCH = SearchPart("local-search", improve_by_local_search, 10_000_000)
+_STRETCHES = SearchPart("stretches", improve_by_stretches, 10_000_000)
+_EXACT = SearchPart("exact", improve_by_exact_search, 100_000)
+_BEAM = SearchPart("beam", improve_by_beam, 100_000)
+_PERIODIC = SearchPart("periodic", improve_by_periodic, 500)
+_MILP = SearchPart("milp", improve_by_milp, 10)
 
 
 class Step(NamedTuple):
     """A part's turn: a share of what is left, and at most so many seconds or units."""
 
-    part: Part
+    part: SearchPart
     share: float
-    at_most: float = float("inf")
+    at_most: float = inf
 
 
-class Plan(NamedTuple):
+class SearchPlan(NamedTuple):
     """Steps to make once, then steps to repeat while any of them finds something to do.
 
     ``before`` comes first of all, and leaves the seeds of the others as they are without it.
@@ -99,31 +106,51 @@ class Plan(NamedTuple):
     before: tuple[Step, ...] = ()
     once: tuple[Step, ...] = ()
     again: tuple[Step, ...] = ()
-    is_alone: bool = False
 
 
-def plans(best: Incumbent, budget: Budget) -> tuple[Plan, ...]:
-    """Return the plan of each lane."""
-    alone = budget.threads == 1 or budget.work_limit is not None
-    less = (Step(_RESTRICTED, 0.25 if alone else 0.5, 4.0),)
-    proof = _proof(best.problem)
-    if alone:
-        return (
-            Plan(
-                before=less,
-                once=(Step(_SEARCH, 0.1, 3.0), *proof),
-                again=(Step(_SEARCH, 0.4, 6.0), Step(_WINDOWS, 0.4, 6.0)),
-                is_alone=True,
-            ),
-        )
+MILP_PLAN = SearchPlan(once=(Step(_MILP, 1.0),))
+"""The full-horizon model alone: ``method="milp"``."""
+
+
+def plans(problem: Problem, limits: Limits) -> tuple[SearchPlan, ...]:
+    """Return the plan of each thread of a solve: one where it has one thread or limited work.
+
+    The full-horizon model has a turn only where `milp_may_prove`: elsewhere, at 8 units of work, it
+    found none of the 82 schedules of ``benchmarks`` and none of 52 proofs, for 20 to 30 CPU seconds
+    on some (measured).
+    """
+    proof = _proof(problem)
+    if limits.threads == 1 or limits.work_limit is not None:
+        less = (Step(_RESTRICTED, 0.25, 4.0),)
+        once = (Step(_SEARCH, 0.1, 3.0), *proof)
+        return (SearchPlan(before=less, once=once, again=(Step(_SEARCH, 0.4, 6.0),)),)
+    less = (Step(_RESTRICTED, 0.5, 4.0),)
     return (
-        Plan(again=(Step(_SEARCH, 1.0),)),
-        Plan(before=less, once=proof, again=(Step(_WINDOWS, 1.0),)),
+        SearchPlan(again=(Step(_SEARCH, 1.0),)),
+        SearchPlan(before=less, once=proof, again=(Step(_SEARCH, 1.0),)),
     )
 
 
+_MOST_PROVEN_PAIRS = 1_000
+"""Pairs of actions up to which the full-horizon model may prove something in seconds."""
+
+
+def milp_may_prove(problem: Problem) -> bool:
+    """Whether a small problem has a host that could be full, which no exact search knows of."""
+    most: Counter[str] = Counter()
+    for s, stage in enumerate(problem.stages):
+        if problem.can_offload(s):
+            host = problem.devices[stage.device].host
+            most[host] += stage.offload_bytes * problem.num_microbatches
+    may_fill = any(
+        host.memory_bytes is not None and most[host.name] > host.memory_bytes
+        for host in problem.hosts
+    )
+    return may_fill and num_order_pairs(problem, fifo=False) <= _MOST_PROVEN_PAIRS
+
+
 def _proof(problem: Problem) -> tuple[Step, ...]:
-    """Return the turns of the models: what may prove soon goes first, what cannot prove last.
+    """Return the turns of what proves: what may prove soon goes first.
 
     The beam comes when the local search has had some seconds: the shorter the horizon, the fewer
     states it has to choose among. Where first in, first out is exact it is one over counts, and
@@ -132,91 +159,342 @@ def _proof(problem: Problem) -> tuple[Step, ...]:
     """
     exact = Step(_EXACT, 0.3, 8.0)
     blocks = Step(_PERIODIC, 0.2, 15.0)
-    if not milp_fits(problem):
+    if num_order_pairs(problem, fifo=True) > MOST_PAIRS:
         return (exact, blocks)
     if fifo_loses_nothing(problem):
         counts = Step(_EXACT, 0.1, 2.0), Step(_BEAM, 0.6, 12.0)
-        return (*counts, exact, Step(_MILP, 0.5), blocks)
+        return (*counts, exact, blocks)
     beam = Step(_BEAM, 0.25, 5.0)
     stretches = Step(_STRETCHES, 0.5, 8.0)
     again = Step(_PERIODIC, 0.1, 5.0), Step(_EXACT, 0.5, 30.0)
-    return (exact, beam, *again, stretches, Step(_MILP, 0.5))
+    milp = (Step(_MILP, 0.5),) if milp_may_prove(problem) else ()
+    return (exact, beam, *again, stretches, *milp)
 
 
-def _finders(problem: Problem, budget: Budget) -> Plan:
+def _finders(problem: Problem, stop: Stop) -> SearchPlan:
     """Return the plan for a restriction: what finds schedules, and nothing that only proves.
 
     A beam's first round alone is more work than a restriction mostly has: it is for who has time.
     """
     search = Step(_SEARCH, 1.0)
-    if not counts_can_search(problem):
-        return Plan(again=(search,))
-    beam = (Step(_BEAM, 0.7),) if budget.work_limit is None else ()
-    return Plan(once=(Step(_SEARCH, 0.2), Step(_EXACT, 0.3), *beam), again=(search,))
+    if not fifo_can_search(problem):
+        return SearchPlan(again=(search,))
+    beam = (Step(_BEAM, 0.7),) if stop.work is None else ()
+    return SearchPlan(once=(Step(_SEARCH, 0.2), Step(_EXACT, 0.3), *beam), again=(search,))
 
 
-class Allowance:
-    """What a lane may still spend: seconds of the solve, or units of work."""
-
-    _LEAST = 0.02
-
-    def __init__(self, best: Incumbent, budget: Budget) -> None:
-        self._best = best
-        self._budget = budget
-        self._units = budget.work_limit
-
-    @property
-    def left(self) -> float:
-        """Seconds, or units where work is what is limited."""
-        seconds = self._budget.time_limit_s - self._best.seconds()
-        return seconds if self._units is None else min(self._units, max(0.0, seconds) * 1e9)
-
-    @property
-    def is_spent(self) -> bool:
-        """Whether so little is left that no part can use it."""
-        return self.left < self._LEAST
-
-    def run(self, step: Step, threads: int, seed: int, stop: Callable[[], bool]) -> bool:
-        """Give a part its turn; return whether it had anything to do."""
-        amount = min(step.share * self.left, step.at_most)
-        seconds = self._budget.time_limit_s - self._best.seconds()
-        work = None
-        if self._units is not None:
-            amount -= step.part.entry(self._best.problem)
-            if amount <= 0:
-                return False
-            work = max(1, int(amount * step.part.per_unit))
-        used = step.part.run(
-            self._best,
-            time_limit_s=amount if work is None else seconds,
-            threads=threads,
-            seed=seed,
-            should_stop=stop,
-            work_limit=work,
-        )
-        if self._units is not None:
-            spent = used / step.part.per_unit + step.part.entry(self._best.problem)
-            self._units -= spent
-            self._best.work = (self._best.work or 0.0) + spent
-        return used > 0
+_LEAST = 0.02
+"""Seconds or units that no part can use any more."""
 
 
 def improve(
-    best: Incumbent,
-    plan: Plan,
-    budget: Budget,
-    *,
-    threads: int,
-    stop: Callable[[], bool],
+    best: Incumbent, plan: SearchPlan, stop: Stop, *, good_gap: float = OPTIMAL_GAP
 ) -> None:
-    """Follow a plan until its allowance is spent, the gap is closed, or told to stop."""
-    allowance = Allowance(best, budget)
+    """Follow a plan until what it has is spent, the gap is closed, or told to stop.
+
+    The n-th step has the n-th seed from that of ``stop`` on.
+    """
     idle = 0
     turns = enumerate(chain(plan.once, cycle(plan.again)))
     for number, step in chain(((0, step) for step in plan.before), turns):
-        if stop() or best.gap <= budget.good_gap or allowance.is_spent:
+        if stop.is_over() or best.gap <= good_gap or stop.left < _LEAST:
             return
-        did = allowance.run(step, threads, budget.seed + number, stop)
-        idle = 0 if did else idle + 1
+        turn = stop.turn(
+            step.share, step.at_most, steps=step.part.per_unit, seed=stop.seed + number
+        )
+        with best.clocked(step.part.name, turn):
+            step.part.run(best, turn)
+        if stop.work is not None:
+            best.work = stop.spent
+        idle = 0 if turn.spent > 0 else idle + 1
         if idle > len(plan.before) + len(plan.once) + len(plan.again):
             return
+
+
+# --- The threads of a solve, so that it ends on time whatever they are at.
+# Compiled search and HiGHS let go of the interpreter while they run, so threads do run side by
+# side. One that is told to stop has a moment to do so; then it is left behind: it ends at its next
+# look, and what it still finds is ignored. An interpreter that ends waits for it: to cut a thread
+# that is inside HiGHS aborts the process, with its results written and exit status 134.
+
+_TICK_S = 0.02
+_GRACE_S = 0.25
+
+
+def run_threads(
+    work: Sequence[Callable[[], None]], should_end: Callable[[], bool], end: threading.Event
+) -> None:
+    """Run every function in a thread of its own until all have returned, or until told to end.
+
+    Parameters
+    ----------
+    work
+        Each looks at ``end`` often.
+    should_end
+        Asked fifty times a second in the caller's thread.
+    end
+        Set when all are to end.
+
+    Raises
+    ------
+    Exception
+        What a function raised, the first of them; the others are told to end.
+    """
+    faults: list[BaseException] = []
+
+    def run(function: Callable[[], None]) -> None:
+        try:
+            function()
+        except BaseException as fault:  # noqa: BLE001 - raised again by the caller's thread
+            faults.append(fault)
+            end.set()
+
+    threads = [
+        threading.Thread(target=run, args=(function,), name=f"solve-{number}")
+        for number, function in enumerate(work)
+    ]
+    for thread in threads:
+        thread.start()
+    try:
+        while any(thread.is_alive() for thread in threads) and not (faults or should_end()):
+            next(t for t in threads if t.is_alive() or t is threads[-1]).join(_TICK_S)
+    finally:
+        end.set()
+    latest = time.monotonic() + _GRACE_S
+    for thread in threads:
+        thread.join(max(0.0, latest - time.monotonic()))
+    if faults:
+        raise faults[0]
+
+
+# --- Every start the solver has: families as they are, and fitted into the memory limits.
+
+_LARGE = 20_000
+"""Compute actions beyond which no time is spent on copies that are unlikely to win."""
+_LOST = 3
+
+
+@dataclass(frozen=True, slots=True)
+class FamilyStart:
+    """Programs of a method, or the reason why it has none.
+
+    ``legal`` is False for programs over a memory limit (they are shown, never returned);
+    ``wants`` is why there are none, as a code.
+    """
+
+    method: str
+    programs: Programs | None
+    objective_ms: float
+    legal: bool
+    seconds: float
+    reason: str = ""
+    wants: NotApplicableReason | None = None
+
+
+def all_starts(problem: Problem, methods: Collection[str] | None = None) -> Iterator[FamilyStart]:
+    """Yield the programs of every family, then fitted copies of those that exceed memory.
+
+    The copies come in the order of what they were before, the shortest first. Of a large problem
+    only those are made whose original is shorter than the best legal start so far (offload rarely
+    makes anything shorter) and as long as no other, and none after three in a row that lose.
+    Legality and time are asked of compiled code, which says the same as the reference (tested);
+    families are wrong about nothing but memory.
+
+    Parameters
+    ----------
+    problem
+        Any problem.
+    methods
+        Names of families; None for all.
+    """
+    builder = _StartBuilder(problem)
+    over: list[tuple[FamilyStart, Rows]] = []
+    best_ms = inf
+    for family in FAMILIES:
+        if methods is None or family.name in methods:
+            start, rows = builder.build(family)
+            yield start
+            if start.legal:
+                best_ms = min(best_ms, start.objective_ms)
+            elif rows is not None:
+                over.append((start, rows))
+    lost, seen = 0, set()
+    for start, rows in sorted(over, key=lambda item: item[0].objective_ms):
+        if builder.is_large and (start.objective_ms >= best_ms or lost == _LOST):
+            return
+        if builder.is_large and start.objective_ms in seen:
+            continue
+        seen.add(start.objective_ms)
+        fitted = builder.fit(start.method, rows)
+        if fitted is not None:
+            yield fitted
+            lost = lost + 1 if fitted.objective_ms >= best_ms else 0
+            best_ms = min(best_ms, fitted.objective_ms)
+
+
+class _StartBuilder:
+    """Builds, measures and fits, for one problem."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.compiled = CompiledProblem.of(problem)
+        self.is_large = 3 * len(problem.stages) * problem.num_microbatches > _LARGE
+
+    def build(self, family: Family) -> tuple[FamilyStart, Rows | None]:
+        """Return a family's start, and its programs as integers if it has any."""
+        began = time.perf_counter()
+        try:
+            programs = family.build(self.problem)
+        except NotApplicable as why:
+            seconds = time.perf_counter() - began
+            return FamilyStart(family.name, None, 0.0, False, seconds, str(why), why.reason), None
+        rows = self.compiled.encode(programs)
+        makespan_ms, span_ms = self.compiled.length_ms(rows)
+        length_ms = makespan_ms if self.problem.objective == "makespan" else span_ms
+        legal = length_ms < inf and keeps_limits(self.compiled, rows)
+        return FamilyStart(
+            family.name, programs, length_ms, legal, time.perf_counter() - began
+        ), rows
+
+    def fit(self, method: str, rows: Rows) -> FamilyStart | None:
+        """Return the start with what must be offloaded or recomputed, if that can be."""
+        began = time.perf_counter()
+        if not is_compute_only(self.compiled, rows):
+            return None
+        fitted = fit(Frame(self.problem, rows))
+        if fitted is None:
+            return None
+        programs = fitted.programs()
+        seconds = time.perf_counter() - began
+        return FamilyStart(f"{method}+offload", programs, fitted.objective_ms, True, seconds)
+
+
+# --- Find programs of a problem among those without offload, without recompute, or without both.
+# *Argument.* A restriction forbids OFFLOAD, RECOMPUTE or both and changes nothing else. Neither the
+# times nor the bytes of programs without such actions depend on what is forbidden, so programs of a
+# restriction are as legal for the problem and exactly as long there. A bound of the problem is one
+# of each restriction, whose schedules are some of the problem's. A bound of a restriction is none
+# of the problem's: it stays in the restriction's own `Incumbent`, and says when to stop looking
+# there.
+#
+# *Why.* A family that offloads what does not fit can be longer than the same family where it may
+# only recompute; a search with fewer choices reaches what is good without them in fewer steps; and
+# where nothing can be offloaded or recomputed first in, first out loses nothing, so that searches
+# over counts apply. Where the choices are worth much, a bound of the restriction is above the best
+# family, and it costs milliseconds: so it is in 27 of 30 problems of `benchmarks` with choices
+# (measured).
+
+
+@dataclass(frozen=True, slots=True)
+class Restriction:
+    """A problem that allows less, and what it goes without, in words."""
+
+    name: str
+    problem: Problem
+
+
+def restrictions(problem: Problem) -> tuple[Restriction, ...]:
+    """Return the restrictions that have a schedule, the one that allows least first."""
+    allowed = _allowed(problem)
+    choices = [allowed, *((one,) for one in allowed if len(allowed) > 1)]
+    found = (_without(problem, forbidden) for forbidden in choices if forbidden)
+    return tuple(less for less in found if feasibility(less.problem).plan is not None)
+
+
+def _allowed(problem: Problem) -> tuple[str, ...]:
+    """Return what any stage can do beside keeping its activations."""
+    offload = any(problem.can_offload(s) for s in range(len(problem.stages)))
+    recompute = any(stage.can_recompute for stage in problem.stages)
+    return ("offload",) * offload + ("recompute",) * recompute
+
+
+def _without(problem: Problem, forbidden: tuple[str, ...]) -> Restriction:
+    changed: dict[str, int | None] = {}
+    if "offload" in forbidden:
+        changed["offload_bytes"] = 0
+    if "recompute" in forbidden:
+        changed |= {"recompute_ms": None, "checkpoint_bytes": None}
+    stages = tuple(stage.model_copy(update=changed) for stage in problem.stages)
+    less = problem.model_copy(update={"stages": stages})
+    return Restriction(f"without {' and '.join(forbidden)}", less)
+
+
+def improve_by_restrictions(best: Incumbent, stop: Stop, find: Improve) -> None:
+    """Look for programs in each restriction that its bound leaves room for.
+
+    Every schedule met there is offered at once, so in the end ``best`` is no longer than any family
+    of these restrictions, nor than anything that ``find`` has found in one, as long as the turn
+    does not end before. That a problem is never worse than its restriction solved alone *for as
+    long* does not follow, and is not so. Large problems are left alone.
+
+    Parameters
+    ----------
+    best
+        Improvements go there; its bound is used, and never changed.
+    stop
+        For all restrictions together, in equal parts; bounds and families take time, and no work.
+    find
+        Improves the incumbent of a restriction.
+    """
+    passes = 3 * len(best.problem.stages) * best.problem.num_microbatches
+    if best.programs is None or passes > _LARGE:
+        return
+    searches = [_RestrictedSearch(best, less) for less in restrictions(best.problem)]
+    useful = [search for search in searches if search.is_useful(stop)]
+    for number, search in enumerate(useful):
+        if stop.is_over():
+            break
+        search.start(stop)
+        search.run(find, stop, 1.0 / (len(useful) - number))
+
+
+class _RestrictedSearch:
+    """One restriction: its incumbent hands on to the problem's what it takes in."""
+
+    def __init__(self, best: Incumbent, less: Restriction) -> None:
+        self.best = best
+        self.less = less
+        self.inner = Incumbent(less.problem, self._hand_on)
+        self.inner.offer_bound(best.bound_ms, best.bound_method)
+
+    def _hand_on(self, progress: Progress) -> None:
+        if progress.programs is not None:
+            self.best.offer(
+                progress.programs,
+                f"{progress.method} {self.less.name}",
+                expected_ms=progress.objective_ms,
+            )
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the restriction has nothing that is better than what is known."""
+        return self.inner.bound_ms >= self.best.objective_ms * (1 - OPTIMAL_GAP)
+
+    def is_useful(self, stop: Stop) -> bool:
+        """Bound the restriction until nothing better can be in it."""
+        for bound in lower_bounds(self.less.problem, should_stop=stop.is_over):
+            if self.is_settled:
+                return False
+            self.inner.offer_bound(bound.ms, bound.method)
+        return not self.is_settled
+
+    def start(self, stop: Stop) -> None:
+        """Offer the restriction's families."""
+        for made in all_starts(self.less.problem):
+            if made.programs is not None and made.legal:
+                self.inner.offer(made.programs, made.method, expected_ms=made.objective_ms)
+                self.inner.keep(made.programs, made.objective_ms)
+            if stop.is_over():
+                return
+
+    def run(self, find: Improve, stop: Stop, share: float) -> None:
+        """Let ``find`` improve the restriction; keep its best to start from."""
+        inner = self.inner
+        if inner.programs is None or self.is_settled or stop.is_over():
+            return
+        # Where work is limited, a part that is told to stop would end at another place each time.
+        find(
+            inner,
+            stop.turn(share, threads=1, should_stop=lambda: stop.work is None and self.is_settled),
+        )
+        self.best.keep(inner.programs, inner.objective_ms)

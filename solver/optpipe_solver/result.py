@@ -7,9 +7,8 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from optpipe.action import Programs
     from optpipe.problem import Problem
-    from optpipe.schedule import Schedule
+    from optpipe.schedule import Programs, Schedule
 
 __all__ = ["Progress", "Result", "SolveStatus"]
 

@@ -3,43 +3,52 @@
 from __future__ import annotations
 
 import threading
+import time
 from functools import partial
 from typing import TYPE_CHECKING
 
 from optpipe.errors import InputError
-from optpipe.schedule import OPTIMAL_GAP, Provenance
+from optpipe.schedule import OPTIMAL_GAP, Contribution, Provenance, Schedule, gap_of
 from optpipe_solver.bounds import lower_bounds
-from optpipe_solver.budget import Budget
-from optpipe_solver.contributions import contributions
-from optpipe_solver.crew import Lane, run_lanes
+from optpipe_solver.budget import Limits, Stop
 from optpipe_solver.families import FAMILIES
-from optpipe_solver.families.serial import build_serial
+from optpipe_solver.families.classic import build_serial
+from optpipe_solver.feasibility import feasibility
 from optpipe_solver.incumbent import Incumbent
 from optpipe_solver.milp.highs import solver_name
-from optpipe_solver.portfolio import improve, plans
-from optpipe_solver.record import record
+from optpipe_solver.milp.horizon.items import MOST_PAIRS, num_order_pairs
+from optpipe_solver.portfolio import (
+    MILP_PLAN,
+    all_starts,
+    improve,
+    milp_may_prove,
+    plans,
+    run_threads,
+)
 from optpipe_solver.result import Result, SolveStatus
-from optpipe_solver.smallest_memory import feasibility
-from optpipe_solver.starts import all_starts
-from optpipe_solver.warm import ensure_warm
+from optpipe_solver.warm import ensure_warm, warm_milp
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
-    from optpipe.action import Programs
     from optpipe.problem import Problem
-    from optpipe.schedule import StoppedBy
-    from optpipe_solver.portfolio import Plan
+    from optpipe.schedule import Programs, StoppedBy, TraceEntry
+    from optpipe_solver.portfolio import FamilyStart, SearchPlan
     from optpipe_solver.result import Progress
-    from optpipe_solver.starts import Start
 
-__all__ = ["METHODS", "solve"]
+__all__ = ["METHODS", "contributions", "record", "solve"]
 
-METHODS = ("auto", *(family.name for family in FAMILIES))
-"""What ``method`` may be: ``auto`` optimises, a family's name gives that family's schedule."""
+
+METHODS = ("auto", "milp", *(family.name for family in FAMILIES))
+"""What ``method`` may be: ``auto`` optimises, ``milp`` lets the full-horizon model alone improve on
+the families, a family's name gives that family's schedule."""
+
+_OPTIMISE = ("auto", "milp")
 
 _MOST_THREADS = 128
 """Of HiGHS: 1.15 given 257 aborts the process when it ends, after all that was printed."""
+
+_LOOK_S = 0.02
 
 _SMALL = 20_000
 """Cells up to which the serial schedule is made in a tenth of a second."""
@@ -66,7 +75,7 @@ def solve(
     problem
         What is to be scheduled.
     time_limit_s, work_limit, threads, seed, gap
-        As in `Budget`.
+        As in `Limits`.
     method
         One of `METHODS`.
     start, start_method
@@ -79,77 +88,104 @@ def solve(
     Raises
     ------
     InputError
-        For an unknown method, or as `Budget`.
+        For an unknown method, a problem that is too large for ``milp``, or as `Limits`.
     """
-    budget = Budget(
+    limits = Limits(
         time_limit_s=time_limit_s, work_limit=work_limit, threads=threads, seed=seed, gap=gap
     )
     if method not in METHODS:
         raise InputError(f"method = {method!r}: must be one of {', '.join(METHODS)}; choose one")
+    if method == "milp" and (pairs := num_order_pairs(problem, fifo=True)) > MOST_PAIRS:
+        raise InputError(
+            f"method = 'milp': {pairs} pairs of actions have an order to choose; at most "
+            f"{MOST_PAIRS} are worth a model; choose 'auto'"
+        )
     feasible = feasibility(problem)
     if feasible.plan is None:
         return Result(SolveStatus.INFEASIBLE, None, message=feasible.message, needs=feasible.needs)
-    ensure_warm()
-    run = _Run(Incumbent(problem, on_progress), budget, method, should_stop or (lambda: False))
+    # Where work is limited, what is found must not depend on when a part is there.
+    is_warm = ensure_warm(whole=work_limit is not None)
+    if method == "milp" or (method == "auto" and milp_may_prove(problem)):
+        warm_milp()
+    run = _SolveRun(
+        Incumbent(problem, on_progress), limits, method, should_stop or (lambda: False), is_warm
+    )
     if start is not None:
         run.best.offer(start, start_method)
     run.to_the_end()
     return run.result()
 
 
-class _Run:
-    """One solve: its lanes, and what they have found when it ends."""
+class _SolveRun:
+    """One solve: its threads, and what they have found when it ends."""
 
     def __init__(
-        self, best: Incumbent, budget: Budget, method: str, should_stop: Callable[[], bool]
+        self,
+        best: Incumbent,
+        limits: Limits,
+        method: str,
+        should_stop: Callable[[], bool],
+        is_warm: Callable[[], bool] = lambda: True,
     ) -> None:
         self.best = best
-        self.best.work = None if budget.work_limit is None else 0.0
-        self.budget = budget
+        self.best.work = None if limits.work_limit is None else 0.0
+        self.limits = limits
         self.method = method
         self.should_stop = should_stop
+        self.is_warm = is_warm
+        self.ended = threading.Event()
+        self.stop = Stop(
+            limits.time_limit_s,
+            work=limits.work_limit,
+            seed=limits.seed,
+            should_stop=self.ended.is_set,
+        )
         self.start: tuple[str, float] | None = None
         self.started = threading.Event()
         self.reasons: list[str] = []
         self.stopped_by: StoppedBy = "work_limit"
 
     def to_the_end(self) -> None:
-        """Run all lanes until the budget is spent, the gap is closed, or somebody says stop."""
-        if self.method == "auto":
-            if len(self.best.problem.stages) * self.best.problem.num_microbatches <= _SMALL:
+        """Run all threads until the limits are reached, the gap is closed, or told to stop."""
+        work = [self._starts]
+        if self.method in _OPTIMISE:
+            problem = self.best.problem
+            if len(problem.stages) * problem.num_microbatches <= _SMALL:
                 # Made at once: even who stops at once gets a schedule.
-                self.best.offer(build_serial(self.best.problem), "serial")
-            first, *others = plans(self.best, self.budget)
-            lanes: list[Lane] = [partial(self._first_lane, first)]
-            lanes += [partial(self._lane, plan) for plan in others]
-        else:
-            lanes = [self._starts]
-        run_lanes(lanes, self._should_end)
+                self.best.offer(build_serial(problem), "serial")
+            found = (MILP_PLAN,) if self.method == "milp" else plans(problem, self.limits)
+            threads = min(max(1, self.limits.threads + 1 - len(found)), _MOST_THREADS)
+            work = [partial(self._first, found[0], threads)]
+            work += [partial(self._improve, plan, threads) for plan in found[1:]]
+        run_threads(work, self._should_end, self.ended)
         self._note_why()
         self.best.close()
 
-    def _first_lane(self, plan: Plan, stop: Callable[[], bool]) -> None:
-        self._starts(stop)
+    def _first(self, plan: SearchPlan, threads: int) -> None:
+        self._starts()
         self.started.set()
-        self._lane(plan, stop)
+        self._improve(plan, threads)
 
-    def _lane(self, plan: Plan, stop: Callable[[], bool]) -> None:
-        while not (self.started.wait(0.05) or stop()):
-            pass
-        threads = self.budget.threads if plan.is_alone else max(1, self.budget.threads - 1)
-        threads = min(threads, _MOST_THREADS)
-        improve(self.best, plan, self.budget, threads=threads, stop=stop)
+    def _improve(self, plan: SearchPlan, threads: int) -> None:
+        while not (self.stop.is_told() or (self.started.wait(_LOOK_S) and self.is_warm())):
+            time.sleep(_LOOK_S)
+        turn = self.stop.turn(threads=threads)
+        improve(self.best, plan, turn, good_gap=self.limits.good_gap)
 
-    def _starts(self, stop: Callable[[], bool]) -> None:
+    def _starts(self) -> None:
         """Offer a schedule that is made at once, then bounds, then all other starts."""
-        starts = all_starts(self.best.problem, None if self.method == "auto" else (self.method,))
-        self._take(next(starts))
-        for bound in lower_bounds(self.best.problem, should_stop=stop):
-            self.best.offer_bound(bound.ms, bound.method)
-        while not stop() and (made := next(starts, None)) is not None:
-            self._take(made)
+        best, stop = self.best, self.stop
+        starts = all_starts(best.problem, None if self.method in _OPTIMISE else (self.method,))
+        with best.clocked("starts"):
+            self._take(next(starts))
+        with best.clocked("bounds"):
+            for bound in lower_bounds(best.problem, should_stop=stop.is_told):
+                best.offer_bound(bound.ms, bound.method)
+        with best.clocked("starts"):
+            while not stop.is_told() and (made := next(starts, None)) is not None:
+                self._take(made)
 
-    def _take(self, made: Start) -> None:
+    def _take(self, made: FamilyStart) -> None:
         """Offer a start; remember the best, or why there is none."""
         if made.programs is None or not made.legal:
             self.reasons.append(f"{made.method}: {made.reason or 'over the memory limit'}")
@@ -160,26 +196,25 @@ class _Run:
             self.start = made.method, made.objective_ms
 
     def _should_end(self) -> bool:
-        # Where work is limited a lane looks at the gap itself, between turns: here it is seen when
-        # the clock says so, and a turn would end at another place each time.
-        is_good = self.budget.work_limit is None and self.best.gap <= self.budget.good_gap
+        # Where work is limited a thread looks at the gap itself, between turns: here it is seen
+        # when the clock says so, and a turn would end at another place each time.
+        is_good = self.limits.work_limit is None and self.best.gap <= self.limits.good_gap
         return is_good or self._is_late() or self.should_stop()
 
     def _note_why(self) -> None:
         if self.best.is_optimal:
             self.stopped_by = "optimal"
-        elif self.best.gap <= self.budget.good_gap:
+        elif self.best.gap <= self.limits.good_gap:
             self.stopped_by = "gap"
         elif self.should_stop():
             self.stopped_by = "cancelled"
-        elif self._is_late() or (self.method == "auto" and self.budget.work_limit is None):
+        elif self._is_late() or (self.method in _OPTIMISE and self.limits.work_limit is None):
             # A part that knows that what is left is too little for it ends a moment before.
             self.stopped_by = "time_limit"
 
     def _is_late(self) -> bool:
         """Whether what is left of the time is needed to count the bytes of the result."""
-        reserve_s = 0.3 * self.best.judging_s
-        return self.best.seconds() + reserve_s >= self.budget.time_limit_s
+        return self.stop.left_s() <= 0.3 * self.best.evaluate_s
 
     def result(self) -> Result:
         """Return the best schedule with its proof and where it comes from."""
@@ -188,16 +223,87 @@ class _Run:
             message = "; ".join(self.reasons) or "stopped before it had one; allow more time"
             return Result(SolveStatus.UNKNOWN, None, best.bound_ms, message=message)
         start_method, start_ms = self.start or (None, None)
+        # Clocks differ from run to run, what comes of limited work must not.
+        cpu_seconds = None
+        if best.work is None:
+            cpu_seconds = {part: round(spent, 3) for part, spent in best.cpu_seconds.items()}
         provenance = Provenance(
             method=best.method,
             start_method=start_method,
             start_objective_ms=start_ms,
             bound_method=best.bound_method or None,
-            solver=solver_name() if self.method == "auto" else None,
-            seed=self.budget.seed,
+            solver=solver_name() if self.method in _OPTIMISE else None,
+            seed=self.limits.seed,
             solve_seconds=round(best.seconds(), 4) if best.work is None else 0.0,
+            cpu_seconds=cpu_seconds,
             contributions=contributions(best.trace),
             trace=tuple(best.trace),
         )
         schedule = record(best, provenance, self.stopped_by)
         return Result(SolveStatus(schedule.status), schedule, best.bound_ms)
+
+
+# --- The end of a solve as a schedule: its numbers as they are known, not evaluated once more.
+
+
+def record(best: Incumbent, provenance: Provenance, stopped_by: StoppedBy) -> Schedule:
+    """Return the best schedule with its proof, as `optpipe.evaluate.evaluate` would.
+
+    ``stopped_by`` is replaced by ``optimal`` where the gap says so.
+
+    Raises
+    ------
+    ValueError
+        If there is no schedule.
+    """
+    programs, metrics = best.programs, best.metrics
+    if programs is None or metrics is None:
+        raise ValueError("best.programs = None: there must be a schedule; solve until there is one")
+    gap = gap_of(best.objective_ms, best.bound_ms)
+    optimal = gap is not None and gap <= OPTIMAL_GAP
+    return Schedule(
+        problem_hash=best.problem.problem_hash,
+        placement=best.problem.placement,
+        programs=programs,
+        objective=best.problem.objective,
+        makespan_ms=metrics.makespan_ms,
+        span_ms=metrics.span_ms,
+        bound_ms=best.bound_ms,
+        gap=gap,
+        peak_bytes=metrics.peak_bytes,
+        host_peak_bytes=metrics.host_peak_bytes,
+        status="optimal" if optimal else "feasible",
+        stopped_by="optimal" if optimal else stopped_by,
+        provenance=provenance,
+    )
+
+
+# --- What each method contributed to a solve, from its trace.
+
+
+def contributions(trace: Iterable[TraceEntry]) -> tuple[Contribution, ...]:
+    """Sum up a trace by method, in the order of their first improvement.
+
+    The first schedule gains nothing: there is none it is better than.
+    """
+    found: dict[str, Contribution] = {}
+    objective: float | None = None
+    bound = 0.0
+    for entry in trace:
+        known = found.get(entry.method, Contribution(method=entry.method))
+        gain = 0.0
+        if objective is not None and entry.objective_ms is not None:
+            gain = max(0.0, objective - entry.objective_ms)
+        risen = max(0.0, (entry.bound_ms or 0.0) - bound)
+        found[entry.method] = known.model_copy(
+            update={
+                "objective_ms": entry.objective_ms
+                if entry.objective_ms != objective
+                else known.objective_ms,
+                "objective_gain_ms": known.objective_gain_ms + gain,
+                "bound_ms": entry.bound_ms if risen > 0 else known.bound_ms,
+                "bound_gain_ms": known.bound_gain_ms + risen,
+            }
+        )
+        objective, bound = entry.objective_ms, entry.bound_ms or bound
+    return tuple(found.values())

@@ -1,8 +1,8 @@
-"""Compile everything once, so that no solve pays for it.
+"""Compile everything once for an installation: what the first turn needs first, the rest behind it.
 
 numba keeps what it compiled in ``NUMBA_CACHE_DIR``, else beside the sources, else in the user's
-cache folder; a later process loads it from there in about a second. A file beside it says that all
-of it is there.
+cache folder; a later process loads it from there in about a second. Two files beside it say that
+what makes starts and bounds is there, and that all of it is.
 """
 
 from __future__ import annotations
@@ -13,44 +13,106 @@ import logging
 import os
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from threading import Thread
+from typing import TYPE_CHECKING, Any
 
 import numba
 
 from optpipe.problem import Problem
 from optpipe_solver.bounds import lower_bounds
-from optpipe_solver.exact.improve import improve_by_exact_search
-from optpipe_solver.exact.widen import improve_by_beam
-from optpipe_solver.families.serial import build_serial
-from optpipe_solver.improve.search.annealing import anneal
-from optpipe_solver.improve.search.local_search import improve_by_local_search
+from optpipe_solver.budget import Stop
+from optpipe_solver.exact.beam import improve_by_beam
+from optpipe_solver.exact.device_subsets import improve_by_exact_search
+from optpipe_solver.families.classic import build_serial
 from optpipe_solver.incumbent import Incumbent
-from optpipe_solver.milp.improve import improve_by_milp
-from optpipe_solver.milp.periodic.improve import improve_by_periodic
-from optpipe_solver.starts import all_starts
+from optpipe_solver.local_search.annealing import anneal
+from optpipe_solver.local_search.search import improve_by_local_search
+from optpipe_solver.milp.horizon.model import improve_by_milp
+from optpipe_solver.milp.periodic.rounds import improve_by_periodic
+from optpipe_solver.portfolio import all_starts
 
-__all__ = ["ensure_warm", "warm_up"]
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+__all__ = ["ensure_warm", "warm_milp", "warm_up"]
 
 _COMPILE_S = 600.0
 _ROOT = Path(__file__).parent
 
 
-def ensure_warm() -> None:
+def ensure_warm(*, whole: bool = True) -> Callable[[], bool]:
     """Compile what no process of this installation has compiled before, and log that it does.
 
-    It takes a minute or two, once: before a time limit begins to count, not within it.
+    It takes seconds for starts and bounds, and up to a minute for all, once.
+
+    Parameters
+    ----------
+    whole
+        Whether to wait for all of it. Else only for what makes starts and bounds; another process
+        compiles the rest meanwhile, and goes on with it when this one ends.
+
+    Returns
+    -------
+    A function that says whether the rest is there, or will not come from elsewhere.
     """
-    if not _mark().exists():
-        logging.getLogger(__name__).warning(
-            "compiling the search, once for this installation: a minute or two"
-        )
+    if _mark().exists():
+        return lambda: True
+    logging.getLogger(__name__).warning(
+        "compiling the search, once for this installation: some seconds until the first schedule, "
+        "up to a minute for all of it"
+    )
+    if whole or not _can_keep():
         warm_up()
+        return lambda: True
+    _warm_starts()
+    waiting = Thread(target=_spawn(warm_up).wait, daemon=True, name="compile")
+    waiting.start()
+    return lambda: not waiting.is_alive()
 
 
-def _mark() -> Path:
+def warm_up() -> None:
+    """Compile everything by running it on the smallest problems that use all of it.
+
+    One process of an installation does so while the others wait for it. A second process compiles
+    half of it meanwhile: two cores, half the time. Where nothing can be kept, each process has to
+    compile for itself.
+    """
+    if not _can_keep():
+        for compile_part in (_compile_starts, _compile_bounds, _compile_models, _compile_search):
+            compile_part()
+        return
+    _warm_starts()
+    with _lock():
+        if not _mark().exists():
+            _compile_in_two(_compile_models, _compile_search)
+            _mark().touch()
+
+
+def _warm_starts() -> None:
+    """Compile what makes starts and bounds: all that a solve does first."""
+    with _lock():
+        if not (_mark().exists() or _mark("starts").exists()):
+            _forget_stale()
+            _compile_in_two(_compile_starts, _compile_bounds)
+            _mark("starts").touch()
+
+
+@contextmanager
+def _lock() -> Iterator[None]:
+    with (_folder() / "optpipe.lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _can_keep() -> bool:
+    return os.access(_folder(), os.W_OK)
+
+
+def _mark(part: str = "all") -> Path:
     """Return the file that says so; its name changes with what the compiled code depends on."""
-    return _folder() / f"optpipe-numba-{numba.__version__}-{_fingerprint()}.warm"
+    return _folder() / f"optpipe-numba-{numba.__version__}-{_fingerprint()}.{part}.warm"
 
 
 def _fingerprint() -> str:
@@ -60,12 +122,12 @@ def _fingerprint() -> str:
     """
     sources = (path for path in sorted(_ROOT.rglob("*.py")) if path != Path(__file__))
     texts = (path.read_bytes() for path in sources)
-    compiled = b"".join(text for text in texts if b"import numba" in text or b"lean" in text)
+    compiled = b"".join(text for text in texts if b"numba" in text or b"optpipe_solver.jit" in text)
     return hashlib.sha256(compiled).hexdigest()[:16]
 
 
 def _forget_stale() -> None:
-    """Delete what was compiled from other sources, where the mark is not there."""
+    """Delete what was compiled from other sources, where no mark is there."""
     folders = {path.parent for path in _ROOT.rglob("*.py")}
     caches = [folder / "__pycache__" for folder in folders]
     if _ROOT not in _folder().parents:
@@ -85,63 +147,72 @@ def _folder() -> Path:
     return Path(compiled.stats.cache_path)
 
 
-def warm_up() -> None:
-    """Compile everything by running it on the smallest problems that use all of it.
-
-    One process of an installation does so while the others wait for it. A second process compiles
-    the search meanwhile, nearly half of it all: two cores, half the time. Where nothing can be
-    kept, each process has to compile for itself.
-    """
-    folder = _folder()
-    if not os.access(folder, os.W_OK):
-        _compile_starts_and_models()
-        _compile_search()
-        return
-    with (folder / "optpipe.lock").open("a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not _mark().exists():
-            _forget_stale()
-            _compile_in_two()
-            _mark().touch()
-
-
-def _compile_in_two() -> None:
-    here = f"from {__name__} import _compile_search; _compile_search()"
-    search = subprocess.Popen(  # noqa: S603 - this very file
-        [sys.executable, "-c", here], env=_same_path()
-    )
+def _compile_in_two(here: Callable[[], None], beside: Callable[[], None]) -> None:
+    other = _spawn(beside)
     try:
-        _compile_starts_and_models()
+        here()
     finally:
-        status = search.wait()
+        status = other.wait()
     if status:
-        _compile_search()
+        beside()
 
 
-def _same_path() -> dict[str, str]:
-    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+def _spawn(function: Callable[[], None]) -> subprocess.Popen[bytes]:
+    """Run a function of this file in a new process that outlives this one, and says nothing."""
+    name = function.__name__
+    command = f"from {__name__} import {name}; {name}()"
+    return subprocess.Popen(  # noqa: S603 - this very file
+        [sys.executable, "-c", command],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
 
 
-def _compile_starts_and_models() -> None:
-    for placement in ([0, 1], [0, 1, 1, 0], [0, 1, 0, 1]):
+_PLACEMENTS = ([0, 1], [0, 1, 1, 0], [0, 1, 0, 1])
+
+
+def _compile_starts() -> None:
+    for placement in _PLACEMENTS:
         best = Incumbent(_tight(placement))
-        lower_bounds(best.problem)
         for start in all_starts(best.problem):
             if start.programs is not None and start.legal:
                 best.offer(start.programs, start.method)
-    improve_by_periodic(best, time_limit_s=_COMPILE_S, threads=1, seed=0, work_limit=1)
-    improve_by_milp(_serial([0, 1]), time_limit_s=_COMPILE_S, threads=1, seed=0, work_limit=1)
+
+
+def _compile_bounds() -> None:
+    # One start that must be fitted: half of what all starts need is what fits them.
+    list(all_starts(_tight([0, 1]), ("gpipe",)))
+    for placement in _PLACEMENTS:
+        lower_bounds(_tight(placement))
+
+
+def _compile_models() -> None:
+    spread = _serial(_PLACEMENTS[-1], num_microbatches=4)
+    improve_by_periodic(spread, _least())
+    small = _serial([0, 1])
+    improve_by_beam(small, _least())
+    improve_by_exact_search(small, _least())
+    roomy = _serial([0, 1], room=30)
+    improve_by_beam(roomy, _least())
 
 
 def _compile_search() -> None:
     several = _serial([0, 1, 0, 1], num_microbatches=4)
-    improve_by_local_search(several, time_limit_s=_COMPILE_S, seed=0, work_limit=1)
+    improve_by_local_search(several, _least())
     small = _serial([0, 1])
-    improve_by_local_search(small, time_limit_s=_COMPILE_S, seed=0, work_limit=1)
-    improve_by_beam(small, time_limit_s=_COMPILE_S, threads=1, seed=0, work_limit=1)
-    improve_by_exact_search(small, time_limit_s=_COMPILE_S, threads=1, seed=0, work_limit=1)
-    roomy = _serial([0, 1], room=30)
-    improve_by_beam(roomy, time_limit_s=_COMPILE_S, threads=1, seed=0, work_limit=1)
+    improve_by_local_search(small, _least())
+
+
+def warm_milp() -> None:
+    """Compile what only the full-horizon model uses; some seconds, once for this installation."""
+    improve_by_milp(_serial([0, 1]), _least())
+
+
+def _least() -> Stop:
+    return Stop(_COMPILE_S, work=1)
 
 
 def _serial(placement: list[int], num_microbatches: int = 2, room: int = 15) -> Incumbent:

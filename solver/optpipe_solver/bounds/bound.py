@@ -8,18 +8,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from optpipe_solver.bounds.energy import energy_ms
-from optpipe_solver.bounds.heads import ANYTIME, heads
-from optpipe_solver.bounds.paths import Paths
-from optpipe_solver.bounds.relaxation import relaxed
-from optpipe_solver.bounds.tails import tails
-from optpipe_solver.bounds.turnover import drain, refill
+from optpipe_solver.bounds.heads_tails import ANYTIME, drain, heads, refill, tails
+from optpipe_solver.bounds.relaxation import Paths, relaxed
 from optpipe_solver.bounds.window import window_ms
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from optpipe.problem import Problem
-    from optpipe_solver.bounds.heads import Events
+    from optpipe_solver.bounds.heads_tails import Events
     from optpipe_solver.bounds.relaxation import Floats, Relaxed
 
 __all__ = ["Bound", "lower_bound", "lower_bounds"]

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from optpipe.problem import Problem, Stage
-    from optpipe_solver.bounds.paths import Paths
+    from optpipe_solver.bounds.relaxation import Paths
 
 __all__ = ["energy_ms"]
 
@@ -44,7 +44,7 @@ _STEPS = 60
 
 
 @dataclass(frozen=True, slots=True)
-class _Choice:
+class _Saving:
     """What one micro-batch on a stage saves (bytes x ms) at which price (ms or bytes), how often.
 
     ``least`` of the ``most`` micro-batches must be treated so.
@@ -94,8 +94,8 @@ class _Demand:
     energy: float
     room: float
     ramps: _Ramps
-    recompute: tuple[_Choice, ...]
-    offload: tuple[_Choice, ...]
+    recompute: tuple[_Saving, ...]
+    offload: tuple[_Saving, ...]
 
 
 def energy_ms(paths: Paths, *, makespan: bool) -> float:
@@ -137,7 +137,7 @@ def _demand(paths: Paths, device: int, held: Sequence[int], makespan: bool) -> _
         room=room,
         ramps=_ramps(stages, room, busy),
         recompute=tuple(
-            _Choice(
+            _Saving(
                 max(0.0, one.kept - one.recomputed),
                 stage.recompute_ms or 0.0,
                 m,
@@ -147,7 +147,7 @@ def _demand(paths: Paths, device: int, held: Sequence[int], makespan: bool) -> _
             if stage.can_recompute
         ),
         offload=tuple(
-            _Choice(
+            _Saving(
                 max(0.0, one.kept - one.offloaded),
                 stage.offload_bytes,
                 m,
@@ -273,7 +273,7 @@ def _least_moved(demand: _Demand, length: float) -> float:
     return moved if missing <= 1e-9 * demand.energy else inf
 
 
-def _most_saved(choices: Sequence[_Choice], spare: float) -> float:
+def _most_saved(choices: Sequence[_Saving], spare: float) -> float:
     """Bytes x ms that recomputing within ``spare`` ms can save."""
     saved = 0.0
     for choice in sorted(choices, key=lambda c: -_ratio(c.saved, c.price)):

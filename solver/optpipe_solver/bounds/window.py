@@ -26,10 +26,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-import numba
 import numpy as np
 
-from optpipe_solver.bounds.heads import Events
+from optpipe_solver.bounds.heads_tails import Events
+from optpipe_solver.jit import lean
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -94,11 +94,15 @@ def window_ms(
     """Return the bound of one device with the stages ``held``; ``rate`` as in `_Device`."""
     chosen = np.array(held, dtype=np.int64)
     device = _device(model, chosen, rate)
-    return float(_best_pair(device, _part(heads, chosen), _part(tails, chosen)))
+    before, after = _before(device, _part(heads, chosen)), _after(device, _part(tails, chosen))
+    tried = _tried(before), _tried(after)
+    return float(_best_pair(device, before, after, _nothing(len(held)), tried))
 
 
 def _part(events: Events, held: Ints) -> Events:
-    return Events(events.forward[:, held], events.gradient[:, held], events.weight[:, held])
+    # One layout in memory, so that the compiled code needs one signature.
+    forward, gradient, weight = (np.ascontiguousarray(times[:, held]) for times in events)
+    return Events(forward, gradient, weight)
 
 
 def _device(model: Relaxed, held: Ints, rate: Floats) -> _Device:
@@ -150,18 +154,35 @@ def _by_density(work: Floats, size: Floats, stage: Ints, kind: Ints) -> _Slots:
     return _Slots(work[order], size[order], stage[order], kind[order])
 
 
-@numba.njit(cache=True, nogil=True)
-def _best_pair(device: _Device, heads: Events, tails: Events) -> float:
-    per_microbatch = np.sum(device.forward + device.gradient + device.weight)
+def _tried(side: _Side) -> Ints:
+    """Return room for the moments that are tried."""
+    return np.empty(min(len(side.time), _MOST), np.int64)
+
+
+def _nothing(num: int) -> _Side:
+    """Return a side with one moment at which nothing has been possible yet."""
+    none = np.zeros((1, num), np.int64)
+    return _Side(np.zeros(1), none, none, none, np.zeros(1))
+
+
+@lean
+def _best_pair(
+    device: _Device, before: _Side, after: _Side, nothing: _Side, tried: tuple[Ints, Ints]
+) -> float:
+    per_microbatch = 0.0
+    for n in range(len(device.forward)):
+        per_microbatch += device.forward[n] + device.gradient[n] + device.weight[n]
     total = device.num_microbatches * per_microbatch
-    before = _before(device, heads)
-    after = _after(device, tails)
     # Less than a billionth of the total is taken for rounding, not for work.
     least = total * (1 - 1e-9)
     best = total
-    chosen = _thinned(device, after, False)
-    for u in _thinned(device, before, True):
-        for v in chosen:
+    early, late = tried
+    for share in range(len(early)):
+        early[share] = _most_idle(device, before, nothing, share, len(early), True)
+    for share in range(len(late)):
+        late[share] = _most_idle(device, after, nothing, share, len(late), False)
+    for u in early:
+        for v in late:
             length = before.time[u] + after.time[v] + total
             # Even if nothing could be done, it would be no better than the best.
             if length > best:
@@ -171,37 +192,22 @@ def _best_pair(device: _Device, heads: Events, tails: Events) -> float:
     return best
 
 
-@numba.njit(cache=True, nogil=True)
-def _thinned(device: _Device, side: _Side, is_before: bool) -> Ints:
-    """Return the moment with the most idle time of each of `_MOST` equal shares."""
+@lean
+def _most_idle(  # noqa: PLR0917 - compiled code takes its arguments by position
+    device: _Device, side: _Side, nothing: _Side, share: int, shares: int, is_before: bool
+) -> int:
+    """Return the moment with the most idle time of one of equal shares."""
     num = len(side.time)
-    nothing = _nothing(len(device.forward))
-    chosen = np.empty(min(num, _MOST), np.int64)
-    for share in range(len(chosen)):
-        best = -np.inf
-        for at in range(share * num // len(chosen), (share + 1) * num // len(chosen)):
-            if is_before:
-                idle = side.time[at] - _done(device, side, at, nothing, 0)
-            else:
-                idle = side.time[at] - _done(device, nothing, 0, side, at)
-            if idle > best:
-                best, chosen[share] = idle, at
+    chosen, most = 0, -np.inf
+    for at in range(share * num // shares, (share + 1) * num // shares):
+        before, u, after, v = (side, at, nothing, 0) if is_before else (nothing, 0, side, at)
+        idle = side.time[at] - _done(device, before, u, after, v)
+        if idle > most:
+            most, chosen = idle, at
     return chosen
 
 
-@numba.njit(cache=True, nogil=True)
-def _nothing(num: int) -> _Side:
-    """Return a side with one moment at which nothing has been possible yet."""
-    return _Side(
-        np.zeros(1),
-        np.zeros((1, num), np.int64),
-        np.zeros((1, num), np.int64),
-        np.zeros((1, num), np.int64),
-        np.zeros(1),
-    )
-
-
-@numba.njit(cache=True, nogil=True)
+@lean
 def _done(device: _Device, before: _Side, u: int, after: _Side, v: int) -> float:
     """Return D for the u-th and v-th moments."""
     m, num = device.num_microbatches, len(device.forward)
@@ -230,43 +236,39 @@ def _done(device: _Device, before: _Side, u: int, after: _Side, v: int) -> float
     return work
 
 
-@numba.njit(cache=True, nogil=True)
+@lean
 def _fitting(most: float, room: float, size: float) -> float:
     return min(most, max(0.0, room) / size) if size > 0 else most
 
 
-@numba.njit(cache=True, nogil=True)
 def _moments(events: Events) -> Floats:
     """Return all times at which a piece of the device becomes possible, in order."""
-    return np.unique(
-        np.concatenate((events.forward.ravel(), events.gradient.ravel(), events.weight.ravel()))
-    )
+    return np.unique(np.concatenate([times.ravel() for times in events]))
 
 
-@numba.njit(cache=True, nogil=True)
 def _counts(times: Grid, delay: Floats, moments: Floats) -> Counts:
     """Return, per moment and stage, how many of the times plus delay are before it."""
     counts = np.zeros((len(moments), times.shape[1]), np.int64)
+    _count(times, delay, moments, counts)
+    return counts
+
+
+@lean
+def _count(times: Grid, delay: Floats, moments: Floats, counts: Counts) -> None:
     for n in range(times.shape[1]):
         count = 0
         for at in range(len(moments)):
             while count < len(times) and times[count, n] + delay[n] < moments[at]:
                 count += 1
             counts[at, n] = count
-    return counts
 
 
-@numba.njit(cache=True, nogil=True)
 def _carried(device: _Device, begins: Floats, rate: float, moments: Floats) -> Floats:
     """Return the bytes the lane can have carried: it starts when some stage's transfer can."""
-    earliest = np.inf
-    for n in range(len(begins)):
-        if device.moves[n]:
-            earliest = min(earliest, begins[n])
+    earliest = np.min(begins[device.moves])
     return np.minimum(device.carried, rate * np.maximum(0.0, moments - earliest))
 
 
-@numba.njit(cache=True, nogil=True)
 def _before(device: _Device, heads: Events) -> _Side:
     moments, now = _moments(heads), np.zeros(len(device.forward))
     free = np.full(len(moments), device.room_before)
@@ -279,11 +281,10 @@ def _before(device: _Device, heads: Events) -> _Side:
         _counts(heads.forward, now, moments),
         _counts(heads.gradient, now, moments),
         _counts(heads.weight, now, moments),
-        free + np.sum(freed, axis=1),
+        free + sum(freed.T),
     )
 
 
-@numba.njit(cache=True, nogil=True)
 def _after(device: _Device, tails: Events) -> _Side:
     moments, now = _moments(tails), np.zeros(len(device.forward))
     free = np.full(len(moments), device.room_after)
@@ -295,5 +296,5 @@ def _after(device: _Device, tails: Events) -> _Side:
         forwards,
         _counts(tails.gradient, now, moments),
         _counts(tails.weight, now, moments),
-        free + np.sum(forwards * device.keep, axis=1),
+        free + sum((forwards * device.keep).T),
     )

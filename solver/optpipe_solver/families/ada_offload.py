@@ -18,21 +18,19 @@ from math import inf
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
-from optpipe_solver.families.gis import grouped_interleaved
-from optpipe_solver.families.gis_h import smallest_group
-from optpipe_solver.families.list_scheduler import Policy, list_schedule
-from optpipe_solver.families.not_applicable import NotApplicable, Reason
-from optpipe_solver.families.one_f_one_b import build_one_f_one_b
-from optpipe_solver.families.zb_h1 import build_zb_h1
-from optpipe_solver.fit.fit import THOROUGH, fit
-from optpipe_solver.fit.jobs import Frame
+from optpipe_solver.families.classic import build_one_f_one_b
+from optpipe_solver.families.common import NotApplicable, NotApplicableReason
+from optpipe_solver.families.list_scheduling import ListPolicy, list_schedule
+from optpipe_solver.families.pipeoffload import grouped_interleaved, smallest_group
+from optpipe_solver.families.zero_bubble import build_zb_h1
+from optpipe_solver.offload_fit.fit import THOROUGH, Frame, fit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from optpipe.action import Programs
     from optpipe.problem import Problem
-    from optpipe_solver.improve.compiled.problem import Rows
+    from optpipe.schedule import Programs
+    from optpipe_solver.arrays.encoding import Rows
 
 __all__ = ["build_ada_offload"]
 
@@ -62,7 +60,7 @@ def build_ada_offload(problem: Problem) -> Programs:
     )
     if best is None:
         raise NotApplicable(
-            Reason.DOES_NOT_FIT,
+            NotApplicableReason.DOES_NOT_FIT,
             "what offload and recompute leave of the micro-batches in flight exceeds the memory "
             "limits",
         )
@@ -83,6 +81,6 @@ def _bases(problem: Problem) -> Iterator[Programs | Rows]:
             continue
     limits = (_UNLIMITED,) * len(problem.devices)
     for in_flight, patience in ((1.0, 0.0), (1.0, 1.0), (1.5, 1.0), (inf, 1.0)):
-        programs = list_schedule(problem, Policy(limits, patience, in_flight=in_flight))
+        programs = list_schedule(problem, ListPolicy(limits, patience, in_flight=in_flight))
         if programs is not None:
             yield programs

@@ -26,20 +26,30 @@ from __future__ import annotations
 from operator import attrgetter, le
 from typing import TYPE_CHECKING
 
-from optpipe_solver.families.gis import grouped_interleaved
-from optpipe_solver.families.gis_h import smallest_group
-from optpipe_solver.families.not_applicable import NotApplicable, Reason
-from optpipe_solver.families.shape import chunks_of_loop
-from optpipe_solver.fit.fit import THOROUGH, fit
-from optpipe_solver.fit.hidden_offload import hide_offload
-from optpipe_solver.fit.jobs import Frame
-from optpipe_solver.fit.limits import within_hosts
+import numpy as np
+
+from optpipe.schedule import ActionType
+from optpipe_solver.arrays.encoding import program_of
+from optpipe_solver.families.common import NotApplicable, NotApplicableReason, chunks_of_loop
+from optpipe_solver.offload_fit.fit import THOROUGH, Frame, fit, hide_offload, within_hosts
 
 if TYPE_CHECKING:
-    from optpipe.action import Programs
     from optpipe.problem import Problem
+    from optpipe.schedule import Program, Programs
 
-__all__ = ["build_po_f", "build_po_h", "pipeoffload", "po_h_formula"]
+__all__ = [
+    "build_gis",
+    "build_gis_h",
+    "build_po_f",
+    "build_po_h",
+    "gis_bubble_ms",
+    "gis_peak_chunks",
+    "grouped_interleaved",
+    "pipeoffload",
+    "po_h_formula",
+    "smallest_group",
+]
+
 
 _LARGE = 20_000
 
@@ -95,7 +105,7 @@ def pipeoffload(problem: Problem, group: int, num_chunks: int) -> Programs:
     leaving = range(num_chunks * d)
     if not any(map(problem.can_offload, leaving)):
         raise NotApplicable(
-            Reason.CANNOT_OFFLOAD,
+            NotApplicableReason.CANNOT_OFFLOAD,
             f"none of the first {num_chunks} chunks of any device can be offloaded: that takes "
             "offload_bytes of the stage, and d2h_gb_per_s and h2d_gb_per_s of its device",
         )
@@ -118,8 +128,130 @@ def _fitted(frame: Frame, group: int) -> Programs:
             found.append(second)
     if not found:
         raise NotApplicable(
-            Reason.DOES_NOT_FIT,
+            NotApplicableReason.DOES_NOT_FIT,
             f"interleaving groups of {group} micro-batches does not fit the memory limits, "
             "whatever is offloaded",
         )
     return min(found, key=attrgetter("objective_ms")).programs()
+
+
+_TYPES = (ActionType.FORWARD, ActionType.BACKWARD_INPUT, ActionType.BACKWARD_WEIGHT)
+
+
+def build_gis(problem: Problem) -> Programs:
+    """GIS, the generalised interleaved schedule (PipeOffload, arXiv 2503.01328, section 4).
+
+    For a loop placement: d devices with v chunks each, chunk c of the k-th device is stage c d + k.
+
+    Rule: micro-batches go through the chunks in groups of g, ceil(d / 2) <= g <= d: a group's
+    forwards of chunk 0, then of chunk 1, ... The k-th device runs g (v - 1) + d - k forwards, then
+    one I, its W right behind, and one forward in turn, the I's in the same order of groups, last
+    chunk first. Inside a building block the k-th device starts F of chunk c and the group's i-th
+    micro-batch at slot 3 (g c + i) + k, and its I at 3 (g (v - 1) + g (v - 1 - c) + i) + 3 (d - 1)
+    + 1 - 2 k; the order of these slots is the program. GIS proper is g = d, GIS-H (`gis_h`) is g =
+    ceil(d / 2).
+
+    Memory: g (v - 1) + d chunk activations on the first device, g (v - 1) + d - k on the k-th. In
+    units of a device's micro-batch (v chunks) that is d for g = d. Bubble at equal times and m a
+    multiple of g: (d - 1)(F + I), plus (v - 1) times (d - g) F + max(0, d I - g (I + W)) for
+    smaller groups. It ignores memory limits, offload, recompute and the fused backward.
+
+    Raises
+    ------
+    NotApplicable
+        If the placement is no loop, or there are fewer micro-batches than a group holds.
+    """
+    chunks_of_loop(problem)
+    return grouped_interleaved(problem, len(set(problem.placement)))
+
+
+def gis_peak_chunks(num_devices: int, chunks: int, group: int) -> int:
+    """Return g (v - 1) + d: the chunk activations that the first device holds at most."""
+    return group * (chunks - 1) + num_devices
+
+
+def gis_bubble_ms(
+    num_devices: int, chunks: int, group: int, *, forward: float, inputs: float, weights: float
+) -> float:
+    """Return the bubble at equal times per chunk, m being a multiple of the group."""
+    short = (num_devices - group) * forward
+    short += max(0.0, num_devices * inputs - group * (inputs + weights))
+    return (num_devices - 1) * (forward + inputs) + (chunks - 1) * short
+
+
+def grouped_interleaved(problem: Problem, group: int) -> Programs:
+    """Return the programs for groups of a given size.
+
+    Raises
+    ------
+    NotApplicable
+        If the placement is no loop, or there are fewer micro-batches than a group holds.
+    """
+    chunks = chunks_of_loop(problem)
+    d, m = len(problem.stages) // chunks, problem.num_microbatches
+    if m < group:
+        raise NotApplicable(
+            NotApplicableReason.TOO_FEW_MICROBATCHES,
+            f"the {d} devices take micro-batches in groups of {group}, but there are only {m}",
+        )
+    programs: list[Program] = [() for _ in problem.devices]
+    for k in range(d):
+        programs[problem.stages[k].device] = _device_program(k, d, chunks, group, m)
+    return tuple(programs)
+
+
+def _device_program(k: int, d: int, chunks: int, group: int, m: int) -> Program:
+    """Return the k-th device's actions in the order of their slots."""
+    chunk, j = (grid.ravel() for grid in np.meshgrid(np.arange(chunks), np.arange(m)))
+    start = 3 * (j // group) * group * chunks + 3 * (j % group)
+    forward_at = start + 3 * group * chunk + k
+    backward_at = start + 3 * group * (2 * (chunks - 1) - chunk) + 3 * (d - 1) + 1 - 2 * k
+    order = np.argsort(np.concatenate([forward_at, backward_at]), kind="stable")
+    is_backward, cell = np.divmod(order, j.size)
+    # Every I stands twice: the second time it is the W right behind it, 2 in _TYPES.
+    times = 1 + is_backward
+    cell, kind = np.repeat(cell, times), np.repeat(is_backward, times)
+    kind[np.cumsum(times) - 1] *= 2
+    types = map(_TYPES.__getitem__, kind.tolist())
+    return program_of((chunk * d + k)[cell].tolist(), types, j[cell].tolist())
+
+
+def build_gis_h(problem: Problem) -> Programs:
+    """GIS-H: the interleaved schedule with about half of GIS's memory.
+
+    PipeOffload, arXiv 2503.01328, section 4: `gis` with the smallest group that keeps the steady
+    state free of bubbles. Rule: g = ceil(d / 2), more where the stages are so unequal that g
+    micro-batches of the busiest do not cover one pass through a chunk's devices: g max(F + I + W)
+    >= sum F and >= sum I, up to d.
+
+    Memory: g (v - 1) + d chunk activations, for even d in units of a device's micro-batch (v
+    chunks) d (v + 1) / (2 v); for odd d one half of (v - 1) / v more. Bubble at equal times: (d -
+    1)(F + I) + (v - 1)(d / 2)(F + I - W) for even d. It ignores memory limits, offload, recompute
+    and the fused backward.
+
+    Raises
+    ------
+    NotApplicable
+        If the placement is no loop, or there are fewer micro-batches than a group holds.
+    """
+    return grouped_interleaved(problem, smallest_group(problem))
+
+
+def smallest_group(problem: Problem) -> int:
+    """Return the smallest group size that keeps the steady state free of bubbles.
+
+    Raises
+    ------
+    NotApplicable
+        If the placement is no loop.
+    """
+    chunks = chunks_of_loop(problem)
+    d = len(problem.stages) // chunks
+    group = (d + 1) // 2
+    for chunk in range(chunks):
+        stages = problem.stages[chunk * d : (chunk + 1) * d]
+        busiest = max(s.forward_ms + s.backward_input_ms + s.backward_weight_ms for s in stages)
+        through = max(sum(s.forward_ms for s in stages), sum(s.backward_input_ms for s in stages))
+        while group < d and group * busiest < through:
+            group += 1
+    return group

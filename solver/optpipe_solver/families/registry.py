@@ -7,33 +7,35 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from optpipe_solver.families.ada_offload import build_ada_offload
-from optpipe_solver.families.building_blocks import build_building_blocks
-from optpipe_solver.families.gis import build_gis
-from optpipe_solver.families.gis_h import build_gis_h
-from optpipe_solver.families.gpipe import build_gpipe
-from optpipe_solver.families.greedy import build_greedy
-from optpipe_solver.families.interleaved import build_interleaved
-from optpipe_solver.families.not_applicable import NotApplicable
-from optpipe_solver.families.one_f_one_b import build_one_f_one_b
-from optpipe_solver.families.pipeoffload import build_po_f, build_po_h
-from optpipe_solver.families.recompute_1f1b import build_recompute_1f1b
-from optpipe_solver.families.serial import build_serial
-from optpipe_solver.families.v_half import build_v_half
-from optpipe_solver.families.v_min import build_v_min
-from optpipe_solver.families.zb_h1 import build_zb_h1
-from optpipe_solver.families.zb_h2 import build_zb_h2
-from optpipe_solver.families.zb_v import build_zb_v
-from optpipe_solver.families.zero_bubble_greedy import (
+from optpipe_solver.families.classic import (
+    build_gpipe,
+    build_interleaved,
+    build_one_f_one_b,
+    build_recompute_1f1b,
+    build_serial,
+)
+from optpipe_solver.families.common import NotApplicable
+from optpipe_solver.families.list_scheduling import build_greedy
+from optpipe_solver.families.pipeoffload import build_gis, build_gis_h, build_po_f, build_po_h
+from optpipe_solver.families.v_shape import (
+    build_building_blocks,
+    build_v_half,
+    build_v_min,
+    build_zb_v,
+)
+from optpipe_solver.families.zero_bubble import (
     build_zb_1p,
     build_zb_2p,
+    build_zb_h1,
+    build_zb_h2,
     build_zero_bubble_greedy,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from optpipe.action import Programs
     from optpipe.problem import Problem
+    from optpipe.schedule import Programs
 
 __all__ = ["FAMILIES", "Family", "NotApplicable"]
 

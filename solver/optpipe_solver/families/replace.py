@@ -22,8 +22,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal, assert_never
 
 from optpipe.problem import MAX_CELLS, Link
-from optpipe_solver.families.not_applicable import NotApplicable, Reason
-from optpipe_solver.families.shape import one_stage_per_device
+from optpipe_solver.families.common import NotApplicable, NotApplicableReason, one_stage_per_device
 
 if TYPE_CHECKING:
     from optpipe.problem import Problem, Stage
@@ -91,7 +90,7 @@ def _check_size(problem: Problem, chunks: int) -> None:
     cells = num_stages * problem.num_microbatches
     if num_stages > _MOST_STAGES or cells > MAX_CELLS:
         raise NotApplicable(
-            Reason.CANNOT_BE_SPLIT,
+            NotApplicableReason.CANNOT_BE_SPLIT,
             f"splitting every stage into {chunks} makes {num_stages} stages and {cells} cells; a "
             f"problem has at most {_MOST_STAGES} stages and {MAX_CELLS} cells",
         )

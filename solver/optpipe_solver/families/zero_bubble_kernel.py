@@ -8,21 +8,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-import numba
 import numpy as np
 
-from optpipe_solver.lean import lean
+from optpipe_solver.jit import jitted, lean
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["FORWARD", "INPUT", "WEIGHT", "Line", "Plan", "plan_line"]
+__all__ = ["FORWARD", "INPUT", "WEIGHT", "GreedyRun", "StageLine", "plan_line"]
 
 FORWARD, INPUT, WEIGHT = 0, 1, 2
 _TINY = 1e-9
 
 
-class Line(NamedTuple):
+class StageLine(NamedTuple):
     """A line of stages; every array has one entry per stage.
 
     Parameters
@@ -51,7 +50,7 @@ class Line(NamedTuple):
     num_microbatches: int
 
 
-class Plan(NamedTuple):
+class GreedyRun(NamedTuple):
     """The state of one run, and in the end its result.
 
     ``kinds[s, :filled[s]]`` is the program of stage s: the k-th action of a kind is that of
@@ -68,8 +67,8 @@ class Plan(NamedTuple):
     memory: NDArray[np.int64]
 
 
-@numba.njit(cache=True, nogil=True)
-def plan_line(line: Line, one_more: bool, small_gaps: int, patient: bool) -> Plan:
+@jitted
+def plan_line(line: StageLine, one_more: bool, small_gaps: int, patient: bool) -> GreedyRun:
     """Return the programs of one setting of the hyper-parameters.
 
     Parameters
@@ -85,7 +84,7 @@ def plan_line(line: Line, one_more: bool, small_gaps: int, patient: bool) -> Pla
         Whether an F that would delay a known I goes behind it; else only one that arrives later.
     """
     num_stages, m = line.held.size, line.num_microbatches
-    plan = Plan(
+    plan = GreedyRun(
         kinds=np.empty((num_stages, 3 * m), dtype=np.int8),
         filled=np.zeros(num_stages, dtype=np.int64),
         done=np.zeros((3, num_stages), dtype=np.int64),
@@ -101,7 +100,7 @@ def plan_line(line: Line, one_more: bool, small_gaps: int, patient: bool) -> Pla
 
 @lean
 def _play(
-    line: Line, plan: Plan, warmup: NDArray[np.int64], small_gaps: int, patient: bool
+    line: StageLine, plan: GreedyRun, warmup: NDArray[np.int64], small_gaps: int, patient: bool
 ) -> None:
     """Run everything: the warm-up, turns of F and I with W between, and the W that remain."""
     num_stages, m = line.held.size, line.num_microbatches
@@ -120,8 +119,8 @@ def _play(
             _put(line, plan, s, WEIGHT, 0.0)
 
 
-@numba.njit(cache=True, nogil=True)
-def _warmup_counts(line: Line, one_more: bool) -> NDArray[np.int64]:
+@jitted
+def _warmup_counts(line: StageLine, one_more: bool) -> NDArray[np.int64]:
     """Return how many forwards each stage runs before its first I.
 
     As many as end before that I arrives, and memory admits here and on every stage before; the
@@ -157,8 +156,8 @@ def _warmup_counts(line: Line, one_more: bool) -> NDArray[np.int64]:
 
 @lean
 def _turn(  # noqa: PLR0917 - compiled code takes its arguments by position
-    line: Line,
-    plan: Plan,
+    line: StageLine,
+    plan: GreedyRun,
     s: int,
     has_forward: bool,
     has_input: bool,
@@ -185,7 +184,7 @@ def _turn(  # noqa: PLR0917 - compiled code takes its arguments by position
 
 
 @lean
-def _forward_ready(line: Line, plan: Plan, s: int) -> float:
+def _forward_ready(line: StageLine, plan: GreedyRun, s: int) -> float:
     if s == 0:
         return 0.0
     ready: float = plan.end[FORWARD, s - 1, plan.done[FORWARD, s]] + line.there[s - 1]
@@ -193,7 +192,7 @@ def _forward_ready(line: Line, plan: Plan, s: int) -> float:
 
 
 @lean
-def _fill(line: Line, plan: Plan, s: int, until: float, small_gaps: int) -> None:
+def _fill(line: StageLine, plan: GreedyRun, s: int, until: float, small_gaps: int) -> None:
     """Run weight gradients in the gap before the next action."""
     while plan.done[WEIGHT, s] < plan.done[INPUT, s]:
         gap = until - plan.free[s]
@@ -207,7 +206,7 @@ def _fill(line: Line, plan: Plan, s: int, until: float, small_gaps: int) -> None
 
 
 @lean
-def _most_idle(plan: Plan) -> float:
+def _most_idle(plan: GreedyRun) -> float:
     most: float = plan.idle[0]
     for s in range(1, plan.idle.size):
         most = max(most, plan.idle[s])
@@ -215,7 +214,7 @@ def _most_idle(plan: Plan) -> float:
 
 
 @lean
-def _make_room(line: Line, plan: Plan, s: int, kind: int) -> None:
+def _make_room(line: StageLine, plan: GreedyRun, s: int, kind: int) -> None:
     """Run weight gradients until an F or I fits, and behind it any W."""
     while plan.done[WEIGHT, s] < plan.done[INPUT, s] or kind == INPUT:
         grown = line.held[s] if kind == FORWARD else line.context[s] - line.held[s]
@@ -228,7 +227,7 @@ def _make_room(line: Line, plan: Plan, s: int, kind: int) -> None:
 
 
 @lean
-def _holds(line: Line, s: int, in_flight: int) -> bool:
+def _holds(line: StageLine, s: int, in_flight: int) -> bool:
     """Whether, no W waiting, a stage has room for so many micro-batches and for finishing one."""
     grown = line.context[s] - line.held[s]
     finishing = max(max(0, grown) + line.workspace[INPUT, s], grown + line.workspace[WEIGHT, s])
@@ -238,7 +237,7 @@ def _holds(line: Line, s: int, in_flight: int) -> bool:
 
 
 @lean
-def _put(line: Line, plan: Plan, s: int, kind: int, ready: float) -> None:
+def _put(line: StageLine, plan: GreedyRun, s: int, kind: int, ready: float) -> None:
     start = max(plan.free[s], ready)
     if plan.filled[s] == 0:
         plan.first[s] = start

@@ -1,8 +1,8 @@
 """Cut, placement and schedule chosen together: layers in, a problem and its schedule out."""
 
-from optpipe_solver.plan.candidate import Fate, Row
 from optpipe_solver.plan.lines import PLACEMENTS, PlacementKind
 from optpipe_solver.plan.plan import DEFAULT_CHUNKS, PlanResult, plan
+from optpipe_solver.plan.search import Fate, PlanRow
 
 __all__ = [
     "DEFAULT_CHUNKS",
@@ -10,6 +10,6 @@ __all__ = [
     "Fate",
     "PlacementKind",
     "PlanResult",
-    "Row",
+    "PlanRow",
     "plan",
 ]

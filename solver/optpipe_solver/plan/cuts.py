@@ -10,7 +10,7 @@ every completion of it has one that is no worse. With one stage per device label
 several a beam keeps the most promising, and a beam that was full proves nothing.
 
 Cuts are looked for under a cap that is raised until there is one. Under it a label also goes when
-what is left to do exceeds, weighted as in `optpipe_solver.plan.bounds`, what its devices can still
+what is left to do exceeds, weighted as in `optpipe_solver.plan.cuts`, what its devices can still
 take: the weighted sum of the loads is at least the weighted work of the layers.
 """
 
@@ -21,16 +21,22 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from optpipe_solver.plan.bounds import any_cut_bound, load_weights, weighted_work
-
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from optpipe.model import Model
-    from optpipe_solver.plan.lines import Line
-    from optpipe_solver.plan.runs import Run, RunTable
+    from optpipe_solver.plan.lines import LayerRun, PlacementLine, RunTable
 
-__all__ = ["Cuts", "best_cuts", "even_cut", "roomiest_cut"]
+__all__ = [
+    "Cuts",
+    "any_cut_bound",
+    "best_cuts",
+    "even_cut",
+    "load_weights",
+    "roomiest_cut",
+    "weighted_work",
+]
+
 
 _MOST_BEAM, _BEAM_STATES = 16, 8000
 _CAPS = (1.01, 1.03, 1.1, 1.3, 2.0, 4.0, math.inf)
@@ -77,7 +83,7 @@ def even_cut(num_layers: int, num_stages: int) -> tuple[int, ...]:
 
 def best_cuts(
     table: RunTable,
-    line: Line,
+    line: PlacementLine,
     *,
     cap_ms: float = math.inf,
     beam: int | None = None,
@@ -118,7 +124,7 @@ class _Sweep:
     def __init__(
         self,
         table: RunTable,
-        line: Line,
+        line: PlacementLine,
         cap_ms: float,
         beam: int,
         should_stop: Callable[[], bool],
@@ -161,7 +167,7 @@ class _Sweep:
             else:
                 self.capped = True
 
-    def _longer(self, label: _Label, k: int, run: Run, end: int) -> _Label | None:
+    def _longer(self, label: _Label, k: int, run: LayerRun, end: int) -> _Label | None:
         device = self.placement[k]
         known = dict(label.open)
         before = known.pop(device, _UNTOUCHED)
@@ -208,7 +214,7 @@ class _Sweep:
         times = self.placement.count(device) / counts[device]
         return self._value(held._replace(load=held.load * times))
 
-    def _next_head(self, head: float, k: int, run: Run, end: int) -> float:
+    def _next_head(self, head: float, k: int, run: LayerRun, end: int) -> float:
         if k + 1 == len(self.placement):
             return 0.0
         sent = self.table.output_bytes[end - 1]
@@ -234,7 +240,7 @@ def _dominates(one: _Label, other: _Label) -> bool:
     return all(a <= b for (_, x), (_, y) in pairs for a, b in zip(x, y, strict=True))
 
 
-def roomiest_cut(table: RunTable, line: Line) -> tuple[tuple[int, ...], int]:
+def roomiest_cut(table: RunTable, line: PlacementLine) -> tuple[tuple[int, ...], int]:
     """Return the cut of a linear line that leaves its tightest device the most bytes, and how many.
 
     A negative number of bytes proves that no cut of the line fits: it is the least of what is
@@ -255,3 +261,54 @@ def roomiest_cut(table: RunTable, line: Line) -> tuple[tuple[int, ...], int]:
         best.append(grown)
     room, sizes = best[-1][n]
     return sizes, room
+
+
+# --- What no cut and no placement of a model can beat.
+
+
+def load_weights(model: Model, devices: Sequence[int]) -> list[float]:
+    """Return a weight per device, inverse to its time for the whole model; their sum is 1.
+
+    All 0 where a device has no work to do at all.
+    """
+    totals = [sum(stage.busy_ms for stage in model.stages_on[device]) for device in devices]
+    if min(totals) <= 0:
+        return [0.0] * len(totals)
+    inverse = [1 / total for total in totals]
+    return [value / sum(inverse) for value in inverse]
+
+
+def weighted_work(model: Model, devices: Sequence[int]) -> list[float]:
+    """Return, per layer, the least over the devices of weight x compute time in ms."""
+    weights = load_weights(model, devices)
+    busy = [[stage.busy_ms for stage in model.stages_on[device]] for device in devices]
+    return [
+        min(weight * ms for weight, ms in zip(weights, column, strict=True))
+        for column in zip(*busy, strict=True)
+    ]
+
+
+def any_cut_bound(model: Model, devices: Sequence[int]) -> float:
+    """Return a time in ms that no schedule of any cut on any placement on these devices beats.
+
+    Load. Let t(l, d) be the compute time of one micro-batch in layer l on device d, and y(d) >= 0
+    weights that sum to 1. The busiest device is at least as busy as the weighted mean of all, and
+    in the mean layer l costs at least min over d of y(d) t(l, d), wherever it is. A stage's least
+    compute time is never below the sum of its layers', as a minimum of sums is not below the sum
+    of minima. Weights inverse to the devices' times for the whole model make this tight for
+    devices that differ by a factor; any weights are valid.
+
+    Path. One micro-batch goes forward and backward through all layers, one after the other.
+
+    Both hold for makespan and, the load for every device and the path for the device of layer 0,
+    for span.
+    """
+    path = [
+        [
+            stage.forward_ms + min(stage.backward_input_ms, stage.fused_backward_ms)
+            for stage in model.stages_on[device]
+        ]
+        for device in devices
+    ]
+    one_by_one = float(sum(min(column) for column in zip(*path, strict=True)))
+    return max(model.num_microbatches * sum(weighted_work(model, devices)), one_by_one)

@@ -8,25 +8,31 @@ devices; *free* means any other order, and orders that leave devices out.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import chain, islice, permutations
-from typing import TYPE_CHECKING, Literal
+from itertools import accumulate, chain, islice, permutations
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from optpipe.model import fuse
 from optpipe.problem import MAX_CELLS
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
 
     from optpipe.model import Model
+    from optpipe.problem import Stage
 
 __all__ = [
     "PLACEMENTS",
-    "Line",
+    "LayerRun",
     "Lines",
     "PlacementKind",
+    "PlacementLine",
+    "RunTable",
     "device_orders",
+    "least_bytes",
     "make_lines",
     "natural_order",
 ]
+
 
 PlacementKind = Literal["linear", "loop", "v", "free"]
 PLACEMENTS: tuple[PlacementKind, ...] = ("linear", "loop", "v", "free")
@@ -37,7 +43,7 @@ _MOST_ORDERS = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class PlacementLine:
     """One placement: the device of each stage follows from shape, chunks and order."""
 
     shape: Literal["linear", "loop", "v"]
@@ -63,7 +69,7 @@ class Line:
 class Lines:
     """The lines that are searched; ``complete`` is False where free orders were cut off."""
 
-    lines: tuple[Line, ...]
+    lines: tuple[PlacementLine, ...]
     complete: bool
 
 
@@ -97,13 +103,15 @@ def natural_order(model: Model) -> tuple[int, ...]:
     return tuple(range(min(len(model.devices), model.num_layers)))
 
 
-def _shapes(order: tuple[int, ...], chunks: Collection[int], *, free: bool) -> Iterator[Line]:
+def _shapes(
+    order: tuple[int, ...], chunks: Collection[int], *, free: bool
+) -> Iterator[PlacementLine]:
     if 1 in chunks:
-        yield Line("linear", 1, order, free)
+        yield PlacementLine("linear", 1, order, free)
     for count in sorted(set(chunks) - {1}):
         if len(order) > 1:  # on one device a loop and a V are one stage, cut for nothing
-            yield Line("loop", count, order, free)
-            yield Line("v", count, order, free)
+            yield PlacementLine("loop", count, order, free)
+            yield PlacementLine("v", count, order, free)
 
 
 def device_orders(model: Model) -> Iterator[tuple[int, ...]]:
@@ -172,3 +180,89 @@ def _with_devices(pattern: tuple[int, ...], classes: tuple[int, ...]) -> tuple[i
         for first in set(classes)
     }
     return tuple(next(members[first]) for first in pattern)
+
+
+# --- What every run of layers costs as one stage, per kind of device: the table the cutting reads.
+
+
+class LayerRun(NamedTuple):
+    """One run of layers on one kind of device; ms and bytes per micro-batch, static aside.
+
+    ``needed_bytes`` is the least that must be there while it works, ``held_bytes`` the least it
+    keeps between F and its backward, offloaded or recomputed where that is less.
+    """
+
+    busy_ms: float
+    forward_ms: float
+    sync_ms: float
+    needed_bytes: int
+    held_bytes: int
+    static_bytes: int
+
+
+class RunTable:
+    """All runs of a model's layers; devices that compute alike share their rows.
+
+    Parameters
+    ----------
+    model
+        With n layers: n (n + 1) / 2 runs per kind of device.
+    """
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+        self.num_layers = model.num_layers
+        self.output_bytes = [stage.output_bytes for stage in model.stages_on[0]]
+        known: dict[tuple[str | None, float, bool], list[list[LayerRun]]] = {}
+        self._rows = []
+        for device, layers in zip(model.devices, model.stages_on, strict=True):
+            kind = (device.type, device.speed, device.can_offload)
+            if kind not in known:
+                known[kind] = [
+                    [_run(stage, can_offload=device.can_offload) for stage in _from(layers, start)]
+                    for start in range(len(layers))
+                ]
+            self._rows.append(known[kind])
+
+    def run(self, device: int, start: int, end: int) -> LayerRun:
+        """Return the run of layers start, ..., end - 1 on a device."""
+        return self._rows[device][start][end - start - 1]
+
+
+def _from(layers: tuple[Stage, ...], start: int) -> list[Stage]:
+    """Every run that starts with one layer, shortest first."""
+    return list(accumulate(layers[start:], fuse))
+
+
+def _run(stage: Stage, *, can_offload: bool) -> LayerRun:
+    held, needed = least_bytes(stage, can_offload=can_offload)
+    return LayerRun(
+        busy_ms=stage.busy_ms,
+        forward_ms=stage.forward_ms,
+        sync_ms=stage.grad_sync_ms,
+        needed_bytes=needed,
+        held_bytes=held,
+        static_bytes=stage.static_bytes,
+    )
+
+
+def least_bytes(stage: Stage, *, can_offload: bool) -> tuple[int, int]:
+    """Return the least bytes a stage holds between its passes, and needs during them.
+
+    The argument is `optpipe_solver.feasibility`'s for one stage: on a device with one stage
+    the second number is exactly what decides whether a schedule exists.
+    """
+    full, context = stage.activation_bytes, stage.weight_context_bytes
+    split = max(
+        max(full, context) + stage.backward_input_workspace_bytes,
+        context + stage.backward_weight_workspace_bytes,
+    )
+    backward = min(split, full + stage.backward_workspace_bytes)
+    needed = max(full + stage.forward_workspace_bytes, backward)
+    held = full - stage.offload_bytes if can_offload else full
+    if stage.checkpoint_bytes is not None:
+        first = stage.checkpoint_bytes + stage.forward_workspace_bytes
+        again = full + stage.recompute_workspace_bytes
+        needed = min(needed, max(first, again, backward))
+        held = min(held, stage.checkpoint_bytes)
+    return held, needed

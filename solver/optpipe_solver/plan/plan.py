@@ -8,24 +8,22 @@ from typing import TYPE_CHECKING, Any
 from optpipe.errors import InputError
 from optpipe.evaluate import evaluate
 from optpipe.schedule import Provenance, gap_of
-from optpipe_solver.budget import Budget
-from optpipe_solver.plan.clock import Clock
+from optpipe_solver.budget import Limits, Stop
+from optpipe_solver.feasibility import feasibility
 from optpipe_solver.plan.cuts import roomiest_cut
-from optpipe_solver.plan.lines import PLACEMENTS, Line, make_lines, natural_order
-from optpipe_solver.plan.search import Search
+from optpipe_solver.plan.lines import PLACEMENTS, PlacementLine, make_lines, natural_order
+from optpipe_solver.plan.search import PlanSearch
 from optpipe_solver.result import SolveStatus
-from optpipe_solver.smallest_memory import feasibility
 from optpipe_solver.warm import ensure_warm
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
-    from optpipe.action import Programs
     from optpipe.model import Model
     from optpipe.problem import Problem
-    from optpipe.schedule import Schedule
-    from optpipe_solver.plan.candidate import Candidate, Row
+    from optpipe.schedule import Programs, Schedule
     from optpipe_solver.plan.lines import Lines, PlacementKind
+    from optpipe_solver.plan.search import CutCandidate, PlanRow
     from optpipe_solver.result import Progress
 
 __all__ = ["DEFAULT_CHUNKS", "PlanResult", "plan"]
@@ -61,15 +59,15 @@ class PlanResult:
     status: SolveStatus
     problem: Problem | None
     schedule: Schedule | None
-    rows: tuple[Row, ...]
-    even: Row
+    rows: tuple[PlanRow, ...]
+    even: PlanRow
     bound_ms: float | None
     searched: str
     message: str = ""
     needs: dict[str, int] = field(default_factory=dict)
 
     @property
-    def chosen(self) -> Row | None:
+    def chosen(self) -> PlanRow | None:
         """The row of the chosen cut."""
         return self.rows[0] if self.schedule is not None else None
 
@@ -141,8 +139,8 @@ def plan(
     _check_arguments(time_limit_s, threads, seed, chunks, placements)
     lines = make_lines(model, placements, chunks)
     ensure_warm()
-    clock = Clock(time_limit_s, should_stop or _never)
-    search = Search(model, lines, clock, threads=threads, seed=seed, on_progress=on_progress)
+    stop = Stop(time_limit_s, threads=threads, seed=seed, should_stop=should_stop)
+    search = PlanSearch(model, lines, stop, on_progress=on_progress)
     if start is not None:
         search.adopt(*start)
     search.run()
@@ -151,7 +149,7 @@ def plan(
     searched = _searched(lines, search.num_cut_lines)
     if search.best is None:
         return _without_schedule(search, rows, even, searched)
-    schedule = _schedule(search.best, clock, seed)
+    schedule = _schedule(search.best, stop)
     status = SolveStatus.OPTIMAL if search.is_finished else SolveStatus.FEASIBLE
     return PlanResult(
         status=status,
@@ -171,7 +169,7 @@ def _check_arguments(
     chunks: Collection[int],
     placements: Collection[PlacementKind],
 ) -> None:
-    Budget(time_limit_s=time_limit_s, threads=threads, seed=seed)
+    Limits(time_limit_s=time_limit_s, threads=threads, seed=seed)
     if not chunks or not all(1 <= count <= _MOST_CHUNKS for count in chunks):
         raise InputError(
             f"chunks = {list(chunks)}: stages per device, at least one number, each "
@@ -183,10 +181,6 @@ def _check_arguments(
             f"placements = {list(placements)}: at least one of {', '.join(PLACEMENTS)}; correct "
             "them"
         )
-
-
-def _never() -> bool:
-    return False
 
 
 def _dumped(value: Problem | Schedule | None) -> Any:
@@ -208,7 +202,7 @@ def _searched(lines: Lines, num_cut: int) -> str:
     )
 
 
-def _rows(search: Search) -> tuple[Row, ...]:
+def _rows(search: PlanSearch) -> tuple[PlanRow, ...]:
     ranked = sorted(
         search.candidates.values(),
         key=lambda held: (held is not search.best, held.objective_ms, held.bound_ms),
@@ -216,14 +210,14 @@ def _rows(search: Search) -> tuple[Row, ...]:
     return tuple(candidate.row(search.best) for candidate in ranked)
 
 
-def _schedule(best: Candidate, clock: Clock, seed: int) -> Schedule:
+def _schedule(best: CutCandidate, stop: Stop) -> Schedule:
     if best.best.programs is None:
         raise ValueError("the best candidate has programs")
     provenance = Provenance(
         method=f"plan+{best.best.method}",
         bound_method=best.best.bound_method or None,
-        seed=seed,
-        solve_seconds=round(clock.seconds(), 4),
+        seed=stop.seed,
+        solve_seconds=round(stop.seconds(), 4),
         trace=tuple(best.best.trace),
     )
     return evaluate(
@@ -231,12 +225,12 @@ def _schedule(best: Candidate, clock: Clock, seed: int) -> Schedule:
         best.best.programs,
         provenance,
         bound_ms=best.best.bound_ms,
-        stopped_by="cancelled" if clock.asked() else "time_limit",
+        stopped_by="cancelled" if stop.is_told() else "time_limit",
     )
 
 
 def _without_schedule(
-    search: Search, rows: tuple[Row, ...], even: Row, searched: str
+    search: PlanSearch, rows: tuple[PlanRow, ...], even: PlanRow, searched: str
 ) -> PlanResult:
     """Say what is missing, and whether that is proven for every cut of the set."""
     proven = search.nothing_fits
@@ -257,13 +251,13 @@ def _without_schedule(
     )
 
 
-def _least_missing(search: Search) -> tuple[str, dict[str, int]]:
+def _least_missing(search: PlanSearch) -> tuple[str, dict[str, int]]:
     """Return what the linear cut that comes nearest to fitting needs, in words and in bytes."""
-    line = Line("linear", 1, natural_order(search.model))
+    line = PlacementLine("linear", 1, natural_order(search.model))
     sizes, _ = roomiest_cut(search.table, line)
-    verdict = feasibility(search.model.problem(line.placement, sizes))
-    if verdict.plan is not None:
+    feasible = feasibility(search.model.problem(line.placement, sizes))
+    if feasible.plan is not None:
         return "a linear one does; add linear to the placements and 1 to the chunks", {}
-    parts = ", ".join(f"{path} must be at least {value}" for path, value in verdict.needs.items())
+    parts = ", ".join(f"{path} must be at least {value}" for path, value in feasible.needs.items())
     layers = " ".join(map(str, sizes))
-    return f"with layers {layers} on the devices in their order, {parts}", verdict.needs
+    return f"with layers {layers} on the devices in their order, {parts}", feasible.needs

@@ -1,4 +1,4 @@
-"""The search over cuts: gather by bound, judge quickly, move cut points, halve, solve the last.
+"""The search over cuts: gather by bound, evaluate quickly, move cut points, halve, solve the last.
 
 Nothing is dropped as proven but by its lower bound against a schedule that exists. What is dropped
 because a short search left it behind is said to be just that.
@@ -8,31 +8,37 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import dataclass
+from enum import StrEnum
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from optpipe_solver.plan.bounds import any_cut_bound
-from optpipe_solver.plan.candidate import Candidate
-from optpipe_solver.plan.cuts import best_cuts, even_cut, roomiest_cut
-from optpipe_solver.plan.lines import Line, natural_order
-from optpipe_solver.plan.quick import judge_quickly, search
-from optpipe_solver.plan.runs import RunTable
-from optpipe_solver.plan.start import cut_of
+from optpipe.errors import ModelError
+from optpipe.model import fuse
+from optpipe_solver.bounds import lower_bound
+from optpipe_solver.families import FAMILIES
+from optpipe_solver.feasibility import feasibility
+from optpipe_solver.incumbent import Incumbent
+from optpipe_solver.local_search.search import improve_by_local_search
+from optpipe_solver.plan.cuts import any_cut_bound, best_cuts, even_cut, roomiest_cut
+from optpipe_solver.plan.lines import PlacementLine, RunTable, natural_order
+from optpipe_solver.portfolio import all_starts
 from optpipe_solver.result import Progress
 from optpipe_solver.solve import solve
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
-    from optpipe.action import Programs
     from optpipe.model import Model
-    from optpipe.problem import Problem
-    from optpipe_solver.plan.clock import Clock
+    from optpipe.problem import Problem, Stage
+    from optpipe.schedule import Programs
+    from optpipe_solver.budget import Stop
     from optpipe_solver.plan.lines import Lines
 
-__all__ = ["Search"]
+__all__ = ["CutCandidate", "Fate", "PlanRow", "PlanSearch", "cut_of", "evaluate_quickly", "search"]
 
-_GATHER, _JUDGE, _MOVE, _HALVE = 0.2, 0.25, 0.25, 0.35
+
+_GATHER, _EVALUATE, _MOVE, _HALVE = 0.2, 0.25, 0.25, 0.35
 """Shares of the time left at its start that a phase may take; the rest solves the finalists."""
 
 _EXPLORE = 0.6
@@ -48,7 +54,7 @@ _CUTS_PER_LINE, _CENTRES, _TRIED_NEIGHBOURS = 3, 3, 12
 _SEMIFINALISTS, _FINALISTS = 8, 2
 
 
-class Search:
+class PlanSearch:
     """All candidates of a model, and the best of them.
 
     Parameters
@@ -57,10 +63,9 @@ class Search:
         What is cut.
     lines
         Where its stages may go.
-    clock
-        The time there is.
-    threads, seed
-        Of the final solves; the seed also of the local searches.
+    stop
+        The time there is; threads and seed are those of the final solves, the seed also that of
+        the local searches.
     on_progress
         Told every improvement of the best schedule over all candidates.
     """
@@ -69,16 +74,14 @@ class Search:
         self,
         model: Model,
         lines: Lines,
-        clock: Clock,
+        stop: Stop,
         *,
-        threads: int,
-        seed: int,
         on_progress: Callable[[Progress], None] | None,
     ) -> None:
-        self.model, self.lines, self.clock = model, lines.lines, clock
-        self.threads, self.seed, self.on_progress = threads, seed, on_progress
-        self.candidates: dict[tuple[tuple[int, ...], tuple[int, ...]], Candidate] = {}
-        self.best: Candidate | None = None
+        self.model, self.lines, self.stop = model, lines.lines, stop
+        self.threads, self.seed, self.on_progress = stop.threads, stop.seed, on_progress
+        self.candidates: dict[tuple[tuple[int, ...], tuple[int, ...]], CutCandidate] = {}
+        self.best: CutCandidate | None = None
         self.line_bounds = {line: any_cut_bound(model, line.order) for line in self.lines}
         self.pending = sorted(self.lines, key=lambda line: self.line_bounds[line])
         self.num_cut_lines = 0
@@ -87,15 +90,15 @@ class Search:
 
     def run(self) -> None:
         """Search until the time is over or nothing better can exist in the set."""
-        self._judge(self.even)
+        self._evaluate(self.even)
         while not self.is_finished:
-            self._gather(self.clock.turn(_GATHER))
-            self._judge_all(self.clock.turn(_JUDGE))
-            self._move(self.clock.turn(_MOVE))
-            is_late = self.clock.left() <= _EXPLORE * self.clock.limit_s
-            if is_late or self.clock.asked() or not self.pending:
+            self._gather(self.stop.turn(_GATHER))
+            self._evaluate_all(self.stop.turn(_EVALUATE))
+            self._move(self.stop.turn(_MOVE))
+            is_late = self.stop.left_s() <= _EXPLORE * self.stop.limit_s
+            if is_late or self.stop.is_told() or not self.pending:
                 break
-        self._halve(self.clock.turn(_HALVE))
+        self._halve(self.stop.turn(_HALVE))
         self._solve_finalists()
 
     def adopt(self, problem: Problem, programs: Programs) -> None:
@@ -129,17 +132,19 @@ class Search:
         fits = any(bound < math.inf for bound in self.line_bounds.values())
         return bool(self.even.misfit) and not fits
 
-    def _naive(self) -> tuple[Line, tuple[int, ...]]:
+    def _naive(self) -> tuple[PlacementLine, tuple[int, ...]]:
         order = natural_order(self.model)
-        return Line("linear", 1, order), even_cut(self.model.num_layers, len(order))
+        return PlacementLine("linear", 1, order), even_cut(self.model.num_layers, len(order))
 
-    def _add(self, line: Line, sizes: tuple[int, ...], *, is_even: bool = False) -> Candidate:
+    def _add(
+        self, line: PlacementLine, sizes: tuple[int, ...], *, is_even: bool = False
+    ) -> CutCandidate:
         key = (line.placement, sizes)
         if key not in self.candidates:
-            self.candidates[key] = Candidate(self.model, line, sizes, is_even=is_even)
+            self.candidates[key] = CutCandidate(self.model, line, sizes, is_even=is_even)
         return self.candidates[key]
 
-    def _gather(self, phase: Clock) -> None:
+    def _gather(self, phase: Stop) -> None:
         """Add the best cuts of every line, and raise the lines' bounds."""
         while self.pending and not phase.is_over() and not self.is_finished:
             line = self.pending.pop(0)
@@ -156,7 +161,7 @@ class Search:
             if line.chunks == 1:
                 self._add(line, roomiest_cut(self.table, line)[0])
 
-    def _descend(self, centre: Candidate, turn: Clock) -> None:
+    def _descend(self, centre: CutCandidate, turn: Stop) -> None:
         """Add neighbours while their whole bound gets better: it knows memory, the measure not."""
         while not turn.is_over():
             near = []
@@ -169,49 +174,48 @@ class Search:
                 return
             centre = best
 
-    def _judge_all(self, phase: Clock) -> None:
-        """Judge the few best cuts of each line by bound."""
-        tried: Counter[Line] = Counter()
+    def _evaluate_all(self, phase: Stop) -> None:
+        """Evaluate the few best cuts of each line by bound."""
+        tried: Counter[PlacementLine] = Counter()
         for candidate in sorted(self.candidates.values(), key=_by_bound):
             if phase.is_over() and self.best is not None:
                 return
             if tried[candidate.line] < _CUTS_PER_LINE:
-                self._judge(candidate)
+                self._evaluate(candidate)
             tried[candidate.line] += 1
 
-    def _judge(self, candidate: Candidate, parent: Candidate | None = None) -> None:
+    def _evaluate(self, candidate: CutCandidate, parent: CutCandidate | None = None) -> None:
         """Give a candidate a quick value where its bound leaves a chance."""
         if candidate.quick_ms is not None or not self._is_open(candidate):
             return
         programs = None if parent is None else parent.best.programs
-        judge_quickly(
+        evaluate_quickly(
             candidate,
             relatives=() if programs is None else (programs,),
-            search_s=min(_SEARCH_SHARE * self.clock.limit_s, _SEARCH_MOST_S),
-            seed=self.seed,
-            should_stop=self.clock.is_over,
+            search_s=min(_SEARCH_SHARE * self.stop.limit_s, _SEARCH_MOST_S),
+            stop=self.stop,
         )
         self._tell(candidate)
 
-    def _is_open(self, candidate: Candidate) -> bool:
+    def _is_open(self, candidate: CutCandidate) -> bool:
         return not candidate.misfit and not candidate.cannot_beat(self.objective_ms)
 
-    def _tell(self, candidate: Candidate) -> None:
+    def _tell(self, candidate: CutCandidate) -> None:
         """Make a candidate the best if it is."""
         if candidate.objective_ms >= self.objective_ms:
             return
         self.best = candidate
         if self.on_progress is not None:
             method = f"{candidate.name} {candidate.best.method}"
-            now, best = self.clock.seconds(), candidate.best
+            now, best = self.stop.seconds(), candidate.best
             found = (best.objective_ms, self.bound_ms, best.programs, candidate.problem)
             self.on_progress(Progress(now, method, *found))
 
-    def _ranked(self) -> list[Candidate]:
+    def _ranked(self) -> list[CutCandidate]:
         known = [held for held in self.candidates.values() if held.best.programs is not None]
         return sorted(known, key=lambda held: (held.objective_ms, held.bound_ms))
 
-    def _move(self, phase: Clock) -> None:
+    def _move(self, phase: Stop) -> None:
         """Move cut points of the best candidates of different lines while that helps."""
         centres = self._ranked()[:_CENTRES]
         while centres and not phase.is_over() and not self.is_finished:
@@ -220,27 +224,27 @@ class Search:
             if better is not None:
                 centres.append(better)
 
-    def _best_neighbour(self, centre: Candidate, phase: Clock) -> Candidate | None:
+    def _best_neighbour(self, centre: CutCandidate, phase: Stop) -> CutCandidate | None:
         near = [self._add(centre.line, sizes) for sizes in _neighbours(centre.sizes)]
         promising = sorted((held for held in near if held.quick_ms is None), key=_by_bound)
         found = None
         for candidate in promising[:_TRIED_NEIGHBOURS]:
             if phase.is_over():
                 break
-            self._judge(candidate, centre)
+            self._evaluate(candidate, centre)
             if candidate.objective_ms < (found or centre).objective_ms:
                 found = candidate
         return found
 
-    def _halve(self, phase: Clock) -> None:
+    def _halve(self, phase: Stop) -> None:
         """Search the best ones longer and longer, half as many each time; the even cut stays."""
         pool = self._ranked()[:_SEMIFINALISTS]
         while len(pool) > _FINALISTS and not phase.is_over() and not self.is_finished:
             rounds = math.ceil(math.log2(len(pool) / _FINALISTS))
             entered = [*pool, *({self.even} - set(pool))]
-            seconds = phase.left() / rounds / len(entered)
+            seconds = phase.left_s() / rounds / len(entered)
             for candidate in filter(self._is_open, entered):
-                search(candidate, seconds, self.seed + rounds, self.clock.asked)
+                search(candidate, self.stop.turn(at_most=seconds, seed=self.seed + rounds))
                 self._tell(candidate)
             pool = sorted(pool, key=lambda held: held.objective_ms)
             pool = pool[: max(_FINALISTS, len(pool) // 2)]
@@ -249,19 +253,19 @@ class Search:
         """Solve the best two with everything, sharing the time; then others, if any is left."""
         for number in range(len(self.candidates)):
             waiting = next(self._unsolved(), None)
-            if waiting is None or self.clock.is_over() or self.is_finished:
+            if waiting is None or self.stop.is_over() or self.is_finished:
                 return
-            self._solve(waiting, self.clock.left() / max(1, _FINALISTS - number))
+            self._solve(waiting, self.stop.left_s() / max(1, _FINALISTS - number))
 
-    def _unsolved(self) -> Iterator[Candidate]:
-        """Yield who may still win or improve: the best known first, then those never judged."""
-        unjudged = [held for held in self.candidates.values() if held.best.programs is None]
-        for candidate in [*self._ranked(), *sorted(unjudged, key=_by_bound)]:
+    def _unsolved(self) -> Iterator[CutCandidate]:
+        """Yield who may still win or improve: the best known first, then those never evaluated."""
+        unevaluated = [held for held in self.candidates.values() if held.best.programs is None]
+        for candidate in [*self._ranked(), *sorted(unevaluated, key=_by_bound)]:
             done = candidate.is_solved or candidate.best.is_optimal
             if not done and (candidate is self.best or self._is_open(candidate)):
                 yield candidate
 
-    def _solve(self, candidate: Candidate, seconds: float) -> None:
+    def _solve(self, candidate: CutCandidate, seconds: float) -> None:
         result = solve(
             candidate.problem,
             time_limit_s=max(seconds, 0.01),
@@ -270,7 +274,7 @@ class Search:
             start=candidate.best.programs,
             start_method=candidate.best.method,
             on_progress=partial(self._hear, candidate),
-            should_stop=self.clock.asked,
+            should_stop=self.stop.is_told,
         )
         candidate.is_solved = True
         if result.schedule is not None:
@@ -280,13 +284,13 @@ class Search:
                 candidate.best.offer_bound(result.bound_ms, "solve")
         self._tell(candidate)
 
-    def _hear(self, candidate: Candidate, news: Progress) -> None:
+    def _hear(self, candidate: CutCandidate, news: Progress) -> None:
         """Take what a solve finds as soon as it does."""
         if news.programs is not None and candidate.best.offer(news.programs, news.method):
             self._tell(candidate)
 
 
-def _by_bound(candidate: Candidate) -> tuple[float, tuple[int, ...], tuple[int, ...]]:
+def _by_bound(candidate: CutCandidate) -> tuple[float, tuple[int, ...], tuple[int, ...]]:
     return (candidate.bound_ms, candidate.line.placement, candidate.sizes)
 
 
@@ -299,3 +303,205 @@ def _neighbours(sizes: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
                 moved[giver] -= 1
                 moved[taker] += 1
                 yield tuple(moved)
+
+
+# --- One cut on one line while it is searched, and the row that is left of it.
+
+_ROUNDING = 1e-9
+
+
+class Fate(StrEnum):
+    """What became of a candidate."""
+
+    CHOSEN = "chosen"
+    SOLVED = "solved fully, slower"
+    SLOWER = "slower in a short search"
+    PROVEN = "bound above the chosen one (proven)"
+    NO_MEMORY = "does not fit (proven)"
+    NOT_TRIED = "not tried"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRow:
+    """A candidate for people and programs; times in ms, None where there is none.
+
+    ``quick_ms`` is the best family with a short search, ``final_ms`` the best known at the end.
+    """
+
+    label: str
+    chunks: int
+    placement: tuple[int, ...]
+    sizes: tuple[int, ...]
+    is_even: bool
+    bound_ms: float | None
+    quick_ms: float | None
+    final_ms: float | None
+    method: str
+    fate: Fate
+    note: str = ""
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the row as JSON values."""
+        data = {name: getattr(self, name) for name in self.__slots__}
+        return data | {"placement": list(self.placement), "sizes": list(self.sizes)}
+
+
+class CutCandidate:
+    """A cut on a line with its problem, its bound and the best programs known for it.
+
+    Parameters
+    ----------
+    model, line, sizes
+        What makes the problem.
+    is_even
+        Whether this is the naive cut all others are held against.
+    """
+
+    def __init__(
+        self, model: Model, line: PlacementLine, sizes: tuple[int, ...], *, is_even: bool = False
+    ) -> None:
+        self.line, self.sizes, self.is_even = line, sizes, is_even
+        self.problem: Problem = model.problem(line.placement, sizes)
+        feasible = feasibility(self.problem)
+        self.misfit, self.needs = feasible.message, feasible.needs
+        self.bound_ms = math.inf if self.misfit else lower_bound(self.problem).ms
+        self.best = Incumbent(self.problem)
+        if not self.misfit:
+            self.best.offer_bound(self.bound_ms, "bounds")
+        self.quick_ms: float | None = None
+        self.is_solved = False
+
+    @property
+    def objective_ms(self) -> float:
+        """The best known; inf where nothing is."""
+        return self.best.objective_ms
+
+    @property
+    def name(self) -> str:
+        """Label and sizes, for progress lines."""
+        return f"{self.line.label} [{' '.join(map(str, self.sizes))}]"
+
+    def cannot_beat(self, objective_ms: float) -> bool:
+        """Whether its bound proves that it is no faster than that."""
+        return self.bound_ms >= objective_ms * (1 - _ROUNDING)
+
+    def row(self, chosen: CutCandidate | None) -> PlanRow:
+        """Return what is to be said about it at the end."""
+        known = self.best.programs is not None
+        return PlanRow(
+            label=self.line.label,
+            chunks=self.line.chunks,
+            placement=self.line.placement,
+            sizes=self.sizes,
+            is_even=self.is_even,
+            bound_ms=None if self.misfit else self.bound_ms,
+            quick_ms=self.quick_ms,
+            final_ms=self.objective_ms if known else None,
+            method=self.best.method,
+            fate=self._fate(chosen),
+            note=self.misfit,
+        )
+
+    def _fate(self, chosen: CutCandidate | None) -> Fate:
+        if self is chosen:
+            return Fate.CHOSEN
+        if self.misfit:
+            return Fate.NO_MEMORY
+        if chosen is not None and self.cannot_beat(chosen.objective_ms):
+            return Fate.PROVEN
+        if self.is_solved:
+            return Fate.SOLVED
+        return Fate.NOT_TRIED if self.best.programs is None else Fate.SLOWER
+
+
+# --- A quick value of a candidate: the families that are cheap, programs of relatives, a search.
+
+_SLOW = frozenset({"greedy"})
+_SLOW_FROM_CELLS = 300
+"""Families that take longer than all others together, and from which size on they are left out."""
+
+
+def evaluate_quickly(
+    candidate: CutCandidate,
+    *,
+    relatives: Iterable[Programs] = (),
+    search_s: float,
+    stop: Stop,
+) -> None:
+    """Find programs for a candidate and its ``quick_ms``, unless nothing fits.
+
+    Parameters
+    ----------
+    candidate
+        Any.
+    relatives
+        Programs of cuts with the same placement: they are programs of this one too, and often
+        within its memory. Where one is, families are left out.
+    search_s
+        Most seconds of local search.
+    stop
+        The time there is: looked at between families once something is known.
+    """
+    best = candidate.best
+    for programs in relatives:
+        best.offer(programs, "neighbour")
+    if best.programs is None:
+        _try_families(candidate, stop.is_over)
+    search(candidate, stop.turn(at_most=search_s))
+    if best.programs is not None:
+        candidate.quick_ms = best.objective_ms
+
+
+def search(candidate: CutCandidate, stop: Stop) -> None:
+    """Improve a candidate's programs by local search."""
+    if not stop.is_over():
+        improve_by_local_search(candidate.best, stop)
+
+
+def _try_families(candidate: CutCandidate, should_stop: Callable[[], bool]) -> None:
+    problem = candidate.problem
+    cells = len(problem.stages) * problem.num_microbatches
+    names = [
+        family.name for family in FAMILIES if family.name not in _SLOW or cells < _SLOW_FROM_CELLS
+    ]
+    for start in all_starts(problem, names):
+        if start.programs is not None and start.legal:
+            candidate.best.offer(start.programs, start.method)
+        if candidate.best.programs is not None and should_stop():
+            return
+
+
+# --- An earlier plan as the start of a search: which cut of the model its problem is.
+
+
+def cut_of(model: Model, problem: Problem) -> tuple[int, ...] | None:
+    """Return the layers of each stage; None where the problem is no cut of the model.
+
+    Where a layer has neither time nor bytes, several cuts make the same stages: the fewest layers
+    count for each, and a cut that had more of them may be taken for none.
+    """
+    sizes = []
+    first = 0
+    for stage in problem.stages:
+        size = _run_length(model, stage, first)
+        if size is None:
+            return None
+        sizes.append(size)
+        first += size
+    try:
+        same = model.problem(problem.placement, sizes).problem_hash == problem.problem_hash
+    except ModelError:
+        return None
+    return tuple(sizes) if same else None
+
+
+def _run_length(model: Model, stage: Stage, first: int) -> int | None:
+    """Return how many layers from the first one on make the stage, the fewest that do."""
+    if not 0 <= stage.device < len(model.devices):
+        return None
+    run: Stage | None = None
+    for size, layer in enumerate(model.stages_on[stage.device][first:], start=1):
+        run = layer if run is None else fuse(run, layer)
+        if run == stage:
+            return size
+    return None

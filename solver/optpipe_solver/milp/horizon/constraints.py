@@ -4,7 +4,7 @@ Numbers in docstrings are those of ``docs/milp.md``.
 
 Times are ms, memory is in units of the device's largest item so that coefficients stay near 1.
 Where a family is a relaxation of `optpipe.simulate` it says so: the model's optimum is then still a
-valid bound, and its solutions are judged after lowering.
+valid bound, and its solutions are evaluated after lowering.
 """
 
 from __future__ import annotations
@@ -12,26 +12,29 @@ from __future__ import annotations
 from itertools import combinations
 from typing import TYPE_CHECKING
 
-from optpipe.action import Action, ActionType
-from optpipe.precedence import Pass
+from optpipe.schedule import Action, ActionType, Pass
 from optpipe_solver.milp.highs import at_least, total
-from optpipe_solver.milp.horizon.cuts import loads, triangles
-from optpipe_solver.milp.horizon.items import Choice
-from optpipe_solver.milp.horizon.memory import checkpoint_counts_once_kept, fits_device_memory
-from optpipe_solver.milp.horizon.rows import relaxed as _relaxed
+from optpipe_solver.milp.horizon.items import HorizonChoice
 from optpipe_solver.milp.horizon.variables import exclusive
+from optpipe_solver.milp.horizon.variables import relaxed as _relaxed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from optpipe_solver.milp.highs import Constraint, Linear, Variable
-    from optpipe_solver.milp.horizon.context import Cell
-    from optpipe_solver.milp.horizon.items import Item
+    from optpipe_solver.milp.horizon.items import Cell, HorizonItem
     from optpipe_solver.milp.horizon.variables import HorizonVariables
 
-__all__ = ["all_constraints"]
+__all__ = [
+    "all_constraints",
+    "checkpoint_counts_once_kept",
+    "fits_device_memory",
+    "loads",
+]
+
 
 _BACKWARD = (ActionType.BACKWARD_INPUT, ActionType.FULL_BACKWARD)
+_LAST = (ActionType.BACKWARD_WEIGHT, ActionType.FULL_BACKWARD)
 
 
 def one_after_another(v: HorizonVariables) -> Iterator[Constraint]:
@@ -40,37 +43,22 @@ def one_after_another(v: HorizonVariables) -> Iterator[Constraint]:
         for a, b in combinations(row, 2):
             if v.items.implied(a, b) and v.items.implied(b, a):
                 continue
-            if v.tricks.few_rows and _is_said_anyway(v, a, b):
-                continue
             yield from _after(v, a, b)
             yield from _after(v, b, a)
             if a.presence is not None and b.presence is not None:
                 yield from _ordered_if_both(v, a, b)
 
 
-def _is_said_anyway(v: HorizonVariables, a: Item, b: Item) -> bool:
-    """Whether the order of two items is known and follows from those with a third between.
-
-    Two optional items keep their row: whether both exist is then said by their order binary.
-    """
-    if a.presence is not None and b.presence is not None:
-        return False
-    for first, second in ((a, b), (b, a)):
-        if v.items.implied(first, second):
-            return v.items.follows_anyway(first, second)
-    return False
-
-
-def _after(v: HorizonVariables, a: Item, b: Item) -> Iterator[Constraint]:
+def _after(v: HorizonVariables, a: HorizonItem, b: HorizonItem) -> Iterator[Constraint]:
     order = v.before(a, b)
     if isinstance(order, float) and order == 0.0:
         return
-    big = v.big(a.latest + a.duration - b.earliest)
+    big = a.latest + a.duration - b.earliest
     if big > 0:
         yield _relaxed(v.start[b] - v.start[a] - a.duration, order, big)
 
 
-def _ordered_if_both(v: HorizonVariables, a: Item, b: Item) -> Iterator[Constraint]:
+def _ordered_if_both(v: HorizonVariables, a: HorizonItem, b: HorizonItem) -> Iterator[Constraint]:
     """Two optional items: some order where both exist, none where one does not."""
     ab, ba = v.before(a, b), v.before(b, a)
     both = v.present(a) + v.present(b) - 1.0
@@ -89,7 +77,7 @@ def no_order_with_the_absent(v: HorizonVariables) -> Iterator[Constraint]:
 
 
 def never_together(v: HorizonVariables) -> Iterator[Constraint]:
-    """Two items of which both orders are excluded do not both exist. (15)."""
+    """Two items of which both orders are excluded do not both exist. (14)."""
     for row in v.items.by_device:
         for a, b in combinations(row, 2):
             neither_way = v.items.implied(a, b) and v.items.implied(b, a)
@@ -112,14 +100,16 @@ def data_arrives(v: HorizonVariables) -> Iterator[Constraint]:
             yield from _follows(v, Pass(True, stage + 1, j), item, delay)
 
 
-def _follows(v: HorizonVariables, source: Pass, item: Item, delay: float) -> Iterator[Constraint]:
+def _follows(
+    v: HorizonVariables, source: Pass, item: HorizonItem, delay: float
+) -> Iterator[Constraint]:
     kinds = _BACKWARD if source.backward else (ActionType.FORWARD,)
     for kind in kinds:
         producer = v.items.of_action.get(Action(source.stage, kind, source.microbatch))
         if producer is None:
             continue
         gap = v.start[item] - v.start[producer] - producer.duration - delay
-        big = v.big(producer.latest + producer.duration + delay - item.earliest)
+        big = producer.latest + producer.duration + delay - item.earliest
         exists = v.present(producer) + v.present(item) - 1.0
         yield _relaxed(gap, exists, big)
 
@@ -129,9 +119,11 @@ def shrunk_once(v: HorizonVariables) -> Iterator[Constraint]:
     for row in v.items.by_device:
         for item in row:
             stage, kind, j = item.action
-            offload_is_open = v.items.is_open(Choice.OFFLOADED, (stage, j))
+            offload_is_open = v.items.is_open(HorizonChoice.OFFLOADED, (stage, j))
             if kind is ActionType.RECOMPUTE and offload_is_open:
-                both = v.chosen(Choice.OFFLOADED, stage, j) + v.chosen(Choice.RECOMPUTED, stage, j)
+                both = v.chosen(HorizonChoice.OFFLOADED, stage, j) + v.chosen(
+                    HorizonChoice.RECOMPUTED, stage, j
+                )
                 yield at_least(1.0 - both, 0.0)
 
 
@@ -142,28 +134,17 @@ def transfers_in_turn(v: HorizonVariables) -> Iterator[Constraint]:
     """
     for device in range(len(v.problem.devices)):
         for cell in v.items.open_cells(device, ActionType.OFFLOAD):
-            yield from _copy_out(v, cell, device)
-        for cell in v.items.open_cells(device, ActionType.RELOAD):
+            forward = v.items.of_action[Action(cell[0], ActionType.FORWARD, cell[1])]
+            yield at_least(v.d2h[cell] - v.start[forward] - forward.duration, 0.0)
             yield from _copy_back(v, cell)
-
-
-def _copy_out(v: HorizonVariables, cell: Cell, device: int) -> Iterator[Constraint]:
-    forward = v.item(cell, ActionType.FORWARD)
-    if forward is None:
-        yield at_least(v.d2h[cell], v.items.context.ready[device])
-    else:
-        yield at_least(v.d2h[cell] - v.start[forward] - forward.duration, 0.0)
 
 
 def _copy_back(v: HorizonVariables, cell: Cell) -> Iterator[Constraint]:
     stage, j = cell
     reload = v.items.of_action[Action(stage, ActionType.RELOAD, j)]
-    chosen = v.chosen(Choice.OFFLOADED, stage, j)
-    if cell in v.d2h:
-        away = v.problem.offload_ms(stage)
-        yield _relaxed(v.start[reload] - v.d2h[cell] - away, chosen, v.top + away)
-    elif cell in v.items.context.copied:
-        yield at_least(v.start[reload], v.items.context.copied[cell])
+    chosen = v.chosen(HorizonChoice.OFFLOADED, stage, j)
+    away = v.problem.offload_ms(stage)
+    yield _relaxed(v.start[reload] - v.d2h[cell] - away, chosen, v.top + away)
     yield _relaxed(v.h2d[cell] - v.start[reload], chosen, v.top)
     back = v.problem.reload_ms(stage)
     for kind in _BACKWARD:
@@ -228,21 +209,14 @@ def release_waits_for_the_copy(v: HorizonVariables) -> Iterator[Constraint]:
     """An item counts bytes as released only if it starts after their copy has ended. (7)."""
     for (cell, item), released in v.released.items():
         away = v.problem.offload_ms(cell[0])
-        copied: Linear = v.items.context.copied.get(cell, 0.0)
-        if cell in v.d2h:
-            copied = v.d2h[cell] + away
-        yield at_least(v.chosen(Choice.OFFLOADED, *cell) - released, 0.0)
+        copied = v.d2h[cell] + away
+        yield at_least(v.chosen(HorizonChoice.OFFLOADED, *cell) - released, 0.0)
         yield at_least(v.present(item) - released, 0.0)
         yield _relaxed(v.start[item] - copied, released, v.top + away)
 
 
 def fits_host_memory(v: HorizonVariables) -> Iterator[Constraint]:
-    """The offloaded bytes of a host's devices, each at its peak, fit the host. (10).
-
-    Not in a window, whose surroundings hold host memory too: the check judges those.
-    """
-    if v.items.context.window is not None:
-        return
+    """The offloaded bytes of a host's devices, each at its peak, fit the host. (10)."""
     for host in v.problem.hosts:
         if host.memory_bytes is None:
             continue
@@ -261,7 +235,7 @@ def _host_peak_of(v: HorizonVariables, cells: list[Cell], device: int) -> Iterat
     size = {cell: v.problem.stages[cell[0]].offload_bytes / v.host_unit for cell in cells}
     everything = sum(size.values())
     for cell in cells:
-        chosen = v.chosen(Choice.OFFLOADED, *cell)
+        chosen = v.chosen(HorizonChoice.OFFLOADED, *cell)
         held: list[Linear] = [size[cell] * chosen]
         for other in cells:
             if other != cell:
@@ -309,31 +283,16 @@ def ends_within_length(v: HorizonVariables) -> Iterator[Constraint]:
     """
     for device, row in enumerate(v.items.by_device):
         origin: Linear = 0.0
-        if v.problem.objective == "span" and v.items.context.window is None:
+        if v.problem.objective == "span":
             origin = v.first_start[device]
             for item in row:
                 if item.action.type is ActionType.FORWARD:
                     yield at_least(v.start[item] - origin, 0.0)
         for item in row:
-            tail = v.items.context.tails.get(item.action)
-            if tail is not None and not item.action.type.is_transfer:
-                end = v.start[item] + item.duration + tail
-                big = v.top + max(0.0, tail) + item.duration
-                yield _relaxed(v.length - end + origin, v.present(item), big)
-    yield from _transfers_end_within_length(v)
-
-
-def _transfers_end_within_length(v: HorizonVariables) -> Iterator[Constraint]:
-    """What follows a window may wait for its transfers."""
-    for table, kind in ((v.d2h, ActionType.OFFLOAD), (v.h2d, ActionType.RELOAD)):
-        for (s, j), start in table.items():
-            transfer = Action(s, kind, j)
-            lane = v.items.context.lane_tails.get((_device(v, transfer), kind))
-            tails = [v.items.context.tails.get(transfer), lane]
-            known = [tail for tail in tails if tail is not None]
-            if known:
-                after = _transfer_ms(v, transfer) + max(known)
-                yield _relaxed(v.length - start - after, _happens(v, transfer), v.top + after)
+            if item.action.type in _LAST:
+                after = item.duration + v.problem.stages[item.action.stage].grad_sync_ms
+                gap = v.length - v.start[item] - after + origin
+                yield _relaxed(gap, v.present(item), v.top + after)
 
 
 def all_constraints(v: HorizonVariables) -> Iterator[Constraint]:
@@ -350,15 +309,12 @@ def all_constraints(v: HorizonVariables) -> Iterator[Constraint]:
     yield from fits_host_memory(v)
     yield from reloads_have_one_order(v)
     yield from ends_within_length(v)
-    if v.tricks.load_rows:
-        yield from loads(v)
-    if v.tricks.triangles:
-        yield from triangles(v)
+    yield from loads(v)
     yield from no_order_with_the_absent(v)
 
 
 def _happens(v: HorizonVariables, transfer: Action) -> Linear:
-    return v.chosen(Choice.OFFLOADED, transfer.stage, transfer.microbatch)
+    return v.chosen(HorizonChoice.OFFLOADED, transfer.stage, transfer.microbatch)
 
 
 def _device(v: HorizonVariables, transfer: Action) -> int:
@@ -369,3 +325,118 @@ def _transfer_ms(v: HorizonVariables, transfer: Action) -> float:
     if transfer.type is ActionType.OFFLOAD:
         return v.problem.offload_ms(transfer.stage)
     return v.problem.reload_ms(transfer.stage)
+
+
+# --- Device memory: a sum over orders, never over times; numbers are those of ``docs/milp.md``.
+
+_LEAST_WEIGHT = 1e-6
+"""HiGHS drops coefficients below 1e-9, and those near its tolerance decide nothing."""
+
+
+def fits_device_memory(v: HorizonVariables) -> Iterator[Constraint]:
+    """At every item that takes bytes, what stands before it and itself fit the device. (8)."""
+    for device, row in enumerate(v.items.by_device):
+        if not v.items.tight[device]:
+            continue
+        limit = v.problem.devices[device].usable_bytes - v.problem.static_bytes_of(device)
+        unit = max([1, *(abs(item.delta) for item in row), *(item.extra for item in row)])
+        for item in row:
+            if item.extra > 0:
+                held = _held_before(v, row, item, unit) + _taken_by(v, item, unit)
+                yield at_least(limit / unit - held, 0.0)
+
+
+def _held_before(
+    v: HorizonVariables, row: list[HorizonItem], item: HorizonItem, unit: int
+) -> Linear:
+    terms: list[Linear] = []
+    for other in row:
+        if other is item or other.delta == 0:
+            continue
+        terms.append(_weighed(other.delta / unit, v.before(other, item)))
+        stage, kind, j = other.action
+        if kind is ActionType.FORWARD and v.items.is_open(HorizonChoice.RECOMPUTED, (stage, j)):
+            saved = _checkpoint_saving(v, stage, unit)
+            terms.append(_weighed(-saved, _checkpointed(v, other, item)))
+    for cell in v.items.open_cells(item.device, ActionType.RELEASE):
+        forward = v.items.of_action[Action(cell[0], ActionType.FORWARD, cell[1])]
+        if forward is item or v.items.implied(item, forward):
+            continue
+        moved = v.problem.stages[cell[0]].offload_bytes / unit
+        terms.append(_weighed(-moved, v.releases(cell, item)))
+    return total(terms)
+
+
+def _taken_by(v: HorizonVariables, item: HorizonItem, unit: int) -> Linear:
+    stage, kind, j = item.action
+    taken = _weighed(item.extra / unit, v.present(item))
+    if kind is ActionType.FORWARD and v.items.is_open(HorizonChoice.RECOMPUTED, (stage, j)):
+        saved = _checkpoint_saving(v, stage, unit)
+        taken = taken + _weighed(-saved, v.chosen(HorizonChoice.RECOMPUTED, stage, j))
+    return taken
+
+
+def _weighed(weight: float, flag: Linear) -> Linear:
+    """Return weight x flag, or the least that can be where HiGHS might take the weight for zero.
+
+    So a device with one tiny stage is relaxed, never proven to fail.
+    """
+    if abs(weight) >= _LEAST_WEIGHT:
+        return weight * flag
+    return min(weight, 0.0)
+
+
+def _checkpoint_saving(v: HorizonVariables, stage: int, unit: int) -> float:
+    held = v.problem.stages[stage]
+    return (held.activation_bytes - (held.checkpoint_bytes or 0)) / unit
+
+
+def _checkpointed(v: HorizonVariables, forward: HorizonItem, item: HorizonItem) -> Linear:
+    """Return 1 only where the forward stands before the item and keeps just its checkpoint."""
+    key = ((forward.action.stage, forward.action.microbatch), item)
+    if key not in v.checkpointed:
+        v.checkpointed[key] = v.model.continuous(
+            f"checkpointed_{forward.action}_{item.action}", 0.0, 1.0
+        )
+    return v.checkpointed[key]
+
+
+def checkpoint_counts_once_kept(v: HorizonVariables) -> Iterator[Constraint]:
+    """The saving of a recomputed forward counts only where the forward stands before. (9)."""
+    for ((stage, j), item), saved in v.checkpointed.items():
+        forward = v.items.of_action[Action(stage, ActionType.FORWARD, j)]
+        yield at_least(v.chosen(HorizonChoice.RECOMPUTED, stage, j) - saved, 0.0)
+        yield at_least(v.before(forward, item) - saved, 0.0)
+
+
+# --- Rows that cut off no schedule but much of the linear relaxation; numbers as in `constraints`.
+
+
+def loads(v: HorizonVariables) -> Iterator[Constraint]:
+    """An item starts after all that stands before it, and the length covers all behind it. (13).
+
+    t_b >= head + sum of d_a y_ab, and L >= t_b + d_b + sum of d_a y_ba + tail, where head is the
+    least start of all items of the device and tail the least that follows the end of any; also
+    L >= t_b + d_b + tail of b alone. A tail is what the horizon H leaves behind the latest end: a
+    schedule of length L < H, shifted by H - L, is one within H and keeps every latest start.
+    """
+    for row in v.items.by_device:
+        compute = [item for item in row if item.duration > 0]
+        if not compute:
+            continue
+        head = min(item.earliest for item in compute)
+        for b in compute:
+            if b.presence is None:
+                before = total([a.duration * v.before(a, b) for a in compute if a is not b])
+                yield at_least(v.start[b] - before, head)
+        if v.problem.objective == "makespan":
+            yield from _behind(v, compute)
+
+
+def _behind(v: HorizonVariables, row: list[HorizonItem]) -> Iterator[Constraint]:
+    tail = min(v.items.tail(item) for item in row)
+    for b in row:
+        if b.presence is None:
+            behind = total([a.duration * v.before(b, a) for a in row if a is not b])
+            yield at_least(v.length - v.start[b] - behind, b.duration + tail)
+            yield at_least(v.length - v.start[b], b.duration + v.items.tail(b))

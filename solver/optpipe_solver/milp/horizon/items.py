@@ -1,4 +1,4 @@
-"""What the model orders: items with windows, presence and memory.
+"""What the model orders: items with windows, presence and memory; facts about a problem.
 
 An item is an action that takes a place in a device's program: compute actions, and RELOAD, which
 takes no time there but must stand at a compute boundary. OFFLOAD and RELEASE need no place of
@@ -12,15 +12,33 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from optpipe.action import Action, ActionType
 from optpipe.memory import action_delta, action_workspace
+from optpipe.schedule import Action, ActionType
 from optpipe.simulate import duration_ms
 
 if TYPE_CHECKING:
     from optpipe.problem import Problem
-    from optpipe_solver.milp.horizon.context import Cell, Context
 
-__all__ = ["Choice", "Item", "Opening", "Presence", "draw_items", "memory_binds"]
+__all__ = [
+    "MOST_PAIRS",
+    "Cell",
+    "HorizonChoice",
+    "HorizonItem",
+    "Opening",
+    "Presence",
+    "draw_items",
+    "fifo_loses_nothing",
+    "fusing_may_pay",
+    "memory_binds",
+    "num_order_pairs",
+    "openings_of",
+]
+
+Cell = tuple[int, int]
+"""A (stage, micro-batch)."""
+
+MOST_PAIRS = 60_000
+"""Pairs of items of a device, summed over devices, beyond which no model is worth building."""
 
 _F, _I, _W, _B = (
     ActionType.FORWARD,
@@ -30,7 +48,7 @@ _F, _I, _W, _B = (
 )
 
 
-class Choice(StrEnum):
+class HorizonChoice(StrEnum):
     """Binary choices of a (stage, micro-batch) on which the presence of items depends."""
 
     FUSED = "fused"
@@ -43,13 +61,13 @@ class Choice(StrEnum):
 class Presence:
     """The item exists only if this choice is made."""
 
-    choice: Choice
+    choice: HorizonChoice
     stage: int
     microbatch: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Item:
+class HorizonItem:
     """One action that takes a place in its device's program; one object stands for it.
 
     ``index`` counts all items, those of one device in a row; ``presence`` None = always there;
@@ -70,35 +88,30 @@ class Item:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Opening:
-    """What is open about a cell: the actions that may exist, and when.
-
-    ``here`` holds the actions that exist in any case or may, OFFLOAD and RELEASE included;
-    a choice not open is made: an action of ``here`` then exists.
-    """
+    """What may be chosen about a cell, and ``here``: the actions that exist in any case or may."""
 
     cell: Cell
     here: frozenset[ActionType]
-    may_fuse: bool = False
-    may_offload: bool = False
-    may_recompute: bool = False
-    is_recomputed: bool = False
+    may_fuse: bool
+    may_offload: bool
+    may_recompute: bool
 
     def presence(self, kind: ActionType) -> Presence | None:
         """Return the choice on which an action depends."""
         if kind in (_I, _W) and self.may_fuse:
-            return Presence(Choice.SPLIT, *self.cell)
+            return Presence(HorizonChoice.SPLIT, *self.cell)
         if kind is _B and self.may_fuse:
-            return Presence(Choice.FUSED, *self.cell)
+            return Presence(HorizonChoice.FUSED, *self.cell)
         if kind is ActionType.RELOAD and self.may_offload:
-            return Presence(Choice.OFFLOADED, *self.cell)
+            return Presence(HorizonChoice.OFFLOADED, *self.cell)
         if kind is ActionType.RECOMPUTE and self.may_recompute:
-            return Presence(Choice.RECOMPUTED, *self.cell)
+            return Presence(HorizonChoice.RECOMPUTED, *self.cell)
         return None
 
 
-def draw_items(problem: Problem, openings: list[Opening]) -> list[Item]:
+def draw_items(problem: Problem, openings: list[Opening]) -> list[HorizonItem]:
     """Return all items, device by device, with windows still to be found."""
-    items: list[Item] = []
+    items: list[HorizonItem] = []
     for device in range(len(problem.devices)):
         for opening in openings:
             if problem.stages[opening.cell[0]].device == device:
@@ -111,12 +124,12 @@ def draw_items(problem: Problem, openings: list[Opening]) -> list[Item]:
 _ITEM_ORDER = (_F, _I, _W, _B, ActionType.RELOAD, ActionType.RECOMPUTE)
 
 
-def _item(problem: Problem, opening: Opening, kind: ActionType, index: int) -> Item:
+def _item(problem: Problem, opening: Opening, kind: ActionType, index: int) -> HorizonItem:
     stage, microbatch = opening.cell
     held = problem.stages[stage]
     action = Action(stage, kind, microbatch)
-    delta = action_delta(held, kind, is_recomputed=opening.is_recomputed)
-    return Item(
+    delta = action_delta(held, kind, is_recomputed=False)
+    return HorizonItem(
         index=index,
         action=action,
         device=held.device,
@@ -129,43 +142,23 @@ def _item(problem: Problem, opening: Opening, kind: ActionType, index: int) -> I
     )
 
 
-def openings_of(problem: Problem, context: Context, *, alike: bool) -> list[Opening]:
-    """Return what is open about every cell that has an action in the window, by cell.
-
-    ``alike``: no offload, no recompute and no fused backward is worth looking at unless the
-    window holds one already.
-    """
-    here: dict[Cell, set[ActionType]] = {}
-    if context.window is None:
-        cells = range(problem.num_microbatches)
-        here = {(s, j): {_F, _I, _W} for s in range(len(problem.stages)) for j in cells}
-    else:
-        for program in context.window:
-            for stage, kind, j in program:
-                here.setdefault((stage, j), set()).add(kind)
-    tight = [not alike and memory_binds(problem, device) for device in range(len(problem.devices))]
-    return [_opening(problem, context, cell, here[cell], tight) for cell in sorted(here)]
+def openings_of(problem: Problem) -> list[Opening]:
+    """Return what is open about every cell, by cell."""
+    return [
+        _opening(problem, (s, j))
+        for s in range(len(problem.stages))
+        for j in range(problem.num_microbatches)
+    ]
 
 
-def _opening(
-    problem: Problem,
-    context: Context,
-    cell: Cell,
-    here: set[ActionType],
-    tight: list[bool],
-) -> Opening:
+def _opening(problem: Problem, cell: Cell) -> Opening:
+    """Offload and recompute are no choice where memory does not bind: they buy nothing there."""
     stage = problem.stages[cell[0]]
-    again = cell in context.recomputed
-    if _F not in here or not here & {_I, _B} or stage.device in context.frozen:
-        return Opening(cell=cell, here=frozenset(here), is_recomputed=again)
-    whole_backward = bool(here & {_W, _B})
-    binds = tight[stage.device]
-    fuse = whole_backward and (fusing_may_pay(problem, cell[0]) or _B in here)
-    offload = ActionType.OFFLOAD in here or (binds and problem.can_offload(cell[0]))
-    recompute = ActionType.RECOMPUTE in here or (binds and stage.can_recompute)
-    kinds = {_F, _I}
-    if whole_backward:
-        kinds.add(_W)
+    binds = memory_binds(problem, stage.device)
+    fuse = fusing_may_pay(problem, cell[0])
+    offload = binds and problem.can_offload(cell[0])
+    recompute = binds and stage.can_recompute
+    kinds = {_F, _I, _W}
     if fuse:
         kinds.add(_B)
     if offload:
@@ -178,6 +171,27 @@ def _opening(
         may_fuse=fuse,
         may_offload=offload,
         may_recompute=recompute,
+    )
+
+
+def num_order_pairs(problem: Problem, *, fifo: bool) -> int:
+    """Return how many pairs of items would need an order binary: the size of the model."""
+    m = problem.num_microbatches
+    pairs = 0
+    for held in problem.stages_of:
+        count = m * sum(3 + problem.can_offload(s) + problem.stages[s].can_recompute for s in held)
+        pairs += count * (count - 1) // (3 if fifo and m > 1 else 2)
+    return pairs
+
+
+def fifo_loses_nothing(problem: Problem) -> bool:
+    """Identical micro-batches may be relabelled pass by pass where each is treated alike.
+
+    That is so where no device can profit from offload or recompute (DESIGN section 6).
+    """
+    return not any(
+        memory_binds(problem, stage.device) and (problem.can_offload(s) or stage.can_recompute)
+        for s, stage in enumerate(problem.stages)
     )
 
 

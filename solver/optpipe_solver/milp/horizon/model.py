@@ -1,10 +1,9 @@
-"""The full-horizon model, built and solved from a start schedule.
+"""The full-horizon model, built and solved below the length of a schedule already known.
 
 Joint choice of compute order, fused or split backward, offload, transfer times and lanes, and
 recompute, under device and host memory (OptPipe, arXiv 2510.05186, generalised to any placement,
 unequal stages and mixed hardware). Its dual bound is a proven lower bound of the objective unless
-micro-batches are restricted to first-in-first-out where that loses something, or a context fixes
-part of the schedule.
+micro-batches are restricted to first-in-first-out where that loses something.
 """
 
 from __future__ import annotations
@@ -12,26 +11,40 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from optpipe_solver.milp.highs import MilpStatus, Model, solve_milp
+from optpipe.schedule import OPTIMAL_GAP, Action, ActionType
+from optpipe_solver.arrays.grid import Goal
+from optpipe_solver.milp.highs import MilpModel, MilpStatus, scale_for, scaled, solve_milp, value_of
 from optpipe_solver.milp.horizon.constraints import all_constraints
-from optpipe_solver.milp.horizon.deadline import Deadline
-from optpipe_solver.milp.horizon.grid import Goal
-from optpipe_solver.milp.horizon.lowering import lower
+from optpipe_solver.milp.horizon.items import (
+    HorizonChoice,
+    fifo_loses_nothing,
+    num_order_pairs,
+)
 from optpipe_solver.milp.horizon.objective import length
 from optpipe_solver.milp.horizon.orders import HorizonItems
-from optpipe_solver.milp.horizon.start import start_values
-from optpipe_solver.milp.horizon.tricks import Tricks
 from optpipe_solver.milp.horizon.variables import HorizonVariables
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from optpipe.action import Programs
     from optpipe.problem import Problem
-    from optpipe_solver.milp.highs import Variable
-    from optpipe_solver.milp.horizon.context import Context
+    from optpipe.schedule import Program, Programs
+    from optpipe_solver.budget import Stop
+    from optpipe_solver.incumbent import Incumbent
+    from optpipe_solver.milp.highs import Linear, Variable
+    from optpipe_solver.milp.horizon.items import Cell, HorizonItem
 
-__all__ = ["HorizonModel", "HorizonOutcome", "Search", "num_order_pairs", "solve_horizon"]
+    Values = Mapping[Variable, float]
+
+__all__ = [
+    "HorizonModel",
+    "HorizonOutcome",
+    "HorizonSearch",
+    "improve_by_milp",
+    "lower",
+    "solve_horizon",
+]
+
 
 _ROWS_BETWEEN_LOOKS = 500
 
@@ -46,39 +59,20 @@ class HorizonOutcome:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Search:
-    """How a model is searched, by whom it is interrupted and whom it tells.
+class HorizonSearch:
+    """How a model is searched, and who is told.
 
     Attributes
     ----------
-    time_limit_s, threads, seed, work_limit
-        Seconds from now, HiGHS's threads and seed, most branch-and-bound nodes.
+    stop
+        What the run may spend; work is counted in branch-and-bound nodes.
     on_programs, on_bound
         Told the programs of every improving solution (not yet checked) and every better bound.
-    better
-        Asked for programs found elsewhere since it was last asked.
-    should_stop
-        True ends the run.
     """
 
-    time_limit_s: float
-    threads: int = 1
-    seed: int = 0
-    work_limit: int | None = None
-    on_programs: Callable[[Programs], None]
-    on_bound: Callable[[float], None] = lambda _: None
-    better: Callable[[], Programs | None] | None = None
-    should_stop: Callable[[], bool] = lambda: False
-
-
-def num_order_pairs(problem: Problem, *, fifo: bool) -> int:
-    """Return how many pairs of items would need an order binary: the size of the model."""
-    m = problem.num_microbatches
-    pairs = 0
-    for held in problem.stages_of:
-        count = m * sum(3 + problem.can_offload(s) + problem.stages[s].can_recompute for s in held)
-        pairs += count * (count - 1) // (3 if fifo and m > 1 else 2)
-    return pairs
+    stop: Stop
+    on_programs: Callable[[Programs], object]
+    on_bound: Callable[[float], None]
 
 
 class HorizonModel:
@@ -89,8 +83,8 @@ class HorizonModel:
     problem
         What is to be scheduled.
     horizon_ms
-        Only schedules with at most this objective are looked for: that of a schedule already known.
-    fifo, tricks, context, alike
+        Only schedules with at most this objective are looked for.
+    fifo
         See `HorizonItems`.
     floor_ms
         A proven lower bound of the objective.
@@ -105,24 +99,15 @@ class HorizonModel:
         *,
         fifo: bool,
         floor_ms: float = 0.0,
-        tricks: Tricks | None = None,
-        context: Context | None = None,
-        alike: bool = False,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> None:
         self.problem = problem
-        # The known schedule must stay inside its own windows, which come from sums in another
-        # order; a relative 1e-9 covers their rounding.
+        # A schedule of that length must stay inside its own windows, which come from sums in
+        # another order; a relative 1e-9 covers their rounding.
         self.items = HorizonItems(
-            problem,
-            horizon_ms * (1 + 1e-9),
-            fifo=fifo,
-            tricks=tricks,
-            context=context,
-            alike=alike,
-            should_stop=should_stop,
+            problem, horizon_ms * (1 + 1e-9), fifo=fifo, should_stop=should_stop
         )
-        self.model = Model("horizon")
+        self.model = MilpModel("horizon")
         self.is_complete = False
         if self.items.is_empty or should_stop():
             return
@@ -135,33 +120,24 @@ class HorizonModel:
                 return
         self.is_complete = True
 
-    def lowered(self, values: Mapping[Variable, float]) -> Programs:
-        """Return the programs a solution stands for."""
-        return lower(self.variables, values)
-
-    def values_of(self, programs: Programs) -> dict[Variable, float] | None:
-        """Return the solution legal programs stand for, None where the model excludes them."""
-        return start_values(self.variables, programs)
-
 
 def solve_horizon(
     problem: Problem,
-    incumbent: Programs,
     incumbent_ms: float,
-    search: Search,
+    search: HorizonSearch,
     *,
     fifo: bool,
     floor_ms: float = 0.0,
-    tricks: Tricks | None = None,
-    context: Context | None = None,
-    alike: bool = False,
 ) -> HorizonOutcome:
-    """Improve on an incumbent and prove how good it is.
+    """Look for what is better than a known schedule, and prove how good it is.
+
+    Better by one step of the grid where all times are multiples of one (see `grid`), else by half
+    of the gap that counts as none.
 
     Parameters
     ----------
-    incumbent, incumbent_ms
-        A legal schedule and its objective.
+    incumbent_ms
+        The objective of a legal schedule.
     search
         Limits and listeners.
     fifo
@@ -169,70 +145,192 @@ def solve_horizon(
         and may then not use the bound.
     floor_ms
         A proven lower bound.
-    tricks, context, alike
-        See `HorizonItems`.
     """
-    tricks = tricks or Tricks()
-    end = Deadline(search.time_limit_s, search.should_stop)
-    goal = Goal.of(problem, incumbent_ms, cutoff=tricks.cutoff)
+    stop, goal = search.stop, Goal.of(problem, incumbent_ms)
     horizon = HorizonModel(
-        problem,
-        goal.horizon_ms,
-        fifo=fifo,
-        floor_ms=floor_ms,
-        tricks=tricks,
-        context=context,
-        alike=alike,
-        should_stop=end.is_over,
+        problem, goal.horizon_ms, fifo=fifo, floor_ms=floor_ms, should_stop=stop.is_over
     )
     if horizon.items.is_empty:
         return HorizonOutcome(MilpStatus.INFEASIBLE, goal.proven_ms, 0)
     if not horizon.is_complete:
-        return HorizonOutcome(end.status(), None, 0)
+        stopped = MilpStatus.INTERRUPTED if stop.is_told() else MilpStatus.TIME_LIMIT
+        return HorizonOutcome(stopped, None, 0)
 
-    return _minimised(horizon, goal, incumbent, search, tricks=tricks, time_limit_s=end.left_s())
+    def found(values: Mapping[Variable, float]) -> None:
+        search.on_programs(lower(horizon.variables, values))
 
-
-def _minimised(
-    horizon: HorizonModel,
-    goal: Goal,
-    incumbent: Programs,
-    search: Search,
-    *,
-    tricks: Tricks,
-    time_limit_s: float,
-) -> HorizonOutcome:
-    """Hand a complete model to HiGHS; return how that ended."""
     outcome = solve_milp(
         horizon.model,
-        time_limit_s=time_limit_s,
-        threads=search.threads,
-        seed=search.seed,
-        work_limit=search.work_limit,
-        start=horizon.values_of(incumbent) if tricks.start and not tricks.cutoff else None,
-        on_solution=lambda values: search.on_programs(horizon.lowered(values)),
+        stop.turn(),
+        on_solution=found,
         on_bound=lambda bound: search.on_bound(goal.proven(bound)),
-        better=_handed_in(horizon, search) if tricks.hand_in else None,
-        should_stop=search.should_stop,
     )
     if outcome.values is not None:
-        search.on_programs(horizon.lowered(outcome.values))
+        found(outcome.values)
     bound = None if outcome.bound is None else goal.proven(outcome.bound)
     if outcome.status is MilpStatus.INFEASIBLE:
         bound = goal.proven_ms
     return HorizonOutcome(outcome.status, bound, outcome.num_nodes)
 
 
-def _handed_in(
-    horizon: HorizonModel, search: Search
-) -> Callable[[], dict[Variable, float] | None] | None:
-    """Return what asks for programs found elsewhere and reads them as a solution."""
-    better = search.better
-    if better is None:
-        return None
+# --- From a solution of the full-horizon model to programs.
+# Only orders and choices are read, never times: HiGHS's tolerances times a large big-M let times
+# overlap slightly. The caller checks and simulates the result.
 
-    def ask() -> dict[Variable, float] | None:
-        programs = better()
-        return None if programs is None else horizon.values_of(programs)
 
-    return ask
+def lower(v: HorizonVariables, values: Values) -> Programs:
+    """Return the programs that a solution stands for."""
+    return tuple(_program(v, values, device) for device in range(len(v.problem.devices)))
+
+
+def _program(v: HorizonVariables, values: Values, device: int) -> Program:
+    order = _ordered(v, values, device)
+    position = {item: at for at, item in enumerate(order)}
+    before: dict[int, list[Action]] = {}
+    away = _away(v, values, device)
+    for cell in away:
+        at = _release_position(v, values, cell, position)
+        before.setdefault(at, []).append(Action(cell[0], ActionType.RELEASE, cell[1]))
+    behind = _offloads(v, values, away, position)
+    program: list[Action] = []
+    for at, item in enumerate(order):
+        program += before.get(at, [])
+        program.append(item.action)
+        program += behind.get(at, [])
+    return tuple(program)
+
+
+def _away(v: HorizonVariables, values: Values, device: int) -> list[Cell]:
+    """Return the cells that are offloaded here, in the order of their copies out."""
+    cells = [
+        cell
+        for cell in v.items.open_cells(device, ActionType.OFFLOAD)
+        if _is_one(v.chosen(HorizonChoice.OFFLOADED, *cell), values)
+    ]
+    return sorted(cells, key=lambda cell: values.get(v.d2h[cell], 0.0))
+
+
+def _ordered(v: HorizonVariables, values: Values, device: int) -> list[HorizonItem]:
+    """Return the device's existing items in order: by how many others stand before each."""
+    there = [item for item in v.items.by_device[device] if _is_one(v.present(item), values)]
+    rank = {
+        item: sum(_is_one(v.before(other, item), values) for other in there if other is not item)
+        for item in there
+    }
+    # PuLP hands no variable on that stands in no constraint: its start is free.
+    return sorted(there, key=lambda item: (rank[item], values.get(v.start[item], item.earliest)))
+
+
+def _release_position(
+    v: HorizonVariables, values: Values, cell: Cell, position: dict[HorizonItem, int]
+) -> int:
+    """Return the first item that counts the cell's bytes as released: its RELOAD at the latest."""
+    at = position[v.items.of_action[Action(cell[0], ActionType.RELOAD, cell[1])]]
+    for (other, item), released in v.released.items():
+        if other == cell and item in position and _is_one(released, values):
+            at = min(at, position[item])
+    return at
+
+
+def _offloads(
+    v: HorizonVariables, values: Values, cells: list[Cell], position: dict[HorizonItem, int]
+) -> dict[int, list[Action]]:
+    """Issue every OFFLOAD as early as its forward, the lane's order and host memory allow."""
+    behind: dict[int, list[Action]] = {}
+    at = -1
+    for cell in cells:
+        at = max(at, position[v.items.of_action[Action(cell[0], ActionType.FORWARD, cell[1])]])
+        for (other, later), gone in v.host_after.items():
+            if later == cell and other in cells and _is_one(gone, values):
+                at = max(at, _backward_position(v, other, position))
+        behind.setdefault(at, []).append(Action(cell[0], ActionType.OFFLOAD, cell[1]))
+    return behind
+
+
+def _backward_position(v: HorizonVariables, cell: Cell, position: dict[HorizonItem, int]) -> int:
+    for kind in (ActionType.BACKWARD_INPUT, ActionType.FULL_BACKWARD):
+        item = v.items.of_action.get(Action(cell[0], kind, cell[1]))
+        if item is not None and item in position:
+            return position[item]
+    return 0
+
+
+def _is_one(expression: Linear, values: Values) -> bool:
+    return value_of(expression, values) > 0.5
+
+
+# --- Let the full-horizon MILP improve the best schedule known: ``method="milp"``.
+
+_MAX_FREE_PAIRS = 6_000
+"""Above this many pairs a free order of micro-batches is beyond HiGHS, first in, first out not."""
+
+_FIRST = 0.6
+"""Share of the time or nodes for the first run; the rest confirms what it proved."""
+
+
+def improve_by_milp(best: Incumbent, stop: Stop) -> None:
+    """Run the model from the best schedule known; work is counted in branch-and-bound nodes.
+
+    What it finds is offered as ``milp``, or as ``milp-fifo`` where micro-batches are restricted to
+    first in, first out although that may lose something: then nothing is proven.
+
+    A bound counts only where two runs of different seeds agree: HiGHS 1.15.1 was seen to deny
+    schedules that exist in one run of some 500, whatever its options, but never with two seeds on
+    one model (`benchmarks/false_proofs.py`). Where work is limited the run is a function of
+    problem, start, seed and threads, as long as time does not end it.
+    """
+    problem = best.problem
+    if best.programs is None:
+        return
+    loses_nothing = fifo_loses_nothing(problem)
+    fifo = loses_nothing or num_order_pairs(problem, fifo=False) > _MAX_FREE_PAIRS
+    run = _Runs(best=best, fifo=fifo, proves=loses_nothing or not fifo)
+    first_ms = run.once(stop.turn(_FIRST if run.proves else 1.0))
+    # A run that denied a schedule that exists by now was wrong, and confirms nothing.
+    is_wrong = first_ms > best.objective_ms * (1 + OPTIMAL_GAP)
+    if run.proves and first_ms > best.bound_ms and not is_wrong and not stop.is_over():
+        run.once(stop.turn(seed=stop.seed + 1), confirms_ms=first_ms)
+
+
+@dataclass(frozen=True, slots=True)
+class _Runs:
+    """Runs of one model, each below the best schedule known by then."""
+
+    best: Incumbent
+    fifo: bool
+    proves: bool
+
+    @property
+    def name(self) -> str:
+        """The method that schedules and bounds are offered as."""
+        return "milp" if self.proves else "milp-fifo"
+
+    def once(self, stop: Stop, confirms_ms: float = 0.0) -> float:
+        """Return the bound in ms, 0 where there is none.
+
+        What this run and the one before (``confirms_ms``) both prove is offered while it runs.
+        """
+        best = self.best
+        scale = scale_for(best.objective_ms)
+
+        def prove(bound_ms: float) -> None:
+            agreed_ms = min(bound_ms / scale, confirms_ms, best.objective_ms)
+            if agreed_ms > 0:
+                best.offer_bound(agreed_ms, self.name)
+
+        outcome = solve_horizon(
+            scaled(best.problem, scale),
+            best.objective_ms * scale,
+            HorizonSearch(
+                stop=stop,
+                on_programs=lambda found: best.offer(found, self.name),
+                on_bound=prove,
+            ),
+            fifo=self.fifo,
+            floor_ms=best.bound_ms * scale,
+        )
+        bound_ms = outcome.bound_ms or 0.0
+        prove(bound_ms)
+        if not stop.spent:
+            stop.spend(1)
+        return bound_ms / scale

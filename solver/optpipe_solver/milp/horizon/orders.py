@@ -3,33 +3,35 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import combinations, pairwise
+from itertools import combinations
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from optpipe.action import Action, ActionType
-from optpipe_solver.milp.horizon.context import Context
-from optpipe_solver.milp.horizon.facts import cells_of, facts_of
+from optpipe.schedule import Action, ActionType
 from optpipe_solver.milp.horizon.items import (
-    Choice,
+    HorizonChoice,
     draw_items,
     memory_binds,
     openings_of,
 )
-from optpipe_solver.milp.horizon.knowledge import Known, put_before
-from optpipe_solver.milp.horizon.propagation import propagate, shave
-from optpipe_solver.milp.horizon.tricks import Tricks
+from optpipe_solver.milp.horizon.presolve import (
+    Cells,
+    Facts,
+    Known,
+    propagate,
+    put_before,
+    shave,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from optpipe.problem import Problem
-    from optpipe_solver.milp.horizon.context import Cell
-    from optpipe_solver.milp.horizon.items import Item
-    from optpipe_solver.milp.horizon.knowledge import Cells, Facts
+    from optpipe_solver.milp.horizon.items import Cell, HorizonItem, Opening
 
-__all__ = ["HorizonItems"]
+__all__ = ["HorizonItems", "cells_of", "facts_of"]
+
 
 _ROUNDING = 1e-8
 """Share of the horizon given away where what was deduced with tolerances becomes a row."""
@@ -40,7 +42,7 @@ _TRIAL_WORK, _SLICE_WORK = 12_000_000, 400_000
 
 
 class HorizonItems:
-    """All items of a problem, or of a window of it.
+    """All items of a problem.
 
     Parameters
     ----------
@@ -51,10 +53,6 @@ class HorizonItems:
     fifo
         Whether micro-batches go first in, first out through every pass of every stage. It loses
         nothing where nothing can be offloaded or recomputed; elsewhere it is a restriction.
-    tricks, context
-        Which deductions are made, and what is fixed around the items.
-    alike
-        Offload and recompute are left out where the window has none.
     should_stop
         Asked between tries of orders; True ends them.
 
@@ -72,21 +70,15 @@ class HorizonItems:
         horizon_ms: float,
         *,
         fifo: bool,
-        tricks: Tricks | None = None,
-        context: Context | None = None,
-        alike: bool = False,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> None:
         self.problem = problem
         self.horizon_ms = horizon_ms
         self.fifo = fifo
-        self.tricks = tricks or Tricks()
-        self.context = context or Context.whole(problem)
         self.tight = [memory_binds(problem, device) for device in range(len(problem.devices))]
-        openings = openings_of(problem, self.context, alike=alike)
+        openings = openings_of(problem)
         self.openings = {opening.cell: opening for opening in openings}
         items = draw_items(problem, openings)
-        self._certain = np.array([item.presence is None for item in items], dtype=np.bool_)
         self._should_stop = should_stop
         self._known = self._first_known(items)
         self.is_empty = not self._deduce(items)
@@ -101,63 +93,47 @@ class HorizonItems:
         ]
 
     def has(self, cell: Cell, kind: ActionType) -> bool:
-        """Whether an action of a cell is, or may be, among what is decided here."""
-        return cell in self.openings and kind in self.openings[cell].here
+        """Whether a cell has, or may have, an action of a kind."""
+        return kind in self.openings[cell].here
 
-    def is_open(self, choice: Choice, cell: Cell) -> bool:
+    def is_open(self, choice: HorizonChoice, cell: Cell) -> bool:
         """Whether a choice is still to be made."""
-        opening = self.openings.get(cell)
-        if opening is None:
-            return False
+        opening = self.openings[cell]
         return {
-            Choice.FUSED: opening.may_fuse,
-            Choice.SPLIT: opening.may_fuse,
-            Choice.OFFLOADED: opening.may_offload,
-            Choice.RECOMPUTED: opening.may_recompute,
+            HorizonChoice.FUSED: opening.may_fuse,
+            HorizonChoice.SPLIT: opening.may_fuse,
+            HorizonChoice.OFFLOADED: opening.may_offload,
+            HorizonChoice.RECOMPUTED: opening.may_recompute,
         }[choice]
 
-    def implied(self, first: Item, second: Item) -> bool:
+    def implied(self, first: HorizonItem, second: HorizonItem) -> bool:
         """Whether ``first`` stands before ``second`` in every schedule in which both exist.
 
         Both on one device, and in every schedule within the horizon.
         """
         return bool(self._known.before[first.index, second.index])
 
-    def follows_anyway(self, first: Item, second: Item) -> bool:
-        """Whether some item that surely exists stands between two of which the order is implied."""
-        before, certain = self._known.before, self._certain
-        return bool(np.any(before[first.index] & before[:, second.index] & certain))
-
-    def tail(self, item: Item) -> float:
+    def tail(self, item: HorizonItem) -> float:
         """Return the ms of the horizon left behind an item's latest end, rounding aside."""
         return self.horizon_ms * (1 - _ROUNDING) - item.latest - item.duration
 
-    def _first_known(self, items: list[Item]) -> Known:
-        """Return windows of the whole horizon and the orders that hold by definition."""
-        count = len(items)
-        context = self.context
-        earliest = np.array([self._head(item) for item in items])
+    def _first_known(self, items: list[HorizonItem]) -> Known:
+        """Return windows of the whole horizon and the orders that hold by definition.
+
+        A stage's gradient reduction follows its last W or B. Under span the clock of a device
+        starts with its first action: only that of stage 0's device is known.
+        """
+        count, problem = len(items), self.problem
         latest = np.full(count, 2.0 * self.horizon_ms)
         for item in items:
-            tail = context.tails.get(item.action)
-            bound = context.ends_bound[item.device]
-            if tail is not None:
+            stage = problem.stages[item.action.stage]
+            if item.action.type in _LAST:
+                bound = problem.objective == "makespan" or item.device == problem.stages[0].device
                 ends = self.horizon_ms * (1 if bound else 2)
-                latest[item.index] = ends - tail - item.duration
-            latest[item.index] -= self._copy_back(item)
-        return Known(earliest, latest, np.zeros((count, count), dtype=np.bool_))
+                latest[item.index] = ends - stage.grad_sync_ms - item.duration
+        return Known(np.zeros(count), latest, np.zeros((count, count), dtype=np.bool_))
 
-    def _head(self, item: Item) -> float:
-        ready = self.context.ready[item.device]
-        return max(ready, self.context.heads.get(item.action, 0.0))
-
-    def _copy_back(self, item: Item) -> float:
-        """Return the ms of a RELOAD's copy where its tail counts from the copy's end."""
-        if item.action.type is ActionType.RELOAD and item.action in self.context.tails:
-            return self.problem.reload_ms(item.action.stage)
-        return 0.0
-
-    def _deduce(self, items: list[Item]) -> bool:
+    def _deduce(self, items: list[HorizonItem]) -> bool:
         """Tighten windows and orders; return False where no schedule is left."""
         facts = facts_of(self, items)
         cells = cells_of(self, items)
@@ -167,13 +143,7 @@ class HorizonItems:
                 for first, second in ((a, b), (b, a)):
                     if self._by_definition(first.action, second.action):
                         put_before(facts, self._known, first.index, second.index)
-        self._keep_frozen(facts, items)
-        if not self.tricks.windows:
-            return True
-        fits = bool(propagate(facts, cells, self._known))
-        if fits and self.tricks.shaving and self.tricks.implied_orders:
-            fits = self._shave(facts, cells)
-        return fits
+        return bool(propagate(facts, cells, self._known)) and self._shave(facts, cells)
 
     def _shave(self, facts: Facts, cells: Cells) -> bool:
         """Try open orders pass by pass, a slice at a time; return False for a contradiction."""
@@ -194,14 +164,6 @@ class HorizonItems:
                 pair, found = 0, 0
         return True
 
-    def _keep_frozen(self, facts: Facts, items: list[Item]) -> None:
-        index_of = {item.action: item.index for item in items}
-        for device in sorted(self.context.frozen):
-            program = self.context.window[device] if self.context.window is not None else ()
-            row = [index_of[action] for action in program if action in index_of]
-            for a, b in pairwise(row):
-                put_before(facts, self._known, a, b)
-
     def _by_definition(self, a: Action, b: Action) -> bool:
         if a.microbatch == b.microbatch:
             return _chained(a, b)
@@ -211,7 +173,7 @@ class HorizonItems:
         if a.stage != b.stage or a.microbatch > b.microbatch:
             return False
         if a.type is b.type is ActionType.FORWARD:
-            return self.fifo or (a.stage == 0 and self.tricks.symmetry)
+            return self.fifo or a.stage == 0
         if not self.fifo:
             return False
         forward_or_back = a.type is ActionType.FORWARD or a.type.is_backward
@@ -219,16 +181,16 @@ class HorizonItems:
             return True
         return _CHAIN[a.type] != 1 and b.type is ActionType.BACKWARD_WEIGHT
 
-    def _finish(self, items: list[Item]) -> None:
+    def _finish(self, items: list[HorizonItem]) -> None:
         """Give the items their windows."""
         earliest, latest = self._known.earliest, self._known.latest
         finished = [self._with_window(item, earliest, latest) for item in items]
-        self.by_device: list[list[Item]] = [[] for _ in self.problem.devices]
+        self.by_device: list[list[HorizonItem]] = [[] for _ in self.problem.devices]
         for item in finished:
             self.by_device[item.device].append(item)
         self.of_action = {item.action: item for item in finished}
 
-    def _with_window(self, item: Item, earliest: object, latest: object) -> Item:
+    def _with_window(self, item: HorizonItem, earliest: object, latest: object) -> HorizonItem:
         low, high = float(earliest[item.index]), float(latest[item.index])  # type: ignore[index]
         # An optional item that cannot exist still needs bounds for its start.
         low = min(low, 2.0 * self.horizon_ms)
@@ -261,3 +223,130 @@ def _chained(a: Action, b: Action) -> bool:
     if first == 2 and second >= 2:
         return a.stage > b.stage
     return False
+
+
+# --- Items as the arrays that `presolve` works on.
+
+_F, _I, _W, _B = (
+    ActionType.FORWARD,
+    ActionType.BACKWARD_INPUT,
+    ActionType.BACKWARD_WEIGHT,
+    ActionType.FULL_BACKWARD,
+)
+_LAST = (_W, _B)
+_FACT_ROUNDING = 1e-9
+"""Deductions need more than this share of the horizon: path sums are rounded."""
+
+Group = list["HorizonItem"]
+
+
+def facts_of(owner: HorizonItems, items: list[HorizonItem]) -> Facts:
+    """Return the arrays of all items of a model."""
+    problem = owner.problem
+    device = np.array([item.device for item in items], dtype=np.int64)
+    numbers = np.arange(len(problem.devices))
+    low = np.searchsorted(device, numbers, side="left").astype(np.int64)
+    high = np.searchsorted(device, numbers, side="right").astype(np.int64)
+    arcs = list(_arcs(owner, {item.action: item for item in items}))
+    ends = [[*_pair(sources), *_pair(targets)] for sources, targets, _ in arcs]
+    return Facts(
+        duration=np.array([item.duration for item in items], dtype=np.float64),
+        certain=np.array([item.presence is None for item in items], dtype=np.bool_),
+        device=device,
+        low=low,
+        high=high,
+        arcs=np.array(ends, dtype=np.int64).reshape(-1, 4),
+        delay=np.array([delay for _, _, delay in arcs], dtype=np.float64),
+        pushes=np.array([_sure(a, b) for a, b, _ in arcs], dtype=np.bool_),
+        pulls=np.array([_sure(b, a) for a, b, _ in arcs], dtype=np.bool_),
+        extra=np.array([_least_extra(owner, item) for item in items], dtype=np.int64),
+        room=np.array([_room(problem, d) for d in range(len(problem.devices))], dtype=np.int64),
+        tolerance=_FACT_ROUNDING * max(1e-3, owner.horizon_ms),
+    )
+
+
+def _room(problem: Problem, device: int) -> int:
+    return problem.devices[device].usable_bytes - problem.static_bytes_of(device)
+
+
+def _pair(group: Group) -> list[int]:
+    return [*(item.index for item in group), -1][:2]
+
+
+def _sure(group: Group, other: Group) -> bool:
+    """Whether one of a group surely exists where the other group does."""
+    if len(group) > 1 or group[0].presence is None:
+        return True
+    return len(other) == 1 and group[0].presence == other[0].presence
+
+
+def _least_extra(owner: HorizonItems, item: HorizonItem) -> int:
+    """Return the least bytes an item takes above those before it."""
+    stage, kind, j = item.action
+    if kind is _F and owner.is_open(HorizonChoice.RECOMPUTED, (stage, j)):
+        held = owner.problem.stages[stage]
+        return item.extra - (held.activation_bytes - (held.checkpoint_bytes or 0))
+    return item.extra
+
+
+def _arcs(
+    owner: HorizonItems, item_of: dict[Action, HorizonItem]
+) -> Iterator[tuple[Group, Group, float]]:
+    """Yield what waits for what: (alternatives before, alternatives behind, ms between)."""
+
+    def group(stage: int, j: int, *kinds: ActionType) -> Group:
+        found = (item_of.get(Action(stage, kind, j)) for kind in kinds)
+        return [item for item in found if item is not None]
+
+    problem = owner.problem
+    last = len(problem.stages) - 1
+    for s, j in owner.openings:
+        forward, back = group(s, j, _F), group(s, j, _I, _B)
+        reload, again = group(s, j, ActionType.RELOAD), group(s, j, ActionType.RECOMPUTE)
+        away = problem.offload_ms(s) if owner.has((s, j), ActionType.OFFLOAD) else 0.0
+        links: list[tuple[Group, Group, float]] = [
+            (forward, back, 0.0),
+            (group(s, j, _I), group(s, j, _W), 0.0),
+            (forward, reload, away),
+            (forward, again, 0.0),
+            (reload, back, problem.reload_ms(s) if reload else 0.0),
+            (again, back, 0.0),
+        ]
+        if s < last:
+            there, home = problem.boundary_ms[s]
+            links.append((forward, group(s + 1, j, _F), there))
+            links.append((group(s + 1, j, _I, _B), back, home))
+        yield from (link for link in links if link[0] and link[1])
+
+
+def cells_of(owner: HorizonItems, items: list[HorizonItem]) -> Cells:
+    """Return the (stage, micro-batch) pairs, by device, as arrays."""
+    index_of = {item.action: item.index for item in items}
+    openings = sorted(
+        owner.openings.values(), key=lambda o: (owner.problem.stages[o.cell[0]].device, o.cell)
+    )
+    device = [owner.problem.stages[o.cell[0]].device for o in openings]
+    numbers = np.arange(len(owner.problem.devices))
+    rows = [_cell(owner, opening, index_of) for opening in openings]
+    kept = np.array(rows, dtype=np.int64).reshape(-1, 9)
+    return Cells(
+        low=np.searchsorted(device, numbers, side="left").astype(np.int64),
+        high=np.searchsorted(device, numbers, side="right").astype(np.int64),
+        chain=np.ascontiguousarray(kept[:, 0:3]),
+        fused=np.ascontiguousarray(kept[:, 3]),
+        cost=np.ascontiguousarray(kept[:, 4:8]),
+        lot=np.ascontiguousarray(kept[:, 8]),
+    )
+
+
+def _cell(owner: HorizonItems, opening: Opening, index_of: dict[Action, int]) -> list[int]:
+    """Return chain (3), fused, the least bytes it adds in each state (4) and lot of one cell."""
+    s, j = opening.cell
+    stage = owner.problem.stages[s]
+    chain = [index_of[Action(s, kind, j)] for kind in (_F, _I, _W)]
+    gone = stage.offload_bytes if opening.may_offload else 0
+    if opening.may_recompute:
+        gone = max(gone, stage.activation_bytes - (stage.checkpoint_bytes or 0))
+    costs = [0, stage.activation_bytes - gone, stage.weight_context_bytes, 0]
+    lot = s if owner.fifo and not opening.may_fuse else -1
+    return [*chain, index_of.get(Action(s, _B, j), -1), *costs, lot]

@@ -18,39 +18,39 @@ from __future__ import annotations
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from optpipe.action import Action, ActionType
-from optpipe_solver.milp.horizon.items import Choice, Item, Presence
+from optpipe.schedule import Action, ActionType
+from optpipe_solver.milp.highs import at_least
+from optpipe_solver.milp.horizon.items import HorizonChoice, HorizonItem, Presence
 
 if TYPE_CHECKING:
     from optpipe.problem import Problem
-    from optpipe_solver.milp.highs import Linear, Model, Variable
-    from optpipe_solver.milp.horizon.context import Cell
+    from optpipe_solver.milp.highs import Constraint, Linear, MilpModel, Variable
+    from optpipe_solver.milp.horizon.items import Cell
     from optpipe_solver.milp.horizon.orders import HorizonItems
 
-__all__ = ["HorizonVariables"]
+__all__ = ["HorizonVariables", "relaxed"]
 
 
 class HorizonVariables:
     """All variables of one model, by what they mean."""
 
-    def __init__(self, problem: Problem, items: HorizonItems, model: Model) -> None:
+    def __init__(self, problem: Problem, items: HorizonItems, model: MilpModel) -> None:
         self.model = model
         self.problem = problem
         self.items = items
-        self.tricks = items.tricks
         self.start = {
             item: model.continuous(f"start_{item.action}", item.earliest, item.latest)
             for row in items.by_device
             for item in row
         }
-        self.choice: dict[tuple[Choice, int, int], Variable] = {}
-        self.order: dict[tuple[Item, Item], Variable] = {}
-        self.released: dict[tuple[Cell, Item], Variable] = {}
+        self.choice: dict[tuple[HorizonChoice, int, int], Variable] = {}
+        self.order: dict[tuple[HorizonItem, HorizonItem], Variable] = {}
+        self.released: dict[tuple[Cell, HorizonItem], Variable] = {}
         self.lane: dict[tuple[Action, Action], Variable] = {}
         self.host_peaks: dict[int, Variable] = {}
         self.host_after: dict[tuple[Cell, Cell], Variable] = {}
         self.on_host: dict[tuple[Cell, Cell], Variable] = {}
-        self.checkpointed: dict[tuple[Cell, Item], Variable] = {}
+        self.checkpointed: dict[tuple[Cell, HorizonItem], Variable] = {}
         self.top = 2 * items.horizon_ms
         self.d2h = self._transfers(ActionType.OFFLOAD)
         self.h2d = self._transfers(ActionType.RELOAD)
@@ -61,33 +61,30 @@ class HorizonVariables:
         ]
 
     def _transfers(self, kind: ActionType) -> dict[Cell, Variable]:
-        context = self.items.context
         return {
-            cell: self.model.continuous(
-                f"{kind.value}_{_name(cell)}", context.lane_free.get((device, kind), 0.0), self.top
-            )
+            cell: self.model.continuous(f"{kind.value}_{_name(cell)}", 0.0, self.top)
             for device in range(len(self.problem.devices))
             for cell in self.items.open_cells(device, kind)
         }
 
-    def chosen(self, choice: Choice, stage: int, microbatch: int) -> Linear:
+    def chosen(self, choice: HorizonChoice, stage: int, microbatch: int) -> Linear:
         """Return the binary of a choice (SPLIT is the complement of FUSED), 1 if it is made."""
         if not self.items.is_open(choice, (stage, microbatch)):
             return 1.0
-        if choice is Choice.SPLIT:
-            return 1.0 - self.chosen(Choice.FUSED, stage, microbatch)
+        if choice is HorizonChoice.SPLIT:
+            return 1.0 - self.chosen(HorizonChoice.FUSED, stage, microbatch)
         key = (choice, stage, microbatch)
         if key not in self.choice:
             self.choice[key] = self.model.binary(f"{choice.value}_{stage}_{microbatch}")
         return self.choice[key]
 
-    def present(self, item: Item) -> Linear:
+    def present(self, item: HorizonItem) -> Linear:
         """Return 1 where the item exists."""
         if item.presence is None:
             return 1.0
         return self.chosen(item.presence.choice, item.presence.stage, item.presence.microbatch)
 
-    def before(self, a: Item, b: Item) -> Linear:
+    def before(self, a: HorizonItem, b: HorizonItem) -> Linear:
         """Return 1 exactly where both items exist and a stands before b."""
         if exclusive(a.presence, b.presence) or self.items.implied(b, a):
             return 0.0
@@ -100,7 +97,7 @@ class HorizonVariables:
             return self.order.setdefault((a, b), self.model.binary(f"order_{a.action}_{b.action}"))
         return self.order.setdefault((a, b), self.model.binary(f"order_{a.action}_{b.action}"))
 
-    def _together(self, a: Item, b: Item) -> Linear | None:
+    def _together(self, a: HorizonItem, b: HorizonItem) -> Linear | None:
         """Return 1 where both items exist; None where that is not linear."""
         if a.presence is None:
             return self.present(b)
@@ -108,10 +105,10 @@ class HorizonVariables:
             return self.present(a)
         return None
 
-    def _both(self, a: Item, b: Item) -> Linear:
+    def _both(self, a: HorizonItem, b: HorizonItem) -> Linear:
         return self.present(a) if b.presence is None else self.present(b)
 
-    def releases(self, cell: Cell, item: Item) -> Variable:
+    def releases(self, cell: Cell, item: HorizonItem) -> Variable:
         """Return 1 only if the RELEASE of a cell stands before an item."""
         key = (cell, item)
         if key not in self.released:
@@ -158,17 +155,13 @@ class HorizonVariables:
         table = self.d2h if transfer.type is ActionType.OFFLOAD else self.h2d
         return table[transfer.stage, transfer.microbatch]
 
-    def item(self, cell: Cell, *kinds: ActionType) -> Item | None:
+    def item(self, cell: Cell, *kinds: ActionType) -> HorizonItem | None:
         """Return the item of a cell's action of one of these kinds, if there is one."""
         for kind in kinds:
             found = self.items.of_action.get(Action(cell[0], kind, cell[1]))
             if found is not None:
                 return found
         return None
-
-    def big(self, needed: float) -> float:
-        """Return a big-M: what is needed, or one from the horizon alone without that trick."""
-        return needed if self.tricks.windows else max(needed, 3 * self.items.horizon_ms)
 
 
 def _name(cell: Cell) -> str:
@@ -180,7 +173,15 @@ def exclusive(a: Presence | None, b: Presence | None) -> bool:
     if a is None or b is None or (a.stage, a.microbatch) != (b.stage, b.microbatch):
         return False
     pairs = (
-        {Choice.FUSED, Choice.SPLIT},
-        {Choice.OFFLOADED, Choice.RECOMPUTED},
+        {HorizonChoice.FUSED, HorizonChoice.SPLIT},
+        {HorizonChoice.OFFLOADED, HorizonChoice.RECOMPUTED},
     )
     return {a.choice, b.choice} in pairs
+
+
+# --- The one way this model writes "if": a big-M row.
+
+
+def relaxed(gap: Linear, holds: Linear, big: float) -> Constraint:
+    """Return gap >= 0 where ``holds`` is 1, and nothing where it is 0 (big-M)."""
+    return at_least(gap + max(0.0, big) * (1.0 - holds), 0.0)

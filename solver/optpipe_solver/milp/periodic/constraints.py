@@ -9,16 +9,16 @@ from __future__ import annotations
 from itertools import combinations, pairwise, permutations
 from typing import TYPE_CHECKING
 
-from optpipe.action import ActionType
 from optpipe.memory import action_workspace
+from optpipe.schedule import ActionType
 from optpipe_solver.milp.highs import at_least, total
-from optpipe_solver.milp.periodic.items import Choice
+from optpipe_solver.milp.periodic.items import PeriodChoice
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from optpipe_solver.milp.highs import Constraint, Linear, Variable
-    from optpipe_solver.milp.periodic.items import Item
+    from optpipe_solver.milp.periodic.items import PeriodItem
     from optpipe_solver.milp.periodic.variables import PeriodicVariables
 
 __all__ = ["all_constraints"]
@@ -84,11 +84,11 @@ def cells_in_order(v: PeriodicVariables) -> Iterator[Constraint]:
             yield at_least(v.turn - gap, 0.0)
         if a.kind is _RECOMPUTE:
             # Not chosen it stands behind its F, however long before I that is.
-            kept = 1.0 - v.chosen(Choice.RECOMPUTED, a.cell)
+            kept = 1.0 - v.chosen(PeriodChoice.RECOMPUTED, a.cell)
             yield at_least(v.turn - gap + (v.longest + 1) * v.turn * kept, 0.0)
 
 
-def _in_order(v: PeriodicVariables, a: Item, b: Item) -> Constraint:
+def _in_order(v: PeriodicVariables, a: PeriodItem, b: PeriodItem) -> Constraint:
     return at_least(v.index[b] - v.index[a] + v.before(a, b), 1.0)
 
 
@@ -119,17 +119,19 @@ def unchosen_stand_together(v: PeriodicVariables) -> Iterator[Constraint]:
     for cell in v.items.cells():
         of = v.items.of
         if (cell, _RECOMPUTE) in of:
-            apart = v.chosen(Choice.RECOMPUTED, cell)
+            apart = v.chosen(PeriodChoice.RECOMPUTED, cell)
             yield from _together(v, of[cell, _F], of[cell, _RECOMPUTE], apart)
         if (cell, _RELOAD) in of:
-            apart = v.chosen(Choice.OFFLOADED, cell)
+            apart = v.chosen(PeriodChoice.OFFLOADED, cell)
             yield from _together(v, of[cell, _RELEASE], of[cell, _RELOAD], apart)
-        if v.items.may(Choice.FUSED, cell[0]):
-            apart = 1.0 - v.chosen(Choice.FUSED, cell)
+        if v.items.may(PeriodChoice.FUSED, cell[0]):
+            apart = 1.0 - v.chosen(PeriodChoice.FUSED, cell)
             yield from _together(v, of[cell, _I], of[cell, _W], apart)
 
 
-def _together(v: PeriodicVariables, a: Item, b: Item, apart: Linear) -> Iterator[Constraint]:
+def _together(
+    v: PeriodicVariables, a: PeriodItem, b: PeriodItem, apart: Linear
+) -> Iterator[Constraint]:
     yield at_least(v.before(a, b) + apart, 1.0)
     yield at_least(v.longest * apart - v.index[b] + v.index[a], 0.0)
     for other in v.items.by_device[a.device]:
@@ -142,7 +144,7 @@ def _together(v: PeriodicVariables, a: Item, b: Item, apart: Linear) -> Iterator
 def shrunk_once(v: PeriodicVariables) -> Iterator[Constraint]:
     """A (stage, copy) is kept, offloaded or recomputed: one of the three. (8)."""
     for cell in v.items.cells():
-        both = v.chosen(Choice.OFFLOADED, cell) + v.chosen(Choice.RECOMPUTED, cell)
+        both = v.chosen(PeriodChoice.OFFLOADED, cell) + v.chosen(PeriodChoice.RECOMPUTED, cell)
         if not isinstance(both, float):
             yield at_least(1.0 - both, 0.0)
 
@@ -166,7 +168,7 @@ def fits_device_memory(v: PeriodicVariables) -> Iterator[Constraint]:
             yield at_least(v.peak - static - held - extra, 0.0)
 
 
-def _ran(v: PeriodicVariables, a: Item, b: Item) -> Linear:
+def _ran(v: PeriodicVariables, a: PeriodItem, b: PeriodItem) -> Linear:
     return -v.index[a] + (0.0 if a is b else v.before(a, b))
 
 
@@ -174,18 +176,18 @@ def _units(v: PeriodicVariables, num_bytes: int) -> float:
     return num_bytes / v.unit_bytes
 
 
-def _extra(v: PeriodicVariables, b: Item) -> Linear | None:
+def _extra(v: PeriodicVariables, b: PeriodItem) -> Linear | None:
     """Return what b holds above the bytes before it while it runs; None where that is nothing."""
     stage = v.items.problem.stages[b.stage]
-    fused = v.chosen(Choice.FUSED, b.cell)
+    fused = v.chosen(PeriodChoice.FUSED, b.cell)
     taken = max(0, b.delta) + action_workspace(stage, b.kind)
     match b.kind:
         case ActionType.FORWARD if (b.cell, _RECOMPUTE) in v.items.of:
             kept = _units(v, stage.activation_bytes - b.delta)
-            return _units(v, taken) + kept * (1.0 - v.chosen(Choice.RECOMPUTED, b.cell))
+            return _units(v, taken) + kept * (1.0 - v.chosen(PeriodChoice.RECOMPUTED, b.cell))
         case ActionType.RECOMPUTE:
             return _units(v, b.delta) + _units(v, taken - b.delta) * v.chosen(
-                Choice.RECOMPUTED, b.cell
+                PeriodChoice.RECOMPUTED, b.cell
             )
         case ActionType.BACKWARD_INPUT if not isinstance(fused, float):
             instead = action_workspace(stage, ActionType.FULL_BACKWARD)
@@ -283,7 +285,9 @@ def _host_peak(
             count = v.model.continuous(f"on_host_{at[0]}_{at[1]}_{cell[0]}_{cell[1]}", 0.0, most)
             away = _ran(v, forward, here) - _ran(v, backward, here)
             away += 1.0 if cell == at else 0.0
-            yield at_least(count - away + 2 * most * (1.0 - v.chosen(Choice.OFFLOADED, cell)), 0.0)
+            yield at_least(
+                count - away + 2 * most * (1.0 - v.chosen(PeriodChoice.OFFLOADED, cell)), 0.0
+            )
             held.append(_units(v, v.items.problem.stages[cell[0]].offload_bytes) * count)
         yield at_least(peak - total(held), 0.0)
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from optpipe.action import Action, ActionType
 from optpipe.memory import action_delta, action_workspace
+from optpipe.schedule import Action, ActionType
 from optpipe.simulate import duration_ms
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from optpipe.problem import Problem
 
-__all__ = ["Cell", "Choice", "Hop", "Item", "Modes", "PeriodicItems", "load_ms"]
+__all__ = ["Cell", "Hop", "Modes", "PeriodChoice", "PeriodItem", "PeriodicItems", "load_ms"]
 
 Cell = tuple[int, int]
 """A (stage, copy)."""
@@ -30,7 +30,7 @@ _F, _I, _W = ActionType.FORWARD, ActionType.BACKWARD_INPUT, ActionType.BACKWARD_
 _RELEASE, _RELOAD, _RECOMPUTE = ActionType.RELEASE, ActionType.RELOAD, ActionType.RECOMPUTE
 
 
-class Choice(StrEnum):
+class PeriodChoice(StrEnum):
     """The binary choices of a (stage, copy)."""
 
     FUSED = "fused"
@@ -49,7 +49,7 @@ class Modes:
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
+class PeriodItem:
     """One action of a period: ``delta`` is what it adds to its device's bytes."""
 
     stage: int
@@ -74,8 +74,8 @@ class Item:
 class Hop:
     """``second`` needs ``first``'s end and then ``delay_ms``, in one and the same micro-batch."""
 
-    first: Item
-    second: Item
+    first: PeriodItem
+    second: PeriodItem
     delay_ms: float
 
 
@@ -95,21 +95,21 @@ class PeriodicItems:
         self.problem = problem
         self.modes = modes
         self.copies = modes.copies
-        self.by_device: list[list[Item]] = [[] for _ in problem.devices]
+        self.by_device: list[list[PeriodItem]] = [[] for _ in problem.devices]
         for device, held in enumerate(problem.stages_of):
             for cell in ((s, c) for c in range(modes.copies) for s in held):
                 self.by_device[device] += self._items_of(cell)
         self.of = {(item.cell, item.kind): item for row in self.by_device for item in row}
 
-    def may(self, choice: Choice, stage: int) -> bool:
+    def may(self, choice: PeriodChoice, stage: int) -> bool:
         """Whether a stage has a choice."""
         held = self.problem.stages[stage]
         match choice:
-            case Choice.FUSED:
+            case PeriodChoice.FUSED:
                 return self.modes.fuse and fusing_may_pay(self.problem, stage)
-            case Choice.OFFLOADED:
+            case PeriodChoice.OFFLOADED:
                 return self.modes.offload and self.problem.can_offload(stage)
-            case Choice.RECOMPUTED:
+            case PeriodChoice.RECOMPUTED:
                 return self.modes.recompute and held.can_recompute
 
     def cells(self) -> Iterator[Cell]:
@@ -129,7 +129,7 @@ class PeriodicItems:
             else:
                 yield Hop(self.of[(s, c), _F], self.of[(s, c), _I], 0.0)
 
-    def inner(self) -> Iterator[tuple[Item, Item]]:
+    def inner(self) -> Iterator[tuple[PeriodItem, PeriodItem]]:
         """Yield the pairs of one cell that its device's program keeps in order."""
         for cell in self.cells():
             here = self.of
@@ -143,21 +143,21 @@ class PeriodicItems:
                 yield here[cell, _F], here[cell, _RECOMPUTE]
                 yield here[cell, _RECOMPUTE], here[cell, _I]
 
-    def _items_of(self, cell: Cell) -> list[Item]:
+    def _items_of(self, cell: Cell) -> list[PeriodItem]:
         stage = cell[0]
         kinds = [_F, _I, _W]
-        recompute = self.may(Choice.RECOMPUTED, stage)
-        if self.may(Choice.OFFLOADED, stage):
+        recompute = self.may(PeriodChoice.RECOMPUTED, stage)
+        if self.may(PeriodChoice.OFFLOADED, stage):
             kinds += [_RELEASE, _RELOAD]
         if recompute:
             kinds.append(_RECOMPUTE)
         return [self._item(cell, kind, recompute=recompute) for kind in kinds]
 
-    def _item(self, cell: Cell, kind: ActionType, *, recompute: bool) -> Item:
+    def _item(self, cell: Cell, kind: ActionType, *, recompute: bool) -> PeriodItem:
         stage = self.problem.stages[cell[0]]
         length = 0.0 if kind is _RELOAD else duration_ms(self.problem, Action(cell[0], kind, 0))
         delta = action_delta(stage, kind, is_recomputed=recompute)
-        return Item(cell[0], kind, cell[1], stage.device, length, delta)
+        return PeriodItem(cell[0], kind, cell[1], stage.device, length, delta)
 
 
 def load_ms(problem: Problem) -> float:

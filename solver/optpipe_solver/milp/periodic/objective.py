@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from optpipe.action import ActionType
+from optpipe.schedule import ActionType
 
 if TYPE_CHECKING:
     from optpipe_solver.milp.highs import Linear

@@ -18,14 +18,14 @@ from __future__ import annotations
 from math import ceil, gcd
 from typing import TYPE_CHECKING
 
-from optpipe.action import ActionType
 from optpipe.memory import action_workspace
+from optpipe.schedule import ActionType
 from optpipe_solver.milp.highs import total
-from optpipe_solver.milp.periodic.items import Choice, load_ms
+from optpipe_solver.milp.periodic.items import PeriodChoice, load_ms
 
 if TYPE_CHECKING:
-    from optpipe_solver.milp.highs import Linear, Model, Variable
-    from optpipe_solver.milp.periodic.items import Cell, Item, PeriodicItems
+    from optpipe_solver.milp.highs import Linear, MilpModel, Variable
+    from optpipe_solver.milp.periodic.items import Cell, PeriodicItems, PeriodItem
 
 __all__ = ["PeriodicVariables"]
 
@@ -51,7 +51,7 @@ class PeriodicVariables:
     """
 
     def __init__(
-        self, items: PeriodicItems, model: Model, *, shortest_ms: float, longest_ms: float
+        self, items: PeriodicItems, model: MilpModel, *, shortest_ms: float, longest_ms: float
     ) -> None:
         self.items = items
         self.model = model
@@ -73,11 +73,11 @@ class PeriodicVariables:
             model.continuous(f"shift_{d}", 0.0, self.longest * self.turn)
             for d in range(len(items.by_device))
         ]
-        self.place: dict[Item, Linear] = {}
-        self.index: dict[Item, Linear] = {}
-        self.order: dict[tuple[Item, Item], Variable] = {}
-        self.choice: dict[tuple[Choice, Cell], Variable] = {}
-        self.slowed: dict[tuple[Choice, Cell], Variable] = {}
+        self.place: dict[PeriodItem, Linear] = {}
+        self.index: dict[PeriodItem, Linear] = {}
+        self.order: dict[tuple[PeriodItem, PeriodItem], Variable] = {}
+        self.choice: dict[tuple[PeriodChoice, Cell], Variable] = {}
+        self.slowed: dict[tuple[PeriodChoice, Cell], Variable] = {}
         self.d2h: dict[Cell, Variable] = {}
         self.h2d: dict[Cell, Variable] = {}
         self.apart: list[tuple[Variable, Variable, Variable]] = []
@@ -87,7 +87,7 @@ class PeriodicVariables:
         """Return the period of all copies at a rate, in ms."""
         return self.items.copies * self.load_ms / rate
 
-    def before(self, a: Item, b: Item) -> Linear:
+    def before(self, a: PeriodItem, b: PeriodItem) -> Linear:
         """Return 1 where a stands before b in their device's circle."""
         first = self.first[a.device]
         if first in (a, b):
@@ -98,17 +98,19 @@ class PeriodicVariables:
             self.order[a, b] = self.model.binary(f"order_{a.name}_{b.name}")
         return self.order[a, b]
 
-    def start(self, item: Item) -> Linear:
+    def start(self, item: PeriodItem) -> Linear:
         """Return when micro-batch 0 (of its copy) runs the item, in units."""
         return self.shift[item.device] + self.place[item] + self.turn * self.index[item]
 
-    def length(self, item: Item) -> Linear:
+    def length(self, item: PeriodItem) -> Linear:
         """Return how long the item runs, in periods; choices included."""
         stage = self.items.problem.stages[item.stage]
-        fused = self._slowed(Choice.FUSED, item.cell)
+        fused = self._slowed(PeriodChoice.FUSED, item.cell)
         match item.kind:
             case ActionType.RECOMPUTE:
-                return self.units(item.duration_ms) * self._slowed(Choice.RECOMPUTED, item.cell)
+                return self.units(item.duration_ms) * self._slowed(
+                    PeriodChoice.RECOMPUTED, item.cell
+                )
             case ActionType.BACKWARD_INPUT:
                 longer = stage.fused_backward_ms - stage.backward_input_ms
                 return self.lasting(item.duration_ms) + self.units(longer) * fused
@@ -117,20 +119,20 @@ class PeriodicVariables:
             case _:
                 return self.lasting(item.duration_ms)
 
-    def least_length(self, item: Item) -> float:
+    def least_length(self, item: PeriodItem) -> float:
         """Return the least it can be: at the slowest rate, whatever is chosen."""
         stage = self.items.problem.stages[item.stage]
         least = item.duration_ms
         if item.kind is ActionType.RECOMPUTE:
             least = 0.0
-        elif self.items.may(Choice.FUSED, item.stage):
+        elif self.items.may(PeriodChoice.FUSED, item.stage):
             if item.kind is ActionType.BACKWARD_INPUT:
                 least = min(least, stage.fused_backward_ms)
             elif item.kind is ActionType.BACKWARD_WEIGHT:
                 least = 0.0
         return self.units(least) * self.slowest
 
-    def total_before(self, item: Item) -> Linear:
+    def total_before(self, item: PeriodItem) -> Linear:
         """Return the least time that stands before an item in its circle."""
         row = self.items.by_device[item.device]
         return total([self.least_length(a) * self.before(a, item) for a in row if a is not item])
@@ -145,9 +147,9 @@ class PeriodicVariables:
 
     def transfer(self, cell: Cell, ms: float) -> Linear:
         """Return how long a transfer of a cell takes, in units: 0 where it is not offloaded."""
-        return self.units(ms) * self._slowed(Choice.OFFLOADED, cell)
+        return self.units(ms) * self._slowed(PeriodChoice.OFFLOADED, cell)
 
-    def chosen(self, choice: Choice, cell: Cell) -> Linear:
+    def chosen(self, choice: PeriodChoice, cell: Cell) -> Linear:
         """Return the binary of a choice, 0 where the stage does not have it."""
         if not self.items.may(choice, cell[0]):
             return 0.0
@@ -156,7 +158,7 @@ class PeriodicVariables:
             self.choice[key] = self.model.binary(f"{choice.value}_{cell[0]}_{cell[1]}")
         return self.choice[key]
 
-    def _slowed(self, choice: Choice, cell: Cell) -> Linear:
+    def _slowed(self, choice: PeriodChoice, cell: Cell) -> Linear:
         """Return choice * rate; `constraints.choices_take_time` gives it its meaning."""
         if not self.items.may(choice, cell[0]):
             return 0.0

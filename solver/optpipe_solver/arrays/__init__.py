@@ -1,0 +1,1 @@
+"""Programs as integers: encoding, compiled simulation, evaluation."""

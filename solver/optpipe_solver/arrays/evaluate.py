@@ -1,0 +1,187 @@
+"""Whether programs are legal, how long they take and what they hold: asked for every offer.
+
+Small programs are evaluated by the reference itself (`optpipe.check`, `optpipe.simulate`,
+`optpipe.memory`). It takes some 20 us per action, which for 300,000 of them is longer than a short
+time limit; large ones are evaluated by the same rules on arrays, in a twentieth of that. A property
+test holds the two against each other, on legal and on spoilt programs, to the last bit.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from optpipe.check import find_violations
+from optpipe.memory import EFFECTS, device_peak_bytes, host_peak_bytes
+from optpipe.simulate import simulate
+from optpipe_solver.arrays.encoding import KINDS, CompiledProblem
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from optpipe.problem import Problem
+    from optpipe.schedule import Programs
+    from optpipe_solver.arrays.encoding import Rows
+
+    Ints = NDArray[np.int64]
+    Flags = NDArray[np.bool_]
+
+__all__ = ["Evaluator", "Metrics", "evaluate_arrays", "evaluate_by_reference"]
+
+
+_LARGE = 20_000
+"""Actions from which arrays are used: where the reference takes about half a second."""
+
+_F, _I, _W, _B, _OFFLOAD, _RELEASE, _RELOAD, _RECOMPUTE = range(len(KINDS))
+_IN_ORDER = tuple(
+    (KINDS.index(earlier), KINDS.index(kind))
+    for kind, effect in EFFECTS.items()
+    for earlier in effect.comes_after
+)
+"""Kinds of which the first stands before the second where a cell has both (DESIGN section 3)."""
+
+
+class Metrics(NamedTuple):
+    """What legal programs are worth: times in ms, bytes per device and by host."""
+
+    makespan_ms: float
+    span_ms: float
+    peak_bytes: tuple[int, ...]
+    host_peak_bytes: dict[str, int]
+
+    def objective_ms(self, objective: str) -> float:
+        """Return makespan_ms or span_ms."""
+        return self.makespan_ms if objective == "makespan" else self.span_ms
+
+
+class Evaluator:
+    """Evaluates programs of one problem, by the reference or on arrays as their size asks."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self._compiled: CompiledProblem | None = None
+
+    def __call__(self, programs: Programs) -> Metrics | None:
+        """Return what the programs are worth, None where they are not legal."""
+        if sum(map(len, programs)) < _LARGE:
+            return evaluate_by_reference(self.problem, programs)
+        if self._compiled is None:
+            self._compiled = CompiledProblem.of(self.problem)
+        return evaluate_arrays(self._compiled, programs)
+
+
+def evaluate_by_reference(problem: Problem, programs: Programs) -> Metrics | None:
+    """Evaluate by the one meaning of legality, time and memory."""
+    if find_violations(problem, programs):
+        return None
+    run = simulate(problem, programs)
+    peaks = tuple(device_peak_bytes(problem, device, row) for device, row in enumerate(programs))
+    return Metrics(run.makespan_ms, run.span_ms, peaks, host_peak_bytes(problem, programs))
+
+
+def evaluate_arrays(compiled: CompiledProblem, programs: Programs) -> Metrics | None:
+    """Evaluate by the same rules on arrays; what `evaluate_by_reference` says, to the last bit."""
+    if not _is_addressable(compiled.problem, programs):
+        return None
+    rows = compiled.encode(programs)
+    place = _places(compiled, rows)
+    if place is None or not _is_whole(compiled, place) or not _is_in_order(place):
+        return None
+    makespan_ms, span_ms = compiled.length_ms(rows)
+    if makespan_ms == np.inf:
+        return None
+    peaks, hosts = _device_peaks(compiled, rows, place), _host_peaks(compiled, rows, place)
+    if not _keeps_limits(compiled.problem, peaks, hosts):
+        return None
+    return Metrics(makespan_ms, span_ms, peaks, hosts)
+
+
+def _is_addressable(problem: Problem, programs: Programs) -> bool:
+    """Whether each action has a number, and each program fits into its row of arrays."""
+    num_stages, m = len(problem.stages), problem.num_microbatches
+    if len(programs) != len(problem.devices):
+        return False
+    for held, program in zip(problem.stages_of, programs, strict=True):
+        if len(program) > len(held) * m * len(KINDS):
+            return False
+        if not all(0 <= s < num_stages and 0 <= j < m for s, _, j in program):
+            return False
+    return True
+
+
+def _places(compiled: CompiledProblem, rows: Rows) -> Ints | None:
+    """Return ``[kind, cell]`` -> index in its program, -1 = absent; None: misplaced, or twice."""
+    times = compiled.times
+    place = np.full(len(KINDS) * times.num_cells, -1, dtype=np.int64)
+    for device, codes in enumerate(_programs(rows)):
+        stages = codes % times.num_cells // times.num_microbatches
+        if (times.device_of[stages] != device).any() or np.unique(codes).size < codes.size:
+            return None
+        place[codes] = np.arange(codes.size)
+    return place.reshape(len(KINDS), times.num_cells)
+
+
+def _is_whole(compiled: CompiledProblem, place: Ints) -> bool:
+    """Whether each cell has F, and I and W or B, and is kept, offloaded or recomputed at most."""
+    there, memory = place >= 0, compiled.memory
+    m = compiled.times.num_microbatches
+    split, fused = there[_I] & there[_W], there[_B] & ~there[_I] & ~there[_W]
+    goes, again = there[_OFFLOAD], there[_RECOMPUTE]
+    trips = (goes == there[_RELEASE]) & (goes == there[_RELOAD])
+    may_go = ~goes | np.repeat(memory.may_offload, m)
+    may_repeat = ~again | np.repeat(memory.may_recompute, m)
+    once = fused | (split & ~there[_B])
+    return bool((there[_F] & once & trips & may_go & may_repeat & ~(goes & again)).all())
+
+
+def _is_in_order(place: Ints) -> bool:
+    """Whether what must come after something does, where both are there."""
+    return not any(
+        ((place[later] >= 0) & (place[later] < place[earlier])).any()
+        for earlier, later in _IN_ORDER
+    )
+
+
+def _device_peaks(compiled: CompiledProblem, rows: Rows, place: Ints) -> tuple[int, ...]:
+    """Walk every program: static bytes plus the largest prefix sum (`optpipe.memory`)."""
+    problem, memory, times = compiled.problem, compiled.memory, compiled.times
+    again = place[_RECOMPUTE] >= 0
+    peaks = []
+    for device, codes in enumerate(_programs(rows)):
+        kinds, cells = codes // times.num_cells, codes % times.num_cells
+        stages = cells // times.num_microbatches
+        shrunk = (kinds == _F) & again[cells]
+        delta = np.where(shrunk, memory.checkpoint[stages], memory.delta[kinds, stages])
+        after = np.cumsum(delta)
+        most = np.maximum(after - delta, after) + memory.workspace[kinds, stages]
+        peaks.append(problem.static_bytes_of(device) + int(most.max() if most.size else 0))
+    return tuple(peaks)
+
+
+def _host_peaks(compiled: CompiledProblem, rows: Rows, place: Ints) -> dict[str, int]:
+    """Bytes on the hosts, from OFFLOAD to just before the I or B: the sum of devices' peaks."""
+    problem, times = compiled.problem, compiled.times
+    size = np.array([stage.offload_bytes for stage in problem.stages], dtype=np.int64)
+    gone = place[_OFFLOAD] >= 0
+    peaks = {host.name: 0 for host in problem.hosts}
+    for device, codes in zip(problem.devices, _programs(rows), strict=True):
+        kinds, cells = codes // times.num_cells, codes % times.num_cells
+        moved = size[cells // times.num_microbatches]
+        back = ((kinds == _I) | (kinds == _B)) & gone[cells]
+        held = np.cumsum(np.where(kinds == _OFFLOAD, moved, np.where(back, -moved, 0)))
+        peaks[device.host] += int(held.max(initial=0))
+    return peaks
+
+
+def _keeps_limits(problem: Problem, peaks: tuple[int, ...], hosts: dict[str, int]) -> bool:
+    of_devices = all(
+        peak <= device.usable_bytes for peak, device in zip(peaks, problem.devices, strict=True)
+    )
+    return of_devices and all(
+        host.memory_bytes is None or hosts[host.name] <= host.memory_bytes for host in problem.hosts
+    )
+
+
+def _programs(rows: Rows) -> list[Ints]:
+    return [row[:length] for row, length in zip(rows.actions, rows.lengths, strict=True)]

@@ -1,0 +1,386 @@
+"""Compiled time and memory of programs: `optpipe.simulate` and `optpipe.memory` on integers.
+
+The meaning is theirs; a property test holds the two against each other. Nothing here allocates, so
+that it can do without reference counts (`lean`) and take about 20 ns per action.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from optpipe_solver.jit import lean
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Ints = NDArray[np.int64]
+    Flags = NDArray[np.bool_]
+
+__all__ = [
+    "BACKWARD_INPUT",
+    "BACKWARD_WEIGHT",
+    "FORWARD",
+    "FULL_BACKWARD",
+    "OFFLOAD",
+    "RECOMPUTE",
+    "RELEASE",
+    "RELOAD",
+    "MemoryArrays",
+    "SimulationScratch",
+    "TimeArrays",
+    "device_fits",
+    "host_peak",
+    "input_of",
+    "length",
+    "workspace_for",
+]
+
+
+FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FULL_BACKWARD = 0, 1, 2, 3
+OFFLOAD, RELEASE, RELOAD, RECOMPUTE = 4, 5, 6, 7
+_UNKNOWN = -1.0
+_QUEUED = -2.0
+
+
+class TimeArrays(NamedTuple):
+    """What time depends on. ``duration`` is in ms by action number, the rest by stage or device."""
+
+    num_stages: int
+    num_microbatches: int
+    num_cells: int
+    duration: NDArray[np.float64]
+    there: NDArray[np.float64]
+    back: NDArray[np.float64]
+    device_of: NDArray[np.int64]
+    grad_sync: NDArray[np.float64]
+    shared: NDArray[np.bool_]
+    half_duplex: NDArray[np.bool_]
+    group: NDArray[np.int64]
+
+
+class MemoryArrays(NamedTuple):
+    """What memory depends on: bytes by (kind, stage), by stage, by device and by host."""
+
+    delta: NDArray[np.int64]
+    workspace: NDArray[np.int64]
+    checkpoint: NDArray[np.int64]
+    limit: NDArray[np.int64]
+    host_of: NDArray[np.int64]
+    host_limit: NDArray[np.int64]
+    may_offload: NDArray[np.bool_]
+    may_recompute: NDArray[np.bool_]
+
+
+class SimulationScratch(NamedTuple):
+    """Scratch of `length`, reused between calls."""
+
+    end: NDArray[np.float64]
+    waiter: NDArray[np.int64]
+    clock: NDArray[np.float64]
+    first: NDArray[np.float64]
+    last: NDArray[np.float64]
+    head: NDArray[np.int64]
+    stack: NDArray[np.int64]
+    lane_free: NDArray[np.float64]
+    group_free: NDArray[np.float64]
+    queue: NDArray[np.int64]
+    queue_issue: NDArray[np.float64]
+    queue_place: NDArray[np.int64]
+    queue_head: NDArray[np.int64]
+    queue_tail: NDArray[np.int64]
+    stage_end: NDArray[np.float64]
+
+
+def workspace_for(times: TimeArrays, num_devices: int) -> SimulationScratch:
+    """Return scratch for problems of this size."""
+    most_held = int(np.bincount(times.device_of).max(initial=0))
+    queued = most_held * times.num_microbatches if bool(times.shared.any()) else 1
+    return SimulationScratch(
+        end=np.empty(4 * times.num_cells),
+        waiter=np.empty(2 * times.num_cells, dtype=np.int64),
+        clock=np.empty(num_devices),
+        first=np.empty(num_devices),
+        last=np.empty(num_devices),
+        head=np.empty(num_devices, dtype=np.int64),
+        stack=np.empty(4 * num_devices + 4, dtype=np.int64),
+        lane_free=np.empty(2 * num_devices),
+        group_free=np.empty(2 * (num_devices + 1)),
+        queue=np.empty((2 * num_devices, queued), dtype=np.int64),
+        queue_issue=np.empty((2 * num_devices, queued)),
+        queue_place=np.empty((2 * num_devices, queued), dtype=np.int64),
+        queue_head=np.empty(2 * num_devices, dtype=np.int64),
+        queue_tail=np.empty(2 * num_devices, dtype=np.int64),
+        stage_end=np.empty(times.num_stages),
+    )
+
+
+@lean
+def length(
+    actions: NDArray[np.int64],
+    lengths: NDArray[np.int64],
+    times: TimeArrays,
+    work: SimulationScratch,
+) -> tuple[float, float, float]:
+    """Return makespan, span and the mean of the devices' last ends, in ms; inf where stuck."""
+    num_devices = lengths.size
+    work.end[:] = _UNKNOWN
+    work.waiter[:] = -1
+    work.clock[:] = 0.0
+    work.head[:] = 0
+    work.lane_free[:] = 0.0
+    work.group_free[:] = 0.0
+    work.queue_head[:] = 0
+    work.queue_tail[:] = 0
+    work.stage_end[:] = _UNKNOWN
+    size = 0
+    for device in range(num_devices):
+        work.stack[size] = device
+        size += 1
+    while size > 0:
+        while size > 0:
+            size -= 1
+            device = work.stack[size]
+            woken = _advance(device, actions[device], lengths[device], times, work, size)
+            size = woken
+        lane = _next_transfer(times, work, num_devices)
+        if lane >= 0:
+            _start(lane, times, work)
+            work.stack[0] = lane // 2
+            size = 1
+    for device in range(num_devices):
+        if work.head[device] < lengths[device]:
+            return np.inf, np.inf, np.inf
+    return _measure(lengths, times, work, num_devices)
+
+
+@lean
+def _advance(
+    device: int, row: Ints, count: int, times: TimeArrays, work: SimulationScratch, size: int
+) -> int:
+    """Run a device until it waits for something unknown; push those it wakes on the stack."""
+    cells = times.num_cells
+    while work.head[device] < count:
+        at = work.head[device]
+        code = row[at]
+        kind = code // cells
+        cell = code - kind * cells
+        if kind in (OFFLOAD, RELOAD):
+            _issue(device, kind, cell, at, times, work)
+        else:
+            start = _start_of(device, kind, cell, times, work)
+            if start < 0.0:
+                return size
+            done = start + times.duration[code]
+            work.clock[device] = done
+            if at == 0:
+                work.first[device] = start
+            waiter = _note_end(kind, cell, done, times, work)
+            if waiter >= 0:
+                work.stack[size] = waiter
+                size += 1
+        work.head[device] = at + 1
+    return size
+
+
+@lean
+def _issue(
+    device: int, kind: int, cell: int, at: int, times: TimeArrays, work: SimulationScratch
+) -> None:
+    """Start a transfer whose lane is the device's own, or let it wait for its turn."""
+    lane = 2 * device + (1 if kind == RELOAD else 0)
+    if times.shared[device]:
+        tail = work.queue_tail[lane]
+        work.queue[lane, tail] = cell
+        work.queue_issue[lane, tail] = work.clock[device]
+        work.queue_place[lane, tail] = at
+        work.queue_tail[lane] = tail + 1
+        work.end[(2 + lane % 2) * times.num_cells + cell] = _QUEUED
+        return
+    begin = max(work.clock[device], work.lane_free[lane])
+    done = begin + times.duration[kind * times.num_cells + cell]
+    work.lane_free[lane] = done
+    work.end[(2 + lane % 2) * times.num_cells + cell] = done
+
+
+@lean
+def _start_of(
+    device: int, kind: int, cell: int, times: TimeArrays, work: SimulationScratch
+) -> float:
+    """Return when an action of the compute lane starts; negative while that is unknown."""
+    cells = times.num_cells
+    start = work.clock[device]
+    if kind == RELEASE:
+        away = work.end[2 * cells + cell]
+        return away if away < 0.0 else max(start, away)
+    if kind in (BACKWARD_WEIGHT, RECOMPUTE):
+        return start
+    stage = cell // times.num_microbatches
+    source, transit = input_of(kind, cell, stage, times)
+    if source >= 0:
+        made = work.end[source]
+        if made < 0.0:
+            work.waiter[source] = device
+            return _UNKNOWN
+        start = max(start, made + transit)
+    if kind != FORWARD:
+        returned = work.end[3 * cells + cell]
+        if returned >= 0.0:
+            return max(start, returned)
+        if returned == _QUEUED:
+            return _UNKNOWN
+    return start
+
+
+@lean
+def input_of(kind: int, cell: int, stage: int, times: TimeArrays) -> tuple[int, float]:
+    """Return the pass a forward or backward needs, as an index into ``end``, and its transit."""
+    m = times.num_microbatches
+    if kind == FORWARD:
+        if stage == 0:
+            return -1, 0.0
+        return cell - m, times.there[stage - 1]
+    if stage == times.num_stages - 1:
+        return cell, 0.0
+    return times.num_cells + cell + m, times.back[stage]
+
+
+@lean
+def _note_end(kind: int, cell: int, done: float, times: TimeArrays, work: SimulationScratch) -> int:
+    """Write down the end of a pass; return the device that waited for it, -1 for none."""
+    if kind in (BACKWARD_WEIGHT, FULL_BACKWARD):
+        stage = cell // times.num_microbatches
+        work.stage_end[stage] = max(work.stage_end[stage], done)
+    if kind in (FORWARD, BACKWARD_INPUT, FULL_BACKWARD):
+        made = cell if kind == FORWARD else times.num_cells + cell
+        work.end[made] = done
+        return work.waiter[made]
+    return -1
+
+
+@lean
+def _can_start(lane: int, times: TimeArrays, work: SimulationScratch) -> float:
+    """Return when the first waiting transfer of a lane can start."""
+    device = lane // 2
+    start = max(work.queue_issue[lane, work.queue_head[lane]], work.lane_free[lane])
+    if times.half_duplex[device]:
+        start = max(start, work.lane_free[lane ^ 1])
+    if times.group[device] >= 0:
+        start = max(start, work.group_free[2 * times.group[device] + lane % 2])
+    return start
+
+
+@lean
+def _next_transfer(times: TimeArrays, work: SimulationScratch, num_devices: int) -> int:
+    """Return the lane that starts next, -1 for none; ties go by issue, device, program."""
+    best = -1
+    best_rank = (np.inf, np.inf, 0, 0)
+    for lane in range(2 * num_devices):
+        head = work.queue_head[lane]
+        if head < work.queue_tail[lane]:
+            issue, place = work.queue_issue[lane, head], work.queue_place[lane, head]
+            rank = (_can_start(lane, times, work), issue, lane // 2, place)
+            if rank < best_rank:
+                best, best_rank = lane, rank
+    return best
+
+
+@lean
+def _start(lane: int, times: TimeArrays, work: SimulationScratch) -> None:
+    device = lane // 2
+    cells = times.num_cells
+    start = _can_start(lane, times, work)
+    at = work.queue_head[lane]
+    work.queue_head[lane] = at + 1
+    cell = work.queue[lane, at]
+    kind = RELOAD if lane % 2 == 1 else OFFLOAD
+    done = start + times.duration[kind * cells + cell]
+    work.lane_free[lane] = done
+    if times.group[device] >= 0:
+        work.group_free[2 * times.group[device] + lane % 2] = done
+    work.end[(2 + lane % 2) * cells + cell] = done
+
+
+@lean
+def _measure(
+    lengths: Ints, times: TimeArrays, work: SimulationScratch, num_devices: int
+) -> tuple[float, float, float]:
+    begun = np.inf
+    ended = 0.0
+    span = 0.0
+    mean = 0.0
+    for device in range(num_devices):
+        work.last[device] = work.clock[device]
+    for device in range(num_devices):
+        if lengths[device] == 0:
+            continue
+        _grad_syncs(device, times, work)
+        begun = min(begun, work.first[device])
+        ended = max(ended, work.last[device])
+        span = max(span, work.last[device] - work.first[device])
+        mean += work.last[device] / num_devices
+    return ended - begun, span, mean
+
+
+@lean
+def _grad_syncs(device: int, times: TimeArrays, work: SimulationScratch) -> None:
+    """Queue the device's gradient reductions by when they are ready."""
+    free = 0.0
+    while True:
+        best = -1
+        for stage in range(times.num_stages):
+            if (
+                times.device_of[stage] == device
+                and times.grad_sync[stage] > 0.0
+                and work.stage_end[stage] >= 0.0
+                and (best < 0 or work.stage_end[stage] < work.stage_end[best])
+            ):
+                best = stage
+        if best < 0:
+            return
+        free = max(free, work.stage_end[best]) + times.grad_sync[best]
+        work.last[device] = max(work.last[device], free)
+        work.stage_end[best] = _UNKNOWN
+
+
+@lean
+def device_fits(
+    device: int, row: Ints, count: int, times: TimeArrays, memory: MemoryArrays, again: Flags
+) -> bool:
+    """Whether a program's largest prefix sum fits; ``again`` flags recomputed cells."""
+    held = 0
+    limit = memory.limit[device]
+    for at in range(count):
+        code = row[at]
+        kind = code // times.num_cells
+        cell = code - kind * times.num_cells
+        stage = cell // times.num_microbatches
+        delta = memory.delta[kind, stage]
+        if kind == FORWARD and again[cell]:
+            delta = memory.checkpoint[stage]
+        peak = max(held, held + delta) + memory.workspace[kind, stage]
+        if peak > limit:
+            return False
+        held += delta
+    return True
+
+
+@lean
+def host_peak(row: Ints, count: int, times: TimeArrays, memory: MemoryArrays, away: Flags) -> int:
+    """Return the most host bytes of a program; ``away`` is scratch by cell, False throughout."""
+    held = 0
+    peak = 0
+    for at in range(count):
+        code = row[at]
+        kind = code // times.num_cells
+        cell = code - kind * times.num_cells
+        moved = memory.delta[RELOAD, cell // times.num_microbatches]
+        if kind == OFFLOAD:
+            away[cell] = True
+            held += moved
+            peak = max(peak, held)
+        elif kind in (BACKWARD_INPUT, FULL_BACKWARD) and away[cell]:
+            away[cell] = False
+            held -= moved
+    return peak

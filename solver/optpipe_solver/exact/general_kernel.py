@@ -1,0 +1,455 @@
+"""Compiled: all states that the journeys of micro-batches can reach, layer by layer.
+
+See `journeys` for what a state is and why nothing is lost. Times are whole numbers of a unit.
+
+A *code* says how far a micro-batch is: in its lowest bits the number of passes it has started on
+its way up the stages and down again, then per stage a digit, its *mode* between F and backward.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from optpipe_solver.jit import lean
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Ints = NDArray[np.int64]
+    Grid = NDArray[np.int64]
+    Flags = NDArray[np.bool_]
+    Codes = NDArray[np.int32]
+    Bytes = NDArray[np.int8]
+
+__all__ = [
+    "AWAY",
+    "CHECKPOINT",
+    "COMING",
+    "DROP",
+    "FUSED",
+    "GRADIENT",
+    "KEEP",
+    "MODE_BITS",
+    "MOST_COMING",
+    "POSITION_BITS",
+    "RECOMPUTE",
+    "RELOAD",
+    "SEND",
+    "WEIGHT",
+    "GeneralLoads",
+    "GeneralProblem",
+    "GeneralState",
+    "advance",
+    "make_general_loads",
+    "make_general_state",
+    "needs",
+    "run",
+    "start_of",
+    "survey",
+    "wastes",
+]
+
+
+POSITION_BITS = 5
+MODE_BITS = 3
+AWAY, COMING, CHECKPOINT = 1, 2, 7
+"""Modes: to be or being or having been offloaded; from ``COMING`` on the last RELOAD of the device,
+the last but one, ...; with its checkpoint alone. 0 is all there."""
+
+MOST_COMING = CHECKPOINT - COMING
+"""RELOADs on their way that are told apart."""
+
+KEEP, SEND, DROP, GRADIENT, FUSED, WEIGHT, RELOAD, RECOMPUTE = range(8)
+"""Events: F in three ways, I, B, W, RELOAD, RECOMPUTE."""
+
+
+class GeneralProblem(NamedTuple):
+    """The kept devices and stages in whole numbers: entries per stage, or per device where said.
+
+    ``moved`` (device) is what one copy carries, in bytes, ``out`` and ``home`` (device) how long it
+    takes; 0 bytes = nothing can be offloaded; ``waits`` (device): whether all RELOADs on their way
+    are waited for. ``again`` is the time of a RECOMPUTE, -1 where there
+    is none. ``workspace`` has a row each for F, I, W, B, RECOMPUTE; ``room`` is per device.
+    ``there[s]`` and ``back[s]`` are the least times between the passes of s and those of the next
+    kept stage, behind the last one ``there`` to its own backward; ``head`` is that before the
+    first. ``rest[q]`` is the least time from the start of the q-th pass of a micro-batch, on its
+    way up and down the stages, to the end of the schedule. ``head_f[k, s]`` is the earliest start
+    of the k-th F of s, ``last_f[k, s]`` the least time after the end of the k-th last, k from 0;
+    ``last_i`` and ``last_w`` those after the pieces ``gradient`` and ``weight`` (see
+    `bounds.relaxation`). ``horizon`` is the longest schedule looked for.
+    """
+
+    num_microbatches: int
+    device: Ints
+    forward: Ints
+    split_i: Ints
+    split_w: Ints
+    fused: Ints
+    gradient: Ints
+    weight: Ints
+    again: Ints
+    may_fuse: Flags
+    may_leave: Flags
+    activation: Ints
+    context: Ints
+    checkpoint: Ints
+    workspace: Grid
+    room: Ints
+    moved: Ints
+    out: Ints
+    home: Ints
+    waits: Flags
+    there: Ints
+    back: Ints
+    head: int
+    rest: Ints
+    head_f: Grid
+    last_f: Grid
+    last_i: Grid
+    last_w: Grid
+    horizon: int
+
+
+class GeneralState(NamedTuple):
+    """How far all is.
+
+    ``codes`` of all micro-batches, in order, equal ones by when their next input is there;
+    ``weights`` = W started per stage; ``times``: the clock, then per device when compute, D2H and
+    H2D are free, then per micro-batch when the input of its next pass is there; none before the
+    clock.
+    """
+
+    codes: Codes
+    weights: Bytes
+    times: NDArray[np.int32]
+
+
+class GeneralLoads(NamedTuple):
+    """What is read off a state: per device bytes ``held`` and micro-batches ``sent``.
+
+    ``held`` counts what is AWAY as if it were there. ``owed`` is the time of the RECOMPUTEs to
+    come. Per stage: ``forwards`` and ``gradients`` started. Per position: ``num_at`` of
+    micro-batches, and when the first of them is ``ready`` for its next pass.
+    """
+
+    held: Ints
+    sent: Ints
+    owed: Ints
+    forwards: Ints
+    gradients: Ints
+    num_at: Ints
+    ready: Ints
+
+
+def make_general_state(num_microbatches: int, num_stages: int, num_devices: int) -> GeneralState:
+    """Return the state before everything."""
+    return GeneralState(
+        np.zeros(num_microbatches, dtype=np.int32),
+        np.zeros(num_stages, dtype=np.int8),
+        np.zeros(1 + 3 * num_devices + num_microbatches, dtype=np.int32),
+    )
+
+
+def make_general_loads(num_stages: int, num_devices: int) -> GeneralLoads:
+    """Return loads to write on."""
+    devices = [np.zeros(num_devices, dtype=np.int64) for _ in range(3)]
+    stages = [np.zeros(num_stages, dtype=np.int64) for _ in range(2)]
+    positions = [np.zeros(2 * num_stages + 1, dtype=np.int64) for _ in range(2)]
+    return GeneralLoads(*devices, *stages, *positions)
+
+
+@lean
+def position_of(code: int) -> int:
+    """Return how many passes a micro-batch has started on its way."""
+    return int(code & ((1 << POSITION_BITS) - 1))
+
+
+@lean
+def mode_of(code: int, s: int) -> int:
+    """Return the mode of a micro-batch on stage s."""
+    return int(code >> (POSITION_BITS + MODE_BITS * s) & ((1 << MODE_BITS) - 1))
+
+
+@lean
+def with_mode(code: int, s: int, mode: int) -> int:
+    """Return the code with another mode on stage s."""
+    return int(code + ((mode - mode_of(code, s)) << (POSITION_BITS + MODE_BITS * s)))
+
+
+@lean
+def survey(model: GeneralProblem, state: GeneralState, loads: GeneralLoads) -> None:
+    """Write on the loads what a state holds, ``num_at`` and ``ready`` aside."""
+    num_stages = len(model.forward)
+    loads.held[:] = 0
+    loads.sent[:] = 0
+    loads.owed[:] = 0
+    loads.forwards[:] = 0
+    loads.gradients[:] = 0
+    for j in range(len(state.codes)):
+        code = state.codes[j]
+        at = position_of(code)
+        for s in range(min(at, num_stages)):
+            loads.forwards[s] += 1
+            if at > 2 * num_stages - 1 - s:
+                loads.gradients[s] += 1
+            else:
+                _hold(model, mode_of(code, s), s, loads)
+    for s in range(num_stages):
+        waiting = loads.gradients[s] - state.weights[s]
+        loads.held[model.device[s]] += waiting * model.context[s]
+
+
+@lean
+def _hold(model: GeneralProblem, mode: int, s: int, loads: GeneralLoads) -> None:
+    """Add what one micro-batch holds on stage s, between F and backward."""
+    device = model.device[s]
+    if mode == CHECKPOINT:
+        loads.held[device] += model.checkpoint[s]
+        loads.owed[device] += model.again[s]
+    else:
+        loads.held[device] += model.activation[s]
+        loads.sent[device] += mode == AWAY
+
+
+@lean
+def fits_from(
+    model: GeneralProblem,
+    state: GeneralState,
+    loads: GeneralLoads,
+    device: int,
+    what: tuple[int, int],
+) -> int:
+    """Return from when on ``what[0]`` more bytes fit on a device; -1 = not before others go.
+
+    Copies to the host run one after the other: at most ``what[1]`` may not have ended.
+    """
+    needs, most = what
+    sent = loads.sent[device]
+    over = loads.held[device] + needs - model.room[device]
+    if over > 0:
+        if model.moved[device] == 0:
+            return -1
+        most = min(most, sent - (over + model.moved[device] - 1) // model.moved[device])
+        if most < 0:
+            return -1
+    if most >= sent:
+        return int(state.times[0])
+    left = state.times[1 + len(model.room) + device] - most * model.out[device]
+    return int(max(left, state.times[0]))
+
+
+@lean
+def start_of(
+    model: GeneralProblem, state: GeneralState, loads: GeneralLoads, event: tuple[int, int, int]
+) -> int:
+    """Return when an event (kind, index of the micro-batch, stage) can start; -1 = it cannot.
+
+    A RELOAD starts when it is issued.
+    """
+    kind, j, s = event
+    device = model.device[s]
+    most = loads.sent[device] - (kind == RELOAD)
+    fits = fits_from(model, state, loads, device, (needs(model, kind, s), most))
+    if fits < 0:
+        return -1
+    start = max(fits, state.times[1 + device])
+    if kind <= DROP:
+        start = max(start, model.head_f[loads.forwards[s], s])
+    if kind <= FUSED:
+        start = max(start, ready_at(model, state, j, s))
+    return int(start)
+
+
+@lean
+def needs(model: GeneralProblem, kind: int, s: int) -> int:
+    """Return the bytes an event needs above those held before it."""
+    if kind == RELOAD:
+        return int(model.moved[model.device[s]])
+    if kind == RECOMPUTE:
+        return int(model.activation[s] - model.checkpoint[s] + model.workspace[4, s])
+    if kind == GRADIENT:
+        return int(max(0, model.context[s] - model.activation[s]) + model.workspace[1, s])
+    if kind == FUSED:
+        return int(model.workspace[3, s])
+    if kind == WEIGHT:
+        return int(model.workspace[2, s])
+    makes = model.checkpoint[s] if kind == DROP else model.activation[s]
+    return int(makes + model.workspace[0, s])
+
+
+@lean
+def ready_at(model: GeneralProblem, state: GeneralState, j: int, s: int) -> int:
+    """Return when the next pass of a micro-batch, on stage s, has its input and its activation.
+
+    What is AWAY or CHECKPOINT needs a RELOAD or RECOMPUTE, which starts when the device is free.
+    """
+    devices, device = len(model.room), model.device[s]
+    ready = state.times[1 + 3 * devices + j]
+    if position_of(state.codes[j]) < len(model.forward):
+        return int(ready)
+    mode = mode_of(state.codes[j], s)
+    free, lane = state.times[1 + device], state.times[1 + 2 * devices + device]
+    if mode == AWAY and model.waits[device]:
+        return int(max(ready, max(free, lane) + model.home[device]))
+    if mode == CHECKPOINT:
+        return int(max(ready, free + model.again[s]))
+    if COMING <= mode < CHECKPOINT:
+        return int(max(ready, lane - (mode - COMING) * model.home[device]))
+    return int(ready)
+
+
+@lean
+def wastes(
+    model: GeneralProblem, state: GeneralState, loads: GeneralLoads, device: int, start: int
+) -> bool:
+    """Whether an I or W that waits would fit into the idle time before the start of an event."""
+    free = state.times[1 + device]
+    if start <= free:
+        return False
+    for s in range(len(model.forward)):
+        if model.device[s] == device and state.weights[s] < loads.gradients[s]:
+            room = fits_from(
+                model, state, loads, device, (model.workspace[2, s], loads.sent[device])
+            )
+            if room >= 0 and max(room, free) + model.split_w[s] <= start and model.split_w[s] > 0:
+                return True
+    return _wastes_gradient(model, state, loads, device, start)
+
+
+@lean
+def _wastes_gradient(
+    model: GeneralProblem, state: GeneralState, loads: GeneralLoads, device: int, start: int
+) -> bool:
+    last = 2 * len(model.forward) - 1
+    for j in range(len(state.codes)):
+        at = position_of(state.codes[j])
+        if at <= last // 2 or at > last:
+            continue
+        s = last - at
+        if model.device[s] != device or model.may_fuse[s] or model.split_i[s] == 0:
+            continue
+        mode = mode_of(state.codes[j], s)
+        if mode in (AWAY, CHECKPOINT) or model.context[s] > model.activation[s]:
+            continue
+        begin = start_of(model, state, loads, (GRADIENT, j, s))
+        if begin >= 0 and begin + model.split_i[s] <= start:
+            return True
+    return False
+
+
+@lean
+def run(
+    model: GeneralProblem,
+    state: GeneralState,
+    event: tuple[int, int, int],
+    start: int,
+    new: GeneralState,
+) -> None:
+    """Write the state after an event (kind, index of the micro-batch, stage) from its start."""
+    advance(model, state, event, start, new)
+    _sort(new, 1 + 3 * len(model.room))
+
+
+@lean
+def advance(
+    model: GeneralProblem,
+    state: GeneralState,
+    event: tuple[int, int, int],
+    start: int,
+    new: GeneralState,
+) -> None:
+    """As `run`, with every micro-batch left in its place."""
+    kind, j, s = event
+    device, devices = model.device[s], len(model.room)
+    for i in range(len(state.codes)):
+        new.codes[i] = state.codes[i]
+    for i in range(len(state.weights)):
+        new.weights[i] = state.weights[i]
+    for i in range(len(state.times)):
+        new.times[i] = max(state.times[i], start)
+    _settle(model, new)
+    if kind == RELOAD:
+        _reload(model, new, j, s)
+    elif kind == RECOMPUTE:
+        new.times[1 + device] = start + model.again[s]
+        new.codes[j] = with_mode(new.codes[j], s, 0)
+    elif kind == WEIGHT:
+        new.times[1 + device] = start + model.split_w[s]
+        new.weights[s] += 1
+    else:
+        _pass(model, new, event, start)
+        if kind == SEND:
+            lane = 1 + devices + device
+            new.times[lane] = max(new.times[lane], new.times[1 + device]) + model.out[device]
+
+
+@lean
+def _pass(
+    model: GeneralProblem, new: GeneralState, event: tuple[int, int, int], start: int
+) -> None:
+    """Run F, I or B of a micro-batch."""
+    kind, j, s = event
+    end, arrival = start + model.forward[s], 0
+    code = new.codes[j] + 1
+    if kind < GRADIENT:
+        arrival = end + model.there[s]
+        code = with_mode(code, s, AWAY * (kind == SEND) + CHECKPOINT * (kind == DROP))
+    else:
+        end = start + (model.fused[s] if kind == FUSED else model.split_i[s])
+        arrival = end + model.back[s - 1] if s > 0 else start
+        code = with_mode(code, s, 0)
+        new.weights[s] += kind == FUSED
+    new.codes[j] = code
+    new.times[1 + model.device[s]] = end
+    new.times[1 + 3 * len(model.room) + j] = arrival
+
+
+@lean
+def _reload(model: GeneralProblem, new: GeneralState, j: int, s: int) -> None:
+    """Put a RELOAD behind those of its device."""
+    device, devices = model.device[s], len(model.room)
+    for i in range(len(new.codes)):
+        for other in range(len(model.forward)):
+            if model.device[other] == device:
+                mode = mode_of(new.codes[i], other)
+                if COMING <= mode < CHECKPOINT:
+                    after = mode + 1 if mode + 1 < CHECKPOINT else 0
+                    new.codes[i] = with_mode(new.codes[i], other, after)
+    new.codes[j] = with_mode(new.codes[j], s, COMING)
+    lane = 1 + 2 * devices + device
+    new.times[lane] += model.home[device]
+
+
+@lean
+def _settle(model: GeneralProblem, new: GeneralState) -> None:
+    """What has come back by the clock is there."""
+    devices, clock = len(model.room), new.times[0]
+    for i in range(len(new.codes)):
+        if new.codes[i] >> POSITION_BITS == 0:
+            continue
+        for s in range(len(model.forward)):
+            mode = mode_of(new.codes[i], s)
+            if COMING <= mode < CHECKPOINT:
+                device = model.device[s]
+                end = new.times[1 + 2 * devices + device]
+                if end - (mode - COMING) * model.home[device] <= clock:
+                    new.codes[i] = with_mode(new.codes[i], s, 0)
+
+
+@lean
+def _sort(new: GeneralState, first: int) -> None:
+    """Sort micro-batches by code, then by when their next input is there."""
+    for i in range(1, len(new.codes)):
+        k = i
+        while k > 0 and (
+            new.codes[k - 1] > new.codes[k]
+            or (
+                new.codes[k - 1] == new.codes[k] and new.times[first + k - 1] > new.times[first + k]
+            )
+        ):
+            new.codes[k - 1], new.codes[k] = new.codes[k], new.codes[k - 1]
+            a, b = first + k - 1, first + k
+            new.times[a], new.times[b] = new.times[b], new.times[a]
+            k -= 1

@@ -1,0 +1,420 @@
+"""Compiled: layers of states of `journeys`, the successors of each, and dominance among them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from optpipe_solver.exact.general_kernel import (
+    AWAY,
+    CHECKPOINT,
+    DROP,
+    FUSED,
+    GRADIENT,
+    KEEP,
+    RECOMPUTE,
+    RELOAD,
+    SEND,
+    WEIGHT,
+    GeneralState,
+    mode_of,
+    position_of,
+    ready_at,
+    run,
+    start_of,
+    survey,
+    wastes,
+)
+from optpipe_solver.jit import lean
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from optpipe_solver.exact.general_kernel import GeneralLoads, GeneralProblem
+
+__all__ = [
+    "GeneralLayer",
+    "chain_general",
+    "expand_general",
+    "least_end",
+    "least_end_by",
+    "make_general_layer",
+    "set_out",
+]
+
+
+_NONE = -1
+_PASSES = FUSED + 1
+
+
+class GeneralLayer(NamedTuple):
+    """States with the same number of steps done: ``size[0]`` rows.
+
+    ``end`` is the greatest lower bound of the end on the way to a state, ``parent`` the row before
+    it, in its layer, and ``way`` the event between (see `_way_of`). ``first`` and ``link``
+    chain rows with one hash.
+    """
+
+    codes: NDArray[np.int32]
+    weights: NDArray[np.int8]
+    times: NDArray[np.int32]
+    end: NDArray[np.int32]
+    parent: NDArray[np.int32]
+    way: NDArray[np.int32]
+    alive: NDArray[np.bool_]
+    link: NDArray[np.int32]
+    first: NDArray[np.int32]
+    size: NDArray[np.int64]
+
+
+def make_general_layer(
+    most: int, num_microbatches: int, num_stages: int, num_devices: int
+) -> GeneralLayer:
+    """Return an empty layer with room for ``most`` states."""
+    slots = 1
+    while slots < most:
+        slots *= 2
+    num_times = 1 + 3 * num_devices + num_microbatches
+    return GeneralLayer(
+        codes=np.zeros((most, num_microbatches), dtype=np.int32),
+        weights=np.zeros((most, num_stages), dtype=np.int8),
+        times=np.zeros((most, num_times), dtype=np.int32),
+        end=np.zeros(most, dtype=np.int32),
+        parent=np.zeros(most, dtype=np.int32),
+        way=np.zeros(most, dtype=np.int32),
+        alive=np.zeros(most, dtype=np.bool_),
+        link=np.full(most, -1, dtype=np.int32),
+        first=np.full(slots, -1, dtype=np.int32),
+        size=np.zeros(1, dtype=np.int64),
+    )
+
+
+def set_out(layer: GeneralLayer, model: GeneralProblem) -> None:
+    """Put the state before everything into an empty layer."""
+    layer.times[0, 1 + 3 * len(model.room) :] = model.head
+    layer.alive[0] = True
+    layer.size[0] = 1
+
+
+@lean
+def chain_general(layer: GeneralLayer) -> None:
+    """Chain all rows of a layer anew."""
+    layer.first[:] = _NONE
+    for row in range(layer.size[0]):
+        state = GeneralState(layer.codes[row], layer.weights[row], layer.times[row])
+        slot = _hash(state) & (len(layer.first) - 1)
+        layer.link[row], layer.first[slot] = layer.first[slot], row
+
+
+@lean
+def expand_general(
+    model: GeneralProblem,
+    layers: tuple[GeneralLayer, GeneralLayer, GeneralLayer],
+    work: tuple[GeneralState, GeneralLoads, GeneralLoads],
+    begin: int,
+    most: int,
+) -> int:
+    """Add the successors of up to ``most`` states of the first layer from row ``begin`` on.
+
+    Returns the next row, -1 where a layer is full. ``work`` is written to.
+    """
+    layer = layers[0]
+    end = min(layer.size[0], begin + most)
+    for row in range(begin, end):
+        if layer.alive[row]:
+            state = GeneralState(layer.codes[row], layer.weights[row], layer.times[row])
+            if not _expand_row(model, layers, state, work, (layer.end[row], row)):
+                return -1
+    return int(end)
+
+
+@lean
+def _expand_row(
+    model: GeneralProblem,
+    layers: tuple[GeneralLayer, GeneralLayer, GeneralLayer],
+    state: GeneralState,
+    work: tuple[GeneralState, GeneralLoads, GeneralLoads],
+    known: tuple[int, int],
+) -> bool:
+    """Add the state after each event to its layer if it is worth it; False = no room.
+
+    ``known`` is the bound and the row of the state.
+    """
+    new, loads, other = work
+    end, row = known
+    survey(model, state, loads)
+    num_stages = len(model.forward)
+    for number in range(num_stages + len(state.codes) * (_PASSES + num_stages)):
+        event = _event(model, state, loads, number)
+        if event[0] == _NONE:
+            continue
+        start = start_of(model, state, loads, event)
+        least = max(end, least_end_by(model, state, loads, event, start))
+        if start < 0 or least > model.horizon:
+            continue
+        if wastes(model, state, loads, model.device[event[2]], start):
+            continue
+        run(model, state, event, start, new)
+        least = max(least, least_end(model, new, other))
+        if least > model.horizon:
+            continue
+        # A kept F counts for the RELOAD or RECOMPUTE it saves, a B for I and W.
+        steps = 2 if event[0] == KEEP or event[0] == FUSED else 1
+        if not _keep(layers[steps], new, (least, row, _way_of(event))):
+            return False
+    return True
+
+
+@lean
+def _event(
+    model: GeneralProblem, state: GeneralState, loads: GeneralLoads, number: int
+) -> tuple[int, int, int]:
+    """Return one of all events as (kind, index of the micro-batch, stage); kind -1 = not now.
+
+    First a W per stage, then per micro-batch its next pass in every way, and RELOAD or RECOMPUTE
+    on every stage.
+    """
+    num_stages = len(model.forward)
+    if number < num_stages:
+        waits = state.weights[number] < loads.gradients[number]
+        return (WEIGHT if waits else _NONE, 0, number)
+    j = (number - num_stages) // (_PASSES + num_stages)
+    way = (number - num_stages) % (_PASSES + num_stages)
+    is_again = j > 0 and state.codes[j - 1] == state.codes[j]
+    if way >= _PASSES:
+        s = way - _PASSES
+        first = 1 + 3 * len(model.room)
+        if is_again and state.times[first + j - 1] == state.times[first + j]:
+            return (_NONE, j, s)
+        mode = mode_of(state.codes[j], s)
+        return (RELOAD if mode == AWAY else RECOMPUTE if mode == CHECKPOINT else _NONE, j, s)
+    q = position_of(state.codes[j])
+    if is_again or q == 2 * num_stages:
+        return (_NONE, j, 0)
+    s = q if q < num_stages else 2 * num_stages - 1 - q
+    return (way if _is_open(model, state.codes[j], way, s) else _NONE, j, s)
+
+
+@lean
+def _is_open(model: GeneralProblem, code: int, kind: int, s: int) -> bool:
+    """Whether the next pass of a micro-batch, on stage s, can be of a kind."""
+    if position_of(code) < len(model.forward):
+        if kind == SEND:
+            return bool(model.may_leave[s])
+        if kind == DROP:
+            return bool(model.again[s] >= 0)
+        return bool(kind == KEEP)
+    mode = mode_of(code, s)
+    if kind < GRADIENT or mode in (AWAY, CHECKPOINT):
+        return False
+    return bool(kind == GRADIENT or model.may_fuse[s])
+
+
+@lean
+def _way_of(event: tuple[int, int, int]) -> int:
+    """Return an event (kind, index of the micro-batch, stage) as ``64 j + 8 s + kind``."""
+    return int(64 * event[1] + 8 * event[2] + event[0])
+
+
+@lean
+def _keep(layer: GeneralLayer, state: GeneralState, known: tuple[int, int, int]) -> bool:
+    """Add a state unless another with its codes and W is nowhere later; False = no room.
+
+    ``known`` is its bound, the row before it, and the way from there.
+    """
+    slot = _hash(state) & (len(layer.first) - 1)
+    at = layer.first[slot]
+    while at >= 0:
+        if layer.alive[at] and _same(layer, at, state):
+            if _not_later(layer.times[at], state.times):
+                return True
+            if _not_later(state.times, layer.times[at]):
+                layer.alive[at] = False
+        at = layer.link[at]
+    row = layer.size[0]
+    if row == len(layer.alive):
+        return False
+    for i in range(len(state.codes)):
+        layer.codes[row, i] = state.codes[i]
+    for i in range(len(state.weights)):
+        layer.weights[row, i] = state.weights[i]
+    for i in range(len(state.times)):
+        layer.times[row, i] = state.times[i]
+    layer.end[row], layer.parent[row], layer.way[row] = known
+    layer.alive[row] = True
+    layer.link[row], layer.first[slot] = layer.first[slot], row
+    layer.size[0] += 1
+    return True
+
+
+@lean
+def _hash(state: GeneralState) -> int:
+    value = 1469598103
+    for x in state.codes:
+        value = (value ^ int(x)) * 1099511 & 0x7FFFFFFFFFFF
+        value ^= value >> 17
+    for y in state.weights:
+        value = (value ^ int(y)) * 1099511 & 0x7FFFFFFFFFFF
+        value ^= value >> 17
+    return value
+
+
+@lean
+def _same(layer: GeneralLayer, row: int, state: GeneralState) -> bool:
+    for i in range(len(state.codes)):
+        if layer.codes[row, i] != state.codes[i]:
+            return False
+    for i in range(len(state.weights)):  # noqa: SIM110 - compiled
+        if layer.weights[row, i] != state.weights[i]:
+            return False
+    return True
+
+
+@lean
+def _not_later(a: NDArray[np.int32], b: NDArray[np.int32]) -> bool:
+    for i in range(len(a)):  # noqa: SIM110 - compiled
+        if a[i] > b[i]:
+            return False
+    return True
+
+
+# --- Compiled: how long every schedule through a state of `journeys` is at least.
+
+_NEVER = 1 << 60
+
+
+@lean
+def least_end(model: GeneralProblem, state: GeneralState, loads: GeneralLoads) -> int:
+    """Return a lower bound of the end of all schedules through a state; the loads are written to.
+
+    The greatest of: the way each micro-batch still has; the next pass at every position, and what
+    must follow it; the next W of every stage; what every device has left to run; the RELOADs that
+    every device has to make.
+    """
+    survey(model, state, loads)
+    least = max(_by_journeys(model, state, loads), _by_positions(model, state, loads))
+    return max(least, _by_load(model, state, loads))
+
+
+@lean
+def least_end_by(
+    model: GeneralProblem,
+    state: GeneralState,
+    loads: GeneralLoads,
+    event: tuple[int, int, int],
+    start: int,
+) -> int:
+    """Return a lower bound of the end if an event starts then: what must follow it, by number.
+
+    ``loads`` is that of the state before. After the k-th F of a stage m - k are to come, so its
+    tail is at least that of the k-th from the end; likewise I and W.
+    """
+    kind, _, s = event
+    left_i = model.num_microbatches - 1 - loads.gradients[s]
+    left_w = model.num_microbatches - 1 - state.weights[s]
+    if kind < GRADIENT:
+        left_f = model.num_microbatches - 1 - loads.forwards[s]
+        return int(start + model.forward[s] + model.last_f[left_f, s])
+    if kind == WEIGHT:
+        return int(start + model.split_w[s] + model.last_w[left_w, s])
+    if kind == GRADIENT:
+        return int(start + model.split_i[s] + model.last_i[left_i, s])
+    if kind == FUSED:
+        end = start + model.fused[s] + model.last_w[left_w, s]
+        return int(max(end, start + model.gradient[s] + model.last_i[left_i, s]))
+    return int(start)
+
+
+@lean
+def _by_journeys(model: GeneralProblem, state: GeneralState, loads: GeneralLoads) -> int:
+    """The way of each micro-batch; note how many are where, and the first to be ready."""
+    num_stages, least = len(model.forward), 0
+    last = 2 * num_stages - 1
+    for q in range(last + 2):
+        loads.num_at[q] = 0
+        loads.ready[q] = _NEVER
+    for j in range(len(state.codes)):
+        q = position_of(state.codes[j])
+        loads.num_at[q] += 1
+        if q > last:
+            continue
+        s = q if q < num_stages else last - q
+        ready = max(ready_at(model, state, j, s), state.times[1 + model.device[s]])
+        loads.ready[q] = min(loads.ready[q], ready)
+        least = max(least, ready + model.rest[q])
+    return int(least)
+
+
+@lean
+def _by_positions(model: GeneralProblem, state: GeneralState, loads: GeneralLoads) -> int:
+    """The next pass at every position, whoever makes it, and what must follow by number."""
+    num_stages, least, left, before = len(model.forward), 0, 0, 0
+    m = model.num_microbatches
+    for q in range(2 * num_stages):
+        is_forward = q < num_stages
+        s = q if is_forward else 2 * num_stages - 1 - q
+        free = state.times[1 + model.device[s]]
+        ready = loads.ready[q]
+        if left > 0:
+            come = model.there[min(q - 1, s)] if q <= num_stages else model.back[s]
+            ready = min(ready, before + come)
+        left += loads.num_at[q]
+        if left > 0:
+            begin = max(ready, free)
+            before = begin + (model.forward[s] if is_forward else model.gradient[s])
+            tails = model.last_f if is_forward else model.last_i
+            least = max(least, before + tails[left - 1, s])
+        if not is_forward and state.weights[s] < m:
+            begin = free if state.weights[s] < loads.gradients[s] else before
+            least = max(least, begin + model.weight[s] + model.last_w[m - 1 - state.weights[s], s])
+    return int(least)
+
+
+@lean
+def _by_load(model: GeneralProblem, state: GeneralState, loads: GeneralLoads) -> int:
+    """All that each device has left, one after the other; its RELOADs, one after the other."""
+    m, least, num_stages = model.num_microbatches, 0, len(model.forward)
+    for device in range(len(model.room)):
+        end = state.times[1 + device] + loads.owed[device]
+        tail, weights, is_over = _NEVER, 0, True
+        for s in range(num_stages):
+            if model.device[s] != device:
+                continue
+            end += (m - loads.forwards[s]) * model.forward[s]
+            end += (m - loads.gradients[s]) * model.gradient[s]
+            weights += (m - state.weights[s]) * model.weight[s]
+            if loads.gradients[s] < m:
+                is_over = False
+                tail = min(tail, model.last_i[0, s])
+        least = max(least, end + weights, 0 if is_over else end + tail)
+        least = max(least, _by_reloads(model, state, loads, device))
+    return int(least)
+
+
+@lean
+def _by_reloads(
+    model: GeneralProblem, state: GeneralState, loads: GeneralLoads, device: int
+) -> int:
+    """Behind the k-th last RELOAD of what is AWAY, k of its I start; no copy ends after the end."""
+    sent, num_stages, devices = loads.sent[device], len(model.forward), len(model.room)
+    away, lane = state.times[1 + devices + device], state.times[1 + 2 * devices + device]
+    least = max(away, lane)
+    at = max(state.times[1 + device], lane)
+    for n in range(sent if model.waits[device] else 0):
+        tail = _NEVER
+        for s in range(num_stages):
+            if model.device[s] == device and model.may_leave[s]:
+                k = min(sent - 1 - n, model.num_microbatches - 1) if _is_only(model, s) else 0
+                tail = min(tail, model.gradient[s] + model.last_i[k, s])
+        least = max(least, at + (n + 1) * model.home[device] + tail)
+    return int(least)
+
+
+@lean
+def _is_only(model: GeneralProblem, s: int) -> bool:
+    """Whether a stage is alone on its device."""
+    for other in range(len(model.forward)):
+        if other != s and model.device[other] == model.device[s]:
+            return False
+    return True

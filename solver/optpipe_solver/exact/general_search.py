@@ -1,0 +1,485 @@
+"""Some devices of a problem, the rest as waiting times, in whole numbers, for `general_kernel`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from math import floor
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from optpipe.schedule import Action, ActionType
+from optpipe_solver.arrays.grid import grid_ms
+from optpipe_solver.bounds.heads_tails import ANYTIME, drain, heads, refill, tails
+from optpipe_solver.bounds.relaxation import relaxed
+from optpipe_solver.exact.fifo_search import HorizonAnswer
+from optpipe_solver.exact.general_kernel import (
+    DROP,
+    FUSED,
+    GRADIENT,
+    MODE_BITS,
+    MOST_COMING,
+    POSITION_BITS,
+    RECOMPUTE,
+    RELOAD,
+    SEND,
+    WEIGHT,
+    GeneralProblem,
+    advance,
+    make_general_loads,
+    make_general_state,
+    needs,
+    start_of,
+    survey,
+)
+from optpipe_solver.exact.general_layers import expand_general, make_general_layer, set_out
+from optpipe_solver.exact.layers import SLICE, expand_layer
+from optpipe_solver.milp.horizon.items import fusing_may_pay, memory_binds
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from numpy.typing import NDArray
+
+    from optpipe.problem import Problem, Stage
+    from optpipe.schedule import Programs
+    from optpipe_solver.bounds.heads_tails import Events
+    from optpipe_solver.bounds.relaxation import Relaxed
+
+    Ints = NDArray[np.int64]
+    Grid = NDArray[np.int64]
+    Flags = NDArray[np.bool_]
+    Event = tuple[int, int, int]
+
+__all__ = [
+    "GeneralOutcome",
+    "copies_are_equal",
+    "general_can_search",
+    "general_problem_of",
+    "programs_of",
+    "search_general",
+    "unit_ms",
+]
+
+
+_STEPS = 4e8
+"""Most units in the horizon: the sum of five times that are no longer fits into 32 bits."""
+
+_ROUNDING = 1e-6
+"""Share of a unit that a time in ms may be off."""
+
+_ALL_ROUNDING = 1e-3
+"""Share of a unit that the times of a path may be off together."""
+
+
+class _Copy(NamedTuple):
+    """What one copy of a device carries, in bytes, and its ms each way."""
+
+    moved: int = 0
+    out: float = 0.0
+    home: float = 0.0
+
+
+def unit_ms(problem: Problem, horizon_ms: float) -> float:
+    """Return the unit of time: a common divisor of all times where 32 bits can count by it."""
+    finest = max(1.0, horizon_ms) / _STEPS
+    grid = grid_ms(problem)
+    return max(grid, finest)
+
+
+def copies_are_equal(problem: Problem, device: int) -> bool:
+    """Whether all that a device can offload has one size, so that copies can be counted."""
+    return len({_copy(problem, s) for s in problem.stages_of[device]} - {_Copy()}) <= 1
+
+
+def general_problem_of(
+    problem: Problem, horizon_ms: float, devices: Sequence[int]
+) -> GeneralProblem:
+    """Return the problem of some devices with every time rounded down to whole units.
+
+    The unit divides all times where there is such a one; else it is so small that rounding hardly
+    matters: a schedule within the horizon stays one, as times only shrink. Under span there must be
+    one device.
+    """
+    unit = unit_ms(problem, horizon_ms)
+    horizon = floor(horizon_ms / unit + _ALL_ROUNDING)
+    units = partial(_units, unit=unit, most=horizon + 1)
+    model = relaxed(problem)
+    before, after = _clock(problem, model, devices)
+    kept = [s for s, stage in enumerate(problem.stages) if stage.device in devices]
+    stages = [problem.stages[s] for s in kept]
+    index = {device: k for k, device in enumerate(devices)}
+    copies = [_device_copy(problem, device) for device in devices]
+    head, there, back = _delays(model, kept)
+    forward, gradient = units(model.forward[kept]), units(model.gradient[kept])
+    there_units, back_units = units(there), units(back)
+    last_i = _grid(after.gradient[:, kept], unit)
+    return GeneralProblem(
+        num_microbatches=problem.num_microbatches,
+        device=_whole(index[s.device] for s in stages),
+        forward=forward,
+        split_i=units(s.backward_input_ms for s in stages),
+        split_w=units(s.backward_weight_ms for s in stages),
+        fused=units(s.fused_backward_ms for s in stages),
+        gradient=gradient,
+        weight=units(model.weight[kept]),
+        again=units(_again_ms(problem, s) for s in kept),
+        may_fuse=np.array([fusing_may_pay(problem, s) for s in kept]),
+        may_leave=np.array([_copy(problem, s).moved > 0 for s in kept]),
+        activation=_whole(s.activation_bytes for s in stages),
+        context=_whole(s.weight_context_bytes for s in stages),
+        checkpoint=_whole(s.checkpoint_bytes or 0 for s in stages),
+        workspace=_workspace(stages),
+        room=_whole(_room(problem, device) for device in devices),
+        moved=_whole(copy.moved for copy in copies),
+        out=units(copy.out for copy in copies),
+        home=units(copy.home for copy in copies),
+        waits=np.array(
+            [_waits(problem, device, copy) for device, copy in zip(devices, copies, strict=True)]
+        ),
+        there=there_units,
+        back=back_units,
+        head=0 if problem.objective == "span" else int(units([head])[0]),
+        rest=_rest(forward, gradient, there_units, back_units, int(last_i[0, 0])),
+        head_f=_grid(before.forward[:, kept], unit),
+        last_f=_grid(after.forward[:, kept], unit),
+        last_i=last_i,
+        last_w=_grid(after.weight[:, kept], unit),
+        horizon=horizon,
+    )
+
+
+def _clock(problem: Problem, model: Relaxed, devices: Sequence[int]) -> tuple[Events, Events]:
+    """Return heads and tails on the clock of the schedule, or under span on that of the device."""
+    origin = np.zeros(len(problem.stages))
+    if problem.objective == "span":
+        origin = np.where(model.device == devices[0], 0.0, ANYTIME)
+    return heads(model, refill(model), origin), tails(model, drain(model), origin)
+
+
+def _room(problem: Problem, device: int) -> int:
+    return problem.devices[device].usable_bytes - problem.static_bytes_of(device)
+
+
+def _copy(problem: Problem, s: int) -> _Copy:
+    """Return the copy of a stage; where memory never binds nobody needs any."""
+    if not problem.can_offload(s) or not memory_binds(problem, problem.stages[s].device):
+        return _Copy()
+    return _Copy(problem.stages[s].offload_bytes, problem.offload_ms(s), problem.reload_ms(s))
+
+
+def _device_copy(problem: Problem, device: int) -> _Copy:
+    copies = (_copy(problem, s) for s in problem.stages_of[device])
+    return next((copy for copy in copies if copy.moved), _Copy())
+
+
+def _waits(problem: Problem, device: int, copy: _Copy) -> bool:
+    """Whether all RELOADs that can be on their way to a device at once are told apart."""
+    return copy.moved > 0 and _room(problem, device) // copy.moved <= MOST_COMING
+
+
+def _again_ms(problem: Problem, s: int) -> float:
+    """Return the time of a RECOMPUTE, -1 where there is none or memory never binds."""
+    stage = problem.stages[s]
+    if stage.recompute_ms is None or not memory_binds(problem, stage.device):
+        return -1.0
+    return stage.recompute_ms
+
+
+def _delays(model: Relaxed, kept: Sequence[int]) -> tuple[float, list[float], list[float]]:
+    """Return the ms before the first kept stage, and up and down from each to the next.
+
+    Behind the last one up means all the way to the end of the pipeline and back to it.
+    """
+    forward = model.forward + model.there
+    gradient = model.gradient + np.roll(model.back, 1)
+    there, back = [], []
+    for s, following in pairwise([*kept, len(model.forward)]):
+        there.append(float(model.there[s] + forward[s + 1 : following].sum()))
+        back.append(float(model.back[following - 1] + gradient[s + 1 : following].sum()))
+    there[-1] += back[-1]
+    back[-1] = 0.0
+    return float(forward[: kept[0]].sum()), there, back
+
+
+def _rest(forward: Ints, gradient: Ints, there: Ints, back: Ints, end: int) -> Ints:
+    """Return the least time from the start of each pass of a micro-batch to the end of all."""
+    down = gradient + np.roll(back, 1)
+    down[0] = gradient[0]
+    rest = [end]
+    for step in (*down, *(forward + there)[::-1]):
+        rest.append(rest[-1] + int(step))
+    return np.array(rest[::-1], dtype=np.int64)
+
+
+def _workspace(stages: Sequence[Stage]) -> Grid:
+    rows = [
+        [s.forward_workspace_bytes for s in stages],
+        [s.backward_input_workspace_bytes for s in stages],
+        [s.backward_weight_workspace_bytes for s in stages],
+        [s.backward_workspace_bytes for s in stages],
+        [s.recompute_workspace_bytes for s in stages],
+    ]
+    return np.array(rows, dtype=np.int64)
+
+
+def _grid(values: NDArray[np.float64], unit: float) -> Grid:
+    most = np.iinfo(np.int32).max
+    return _units(np.maximum(0.0, values).ravel(), unit, most).reshape(values.shape)
+
+
+def _units(values: Iterable[float], unit: float, most: int) -> Ints:
+    """Return times in whole units, -1 as it is; none longer than ``most``, which is too long."""
+    return _whole(value if value < 0 else min(most, value / unit + _ROUNDING) for value in values)
+
+
+def _whole(values: Iterable[float]) -> Ints:
+    return np.array([int(value) for value in values], dtype=np.int64)
+
+
+# --- An exact search over the ways of micro-batches, with offload and recompute, in any order.
+# Each micro-batch travels up the stages and down again: F on every stage, then I (or B). So all
+# there is to say about a partial schedule, relaxed a little, is a *state*: how far each micro-batch
+# is and in which *mode* it is on every stage between F and backward (kept, away or to go, coming
+# back, with its checkpoint alone); how many W each stage has started; the clock, which is the
+# latest start; when the lanes of each device are free; when the input of each micro-batch's next
+# pass is there. Times before the clock count as the clock. Micro-batches are identical, so a state
+# is a multiset. An event is an F in some mode, an I, W or B, a RECOMPUTE, or a RELOAD, which starts
+# when it is issued.
+#
+# *Some devices.* Only some devices are kept. A pass on another one is a wait of its length, which
+# any number may share: whatever holds for all devices holds for these, and an I takes at least its
+# gradient piece. So if no schedule of the kept devices lies within a horizon, none of all devices
+# does. Under span there is one device, the clock starts with it, and its input is there at once.
+#
+# *Relaxed.* Copies of a device have one size, go one after the other, to the host in the order of
+# the F whose bytes they take, each from its F's end on. That is the order in which the k-th copy
+# ends first, for every k. That many have ended is all that is asked where bytes are needed, and a
+# RELOAD asks for one more ended copy than RELOADs before it, be it its own or not. So what real
+# copies allow at a time, these do. Where a device has room for more than `MOST_COMING` copies, only
+# the last so many RELOADs on their way are waited for. Hosts have room, no other device shares a
+# lane, gradient reductions of one device do not queue. What is kept of the whole problem are heads
+# and tails, by number (`bounds.heads`, `bounds.tails`): the k-th F of a stage starts no earlier
+# than its head, and the k-th last F, I or W ends no later than its tail before the horizon.
+#
+# *Every schedule is met.* Sort its events by start, of equal ones what is needed first: each is a
+# step from the state before, at the earliest start that its device, input and bytes allow, or
+# later. If a state has the same events as a part of a schedule, and no time later, it can make the
+# next step no later; by induction it reaches the end no later than the schedule.
+#
+# *Dominance.* For the same reason, of two states with the same codes and W, one with no time later
+# than the other's replaces it. Of micro-batches with the same code the one whose input is there
+# first makes the next pass: when the other could start it, both inputs are there.
+#
+# *Left out.* An event that starts so late that an I or W of its device, which waits, would fit in
+# before. Among the ways to complete a state within the horizon take one with the least sum of
+# starts: if it began so, that I or W, which comes later, could move forward. Its device does
+# nothing in between; it holds no more bytes after it, if its context is not larger than its
+# activation, and may hold its workspace; nothing else starts later, no k-th end of a stage is
+# later, no F moves, and the sum is less. So each state that can be completed keeps a way to be.
+# (Where a B is possible an I is not moved: the way may hold a B.)
+#
+# *Bound.* A state is dropped if what must follow (`journey_bounds`) ends behind the horizon.
+#
+# Layers count steps: an F kept is two, one for the RELOAD or RECOMPUTE it saves, a B two, any other
+# event one. So all ways to a state have the same number of steps, and each state is expanded once,
+# after all that could dominate it are known. If a layer and the one behind it are empty, no
+# schedule lies within the horizon.
+
+_MOST_MICROBATCHES = 100
+"""W are counted in a byte; beyond a few dozen micro-batches no search ends anyway."""
+
+_MOST_STAGES = (31 - POSITION_BITS) // MODE_BITS
+"""Codes have 32 bits."""
+
+
+@dataclass(frozen=True, slots=True)
+class GeneralOutcome:
+    """The end of a search and how many states it met.
+
+    ``found_ms``: where a relaxed schedule was found, its length; none as short need exist.
+    """
+
+    answer: HorizonAnswer
+    found_ms: float | None
+    num_states: int
+
+
+def general_can_search(problem: Problem, devices: Sequence[int]) -> bool:
+    """Whether a state says all there is about these devices."""
+    stages = sum(len(problem.stages_of[device]) for device in devices)
+    return (
+        1 <= stages <= _MOST_STAGES
+        and problem.num_microbatches <= _MOST_MICROBATCHES
+        and (problem.objective == "makespan" or len(devices) == 1)
+        and all(copies_are_equal(problem, device) for device in devices)
+    )
+
+
+def search_general(
+    problem: Problem,
+    devices: Sequence[int],
+    horizon_ms: float,
+    *,
+    most_states: int,
+    most_in_layer: int,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> GeneralOutcome:
+    """Ask whether some devices can be through within ``horizon_ms``, the others being no obstacle.
+
+    ``Answer.NONE`` proves that no schedule of the problem is that short. Unknown if more than
+    ``most_states`` are met, ``most_in_layer`` in one layer, or if told to stop.
+    """
+    search = _GeneralSearch(problem, devices, horizon_ms, most_in_layer)
+    return search.run(most_states, should_stop)
+
+
+class _GeneralSearch:
+    def __init__(
+        self, problem: Problem, devices: Sequence[int], horizon_ms: float, most_in_layer: int
+    ) -> None:
+        self.general = general_problem_of(problem, horizon_ms, devices)
+        self.unit_ms = unit_ms(problem, horizon_ms)
+        num_stages = len(self.general.forward)
+        size = problem.num_microbatches, num_stages, len(devices)
+        self.num_steps = 4 * problem.num_microbatches * num_stages
+        self.layers = [make_general_layer(most_in_layer, *size) for _ in range(3)]
+        self.work = (
+            make_general_state(*size),
+            make_general_loads(*size[1:]),
+            make_general_loads(*size[1:]),
+        )
+        set_out(self.layers[0], self.general)
+        self.num_states = 1
+
+    def run(self, most_states: int, should_stop: Callable[[], bool]) -> GeneralOutcome:
+        """Expand layer after layer."""
+        for _ in range(self.num_steps):
+            if not self._expand(most_states, should_stop):
+                return GeneralOutcome(HorizonAnswer.UNKNOWN, None, self.num_states)
+            layer, one, two = self.layers
+            if one.size[0] == 0 and two.size[0] == 0:
+                return GeneralOutcome(HorizonAnswer.NONE, None, self.num_states)
+            layer.first[:] = -1
+            layer.size[0] = 0
+            self.layers = [one, two, layer]
+        last = self.layers[0]
+        size = int(last.size[0])
+        end = int(last.end[:size][last.alive[:size]].min())
+        return GeneralOutcome(HorizonAnswer.FOUND, end * self.unit_ms, self.num_states)
+
+    def _expand(self, most_states: int, should_stop: Callable[[], bool]) -> bool:
+        """Expand the first layer; return False where it is too much, or told to stop."""
+        layer, one, two = self.layers
+
+        def step(at: int) -> int:
+            return expand_general(self.general, (layer, one, two), self.work, at, SLICE)
+
+        done, self.num_states = expand_layer(
+            self.layers, step, self.num_states, most_states, should_stop
+        )
+        return done
+
+
+# --- Programs of a way through the states of the general search, all devices kept.
+# A state names no micro-batch: equal ones are interchangeable. Here each keeps its number all
+# along, and what an event asks for is looked up by rank. Copies are what states relax, so they are
+# said in full again: an OFFLOAD follows its F, a RELEASE stands before the first action that needs
+# its bytes, oldest OFFLOAD first. The programs keep the memory limit of every device (a state
+# counts the same bytes); where copies of a device are not each other's equal, a host is full or a
+# lane is shared they may take longer than the state says, or break a rule: whoever offers them
+# asks.
+
+_TYPES = {
+    GRADIENT: ActionType.BACKWARD_INPUT,
+    FUSED: ActionType.FULL_BACKWARD,
+    WEIGHT: ActionType.BACKWARD_WEIGHT,
+    RELOAD: ActionType.RELOAD,
+    RECOMPUTE: ActionType.RECOMPUTE,
+}
+
+
+def programs_of(problem: Problem, general: GeneralProblem, ways: Iterable[int]) -> Programs:
+    """Return the programs of all events on a way, first to last; ``general`` keeps all devices."""
+    rows = [_GrowingProgram(problem, device) for device in range(len(problem.devices))]
+    for event in _events(problem, general, ways):
+        s = event[2]
+        rows[problem.stages[s].device].add(event, needs(general, event[0], s))
+    return tuple(tuple(row.actions) for row in rows)
+
+
+def _events(problem: Problem, general: GeneralProblem, ways: Iterable[int]) -> Iterable[Event]:
+    """Yield the events with numbers of micro-batches that stay, instead of ranks."""
+    size = problem.num_microbatches, len(general.forward), len(general.room)
+    state, new, loads = (
+        make_general_state(*size),
+        make_general_state(*size),
+        make_general_loads(*size[1:]),
+    )
+    inputs = 1 + 3 * len(general.room)
+    state.times[inputs:] = general.head
+    for way in ways:
+        rank, s, kind = way // 64, way // 8 % 8, way % 8
+        j = int(np.lexsort((state.times[inputs:], state.codes))[rank])
+        event = kind, j, s
+        yield event
+        survey(general, state, loads)
+        advance(general, state, event, start_of(general, state, loads, event), new)
+        state, new = new, state
+
+
+class _GrowingProgram:
+    """The program of one device as it grows, with the bytes it holds."""
+
+    def __init__(self, problem: Problem, device: int) -> None:
+        self.problem = problem
+        self.room = problem.devices[device].usable_bytes - problem.static_bytes_of(device)
+        self.actions: list[Action] = []
+        self.held = 0
+        self.leaving: list[tuple[int, int]] = []
+        self.waiting: dict[int, list[int]] = {s: [] for s in problem.stages_of[device]}
+
+    def add(self, event: Event, needed: int) -> None:
+        """Write an event down, behind the RELEASEs that make room for what it needs."""
+        kind, j, s = event
+        while self.leaving and (
+            self.held + needed > self.room or (kind == RELOAD and (s, j) in self.leaving)
+        ):
+            self._release()
+        if kind <= DROP:
+            self._forward(kind, j, s)
+            return
+        if kind == GRADIENT:
+            self.waiting[s].append(j)
+        elif kind == WEIGHT:
+            j = self.waiting[s].pop(0)
+        self.actions.append(Action(s, _TYPES[kind], j))
+        self.held += self._added(kind, s)
+
+    def _forward(self, kind: int, j: int, s: int) -> None:
+        stage = self.problem.stages[s]
+        self.actions.append(Action(s, ActionType.FORWARD, j))
+        self.held += (stage.checkpoint_bytes or 0) if kind == DROP else stage.activation_bytes
+        if kind == SEND:
+            self.actions.append(Action(s, ActionType.OFFLOAD, j))
+            self.leaving.append((s, j))
+
+    def _release(self) -> None:
+        s, j = self.leaving.pop(0)
+        self.actions.append(Action(s, ActionType.RELEASE, j))
+        self.held -= self.problem.stages[s].offload_bytes
+
+    def _added(self, kind: int, s: int) -> int:
+        """Return the bytes held after an event that is no F, less those before."""
+        stage = self.problem.stages[s]
+        if kind == GRADIENT:
+            return stage.weight_context_bytes - stage.activation_bytes
+        if kind == FUSED:
+            return -stage.activation_bytes
+        if kind == WEIGHT:
+            return -stage.weight_context_bytes
+        if kind == RELOAD:
+            return stage.offload_bytes
+        return stage.activation_bytes - (stage.checkpoint_bytes or 0)

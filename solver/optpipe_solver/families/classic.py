@@ -1,0 +1,221 @@
+"""Serial, GPipe, 1F1B, 1F1B with recomputation, and Megatron-LM's interleaved 1F1B."""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import TYPE_CHECKING
+
+from optpipe.schedule import Action, ActionType
+from optpipe_solver.families.common import (
+    NotApplicable,
+    NotApplicableReason,
+    chunks_of_loop,
+    one_stage_per_device,
+    programs_by_device,
+)
+from optpipe_solver.feasibility import Treatment, feasibility
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from optpipe.problem import Problem
+    from optpipe.schedule import Program, Programs
+    from optpipe_solver.feasibility import SerialPlan
+
+__all__ = [
+    "build_gpipe",
+    "build_interleaved",
+    "build_one_f_one_b",
+    "build_recompute_1f1b",
+    "build_serial",
+]
+
+
+def build_interleaved(problem: Problem) -> Programs:
+    """Interleaved 1F1B of Megatron-LM.
+
+    Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using
+    Megatron-LM", section 2.2.
+
+    Rule: p devices in a loop hold v chunks each; stage k stands on device k mod p. Micro-batches go
+    in groups of p: a device runs the forwards of its first chunk for the whole group, then those of
+    its second, ...; the fused backwards in the same groups, last chunk first. Device r runs 2(p - 1
+    - r) + (v - 1)p forwards, then alternates one forward and one backward, then drains. The paper
+    asks for m to be a multiple of p; here m is rounded up to one, and the actions of the
+    micro-batches too many are left out, which cannot make the programs wait in a circle. Memory:
+    device r holds at most min(m v, 2(p - 1 - r) + (v - 1)p + 1) micro-batches of one chunk, which
+    on the first is the paper's p(1 + (p - 1)/(p v)) of a whole device's. Bubble at equal times and
+    free communication: (p - 1)(F + B)/v with F and B of all chunks together. It ignores memory
+    limits, unequal chunks, offload and recompute.
+
+    Raises
+    ------
+    NotApplicable
+        If the placement is no loop of at least two rounds.
+    """
+    chunks = chunks_of_loop(problem)
+    num_ranks = len(problem.stages) // chunks
+    programs: list[list[Action]] = [[] for _ in problem.devices]
+    for rank in range(num_ranks):
+        programs[problem.placement[rank]] = _program(
+            rank, num_ranks, chunks, problem.num_microbatches
+        )
+    return tuple(map(tuple, programs))
+
+
+def _program(rank: int, num_ranks: int, chunks: int, m: int) -> list[Action]:
+    forwards = _in_groups(ActionType.FORWARD, rank, num_ranks, chunks, m)
+    backwards = _in_groups(ActionType.FULL_BACKWARD, rank, num_ranks, chunks, m)
+    warmup = min(len(forwards), 2 * (num_ranks - 1 - rank) + (chunks - 1) * num_ranks)
+    alternating = chain.from_iterable(zip(forwards[warmup:], backwards, strict=False))
+    drained = backwards[len(forwards) - warmup :]
+    rounded_up = [*forwards[:warmup], *alternating, *drained]
+    return [action for action in rounded_up if action.microbatch < m]
+
+
+def _in_groups(kind: ActionType, rank: int, num_ranks: int, chunks: int, m: int) -> list[Action]:
+    """Return a rank's forwards or backwards in order, m rounded up to whole groups."""
+    order = range(chunks) if kind is ActionType.FORWARD else reversed(range(chunks))
+    stages = [chunk * num_ranks + rank for chunk in order]
+    return [
+        Action(stage, kind, j)
+        for first in range(0, m, num_ranks)
+        for stage in stages
+        for j in range(first, first + num_ranks)
+    ]
+
+
+def build_serial(problem: Problem) -> Programs:
+    """Serial execution: one micro-batch after the other, no overlap at all.
+
+    Not a published schedule but the floor under all of them: it fits wherever anything fits (the
+    proof is in `optpipe_solver.smallest_memory`), so that every feasible problem has a schedule.
+    Memory: one micro-batch. Makespan: m times the critical path; the bubble is all of the rest.
+    What it ignores: everything but memory.
+
+    Raises
+    ------
+    NotApplicable
+        If no schedule at all fits.
+    """
+    feasible = feasibility(problem)
+    if feasible.plan is None:
+        raise NotApplicable(NotApplicableReason.INFEASIBLE, feasible.message)
+    programs: list[list[Action]] = [[] for _ in problem.devices]
+    for j in range(problem.num_microbatches):
+        for index, stage in enumerate(problem.stages):
+            programs[stage.device] += _forward(feasible.plan, index, j)
+        for index in reversed(range(len(problem.stages))):
+            programs[problem.stages[index].device] += _backward(feasible.plan, index, j)
+    return tuple(map(tuple, programs))
+
+
+def _forward(plan: SerialPlan, stage: int, j: int) -> list[Action]:
+    actions = [Action(stage, ActionType.FORWARD, j)]
+    if plan.mode[stage] is Treatment.OFFLOAD:
+        actions += [Action(stage, ActionType.OFFLOAD, j), Action(stage, ActionType.RELEASE, j)]
+    return actions
+
+
+def _backward(plan: SerialPlan, stage: int, j: int) -> list[Action]:
+    back = {Treatment.OFFLOAD: ActionType.RELOAD, Treatment.RECOMPUTE: ActionType.RECOMPUTE}
+    mode = plan.mode[stage]
+    actions = [Action(stage, back[mode], j)] if mode in back else []
+    if plan.split[stage]:
+        actions += [
+            Action(stage, ActionType.BACKWARD_INPUT, j),
+            Action(stage, ActionType.BACKWARD_WEIGHT, j),
+        ]
+    else:
+        actions.append(Action(stage, ActionType.FULL_BACKWARD, j))
+    return actions
+
+
+def build_gpipe(problem: Problem) -> Programs:
+    """GPipe: all forwards, then all backwards.
+
+    Huang et al. 2019, "GPipe: Efficient Training of Giant Neural Networks using Pipeline
+    Parallelism", section 2.3; with several stages on a device it is the breadth-first schedule of
+    Lamy-Poirier 2023, "Breadth-First Pipeline Parallelism", section 3.
+
+    Rule: every device runs the forwards of its stages in model order, each for all micro-batches,
+    then the fused backwards of its stages in reverse. Micro-batches go first in, first out in both
+    (the paper's figure runs backwards last in, first out; for equal micro-batches neither time nor
+    memory differs). Memory: all m micro-batches on every stage. Bubble at equal times, one stage
+    per device: (p - 1)(F + B), i.e. a makespan of (m + p - 1)(F + B), as 1F1B. It ignores memory
+    limits, offload and the paper's recompute.
+    """
+    microbatches = range(problem.num_microbatches)
+    return tuple(
+        (
+            *(Action(s, ActionType.FORWARD, j) for s in held for j in microbatches),
+            *(Action(s, ActionType.FULL_BACKWARD, j) for s in reversed(held) for j in microbatches),
+        )
+        for held in problem.stages_of
+    )
+
+
+def build_one_f_one_b(problem: Problem) -> Programs:
+    """1F1B, also called PipeDream-Flush.
+
+    Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using
+    Megatron-LM", section 2.2.
+
+    Rule: stage s of S runs S - 1 - s forwards, then alternates one forward and one backward, then
+    drains. The backward is fused. Memory: stage s holds min(m, S - s) micro-batches. Bubble at
+    equal times: (S - 1)(F + B), i.e. a makespan of (m + S - 1)(F + B). It ignores memory limits,
+    offload and recompute.
+
+    Raises
+    ------
+    NotApplicable
+        If a device holds several stages.
+    """
+    one_stage_per_device(problem)
+    num_stages, m = len(problem.stages), problem.num_microbatches
+    by_stage = []
+    for stage in range(num_stages):
+        warmup = min(m, num_stages - 1 - stage)
+        program = [Action(stage, ActionType.FORWARD, j) for j in range(warmup)]
+        for j in range(m):
+            if warmup + j < m:
+                program.append(Action(stage, ActionType.FORWARD, warmup + j))
+            program.append(Action(stage, ActionType.FULL_BACKWARD, j))
+        by_stage.append(program)
+    return programs_by_device(problem, by_stage)
+
+
+def build_recompute_1f1b(problem: Problem) -> Programs:
+    """1F1B-R: 1F1B with full activation recomputation.
+
+    Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", on the schedule of Narayanan
+    et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM",
+    sections 2.2 and 3.5; 1F1B-R in Qi et al. 2024, "Pipeline Parallelism with Controllable Memory".
+
+    Rule: 1F1B, where every forward keeps only its checkpoint and every backward is preceded by a
+    recompute, on every stage, the last included (Megatron-LM's ``full`` granularity). The recompute
+    needs no gradient, so it starts while the device still waits for one. Memory: stage s of S holds
+    min(m, S - s) checkpoints and one whole activation. Bubble at equal times: at most (S - 1)(F + R
+    + B) beside the m R of recompute on every device. It ignores memory limits, offload, and that
+    recomputing on the last stage, or only where memory asks for it, would be cheaper.
+
+    Raises
+    ------
+    NotApplicable
+        If a device holds several stages, or a stage cannot be recomputed.
+    """
+    plain = build_one_f_one_b(problem)
+    for index, stage in enumerate(problem.stages):
+        if not stage.can_recompute:
+            raise NotApplicable(
+                NotApplicableReason.NEEDS_RECOMPUTE,
+                f"this rule recomputes every stage, but stage {index} has no recompute_ms",
+            )
+    return tuple(tuple(_with_recompute(program)) for program in plain)
+
+
+def _with_recompute(program: Program) -> Iterator[Action]:
+    for action in program:
+        if action.type is ActionType.FULL_BACKWARD:
+            yield Action(action.stage, ActionType.RECOMPUTE, action.microbatch)
+        yield action

@@ -1,1 +1,0 @@
-"""Offload and recompute for given compute programs: `fit_memory`, `hide_offload`."""

@@ -1,1 +1,0 @@
-"""What can be changed on a board: orders, modes, many micro-batches; and making it fit."""

@@ -1,0 +1,433 @@
+"""Compiled simulated annealing on programs: one random move at a time.
+
+A move that breaks memory (after a few repairs) or waits in a circle is undone; else it is taken if
+it is no worse, or by chance if it is (Kirkpatrick et al. 1983). The chance is drawn before the move
+is timed, so that timing can stop as soon as it is known to be too long. Judged is the objective
+plus a little of the mean of the devices' last ends, which tells plateaus apart.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from optpipe_solver.arrays import simulate
+from optpipe_solver.jit import lean
+from optpipe_solver.local_search import moves
+from optpipe_solver.local_search.board import agenda_for, board_of, copy, put_back, undo_for
+from optpipe_solver.local_search.memory_moves import (
+    Stretch,
+    commit,
+    hosts_fit,
+    make_room,
+    relax,
+    settle,
+    trim,
+)
+from optpipe_solver.local_search.propose import everywhere, propose, rules_of
+from optpipe_solver.local_search.times import (
+    last_end,
+    list_device,
+    longest_path,
+    propagate,
+    refresh_tails,
+    roll_back,
+    schedule_all,
+    set_out,
+    tail_along,
+)
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from optpipe_solver.arrays.encoding import CompiledProblem, Rows
+    from optpipe_solver.arrays.simulate import MemoryArrays, SimulationScratch, TimeArrays
+    from optpipe_solver.local_search.board import Agenda, Board, Undo
+    from optpipe_solver.local_search.propose import SearchRules
+
+__all__ = [
+    "Course",
+    "Table",
+    "accept",
+    "anneal",
+    "course_of",
+    "look_around",
+    "measure",
+    "table_for",
+    "take_back",
+    "try_move",
+]
+
+
+_PLATEAU = 0.01
+_MEAN_FALLS = 2.0
+"""By how many mean passes a move is expected to lower the mean of the last ends, at most."""
+
+_LEAST_AGE, _AGE_SHARE = 8, 200
+"""Moves taken before the longest path and all tails are looked up again: at least, and by size."""
+
+_STEP = 256
+"""Actions simulated between two changes of the temperature."""
+
+_MOVE_WORK, _ROW_SHARE = 10, 128
+"""A move's own cost, in actions simulated: fixed, and a share of what a program can hold."""
+
+_EDIT_SHARE = 8
+"""Places changed that cost as much as an action simulated."""
+
+_SETTLE, _LEAST_REACH, _LEADS = 0.7, 4, 6
+"""Share of moves after which transfers settle, how far around at least, and how they may.
+
+The least reach is in places; it is doubled up to three times. RELOADs first move up by none, one,
+... passes, or as far as they can.
+"""
+
+
+class Table(NamedTuple):
+    """All that one search works on. ``path`` is scratch; ``best_*`` is the best board seen.
+
+    ``focus`` says where moves are made (see `propose`). ``stale`` flags devices whose program may
+    differ from the best one; ``load``, by place, is scratch.
+    """
+
+    board: Board
+    undo: Undo
+    agenda: Agenda
+    work: SimulationScratch
+    times: TimeArrays
+    memory: MemoryArrays
+    rules: SearchRules
+    path: NDArray[np.int64]
+    focus: NDArray[np.int64]
+    best_actions: NDArray[np.int64]
+    best_counts: NDArray[np.int64]
+    stale: NDArray[np.bool_]
+    load: NDArray[np.int64]
+
+
+class Course(NamedTuple):
+    """How far one cooling has come; where it is cut into slices makes no difference.
+
+    ``values`` are the judgement and the objective of the board and the best objective seen (ms),
+    ``counts`` the actions simulated, the moves tried, the moves taken since the longest path was
+    looked up, and its length.
+    """
+
+    values: NDArray[np.float64]
+    counts: NDArray[np.int64]
+
+
+def course_of(table: Table, best: float) -> Course:
+    """Return the beginning of a cooling; ``best`` is the objective of the table's best board."""
+    objective, judged = _standing(table)
+    values = np.array([judged, objective, best])
+    return Course(values, np.array([0, 0, table.board.at.size, 0], dtype=np.int64))
+
+
+@lean
+def anneal(
+    table: Table,
+    course: Course,
+    hot: float,
+    cold: float,
+    whole: int,
+    until: int,
+    draw: NDArray[np.uint64],
+) -> None:
+    """Make random moves until ``until`` actions were simulated in this cooling.
+
+    The temperature falls from ``hot`` to ``cold`` (ms) while ``whole`` actions are simulated.
+    """
+    board, rules = table.board, table.rules
+    current, length, best = course.values
+    work, tried, age, path_size = course.counts
+    allowance = _MEAN_FALLS * _PLATEAU * rules.mean_pass_ms
+    own = _MOVE_WORK + board.actions.shape[1] // _ROW_SHARE
+    oldest = max(_LEAST_AGE, board.at.size // _AGE_SHARE)
+    temperature = _temperature(hot, cold, work - work % _STEP, whole)
+    cooled = work - work % _STEP + _STEP
+    while work < until:
+        tried += 1
+        if work >= cooled:
+            temperature = _temperature(hot, cold, work - work % _STEP, whole)
+            cooled = work - work % _STEP + _STEP
+        if age >= oldest:
+            path_size = look_around(table)
+            work += board.at.size // 8
+            age = 0
+        limit = current - temperature * np.log(max(1e-300, moves.unit(draw)))
+        cutoff = limit - (current - length) + allowance
+        looked, judged, objective = try_move(table, path_size, cutoff, draw)
+        work += looked + own
+        if judged > limit:
+            take_back(table)
+            continue
+        accept(table)
+        age += 1
+        current, length = judged, objective
+        if objective < best * (1.0 - 1e-12):
+            best = objective
+            age = oldest
+            _keep(table)
+    course.values[0], course.values[1], course.values[2] = current, length, best
+    course.counts[0], course.counts[1] = work, tried
+    course.counts[2], course.counts[3] = age, path_size
+
+
+@lean
+def _temperature(hot: float, cold: float, work: int, whole: int) -> float:
+    return hot * (cold / hot) ** min(1.0, work / whole)
+
+
+@lean
+def look_around(table: Table) -> int:
+    """Find a longest path, and the tails where they are of use; return the path's size."""
+    board, times, rules = table.board, table.times, table.rules
+    if rules.incremental:
+        refresh_tails(board, times, table.agenda)
+    else:
+        simulate.length(board.actions, board.counts, times, table.work)
+        set_out(board, times, table.work)
+    return longest_path(board, times, rules.by_span, table.path)
+
+
+@lean
+def try_move(
+    table: Table, path_size: int, cutoff: float, draw: NDArray[np.uint64]
+) -> tuple[int, float, float]:
+    """Change the board by a random move and time it: actions simulated, judgement, objective.
+
+    The judgement is inf where the move is illegal, and may be where the makespan exceeds ``cutoff``
+    ms; where spans count, ``cutoff`` and the latest first start together. Either `take_back` or
+    `accept` must follow.
+    """
+    board, undo, rules = table.board, table.undo, table.rules
+    undo.sizes[0] = undo.sizes[1] = undo.sizes[2] = 0
+    num_devices = board.counts.size
+    copy(undo.hosts, board.hosts, num_devices)
+    copy(undo.first, board.first, num_devices)
+    copy(undo.last, board.last, num_devices)
+    changed = propose(
+        board, undo, table.times, table.memory, rules, table.path, path_size, table.focus, draw
+    )
+    edited = _edited(undo)
+    if not changed or not _fits(table, draw):
+        return edited, np.inf, np.inf
+    if not rules.incremental:
+        makespan, span, mean = simulate.length(board.actions, board.counts, table.times, table.work)
+        objective = span if rules.by_span else makespan
+        return edited + table.times.num_cells * 4, objective + _PLATEAU * mean, objective
+    for i in range(undo.sizes[0]):
+        device = undo.touched[i]
+        low = undo.low[device]
+        if low >= undo.high[device] and board.counts[device] == undo.counts[device]:
+            continue
+        since = board.clock[board.actions[device, low - 1]] if low > 0 else 0.0
+        list_device(table.agenda, device, low, since)
+        table.agenda.until[device] = max(table.agenda.until[device], undo.high[device])
+    if rules.by_span:
+        cutoff += _latest_first(undo, num_devices)
+    budget = board.at.size
+    looked = propagate(board, undo, table.agenda, table.times, rules.tails, cutoff, budget)
+    if looked < 0:
+        return edited - looked, np.inf, np.inf
+    objective = measure(table)
+    return edited + looked, _judged(table, objective), objective
+
+
+@lean
+def _latest_first(undo: Undo, num_devices: int) -> float:
+    """Return when the last of the devices began (ms): no later than that plus its span it ends."""
+    latest = 0.0
+    for device in range(num_devices):
+        latest = max(latest, undo.first[device])
+    return latest
+
+
+@lean
+def _edited(undo: Undo) -> int:
+    """Return about what the edits cost, in actions simulated."""
+    places = 0
+    for i in range(undo.sizes[0]):
+        places += max(0, undo.high[undo.touched[i]] - undo.low[undo.touched[i]])
+    return places // _EDIT_SHARE
+
+
+@lean
+def _fits(table: Table, draw: NDArray[np.uint64]) -> bool:
+    board, undo = table.board, table.undo
+    for i in range(undo.sizes[0]):
+        device = undo.touched[i]
+        if table.rules.offloads[device] and moves.unit(draw) < _SETTLE:
+            fits = _settled(table, device, draw)
+        else:
+            fits = make_room(board, undo, table.times, table.memory, device, draw)
+        if not fits:
+            return False
+        if table.rules.hosts_limited and not hosts_fit(board, table.times, table.memory, device):
+            return False
+    return True
+
+
+@lean
+def _settled(table: Table, device: int, draw: NDArray[np.uint64]) -> bool:
+    """Whether a changed program fits, once the transfers around the change have made way."""
+    board, undo, times, memory = table.board, table.undo, table.times, table.memory
+    reach = _LEAST_REACH << moves.below(draw, 4)
+    low = max(0, undo.low[device] - reach)
+    high = min(board.counts[device], undo.high[device] + reach)
+    relax(Stretch(board, undo, times, memory, table.load, device, low, high))
+    if not make_room(board, undo, times, memory, device, draw):
+        return False
+    low, high = min(low, undo.low[device]), max(high, undo.high[device])
+    lead = moves.below(draw, _LEADS)
+    if lead == _LEADS - 1:
+        lead = high
+    settle(Stretch(board, undo, times, memory, table.load, device, low, high), lead)
+    trim(board, undo, device)
+    return True
+
+
+@lean
+def measure(table: Table) -> float:
+    """Return the objective in ms, as `kernel.length` has it; inf where stuck."""
+    board, agenda, rules = table.board, table.agenda, table.rules
+    if not rules.incremental:
+        makespan, span, _ = simulate.length(board.actions, board.counts, table.times, table.work)
+        return span if rules.by_span else makespan
+    if rules.has_sync:
+        for device in range(board.counts.size):
+            if agenda.changed[device]:
+                board.last[device] = last_end(board, agenda, table.times, device)
+                agenda.changed[device] = False
+    begun, ended, span = np.inf, 0.0, 0.0
+    for device in range(board.counts.size):
+        if board.counts[device] > 0:
+            begun = min(begun, board.first[device])
+            ended = max(ended, board.last[device])
+            span = max(span, board.last[device] - board.first[device])
+    return span if rules.by_span else ended - begun
+
+
+@lean
+def _standing(table: Table) -> tuple[float, float]:
+    """Return the objective and the judgement of a board as it stands, in ms."""
+    objective = measure(table)
+    return objective, _judged(table, objective)
+
+
+@lean
+def _judged(table: Table, objective: float) -> float:
+    board = table.board
+    if not table.rules.incremental:
+        _, _, mean = simulate.length(board.actions, board.counts, table.times, table.work)
+        return objective + _PLATEAU * mean
+    mean = 0.0
+    for device in range(board.counts.size):
+        mean += board.last[device]
+    return objective + _PLATEAU * mean / board.counts.size
+
+
+@lean
+def take_back(table: Table) -> None:
+    """Undo the last move."""
+    board, undo = table.board, table.undo
+    roll_back(board, undo, table.times.num_cells)
+    for i in range(undo.sizes[0]):
+        device = undo.touched[i]
+        put_back(board, undo, device)
+        undo.high[device] = -1
+    for i in range(undo.sizes[2]):
+        board.again[undo.flipped[i]] = not board.again[undo.flipped[i]]
+    num_devices = board.counts.size
+    copy(board.hosts, undo.hosts, num_devices)
+    copy(board.first, undo.first, num_devices)
+    copy(board.last, undo.last, num_devices)
+    for device in range(num_devices):
+        table.agenda.changed[device] = False
+
+
+@lean
+def accept(table: Table) -> None:
+    """Keep the last move."""
+    board, undo = table.board, table.undo
+    for i in range(undo.sizes[0]):
+        device = undo.touched[i]
+        low, high = undo.low[device], undo.high[device]
+        commit(board, table.times, table.memory, device, low, high)
+        if table.rules.incremental:
+            tail_along(board, table.times, device, low, high)
+        table.stale[device] = True
+        undo.high[device] = -1
+
+
+@lean
+def _keep(table: Table) -> None:
+    """Remember the board as the best."""
+    board = table.board
+    for device in range(board.counts.size):
+        if table.stale[device]:
+            count = board.counts[device]
+            copy(table.best_actions[device], board.actions[device], count)
+            table.best_counts[device] = count
+            table.stale[device] = False
+
+
+# --- Set up the arrays of one search, with the times and memory of the programs it starts from.
+
+_ENDS = (simulate.FORWARD, simulate.BACKWARD_INPUT, simulate.OFFLOAD, simulate.RELOAD)
+"""What the four parts of `kernel.Work.end` are the ends of."""
+
+
+def table_for(compiled: CompiledProblem, rows: Rows, like: Table | None = None) -> Table:
+    """Return a table with legal programs set out.
+
+    ``like``: a table of the same problem whose rules and scratch may be used again.
+    """
+    times, memory = compiled.times, compiled.memory
+    num_devices = rows.lengths.size
+    board = board_of(compiled, rows)
+    table = Table(
+        board=board,
+        undo=undo_for(board) if like is None else like.undo,
+        agenda=agenda_for(board, times.num_stages) if like is None else like.agenda,
+        work=simulate.workspace_for(times, num_devices) if like is None else like.work,
+        times=times,
+        memory=memory,
+        rules=rules_of(compiled) if like is None else like.rules,
+        path=np.zeros(board.at.size, dtype=np.int64) if like is None else like.path,
+        focus=everywhere(rows),
+        best_actions=rows.actions.copy(),
+        best_counts=rows.lengths.copy(),
+        stale=np.zeros(num_devices, dtype=np.bool_),
+        load=np.zeros(rows.actions.shape[1], dtype=np.int64),
+    )
+    _compute(table)
+    return table
+
+
+@lean
+def _compute(table: Table) -> None:
+    """Fill in times, bytes and the compute time to come."""
+    board, times, memory, work = table.board, table.times, table.memory, table.work
+    cells = times.num_cells
+    for device in range(board.counts.size):
+        count = board.counts[device]
+        commit(board, times, memory, device, 0, count)
+        row = board.actions[device]
+        board.hosts[device] = simulate.host_peak(row, count, times, memory, board.away)
+    if not table.rules.incremental:
+        return
+    simulate.length(board.actions, board.counts, times, work)
+    for slot in range(len(_ENDS)):
+        kind = _ENDS[slot]
+        for cell in range(cells):
+            board.end[kind * cells + cell] = work.end[slot * cells + cell]
+    schedule_all(board, table.agenda)
+    table.undo.high[:] = -1
+    table.undo.sizes[:] = 0
+    budget = 2 * board.at.size
+    propagate(board, table.undo, table.agenda, times, table.rules.tails, np.inf, budget)
+    table.undo.sizes[:] = 0
+    measure(table)

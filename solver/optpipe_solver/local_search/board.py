@@ -1,0 +1,331 @@
+"""Where a local search stands: programs, times and memory, and how to take a move back."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from optpipe_solver.arrays import simulate
+from optpipe_solver.arrays.simulate import (
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    FORWARD,
+    FULL_BACKWARD,
+    OFFLOAD,
+    RECOMPUTE,
+    RELEASE,
+    RELOAD,
+)
+from optpipe_solver.jit import lean
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from optpipe_solver.arrays.encoding import CompiledProblem, Rows
+
+__all__ = [
+    "Agenda",
+    "Board",
+    "Undo",
+    "agenda_for",
+    "backward_of",
+    "begin",
+    "board_of",
+    "ceiling",
+    "copy",
+    "floor",
+    "insert",
+    "is_ordered",
+    "note",
+    "put_back",
+    "remove",
+    "slide",
+    "undo_for",
+]
+
+
+class Board(NamedTuple):
+    """Programs with what is known of each action, by action number unless said otherwise.
+
+    ``at`` is an action's place in its program, -1 where it is in none. ``clock``, ``out`` and
+    ``back`` say until when (ms) the compute lane and the two transfer lanes of the device are taken
+    once it has come so far. ``end`` is when a pass or transfer ends (ms); that of a full backward
+    stands at its I. ``held`` is the bytes on the device behind the action, ``tail`` about how
+    long all takes from its start to the very end (ms; see `tails`).
+
+    By device: ``first`` start and ``last`` end (ms), ``hosts`` = host bytes at the peak. By cell:
+    ``again`` flags recomputed ones, ``away`` is scratch, False throughout.
+    """
+
+    actions: NDArray[np.int64]
+    counts: NDArray[np.int64]
+    at: NDArray[np.int64]
+    clock: NDArray[np.float64]
+    out: NDArray[np.float64]
+    back: NDArray[np.float64]
+    end: NDArray[np.float64]
+    held: NDArray[np.int64]
+    tail: NDArray[np.float64]
+    first: NDArray[np.float64]
+    last: NDArray[np.float64]
+    hosts: NDArray[np.int64]
+    again: NDArray[np.bool_]
+    away: NDArray[np.bool_]
+
+
+class Undo(NamedTuple):
+    """What a move has overwritten.
+
+    ``touched[:sizes[0]]`` are the devices whose programs changed, with the old program in ``rows``
+    and its length in ``counts``; places ``low`` .. ``high - 1`` may differ from it. Times are in a
+    log of ``sizes[1]`` entries: an action, and clock, out, back and end before. It has room for
+    three times as many entries as there can be actions. ``flipped[:sizes[2]]`` are the cells whose
+    recompute flag was changed, each as often as it was; there is room for four times all cells.
+    """
+
+    sizes: NDArray[np.int64]
+    touched: NDArray[np.int64]
+    rows: NDArray[np.int64]
+    counts: NDArray[np.int64]
+    low: NDArray[np.int64]
+    high: NDArray[np.int64]
+    flipped: NDArray[np.int64]
+    codes: NDArray[np.int64]
+    values: NDArray[np.float64]
+    first: NDArray[np.float64]
+    last: NDArray[np.float64]
+    hosts: NDArray[np.int64]
+
+
+class Agenda(NamedTuple):
+    """Which devices must be looked at again: from which place, and at least up to which.
+
+    ``active[:size[0]]`` lists them; ``time`` is about when (ms), ``place`` -1 = not listed.
+    ``changed`` flags devices whose times changed, ``stage_end`` (by stage) and ``cursor``
+    (by device) are scratch.
+    """
+
+    size: NDArray[np.int64]
+    active: NDArray[np.int64]
+    place: NDArray[np.int64]
+    until: NDArray[np.int64]
+    time: NDArray[np.float64]
+    changed: NDArray[np.bool_]
+    stage_end: NDArray[np.float64]
+    cursor: NDArray[np.int64]
+
+
+def board_of(compiled: CompiledProblem, rows: Rows) -> Board:
+    """Return a board with the programs set out; times and memory are still to be computed."""
+    cells = compiled.times.num_cells
+    num_actions, num_devices = 8 * cells, rows.lengths.size
+    at = np.full(num_actions, -1, dtype=np.int64)
+    again = np.zeros(cells, dtype=np.bool_)
+    for row, count in zip(rows.actions, rows.lengths, strict=True):
+        at[row[:count]] = np.arange(count)
+        codes = row[:count]
+        again[codes[codes // cells == simulate.RECOMPUTE] % cells] = True
+    return Board(
+        actions=rows.actions.copy(),
+        counts=rows.lengths.copy(),
+        at=at,
+        clock=np.zeros(num_actions),
+        out=np.zeros(num_actions),
+        back=np.zeros(num_actions),
+        end=np.zeros(num_actions),
+        held=np.zeros(num_actions, dtype=np.int64),
+        tail=np.zeros(num_actions),
+        first=np.zeros(num_devices),
+        last=np.zeros(num_devices),
+        hosts=np.zeros(num_devices, dtype=np.int64),
+        again=again,
+        away=np.zeros(cells, dtype=np.bool_),
+    )
+
+
+def undo_for(board: Board) -> Undo:
+    """Return an empty undo log for boards of this size."""
+    num_devices, longest = board.actions.shape
+    most = 3 * board.at.size
+    return Undo(
+        sizes=np.zeros(3, dtype=np.int64),
+        touched=np.zeros(num_devices, dtype=np.int64),
+        rows=np.zeros((num_devices, longest), dtype=np.int64),
+        counts=np.zeros(num_devices, dtype=np.int64),
+        low=np.zeros(num_devices, dtype=np.int64),
+        high=np.full(num_devices, -1, dtype=np.int64),
+        flipped=np.zeros(4 * board.again.size + 8, dtype=np.int64),
+        codes=np.zeros(most, dtype=np.int64),
+        values=np.zeros((most, 4)),
+        first=np.zeros(num_devices),
+        last=np.zeros(num_devices),
+        hosts=np.zeros(num_devices, dtype=np.int64),
+    )
+
+
+def agenda_for(board: Board, num_stages: int) -> Agenda:
+    """Return an empty agenda."""
+    num_devices = board.counts.size
+    return Agenda(
+        size=np.zeros(1, dtype=np.int64),
+        active=np.zeros(num_devices, dtype=np.int64),
+        place=np.full(num_devices, -1, dtype=np.int64),
+        until=np.full(num_devices, -1, dtype=np.int64),
+        time=np.zeros(num_devices),
+        changed=np.zeros(num_devices, dtype=np.bool_),
+        stage_end=np.zeros(num_stages),
+        cursor=np.zeros(num_devices, dtype=np.int64),
+    )
+
+
+@lean
+def copy(target: NDArray[Any], source: NDArray[Any], count: int) -> None:
+    """Copy the first entries of one array to another; unlike numpy's, allocates nothing."""
+    for k in range(count):
+        target[k] = source[k]
+
+
+@lean
+def begin(board: Board, undo: Undo, device: int) -> None:
+    """Remember a device's program before it changes."""
+    if undo.high[device] >= 0:
+        return
+    count = board.counts[device]
+    copy(undo.rows[device], board.actions[device], count)
+    undo.counts[device] = count
+    undo.low[device] = count
+    undo.high[device] = 0
+    undo.touched[undo.sizes[0]] = device
+    undo.sizes[0] += 1
+
+
+@lean
+def note(undo: Undo, device: int, low: int, high: int) -> None:
+    """Say that places low .. high - 1 of a device's program have changed."""
+    undo.low[device] = min(undo.low[device], low)
+    undo.high[device] = max(undo.high[device], high)
+
+
+# --- The three changes of a program that all moves are made of; each keeps places and undo right.
+
+_CHAIN = (
+    FORWARD,
+    OFFLOAD,
+    RELEASE,
+    RELOAD,
+    RECOMPUTE,
+    BACKWARD_INPUT,
+    FULL_BACKWARD,
+    BACKWARD_WEIGHT,
+)
+"""The order of a cell's own actions."""
+
+
+@lean
+def slide(board: Board, undo: Undo, device: int, source: int, target: int) -> None:
+    """Move the action at a place to another place; those between make room."""
+    begin(board, undo, device)
+    row = board.actions[device]
+    code = row[source]
+    step = 1 if target > source else -1
+    for place in range(source, target, step):
+        row[place] = row[place + step]
+        board.at[row[place]] = place
+    row[target] = code
+    board.at[code] = target
+    note(undo, device, min(source, target), max(source, target) + 1)
+
+
+@lean
+def insert(board: Board, undo: Undo, device: int, place: int, code: int) -> None:
+    """Put an action at a place; those from there on move up."""
+    begin(board, undo, device)
+    row, count = board.actions[device], board.counts[device]
+    for k in range(count, place, -1):
+        row[k] = row[k - 1]
+        board.at[row[k]] = k
+    row[place] = code
+    board.at[code] = place
+    board.counts[device] = count + 1
+    high = undo.high[device]
+    note(undo, device, place, high + 1 if high > place else place + 1)
+
+
+@lean
+def remove(board: Board, undo: Undo, device: int, place: int) -> None:
+    """Take the action at a place out."""
+    begin(board, undo, device)
+    row, count = board.actions[device], board.counts[device]
+    board.at[row[place]] = -1
+    for k in range(place, count - 1):
+        row[k] = row[k + 1]
+        board.at[row[k]] = k
+    board.counts[device] = count - 1
+    high = undo.high[device]
+    undo.high[device] = max(high - 1, place) if high > place else place
+    undo.low[device] = min(undo.low[device], place)
+
+
+@lean
+def put_back(board: Board, undo: Undo, device: int) -> None:
+    """Restore the program that `begin` remembered."""
+    row, count, old = board.actions[device], board.counts[device], undo.counts[device]
+    stop = undo.high[device] if count == old else max(count, old)
+    for place in range(undo.low[device], min(stop, count)):
+        board.at[row[place]] = -1
+    for place in range(undo.low[device], min(stop, old)):
+        row[place] = undo.rows[device, place]
+        board.at[row[place]] = place
+    board.counts[device] = old
+
+
+@lean
+def backward_of(board: Board, cells: int, cell: int) -> int:
+    """Return where the I or B of a cell stands."""
+    place = board.at[BACKWARD_INPUT * cells + cell]
+    return place if place >= 0 else board.at[FULL_BACKWARD * cells + cell]
+
+
+@lean
+def floor(board: Board, cells: int, code: int) -> int:
+    """Return the first place an action may move to: just behind its cell's action before it."""
+    kind = code // cells
+    cell = code - kind * cells
+    found = -1
+    for other in _CHAIN:
+        if other == kind:
+            return found + 1
+        place = board.at[other * cells + cell]
+        if place >= 0:
+            found = place
+    return found + 1
+
+
+@lean
+def ceiling(board: Board, cells: int, code: int, count: int) -> int:
+    """Return the last place an action may move to: just before its cell's action after it."""
+    kind = code // cells
+    cell = code - kind * cells
+    behind = False
+    for other in _CHAIN:
+        if other == kind:
+            behind = True
+        elif behind:
+            place = board.at[other * cells + cell]
+            if place >= 0:
+                return place - 1
+    return count - 1
+
+
+@lean
+def is_ordered(board: Board, cells: int, cell: int) -> bool:
+    """Whether a cell's actions stand in their order."""
+    found = -1
+    for kind in _CHAIN:
+        place = board.at[kind * cells + cell]
+        if place >= 0:
+            if place < found:
+                return False
+            found = place
+    return True

@@ -1,0 +1,496 @@
+"""Compiled moves on programs; each says whether it changed anything.
+
+A move keeps the order of a cell's own actions (F, OFFLOAD, RELEASE, RELOAD or RECOMPUTE, I, W);
+whether the result fits memory and does not wait in a circle is the caller's to ask.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from optpipe_solver.arrays.simulate import (
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    FORWARD,
+    FULL_BACKWARD,
+    OFFLOAD,
+    RECOMPUTE,
+    RELEASE,
+    RELOAD,
+)
+from optpipe_solver.jit import lean
+from optpipe_solver.local_search.board import (
+    backward_of,
+    begin,
+    ceiling,
+    floor,
+    insert,
+    is_ordered,
+    note,
+    remove,
+    slide,
+)
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from optpipe_solver.arrays.simulate import TimeArrays
+    from optpipe_solver.local_search.board import Board, Undo
+
+    Draw = NDArray[np.uint64]
+
+__all__ = [
+    "AGAIN",
+    "AWAY",
+    "KEPT",
+    "below",
+    "exchange",
+    "fill_idle",
+    "mode_of",
+    "mode_wave",
+    "park",
+    "place_mode",
+    "reverse",
+    "ripple",
+    "seeded",
+    "shift",
+    "shift_block",
+    "some_distance",
+    "swap",
+    "toggle_fused",
+    "trade_backwards",
+    "unit",
+    "wave",
+]
+
+
+@lean
+def some_distance(draw: NDArray[np.uint64], most: int) -> int:
+    """Return a distance of 1 or more, small ones likelier: each size class 1, 2-3, ... alike."""
+    classes = 1
+    while (1 << classes) <= most:
+        classes += 1
+    size = 1 << below(draw, classes)
+    return size + below(draw, size)
+
+
+@lean
+def shift(board: Board, undo: Undo, cells: int, device: int, place: int, distance: int) -> bool:
+    """Move one action by a distance, as far as its own cell allows."""
+    count = board.counts[device]
+    code = board.actions[device, place]
+    if distance > 0:
+        target = min(place + distance, ceiling(board, cells, code, count))
+    else:
+        target = max(place + distance, floor(board, cells, code))
+    if target == place:
+        return False
+    slide(board, undo, device, place, target)
+    return True
+
+
+@lean
+def shift_block(
+    board: Board, undo: Undo, cells: int, device: int, place: int, width: int, distance: int
+) -> bool:
+    """Move ``width`` actions at a place by a distance, until a cell's own order is in the way."""
+    count = board.counts[device]
+    row = board.actions[device]
+    if place + width > count:
+        return False
+    moved = 0
+    if distance > 0:
+        while moved < distance and place + width < count:
+            if floor(board, cells, row[place + width]) > place:
+                break
+            slide(board, undo, device, place + width, place)
+            place += 1
+            moved += 1
+    else:
+        while moved < -distance and place > 0:
+            if ceiling(board, cells, row[place - 1], count) < place + width - 1:
+                break
+            slide(board, undo, device, place - 1, place + width - 1)
+            place -= 1
+            moved += 1
+    return moved > 0
+
+
+@lean
+def swap(board: Board, undo: Undo, cells: int, device: int, place: int, distance: int) -> bool:
+    """Let an action and one ``distance`` places behind it change places."""
+    count = board.counts[device]
+    other = place + distance
+    if other >= count:
+        return False
+    row = board.actions[device]
+    if ceiling(board, cells, row[place], count) < other or floor(board, cells, row[other]) > place:
+        return False
+    slide(board, undo, device, place, other)
+    if distance > 1:
+        slide(board, undo, device, other - 1, place)
+    return True
+
+
+@lean
+def reverse(
+    board: Board,
+    undo: Undo,
+    times: TimeArrays,
+    device: int,
+    place: int,
+    width: int,
+    in_turn: bool,
+) -> bool:
+    """Reverse up to ``width`` actions from a place on, until a cell would come twice.
+
+    ``in_turn``: only which passes stand where is reversed, and the micro-batches of each pass of a
+    stage keep their order.
+    """
+    m, count = times.num_microbatches, board.counts[device]
+    row, stop = board.actions[device], place + 1
+    while stop < min(count, place + width) and floor(board, times.num_cells, row[stop]) <= place:
+        stop += 1
+    if stop - place < 2:
+        return False
+    begin(board, undo, device)
+    for i in range((stop - place) // 2):
+        row[place + i], row[stop - 1 - i] = row[stop - 1 - i], row[place + i]
+    if in_turn:
+        _back_in_turn(board, m, device, place, stop)
+    changed = False
+    for k in range(place, stop):
+        changed = changed or board.at[row[k]] != k
+    for k in range(place, stop):
+        board.at[row[k]] = k
+    note(undo, device, place, stop)
+    return changed
+
+
+@lean
+def _back_in_turn(board: Board, m: int, device: int, place: int, stop: int) -> None:
+    """Sort the actions of each pass of a stage among themselves by where they stood."""
+    row = board.actions[device]
+    for k in range(place, stop):
+        first = k
+        for other in range(k + 1, stop):
+            if row[other] // m == row[k] // m and board.at[row[other]] < board.at[row[first]]:
+                first = other
+        row[k], row[first] = row[first], row[k]
+
+
+@lean
+def trade_backwards(
+    board: Board, undo: Undo, cells: int, device: int, cell: int, other: int
+) -> bool:
+    """Let two cells of a device change places from what brings them back to their W.
+
+    Both must be kept, offloaded or recomputed alike, and fused or split alike.
+    """
+    if cell == other:
+        return False
+    begin(board, undo, device)
+    row = board.actions[device]
+    for kind in (RELOAD, RECOMPUTE, BACKWARD_INPUT, FULL_BACKWARD, BACKWARD_WEIGHT):
+        one, two = kind * cells + cell, kind * cells + other
+        here, there = board.at[one], board.at[two]
+        if (here < 0) != (there < 0):
+            return False
+        if here >= 0:
+            row[here], row[there] = two, one
+            board.at[one], board.at[two] = there, here
+            note(undo, device, min(here, there), max(here, there) + 1)
+    return is_ordered(board, cells, cell) and is_ordered(board, cells, other)
+
+
+@lean
+def fill_idle(board: Board, undo: Undo, cells: int, device: int, place: int, reach: int) -> bool:
+    """Bring the next W behind a place, whose I is before it, right before that place."""
+    row, count = board.actions[device], board.counts[device]
+    for k in range(place + 1, min(count, place + 1 + reach)):
+        if row[k] // cells == BACKWARD_WEIGHT and floor(board, cells, row[k]) <= place:
+            slide(board, undo, device, k, place)
+            return True
+    return False
+
+
+@lean
+def park(
+    board: Board, undo: Undo, cells: int, device: int, cell: int, distance: int, late: int
+) -> bool:
+    """Run a cell's whole backward, with what brings it back, earlier or later."""
+    count = board.counts[device]
+    at = backward_of(board, cells, cell)
+    target = min(max(at + distance, 0), count - 1)
+    if distance > 0:
+        weight = board.at[BACKWARD_WEIGHT * cells + cell]
+        if 0 <= weight <= target:
+            slide(board, undo, device, weight, target)
+            target -= 1
+        slide(board, undo, device, at, target)
+    for kind in (RELOAD, RECOMPUTE):
+        code = kind * cells + cell
+        place = board.at[code]
+        if place >= 0:
+            wanted = min(
+                max(target - late, floor(board, cells, code)), backward_of(board, cells, cell)
+            )
+            if wanted > place:
+                wanted -= 1
+            if wanted != place:
+                slide(board, undo, device, place, wanted)
+    if distance < 0:
+        code = board.actions[device, backward_of(board, cells, cell)]
+        low = max(target, floor(board, cells, code))
+        if low < board.at[code]:
+            slide(board, undo, device, board.at[code], low)
+        weight = board.at[BACKWARD_WEIGHT * cells + cell]
+        if weight > low + 1:
+            slide(board, undo, device, weight, low + 1)
+    return True
+
+
+@lean
+def ripple(
+    board: Board,
+    undo: Undo,
+    times: TimeArrays,
+    code: int,
+    step: int,
+    most: int,
+    distance: int,
+) -> bool:
+    """Shift the same pass of a micro-batch on up to ``most`` stages in a row by a distance."""
+    cells, m = times.num_cells, times.num_microbatches
+    kind = code // cells
+    stage = (code - kind * cells) // m
+    changed = False
+    for _ in range(most):
+        if stage < 0 or stage >= times.num_stages:
+            break
+        place = board.at[code]
+        if place >= 0:
+            device = times.device_of[stage]
+            changed = shift(board, undo, cells, device, place, distance) or changed
+        stage += step
+        code += step * m
+    return changed
+
+
+# --- Compiled moves on what a cell's activation does between F and backward, and on fused
+# backwards. A cell is kept, offloaded or recomputed. As with all moves the order of a cell's own
+# actions holds afterwards; whether the result fits memory and does not wait in a circle is the
+# caller's to ask.
+
+
+KEPT, AWAY, AGAIN = 0, 1, 2
+"""What becomes of an activation: it stays, is offloaded, is recomputed."""
+
+
+@lean
+def mode_of(board: Board, cells: int, cell: int) -> int:
+    """Return which of the three a cell is."""
+    if board.at[OFFLOAD * cells + cell] >= 0:
+        return AWAY
+    return AGAIN if board.again[cell] else KEPT
+
+
+@lean
+def place_mode(
+    board: Board, undo: Undo, cells: int, device: int, cell: int, mode: int, early: int, late: int
+) -> bool:
+    """Keep, offload or recompute a cell, whatever it was; the same again means other places.
+
+    RELEASE goes ``early`` places behind the OFFLOAD, RELOAD or RECOMPUTE ``late`` places before the
+    backward.
+    """
+    if mode == KEPT and mode_of(board, cells, cell) == KEPT:
+        return False
+    _clear(board, undo, cells, device, cell)
+    released = board.at[FORWARD * cells + cell] + 1 + early
+    _set(board, undo, cells, device, cell, mode, released, backward_of(board, cells, cell) - late)
+    return True
+
+
+@lean
+def exchange(board: Board, undo: Undo, cells: int, device: int, cell: int, other: int) -> bool:
+    """Let two cells of a device swap what becomes of them, at about the same places."""
+    mode, wanted = mode_of(board, cells, cell), mode_of(board, cells, other)
+    if mode == wanted:
+        return False
+    released, returned = _places(board, cells, cell, mode)
+    freed, back = _places(board, cells, other, wanted)
+    _clear(board, undo, cells, device, cell)
+    _clear(board, undo, cells, device, other)
+    _set(board, undo, cells, device, other, mode, released, returned)
+    _set(board, undo, cells, device, cell, wanted, freed, back)
+    return True
+
+
+@lean
+def _places(board: Board, cells: int, cell: int, mode: int) -> tuple[int, int]:
+    """Return where a cell's bytes go and come back, not counting its own actions before."""
+    if mode == AWAY:
+        return board.at[RELEASE * cells + cell] - 1, board.at[RELOAD * cells + cell] - 2
+    return 0, board.at[RECOMPUTE * cells + cell]
+
+
+@lean
+def _clear(board: Board, undo: Undo, cells: int, device: int, cell: int) -> None:
+    """Keep a cell, whatever it was."""
+    for kind in (RELOAD, RELEASE, OFFLOAD):
+        place = board.at[kind * cells + cell]
+        if place >= 0:
+            remove(board, undo, device, place)
+    if board.again[cell]:
+        remove(board, undo, device, board.at[RECOMPUTE * cells + cell])
+        _flip(board, undo, cells, device, cell)
+
+
+@lean
+def _set(
+    board: Board,
+    undo: Undo,
+    cells: int,
+    device: int,
+    cell: int,
+    mode: int,
+    released: int,
+    returned: int,
+) -> None:
+    """Offload or recompute a kept cell, as near to the wanted places as its own order allows."""
+    made, needed = board.at[FORWARD * cells + cell], backward_of(board, cells, cell)
+    if mode == AWAY:
+        released = min(max(released, made + 1), needed)
+        returned = min(max(returned, released), needed)
+        insert(board, undo, device, returned, RELOAD * cells + cell)
+        insert(board, undo, device, released, RELEASE * cells + cell)
+        insert(board, undo, device, made + 1, OFFLOAD * cells + cell)
+    elif mode == AGAIN:
+        returned = min(max(returned, made + 1), needed)
+        insert(board, undo, device, returned, RECOMPUTE * cells + cell)
+        _flip(board, undo, cells, device, cell)
+
+
+@lean
+def _flip(board: Board, undo: Undo, cells: int, device: int, cell: int) -> None:
+    """Change whether a cell is recomputed: its F then holds other bytes."""
+    board.again[cell] = not board.again[cell]
+    undo.flipped[undo.sizes[2]] = cell
+    undo.sizes[2] += 1
+    made = board.at[FORWARD * cells + cell]
+    note(undo, device, made, made + 1)
+
+
+@lean
+def toggle_fused(board: Board, undo: Undo, cells: int, device: int, cell: int, late: int) -> bool:
+    """Replace I and W by B where the I stands, or B by I with its W ``late`` places behind."""
+    fused = board.at[FULL_BACKWARD * cells + cell]
+    if fused >= 0:
+        remove(board, undo, device, fused)
+        place = min(fused + late, board.counts[device])
+        insert(board, undo, device, place, BACKWARD_WEIGHT * cells + cell)
+        insert(board, undo, device, fused, BACKWARD_INPUT * cells + cell)
+        return True
+    at = board.at[BACKWARD_INPUT * cells + cell]
+    remove(board, undo, device, board.at[BACKWARD_WEIGHT * cells + cell])
+    remove(board, undo, device, at)
+    insert(board, undo, device, at, FULL_BACKWARD * cells + cell)
+    return True
+
+
+# --- Compiled moves on many micro-batches at once: the same change all along a repeating pattern.
+# In the steady state of a long batch no single move gains anything: the period is as long as
+# before. Applied to a run of micro-batches, on one or more stages, it changes the pattern itself.
+
+
+@lean
+def wave(
+    board: Board,
+    undo: Undo,
+    times: TimeArrays,
+    code: int,
+    count: int,
+    most: int,
+    width: int,
+    distance: int,
+) -> bool:
+    """Shift the same pass of ``count`` micro-batches on up to ``most`` stages by a distance.
+
+    With it go the ``width - 1`` actions behind it. What moves later moves last one first, so that
+    the micro-batches keep their order.
+    """
+    m, cells = times.num_microbatches, times.num_cells
+    first = (code % cells) // m
+    j = code % m
+    count = min(count, m - j)
+    changed = False
+    for stage in range(first, min(first + most, times.num_stages)):
+        device = times.device_of[stage]
+        lead = code + (stage - first) * m
+        for i in range(count):
+            place = board.at[lead + (count - 1 - i if distance > 0 else i)]
+            if place < 0:
+                continue
+            if width > 1:
+                moved = shift_block(board, undo, cells, device, place, width, distance)
+            else:
+                moved = shift(board, undo, cells, device, place, distance)
+            changed = changed or moved
+    return changed
+
+
+@lean
+def mode_wave(
+    board: Board,
+    undo: Undo,
+    times: TimeArrays,
+    cell: int,
+    count: int,
+    stride: int,
+    mode: int,
+    early: int,
+    late: int,
+) -> bool:
+    """Keep, offload or recompute every ``stride``-th of ``count`` micro-batches of a stage."""
+    m, cells = times.num_microbatches, times.num_cells
+    device = times.device_of[cell // m]
+    changed = False
+    for i in range(0, min(count, m - cell % m), stride):
+        moved = place_mode(board, undo, cells, device, cell + i, mode, early, late)
+        changed = changed or moved
+    return changed
+
+
+# --- Random numbers from a state of our own, so that threads neither share nor disturb them.
+# xorshift64* (Vigna, "An experimental exploration of Marsaglia's xorshift generators, scrambled",
+# 2016): a 64-bit state, three shifts, one multiplication.
+
+
+def seeded(seed: int) -> NDArray[np.uint64]:
+    """Return a state that is a function of the seed (any integer)."""
+    return np.random.SeedSequence(seed & (2**64 - 1)).generate_state(1, np.uint64) | np.uint64(1)
+
+
+@lean
+def _next(state: NDArray[np.uint64]) -> np.uint64:
+    x = state[0]
+    x ^= x >> np.uint64(12)
+    x ^= x << np.uint64(25)
+    x ^= x >> np.uint64(27)
+    state[0] = x
+    return x * np.uint64(2685821657736338717)
+
+
+@lean
+def unit(state: NDArray[np.uint64]) -> float:
+    """Return a number in 0 <= x < 1."""
+    return (_next(state) >> np.uint64(11)) * (1.0 / 9007199254740992.0)
+
+
+@lean
+def below(state: NDArray[np.uint64], limit: int) -> int:
+    """Return an integer in 0 <= x < limit, limit >= 1."""
+    return int(unit(state) * limit)

@@ -1,0 +1,394 @@
+"""Which move to try next: half of the time around a longest path, else anywhere in the focus."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from optpipe_solver.arrays import simulate
+from optpipe_solver.arrays.simulate import FULL_BACKWARD, OFFLOAD, RELOAD
+from optpipe_solver.jit import lean
+from optpipe_solver.local_search import moves
+from optpipe_solver.local_search.times import can_propagate
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from optpipe.problem import Problem, Stage
+    from optpipe_solver.arrays.encoding import CompiledProblem, Rows
+    from optpipe_solver.arrays.simulate import MemoryArrays, SimulationScratch, TimeArrays
+    from optpipe_solver.local_search.board import Board, Undo
+
+    Draw = NDArray[np.uint64]
+
+__all__ = ["SearchRules", "everywhere", "least_tails", "propose", "rules_of", "some_stretch"]
+
+
+# --- What a search may do and how it judges, fixed for one problem.
+
+
+class SearchRules(NamedTuple):
+    """Facts of a problem that decide how its search works.
+
+    ``incremental``: times are kept up to date move by move (see `propagate.can_propagate`), else
+    simulated from the start. ``fused``: stages whose fused backward is faster than I and W.
+    ``tails``: see `least_tails`. ``mean_pass_ms``: the mean duration of F, I and W over all stages;
+    1 where all are 0. ``offloads``: devices with a stage that can be offloaded.
+    """
+
+    by_span: bool
+    incremental: bool
+    has_sync: bool
+    hosts_limited: bool
+    fused: NDArray[np.bool_]
+    tails: NDArray[np.float64]
+    mean_pass_ms: float
+    offloads: NDArray[np.bool_]
+
+
+def rules_of(compiled: CompiledProblem) -> SearchRules:
+    """Return the rules of a problem."""
+    problem, times = compiled.problem, compiled.times
+    return SearchRules(
+        by_span=problem.objective == "span",
+        incremental=can_propagate(times),
+        has_sync=bool((times.grad_sync > 0).any()),
+        hosts_limited=any(host.memory_bytes is not None for host in problem.hosts),
+        fused=np.array([_saves_by_fusing(stage) for stage in problem.stages]),
+        tails=least_tails(problem),
+        mean_pass_ms=_mean_pass_ms(compiled),
+        offloads=_offloads(compiled),
+    )
+
+
+def _offloads(compiled: CompiledProblem) -> NDArray[np.bool_]:
+    flags = np.zeros(len(compiled.problem.devices), dtype=np.bool_)
+    np.logical_or.at(flags, compiled.times.device_of, compiled.memory.may_offload)
+    return flags
+
+
+def _mean_pass_ms(compiled: CompiledProblem) -> float:
+    mean = float(np.mean(compiled.times.duration[: 3 * compiled.times.num_cells]))
+    return mean if mean > 0 else 1.0
+
+
+def _saves_by_fusing(stage: Stage) -> bool:
+    return stage.fused_backward_ms < stage.backward_input_ms + stage.backward_weight_ms
+
+
+def least_tails(problem: Problem) -> NDArray[np.float64]:
+    """Return the least time in ms from an action's end to the end of all, by kind and stage.
+
+    A micro-batch still has to run the forwards behind it, then its backwards to the first stage;
+    where a backward is split, its own W too. Links count, waiting does not: a lower bound. A
+    thousand-millionth is taken off for rounding.
+    """
+    stages = problem.stages
+    tails = np.zeros((8, len(stages)))
+    for s, stage in enumerate(stages):
+        weight = stage.backward_weight_ms
+        onward = problem.boundary_ms[s - 1][1] + _backward_ms(problem, tails, s - 1) if s else 0.0
+        tails[simulate.BACKWARD_INPUT, s] = max(weight, onward)
+        tails[simulate.FULL_BACKWARD, s] = onward
+    for s in range(len(stages) - 1, -1, -1):
+        if s == len(stages) - 1:
+            tails[simulate.FORWARD, s] = _backward_ms(problem, tails, s)
+        else:
+            there = problem.boundary_ms[s][0] + stages[s + 1].forward_ms
+            tails[simulate.FORWARD, s] = there + tails[simulate.FORWARD, s + 1]
+    return tails * (1 - 1e-9)
+
+
+def _backward_ms(problem: Problem, tails: NDArray[np.float64], s: int) -> float:
+    """Return the least time from the start of a stage's backward to the end of all."""
+    stage = problem.stages[s]
+    split = stage.backward_input_ms + float(tails[simulate.BACKWARD_INPUT, s])
+    return min(split, stage.fused_backward_ms + float(tails[simulate.FULL_BACKWARD, s]))
+
+
+# ruff: noqa: PLR0917 - compiled code takes its arguments by position
+
+
+_ON_PATH = 0.5
+_TWICE = 0.1
+"""Share of proposals that make two moves at once: some doors need two keys."""
+
+_TRIES = 3
+"""Most tries to find a move that changes anything; one that fails half-way ends them."""
+
+_PASSES = 0.7
+"""Share of choices of a transfer where a pass of its cell is moved instead: transfers settle."""
+
+_FAR = 63
+"""Farthest that single actions are moved, in places."""
+
+_REVERSALS = 0.24
+"""Up to here moves in order that are neither ripples, fills nor shifts reverse a segment."""
+
+_MODES, _WAVES = 0.12, 0.03
+"""Shares of moves that change what becomes of activations, and of those along many micro-batches.
+
+The latter cost as much as hundreds of the others where batches are long.
+"""
+
+
+@lean
+def propose(
+    board: Board,
+    undo: Undo,
+    times: TimeArrays,
+    memory: MemoryArrays,
+    rules: SearchRules,
+    path: NDArray[np.int64],
+    path_size: int,
+    focus: NDArray[np.int64],
+    draw: Draw,
+) -> bool:
+    """Change the board by a random move; whether it may be worth timing.
+
+    ``focus`` has, by device, the first place that is moved from and the one behind the last.
+    """
+    changed = False
+    for _ in range(_TRIES):
+        code = _somewhere(board, times, path, path_size, focus, draw)
+        changed = code >= 0 and _move(board, undo, times, memory, rules, code, draw)
+        if changed or undo.sizes[0] > 0:
+            break
+    if not changed:
+        return False
+    if moves.unit(draw) < _TWICE:
+        code = _somewhere(board, times, path, path_size, focus, draw)
+        return code >= 0 and _move(board, undo, times, memory, rules, code, draw)
+    return True
+
+
+@lean
+def _somewhere(
+    board: Board,
+    times: TimeArrays,
+    path: NDArray[np.int64],
+    path_size: int,
+    focus: NDArray[np.int64],
+    draw: Draw,
+) -> int:
+    """Return an action to move, -1 where the choice is void."""
+    if path_size > 0 and moves.unit(draw) < _ON_PATH:
+        code = path[moves.below(draw, path_size)]
+        device = times.device_of[code % times.num_cells // times.num_microbatches]
+        return code if focus[device, 0] <= board.at[code] < focus[device, 1] else -1
+    device = moves.below(draw, board.counts.size)
+    low, high = focus[device, 0], min(focus[device, 1], board.counts[device])
+    if high - low < 2:
+        return -1
+    return board.actions[device, low + moves.below(draw, high - low)]
+
+
+@lean
+def _move(
+    board: Board,
+    undo: Undo,
+    times: TimeArrays,
+    memory: MemoryArrays,
+    rules: SearchRules,
+    code: int,
+    draw: Draw,
+) -> bool:
+    """Make a random move of or around an action."""
+    cell = code % times.num_cells
+    device = times.device_of[cell // times.num_microbatches]
+    if OFFLOAD <= code // times.num_cells <= RELOAD and moves.unit(draw) < _PASSES:
+        code = cell + times.num_cells * moves.below(draw, FULL_BACKWARD)
+        if board.at[code] < 0:
+            return False
+    choice = moves.unit(draw)
+    if choice < _MODES:
+        if _can_choose(memory, rules, times, board, cell):
+            return _choose_mode(board, undo, times, memory, rules, device, cell, draw)
+    elif choice < _MODES + _WAVES:
+        if times.num_microbatches > 2:
+            return _make_wave(board, undo, times, memory, code, draw)
+    elif choice < 0.25:
+        return _move_backwards(board, undo, times, device, cell, draw)
+    return _move_in_order(board, undo, times, device, code, draw)
+
+
+@lean
+def _move_in_order(
+    board: Board, undo: Undo, times: TimeArrays, device: int, code: int, draw: Draw
+) -> bool:
+    """Move an action, or some of them, within programs."""
+    cells, place = times.num_cells, board.at[code]
+    choice = moves.unit(draw)
+    if choice < 0.05 and code // cells <= FULL_BACKWARD:
+        step = 1 if moves.unit(draw) < 0.5 else -1
+        most = 2 + moves.below(draw, times.num_stages)
+        return moves.ripple(board, undo, times, code, step, most, _signed(draw, 7))
+    if choice < 0.10:
+        return moves.fill_idle(board, undo, cells, device, place, 2 * _FAR)
+    if choice < 0.22:
+        width = 2 + moves.below(draw, 4)
+        return moves.shift_block(board, undo, cells, device, place, width, _signed(draw, _FAR))
+    if choice < _REVERSALS:
+        width, in_turn = 2 + moves.some_distance(draw, 14), moves.unit(draw) < 0.5
+        return moves.reverse(board, undo, times, device, place, width, in_turn)
+    if choice < 0.30:
+        return moves.swap(board, undo, cells, device, place, moves.some_distance(draw, 15))
+    return moves.shift(board, undo, cells, device, place, _signed(draw, _FAR))
+
+
+@lean
+def _move_backwards(
+    board: Board, undo: Undo, times: TimeArrays, device: int, cell: int, draw: Draw
+) -> bool:
+    """Park a cell's whole backward earlier or later, or in another's place."""
+    cells, m = times.num_cells, times.num_microbatches
+    if moves.unit(draw) < 0.5:
+        sign = 1 if moves.unit(draw) < 0.6 else -1
+        distance = sign * moves.some_distance(draw, board.counts[device])
+        return moves.park(board, undo, cells, device, cell, distance, moves.below(draw, 8))
+    other = cell + _signed(draw, m)
+    if other < 0 or other // m != cell // m:
+        return False
+    return moves.trade_backwards(board, undo, cells, device, cell, other)
+
+
+@lean
+def _signed(draw: Draw, most: int) -> int:
+    distance = moves.some_distance(draw, most)
+    return distance if moves.unit(draw) < 0.5 else -distance
+
+
+@lean
+def _can_choose(
+    memory: MemoryArrays, rules: SearchRules, times: TimeArrays, board: Board, cell: int
+) -> bool:
+    """Whether anything but keeping the activation and a split backward is possible."""
+    stage = cell // times.num_microbatches
+    fused = rules.fused[stage] or board.at[FULL_BACKWARD * times.num_cells + cell] >= 0
+    return memory.may_offload[stage] or memory.may_recompute[stage] or fused
+
+
+@lean
+def _choose_mode(
+    board: Board,
+    undo: Undo,
+    times: TimeArrays,
+    memory: MemoryArrays,
+    rules: SearchRules,
+    device: int,
+    cell: int,
+    draw: Draw,
+) -> bool:
+    """Change how a cell's activation is kept, or whether its backward is fused."""
+    cells, m = times.num_cells, times.num_microbatches
+    stage = cell // m
+    fused = rules.fused[stage] or board.at[FULL_BACKWARD * cells + cell] >= 0
+    may = memory.may_offload[stage] or memory.may_recompute[stage]
+    if fused and (not may or moves.unit(draw) < 0.2):
+        late = moves.some_distance(draw, 15)
+        return moves.toggle_fused(board, undo, cells, device, cell, late)
+    if moves.unit(draw) < 0.4:
+        other = board.actions[device, moves.below(draw, board.counts[device])] % cells
+        mode, wanted = moves.mode_of(board, cells, cell), moves.mode_of(board, cells, other)
+        if not (_may(memory, stage, wanted) and _may(memory, other // m, mode)):
+            return False
+        return moves.exchange(board, undo, cells, device, cell, other)
+    mode = _some_mode(memory, stage, moves.mode_of(board, cells, cell), draw)
+    early = moves.some_distance(draw, 31) - 1
+    late = moves.some_distance(draw, 31 if moves.unit(draw) < 0.5 else 3) - 1
+    return moves.place_mode(board, undo, cells, device, cell, mode, early, late)
+
+
+@lean
+def _may(memory: MemoryArrays, stage: int, mode: int) -> bool:
+    if mode == moves.AWAY:
+        return memory.may_offload[stage]
+    return mode == moves.KEPT or memory.may_recompute[stage]
+
+
+@lean
+def _some_mode(memory: MemoryArrays, stage: int, known: int, draw: Draw) -> int:
+    """Return a mode the stage may have, a third as often the one it has."""
+    mode = moves.below(draw, 3)
+    if mode == known and moves.unit(draw) < 0.7:
+        mode = (mode + 1 + moves.below(draw, 2)) % 3
+    while not _may(memory, stage, mode):
+        mode = (mode + 1) % 3
+    return mode
+
+
+@lean
+def _make_wave(
+    board: Board, undo: Undo, times: TimeArrays, memory: MemoryArrays, code: int, draw: Draw
+) -> bool:
+    """Change many micro-batches alike."""
+    cells, m = times.num_cells, times.num_microbatches
+    cell = code % cells
+    stage = cell // m
+    count = 1 + moves.some_distance(draw, m - 1)
+    if moves.unit(draw) < 0.2 and (memory.may_offload[stage] or memory.may_recompute[stage]):
+        mode = _some_mode(memory, stage, moves.mode_of(board, cells, cell), draw)
+        early = moves.some_distance(draw, 31) - 1
+        late = moves.some_distance(draw, 31) - 1
+        stride = 1 + moves.below(draw, 3)
+        return moves.mode_wave(board, undo, times, cell, count, stride, mode, early, late)
+    most = 1 if moves.unit(draw) < 0.5 else 1 + moves.below(draw, times.num_stages)
+    width = 1 if moves.unit(draw) < 0.6 else 2 + moves.below(draw, 2)
+    return moves.wave(board, undo, times, code, count, most, width, _signed(draw, 7))
+
+
+# --- Where a cooling makes its moves: everywhere, or in a stretch of time on all devices.
+
+_LEAST_SHARE, _MOST_SHARE = 0.25, 0.45
+"""How much of the makespan a stretch takes."""
+
+_LAST = 0.7
+"""How often it is the last one at least."""
+
+
+def everywhere(rows: Rows) -> NDArray[np.int64]:
+    """Return the focus of a search that leaves nothing out."""
+    focus = np.zeros((rows.lengths.size, 2), dtype=np.int64)
+    focus[:, 1] = rows.actions.shape[1]
+    return focus
+
+
+def some_stretch(
+    compiled: CompiledProblem, rows: Rows, work: SimulationScratch, draw: NDArray[np.uint64]
+) -> NDArray[np.int64]:
+    """Return the focus on a random stretch of time, often the last one; ``work`` is scratch.
+
+    Behind the last stretch nothing has to fit: of all it is the freest, and the quickest to time.
+    """
+    ends = _ends_ms(compiled, rows, work)
+    share = _LEAST_SHARE + (_MOST_SHARE - _LEAST_SHARE) * moves.unit(draw)
+    begin = 1.0 - share
+    if moves.unit(draw) >= _LAST:
+        begin *= moves.unit(draw)
+    whole = max((float(row[-1]) for row in ends if row.size), default=0.0)
+    return _places(ends, begin * whole, (begin + share) * whole * (1 + 1e-9))
+
+
+def _ends_ms(
+    compiled: CompiledProblem, rows: Rows, work: SimulationScratch
+) -> list[NDArray[np.float64]]:
+    """Return, by device, when the last F, I or B up to each action ends, in ms; 0 before one."""
+    simulate.length(rows.actions, rows.lengths, compiled.times, work)
+    cells = compiled.times.num_cells
+    ends = np.zeros((8, cells))
+    ends[simulate.FORWARD] = work.end[:cells]
+    ends[simulate.BACKWARD_INPUT] = ends[simulate.FULL_BACKWARD] = work.end[cells : 2 * cells]
+    known = ends.reshape(-1)
+    return [
+        np.maximum.accumulate(known[row[:count]])
+        for row, count in zip(rows.actions, rows.lengths, strict=True)
+    ]
+
+
+def _places(ends: list[NDArray[np.float64]], low_ms: float, high_ms: float) -> NDArray[np.int64]:
+    """Return, by device, the places of what ends between two times."""
+    focus = np.zeros((len(ends), 2), dtype=np.int64)
+    for device, row in enumerate(ends):
+        focus[device] = np.searchsorted(row, low_ms), np.searchsorted(row, high_ms, "right")
+    return focus

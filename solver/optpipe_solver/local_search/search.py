@@ -1,0 +1,273 @@
+"""Local search around the best schedules known, for a given time: annealing with restarts."""
+
+from __future__ import annotations
+
+import time
+from math import inf
+from typing import TYPE_CHECKING, NamedTuple
+
+from optpipe_solver.arrays.encoding import CompiledProblem, Rows
+from optpipe_solver.local_search import moves
+from optpipe_solver.local_search.annealing import anneal, course_of, table_for
+from optpipe_solver.local_search.one_device import Polish
+from optpipe_solver.local_search.propose import some_stretch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from optpipe.problem import Problem
+    from optpipe.schedule import Programs
+    from optpipe_solver.budget import Stop
+    from optpipe_solver.incumbent import Incumbent
+
+__all__ = ["improve_by_local_search", "improve_by_stretches"]
+
+
+_FIRST_WORK, _SLICE_WORK = 50_000, 1_000_000
+"""Actions simulated between two offers at least.
+
+The first slices are shorter, each twice the one before, so that the first gains come at once.
+"""
+
+_LOOK_S, _LEAST_WORK = 0.05, 5_000
+"""Seconds between two looks at the clock and whether to stop, by the speed seen; least work."""
+
+_COLD, _SMALL_COLD = 0.002, 0.01
+_COOLINGS = ((0.05, 1), (0.15, 1), (0.5, 1), (0.02, 1), (1.0, 1))
+_SMALL_COOLINGS = ((0.05, 1), (0.4, 2), (0.2, 2), (1.0, 4), (0.4, 2), (1.0, 8))
+"""Where each cooling begins, and by how much it is longer than a short one.
+
+Temperatures are fractions of the mean duration of a forward, an input and a weight gradient; all
+fall to the same. Cold coolings polish and are all that a large problem has time for; those from the
+middle keep half of their start; from 1.0 nothing of it is left, and only a long cooling is as good:
+of a V with offload (4 devices, 8 micro-batches) one of 0.3 s ends 15 % above the best known, one of
+2.5 s at most 2 % (measured).
+"""
+
+_STRETCH_COOLINGS, _STRETCH_COLD = ((0.3, 0.2), (0.2, 0.2)), 0.03
+"""As above, of coolings of one stretch of time each: short, as so few actions move.
+
+What differs on every device at once, but only for a while, is too far for a cold cooling of all and
+is lost in a hot one.
+"""
+
+_SMALL, _LEAST_CHAINS = 100, 3
+"""Cells up to which a problem is small; of one it keeps at least so many schedules apart."""
+
+_CYCLE_PER_CELL, _CYCLE_WORK = 100_000, 30_000_000
+"""Actions simulated in one cooling from hot to cold: per cell, at most.
+
+Then it starts again from one of the best.
+"""
+
+_DECODE_S = 2e-6
+"""Seconds per action to write an offer down, beside evaluating it, until one was timed."""
+
+_OFFER_SHARE = 5
+"""Between two offers pass as many times their cost in seconds."""
+
+
+def improve_by_local_search(best: Incumbent, stop: Stop) -> None:
+    """Search until the turn is over or the optimum is proven.
+
+    Coolings start from the best schedule and its runners-up. What is tried, and in which order, is
+    a function of the seed and of these; time only decides where that ends. Work is counted in
+    actions simulated.
+    """
+    if best.programs is not None:
+        _search(_LocalSearch(best, stop.seed, best.runners_up()), stop)
+
+
+def improve_by_stretches(best: Incumbent, stop: Stop) -> None:
+    """Search as `improve_by_local_search`, one stretch of time after the other, from the best.
+
+    Of problems that are not small nothing is searched: they take longer to cool than there is time.
+    """
+    if best.programs is not None and _is_small(best.problem):
+        _search(_Stretches(best, stop.seed, ()), stop)
+
+
+def _search(search: _LocalSearch, stop: Stop) -> None:
+    most = stop.left_work
+    is_told = False
+    while not search.best.is_optimal and search.work < most and not is_told:
+        left_s = stop.left_s() - search.offer_s * search.has_news
+        if left_s <= 0:
+            break
+        is_told = stop.is_told()
+        if not is_told:
+            search.run(min(left_s, _LOOK_S), most)
+    if not is_told:
+        search.offer()
+        search.polish()
+    stop.spend(search.work)
+
+
+def _is_small(problem: Problem) -> bool:
+    return len(problem.stages) * problem.num_microbatches <= _SMALL
+
+
+class _Elite(NamedTuple):
+    """Programs worth starting from, and their objective in ms."""
+
+    rows: Rows
+    objective_ms: float
+
+
+class _LocalSearch:
+    def __init__(self, best: Incumbent, seed: int, starts: Sequence[Programs]) -> None:
+        self.best = best
+        self.draw = moves.seeded(seed)
+        self.compiled = CompiledProblem.of(best.problem)
+        cells = self.compiled.times.num_cells
+        self.by_span = best.problem.objective == "span"
+        self.adopted = best.programs
+        self.elites = [self._elite(programs) for programs in (best.programs, *starts) if programs]
+        self.current = 0
+        if _is_small(best.problem):
+            self.elites += self.elites[:1] * (_LEAST_CHAINS - len(self.elites))
+        self.table = table_for(self.compiled, self.elites[0].rows)
+        self.course = course_of(self.table, self.elites[0].objective_ms)
+        is_small = _is_small(best.problem)
+        self.coolings: Sequence[tuple[float, float]] = _SMALL_COOLINGS if is_small else _COOLINGS
+        self.cold = _SMALL_COLD if is_small else _COLD
+        self.short_work = _CYCLE_PER_CELL * cells
+        self.polisher = Polish(self.compiled)
+        self.polished_ms = inf
+        self.work = self.cycle = self.before = 0
+        self.slice_work = self.slice_end = _FIRST_WORK
+        self.speed = 0.0
+        self.has_news = False
+        self.offer_s = best.evaluate_s + _DECODE_S * int(self.table.board.counts.sum())
+        self.offered_at = 0.0
+
+    def run(self, seconds: float, most_work: float) -> None:
+        """Anneal for about some seconds; at a slice's end offer what got better, not too often."""
+        chunk = max(_LEAST_WORK, int(seconds * self.speed))
+        until = int(min(self.work + chunk, self.slice_end, most_work))
+        began = time.perf_counter()
+        self._anneal(until - self.before)
+        took = time.perf_counter() - began
+        self.speed = (self.before + int(self.course.counts[0]) - self.work) / max(took, 1e-4)
+        self.work = self.before + int(self.course.counts[0])
+        self.has_news = self.has_news or self.objective_ms < self.best.objective_ms
+        if self.work >= self.slice_end:
+            self._end_slice()
+
+    def _anneal(self, until: int) -> None:
+        scale_ms = self.table.rules.mean_pass_ms
+        hot = self.coolings[self.cycle % len(self.coolings)][0] * scale_ms
+        cold = self.cold * scale_ms
+        anneal(self.table, self.course, hot, cold, self.cycle_work, until, self.draw)
+
+    def _end_slice(self) -> None:
+        """Take stock: always after the same work, so that the seed decides what is found."""
+        if time.perf_counter() - self.offered_at > _OFFER_SHARE * self.offer_s:
+            self.offer()
+        if self.course.counts[0] >= self.cycle_work:
+            self.polish()
+            self._next_elite()
+        self.slice_work = min(2 * self.slice_work, _SLICE_WORK)
+        self.slice_end = min(self.work + self.slice_work, self.before + self.cycle_work)
+
+    def polish(self) -> None:
+        """Offer the best schedule with its devices re-optimised, each beside the others.
+
+        No cooling starts from it: of three problems tried that brought two higher on some seeds.
+        """
+        best = min((*self.elites, self._found()), key=lambda elite: elite.objective_ms)
+        if best.objective_ms >= self.polished_ms:
+            return
+        found = self.polisher.polish(best.rows, best.objective_ms)
+        self.polished_ms = best.objective_ms
+        self.before += found.work
+        self.work += found.work
+        if found.objective_ms < min(best.objective_ms, self.best.objective_ms):
+            self.best.offer(self.compiled.decode(found.rows), "local-search")
+            self.adopted = self.best.programs
+
+    @property
+    def cycle_work(self) -> int:
+        """Actions to simulate in this cooling."""
+        times = self.coolings[self.cycle % len(self.coolings)][1]
+        return min(_CYCLE_WORK, int(times * self.short_work))
+
+    @property
+    def objective_ms(self) -> float:
+        """The best objective of this cooling's start and all it has seen, in ms."""
+        return float(self.course.values[2])
+
+    def offer(self) -> None:
+        """Offer the best schedule if it is better than the incumbent."""
+        if not self.has_news:
+            return
+        self.has_news = False
+        best = min((*self.elites, self._found()), key=lambda elite: elite.objective_ms)
+        if best.objective_ms >= self.best.objective_ms:
+            return
+        began = time.perf_counter()
+        self.best.offer(self.compiled.decode(best.rows), "local-search")
+        self.offered_at = time.perf_counter()
+        self.offer_s = self.offered_at - began
+
+    def _found(self) -> _Elite:
+        return _Elite(Rows(self.table.best_actions, self.table.best_counts), self.objective_ms)
+
+    def _next_elite(self) -> None:
+        """Put down what was found, take in news from elsewhere, and go on from another start.
+
+        Every second cooling starts from the best, the others from each start in turn.
+        """
+        self.elites[self.current] = self._found()
+        news = self.best.programs
+        if news is not None and news is not self.adopted:
+            self.adopted = news
+            known = min(elite.objective_ms for elite in self.elites)
+            if self.best.objective_ms < known * (1 - 1e-12):
+                self.elites[0] = self._elite(news)
+        self.cycle += 1
+        self.before = self.work
+        ranks = sorted(range(len(self.elites)), key=lambda i: self.elites[i].objective_ms)
+        self.current = self._choose(ranks)
+        chosen = self.elites[self.current]
+        self.table = table_for(self.compiled, chosen.rows, self.table)
+        self.course = course_of(self.table, chosen.objective_ms)
+
+    def _choose(self, ranks: list[int]) -> int:
+        """Return the number of the start that the next cooling has, of all from best to worst."""
+        return ranks[0] if self.cycle % 2 == 0 else (self.cycle // 2) % len(self.elites)
+
+    def _elite(self, programs: Programs) -> _Elite:
+        rows = self.compiled.encode(programs)
+        return _Elite(rows, self.compiled.length_ms(rows)[self.by_span])
+
+
+class _Stretches(_LocalSearch):
+    """A search that moves actions of one stretch of time, then of another, always from the best.
+
+    Where a cooling ends as good as its best the next one starts: ways to be as good differ, and
+    what follows them better differs too.
+    """
+
+    def __init__(self, best: Incumbent, seed: int, starts: Sequence[Programs]) -> None:
+        super().__init__(best, seed, starts)
+        self.coolings, self.cold = _STRETCH_COOLINGS, _STRETCH_COLD
+        self._look_at_a_stretch()
+
+    def _next_elite(self) -> None:
+        super()._next_elite()
+        self._look_at_a_stretch()
+
+    def _look_at_a_stretch(self) -> None:
+        rows, scratch = self.elites[self.current].rows, self.table.work
+        self.table.focus[:] = some_stretch(self.compiled, rows, scratch, self.draw)
+
+    def _choose(self, ranks: list[int]) -> int:
+        return ranks[0]
+
+    def _found(self) -> _Elite:
+        _, objective, best = self.course.values
+        if objective > best:
+            return super()._found()
+        board = self.table.board
+        return _Elite(Rows(board.actions, board.counts), self.objective_ms)

@@ -1,0 +1,538 @@
+"""Times after a move, recomputed only where they change; exactly those of `kernel.length`.
+
+A move changes the predecessors of a few actions. Each end time is a maximum of earlier ends plus
+a duration, so the times of legal programs are the one solution of these equations. From the old
+solution, `propagate` re-evaluates every equation whose inputs changed until all hold again: what it
+ends with is that solution, to the last bit, because each equation is evaluated as `kernel` does.
+
+A cyclic wait has no solution as long as every pass takes time (each action on the cycle would end
+after itself), so ends only grow until they pass the cutoff or the budget is spent, and the move is
+refused. Where a pass takes no time, or devices compete for lanes, `can_propagate` says no.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from optpipe_solver.arrays.simulate import (
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    FORWARD,
+    FULL_BACKWARD,
+    OFFLOAD,
+    RECOMPUTE,
+    RELEASE,
+    RELOAD,
+)
+from optpipe_solver.jit import lean
+from optpipe_solver.local_search.board import backward_of
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from optpipe_solver.arrays.simulate import SimulationScratch, TimeArrays
+    from optpipe_solver.local_search.board import Agenda, Board, Undo
+
+__all__ = [
+    "can_propagate",
+    "last_end",
+    "list_device",
+    "longest_path",
+    "propagate",
+    "refresh_tails",
+    "roll_back",
+    "schedule_all",
+    "set_out",
+    "tail_along",
+]
+
+
+# ruff: noqa: PLR0917 - compiled code takes its arguments by position
+
+
+_REFUSED = -1
+_NEVER = np.inf
+
+
+def can_propagate(times: TimeArrays) -> bool:
+    """Whether every pass takes time and no device shares a transfer lane."""
+    passes = times.duration[[FORWARD * times.num_cells]]
+    for kind in (FORWARD, BACKWARD_INPUT, FULL_BACKWARD):
+        first = kind * times.num_cells
+        passes = np.append(passes, times.duration[first : first + times.num_cells])
+    return bool((passes > 0).all()) and not bool(times.shared.any())
+
+
+@lean
+def schedule_all(board: Board, agenda: Agenda) -> None:
+    """Put every device on the agenda from its first action to its last."""
+    for device in range(board.counts.size):
+        if board.counts[device] > 0:
+            list_device(agenda, device, 0, 0.0)
+            agenda.until[device] = board.counts[device]
+
+
+@lean
+def list_device(agenda: Agenda, device: int, place: int, time: float) -> None:
+    """Look at a device again from a place on; earlier places of it on the agenda stay."""
+    known = agenda.place[device]
+    if known < 0:
+        agenda.active[agenda.size[0]] = device
+        agenda.size[0] += 1
+        agenda.place[device] = place
+        agenda.until[device] = max(agenda.until[device], place)
+        agenda.time[device] = time
+        return
+    agenda.until[device] = max(agenda.until[device], known, place)
+    agenda.place[device] = min(known, place)
+    agenda.time[device] = min(agenda.time[device], time)
+
+
+@lean
+def propagate(
+    board: Board,
+    undo: Undo,
+    agenda: Agenda,
+    times: TimeArrays,
+    tails: NDArray[np.float64],
+    cutoff: float,
+    budget: int,
+) -> int:
+    """Bring all times up to date after a move; return the actions looked at.
+
+    Returns the negative of that where the move is refused: the makespan would exceed ``cutoff``
+    ms, the programs wait in a circle, or ``budget`` (at most twice the number of action codes) did
+    not do. The log then holds what `roll_back` needs. ``tails`` is the least time after an
+    action's end by kind and stage.
+    """
+    done = 0
+    while agenda.size[0] > 0:
+        device, horizon = _take(agenda)
+        looked = _sweep(board, undo, agenda, times, tails, device, horizon, cutoff)
+        done += abs(looked)
+        if looked < 0 or done > budget:
+            _clear(agenda)
+            return -done - 1
+    return done
+
+
+@lean
+def _take(agenda: Agenda) -> tuple[int, float]:
+    """Take the earliest device off the agenda; also return when the next one comes."""
+    best, soonest, second = 0, _NEVER, _NEVER
+    for i in range(agenda.size[0]):
+        time = agenda.time[agenda.active[i]]
+        if time < soonest:
+            second = soonest
+            best, soonest = i, time
+        elif time < second:
+            second = time
+    device = agenda.active[best]
+    agenda.size[0] -= 1
+    agenda.active[best] = agenda.active[agenda.size[0]]
+    return device, second
+
+
+@lean
+def _clear(agenda: Agenda) -> None:
+    for i in range(agenda.size[0]):
+        device = agenda.active[i]
+        agenda.place[device] = -1
+    agenda.size[0] = 0
+    for device in range(agenda.until.size):
+        agenda.until[device] = -1
+
+
+@lean
+def _sweep(
+    board: Board,
+    undo: Undo,
+    agenda: Agenda,
+    times: TimeArrays,
+    tails: NDArray[np.float64],
+    device: int,
+    horizon: float,
+    cutoff: float,
+) -> int:
+    """Run along a device until nothing changes any more, or another device comes first.
+
+    Returns the actions looked at, negative where refused.
+    """
+    cells, m = times.num_cells, times.num_microbatches
+    row, count = board.actions[device], board.counts[device]
+    begun = place = agenda.place[device]
+    until = agenda.until[device]
+    agenda.place[device] = -1
+    agenda.until[device] = -1
+    agenda.changed[device] = True
+    clock = out = back = 0.0
+    if place > 0:
+        before = row[place - 1]
+        clock, out, back = board.clock[before], board.out[before], board.back[before]
+    moved = undo.high[device]
+    while place < count:
+        code = row[place]
+        kind = code // cells
+        cell = code - kind * cells
+        stage = cell // m
+        start, done, clock, out, back = _run(board, times, kind, cell, clock, out, back)
+        late = place >= moved and start + board.tail[code] > cutoff
+        if late or done + tails[kind, stage] > cutoff:
+            return begun - place - 1
+        if place == 0:
+            board.first[device] = start
+        slot = cells + cell if kind == FULL_BACKWARD else code
+        moves_on = done != board.end[slot]
+        if moves_on or _differs(board, code, clock, out, back):
+            _write(board, undo, code, slot, clock, out, back, done)
+            if moves_on:
+                waiting = _tell(board, agenda, times, kind, cell, stage, device, done)
+                if 0 <= waiting <= place:
+                    return begun - place - 1
+                until = max(until, waiting)
+        elif place >= until:
+            return place - begun + 1
+        place += 1
+        if clock > horizon and place < count:
+            list_device(agenda, device, place, clock)
+            agenda.until[device] = max(agenda.until[device], until)
+            return place - begun
+    board.last[device] = clock
+    return place - begun
+
+
+@lean
+def _run(
+    board: Board, times: TimeArrays, kind: int, cell: int, clock: float, out: float, back: float
+) -> tuple[float, float, float, float, float]:
+    """Return an action's start and end, and until when the three lanes are taken behind it."""
+    length = times.duration[kind * times.num_cells + cell]
+    if kind == OFFLOAD:
+        out = max(clock, out) + length
+        return clock, out, clock, out, back
+    if kind == RELOAD:
+        back = max(clock, back) + length
+        return clock, back, clock, out, back
+    start = _start(board, times, kind, cell, cell // times.num_microbatches, clock)
+    return start, start + length, start + length, out, back
+
+
+@lean
+def _differs(board: Board, code: int, clock: float, out: float, back: float) -> bool:
+    return clock != board.clock[code] or out != board.out[code] or back != board.back[code]
+
+
+@lean
+def _start(
+    board: Board, times: TimeArrays, kind: int, cell: int, stage: int, clock: float
+) -> float:
+    """Return when an action of the compute lane starts, given when the lane is free."""
+    cells, m = times.num_cells, times.num_microbatches
+    if kind == FORWARD:
+        if stage == 0:
+            return clock
+        return max(clock, board.end[cell - m] + times.there[stage - 1])
+    if kind == RELEASE:
+        return max(clock, board.end[OFFLOAD * cells + cell])
+    if kind in (BACKWARD_WEIGHT, RECOMPUTE):
+        return clock
+    if stage == times.num_stages - 1:
+        start = max(clock, board.end[cell])
+    else:
+        start = max(clock, board.end[cells + cell + m] + times.back[stage])
+    if board.at[RELOAD * cells + cell] >= 0:
+        start = max(start, board.end[RELOAD * cells + cell])
+    return start
+
+
+@lean
+def _write(
+    board: Board,
+    undo: Undo,
+    code: int,
+    slot: int,
+    clock: float,
+    out: float,
+    back: float,
+    done: float,
+) -> None:
+    """Put down an action's new times and log the old ones."""
+    size = undo.sizes[1]
+    undo.codes[size] = code
+    undo.values[size, 0] = board.clock[code]
+    undo.values[size, 1] = board.out[code]
+    undo.values[size, 2] = board.back[code]
+    undo.values[size, 3] = board.end[slot]
+    undo.sizes[1] = size + 1
+    board.clock[code] = clock
+    board.out[code] = out
+    board.back[code] = back
+    board.end[slot] = done
+
+
+@lean
+def _tell(
+    board: Board,
+    agenda: Agenda,
+    times: TimeArrays,
+    kind: int,
+    cell: int,
+    stage: int,
+    device: int,
+    done: float,
+) -> int:
+    """List the device that waits for this end; return the place, where it is the same device."""
+    cells, m = times.num_cells, times.num_microbatches
+    if kind == FORWARD:
+        if stage == times.num_stages - 1:
+            return _backward_place(board, cells, cell)
+        place, other = board.at[cell + m], times.device_of[stage + 1]
+    elif kind in (BACKWARD_INPUT, FULL_BACKWARD):
+        if stage == 0:
+            return -1
+        place, other = _backward_place(board, cells, cell - m), times.device_of[stage - 1]
+    elif kind == OFFLOAD:
+        return board.at[RELEASE * cells + cell]
+    elif kind == RELOAD:
+        return _backward_place(board, cells, cell)
+    else:
+        return -1
+    if other == device:
+        return place
+    list_device(agenda, other, place, done)
+    return -1
+
+
+@lean
+def _backward_place(board: Board, cells: int, cell: int) -> int:
+    place = board.at[BACKWARD_INPUT * cells + cell]
+    return place if place >= 0 else board.at[FULL_BACKWARD * cells + cell]
+
+
+@lean
+def roll_back(board: Board, undo: Undo, cells: int) -> None:
+    """Restore the times that the log holds, newest first."""
+    for entry in range(undo.sizes[1] - 1, -1, -1):
+        code = undo.codes[entry]
+        kind = code // cells
+        slot = code - 2 * cells if kind == FULL_BACKWARD else code
+        board.clock[code] = undo.values[entry, 0]
+        board.out[code] = undo.values[entry, 1]
+        board.back[code] = undo.values[entry, 2]
+        board.end[slot] = undo.values[entry, 3]
+    undo.sizes[1] = 0
+
+
+@lean
+def last_end(board: Board, agenda: Agenda, times: TimeArrays, device: int) -> float:
+    """Return a device's last end with its gradient reductions, in ms.
+
+    As the reference does: they queue in the order of their stages' last W or B.
+    """
+    cells, m = times.num_cells, times.num_microbatches
+    row, count = board.actions[device], board.counts[device]
+    if count == 0:
+        return 0.0
+    waiting = 0
+    for stage in range(times.num_stages):
+        agenda.stage_end[stage] = -1.0
+        if times.device_of[stage] == device and times.grad_sync[stage] > 0.0:
+            waiting += 1
+    free = 0.0
+    place = count - 1
+    last = board.clock[row[count - 1]]
+    while waiting > 0:
+        # The earliest of the stages still to come: from the end of the program backwards.
+        code = row[place]
+        kind = code // cells
+        stage = (code - kind * cells) // m
+        weight = kind in (BACKWARD_WEIGHT, FULL_BACKWARD)
+        if weight and times.grad_sync[stage] > 0.0 and agenda.stage_end[stage] < 0.0:
+            agenda.stage_end[stage] = board.clock[code]
+            waiting -= 1
+        place -= 1
+    while True:
+        best = -1
+        for stage in range(times.num_stages):
+            end = agenda.stage_end[stage]
+            if end >= 0.0 and (best < 0 or end < agenda.stage_end[best]):
+                best = stage
+        if best < 0:
+            return last
+        free = max(free, agenda.stage_end[best]) + times.grad_sync[best]
+        last = max(last, free)
+        agenda.stage_end[best] = -1.0
+
+
+# --- The actions that a schedule's length is made of: only changing them, or room for them, helps.
+# A longest path runs from the last end backwards through whatever each action waited for last
+# (Balas 1969; the critical path of job-shop local search). Moves that leave all of it alone cannot
+# shorten the schedule.
+
+
+@lean
+def longest_path(board: Board, times: TimeArrays, by_span: bool, path: NDArray[np.int64]) -> int:
+    """Write the actions of a longest path into ``path``, last one first; return how many.
+
+    ``by_span``: from the device whose last end minus first start is largest. Ties go to the
+    predecessor in the same program.
+    """
+    device = 0
+    longest = -1.0
+    for d in range(board.counts.size):
+        taken = board.last[d] - (board.first[d] if by_span else 0.0)
+        if board.counts[d] > 0 and taken > longest:
+            device, longest = d, taken
+    code = board.actions[device, board.counts[device] - 1]
+    size = 0
+    while code >= 0 and size < path.size:
+        path[size] = code
+        size += 1
+        code = _waited_for(board, times, code)
+    return size
+
+
+@lean
+def _waited_for(board: Board, times: TimeArrays, code: int) -> int:
+    """Return the action whose end this one waited for last, -1 for none."""
+    cells, m = times.num_cells, times.num_microbatches
+    kind = code // cells
+    cell = code - kind * cells
+    stage = cell // m
+    device = times.device_of[stage]
+    place = board.at[code]
+    before = board.actions[device, place - 1] if place > 0 else -1
+    ready = board.clock[before] if before >= 0 else 0.0
+    if kind in (OFFLOAD, RELOAD):
+        lane = 0.0
+        if before >= 0:
+            lane = board.out[before] if kind == OFFLOAD else board.back[before]
+        return _same_lane(board, device, place, kind, cells) if lane > ready else before
+    if kind == RELEASE:
+        transfer = OFFLOAD * cells + cell
+        return transfer if board.end[transfer] > ready else before
+    best = before
+    if kind == FORWARD and stage > 0:
+        if board.end[cell - m] + times.there[stage - 1] > ready:
+            best = cell - m
+    elif kind in (BACKWARD_INPUT, FULL_BACKWARD):
+        if stage == times.num_stages - 1:
+            arrived, source = board.end[cell], cell
+        else:
+            arrived = board.end[cells + cell + m] + times.back[stage]
+            there = times.device_of[stage + 1]
+            source = board.actions[there, backward_of(board, cells, cell + m)]
+        if arrived > ready:
+            best, ready = source, arrived
+        reload = RELOAD * cells + cell
+        if board.at[reload] >= 0 and board.end[reload] > ready:
+            best = reload
+    return best
+
+
+@lean
+def _same_lane(board: Board, device: int, place: int, kind: int, cells: int) -> int:
+    row = board.actions[device]
+    for k in range(place - 1, -1, -1):
+        if row[k] // cells == kind:
+            return row[k]
+    return -1
+
+
+@lean
+def set_out(board: Board, times: TimeArrays, work: SimulationScratch) -> None:
+    """Write the times of a whole simulation on the board, where none are kept move by move."""
+    cells = times.num_cells
+    for device in range(board.counts.size):
+        row = board.actions[device]
+        clock = out = back = 0.0
+        for place in range(board.counts[device]):
+            code = row[place]
+            kind = code // cells
+            cell = code - kind * cells
+            if kind == FORWARD:
+                clock = board.end[code] = work.end[cell]
+            elif kind in (BACKWARD_INPUT, FULL_BACKWARD):
+                clock = board.end[cells + cell] = work.end[cells + cell]
+            elif kind == OFFLOAD:
+                out = board.end[code] = work.end[2 * cells + cell]
+            elif kind == RELOAD:
+                back = board.end[code] = work.end[3 * cells + cell]
+            elif kind == RELEASE:
+                clock = max(clock, work.end[2 * cells + cell])
+            elif kind in (BACKWARD_WEIGHT, RECOMPUTE):
+                clock += times.duration[code]
+            board.clock[code], board.out[code], board.back[code] = clock, out, back
+        board.first[device], board.last[device] = work.first[device], work.last[device]
+
+
+# --- How long everything takes from an action's start to the very end, in the programs as they
+# stand. With exact starts a tail tells at once that a move makes the schedule too long: no need to
+# follow the delay to the end (Taillard 1994 estimates job-shop moves so). Transfer lanes are left
+# out, so a fresh tail is a lower bound; after further moves it is an estimate, and a move may be
+# refused that would have been just good enough.
+
+
+@lean
+def tail_along(board: Board, times: TimeArrays, device: int, low: int, high: int) -> None:
+    """Recompute the tails of places high - 1 down to low of a device from those they lead to."""
+    row = board.actions[device]
+    onward = board.tail[row[high]] if high < board.counts[device] else 0.0
+    for place in range(min(high, board.counts[device]) - 1, low - 1, -1):
+        code = row[place]
+        kind = code // times.num_cells
+        if kind not in (OFFLOAD, RELOAD):
+            onward = max(onward, _elsewhere(board, times, kind, code)) + times.duration[code]
+        board.tail[code] = onward
+
+
+@lean
+def _elsewhere(board: Board, times: TimeArrays, kind: int, code: int) -> float:
+    """Return the time from an action's end to the end of all through the pass that needs it."""
+    cells, m = times.num_cells, times.num_microbatches
+    cell = code - kind * cells
+    stage = cell // m
+    if kind == FORWARD:
+        if stage < times.num_stages - 1:
+            return times.there[stage] + board.tail[cell + m]
+        needed, transit = cell, 0.0
+    elif kind in (BACKWARD_INPUT, FULL_BACKWARD) and stage > 0:
+        needed, transit = cell - m, times.back[stage - 1]
+    else:
+        return 0.0
+    device = times.device_of[needed // m]
+    return transit + board.tail[board.actions[device, backward_of(board, cells, needed)]]
+
+
+@lean
+def refresh_tails(board: Board, times: TimeArrays, agenda: Agenda) -> None:
+    """Recompute all tails, latest actions first; what an action leads to ends after it."""
+    for device in range(board.counts.size):
+        agenda.cursor[device] = board.counts[device]
+    while True:
+        device, low = _latest(board, agenda)
+        if device < 0:
+            return
+        tail_along(board, times, device, low, agenda.cursor[device])
+        agenda.cursor[device] = low
+
+
+@lean
+def _latest(board: Board, agenda: Agenda) -> tuple[int, int]:
+    """Return the device whose next action ends last, and down to which place it stays so."""
+    best, latest, second = -1, -1.0, -1.0
+    for device in range(board.counts.size):
+        if agenda.cursor[device] > 0:
+            ends = board.clock[board.actions[device, agenda.cursor[device] - 1]]
+            if ends > latest:
+                best, latest, second = device, ends, latest
+            elif ends > second:
+                second = ends
+    if best < 0:
+        return -1, 0
+    low = agenda.cursor[best] - 1
+    while low > 0 and board.clock[board.actions[best, low - 1]] > second:
+        low -= 1
+    return best, low

@@ -1,0 +1,462 @@
+"""One run of HiGHS: a model in, news while it goes on, the outcome out.
+
+PuLP's own HiGHS class has no warm start and labels a time-limit stop ``Optimal``: so PuLP builds
+the model, and everything else - start, callbacks, status, bound - goes through highspy.
+"""
+
+from __future__ import annotations
+
+import math
+import queue
+import threading
+import time
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import highspy
+import numpy as np
+import pulp
+
+from optpipe.problem import Problem
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from pydantic import BaseModel
+
+    from optpipe_solver.budget import Stop
+
+__all__ = [
+    "STATUS_OF",
+    "Constraint",
+    "Expression",
+    "Linear",
+    "LinearProgram",
+    "MilpModel",
+    "MilpOutcome",
+    "MilpStatus",
+    "Variable",
+    "at_least",
+    "scale_for",
+    "scaled",
+    "solve_milp",
+    "solver_name",
+    "total",
+    "value_of",
+]
+
+
+# --- The words that models are written in: variables, linear expressions, constraints.
+
+Variable: TypeAlias = pulp.LpVariable
+Expression: TypeAlias = pulp.LpAffineExpression
+Constraint: TypeAlias = pulp.LpConstraint
+Linear: TypeAlias = Expression | Variable | float
+"""A linear expression; constants are plain numbers."""
+
+
+class MilpModel:
+    """A minimisation model: variables are made by it, constraints added to it."""
+
+    def __init__(self, name: str) -> None:
+        self.problem = pulp.LpProblem(name, pulp.LpMinimize)
+        self.constraints: list[Constraint] = []
+
+    def continuous(self, name: str, low: float, high: float) -> Variable:
+        """Make a variable between two finite bounds."""
+        return self.problem.add_variable(name, low, high)
+
+    def binary(self, name: str) -> Variable:
+        """Make a 0-1 variable."""
+        return self.problem.add_variable(name, cat=pulp.LpBinary)
+
+    def minimise(self, objective: Linear) -> None:
+        """Set the objective."""
+        self.problem.setObjective(pulp.LpAffineExpression(objective))
+
+    def add(self, constraint: Constraint) -> None:
+        """Add a constraint."""
+        self.constraints.append(constraint)
+        self.problem += constraint
+
+
+def at_least(expression: Linear, bound: float) -> Constraint:
+    """Return the constraint expression >= bound."""
+    return pulp.LpConstraint(
+        pulp.LpAffineExpression(expression), sense=pulp.LpConstraintGE, rhs=bound
+    )
+
+
+def total(terms: list[Linear]) -> Expression:
+    """Return the sum of linear terms."""
+    return pulp.lpSum(terms)
+
+
+def value_of(expression: Linear | Constraint, values: Mapping[Variable, float]) -> float:
+    """Return what an expression is worth in a solution; unknown variables count 0.
+
+    Of a constraint: how far above its bound it is (negative = broken).
+    """
+    if isinstance(expression, pulp.LpVariable):
+        return values.get(expression, 0.0)
+    if isinstance(expression, int | float):
+        return float(expression)
+    terms = (factor * values.get(variable, 0.0) for variable, factor in expression.items())
+    return float(expression.constant) + float(sum(terms))
+
+
+# --- How HiGHS can end, in our words.
+
+
+class MilpStatus(StrEnum):
+    """How a MILP run can end, in our words."""
+
+    OPTIMAL = "optimal"
+    INFEASIBLE = "infeasible"
+    TIME_LIMIT = "time_limit"
+    INTERRUPTED = "interrupted"
+    LIMIT = "limit"
+    FAILED = "failed"
+
+
+_S = highspy.HighsModelStatus
+STATUS_OF: dict[highspy.HighsModelStatus, MilpStatus] = {
+    _S.kOptimal: MilpStatus.OPTIMAL,
+    _S.kModelEmpty: MilpStatus.OPTIMAL,
+    _S.kInfeasible: MilpStatus.INFEASIBLE,
+    # Every variable of our models is bounded, so of the two only infeasible is left.
+    _S.kUnboundedOrInfeasible: MilpStatus.INFEASIBLE,
+    _S.kTimeLimit: MilpStatus.TIME_LIMIT,
+    _S.kInterrupt: MilpStatus.INTERRUPTED,
+    getattr(_S, "kHighsInterrupt"): MilpStatus.INTERRUPTED,  # noqa: B009 - absent from the stubs
+    _S.kIterationLimit: MilpStatus.LIMIT,
+    _S.kSolutionLimit: MilpStatus.LIMIT,
+    _S.kMemoryLimit: MilpStatus.LIMIT,
+    _S.kObjectiveBound: MilpStatus.LIMIT,
+    _S.kObjectiveTarget: MilpStatus.LIMIT,
+    _S.kUnbounded: MilpStatus.FAILED,
+    _S.kNotset: MilpStatus.FAILED,
+    _S.kLoadError: MilpStatus.FAILED,
+    _S.kModelError: MilpStatus.FAILED,
+    _S.kPresolveError: MilpStatus.FAILED,
+    _S.kSolveError: MilpStatus.FAILED,
+    _S.kPostsolveError: MilpStatus.FAILED,
+    _S.kUnknown: MilpStatus.FAILED,
+}
+"""HiGHS's own status in our words; complete, which a test checks against the enum."""
+
+
+_MIP_TOLERANCE = 1e-7
+"""Feasibility tolerance. Larger, times a big-M, it lets orders overlap visibly; at 1e-9 HiGHS 1.15
+was seen to prove what is not so (a bound of 4.5 where 4.0 is feasible, in 8 of 128 runs)."""
+
+_LOOK_S, _GRACE_S = 0.05, 0.3
+"""Seconds between two looks at whether to stop, and those HiGHS is given to end by itself."""
+
+
+_SEEDS = 2**31
+"""HiGHS's seed is a 32-bit integer; larger ones of ours come round again."""
+
+
+@dataclass(frozen=True, slots=True)
+class MilpOutcome:
+    """The end of a run.
+
+    ``bound`` is HiGHS's dual bound of the minimised objective, None when it has none;
+    ``values`` are by PuLP variable, None when no solution was found.
+    """
+
+    status: MilpStatus
+    bound: float | None
+    values: dict[Variable, float] | None
+    num_nodes: int
+
+
+def solver_name() -> str:
+    """Return name and version, e.g. ``highs 1.15.1``."""
+    highs: Any = highspy.Highs
+    return f"highs {highs().version()}"
+
+
+def solve_milp(
+    model: MilpModel,
+    stop: Stop,
+    *,
+    gap: float = 1e-7,
+    start: Mapping[Variable, float] | None = None,
+    on_solution: Callable[[Mapping[Variable, float]], None] | None = None,
+    on_bound: Callable[[float], None] | None = None,
+) -> MilpOutcome:
+    """Minimise a model.
+
+    HiGHS runs in a thread of its own, because its presolve and its root LP may not look at
+    anything for seconds: the call returns 0.3 s after it is told to stop, and HiGHS itself ends
+    in the background at its next look.
+
+    Parameters
+    ----------
+    model
+        A bounded minimisation model; not to be changed any more.
+    stop
+        Seconds, HiGHS's threads and its seed (any >= 0: HiGHS gets it modulo 2^31). Work is counted
+        in branch-and-bound nodes; where they end a run before the clock does, it is the same run
+        every time for one seed and thread count.
+    gap
+        The relative gap at which HiGHS stops.
+    start
+        A solution to start from, complete or not.
+    on_solution, on_bound
+        Told every improving solution and every better dual bound while the run goes on, in the
+        thread that called this function; what they raise comes out.
+    """
+    outcome = _HighsRun(model, stop, on_solution, on_bound).watched(gap, start)
+    stop.spend(outcome.num_nodes)
+    return outcome
+
+
+def _options(stop: Stop, gap: float) -> dict[str, Any]:
+    options: dict[str, Any] = {
+        "output_flag": False,
+        "time_limit": max(0.01, stop.left_s()),
+        "threads": stop.threads,
+        "random_seed": stop.seed % _SEEDS,
+        "mip_rel_gap": gap,
+        "mip_abs_gap": 1e-9,
+        "mip_feasibility_tolerance": _MIP_TOLERANCE,
+        "primal_feasibility_tolerance": _MIP_TOLERANCE,
+    }
+    if stop.threads > 1:
+        options["parallel"] = "on"
+    if stop.work is not None:
+        options["mip_max_nodes"] = max(0, int(stop.left_work))
+    return options
+
+
+class _HighsRun:
+    """One run: HiGHS in a thread, its callbacks' news through a queue, the caller listening."""
+
+    def __init__(
+        self,
+        model: MilpModel,
+        stop: Stop,
+        on_solution: Callable[[Mapping[Variable, float]], None] | None,
+        on_bound: Callable[[float], None] | None,
+    ) -> None:
+        self.model = model
+        self.stop = stop
+        self.on_solution = on_solution
+        self.on_bound = on_bound
+        self.variables: list[Variable] = []
+        self.news: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
+        self.ended = threading.Event()
+        self.cpu_s = 0.0
+        self.bound = -math.inf
+        self.num_nodes = 0
+        self.values: dict[Variable, float] | None = None
+        self.outcome: MilpOutcome | None = None
+        self.error: BaseException | None = None
+
+    def watched(self, gap: float, start: Mapping[Variable, float] | None) -> MilpOutcome:
+        """Run to the end, or until told to stop, or a little after the time limit."""
+        # No daemon: an interpreter that ends must not cut a thread that is inside C++.
+        options = _options(self.stop, gap)
+        thread = threading.Thread(target=self._minimise, args=(options, start))
+        thread.start()
+        try:
+            why = self._listen(thread)
+        finally:
+            self.ended.set()
+        thread.join(0.0 if why is MilpStatus.TIME_LIMIT else _GRACE_S)
+        self._hear_all()
+        self.stop.help_by(self.cpu_s)
+        if self.error is not None:
+            raise self.error
+        if self.outcome is not None:
+            return self.outcome
+        bound = self.bound if math.isfinite(self.bound) else None
+        return MilpOutcome(why, bound, self.values, self.num_nodes)
+
+    def _listen(self, thread: threading.Thread) -> MilpStatus:
+        """Tell and ask until the thread ends; return why listening ended where it did not."""
+        while thread.is_alive():
+            self._hear_next(_LOOK_S)
+            if self.stop.is_told():
+                return MilpStatus.INTERRUPTED
+            if self.stop.seconds() > self.stop.limit_s + _GRACE_S:
+                return MilpStatus.TIME_LIMIT
+        return MilpStatus.FAILED
+
+    def _hear_all(self) -> None:
+        while not self.news.empty():
+            self._hear_next(0.0)
+
+    def _hear_next(self, wait_s: float) -> None:
+        try:
+            kind, what = self.news.get(timeout=wait_s) if wait_s else self.news.get_nowait()
+        except queue.Empty:
+            return
+        if kind == "solution":
+            self.values = dict(zip(self.variables, what, strict=True))
+            if self.on_solution is not None:
+                self.on_solution(self.values)
+        elif self.on_bound is not None:
+            self.on_bound(what)
+
+    def _minimise(self, options: dict[str, Any], start: Mapping[Variable, float] | None) -> None:
+        try:
+            highs, self.variables = _built(self.model)
+            for name, value in options.items():
+                highs.setOptionValue(name, value)
+            if start is not None:
+                solution = highspy.HighsSolution()
+                solution.col_value = list(_columns(self.variables, start))
+                highs.setSolution(solution)
+            self._attach(highs)
+            if not self.ended.is_set():
+                highs.run()
+                self.outcome = _outcome(highs, self.variables)
+        except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
+            self.error = error
+        finally:
+            self.cpu_s = time.thread_time()
+
+    def _attach(self, highs: Any) -> None:
+        if self.on_solution is not None:
+            highs.cbMipImprovingSolution += self._improving
+        highs.cbMipInterrupt += self._interrupt
+        highs.cbSimplexInterrupt += self._only_interrupt
+
+    def _improving(self, event: Any) -> None:
+        self.news.put(("solution", [float(value) for value in event.data_out.mip_solution]))
+
+    def _interrupt(self, event: Any) -> None:
+        bound = float(event.data_out.mip_dual_bound)
+        self.num_nodes = max(self.num_nodes, int(event.data_out.mip_node_count))
+        if math.isfinite(bound) and bound > self.bound:
+            self.bound = bound
+            self.news.put(("bound", bound))
+        self._only_interrupt(event)
+
+    def _only_interrupt(self, event: Any) -> None:
+        if self.ended.is_set():
+            event.interrupt()
+
+
+def _built(model: MilpModel) -> tuple[Any, list[Variable]]:
+    """Let PuLP write the model into a highspy object; columns stand in PuLP's index order."""
+    writer = pulp.HiGHS(msg=False)
+    writer.createAndConfigureSolver(model.problem)
+    writer.buildSolverModel(model.problem)
+    variables = sorted(model.problem.variables(), key=lambda variable: variable.index)
+    return model.problem.solverModel, variables
+
+
+def _columns(variables: list[Variable], values: Mapping[Variable, float]) -> Any:
+    return np.array([float(values.get(variable, 0.0)) for variable in variables])
+
+
+def _outcome(highs: Any, variables: list[Variable]) -> MilpOutcome:
+    status = STATUS_OF[highs.getModelStatus()]
+    info = highs.getInfo()
+    bound = float(info.mip_dual_bound)
+    if not any(variable.cat == pulp.LpInteger for variable in variables):
+        # Without integers HiGHS solves a linear program, whose optimum is its own bound.
+        is_optimal = status is MilpStatus.OPTIMAL
+        bound = float(info.objective_function_value) if is_optimal else -math.inf
+    solution = highs.getSolution()
+    found = bool(solution.value_valid) and info.primal_solution_status == 2
+    values = dict(zip(variables, map(float, solution.col_value), strict=True)) if found else None
+    return MilpOutcome(
+        status=status,
+        bound=bound if math.isfinite(bound) else None,
+        values=values,
+        num_nodes=max(0, int(info.mip_node_count)),
+    )
+
+
+# --- Linear programs that grow row by row, straight to HiGHS.
+
+
+class LinearProgram:
+    """A linear program that is maximised again and again while rows are added to it.
+
+    Parameters
+    ----------
+    gain
+        By column, what one unit is worth.
+    tops
+        By column, the most it can be; the least is 0.
+    """
+
+    def __init__(self, gain: Sequence[float], tops: Sequence[float]) -> None:
+        make: Any = highspy.Highs
+        self._highs: Any = make()
+        self._highs.setOptionValue("output_flag", False)
+        self._highs.setOptionValue("threads", 1)
+        self._num = len(gain)
+        for column, (worth, top) in enumerate(zip(gain, tops, strict=True)):
+            self._highs.addVar(0.0, float(top))
+            self._highs.changeColCost(column, -float(worth))
+
+    def add_at_most(self, terms: Mapping[int, float], limit: float) -> None:
+        """Add a row: the sum of factor x column is at most ``limit``."""
+        columns = np.array(list(terms), dtype=np.int32)
+        factors = np.array(list(terms.values()), dtype=np.float64)
+        self._highs.addRow(-math.inf, float(limit), len(columns), columns, factors)
+
+    def best(self) -> list[float]:
+        """Return the columns of an optimum within HiGHS's tolerances; zeros where it found none."""
+        self._highs.run()
+        if STATUS_OF[self._highs.getModelStatus()] is not MilpStatus.OPTIMAL:
+            return [0.0] * self._num
+        return [float(value) for value in self._highs.getSolution().col_value]
+
+
+# --- The same problem in another unit of time, so that HiGHS sees numbers it can compute with.
+# Its tolerances are absolute: with an objective of 1e9 ms it was seen to prove what is not so.
+
+_LEAST_MS, _MOST_MS = 16.0, 65_536.0
+_AIM_MS = 1024.0
+
+_STAGE_TIMES = (
+    "forward_ms",
+    "backward_input_ms",
+    "backward_weight_ms",
+    "backward_ms",
+    "recompute_ms",
+    "grad_sync_ms",
+)
+
+
+def scale_for(objective_ms: float) -> float:
+    """Return a power of 2 that brings an objective near 1 s; 1 where it is near enough."""
+    if objective_ms <= 0 or _LEAST_MS <= objective_ms <= _MOST_MS:
+        return 1.0
+    return 2.0 ** round(math.log2(_AIM_MS / objective_ms))
+
+
+def scaled(problem: Problem, factor: float) -> Problem:
+    """Return the problem with every time multiplied by a factor > 0.
+
+    A power of 2 loses nothing: every schedule then takes exactly so many times as long.
+    """
+    if factor == 1.0:
+        return problem
+    slower = {"d2h_gb_per_s": 1 / factor, "h2d_gb_per_s": 1 / factor}
+    between = {"latency_ms": factor, "bandwidth_gb_per_s": 1 / factor}
+    changed = problem.model_copy(
+        update={
+            "devices": [_times(device, slower) for device in problem.devices],
+            "stages": [_times(s, dict.fromkeys(_STAGE_TIMES, factor)) for s in problem.stages],
+            "links": [_times(link, between) for link in problem.links],
+        }
+    )
+    return Problem.parse(changed.model_dump(by_alias=True))
+
+
+def _times(value: BaseModel, factors: dict[str, float]) -> BaseModel:
+    known = {name: getattr(value, name) for name in factors}
+    return value.model_copy(
+        update={name: was * factors[name] for name, was in known.items() if was is not None}
+    )

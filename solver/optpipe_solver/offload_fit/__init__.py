@@ -1,0 +1,1 @@
+"""Which copies make programs fit into memory, and when they start."""
