@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from optpipe_api.jobs import Job, JobOptions, JobState
-    from optpipe_api.what_ifs import Asking
+    from optpipe.wire import JobOptions, JobState
+    from optpipe_api.jobs import JobRecord
 
-__all__ = ["Batch", "BatchPlan", "Item", "ItemPlan", "NewBatch"]
+__all__ = ["BatchItem", "BatchPlan", "BatchRecord", "ItemPlan", "NewBatch"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +25,8 @@ class ItemPlan:
     Parameters
     ----------
     values
-        On the axes of the sweep; empty where problems were listed.
+        On the axes of the sweep; empty where problems were listed. Of a what-if: the name of the
+        question, and the number of micro-batches of its problem.
     memory_bytes
         The budget of each device.
     family
@@ -43,17 +44,13 @@ class ItemPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchPlan:
-    """What a batch is about: the axes, how each item is solved, and the items in order.
-
-    ``asking`` is what the items were made of where they are questions about a job.
-    """
+    """What a batch is about: the axes, how each item is solved, and the items in order."""
 
     axes: dict[str, list[Any]]
     options: JobOptions
     tags: tuple[str, ...]
     priority: int
     items: tuple[ItemPlan, ...]
-    asking: Asking | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,23 +63,18 @@ class NewBatch:
     request_hash: str
     idempotency_key: str | None = None
 
-    @property
-    def about_id(self) -> str | None:
-        """The job that its items are questions about, where they are."""
-        return None if self.plan.asking is None else self.plan.asking.job_id
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Item:
+class BatchItem:
     """One item of a batch: what was planned, and its job as it is now."""
 
     index: int
     plan: ItemPlan
-    job: Job
+    job: JobRecord
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
+class BatchRecord:
     """The record of a batch with what its jobs say; times in seconds since the epoch, UTC.
 
     ``counts`` has only states in which there are jobs, ``finished_at`` is when the last of them

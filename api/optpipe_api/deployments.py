@@ -24,18 +24,19 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from optpipe_api.jobs import JobError, JobOptions
+    from optpipe.wire import JobOptions
+    from optpipe_api.jobs import JobError
 
 __all__ = [
     "REGISTERED",
-    "Deployment",
     "DeploymentOptions",
+    "DeploymentRecord",
     "Documents",
     "Judgement",
     "NewDeployment",
     "NewVersion",
     "Report",
-    "Version",
+    "VersionRecord",
 ]
 
 REGISTERED = "registered"
@@ -63,7 +64,7 @@ class NewDeployment:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Deployment:
+class DeploymentRecord:
     """The record of a deployment, without its documents; moments in seconds since the epoch, UTC.
 
     Parameters
@@ -126,7 +127,7 @@ class Documents:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Version:
+class VersionRecord:
     """One published schedule: why, what was predicted of it, and what was measured under it.
 
     ``predicted_ms`` under the truest times known when it was published; ``measured_ms`` the mean

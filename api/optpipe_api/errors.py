@@ -3,17 +3,16 @@
 ::
 
     InputError
-    |-- NotFoundError            no such thing, or not one of yours
+    |-- ThingNotFoundError       no such thing, or not one of yours
     |   |-- JobNotFoundError
     |   |-- NoModelError         the job was given a problem
     |   |-- BatchNotFoundError
-    |   |-- NoWhatIfsError         nobody asked what more would buy the job
     |   `-- DeploymentNotFoundError
     |-- KeyRequiredError         no API key, or none that is known
     |-- ForbiddenError           the key's role does not allow it
     |-- KeyNameError             no key can be, or is, called so
-    |-- ConflictError            not possible in the state the thing is in
-    |-- NoScheduleError          the job has none (yet)
+    |-- StateConflictError       not possible in the state the thing is in
+    |-- ScheduleNotFoundError    the job has none (yet)
     |-- KeyReusedError           an Idempotency-Key with another request
     |-- RequestError             the request itself: not UTF-8, not JSON, not readable
     |-- MediaTypeError           a Content-Type that is not JSON
@@ -24,7 +23,7 @@
     `-- BodyTooLargeError        more bytes than max_body_bytes
         `-- BodyTooHeavyError        few enough bytes, but they ask for too much
     WorldError
-    |-- BusyError                carries .retry_after_s
+    |-- ServerBusyError          carries .retry_after_s
     |   |-- QueueFullError           too many jobs wait
     |   |-- TooManyJobsError         a key has as many jobs under way as it may
     |   |-- TooManyRequestsError     a key, or an address, asks more often than it may
@@ -49,9 +48,7 @@ __all__ = [
     "BatchNotFoundError",
     "BodyTooHeavyError",
     "BodyTooLargeError",
-    "BusyError",
     "ComparisonStoppedError",
-    "ConflictError",
     "DeploymentNotFoundError",
     "ForbiddenError",
     "FormUnavailableError",
@@ -62,17 +59,18 @@ __all__ = [
     "MediaTypeError",
     "NoKeysError",
     "NoModelError",
-    "NoScheduleError",
-    "NoWhatIfsError",
     "NotAcceptableError",
     "NotComparableError",
-    "NotFoundError",
     "QueueFullError",
     "RequestError",
+    "ScheduleNotFoundError",
+    "ServerBusyError",
     "SolverFailedError",
     "SolverMemoryError",
     "SolverOvertimeError",
+    "StateConflictError",
     "StoreUnavailableError",
+    "ThingNotFoundError",
     "TooLargeToDrawError",
     "TooManyBodiesError",
     "TooManyComparisonsError",
@@ -84,7 +82,7 @@ __all__ = [
 ]
 
 
-class NotFoundError(InputError):
+class ThingNotFoundError(InputError):
     """No such thing, or not one that this caller may see: which, is not said."""
 
     code = "not_found"
@@ -97,7 +95,7 @@ class NotFoundError(InputError):
         )
 
 
-class JobNotFoundError(NotFoundError):
+class JobNotFoundError(ThingNotFoundError):
     """No job has this id."""
 
     code = "job.not_found"
@@ -105,7 +103,7 @@ class JobNotFoundError(NotFoundError):
     listed_at = "/v1/jobs"
 
 
-class NoModelError(NotFoundError):
+class NoModelError(ThingNotFoundError):
     """The job was given a problem, not a model."""
 
     code = "model.none"
@@ -118,7 +116,7 @@ class NoModelError(NotFoundError):
         )
 
 
-class BatchNotFoundError(NotFoundError):
+class BatchNotFoundError(ThingNotFoundError):
     """No batch has this id."""
 
     code = "batch.not_found"
@@ -126,20 +124,7 @@ class BatchNotFoundError(NotFoundError):
     listed_at = "/v1/batches"
 
 
-class NoWhatIfsError(NotFoundError):
-    """Nobody has asked what more would buy the job."""
-
-    code = "what_ifs.none"
-
-    def __init__(self, job_id: str) -> None:
-        InputError.__init__(
-            self,
-            f"nobody has asked what more would buy job {job_id}; POST /v1/jobs/{job_id}/what-ifs "
-            "asks",
-        )
-
-
-class DeploymentNotFoundError(NotFoundError):
+class DeploymentNotFoundError(ThingNotFoundError):
     """No deployment has this id."""
 
     code = "deployment.not_found"
@@ -171,13 +156,13 @@ class KeyNameError(InputError):
     code = "key.name"
 
 
-class ConflictError(InputError):
+class StateConflictError(InputError):
     """What is asked is not possible in the state the thing is in."""
 
     code = "state.conflict"
 
 
-class NoScheduleError(InputError):
+class ScheduleNotFoundError(InputError):
     """The job has no schedule, or none yet; the message says which."""
 
     code = "schedule.none"
@@ -249,7 +234,7 @@ class BodyTooHeavyError(BodyTooLargeError):
         )
 
 
-class BusyError(WorldError):
+class ServerBusyError(WorldError):
     """Not now; ``retry_after_s`` is when to try again."""
 
     code = "busy"
@@ -259,7 +244,7 @@ class BusyError(WorldError):
         self.retry_after_s = retry_after_s
 
 
-class QueueFullError(BusyError):
+class QueueFullError(ServerBusyError):
     """Too many jobs wait."""
 
     code = "queue.full"
@@ -268,7 +253,7 @@ class QueueFullError(BusyError):
         super().__init__(f"{queued} jobs are waiting, the limit is {limit}")
 
 
-class TooManyJobsError(BusyError):
+class TooManyJobsError(ServerBusyError):
     """A key has as many jobs under way as it may."""
 
     code = "key.too_many_jobs"
@@ -281,7 +266,7 @@ class TooManyJobsError(BusyError):
         )
 
 
-class TooManyRequestsError(BusyError):
+class TooManyRequestsError(ServerBusyError):
     """A key, or an address where there are no keys, asks more often than it may."""
 
     code = "key.too_many_requests"
@@ -293,7 +278,7 @@ class TooManyRequestsError(BusyError):
         )
 
 
-class TooManyFollowersError(BusyError):
+class TooManyFollowersError(ServerBusyError):
     """As many event streams and waiting requests as may are open at this server."""
 
     code = "followers.full"
@@ -305,7 +290,7 @@ class TooManyFollowersError(BusyError):
         )
 
 
-class TooManyFollowersOfKeyError(BusyError):
+class TooManyFollowersOfKeyError(ServerBusyError):
     """As many event streams and waiting requests as may are open under one key."""
 
     code = "key.too_many_followers"
@@ -317,7 +302,7 @@ class TooManyFollowersOfKeyError(BusyError):
         )
 
 
-class TooManyBodiesError(BusyError):
+class TooManyBodiesError(ServerBusyError):
     """As many large bodies as may wait to be read."""
 
     code = "request.busy"
@@ -326,7 +311,7 @@ class TooManyBodiesError(BusyError):
         super().__init__(f"{num_waiting} large bodies wait to be read")
 
 
-class TooManyComparisonsError(BusyError):
+class TooManyComparisonsError(ServerBusyError):
     """As many comparisons as may are under way."""
 
     code = "compare.busy"
@@ -338,7 +323,7 @@ class TooManyComparisonsError(BusyError):
         )
 
 
-class TooManyFormsError(BusyError):
+class TooManyFormsError(ServerBusyError):
     """As many forms of schedules as may are being made."""
 
     code = "forms.busy"
@@ -347,7 +332,7 @@ class TooManyFormsError(BusyError):
         super().__init__(f"{waiting} schedules are being drawn or wait for it, as many as may")
 
 
-class ComparisonStoppedError(BusyError):
+class ComparisonStoppedError(ServerBusyError):
     """The server is stopping, or the client that waited is gone."""
 
     code = "compare.stopped"

@@ -16,21 +16,21 @@ from starlette.routing import Match
 from optpipe.errors import InfeasibleProblemError, InputError, OptPipeError
 from optpipe_api.errors import (
     BodyTooLargeError,
-    BusyError,
     ComparisonStoppedError,
-    ConflictError,
     ForbiddenError,
     KeyRequiredError,
     KeyReusedError,
     MediaTypeError,
-    NoScheduleError,
     NotAcceptableError,
-    NotFoundError,
     RequestError,
+    ScheduleNotFoundError,
+    ServerBusyError,
+    StateConflictError,
     StoreUnavailableError,
+    ThingNotFoundError,
     TooLargeToDrawError,
 )
-from optpipe_api.schemas import Fault
+from optpipe_api.requests.jobs import Fault
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -44,17 +44,17 @@ __all__ = ["ErrorBoundary", "documented", "install", "problem_response", "respon
 _STATUSES: dict[type[OptPipeError], int] = {
     KeyRequiredError: 401,
     ForbiddenError: 403,
-    NotFoundError: 404,
-    NoScheduleError: 404,
+    ThingNotFoundError: 404,
+    ScheduleNotFoundError: 404,
     NotAcceptableError: 406,
     InfeasibleProblemError: 409,
-    ConflictError: 409,
+    StateConflictError: 409,
     BodyTooLargeError: 413,
     TooLargeToDrawError: 413,
     MediaTypeError: 415,
     RequestError: 422,
     KeyReusedError: 422,
-    BusyError: 429,
+    ServerBusyError: 429,
     ComparisonStoppedError: 503,
     StoreUnavailableError: 503,
     InputError: 422,
@@ -140,7 +140,7 @@ def response_to(error: OptPipeError, instance: str) -> Response:
         extra["errors"] = lines
     if isinstance(error, InfeasibleProblemError):
         extra["needs"] = error.needs
-    if isinstance(error, BusyError):
+    if isinstance(error, ServerBusyError):
         headers["Retry-After"] = str(error.retry_after_s)
     if isinstance(error, StoreUnavailableError):
         headers["Retry-After"] = str(_RETRY_STORE_S)

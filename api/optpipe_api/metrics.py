@@ -26,19 +26,19 @@ from typing import TYPE_CHECKING
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 
+from optpipe.wire import JobState
 from optpipe_api.errors import StoreUnavailableError
-from optpipe_api.jobs import JobState
-from optpipe_api.places import Purpose
+from optpipe_api.services.events import Purpose
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     from prometheus_client.metrics_core import Metric
 
-    from optpipe_api.jobs import Job
-    from optpipe_api.places import Places
+    from optpipe_api.jobs import JobRecord
+    from optpipe_api.services.events import ConnectionLimit
 
-__all__ = ["CONTENT_TYPE", "Metrics"]
+__all__ = ["CONTENT_TYPE", "ServiceMetrics"]
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -49,7 +49,7 @@ _GAPS = (0.000001, 0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
 _PROBE_S = 0.05
 
 
-class Metrics:
+class ServiceMetrics:
     """Counts what happens; the engine sees in it an `Observer`. Safe from every thread."""
 
     def __init__(self) -> None:
@@ -104,22 +104,22 @@ class Metrics:
         """Ask the store for the number of jobs in each state at every scrape."""
         self._registry.register(_StoreCollector(counts))
 
-    def watch_places(self, places: Places) -> None:
+    def watch_connections(self, connections: ConnectionLimit) -> None:
         """Look at every scrape how many event streams and waiting requests are open."""
         for purpose in Purpose:
-            count = partial(places.num_taken, purpose)
+            count = partial(connections.num_open, purpose)
             self._followers.labels(purpose.value).set_function(count)
 
-    def accepted(self, job: Job) -> None:
+    def accepted(self, job: JobRecord) -> None:
         """Count a job that was taken in."""
         self._accepted.labels(job.cache.value).inc()
 
-    def started(self, job: Job) -> None:
+    def started(self, job: JobRecord) -> None:
         """Measure how long a job waited for its first attempt."""
         if job.attempt == 1 and job.started_at is not None:
             self._waits.observe(max(0.0, job.started_at - job.created_at))
 
-    def ended(self, job: Job, seconds: float) -> None:
+    def ended(self, job: JobRecord, seconds: float) -> None:
         """Measure an attempt that ended."""
         self._ended.labels(job.state.value).inc()
         self._solves.observe(seconds)

@@ -5,39 +5,34 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from optpipe_api.desk.batches import BatchDesk
-from optpipe_api.desk.cache import Recall
-from optpipe_api.desk.charts import Charts
-from optpipe_api.desk.deployments import DeploymentDesk
-from optpipe_api.desk.forms import Forms
-from optpipe_api.desk.jobs import JobDesk, check_size
-from optpipe_api.desk.readers import Readers
-from optpipe_api.desk.what_ifs import WhatIfDesk
+import structlog
+
 from optpipe_api.engine.comparison import Comparisons
-from optpipe_api.engine.observer import SILENT
-from optpipe_api.engine.slots import SlotEngine
-from optpipe_api.engine.solvers import open_solvers
-from optpipe_api.errors import StoreUnavailableError
-from optpipe_api.methods import load_methods
-from optpipe_api.places import Places
-from optpipe_api.retention import Retention
+from optpipe_api.engine.engine import SILENT, SlotEngine, open_solvers
+from optpipe_api.services.batches import BatchService
+from optpipe_api.services.cache import JobCache
+from optpipe_api.services.deployments import DeploymentService, Rounds
+from optpipe_api.services.events import ConnectionLimit
+from optpipe_api.services.jobs import JobService
+from optpipe_api.services.parse_pool import ParsePool
+from optpipe_api.services.render import Charts
 from optpipe_api.store import open_stores
+from optpipe_api.views import load_methods
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
 
-    from optpipe_api.changes import Changes
-    from optpipe_api.desk.intake import Intake
+    from optpipe.wire import JobState
     from optpipe_api.engine.comparison import CompareOptions
-    from optpipe_api.engine.observer import Observer
-    from optpipe_api.jobs import JobState
+    from optpipe_api.engine.engine import EngineObserver
+    from optpipe_api.services.events import Changes
     from optpipe_api.settings import Settings
     from optpipe_api.store import Stores
 
-__all__ = ["Service"]
+__all__ = ["Retention", "Service"]
+
 
 _IS_GONE_EVERY_S = 0.1
 _COUNTS_FRESH_S = 1.0
@@ -52,20 +47,16 @@ class Service:
         Those that jobs may ask for, with a line about each.
     keys
         The store of API keys.
-    readers
-        Read request bodies beside the event loop.
-    places
-        For those who follow or wait.
+    pool
+        Reads request bodies beside the event loop.
+    connections
+        How many follow or wait, and may.
     jobs
         What it does about jobs.
     batches
         What it does about many problems handed in at once.
-    what_ifs
-        What it does about questions what more would buy a job.
-    forms
-        Other forms of schedules and frontiers than JSON.
     charts
-        Those that a browser shows and zooms.
+        Of schedules and frontiers, for a browser to zoom or as pictures.
     deployments
         What it does about training runs that follow a schedule.
     """
@@ -76,13 +67,13 @@ class Service:
         stores: Stores,
         changes: Changes,
         methods: Mapping[str, str],
-        observer: Observer = SILENT,
+        observer: EngineObserver = SILENT,
     ) -> None:
         self.settings = settings
         self.methods = methods
         self.keys = stores.keys
-        self.readers = Readers()
-        self.places = Places(settings.max_followers, settings.max_followers_per_key)
+        self.pool = ParsePool()
+        self.connections = ConnectionLimit(settings.max_followers, settings.max_followers_per_key)
         self._stores = stores
         self._changes = changes
         self._counting = threading.Lock()
@@ -90,23 +81,23 @@ class Service:
         self._counted_at = 0.0
         self._solvers = open_solvers(settings)
         self._engine = SlotEngine(
-            stores.jobs, settings, self._publish, self._solvers.start, observer
+            stores.jobs, settings, changes.publish, self._solvers.start, observer
         )
         self._comparisons = Comparisons(settings, self._solvers.start)
-        recall = Recall(settings, stores.jobs, self.readers)
-        self.jobs = JobDesk(
-            settings, stores.jobs, self._engine, changes, recall=recall, observer=observer
+        cache = JobCache(settings, stores.jobs, self.pool)
+        self.jobs = JobService(
+            settings, stores.jobs, self._engine, changes, cache=cache, observer=observer
         )
-        self.batches = BatchDesk(settings, stores, self.jobs, changes)
-        self.what_ifs = WhatIfDesk(settings, stores, self.jobs, self.batches, self.readers)
-        self.deployments = DeploymentDesk(settings, stores, self.jobs, changes)
-        self.forms = Forms(self.readers)
+        self.batches = BatchService(settings, stores, self.jobs, changes, self.pool)
+        self.deployments = DeploymentService(settings, stores, self.jobs, changes)
         self.charts = Charts()
         days = settings.retention_days
         self._retention = None if days is None else Retention(stores, days)
 
     @classmethod
-    def open(cls, settings: Settings, changes: Changes, observer: Observer = SILENT) -> Service:
+    def open(
+        cls, settings: Settings, changes: Changes, observer: EngineObserver = SILENT
+    ) -> Service:
         """Return a service that solves; takes about a second, as it loads the solver's methods."""
         stores = open_stores(settings.database_url)
         service = cls(settings, stores, changes, load_methods(), observer)
@@ -122,7 +113,7 @@ class Service:
             self._retention.close()
         self.deployments.close()
         self.charts.close()
-        self.readers.close()
+        self.pool.close()
         self._comparisons.close()
         self._engine.close()
         self._solvers.close()
@@ -130,7 +121,7 @@ class Service:
 
     async def compare(
         self,
-        intake: Intake,
+        problem: str,
         options: CompareOptions,
         is_gone: Callable[[], Awaitable[bool]],
     ) -> str:
@@ -138,19 +129,18 @@ class Service:
 
         Parameters
         ----------
+        problem
+            JSON text.
         is_gone
             Whether the client is; asked often. Its comparison is then stopped.
 
         Raises
         ------
-        ProblemError
-            If the problem is larger than this service takes.
         WorldError
             If too many are under way, or the solver fails, or the server is stopping.
         """
-        check_size(self.settings, intake.num_cells, intake.num_microbatches)
         gone = threading.Event()
-        work = asyncio.wrap_future(self._comparisons.begin(intake.document, options, gone))
+        work = asyncio.wrap_future(self._comparisons.begin(problem, options, gone))
         try:
             while not work.done():
                 await asyncio.wait({work}, timeout=_IS_GONE_EVERY_S)
@@ -159,14 +149,6 @@ class Service:
             return await work
         finally:
             gone.set()
-
-    def _publish(self, job_id: str) -> None:
-        """Say that a job has changed, and with it those that share its solve; for threads."""
-        self._changes.publish(job_id)
-        # Should the store not answer now, they are looked at again in a second.
-        with suppress(StoreUnavailableError):
-            for other in self._stores.jobs.sharing(job_id):
-                self._changes.publish(other)
 
     def counts(self) -> dict[JobState, int]:
         """Return the number of jobs in each state."""
@@ -189,3 +171,57 @@ class Service:
     def is_solving(self) -> bool:
         """Whether the engine takes jobs, and can solve them."""
         return self._engine.is_able
+
+
+# --- What is old goes: jobs, deployments and batches that ended long ago, looked for once an hour.
+# Every server does it; what one has deleted the others do not find. A batch goes whole, when the
+# last of its jobs is old; jobs of a deployment stay as long as it goes on.
+
+_EVERY_S = 3600.0
+_DAY_S = 86_400.0
+_AT_ONCE = 200
+
+
+class Retention:
+    """Deletes what ended more than ``days`` ago.
+
+    In small transactions, so that others who write wait only for moments.
+    """
+
+    def __init__(self, stores: Stores, days: float, clock: Callable[[], float] = time.time) -> None:
+        self._stores = stores
+        self._days = days
+        self._now = clock
+        self._is_closing = False
+        self._rounds = Rounds(self.sweep, _EVERY_S, "retention")
+
+    def start(self) -> None:
+        """Begin, with a first sweep now."""
+        self._rounds.start()
+
+    def close(self) -> None:
+        """End after the transaction that is under way."""
+        self._is_closing = True
+        self._rounds.close()
+
+    def sweep(self) -> None:
+        """Delete all that is old now."""
+        before = self._now() - self._days * _DAY_S
+        # Deployments first: they hold jobs.
+        deleted = {
+            "deployments": self._delete(self._stores.deployments.delete_ended, before),
+            "jobs": self._delete(self._stores.jobs.delete_finished, before),
+        }
+        if any(deleted.values()):
+            structlog.get_logger(__name__).info(
+                f"deleted what ended more than {self._days:g} days ago",
+                action="retention.deleted",
+                **deleted,
+            )
+
+    def _delete(self, delete: Callable[[float, int], int], before: float) -> int:
+        total, found = 0, _AT_ONCE
+        while found == _AT_ONCE and not self._is_closing:
+            found = delete(before, _AT_ONCE)
+            total += found
+        return total

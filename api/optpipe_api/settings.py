@@ -10,8 +10,7 @@ from typing import Any, Literal
 from pydantic import Field, ValidationError, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from optpipe.errors import InputError
-from optpipe.validation import explain, rule_broken
+from optpipe.errors import InputError, explain, rule_broken
 
 __all__ = ["Settings"]
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from optpipe.errors import InputError
-from optpipe_api.engine.messages import Message
+from optpipe_api.engine.processes import Message
 from optpipe_api.errors import (
     ComparisonStoppedError,
     SolverFailedError,
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from concurrent.futures import Future
 
-    from optpipe_api.engine.process import SolverProcess
+    from optpipe_api.engine.processes import SolverProcess
     from optpipe_api.settings import Settings
 
 __all__ = ["CompareOptions", "Comparisons"]
@@ -104,20 +104,22 @@ class Comparisons:
         # That a busy machine starts its process slowly is not the comparison's fault.
         overtime_at = math.inf
         while True:
-            messages = process.receive(_TICK_S)
-            if messages is None:
+            try:
+                message = process.receive(_TICK_S)
+            except EOFError:
                 raise SolverFailedError(
                     f"the comparison failed: {process.how_it_died()}; compare a smaller problem"
-                )
-            for message in messages:
-                match message.kind:
-                    case "ready":
-                        overtime_at = self._overtime_from_now(options)
-                        process.send(Message("compare", {"options": asdict(options)}, problem))
-                    case "rows":
-                        return message.document
-                    case _:
-                        raise _refusal(message)
+                ) from None
+            match message:
+                case None:
+                    pass
+                case Message(kind="ready"):
+                    overtime_at = self._overtime_from_now(options)
+                    process.send(Message("compare", {"options": asdict(options)}, problem))
+                case Message(kind="rows"):
+                    return message.document
+                case _:
+                    raise _refusal(message)
             if gone.is_set() or self._closing.is_set():
                 _log("compare.stopped", "a comparison was stopped: nobody waits for it any more")
                 raise ComparisonStoppedError

@@ -3,11 +3,11 @@
 The server is a driver of the cluster that ``RAY_ADDRESS`` names, and runs on one of its nodes (or
 beside a node that was joined to it by ``ray start --address``). An actor lives on whichever node
 has the cores, starts the same ``python -m optpipe_api.engine.worker`` there that `local` starts
-here, with the same limits, and hands its bytes on. OptPipe must be installed on every node, in the
-server's version.
+here, with the same limits, and hands its messages on. OptPipe must be installed on every node, in
+the server's version.
 
-Only frames cross the cluster, as bytes, which Ray carries as they are; what is in them is JSON and
-is read as such (`optpipe_api.engine.messages`). So nothing that a client sent is ever unpickled.
+Only bytes cross the cluster, which Ray carries as they are; they are JSON texts, and are read as
+such (`optpipe_api.engine.processes`). So nothing that a client sent is ever unpickled.
 
 An actor that dies, with its node or alone, is a death of the attempt: the job goes back to the
 queue and starts again from its best. An actor dies with its driver, and its solver process with
@@ -22,15 +22,21 @@ import logging
 import os
 import re
 import socket
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import RayError
 
 from optpipe.errors import WorldError
-from optpipe_api.engine.messages import FrameBuffer, Message, encode
-from optpipe_api.engine.pipes import Pipes, worker_arguments
-from optpipe_api.engine.process import Place
+from optpipe_api.engine.processes import (
+    MachineState,
+    Message,
+    SolverChild,
+    decode,
+    encode,
+    worker_arguments,
+)
 from optpipe_api.errors import SolverFailedError
 
 if TYPE_CHECKING:
@@ -45,46 +51,48 @@ _WHY_DEAD = re.compile(r"The actor is dead because ([^.\n]+)")
 
 
 class SolverHost:
-    """The actor: one solver process and its pipes.
+    """The actor: one solver process and the connection to it.
 
-    Reading waits for bytes to come; writing goes on beside it, in the order of the calls.
+    Reading waits for a message to come; writing goes on beside it, in the order of the calls.
     """
 
     def __init__(self, arguments: bytes) -> None:
-        self._pipes = Pipes(arguments.decode())
+        self._child = SolverChild(arguments.decode())
 
     @ray.method(concurrency_group="read")
     def read(self, timeout_s: float) -> bytes | None:
-        """Return the bytes that came within the time; None when no more will."""
-        return self._pipes.read(timeout_s)
+        """Return the next message, empty where none came within the time; None at the end."""
+        try:
+            return self._child.receive_bytes(timeout_s) or b""
+        except EOFError:
+            return None
 
     @ray.method(concurrency_group="write")
-    def write(self, frame: bytes) -> None:
-        """Put a frame in."""
-        self._pipes.write(frame)
+    def write(self, data: bytes) -> None:
+        """Say something."""
+        self._child.send_bytes(data)
 
     def end(self) -> None:
-        """End the process, leaving the pipes to whoever reads them still."""
-        self._pipes.end()
+        """End the process, leaving the connection to whoever reads it still."""
+        self._child.end()
 
     def how_it_died(self) -> bytes:
         """Return a clause that says how the process ended."""
-        return self._pipes.how_it_died().encode()
+        return self._child.how_it_died().encode()
 
 
 class RayProcess:
     """A `SolverProcess` of the cluster.
 
-    One read is under way at any time: its answer carries bytes, and its failure is how the death of
-    the actor is heard of.
+    One read is under way at any time: its answer carries a message, and its failure is how the
+    death of the actor is heard of.
     """
 
     def __init__(self, actor: Any) -> None:
         self._actor = actor
         self._coming = actor.read.remote(_READ_S)
-        self._buffer = FrameBuffer()
-        self._messages: list[Message] = []
-        self._place = Place.PENDING
+        self._messages: deque[Message] = deque()
+        self._place = MachineState.PENDING
         self._has_ended = False
         self._death = ""
 
@@ -94,7 +102,7 @@ class RayProcess:
         return str(self._actor)
 
     @property
-    def place(self) -> Place:
+    def place(self) -> MachineState:
         """Whether the actor has a node."""
         self._look(0)
         return self._place
@@ -109,18 +117,20 @@ class RayProcess:
         """Say something."""
         self._actor.write.remote(encode(message))
 
-    def receive(self, timeout_s: float) -> list[Message] | None:
-        """Return what has come within the time; None when the process has ended."""
-        self._look(timeout_s)
-        if self._has_ended and not self._messages:
-            return None
-        messages, self._messages = self._messages, []
-        return messages
+    def receive(self, timeout_s: float) -> Message | None:
+        """Return the next message; None where none has come within the time."""
+        if not self._messages:
+            self._look(timeout_s)
+        if self._messages:
+            return self._messages.popleft()
+        if self._has_ended:
+            raise EOFError
+        return None
 
     def stop(self) -> None:
         """End the process, then the actor; a node that does not answer is not waited for."""
         with contextlib.suppress(RayError):
-            if self.place is Place.GIVEN:
+            if self.place is MachineState.GIVEN:
                 ray.wait([self._actor.end.remote()], timeout=_ANSWER_S)
             ray.kill(self._actor)
 
@@ -141,13 +151,14 @@ class RayProcess:
         try:
             data: bytes | None = ray.get(self._coming)
         except RayError as error:
-            self._place, self._has_ended, self._death = Place.LOST, True, _death_of(error)
+            self._place, self._has_ended, self._death = MachineState.LOST, True, _death_of(error)
             return
-        self._place = Place.GIVEN
+        self._place = MachineState.GIVEN
         if data is None:
             self._has_ended = True
             return
-        self._messages += self._buffer.feed(data)
+        if data:
+            self._messages.append(decode(data))
         self._coming = self._actor.read.remote(_READ_S)
 
 

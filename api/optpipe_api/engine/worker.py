@@ -1,8 +1,8 @@
-"""The solver process: ``python -m optpipe_api.engine.worker SETTINGS``.
+"""The solver process: ``python -m optpipe_api.engine.worker DESCRIPTOR SETTINGS``.
 
 It takes one job, a problem to solve or a model to plan, tells every improvement, tells the result,
 and ends; or it takes one comparison, tells the rows, and ends. It ends at once when the server
-does: the end of its input says so.
+does: the end of the connection, which ``DESCRIPTOR`` is the file of, says so.
 """
 
 from __future__ import annotations
@@ -13,23 +13,22 @@ import os
 import sys
 import threading
 import traceback
+from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 from optpipe.errors import OptPipeError
 from optpipe.evaluate import evaluate
-from optpipe.formats.comparison import dump_comparison
-from optpipe.formats.json_text import load_model, load_problem, load_schedule
+from optpipe.formats.json import load_model, load_problem, load_schedule
+from optpipe.formats.tables import dump_comparison
 from optpipe.schedule import Provenance, TraceEntry
-from optpipe_api.engine.messages import FrameBuffer, Message, encode
-from optpipe_api.engine.rlimits import limit_cpu, limit_process
+from optpipe_api.engine.processes import Message, decode, encode, limit_cpu, limit_process
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
-    from optpipe.action import Programs
     from optpipe.problem import Problem
-    from optpipe.schedule import Schedule
-    from optpipe_solver import Progress, Result, Row
+    from optpipe.schedule import Programs, Schedule
+    from optpipe_solver import ComparisonRow, Progress, Result
     from optpipe_solver.plan import PlanResult
 
 __all__ = ["main"]
@@ -40,9 +39,9 @@ _OF_PLAN = ("time_limit_s", "threads", "seed", "chunks", "placements")
 
 
 def main() -> None:
-    """Serve one job or comparison over standard input and output."""
-    settings = json.loads(sys.argv[1])
-    channel = _Channel()
+    """Serve one job or comparison over the connection that was passed on."""
+    settings = json.loads(sys.argv[2])
+    channel = _Channel(int(sys.argv[1]))
     limit_process(settings["memory_bytes"])
     try:
         solve = _find(settings["solve_path"])
@@ -71,7 +70,7 @@ def main() -> None:
 def _warm_up(settings: dict[str, Any]) -> None:
     """Load all code before a job comes; a process waits for one most of its life.
 
-    Compiled or not: a minute or two of compiling must not be taken from a job's time.
+    Compiled or not: up to a minute of compiling must not be taken from a job's time.
     """
     if not settings["solve_path"].startswith("optpipe_solver"):
         return
@@ -82,29 +81,25 @@ def _warm_up(settings: dict[str, Any]) -> None:
 
 
 class _Channel:
-    """Frames over the standard streams, which native code may not disturb: it prints to stderr."""
+    """The connection to the server; several threads may send."""
 
-    def __init__(self) -> None:
-        self._out = os.dup(1)
-        os.dup2(2, 1)
+    def __init__(self, descriptor: int) -> None:
+        self._connection = Connection(descriptor)
         self._lock = threading.Lock()
-        self._incoming = self._read()
         self.stop = threading.Event()
 
     def send(self, message: Message) -> None:
-        data = memoryview(encode(message))
         try:
             with self._lock:
-                while data:
-                    data = data[os.write(self._out, data) :]
-        except BrokenPipeError:
+                self._connection.send_bytes(encode(message))
+        except OSError:
             os._exit(0)
 
     def receive(self) -> Message:
-        message = next(self._incoming, None)
-        if message is None:
+        try:
+            return decode(self._connection.recv_bytes())
+        except (EOFError, OSError):
             os._exit(0)
-        return message
 
     def watch(self) -> None:
         """Notice from now on, in a thread, that the server says stop, or is gone."""
@@ -115,11 +110,6 @@ class _Channel:
 
         threading.Thread(target=listen, daemon=True).start()
 
-    def _read(self) -> Iterator[Message]:
-        buffer = FrameBuffer()
-        while data := os.read(0, 1 << 16):
-            yield from buffer.feed(data)
-
 
 def _find(path: str) -> Callable[..., Any]:
     module, _, name = path.partition(":")
@@ -127,7 +117,9 @@ def _find(path: str) -> Callable[..., Any]:
     return found
 
 
-def _compare(channel: _Channel, task: Message, compare: Callable[..., list[Row]]) -> Message:
+def _compare(
+    channel: _Channel, task: Message, compare: Callable[..., list[ComparisonRow]]
+) -> Message:
     from optpipe_solver.compare import Workload  # noqa: PLC0415 - heavy; after the limits are set
 
     channel.watch()

@@ -1,4 +1,4 @@
-"""``/v1/batches``: sweeps of one problem, or lists of problems, solved as jobs and seen as one."""
+"""``/v1/batches``: sweeps, lists of problems, what-ifs; solved as jobs and seen as one."""
 
 from __future__ import annotations
 
@@ -7,24 +7,36 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from fastapi import APIRouter, Header, Query, Request, Response
 from starlette.concurrency import run_in_threadpool
 
-from optpipe.formats.sweep_table import dump_sweep
-from optpipe_api.batch_schemas import BatchList, BatchView, FrontierView
-from optpipe_api.bodies import read_body, require_json
-from optpipe_api.desk.sweeps import read_batch
+from optpipe.formats.tables import dump_sweep
+from optpipe.wire import BatchList, BatchView
 from optpipe_api.http_errors import documented
-from optpipe_api.negotiation import FRONTIER_FORMS, TABLE_FORMS, preferred_form
-from optpipe_api.routes.parameters import idempotency_key, json_body, seconds_to_wait
-from optpipe_api.routes.schedules import NO_SCRIPTS
-from optpipe_api.routes.serving import Reader, Serving, Submitter  # noqa: TC001 - FastAPI reads it
-from optpipe_api.routes.waiting import place_to_wait, while_there
+from optpipe_api.requests.batches import FrontierView
+from optpipe_api.requests.http import (
+    FRONTIER_FORMS,
+    TABLE_FORMS,
+    preferred_form,
+    read_body,
+    require_json,
+)
+from optpipe_api.routes.common import (
+    Reader,
+    Serving,
+    Submitter,
+    idempotency_key,
+    json_body,
+    seconds_to_wait,
+)
+from optpipe_api.routes.jobs import NO_SCRIPTS, place_to_wait, while_there
+from optpipe_api.services.submission import read_batch
+from optpipe_api.views import batch_view
 
 if TYPE_CHECKING:
     from optpipe_api.access import Principal
-    from optpipe_api.batches import Batch
-    from optpipe_api.desk.sweeps import Swept
+    from optpipe_api.batches import BatchRecord
     from optpipe_api.service import Service
 
 __all__ = ["router"]
+
 
 router = APIRouter(prefix="/v1/batches", tags=["batches"])
 
@@ -66,9 +78,9 @@ _FRONTIER: dict[int | str, dict[str, Any]] = {
     "",
     status_code=202,
     response_model=BatchView,
-    responses={**_ENDED, **documented(403, 413, 415, 429)},
+    responses={**_ENDED, **documented(403, 404, 409, 413, 415, 429)},
     openapi_extra=_BODY,
-    summary="Submit a sweep, or a list of problems",
+    summary="Submit a sweep, a list of problems, or a what-if",
 )
 async def submit(
     request: Request,
@@ -81,19 +93,23 @@ async def submit(
 
     200 where all end within `?wait=`, or at once because they were solved before. Every item must
     be a valid problem; the answer to one that is not names its values.
+
+    `what_if` names a job that has ended with a schedule (409 otherwise). The items are its problem
+    as it is (unless it is proven optimal), with 1 GB more on the device that has least left, with
+    a 20 % faster bus, with twice the micro-batches; what makes no sense for the problem is left
+    out. Each starts from the job's best schedule.
     """
     require_json(request)
     body = await read_body(request, service.settings.max_body_bytes)
-    swept = await read_batch(service.readers, body, service.settings.max_batch_items)
+    swept = await service.pool.run(
+        read_batch, body, service.settings, service.methods, is_heavy=True
+    )
     del body
     with place_to_wait(service, who, wait):
-        batch = await run_in_threadpool(_submit, service, swept, who, idempotency_key)
+        if swept.what_if:
+            swept = await service.batches.ask(swept, who)
+        batch = await run_in_threadpool(service.batches.submit, swept, who, idempotency_key)
         return await _answer(request, service, who, batch, wait)
-
-
-def _submit(service: Service, swept: Swept, who: Principal, key: str | None) -> Batch:
-    options = swept.options.within(service.settings, service.methods)
-    return service.batches.submit(swept, options, who, key)
 
 
 @router.get("", responses=documented(), summary="List batches, newest first")
@@ -107,7 +123,7 @@ def list_batches(
     found = service.batches.page(limit + 1, cursor, who)
     shown = found[:limit]
     following = shown[-1].position if len(found) > limit else None
-    return BatchList(batches=[BatchView.of(batch, who) for batch in shown], next=following)
+    return BatchList(batches=tuple(batch_view(batch, who) for batch in shown), next=following)
 
 
 @router.get(
@@ -173,7 +189,7 @@ async def frontier(
             headers=headers,
             media_type=FRONTIER_FORMS["json"],
         )
-    picture = await service.forms.frontier(lines, name)
+    picture = await service.charts.frontier_picture(lines, name)
     return Response(picture, headers=headers | NO_SCRIPTS, media_type=FRONTIER_FORMS["svg"])
 
 
@@ -208,7 +224,7 @@ async def cancel_batch(
 
 
 async def _answer(
-    request: Request, service: Service, who: Principal, batch: Batch, wait_s: float
+    request: Request, service: Service, who: Principal, batch: BatchRecord, wait_s: float
 ) -> Response:
     batch = await while_there(request, service.batches.wait(batch, wait_s), wait_s) or batch
     text = await run_in_threadpool(_view, service, batch.id, who)
@@ -219,4 +235,4 @@ async def _answer(
 
 def _view(service: Service, batch_id: str, who: Principal) -> str:
     batch, plan, items = service.batches.look(batch_id, who)
-    return BatchView.of(batch, who, plan, items).model_dump_json()
+    return batch_view(batch, who, plan, items).model_dump_json()

@@ -2,31 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Header, Query, Request, Response
 from starlette.concurrency import run_in_threadpool
 
-from optpipe_api.bodies import read_body, require_json
-from optpipe_api.deployment_schemas import (
-    DeploymentList,
-    DeploymentView,
-    VersionList,
-    VersionView,
-)
-from optpipe_api.deployments import DeploymentOptions
-from optpipe_api.desk.registrations import read_registration, read_report
-from optpipe_api.etags import etag_of, known_number
+from optpipe.wire import DeploymentList, DeploymentView, VersionList
 from optpipe_api.http_errors import documented
-from optpipe_api.routes.parameters import idempotency_key, seconds_to_wait
-from optpipe_api.routes.serving import Reader, Serving, Submitter  # noqa: TC001 - FastAPI reads it
-from optpipe_api.routes.waiting import place_to_wait, while_there
-
-if TYPE_CHECKING:
-    from optpipe_api.access import Principal
-    from optpipe_api.deployments import Deployment
-    from optpipe_api.desk.registrations import Registered
-    from optpipe_api.service import Service
+from optpipe_api.requests.http import etag_of, known_number, read_body, require_json
+from optpipe_api.routes.common import Reader, Serving, Submitter, idempotency_key, seconds_to_wait
+from optpipe_api.routes.jobs import place_to_wait, while_there
+from optpipe_api.services.render import as_text
+from optpipe_api.services.submission import read_registration, read_report
+from optpipe_api.views import deployment_view, version_view
 
 __all__ = ["router"]
 
@@ -71,24 +59,16 @@ async def register(
     """Begin to solve its problem and answer; the first version comes with the first schedule."""
     require_json(request)
     body = await read_body(request, service.settings.max_body_bytes)
-    registered = await read_registration(service.readers, body)
+    registered = await service.pool.run(read_registration, body, service.settings, service.methods)
     del body
-    found = await run_in_threadpool(_register, service, registered, who, idempotency_key)
+    found = await run_in_threadpool(service.deployments.register, registered, who, idempotency_key)
     location = str(request.app.url_path_for("look_at_deployment", deployment_id=found.id))
     return Response(
-        DeploymentView.of(found, who).model_dump_json(),
+        deployment_view(found, who).model_dump_json(),
         202,
         {"Location": location},
         media_type="application/json",
     )
-
-
-def _register(
-    service: Service, registered: Registered, who: Principal, key: str | None
-) -> Deployment:
-    job = registered.options.within(service.settings, service.methods)
-    options = DeploymentOptions(job=job, threshold=registered.threshold)
-    return service.deployments.register(registered.intake, registered.name, options, who, key)
 
 
 @router.get("", responses=documented(), summary="List deployments, newest first")
@@ -102,20 +82,20 @@ def list_deployments(
     found = service.deployments.page(limit + 1, cursor, who)
     shown = found[:limit]
     following = shown[-1].position if len(found) > limit else None
-    views = [DeploymentView.of(deployment, who) for deployment in shown]
+    views = tuple(deployment_view(deployment, who) for deployment in shown)
     return DeploymentList(deployments=views, next=following)
 
 
 @router.get("/{deployment_id}", responses=documented(404), summary="Look at a deployment")
 def look_at_deployment(deployment_id: str, service: Serving, who: Reader) -> DeploymentView:
     """Return what goes on: its newest version, the solve under way, and what drift costs."""
-    return DeploymentView.of(service.deployments.find(deployment_id, who), who)
+    return deployment_view(service.deployments.find(deployment_id, who), who)
 
 
 @router.delete("/{deployment_id}", responses=documented(403, 404), summary="End a deployment")
 def end_deployment(deployment_id: str, service: Serving, who: Submitter) -> DeploymentView:
     """Publish nothing any more and cancel the solve under way; its versions stay."""
-    return DeploymentView.of(service.deployments.end(deployment_id, who), who)
+    return deployment_view(service.deployments.end(deployment_id, who), who)
 
 
 @router.get(
@@ -160,7 +140,7 @@ async def newest_schedule(
         return Response(status_code=304, headers=_marks(deployment_id, known or 0, form))
     version, text = found
     if form == "csv":
-        text = await service.forms.text(form, text)
+        text = await service.pool.run(as_text, form, text)
     return Response(text, headers=_marks(deployment_id, version, form), media_type=_FORMS[form])
 
 
@@ -185,17 +165,17 @@ async def report(
     """Keep what was measured; where drift costs more than the threshold, a solve is begun."""
     require_json(request)
     body = await read_body(request, min(_MAX_REPORT_BYTES, service.settings.max_body_bytes))
-    told = await read_report(service.readers, body)
+    measured = await service.pool.run(read_report, body)
     del body
-    reported = await run_in_threadpool(service.deployments.report, deployment_id, told, who)
-    return DeploymentView.of(reported, who)
+    reported = await run_in_threadpool(service.deployments.report, deployment_id, measured, who)
+    return deployment_view(reported, who)
 
 
 @router.get("/{deployment_id}/versions", responses=documented(404), summary="List the versions")
 def versions(deployment_id: str, service: Serving, who: Reader) -> VersionList:
     """Return every version: why it was published, and its predicted and measured step time."""
     found = service.deployments.versions(deployment_id, who)
-    return VersionList(versions=[VersionView.of(version) for version in found])
+    return VersionList(versions=tuple(version_view(version) for version in found))
 
 
 @router.get(

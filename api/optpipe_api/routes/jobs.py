@@ -2,29 +2,63 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+import asyncio
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
-from fastapi import APIRouter, Query, Request, Response
+import anyio
+from fastapi import APIRouter, Depends, Header, Query, Request, Response
+from fastapi.sse import KEEPALIVE_COMMENT, EventSourceResponse, format_sse_event
 from starlette.concurrency import run_in_threadpool
 
-from optpipe_api.bodies import decode_json, read_body, require_json
-from optpipe_api.desk.intake import read_submission
+from optpipe.explain import Explanation
+from optpipe.wire import Job, JobList, JobState
+from optpipe_api.errors import StoreUnavailableError
 from optpipe_api.http_errors import documented
-from optpipe_api.job_views import JobList, JobView
-from optpipe_api.jobs import JobState  # noqa: TC001 - FastAPI reads it
-from optpipe_api.routes.parameters import idempotency_key, json_body, json_content, seconds_to_wait
-from optpipe_api.routes.serving import Reader, Serving, Submitter  # noqa: TC001 - likewise
-from optpipe_api.routes.waiting import place_to_wait, while_there
-from optpipe_api.schemas import Resumption, Tag
+from optpipe_api.requests.http import (
+    FORMS,
+    decode_json,
+    etag_of,
+    known_number,
+    preferred_form,
+    read_body,
+    require_json,
+)
+from optpipe_api.requests.jobs import Resumption, Tag
+from optpipe_api.routes.common import (
+    Reader,
+    Serving,
+    Submitter,
+    idempotency_key,
+    json_body,
+    json_content,
+    seconds_to_wait,
+)
+from optpipe_api.services.events import Purpose
+from optpipe_api.services.render import Shown, Theme, as_text, explanation, solution
+from optpipe_api.services.submission import read_submission
+from optpipe_api.views import event_view, job_view
 
 if TYPE_CHECKING:
-    from optpipe_api.access import Principal
-    from optpipe_api.desk.intake import Submitted
-    from optpipe_api.jobs import Job
-    from optpipe_api.service import Service
-    from optpipe_api.turns import Turns
+    from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator
 
-__all__ = ["router"]
+    from optpipe_api.access import Principal
+    from optpipe_api.jobs import HistoryEntry, JobRecord, StoredSchedule
+    from optpipe_api.service import Service
+
+__all__ = [
+    "NO_SCRIPTS",
+    "charts_router",
+    "events_router",
+    "explanations_router",
+    "place_to_wait",
+    "router",
+    "schedules_router",
+    "while_there",
+]
+
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
 
@@ -42,15 +76,15 @@ def _document(name: str) -> dict[int | str, dict[str, Any]]:
 
 _LOCATION = {"Location": {"schema": {"type": "string"}, "description": "The job's own address."}}
 _ENDED: dict[int | str, dict[str, Any]] = {
-    200: {"model": JobView, "description": "The job has ended.", "headers": _LOCATION},
-    202: {"model": JobView, "description": "The job goes on.", "headers": _LOCATION},
+    200: {"model": Job, "description": "The job has ended.", "headers": _LOCATION},
+    202: {"model": Job, "description": "The job goes on.", "headers": _LOCATION},
 }
 
 
 @router.post(
     "",
     status_code=202,
-    response_model=JobView,
+    response_model=Job,
     responses={**_ENDED, **documented(403, 413, 415, 429)},
     openapi_extra=json_body("Submission"),
     summary="Submit a problem or a model",
@@ -68,19 +102,11 @@ async def submit(
     """
     require_json(request)
     body = await read_body(request, service.settings.max_body_bytes)
-    submitted = await read_submission(service.readers, body)
+    new = await service.pool.run(read_submission, body, service.settings, service.methods)
     del body
     with place_to_wait(service, who, wait):
-        job = await run_in_threadpool(_submit, service, submitted, who, idempotency_key)
+        job = await run_in_threadpool(service.jobs.submit, new, who, idempotency_key)
         return await _answer(request, service, who, job, wait)
-
-
-def _submit(service: Service, submitted: Submitted, who: Principal, key: str | None) -> Job:
-    intake = submitted.intake
-    options = submitted.options.within(service.settings, service.methods, intake.kind)
-    return service.jobs.submit(
-        intake, options, who, key, tags=submitted.tags, priority=submitted.priority
-    )
 
 
 @router.get("", responses=documented(), summary="List jobs, newest first")
@@ -98,18 +124,18 @@ def page(
     found = service.jobs.page(limit + 1, cursor, who, state=state, tag=tag, batch_id=batch)
     shown = found[:limit]
     following = shown[-1].position if len(found) > limit else None
-    return JobList(jobs=[JobView.of(job, who=who) for job in shown], next=following)
+    return JobList(jobs=tuple(job_view(job, who=who) for job in shown), next=following)
 
 
 @router.get("/{job_id}", responses=documented(404), summary="Look at a job")
-def look(job_id: str, service: Serving, who: Reader) -> JobView:
+def look(job_id: str, service: Serving, who: Reader) -> Job:
     """Return state, objective, bound, gap, error, times, and every improvement so far."""
-    return JobView.of(*service.jobs.job(job_id, who), who=who)
+    return job_view(*service.jobs.job(job_id, who), who=who)
 
 
 @router.delete(
     "/{job_id}",
-    response_model=JobView,
+    response_model=Job,
     responses={**_ENDED, **documented(403, 404)},
     summary="Cancel a job",
 )
@@ -122,7 +148,7 @@ async def cancel(job_id: str, request: Request, service: Serving, who: Submitter
 @router.post(
     "/{job_id}/resume",
     status_code=202,
-    response_model=JobView,
+    response_model=Job,
     responses={**_ENDED, **documented(403, 404, 409, 413, 415, 429)},
     openapi_extra=json_body("Resumption"),
     summary="Give an ended job more time",
@@ -168,17 +194,14 @@ def model(job_id: str, service: Serving, who: Reader) -> Response:
 
 
 async def _answer(
-    request: Request, service: Service, who: Principal, job: Job, wait_s: float
+    request: Request, service: Service, who: Principal, job: JobRecord, wait_s: float
 ) -> Response:
-    turns: Turns = request.app.state.turns
-    # Those whose jobs were written by the same commit are all here now.
-    await turns.mine()
     if wait_s > 0:
         job = await while_there(request, service.jobs.wait(job, wait_s), wait_s) or job
     if job.is_untouched:
-        view = JobView.of(job, [], who=who)
+        view = job_view(job, [], who=who)
     else:
-        view = JobView.of(*await run_in_threadpool(service.jobs.job, job.id, who), who=who)
+        view = job_view(*await run_in_threadpool(service.jobs.job, job.id, who), who=who)
     headers = {"Location": str(request.app.url_path_for("look", job_id=job.id))}
     return Response(
         view.model_dump_json(),
@@ -186,3 +209,417 @@ async def _answer(
         headers,
         media_type="application/json",
     )
+
+
+# --- ``/v1/jobs/{id}/events``: what happens to a job, as server-sent events.
+
+events_router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
+
+_PING_S = 15.0
+_MOST = 2**53
+_KEPT = 1000
+_RECONNECT_MS = 1000
+_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+_EXAMPLE = 'event: incumbent\nid: 7\ndata: {"number":7,"kind":"incumbent","objective_ms":118.0}\n\n'
+_EVENT = {
+    "type": "object",
+    "required": ["event", "id", "data"],
+    "properties": {
+        "event": {"enum": ["state", "incumbent", "bound", "log"]},
+        "id": {"type": "string"},
+        "data": {
+            "type": "string",
+            "contentMediaType": "application/json",
+            "contentSchema": {"$ref": "#/components/schemas/Event"},
+        },
+        "retry": {"type": "integer"},
+    },
+}
+_EVENT_ANSWERS: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": (
+            "Events `state`, `incumbent`, `bound` and `log`; `id` is the event's number, `data` a "
+            "`Event`. The stream ends with the job."
+        ),
+        "content": {"text/event-stream": {"itemSchema": _EVENT, "example": _EXAMPLE}},
+    },
+    204: {"description": "The job has ended, and everything was sent: do not reconnect."},
+}
+
+
+async def _place(service: Serving, who: Reader) -> AsyncIterator[None]:
+    """Count the stream until the last byte is sent, or the client is gone."""
+    with service.connections.counted(who, Purpose.STREAM):
+        yield
+
+
+@events_router.get(
+    "/{job_id}/events",
+    dependencies=[Depends(_place)],
+    response_class=Response,
+    responses={**_EVENT_ANSWERS, **documented(404)},
+    summary="Follow a job",
+)
+async def events(
+    job_id: str,
+    service: Serving,
+    who: Reader,
+    after: Annotated[
+        int, Query(ge=0, le=_MOST, description="Send only events of higher numbers.")
+    ] = 0,
+    last_event_id: Annotated[
+        int | None,
+        Header(
+            alias="Last-Event-ID",
+            ge=0,
+            le=_MOST,
+            description="The same, as browsers send it when they reconnect; it wins.",
+        ),
+    ] = None,
+) -> Response:
+    """Send everything that has happened to a job, then what happens, until it ends.
+
+    Whoever reconnects with the last number he has seen misses nothing and sees nothing twice.
+    """
+    seen = after if last_event_id is None else last_event_id
+    entries = await service.jobs.events(job_id, seen, who)
+    if entries is None:
+        return Response(status_code=204)
+    return EventSourceResponse(_sent(entries), headers=_HEADERS)
+
+
+async def _sent(
+    entries: AsyncGenerator[HistoryEntry, None], ping_s: float = _PING_S
+) -> AsyncIterator[bytes]:
+    """Encode entries as they come, with a ping in every pause, so that no proxy hangs up."""
+    retry_ms: int | None = _RECONNECT_MS
+    upcoming: asyncio.Future[HistoryEntry | None] | None = None
+    try:
+        while True:
+            upcoming = upcoming or asyncio.ensure_future(anext(entries, None))
+            await asyncio.wait({upcoming}, timeout=ping_s)
+            if not upcoming.done():
+                yield KEEPALIVE_COMMENT
+                continue
+            entry, upcoming = upcoming.result(), None
+            if entry is None:
+                return
+            yield _event(entry, retry_ms)
+            retry_ms = None
+    except StoreUnavailableError:
+        # The client comes back by itself, and goes on where it was.
+        return
+    finally:
+        # A client that hangs up cancels us: letting go must not be cancelled with it.
+        with anyio.CancelScope(shield=True):
+            if upcoming is not None:
+                upcoming.cancel()
+                await asyncio.gather(upcoming, return_exceptions=True)
+            await entries.aclose()
+
+
+@lru_cache(maxsize=_KEPT)
+def _event(entry: HistoryEntry, retry_ms: int | None) -> bytes:
+    """Encode an entry, once for all who follow its job."""
+    data = event_view(entry).model_dump_json()
+    return format_sse_event(
+        data_str=data, event=entry.kind.value, id=str(entry.number), retry=retry_ms
+    )
+
+
+# --- Requests that wait count against a limit, and wait only for clients that are there.
+
+T = TypeVar("T")
+
+
+@contextmanager
+def place_to_wait(service: Service, who: Principal, wait_s: float) -> Iterator[None]:
+    """Count a request that waits; to be entered before the request changes anything.
+
+    Raises
+    ------
+    BusyError
+        If too many are open; see `ConnectionLimit.counted`.
+    """
+    if wait_s <= 0:
+        yield
+        return
+    with service.connections.counted(who, Purpose.WAIT):
+        yield
+
+
+async def while_there(request: Request, waiting: Coroutine[Any, Any, T], wait_s: float) -> T | None:
+    """Return what is waited for; None as soon as the client has hung up.
+
+    The body of the request must have been read, where it has one.
+    """
+    if wait_s <= 0:
+        return await waiting
+    news = asyncio.create_task(waiting)
+    goodbye = asyncio.create_task(_goodbye(request))
+    try:
+        await asyncio.wait({news, goodbye}, return_when=asyncio.FIRST_COMPLETED)
+        return news.result() if news.done() else None
+    finally:
+        for task in (news, goodbye):
+            task.cancel()
+        await asyncio.gather(news, goodbye, return_exceptions=True)
+
+
+async def _goodbye(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+# --- ``/v1/jobs/{id}/schedule``: the best schedule so far, in the form that is wanted.
+
+schedules_router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
+
+_WITH_PROBLEM = frozenset({"trace", "svg"})
+_TEXT = {"schema": {"type": "string"}}
+_TAGGED = {
+    "ETag": {
+        "schema": {"type": "string"},
+        "description": 'Of this schedule in this form, for `If-None-Match`: `"<job>.<number>"`.',
+    }
+}
+_SCHEDULE_ANSWERS: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "The best schedule so far.",
+        "headers": _TAGGED,
+        "content": {
+            FORMS["json"]: {"schema": {"$ref": "#/components/schemas/Schedule"}},
+            FORMS["csv"]: {**_TEXT, "example": "0F0,0B0\n1F0,1B0\n"},
+            FORMS["trace"]: {"schema": {"type": "object"}},
+            FORMS["svg"]: _TEXT,
+        },
+    },
+    304: {"description": "The schedule of `If-None-Match` is still the best.", "headers": _TAGGED},
+    **documented(404, 406, 409, 413, 429),
+}
+_SCHEDULE_ANSWERS[413]["description"] = "The schedule is too large for a picture."
+# A picture shows names that somebody else chose, and comes from our own address.
+NO_SCRIPTS = {
+    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; sandbox",
+    "X-Content-Type-Options": "nosniff",
+}
+
+
+@schedules_router.get(
+    "/{job_id}/schedule",
+    response_class=Response,
+    responses=_SCHEDULE_ANSWERS,
+    summary="Fetch the best schedule so far",
+)
+async def schedule(
+    *,
+    job_id: str,
+    request: Request,
+    service: Serving,
+    who: Reader,
+    accept: Annotated[str | None, Header()] = None,
+    form: Annotated[Literal["json", "csv", "trace", "svg"] | None, Query(alias="format")] = None,
+    if_none_match: Annotated[str | None, Header(description="`ETag` of the known one.")] = None,
+    wait: Annotated[
+        float,
+        Query(
+            ge=0,
+            allow_inf_nan=False,
+            description="Seconds to wait for a better schedule than the known one, or for the "
+            "first; capped. An ended job does not wait.",
+        ),
+    ] = 0.0,
+) -> Response:
+    """Return JSON, CSV (a row per device), a Chrome trace or a picture; by `?format=` or `Accept`.
+
+    Made for polling: with `If-None-Match` and `?wait=`, the answer is the next improvement, or 304.
+    """
+    chosen = preferred_form(accept) if form is None else form
+    known = known_number(if_none_match, job_id, chosen)
+    stored: StoredSchedule | None
+    if wait > 0:
+        with place_to_wait(service, who, wait):
+            waiting = service.jobs.wait_schedule(job_id, known or 0, wait, who)
+            stored = await while_there(request, waiting, wait)
+    else:
+        stored = await run_in_threadpool(service.jobs.schedule, job_id, who)
+    if stored is None or stored.number == known:
+        return Response(status_code=304, headers=_headers(job_id, known or 0, chosen))
+    return await _formed(service, who, job_id, stored, chosen)
+
+
+async def _formed(
+    service: Service, who: Principal, job_id: str, stored: StoredSchedule, form: str
+) -> Response:
+    content: str | bytes = stored.document
+    problem = ""
+    if form in _WITH_PROBLEM:
+        problem, stored = await run_in_threadpool(solution, service.jobs, job_id, who)
+    if form == "svg":
+        content = await service.charts.picture(stored.document, problem)
+    elif form != "json":
+        content = await service.pool.run(as_text, form, stored.document, problem)
+    headers = _headers(job_id, stored.number, form)
+    return Response(content, headers=headers, media_type=FORMS[form])
+
+
+def _headers(job_id: str, number: int, form: str) -> dict[str, str]:
+    headers = {
+        "ETag": etag_of(job_id, number, form),
+        "Vary": "Accept",
+        "Cache-Control": "private, no-cache",
+    }
+    return headers | NO_SCRIPTS if form == "svg" else headers
+
+
+# --- ``/v1/jobs/{id}/explanation``: why the best schedule so far is as long as it is.
+
+explanations_router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
+
+_FORM = "explanation"
+_EXPLANATION_TAG = {
+    "ETag": {"schema": {"type": "string"}, "description": "Of the schedule explained."}
+}
+_EXPLANATION_ANSWERS: dict[int | str, dict[str, Any]] = {
+    200: {"description": "What limits it.", "headers": _EXPLANATION_TAG, "model": Explanation},
+    304: {
+        "description": "The schedule of `If-None-Match` is still the best.",
+        "headers": _EXPLANATION_TAG,
+    },
+    **documented(404, 409, 413, 429),
+}
+_EXPLANATION_ANSWERS[413]["description"] = "The schedule is too large to be explained here."
+
+
+@explanations_router.get(
+    "/{job_id}/explanation",
+    response_class=Response,
+    responses=_EXPLANATION_ANSWERS,
+    summary="Say what limits the best schedule so far",
+)
+async def explain(
+    *,
+    job_id: str,
+    service: Serving,
+    who: Reader,
+    if_none_match: Annotated[str | None, Header(description="`ETag` of the known one.")] = None,
+) -> Response:
+    """Return the critical path, lanes, memory, idle time and offloads, in numbers and `sentences`.
+
+    Sizes are bytes, times ms from the start of the schedule; `topic` groups the sentences.
+    """
+    problem, stored = await run_in_threadpool(solution, service.jobs, job_id, who)
+    headers = {
+        "ETag": etag_of(job_id, stored.number, _FORM),
+        "Cache-Control": "private, no-cache",
+    }
+    if known_number(if_none_match, job_id, _FORM) == stored.number:
+        return Response(status_code=304, headers=headers)
+    content = await explanation(service.pool, stored.document, problem)
+    return Response(content, headers=headers, media_type="application/json")
+
+
+# --- Charts that the page embeds: of a job's best schedule, and of a batch's frontier.
+
+charts_router = APIRouter(prefix="/v1", tags=["charts"])
+
+_METHOD = "method:"
+_ID_CHARS, _TITLE_CHARS = 8, 60
+_CHART_TAG = {
+    "ETag": {"schema": {"type": "string"}, "description": "Of what is shown, as it is drawn."}
+}
+_ITEM = {"application/json": {"schema": {"type": "object"}}}
+_CHART_ANSWERS: dict[int | str, dict[str, Any]] = {
+    200: {"description": "For `Bokeh.embed.embed_item`.", "headers": _CHART_TAG, "content": _ITEM},
+    304: {
+        "description": "What `If-None-Match` names is still what is to show.",
+        "headers": _CHART_TAG,
+    },
+}
+_FRONTIER: dict[int | str, dict[str, Any]] = {
+    200: {"description": "For `Bokeh.embed.embed_item`.", "content": _ITEM},
+}
+Themed = Annotated[Theme, Query(description="Of its colours.")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ShownVersion:
+    """What is shown, and what names this version of it."""
+
+    shown: tuple[Shown, ...]
+    number: int
+    form: str
+
+
+@charts_router.get(
+    "/jobs/{job_id}/chart",
+    response_class=Response,
+    responses={**_CHART_ANSWERS, **documented(404, 406, 409, 413, 429)},
+    summary="See the best schedule so far in a browser",
+)
+async def chart(
+    *,
+    job_id: str,
+    service: Serving,
+    who: Reader,
+    theme: Themed = "light",
+    beside: Annotated[
+        str | None,
+        Query(
+            max_length=80,
+            description="On the same time axis: another job, or `method:1f1b` for what a "
+            "published method makes of the problem, whether it fits or not.",
+        ),
+    ] = None,
+    if_none_match: Annotated[str | None, Header(description="`ETag` of the known one.")] = None,
+) -> Response:
+    """Return the lanes of every device and its memory over time, to be zoomed and pointed at."""
+    seen = await run_in_threadpool(_look, service, job_id, who, beside, theme)
+    tag = etag_of(job_id, seen.number, seen.form)
+    headers = {"ETag": tag, "Cache-Control": "private, no-cache"}
+    if known_number(if_none_match, job_id, seen.form) == seen.number:
+        return Response(status_code=304, headers=headers)
+    item = await service.charts.schedules(seen.shown, theme)
+    return Response(item, headers=headers, media_type="application/json")
+
+
+@charts_router.get(
+    "/batches/{batch_id}/chart",
+    response_class=Response,
+    responses={**_FRONTIER, **documented(404, 406, 413, 429)},
+    summary="See in a browser what memory buys",
+)
+async def frontier_chart(
+    batch_id: str, service: Serving, who: Reader, theme: Themed = "light"
+) -> Response:
+    """Return the best objective and its bound over the memory limit, to be pointed at."""
+    _, lines = await run_in_threadpool(service.batches.frontier, batch_id, who)
+    # The page has the batch's name above it.
+    item = await service.charts.frontier(lines, "", theme)
+    return Response(item, media_type="application/json")
+
+
+def _look(
+    service: Service, job_id: str, who: Principal, beside: str | None, theme: Theme
+) -> _ShownVersion:
+    problem, stored = solution(service.jobs, job_id, who)
+    form = f"chart-{theme}"
+    if beside and not beside.startswith(_METHOD):
+        its_problem, its = solution(service.jobs, beside, who)
+        both = ((job_id, problem, stored), (beside, its_problem, its))
+        shown = tuple(
+            Shown(problem=text, schedule=found.document, title=_title(service.jobs.find(of, who)))
+            for of, text, found in both
+        )
+        return _ShownVersion(
+            shown=shown, number=stored.number, form=f"{form}-{beside}.{its.number}"
+        )
+    own = Shown(problem=problem, schedule=stored.document)
+    if not beside:
+        return _ShownVersion(shown=(own,), number=stored.number, form=form)
+    other = Shown(problem=problem, method=beside.removeprefix(_METHOD))
+    return _ShownVersion(shown=(own, other), number=stored.number, form=f"{form}-{beside}")
+
+
+def _title(job: JobRecord) -> str:
+    return (job.name or job.id[:_ID_CHARS])[:_TITLE_CHARS]

@@ -2,21 +2,36 @@
 
 from __future__ import annotations
 
-from typing import Any
+import html
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request
-from fastapi.responses import Response
+from fastapi.responses import HTMLResponse, Response
+from fastapi.staticfiles import StaticFiles
+from pydantic import BaseModel, ConfigDict
 
 from optpipe.model import Model
+from optpipe.plot.interactive_style import COMPONENTS
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
+from optpipe_api.access import Role
 from optpipe_api.errors import StoreUnavailableError
 from optpipe_api.http_errors import documented
 from optpipe_api.metrics import CONTENT_TYPE
-from optpipe_api.routes.serving import Serving  # noqa: TC001 - FastAPI reads it
-from optpipe_api.schemas import Health, Readiness
+from optpipe_api.requests.jobs import Health, Readiness
+from optpipe_api.routes.common import Reader, Serving  # noqa: TC001 - FastAPI reads it
 
-__all__ = ["router"]
+if TYPE_CHECKING:
+    from os import PathLike, stat_result
+
+    from fastapi import FastAPI
+    from starlette.types import Scope
+
+__all__ = ["FOLDER", "POLICY", "install", "questions_router", "router"]
+
 
 router = APIRouter(tags=["system"])
 
@@ -83,3 +98,117 @@ def _published(schema: dict[str, Any], name: str) -> dict[str, Any]:
         "$id": f"urn:optpipe:{name}:v1",
         **schema,
     }
+
+
+# --- The page: ``/``, its files under ``/page/``, and BokehJS from the installed package.
+# What it may do is said in its Content-Security-Policy: nothing from another host, no inline
+# script. Three relaxations are BokehJS's. It loads the callbacks of charts as modules from text, by
+# way of ``eval`` (``unsafe-eval``, ``blob:``): the text is ours, never a client's. It sets styles
+# from scripts: ``unsafe-inline``, for styles alone.
+
+FOLDER = "/page/"
+"""Below it lie files that hold nothing of anybody: no key is asked for."""
+
+_SOURCES = {
+    "default-src": "'none'",
+    "script-src": "'self' blob: 'unsafe-eval'",
+    "style-src": "'self' 'unsafe-inline'",
+    "img-src": "'self' data: blob:",
+    "connect-src": "'self'",
+    "font-src": "'self' data:",
+    "base-uri": "'none'",
+    "form-action": "'none'",
+    "frame-ancestors": "'none'",
+}
+POLICY = "; ".join(f"{what} {sources}" for what, sources in _SOURCES.items())
+
+_WEB = Path(__file__).parent.parent / "web"
+_SCRIPTS = tuple(f"{name}.min.js" for name in (*COMPONENTS, "bokeh-api"))
+_HEADERS = {"X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}
+
+
+class _Files(StaticFiles):
+    """A folder of files, with headers of our own."""
+
+    def __init__(self, folder: Path, caching: str, names: tuple[str, ...] | None = None) -> None:
+        super().__init__(directory=folder)
+        self._headers = {**_HEADERS, "Cache-Control": caching}
+        self._names = names
+
+    def lookup_path(self, path: str) -> tuple[str, stat_result | None]:
+        """Find a file; where only some are served, the others do not exist."""
+        if self._names is not None and path not in self._names:
+            return "", None
+        return super().lookup_path(path)
+
+    def file_response(
+        self,
+        full_path: PathLike[str] | str,
+        stat_result: stat_result,
+        scope: Scope,
+        status_code: int = 200,
+    ) -> Response:
+        """Return a file, or that it has not changed."""
+        response = super().file_response(full_path, stat_result, scope, status_code)
+        response.headers.update(self._headers)
+        return response
+
+
+def install(app: FastAPI) -> None:
+    """Serve the page; without the package bokeh it has no charts, and says so."""
+    bokeh = _bokeh_version()
+    if bokeh is not None:
+        # The version is in the address: what lies there never changes.
+        files = _Files(_bokeh_folder(), "public, max-age=31536000, immutable", _SCRIPTS)
+        app.mount(f"{FOLDER}bokeh/{bokeh}", files, name="bokeh")
+    app.mount(FOLDER.rstrip("/"), _Files(_WEB, "no-cache"), name="page")
+    shown = _index(bokeh)
+
+    @app.get("/", include_in_schema=False)
+    async def page() -> HTMLResponse:
+        """Show people the page."""
+        headers = {**_HEADERS, "Cache-Control": "no-cache", "Content-Security-Policy": POLICY}
+        return HTMLResponse(shown, headers=headers)
+
+
+def _index(bokeh: str | None) -> str:
+    scripts = [] if bokeh is None else [f"page/bokeh/{bokeh}/{name}" for name in _SCRIPTS]
+    text = (_WEB / "index.html").read_text("utf-8")
+    return text.replace("{bokeh}", html.escape(" ".join(scripts)))
+
+
+def _bokeh_version() -> str | None:
+    if find_spec("bokeh") is None:
+        return None
+    try:
+        return version("bokeh")
+    except PackageNotFoundError:
+        return None
+
+
+def _bokeh_folder() -> Path:
+    """Return where BokehJS lies, without the half second that importing bokeh takes."""
+    spec = find_spec("bokeh")
+    if spec is None or spec.origin is None:
+        raise RuntimeError("bokeh has no folder")
+    return Path(spec.origin).parent / "server" / "static" / "js"
+
+
+# --- ``/v1/key``: who is asking, and what he may do.
+
+questions_router = APIRouter(prefix="/v1", tags=["system"])
+
+
+class KeyView(BaseModel):
+    """The key of a request; where none is asked for, no name and every right."""
+
+    model_config = ConfigDict(json_schema_extra={"examples": [{"name": "ci", "role": "submit"}]})
+
+    name: str
+    role: Role
+
+
+@questions_router.get("/key", responses=documented(), summary="Which key is this")
+async def key(who: Reader) -> KeyView:
+    """Return the name and the role of the key that the request brings, never the key."""
+    return KeyView(name=who.name, role=who.role)

@@ -6,11 +6,11 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from optpipe_api.jobs import AttemptOutcome
 from optpipe_api.store.batches import BatchStore
-from optpipe_api.store.contract import JobStore, Outcome
 from optpipe_api.store.database import connect
 from optpipe_api.store.deployments import DeploymentStore
-from optpipe_api.store.jobs import SqlJobStore
+from optpipe_api.store.jobs import JobStore
 from optpipe_api.store.keys import KeyStore
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     import sqlalchemy as sa
 
-__all__ = ["JobStore", "Outcome", "SqlJobStore", "Stores", "open_stores"]
+__all__ = ["AttemptOutcome", "JobStore", "Stores", "open_stores"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +26,7 @@ class Stores:
     """All stores of one database; they share its connections."""
 
     engine: sa.Engine
-    jobs: SqlJobStore
+    jobs: JobStore
     batches: BatchStore
     deployments: DeploymentStore
     keys: KeyStore
@@ -56,7 +56,7 @@ def open_stores(
     engine = connect(url, must_exist=must_exist)
     return Stores(
         engine=engine,
-        jobs=SqlJobStore(engine, clock),
+        jobs=JobStore(engine, clock),
         batches=BatchStore(engine, clock),
         deployments=DeploymentStore(engine, clock),
         keys=KeyStore(engine, clock),

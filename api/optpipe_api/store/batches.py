@@ -6,7 +6,7 @@
    batch and adds no job, or refuses where the request differs. Two at the same time too.
 4. **Limits.** A batch whose jobs do not all find room in the queue is not taken; nor is a retry.
 
-What is done to the jobs of a batch obeys `optpipe_api.store.contract`. A batch goes when the last
+What is done to the jobs of a batch obeys `optpipe_api.store.jobs`. A batch goes when the last
 of its jobs is deleted. Methods block, and raise `StoreUnavailableError` where the database does not
 answer.
 """
@@ -22,22 +22,29 @@ from typing import TYPE_CHECKING, Any
 import sqlalchemy as sa
 from sqlalchemy.exc import IntegrityError
 
-from optpipe_api.batches import Batch, BatchPlan, ItemPlan
+from optpipe.wire import JobOptions, JobState
+from optpipe_api.batches import BatchPlan, BatchRecord, ItemPlan
 from optpipe_api.errors import BatchNotFoundError, KeyReusedError
-from optpipe_api.jobs import JobEvent, JobOptions, JobState
+from optpipe_api.jobs import JobEvent
 from optpipe_api.store.database import reading, writing
-from optpipe_api.store.jobs_births import insert, refuse_when_full, refuse_when_many
-from optpipe_api.store.jobs_changes import change, prolong
-from optpipe_api.store.jobs_rows import digest_key, dump, jobs_of, storable
-from optpipe_api.store.jobs_sharing import hold_problems
+from optpipe_api.store.job_rows import (
+    change,
+    digest_key,
+    dump,
+    insert,
+    jobs_of,
+    refuse_when_full,
+    refuse_when_many,
+    storable,
+)
+from optpipe_api.store.jobs import prolong
 from optpipe_api.store.tables import batches, jobs
-from optpipe_api.what_ifs import Asking
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from optpipe_api.batches import NewBatch
-    from optpipe_api.jobs import Job, NewJob
+    from optpipe_api.jobs import JobRecord, NewJob
 
 __all__ = ["BatchStore"]
 
@@ -62,7 +69,7 @@ class BatchStore:
         *,
         max_queued: int,
         max_of_owner: int | None = None,
-    ) -> tuple[Batch, list[Job]]:
+    ) -> tuple[BatchRecord, list[JobRecord]]:
         """Keep a batch and its jobs, in order; no jobs are returned where the key had made it.
 
         Raises
@@ -93,7 +100,7 @@ class BatchStore:
 
     def _insert(
         self, connection: sa.Connection, new: NewBatch, items: Sequence[NewJob], key: str | None
-    ) -> tuple[Batch, list[Job]]:
+    ) -> tuple[BatchRecord, list[JobRecord]]:
         now = self._now()
         values = {
             "id": uuid.uuid4().hex,
@@ -103,10 +110,8 @@ class BatchStore:
             "created_at": now,
             "request_hash": new.request_hash,
             "document": dump(new.plan),
-            "about_id": new.about_id,
         }
         row = connection.execute(sa.insert(batches).values(values).returning(*_RECORD)).one()
-        hold_problems(connection, items)
         added = [
             insert(connection, replace(item, batch_id=row.id, batch_index=index), now)
             for index, item in enumerate(items)
@@ -115,7 +120,7 @@ class BatchStore:
 
     # Reading
 
-    def get(self, batch_id: str) -> Batch:
+    def get(self, batch_id: str) -> BatchRecord:
         """Return a batch.
 
         Raises
@@ -128,7 +133,7 @@ class BatchStore:
 
     def page(
         self, limit: int, before: int | None = None, *, owner: str | None = None
-    ) -> list[Batch]:
+    ) -> list[BatchRecord]:
         """Return batches, newest first, of positions below ``before``."""
         query = sa.select(*_RECORD).order_by(batches.c.position.desc()).limit(limit)
         if before is not None:
@@ -138,20 +143,12 @@ class BatchStore:
         with reading(self._engine) as connection:
             return _batches_of(connection, connection.execute(query).all())
 
-    def newest_about(self, job_id: str) -> Batch | None:
-        """Return the last batch of questions about a job; None where nobody has asked."""
-        query = sa.select(*_RECORD).where(batches.c.about_id == job_id)
-        query = query.order_by(batches.c.position.desc()).limit(1)
-        with reading(self._engine) as connection:
-            rows = connection.execute(query).all()
-            return _batches_of(connection, rows)[0] if rows else None
-
     def plan(self, batch_id: str) -> BatchPlan:
         """Return what a batch is about."""
         with reading(self._engine) as connection:
             return _plan_of(connection, _find(connection, batch_id))
 
-    def jobs(self, batch_id: str) -> list[Job]:
+    def jobs(self, batch_id: str) -> list[JobRecord]:
         """Return the jobs of a batch in the order of its items."""
         query = sa.select(jobs).where(jobs.c.batch_id == batch_id).order_by(jobs.c.batch_index)
         with reading(self._engine) as connection:
@@ -160,7 +157,7 @@ class BatchStore:
 
     # Changing
 
-    def cancel(self, batch_id: str) -> list[Job]:
+    def cancel(self, batch_id: str) -> list[JobRecord]:
         """Cancel the queued jobs of a batch, mark the running ones; return both as they are now."""
         with writing(self._engine) as connection:
             _find(connection, batch_id)
@@ -176,7 +173,7 @@ class BatchStore:
 
     def retry(
         self, batch_id: str, *, max_queued: int, max_of_owner: int | None = None
-    ) -> list[Job]:
+    ) -> list[JobRecord]:
         """Queue the failed jobs of a batch again, each with as much time as it was given first.
 
         They start from what they have found. Nothing happens where none has failed.
@@ -215,7 +212,7 @@ def _refuse(
 
 
 def _begin_again(
-    connection: sa.Connection, row: sa.Row[Any], job: Job, asked_s: float, now: float
+    connection: sa.Connection, row: sa.Row[Any], job: JobRecord, asked_s: float, now: float
 ) -> None:
     """Queue a failed job with ``asked_s`` left of its time; what it overran does not count."""
     limit_s = job.options.time_limit_s
@@ -241,14 +238,14 @@ def _held(batch_id: str, states: list[str]) -> sa.Select[Any]:
     )
 
 
-def _as_they_are(connection: sa.Connection, rows: Sequence[sa.Row[Any]]) -> list[Job]:
+def _as_they_are(connection: sa.Connection, rows: Sequence[sa.Row[Any]]) -> list[JobRecord]:
     """Return the jobs that rows were read from before they were changed."""
     positions = [row.position for row in rows]
     query = sa.select(jobs).where(jobs.c.position.in_(positions)).order_by(jobs.c.position)
     return jobs_of(connection, connection.execute(query).all())
 
 
-def _find_by_key(connection: sa.Connection, key: str | None, new: NewBatch) -> Batch | None:
+def _find_by_key(connection: sa.Connection, key: str | None, new: NewBatch) -> BatchRecord | None:
     if key is None:
         return None
     query = sa.select(*_RECORD).where(batches.c.idempotency_key == key)
@@ -263,7 +260,7 @@ def _find_by_key(connection: sa.Connection, key: str | None, new: NewBatch) -> B
     return _batches_of(connection, [row])[0]
 
 
-def _batches_of(connection: sa.Connection, rows: Sequence[sa.Row[Any]]) -> list[Batch]:
+def _batches_of(connection: sa.Connection, rows: Sequence[sa.Row[Any]]) -> list[BatchRecord]:
     """Return the batches of rows, with what their jobs say."""
     query = (
         sa.select(jobs.c.batch_id, jobs.c.state, sa.func.count(), sa.func.max(jobs.c.finished_at))
@@ -278,9 +275,9 @@ def _batches_of(connection: sa.Connection, rows: Sequence[sa.Row[Any]]) -> list[
     return [_batch_of(row, counts[row.id], ends[row.id]) for row in rows]
 
 
-def _batch_of(row: sa.Row[Any], counts: dict[JobState, int], ends: list[float]) -> Batch:
+def _batch_of(row: sa.Row[Any], counts: dict[JobState, int], ends: list[float]) -> BatchRecord:
     is_finished = all(state.is_final for state in counts)
-    return Batch(
+    return BatchRecord(
         id=row.id,
         position=row.position,
         name=row.name,
@@ -294,13 +291,10 @@ def _batch_of(row: sa.Row[Any], counts: dict[JobState, int], ends: list[float]) 
 def _plan_of(connection: sa.Connection, row: sa.Row[Any]) -> BatchPlan:
     query = sa.select(batches.c.document).where(batches.c.position == row.position)
     said = json.loads(connection.execute(query).scalar_one())
-    # A batch of an older version has none.
-    asking = said.get("asking")
     return BatchPlan(
         axes=said["axes"],
         options=JobOptions(**said["options"]),
         tags=tuple(said["tags"]),
         priority=said["priority"],
         items=tuple(ItemPlan(**item) for item in said["items"]),
-        asking=None if asking is None else Asking.from_json(asking),
     )

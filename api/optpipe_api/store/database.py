@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import threading
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,12 +16,12 @@ from sqlalchemy import exc
 
 from optpipe.errors import InputError, MissingExtraError
 from optpipe_api.errors import StoreUnavailableError
-from optpipe_api.store.write_queue import WriteQueue
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 __all__ = ["connect", "reading", "writing"]
+
 
 _BUSY_TIMEOUT_S = 10
 _POOL_SIZE = 20
@@ -36,7 +37,7 @@ _PATIENCE = {
     "keepalives_count": "3",
     "tcp_user_timeout": "25000",
 }
-_QUEUE = "optpipe_queue"
+_WRITE_LOCK = "optpipe_write_lock"
 _MIGRATION_LOCK = 0x0F71D1FE
 # What the database refuses for what it says, rather than because it cannot answer.
 _OUR_FAULTS = (exc.IntegrityError, exc.ProgrammingError, exc.DataError)
@@ -93,19 +94,33 @@ def reading(engine: sa.Engine) -> Iterator[sa.Connection]:
 
 @contextmanager
 def writing(engine: sa.Engine) -> Iterator[sa.Connection]:
-    """One transaction that writes; in SQLite it waits for its turn, see `WriteQueue`.
+    """One transaction that writes, all of it or nothing; on the disk when the block has ended.
 
-    There it holds the write lock from its beginning: a transaction that reads first and takes the
-    lock later fails at once where another has written in between, whatever the busy timeout.
+    SQLite has one lock for writing and no queue for it: who finds it taken tries again, later and
+    later. The threads of a process therefore wait for a lock of their own; another process on the
+    same file still meets SQLite's. The transaction holds it from its beginning: one that reads
+    first and takes the lock later fails at once where another has written in between.
     """
-    queue: WriteQueue | None = engine.get_execution_options().get(_QUEUE)
+    lock: threading.Lock | None = engine.get_execution_options().get(_WRITE_LOCK)
     with _translated(engine):
-        if queue is None:
+        if lock is None:
             with engine.begin() as connection:
                 yield connection
         else:
-            with queue.turn(engine) as connection:
-                yield connection
+            with _held(lock), engine.connect() as connection:
+                connection.execution_options(optpipe_begin="BEGIN IMMEDIATE")
+                with connection.begin():
+                    yield connection
+
+
+@contextmanager
+def _held(lock: threading.Lock) -> Iterator[None]:
+    if not lock.acquire(timeout=_BUSY_TIMEOUT_S):
+        raise exc.TimeoutError(f"others have been writing to it for {_BUSY_TIMEOUT_S:g} s")
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 @contextmanager
@@ -148,9 +163,8 @@ def _sqlite(url: sa.URL) -> sa.Engine:
         )
     engine = sa.create_engine(
         url,
-        # A group of writers is handed from thread to thread, one at a time.
-        connect_args={"timeout": _BUSY_TIMEOUT_S, "check_same_thread": False},
-        execution_options={_QUEUE: WriteQueue(_BUSY_TIMEOUT_S)},
+        connect_args={"timeout": _BUSY_TIMEOUT_S},
+        execution_options={_WRITE_LOCK: threading.Lock()},
         pool_size=_SQLITE_POOL_SIZE,
         max_overflow=0,
     )

@@ -14,42 +14,46 @@ Methods block, and raise `StoreUnavailableError` where the database does not ans
 
 from __future__ import annotations
 
+import json
+import re
 import uuid
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import sqlalchemy as sa
 from sqlalchemy.exc import IntegrityError
 
-from optpipe_api.deployments import REGISTERED, Documents
-from optpipe_api.store.database import reading, writing
-from optpipe_api.store.deployments_rows import (
-    average,
-    change,
-    deployment_of,
-    expect_version,
-    find_by_key,
-    find_row,
-    keep_newest_reports,
-    version_of,
+from optpipe.wire import JobOptions
+from optpipe_api.deployments import (
+    REGISTERED,
+    DeploymentOptions,
+    DeploymentRecord,
+    Documents,
+    VersionRecord,
 )
-from optpipe_api.store.jobs_births import refuse_when_full
-from optpipe_api.store.jobs_rows import digest_key, dump, storable
+from optpipe_api.errors import DeploymentNotFoundError, KeyReusedError, StateConflictError
+from optpipe_api.jobs import JobError
+from optpipe_api.store.database import reading, writing
+from optpipe_api.store.job_rows import digest_key, dump, refuse_when_full, storable
 from optpipe_api.store.tables import deployment_versions, deployments, measurements
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from optpipe_api.deployments import (
-        Deployment,
-        Judgement,
-        NewDeployment,
-        NewVersion,
-        Report,
-        Version,
-    )
-    from optpipe_api.jobs import JobError
+    from optpipe_api.deployments import Judgement, NewDeployment, NewVersion, Report
 
-__all__ = ["DeploymentStore"]
+__all__ = [
+    "KEPT_REPORTS",
+    "DeploymentStore",
+    "average",
+    "change",
+    "deployment_of",
+    "expect_version",
+    "find_by_key",
+    "find_row",
+    "keep_newest_reports",
+    "version_of",
+]
+
 
 _SHOWN = [column for column in deployment_versions.c if column.name != "schedule"]
 
@@ -61,7 +65,7 @@ class DeploymentStore:
         self._engine = engine
         self._now = clock
 
-    def add(self, new: NewDeployment, *, max_queued: int) -> tuple[Deployment, bool]:
+    def add(self, new: NewDeployment, *, max_queued: int) -> tuple[DeploymentRecord, bool]:
         """Keep a deployment whose first solve is wanted; False where the key had made it before.
 
         Raises
@@ -87,7 +91,9 @@ class DeploymentStore:
                 raise
             return known
 
-    def _insert(self, connection: sa.Connection, new: NewDeployment, key: str | None) -> Deployment:
+    def _insert(
+        self, connection: sa.Connection, new: NewDeployment, key: str | None
+    ) -> DeploymentRecord:
         values = {
             "id": uuid.uuid4().hex,
             "name": storable(new.name),
@@ -108,7 +114,7 @@ class DeploymentStore:
         row = connection.execute(sa.insert(deployments).values(values).returning(deployments)).one()
         return deployment_of(row)
 
-    def get(self, deployment_id: str) -> Deployment:
+    def get(self, deployment_id: str) -> DeploymentRecord:
         """Return a deployment.
 
         Raises
@@ -121,7 +127,7 @@ class DeploymentStore:
 
     def page(
         self, limit: int, before: int | None = None, *, owner: str | None = None
-    ) -> list[Deployment]:
+    ) -> list[DeploymentRecord]:
         """Return deployments, newest first, of positions below ``before``."""
         query = sa.select(deployments).order_by(deployments.c.position.desc()).limit(limit)
         if before is not None:
@@ -151,7 +157,7 @@ class DeploymentStore:
             row = find_row(connection, deployment_id)
         return Documents(problem=row.problem, measured=row.measured, planned=row.planned)
 
-    def versions(self, deployment_id: str) -> list[Version]:
+    def versions(self, deployment_id: str) -> list[VersionRecord]:
         """Return the versions, oldest first."""
         with reading(self._engine) as connection:
             position = find_row(connection, deployment_id).position
@@ -182,7 +188,7 @@ class DeploymentStore:
         deployment_id: str,
         report: Report,
         measure: Callable[[str, Sequence[str]], str],
-    ) -> Deployment:
+    ) -> DeploymentRecord:
         """Keep a report and what is now measured.
 
         Parameters
@@ -226,7 +232,7 @@ class DeploymentStore:
             )
         )
 
-    def end(self, deployment_id: str) -> Deployment:
+    def end(self, deployment_id: str) -> DeploymentRecord:
         """End a deployment; an ended one stays as it is."""
         with writing(self._engine) as connection:
             row = find_row(connection, deployment_id, for_update=True)
@@ -242,17 +248,17 @@ class DeploymentStore:
 
     # What servers do
 
-    def start(self, known: Deployment, job_id: str) -> Deployment | None:
+    def start(self, known: DeploymentRecord, job_id: str) -> DeploymentRecord | None:
         """Write down the job of the solve that is wanted."""
         with writing(self._engine) as connection:
             return change(connection, known, job_id=job_id)
 
-    def saw(self, known: Deployment, num_seen: int) -> Deployment | None:
+    def saw(self, known: DeploymentRecord, num_seen: int) -> DeploymentRecord | None:
         """Write down how many schedules of the job were looked at."""
         with writing(self._engine) as connection:
             return change(connection, known, num_seen=num_seen)
 
-    def publish(self, known: Deployment, new: NewVersion) -> Deployment | None:
+    def publish(self, known: DeploymentRecord, new: NewVersion) -> DeploymentRecord | None:
         """Make a schedule of the job the next version."""
         with writing(self._engine) as connection:
             changed = change(
@@ -280,13 +286,15 @@ class DeploymentStore:
                 )
             return changed
 
-    def settle(self, known: Deployment, error: JobError | None = None) -> Deployment | None:
+    def settle(
+        self, known: DeploymentRecord, error: JobError | None = None
+    ) -> DeploymentRecord | None:
         """Write down that the solve is over, and why it gave nothing."""
         with writing(self._engine) as connection:
-            told = None if error is None else storable(dump(error))
-            return change(connection, known, job_id=None, job_reason=None, error=told)
+            error_text = None if error is None else storable(dump(error))
+            return change(connection, known, job_id=None, job_reason=None, error=error_text)
 
-    def judge(self, known: Deployment, judgement: Judgement) -> Deployment | None:
+    def judge(self, known: DeploymentRecord, judgement: Judgement) -> DeploymentRecord | None:
         """Write down how the schedule in use does, and that a solve is wanted where it is."""
         values: dict[str, Any] = {
             "num_judged": judgement.num_reports,
@@ -318,3 +326,156 @@ class DeploymentStore:
             for table in (measurements, deployment_versions, deployments):
                 connection.execute(sa.delete(table).where(table.c.position.in_(positions)))
         return len(positions)
+
+
+# --- Rows of deployments: found, read, changed by compare-and-set, and made into values.
+
+KEPT_REPORTS: Final = 5
+"""Times are medians over so many reports: a slow step now and then moves none of them."""
+
+_ID = re.compile(r"[0-9a-f]{32}")
+_EXPECTED = ("version", "num_solves", "job_reason", "job_id")
+
+
+def find_row(
+    connection: sa.Connection, deployment_id: str, *, for_update: bool = False
+) -> sa.Row[Any]:
+    """Return the row of a deployment, held where it is to be changed.
+
+    Raises
+    ------
+    DeploymentNotFoundError
+        If none has this id.
+    """
+    query = sa.select(deployments).where(deployments.c.id == deployment_id)
+    if for_update:
+        query = query.with_for_update()
+    row = connection.execute(query).one_or_none() if _ID.fullmatch(deployment_id) else None
+    if row is None:
+        raise DeploymentNotFoundError(deployment_id)
+    return row
+
+
+def find_by_key(
+    connection: sa.Connection, key: str | None, new: NewDeployment
+) -> tuple[DeploymentRecord, bool] | None:
+    """Return the deployment that a key made before, and False.
+
+    Raises
+    ------
+    KeyReusedError
+        If it was made from another request.
+    """
+    if key is None:
+        return None
+    query = sa.select(deployments).where(deployments.c.idempotency_key == key)
+    row = connection.execute(query).one_or_none()
+    if row is None:
+        return None
+    if row.request_hash != new.request_hash:
+        raise KeyReusedError(
+            f"the Idempotency-Key {new.idempotency_key!r} made deployment {row.id} from another "
+            "request; use a new key for a new request"
+        )
+    return deployment_of(row), False
+
+
+def change(
+    connection: sa.Connection, known: DeploymentRecord, **values: Any
+) -> DeploymentRecord | None:
+    """Change a deployment that is still as known."""
+    same = [deployments.c[name].is_not_distinct_from(getattr(known, name)) for name in _EXPECTED]
+    changed = (
+        sa.update(deployments)
+        .where(deployments.c.position == known.position, deployments.c.ended_at.is_(None), *same)
+        .values(**values)
+        .returning(deployments)
+    )
+    row = connection.execute(changed).one_or_none()
+    return None if row is None else deployment_of(row)
+
+
+def expect_version(row: sa.Row[Any], version: int) -> None:
+    """Refuse a report to an ended deployment, or about a version that is not.
+
+    Raises
+    ------
+    ConflictError
+        With what there is.
+    """
+    if row.ended_at is not None:
+        raise StateConflictError(f"deployment {row.id} has ended; register the training run again")
+    if not 1 <= version <= row.version:
+        has = f"versions 1 to {row.version}" if row.version else "no version yet"
+        raise StateConflictError(
+            f"version = {version}: deployment {row.id} has {has}; report the version that ran"
+        )
+
+
+def average(connection: sa.Connection, position: int, version: int, step_ms: float) -> None:
+    """Take a step time into the mean of a version."""
+    columns = deployment_versions.c
+    total = sa.func.coalesce(columns.measured_ms, 0.0) * columns.num_measured + step_ms
+    connection.execute(
+        sa.update(deployment_versions)
+        .where(columns.position == position, columns.version == version)
+        .values(
+            measured_ms=total / (columns.num_measured + 1.0),
+            num_measured=columns.num_measured + 1,
+        )
+    )
+
+
+def keep_newest_reports(connection: sa.Connection, position: int) -> list[str]:
+    """Return the reports to keep, oldest first, and delete the others."""
+    newest = (
+        sa.select(measurements.c.number, measurements.c.document)
+        .where(measurements.c.position == position)
+        .order_by(measurements.c.number.desc())
+        .limit(KEPT_REPORTS)
+    )
+    kept = connection.execute(newest).all()
+    connection.execute(
+        sa.delete(measurements).where(
+            measurements.c.position == position, measurements.c.number < kept[-1].number
+        )
+    )
+    return [row.document for row in reversed(kept)]
+
+
+def deployment_of(row: sa.Row[Any]) -> DeploymentRecord:
+    """Return the deployment of a row."""
+    options = json.loads(row.options)
+    return DeploymentRecord(
+        id=row.id,
+        position=row.position,
+        name=row.name,
+        owner=row.owner,
+        options=DeploymentOptions(job=JobOptions(**options["job"]), threshold=options["threshold"]),
+        created_at=row.created_at,
+        ended_at=row.ended_at,
+        version=row.version,
+        job_reason=row.job_reason,
+        job_id=row.job_id,
+        num_solves=row.num_solves,
+        num_seen=row.num_seen,
+        error=None if row.error is None else JobError(**json.loads(row.error)),
+        planned_ms=row.planned_ms,
+        num_reports=row.num_reports,
+        num_judged=row.num_judged,
+        current_ms=row.current_ms,
+        expected_ms=row.expected_ms,
+    )
+
+
+def version_of(row: sa.Row[Any]) -> VersionRecord:
+    """Return the version of a row."""
+    return VersionRecord(
+        version=row.version,
+        created_at=row.created_at,
+        reason=row.reason,
+        job_id=row.job_id,
+        predicted_ms=row.predicted_ms,
+        measured_ms=row.measured_ms,
+        num_measured=row.num_measured,
+    )

@@ -1,40 +1,75 @@
-"""The job store over SQLAlchemy Core: one implementation for SQLite and PostgreSQL."""
+"""The store of jobs, over SQLite and PostgreSQL; `tests/api/store_contract.py` holds it to this.
+
+1. **Atomic.** Each method is one transaction. A process killed inside leaves all of it or nothing.
+2. **Accepted is kept.** When `add` returns, the job survives a kill of the server.
+3. **Compare and set.** A state changes only along `jobs.transition`, and only if the job is still
+   in the state, and under the lease, that the caller believes in. Whoever comes too late gets None
+   and must stop working on the job. Two claims never return the same attempt of a job.
+4. **Final is final.** A finished job refuses every write, until `resume` queues it again.
+5. **Leases.** A running job has an owner and a time until which it is his; `heartbeat` and
+   `record` move that time. `expire` takes jobs whose time has passed, whoever owned them, and
+   those whose owner the caller knows to be gone, and puts them back (or ends them: cancelled where
+   asked for, failed at too many deaths). A lease that ran out but was not yet taken away may still
+   be renewed. Servers that share a store must agree on the time to well below a lease.
+6. **The best is kept.** The schedule is replaced only by one at least as good, the bound only by a
+   higher one, across attempts. Neither is ever lost, not by failure nor by cancellation.
+7. **Once.** A second `add` under the same idempotency key of the same owner returns the first job,
+   or refuses when the request differs. Two at the same time too.
+8. **First come, first served** within the queue, among jobs of one priority, higher ones first;
+   `page` lists newest first, without doubles or holes for jobs that existed when the first page
+   was read.
+9. **History.** Every change of state, better schedule and higher bound is an entry, written in the
+   transaction of the change; so is every death. Its numbers grow within a job in the order in
+   which entries can be read: who has read up to a number misses nothing by asking for later ones.
+   A finished job's last entry is its state; a job that has a schedule has an incumbent entry of
+   its objective.
+
+A database that does not answer raises `StoreUnavailableError`. Methods block: call them from a
+thread, never from the event loop. All are safe to call from several threads at once.
+"""
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
 from sqlalchemy.exc import IntegrityError
 
+from optpipe.errors import InputError
+from optpipe.wire import EventKind, JobState
+from optpipe_api.errors import StateConflictError
 from optpipe_api.jobs import (
+    AttemptOutcome,
     Claim,
-    Job,
+    JobError,
     JobEvent,
-    JobState,
+    JobRecord,
     Lease,
     NewJob,
     TracePoint,
 )
 from optpipe_api.store.database import reading, writing
-from optpipe_api.store.jobs_births import find_by_key, insert, refuse_when_full, refuse_when_many
-from optpipe_api.store.jobs_changes import (
+from optpipe_api.store.job_rows import (
+    ASKED_LIMIT,
+    JobReads,
     change,
-    finish,
-    give_back,
-    prolong,
-    refuse_pointless,
-)
-from optpipe_api.store.jobs_entries import keep, update
-from optpipe_api.store.jobs_reads import JobReads
-from optpipe_api.store.jobs_rows import (
     document_of,
+    dump,
+    find_by_key,
     find_row,
+    insert,
     job_of,
     jobs_of,
+    keep,
     leased_row,
+    note,
+    refuse_when_full,
+    refuse_when_many,
+    spent,
+    storable,
+    update,
 )
-from optpipe_api.store.jobs_sharing import answer_early, hold_problems, share_improvement
 from optpipe_api.store.tables import (
     batches,
     deployments,
@@ -49,21 +84,28 @@ from optpipe_api.store.tables import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from optpipe_api.jobs import Outcome
 
-__all__ = ["SqlJobStore"]
+__all__ = [
+    "AttemptOutcome",
+    "JobStore",
+    "finish",
+    "give_back",
+    "prolong",
+    "refuse_pointless",
+]
+
 
 _FIRST = (
     sa.select(jobs.c.position)
-    .where(jobs.c.state == JobState.QUEUED.value, jobs.c.awaits_id.is_(None))
+    .where(jobs.c.state == JobState.QUEUED.value)
     .order_by(jobs.c.priority.desc(), jobs.c.position)
     .limit(1)
 )
 _FIRST_HELD = _FIRST.with_only_columns(*jobs.c).with_for_update(skip_locked=True)
 
 
-class SqlJobStore(JobReads):
-    """Keeps the promises of `optpipe_api.store.contract`."""
+class JobStore(JobReads):
+    """Keeps jobs; the promises are in the module's docstring."""
 
     def __init__(self, engine: sa.Engine, clock: Callable[[], float]) -> None:
         super().__init__(engine)
@@ -73,8 +115,18 @@ class SqlJobStore(JobReads):
 
     def add(
         self, new: NewJob, *, max_queued: int, max_of_owner: int | None = None
-    ) -> tuple[Job, bool]:
-        """Keep a job; see the contract."""
+    ) -> tuple[JobRecord, bool]:
+        """Keep a job and return it; the flag is False where the key had made it before.
+
+        Raises
+        ------
+        QueueFullError
+            If ``max_queued`` jobs wait already; one that is born finished needs no room.
+        TooManyJobsError
+            If ``max_of_owner`` jobs of its owner wait or run already, likewise.
+        KeyReusedError
+            If the idempotency key belongs to another request.
+        """
         try:
             with writing(self._engine) as connection:
                 known = find_by_key(connection, new)
@@ -83,7 +135,6 @@ class SqlJobStore(JobReads):
                 if new.finished is None:
                     refuse_when_full(connection, max_queued)
                     refuse_when_many(connection, new.owner, max_of_owner)
-                hold_problems(connection, [new])
                 return insert(connection, new, self._now()), True
         except IntegrityError:
             # Another server inserted the same key between our look and our insert.
@@ -95,8 +146,8 @@ class SqlJobStore(JobReads):
 
     # Changing
 
-    def request_cancel(self, job_id: str) -> Job:
-        """Cancel a queued job, mark a running one, leave a finished one."""
+    def request_cancel(self, job_id: str) -> JobRecord:
+        """Cancel a queued job; mark a running one; leave a finished one. Return the job."""
         with writing(self._engine) as connection:
             row = find_row(connection, job_id, for_update=True)
             if row.state == JobState.QUEUED.value:
@@ -117,8 +168,18 @@ class SqlJobStore(JobReads):
         max_time_limit_s: float,
         max_queued: int,
         max_of_owner: int | None = None,
-    ) -> Job:
-        """Give a finished job more time."""
+    ) -> JobRecord:
+        """Queue a finished job again with a longer time limit; it keeps its best.
+
+        Raises
+        ------
+        ConflictError
+            If it has not ended, or is proven optimal or infeasible.
+        InputError
+            If the limit would exceed ``max_time_limit_s``.
+        QueueFullError, TooManyJobsError
+            As `add`.
+        """
         with writing(self._engine) as connection:
             row = find_row(connection, job_id, for_update=True)
             job = job_of(connection, row)
@@ -136,7 +197,7 @@ class SqlJobStore(JobReads):
             return job_of(connection, find_row(connection, job_id))
 
     def claim(self, owner: str, lease_s: float) -> Claim | None:
-        """Take the first queued job of the highest priority."""
+        """Take the queued job that is next; None where there is none."""
         # Idle slots ask often: look before taking the write lock.
         with reading(self._engine) as connection:
             if connection.execute(_FIRST).one_or_none() is None:
@@ -159,15 +220,13 @@ class SqlJobStore(JobReads):
             )
             return None if claimed is None else _claim_of(connection, claimed)
 
-    def heartbeat(self, lease: Lease, lease_s: float) -> Job | None:
-        """Renew a lease."""
+    def heartbeat(self, lease: Lease, lease_s: float) -> JobRecord | None:
+        """Renew a lease; None where it is lost."""
         with writing(self._engine) as connection:
             row = leased_row(connection, lease)
             if row is None:
                 return None
-            now = self._now()
-            renewed = update(connection, row, lease_expires_at=now + lease_s)
-            answer_early(connection, renewed, now)
+            renewed = update(connection, row, lease_expires_at=self._now() + lease_s)
             return job_of(connection, renewed)
 
     def record(
@@ -178,8 +237,11 @@ class SqlJobStore(JobReads):
         *,
         schedule: str | None = None,
         problem: str | None = None,
-    ) -> Job | None:
-        """Keep an improvement."""
+    ) -> JobRecord | None:
+        """Keep an improvement, renewing the lease; None where it is lost.
+
+        ``problem`` is what a plan chose; it replaces the job's along with the schedule.
+        """
         with writing(self._engine) as connection:
             row = leased_row(connection, lease)
             if row is None:
@@ -187,11 +249,10 @@ class SqlJobStore(JobReads):
             now = self._now()
             better = keep(connection, row, point, now, schedule=schedule, problem=problem)
             renewed = update(connection, row, lease_expires_at=now + lease_s, **better)
-            share_improvement(connection, renewed, now)
             return job_of(connection, renewed)
 
-    def finish(self, lease: Lease, outcome: Outcome) -> Job | None:
-        """End a running job."""
+    def finish(self, lease: Lease, outcome: AttemptOutcome) -> JobRecord | None:
+        """End a running job; None where the lease is lost."""
         with writing(self._engine) as connection:
             row = leased_row(connection, lease)
             ended = None if row is None else finish(connection, row, outcome, self._now())
@@ -199,8 +260,8 @@ class SqlJobStore(JobReads):
 
     def requeue(
         self, lease: Lease, *, death: str | None = None, max_attempts: int = 1
-    ) -> Job | None:
-        """Give a job back."""
+    ) -> JobRecord | None:
+        """Give a job back. ``death`` says what died; None is a planned stop and does not count."""
         with writing(self._engine) as connection:
             row = leased_row(connection, lease)
             if row is None:
@@ -208,16 +269,21 @@ class SqlJobStore(JobReads):
             given = give_back(connection, row, death, max_attempts, self._now())
             return None if given is None else job_of(connection, given)
 
-    def expire(self, max_attempts: int, is_gone: Callable[[str], bool] | None = None) -> list[Job]:
-        """Give back every job whose lease has run out, or whose owner is gone."""
+    def expire(
+        self, max_attempts: int, is_gone: Callable[[str], bool] | None = None
+    ) -> list[JobRecord]:
+        """Give back every job whose lease has run out, or whose owner is gone; return them.
+
+        ``is_gone`` says of an owner whether it has certainly ended.
+        """
         now = self._now()
         running = jobs.c.state == JobState.RUNNING.value
         owners = sa.select(jobs.c.lease_owner, sa.func.min(jobs.c.lease_expires_at))
         # Look before taking the write lock: there is nearly always nothing to do.
         with reading(self._engine) as connection:
-            held = connection.execute(owners.where(running).group_by(jobs.c.lease_owner)).all()
-        gone = [owner for owner, _ in held if is_gone is not None and is_gone(owner)]
-        if not gone and all(expires_at >= now for _, expires_at in held):
+            leases = connection.execute(owners.where(running).group_by(jobs.c.lease_owner)).all()
+        gone = [owner for owner, _ in leases if is_gone is not None and is_gone(owner)]
+        if not gone and all(expires_at >= now for _, expires_at in leases):
             return []
         is_over = (jobs.c.lease_expires_at < now) | jobs.c.lease_owner.in_(gone)
         lapsed = sa.select(jobs).where(running, is_over)
@@ -228,7 +294,11 @@ class SqlJobStore(JobReads):
             return jobs_of(connection, [row for row in given if row is not None])
 
     def delete_finished(self, before: float, limit: int = 500) -> int:
-        """Forget jobs that ended long ago, and batches of which none is left."""
+        """Forget up to ``limit`` jobs that ended before a time, oldest first; return how many.
+
+        Jobs of a deployment that has not ended are kept, and those of a batch until all are old;
+        with the last of them goes the batch.
+        """
         live = sa.select(deployments.c.id).where(deployments.c.ended_at.is_(None))
         old = (
             sa.select(jobs.c.position, jobs.c.batch_id)
@@ -270,3 +340,119 @@ def _claim_of(connection: sa.Connection, row: sa.Row[Any]) -> Claim | None:
         model=document_of(connection, models, row.position),
         start=document_of(connection, schedules, row.position),
     )
+
+
+# --- What happens to a job that exists: it ends, is given back, gets more time.
+# Whoever calls holds the job's row.
+
+
+def finish(
+    connection: sa.Connection, row: sa.Row[Any], outcome: AttemptOutcome, now: float
+) -> sa.Row[Any] | None:
+    """End a running job, keeping its last word where that is better than what is known."""
+    spent_s = spent(row, now)
+    last = TracePoint(
+        seconds=spent_s,
+        method=outcome.method,
+        objective_ms=outcome.objective_ms,
+        bound_ms=outcome.bound_ms,
+    )
+    better = keep(connection, row, last, now, schedule=outcome.schedule, problem=outcome.problem)
+    error = None if outcome.error is None else dump(outcome.error)
+    return change(connection, row, outcome.event, now, error=error, spent_s=spent_s, **better)
+
+
+def give_back(
+    connection: sa.Connection, row: sa.Row[Any], death: str | None, max_attempts: int, now: float
+) -> sa.Row[Any] | None:
+    """Put a running job back into the queue; end it where it was cancelled or died too often."""
+    deaths = row.deaths + (death is not None)
+    error = None
+    event = JobEvent.REQUEUE
+    if death is not None:
+        note(
+            connection,
+            row.position,
+            now,
+            EventKind.LOG,
+            text=storable(f"attempt {row.attempt}: {death}"),
+        )
+    if row.cancel_requested:
+        event = JobEvent.CANCEL
+    elif death is not None and deaths >= max_attempts:
+        event = JobEvent.FAIL
+        error = dump(_given_up(deaths, death))
+    return change(connection, row, event, now, deaths=deaths, spent_s=spent(row, now), error=error)
+
+
+def _given_up(deaths: int, death: str) -> JobError:
+    return JobError(
+        code="job.died",
+        message=f"given up after {deaths} attempts that died, the last because {death}; "
+        "does the problem fit the solver's memory? Submit a smaller one, or raise "
+        "OPTPIPE_SOLVER_MEMORY_BYTES or OPTPIPE_MAX_ATTEMPTS",
+    )
+
+
+def prolong(
+    connection: sa.Connection,
+    row: sa.Row[Any],
+    job: JobRecord,
+    now: float,
+    *,
+    seconds: float,
+    max_time_limit_s: float,
+) -> sa.Row[Any] | None:
+    """Give a finished job more time; it waits in the queue again, as it stands.
+
+    Raises
+    ------
+    ConflictError
+        If it has not ended, or nothing better can be found.
+    InputError
+        If its time limit would exceed the largest one.
+    """
+    refuse_pointless(job)
+    limit_s = job.options.time_limit_s + seconds
+    if limit_s > max_time_limit_s:
+        raise InputError(
+            f"time_limit_s = {seconds}: with the {job.options.time_limit_s} s it had, job {job.id} "
+            f"would get {limit_s} s, more than {max_time_limit_s} (OPTPIPE_MAX_TIME_LIMIT_S); "
+            "ask for less"
+        )
+    options = json.loads(row.options)
+    first_limit = {ASKED_LIMIT: options.get(ASKED_LIMIT, job.options.time_limit_s)}
+    note(connection, row.position, now, EventKind.LOG, text=f"resumed with {seconds:g} s more")
+    return change(
+        connection,
+        row,
+        JobEvent.RESUME,
+        now,
+        options=dump({**options, "time_limit_s": limit_s, **first_limit}),
+        # What it overran is not taken from the new time.
+        spent_s=min(row.spent_s, job.options.time_limit_s),
+        finished_at=None,
+        cancel_requested=False,
+        error=None,
+        deaths=0,
+    )
+
+
+def refuse_pointless(job: JobRecord) -> None:
+    """Refuse more time for a job that it would not help.
+
+    Raises
+    ------
+    ConflictError
+        If it has not ended, or nothing better can be found.
+    """
+    if not job.state.is_final:
+        raise StateConflictError(
+            f"job {job.id} is {job.state.value}: only a finished job can be resumed; wait for its "
+            "end, or cancel it first"
+        )
+    if job.is_proven:
+        proven = "infeasible" if job.state is JobState.INFEASIBLE else "optimal"
+        raise StateConflictError(
+            f"job {job.id} is proven {proven}: more time changes nothing; submit another problem"
+        )

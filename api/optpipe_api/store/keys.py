@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any
 import sqlalchemy as sa
 from sqlalchemy.exc import IntegrityError
 
-from optpipe_api.access import Role
+from optpipe_api.access import KEY_NAME, ApiKey, Role, digest_of, id_of, mint
 from optpipe_api.errors import KeyNameError
-from optpipe_api.keys import KEY_NAME, ApiKey, digest_of, id_of, mint
 from optpipe_api.store.database import reading, writing
 from optpipe_api.store.tables import api_keys
 

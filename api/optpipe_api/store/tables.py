@@ -55,7 +55,7 @@ jobs = sa.Table(
     sa.Column("idempotency_key", sa.String(255), unique=True),
     sa.Column("cache", sa.String(8), nullable=False, server_default="miss"),
     sa.Column("source_id", sa.String(32)),
-    # The job whose solve it shares; nobody claims it while it has one.
+    # Versions before 3 named here a job whose solve this one shared; nobody reads it any more.
     sa.Column("awaits_id", sa.String(32)),
     sa.Column("batch_id", sa.String(32)),
     sa.Column("batch_index", sa.Integer),
@@ -139,9 +139,6 @@ batches = sa.Table(
     sa.Column("request_hash", sa.String(80), nullable=False),
     # JSON: the axes and the options, and each item's values on the axes.
     sa.Column("document", sa.Text, nullable=False),
-    # The job that its items are questions about; it may be deleted before them.
-    sa.Column("about_id", sa.String(32)),
-    sa.Index(None, "about_id", "position"),
     sqlite_autoincrement=True,
 )
 

@@ -36,7 +36,7 @@ export class JobView {
     this.facts = el("dl", { class: "facts strong" });
     this.acts = el("div", { class: "buttons" });
     this.why = el("section", { id: "why", hidden: true });
-    this.whatIf = new WhatIf(this);
+    this.whatIf = new WhatIf(this, told.what_if);
     onTheme(() => this.isOpen && this.repaint());
   }
 
@@ -169,7 +169,8 @@ export class JobView {
     this.tell();
   }
 
-  async resume(more = Number(this.seconds.value)) {
+  async resume() {
+    const more = Number(this.seconds.value);
     this.job = await askJson(`${this.path}/resume`, { json: { time_limit_s: more } });
     this.tell();
     await this.followAgain();

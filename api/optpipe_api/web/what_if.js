@@ -1,54 +1,46 @@
-// What a little more would buy a job: asked by a button, and the answers as their searches end.
+// What a little more would buy a job: a batch, asked for by a button, and its items as they end.
 
 import { announce, button, el } from "./dom.js";
 import { guarded, showFault } from "./faults.js";
-import { share } from "./format.js";
+import { ms, share } from "./format.js";
 import { Fault, askJson } from "./http.js";
-import { address } from "./link.js";
+import { address, amend } from "./link.js";
 
 const WAIT_S = 1;
 const SECONDS = 20;
 const SAME = 1e-6;
+const ENDED = ["succeeded", "infeasible", "failed", "cancelled"];
 
-let key = null;
-
-/** Whether the key of this page may ask for searches; who may only read sees no button. */
-async function maySubmit() {
-  key ??= askJson("v1/key");
-  return (await key).role !== "read";
-}
-
-/** The part of a job's view that asks, and shows what was answered, until the view is closed. */
+/** The part of a job's view that asks, and shows what is found, until the view is closed. */
 export class WhatIf {
-  constructor(view) {
+  /** `batchId`: of what was asked before, as the address says it; or nothing. */
+  constructor(view, batchId) {
     this.view = view;
-    this.wanted = 0;
+    this.batchId = batchId;
     this.seconds = el("input", { type: "number", min: 1, value: SECONDS, required: true,
       "aria-label": "Seconds for each question" });
     this.button = button("What would more buy?", guarded(() => this.start()), { id: "ask-what-if" });
-    this.asking = el("p", { class: "buttons" }, this.button, this.seconds, "s each");
+    this.asking = el("p", { class: "buttons", "data-needs": "submit" },
+      this.button, this.seconds, "s each");
     this.note = el("p", { class: "hint" });
     this.rows = el("div", {});
-    this.element = el("section", { id: "what-if", hidden: true },
+    // Who may only read sees it once there is something to see.
+    this.element = el("section", { id: "what-if", hidden: true, "data-needs": "submit" },
       el("h2", {}, "What more would buy"), this.asking, this.note, this.rows);
   }
 
-  get path() {
-    return `${this.view.path}/what-ifs`;
-  }
-
-  /** The job has ended: ask what was to be asked then, or show what was asked before. */
+  /** The job has ended: it can be asked about, and what was asked before is shown. */
   async ended() {
-    const { job } = this.view;
-    if (!job.has_schedule || job.options.method !== "auto") return;
-    this.asking.hidden = !await maySubmit();
-    this.element.hidden = this.asking.hidden && !this.told;
-    const seconds = this.wanted;
-    this.wanted = 0;
-    this.note.textContent = "";
+    if (!this.view.job.has_schedule) return;
+    this.element.hidden = false;
     this.button.disabled = false;
-    if (seconds && job.state === "succeeded") await this.ask(seconds);
-    else await this.look();
+    if (!this.batchId) return;
+    try {
+      await this.follow();
+    } catch (error) {
+      if (!(error instanceof Fault) || error.status !== 404) throw error;
+      this.keep(null);
+    }
   }
 
   /** The job goes on: nothing can be asked until it has ended. */
@@ -56,105 +48,115 @@ export class WhatIf {
     this.button.disabled = true;
   }
 
-  /** Search the schedule itself once more, unless it is proven, then ask. */
   async start() {
     if (!this.seconds.reportValidity()) return;
-    const seconds = Number(this.seconds.value);
+    const options = { time_limit_s: Number(this.seconds.value) };
     this.button.disabled = true;
     try {
-      if (this.view.isProven) await this.ask(seconds);
-      else await this.searchFirst(seconds);
+      const batch = await askJson("v1/batches", { json: { what_if: this.view.id, options } });
+      this.keep(batch.id);
+      this.tell(batch);
     } catch (error) {
-      this.wanted = 0;
       this.button.disabled = false;
-      this.note.textContent = "";
       throw error;
     }
-  }
-
-  async searchFirst(seconds) {
-    this.note.textContent = `First this schedule is searched for ${seconds} s more, so that what `
-      + "more searching finds is not put down to a change.";
-    announce(this.note.textContent);
-    this.wanted = seconds;
-    try {
-      await this.view.resume(seconds);
-    } catch (error) {
-      if (!(error instanceof Fault) || error.status !== 422) throw error;
-      await this.ask(seconds);
-      this.note.textContent = "This schedule may not be searched any longer, so a gain may be one of "
-        + "more searching.";
-    }
-  }
-
-  async ask(seconds) {
-    this.wanted = 0;
-    this.note.textContent = "";
-    this.tell(await askJson(this.path, { json: { options: { time_limit_s: seconds } } }));
     this.follow().catch(showFault);
   }
 
-  async look() {
-    const { signal } = this.view.stop;
-    try {
-      this.tell(await askJson(this.path, { signal }));
-    } catch (error) {
-      if (!(error instanceof Fault) || error.status !== 404) throw error;
-      return;
-    }
-    await this.follow();
+  /** The address leads to what was asked last. */
+  keep(batchId) {
+    this.batchId = batchId;
+    amend({ what_if: batchId });
   }
 
-  /** Look again and again until all is answered; each time the service waits a little for that. */
+  /** Look again and again until all has ended; each time the service waits a little for that. */
   async follow() {
     const { signal } = this.view.stop;
-    while (!this.told.is_finished && !signal.aborted) {
-      this.tell(await askJson(`${this.path}?wait=${WAIT_S}`, { signal }));
-      if (this.told.is_finished) announce(`Answered: ${this.told.answers.map(words).join(". ")}`);
+    const path = `v1/batches/${this.batchId}`;
+    let batch = await askJson(path, { signal });
+    this.tell(batch);
+    while (!batch.is_finished && !signal.aborted) {
+      batch = await askJson(`${path}?wait=${WAIT_S}`, { signal });
+      this.tell(batch);
+      if (batch.is_finished) announce(`Answered: ${this.told(batch).map(sentence).join(". ")}`);
     }
   }
 
-  tell(told) {
-    this.told = told;
-    this.element.hidden = false;
-    this.button.disabled = !told.is_finished;
+  /** The items as answers: what each is called, and its times beside the job's own. */
+  told(batch) {
+    const { job } = this.view;
+    const counts = batch.items.map(({ values }) => values.num_microbatches);
+    // One question asks for more micro-batches; all others have as many as the job.
+    const before = Math.min(...counts);
+    const gainOf = (value, count) =>
+      (value === null || !job.objective_ms ? null : 1 - (value / count) / (job.objective_ms / before));
+    return batch.items.map((item, index) => {
+      const [count, isEach] = [counts[index], counts[index] !== before];
+      return { ...item, isEach,
+        text: item.name.startsWith(`${job.name}: `) ? item.name.slice(job.name.length + 2) : item.name,
+        before: isEach ? job.objective_ms / before : job.objective_ms,
+        after: isEach && item.objective_ms !== null ? item.objective_ms / count : item.objective_ms,
+        gain: gainOf(item.objective_ms, count),
+        most: gainOf(item.bound_ms, count),
+        isEnded: ENDED.includes(item.state) };
+    });
+  }
+
+  tell(batch) {
+    const { job } = this.view;
+    this.button.disabled = !batch.is_finished;
     this.button.textContent = "Ask again";
-    this.element.dataset.finished = told.is_finished;
-    if (!told.is_current) {
-      this.note.textContent = "These answers are about an earlier schedule of this job; a better one "
-        + "was found since.";
-    }
+    this.element.dataset.finished = batch.is_finished;
+    delete this.element.dataset.needs;
+    const isOld = Date.parse(job.finished_at) > Date.parse(batch.created_at);
+    const note = isOld
+      ? "This job was searched again since it was asked about: ask again, to start from what it has now."
+      : `Each is searched for ${batch.options.time_limit_s} s from this schedule. What is gained without `
+        + "a change is gained by searching.";
+    if (this.note.textContent !== note) this.note.textContent = note;
+    const answers = this.told(batch);
     // What has the focus keeps it: nothing is exchanged that is there already.
-    const key = JSON.stringify(told.answers);
+    const key = JSON.stringify(answers);
     if (this.key === key) return;
     this.key = key;
-    this.rows.replaceChildren(
-      ...told.answers.map((answer) => this.rowOf(answer)), ...told.unasked.map(unaskedRow),
-      el("p", { class: "hint" }, el("a", { href: address({ batch: told.batch_id }) }, "As a batch")));
+    this.rows.replaceChildren(...answers.map((answer) => this.rowOf(answer)),
+      el("p", { class: "hint" }, el("a", { href: address({ batch: batch.id }) }, "As a batch")));
   }
 
   rowOf(answer) {
     const links = [["Its schedule", {}], ["Beside this one", { beside: this.view.id }]];
-    return el("div", { class: "reason", "data-name": answer.name, "data-state": answer.state },
-      el("h3", {}, gainOf(answer)),
-      el("div", {}, el("p", {}, words(answer)),
+    return el("div", { class: "reason", "data-name": answer.values.question,
+      "data-state": answer.state },
+      el("h3", {}, headline(answer)),
+      el("div", {}, el("p", {}, sentence(answer)),
         answer.error ? el("p", { class: "hint" }, answer.error.message) : null,
         el("p", { class: "hint links" }, links.map(([text, beside]) => el("a", {
           href: address({ job: answer.job_id, ...beside }),
-          "aria-label": `${text}: ${answer.question}` }, text)))));
+          "aria-label": `${text}: ${answer.text}` }, text)))));
   }
 }
 
-const unaskedRow = ({ sentence }) => el("div", { class: "reason" },
-  el("h3", {}, "not asked"), el("div", {}, el("p", {}, sentence)));
-
 /** What is said of an answer: its question, until the search has ended. */
-const words = ({ sentence, question }) => sentence ?? question;
+function sentence({ text, isEnded, isEach, before, after, gain, most, gap }) {
+  if (!isEnded || gain === null) return text;
+  const unit = isEach ? "ms per micro-batch" : "ms";
+  const length = Math.abs(gain) <= SAME ? `${ms(before)} ${unit} as before`
+    : `${ms(before)} → ${ms(after)} ${unit}, ${change(gain)}`;
+  return `${text}: ${length}; ${proof(most, gap)}`;
+}
+
+const change = (gain) => `${share(Math.abs(gain))} ${gain > 0 ? "less" : "more"}`;
+
+function proof(most, gap) {
+  if (most === null) return "nothing is proven";
+  if (most <= SAME) return "proven: nothing can be gained";
+  if (gap <= SAME) return "proven: that is the best";
+  return `no schedule gains more than ${share(most)} (proven)`;
+}
 
 /** The gain in a word, or how far the search is. */
-function gainOf({ sentence, state, gain, microbatches_before: before, microbatches_after: after }) {
-  if (sentence === null || gain === null) return el("span", { class: `state ${state}` }, state);
+function headline({ isEnded, isEach, state, gain }) {
+  if (!isEnded || gain === null) return el("span", { class: `state ${state}` }, state);
   if (Math.abs(gain) <= SAME) return "no gain";
-  const each = before === after ? "" : " each";
-  return el("strong", {}, `${share(Math.abs(gain))} ${gain > 0 ? "less" : "more"}${each}`);
+  return el("strong", {}, `${change(gain)}${isEach ? " each" : ""}`);
 }

@@ -1,0 +1,311 @@
+"""What `optpipe.presets` offers over HTTP, and what comes in to estimate or to vary a problem."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic.json_schema import SkipJsonSchema  # noqa: TC002 - pydantic reads it
+
+from optpipe.errors import rule_broken
+from optpipe.presets import GPUS, MODELS, Hardware, ModelShape, total_parameters
+from optpipe.problem import Problem
+from optpipe.sweep import AXES
+from optpipe_api.engine.comparison import CompareOptions
+from optpipe_api.errors import RequestError
+from optpipe_api.requests.jobs import (
+    PROBLEM_EXAMPLE,
+    SearchOptions,
+    StrictBody,
+    WithProblem,
+    parsed,
+)
+
+if TYPE_CHECKING:
+    from optpipe_api.settings import Settings
+
+__all__ = [
+    "Catalogue",
+    "CompareOptionsBody",
+    "Comparison",
+    "EstimateBody",
+    "EstimateView",
+    "Values",
+    "VariantBody",
+    "VariantView",
+]
+
+
+_MOST = 2**31 - 1
+_PLACEMENTS = ("linear", "loop", "v")
+_PRECISIONS = ("bf16", "fp16", "fp8", "fp32")
+
+Values = Annotated[dict[Annotated[str, Field(max_length=200)], Any], Field(max_length=16)]
+Name = Annotated[str, Field(max_length=80)]
+Degree = Annotated[int, Field(ge=1, le=4096, strict=True)]
+Size = Annotated[int, Field(ge=1, le=_MOST, strict=True)]
+Share = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False, strict=True)]
+
+_VALUES = (
+    f"Axis -> its value: {', '.join(AXES)}, or the path of a field; as the axes of `/v1/batches`."
+)
+
+
+def _no_default(schema: dict[str, Any]) -> None:
+    schema.pop("default", None)
+
+
+def _not_null(value: Any) -> Any:
+    if value is None:
+        raise RequestError("model or config = null: is neither; leave it out")
+    return value
+
+
+class ModelEntry(BaseModel):
+    """A model of the catalogue."""
+
+    name: str
+    parameters: int
+    layers: int
+    hidden: int
+    heads: int
+    source: str
+
+    @classmethod
+    def of(cls, shape: ModelShape) -> Self:
+        """Return the entry of a shape."""
+        return cls(
+            name=shape.name,
+            parameters=total_parameters(shape),
+            layers=shape.num_layers,
+            hidden=shape.hidden,
+            heads=shape.num_heads,
+            source=shape.source,
+        )
+
+
+class GpuEntry(BaseModel):
+    """An accelerator of the catalogue; rates per direction, TFLOP/s dense."""
+
+    name: str
+    title: str
+    memory_bytes: int
+    pcie_gb_per_s: float | None
+    gpus_per_node: int
+    tflops: dict[str, float]
+    source: str
+
+    @classmethod
+    def of(cls, hardware: Hardware) -> Self:
+        """Return the entry of an accelerator."""
+        pcie = hardware.pcie_gb_per_s
+        return cls(
+            name=hardware.name,
+            title=hardware.title,
+            memory_bytes=int(hardware.memory_bytes.value),
+            pcie_gb_per_s=None if pcie is None else pcie.value,
+            gpus_per_node=hardware.gpus_per_node,
+            tflops={name: fact.value for name, fact in hardware.tflops.items()},
+            source=hardware.memory_bytes.source,
+        )
+
+
+class Catalogue(BaseModel):
+    """What `POST /v1/estimates` knows by name."""
+
+    models: list[ModelEntry]
+    gpus: list[GpuEntry]
+    placements: list[str]
+    precisions: list[str]
+
+    @classmethod
+    def make(cls) -> Self:
+        """Return all of it."""
+        return cls(
+            models=[ModelEntry.of(shape) for shape in MODELS.values()],
+            gpus=[GpuEntry.of(hardware) for hardware in GPUS.values()],
+            placements=list(_PLACEMENTS),
+            precisions=list(_PRECISIONS),
+        )
+
+
+class EstimateBody(StrictBody):
+    """A model on an accelerator, as ``optpipe estimate`` takes them, and values to vary it by."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {
+                    "model": "llama3-8b",
+                    "gpu": "h100",
+                    "pp": 4,
+                    "num_microbatches": 16,
+                    "values": {"memory_scale": 0.5},
+                }
+            ],
+            "oneOf": [{"required": ["model"]}, {"required": ["config"]}],
+        }
+    )
+
+    model: Name | SkipJsonSchema[None] = Field(
+        default=None, json_schema_extra=_no_default, description="Of the catalogue."
+    )
+    config: dict[str, Any] | SkipJsonSchema[None] = Field(
+        default=None, json_schema_extra=_no_default, description="A Hugging Face config.json."
+    )
+    gpu: Name = Field(description="Of the catalogue.")
+    pp: Degree = Field(default=4, description="Devices of the pipeline.")
+    tp: Degree = 1
+    cp: Degree = 1
+    ep: Degree = 1
+    dp: Degree = 1
+    micro_batch: Size = Field(default=1, description="Sequences per micro-batch.")
+    sequence: Size = Field(default=4096, description="Tokens per sequence.")
+    num_microbatches: Size = 16
+    chunks: Annotated[int, Field(ge=1, le=64, strict=True)] = Field(
+        default=1, description="Stages per device."
+    )
+    placement: Literal["linear", "loop", "v"] | None = Field(
+        default=None, description="Null: linear, with several chunks loop."
+    )
+    precision: Literal["bf16", "fp16", "fp8", "fp32"] = "bf16"
+    zero: Literal[0, 1, 2] = 1
+    flash: bool = Field(default=True, strict=True)
+    sequence_parallel: bool = Field(default=True, strict=True)
+    lean: bool = Field(default=False, strict=True)
+    mfu: Share | None = Field(
+        default=None, description="Share of peak that F, I and W reach together."
+    )
+    pcie_efficiency: Share | None = None
+    memory_bytes: Annotated[int, Field(ge=1, le=10**15, strict=True)] | None = Field(
+        default=None, description="Of a device, instead of all it has."
+    )
+    values: Values = Field(default={}, description=_VALUES)
+
+    @classmethod
+    def parse(cls, data: Any) -> Self:
+        """Return the request a JSON-like object describes.
+
+        Raises
+        ------
+        RequestError
+            If it breaks a rule.
+        """
+        return parsed(cls, data, {"model": _not_null, "config": _not_null})
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> Self:
+        if (self.model is None) == (self.config is None):
+            raise rule_broken("an estimate is of a model or of a config", "give one of them")
+        return self
+
+
+class VariantBody(WithProblem):
+    """A problem, and one value on each axis that is to change."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [{"problem": PROBLEM_EXAMPLE, "values": {"memory_scale": 0.75}}]
+        }
+    )
+
+    values: Values = Field(default={}, description=_VALUES)
+
+
+class VariantView(BaseModel):
+    """The problem, varied; ``axes`` are the named ones that can change it.
+
+    ``usable_bytes`` and ``static_bytes`` have a number per device: what its memory leaves, reserved
+    bytes taken off, and what its stages hold all the time.
+    """
+
+    problem: Problem
+    problem_hash: str
+    axes: list[str]
+    usable_bytes: list[int]
+    static_bytes: list[int]
+
+
+class EstimateView(VariantView):
+    """The estimated problem; ``sizes`` are the layers of each stage, embedding and head counted."""
+
+    parameters: int
+    mfu: float
+    sizes: list[int]
+    notes: list[str]
+
+
+# --- What travels over HTTP about methods: their list, requests to compare them, rows.
+
+_DEFAULT_TIME_LIMIT_S = 20.0
+
+
+class WorkloadBody(StrictBody):
+    """What the times alone do not tell; tokens/s and MFU come from it."""
+
+    tokens_per_microbatch: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    flops_per_microbatch: float | None = Field(
+        default=None,
+        gt=0,
+        allow_inf_nan=False,
+        description="Model FLOPs, forward and backward, without recomputation.",
+    )
+    peak_flops_per_s: float | None = Field(
+        default=None, gt=0, allow_inf_nan=False, description="The sum over all devices."
+    )
+
+    @model_validator(mode="after")
+    def _mfu_takes_both(self) -> Self:
+        if (self.flops_per_microbatch is None) != (self.peak_flops_per_s is None):
+            raise rule_broken(
+                "flops_per_microbatch and peak_flops_per_s make MFU only together",
+                "give both or none",
+            )
+        return self
+
+
+class CompareOptionsBody(SearchOptions):
+    """How to compare; what is left out takes the service's default (20 s for the optimiser)."""
+
+    workload: WorkloadBody = WorkloadBody()
+
+    def within(self, settings: Settings, form: str) -> CompareOptions:
+        """Return the options, defaults filled in; ``form`` is that of the answer.
+
+        Raises
+        ------
+        InputError
+            If they go beyond what this service allows.
+        """
+        default_s = min(_DEFAULT_TIME_LIMIT_S, settings.default_time_limit_s)
+        return CompareOptions(
+            form=form,
+            time_limit_s=self.checked_time_limit_s(settings, default_s),
+            threads=self.threads,
+            seed=self.seed,
+            workload=self.workload.model_dump(),
+        )
+
+
+class Comparison(WithProblem):
+    """A problem on which to compare every method."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {
+                    "problem": PROBLEM_EXAMPLE,
+                    "options": {
+                        "time_limit_s": 1,
+                        "workload": {
+                            "tokens_per_microbatch": 2048,
+                            "flops_per_microbatch": 1e12,
+                            "peak_flops_per_s": 1.16e14,
+                        },
+                    },
+                }
+            ]
+        }
+    )
+
+    options: CompareOptionsBody = CompareOptionsBody()

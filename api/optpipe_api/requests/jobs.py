@@ -1,0 +1,372 @@
+"""What comes in over HTTP, besides problems and models themselves; and faults, health.
+
+`optpipe_api.views` holds what goes out about jobs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar, get_args
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic.json_schema import SkipJsonSchema
+
+from optpipe.errors import InputError, explain, rule_broken
+from optpipe.model import Model
+from optpipe.problem import Objective, Problem
+from optpipe.schedule import OPTIMAL_GAP
+from optpipe.wire import CacheUse, JobKind, JobOptions, JobState
+from optpipe_api.errors import RequestError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Mapping
+
+    from optpipe_api.settings import Settings
+
+__all__ = [
+    "PROBLEM_EXAMPLE",
+    "Fault",
+    "Health",
+    "OptionsBody",
+    "Priority",
+    "Readiness",
+    "Resumption",
+    "SearchOptions",
+    "StrictBody",
+    "Submission",
+    "SubmissionOptions",
+    "Tag",
+    "Tags",
+    "WithProblem",
+    "parsed",
+]
+
+
+Tag = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:/=+-]{1,64}$")]
+Tags = Annotated[
+    tuple[Tag, ...],
+    Field(max_length=16, description="To find jobs again by: `?tag=`."),
+    AfterValidator(lambda tags: tuple(sorted(set(tags)))),
+]
+Priority = Annotated[
+    int, Field(ge=-100, le=100, strict=True, description="Higher ones are taken first.")
+]
+PlacementName = Literal["linear", "loop", "v", "free"]
+_OBJECTIVES = get_args(Objective)
+
+PROBLEM_EXAMPLE: dict[str, Any] = {
+    "format": "optpipe/problem/v1",
+    "name": "two-stages",
+    "num_microbatches": 4,
+    "devices": [{"memory_bytes": 4000}, {"memory_bytes": 4000}],
+    "stages": [
+        {
+            "device": device,
+            "forward_ms": 10.0,
+            "backward_input_ms": 10.0,
+            "backward_weight_ms": 8.0,
+            "activation_bytes": 1000,
+            "weight_context_bytes": 500,
+        }
+        for device in range(2)
+    ],
+}
+
+
+def _no_default(schema: dict[str, Any]) -> None:
+    """Leave null out of a published schema: a field that may be missing may not be null."""
+    schema.pop("default", None)
+
+
+class StrictBody(BaseModel):
+    """A part of a request; unknown fields are refused by name."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class SearchOptions(StrictBody):
+    """What every search takes; what is left out takes the service's default."""
+
+    time_limit_s: float | None = Field(default=None, gt=0, allow_inf_nan=False, strict=True)
+    threads: int = Field(default=1, ge=1, strict=True)
+    seed: int = Field(default=0, ge=0, le=2**31 - 1, strict=True)
+
+    def checked_time_limit_s(self, settings: Settings, default_s: float) -> float:
+        """Return the time limit; the default where it is left out, as far as that is allowed.
+
+        Raises
+        ------
+        InputError
+            If time limit or threads go beyond what this service allows.
+        """
+        default_s = min(default_s, settings.max_time_limit_s)
+        time_limit_s = default_s if self.time_limit_s is None else self.time_limit_s
+        for name, value, limit in (
+            ("time_limit_s", time_limit_s, settings.max_time_limit_s),
+            ("threads", self.threads, settings.max_threads),
+        ):
+            if value > limit:
+                raise InputError(
+                    f"options.{name} = {value}: must be <= {limit} on this service "
+                    f"(OPTPIPE_MAX_{name.upper()}); lower it"
+                )
+        return time_limit_s
+
+
+class OptionsBody(SearchOptions):
+    """How to solve; what is left out takes the service's default."""
+
+    method: str = Field(
+        default="auto",
+        pattern=r"^[A-Za-z0-9_.+-]{1,60}$",
+        description="`auto` optimises; `/v1/methods` lists the others.",
+    )
+    gap: float = Field(
+        default=OPTIMAL_GAP,
+        ge=0,
+        lt=1,
+        strict=True,
+        description="Stop where (objective - bound) / objective is at most this.",
+    )
+    work_limit: float | None = Field(
+        default=None,
+        gt=0,
+        allow_inf_nan=False,
+        strict=True,
+        description="Units of work, about a second of one core each, counted in iterations: the "
+        "same result on every machine, unless the time limit cuts it short.",
+    )
+
+    cache: CacheUse = Field(
+        default="use",
+        description="`use` answers at once what was solved before; `refresh` solves it again.",
+    )
+
+    def within(self, settings: Settings, methods: Collection[str]) -> JobOptions:
+        """Return the options, defaults filled in; ``methods`` are those that exist.
+
+        Raises
+        ------
+        InputError
+            If they go beyond what this service allows, or the method is not one of these.
+        """
+        if self.method not in methods:
+            raise InputError(
+                f"options.method = {self.method!r}: must be one of {', '.join(methods)}; choose "
+                "one (GET /v1/methods describes them)"
+            )
+        return JobOptions(
+            time_limit_s=self.checked_time_limit_s(settings, settings.default_time_limit_s),
+            work_limit=self.work_limit,
+            threads=self.threads,
+            seed=self.seed,
+            gap=self.gap,
+            method=self.method,
+            cache=self.cache,
+        )
+
+
+_OF_PLANS = "a problem is cut and placed already, only a model is planned"
+_OF_SOLVES = "a model is planned by one method, within a time limit"
+_NOT_OF: dict[JobKind, dict[str, str]] = {
+    JobKind.SOLVE: dict.fromkeys(("chunks", "placements"), _OF_PLANS),
+    JobKind.PLAN: dict.fromkeys(("method", "gap", "work_limit"), _OF_SOLVES),
+}
+
+
+class SubmissionOptions(OptionsBody):
+    """How to solve a problem, or how to plan a model; the last two fields are of plans alone."""
+
+    objective: Objective | None = Field(
+        default=None, description="Instead of the one that the problem or the model names."
+    )
+    chunks: tuple[Annotated[int, Field(ge=1, le=8, strict=True)], ...] | None = Field(
+        default=None,
+        min_length=1,
+        max_length=8,
+        description="Of a plan: numbers of stages per device that are tried; 1, 2, 4 by default.",
+    )
+    placements: tuple[PlacementName, ...] | None = Field(
+        default=None,
+        min_length=1,
+        max_length=4,
+        description="Of a plan: kinds of placement that are tried; all by default.",
+    )
+
+    def within(
+        self,
+        settings: Settings,
+        methods: Collection[str],
+        kind: JobKind = JobKind.SOLVE,
+    ) -> JobOptions:
+        """Return the options of a job of this kind; see `OptionsBody.within`.
+
+        Raises
+        ------
+        InputError
+            Also for an option that a job of this kind does not have.
+        """
+        others = _NOT_OF[kind]
+        foreign = sorted(name for name in self.model_fields_set if name in others)
+        if foreign:
+            raise InputError(f"options.{foreign[0]}: {others[foreign[0]]}; leave it out")
+        options = super().within(settings, methods)
+        return replace(options, chunks=self.chunks, placements=self.placements)
+
+
+class WithProblem(StrictBody):
+    """A request about a problem."""
+
+    problem: Problem
+
+    @classmethod
+    def parse(cls, data: Any) -> Self:
+        """Return the request a JSON-like object describes.
+
+        Raises
+        ------
+        ProblemError
+            If the problem breaks a rule; paths count from the problem.
+        RequestError
+            If anything around it does.
+        """
+        return parsed(cls, data, {"problem": Problem.parse})
+
+
+class Submission(StrictBody):
+    """A problem to solve, or a model to plan: to cut, to place and to schedule."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [{"problem": PROBLEM_EXAMPLE, "options": {"time_limit_s": 10}}],
+            "oneOf": [{"required": ["problem"]}, {"required": ["model"]}],
+        }
+    )
+
+    problem: Problem | SkipJsonSchema[None] = Field(default=None, json_schema_extra=_no_default)
+    model: Model | SkipJsonSchema[None] = Field(default=None, json_schema_extra=_no_default)
+    options: SubmissionOptions = SubmissionOptions()
+    tags: Tags = ()
+    priority: Priority = 0
+
+    @classmethod
+    def parse(cls, data: Any) -> Self:
+        """Return the submission a JSON-like object describes.
+
+        Raises
+        ------
+        ProblemError, ModelError
+            If the problem or the model breaks a rule; paths count from it.
+        RequestError
+            If anything around it does.
+        """
+        readers = {"problem": Problem.parse, "model": Model.parse}
+        return parsed(cls, _with_objective(data), readers)
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> Self:
+        if self.problem is None and self.model is None:
+            raise rule_broken("problem: is missing", "give it, or a model to plan")
+        if self.problem is not None and self.model is not None:
+            raise rule_broken("a problem and a model are two jobs", "submit one after the other")
+        return self
+
+    @property
+    def kind(self) -> JobKind:
+        """What is to be done."""
+        return JobKind.SOLVE if self.model is None else JobKind.PLAN
+
+
+class Resumption(StrictBody):
+    """More time for a job that has ended."""
+
+    model_config = ConfigDict(json_schema_extra={"examples": [{"time_limit_s": 60}]})
+
+    time_limit_s: float = Field(
+        gt=0, allow_inf_nan=False, strict=True, description="Seconds on top of those it had."
+    )
+
+    @classmethod
+    def parse(cls, data: Any) -> Self:
+        """Return the request a JSON-like object describes.
+
+        Raises
+        ------
+        RequestError
+            If it breaks a rule.
+        """
+        return parsed(cls, data, {})
+
+
+_Body = TypeVar("_Body", bound=StrictBody)
+
+
+def _with_objective(data: Any) -> Any:
+    """Return a submission whose problem or model names the objective that its options ask for."""
+    if not isinstance(data, dict) or not isinstance(data.get("options"), dict):
+        return data
+    objective = data["options"].get("objective")
+    changed = {
+        name: {**data[name], "objective": objective}
+        for name in ("problem", "model")
+        if objective in _OBJECTIVES and isinstance(data.get(name), dict)
+    }
+    return {**data, **changed}
+
+
+def parsed(kind: type[_Body], data: Any, readers: Mapping[str, Callable[[Any], Any]]) -> _Body:
+    """Return a request; its documents are read by readers of their own, whose errors say more."""
+    if not isinstance(data, dict):
+        names = ", ".join(f'"{name}": ...' for name in kind.model_fields)
+        raise RequestError(f"the body must be an object: {{{names}}}")
+    lone = str(data.get("format", "")).removeprefix("optpipe/").removesuffix("/v1")
+    if lone in readers and lone not in data:
+        raise RequestError(f'the {lone} stands alone; wrap it: {{"{lone}": {{...}}}}')
+    documents = {name: read(data[name]) for name, read in readers.items() if name in data}
+    try:
+        return kind.model_validate({**data, **documents})
+    except ValidationError as error:
+        raise RequestError(explain(error, kind)) from None
+
+
+class Health(BaseModel):
+    """The process answers."""
+
+    status: str = "ok"
+
+
+class Readiness(BaseModel):
+    """The store answers and the engine solves."""
+
+    status: str = "ready"
+    jobs: dict[JobState, int]
+
+
+class Fault(BaseModel):
+    """A problem detail (RFC 9457). ``code`` is stable, ``errors`` holds one line per fault."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {
+                    "type": "urn:optpipe:error:problem.invalid",
+                    "title": "Unprocessable Content",
+                    "status": 422,
+                    "detail": "stages[0].forward_ms = -1: must be >= 0; change it",
+                    "code": "problem.invalid",
+                    "instance": "/v1/jobs",
+                    "errors": ["stages[0].forward_ms = -1: must be >= 0; change it"],
+                }
+            ]
+        }
+    )
+
+    type: str
+    title: str
+    status: int
+    detail: str
+    code: str
+    instance: str
+    errors: list[str] | None = None
+    needs: dict[str, int] | None = None
+    id: str | None = Field(default=None, description="Names the entry in the server's log.")

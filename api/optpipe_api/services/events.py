@@ -1,0 +1,440 @@
+"""Waiting for jobs: one look at the store for all who wait, however many they and their jobs are.
+
+Rounds follow each other while anybody waits. A round asks, in one query, where jobs stand: those
+that have changed here or are newly waited for at once, and each second all of them, as another
+server may have changed them and tells nobody. A thousand who wait cost one query a second, and
+hundreds who come at the same time, as the followers of a job do when it has ended, one or two.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from bisect import bisect_right
+from collections import Counter, defaultdict
+from contextlib import asynccontextmanager, contextmanager
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from starlette.concurrency import run_in_threadpool
+
+from optpipe_api.errors import (
+    JobNotFoundError,
+    StoreUnavailableError,
+    TooManyFollowersError,
+    TooManyFollowersOfKeyError,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator
+
+    from optpipe_api.access import Principal
+    from optpipe_api.jobs import HistoryEntry, Standing
+    from optpipe_api.store import JobStore
+
+__all__ = ["Changes", "ConnectionLimit", "Followers", "JobWatch", "Purpose"]
+
+
+_LOOK_AGAIN_S = 1.0
+_REST_S = 0.02
+
+
+class JobWatch:
+    """Knows where jobs stand as soon as somebody waits for it; in the event loop."""
+
+    def __init__(self, store: JobStore, changes: Changes) -> None:
+        self._store = store
+        self._changes = changes
+        self._waiting: dict[str, set[_Waiter]] = defaultdict(set)
+        self._due: set[str] = set()
+        self._is_due = asyncio.Event()
+        self._rounds: asyncio.Task[None] | None = None
+        changes.listen(self._heard)
+
+    async def standing(self, job_id: str) -> Standing | None:
+        """Return where a job stands now; None if there is no such job.
+
+        One query for all who ask at the same time.
+
+        Raises
+        ------
+        StoreUnavailableError
+            If it cannot be told.
+        """
+        return await self._wait(job_id, _Waiter(lambda _: True, is_patient=False), None)
+
+    async def until(
+        self,
+        job_id: str,
+        is_enough: Callable[[Standing], bool],
+        seconds: float | None = None,
+    ) -> None:
+        """Return when a job stands as wanted, or is deleted, or the time is up, or we stop.
+
+        Parameters
+        ----------
+        is_enough
+            Says of a standing whether it is as wanted.
+        seconds
+            To wait at most; None = any time.
+        """
+        if self._changes.is_closed:
+            return
+        await self._wait(job_id, _Waiter(is_enough, is_patient=True), seconds)
+
+    async def _wait(self, job_id: str, waiter: _Waiter, seconds: float | None) -> Standing | None:
+        self._waiting[job_id].add(waiter)
+        self._heard(job_id)
+        self._rounds = self._rounds or asyncio.create_task(self._go_round())
+        try:
+            await asyncio.wait({waiter.end}, timeout=seconds)
+            if waiter.error is not None:
+                raise waiter.error
+            return waiter.seen
+        finally:
+            waiter.end.cancel()
+            self._leave(job_id, waiter)
+
+    def _leave(self, job_id: str, waiter: _Waiter) -> None:
+        self._waiting[job_id].discard(waiter)
+        if not self._waiting[job_id]:
+            del self._waiting[job_id]
+        if not self._waiting and self._rounds is not None:
+            self._rounds.cancel()
+            self._rounds = None
+
+    def _heard(self, job_id: str | None) -> None:
+        """Look at a job soon, where anybody waits for it; None: let everybody go."""
+        if job_id is None:
+            self._let_go(None)
+        elif job_id in self._waiting:
+            self._due.add(job_id)
+            self._is_due.set()
+
+    async def _go_round(self) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            look_at_all = loop.time() + _LOOK_AGAIN_S
+            while True:
+                await self._pause(look_at_all - loop.time())
+                if loop.time() >= look_at_all:
+                    look_at_all = loop.time() + _LOOK_AGAIN_S
+                    self._due.update(self._waiting)
+                await self._look()
+                # Changes come in bursts, and so do those who wait.
+                await asyncio.sleep(_REST_S)
+        except Exception as error:  # noqa: BLE001 - raised by all who wait
+            self._rounds = None
+            self._let_go(error)
+
+    async def _pause(self, seconds: float) -> None:
+        """Wait until there is something to look at, or the time is up."""
+        try:
+            # Not `wait_for`: in Python 3.11 it may keep a cancellation for itself.
+            async with asyncio.timeout(max(0.0, seconds)):
+                await self._is_due.wait()
+        except TimeoutError:
+            return
+
+    async def _look(self) -> None:
+        job_ids, self._due = self._due & self._waiting.keys(), set()
+        self._is_due.clear()
+        # Who came after this was asked is asked for again.
+        waiters_of = {job_id: tuple(self._waiting[job_id]) for job_id in sorted(job_ids)}
+        if not waiters_of:
+            return
+        try:
+            found = await run_in_threadpool(self._store.standings, list(waiters_of))
+        except StoreUnavailableError as error:
+            # It may answer again soon.
+            _refuse(
+                [one for some in waiters_of.values() for one in some if not one.is_patient], error
+            )
+            return
+        served = []
+        for job_id, waiters in waiters_of.items():
+            seen = found.get(job_id)
+            for waiter in waiters:
+                waiter.seen = seen
+                if seen is None or waiter.is_enough(seen):
+                    served.append(waiter.end)
+        _wake(served)
+
+    def _let_go(self, error: Exception | None) -> None:
+        waiters = [waiter for waiters in self._waiting.values() for waiter in waiters]
+        if error is None:
+            _wake([waiter.end for waiter in waiters if waiter.is_patient])
+        else:
+            _refuse(waiters, error)
+
+
+class _Waiter:
+    """One who waits for a job to stand as wanted; an impatient one has his answer anyway."""
+
+    def __init__(self, is_enough: Callable[[Standing], bool], *, is_patient: bool) -> None:
+        self.is_enough = is_enough
+        self.is_patient = is_patient
+        self.seen: Standing | None = None
+        self.error: Exception | None = None
+        self.end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+
+def _refuse(waiters: list[_Waiter], error: Exception) -> None:
+    for waiter in waiters:
+        waiter.error = error
+    _wake(waiter.end for waiter in waiters)
+
+
+def _wake(waiting: Iterable[asyncio.Future[None]]) -> None:
+    """Let all go on; who hung up meanwhile has cancelled his."""
+    for end in waiting:
+        if not end.done():
+            end.set_result(None)
+
+
+# --- Following jobs: one reader of the store per followed job, when there is something to read.
+
+_CHUNK = 500
+
+
+class Followers:
+    """Gives the history of jobs as it is written, to any number of followers; in the event loop.
+
+    Two hundred followers that each ask the database at each change would hold up everybody else.
+    """
+
+    def __init__(self, store: JobStore, changes: Changes, watch: JobWatch) -> None:
+        self._store = store
+        self._changes = changes
+        self._watch = watch
+        self._tails: dict[str, _Tail] = {}
+
+    async def entries(self, job_id: str, after: int) -> AsyncGenerator[HistoryEntry, None]:
+        """Give every entry of a job above a number as it comes, to the last of a finished job."""
+        async with self._joined(job_id) as tail:
+            async for entry in tail.after(after):
+                yield entry
+
+    @asynccontextmanager
+    async def _joined(self, job_id: str) -> AsyncIterator[_Tail]:
+        """The history of a job, kept up to date while anybody follows it."""
+        tail = self._tails.get(job_id)
+        if tail is None or tail.is_over:
+            tail = _Tail(self._store, self._changes, self._watch, job_id)
+            self._tails[job_id] = tail
+        tail.num_followers += 1
+        try:
+            yield tail
+        finally:
+            tail.num_followers -= 1
+            if tail.num_followers == 0:
+                if self._tails.get(job_id) is tail:
+                    del self._tails[job_id]
+                await tail.stop()
+
+
+class _Tail:
+    """A job's history as far as it is written, and a task that reads on."""
+
+    def __init__(self, store: JobStore, changes: Changes, watch: JobWatch, job_id: str) -> None:
+        self.num_followers = 0
+        self._store = store
+        self._changes = changes
+        self._watch = watch
+        self._job_id = job_id
+        self._entries: list[HistoryEntry] = []
+        self._has_ended = False
+        self._waiting: list[asyncio.Future[None]] = []
+        self._task = asyncio.create_task(self._read_on())
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it reads no more: a job that was resumed since needs another tail."""
+        return self._has_ended or self._task.done()
+
+    async def after(self, number: int) -> AsyncIterator[HistoryEntry]:
+        """Give every entry above a number, until the last one of a finished job was given."""
+        while True:
+            known = len(self._entries)
+            start = bisect_right(self._entries, number, key=lambda entry: entry.number)
+            for entry in self._entries[start:]:
+                number = entry.number
+                yield entry
+            if len(self._entries) > known:
+                continue
+            if self.is_over:
+                if self._task.done():
+                    self._task.result()
+                return
+            await self._news()
+
+    async def _news(self) -> None:
+        """Wait until there may be more."""
+        news = asyncio.get_running_loop().create_future()
+        self._waiting.append(news)
+        await news
+
+    async def stop(self) -> None:
+        """Read no more."""
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _read_on(self) -> None:
+        try:
+            while not (self._has_ended or self._changes.is_closed):
+                await self._read_what_is_new()
+                if self._has_ended:
+                    return
+                await self._watch.until(self._job_id, self._is_behind)
+                # Improvements come in bursts.
+                await asyncio.sleep(_REST_S)
+        finally:
+            self._wake_all()
+
+    async def _read_what_is_new(self) -> None:
+        found = _CHUNK
+        while found == _CHUNK:
+            try:
+                found = await self._read_some()
+            except StoreUnavailableError:
+                return  # it may answer again soon
+            except JobNotFoundError:
+                self._has_ended = True  # deleted, long after its end
+                return
+        self._has_ended = bool(self._entries) and self._entries[-1].is_final
+
+    async def _read_some(self) -> int:
+        found = await run_in_threadpool(self._store.history, self._job_id, self._last, _CHUNK)
+        self._entries += found
+        if found:
+            self._wake_all()
+        return len(found)
+
+    def _is_behind(self, standing: Standing) -> bool:
+        return standing.last_entry > self._last
+
+    @property
+    def _last(self) -> int:
+        return self._entries[-1].number if self._entries else 0
+
+    def _wake_all(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        _wake(waiting)
+
+
+# --- Who waits for a change of a job hears of it: from the engine's threads to the event loop.
+
+
+class Changes:
+    """Wakes the waiting requests of this server; made, and waited on, in its event loop.
+
+    Changes made by another server are not heard of: whoever waits looks again now and then
+    (`optpipe_api.services.events` does so for jobs).
+    """
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._waiting: dict[str, set[asyncio.Event]] = defaultdict(set)
+        self._listeners: list[Callable[[str | None], None]] = []
+        self.is_closed = False
+
+    def publish(self, job_id: str) -> None:
+        """Say that a job has changed; from any thread."""
+        self._call(self._wake_job, job_id)
+
+    def close(self) -> None:
+        """Let every waiter go, now and from now on; from any thread or signal handler."""
+        self._call(self._wake_all)
+
+    def listen(self, listener: Callable[[str | None], None]) -> None:
+        """Call somebody, in the event loop, with the id of each that changes; None at the end."""
+        self._listeners.append(listener)
+
+    @contextmanager
+    def subscribed(self, job_id: str) -> Iterator[asyncio.Event]:
+        """An event that is set at the next change; look at the job after entering, not before."""
+        event = asyncio.Event()
+        if self.is_closed:
+            event.set()
+        self._waiting[job_id].add(event)
+        try:
+            yield event
+        finally:
+            self._waiting[job_id].discard(event)
+            if not self._waiting[job_id]:
+                del self._waiting[job_id]
+
+    def _call(self, function: object, *arguments: object) -> None:
+        if callable(function) and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(function, *arguments)
+
+    def _wake_job(self, job_id: str) -> None:
+        for event in self._waiting.get(job_id, ()):
+            event.set()
+        for listener in self._listeners:
+            listener(job_id)
+
+    def _wake_all(self) -> None:
+        self.is_closed = True
+        for events in self._waiting.values():
+            for event in events:
+                event.set()
+        for listener in self._listeners:
+            listener(None)
+
+
+# --- Connections that stay open, followers of events and requests that wait, are limited in number.
+
+
+class Purpose(StrEnum):
+    """What somebody keeps his connection open for."""
+
+    STREAM = "stream"
+    """He hears events as they come."""
+    WAIT = "wait"
+    """He gets one answer, when there is news: ``?wait=``."""
+
+
+class ConnectionLimit:
+    """How many connections stay open on one server, and how many of one key; for the event loop.
+
+    Parameters
+    ----------
+    most, most_per_key
+        Of both purposes together. Where no keys are asked for, nobody has one, and only the first
+        counts.
+    """
+
+    def __init__(self, most: int, most_per_key: int) -> None:
+        self._most = most
+        self._most_per_key = most_per_key
+        self._by_purpose: Counter[Purpose] = Counter()
+        self._by_key: Counter[str] = Counter()
+
+    def num_open(self, purpose: Purpose) -> int:
+        """Return how many are open for a purpose; from any thread."""
+        return self._by_purpose[purpose]
+
+    @contextmanager
+    def counted(self, who: Principal, purpose: Purpose) -> Iterator[None]:
+        """Count a connection as open until the block ends, however it ends.
+
+        Raises
+        ------
+        TooManyFollowersOfKeyError
+            If his key has as many as it may.
+        TooManyFollowersError
+            If the server has.
+        """
+        if who.name and self._by_key[who.name] >= self._most_per_key:
+            raise TooManyFollowersOfKeyError(who.name, self._most_per_key)
+        if self._by_purpose.total() >= self._most:
+            raise TooManyFollowersError(self._most)
+        self._by_purpose[purpose] += 1
+        self._by_key[who.name] += 1
+        try:
+            yield
+        finally:
+            self._by_purpose[purpose] -= 1
+            self._by_key[who.name] -= 1
+            if not self._by_key[who.name]:
+                del self._by_key[who.name]

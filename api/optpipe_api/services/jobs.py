@@ -1,0 +1,275 @@
+"""What the service does about jobs: take in, show, follow, cancel, resume."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Protocol
+
+from starlette.concurrency import run_in_threadpool
+
+from optpipe.errors import InfeasibleProblemError
+from optpipe.wire import JobState
+from optpipe_api.access import Role
+from optpipe_api.engine.engine import SILENT, EngineObserver
+from optpipe_api.errors import JobNotFoundError, NoModelError, ScheduleNotFoundError
+from optpipe_api.services.cache import MOST_TRIED
+from optpipe_api.services.events import Followers, JobWatch
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator
+
+    from optpipe_api.access import Principal
+    from optpipe_api.jobs import HistoryEntry, JobRecord, NewJob, StoredSchedule, TracePoint
+    from optpipe_api.services.cache import JobCache
+    from optpipe_api.services.events import Changes
+    from optpipe_api.settings import Settings
+    from optpipe_api.store import JobStore
+
+__all__ = ["JobService"]
+
+
+class Engine(Protocol):
+    """Who solves the jobs of the store; see `optpipe_api.engine.engine`."""
+
+    def wake(self) -> None:
+        """Say that a job was queued."""
+
+    def cancel(self, job_id: str) -> None:
+        """Stop an attempt that runs here; the store knows already that this is wanted."""
+
+
+class JobService:
+    """Jobs as one caller sees them. Coroutines are for the event loop, all else for threads.
+
+    A job of somebody else does not exist: `JobNotFoundError`, here and below.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        store: JobStore,
+        engine: Engine,
+        changes: Changes,
+        *,
+        cache: JobCache,
+        observer: EngineObserver = SILENT,
+    ) -> None:
+        self._cache = cache
+        self._observer = observer
+        self._settings = settings
+        self._store = store
+        self._engine = engine
+        self._changes = changes
+        self._watch = JobWatch(store, changes)
+        self._followers = Followers(store, changes, self._watch)
+
+    # Taking in
+
+    def submit(self, new: NewJob, who: Principal, key: str | None = None) -> JobRecord:
+        """Queue a job, or answer it at once; a repeated key returns the first job.
+
+        Raises
+        ------
+        QueueFullError, TooManyJobsError, KeyReusedError
+            As `JobStore.add`.
+        """
+        return self.add(self.draft(replace(new, owner=who.name, idempotency_key=key)))
+
+    def draft(self, new: NewJob, most_near: int = MOST_TRIED) -> NewJob:
+        """Return a job with what is known about it already: its answer, or a start.
+
+        Parameters
+        ----------
+        most_near
+            How many near problems' programs are tried at most; 0 where time is short.
+        """
+        return self._cache.complete(new, most_near)
+
+    def add(self, new: NewJob) -> JobRecord:
+        """Keep a job, or return the one that its key made before; raises as `submit`."""
+        job, is_new = self._store.add(
+            new,
+            max_queued=self._settings.max_queued_jobs,
+            max_of_owner=self._settings.max_jobs_per_key if new.owner else None,
+        )
+        if is_new:
+            self.announce(job)
+        return job
+
+    def announce(self, job: JobRecord) -> None:
+        """Tell engine, followers and observer of a job that was added."""
+        self._observer.accepted(job)
+        self.tell(job)
+
+    def tell(self, job: JobRecord) -> None:
+        """Tell engine and followers of a job that waits in the queue, or has ended."""
+        if not job.state.is_final:
+            self._engine.wake()
+        self._changes.publish(job.id)
+
+    # Showing
+
+    def find(self, job_id: str, who: Principal) -> JobRecord:
+        """Return a job."""
+        job = self._store.get(job_id)
+        if not who.sees(job.owner):
+            raise JobNotFoundError(job_id)
+        return job
+
+    def job(self, job_id: str, who: Principal) -> tuple[JobRecord, list[TracePoint]]:
+        """Return a job and how it came along."""
+        job = self.find(job_id, who)
+        return job, self._store.trace(job_id)
+
+    def page(
+        self,
+        limit: int,
+        before: int | None,
+        who: Principal,
+        *,
+        state: JobState | None = None,
+        tag: str | None = None,
+        batch_id: str | None = None,
+    ) -> list[JobRecord]:
+        """Return jobs, newest first; an admin sees everybody's."""
+        owner = None if who.role is Role.ADMIN else who.name
+        return self._store.page(limit, before, owner=owner, state=state, tag=tag, batch_id=batch_id)
+
+    def problem(self, job_id: str, who: Principal) -> str:
+        """Return a job's problem as JSON text; of a plan, the one that is best so far.
+
+        Raises
+        ------
+        NoScheduleError
+            If a plan has found none (yet).
+        """
+        job = self.find(job_id, who)
+        text = self._store.problem(job_id)
+        if text is None:
+            raise ScheduleNotFoundError(_why_none(job))
+        return text
+
+    def model(self, job_id: str, who: Principal) -> str:
+        """Return a plan's model as JSON text.
+
+        Raises
+        ------
+        NotFoundError
+            If the job was given a problem.
+        """
+        self.find(job_id, who)
+        text = self._store.model(job_id)
+        if text is None:
+            raise NoModelError(job_id)
+        return text
+
+    def schedule(self, job_id: str, who: Principal) -> StoredSchedule:
+        """Return a job's best schedule so far.
+
+        Raises
+        ------
+        InfeasibleProblemError
+            If there is none, proven.
+        NoScheduleError
+            If there is none, or none yet.
+        """
+        stored = self._store.schedule(job_id)
+        if stored is not None and who.sees(stored.owner):
+            return stored
+        job = self.find(job_id, who)
+        if job.state is JobState.INFEASIBLE and job.error is not None:
+            raise InfeasibleProblemError(job.error.message, job.error.needs)
+        raise ScheduleNotFoundError(_why_none(job))
+
+    # Changing
+
+    def cancel(self, job_id: str, who: Principal) -> JobRecord:
+        """Cancel a job: a queued one now, a running one very soon."""
+        self.find(job_id, who)
+        job = self._store.request_cancel(job_id)
+        self._engine.cancel(job_id)
+        self._changes.publish(job_id)
+        return job
+
+    def resume(self, job_id: str, seconds: float, who: Principal) -> JobRecord:
+        """Give a finished job more time, from where it stands.
+
+        Raises
+        ------
+        ConflictError, InputError, QueueFullError, TooManyJobsError
+            As `JobStore.resume`.
+        """
+        self.find(job_id, who)
+        settings = self._settings
+        job = self._store.resume(
+            job_id,
+            seconds,
+            max_time_limit_s=settings.max_time_limit_s,
+            max_queued=settings.max_queued_jobs,
+            max_of_owner=settings.max_jobs_per_key if who.name else None,
+        )
+        self.tell(job)
+        return job
+
+    # Following
+
+    async def wait(self, job: JobRecord, seconds: float) -> JobRecord:
+        """Return the job once it is finished, or as it is when the time is up."""
+        if job.state.is_final or seconds <= 0:
+            return job
+        await self._watch.until(job.id, lambda now: now.state.is_final, self._at_most(seconds))
+        return await run_in_threadpool(self._store.get, job.id)
+
+    async def wait_schedule(
+        self, job_id: str, known_number: int, seconds: float, who: Principal
+    ) -> StoredSchedule | None:
+        """Return the best schedule once it is another than the known one.
+
+        None where it is still that one when the time is up or the job has ended.
+
+        Parameters
+        ----------
+        known_number
+            Number of the schedule that the caller has; 0 = none.
+
+        Raises
+        ------
+        InfeasibleProblemError, NoScheduleError
+            As `schedule`.
+        """
+        job = await run_in_threadpool(self.find, job_id, who)
+        if not (job.state.is_final or job.num_schedules != known_number):
+            await self._watch.until(
+                job_id,
+                lambda now: now.state.is_final or now.num_schedules != known_number,
+                self._at_most(seconds),
+            )
+            job = await run_in_threadpool(self.find, job_id, who)
+        if job.num_schedules == known_number and job.has_schedule:
+            return None
+        return await run_in_threadpool(self.schedule, job_id, who)
+
+    async def events(
+        self, job_id: str, after: int, who: Principal
+    ) -> AsyncGenerator[HistoryEntry, None] | None:
+        """Return the entries of a job's history above a number, as they come.
+
+        They end with the last entry of a finished job, or when the server stops. None where there
+        are none, now and later.
+        """
+        now = await self._watch.standing(job_id)
+        if now is None or not who.sees(now.owner):
+            raise JobNotFoundError(job_id)
+        if now.state.is_final and now.last_entry <= after:
+            return None
+        return self._followers.entries(job_id, after)
+
+    def _at_most(self, seconds: float) -> float:
+        return min(seconds, self._settings.max_wait_s)
+
+
+def _why_none(job: JobRecord) -> str:
+    if job.state.is_final:
+        why = f": {job.error.message}" if job.error is not None else ""
+        return f"job {job.id} has {job.state.value} without a schedule{why}; submit it again"
+    return f"job {job.id} is {job.state.value} and has no schedule yet; ask again later"

@@ -1,0 +1,306 @@
+"""Schedules and frontiers in other forms: interactive charts, pictures, texts, explanations.
+
+Charts are JSON that BokehJS embeds. They and pictures are made by processes of their own, which are
+kept: to load Bokeh or matplotlib takes longer than to draw a schedule, and a job that is followed
+wants a chart after every improvement.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, TypeVar, TypeVarTuple
+
+from optpipe.errors import InputError, MissingExtraError
+from optpipe.explain import explain
+from optpipe.formats.chrome_trace import dump_chrome_trace
+from optpipe.formats.csv import dump_csv
+from optpipe.formats.json import load_problem, load_schedule
+from optpipe.plot.interactive_style import require_bokeh
+from optpipe.plot.scene import View, title_of
+from optpipe_api.errors import (
+    BodyTooHeavyError,
+    FormUnavailableError,
+    NotComparableError,
+    TooLargeToDrawError,
+    TooManyBodiesError,
+    TooManyFormsError,
+)
+from optpipe_api.services.parse_pool import ParsePool
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from optpipe.problem import Problem
+    from optpipe.schedule import Programs
+    from optpipe.sweep import FrontierLine
+    from optpipe_api.access import Principal
+    from optpipe_api.jobs import StoredSchedule
+    from optpipe_api.services.jobs import JobService
+
+__all__ = [
+    "MOST_CHARTED",
+    "Charts",
+    "Shown",
+    "TooLargeToExplainError",
+    "as_text",
+    "draw",
+    "draw_frontier",
+    "explain_texts",
+    "explanation",
+    "make_frontier",
+    "make_schedule",
+    "solution",
+]
+
+
+Theme = Literal["light", "dark"]
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
+MOST_CHARTED = 400_000
+"""Actions that a chart or a picture may have, all its schedules together."""
+
+_CHART_CPU_S = 30.0
+_MEMORY_BYTES = 4 * 1024**3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shown:
+    """One schedule of a chart.
+
+    Parameters
+    ----------
+    problem
+        JSON text.
+    schedule
+        JSON text; empty: that of ``method``.
+    method
+        A published method, whose schedule is made for the problem, limits aside.
+    title
+        Stands before the method.
+    """
+
+    problem: str
+    title: str = ""
+    schedule: str = ""
+    method: str = ""
+
+
+class _TooManyActionsError(ValueError):
+    pass
+
+
+class Charts:
+    """Makes charts and pictures, a few at once."""
+
+    def __init__(self) -> None:
+        self._pool = ParsePool(cpu_s=_CHART_CPU_S, memory_bytes=_MEMORY_BYTES)
+
+    def close(self) -> None:
+        """End the processes."""
+        self._pool.close()
+
+    async def schedules(self, shown: Sequence[Shown], theme: Theme) -> str:
+        """Return the chart of schedules on one time axis, as JSON text.
+
+        Raises
+        ------
+        TooLargeToDrawError
+            If they have too many actions.
+        NotComparableError
+            If a method has no schedule for the problem.
+        FormUnavailableError
+            If this server cannot draw.
+        TooManyFormsError
+            If too many wait for theirs.
+        """
+        return await self._make(make_schedule, tuple(shown), theme)
+
+    async def frontier(self, lines: Sequence[FrontierLine], title: str, theme: Theme) -> str:
+        """Return the chart of a sweep's frontier as JSON text; raises as `schedules`."""
+        return await self._make(make_frontier, tuple(lines), title, theme)
+
+    async def picture(self, schedule: str, problem: str) -> bytes:
+        """Return a schedule as an SVG file; raises as `schedules`."""
+        return await self._make(draw, schedule, problem)
+
+    async def frontier_picture(self, lines: Sequence[FrontierLine], title: str) -> bytes:
+        """Return the frontier of a sweep as an SVG file; raises as `schedules`."""
+        return await self._make(draw_frontier, tuple(lines), title)
+
+    async def _make(self, function: Callable[[*Ts], T], *args: *Ts) -> T:
+        try:
+            return await self._pool.run(function, *args, is_heavy=True)
+        except _TooManyActionsError as error:
+            raise TooLargeToDrawError(str(error)) from None
+        except BodyTooHeavyError:
+            raise TooLargeToDrawError(
+                f"drawing it takes more than {_CHART_CPU_S:g} s or {_MEMORY_BYTES} bytes of memory"
+            ) from None
+        except TooManyBodiesError:
+            raise TooManyFormsError(self._pool.num_waiting) from None
+        except MissingExtraError as error:
+            raise FormUnavailableError(str(error)) from None
+
+
+def make_schedule(shown: Sequence[Shown], theme: Theme) -> str:
+    """Return the chart that `Charts.schedules` asks for.
+
+    Raises
+    ------
+    MissingExtraError
+        If bokeh is not installed.
+    NotComparableError
+        If a method has no schedule for the problem.
+    """
+    require_bokeh()
+    from optpipe.plot.interactive import chart_item, schedule_chart  # noqa: PLC0415 - an extra
+
+    views = [_view(item) for item in shown]
+    num_actions = sum(len(program) for view in views for program in view.programs)
+    if num_actions > MOST_CHARTED:
+        raise _TooManyActionsError(
+            f"it has {num_actions} actions, and a chart may have {MOST_CHARTED}"
+        )
+    return chart_item(schedule_chart(views, theme=theme), theme=theme)
+
+
+def make_frontier(lines: Sequence[FrontierLine], title: str, theme: Theme) -> str:
+    """Return the chart that `Charts.frontier` asks for; raises as `make_schedule`."""
+    require_bokeh()
+    from optpipe.plot.interactive import chart_item, frontier_chart  # noqa: PLC0415 - an extra
+
+    return chart_item(frontier_chart(lines, title, theme=theme), theme=theme)
+
+
+def _view(shown: Shown) -> View:
+    problem = load_problem(shown.problem)
+    if shown.method:
+        return View(
+            title=title_of(shown.method),
+            problem=problem,
+            programs=_built(shown.method, problem),
+        )
+    schedule = load_schedule(shown.schedule)
+    return View(
+        title=f"{shown.title} {title_of(schedule.provenance.method)}".strip(),
+        problem=problem,
+        programs=schedule.programs,
+        bound_ms=schedule.bound_ms,
+    )
+
+
+def _built(method: str, problem: Problem) -> Programs:
+    """Return what a published method makes of a problem; memory limits may be broken."""
+    from optpipe_solver.families import FAMILIES, NotApplicable  # noqa: PLC0415 - heavy
+
+    family = next((family for family in FAMILIES if family.name == method), None)
+    if family is None:
+        names = ", ".join(family.name for family in FAMILIES)
+        raise NotComparableError(
+            f"beside = 'method:{method[:60]}': is no published method; give one of {names}"
+        )
+    try:
+        return family.build(problem)
+    except NotApplicable as reason:
+        raise NotComparableError(
+            f"beside = 'method:{method}': has no schedule for this problem: {reason}; choose "
+            "another method, or another job"
+        ) from None
+
+
+# --- Schedules in other forms than JSON: CSV, a trace, a picture.
+
+
+def as_text(form: str, schedule: str, problem: str = "") -> str:
+    """Return a schedule as text: `csv`, or `trace`, which takes its problem."""
+    programs = load_schedule(schedule).programs
+    if form == "csv":
+        return dump_csv(programs)
+    return dump_chrome_trace(load_problem(problem), programs)
+
+
+def draw(schedule: str, problem: str) -> bytes:
+    """Return the picture that `Charts.picture` asks for.
+
+    Raises
+    ------
+    MissingExtraError
+        If matplotlib is not installed.
+    """
+    drawn = load_schedule(schedule)
+    num_actions = sum(map(len, drawn.programs))
+    if num_actions > MOST_CHARTED:
+        raise _TooManyActionsError(
+            f"it has {num_actions} actions, and a picture may have {MOST_CHARTED}"
+        )
+    from optpipe.plot.image import Panel, draw_svg  # noqa: PLC0415 - needs an optional extra
+
+    title = f"OptPipe ({title_of(drawn.provenance.method)})"
+    panel = Panel(title=title, programs=drawn.programs, bound_ms=drawn.bound_ms)
+    return draw_svg(load_problem(problem), [panel])
+
+
+def draw_frontier(lines: Sequence[FrontierLine], title: str) -> bytes:
+    """Return the picture that `Charts.frontier_picture` asks for; raises as `draw`."""
+    from optpipe.plot.frontier import frontier_svg  # noqa: PLC0415 - needs an optional extra
+
+    return frontier_svg(lines, title)
+
+
+def solution(jobs: JobService, job_id: str, who: Principal) -> tuple[str, StoredSchedule]:
+    """Return a job's best schedule so far and the problem it solves, as JSON texts.
+
+    A plan replaces both, in one go, whenever it finds a better one; so this looks again until
+    nothing was replaced between its looks.
+
+    Raises
+    ------
+    InfeasibleProblemError, NoScheduleError
+        As `JobService.schedule`.
+    """
+    while True:
+        stored = jobs.schedule(job_id, who)
+        problem = jobs.problem(job_id, who)
+        if jobs.find(job_id, who).num_schedules == stored.number:
+            return problem, stored
+
+
+# --- The explanation of a schedule as JSON; made where large request bodies are read.
+# To simulate and to walk a large schedule holds the interpreter's lock for a second or more, so it
+# happens in a process (`optpipe_api.services.parse_pool`), for small ones too: their answer takes
+# as long as a message there and back.
+
+
+class TooLargeToExplainError(TooLargeToDrawError):
+    """The schedule is too large to be explained here."""
+
+    def __init__(self) -> None:
+        InputError.__init__(
+            self,
+            "the schedule is too large: explaining it takes more time or memory than this service "
+            "spends on that; fetch problem and schedule, and run optpipe explain",
+        )
+
+
+async def explanation(pool: ParsePool, schedule: str, problem: str) -> str:
+    """Return the explanation of a schedule, as JSON text of `optpipe.explain.Explanation`.
+
+    Raises
+    ------
+    TooLargeToExplainError
+        If that takes more time or memory than the service spends on it.
+    TooManyBodiesError
+        As `ParsePool.run`.
+    """
+    try:
+        return await pool.run(explain_texts, schedule, problem, is_heavy=True)
+    except BodyTooHeavyError:
+        raise TooLargeToExplainError from None
+
+
+def explain_texts(schedule: str, problem: str) -> str:
+    """Return the explanation of a schedule and its problem."""
+    known = load_schedule(schedule)
+    found = explain(load_problem(problem), known.programs, bound_ms=known.bound_ms)
+    return found.model_dump_json()

@@ -1,0 +1,555 @@
+"""What requests say, made into the service's own values: where bodies are read.
+
+The functions that take a body run in a `optpipe_api.services.parse_pool`, and return what the
+service keeps, answers or passes on. All raise as `decode_json` and as the `parse` of the request
+that they read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import statistics
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from optpipe.errors import ProblemError
+from optpipe.measurements import DeviceFacts, Measurements, Sample
+from optpipe.presets import (
+    Training,
+    estimate,
+    find_gpu,
+    find_model,
+    shape_from_config,
+    total_parameters,
+)
+from optpipe.problem import Problem
+from optpipe.sweep import Variation, family_of, memory_of, num_variations, sweep
+from optpipe.wire import JobKind
+from optpipe_api.batches import ItemPlan
+from optpipe_api.deployments import DeploymentOptions, Report
+from optpipe_api.errors import BodyTooLargeError, RequestError
+from optpipe_api.jobs import NewJob
+from optpipe_api.requests.batches import BatchBody, refuse_many
+from optpipe_api.requests.catalogue import (
+    CompareOptionsBody,
+    Comparison,
+    EstimateBody,
+    EstimateView,
+    VariantBody,
+    VariantView,
+)
+from optpipe_api.requests.deployments import Registration, ReportBody
+from optpipe_api.requests.http import MAX_VALUES, decode_json
+from optpipe_api.requests.jobs import Submission
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+
+    from optpipe.measurements import MeasuredAction
+    from optpipe.model import Model
+    from optpipe.presets import Estimate, ModelShape
+    from optpipe.problem import Device, Stage
+    from optpipe.wire import JobOptions
+    from optpipe_api.settings import Settings
+
+__all__ = [
+    "MOST_BYTES",
+    "ReadBatch",
+    "ReadItem",
+    "Registered",
+    "check_stages",
+    "condensed",
+    "measured_problem",
+    "planned_job",
+    "read_batch",
+    "read_comparison",
+    "read_estimate",
+    "read_registration",
+    "read_report",
+    "read_submission",
+    "read_variant",
+    "solved_job",
+    "times_of",
+    "useful_axes",
+]
+
+
+def read_submission(body: bytes, settings: Settings, methods: Collection[str]) -> NewJob:
+    """Return the job that a submission asks for; it has no owner yet.
+
+    Raises
+    ------
+    InputError
+        Also where its options, or its problem's size, go beyond what this service allows.
+    """
+    submission = Submission.parse(decode_json(body))
+    options = submission.options.within(settings, methods, submission.kind)
+    choices: dict[str, Any] = {"tags": submission.tags, "priority": submission.priority}
+    if submission.model is not None:
+        return planned_job(submission.model, options, settings.max_cells, **choices)
+    if submission.problem is not None:
+        return solved_job(submission.problem, options, settings.max_cells, **choices)
+    raise ValueError("a submission has a problem or a model")
+
+
+def solved_job(
+    problem: Problem, options: JobOptions, max_cells: int | None = None, **choices: Any
+) -> NewJob:
+    """Return the job that solves a problem; ``choices`` are other fields of it.
+
+    Raises
+    ------
+    ProblemError
+        If the problem has more than ``max_cells`` cells; None = no limit.
+    """
+    num_cells = _checked_cells(len(problem.stages), problem.num_microbatches, max_cells)
+    return NewJob(
+        name=problem.name,
+        problem_hash=problem.problem_hash,
+        shape_hash=_shape_hash(problem),
+        objective=problem.objective,
+        options=options,
+        problem=problem.model_dump_json(by_alias=True),
+        num_cells=num_cells,
+        **choices,
+    )
+
+
+def planned_job(
+    model: Model, options: JobOptions, max_cells: int | None = None, **choices: Any
+) -> NewJob:
+    """Return the job that plans a model; raises as `solved_job`."""
+    data = model.model_dump(mode="json", by_alias=True)
+    num_cells = _checked_cells(model.num_layers, model.num_microbatches, max_cells)
+    return NewJob(
+        kind=JobKind.PLAN,
+        name=model.name,
+        problem_hash=_hash_of({**data, "name": ""}),
+        objective=model.objective,
+        options=options,
+        model=model.model_dump_json(by_alias=True),
+        num_cells=num_cells,
+        **choices,
+    )
+
+
+def _checked_cells(num_stages: int, num_microbatches: int, max_cells: int | None) -> int:
+    num_cells = num_stages * num_microbatches
+    if max_cells is not None and num_cells > max_cells:
+        raise ProblemError(
+            f"num_microbatches = {num_microbatches}: stages x num_microbatches = {num_cells} "
+            f"exceeds {max_cells}, the limit of this service (OPTPIPE_MAX_CELLS); lower "
+            "num_microbatches"
+        )
+    return num_cells
+
+
+def _shape_hash(problem: Problem) -> str:
+    """Return the hash of what decides whether programs can be legal at all, sizes aside."""
+    return _hash_of(
+        {
+            "num_microbatches": problem.num_microbatches,
+            "objective": problem.objective,
+            "num_devices": len(problem.devices),
+            "placement": problem.placement,
+            "stages": [
+                [problem.can_offload(index), stage.can_recompute, stage.backward_ms is not None]
+                for index, stage in enumerate(problem.stages)
+            ],
+        }
+    )
+
+
+def _hash_of(data: object) -> str:
+    text = json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return "sha256:" + hashlib.sha256(text.encode()).hexdigest()
+
+
+def read_comparison(body: bytes, max_cells: int) -> tuple[str, CompareOptionsBody]:
+    """Return the problem to compare methods on, as JSON text, and how to compare them."""
+    comparison = Comparison.parse(decode_json(body))
+    problem = comparison.problem
+    _checked_cells(len(problem.stages), problem.num_microbatches, max_cells)
+    return problem.model_dump_json(by_alias=True), comparison.options
+
+
+# --- Batches. A small body may ask for hundreds of problems.
+
+MOST_BYTES = 32 * 1024**2
+"""Of the problems of one batch together, as they are stored."""
+_MOST_VALUES = 4 * MAX_VALUES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadItem:
+    """An item: the job that solves it, which has no owner yet, and what tables say of it."""
+
+    job: NewJob
+    plan: ItemPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadBatch:
+    """A batch, read: its items, and what they have in common.
+
+    ``what_if`` is the job that the items are made of, which the body only names; else empty.
+    """
+
+    name: str
+    axes: dict[str, list[Any]]
+    options: JobOptions
+    tags: tuple[str, ...]
+    priority: int
+    what_if: str
+    items: tuple[ReadItem, ...]
+
+
+def read_batch(body: bytes, settings: Settings, methods: Collection[str]) -> ReadBatch:
+    """Return what the body of a batch asks for.
+
+    Raises
+    ------
+    BodyTooLargeError
+        If its problems together are too large.
+    ProblemError
+        If an item is larger than this service takes.
+    """
+    limit = settings.max_batch_items
+    batch = BatchBody.parse(decode_json(body, _MOST_VALUES), limit)
+    refuse_many(num_variations(batch.axes), limit)
+    options = batch.options.within(settings, methods)
+    variations = _variations(batch)
+    choices: dict[str, Any] = {"tags": batch.tags, "priority": batch.priority}
+    drafts = _drafts(variations, options, settings.max_cells, choices)
+    return ReadBatch(
+        name=batch.name or _name_of(batch),
+        axes=batch.axes,
+        options=options,
+        what_if=batch.what_if,
+        items=tuple(
+            ReadItem(job=job, plan=_plan(variation))
+            for job, variation in zip(drafts, variations, strict=True)
+        ),
+        **choices,
+    )
+
+
+def _name_of(batch: BatchBody) -> str:
+    """Return the name of the problem, or of the first one; empty where they are yet to be made."""
+    first = batch.problem or next(iter(batch.problems or ()), None)
+    return "" if first is None else first.name
+
+
+def _variations(batch: BatchBody) -> list[Variation]:
+    if batch.problem is not None:
+        return sweep(batch.problem, batch.axes)
+    return [Variation(values={}, problem=problem) for problem in batch.problems or ()]
+
+
+def _drafts(
+    variations: Sequence[Variation], options: JobOptions, max_cells: int, choices: dict[str, Any]
+) -> list[NewJob]:
+    drafts: list[NewJob] = []
+    num_bytes = 0
+    for index, variation in enumerate(variations):
+        try:
+            drafts.append(solved_job(variation.problem, options, max_cells, **choices))
+        except ProblemError as error:
+            name = variation.problem.name
+            raise ProblemError(f"item {index} ({name}): {error}") from error
+        num_bytes += len(drafts[-1].problem or "")
+        if num_bytes > MOST_BYTES:
+            raise BodyTooLargeError(
+                f"the first {len(drafts)} of {len(variations)} problems take more than "
+                f"{MOST_BYTES} bytes together, the limit of this service; send several batches"
+            )
+    return drafts
+
+
+def _plan(variation: Variation) -> ItemPlan:
+    return ItemPlan(
+        values=variation.values,
+        memory_bytes=memory_of(variation.problem),
+        family=family_of(variation.problem),
+    )
+
+
+# --- What training runs send.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Registered:
+    """A registration, read: the problem (JSON text) to be scheduled, and how.
+
+    ``name`` is empty where none was given.
+    """
+
+    name: str
+    problem_name: str
+    problem: str
+    problem_hash: str
+    options: DeploymentOptions
+
+
+def read_registration(body: bytes, settings: Settings, methods: Collection[str]) -> Registered:
+    """Return what the body of a registration asks for.
+
+    Raises
+    ------
+    InputError
+        Also where its options, or its problem's size, go beyond what this service allows.
+    """
+    registration = Registration.parse(decode_json(body))
+    job = solved_job(
+        registration.problem, registration.options.within(settings, methods), settings.max_cells
+    )
+    return Registered(
+        name=registration.name,
+        problem_name=job.name,
+        problem=job.problem or "",
+        problem_hash=job.problem_hash,
+        options=DeploymentOptions(job=job.options, threshold=registration.threshold),
+    )
+
+
+def read_report(body: bytes) -> Report:
+    """Return what the body of a report says, its times condensed."""
+    report = ReportBody.parse(decode_json(body))
+    return Report(
+        document=condensed(report.actions),
+        version=report.version,
+        step=report.step,
+        step_ms=report.step_ms,
+    )
+
+
+# --- Problems that a form describes: estimated from a catalogue, varied by a slider.
+
+_ALWAYS = ("num_microbatches", "memory_scale", "memory_gb", "objective")
+_TRAINING = (
+    "micro_batch",
+    "sequence",
+    "tp",
+    "cp",
+    "ep",
+    "dp",
+    "zero",
+    "precision",
+    "flash",
+    "sequence_parallel",
+    "lean",
+)
+
+
+def read_estimate(body: bytes) -> str:
+    """Return the `EstimateView` of a request as JSON text.
+
+    Raises
+    ------
+    OptPipeError
+        Also as `estimate` and `sweep`.
+    """
+    wanted = EstimateBody.parse(decode_json(body))
+    shape = _shape(wanted)
+    found = _estimate(shape, wanted)
+    view = EstimateView(
+        **_view_fields(_vary(found.problem, wanted.values)),
+        parameters=total_parameters(shape),
+        mfu=found.mfu,
+        sizes=list(found.sizes),
+        notes=list(map(str, found.notes)),
+    )
+    return view.model_dump_json(by_alias=True)
+
+
+def read_variant(body: bytes) -> str:
+    """Return the `VariantView` of a request as JSON text; raises also as `sweep`."""
+    wanted = VariantBody.parse(decode_json(body))
+    view = VariantView(**_view_fields(_vary(wanted.problem, wanted.values)))
+    return view.model_dump_json(by_alias=True)
+
+
+def useful_axes(problem: Problem) -> list[str]:
+    """Return the named axes of `optpipe.sweep` that can change this problem."""
+    has_bus = any(device.d2h_gb_per_s is not None for device in problem.devices)
+    has_limit = any(link.bandwidth_gb_per_s is not None for link in problem.links)
+    found = {
+        "pcie_scale": has_bus,
+        "link_scale": has_limit,
+        "latency_ms": bool(problem.links),
+        "placement": len(problem.stages) > len(problem.devices),
+        "offload": any(map(problem.can_offload, range(len(problem.stages)))),
+        "recompute": any(stage.can_recompute for stage in problem.stages),
+    }
+    return [*_ALWAYS, *(name for name, is_useful in found.items() if is_useful)]
+
+
+def _shape(body: EstimateBody) -> ModelShape:
+    if body.model is not None:
+        return find_model(body.model)
+    return shape_from_config(json.dumps(body.config))
+
+
+def _estimate(shape: ModelShape, body: EstimateBody) -> Estimate:
+    hardware = find_gpu(body.gpu)
+    return estimate(
+        shape,
+        hardware,
+        Training(**{name: getattr(body, name) for name in _TRAINING}),
+        pp=body.pp,
+        num_microbatches=body.num_microbatches,
+        chunks=body.chunks,
+        placement=body.placement or ("linear" if body.chunks == 1 else "loop"),
+        efficiency=hardware.efficiency.with_pcie(body.pcie_efficiency),
+        mfu=body.mfu,
+        memory_bytes=body.memory_bytes,
+    )
+
+
+def _vary(problem: Problem, values: Mapping[str, Any]) -> Problem:
+    if not values:
+        return problem
+    (variation,) = sweep(problem, {name: [value] for name, value in values.items()})
+    return variation.problem
+
+
+def _view_fields(problem: Problem) -> dict[str, Any]:
+    return {
+        "problem": problem,
+        "problem_hash": problem.problem_hash,
+        "axes": useful_axes(problem),
+        "usable_bytes": [device.usable_bytes for device in problem.devices],
+        "static_bytes": [problem.static_bytes_of(index) for index in range(len(problem.devices))],
+    }
+
+
+# --- From the reports of a training run to the problem as measured: other times, the same bytes.
+# A time is the median over the newest reports, each of which counts with its own median. Where one
+# way of doing a backward was never measured because the schedule in use does not do it so, its time
+# grows or shrinks with those of the same stage that were: a stage that computes more slowly does so
+# in every form. A RECOMPUTE that was not measured goes with F.
+
+_BACKWARDS: tuple[MeasuredAction, ...] = ("I", "W", "B")
+
+
+def condensed(measurements: Measurements) -> str:
+    """Return what is kept of a report, as JSON: one time per stage and action, the medians.
+
+    Raises
+    ------
+    RequestError
+        If nothing was measured.
+    """
+    if not measurements.samples:
+        raise RequestError("actions.samples is empty; report the times of at least one action")
+    kept = measurements.condensed()
+    # What is said of stages is about their sizes, and those stay.
+    wanted = {"source", "samples", "devices", "transfers"}
+    return kept.model_dump_json(include=wanted, exclude_defaults=True)
+
+
+def check_stages(registered: str, report: str) -> None:
+    """Refuse a report, as `condensed` leaves it, of stages that a problem does not have.
+
+    Raises
+    ------
+    RequestError
+        With the stage.
+    """
+    num_stages = len(Problem.model_validate_json(registered).stages)
+    last = max(sample.stage for sample in Measurements.model_validate_json(report).samples)
+    if last >= num_stages:
+        raise RequestError(
+            f"actions.samples name stage {last}, but the deployment has {num_stages} stages, "
+            "numbered from 0; report to the deployment that runs"
+        )
+
+
+def measured_problem(registered: str, reports: Sequence[str]) -> str:
+    """Return a problem with the times of reports, oldest first, as `condensed` leaves them.
+
+    Raises
+    ------
+    MeasurementError
+        If a measured link joins devices that are not there.
+    """
+    base = Problem.model_validate_json(registered)
+    reported = [Measurements.model_validate_json(report) for report in reports]
+    measured = Measurements(
+        source="training",
+        samples=tuple(sample for one in reported for sample in one.samples),
+        placement=base.placement,
+        transfers=tuple(transfer for one in reported for transfer in one.transfers),
+    )
+    inferred = tuple(_inferred(measured, base.stages))
+    whole = Measurements(
+        source=measured.source,
+        samples=measured.samples + inferred,
+        placement=measured.placement,
+        transfers=measured.transfers,
+    )
+    rates = [one.devices for one in reported]
+    devices = tuple(
+        _with_rates(device, [facts[index] for facts in rates if index < len(facts)])
+        for index, device in enumerate(base.devices)
+    )
+    problem = whole.problem(base=base)
+    return problem.model_copy(update={"name": base.name, "devices": devices}).model_dump_json(
+        by_alias=True
+    )
+
+
+def times_of(stage: Stage) -> dict[MeasuredAction, float]:
+    """Return how long each action of a stage takes, in ms; none that it cannot do."""
+    times: dict[MeasuredAction, float] = {
+        "F": stage.forward_ms,
+        "I": stage.backward_input_ms,
+        "W": stage.backward_weight_ms,
+    }
+    if stage.backward_ms is not None:
+        times["B"] = stage.backward_ms
+    if stage.recompute_ms is not None:
+        times["RECOMPUTE"] = stage.recompute_ms
+    return times
+
+
+def _inferred(measured: Measurements, stages: Sequence[Stage]) -> Iterator[Sample]:
+    """Yield times of the actions that were not measured, of stages of which something was."""
+    for index, stage in enumerate(stages):
+        known = {
+            action: found.median_ms
+            for (of, action), found in measured.spreads.items()
+            if of == index
+        }
+        for action, planned_ms in times_of(stage).items():
+            if known and action not in known:
+                like = _BACKWARDS if action in _BACKWARDS else ("F",)
+                time_ms = planned_ms * _slowdown(stage, known, like)
+                yield Sample(stage=index, action=action, time_ms=time_ms)
+
+
+def _slowdown(
+    stage: Stage, known: dict[MeasuredAction, float], like: Iterable[MeasuredAction]
+) -> float:
+    """Return how much longer than planned the known ones among some actions take; 1 = unknown."""
+    planned = times_of(stage) | {"B": stage.fused_backward_ms}
+    found = [action for action in like if action in known]
+    planned_ms = sum(planned[action] for action in found)
+    return sum(known[action] for action in found) / planned_ms if planned_ms > 0 else 1.0
+
+
+def _with_rates(device: Device, facts: Sequence[DeviceFacts]) -> Device:
+    """Return a device with the median of its measured copy rates.
+
+    Where copies wait for each other - shared uplinks, half duplex - a measured time holds the
+    waiting, which the simulator adds by itself: there the rates stay.
+    """
+    if not device.can_offload or device.half_duplex or device.pcie_group is not None:
+        return device
+    down = [one.d2h_gb_per_s for one in facts if one.d2h_gb_per_s is not None]
+    up = [one.h2d_gb_per_s for one in facts if one.h2d_gb_per_s is not None]
+    update = {"d2h_gb_per_s": statistics.median(down)} if down else {}
+    return device.model_copy(
+        update=update | ({"h2d_gb_per_s": statistics.median(up)} if up else {})
+    )
