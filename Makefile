@@ -1,9 +1,11 @@
 # On a machine with Python 3.11+ and make:
 #
 #   make run     set up, solve the example through the service, train by the schedule (ARGS=--once: then end)
-#   make test    set up, run every test that pip alone can provide for (PYTEST_ARGS=... is passed on)
+#   make test    set up, run the tests that pip alone can provide for (PYTEST_ARGS=... is passed on)
+#   make test-long                those and the long ones, with a thousand random examples: hours
 #   make lint types contracts     what .ci/run checks besides
 #   make docs                     the documentation as HTML, in build/docs
+#   make client                   the client for plain code, anew from the one for async code
 #   make constraints              renew the pins
 #   make bench                    the benchmark set against its peers: hours, resumable
 #   make bench-smoke              five small problems of it, a minute
@@ -20,47 +22,69 @@ JOBS ?= 2
 EXTRAS_run := server,runtime
 EXTRAS_test := $(EXTRAS_run),postgres,plot,ray,dev
 EXTRAS_ci := $(EXTRAS_test),docs,ci
+# What is installed already, if it is more, will do.
+TEST_INSTALL := $(firstword $(wildcard .venv/.installed-ci) .venv/.installed-test)
+RUN_INSTALL := $(firstword $(wildcard .venv/.installed-ci .venv/.installed-test) .venv/.installed-run)
 
-.PHONY: help run test lint format types contracts docs setup-ci constraints clean
+# Kernels are compiled before any clock runs, once for each change of them.
+WARM_UP = $(BIN)/python -c 'import optpipe_solver; optpipe_solver.warm_up()'
+# Files side by side, the longest first; the time of each test is kept in build/tests.
+PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations 10
+
+.PHONY: help run test test-long lint format types contracts client docs setup-ci constraints clean
 .PHONY: bench bench-smoke frontier
 .DELETE_ON_ERROR:
 
 help:
 	@sed -n 's/^#   //p' Makefile
 
-run: .venv/.installed-run
+run: $(RUN_INSTALL)
+	$(WARM_UP)
 	$(BIN)/python examples/quickstart.py $(ARGS)
 
-# Kernels are compiled before any test's clock runs: minutes, once for each change of them.
-test: .venv/.installed-test
-	$(BIN)/python -c 'import optpipe_solver; optpipe_solver.warm_up()'
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+test: $(TEST_INSTALL)
+	$(WARM_UP)
+	$(PYTEST) --junit-xml build/tests/test.xml $(PYTEST_ARGS)
 
-lint: .venv/.installed-test
+# With those of PostgreSQL too, where OPTPIPE_TEST_POSTGRES_URL names a server; .ci/run has the
+# browser's. What fails in a random example is tried again first, from .hypothesis/examples.
+test-long: $(TEST_INSTALL)
+	$(WARM_UP)
+	HYPOTHESIS_PROFILE=long $(PYTEST) --timeout 3600 --junit-xml build/tests/test-long.xml \
+	  -m 'not browser$(if $(OPTPIPE_TEST_POSTGRES_URL),, and not postgres)' $(PYTEST_ARGS)
+
+lint: $(TEST_INSTALL)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-format: .venv/.installed-test
+format: $(TEST_INSTALL)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-types: .venv/.installed-test
+types: $(TEST_INSTALL)
 	$(BIN)/mypy
 
-contracts: .venv/.installed-test
+contracts: $(TEST_INSTALL)
 	$(BIN)/lint-imports --no-logo
+
+# optpipe/client/client.py from async_client.py, after a change of the latter.
+client: .venv/.installed-test
+	$(BIN)/python -m tests.test_client_twin
 
 docs: .venv/.installed-ci
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going -q -b html docs build/docs
 
-bench: .venv/.installed-test
+bench: $(TEST_INSTALL)
+	$(WARM_UP)
 	$(BIN)/python -m benchmarks.bench $(ARGS)
 	$(BIN)/python -m benchmarks.report
 
-bench-smoke: .venv/.installed-test
+bench-smoke: $(TEST_INSTALL)
+	$(WARM_UP)
 	$(BIN)/python -m benchmarks.bench --smoke
 
-frontier: .venv/.installed-test
+frontier: $(TEST_INSTALL)
+	$(WARM_UP)
 	$(BIN)/python -m benchmarks.frontier $(ARGS)
 
 setup-ci: .venv/.installed-ci
@@ -70,7 +94,6 @@ setup-ci: .venv/.installed-ci
 .venv/.installed-%: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "optpipe: installing '.[$(EXTRAS_$*)]' into .venv (minutes the first time)"
 	$(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt --editable '.[$(EXTRAS_$*)]'
-	$(BIN)/python -c 'import optpipe_solver; optpipe_solver.warm_up()'
 	@touch $@
 
 $(BIN)/python:

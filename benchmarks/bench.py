@@ -5,11 +5,11 @@
 
 Contestants: ``families`` (the best published schedule, which is also the start of CP-SAT, outside
 its clock), ``ours`` (one solve; its values at ``--seconds`` and at the end are read from its
-trace), ``plain-milp``, ``cp-sat``. Programs are judged here, by `find_violations` and `simulate`,
-not by who made them. A row per instance and solver is appended to ``results/bench.csv``; what
-stands there for this commit is not run again without ``--again``. ``--smoke`` runs a few small
-instances for seconds, writes nothing, and fails where a contestant has nothing legal or ours is
-worse than the best family.
+trace), ``milp`` (the full-horizon model), ``cp-sat``. Programs are judged here, by
+`find_violations` and `simulate`, not by who made them. A row per instance and solver is appended to
+``results/bench.csv``; what stands there for this commit is not run again without ``--again``.
+``--smoke`` runs a few small instances for seconds, writes nothing, and fails where a contestant has
+nothing legal or ours is worse than the best family.
 """
 
 from __future__ import annotations
@@ -145,6 +145,8 @@ class Contest:
             peak_bytes=said.peak_bytes,
             commit=self.commit,
             machine=self.machine,
+            bound_method=said.bound_method,
+            cpu_seconds=" ".join(f"{part}={spent:.2f}" for part, spent in said.cpu_seconds.items()),
         )
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from benchmarks.machine import stamp
 from optpipe import Problem
 from optpipe_solver.bounds import Bound, lower_bounds
-from optpipe_solver.exact.configurations import configurations_ms
+from optpipe_solver.bounds.configurations import configurations_ms
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

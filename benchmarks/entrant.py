@@ -24,7 +24,7 @@ __all__ = ["ENTRANTS", "ROOT", "run_apart"]
 ENTRANTS = {
     "families": "benchmarks.peers.families",
     "ours": "benchmarks.peers.ours",
-    "plain-milp": "benchmarks.peers.plain_milp",
+    "milp": "benchmarks.peers.milp",
     "cp-sat": "benchmarks.peers.cp_sat",
 }
 """Contestants and the modules whose ``answer(job)`` runs them."""

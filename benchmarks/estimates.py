@@ -27,20 +27,17 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from optpipe.presets.catalogue import PIPEOFFLOAD, find_gpu, find_model
+from optpipe.presets.costs import Machine, layer_kept, layer_work, model_flops
 from optpipe.presets.estimate import estimate
-from optpipe.presets.flops import layer_work, model_flops
-from optpipe.presets.hardware import find_gpu
-from optpipe.presets.memory import layer_kept
-from optpipe.presets.models import PIPEOFFLOAD, find_model
-from optpipe.presets.times import Machine
-from optpipe.presets.training import Training
+from optpipe.presets.shape import Training
 from optpipe.simulate import simulate
-from optpipe_solver.families.one_f_one_b import build_one_f_one_b
+from optpipe_solver.families.classic import build_one_f_one_b
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from optpipe.presets.hardware import Efficiency
+    from optpipe.presets.catalogue import Efficiency
     from optpipe.presets.shape import ModelShape
 
 HERE = Path(__file__).parent

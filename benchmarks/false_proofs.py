@@ -14,12 +14,13 @@ import random
 from typing import TYPE_CHECKING
 
 from optpipe import Problem
-from optpipe_solver.exact.improve import improve_by_exact_search
+from optpipe_solver.arrays.grid import Goal
+from optpipe_solver.budget import Stop
+from optpipe_solver.exact.device_subsets import improve_by_exact_search
 from optpipe_solver.incumbent import Incumbent
 from optpipe_solver.milp.highs import solve_milp
-from optpipe_solver.milp.horizon.grid import Goal
 from optpipe_solver.milp.horizon.model import HorizonModel
-from optpipe_solver.starts import all_starts
+from optpipe_solver.portfolio import all_starts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -58,18 +59,18 @@ def open_problems(draw: random.Random) -> Iterator[tuple[Problem, float, float]]
         if best.programs is None:
             continue
         family_ms = best.objective_ms
-        improve_by_exact_search(best, time_limit_s=20, threads=1, seed=0)
+        improve_by_exact_search(best, Stop(20))
         if best.is_optimal and best.objective_ms < family_ms * (1 - 1e-6):
             yield problem, family_ms, best.objective_ms
 
 
 def num_false(problem: Problem, family_ms: float, optimum_ms: float, seeds: int) -> int:
     """Return with how many seeds HiGHS's bound is above the optimum."""
-    goal = Goal.of(problem, family_ms, cutoff=True)
+    goal = Goal.of(problem, family_ms)
     false = 0
     for seed in range(seeds):
         model = HorizonModel(problem, goal.horizon_ms, fifo=True)
-        outcome = solve_milp(model.model, time_limit_s=60, seed=seed)
+        outcome = solve_milp(model.model, Stop(60, seed=seed))
         bound = goal.proven_ms if outcome.bound is None else goal.proven(outcome.bound)
         false += bound > optimum_ms * (1 + 1e-6)
     return false

@@ -25,8 +25,8 @@ from optpipe import Problem, find_violations
 from optpipe_solver.families import FAMILIES, Family, NotApplicable
 from optpipe_solver.families.registry import Limit
 from optpipe_solver.families.replace import replaced
-from optpipe_solver.smallest_memory import smallest_memory
-from optpipe_solver.starts import all_starts
+from optpipe_solver.feasibility import smallest_memory
+from optpipe_solver.portfolio import all_starts
 
 SIZES = ((8, 64), (16, 128), (64, 512))
 SHAPES: tuple[tuple[Any, int], ...] = (("linear", 1), ("loop", 2), ("v", 2), ("loop", 4))

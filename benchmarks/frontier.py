@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from benchmarks.instances.profiles import ZB, pipeline, stage, with_context, zb_stage
 from optpipe import Problem
-from optpipe_solver.smallest_memory import smallest_memory
+from optpipe_solver.feasibility import smallest_memory
 from optpipe_solver.solve import solve
 
 if TYPE_CHECKING:

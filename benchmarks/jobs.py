@@ -70,13 +70,16 @@ class Answer:
     """What a contestant says; nothing of it is believed but the programs (see `judge`).
 
     ``bound_ms`` is None where nothing is proven, ``status`` the contestant's own word, ``method``
-    who found the programs, ``peak_bytes`` the largest resident size of the process.
+    who found the programs, ``bound_method`` who proved the bound, ``cpu_seconds`` what each part
+    took, ``peak_bytes`` the largest resident size of the process.
     """
 
     programs: Programs | None
     bound_ms: float | None = None
     status: str = ""
     method: str = ""
+    bound_method: str = ""
+    cpu_seconds: dict[str, float] = field(default_factory=dict)
     trace: tuple[TracePoint, ...] = ()
     seconds: float = 0.0
     peak_bytes: int = 0
@@ -96,7 +99,9 @@ class Answer:
         return cls(programs=_programs(data.pop("programs")), trace=trace, **data)
 
 
-_PLAIN = ("bound_ms", "status", "method", "seconds", "peak_bytes", "extra")
+_PLAIN = (
+    "bound_ms", "status", "method", "bound_method", "cpu_seconds", "seconds", "peak_bytes", "extra",
+)  # fmt: skip
 
 
 @dataclass(slots=True)

@@ -27,7 +27,9 @@ class Row:
     """What one solver reached on one instance; times in ms, None where there is none.
 
     ``seconds`` is the time it was given or took, whichever is less; ``refused`` counts answers
-    that `optpipe.check` did not let pass.
+    that `optpipe.check` did not let pass. ``bound_method`` is the part that proved the bound and
+    ``cpu_seconds`` lists those of each part of the whole run, ``part=seconds``; rows from before
+    they were kept have neither.
     """
 
     instance: str
@@ -42,6 +44,8 @@ class Row:
     peak_bytes: int
     commit: str
     machine: str
+    bound_method: str = ""
+    cpu_seconds: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +82,7 @@ def read(path: Path = RESULTS) -> list[Row]:
     if not path.exists():
         return []
     with path.open(encoding="utf-8", newline="") as file:
-        return [Row(**_typed(row)) for row in csv.DictReader(file)]
+        return [Row(**_typed(row)) for row in csv.DictReader(file, restval="")]
 
 
 def append(rows: Iterable[Row], path: Path = RESULTS) -> None:

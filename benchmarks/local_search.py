@@ -16,10 +16,11 @@ from typing import Any, NamedTuple
 from machine import stamp
 
 from optpipe import Problem, Programs
-from optpipe.formats.csv_text import dump_csv, load_csv
-from optpipe_solver.improve.search.local_search import improve_by_local_search
+from optpipe.formats.csv import dump_csv, load_csv
+from optpipe_solver.budget import Stop
 from optpipe_solver.incumbent import Incumbent
-from optpipe_solver.starts import all_starts
+from optpipe_solver.local_search.search import improve_by_local_search
+from optpipe_solver.portfolio import all_starts
 
 EXAMPLES = Path(__file__).parent.parent / "examples" / "problems"
 INSTANCES = Path(__file__).parent / "instances"
@@ -128,10 +129,13 @@ def row(name: str, problem: Problem, given: list[Programs], seconds: float, seed
     """Search once; one Markdown row."""
     best = Incumbent(problem)
     best.offer(given[0], "start")
+    for rank, programs in enumerate(given[1:4]):
+        best.keep(programs, best.objective_ms + rank)
     start_ms = best.objective_ms
     best.began = time.perf_counter()
     began = time.process_time()
-    work = improve_by_local_search(best, time_limit_s=seconds, seed=seed, starts=given[1:4])
+    stop = Stop(seconds, seed=seed)
+    improve_by_local_search(best, stop)
     took = time.process_time() - began
     seen = [(e.seconds, e.objective_ms) for e in best.trace[1:] if e.objective_ms is not None]
     early = min((ms for at, ms in seen if at <= seconds / 3), default=start_ms)
@@ -139,7 +143,7 @@ def row(name: str, problem: Problem, given: list[Programs], seconds: float, seed
     cells = (start_ms, early, best.objective_ms)
     numbers = " | ".join(f"{cell:,.2f}" for cell in cells)
     known_text = "" if known is None else f"{known:,.0f}"
-    return f"| {name} | {numbers} | {known_text} | {work / took / 1e6:.1f} | {took:.1f} |"
+    return f"| {name} | {numbers} | {known_text} | {stop.spent / took / 1e6:.1f} | {took:.1f} |"
 
 
 def main() -> None:

@@ -124,7 +124,7 @@ class Row:
 
 def solve(problem: Problem, **_: object) -> Result:
     """Answer with ZB-H1 at once: here only the page counts."""
-    from optpipe_solver.families.zb_h1 import build_zb_h1
+    from optpipe_solver.families.zero_bubble import build_zb_h1
     from optpipe_solver.result import Result, SolveStatus
 
     programs = build_zb_h1(problem)

@@ -26,9 +26,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from optpipe import Problem, find_violations, simulate
 from optpipe.memory import device_peak_bytes
-from optpipe_solver.families.gis import grouped_interleaved
-from optpipe_solver.families.pipeoffload import pipeoffload
-from optpipe_solver.smallest_memory import smallest_memory
+from optpipe_solver.families.pipeoffload import grouped_interleaved, pipeoffload
+from optpipe_solver.feasibility import smallest_memory
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

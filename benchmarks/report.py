@@ -25,7 +25,7 @@ __all__ = ["Table", "entry"]
 
 LEDGER = Path(__file__).parent / "RESULTS.md"
 _TOLERANCE = 1e-6
-_PEERS = ("families", "cp-sat", "plain-milp")
+_PEERS = ("families", "cp-sat", "milp")
 
 
 @dataclass(frozen=True, slots=True)

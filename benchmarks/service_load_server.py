@@ -1,18 +1,14 @@
-"""The two servers of `benchmarks.service_load`, each in a process of its own, and their pulse.
+"""The two servers of `benchmarks.service_load`, each in a process of its own.
 
 ``service`` is OptPipe's own application, ``bare`` a FastAPI application whose routes return bytes
-that lie ready. Both run in the very process that ``optpipe serve`` makes, and in both a task of the
-event loop notes how much later than asked it was woken: the longest such stall is what a request
-waited for nothing.
+that lie ready. Both run in the very process that ``optpipe serve`` makes.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
 import sys
 import threading
-import time
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,7 +17,7 @@ from fastapi import FastAPI, Request, Response
 
 from optpipe_api import Settings, create_app
 from optpipe_api.logs import set_up_logs
-from optpipe_api.server import Server, let_go, server_config
+from optpipe_api.main import ApiServer, let_go, server_config
 
 if TYPE_CHECKING:
     import socket
@@ -29,59 +25,23 @@ if TYPE_CHECKING:
 
 __all__ = ["main"]
 
-_PULSE_S = 0.005
 
-
-class Pulse:
-    """How late an event loop is: in all, and for its own process's sake; read in another thread.
-
-    *Own* is what the process computed meanwhile, in whatever thread, where that is less: the rest
-    of a stall is the time for which the machine computed something else.
-    """
-
-    def __init__(self) -> None:
-        self._late_ms: list[tuple[float, float]] = []
-
-    def take(self) -> dict[str, float]:
-        """Return the worst and the 99th percentile of both since the last call, in ms."""
-        late_ms, self._late_ms = self._late_ms, []
-        stalls = sorted(late for late, _ in late_ms) or [0.0]
-        own = sorted(own for _, own in late_ms) or [0.0]
-        return {
-            "worst_ms": stalls[-1],
-            "p99_ms": stalls[int(0.99 * (len(stalls) - 1))],
-            "own_worst_ms": own[-1],
-        }
-
-    async def beat(self) -> None:
-        """Note, again and again, how late the loop is."""
-        while True:
-            asked, computed = time.perf_counter() + _PULSE_S, time.process_time()
-            await asyncio.sleep(_PULSE_S)
-            late = max(0.0, time.perf_counter() - asked)
-            own = min(late, time.process_time() - computed)
-            self._late_ms.append((1000 * late, 1000 * own))
-
-
-class _Server(Server):
-    """Beats beside the requests, and ends when its standard input does."""
+class _Server(ApiServer):
+    """Ends when its standard input does."""
 
     def __init__(self, app: FastAPI, settings: Settings) -> None:
         config = server_config(app, settings)
         config.port, config.timeout_graceful_shutdown = 0, 2
         super().__init__(config)
-        self.pulse = Pulse()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        self._beating = asyncio.create_task(self.pulse.beat())
         threading.Thread(target=self._obey, daemon=True).start()
         port = self.servers[0].sockets[0].getsockname()[1]
         print(json.dumps({"url": f"http://127.0.0.1:{port}"}), flush=True)
 
     def _obey(self) -> None:
-        for _ in sys.stdin:
-            print(json.dumps(self.pulse.take()), flush=True)
+        sys.stdin.read()
         let_go(self.config.app)
         self.should_exit = True
 

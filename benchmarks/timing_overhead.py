@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from optpipe import Provenance, Schedule, evaluate, parse_action
 from optpipe.problem import Device, Problem, Stage
 from optpipe.runtime import ActionTimer, PipelineRunner
-from optpipe.runtime.measuring.clock import clock_for
+from optpipe.runtime.measuring.times import clock_for
 from optpipe.runtime.timing import DEFAULT_EVERY
 
 if TYPE_CHECKING:

@@ -28,9 +28,10 @@ from typing import Any
 from machine import stamp
 
 from optpipe import Problem
-from optpipe_solver.improve.circular.memory import small_memory
+from optpipe_solver.budget import Stop
+from optpipe_solver.milp.periodic.circular_search import small_memory
 from optpipe_solver.milp.periodic.items import load_ms
-from optpipe_solver.milp.periodic.search import Budget, Found, smallest_memory
+from optpipe_solver.milp.periodic.questions import Found, smallest_memory
 
 HERE = Path(__file__).parent
 LEDGER = HERE / "RESULTS.md"
@@ -68,7 +69,7 @@ def share(num_bytes: float, p: int) -> float:
 def asked(problem: Problem, bubble: float, seconds: float) -> tuple[Found, float]:
     """The smallest memory at load / (1 - bubble), and the seconds it took."""
     began = time.perf_counter()
-    found = smallest_memory(problem, load_ms(problem) / (1.0 - bubble), Budget(seconds))
+    found = smallest_memory(problem, load_ms(problem) / (1.0 - bubble), Stop(seconds))
     return found, time.perf_counter() - began
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from importlib.metadata import version as installed
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,9 +23,13 @@ version = release = installed("optpipe")
 extensions = [
     "myst_parser",
     "sphinx.ext.autodoc",
+    "sphinx.ext.mathjax",
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
+    "sphinxcontrib.openapi",
+    "sphinxcontrib.typer",
 ]
+openapi_default_renderer = "httpdomain"
 myst_enable_extensions = ["dollarmath", "colon_fence", "attrs_inline"]
 myst_heading_anchors = 3
 autodoc_typehints = "signature"
@@ -39,16 +44,15 @@ nitpicky = False
 exclude_patterns = ["_build", "generators"]
 html_theme = "furo"
 html_title = "OptPipe"
-html_static_path: list[str] = []
+# MathJax comes out of a package and is copied: formulas are set without any network.
+_MATHJAX = Path(find_spec("sphinx-mathjax-offline").origin).parent / "static" / "mathjax"
+mathjax_path = "tex-svg.js"
+html_static_path = [str(_MATHJAX / mathjax_path)]
 html_copy_source = False
-html_math_renderer = "drawn"
 
 
 def setup(app: Sphinx) -> None:
     """Make what nobody writes by hand before the pages are read."""
-    from docs.generators.mathematics import install  # noqa: PLC0415 - found by the path above
-
-    install(app)
     app.connect("config-inited", _generate)
     app.connect("source-read", _link_functions)
 
@@ -61,6 +65,6 @@ def _generate(_app: Sphinx, _config: Config) -> None:
 
 def _link_functions(_app: Sphinx, _page: str, source: list[str]) -> None:
     """Point links of functions at the reference; in the repository they lead to the file."""
-    from docs.generators.links import to_reference  # noqa: PLC0415 - as above
+    from docs.generators import to_reference  # noqa: PLC0415 - as above
 
     source[0] = to_reference(source[0])

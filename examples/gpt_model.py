@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from optpipe.runtime.demo_model import ModelConfig, make_stages
 
-__all__ = ["LARGEST_NORM", "MixedPrecision", "SingleProcess", "build_stages", "token_loss"]
+__all__ = ["LARGEST_NORM", "MixedPrecision", "UnsplitTraining", "build_stages", "token_loss"]
 
 LARGEST_NORM = 1.0
 """To which gradients are clipped."""
@@ -40,7 +40,7 @@ def token_loss(logits: Tensor, target: Tensor) -> Tensor:
     return functional.cross_entropy(wide.flatten(0, 1), target.flatten())
 
 
-class SingleProcess:
+class UnsplitTraining:
     """The same model, data and optimizer without a pipeline.
 
     Parameters

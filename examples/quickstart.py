@@ -29,7 +29,7 @@ from optpipe import OptPipeError, dump_schedule, load_problem, simulate
 from optpipe.cli.report import number_table, progress_line
 from optpipe.client import Client
 from optpipe.plot.terminal import ScheduleView
-from optpipe_solver.families.one_f_one_b import build_one_f_one_b
+from optpipe_solver.families.classic import build_one_f_one_b
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -22,7 +22,7 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from examples.gpt_model import LARGEST_NORM, SingleProcess, build_stages, token_loss
+from examples.gpt_model import LARGEST_NORM, UnsplitTraining, build_stages, token_loss
 from examples.little_memory import with_room
 from examples.number_text import ALPHABET, make_batch
 from optpipe import OptPipeError, Problem, Schedule, dump_schedule, load_schedule
@@ -131,7 +131,7 @@ def train(options: argparse.Namespace, device: torch.device) -> bool:
     reference, seconds = None, []
     if options.check and runner.holds_last:
         whole = [part.to(device) for part in build(options)]
-        reference = SingleProcess(whole, LEARNING_RATE, TOLERANCES[options.bf16])
+        reference = UnsplitTraining(whole, LEARNING_RATE, TOLERANCES[options.bf16])
     for step in range(options.steps):
         batch, target = make_batch(count * options.samples, options.sequence, seed=step)
         batch, target = batch.to(device), target.to(device)

@@ -25,6 +25,7 @@ JOB = {
     "has_schedule": False,
     "problem_hash": "sha256:0",
     "objective": "makespan",
+    "options": {"time_limit_s": 60.0},
     "created_at": "2026-01-31T12:00:00Z",
     "a_field_of_the_future": 1,
 }
@@ -155,6 +156,6 @@ def noted_pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     async def note(seconds: float) -> None:
         made.append(seconds)
 
-    monkeypatch.setattr("optpipe.client.sync.time.sleep", made.append)
-    monkeypatch.setattr("optpipe.client.asynchronous.asyncio.sleep", note)
+    monkeypatch.setattr("optpipe.client.client.time.sleep", made.append)
+    monkeypatch.setattr("optpipe.client.async_client.asyncio.sleep", note)
     return made

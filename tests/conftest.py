@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
+from hypothesis.database import DirectoryBasedExampleDatabase
 
 from optpipe.cli import main
 
@@ -17,16 +19,18 @@ if TYPE_CHECKING:
 
     from playwright.sync_api import Browser
 
-# dev: few examples, new ones at each run. ci: many, always the same, and no deadline, because a
-# shared machine may be slow and a red run must be repeatable. HYPOTHESIS_PROFILE chooses.
-settings.register_profile("dev", max_examples=50, deadline=None)
+# dev: new examples at each run. ci: always the same, because a red run must be repeatable. long: a
+# thousand at random, and what ever failed, which stays in .hypothesis, again first. No deadlines: a
+# machine may be busy. HYPOTHESIS_PROFILE chooses.
+PATIENT = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("dev", PATIENT, max_examples=40)
+settings.register_profile("ci", PATIENT, max_examples=40, derandomize=True, print_blob=True)
 settings.register_profile(
-    "ci",
-    max_examples=200,
-    deadline=None,
-    derandomize=True,
+    "long",
+    PATIENT,
+    max_examples=1000,
     print_blob=True,
-    suppress_health_check=[HealthCheck.too_slow],
+    database=DirectoryBasedExampleDatabase(Path(__file__).parents[1] / ".hypothesis" / "examples"),
 )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 
@@ -41,6 +45,15 @@ CHROMIUM_ARGS = [
     "--disable-component-update",
     "--disable-sync",
 ]
+
+
+def pytest_configure() -> None:
+    """Let Ctrl-C mean what it means to a program in a terminal, in what tests start too.
+
+    A shell starts what it puts into the background with SIGINT ignored.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from hypothesis import settings
 from hypothesis import strategies as st
 
 from optpipe import Action, ActionType, Problem, Programs
@@ -31,6 +32,12 @@ actions = st.builds(
     type=st.sampled_from(list(ActionType)),
     microbatch=st.integers(0, 999_999_999),
 )
+
+
+def few(number: int) -> settings:
+    """So many examples in the gate, where others have 40; in proportion in the long run."""
+    default = settings.get_profile(settings.get_current_profile_name()).max_examples
+    return settings(max_examples=number * default // settings.get_profile("ci").max_examples)
 
 
 class Case(NamedTuple):

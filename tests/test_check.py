@@ -21,7 +21,7 @@ from optpipe import (
     evaluate,
     find_violations,
 )
-from optpipe.grid import render_grid
+from optpipe.check import render_grid
 from tests.building import (
     bus,
     everything_at_once,

@@ -16,11 +16,15 @@ from optpipe.client import (
     Client,
     ConflictError,
     KeyRefusedError,
+    MethodRow,
     NoScheduleError,
     NotFoundError,
+    SearchArguments,
+    SolveArguments,
+    SubmissionArguments,
 )
-from optpipe.client.address import Address
 from optpipe.client.errors import refusal
+from optpipe.client.transport import Address
 from optpipe.errors import (
     InfeasibleProblemError,
     InputError,
@@ -29,13 +33,15 @@ from optpipe.errors import (
     ServiceError,
     ServiceUnreachableError,
 )
-from optpipe.formats.json_text import load_model
+from optpipe.formats.json import load_model
+from optpipe_api.requests.jobs import OptionsBody, SearchOptions, SubmissionOptions
 from tests.building import problem, stage
 from tests.client_script import JOB, Script, fault, noted_pauses, plain, told, waited
 
 Open = Callable[..., Any]
 ROOT = Path(__file__).parent.parent
 MODEL = ROOT / "examples" / "models" / "llama3-8b-2h100-2a100.json"
+ROW = MethodRow.model_json_schema()["examples"][0]
 SCHEDULE = (ROOT / "docs" / "images" / "before-after.schedule.json").read_text("utf-8")
 
 
@@ -255,11 +261,12 @@ def test_all_pages_of_jobs_are_read(client) -> None:
 
 def test_a_comparison_is_the_rows_that_the_service_answers(client) -> None:
     """Options left out are left to the service; the optimiser's time is waited for."""
-    rows = [{"method": "1f1b", "makespan_ms": 2.0, "a_field_of_the_future": 1}]
-    script = Script(fault(429, "compare.busy"), httpx.Response(200, json={"rows": rows}))
+    sent = ROW | {"a_field_of_the_future": 1}
+    script = Script(fault(429, "compare.busy"), httpx.Response(200, json={"rows": [sent]}))
     small = problem([stage()])
     workload = {"tokens_per_microbatch": 4096.0}
-    assert client(script).compare(small, time_limit_s=50.0, workload=workload) == rows
+    (row,) = client(script).compare(small, time_limit_s=50.0, workload=workload)
+    assert row.model_dump(mode="json") == ROW
     request = script.requests[1]
     body = json.loads(request.content)
     assert request.url == "http://planner:8000/base/v1/compare"
@@ -302,3 +309,37 @@ def test_an_id_that_is_none_never_leaves_the_client(client, job_id: str) -> None
 def test_health_never_raises(client) -> None:
     answers: list[Any] = [httpx.Response(200), httpx.Response(503), httpx.ConnectError("refused")]
     assert [client(Script(answer)).health() for answer in answers] == [True, False, False]
+
+
+def test_a_what_if_is_a_batch_about_a_job(client) -> None:
+    """Only what was said of it is sent, under a key of its own."""
+    view = {
+        "id": "b" * 32,
+        "is_finished": False,
+        "progress": 0.0,
+        "num_items": 3,
+        "created_at": JOB["created_at"],
+    }
+    lost = httpx.ReadError("connection reset")
+    script = Script(lost, httpx.Response(202, json=view), httpx.Response(202, json=view))
+    connection = client(script)
+    assert connection.what_if("a").id == "b" * 32
+    connection.what_if("a", priority=3, time_limit_s=7.0, threads=None)
+    assert script.paths == ["batches"] * 3
+    assert json.loads(script.requests[1].content) == {"what_if": "a"}
+    body = {"what_if": "a", "options": {"time_limit_s": 7.0}, "priority": 3}
+    assert json.loads(script.requests[2].content) == body
+    keys = [request.headers["Idempotency-Key"] for request in script.requests]
+    assert keys[0] == keys[1] != keys[2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "checked"),
+    [
+        (SearchArguments, SearchOptions),
+        (SolveArguments, OptionsBody),
+        (SubmissionArguments, SubmissionOptions),
+    ],
+)
+def test_the_options_of_the_client_are_those_that_the_service_checks(arguments, checked) -> None:
+    assert arguments.__optional_keys__ == frozenset(checked.model_fields)

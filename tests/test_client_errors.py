@@ -20,7 +20,7 @@ from optpipe.errors import (
     ServiceUnreachableError,
     WorldError,
 )
-from optpipe_api.errors import BusyError, KeyNameError, NoKeysError
+from optpipe_api.errors import KeyNameError, NoKeysError, ServerBusyError
 from optpipe_api.http_errors import response_to, status_of
 
 # Raised where there is no HTTP: by the client itself, the command line, or before the server runs.
@@ -84,7 +84,7 @@ def test_the_table_has_no_code_that_the_service_does_not_have() -> None:
 
 def test_whatever_is_worth_asking_again_is_told_as_busy() -> None:
     """So that a caller can wait by type, and needs no list of codes."""
-    codes = {kind.code for kind in ANSWERED if issubclass(kind, BusyError)}
+    codes = {kind.code for kind in ANSWERED if issubclass(kind, ServerBusyError)}
     assert {ERRORS[code].__name__ for code in codes} == {"BusyError"}
 
 

@@ -19,7 +19,7 @@ from optpipe.client import (
     SolveFailedError,
 )
 from optpipe.errors import InfeasibleProblemError, InputError, ProblemError
-from optpipe.formats.csv_text import load_csv
+from optpipe.formats.csv import load_csv
 from tests.api.live import make_settings, running, two_stages
 from tests.client_script import plain, waited
 
@@ -168,6 +168,19 @@ def test_a_sweep_is_a_batch_with_one_table(client) -> None:
     listed = client.sweep([small(), small(num_microbatches=3)])
     *_, last = listed.follow()
     assert last.counts["succeeded"] == 2
+
+
+def test_a_what_if_is_followed_to_what_each_question_buys(client) -> None:
+    """Each question of a job is an item; one changes nothing."""
+    job = client.submit(small(), wait_s=30)
+    assert job.is_finished
+    *_, last = client.what_if(job, time_limit_s=5.0).follow()
+    names = [item.values["question"] for item in last.items]
+    assert {"as-it-is", "one-more-gb", "twice-the-microbatches"} >= set(names)
+    assert len(names) == 3
+    assert {item.state for item in last.items} <= {"succeeded", "failed"}
+    with pytest.raises(ConflictError):
+        client.what_if(client.submit(small("nothing"), wait_s=30))
 
 
 def test_a_sweep_that_makes_no_problem_is_refused(client) -> None:

@@ -1,4 +1,4 @@
-"""The documentation says what is: formulas, functions, schedules, commands, routes, names."""
+"""The documentation says what is: functions, figures, numbers, commands."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ import re
 import shlex
 import subprocess
 from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 import pytest
+import typer
 import yaml
 
-from docs.generators.commands import all_commands, options_of
-from docs.generators.examples import line
-from docs.generators.figures import all_figures
-from docs.generators.http import document, operations
+from docs.generators import FORMULATION, function_links, to_reference
+from docs.generators.figures import all_figures, line
 from docs.generators.ledger import SHOWN, newest_entry
-from docs.generators.links import function_links, to_reference
-from docs.generators.python_api import FORMULATION, PACKAGES, write_python_api
-from docs.generators.schema_tables import described_fields, schema_pages, type_of
-from docs.generators.typesetting import drawn, lines_of
 from optpipe import simulate
+from optpipe.cli import make_app
 from optpipe_solver import solve
 from tests.docs_console import ROOT, blocks
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 DOCS = ROOT / "docs"
 PAGES = sorted(page for page in DOCS.rglob("*.md") if "generated" not in page.parts)
@@ -79,30 +79,12 @@ def test_every_function_that_the_model_lists_is_in_the_page(page) -> None:
 
 def test_links_of_functions_lead_to_the_reference_when_built() -> None:
     """Only those that have a page there."""
-    text = "[`loads`](../solver/optpipe_solver/milp/horizon/cuts.py) [`a`](../optpipe/check.py)"
-    assert to_reference(text) == (
-        "[`loads`](#optpipe_solver.milp.horizon.cuts.loads) [`a`](../optpipe/check.py)"
+    text = (
+        "[`loads`](../solver/optpipe_solver/milp/horizon/constraints.py) [`a`](../optpipe/check.py)"
     )
-
-
-@pytest.mark.parametrize("page", PAGES, ids=by_id)
-def test_every_formula_can_be_drawn(page) -> None:
-    """Also on a machine without network, where no script could set it."""
-    text = re.sub(r"^```.*?^```$", "", page.read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)
-    text = re.sub(r"`[^`\n]*`", "", text)
-    for block, inline in re.findall(r"\$\$(.+?)\$\$|\$([^$\n]+?)\$", text, flags=re.DOTALL):
-        assert drawn(block or inline).startswith("<svg ")
-
-
-def test_a_formula_stands_on_the_line_of_its_text() -> None:
-    """What hangs below the line lowers it, what TeX calls otherwise is known, the rest is not."""
-    x, y = (float(drawn(text).partition("vertical-align:-")[2][:5]) for text in ("x", "y_a"))
-    assert 0 <= x < 0.05 < y
-    assert drawn(r"a \le b").partition("<path")[2] == drawn(r"a \leq b").partition("<path")[2]
-    assert lines_of(r"a \qquad b") == [r"a \qquad b"]
-    assert lines_of(rf"{'a + ' * 40} b \qquad c")[1:] == ["c"]
-    with pytest.raises(ValueError, match="Unknown symbol"):
-        drawn(r"\unheardof")
+    assert to_reference(text) == (
+        "[`loads`](#optpipe_solver.milp.horizon.constraints.loads) [`a`](../optpipe/check.py)"
+    )
 
 
 def test_pages_show_just_the_figures_that_are_made() -> None:
@@ -140,6 +122,23 @@ def test_the_numbers_of_the_concepts_are_those_of_the_schedules(
     assert f"{span_ms} ms" in text
 
 
+def all_commands(command: Any = None, name="optpipe", parent: Any = None) -> Iterator[Any]:
+    """The context of every command, groups before their own."""
+    command = command or typer.main.get_command(make_app())
+    context = command.make_context(name, [], parent, resilient_parsing=True)
+    yield context
+    for inner in getattr(command, "commands", {}):
+        yield from all_commands(command.get_command(context, inner), inner, context)
+
+
+OPTIONS = {
+    context.command_path: {"--help"}.union(
+        *(one.opts + one.secondary_opts for one in context.command.params)
+    )
+    for context in all_commands()
+}
+
+
 def commands_of(text: str) -> list[list[str]]:
     """The words of every ``optpipe`` command in the code of a page, comments left out."""
     found = []
@@ -156,12 +155,11 @@ def commands_of(text: str) -> list[list[str]]:
 @pytest.mark.parametrize("page", PAGES, ids=by_id)
 def test_commands_of_the_pages_have_the_options_they_are_given(page) -> None:
     """Also those that no test runs."""
-    known = dict(all_commands())
     for words in commands_of(page.read_text("utf-8")):
-        name = next(path for n in (3, 2) if (path := " ".join(words[:n])) in known or n == 2)
-        assert name in known, words
+        name = next(path for n in (3, 2) if (path := " ".join(words[:n])) in OPTIONS or n == 2)
+        assert name in OPTIONS, words
         given = {word.partition("=")[0] for word in words if re.match(r"^--?[a-z]", word)}
-        assert given <= options_of(known[name]), words
+        assert given <= OPTIONS[name], words
 
 
 def test_scripts_of_the_how_tos_are_shell_and_yaml() -> None:
@@ -175,8 +173,8 @@ def test_scripts_of_the_how_tos_are_shell_and_yaml() -> None:
     for text in manifests:
         command = yaml.safe_load(text)["spec"]["template"]["spec"]["initContainers"][0]["command"]
         assert command[:2] == ["optpipe", "submit"]
-        options = options_of(dict(all_commands())["optpipe submit"])
-        assert {word for word in command if word.startswith("-")} <= options
+        options = {word for word in command if word.startswith("-")}
+        assert options <= OPTIONS["optpipe submit"]
 
 
 def test_the_comparison_quotes_the_newest_entry_of_the_ledger() -> None:
@@ -187,49 +185,3 @@ def test_the_comparison_quotes_the_newest_entry_of_the_ledger() -> None:
     assert newest_entry("### A, 1\nx\n### B\n### A, 2\ny\n## C\n", "A") == "A, 2\ny\n"
     with pytest.raises(LookupError, match="no entry"):
         newest_entry(ledger, "The benchmark of somebody else")
-
-
-def test_the_command_line_reference_has_every_command() -> None:
-    """Groups with their own."""
-    names = [name for name, _ in all_commands()]
-    assert {"optpipe solve", "optpipe plot", "optpipe keys create"} <= set(names)
-    assert len(names) == len(set(names))
-
-
-def test_the_http_reference_has_every_route() -> None:
-    """Each with a summary, and each schema that it names with a section."""
-    told = document()
-    found = list(operations(told))
-    assert len(found) > 25
-    assert all(operation["summary"] for _, _, operation in found)
-    pages = schema_pages(told["components"]["schemas"])
-    for name in re.findall(r"#/components/schemas/(\w+)", str(told)):
-        assert f"(schema-{name.lower()})=" in pages
-
-
-def test_fields_are_described_by_their_docstrings() -> None:
-    """Several names may share a description, which may be of two lines."""
-    prose, said = described_fields("A thing.\n\nParameters\n----------\na, b\n    One\n    two.\n")
-    assert (prose, said) == ("A thing.", {"a": "One two.", "b": "One two."})
-
-
-def test_types_are_in_words() -> None:
-    """References are links."""
-    assert type_of({"anyOf": [{"type": "number", "minimum": 0}, {"type": "null"}]}) == (
-        "number, ≥ 0 or null"
-    )
-    assert type_of({"type": "array", "items": {"$ref": "#/components/schemas/Stage"}}) == (
-        "list of [Stage](#schema-stage)"
-    )
-
-
-@pytest.mark.parametrize("package", PACKAGES)
-def test_the_python_reference_has_every_public_name(package, tmp_path) -> None:
-    """Those of ``__all__``, no more."""
-    write_python_api(tmp_path)
-    page = (tmp_path / "python" / f"{package}.md").read_text("utf-8")
-    named = re.findall(
-        r"^\.\. (?:auto(?:class|exception|function)|py:data):: ([A-Za-z_]+)$", page, re.MULTILINE
-    )
-    assert sorted(named) == sorted(import_module(package).__all__)
-    assert all(f"[`{name}`](#{package}.{name})" in page for name in named)

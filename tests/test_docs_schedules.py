@@ -7,13 +7,17 @@ from itertools import product
 
 import pytest
 
-from docs.generators import families as pages
-from docs.generators.drawing import Figure, draw, run_command
-from docs.generators.examples import GB, PASS_MS, line
-from docs.generators.families import docstring_of, overview, page_of
+from docs.generators import schedules as pages
+from docs.generators.figures import GB, PASS_MS, Figure, draw, line, run_command
 from docs.generators.formulas import FORMULAS, Shape
-from docs.generators.measured import figure_of, placements_of
-from docs.generators.prose import sections
+from docs.generators.schedules import (
+    docstring_of,
+    figure_of,
+    overview,
+    page_of,
+    placements_of,
+    sections,
+)
 from optpipe import check, simulate
 from optpipe.memory import device_peak_bytes
 from optpipe_solver.families import FAMILIES, Family, NotApplicable
@@ -23,6 +27,7 @@ from tests.docs_console import ROOT, blocks
 BY_NAME = {family.name: family for family in FAMILIES}
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_every_registered_method_has_its_page(family: Family) -> None:
     """With its rule, what it holds, a picture and numbers; all from registry and docstring."""

@@ -14,7 +14,7 @@ import pytest
 
 from optpipe_api import Settings, jobs
 from optpipe_api.access import Role
-from optpipe_api.metrics import Metrics
+from optpipe_api.metrics import ServiceMetrics
 from optpipe_api.store import open_stores
 from tests.api.live import make_settings, running
 from tests.test_packaging import ROOT
@@ -114,7 +114,7 @@ def test_every_variable_of_the_page_is_a_setting() -> None:
 
 def test_the_metrics_are_those_that_are_exposed() -> None:
     """All of them, by name and type."""
-    metrics = Metrics()
+    metrics = ServiceMetrics()
     metrics.watch_store(dict)
     metrics.answered("GET", "/", 200, 0.1)
     exposed = dict(re.findall(r"^# TYPE (\w+) (\w+)$", metrics.text().decode(), re.MULTILINE))

@@ -35,6 +35,7 @@ JOB = {
     "has_schedule": True,
     "problem_hash": "sha256:0",
     "objective": "makespan",
+    "options": {"time_limit_s": 60.0},
     "created_at": "2026-01-31T12:00:00Z",
 }
 
@@ -110,6 +111,7 @@ def run_example(*options: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.extended
 def test_measured_planned_by_the_service_and_trained_like_one_process(service) -> None:
     """Three steps, with every micro-batch offloaded for room for two activations."""
     sizes = ["--hidden", "16", "--sequence", "8", "--samples", "2", "--microbatches", "4"]
@@ -130,7 +132,7 @@ def test_measured_planned_by_the_service_and_trained_like_one_process(service) -
 
 def test_that_nobody_plans_is_handed_on(monkeypatch) -> None:
     """Nobody answers there: told to all ranks, instead of leaving them waiting."""
-    monkeypatch.setattr("optpipe.client.sync.time.sleep", lambda _: None)
+    monkeypatch.setattr("optpipe.client.client.time.sleep", lambda _: None)
     options = argparse.Namespace(url="http://127.0.0.1:9", time_limit=1.0)
     schedule, fault = solve(problem([stage()]), options)
     assert schedule == ""

@@ -17,7 +17,7 @@ from examples.problems.make_llama3_8b import TARGET, make_problem
 from examples.quickstart import free_port
 from optpipe import dump_problem, find_violations, load_problem
 from optpipe.memory import device_peak_bytes
-from optpipe_solver.families.one_f_one_b import build_one_f_one_b
+from optpipe_solver.families.classic import build_one_f_one_b
 
 pytestmark = pytest.mark.long
 

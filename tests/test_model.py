@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from optpipe import Problem, Stage
 from optpipe.errors import ModelError
-from optpipe.formats.json_text import dump_model, load_model
-from optpipe.fuse import fuse
-from optpipe.model import Model
+from optpipe.formats.json import dump_model, load_model
+from optpipe.model import Model, fuse
 from tests.building import PLENTY
 from tests.solver.plan.models import gpus, layer, layers, model, models
 

@@ -13,6 +13,7 @@ HOW_TOS = sorted(page for page in (DOCS / "howto").glob("*.md") if steps(page.re
 
 
 # Fourteen programs, one after the other: 40 s of CPU time.
+@pytest.mark.extended
 @pytest.mark.timeout(480)
 def test_the_tutorial_runs_as_it_stands(tmp_path) -> None:
     """From estimate to a run on torch; each command finds what the ones before it wrote."""
@@ -26,6 +27,7 @@ def test_the_tutorial_runs_as_it_stands(tmp_path) -> None:
         assert (folder / name).stat().st_size > 0
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("page", HOW_TOS, ids=lambda page: page.stem)
 def test_a_how_to_runs_as_it_stands(page, tmp_path) -> None:
     """Every how-to that has commands."""

@@ -24,8 +24,8 @@ from optpipe import Provenance, evaluate, parse_action
 from optpipe.memory import device_peak_bytes
 from optpipe.runtime import PipelineRunner, measure
 from optpipe.runtime.demo_model import ModelConfig, make_stages
-from optpipe.runtime.measuring.clock import clock_for
-from optpipe.runtime.measuring.workspace import meter_for
+from optpipe.runtime.measuring.memory import meter_for
+from optpipe.runtime.measuring.times import clock_for
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

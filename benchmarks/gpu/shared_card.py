@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from optpipe.runtime.launch import launch_ranks
+from optpipe.runtime.demo_model import launch_ranks
 
 RANKS = 4
 

@@ -19,8 +19,14 @@ from benchmarks.gpu.shared_card import RANKS
 from benchmarks.gpu.staged import through_the_host
 from optpipe import Device, Problem, Provenance, Stage, evaluate, load_csv
 from optpipe.runtime import PipelineRunner
-from optpipe.runtime.demo_model import ModelConfig, chain, make_stages, random_tokens, token_loss
-from optpipe.runtime.launch import RENDEZVOUS_VARIABLE
+from optpipe.runtime.demo_model import (
+    RENDEZVOUS_VARIABLE,
+    ModelConfig,
+    chain,
+    make_stages,
+    random_tokens,
+    token_loss,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor

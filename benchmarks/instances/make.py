@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.instances.profiles import ZB, device, pipeline, stage, with_context, zb_stage
 from optpipe import Problem
-from optpipe_solver.smallest_memory import smallest_memory
+from optpipe_solver.feasibility import smallest_memory
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

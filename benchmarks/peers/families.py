@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 from benchmarks.jobs import Answer, Job, Judged, answer_of, judge
 from optpipe_solver.bounds import lower_bound
-from optpipe_solver.starts import all_starts
+from optpipe_solver.portfolio import all_starts
 
 if TYPE_CHECKING:
-    from optpipe_solver.starts import Start
+    from optpipe_solver.portfolio import FamilyStart
 
 __all__ = ["OFFLOADING", "answer"]
 
@@ -31,5 +31,5 @@ def answer(job: Job) -> Answer:
     return answer_of(best, bound_ms=bound.ms, status=status, extra={"values": values})
 
 
-def _value(job: Job, start: Start) -> float | None:
+def _value(job: Job, start: FamilyStart) -> float | None:
     return judge(job.problem, start.programs) if start.legal else None

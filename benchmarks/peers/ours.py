@@ -5,12 +5,23 @@ from __future__ import annotations
 from benchmarks.jobs import Answer, Job, TracePoint
 from optpipe_solver.solve import solve
 
-__all__ = ["answer"]
+__all__ = ["answer", "answer_of_solve"]
 
 
 def answer(job: Job) -> Answer:
     """Solve without a given start: families, bounds and improvement are all within the time."""
-    result = solve(job.problem, time_limit_s=job.seconds, threads=job.threads, seed=job.seed)
+    return answer_of_solve(job)
+
+
+def answer_of_solve(job: Job, method: str = "auto") -> Answer:
+    """Return what a solve by one of its methods comes to."""
+    result = solve(
+        job.problem,
+        time_limit_s=job.seconds,
+        threads=job.threads,
+        seed=job.seed,
+        method=method,
+    )
     if result.schedule is None:
         return Answer(programs=None, bound_ms=result.bound_ms, status=result.status.value)
     provenance = result.schedule.provenance
@@ -26,5 +37,7 @@ def answer(job: Job) -> Answer:
         status=result.status.value,
         method=provenance.method,
         trace=trace,
-        extra={"start": provenance.start_method, "bound": provenance.bound_method},
+        bound_method=provenance.bound_method or "",
+        cpu_seconds=provenance.cpu_seconds or {},
+        extra={"start": provenance.start_method},
     )

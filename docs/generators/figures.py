@@ -1,19 +1,196 @@
-"""The figures of concepts, tutorial and how-tos."""
+"""The figures of concepts, tutorial and how-tos: each comes with the commands that draw it."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import io
+import shlex
+import tempfile
+from contextlib import chdir, redirect_stderr, redirect_stdout
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from docs.generators.drawing import Figure, draw
-from docs.generators.examples import line
-from docs.generators.writing import fenced, write_text
+from optpipe import Problem, dump_problem
+from optpipe.cli import main
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from collections.abc import Iterable, Mapping, Sequence
 
-    from optpipe import Problem
+__all__ = [
+    "GB",
+    "PASS_MS",
+    "Figure",
+    "all_figures",
+    "cell",
+    "draw",
+    "fenced",
+    "line",
+    "run_command",
+    "table",
+    "write_figures",
+    "write_text",
+]
 
-__all__ = ["all_figures", "write_figures"]
+# --- How generated files reach the disk, and the pieces of Markdown that all of them need.
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file as `_write_bytes` does."""
+    _write_bytes(path, text.encode())
+
+
+def _write_bytes(path: Path, content: bytes) -> None:
+    """Write a file and its folders; one that is there with this content keeps its time."""
+    if path.exists() and path.read_bytes() == content:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+
+
+def cell(text: str) -> str:
+    """Return a text as it may stand in a cell of a table."""
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]], align: str = "") -> str:
+    """Return a Markdown table; ``align`` has an ``r`` for each column of numbers."""
+    marks = ["--:" if mark == "r" else "---" for mark in align.ljust(len(head), "l")[: len(head)]]
+    lines = [head, marks, *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def fenced(text: str, language: str = "") -> str:
+    """Return a text as a fenced block."""
+    return f"```{language}\n{text.rstrip()}\n```\n"
+
+
+# --- The problems shown: equal times, so that a figure can be counted.
+
+GB = 10**9
+PASS_MS = 10.0
+"""F, I and W take 10 ms each; an activation on a device is 1 GB, half of which is held until W."""
+
+_PLENTY = 1000
+_COPY_GB_PER_S = 100.0
+
+
+def line(
+    num_devices: int,
+    num_microbatches: int,
+    *,
+    activations: float = _PLENTY,
+    times: tuple[float, float, float] = (PASS_MS, PASS_MS, PASS_MS),
+    offload: float | None = None,
+    recompute: bool = False,
+    **fields: Any,
+) -> Problem:
+    """Return a problem of one stage per device.
+
+    Parameters
+    ----------
+    num_devices, num_microbatches
+        Their numbers, at least 1.
+    activations
+        Room per device, in micro-batches of its stage.
+    times
+        F, I and W in ms.
+    offload
+        One-way copy of an activation over F + I + W; None: nothing can be offloaded.
+    recompute
+        Whether a stage may be recomputed, in the time of F, from a tenth of the activation.
+    fields
+        Of the problem, for example ``objective``.
+    """
+    forward, backward_input, backward_weight = times
+    stage: dict[str, Any] = {
+        "forward_ms": forward,
+        "backward_input_ms": backward_input,
+        "backward_weight_ms": backward_weight,
+        "activation_bytes": GB,
+        "weight_context_bytes": GB // 2,
+    }
+    device: dict[str, Any] = {"memory_bytes": round(activations * GB)}
+    if offload is not None:
+        # 1 GB at r GB/s takes 1000 / r ms.
+        rate = 1000.0 / (offload * sum(times)) if offload > 0 else _COPY_GB_PER_S
+        stage["offload_bytes"] = GB
+        device |= {"d2h_gb_per_s": rate, "h2d_gb_per_s": rate}
+    if recompute:
+        stage |= {"recompute_ms": forward, "checkpoint_bytes": GB // 10}
+    return _parsed(num_devices, num_microbatches, stage, device, fields)
+
+
+def _parsed(
+    num_devices: int,
+    num_microbatches: int,
+    stage: Mapping[str, Any],
+    device: Mapping[str, Any],
+    fields: Mapping[str, Any],
+) -> Problem:
+    return Problem.parse(
+        {
+            "name": f"p{num_devices}-m{num_microbatches}",
+            "num_microbatches": num_microbatches,
+            "devices": [dict(device) for _ in range(num_devices)],
+            "stages": [{"device": index, **stage} for index in range(num_devices)],
+            **fields,
+        }
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figure:
+    """Files with problems, and the ``optpipe`` commands that make ``NAME.svg`` of them."""
+
+    name: str
+    problems: Mapping[str, Problem] = field(repr=False)
+    commands: tuple[str, ...]
+
+    @property
+    def file_name(self) -> str:
+        """The file that the last command writes."""
+        return f"{self.name}.svg"
+
+
+def draw(figure: Figure, into: Path) -> None:
+    """Run a figure's commands in a folder of their own and keep the picture.
+
+    Raises
+    ------
+    RuntimeError
+        If a command fails, or none of them writes the picture.
+    """
+    with tempfile.TemporaryDirectory(prefix="optpipe-docs-") as folder, chdir(folder):
+        for name, problem in figure.problems.items():
+            Path(name).write_text(dump_problem(problem), encoding="utf-8")
+        said = [run_command(command) for command in figure.commands]
+        if not Path(figure.file_name).exists():
+            raise RuntimeError(f"{figure.name}: no command wrote {figure.file_name}: {said}")
+        _write_bytes(into / figure.file_name, Path(figure.file_name).read_bytes())
+
+
+def run_command(command: str) -> str:
+    """Run an ``optpipe ...`` command in this process; return what it printed.
+
+    Raises
+    ------
+    RuntimeError
+        If it leaves with another code than 0.
+    """
+    program, *arguments = shlex.split(command)
+    said = io.StringIO()
+    code: object = 0
+    with redirect_stdout(said), redirect_stderr(said):
+        try:
+            main(arguments)
+        except SystemExit as end:
+            code = end.code
+    if program != "optpipe" or code not in {0, None}:
+        raise RuntimeError(f"{command} left with {code}:\n{said.getvalue()}")
+    return said.getvalue()
+
+
+# --- The figures.
 
 _SOLVE = "optpipe solve problem.json --work-limit 2"
 
@@ -95,7 +272,7 @@ def _page(figures: tuple[Figure, ...]) -> str:
     parts = [
         "# How the figures are drawn\n\n"
         "Every figure of these pages is drawn while they are built, by the commands below. "
-        "The problems are those of `docs/generators/examples.py`: F, I and W take 10 ms each, an "
+        "The problems are those of `docs/generators/figures.py`: F, I and W take 10 ms each, an "
         "activation is 1 GB, half of which is held until W.\n"
     ]
     for figure in figures:

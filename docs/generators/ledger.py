@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from docs.generators.writing import table, write_text
+from docs.generators.figures import table, write_text
 
 __all__ = ["SHOWN", "newest_entry", "write_ledger"]
 

@@ -34,7 +34,7 @@ from examples.problems.make_llama3_8b import (
     layer_weight_context_bytes,
     matmul_ms,
 )
-from optpipe.formats.json_text import dump_model
+from optpipe.formats.json import dump_model
 from optpipe.model import DefaultLink, Layer, Model, ModelDevice
 from optpipe.problem import Host, Link
 

@@ -6,9 +6,10 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from optpipe import Problem, load_schedule
-from optpipe_api.engine.local import LocalSolvers
-from optpipe_api.engine.slots import SlotEngine
-from optpipe_api.jobs import JobOptions, NewJob
+from optpipe.wire import JobOptions
+from optpipe_api.engine.engine import SlotEngine
+from optpipe_api.engine.processes import LocalSolvers
+from optpipe_api.jobs import NewJob
 from optpipe_api.store import open_stores
 from tests.api.live import make_settings, two_stages
 
@@ -16,8 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from optpipe import Schedule
-    from optpipe_api.engine.process import Solvers
-    from optpipe_api.jobs import Job
+    from optpipe_api.engine.processes import Solvers
+    from optpipe_api.jobs import JobRecord
 
 PATIENCE_S = 30.0
 
@@ -47,7 +48,7 @@ class Bench:
         self.engine.wake()
         return job.id
 
-    def until(self, job_id: str, condition: Callable[[Job], bool]) -> Any:
+    def until(self, job_id: str, condition: Callable[[JobRecord], bool]) -> Any:
         deadline = time.monotonic() + PATIENCE_S
         while not condition(job := self.store.get(job_id)):
             assert time.monotonic() < deadline, f"still {job}"

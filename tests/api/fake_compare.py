@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from optpipe_solver.compare import AS_GIVEN, Row
+from optpipe_solver.compare import AS_GIVEN, ComparisonRow
 from tests.api.serial import serial
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def compare(
     seed: int,
     workload: Workload,
     should_stop: Any,
-) -> list[Row]:
+) -> list[ComparisonRow]:
     word, _, argument = problem.name.partition(":")
     if word == "hang":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -42,7 +42,7 @@ def compare(
     if word == "dies":
         os.kill(os.getpid(), signal.SIGKILL)
     return [
-        Row(
+        ComparisonRow(
             method=f"limit={time_limit_s:g} threads={threads} seed={seed}",
             placement=AS_GIVEN,
             problem=problem,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from optpipe.evaluate import evaluate
-from optpipe.formats.json_text import load_problem
+from optpipe.formats.json import load_problem
 from optpipe.memory import device_peak_bytes
 from optpipe.schedule import Provenance
 from optpipe_api.engine import worker
@@ -19,7 +19,7 @@ from tests.api.serial import serial
 
 if TYPE_CHECKING:
     from optpipe.problem import Problem
-    from optpipe_api.engine.messages import Message
+    from optpipe_api.engine.processes import Message
 
 
 class DriftSolvers(InstantSolvers):

@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING
 from optpipe.evaluate import evaluate
 from optpipe.schedule import Provenance
 from optpipe_solver import PlanResult, Progress, SolveStatus
-from optpipe_solver.plan import DEFAULT_CHUNKS, PLACEMENTS, Fate, Row
+from optpipe_solver.plan import DEFAULT_CHUNKS, PLACEMENTS, Fate, PlanRow
 from tests.api.serial import serial
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
-    from optpipe.action import Programs
     from optpipe.model import Model
     from optpipe.problem import Problem
+    from optpipe.schedule import Programs
     from optpipe_solver.plan import PlacementKind
 
 BOUND_MS = 1.0
@@ -123,8 +123,8 @@ def _nothing(model: Model) -> PlanResult:
     )
 
 
-def _even(model: Model) -> Row:
-    return Row(
+def _even(model: Model) -> PlanRow:
+    return PlanRow(
         label="linear",
         chunks=1,
         placement=(0, 1),

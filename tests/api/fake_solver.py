@@ -22,8 +22,8 @@ from tests.api.serial import serial
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from optpipe.action import Programs
     from optpipe.problem import Problem
+    from optpipe.schedule import Programs
 
 
 def solve(

@@ -1,48 +1,51 @@
-"""What a body may do to whoever reads it: functions for `Readers`."""
+"""What a body may do to whoever reads it: functions for a `ParsePool`."""
 
 from __future__ import annotations
 
 import os
 
-from optpipe.errors import ProblemError
-from optpipe_api.desk.readers import Reading
+from optpipe.errors import InfeasibleProblemError, ProblemError
 
 _HOARD: list[bytearray] = []
 
 
-def measure(body: bytes) -> Reading:
-    return Reading({"pid": os.getpid(), "bytes": len(body)}, ("", "aä", str(len(body))))
+def measure(body: bytes) -> tuple[int, int]:
+    """Return whose process it is, and how long the body."""
+    return os.getpid(), len(body)
 
 
-def refuse(body: bytes) -> Reading:
+def refuse(body: bytes) -> None:
     raise ProblemError(f"{len(body)} bytes: one too many")
 
 
-def fail(body: bytes) -> Reading:
+def refuse_with_more(body: bytes) -> None:
+    raise InfeasibleProblemError("two", {"bytes": len(body)})
+
+
+def fail(body: bytes) -> None:
     raise ZeroDivisionError
 
 
-def spin(body: bytes) -> Reading:
+def spin(body: bytes) -> None:
     while body:
         pass
-    return Reading({})
 
 
-def eat(body: bytes) -> Reading:
-    return Reading({"bytes": len(bytearray(3 * 1024**3))})
+def eat(body: bytes) -> int:
+    return len(bytearray(3 * 1024**3))
 
 
-def hoard(body: bytes) -> Reading:
+def hoard(body: bytes) -> tuple[int, int]:
     """Take much, and keep it."""
     _HOARD.append(bytearray(b"x") * (400 * 1024**2))
-    return Reading({"pid": os.getpid(), "bytes": len(_HOARD[0])})
+    return os.getpid(), len(_HOARD[0])
 
 
-def die(body: bytes) -> Reading:
+def die(body: bytes) -> None:
     os._exit(3)
 
 
-def talk(body: bytes) -> Reading:
+def talk(body: bytes) -> str:
     print("this is not an answer", flush=True)
     os.write(1, b"nor is this")
-    return Reading({"said": True})
+    return "said"

@@ -8,10 +8,9 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from optpipe.errors import OptPipeError
-from optpipe.formats.json_text import load_problem
+from optpipe.formats.json import load_problem
 from optpipe_api.engine import worker
-from optpipe_api.engine.messages import Message
-from optpipe_api.engine.process import Place
+from optpipe_api.engine.processes import MachineState, Message
 from tests.api import fake_compare, fake_plan, fake_solver
 
 if TYPE_CHECKING:
@@ -35,7 +34,7 @@ class InstantProcess:
     """A solver process that has its answer ready when it is asked."""
 
     name = "instant"
-    place = Place.GIVEN
+    place = MachineState.GIVEN
     is_alive = True
 
     def __init__(self) -> None:
@@ -45,11 +44,11 @@ class InstantProcess:
         if message.kind in ("job", "plan", "compare"):
             self._said.append(_answer(message))
 
-    def receive(self, timeout_s: float) -> list[Message]:
-        if not self._said:
-            time.sleep(min(timeout_s, 0.01))
-        said, self._said = self._said, []
-        return said
+    def receive(self, timeout_s: float) -> Message | None:
+        if self._said:
+            return self._said.pop(0)
+        time.sleep(min(timeout_s, 0.01))
+        return None
 
     def stop(self) -> None:
         return

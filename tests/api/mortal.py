@@ -25,8 +25,8 @@ import sqlalchemy as sa
 
 from optpipe_api import Settings
 from optpipe_api.main import serve
-from optpipe_api.methods import load_methods
-from optpipe_api.store.jobs import SqlJobStore
+from optpipe_api.store.jobs import JobStore
+from optpipe_api.views import load_methods
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -57,13 +57,13 @@ class Points:
     def install(self) -> None:
         """Watch the store's methods, and what they write and commit."""
         for name in METHODS:
-            setattr(SqlJobStore, name, self._watched(name, getattr(SqlJobStore, name)))
+            setattr(JobStore, name, self._watched(name, getattr(JobStore, name)))
         sa.event.listen(sa.Engine, "before_cursor_execute", self._before_statement)
         sa.event.listen(sa.Engine, "commit", self._before_commit)
 
     def _watched(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
-        def watched(store: SqlJobStore, *args: Any, **kwargs: Any) -> Any:
+        def watched(store: JobStore, *args: Any, **kwargs: Any) -> Any:
             self._here.what = _what(name, store, args, kwargs)
             self._here.has_written = False
             try:
@@ -99,7 +99,7 @@ class Points:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _what(name: str, store: SqlJobStore, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+def _what(name: str, store: JobStore, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     match name:
         case "add":
             return f"add.{args[0].cache.value}"

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from optpipe import Schedule
-    from optpipe.action import Programs
     from optpipe.problem import Problem
+    from optpipe.schedule import Programs
 
 
 def best(problem: Problem, num_fused: int) -> Schedule:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from optpipe.action import Action, ActionType
+from optpipe.schedule import Action, ActionType
 
 if TYPE_CHECKING:
-    from optpipe.action import Programs
     from optpipe.problem import Problem
+    from optpipe.schedule import Programs
 
 
 def serial(problem: Problem, num_fused: int) -> Programs:

@@ -23,8 +23,8 @@ from tests.api.serial import serial
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from optpipe.action import Programs
     from optpipe.problem import Problem
+    from optpipe.schedule import Programs
 
 BOUND_MS = 1.0
 _GB = 1_000_000_000

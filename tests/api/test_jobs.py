@@ -6,13 +6,12 @@ import itertools
 
 import pytest
 
-from optpipe_api.jobs import JobEvent, JobState, transition
+from optpipe.wire import JobState
+from optpipe_api.jobs import JobEvent, transition
 
 POSSIBLE = {
     ("queued", "claim"): "running",
     ("queued", "cancel"): "cancelled",
-    ("queued", "succeed"): "succeeded",
-    ("queued", "prove_infeasible"): "infeasible",
     ("running", "requeue"): "queued",
     ("running", "cancel"): "cancelled",
     ("running", "succeed"): "succeeded",

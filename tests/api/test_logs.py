@@ -20,8 +20,7 @@ import httpx
 import pytest
 import structlog
 
-from optpipe_api.log_writer import LineWriter
-from optpipe_api.logs import set_up_logs
+from optpipe_api.logs import LogQueue, set_up_logs
 from tests.api.live import FAKE
 
 if TYPE_CHECKING:
@@ -88,36 +87,44 @@ def test_a_server_whose_log_nobody_reads_goes_on_and_ends(tmp_path: Path) -> Non
         os.close(read_end)
 
 
+def logger_to(lines: LogQueue) -> logging.Logger:
+    logger = logging.Logger("lines")  # noqa: LOG001
+    logger.addHandler(lines.handler())
+    return logger
+
+
 def test_lines_come_in_order_and_those_that_are_lost_are_counted() -> None:
     """The first are kept: they say how it began."""
     stream = Stuck()
-    writer = LineWriter(stream, max_lines=3)
-    writer.write("0\n")
+    lines = LogQueue(stream, max_lines=3)
+    log = logger_to(lines)
+    log.info("0")
     assert stream.is_asked.wait(60)
     for number in range(1, 6):
-        writer.write(f"{number}\n")
-    with structlog.testing.capture_logs() as told:
+        log.info(str(number))
+    with structlog.testing.capture_logs() as logged:
         stream.may_go_on.set()
-        writer.close()
+        lines.close()
     assert stream.getvalue() == "0\n1\n2\n3\n"
-    assert [(line["action"], line["lines"]) for line in told] == [("log.lost", 2)]
+    assert [(line["action"], line["lines"]) for line in logged] == [("log.lost", 2)]
 
 
-def test_a_closed_writer_writes_straight_through_and_a_broken_stream_breaks_nobody() -> None:
+def test_a_closed_queue_writes_straight_through_and_a_broken_stream_breaks_nobody() -> None:
     stream = io.StringIO()
-    writer = LineWriter(stream)
-    writer.close()
-    writer.write("late\n")
+    lines = LogQueue(stream)
+    log = logger_to(lines)
+    lines.close()
+    log.info("late")
     assert stream.getvalue() == "late\n"
     stream.close()
-    writer.write("later\n")
+    log.info("later")
 
 
 def test_a_stream_that_hangs_does_not_hold_up_the_end() -> None:
     stream = Stuck()
-    writer = LineWriter(stream)
-    writer.write("0\n")
-    writer.close(patience_s=0.05)
+    lines = LogQueue(stream)
+    logger_to(lines).info("0")
+    lines.close(patience_s=0.05)
     stream.may_go_on.set()
 
 

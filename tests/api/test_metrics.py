@@ -15,9 +15,8 @@ import structlog
 from prometheus_client.parser import text_string_to_metric_families
 
 from optpipe_api.errors import StoreUnavailableError
-from optpipe_api.logs import set_up_logs
-from optpipe_api.metrics import Metrics
-from optpipe_api.telemetry import Telemetry
+from optpipe_api.logs import Telemetry, set_up_logs
+from optpipe_api.metrics import ServiceMetrics
 from tests.api.live import connected, make_settings, two_stages
 
 if TYPE_CHECKING:
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 
     import httpx
 
-    from optpipe_api.jobs import JobState
+    from optpipe.wire import JobState
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
@@ -132,7 +131,7 @@ def test_a_store_that_does_not_answer_is_a_number() -> None:
     def no_answer() -> dict[JobState, int]:
         raise StoreUnavailableError("the disk is full")
 
-    metrics = Metrics()
+    metrics = ServiceMetrics()
     metrics.watch_store(no_answer)
     metrics.answered("GET", "/", 200, 0.1)
     samples = read(metrics.text().decode())
@@ -143,7 +142,7 @@ def test_a_store_that_does_not_answer_is_a_number() -> None:
 
 def test_two_applications_in_one_process_count_for_themselves() -> None:
     """Nothing is registered globally."""
-    one, other = Metrics(), Metrics()
+    one, other = ServiceMetrics(), ServiceMetrics()
     one.answered("GET", "/", 200, 0.1)
     labels = {"method": "GET", "route": "/", "status": "200"}
     assert value(read(one.text().decode()), "optpipe_http_requests_total", **labels) == 1
@@ -152,7 +151,7 @@ def test_two_applications_in_one_process_count_for_themselves() -> None:
 
 def test_a_stalled_event_loop_is_measured() -> None:
     """Something that holds it for 0.2 s is seen, as at least 0.1 s."""
-    metrics = Metrics()
+    metrics = ServiceMetrics()
 
     async def stall() -> None:
         watch = asyncio.create_task(metrics.watch_loop())
@@ -215,7 +214,7 @@ def through_telemetry(method: str, status: int, *, fails: bool = False) -> None:
 
     headers = [(b"x-request-id", b"r-1")]
     scope = {"type": "http", "method": method, "path": "/v1/jobs", "headers": headers}
-    asyncio.run(Telemetry(app, metrics=Metrics())(scope, nothing, nothing))
+    asyncio.run(Telemetry(app, metrics=ServiceMetrics())(scope, nothing, nothing))
 
 
 def test_log_lines_of_a_request_carry_its_id_and_changes_are_logged(capsys) -> None:

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from optpipe import Problem
-from optpipe_api.jobs import EntryKind, JobEvent, JobOptions, JobState, NewJob, Outcome
+from optpipe.wire import EventKind, JobOptions, JobState
+from optpipe_api.jobs import AttemptOutcome, JobEvent, NewJob
 from optpipe_api.store import open_stores
 from tests.api.errands import Errands, Ledger, run
 from tests.api.fleet import Caller, Fleet
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from optpipe_api.jobs import HistoryEntry, Job
+    from optpipe_api.jobs import HistoryEntry, JobRecord
     from optpipe_api.store import JobStore
     from tests.api.errands import Errand
 
@@ -43,6 +44,8 @@ WRITES = (
     *("request_cancel.queued", "request_cancel.running"),
 )
 POINTS = [f"{write}.{moment}" for write in WRITES for moment in MOMENTS]
+# Each write once, at each moment a third of them: the rest is in the long run.
+FEW_POINTS = [f"{write}.{MOMENTS[index % 3]}" for index, write in enumerate(WRITES)]
 NUM_SUBMISSIONS = 200
 NUM_CLIENTS = 4
 NUM_KILLS = 25
@@ -138,12 +141,12 @@ def _num_unfinished(store: JobStore) -> int:
     return counts[JobState.QUEUED] + counts[JobState.RUNNING]
 
 
-def die_at_points(folder: Path, url: str, num_servers: int) -> None:
-    """Die at every point, once at least, and check all promises."""
+def die_at_points(folder: Path, url: str, num_servers: int, points: list[str]) -> None:
+    """Die at each point, once at least, and check all promises."""
     with ExitStack() as stack:
         store = stack.enter_context(closing(open_stores(url))).jobs
         settings = {**SETTINGS, "database_url": url, "solver_processes": 1}
-        fleet = stack.enter_context(closing(Fleet(folder, num_servers, settings, POINTS)))
+        fleet = stack.enter_context(closing(Fleet(folder, num_servers, settings, points)))
         trial = Trial(folder, fleet, seed=1, num_errands=None)
         choice = random.Random(1)
 
@@ -162,7 +165,7 @@ def die_at_points(folder: Path, url: str, num_servers: int) -> None:
 
         trial.run(store, disturb)
         assert fleet.points_left() == set()
-        assert fleet.num_lives > len(POINTS) / num_servers
+        assert fleet.num_lives > len(points) / num_servers
         check(store, trial.ledger, trial.errands.num_made)
 
 
@@ -195,17 +198,17 @@ def check(store: JobStore, ledger: Ledger, num_errands: int) -> None:
             assert ledger.ends_seen[job_id] == (jobs[job_id].state, jobs[job_id].objective_ms)
 
 
-def _all_jobs(store: JobStore) -> list[Job]:
-    found: list[Job] = []
+def _all_jobs(store: JobStore) -> list[JobRecord]:
+    found: list[JobRecord] = []
     while page := store.page(100, found[-1].position if found else None):
         found += page
     return found
 
 
-def check_life(job: Job, errand: Errand, history: list[HistoryEntry]) -> None:
+def check_life(job: JobRecord, errand: Errand, history: list[HistoryEntry]) -> None:
     """It ended once, and once more each time that it was resumed, by legal steps alone."""
     assert [entry.number for entry in history] == sorted({entry.number for entry in history})
-    states = [JobState(entry.text or "") for entry in history if entry.kind is EntryKind.STATE]
+    states = [JobState(entry.text or "") for entry in history if entry.kind is EventKind.STATE]
     assert history[-1].is_final
     assert states[-1] is job.state
     num_resumed = sum((entry.text or "").startswith("resumed with") for entry in history)
@@ -215,9 +218,9 @@ def check_life(job: Job, errand: Errand, history: list[HistoryEntry]) -> None:
         assert after in AFTER.get(before, {JobState.QUEUED}), states
 
 
-def check_best(store: JobStore, job: Job, history: list[HistoryEntry]) -> None:
+def check_best(store: JobStore, job: JobRecord, history: list[HistoryEntry]) -> None:
     """It has the best of all incumbents that were ever written down, and the best bound."""
-    incumbents = [entry for entry in history if entry.kind is EntryKind.INCUMBENT]
+    incumbents = [entry for entry in history if entry.kind is EventKind.INCUMBENT]
     lengths = [entry.objective_ms for entry in incumbents if entry.objective_ms is not None]
     assert lengths == sorted(set(lengths), reverse=True)
     assert job.objective_ms == (lengths[-1] if lengths else None)
@@ -228,7 +231,7 @@ def check_best(store: JobStore, job: Job, history: list[HistoryEntry]) -> None:
     assert found == job.objective_ms
 
 
-def check_end(job: Job, errand: Errand) -> None:
+def check_end(job: JobRecord, errand: Errand) -> None:
     """It ended as its script says; a cancellation may have come too late."""
     state, code = ENDS.get(errand.kind, (JobState.SUCCEEDED, None))
     if job.state is JobState.CANCELLED and errand.kind.startswith("cancel"):
@@ -282,7 +285,7 @@ def _solved(store: JobStore, errand: Errand) -> str:
     claim = store.claim("worker", 10.0)
     assert claim is not None
     schedule = best(problem, errand.num_rounds)
-    outcome = Outcome(
+    outcome = AttemptOutcome(
         event=JobEvent.SUCCEED,
         schedule=schedule.model_dump_json(by_alias=True),
         objective_ms=schedule.objective_ms,
@@ -298,9 +301,14 @@ def _solved(store: JobStore, errand: Errand) -> str:
 class TestSqlite:
     """One server."""
 
-    def test_at_every_point(self, tmp_path) -> None:
-        die_at_points(tmp_path, f"sqlite:///{tmp_path}/jobs.db", 1)
+    def test_at_each_write(self, tmp_path) -> None:
+        die_at_points(tmp_path, f"sqlite:///{tmp_path}/jobs.db", 1, FEW_POINTS)
 
+    @pytest.mark.extended
+    def test_at_every_point(self, tmp_path) -> None:
+        die_at_points(tmp_path, f"sqlite:///{tmp_path}/jobs.db", 1, POINTS)
+
+    @pytest.mark.extended
     def test_at_random(self, tmp_path) -> None:
         die_at_random(tmp_path, f"sqlite:///{tmp_path}/jobs.db", 1)
 
@@ -310,8 +318,13 @@ class TestSqlite:
 class TestPostgres:
     """Two servers of one database."""
 
-    def test_at_every_point(self, tmp_path, postgres_url) -> None:
-        die_at_points(tmp_path, postgres_url, 2)
+    def test_at_each_write(self, tmp_path, postgres_url) -> None:
+        die_at_points(tmp_path, postgres_url, 2, FEW_POINTS)
 
+    @pytest.mark.extended
+    def test_at_every_point(self, tmp_path, postgres_url) -> None:
+        die_at_points(tmp_path, postgres_url, 2, POINTS)
+
+    @pytest.mark.extended
     def test_at_random(self, tmp_path, postgres_url) -> None:
         die_at_random(tmp_path, postgres_url, 2)

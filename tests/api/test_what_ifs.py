@@ -1,4 +1,4 @@
-"""``/v1/jobs/{id}/what-ifs``: what more would buy, asked and answered over HTTP."""
+"""What-ifs: batches whose items are what a little more of something would buy a job."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from hypothesis import given
 
 from optpipe import Problem, check, load_schedule
 from optpipe.evaluate import evaluate
-from optpipe.explain.answers import Answer
-from optpipe.explain.questions import Question, questions
-from optpipe.formats.json_text import load_problem
+from optpipe.explain.what_if import AS_IT_IS, WhatIfQuestion, as_it_is, questions
+from optpipe.formats.json import load_problem
 from optpipe.schedule import Provenance
+from optpipe.wire import JobOptions
 from optpipe_api.access import Role
-from optpipe_api.desk.readers import Readers
-from optpipe_api.desk.what_ifs import digest, pack
 from optpipe_api.engine import worker
 from optpipe_api.errors import BodyTooHeavyError
+from optpipe_api.services.batches import make_items
+from optpipe_api.services.parse_pool import ParsePool
 from tests.api import start_solver
 from tests.api.instant import InstantProcess, InstantSolvers
 from tests.api.live import connected, make_settings, running, two_stages
-from tests.api.test_routes import fault, submit
+from tests.api.routes.test_jobs import fault, submit
 from tests.strategies import Case, cases
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from optpipe_api.engine.messages import Message
+    from optpipe_api.engine.processes import Message
 
 STARTS = start_solver.__name__ + ":solve"
 BUS = {"memory_bytes": 4000, "d2h_gb_per_s": 1.0, "h2d_gb_per_s": 1.0}
-NAMES = ["one-more-gb", "twice-the-microbatches"]
+NAMES = [AS_IT_IS, "one-more-gb", "twice-the-microbatches"]
 
 
 class StartSolvers(InstantSolvers):
@@ -94,16 +94,24 @@ def solved(http: httpx.Client, name: str = "", **changes: Any) -> dict[str, Any]
     return job
 
 
-def path_of(job: dict[str, Any]) -> str:
-    return f"/v1/jobs/{job['id']}/what-ifs"
+def post(http: httpx.Client, job: dict[str, Any] | str, wait: float = 60, **body: Any) -> Any:
+    """The answer to a what-if about a job, or about an id."""
+    asked = {"what_if": job if isinstance(job, str) else job["id"], **body}
+    return http.post("/v1/batches", params={"wait": wait}, json=asked)
 
 
 def ask(http: httpx.Client, job: dict[str, Any], wait: float = 60, **options: Any) -> Any:
-    """What is answered when all is known."""
-    answer = http.post(path_of(job), params={"wait": wait}, json={"options": options})
+    """The batch when all of it has ended."""
+    answer = post(http, job, wait, options=options)
     assert answer.status_code == (200 if wait else 202), answer.text
-    assert answer.headers["location"] == path_of(job)
-    return answer.json()
+    batch = answer.json()
+    assert answer.headers["location"] == f"/v1/batches/{batch['id']}"
+    return batch
+
+
+def found(batch: dict[str, Any]) -> dict[str, float]:
+    """What each question's job has found."""
+    return {item["values"]["question"]: item["objective_ms"] for item in batch["items"]}
 
 
 def both(http: httpx.Client, job_id: str) -> tuple[Problem, Any]:
@@ -112,202 +120,150 @@ def both(http: httpx.Client, job_id: str) -> tuple[Problem, Any]:
     return problem, load_schedule(http.get(f"/v1/jobs/{job_id}/schedule").text)
 
 
-# Asking
-
-
-def test_each_answer_is_its_jobs_schedule_in_the_words_of_the_command_line(http) -> None:
-    """The changed problem is solved, and the sentence is the one that `optpipe explain` prints."""
-    job = solved(http, "gains", devices=[BUS] * 2, stages=offloading())
-    told = ask(http, job)
+def asked_locally(http: httpx.Client, job: dict[str, Any]) -> dict[str, WhatIfQuestion]:
+    """The questions of `optpipe explain --what-if` about the same job, by name."""
     problem, schedule = both(http, job["id"])
-    asked = {one.name: one for one in questions(problem, schedule.programs)}
-    assert [answer["name"] for answer in told["answers"]] == list(asked)
-    assert told["unasked"] == []
-    for answer in told["answers"]:
-        question = asked[answer["name"]]
-        changed, found = both(http, answer["job_id"])
-        assert isinstance(question, Question)
-        assert changed == question.problem
-        check(changed, found.programs)
-        same = Answer(
-            name=question.name,
-            text=question.text,
-            before_ms=job["objective_ms"],
-            num_before=4,
-            after_ms=found.objective_ms,
-            num_after=changed.num_microbatches,
-            bound_ms=found.bound_ms,
-            is_never_worse=question.is_never_worse,
-        )
-        assert {key: answer[key] for key in same.as_json()} == same.as_json()
-    gains = {answer["name"]: answer["gain"] for answer in told["answers"]}
-    assert gains["one-more-gb"] > 0 == gains["faster-pcie"]
+    asked = [as_it_is(problem, schedule.programs), *questions(problem, schedule.programs)]
+    return {one.name: one for one in asked if isinstance(one, WhatIfQuestion)}
 
 
 def offloading() -> list[dict[str, Any]]:
     return [{**held, "offload_bytes": 1000} for held in two_stages()["stages"]]
 
 
+# Asking
+
+
+def test_each_item_is_a_question_of_the_command_line(http) -> None:
+    """Its problem, its name and its words; and more memory gains what the solver makes of it."""
+    job = solved(http, "gains", devices=[BUS] * 2, stages=offloading())
+    batch = ask(http, job)
+    asked = asked_locally(http, job)
+    assert batch["axes"] == {"question": list(asked)}
+    for item, question in zip(batch["items"], asked.values(), strict=True):
+        assert item["values"] == {
+            "question": question.name,
+            "num_microbatches": question.problem.num_microbatches,
+        }
+        assert item["name"] == f"gains: {question.text}"
+        changed, schedule = both(http, item["job_id"])
+        assert changed == question.problem
+        check(changed, schedule.programs)
+        assert schedule.objective_ms == item["objective_ms"]
+    after = found(batch)
+    assert after["one-more-gb"] < job["objective_ms"] == after[AS_IT_IS] == after["faster-pcie"]
+
+
 def test_each_search_starts_from_the_jobs_best_programs(http) -> None:
     """Twice as many micro-batches from the programs twice; a solver that only keeps its start."""
     job = solved(http, "keeps")
-    problem, schedule = both(http, job["id"])
-    starts = {
-        one.name: one.start
-        for one in questions(problem, schedule.programs)
-        if isinstance(one, Question)
-    }
-    for answer in ask(http, job)["answers"]:
-        item = http.get(f"/v1/jobs/{answer['job_id']}").json()
-        assert both(http, item["id"])[1].programs == starts[answer["name"]]
-        assert (item["cache"], item["source_id"]) == ("near", job["id"])
-        assert answer["gain"] == 0
-        events = http.get(f"/v1/jobs/{item['id']}/events").text
+    asked = asked_locally(http, job)
+    for item in ask(http, job)["items"]:
+        one = http.get(f"/v1/jobs/{item['job_id']}").json()
+        assert both(http, one["id"])[1].programs == asked[item["values"]["question"]].start
+        assert (one["cache"], one["source_id"]) == ("near", job["id"])
+        events = http.get(f"/v1/jobs/{one['id']}/events").text
         assert f"started from a schedule of job {job['id']}" in events
 
 
-def test_an_answer_is_no_worse_than_its_start_whatever_the_solver_finds(http) -> None:
+def test_what_is_found_is_no_worse_than_its_start_whatever_the_solver_finds(http) -> None:
     """One that knows a better schedule, and items whose solver finds a worse one."""
-    job = solved(http, "fused:worse")
-    http.post(path_of(job), json={})
-    told = ask(http, job)
-    assert [answer["gain"] for answer in told["answers"]] == [0, 0]
-    worse = solved(http, "worse")
-    better = [answer["after_ms"] for answer in ask(http, worse)["answers"]]
-    assert better == [worse["objective_ms"], 2 * worse["objective_ms"]]
+    for word in ("fused:worse", "worse"):
+        job = solved(http, word)
+        before = job["objective_ms"]
+        assert found(ask(http, job)) == dict(zip(NAMES, (before, before, 2 * before), strict=True))
 
 
-def test_what_cannot_be_asked_says_why(http) -> None:
-    """The service's own limit counts: it takes no problem of more cells."""
-    told = ask(http, solved(http, "keeps", num_microbatches=6))
-    reasons = {one["name"]: one["reason"] for one in told["unasked"]}
-    assert [answer["name"] for answer in told["answers"]] == ["one-more-gb"]
-    assert "no stage can be offloaded" in reasons["faster-pcie"]
-    assert "may not exceed 20" in reasons["twice-the-microbatches"]
-    assert all(one["sentence"].startswith(one["question"]) for one in told["unasked"])
+def test_what_makes_no_sense_is_left_out(http) -> None:
+    """The service's own limit counts: it takes no problem of more cells. No bus, no faster one."""
+    assert list(found(ask(http, solved(http, "keeps", num_microbatches=6)))) == NAMES[:2]
 
 
-def test_it_is_a_batch_with_names_tags_and_a_table(http) -> None:
-    """Listed, looked at, and found by its tag like any other."""
+def test_a_proven_job_is_not_searched_again_without_a_change(http) -> None:
+    """And where the bound of a changed problem is the length before, nothing can be gained."""
+    job = solved(http, "proves")
+    http.post(f"/v1/jobs/{job['id']}/resume", params={"wait": 60}, json={"time_limit_s": 1})
+    batch = ask(http, job)
+    assert list(found(batch)) == NAMES[1:]
+    assert batch["items"][0]["bound_ms"] == job["objective_ms"]
+
+
+def test_more_searching_alone_is_seen_beside_the_changes(http) -> None:
+    """A second search gains without any change; the job itself, solved before, is no answer."""
+    job = solved(http, "later", options={"time_limit_s": 20})
+    after = found(ask(http, job, time_limit_s=20))
+    assert after[AS_IT_IS] == after["one-more-gb"] < job["objective_ms"]
+
+
+def test_it_is_a_batch_like_any_other(http) -> None:
+    """Named, tagged, listed, as a table and as a frontier, cancelled and tried again."""
     job = solved(http, "x" * 200)
-    answer = http.post(
-        path_of(job),
-        params={"wait": 60},
-        json={"options": {"time_limit_s": 7, "threads": 2, "seed": 5}, "priority": 3},
-    )
-    told = answer.json()
-    batch = http.get(f"/v1/batches/{told['batch_id']}").json()
-    assert told["batch_id"] in [one["id"] for one in http.get("/v1/batches").json()["batches"]]
+    options = {"time_limit_s": 7, "threads": 2, "seed": 5}
+    batch = post(http, job, options=options, priority=3, tags=["mine"]).json()
+    assert batch["id"] in [one["id"] for one in http.get("/v1/batches").json()["batches"]]
+    assert http.get(f"/v1/batches/{batch['id']}").json() == batch
     assert (batch["name"], batch["priority"]) == ("x" * 191 + ": what if", 3)
-    assert [item["values"] for item in batch["items"]] == [{"what_if": name} for name in NAMES]
-    assert [item["name"].partition(": ")[2] for item in batch["items"]] == NAMES
-    item = http.get(f"/v1/jobs/{told['answers'][0]['job_id']}").json()
-    assert (item["tags"], item["priority"], len(item["name"])) == (["what-if"], 3, 200)
-    assert told["options"] == {"time_limit_s": 7, "threads": 2, "seed": 5}
-    assert told["options"].items() <= item["options"].items()
-    table = http.get(f"/v1/batches/{told['batch_id']}/table?format=csv").text
-    assert "what_if" in table.splitlines()[0]
-    lines = http.get(f"/v1/batches/{told['batch_id']}/frontier?format=json").json()["lines"]
-    assert [line["label"] for line in lines] == [f'what_if = "{name}"' for name in NAMES]
+    assert options.items() <= batch["options"].items()
+    item = http.get(f"/v1/jobs/{batch['items'][0]['job_id']}").json()
+    assert (item["tags"], item["priority"], len(item["name"])) == (["mine"], 3, 200)
+    assert (item["batch_id"], item["batch_index"]) == (batch["id"], 0)
+    assert options.items() <= item["options"].items()
+    table = http.get(f"/v1/batches/{batch['id']}/table?format=csv").text
+    assert {"question", "num_microbatches"} <= set(table.splitlines()[0].split(","))
+    lines = http.get(f"/v1/batches/{batch['id']}/frontier?format=json").json()["lines"]
+    # More memory stands on the line of what is not changed.
+    assert [(line["label"].split(",")[0], len(line["points"])) for line in lines] == [
+        (f'question = "{AS_IT_IS}"', 2),
+        (f'question = "{NAMES[2]}"', 1),
+    ]
+    assert post(http, job, name="mine").json()["name"] == "mine"
 
 
-def test_a_proof_is_told(http) -> None:
-    """Nothing can be gained where the bound of the changed problem is the length before."""
-    told = ask(http, solved(http, "proves"))
-    assert [answer["buys_nothing"] for answer in told["answers"]] == [True, True]
-    assert told["answers"][0]["sentence"].endswith("as before; proven: nothing can be gained")
-
-
-# What is known while the searches go on, and after them
-
-
-def test_answers_appear_as_their_searches_end(tmp_path) -> None:
-    """A number at once, the start's; words at the end; cancelled like any batch."""
+def test_items_end_one_by_one(tmp_path) -> None:
+    """A number at once, the start's; a cancelled item keeps it."""
     with connected(make_settings(tmp_path, solve_path=STARTS, solver_processes=1)) as http:
         job = solved(http, "waits")
-        told = ask(http, job, wait=0)
-        assert (told["is_finished"], [one["sentence"] for one in told["answers"]]) == (
+        batch = ask(http, job, wait=0)
+        before = job["objective_ms"]
+        assert (batch["is_finished"], list(found(batch).values())) == (
             False,
-            [None] * 2,
+            [before, before, 2 * before],
         )
-        assert [one["after_ms"] for one in told["answers"]] == [
-            job["objective_ms"],
-            2 * job["objective_ms"],
-        ]
-        seen = http.get(path_of(job), params={"wait": 0.2})
-        assert seen.json()["is_finished"] is False
-        http.delete(f"/v1/jobs/{told['answers'][0]['job_id']}")
-        until(http, job, lambda now: now["answers"][0]["state"] == "cancelled")
-        first, second = http.get(path_of(job)).json()["answers"]
-        assert first["sentence"].startswith("1 GB more on gpu0")
-        assert second["sentence"] is None
-        http.delete(f"/v1/batches/{told['batch_id']}")
-        told = http.get(path_of(job), params={"wait": 60}).json()
-        assert told["is_finished"] is True
-        assert all(one["sentence"] for one in told["answers"])
+        path = f"/v1/batches/{batch['id']}"
+        http.delete(f"/v1/jobs/{batch['items'][0]['job_id']}")
+        until(http, path, lambda now: now["items"][0]["state"] == "cancelled")
+        assert http.get(path).json()["is_finished"] is False
+        http.delete(path)
+        ended = http.get(path, params={"wait": 60}).json()
+        assert (ended["is_finished"], found(ended)) == (True, found(batch))
 
 
-def until(http: httpx.Client, job: dict[str, Any], is_enough: Any) -> None:
+def until(http: httpx.Client, path: str, is_enough: Any) -> None:
     deadline = time.monotonic() + 60
-    while not is_enough(http.get(path_of(job)).json()):
+    while not is_enough(http.get(path).json()):
         assert time.monotonic() < deadline
         time.sleep(0.05)
 
 
 def test_a_search_that_breaks_says_why_and_can_be_tried_again(http) -> None:
-    job = solved(http, "fails")
-    told = ask(http, job)
-    assert {answer["state"] for answer in told["answers"]} == {"failed"}
-    assert all("ZeroDivisionError" in answer["error"]["message"] for answer in told["answers"])
-    assert [answer["gain"] for answer in told["answers"]] == [0, 0]
-    again = http.post(f"/v1/batches/{told['batch_id']}/retry", params={"wait": 60}).json()
-    assert again["counts"]["failed"] == 2
+    batch = ask(http, solved(http, "fails"))
+    assert {item["state"] for item in batch["items"]} == {"failed"}
+    assert all("ZeroDivisionError" in item["error"]["message"] for item in batch["items"])
+    again = http.post(f"/v1/batches/{batch['id']}/retry", params={"wait": 60}).json()
+    assert again["counts"]["failed"] == len(NAMES)
 
 
-def test_answers_have_a_tag_that_changes_with_them(http) -> None:
+def test_a_repeated_key_asks_once_also_when_a_better_schedule_was_found(http) -> None:
+    """What is asked about it then would be other problems; the request is the same."""
     job = solved(http, "later")
-    ask(http, job)
-    first = http.get(path_of(job))
-    tag = first.headers["etag"]
-    same = http.get(path_of(job), headers={"If-None-Match": tag})
-    assert (same.status_code, same.content, same.headers["etag"]) == (304, b"", tag)
-    http.post(f"/v1/jobs/{job['id']}/resume", params={"wait": 60}, json={"time_limit_s": 1})
-    other = http.get(path_of(job), headers={"If-None-Match": f'{tag}, "x"'})
-    assert (other.status_code, other.json()["is_current"]) == (200, False)
-
-
-def test_a_better_schedule_makes_the_answers_old_and_asking_again_new(http) -> None:
-    """What a second search would have found anyway was put down to 1 GB more, and is no more."""
-    job = solved(http, "later")
-    told = ask(http, job)
-    assert (told["schedule_number"], told["is_current"]) == (job["num_schedules"], True)
-    assert told["answers"][0]["gain"] > 0
-    http.post(f"/v1/jobs/{job['id']}/resume", params={"wait": 60}, json={"time_limit_s": 1})
-    old = http.get(path_of(job)).json()
-    assert (old["batch_id"], old["is_current"]) == (told["batch_id"], False)
-    new = ask(http, job)
-    assert new["batch_id"] != told["batch_id"]
-    assert http.get(path_of(job)).json() == new
-    assert (new["is_current"], new["answers"][0]["gain"]) == (True, 0)
-    assert new["schedule_number"] > told["schedule_number"]
-
-
-def test_a_second_search_that_finds_nothing_better_changes_nothing(http) -> None:
-    job = solved(http, "keeps")
-    told = ask(http, job)
-    http.post(f"/v1/jobs/{job['id']}/resume", params={"wait": 60}, json={"time_limit_s": 1})
-    assert http.get(path_of(job)).json() == told
-
-
-def test_a_repeated_key_asks_once(http) -> None:
-    job = solved(http, "keeps")
     headers = {"Idempotency-Key": "what"}
-    first, again = (
-        http.post(path_of(job), json={}, params={"wait": 60}, headers=headers).json()
-        for _ in range(2)
-    )
-    assert first == again
-    other = http.post(path_of(job), json={"priority": 1}, headers=headers)
+    body = {"what_if": job["id"]}
+    first = http.post("/v1/batches", json=body, params={"wait": 60}, headers=headers).json()
+    http.post(f"/v1/jobs/{job['id']}/resume", params={"wait": 60}, json={"time_limit_s": 1})
+    assert http.post("/v1/batches", json=body, headers=headers).json() == first
+    other = http.post("/v1/batches", json={**body, "priority": 1}, headers=headers)
+    fault(other, 422, "idempotency.reused")
+    other = http.post("/v1/batches", json={"what_if": solved(http)["id"]}, headers=headers)
     fault(other, 422, "idempotency.reused")
 
 
@@ -319,23 +275,23 @@ def more_memory() -> list[dict[str, int]]:
 
 
 @pytest.mark.parametrize(("word", "is_hit"), [("worse", False), ("fused:", True)])
-def test_an_answer_found_before_counts_only_if_it_is_no_worse_than_the_start(
+def test_what_was_solved_before_counts_only_if_it_is_no_worse_than_the_start(
     tmp_path, word: str, is_hit: bool
 ) -> None:
     """The changed problem was solved already, with all the time; names do not count."""
     with asking(tmp_path, cache=True) as http:
         known = solved(http, word, devices=more_memory(), options={"time_limit_s": 20})
         job = solved(http, "fused:", options={"time_limit_s": 20})
-        first = ask(http, job)["answers"][0]
-        item = http.get(f"/v1/jobs/{first['job_id']}").json()
-        assert item["problem_hash"] == known["problem_hash"]
-        assert first["gain"] == 0
-        assert (item["cache"], item["source_id"]) == (
+        first = ask(http, job, time_limit_s=20)["items"]
+        assert found({"items": first})["one-more-gb"] == job["objective_ms"]
+        more = http.get(f"/v1/jobs/{first[1]['job_id']}").json()
+        assert more["problem_hash"] == known["problem_hash"]
+        assert (more["cache"], more["source_id"]) == (
             ("hit", known["id"]) if is_hit else ("near", job["id"])
         )
-        again = ask(http, job)["answers"][0]
-        assert http.get(f"/v1/jobs/{again['job_id']}").json()["cache"] == "hit"
-        assert again["gain"] == 0
+        again = ask(http, job, time_limit_s=20)
+        # What is searched without a change is searched each time.
+        assert [item["cache"] for item in again["items"]] == ["near", "hit", "hit"]
 
 
 @given(cases())
@@ -343,64 +299,70 @@ def test_every_start_is_the_schedule_that_its_programs_make(case: Case) -> None:
     """Legal for the changed problem, and as long as the core says; never longer where promised."""
     problem, programs = case
     schedule = evaluate(problem, programs, Provenance(method="given"))
-    reading = digest(
-        pack(problem.model_dump_json(by_alias=True), schedule.model_dump_json(by_alias=True), 9999)
+    items = make_items(
+        problem.model_dump_json(by_alias=True),
+        schedule.model_dump_json(by_alias=True),
+        9999,
+        JobOptions(time_limit_s=1.0),
+        is_proven=False,
     )
-    texts = iter(reading.documents)
-    for asked in reading.header["asked"]:
-        changed, start = load_problem(next(texts)), load_schedule(next(texts))
+    promised = {
+        question.name: question.is_never_worse
+        for question in (as_it_is(problem, programs), *questions(problem, programs))
+        if isinstance(question, WhatIfQuestion)
+    }
+    for item in items:
+        assert item.job.start is not None
+        changed = load_problem(item.job.problem or "")
+        start = load_schedule(item.job.start.schedule)
         assert evaluate(changed, start.programs, Provenance(method="given")) == start.model_copy(
             update={"stopped_by": "work_limit"}
         )
-        assert asked["start"]["objective_ms"] == start.objective_ms
+        assert item.job.start.objective_ms == start.objective_ms
         share = start.objective_ms / changed.num_microbatches
         before = schedule.objective_ms / problem.num_microbatches
-        assert not asked["question"]["is_never_worse"] or share <= before * (1 + 1e-9) + 1e-9
+        is_never_worse = promised[item.plan.values["question"]]
+        assert not is_never_worse or share <= before * (1 + 1e-9) + 1e-9
 
 
 # What is refused
 
 
-def test_only_a_finished_job_with_a_schedule_of_the_optimiser_can_be_asked_about(tmp_path) -> None:
+def test_only_an_ended_job_with_a_schedule_can_be_asked_about(tmp_path) -> None:
     """Each refusal says the rule and what to do."""
     with connected(make_settings(tmp_path)) as http:
         job = submit(http, "improve:3:9", wait=0).json()
-        said = fault(http.post(path_of(job), json={}), 409, "state.conflict")["detail"]
+        said = fault(post(http, job), 409, "state.conflict")["detail"]
         assert "wait for its end" in said
         http.delete(f"/v1/jobs/{job['id']}")
         job = submit(http, "nothing").json()
-        said = fault(http.post(path_of(job), json={}), 409, "state.conflict")["detail"]
+        said = fault(post(http, job), 409, "state.conflict")["detail"]
         assert "resume it" in said
         job = submit(http, devices=[{"memory_bytes": 10}] * 2).json()
-        refused = fault(http.post(path_of(job), json={}), 409, "problem.infeasible")
+        refused = fault(post(http, job), 409, "problem.infeasible")
         assert refused["needs"]
-        job = submit(http, options={"method": "1f1b"}).json()
-        said = fault(http.post(path_of(job), json={}), 409, "state.conflict")["detail"]
-        assert "with method auto" in said
-
-
-def test_what_nobody_asked_is_not_found(http) -> None:
-    job = solved(http, "keeps")
-    said = fault(http.get(path_of(job)), 404, "what_ifs.none")["detail"]
-    assert f"POST {path_of(job)} asks" in said
-    fault(http.get("/v1/jobs/nothing/what-ifs"), 404, "job.not_found")
-    fault(http.post("/v1/jobs/nothing/what-ifs", json={}), 404, "job.not_found")
+        fault(post(http, "nothing"), 404, "job.not_found")
+        assert http.get("/v1/batches").json()["batches"] == []
 
 
 @pytest.mark.parametrize(
     ("body", "said"),
     [
         ({"time_limit_s": 5}, "time_limit_s"),
-        ({"options": {"method": "auto"}}, "method"),
+        ({"options": {"method": "nothing"}}, "method"),
         ({"options": {"time_limit_s": 0}}, "time_limit_s"),
         ({"options": {"threads": 99}}, "OPTPIPE_MAX_THREADS"),
         ({"priority": 101}, "priority"),
-        ([], "must be an object"),
+        ({"problem": two_stages()}, "give one of them"),
+        ({"problems": [two_stages()]}, "give one of them"),
+        ({"axes": {"memory_scale": [1]}}, "axes vary one problem"),
+        ({"what_if": ""}, "what_if"),
+        ({"what_if": 7}, "what_if"),
     ],
 )
 def test_a_request_that_breaks_a_rule_is_refused_by_name(http, body: Any, said: str) -> None:
     job = solved(http, "keeps")
-    answer = http.post(path_of(job), json=body)
+    answer = http.post("/v1/batches", json={"what_if": job["id"], **body})
     assert answer.status_code == 422
     assert said in answer.json()["detail"]
 
@@ -408,24 +370,35 @@ def test_a_request_that_breaks_a_rule_is_refused_by_name(http, body: Any, said: 
 def test_all_of_them_find_room_or_none_is_asked(tmp_path) -> None:
     with asking(tmp_path, max_queued_jobs=1) as http:
         job = solved(http, "keeps")
-        fault(http.post(path_of(job), json={}), 429, "queue.full")
+        fault(post(http, job), 429, "queue.full")
         assert len(http.get("/v1/jobs").json()["jobs"]) == 1
-        fault(http.get(path_of(job)), 404, "what_ifs.none")
+        assert http.get("/v1/batches").json()["batches"] == []
+
+
+def test_they_are_no_more_than_the_items_of_a_batch_may_be(tmp_path) -> None:
+    with asking(tmp_path, max_batch_items=2) as http:
+        answer = post(http, solved(http, "keeps"))
+        assert answer.status_code == 422
+        assert "OPTPIPE_MAX_BATCH_ITEMS" in answer.json()["detail"]
 
 
 def test_a_schedule_that_is_too_large_says_where_it_can_be_asked(http, monkeypatch) -> None:
-    async def read(*_: object, **__: object) -> None:
-        raise BodyTooHeavyError("5 s")
+    run = ParsePool.run
+
+    async def refused(self: ParsePool, function: Any, *args: Any, **options: Any) -> Any:
+        if function is make_items:
+            raise BodyTooHeavyError("5 s")
+        return await run(self, function, *args, **options)
 
     job = solved(http, "keeps")
-    monkeypatch.setattr(Readers, "read", read)
-    refused = fault(http.post(path_of(job), json={}), 413, "schedule.too_large")
-    assert "optpipe explain --what-if" in refused["detail"]
+    monkeypatch.setattr(ParsePool, "run", refused)
+    answer = fault(post(http, job), 413, "schedule.too_large")
+    assert "optpipe explain --what-if" in answer["detail"]
 
 
 @contextmanager
 def keys(app: Any, url: str) -> Iterator[dict[str, httpx.Client]]:
-    roles = {"ann": Role.SUBMIT, "bob": Role.SUBMIT, "root": Role.ADMIN}
+    roles = {"ann": Role.SUBMIT, "bob": Role.SUBMIT, "root": Role.ADMIN, "eye": Role.READ}
     clients = {
         name: httpx.Client(
             base_url=url,
@@ -441,13 +414,13 @@ def keys(app: Any, url: str) -> Iterator[dict[str, httpx.Client]]:
             client.close()
 
 
-def test_they_belong_to_whoever_owns_the_job(tmp_path) -> None:
-    """An admin may ask about anybody's job, who then sees the answers; others see nothing."""
+def test_a_what_if_belongs_to_whoever_asks(tmp_path) -> None:
+    """About his own jobs; an admin about anybody's."""
     with serving(tmp_path, require_keys=True) as (url, app), keys(app, url) as as_:
         job = solved(as_["ann"], "keeps")
-        told = ask(as_["root"], job)
-        assert as_["ann"].get(path_of(job)).json() == told
-        item = as_["ann"].get(f"/v1/jobs/{told['answers'][0]['job_id']}").json()
-        assert item["state"] == "succeeded"
-        fault(as_["bob"].get(path_of(job)), 404, "job.not_found")
-        fault(as_["bob"].post(path_of(job), json={}), 404, "job.not_found")
+        batch = ask(as_["ann"], job)
+        assert as_["ann"].get(f"/v1/batches/{batch['id']}").status_code == 200
+        fault(as_["bob"].get(f"/v1/batches/{batch['id']}"), 404, "batch.not_found")
+        fault(post(as_["bob"], job), 404, "job.not_found")
+        fault(post(as_["eye"], job), 403, "key.forbidden")
+        assert ask(as_["root"], job)["owner"] == "root"

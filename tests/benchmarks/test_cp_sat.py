@@ -8,14 +8,15 @@ from subprocess import PIPE
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from benchmarks.entrant import ROOT
 from benchmarks.jobs import Answer, Job, judge
 from optpipe import Problem, simulate
+from optpipe_solver.budget import Stop
 from optpipe_solver.incumbent import Incumbent
-from optpipe_solver.milp.improve import improve_by_milp
-from optpipe_solver.starts import all_starts
+from optpipe_solver.milp.horizon.model import improve_by_milp
+from optpipe_solver.portfolio import all_starts
 from tests.building import UNIT, bus, offloadable, problem, stage
 from tests.solver.exhaustive import optimum
 from tests.strategies import Case, cases
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from optpipe import Programs
+
+pytestmark = pytest.mark.extended
 
 
 @pytest.fixture(scope="module")
@@ -206,7 +209,6 @@ def test_a_host_limit_binds(peer: Callable[..., Answer]) -> None:
         assert said.bound_ms == pytest.approx(least)
 
 
-@settings(max_examples=60)
 @given(case=cases())
 def test_its_bound_is_below_every_legal_schedule(case: Case, peer: Callable[..., Answer]) -> None:
     """Started from any legal schedule it finds one no worse, and no bound above that."""
@@ -237,7 +239,7 @@ def test_it_agrees_with_the_milp(offload: bool, peer: Callable[..., Answer]) -> 
     held = parked() if offload else without
     ours = best_family(held)
     said = peer(held, ours.programs, 20.0)
-    improve_by_milp(ours, time_limit_s=15, threads=1, seed=0)
+    improve_by_milp(ours, Stop(15))
     found = judge(held, said.programs)
     assert found is not None
     assert said.bound_ms is not None

@@ -63,6 +63,7 @@ def test_the_program_in_flight_is_legal_and_holds_three(count: int, ahead: int) 
     assert device_peak_bytes(problem, 0, none) == 10 * ahead
 
 
+@pytest.mark.extended
 def test_the_script_runs_four_ranks_on_one_device(tmp_path) -> None:
     """Through the shell script, as on a GPU; messages are staged in the same way."""
     environment = {**os.environ, "PYTHON": sys.executable}

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.instances.make import FOLDER, all_documents
 from benchmarks.ledger import index, load_problem
-from optpipe_solver.smallest_memory import feasibility
+from optpipe_solver.feasibility import feasibility
 
 DOCUMENTS = {row["name"]: (document, row) for document, row in all_documents()}
 ROWS = index()

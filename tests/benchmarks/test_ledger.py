@@ -6,10 +6,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from benchmarks import frontier
 from benchmarks.bench import SMOKE, broken
+from benchmarks.fixed_work import BASELINE, WorkRow, read_rows, worse
 from benchmarks.frontier import Point, limits_of, monotone, points, smallest_for
 from benchmarks.jobs import Answer, Job, Judged, TracePoint
 from benchmarks.ledger import (
@@ -26,7 +27,7 @@ from benchmarks.ledger import (
 from benchmarks.report import Table, entry
 from optpipe_solver import solve
 from tests.building import one_f_one_b, problem, programs, stage
-from tests.strategies import Case, cases
+from tests.strategies import Case, cases, few
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -40,7 +41,7 @@ ROW = Row(
 )  # fmt: skip
 
 
-@settings(max_examples=30)
+@few(30)
 @given(cases())
 def test_jobs_and_answers_survive_their_line(case: Case) -> None:
     """What a process is given, and what it says, is what it reads and what is read."""
@@ -65,13 +66,40 @@ def test_only_legal_and_better_programs_are_kept() -> None:
 
 def test_rows_survive_the_file_and_the_last_counts(tmp_path: Path) -> None:
     """Numbers, empty cells and the order come back; a later row replaces an earlier one."""
-    none = replace(ROW, solver="plain-milp", objective_ms=None, gap=None)
+    none = replace(ROW, solver="milp", objective_ms=None, gap=None, cpu_seconds="milp=1.5")
     newer = replace(ROW, objective_ms=90.0)
     path = tmp_path / "bench.csv"
     append([ROW, none], path)
     append([newer], path)
     assert read(path) == [ROW, none, newer]
     assert latest(read(path))["one", "families"] == newer
+
+
+def test_rows_from_before_a_column_was_kept_are_read(tmp_path: Path) -> None:
+    """Their last cells are missing, and say nothing."""
+    path = tmp_path / "bench.csv"
+    append([replace(ROW, bound_method="bounds", cpu_seconds="bounds=0.1")], path)
+    head, row = path.read_text(encoding="utf-8").splitlines()
+    path.write_text(f"{head}\n{row.rsplit(',', 2)[0]}\n", encoding="utf-8")
+    assert read(path) == [ROW]
+
+
+def test_what_is_worse_with_the_same_work_is_said() -> None:
+    """A longer schedule and a lower bound, beyond rounding."""
+    before = WorkRow(
+        name="one", objective=100.0, bound=80.0, bound_method="exact", method="beam",
+        cpu_seconds=1.0, commit="abc",
+    )  # fmt: skip
+    assert worse(replace(before, objective=100.0 + 1e-8, bound=90.0), before) == []
+    assert worse(replace(before, objective=99.0, bound=80.0 - 1e-9), before) == []
+    assert len(worse(replace(before, objective=100.1, bound=79.9), before)) == 2
+
+
+def test_the_rows_compared_with_are_of_every_instance() -> None:
+    """One each, with a bound that is no more than the objective."""
+    rows = read_rows(BASELINE)
+    assert set(rows) == {row["name"] for row in index()}
+    assert all(row.bound <= row.objective * (1 + 1e-9) for row in rows.values())
 
 
 def test_the_best_known_takes_value_and_bound_apart(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 from benchmarks.entrant import run_apart
 from benchmarks.jobs import Job, judge
 from benchmarks.ledger import load_problem
-from benchmarks.peers import families, ours, plain_milp
+from benchmarks.peers import families, milp, ours
 from benchmarks.peers.cells import in_order, in_order_loses_nothing, renamed
 from benchmarks.peers.scale import Scale
 from optpipe import check, simulate
@@ -34,14 +34,16 @@ def test_ours_tells_its_trace() -> None:
     assert said.trace[-1].bound_ms == said.bound_ms
 
 
-def test_the_plain_milp_proves_a_tiny_optimum() -> None:
-    """Without a start it still finds and proves what exhaustive search finds."""
+def test_the_milp_proves_a_tiny_optimum() -> None:
+    """It finds and proves what exhaustive search finds, and says where its time went."""
     held = problem([stage(0, 2, 3, 1), stage(1, 3, 2, 2)], m=2)
-    said = plain_milp.answer(Job(problem=held, seconds=10.0))
+    said = milp.answer(Job(problem=held, seconds=10.0))
     assert judge(held, said.programs) == pytest.approx(optimum(held))
     assert said.bound_ms == pytest.approx(optimum(held))
+    assert {"starts", "bounds"} <= set(said.cpu_seconds)
 
 
+@pytest.mark.extended
 def test_a_contestant_runs_apart() -> None:
     """Its programs, seconds and memory come back; one that fails says why."""
     held = problem([stage(0), stage(1)], m=2)

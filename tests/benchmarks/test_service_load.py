@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import csv
 
+import pytest
+
 from benchmarks.service_load import main
 
 
+@pytest.mark.extended
 def test_the_small_run_answers_everything(tmp_path, capsys) -> None:
     """Nothing fails, followers hear every event once, and the rows stand in table and file."""
     out = tmp_path / "load.csv"
@@ -18,8 +21,9 @@ def test_the_small_run_answers_everything(tmp_path, capsys) -> None:
         ("submit a problem", "service"),
         ("submit a problem", "bare route"),
         ("4 followers", "service"),
+        ("fetch a schedule beside 4 followers", "service"),
     ]
     assert all(row.count > 0 and row.failed == 0 for row in rows)
-    assert capsys.readouterr().out.count("| service |") == 4
+    assert capsys.readouterr().out.count("| service |") == 5
     with out.open(encoding="utf-8") as file:
         assert [row["what"] for row in csv.DictReader(file)] == [row.what for row in rows]

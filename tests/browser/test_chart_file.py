@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import pytest
 from PIL import Image, ImageChops
 
-from optpipe.plot.interactive import View, chart_html, schedule_chart
+from optpipe.plot.interactive import chart_html, schedule_chart
+from optpipe.plot.scene import View
 from tests.building import everything_at_once
 from tests.plot.conftest import make_small_problem, make_small_programs
 from tests.plot.large import large_case

@@ -1,13 +1,18 @@
-"""The documentation page in a real browser: complete, and with nothing from elsewhere."""
+"""Documentation in a real browser: complete, and with nothing from elsewhere."""
 
 from __future__ import annotations
 
+import html
+import re
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import httpx
 import pytest
 
 from tests.api.live import make_settings, running
+from tests.docs_console import ROOT
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
@@ -55,3 +60,38 @@ def test_docs_page_shows_every_operation_and_asks_no_other_host(
     assert errors == []
     foreign = [address for address in requested if not address.startswith((url, "data:"))]
     assert foreign == []
+
+
+def formulas() -> set[str]:
+    """Every formula of the pages that are written by hand."""
+    found = set()
+    for page in (ROOT / "docs").rglob("*.md"):
+        if "generated" not in page.parts:
+            text = re.sub(
+                r"^```.*?^```$", "", page.read_text("utf-8"), flags=re.MULTILINE | re.DOTALL
+            )
+            text = re.sub(r"`[^`\n]*`", "", text)
+            pairs = re.findall(r"\$\$(.+?)\$\$|\$([^$\n]+?)\$", text, flags=re.DOTALL)
+            found |= {block or inline for block, inline in pairs}
+    return found
+
+
+@pytest.mark.browser
+def test_every_formula_is_set_without_network(chromium: Browser, tmp_path) -> None:
+    """By the MathJax that the built pages carry, which asks for nothing else."""
+    package = find_spec("sphinx-mathjax-offline")
+    assert package is not None
+    script = Path(str(package.origin)).parent / "static" / "mathjax" / "tex-svg.js"
+    spans = "".join(f"<p>\\({html.escape(formula)}\\)</p>" for formula in sorted(formulas()))
+    file = tmp_path / "formulas.html"
+    file.write_text(f'<script src="{script.as_uri()}"></script>{spans}', "utf-8")
+    context = chromium.new_context(offline=True)
+    page = context.new_page()
+    requested: list[str] = []
+    page.on("request", lambda request: requested.append(request.url))
+    page.goto(file.as_uri())
+    page.evaluate("MathJax.startup.promise")
+    assert page.locator("mjx-container svg").count() >= len(formulas()) > 20
+    assert page.locator("mjx-merror, [data-mjx-error]").count() == 0
+    assert all(address.startswith("file:") for address in requested)
+    context.close()

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
+from optpipe.explain.what_if import WhatIfAnswer
 from optpipe_api import Settings
 from optpipe_api.access import Role
 from tests.api.live import make_settings, running, two_stages
@@ -47,15 +48,15 @@ def solved(url: str, name: str, **headers: str) -> dict[str, Any]:
     return job
 
 
-def asked(url: str, job: dict[str, Any], wait: int = 60) -> dict[str, Any]:
-    """What is answered when all is known."""
-    path = f"{url}/v1/jobs/{job['id']}/what-ifs?wait={wait}"
-    told: dict[str, Any] = httpx.post(path, json={}, timeout=90).json()
-    return told
+def asked(url: str, job: dict[str, Any], wait: int = 60, **headers: str) -> dict[str, Any]:
+    """The batch when all of it has ended."""
+    path, body = f"{url}/v1/batches?wait={wait}", {"what_if": job["id"]}
+    batch: dict[str, Any] = httpx.post(path, json=body, headers=headers, timeout=90).json()
+    return batch
 
 
-def sentences(told: dict[str, Any]) -> list[str]:
-    return [one["sentence"] for one in (*told["answers"], *told["unasked"])]
+def address(job: dict[str, Any], batch: dict[str, Any]) -> str:
+    return f"?job={job['id']}&what_if={batch['id']}"
 
 
 def shown(visit: Visit) -> list[str]:
@@ -63,90 +64,115 @@ def shown(visit: Visit) -> list[str]:
     return visit.page.locator("#what-if .reason p:first-child").all_inner_texts()
 
 
+def local(batch: dict[str, Any], job: dict[str, Any]) -> list[str]:
+    """The sentence that `optpipe explain --what-if` prints of each item."""
+    items = batch["items"]
+    numbers = [item["values"]["num_microbatches"] for item in items]
+    return [
+        WhatIfAnswer(
+            name=item["values"]["question"],
+            text=item["name"].partition(": ")[2],
+            before_ms=job["objective_ms"],
+            num_before=min(numbers),
+            after_ms=item["objective_ms"],
+            num_after=number,
+            bound_ms=item["bound_ms"],
+            is_never_worse=True,
+        )
+        .sentence()
+        .replace("->", "→")
+        for item, number in zip(items, numbers, strict=True)
+    ]
+
+
+def newest(url: str) -> dict[str, Any]:
+    """The batch that was asked for last."""
+    batch_id = httpx.get(f"{url}/v1/batches?limit=1").json()["batches"][0]["id"]
+    batch: dict[str, Any] = httpx.get(f"{url}/v1/batches/{batch_id}").json()
+    return batch
+
+
 def test_a_button_asks_and_a_reload_shows_the_same(visit: Visit, url: str) -> None:
-    """The schedule is searched once more before, as it is not proven; and that is said."""
+    """The rows say what the command line says, the first of them what is gained by searching."""
     job = solved(url, "gains")
     page = visit.open(f"?job={job['id']}")
     page.wait_for_selector(ASK)
     page.fill("[aria-label='Seconds for each question']", "3")
     page.click(ASK)
-    page.wait_for_selector("#announce:text-matches('First this schedule|Answered')")
+    page.wait_for_selector("#announce:text-matches('Answered')")
     page.wait_for_selector(ANSWERED)
-    told = httpx.get(f"{url}/v1/jobs/{job['id']}/what-ifs").json()
-    assert shown(visit) == sentences(told)
-    assert told["options"]["time_limit_s"] == 3
-    again = httpx.get(f"{url}/v1/jobs/{job['id']}").json()
-    assert again["options"]["time_limit_s"] == job["options"]["time_limit_s"] + 3
-    posted = [address.rpartition("/")[2] for address in visit.requested]
-    assert posted.index("resume") < posted.index("what-ifs", posted.index("resume"))
+    batch = newest(url)
+    assert shown(visit) == local(batch, job)
+    assert shown(visit)[0].startswith("no change, searched again: ")
+    assert batch["options"]["time_limit_s"] == 3
     visit.picture("what-if")
     page.reload()
     page.wait_for_selector(ANSWERED)
-    assert shown(visit) == sentences(told)
+    assert shown(visit) == local(batch, job)
+    assert newest(url)["id"] == batch["id"]
 
 
 def test_each_answer_leads_to_its_schedule_beside_the_one_before(visit: Visit, url: str) -> None:
     job = solved(url, "gains")
-    told = asked(url, job)
-    page = visit.open(f"?job={job['id']}")
+    batch = asked(url, job)
+    page = visit.open(address(job, batch))
     page.wait_for_selector(ANSWERED)
     row = page.locator("#what-if [data-name=one-more-gb]")
     assert "less" in row.locator("h3").inner_text()
     row.locator("a", has_text="Beside this one").click()
-    page.wait_for_selector(f"#job[data-id='{told['answers'][0]['job_id']}']")
+    page.wait_for_selector(f"#job[data-id='{batch['items'][1]['job_id']}']")
     page.wait_for_selector(f"{DRAWN}[data-tag*='{job['id']}']")
     visit.picture("what-if-beside")
 
 
 def test_answers_appear_as_their_searches_end(visit: Visit, url: str) -> None:
-    """One is cancelled, the other goes on; after a reload in between, too."""
+    """One is cancelled, the others go on; after a reload in between, too."""
     job = solved(url, "waits")
-    told = asked(url, job, wait=0)
-    first, second = (one["job_id"] for one in told["answers"])
-    page = visit.open(f"?job={job['id']}")
+    batch = asked(url, job, wait=0)
+    page = visit.open(address(job, batch))
     page.wait_for_selector("#what-if[data-finished=false]")
-    httpx.delete(f"{url}/v1/jobs/{first}", timeout=60)
+    httpx.delete(f"{url}/v1/jobs/{batch['items'][1]['job_id']}", timeout=60)
     page.wait_for_selector("#what-if [data-name=one-more-gb][data-state=cancelled]")
     rest = page.locator("#what-if [data-name=twice-the-microbatches] p >> nth=0")
     assert rest.inner_text() == "twice the micro-batches (8)"
     assert page.is_disabled("#ask-what-if")
-    httpx.delete(f"{url}/v1/jobs/{second}", timeout=60)
+    httpx.delete(f"{url}/v1/batches/{batch['id']}", timeout=60)
     page.wait_for_selector(ANSWERED)
-    assert "as before" in rest.inner_text()
+    assert "ms per micro-batch as before" in rest.inner_text()
 
 
-def test_who_cancels_the_first_search_asks_nothing(visit: Visit, url: str) -> None:
-    """And may ask again: the button is there."""
-    job = solved(url, "waits")
-    page = visit.open(f"?job={job['id']}")
-    page.click(ASK)
-    page.wait_for_selector("#what-if >> text=First this schedule is searched for 20 s more")
-    page.wait_for_selector("#job[data-state=running]")
-    assert page.is_disabled("#ask-what-if")
-    page.click("#cancel")
-    page.wait_for_selector(ASK)
-    assert page.inner_text(ASK) == "What would more buy?"
-    assert "First this schedule" not in page.inner_text("#what-if")
-
-
-def test_a_proven_schedule_is_asked_about_at_once(visit: Visit, url: str) -> None:
+def test_a_proven_schedule_is_not_searched_without_a_change(visit: Visit, url: str) -> None:
     job = solved(url, "proves")
     # The first schedule of this solver is proven by nobody: its second search does that.
     httpx.post(f"{url}/v1/jobs/{job['id']}/resume?wait=60", json={"time_limit_s": 1}, timeout=90)
     page = visit.open(f"?job={job['id']}")
     page.click(ASK)
     page.wait_for_selector(ANSWERED)
-    assert not [address for address in visit.requested if address.endswith("/resume")]
+    assert [row.partition(": ")[0] for row in shown(visit)][1:] == ["twice the micro-batches (8)"]
     assert "proven: nothing can be gained" in shown(visit)[0]
 
 
-def test_a_better_schedule_makes_the_answers_old(visit: Visit, url: str) -> None:
+def test_a_job_that_was_searched_again_says_that_its_answers_are_older(
+    visit: Visit, url: str
+) -> None:
     job = solved(url, "later")
-    asked(url, job)
+    batch = asked(url, job)
     httpx.post(f"{url}/v1/jobs/{job['id']}/resume?wait=60", json={"time_limit_s": 1}, timeout=90)
-    page = visit.open(f"?job={job['id']}")
-    page.wait_for_selector("#what-if >> text=about an earlier schedule")
+    page = visit.open(address(job, batch))
+    page.wait_for_selector("#what-if >> text=searched again since it was asked about")
     assert page.inner_text(ASK) == "Ask again"
+    page.click(ASK)
+    page.wait_for_selector("#what-if >> text=Each is searched for 20 s from this schedule")
+    page.wait_for_selector(ANSWERED)
+    assert newest(url)["id"] in page.url
+
+
+def test_what_was_deleted_since_can_be_asked_again(visit: Visit, url: str) -> None:
+    job = solved(url, "keeps")
+    page = visit.open(address(job, {"id": "0" * 32}))
+    page.wait_for_function("!location.search.includes('what_if')")
+    assert page.inner_text(ASK) == "What would more buy?"
+    assert shown(visit) == []
 
 
 def test_a_phone_in_the_dark_shows_it_and_the_keyboard_asks(chromium: Browser, url: str) -> None:
@@ -169,16 +195,18 @@ def test_who_may_only_read_sees_answers_and_no_button(chromium: Browser, tmp_pat
         keys = app.state.service.keys
         writer = {"X-API-Key": keys.create("team", Role.SUBMIT)[1]}
         job = solved(url, "keeps", **writer)
-        path = f"{url}/v1/jobs/{job['id']}/what-ifs?wait=60"
-        httpx.post(path, json={}, headers=writer, timeout=90)
+        batch = asked(url, job, **writer)
         keys.revoke("team")
         reader = keys.create("team", Role.READ)[1]
         with visiting(chromium, url) as visit:
             page = visit.page
             page.add_init_script(f"sessionStorage.setItem('optpipe-key', {reader!r})")
-            visit.open(f"?job={job['id']}")
+            visit.open(address(job, batch))
             page.wait_for_selector(ANSWERED)
             page.wait_for_selector("#ask-what-if", state="hidden")
+            visit.open(f"?job={job['id']}")
+            page.wait_for_selector(DRAWN)
+            page.wait_for_selector("#what-if", state="hidden")
 
 
 @pytest.mark.timeout(300)
@@ -195,8 +223,10 @@ def test_the_solver_itself_answers(chromium: Browser, tmp_path) -> None:
         page.fill("[aria-label='Seconds for each question']", "5")
         page.click(ASK)
         page.wait_for_selector(ANSWERED, timeout=250_000)
-        told = httpx.get(f"{url}/v1/jobs/{job['id']}/what-ifs").json()
-        assert shown(visit) == sentences(told)
-        more = told["answers"][0]
-        assert more["gain"] > 0.1
-        assert more["sentence"].endswith("proven: that is the best")
+        batch = newest(url)
+        assert shown(visit) == local(batch, job)
+        rows = dict(
+            zip((item["values"]["question"] for item in batch["items"]), shown(visit), strict=True)
+        )
+        assert rows["one-more-gb"].endswith("proven: that is the best")
+        assert batch["items"][0]["objective_ms"] < 0.9 * job["objective_ms"]

@@ -9,7 +9,7 @@ from hypothesis import given
 
 from optpipe import Problem, Programs, simulate
 from optpipe.explain import Explanation, explain
-from optpipe.explain.phrases import device_names, listed, ranges
+from optpipe.explain.text import device_names, listed, ranges
 from tests.building import (
     bus,
     everything_at_once,
@@ -120,6 +120,7 @@ def test_an_explanation_survives_json(case: Case) -> None:
     assert told.length_ms == simulate(*case).objective_ms(case.problem.objective)
 
 
+@pytest.mark.extended
 def test_a_large_schedule_is_explained_in_seconds() -> None:
     """64 devices, 512 micro-batches, 98,304 actions: processor time, for the machine is shared."""
     made = problem([stage(d, 3, 2, 2) for d in range(64)], m=512)

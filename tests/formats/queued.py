@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from hypothesis import strategies as st
 
 from optpipe import Action, ActionType, Problem, Programs, check
-from optpipe.precedence import input_of
+from optpipe.schedule import input_of
 from tests.building import UNIT, bus, problem, stage
 
 if TYPE_CHECKING:

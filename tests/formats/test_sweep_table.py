@@ -10,8 +10,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from optpipe.errors import InputError
-from optpipe.formats.sweep_table import (
-    Row,
+from optpipe.formats.tables import (
+    SweepRow,
     axes_of,
     dump_sweep,
     dump_sweep_csv,
@@ -20,7 +20,7 @@ from optpipe.formats.sweep_table import (
 )
 
 
-def row(index: int = 0, values: dict[str, Any] | None = None, **fields: Any) -> Row:
+def row(index: int = 0, values: dict[str, Any] | None = None, **fields: Any) -> SweepRow:
     made: dict[str, Any] = {
         "index": index,
         "values": {"memory_scale": 0.5, "placement": "v"} if values is None else values,
@@ -35,7 +35,7 @@ def row(index: int = 0, values: dict[str, Any] | None = None, **fields: Any) -> 
         "job_id": None,
         "message": None,
     }
-    return cast("Row", made | fields)
+    return cast("SweepRow", made | fields)
 
 
 FAILED = row(

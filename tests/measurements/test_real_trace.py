@@ -12,6 +12,8 @@ from optpipe.measurements.trace_file import read_trace
 from tests.measurements import profiled
 from tests.runtime.ranks import start_ranks
 
+pytestmark = pytest.mark.extended
+
 ROWS = (("0F0", "0F1", "0B0", "0B1"), ("1F0", "1B0", "1F1", "1B1"))
 SLOW_MS, FAST_MS = 60.0, 3.0
 STEPS = 3

@@ -26,6 +26,7 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("block", blocks("sh"))
 def test_commands_run_and_write_what_they_name(optpipe, workplace, block: str) -> None:
     """The files are there afterwards."""

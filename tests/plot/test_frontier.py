@@ -8,18 +8,13 @@ from pathlib import Path
 import pytest
 
 from optpipe.errors import InputError, MissingExtraError
-from optpipe.frontier import Line, Point
-from optpipe.plot import figure, interactive
-from optpipe.plot.frontier import (
-    draw_frontier,
-    frontier_svg,
-    require_drawing,
-    save_frontier,
-    unit_of,
-)
+from optpipe.plot import image, interactive_style
+from optpipe.plot.frontier import draw_frontier, frontier_svg, require_drawing, save_frontier
+from optpipe.plot.scene import unit_of
+from optpipe.sweep import FrontierLine, Point
 
 
-def line(label: str, *found: tuple[int, float | None, float | None, bool]) -> Line:
+def line(label: str, *found: tuple[int, float | None, float | None, bool]) -> FrontierLine:
     points = (
         Point(
             index=index,
@@ -32,7 +27,7 @@ def line(label: str, *found: tuple[int, float | None, float | None, bool]) -> Li
         )
         for index, (gigabytes, objective_ms, bound_ms, is_infeasible) in enumerate(found)
     )
-    return Line(label=label, points=tuple(points))
+    return FrontierLine(label=label, points=tuple(points))
 
 
 LINES = [
@@ -41,7 +36,7 @@ LINES = [
 ]
 
 
-def drawn(lines: list[Line]) -> dict[str, tuple[list[float], list[float]]]:
+def drawn(lines: list[FrontierLine]) -> dict[str, tuple[list[float], list[float]]]:
     """What is drawn under each name of the legend: x and y."""
     (axes,) = draw_frontier(lines).axes
     return {
@@ -92,7 +87,7 @@ def test_the_axis_has_a_unit_that_fits(memory_bytes: int | None, unit: str) -> N
 
 
 @pytest.mark.parametrize("lines", [[], [line("x")], [line("x", (1, None, None, True))]])
-def test_what_has_no_numbers_is_drawn_empty(lines: list[Line]) -> None:
+def test_what_has_no_numbers_is_drawn_empty(lines: list[FrontierLine]) -> None:
     """A batch that has just begun, or in which nothing fits."""
     assert frontier_svg(lines).startswith(b"<?xml")
 
@@ -122,7 +117,7 @@ def test_many_lines_leave_the_legend_readable() -> None:
 
 def test_without_matplotlib_the_pip_command_is_named(monkeypatch) -> None:
     """The extra is optional."""
-    monkeypatch.setattr(figure, "find_spec", lambda name: None)
+    monkeypatch.setattr(image, "find_spec", lambda name: None)
     with pytest.raises(MissingExtraError, match=r"pip install 'optpipe\[plot\]'"):
         frontier_svg(LINES)
 
@@ -139,7 +134,7 @@ def test_an_html_file_can_be_zoomed_into(tmp_path) -> None:
         save_frontier(LINES, tmp_path / "nowhere" / "a.html")
 
 
-@pytest.mark.parametrize(("name", "module"), [("a.svg", figure), ("a.html", interactive)])
+@pytest.mark.parametrize(("name", "module"), [("a.svg", image), ("a.html", interactive_style)])
 def test_what_is_missing_is_told_before_the_work(monkeypatch, name: str, module) -> None:
     """Hours of solving must not end in a missing package."""
     require_drawing(Path(name))

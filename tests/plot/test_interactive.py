@@ -13,22 +13,21 @@ import pytest
 from bokeh.models import ColumnDataSource, CustomJS, Range1d
 
 from optpipe.errors import MissingExtraError
-from optpipe.frontier import Line, Point
-from optpipe.plot import interactive
-from optpipe.plot.bars import KINDS, NO_MICROBATCH, drawing_of
+from optpipe.plot import interactive_style
 from optpipe.plot.interactive import (
-    View,
     chart_html,
     chart_item,
     frontier_chart,
     schedule_chart,
 )
+from optpipe.plot.scene import KINDS, NO_MICROBATCH, View, drawing_of
+from optpipe.sweep import FrontierLine, Point
 from tests.building import everything_at_once
 from tests.plot.conftest import make_small_problem
 from tests.plot.large import large_case
 
 LINES = [
-    Line(
+    FrontierLine(
         label="<b>m = 8</b>",
         points=(
             Point(index=0, family="a", label="m", memory_bytes=(10**9,), is_infeasible=True),
@@ -153,7 +152,8 @@ def test_equal_charts_are_equal_bytes(views) -> None:
     code = (
         "import hashlib\n"
         "from tests.building import everything_at_once\n"
-        "from optpipe.plot.interactive import View, chart_item, schedule_chart\n"
+        "from optpipe.plot.scene import View\n"
+        "from optpipe.plot.interactive import chart_item, schedule_chart\n"
         "text = chart_item(schedule_chart([View('a', *everything_at_once())]))\n"
         "print(hashlib.sha256(text.encode()).hexdigest())"
     )
@@ -193,6 +193,7 @@ def test_names_cannot_end_the_script_they_stand_in(small_problem, small_programs
     json.loads(page[begin : page.index("</script>", begin)])
 
 
+@pytest.mark.extended
 def test_64_devices_and_512_microbatches_are_a_few_megabytes() -> None:
     """98,304 bars: the numbers compressed, BokehJS beside them."""
     problem, programs = large_case(64, 512)
@@ -231,7 +232,7 @@ def test_a_frontier_shows_points_bounds_and_what_is_infeasible() -> None:
     assert "<title>a &amp; b</title>" in page
 
 
-@pytest.mark.parametrize("lines", [[], [Line(label="", points=())]])
+@pytest.mark.parametrize("lines", [[], [FrontierLine(label="", points=())]])
 def test_a_frontier_without_numbers_is_drawn_empty(lines) -> None:
     """A batch that has just begun."""
     assert json.loads(chart_item(frontier_chart(lines, "")))["root_id"]
@@ -242,9 +243,8 @@ def test_a_chart_of_nothing_is_drawn_empty() -> None:
     assert json.loads(chart_item(schedule_chart([])))["root_id"]
 
 
-@pytest.mark.parametrize("draw", [schedule_chart, lambda views: frontier_chart([], "")])
-def test_without_bokeh_the_pip_command_is_named(monkeypatch, draw) -> None:
+def test_without_bokeh_the_pip_command_is_named(monkeypatch) -> None:
     """The extra is optional."""
-    monkeypatch.setattr(interactive, "find_spec", lambda name: None)
+    monkeypatch.setattr(interactive_style, "find_spec", lambda name: None)
     with pytest.raises(MissingExtraError, match=r"pip install 'optpipe\[plot\]'"):
-        draw([])
+        interactive_style.require_bokeh()

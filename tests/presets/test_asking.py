@@ -6,14 +6,16 @@ import inspect
 
 import pytest
 
-from optpipe.cli.estimating import estimate_problem
-from optpipe.presets import AskedError, Sentence, Training, estimate
-from optpipe.presets.asking import Field, flag, plain
+from optpipe.cli.estimate import estimate_problem
+from optpipe.presets import AskedError, AskedSentence, Training, estimate
+from optpipe.presets.shape import Field, flag, plain
 
 
 def test_a_sentence_names_fields_as_the_asker_knows_them() -> None:
     """Names and values over HTTP and in Python, flags on the command line."""
-    sentence = Sentence(Field("tp", 3), " does not divide 32; lower ", Field("num_microbatches"))
+    sentence = AskedSentence(
+        Field("tp", 3), " does not divide 32; lower ", Field("num_microbatches")
+    )
     assert str(sentence) == "tp = 3 does not divide 32; lower num_microbatches"
     assert sentence.told(flag) == "--tp 3 does not divide 32; lower --microbatches"
     assert sentence.told(plain) == str(sentence)
@@ -21,10 +23,10 @@ def test_a_sentence_names_fields_as_the_asker_knows_them() -> None:
 
 def test_equal_sentences_are_equal() -> None:
     """Estimates are compared with all they hold."""
-    one, same = (Sentence("raise ", Field("pp")) for _ in range(2))
+    one, same = (AskedSentence("raise ", Field("pp")) for _ in range(2))
     assert one == same
     assert hash(one) == hash(same)
-    assert one != Sentence("raise pp")
+    assert one != AskedSentence("raise pp")
 
 
 def test_an_error_is_its_plain_sentence() -> None:

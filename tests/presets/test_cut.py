@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from optpipe.errors import InputError
-from optpipe.presets.cut import balanced_sizes, placement_of
+from optpipe.presets.cut import asked_placement, balanced_sizes
 
 
 def stage_times(times, sizes) -> list[float]:
@@ -56,9 +56,9 @@ def test_more_stages_than_layers_are_refused() -> None:
 
 def test_placements() -> None:
     """Along, round and round, to and fro."""
-    assert placement_of("linear", 3, 1) == (0, 1, 2)
-    assert placement_of("loop", 3, 2) == (0, 1, 2, 0, 1, 2)
-    assert placement_of("v", 3, 3) == (0, 1, 2, 2, 1, 0, 0, 1, 2)
+    assert asked_placement("linear", 3, 1) == (0, 1, 2)
+    assert asked_placement("loop", 3, 2) == (0, 1, 2, 0, 1, 2)
+    assert asked_placement("v", 3, 3) == (0, 1, 2, 2, 1, 0, 0, 1, 2)
 
 
 @pytest.mark.parametrize(
@@ -68,4 +68,4 @@ def test_placements() -> None:
 def test_wrong_placements_are_refused(name, chunks, named) -> None:
     """Naming what is wrong."""
     with pytest.raises(InputError, match=named):
-        placement_of(name, 4, chunks)
+        asked_placement(name, 4, chunks)

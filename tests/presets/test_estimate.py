@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from optpipe.errors import InputError
 from optpipe.presets import GPUS, MODELS, Estimate, Training, estimate, find_gpu, find_model
-from optpipe.presets.flops import model_flops
-from optpipe.presets.hardware import Efficiency
+from optpipe.presets.catalogue import Efficiency
+from optpipe.presets.costs import model_flops
+from tests.strategies import few
 
 LLAMA, H100 = find_model("llama3-8b"), find_gpu("h100")
 
@@ -29,7 +30,7 @@ def total_ms(found: Estimate) -> float:
     )
 
 
-@settings(max_examples=25)
+@few(25)
 @given(
     st.sampled_from(sorted(MODELS)),
     st.sampled_from(sorted(GPUS)),

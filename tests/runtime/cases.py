@@ -9,11 +9,9 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from optpipe.runtime import PipelineRunner
+from optpipe.runtime import PipelineRunner, torch_schedule
 from optpipe.runtime.demo_model import ModelConfig, chain, make_stages, random_tokens, token_loss
 from optpipe.runtime.messages import Receive
-from optpipe.runtime.torch_private import lowering
-from optpipe.runtime.torch_private import schedule as torch_schedule
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -114,8 +112,8 @@ class ReleaseWatch:
 
     def release(self, cell: Cell) -> None:
         before = [
-            (StorageWeakRef(parcel.storage), parcel.num_bytes)
-            for parcel in self._offloader.parcels(cell)
+            (StorageWeakRef(storage.on_device), storage.num_bytes)
+            for storage in self._offloader.storages(cell)
         ]
         self._release(cell)
         self.live_bytes += sum(size for storage, size in before if not storage.expired())
@@ -139,7 +137,7 @@ def _leak_what_is_released(offloader: Offloader) -> None:
     release = offloader.release
 
     def leaky(cell: Cell) -> None:
-        kept.extend(parcel.storage for parcel in offloader.parcels(cell))
+        kept.extend(storage.on_device for storage in offloader.storages(cell))
         release(cell)
 
     offloader.release = leaky  # type: ignore[method-assign]
@@ -256,7 +254,7 @@ def refused_orders(schedule: Schedule) -> str:
     """Return how a pipeline is refused whose rank 2 sees two receives swapped."""
     rank, modules = dist.get_rank(), make_stages(CONFIG, 4)
     runner = PipelineRunner({rank: modules[rank]}, schedule, token_loss)
-    translate = lowering.order_of
+    translate = torch_schedule.order_of
     name = "order_of"
     if rank == 2:
         setattr(torch_schedule, name, lambda actions: _swapped(translate(actions)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from optpipe.runtime import copies, demo
+from optpipe.runtime import demo, offload
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class _WrongCopies(copies.PlainCopies):
-    def to_device(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> copies.Fence:
+class _WrongCopies(offload.PlainCopies):
+    def to_device(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> offload.Fence:
         for host, _ in pairs:
             host[-8:] = 0
         return super().to_device(pairs)
 
 
 if __name__ == "__main__":
-    copies.PlainCopies = _WrongCopies  # type: ignore[misc]
+    offload.PlainCopies = _WrongCopies  # type: ignore[misc]
     sys.exit(demo.main())

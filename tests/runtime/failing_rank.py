@@ -12,8 +12,7 @@ import time
 import torch.distributed as dist
 
 from optpipe.runtime import PipelineRunner
-from optpipe.runtime.demo_model import make_stages, random_tokens, token_loss
-from optpipe.runtime.launch import RENDEZVOUS_VARIABLE
+from optpipe.runtime.demo_model import RENDEZVOUS_VARIABLE, make_stages, random_tokens, token_loss
 from tests.runtime import schedules
 from tests.runtime.cases import CONFIG
 

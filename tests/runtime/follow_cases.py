@@ -113,9 +113,9 @@ def train_following(
     losses = []
     with follow(script, runner, **options) as training:
         for step in range(steps):
-            if waits and script is not None and training.line is not None:
+            if waits and script is not None and training.poller is not None:
                 script.offer()
-                assert training.line.wait(10)
+                assert training.poller.wait(10)
             optimizer.zero_grad()
             found = training.step(*small_data(count, seed=step))
             optimizer.step()

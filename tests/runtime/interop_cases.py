@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from examples.gpt_model import MixedPrecision, token_loss
 from optpipe.runtime import PipelineRunner
 from optpipe.runtime.demo_model import make_stages, random_tokens
-from optpipe.runtime.torch_private import default_store
+from optpipe.runtime.torch_names import default_store
 from tests.runtime.cases import CONFIG
 from tests.runtime.small_cases import reference
 from tests.runtime.small_model import SAMPLES, WIDTH, small_data, small_loss, small_stages
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from optpipe import Schedule
-    from optpipe.action import Action
+    from optpipe.schedule import Action
 
 CPU = torch.device("cpu")
 LENGTH = 3

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 if TYPE_CHECKING:
-    from optpipe.action import Action
+    from optpipe.schedule import Action
 
 
 class Moment(NamedTuple):

@@ -15,7 +15,7 @@ from tests.runtime.small_model import SAMPLES, small_data, small_loss, small_sta
 
 if TYPE_CHECKING:
     from optpipe import Schedule
-    from optpipe.action import Action
+    from optpipe.schedule import Action
 
 WIDTH = 48
 LENGTH = 24

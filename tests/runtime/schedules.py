@@ -6,13 +6,13 @@ import random
 from typing import TYPE_CHECKING
 
 from optpipe import Device, Problem, Programs, Provenance, Schedule, Stage, evaluate, parse_action
-from optpipe.action import ActionType
 from optpipe.check import find_violations
+from optpipe.schedule import ActionType
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from optpipe.action import Action
+    from optpipe.schedule import Action
 
 LINEAR = (0, 1, 2, 3)
 V_SHAPE = (0, 1, 2, 3, 3, 2, 1, 0)

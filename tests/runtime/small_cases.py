@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from optpipe.runtime import PipelineRunner
-from optpipe.runtime.copies import PlainCopies
+from optpipe.runtime.offload import PlainCopies
 from tests.runtime.live_bytes import LiveBytes
 from tests.runtime.small_model import small_data, small_loss, small_stages
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from optpipe import Problem, Schedule
-    from optpipe.runtime.copies import Fence
     from optpipe.runtime.messages import Order
+    from optpipe.runtime.offload import Fence
 
 STEPS = 3
 

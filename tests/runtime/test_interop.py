@@ -8,7 +8,7 @@ import pytest
 from torch.distributed.pipelining.schedules import _Action
 
 from optpipe import ScheduleFormatError, dump_csv, load_csv
-from optpipe.action import Action, ActionType
+from optpipe.schedule import Action, ActionType
 from tests.runtime import interop_cases, schedules
 
 MICROBATCHES = 6

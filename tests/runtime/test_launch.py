@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from optpipe import Provenance, dump_schedule, evaluate, load_problem, parse_action
-from optpipe.runtime.launch import launch_ranks
-from optpipe.runtime.watch import EXIT_CODE
+from optpipe.runtime.demo_model import launch_ranks
+from optpipe.runtime.watchdog import EXIT_CODE
 
 pytestmark = pytest.mark.long
 
@@ -90,6 +90,7 @@ def test_the_demo_says_when_there_is_no_such_job(service, capfd):
     assert "answered 404" in capfd.readouterr().err
 
 
+@pytest.mark.extended
 def test_the_demo_fails_when_host_copies_are_wrong(offloading, tmp_path, capfd):
     schedule = tmp_path / "schedule.json"
     schedule.write_text(offloading)
@@ -100,6 +101,7 @@ def test_the_demo_fails_when_host_copies_are_wrong(offloading, tmp_path, capfd):
     assert "does NOT train like one process" in told.err
 
 
+@pytest.mark.extended
 def test_torchrun_refuses_a_wrong_number_of_ranks_on_all_of_them(offloading, tmp_path):
     schedule = tmp_path / "schedule.json"
     schedule.write_text(offloading)

@@ -7,23 +7,24 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
 from optpipe import Provenance, evaluate
-from optpipe.action import ActionType
 from optpipe.errors import InputError
 from optpipe.measurements import Given
 from optpipe.memory import memory_walk
 from optpipe.runtime import PreflightError
 from optpipe.runtime.measuring import Effort, computing_with, load_stages, measure
-from optpipe.runtime.measuring.bandwidth import measure_bandwidths
-from optpipe.runtime.measuring.links import message_sizes
+from optpipe.runtime.measuring.devices import message_sizes
+from optpipe.runtime.measuring.one_stage import measure_bandwidths
+from optpipe.schedule import ActionType
 from optpipe_solver import feasibility
-from optpipe_solver.families.one_f_one_b import build_one_f_one_b
+from optpipe_solver.families.classic import build_one_f_one_b
 from tests.runtime import measured, memory_cases, schedules
 from tests.runtime.small_model import small_data, small_loss, small_stages
+from tests.strategies import few
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -42,7 +43,7 @@ def one_thread() -> Iterator[None]:
         yield
 
 
-@settings(max_examples=20)
+@few(20)
 @given(
     width=st.integers(1, 9), inner=st.integers(1, 9), samples=st.integers(1, 9), state=st.just(2)
 )
@@ -92,7 +93,7 @@ def test_an_output_counts_where_it_is_saved_and_stays_on_the_device() -> None:
 @pytest.mark.parametrize("index", range(4))
 def test_two_ways_of_counting_agree(index) -> None:
     """What autograd says it saves is what is left alive after F; and between I and W likewise."""
-    found = load_stages("optpipe.runtime.measuring.demo_stages:tiny_gpt")
+    found = load_stages("optpipe.runtime.measuring.stages:tiny_gpt")
     profile = quick(found.stages, found.sample, loss_fn=found.loss_fn, target=found.target)
     footprint, memory = profile.results[index].footprint, profile.results[index].memory.uses
     forward, weight = memory[ActionType.FORWARD], memory[ActionType.BACKWARD_WEIGHT]

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from optpipe.action import ActionType
-from optpipe.runtime.alignment import DeviceTimes, align
-from optpipe.timeline import Interval, make_timeline
+from optpipe.runtime.timing import DeviceTimes, align
+from optpipe.schedule import ActionType
+from optpipe.simulate import Interval, make_timeline
 from tests.building import one_f_one_b, problem, programs, stage
 from tests.runtime import schedules
 

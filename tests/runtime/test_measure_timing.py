@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch.distributed as dist
 
-from optpipe.action import ActionType
 from optpipe.measurements import Measurements
 from optpipe.runtime import ActionTimer
 from optpipe.runtime.measuring import computing_with
+from optpipe.schedule import ActionType
 from tests.runtime import measured, schedules
 
 if TYPE_CHECKING:

@@ -8,18 +8,17 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
 
-from optpipe.action import Action, ActionType, parse_action
-from optpipe.precedence import Pass, input_of
 from optpipe.runtime.errors import PreflightError
 from optpipe.runtime.messages import (
+    MessageSend,
     Receive,
-    Send,
     boundary_levels,
     boundary_room,
     check_orders,
     sends_over_before,
     window_of,
 )
+from optpipe.schedule import Action, ActionType, Pass, input_of, parse_action
 from tests.runtime import schedules, small_cases
 
 if TYPE_CHECKING:
@@ -119,8 +118,8 @@ def test_a_missing_receive_is_refused_with_both_sides(cases):
 
 def test_ranks_that_wait_for_each_other_are_named_with_their_steps():
     forward, backward = parse_action("1F0"), parse_action("1B0")
-    left = (parse_action("0F0"), Receive(B10), parse_action("0B0"), Send(F00))
-    right = (forward, backward, Send(B10), Receive(F00))
+    left = (parse_action("0F0"), Receive(B10), parse_action("0B0"), MessageSend(F00))
+    right = (forward, backward, MessageSend(B10), Receive(F00))
     with pytest.raises(PreflightError, match="rank 0 waits at 0B0; rank 1 waits at 1F0"):
         check_orders((left, right), (0, 1), 4)
 
@@ -182,7 +181,7 @@ def test_a_window_bounds_what_a_rank_sends_before_it_hears_anything(cases):
             in_flight: set[Pass] = set()
             for step in case.orders[rank]:
                 in_flight -= set(over.get(step, ()))
-                if isinstance(step, Send):
+                if isinstance(step, MessageSend):
                     assert len(in_flight) < 2
                     in_flight.add(step.message)
 
@@ -223,7 +222,7 @@ def test_what_nobody_is_known_to_have_taken_counts_to_the_end():
     order = tuple(
         step
         for j in range(3)
-        for step in (Action(0, ActionType.FORWARD, j), Send(Pass(False, 0, j)))
+        for step in (Action(0, ActionType.FORWARD, j), MessageSend(Pass(False, 0, j)))
     )
     levels = boundary_levels(order, {}, 2, lambda message: 10)
     assert list(levels.values()) == [10, 20, 30]

@@ -12,10 +12,9 @@ from torch.nn import functional
 
 from optpipe.runtime.demo_model import ModelConfig, make_stages
 from optpipe.runtime.errors import OffloadError
-from optpipe.runtime.host_pool import HostPool
-from optpipe.runtime.measuring.workspace import Use, meter_for
-from optpipe.runtime.offload import Offloader
-from optpipe.runtime.weight_gradients import WeightGradients, split_linears
+from optpipe.runtime.measuring.memory import Use, meter_for
+from optpipe.runtime.offload import HostPool, Offloader
+from optpipe.runtime.passes import WeightGradients, split_linears
 
 CELL = (0, 0)
 CPU = torch.device("cpu")
@@ -42,7 +41,7 @@ def _forward(module, offloader, given):
 def test_parameters_inputs_and_outputs_stay_and_storages_go_once(module, offloader):
     given = torch.randn(8, 16, requires_grad=True)
     output = _forward(module, offloader, given)
-    sizes = sorted(parcel.num_bytes for parcel in offloader.parcels(CELL))
+    sizes = sorted(storage.num_bytes for storage in offloader.storages(CELL))
     # What GELU reads and what it gives; Tanh's output is the stage's, Linear's weights stay.
     assert sizes == [8 * 64 * 4, 8 * 64 * 4]
     assert output.grad_fn is not None
@@ -58,7 +57,7 @@ def test_views_of_one_storage_come_back_as_views_of_one():
     given = torch.randn(8, 16, requires_grad=True)
     with offloader.capture(CELL, [given]):
         result = _use_views(given * 2)
-    assert len(offloader.parcels(CELL)) == 2  # the base of all views, and the flipped copy
+    assert len(offloader.storages(CELL)) == 2  # the base of all views, and the flipped copy
     expected = torch.autograd.grad(_use_views(given * 2), given)
     _round_trip(offloader)
     result.backward()
@@ -75,13 +74,13 @@ def _round_trip(offloader: Offloader) -> None:
 def test_memory_is_free_from_release_to_reload_and_after_the_backward(module, offloader):
     given = torch.randn(8, 16, requires_grad=True)
     output = _forward(module, offloader, given)
-    first = [StorageWeakRef(parcel.storage) for parcel in offloader.parcels(CELL)]
+    first = [StorageWeakRef(storage.on_device) for storage in offloader.storages(CELL)]
     offloader.offload(CELL)
     assert not any(storage.expired() for storage in first)
     offloader.release(CELL)
     assert all(storage.expired() for storage in first)
     offloader.reload(CELL)
-    second = [StorageWeakRef(parcel.storage) for parcel in offloader.parcels(CELL)]
+    second = [StorageWeakRef(storage.on_device) for storage in offloader.storages(CELL)]
     offloader.before_backward(CELL)
     gc.disable()
     try:
@@ -96,7 +95,7 @@ def test_a_graph_that_is_dropped_leaves_no_cycle(module, offloader):
     gc.disable()
     try:
         output = _forward(module, offloader, torch.randn(8, 16, requires_grad=True))
-        held = [StorageWeakRef(parcel.storage) for parcel in offloader.parcels(CELL)]
+        held = [StorageWeakRef(storage.on_device) for storage in offloader.storages(CELL)]
         del output
         assert all(storage.expired() for storage in held)
     finally:
@@ -159,7 +158,7 @@ def test_weights_that_are_gathered_during_the_forward_stay():
     values = weight.detach().clone()
     with offloader.capture(CELL, [given]):
         result = functional.linear(given * 2, weight).square().sum()
-    sizes = sorted(parcel.num_bytes for parcel in offloader.parcels(CELL))
+    sizes = sorted(storage.num_bytes for storage in offloader.storages(CELL))
     assert sizes == [8 * 16 * 4, 8 * 16 * 4]  # what is multiplied, and what is squared
     (expected,) = torch.autograd.grad((given * 2 @ values.t()).square().sum(), given)
     weight.untyped_storage().resize_(0)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from optpipe.action import ActionType
+from optpipe.schedule import ActionType
 from tests.runtime import cases, schedules
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from optpipe.runtime.weight_gradients import SplitLinear, WeightGradients, split_linears
+from optpipe.runtime.passes import SplitLinear, WeightGradients, split_linears
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -8,11 +8,10 @@ import pytest
 
 from optpipe import Problem, check, parse_action, simulate
 from optpipe_solver import compare
-from optpipe_solver.compare import AS_GIVEN, OURS, Row, Workload
+from optpipe_solver.compare import AS_GIVEN, OURS, ComparisonRow, Workload, step_time_spread
 from optpipe_solver.families import FAMILIES
-from optpipe_solver.noise import step_time_spread
 from tests.building import one_f_one_b, problem, stage
-from tests.solver.test_milp import parked_problem
+from tests.solver.milp.test_horizon import parked_problem
 
 
 def test_every_method_has_a_row_best_first_under_the_limit() -> None:
@@ -104,7 +103,7 @@ def test_span_objective_is_judged_by_span() -> None:
 
 def test_every_row_is_told_as_it_is_made() -> None:
     """The optimiser's last; what is told is what is returned."""
-    told: list[Row] = []
+    told: list[ComparisonRow] = []
     given = problem([stage(0), stage(1)], m=2)
     rows = compare(given, time_limit_s=0.5, on_row=told.append)
     assert sorted(map(id, told)) == sorted(map(id, rows))

@@ -5,24 +5,104 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from hypothesis import given
 
-from optpipe_solver.budget import Budget
-from optpipe_solver.exact.widen import improve_by_beam
-from optpipe_solver.incumbent import Incumbent
-from optpipe_solver.milp.improve import milp_fits
-from optpipe_solver.portfolio import plans
-from tests.building import problem, stage
+from optpipe import Problem, find_violations, simulate
+from optpipe_solver import portfolio
+from optpipe_solver.budget import Limits
+from optpipe_solver.exact.beam import improve_by_beam
+from optpipe_solver.milp.horizon.items import MOST_PAIRS, num_order_pairs
+from optpipe_solver.milp.horizon.model import improve_by_milp
+from optpipe_solver.portfolio import FamilyStart, all_starts, milp_may_prove, plans
+from tests.building import UNIT, bus, offloadable, problem, stage
+from tests.strategies import Case, cases
 
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("again", [{}, {"recompute_ms": 1.0, "checkpoint_bytes": 1}])
 @pytest.mark.parametrize("m", [4, 2000])
-def test_the_beam_has_a_turn_where_the_milp_fits(
+def test_the_beam_has_a_turn_where_a_problem_is_not_large(
     again: dict[str, Any], threads: int, m: int
 ) -> None:
-    """Over counts or over journeys, but on no large problem."""
+    """Over counts or as the general search, but on no large problem."""
     tight = [{"memory_bytes": 12}, {"memory_bytes": 12}]
     given = problem([stage(0, **again), stage(1, **again)], tight, m=m)
-    lanes = plans(Incumbent(given), Budget(threads=threads))
-    turns = [step.part.run for plan in lanes for step in plan.once]
-    assert (improve_by_beam in turns) is milp_fits(given) is (m == 4)
+    found = plans(given, Limits(threads=threads))
+    turns = [step.part.run for plan in found for step in plan.once]
+    fits = num_order_pairs(given, fifo=True) <= MOST_PAIRS
+    assert (improve_by_beam in turns) is fits is (m == 4)
+
+
+@pytest.mark.parametrize(("limit", "m"), [(None, 2), (40, 2), (39, 2), (39, 200)])
+def test_the_full_horizon_model_has_a_turn_where_a_host_can_be_full(
+    limit: int | None, m: int
+) -> None:
+    """Only there it proves what exact searches cannot, and only of small problems."""
+    stages = [offloadable(d, activation_bytes=10, offload_bytes=10) for d in range(2)]
+    hosts = [{"name": "host0", "memory_bytes": limit}]
+    given = problem(stages, [bus(memory_bytes=10)] * 2, m=m, hosts=hosts)
+    (plan,) = plans(given, Limits())
+    turns = [step.part.run for step in plan.once]
+    assert (improve_by_milp in turns) is milp_may_prove(given) is (limit == 39 and m == 2)
+
+
+# Starts: judged by compiled code as by the reference; copies made where they can win.
+
+
+QUICK = ("serial", "gpipe", "1f1b", "1f1b-r", "interleaved", "zb-h1", "zb-h2", "gis", "zb-v")
+
+
+def tight_line(**fields: float) -> Problem:
+    """Four stages with room for two activations each, slow copies."""
+    devices = [bus(memory_bytes=20 * UNIT, d2h_gb_per_s=1.0, h2d_gb_per_s=1.0) for _ in range(4)]
+    return problem([offloadable(d, 10, 10, 10, **fields) for d in range(4)], devices, m=8)
+
+
+@given(cases(tight=True))
+def test_judged_as_by_the_reference(case: Case) -> None:
+    """Legality, hosts and recompute included, and the objective to the last bit."""
+    for start in all_starts(case.problem, QUICK):
+        if start.programs is not None:
+            wrong = find_violations(case.problem, start.programs)
+            assert start.legal == (not wrong)
+            assert all(violation.code.startswith("memory.") for violation in wrong)
+            run = simulate(case.problem, start.programs)
+            assert start.objective_ms == run.objective_ms(case.problem.objective)
+
+
+def copies(made: list[FamilyStart]) -> list[str]:
+    """The methods with offload added."""
+    return [start.method for start in made if start.method.endswith("+offload")]
+
+
+def test_copies_come_last_the_shortest_originals_first() -> None:
+    """Families as they are are cheap; a copy costs several sweeps."""
+    made = list(all_starts(tight_line(), QUICK))
+    order = [start.method for start in made]
+    originals = {start.method: start for start in made}
+    fitted = copies(made)
+    assert len(fitted) > 2
+    assert order[-len(fitted) :] == fitted
+    before = [originals[method.removesuffix("+offload")] for method in fitted]
+    assert not any(start.legal for start in before)
+    assert before == sorted(before, key=lambda start: start.objective_ms)
+
+
+def test_large_problems_get_copies_only_of_what_could_win(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer than of a small problem, in the same order, and the best start is the same."""
+    everything = list(all_starts(tight_line(), QUICK))
+    monkeypatch.setattr(portfolio, "_LARGE", 0)
+    made = list(all_starts(tight_line(), QUICK))
+    fitted = copies(made)
+    assert 0 < len(fitted) < len(copies(everything))
+    assert fitted == [method for method in copies(everything) if method in fitted]
+    best = min(start.objective_ms for start in made if start.legal)
+    assert best == min(start.objective_ms for start in everything if start.legal)
+
+
+def test_programs_with_recompute_get_no_copy() -> None:
+    """Offload is added to compute programs alone."""
+    given = tight_line(recompute_ms=10.0, checkpoint_bytes=9 * UNIT)
+    made = {start.method: start for start in all_starts(given, ("1f1b-r",))}
+    assert set(made) == {"1f1b-r"}
+    assert not made["1f1b-r"].legal

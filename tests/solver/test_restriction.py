@@ -5,23 +5,27 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from optpipe import Problem, dump_schedule, find_violations, simulate
-from optpipe_solver import restriction, solve
-from optpipe_solver.budget import Budget
-from optpipe_solver.families.serial import build_serial
+from optpipe_solver import portfolio, solve
+from optpipe_solver.budget import Limits, Stop
+from optpipe_solver.families.classic import build_serial
 from optpipe_solver.incumbent import Incumbent
-from optpipe_solver.portfolio import Plan, _find, improve, plans
-from optpipe_solver.restriction import improve_by_restrictions, restrictions
-from optpipe_solver.starts import all_starts
+from optpipe_solver.portfolio import (
+    SearchPlan,
+    _find,
+    all_starts,
+    improve,
+    improve_by_restrictions,
+    plans,
+    restrictions,
+)
 from tests.building import UNIT, bus, problem, stage
-from tests.strategies import Case, cases
+from tests.strategies import Case, cases, few
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from optpipe_solver.starts import Start
+    from optpipe_solver.portfolio import FamilyStart
 
 QUICK = 0.1
 """Units of work."""
@@ -43,7 +47,7 @@ def slow_bus(m: int = 8) -> Problem:
     return problem([stage(d, 10, 9, 5, **held) for d in range(3)], [device] * 3, m=m)
 
 
-def legal_starts(given: Problem) -> list[Start]:
+def legal_starts(given: Problem) -> list[FamilyStart]:
     """The families that keep the limits."""
     return [made for made in all_starts(given) if made.programs is not None and made.legal]
 
@@ -73,7 +77,7 @@ def test_each_restriction_has_a_name_that_says_what_it_goes_without() -> None:
     assert restrictions(needed) == ()
 
 
-@settings(max_examples=20)
+@few(20)
 @given(cases(tight=True))
 def test_programs_of_a_restriction_are_as_long_for_the_problem(case: Case) -> None:
     """Legal, with the same times to the last bit."""
@@ -85,17 +89,17 @@ def test_programs_of_a_restriction_are_as_long_for_the_problem(case: Case) -> No
             assert run.objective_ms(case.problem.objective) == made.objective_ms
 
 
-@settings(max_examples=10)
+@few(10)
 @given(cases(tight=True))
 def test_never_worse_than_what_is_found_in_a_restriction(case: Case) -> None:
     """Families and whatever the search finds, up to the tolerance of what is optimal."""
     best, found = from_serial(case.problem), []
 
-    def find(inner: Incumbent, budget: Budget, stop: Callable[[], bool]) -> None:
-        _find(inner, budget, stop)
+    def find(inner: Incumbent, stop: Stop) -> None:
+        _find(inner, stop)
         found.append(inner.objective_ms)
 
-    improve_by_restrictions(best, find, time_limit_s=600, seed=0, work_limit=QUICK)
+    improve_by_restrictions(best, Stop(600, work=QUICK), find)
     for less in restrictions(case.problem):
         found += [made.objective_ms for made in legal_starts(less.problem)]
     assert all(best.objective_ms <= ms * (1 + 1e-6) for ms in found)
@@ -111,9 +115,10 @@ def test_a_solve_begins_with_the_families_of_restrictions(threads: int) -> None:
     for made in legal_starts(given):
         best.offer(made.programs or (), made.method)
     assert least < best.objective_ms
-    budget = Budget(work_limit=QUICK if threads == 1 else None, threads=threads)
-    before = Plan(before=plans(best, budget)[-1].before)
-    improve(best, before, budget, threads=1, stop=lambda: best.objective_ms <= least)
+    limits = Limits(work_limit=QUICK if threads == 1 else None, threads=threads)
+    before = SearchPlan(before=plans(given, limits)[-1].before)
+    stop = Stop(60, work=limits.work_limit, should_stop=lambda: best.objective_ms <= least)
+    improve(best, before, stop)
     assert best.objective_ms <= least
     assert best.method.endswith("without offload")
 
@@ -125,19 +130,17 @@ def test_a_bound_of_a_restriction_is_none_of_the_problem() -> None:
     def find(inner: Incumbent, *_: object) -> None:
         proven.append(inner.offer_bound(inner.objective_ms, "proof of the restriction"))
 
-    improve_by_restrictions(best, find, time_limit_s=600, seed=0)
+    improve_by_restrictions(best, Stop(600), find)
     assert any(proven)
     assert best.bound_ms == 0.0
 
 
 def test_a_bound_of_the_problem_is_one_of_each_restriction(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where no bound of its own is known, it has the problem's."""
-    monkeypatch.setattr(restriction, "lower_bounds", lambda *_, **__: ())
+    monkeypatch.setattr(portfolio, "lower_bounds", lambda *_, **__: ())
     best, bounds = from_serial(slow_bus()), []
     best.offer_bound(100.0, "proof")
-    improve_by_restrictions(
-        best, lambda inner, *_: bounds.append(inner.bound_ms), time_limit_s=600, seed=0
-    )
+    improve_by_restrictions(best, Stop(600), lambda inner, *_: bounds.append(inner.bound_ms))
     assert set(bounds) == {100.0}
 
 
@@ -146,15 +149,15 @@ def test_a_restriction_whose_bound_is_no_better_is_left_alone(
 ) -> None:
     """Not even its families are built."""
     best = from_serial(slow_bus())
-    improve_by_restrictions(best, nothing, time_limit_s=600, seed=0)
+    improve_by_restrictions(best, Stop(600), nothing)
     built: list[Problem] = []
 
     def build(given: Problem) -> tuple[()]:
         built.append(given)
         return ()
 
-    monkeypatch.setattr(restriction, "all_starts", build)
-    improve_by_restrictions(best, nothing, time_limit_s=600, seed=0)
+    monkeypatch.setattr(portfolio, "all_starts", build)
+    improve_by_restrictions(best, Stop(600), nothing)
     keeping, recomputing, _ = (less.problem for less in restrictions(best.problem))
     assert recomputing in built
     assert keeping not in built
@@ -162,18 +165,20 @@ def test_a_restriction_whose_bound_is_no_better_is_left_alone(
 
 def test_work_is_counted_and_shared() -> None:
     """What is spent in restrictions is told, and no more than allowed but for a move."""
-    spent = improve_by_restrictions(
-        from_serial(slow_bus()), _find, time_limit_s=600, seed=0, work_limit=QUICK
-    )
+    stop = Stop(600, work=QUICK)
+    improve_by_restrictions(from_serial(slow_bus()), stop, _find)
+    spent = stop.spent
     assert 0.5 * QUICK < spent < 1.01 * QUICK
 
 
 def test_large_problems_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where families take long, nobody waits for those of restrictions."""
-    monkeypatch.setattr(restriction, "_LARGE", 0)
+    monkeypatch.setattr(portfolio, "_LARGE", 0)
     best = from_serial(slow_bus())
     before = best.objective_ms
-    assert improve_by_restrictions(best, nothing, time_limit_s=600, seed=0) == 0.0
+    stop = Stop(600)
+    improve_by_restrictions(best, stop, nothing)
+    assert stop.spent == 0.0
     assert best.objective_ms == before
 
 
@@ -181,7 +186,7 @@ def test_who_is_out_of_time_looks_at_no_restriction() -> None:
     """Told to stop from the first."""
     best = from_serial(slow_bus())
     before = best.objective_ms
-    improve_by_restrictions(best, nothing, time_limit_s=600, seed=0, should_stop=lambda: True)
+    improve_by_restrictions(best, Stop(600, should_stop=lambda: True), nothing)
     assert best.objective_ms == before
 
 

@@ -6,8 +6,8 @@ from hypothesis import given
 
 from optpipe import Problem, simulate
 from optpipe_solver import SolveStatus, solve
-from optpipe_solver.milp.scaling import scale_for, scaled
-from tests.solver.test_milp import parked_problem
+from optpipe_solver.milp.highs import scale_for, scaled
+from tests.solver.milp.test_horizon import parked_problem
 from tests.strategies import Case, cases
 
 

@@ -9,22 +9,22 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from optpipe import InputError, Problem, check_schedule, dump_schedule, simulate
 from optpipe_solver import Progress, SolveStatus, solve
-from optpipe_solver.budget import Budget
+from optpipe_solver.budget import Limits, Stop
 from optpipe_solver.incumbent import Incumbent
-from optpipe_solver.solve import _Run
-from optpipe_solver.starts import all_starts
+from optpipe_solver.portfolio import all_starts
+from optpipe_solver.solve import _SolveRun
 from tests.building import UNIT, bus, problem, stage
-from tests.solver.test_milp import parked_problem
-from tests.strategies import Case, cases
+from tests.solver.milp.test_horizon import parked_problem
+from tests.strategies import Case, cases, few
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from optpipe_solver.starts import Start
+    from optpipe_solver.portfolio import FamilyStart
 
 
 def offload_problem(m: int = 8) -> Problem:
@@ -53,7 +53,7 @@ def recompute_problem() -> Problem:
     return problem(stages, [bus(memory_bytes=15 * UNIT) for _ in range(4)], m=12)
 
 
-@settings(max_examples=25)
+@few(25)
 @given(cases(tight=True))
 def test_never_worse_than_any_start_and_never_below_the_bound(case: Case) -> None:
     """On random problems whose limits some schedule just meets."""
@@ -149,14 +149,15 @@ def test_a_turn_leaves_one_entry_by_a_method_where_work_is_limited() -> None:
     assert [(entry.seconds, entry.bound_ms) for entry in best.trace] == [(1.5, 3.0), (2.5, 4.0)]
 
 
-def _unlimited(given: Problem) -> _Run:
-    return _Run(Incumbent(given), Budget(), "auto", lambda: False)
+def _unlimited(given: Problem) -> _SolveRun:
+    return _SolveRun(Incumbent(given), Limits(), "auto", lambda: False)
 
 
 def test_who_has_no_time_makes_the_cheapest_schedule_alone() -> None:
     """Told to stop from the first: one family, the bound that costs nothing, and no more."""
     run = _unlimited(offload_problem())
-    run._starts(lambda: True)
+    run.ended.set()
+    run._starts()
     assert run.start is not None
     assert run.start[0] == "serial"
     assert {entry.method for entry in run.best.trace} <= {"serial", "memory-energy"}
@@ -166,19 +167,20 @@ def test_who_has_no_time_makes_the_cheapest_schedule_alone() -> None:
 def test_between_any_two_starts_it_is_asked_whether_to_stop() -> None:
     """As many questions as starts, and one per device whose bounds are computed."""
     run, asked = _unlimited(offload_problem()), count()
-    run._starts(lambda: next(asked) < 0)
+    run.stop = Stop(60, should_stop=lambda: next(asked) < 0)
+    run._starts()
     num_starts = len(list(all_starts(run.best.problem)))
     assert next(asked) == num_starts + 1 + len(run.best.problem.devices)
 
 
-def test_a_large_problem_has_its_first_schedule_in_the_lane(
+def test_a_large_problem_has_its_first_schedule_in_a_thread(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Where even the serial schedule takes long, the clock is not waited with: nothing is known."""
     monkeypatch.setattr(sys.modules["optpipe_solver.solve"], "_SMALL", 0)
     held = threading.Event()
 
-    def slow(_: Problem, __: object) -> Iterator[Start]:
+    def slow(_: Problem, __: object) -> Iterator[FamilyStart]:
         held.wait()
         return iter(())
 
@@ -226,6 +228,27 @@ def test_a_given_start_is_kept_when_it_is_the_best() -> None:
     assert again is not None
     assert again.objective_ms == best.objective_ms
     assert again.provenance.method == "given start"
+
+
+def test_each_part_says_its_cpu_seconds_where_time_is_the_limit() -> None:
+    """Together no more than the process took; with limited work clocks would change the file."""
+    began = time.process_time()
+    timed = solve(parked_problem(), time_limit_s=2).schedule
+    took = time.process_time() - began
+    assert timed is not None
+    spent = timed.provenance.cpu_seconds
+    assert spent is not None
+    assert {"starts", "bounds"} <= set(spent)
+    assert 0 < sum(spent.values()) <= took
+    limited = solve(parked_problem(), work_limit=0.05).schedule
+    assert limited is not None
+    assert limited.provenance.cpu_seconds is None
+
+
+def test_a_model_that_is_too_large_is_refused() -> None:
+    """By name, with its size and what to choose instead."""
+    with pytest.raises(InputError, match=r"pairs of actions.*choose 'auto'"):
+        solve(offload_problem(m=400), method="milp")
 
 
 def test_a_method_by_name_gives_that_family() -> None:

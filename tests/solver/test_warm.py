@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import fcntl
 import logging
+import subprocess
 import sys
+import time
 from threading import Thread
 from typing import TYPE_CHECKING
 
-from optpipe_solver import warm
+from optpipe_solver import solve, warm
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -37,7 +39,7 @@ def test_one_process_compiles_and_the_others_wait_for_it(
     """Who waited for the lock finds the mark, and has nothing left to do."""
     compiled: list[str] = []
     monkeypatch.setattr(warm, "_folder", lambda: tmp_path)
-    monkeypatch.setattr(warm, "_compile_in_two", lambda: compiled.append("here"))
+    monkeypatch.setattr(warm, "_compile_in_two", lambda here, _: compiled.append(here.__name__))
     with (tmp_path / "optpipe.lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         waiting = Thread(target=warm.warm_up)
@@ -49,7 +51,7 @@ def test_one_process_compiles_and_the_others_wait_for_it(
     assert compiled == []
     warm._mark().unlink()
     warm.warm_up()
-    assert compiled == ["here"]
+    assert compiled == ["_compile_starts", "_compile_models"]
 
 
 def test_a_search_that_could_not_be_compiled_beside_is_compiled_here(
@@ -58,10 +60,47 @@ def test_a_search_that_could_not_be_compiled_beside_is_compiled_here(
     """So that a process that died leaves nothing uncompiled behind the mark."""
     done: list[str] = []
     monkeypatch.setattr(sys, "executable", "false")
-    monkeypatch.setattr(warm, "_compile_starts_and_models", lambda: done.append("models"))
-    monkeypatch.setattr(warm, "_compile_search", lambda: done.append("search"))
-    warm._compile_in_two()
+    monkeypatch.setattr(warm, "_compile_models", lambda: done.append("models"))
+
+    def search() -> None:
+        done.append("search")
+
+    warm._compile_in_two(warm._compile_models, search)
     assert done == ["models", "search"]
+
+
+def test_a_solve_waits_for_the_starts_and_is_told_when_the_rest_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What another process compiles is ready when that process has ended."""
+    compiled: list[str] = []
+    monkeypatch.setattr(warm, "_mark", lambda: tmp_path / "mark")
+    monkeypatch.setattr(warm, "_can_keep", lambda: True)
+    monkeypatch.setattr(warm, "_warm_starts", lambda: compiled.append("starts"))
+    other = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
+    monkeypatch.setattr(warm, "_spawn", lambda _: other)
+    is_warm = warm.ensure_warm(whole=False)
+    assert compiled == ["starts"]
+    assert not is_warm()
+    assert other.stdin is not None
+    other.stdin.close()
+    end = time.monotonic() + 30
+    while not is_warm() and time.monotonic() < end:
+        time.sleep(0.01)
+    assert is_warm()
+
+
+def test_a_solve_ends_on_time_with_its_starts_where_the_search_is_not_there_yet(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The clock of a time limit does not wait for a compiler."""
+    module = sys.modules["optpipe_solver.solve"]  # hidden by the function of that name
+    monkeypatch.setattr(module, "ensure_warm", lambda *, whole: lambda: whole)
+    found = solve(warm._tight([0, 1, 0, 1]), time_limit_s=1.0)
+    assert found.schedule is not None
+    assert found.schedule.stopped_by == "time_limit"
+    methods = {entry.method for entry in found.schedule.provenance.trace}
+    assert not methods & {"local-search", "beam", "branch-and-bound", "configurations"}
 
 
 def test_warming_up_leaves_the_mark() -> None:

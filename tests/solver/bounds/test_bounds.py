@@ -9,11 +9,9 @@ import pytest
 
 from optpipe import simulate
 from optpipe_solver.bounds import lower_bound, lower_bounds
-from optpipe_solver.bounds.heads import heads
+from optpipe_solver.bounds.heads_tails import drain, heads, refill, tails
 from optpipe_solver.bounds.relaxation import relaxed
-from optpipe_solver.bounds.tails import tails
-from optpipe_solver.bounds.turnover import drain, refill
-from optpipe_solver.families.zb_h1 import build_zb_h1
+from optpipe_solver.families.zero_bubble import build_zb_h1
 from tests.building import UNIT, bus, problem, stage
 from tests.solver.bounds.judging import line, of_families
 

@@ -6,14 +6,14 @@ import random
 from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from optpipe import Problem, simulate
 from optpipe_solver.bounds import lower_bounds
 from tests.solver.bounds.judging import assert_below, line, of_families
 from tests.solver.exhaustive import optimum
-from tests.strategies import Case, cases, documents, random_programs, tightened
+from tests.strategies import Case, cases, documents, few, random_programs, tightened
 
 if TYPE_CHECKING:
     from typing import Any
@@ -51,14 +51,14 @@ def _tiny(draw: st.DrawFn) -> Problem:
     return tightened(Case(problem, programs)).problem
 
 
-@settings(max_examples=15, suppress_health_check=[HealthCheck.too_slow])
+@few(15)
 @given(_tiny())
 def test_every_bound_is_below_the_best_of_all_programs(problem: Problem) -> None:
     """Exhaustive search is the judge where it is possible."""
     assert_below(problem, optimum(problem))
 
 
-@settings(max_examples=15, suppress_health_check=[HealthCheck.too_slow])
+@few(15)
 @given(cases(tight=True))
 def test_every_bound_is_below_all_families(case: Case) -> None:
     """Families look for good schedules, random programs do not."""

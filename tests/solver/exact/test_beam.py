@@ -1,21 +1,21 @@
-"""The beam over journeys: what it finds can be run, and it denies nothing that exists."""
+"""The beam of the general search: what it finds can be run, and it denies nothing that exists."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 
 from optpipe import Problem, find_violations, simulate
-from optpipe_solver.exact.beam import beam_can_search, search_beam
-from optpipe_solver.exact.counts import Answer
-from optpipe_solver.exact.widen import improve_by_beam
-from optpipe_solver.families.serial import build_serial
+from optpipe_solver.budget import Stop
+from optpipe_solver.exact.beam import beam_can_search, improve_by_beam, search_beam
+from optpipe_solver.exact.fifo_search import HorizonAnswer
+from optpipe_solver.families.classic import build_serial
 from optpipe_solver.incumbent import Incumbent
 from tests.building import UNIT, bus, offloadable, problem, stage
-from tests.solver.exact.test_few_devices import REAL, real_problem
-from tests.solver.exact.test_journeys import three_in_room_for_two, tiny_problems
+from tests.solver.exact.test_device_subsets import REAL, real_problem
+from tests.solver.exact.test_general_search import three_in_room_for_two, tiny_problems
 from tests.solver.exhaustive import optimum
 from tests.strategies import Case, cases
 
@@ -35,7 +35,6 @@ def serially(given: Problem) -> Incumbent:
     return best
 
 
-@settings(max_examples=150, deadline=None)
 @given(cases())
 def test_what_it_finds_can_be_run(case: Case) -> None:
     """Legal but for hosts, and within the length of any schedule where nothing is relaxed."""
@@ -43,7 +42,7 @@ def test_what_it_finds_can_be_run(case: Case) -> None:
         return
     length = simulate(case.problem, case.programs).objective_ms(case.problem.objective)
     found = search_beam(case.problem, length, 300)
-    assert found.answer is not Answer.NONE
+    assert found.answer is not HorizonAnswer.NONE
     if found.programs is None:
         return
     assert {v.code for v in find_violations(case.problem, found.programs)} <= {"memory.host"}
@@ -55,17 +54,16 @@ def test_what_it_finds_can_be_run(case: Case) -> None:
 def test_what_was_left_out_proves_nothing() -> None:
     """Ten states per layer do not lead to the schedule of 908.25, and do not deny it either."""
     found = search_beam(real_problem(1.5, 8, **AGAIN), 908.25 + 1e-6, 10)
-    assert found.answer is Answer.UNKNOWN
+    assert found.answer is HorizonAnswer.UNKNOWN
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(tiny_problems())
 def test_wide_enough_it_finds_the_optimum(tiny: Problem) -> None:
     """At the optimum that exhaustive search knows, where states relax nothing."""
     if not (beam_can_search(tiny) and is_said_in_full(tiny)):
         return
     least = optimum(tiny)
-    assert search_beam(tiny, least, 1).answer is not Answer.NONE
+    assert search_beam(tiny, least, 1).answer is not HorizonAnswer.NONE
     found = search_beam(tiny, least, 10_000)
     assert found.programs is not None
     assert simulate(tiny, found.programs).objective_ms(tiny.objective) == pytest.approx(least)
@@ -81,7 +79,7 @@ def test_copies_and_recomputes_are_written_down(fields: dict[str, Any]) -> None:
     plain = three_in_room_for_two(offload_bytes=0)
     best, other = serially(given), serially(plain)
     for incumbent in (best, other):
-        improve_by_beam(incumbent, time_limit_s=60, threads=1, seed=0)
+        improve_by_beam(incumbent, Stop(60))
     assert best.objective_ms < other.objective_ms
 
 
@@ -90,7 +88,7 @@ def test_a_release_stands_before_what_needs_its_bytes() -> None:
     held = offloadable(0, 2, 2, 1, offload_bytes=5 * UNIT)
     given = problem([held, stage(1, 9, 9, 1)], [bus(memory_bytes=17 * UNIT), bus()], m=4)
     best = serially(given)
-    improve_by_beam(best, time_limit_s=60, threads=1, seed=0)
+    improve_by_beam(best, Stop(60))
     assert best.programs is not None
     assert any("RELEASE" in str(action) for action in best.programs[0])
     assert best.method == "beam"
@@ -99,7 +97,7 @@ def test_a_release_stands_before_what_needs_its_bytes() -> None:
 def test_it_finds_what_differs_on_every_device() -> None:
     """Recompute, 1.5 activations: 908.25, which local search and windows miss (909.143)."""
     best = serially(real_problem(1.5, 8, **AGAIN))
-    improve_by_beam(best, time_limit_s=600, threads=1, seed=0, work_limit=700_000)
+    improve_by_beam(best, Stop(600, work=700_000))
     assert best.objective_ms == pytest.approx(908.25)
 
 
@@ -107,7 +105,7 @@ def test_where_nothing_is_left_out_it_proves() -> None:
     """A small problem: the last search holds all states and finds none."""
     given = real_problem(1.5, 2, **AGAIN)
     best = serially(given)
-    improve_by_beam(best, time_limit_s=600, threads=1, seed=0)
+    improve_by_beam(best, Stop(600))
     assert best.is_optimal
     assert best.bound_method == "beam"
 
@@ -117,7 +115,9 @@ def test_the_same_work_is_the_same_run() -> None:
     runs = []
     for _ in range(2):
         best = serially(real_problem(2.0, 4, **AGAIN, offload_bytes=REAL["activation_bytes"] // 2))
-        met = improve_by_beam(best, time_limit_s=600, threads=1, seed=0, work_limit=60_000)
+        stop = Stop(600, work=60_000)
+        improve_by_beam(best, stop)
+        met = stop.spent
         runs.append((met, best.programs))
     assert runs[0] == runs[1]
 
@@ -126,7 +126,9 @@ def test_told_to_stop_it_stops() -> None:
     """One layer at most, and nothing found."""
     best = serially(real_problem(1.5, 8, **AGAIN))
     before = best.objective_ms
-    met = improve_by_beam(best, time_limit_s=600, threads=1, seed=0, should_stop=lambda: True)
+    stop = Stop(600, should_stop=lambda: True)
+    improve_by_beam(best, stop)
+    met = stop.spent
     assert met == 1
     assert best.objective_ms == before
 
@@ -136,5 +138,9 @@ def test_problems_it_has_nothing_to_do_for() -> None:
     span = problem([stage(0), stage(1)], objective="span")
     assert not beam_can_search(span)
     assert not beam_can_search(problem([stage(0)], [bus(), bus()]))
-    assert improve_by_beam(Incumbent(span), time_limit_s=60, threads=1, seed=0) == 0
-    assert improve_by_beam(serially(span), time_limit_s=60, threads=1, seed=0) == 0
+    stop = Stop(60)
+    improve_by_beam(Incumbent(span), stop)
+    assert stop.spent == 0
+    stop = Stop(60)
+    improve_by_beam(serially(span), stop)
+    assert stop.spent == 0

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from optpipe import Problem, Programs, dump_csv, find_violations, simulate
-from optpipe_solver.families.building_blocks import build_building_blocks
-from optpipe_solver.families.not_applicable import NotApplicable, Reason
-from optpipe_solver.families.one_f_one_b import build_one_f_one_b
-from optpipe_solver.families.v_half import build_v_half
-from optpipe_solver.families.v_min import build_v_min
-from optpipe_solver.families.zb_v import build_zb_v
-from optpipe_solver.smallest_memory import smallest_memory
+from optpipe_solver.families.classic import build_one_f_one_b
+from optpipe_solver.families.common import NotApplicable, NotApplicableReason
+from optpipe_solver.families.v_shape import (
+    build_building_blocks,
+    build_v_half,
+    build_v_min,
+    build_zb_v,
+)
+from optpipe_solver.feasibility import smallest_memory
 from tests.building import problem, stage
 from tests.solver.families.v_problems import equal_v, v_problem, v_problems
-from tests.strategies import Case, cases
+from tests.strategies import Case, cases, few
 
 GOLDEN = """\
 0F0,0F1,3F0,3I0,3W0,0F2,0I0,0W0,3F1,3I1,3W1,0I1,0W1,3F2,3I2,3W2,0I2,0W2
@@ -36,7 +38,7 @@ def attempt(given: Problem) -> Programs | None:
     try:
         return build_building_blocks(given)
     except NotApplicable as caught:
-        if caught.reason is Reason.DOES_NOT_FIT:
+        if caught.reason is NotApplicableReason.DOES_NOT_FIT:
             return None
         raise
 
@@ -108,7 +110,7 @@ def test_on_a_line_it_is_never_worse_than_1f1b() -> None:
     assert length(given) < simulate(given, build_one_f_one_b(given)).makespan_ms
 
 
-@settings(max_examples=25)
+@few(25)
 @given(v_problems(), st.integers(0, 40))
 def test_limits_are_respected_on_any_v(given: Problem, extra: int) -> None:
     """From the smallest memory that admits any schedule upwards."""
@@ -133,7 +135,7 @@ def test_limits_are_respected_on_any_v(given: Problem, extra: int) -> None:
         assert find_violations(limited, programs) == []
 
 
-@settings(max_examples=25)
+@few(25)
 @given(cases(tight=True))
 def test_legal_or_a_reason_on_any_placement(case: Case) -> None:
     """Limits that some schedule, with offload perhaps, just meets."""
@@ -145,4 +147,4 @@ def test_too_little_memory_is_said() -> None:
     """One byte less than serial execution needs."""
     with pytest.raises(NotApplicable, match="not even one micro-batch after the other") as caught:
         build_building_blocks(equal_v(2, 3, memory=1))
-    assert caught.value.reason is Reason.DOES_NOT_FIT
+    assert caught.value.reason is NotApplicableReason.DOES_NOT_FIT

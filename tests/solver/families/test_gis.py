@@ -7,18 +7,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from optpipe import Problem, Programs, dump_csv, find_violations, simulate
 from optpipe.memory import device_peak_bytes
-from optpipe_solver.families.gis import (
+from optpipe_solver.families.common import NotApplicable, NotApplicableReason
+from optpipe_solver.families.pipeoffload import (
     build_gis,
+    build_gis_h,
     gis_bubble_ms,
     gis_peak_chunks,
     grouped_interleaved,
+    smallest_group,
 )
-from optpipe_solver.families.gis_h import build_gis_h, smallest_group
-from optpipe_solver.families.not_applicable import NotApplicable, Reason
 from tests.building import problem, stage
 from tests.solver.families.pipelines import loops
 
@@ -36,7 +37,7 @@ def loop(d: int, v: int, m: int, times: tuple[float, float, float] = (10, 10, 10
     return problem([stage(k % d, *times) for k in range(d * v)], m=m)
 
 
-def built(build: Callable[[Problem], Programs], given: Problem) -> Programs | Reason:
+def built(build: Callable[[Problem], Programs], given: Problem) -> Programs | NotApplicableReason:
     """The programs, or why there are none."""
     try:
         return build(given)
@@ -92,7 +93,6 @@ def test_published_memory_and_bubble(d: int, v: int) -> None:
     assert simulate(given, half).makespan_ms == busy + (d - 1) * 20 + (v - 1) * d / 2 * 10
 
 
-@settings(max_examples=60)
 @given(loops())
 def test_legal_or_too_few(given: Problem) -> None:
     """Unequal times, any m, an idle device: legal programs, or too few micro-batches."""
@@ -100,8 +100,8 @@ def test_legal_or_too_few(given: Problem) -> None:
     for build, group in ((build_gis, d), (build_gis_h, smallest_group(given))):
         assert (d + 1) // 2 <= group <= d
         made = built(build, given)
-        if isinstance(made, Reason):
-            assert made is Reason.TOO_FEW_MICROBATCHES
+        if isinstance(made, NotApplicableReason):
+            assert made is NotApplicableReason.TOO_FEW_MICROBATCHES
             assert given.num_microbatches < group
         else:
             assert find_violations(given, made) == []
@@ -125,7 +125,7 @@ def test_reasons(build) -> None:
     for other in (line, vee):
         with pytest.raises(NotApplicable) as answer:
             build(other)
-        assert answer.value.reason is Reason.NEEDS_LOOP_PLACEMENT
+        assert answer.value.reason is NotApplicableReason.NEEDS_LOOP_PLACEMENT
     with pytest.raises(NotApplicable, match="only 1") as answer:
         build(loop(3, 2, 1))
-    assert answer.value.reason is Reason.TOO_FEW_MICROBATCHES
+    assert answer.value.reason is NotApplicableReason.TOO_FEW_MICROBATCHES

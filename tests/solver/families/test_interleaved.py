@@ -5,17 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from optpipe import Problem, dump_csv, find_violations, simulate
 from optpipe.memory import device_peak_bytes
-from optpipe.timeline import bubble_rate
-from optpipe_solver.families.interleaved import build_interleaved
-from optpipe_solver.families.not_applicable import NotApplicable, Reason
+from optpipe.simulate import bubble_rate
+from optpipe_solver.families.classic import build_interleaved
+from optpipe_solver.families.common import NotApplicable, NotApplicableReason
 from optpipe_solver.families.replace import replaced
 from tests.building import problem, stage
 from tests.solver.families.pipelines import loops
-from tests.solver.test_families import TABLE, published
+from tests.solver.families.test_families import TABLE, published
 
 
 def loop(p: int, v: int, m: int) -> Problem:
@@ -70,7 +70,7 @@ def test_published(row: dict[str, Any]) -> None:
 def test_other_placements_are_refused(placement: tuple[int, ...]) -> None:
     with pytest.raises(NotApplicable, match="loop placement") as raised:
         build_interleaved(problem([stage(device) for device in placement]))
-    assert raised.value.reason is Reason.NEEDS_LOOP_PLACEMENT
+    assert raised.value.reason is NotApplicableReason.NEEDS_LOOP_PLACEMENT
 
 
 def test_a_long_placement_is_shown_short() -> None:
@@ -78,7 +78,6 @@ def test_a_long_placement_is_shown_short() -> None:
         build_interleaved(problem([stage(device) for device in range(20)]))
 
 
-@settings(max_examples=100)
 @given(loops())
 def test_legal_on_any_loop(given: Problem) -> None:
     """Any device order, any m, odd p, one device, unequal times."""

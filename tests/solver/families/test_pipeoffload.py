@@ -8,21 +8,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from optpipe import Problem, Programs, dump_csv, find_violations, simulate
 from optpipe.memory import device_peak_bytes
-from optpipe_solver.families.gis import build_gis, grouped_interleaved
-from optpipe_solver.families.gis_h import build_gis_h
-from optpipe_solver.families.not_applicable import NotApplicable, Reason
+from optpipe_solver.families.common import NotApplicable, NotApplicableReason
 from optpipe_solver.families.pipeoffload import (
+    build_gis,
+    build_gis_h,
     build_po_f,
     build_po_h,
+    grouped_interleaved,
     pipeoffload,
     po_h_formula,
 )
-from optpipe_solver.smallest_memory import smallest_memory
+from optpipe_solver.feasibility import smallest_memory
 from tests.building import PLENTY, UNIT, bus, offloadable, problem, stage
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ def ms(given: Problem, made: Programs) -> float:
     return simulate(given, made).makespan_ms
 
 
-def built(build: Callable[[Problem], Programs], given: Problem) -> Programs | Reason:
+def built(build: Callable[[Problem], Programs], given: Problem) -> Programs | NotApplicableReason:
     """The programs, or why there are none."""
     try:
         return build(given)
@@ -200,17 +201,16 @@ def offloading_loops(draw: st.DrawFn) -> Problem:
     return problem(stages, devices, m=draw(st.integers(1, 7)), links=links, hosts=[host])
 
 
-@settings(max_examples=60)
 @given(offloading_loops())
 def test_legal_within_the_limits_or_a_reason(given: Problem) -> None:
     """Whatever the times, sizes, lanes and limits."""
     for build in (build_po_h, build_po_f):
         made = built(build, given)
-        if isinstance(made, Reason):
+        if isinstance(made, NotApplicableReason):
             assert made in {
-                Reason.TOO_FEW_MICROBATCHES,
-                Reason.CANNOT_OFFLOAD,
-                Reason.DOES_NOT_FIT,
+                NotApplicableReason.TOO_FEW_MICROBATCHES,
+                NotApplicableReason.CANNOT_OFFLOAD,
+                NotApplicableReason.DOES_NOT_FIT,
             }
         else:
             assert find_violations(given, made) == []
@@ -220,19 +220,19 @@ def test_reasons() -> None:
     """A line, no bandwidth, too few micro-batches, parts that cannot move."""
     with pytest.raises(NotApplicable) as answer:
         build_po_h(problem([offloadable(0), offloadable(1)], m=4))
-    assert answer.value.reason is Reason.NEEDS_LOOP_PLACEMENT
+    assert answer.value.reason is NotApplicableReason.NEEDS_LOOP_PLACEMENT
     lines = [stage(k % 2) for k in range(4)]
     with pytest.raises(NotApplicable, match="d2h_gb_per_s") as answer:
         build_po_h(problem(lines, m=4))
-    assert answer.value.reason is Reason.CANNOT_OFFLOAD
+    assert answer.value.reason is NotApplicableReason.CANNOT_OFFLOAD
     with pytest.raises(NotApplicable) as answer:
         build_po_f(loop(4, 2, 3, 0.5))
-    assert answer.value.reason is Reason.TOO_FEW_MICROBATCHES
+    assert answer.value.reason is NotApplicableReason.TOO_FEW_MICROBATCHES
     halves = [offloadable(k % 2, offload_bytes=UNIT) for k in range(4)]
     tight = [bus(memory_bytes=20 * UNIT) for _ in range(2)]
     with pytest.raises(NotApplicable) as answer:
         build_po_f(problem(halves, tight, m=4))
-    assert answer.value.reason is Reason.DOES_NOT_FIT
+    assert answer.value.reason is NotApplicableReason.DOES_NOT_FIT
 
 
 def test_gis_itself_is_kept_where_nothing_can_be_hidden() -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from optpipe_solver.families.not_applicable import NotApplicable, Reason
+from optpipe_solver.families.common import NotApplicable, NotApplicableReason
 from optpipe_solver.families.replace import replaced
 from tests.building import bus, problem, stage
 from tests.solver.families.pipelines import lines
@@ -102,7 +102,7 @@ def test_the_name_says_what_it_is() -> None:
 def test_several_stages_on_a_device_are_refused() -> None:
     with pytest.raises(NotApplicable) as raised:
         replaced(problem([stage(0), stage(0)]), "loop", 2)
-    assert raised.value.reason is Reason.NEEDS_ONE_STAGE_PER_DEVICE
+    assert raised.value.reason is NotApplicableReason.NEEDS_ONE_STAGE_PER_DEVICE
 
 
 @pytest.mark.parametrize(("num_stages", "m", "chunks"), [(1, 100, 20_001), (2, 1, 32_769)])
@@ -112,7 +112,7 @@ def test_a_copy_beyond_the_limits_of_a_problem_is_refused(
     line = problem([stage(device) for device in range(num_stages)], m=m)
     with pytest.raises(NotApplicable, match="a problem has at most 65536 stages") as raised:
         replaced(line, "loop", chunks)
-    assert raised.value.reason is Reason.CANNOT_BE_SPLIT
+    assert raised.value.reason is NotApplicableReason.CANNOT_BE_SPLIT
 
 
 def test_no_parts_at_all_is_an_error() -> None:

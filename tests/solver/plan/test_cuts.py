@@ -10,11 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from optpipe_solver.bounds import lower_bound
-from optpipe_solver.plan.bounds import any_cut_bound
-from optpipe_solver.plan.cuts import best_cuts, even_cut, roomiest_cut
-from optpipe_solver.plan.lines import PLACEMENTS, Line, make_lines
-from optpipe_solver.plan.runs import RunTable, least_bytes
-from optpipe_solver.smallest_memory import feasibility, smallest_memory
+from optpipe_solver.feasibility import feasibility, smallest_memory
+from optpipe_solver.plan.cuts import any_cut_bound, best_cuts, even_cut, roomiest_cut
+from optpipe_solver.plan.lines import PLACEMENTS, PlacementLine, RunTable, least_bytes, make_lines
 from tests.solver.plan.models import all_cuts, gpus, layer, model, models
 
 if TYPE_CHECKING:
@@ -37,7 +35,7 @@ def load_bound(problem: Problem) -> float:
     )
 
 
-def fitting(found: Model, line: Line) -> dict[tuple[int, ...], Problem]:
+def fitting(found: Model, line: PlacementLine) -> dict[tuple[int, ...], Problem]:
     """Every cut on the line that some schedule fits, with its problem."""
     cuts = {
         sizes: found.problem(line.placement, sizes)
@@ -51,7 +49,7 @@ def test_with_one_stage_per_device_the_cut_is_the_best_of_all(found: Model, rng)
     """Its value is the least load bound over every cut that fits; inf exactly where none does."""
     order = list(range(len(found.devices)))
     rng.shuffle(order)
-    line = Line("linear", 1, tuple(order))
+    line = PlacementLine("linear", 1, tuple(order))
     cuts = best_cuts(RunTable(found), line)
     values = {sizes: load_bound(problem) for sizes, problem in fitting(found, line).items()}
     least = min(values.values(), default=math.inf)
@@ -66,7 +64,7 @@ def test_with_several_stages_per_device_what_is_said_is_true(
 ) -> None:
     """The bound is below every cut that fits, whether the beam was full or not."""
     order = tuple(range(len(found.devices)))
-    line = Line("loop" if shape == "loop" else "v", 2, order)
+    line = PlacementLine("loop" if shape == "loop" else "v", 2, order)
     cuts = best_cuts(RunTable(found), line, beam=beam)
     values = {sizes: load_bound(problem) for sizes, problem in fitting(found, line).items()}
     least = min(values.values(), default=math.inf)
@@ -78,7 +76,7 @@ def test_with_several_stages_per_device_what_is_said_is_true(
 def test_with_plenty_of_memory_a_wide_beam_finds_the_best_v(found: Model) -> None:
     """Where nothing is pruned by memory the least load bound is reached, not only bounded."""
     order = tuple(range(len(found.devices)))
-    line = Line("v", 2, order)
+    line = PlacementLine("v", 2, order)
     cuts = best_cuts(RunTable(found), line, beam=200)
     best = min(load_bound(problem) for problem in fitting(found, line).values())
     assert cuts.bound_ms == pytest.approx(max(best, any_cut_bound(found, order)), abs=1e-9)
@@ -88,7 +86,7 @@ def test_with_plenty_of_memory_a_wide_beam_finds_the_best_v(found: Model) -> Non
 @given(models(roomy=True), st.integers(0, 60))
 def test_a_cap_hides_no_cut_below_it(found: Model, cap: int) -> None:
     """What is left out is proven to be at least the cap."""
-    line = Line("linear", 1, tuple(range(len(found.devices))))
+    line = PlacementLine("linear", 1, tuple(range(len(found.devices))))
     free, capped = best_cuts(RunTable(found), line), best_cuts(RunTable(found), line, cap_ms=cap)
     assert min(free.bound_ms, cap) - 1e-9 <= capped.bound_ms <= free.bound_ms + 1e-9
     if free.bound_ms < cap:
@@ -98,7 +96,7 @@ def test_a_cap_hides_no_cut_below_it(found: Model, cap: int) -> None:
 @given(models())
 def test_the_roomiest_cut_leaves_the_most_bytes(found: Model) -> None:
     """And its room is negative exactly where no cut fits the devices."""
-    line = Line("linear", 1, tuple(range(len(found.devices))))
+    line = PlacementLine("linear", 1, tuple(range(len(found.devices))))
     sizes, room = roomiest_cut(RunTable(found), line)
     rooms = {}
     for cut in all_cuts(found.num_layers, len(found.devices)):
@@ -132,7 +130,7 @@ def test_no_cut_on_any_placement_is_below_the_bound_of_all(found: Model) -> None
 def test_a_heavy_head_leaves_fewer_layers_beside_it() -> None:
     """Eight equal layers and one of four on two equal devices: 6 to the left, 2 + head right."""
     found = model([layer(repeat=8), layer(4, 4, 4)], gpus(2), m=100)
-    cuts = best_cuts(RunTable(found), Line("linear", 1, (0, 1)))
+    cuts = best_cuts(RunTable(found), PlacementLine("linear", 1, (0, 1)))
     assert cuts.sizes[0] == (6, 3)
 
 
@@ -140,8 +138,8 @@ def test_a_fast_device_gets_more_layers() -> None:
     """Three times the speed, three times the layers; wherever it stands."""
     found = model([layer(repeat=8)], [*gpus(1, speed=3), *gpus(1)], m=100)
     table = RunTable(found)
-    assert best_cuts(table, Line("linear", 1, (0, 1))).sizes[0] == (6, 2)
-    assert best_cuts(table, Line("linear", 1, (1, 0))).sizes[0] == (2, 6)
+    assert best_cuts(table, PlacementLine("linear", 1, (0, 1))).sizes[0] == (6, 2)
+    assert best_cuts(table, PlacementLine("linear", 1, (1, 0))).sizes[0] == (2, 6)
 
 
 def test_the_even_cut_gives_the_rest_to_the_first() -> None:
@@ -153,7 +151,10 @@ def test_a_long_model_is_cut_too() -> None:
     """130 layers on 16 devices, linear and V, in one go."""
     found = model([layer(repeat=128), layer(3, 3, 3), layer()], gpus(16), m=64)
     table = RunTable(found)
-    for line in (Line("linear", 1, tuple(range(16))), Line("v", 2, tuple(range(16)))):
+    for line in (
+        PlacementLine("linear", 1, tuple(range(16))),
+        PlacementLine("v", 2, tuple(range(16))),
+    ):
         cuts = best_cuts(table, line)
         assert sum(cuts.sizes[0]) == 130
 
@@ -165,7 +166,7 @@ def test_an_early_start_of_the_rest_can_be_worth_a_longer_load() -> None:
         [*gpus(1), *gpus(1, speed=0.5), *gpus(1)],
         m=1,
     )
-    line = Line("linear", 1, (0, 1, 2))
+    line = PlacementLine("linear", 1, (0, 1, 2))
     cuts = best_cuts(RunTable(found), line)
     assert cuts.sizes[0] == (2, 1, 1)
     assert load_bound(found.problem(line.placement, cuts.sizes[0])) == 26

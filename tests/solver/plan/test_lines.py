@@ -7,16 +7,16 @@ from math import factorial
 from hypothesis import given
 from hypothesis import strategies as st
 
-from optpipe_solver.plan.lines import PLACEMENTS, Line, device_orders, make_lines
+from optpipe_solver.plan.lines import PLACEMENTS, PlacementLine, device_orders, make_lines
 from tests.solver.plan.models import gpus, layer, model
 
 
 def test_the_three_shapes() -> None:
     """A loop starts over, a V turns back."""
-    assert Line("linear", 1, (0, 1, 2)).placement == (0, 1, 2)
-    assert Line("loop", 2, (0, 1, 2)).placement == (0, 1, 2, 0, 1, 2)
-    assert Line("v", 3, (0, 1)).placement == (0, 1, 1, 0, 0, 1)
-    assert Line("v", 2, (1, 0), free=True).label == "free v x2 1-0"
+    assert PlacementLine("linear", 1, (0, 1, 2)).placement == (0, 1, 2)
+    assert PlacementLine("loop", 2, (0, 1, 2)).placement == (0, 1, 2, 0, 1, 2)
+    assert PlacementLine("v", 3, (0, 1)).placement == (0, 1, 1, 0, 0, 1)
+    assert PlacementLine("v", 2, (1, 0), free=True).label == "free v x2 1-0"
 
 
 def test_equal_devices_have_one_order_of_each_length() -> None:

@@ -7,21 +7,21 @@ import time
 from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 
 from examples.models.make_llama3_8b_mixed import TARGET, make_model
 from optpipe import InputError, check_schedule, dump_problem, load_problem
-from optpipe.formats.json_text import dump_model
+from optpipe.formats.json import dump_model
 from optpipe_solver import Progress, SolveStatus
 from optpipe_solver.bounds import lower_bound
+from optpipe_solver.budget import Stop
+from optpipe_solver.feasibility import feasibility
 from optpipe_solver.plan import Fate, PlanResult, plan
-from optpipe_solver.plan.candidate import Candidate
-from optpipe_solver.plan.clock import Clock
-from optpipe_solver.plan.lines import Line, make_lines
-from optpipe_solver.plan.search import Search
-from optpipe_solver.smallest_memory import feasibility
+from optpipe_solver.plan.lines import PlacementLine, make_lines
+from optpipe_solver.plan.search import CutCandidate, PlanSearch
 from tests.solver.exhaustive import optimum
 from tests.solver.plan.models import all_cuts, gpus, layer, model, models
+from tests.strategies import few
 
 if TYPE_CHECKING:
     from optpipe.model import Model
@@ -46,7 +46,7 @@ def check_result(found: Model, result: PlanResult) -> None:
             assert row.bound_ms >= chosen.final_ms * (1 - 1e-9)
 
 
-@settings(max_examples=10, suppress_health_check=[HealthCheck.too_slow])
+@few(10)
 @given(models())
 def test_never_worse_than_any_candidate_and_never_below_the_bound(found: Model) -> None:
     """On random models: a schedule exists exactly where it must, and the numbers fit together."""
@@ -175,7 +175,9 @@ def test_the_committed_example_is_what_the_formulas_give() -> None:
 
 def test_only_a_bound_that_is_not_below_proves_a_candidate_slower() -> None:
     """One per cent below is no proof, equality is."""
-    candidate = Candidate(model([layer(repeat=2)], gpus(2)), Line("linear", 1, (0, 1)), (1, 1))
+    candidate = CutCandidate(
+        model([layer(repeat=2)], gpus(2)), PlacementLine("linear", 1, (0, 1)), (1, 1)
+    )
     assert candidate.cannot_beat(candidate.bound_ms)
     assert not candidate.cannot_beat(candidate.bound_ms * 1.01)
 
@@ -183,10 +185,9 @@ def test_only_a_bound_that_is_not_below_proves_a_candidate_slower() -> None:
 def test_cuts_are_looked_for_however_long_the_naive_cut_took() -> None:
     """Half of the time is over when the search begins: one round of cuts is made all the same."""
     found = model([layer(1), layer(1), layer(8)], gpus(2))
-    clock = Clock(4.0, lambda: False, began=time.perf_counter() - 2.0)
-    search = Search(
-        found, make_lines(found, ["linear"], [1]), clock, threads=1, seed=0, on_progress=None
-    )
+    stop = Stop(4.0)
+    stop.began -= 2.0
+    search = PlanSearch(found, make_lines(found, ["linear"], [1]), stop, on_progress=None)
     search.run()
     assert search.num_cut_lines == 1
     assert search.best is not None

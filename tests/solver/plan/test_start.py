@@ -5,14 +5,15 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from optpipe import Problem, load_problem
-from optpipe.formats.json_text import dump_problem
+from optpipe.formats.json import dump_problem
 from optpipe_solver.plan import plan
-from optpipe_solver.plan.start import cut_of
+from optpipe_solver.plan.search import cut_of
 from tests.solver.plan.models import gpus, layer, model, models
+from tests.strategies import few
 
 if TYPE_CHECKING:
     from optpipe_solver import Progress
@@ -42,7 +43,7 @@ def test_a_problem_of_another_model_is_no_cut() -> None:
     assert cut_of(small, model([layer()] * 4, gpus(3)).problem([0, 2], [2, 2])) is None
 
 
-@settings(max_examples=5, suppress_health_check=[HealthCheck.too_slow])
+@few(5)
 @given(models(roomy=True))
 def test_a_plan_is_never_worse_than_its_start(found) -> None:
     """The start is the first thing that is told, with its problem."""

@@ -1,0 +1,139 @@
+"""Every instance with the same work and seed: no objective worse, no bound lower, one table.
+
+    python -m benchmarks.fixed_work [--work 4] [--only PATTERN] [--against FILE] [--write FILE]
+
+A solve with limited work is a function of problem, seed and limit, so two states of the solver can
+be compared row by row on a busy machine. Without ``--write`` nothing is written; ``--against``,
+``results/fixed_work.csv`` where it is not given, holds the rows compared with. Exits with 1 where
+an objective is worse or a bound lower than there, by more than 1e-9 of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import fnmatch
+import sys
+import time
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from benchmarks.ledger import index, load_problem
+from benchmarks.machine import commit
+from optpipe_solver import solve
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+__all__ = ["BASELINE", "WorkRow", "main", "read_rows", "worse"]
+
+BASELINE = Path(__file__).resolve().parent / "results" / "fixed_work.csv"
+_TOLERANCE = 1e-9
+_TIME_LIMIT_S = 3600.0
+"""So long that work ends every solve, even on a busy machine."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkRow:
+    """What a solve with a work limit came to; times in ms, ``cpu_seconds`` of the whole solve."""
+
+    name: str
+    objective: float
+    bound: float
+    bound_method: str
+    method: str
+    cpu_seconds: float
+    commit: str
+
+
+def read_rows(path: Path) -> dict[str, WorkRow]:
+    """Return the rows of a file by instance."""
+    with path.open(encoding="utf-8", newline="") as file:
+        return {
+            row["name"]: WorkRow(
+                name=row["name"],
+                objective=float(row["objective"]),
+                bound=float(row["bound"]),
+                bound_method=row["bound_method"],
+                method=row["method"],
+                cpu_seconds=float(row["cpu_seconds"]),
+                commit=row["commit"],
+            )
+            for row in csv.DictReader(file)
+        }
+
+
+def worse(row: WorkRow, before: WorkRow) -> list[str]:
+    """Return what is worse than before, in words."""
+    faults = []
+    if row.objective > before.objective * (1 + _TOLERANCE):
+        faults.append(f"objective {before.objective} ms -> {row.objective} ms")
+    if row.bound < before.bound * (1 - _TOLERANCE):
+        faults.append(f"bound {before.bound} ms -> {row.bound} ms")
+    return faults
+
+
+def _rows(names: Iterable[str], work: float) -> Iterator[WorkRow]:
+    for name in names:
+        began = time.process_time()
+        result = solve(load_problem(name), work_limit=work, time_limit_s=_TIME_LIMIT_S)
+        if result.schedule is None or result.bound_ms is None:
+            sys.exit(f"{name}: {result.status.value}; every instance has a schedule")
+        provenance = result.schedule.provenance
+        yield WorkRow(
+            name=name,
+            objective=result.schedule.objective_ms,
+            bound=result.bound_ms,
+            bound_method=provenance.bound_method or "",
+            method=provenance.method,
+            cpu_seconds=round(time.process_time() - began, 2),
+            commit=commit(),
+        )
+
+
+def _told(row: WorkRow, before: WorkRow | None) -> str:
+    value = f"{row.name:32} {row.objective:14.4f} {row.bound:14.4f} {row.cpu_seconds:7.2f} s"
+    line = f"{value}  {row.method} / {row.bound_method}"
+    if before is None:
+        return line
+    gain, risen = before.objective - row.objective, row.bound - before.bound
+    return f"{line}  {gain:+.4g} ms shorter, bound {risen:+.4g} ms"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Solve, compare, print; see the module."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--work", type=float, default=4.0)
+    parser.add_argument("--only", default="*", help="glob of instance names")
+    parser.add_argument("--against", type=Path, default=BASELINE)
+    parser.add_argument("--write", type=Path, help="write the rows to this file")
+    options = parser.parse_args(arguments)
+    before = read_rows(options.against) if options.against.exists() else {}
+    names = [row["name"] for row in index() if fnmatch.fnmatch(row["name"], options.only)]
+    made, faults = [], []
+    for row in _rows(names, options.work):
+        known = before.get(row.name)
+        print(_told(row, known), flush=True)
+        made.append(row)
+        faults += [f"{row.name}: {why}" for why in (worse(row, known) if known else ())]
+        if options.write:
+            _write(made, options.write)
+    compared = sum(row.name in before for row in made)
+    seconds = sum(row.cpu_seconds for row in made)
+    print(f"{len(made)} instances, {compared} compared, {len(faults)} worse, {seconds:.0f} CPU s")
+    if faults:
+        sys.exit("\n".join(faults))
+
+
+def _write(rows: Sequence[WorkRow], path: Path) -> None:
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(
+            file, [field.name for field in fields(WorkRow)], lineterminator="\n"
+        )
+        writer.writeheader()
+        writer.writerows(asdict(row) for row in rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,269 @@
+"""The local engine with real processes: incumbents, cancellation, deaths, limits, shutdown."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from contextlib import ExitStack, closing
+from typing import Any
+
+import pytest
+
+from optpipe.wire import JobState
+from optpipe_api.engine import engine
+from optpipe_api.engine.engine import SlotEngine
+from optpipe_api.engine.processes import LocalSolvers
+from optpipe_api.errors import StoreUnavailableError
+from tests.api.bench import Bench
+from tests.api.live import make_settings
+
+pytestmark = pytest.mark.long
+
+# Twice what is promised: the machine may be busy with other tests.
+SOON_S = 1.0
+
+
+@pytest.fixture
+def open_bench(tmp_path):
+    """Benches over one database, all closed in the end: a forgotten engine would never end."""
+    with ExitStack() as stack:
+        yield lambda **settings: stack.enter_context(closing(Bench(tmp_path, **settings)))
+
+
+@pytest.fixture
+def bench(open_bench):
+    return open_bench()
+
+
+def test_every_incumbent_is_stored_as_it_comes(bench: Bench) -> None:
+    job_id = bench.submit("improve:4:0.2")
+    seen = []
+    while not bench.store.get(job_id).state.is_final:
+        job = bench.store.get(job_id)
+        if job.objective_ms is not None and job.objective_ms not in seen:
+            seen.append(job.objective_ms)
+            assert bench.schedule(job_id).objective_ms <= job.objective_ms
+        time.sleep(0.01)
+    trace = bench.store.trace(job_id)
+    found = [point.objective_ms for point in trace if point.objective_ms is not None]
+    assert len(found) == 5
+    # A slow look may miss one.
+    assert seen == [objective_ms for objective_ms in found if objective_ms in seen] != []
+    assert found == sorted(found, reverse=True)
+    assert bench.changes.count(job_id) >= 7  # claimed, five incumbents, the end
+
+
+def test_a_polite_solver_is_cancelled_with_its_last_word(bench: Bench) -> None:
+    job_id = bench.submit("improve:1:60")
+    bench.until(job_id, lambda job: job.has_schedule)
+    bench.cancel(job_id)
+    began = time.monotonic()
+    assert bench.end(job_id).state is JobState.CANCELLED
+    assert time.monotonic() - began < SOON_S
+    assert bench.schedule(job_id).provenance.method == "fake"  # incumbents are by fake-0, fake-1
+
+
+def test_a_deaf_solver_is_killed_within_half_a_second_and_its_best_is_kept(bench: Bench) -> None:
+    job_id = bench.submit("stubborn")
+    bench.until(job_id, lambda job: job.has_schedule)
+    pid = bench.solver_pid
+    bench.cancel(job_id)
+    began = time.monotonic()
+    job = bench.end(job_id)
+    assert time.monotonic() - began < SOON_S
+    assert (job.state, job.has_schedule) == (JobState.CANCELLED, True)
+    while bench.engine._attempts:
+        time.sleep(0.01)
+    time.sleep(0.3)
+    assert_gone(pid)
+
+
+def test_a_job_is_cancelled_at_once_while_its_process_still_starts(open_bench) -> None:
+    bench = open_bench(solve_path="tests.api.slow_solver:solve")
+    job_id = bench.submit("")
+    time.sleep(0.5)
+    bench.cancel(job_id)
+    began = time.monotonic()
+    assert bench.end(job_id).state is JobState.CANCELLED
+    assert time.monotonic() - began < SOON_S
+
+
+# What a process does before it is ready is not the job's fault
+
+
+def test_a_start_of_any_length_neither_fails_a_job_nor_costs_it_time(open_bench) -> None:
+    """Five seconds, of one that the job has and half a one that it may overrun."""
+    bench = open_bench(solve_path="tests.api.slow_solver:solve", overtime_s=0.5)
+    job = bench.end(bench.submit("", time_limit_s=1.0))
+    assert (job.state, job.attempt, job.deaths) == (JobState.SUCCEEDED, 1, 0)
+    assert job.started_at > job.created_at + 3
+    assert job.spent_s < 1.5
+
+
+def test_a_job_is_not_taken_before_a_process_can_solve_it(open_bench, monkeypatch) -> None:
+    """Another server that is ready gets it, although it came later."""
+    monkeypatch.setenv("SLOW_IMPORT_S", "600")
+    open_bench(solve_path="tests.api.slow_solver:solve")
+    ready = open_bench()
+    assert ready.end(ready.submit("")).state is JobState.SUCCEEDED
+
+
+@pytest.mark.parametrize("failures", [1, 2])
+def test_a_process_that_does_not_start_now_and_then_fails_no_job(
+    open_bench, tmp_path, monkeypatch, failures: int
+) -> None:
+    """It is started again, and the job has been waiting in the queue."""
+    monkeypatch.setenv("FRAIL_TRIES", str(tmp_path / "tries"))
+    monkeypatch.setenv("FRAIL_FAILURES", str(failures))
+    bench = open_bench(solve_path="tests.api.frail_solver:solve")
+    job = bench.end(bench.submit(""))
+    assert (job.state, job.attempt, job.deaths) == (JobState.SUCCEEDED, 1, 0)
+    assert (tmp_path / "tries").read_bytes() == b"." * failures
+
+
+class Noted(LocalSolvers):
+    """Remembers what it has started."""
+
+    def __init__(self, settings: Any) -> None:
+        super().__init__(settings)
+        self.started: list[Any] = []
+
+    def start(self) -> Any:
+        self.started.append(super().start())
+        return self.started[-1]
+
+
+def test_a_process_that_dies_while_it_waits_costs_no_job_an_attempt(tmp_path) -> None:
+    """The next one is there when a job comes."""
+    solvers = Noted(make_settings(tmp_path))
+    with closing(Bench(tmp_path, solvers)) as bench:
+        bench.end(bench.submit(""))
+        while len(solvers.started) < 2:
+            time.sleep(0.01)
+        os.kill(int(solvers.started[1].name), signal.SIGKILL)
+        job = bench.end(bench.submit(""))
+        assert (job.state, job.attempt, job.deaths) == (JobState.SUCCEEDED, 1, 0)
+
+
+def test_a_server_that_stood_still_keeps_its_jobs(open_bench) -> None:
+    """Their leases have run out meanwhile; it renews them before it takes any back."""
+    bench = open_bench(heartbeat_s=1.0)
+    bench.engine.close()
+    engine = SlotEngine(bench.store, bench.settings, bench.changes.append, _no_process)
+    job_id = bench.submit("")
+    lease = bench.store.claim(engine._owner, 0.0).lease
+    engine._looked_at -= 3600
+    renewal = threading.Timer(0.2, bench.store.heartbeat, (lease, 60.0))
+    renewal.start()
+    engine._expire()
+    renewal.join()
+    job = bench.store.get(job_id)
+    assert (job.state, job.deaths) == (JobState.RUNNING, 0)
+    bench.store.heartbeat(lease, 0.0)
+    engine._expire()
+    assert bench.store.get(job_id).deaths == 1
+
+
+def _no_process() -> Any:
+    raise AssertionError("nothing is started here")
+
+
+def test_a_cancellation_that_only_the_store_heard_of_arrives(bench: Bench) -> None:
+    job_id = bench.submit("improve:1:60")
+    bench.until(job_id, lambda job: job.has_schedule)
+    bench.store.request_cancel(job_id)
+    assert bench.end(job_id).state is JobState.CANCELLED
+
+
+def test_a_killed_solver_process_loses_nothing(bench: Bench) -> None:
+    job_id = bench.submit("improve:4:0.3")
+    before = bench.until(job_id, lambda job: job.objective_ms is not None)
+    os.kill(bench.solver_pid, signal.SIGKILL)
+    again = bench.until(job_id, lambda job: job.attempt == 2)
+    assert again.objective_ms <= before.objective_ms
+    job = bench.end(job_id)
+    assert (job.state, job.deaths) == (JobState.SUCCEEDED, 1)
+    methods = [point.method for point in bench.store.trace(job_id)]
+    assert len(methods) == len(set(methods)) == 5  # nothing was found twice: it started from there
+
+
+def test_a_second_attempt_starts_from_the_incumbent_of_the_first(bench: Bench, tmp_path) -> None:
+    log = tmp_path / "attempts"
+    job = bench.end(bench.submit(f"dies:2:{log}"))
+    assert job.state is JobState.SUCCEEDED
+    assert log.read_text(encoding="utf-8").split("\n") == ["from nothing", "with start", ""]
+
+
+def test_a_job_that_kills_its_solver_is_given_up_but_keeps_its_best(bench: Bench, tmp_path) -> None:
+    job = bench.end(bench.submit(f"dies:99:{tmp_path}/attempts"))
+    assert (job.state, job.attempt, job.has_schedule) == (JobState.FAILED, 3, True)
+    assert "after 3 attempts" in job.error.message
+    assert "SIGKILL" in job.error.message
+
+
+def test_a_solver_that_exceeds_its_memory_fails_with_the_limit(open_bench) -> None:
+    bench = open_bench(solver_memory_bytes=4 * 1024**3)
+    job = bench.end(bench.submit("eats"))
+    assert (job.state, job.error.code) == (JobState.FAILED, "solver.memory")
+    assert str(4 * 1024**3) in job.error.message
+
+
+def test_a_solver_far_over_its_time_is_stopped_and_its_best_counts(open_bench) -> None:
+    bench = open_bench(overtime_s=0.5)
+    job = bench.end(bench.submit("stubborn", time_limit_s=4.0))
+    assert (job.state, job.has_schedule) == (JobState.SUCCEEDED, True)
+
+
+def test_shutdown_gives_running_jobs_back_with_their_incumbents(open_bench) -> None:
+    first = open_bench()
+    job_id = first.submit("improve:4:0.4")
+    first.until(job_id, lambda job: job.has_schedule)
+    pid = first.solver_pid
+    first.close()
+    assert_gone(pid)
+    second = open_bench()
+    job = second.end(job_id)
+    assert (job.state, job.attempt, job.deaths) == (JobState.SUCCEEDED, 2, 0)
+    assert len(second.store.trace(job_id)) == 5
+
+
+def test_a_missing_solver_fails_the_job_and_the_engine_lives_on(open_bench) -> None:
+    bench = open_bench(solve_path="no_such_module:solve")
+    for _ in range(2):
+        job = bench.end(bench.submit(""))
+        assert (job.state, job.error.code) == (JobState.FAILED, "solver.failed")
+    assert bench.engine.is_alive
+    assert not bench.engine.is_able
+
+
+def assert_gone(pid: int) -> None:
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+def test_a_database_that_is_gone_for_a_moment_costs_no_attempt(bench: Bench, monkeypatch) -> None:
+    """Whatever the solver says meanwhile is told again, and the job is solved in one go."""
+    store, missed = bench.store, []
+
+    def absent(name: str) -> None:
+        method, number = getattr(store, name), 0
+
+        def asked(*arguments: Any, **named: Any) -> Any:
+            nonlocal number
+            number += 1
+            if number % 3:
+                missed.append(name)
+                raise StoreUnavailableError("it is being restarted")
+            return method(*arguments, **named)
+
+        monkeypatch.setattr(store, name, asked)
+
+    for name in ("heartbeat", "record", "finish"):
+        absent(name)
+    monkeypatch.setattr(engine, "_ASK_AGAIN_S", 0.01)
+    job = bench.end(bench.submit("improve:3:0.1"))
+    assert (job.state, job.attempt, job.deaths) == (JobState.SUCCEEDED, 1, 0)
+    assert len(store.trace(job.id)) == 4
+    assert set(missed) == {"heartbeat", "record", "finish"}

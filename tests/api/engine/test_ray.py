@@ -1,0 +1,223 @@
+"""The engine on a real Ray: the same jobs and comparisons, and what happens when actors die."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import signal
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import ray
+
+from optpipe import Problem, load_schedule
+from optpipe.errors import MissingExtraError
+from optpipe.wire import JobState
+from optpipe_api.engine.engine import open_solvers
+from optpipe_api.engine.processes import MachineState, Message
+from tests.api.bench import Bench
+from tests.api.live import connected, make_settings, two_stages
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from optpipe_api.engine.processes import SolverProcess, Solvers
+
+pytestmark = [pytest.mark.extended, pytest.mark.long]
+
+ROOT = Path(__file__).parents[3]
+FAKE_COMPARE = "tests.api.fake_compare:compare"
+PATIENCE_S = 60.0
+OPTIONS = {
+    "time_limit_s": 30.0,
+    "work_limit": None,
+    "threads": 1,
+    "seed": 0,
+    "gap": 0.0,
+    "method": "auto",
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    """Start one Ray of two cores for all tests; its workers can import the tests' fakes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(ROOT))
+        # Reachable from this machine only; a token would be kept in the home folder.
+        patch.setenv("RAY_AUTH_MODE", "disabled")
+        ray.init(
+            num_cpus=2, include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False
+        )
+        yield
+        ray.shutdown()
+
+
+@pytest.fixture
+def solvers(tmp_path) -> Iterator[Solvers]:
+    with closing(open_solvers(make_settings(tmp_path, engine="ray"))) as solvers:
+        yield solvers
+
+
+@pytest.fixture
+def bench(tmp_path, solvers) -> Iterator[Bench]:
+    with closing(Bench(tmp_path, solvers, lease_s=10.0)) as bench:
+        yield bench
+
+
+@pytest.fixture
+def process(solvers) -> Iterator[SolverProcess]:
+    """Start a process on the cluster and wait until it is ready."""
+    process = solvers.start()
+    assert heard(process).kind == "ready"
+    yield process
+    process.stop()
+
+
+def until(condition: Callable[[], Any]) -> Any:
+    deadline = time.monotonic() + PATIENCE_S
+    while not (found := condition()):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return found
+
+
+def heard(process: SolverProcess) -> Message:
+    """Return the next message of a process."""
+    message: Message = until(lambda: process.receive(0.1))
+    return message
+
+
+def has_ended(process: SolverProcess) -> bool:
+    try:
+        process.receive(0.1)
+    except EOFError:
+        return True
+    return False
+
+
+def tell(process: SolverProcess, name: str) -> None:
+    problem = Problem.parse(two_stages(name)).model_dump_json(by_alias=True)
+    process.send(Message("job", {"options": OPTIONS, "has_start": False}, problem))
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text("utf-8").rpartition(")")[2].split()[1])
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text("utf-8").rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_jobs_batches_and_comparisons_run_on_the_cluster(tmp_path) -> None:
+    settings = make_settings(
+        tmp_path, engine="ray", solver_processes=1, compare_path=FAKE_COMPARE, lease_s=10.0
+    )
+    with connected(settings) as http:
+        job_id = http.post("/v1/jobs", json={"problem": two_stages("improve:3:0.1")}).json()["id"]
+        sweep = {"problem": two_stages(), "axes": {"num_microbatches": [2, 3]}}
+        batch = http.post("/v1/batches", json=sweep).json()
+        rows = http.post(
+            "/v1/compare", json={"problem": two_stages(), "options": {"time_limit_s": 5}}
+        )
+        assert rows.status_code == 200, rows.text
+        assert "limit=5 threads=1 seed=0" in rows.text
+        job = until(lambda: (job := http.get(f"/v1/jobs/{job_id}").json())["finished_at"] and job)
+        assert job["state"] == "succeeded"
+        schedule = http.get(f"/v1/jobs/{job_id}/schedule").json()
+        assert schedule["makespan_ms"] == job["objective_ms"]
+        path = f"/v1/batches/{batch['id']}"
+        until(lambda: http.get(path).json()["is_finished"])
+        items = http.get(path).json()["items"]
+        assert [item["state"] for item in items] == ["succeeded", "succeeded"]
+
+
+def test_every_incumbent_comes_and_a_cancelled_job_keeps_its_best(bench: Bench) -> None:
+    job_id = bench.submit("improve:3:0.2")
+    assert bench.end(job_id).state is JobState.SUCCEEDED
+    assert [point.method for point in bench.store.trace(job_id)] == [f"fake-{n}" for n in range(4)]
+    deaf = bench.submit("stubborn")
+    bench.until(deaf, lambda job: job.has_schedule)
+    bench.cancel(deaf)
+    job = bench.end(deaf)
+    assert (job.state, job.has_schedule) == (JobState.CANCELLED, True)
+
+
+def test_a_dead_actor_is_a_death_of_the_attempt_and_loses_nothing(bench: Bench, tmp_path) -> None:
+    job_id = bench.submit(f"noted:{tmp_path}/pid:improve:4:0.5")
+    bench.until(job_id, lambda job: job.has_schedule)
+    solver = int((tmp_path / "pid").read_text("utf-8"))
+    os.kill(parent_of(solver), signal.SIGKILL)
+    job = bench.end(job_id)
+    assert (job.state, job.attempt, job.deaths) == (JobState.SUCCEEDED, 2, 1)
+    methods = [point.method for point in bench.store.trace(job_id)]
+    assert len(methods) == len(set(methods)) == 5  # it started from where the first had come
+    logs = [entry.text or "" for entry in bench.store.history(job_id) if entry.kind == "log"]
+    assert any("its Ray actor died" in log for log in logs)
+    until(lambda: not is_running(solver))
+
+
+def test_a_dead_solver_process_is_told_of_as_on_one_machine(process: SolverProcess) -> None:
+    assert (process.place, process.is_alive) == (MachineState.GIVEN, True)
+    tell(process, "dies:9:/dev/null")
+    assert heard(process).kind == "progress"
+    until(lambda: has_ended(process))
+    assert not process.is_alive
+    assert process.how_it_died() == "its solver process was ended by SIGKILL"
+
+
+def test_an_actor_that_dies_idle_costs_no_attempt(tmp_path, solvers: Solvers) -> None:
+    started: list[SolverProcess] = []
+
+    class Noted:
+        def start(self) -> SolverProcess:
+            started.append(solvers.start())
+            return started[-1]
+
+        def close(self) -> None:
+            raise AssertionError
+
+    with closing(Bench(tmp_path, Noted())) as bench:
+        until(lambda: started and started[0].place is MachineState.GIVEN)
+        actor: Any = vars(started[0])["_actor"]
+        ray.kill(actor)
+        until(lambda: len(started) == 2)
+        job = bench.end(bench.submit(""))
+    assert (job.state, job.attempt, job.deaths) == (JobState.SUCCEEDED, 1, 0)
+
+
+def test_a_job_waits_in_the_queue_while_the_cluster_is_full(tmp_path) -> None:
+    class Guest:
+        def is_here(self) -> bool:
+            return True
+
+    guests: Any = ray.remote(Guest)
+    guest = guests.options(num_cpus=1).remote()
+    assert ray.get(guest.is_here.remote())
+    settings = make_settings(tmp_path, engine="ray", ray_num_cpus=2)
+    with closing(open_solvers(settings)) as solvers, closing(Bench(tmp_path, solvers)) as bench:
+        job_id = bench.submit("")
+        time.sleep(1.0)
+        assert bench.store.get(job_id).state is JobState.QUEUED
+        ray.kill(guest)
+        assert bench.end(job_id).attempt == 1
+
+
+def test_what_a_client_sent_is_not_unpickled(process: SolverProcess, tmp_path) -> None:
+    pickled = f"cos\nsystem\n(S'touch {tmp_path}/harm'\ntR."
+    tell(process, pickled)
+    schedule = load_schedule(heard(process).document)
+    assert schedule.problem_hash == Problem.parse(two_stages(pickled)).problem_hash
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_ray_the_pip_command_is_said(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(MissingExtraError, match=r"pip install 'optpipe\[ray\]'"):
+        open_solvers(make_settings(tmp_path, engine="ray"))

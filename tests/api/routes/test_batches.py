@@ -1,0 +1,359 @@
+"""Batches over HTTP: sweeps and lists, progress, tables, frontiers, cancel and retry."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+
+from optpipe import Problem
+from optpipe.formats.tables import load_sweep_csv
+from optpipe_api import Settings
+from optpipe_api.access import Role
+from optpipe_api.errors import BodyTooLargeError
+from optpipe_api.services import submission
+from optpipe_api.services.batches import _most_near
+from optpipe_api.services.cache import MOST_CELLS, MOST_TRIED
+from optpipe_api.services.submission import read_batch
+from tests.api.instant import InstantSolvers
+from tests.api.live import connected, make_settings, running, two_stages
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+BASE = "/v1/batches"
+SCALES = [1, 0.5, 0.2]
+
+
+@pytest.fixture(scope="module")
+def instant(tmp_path_factory) -> Iterator[httpx.Client]:
+    """Share one server that solves in no time, and remembers."""
+    settings = make_settings(
+        tmp_path_factory.mktemp("batches"),
+        cache=True,
+        max_batch_items=20,
+        max_cells=1000,
+        max_queued_jobs=40,
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("optpipe_api.service.open_solvers", InstantSolvers)
+        with connected(settings) as client:
+            patch.undo()
+            yield client
+
+
+def body(name: str = "a", axes: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
+    return {
+        "problem": two_stages(name),
+        "axes": {"memory_scale": SCALES} if axes is None else axes,
+        "options": {"time_limit_s": 5},
+        **more,
+    }
+
+
+def refused(http: httpx.Client, request: Any, status: int = 422, **options: Any) -> str:
+    before = len(http.get("/v1/jobs?limit=200").json()["jobs"])
+    answer = http.post(BASE, json=request, **options)
+    assert answer.status_code == status, answer.text
+    assert len(http.get("/v1/jobs?limit=200").json()["jobs"]) == before, "jobs were made"
+    detail: str = answer.json()["detail"]
+    return detail
+
+
+def made(http: httpx.Client, request: dict[str, Any], **options: Any) -> dict[str, Any]:
+    answer = http.post(BASE, json=request, params={"wait": 60}, **options)
+    assert answer.status_code == 200, answer.text
+    batch: dict[str, Any] = answer.json()
+    assert answer.headers["Location"] == f"{BASE}/{batch['id']}"
+    return batch
+
+
+# Submitting
+
+
+def test_a_sweep_becomes_a_job_of_each_combination(instant) -> None:
+    """Progress, items and jobs of a sweep; one of its limits is too small for anything."""
+    batch = made(instant, body() | {"tags": ["b", "a"], "priority": 3, "name": "sweep"})
+    assert (batch["name"], batch["is_finished"], batch["progress"]) == ("sweep", True, 1.0)
+    assert batch["counts"] == {
+        "queued": 0, "running": 0, "succeeded": 2, "infeasible": 1, "failed": 0, "cancelled": 0,
+    }  # fmt: skip
+    assert (batch["num_items"], batch["tags"], batch["priority"]) == (3, ["a", "b"], 3)
+    assert batch["axes"] == {"memory_scale": SCALES}
+    assert batch["options"]["time_limit_s"] == 5
+    assert batch["finished_at"] >= batch["created_at"]
+    for index, (item, scale) in enumerate(zip(batch["items"], SCALES, strict=True)):
+        job = instant.get(f"/v1/jobs/{item['job_id']}").json()
+        assert item["index"] == job["batch_index"] == index
+        assert item["values"] == {"memory_scale": scale}
+        assert item["memory_bytes"] == 4000 * scale
+        assert job["name"] == item["name"] == f"a memory_scale = {scale}"
+        assert (job["batch_id"], job["tags"], job["priority"]) == (batch["id"], ["a", "b"], 3)
+        assert (job["state"], job["objective_ms"]) == (item["state"], item["objective_ms"])
+        problem = Problem.parse(instant.get(f"/v1/jobs/{item['job_id']}/problem").json())
+        assert problem.devices[0].memory_bytes == 4000 * scale
+    assert batch["items"][2]["error"]["code"] == "problem.infeasible"
+    listed = instant.get("/v1/jobs", params={"batch": batch["id"]}).json()["jobs"]
+    assert [job["batch_index"] for job in listed] == [2, 1, 0]
+    assert instant.get(f"{BASE}/{batch['id']}").json() == batch
+
+
+def test_a_list_of_problems_is_a_batch_too(instant) -> None:
+    """Each listed problem is an item, under its own name."""
+    problems = [two_stages("one"), two_stages("two", num_microbatches=2)]
+    batch = made(instant, {"problems": problems})
+    assert [item["name"] for item in batch["items"]] == ["one", "two"]
+    assert [item["values"] for item in batch["items"]] == [{}, {}]
+    assert (batch["name"], batch["axes"]) == ("one", {})
+
+
+def test_what_was_solved_before_is_answered_at_once(instant) -> None:
+    """The second sweep over the same problem is all hits, and finished when it is answered."""
+    axes = {"num_microbatches": [5, 6]}
+    made(instant, body("first", axes))
+    answer = instant.post(BASE, json=body("second", axes))
+    assert answer.status_code == 200
+    assert {item["cache"] for item in answer.json()["items"]} == {"hit"}
+    near = made(instant, body("near", axes | {"stages[0].forward_ms": [10.5]}))
+    assert {item["cache"] for item in near["items"]} == {"near"}
+
+
+def test_a_repeated_key_makes_one_batch(instant) -> None:
+    """The same request is answered with the same batch, another one refused."""
+    key = {"Idempotency-Key": "batch"}
+    batch = made(instant, body("once"), headers=key)
+    assert made(instant, body("once"), headers=key) == batch
+    assert "'batch'" in refused(instant, body("twice"), headers=key)
+
+
+def test_lists_show_progress_page_by_page(instant) -> None:
+    """Newest first, without items."""
+    ids = [made(instant, body(f"listed {index}"))["id"] for index in range(3)]
+    first = instant.get(BASE, params={"limit": 2}).json()
+    second = instant.get(BASE, params={"limit": 1, "cursor": first["next"]}).json()
+    found = [*first["batches"], *second["batches"]]
+    assert [batch["id"] for batch in found] == ids[::-1]
+    assert {(batch["progress"], batch["items"]) for batch in found} == {(1.0, None)}
+
+
+# Refusing
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"axes": {"memory": [1]}}, "axes.memory: is neither an axis"),
+        ({"axes": {"memory_scale": []}}, "axes.memory_scale"),
+        ({"axes": {"memory_scale": 1}}, "axes.memory_scale"),
+        ({"axes": {f"axis {index}": [1] for index in range(9)}}, "axes"),
+        ({"axes": {"num_microbatches": [4, -1]}}, "the variation num_microbatches = -1 is no"),
+        ({"problem": 1}, "must be an object"),
+        ({"problems": [two_stages()]}, "give one of them"),
+        ({"problems": None}, "problems: must be a list"),
+        ({"options": {"time_limit_s": 1e9}}, "options.time_limit_s"),
+        ({"options": {"method": "magic"}}, "options.method"),
+        ({"options": {"objective": "span"}}, "options.objective: unknown field"),
+        ({"tags": ["a b"]}, "tags"),
+        ({"what": 1}, "what: unknown field"),
+    ],
+)
+def test_what_breaks_a_rule_is_refused_and_nothing_is_made(instant, change, words: str) -> None:
+    """A batch is taken whole or not at all."""
+    assert words in refused(instant, body() | change)
+
+
+def test_listed_problems_are_refused_by_their_place(instant) -> None:
+    """Faults name the problem; axes do not go with a list, and an empty list is none."""
+    bad = two_stages() | {"num_microbatches": 0}
+    assert "problems[1]: num_microbatches = 0" in refused(
+        instant, {"problems": [two_stages(), bad]}
+    )
+    both = {"problems": [two_stages()], "axes": {"memory_scale": [1]}}
+    assert "give problem instead" in refused(instant, both)
+    assert "problems" in refused(instant, {"problems": []})
+    assert "problem" in refused(instant, {})
+    assert "must be an object" in refused(instant, [])
+
+
+def test_too_many_items_are_refused_with_both_numbers(instant) -> None:
+    """Counted before anything is made of them."""
+    many = {"num_microbatches": list(range(1, 8)), "memory_scale": SCALES}
+    words = "the batch has 21 items, and may have 20 (OPTPIPE_MAX_BATCH_ITEMS)"
+    assert words in refused(instant, body(axes=many))
+    assert words in refused(instant, {"problems": [{}] * 21})
+
+
+def test_an_item_that_is_too_large_is_named(instant) -> None:
+    """The service's own limits hold for every item."""
+    detail = refused(instant, body("b", {"num_microbatches": [4, 501]}))
+    assert "item 1 (b num_microbatches = 501): num_microbatches = 501: stages x" in detail
+
+
+def test_hostile_sweeps_are_refused_in_no_time(instant) -> None:
+    """A few bytes that ask for a lot, and a lot of values that ask for little."""
+    thousand = list(range(1, 1001))
+    for axes in (
+        {f"stages[0].{name}": thousand for name in ("forward_ms", "activation_bytes", "device")},
+        {"num_microbatches": list(range(1, 80_000))},
+        {"num_microbatches": [10**9]},
+        {"memory_scale": [10**300]},
+        {f"devices[{'9' * 199}].memory_bytes": [1]},
+    ):
+        began = time.monotonic()
+        assert len(refused(instant, body(axes=axes))) < 700
+        # Mostly of what else this machine does.
+        assert time.monotonic() - began < 20
+
+
+def test_problems_that_are_too_large_together_are_refused(monkeypatch) -> None:
+    """A small body may make large problems: their bytes are counted."""
+    monkeypatch.setattr(submission, "MOST_BYTES", 2000)
+    with pytest.raises(BodyTooLargeError, match="the first 2 of 3 problems take more than 2000"):
+        read_batch(json.dumps(body()).encode(), Settings(), ["auto"])
+
+
+def test_a_queue_without_room_for_all_takes_none(tmp_path) -> None:
+    """Two fit, the third does not: 429, and no job was made."""
+    with connected(make_settings(tmp_path, max_queued_jobs=2)) as http:
+        assert "the limit is 2" in refused(http, body(), 429)
+
+
+# Results
+
+
+def test_the_table_comes_as_json_csv_and_markdown(instant) -> None:
+    """One row per item, in order, in each form."""
+    batch = made(instant, body("table"))
+    url = f"{BASE}/{batch['id']}/table"
+    rows = instant.get(url).json()["rows"]
+    assert [row["values"] for row in rows] == [{"memory_scale": scale} for scale in SCALES]
+    assert [row["objective_ms"] for row in rows] == [i["objective_ms"] for i in batch["items"]]
+    assert [row["job_id"] for row in rows] == [item["job_id"] for item in batch["items"]]
+    assert rows[2]["state"] == "infeasible"
+    assert "no schedule fits" in rows[2]["message"]
+    csv = instant.get(url, headers={"Accept": "text/csv"})
+    assert csv.headers["Content-Type"].startswith("text/csv")
+    assert load_sweep_csv(csv.text) == rows
+    markdown = instant.get(url, params={"format": "markdown"}).text.splitlines()
+    assert markdown[0].startswith("| memory_scale | state | memory | objective ms |")
+    assert len(markdown) == 5
+    assert instant.get(url, headers={"Accept": "image/png"}).status_code == 406
+
+
+def test_the_frontier_comes_as_numbers_and_as_a_picture(instant) -> None:
+    """A line per number of micro-batches, from the least memory to the most."""
+    axes = {"num_microbatches": [2, 4], "memory_scale": SCALES}
+    batch = made(instant, body("frontier", axes))
+    url = f"{BASE}/{batch['id']}/frontier"
+    lines = instant.get(url).json()["lines"]
+    assert [line["label"] for line in lines] == ["num_microbatches = 2", "num_microbatches = 4"]
+    for line in lines:
+        points = line["points"]
+        assert [point["memory_bytes"] for point in points] == [800, 2000, 4000]
+        assert [point["is_infeasible"] for point in points] == [True, False, False]
+        assert points[0]["objective_ms"] is None
+        assert points[1]["objective_ms"] == points[2]["objective_ms"] > 0
+    picture = instant.get(url, params={"format": "svg"})
+    assert picture.status_code == 200, picture.text
+    assert picture.headers["Content-Type"] == "image/svg+xml"
+    assert "sandbox" in picture.headers["Content-Security-Policy"]
+    assert "num_microbatches = 4" in picture.text
+    assert "frontier" in picture.text
+
+
+@pytest.mark.parametrize("path", ["", "/table", "/frontier"])
+def test_an_unknown_batch_is_not_found(instant, path: str) -> None:
+    """Whatever is asked of it."""
+    for batch_id in ("0" * 32, "x"):
+        answer = instant.get(f"{BASE}/{batch_id}{path}")
+        assert (answer.status_code, answer.json()["code"]) == (404, "batch.not_found")
+    assert instant.delete(f"{BASE}/{'0' * 32}").status_code == 404
+    assert instant.post(f"{BASE}/{'0' * 32}/retry").status_code == 404
+
+
+# Changing
+
+
+def test_cancel_ends_what_waits_and_stops_what_runs(tmp_path) -> None:
+    """One item runs and keeps its schedule, two wait; the batch then has ended."""
+    settings = make_settings(tmp_path, solver_processes=1, lease_s=60.0)
+    with connected(settings) as http:
+        axes = {"stages[0].grad_sync_ms": [1, 2, 3]}
+        answer = http.post(BASE, json=body("improve:3:20: ", axes))
+        assert answer.status_code == 202
+        url = f"{BASE}/{answer.json()['id']}"
+        while not http.get(url).json()["items"][0]["objective_ms"]:
+            time.sleep(0.02)
+        seen = http.get(url).json()
+        assert (seen["progress"], seen["counts"]["running"], seen["counts"]["queued"]) == (0, 1, 2)
+        assert not seen["is_finished"]
+        http.delete(url)
+        ended = http.get(url, params={"wait": 60}).json()
+        assert (ended["counts"]["cancelled"], ended["is_finished"]) == (3, True)
+        assert [item["objective_ms"] is None for item in ended["items"]] == [False, True, True]
+        assert http.delete(url).status_code == 200
+
+
+def test_retry_queues_failed_items_again_as_the_same_jobs(tmp_path) -> None:
+    """Both solver processes die at first; the second time they start from what they had found."""
+    settings = make_settings(tmp_path, max_attempts=1, lease_s=60.0)
+    names = [f"dies:2:{tmp_path}/{index}" for index in range(2)]
+    with connected(settings) as http:
+        problems = [two_stages(name) for name in names]
+        problems.append(two_stages("fine", num_microbatches=2))
+        batch = made(http, {"problems": problems})
+        assert [item["state"] for item in batch["items"]] == ["failed", "failed", "succeeded"]
+        url = f"{BASE}/{batch['id']}/retry"
+        again = http.post(url, params={"wait": 60}).json()
+        assert [item["state"] for item in again["items"]] == ["succeeded"] * 3
+        ids = [[item["job_id"] for item in seen["items"]] for seen in (batch, again)]
+        assert ids[0] == ids[1]
+        for index in range(2):
+            log = (tmp_path / str(index)).read_text(encoding="utf-8").split("\n")
+            assert log == ["from nothing", "with start", ""]
+        nothing = http.post(url)
+        assert (nothing.status_code, nothing.json()) == (200, again)
+
+
+def test_batches_of_others_do_not_exist(tmp_path) -> None:
+    """Neither shown nor listed nor changed; admins see whose they are, readers make none."""
+    settings = make_settings(tmp_path, require_keys=True, max_jobs_per_key=3)
+    with running(settings) as (url, app):
+        keys = {
+            name: {"Authorization": f"Bearer {app.state.service.keys.create(name, role)[1]}"}
+            for name, role in (
+                ("ann", Role.SUBMIT), ("bob", Role.SUBMIT), ("eve", Role.READ), ("root", Role.ADMIN)
+            )
+        }  # fmt: skip
+        with httpx.Client(base_url=url, timeout=60) as http:
+            mine = made(http, body(), headers=keys["ann"])
+            path = f"{BASE}/{mine['id']}"
+            assert mine["owner"] is None
+            for method, suffix in (
+                ("GET", ""), ("GET", "/table"), ("GET", "/frontier"), ("POST", "/retry"),
+                ("DELETE", ""),
+            ):  # fmt: skip
+                asked = http.request(method, path + suffix, headers=keys["bob"])
+                assert asked.status_code == 404
+            assert http.get(BASE, headers=keys["bob"]).json()["batches"] == []
+            assert http.get(path, headers=keys["root"]).json()["owner"] == "ann"
+            assert len(http.get(BASE, headers=keys["root"]).json()["batches"]) == 1
+            assert http.post(BASE, json=body(), headers=keys["eve"]).status_code == 403
+            assert http.delete(path, headers=keys["eve"]).status_code == 403
+            many = body(axes={"memory_scale": [1, 0.9, 0.8, 0.7]})
+            answer = http.post(BASE, json=many, headers=keys["ann"])
+            assert (answer.status_code, answer.json()["code"]) == (429, "key.too_many_jobs")
+            assert http.post(BASE, json=body(), headers=keys["ann"]).status_code in (200, 202)
+
+
+def test_all_items_together_try_so_many_near_problems() -> None:
+    """However many items there are, and however large: the request waits for it."""
+    assert _most_near([10] * 3) == MOST_TRIED
+    for cells in ([10] * 500, [10_000] * 3, [1000] * 10, [1], [MOST_CELLS + 1]):
+        tried = _most_near(cells)
+        assert 0 <= tried <= MOST_TRIED
+        assert tried * len(cells) <= 100
+        assert tried * sum(cells) <= MOST_CELLS

@@ -1,0 +1,158 @@
+"""Problems without JSON: the catalogue, estimates, variants; each as the packages make them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+
+from optpipe import Problem
+from optpipe.errors import InputError
+from optpipe.presets import GPUS, MODELS, Training, estimate, find_gpu, find_model
+from optpipe.sweep import AXES, sweep
+from optpipe_api.services.submission import useful_axes
+from tests.api.live import two_stages
+from tests.api.routes.test_jobs import fault
+from tests.strategies import problems
+
+NEUTRAL: dict[str, Any] = {
+    "pcie_scale": 1.5,
+    "link_scale": 1.5,
+    "latency_ms": 3.5,
+}
+
+
+def test_the_catalogue_names_every_model_and_accelerator_with_its_source(http) -> None:
+    found = http.get("/v1/presets").json()
+    assert [model["name"] for model in found["models"]] == list(MODELS)
+    assert [gpu["name"] for gpu in found["gpus"]] == list(GPUS)
+    assert all(entry["source"] for entry in (*found["models"], *found["gpus"]))
+    assert found["placements"] == ["linear", "loop", "v"]
+
+
+def test_an_estimate_is_the_one_of_the_package(http) -> None:
+    """The same problem as `optpipe.presets.estimate` makes of the same arguments."""
+    asked = {
+        "model": "llama3-70b",
+        "gpu": "h100",
+        "pp": 8,
+        "tp": 8,
+        "sequence": 8192,
+        "num_microbatches": 64,
+        "chunks": 2,
+        "placement": "v",
+    }
+    view = http.post("/v1/estimates", json=asked).json()
+    training = Training(tp=8, sequence=8192)
+    expected = estimate(
+        find_model("llama3-70b"),
+        find_gpu("h100"),
+        training,
+        pp=8,
+        num_microbatches=64,
+        chunks=2,
+        placement="v",
+    )
+    assert Problem.parse(view["problem"]) == expected.problem
+    assert view["sizes"] == list(expected.sizes)
+    assert view["mfu"] == pytest.approx(expected.mfu)
+    assert view["notes"] == list(map(str, expected.notes))
+    assert view["problem_hash"] == expected.problem.problem_hash
+    usable = [device.usable_bytes for device in expected.problem.devices]
+    assert view["usable_bytes"] == usable
+
+
+def test_an_estimate_can_be_varied_at_once(http) -> None:
+    asked = {"model": "llama3-8b", "gpu": "a100", "pp": 4}
+    plain = Problem.parse(http.post("/v1/estimates", json=asked).json()["problem"])
+    values = {"memory_scale": 0.5, "latency_ms": 1}
+    varied = http.post("/v1/estimates", json={**asked, "values": values}).json()["problem"]
+    (expected,) = sweep(plain, {name: [value] for name, value in values.items()})
+    assert Problem.parse(varied) == expected.problem
+
+
+def test_a_config_stands_for_a_model(http) -> None:
+    """A published config.json of Hugging Face, as it is."""
+    config = {
+        "model_type": "llama",
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "tie_word_embeddings": True,
+    }
+    of_config = http.post("/v1/estimates", json={"config": config, "gpu": "h100", "pp": 2}).json()
+    of_model = http.post(
+        "/v1/estimates", json={"model": "llama3.2-1b", "gpu": "h100", "pp": 2}
+    ).json()
+    assert of_config["problem"]["stages"] == of_model["problem"]["stages"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "said"),
+    [
+        ({"model": "llama9"}, "input.invalid", "llama9"),
+        ({"gpu": "abacus"}, "input.invalid", "abacus"),
+        ({"tp": 64}, "input.invalid", "tp = 64"),
+        ({"pp": 0}, "request.invalid", "pp = 0"),
+        ({"pp": 4000}, "input.invalid", "4000 stages"),
+        ({"pp": 4000}, "input.invalid", "lower pp or chunks"),
+        ({"chunks": 2, "placement": "linear"}, "input.invalid", "placement = 'linear'"),
+        ({"config": {}}, "request.invalid", "give one of them"),
+        ({"colour": 1}, "request.invalid", "colour"),
+        ({"values": {"speed": 2}}, "input.invalid", "axes.speed"),
+    ],
+)
+def test_an_estimate_that_cannot_be_made_says_why(http, changes, code: str, said: str) -> None:
+    """Value, rule, fix; fields by their names in JSON, never by those of the command line."""
+    asked = {"model": "llama3-8b", "gpu": "h100"}
+    told = fault(http.post("/v1/estimates", json={**asked, **changes}), 422, code)
+    assert said in told["detail"]
+    assert "--" not in told["detail"]
+
+
+def test_a_variant_is_that_of_a_sweep(http) -> None:
+    values = {"memory_scale": 0.5, "num_microbatches": 7}
+    body = {"problem": two_stages("a"), "values": values}
+    view = http.post("/v1/variants", json=body).json()
+    (expected,) = sweep(
+        Problem.parse(two_stages("a")), {name: [value] for name, value in values.items()}
+    )
+    assert Problem.parse(view["problem"]) == expected.problem
+    same = http.post("/v1/variants", json={"problem": two_stages("a")}).json()
+    assert Problem.parse(same["problem"]) == Problem.parse(two_stages("a"))
+
+
+def test_a_variant_that_breaks_a_rule_is_refused(http) -> None:
+    """The problem's own fault, or the value's."""
+    fault(
+        http.post("/v1/variants", json={"problem": two_stages(num_microbatches=0)}),
+        422,
+        "problem.invalid",
+    )
+    wrong = {"problem": two_stages(), "values": {"memory_scale": -1}}
+    assert (
+        "memory_scale"
+        in fault(http.post("/v1/variants", json=wrong), 422, "input.invalid")["detail"]
+    )
+
+
+@given(problems())
+def test_useful_axes_are_those_that_a_sweep_takes(problem: Problem) -> None:
+    """A slider that is offered never leads to a refusal, and none is missing."""
+    useful = useful_axes(problem)
+    assert set(useful) <= set(AXES)
+    for axis, value in NEUTRAL.items():
+        try:
+            sweep(problem, {axis: [value]})
+        except InputError as error:
+            is_taken = "is no valid problem" in str(error)
+        else:
+            is_taken = True
+        assert is_taken == (axis in useful)
+    if "offload" not in useful:
+        (same,) = sweep(problem, {"offload": [False]})
+        assert not any(map(same.problem.can_offload, range(len(problem.stages))))

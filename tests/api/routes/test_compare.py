@@ -1,0 +1,288 @@
+"""``POST /v1/compare`` and ``GET /v1/methods``: answers, refusals, processes that always end."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+
+from optpipe import Problem, check, parse_action, simulate
+from optpipe.wire import MethodRowList
+from optpipe_api.engine.processes import Message, SolverChild, worker_arguments
+from optpipe_solver import METHODS
+from optpipe_solver.families import FAMILIES
+from tests.api.live import connected, make_settings, running, two_stages
+from tests.api.routes.test_jobs import fault
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+pytestmark = pytest.mark.long
+
+FAKE_COMPARE = "tests.api.fake_compare:compare"
+PATIENCE_S = 20.0
+
+
+@pytest.fixture(scope="module")
+def fake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+    """One server with one place for a comparison, which a test scripts by the problem's name."""
+    settings = make_settings(
+        tmp_path_factory.mktemp("server"),
+        compare_path=FAKE_COMPARE,
+        solver_processes=1,
+        solver_memory_bytes=4 * 1024**3,
+        max_body_bytes=100_000,
+        max_cells=1000,
+        max_time_limit_s=100.0,
+    )
+    with connected(settings) as client:
+        yield client
+
+
+def compare(http, name="", options=None, headers=None, params=None, **changes):
+    body = {"problem": two_stages(name, **changes), "options": options or {}}
+    return http.post("/v1/compare", json=body, headers=headers, params=params)
+
+
+def until(condition: Any) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text("utf-8").rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def hung(path: Path) -> int:
+    """The process id of a comparison that hangs, once it does."""
+    until(lambda: path.exists() and path.read_text("utf-8"))
+    return int(path.read_text("utf-8"))
+
+
+# Comparing
+
+
+def test_the_documented_example_is_compared_by_the_real_solver(http) -> None:
+    """Every family and the optimiser, in the documented form, with numbers that hold."""
+    schema = http.get("/openapi.json").json()["components"]["schemas"]["Comparison"]
+    (example,) = schema["examples"]
+    answer = http.post("/v1/compare", json=example)
+    assert answer.status_code == 200, answer.text
+    rows = MethodRowList.model_validate(answer.json(), extra="forbid").rows
+    problem = Problem.parse(example["problem"])
+    assert {"optpipe", *(family.name for family in FAMILIES)} <= {row.method for row in rows}
+    present = [row for row in rows if row.programs and row.problem_hash == problem.problem_hash]
+    for row in present:
+        programs = tuple(tuple(map(parse_action, cells)) for cells in row.programs or ())
+        if not row.over_limit:
+            check(problem, programs)
+        assert simulate(problem, programs).makespan_ms == row.makespan_ms
+        assert row.tokens_per_s == pytest.approx(4 * 2048 / row.makespan_ms * 1000)
+    assert all(row.reason for row in rows if row.programs is None)
+
+
+@pytest.mark.parametrize("asked", [{"headers": {"Accept": "text/csv"}}, {"params": "format=csv"}])
+def test_rows_come_as_csv(fake, asked: dict[str, Any]) -> None:
+    answer = compare(fake, **asked)
+    assert answer.headers["content-type"].startswith("text/csv")
+    assert answer.headers["vary"] == "Accept"
+    (row,) = csv.DictReader(io.StringIO(answer.text))
+    assert float(row["makespan_ms"]) == 84
+
+
+def test_rows_come_as_markdown(fake) -> None:
+    answer = compare(fake, headers={"Accept": "text/markdown, application/json;q=0.5"})
+    assert answer.headers["content-type"].startswith("text/markdown")
+    assert answer.text.startswith("| method | makespan ms |")
+
+
+def test_options_reach_the_comparison_and_left_out_ones_take_defaults(fake) -> None:
+    workload = {
+        "tokens_per_microbatch": 7.0,
+        "flops_per_microbatch": 8.0,
+        "peak_flops_per_s": 9.0,
+    }
+    given = {"time_limit_s": 3, "threads": 2, "seed": 5, "workload": workload}
+    (row,) = compare(fake, options=given).json()["rows"]
+    assert row["method"] == "limit=3 threads=2 seed=5"
+    assert (row["tokens_per_s"], row["mfu"]) == (7.0, 8.0)
+    (row,) = compare(fake).json()["rows"]
+    assert (row["method"], row["mfu"]) == ("limit=20 threads=1 seed=0", None)
+
+
+# Refusing
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({"time_limit_s": 101}, "options.time_limit_s = 101.0: must be <= 100.0"),
+        ({"threads": 3}, "options.threads = 3: must be <= 2"),
+        ({"method": "auto"}, "options.method: unknown field"),
+        ({"workload": {"tokens": 1}}, "options.workload.tokens: unknown field"),
+        ({"workload": {"flops_per_microbatch": 1e12}}, "only together; give both or none"),
+        ({"workload": {"tokens_per_microbatch": 0}}, "tokens_per_microbatch = 0: must be > 0"),
+    ],
+)
+def test_illegal_options_are_refused_with_the_path(fake, options, line: str) -> None:
+    answer = compare(fake, options=options)
+    assert answer.status_code == 422
+    assert any(line in error for error in answer.json()["errors"]), answer.text
+
+
+def test_what_a_submission_is_refused_for_a_comparison_is_too(fake) -> None:
+    """Illegal and large problems, foreign forms, large bodies; nothing is run for them."""
+    fault(compare(fake, num_microbatches=-1), 422, "problem.invalid")
+    detail = fault(compare(fake, num_microbatches=600), 422, "problem.invalid")
+    assert "OPTPIPE_MAX_CELLS" in detail["detail"]
+    fault(compare(fake, headers={"Accept": "image/png"}), 406, "request.not_acceptable")
+    fault(compare(fake, params={"format": "xml"}), 422, "request.invalid")
+    fault(fake.post("/v1/compare", content="{}"), 415, "request.media_type")
+    json_type = {"Content-Type": "application/json"}
+    fault(fake.post("/v1/compare", content="{}", headers=json_type), 422, "request.invalid")
+    large = b" " * 100_001
+    fault(fake.post("/v1/compare", content=large, headers=json_type), 413, "request.too_large")
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "message"),
+    [
+        ("fails", "solver.failed", "ZeroDivisionError"),
+        ("dies", "solver.failed", "SIGKILL"),
+        ("eats", "solver.memory", str(4 * 1024**3)),
+    ],
+)
+def test_a_comparison_that_fails_is_500_and_the_next_one_runs(
+    fake, name: str, code: str, message: str
+) -> None:
+    detail = fault(compare(fake, name), 500, code)
+    assert message in detail["detail"]
+    assert "secret" not in json.dumps(detail)
+    assert compare(fake).status_code == 200
+
+
+# Ending
+
+
+def test_a_client_that_goes_away_takes_its_process_along_and_frees_the_place(
+    fake, tmp_path
+) -> None:
+    """While it waits the place is taken and all else answers; its process is deaf to SIGTERM."""
+    body = json.dumps({"problem": two_stages(f"hang:{tmp_path}/pid")})
+    address = (fake.base_url.host, fake.base_url.port)
+    with closing(socket.create_connection(address)) as waiting:
+        waiting.sendall(
+            b"POST /v1/compare HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            b"Content-Length: %d\r\n\r\n%s" % (len(body), body.encode())
+        )
+        pid = hung(tmp_path / "pid")
+        answer = compare(fake)
+        fault(answer, 429, "compare.busy")
+        assert int(answer.headers["retry-after"]) > 0
+        assert fake.get("/healthz").elapsed.total_seconds() < 1
+        assert is_running(pid)
+    began = time.monotonic()
+    until(lambda: not is_running(pid))
+    assert time.monotonic() - began < 2
+    until(lambda: compare(fake).status_code == 200)
+
+
+def test_a_comparison_far_over_its_time_is_killed(tmp_path) -> None:
+    settings = make_settings(tmp_path, compare_path=FAKE_COMPARE, overtime_s=4.0)
+    with connected(settings) as http:
+        answer = compare(http, f"hang:{tmp_path}/pid", options={"time_limit_s": 0.5})
+        detail = fault(answer, 500, "solver.overtime")
+    assert "4.0 s after its time limit of 0.5 s" in detail["detail"]
+    assert answer.elapsed.total_seconds() < 10
+    assert not is_running(hung(tmp_path / "pid"))
+
+
+def test_a_comparison_has_all_its_time_however_slowly_its_process_starts(tmp_path) -> None:
+    """Five seconds, of half a one that it has and four that it may overrun."""
+    slow = {"solve_path": "tests.api.slow_solver:solve", "compare_path": FAKE_COMPARE}
+    with connected(make_settings(tmp_path, **slow, overtime_s=4.0)) as http:
+        answer = compare(http, options={"time_limit_s": 0.5})
+    assert answer.status_code == 200
+    assert answer.elapsed.total_seconds() > 3
+
+
+def test_a_server_that_stops_lets_go_of_its_comparisons(tmp_path) -> None:
+    answers: list[httpx.Response] = []
+    body = {"problem": two_stages(f"hang:{tmp_path}/pid")}
+    with running(make_settings(tmp_path, compare_path=FAKE_COMPARE)) as (url, _):
+        waiting = threading.Thread(
+            target=lambda: answers.append(
+                httpx.post(f"{url}/v1/compare", json=body, timeout=PATIENCE_S)
+            )
+        )
+        waiting.start()
+        pid = hung(tmp_path / "pid")
+    began = time.monotonic()
+    waiting.join()
+    assert time.monotonic() - began < 2
+    assert not is_running(pid)
+    fault(answers[0], 503, "compare.stopped")
+
+
+def test_a_comparison_ends_with_its_server_however_that_ended(tmp_path) -> None:
+    """Seen from the process, a killed server is the end of its connection."""
+    settings = make_settings(tmp_path, compare_path=FAKE_COMPARE)
+    process = SolverChild(worker_arguments(settings))
+    with closing(process._connection):
+        until(lambda: (message := process.receive(0.1)) and message.kind == "ready")
+        problem = Problem.parse(two_stages(f"hang:{tmp_path}/pid")).model_dump_json(by_alias=True)
+        options = {"time_limit_s": 1, "threads": 1, "seed": 0, "form": "json", "workload": {}}
+        process.send(Message("compare", {"options": options}, problem))
+        pid = hung(tmp_path / "pid")
+    until(lambda: not is_running(pid))
+    process.stop()
+
+
+# Methods
+
+
+def test_methods_are_those_of_the_solver_each_with_a_line(fake) -> None:
+    listed = fake.get("/v1/methods").json()["methods"]
+    assert [method["name"] for method in listed] == list(METHODS)
+    described = {method["name"]: method["description"] for method in listed}
+    assert "PipeDream" in described["1f1b"]
+    assert all(text and "\n" not in text for text in described.values())
+    assert len(set(described.values())) == len(described)
+
+
+def test_a_job_of_an_unknown_method_is_refused_with_the_known_ones(fake) -> None:
+    """Before it is queued; a known one is taken."""
+    body = {"problem": two_stages(), "options": {"method": "1f1c"}}
+    detail = fault(fake.post("/v1/jobs", json=body), 422, "input.invalid")
+    assert detail["errors"] == [detail["detail"]]
+    assert detail["detail"].startswith("options.method = '1f1c': must be one of auto, ")
+    for name in METHODS:
+        assert name in detail["detail"]
+    assert fake.get("/v1/jobs").json()["jobs"] == []
+    body["options"] = {"method": METHODS[-1]}
+    assert fake.post("/v1/jobs", json=body).status_code == 202
+
+
+def test_importing_the_service_and_its_settings_loads_no_solver() -> None:
+    code = (
+        "import optpipe_api, optpipe_api.settings, optpipe_api.main, sys\n"
+        "print([name for name in ('optpipe_solver', 'numba', 'highspy') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

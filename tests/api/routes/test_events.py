@@ -1,0 +1,241 @@
+"""Server-sent events: everything once, in order, whoever reconnects, resumes or restarts."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from contextlib import closing
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+from httpx_sse import connect_sse
+
+from optpipe.wire import EventKind
+from optpipe_api.errors import StoreUnavailableError
+from optpipe_api.jobs import HistoryEntry
+from optpipe_api.routes import jobs
+from tests.api.live import connected, make_settings, running
+from tests.api.routes.test_jobs import fault, submit
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Generator
+
+
+def follow(
+    http: httpx.Client, job_id: str, after: int | None = None
+) -> Generator[dict[str, Any], None, None]:
+    """The data of a job's events from one connection; id and kind are checked against it."""
+    headers = {} if after is None else {"Last-Event-ID": str(after)}
+    with connect_sse(http, "GET", f"/v1/jobs/{job_id}/events", headers=headers) as source:
+        for event in source.iter_sse():
+            if not event.data:
+                continue  # a ping: httpx-sse takes the blank line after it for an event
+            data = event.json()
+            assert (event.id, event.event) == (str(data["number"]), data["kind"])
+            yield data
+
+
+def followed(http: httpx.Client, job_id: str, after: int | None = None) -> list[dict[str, Any]]:
+    return list(follow(http, job_id, after))
+
+
+def numbers(entries: list[dict[str, Any]]) -> list[int]:
+    return [entry["number"] for entry in entries]
+
+
+def states(entries: list[dict[str, Any]]) -> list[str]:
+    return [entry["text"] for entry in entries if entry["kind"] == "state"]
+
+
+def test_a_job_is_followed_from_its_birth_to_its_end(http) -> None:
+    """Every state, every improvement, each once; the same again for who comes later."""
+    job = submit(http, "improve:2:0.2", wait=0).json()
+    live = followed(http, job["id"])
+    assert states(live) == ["queued", "running", "succeeded"]
+    assert numbers(live) == sorted({*numbers(live)})
+    found = [entry for entry in live if entry["kind"] == "incumbent"]
+    assert [entry["method"] for entry in found][:3] == ["fake-0", "fake-1", "fake-2"]
+    view = http.get(f"/v1/jobs/{job['id']}").json()
+    assert (found[-1]["objective_ms"], found[-1]["gap"]) == (view["objective_ms"], view["gap"])
+    assert followed(http, job["id"]) == live
+
+
+def test_a_stream_is_not_stored_and_not_buffered(http) -> None:
+    """What proxies need to be told."""
+    job = submit(http).json()
+    answer = http.get(f"/v1/jobs/{job['id']}/events")
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    assert answer.headers["cache-control"] == "no-store"
+    assert answer.headers["x-accel-buffering"] == "no"
+    assert answer.text.count("retry: 1000\n") == 1
+
+
+def test_reconnecting_anywhere_misses_and_doubles_nothing(http) -> None:
+    """By header or by query, at every place of the history; past its end there is nothing."""
+    job = submit(http, "improve:2:0").json()
+    path = f"/v1/jobs/{job['id']}/events"
+    whole = followed(http, job["id"])
+    for seen, last in enumerate(numbers(whole)[:-1], start=1):
+        assert followed(http, job["id"], last) == whole[seen:]
+        text = http.get(path, params={"after": last}).text
+        assert [line for line in text.split("\n") if line.startswith("id: ")] == [
+            f"id: {number}" for number in numbers(whole)[seen:]
+        ]
+    for last in (whole[-1]["number"], 2**53):
+        answer = http.get(path, headers={"Last-Event-ID": str(last)})
+        assert (answer.status_code, answer.content) == (204, b"")
+
+
+def test_a_connection_cut_again_and_again_still_sees_everything(http) -> None:
+    """One event per connection, while the job runs."""
+    job = submit(http, "improve:3:0.2", wait=0).json()
+    seen: list[dict[str, Any]] = []
+    while not seen or seen[-1]["text"] != "succeeded":
+        after = seen[-1]["number"] if seen else 0
+        with closing(follow(http, job["id"], after)) as entries:
+            seen.append(next(entries))
+    assert seen == followed(http, job["id"])
+
+
+def test_many_follow_one_job_and_all_see_the_same(http) -> None:
+    """Those who come early and those who come late."""
+    job = submit(http, "improve:3:0.2", wait=0).json()
+    found: list[list[dict[str, Any]]] = []
+
+    def take() -> None:
+        with httpx.Client(base_url=http.base_url, timeout=90) as other:
+            found.append(followed(other, job["id"]))
+
+    threads = [threading.Thread(target=take) for _ in range(20)]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.05)
+    for thread in threads:
+        thread.join()
+    whole = followed(http, job["id"])
+    assert len(found) == 20
+    assert all(entries == whole for entries in found)
+
+
+def test_a_resumed_job_has_more_to_tell(http) -> None:
+    """Who has seen its first end gets the rest, and only that; the stream ends with the last."""
+    job = submit(http, "improve:2:0.3", wait=0).json()
+    path = f"/v1/jobs/{job['id']}"
+    http.delete(path)
+    first = followed(http, job["id"])
+    assert states(first)[-1] == "cancelled"
+    http.post(f"{path}/resume", json={"time_limit_s": 5})
+    rest = followed(http, job["id"], first[-1]["number"])
+    assert states(rest) == ["queued", "running", "succeeded"]
+    assert followed(http, job["id"]) == first + rest
+
+
+def test_a_job_that_was_solved_before_has_a_short_history(tmp_path) -> None:
+    """Its answer and its end."""
+    with connected(make_settings(tmp_path, cache=True, lease_s=60.0)) as http:
+        first = submit(http, "one", wait=0).json()
+        followed(http, first["id"])
+        again = submit(http, "two").json()
+        assert (again["cache"], again["source_id"]) == ("hit", first["id"])
+        entries = followed(http, again["id"])
+    assert [entry["kind"] for entry in entries if entry["kind"] != "log"] == ["incumbent", "state"]
+    assert states(entries) == ["succeeded"]
+
+
+@pytest.mark.parametrize("last", ["x", "-1", "1.5", str(2**80)])
+def test_an_illegal_event_number_is_refused(http, last: str) -> None:
+    """As a header and as a parameter."""
+    job = submit(http).json()
+    path = f"/v1/jobs/{job['id']}/events"
+    fault(http.get(path, headers={"Last-Event-ID": last}), 422, "request.invalid")
+    fault(http.get(path, params={"after": last}), 422, "request.invalid")
+
+
+def test_a_stopping_server_lets_followers_go_and_another_one_goes_on(tmp_path) -> None:
+    """The next server on the same database knows where each was."""
+    settings = make_settings(tmp_path)
+    seen: list[dict[str, Any]] = []
+    with running(settings) as (url, _):
+        job = _submitted(url)
+        thread = threading.Thread(target=_follow_until_cut, args=(url, job["id"], seen))
+        thread.start()
+        while not any(entry["kind"] == "incumbent" for entry in seen):
+            time.sleep(0.02)
+        began = time.monotonic()
+    thread.join()
+    assert time.monotonic() - began < 40
+    with running(settings) as (url, _), httpx.Client(base_url=url, timeout=90) as http:
+        http.delete(f"/v1/jobs/{job['id']}")
+        rest = followed(http, job["id"], seen[-1]["number"])
+        assert seen + rest == followed(http, job["id"])
+    assert states(rest)[-1] == "cancelled"
+
+
+def _submitted(url: str) -> dict[str, Any]:
+    with httpx.Client(base_url=url) as http:
+        found: dict[str, Any] = submit(http, "improve:30:0.2", wait=0).json()
+    return found
+
+
+def _follow_until_cut(url: str, job_id: str, seen: list[dict[str, Any]]) -> None:
+    with httpx.Client(base_url=url, timeout=90) as http:
+        seen.extend(follow(http, job_id))
+
+
+# Without a server: pauses, a database that is gone, clients that are gone
+
+
+def entry(number: int) -> HistoryEntry:
+    return HistoryEntry(number=number, kind=EventKind.LOG, at=0.0, text="said\nin two lines")
+
+
+def test_pauses_are_filled_with_pings() -> None:
+    """Which are no events."""
+
+    async def entries() -> AsyncGenerator[HistoryEntry, None]:
+        yield entry(1)
+        await asyncio.sleep(0.5)
+        yield entry(2)
+
+    async def sent() -> list[bytes]:
+        return [part async for part in jobs._sent(entries(), ping_s=0.1)]
+
+    first, *pings, second = asyncio.run(sent())
+    assert first.startswith(b"event: log\ndata: {")
+    assert second.endswith(b"id: 2\n\n")
+    assert json.loads(second.split(b"\n")[1].removeprefix(b"data: "))["text"] == entry(2).text
+    assert set(pings) == {b": ping\n\n"}
+    assert len(pings) >= 2
+
+
+def test_a_database_that_is_gone_ends_the_stream_for_a_reconnection() -> None:
+    """Without a word, as the answer has begun."""
+
+    async def entries() -> AsyncGenerator[HistoryEntry, None]:
+        yield entry(1)
+        raise StoreUnavailableError("gone")
+
+    async def sent() -> list[bytes]:
+        return [part async for part in jobs._sent(entries())]
+
+    assert len(asyncio.run(sent())) == 1
+
+
+def test_a_client_that_is_gone_leaves_nobody_reading(tmp_path) -> None:
+    """Neither one that waits nor one that has just been sent something."""
+    server = running(make_settings(tmp_path))
+    with server as (url, app), httpx.Client(base_url=url, timeout=90) as http:
+        job = submit(http, "improve:1:60", wait=0).json()
+        followers = app.state.service.jobs._followers
+        for count in (1, 3):
+            with closing(follow(http, job["id"])) as entries:
+                for _ in range(count):
+                    next(entries)
+            deadline = time.monotonic() + 10
+            while followers._tails:
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+        http.delete(f"/v1/jobs/{job['id']}")

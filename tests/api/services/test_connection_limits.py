@@ -1,0 +1,207 @@
+"""Event streams and waiting requests: as many as the limits allow, counted to their end."""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+
+from optpipe_api.access import ANYBODY, Principal, Role
+from optpipe_api.errors import TooManyFollowersError, TooManyFollowersOfKeyError
+from optpipe_api.services.events import ConnectionLimit, Purpose
+from optpipe_api.store import open_stores
+from tests.api.live import make_settings, running, two_stages
+from tests.api.routes.test_jobs import fault, submit
+from tests.api.test_metrics import read, value
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+ANN, BOB, CLEO = (Principal(name, Role.SUBMIT) for name in ("ann", "bob", "cleo"))
+MOST, MOST_PER_KEY = 3, 2
+
+
+def test_connections_are_counted_per_server_and_per_key() -> None:
+    """A key's reader and its submitter are one; nobody takes another key's share for long."""
+    connections = ConnectionLimit(MOST, MOST_PER_KEY)
+    with connections.counted(ANN, Purpose.STREAM), connections.counted(ANN, Purpose.WAIT):
+        with pytest.raises(TooManyFollowersOfKeyError, match="the key 'ann' has 2"):
+            connections.counted(Principal("ann", Role.READ), Purpose.STREAM).__enter__()
+        with connections.counted(BOB, Purpose.STREAM):
+            with pytest.raises(TooManyFollowersError, match=r"3 event streams.*try again in 5 s"):
+                connections.counted(CLEO, Purpose.STREAM).__enter__()
+            assert connections.num_open(Purpose.STREAM) == 2
+        with connections.counted(CLEO, Purpose.WAIT):
+            assert connections.num_open(Purpose.WAIT) == 2
+    assert [connections.num_open(purpose) for purpose in Purpose] == [0, 0]
+    assert not connections._by_key
+
+
+def test_a_place_is_given_back_when_the_block_fails() -> None:
+    """A refusal takes none, and a fault gives it back."""
+    connections = ConnectionLimit(1, 1)
+    for _ in range(3):
+        with pytest.raises(ZeroDivisionError), connections.counted(ANN, Purpose.WAIT):
+            raise ZeroDivisionError
+    assert connections.num_open(Purpose.WAIT) == 0
+
+
+def test_without_keys_only_the_server_s_own_number_counts() -> None:
+    """Nobody has a key then, and all are one."""
+    connections = ConnectionLimit(MOST, 1)
+    with connections.counted(ANYBODY, Purpose.STREAM), connections.counted(ANYBODY, Purpose.STREAM):
+        assert connections.num_open(Purpose.STREAM) == 2
+
+
+class Crowd:
+    """A server of few connections, two keys, and a job that goes on for long."""
+
+    def __init__(self, url: str, app: Any, keys: dict[str, str]) -> None:
+        self.url, self.keys = url, keys
+        self.service = app.state.service
+        with self.client("ann") as http:
+            self.job = submit(http, "improve:1:60", wait=0).json()["id"]
+
+    def client(self, name: str) -> httpx.Client:
+        headers = {"Authorization": f"Bearer {self.keys[name]}"}
+        return httpx.Client(base_url=self.url, headers=headers, timeout=30)
+
+    @contextmanager
+    def stream(self, name: str) -> Iterator[httpx.Response]:
+        path = f"/v1/jobs/{self.job}/events"
+        with self.client(name) as http, http.stream("GET", path) as answer:
+            if answer.status_code != 200:
+                answer.read()
+            yield answer
+
+    def counts(self) -> tuple[int, int]:
+        connections = self.service.connections
+        return connections.num_open(Purpose.STREAM), connections.num_open(Purpose.WAIT)
+
+    def until(self, *counts: int) -> None:
+        deadline = time.monotonic() + 10
+        while self.counts() != counts:
+            assert time.monotonic() < deadline, self.counts()
+            time.sleep(0.01)
+
+
+@pytest.fixture
+def crowd(tmp_path) -> Iterator[Crowd]:
+    """Everybody's connections are closed when the test is over."""
+    settings = make_settings(
+        tmp_path, require_keys=True, max_followers=MOST, max_followers_per_key=MOST_PER_KEY
+    )
+    stores = open_stores(settings.database_url)
+    keys = {name: stores.keys.create(name, Role.ADMIN)[1] for name in ("ann", "bob", "cleo")}
+    stores.close()
+    with running(settings) as (url, app):
+        crowd = Crowd(url, app, keys)
+        yield crowd
+        with crowd.client("ann") as http:
+            http.delete(f"/v1/jobs/{crowd.job}")
+        crowd.until(0, 0)
+
+
+def test_streams_beyond_the_limit_are_refused_until_one_ends(crowd: Crowd) -> None:
+    """By the key's number, then by the server's; a client that hangs up counts no more."""
+    with ExitStack() as stack:
+        for name in ("ann", "ann"):
+            assert stack.enter_context(crowd.stream(name)).status_code == 200
+        with crowd.stream("ann") as answer:
+            refused(answer, "key.too_many_followers")
+        with crowd.stream("bob") as answer:
+            assert answer.status_code == 200
+            with crowd.stream("cleo") as refusal:
+                refused(refusal, "followers.full")
+        crowd.until(2, 0)
+        with crowd.stream("cleo") as answer:
+            assert answer.status_code == 200
+    crowd.until(0, 0)
+
+
+def refused(answer: httpx.Response, code: str) -> None:
+    fault(answer, 429, code)
+    assert answer.headers["Retry-After"] == "5"
+
+
+def test_a_stream_that_ends_by_itself_gives_its_place_back(crowd: Crowd) -> None:
+    """And so do one that has nothing to send, and one of a job that does not exist."""
+    with crowd.client("ann") as http:
+        job = submit(http, "").json()
+        for _ in range(MOST + 1):
+            answer = http.get(f"/v1/jobs/{job['id']}/events")
+            assert answer.status_code == 200
+            assert http.get(f"/v1/jobs/{job['id']}/events?after=9999999").status_code == 204
+            assert http.get(f"/v1/jobs/{'0' * 32}/events").status_code == 404
+    crowd.until(0, 0)
+
+
+WAITS: dict[str, Callable[[Crowd], dict[str, Any]]] = {
+    "submission": lambda _: {
+        "method": "POST",
+        "url": "/v1/jobs",
+        "json": {"problem": two_stages("improve:1:60")},
+    },
+    "schedule": lambda crowd: {
+        "method": "GET",
+        "url": f"/v1/jobs/{crowd.job}/schedule",
+        "headers": {"If-None-Match": f'"{crowd.job}.{latest(crowd)}"'},
+    },
+    "batch": lambda _: {
+        "method": "POST",
+        "url": "/v1/batches",
+        "json": {"problems": [two_stages("improve:1:60")]},
+    },
+}
+
+
+def latest(crowd: Crowd) -> int:
+    """The number of the last schedule that the job finds before its end."""
+    deadline = time.monotonic() + 20
+    while (found := crowd.service.jobs._store.get(crowd.job)).num_schedules < 1:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return int(found.num_schedules)
+
+
+@pytest.mark.parametrize("kind", WAITS)
+def test_a_waiting_request_takes_a_place_until_its_client_hangs_up(crowd: Crowd, kind: str) -> None:
+    """Long before its time is up; at the limit it is refused before it does anything."""
+    request = {"params": {"wait": 50}, **WAITS[kind](crowd)}
+    hasty = {**request, "timeout": httpx.Timeout(30, read=6.0)}
+
+    def wait() -> None:
+        with crowd.client("bob") as http, pytest.raises(httpx.ReadTimeout):
+            http.request(**hasty)
+
+    threads = [threading.Thread(target=wait) for _ in range(MOST_PER_KEY)]
+    for thread in threads:
+        thread.start()
+    crowd.until(0, MOST_PER_KEY)
+    with crowd.client("bob") as http:
+        before = len(http.get("/v1/jobs").json()["jobs"])
+        refused(http.request(**request), "key.too_many_followers")
+        assert len(http.get("/v1/jobs").json()["jobs"]) == before
+        # Who does not wait is not counted.
+        assert http.request(**{**request, "params": {}}).status_code in (200, 202, 304)
+    for thread in threads:
+        thread.join()
+    crowd.until(0, 0)
+
+
+def test_open_connections_are_a_metric(crowd: Crowd) -> None:
+    """By purpose, of this server."""
+    with crowd.client("cleo") as http:
+
+        def shown(kind: str) -> float:
+            return value(read(http.get("/metrics").text), "optpipe_followers", kind=kind)
+
+        assert (shown("stream"), shown("wait")) == (0, 0)
+        with crowd.stream("ann"), crowd.stream("bob"):
+            assert (shown("stream"), shown("wait")) == (2, 0)
+        crowd.until(0, 0)
+        assert shown("stream") == 0

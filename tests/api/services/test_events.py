@@ -1,0 +1,357 @@
+"""Waiting for jobs costs one query a round, however many wait and for however many jobs."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from optpipe.wire import JobState
+from optpipe_api.access import ANYBODY
+from optpipe_api.errors import StoreUnavailableError
+from optpipe_api.jobs import AttemptOutcome, JobEvent, Standing, TracePoint
+from optpipe_api.services.events import Changes, JobWatch
+from optpipe_api.store import open_stores
+from tests.api.services.test_jobs import Bench, play, until
+from tests.api.store.store_contract import LEASE_S, new
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+__all__ = ["play"]
+
+NOBODY = Standing("", JobState.QUEUED, 0, 1)
+
+
+class Book:
+    """A store of standings, which counts how often it is asked and about how many jobs."""
+
+    def __init__(self) -> None:
+        self.standings_of: dict[str, Standing] = {}
+        self.asked: list[tuple[str, ...]] = []
+        self.fault: Exception | None = None
+
+    def standings(self, job_ids: Sequence[str]) -> dict[str, Standing]:
+        self.asked.append(tuple(job_ids))
+        if self.fault is not None:
+            raise self.fault
+        return {
+            job_id: self.standings_of[job_id] for job_id in job_ids if job_id in self.standings_of
+        }
+
+
+class Scene:
+    """A watch over a book; made inside an event loop."""
+
+    def __init__(self, num_jobs: int) -> None:
+        self.book = Book()
+        self.changes = Changes()
+        store: Any = self.book
+        self.watch = JobWatch(store, self.changes)
+        self.ids = [f"{number:032x}" for number in range(num_jobs)]
+        self.book.standings_of = dict.fromkeys(self.ids, NOBODY)
+
+    def waiter(self, job_id: str, seconds: float | None = None) -> asyncio.Task[None]:
+        return asyncio.create_task(self.watch.until(job_id, has_ended, seconds))
+
+    def end(self, job_id: str) -> None:
+        self.book.standings_of[job_id] = Standing("ann", JobState.SUCCEEDED, 1, 9)
+
+
+def has_ended(standing: Standing) -> bool:
+    return standing.state.is_final
+
+
+def run(scene: Callable[[Scene], Any], num_jobs: int = 1) -> None:
+    async def on_stage() -> None:
+        await asyncio.wait_for(scene(Scene(num_jobs)), 30)
+
+    asyncio.run(on_stage())
+
+
+@pytest.mark.parametrize(("num_jobs", "num_each"), [(1, 1000), (1000, 1), (40, 25)])
+def test_a_thousand_who_wait_cost_one_query_a_round(num_jobs: int, num_each: int) -> None:
+    """For one job or for many: in two and a half seconds a few, not thousands."""
+
+    async def scene(stage: Scene) -> None:
+        waiting = [stage.waiter(job_id) for job_id in stage.ids for _ in range(num_each)]
+        await asyncio.sleep(2.5)
+        assert not any(task.done() for task in waiting)
+        assert 3 <= len(stage.book.asked) <= 6
+        assert stage.book.asked[-1] == tuple(stage.ids)
+        for job_id in stage.ids:
+            stage.end(job_id)
+        await asyncio.gather(*waiting)
+        assert len(stage.book.asked) <= 8
+
+    run(scene, num_jobs)
+
+
+def test_a_change_here_is_seen_at_once_and_asks_about_that_job_alone() -> None:
+    """The others are not looked at before their second is over."""
+
+    async def scene(stage: Scene) -> None:
+        loop = asyncio.get_running_loop()
+        waiting = [stage.waiter(job_id) for job_id in stage.ids]
+        await until(lambda: len(stage.book.asked) > 0)
+        await asyncio.sleep(0.1)
+        stage.end(stage.ids[3])
+        stage.end(stage.ids[4])
+        began = loop.time()
+        stage.changes.publish(stage.ids[3])
+        stage.changes.publish("f" * 32)
+        await waiting[3]
+        assert loop.time() - began < 0.9
+        assert stage.book.asked[-1] == (stage.ids[3],)
+        assert not waiting[4].done()
+        await waiting[4]
+        assert loop.time() - began < 2
+        for task in waiting:
+            task.cancel()
+
+    run(scene, 6)
+
+
+def test_whoever_comes_while_the_store_is_asked_is_asked_for_anew() -> None:
+    """What was read before he came is not held against him."""
+
+    async def scene(stage: Scene) -> None:
+        (job_id,) = stage.ids
+        first = stage.waiter(job_id)
+        await until(lambda: len(stage.book.asked) == 1)
+        stage.end(job_id)
+        await asyncio.wait_for(asyncio.gather(first, stage.waiter(job_id)), 2)
+
+    run(scene)
+
+
+def test_a_burst_of_changes_costs_a_few_queries() -> None:
+    """Hundreds of improvements in a moment are looked at together."""
+
+    async def scene(stage: Scene) -> None:
+        (job_id,) = stage.ids
+        waiting = stage.waiter(job_id)
+        for _ in range(300):
+            stage.changes.publish(job_id)
+            await asyncio.sleep(0.001)
+        stage.end(job_id)
+        await waiting
+        assert len(stage.book.asked) <= 50
+
+    run(scene)
+
+
+def test_waiting_ends_with_its_time_with_a_deletion_and_with_the_server() -> None:
+    """And nothing is asked for once nobody waits."""
+
+    async def scene(stage: Scene) -> None:
+        first, second, third = stage.ids
+        await stage.watch.until(first, has_ended, 0.05)
+        gone, patient = stage.waiter(second), stage.waiter(third)
+        await asyncio.sleep(0.1)
+        del stage.book.standings_of[second]
+        await gone
+        stage.changes.close()
+        await patient
+        await stage.watch.until(first, has_ended)
+        number = len(stage.book.asked)
+        await asyncio.sleep(1.2)
+        assert len(stage.book.asked) == number
+        assert stage.watch._waiting == {}
+
+    run(scene, 3)
+
+
+def test_those_who_leave_early_leave_nothing_behind() -> None:
+    """Cancelled like the request of a client that hung up."""
+
+    async def scene(stage: Scene) -> None:
+        stay, *leave = [stage.waiter(job_id) for job_id in stage.ids]
+        await asyncio.sleep(0.1)
+        for task in leave:
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+        assert set(stage.watch._waiting) == {stage.ids[0]}
+        stay.cancel()
+        with suppress(asyncio.CancelledError):
+            await stay
+        assert (stage.watch._waiting, stage.watch._rounds) == ({}, None)
+
+    run(scene, 5)
+
+
+def test_hundreds_who_ask_at_the_same_time_are_one_or_two_queries() -> None:
+    """Of jobs that are there and of those that are not; some wait for the same ones."""
+
+    async def scene(stage: Scene) -> None:
+        first, second = stage.ids
+        stage.end(first)
+        waiting = stage.waiter(second)
+        wanted = [first, second, "f" * 32] * 100
+        found = await asyncio.gather(*(stage.watch.standing(job_id) for job_id in wanted))
+        assert found == [Standing("ann", JobState.SUCCEEDED, 1, 9), NOBODY, None] * 100
+        assert len(stage.book.asked) <= 2
+        assert not waiting.done()
+        waiting.cancel()
+
+    run(scene, 2)
+
+
+def test_whoever_asks_while_the_server_stops_is_told() -> None:
+    """No job is said to be gone because the server is going."""
+
+    async def scene(stage: Scene) -> None:
+        (job_id,) = stage.ids
+        asking = asyncio.create_task(stage.watch.standing(job_id))
+        await asyncio.sleep(0)
+        stage.changes.close()
+        assert await asking == await stage.watch.standing(job_id) == NOBODY
+
+    run(scene)
+
+
+@pytest.mark.parametrize("turns", range(6))
+def test_whoever_hangs_up_just_after_news_leaves_no_rounds_behind(turns: int) -> None:
+    """Each that went on would ask the store for the next ones, too."""
+
+    async def scene(stage: Scene) -> None:
+        (job_id,) = stage.ids
+        for _ in range(3):
+            waiting = stage.waiter(job_id)
+            await until(lambda: stage.watch._due == set())
+            await asyncio.sleep(0.05)
+            stage.changes._wake_job(job_id)
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            waiting.cancel()
+            with suppress(asyncio.CancelledError):
+                await waiting
+            await asyncio.sleep(0.05)
+        names = [task.get_coro().__qualname__ for task in asyncio.all_tasks()]  # type: ignore[union-attr]
+        assert "Watch._go_round" not in names
+
+    run(scene)
+
+
+def test_a_store_that_is_gone_for_a_moment_is_asked_again() -> None:
+    """Those who wait hear nothing of it; who asks for an answer now is told."""
+
+    async def scene(stage: Scene) -> None:
+        (job_id,) = stage.ids
+        stage.book.fault = StoreUnavailableError("it is being restarted")
+        waiting = stage.waiter(job_id)
+        await asyncio.sleep(0.2)
+        with pytest.raises(StoreUnavailableError):
+            await asyncio.wait_for(stage.watch.standing(job_id), 0.5)
+        stage.book.fault = None
+        stage.end(job_id)
+        await asyncio.wait_for(waiting, 3)
+
+    run(scene)
+
+
+def test_a_fault_is_raised_by_all_who_wait_and_the_next_are_served() -> None:
+    """Nobody waits for a watch that has stopped."""
+
+    async def scene(stage: Scene) -> None:
+        (job_id,) = stage.ids
+        stage.book.fault = RuntimeError("a fault of ours")
+        found = await asyncio.gather(
+            *(stage.waiter(job_id) for _ in range(3)),
+            stage.watch.standing(job_id),
+            return_exceptions=True,
+        )
+        assert [str(error) for error in found] == ["a fault of ours"] * 4
+        stage.book.fault = None
+        stage.end(job_id)
+        await asyncio.wait_for(stage.waiter(job_id), 2)
+
+    run(scene)
+
+
+# With a store, and another server on it
+
+
+def test_waiting_requests_and_followers_together_ask_once_a_second(play, monkeypatch) -> None:
+    """A hundred jobs, each waited for in three ways, and nothing happens to any of them."""
+
+    async def scene(bench: Bench) -> None:
+        asked: list[float] = []
+        standings, get, history = bench.store.standings, bench.store.get, bench.store.history
+        reads: list[str] = []
+
+        def counted(job_ids: list[str]) -> Any:
+            asked.append(time.monotonic())
+            return standings(job_ids)
+
+        monkeypatch.setattr(bench.store, "standings", counted)
+
+        def is_quiet() -> bool:
+            return len(reads) >= 200 and len(asked) > 1 and asked[-1] - asked[-2] > 0.9
+
+        def noted(read: Callable[..., Any]) -> Callable[..., Any]:
+            def ask(*given: Any) -> Any:
+                reads.append(read.__name__)
+                return read(*given)
+
+            return ask
+
+        monkeypatch.setattr(bench.store, "get", noted(get))
+        monkeypatch.setattr(bench.store, "history", noted(history))
+        added = [bench.store.add(new(str(number)), max_queued=999)[0] for number in range(100)]
+        jobs = bench.jobs
+        for job in added:
+            bench.hold(jobs.wait(job, 50.0))
+            bench.hold(jobs.wait_schedule(job.id, 0, 50.0, ANYBODY))
+            bench.hold(bench.collect(job.id))
+        await until(is_quiet)
+        before = len(asked), len(reads)
+        await asyncio.sleep(2.5)
+        assert len(asked) - before[0] <= 1 + asked[-1] - asked[before[0] - 1]
+        assert len(reads) == before[1]
+        bench.changes.close()
+
+    play(scene)
+
+
+def waited_for_elsewhere(url: str) -> None:
+    """Wait on one server for what another one writes, in three ways."""
+
+    async def scene() -> None:
+        ours, theirs = open_stores(url), open_stores(url)
+        try:
+            changes = Changes()
+            watch = JobWatch(ours.jobs, changes)
+            job, _ = ours.jobs.add(new(), max_queued=9)
+            ended = asyncio.create_task(watch.until(job.id, has_ended))
+            found = asyncio.create_task(watch.until(job.id, lambda now: now.num_schedules > 0))
+            told = asyncio.create_task(watch.until(job.id, lambda now: now.last_entry > 0))
+            await asyncio.wait_for(told, 2)
+            claim = theirs.jobs.claim("another server", LEASE_S)
+            assert claim is not None
+            point = TracePoint(seconds=1.0, method="m", objective_ms=9.0, bound_ms=1.0)
+            theirs.jobs.record(claim.lease, point, LEASE_S, schedule="S")
+            await asyncio.wait_for(found, 2)
+            assert not ended.done()
+            theirs.jobs.finish(claim.lease, AttemptOutcome(event=JobEvent.SUCCEED))
+            await asyncio.wait_for(ended, 2)
+        finally:
+            ours.close()
+            theirs.close()
+
+    asyncio.run(scene())
+
+
+def test_what_another_server_does_is_seen_within_a_second_or_two(tmp_path) -> None:
+    """On one file."""
+    waited_for_elsewhere(f"sqlite:///{tmp_path}/jobs.db")
+
+
+@pytest.mark.postgres
+def test_what_a_replica_does_on_postgresql_is_seen_within_a_second_or_two(postgres_url) -> None:
+    """Nobody notifies anybody: each asks."""
+    waited_for_elsewhere(postgres_url)

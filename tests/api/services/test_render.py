@@ -1,0 +1,169 @@
+"""Charts for the page: what they show, their tags, and what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from contextlib import closing
+
+import pytest
+
+from optpipe.errors import MissingExtraError
+from optpipe_api.errors import (
+    BodyTooHeavyError,
+    FormUnavailableError,
+    NotComparableError,
+    TooLargeToDrawError,
+    TooManyFormsError,
+)
+from optpipe_api.services import render
+from optpipe_api.services.render import Charts, Shown
+from tests.api.live import two_stages
+from tests.api.routes.test_jobs import fault, submit
+
+
+@pytest.fixture(scope="module")
+def job(http):
+    """An ended job with three schedules behind it."""
+    return submit(http, "improve:2:0").json()
+
+
+@pytest.fixture
+def path(job) -> str:
+    return f"/v1/jobs/{job['id']}/chart"
+
+
+@pytest.fixture(scope="module")
+def shown(http, job) -> Shown:
+    """Its problem and schedule, as they are stored."""
+    place = f"/v1/jobs/{job['id']}"
+    return Shown(
+        problem=http.get(f"{place}/problem").text, schedule=http.get(f"{place}/schedule").text
+    )
+
+
+def names(item: str) -> set[str]:
+    """The names of the models of a chart."""
+    found: set[str] = set()
+
+    def walk(value: object) -> None:
+        if isinstance(value, dict):
+            if isinstance(value.get("name"), str):
+                found.add(value["name"])
+            for part in value.values():
+                walk(part)
+        elif isinstance(value, list):
+            for part in value:
+                walk(part)
+
+    walk(json.loads(item))
+    return found
+
+
+def test_a_chart_is_what_bokeh_embeds(http, path) -> None:
+    """One view, on the time axis that the page moves."""
+    answer = http.get(path)
+    assert answer.headers["content-type"] == "application/json"
+    assert {"target_id", "root_id", "doc", "version"} <= set(answer.json())
+    assert {"time", "gantt-0"} <= names(answer.text)
+    assert "gantt-1" not in names(answer.text)
+
+
+def test_a_method_or_another_job_stands_beside(http, path) -> None:
+    """Both on the same axis."""
+    assert "gantt-1" in names(http.get(path, params={"beside": "method:1f1b"}).text)
+    other = submit(http, "improve:1:0").json()["id"]
+    both = http.get(path, params={"beside": other})
+    assert {"time", "gantt-0", "gantt-1"} <= names(both.text)
+    assert "improve:1:0" in both.text
+
+
+def test_what_is_shown_is_known_by_its_tag(http, job, path) -> None:
+    """304 for it; another theme, or another thing beside it, is another chart."""
+    first = http.get(path, params={"theme": "dark"})
+    tag = first.headers["etag"]
+    assert tag.startswith(f'"{job["id"]}.{job["num_schedules"]}.chart-dark')
+    known = {"If-None-Match": tag}
+    same = http.get(path, params={"theme": "dark"}, headers=known)
+    assert (same.status_code, same.content) == (304, b"")
+    assert http.get(path, headers=known).status_code == 200
+    assert http.get(path, params={"beside": "method:1f1b"}, headers=known).status_code == 200
+
+
+@pytest.mark.parametrize("beside", ["method:magic", "method:auto", "method:interleaved"])
+def test_a_method_without_a_schedule_is_refused_with_the_reason(http, path, beside) -> None:
+    told = fault(http.get(path, params={"beside": beside}), 422, "chart.beside")
+    assert beside in told["detail"]
+
+
+def test_a_job_without_a_schedule_has_no_chart(http, path) -> None:
+    """Nor has one that is not there, on either side."""
+    none = submit(http, "nothing").json()["id"]
+    fault(http.get(f"/v1/jobs/{none}/chart"), 404, "schedule.none")
+    fault(http.get(f"/v1/jobs/{'0' * 32}/chart"), 404, "job.not_found")
+    fault(http.get(path, params={"beside": "0" * 32}), 404, "job.not_found")
+    fault(http.get(path, params={"theme": "pink"}), 422, "request.invalid")
+
+
+def test_a_batch_has_the_chart_of_its_frontier(http) -> None:
+    body = {"problem": two_stages("a"), "axes": {"memory_scale": [1, 0.5]}}
+    batch = http.post("/v1/batches", params={"wait": 60}, json=body).json()
+    answer = http.get(f"/v1/batches/{batch['id']}/chart", params={"theme": "dark"})
+    assert {"root_id", "doc"} <= set(answer.json())
+    fault(http.get(f"/v1/batches/{'0' * 32}/chart"), 404, "batch.not_found")
+
+
+def made(*shown: Shown) -> str:
+    with closing(Charts()) as maker:
+        return asyncio.run(maker.schedules(shown, "light"))
+
+
+def test_a_process_makes_the_same_as_this_one(shown) -> None:
+    """And what it refuses is raised here."""
+    assert made(shown) == render.make_schedule([shown], "light")
+    with pytest.raises(NotComparableError, match="no published method"):
+        made(Shown(problem=shown.problem, method="magic"))
+
+
+def answered(monkeypatch, shown: Shown, answer: object) -> str:
+    """What becomes of an answer of the process, or of an error that it raises."""
+
+    async def read(*_: object, **__: object) -> object:
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    with closing(Charts()) as maker:
+        monkeypatch.setattr(maker._pool, "run", read)
+        return asyncio.run(maker.schedules([shown], "light"))
+
+
+def test_too_many_actions_are_refused_with_the_limit(shown, monkeypatch) -> None:
+    """Before anything is drawn."""
+    monkeypatch.setattr(render, "MOST_CHARTED", 5)
+    with pytest.raises(ValueError, match="may have 5") as refused:
+        render.make_schedule([shown], "light")
+    with pytest.raises(TooLargeToDrawError, match="may have 5"):
+        answered(monkeypatch, shown, refused.value)
+
+
+def test_a_server_without_bokeh_says_what_to_install(shown, monkeypatch) -> None:
+    """406, as for a form that does not exist."""
+    monkeypatch.setattr("optpipe.plot.interactive_style.find_spec", lambda name: None)
+    with pytest.raises(MissingExtraError) as missing:
+        render.make_schedule([shown], "light")
+    with pytest.raises(FormUnavailableError, match="pip install"):
+        answered(monkeypatch, shown, missing.value)
+
+
+def test_a_chart_that_takes_too_much_is_refused(shown, monkeypatch) -> None:
+    """It is the schedule that is too large, not the request."""
+    with pytest.raises(TooLargeToDrawError, match=r"30 s or 4294967296 bytes"):
+        answered(monkeypatch, shown, BodyTooHeavyError("30 s"))
+
+
+def test_too_many_charts_at_once_are_refused(shown, monkeypatch) -> None:
+    """The others are made."""
+    monkeypatch.setattr("optpipe_api.services.parse_pool._WAITING", 0)
+    with pytest.raises(TooManyFormsError):
+        made(shown)

@@ -1,0 +1,215 @@
+"""Opening databases: migrated, described, or refused with a sentence."""
+
+from __future__ import annotations
+
+import socket
+import sqlite3
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import sqlalchemy as sa
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
+
+from optpipe.errors import InputError
+from optpipe_api.errors import StoreUnavailableError
+from optpipe_api.store import database, open_stores
+from optpipe_api.store.database import connect, reading, writing
+from optpipe_api.store.tables import metadata
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+NUM_THREADS = 16
+INSERT = sa.text("INSERT INTO api_keys VALUES (:id, :id, 'read', '', 0, NULL)")
+
+# A descending column is more than Alembic can compare; `test_plans` sees that the index works.
+NOT_COMPARED = {"ix_jobs_queue"}
+
+
+def differences(url: str) -> Any:
+    engine = connect(url)
+    options = {"include_object": lambda _object, name, *_: name not in NOT_COMPARED}
+    with reading(engine) as connection:
+        context = MigrationContext.configure(connection, opts=options)
+        found = compare_metadata(context, metadata)
+    engine.dispose()
+    return found
+
+
+def test_migrations_lead_to_the_tables_on_sqlite(tmp_path) -> None:
+    assert differences(f"sqlite:///{tmp_path}/jobs.db") == []
+
+
+@pytest.mark.postgres
+def test_migrations_lead_to_the_tables_on_postgres(postgres_url) -> None:
+    assert differences(postgres_url) == []
+
+
+def test_sqlite_lets_readers_read_while_one_writes(tmp_path) -> None:
+    engine = connect(f"sqlite:///{tmp_path}/jobs.db")
+    with engine.connect() as connection:
+        assert connection.exec_driver_sql("PRAGMA journal_mode").scalar_one() == "wal"
+        assert connection.exec_driver_sql("PRAGMA foreign_keys").scalar_one() == 1
+    engine.dispose()
+
+
+def test_a_database_of_a_newer_version_is_refused_and_left_alone(tmp_path) -> None:
+    url = f"sqlite:///{tmp_path}/jobs.db"
+    open_stores(url).close()
+    with sqlite3.connect(tmp_path / "jobs.db") as connection:
+        connection.execute("UPDATE alembic_version SET version_num = '9999'")
+    connection.close()
+    with pytest.raises(StoreUnavailableError, match="newer optpipe"):
+        open_stores(url)
+    engine = sa.create_engine(url)
+    with engine.connect() as opened:
+        assert opened.exec_driver_sql("SELECT * FROM alembic_version").scalar_one() == "9999"
+    engine.dispose()
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("sqlite://", "kept in a file"),
+        ("sqlite:///:memory:", "kept in a file"),
+        ("mysql://u:secret@host/db", "not supported"),
+        ("jobs.db", "not a URL"),
+    ],
+)
+def test_other_databases_are_refused_by_name(url: str, message: str) -> None:
+    with pytest.raises(InputError, match=message) as caught:
+        open_stores(url)
+    assert "secret" not in str(caught.value)
+
+
+def test_a_missing_folder_and_a_file_that_is_no_database_are_explained(tmp_path) -> None:
+    with pytest.raises(StoreUnavailableError, match="there is no folder"):
+        open_stores(f"sqlite:///{tmp_path}/nowhere/jobs.db")
+    (tmp_path / "text.db").write_text("this is not a database" * 100, encoding="utf-8")
+    with pytest.raises(StoreUnavailableError, match="not a database"):
+        open_stores(f"sqlite:///{tmp_path}/text.db")
+
+
+@pytest.mark.postgres
+def test_an_unreachable_postgres_is_explained_without_its_password() -> None:
+    with pytest.raises(StoreUnavailableError, match="does not answer") as caught:
+        open_stores("postgresql://user:secret@127.0.0.1:1/db")
+    assert "secret" not in str(caught.value)
+
+
+@pytest.mark.postgres
+def test_a_postgres_that_says_nothing_is_given_up() -> None:
+    """A machine that is there and silent, as one that hangs, or a firewall."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        with pytest.raises(StoreUnavailableError, match=r"does not answer: .*timeout"):
+            open_stores(f"postgresql://user@127.0.0.1:{port}/db?connect_timeout=2")
+
+
+@pytest.mark.postgres
+def test_a_lost_postgres_is_noticed_in_half_a_minute_unless_the_url_says_otherwise(
+    postgres_url,
+) -> None:
+    patience = {"connect_timeout": "10", "tcp_user_timeout": "25000", "keepalives_idle": "10"}
+    url = f"{postgres_url}{'&' if '?' in postgres_url else '?'}connect_timeout=3"
+    for named, expected in ((postgres_url, patience), (url, patience | {"connect_timeout": "3"})):
+        engine = connect(named)
+        with engine.connect() as connection:
+            driver = connection.connection.driver_connection
+            assert driver is not None
+            used = driver.info.get_parameters()
+        engine.dispose()
+        assert {name: used[name] for name in expected} == expected
+
+
+# --- Writers of one SQLite file: one after the other, each on its own, and none waits for ever.
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[sa.Engine]:
+    """A new database; any table will do, this one is small."""
+    engine = connect(f"sqlite:///{tmp_path}/jobs.db")
+    yield engine
+    engine.dispose()
+
+
+def stored(engine: sa.Engine) -> set[str]:
+    with reading(engine) as connection:
+        return set(connection.execute(sa.text("SELECT id FROM api_keys")).scalars())
+
+
+def insert(connection: sa.Connection, index: int) -> None:
+    connection.execute(INSERT, {"id": str(index)})
+
+
+def test_writers_that_come_at_once_are_all_stored_and_a_failure_takes_back_only_its_own(
+    engine: sa.Engine,
+) -> None:
+    """Each finds what it wrote, from another connection, as soon as it is told so."""
+    barrier = threading.Barrier(NUM_THREADS)
+
+    def write(index: int) -> None:
+        barrier.wait()
+        with writing(engine) as connection:
+            insert(connection, index)
+            if index % 2:
+                raise ZeroDivisionError
+        assert str(index) in stored(engine), "said to be stored, and it is not"
+
+    with ThreadPoolExecutor(NUM_THREADS) as threads:
+        writes = [threads.submit(write, index) for index in range(NUM_THREADS)]
+    errors = [write.exception() for write in writes]
+    assert [type(error) for error in errors] == [type(None), ZeroDivisionError] * (NUM_THREADS // 2)
+    assert stored(engine) == {str(index) for index in range(0, NUM_THREADS, 2)}
+
+
+def overfill(engine: sa.Engine) -> None:
+    """Write to a database that may not grow."""
+    with writing(engine) as connection:
+        insert(connection, 1)
+        pages = connection.exec_driver_sql("PRAGMA page_count").scalar_one()
+        connection.exec_driver_sql(f"PRAGMA max_page_count = {pages}")
+        try:
+            connection.execute(INSERT, {"id": "x" * 100_000})
+        finally:
+            connection.exec_driver_sql("PRAGMA max_page_count = 1000000")
+
+
+def test_a_full_disk_is_told_to_the_writer_and_the_next_one_writes(engine: sa.Engine) -> None:
+    with pytest.raises(StoreUnavailableError, match="full"):
+        overfill(engine)
+    with writing(engine) as connection:
+        insert(connection, 2)
+    assert stored(engine) == {"2"}
+
+
+def test_writers_that_another_process_keeps_waiting_are_all_told_in_time(
+    tmp_path, monkeypatch
+) -> None:
+    """Within two timeouts, not within one for each; afterwards the next one writes."""
+    monkeypatch.setattr(database, "_BUSY_TIMEOUT_S", 0.5)
+    engine = connect(f"sqlite:///{tmp_path}/jobs.db")
+    other = sqlite3.connect(tmp_path / "jobs.db", isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+
+    def write(index: int) -> str:
+        with pytest.raises(StoreUnavailableError) as caught, writing(engine) as connection:
+            insert(connection, index)
+        return str(caught.value)
+
+    with ThreadPoolExecutor(NUM_THREADS) as threads:
+        began = time.monotonic()
+        messages = list(threads.map(write, range(NUM_THREADS)))
+        took_s = time.monotonic() - began
+    other.close()
+    assert any("locked" in message for message in messages)
+    assert any("others have been writing to it" in message for message in messages)
+    assert took_s < 0.5 * NUM_THREADS / 2
+    with writing(engine) as connection:
+        insert(connection, 0)
+    engine.dispose()

@@ -1,0 +1,148 @@
+"""Nothing that is asked often walks over all jobs, or sorts them: SQLite's own plans say so."""
+
+from __future__ import annotations
+
+import time
+from contextlib import closing
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import sqlalchemy as sa
+
+from optpipe.wire import JobKind, JobState
+from optpipe_api.store import open_stores
+from optpipe_api.store.job_rows import refuse_when_full, refuse_when_many
+from optpipe_api.store.tables import jobs
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from optpipe_api.store import Stores
+
+NOW = 1_000_000.0
+ID = f"{7:032x}"
+ASKED: dict[str, Callable[[Stores], Any]] = {
+    "claim": lambda stores: stores.jobs.claim("w", 10.0),
+    "page": lambda stores: stores.jobs.page(50, 900),
+    "page of an owner": lambda stores: stores.jobs.page(50, 900, owner="o1"),
+    "page of a state": lambda stores: stores.jobs.page(50, 900, state=JobState.SUCCEEDED),
+    "page of both": lambda stores: stores.jobs.page(50, owner="o1", state=JobState.FAILED),
+    "page of a tag": lambda stores: stores.jobs.page(50, 900, tag="t"),
+    "page of batches": lambda stores: stores.batches.page(50, 900),
+    "the same": lambda stores: stores.jobs.same("p1", kind=JobKind.SOLVE, owner="o1", limit=20),
+    "alike": lambda stores: stores.jobs.alike("s1", owner="o1", limit=5),
+    "get": lambda stores: stores.jobs.get(ID),
+    "schedule": lambda stores: stores.jobs.schedule(ID),
+    "history": lambda stores: stores.jobs.history(ID, 5),
+    "trace": lambda stores: stores.jobs.trace(ID),
+    "retention, with nothing old": lambda stores: stores.jobs.delete_finished(1.0),
+    "is the queue full": lambda stores: refused(stores, refuse_when_full, 10**6),
+    "has an owner many": lambda stores: refused(stores, refuse_when_many, "o1", 10**6),
+}
+# `expire` groups the few that run.
+
+
+def refused(stores: Stores, refuse: Callable[..., None], *arguments: Any) -> None:
+    with stores.engine.connect() as connection:
+        refuse(connection, *arguments)
+
+
+@pytest.fixture(scope="module")
+def stores(tmp_path_factory) -> Iterator[Stores]:
+    """A thousand jobs of many owners, problems and states."""
+    folder = tmp_path_factory.mktemp("plans")
+    with closing(open_stores(f"sqlite:///{folder}/jobs.db", lambda: NOW)) as stores:
+        with stores.engine.begin() as connection:
+            connection.execute(sa.insert(jobs), [row(index) for index in range(1, 1001)])
+        yield stores
+
+
+def row(index: int) -> dict[str, Any]:
+    state = ("succeeded", "succeeded", "queued", "failed")[index % 4]
+    return {
+        "id": f"{index:032x}",
+        "state": state,
+        "name": "",
+        "owner": f"o{index % 9}",
+        "problem_hash": f"p{index % 99}",
+        "shape_hash": f"s{index % 9}",
+        "objective": "makespan",
+        "options": '{"time_limit_s": 5.0}',
+        "priority": index % 3,
+        "created_at": NOW,
+        "finished_at": None if state == "queued" else NOW,
+        "cancel_requested": False,
+        "attempt": 0,
+        "deaths": 0,
+        "spent_s": 0.0,
+    }
+
+
+def plans(stores: Stores, ask: Callable[[Stores], Any]) -> list[str]:
+    """How SQLite goes about every statement that asking leads to."""
+    statements: list[tuple[str, Any]] = []
+
+    def note(_connection: Any, _cursor: Any, sql: str, parameters: Any, *_: Any) -> None:
+        statements.append((sql, parameters))
+
+    sa.event.listen(stores.engine, "before_cursor_execute", note)
+    try:
+        ask(stores)
+    finally:
+        sa.event.remove(stores.engine, "before_cursor_execute", note)
+    found = []
+    with stores.engine.connect() as connection:
+        for sql, parameters in statements:
+            if sql.lstrip().startswith(("SELECT", "UPDATE", "DELETE")):
+                plan = connection.exec_driver_sql(f"EXPLAIN QUERY PLAN {sql}", parameters)
+                found += [step[-1] for step in plan]
+    assert found
+    return found
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_what_is_asked_often_goes_along_an_index(stores: Stores, name: str) -> None:
+    """No walk over a table, and no sorting."""
+    steps = plans(stores, ASKED[name])
+    walks = [step for step in steps if step.startswith("SCAN jobs") or step == "SCAN job_tags"]
+    sorts = [step for step in steps if "ORDER BY" in step]
+    assert (walks, sorts) == ([], [])
+
+
+def test_the_first_of_the_queue_is_found_as_fast_among_many_as_among_few(stores: Stores) -> None:
+    """The index has priorities in falling order, which no comparison of tables would see."""
+    sql = "SELECT sql FROM sqlite_master WHERE name = 'ix_jobs_queue'"
+    with stores.engine.connect() as connection:
+        text = connection.exec_driver_sql(sql).scalar_one()
+    assert "priority DESC" in text
+
+
+def test_jobs_are_counted_once_for_all_who_ask_within_a_second(tmp_path, monkeypatch) -> None:
+    """Who asks whether the service is ready needs no key, and may ask as often as he likes."""
+    from optpipe_api.service import Service
+    from tests.api.live import make_settings
+
+    class Silent:
+        def publish(self, job_id: str) -> None:
+            """Tell nobody."""
+
+        def listen(self, listener: object) -> None:
+            """Nothing is ever told."""
+
+    with closing(open_stores(make_settings(tmp_path).database_url)) as stores:
+        service = Service(make_settings(tmp_path), stores, Silent(), {})  # type: ignore[arg-type]
+        asked: list[str] = []
+        counts = stores.jobs.counts
+
+        def counted() -> dict[JobState, int]:
+            asked.append("")
+            return counts()
+
+        monkeypatch.setattr(stores.jobs, "counts", counted)
+        found = [service.recent_counts() for _ in range(50)]
+        assert len(asked) == 1
+        assert all(one == found[0] for one in found)
+        monkeypatch.setattr(time, "monotonic", lambda clock=time.monotonic: clock() + 2.0)
+        service.recent_counts()
+        assert len(asked) == 2
+        service.pool.close()

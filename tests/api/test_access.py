@@ -1,0 +1,264 @@
+"""API keys: kept, checked by whoever knows them, and asked for at the gate."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx
+import pytest
+from starlette.applications import Starlette
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+
+from optpipe_api.access import ApiKey, Role, digest_of, id_of, mint
+from optpipe_api.auth import KeyGate, KeyRing, Rates
+from optpipe_api.errors import StoreUnavailableError
+from optpipe_api.store import open_stores
+from tests.api.store.key_store_contract import KeyStoreContract
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+class Clock:
+    """A clock that only tests move."""
+
+    def __init__(self, now: float = 1000.0) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+
+# Kept
+
+
+class TestSqliteKeys(KeyStoreContract):
+    @pytest.fixture
+    def keys(self, tmp_path, clock):
+        stores = open_stores(f"sqlite:///{tmp_path}/keys.db", clock)
+        yield stores.keys
+        stores.close()
+
+
+@pytest.mark.postgres
+class TestPostgresKeys(KeyStoreContract):
+    @pytest.fixture
+    def keys(self, postgres_url, clock):
+        stores = open_stores(postgres_url, clock)
+        yield stores.keys
+        stores.close()
+
+
+# Checked
+
+
+def made(name: str = "ci", role: Role = Role.SUBMIT) -> tuple[ApiKey, str]:
+    text = mint()
+    key_id = id_of(text)
+    assert key_id is not None
+    return ApiKey(id=key_id, name=name, role=role, digest=digest_of(text), created_at=0.0), text
+
+
+def test_keys_differ_and_nothing_but_a_key_has_an_id() -> None:
+    """A hundred new keys have a hundred ids; texts of another form have none."""
+    texts = [mint() for _ in range(100)]
+    assert len({id_of(text) for text in texts}) == 100
+    text = texts[0]
+    for wrong in ("", "opk_", text[:-1], text + "x", text + "\n", text.upper(), f" {text}", "\x00"):
+        assert id_of(wrong) is None
+
+
+class Loader:
+    """Keys that a test puts in and takes out, and how often they were read."""
+
+    def __init__(self, *keys: ApiKey) -> None:
+        self.keys = list(keys)
+        self.reads = 0
+        self.fault: StoreUnavailableError | None = None
+
+    def __call__(self) -> list[ApiKey]:
+        self.reads += 1
+        if self.fault is not None:
+            raise self.fault
+        return list(self.keys)
+
+
+def test_a_thousand_requests_read_the_keys_once(clock) -> None:
+    """Within four seconds, also where they come at once."""
+    key, text = made()
+    load = Loader(key)
+
+    async def ask() -> None:
+        ring = KeyRing(load, clock)
+        found = await asyncio.gather(*(ring.find(text) for _ in range(1000)))
+        assert found == [key] * 1000
+
+    asyncio.run(ask())
+    assert load.reads == 1
+
+
+def test_a_revoked_key_ends_within_five_seconds_and_a_new_one_works_at_once(clock) -> None:
+    """Both with the old keys in memory."""
+    (old, old_text), (new, new_text) = made("old"), made("new")
+    load = Loader(old)
+
+    async def ask() -> None:
+        ring = KeyRing(load, clock)
+        assert await ring.find(old_text) == old
+        load.keys = [new]
+        clock.now += 0.6
+        assert await ring.find(new_text) == new
+        load.keys = []
+        clock.now += 4.9
+        assert await ring.find(new_text) is None
+
+    asyncio.run(ask())
+
+
+def test_a_flood_of_unknown_keys_reads_the_store_twice_a_second(clock) -> None:
+    """A hundred a second for ten seconds."""
+    load = Loader()
+
+    async def flood() -> None:
+        ring = KeyRing(load, clock)
+        for _ in range(1000):
+            clock.now += 0.01
+            assert await ring.find(mint()) is None
+
+    asyncio.run(flood())
+    assert load.reads <= 21
+
+
+def test_another_secret_under_a_known_id_is_refused(clock) -> None:
+    """The id finds the record; the whole text is compared."""
+    key, text = made()
+
+    async def ask() -> None:
+        ring = KeyRing(Loader(key), clock)
+        forged = text[:-1] + ("A" if text[-1] != "A" else "B")
+        assert await ring.find(forged) is None
+        assert await ring.find(text) == key
+
+    asyncio.run(ask())
+
+
+def test_keys_that_cannot_be_read_let_nobody_in(clock) -> None:
+    """Also nobody who was let in before: he may have been revoked since."""
+    key, text = made()
+    load = Loader(key)
+
+    async def ask() -> None:
+        ring = KeyRing(load, clock)
+        assert await ring.find(text) == key
+        load.fault = StoreUnavailableError("gone")
+        clock.now += 4.1
+        with pytest.raises(StoreUnavailableError):
+            await ring.find(text)
+
+    asyncio.run(ask())
+
+
+# At the gate
+
+
+def gated(load: Loader | None, rates: Rates | None = None) -> Starlette:
+    """An application behind the gate that answers with who asks."""
+
+    async def who(request: Any) -> JSONResponse:
+        principal = request.state.principal
+        return JSONResponse([principal.name, principal.role.value])
+
+    app = Starlette(routes=[Route("/v1/jobs", who), Route("/healthz", lambda _: JSONResponse(1))])
+    app.add_middleware(KeyGate, find=None if load is None else KeyRing(load).find, rates=rates)
+    return app
+
+
+def ask(app: Starlette, *requests: dict[str, str], path: str = "/v1/jobs") -> list[httpx.Response]:
+    async def all_of_them() -> list[httpx.Response]:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+            return [await http.get(path, headers=headers) for headers in requests]
+
+    return asyncio.run(all_of_them())
+
+
+def test_a_key_comes_as_bearer_or_in_a_header_of_its_own() -> None:
+    """Schemes are case-insensitive; spaces around a key do not matter."""
+    key, text = made("ci", Role.READ)
+    answers = ask(
+        gated(Loader(key)),
+        {"Authorization": f"Bearer {text}"},
+        {"authorization": f"bearer  {text} "},
+        {"X-API-Key": text},
+    )
+    assert [answer.json() for answer in answers] == [["ci", "read"]] * 3
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {"Authorization": ""},
+        {"Authorization": "Bearer"},
+        {"Authorization": f"Bearer {mint()}"},
+        {"Authorization": "Basic b3BrOm9waw=="},
+        {"X-API-Key": "secret"},
+        {"X-API-Key": "opk_\xe4"},
+    ],
+)
+def test_a_request_without_a_known_key_is_refused_without_echo(headers) -> None:
+    """401 says how to bring a key, and repeats nothing of what came."""
+    key, _ = made()
+    encoded = {name: value.encode("latin-1") for name, value in headers.items()}
+    (answer,) = ask(gated(Loader(key)), encoded)
+    assert answer.status_code == 401
+    assert answer.headers["www-authenticate"] == "Bearer"
+    assert answer.headers["content-type"] == "application/problem+json"
+    assert answer.json()["code"] == "key.required"
+    assert all(value[-12:] not in answer.text for value in headers.values() if len(value) > 12)
+
+
+def test_without_keys_everybody_may_ask_and_keys_are_not_looked_at() -> None:
+    """A client that always sends its key works on a laptop, too."""
+    answers = ask(gated(None), {}, {"Authorization": "Bearer nonsense"})
+    assert [answer.json() for answer in answers] == [["", "admin"]] * 2
+
+
+def test_signs_of_life_are_open() -> None:
+    """A probe has no key."""
+    (answer,) = ask(gated(Loader()), {}, path="/healthz")
+    assert answer.status_code == 200
+
+
+def test_each_key_has_a_rate_of_its_own_and_refused_requests_say_when() -> None:
+    """Two of two requests a minute pass for each key; the third waits half a minute at most."""
+    (one, first), (two, second) = made("one"), made("two")
+    app = gated(Loader(one, two), Rates(2))
+    answers = ask(app, *({"X-API-Key": text} for text in (first, first, second, first, second)))
+    assert [answer.status_code for answer in answers] == [200, 200, 200, 429, 200]
+    assert answers[3].json()["code"] == "key.too_many_requests"
+    assert 1 <= int(answers[3].headers["retry-after"]) <= 30
+
+
+def test_a_bucket_fills_up_again_within_a_minute_and_no_further(clock) -> None:
+    """Sixty a minute are one a second."""
+    rates = Rates(60, clock)
+    assert [rates.take("a") for _ in range(61)] == [0] * 60 + [1]
+    clock.now += 1.0
+    assert [rates.take("a"), rates.take("a")] == [0, 1]
+    clock.now += 1e6
+    assert [rates.take("a") for _ in range(61)] == [0] * 60 + [1]
+
+
+def test_buckets_of_endlessly_many_addresses_are_forgotten(clock) -> None:
+    """Memory is bounded, and the last ones used are kept."""
+    rates = Rates(1, clock)
+    for number in range(20_000):
+        rates.take(str(number))
+    assert rates.take("19999") > 0
+    assert rates.take("0") == 0
+    assert len(rates._buckets) == 10_000

@@ -1,0 +1,247 @@
+"""A whole server in a process of its own: killed, stopped, started again; with the real solver."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from optpipe import Problem, check_schedule, load_csv
+from optpipe.client import Client, Job
+from optpipe.errors import InfeasibleProblemError
+from tests.api.fleet import children
+from tests.api.live import FAKE, two_stages
+
+pytestmark = pytest.mark.long
+
+ROOT = Path(__file__).parent.parent.parent
+SCRIPT = "from optpipe_api import Settings, serve; serve(Settings.load())"
+ADDRESS = re.compile(r"http://127\.0\.0\.1:\d+")
+
+
+class Server:
+    """A server started as users start it, on a free port."""
+
+    def __init__(self, folder: Path, **settings: object) -> None:
+        values = {
+            "database_url": f"sqlite:///{folder}/jobs.db",
+            "port": 0,
+            "solver_processes": 1,
+            "lease_s": 1.0,
+            "heartbeat_s": 0.2,
+        } | settings
+        variables = {f"OPTPIPE_{name.upper()}": str(value) for name, value in values.items()}
+        path = os.pathsep.join(filter(None, [str(ROOT), *sys.path]))
+        self.log = folder / "server.log"
+        with self.log.open("w", encoding="utf-8") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", SCRIPT],
+                env=os.environ | variables | {"PYTHONPATH": path},
+                stderr=log,
+                cwd=folder,
+            )
+        self.client = Client(self._address())
+        while not self.client.health():
+            time.sleep(0.02)
+
+    def _address(self) -> str:
+        deadline = time.monotonic() + 30
+        while (found := ADDRESS.search(self.log.read_text("utf-8"))) is None:
+            assert self.process.poll() is None, self.log.read_text("utf-8")
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        return found[0]
+
+    def end(self, number: signal.Signals) -> int:
+        self.client.close()
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+        return self.process.wait(10)
+
+    def children(self) -> list[int]:
+        return children(self.process.pid)
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Start servers over one database; none outlives its test."""
+    servers: list[Server] = []
+
+    def start(**settings: object) -> Server:
+        servers.append(Server(tmp_path, **settings))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.end(signal.SIGKILL)
+
+
+def solve_until(client: Client, job_id: str) -> None:
+    while not client.job(job_id).has_schedule:
+        time.sleep(0.02)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text("utf-8").rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_a_job_outlives_a_killed_server_and_is_finished_once(start) -> None:
+    first = start(solve_path=FAKE)
+    job = first.client.submit(Problem.parse(two_stages("improve:4:0.4")), time_limit_s=20)
+    solve_until(first.client, job.id)
+    first.end(signal.SIGKILL)
+    second = start(solve_path=FAKE)
+    *_, last = second.client.follow(job)
+    assert (last.state, len(last.trace or ())) == ("succeeded", 5)
+    assert [other.id for other in second.client.jobs()] == [job.id]
+    assert second.end(signal.SIGTERM) == 0
+
+
+def test_who_comes_back_on_the_same_machine_need_not_wait_for_the_lease(start) -> None:
+    first = start(solve_path=FAKE, lease_s=600.0)
+    job = first.client.submit(Problem.parse(two_stages("improve:2:0.4")), time_limit_s=20)
+    solve_until(first.client, job.id)
+    first.end(signal.SIGKILL)
+    second = start(solve_path=FAKE, lease_s=600.0)
+    *_, last = second.client.follow(job)
+    assert last.state == "succeeded"
+
+
+def test_solver_processes_end_with_a_killed_server(start) -> None:
+    server = start(solve_path=FAKE)
+    job = server.client.submit(Problem.parse(two_stages("improve:4:60")), time_limit_s=20)
+    solve_until(server.client, job.id)
+    orphans = server.children()
+    assert orphans
+    server.end(signal.SIGKILL)
+    deadline = time.monotonic() + 2
+    while any(map(is_running, orphans)):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stopped_server_ends_cleanly_with_waiting_requests_and_running_jobs(
+    start, number: signal.Signals
+) -> None:
+    server = start(solve_path=FAKE)
+    problem = Problem.parse(two_stages("improve:4:30"))
+    answers: list[Job] = []
+    waiting = threading.Thread(
+        target=lambda: answers.append(server.client.submit(problem, wait_s=50))
+    )
+    waiting.start()
+    while not (found := list(server.client.jobs())):
+        time.sleep(0.02)
+    solve_until(server.client, found[0].id)
+    children = server.children()
+    began = time.monotonic()
+    server.process.send_signal(number)
+    waiting.join()
+    assert server.end(number) == 0
+    assert time.monotonic() - began < 5
+    assert [job.state for job in answers] == ["running"]
+    assert not any(map(is_running, children))
+    log = server.log.read_text("utf-8")
+    assert "the job is queued" in log
+    assert "Traceback" not in log
+
+
+def test_a_fault_of_the_solver_is_in_the_log_and_not_in_the_answer(start) -> None:
+    server = start(solve_path=FAKE)
+    *_, last = server.client.follow(server.client.submit(Problem.parse(two_stages("fails"))))
+    assert (last.state, last.error and last.error.code) == ("failed", "solver.failed")
+    assert "secret" not in last.model_dump_json()
+    *_, last = server.client.follow(server.client.submit(Problem.parse(two_stages())))
+    assert last.state == "succeeded"
+    server.end(signal.SIGTERM)
+    assert "secret detail of a stack trace" in server.log.read_text("utf-8")
+
+
+def test_the_real_solver_answers_through_server_and_client(start) -> None:
+    server = start()
+    problem = Problem.parse(two_stages("real"))
+    with server.client as client:
+        job = client.submit(problem, time_limit_s=2)
+        *_, last = client.follow(job)
+        assert (last.state, last.error) == ("succeeded", None)
+        schedule = client.schedule(job)
+        check_schedule(problem, schedule)
+        assert load_csv(client.schedule_csv(job)) == schedule.programs
+        assert last.objective_ms == schedule.objective_ms
+
+        tight = Problem.parse(two_stages("tight", devices=[{"memory_bytes": 999}] * 2))
+        *_, last = client.follow(client.submit(tight, time_limit_s=2))
+        assert last.state == "infeasible"
+        assert last.error is not None
+        assert last.error.needs == {f"devices[{d}].memory_bytes": 1000 for d in range(2)}
+        with pytest.raises(InfeasibleProblemError, match="1000"):
+            client.schedule(last)
+    assert server.end(signal.SIGTERM) == 0
+
+
+@pytest.mark.parametrize(("hard", "expected"), [(4096, 2000), (1500, 1500)])
+def test_a_server_may_have_a_file_open_for_each_follower(hard: int, expected: int) -> None:
+    """Where the shell's limit is lower and the system's is not."""
+    script = (
+        "import resource as r; from optpipe_api.main import allow_files; "
+        f"r.setrlimit(r.RLIMIT_NOFILE, (300, {hard})); "
+        "print(allow_files(1000), r.getrlimit(r.RLIMIT_NOFILE)); print(allow_files(0))"
+    )
+    path = os.pathsep.join(filter(None, [str(ROOT), *sys.path]))
+    found = subprocess.run(
+        [sys.executable, "-c", script],
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert found.stdout == f"{expected} ({expected}, {hard})\n1000\n"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"OPTPIPE_PORT": "no"}, "port = 'no'"),
+        ({"OPTPIPE_DATABASE_URL": "sqlite:////nowhere/jobs.db"}, "there is no folder /nowhere"),
+        (
+            {"OPTPIPE_ENGINE": "ray", "RAY_ADDRESS": "127.0.0.1:1"},
+            "nothing answers at RAY_ADDRESS = 127.0.0.1:1",
+        ),
+        ({"OPTPIPE_HOST": "192.0.2.1", "OPTPIPE_PORT": "0"}, "optpipe keys create"),
+        (
+            {"OPTPIPE_HOST": "192.0.2.1", "OPTPIPE_PORT": "0", "OPTPIPE_REQUIRE_KEYS": "false"},
+            "cannot listen on 192.0.2.1",
+        ),
+    ],
+)
+def test_a_server_that_cannot_start_says_why(tmp_path, settings, message: str) -> None:
+    script = (
+        "from optpipe.errors import OptPipeError\n"
+        "try:\n"
+        f"    {SCRIPT}\n"
+        "except OptPipeError as error:\n"
+        "    raise SystemExit(str(error))\n"
+    ).replace("import Settings, serve; ", "import Settings, serve\n    ")
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env=os.environ | settings | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 1
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,286 @@
+"""``optpipe compare``: one table in three forms, progress beside it, and a clean end by Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import sys
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import optpipe_solver
+from optpipe import check, dump_problem, load_csv
+from optpipe.cli import main
+from optpipe_solver.compare import AS_GIVEN, ComparisonRow, Workload
+from optpipe_solver.families import FAMILIES
+from tests.plot.conftest import make_small_problem
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+WIDTH = 100
+
+
+class Outcome:
+    """What one run left behind."""
+
+    def __init__(self, code: object, out: str, err: str) -> None:
+        self.code, self.out, self.err = code, out, err
+
+
+@pytest.fixture
+def run(capsys, monkeypatch, tmp_path: Path):
+    """Run ``optpipe compare`` on the small problem, on a terminal of 100 columns."""
+    monkeypatch.setenv("COLUMNS", str(WIDTH))
+    monkeypatch.setenv("NO_COLOR", "1")
+    path = tmp_path / "problem.json"
+    path.write_text(dump_problem(make_small_problem()))
+
+    def run(*arguments: object) -> Outcome:
+        with pytest.raises(SystemExit) as leave:
+            main(["compare", str(path), *map(str, arguments)])
+        captured = capsys.readouterr()
+        return Outcome(leave.value.code, captured.out, captured.err)
+
+    return run
+
+
+@pytest.fixture
+def answering(monkeypatch):
+    """Replace the comparison itself; the options it was called with are in the returned dict."""
+
+    def answering(rows: list[ComparisonRow]) -> dict[str, Any]:
+        called: dict[str, Any] = {}
+
+        def compare(_problem: object, **options: Any) -> list[ComparisonRow]:
+            called.update(options)
+            return rows
+
+        # By module: the package's attribute of this name is the function.
+        monkeypatch.setattr(sys.modules["optpipe_solver.compare"], "compare", compare)
+        return called
+
+    return answering
+
+
+def row(method: str, **changes: Any) -> ComparisonRow:
+    """A row with a schedule; numbers as wide as they get."""
+    made = ComparisonRow(
+        method=method,
+        placement=AS_GIVEN,
+        problem=make_small_problem(),
+        programs=load_csv("0F0\n1F0\n"),
+        seconds=12.5,
+        makespan_ms=12345.67,
+        span_ms=12345.67,
+        makespan_bubble=0.456,
+        span_bubble=0.456,
+        p50_ms=12345.67,
+        p95_ms=12345.67,
+        peak_bytes=80 * 1024**3,
+        host_peak_bytes=512 * 1024**3,
+    )
+    return replace(made, **changes)
+
+
+def absent(method: str, reason: str) -> ComparisonRow:
+    return ComparisonRow(
+        method=method,
+        placement=AS_GIVEN,
+        problem=make_small_problem(),
+        programs=None,
+        seconds=0.0,
+        reason=reason,
+    )
+
+
+def test_every_method_of_the_real_comparison_is_printed_as_json(run) -> None:
+    """A list of rows with programs that are legal where the row says so; progress apart."""
+    done = run("--time-limit", 1, "--json")
+    assert done.code == 0, done.err
+    rows = json.loads(done.out)
+    assert {"optpipe", *(family.name for family in FAMILIES)} <= {r["method"] for r in rows}
+    for found in rows:
+        if found["placement"] == AS_GIVEN and found["programs"] and not found["over_limit"]:
+            check(make_small_problem(), load_csv("\n".join(map(",".join, found["programs"]))))
+    assert done.err == "comparing every method; the optimiser takes up to 1 s\n"
+
+
+def test_table_keeps_the_order_and_says_what_does_not_fit_and_why_not(run, answering) -> None:
+    """Best first as compared; absent methods stand below the table, together by their reason."""
+    answering([
+        row("zz-best"),
+        row("aa-big", over_limit=True),
+        absent("zb-v", "needs [a V]"),
+        absent("v-min", "needs [a V]"),
+    ])  # fmt: skip
+    done = run()
+    assert done.code == 0
+    lines = done.out.splitlines()
+    table = [line.split() for line in lines]
+    head, units = table[:2]
+    assert " ".join(head) == "method makespan bubble span bubble P50 P95 memory host took limit"
+    assert " ".join(units) == "ms % ms % ms ms GiB GiB s"
+    numbers = "12,345.7 45.6 12,345.7 45.6 12,345.7 12,345.7 80.0 512.0 12.50"
+    assert " ".join(table[2]) == f"zz-best {numbers} fits"
+    assert (table[3][0], table[3][-1]) == ("aa-big", "over")
+    assert lines[-2:] == ["not applicable here:", "  zb-v, v-min: needs [a V]"]
+    assert "P50, P95: step time when every duration varies by +-10 %" in done.out
+
+
+def test_the_widest_table_is_not_cut_at_100_columns(run, answering) -> None:
+    """All columns, long names and large numbers: only the method's name wraps."""
+    wide = row("interleaved-1f1b+offload", placement="loop x2", tokens_per_s=1234567.0, mfu=0.456)
+    answering([wide, row("b", over_limit=True, tokens_per_s=1.0, mfu=0.1)])
+    done = run()
+    assert max(map(len, done.out.splitlines())) <= WIDTH
+    assert "…" not in done.out
+    for cell in ("loop x2", "1,234,567", "12,345.7", "512.0", "45.6", "over", "as given"):
+        assert cell in done.out
+
+
+def test_a_narrow_terminal_or_a_pipe_gets_100_columns_all_the_same(
+    run, answering, monkeypatch
+) -> None:
+    ms = dict.fromkeys(("makespan_ms", "span_ms", "p50_ms", "p95_ms"), 12.34)
+    answering([row("interleaved+offload", placement="loop x2", over_limit=True, **ms)])
+    monkeypatch.setenv("COLUMNS", "80")
+    assert "\ninterleaved +offload loop x2 " in run().out
+
+
+def test_placement_is_a_column_only_where_a_copy_was_tried(run, answering) -> None:
+    answering([row("a")])
+    assert "placement" not in run().out
+    answering([row("a"), row("zb-v", placement="v x2")])
+    assert "v x2" in run().out
+    assert "| zb-v | v x2 |" in run("--markdown").out
+
+
+def test_markdown_is_a_table_and_nothing_else(run, answering) -> None:
+    answering([row("a", over_limit=True), absent("zb-v", "needs [a V]")])
+    lines = run("--markdown").out.splitlines()
+    assert [line.split(" | ")[0] for line in lines] == ["| method", "| ---", "| a", "| zb-v"]
+    assert lines[2].endswith("| over the memory limit |")
+    assert lines[3].endswith("| needs [a V] |")
+
+
+def test_nothing_applies_and_nothing_is_found(run, answering) -> None:
+    answering([absent("zb-v", "needs a V")])
+    assert run().out == "\nnot applicable here:\n  zb-v: needs a V\n"
+
+
+def test_an_infeasible_problem_is_exit_code_3(run, tmp_path: Path) -> None:
+    """As solve: with the smallest memory that works; 4 where nothing was found, 0 with a row."""
+    small = make_small_problem()
+    devices = [device.model_copy(update={"memory_bytes": 1}) for device in small.devices]
+    path = tmp_path / "problem.json"
+    path.write_text(dump_problem(small.model_copy(update={"devices": devices})))
+    done = run("--time-limit", 1, "--json")
+    assert done.code == 3
+    assert "devices[0].memory_bytes must be at least" in done.err
+    assert all(found["programs"] is None or found["over_limit"] for found in json.loads(done.out))
+
+
+def test_nothing_that_fits_is_exit_code_4(run, answering) -> None:
+    """Over the limit, or of a copy, is not a schedule of this problem."""
+    answering([row("a", over_limit=True), row("b", placement="v x2"), absent("c", "no")])
+    assert run().code == 4
+    answering([row("a")])
+    assert run().code == 0
+
+
+def test_rows_of_a_copy_are_said_to_solve_another_problem(run, answering) -> None:
+    answering([row("optpipe"), row("optpipe", placement="v x2")])
+    assert "solve another problem" in run().out
+    answering([row("optpipe")])
+    assert "another problem" not in run().out
+
+
+def test_workload_gives_tokens_and_mfu(run, answering) -> None:
+    """TFLOP become FLOP; with the real rows' numbers behind them."""
+    called = answering([row("a", tokens_per_s=2048.4, mfu=0.417)])
+    options = ("--tokens-per-microbatch", 4096, "--tflop-per-microbatch", 2, "--peak-tflops", 40)
+    cells = run(*options, "--seed", 3, "--threads", 2).out.splitlines()[2].split()
+    assert cells[-3:-1] == ["2,048", "41.7"]
+    assert called["workload"] == Workload(
+        tokens_per_microbatch=4096, flops_per_microbatch=2e12, peak_flops_per_s=4e13
+    )
+    assert (called["seed"], called["threads"], called["time_limit_s"]) == (3, 2, 20.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--json", "--markdown"), "exclude each other"),
+        (("--peak-tflops", 3), "give both or none"),
+        (("--tflop-per-microbatch", 3), "give both or none"),
+        (("--tokens-per-microbatch", 0), "--tokens-per-microbatch = 0: must be > 0"),
+        (("--tokens-per-microbatch", "nan"), "= nan: must be > 0 and finite"),
+        (("--tflop-per-microbatch", 1, "--peak-tflops", "inf"), "--peak-tflops = inf"),
+    ],
+)
+def test_options_that_make_no_sense_are_exit_code_2(run, answering, options, message: str) -> None:
+    answering([row("a")])
+    done = run(*options)
+    assert (done.code, done.out) == (2, "")
+    assert message in done.err
+
+
+def test_help_explains_the_workload(run) -> None:
+    done = run("--help")
+    for option in ("--tokens-per-microbatch", "--tflop-per-microbatch", "--peak-tflops"):
+        assert option in done.out
+    assert "sum over all devices" in done.out
+
+
+def test_a_terminal_sees_a_clock_while_it_runs(run, monkeypatch) -> None:
+    """The line is redrawn on stderr and taken away in the end; stdout has the table alone."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+
+    def compare(*_: object, **__: object) -> list[ComparisonRow]:
+        time.sleep(0.3)
+        return [row("a")]
+
+    monkeypatch.setattr(sys.modules["optpipe_solver.compare"], "compare", compare)
+    done = run("--markdown")
+    assert "comparing every method" in done.err
+    assert re.search(r"0:00:0\d", done.err)
+    assert done.out.startswith("| method")
+
+
+def test_ctrl_c_prints_what_there_is_and_leaves_with_130(run, monkeypatch) -> None:
+    """The comparison is asked to stop, not torn down."""
+
+    def compare(_problem: object, *, should_stop: Any, **_: object) -> list[ComparisonRow]:
+        assert not should_stop()
+        os.kill(os.getpid(), signal.SIGINT)
+        assert should_stop()
+        return [row("first")]
+
+    monkeypatch.setattr(sys.modules["optpipe_solver.compare"], "compare", compare)
+    done = run()
+    assert done.code == 130
+    assert done.out.splitlines()[2].startswith("first")
+    assert "methods that were not reached are missing" in done.err
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_second_ctrl_c_leaves_at_once_without_a_stack_trace(run, monkeypatch) -> None:
+    def compare(*_: object, **__: object) -> list[ComparisonRow]:
+        for _attempt in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+        raise AssertionError("the second one should have ended it")
+
+    monkeypatch.setattr(sys.modules["optpipe_solver.compare"], "compare", compare)
+    done = run()
+    assert (done.code, done.out) == (130, "")
+    assert "Traceback" not in done.err
+
+
+def test_the_package_offers_what_the_command_uses() -> None:
+    assert optpipe_solver.compare is sys.modules["optpipe_solver.compare"].__dict__["compare"]

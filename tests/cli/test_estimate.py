@@ -1,0 +1,144 @@
+"""``optpipe estimate``: what it prints and writes, and what it refuses."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+
+from optpipe import load_problem, load_schedule
+from optpipe.formats.json import load_model
+from optpipe.presets import GPUS, MODELS
+from tests.presets.test_huggingface import LLAMA3_8B
+
+LLAMA70 = ("--model", "llama3-70b", "--gpu", "h100", "--pp", 8, "--tp", 8,
+           "--sequence", 8192, "--microbatches", 64)  # fmt: skip
+SMALL = ("--model", "gpt3-125m", "--gpu", "rtx4090", "--pp", 2, "--sequence", 1024,
+         "--microbatches", 4)  # fmt: skip
+
+
+def test_the_problem_of_the_issue(optpipe, tmp_path) -> None:
+    """Eight stages, all layers, a table with units, and that it is an estimate."""
+    path = tmp_path / "problem.json"
+    code, out, err = optpipe("estimate", *LLAMA70, "-o", path)
+    assert code == 0, err
+    problem = load_problem(path.read_text())
+    assert (len(problem.stages), problem.num_microbatches) == (8, 64)
+    assert problem.name == "llama3-70b-h100-pp8-tp8"
+    assert "70.55 billion parameters" in out
+    assert "of peak" in out
+    assert "not measured" in out
+    assert "problem written to" in err
+    share = sum(stage.static_bytes for stage in problem.stages)
+    assert share == pytest.approx(18 * 70_553_706_496 / 8, rel=0.01)
+
+
+def test_what_it_writes_can_be_solved(optpipe, tmp_path) -> None:
+    """Directly."""
+    problem, schedule = tmp_path / "p.json", tmp_path / "s.json"
+    assert optpipe("estimate", *SMALL, "-o", problem)[0] == 0
+    code, _, err = optpipe("solve", problem, "--time-limit", 0.5, "-o", schedule)
+    assert code == 0, err
+    assert optpipe("check", problem, schedule)[0] == 0
+
+
+def test_what_it_writes_can_be_planned(optpipe, tmp_path) -> None:
+    """As layers, which optpipe plan cuts."""
+    path = tmp_path / "model.json"
+    code, _, err = optpipe("estimate", *SMALL, "--model-json", "-o", path)
+    assert code == 0, err
+    model = load_model(path.read_text())
+    assert [layer.name for layer in model.layers] == ["embedding", "layer", "head"]
+    assert model.num_layers == 14
+    code, _, err = optpipe("plan", path, "--time-limit", 0.5, "--chunks", "1")
+    assert code == 0, err
+
+
+def test_chunks_go_round_or_to_and_fro(optpipe, tmp_path) -> None:
+    """Several chunks are a loop unless a V is asked for."""
+    path = tmp_path / "problem.json"
+    for more, expected in (((), (0, 1, 0, 1)), (("--placement", "v"), (0, 1, 1, 0))):
+        code, _, err = optpipe("estimate", *SMALL, "--chunks", 2, *more, "-o", path)
+        assert code == 0, err
+        assert load_problem(path.read_text()).placement == expected
+
+
+def test_options_reach_the_problem(optpipe, tmp_path) -> None:
+    """Memory, PCIe, utilisation, precision."""
+    path = tmp_path / "problem.json"
+    code, out, err = optpipe(
+        "estimate", *SMALL, "--memory-gb", 10, "--pcie-efficiency", 0.4, "--mfu", 0.25, "-o", path
+    )
+    assert code == 0, err
+    device = load_problem(path.read_text()).devices[0]
+    assert device.memory_bytes == 10_000_000_000
+    assert device.d2h_gb_per_s == 12.6
+    assert "compute at 25" in out
+
+
+def test_a_config_is_read(optpipe, tmp_path) -> None:
+    """Named after its folder."""
+    folder = tmp_path / "my-llama"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(LLAMA3_8B))
+    code, out, err = optpipe("estimate", "--config", folder / "config.json", "--gpu", "h100")
+    assert code == 0, err
+    assert "my-llama: 8.03 billion parameters" in out
+
+
+def test_the_list_names_everything_with_sources(optpipe) -> None:
+    """Every model and every accelerator, and nothing else is needed."""
+    code, out, _ = optpipe("estimate", "--list")
+    assert code == 0
+    for name in (*MODELS, *GPUS):
+        assert name in out
+    assert "arXiv 2401.10241" in out
+    assert "data sheet" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("--gpu", "h100"), "--model"),
+        (("--model", "llama3-8b"), "--gpu is missing"),
+        (("--model", "llama3-9b", "--gpu", "h100"), "did you mean"),
+        (("--model", "llama3-8b", "--gpu", "h101"), "did you mean"),
+        ((*SMALL, "--memory-gb", 0), "--memory-gb"),
+        ((*SMALL, "--mfu", 2), "--mfu 2.0"),
+        ((*SMALL, "--pcie-efficiency", 0), "efficiency pcie"),
+        ((*SMALL, "--precision", "bf8"), "--precision 'bf8'"),
+        ((*SMALL, "--placement", "zigzag"), "--placement 'zigzag'"),
+        ((*SMALL, "--tp", 5, "--no-sequence-parallel"), "--tp 5 does not divide heads"),
+        ((*SMALL, "--pp", 64), "lower --pp or --chunks"),
+        ((*SMALL, "--config", "config.json"), "either --model NAME or --config FILE"),
+        (("--config", "no-such.json", "--gpu", "h100"), "no-such.json"),
+        ((*SMALL, "-o", "/no/such/folder/p.json"), "there is no folder"),
+    ],
+)
+def test_bad_input_leaves_with_2(optpipe, arguments, named) -> None:
+    """With the option's name in the message."""
+    code, _, err = optpipe("estimate", *arguments)
+    assert code == 2
+    assert named in err
+
+
+def test_a_problem_goes_through_a_pipe(optpipe, monkeypatch) -> None:
+    """`-o -` leaves standard output to the problem, and solve takes it from standard input."""
+    code, out, err = optpipe("estimate", *SMALL, "-o", "-")
+    assert code == 0, err
+    assert "billion parameters" in err
+    problem = load_problem(out)
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(out.encode())))
+    code, out, err = optpipe("solve", "-", "--method", "1f1b", "-o", "-")
+    assert code == 0, err
+    assert load_schedule(out).problem_hash == problem.problem_hash
+    assert "this schedule" in err
+
+
+def test_a_pipe_that_carries_no_problem_is_refused(optpipe, monkeypatch) -> None:
+    """By name, as a file would be."""
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff")))
+    code, _, err = optpipe("bound", "-")
+    assert code == 2
+    assert "standard input is not UTF-8" in err

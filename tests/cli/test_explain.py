@@ -1,0 +1,313 @@
+"""``optpipe explain`` and ``diff``: words, JSON, files and exit codes."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from optpipe import (
+    Problem,
+    Provenance,
+    check,
+    dump_csv,
+    dump_problem,
+    dump_schedule,
+    evaluate,
+    load_csv,
+    load_problem,
+    load_schedule,
+)
+from optpipe.cli import main
+from optpipe.explain import Explanation, explain
+from optpipe_solver.families.list_scheduling import build_greedy
+from optpipe_solver.result import Result, SolveStatus
+from tests.plot.conftest import make_small_problem
+
+ROOT = Path(__file__).parents[2]
+LEGAL = "0F0,0OFFLOAD0,0RELEASE0,0F1,0RELOAD0,0I0,0W0,0I1,0W1\n1F0,1I0,1F1,1I1,1W0,1W1\n"
+OTHER = "0F0,0F1,0I0,0W0,0I1,0W1\n1F0,1I0,1F1,1I1,1W0,1W1\n"
+
+
+@pytest.fixture
+def optpipe(capsys, monkeypatch):
+    """Run the command line; returns exit code, standard output and standard error."""
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("NO_COLOR", "1")
+
+    def run(*arguments: object) -> tuple[object, str, str]:
+        with pytest.raises(SystemExit) as leave:
+            main([str(argument) for argument in arguments])
+        captured = capsys.readouterr()
+        return leave.value.code, captured.out, captured.err
+
+    return run
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def problem_file(tmp_path) -> Path:
+    return write(tmp_path / "problem.json", dump_problem(make_small_problem()))
+
+
+@pytest.fixture
+def csv_file(tmp_path) -> Path:
+    return write(tmp_path / "schedule.csv", LEGAL)
+
+
+@pytest.fixture
+def json_file(tmp_path) -> Path:
+    schedule = evaluate(make_small_problem(), load_csv(LEGAL), Provenance(method="hand"))
+    return write(tmp_path / "schedule.json", dump_schedule(schedule))
+
+
+@pytest.fixture
+def lazy_solver(monkeypatch):
+    """Replace the solver by one that hands back its start; returns the options it was given."""
+    seen: list[dict[str, object]] = []
+
+    def solve(problem: Problem, *, start, start_method, should_stop, **options):
+        check(problem, start)
+        seen.append(options)
+        schedule = evaluate(problem, start, Provenance(method="lazy"), bound_ms=1.0)
+        return Result(SolveStatus.FEASIBLE, schedule, 1.0)
+
+    monkeypatch.setattr("optpipe_solver.what_if.solve", solve)
+    return seen
+
+
+def test_explain_says_it_in_words(optpipe, problem_file, json_file, csv_file) -> None:
+    """The same for both forms of a schedule."""
+    code, out, _ = optpipe("explain", problem_file, json_file)
+    assert code == 0
+    told = explain(make_small_problem(), load_csv(LEGAL))
+    assert all(sentence.text in out for sentence in told.sentences)
+    assert "Critical path" in out
+    assert "Why it offloads" in out
+    assert optpipe("explain", problem_file, csv_file)[1] == out
+
+
+def test_explain_prints_json_for_programs(optpipe, problem_file, json_file) -> None:
+    code, out, _ = optpipe("explain", problem_file, json_file, "--json")
+    assert code == 0
+    assert Explanation.model_validate_json(out) == explain(make_small_problem(), load_csv(LEGAL))
+
+
+def test_explain_refuses_what_is_not_legal(optpipe, problem_file, tmp_path) -> None:
+    bad = write(tmp_path / "bad.csv", LEGAL.replace("0I0,0W0", "0W0,0I0"))
+    assert optpipe("explain", problem_file, bad)[0] == 2
+
+
+def test_what_if_prints_answers_and_writes_their_files(
+    optpipe, problem_file, json_file, tmp_path, lazy_solver
+) -> None:
+    folder = tmp_path / "new" / "folder"
+    code, out, _ = optpipe(
+        "explain", problem_file, json_file, "--what-if", "--time-limit", 3, "--seed", 5,
+        "--threads", 1, "-o", folder,
+    )  # fmt: skip
+    assert code == 0
+    assert "no change, searched again: " in out
+    assert "1 GB more on " in out
+    assert "20 % more PCIe bandwidth" in out
+    assert "twice the micro-batches (4): " in out
+    assert lazy_solver == [{"time_limit_s": 3.0, "threads": 1, "seed": 5}] * 4
+    names = sorted(path.name for path in folder.iterdir())
+    assert len(names) == 8
+    for name in names:
+        if name.endswith(".problem.json"):
+            problem = load_problem((folder / name).read_text())
+            record = load_schedule((folder / name.replace("problem", "schedule")).read_text())
+            assert record.problem_hash == problem.problem_hash
+            check(problem, record.programs)
+
+
+def test_what_if_as_json_carries_the_schedules(
+    optpipe, problem_file, json_file, lazy_solver
+) -> None:
+    code, out, _ = optpipe("explain", problem_file, json_file, "--what-if", "--json")
+    assert code == 0
+    document = json.loads(out)
+    assert [answer["name"] for answer in document["what_if"]] == [
+        "as-it-is", "one-more-gb", "faster-pcie", "twice-the-microbatches"
+    ]  # fmt: skip
+    assert document["what_if"][3]["schedule"]["programs"]
+    assert document["length_ms"] == document["what_if"][0]["before_ms"]
+
+
+def test_a_folder_without_a_question_is_refused(optpipe, problem_file, json_file, tmp_path) -> None:
+    code, _, err = optpipe("explain", problem_file, json_file, "-o", tmp_path / "x")
+    assert (code, "--what-if" in err) == (2, True)
+    code, _, err = optpipe("explain", problem_file, json_file, "--what-if", "-o", problem_file)
+    assert (code, "cannot make folder" in err) == (2, True)
+
+
+def test_explain_and_diff_need_no_solver(problem_file, csv_file) -> None:
+    """Neither loads it; a bare install can run both."""
+    code = (
+        "import sys\n"
+        "from optpipe.cli import main\n"
+        "for words in (['explain', *sys.argv[1:]], ['diff', *sys.argv[2:] * 2]):\n"
+        "    try:\n"
+        "        main(words)\n"
+        "    except SystemExit as leave:\n"
+        "        assert not leave.code, leave.code\n"
+        "assert not {'optpipe_solver', 'pulp', 'numba'} & set(sys.modules)\n"
+    )
+    command = [sys.executable, "-c", code, str(problem_file), str(csv_file)]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+
+
+def test_what_if_without_the_solver_names_the_pip_command(
+    optpipe, problem_file, csv_file, monkeypatch
+) -> None:
+    def absent(*_: object, **__: object) -> None:
+        raise ModuleNotFoundError("No module named 'highspy'", name="highspy")
+
+    monkeypatch.setattr("optpipe_solver.what_if.what_if", absent)
+    code, out, err = optpipe("explain", problem_file, csv_file, "--what-if")
+    assert (code, "pip install 'optpipe[solver]'" in err) == (1, True)
+    assert "Critical path" in out
+
+
+def test_what_if_ends_at_the_first_ctrl_c(optpipe, problem_file, csv_file, monkeypatch) -> None:
+    """What was answered by then is printed."""
+
+    def solve(problem: Problem, *, start, start_method, should_stop, **options):
+        os.kill(os.getpid(), signal.SIGINT)
+        assert should_stop()
+        schedule = evaluate(problem, start, Provenance(method="lazy"))
+        return Result(SolveStatus.FEASIBLE, schedule)
+
+    monkeypatch.setattr("optpipe_solver.what_if.solve", solve)
+    code, out, err = optpipe("explain", problem_file, csv_file, "--what-if")
+    assert code == 130
+    assert "as before; nothing is proven" in out
+    assert "1 GB more" not in out
+    assert "stopped by Ctrl-C" in err
+
+
+def test_diff_of_equal_schedules_is_empty_and_leaves_with_0(
+    optpipe, problem_file, json_file, csv_file
+) -> None:
+    """A record and its CSV are the same programs."""
+    assert optpipe("diff", json_file, csv_file) == (0, "", "no difference\n")
+    assert optpipe("diff", json_file, csv_file, problem_file)[:2] == (0, "")
+    assert optpipe("diff", problem_file, problem_file)[:2] == (0, "")
+
+
+def test_diff_of_schedules_says_what_changed_and_what_it_cost(
+    optpipe, problem_file, csv_file, tmp_path
+) -> None:
+    small = make_small_problem()
+    devices = [held.model_copy(update={"memory_bytes": 10**12}) for held in small.devices]
+    roomy = small.model_copy(update={"devices": devices})
+    write(problem_file, dump_problem(roomy))
+    other = write(tmp_path / "other.csv", OTHER)
+    code, out, _ = optpipe("diff", csv_file, other, problem_file)
+    assert code == 1
+    assert "stage 0: micro-batch 0: offloaded -> kept" in out
+    assert "device 0: 3 removed; first at cell 1: 0OFFLOAD0 -> 0F1" in out
+    assert "makespan: " in out
+    assert "device 1:" not in out
+    code, out, _ = optpipe("diff", csv_file, other)
+    assert (code, "makespan" in out) == (1, False)
+    code, out, _ = optpipe("diff", csv_file, other, problem_file, "--json")
+    assert (code, json.loads(out)["treatment"][0]["after"]) == (1, "kept")
+
+
+def test_diff_of_records_without_their_problem_uses_what_they_say(
+    optpipe, json_file, tmp_path
+) -> None:
+    record = load_schedule(json_file.read_text())
+    other = write(
+        tmp_path / "other.json",
+        dump_schedule(
+            record.model_copy(
+                update={"programs": load_csv(OTHER), "makespan_ms": 1.0, "problem_hash": "sha256:x"}
+            )
+        ),
+    )
+    code, out, err = optpipe("diff", json_file, other)
+    assert code == 1
+    assert "makespan: " in out
+    assert "different problems" in err
+
+
+def test_diff_of_problems_names_fields_bound_and_smallest_memory(
+    optpipe, problem_file, tmp_path
+) -> None:
+    small = make_small_problem()
+    more = small.model_copy(update={"num_microbatches": 2 * small.num_microbatches})
+    other = write(tmp_path / "more.json", dump_problem(more))
+    code, out, _ = optpipe("diff", problem_file, other)
+    assert code == 1
+    assert f"num_microbatches: {small.num_microbatches} -> {more.num_microbatches}" in out
+    assert "compute of the busiest device: " in out
+    assert "proven bound of the makespan: " in out
+
+
+def test_diff_with_a_problem_that_has_no_schedule_names_what_it_would_take(
+    optpipe, problem_file, tmp_path
+) -> None:
+    """It has no bound, and a smallest memory all the same."""
+    small = make_small_problem()
+    devices = [held.model_copy(update={"memory_bytes": 1}) for held in small.devices]
+    less = write(tmp_path / "l.json", dump_problem(small.model_copy(update={"devices": devices})))
+    code, out, _ = optpipe("diff", problem_file, less, "--json")
+    costs = {cost["name"]: cost for cost in json.loads(out)["costs"]}
+    bound = costs["proven bound of the makespan"]
+    assert (code, bound["before"] > 0, bound["after"]) == (1, True, None)
+    least = costs["smallest memory of the largest device"]
+    assert least["before"] == least["after"] > 1
+
+
+def test_diff_reads_a_problem_from_standard_input(optpipe, problem_file, monkeypatch) -> None:
+    text = problem_file.read_text().replace('"num_microbatches": 2', '"num_microbatches": 3')
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+    code, out, _ = optpipe("diff", problem_file, "-")
+    assert (code, out.splitlines()[0]) == (1, "num_microbatches: 2 -> 3 (+50.0 %)")
+
+
+def test_diff_refuses_what_cannot_be_compared(
+    optpipe, problem_file, json_file, csv_file, tmp_path
+) -> None:
+    code, _, err = optpipe("diff", csv_file, problem_file)
+    assert (code, "is a problem and" in err) == (2, True)
+    code, _, err = optpipe("diff", problem_file, problem_file, problem_file)
+    assert (code, "need no third" in err) == (2, True)
+    nonsense = write(tmp_path / "bad.csv", "0F0,hello\n")
+    code, _, err = optpipe("diff", csv_file, nonsense)
+    assert (code, "bad.csv" in err) == (2, True)
+    assert optpipe("diff", csv_file, tmp_path / "absent.csv")[0] == 2
+    assert optpipe("diff", csv_file, json_file, csv_file)[0] == 2
+
+
+def test_a_csv_written_by_us_is_read_back(optpipe, json_file, tmp_path) -> None:
+    copy = write(tmp_path / "copy.csv", dump_csv(load_csv(LEGAL)))
+    assert optpipe("diff", copy, json_file)[0] == 0
+
+
+def test_the_page_of_the_documentation_shows_what_is_printed(optpipe, tmp_path) -> None:
+    """Its command solves with a published method, whose schedule is always the same."""
+    instance = "benchmarks/instances/offload-0.5-p4-m8-1.5a.json"
+    page = (ROOT / "docs" / "explain.md").read_text(encoding="utf-8")
+    assert f"optpipe solve {instance} --method greedy" in page
+    problem = load_problem((ROOT / instance).read_text(encoding="utf-8"))
+    rows = write(tmp_path / "greedy.csv", dump_csv(build_greedy(problem)))
+    code, out, _ = optpipe("explain", ROOT / instance, rows)
+    assert code == 0
+    shown = page.partition("```text\n")[2].partition("```")[0].splitlines()
+    assert len(shown) > 5
+    assert [line for line in shown if line not in out] == []

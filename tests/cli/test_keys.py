@@ -1,0 +1,96 @@
+"""``optpipe keys``, and the command line of a server that wants them."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from typing import TYPE_CHECKING
+
+import pytest
+import structlog
+
+from optpipe_api.access import id_of
+from optpipe_api.store import open_stores
+from tests.test_packaging import ROOT
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+
+@pytest.fixture
+def run(tmp_path, optpipe, monkeypatch) -> Iterator[Callable[..., tuple[int, str, str]]]:
+    """Run a command on a database of the test; `serve` sets logs up, which is undone."""
+    monkeypatch.setenv("OPTPIPE_DATABASE_URL", f"sqlite:///{tmp_path}/jobs.db")
+    yield optpipe
+    structlog.reset_defaults()
+
+
+def test_the_command_makes_lists_and_revokes_keys(tmp_path, optpipe, monkeypatch) -> None:
+    """The key alone is on standard output; a list never holds it."""
+    url = f"sqlite:///{tmp_path}/jobs.db"
+    code, text, told = optpipe("keys", "create", "--name", "ci", "--database-url", url)
+    assert code == 0
+    assert id_of(text.strip()) is not None
+    assert "role submit" in told
+    monkeypatch.setenv("OPTPIPE_DATABASE_URL", url)
+    optpipe("keys", "create", "--name", "ops", "--role", "admin")
+    _, listed, _ = optpipe("keys", "list")
+    assert [line.split()[:2] for line in listed.splitlines()[1:]] == [
+        ["ci", "submit"],
+        ["ops", "admin"],
+    ]
+    assert text.strip() not in listed
+    assert optpipe("keys", "revoke", "ci")[0] == 0
+    code, _, told = optpipe("keys", "revoke", "nobody")
+    assert (code, "keys list" in told) == (2, True)
+    stores = open_stores(url)
+    assert [key.name for key in stores.keys.valid()] == ["ops"]
+    stores.close()
+
+
+@pytest.mark.parametrize("command", [("list",), ("revoke", "ci")])
+def test_keys_of_a_database_that_is_not_there_are_not_looked_for_in_a_new_one(
+    tmp_path, run, command
+) -> None:
+    """A wrong folder or a forgotten variable is told, and leaves no file behind."""
+    code, _, told = run("keys", *command)
+    assert code == 1
+    assert "there is no database" in told
+    assert "OPTPIPE_DATABASE_URL" in told
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_database_that_cannot_be_looked_at_is_one_line(run, monkeypatch) -> None:
+    """A name too long for the system."""
+    monkeypatch.setenv("OPTPIPE_DATABASE_URL", f"sqlite:///{'x' * 300}.db")
+    code, _, told = run("keys", "list")
+    assert (code, "does not answer" in told) == (1, True)
+
+
+def test_a_database_by_its_uri_is_found(tmp_path, run, monkeypatch) -> None:
+    """SQLite's own way of naming files."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OPTPIPE_DATABASE_URL", "sqlite:///file:jobs.db?uri=true")
+    assert run("keys", "create", "--name", "me")[0] == 0
+    code, listed, _ = run("keys", "list")
+    assert (code, "me" in listed) == (0, True)
+
+
+def test_the_image_does_not_start_without_a_key_and_says_how_to_make_one(run) -> None:
+    """Its command listens on every address; the sentence holds the command, which then works."""
+    lines = (ROOT / "Dockerfile").read_text("utf-8").splitlines()
+    command = next(line for line in reversed(lines) if line.startswith("CMD "))
+    program, *arguments = json.loads(command.removeprefix("CMD "))
+    assert program == "optpipe"
+    code, _, told = run(*arguments)
+    assert code == 1
+    hint = told.partition("optpipe keys ")[2].strip()
+    assert run("keys", *shlex.split(hint.replace("NAME", "me")))[0] == 0
+
+
+def test_keys_that_were_all_revoked_are_none(run) -> None:
+    """A server that nobody can use does not start either."""
+    assert run("keys", "create", "--name", "me")[0] == 0
+    assert run("keys", "revoke", "me")[0] == 0
+    code, _, told = run("serve", "--host", "0.0.0.0", "--port", "0")
+    assert (code, "optpipe keys create" in told) == (1, True)

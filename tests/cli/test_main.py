@@ -1,0 +1,344 @@
+"""The command line: exit codes, messages without stack traces, and what it loads."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from optpipe import (
+    Provenance,
+    dump_csv,
+    dump_problem,
+    dump_schedule,
+    evaluate,
+    load_csv,
+    load_problem,
+    load_schedule,
+)
+from optpipe.cli import main
+from tests.building import document, stage
+from tests.plot.conftest import make_small_problem
+
+LEGAL = "0F0,0OFFLOAD0,0RELEASE0,0F1,0RELOAD0,0I0,0W0,0I1,0W1\n1F0,1I0,1F1,1I1,1W0,1W1\n"
+SWAPPED = LEGAL.replace("0I0,0W0", "0W0,0I0")
+COMMANDS = [
+    *(
+        "solve",
+        "check",
+        "bound",
+        "compare",
+        "sweep",
+        "plan",
+        "plot",
+        "explain",
+        "diff",
+        "export",
+        "import",
+        "profile",
+    ),
+    *("serve", "submit", "fetch", "jobs", "keys"),
+]
+HEAVY = [
+    "torch",
+    "pulp",
+    "highspy",
+    "fastapi",
+    "sqlalchemy",
+    "matplotlib",
+    "bokeh",
+    "optpipe_solver",
+]
+
+
+class Outcome:
+    """What one run of the command line left behind."""
+
+    def __init__(self, code: int, out: str, err: str) -> None:
+        self.code, self.out, self.err = code, out, err
+
+
+@pytest.fixture
+def optpipe(capsys, monkeypatch):
+    """Run the command line in this process, on a terminal of 100 columns without colour."""
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("NO_COLOR", "1")
+
+    def run(*arguments: object) -> Outcome:
+        with pytest.raises(SystemExit) as leave:
+            main([str(argument) for argument in arguments])
+        captured = capsys.readouterr()
+        code = leave.value.code
+        assert isinstance(code, int)
+        return Outcome(code, captured.out, captured.err)
+
+    return run
+
+
+@pytest.fixture
+def problem_file(tmp_path: Path) -> Path:
+    """The small problem of the pictures: two devices, two micro-batches, offload possible."""
+    path = tmp_path / "problem.json"
+    path.write_text(dump_problem(make_small_problem()))
+    return path
+
+
+@pytest.fixture
+def schedule_file(tmp_path: Path) -> Path:
+    """A legal schedule of it."""
+    path = tmp_path / "schedule.json"
+    made = evaluate(make_small_problem(), load_csv(LEGAL), Provenance(method="by hand"))
+    path.write_text(dump_schedule(made))
+    return path
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path
+
+
+def test_help_lists_every_command(optpipe) -> None:
+    done = optpipe("--help")
+    assert done.code == 0
+    for command in COMMANDS:
+        assert f"\n  {command} " in done.out
+    listed = done.out.partition("Commands:")[2]
+    assert "..." not in listed, "a sentence is too long for a terminal of 80 columns"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_of_every_command_has_an_example(optpipe, command: str) -> None:
+    done = optpipe(command, "--help")
+    assert done.code == 0
+    assert f"\n    optpipe {command}" in done.out
+
+
+def test_help_loads_neither_solver_nor_torch_nor_server() -> None:
+    code = (
+        "import sys\nfrom optpipe.cli import main\n"
+        "try:\n    main(['--help'])\nexcept SystemExit:\n    pass\n"
+        f"print([name for name in {HEAVY!r} if name in sys.modules], file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr.strip() == "[]"
+
+
+def test_check_accepts_a_legal_schedule_as_json_and_as_csv(
+    optpipe, problem_file, schedule_file, tmp_path
+) -> None:
+    for path in (schedule_file, write(tmp_path / "s.csv", LEGAL), write(tmp_path / "s", LEGAL)):
+        done = optpipe("check", problem_file, path)
+        assert done.code == 0, done.err
+        assert done.out.startswith("legal\n")
+        assert "13 ms" in done.out
+        assert "16 B of 16 B" in done.out
+
+
+def test_check_prints_an_illegal_grid_with_the_cell_marked(optpipe, problem_file, tmp_path) -> None:
+    done = optpipe("check", problem_file, write(tmp_path / "s.csv", SWAPPED))
+    assert done.code == 2
+    assert ">>0W0<<" in done.err
+    assert "must come after it" in done.err
+    assert "device 1 |" in done.err
+    assert done.out == ""
+
+
+def test_check_refuses_a_schedule_of_another_problem(
+    optpipe, problem_file, schedule_file, tmp_path
+) -> None:
+    other = write(tmp_path / "other.json", dump_problem(make_small_problem(memory_bytes=17)))
+    done = optpipe("check", other, schedule_file)
+    assert done.code == 2
+    assert "was made for problem sha256:" in done.err
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "not JSON"),
+        ('{"format": "optpipe/problem/v1"}', "stages: is missing"),
+        (
+            dump_problem(make_small_problem()).replace('"forward_ms": 2.0', '"forward_ms": -2'),
+            ">= 0",
+        ),
+        (dump_problem(make_small_problem()).replace('"device": 1', '"device": 7'), "= 7 does not"),
+        (dump_problem(make_small_problem())[:-30], "is the file complete?"),
+    ],
+)
+@pytest.mark.parametrize("command", ["solve", "bound", "compare", "submit"])
+def test_a_bad_problem_is_exit_code_2_with_the_file_and_the_reason(
+    optpipe, tmp_path, command: str, text: str, message: str
+) -> None:
+    path = write(tmp_path / "bad.json", text)
+    done = optpipe(command, path)
+    assert done.code == 2
+    assert "bad.json" in done.err
+    assert message in done.err
+    assert "Traceback" not in done.err
+
+
+def test_a_file_that_is_not_there_is_exit_code_2(optpipe, tmp_path) -> None:
+    done = optpipe("bound", tmp_path / "none.json")
+    assert done.code == 2
+    assert "cannot read" in done.err
+
+
+def test_solve_writes_a_schedule_that_check_accepts(optpipe, problem_file, tmp_path) -> None:
+    target = tmp_path / "found.json"
+    done = optpipe("solve", problem_file, "-o", target, "--time-limit", 5)
+    assert done.code == 0, done.err
+    found = load_schedule(target.read_text())
+    assert found.makespan_ms <= 13
+    assert "proven bound" in done.out
+    assert "1F1B" in done.out
+    assert " ms " in done.err
+    assert optpipe("check", problem_file, target).code == 0
+
+
+def test_solve_writes_csv_where_the_suffix_says_so(optpipe, problem_file, tmp_path) -> None:
+    target = tmp_path / "found.csv"
+    assert optpipe("solve", problem_file, "-o", target, "--time-limit", 5).code == 0
+    assert dump_csv(load_csv(target.read_text())) == target.read_text()
+
+
+def test_solve_of_an_infeasible_problem_is_exit_code_3_with_the_smallest_memory(
+    optpipe, tmp_path
+) -> None:
+    path = write(tmp_path / "tight.json", dump_problem(make_small_problem(memory_bytes=9)))
+    done = optpipe("solve", path)
+    assert done.code == 3
+    assert "devices[0].memory_bytes must be at least 10" in done.err
+    assert optpipe("bound", path).code == 3
+
+
+def test_solve_that_finds_nothing_is_exit_code_4(optpipe, problem_file, monkeypatch) -> None:
+    import optpipe_solver
+    from optpipe_solver import Result, SolveStatus
+
+    nothing = Result(SolveStatus.UNKNOWN, None, message="no time")
+    monkeypatch.setattr(optpipe_solver, "solve", lambda *_, **__: nothing)
+    done = optpipe("solve", problem_file)
+    assert done.code == 4
+    assert "no time" in done.err
+
+
+def test_bound_is_below_what_solve_finds(optpipe, problem_file) -> None:
+    done = optpipe("bound", problem_file)
+    assert done.code == 0
+    assert float(done.out.partition(">= ")[2].partition(" ms")[0]) <= 13
+
+
+def test_a_missing_extra_names_the_pip_command(optpipe, problem_file, monkeypatch) -> None:
+    def absent(*_: object, **__: object) -> None:
+        raise ModuleNotFoundError("No module named 'highspy'", name="highspy")
+
+    import optpipe_solver
+
+    monkeypatch.setattr(optpipe_solver, "solve", absent)
+    done = optpipe("solve", problem_file)
+    assert done.code == 1
+    assert "pip install 'optpipe[solver]'" in done.err
+
+
+@pytest.mark.parametrize("name", ["a.svg", "a.png", "a.json"])
+def test_plot_writes_files(optpipe, problem_file, schedule_file, tmp_path, name: str) -> None:
+    done = optpipe("plot", problem_file, schedule_file, "-o", tmp_path / name)
+    assert done.code == 0, done.err
+    assert (tmp_path / name).stat().st_size > 1000
+
+
+def test_plot_draws_schedules_one_above_the_other(optpipe, problem_file, schedule_file) -> None:
+    done = optpipe("plot", problem_file, schedule_file, "--beside-1f1b")
+    assert done.code == 0, done.err
+    assert done.out.index("1F1B") < done.out.index("by hand")
+    assert done.out.count("gpu0") == 2
+
+
+def test_plot_refuses_a_suffix_it_cannot_draw(optpipe, problem_file, schedule_file) -> None:
+    done = optpipe("plot", problem_file, schedule_file, "-o", "a.bmp")
+    assert done.code == 2
+    assert ".svg" in done.err
+
+
+def test_nobody_at_the_address_is_exit_code_1(optpipe, problem_file) -> None:
+    done = optpipe("submit", problem_file, "--url", "http://127.0.0.1:9")
+    assert done.code == 1
+    assert "127.0.0.1:9" in done.err
+    assert "Traceback" not in done.err
+
+
+def test_the_example_in_the_help_is_a_problem_of_this_repository() -> None:
+    path = Path(__file__).parents[2] / "examples/problems/llama3-8b-h100-pp4.json"
+    assert load_problem(path.read_text()).name == "llama3-8b-h100-pp4"
+
+
+def test_a_closed_pipe_does_not_cost_the_schedule(problem_file, tmp_path) -> None:
+    target = tmp_path / "found.json"
+    arguments = ["solve", str(problem_file), "-o", str(target), "--time-limit", "5"]
+    code = f"from optpipe.cli import main; main({arguments!r})"
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "wb") as closed:
+        done = subprocess.run(
+            [sys.executable, "-c", code], stdout=closed, stderr=subprocess.PIPE, check=False
+        )
+    assert load_schedule(target.read_text()).makespan_ms <= 13
+    assert b"Traceback" not in done.stderr
+
+
+def test_names_that_look_like_markup_are_printed_as_they_are(optpipe, tmp_path) -> None:
+    """User text never reaches rich as markup: `[/]` alone would be a stack trace."""
+    path = tmp_path / "odd.json"
+    odd = document([stage(0)], [{"memory_bytes": 1000, "name": "gpu[/]", "host": "[red]h"}])
+    path.write_text(json.dumps({**odd, "name": "[bold]p"}))
+    done = optpipe("solve", path, "--time-limit", 1)
+    assert done.code == 0, done.err
+    assert "gpu[/]" in done.out
+    assert "[bold]p" in done.out
+
+
+@pytest.mark.parametrize("place", ["missing/s.json", "."])
+def test_a_place_that_cannot_be_written_is_refused_before_solving(
+    optpipe, problem_file, tmp_path, place: str
+) -> None:
+    """A minute of solving is not thrown away for a typo."""
+    began = time.perf_counter()
+    done = optpipe("solve", problem_file, "--time-limit", 60, "-o", tmp_path / place)
+    assert done.code == 2
+    assert "cannot write" in done.err
+    assert time.perf_counter() - began < 20
+
+
+def test_check_refuses_a_record_whose_numbers_are_not_its_programs(
+    optpipe, problem_file, schedule_file, tmp_path
+) -> None:
+    """A claim edited by hand."""
+    data = json.loads(schedule_file.read_text())
+    edited = tmp_path / "edited.json"
+    edited.write_text(json.dumps({**data, "makespan_ms": data["makespan_ms"] / 2}))
+    done = optpipe("check", problem_file, edited)
+    assert done.code == 2
+    assert "makespan_ms" in done.err
+
+
+@pytest.mark.parametrize("name", ["a.svg", "a.html", "a.json"])
+def test_solve_draws_what_it_found(optpipe, problem_file, tmp_path, name: str) -> None:
+    """In one go; a trace holds our schedule alone."""
+    drawn = tmp_path / name
+    done = optpipe("solve", problem_file, "--method", "greedy", "--plot", drawn)
+    assert done.code == 0, done.err
+    assert f"written to {drawn}" in done.err
+    assert drawn.stat().st_size > 1000
+
+
+def test_solve_refuses_a_picture_it_cannot_draw_before_it_solves(optpipe, problem_file) -> None:
+    """Nobody waits a minute to be told of a suffix."""
+    done = optpipe("solve", problem_file, "--plot", "a.bmp")
+    assert done.code == 2
+    assert "the suffix chooses the format" in done.err
+    assert "ms" not in done.out

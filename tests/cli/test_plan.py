@@ -1,0 +1,116 @@
+"""``optpipe plan``: what it prints and writes, and its exit codes."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+
+from optpipe import check_schedule, load_problem, load_schedule
+from optpipe.formats.json import dump_model
+from tests.solver.plan.models import gpus, layer, model
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+MIXED = model(
+    [layer(repeat=6), layer(3, 3, 3, name="head")],
+    [*gpus(1, speed=2, type="fast"), *gpus(1, type="slow")],
+    name="mixed",
+)
+
+
+@pytest.fixture
+def model_file(tmp_path: Path) -> Path:
+    """A fast and a slow device, six layers and a head."""
+    path = tmp_path / "model.json"
+    path.write_text(dump_model(MIXED))
+    return path
+
+
+def test_the_table_the_cut_and_the_gain_are_shown(optpipe, model_file) -> None:
+    """Candidates with their outcome, a row per device, and the naive cut beside the plan."""
+    code, out, err = optpipe("plan", model_file, "--time-limit", 1, "--chunks", "1,2")
+    assert code == 0, err
+    assert "layers per stage" in out
+    assert "chosen" in out
+    assert "linear (even)" in out
+    assert "gpu0 fast" in out
+    assert "█" in out
+    assert "even linear cut" in out
+    assert "shorter" in out
+    assert "bound of the set" in out
+    assert "the bound holds for every cut of" in out
+
+
+def test_schedule_and_problem_are_written_and_belong_together(
+    optpipe, model_file, tmp_path
+) -> None:
+    """Read back, the one is legal for the other."""
+    schedule, problem = tmp_path / "s.json", tmp_path / "p.json"
+    code, _, err = optpipe(
+        "plan", model_file, "-o", schedule, "--problem-out", problem, "--time-limit", 0.5
+    )
+    assert code == 0, err
+    assert f"problem written to {problem}" in err.replace("\n", "")
+    read = load_problem(problem.read_text())
+    check_schedule(read, load_schedule(schedule.read_text()))
+    assert read.name == "mixed"
+
+
+def test_json_holds_everything(optpipe, model_file) -> None:
+    """Status, bound, candidates, problem and schedule, for programs."""
+    code, out, _ = optpipe("plan", model_file, "--json", "--time-limit", 0.5, "--chunks", "1")
+    assert code == 0
+    found = json.loads(out)
+    assert found["status"] in {"optimal", "feasible"}
+    assert found["candidates"][0]["fate"] == "chosen"
+    assert found["candidates"][0]["final_ms"] == found["schedule"]["makespan_ms"]
+    assert found["bound_ms"] <= found["schedule"]["makespan_ms"]
+    assert found["even"]["sizes"] == [4, 3]
+    assert found["problem"]["format"] == "optpipe/problem/v1"
+
+
+def test_where_nothing_fits_it_leaves_with_3(optpipe, tmp_path) -> None:
+    """And says the smallest memory that works."""
+    path = tmp_path / "model.json"
+    path.write_text(dump_model(model([layer(repeat=2)], gpus(1, memory_bytes=15))))
+    code, out, err = optpipe("plan", path, "--time-limit", 0.5)
+    assert code == 3
+    assert not out
+    assert "infeasible" in err
+    assert "devices[0].memory_bytes must be at least 20" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--chunks", "1,x"], "--chunks 1,x: must be whole numbers"),
+        (["--chunks", "0"], "chunks = [0]"),
+        (["--placements", "linear,w"], "at least one of linear, loop, v, free"),
+        (["-o", "/nowhere/s.json"], "there is no folder"),
+    ],
+)
+def test_bad_options_leave_with_2(optpipe, model_file, arguments, message) -> None:
+    """Before any work is done."""
+    code, _, err = optpipe("plan", model_file, *arguments)
+    assert code == 2
+    assert message in err
+
+
+def test_a_bad_model_is_named_with_its_file(optpipe, tmp_path) -> None:
+    """Path, place, rule and fix."""
+    path = tmp_path / "m.json"
+    path.write_text('{"num_microbatches": 2, "devices": [], "layers": [{}]}')
+    code, _, err = optpipe("plan", path)
+    assert code == 2
+    assert str(path) in err
+    assert "layers[0].forward_ms: is missing; give it" in err
+
+
+def test_help_has_examples(optpipe) -> None:
+    """The reference of the command."""
+    code, out, _ = optpipe("plan", "--help")
+    assert code == 0
+    assert "optpipe plan model.json" in out

@@ -1,0 +1,162 @@
+"""``optpipe profile``: from a function that makes stages to a problem file."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from optpipe import load_problem
+from optpipe.cli import main
+from optpipe.measurements import Measurements
+from optpipe.runtime.demo_model import launch_ranks
+from optpipe.runtime.measuring import load_stages
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+TINY = "optpipe.runtime.measuring.stages:tiny_gpt"
+QUICK = ("--repeats", 2, "--warmups", 1, "--device", "cpu")
+
+
+@pytest.fixture
+def profile(capsys, monkeypatch):
+    """Run the command in this process; return exit code, output and errors."""
+    monkeypatch.setenv("COLUMNS", "140")
+    monkeypatch.setenv("NO_COLOR", "1")
+
+    def run(stages: str, *arguments: object) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as leave:
+            main(["profile", "--stages", stages, *map(str, arguments)])
+        captured = capsys.readouterr()
+        assert isinstance(leave.value.code, int)
+        return leave.value.code, captured.out, captured.err
+
+    return run
+
+
+def test_the_tiny_model_becomes_a_problem(profile, tmp_path) -> None:
+    """Four stages with times, bytes, copies and links; the file reads back."""
+    path, samples = tmp_path / "problem.json", tmp_path / "samples.json"
+    code, out, err = profile(TINY, "-o", path, "--samples-out", samples, *QUICK)
+    assert code == 0, err
+    for title in ("F ms", "made by W", "offloadable", "under compute", "link 2 - 3"):
+        assert title in out
+    assert f"problem written to {path}" in err.replace("\n", "")
+    problem = load_problem(path.read_text())
+    assert problem.num_microbatches == 16
+    assert problem.placement == (0, 1, 2, 3)
+    assert all(stage.forward_ms > 0 and stage.can_recompute for stage in problem.stages)
+    assert all(problem.can_offload(stage) for stage in range(4))
+    # Two samples of 16 tokens with 32 doubles each.
+    assert [stage.output_bytes for stage in problem.stages] == [2 * 16 * 32 * 8] * 3 + [0]
+    read = Measurements.model_validate_json(samples.read_text())
+    assert read.spreads[3, "W"].num_samples == 2
+
+
+def test_options_reach_the_problem(profile, tmp_path) -> None:
+    """Micro-batch, their number, placement, memory, state, links."""
+    path = tmp_path / "problem.json"
+    code, _, err = profile(
+        TINY, "-o", path, "--microbatch", 3, "--num-microbatches", 5, "--placement", "0,1,1,0",
+        "--memory-bytes", 10**9, "--state-copies", 0, "--link-latency-ms", 0.25, *QUICK,
+    )  # fmt: skip
+    assert code == 0, err
+    problem = load_problem(path.read_text())
+    assert problem.num_microbatches == 5
+    assert problem.placement == (0, 1, 1, 0)
+    assert problem.devices[0].memory_bytes == 10**9
+    assert problem.stages[0].output_bytes == 3 * 16 * 32 * 8
+    weights = sum(p.numel() for p in load_stages(TINY).stages[1].parameters())
+    assert problem.stages[1].static_bytes == 2 * 8 * weights
+    assert {link.latency_ms for link in problem.links} == {0.25}
+
+
+def test_ranks_write_one_file_together(tmp_path: Path) -> None:
+    """Two processes, stages in a loop, links measured between them."""
+    path = tmp_path / "problem.json"
+    arguments = ["profile", "--stages", TINY, "-o", path, *QUICK]
+    assert launch_ranks("optpipe.cli", list(map(str, arguments)), 2) == 0
+    problem = load_problem(path.read_text())
+    assert problem.placement == (0, 1, 0, 1)
+    assert [(link.source, link.target) for link in problem.links] == [(0, 1), (1, 0)]
+    assert problem.links[0].latency_ms > 0 or problem.links[0].bandwidth_gb_per_s is not None
+
+
+@pytest.mark.parametrize(
+    ("stages", "arguments", "message"),
+    [
+        ("nothing", (), "must name a function; write module:function"),
+        ("no_such_module:stages", (), "there is no module no_such_module"),
+        ("tests.runtime.measured:nothing", (), "has no function nothing (it has: "),
+        ("tests.runtime.measured:a_number", (), "returned something of type int; it must return"),
+        ("tests.runtime.measured:no_modules", (), "something of type str among the stages"),
+        ("tests.runtime.measured:no_list", (), "something of type int for the stages"),
+        ("..relative:stages", (), "must name a function; write module:function"),
+        (TINY, ("--link-latency-ms", "inf"), "link_latency_ms = inf: must be finite"),
+        (TINY, ("--state-copies", "inf"), "less than or equal to 100"),
+        (TINY, ("--memory-bytes", 10**20), "less than or equal to 9007199254740992"),
+        (TINY, ("-o", "p.json", "--samples-out", "p.json"), "cannot write p.json twice"),
+        ("tests.runtime.measured:needs_an_argument", (), "is handed nothing, which does not fit"),
+        ("tests.runtime.measured:misfits", ("--microbatch", 2), "is handed microbatch=2"),
+        ("tests.runtime.measured:misfits", (), "stage 1 cannot run on inputs of size [(2, 3)]"),
+        (TINY, ("--placement", "0,x"), "--placement 0,x: must be devices with commas"),
+        (TINY, ("--placement", "0,1"), "must name a device for each of 4 stages"),
+        (TINY, ("--device", "abacus"), "torch knows no such device; write cuda or cpu"),
+        (TINY, ("-o", "/nowhere/p.json"), "there is no folder"),
+    ],
+)
+def test_bad_input_leaves_with_2(profile, stages, arguments, message) -> None:
+    """The value, the rule, what to do; no stack trace."""
+    code, out, err = profile(stages, *arguments)
+    assert code == 2
+    assert message in err.replace("\n", " ")
+    assert not out
+
+
+def test_samples_are_kept_where_they_make_no_problem(profile, tmp_path) -> None:
+    """They may have taken an hour of GPUs; too many micro-batches are found out after it."""
+    samples = tmp_path / "samples.json"
+    code, out, err = profile(TINY, "--samples-out", samples, "--memory-bytes", 1000, *QUICK)
+    assert code == 2
+    assert "reserved_bytes" in err
+    assert "made by W" in out
+    assert Measurements.model_validate_json(samples.read_text()).spreads[3, "W"].num_samples == 2
+
+
+def test_the_current_folder_is_searched(profile, tmp_path, monkeypatch) -> None:
+    """A module that lies where the command is run is found."""
+    (tmp_path / "lying_here.py").write_text(
+        "import torch\n"
+        "def stages():\n"
+        "    return [torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)], torch.ones(3, 2)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    path = tmp_path / "problem.json"
+    code, out, err = profile("lying_here:stages", "-o", path, *QUICK)
+    assert code == 0, err
+    assert "There was no loss" in out
+    assert json.loads(path.read_text())["stages"][0]["output_bytes"] == 3 * 2 * 4
+
+
+def test_without_torch_the_pip_command_is_said() -> None:
+    """The command is there in a bare install, and says what it needs."""
+    code = (
+        "from importlib import metadata\n"
+        "found = metadata.version\n"
+        "def version(name):\n"
+        "    if name == 'torch':\n"
+        "        raise metadata.PackageNotFoundError(name)\n"
+        "    return found(name)\n"
+        "metadata.version = version\n"
+        "from optpipe.cli import main\n"
+        "main(['profile', '--stages', 'any:thing'])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "pip install 'optpipe[runtime]'" in done.stderr
+    assert "Traceback" not in done.stderr

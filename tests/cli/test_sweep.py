@@ -1,0 +1,223 @@
+"""``optpipe sweep``: here and at a service, one table, one picture, gone on with after a stop."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+
+import optpipe_solver
+from optpipe import dump_problem
+from optpipe.cli.sweep import parse_axes, sweep_here
+from optpipe.errors import InputError
+from optpipe.formats.tables import load_sweep_csv
+from optpipe.sweep import sweep as vary
+from tests.api import fake_solver
+from tests.api.instant import InstantSolvers
+from tests.api.live import make_settings, running
+from tests.plot.conftest import make_small_problem
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+MEMORY = ("--axis", "devices[*].memory_bytes=32,16,9", "--time-limit", "20", "--threads", "1")
+
+
+@pytest.fixture
+def problem_file(tmp_path: Path) -> Path:
+    """The small problem of the pictures: its serial schedules take 10 bytes of each device."""
+    path = tmp_path / "problem.json"
+    path.write_text(dump_problem(make_small_problem()), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def solved(monkeypatch) -> list[tuple[str, bool]]:
+    """Solve in no time; note the name of each problem, and whether it came with a start."""
+    asked: list[tuple[str, bool]] = []
+
+    def noting(problem, **options):
+        asked.append((problem.name, options["start"] is not None))
+        return fake_solver.solve(problem, **options)
+
+    monkeypatch.setattr(optpipe_solver, "solve", noting)
+    return asked
+
+
+def read(path: Path) -> list[Any]:
+    return load_sweep_csv(path.read_text(encoding="utf-8"))
+
+
+def test_a_sweep_gives_a_table_and_a_frontier(optpipe, problem_file, tmp_path, solved) -> None:
+    """From the least memory up, each with the schedule of the one before; one is too small."""
+    table, picture = tmp_path / "t.csv", tmp_path / "f.svg"
+    code, out, err = optpipe("sweep", problem_file, *MEMORY, "-o", table, "--frontier", picture)
+    assert code == 0, err
+    rows = read(table)
+    assert [row["values"] for row in rows] == [
+        {"devices[*].memory_bytes": value} for value in (32, 16, 9)
+    ]
+    assert [row["state"] for row in rows] == ["succeeded", "succeeded", "infeasible"]
+    assert [row["objective_ms"] for row in rows] == [20.0, 20.0, None]
+    assert [row["bound_ms"] for row in rows] == [1.0, 1.0, None]
+    assert "no schedule fits" in rows[2]["message"]
+    assert [(name.split()[-1], start) for name, start in solved] == [
+        ("9", False),
+        ("16", False),
+        ("32", True),
+    ]
+    _, *lines, empty, note = out.splitlines()
+    assert [line.split()[0] for line in lines] == ["32", "16", "9"]
+    assert (empty, note.startswith("small devices[*].memory_bytes = 9: no schedule fits")) == (
+        "",
+        True,
+    )
+    assert "[3/3] small devices[*].memory_bytes = 32: 20 ms, gap 95" in err
+    assert "best schedule" in picture.read_text(encoding="utf-8")
+
+
+def test_what_the_table_has_is_not_solved_again(optpipe, problem_file, tmp_path, solved) -> None:
+    """A run goes on where another stopped; rows that did not end are solved anew."""
+    table = tmp_path / "t.csv"
+    optpipe("sweep", problem_file, *MEMORY, "-o", table)
+    first = read(table)
+    text = table.read_text(encoding="utf-8").replace("succeeded", "cancelled", 1)
+    table.write_text(text, encoding="utf-8")
+    solved.clear()
+    more = ("--axis", "devices[*].memory_bytes=40,32,16,9", *MEMORY[2:])
+    code, _, err = optpipe("sweep", problem_file, *more, "-o", table)
+    assert (code, err.count("from the file, not solved again")) == (0, 2)
+    assert [name.split()[-1] for name, _ in solved] == ["32", "40"]
+    again = read(table)
+    assert [row["index"] for row in again] == [0, 1, 2, 3]
+    assert [row["objective_ms"] for row in again[1:]] == [row["objective_ms"] for row in first]
+    assert again[2] == {**first[1], "index": 2}
+
+
+def test_a_solve_starts_from_what_fits_every_device_and_nothing_else(solved) -> None:
+    """More on one device and less on the other: the first one's schedule may not fit the second."""
+    axes = {f"devices[{device}].memory_bytes": [32, 40] for device in (0, 1)}
+    _, one, other, both = vary(make_small_problem(), axes)
+    options = {
+        "time_limit_s": 20.0,
+        "work_limit": None,
+        "threads": 1,
+        "seed": 0,
+        "gap": 1e-6,
+        "method": "auto",
+    }
+    rows, _ = sweep_here([one, other, both], (), options, lambda _: None)
+    assert [row["state"] for row in rows] == ["succeeded"] * 3
+    assert [start for _, start in solved] == [False, False, True]
+
+
+def test_ctrl_c_keeps_what_there_is(optpipe, problem_file, tmp_path, monkeypatch) -> None:
+    """The combination under way keeps its best and counts as stopped; the next is not begun."""
+
+    def stopped(problem, **options):
+        if problem.devices[0].memory_bytes == 16:
+            os.kill(os.getpid(), signal.SIGINT)
+            assert options["should_stop"]()
+        return fake_solver.solve(problem, **options)
+
+    monkeypatch.setattr(optpipe_solver, "solve", stopped)
+    table = tmp_path / "t.csv"
+    code, _, err = optpipe("sweep", problem_file, *MEMORY, "-o", table)
+    assert (code, "stopped by Ctrl-C" in err) == (130, True)
+    rows = read(table)
+    assert [(row["state"], row["objective_ms"]) for row in rows] == [
+        ("cancelled", 20.0),
+        ("infeasible", None),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--axis", "memory"], "--axis memory: must be NAME=VALUE"),
+        (["--axis", "a=1", "--axis", "a=2"], "--axis a stands twice"),
+        (["--axis", "memory=1"], "axes.memory: is neither an axis"),
+        (["--axis", "num_microbatches=0"], "the variation num_microbatches = 0"),
+        (["-o", "table.txt"], "use one of .csv, .md, .json"),
+        (["--frontier", "f.txt"], "use one of .png, .svg, .pdf"),
+        (["-o", "nowhere/t.csv"], "there is no folder"),
+    ],
+)
+def test_mistakes_are_found_before_anything_is_solved(
+    optpipe,
+    problem_file,
+    solved,
+    arguments: list[str],
+    words: str,
+) -> None:
+    """Exit code 2, value, rule and fix."""
+    code, _, err = optpipe("sweep", problem_file, *arguments)
+    assert (code, solved) == (2, [])
+    assert words in err.replace("\n", " ")
+
+
+def test_a_file_with_something_else_is_left_alone(optpipe, problem_file, tmp_path, solved) -> None:
+    """Neither another table nor that of another sweep is written over."""
+    table = tmp_path / "t.csv"
+    table.write_text("a,b\n", encoding="utf-8")
+    code, _, err = optpipe("sweep", problem_file, *MEMORY, "-o", table)
+    assert (code, "is not the table of a sweep" in err) == (2, True)
+    optpipe("sweep", problem_file, "--axis", "num_microbatches=1", "-o", tmp_path / "o.csv")
+    before = (tmp_path / "o.csv").read_bytes()
+    solved.clear()
+    code, _, err = optpipe("sweep", problem_file, *MEMORY, "-o", tmp_path / "o.csv")
+    assert (code, solved) == (2, [])
+    assert "'small num_microbatches = 1'" in err
+    assert (tmp_path / "o.csv").read_bytes() == before
+    there = ("--url", "http://127.0.0.1:1")
+    assert optpipe("sweep", problem_file, *MEMORY, *there, "-o", tmp_path / "o.csv")[0] == 2
+
+
+def test_nothing_that_fits_leaves_with_3(optpipe, problem_file, tmp_path, solved) -> None:
+    """As solve does where no schedule can exist; the table comes in other forms, too."""
+    table = tmp_path / "t.md"
+    code, _, _ = optpipe("sweep", problem_file, "--axis", "memory_scale=0.5,0.4", "-o", table)
+    assert code == 3
+    assert table.read_text(encoding="utf-8").startswith("| memory_scale | state |")
+    optpipe("sweep", problem_file, "-o", tmp_path / "t.json")
+    (row,) = json.loads((tmp_path / "t.json").read_text(encoding="utf-8"))["rows"]
+    assert (row["values"], row["state"]) == ({}, "succeeded")
+
+
+def test_a_service_solves_a_sweep_as_a_batch(optpipe, tmp_path, monkeypatch) -> None:
+    """The same table and picture, from the rows that the service gives."""
+    problem = make_small_problem(24).model_copy(update={"name": "there"})
+    path, table, picture = (tmp_path / name for name in ("p.json", "t.csv", "f.svg"))
+    path.write_text(dump_problem(problem), encoding="utf-8")
+    monkeypatch.setattr("optpipe_api.service.open_solvers", InstantSolvers)
+    with running(make_settings(tmp_path)) as (url, _):
+        files = ("-o", table, "--frontier", picture)
+        axes = ("--axis", "memory_scale=1,0.3", "--axis", "num_microbatches=1,2")
+        code, _, err = optpipe("sweep", path, *axes, "--url", url, *files)
+        assert code == 0, err
+        batch_id = err.split()[1]
+        batch = httpx.get(f"{url}/v1/batches/{batch_id}", timeout=60).json()
+    rows = read(table)
+    assert [row["job_id"] for row in rows] == [item["job_id"] for item in batch["items"]]
+    assert [row["state"] for row in rows] == ["succeeded"] * 2 + ["infeasible"] * 2
+    assert "4 of 4 have ended" in err
+    assert "num_microbatches = 2" in picture.read_text(encoding="utf-8")
+
+
+def test_values_are_json_or_words() -> None:
+    """Numbers, words, truths and lists; a comma inside of brackets does not part values."""
+    texts = ["a=1,0.5", "placement=loop,v", "b = true, false", 'c=[0,1],"x"', "d=x=1,2"]
+    assert parse_axes(texts) == {
+        "a": [1, 0.5],
+        "placement": ["loop", "v"],
+        "b": [True, False],
+        "c": [[0, 1], "x"],
+        "d": ["x=1", 2],
+    }
+    for text in ("", "a", "=1", "a= "):
+        with pytest.raises(InputError, match="must be NAME=VALUE"):
+            parse_axes([text])

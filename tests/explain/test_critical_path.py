@@ -1,0 +1,180 @@
+"""The critical path: pieces that follow one another and make the length."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+from hypothesis import given
+
+from optpipe.explain.critical_path import Piece, critical_path, runs_of
+from optpipe.schedule import ActionType, parse_action
+from optpipe.simulate import duration_ms, simulate
+from tests.building import bus, everything_at_once, offloadable, problem, programs, stage
+from tests.explain.inexact import inexact_cases
+from tests.strategies import Case, cases
+
+
+def path_of(made, rows) -> tuple[Piece, ...]:
+    return critical_path(made, rows, simulate(made, rows))
+
+
+def shown(pieces) -> list[tuple[str, int, str, float, float]]:
+    return [
+        (piece.kind, piece.device, str(piece.action), piece.start, piece.end) for piece in pieces
+    ]
+
+
+def test_a_chain_through_two_devices_and_back_with_its_links() -> None:
+    made = problem(
+        [stage(0, f=2, i=3, w=1), stage(1, f=4, i=5, w=1)],
+        links=[{"from": 0, "to": 1, "latency_ms": 0.5}],
+    )
+    assert shown(path_of(made, programs("0F0 0I0 0W0", "1F0 1I0 1W0"))) == [
+        ("compute", 0, "0F0", 0, 2),
+        ("link", 1, "1F0", 2, 2.5),
+        ("compute", 1, "1F0", 2.5, 6.5),
+        ("compute", 1, "1I0", 6.5, 11.5),
+        ("link", 0, "0I0", 11.5, 12),
+        ("compute", 0, "0I0", 12, 15),
+        ("compute", 0, "0W0", 15, 16),
+    ]
+
+
+def test_offload_release_and_reload_are_on_it_where_the_device_waits_for_them() -> None:
+    made = problem([offloadable(f=1, i=1, w=2, grad_sync_ms=3)], m=2)
+    rows = programs("0F0 0OFFLOAD0 0F1 0RELEASE0 0I1 0W1 0RELOAD0 0I0 0W0")
+    assert shown(path_of(made, rows)) == [
+        ("compute", 0, "0F0", 0, 1),
+        ("d2h", 0, "0OFFLOAD0", 1, 11),
+        ("compute", 0, "0I1", 11, 12),
+        ("compute", 0, "0W1", 12, 14),
+        ("h2d", 0, "0RELOAD0", 14, 24),
+        ("compute", 0, "0I0", 24, 25),
+        ("compute", 0, "0W0", 25, 27),
+        ("grad sync", 0, "None", 27, 30),
+    ]
+
+
+def test_a_transfer_that_waits_for_a_shared_bus_is_made_late_by_the_other_device() -> None:
+    """Both offload at once; device 1 has the bus second and ends last."""
+    devices = [bus(pcie_group="g"), bus(pcie_group="g")]
+    made = problem([offloadable(0, f=1), offloadable(1, f=0)], devices)
+    rows = programs("0F0 0OFFLOAD0 0RELEASE0 0RELOAD0 0B0", "1F0 1OFFLOAD0 1RELEASE0 1RELOAD0 1B0")
+    assert [item[:3] for item in shown(path_of(made, rows))] == [
+        ("compute", 0, "0F0"),
+        ("d2h", 0, "0OFFLOAD0"),
+        ("d2h", 1, "1OFFLOAD0"),
+        ("h2d", 1, "1RELOAD0"),
+        ("compute", 1, "1B0"),
+        ("compute", 0, "0B0"),
+    ]
+
+
+def test_under_span_it_is_that_of_the_longest_device_from_its_own_start() -> None:
+    made = problem([stage(0, f=2), stage(1, f=4)], objective="span", m=2)
+    rows = programs("0F0 0F1 0B0 0B1", "1F0 1F1 1B0 1B1")
+    pieces = path_of(made, rows)
+    assert (pieces[0].start, pieces[-1].end) == (0, 16)
+    late = problem([stage(0, 1, 0, 0), stage(1, 4)], objective="span", m=2)
+    pieces = path_of(late, rows)
+    assert (pieces[0].start, pieces[-1].end, pieces[-1].device) == (0, 13, 0)
+
+
+def test_under_span_what_lies_before_the_start_is_cut_off() -> None:
+    """Device 1 starts at 3.5, while 0F1, for which its second forward waits, is under way."""
+    made = problem(
+        [stage(0, 3, 0, 0), stage(1, 1, 1, 5)],
+        objective="span",
+        m=2,
+        links=[{"from": 0, "to": 1, "latency_ms": 0.5}],
+    )
+    rows = programs("0F0 0F1 0B0 0B1", "1F0 1F1 1I0 1I1 1W0 1W1")
+    pieces = path_of(made, rows)
+    assert sum(piece.end - piece.start for piece in pieces) == simulate(made, rows).span_ms == 16
+    assert shown(pieces)[0] == ("compute", 0, "0F1", 3.5, 6)
+
+
+def test_under_span_a_device_that_ends_later_but_started_later_is_not_the_longest() -> None:
+    made = problem([stage(0, 3, 2, 2), stage(1, 1, 1, 5)], objective="span")
+    pieces = path_of(made, programs("0F0 0I0 0W0", "1F0 1I0 1W0"))
+    assert (pieces[0].start, pieces[-1].end, str(pieces[-1].action)) == (0, 9, "0W0")
+
+
+@given(cases() | inexact_cases())
+def test_pieces_sum_to_the_length_and_follow_one_another(case: Case) -> None:
+    run = simulate(*case)
+    pieces = critical_path(*case, run)
+    length = run.objective_ms(case.problem.objective)
+    total = math.fsum(piece.end - piece.start for piece in pieces)
+    assert math.isclose(total, length, rel_tol=1e-9, abs_tol=1e-9)
+    assert all(left.end == right.start for left, right in pairwise(pieces))
+    assert all(piece.kind != "queue" for piece in pieces)
+
+
+@given(cases())
+def test_every_piece_but_a_cut_one_lasts_as_long_as_what_it_is(case: Case) -> None:
+    for piece in critical_path(*case, simulate(*case))[1:]:
+        if piece.action is not None and piece.kind != "link":
+            lasts = duration_ms(case.problem, piece.action)
+            assert math.isclose(piece.end - piece.start, lasts, abs_tol=1e-9)
+
+
+@given(cases())
+def test_slower_where_the_path_is_means_a_longer_schedule(case: Case) -> None:
+    """One ms more for a compute action of it is one ms more of makespan, where lanes are owned."""
+    if case.problem.objective == "span" or any(d.pcie_group for d in case.problem.devices):
+        return
+    run = simulate(*case)
+    computed = [piece for piece in critical_path(*case, run) if piece.kind == "compute"]
+    for piece in computed:
+        assert piece.action is not None
+        lasts = {piece.action: duration_ms(case.problem, piece.action) + 1}
+        assert simulate(*case, lasts).makespan_ms >= run.makespan_ms + 1 - 1e-9
+
+
+@given(cases())
+def test_runs_hold_every_action_of_the_path_once_and_sum_to_it(case: Case) -> None:
+    pieces = critical_path(*case, simulate(*case))
+    runs = runs_of(pieces)
+    held = [piece.action for piece in pieces if piece.kind != "link" and piece.action is not None]
+    alone = [run.actions[0] for run in runs if run.kind == "link"]
+    assert [action for run in runs for action in run.actions if action not in alone] == held
+    assert all(left.end_ms == right.start_ms for left, right in pairwise(runs))
+    assert (runs[0].start_ms, runs[-1].end_ms) == (pieces[0].start, pieces[-1].end)
+    links = sum(piece.end - piece.start for piece in pieces if piece.kind == "link")
+    assert math.isclose(sum(run.link_ms for run in runs), links, abs_tol=1e-9)
+
+
+def test_runs_are_what_one_device_does_and_the_way_of_one_microbatch() -> None:
+    """GPipe: F of micro-batch 0 goes up, the last device turns round, B of 0 comes down."""
+    stages = [stage(d) for d in range(4)]
+    made = problem(stages, m=4)
+    rows = programs(*(" ".join(f"{d}F{j}" for j in range(4)) + " " +
+                      " ".join(f"{d}B{j}" for j in range(4)) for d in range(4)))  # fmt: skip
+    runs = runs_of(path_of(made, rows))
+    assert [(run.kind, run.devices) for run in runs] == [
+        ("wave", (0, 1, 2, 3)),
+        ("device", (3,)),
+        ("wave", (2, 1, 0)),
+        ("device", (0,)),
+    ]
+    assert [str(action) for action in runs[1].actions] == ["3F1", "3F2", "3F3", "3B0"]
+    assert [str(action) for action in runs[3].actions] == ["0B1", "0B2", "0B3"]
+
+
+def test_a_wave_goes_through_neighbouring_stages_only() -> None:
+    """Stages 0 and 2 of micro-batch 0, one after the other on device 0, are no wave."""
+    pieces = [
+        Piece("compute", 0, parse_action("0F0"), 0, 1),
+        Piece("compute", 0, parse_action("2F0"), 1, 2),
+        Piece("compute", 1, parse_action("3F0"), 2, 3),
+    ]
+    assert [run.kind for run in runs_of(pieces)] == ["device", "device"]
+
+
+def test_every_feature_at_once_is_explained_by_all_kinds_of_pieces() -> None:
+    kinds = {piece.kind for piece in path_of(*everything_at_once())}
+    assert kinds == {"compute", "link", "d2h", "h2d"}
+    types = {p.action.type for p in path_of(*everything_at_once()) if p.action is not None}
+    assert ActionType.RELEASE not in types

@@ -1,0 +1,228 @@
+"""Why each offload and recomputation was chosen, held against programs without them."""
+
+from __future__ import annotations
+
+import math
+from itertools import chain
+
+from hypothesis import given
+
+from optpipe import Action, ActionType, Problem, Programs
+from optpipe.explain.memory import device_memories, host_memories, stage_reliefs, tightest_device
+from optpipe.explain.reasons import lane_uses
+from optpipe.explain.values import Necessity, Relief, StageRelief
+from optpipe.memory import device_peak_bytes, host_peak_bytes, memory_walk
+from optpipe.simulate import simulate
+from tests.building import bus, everything_at_once, offloadable, problem, programs, stage
+from tests.strategies import Case, cases
+
+MB = 1_000_000
+_TYPES = {
+    "offload": (ActionType.OFFLOAD, ActionType.RELEASE, ActionType.RELOAD),
+    "recompute": (ActionType.RECOMPUTE,),
+}
+
+
+def without(rows: Programs, *taken: tuple[StageRelief, Relief]) -> Programs:
+    """The programs without some offloads and recomputations."""
+    gone = {
+        Action(group.stage, kind, relief.microbatch)
+        for group, relief in taken
+        for kind in _TYPES[group.kind]
+    }
+    return tuple(tuple(action for action in row if action not in gone) for row in rows)
+
+
+def pairs(made: Problem, rows: Programs) -> list[tuple[StageRelief, Relief]]:
+    groups = stage_reliefs(made, rows)
+    return [(group, relief) for group in groups for relief in group.reliefs]
+
+
+def peak_over(made: Problem, rows: Programs, device: int) -> int:
+    limit = made.devices[device].usable_bytes
+    return device_peak_bytes(made, device, rows[device]) - limit
+
+
+def limited(num_bytes: int) -> Problem:
+    return problem([offloadable()], [bus(memory_bytes=num_bytes)], m=3)
+
+
+ROWS = programs("0F0 0OFFLOAD0 0F1 0OFFLOAD1 0RELEASE0 0RELEASE1 0F2 0B2 0RELOAD1 0B1 0RELOAD0 0B0")
+
+
+def test_where_one_of_two_would_do_either_can_be_kept_but_not_both() -> None:
+    """Of two offloads one would do: the first is called unneeded, the other instead of it."""
+    (group,) = stage_reliefs(limited(20 * MB), ROWS)
+    assert (group.stage, group.device, group.kind) == (0, 0, "offload")
+    assert (str(group.exceeds_at), group.excess_bytes) == ("0F2", 10 * MB)
+    assert [relief.verdict for relief in group.reliefs] == [
+        Necessity.UNNEEDED,
+        Necessity.INTERCHANGEABLE,
+    ]
+
+
+def test_one_alone_that_would_not_fit_is_needed() -> None:
+    tight = programs("0F0 0OFFLOAD0 0RELEASE0 0F1 0F2 0B2 0B1 0RELOAD0 0B0")
+    (group,) = stage_reliefs(limited(20 * MB), tight)
+    (relief,) = group.reliefs
+    assert relief.verdict is Necessity.NEEDED
+    assert (relief.microbatch, relief.saved_bytes) == (0, 10 * MB)
+    assert (str(relief.exceeds_at), relief.excess_bytes) == ("0F2", 10 * MB)
+
+
+def test_with_memory_for_all_every_offload_is_unneeded() -> None:
+    (group,) = stage_reliefs(limited(31 * MB), ROWS)
+    assert {relief.verdict for relief in group.reliefs} == {Necessity.UNNEEDED}
+    assert (str(group.exceeds_at), group.excess_bytes) == ("0F2", -MB)
+    assert group.microbatches(Necessity.UNNEEDED) == (0, 1)
+
+
+def test_a_recomputation_is_judged_from_its_forward_on() -> None:
+    """The F that keeps only its checkpoint is the action that would exceed."""
+    made = problem(
+        [stage(recompute_ms=1, checkpoint_bytes=2, forward_workspace_bytes=5)],
+        [{"memory_bytes": 20}],
+        m=2,
+    )
+    rows = programs("0F0 0F1 0RECOMPUTE1 0B1 0B0")
+    (group,) = stage_reliefs(made, rows)
+    (relief,) = group.reliefs
+    assert (group.kind, relief.saved_bytes, relief.verdict) == ("recompute", 8, Necessity.NEEDED)
+    assert (str(relief.exceeds_at), relief.excess_bytes) == ("0F1", 5)
+
+
+def test_a_release_right_before_its_reload_relieves_nothing() -> None:
+    made = limited(10 * MB)
+    rows = programs("0F0 0OFFLOAD0 0RELEASE0 0RELOAD0 0B0 0F1 0B1 0F2 0B2")
+    (group,) = stage_reliefs(made, rows)
+    (relief,) = group.reliefs
+    assert (relief.verdict, relief.exceeds_at, relief.excess_bytes) == (Necessity.UNNEEDED, None, 0)
+
+
+@given(cases(tight=True))
+def test_what_is_needed_exceeds_the_limit_when_taken_out_and_nothing_else_does(case: Case) -> None:
+    for group, relief in pairs(*case):
+        rows = without(case.programs, (group, relief))
+        is_over = peak_over(case.problem, rows, group.device) > 0
+        assert is_over == (relief.verdict is Necessity.NEEDED)
+
+
+@given(cases(tight=True))
+def test_all_that_is_unneeded_can_be_taken_out_together_and_no_more(case: Case) -> None:
+    found = pairs(*case)
+    spare = [pair for pair in found if pair[1].verdict is Necessity.UNNEEDED]
+    rows = without(case.programs, *spare)
+    assert all(peak_over(case.problem, rows, d) <= 0 for d in range(len(rows)))
+    for pair in found:
+        if pair[1].verdict is Necessity.INTERCHANGEABLE:
+            fewer = without(case.programs, *spare, pair)
+            assert peak_over(case.problem, fewer, pair[0].device) > 0
+
+
+@given(cases(tight=True))
+def test_the_excess_is_that_of_the_action_that_is_named(case: Case) -> None:
+    for group, relief in pairs(*case):
+        for taken, told in (([relief], relief), (group.reliefs, group)):
+            if told.exceeds_at is None:
+                continue
+            rows = without(case.programs, *((group, item) for item in taken))
+            row = rows[group.device]
+            steps = memory_walk(case.problem, group.device, row)
+            limit = case.problem.devices[group.device].usable_bytes
+            assert steps[row.index(told.exceeds_at)].peak - limit == told.excess_bytes
+
+
+@given(cases())
+def test_every_offload_and_recomputation_is_judged_once(case: Case) -> None:
+    counted = (ActionType.OFFLOAD, ActionType.RECOMPUTE)
+    made = [a for a in chain(*case.programs) if a.type in counted]
+    told = [
+        Action(group.stage, _TYPES[group.kind][0], relief.microbatch)
+        for group, relief in pairs(*case)
+    ]
+    assert sorted(told) == sorted(made)
+
+
+# How much of each lane is used, shared ones included.
+
+
+def test_lanes_of_a_shared_bus_and_of_a_half_duplex_device() -> None:
+    devices = [bus(pcie_group="g"), bus(pcie_group="g", half_duplex=True)]
+    made = problem([offloadable(0, f=1), offloadable(1, f=0)], devices)
+    rows = programs("0F0 0OFFLOAD0 0RELEASE0 0RELOAD0 0B0", "1F0 1OFFLOAD0 1RELEASE0 1RELOAD0 1B0")
+    run = simulate(made, rows)
+    used = {(use.lane, use.devices, use.group): use.busy_ms for use in lane_uses(made, rows, run)}
+    assert used == {
+        ("compute", (0,), None): 3,
+        ("compute", (1,), None): 2,
+        ("d2h", (0,), None): 10,
+        ("d2h", (1,), None): 10,
+        ("h2d", (0,), None): 10,
+        ("h2d", (1,), None): 10,
+        ("both ways", (1,), None): 20,
+        ("d2h", (0, 1), "g"): 20,
+        ("h2d", (0, 1), "g"): 20,
+    }
+    first = lane_uses(made, rows, run)[0]
+    assert (first.busy_ms, first.share) == (20, 20 / run.makespan_ms)
+
+
+def test_every_group_has_the_devices_of_its_own_bus() -> None:
+    """Two groups: a lane names the devices that share it and no others."""
+    devices = [bus(pcie_group="g"), bus(pcie_group="h"), bus(pcie_group="h")]
+    made = problem([offloadable(0), offloadable(1), offloadable(2)], devices)
+    way = "{0}F0 {0}OFFLOAD0 {0}RELEASE0 {0}RELOAD0 {0}B0"
+    rows = programs(*(way.format(device) for device in range(3)))
+    uses = lane_uses(made, rows, simulate(made, rows))
+    assert {(use.group, use.devices) for use in uses if use.group} == {("g", (0,)), ("h", (1, 2))}
+
+
+def test_gradient_reductions_and_recomputation_count_as_busy() -> None:
+    made = problem([stage(0, 1, 1, 1, recompute_ms=5, checkpoint_bytes=1, grad_sync_ms=4)])
+    rows = programs("0F0 0RECOMPUTE0 0I0 0W0")
+    assert [(use.lane, use.share) for use in lane_uses(made, rows, simulate(made, rows))] == [
+        ("compute", 8 / 12),
+        ("grad sync", 4 / 12),
+    ]
+
+
+@given(cases())
+def test_no_lane_is_used_for_longer_than_there_is_time(case: Case) -> None:
+    run = simulate(*case)
+    uses = lane_uses(*case, run)
+    assert all(0 <= use.share <= 1 + 1e-9 for use in uses)
+    assert [round(use.share, 9) for use in uses] == sorted(
+        (round(use.share, 9) for use in uses), reverse=True
+    )
+    compute = [use for use in uses if use.lane == "compute"]
+    assert sorted(use.devices for use in compute) == [
+        (device,) for device, row in enumerate(case.programs) if row
+    ]
+
+
+@given(cases(tight=True))
+def test_memory_is_that_of_the_walk_and_the_fullest_action_reaches_it(case: Case) -> None:
+    for held in device_memories(*case):
+        row = case.programs[held.device]
+        assert held.peak_bytes == device_peak_bytes(case.problem, held.device, row)
+        assert held.headroom_bytes == 0 or not row
+        if held.fullest_at is not None:
+            before = row[: row.index(held.fullest_at)]
+            if before and not any(a.type == "RECOMPUTE" for a in row):
+                assert device_peak_bytes(case.problem, held.device, before) < held.peak_bytes
+
+
+def test_a_device_without_a_program_is_never_the_tightest() -> None:
+    """It has nothing to do, so more memory on it buys nothing, however little it has."""
+    made = problem([stage(1)], [bus(memory_bytes=1), bus(memory_bytes=1000)])
+    assert tightest_device(made, programs("", "0F0 0B0")) == 1
+
+
+def test_the_tightest_device_has_the_least_left() -> None:
+    made, rows = everything_at_once()
+    assert made.devices[tightest_device(made, rows)].name == "gpu1"
+    (first, second) = host_memories(made, rows)
+    assert (first.host, first.limit_bytes) == ("host0", 40_000_000)
+    assert (second.host, second.peak_bytes, second.limit_bytes) == ("other", 0, None)
+    assert first.peak_bytes == host_peak_bytes(made, rows)["host0"]
+    assert math.isfinite(first.peak_bytes)

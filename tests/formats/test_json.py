@@ -1,0 +1,190 @@
+"""JSON: round trips, and quick refusals of whatever is odd."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from optpipe import (
+    InputError,
+    Problem,
+    ProblemError,
+    Provenance,
+    ScheduleFormatError,
+    dump_problem,
+    dump_schedule,
+    evaluate,
+    load_model,
+    load_problem,
+    load_schedule,
+    simulate,
+)
+from optpipe.formats.json import parse_json, read_text
+from tests.building import document, everything_at_once, problem, programs, stage
+from tests.strategies import Case, cases, problems
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+PLAIN = document([stage()])
+TEXT = json.dumps(PLAIN)
+
+
+@given(problems())
+def test_problems_round_trip(made: Problem) -> None:
+    again = load_problem(dump_problem(made))
+    assert again == made
+    assert again.problem_hash == made.problem_hash
+
+
+@given(cases(), st.none() | st.floats(0, 1))
+def test_schedules_round_trip(case: Case, share: float | None) -> None:
+    length = simulate(*case).objective_ms(case.problem.objective)
+    bound = None if share is None else share * length
+    made = evaluate(*case, Provenance(method='odd "programs": 0 \u2028 名'), bound_ms=bound)
+    assert load_schedule(dump_schedule(made)) == made
+
+
+def test_every_feature_at_once_round_trips() -> None:
+    made, rows = everything_at_once()
+    assert load_problem(dump_problem(made)) == made
+    schedule = evaluate(made, rows, Provenance(method="test"))
+    assert load_schedule(dump_schedule(schedule)) == schedule
+
+
+def test_a_schedule_has_one_line_per_program() -> None:
+    rows = programs("0F0 0I0 0W0", "1F0 1B0")
+    made = evaluate(problem([stage(0), stage(1)]), rows, Provenance(method="test"))
+    lines = dump_schedule(made).splitlines()
+    assert lines[:6] == [
+        "{", '  "programs": [', '    ["0F0", "0I0", "0W0"],', '    ["1F0", "1B0"]', "  ],",
+        '  "format": "optpipe/schedule/v1",',
+    ]  # fmt: skip
+
+
+def test_a_dump_says_every_default() -> None:
+    data = json.loads(dump_problem(load_problem(TEXT)))
+    assert data["devices"][0]["name"] == "gpu0"
+    assert data["stages"][0]["weight_context_bytes"] == 10
+    assert data["hosts"] == [{"name": "host0", "memory_bytes": None}]
+
+
+ODD = [
+    ("", "the text is empty; JSON starts with { here"),
+    (" \n\t ", "the text is empty; JSON starts with { here"),
+    ("\ufeff" + TEXT, "starts with a byte order mark; save it as UTF-8 without one"),
+    (TEXT[:-20], "at line 1, column"),
+    (TEXT + "}", "not JSON: Extra data at line 1, column"),
+    ("{'num_microbatches': 1}", "not JSON: Expecting property name enclosed in double quotes"),
+    (TEXT.replace("1,", "NaN,", 1), "NaN is not a JSON number; give a finite number"),
+    (TEXT.replace("1,", "-Infinity,", 1), "-Infinity is not a JSON number; give a finite number"),
+    (TEXT.replace('"forward_ms": 1', '"forward_ms": 1e999'),
+     "stages[0].forward_ms = inf: must be finite; give a measured number"),
+    (TEXT[:-1] + ', "stages": []}', "key 'stages' stands twice in one object; remove one"),
+    (TEXT.replace('"device": 0', '"device": 0, "device": 1'), "key 'device' stands twice"),
+    (TEXT.replace('"num_microbatches": 1', '"num_microbatches": 1000000000'),
+     "stages x num_microbatches = 1 x 1000000000 = 1000000000 exceeds 2000000; lower"),
+    (TEXT.replace('"num_microbatches": 1', '"num_microbatches": ' + "9" * 4000),
+     "num_microbatches = an integer of 13288 bits: is too large"),
+    (TEXT.replace('"num_microbatches": 1', '"num_microbatches": ' + "9" * 100_000),
+     "a number has more than 4300 digits; give bytes, milliseconds or a count"),
+    ('{"name": "' + "x" * 5_000_000 + '"}', "String should have at most 200 characters"),
+    ('{"name": "a", "' + "x" * 5_000_000 + '": 1}', "xxx...: unknown field; remove it"),
+    ('{"' + "x" * 5_000_000 + '": 1}', "this is no problem: it has none of a problem's fields"),
+    ("{" + ",".join(f'"k{i}": 1' for i in range(100_000)) + ', "k99999": 1}',
+     "key 'k99999' stands twice"),
+    ('{"name": "", ' + ",".join(f'"k{i}": 1' for i in range(100_000)) + "}", "... and 99995 more"),
+    ('{"name": "\\ud800"}', "name = '\\ud800': Input should be a valid string"),
+    ('{"name": "", "\\ud800": 1}', "unable to parse raw data as a unicode string"),
+    ('{"\\ud800": 1}', "but '\\ud800'; give a file of optpipe/problem/v1"),
+    ('{"format": "\\ud800"}', "format = '\\ud800': must be 'optpipe/problem/v1'; correct it"),
+    ('{"name": "\\u0000"}', "stages: is missing"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "message"), ODD, ids=[message[:40] for _, message in ODD])
+def test_odd_texts_are_refused_quickly_and_shortly(text: str, message: str) -> None:
+    began = time.process_time()
+    with pytest.raises(ProblemError) as caught:
+        load_problem(text)
+    assert time.process_time() - began < 2
+    assert message in str(caught.value)
+    assert len(str(caught.value)) < 2000
+    str(caught.value).encode()
+
+
+def test_another_kind_or_version_is_named_in_one_line() -> None:
+    """A line for each of its fields would hide what is wrong: the file, or who wrote it."""
+    made, rows = everything_at_once()
+    schedule = dump_schedule(evaluate(made, rows, Provenance(method="test")))
+    newer = dump_problem(made).replace("problem/v1", "problem/v2")
+    trace = '{"traceEvents": [], "displayTimeUnit": "ms"}'
+    refusals = (
+        (
+            load_problem,
+            schedule,
+            "this is a schedule, but a problem is asked for here; give a file",
+        ),
+        (load_model, dump_problem(made), "this is a problem, but a model is asked for here"),
+        (load_schedule, dump_problem(made), "this is a problem, but a schedule is asked for here"),
+        (
+            load_schedule,
+            schedule.replace("/v1", "/v9"),
+            "reads 'optpipe/schedule/v1'; read it with",
+        ),
+        (load_problem, newer, "format = 'optpipe/problem/v2': this optpipe reads"),
+        (load_problem, trace, "none of a problem's fields, but 'traceEvents', 'displayTimeUnit'"),
+    )
+    for load, text, message in refusals:
+        with pytest.raises(InputError) as caught:
+            load(text)
+        assert message in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("depth", [50, 300, 900, 960, 970, 980, 990, 1000, 5000, 100_000])
+@pytest.mark.parametrize(
+    ("opening", "closing"), [("[", "]"), ('{"name": ', "}"), ('{"stages": [', "]}")]
+)
+def test_no_depth_of_nesting_ends_in_a_recursion_error(depth, opening, closing) -> None:
+    for text in (opening * depth + "1" + closing * depth, opening * depth):
+        with pytest.raises(ProblemError):
+            load_problem(text)
+        with pytest.raises(ScheduleFormatError):
+            load_schedule(text)
+
+
+@given(st.text() | st.recursive(st.none() | st.floats() | st.text(), st.lists).map(json.dumps))
+def test_no_text_ends_in_anything_but_our_own_error(text: str) -> None:
+    with pytest.raises(ProblemError):
+        load_problem(text)
+    with pytest.raises(ScheduleFormatError):
+        load_schedule(text)
+
+
+@given(st.integers(0, len(dump_problem(everything_at_once()[0])) - 2))
+def test_a_truncated_problem_is_refused(length: int) -> None:
+    with pytest.raises(ProblemError, match=r"not JSON|empty"):
+        load_problem(dump_problem(everything_at_once()[0])[:length])
+
+
+def test_the_place_of_a_fault_is_told() -> None:
+    with pytest.raises(InputError, match="at line 3, column 8; is the file complete"):
+        parse_json('{\n  "a": 1,\n  "b": x\n}')
+
+
+def test_a_file_that_cannot_be_read_is_an_input_error(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"cannot read .*none.json: No such file.*check the path"):
+        read_text(tmp_path / "none.json")
+    with pytest.raises(InputError, match="Is a directory"):
+        read_text(tmp_path)
+    (tmp_path / "latin.json").write_bytes(b'{"name": "\xe9"}')
+    with pytest.raises(InputError, match=r"is not UTF-8 text \(byte 10\); save it as UTF-8"):
+        read_text(str(tmp_path / "latin.json"))
+    (tmp_path / "good.json").write_text(TEXT, "utf-8")
+    assert load_problem(read_text(tmp_path / "good.json")).num_microbatches == 1

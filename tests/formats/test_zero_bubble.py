@@ -1,0 +1,306 @@
+"""ScheduledNode lists: executed by a small runtime with the zero-bubble runtime's queues."""
+
+from __future__ import annotations
+
+import types
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import given
+
+from optpipe import Action, ScheduleFormatError
+from optpipe.formats.zero_bubble import dump_python_list
+from optpipe.problem import placement_of
+from optpipe.simulate import simulate
+from tests.building import one_f_one_b, problem, programs, stage
+from tests.formats.blocking import Receive, Send, run
+from tests.formats.queued import ROUND_TRIP, B, F, I, W, random_problem, random_programs, seeds
+
+if TYPE_CHECKING:
+    import random
+
+    from optpipe import Problem, Programs
+    from tests.formats.blocking import Device
+
+NAMES = ("F", "B", "W", "BW", "SEND_FORWARD", "RECV_FORWARD", "SEND_BACKWARD", "RECV_BACKWARD",
+         "OFFLOAD_SEND_START", "OFFLOAD_SEND_END", "OFFLOAD_RECV_PREP", "OFFLOAD_RECV_START",
+         "OFFLOAD_RECV_END")  # fmt: skip
+FuncType = Enum("FuncType", {name: name for name in NAMES})  # type: ignore[misc]
+CommDirection = Enum("CommDirection", {"NEXT": 0, "PREV": 1})
+
+
+@dataclass
+class ScheduledNode:
+    """The fields of the runtime's node that an export fills."""
+
+    type: Any
+    stage: int
+    microbatch: int
+    chunk: int = 0
+    layer_group_idx: int | None = None
+    start_time: float | None = None
+    completion_time: float | None = None
+    recv_peer_stage: int | None = None
+    send_peer_stage: int | None = None
+    comm_direction: Any = None
+    comm_peer_stage: int | None = None
+    comm_pair_id: int | None = None
+    should_offload: bool = False
+
+
+GRAPH = types.SimpleNamespace(
+    FuncType=FuncType, CommDirection=CommDirection, ScheduledNode=ScheduledNode
+)
+OURS = {"F": "F", "B": "I", "W": "W", "BW": "B", "OFFLOAD_SEND_START": "OFFLOAD",
+        "OFFLOAD_SEND_END": "RELEASE", "OFFLOAD_RECV_START": "RELOAD"}  # fmt: skip
+STATES = ("F", "OFFLOAD_SEND_START", "OFFLOAD_SEND_END", "OFFLOAD_RECV_PREP",
+          "OFFLOAD_RECV_START", "OFFLOAD_RECV_END")  # fmt: skip
+
+
+class Rank:
+    """One device: a first-in-first-out queue per chunk for all that it keeps.
+
+    A tensor is the number of its micro-batch, and what a queue yields must be the node's own.
+    """
+
+    def __init__(self, nodes: list[ScheduledNode], num_devices: int, num_groups: int) -> None:
+        self.nodes = nodes
+        self.num_devices = num_devices
+        self.num_groups = num_groups
+        self.queues: dict[tuple[str, int], list[int]] = {}
+        self.num_loaded = 0
+        self.ran: list[str] = []
+
+    def put(self, name: str, chunk: int, tensor: int) -> None:
+        """Append to a queue."""
+        self.queues.setdefault((name, chunk), []).append(tensor)
+
+    def take(self, name: str, node: ScheduledNode) -> None:
+        """Pop from a queue, which must yield the node's micro-batch."""
+        assert self.queues[name, node.chunk].pop(0) == node.microbatch, node
+
+    def run(self) -> Device:
+        """Execute all nodes; what is left in a queue was lost."""
+        for node in self.nodes:
+            name = node.type.value
+            if name in OURS:
+                self.ran.append(f"{node.layer_group_idx}{OURS[name]}{node.microbatch}")
+            if name.startswith(("SEND_", "RECV_")):
+                yield from self.communicate(node)
+            elif name.startswith("OFFLOAD_"):
+                self.take(STATES[STATES.index(name) - 1], node)
+                self.put(name, node.chunk, node.microbatch)
+            else:
+                getattr(self, f"pass_{name}")(node)
+        left = {key: queue for key, queue in self.queues.items() if queue}
+        assert not {key for key in left if key[0] != STATES[-1]}
+
+    def pass_F(self, node: ScheduledNode) -> None:  # noqa: N802 - the runtime's letters
+        """Forward: from the data, a neighbour or the chunk before; kept for the backward."""
+        if node.layer_group_idx == 0:
+            assert node.microbatch == self.num_loaded
+            self.num_loaded += 1
+        elif node.recv_peer_stage is None:
+            assert self.queues["local forward", 0].pop(0) == node.microbatch
+        else:
+            self.take("RECV_FORWARD", node)
+        self.put("activations", node.chunk, node.microbatch)
+        if node.should_offload:
+            self.put("F", node.chunk, node.microbatch)
+        if node.layer_group_idx != self.num_groups - 1:
+            if node.send_peer_stage is None:
+                self.put("local forward", 0, node.microbatch)
+            else:
+                self.put("SEND_FORWARD", node.chunk, node.microbatch)
+
+    def pass_B(self, node: ScheduledNode, *, split: bool = True) -> None:  # noqa: N802
+        """Backward, weight gradients put aside."""
+        if node.should_offload:
+            assert node.microbatch in self.queues["OFFLOAD_RECV_START", node.chunk]
+        self.take("activations", node)
+        if node.layer_group_idx != self.num_groups - 1:
+            if node.recv_peer_stage is None:
+                assert self.queues["local backward", 0].pop(0) == node.microbatch
+            else:
+                self.take("RECV_BACKWARD", node)
+        if node.layer_group_idx != 0:
+            if node.send_peer_stage is None:
+                self.put("local backward", 0, node.microbatch)
+            else:
+                self.put("SEND_BACKWARD", node.chunk, node.microbatch)
+        if split:
+            self.put("weight gradients", node.chunk, node.microbatch)
+
+    def pass_BW(self, node: ScheduledNode) -> None:  # noqa: N802
+        """Backward at once."""
+        self.pass_B(node, split=False)
+
+    def pass_W(self, node: ScheduledNode) -> None:  # noqa: N802
+        """Weight gradients."""
+        self.take("weight gradients", node)
+
+    def communicate(self, node: ScheduledNode) -> Device:
+        """Send or receive, with the neighbour that the direction says."""
+        name = node.type.value
+        step = 1 if node.comm_direction is CommDirection.NEXT else -1
+        assert node.comm_peer_stage == (node.stage + step) % self.num_devices
+        letter = (name.removeprefix("SEND_").removeprefix("RECV_"), node.comm_pair_id)
+        if name.startswith("SEND_"):
+            self.take(name, node)
+            yield Send(node.comm_peer_stage, (*letter, node.microbatch))
+        else:
+            kind, pair, tensor = yield Receive(node.comm_peer_stage)
+            assert (kind, pair) == letter
+            self.put(name, node.chunk, tensor)
+
+
+def load(text: str) -> dict[str, Any]:
+    """Execute the text, which must import nothing."""
+    lines = [line for line in text.splitlines() if not line.startswith("    from megatron")]
+    assert not any("import " in line for line in lines)
+    module: dict[str, Any] = {}
+    exec(compile(text, "exported", "exec"), module)
+    return module
+
+
+def assert_same(problem: Problem, rows: Programs) -> None:
+    """The ranks ran the programs: same actions, same order, each on its own tensors."""
+    module = load(dump_python_list(problem, rows))
+    lists = module["scheduled_nodes"](GRAPH)
+    ranks = [Rank(nodes, len(problem.devices), len(problem.stages)) for nodes in lists]
+    run([rank.run() for rank in ranks])
+    assert [rank.ran for rank in ranks] == [[str(action) for action in row] for row in rows]
+    passes = [[action for action in row if action.type in (F, I, W, B)] for row in rows]
+    alone = module["local_order"](GRAPH)
+    assert [
+        [f"{n.layer_group_idx}{OURS[n.type.value]}{n.microbatch}" for n in nodes] for nodes in alone
+    ] == [list(map(str, row)) for row in passes]
+
+
+@given(seeds)
+def test_any_schedule_it_takes_runs_as_planned(rng: random.Random) -> None:
+    """Linear, loop and V; split and fused; offloaded or not: no deadlock, no wrong tensor."""
+    count, m = rng.randrange(2, 4), rng.randrange(1, 5)
+    name, chunks = rng.choice([("linear", 1), ("loop", 2), ("loop", 3), ("v", 2)])
+    whole = random_problem(list(placement_of(name, count, chunks)), m, rng)
+    keen = rng.random()
+    lives = {
+        (at, j): [F, *(ROUND_TRIP if rng.random() < keen else ()), *rng.choice([[I, W], [B]])]
+        for at in range(len(whole.stages))
+        for j in range(m)
+    }
+    rows = random_programs(
+        whole, rng, lives, queue_of=lambda a: (a.stage, "B" if a.type is I else a.type.value)
+    )
+    assert_same(whole, rows)
+
+
+@pytest.mark.parametrize(("count", "m"), [(2, 1), (2, 4), (4, 8)])
+def test_1f1b_runs_as_planned(count: int, m: int) -> None:
+    """One chunk each."""
+    assert_same(problem([stage(device) for device in range(count)], m=m), one_f_one_b(count, m))
+
+
+def test_nodes_carry_the_simulated_times_and_the_peers() -> None:
+    """In ms; a communication node has the moment when its tensor exists."""
+    whole = problem([stage(0, 2), stage(1, 3)], m=2)
+    rows = one_f_one_b(2, 2)
+    first, second = load(dump_python_list(whole, rows))["scheduled_nodes"](GRAPH)
+    times = simulate(whole, rows).times[0]
+    passes = [node for node in first if node.type.value in OURS]
+    assert [(n.start_time, n.completion_time) for n in passes] == [(t.start, t.end) for t in times]
+    assert [n.send_peer_stage for n in passes if n.type is FuncType["F"]] == [1, 1]
+    assert [n.recv_peer_stage for n in passes if n.type is FuncType["BW"]] == [1, 1]
+    sent = [node for node in first if node.type is FuncType["SEND_FORWARD"]]
+    received = [node for node in second if node.type is FuncType["RECV_FORWARD"]]
+    assert [node.start_time for node in sent] == [node.start_time for node in received] == [2, 4]
+    assert {node.stage for node in second} == {1}
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_communication_stands_in_the_order_of_its_time(count: int) -> None:
+    """Sent as soon as there is something to send, gradients too."""
+    whole = problem([stage(device, 1, 2, 1) for device in range(count)], m=6)
+    for nodes in load(dump_python_list(whole, one_f_one_b(count, 6)))["scheduled_nodes"](GRAPH):
+        moments = [node.start_time for node in nodes if node.comm_pair_id is not None]
+        assert moments == sorted(moments)
+
+
+def test_of_two_devices_each_is_the_others_next_and_previous() -> None:
+    """The runtime sends to the next and receives from the previous, whatever it is."""
+    whole = problem([stage(0), stage(1)], m=2)
+    for nodes in load(dump_python_list(whole, one_f_one_b(2, 2)))["scheduled_nodes"](GRAPH):
+        for node in nodes:
+            if node.type.value.startswith("SEND_"):
+                assert node.comm_direction is CommDirection.NEXT
+            elif node.type.value.startswith("RECV_"):
+                assert node.comm_direction is CommDirection.PREV
+
+
+def test_an_offloaded_micro_batch_is_marked_and_let_go() -> None:
+    """From its forward to its weight gradient; the header says which flags it needs."""
+    whole = problem([stage(0, offload_bytes=5), stage(1)])
+    rows = programs("0F0 0OFFLOAD0 0RELEASE0 0RELOAD0 0I0 0W0", "1F0 1B0")
+    text = dump_python_list(whole, rows)
+    first, second = load(text)["scheduled_nodes"](GRAPH)
+    assert [node.type.value for node in first if node.should_offload] == [
+        "F", "OFFLOAD_SEND_START", "OFFLOAD_SEND_END", "OFFLOAD_RECV_PREP", "OFFLOAD_RECV_START",
+        "B", "W", "OFFLOAD_RECV_END",
+    ]  # fmt: skip
+    assert not any(node.should_offload for node in second)
+    assert "--offload-overlap-sr" in text
+    alone = load(text)["local_order"](GRAPH)
+    assert not any(node.should_offload for nodes in alone for node in nodes)
+    kept = programs("0F0 0B0", "1F0 1B0")
+    assert "--offload-overlap-sr" not in dump_python_list(whole, kept)
+    assert_same(whole, rows)
+
+
+@pytest.mark.parametrize(
+    ("placement", "flags"),
+    [
+        ([0, 1], "--enable-zero-bubble,"),
+        ([0, 1, 1, 0], "--zero-bubble-v-schedule,"),
+        ([0, 1, 0, 1], "2 virtual stages, and without --enable-zero-bubble,"),
+    ],
+)
+def test_the_header_says_which_flags_place_chunks_so(placement: list[int], flags: str) -> None:
+    """The runtime finds first and last stage by them."""
+    whole = problem([stage(device) for device in placement])
+    rows: list[list[Action]] = [[], []]
+    count = len(placement)
+    for action in (*(Action(s, F, 0) for s in range(count)),
+                   *(Action(s, B, 0) for s in reversed(range(count)))):  # fmt: skip
+        rows[placement[action.stage]].append(action)
+    assert f"Run with {flags}" in dump_python_list(whole, (tuple(rows[0]), tuple(rows[1])))
+
+
+@pytest.mark.parametrize(
+    ("placement", "rows", "message"),
+    [
+        ([0], ["0F0 0B0"], r"placement \[0\] on 1 devices: .*two devices or more"),
+        ([1, 0], ["1F0 1B0", "0F0 0B0"], r"placement \[1, 0\] on 2 devices"),
+        ([0, 1], ["0F0 0RECOMPUTE0 0B0", "1F0 1B0"], "row 1, column 2: 0RECOMPUTE0: .*whole forw"),
+        ([0, 1], ["0F1 0F0 0B0 0B1", "1F0 1B0 1F1 1B1"], "row 1, column 2: 0F0: .*forwards of a"),
+        ([0, 1], ["0F0 0F1 0B1 0B0", "1F0 1F1 1B1 1I0 1W0"], "row 1, column 4: 0B0: .*backwards"),
+        ([0, 1], ["0F0 0F1 0I0 0I1 0W1 0W0", "1F0 1F1 1B0 1B1"], "column 6: 0W0: .*weight grad"),
+    ],
+)
+def test_what_the_runtime_would_get_wrong_is_refused(
+    placement: list[int], rows: list[str], message: str
+) -> None:
+    """With row, column and cell: its queues would hand out another micro-batch's tensors."""
+    whole = problem(
+        [stage(at, recompute_ms=1, checkpoint_bytes=1) for at in placement],
+        m=sum("F" in cell for cell in " ".join(rows).split()) // len(placement),
+    )
+    with pytest.raises(ScheduleFormatError, match=message):
+        dump_python_list(whole, programs(*rows))
+
+
+def test_the_same_schedule_is_the_same_text() -> None:
+    """Nothing random, no clock."""
+    whole = problem([stage(0), stage(1)], m=3)
+    assert dump_python_list(whole, one_f_one_b(2, 3)) == dump_python_list(whole, one_f_one_b(2, 3))

@@ -1,0 +1,329 @@
+"""From samples to a problem: medians, what is filled in, and what is asked for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from optpipe import Device, Problem, Stage
+from optpipe.measurements import (
+    DeviceFacts,
+    Given,
+    MeasurementError,
+    Measurements,
+    Sample,
+    StageFacts,
+    Transfer,
+    build_problem,
+)
+from tests.building import problem, stage
+from tests.measurements.samples import measured
+from tests.strategies import few
+
+if TYPE_CHECKING:
+    from optpipe.measurements import MeasuredAction
+
+
+ENOUGH = Given(
+    num_microbatches=4,
+    stage=StageFacts(activation_bytes=100, weight_context_bytes=50),
+    device=DeviceFacts(memory_bytes=1000),
+)
+
+
+def test_medians_become_the_times_of_a_problem() -> None:
+    """Each time is the median of its samples; sizes come from what is given."""
+    built = measured({(0, "F"): [1, 9, 2], (0, "I"): [3], (0, "W"): [4, 5]}).problem(ENOUGH)
+    only = built.stages[0]
+    assert (only.forward_ms, only.backward_input_ms, only.backward_weight_ms) == (2, 3, 4.5)
+    assert only.backward_ms is None
+    assert (only.activation_bytes, only.weight_context_bytes) == (100, 50)
+    assert (built.num_microbatches, built.devices[0].memory_bytes) == (4, 1000)
+
+
+def test_a_fused_backward_stands_beside_a_split_one() -> None:
+    """B measured beside I and W becomes backward_ms."""
+    split = {(0, "F"): [1], (0, "I"): [3], (0, "W"): [4], (0, "B"): [6]}
+    assert measured(split).problem(ENOUGH).stages[0].backward_ms == 6
+
+
+def test_a_backward_that_was_never_split_is_all_input_gradient() -> None:
+    """Only B: I takes all of it, W nothing, and a note says so."""
+    built = build_problem(measured({(0, "F"): [1], (0, "B"): [6]}), ENOUGH)
+    only = built.problem.stages[0]
+    assert (only.backward_input_ms, only.backward_weight_ms, only.backward_ms) == (6, 0, 6)
+    assert "only B was measured" in "\n".join(built.notes)
+
+
+def test_a_given_share_divides_a_fused_backward() -> None:
+    """weight_share 0.25 of 6 ms is a W of 1.5 ms."""
+    asked = ENOUGH.model_copy(update={"weight_share": 0.25})
+    only = measured({(0, "F"): [1], (0, "B"): [6]}).problem(asked).stages[0]
+    assert (only.backward_input_ms, only.backward_weight_ms, only.backward_ms) == (4.5, 1.5, 6)
+
+
+def test_everything_missing_is_named_at_once() -> None:
+    """Micro-batches, activations and memory are asked for in one message."""
+    with pytest.raises(MeasurementError) as refused:
+        measured({(0, "F"): [1], (0, "B"): [1], (1, "F"): [1], (1, "B"): [1]}).problem()
+    text = str(refused.value)
+    assert "num_microbatches" in text
+    assert "activation_bytes of stage 0-1" in text
+    assert "memory_bytes of device 0-1" in text
+
+
+@pytest.mark.parametrize(
+    ("times", "message"),
+    [
+        ({(0, "F"): [1]}, "stage 0: F was measured, but a problem needs I and W, or B"),
+        ({(0, "B"): [1]}, "stage 0: B was measured, but a problem needs F"),
+        ({(0, "F"): [1], (0, "I"): [1]}, "stage 0: F, I was measured"),
+        ({(2, "F"): [1], (0, "F"): [1]}, "stages 0, 2 were measured, but not 1"),
+        ({}, "no action was measured"),
+    ],
+)
+def test_too_few_times_are_refused(times, message) -> None:
+    """The message names the stage, what is there, and what is not."""
+    with pytest.raises(MeasurementError, match=message):
+        measured(times).problem(ENOUGH)
+
+
+def test_the_micro_batches_seen_are_counted() -> None:
+    """Without a number given, one more than the largest micro-batch."""
+    samples = [Sample(stage=0, action="F", time_ms=1, microbatch=j) for j in range(6)]
+    samples.append(Sample(stage=0, action="B", time_ms=1, microbatch=0))
+    asked = Given(stage=ENOUGH.stage, device=ENOUGH.device)
+    assert Measurements(source="test", samples=tuple(samples)).problem(asked).num_microbatches == 6
+
+
+def test_one_stage_counts_before_all_and_all_before_measured() -> None:
+    """Described stages, then what is given for every stage, then the measured facts."""
+    times = measured({(s, a): [1.0] for s in range(2) for a in ("F", "B")})
+    run = Measurements(
+        source="test",
+        samples=times.samples,
+        stages=(StageFacts(activation_bytes=7, static_bytes=3),) * 2,
+        devices=(DeviceFacts(memory_bytes=70, reserved_bytes=6),),
+    )
+    asked = ENOUGH.model_copy(update={"stages": (StageFacts(activation_bytes=9),)})
+    built = run.problem(asked)
+    assert [held.activation_bytes for held in built.stages] == [9, 100]
+    assert [held.static_bytes for held in built.stages] == [3, 3]
+    first = built.devices[0]
+    assert (first.memory_bytes, first.reserved_bytes) == (1000, 6)
+
+
+def test_more_described_stages_than_measured_are_refused() -> None:
+    """Their times are missing."""
+    asked = ENOUGH.model_copy(update={"stages": (StageFacts(),) * 2})
+    with pytest.raises(MeasurementError, match="2 stages are described, but times of 1"):
+        measured({(0, "F"): [1], (0, "B"): [1]}).problem(asked)
+
+
+def test_only_times_of_a_base_problem_are_replaced() -> None:
+    """Sizes, devices, links and unmeasured stages stay the base's."""
+    base = problem(
+        [stage(0, 1, 2, 3, static_bytes=4), stage(1, 1, 2, 3, output_bytes=5)],
+        m=3,
+        name="base",
+        links=[{"from": 0, "to": 1, "latency_ms": 8}],
+    )
+    times = {(0, "F"): [10.0], (0, "I"): [20.0], (0, "W"): [30.0]}
+    built = measured(times).problem(base=base)
+    expected = base.model_dump(by_alias=True)
+    expected["name"] = "base, times from test"
+    expected["stages"] = list(expected["stages"])
+    expected["stages"][0] |= {
+        "forward_ms": 10,
+        "backward_input_ms": 20,
+        "backward_weight_ms": 30,
+    }
+    assert built == Problem.parse(expected)
+
+
+def test_what_the_base_gives_is_noted_once_for_all_stages_alike() -> None:
+    """Stages 0 and 1 lack a backward, stage 2 everything."""
+    base = problem([stage(0, 1, 2, 3), stage(1, 1, 2, 3), stage(2, 1, 2, 3)])
+    built = build_problem(measured({(0, "F"): [5.0], (1, "F"): [6.0]}), base=base)
+    assert [held.forward_ms for held in built.problem.stages] == [5, 6, 1]
+    assert [held.backward_weight_ms for held in built.problem.stages] == [3, 3, 3]
+    kept = "neither B nor I and W were measured; the base problem's times are kept."
+    assert built.notes == (
+        f"Stage 0-1: {kept}",
+        f"Stage 2: {kept} F was not measured; the base problem's time is kept.",
+    )
+
+
+def test_a_fused_backward_is_split_as_in_the_base() -> None:
+    """B of 10 ms over a base with I : W of 2 : 3."""
+    base = problem([stage(0, 1, 2, 3)])
+    only = measured({(0, "F"): [1], (0, "B"): [10]}).problem(base=base).stages[0]
+    assert (only.backward_input_ms, only.backward_weight_ms, only.backward_ms) == (4, 6, 10)
+
+
+def test_sizes_beside_a_base_are_refused() -> None:
+    """They would contradict it; the message names them."""
+    times = measured({(0, "F"): [1], (0, "B"): [1]})
+    with pytest.raises(MeasurementError, match="activation_bytes, weight_context_bytes, memory"):
+        times.problem(ENOUGH, problem([stage(0)]))
+
+
+def test_more_stages_than_the_base_has_are_refused() -> None:
+    """Stage 1 of a base with one stage."""
+    with pytest.raises(MeasurementError, match="stage 1 was measured, but the base problem has 1"):
+        measured({(1, "F"): [1]}).problem(base=problem([stage(0)]))
+
+
+def test_stages_placed_otherwise_than_in_the_base_are_refused() -> None:
+    """Two stages on one measured device, on two in the base."""
+    run = Measurements(source="test", samples=measured({(0, "F"): [1]}).samples, placement=(0, 0))
+    with pytest.raises(MeasurementError, match="stages 0 and 1 ran on one device"):
+        run.problem(base=problem([stage(0), stage(1)]))
+
+
+def test_links_are_fitted_and_the_others_given() -> None:
+    """10 us and 2 GB/s from two message sizes; the third device's link as given."""
+    sizes = (2_000_000, 4_000_000)
+    transfers = tuple(
+        Transfer(source=0, target=1, num_bytes=size, time_ms=0.01 + size / 2e6) for size in sizes
+    )
+    times = {(s, a): [1.0] for s in range(3) for a in ("F", "B")}
+    run = Measurements(source="test", samples=measured(times).samples, transfers=transfers)
+    asked = ENOUGH.model_copy(update={"link_gb_per_s": 5.0, "link_latency_ms": 0.5})
+    links = {(link.source, link.target): link for link in run.problem(asked).links}
+    assert links[0, 1].latency_ms == pytest.approx(0.01)
+    assert links[0, 1].bandwidth_gb_per_s == pytest.approx(2)
+    assert (links[1, 2].latency_ms, links[2, 1].bandwidth_gb_per_s) == (0.5, 5)
+
+
+def test_measured_links_follow_the_devices_of_the_base() -> None:
+    """The run's device 0 is the base's device 1."""
+    run = Measurements(
+        source="test",
+        samples=measured({(0, "F"): [1]}).samples,
+        placement=(0, 1),
+        transfers=(Transfer(source=0, target=1, num_bytes=1_000_000, time_ms=1),),
+    )
+    known = [{"from": 1, "to": 0, "latency_ms": 8}]
+    built = run.problem(base=problem([stage(1), stage(0)], links=known))
+    assert (built.links[1].source, built.links[1].bandwidth_gb_per_s) == (1, 1)
+
+
+def test_a_recomputation_takes_what_was_measured_or_a_forward() -> None:
+    """With checkpoint_bytes known: RECOMPUTE's median, else F's."""
+    asked = Given(
+        num_microbatches=1,
+        stage=StageFacts(activation_bytes=10, checkpoint_bytes=1),
+        device=ENOUGH.device,
+    )
+    times = {(0, "F"): [2.0], (0, "B"): [1.0]}
+    assert measured(times).problem(asked).stages[0].recompute_ms == 2
+    assert measured(times | {(0, "RECOMPUTE"): [3.0]}).problem(asked).stages[0].recompute_ms == 3
+
+
+def test_every_assumption_is_noted() -> None:
+    """Unknown sizes, an unmeasured recomputation and a free link: a sentence each."""
+    times = {(s, a): [1.0] for s in range(2) for a in ("F", "I", "W", "RECOMPUTE")}
+    asked = Given(
+        num_microbatches=1, stage=StageFacts(activation_bytes=9, offload_bytes=9),
+        device=ENOUGH.device,
+    )  # fmt: skip
+    notes = "\n".join(build_problem(measured(times), asked).notes)
+    assert "static_bytes of stage 0-1" in notes
+    assert "weight_context_bytes of stage 0-1" in notes
+    assert "output_bytes of stage 0-1" in notes
+    assert "d2h_gb_per_s of device 0-1" in notes
+    assert "checkpoint_bytes is unknown" in notes
+    assert "Links 0 -> 1, 1 -> 0" in notes
+
+
+def test_the_last_stage_needs_no_output() -> None:
+    """It sends nothing on; what the others send is known."""
+    times = {(s, a): [1.0] for s in range(2) for a in ("F", "B")}
+    asked = ENOUGH.model_copy(update={"stages": (StageFacts(output_bytes=5),)})
+    assert "output_bytes" not in "\n".join(build_problem(measured(times), asked).notes)
+
+
+def test_the_first_step_of_each_rank_is_left_out() -> None:
+    """Where a rank measured two steps; a rank with one keeps it."""
+    samples = (
+        Sample(stage=0, action="F", time_ms=100, step=0, rank=0),
+        Sample(stage=0, action="F", time_ms=1, step=1, rank=0),
+        Sample(stage=1, action="F", time_ms=2, step=0, rank=1),
+    )
+    run = Measurements(source="test", samples=samples)
+    assert run.spreads[0, "F"].median_ms == 50.5
+    kept = run.without_warmup()
+    assert kept.samples == samples[1:]
+    assert kept.spreads[0, "F"].median_ms == 1
+    assert "1 samples of the first steps" in kept.notes[0]
+    assert run.without_warmup(0) == run
+    with pytest.raises(MeasurementError, match="rank 0: 2 steps were measured and 2"):
+        run.without_warmup(2)
+
+
+@given(
+    times=st.lists(st.floats(0.001, 1000), min_size=1, max_size=30),
+    more=st.integers(0, 3),
+)
+@few(30)
+def test_a_minority_of_outliers_stays_within_the_others(times, more) -> None:
+    """The median lies between the least and greatest of the ordinary samples."""
+    outliers = [1e6] * min(more, (len(times) - 1) // 2)
+    run = measured({(0, "F"): times + outliers})
+    assert min(times) - 1e-6 <= run.spreads[0, "F"].median_ms <= max(times) + 1e-6
+
+
+def test_measurements_survive_their_json() -> None:
+    """What is written reads back equal."""
+    run = Measurements(
+        source="test",
+        samples=(Sample(stage=1, action="RECOMPUTE", time_ms=0.5, rank=3),),
+        placement=(1, 0),
+        stages=(StageFacts(activation_bytes=1),),
+        devices=(DeviceFacts(host="a"),),
+        transfers=(Transfer(source=0, target=1, num_bytes=2, time_ms=3),),
+        notes=("One.",),
+    )
+    assert Measurements.model_validate_json(run.model_dump_json()) == run
+
+
+# Medians alone say the same of a problem as everything that was measured.
+
+
+ACTIONS: tuple[MeasuredAction, ...] = ("F", "I", "W", "B")
+TIMES = st.floats(0.001, 100.0)
+STAGE = {"forward_ms": 1, "backward_input_ms": 1, "backward_weight_ms": 1, "activation_bytes": 1}
+BASE = Problem(
+    num_microbatches=2,
+    devices=(Device(memory_bytes=9),) * 2,
+    stages=(Stage(device=0, **STAGE), Stage(device=1, **STAGE)),
+)
+SAMPLES = st.builds(Sample, stage=st.integers(0, 1), action=st.sampled_from(ACTIONS), time_ms=TIMES)
+TRANSFERS = st.builds(
+    Transfer,
+    source=st.just(0),
+    target=st.just(1),
+    num_bytes=st.sampled_from((10, 2000, 500_000)),
+    time_ms=TIMES,
+)
+
+
+@given(st.lists(SAMPLES, min_size=1, max_size=30), st.lists(TRANSFERS, max_size=9))
+def test_the_problem_stays_the_same(samples: list[Sample], transfers: list[Transfer]) -> None:
+    whole = Measurements(
+        source="a test",
+        samples=tuple(samples),
+        transfers=tuple(transfers),
+        placement=(0, 1),
+        devices=(DeviceFacts(d2h_gb_per_s=3.0),),
+    )
+    kept = whole.condensed()
+    assert kept.problem(base=BASE).problem_hash == whole.problem(base=BASE).problem_hash
+    assert kept.devices == whole.devices
+    assert kept.condensed() == kept
+    assert len(kept.samples) == len({(one.stage, one.action) for one in samples})
+    assert len(kept.transfers) == len({one.num_bytes for one in transfers})

@@ -1,0 +1,98 @@
+"""Medians and spread: of few samples, by hand."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from optpipe.measurements import Transfer, fit_links
+from optpipe.measurements.values import TimeSpread, quantile, spread
+
+
+def test_the_spread_of_eleven_times() -> None:
+    """0, 10, ..., 100 in disorder: the 5th percentile lies half-way between the first two."""
+    times = [50, 0, 100, 10, 90, 20, 80, 30, 70, 40, 60]
+    assert spread(times) == TimeSpread(
+        num_samples=11, median_ms=50, p5_ms=5.0, p95_ms=95.0, mad_ms=30
+    )
+
+
+def test_an_outlier_moves_neither_median_nor_deviation() -> None:
+    """The mean of these is 202.8 ms."""
+    found = spread([1, 2, 3, 1000, 8])
+    assert (found.median_ms, found.mad_ms) == (3, 2)
+
+
+def test_one_time_is_all_its_quantiles() -> None:
+    assert spread([7.5]) == TimeSpread(
+        num_samples=1, median_ms=7.5, p5_ms=7.5, p95_ms=7.5, mad_ms=0
+    )
+
+
+@pytest.mark.parametrize(("share", "value"), [(0, 1), (0.5, 2), (0.75, 3), (1, 4)])
+def test_a_quantile_is_linear_between_neighbours(share: float, value: float) -> None:
+    """Of 1, 2 and 4; the ends are the least and the largest."""
+    assert quantile([1, 2, 4], share) == value
+
+
+def test_of_nothing_there_is_no_quantile() -> None:
+    with pytest.raises(ValueError, match="no values"):
+        quantile([], 0.5)
+
+
+# Latency and bandwidth fitted to messages.
+
+
+def messages(*points: tuple[int, float]) -> list[Transfer]:
+    """Messages from device 0 to device 1: (bytes, ms) each."""
+    return [Transfer(source=0, target=1, num_bytes=size, time_ms=ms) for size, ms in points]
+
+
+@given(
+    latency_ms=st.floats(0, 10),
+    gb_per_s=st.floats(0.1, 1000),
+    sizes=st.sets(st.integers(1, 1000), min_size=2, max_size=8),
+)
+def test_exact_messages_give_the_link_back(latency_ms, gb_per_s, sizes) -> None:
+    """Whatever the latency and bandwidth, from at least two sizes."""
+    points = [(size * 10**6, latency_ms + size / gb_per_s) for size in sizes]
+    (fit,) = fit_links(messages(*points))
+    assert fit.latency_ms == pytest.approx(latency_ms, abs=1e-5)
+    assert fit.bandwidth_gb_per_s == pytest.approx(gb_per_s, rel=1e-6)
+    assert fit.num_sizes == len(sizes)
+
+
+def test_late_messages_do_not_move_the_link() -> None:
+    """Of each size, the median of its times counts."""
+    points = [(size * 10**6, 1.0 + size) for size in (1, 2, 4) for _ in range(3)]
+    (fit,) = fit_links(messages(*points, (10**6, 500.0)))
+    assert fit.latency_ms == 1
+    assert fit.bandwidth_gb_per_s == pytest.approx(1)
+
+
+def test_one_size_is_all_bandwidth() -> None:
+    """Latency cannot be told from it."""
+    (fit,) = fit_links(messages((2 * 10**6, 1.0), (2 * 10**6, 3.0)))
+    assert fit.latency_ms == 0
+    assert fit.bandwidth_gb_per_s == pytest.approx(1)
+
+
+def test_a_line_below_zero_is_a_link_without_latency() -> None:
+    """Slow large messages: latency is not negative."""
+    (fit,) = fit_links(messages((10**6, 1.0), (2 * 10**6, 4.0)))
+    assert fit.latency_ms == 0
+    assert fit.bandwidth_gb_per_s == pytest.approx(1 / 1.5)
+
+
+def test_time_that_does_not_grow_is_latency_alone() -> None:
+    """Longer messages that took no longer: no bandwidth is known."""
+    (fit,) = fit_links(messages((10**6, 2.0), (2 * 10**6, 1.0)))
+    assert (fit.latency_ms, fit.bandwidth_gb_per_s) == (1.5, None)
+
+
+def test_directions_are_links_of_their_own() -> None:
+    """In the order of the pairs."""
+    there, back = messages((10**6, 1.0))[0], Transfer(source=1, target=0, num_bytes=5, time_ms=1)
+    assert [(fit.source, fit.target) for fit in fit_links([back, there])] == [(0, 1), (1, 0)]
+    assert fit_links([]) == ()

@@ -1,0 +1,191 @@
+"""Columns say what the timeline says: the same bars, times and bytes, nothing lost or added."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from optpipe.memory import memory_walk
+from optpipe.plot.scene import (
+    KINDS,
+    LANES,
+    NO_MICROBATCH,
+    NUM_CODES,
+    TITLES,
+    Curve,
+    codes_of,
+    drawing_of,
+    peaks_of,
+    pixels_of,
+    title_of,
+)
+from optpipe.schedule import ActionType
+from optpipe.simulate import make_timeline
+from optpipe_solver import METHODS
+from tests.building import everything_at_once
+from tests.strategies import cases
+
+
+@given(cases())
+def test_a_bar_is_an_interval_of_the_timeline(case) -> None:
+    """Row by row: device, lane, action, start and end."""
+    drawing = drawing_of(*case)
+    timeline = make_timeline(*case)
+    rows = [row for device in timeline.intervals for row in device]
+    bars = drawing.bars
+    assert len(bars) == len(rows)
+    assert [LANES[lane] for lane in bars.lane] == [row.lane for row in rows]
+    assert bars.device.tolist() == [row.device for row in rows]
+    assert bars.start.tolist() == [row.start for row in rows]
+    assert bars.end.tolist() == [row.end for row in rows]
+    kinds = [KINDS[kind] for kind in bars.kind]
+    assert list(zip(bars.stage.tolist(), kinds, bars.microbatch.tolist(), strict=True)) == [
+        tuple(row.action) if row.action else (NO_MICROBATCH, None, NO_MICROBATCH) for row in rows
+    ]
+    assert (drawing.makespan_ms, drawing.span_ms) == (timeline.makespan_ms, timeline.span_ms)
+
+
+@given(cases())
+def test_bytes_around_a_bar_are_those_of_the_memory_walk(case) -> None:
+    """RELEASE has no bar; every other action has its step's bytes."""
+    problem, programs = case
+    bars = drawing_of(problem, programs).bars
+    for device, program in enumerate(programs):
+        steps = [
+            (step.before, step.after)
+            for action, step in zip(program, memory_walk(problem, device, program), strict=True)
+            if action.type is not ActionType.RELEASE
+        ]
+        mine = (bars.device == device) & (bars.microbatch != NO_MICROBATCH)
+        assert list(zip(bars.before[mine], bars.after[mine], strict=True)) == steps
+
+
+@given(cases())
+def test_curves_are_those_of_the_timeline(case) -> None:
+    """Moments never go back, and begin at 0 with the static bytes."""
+    curves = drawing_of(*case).memory
+    expected = make_timeline(*case).memory
+    for curve, points in zip(curves, expected, strict=True):
+        assert list(zip(curve.moments, curve.held, strict=True)) == list(points)
+        assert np.all(np.diff(curve.moments) >= 0)
+        assert curve.moments[0] == 0
+
+
+def test_a_gradient_reduction_has_the_bytes_of_its_moment() -> None:
+    """It takes none and gives none back; what is held by then is held around it."""
+    problem, programs = everything_at_once()
+    drawing = drawing_of(problem, programs)
+    bars = drawing.bars
+    (rows,) = np.nonzero(bars.microbatch == NO_MICROBATCH)
+    assert len(rows) == 2
+    for row in rows:
+        curve = drawing.memory[bars.device[row]]
+        held = curve.held[curve.moments <= bars.start[row]][-1]
+        assert bars.before[row] == bars.after[row] == held
+
+
+def test_every_action_type_but_release_has_a_code() -> None:
+    """None stands for gradient reductions."""
+    assert set(KINDS) == {*ActionType, None} - {ActionType.RELEASE}
+
+
+@pytest.mark.parametrize("column", ["device", "lane", "kind", "stage", "microbatch", "start"])
+def test_columns_are_equally_long(column: str) -> None:
+    """A row is a bar."""
+    bars = drawing_of(*everything_at_once()).bars
+    assert len(getattr(bars, column)) == len(bars)
+
+
+# Columns of pixels: no time lost, no peak hidden, no colour that does not happen.
+
+
+GREYS = np.linspace(0.1, 0.9, 3 * NUM_CODES, dtype=np.float32).reshape(NUM_CODES, 3)
+
+
+@given(cases(), st.integers(1, 60))
+def test_pixels_share_out_exactly_the_time_of_each_lane(case, num_columns: int) -> None:
+    """The filled shares of a lane's columns add up to the time of its bars."""
+    drawing = drawing_of(*case)
+    bars, num_devices = drawing.bars, len(case.programs)
+    length = max(1.0, drawing.makespan_ms)
+    pixels = pixels_of(
+        bars, GREYS, num_devices=num_devices, length_ms=length, num_columns=num_columns
+    )
+    for device in range(num_devices):
+        for lane in range(len(LANES)):
+            mine = (bars.device == device) & (bars.lane == lane)
+            filled = pixels.busy[device, lane].sum() * length / num_columns
+            assert filled == pytest.approx((bars.end - bars.start)[mine].sum(), abs=1e-3 * length)
+
+
+def test_a_column_that_one_action_fills_has_its_colour() -> None:
+    """With columns shorter than actions, the picture is the schedule."""
+    drawing = drawing_of(*everything_at_once())
+    bars = drawing.bars
+    pixels = pixels_of(bars, GREYS, num_devices=3, length_ms=drawing.makespan_ms, num_columns=4000)
+    width = drawing.makespan_ms / 4000
+    for row in np.flatnonzero(bars.end - bars.start > 4 * width):
+        column = int((bars.start[row] + bars.end[row]) / 2 / width)
+        place = bars.device[row], bars.lane[row], column
+        assert pixels.busy[place] == pytest.approx(1.0, abs=1e-3)
+        assert pixels.colour[place] == pytest.approx(GREYS[codes_of(bars)[row]], abs=1e-3)
+
+
+def test_two_actions_in_one_column_are_mixed_by_their_time() -> None:
+    """One column over everything has the mean colour of all that happens on the lane."""
+    drawing = drawing_of(*everything_at_once())
+    bars = drawing.bars
+    pixels = pixels_of(bars, GREYS, num_devices=3, length_ms=drawing.makespan_ms, num_columns=1)
+    mine = (bars.device == 0) & (bars.lane == 0)
+    lengths = (bars.end - bars.start)[mine]
+    mean = np.average(GREYS[codes_of(bars)[mine]], axis=0, weights=lengths)
+    assert pixels.colour[0, 0, 0] == pytest.approx(mean, rel=1e-4)
+
+
+@given(cases(), st.integers(1, 40))
+def test_a_peak_is_in_the_columns_it_touches_and_nowhere_else(case, num_columns: int) -> None:
+    """Against a search through all points of the curve."""
+    drawing = drawing_of(*case)
+    end = drawing.makespan_ms
+    edges = np.linspace(0.0, max(end, 1.0), num_columns + 1)
+    for curve in drawing.memory:
+        until = np.append(curve.moments[1:], np.inf)
+        peaks = peaks_of(curve, end, edges)
+        for column in range(num_columns):
+            left, right = edges[column], min(edges[column + 1], end)
+            held = curve.held[(curve.moments < right) & (until > left)]
+            if left < right:
+                assert peaks[column] == held.max()
+
+
+def test_a_peak_shorter_than_a_column_is_kept() -> None:
+    """What a mean would hide is what a limit is about."""
+    curve = Curve(moments=np.array([0.0, 50.0, 50.1]), held=np.array([1, 9, 2]))
+    peaks = peaks_of(curve, 100.0, np.linspace(0, 100, 11))
+    assert peaks.tolist() == [1, 1, 1, 1, 1, 9, 2, 2, 2, 2]
+
+
+# Names of methods, as the field writes them.
+
+
+def test_every_method_has_a_name_of_its_own() -> None:
+    """A new family is not forgotten, and none is shown under another's name."""
+    assert set(METHODS) <= set(TITLES)
+    assert len(set(TITLES.values())) == len(TITLES)
+
+
+@pytest.mark.parametrize(
+    ("method", "title"),
+    [
+        ("1f1b", "1F1B"),
+        ("zb-h1+offload", "ZB-H1 + offload"),
+        ("plan+v-half", "plan + V-Half"),
+        ("given schedule", "given schedule"),
+        ("", ""),
+    ],
+)
+def test_a_method_is_shown_as_the_field_writes_it(method: str, title: str) -> None:
+    """What is put together of several keeps its parts."""
+    assert title_of(method) == title

@@ -1,0 +1,215 @@
+"""The catalogue: shapes against the publishers' own numbers of parameters."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from optpipe.errors import InputError
+from optpipe.presets import (
+    GPUS,
+    MODELS,
+    Efficiency,
+    Experts,
+    find_gpu,
+    find_model,
+    total_parameters,
+)
+from optpipe.presets.costs import embedding_parameters, head_parameters, layer_parameters
+
+# What the published checkpoints hold, to the last parameter (looked up: docs/estimate.md);
+# DeepSeek-V3's without its 14,848 numbers that balance the experts, no parameters of training.
+PUBLISHED = {
+    "llama2-7b": 6_738_415_616,
+    "llama2-13b": 13_015_864_320,
+    "llama2-70b": 68_976_648_192,
+    "llama3-8b": 8_030_261_248,
+    "llama3-70b": 70_553_706_496,
+    "llama3.1-405b": 405_853_388_800,
+    "llama3.2-1b": 1_235_814_400,
+    "llama3.2-3b": 3_212_749_824,
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-1.5b": 1_543_714_304,
+    "qwen2.5-3b": 3_085_938_688,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen2.5-14b": 14_770_033_664,
+    "qwen2.5-32b": 32_763_876_352,
+    "qwen2.5-72b": 72_706_203_648,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-1.7b": 1_720_574_976,
+    "qwen3-4b": 4_022_468_096,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-14b": 14_768_307_200,
+    "qwen3-32b": 32_762_123_264,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-235b-a22b": 235_093_634_560,
+    "mixtral-8x7b": 46_702_792_704,
+    "mixtral-8x22b": 140_620_634_112,
+    "deepseek-v2-lite": 15_706_484_224,
+    "deepseek-v2": 235_741_434_880,
+    "deepseek-v3": 671_026_404_352,
+}
+
+# Billions in the models' names or papers, and the digits they are given with.
+CALLED = {
+    "gpt3-125m": (0.125, 3),
+    "gpt3-760m": (0.760, 2),
+    "gpt3-1.3b": (1.3, 1),
+    "gpt3-2.7b": (2.7, 1),
+    "gpt3-6.7b": (6.7, 1),
+    "gpt3-13b": (13.0, 0),
+    "gpt3-175b": (175.0, 0),
+    "zb-1.5b": (1.5, 1),
+    "zb-6.2b": (6.2, 1),
+    "zb-14.6b": (14.6, 1),
+    "zb-28.3b": (28.3, 1),
+    "po-5.8b": (5.8, 1),
+    "po-10.5b": (10.5, 1),
+    "po-18.1b": (18.1, 1),
+    "po-42.9b": (42.9, 1),
+    "po-66.6b": (66.6, 1),
+    "po-83.8b": (83.8, 1),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameters_are_the_published_ones_exactly(name) -> None:
+    """Every matrix, bias and norm is counted, and none twice."""
+    assert total_parameters(find_model(name)) == PUBLISHED[name]
+
+
+@pytest.mark.parametrize("name", CALLED)
+def test_parameters_round_to_what_the_model_is_called(name) -> None:
+    """Where only a rounded total is published."""
+    billions, digits = CALLED[name]
+    assert round(total_parameters(find_model(name)) / 1e9, digits) == pytest.approx(billions)
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [("mixtral-8x7b", 13), ("mixtral-8x22b", 39), ("deepseek-v2", 21), ("deepseek-v3", 37)],
+)
+def test_active_parameters_are_the_published_ones(name, billions) -> None:
+    """Of experts only those that a token goes through; papers round, and differ by embeddings."""
+    assert total_parameters(find_model(name), active=True) / 1e9 == pytest.approx(
+        billions, rel=0.02
+    )
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_parts_make_the_whole(name) -> None:
+    """Embedding, layers and head, a tied matrix once; and every shape says where it comes from."""
+    shape = MODELS[name]
+    layers = sum(
+        count * layer_parameters(shape, is_moe=is_moe).total for is_moe, count in shape.kinds
+    )
+    shared = shape.vocab * shape.hidden if shape.tied else 0
+    parts = embedding_parameters(shape) + layers + head_parameters(shape) - shared
+    assert parts == total_parameters(shape)
+    assert shape.source
+
+
+@given(st.sampled_from(sorted(MODELS)), st.sampled_from([2, 4, 8]))
+def test_tensor_parallel_ranks_hold_at_least_their_share(name, tp) -> None:
+    """Nothing gets lost: together they hold every parameter, what is not split several times."""
+    shape = MODELS[name]
+    if shape.num_heads % tp:
+        return
+    for is_moe, _ in shape.kinds:
+        whole = layer_parameters(shape, is_moe=is_moe).total
+        split = layer_parameters(shape, is_moe=is_moe, tp=tp).total
+        assert whole <= tp * split < 1.7 * whole
+
+
+def test_experts_are_spread() -> None:
+    """An expert-parallel rank holds its share of the experts, and all of the rest."""
+    shape = find_model("mixtral-8x7b")
+    whole, part = (layer_parameters(shape, is_moe=True, ep=ep) for ep in (1, 4))
+    assert part.experts * 4 == whole.experts
+    assert part.common == whole.common
+
+
+def test_a_wrong_name_is_answered_with_the_nearest() -> None:
+    """Case does not matter, a common other name is known, a typo gets a hint."""
+    assert find_model("LLaMA3-70B").name == "llama3-70b"
+    assert find_model("llama3.1-8b").name == "llama3-8b"
+    with pytest.raises(InputError, match="did you mean llama3-70b"):
+        find_model("lama3-70b")
+    with pytest.raises(InputError, match="it has gpt3-125m, "):
+        find_model("???")
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"num_layers": 0}, "num_layers = 0"),
+        ({"hidden": 4097}, "hidden 4097"),
+        ({"num_kv_heads": 5}, "5 key/value heads"),
+    ],
+)
+def test_impossible_shapes_are_refused(change, named) -> None:
+    """With the number and the rule."""
+    with pytest.raises(InputError, match=named):
+        replace(find_model("llama3-8b"), **change)
+
+
+def test_more_active_experts_than_there_are_is_refused() -> None:
+    """With both numbers."""
+    with pytest.raises(InputError, match="9 active experts of 8"):
+        Experts(num=8, active=9, ffn=64)
+
+
+# The catalogue of accelerators: sources, units, and names.
+
+
+EXPECTED = {
+    "a100-40gb", "a100", "h100", "h100-pcie", "h200", "b200", "mi300x", "rtx4090", "cpu",
+}  # fmt: skip
+
+
+def test_the_catalogue_has_what_it_promises() -> None:
+    """And each under its own name."""
+    assert set(GPUS) == EXPECTED
+    assert all(name == hardware.name for name, hardware in GPUS.items())
+
+
+@pytest.mark.parametrize("name", sorted(EXPECTED))
+def test_every_number_has_a_source_and_a_possible_size(name) -> None:
+    """Units that were mixed up would be off by a thousand."""
+    hardware = GPUS[name]
+    for label, fact in hardware.facts:
+        assert len(fact.source) > 5, label
+        assert fact.value > 0
+    assert 20e9 < hardware.memory_bytes.value < 300e9
+    assert 100 < hardware.memory_gb_per_s.value < 10_000
+    assert 50 < hardware.tflops["bf16"].value < 5000
+    assert hardware.peer_gb_per_s.value <= hardware.node_gb_per_s.value
+    labels = {label for label, _ in hardware.facts}
+    assert {"bf16 TFLOP/s", "memory_bytes", "memory_gb_per_s", "network_gb_per_s"} <= labels
+
+
+def test_names_are_found_whatever_their_case() -> None:
+    """A usual other name too, and a typo gets a hint."""
+    assert find_gpu("H100") is GPUS["h100"]
+    assert find_gpu("a100-80gb") is GPUS["a100"]
+    with pytest.raises(InputError, match="did you mean"):
+        find_gpu("h1000")
+
+
+@pytest.mark.parametrize("value", [0.0, -0.1, 1.5])
+def test_an_efficiency_is_a_share(value) -> None:
+    """Above 0, at most 1."""
+    with pytest.raises(InputError, match="efficiency matmul"):
+        Efficiency(matmul=value)
+
+
+@pytest.mark.parametrize("name", sorted(EXPECTED - {"cpu"}))
+def test_memory_is_what_the_vendors_tool_shows(name) -> None:
+    """Whole MiB, and the number stands in the source: data sheets round."""
+    fact = GPUS[name].memory_bytes
+    assert fact.value % 2**20 == 0
+    shown = (f"{int(fact.value) >> 20} MiB", f"{int(fact.value)} B")
+    assert any(text in fact.source for text in shown), fact.source

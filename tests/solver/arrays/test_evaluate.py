@@ -1,0 +1,116 @@
+"""Evaluation on arrays says what the reference says, of legal and of spoilt programs."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from optpipe_solver.arrays import evaluate
+from optpipe_solver.arrays.encoding import CompiledProblem
+from optpipe_solver.arrays.evaluate import Evaluator, evaluate_arrays, evaluate_by_reference
+from tests.building import UNIT, bus, everything_at_once, offloadable, problem, programs, stage
+from tests.strategies import Case, cases, mutated
+
+if TYPE_CHECKING:
+    from optpipe import Problem, Programs
+
+
+def _say_the_same(held: Problem, rows: Programs) -> None:
+    assert evaluate_arrays(CompiledProblem.of(held), rows) == evaluate_by_reference(held, rows)
+
+
+@given(cases())
+def test_legal_programs_have_the_same_numbers(case: Case) -> None:
+    """Times to the last bit, bytes of devices and hosts."""
+    assert evaluate_by_reference(*case) is not None
+    _say_the_same(*case)
+
+
+@given(cases(tight=True), st.integers(1, 3), st.integers(0, 2**32))
+def test_spoilt_programs_are_refused_by_both(case: Case, times: int, seed: int) -> None:
+    """Actions moved, lost, doubled, or of another kind; some are legal still."""
+    rng, rows = random.Random(seed), case.programs
+    for _ in range(times):
+        rows = mutated(rows, rng) if any(rows) else rows
+    _say_the_same(case.problem, rows)
+
+
+@given(cases(tight=True), st.integers(0, 2**32))
+def test_limits_refuse_the_same_programs(case: Case, seed: int) -> None:
+    """A byte less on one device than the programs need."""
+    devices = list(case.problem.devices)
+    one = random.Random(seed).randrange(len(devices))
+    less = max(devices[one].reserved_bytes, devices[one].memory_bytes - 1)
+    devices[one] = devices[one].model_copy(update={"memory_bytes": less})
+    _say_the_same(case.problem.model_copy(update={"devices": devices}), case.programs)
+
+
+def test_every_feature_at_once() -> None:
+    """Groups, half duplex, hosts, workspaces, reductions, offload, recompute, fused backwards."""
+    _say_the_same(*everything_at_once())
+
+
+TWO = problem([stage(0), stage(1)], m=2)
+HELD = problem([offloadable(0)], [bus()], m=1)
+AGAIN = problem([stage(0, recompute_ms=1, checkpoint_bytes=2)], m=1)
+
+
+@pytest.mark.parametrize(
+    ("held", "rows"),
+    [
+        (TWO, programs("0F0 0F1 0B0 0B1")),
+        (TWO, programs("0F0 0F1 0B0 0B1", "1F0 1F1 1B0")),
+        (TWO, programs("0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1 1B1")),
+        (TWO, programs("0F0 0F1 0B0 0B1 1F0", "1B0 1F1 1B1")),
+        (TWO, programs("0F0 0F1 0B0 0B1 0F2", "1F0 1B0 1F1 1B1")),
+        (TWO, programs("0F0 0F1 0B0 0B1 2F0", "1F0 1B0 1F1 1B1")),
+        (TWO, programs("0F0 0B0 0F1 0B1", "1F1 1B1 1F0 1B0")),
+        (TWO, programs("0F0 0F1 0B0 0B1", "1F0 1B0 1W0 1F1 1B1")),
+        (TWO, programs("0F0 0F1 0B0 0B1", "1F0 1I0 1B0 1F1 1B1")),
+        (TWO, programs("0F0 0F1 0B0 0B1", "1F0 1I0 1F1 1B1")),
+        (TWO, programs("0F0 0F1 0B0 0B1", "1F0 1W0 1I0 1F1 1B1")),
+        (TWO, programs("0F0 0OFFLOAD0 0RELEASE0 0RELOAD0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1")),
+        (TWO, programs("0F0 0RECOMPUTE0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1")),
+        (HELD, programs("0F0 0OFFLOAD0 0RELEASE0 0B0")),
+        (HELD, programs("0F0 0OFFLOAD0 0RELEASE0 0B0 0RELOAD0")),
+        (HELD, programs("0F0 0OFFLOAD0 0RELEASE0 0I0 0RELOAD0 0W0")),
+        (HELD, programs("0F0 0OFFLOAD0 0RELOAD0 0RELEASE0 0B0")),
+        (HELD, programs("0F0 0RELEASE0 0OFFLOAD0 0RELOAD0 0B0")),
+        (HELD, programs("0OFFLOAD0 0F0 0RELEASE0 0RELOAD0 0B0")),
+        (AGAIN, programs("0F0 0B0 0RECOMPUTE0")),
+        (AGAIN, programs("0F0 0I0 0RECOMPUTE0 0W0")),
+        (AGAIN, programs("0RECOMPUTE0 0F0 0I0 0W0")),
+    ],
+)
+def test_each_rule_is_asked(held: Problem, rows: Programs) -> None:
+    """One broken rule each, which both refuse."""
+    assert evaluate_by_reference(held, rows) is None
+    assert evaluate_arrays(CompiledProblem.of(held), rows) is None
+
+
+def test_a_cell_is_offloaded_or_recomputed_and_hosts_have_limits() -> None:
+    """Both at once; and two copies where the host takes one."""
+    both = problem([offloadable(0, recompute_ms=1, checkpoint_bytes=2)], [bus()], m=1)
+    rows = programs("0F0 0OFFLOAD0 0RELEASE0 0RELOAD0 0RECOMPUTE0 0B0")
+    assert evaluate_by_reference(both, rows) is None
+    assert evaluate_arrays(CompiledProblem.of(both), rows) is None
+    for copies, fits in ((2, True), (1, False)):
+        hosts = [{"name": "host0", "memory_bytes": copies * 10 * UNIT}]
+        held = problem([offloadable(0)], [bus()], m=2, hosts=hosts)
+        trips = "0F0 0OFFLOAD0 0F1 0OFFLOAD1 0RELEASE0 0RELEASE1 0RELOAD0 0B0 0RELOAD1 0B1"
+        assert (evaluate_arrays(CompiledProblem.of(held), programs(trips)) is not None) == fits
+        _say_the_same(held, programs(trips))
+
+
+def test_large_programs_are_judged_on_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reference is asked of small ones alone: of large ones it takes too long."""
+    rows = programs("0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1")
+    said = evaluate_by_reference(TWO, rows)
+    monkeypatch.setattr(evaluate, "_LARGE", 8)
+    monkeypatch.setattr(evaluate, "find_violations", None)
+    monkeypatch.setattr(evaluate, "simulate", None)
+    assert Evaluator(TWO)(rows) == said

@@ -1,0 +1,186 @@
+"""The configuration bound: below every schedule, sharp where memory holds whole numbers only."""
+
+from __future__ import annotations
+
+import random
+from itertools import combinations_with_replacement
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from optpipe import Problem, simulate
+from optpipe_solver.bounds import lower_bounds
+from optpipe_solver.bounds.configurations import (
+    DeviceWork,
+    Pattern,
+    Patterns,
+    PhaseLane,
+    Program,
+    Window,
+    configurations_ms,
+    windows_of,
+    work_of,
+)
+from optpipe_solver.bounds.relaxation import Paths
+from optpipe_solver.budget import Stop
+from optpipe_solver.exact.device_subsets import improve_by_exact_search
+from optpipe_solver.portfolio import all_starts
+from tests.building import problem, stage
+from tests.solver.exhaustive import optimum
+from tests.solver.milp.test_horizon import started
+from tests.strategies import Case, cases, documents, few, random_programs, tightened
+
+
+def line(activations: float, ratio: float, m: int = 8) -> Problem:
+    """Four devices, times of a published profile; a transfer takes ``ratio`` of F, I and W."""
+    held = {"activation_bytes": 1000, "weight_context_bytes": 432, "offload_bytes": 1000}
+    times = (29.718, 29.444, 19.927)
+    rate = 1000 / (ratio * sum(times) * 1e6)
+    device = {"memory_bytes": int(1000 * activations), "d2h_gb_per_s": rate, "h2d_gb_per_s": rate}
+    return problem([stage(d, *times, **held) for d in range(4)], [device] * 4, m=m)
+
+
+def assert_below(given: Problem, length_ms: float) -> None:
+    """The bound is not above a length that exists, rounding aside."""
+    assert configurations_ms(given) <= length_ms * (1 + 1e-9) + 1e-9
+
+
+@given(cases())
+def test_it_is_below_every_schedule(case: Case) -> None:
+    """Random legal programs under both objectives, every feature of v1."""
+    length = simulate(case.problem, case.programs).objective_ms(case.problem.objective)
+    assert_below(case.problem, length)
+
+
+@given(cases(tight=True))
+def test_it_is_below_schedules_that_fill_the_memory(case: Case) -> None:
+    """Limits are exactly what the schedule needs: the bound is at its sharpest."""
+    length = simulate(case.problem, case.programs).objective_ms(case.problem.objective)
+    assert_below(case.problem, length)
+
+
+@st.composite
+def tiny_problems(draw: st.DrawFn) -> Problem:
+    """At most two cells, with the tightest limits some program needs."""
+    document = draw(documents())
+    del document["stages"][2:]
+    document["num_microbatches"] = min(document["num_microbatches"], 2 // len(document["stages"]))
+    tiny = Problem.parse(document)
+    programs = random_programs(tiny, random.Random(draw(st.integers(0, 2**32))))
+    return tightened(Case(tiny, programs)).problem
+
+
+@few(25)
+@given(tiny_problems())
+def test_it_is_below_the_best_of_all_programs(tiny: Problem) -> None:
+    """Exhaustive search is the judge where it is possible."""
+    assert_below(tiny, optimum(tiny))
+
+
+@pytest.mark.parametrize("ratio", [0.25, 1.0])
+@pytest.mark.parametrize("activations", [1, 1.5, 2, 3])
+def test_it_is_below_all_families(activations: float, ratio: float) -> None:
+    """Families look for good schedules, random programs do not."""
+    given = line(activations, ratio, m=5)
+    for start in all_starts(given):
+        if start.programs is not None and start.legal:
+            assert_below(given, simulate(given, start.programs).makespan_ms)
+
+
+@pytest.mark.parametrize(("ratio", "best_ms"), [(0.5, 1185.089), (1.0, 1758.647), (2.0, 1913.111)])
+def test_room_for_one_and_a_half_is_room_for_one(ratio: float, best_ms: float) -> None:
+    """Schedules of these lengths are known, so the bound is sharp; others are 30 % below."""
+    given = line(1.5, ratio)
+    assert configurations_ms(given) == pytest.approx(best_ms, rel=1e-5)
+    assert max(bound.ms for bound in lower_bounds(given)) < 0.75 * best_ms
+
+
+@pytest.mark.parametrize(("objective", "least"), [("makespan", 20.0), ("span", 16.0)])
+def test_the_clock_is_that_of_the_objective(objective: str, least: float) -> None:
+    """Room for one on the second of two devices: two turns of 6, and under makespan 4 around."""
+    stages = [stage(0, 4, 2, 2), stage(1, 3, 3, 2)]
+    devices = [{"memory_bytes": 1000}, {"memory_bytes": 10}]
+    given = problem(stages, devices, m=2, objective=objective)
+    assert least - 2 <= configurations_ms(given) <= optimum(given)
+
+
+def program_of(given: Problem, device: int, *, with_windows: bool) -> Program:
+    """The linear program of one device, before anything is solved."""
+    work = work_of(Paths(given), device, makespan=given.objective == "makespan")
+    plain = Program(work, Patterns(work), []).solve(lambda: False)
+    windows = windows_of(work, plain - work.head - work.tail) if with_windows else []
+    return Program(work, Patterns(work), windows)
+
+
+@given(cases(tight=True), st.booleans(), st.integers(0, 2**32))
+def test_any_prices_prove_a_bound(case: Case, with_windows: bool, seed: int) -> None:
+    """What is proven does not depend on how well the linear program was solved."""
+    length = simulate(case.problem, case.programs).objective_ms(case.problem.objective)
+    rng = np.random.default_rng(seed)
+    for device, held in enumerate(case.problem.stages_of):
+        if held:
+            program = program_of(case.problem, device, with_windows=with_windows)
+            prices = rng.uniform(0, 2, len(program.patterns.phases)).tolist()
+            assert program.proven(prices) <= length * (1 + 1e-9) + 1e-9
+
+
+@given(cases(tight=True), st.integers(1, 4), st.integers(0, 2**32))
+def test_the_heaviest_pattern_is_that_of_brute_force(case: Case, most: int, seed: int) -> None:
+    """All sets of up to three cells, tried one by one, hold no heavier one that fits."""
+    rng = np.random.default_rng(seed)
+    for device, held in enumerate(case.problem.stages_of):
+        if not held:
+            continue
+        work = work_of(Paths(case.problem), device, makespan=True)
+        patterns = Patterns(work)
+        prices = rng.uniform(0, 1, len(work.phases)).tolist()
+        window = Window(1.0, tuple(bool(x) for x in rng.integers(0, 4, len(work.phases))), most)
+        weight, found = patterns.heaviest(prices, window)
+        assert weight == pytest.approx(sum(prices[i] for i in found))
+        assert fits(work, found, window)
+        for size in range(min(4, work.num_microbatches * len(work.stages) + 1)):
+            for pattern in combinations_with_replacement(range(len(prices)), size):
+                if fits(work, pattern, window):
+                    assert sum(prices[i] for i in pattern) <= weight + 1e-12
+
+
+def fits(work: DeviceWork, pattern: Pattern, window: Window) -> bool:
+    """Whether phases can be together: lanes, bytes, what the window allows."""
+    chosen = [work.phases[i] for i in pattern]
+    lanes = [phase.lane for phase in chosen if phase.lane is not PhaseLane.NONE]
+    transfers = sum(lane is not PhaseLane.COMPUTE for lane in lanes)
+    most = min(window.most_held, work.num_microbatches * len(work.stages))
+    return (
+        len(set(lanes)) == len(lanes)
+        and not (work.half_duplex and transfers > 1)
+        and sum(phase.held_bytes for phase in chosen) <= work.room_bytes
+        and all(window.allowed[i] for i in pattern)
+        and sum(not phase.is_late for phase in chosen) <= most
+    )
+
+
+def test_windows_raise_the_bound() -> None:
+    """With one lane and room for two a device cannot be full from its first moment on."""
+    given = line(2, 0.5)
+    program = program_of(given, 0, with_windows=False)
+    assert program.solve(lambda: False) < configurations_ms(given) - 1
+
+
+def test_the_search_offers_what_it_proves() -> None:
+    """The bound reaches the incumbent under its own name, never above the schedule."""
+    best = started(line(1.5, 2.0))
+    stop = Stop(10)
+    improve_by_exact_search(best, stop)
+    assert stop.spent > 0
+    assert best.bound_ms == pytest.approx(1913.111)
+    assert best.bound_method == "configurations"
+
+
+def test_told_to_stop_it_proves_nothing() -> None:
+    """A stop before the first device leaves the bound as it was."""
+    best = started(line(1.5, 2.0))
+    before = best.bound_ms
+    improve_by_exact_search(best, Stop(10, should_stop=lambda: True))
+    assert best.bound_ms == before

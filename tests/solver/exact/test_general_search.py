@@ -1,0 +1,204 @@
+"""The general search: no device, and no few of them, makes it deny a schedule that exists."""
+
+from __future__ import annotations
+
+import random
+from itertools import combinations
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from optpipe import Problem, simulate
+from optpipe_solver.exact.fifo_search import HorizonAnswer, fifo_can_search, search_fifo
+from optpipe_solver.exact.general_search import (
+    GeneralOutcome,
+    general_can_search,
+    search_general,
+)
+from tests.building import UNIT, bus, offloadable, problem, stage
+from tests.solver.exhaustive import optimum
+from tests.strategies import Case, cases, documents, few, random_programs, tightened
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+
+def search(given: Problem, devices: Sequence[int], horizon_ms: float) -> GeneralOutcome:
+    """A search with room enough for small problems."""
+    return search_general(given, devices, horizon_ms, most_states=10**6, most_in_layer=50_000)
+
+
+def shortest(given: Problem, *devices: int) -> float:
+    """The length of the shortest relaxed schedule; times are whole ms."""
+    length = 10**4
+    while (found := search(given, devices, length).found_ms) is not None:
+        length = round(found) - 1
+    return length + 1
+
+
+def choices(given: Problem) -> Iterator[tuple[int, ...]]:
+    """All sets of devices that can be searched."""
+    devices = range(len(given.devices))
+    for size in range(1, len(given.devices) + 1):
+        for chosen in combinations(devices, size):
+            if general_can_search(given, chosen):
+                yield chosen
+
+
+def answers(case: Case) -> Iterator[HorizonAnswer]:
+    """What each choice of devices says at the length of a schedule there is."""
+    length = simulate(case.problem, case.programs).objective_ms(case.problem.objective)
+    for devices in choices(case.problem):
+        found = search(case.problem, devices, length)
+        assert (found.found_ms is None) is (found.answer is not HorizonAnswer.FOUND)
+        assert found.found_ms is None or found.found_ms <= length
+        yield found.answer
+
+
+@given(cases())
+def test_no_legal_schedule_is_denied(case: Case) -> None:
+    """At the length of any schedule there is, no choice of devices says that there is none.
+
+    The largest cases may not be decided: too many states prove nothing, and deny nothing.
+    """
+    for answer in answers(case):
+        assert answer is not HorizonAnswer.NONE
+
+
+def test_nearly_all_legal_schedules_are_found() -> None:
+    """Of the choices in the same hundred cases each time, 19 in 20 are decided."""
+    said: list[HorizonAnswer] = []
+
+    @settings(max_examples=100, derandomize=True, database=None, phases=[Phase.generate])
+    @given(cases())
+    def ask(case: Case) -> None:
+        said.extend(answers(case))
+
+    ask()
+    assert len(said) > 100
+    assert said.count(HorizonAnswer.FOUND) >= 0.95 * len(said)
+
+
+@st.composite
+def tiny_problems(draw: st.DrawFn) -> Problem:
+    """Two cells in memory that some program fills."""
+    document = draw(documents())
+    del document["stages"][2:]
+    document["num_microbatches"] = 2 // len(document["stages"])
+    tiny = Problem.parse(document)
+    rng = random.Random(draw(st.integers(0, 2**32)))
+    return tightened(Case(tiny, random_programs(tiny, rng))).problem
+
+
+@given(tiny_problems())
+def test_what_it_proves_is_no_more_than_exhaustive_search_finds(tiny: Problem) -> None:
+    """At the optimum, of which there are programs, no choice of devices says no."""
+    least = optimum(tiny)
+    for devices in choices(tiny):
+        assert search(tiny, devices, least).answer is HorizonAnswer.FOUND
+
+
+def three_in_room_for_two(**fields: Any) -> Problem:
+    """Three micro-batches, room for two on device 0: 12 ms there and back, 2 ms per copy."""
+    held = offloadable(0, 2, 2, 1, offload_bytes=2 * UNIT, activation_bytes=2 * UNIT)
+    far = stage(1, 0, 0, 0, activation_bytes=0)
+    devices = [bus(memory_bytes=4 * UNIT), bus()]
+    links = [{"from": 0, "to": 1, "latency_ms": 6.0}]
+    return problem([{**held, **fields}, far], devices, m=3, links=links)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"offload_bytes": 0},
+        {"offload_bytes": 0, "recompute_ms": 1, "checkpoint_bytes": 0},
+        {"backward_ms": 1.0},
+        {"weight_context_bytes": UNIT},
+        {"grad_sync_ms": 3.0},
+    ],
+)
+@pytest.mark.parametrize("objective", ["makespan", "span"])
+def test_one_device_is_searched_exactly(fields: dict[str, Any], objective: str) -> None:
+    """Alone on its pipeline, what the search finds is the optimum of all programs."""
+    held = offloadable(0, 2, 2, 1, offload_bytes=2 * UNIT, activation_bytes=2 * UNIT)
+    alone = problem([{**held, **fields}], [bus(memory_bytes=3 * UNIT)], m=2, objective=objective)
+    assert shortest(alone, 0) == optimum(alone)
+
+
+def test_the_others_are_waiting_times() -> None:
+    """The third F waits for the first W, and its I for the way there and back."""
+    given = three_in_room_for_two(offload_bytes=0)
+    assert shortest(given, 0) == 2 + 12 + 2 + 1 + 2 + 12 + 2 + 1
+    assert shortest(given, 1) <= shortest(given, 0) == shortest(given, 0, 1)
+
+
+def test_offload_and_recompute_help_as_much_as_they_cost() -> None:
+    """With them, device 0 is through sooner than without."""
+    plain = shortest(three_in_room_for_two(offload_bytes=0), 0)
+    assert shortest(three_in_room_for_two(), 0) < plain
+    again = three_in_room_for_two(offload_bytes=0, recompute_ms=1, checkpoint_bytes=0)
+    assert shortest(again, 0) < plain
+
+
+@st.composite
+def pipelines(draw: st.DrawFn) -> Problem:
+    """Two devices, three micro-batches, no offload: first in, first out loses nothing."""
+    times = st.sampled_from([1.0, 2.0, 3.0])
+    stages = [stage(d, draw(times), draw(times), draw(times), weight_context_bytes=5)
+              for d in range(2)]  # fmt: skip
+    rooms = [draw(st.sampled_from([15, 20, 25, 1000])) for _ in range(2)]
+    return problem(stages, [{"memory_bytes": room} for room in rooms], m=3)
+
+
+@few(20)
+@given(pipelines())
+def test_all_devices_together_are_as_long_as_counts_say(given: Problem) -> None:
+    """Two searches that share no state: the shortest schedule of one is that of the other."""
+    assert fifo_can_search(given)
+    least = shortest(given, 0, 1)
+    for length, answer in ((least, HorizonAnswer.FOUND), (least - 1, HorizonAnswer.NONE)):
+        found = search_fifo(given, length, most_states=10**6, most_in_layer=50_000)
+        assert found.answer is answer
+
+
+@pytest.mark.parametrize("limits", [(10, 1000), (10**6, 4)])
+def test_too_many_states_prove_nothing(limits: tuple[int, int]) -> None:
+    """In all, or in one layer: the answer is unknown, however short the horizon."""
+    most_states, most_in_layer = limits
+    found = search_general(
+        three_in_room_for_two(),
+        (0, 1),
+        45,
+        most_states=most_states,
+        most_in_layer=most_in_layer,
+    )
+    assert found.answer is HorizonAnswer.UNKNOWN
+    assert found.found_ms is None
+
+
+def test_told_to_stop_it_stops() -> None:
+    """Before the first layer is through, and without an answer."""
+    stopped = search_general(
+        three_in_room_for_two(),
+        (0, 1),
+        1,
+        most_states=10**6,
+        most_in_layer=1000,
+        should_stop=lambda: True,
+    )
+    assert stopped.answer is HorizonAnswer.UNKNOWN
+
+
+def test_problems_that_journeys_do_not_say() -> None:
+    """Several devices under span, copies of unequal size on a device, and too many stages."""
+    span = problem([stage(0), stage(1)], objective="span")
+    assert general_can_search(span, (1,))
+    assert not general_can_search(span, (0, 1))
+    sizes = [offloadable(0, offload_bytes=n * UNIT) for n in (1, 2)]
+    unequal = problem([*sizes, stage(1)], [bus(memory_bytes=11 * UNIT), bus()], m=2)
+    assert not general_can_search(unequal, (0,))
+    assert general_can_search(unequal, (1,))
+    assert not general_can_search(problem([stage(0)] * 9), (0,))

@@ -1,0 +1,188 @@
+"""The families: golden programs, published numbers, and legality on anything."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+
+from optpipe import Problem, Programs, dump_csv, find_violations, simulate
+from optpipe.simulate import bubble_rate
+from optpipe_solver.families import FAMILIES, Family, NotApplicable
+from optpipe_solver.families.common import NotApplicableReason
+from optpipe_solver.families.replace import replaced
+from optpipe_solver.offload_fit.fit import fit_memory
+from tests.building import UNIT, bus, problem, stage
+from tests.strategies import Case, cases, few, problems
+
+TABLE = json.loads(
+    (Path(__file__).parents[2] / "data/published/zero_bubble_table.json").read_text()
+)
+GOLDEN_FILES = Path(__file__).parents[2] / "data/golden"
+BY_NAME = {family.name: family for family in FAMILIES}
+GOLDEN = {
+    "1f1b": "0F0,0F1,0B0,0F2,0B1,0B2\n1F0,1B0,1F1,1B1,1F2,1B2\n",
+    "zb-h1": "0F0,0F1,0I0,0W0,0F2,0I1,0W1,0I2,0W2\n1F0,1I0,1F1,1I1,1W0,1F2,1I2,1W1,1W2\n",
+    "serial": "0F0,0I0,0W0,0F1,0I1,0W1,0F2,0I2,0W2\n1F0,1I0,1W0,1F1,1I1,1W1,1F2,1I2,1W2\n",
+}
+
+
+def published(row: dict[str, Any], limit: float) -> Problem:
+    """A row of the Zero Bubble table with a memory limit in activations of one micro-batch.
+
+    Bytes are those of one layer in units of s b h: 34 + 5 a s / h from F, 32 after I.
+    """
+    model = TABLE["models"][row["model"]]
+    held = round(1000 * (34 + 5 * model["heads"] * model["seq"] / model["hidden"]))
+    p = row["p"]
+    return Problem.parse(
+        {
+            "num_microbatches": row["m"],
+            "objective": "span",
+            "devices": [{"memory_bytes": int(limit * held)} for _ in range(p)],
+            "stages": [
+                {
+                    "device": d,
+                    "forward_ms": row["forward_ms"],
+                    "backward_input_ms": row["backward_input_ms"],
+                    "backward_weight_ms": row["backward_weight_ms"],
+                    "activation_bytes": held,
+                    "weight_context_bytes": 32000,
+                }
+                for d in range(p)
+            ],
+            "links": [
+                {"from": d, "to": d + 1, "latency_ms": row["communication_ms"]}
+                for d in range(p - 1)
+            ],
+        }
+    )
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_golden_program(name: str) -> None:
+    """Two stages, three micro-batches, written out."""
+    given = problem([stage(0), stage(1)], m=3)
+    family = next(family for family in FAMILIES if family.name == name)
+    assert dump_csv(family.build(given)) == GOLDEN[name]
+
+
+@pytest.mark.parametrize("row", TABLE["rows"], ids=lambda row: f"{row['model']}-m{row['m']}")
+@pytest.mark.parametrize(("name", "column"), [("1f1b", "1F1B"), ("zb-h1", "ZB-H1")])
+def test_published_bubble_rates(row: dict[str, Any], name: str, column: str) -> None:
+    """Zero Bubble, tables 5 and 9: span-based rates to four decimals."""
+    given = published(row, 1000)
+    family = next(family for family in FAMILIES if family.name == name)
+    run = simulate(given, family.build(given))
+    rate = bubble_rate(given, run.span_ms)
+    assert rate == pytest.approx(row["bubble_rate_span"][column], abs=6e-5)
+
+
+def built(family: Family, given: Problem) -> Programs | None:
+    """The family's programs, or None after a reason that says something."""
+    try:
+        return family.build(given)
+    except NotApplicable as answer:
+        reason = answer
+    assert isinstance(reason.reason, NotApplicableReason)
+    assert len(str(reason)) > 20
+    assert "Error" not in str(reason)
+    return None
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+@few(12)
+@given(given=problems())
+def test_legal_but_for_memory_or_a_reason(family: Family, given: Problem) -> None:
+    """Any placement, heterogeneous times, m < p, m = 1, p = 1, odd p; zero and large links."""
+    programs = built(family, given)
+    if programs is not None:
+        assert find_violations(given, programs) == []
+
+
+@pytest.mark.parametrize(
+    "family", [f for f in FAMILIES if f.limit == "respected"], ids=lambda family: family.name
+)
+@few(15)
+@given(case=cases(tight=True))
+def test_limits_are_respected_where_that_is_said(family: Family, case: Case) -> None:
+    """Under limits that some schedule just meets; serial execution always finds one."""
+    programs = built(family, case.problem)
+    assert programs is not None or family.name != "serial"
+    if programs is not None:
+        assert find_violations(case.problem, programs) == []
+
+
+@few(30)
+@given(cases(tight=True))
+def test_fitted_programs_are_legal(case: Case) -> None:
+    """What `fit_memory` returns keeps every limit, for the compute programs of any family."""
+    for name in ("gpipe", "1f1b", "zb-h2"):
+        programs = built(BY_NAME[name], case.problem)
+        if programs is not None:
+            fitted = fit_memory(case.problem, programs)
+            if fitted is not None:
+                assert find_violations(case.problem, fitted) == []
+
+
+def test_fit_offloads_no_more_than_the_limit_asks_for() -> None:
+    """Programs that fit come back unchanged."""
+    given = problem([stage(0), stage(1)], m=3)
+    for name in ("gpipe", "1f1b", "zb-h1"):
+        programs = BY_NAME[name].build(given)
+        assert fit_memory(given, programs) == programs
+
+
+def reference_problems() -> list[Problem]:
+    """Four devices, unequal passes, everything allowed; as a line, a loop and a V."""
+    line = problem(
+        [
+            stage(
+                d,
+                5,
+                6,
+                4,
+                activation_bytes=10 * UNIT,
+                weight_context_bytes=6 * UNIT,
+                offload_bytes=8 * UNIT,
+                recompute_ms=5.0,
+                checkpoint_bytes=UNIT,
+            )
+            for d in range(4)
+        ],
+        [bus(memory_bytes=55 * UNIT) for _ in range(4)],
+        m=8,
+        links=[{"from": d, "to": d + 1, "latency_ms": 0.5} for d in range(3)],
+    )
+    return [line, replaced(line, "loop", 2), replaced(line, "v", 2)]
+
+
+def reference_programs(family: Family) -> Programs:
+    """The family's programs on the first reference problem it applies to."""
+    for reference in reference_problems():
+        programs = built(family, reference)
+        if programs is not None:
+            return programs
+    raise AssertionError(f"{family.name} applies to no reference problem")
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_golden_schedule(family: Family) -> None:
+    """Written down; `python -m tests.solver.families.test_families` writes them anew."""
+    assert dump_csv(reference_programs(family)) == (GOLDEN_FILES / f"{family.name}.csv").read_text()
+
+
+def test_no_two_families_share_a_golden_schedule() -> None:
+    """Each is its own; and no file is left over."""
+    texts = {path.stem: path.read_text() for path in GOLDEN_FILES.glob("*.csv")}
+    assert set(texts) == set(BY_NAME)
+    assert len(set(texts.values())) == len(texts)
+
+
+if __name__ == "__main__":
+    GOLDEN_FILES.mkdir(exist_ok=True)
+    for one in FAMILIES:
+        (GOLDEN_FILES / f"{one.name}.csv").write_text(dump_csv(reference_programs(one)))

@@ -1,0 +1,229 @@
+"""The Zero Bubble greedy: golden programs, published rates, every limit, legality, its clock."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from optpipe import Problem, Programs, dump_csv, find_violations, simulate
+from optpipe.memory import device_peak_bytes
+from optpipe.simulate import bubble_rate
+from optpipe_solver.families import zero_bubble
+from optpipe_solver.families.common import NotApplicable, NotApplicableReason, programs_by_device
+from optpipe_solver.families.zero_bubble import build_zb_1p, build_zb_2p, build_zero_bubble_greedy
+from optpipe_solver.families.zero_bubble_kernel import plan_line
+from tests.building import problem, programs, stage
+from tests.solver.families.pipelines import lines
+from tests.solver.families.test_families import TABLE, published
+from tests.strategies import Case, cases
+
+ROWS = pytest.mark.parametrize("row", TABLE["rows"], ids=lambda row: f"{row['model']}-m{row['m']}")
+
+
+def rate_of(given: Problem, rows: Programs) -> float:
+    return bubble_rate(given, simulate(given, rows).span_ms)
+
+
+def peak(given: Problem, rows: Programs) -> int:
+    return max(device_peak_bytes(given, device, row) for device, row in enumerate(rows))
+
+
+def built(given: Problem) -> tuple[Programs, None] | tuple[None, NotApplicableReason]:
+    """The greedy's programs, or why there are none."""
+    try:
+        return build_zero_bubble_greedy(given), None
+    except NotApplicable as refused:
+        return None, refused.reason
+
+
+def serially(given: Problem) -> Programs:
+    """F, I and W of one micro-batch after the other: the least memory without tricks."""
+    return programs(
+        *(
+            " ".join(
+                f"{s}F{j} {s}I{j} {s}W{j}" for s in held for j in range(given.num_microbatches)
+            )
+            for held in given.stages_of
+        )
+    )
+
+
+def half_held(limit: int = 1000, latency: float = 0, m: int = 4) -> Problem:
+    """Two equal stages, 10 bytes from F and 5 of them until W."""
+    return problem(
+        [stage(device, weight_context_bytes=5) for device in range(2)],
+        [{"memory_bytes": limit} for _ in range(2)],
+        m=m,
+        links=[{"from": 0, "to": 1, "latency_ms": latency}],
+    )
+
+
+def test_golden_between_1p_and_2p() -> None:
+    """Two and a half activations: one W more waits on stage 1 than ZB-H1 lets it."""
+    assert dump_csv(build_zero_bubble_greedy(half_held(25))) == (
+        "0F0,0F1,0I0,0F2,0I1,0W0,0F3,0I2,0W1,0I3,0W2,0W3\n"
+        "1F0,1I0,1F1,1I1,1F2,1I2,1W0,1F3,1I3,1W1,1W2,1W3\n"
+    )
+
+
+def test_golden_below_1p() -> None:
+    """One and a half activations: the next F runs as soon as an I has left half of one behind."""
+    assert dump_csv(build_zero_bubble_greedy(half_held(15, m=3))) == (
+        "0F0,0I0,0F1,0W0,0I1,0F2,0W1,0I2,0W2\n1F0,1I0,1W0,1F1,1I1,1W1,1F2,1I2,1W2\n"
+    )
+
+
+def test_zb_1p_golden() -> None:
+    """A gap of communication on stage 1 takes two W, which ZB-H1 cannot know."""
+    assert dump_csv(build_zb_1p(half_held(latency=2))) == (
+        "0F0,0F1,0I0,0W0,0F2,0I1,0W1,0F3,0I2,0W2,0I3,0W3\n"
+        "1F0,1I0,1F1,1I1,1W0,1W1,1F2,1I2,1W2,1F3,1I3,1W3\n"
+    )
+
+
+def test_zb_2p_golden() -> None:
+    """Room for all four: F until the first I arrives."""
+    assert dump_csv(build_zb_2p(half_held(latency=2))) == (
+        "0F0,0F1,0F2,0F3,0I0,0W0,0I1,0W1,0I2,0W2,0I3,0W3\n"
+        "1F0,1I0,1F1,1I1,1F2,1I2,1F3,1I3,1W0,1W1,1W2,1W3\n"
+    )
+
+
+@ROWS
+@pytest.mark.parametrize(("factor", "column"), [(1, "ZB-1p"), (2, "ZB-2p")])
+def test_published(row: dict[str, Any], factor: int, column: str) -> None:
+    """Zero Bubble, tables 5 and 9: span-based rates to four decimals or better, legal."""
+    given = published(row, factor * row["p"])
+    rows = build_zero_bubble_greedy(given)
+    assert find_violations(given, rows) == []
+    assert rate_of(given, rows) <= row["bubble_rate_span"][column] + 5e-5
+
+
+@ROWS
+def test_named_limits_ignore_the_problems_own(row: dict[str, Any]) -> None:
+    """ZB-1p and ZB-2p are the greedy at p and 2p activations."""
+    tiny = published(row, 1)
+    for factor, build in ((1, build_zb_1p), (2, build_zb_2p)):
+        under_limit = published(row, factor * row["p"])
+        assert build(tiny) == build_zero_bubble_greedy(under_limit)
+
+
+def test_every_limit_from_one_activation_to_2p() -> None:
+    """p = 8, m = 24: legal, never over the limit, and more memory is never slower."""
+    row = TABLE["rows"][2]
+    rates = []
+    for halves in range(2, 33):
+        given = published(row, halves / 2)
+        rows = build_zero_bubble_greedy(given)
+        assert find_violations(given, rows) == []
+        rates.append(rate_of(given, rows))
+    assert all(less >= more - 1e-9 for less, more in pairwise(rates))
+
+
+@pytest.mark.parametrize("p", [1, 2, 3, 8])
+def test_no_bubble_at_equal_times_and_2p(p: int) -> None:
+    given = problem([stage(device) for device in range(p)], m=3 * p)
+    rows = build_zb_2p(given)
+    assert simulate(given, rows).span_ms == given.busy_ms
+    assert peak(given, rows) <= 20 * p
+
+
+@pytest.mark.parametrize("p", [2, 3, 8])
+def test_zb_1p_bubble_at_equal_times(p: int) -> None:
+    """That of ZB-H1: (p - 1)(F + I - W), with the memory of 1F1B's first stage."""
+    given = problem([stage(device) for device in range(p)], m=3 * p)
+    rows = build_zb_1p(given)
+    assert simulate(given, rows).span_ms == given.busy_ms + p - 1
+    assert peak(given, rows) == 10 * p
+
+
+def test_too_little_for_one_microbatch_is_refused_with_the_numbers() -> None:
+    """Static and reserved bytes count, and what I needs beside the activation."""
+    given = problem(
+        [stage(0, weight_context_bytes=12, static_bytes=4, backward_weight_workspace_bytes=3)],
+        [{"memory_bytes": 20, "reserved_bytes": 2}],
+    )
+    with pytest.raises(NotApplicable, match=r"stage 0 needs 15 bytes .* has room for 14") as raised:
+        build_zero_bubble_greedy(given)
+    assert raised.value.reason is NotApplicableReason.DOES_NOT_FIT
+
+
+@pytest.mark.parametrize("build", [build_zero_bubble_greedy, build_zb_1p, build_zb_2p])
+def test_needs_one_stage_per_device(build: Any) -> None:
+    with pytest.raises(NotApplicable) as raised:
+        build(problem([stage(device) for device in (0, 1, 1, 0)]))
+    assert raised.value.reason is NotApplicableReason.NEEDS_ONE_STAGE_PER_DEVICE
+
+
+def test_astronomic_sizes_do_not_overflow() -> None:
+    """2p activations of 2**53 bytes on 600 stages are more than 64 bits hold."""
+    given = problem([stage(device, activation_bytes=2**53) for device in range(600)], m=2)
+    assert find_violations(given, build_zb_2p(given))[0].code == "memory.device"
+
+
+@given(lines(memory=lambda draw, held: draw(st.integers(0, 120))))
+def test_legal_or_does_not_fit(given: Problem) -> None:
+    """Any limit, context above activation, workspaces: legal, or one micro-batch does not fit."""
+    rows, reason = built(given)
+    if rows is None:
+        assert reason is NotApplicableReason.DOES_NOT_FIT
+        assert find_violations(given, serially(given)) != []
+    else:
+        assert find_violations(given, rows) == []
+
+
+@given(lines())
+def test_named_limits_are_legal_on_any_line(given: Problem) -> None:
+    """Workspaces and large contexts come on top of the p or 2p activations."""
+    for factor, build in ((1, build_zb_1p), (2, build_zb_2p)):
+        rows = build(given)
+        assert find_violations(given, rows) == []
+        for held in given.stages:
+            beside = max(
+                held.forward_workspace_bytes,
+                max(0, held.weight_context_bytes - held.activation_bytes)
+                + max(held.backward_input_workspace_bytes, held.backward_weight_workspace_bytes),
+            )
+            most = factor * len(given.stages) * held.activation_bytes + beside
+            used = device_peak_bytes(given, held.device, rows[held.device])
+            assert used - held.static_bytes <= most
+
+
+@given(cases(tight=True))
+def test_legal_under_limits_that_something_meets(case: Case) -> None:
+    """With offload and recompute around, which the greedy leaves alone."""
+    rows, reason = built(case.problem)
+    if rows is None:
+        assert reason in (
+            NotApplicableReason.DOES_NOT_FIT,
+            NotApplicableReason.NEEDS_ONE_STAGE_PER_DEVICE,
+        )
+    else:
+        assert find_violations(case.problem, rows) == []
+
+
+@given(lines(memory=lambda draw, held: 100))
+def test_its_clock_is_the_simulators_and_the_best_setting_wins(given: Problem) -> None:
+    """Every combination of hyper-parameters runs exactly as planned; none beats the result."""
+    limits = [100] * len(given.stages)
+    line = zero_bubble._line(given, limits)
+    won = simulate(given, build_zero_bubble_greedy(given)).objective_ms(given.objective)
+    settings_ = list(zero_bubble._settings(given))
+    assert len(set(settings_)) == 12
+    for setting in settings_:
+        plan = plan_line(line, *setting)
+        rows = programs_by_device(
+            given,
+            [list(zero_bubble._program(plan, s)) for s in range(len(given.stages))],
+        )
+        run = simulate(given, rows)
+        for s, held in enumerate(given.stages):
+            assert run.times[held.device][-1].end == plan.free[s]
+            assert run.times[held.device][0].start == plan.first[s]
+        length = zero_bubble._objective_ms(given, plan)
+        assert length == run.objective_ms(given.objective)
+        assert won <= length

@@ -1,0 +1,172 @@
+"""The moves of the local search, one by one: what they change, and that nothing else changes."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from optpipe import find_violations
+from optpipe_solver.arrays.encoding import CompiledProblem, Rows
+from optpipe_solver.local_search import moves
+from optpipe_solver.local_search.annealing import table_for, take_back
+from tests.building import problem, programs, stage
+from tests.strategies import Case, cases
+
+if TYPE_CHECKING:
+    from optpipe import Problem, Programs
+    from optpipe_solver.local_search.annealing import Table
+
+MAY_BREAK = {"memory.device", "memory.host", "wait.cyclic"}
+"""Rules that a move alone need not keep; who makes it asks."""
+
+
+def set_out(given: Problem, rows: Programs) -> tuple[CompiledProblem, Table]:
+    """Programs on a board."""
+    compiled = CompiledProblem.of(given)
+    return compiled, table_for(compiled, compiled.encode(rows))
+
+
+def read(compiled: CompiledProblem, table: Table) -> Programs:
+    """What stands on the board."""
+    return compiled.decode(Rows(table.board.actions, table.board.counts))
+
+
+def one_stage(*rows: str, m: int = 2) -> tuple[CompiledProblem, Table]:
+    """A device with a stage that may do everything."""
+    everything = {
+        "forward_ms": 2.0,
+        "backward_input_ms": 2.0,
+        "backward_weight_ms": 1.0,
+        "backward_ms": 2.5,
+        "activation_bytes": 10,
+        "offload_bytes": 10,
+        "recompute_ms": 1.0,
+        "checkpoint_bytes": 1,
+    }
+    device = {"memory_bytes": 100, "d2h_gb_per_s": 1.0, "h2d_gb_per_s": 1.0}
+    return set_out(problem([{"device": 0, **everything}], [device], m), programs(*rows))
+
+
+def test_exchange_hands_the_places_over() -> None:
+    """The kept cell is offloaded where the other was."""
+    compiled, table = one_stage("0F0 0OFFLOAD0 0F1 0RELEASE0 0RELOAD0 0B1 0B0")
+    assert moves.exchange(table.board, table.undo, 2, 0, 0, 1)
+    assert read(compiled, table) == programs("0F0 0F1 0OFFLOAD1 0RELEASE1 0RELOAD1 0B1 0B0")
+
+
+def test_a_cell_is_recomputed_instead_of_offloaded() -> None:
+    """RECOMPUTE two places before the backward; the flag says so."""
+    compiled, table = one_stage("0F0 0OFFLOAD0 0F1 0RELEASE0 0RELOAD0 0B1 0B0")
+    assert moves.place_mode(table.board, table.undo, 2, 0, 0, moves.AGAIN, 0, 2)
+    assert read(compiled, table) == programs("0F0 0RECOMPUTE0 0F1 0B1 0B0")
+    assert table.board.again.tolist() == [True, False]
+    assert not moves.place_mode(table.board, table.undo, 2, 0, 1, moves.KEPT, 0, 0)
+
+
+def test_a_fused_backward_is_split_and_its_w_put_off() -> None:
+    """I where the B stood, W two places behind; and back again."""
+    compiled, table = one_stage("0F0 0F1 0B0 0B1")
+    assert moves.toggle_fused(table.board, table.undo, 2, 0, 0, 1)
+    assert read(compiled, table) == programs("0F0 0F1 0I0 0B1 0W0")
+    assert moves.toggle_fused(table.board, table.undo, 2, 0, 0, 1)
+    assert read(compiled, table) == programs("0F0 0F1 0B0 0B1")
+
+
+def test_two_backwards_trade_places() -> None:
+    """All that belongs to them goes along; a trade that would run before its F is refused."""
+    compiled, table = one_stage("0F0 0F1 0I0 0I1 0W0 0W1")
+    assert moves.trade_backwards(table.board, table.undo, 2, 0, 0, 1)
+    assert read(compiled, table) == programs("0F0 0F1 0I1 0I0 0W1 0W0")
+    _, table = one_stage("0F0 0I0 0W0 0F1 0I1 0W1")
+    assert not moves.trade_backwards(table.board, table.undo, 2, 0, 0, 1)
+
+
+def test_a_swap_leaves_those_between_where_they_are() -> None:
+    """Two forwards change places around a W; an F and its I never do."""
+    compiled, table = one_stage("0F0 0I0 0F1 0W0 0F2 0B1 0B2", m=3)
+    assert moves.swap(table.board, table.undo, 3, 0, 2, 2)
+    assert read(compiled, table) == programs("0F0 0I0 0F2 0W0 0F1 0B1 0B2")
+    assert not moves.swap(table.board, table.undo, 3, 0, 0, 1)
+
+
+def test_a_segment_is_reversed_until_a_cell_would_come_twice() -> None:
+    """From F1 on: the I of 1 stays where it is; one action alone is nothing to reverse."""
+    compiled, table = one_stage("0F0 0F1 0I0 0F2 0I1 0W0 0W1 0B2", m=3)
+    assert moves.reverse(table.board, table.undo, compiled.times, 0, 1, 9, False)
+    assert read(compiled, table) == programs("0F0 0F2 0I0 0F1 0I1 0W0 0W1 0B2")
+    assert not moves.reverse(table.board, table.undo, compiled.times, 0, 7, 9, False)
+
+
+def test_a_reversal_in_turn_keeps_the_micro_batches_in_order() -> None:
+    """Passes change places, F1 stays before F2; forwards alone stay as they are."""
+    compiled, table = one_stage("0F0 0F1 0F2 0I0 0W0 0B1 0B2", m=3)
+    assert moves.reverse(table.board, table.undo, compiled.times, 0, 1, 9, True)
+    assert read(compiled, table) == programs("0F0 0I0 0F1 0F2 0W0 0B1 0B2")
+    compiled, table = one_stage("0F0 0F1 0F2 0I0 0W0 0B1 0B2", m=3)
+    assert not moves.reverse(table.board, table.undo, compiled.times, 0, 0, 3, True)
+
+
+def test_a_wave_moves_a_run_of_micro_batches_on_several_stages() -> None:
+    """Both devices put every F but the first off by one place; the order of the Fs is the same."""
+    rows = ("0F0 0F1 0F2 0B0 0B1 0B2", "1F0 1F1 1B0 1F2 1B1 1B2")
+    compiled, table = set_out(problem([stage(0), stage(1)], m=3), programs(*rows))
+    forward = 1  # the F of stage 0, micro-batch 1
+    assert moves.wave(table.board, table.undo, compiled.times, forward, 2, 2, 1, 1)
+    assert read(compiled, table) == programs("0F0 0B0 0F1 0F2 0B1 0B2", "1F0 1B0 1F1 1B1 1F2 1B2")
+
+
+def test_a_wave_of_modes_takes_every_second_micro_batch() -> None:
+    """Offloaded are 0 and 2; 1 is kept."""
+    compiled, table = one_stage("0F0 0F1 0F2 0B0 0B1 0B2", m=3)
+    assert moves.mode_wave(table.board, table.undo, compiled.times, 0, 3, 2, moves.AWAY, 0, 0)
+    assert [moves.mode_of(table.board, 3, cell) for cell in range(3)] == [
+        moves.AWAY,
+        moves.KEPT,
+        moves.AWAY,
+    ]
+
+
+@given(cases(), st.integers(0, 2**32), st.integers(0, 5))
+def test_any_move_keeps_each_cells_order_and_can_be_taken_back(
+    case: Case, seed: int, which: int
+) -> None:
+    """Nothing but memory and cyclic waits may break; taken back, all is as before."""
+    compiled, table = set_out(case.problem, case.programs)
+    rng = random.Random(seed)
+    if not made(table, rng, which):
+        take_back(table)
+        assert read(compiled, table) == case.programs
+        return
+    found = find_violations(case.problem, read(compiled, table))
+    assert {violation.code for violation in found} <= MAY_BREAK
+    take_back(table)
+    assert read(compiled, table) == case.programs
+
+
+def made(table: Table, rng: random.Random, which: int) -> bool:
+    """Make one of the moves at a random place."""
+    board, undo, times = table.board, table.undo, table.times
+    device = rng.choice([d for d, count in enumerate(board.counts) if count])
+    cells = times.num_cells
+    code = int(board.actions[device, rng.randrange(board.counts[device])])
+    other = int(board.actions[device, rng.randrange(board.counts[device])])
+    table.undo.sizes[:] = 0
+    if which == 0:
+        stage_of_code = code % cells // times.num_microbatches
+        other = stage_of_code * times.num_microbatches + rng.randrange(times.num_microbatches)
+        return moves.exchange(board, undo, cells, device, code % cells, other)
+    if which == 1:
+        return moves.trade_backwards(board, undo, cells, device, code % cells, other % cells)
+    if which == 2:
+        return moves.swap(board, undo, cells, device, int(board.at[code]), rng.randint(1, 5))
+    if which == 3:
+        count, most, width = (rng.randint(1, 3) for _ in range(3))
+        return moves.wave(board, undo, times, code, count, most, width, rng.choice([-3, -1, 1, 2]))
+    if which == 4:
+        width, in_turn = rng.randint(2, 8), rng.random() < 0.5
+        return moves.reverse(board, undo, times, device, int(board.at[code]), width, in_turn)
+    late = rng.randrange(4)
+    return moves.toggle_fused(board, undo, cells, device, code % cells, late)

@@ -1,0 +1,120 @@
+"""Times and memory kept up to date move by move: to the last bit those of a fresh simulation."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from optpipe import check, simulate
+from optpipe.memory import host_walk
+from optpipe_solver.arrays.encoding import CompiledProblem, Rows
+from optpipe_solver.local_search import moves
+from optpipe_solver.local_search.annealing import (
+    accept,
+    anneal,
+    course_of,
+    look_around,
+    table_for,
+    take_back,
+    try_move,
+)
+from tests.strategies import Case, cases, few
+
+if TYPE_CHECKING:
+    from optpipe_solver.local_search.annealing import Table
+
+MOVES = 60
+
+
+def assert_is_longest(table: Table, path_size: int, *, by_span: bool) -> None:
+    """A path ends where the objective does, and time flows along it."""
+    board = table.board
+    path = table.path[:path_size]
+    taken = board.last - board.first * by_span
+    device = int(
+        table.times.device_of[path[0] % table.times.num_cells // table.times.num_microbatches]
+    )
+    assert path[0] == board.actions[device, board.counts[device] - 1]
+    assert taken[device] == max(taken[board.counts > 0])
+    assert len(set(path.tolist())) == path_size
+    assert (np.diff(board.clock[path]) <= 0).all()
+
+
+def rows_of(table: Table) -> Rows:
+    """The programs on the board."""
+    return Rows(table.board.actions, table.board.counts)
+
+
+def board_state(table: Table) -> list[list[float]]:
+    """Everything a fresh board would hold, by action in program order."""
+    board = table.board
+    found: list[list[float]] = [board.counts.tolist()]
+    if table.rules.hosts_limited:
+        found += [board.hosts.tolist()]
+    if table.rules.incremental:
+        found += [board.first.tolist(), board.last.tolist()]
+    for row, count in zip(board.actions, board.counts, strict=True):
+        codes = row[:count]
+        found += [codes.tolist(), board.at[codes].tolist(), board.held[codes].tolist()]
+        if table.rules.incremental:
+            columns = (board.clock, board.out, board.back, board.end)
+            found += [column[codes].tolist() for column in columns]
+    return found
+
+
+@given(cases(), st.integers(0, 2**32), st.floats(0.0, 2.0))
+def test_after_any_moves_the_board_is_that_of_a_fresh_start(
+    case: Case, seed: int, slack: float
+) -> None:
+    """Random moves, taken if no longer than allowed, else undone; shared lanes included.
+
+    The first quarter is made anywhere, the others half of the time around a longest path.
+    """
+    compiled = CompiledProblem.of(case.problem)
+    table = table_for(compiled, compiled.encode(case.programs))
+    by_span = case.problem.objective == "span"
+    draw = moves.seeded(seed)
+    start_ms = simulate(case.problem, case.programs).objective_ms(case.problem.objective)
+    limit = (1 + slack) * start_ms + 1
+    path_size = 0
+    for move in range(MOVES):
+        if move % (MOVES // 4) == MOVES // 4 - 1:
+            path_size = look_around(table)
+            assert_is_longest(table, path_size, by_span=by_span)
+        before = board_state(table)
+        _, judged, objective = try_move(table, path_size, limit, draw)
+        if judged > limit:
+            take_back(table)
+            assert board_state(table) == before
+            continue
+        accept(table)
+        rows = rows_of(table)
+        assert objective == compiled.length_ms(rows)[by_span]
+        assert board_state(table) == board_state(table_for(compiled, rows))
+    programs = compiled.decode(rows_of(table))
+    check(case.problem, programs)
+    run = simulate(case.problem, programs)
+    assert compiled.length_ms(rows_of(table)) == (run.makespan_ms, run.span_ms)
+    for device, program in enumerate(programs):
+        held = max(host_walk(case.problem, program), default=0)
+        assert table.board.hosts[device] == held or not table.rules.hosts_limited
+
+
+@few(25)
+@given(cases(), st.integers(0, 2**32), st.lists(st.integers(1, 2_000), max_size=6))
+def test_where_a_cooling_is_cut_makes_no_difference(case: Case, seed: int, cuts: list[int]) -> None:
+    """In slices of any sizes or in one go: the same moves, board and best schedule."""
+    compiled = CompiledProblem.of(case.problem)
+    start_ms = simulate(case.problem, case.programs).objective_ms(case.problem.objective)
+    found = []
+    for stops in ([10_000], [*sorted(cuts), 10_000]):
+        table = table_for(compiled, compiled.encode(case.programs))
+        course, draw = course_of(table, start_ms), moves.seeded(seed)
+        for until in stops:
+            anneal(table, course, 3.0, 0.01, 10_000, until, draw)
+        best = Rows(table.best_actions, table.best_counts)
+        found.append((board_state(table), compiled.decode(best), course.values.tolist()))
+    assert found[0] == found[1]

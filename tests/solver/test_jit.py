@@ -1,0 +1,57 @@
+"""``lean``: compiles what allocates nothing, and refuses what does."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numba
+import numpy as np
+import pytest
+
+from optpipe_solver.jit import lean
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+
+@lean
+def total(values: NDArray[np.float64]) -> float:
+    """Sum up; slices are views and allowed."""
+    found = 0.0
+    for value in values[1:]:
+        found += value
+    return found
+
+
+@lean
+def doubled(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Allocate."""
+    return values * 2.0
+
+
+@lean
+def twice_total(values: NDArray[np.float64]) -> float:
+    """Call another."""
+    return 2.0 * total(values)
+
+
+def test_what_only_compiled_code_calls_becomes_part_of_it() -> None:
+    """No machine code, wrapper or file of its own; Python may call it all the same."""
+    every_second = np.arange(10.0)[::2]
+    called = total.overloads  # type: ignore[attr-defined]
+    before = len(called)
+    assert twice_total(every_second) == 40.0
+    assert len(called) == before
+    assert total(every_second) == 20.0
+    assert len(called) == before + 1
+
+
+def test_compiles_views() -> None:
+    """Works on the caller's arrays."""
+    assert total(np.arange(5.0)) == 10.0
+
+
+def test_refuses_to_allocate() -> None:
+    """An array made without reference counts would never be freed."""
+    with pytest.raises(numba.core.errors.NumbaError):
+        doubled(np.arange(5.0))

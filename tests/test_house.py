@@ -1,0 +1,66 @@
+"""The house: one class for one name, no circles of imports, packages at most three deep."""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from pathlib import Path
+
+ROOTS = [Path("optpipe"), Path("solver/optpipe_solver"), Path("api/optpipe_api"), Path("examples")]
+
+MAY_EXIST_TWICE: dict[str, str] = {}
+"""Class names that several modules define, each with the reason."""
+
+
+def modules() -> dict[str, ast.Module]:
+    """Return every module of the three packages and of the examples, parsed, by its dotted name."""
+    found = {}
+    for root in ROOTS:
+        for path in root.rglob("*.py"):
+            if "versions" in path.parts:  # alembic's, named by number
+                continue
+            parts = path.relative_to(root.parent).with_suffix("").parts
+            name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+            found[name] = ast.parse(path.read_text(encoding="utf-8"))
+    return found
+
+
+def imports_of(tree: ast.Module, known: set[str]) -> set[str]:
+    """Return the modules of ours that one imports anywhere, for types alone included."""
+    wanted: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            full = [f"{node.module}.{alias.name}" for alias in node.names]
+            wanted.update(name if name in known else node.module for name in full)
+        elif isinstance(node, ast.Import):
+            wanted.update(alias.name for alias in node.names)
+    return wanted & known
+
+
+def test_a_class_name_exists_once() -> None:
+    """One word, one meaning."""
+    places = defaultdict(list)
+    for name, tree in modules().items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(name)
+    twice = {word: where for word, where in places.items() if len(where) > 1}
+    assert set(twice) == set(MAY_EXIST_TWICE), twice
+
+
+def test_no_circle_of_imports() -> None:
+    """Imports inside functions and for types alone count."""
+    trees = modules()
+    arrows = {name: imports_of(tree, set(trees)) - {name} for name, tree in trees.items()}
+    while True:
+        free = {name for name, wanted in arrows.items() if not wanted}
+        if not free:
+            break
+        arrows = {name: wanted - free for name, wanted in arrows.items() if name not in free}
+    assert not arrows, sorted(arrows)
+
+
+def test_packages_are_at_most_three_deep() -> None:
+    """A module's folders, its own package counted."""
+    deep = [name for name in modules() if name.count(".") > 3]
+    assert not deep
