@@ -109,7 +109,7 @@ def test_the_quickstart_trains_then_waits_and_stops_cleanly_on_ctrl_c(tmp_path) 
             time.sleep(0.2)
         assert "Ctrl-C stops it" in log.read_text(), log.read_text()
         running.send_signal(signal.SIGINT)
-        assert running.wait(timeout=30) == 0, log.read_text()
+        assert running.wait(timeout=120) == 0, log.read_text()
     finally:
         running.kill()
         running.wait()

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from optpipe_api.engine.processes import Solvers
     from optpipe_api.jobs import JobRecord
 
-PATIENCE_S = 30.0
+PATIENCE_S = 120.0
 
 
 class Bench:

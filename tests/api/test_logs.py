@@ -76,7 +76,7 @@ def test_a_server_whose_log_nobody_reads_goes_on_and_ends(tmp_path: Path) -> Non
         told = ""
         while (found := ADDRESS.search(told)) is None:
             told += os.read(read_end, 4096).decode()
-        with httpx.Client(base_url=found[0], timeout=30) as http:
+        with httpx.Client(base_url=found[0], timeout=120) as http:
             answers = {http.post("/v1/jobs", json={}).status_code for _ in range(200)}
         assert answers == {422}
         process.send_signal(signal.SIGTERM)

@@ -149,7 +149,7 @@ def test_a_stopped_server_ends_cleanly_with_waiting_requests_and_running_jobs(
     server.process.send_signal(number)
     waiting.join()
     assert server.end(number) == 0
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 30  # of the 50 s that it would wait
     assert [job.state for job in answers] == ["running"]
     assert not any(map(is_running, children))
     log = server.log.read_text("utf-8")

@@ -16,7 +16,7 @@ from tests.runtime import schedules
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-PATIENCE_S = 20
+PATIENCE_S = 120
 
 
 class Desk:

@@ -316,7 +316,7 @@ def test_a_body_of_100_mb_is_refused_and_the_service_goes_on(http, declared: boo
 
 
 def test_a_client_that_sends_all_before_it_reads_still_reads_the_refusal(http) -> None:
-    connection = HTTPConnection(http.base_url.host, http.base_url.port, timeout=20)
+    connection = HTTPConnection(http.base_url.host, http.base_url.port, timeout=120)
     headers = {"Content-Type": "application/json"}
     connection.request("POST", "/v1/jobs", b" " * 50_000_000, headers)
     answer = connection.getresponse()
@@ -343,7 +343,7 @@ def test_a_database_that_does_not_answer_is_503_and_a_bug_is_500_with_an_id(
 
     # The log draws the stack with all its locals, which takes seconds on a busy machine.
     server = running(make_settings(tmp_path))
-    with server as (url, app), httpx.Client(base_url=url, timeout=30) as http:
+    with server as (url, app), httpx.Client(base_url=url, timeout=120) as http:
 
         def no_answer(*_):
             raise StoreUnavailableError("the disk is full; make room")

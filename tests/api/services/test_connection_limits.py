@@ -68,7 +68,7 @@ class Crowd:
 
     def client(self, name: str) -> httpx.Client:
         headers = {"Authorization": f"Bearer {self.keys[name]}"}
-        return httpx.Client(base_url=self.url, headers=headers, timeout=30)
+        return httpx.Client(base_url=self.url, headers=headers, timeout=120)
 
     @contextmanager
     def stream(self, name: str) -> Iterator[httpx.Response]:

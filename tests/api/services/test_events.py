@@ -13,6 +13,7 @@ from optpipe.wire import JobState
 from optpipe_api.access import ANYBODY
 from optpipe_api.errors import StoreUnavailableError
 from optpipe_api.jobs import AttemptOutcome, JobEvent, Standing, TracePoint
+from optpipe_api.services import events
 from optpipe_api.services.events import Changes, JobWatch
 from optpipe_api.store import open_stores
 from tests.api.services.test_jobs import Bench, play, until
@@ -74,41 +75,43 @@ def run(scene: Callable[[Scene], Any], num_jobs: int = 1) -> None:
 
 @pytest.mark.parametrize(("num_jobs", "num_each"), [(1, 1000), (1000, 1), (40, 25)])
 def test_a_thousand_who_wait_cost_one_query_a_round(num_jobs: int, num_each: int) -> None:
-    """For one job or for many: in two and a half seconds a few, not thousands."""
+    """For one job or for many: a round a second, whoever came in between."""
 
     async def scene(stage: Scene) -> None:
+        loop = asyncio.get_running_loop()
         waiting = [stage.waiter(job_id) for job_id in stage.ids for _ in range(num_each)]
-        await asyncio.sleep(2.5)
+        await until(lambda: stage.book.asked[-1:] == [tuple(stage.ids)])
+        began, before = loop.time(), len(stage.book.asked)
+        assert before <= 3
+        await until(lambda: len(stage.book.asked) >= before + 2)
+        assert loop.time() - began > 1.5
+        assert stage.book.asked[-2:] == [tuple(stage.ids)] * 2
         assert not any(task.done() for task in waiting)
-        assert 3 <= len(stage.book.asked) <= 6
-        assert stage.book.asked[-1] == tuple(stage.ids)
         for job_id in stage.ids:
             stage.end(job_id)
         await asyncio.gather(*waiting)
-        assert len(stage.book.asked) <= 8
+        assert len(stage.book.asked) <= before + 4
 
     run(scene, num_jobs)
 
 
-def test_a_change_here_is_seen_at_once_and_asks_about_that_job_alone() -> None:
-    """The others are not looked at before their second is over."""
+def test_a_change_here_is_seen_at_once_and_asks_about_that_job_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The others are not looked at before their round."""
+    monkeypatch.setattr(events, "_LOOK_AGAIN_S", 3600.0)
 
     async def scene(stage: Scene) -> None:
-        loop = asyncio.get_running_loop()
         waiting = [stage.waiter(job_id) for job_id in stage.ids]
         await until(lambda: len(stage.book.asked) > 0)
         await asyncio.sleep(0.1)
         stage.end(stage.ids[3])
         stage.end(stage.ids[4])
-        began = loop.time()
         stage.changes.publish(stage.ids[3])
         stage.changes.publish("f" * 32)
         await waiting[3]
-        assert loop.time() - began < 0.9
         assert stage.book.asked[-1] == (stage.ids[3],)
         assert not waiting[4].done()
-        await waiting[4]
-        assert loop.time() - began < 2
         for task in waiting:
             task.cancel()
 
@@ -123,7 +126,7 @@ def test_whoever_comes_while_the_store_is_asked_is_asked_for_anew() -> None:
         first = stage.waiter(job_id)
         await until(lambda: len(stage.book.asked) == 1)
         stage.end(job_id)
-        await asyncio.wait_for(asyncio.gather(first, stage.waiter(job_id)), 2)
+        await asyncio.gather(first, stage.waiter(job_id))
 
     run(scene)
 
@@ -134,12 +137,14 @@ def test_a_burst_of_changes_costs_a_few_queries() -> None:
     async def scene(stage: Scene) -> None:
         (job_id,) = stage.ids
         waiting = stage.waiter(job_id)
+        began = asyncio.get_running_loop().time()
         for _ in range(300):
             stage.changes.publish(job_id)
             await asyncio.sleep(0.001)
+        took_s = asyncio.get_running_loop().time() - began
         stage.end(job_id)
         await waiting
-        assert len(stage.book.asked) <= 50
+        assert len(stage.book.asked) <= 10 + took_s / 0.02
 
     run(scene)
 
@@ -246,10 +251,10 @@ def test_a_store_that_is_gone_for_a_moment_is_asked_again() -> None:
         waiting = stage.waiter(job_id)
         await asyncio.sleep(0.2)
         with pytest.raises(StoreUnavailableError):
-            await asyncio.wait_for(stage.watch.standing(job_id), 0.5)
+            await stage.watch.standing(job_id)
         stage.book.fault = None
         stage.end(job_id)
-        await asyncio.wait_for(waiting, 3)
+        await waiting
 
     run(scene)
 
@@ -268,7 +273,7 @@ def test_a_fault_is_raised_by_all_who_wait_and_the_next_are_served() -> None:
         assert [str(error) for error in found] == ["a fault of ours"] * 4
         stage.book.fault = None
         stage.end(job_id)
-        await asyncio.wait_for(stage.waiter(job_id), 2)
+        await stage.waiter(job_id)
 
     run(scene)
 
@@ -330,15 +335,15 @@ def waited_for_elsewhere(url: str) -> None:
             ended = asyncio.create_task(watch.until(job.id, has_ended))
             found = asyncio.create_task(watch.until(job.id, lambda now: now.num_schedules > 0))
             told = asyncio.create_task(watch.until(job.id, lambda now: now.last_entry > 0))
-            await asyncio.wait_for(told, 2)
+            await told
             claim = theirs.jobs.claim("another server", LEASE_S)
             assert claim is not None
             point = TracePoint(seconds=1.0, method="m", objective_ms=9.0, bound_ms=1.0)
             theirs.jobs.record(claim.lease, point, LEASE_S, schedule="S")
-            await asyncio.wait_for(found, 2)
+            await found
             assert not ended.done()
             theirs.jobs.finish(claim.lease, AttemptOutcome(event=JobEvent.SUCCEED))
-            await asyncio.wait_for(ended, 2)
+            await ended
         finally:
             ours.close()
             theirs.close()

@@ -189,7 +189,7 @@ def test_the_milp_beats_every_start() -> None:
     """138 by the best start, 136 by the MILP, proven; without the MILP this is red."""
     best = started(parked_problem())
     start_ms = best.objective_ms
-    improve_by_milp(best, Stop(60))
+    improve_by_milp(best, Stop(200))
     assert best.objective_ms < start_ms - 1
     assert best.method == "milp"
     assert best.is_optimal
@@ -228,16 +228,19 @@ def test_the_same_work_is_the_same_run() -> None:
 
 
 def test_a_stop_takes_half_a_second_at_most() -> None:
-    """Also while the model is written, in HiGHS's presolve and in its root relaxation."""
+    """Also while the model is written, in HiGHS's presolve and in its root relaxation.
+
+    Of processor time, which others on the machine do not take.
+    """
     best = started(offloading_problem())
     for after in (0.05, 0.5, 1.5):
-        end = time.perf_counter() + after
+        end = time.process_time() + after
 
         def told(end: float = end) -> bool:
-            return time.perf_counter() > end
+            return time.process_time() > end
 
         improve_by_milp(best, Stop(60, should_stop=told))
-        assert time.perf_counter() - end < 0.5
+        assert time.process_time() - end < 0.5
 
 
 @st.composite
