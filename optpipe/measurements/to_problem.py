@@ -6,7 +6,7 @@ import statistics
 from collections import defaultdict
 from functools import cached_property
 from itertools import groupby, pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from pydantic import Field
 
@@ -33,33 +33,35 @@ if TYPE_CHECKING:
 __all__ = [
     "BuiltProblem",
     "Measurements",
-    "StageTimes",
     "build_problem",
-    "from_scratch",
-    "listed",
     "stage_times",
 ]
 
 
-def from_scratch(
-    measurements: Measurements, given: Given, times: Sequence[StageTimes]
-) -> tuple[dict[str, Any], list[str]]:
-    """Return the fields of a problem, and sentences about what stands on assumptions.
+Value = TypeVar("Value")
 
-    Raises
-    ------
-    MeasurementError
-        If a size or number without a default is neither measured nor given; a line for each.
-    """
+
+def _from_scratch(
+    measurements: Measurements, given: Given, times: Sequence[_StageTimes]
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the fields of a problem, and sentences about what stands on assumptions."""
     if len(given.stages) > len(times):
         raise MeasurementError(
             f"{len(given.stages)} stages are described, but times of {len(times)} were measured; "
             "add their times, or leave the others out"
         )
-    stages = [_stage_facts(measurements, given, index) for index in range(len(times))]
-    placement = [_device_of(measurements, stage, index) for index, stage in enumerate(stages)]
+    stages = [
+        _at(given.stages, index, StageFacts())
+        .or_else(given.stage)
+        .or_else(_at(measurements.stages, index, StageFacts()))
+        for index in range(len(times))
+    ]
+    placement = [
+        _at(measurements.placement, index, index) if stage.device is None else stage.device
+        for index, stage in enumerate(stages)
+    ]
     devices = [
-        given.device.or_else(_device_facts(measurements, index))
+        given.device.or_else(_at(measurements.devices, index, DeviceFacts()))
         for index in range(1 + max(placement))
     ]
     num_microbatches = (
@@ -68,7 +70,13 @@ def from_scratch(
     gaps = list(_gaps(num_microbatches, stages, devices))
     if gaps:
         raise MeasurementError("\n".join(["not measured, and a problem needs it:", *gaps]))
-    links = _given_links(given, placement)
+    links: list[dict[str, Any]] = []
+    if given.link_latency_ms is not None or given.link_gb_per_s is not None:
+        latency, rate = given.link_latency_ms or 0.0, given.link_gb_per_s
+        links = [
+            {"from": a, "to": b, "latency_ms": latency, "bandwidth_gb_per_s": rate}
+            for a, b in _neighbours(placement)
+        ]
     fields = {
         "num_microbatches": num_microbatches,
         "devices": [device.known() for device in devices],
@@ -88,31 +96,15 @@ def from_scratch(
     return fields, notes
 
 
-def listed(numbers: Iterable[int]) -> str:
+def _listed(numbers: Iterable[int]) -> str:
     """Return whole numbers with runs drawn together: 0-3, 7."""
     keyed = groupby(enumerate(sorted(numbers)), key=lambda item: item[1] - item[0])
     runs = [[number for _, number in run] for _, run in keyed]
     return ", ".join(f"{run[0]}-{run[-1]}" if run[1:] else str(run[0]) for run in runs)
 
 
-def _stage_facts(measurements: Measurements, given: Given, index: int) -> StageFacts:
-    described, measured = (
-        facts[index] if index < len(facts) else StageFacts()
-        for facts in (given.stages, measurements.stages)
-    )
-    return described.or_else(given.stage).or_else(measured)
-
-
-def _device_of(measurements: Measurements, stage: StageFacts, index: int) -> int:
-    if stage.device is not None:
-        return stage.device
-    placement = measurements.placement
-    return placement[index] if index < len(placement) else index
-
-
-def _device_facts(measurements: Measurements, index: int) -> DeviceFacts:
-    known = measurements.devices
-    return known[index] if index < len(known) else DeviceFacts()
+def _at(values: Sequence[Value], index: int, default: Value) -> Value:
+    return values[index] if index < len(values) else default
 
 
 def _gaps(
@@ -123,26 +115,12 @@ def _gaps(
     bare = [index for index, stage in enumerate(stages) if stage.activation_bytes is None]
     if bare:
         yield (
-            f"activation_bytes of stage {listed(bare)}: what is held from F to the backward, the "
+            f"activation_bytes of stage {_listed(bare)}: what is held from F to the backward, the "
             "received input included; give it for all stages or in a table"
         )
     unlimited = [index for index, device in enumerate(devices) if device.memory_bytes is None]
     if unlimited:
-        yield f"memory_bytes of device {listed(unlimited)}: its whole memory; give it"
-
-
-def _given_links(given: Given, placement: Sequence[int]) -> list[dict[str, Any]]:
-    if given.link_latency_ms is None and given.link_gb_per_s is None:
-        return []
-    return [
-        {
-            "from": a,
-            "to": b,
-            "latency_ms": given.link_latency_ms or 0.0,
-            "bandwidth_gb_per_s": given.link_gb_per_s,
-        }
-        for a, b in _neighbours(placement)
-    ]
+        yield f"memory_bytes of device {_listed(unlimited)}: its whole memory; give it"
 
 
 def _neighbours(placement: Sequence[int]) -> list[tuple[int, int]]:
@@ -164,29 +142,23 @@ def _assumed_sizes(stages: Sequence[StageFacts], devices: Sequence[DeviceFacts])
         if field == "output_bytes" and bare == [len(stages) - 1]:
             continue
         if bare:
-            yield f"{field} of stage {listed(bare)} is unknown and {meaning}."
+            yield f"{field} of stage {_listed(bare)} is unknown and {meaning}."
     if any(stage.offload_bytes for stage in stages):
         bare = [index for index, device in enumerate(devices) if device.d2h_gb_per_s is None]
         if bare:
-            yield f"d2h_gb_per_s of device {listed(bare)} is unknown: nothing is offloaded there."
+            yield f"d2h_gb_per_s of device {_listed(bare)} is unknown: nothing is offloaded there."
 
 
-def _assumed_times(stages: Sequence[StageFacts], times: Sequence[StageTimes]) -> Iterator[str]:
-    again = [
-        index
-        for index, (stage, one) in enumerate(zip(stages, times, strict=True))
-        if stage.checkpoint_bytes is not None and one.recompute_ms is None
+def _assumed_times(stages: Sequence[StageFacts], times: Sequence[_StageTimes]) -> Iterator[str]:
+    pairs = [
+        (stage.checkpoint_bytes is not None, one.recompute_ms is not None)
+        for stage, one in zip(stages, times, strict=True)
     ]
-    if again:
-        yield f"RECOMPUTE of stage {listed(again)} was not measured and takes the time of F."
-    lost = [
-        index
-        for index, (stage, one) in enumerate(zip(stages, times, strict=True))
-        if stage.checkpoint_bytes is None and one.recompute_ms is not None
-    ]
-    if lost:
+    if again := [index for index, pair in enumerate(pairs) if pair == (True, False)]:
+        yield f"RECOMPUTE of stage {_listed(again)} was not measured and takes the time of F."
+    if lost := [index for index, pair in enumerate(pairs) if pair == (False, True)]:
         yield (
-            f"RECOMPUTE of stage {listed(lost)} was measured, but checkpoint_bytes is unknown: "
+            f"RECOMPUTE of stage {_listed(lost)} was measured, but checkpoint_bytes is unknown: "
             "nothing is recomputed."
         )
 
@@ -277,11 +249,11 @@ class Measurements(FrozenValue):
         if not left_out:
             return self
         note = f"{left_out} samples of the first steps are left out as warm-up."
-        return self._replaced(samples=kept, notes=(*self.notes, note))
+        return self.replaced(samples=kept, notes=(*self.notes, note))
 
     def with_transfers(self, transfers: Iterable[Transfer]) -> Measurements:
         """Return the measurements with more messages."""
-        return self._replaced(transfers=(*self.transfers, *transfers))
+        return self.replaced(transfers=(*self.transfers, *transfers))
 
     def condensed(self) -> Measurements:
         """Return the medians alone: a sample for each stage and action, a message for each size.
@@ -291,7 +263,7 @@ class Measurements(FrozenValue):
         messages: dict[tuple[int, int, int], list[float]] = defaultdict(list)
         for one in self.transfers:
             messages[one.source, one.target, one.num_bytes].append(one.time_ms)
-        return self._replaced(
+        return self.replaced(
             samples=tuple(
                 Sample(stage=stage, action=action, time_ms=found.median_ms)
                 for (stage, action), found in self.spreads.items()
@@ -302,10 +274,10 @@ class Measurements(FrozenValue):
             ),
         )
 
-    def _replaced(self, **update: Any) -> Measurements:
+    def replaced(self, **update: Any) -> Measurements:
+        """Return the measurements with other fields."""
         # pydantic's own copy would take the cached medians along.
-        fields = {name: getattr(self, name) for name in type(self).model_fields}
-        return type(self)(**{**fields, **update})
+        return Measurements(**(dict(self) | update))
 
     def problem(self, given: Given | None = None, base: Problem | None = None) -> Problem:
         """Return the problem these measurements describe; see `build_problem`.
@@ -359,7 +331,7 @@ def build_problem(
     """
     given = given or Given()
     _check_stages(measurements, base)
-    num_stages = len(base.stages) if base else _num_stages(measurements)
+    num_stages = len(base.stages) if base else 1 + max(measurements.spreads)[0]
     times = [
         stage_times(
             index, measurements.spreads, given.weight_share, base.stages[index] if base else None
@@ -367,7 +339,7 @@ def build_problem(
         for index in range(num_stages)
     ]
     fields, notes = (
-        from_scratch(measurements, given, times) if base is None else _replaced(base, given, times)
+        _from_scratch(measurements, given, times) if base is None else _replaced(base, given, times)
     )
     fields["name"] = given.name or _name(measurements, base)
     if given.objective is not None:
@@ -392,10 +364,10 @@ def _with_measured_links(
     return [by_pair[pair] for pair in sorted(by_pair)]
 
 
-def _time_notes(times: Sequence[StageTimes]) -> list[str]:
+def _time_notes(times: Sequence[_StageTimes]) -> list[str]:
     said = {one.note: None for one in times if one.note}  # each once, in order of stages
     return [
-        f"Stage {listed(index for index, one in enumerate(times) if one.note == note)}: {note}"
+        f"Stage {_listed(index for index, one in enumerate(times) if one.note == note)}: {note}"
         for note in said
     ]
 
@@ -437,13 +409,9 @@ def _check_stages(measurements: Measurements, base: Problem | None) -> None:
     gaps = sorted(set(range(measured[-1] + 1)) - set(measured))
     if base is None and gaps:
         raise MeasurementError(
-            f"stages {listed(measured)} were measured, but not {listed(gaps)}; "
+            f"stages {_listed(measured)} were measured, but not {_listed(gaps)}; "
             "add the measurements of the ranks that hold them"
         )
-
-
-def _num_stages(measurements: Measurements) -> int:
-    return 1 + max(stage for stage, _ in measurements.spreads)
 
 
 def _name(measurements: Measurements, base: Problem | None) -> str:
@@ -453,7 +421,7 @@ def _name(measurements: Measurements, base: Problem | None) -> str:
 
 
 def _replaced(
-    base: Problem, given: Given, times: Sequence[StageTimes]
+    base: Problem, given: Given, times: Sequence[_StageTimes]
 ) -> tuple[dict[str, Any], list[str]]:
     if given.sizes():
         raise MeasurementError(
@@ -472,10 +440,8 @@ def _replaced(
 
 # --- The times of one stage of a problem, from the medians of what was measured.
 
-_KEPT = "neither B nor I and W were measured; the base problem's times are kept."
 
-
-class StageTimes(NamedTuple):
+class _StageTimes(NamedTuple):
     """Durations in ms; ``note`` says what was assumed of the stage, or is empty."""
 
     forward_ms: float
@@ -505,23 +471,12 @@ def stage_times(
     spreads: Mapping[tuple[int, MeasuredAction], TimeSpread],
     weight_share: float | None,
     base: Stage | None = None,
-) -> StageTimes:
+) -> _StageTimes:
     """Return the times of a stage.
 
     Where I and W were measured, they count, and B beside them if it was measured too. Where only B
     was, it is divided: by ``weight_share``, else as in the base problem, else all of it is I and W
     takes nothing, as in the runtime for modules whose backward cannot be split.
-
-    Parameters
-    ----------
-    stage
-        Which one.
-    spreads
-        Of all stages.
-    weight_share
-        Share of B that W takes where only B was measured.
-    base
-        The stage of a problem whose times stand where nothing was measured.
 
     Raises
     ------
@@ -536,7 +491,7 @@ def stage_times(
     recompute = medians.get("RECOMPUTE", base.recompute_ms if base else None)
     if "F" not in medians:
         note = f"{note} F was not measured; the base problem's time is kept.".strip()
-    return StageTimes(forward, backward_input, backward_weight, fused, recompute, note)
+    return _StageTimes(forward, backward_input, backward_weight, fused, recompute, note)
 
 
 def _backward(
@@ -553,9 +508,9 @@ def _backward(
         weight = round(share * fused, 6)
         return round(fused - weight, 6), weight, fused, note
     if base is not None:
-        split = medians.get("I", base.backward_input_ms), medians.get("W", base.backward_weight_ms)
         return (
-            *split,
+            medians.get("I", base.backward_input_ms),
+            medians.get("W", base.backward_weight_ms),
             base.backward_ms,
             "neither B nor I and W were measured; the base problem's times are kept.",
         )

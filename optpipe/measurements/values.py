@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 from itertools import combinations
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import Field
 
@@ -41,15 +41,12 @@ __all__ = [
     "TimeSpread",
     "Transfer",
     "fit_links",
-    "quantile",
     "spread",
 ]
 
 
 MeasuredAction = Literal["F", "I", "W", "B", "RECOMPUTE"]
 """The actions that have a duration of their own."""
-
-Counted = Annotated[Bytes, Field(gt=0)]
 
 
 class Sample(FrozenValue):
@@ -78,11 +75,23 @@ class Transfer(FrozenValue):
 
     source: Index
     target: Index
-    num_bytes: Counted
+    num_bytes: Annotated[Bytes, Field(gt=0)]
     time_ms: Milliseconds
 
 
-class StageFacts(FrozenValue):
+class _Facts(FrozenValue):
+    """Fields of which each may be unknown (None)."""
+
+    def or_else(self, general: Self) -> Self:
+        """Return these facts, and where one is unknown the general one."""
+        return type(self)(**(general.known() | self.known()))
+
+    def known(self) -> dict[str, Any]:
+        """Return the facts that are known, by field."""
+        return {name: value for name, value in self if value is not None}
+
+
+class StageFacts(_Facts):
     """What is known of a stage besides its times; fields as in `optpipe.problem.Stage`."""
 
     device: Index | None = None
@@ -99,16 +108,8 @@ class StageFacts(FrozenValue):
     backward_workspace_bytes: Bytes | None = None
     recompute_workspace_bytes: Bytes | None = None
 
-    def or_else(self, general: StageFacts) -> StageFacts:
-        """Return these facts, and where one is unknown the general one."""
-        return StageFacts(**(_known(general) | _known(self)))
 
-    def known(self) -> dict[str, Any]:
-        """Return the facts that are known, by field."""
-        return _known(self)
-
-
-class DeviceFacts(FrozenValue):
+class DeviceFacts(_Facts):
     """What is known of a device; fields as in `optpipe.problem.Device`."""
 
     name: Name | None = None
@@ -120,22 +121,8 @@ class DeviceFacts(FrozenValue):
     half_duplex: Flag | None = None
     host: Name | None = None
 
-    def or_else(self, general: DeviceFacts) -> DeviceFacts:
-        """Return these facts, and where one is unknown the general one."""
-        return DeviceFacts(**(_known(general) | _known(self)))
-
-    def known(self) -> dict[str, Any]:
-        """Return the facts that are known, by field."""
-        return _known(self)
-
-
-def _known(facts: StageFacts | DeviceFacts) -> dict[str, Any]:
-    return {name: value for name, value in facts if value is not None}
-
 
 # --- What people say of a run: it counts before what was measured.
-
-Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 
 
 class Given(FrozenValue):
@@ -164,7 +151,7 @@ class Given(FrozenValue):
     device: DeviceFacts = DeviceFacts()
     link_latency_ms: Milliseconds | None = None
     link_gb_per_s: Bandwidth | None = None
-    weight_share: Share | None = None
+    weight_share: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
 
     def sizes(self) -> tuple[str, ...]:
         """Return the fields that a base problem would contradict."""
@@ -194,39 +181,20 @@ class TimeSpread(NamedTuple):
 
 
 def spread(times_ms: Sequence[float]) -> TimeSpread:
-    """Return the number, median, 5th and 95th percentile and median absolute deviation.
-
-    Raises
-    ------
-    ValueError
-        If there are no times.
-    """
+    """Return the number, median, 5th and 95th percentile and median absolute deviation."""
     ordered = sorted(times_ms)
     median = statistics.median(ordered)
+    # Linear between neighbours; a single time is all its quantiles.
+    several = ordered if len(ordered) > 1 else 2 * ordered
+    cuts = statistics.quantiles(several, n=20, method="inclusive")
     deviation = statistics.median(abs(time - median) for time in ordered)
     return TimeSpread(
         num_samples=len(ordered),
         median_ms=round(median, _DIGITS),
-        p5_ms=round(quantile(ordered, 0.05), _DIGITS),
-        p95_ms=round(quantile(ordered, 0.95), _DIGITS),
+        p5_ms=round(cuts[0], _DIGITS),
+        p95_ms=round(cuts[-1], _DIGITS),
         mad_ms=round(deviation, _DIGITS),
     )
-
-
-def quantile(ordered: Sequence[float], share: float) -> float:
-    """Return the value below which a share (0-1) of sorted values lies, linear in between.
-
-    Raises
-    ------
-    ValueError
-        If there are no values.
-    """
-    if not ordered:
-        raise ValueError("no values, so there is no quantile; give at least one")
-    place = share * (len(ordered) - 1)
-    below = int(place)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (place - below) * (ordered[above] - ordered[below])
 
 
 # --- Latency and bandwidth of links, fitted to timed messages.

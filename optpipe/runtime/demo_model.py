@@ -13,9 +13,10 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -26,6 +27,7 @@ __all__ = [
     "RENDEZVOUS_VARIABLE",
     "ModelConfig",
     "chain",
+    "join_ranks",
     "launch_ranks",
     "make_stages",
     "random_tokens",
@@ -157,49 +159,48 @@ _POLL_S = 0.05
 def launch_ranks(module: str, arguments: Sequence[str], num_processes: int) -> int:
     """Run ``python -m module arguments`` once per rank; return 0 or the first bad exit code."""
     with tempfile.TemporaryDirectory(prefix="optpipe-ranks-") as folder:
+        common = {
+            **os.environ,
+            "WORLD_SIZE": str(num_processes),
+            "GLOO_SOCKET_IFNAME": "lo",
+            "OMP_NUM_THREADS": "1",
+            RENDEZVOUS_VARIABLE: str(Path(folder) / "rendezvous"),
+        }
         processes = [
             subprocess.Popen(  # noqa: S603 - this very interpreter
                 [sys.executable, "-m", module, *arguments],
-                env=_environment(rank, num_processes, Path(folder) / "rendezvous"),
+                env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             )
             for rank in range(num_processes)
         ]
         try:
             return _wait(processes)
         finally:
-            _end(processes)
-
-
-def _environment(rank: int, num_processes: int, rendezvous: Path) -> dict[str, str]:
-    return {
-        **os.environ,
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(num_processes),
-        "GLOO_SOCKET_IFNAME": "lo",
-        "OMP_NUM_THREADS": "1",
-        RENDEZVOUS_VARIABLE: str(rendezvous),
-    }
+            for process in processes:
+                process.kill()
+                process.wait()
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> int:
     """Return when all have ended, or some time after the first failure."""
-    deadline = None
+    deadline = float("inf")
     first_failure = 0
     while True:
         codes = [process.poll() for process in processes]
-        first_failure = first_failure or next((code for code in codes if code), 0)
-        if None not in codes:
-            return first_failure
-        if first_failure and deadline is None:
+        if not first_failure and any(codes):
+            first_failure = next(code for code in codes if code)
             deadline = time.monotonic() + _GRACE_S
-        if deadline is not None and time.monotonic() > deadline:
+        if None not in codes or time.monotonic() > deadline:
             return first_failure
         time.sleep(_POLL_S)
 
 
-def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    for process in processes:
-        if process.poll() is None:
-            process.kill()
-        process.wait()
+def join_ranks(backend: str, **options: Any) -> None:
+    """Meet the other ranks: in the launcher's file, or where torchrun says."""
+    if (rendezvous := os.environ.get(RENDEZVOUS_VARIABLE)) is not None:
+        options |= {
+            "init_method": f"file://{rendezvous}",
+            "rank": int(os.environ["RANK"]),
+            "world_size": int(os.environ["WORLD_SIZE"]),
+        }
+    dist.init_process_group(backend, **options)

@@ -51,7 +51,6 @@ if TYPE_CHECKING:
 __all__ = ["Follower", "Refusal", "SchedulePoller", "Source", "StepReport", "follow"]
 
 
-_REPORT_EVERY = 200
 _log = logging.getLogger("optpipe.runtime.follower")
 
 
@@ -62,16 +61,10 @@ class Refusal(NamedTuple):
     reason: str
 
 
-def follow(
-    source: Source | None,
-    runner: PipelineRunner,
-    *,
-    version: int = 0,
-    sample_every: int = DEFAULT_EVERY,
-    report_every: int = _REPORT_EVERY,
-    agree_every: int = 1,
-) -> Follower:
-    """Return what runs the steps of a training that follows a deployment; all ranks together.
+class Follower:
+    """Runs the steps of a training that follows a deployment; all ranks together.
+
+    Close it, or use it in a ``with``.
 
     Parameters
     ----------
@@ -88,31 +81,6 @@ def follow(
     agree_every
         The ranks look for a newer version before one step in so many.
 
-    Raises
-    ------
-    ValueError
-        If one of these is below 1.
-    """
-    for name, value in (
-        ("sample_every", sample_every),
-        ("report_every", report_every),
-        ("agree_every", agree_every),
-    ):
-        if value < 1:
-            raise ValueError(f"{name} = {value}: must be at least 1; 1 means every step")
-    return Follower(
-        source,
-        runner,
-        version=version,
-        sample_every=sample_every,
-        report_every=report_every,
-        agree_every=agree_every,
-    )
-
-
-class Follower:
-    """Runs steps by the newest version; make it with `follow`, close it, or use it in a ``with``.
-
     Attributes
     ----------
     runner
@@ -122,8 +90,13 @@ class Follower:
         Of the schedule that runs, the same on all ranks; 0 = not one of the deployment's.
     refusals
         The versions that were refused, oldest first, the same on all ranks.
-    line
+    poller
         Rank 0's line to the service; None elsewhere.
+
+    Raises
+    ------
+    ValueError
+        If a period is below 1.
     """
 
     def __init__(
@@ -131,11 +104,19 @@ class Follower:
         source: Source | None,
         runner: PipelineRunner,
         *,
-        version: int,
-        sample_every: int,
-        report_every: int,
-        agree_every: int,
+        version: int = 0,
+        sample_every: int = DEFAULT_EVERY,
+        report_every: int = 200,
+        agree_every: int = 1,
     ) -> None:
+        periods = {
+            "sample_every": sample_every,
+            "report_every": report_every,
+            "agree_every": agree_every,
+        }
+        for name, value in periods.items():
+            if value < 1:
+                raise ValueError(f"{name} = {value}: must be at least 1; 1 means every step")
         self.runner = runner
         self.refusals: list[Refusal] = []
         self._sample_every = sample_every
@@ -145,10 +126,11 @@ class Follower:
         self._is_first = dist.get_rank(runner.group) == 0
         self._num_steps = 0
         self._num_timed = 0
-        self._timer = self._time()
+        self._timer = self._new_timer()
         self.version, _ = self._agree(version, 0)
-        asks = self._is_first and source is not None
-        self.poller = SchedulePoller(source, version) if asks and source is not None else None
+        self.poller: SchedulePoller | None = None
+        if self._is_first and source is not None:
+            self.poller = SchedulePoller(source, version)
 
     def __enter__(self) -> Self:
         return self
@@ -199,7 +181,7 @@ class Follower:
             if self._is_first:
                 _log.info("version %d runs from step %d on", version, self._num_steps)
         self._num_timed = 0
-        self._timer = self._time()
+        self._timer = self._new_timer()
 
     def _report(self) -> None:
         """Put together, on rank 0, what all ranks have measured, and leave it to the line."""
@@ -211,14 +193,14 @@ class Follower:
         report = StepReport(self.version, self._num_steps, step_ms, measurements.condensed())
         self.poller.post(report)
 
-    def _time(self) -> ActionTimer:
+    def _new_timer(self) -> ActionTimer:
         return ActionTimer(self.runner, every=self._sample_every, group=self.runner.group)
 
     def _agree(self, version: int, size: int) -> tuple[int, int]:
         """Return rank 0's two numbers, on every rank."""
-        told = torch.tensor([version, size])
-        dist.broadcast(told, group=self._group, group_src=0)
-        return int(told[0]), int(told[1])
+        shared = torch.tensor([version, size])
+        dist.broadcast(shared, group=self._group, group_src=0)
+        return int(shared[0]), int(shared[1])
 
     def _share(self, text: bytes, size: int) -> bytes:
         """Return rank 0's text, on every rank."""
@@ -227,13 +209,17 @@ class Follower:
         return bytes(held)
 
 
+follow = Follower
+
+
 def _host_group(group: ProcessGroup | None) -> ProcessGroup | None:
     """Return a group of the same ranks that carries tensors of the host."""
     if dist.get_backend(group) == dist.Backend.GLOO:
         return group
-    ranks = dist.get_process_group_ranks(group)
     made: ProcessGroup = dist.new_group(
-        ranks, backend=dist.Backend.GLOO, use_local_synchronization=True
+        dist.get_process_group_ranks(group),
+        backend=dist.Backend.GLOO,
+        use_local_synchronization=True,
     )
     return made
 
@@ -249,9 +235,7 @@ def _length_ms(step: MeasuredStep, objective: Objective) -> float:
 # times. Whatever happens to the service - it is slow, stopped, restarted, answers nonsense -
 # happens in these threads. They log it, wait, and try again; training never waits for them.
 
-_FIRST_PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 60.0
-_WAIT_S = 30.0
 _REST_S = 1.0
 _LEAVE_S = 0.2
 
@@ -302,8 +286,8 @@ class SchedulePoller:
         source: Source,
         version: int,
         *,
-        wait_s: float = _WAIT_S,
-        first_pause_s: float = _FIRST_PAUSE_S,
+        wait_s: float = 30.0,
+        first_pause_s: float = 1.0,
     ) -> None:
         self._source = source
         self._known = version

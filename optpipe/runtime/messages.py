@@ -22,6 +22,7 @@ What is in flight then depends on the programs alone, never on how fast anything
 
 from __future__ import annotations
 
+from itertools import zip_longest
 from typing import TYPE_CHECKING, NamedTuple
 
 from optpipe.runtime.errors import PreflightError
@@ -85,13 +86,6 @@ def _words(message: Pass) -> str:
 def check_orders(orders: Sequence[Order], placement: Sequence[int], window: int) -> None:
     """Refuse orders in which tensors would be mixed up, or ranks wait for ever.
 
-    Parameters
-    ----------
-    placement
-        Rank of each stage.
-    window
-        How many sends may be in flight when a rank posts another.
-
     Raises
     ------
     PreflightError
@@ -116,23 +110,25 @@ def _queues(orders: Sequence[Order], placement: Sequence[int]) -> dict[tuple[int
     for rank, order in enumerate(orders):
         for step in order:
             if not isinstance(step, Action):
-                source, target = _ends(step.message, placement)
-                other = target if isinstance(step, MessageSend) else source
+                other = _other_end(step, placement)
                 queues.setdefault((rank, other), []).append(step.message)
                 queues.setdefault((other, rank), [])
     return queues
 
 
-def _ends(message: Pass, placement: Sequence[int]) -> tuple[int, int]:
-    """Return the ranks between which a message goes."""
-    towards = message.stage - 1 if message.backward else message.stage + 1
-    return placement[message.stage], placement[towards]
+def _receiver(message: Pass, placement: Sequence[int]) -> int:
+    return placement[message.stage + (-1 if message.backward else 1)]
+
+
+def _other_end(step: MessageSend | Receive, placement: Sequence[int]) -> int:
+    """Return the rank to which this one sends, or from which it receives."""
+    if isinstance(step, MessageSend):
+        return _receiver(step.message, placement)
+    return placement[step.message.stage]
 
 
 def _expect_same(left: int, right: int, ours: list[Pass], theirs: list[Pass]) -> None:
-    for index in range(max(len(ours), len(theirs))):
-        first = ours[index] if index < len(ours) else None
-        second = theirs[index] if index < len(theirs) else None
+    for index, (first, second) in enumerate(zip_longest(ours, theirs)):
         if first != second:
             raise PreflightError(
                 f"message {index} between ranks {left} and {right} is "
@@ -184,8 +180,7 @@ class _Execution:
         return needed in self._passed
 
     def _post(self, rank: int, step: MessageSend | Receive) -> None:
-        source, target = _ends(step.message, self._placement)
-        other = target if isinstance(step, MessageSend) else source
+        other = _other_end(step, self._placement)
         self._posted.setdefault((rank, other), []).append(step.message)
         pair = (min(rank, other), max(rank, other))
         theirs = self._posted.get((other, rank), [])
@@ -229,7 +224,7 @@ def sends_over_before(
             used = tuple(
                 message
                 for message in in_flight[rank]
-                if used_at[message] < known[rank][_ends(message, placement)[1]]
+                if used_at[message] < known[rank][_receiver(message, placement)]
             )
             if used:
                 over[rank][step] = used
@@ -296,7 +291,8 @@ def boundary_levels(
         needed, made = input_of(step, num_stages), pass_of(step)
         if needed is not None and not needed.backward:
             held.pop(needed, None)
-        if made is not None and _crosses(made, num_stages):
+        # All but the first stage's gradient and the last one's output cross a boundary.
+        if made is not None and made.stage != (0 if made.backward else num_stages - 1):
             held[made] = bytes_of(made)
         levels[step] = sum(held.values())
         if needed is not None and needed.backward:
@@ -323,7 +319,3 @@ def boundary_room(sizes: Sequence[int], num_stages: int, num_microbatches: int) 
     """
     num_sent = window_of(num_stages, trains=True) + 1
     return num_microbatches * sum(sizes) + num_sent * max(sizes, default=0)
-
-
-def _crosses(made: Pass, num_stages: int) -> bool:
-    return made.stage > 0 if made.backward else made.stage < num_stages - 1

@@ -19,6 +19,7 @@ import os
 import weakref
 from contextlib import contextmanager
 from enum import Enum
+from itertools import accumulate
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 import torch
@@ -38,17 +39,15 @@ if TYPE_CHECKING:
 __all__ = [
     "DEFAULT_MIN_BYTES",
     "Copies",
-    "CudaCopies",
     "Fence",
     "HostPool",
-    "OffloadedStorage",
     "Offloader",
     "PlainCopies",
     "SavedActivations",
-    "bytes_of",
     "count_slots",
     "host_memory_bytes",
     "make_copies",
+    "weak_storage",
 ]
 
 
@@ -76,9 +75,21 @@ class _OffloadedCell:
     def __init__(self, saved: SavedActivations) -> None:
         self.saved = saved
         self.state = _State.CAPTURED
-        self.storages: list[OffloadedStorage] = []
-        self.slot: Tensor | None = None
-        self.fence: Fence | None = None
+        self.storages: list[_OffloadedStorage] = []
+        self.slot: Tensor
+        self.fence: Fence
+
+    def on_device(self) -> list[Tensor]:
+        """Return the bytes of every storage on the device."""
+        return [storage.bytes_on_device() for storage in self.storages]
+
+    def on_host(self) -> list[Tensor]:
+        """Return the bytes of every storage in the slot."""
+        starts = accumulate((_aligned(one.num_bytes) for one in self.storages), initial=0)
+        return [
+            self.slot[start : start + storage.num_bytes]
+            for start, storage in zip(starts, self.storages, strict=False)
+        ]
 
 
 class Offloader:
@@ -151,7 +162,7 @@ class Offloader:
         if cell in self._offloaded:
             self._offloaded[cell].saved.keep(tensors)
 
-    def storages(self, cell: Cell) -> list[OffloadedStorage]:
+    def storages(self, cell: Cell) -> list[_OffloadedStorage]:
         """Return the storages of a cell that can go, or have gone, to the host."""
         offloaded = self._offloaded[cell]
         return offloaded.storages or offloaded.saved.storages()
@@ -160,17 +171,17 @@ class Offloader:
         """Issue the copies to the host; the device memory stays taken."""
         offloaded = self._expect(cell, _State.CAPTURED, "OFFLOAD")
         offloaded.storages = offloaded.saved.storages()
-        offloaded.slot = self.pool.take(cell[0], _slot_bytes(offloaded.storages))
-        offloaded.fence = self.copies.to_host(
-            [(_device_bytes(storage), part) for storage, part in _parts(offloaded)]
-        )
+        sizes = [storage.num_bytes for storage in offloaded.storages]
+        offloaded.slot = self.pool.take(cell[0], sum(map(_aligned, sizes)))
+        pairs = zip(offloaded.on_device(), offloaded.on_host(), strict=True)
+        offloaded.fence = self.copies.to_host(list(pairs))
         offloaded.state = _State.LEAVING
-        self.offloaded_bytes += _total(offloaded.storages)
+        self.offloaded_bytes += sum(sizes)
 
     def release(self, cell: Cell) -> None:
         """Make compute wait for the copies, and give the device memory back."""
         offloaded = self._expect(cell, _State.LEAVING, "RELEASE")
-        _wait(offloaded)
+        offloaded.fence.wait()
         for storage in offloaded.storages:
             storage.on_device = None
         offloaded.state = _State.RELEASED
@@ -180,12 +191,12 @@ class Offloader:
         offloaded = self._expect(cell, _State.RELEASED, "RELOAD")
         for storage in offloaded.storages:
             # Allocated here, on the compute stream, by which it will also be freed.
-            storage.on_device = _new_storage(storage)
-        offloaded.fence = self.copies.to_device(
-            [(part, _device_bytes(storage)) for storage, part in _parts(offloaded)]
-        )
+            data = torch.empty(storage.num_bytes, dtype=torch.uint8, device=storage.device)
+            storage.on_device = data.untyped_storage()
+        pairs = zip(offloaded.on_host(), offloaded.on_device(), strict=True)
+        offloaded.fence = self.copies.to_device(list(pairs))
         offloaded.state = _State.RETURNING
-        self.reloaded_bytes += _total(offloaded.storages)
+        self.reloaded_bytes += sum(storage.num_bytes for storage in offloaded.storages)
 
     def before_backward(self, cell: Cell) -> None:
         """Make compute wait for a reload that is under way, and let go of the cell.
@@ -195,9 +206,8 @@ class Offloader:
         if cell not in self._cells:
             return
         offloaded = self._expect(cell, _State.RETURNING, "the backward")
-        _wait(offloaded)
-        if offloaded.slot is not None:
-            self.pool.give_back(cell[0], offloaded.slot)
+        offloaded.fence.wait()
+        self.pool.give_back(cell[0], offloaded.slot)
         del self._offloaded[cell]
 
     def reset(self) -> None:
@@ -222,53 +232,18 @@ class Offloader:
         return offloaded
 
 
-def _wait(offloaded: _OffloadedCell) -> None:
-    if offloaded.fence is not None:
-        offloaded.fence.wait()
-        offloaded.fence = None
-
-
 def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
-
-
-def _slot_bytes(storages: Sequence[OffloadedStorage]) -> int:
-    return sum(_aligned(storage.num_bytes) for storage in storages)
-
-
-def _total(storages: Sequence[OffloadedStorage]) -> int:
-    return sum(storage.num_bytes for storage in storages)
-
-
-def _parts(offloaded: _OffloadedCell) -> Iterator[tuple[OffloadedStorage, Tensor]]:
-    """Pair every storage with its bytes in the host slot."""
-    if offloaded.slot is None:
-        return
-    start = 0
-    for storage in offloaded.storages:
-        yield storage, offloaded.slot[start : start + storage.num_bytes]
-        start += _aligned(storage.num_bytes)
-
-
-def _new_storage(storage: OffloadedStorage) -> torch.UntypedStorage:
-    data = torch.empty(storage.num_bytes, dtype=torch.uint8, device=storage.device)
-    return data.untyped_storage()
-
-
-def _device_bytes(storage: OffloadedStorage) -> Tensor:
-    if storage.on_device is None:
-        raise OffloadError("a copy was issued for a storage that is not on the device")
-    return bytes_of(storage.on_device, storage.num_bytes)
 
 
 # --- What autograd saves for one (stage, micro-batch), held in a form that can leave the device.
 # While a stage runs forward, ``saved_tensors_hooks`` hands us every tensor autograd wants to keep.
 # We keep its storage and how to see the tensor in it, never the tensor: a tensor that knows the
 # node which saved it would be a reference cycle. One storage seen by several tensors is one
-# `OffloadedStorage`.
+# `_OffloadedStorage`.
 
 
-class OffloadedStorage:
+class _OffloadedStorage:
     """One storage that autograd needs again; ``on_device`` is None while the host holds it."""
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
@@ -276,11 +251,18 @@ class OffloadedStorage:
         self.num_bytes = storage.nbytes()
         self.device = storage.device
 
+    def bytes_on_device(self) -> Tensor:
+        """Return its bytes as a one-dimensional tensor."""
+        if self.on_device is None:
+            raise OffloadError("a copy was issued for a storage that is not on the device")
+        view = torch.empty(0, dtype=torch.uint8, device=self.device)
+        return view.set_(self.on_device, 0, (self.num_bytes,), (1,))
+
 
 class _View(NamedTuple):
     """How to see a saved tensor in its storage."""
 
-    storage: OffloadedStorage
+    storage: _OffloadedStorage
     dtype: torch.dtype
     offset: int
     size: torch.Size
@@ -311,7 +293,7 @@ class SavedActivations:
         # By identity: the address of a weight that is freed meanwhile may be an activation's next.
         self._resident = _storages(resident)
         # Weak: what autograd lets go of during the forward need not go to the host.
-        self._storages: dict[int, weakref.ref[OffloadedStorage]] = {}
+        self._storages: dict[int, weakref.ref[_OffloadedStorage]] = {}
 
     @contextmanager
     def capture(self) -> Iterator[None]:
@@ -326,7 +308,7 @@ class SavedActivations:
         for identity in resident:
             self._storages.pop(identity, None)
 
-    def storages(self) -> list[OffloadedStorage]:
+    def storages(self) -> list[_OffloadedStorage]:
         """Return what autograd still holds, in the order in which it was saved."""
         return [storage for ref in self._storages.values() if (storage := ref()) is not None]
 
@@ -337,7 +319,7 @@ class SavedActivations:
         known = self._storages.get(identity)
         storage = known() if known is not None else None
         if storage is None:
-            storage = OffloadedStorage(tensor.untyped_storage())
+            storage = _OffloadedStorage(tensor.untyped_storage())
             self._storages[identity] = weakref.ref(storage)
         return _View(
             storage, tensor.dtype, int(tensor.storage_offset()), tensor.size(), tensor.stride()
@@ -367,18 +349,13 @@ class SavedActivations:
         )
 
 
-def bytes_of(storage: torch.UntypedStorage, num_bytes: int) -> Tensor:
-    """Return the first bytes of a storage as a one-dimensional tensor."""
-    view = torch.empty(0, dtype=torch.uint8, device=storage.device)
-    return view.set_(storage, 0, (num_bytes,), (1,))
-
-
 def _storages(tensors: Iterable[Tensor]) -> dict[int, StorageWeakRef]:
     parts = (part for tensor in tensors for part in parts_with_memory(tensor))
-    return {storage_identity(part): _weak(part) for part in parts}
+    return {storage_identity(part): weak_storage(part) for part in parts}
 
 
-def _weak(tensor: Tensor) -> StorageWeakRef:
+def weak_storage(tensor: Tensor) -> StorageWeakRef:
+    """Return a reference that does not keep a tensor's memory."""
     return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
 
@@ -416,12 +393,7 @@ class Copies(Protocol):
 
 def make_copies(device: torch.device) -> Copies:
     """Return the copy lanes of a device."""
-    return CudaCopies(device) if device.type == "cuda" else PlainCopies()
-
-
-class _Done:
-    def wait(self) -> None:
-        """Return at once: the copy ended before it was returned."""
+    return _CudaCopies(device) if device.type == "cuda" else PlainCopies()
 
 
 class PlainCopies:
@@ -431,20 +403,19 @@ class PlainCopies:
 
     def to_host(self, pairs: Sequence[Pair]) -> Fence:
         """Copy now."""
-        return _copy_now(pairs)
+        for source, target in pairs:
+            target.copy_(source)
+        return self
 
     def to_device(self, pairs: Sequence[Pair]) -> Fence:
         """Copy now."""
-        return _copy_now(pairs)
+        return PlainCopies.to_host(self, pairs)
+
+    def wait(self) -> None:
+        """Return at once: be the fence of copies that have ended."""
 
 
-def _copy_now(pairs: Sequence[Pair]) -> Fence:
-    for source, target in pairs:
-        target.copy_(source)
-    return _Done()
-
-
-class CudaCopies:
+class _CudaCopies:
     """Asynchronous copies on two side streams."""
 
     pinned = True

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ActionObserver",
-    "PassHooks",
     "Passes",
     "SplitLinear",
     "WeightGradients",
@@ -43,7 +42,7 @@ class ActionObserver(Protocol):
 
 
 class Passes:
-    """Composes offload, split backward and recomputation: the runtime's `PassHooks`.
+    """What happens around the passes torch runs, and the actions it does not know.
 
     Parameters
     ----------
@@ -150,16 +149,12 @@ class Passes:
     def transfer(self, action: Action) -> None:
         """Run an OFFLOAD, RELEASE or RELOAD."""
         self._begin(action)
-        cell = (action.stage, action.microbatch)
-        match action.type:
-            case ActionType.OFFLOAD:
-                self._offloader.offload(cell)
-            case ActionType.RELEASE:
-                self._offloader.release(cell)
-            case ActionType.RELOAD:
-                self._offloader.reload(cell)
-            case _:
-                raise ValueError(f"{action} is not a transfer; it is run elsewhere")
+        move = {
+            ActionType.OFFLOAD: self._offloader.offload,
+            ActionType.RELEASE: self._offloader.release,
+            ActionType.RELOAD: self._offloader.reload,
+        }
+        move[action.type]((action.stage, action.microbatch))
         self._end()
 
     def reset(self) -> None:
@@ -178,45 +173,6 @@ class Passes:
 
     def _random_state(self) -> list[Tensor]:
         return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, self._devices)]
-
-
-# --- What the runtime does around the passes that torch runs: the contract between the two.
-
-
-class PassHooks(Protocol):
-    """What happens around the passes torch runs, and the actions it does not know."""
-
-    def forward(
-        self, stage: int, microbatch: int, inputs: Sequence[Tensor]
-    ) -> AbstractContextManager[None]:
-        """Surround an F."""
-
-    def forward_done(self, stage: int, microbatch: int, outputs: Sequence[Tensor]) -> None:
-        """See the outputs that an F sends on."""
-
-    def loss(self, stage: int, microbatch: int, target: Any) -> AbstractContextManager[None]:
-        """Surround the loss of a micro-batch, after the last stage's F."""
-
-    def loss_done(self) -> None:
-        """See that an F or RECOMPUTE of the last stage is complete, its outputs dropped."""
-
-    def backward(self, stage: int, microbatch: int, *, split: bool) -> AbstractContextManager[None]:
-        """Surround an I (split) or a B."""
-
-    def backward_done(self) -> None:
-        """See that an I or B is complete, the gradient it was given dropped."""
-
-    def weight_runner(self) -> Callable[[], None]:
-        """Return what the W of the backward just run has to do; called inside `backward`."""
-
-    def weight(self, stage: int, microbatch: int) -> AbstractContextManager[None]:
-        """Surround a W."""
-
-    def recompute(self, stage: int, microbatch: int) -> AbstractContextManager[None]:
-        """Surround a RECOMPUTE's forward and loss."""
-
-    def transfer(self, action: Action) -> None:
-        """Run an OFFLOAD, RELEASE or RELOAD."""
 
 
 # --- Split backward: weight gradients of linear layers, put aside during I and made at W.
@@ -244,49 +200,44 @@ class WeightGradients:
     """
 
     def __init__(self) -> None:
-        self._deferred: list[_Deferred] = []
-        self._collecting = False
-
-    @property
-    def collecting(self) -> bool:
+        self.collecting = False
         """Whether the running backward is an I, so that weight gradients are put aside."""
-        return self._collecting
+        self.deferred: list[_Deferred] = []
 
     @contextmanager
     def collect(self) -> Iterator[None]:
         """Put weight gradients aside until the end of the context."""
-        self._collecting = True
+        self.collecting = True
         try:
             yield
         finally:
-            self._collecting = False
-            self._deferred.clear()
-
-    def defer(self, deferred: _Deferred) -> None:
-        """Keep what one layer's gradients are made from."""
-        self._deferred.append(deferred)
+            self.collecting = False
+            self.deferred.clear()
 
     def held_bytes(self) -> int:
         """Return the bytes kept for gradients that are put aside, each storage counted once."""
         storages = {
             tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-            for deferred in self._deferred
+            for deferred in self.deferred
             for tensor in (deferred.layer_input, deferred.output_gradient)
         }
         return sum(storages.values())
 
     def take(self) -> Callable[[], None]:
         """Return what makes all gradients put aside so far, and forget them; torch's dw_builder."""
-        taken = self._deferred
+        taken = self.deferred
         if not taken:
             # Of every full backward; torch asks there, too.
             return _nothing
-        self._deferred = []
+        self.deferred = []
 
         def run() -> None:
             with torch.no_grad():
                 while taken:
-                    _accumulate(taken.pop(0))
+                    deferred = taken.pop(0)
+                    _add_gradient(deferred.weight, _weight_gradient(deferred))
+                    if deferred.bias is not None:
+                        _add_gradient(deferred.bias, _bias_gradient(deferred))
 
         return run
 
@@ -367,7 +318,7 @@ class _LinearFunction(torch.autograd.Function):
         bias = ctx.bias if ctx.needs_input_grad[2] else None
         deferred = _Deferred(ctx.weight, bias, layer_input, output_gradient)
         if ctx.sink.collecting:
-            ctx.sink.defer(deferred)
+            ctx.sink.deferred.append(deferred)
             return input_gradient, None, None, None
         bias_gradient = None if bias is None else _bias_gradient(deferred)
         weight_gradient = _weight_gradient(deferred) if ctx.needs_input_grad[1] else None
@@ -383,12 +334,6 @@ def _weight_gradient(deferred: _Deferred) -> Tensor:
 def _bias_gradient(deferred: _Deferred) -> Tensor:
     rows = deferred.output_gradient.reshape(-1, deferred.weight.shape[0])
     return rows.sum(0)
-
-
-def _accumulate(deferred: _Deferred) -> None:
-    _add_gradient(deferred.weight, _weight_gradient(deferred))
-    if deferred.bias is not None:
-        _add_gradient(deferred.bias, _bias_gradient(deferred))
 
 
 def _add_gradient(parameter: Tensor, gradient: Tensor) -> None:

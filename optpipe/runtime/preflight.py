@@ -1,9 +1,13 @@
-"""What is checked before the first step: schedule, problem, ranks, stages, batch."""
+"""What is checked before the first step: schedule, problem, ranks, stages, batch.
+
+What is refused raises `PreflightError` with the value, the rule and what to do.
+"""
 
 from __future__ import annotations
 
 import socket
 from contextlib import contextmanager
+from functools import partial
 from importlib import metadata
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
@@ -34,7 +38,6 @@ __all__ = [
     "agree",
     "as_tensors",
     "attempt",
-    "check_batch",
     "check_cells",
     "check_devices",
     "check_given",
@@ -42,33 +45,24 @@ __all__ = [
     "check_programs",
     "check_ranks",
     "check_stages",
-    "check_version",
     "cut",
     "describe",
     "fail_together",
     "gather",
     "known_failure",
+    "made_on",
     "microbatch_shapes",
     "needs_of",
     "num_microbatches_of",
     "probe_pipeline",
-    "probe_stage",
     "require_torch",
     "shapes_of",
+    "untouched",
 ]
 
 
-_PLENTY = 2**53
-
-
 def check_cells(schedule: Schedule) -> None:
-    """Refuse cells that are no actions: a schedule made or changed by hand may hold anything.
-
-    Raises
-    ------
-    PreflightError
-        With the first cell that its own text form does not give back.
-    """
+    """Refuse cells that are no actions: a schedule made or changed by hand may hold anything."""
     for device, program in enumerate(schedule.programs):
         for index, cell in enumerate(program):
             if not _reads_back(cell):
@@ -109,7 +103,7 @@ def check_programs(schedule: Schedule, problem: Problem | None) -> None:
 
 def _boundless_problem(schedule: Schedule) -> Problem:
     """Return a problem in which every action is possible and nothing is ever too large."""
-    device = Device(memory_bytes=_PLENTY, d2h_gb_per_s=1, h2d_gb_per_s=1)
+    device = Device(memory_bytes=2**53, d2h_gb_per_s=1, h2d_gb_per_s=1)
     highest = max(schedule.placement, default=0)
     if highest >= len(schedule.programs):
         raise ScheduleFormatError(
@@ -119,31 +113,24 @@ def _boundless_problem(schedule: Schedule) -> Problem:
     return Problem(
         num_microbatches=max(1, num_microbatches_of(schedule)),
         devices=(device,) * len(schedule.programs),
-        stages=tuple(_boundless_stage(home) for home in schedule.placement),
-    )
-
-
-def _boundless_stage(device: int) -> Stage:
-    return Stage(
-        device=device,
-        forward_ms=1,
-        backward_input_ms=1,
-        backward_weight_ms=1,
-        activation_bytes=1,
-        offload_bytes=1,
-        recompute_ms=1,
-        checkpoint_bytes=1,
+        stages=tuple(
+            Stage(
+                device=home,
+                forward_ms=1,
+                backward_input_ms=1,
+                backward_weight_ms=1,
+                activation_bytes=1,
+                offload_bytes=1,
+                recompute_ms=1,
+                checkpoint_bytes=1,
+            )
+            for home in schedule.placement
+        ),
     )
 
 
 def check_ranks(schedule: Schedule, num_ranks: int) -> None:
-    """Refuse another number of ranks than programs.
-
-    Raises
-    ------
-    PreflightError
-        With both numbers.
-    """
+    """Refuse another number of ranks than programs."""
     if len(schedule.programs) != num_ranks:
         raise PreflightError(
             f"the schedule has {len(schedule.programs)} programs for {num_ranks} ranks: there must "
@@ -152,13 +139,7 @@ def check_ranks(schedule: Schedule, num_ranks: int) -> None:
 
 
 def check_stages(schedule: Schedule, rank: int, stages: Iterable[int]) -> None:
-    """Refuse other stages on a rank than those the schedule places there.
-
-    Raises
-    ------
-    PreflightError
-        With both lists.
-    """
+    """Refuse other stages on a rank than those the schedule places there."""
     held = sorted(stages)
     placed = [index for index, device in enumerate(schedule.placement) if device == rank]
     if held != placed:
@@ -169,13 +150,7 @@ def check_stages(schedule: Schedule, rank: int, stages: Iterable[int]) -> None:
 
 
 def check_devices(stages: Mapping[int, nn.Module], device: torch.device) -> None:
-    """Refuse parameters that are elsewhere than the runner computes.
-
-    Raises
-    ------
-    PreflightError
-        With the first parameter that is.
-    """
+    """Refuse parameters that are elsewhere than the runner computes."""
     for index, module in sorted(stages.items()):
         for name, parameter in module.named_parameters():
             if parameter.device != device:
@@ -185,14 +160,14 @@ def check_devices(stages: Mapping[int, nn.Module], device: torch.device) -> None
                 )
 
 
-def check_batch(tensors: tuple[Tensor, ...], what: str, num_microbatches: int) -> int:
-    """Return the number of samples; refuse what does not divide into micro-batches.
-
-    Raises
-    ------
-    PreflightError
-        With the sizes.
-    """
+def check_given(tensors: tuple[Tensor, ...], what: str, num_microbatches: int) -> None:
+    """Refuse a batch or target that is missing or does not divide into micro-batches."""
+    if not tensors:
+        raise PreflightError(
+            f"the rank that uses the {what} was given none; pass it there, it is the "
+            f"{'first' if what == 'batch' else 'last'} stage's"
+        )
+    as_tensors(tensors, f"the {what}")
     sizes = {tensor.size(0) if tensor.dim() else 0 for tensor in tensors}
     if len(sizes) != 1:
         raise PreflightError(
@@ -205,23 +180,6 @@ def check_batch(tensors: tuple[Tensor, ...], what: str, num_microbatches: int) -
             f"the {what} has {size} samples, which do not divide into {num_microbatches} "
             f"micro-batches of equal size; give a multiple of {num_microbatches}"
         )
-    return size
-
-
-def check_given(tensors: tuple[Tensor, ...], what: str, num_microbatches: int) -> None:
-    """Refuse a batch or target that is missing or does not divide into micro-batches.
-
-    Raises
-    ------
-    PreflightError
-        With what was given.
-    """
-    if not tensors:
-        raise PreflightError(
-            f"the rank that uses the {what} was given none; pass it there, it is the "
-            f"{'first' if what == 'batch' else 'last'} stage's"
-        )
-    check_batch(as_tensors(tensors, f"the {what}"), what, num_microbatches)
 
 
 def microbatch_shapes(inputs: tuple[Tensor, ...], num_microbatches: int) -> Shapes:
@@ -246,7 +204,7 @@ def num_microbatches_of(schedule: Schedule) -> int:
 # all of them raise the same text. After the first step there is no such round any more: a rank that
 # fails leaves its cause in the store through which the ranks found each other, and the others,
 # whose connections break when it ends, report that cause. Should it not end,
-# `optpipe.runtime.watchdog` does.
+# `optpipe.runtime.runner.Watchdog` does.
 
 
 class _Finding(NamedTuple):
@@ -268,13 +226,7 @@ def attempt(check: Callable[[], Any], faults: list[str]) -> Any:
 
 
 def agree(shared: dict[str, str], faults: Sequence[str], group: ProcessGroup | None) -> None:
-    """Go on only if no rank found a fault and all found the same values.
-
-    Raises
-    ------
-    PreflightError
-        On every rank, with the same text, naming rank and fault.
-    """
+    """Go on only if no rank found a fault and all found the same values."""
     findings: list[Any] = gather(_Finding(shared, list(faults)), group)
     lines = _individual(findings) or _differences(findings)
     if lines:
@@ -290,23 +242,40 @@ def gather(value: Any, group: ProcessGroup | None) -> list[Any]:
 
 def _individual(findings: Sequence[_Finding]) -> list[str]:
     """Return the faults, each once, with the ranks that found it."""
-    ranks_of: dict[str, list[int]] = {}
-    for rank, finding in enumerate(findings):
-        for fault in finding.faults:
-            ranks_of.setdefault(fault, []).append(rank)
-    return [f"  {_ranks(ranks)}: {fault}" for fault, ranks in ranks_of.items()]
+    pairs = ((fault, rank) for rank, found in enumerate(findings) for fault in found.faults)
+    return [f"  {_ranks(ranks)}: {fault}" for fault, ranks in _grouped(pairs).items()]
 
 
 def _differences(findings: Sequence[_Finding]) -> list[str]:
     lines = []
     for name in findings[0].shared:
-        ranks_of: dict[str, list[int]] = {}
-        for rank, finding in enumerate(findings):
-            ranks_of.setdefault(finding.shared.get(name, "missing"), []).append(rank)
+        ranks_of = _grouped((found.shared[name], rank) for rank, found in enumerate(findings))
         if len(ranks_of) > 1:
             found = "; ".join(f"{_ranks(ranks)} {value}" for value, ranks in ranks_of.items())
             lines.append(f"  {name} must be the same on all ranks, found {found}")
     return lines
+
+
+def _grouped(pairs: Iterable[tuple[str, int]]) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {}
+    for text, rank in pairs:
+        found.setdefault(text, []).append(rank)
+    return found
+
+
+def made_on(
+    home: int, make: Callable[[], Any], device: torch.device, group: ProcessGroup | None
+) -> tuple[Any, list[str]]:
+    """Return, on every rank, what a function gives on rank ``home``, and why it failed there."""
+    shared: list[Any] = [None]
+    if dist.get_rank(group) == home:
+        faults: list[str] = []
+        shared = [(attempt(make, faults), faults)]
+    # NCCL sends from its GPU only.
+    where = device if dist.get_backend(group) == dist.Backend.NCCL else torch.device("cpu")
+    dist.broadcast_object_list(shared, group=group, group_src=home, device=where)
+    found: tuple[Any, list[str]] = shared[0]
+    return found
 
 
 def _ranks(ranks: Sequence[int]) -> str:
@@ -320,9 +289,14 @@ def fail_together(error: Exception, where: str, group: ProcessGroup | None) -> N
     process, so let the error end it.
     """
     rank = dist.get_rank(group)
-    cause = _first_failure(f"rank {rank}, {where}: {describe(error)}", group)
+    own = f"rank {rank}, {where}: {describe(error)}"
+    try:
+        cause = bytes(default_store().compare_set(_failure_key(group), "", own)).decode()
+    except RuntimeError:
+        # The store ended with the rank that held it.
+        cause = own
     cut(group)
-    if cause is not None and not cause.startswith(f"rank {rank},"):
+    if not cause.startswith(f"rank {rank},"):
         raise RankError(f"another rank failed and this one cannot go on; {cause}") from error
     error.add_note(f"raised on rank {rank}, {where}; all ranks of the pipeline end with it")
     raise error
@@ -343,16 +317,6 @@ def known_failure(group: ProcessGroup | None) -> str | None:
 
 def _failure_key(group: ProcessGroup | None) -> str:
     return f"optpipe/failure/{group_name(group)}"
-
-
-def _first_failure(own: str, group: ProcessGroup | None) -> str | None:
-    """Leave the own failure in the store unless one stands there; return the one that stands."""
-    try:
-        found = default_store().compare_set(_failure_key(group), "", own)
-    except RuntimeError:
-        # The store ended with the rank that held it.
-        return None
-    return bytes(found).decode()
 
 
 def cut(group: ProcessGroup | None) -> None:
@@ -391,12 +355,6 @@ def needs_of(
     ----------
     boundary
         Bytes of boundary tensors on the device while each action of torch's runs.
-
-    Raises
-    ------
-    PreflightError
-        If the problem reserves bytes on this device, but fewer than the boundary tensors take:
-        the limit that the plan keeps to would not be the device's.
     """
     boundary_bytes = max(boundary.values(), default=0)
     reserved = problem.devices[rank].reserved_bytes if problem is not None else 0
@@ -435,13 +393,7 @@ def _planned_bytes(
 
 
 def check_needs(all_needs: Sequence[Needs]) -> None:
-    """Refuse ranks that together need more of a device or host than there is.
-
-    Raises
-    ------
-    PreflightError
-        With every device and host that is too small; the same on all ranks.
-    """
+    """Refuse ranks that together need more of a device or host than there is."""
     shortages = _shortages(
         [
             ((needs.host, needs.device), needs.planned_bytes, needs.device_bytes)
@@ -514,13 +466,7 @@ Shapes = tuple[TensorShape, ...]
 
 
 def as_tensors(values: object, what: str) -> tuple[Tensor, ...]:
-    """Return a tensor, or a tuple or list of tensors, as a tuple.
-
-    Raises
-    ------
-    PreflightError
-        If it is anything else.
-    """
+    """Return a tensor, or a tuple or list of tensors, as a tuple."""
     items = values if isinstance(values, tuple | list) else (values,)
     for item in items:
         if not isinstance(item, Tensor):
@@ -553,52 +499,24 @@ def probe_pipeline(
         Rank of each stage.
     first
         Input shapes of one micro-batch; looked at on the first stage's rank.
-
-    Raises
-    ------
-    PreflightError
-        On every rank, if a stage cannot run or its output cannot be sent.
     """
-    boundaries = [first]
+    shapes, _ = made_on(placement[0], lambda: first, device, group)
+    boundaries: list[Shapes] = [shapes]
     for index, home in enumerate(placement):
-        told: list[Any] = [None]
-        if home == dist.get_rank(group):
-            told = [_tell(index, stages[index], boundaries[index], device)]
-        dist.broadcast_object_list(
-            told, group=group, group_src=home, device=_packing(device, group)
-        )
-        inputs, outputs, faults = told[0]
+        probe = partial(_probe_stage, index, stages.get(index), boundaries[index], device)
+        outputs, faults = made_on(home, probe, device, group)
         if faults:
-            sizes = [shape.size for shape in inputs]
+            sizes = [shape.size for shape in boundaries[index]]
             raise PreflightError(
                 f"rank {home}: stage {index} cannot run on inputs of size {sizes}: {faults[0]}"
             )
-        boundaries = [*boundaries[:-1], inputs, outputs]
+        boundaries.append(outputs)
     return boundaries
 
 
-def _tell(
-    index: int, module: nn.Module, inputs: Shapes, device: torch.device
-) -> tuple[Shapes, Shapes, list[str]]:
-    faults: list[str] = []
-    outputs = attempt(lambda: probe_stage(index, module, inputs, device), faults)
-    return inputs, outputs or (), faults
-
-
-def _packing(device: torch.device, group: ProcessGroup | None) -> torch.device:
-    """Return where objects are packed to be sent: NCCL sends from its GPU only."""
-    return device if dist.get_backend(group) == dist.Backend.NCCL else torch.device("cpu")
-
-
-def probe_stage(index: int, module: nn.Module, inputs: Shapes, device: torch.device) -> Shapes:
-    """Return the shapes of a stage's outputs.
-
-    Raises
-    ------
-    PreflightError
-        If an output is not a dense tensor, which could not be sent.
-    """
-    with torch.no_grad(), _untouched(module, device):
+def _probe_stage(index: int, module: Any, inputs: Shapes, device: torch.device) -> Shapes:
+    """Return the shapes of a stage's outputs."""
+    with torch.no_grad(), untouched(module, device):
         outputs = as_tensors(
             module(*(shape.zeros(device) for shape in inputs)), f"the output of stage {index}"
         )
@@ -613,12 +531,16 @@ def probe_stage(index: int, module: nn.Module, inputs: Shapes, device: torch.dev
 
 
 @contextmanager
-def _untouched(module: nn.Module, device: torch.device) -> Iterator[None]:
+def untouched(module: nn.Module, device: torch.device) -> Iterator[None]:
+    """Give buffers and random states back as they were."""
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        yield
-    for buffer, before in buffers:
-        buffer.copy_(before)
+    try:
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            yield
+    finally:
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
 
 
 # --- Which torch the runtime works with, said before anything of torch is imported.
@@ -628,8 +550,13 @@ _NEXT = (2, 14)
 _FIX = "pip install 'optpipe[runtime]'"
 
 
-def require_torch() -> None:
+def require_torch(version: str | None = None) -> None:
     """Refuse to go on without a torch whose pipelining internals are known.
+
+    Parameters
+    ----------
+    version
+        Of torch; that of the installed one by default.
 
     Raises
     ------
@@ -637,22 +564,11 @@ def require_torch() -> None:
         If torch is absent or outside >=2.12,<2.14; the message holds the pip command.
     """
     try:
-        version = metadata.version("torch")
+        version = version or metadata.version("torch")
     except metadata.PackageNotFoundError:
         raise MissingExtraError(
             f"torch is not installed, and running a schedule needs it; {_FIX}"
         ) from None
-    check_version(version)
-
-
-def check_version(version: str) -> None:
-    """Refuse a torch version outside the supported range.
-
-    Raises
-    ------
-    MissingExtraError
-        With the version, the range and the pip command.
-    """
     major, minor = (int(part) for part in version.split(".")[:2])
     if not _OLDEST <= (major, minor) < _NEXT:
         raise MissingExtraError(

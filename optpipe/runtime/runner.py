@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import sys
+import threading
+import time
 import weakref
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -25,20 +29,19 @@ from optpipe.runtime.passes import (
 from optpipe.runtime.preflight import (
     Needs,
     Shapes,
-    TensorShape,
     agree,
     attempt,
     check_needs,
+    cut,
     fail_together,
     gather,
+    known_failure,
     needs_of,
     probe_pipeline,
     shapes_of,
 )
 from optpipe.runtime.torch_names import check_torch
-from optpipe.runtime.torch_schedule import HookedSchedule
-from optpipe.runtime.torch_stage import HookedStage
-from optpipe.runtime.watchdog import Watchdog
+from optpipe.runtime.torch_schedule import HookedSchedule, HookedStage
 from optpipe.schedule import ActionType
 
 if TYPE_CHECKING:
@@ -48,16 +51,15 @@ if TYPE_CHECKING:
 
     from optpipe.problem import Problem
     from optpipe.runtime.messages import Order
-    from optpipe.runtime.passes import PassHooks
-    from optpipe.schedule import Action, Pass, Program, Programs, Schedule
+    from optpipe.schedule import Action, Pass, Program, Schedule
 
 __all__ = [
+    "EXIT_CODE",
     "Evaluation",
     "Pipeline",
     "PipelineRunner",
     "PipelineSpec",
-    "check_spec",
-    "start_pipeline",
+    "Watchdog",
 ]
 
 
@@ -81,8 +83,7 @@ class PipelineRunner:
 
     A rank that fails leaves its cause for the others and raises; they raise `RankError` with that
     cause as soon as their connections to it break. Its process should end: if it lives on, the
-    others, which no exception can reach in a receive, end after seconds by themselves with that
-    cause on stderr (`optpipe.runtime.watchdog`).
+    others end after seconds by themselves with that cause on stderr (`Watchdog`).
 
     Parameters
     ----------
@@ -134,13 +135,13 @@ class PipelineRunner:
             mean_loss=mean_loss,
         )
         self._min_offload_bytes = min_offload_bytes
-        check_spec(self._spec)
+        _check_spec(self._spec)
         self.offloader, self._passes = self._prepare(self._spec)
         gradients = _gradients_of(self._spec.stages)
         self._forwards = self._make_passes(self._make_offloader((), 1), gradients, ())
         self._training: Pipeline | None = None
         self._evaluating: Pipeline | None = None
-        self._watch = Watchdog.over(group)
+        self._watch = Watchdog(lambda: known_failure(group), lambda: cut(group), _end_process)
         weakref.finalize(self, self._watch.stop)
         self._num_steps = 0
         self._moved_before = (0, 0)
@@ -163,12 +164,12 @@ class PipelineRunner:
     @property
     def holds_first(self) -> bool:
         """Whether this rank takes the batch."""
-        return self._spec.holds_first
+        return 0 in self._spec.stages
 
     @property
     def holds_last(self) -> bool:
         """Whether this rank takes the target and makes the losses."""
-        return self._spec.holds_last
+        return len(self.schedule.placement) - 1 in self._spec.stages
 
     @property
     def offloaded_bytes(self) -> int:
@@ -215,12 +216,12 @@ class PipelineRunner:
         if problem is not None:
             schedule = schedule.model_copy(update={"problem_hash": problem.problem_hash})
         spec = replace(self._spec, schedule=schedule)
-        check_spec(spec)
+        _check_spec(spec)
         offloader, passes = self._prepare(spec)
         training = None
         if self._training is not None:
             examples = self._training.examples()
-            training = start_pipeline(spec, passes, *examples, trains=True)
+            training = _start_pipeline(spec, passes, *examples, trains=True)
         passes.observer = self._passes.observer
         self._moved_before = (self.offloaded_bytes, self.reloaded_bytes)
         self._spec, self._training = spec, training
@@ -251,9 +252,9 @@ class PipelineRunner:
         RankError
             If another rank failed; the message holds its cause.
         """
-        inputs, targets = self._given(batch, target)
+        inputs, targets = self._used(batch, target)
         if self._training is None:
-            self._training = start_pipeline(self._spec, self._passes, inputs, targets, trains=True)
+            self._training = _start_pipeline(self._spec, self._passes, inputs, targets, trains=True)
         losses, _ = self._run(self._training, self._passes, inputs, targets)
         self._num_steps += 1
         return torch.stack(losses) if self.holds_last else None
@@ -276,10 +277,10 @@ class PipelineRunner:
         PreflightError, RankError
             As `step`.
         """
-        inputs, targets = self._given(batch, target)
+        inputs, targets = self._used(batch, target)
         with torch.no_grad():
             if self._evaluating is None:
-                self._evaluating = start_pipeline(
+                self._evaluating = _start_pipeline(
                     self._spec, self._forwards, inputs, targets, trains=False
                 )
             losses, outputs = self._run(self._evaluating, self._forwards, inputs, targets)
@@ -289,12 +290,13 @@ class PipelineRunner:
         """End what the runner has in the background, a thread; nothing runs after it."""
         self._watch.stop()
 
-    def _given(
+    def _used(
         self, batch: Tensor | tuple[Tensor, ...] | None, target: Tensor | None
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """Return batch and target as tuples, each where it is looked at."""
         return (
-            _as_given(batch) if self.holds_first else (),
-            _as_given(target) if self.holds_last else (),
+            _as_tuple(batch) if self.holds_first else (),
+            _as_tuple(target) if self.holds_last else (),
         )
 
     def _run(
@@ -310,15 +312,13 @@ class PipelineRunner:
                 return pipeline.runtime.run(inputs, targets[0] if targets else None)
         except Exception as error:  # noqa: BLE001 - always raised again
             passes.reset()
-            fail_together(error, self._where(passes), self._spec.group)
-
-    def _where(self, passes: Passes) -> str:
-        what = f"step {self._num_steps}" if passes is self._passes else "evaluation"
-        return what if passes.running is None else f"{what}, in {passes.running}"
+            what = f"step {self._num_steps}" if passes is self._passes else "evaluation"
+            where = what if passes.running is None else f"{what}, in {passes.running}"
+            fail_together(error, where, self._spec.group)
 
     def _prepare(self, spec: PipelineSpec) -> tuple[Offloader, Passes]:
         """Return what this rank does around the passes of its program; split what it splits."""
-        program = spec.programs[spec.rank]
+        program = spec.program
         gradients = _gradients_of(spec.stages)
         split = {stage for stage, _ in _cells(program, ActionType.BACKWARD_INPUT)}
         for index in sorted(split):
@@ -366,7 +366,7 @@ def _gradients_of(stages: Mapping[int, nn.Module]) -> WeightGradients:
     return next(split, None) or WeightGradients()
 
 
-def _as_given(values: Tensor | tuple[Tensor, ...] | None) -> tuple[Tensor, ...]:
+def _as_tuple(values: Tensor | tuple[Tensor, ...] | None) -> tuple[Tensor, ...]:
     if values is None:
         return ()
     return tuple(values) if isinstance(values, tuple | list) else (values,)
@@ -407,19 +407,9 @@ class PipelineSpec:
         return preflight.num_microbatches_of(self.schedule)
 
     @property
-    def programs(self) -> Programs:
-        """The programs of all ranks."""
-        return self.schedule.programs
-
-    @property
-    def holds_first(self) -> bool:
-        """Whether this rank takes the batch."""
-        return 0 in self.stages
-
-    @property
-    def holds_last(self) -> bool:
-        """Whether this rank takes the target and makes the losses."""
-        return len(self.schedule.placement) - 1 in self.stages
+    def program(self) -> Program:
+        """What this rank runs."""
+        return self.schedule.programs[self.rank]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -427,7 +417,6 @@ class Pipeline:
     """A schedule that can run, for batches and targets of these shapes, and what it takes."""
 
     runtime: HookedSchedule
-    hooks: PassHooks
     batch: Shapes
     target: Shapes
     boundary: Mapping[Action, int]
@@ -442,13 +431,7 @@ class Pipeline:
         )
 
     def expect(self, inputs: tuple[Tensor, ...], targets: tuple[Tensor, ...]) -> None:
-        """Refuse other shapes than the first ones.
-
-        Raises
-        ------
-        PreflightError
-            With both.
-        """
+        """Refuse other shapes than the first ones."""
         found = (shapes_of(inputs), shapes_of(targets))
         if found != (self.batch, self.target):
             raise PreflightError(
@@ -458,14 +441,8 @@ class Pipeline:
             )
 
 
-def check_spec(spec: PipelineSpec) -> None:
-    """Refuse what does not fit together before anything is built; all ranks together.
-
-    Raises
-    ------
-    PreflightError
-        On every rank alike.
-    """
+def _check_spec(spec: PipelineSpec) -> None:
+    """Refuse what does not fit together before anything is built; all ranks together."""
     faults: list[str] = []
     schedule, problem = spec.schedule, spec.problem
     num_ranks = dist.get_world_size(spec.group)
@@ -485,9 +462,9 @@ def check_spec(spec: PipelineSpec) -> None:
     agree(shared, faults, spec.group)
 
 
-def start_pipeline(
+def _start_pipeline(
     spec: PipelineSpec,
-    hooks: PassHooks,
+    hooks: Passes,
     inputs: tuple[Tensor, ...],
     targets: tuple[Tensor, ...],
     *,
@@ -495,18 +472,7 @@ def start_pipeline(
 ) -> Pipeline:
     """Build a pipeline for batches like this one, once all ranks find that it can run.
 
-    Parameters
-    ----------
-    inputs, targets
-        The first batch and its target; looked at where they are used.
-    trains
-        False: forwards only; then a target is optional.
-
-    Raises
-    ------
-    PreflightError
-        On every rank alike: a batch that does not divide, a stage that cannot run, orders of
-        messages that differ or cannot pass, or more memory than there is.
+    Without ``trains`` it runs forwards only, and a target is optional.
     """
     _check_first_batch(spec, inputs, targets, trains=trains)
     group, placement = spec.group, spec.schedule.placement
@@ -517,15 +483,20 @@ def start_pipeline(
     orders = runtime.orders if runtime is not None else ()
     window = window_of(len(placement), trains=trains)
     attempt(lambda: check_orders(orders, placement, window), faults)
-    agree({"the order of messages": _hash(orders)}, faults, group)
+    text = "\n".join(",".join(map(str, order)) for order in orders)
+    digest = "sha256:" + hashlib.sha256(text.encode()).hexdigest()
+    agree({"the order of messages": digest}, faults, group)
     boundary = _boundary(spec, orders, shapes, window)
-    needs = attempt(lambda: _needs(spec, boundary, trains=trains), faults)
+    # An evaluation holds no activations, so no plan either.
+    problem = spec.problem if trains else None
+    needs = attempt(
+        lambda: needs_of(spec.rank, spec.program, problem, boundary, spec.device), faults
+    )
     all_needs = [one for one in gather(needs, group) if one is not None]
     attempt(lambda: check_needs(all_needs), faults)
     agree({}, faults, group)
     return Pipeline(
         runtime=runtime,
-        hooks=hooks,
         batch=shapes_of(inputs),
         target=shapes_of(targets),
         boundary=boundary,
@@ -538,15 +509,15 @@ def _check_first_batch(
 ) -> None:
     faults: list[str] = []
     count = spec.num_microbatches
-    if spec.holds_first:
+    if 0 in spec.stages:
         attempt(lambda: preflight.check_given(inputs, "batch", count), faults)
-    if spec.holds_last and (trains or targets):
+    if len(spec.schedule.placement) - 1 in spec.stages and (trains or targets):
         attempt(lambda: preflight.check_given(targets, "target", count), faults)
     agree({}, faults, spec.group)
 
 
 def _build(
-    spec: PipelineSpec, hooks: PassHooks, shapes: Sequence[Shapes], *, trains: bool
+    spec: PipelineSpec, hooks: Passes, shapes: Sequence[Shapes], *, trains: bool
 ) -> HookedSchedule:
     device, placement = spec.device, spec.schedule.placement
     stages = [
@@ -566,17 +537,12 @@ def _build(
     count = spec.num_microbatches
     return HookedSchedule(
         stages,
-        spec.programs,
+        spec.schedule.programs,
         num_microbatches=count,
         loss_fn=spec.loss_fn,
         loss_divisor=(count if spec.mean_loss else 1) if trains else 0,
         hooks=hooks,
     )
-
-
-def _hash(orders: Sequence[Order]) -> str:
-    text = "\n".join(",".join(map(str, order)) for order in orders)
-    return "sha256:" + hashlib.sha256(text.encode()).hexdigest()
 
 
 def _boundary(
@@ -587,18 +553,104 @@ def _boundary(
 
     def bytes_of(message: Pass) -> int:
         crossed = shapes[message.stage if message.backward else message.stage + 1]
-        return sum(shape.num_bytes for shape in crossed if _goes(shape, message))
+        # Integers have no gradient.
+        sent = [s for s in crossed if s.dtype.is_floating_point or not message.backward]
+        return sum(shape.num_bytes for shape in sent)
 
     over_before = sends_over_before(orders, placement, window)[rank]
     return boundary_levels(orders[rank], over_before, len(placement), bytes_of)
 
 
-def _goes(shape: TensorShape, message: Pass) -> bool:
-    """Whether a tensor of this shape is in a message: integers have no gradient."""
-    return shape.dtype.is_floating_point or not message.backward
+# --- Ends a rank that waits for one that has failed.
+# A rank that fails says why and raises. If its process then ends, as it should, the connections
+# break and all others raise too. If it lives on (somebody caught the error, a debugger holds it),
+# the others would wait in a receive until the backend's timeout, half an hour by default, where no
+# exception reaches them. So a thread looks every second whether a failure has been reported while
+# this rank is inside a step; it then cuts the connections where the backend can (NCCL), and where
+# that does not help either, prints the cause and ends the process.
+
+EXIT_CODE = 70
+"""Of a process that is ended because another rank failed."""
+
+_POLL_S = 1.0
+_GRACE_S = 5.0
 
 
-def _needs(spec: PipelineSpec, boundary: Mapping[Action, int], *, trains: bool) -> Needs:
-    """Return what this rank needs; an evaluation holds no activations, so no plan either."""
-    rank, problem = spec.rank, spec.problem if trains else None
-    return needs_of(rank, spec.programs[rank], problem, boundary, spec.device)
+class Watchdog:
+    """Looks after the steps of a rank; ``with watch:`` around each.
+
+    Parameters
+    ----------
+    find_failure
+        Returns the first reported failure of the group, None while there is none.
+    cut_connections
+        Called once when there is one.
+    end
+        Called with the cause when this rank is still in its step after ``grace_s``.
+    poll_s, grace_s
+        Seconds between looks, and from a failure to the end.
+    """
+
+    def __init__(
+        self,
+        find_failure: Callable[[], str | None],
+        cut_connections: Callable[[], None],
+        end: Callable[[str], None],
+        *,
+        poll_s: float = _POLL_S,
+        grace_s: float = _GRACE_S,
+    ) -> None:
+        self._find_failure = find_failure
+        self._cut_connections = cut_connections
+        self._end = end
+        self._poll_s = poll_s
+        self._grace_s = grace_s
+        self._step = 0
+        self._in_step = False
+        self._stopped = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> None:
+        self._step += 1
+        self._in_step = True
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._look, name="optpipe-watch", daemon=True)
+            self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._in_step = False
+
+    def stop(self) -> None:
+        """End the thread; it also ends with the process."""
+        self._stopped.set()
+
+    def _look(self) -> None:
+        while not self._stopped.wait(self._poll_s):
+            step = self._step
+            if not self._in_step:
+                continue
+            try:
+                cause = self._find_failure()
+            except (RuntimeError, ValueError):
+                # The store ended with the rank that held it, or the group has been destroyed.
+                return
+            if cause is not None and self._stays(step):
+                self._cut_connections()
+                if self._stays(step):
+                    self._end(cause)
+                return
+
+    def _stays(self, step: int) -> bool:
+        """Whether this rank is still in the same step after half of the grace."""
+        deadline = time.monotonic() + self._grace_s / 2
+        while time.monotonic() < deadline:
+            if not (self._in_step and self._step == step):
+                return False
+            time.sleep(min(0.05, self._grace_s / 10))
+        return True
+
+
+def _end_process(cause: str) -> None:
+    sys.stderr.write(f"optpipe: another rank failed, and this one waits for it; {cause}\n")
+    sys.stderr.flush()
+    os._exit(EXIT_CODE)

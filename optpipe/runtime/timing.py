@@ -12,15 +12,16 @@ import math
 import statistics
 import time
 from collections import deque
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 
 from optpipe.formats.chrome_trace import dump_planned_beside_measured
 from optpipe.measurements import DeviceFacts, Measurements, Sample
 from optpipe.runtime.measuring.times import clock_for
-from optpipe.schedule import Action, ActionType
+from optpipe.runtime.preflight import gather
+from optpipe.schedule import Action, ActionType, input_of, pass_of
 from optpipe.simulate import Interval
 
 if TYPE_CHECKING:
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from optpipe.runtime.measuring.times import Clock, Mark
     from optpipe.runtime.offload import Copies, Fence
     from optpipe.runtime.runner import PipelineRunner
-    from optpipe.schedule import Program
     from optpipe.simulate import Lane
 
 __all__ = ["DEFAULT_EVERY", "ActionTimer", "DeviceTimes", "MeasuredStep", "align"]
@@ -44,8 +44,6 @@ __all__ = ["DEFAULT_EVERY", "ActionTimer", "DeviceTimes", "MeasuredStep", "align
 # be received before it was sent. A message from a to b bounds the shift between the two clocks on
 # one side and one from b to a on the other, as in Cristian's "Probabilistic clock synchronization"
 # (Distributed Computing 3, 1989); a training step sends both, activations there and gradients back.
-
-Pair = tuple[int, int]
 
 
 class DeviceTimes(NamedTuple):
@@ -96,8 +94,16 @@ def align(times: Sequence[DeviceTimes]) -> MeasuredStep:
     first = min(
         (item.start + shifts[own.device] for own in times for item in own.intervals), default=0.0
     )
-    rows = tuple(_shifted(own.intervals, shifts[own.device] - first) for own in times)
-    return MeasuredStep(times[0].step, rows)
+    rows = []
+    for own in times:
+        shift = shifts[own.device] - first
+        rows.append(
+            tuple(
+                replace(item, start=item.start + shift, end=item.end + shift)
+                for item in own.intervals
+            )
+        )
+    return MeasuredStep(times[0].step, tuple(rows))
 
 
 def _shifts(times: Sequence[DeviceTimes]) -> dict[int, float]:
@@ -117,45 +123,21 @@ def _shifts(times: Sequence[DeviceTimes]) -> dict[int, float]:
     return shifts
 
 
-def _lags(times: Sequence[DeviceTimes]) -> dict[Pair, float]:
+def _lags(times: Sequence[DeviceTimes]) -> dict[tuple[int, int], float]:
     """Return, per (sender, receiver), by how much the receiver's clock must at least be ahead."""
-    ran = {
-        _key(item.action): item
-        for own in times
-        for item in own.intervals
-        if item.action is not None
-    }
-    lags: dict[Pair, float] = {}
-    for key, item in ran.items():
-        sender = _input_of(key)
-        made = ran.get(sender) if sender is not None else None
-        if made is not None and made.device != item.device:
-            pair = (made.device, item.device)
-            lags[pair] = max(lags.get(pair, -math.inf), made.end - item.start)
+    ran = [
+        (item.action, item) for own in times for item in own.intervals if item.action is not None
+    ]
+    made = {done: item for action, item in ran if (done := pass_of(action)) is not None}
+    num_stages = 1 + max((action.stage for action, _ in ran), default=0)
+    lags: dict[tuple[int, int], float] = {}
+    for action, item in ran:
+        needed = input_of(action, num_stages)
+        source = made.get(needed) if needed is not None else None
+        if source is not None and source.device != item.device:
+            pair = (source.device, item.device)
+            lags[pair] = max(lags.get(pair, -math.inf), source.end - item.start)
     return lags
-
-
-def _key(action: Action) -> Action:
-    """Return the action with I for a B: both take and send gradients."""
-    if action.type is ActionType.FULL_BACKWARD:
-        return action._replace(type=ActionType.BACKWARD_INPUT)
-    return action
-
-
-def _input_of(key: Action) -> Action | None:
-    """Return the pass that sends what this one needs."""
-    if key.type is ActionType.FORWARD:
-        return key._replace(stage=key.stage - 1)
-    if key.type is ActionType.BACKWARD_INPUT:
-        return key._replace(stage=key.stage + 1)
-    return None
-
-
-def _shifted(intervals: Sequence[Interval], shift: float) -> tuple[Interval, ...]:
-    return tuple(
-        type(item)(item.device, item.lane, item.action, item.start + shift, item.end + shift)
-        for item in intervals
-    )
 
 
 DEFAULT_EVERY = 50
@@ -185,11 +167,8 @@ class _Sampled(NamedTuple):
     taken: list[_Taken]
 
 
-class _OwnStep(NamedTuple):
-    """One rank's sampled step, and its copies as (lane, bytes, ms)."""
-
-    times: DeviceTimes
-    copies: tuple[tuple[int, int, float], ...]
+OwnStep = tuple["DeviceTimes", list[tuple[int, int, float]]]
+"""One rank's sampled step, and its copies as (lane, bytes, ms)."""
 
 
 class ActionTimer:
@@ -230,23 +209,18 @@ class ActionTimer:
         self._rank = dist.get_rank(group)
         self._placement = runner.schedule.placement
         self._programs = runner.schedule.programs
-        self._first = self.program[0]
+        self._program = self._programs[self._rank]
         self._runner = runner
         self._plain_copies = runner.offloader.copies
-        self._clock = clock if clock is not None else clock_for(_device_of(self._plain_copies))
+        self._clock = clock if clock is not None else clock_for(runner.device)
         self._step = -1
         self._sampled: _Sampled | None = None
         self._pending: _Sampled | None = None
         self._start: Mark = None
         self._copy: tuple[Mark, int] = (None, 0)
-        self._kept: deque[_OwnStep] = deque(maxlen=_KEPT_STEPS)
+        self._kept: deque[OwnStep] = deque(maxlen=_KEPT_STEPS)
         runner.offloader.copies = _TimedCopies(self._plain_copies, self)
         runner.observe(self)
-
-    @property
-    def program(self) -> Program:
-        """The program of this rank."""
-        return self._programs[self._rank]
 
     def detach(self) -> None:
         """Stop timing; what was measured stays."""
@@ -256,7 +230,7 @@ class ActionTimer:
 
     def begin(self, action: Action) -> None:
         """Mark an action's start, where this step is sampled."""
-        if action == self._first:
+        if action == self._program[0]:
             self._begin_step()
         if self._sampled is not None:
             self._start = self._clock.mark()
@@ -275,8 +249,8 @@ class ActionTimer:
 
     def gather(self) -> list[MeasuredStep] | None:
         """Return, on rank 0, the sampled steps that are whole, oldest first; None elsewhere."""
-        told = self._tell()
-        return _whole_steps(told) if self._rank == 0 else None
+        found = self._all_kept()
+        return _whole_steps(found) if self._rank == 0 else None
 
     def measurements(self) -> Measurements | None:
         """Return, on rank 0, the times and bandwidths of all ranks as one value with a JSON form.
@@ -286,8 +260,8 @@ class ActionTimer:
         ValueError
             On rank 0, if no step has been sampled yet.
         """
-        told = self._tell()
-        return _as_measurements(told, self._placement) if self._rank == 0 else None
+        found = self._all_kept()
+        return _as_measurements(found, self._placement) if self._rank == 0 else None
 
     def trace(self, problem: Problem) -> str | None:
         """Return, on rank 0, a Chrome trace of the plan and, below it, of the last sampled step.
@@ -318,7 +292,7 @@ class ActionTimer:
     def _put_aside(self) -> None:
         """Keep a sampled step that was issued to its end: its marks may not have passed yet."""
         sampled, self._sampled = self._sampled, None
-        if sampled is not None and len(sampled.taken) == len(self.program):
+        if sampled is not None and len(sampled.taken) == len(self._program):
             self._pending = sampled
 
     def _resolve(self) -> None:
@@ -329,15 +303,13 @@ class ActionTimer:
         reader = _MarkReader(self._clock, pending.origin, self._rank)
         intervals = tuple(reader.interval(one) for one in pending.taken)
         times = DeviceTimes(pending.step, self._rank, pending.wall_ms, intervals)
-        self._kept.append(_OwnStep(times, tuple(reader.copies)))
+        self._kept.append((times, reader.copies))
 
-    def _tell(self) -> list[list[_OwnStep]]:
+    def _all_kept(self) -> list[list[OwnStep]]:
         """Return every rank's sampled steps, on every rank; between two steps of the runner."""
         self._put_aside()
         self._resolve()
-        told: list[list[_OwnStep]] = [[] for _ in range(dist.get_world_size(self._group))]
-        dist.all_gather_object(told, list(self._kept), group=self._group)
-        return told
+        return gather(list(self._kept), self._group)
 
 
 class _MarkReader:
@@ -386,26 +358,20 @@ class _TimedCopies:
 
     def to_host(self, pairs: Sequence[Any]) -> Fence:
         """Issue copies to the host."""
-        return self._told(self._copies.to_host(pairs), _DOWN, pairs)
+        return self._noted(self._copies.to_host(pairs), _DOWN, pairs)
 
     def to_device(self, pairs: Sequence[Any]) -> Fence:
         """Issue copies back."""
-        return self._told(self._copies.to_device(pairs), _UP, pairs)
+        return self._noted(self._copies.to_device(pairs), _UP, pairs)
 
-    def _told(self, fence: Fence, lane: int, pairs: Sequence[Any]) -> Fence:
+    def _noted(self, fence: Fence, lane: int, pairs: Sequence[Any]) -> Fence:
         self._timer.copied(fence, lane, sum(source.numel() for source, _ in pairs))
         return fence
 
 
-def _device_of(copies: Copies) -> torch.device:
-    if copies.pinned:
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
-
-
-def _whole_steps(told: list[list[_OwnStep]]) -> list[MeasuredStep]:
+def _whole_steps(found: list[list[OwnStep]]) -> list[MeasuredStep]:
     """Align the steps that every rank has sampled."""
-    by_rank = [{own.times.step: own.times for own in kept} for kept in told]
+    by_rank = [{own.step: own for own, _ in kept} for kept in found]
     common = sorted(set.intersection(*(set(steps) for steps in by_rank)))
     return [align([steps[number] for steps in by_rank]) for number in common]
 
@@ -419,14 +385,14 @@ def _last(steps: list[MeasuredStep]) -> MeasuredStep:
     return steps[-1]
 
 
-def _as_measurements(told: list[list[_OwnStep]], placement: Sequence[int]) -> Measurements:
-    steps = _whole_steps(told)
+def _as_measurements(found: list[list[OwnStep]], placement: Sequence[int]) -> Measurements:
+    steps = _whole_steps(found)
     last = _last(steps)
     return Measurements(
         source=f"training, {len(steps)} sampled steps up to step {last.step}",
         samples=tuple(sample for step in steps for sample in _samples(step)),
         placement=tuple(placement),
-        devices=tuple(_device_facts(kept) for kept in told),
+        devices=tuple(_device_facts(kept) for kept in found),
     )
 
 
@@ -444,11 +410,11 @@ def _samples(step: MeasuredStep) -> Iterator[Sample]:
                 )
 
 
-def _device_facts(kept: Sequence[_OwnStep]) -> DeviceFacts:
+def _device_facts(kept: Sequence[OwnStep]) -> DeviceFacts:
     """Return the median speed of both lanes, where copies were made."""
     rates: list[list[float]] = [[], []]
-    for own in kept:
-        for lane, num_bytes, ms in own.copies:
+    for _, copies in kept:
+        for lane, num_bytes, ms in copies:
             if num_bytes > 0 and ms > 0:
                 rates[lane].append(num_bytes / (ms * 1e6))
     down, up = (statistics.median(values) if values else None for values in rates)

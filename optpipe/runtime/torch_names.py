@@ -74,15 +74,11 @@ def check_torch() -> None:
         missing = [parameter for parameter in expected if parameter not in parameters]
         if found is None or missing:
             what = f"has no parameter {', '.join(missing)}" if found is not None else "is missing"
+            home = getattr(owner, "__module__", None) or getattr(owner, "__name__", owner)
             raise MissingExtraError(
-                f"torch {torch.__version__}: {name} of {_home(owner)} {what}, but "
+                f"torch {torch.__version__}: {name} of {home} {what}, but "
                 "the runtime overrides it; pip install 'optpipe[runtime]'"
             )
-
-
-def _home(owner: object) -> str:
-    """Return the module that a private name was found in."""
-    return owner.__module__ if isinstance(owner, type) else getattr(owner, "__name__", str(owner))
 
 
 def has_gradient_hooks(parameter: Tensor) -> bool:

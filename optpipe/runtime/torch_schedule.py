@@ -1,10 +1,13 @@
-"""torch's schedule runtime: our losses, our sends, and the actions it does not know."""
+"""torch's stage and schedule runtime: hooks around passes, our losses, sends and own actions."""
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any, cast
 
-from torch.distributed.pipelining import schedules
+import torch
+from torch import Tensor
+from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.pipelining.schedules import (
     _Action,
     _ComputationType,
@@ -12,18 +15,18 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from optpipe.runtime.messages import MessageSend, Order, Receive, sends_over_before, window_of
+from optpipe.runtime.torch_names import alias_no_view
 from optpipe.schedule import Action, ActionType, Pass, Program, Programs, pass_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from torch import Tensor
-    from torch.distributed import Work
+    from torch import nn
+    from torch.distributed import ProcessGroup, Work
 
-    from optpipe.runtime.passes import PassHooks
-    from optpipe.runtime.torch_stage import HookedStage
+    from optpipe.runtime.passes import Passes
 
-__all__ = ["HookedSchedule", "forwards_of", "order_of", "torch_actions", "with_extra_actions"]
+__all__ = ["HookedSchedule", "HookedStage", "hollow", "order_of"]
 
 
 class HookedSchedule(_PipelineScheduleRuntime):
@@ -56,7 +59,7 @@ class HookedSchedule(_PipelineScheduleRuntime):
         num_microbatches: int,
         loss_fn: Callable[[Any, Any], Tensor],
         loss_divisor: int,
-        hooks: PassHooks,
+        hooks: Passes,
     ) -> None:
         super().__init__(  # type: ignore[no-untyped-call]
             list(stages), num_microbatches, loss_fn=loss_fn, scale_grads=False
@@ -81,13 +84,13 @@ class HookedSchedule(_PipelineScheduleRuntime):
     def _lower(self, programs: Programs) -> tuple[Order, ...]:
         """Let torch place sends and receives, add our actions; return what every rank will do."""
         self._prepare_schedule_with_comms(
-            {rank: torch_actions(program) for rank, program in enumerate(programs)}
+            {rank: _torch_actions(program) for rank, program in enumerate(programs)}
         )
         lists = self.pipeline_order_with_comms
         if self._trains:
-            lists[self.rank] = with_extra_actions(lists[self.rank], programs[self.rank])
+            lists[self.rank] = _with_extra_actions(lists[self.rank], programs[self.rank])
         else:
-            lists.update({rank: forwards_of(lists[rank]) for rank in lists})
+            lists.update({rank: _forwards_of(lists[rank]) for rank in lists})
         return tuple(order_of(lists[rank]) for rank in range(len(programs)))
 
     def _tell_stages(self) -> None:
@@ -190,18 +193,11 @@ class HookedSchedule(_PipelineScheduleRuntime):
 
 # --- From programs to torch's action lists, and from those to what goes between the ranks.
 
-_TORCH_RUNS = frozenset(
-    {
-        ActionType.FORWARD,
-        ActionType.BACKWARD_INPUT,
-        ActionType.BACKWARD_WEIGHT,
-        ActionType.FULL_BACKWARD,
-    }
-)
+_TORCH_RUNS = frozenset(ActionType(letter) for letter in "FIWB")
 _OF_A_FORWARD = frozenset({"FORWARD", "SEND_F", "RECV_F", "UNSHARD", "RESHARD"})
 
 
-def torch_actions(program: Program) -> list[_Action | None]:
+def _torch_actions(program: Program) -> list[_Action | None]:
     """Return the actions of a program that torch runs itself."""
     # By name: the values became letters in 2.12.
     return [
@@ -211,7 +207,7 @@ def torch_actions(program: Program) -> list[_Action | None]:
     ]
 
 
-def forwards_of(actions: Sequence[_Action]) -> list[_Action]:
+def _forwards_of(actions: Sequence[_Action]) -> list[_Action]:
     """Return the forwards of torch's list with their sends and receives, in its order.
 
     They never wait in a circle: their waits are some of those of the list.
@@ -242,13 +238,20 @@ def _step_of(action: _Action) -> Action | MessageSend | Receive | None:
     return None
 
 
-def with_extra_actions(order: Sequence[_Action], program: Program) -> list[_Action]:
+def _with_extra_actions(order: Sequence[_Action], program: Program) -> list[_Action]:
     """Place the actions torch does not know behind the compute they follow in the program.
 
     Behind its send, too, which would otherwise wait for the transfer that a RELEASE waits for;
     before any receive, behind which they would wait for another rank.
     """
-    extras = _extras_by_predecessor(program)
+    extras: dict[tuple[int, str, int | None], list[_Action]] = {}
+    before: tuple[int, str, int | None] | None = None
+    for stage, kind, microbatch in program:
+        if kind in _TORCH_RUNS:
+            before = (stage, kind.name, microbatch)
+        elif before is not None:
+            extra = _Action(stage, cast("_ComputationType", kind), microbatch)
+            extras.setdefault(before, []).append(extra)
     placed: list[_Action] = []
     waiting: list[_Action] = []
     for action in order:
@@ -256,21 +259,220 @@ def with_extra_actions(order: Sequence[_Action], program: Program) -> list[_Acti
             placed += waiting
             waiting = []
         placed.append(action)
-        waiting += extras.pop(_cell(action), [])
+        kind_name = action.computation_type.name
+        waiting += extras.pop((action.stage_index, kind_name, action.microbatch_index), [])
     return placed + waiting
 
 
-def _extras_by_predecessor(program: Program) -> dict[tuple[int, str, int | None], list[_Action]]:
-    found: dict[tuple[int, str, int | None], list[_Action]] = {}
-    before: tuple[int, str, int | None] | None = None
-    for stage, kind, microbatch in program:
-        if kind in _TORCH_RUNS:
-            before = (stage, kind.name, microbatch)
-        elif before is not None:
-            extra = _Action(stage, cast("_ComputationType", kind), microbatch)
-            found.setdefault(before, []).append(extra)
-    return found
+# --- torch's stage.
 
 
-def _cell(action: _Action) -> tuple[int, str, int | None]:
-    return action.stage_index, action.computation_type.name, action.microbatch_index
+class HookedStage(PipelineStage):
+    """torch's stage with hooks around its passes, holding no boundary tensor longer than needed.
+
+    Parameters
+    ----------
+    inputs, outputs
+        Examples of the boundary tensors of one micro-batch; only their shapes are kept.
+    trains
+        False: forwards only, of which nothing is kept.
+
+    Attributes
+    ----------
+    next_is_here
+        Whether the next stage is on this rank, so that outputs are handed over and not sent.
+    over_before, let_go
+        The sends that are over once a pass has its input, and what to call with them.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        index: int,
+        num_stages: int,
+        *,
+        device: torch.device,
+        inputs: tuple[Tensor, ...],
+        outputs: tuple[Tensor, ...],
+        group: ProcessGroup | None,
+        hooks: Passes,
+        trains: bool,
+    ) -> None:
+        super().__init__(
+            module,
+            index,
+            num_stages,
+            device,
+            input_args=inputs,
+            output_args=outputs,
+            group=group,
+            dw_builder=hooks.weight_runner,
+        )
+        self._hooks = hooks
+        self._trains = trains
+        self.next_is_here = False
+        self.over_before: Mapping[Any, tuple[Pass, ...]] = {}
+        self.let_go: Callable[[tuple[Pass, ...]], None]
+        self._blank_inputs: tuple[Any, ...] = ()
+        self._blank_gradients: tuple[Any, ...] = ()
+
+    def forward_one_chunk(
+        self,
+        fwd_chunk_id: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None = None,
+        save_forward_output: bool = True,
+    ) -> Any:
+        """Run an F."""
+        if over := self.over_before.get((False, self.stage_index, fwd_chunk_id)):
+            self.let_go(over)
+        infos = self._received(fwd_chunk_id)
+        inputs: Any = args if self.is_first else [info.buffer for info in infos]
+        with self._hooks.forward(self.stage_index, fwd_chunk_id, inputs):
+            output = super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
+        for info in infos:
+            info.buffer = None
+        if not self.is_last:
+            outputs, _ = self.fwd_cache[fwd_chunk_id]
+            if self.next_is_here:
+                self._hollow_out(fwd_chunk_id)
+            self._hooks.forward_done(self.stage_index, fwd_chunk_id, outputs)
+        return output
+
+    def _received(self, microbatch: int) -> tuple[Any, ...]:
+        return () if self.is_first else self.args_recv_info[microbatch]
+
+    def recompute_one_chunk(
+        self, microbatch: int, args: tuple[Any, ...], kwargs: dict[str, Any] | None
+    ) -> Any:
+        """Run an F again, this time for its autograd graph."""
+        infos = self._received(microbatch)
+        for info, held in zip(infos, self.fwd_cache[microbatch][1], strict=False):
+            info.buffer = held
+        output = super().forward_one_chunk(microbatch, args, kwargs, save_forward_output=False)
+        for info in infos:
+            info.buffer = None
+        if not self.is_last:
+            self._hollow_out(microbatch)
+        return output
+
+    def backward_one_chunk(
+        self,
+        bwd_chunk_id: int,
+        loss: Tensor | None = None,
+        full_backward: bool = True,
+        last_backward: bool = False,
+    ) -> None:
+        """Run an I or a B."""
+        if over := self.over_before.get((True, self.stage_index, bwd_chunk_id)):
+            self.let_go(over)
+        with self._hooks.backward(self.stage_index, bwd_chunk_id, split=not full_backward):
+            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        for info in self.grad_recv_info[bwd_chunk_id]:
+            info.buffer = None
+        if self.is_first:
+            del self.bwd_cache[bwd_chunk_id]
+        self._hooks.backward_done()
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        """Run a W."""
+        with self._hooks.weight(self.stage_index, bwd_chunk_id):
+            super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+
+    def drop_outputs(self, microbatch: int) -> None:
+        """Let go of the last stage's outputs: after the loss only its graph may need them."""
+        self._keep(microbatch, ())
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> Any:
+        """Allocate what an F needs, and return its receives."""
+        _fill(self.args_recv_info[fwd_chunk_id], self._blank_inputs, self.device)
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> Any:
+        """Allocate the gradients a backward needs, and return their receives."""
+        _fill(self.grad_recv_info[bwd_chunk_id], self._blank_gradients, self.device)
+        return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> Any:
+        """Return the sends of an F; from here on only they hold its outputs."""
+        operations = super().get_fwd_send_ops(fwd_chunk_id)
+        self._hollow_out(fwd_chunk_id)
+        return operations
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
+        """Take gradients from the next stage on this rank; where it has none, they are zeros."""
+        infos = self.grad_recv_info[mb_index]
+        if any(gradient is None for gradient in next_stage_bwd_outputs):
+            _fill(infos, self._blank_gradients, self.device)
+        super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+
+    def clear_runtime_states(self) -> None:
+        """Forget everything of the step."""
+        super().clear_runtime_states()
+        self.bwd_cache.clear()
+        self.dw_runner.clear()
+
+    def _hollow_out(self, microbatch: int) -> None:
+        self._keep(microbatch, hollow(self.fwd_cache[microbatch][0]))
+
+    def _keep(self, microbatch: int, outputs: tuple[Any, ...]) -> None:
+        """Hold these in place of a pass's outputs, and nothing where nothing is trained."""
+        _, inputs = self.fwd_cache.pop(microbatch)
+        if self._trains:
+            self.fwd_cache[microbatch] = (outputs, inputs)
+
+    def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
+        super()._setup_forward_recv_info(1, has_backward)
+        self._blank_inputs = _blank(self.args_recv_info, num_microbatches)
+
+    def _setup_backward_recv_info(self, num_microbatches: int) -> None:
+        super()._setup_backward_recv_info(1)
+        self.chunks = num_microbatches
+        self._blank_gradients = _blank(self.grad_recv_info, num_microbatches)
+
+
+def _blank(infos_of: dict[int, tuple[Any, ...]], num_microbatches: int) -> tuple[Any, ...]:
+    """Give all micro-batches the receives of the first, without memory; return its shapes."""
+    first = infos_of[0]
+    blanks = tuple(
+        None if info.buffer is None else (info.buffer.size(), info.buffer.dtype) for info in first
+    )
+    for microbatch in range(num_microbatches):
+        copies = tuple(copy.copy(info) for info in first)
+        for info in copies:
+            info.buffer = None
+        infos_of[microbatch] = copies
+    return blanks
+
+
+def _fill(infos: tuple[Any, ...], blanks: tuple[Any, ...], device: torch.device) -> None:
+    for info, blank in zip(infos, blanks, strict=True):
+        if blank is not None:
+            size, dtype = blank
+            info.buffer = torch.empty(size, dtype=dtype, device=device)
+
+
+# --- Outputs without their memory: what is left of a tensor that has been sent.
+# The backward of a stage starts from its outputs, but needs only their place in the autograd graph
+# and their shapes. A hollow tensor has both, over one element of memory, so that an output's
+# storage is free as soon as the next stage has it, unless autograd itself saved it.
+
+
+def hollow(outputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return stand-ins for outputs; a backward from them is one from the outputs.
+
+    What needs no gradient is replaced by an empty tensor, which no backward looks at.
+    """
+    return tuple(_hollow(output) if isinstance(output, Tensor) else output for output in outputs)
+
+
+def _hollow(output: Tensor) -> Tensor:
+    if not output.requires_grad:
+        return output.new_empty(0)
+    if type(output) is not Tensor:
+        # A subclass (DTensor) knows more than shape and memory.
+        return output
+    # An alias, since the graph may hold the output itself as what another operation has read.
+    alias = alias_no_view(output)
+    alias.data = output.new_empty_strided(output.shape, (0,) * output.dim())
+    return alias

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from optpipe.measurements import Transfer, fit_links
-from optpipe.measurements.values import TimeSpread, quantile, spread
+from optpipe.measurements.values import TimeSpread, spread
 
 
 def test_the_spread_of_eleven_times() -> None:
@@ -30,15 +30,9 @@ def test_one_time_is_all_its_quantiles() -> None:
     )
 
 
-@pytest.mark.parametrize(("share", "value"), [(0, 1), (0.5, 2), (0.75, 3), (1, 4)])
-def test_a_quantile_is_linear_between_neighbours(share: float, value: float) -> None:
-    """Of 1, 2 and 4; the ends are the least and the largest."""
-    assert quantile([1, 2, 4], share) == value
-
-
-def test_of_nothing_there_is_no_quantile() -> None:
-    with pytest.raises(ValueError, match="no values"):
-        quantile([], 0.5)
+def test_quantiles_are_linear_between_neighbours() -> None:
+    """Of 0 and 100, as of eleven times above."""
+    assert spread([0, 100])[2:4] == (5, 95)
 
 
 # Latency and bandwidth fitted to messages.

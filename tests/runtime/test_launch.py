@@ -12,7 +12,7 @@ import pytest
 
 from optpipe import Provenance, dump_schedule, evaluate, load_problem, parse_action
 from optpipe.runtime.demo_model import launch_ranks
-from optpipe.runtime.watchdog import EXIT_CODE
+from optpipe.runtime.runner import EXIT_CODE
 
 pytestmark = pytest.mark.long
 

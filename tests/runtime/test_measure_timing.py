@@ -7,6 +7,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from optpipe.measurements import Measurements
@@ -155,6 +156,7 @@ class HandRunner:
 
     def __init__(self, schedule: Schedule, copies: HandCopies) -> None:
         self.schedule = schedule
+        self.device = torch.device("cpu")
         self.offloader = self
         self.copies: Any = copies
         self.observer: ActionTimer | None = None

@@ -12,7 +12,7 @@ from optpipe import parse_action
 from optpipe.errors import MissingExtraError
 from optpipe.runtime.errors import OffloadError, PreflightError
 from optpipe.runtime.offload import HostPool, count_slots
-from optpipe.runtime.preflight import Needs, check_needs, check_version, needs_of, shapes_of
+from optpipe.runtime.preflight import Needs, check_needs, needs_of, require_torch, shapes_of
 from optpipe.runtime.runner import Pipeline
 from tests.building import bus, offloadable, programs
 from tests.building import problem as built_problem
@@ -20,7 +20,6 @@ from tests.runtime import cases, schedules
 
 if TYPE_CHECKING:
     from optpipe import Problem, Schedule
-    from optpipe.runtime.passes import Passes
     from optpipe.runtime.torch_schedule import HookedSchedule
 
 
@@ -136,7 +135,6 @@ def test_a_later_batch_of_another_shape_is_refused_with_both():
     shape = shapes_of((torch.zeros(8, 3),))
     pipeline = Pipeline(
         runtime=cast("HookedSchedule", None),
-        hooks=cast("Passes", None),
         batch=shape,
         target=(),
         boundary={},
@@ -185,13 +183,13 @@ def _planned(plan: _Plan) -> int:
 
 @pytest.mark.parametrize("version", ["2.12.0", "2.13.0+cpu", "2.13.1a0+git"])
 def test_known_versions_of_torch_are_taken(version):
-    check_version(version)
+    require_torch(version)
 
 
 @pytest.mark.parametrize("version", ["2.11.0", "2.14.0", "3.0.0"])
 def test_other_versions_of_torch_are_refused_with_the_command(version):
     with pytest.raises(MissingExtraError, match=rf"{version}.*>=2.12,<2.14; pip install"):
-        check_version(version)
+        require_torch(version)
 
 
 def test_a_torch_without_an_overridden_name_is_refused(monkeypatch):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from optpipe.runtime.torch_stage import hollow
+from optpipe.runtime.torch_schedule import hollow
 
 
 def _gradients(outputs: tuple[Tensor, ...], weights: list[Tensor], given: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from optpipe.runtime.watchdog import Watchdog
+from optpipe.runtime.runner import Watchdog
 
 
 class _World:

@@ -13,10 +13,10 @@ import torch.distributed as dist
 
 from optpipe.errors import InputError
 from optpipe.measurements import DeviceFacts, Transfer
-from optpipe.runtime.demo_model import RENDEZVOUS_VARIABLE
+from optpipe.runtime.demo_model import join_ranks
 from optpipe.runtime.errors import PreflightError
 from optpipe.runtime.offload import host_memory_bytes
-from optpipe.runtime.preflight import attempt
+from optpipe.runtime.preflight import gather, made_on
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,12 +24,10 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import ProcessGroup
 
-    from optpipe.runtime.measuring.one_stage import Bandwidths, StageResult
-    from optpipe.runtime.measuring.times import Clock
+    from optpipe.runtime.measuring.times import Bandwidths, Clock
 
 __all__ = [
     "MeasuringRanks",
-    "bandwidths_of",
     "computing_with",
     "device_facts",
     "device_name",
@@ -42,37 +40,25 @@ __all__ = [
 
 
 def device_facts(
-    ranks: MeasuringRanks,
-    homes: Sequence[int],
-    results: Sequence[StageResult],
-    memory_bytes: int | None,
+    ranks: MeasuringRanks, bandwidths: Sequence[Bandwidths | None], memory_bytes: int | None
 ) -> tuple[DeviceFacts, ...]:
     """Return the facts of every device; each is asked for its own.
 
     Parameters
     ----------
+    bandwidths
+        By device.
     memory_bytes
         Of each device; None = the GPU's own, or an equal part of the host's.
     """
-    num_devices = 1 + max(homes)
     found = []
-    for index in range(num_devices):
-        own: dict[str, Any] = ranks.tell(
-            index, partial(_own_facts, ranks, num_devices, memory_bytes)
-        )
-        rates = bandwidths_of(index, homes, results)
+    for index, rates in enumerate(bandwidths):
+        make = partial(_own_facts, ranks, len(bandwidths), memory_bytes)
+        own: dict[str, Any] = ranks.tell(index, make)
         if rates is not None:
             own |= rates.under_compute._asdict()
         found.append(DeviceFacts(**own))
     return tuple(found)
-
-
-def bandwidths_of(
-    device: int, homes: Sequence[int], results: Sequence[StageResult]
-) -> Bandwidths | None:
-    """Return those of the device's stage that offloads most."""
-    own = [result for home, result in zip(homes, results, strict=True) if home == device]
-    return max(own, key=lambda result: result.footprint.offload_bytes).bandwidths
 
 
 def _own_facts(ranks: MeasuringRanks, num_devices: int, memory_bytes: int | None) -> dict[str, Any]:
@@ -163,9 +149,7 @@ def ping_pong(
             for size in sizes:
                 ends = _Ends(*pair, _buffer(size, device), group)
                 own += ends.play(clock, repeats)
-    told: list[list[Transfer]] = [[] for _ in range(dist.get_world_size(group))]
-    dist.all_gather_object(told, own, group=group)
-    return tuple(one for part in told for one in part)
+    return tuple(one for part in gather(own, group) for one in part)
 
 
 class _Ends(NamedTuple):
@@ -261,40 +245,20 @@ class MeasuringRanks:
         """
         if not self.are_many:
             return make()
-        told: list[Any] = [None]
-        if self.rank == home:
-            faults: list[str] = []
-            told = [(attempt(make, faults), faults)]
-        dist.broadcast_object_list(
-            told, group=self.group, group_src=home, device=self._packing_device()
-        )
-        value, faults = told[0]
+        value, faults = made_on(home, make, self.device, self.group)
         if faults:
             raise PreflightError(f"rank {home} could not measure: {faults[0]}")
         return value
-
-    def _packing_device(self) -> torch.device:
-        nccl = dist.get_backend(self.group) == dist.Backend.NCCL
-        return self.device if nccl else torch.device("cpu")
 
 
 @contextmanager
 def joined(device: torch.device) -> Iterator[None]:
     """Meet the other ranks where torchrun, or `optpipe.runtime.demo_model`, started some."""
-    num_ranks = os.environ.get("WORLD_SIZE", "1")
-    if num_ranks == "1" or dist.is_initialized():
+    if os.environ.get("WORLD_SIZE", "1") == "1" or dist.is_initialized():
         yield
         return
-    rendezvous = os.environ.get(RENDEZVOUS_VARIABLE)
-    where: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
-    if rendezvous is not None:
-        rank = int(os.environ["RANK"])
-        where |= {
-            "init_method": f"file://{rendezvous}",
-            "rank": rank,
-            "world_size": int(num_ranks),
-        }
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", **where)
+    on_gpu = device.type == "cuda"
+    join_ranks("nccl" if on_gpu else "gloo", **({"device_id": device} if on_gpu else {}))
     try:
         yield
     finally:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import statistics
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,10 +21,23 @@ from optpipe.runtime.measuring.devices import (
     message_sizes,
     ping_pong,
 )
-from optpipe.runtime.measuring.one_stage import Effort, StageResult, measure_one, moved_to
-from optpipe.runtime.measuring.times import StageUnderTest, clock_for
+from optpipe.runtime.measuring.memory import (
+    Footprint,
+    StageMemory,
+    measure_footprint,
+    measure_memory,
+)
+from optpipe.runtime.measuring.times import (
+    Bandwidths,
+    Durations,
+    StageUnderTest,
+    clock_for,
+    measure_bandwidths,
+    time_passes,
+    undisturbed,
+)
 from optpipe.runtime.messages import boundary_room
-from optpipe.runtime.offload import DEFAULT_MIN_BYTES
+from optpipe.runtime.offload import DEFAULT_MIN_BYTES, make_copies
 from optpipe.runtime.passes import WeightGradients, split_linears
 from optpipe.runtime.preflight import as_tensors
 from optpipe.schedule import ActionType
@@ -36,7 +52,23 @@ if TYPE_CHECKING:
     from optpipe.problem import Problem
     from optpipe.runtime.measuring.times import Clock
 
-__all__ = ["Profile", "measure", "notes_on"]
+__all__ = ["Effort", "Profile", "StageResult", "measure"]
+
+
+class Effort(NamedTuple):
+    """How often things are run: warm-ups are dropped, repeats are kept."""
+
+    repeats: int = 20
+    warmups: int = 5
+
+
+class StageResult(NamedTuple):
+    """All numbers of one stage; ``bandwidths`` is None where nothing can be offloaded."""
+
+    footprint: Footprint
+    memory: StageMemory
+    durations: Durations
+    bandwidths: Bandwidths | None
 
 
 _ADAM_MOMENTS = 2.0
@@ -111,32 +143,30 @@ def measure(
     flowing, results = as_tensors(sample, "the sample"), []
     for index, (module, home) in enumerate(zip(stages, homes, strict=True)):
         is_last = index == len(stages) - 1
-        piece = _Slice(index, module, flowing, (loss_fn or _sum, target) if is_last else None)
+        stage = StageUnderTest(
+            index=index,
+            module=module,
+            inputs=flowing,
+            gradients=WeightGradients(),
+            loss=(loss_fn or _sum) if is_last else None,
+            target=target if is_last else None,
+        )
         result, flowing = ranks.tell(
-            home, partial(_measure_slice, piece, device, clock, effort, min_offload_bytes)
+            home, partial(_measure_stage, stage, device, clock, effort, min_offload_bytes)
         )
         results.append(result)
     transfers = _transfers(ranks, homes, results, clock, effort) if links else ()
-    notes = [*notes_on(ranks, homes, results), *([] if loss_fn is not None else [_NO_LOSS])]
+    notes = [*_notes_on(ranks, homes, results), *([] if loss_fn is not None else [_NO_LOSS])]
     measurements = Measurements(
         source=f"{len(stages)} stages on {device_name(device)}",
         samples=tuple(_samples(homes, results)),
         placement=homes,
         stages=tuple(_facts(result, state_copies) for result in results),
-        devices=device_facts(ranks, homes, results, memory_bytes),
+        devices=device_facts(ranks, _bandwidths(homes, results), memory_bytes),
         transfers=transfers,
         notes=tuple(notes),
     )
     return Profile(measurements, tuple(results))
-
-
-class _Slice(NamedTuple):
-    """A stage to be measured; ``loss`` is (function, target) on the last one."""
-
-    stage: int
-    module: nn.Module
-    inputs: tuple[Tensor, ...]
-    loss: tuple[Callable[[Any, Any], Tensor], Tensor | None] | None
 
 
 def _sum(output: Any, _target: Any) -> Tensor:
@@ -161,24 +191,64 @@ def _checked(
     return homes
 
 
-def _measure_slice(
-    piece: _Slice, device: torch.device, clock: Clock, effort: Effort, min_offload_bytes: int
+def _measure_stage(
+    stage: StageUnderTest, device: torch.device, clock: Clock, effort: Effort, min_bytes: int
 ) -> tuple[StageResult, tuple[Tensor, ...]]:
-    """Return a stage's numbers and, on the CPU, what it sends on."""
-    gradients = WeightGradients()
-    split_linears(piece.module, gradients)
-    loss_fn, target = piece.loss if piece.loss is not None else (None, None)
-    stage = StageUnderTest(
-        index=piece.stage,
-        module=piece.module,
-        inputs=tuple(tensor.to(device) for tensor in piece.inputs),
-        gradients=gradients,
-        loss=loss_fn,
-        target=None if target is None else target.to(device),
-    )
-    with moved_to(piece.module, device):
-        result, outputs = measure_one(stage, clock, effort, min_offload_bytes)
-    return result, tuple(output.cpu() for output in outputs)
+    """Return a stage's numbers and, on the CPU, what it sends on; the module is left as it was."""
+    split_linears(stage.module, stage.gradients)
+    target = None if stage.target is None else stage.target.to(device)
+    inputs = tuple(tensor.to(device) for tensor in stage.inputs)
+    stage = replace(stage, inputs=inputs, target=target)
+    with _moved_to(stage.module, device), undisturbed(stage.module, device):
+        footprint = measure_footprint(stage, min_bytes)
+        memory = measure_memory(stage)
+        durations = time_passes(
+            stage,
+            clock,
+            repeats=effort.repeats,
+            warmups=effort.warmups,
+            can_split=footprint.split.is_possible,
+        )
+        bandwidths = None
+        if footprint.offload_sizes:
+            passes = (ActionType.FORWARD, ActionType.FULL_BACKWARD)
+            bandwidths = measure_bandwidths(
+                make_copies(device),
+                clock,
+                footprint.offload_sizes,
+                device,
+                compute=lambda: stage.backward(stage.forward(stage.receive())),
+                compute_ms=sum(statistics.median(durations[kind]) for kind in passes),
+                repeats=effort.repeats,
+            )
+        outputs = stage.forward(stage.receive()).outputs
+    result = StageResult(footprint, memory, durations, bandwidths)
+    return result, tuple(output.detach().cpu() for output in outputs)
+
+
+@contextmanager
+def _moved_to(module: nn.Module, device: torch.device) -> Iterator[None]:
+    """Hold a module on a device inside the context, and where it was afterwards.
+
+    Raises
+    ------
+    InputError
+        If it lies on several devices, or has no values yet.
+    """
+    homes = {tensor.device for tensor in (*module.parameters(), *module.buffers())}
+    if homes <= {device}:
+        yield
+        return
+    if len(homes) > 1 or any(home.type == "meta" for home in homes):
+        raise InputError(
+            f"a stage's tensors are on {', '.join(sorted(map(str, homes)))}: they must lie "
+            "together, and have values; put the module on the CPU or on one GPU"
+        )
+    module.to(device)
+    try:
+        yield
+    finally:
+        module.to(homes.pop())
 
 
 def _samples(homes: Sequence[int], results: Sequence[StageResult]) -> Iterator[Sample]:
@@ -195,7 +265,7 @@ def _facts(result: StageResult, state_copies: float) -> StageFacts:
         activation_bytes=found.activation_bytes,
         weight_context_bytes=found.weight_context_bytes,
         offload_bytes=found.offload_bytes,
-        checkpoint_bytes=found.checkpoint_bytes,
+        checkpoint_bytes=found.received_bytes,
         static_bytes=round(found.parameter_bytes * (2 + state_copies)) + found.buffer_bytes,
         output_bytes=found.output_bytes,
         forward_workspace_bytes=extra[ActionType.FORWARD],
@@ -204,6 +274,18 @@ def _facts(result: StageResult, state_copies: float) -> StageFacts:
         backward_workspace_bytes=extra[ActionType.FULL_BACKWARD],
         recompute_workspace_bytes=extra[ActionType.RECOMPUTE],
     )
+
+
+def _bandwidths(homes: Sequence[int], results: Sequence[StageResult]) -> list[Bandwidths | None]:
+    """Return each device's: those of its stage that offloads most."""
+    most: dict[int, StageResult] = {}
+    for home, result in zip(homes, results, strict=True):
+        most[home] = max(most.get(home, result), result, key=_offload_bytes)
+    return [most[home].bandwidths for home in sorted(most)]
+
+
+def _offload_bytes(result: StageResult) -> int:
+    return result.footprint.offload_bytes
 
 
 def _transfers(
@@ -281,14 +363,13 @@ class Profile(NamedTuple):
             )
             for facts, taken, sizes in zip(measurements.devices, reserved, crossing, strict=True)
         )
-        fields = {name: getattr(measurements, name) for name in Measurements.model_fields}
-        return Measurements(**(fields | {"devices": devices}))
+        return measurements.replaced(devices=devices)
 
 
 # --- What a reader of the numbers must know, in whole sentences.
 
 
-def notes_on(
+def _notes_on(
     ranks: MeasuringRanks, homes: Sequence[int], results: Sequence[StageResult]
 ) -> Iterator[str]:
     """Yield what was assumed, and what could not be measured as it will run."""

@@ -12,23 +12,21 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from optpipe.runtime.measuring.times import forget_gradients
-from optpipe.runtime.offload import DEFAULT_MIN_BYTES, SavedActivations
+from optpipe.runtime.offload import DEFAULT_MIN_BYTES, SavedActivations, weak_storage
 from optpipe.runtime.torch_names import TorchDispatchMode, tree_leaves
 from optpipe.schedule import ActionType
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from torch import nn
+    from torch.multiprocessing.reductions import StorageWeakRef
 
     from optpipe.runtime.measuring.times import ForwardResult, StageUnderTest
 
 __all__ = [
     "Footprint",
-    "Meter",
     "Split",
     "StageMemory",
     "Use",
@@ -84,10 +82,8 @@ def measure_memory(stage: StageUnderTest) -> StageMemory:
     Gradients must exist: they are static, and the first backward would make them.
     """
     received = stage.receive()
-    resident = [*stage.module.parameters(), *stage.module.buffers(), *received]
-    resident += [p.grad for p in stage.module.parameters() if p.grad is not None]
-    resident += [] if stage.target is None else [stage.target]
-    meter = meter_for(stage.device, resident)
+    gradients = [p.grad for p in stage.module.parameters() if p.grad is not None]
+    meter = meter_for(stage.device, [*_resident(stage, received), *gradients])
     found: dict[ActionType, Use] = {}
 
     def watched(kind: ActionType, run: Callable[[], Any]) -> Any:
@@ -113,14 +109,14 @@ def _ones(result: ForwardResult) -> list[Tensor]:
     return [torch.ones_like(root) for root in result.roots]
 
 
-class Meter(Protocol):
+class _Meter(Protocol):
     """Watches the memory of one device, in bytes."""
 
     def watch(self, run: Callable[[], Any]) -> tuple[Any, Use]:
         """Return what a function returns, and what memory it used."""
 
 
-def meter_for(device: torch.device, resident: Iterable[Tensor]) -> Meter:
+def meter_for(device: torch.device, resident: Iterable[Tensor]) -> _Meter:
     """Return the meter of a device; ``resident`` are tensors there before what is watched."""
     return _CudaMeter(device) if device.type == "cuda" else _StorageMeter(resident)
 
@@ -144,7 +140,7 @@ class _StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, resident: Iterable[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._resident = {_weak(tensor) for tensor in resident}
+        self._resident = {weak_storage(tensor) for tensor in resident}
         self._sizes: dict[StorageWeakRef, int] = {}
         self._at_most = 0
         self._peak = 0
@@ -166,23 +162,16 @@ class _StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _see(self, tensor: Tensor) -> None:
-        known, size = _weak(tensor), tensor.untyped_storage().nbytes()
+        known, size = weak_storage(tensor), tensor.untyped_storage().nbytes()
         if known not in self._resident and known not in self._sizes:
             self._sizes[known] = size
             self._at_most += size
 
     def _live_bytes(self) -> int:
-        self._sizes = {ref: size for ref, size in self._sizes.items() if not _is_gone(ref)}
+        live = (ref for ref in self._sizes if not ref.expired())  # type: ignore[no-untyped-call]
+        self._sizes = {ref: self._sizes[ref] for ref in live}
         self._at_most = sum(self._sizes.values())
         return self._at_most
-
-
-def _weak(tensor: Tensor) -> StorageWeakRef:
-    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-
-
-def _is_gone(ref: StorageWeakRef) -> bool:
-    return bool(ref.expired())  # type: ignore[no-untyped-call]
 
 
 # --- What a stage holds for one micro-batch, counted where the offloader counts: by storage.
@@ -192,19 +181,10 @@ def _is_gone(ref: StorageWeakRef) -> bool:
 
 
 class Split(NamedTuple):
-    """Which weight gradients W makes; I makes the others.
-
-    Attributes
-    ----------
-    deferred, total
-        Parameter elements whose gradients W makes, and those that get one at all.
-    made_in_input_pass
-        Types of the modules whose weight gradients I makes, by name.
-    """
+    """Parameter elements whose gradients W makes, and those that get one at all."""
 
     deferred: int
     total: int
-    made_in_input_pass: tuple[str, ...]
 
     @property
     def is_possible(self) -> bool:
@@ -248,11 +228,6 @@ class Footprint(NamedTuple):
         return sum(self.offload_sizes)
 
     @property
-    def checkpoint_bytes(self) -> int:
-        """What an F keeps for its RECOMPUTE: the received input."""
-        return self.received_bytes
-
-    @property
     def activation_bytes(self) -> int:
         """Everything held from F to the backward: what is saved, and the received input.
 
@@ -276,14 +251,13 @@ def measure_footprint(
     sizes = tuple(storage.num_bytes for storage in saved.storages())
     saved.keep(result.outputs)
     movable = tuple(storage.num_bytes for storage in saved.storages())
-    output_bytes = _bytes(result.outputs)
     context_bytes, split = _split_backward(stage, result)
     return Footprint(
         saved_sizes=sizes,
         offload_sizes=tuple(size for size in movable if size >= min_offload_bytes),
         received_bytes=0 if stage.is_first else _bytes(received),
-        output_bytes=output_bytes,
-        batch_bytes=_batch_bytes(stage),
+        output_bytes=_bytes(result.outputs),
+        batch_bytes=_bytes((stage.inputs if stage.is_first else ()) + _target(stage)),
         weight_context_bytes=context_bytes,
         parameter_bytes=_bytes(stage.module.parameters()),
         buffer_bytes=_bytes(stage.module.buffers()),
@@ -292,13 +266,11 @@ def measure_footprint(
 
 
 def _resident(stage: StageUnderTest, received: Sequence[Tensor]) -> list[Tensor]:
-    target = [] if stage.target is None else [stage.target]
-    return [*stage.module.parameters(), *stage.module.buffers(), *received, *target]
+    return [*stage.module.parameters(), *stage.module.buffers(), *received, *_target(stage)]
 
 
-def _batch_bytes(stage: StageUnderTest) -> int:
-    batch = stage.inputs if stage.is_first else ()
-    return _bytes(batch) + (0 if stage.target is None else _bytes([stage.target]))
+def _target(stage: StageUnderTest) -> tuple[Tensor, ...]:
+    return () if stage.target is None else (stage.target,)
 
 
 def _split_backward(stage: StageUnderTest, result: ForwardResult) -> tuple[int, Split]:
@@ -311,20 +283,7 @@ def _split_backward(stage: StageUnderTest, result: ForwardResult) -> tuple[int, 
     make_weight_gradients()
     made = [p for p in stage.module.parameters() if p.grad is not None]
     deferred = sum(p.numel() for p in made if id(p) not in early)
-    return context_bytes, Split(
-        deferred=deferred,
-        total=sum(p.numel() for p in made),
-        made_in_input_pass=_owners(stage.module, early),
-    )
-
-
-def _owners(module: nn.Module, parameters: set[int]) -> tuple[str, ...]:
-    owners = {
-        type(part).__name__
-        for part in module.modules()
-        if any(id(p) in parameters for p in part.parameters(recurse=False))
-    }
-    return tuple(sorted(owners))
+    return context_bytes, Split(deferred, sum(p.numel() for p in made))
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -12,25 +15,25 @@ from torch import Tensor, nn
 
 from optpipe.errors import InputError
 from optpipe.runtime.errors import PreflightError
-from optpipe.runtime.preflight import as_tensors, describe
+from optpipe.runtime.preflight import as_tensors, describe, untouched
 from optpipe.schedule import ActionType
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from optpipe.runtime.offload import Fence
+    from optpipe.runtime.offload import Copies, Fence
     from optpipe.runtime.passes import WeightGradients
 
 __all__ = [
+    "Bandwidths",
     "Clock",
-    "CpuClock",
-    "CudaClock",
     "Durations",
     "ForwardResult",
     "Mark",
     "StageUnderTest",
     "clock_for",
     "forget_gradients",
+    "measure_bandwidths",
     "time_passes",
     "undisturbed",
 ]
@@ -94,20 +97,17 @@ class StageUnderTest:
             If the stage or the loss fails; with sizes and cause.
         """
         try:
-            return self._run(received)
+            output = self.module(*received)
+            if self.loss is not None:
+                return ForwardResult((), (self.loss(output, self.target),))
+            outputs = as_tensors(output, f"the output of stage {self.index}")
+            return ForwardResult(outputs, tuple(out for out in outputs if out.requires_grad))
         except Exception as error:
             sizes = [tuple(tensor.size()) for tensor in received]
             raise PreflightError(
                 f"stage {self.index} cannot run on inputs of size {sizes}: {describe(error)}; "
                 "correct the stage, or the sample"
             ) from error
-
-    def _run(self, received: tuple[Tensor, ...]) -> ForwardResult:
-        output = self.module(*received)
-        if self.loss is not None:
-            return ForwardResult((), (self.loss(output, self.target),))
-        outputs = as_tensors(output, f"the output of stage {self.index}")
-        return ForwardResult(outputs, tuple(out for out in outputs if out.requires_grad))
 
     def backward(self, result: ForwardResult, gradients: Sequence[Tensor] | None = None) -> None:
         """Run the backward with these output gradients, or with ones.
@@ -131,17 +131,13 @@ class StageUnderTest:
 def undisturbed(module: nn.Module, device: torch.device) -> Iterator[None]:
     """Give gradients, buffers and random states back as they were; inside, gradients are None."""
     gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
-    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
     forget_gradients(module)
     try:
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        with untouched(module, device):
             yield
     finally:
         for parameter, gradient in gradients:
             parameter.grad = gradient
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
 
 
 def forget_gradients(module: nn.Module) -> None:
@@ -180,10 +176,10 @@ class Clock(Protocol):
 
 def clock_for(device: torch.device) -> Clock:
     """Return the clock of a device."""
-    return CudaClock(device) if device.type == "cuda" else CpuClock()
+    return _CudaClock(device) if device.type == "cuda" else _CpuClock()
 
 
-class CpuClock:
+class _CpuClock:
     """For devices on which work has ended when its call returns."""
 
     def mark(self) -> Mark:
@@ -200,7 +196,7 @@ class CpuClock:
         return float(end - start) / 1e6
 
 
-class CudaClock:
+class _CudaClock:
     """Events on the compute stream, and on one probe stream per copy lane."""
 
     def __init__(self, device: torch.device) -> None:
@@ -234,12 +230,6 @@ Durations = dict[ActionType, tuple[float, ...]]
 """Pass -> its samples in ms, in the order in which they were taken."""
 
 
-class _Interval(NamedTuple):
-    kind: ActionType
-    start: Mark
-    end: Mark
-
-
 def time_passes(
     stage: StageUnderTest, clock: Clock, *, repeats: int, warmups: int, can_split: bool
 ) -> Durations:
@@ -264,46 +254,121 @@ def time_passes(
     return {kind: tuple(values) for kind, values in samples.items()}
 
 
-def _run(stage: StageUnderTest, clock: Clock) -> list[_Interval]:
+def _run(stage: StageUnderTest, clock: Clock) -> list[tuple[ActionType, Mark, Mark]]:
     """Take the marks of one round; they are read later, so that no pass waits for another's end."""
-    split, result = _forward(stage, clock)
-    start = clock.mark()
+    taken = []
+
+    def timed(kind: ActionType, run: Callable[[], Any]) -> Any:
+        start = clock.mark()
+        result = run()
+        taken.append((kind, start, clock.mark()))
+        return result
+
+    received = stage.receive()
+    result = timed(ActionType.FORWARD, partial(stage.forward, received))
     with stage.gradients.collect():
-        stage.backward(result)
-        end = clock.mark()
+        timed(ActionType.BACKWARD_INPUT, partial(stage.backward, result))
         make_weight_gradients = stage.gradients.take()
-    weight_start = clock.mark()
-    make_weight_gradients()
-    weight_end = clock.mark()
-    again, result = _recompute(stage, clock)
-    full_start = clock.mark()
-    stage.backward(result)
-    return [
-        split,
-        _Interval(ActionType.BACKWARD_INPUT, start, end),
-        _Interval(ActionType.BACKWARD_WEIGHT, weight_start, weight_end),
-        again,
-        _Interval(ActionType.FULL_BACKWARD, full_start, clock.mark()),
-    ]
-
-
-def _forward(stage: StageUnderTest, clock: Clock) -> tuple[_Interval, ForwardResult]:
-    received = stage.receive()
-    start = clock.mark()
-    result = stage.forward(received)
-    return _Interval(ActionType.FORWARD, start, clock.mark()), result
-
-
-def _recompute(stage: StageUnderTest, clock: Clock) -> tuple[_Interval, ForwardResult]:
-    """Run a forward with the random states put back, as a RECOMPUTE does."""
+    timed(ActionType.BACKWARD_WEIGHT, make_weight_gradients)
     devices = [stage.device] if stage.device.type == "cuda" else []
-    states = [torch.cuda.get_rng_state(device) for device in devices]
-    host_state = torch.get_rng_state()
+    states = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]
     received = stage.receive()
-    start = clock.mark()
-    with torch.random.fork_rng(devices=devices):
-        torch.set_rng_state(host_state)
-        for device, state in zip(devices, states, strict=True):
-            torch.cuda.set_rng_state(state, device)
-        result = stage.forward(received)
-    return _Interval(ActionType.RECOMPUTE, start, clock.mark()), result
+
+    def recompute() -> ForwardResult:
+        """Run a forward with the random states put back, as a RECOMPUTE does."""
+        with torch.random.fork_rng(devices=devices):
+            torch.set_rng_state(states[0])
+            for device, state in zip(devices, states[1:], strict=True):
+                torch.cuda.set_rng_state(state, device)
+            return stage.forward(received)
+
+    result = timed(ActionType.RECOMPUTE, recompute)
+    timed(ActionType.FULL_BACKWARD, partial(stage.backward, result))
+    return taken
+
+
+# --- How fast activations go to the host and come back: alone, both ways together, and under
+# compute. The copies are those of an OFFLOAD and a RELOAD of the stage: as many, as large, on the
+# same lanes. On the CPU a copy has ended when it was issued: both directions and compute take
+# turns, and what "under compute" adds is that the caches are cold.
+
+_DOWN, _UP = 0, 1
+_CUDA_BYTES = 256 * 2**20
+"""On CUDA that much is copied at once, so that the host's issuing is hidden."""
+
+
+class Rate(NamedTuple):
+    """GB/s (1e9) to the host and back."""
+
+    d2h_gb_per_s: float
+    h2d_gb_per_s: float
+
+
+class Bandwidths(NamedTuple):
+    """Medians; ``under_compute`` is with both directions busy, as DESIGN section 3 wants them."""
+
+    alone: Rate
+    together: Rate
+    under_compute: Rate
+
+
+def measure_bandwidths(
+    copies: Copies,
+    clock: Clock,
+    sizes: Sequence[int],
+    device: torch.device,
+    *,
+    compute: Callable[[], None],
+    compute_ms: float,
+    repeats: int,
+) -> Bandwidths:
+    """Copy buffers of some sizes to the host and back.
+
+    Parameters
+    ----------
+    sizes
+        In bytes; at least one.
+    compute
+        Some passes of the stage that take about ``compute_ms``.
+    repeats
+        Copies that the medians are taken of; one more comes before them.
+    """
+    rounds = max(1, round(_CUDA_BYTES / sum(sizes))) if copies.pinned else 1
+    num_bytes = sum(sizes) * rounds
+    # Both lanes have buffers of their own, as two different cells have them.
+    lanes = [[_pair(size, device, pinned=copies.pinned) for size in sizes] for _ in (_DOWN, _UP)]
+    back = [(host, there) for there, host in lanes[_UP]]
+
+    def issue(lane: int) -> tuple[Mark, Mark]:
+        """Start a lane's copies; return the moments of their start and end."""
+        start = clock.mark()
+        for _ in range(rounds):
+            fence = copies.to_host(lanes[_DOWN]) if lane == _DOWN else copies.to_device(back)
+        return start, clock.mark_after(fence, lane)
+
+    def rates(used: Sequence[int], passes: int | None = None) -> list[float]:
+        """Return the lanes' medians; compute runs once before them, and ``passes`` times beside."""
+        samples = []
+        for _ in range(repeats + 1):
+            if passes is not None:
+                compute()
+            marks = [issue(lane) for lane in used]
+            for _ in range(passes or 0):
+                compute()
+            samples.append([clock.ms_between(start, end) for start, end in marks])
+        medians = map(statistics.median, zip(*samples[1:], strict=True))
+        return [num_bytes / (max(ms, 1e-6) * 1e6) for ms in medians]
+
+    alone = [*rates([_DOWN]), *rates([_UP])]
+    together = rates([_DOWN, _UP])
+    slowest_ms = num_bytes / (min(*alone, *together) * 1e6)
+    passes = math.ceil(slowest_ms / compute_ms) if copies.pinned and compute_ms > 0 else 0
+    return Bandwidths(Rate(*alone), Rate(*together), Rate(*rates([_DOWN, _UP], passes)))
+
+
+def _pair(size: int, device: torch.device, *, pinned: bool) -> tuple[Tensor, Tensor]:
+    """Return buffers on the device and on the host."""
+    return (
+        torch.zeros(size, dtype=torch.uint8, device=device),
+        torch.zeros(size, dtype=torch.uint8, pin_memory=pinned),
+    )
