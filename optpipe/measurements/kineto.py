@@ -2,36 +2,30 @@
 
 from __future__ import annotations
 
+import json
+import statistics
+from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
-from typing import TYPE_CHECKING, cast
+from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from optpipe.errors import MeasurementError
-from optpipe.measurements.kineto_events import (
-    GpuTime,
-    HostCopies,
-    Messages,
-    RangeTimer,
-    RankTrace,
-    TracedMemory,
-    copy_in_range,
-    read_memory,
-    read_messages,
-    read_rank_traces,
-    summarise_copies,
-)
 from optpipe.measurements.to_problem import Measurements
-from optpipe.measurements.values import DeviceFacts, Sample, StageFacts
+from optpipe.measurements.trace_file import read_rank_traces
+from optpipe.measurements.values import DeviceFacts, Sample, StageFacts, Transfer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
+    from optpipe.measurements.trace_file import Process, RankTrace, TracedRange, TraceEvent
     from optpipe.measurements.values import MeasuredAction
 
 __all__ = ["read_kineto"]
 
-_COPIES = ("OFFLOAD", "RELOAD")
-_TRANSFERS = (*_COPIES, "SEND_F")
+_TRANSFERS = ("OFFLOAD", "RELOAD", "SEND_F")
 _LEAST_BUSY = 0.9
 _SHOWN = 6
 
@@ -52,9 +46,10 @@ def read_kineto(
     paths
         One file per rank, or several of the same rank in order of time; ``.json`` or gzip.
     patterns
-        Names of ranges, as `ranges.parse_pattern` reads them; none = torch's and ours.
+        Names of ranges, ``ACTION=REGEX``, or a ``REGEX`` with the groups stage, action and
+        microbatch; none = torch's and ours.
     gpu_time
-        Time of a range on a GPU: see `range_times.GpuTime`.
+        Time of a range on a GPU: see `GpuTime`.
     process
         Only processes whose name contains it are read: a file may hold a plan beside the run.
 
@@ -69,17 +64,30 @@ def read_kineto(
         stages_of[trace.rank] |= {one.stage for one in trace.ranges}
     device_of = _device_of(stages_of)
     samples, notes = _samples(traces, gpu_time)
-    messages = read_messages([(trace.rank, trace.process) for trace in traces], device_of)
-    copies = _copies(traces, device_of)
-    memory = read_memory(traces, device_of)
+    transfers, num_single = _read_messages(traces, device_of)
+    sizes, rates = _read_copies(traces, device_of)
+    memory, memory_notes = _read_memory(traces, device_of)
+    if num_single:
+        memory_notes.append(
+            f"{num_single} messages have one end only in these traces and are left out: "
+            "their times include waiting."
+        )
+    if not transfers and len(device_of) > 1:
+        memory_notes.append("The traces hold no messages with sizes: links are not measured.")
+    placement = {stage: device_of[rank] for rank in stages_of for stage in stages_of[rank]}
+    # A gap is refused when the problem is built, with the stages by name.
+    num_stages = 1 + max(placement)
     return Measurements(
         source=f"{len(paths)} Kineto trace{'s' if len(paths) > 1 else ''}",
         samples=samples,
-        placement=_placement(stages_of, device_of),
-        stages=_stage_facts(stages_of, copies, memory),
-        devices=_device_facts(traces, device_of, copies),
-        transfers=messages.transfers,
-        notes=(*notes, *memory.notes, *_message_notes(messages, len(device_of))),
+        placement=tuple(placement.get(stage, 0) for stage in range(num_stages)),
+        stages=tuple(
+            StageFacts(offload_bytes=sizes.get(stage), **memory.get(stage, {}))
+            for stage in range(num_stages)
+        ),
+        devices=_device_facts(traces, device_of, rates),
+        transfers=transfers,
+        notes=(*notes, *memory_notes),
     )
 
 
@@ -92,10 +100,10 @@ def _samples(
     clocks = set()
     for trace in traces:
         timed = [one for one in trace.ranges if one.action not in _TRANSFERS]
-        timer = RangeTimer(trace.process, [one.event for one in timed], gpu_time)
-        clocks.add(timer.on_gpu)
+        stream = _compute_stream(trace.process, [one.event for one in timed])
+        clocks.add(stream is not None)
         for one in timed:
-            found = timer.time(one.event)
+            found = _time_ms(trace.process, one.event, stream, gpu_time)
             if found is None and one.action != "W":
                 idle[one.stage, one.action] += 1
                 continue
@@ -104,14 +112,14 @@ def _samples(
                 Sample(
                     stage=one.stage,
                     action=cast("MeasuredAction", one.action),
-                    time_ms=round(found.time_ms, 6) if found else 0.0,
+                    time_ms=round(found[0], 6) if found else 0.0,
                     microbatch=one.microbatch,
                     step=one.step,
                     rank=trace.rank,
                 )
             )
-            if found is not None and found.busy_share is not None:
-                busy[one.stage, one.action].append(found.busy_share)
+            if found is not None and found[1] is not None:
+                busy[one.stage, one.action].append(found[1])
     return tuple(samples), [*_clock_notes(clocks), *_idle_notes(idle), *_busy_notes(busy, gpu_time)]
 
 
@@ -158,53 +166,18 @@ def _shortened(names: Iterable[str]) -> str:
     return ", ".join(shown[:_SHOWN]) + more
 
 
-def _message_notes(messages: Messages, num_ranks: int) -> list[str]:
-    notes = []
-    if messages.num_single:
-        notes.append(
-            f"{messages.num_single} messages have one end only in these traces and are left out: "
-            "their times include waiting."
-        )
-    if not messages.transfers and num_ranks > 1:
-        notes.append("The traces hold no messages with sizes: links are not measured.")
-    return notes
-
-
-def _copies(traces: Iterable[RankTrace], device_of: Mapping[int, int]) -> HostCopies:
-    found = (
-        copy_in_range(trace.process, one.event, one.action, one.stage, device_of[trace.rank])
-        for trace in traces
-        for one in trace.ranges
-        if one.action in _COPIES
-    )
-    return summarise_copies(copy for copy in found if copy is not None)
-
-
-def _stage_facts(
-    stages_of: Mapping[int, set[int]], copies: HostCopies, memory: TracedMemory
-) -> tuple[StageFacts, ...]:
-    num_stages = 1 + max(stage for stages in stages_of.values() for stage in stages)
-    return tuple(
-        StageFacts(offload_bytes=copies.offload_bytes.get(stage), **memory.facts.get(stage, {}))
-        for stage in range(num_stages)
-    )
-
-
 def _device_facts(
-    traces: Sequence[RankTrace], device_of: Mapping[int, int], copies: HostCopies
+    traces: Sequence[RankTrace],
+    device_of: Mapping[int, int],
+    rates: Mapping[tuple[int, str], float],
 ) -> tuple[DeviceFacts, ...]:
-    rates = copies.gb_per_s
     facts = []
     for device in range(1 + max(device_of.values())):
         own = [trace for trace in traces if device_of[trace.rank] == device]
         both = rates.get((device, "OFFLOAD")), rates.get((device, "RELOAD"))
         there, back = both if None not in both else (None, None)
         facts.append(
-            DeviceFacts(
-                memory_bytes=_gpu_bytes(own),
-                d2h_gb_per_s=there,
-                h2d_gb_per_s=back,
-            )
+            DeviceFacts(memory_bytes=_gpu_bytes(own), d2h_gb_per_s=there, h2d_gb_per_s=back)
         )
     return tuple(facts)
 
@@ -237,7 +210,377 @@ def _device_of(stages_of: Mapping[int, set[int]]) -> dict[int, int]:
     return {rank: devices[frozenset(stages)] for rank, stages in sorted(stages_of.items())}
 
 
-def _placement(stages_of: Mapping[int, set[int]], device_of: Mapping[int, int]) -> tuple[int, ...]:
-    placed = {stage: device_of[rank] for rank in stages_of for stage in stages_of[rank]}
-    # A gap is refused when the problem is built, with the stages by name.
-    return tuple(placed.get(stage, 0) for stage in range(1 + max(placed)))
+# --- How long the work inside a range kept the compute lane busy.
+# On a GPU the time is that of the kernels launched while the range was open, by whichever thread
+# (autograd has its own), on the stream that computes most: what runs beside it on other streams,
+# such as copies and collectives, counts only where the compute stream waits for it inside the
+# span. Waiting for a receive comes before the first kernel and does not count. Without kernels the
+# time is the CPU's, from the first operator in the range to the range's end: what comes before that
+# operator is a wait for a receive.
+
+GpuTime = Literal["span", "busy"]
+"""span: from the first kernel's start to the last one's end. busy: the kernels alone."""
+
+_P2P = ("ncclDevKernel_SendRecv", "ncclKernel_SendRecv")
+_MEMORY = ("Memcpy", "Memset")
+
+
+def _time_ms(
+    process: Process, event: TraceEvent, stream: object | None, gpu_time: GpuTime
+) -> tuple[float, float | None] | None:
+    """Return a range's time, and the share of its span in which a kernel ran (GPU only).
+
+    None if it launched no kernel where others did. ``stream`` None = there are no kernels.
+    """
+    if stream is None:
+        starts = process.operator_starts
+        first = bisect_left(starts, event.start_us)
+        waits = first == len(starts) or starts[first] > event.end_us
+        return (event.duration_us if waits else event.end_us - starts[first]) / 1e3, None
+    kernels = [
+        work
+        for work in _work_inside(process, event)
+        if work.args.get("stream") == stream and not _is_p2p(work)
+    ]
+    if not kernels:
+        return None
+    span_us = max(work.end_us for work in kernels) - min(work.start_us for work in kernels)
+    busy_us = sum(work.duration_us for work in kernels)
+    time_us = span_us if gpu_time == "span" else busy_us
+    return time_us / 1e3, busy_us / span_us if span_us else 1.0
+
+
+def _is_p2p(work: TraceEvent) -> bool:
+    """Return whether this is a kernel that sends or receives a message."""
+    return work.name.startswith(_P2P)
+
+
+def _work_inside(process: Process, event: TraceEvent) -> list[TraceEvent]:
+    """Return the GPU work launched while a range was open."""
+    launches: Sequence[tuple[float, int]] = process.launches
+    first = bisect_left(launches, (event.start_us, -1))
+    last = bisect_right(launches, (event.end_us, 2**63))
+    return [
+        work
+        for _, correlation in launches[first:last]
+        for work in process.device_work.get(correlation, ())
+    ]
+
+
+def _compute_stream(process: Process, ranges: Iterable[TraceEvent]) -> object | None:
+    busy: dict[str, float] = defaultdict(float)
+    streams: dict[str, object] = {}
+    for event in ranges:
+        for work in _work_inside(process, event):
+            if "stream" in work.args and not work.name.startswith((*_P2P, *_MEMORY)):
+                key = str(work.args["stream"])
+                busy[key] += work.duration_us
+                streams[key] = work.args["stream"]
+    if not busy:
+        return None
+    return streams[max(sorted(busy), key=lambda key: busy[key])]
+
+
+# --- Bytes of stages in traces recorded with ``profile_memory=True``.
+# The profiler notes every allocation and release (``[memory]``), at the time of the CPU's call,
+# which is when torch's caching allocator hands a block out or takes it back. So what a range leaves
+# allocated, and the most it had allocated, do not depend on how fast the GPU was.
+
+_NEGLIGIBLE = 0.01
+_WORKSPACES = {
+    "F": "forward_workspace_bytes",
+    "I": "backward_input_workspace_bytes",
+    "W": "backward_weight_workspace_bytes",
+    "B": "backward_workspace_bytes",
+}
+
+
+@dataclass
+class _LargestSeen:
+    """The largest values of one stage so far, and the last change of each action."""
+
+    left: dict[str, int] = field(default_factory=dict)
+    freed: dict[str, int] = field(default_factory=dict)
+    change: dict[str, int] = field(default_factory=dict)
+    workspace: dict[str, int] = field(default_factory=dict)
+    output_bytes: int = 0
+
+    def note(self, action: str, bytes_over_time: Sequence[int]) -> None:
+        """Take in one run: what was allocated beyond what was there before, after each call."""
+        after = bytes_over_time[-1] if bytes_over_time else 0
+        most = max(bytes_over_time, default=0)
+        self.left[action] = max(after, self.left.get(action, 0))
+        self.freed[action] = max(-after, self.freed.get(action, 0))
+        self.change[action] = after
+        self.workspace[action] = max(most - max(0, after), self.workspace.get(action, 0))
+
+    @property
+    def kept_bytes(self) -> int:
+        """What a micro-batch leaves behind when its backward is done."""
+        backward = ("I", "W") if "W" in self.change else ("B",)
+        return sum(self.change.get(action, 0) for action in ("F", *backward))
+
+
+def _read_memory(
+    traces: Sequence[RankTrace], device_of: Mapping[int, int]
+) -> tuple[dict[int, dict[str, int]], list[str]]:
+    """Return what the ranges of each stage left allocated, freed and needed in between, and notes.
+
+    The largest of all steps but the first counts, of the first where there is no other. A stage
+    that received its input from another device holds that too. Stages with recomputed micro-batches
+    are left out: their forwards keep different amounts.
+    """
+    seen: dict[int, _LargestSeen] = defaultdict(_LargestSeen)
+    home: dict[int, int] = {}
+    is_late = any(one.step for trace in traces for one in trace.ranges)
+    for trace in traces:
+        counted = [one for one in trace.ranges if one.step or not is_late]
+        home |= {one.stage: device_of[trace.rank] for one in counted}
+        _note_ranges(trace.process, counted, seen)
+    recomputed = {stage for stage, found in seen.items() if "RECOMPUTE" in found.left}
+    static = _divide(_resident(traces, device_of), home)
+    facts = {stage: _sizes(stage, seen) for stage in sorted(set(seen) - recomputed)}
+    for stage in set(facts) & set(static):
+        facts[stage]["static_bytes"] = static[stage]
+    kept = {stage: seen[stage].kept_bytes for stage in facts}
+    return facts, list(_memory_notes(facts, home, recomputed, kept, static))
+
+
+def _resident(traces: Iterable[RankTrace], device_of: Mapping[int, int]) -> dict[int, int]:
+    """Return what lay on each device's GPU before the first action of a rank's last step."""
+    found: dict[int, int] = {}
+    for trace in traces:
+        last = max((one.step or 0 for one in trace.ranges), default=0)
+        begins = [one.event.start_us for one in trace.ranges if (one.step or 0) == last]
+        before = [
+            one for one in trace.process.allocations if one.on_gpu and one.at_us < min(begins)
+        ]
+        if before:
+            device = device_of[trace.rank]
+            found[device] = max(before[-1].total_bytes, found.get(device, 0))
+    return found
+
+
+def _divide(resident: Mapping[int, int], home: Mapping[int, int]) -> dict[int, int]:
+    """Return each stage's share of its device's bytes: equal ones, the rest to the first."""
+    static: dict[int, int] = {}
+    for device, num_bytes in resident.items():
+        stages = sorted(stage for stage, of in home.items() if of == device)
+        for place, stage in enumerate(stages):
+            share, rest = divmod(num_bytes, len(stages))
+            static[stage] = share + (rest if place == 0 else 0)
+    return static
+
+
+def _note_ranges(
+    process: Process, counted: Iterable[TracedRange], seen: dict[int, _LargestSeen]
+) -> None:
+    on_gpu = [one for one in process.allocations if one.on_gpu]
+    allocations = on_gpu or process.allocations
+    for one in counted:
+        if one.action == "SEND_F":
+            found = _sent_bytes(process, one.event)
+            seen[one.stage].output_bytes = max(found, seen[one.stage].output_bytes)
+        elif allocations and one.action not in ("OFFLOAD", "RELOAD"):
+            first = bisect_left(allocations, one.event.start_us, key=attrgetter("at_us"))
+            last = bisect_right(allocations, one.event.end_us, key=attrgetter("at_us"))
+            changes = (allocation.num_bytes for allocation in allocations[first:last])
+            seen[one.stage].note(one.action, list(accumulate(changes)))
+
+
+def _sizes(stage: int, seen: Mapping[int, _LargestSeen]) -> dict[str, int]:
+    own = seen[stage]
+    facts = {
+        _WORKSPACES[action]: size for action, size in own.workspace.items() if action in _WORKSPACES
+    }
+    if own.output_bytes:
+        facts["output_bytes"] = own.output_bytes
+    if "F" in own.left:
+        # What the stage before sent; within a device nothing is.
+        received = seen[stage - 1].output_bytes if stage - 1 in seen else 0
+        facts["activation_bytes"] = own.left["F"] + received
+    if "W" in own.freed:
+        facts["weight_context_bytes"] = own.freed["W"]
+    return facts
+
+
+def _memory_notes(
+    facts: Mapping[int, Mapping[str, int]],
+    home: Mapping[int, int],
+    recomputed: set[int],
+    kept: Mapping[int, int],
+    static: Mapping[int, int],
+) -> Iterator[str]:
+    if any("activation_bytes" in found for found in facts.values()):
+        yield "Bytes are what the ranges left allocated, by the allocator's own count."
+    unknown = [
+        str(stage)
+        for stage, found in facts.items()
+        if "activation_bytes" in found
+        and home.get(stage - 1, home[stage]) != home[stage]
+        and "output_bytes" not in facts.get(stage - 1, {})
+    ]
+    if unknown:
+        yield (
+            f"activation_bytes of stage {', '.join(unknown)} lacks the received input, whose size "
+            "the traces do not hold."
+        )
+    if recomputed:
+        yield (
+            f"Bytes of stage {', '.join(map(str, sorted(recomputed)))} are not read: some of its "
+            "micro-batches were recomputed."
+        )
+    leaky = {
+        stage: size
+        for stage, size in kept.items()
+        if size > _NEGLIGIBLE * facts[stage].get("activation_bytes", size)
+    }
+    if leaky:
+        sizes = ", ".join(f"{size} of stage {stage}" for stage, size in leaky.items())
+        yield (
+            f"Bytes that each micro-batch leaves allocated after its backward: {sizes}. A problem "
+            "cannot say so; count them in reserved_bytes."
+        )
+    if static:
+        yield (
+            "static_bytes is all that lay on the GPU before a step's first action, divided among "
+            "the stages of a device; reserved_bytes is to hold the CUDA context and NCCL."
+        )
+
+
+# --- Messages between ranks in traces, from the kernels that NCCL sends and receives with.
+# torch notes a message's size, type and peer beside the call that sends or receives it
+# (``record_param_comms``), and, for a call that is not part of a batch, on the kernel too. The
+# kernel of a batch carries the messages noted since the kernel before it. A kernel that starts
+# first waits for the other side, so a message took as long as the shorter of its two kernels.
+
+_ITEM_BYTES = {
+    "Double": 8, "Long": 8, "Float": 4, "Int": 4, "Half": 2, "BFloat16": 2, "Short": 2,
+    "Char": 1, "Byte": 1, "Bool": 1, "ComplexFloat": 8, "ComplexDouble": 16,
+}  # fmt: skip
+_FIELDS = {"send": ("Dst Rank", "In msg nelems"), "recv": ("Src Rank", "Out msg nelems")}
+
+
+_Route = tuple[int, int, int]
+"""From which rank to which, and bytes."""
+
+
+def _read_messages(
+    traces: Iterable[RankTrace], device_of: Mapping[int, int]
+) -> tuple[tuple[Transfer, ...], int]:
+    """Return the messages between devices, and how many have one end only.
+
+    The k-th sent on a route is the k-th received.
+    """
+    ends: dict[_Route, dict[str, list[tuple[float, float]]]] = defaultdict(
+        lambda: defaultdict(list)
+    )
+    for trace in traces:
+        for verb, route, *times in _ends(trace.rank, trace.process):
+            ends[route][verb].append((times[0], times[1]))
+    transfers: list[Transfer] = []
+    num_single = 0
+    for route in sorted(ends):
+        sent, received = (sorted(ends[route][verb]) for verb in ("send", "recv"))
+        if len(sent) != len(received):
+            num_single += max(len(sent), len(received))
+            continue
+        source, target = device_of[route[0]], device_of[route[1]]
+        if source != target:
+            transfers += [
+                Transfer(source=source, target=target, num_bytes=route[2], time_ms=min(a, b))
+                for (_, a), (_, b) in zip(sent, received, strict=True)
+            ]
+    return tuple(transfers), num_single
+
+
+def _sent_bytes(process: Process, event: TraceEvent) -> int:
+    """Return the bytes that were sent while a range was open, 0 where the trace does not say."""
+    first = bisect_left(process.messages, event.start_us, key=attrgetter("start_us"))
+    last = bisect_right(process.messages, event.end_us, key=attrgetter("start_us"))
+    noted = process.messages[first:last]
+    calls = noted or [one for one in _work_inside(process, event) if "Collective name" in one.args]
+    return sum(_num_bytes(call.args) for call in calls if call.args["Collective name"] == "send")
+
+
+def _ends(rank: int, process: Process) -> Iterator[tuple[str, _Route, float, float]]:
+    """Yield (send or recv, route, start in us, ms) of this rank's ends of messages.
+
+    A batch with several peers or directions has no time of its own.
+    """
+    noted = process.messages
+    taken = 0
+    for launched_us, correlation in process.launches:
+        for kernel in filter(_is_p2p, process.device_work.get(correlation, ())):
+            before = taken
+            while taken < len(noted) and noted[taken].start_us <= launched_us:
+                taken += 1
+            calls = [kernel] if "Collective name" in kernel.args else noted[before:taken]
+            found = {(call.args["Collective name"], _peer(rank, call.args)) for call in calls}
+            num_bytes = sum(_num_bytes(call.args) for call in calls)
+            if len(found) == 1 and num_bytes:
+                ((verb, peer),) = found
+                if peer is not None:
+                    route = (rank, peer, num_bytes) if verb == "send" else (peer, rank, num_bytes)
+                    yield verb, route, kernel.start_us, kernel.duration_us / 1e3
+
+
+def _peer(rank: int, args: Mapping[str, Any]) -> int | None:
+    """Return the other rank: named by torch from 2.6 on, before that the other of a pair."""
+    field, _ = _FIELDS.get(args["Collective name"], ("", ""))
+    named = args.get(field)
+    if isinstance(named, int):
+        return named
+    others = [one for one in _group(args.get("Process Group Ranks")) if one != rank]
+    return others[0] if len(others) == 1 else None
+
+
+def _group(ranks: Any) -> list[Any]:
+    if isinstance(ranks, str):
+        try:
+            ranks = json.loads(ranks)
+        except ValueError:
+            return []  # long lists are cut off with dots
+    return ranks if isinstance(ranks, list) else []
+
+
+def _num_bytes(args: Mapping[str, Any]) -> int:
+    _, field = _FIELDS.get(args["Collective name"], ("", ""))
+    count = args.get(field)
+    if not isinstance(count, int) or count <= 0:
+        return 0
+    name = str(args.get("dtype", ""))
+    return count * (1 if name.startswith("Float8") else _ITEM_BYTES.get(name, 0))
+
+
+# --- What offloading and reloading moved, and how fast: while everything else ran too.
+
+_DIRECTIONS = {"OFFLOAD": "Memcpy DtoH", "RELOAD": "Memcpy HtoD"}
+
+
+def _read_copies(
+    traces: Iterable[RankTrace], device_of: Mapping[int, int]
+) -> tuple[dict[int, int], dict[tuple[int, str], float]]:
+    """Return median bytes per stage, and rates in GB/s per (device, OFFLOAD or RELOAD)."""
+    sizes: dict[int, list[int]] = defaultdict(list)
+    rates: dict[tuple[int, str], list[float]] = defaultdict(list)
+    for trace in traces:
+        for one in trace.ranges:
+            if one.action not in _DIRECTIONS:
+                continue
+            copies = [
+                work
+                for work in _work_inside(trace.process, one.event)
+                if work.name.startswith(_DIRECTIONS[one.action])
+                and isinstance(work.args.get("bytes"), int)
+            ]
+            num_bytes = sum(work.args["bytes"] for work in copies)
+            busy_us = sum(work.duration_us for work in copies)
+            if num_bytes and busy_us:
+                rates[device_of[trace.rank], one.action].append(num_bytes / busy_us / 1e3)
+                if one.action == "OFFLOAD":
+                    sizes[one.stage].append(num_bytes)
+    return (
+        {stage: statistics.median_low(found) for stage, found in sizes.items()},
+        {key: round(statistics.median(found), 3) for key, found in rates.items()},
+    )

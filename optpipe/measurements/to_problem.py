@@ -277,7 +277,8 @@ class Measurements(FrozenValue):
     def replaced(self, **update: Any) -> Measurements:
         """Return the measurements with other fields."""
         # pydantic's own copy would take the cached medians along.
-        return Measurements(**(dict(self) | update))
+        fields = {name: getattr(self, name) for name in Measurements.model_fields}
+        return Measurements(**(fields | update))
 
     def problem(self, given: Given | None = None, base: Problem | None = None) -> Problem:
         """Return the problem these measurements describe; see `build_problem`.

@@ -1,4 +1,4 @@
-"""Chrome traces as the PyTorch profiler (Kineto) writes them: the events that times are read from.
+"""Chrome traces as the PyTorch profiler (Kineto) writes them, and the pipeline's ranges in them.
 
 The JSON Object Format of the Trace Event Format, or a bare list of events. Times there are
 microseconds. Of a trace's events, complete ones (``X``) count; Kineto's categories tell them apart.
@@ -11,15 +11,26 @@ import json
 import math
 import re
 import zlib
+from bisect import bisect_right
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from optpipe.errors import MeasurementError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-__all__ = ["Allocation", "Process", "TraceEvent", "read_trace"]
+__all__ = [
+    "Allocation",
+    "Process",
+    "RankTrace",
+    "TraceEvent",
+    "TracedRange",
+    "read_rank_traces",
+    "read_trace",
+]
 
 _ON_THE_GPU = {"kernel", "gpu_memcpy", "gpu_memset"}
 _GPU_SHADOWS = {"gpu_user_annotation", "cuda_sync", "overhead", "Trace"}
@@ -244,3 +255,222 @@ def _event(path: Path, index: int, raw: dict[str, Any]) -> TraceEvent:
 
 def _as_number(key: str) -> tuple[int, str]:
     return (int(key), "") if key.isdecimal() else (2**62, key)
+
+
+# --- Which named ranges of a trace are pipeline actions.
+# torch's schedule runtime, and with it ours, marks each action as ``PP:`` and the action's text
+# (`torch.distributed.pipelining.schedules`, 2.13: ``PP:1F0``, ``PP:0SEND_F0``, ``PP:0UNSHARD``),
+# and our own traces as the text alone; torch's GPipe marks ``Forward 3`` and ``Backward 3``.
+
+_TORCH = re.compile(
+    r"(?:PP:)?(?P<stage>\d{1,9})(?P<action>F|I|W|B|RECOMPUTE|OFFLOAD|RELOAD|SEND_F)(?P<microbatch>\d{1,9})"
+)
+_GPIPE = re.compile(r"(?P<action>Forward|Backward) (?P<microbatch>\d{1,9})")
+_OVERLAPPED = re.compile(r"PP:.*OVERLAP_F_B.*")
+_WORDS = {
+    "forward": "F",
+    "fwd": "F",
+    "backward": "B",
+    "bwd": "B",
+    "backward_input": "I",
+    "backward_weight": "W",
+    "recompute": "RECOMPUTE",
+}
+_LETTERS = ("F", "I", "W", "B", "RECOMPUTE", "OFFLOAD", "RELOAD", "SEND_F")
+
+
+class _TracedAction(NamedTuple):
+    """What a range's name says; ``stage`` None = the only stage of its rank."""
+
+    action: str
+    stage: int | None
+    microbatch: int | None
+
+
+class _RangePattern(NamedTuple):
+    """A regular expression for whole names, with the groups stage, action and microbatch.
+
+    ``action`` stands for the group where the expression has none.
+    """
+
+    expression: re.Pattern[str]
+    action: str | None = None
+
+    def match(self, name: str) -> _TracedAction | None:
+        """Return what a name says, or None if it is another range."""
+        found = self.expression.fullmatch(name)
+        if found is None:
+            return None
+        groups = found.groupdict()
+        word = self.action or groups.get("action") or ""
+        action = word.upper() if word.upper() in _LETTERS else _WORDS.get(word.lower())
+        if action is None:
+            raise MeasurementError(
+                f"range {name!r}: {word!r} is no action; an action is one of "
+                f"{', '.join(_LETTERS)}, or {', '.join(_WORDS)}: change the pattern"
+            )
+        return _TracedAction(action, _number(groups, "stage"), _number(groups, "microbatch"))
+
+
+def _match(patterns: Sequence[_RangePattern], name: str) -> _TracedAction | None:
+    """Return what the first pattern that matches a name says, or None."""
+    if _OVERLAPPED.fullmatch(name):
+        raise MeasurementError(
+            f"range {name!r} is an overlapped forward-backward pair, whose two times cannot "
+            "be told apart; profile a schedule without overlapped pairs"
+        )
+    return next((found for one in patterns if (found := one.match(name)) is not None), None)
+
+
+def _parse_pattern(text: str) -> _RangePattern:
+    """Return the pattern of ``REGEX`` or ``ACTION=REGEX``."""
+    action, expression = None, text
+    head, mark, tail = text.partition("=")
+    if mark and (head.upper() in _LETTERS or head.lower() in _WORDS):
+        action, expression = head, tail
+    try:
+        compiled = re.compile(expression)
+    except re.error as error:
+        raise MeasurementError(
+            f"range pattern {text!r}: {error}; write a regular expression"
+        ) from None
+    strange = sorted(set(compiled.groupindex) - {"stage", "action", "microbatch"})
+    if strange:
+        raise MeasurementError(
+            f"range pattern {text!r}: group {strange[0]!r} is unknown; "
+            "the groups are stage, action and microbatch"
+        )
+    if action is None and "action" not in compiled.groupindex:
+        raise MeasurementError(
+            f"range pattern {text!r} names no action; begin it with one, as in "
+            "F=forward_step, or add a group (?P<action>...)"
+        )
+    return _RangePattern(compiled, action)
+
+
+def _number(groups: dict[str, str | None], name: str) -> int | None:
+    text = groups.get(name)
+    if text is None:
+        return None
+    if not text.isdecimal():
+        raise MeasurementError(
+            f"range pattern: group {name} matched {text!r}, which is no number; change the pattern"
+        )
+    return int(text)
+
+
+# --- The pipeline's ranges of every rank, out of the files of one run.
+
+_STEP = "ProfilerStep#"
+_SHOWN_NAMES = 8
+
+
+class TracedRange(NamedTuple):
+    """One run of an action; ``step`` counts from 0 within its rank."""
+
+    event: TraceEvent
+    stage: int
+    action: str
+    microbatch: int | None
+    step: int | None
+
+
+class RankTrace(NamedTuple):
+    """What one file holds of one rank."""
+
+    rank: int
+    process: Process
+    ranges: tuple[TracedRange, ...]
+
+
+_FoundTrace = tuple[int, Process, "list[tuple[TraceEvent, _TracedAction]]"]
+"""A rank, its events, and those that are actions."""
+
+
+def read_rank_traces(
+    paths: Sequence[Path], patterns: Sequence[str], process: str = ""
+) -> list[RankTrace]:
+    """Return the pipeline's ranges, file by file, of the processes whose name contains ``process``.
+
+    The rank is the trace's own (``distributedInfo``), else the file name's (``rank3``), else the
+    file's place. Where names do not say the stage, each rank has one, in the order of the ranks.
+    A step's number is how often its rank ran the same (stage, action, micro-batch) before; where
+    names do not say the micro-batch, it is the profiler's step.
+
+    Raises
+    ------
+    MeasurementError
+        If a file is no trace, or has no range of the pipeline.
+    """
+    known = [_RangePattern(_TORCH), _RangePattern(_GPIPE)]
+    if patterns:
+        known = [_parse_pattern(text) for text in patterns]
+    found: list[_FoundTrace] = []
+    for index, path in enumerate(paths):
+        if path in paths[:index]:
+            raise MeasurementError(f"{path}: named twice; name each trace once")
+        found += _find(path, len(found), known, process)
+    place_of = {rank: place for place, rank in enumerate(sorted({rank for rank, _, _ in found}))}
+    runs: Counter[tuple[int, int, str, int]] = Counter()
+    steps: Counter[int] = Counter()
+    traces = []
+    for one in found:
+        rank, events, _ = one
+        ranges = tuple(_numbered(one, place_of[rank], runs, steps[rank]))
+        steps[rank] += len(_step_starts(events))
+        traces.append(RankTrace(rank, events, ranges))
+    return traces
+
+
+def _find(
+    path: Path, place: int, patterns: Sequence[_RangePattern], name: str
+) -> list[_FoundTrace]:
+    written = read_trace(path)
+    processes = [process for process in written if name in process.name]
+    if written and not processes:
+        raise MeasurementError(
+            f"{path}: no process has {name!r} in its name (there: "
+            f"{', '.join(repr(process.name) for process in written[:_SHOWN_NAMES])}); "
+            "choose one of them"
+        )
+    found = []
+    for process in processes:
+        pairs = ((event, _match(patterns, event.name)) for event in process.ranges)
+        ranges = [(event, action) for event, action in pairs if action is not None]
+        if ranges:
+            found.append((process, ranges))
+    if not found:
+        raise MeasurementError(_nothing_found(path, processes))
+    if len(found) == 1 and found[0][0].rank is not None:
+        return [(found[0][0].rank, *found[0])]
+    return [(place + index, *one) for index, one in enumerate(found)]
+
+
+def _nothing_found(path: Path, processes: Sequence[Process]) -> str:
+    seen = Counter(event.name for process in processes for event in process.ranges)
+    names = ", ".join(repr(name[:60]) for name, _ in seen.most_common(_SHOWN_NAMES))
+    return (
+        f"{path}: no range is a pipeline action (most frequent: {names or 'no range at all'}); "
+        "record steps of torch's schedule runtime, or give a pattern for the names of your ranges"
+    )
+
+
+def _numbered(
+    found: _FoundTrace, place: int, runs: Counter[tuple[int, int, str, int]], first_step: int
+) -> Iterator[TracedRange]:
+    rank, process, ranges = found
+    starts = _step_starts(process)
+    for event, action in ranges:
+        stage = place if action.stage is None else action.stage
+        if action.microbatch is None:
+            before = bisect_right(starts, event.start_us)
+            step = first_step + before - 1 if before else None
+        else:
+            key = rank, stage, action.action, action.microbatch
+            step = runs[key]
+            runs[key] += 1
+        yield TracedRange(event, stage, action.action, action.microbatch, step)
+
+
+def _step_starts(process: Process) -> list[float]:
+    return [event.start_us for event in process.ranges if event.name.startswith(_STEP)]

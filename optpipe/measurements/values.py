@@ -79,7 +79,7 @@ class Transfer(FrozenValue):
     time_ms: Milliseconds
 
 
-class _Facts(FrozenValue):
+class _PartlyKnown(FrozenValue):
     """Fields of which each may be unknown (None)."""
 
     def or_else(self, general: Self) -> Self:
@@ -91,7 +91,7 @@ class _Facts(FrozenValue):
         return {name: value for name, value in self if value is not None}
 
 
-class StageFacts(_Facts):
+class StageFacts(_PartlyKnown):
     """What is known of a stage besides its times; fields as in `optpipe.problem.Stage`."""
 
     device: Index | None = None
@@ -109,7 +109,7 @@ class StageFacts(_Facts):
     recompute_workspace_bytes: Bytes | None = None
 
 
-class DeviceFacts(_Facts):
+class DeviceFacts(_PartlyKnown):
     """What is known of a device; fields as in `optpipe.problem.Device`."""
 
     name: Name | None = None
