@@ -25,13 +25,10 @@ __all__ = [
     "GPUS",
     "MODELS",
     "PIPEOFFLOAD",
-    "ZERO_BUBBLE",
     "Efficiency",
-    "Fact",
     "Hardware",
     "find_gpu",
     "find_model",
-    "pick",
 ]
 
 
@@ -118,13 +115,7 @@ class Hardware:
     efficiency: Efficiency = Efficiency()
 
     def peak_flops(self, precision: Precision) -> float:
-        """Return the peak dense rate in FLOP/s.
-
-        Raises
-        ------
-        InputError
-            If it has none for this precision.
-        """
+        """Return the peak dense rate in FLOP/s; refuse a precision that it has none for."""
         if precision not in self.tflops:
             raise AskedError(
                 f"{self.title} has no {precision} products (it has "
@@ -297,7 +288,7 @@ def find_gpu(name: str) -> Hardware:
         If the catalogue has none of that name; the message names the nearest.
     """
     key = name.lower()
-    return pick("gpu", _GPU_ALIASES.get(key, key), GPUS)
+    return _pick("gpu", _GPU_ALIASES.get(key, key), GPUS)
 
 
 # --- The catalogue of model shapes, each with its source.
@@ -354,7 +345,7 @@ _TIED = {
     "qwen3-0.6b", "qwen3-1.7b", "qwen3-4b",
 }  # fmt: skip
 
-ZERO_BUBBLE = {
+_ZERO_BUBBLE = {
     "1.5B": (22, 2304, 24), "6.2B": (30, 4096, 32),
     "14.6B": (46, 5120, 40), "28.3B": (62, 6144, 48),
 }  # fmt: skip
@@ -391,7 +382,7 @@ def _rotary(name: str, row: tuple[int, ...], source: str, bias: bool, qk_norm: b
 
 
 def _zero_bubble(model: str) -> ModelShape:
-    layers, hidden, heads = ZERO_BUBBLE[model]
+    layers, hidden, heads = _ZERO_BUBBLE[model]
     return ModelShape(
         name=f"zb-{model.lower()}", num_layers=layers, hidden=hidden, num_heads=heads,
         num_kv_heads=heads, ffn=4 * hidden, vocab=_PAPER_VOCAB, positions=1024, mlp="gelu",
@@ -462,7 +453,7 @@ def _all() -> Iterator[ModelShape]:
     yield _mixtral("mixtral-8x7b", 32, 4096, 32, 14336)
     yield _mixtral("mixtral-8x22b", 56, 6144, 48, 16384)
     yield from _deepseeks()
-    yield from map(_zero_bubble, ZERO_BUBBLE)
+    yield from map(_zero_bubble, _ZERO_BUBBLE)
     yield from map(_pipeoffload, PIPEOFFLOAD)
 
 
@@ -483,7 +474,7 @@ def find_model(name: str) -> ModelShape:
         If the catalogue has none of that name; the message names the nearest.
     """
     key = name.lower()
-    return pick("model", _MODEL_ALIASES.get(key, key), MODELS)
+    return _pick("model", _MODEL_ALIASES.get(key, key), MODELS)
 
 
 # --- A name looked up in a catalogue; a wrong one is answered with the nearest.
@@ -491,14 +482,8 @@ def find_model(name: str) -> ModelShape:
 Value = TypeVar("Value")
 
 
-def pick(field: str, name: str, catalogue: Mapping[str, Value]) -> Value:
-    """Return the entry of that name.
-
-    Raises
-    ------
-    InputError
-        If there is none; ``field`` is what gave it.
-    """
+def _pick(field: str, name: str, catalogue: Mapping[str, Value]) -> Value:
+    """Return the entry of that name, which ``field`` gave."""
     found = catalogue.get(name)
     if found is not None:
         return found

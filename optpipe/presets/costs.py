@@ -26,11 +26,8 @@ __all__ = [
     "Held",
     "Kept",
     "Machine",
-    "PassCost",
-    "PassCosts",
     "PassTimes",
     "Tensor",
-    "attention_matrices",
     "checkpoint_bytes",
     "embedding_kept",
     "embedding_parameters",
@@ -39,13 +36,10 @@ __all__ = [
     "head_parameters",
     "head_work",
     "head_workspace_bytes",
-    "kv_width",
     "layer_kept",
     "layer_parameters",
     "layer_work",
-    "mlp_matrices",
     "model_flops",
-    "query_width",
     "saved_tensors",
     "static_bytes",
     "total_parameters",
@@ -125,9 +119,9 @@ def _attention_tensors(shape: ModelShape, training: Training) -> Iterator[Tensor
     if shape.latent is not None:
         yield from _latent_tensors(shape.latent, row, heads)
     else:
-        yield Tensor("queries", row * query_width(shape, training.tp))
-        yield Tensor("keys", row * kv_width(shape, training.tp))
-        yield Tensor("values", row * kv_width(shape, training.tp))
+        yield Tensor("queries", row * _query_width(shape, training.tp))
+        yield Tensor("keys", row * _kv_width(shape, training.tp))
+        yield Tensor("values", row * _kv_width(shape, training.tp))
     if training.flash:
         yield Tensor("log-sum-exp of the scores", training.tokens * heads * 4, offloadable=False)
     else:
@@ -186,16 +180,13 @@ def weight_context_bytes(shape: ModelShape, training: Training, *, is_moe: bool)
     section 2.1). What is split by sequence is kept split.
     """
     residual, inside = _attention_context(shape, training)
-    matrices = 3 if shape.mlp == "swiglu" else 2
+    inside += float(_num_matrices(shape) * _token_ffn(shape, is_moe=is_moe) // training.tp)
     experts = shape.experts
     if not is_moe or experts is None:
         residual += 2.0 * shape.hidden
-        inside += float(matrices * shape.ffn // training.tp)
     else:
         residual += experts.num + shape.hidden + 2.0 * experts.active * shape.hidden
-        ffn = experts.shared_ffn + experts.active * experts.ffn
         residual += shape.hidden if experts.shared_ffn else 0
-        inside += float(matrices * ffn // training.tp)
     tokens = training.residual_tokens * residual + training.tokens * inside
     return round(tokens * training.element_bytes)
 
@@ -206,7 +197,9 @@ def _attention_context(shape: ModelShape, training: Training) -> tuple[float, fl
     heads = shape.num_heads // tp
     values = heads * shape.value_width  # input of the output projection
     if shape.latent is None:
-        return 2.0 * shape.hidden, float(values + query_width(shape, tp) + 2 * kv_width(shape, tp))
+        return 2.0 * shape.hidden, float(
+            values + _query_width(shape, tp) + 2 * _kv_width(shape, tp)
+        )
     latent = shape.latent
     inner = values + heads * (shape.width + latent.nope + latent.value)
     inner += 2 * latent.kv_rank + latent.rope + 2 * (latent.query_rank or 0)
@@ -252,14 +245,16 @@ def static_bytes(held: Held, training: Training) -> int:
     weight = training.element_bytes
     optimizer = 8 if training.precision == "fp32" else 12
     total = 0.0
-    for parameters, ranks in (
-        (held.common, training.dp),
-        (held.experts, training.dp // training.ep),
-    ):
+    for parameters, ranks in _replicas(held, training):
         gradients = _GRADIENT_BYTES / (ranks if training.zero >= 2 else 1)
         state = optimizer / (ranks if training.zero >= 1 else 1)
         total += parameters * (weight + gradients + state)
     return round(total)
+
+
+def _replicas(held: Held, training: Training) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Return parameters, and how many data-parallel ranks have the same: all, and an expert's."""
+    return (held.common, training.dp), (held.experts, training.dp // training.ep)
 
 
 _GRADIENT_BYTES = 4
@@ -277,7 +272,7 @@ _GRADIENT_BYTES = 4
 # reading and writing fp32 gradients. Routing to experts is taken as balanced.
 
 
-class PassCost(NamedTuple):
+class _PassCost(NamedTuple):
     """What one pass of one part does on one device.
 
     Parameters
@@ -296,15 +291,15 @@ class PassCost(NamedTuple):
     moved_bytes: float = 0.0
 
 
-class PassCosts(NamedTuple):
+class _PassCosts(NamedTuple):
     """The work of F, I and W."""
 
-    forward: PassCost
-    backward_input: PassCost
-    backward_weight: PassCost
+    forward: _PassCost
+    backward_input: _PassCost
+    backward_weight: _PassCost
 
 
-def layer_work(shape: ModelShape, training: Training, *, is_moe: bool) -> PassCosts:
+def layer_work(shape: ModelShape, training: Training, *, is_moe: bool) -> _PassCosts:
     """Return the work of one layer."""
     tp, tokens = training.tp, training.tokens
     flops = 2.0 * tokens * _matrices_of_a_token(shape, is_moe=is_moe, tp=tp)
@@ -313,21 +308,18 @@ def layer_work(shape: ModelShape, training: Training, *, is_moe: bool) -> PassCo
     ahead, back = _moved_bytes(shape, training, is_moe=is_moe)
     weights = float(held * training.element_bytes)
     again = 2.5 if training.flash else 2.0
-    return PassCosts(
-        PassCost(flops, attention, weights, ahead),
-        PassCost(flops, again * attention, weights, back + (_made_again(shape, training, is_moe))),
-        PassCost(flops, 0.0, 2.0 * _GRADIENT_BYTES * held, 0.0),
+    return _PassCosts(
+        _PassCost(flops, attention, weights, ahead),
+        _PassCost(flops, again * attention, weights, back + (_made_again(shape, training, is_moe))),
+        _PassCost(flops, 0.0, 2.0 * _GRADIENT_BYTES * held, 0.0),
     )
 
 
 def _matrices_of_a_token(shape: ModelShape, *, is_moe: bool, tp: int) -> int:
     """Return the entries of all matrices that a token meets, on one device."""
-    attention = attention_matrices(shape, tp)
-    experts = shape.experts
-    if not is_moe or experts is None:
-        return attention + mlp_matrices(shape, shape.ffn, tp)
-    ffn = experts.shared_ffn + experts.active * experts.ffn
-    return attention + shape.hidden * experts.num + mlp_matrices(shape, ffn, tp)
+    router = shape.experts.num if is_moe and shape.experts is not None else 0
+    inner = _mlp_matrices(shape, _token_ffn(shape, is_moe=is_moe), tp)
+    return _attention_matrices(shape, tp) + shape.hidden * router + inner
 
 
 def _attention_flops(shape: ModelShape, training: Training) -> float:
@@ -337,33 +329,27 @@ def _attention_flops(shape: ModelShape, training: Training) -> float:
     return full / 2 if training.flash else full
 
 
-def _inner_width(shape: ModelShape, training: Training, *, is_moe: bool) -> float:
-    """Return the width of what a token's activation function makes, on one device."""
-    experts = shape.experts
-    if not is_moe or experts is None:
-        return shape.ffn / training.tp
-    return (experts.shared_ffn + experts.active * experts.ffn) / training.tp
-
-
 def _moved_bytes(shape: ModelShape, training: Training, *, is_moe: bool) -> tuple[float, float]:
     """Return the bytes that F and I move besides matrix products, in elements times their size.
 
     Per residual token: two norms (F reads and writes h, I reads 2 h and writes h), two residual
     additions (F reads 2 h and writes h, I likewise), dropout masks of one byte. Per token: GELU
     (F 2 f, I 3 f) or SwiGLU (F 3 f, I 5 f); rotating queries and keys (2 of each, F and I);
-    experts' copies of a token, out and back (F 4 h each, I 4 h). Without flash attention the
-    scores, see `_score_bytes`.
+    experts' copies of a token, out and back (F 4 h each, I 4 h).
+
+    Without flash attention the scores. F: written, read and written by softmax, read (4; with
+    dropout read and written once more, and its mask). I: gradients written, read with the
+    probabilities, written, read twice, probabilities read (7; with dropout as in F).
     """
     h, size = shape.hidden, training.element_bytes
     mask = 2 * h if shape.dropout else 0
     ahead = training.residual_tokens * (10.0 * h * size + mask)
     back = training.residual_tokens * (12.0 * h * size + mask)
-    inner = training.tokens * _inner_width(shape, training, is_moe=is_moe) * size
-    swiglu = shape.mlp == "swiglu"
-    ahead += (3 if swiglu else 2) * inner
-    back += (5 if swiglu else 3) * inner
+    inner = training.tokens * (_token_ffn(shape, is_moe=is_moe) / training.tp) * size
+    ahead += _num_matrices(shape) * inner
+    back += (5 if shape.mlp == "swiglu" else 3) * inner
     if not shape.positions:
-        rotated = query_width(shape, training.tp) + kv_width(shape, training.tp)
+        rotated = _query_width(shape, training.tp) + _kv_width(shape, training.tp)
         ahead += 2.0 * training.tokens * rotated * size
         back += 2.0 * training.tokens * rotated * size
     if is_moe and shape.experts is not None:
@@ -371,24 +357,11 @@ def _moved_bytes(shape: ModelShape, training: Training, *, is_moe: bool) -> tupl
         ahead += copies
         back += copies
     if not training.flash:
-        scores_ahead, scores_back = _score_bytes(shape, training)
-        ahead += scores_ahead
-        back += scores_back
+        scores = float(training.tokens * training.sequence * (shape.num_heads // training.tp))
+        drop = 2 * size + 1 if shape.dropout else 0
+        ahead += scores * (4 * size + drop)
+        back += scores * (7 * size + drop)
     return ahead, back
-
-
-def _score_bytes(shape: ModelShape, training: Training) -> tuple[float, float]:
-    """Return the bytes of stored scores that F and I move.
-
-    F: written, read and written by softmax, read (4 per score; with dropout read and written
-    once more, and its mask). I: gradients written, read with the probabilities, written, read
-    twice, probabilities read (7; with dropout read and written once more, and the mask).
-    """
-    heads = shape.num_heads // training.tp
-    scores = float(training.tokens * training.sequence * heads)
-    size = training.element_bytes
-    drop = 2 * size + 1 if shape.dropout else 0
-    return scores * (4 * size + drop), scores * (7 * size + drop)
 
 
 def _made_again(shape: ModelShape, training: Training, is_moe: bool) -> float:
@@ -396,23 +369,23 @@ def _made_again(shape: ModelShape, training: Training, is_moe: bool) -> float:
     if not training.lean:
         return 0.0
     size = training.element_bytes
-    inner = training.tokens * _inner_width(shape, training, is_moe=is_moe) * size
+    inner = training.tokens * (_token_ffn(shape, is_moe=is_moe) / training.tp) * size
     norms = 4.0 * training.residual_tokens * shape.hidden * size
-    return norms + (3 if shape.mlp == "swiglu" else 2) * inner
+    return norms + _num_matrices(shape) * inner
 
 
-def embedding_work(shape: ModelShape, training: Training) -> PassCosts:
+def embedding_work(shape: ModelShape, training: Training) -> _PassCosts:
     """Return the work of the embedding: a look-up, and a scatter-add into fp32 gradients."""
     row = float(training.tokens * shape.hidden)
     size = training.element_bytes
-    return PassCosts(
-        PassCost(moved_bytes=2.0 * row * size),
-        PassCost(),
-        PassCost(moved_bytes=row * (size + 2 * _GRADIENT_BYTES)),
+    return _PassCosts(
+        _PassCost(moved_bytes=2.0 * row * size),
+        _PassCost(),
+        _PassCost(moved_bytes=row * (size + 2 * _GRADIENT_BYTES)),
     )
 
 
-def head_work(shape: ModelShape, training: Training) -> PassCosts:
+def head_work(shape: ModelShape, training: Training) -> _PassCosts:
     """Return the work of last norm, head and cross-entropy.
 
     Besides the product: the norm (F 2 h, I 3 h); logits read and written in fp32, read and written
@@ -424,10 +397,10 @@ def head_work(shape: ModelShape, training: Training) -> PassCosts:
     logits = float(training.tokens * vocab_slice(shape, training.tp))
     norm = float(training.residual_tokens * shape.hidden * size)
     weights = entries * size
-    return PassCosts(
-        PassCost(flops, 0.0, weights, 2 * norm + logits * (size + 12)),
-        PassCost(flops, 0.0, weights, 3 * norm + logits * (size + 4)),
-        PassCost(flops, 0.0, 2.0 * _GRADIENT_BYTES * entries, 0.0),
+    return _PassCosts(
+        _PassCost(flops, 0.0, weights, 2 * norm + logits * (size + 12)),
+        _PassCost(flops, 0.0, weights, 3 * norm + logits * (size + 4)),
+        _PassCost(flops, 0.0, 2.0 * _GRADIENT_BYTES * entries, 0.0),
     )
 
 
@@ -466,12 +439,12 @@ class Held(NamedTuple):
         return self.common + self.experts
 
 
-def query_width(shape: ModelShape, tp: int = 1) -> int:
+def _query_width(shape: ModelShape, tp: int = 1) -> int:
     """Return the width of all queries of a token on one device."""
     return shape.num_heads // tp * shape.width
 
 
-def kv_width(shape: ModelShape, tp: int = 1) -> int:
+def _kv_width(shape: ModelShape, tp: int = 1) -> int:
     """Return the width of a token's keys on one device; a head is never split, but repeated."""
     return max(shape.num_kv_heads // tp, 1) * shape.width
 
@@ -481,11 +454,11 @@ def vocab_slice(shape: ModelShape, tp: int = 1) -> int:
     return -(-shape.vocab // tp)
 
 
-def attention_matrices(shape: ModelShape, tp: int = 1) -> int:
+def _attention_matrices(shape: ModelShape, tp: int = 1) -> int:
     """Return the entries of the matrices of attention: query, key, value, output."""
     if shape.latent is not None:
         return _latent_matrices(shape, shape.latent, tp)
-    return 2 * shape.hidden * (query_width(shape, tp) + kv_width(shape, tp))
+    return 2 * shape.hidden * (_query_width(shape, tp) + _kv_width(shape, tp))
 
 
 def _latent_matrices(shape: ModelShape, latent: LatentAttention, tp: int) -> int:
@@ -500,20 +473,33 @@ def _latent_matrices(shape: ModelShape, latent: LatentAttention, tp: int) -> int
     return queries + keys + heads * latent.value * shape.hidden
 
 
-def mlp_matrices(shape: ModelShape, ffn: int, tp: int = 1) -> int:
-    """Return the entries of an MLP's matrices: two with GELU, three with SwiGLU."""
-    return (3 if shape.mlp == "swiglu" else 2) * shape.hidden * ffn // tp
+def _num_matrices(shape: ModelShape) -> int:
+    """Return an MLP's matrices: two with GELU, three with SwiGLU."""
+    return 3 if shape.mlp == "swiglu" else 2
+
+
+def _mlp_matrices(shape: ModelShape, ffn: int, tp: int = 1) -> int:
+    """Return the entries of an MLP's matrices."""
+    return _num_matrices(shape) * shape.hidden * ffn // tp
+
+
+def _token_ffn(shape: ModelShape, *, is_moe: bool) -> int:
+    """Return the inner width of all MLPs that a token goes through."""
+    experts = shape.experts
+    if not is_moe or experts is None:
+        return shape.ffn
+    return experts.shared_ffn + experts.active * experts.ffn
 
 
 def layer_parameters(shape: ModelShape, *, is_moe: bool, tp: int = 1, ep: int = 1) -> Held:
     """Return all parameters of one layer, biases and norms included."""
-    common = attention_matrices(shape, tp) + _small_parameters(shape, is_moe=is_moe, tp=tp)
+    common = _attention_matrices(shape, tp) + _small_parameters(shape, is_moe=is_moe, tp=tp)
     experts = shape.experts
     if not is_moe or experts is None:
-        return Held(common + mlp_matrices(shape, shape.ffn, tp))
+        return Held(common + _mlp_matrices(shape, shape.ffn, tp))
     common += shape.hidden * experts.num  # the router
-    common += mlp_matrices(shape, experts.shared_ffn, tp)
-    return Held(common, experts.num // ep * mlp_matrices(shape, experts.ffn, tp))
+    common += _mlp_matrices(shape, experts.shared_ffn, tp)
+    return Held(common, experts.num // ep * _mlp_matrices(shape, experts.ffn, tp))
 
 
 def _small_parameters(shape: ModelShape, *, is_moe: bool, tp: int) -> int:
@@ -523,7 +509,7 @@ def _small_parameters(shape: ModelShape, *, is_moe: bool, tp: int) -> int:
         norms += 2 * shape.width
     if shape.latent is not None:
         norms += shape.latent.kv_rank + (shape.latent.query_rank or 0)
-    qkv = query_width(shape, tp) + 2 * kv_width(shape, tp)
+    qkv = _query_width(shape, tp) + 2 * _kv_width(shape, tp)
     if shape.bias == "qkv":
         return norms + qkv
     if shape.bias == "all":
@@ -571,10 +557,6 @@ class PassTimes(NamedTuple):
     backward_input_ms: float
     backward_weight_ms: float
 
-    def times(self, factor: float) -> PassTimes:
-        """Return all three multiplied."""
-        return PassTimes(*(value * factor for value in self))
-
     def plus(self, other: PassTimes) -> PassTimes:
         """Return the sums."""
         return PassTimes(*(a + b for a, b in zip(self, other, strict=True)))
@@ -587,11 +569,11 @@ class Machine(NamedTuple):
     efficiency: Efficiency
     training: Training
 
-    def pass_times(self, passes: PassCosts) -> PassTimes:
+    def pass_times(self, passes: _PassCosts) -> PassTimes:
         """Return the compute time of each pass."""
         return PassTimes(*(self._compute_ms(work) for work in passes))
 
-    def _compute_ms(self, work: PassCost) -> float:
+    def _compute_ms(self, work: _PassCost) -> float:
         """Return products after each other, none faster than its weights are read; then the rest.
 
         fp8 is for products with weights; attention stays in bf16.
@@ -616,8 +598,8 @@ class Machine(NamedTuple):
         """
         training = self.training
         size = training.element_bytes
-        reduce = 2 * self.all_reduce_ms(training.tokens * shape.hidden * size, training.tp)
-        pair = 2 * training.tokens * kv_width(shape, training.tp) * size
+        reduce = 2 * self.tensor_reduce_ms(shape)
+        pair = 2 * training.tokens * _kv_width(shape, training.tp) * size
         ring = self._ring_ms(pair * (training.cp - 1), training.tp * training.cp)
         spread = 0.0
         if is_moe and shape.experts is not None and training.ep > 1:
@@ -626,9 +608,14 @@ class Machine(NamedTuple):
             spread = self._ring_ms(moved, training.tp * training.cp * training.ep)
         return PassTimes(reduce + ring + spread, reduce + 2 * ring + spread, 0.0)
 
-    def all_reduce_ms(self, num_bytes: float, ranks: int) -> float:
-        """Return the time of a ring all-reduce: every rank sends 2 (n - 1) / n of the bytes."""
-        return self._ring_ms(2 * num_bytes * (ranks - 1) / ranks, ranks)
+    def tensor_reduce_ms(self, shape: ModelShape) -> float:
+        """Return the time to all-reduce the residual stream over the tensor-parallel ranks.
+
+        In a ring every rank sends 2 (n - 1) / n of the bytes.
+        """
+        tp = self.training.tp
+        num_bytes = self.training.tokens * shape.hidden * self.training.element_bytes
+        return self._ring_ms(2 * num_bytes * (tp - 1) / tp, tp)
 
     def grad_sync_ms(self, held: Held) -> float:
         """Return the reduction of fp32 gradients over the data-parallel ranks, after the last W.
@@ -640,10 +627,7 @@ class Machine(NamedTuple):
         share = 0.5 if training.zero else 1.0
         inside = training.tp * training.cp
         total = 0.0
-        for parameters, ranks in (
-            (held.common, training.dp),
-            (held.experts, training.dp // training.ep),
-        ):
+        for parameters, ranks in _replicas(held, training):
             sent = 2 * 4.0 * parameters * (ranks - 1) / ranks
             total += self._ring_ms(share * sent, inside * training.dp)
         return total

@@ -1,15 +1,16 @@
 """A model's shape on an accelerator, estimated: layers to cut (`Model`), and a problem to solve.
 
-Estimates stand in until something is measured; nothing here was. What they are made of: `flops`
-and `memory` say what a part does and keeps, `times` how long that takes, `cut` where the stages
-end.
+Estimates stand in until something is measured; nothing here was. `costs` says what a part does
+and keeps, and how long that takes.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, get_args
 
+import numpy as np
 from pydantic import ValidationError
 
 from optpipe.errors import InputError, explain
@@ -34,18 +35,19 @@ from optpipe.presets.costs import (
     static_bytes,
     vocab_slice,
 )
-from optpipe.presets.cut import asked_placement, balanced_sizes, too_many_stages
 from optpipe.presets.shape import AskedError, AskedSentence, Field
-from optpipe.problem import Link
+from optpipe.problem import Link, Placement, placement_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
+
+    from numpy.typing import NDArray
 
     from optpipe.presets.catalogue import Efficiency, Hardware
     from optpipe.presets.shape import ModelShape, Training
     from optpipe.problem import Problem
 
-__all__ = ["Estimate", "StagePart", "estimate", "model_parts", "reserved_bytes"]
+__all__ = ["Estimate", "StagePart", "asked_placement", "balanced_sizes", "estimate", "model_parts"]
 
 _CONTEXT_BYTES = 2 * 2**30
 _FRAGMENTATION_SHARE = 0.03
@@ -166,7 +168,11 @@ def _check_count(shape: ModelShape, num_stages: int) -> None:
             f"{MAX_LAYERS}; check the number"
         )
     if num_stages > num_layers:
-        raise too_many_stages(num_stages, num_layers)
+        raise AskedError(
+            f"{num_stages} stages, but only {num_layers} layers, embedding and head counted: a "
+            "stage needs at least one; lower ",
+            *(Field("pp"), " or ", Field("chunks")),
+        )
 
 
 def model_parts(shape: ModelShape, machine: Machine, *, pp: int = 2) -> tuple[StagePart, ...]:
@@ -183,12 +189,12 @@ def model_parts(shape: ModelShape, machine: Machine, *, pp: int = 2) -> tuple[St
 
 def _embedding(shape: ModelShape, machine: Machine) -> StagePart:
     training = machine.training
-    size = training.element_bytes
-    reduce = machine.all_reduce_ms(training.tokens * shape.hidden * size, training.tp)
     return StagePart(
         name="embedding",
         repeat=1,
-        times=machine.pass_times(embedding_work(shape, training)).plus(PassTimes(reduce, 0, 0)),
+        times=machine.pass_times(embedding_work(shape, training)).plus(
+            PassTimes(machine.tensor_reduce_ms(shape), 0, 0)
+        ),
         kept=embedding_kept(shape, training),
         held=Held(embedding_parameters(shape, training.tp)),
     )
@@ -208,15 +214,15 @@ def _layers(shape: ModelShape, machine: Machine, is_moe: bool, count: int) -> St
 
 def _head(shape: ModelShape, machine: Machine, *, owns_matrix: bool) -> StagePart:
     training = machine.training
-    size = training.element_bytes
-    reduce = machine.all_reduce_ms(training.tokens * shape.hidden * size, training.tp)
     parameters = head_parameters(shape, training.tp)
     if not owns_matrix:
         parameters -= vocab_slice(shape, training.tp) * shape.hidden
     return StagePart(
         name="head",
         repeat=1,
-        times=machine.pass_times(head_work(shape, training)).plus(PassTimes(0, reduce, 0)),
+        times=machine.pass_times(head_work(shape, training)).plus(
+            PassTimes(0, machine.tensor_reduce_ms(shape), 0)
+        ),
         kept=head_kept(shape, training),
         held=Held(parameters),
         is_last=True,
@@ -239,7 +245,7 @@ def _scaled(
 
 def _layer(part: StagePart, shape: ModelShape, machine: Machine, factor: float) -> Layer:
     forward, backward_input, backward_weight = (
-        round(value, _DIGITS) for value in part.times.times(factor)
+        round(value * factor, _DIGITS) for value in part.times
     )
     training = machine.training
     return Layer(
@@ -258,10 +264,8 @@ def _layer(part: StagePart, shape: ModelShape, machine: Machine, factor: float) 
     )
 
 
-def reserved_bytes(shape: ModelShape, machine: Machine, memory_bytes: int) -> int:
-    """Return what no activation may use: 2 GiB for context and collectives, 3 % of the memory
-    for fragmentation, 8 boundary tensors; all assumed.
-    """  # noqa: D205
+def _reserved_bytes(shape: ModelShape, machine: Machine, memory_bytes: int) -> int:
+    """Return what no activation may use: context, fragmentation, boundary tensors; all assumed."""
     boundary = _BOUNDARY_TENSORS * checkpoint_bytes(shape, machine.training)
     fixed = _CONTEXT_BYTES + round(_FRAGMENTATION_SHARE * memory_bytes)
     return min(fixed + boundary, memory_bytes)
@@ -274,7 +278,7 @@ def _devices(
     fields: dict[str, Any] = {
         "type": machine.hardware.name,
         "memory_bytes": memory,
-        "reserved_bytes": reserved_bytes(shape, machine, memory),
+        "reserved_bytes": _reserved_bytes(shape, machine, memory),
     }
     if machine.hardware.pcie_gb_per_s is not None:
         rate = round(machine.hardware.pcie_gb_per_s.value * machine.efficiency.pcie, 3)
@@ -299,14 +303,13 @@ def _nodes(machine: Machine, pp: int) -> tuple[int, ...]:
 def _links(machine: Machine, pp: int) -> dict[str, Any]:
     """Return the default link and the links of pairs in one node, if pairs differ."""
     hardware, share = machine.hardware, machine.efficiency.network
-    peer = {
-        "latency_ms": _PEER_LATENCY_MS,
-        "bandwidth_gb_per_s": round(hardware.peer_gb_per_s.value * share, 3),
-    }
-    network = {
-        "latency_ms": _NETWORK_LATENCY_MS,
-        "bandwidth_gb_per_s": round(hardware.network_gb_per_s.value * share, 3),
-    }
+    peer, network = (
+        {"latency_ms": latency_ms, "bandwidth_gb_per_s": round(fact.value * share, 3)}
+        for latency_ms, fact in (
+            (_PEER_LATENCY_MS, hardware.peer_gb_per_s),
+            (_NETWORK_LATENCY_MS, hardware.network_gb_per_s),
+        )
+    )
     nodes = _nodes(machine, pp)
     if len(set(nodes)) == 1:
         return {"default_link": DefaultLink(**peer)}
@@ -327,18 +330,79 @@ def _name(shape: ModelShape, hardware: Hardware, training: Training, pp: int) ->
 
 def _notes(shape: ModelShape, problem: Problem) -> Iterator[AskedSentence]:
     yield AskedSentence(
-        "Estimated from sizes and data sheets, not measured: optpipe profile measures."
+        ("Estimated from sizes and data sheets, not measured: optpipe profile measures.",)
     )
     if shape.experts is not None:
-        yield AskedSentence("Routing is taken as balanced over the experts.")
+        yield AskedSentence(("Routing is taken as balanced over the experts.",))
     for part in shape.left_out:
-        yield AskedSentence(f"Left out: {part}.")
+        yield AskedSentence((f"Left out: {part}.",))
     for index, device in enumerate(problem.devices):
         static = problem.static_bytes_of(index)
         if static > device.usable_bytes:
-            yield AskedSentence(
+            shortage = (
                 f"{device.name} does not even hold its static bytes: {static / 1e9:.1f} GB of "
-                f"{device.usable_bytes / 1e9:.1f} GB usable. Raise ",
-                *(Field("pp"), ", ", Field("tp"), ", ", Field("ep"), " or ", Field("dp"), "."),
+                f"{device.usable_bytes / 1e9:.1f} GB usable. Raise "
             )
+            degrees = (Field("pp"), ", ", Field("tp"), ", ", Field("ep"), " or ", Field("dp"))
+            yield AskedSentence((shortage, *degrees, "."))
             return
+
+
+# --- An even cut of layers into stages, and where stages stand.
+
+_SLACK = 1 + 1e-12  # sums in another order
+
+
+def asked_placement(name: str, num_devices: int, chunks: int) -> tuple[int, ...]:
+    """Return the device of each stage: once along the devices, round and round, or to and fro."""
+    if name not in get_args(Placement):
+        raise AskedError(Field("placement", name), ": must be linear, loop or v; choose one")
+    if chunks < 1 or num_devices < 1:
+        raise InputError(f"{num_devices} devices, {chunks} chunks: must be at least 1; raise them")
+    if name == "linear" and chunks > 1:
+        raise AskedError(
+            Field("placement", name),
+            f" has one stage per device, not {chunks}; choose loop or v, or leave ",
+            Field("chunks"),
+            " out",
+        )
+    return placement_of(name, num_devices, chunks)
+
+
+def balanced_sizes(times_ms: Sequence[float], num_stages: int) -> tuple[int, ...]:
+    """Return how many layers each stage has so that the slowest stage is as fast as can be.
+
+    Of the cuts with that slowest stage, one whose stage times have the least sum of squares, and
+    then one with the earliest last cut. Exact: two dynamic programs over the places to cut, the
+    least largest stage first, then the least sum of squares with no stage above it. This is the
+    simplest rule that counts embedding and head; it knows no memory and no schedule, which
+    ``optpipe plan`` does.
+    """
+    count = len(times_ms)
+    ends = np.array([0.0, *accumulate(times_ms)])
+    width = np.subtract.outer(ends, ends)  # [end, start]
+    width[np.triu_indices(count + 1)] = np.inf
+    largest = _least_largest(width, num_stages)
+    squares = np.where(width <= largest * _SLACK + 1e-300, width**2, np.inf)
+    return _least_sum(squares, num_stages)
+
+
+def _least_largest(width: NDArray[np.float64], num_stages: int) -> float:
+    best = width[:, 0]
+    for _ in range(num_stages - 1):
+        best = np.maximum(width, best[np.newaxis, :]).min(axis=1)
+    return float(best[-1])
+
+
+def _least_sum(costs: NDArray[np.float64], num_stages: int) -> tuple[int, ...]:
+    best = costs[:, 0]
+    cuts = []
+    for _ in range(num_stages - 1):
+        sums = costs + best[np.newaxis, :]
+        cuts.append(sums.argmin(axis=1))
+        best = sums.min(axis=1)
+    end, sizes = len(costs) - 1, []
+    for cut in reversed(cuts):
+        sizes.append(end - int(cut[end]))
+        end = int(cut[end])
+    return tuple([*sizes, end][::-1])

@@ -18,63 +18,20 @@ if TYPE_CHECKING:
 __all__ = ["MODEL_TYPES", "shape_from_config"]
 
 # Fields that change neither parameters, nor FLOPs, nor bytes of training.
-_NEUTRAL = frozenset(
-    [
-        "_name_or_path",
-        "_attn_implementation",
-        "architectures",
-        "attention_dropout",
-        "attn_pdrop",
-        "auto_map",
-        "aux_loss_alpha",
-        "bos_token_id",
-        "dtype",
-        "embd_pdrop",
-        "eos_token_id",
-        "ep_size",
-        "hidden_dropout",
-        "id2label",
-        "initializer_range",
-        "label2id",
-        "layer_norm_epsilon",
-        "max_position_embeddings",
-        "max_window_layers",
-        "model_type",
-        "n_ctx",
-        "n_group",
-        "norm_topk_prob",
-        "num_labels",
-        "output_router_logits",
-        "pad_token_id",
-        "pretraining_tp",
-        "quantization_config",
-        "reorder_and_upcast_attn",
-        "resid_pdrop",
-        "rms_norm_eps",
-        "rope_interleave",
-        "rope_parameters",
-        "rope_scaling",
-        "rope_theta",
-        "routed_scaling_factor",
-        "router_aux_loss_coef",
-        "router_jitter_noise",
-        "scale_attn_by_inverse_layer_idx",
-        "scale_attn_weights",
-        "scoring_func",
-        "seq_aux",
-        "summary_activation",
-        "summary_first_dropout",
-        "summary_proj_to_labels",
-        "summary_type",
-        "summary_use_proj",
-        "task_specific_params",
-        "topk_group",
-        "topk_method",
-        "torch_dtype",
-        "transformers_version",
-        "use_cache",
-    ]
-)
+_NEUTRAL = frozenset({
+    "_name_or_path", "_attn_implementation", "architectures", "attention_dropout", "attn_pdrop",
+    "auto_map", "aux_loss_alpha", "bos_token_id", "dtype", "embd_pdrop", "eos_token_id",
+    "ep_size", "hidden_dropout", "id2label", "initializer_range", "label2id",
+    "layer_norm_epsilon", "max_position_embeddings", "max_window_layers", "model_type", "n_ctx",
+    "n_group", "norm_topk_prob", "num_labels", "output_router_logits", "pad_token_id",
+    "pretraining_tp", "quantization_config", "reorder_and_upcast_attn", "resid_pdrop",
+    "rms_norm_eps", "rope_interleave", "rope_parameters", "rope_scaling", "rope_theta",
+    "routed_scaling_factor", "router_aux_loss_coef", "router_jitter_noise",
+    "scale_attn_by_inverse_layer_idx", "scale_attn_weights", "scoring_func", "seq_aux",
+    "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type",
+    "summary_use_proj", "task_specific_params", "topk_group", "topk_method", "torch_dtype",
+    "transformers_version", "use_cache",
+})  # fmt: skip
 
 # Fields that leave the shape as it is only with these values.
 _ONLY: dict[str, tuple[Any, ...]] = {
@@ -183,26 +140,23 @@ def _common(config: _Config) -> dict[str, Any]:
     }
 
 
-def _with_head_width(config: _Config, default: int | None = None) -> dict[str, Any]:
-    if not config.given("head_dim") and default is None:
-        return _common(config)
-    return _common(config) | {"head_width": config.number("head_dim", default)}
-
-
-def _llama(config: _Config) -> dict[str, Any]:
-    return _with_head_width(config)
+def _llama(config: _Config, head_width: int | None = None) -> dict[str, Any]:
+    fields = _common(config)
+    if config.given("head_dim") or head_width is not None:
+        fields["head_width"] = config.number("head_dim", head_width)
+    return fields
 
 
 def _qwen2(config: _Config) -> dict[str, Any]:
-    return _with_head_width(config) | {"bias": "qkv"}
+    return _llama(config) | {"bias": "qkv"}
 
 
 def _qwen3(config: _Config) -> dict[str, Any]:
-    return _with_head_width(config, 128) | {"qk_norm": True}
+    return _llama(config, 128) | {"qk_norm": True}
 
 
 def _mixtral(config: _Config) -> dict[str, Any]:
-    fields = _with_head_width(config)
+    fields = _llama(config)
     experts = Experts(
         num=config.number("num_local_experts"),
         active=config.number("num_experts_per_tok"),

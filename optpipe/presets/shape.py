@@ -13,21 +13,15 @@ if TYPE_CHECKING:
 __all__ = [
     "AskedError",
     "AskedSentence",
-    "Bias",
     "Experts",
     "Field",
     "LatentAttention",
-    "Mlp",
     "ModelShape",
     "Precision",
     "Training",
     "flag",
     "plain",
 ]
-
-
-Mlp = Literal["gelu", "swiglu"]
-Bias = Literal["none", "qkv", "all"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,8 +112,8 @@ class ModelShape:
     vocab: int
     head_width: int | None = None
     positions: int = 0
-    mlp: Mlp = "swiglu"
-    bias: Bias = "none"
+    mlp: Literal["gelu", "swiglu"] = "swiglu"
+    bias: Literal["none", "qkv", "all"] = "none"
     qk_norm: bool = False
     tied: bool = False
     dropout: bool = False
@@ -262,13 +256,7 @@ class Training:
         return self.tokens // (self.tp if self.sequence_parallel else 1)
 
     def check_divides(self, shape: ModelShape) -> None:
-        """Refuse degrees that do not divide what they split.
-
-        Raises
-        ------
-        InputError
-            Naming the size and the degree.
-        """
+        """Refuse degrees that do not divide what they split."""
         split = {"heads": shape.num_heads}
         if shape.experts is None or shape.experts.dense_layers:
             split["ffn"] = shape.ffn
@@ -319,34 +307,25 @@ class Field:
     value: object = None
 
 
+@dataclass(frozen=True)
 class AskedSentence:
     """Words and fields, in order."""
 
-    def __init__(self, *parts: str | Field) -> None:
-        self._parts = parts
+    parts: tuple[str | Field, ...]
 
     def told(self, written: Callable[[Field], str]) -> str:
         """Return the sentence with its fields written so."""
-        return "".join(part if isinstance(part, str) else written(part) for part in self._parts)
+        return "".join(part if isinstance(part, str) else written(part) for part in self.parts)
 
     def __str__(self) -> str:
         return self.told(plain)
-
-    def __repr__(self) -> str:
-        return f"Sentence({str(self)!r})"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, AskedSentence) and self._parts == other._parts
-
-    def __hash__(self) -> int:
-        return hash(self._parts)
 
 
 class AskedError(InputError):
     """An estimate that cannot be made as it is asked for; carries the `Sentence` that says why."""
 
     def __init__(self, *parts: str | Field) -> None:
-        self.sentence = AskedSentence(*parts)
+        self.sentence = AskedSentence(parts)
         super().__init__(str(self.sentence))
 
 

@@ -14,19 +14,11 @@ from optpipe.presets.shape import Field, flag, plain
 def test_a_sentence_names_fields_as_the_asker_knows_them() -> None:
     """Names and values over HTTP and in Python, flags on the command line."""
     sentence = AskedSentence(
-        Field("tp", 3), " does not divide 32; lower ", Field("num_microbatches")
+        (Field("tp", 3), " does not divide 32; lower ", Field("num_microbatches"))
     )
     assert str(sentence) == "tp = 3 does not divide 32; lower num_microbatches"
     assert sentence.told(flag) == "--tp 3 does not divide 32; lower --microbatches"
     assert sentence.told(plain) == str(sentence)
-
-
-def test_equal_sentences_are_equal() -> None:
-    """Estimates are compared with all they hold."""
-    one, same = (AskedSentence("raise ", Field("pp")) for _ in range(2))
-    assert one == same
-    assert hash(one) == hash(same)
-    assert one != AskedSentence("raise pp")
 
 
 def test_an_error_is_its_plain_sentence() -> None:
