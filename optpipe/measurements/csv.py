@@ -40,14 +40,9 @@ class _CsvRow(NamedTuple):
 
 
 def read_times(text: str) -> Measurements:
-    """Return the measurements of a table of times.
+    """Return the measurements of a table of times; errors name the line.
 
     Where rows name ranks, the ranks' stages say which stages share a device.
-
-    Raises
-    ------
-    MeasurementError
-        With the line of the first row that is wrong.
     """
     rows = _rows(text, needed=_TIMES, known=(*_TIMES, *_OPTIONAL))
     samples = tuple(_sample(row) for row in rows)
@@ -67,13 +62,7 @@ def dump_times(measurements: Measurements) -> str:
 
 
 def read_stages_table(text: str) -> tuple[StageFacts, ...]:
-    """Return the facts of a table of stages, by stage.
-
-    Raises
-    ------
-    MeasurementError
-        With the line of the first row that is wrong, or the stage that is missing.
-    """
+    """Return the facts of a table of stages, by stage; errors name the line or the stage."""
     fields = tuple(StageFacts.model_fields)
     rows = _rows(text, needed=("stage",), known=("stage", *fields))
     found: dict[int, StageFacts] = {}
@@ -91,13 +80,7 @@ def read_stages_table(text: str) -> tuple[StageFacts, ...]:
 
 
 def read_messages_table(text: str) -> tuple[Transfer, ...]:
-    """Return the messages of a table.
-
-    Raises
-    ------
-    MeasurementError
-        With the line of the first row that is wrong.
-    """
+    """Return the messages of a table; errors name the line."""
     rows = _rows(text, needed=tuple(_MESSAGES), known=tuple(_MESSAGES))
     return tuple(
         _checked(Transfer, {_MESSAGES[name]: _number(row, name) for name in row.cells}, row.line)
@@ -105,20 +88,26 @@ def read_messages_table(text: str) -> tuple[Transfer, ...]:
     )
 
 
-def _rows(text: str, needed: Sequence[str], known: Iterable[str]) -> list[_CsvRow]:
+def _rows(text: str, needed: Sequence[str], known: Sequence[str]) -> list[_CsvRow]:
     reader = csv.reader(io.StringIO(text.removeprefix("\ufeff")), strict=True)
-    header: list[str] | None = None
+    header: list[str] = []
     rows = []
     try:
-        for cells in reader:
-            if not any(cell.strip() for cell in cells):
+        for line in reader:
+            cells, number = [cell.strip() for cell in line], reader.line_num
+            if not any(cells):
                 continue
-            if header is None:
-                header = _header(
-                    [cell.strip() for cell in cells], needed, tuple(known), reader.line_num
+            if not header:
+                _check_header(cells, needed, known, number)
+                header = cells
+                continue
+            if len(cells) != len(header):
+                raise MeasurementError(
+                    f"line {number}: {len(cells)} cells, but {len(header)} columns; "
+                    "write one cell per column, empty where unknown"
                 )
-                continue
-            rows.append(_CsvRow(reader.line_num, _by_column(header, cells, reader.line_num)))
+            found = {name: cell for name, cell in zip(header, cells, strict=True) if cell}
+            rows.append(_CsvRow(number, found))
     except csv.Error as error:
         raise MeasurementError(
             f"line {reader.line_num}: not CSV: {error}; separate cells by commas"
@@ -130,7 +119,7 @@ def _rows(text: str, needed: Sequence[str], known: Iterable[str]) -> list[_CsvRo
     return rows
 
 
-def _header(names: list[str], needed: Sequence[str], known: Sequence[str], line: int) -> list[str]:
+def _check_header(names: list[str], needed: Sequence[str], known: Sequence[str], line: int) -> None:
     missing = [name for name in needed if name not in names]
     if missing:
         text = ", ".join(names)
@@ -145,17 +134,6 @@ def _header(names: list[str], needed: Sequence[str], known: Sequence[str], line:
             raise MeasurementError(
                 f"line {line}: column {name!r} {rule}; the columns are {', '.join(known)}"
             )
-    return names
-
-
-def _by_column(header: Sequence[str], cells: Sequence[str], line: int) -> dict[str, str]:
-    if len(cells) != len(header):
-        raise MeasurementError(
-            f"line {line}: {len(cells)} cells, but {len(header)} columns; "
-            "write one cell per column, empty where unknown"
-        )
-    pairs = zip(header, (cell.strip() for cell in cells), strict=True)
-    return {name: cell for name, cell in pairs if cell}
 
 
 def _sample(row: _CsvRow) -> Sample:

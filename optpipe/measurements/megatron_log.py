@@ -22,21 +22,14 @@ from optpipe.measurements.to_problem import Measurements
 from optpipe.measurements.values import Sample, StageFacts
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
 
     from optpipe.measurements.values import MeasuredAction
 
-__all__ = [
-    "COMPUTE_TIMERS",
-    "MegatronLog",
-    "MegatronRun",
-    "TimerBlock",
-    "parse_log",
-    "read_megatron",
-]
+__all__ = ["MegatronRun", "read_megatron"]
 
 
-COMPUTE_TIMERS: dict[str, MeasuredAction] = {"forward-compute": "F", "backward-compute": "B"}
+_COMPUTE_TIMERS: dict[str, MeasuredAction] = {"forward-compute": "F", "backward-compute": "B"}
 """Timers of compute alone, and the action they time."""
 
 Form = Literal["last_rank", "minmax", "max", "all"]
@@ -63,7 +56,7 @@ _WORLD = re.compile(
 
 
 @dataclass(kw_only=True)
-class TimerBlock:
+class _TimerBlock:
     """Timers printed together; times in ms, by timer and rank (None where no rank is named)."""
 
     form: Form
@@ -73,7 +66,7 @@ class TimerBlock:
     def add(self, name: str, rank: int | None, text: str, line: int) -> None:
         """Note one printed time; of timers that are not needed, only that they are there."""
         found = self.times.setdefault(name, [])
-        if name not in COMPUTE_TIMERS:
+        if name not in _COMPUTE_TIMERS:
             return
         try:
             value = float(text)
@@ -88,10 +81,10 @@ class TimerBlock:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MegatronLog:
+class _MegatronLog:
     """What a log holds: blocks in order, and arguments as printed."""
 
-    blocks: tuple[TimerBlock, ...]
+    blocks: tuple[_TimerBlock, ...]
     arguments: dict[str, str]
 
     def number(self, name: str) -> int | None:
@@ -104,17 +97,11 @@ class MegatronLog:
         return self.arguments.get(name) == "True"
 
 
-def parse_log(text: str) -> MegatronLog:
-    """Return the timers and arguments of a log.
-
-    Raises
-    ------
-    MeasurementError
-        If a timer's value is no number; says the line.
-    """
+def _parse_log(text: str) -> _MegatronLog:
+    """Return the timers and arguments of a log."""
     arguments: dict[str, str] = {}
-    blocks: list[TimerBlock] = []
-    open_block: TimerBlock | None = None
+    blocks: list[_TimerBlock] = []
+    open_block: _TimerBlock | None = None
     timer = ""
     for number, line in enumerate(text.splitlines(), start=1):
         found = _header(line, number)
@@ -126,30 +113,25 @@ def parse_log(text: str) -> MegatronLog:
             open_block, timer = (open_block, taken) if taken is not None else (None, "")
         if open_block is None:
             _read_arguments(line, arguments)
-    return MegatronLog(blocks=tuple(blocks), arguments=arguments)
+    return _MegatronLog(blocks=tuple(blocks), arguments=arguments)
 
 
-def _header(line: str, number: int) -> TimerBlock | None:
+def _header(line: str, number: int) -> _TimerBlock | None:
     one_line = _ONE_LINE.search(line)
     if one_line is not None:
-        block = TimerBlock(form="last_rank", line=number)
-        for name, value in _cells(one_line["rest"]):
-            block.add(name, None, value, number)
+        block = _TimerBlock(form="last_rank", line=number)
+        for cell in one_line["rest"].split("|"):
+            name, mark, value = cell.partition(":")
+            if mark:
+                block.add(name.strip(), None, value.strip(), number)
         return block
     for header, form in _HEADERS:
         if header in line:
-            return TimerBlock(form=form, line=number)
+            return _TimerBlock(form=form, line=number)
     return None
 
 
-def _cells(rest: str) -> Iterable[tuple[str, str]]:
-    for cell in rest.split("|"):
-        name, mark, value = cell.partition(":")
-        if mark:
-            yield name.strip(), value.strip()
-
-
-def _take(block: TimerBlock, timer: str, line: str, number: int) -> str | None:
+def _take(block: _TimerBlock, timer: str, line: str, number: int) -> str | None:
     """Read a line of a block; return the timer whose ranks follow, or None after the block."""
     if block.form == "all":
         of_rank = _OF_RANK.search(line)
@@ -158,16 +140,13 @@ def _take(block: TimerBlock, timer: str, line: str, number: int) -> str | None:
             return timer
         heading = _TIMER_OF_RANKS.search(line)
         return heading["name"] if heading is not None else None
-    pair = _PAIR.search(line)
-    if pair is not None:
-        block.add(pair["name"], None, pair["least"], number)
-        block.add(pair["name"], None, pair["most"], number)
-        return ""
-    single = _SINGLE.search(line)
-    if single is not None:
-        block.add(single["name"], None, single["value"], number)
-        return ""
-    return None
+    found = _PAIR.search(line) or _SINGLE.search(line)
+    if found is None:
+        return None
+    name, *values = found.groups()
+    for value in values:
+        block.add(name, None, value, number)
+    return ""
 
 
 def _read_arguments(line: str, arguments: dict[str, str]) -> None:
@@ -179,9 +158,9 @@ def _read_arguments(line: str, arguments: dict[str, str]) -> None:
         arguments["num_microbatches"] = constant["value"]
     world = _WORLD.search(line)
     if world is not None:
-        known = {name: value for name, value in world.groupdict().items() if value}
-        for name, value in known.items():
-            arguments.setdefault(name, value)
+        for name, value in world.groupdict().items():
+            if value:
+                arguments.setdefault(name, value)
 
 
 # --- Megatron-LM's timer logs as measurements.
@@ -250,7 +229,7 @@ def read_megatron(text: str, run: MegatronRun | None = None) -> Measurements:
         If there are no compute timers, or the log does not say whose they are.
     """
     run = run or MegatronRun()
-    log = parse_log(text)
+    log = _parse_log(text)
     blocks = [block for block in log.blocks if "forward-compute" in block.times]
     if not blocks:
         raise MeasurementError(_no_timers(log))
@@ -273,7 +252,7 @@ def read_megatron(text: str, run: MegatronRun | None = None) -> Measurements:
     )
 
 
-def _no_timers(log: MegatronLog) -> str:
+def _no_timers(log: _MegatronLog) -> str:
     names = sorted({name for block in log.blocks for name in block.times})
     seen = f"timers there: {', '.join(names[:8])}" if names else "no timers at all"
     return (
@@ -282,7 +261,7 @@ def _no_timers(log: MegatronLog) -> str:
     )
 
 
-def _layout(log: MegatronLog, run: MegatronRun, blocks: list[TimerBlock]) -> _Layout:
+def _layout(log: _MegatronLog, run: MegatronRun, blocks: list[_TimerBlock]) -> _Layout:
     num_chunks = log.number("virtual_pipeline_model_parallel_size") or 1
     num_ranks = log.number("pipeline_model_parallel_size")
     if run.num_stages is not None:
@@ -315,7 +294,7 @@ def _layout(log: MegatronLog, run: MegatronRun, blocks: list[TimerBlock]) -> _La
     return _Layout(num_ranks, num_chunks, world_size, tensor * context, outermost)
 
 
-def _num_microbatches(log: MegatronLog) -> int:
+def _num_microbatches(log: _MegatronLog) -> int:
     known = log.number("num_microbatches")
     if known is not None:
         return known
@@ -331,10 +310,10 @@ def _num_microbatches(log: MegatronLog) -> int:
 
 
 def _samples(
-    block: TimerBlock, step: int, layout: _Layout, num_microbatches: int, equal_stages: bool
+    block: _TimerBlock, step: int, layout: _Layout, num_microbatches: int, equal_stages: bool
 ) -> Iterator[Sample]:
     share = num_microbatches * layout.num_chunks
-    for timer, action in COMPUTE_TIMERS.items():
+    for timer, action in _COMPUTE_TIMERS.items():
         for rank, total_ms in block.times.get(timer, ()):
             for stage in _stages(block, rank, layout, equal_stages):
                 yield Sample(
@@ -346,7 +325,7 @@ def _samples(
                 )
 
 
-def _stages(block: TimerBlock, rank: int | None, layout: _Layout, equal_stages: bool) -> list[int]:
+def _stages(block: _TimerBlock, rank: int | None, layout: _Layout, equal_stages: bool) -> list[int]:
     """Return the stages that a printed time is about."""
     last = layout.num_pipeline_ranks - 1
     if rank is not None:
@@ -362,26 +341,24 @@ def _stages(block: TimerBlock, rank: int | None, layout: _Layout, equal_stages: 
     )
 
 
-def _output_bytes(log: MegatronLog) -> int | None:
+def _output_bytes(log: _MegatronLog) -> int | None:
     """Return the bytes of a boundary tensor: sequence x micro-batch x hidden, in the params' type.
 
     With sequence parallelism each tensor rank sends its part; so it is with context parallelism.
     """
-    sizes = [log.number(name) for name in ("seq_length", "micro_batch_size", "hidden_size")]
-    if None in sizes:
+    names = ("seq_length", "micro_batch_size", "hidden_size")
+    sizes = [size for name in names if (size := log.number(name)) is not None]
+    if len(sizes) < len(names):
         return None
-    whole = 1
-    for size in sizes:
-        whole *= size or 0
     item = 2 if log.arguments.get("params_dtype") in _HALF_PRECISION else 4
     parts = log.number("context_parallel_size") or 1
     if log.flag("sequence_parallel"):
         parts *= log.number("tensor_model_parallel_size") or 1
-    return whole * item // parts
+    return math.prod(sizes) * item // parts
 
 
 def _notes(
-    log: MegatronLog, blocks: list[TimerBlock], layout: _Layout, run: MegatronRun
+    log: _MegatronLog, blocks: list[_TimerBlock], layout: _Layout, run: MegatronRun
 ) -> Iterator[str]:
     forms = {block.form for block in blocks}
     last = layout.num_pipeline_ranks - 1

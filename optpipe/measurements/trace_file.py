@@ -67,26 +67,12 @@ class Allocation(NamedTuple):
 class Process:
     """The events of one rank in one file.
 
-    Parameters
-    ----------
-    rank
-        From the trace, else from the file's name, else None.
-    name
-        From the trace's metadata.
-    ranges
-        Annotations and whatever else has a name of its own.
-    device_work
-        Kernels, copies and fills, by the correlation id of their launch.
-    launches
-        (time, correlation id) of what the CPU launched.
-    operator_starts
-        When operators began, communication aside.
-    messages
-        What the CPU noted of messages it sent or received.
-    allocations
-        Of memory; none unless the profiler was told to note them.
-    gpu_bytes
-        Memory of each GPU the process saw, by the GPU's index.
+    ``rank`` is from the trace, else from the file's name, else None. ``ranges`` are annotations and
+    whatever else has a name of its own, ``device_work`` kernels, copies and fills by the
+    correlation id of their launch, ``launches`` (time, correlation id) of what the CPU launched,
+    ``operator_starts`` when operators began, communication aside, ``messages`` what the CPU noted
+    of messages. ``allocations`` are none unless the profiler was told to note them. ``gpu_bytes``
+    is the memory of each GPU by its index.
     """
 
     path: Path
@@ -110,13 +96,7 @@ class Process:
 
 
 def read_trace(path: Path) -> list[Process]:
-    """Return the processes of a trace that have named ranges, in order of their ids.
-
-    Raises
-    ------
-    MeasurementError
-        If the file cannot be read or is no trace; says where in it.
-    """
+    """Return the processes of a trace that have named ranges, in order of their ids."""
     document = _load(path)
     events = document.get("traceEvents") if isinstance(document, dict) else document
     if not isinstance(events, list):
@@ -393,14 +373,9 @@ def read_rank_traces(
     """Return the pipeline's ranges, file by file, of the processes whose name contains ``process``.
 
     The rank is the trace's own (``distributedInfo``), else the file name's (``rank3``), else the
-    file's place. Where names do not say the stage, each rank has one, in the order of the ranks.
-    A step's number is how often its rank ran the same (stage, action, micro-batch) before; where
+    file's place. Where names do not say the stage, each rank has one, in the order of the ranks. A
+    step's number is how often its rank ran the same (stage, action, micro-batch) before; where
     names do not say the micro-batch, it is the profiler's step.
-
-    Raises
-    ------
-    MeasurementError
-        If a file is no trace, or has no range of the pipeline.
     """
     known = [_RangePattern(_TORCH), _RangePattern(_GPIPE)]
     if patterns:

@@ -49,15 +49,7 @@ __all__ = [
 
 
 class Tensor(NamedTuple):
-    """One tensor that F keeps.
-
-    Parameters
-    ----------
-    cheap
-        Whether lean training makes it again in I instead.
-    offloadable
-        Whether OFFLOAD moves it; small ones stay.
-    """
+    """One tensor that F keeps; lean training makes a ``cheap`` one again in I, small ones stay."""
 
     name: str
     num_bytes: int
@@ -273,16 +265,10 @@ _GRADIENT_BYTES = 4
 
 
 class _PassCost(NamedTuple):
-    """What one pass of one part does on one device.
+    """What one pass of one part does on one device: FLOPs of products, bytes moved.
 
-    Parameters
-    ----------
-    matmul_flops, attention_flops
-        FLOPs of the products with weights, and of attention's own.
-    weight_bytes
-        Weights (in W: gradients) read and written, while products run.
-    moved_bytes
-        Read and written by everything else.
+    ``weight_bytes`` (in W: gradients) are read and written while products run, ``moved_bytes`` by
+    everything else.
     """
 
     matmul_flops: float = 0.0

@@ -295,13 +295,7 @@ _FLAGS = {"num_microbatches": "microbatches", "memory_bytes": "memory-gb"}
 
 @dataclass(frozen=True)
 class Field:
-    """A field of what is asked, by the name that `estimate` or `Training` has for it.
-
-    Parameters
-    ----------
-    value
-        What was asked for; None where only the field is meant.
-    """
+    """A field of `estimate` or `Training`, with what was asked for it if that is meant."""
 
     name: str
     value: object = None

@@ -50,13 +50,7 @@ class ModelConfig:
 
 
 def make_stages(config: ModelConfig, num_stages: int, seed: int = 0) -> list[nn.Module]:
-    """Return the model cut into stages with equal numbers of blocks, the same for equal seeds.
-
-    Raises
-    ------
-    ValueError
-        If the blocks do not divide into the stages.
-    """
+    """Return the model cut into stages with equal numbers of blocks, the same for equal seeds."""
     if config.blocks % num_stages:
         raise ValueError(
             f"{config.blocks} blocks do not divide into {num_stages} stages; change one of them"

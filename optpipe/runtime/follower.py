@@ -194,7 +194,7 @@ class Follower:
         self.poller.post(report)
 
     def _new_timer(self) -> ActionTimer:
-        return ActionTimer(self.runner, every=self._sample_every, group=self.runner.group)
+        return ActionTimer(self.runner, every=self._sample_every)
 
     def _agree(self, version: int, size: int) -> tuple[int, int]:
         """Return rank 0's two numbers, on every rank."""
@@ -269,16 +269,8 @@ class StepReport(NamedTuple):
 class SchedulePoller:
     """Asks a source for newer versions and tells it reports, in daemon threads.
 
-    Parameters
-    ----------
-    source
-        Used by both threads at once.
-    version
-        What runs already; 0 = nothing of this source.
-    wait_s
-        How long the source may wait for a newer version before it answers.
-    first_pause_s
-        After the first failure in a row; each further one doubles it, up to a minute.
+    ``version`` runs already, 0 = nothing of this source. The source may wait ``wait_s`` for a newer
+    one before it answers. Each failure in a row doubles the pause after it, up to a minute.
     """
 
     def __init__(

@@ -84,13 +84,7 @@ def _words(message: Pass) -> str:
 
 
 def check_orders(orders: Sequence[Order], placement: Sequence[int], window: int) -> None:
-    """Refuse orders in which tensors would be mixed up, or ranks wait for ever.
-
-    Raises
-    ------
-    PreflightError
-        With the two ranks, the place and the two messages, or with what every stuck rank waits for.
-    """
+    """Refuse orders in which tensors would be mixed up, or ranks wait for ever."""
     queues = _queues(orders, placement)
     for (left, right), queue in sorted(queues.items()):
         if left < right:
@@ -307,15 +301,8 @@ def boundary_room(sizes: Sequence[int], num_stages: int, num_microbatches: int) 
     gradient is made after the next stage's F of that micro-batch, so after the F here: of each
     (stage, micro-batch) at most one tensor waits at a time. What this rank makes and sends is in
     flight `window_of` times at most, and once more between its pass and its send; what it hands
-    over to a stage of its own waits there and is counted already.
-
-    Parameters
-    ----------
-    sizes
-        Of each stage on the rank, the larger of what it receives and what it sends of a
-        micro-batch; bytes.
-    num_stages
-        Of the whole pipeline.
+    over to a stage of its own waits there and is counted already. ``sizes`` has, of each stage on
+    the rank, the larger of what it receives and what it sends of a micro-batch.
     """
     num_sent = window_of(num_stages, trains=True) + 1
     return num_microbatches * sum(sizes) + num_sent * max(sizes, default=0)

@@ -99,21 +99,12 @@ class Offloader:
     ----------
     modules
         The stages of this rank; their parameters and buffers stay where they are.
-    device
-        Where they run.
     cells
         The (stage, micro-batch) pairs that the program offloads; others are not touched.
     min_bytes
         Storages below this stay on the device.
-    copies
-        The copy lanes; those of the device by default.
     num_slots
         Stage -> how many of its cells are on the host at once; their memory is allocated together.
-
-    Attributes
-    ----------
-    offloaded_bytes, reloaded_bytes
-        Moved since the beginning.
     """
 
     def __init__(
@@ -144,10 +135,7 @@ class Offloader:
     def capture(self, cell: Cell, boundary: Sequence[Tensor] = ()) -> Iterator[None]:
         """Take over what autograd saves for a cell inside the context (its F, its loss).
 
-        Parameters
-        ----------
-        boundary
-            The stage's inputs, which stay.
+        ``boundary``, the stage's inputs, stays.
         """
         if cell not in self._cells:
             yield
@@ -270,18 +258,13 @@ class _View(NamedTuple):
 
 
 class SavedActivations:
-    """The offloadable storages autograd saved for one (stage, micro-batch).
+    """The offloadable storages autograd saved for one (stage, micro-batch), named by ``label``.
 
     Left alone are the storages of ``resident`` tensors (parameters, buffers and boundary tensors,
     which live longer anyway), those below ``min_bytes``, those of other devices, and tensors that
     are more than strided memory. Also every parameter that is made meanwhile, and its views: FSDP2
     gathers weights when a module begins, and with ``reshard_after_forward`` takes their memory away
     at its end and gives it back before the module's backward, in the storage that autograd saved.
-
-    Parameters
-    ----------
-    label
-        For messages, for example ``stage 2, micro-batch 0``.
     """
 
     def __init__(
@@ -482,16 +465,8 @@ class HostPool:
 
     Whoever gives a slot back has ordered all copies from and to it before the compute issued from
     then on, and copies are ordered behind that compute: so a slot may be reused at once.
-
-    Parameters
-    ----------
-    num_slots
-        Stage -> how many slots to allocate at its first `take`; 1 where a stage is not named.
-
-    Attributes
-    ----------
-    allocated_bytes
-        Of all arenas.
+    ``num_slots`` of a stage, 1 where it is not named, are allocated at its first `take`;
+    ``allocated_bytes`` are those of all arenas.
     """
 
     def __init__(self, *, pinned: bool, num_slots: Mapping[int, int] | None = None) -> None:
@@ -501,13 +476,7 @@ class HostPool:
         self.allocated_bytes = 0
 
     def take(self, stage: int, num_bytes: int) -> Tensor:
-        """Return a slot of at least that many bytes: the smallest free one, or a new one.
-
-        Raises
-        ------
-        OffloadError
-            If the slots of the stage are more than the host's memory.
-        """
+        """Return a slot of at least that many bytes: the smallest free one, or a new one."""
         free = self._free.setdefault(stage, [])
         fitting = [slot for slot in free if slot.numel() >= num_bytes]
         if not fitting:

@@ -46,23 +46,17 @@ class Passes:
 
     Parameters
     ----------
-    offloader
-        Moves the cells that the program offloads.
-    gradients
-        Where linear layers put their weight gradients during an I.
     recomputed
         The (stage, micro-batch) pairs whose F keeps only its inputs.
     last_stage
         Index of the stage behind whose F the loss comes.
     device
-        The device whose random state a recomputation restores, beside the CPU's.
+        Whose random state a recomputation restores, beside the CPU's.
 
     Attributes
     ----------
     running
         The action begun last: where an error comes from.
-    observer
-        Told of the begin and end of every action, if there is one.
     """
 
     def __init__(
@@ -247,15 +241,10 @@ def _nothing() -> None:
 
 
 def split_linears(module: nn.Module, gradients: WeightGradients) -> int:
-    """Turn every plain ``nn.Linear`` of a module into a `SplitLinear`, in place.
+    """Turn every plain ``nn.Linear`` of a module into a `SplitLinear`, in place; return how many.
 
     The class is changed, nothing else: parameters, names, hooks, ``state_dict`` stay. Subclasses,
     parametrised and compiled layers are left alone.
-
-    Returns
-    -------
-    int
-        How many layers can be split now.
     """
     layers = [layer for layer in module.modules() if type(layer) in (nn.Linear, SplitLinear)]
     for layer in layers:

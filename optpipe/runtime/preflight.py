@@ -82,13 +82,7 @@ def _reads_back(cell: object) -> bool:
 
 
 def check_programs(schedule: Schedule, problem: Problem | None) -> None:
-    """Refuse an illegal schedule; without a problem, all but its memory is checked.
-
-    Raises
-    ------
-    ScheduleMismatchError, IllegalScheduleError
-        As `optpipe.check.check_schedule`.
-    """
+    """Refuse an illegal schedule; without a problem, all but its memory is checked."""
     if problem is not None:
         check_schedule(problem, schedule)
     else:
@@ -351,10 +345,8 @@ def needs_of(
 ) -> Needs:
     """Return what this rank will need; without a problem only its boundary tensors are known.
 
-    Parameters
-    ----------
-    boundary
-        Bytes of boundary tensors on the device while each action of torch's runs.
+    ``boundary`` are their bytes on the device while each action of torch's runs. More than the
+    problem reserves are refused: the limit that the plan keeps to would not be the device's.
     """
     boundary_bytes = max(boundary.values(), default=0)
     reserved = problem.devices[rank].reserved_bytes if problem is not None else 0
@@ -491,14 +483,8 @@ def probe_pipeline(
 ) -> list[Shapes]:
     """Return the shapes at all boundaries: before stage 0, between stages, after the last.
 
-    Parameters
-    ----------
-    stages
-        The stages of this rank; all ranks of the group call this together.
-    placement
-        Rank of each stage.
-    first
-        Input shapes of one micro-batch; looked at on the first stage's rank.
+    All ranks of the group call this together, each with its own ``stages``. ``first``, the input
+    shapes of one micro-batch, are looked at on the first stage's rank.
     """
     shapes, _ = made_on(placement[0], lambda: first, device, group)
     boundaries: list[Shapes] = [shapes]
@@ -553,15 +539,7 @@ _FIX = "pip install 'optpipe[runtime]'"
 def require_torch(version: str | None = None) -> None:
     """Refuse to go on without a torch whose pipelining internals are known.
 
-    Parameters
-    ----------
-    version
-        Of torch; that of the installed one by default.
-
-    Raises
-    ------
-    MissingExtraError
-        If torch is absent or outside >=2.12,<2.14; the message holds the pip command.
+    ``version`` is that of the installed one by default.
     """
     try:
         version = version or metadata.version("torch")

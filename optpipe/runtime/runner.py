@@ -579,16 +579,9 @@ _GRACE_S = 5.0
 class Watchdog:
     """Looks after the steps of a rank; ``with watch:`` around each.
 
-    Parameters
-    ----------
-    find_failure
-        Returns the first reported failure of the group, None while there is none.
-    cut_connections
-        Called once when there is one.
-    end
-        Called with the cause when this rank is still in its step after ``grace_s``.
-    poll_s, grace_s
-        Seconds between looks, and from a failure to the end.
+    It looks every ``poll_s`` seconds for the first reported failure of the group, cuts the
+    connections once there is one, and calls ``end`` with the cause when this rank is still in its
+    step after ``grace_s``.
     """
 
     def __init__(

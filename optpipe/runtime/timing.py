@@ -27,8 +27,6 @@ from optpipe.simulate import Interval
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from torch.distributed import ProcessGroup
-
     from optpipe.problem import Problem
     from optpipe.runtime.measuring.times import Clock, Mark
     from optpipe.runtime.offload import Copies, Fence
@@ -47,16 +45,9 @@ __all__ = ["DEFAULT_EVERY", "ActionTimer", "DeviceTimes", "MeasuredStep", "align
 
 
 class DeviceTimes(NamedTuple):
-    """What one device did in one step, in ms on its own clock.
+    """What one device did in one step, in program order, in ms on its own clock.
 
-    Attributes
-    ----------
-    step
-        Number of the step, from 0.
-    wall_ms
-        The wall clock when the device's own showed zero.
-    intervals
-        In program order.
+    ``wall_ms`` is the wall clock when the device's own showed zero.
     """
 
     step: int
@@ -83,13 +74,7 @@ class MeasuredStep(NamedTuple):
 
 
 def align(times: Sequence[DeviceTimes]) -> MeasuredStep:
-    """Return one step of all devices on one axis.
-
-    Parameters
-    ----------
-    times
-        Of one step, one per device, by device.
-    """
+    """Return one step of all devices, given by device, on one axis."""
     shifts = _shifts(times)
     first = min(
         (item.start + shifts[own.device] for own in times for item in own.intervals), default=0.0
@@ -183,8 +168,6 @@ class ActionTimer:
         Whose actions are timed, from its next step on.
     every
         One step in so many is sampled; the same on all ranks.
-    group
-        The runner's group.
     clock
         Takes the times; that of the runner's device if None.
 
@@ -199,15 +182,12 @@ class ActionTimer:
         runner: PipelineRunner,
         *,
         every: int = DEFAULT_EVERY,
-        group: ProcessGroup | None = None,
         clock: Clock | None = None,
     ) -> None:
         if every < 1:
             raise ValueError(f"every = {every}: must be at least 1; 1 samples every step")
         self._every = every
-        self._group = group
-        self._rank = dist.get_rank(group)
-        self._placement = runner.schedule.placement
+        self._rank = dist.get_rank(runner.group)
         self._programs = runner.schedule.programs
         self._program = self._programs[self._rank]
         self._runner = runner
@@ -253,23 +233,23 @@ class ActionTimer:
         return _whole_steps(found) if self._rank == 0 else None
 
     def measurements(self) -> Measurements | None:
-        """Return, on rank 0, the times and bandwidths of all ranks as one value with a JSON form.
-
-        Raises
-        ------
-        ValueError
-            On rank 0, if no step has been sampled yet.
-        """
+        """Return, on rank 0, the times and bandwidths of all ranks, a value with a JSON form."""
         found = self._all_kept()
-        return _as_measurements(found, self._placement) if self._rank == 0 else None
+        if self._rank != 0:
+            return None
+        steps = _whole_steps(found)
+        last = _last(steps)
+        return Measurements(
+            source=f"training, {len(steps)} sampled steps up to step {last.step}",
+            samples=tuple(sample for step in steps for sample in _samples(step)),
+            placement=self._runner.schedule.placement,
+            devices=tuple(_device_facts(kept) for kept in found),
+        )
 
     def trace(self, problem: Problem) -> str | None:
         """Return, on rank 0, a Chrome trace of the plan and, below it, of the last sampled step.
 
-        Raises
-        ------
-        ValueError
-            On rank 0, if no step has been sampled yet.
+        Like `measurements` it raises ValueError if no step has been sampled yet.
         """
         steps = self.gather()
         if steps is None:
@@ -300,52 +280,42 @@ class ActionTimer:
         pending, self._pending = self._pending, None
         if pending is None:
             return
-        reader = _MarkReader(self._clock, pending.origin, self._rank)
-        intervals = tuple(reader.interval(one) for one in pending.taken)
+        intervals, copies = _read(pending, self._clock, self._rank)
         times = DeviceTimes(pending.step, self._rank, pending.wall_ms, intervals)
-        self._kept.append((times, reader.copies))
+        self._kept.append((times, copies))
 
     def _all_kept(self) -> list[list[OwnStep]]:
         """Return every rank's sampled steps, on every rank; between two steps of the runner."""
         self._put_aside()
         self._resolve()
-        return gather(list(self._kept), self._group)
+        return gather(list(self._kept), self._runner.group)
 
 
-class _MarkReader:
-    """Turns marks into intervals; lanes are first in, first out (DESIGN section 3)."""
-
-    def __init__(self, clock: Clock, origin: Mark, device: int) -> None:
-        self._clock = clock
-        self._origin = origin
-        self._device = device
-        self._lane_end = [0.0, 0.0]
-        self._back: dict[tuple[int, int], float] = {}
-        self.copies: list[tuple[int, int, float]] = []
-
-    def interval(self, taken: _Taken) -> Interval:
-        """Return when an action ran, or its copy."""
-        action, start, end = taken.action, self._at(taken.start), self._at(taken.end)
-        if action.type.is_transfer and taken.copy_end is not None:
-            return self._copy(taken, start)
-        if action.type.is_backward:
+def _read(
+    sampled: _Sampled, clock: Clock, device: int
+) -> tuple[tuple[Interval, ...], list[tuple[int, int, float]]]:
+    """Turn marks into intervals and copies; lanes are first in, first out (DESIGN section 3)."""
+    lane_end = [0.0, 0.0]
+    back: dict[tuple[int, int], float] = {}
+    intervals, copies = [], []
+    for action, start_mark, end_mark, copy_mark, copied_bytes in sampled.taken:
+        start = clock.ms_between(sampled.origin, start_mark)
+        end = clock.ms_between(sampled.origin, end_mark)
+        cell = (action.stage, action.microbatch)
+        name: Lane = "compute"
+        if action.type.is_transfer and copy_mark is not None:
+            lane = _UP if action.type is ActionType.RELOAD else _DOWN
+            start, end = max(start, lane_end[lane]), clock.ms_between(sampled.origin, copy_mark)
+            lane_end[lane] = end
+            name = "d2h"
+            if lane == _UP:
+                name, back[cell] = "h2d", end
+            copies.append((lane, copied_bytes, end - start))
+        elif action.type.is_backward:
             # The mark stands before the wait for a reload.
-            start = min(end, max(start, self._back.get((action.stage, action.microbatch), 0.0)))
-        return Interval(self._device, "compute", action, start, end)
-
-    def _copy(self, taken: _Taken, issued: float) -> Interval:
-        action, end = taken.action, self._at(taken.copy_end)
-        lane = _UP if action.type is ActionType.RELOAD else _DOWN
-        start = max(issued, self._lane_end[lane])
-        self._lane_end[lane] = end
-        if lane == _UP:
-            self._back[action.stage, action.microbatch] = end
-        self.copies.append((lane, taken.copied_bytes, end - start))
-        name: Lane = "h2d" if lane == _UP else "d2h"
-        return Interval(self._device, name, action, start, end)
-
-    def _at(self, mark: Mark) -> float:
-        return self._clock.ms_between(self._origin, mark)
+            start = min(end, max(start, back.get(cell, 0.0)))
+        intervals.append(Interval(device, name, action, start, end))
+    return tuple(intervals), copies
 
 
 class _TimedCopies:
@@ -383,17 +353,6 @@ def _last(steps: list[MeasuredStep]) -> MeasuredStep:
             "train on, or make the timer with a smaller every"
         )
     return steps[-1]
-
-
-def _as_measurements(found: list[list[OwnStep]], placement: Sequence[int]) -> Measurements:
-    steps = _whole_steps(found)
-    last = _last(steps)
-    return Measurements(
-        source=f"training, {len(steps)} sampled steps up to step {last.step}",
-        samples=tuple(sample for step in steps for sample in _samples(step)),
-        placement=tuple(placement),
-        devices=tuple(_device_facts(kept) for kept in found),
-    )
 
 
 def _samples(step: MeasuredStep) -> Iterator[Sample]:

@@ -63,10 +63,7 @@ _ALIAS: Final = torch.ops.aten._unsafe_view.default  # noqa: SLF001
 def check_torch() -> None:
     """Refuse a torch that lacks a name or a parameter that is overridden here.
 
-    Raises
-    ------
-    MissingExtraError
-        With what is missing; a subclass of what is not there would be called by nobody.
+    A subclass of what is not there would be called by nobody.
     """
     for owner, name, expected in _NAMES:
         found = getattr(owner, name, None)

@@ -33,22 +33,11 @@ class HookedSchedule(_PipelineScheduleRuntime):
     """torch's schedule runtime running one set of programs.
 
     Losses are kept by micro-batch: torch keeps them in the order in which the last stage ran, and
-    takes the wrong one where that is another. Each is divided by the number of micro-batches
-    before its backward, so that gradients add up over steps, which torch's division of
+    takes the wrong one where that is another. Each is divided by ``loss_divisor`` before its
+    backward (0 = forwards only), so that gradients add up over steps, which torch's division of
     ``.grad`` at the end of a step would divide again. Sends are kept by message, and let go of
-    where they are known to be over (`optpipe.runtime.messages`).
-
-    Parameters
-    ----------
-    loss_fn
-        From (output, target) to a scalar; not called where a step has no target.
-    loss_divisor
-        What a loss is divided by before its backward; 0 = only the programs' forwards are run.
-
-    Attributes
-    ----------
-    orders
-        What each rank does, with torch's sends and receives.
+    where they are known to be over (`optpipe.runtime.messages`). ``orders`` is what each rank does,
+    with torch's sends and receives.
     """
 
     def __init__(
@@ -112,20 +101,10 @@ class HookedSchedule(_PipelineScheduleRuntime):
             stage.let_go = self.let_go
 
     def run(self, args: tuple[Any, ...], target: Any) -> tuple[list[Tensor], list[Any]]:
-        """Run the programs once; return losses and outputs in micro-batch order.
+        """Run the programs once on the whole batch and target, each () or None where not used.
 
-        Parameters
-        ----------
-        args
-            The whole batch, where the first stage is, else ().
-        target
-            The whole target, where the last stage is, else None.
-
-        Returns
-        -------
-        tuple
-            Losses by micro-batch where the last stage is and a target was given, else []; outputs
-            by micro-batch where the last stage is and nothing is trained, else [].
+        Return losses by micro-batch where the last stage is and a target was given, else [];
+        outputs by micro-batch where the last stage is and nothing is trained, else [].
         """
         losses: list[Tensor] = []
         self._loss_of.clear()
@@ -270,19 +249,10 @@ def _with_extra_actions(order: Sequence[_Action], program: Program) -> list[_Act
 class HookedStage(PipelineStage):
     """torch's stage with hooks around its passes, holding no boundary tensor longer than needed.
 
-    Parameters
-    ----------
-    inputs, outputs
-        Examples of the boundary tensors of one micro-batch; only their shapes are kept.
-    trains
-        False: forwards only, of which nothing is kept.
-
-    Attributes
-    ----------
-    next_is_here
-        Whether the next stage is on this rank, so that outputs are handed over and not sent.
-    over_before, let_go
-        The sends that are over once a pass has its input, and what to call with them.
+    ``inputs`` and ``outputs`` are examples of the boundary tensors of one micro-batch. Where it
+    does not train it runs forwards only, and keeps nothing. ``next_is_here`` says whether outputs
+    are handed over and not sent; ``over_before`` names the sends that are over once a pass has its
+    input, ``let_go`` is called with them.
     """
 
     def __init__(

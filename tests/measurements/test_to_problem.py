@@ -44,25 +44,22 @@ def test_medians_become_the_times_of_a_problem() -> None:
     assert (built.num_microbatches, built.devices[0].memory_bytes) == (4, 1000)
 
 
-def test_a_fused_backward_stands_beside_a_split_one() -> None:
-    """B measured beside I and W becomes backward_ms."""
-    split = {(0, "F"): [1], (0, "I"): [3], (0, "W"): [4], (0, "B"): [6]}
-    assert measured(split).problem(ENOUGH).stages[0].backward_ms == 6
-
-
-def test_a_backward_that_was_never_split_is_all_input_gradient() -> None:
-    """Only B: I takes all of it, W nothing, and a note says so."""
-    built = build_problem(measured({(0, "F"): [1], (0, "B"): [6]}), ENOUGH)
+@pytest.mark.parametrize(
+    ("times", "share", "expected"),
+    [
+        ({"I": 3, "W": 4, "B": 6}, None, (3, 4, 6)),  # measured beside each other
+        ({"B": 6}, 0.25, (4.5, 1.5, 6)),  # divided by the share given
+        ({"B": 6}, None, (6, 0, 6)),  # never split
+    ],
+)
+def test_a_fused_backward_is_kept_and_split(times, share, expected) -> None:
+    """As measured, as given, or all of it input gradient, and then a note says so."""
+    asked = ENOUGH.model_copy(update={"weight_share": share})
+    run = measured({(0, "F"): [1], **{(0, action): [ms] for action, ms in times.items()}})
+    built = build_problem(run, asked)
     only = built.problem.stages[0]
-    assert (only.backward_input_ms, only.backward_weight_ms, only.backward_ms) == (6, 0, 6)
-    assert "only B was measured" in "\n".join(built.notes)
-
-
-def test_a_given_share_divides_a_fused_backward() -> None:
-    """weight_share 0.25 of 6 ms is a W of 1.5 ms."""
-    asked = ENOUGH.model_copy(update={"weight_share": 0.25})
-    only = measured({(0, "F"): [1], (0, "B"): [6]}).problem(asked).stages[0]
-    assert (only.backward_input_ms, only.backward_weight_ms, only.backward_ms) == (4.5, 1.5, 6)
+    assert (only.backward_input_ms, only.backward_weight_ms, only.backward_ms) == expected
+    assert ("only B was measured" in "\n".join(built.notes)) == ("I" not in times)
 
 
 def test_everything_missing_is_named_at_once() -> None:
@@ -116,13 +113,6 @@ def test_one_stage_counts_before_all_and_all_before_measured() -> None:
     assert (first.memory_bytes, first.reserved_bytes) == (1000, 6)
 
 
-def test_more_described_stages_than_measured_are_refused() -> None:
-    """Their times are missing."""
-    asked = ENOUGH.model_copy(update={"stages": (StageFacts(),) * 2})
-    with pytest.raises(MeasurementError, match="2 stages are described, but times of 1"):
-        measured({(0, "F"): [1], (0, "B"): [1]}).problem(asked)
-
-
 def test_only_times_of_a_base_problem_are_replaced() -> None:
     """Sizes, devices, links and unmeasured stages stay the base's."""
     base = problem(
@@ -164,24 +154,34 @@ def test_a_fused_backward_is_split_as_in_the_base() -> None:
     assert (only.backward_input_ms, only.backward_weight_ms, only.backward_ms) == (4, 6, 10)
 
 
-def test_sizes_beside_a_base_are_refused() -> None:
-    """They would contradict it; the message names them."""
-    times = measured({(0, "F"): [1], (0, "B"): [1]})
-    with pytest.raises(MeasurementError, match="activation_bytes, weight_context_bytes, memory"):
-        times.problem(ENOUGH, problem([stage(0)]))
+ONE = {(0, "F"): [1], (0, "B"): [1]}
+TOO_MANY = ENOUGH.model_copy(update={"stages": (StageFacts(),) * 2})
+TOGETHER = Measurements(source="test", samples=measured(ONE).samples, placement=(0, 0))
 
 
-def test_more_stages_than_the_base_has_are_refused() -> None:
-    """Stage 1 of a base with one stage."""
-    with pytest.raises(MeasurementError, match="stage 1 was measured, but the base problem has 1"):
-        measured({(1, "F"): [1]}).problem(base=problem([stage(0)]))
-
-
-def test_stages_placed_otherwise_than_in_the_base_are_refused() -> None:
-    """Two stages on one measured device, on two in the base."""
-    run = Measurements(source="test", samples=measured({(0, "F"): [1]}).samples, placement=(0, 0))
-    with pytest.raises(MeasurementError, match="stages 0 and 1 ran on one device"):
-        run.problem(base=problem([stage(0), stage(1)]))
+@pytest.mark.parametrize(
+    ("run", "asked", "base", "message"),
+    [
+        (measured(ONE), TOO_MANY, None, "2 stages are described, but times of 1"),
+        (
+            measured(ONE),
+            ENOUGH,
+            problem([stage(0)]),
+            "activation_bytes, weight_context_bytes, memory",
+        ),
+        (
+            measured({(1, "F"): [1]}),
+            None,
+            problem([stage(0)]),
+            "stage 1 was measured, but the base problem has 1",
+        ),
+        (TOGETHER, None, problem([stage(0), stage(1)]), "stages 0 and 1 ran on one device"),
+    ],
+)
+def test_what_contradicts_the_measurements_is_refused(run, asked, base, message) -> None:
+    """More described stages than measured; sizes, fewer stages, another placement of a base."""
+    with pytest.raises(MeasurementError, match=message):
+        run.problem(asked, base)
 
 
 def test_links_are_fitted_and_the_others_given() -> None:

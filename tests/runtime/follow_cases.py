@@ -12,8 +12,9 @@ import torch.distributed as dist
 
 from optpipe.client import Client
 from optpipe.errors import ServiceUnreachableError
-from optpipe.runtime import PipelineRunner, follow
-from tests.runtime.small_model import small_data, small_loss, small_stages
+from optpipe.runtime import follow
+from optpipe.runtime.preflight import num_microbatches_of
+from tests.runtime.small_model import small_data, small_runner
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
     from optpipe import Problem, Schedule
     from optpipe.measurements import Measurements
+    from optpipe.runtime import PipelineRunner
 
 
 class Scripted:
@@ -60,7 +62,8 @@ class Scripted:
         self._free.wait()
         if self.num_questions > self._num_answers:
             raise ConnectionError("nobody is there")
-        if not self._offered.acquire(timeout=min(wait_s, 0.2)):
+        # Long: after an answer without news the poller rests for a second.
+        if not self._offered.acquire(timeout=min(wait_s, 5.0)):
             return None
         return version + 1, self.schedules[version % len(self.schedules)]
 
@@ -102,14 +105,18 @@ def train_following(
     *,
     waits: bool = True,
     source: dict[str, Any] | None = None,
+    num_reports: int = 0,
     **options: Any,
 ) -> Followed:
-    """Train with an optimizer, following; ``waits`` for a new version before every step."""
+    """Train with an optimizer, following; ``waits`` for a new version before every step.
+
+    At the end it waits for ``num_reports`` reports.
+    """
     rank = dist.get_rank()
     own, runner, optimizer = _training(first, problem)
     parameters = [parameter for module in own.values() for parameter in module.parameters()]
     script = Scripted(later, **(source or {})) if rank == 0 else None
-    count = 1 + max(action.microbatch for program in first.programs for action in program)
+    count = num_microbatches_of(first)
     losses = []
     with follow(script, runner, **options) as training:
         for step in range(steps):
@@ -122,7 +129,7 @@ def train_following(
             losses += [] if found is None else [found.tolist()]
         if script is not None:
             script.let_go()
-        reports = [] if script is None else _reports(script, steps, options)
+        reports = [] if script is None else _reports(script, num_reports)
         version, refusals = training.version, training.refusals
     runner.close()
     moved = runner.offloaded_bytes
@@ -130,12 +137,10 @@ def train_following(
     return Followed(losses, _digest(weights), weights, version, refusals, moved, reports)
 
 
-def _reports(script: Scripted, steps: int, options: dict[str, Any]) -> list[Any]:
-    """Return the reports once all that were made have been told."""
-    expected = steps // options["report_every"] if "report_every" in options else 0
-    deadline = time.monotonic() + 5
-    while len(script.reports) < min(1, expected) and time.monotonic() < deadline:
-        time.sleep(0.01)
+def _reports(script: Scripted, least: int) -> list[Any]:
+    """Return the reports once so many have been told."""
+    if least:
+        _until(lambda: len(script.reports) >= least)
     return script.reports
 
 
@@ -201,9 +206,7 @@ def train_served(
 def _training(
     first: Schedule, problem: Problem | None
 ) -> tuple[dict[int, nn.Module], PipelineRunner, torch.optim.Optimizer]:
-    rank, modules = dist.get_rank(), small_stages(len(first.placement))
-    own = {s: modules[s] for s, home in enumerate(first.placement) if home == rank}
-    runner = PipelineRunner(own, first, small_loss, problem, min_offload_bytes=1)
+    own, runner = small_runner(first, problem)
     parameters = [parameter for module in own.values() for parameter in module.parameters()]
     return own, runner, torch.optim.SGD(parameters, 0.1, momentum=0.9)
 

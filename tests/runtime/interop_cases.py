@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -21,7 +22,16 @@ from optpipe.runtime.demo_model import make_stages, random_tokens
 from optpipe.runtime.torch_names import default_store
 from tests.runtime.cases import CONFIG
 from tests.runtime.small_cases import reference
-from tests.runtime.small_model import SAMPLES, WIDTH, small_data, small_loss, small_stages
+from tests.runtime.small_model import (
+    SAMPLES,
+    WIDTH,
+    own_part,
+    small_data,
+    small_loss,
+    small_runner,
+    small_stages,
+    step_alone,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -108,7 +118,11 @@ def train_sharded(
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "data"))
     row, column = mesh["pipeline"].get_local_rank(), mesh["data"].get_local_rank()
     group = mesh["pipeline"].get_group()
-    own, whole = _stages_of(schedule, row), _stages_of(schedule, row)
+    own, whole = (
+        {s: one for s, one in enumerate(small_stages(len(schedule.placement)))
+         if schedule.placement[s] == row}
+        for _ in range(2)
+    )  # fmt: skip
     for module in own.values():
         _shard(module, mesh["data"], reshard=reshard)
     runner = PipelineRunner(own, schedule, small_loss, group=group, min_offload_bytes=1)
@@ -133,11 +147,6 @@ def train_sharded(
     return Sharded(_compared(torch.tensor(worst), pairs), moved, plain.offloaded_bytes)
 
 
-def _stages_of(schedule: Schedule, rank: int) -> dict[int, nn.Module]:
-    modules = small_stages(len(schedule.placement))
-    return {s: modules[s] for s, home in enumerate(schedule.placement) if home == rank}
-
-
 def _shard(module: nn.Module, mesh: DeviceMesh, *, reshard: bool) -> None:
     for block in module.blocks:  # type: ignore[union-attr]
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
@@ -151,7 +160,7 @@ def _seed(step: int, column: int) -> int:
 
 def _losses(num_microbatches: int, seed: int) -> Tensor:
     (model,) = small_stages(1)
-    return torch.stack(_step_alone(model, num_microbatches, seed))
+    return step_alone(model, small_data(num_microbatches, seed=seed), num_microbatches)
 
 
 def _mean_gradients(num_microbatches: int, steps: int) -> list[Tensor]:
@@ -159,19 +168,9 @@ def _mean_gradients(num_microbatches: int, steps: int) -> list[Tensor]:
     (model,) = small_stages(1)
     for step in range(steps):
         for column in range(2):
-            _step_alone(model, num_microbatches, _seed(step, column))
+            data = small_data(num_microbatches, seed=_seed(step, column))
+            step_alone(model, data, num_microbatches)
     return [_whole(parameter.grad) / 2 for parameter in model.parameters()]
-
-
-def _step_alone(model: nn.Module, num_microbatches: int, seed: int) -> list[Tensor]:
-    batch, target = small_data(num_microbatches, seed=seed)
-    losses = []
-    parts = zip(batch.chunk(num_microbatches), target.chunk(num_microbatches), strict=True)
-    for inputs, wanted in parts:
-        loss = small_loss(model(inputs), wanted)
-        (loss / num_microbatches).backward()
-        losses.append(loss.detach())
-    return losses
 
 
 class Mixed(NamedTuple):
@@ -185,10 +184,9 @@ class Mixed(NamedTuple):
 
 def train_mixed(schedule: Schedule, num_microbatches: int) -> Mixed:
     """Run a step that multiplies in bf16 on parameters in single precision."""
-    config = CONFIG.__class__(**{**vars(CONFIG), "dtype": torch.float32})
-    num_stages, rank = len(schedule.placement), dist.get_rank()
-    modules: list[nn.Module] = [MixedPrecision(part) for part in make_stages(config, num_stages)]
-    own = {s: modules[s] for s, home in enumerate(schedule.placement) if home == rank}
+    config = replace(CONFIG, dtype=torch.float32)
+    num_stages = len(schedule.placement)
+    own = own_part(schedule, [MixedPrecision(part) for part in make_stages(config, num_stages)])
     runner = PipelineRunner(own, schedule, token_loss, min_offload_bytes=1)
     batch, target = random_tokens(config, num_microbatches, seed=0)
     losses = runner.step(batch, target)
@@ -221,7 +219,7 @@ def train_mixed(schedule: Schedule, num_microbatches: int) -> Mixed:
 def go_on_without_rank_zero(schedule: Schedule, num_microbatches: int) -> bool:
     """Hold rank 0 in its last action until all others have left the step; whether they could."""
     rank, store = dist.get_rank(), default_store()
-    runner = PipelineRunner(_stages_of(schedule, rank), schedule, small_loss)
+    _, runner = small_runner(schedule)
     runner.step(*small_data(num_microbatches, seed=0))
     if rank == 0:
         runner.observe(_Holds(schedule.programs[0][-1], ["left 1", "left 2", "left 3"]))

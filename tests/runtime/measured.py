@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from optpipe.runtime import ActionTimer, PipelineRunner, PreflightError
+from optpipe.runtime import ActionTimer, PreflightError
 from optpipe.runtime.measuring import Effort, measure
-from tests.runtime.small_model import small_data, small_loss, small_stages
+from tests.runtime.small_model import small_data, small_runner
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -149,38 +148,24 @@ def needs_an_argument(width: int) -> int:
 
 
 def time_training(
-    schedule: Schedule, problem: Problem, every: int, num_steps: int
+    schedule: Schedule, problem: Problem, every: int | None, num_steps: int
 ) -> tuple[Any, Measurements | None, str | None, list[float]]:
-    """Train the small model with a timer; return what it gathered, and this rank's losses."""
-    runner = _small_runner(schedule, problem)
-    timer = ActionTimer(runner, every=every)
+    """Train the small model with a timer; return what it gathered, and this rank's losses.
+
+    ``every`` None: without a timer.
+    """
+    _, runner = small_runner(schedule, problem)
+    timer = None if every is None else ActionTimer(runner, every=every)
     losses = []
     for step in range(num_steps):
         found = runner.step(*small_data(problem.num_microbatches, seed=step))
         losses += [] if found is None else found.tolist()
-    steps = timer.gather()
-    measurements, trace = timer.measurements(), timer.trace(problem)
-    timer.detach()
-    runner.step(*small_data(problem.num_microbatches, seed=0))
+    steps = measurements = trace = None
+    if timer is not None:
+        steps = timer.gather()
+        measurements, trace = timer.measurements(), timer.trace(problem)
+        timer.detach()
+        runner.step(*small_data(problem.num_microbatches, seed=0))
+        assert timer.gather() == steps
     runner.close()
-    unchanged = timer.gather()
-    assert unchanged == steps
     return steps, measurements, trace, losses
-
-
-def train_untimed(schedule: Schedule, problem: Problem, num_steps: int) -> list[float]:
-    """Return this rank's losses without a timer."""
-    runner = _small_runner(schedule, problem)
-    losses = []
-    for step in range(num_steps):
-        found = runner.step(*small_data(problem.num_microbatches, seed=step))
-        losses += [] if found is None else found.tolist()
-    runner.close()
-    return losses
-
-
-def _small_runner(schedule: Schedule, problem: Problem) -> PipelineRunner:
-    placement, rank = schedule.placement, dist.get_rank()
-    modules = small_stages(len(placement))
-    own = {stage: modules[stage] for stage, home in enumerate(placement) if home == rank}
-    return PipelineRunner(own, schedule, small_loss, problem, min_offload_bytes=1)

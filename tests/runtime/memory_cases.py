@@ -9,9 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage, ScheduleZBVZeroBubble
 
-from optpipe.runtime import PipelineRunner
 from tests.runtime.live_bytes import LiveBytes, Moment
-from tests.runtime.small_model import SAMPLES, small_data, small_loss, small_stages
+from tests.runtime.small_model import SAMPLES, small_data, small_loss, small_runner, small_stages
 
 if TYPE_CHECKING:
     from optpipe import Schedule
@@ -36,10 +35,7 @@ class Counted(NamedTuple):
 
 def count_step(schedule: Schedule, num_microbatches: int) -> Counted:
     """Run a step to make gradients and host slots, and count the next one."""
-    rank = dist.get_rank()
-    modules = small_stages(len(schedule.placement), WIDTH)
-    own = {s: modules[s] for s, home in enumerate(schedule.placement) if home == rank}
-    runner = PipelineRunner(own, schedule, small_loss, min_offload_bytes=1)
+    own, runner = small_runner(schedule, width=WIDTH)
     batch, target = small_data(num_microbatches, 0, WIDTH, LENGTH)
     runner.step(batch, target)
     before = runner.offloaded_bytes

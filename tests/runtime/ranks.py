@@ -7,14 +7,16 @@ import faulthandler
 import multiprocessing as mp
 import os
 import socket
+import sys
 import time
 import traceback
 from multiprocessing import connection
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from multiprocessing.connection import Connection
+    from pathlib import Path
 
 
 _AFTER_A_FAILURE_S = 5.0
@@ -55,11 +57,60 @@ class Ranks:
             raise AssertionError(f"{told}ranks {silent} did not answer: a hang")
 
 
-@contextlib.contextmanager
-def start_ranks(num_ranks: int) -> Iterator[Ranks]:
-    # One clean process imports torch and is forked, instead of four that import it each.
+def _context() -> mp.context.ForkServerContext:
+    """One clean process imports torch and is forked, instead of four that import it each."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["optpipe.runtime.runner", "torch.distributed.pipelining"])
+    return context
+
+
+class Ended(NamedTuple):
+    """How a process ended, None if it lived on, and what it wrote to stdout and stderr."""
+
+    code: int | None
+    output: str
+
+
+def fork_ranks(
+    main: Callable[[], int], num_ranks: int, folder: Path, *, lives_on: int | None = None
+) -> list[Ended]:
+    """Let ranks, which meet in a file of the folder, run a program's ``main`` to its end.
+
+    ``lives_on`` is a rank that is not waited for.
+    """
+    processes = [
+        _context().Process(target=_run_main, args=(main, rank, num_ranks, folder), daemon=True)
+        for rank in range(num_ranks)
+    ]
+    for process in processes:
+        process.start()
+    for rank, process in enumerate(processes):
+        process.join(0 if rank == lives_on else 120)
+    codes = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+    return [Ended(code, (folder / f"rank{rank}").read_text()) for rank, code in enumerate(codes)]
+
+
+def _run_main(main: Callable[[], int], rank: int, num_ranks: int, folder: Path) -> None:
+    import torch
+
+    from optpipe.runtime.demo_model import RENDEZVOUS_VARIABLE
+
+    with (folder / f"rank{rank}").open("w") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE=str(num_ranks), GLOO_SOCKET_IFNAME="lo",
+        **{RENDEZVOUS_VARIABLE: str(folder / "rendezvous")},
+    )  # fmt: skip
+    torch.set_num_threads(1)
+    sys.exit(main())
+
+
+@contextlib.contextmanager
+def start_ranks(num_ranks: int) -> Iterator[Ranks]:
+    context = _context()
     ends = [context.Pipe() for _ in range(num_ranks)]
     port = _free_port()
     processes = [

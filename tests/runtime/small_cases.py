@@ -1,19 +1,31 @@
-"""What the ranks run with the small model: many schedules, faults, and what is left afterwards."""
+"""What the ranks run beside one process: many schedules, faults, and what is left afterwards."""
 
 from __future__ import annotations
 
 import functools
 import random
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from optpipe.runtime import PipelineRunner
+from optpipe.runtime.demo_model import chain, make_stages, random_tokens, token_loss
 from optpipe.runtime.offload import PlainCopies
+from optpipe.runtime.preflight import num_microbatches_of
+from tests.runtime.cases import CONFIG
 from tests.runtime.live_bytes import LiveBytes
-from tests.runtime.small_model import small_data, small_loss, small_stages
+from tests.runtime.small_model import (
+    own_part,
+    small_data,
+    small_loss,
+    small_runner,
+    small_stages,
+    step_alone,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -22,37 +34,118 @@ if TYPE_CHECKING:
 
     from optpipe import Problem, Schedule
     from optpipe.runtime.messages import Order
-    from optpipe.runtime.offload import Fence
+    from optpipe.runtime.offload import Cell, Fence, Offloader
 
 STEPS = 3
 
 
-class Trained(NamedTuple):
+class Model(NamedTuple):
+    """What is trained: stages by their number, data by micro-batches and seed, and the loss."""
+
+    stages: Callable[[int], list[nn.Module]]
+    data: Callable[[int, int], tuple[Tensor, Tensor]]
+    loss: Callable[[Tensor, Tensor], Tensor]
+
+
+MODELS = {
+    "small": Model(small_stages, small_data, small_loss),
+    "transformer": Model(
+        functools.partial(make_stages, CONFIG), functools.partial(random_tokens, CONFIG), token_loss
+    ),
+}
+
+
+@dataclass
+class Trained:
     """One rank's steps against the single-process model; gradients add up over the steps."""
 
-    losses_equal: bool
-    worst_difference: float
-    largest_gradient: float
-    num_gradients: int
-    offloaded_bytes: int
-    digest: float
+    losses_equal: bool = True
+    worst_difference: float = 0.0
+    largest_gradient: float = 0.0
+    smallest_gradient: float = float("inf")
+    num_gradients: int = 0
+    digest: float = 0.0
+    offloaded_bytes: int = 0
+    reloaded_bytes: int = 0
+    live_bytes_after_release: int = 0
+    released_bytes: int = 0
+
+    def compare(
+        self, own: dict[int, nn.Module], modules: Sequence[nn.Module], expected: Sequence[Tensor]
+    ) -> None:
+        """Take in the gradients of a rank's stages, beside those of all of them."""
+        wanted = iter(expected)
+        for index, module in enumerate(modules):
+            pairs = [(parameter, next(wanted)) for parameter in module.parameters()]
+            for parameter, gradient in pairs if index in own else ():
+                assert parameter.grad is not None, f"stage {index} got no gradient"
+                # NaN is the largest difference of all, but max() would pass over it.
+                difference = (parameter.grad - gradient).abs().max().nan_to_num(nan=float("inf"))
+                self.worst_difference = max(self.worst_difference, float(difference))
+                largest = float(gradient.abs().max())
+                self.largest_gradient = max(self.largest_gradient, largest)
+                self.smallest_gradient = min(self.smallest_gradient, largest)
+                self.num_gradients += 1
+                self.digest += float(parameter.grad.sum())
 
 
-def train_small(schedule: Schedule, problem: Problem | None, fault: str = "") -> Trained:
+def train(
+    schedule: Schedule,
+    problem: Problem | None,
+    fault: str = "",
+    model: str = "small",
+    steps: int = STEPS,
+) -> Trained:
     """Run steps of the pipeline, comparing this rank's part with the reference after each."""
-    own, runner = _make(schedule, problem)
-    expected_losses, expected = reference(_count(schedule))
-    found = Trained(True, 0.0, 0.0, 0, 0, 0.0)
-    for step in range(STEPS):
-        if step == 1:
-            _FAULTS[fault](runner)
-        losses = runner.step(*small_data(_count(schedule), seed=step))
+    stages, data, loss_fn = MODELS[model]
+    modules = stages(len(schedule.placement))
+    own = own_part(schedule, modules)
+    runner = PipelineRunner(own, schedule, loss_fn, problem, min_offload_bytes=1)
+    count = num_microbatches_of(schedule)
+    expected_losses, expected = reference(count, model)
+    found = Trained()
+    _FAULTS[fault](runner)
+    _watch_releases(runner.offloader, found)
+    for step in range(steps):
+        losses = runner.step(*data(count, step))
         if losses is not None:
             equal = torch.allclose(losses, expected_losses[step], rtol=1e-13, atol=0.0)
-            found = found._replace(losses_equal=found.losses_equal and equal)
-        found = _compare(found, own, expected[step], len(schedule.placement))
+            found.losses_equal = found.losses_equal and equal
+        found.compare(own, modules, expected[step])
     runner.close()
-    return found._replace(offloaded_bytes=runner.offloaded_bytes)
+    found.offloaded_bytes = runner.offloaded_bytes
+    found.reloaded_bytes = runner.reloaded_bytes
+    return found
+
+
+@functools.cache
+def reference(
+    num_microbatches: int, model: str = "small"
+) -> tuple[list[Tensor], list[list[Tensor]]]:
+    """The losses by micro-batch and all gradients, in parameter order, after every step."""
+    stages, data, loss_fn = MODELS[model]
+    whole = chain(stages(1))
+    losses, gradients = [], []
+    for step in range(STEPS):
+        losses.append(step_alone(whole, data(num_microbatches, step), num_microbatches, loss_fn))
+        gradients.append(_gradients([whole]))
+    return losses, gradients
+
+
+def _watch_releases(offloader: Offloader, found: Trained) -> None:
+    """Look, from outside, at the storages a cell had on the device when they should be gone."""
+    release = offloader.release
+
+    def watched(cell: Cell) -> None:
+        before = [
+            (StorageWeakRef(storage.on_device), storage.num_bytes)
+            for storage in offloader.storages(cell)
+        ]
+        release(cell)
+        found.live_bytes_after_release += sum(size for ref, size in before if not ref.expired())
+        found.released_bytes += sum(size for _, size in before)
+
+    offloader.release = watched  # type: ignore[method-assign]
 
 
 class Turns(NamedTuple):
@@ -64,18 +157,19 @@ class Turns(NamedTuple):
 
 def take_turns(schedules: Sequence[Schedule]) -> Turns:
     """Run one step of each schedule on the same stages."""
-    own, first = _make(schedules[0], None)
+    own, first = small_runner(schedules[0])
     others = [
         PipelineRunner(own, schedule, small_loss, min_offload_bytes=1) for schedule in schedules[1:]
     ]
-    count = _count(schedules[0])
+    count = num_microbatches_of(schedules[0])
+    modules = small_stages(len(schedules[0].placement))
     _, expected = reference(count)
-    found, deferred = Trained(True, 0.0, 0.0, 0, 0, 0.0), []
+    found, deferred = Trained(), []
     for step, runner in enumerate([first, *others]):
         seen = _Deferred(runner)
         runner.step(*small_data(count, seed=step))
         runner.close()
-        found = _compare(found, own, expected[step], len(schedules[0].placement))
+        found.compare(own, [own.get(s, one) for s, one in enumerate(modules)], expected[step])
         deferred.append(seen.bytes)
     return Turns(found.worst_difference, min(deferred))
 
@@ -95,59 +189,10 @@ class _Deferred:
         gradients.take = watched  # type: ignore[method-assign]
 
 
-def _make(
-    schedule: Schedule, problem: Problem | None
-) -> tuple[dict[int, nn.Module], PipelineRunner]:
-    modules, rank = small_stages(len(schedule.placement)), dist.get_rank()
-    own = {s: modules[s] for s, home in enumerate(schedule.placement) if home == rank}
-    return own, PipelineRunner(own, schedule, small_loss, problem, min_offload_bytes=1)
-
-
-def _count(schedule: Schedule) -> int:
-    return 1 + max(action.microbatch for program in schedule.programs for action in program)
-
-
-@functools.cache
-def reference(num_microbatches: int) -> tuple[list[Tensor], list[list[Tensor]]]:
-    """The losses by micro-batch and all gradients, in parameter order, after every step."""
-    (model,) = small_stages(1)
-    losses, gradients = [], []
-    for step in range(STEPS):
-        batch, target = small_data(num_microbatches, seed=step)
-        made = []
-        parts = zip(batch.chunk(num_microbatches), target.chunk(num_microbatches), strict=True)
-        for inputs, wanted in parts:
-            loss = small_loss(model(inputs), wanted)
-            (loss / num_microbatches).backward()
-            made.append(loss.detach())
-        losses.append(torch.stack(made))
-        gradients.append(_gradients([model]))
-    return losses, gradients
-
-
 def _gradients(modules: Iterable[nn.Module]) -> list[Tensor]:
     """Return copies of all gradients; a parameter without one is an error."""
     found = [parameter.grad for module in modules for parameter in module.parameters()]
     return [gradient.clone() for gradient in found if gradient is not None]
-
-
-def _compare(
-    found: Trained, own: dict[int, nn.Module], expected: Sequence[Tensor], num_stages: int
-) -> Trained:
-    per_stage = len(expected) // num_stages
-    for index, module in own.items():
-        wanted = expected[per_stage * index : per_stage * (index + 1)]
-        for parameter, gradient in zip(module.parameters(), wanted, strict=True):
-            assert parameter.grad is not None, f"stage {index} got no gradient"
-            # NaN is the largest difference of all, but max() would pass over it.
-            difference = (parameter.grad - gradient).abs().max().nan_to_num(nan=float("inf"))
-            found = found._replace(
-                worst_difference=max(found.worst_difference, float(difference)),
-                largest_gradient=max(found.largest_gradient, float(gradient.abs().max())),
-                num_gradients=found.num_gradients + 1,
-                digest=found.digest + float(parameter.grad.sum()),
-            )
-    return found
 
 
 class _SlowCopies(PlainCopies):
@@ -213,21 +258,39 @@ def _corrupt(runner: PipelineRunner) -> None:
         runner.offloader.copies.to_device = to_device  # type: ignore[method-assign]
 
 
+def _leak(runner: PipelineRunner) -> None:
+    """Never let go of what is released."""
+    kept: list[Any] = []
+    offloader, release = runner.offloader, runner.offloader.release
+
+    def leaky(cell: Cell) -> None:
+        kept.extend(storage.on_device for storage in offloader.storages(cell))
+        release(cell)
+
+    offloader.release = leaky  # type: ignore[method-assign]
+
+
 def _swap_receives(runner: PipelineRunner) -> None:
     """Post the first two receives of rank 1 in the other order, behind the preflight's back."""
-    if dist.get_rank() == 1:
-        assert runner._training is not None
-        order = runner._training.runtime.pipeline_order_with_comms[1]
-        left, right = (
-            index for index, action in enumerate(order) if str(action) in ("1RECV_F0", "1RECV_F1")
-        )
+    run, name = runner._run, "_run"
+
+    def swapped(pipeline: Any, *given: Any) -> Any:
+        order = pipeline.runtime.pipeline_order_with_comms[1]
+        names = [str(action) for action in order]
+        left, right = names.index("1RECV_F0"), names.index("1RECV_F1")
         order[left], order[right] = order[right], order[left]
+        setattr(runner, name, run)
+        return run(pipeline, *given)
+
+    if dist.get_rank() == 1:
+        setattr(runner, name, swapped)
 
 
 _FAULTS: dict[str, Callable[[PipelineRunner], None]] = {
     "": lambda runner: None,
     "delays": _delay,
     "corrupted host copy": _corrupt,
+    "leak": _leak,
     "swapped receives": _swap_receives,
 }
 
@@ -236,8 +299,8 @@ def orders_of(schedules: Sequence[Schedule]) -> list[tuple[Order, ...]]:
     """Return, for each schedule, what its runtime will do on every rank."""
     found = []
     for schedule in schedules:
-        _, runner = _make(schedule, None)
-        runner.step(*small_data(_count(schedule), seed=0))
+        _, runner = small_runner(schedule)
+        runner.step(*small_data(num_microbatches_of(schedule), seed=0))
         runner.close()
         assert runner._training is not None
         found.append(runner._training.runtime.orders)
@@ -256,8 +319,8 @@ class Evaluated(NamedTuple):
 
 def evaluate_small(schedule: Schedule, num_samples: int, *, with_target: bool) -> Evaluated:
     """Train a step, evaluate a batch of another size twice, train again."""
-    own, runner = _make(schedule, None)
-    count = _count(schedule)
+    own, runner = small_runner(schedule)
+    count = num_microbatches_of(schedule)
     runner.step(*small_data(count, seed=0))
     gradients = _gradients(own.values())
     batch, target = (whole[:num_samples] for whole in small_data(2 * num_samples, seed=9))

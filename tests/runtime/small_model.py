@@ -9,10 +9,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from optpipe.runtime import PipelineRunner
+
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+
+    from optpipe import Problem, Schedule
 
 NUM_BLOCKS = 8
 SAMPLES = 2
@@ -84,3 +89,33 @@ def small_data(
 
 def small_loss(output: Tensor, target: Tensor) -> Tensor:
     return (output - target).square().mean()
+
+
+def own_part(schedule: Schedule, modules: Sequence[nn.Module]) -> dict[int, nn.Module]:
+    """The stages of this rank, by index."""
+    rank = dist.get_rank()
+    return {s: modules[s] for s, home in enumerate(schedule.placement) if home == rank}
+
+
+def small_runner(
+    schedule: Schedule, problem: Problem | None = None, width: int = WIDTH
+) -> tuple[dict[int, nn.Module], PipelineRunner]:
+    """This rank's stages, and what runs them."""
+    own = own_part(schedule, small_stages(len(schedule.placement), width))
+    return own, PipelineRunner(own, schedule, small_loss, problem, min_offload_bytes=1)
+
+
+def step_alone(
+    model: nn.Module,
+    data: tuple[Tensor, Tensor],
+    num_microbatches: int,
+    loss_fn: Callable[[Tensor, Tensor], Tensor] = small_loss,
+) -> Tensor:
+    """Add up a batch's gradients in one process; the losses by micro-batch."""
+    losses = []
+    parts = (whole.chunk(num_microbatches) for whole in data)
+    for inputs, wanted in zip(*parts, strict=True):
+        loss = loss_fn(model(inputs), wanted)
+        (loss / num_microbatches).backward()
+        losses.append(loss.detach())
+    return torch.stack(losses)

@@ -56,6 +56,17 @@ def train(ranks, first, later, problem, steps, **options):
     return ranks.run(call, first, later, problem, steps, timeout=300)
 
 
+_STAYED: dict[tuple[bool, int], list[follow_cases.Followed]] = {}
+
+
+def stay(ranks, steps, *, in_order: bool = True) -> list[follow_cases.Followed]:
+    """Train by the first schedule alone; once for every number of steps."""
+    if (in_order, steps) not in _STAYED:
+        problem, found = made(in_order)
+        _STAYED[in_order, steps] = train(ranks, found[0], [], problem, steps, waits=False)
+    return _STAYED[in_order, steps]
+
+
 def test_the_schedules_are_of_every_kind():
     kinds = {action.type for one in made()[1] for program in one.programs for action in program}
     assert kinds == set(ActionType)
@@ -65,8 +76,7 @@ def test_the_schedules_are_of_every_kind():
 def test_switching_before_every_step_is_the_same_training_to_the_last_bit(ranks):
     problem, found = made()
     switched = train(ranks, found[0], found[1:] + found[:1], problem, STEPS)
-    stayed = train(ranks, found[0], [], problem, STEPS, waits=False)
-    for moved, kept in zip(switched, stayed, strict=True):
+    for moved, kept in zip(switched, stay(ranks, STEPS), strict=True):
         assert (moved.losses, moved.digest) == (kept.losses, kept.digest)
         assert moved.version == STEPS
         assert (kept.version, moved.refusals) == (0, [])
@@ -77,9 +87,8 @@ def test_switching_before_every_step_is_the_same_training_to_the_last_bit(ranks)
 
 def test_switching_among_any_orders_differs_by_rounding_alone(ranks):
     problem, found = made(in_order=False)
-    switched = train(ranks, found[0], found[1:], problem, 12)
-    stayed = train(ranks, found[0], [], problem, 12, waits=False)
-    for moved, kept in zip(switched, stayed, strict=True):
+    switched = train(ranks, found[0], found[1:], problem, STEPS)
+    for moved, kept in zip(switched, stay(ranks, STEPS, in_order=False), strict=True):
         for after, wanted in zip(moved.weights, kept.weights, strict=True):
             torch.testing.assert_close(after, wanted, rtol=1e-11, atol=1e-13)
 
@@ -113,45 +122,25 @@ def _waves(size):
 
 def test_training_goes_on_when_the_service_is_gone(ranks):
     problem, found = made()
-    stayed = train(ranks, found[0], [], problem, 20, waits=False)
-    gone = train(
-        ranks,
-        found[0],
-        found[1:],
-        problem,
-        20,
-        waits=False,
-        source={"num_offered": 9, "num_answers": 3},
-    )
-    assert [one.digest for one in gone] == [one.digest for one in stayed]
+    source = {"num_offered": 9, "num_answers": 3}
+    gone = train(ranks, found[0], found[1:], problem, STEPS, waits=False, source=source)
+    assert [one.digest for one in gone] == [one.digest for one in stay(ranks, STEPS)]
     assert len({one.version for one in gone}) == 1
     assert gone[0].version in {1, 2, 3}
 
 
 def test_nobody_waits_for_a_service_that_is_stuck(ranks):
     problem, found = made()
-    outcomes = train(
-        ranks,
-        found[0],
-        found[1:],
-        problem,
-        12,
-        waits=False,
-        source={"is_stuck": True},
-        version=1,
-        sample_every=2,
-        report_every=4,
-    )
+    options = {"version": 1, "sample_every": 2, "report_every": 4, "source": {"is_stuck": True}}
+    outcomes = train(ranks, found[0], found[1:], problem, STEPS, waits=False, **options)
     assert [one.version for one in outcomes] == [1] * 4
-    stayed = train(ranks, found[0], [], problem, 12, waits=False)
-    assert [one.digest for one in outcomes] == [one.digest for one in stayed]
+    assert [one.digest for one in outcomes] == [one.digest for one in stay(ranks, STEPS)]
 
 
 def test_measured_times_are_reported_with_the_version_they_belong_to(ranks):
     problem, found = made()
-    outcomes = train(
-        ranks, found[0], [], problem, 9, waits=False, version=7, sample_every=2, report_every=8
-    )
+    options = {"version": 7, "sample_every": 2, "report_every": 8, "num_reports": 1}
+    outcomes = train(ranks, found[0], [], problem, 9, waits=False, **options)
     (report,) = outcomes[0].reports
     version, step, step_ms, measurements = report
     assert (version, step) == (7, 8)

@@ -5,14 +5,18 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+from functools import partial
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
 
 from optpipe import Provenance, dump_schedule, evaluate, load_problem, parse_action
+from optpipe.runtime import demo
 from optpipe.runtime.demo_model import launch_ranks
 from optpipe.runtime.runner import EXIT_CODE
+from tests.runtime import cases
+from tests.runtime.ranks import fork_ranks
 
 pytestmark = pytest.mark.long
 
@@ -62,10 +66,8 @@ def service(offloading):
     server.server_close()
 
 
-def demo(url: str, job: str, num_processes: int) -> int:
-    """Let ranks train two steps by the schedule of a job."""
-    arguments = ["--problem", str(PROBLEM), "--steps", "2", "--url", url, "--job", job]
-    return launch_ranks("optpipe.runtime.demo", arguments, num_processes)
+def arguments(*more: str) -> list[str]:
+    return ["--problem", str(PROBLEM), "--steps", "2", *more]
 
 
 def test_the_problem_cannot_hold_all_activations(problem):
@@ -76,7 +78,8 @@ def test_the_problem_cannot_hold_all_activations(problem):
 
 
 def test_the_demo_trains_by_a_schedule_from_the_service(service, problem, capfd):
-    assert demo(service, "7", 4) == 0
+    given = arguments("--url", service, "--job", "7")
+    assert launch_ranks("optpipe.runtime.demo", given, 4) == 0
     out = capfd.readouterr().out
     assert out.count("0.0e+00") == 2
     each = 2 * problem.num_microbatches * problem.stages[1].offload_bytes
@@ -85,20 +88,22 @@ def test_the_demo_trains_by_a_schedule_from_the_service(service, problem, capfd)
     assert "losses and all gradients agree" in out
 
 
-def test_the_demo_says_when_there_is_no_such_job(service, capfd):
-    assert demo(service, "8", 2) == 1
-    assert "answered 404" in capfd.readouterr().err
+def test_the_demo_says_when_there_is_no_such_job(service, tmp_path):
+    given = arguments("--url", service, "--job", "8")
+    first, second = fork_ranks(partial(demo.main, given), 2, tmp_path)
+    assert (first.code, second.code) == (1, 1)
+    assert "answered 404" in first.output
+    assert second.output == ""
 
 
-@pytest.mark.extended
-def test_the_demo_fails_when_host_copies_are_wrong(offloading, tmp_path, capfd):
+def test_the_demo_fails_when_host_copies_are_wrong(offloading, tmp_path):
     schedule = tmp_path / "schedule.json"
     schedule.write_text(offloading)
-    arguments = ["--problem", str(PROBLEM), "--schedule", str(schedule), "--steps", "1"]
-    assert launch_ranks("tests.runtime.corrupted_demo", arguments, 4) == 1
-    told = capfd.readouterr()
-    assert "DISAGREES" in told.out
-    assert "does NOT train like one process" in told.err
+    main = partial(cases.demo_with_wrong_copies, arguments("--schedule", str(schedule)))
+    ended = fork_ranks(main, 4, tmp_path)
+    assert [one.code for one in ended] == [1] * 4
+    assert "DISAGREES" in ended[0].output
+    assert "does NOT train like one process" in ended[0].output
 
 
 @pytest.mark.extended
@@ -113,18 +118,29 @@ def test_torchrun_refuses_a_wrong_number_of_ranks_on_all_of_them(offloading, tmp
     assert "ranks 0, 1: the schedule has 4 programs for 2 ranks" in done.stderr
 
 
-def test_a_rank_that_breaks_ends_the_others_with_its_cause(capfd):
-    assert launch_ranks("tests.runtime.failing_rank", [], 2) in (10, 11)
-    out = capfd.readouterr().out
-    assert "rank 1: RuntimeError" in out
-    assert "raised on rank 1, step 1, in 1F0" in out
-    assert "rank 0: RankError: another rank failed and this one cannot go on; rank 1" in out
-    assert "the layer broke" in out
+def test_a_rank_that_breaks_ends_the_others_with_its_cause(tmp_path):
+    first, second = fork_ranks(partial(cases.fail_in_the_second_step, stays=False), 2, tmp_path)
+    assert (first.code, second.code) == (10, 11)
+    assert "rank 1: RuntimeError" in second.output
+    assert "raised on rank 1, step 1, in 1F0" in second.output
+    told = "rank 0: RankError: another rank failed and this one cannot go on; rank 1"
+    assert told in first.output
+    assert "no such layer" in first.output
 
 
-def test_a_rank_that_breaks_and_lives_on_ends_the_others_too(capfd):
-    assert launch_ranks("tests.runtime.failing_rank", ["stay"], 2) == EXIT_CODE
-    told = capfd.readouterr()
-    assert "rank 1: RuntimeError" in told.out
-    assert "optpipe: another rank failed, and this one waits for it; rank 1, step 1" in told.err
-    assert "the layer broke" in told.err
+def test_a_rank_that_breaks_and_lives_on_ends_the_others_too(tmp_path):
+    main = partial(cases.fail_in_the_second_step, stays=True)
+    first, second = fork_ranks(main, 2, tmp_path, lives_on=1)
+    assert (first.code, second.code) == (EXIT_CODE, None)
+    assert "rank 1: RuntimeError" in second.output
+    told = "optpipe: another rank failed, and this one waits for it; rank 1, step 1"
+    assert told in first.output
+    assert "no such layer" in first.output
+
+
+def test_ranks_that_stay_behind_a_failed_one_are_ended(monkeypatch):
+    """Two processes without torch: one fails at once, the other sleeps."""
+    monkeypatch.setattr("optpipe.runtime.demo_model._GRACE_S", 0.1)
+    statement = "1 / 0 if os.environ['RANK'] == '1' else time.sleep(60)"
+    given = ["-n", "1", "-r", "1", "-s", "import os, time", statement]
+    assert launch_ranks("timeit", given, 2) == 1

@@ -11,8 +11,6 @@ from optpipe.memory import memory_walk
 from tests.runtime import memory_cases, schedules
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from tests.runtime.live_bytes import Moment
     from tests.runtime.memory_cases import Counted
     from tests.runtime.ranks import Ranks
@@ -34,11 +32,14 @@ class _Alone(NamedTuple):
     recomputed: dict[str, Moment]
 
 
+_ALONE: dict[tuple[int, ...], _Alone] = {}
+"""By placement: counted once."""
+
 _WAYS = ("F I W", "F B", "F OFFLOAD RELEASE RELOAD B", "F RECOMPUTE B")
 
 
 def _measured(
-    ranks: Ranks, placement: Sequence[int], num_microbatches: int, *, recomputes: bool = False
+    ranks: Ranks, placement: tuple[int, ...], num_microbatches: int, *, recomputes: bool = False
 ) -> Problem:
     """Return the problem whose stages hold what was counted of one micro-batch.
 
@@ -47,17 +48,20 @@ def _measured(
     recomputes
         Whether its F's must have room to run without a graph, too.
     """
-    problem = schedules.make_problem(placement, 1)
-    runs = [_count(ranks, problem, schedules.alone(placement, way.split())) for way in _WAYS]
-    moments = [
-        {key: moment for one in run for key, moment in _without_boundary(one).items()}
-        for run in runs
-    ]
+    if placement not in _ALONE:
+        problem = schedules.make_problem(placement, 1)
+        runs = [_count(ranks, problem, schedules.alone(placement, way.split())) for way in _WAYS]
+        moments = [
+            {key: moment for one in run for key, moment in _without_boundary(one).items()}
+            for run in runs
+        ]
+        _ALONE[placement] = _Alone(*moments)
+    counted = _ALONE[placement]
     stages: list[Stage] = []
     for index, home in enumerate(placement):
         beside = [stage for stage in stages if stage.device == home]
-        stage = _stage(home, index, _Alone(*moments), beside)
-        stages.append(_with_room(stage, _Alone(*moments), index, beside) if recomputes else stage)
+        stage = _stage(home, index, counted, beside)
+        stages.append(_with_room(stage, counted, index, beside) if recomputes else stage)
     plain = schedules.make_problem(placement, num_microbatches, limit=2**50)
     return plain.model_copy(update={"stages": tuple(stages)})
 

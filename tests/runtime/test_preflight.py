@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import pytest
 import torch
@@ -23,96 +23,72 @@ if TYPE_CHECKING:
     from optpipe.runtime.torch_schedule import HookedSchedule
 
 
-@pytest.fixture
-def problem():
-    return schedules.make_problem(schedules.LINEAR, 4)
-
-
-@pytest.fixture
-def schedule(problem):
-    return schedules.make_schedule(problem, schedules.one_f_one_b(4, 4))
-
-
 def _one_text(texts: list[str]) -> str:
     assert len(set(texts)) == 1, texts
     return texts[0]
 
 
-def test_a_removed_reload_is_refused_with_its_cell(ranks, problem):
+def test_a_removed_reload_is_refused_with_its_cell(ranks):
     programs = schedules.from_text(
         [" ".join(f"{s}F{j} {s}OFFLOAD{j} {s}RELEASE{j} {s}RELOAD{j} {s}B{j}" for j in range(4))
          for s in range(4)]
     )  # fmt: skip
-    whole = schedules.make_schedule(problem, programs)
-    assert _one_text(ranks.run(cases.refused, [whole] * 4, problem)) == ""
+    whole = schedules.make_schedule(PLAIN, programs)
+    assert _one_text(ranks.run(cases.refused, [whole] * 4, PLAIN)) == ""
     cut = tuple(tuple(a for a in row if str(a) != "2RELOAD1") for row in programs)
     broken = whole.model_copy(update={"programs": cut})
-    for given in (problem, None):
+    for given in (PLAIN, None):
         text = _one_text(ranks.run(cases.refused, [broken] * 4, given))
         assert text.startswith("PreflightError")
         assert "ranks 0, 1, 2, 3" in text
         assert "without 2RELOAD1" in text
 
 
-def test_a_schedule_of_another_problem_is_refused(ranks, schedule):
-    other = schedules.make_problem(schedules.LINEAR, 4, limit=999)
-    assert other.problem_hash in _one_text(ranks.run(cases.refused, [schedule] * 4, other))
+TIGHT, OTHER = (schedules.make_problem(schedules.LINEAR, 4, limit=limit) for limit in (8, 999))
+PLAIN = schedules.make_problem(schedules.LINEAR, 4)
+HALF = schedules.make_problem((0, 1), 4)
+STRAIGHT = schedules.make_schedule(PLAIN, schedules.one_f_one_b(4, 4))
+SPLIT = schedules.make_schedule(PLAIN, schedules.zero_bubble_h1(4, 4))
+SHORT = schedules.make_schedule(HALF, schedules.one_f_one_b(2, 4))
+OVER = STRAIGHT.model_copy(update={"problem_hash": TIGHT.problem_hash})
+ROWS = STRAIGHT.programs
+ODD = STRAIGHT.model_copy(update={"programs": [*ROWS[:2], ("2F0", *ROWS[2][1:]), ROWS[3]]})
+HASHES = f"ranks 0, 1, 3 {STRAIGHT.program_hash}; rank 2 {SPLIT.program_hash}"
+UNEVEN = "rank 0: the batch has 7 samples, which do not divide into 4 micro-batches"
+
+REFUSALS: dict[str, tuple[tuple[Any, ...], str]] = {
+    "another problem": (([STRAIGHT] * 4, OTHER), OTHER.problem_hash),
+    "over the limit": (([OVER] * 4, TIGHT), "its limit is 8"),
+    "another program": (([STRAIGHT, STRAIGHT, SPLIT, STRAIGHT], PLAIN), HASHES),
+    "too few programs": (([SHORT] * 4, HALF), "2 programs for 4 ranks"),
+    "other modules": (
+        ([STRAIGHT] * 4, PLAIN, 1),
+        "rank 0: this rank was given stages [1], the schedule's placement puts [0] here",
+    ),
+    "an uneven batch": (([STRAIGHT] * 4, PLAIN, 0, {0: 7}), UNEVEN),
+    "an uneven target": (([STRAIGHT] * 4, PLAIN, 0, {3: 6}), "rank 3: the target has 6 samples"),
+    "no action": (([ODD] * 4,), "cell 0 of program 2 is '2F0', which is no action"),
+}
 
 
-def test_a_schedule_over_the_memory_limit_is_refused(ranks, schedule):
-    tight = schedules.make_problem(schedules.LINEAR, 4, limit=8)
-    over = schedule.model_copy(update={"problem_hash": tight.problem_hash})
-    text = _one_text(ranks.run(cases.refused, [over] * 4, tight))
-    assert "its limit is 8" in text
+@pytest.mark.parametrize("name", REFUSALS)
+def test_what_does_not_fit_together_is_refused_on_all_ranks(ranks, name):
+    given, expected = REFUSALS[name]
+    assert expected in _one_text(ranks.run(cases.refused, *given))
 
 
-def test_ranks_with_different_programs_are_told_apart(ranks, problem, schedule):
-    other = schedules.make_schedule(problem, schedules.zero_bubble_h1(4, 4))
-    text = _one_text(ranks.run(cases.refused, [schedule, schedule, other, schedule], problem))
-    assert "the programs must be the same on all ranks" in text
-    assert f"ranks 0, 1, 3 {schedule.program_hash}; rank 2 {other.program_hash}" in text
-
-
-def test_too_few_programs_are_refused(ranks):
-    problem = schedules.make_problem((0, 1), 4)
-    two = schedules.make_schedule(problem, schedules.one_f_one_b(2, 4))
-    text = _one_text(ranks.run(cases.refused, [two] * 4, problem))
-    assert "2 programs for 4 ranks" in text
-
-
-def test_modules_of_other_stages_are_refused_on_all_ranks(ranks, problem, schedule):
-    text = _one_text(ranks.run(cases.refused, [schedule] * 4, problem, 1))
-    assert "rank 0: this rank was given stages [1], the schedule's placement puts [0] here" in text
-
-
-def test_a_batch_that_does_not_divide_is_refused_on_all_ranks(ranks, problem, schedule):
-    text = _one_text(ranks.run(cases.refused, [schedule] * 4, problem, 0, {0: 7}))
-    assert "rank 0: the batch has 7 samples, which do not divide into 4 micro-batches" in text
-    text = _one_text(ranks.run(cases.refused, [schedule] * 4, problem, 0, {3: 6}))
-    assert "rank 3: the target has 6 samples" in text
-
-
-def test_a_stage_that_cannot_run_is_named_on_all_ranks(ranks, schedule):
-    text = _one_text(ranks.run(cases.refused_stage, schedule, "raises"))
+@pytest.mark.parametrize(
+    ("trouble", "expected"),
+    [("raises", "ValueError: no such layer"), ("transposes", "only contiguous tensors are sent")],
+)
+def test_a_stage_that_cannot_run_is_named_on_all_ranks(ranks, trouble, expected):
+    text = _one_text(ranks.run(cases.refused_stage, STRAIGHT, trouble))
     assert "rank 2: stage 2 cannot run" in text
-    assert "ValueError: no such layer" in text
+    assert expected in text
 
 
-def test_an_output_that_cannot_be_sent_is_named_on_all_ranks(ranks, schedule):
-    text = _one_text(ranks.run(cases.refused_stage, schedule, "transposes"))
-    assert "stage 2" in text
-    assert "only contiguous tensors are sent" in text
-
-
-def test_a_cell_that_is_no_action_is_refused(ranks, schedule):
-    rows = list(schedule.programs)
-    rows[2] = ("2F0", *rows[2][1:])
-    text = _one_text(ranks.run(cases.refused, [schedule.model_copy(update={"programs": rows})] * 4))
-    assert "cell 0 of program 2 is '2F0', which is no action" in text
-
-
-def test_two_swapped_receives_are_refused_before_they_mix_tensors(ranks, schedule):
-    text = _one_text(ranks.run(cases.refused_orders, schedule))
+def test_two_swapped_receives_are_refused_before_they_mix_tensors(ranks):
+    text = _one_text(ranks.run(cases.refused_orders, STRAIGHT))
     assert "rank 2: message 0 between ranks 1 and 2 is the output of stage 1, micro-batch 0" in text
     assert "both must post the same messages in the same order" in text
 
@@ -181,15 +157,12 @@ def _planned(plan: _Plan) -> int:
     return sum(plan.schedule.peak_bytes) + sum(plan.schedule.host_peak_bytes.values())
 
 
-@pytest.mark.parametrize("version", ["2.12.0", "2.13.0+cpu", "2.13.1a0+git"])
-def test_known_versions_of_torch_are_taken(version):
-    require_torch(version)
-
-
-@pytest.mark.parametrize("version", ["2.11.0", "2.14.0", "3.0.0"])
-def test_other_versions_of_torch_are_refused_with_the_command(version):
-    with pytest.raises(MissingExtraError, match=rf"{version}.*>=2.12,<2.14; pip install"):
+def test_torch_is_taken_in_known_versions_and_else_refused_with_the_command():
+    for version in ("2.12.0", "2.13.0+cpu", "2.13.1a0+git"):
         require_torch(version)
+    for version in ("2.11.0", "2.14.0", "3.0.0"):
+        with pytest.raises(MissingExtraError, match=rf"{version}.*>=2.12,<2.14; pip install"):
+            require_torch(version)
 
 
 def test_a_torch_without_an_overridden_name_is_refused(monkeypatch):

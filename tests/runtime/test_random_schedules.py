@@ -58,7 +58,7 @@ def test_every_kind_of_schedule_is_among_them():
 @pytest.mark.parametrize("index", range(NUM_SCHEDULES))
 def test_losses_and_gradients_are_those_of_one_process(ranks, index):
     problem, schedule = _case(index)
-    outcomes = ranks.run(small_cases.train_small, schedule, problem)
+    outcomes = ranks.run(small_cases.train, schedule, problem)
     assert all(outcome.losses_equal for outcome in outcomes)
     assert sum(outcome.num_gradients for outcome in outcomes) == 3 * 8 * 7
     assert min(outcome.largest_gradient for outcome in outcomes) > 1e-3
@@ -72,8 +72,8 @@ def test_losses_and_gradients_are_those_of_one_process(ranks, index):
 @pytest.mark.parametrize("index", [7, 14, 25, 31])
 def test_slow_copies_and_random_delays_change_no_bit(ranks, index):
     problem, schedule = _case(index)
-    undisturbed = ranks.run(small_cases.train_small, schedule, problem)
-    delayed = ranks.run(small_cases.train_small, schedule, problem, "delays")
+    undisturbed = ranks.run(small_cases.train, schedule, problem)
+    delayed = ranks.run(small_cases.train, schedule, problem, "delays")
     assert [outcome.digest for outcome in delayed] == [one.digest for one in undisturbed]
     assert [outcome.worst_difference for outcome in delayed] == [
         one.worst_difference for one in undisturbed
@@ -97,7 +97,7 @@ def test_schedules_take_turns_on_the_same_stages(ranks):
 
 def test_one_bit_wrong_on_the_host_shows_in_the_gradients(ranks):
     problem, schedule = _case(24)
-    outcomes = ranks.run(small_cases.train_small, schedule, problem, "corrupted host copy")
+    outcomes = ranks.run(small_cases.train, schedule, problem, "corrupted host copy")
     assert _worst(outcomes) > 1e-9
 
 
@@ -106,8 +106,8 @@ def test_swapped_receives_show_in_the_gradients(ranks):
     straight, swapped = "{0}F0 {0}F1 {0}B0 {0}B1", "{0}F1 {0}F0 {0}B0 {0}B1"
     rows = [straight.format(0), *(swapped.format(stage) for stage in (1, 2, 3))]
     schedule = schedules.make_schedule(problem, schedules.from_text(rows))
-    assert _worst(ranks.run(small_cases.train_small, schedule, problem)) <= FLOAT_ERROR
-    outcomes = ranks.run(small_cases.train_small, schedule, problem, "swapped receives")
+    assert _worst(ranks.run(small_cases.train, schedule, problem)) <= FLOAT_ERROR
+    outcomes = ranks.run(small_cases.train, schedule, problem, "swapped receives")
     assert _worst(outcomes) > 1e-3
 
 

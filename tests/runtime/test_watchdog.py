@@ -35,18 +35,15 @@ def world() -> _World:
 
 
 @pytest.fixture
-def watch(world):
-    made = Watchdog(world.find_failure, world.cut.set, world.end, poll_s=0.01, grace_s=0.2)
+def watch(world, request):
+    """With a grace in seconds; one of 3 is used up by no busy machine."""
+    grace_s = getattr(request, "param", 0.2)
+    made = Watchdog(world.find_failure, world.cut.set, world.end, poll_s=0.01, grace_s=grace_s)
     yield made
     made.stop()
 
 
-@pytest.fixture
-def patient_watch(world):
-    """One whose grace no busy machine uses up."""
-    made = Watchdog(world.find_failure, world.cut.set, world.end, poll_s=0.01, grace_s=3)
-    yield made
-    made.stop()
+patient = pytest.mark.parametrize("watch", [3], indirect=True)
 
 
 def test_a_rank_stuck_in_a_step_is_cut_off_and_ended_with_the_cause(world, watch):
@@ -57,16 +54,18 @@ def test_a_rank_stuck_in_a_step_is_cut_off_and_ended_with_the_cause(world, watch
     assert world.causes == ["rank 1, step 3: boom"]
 
 
-def test_cutting_the_connections_is_enough_where_it_frees_the_rank(world, patient_watch):
-    with patient_watch:
+@patient
+def test_cutting_the_connections_is_enough_where_it_frees_the_rank(world, watch):
+    with watch:
         world.failure = "boom"
         assert world.cut.wait(10)
     time.sleep(2)
     assert not world.ended.is_set()
 
 
-def test_a_rank_that_leaves_its_step_by_itself_is_left_alone(world, patient_watch):
-    with patient_watch:
+@patient
+def test_a_rank_that_leaves_its_step_by_itself_is_left_alone(world, watch):
+    with watch:
         world.failure = "boom"
         time.sleep(0.05)
     time.sleep(2)

@@ -6,7 +6,7 @@ import os
 import socket
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -44,12 +44,7 @@ def device_facts(
 ) -> tuple[DeviceFacts, ...]:
     """Return the facts of every device; each is asked for its own.
 
-    Parameters
-    ----------
-    bandwidths
-        By device.
-    memory_bytes
-        Of each device; None = the GPU's own, or an equal part of the host's.
+    ``memory_bytes`` of each; None = the GPU's own, or an equal part of the host's.
     """
     found = []
     for index, rates in enumerate(bandwidths):
@@ -77,8 +72,6 @@ def device_name(device: torch.device) -> str:
 
 # --- What messages between devices take: ping-pong between ranks, or copies on the one there is.
 
-_SHORT_BYTES = 1024
-_LONG_BYTES = 2**28
 _WARMUPS = 2
 
 Pair = tuple[int, int]
@@ -91,23 +84,15 @@ def message_sizes(boundary_bytes: int) -> tuple[int, ...]:
     The larger ones, up to 16 times the boundary where that is not more than 256 MiB, tell the
     bandwidth of links on which the boundary's own is as fast as a short message.
     """
-    most = max(boundary_bytes, _LONG_BYTES)
-    sizes = {_SHORT_BYTES, *(min(most, factor * boundary_bytes) for factor in (1, 4, 16))}
+    most = max(boundary_bytes, 2**28)
+    sizes = {1024, *(min(most, factor * boundary_bytes) for factor in (1, 4, 16))}
     return tuple(sorted(size for size in sizes if size > 0))
 
 
 def local_copies(
     sizes_of: Mapping[Pair, Sequence[int]], clock: Clock, device: torch.device, repeats: int
 ) -> tuple[Transfer, ...]:
-    """Copy on one device in place of messages between devices that are not there.
-
-    Parameters
-    ----------
-    sizes_of
-        Per pair of devices, the bytes of its messages.
-    repeats
-        Messages per size that are kept; two more come before them.
-    """
+    """Copy on one device in place of messages between devices that are not there."""
     times: dict[int, list[float]] = {}
     for size in sorted({size for sizes in sizes_of.values() for size in sizes}):
         source, target = _buffer(size, device), _buffer(size, device)
@@ -130,62 +115,39 @@ def ping_pong(
     """Send messages to and fro between pairs of ranks, one pair at a time.
 
     A message's time is half of its round trip. All ranks call this together and get all times.
-
-    Parameters
-    ----------
-    sizes_of
-        Per pair of ranks, the bytes of its messages; the same on all ranks.
-    device
-        Where messages start and end; over gloo the host's memory is used.
-    repeats
-        Round trips per size that are kept; two more come before them.
+    ``sizes_of`` has the bytes of each pair's messages, the same on all ranks; of each size
+    ``repeats`` round trips are kept, and two more come before them. Over gloo messages start and
+    end in the host's memory.
     """
     if dist.get_backend(group) != dist.Backend.NCCL:
         device = torch.device("cpu")
     own: list[Transfer] = []
     for pair, sizes in sorted(sizes_of.items()):
         dist.barrier(group)
-        if dist.get_rank(group) in pair:
-            for size in sizes:
-                ends = _Ends(*pair, _buffer(size, device), group)
-                own += ends.play(clock, repeats)
+        for size in sizes if dist.get_rank(group) in pair else ():
+            own += _play(pair, _buffer(size, device), group, clock, repeats)
     return tuple(one for part in gather(own, group) for one in part)
 
 
-class _Ends(NamedTuple):
-    """Two ranks, and what they send to and fro."""
+def _play(
+    pair: Pair, buffer: Tensor, group: ProcessGroup | None, clock: Clock, repeats: int
+) -> list[Transfer]:
+    """Send a buffer to and fro; return the transfers on the first rank, which times them."""
+    first, second = pair
+    if dist.get_rank(group) == second:
+        for _ in range(repeats + _WARMUPS):
+            dist.recv(buffer, group=group, group_src=first)
+            dist.send(buffer, group=group, group_dst=first)
+        return []
 
-    first: int
-    second: int
-    buffer: Tensor
-    group: ProcessGroup | None
+    def there_and_back() -> None:
+        dist.send(buffer, group=group, group_dst=second)
+        dist.recv(buffer, group=group, group_src=second)
 
-    def play(self, clock: Clock, repeats: int) -> list[Transfer]:
-        """Return the transfers, timed by the first rank; none on the second."""
-        if dist.get_rank(self.group) == self.second:
-            for _ in range(repeats + _WARMUPS):
-                self._receive(self.first)
-                self._send(self.first)
-            return []
-        return [
-            Transfer(
-                source=self.first,
-                target=self.second,
-                num_bytes=self.buffer.numel(),
-                time_ms=ms / 2,
-            )
-            for ms in _timed(clock, self._there_and_back, repeats)
-        ]
-
-    def _there_and_back(self) -> None:
-        self._send(self.second)
-        self._receive(self.second)
-
-    def _send(self, to: int) -> None:
-        dist.send(self.buffer, group=self.group, group_dst=to)
-
-    def _receive(self, origin: int) -> None:
-        dist.recv(self.buffer, group=self.group, group_src=origin)
+    return [
+        Transfer(source=first, target=second, num_bytes=buffer.numel(), time_ms=ms / 2)
+        for ms in _timed(clock, there_and_back, repeats)
+    ]
 
 
 def _timed(clock: Clock, run: Callable[[], object], repeats: int) -> list[float]:
@@ -214,21 +176,11 @@ class MeasuringRanks:
         self.group = group
         self.device = device
         self.are_many = dist.is_initialized() and dist.get_world_size(group) > 1
-        self.rank = dist.get_rank(group) if self.are_many else 0
-
-    @property
-    def size(self) -> int | None:
+        self.size = dist.get_world_size(group) if self.are_many else None
         """Number of ranks, or None where one process plays all devices."""
-        return dist.get_world_size(self.group) if self.are_many else None
 
     def check_devices(self, num_devices: int) -> None:
-        """Refuse another number of ranks than devices.
-
-        Raises
-        ------
-        PreflightError
-            With both numbers.
-        """
+        """Refuse another number of ranks than devices."""
         if self.size not in (None, num_devices):
             raise PreflightError(
                 f"the placement names {num_devices} devices, but {self.size} ranks measure: there "
@@ -236,13 +188,7 @@ class MeasuringRanks:
             )
 
     def tell(self, home: int, make: Callable[[], Any]) -> Any:
-        """Return what a function gives on rank ``home``; it runs there only.
-
-        Raises
-        ------
-        PreflightError
-            On every rank, with the cause, if it failed.
-        """
+        """Return what a function gives on rank ``home``; a failure there fails all ranks."""
         if not self.are_many:
             return make()
         value, faults = made_on(home, make, self.device, self.group)
@@ -277,13 +223,7 @@ def computing_with(threads: int) -> Iterator[None]:
 
 
 def device_named(name: str | None) -> torch.device:
-    """Return the device to measure on: the one named, else this rank's GPU, else the CPU.
-
-    Raises
-    ------
-    InputError
-        If there is no such device.
-    """
+    """Return the device to measure on: the one named, else this rank's GPU, else the CPU."""
     if name is None:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:

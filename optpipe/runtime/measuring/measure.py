@@ -228,13 +228,7 @@ def _measure_stage(
 
 @contextmanager
 def _moved_to(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """Hold a module on a device inside the context, and where it was afterwards.
-
-    Raises
-    ------
-    InputError
-        If it lies on several devices, or has no values yet.
-    """
+    """Hold a module on a device inside the context, and where it was afterwards."""
     homes = {tensor.device for tensor in (*module.parameters(), *module.buffers())}
     if homes <= {device}:
         yield

@@ -52,12 +52,7 @@ class Use(NamedTuple):
 class StageMemory(NamedTuple):
     """What a stage's passes use; what the stage holds anyway is not counted.
 
-    Attributes
-    ----------
-    uses
-        By pass, run one after another.
-    without_graph
-        Of an F that will be recomputed, and keeps nothing but what it sends.
+    ``without_graph`` is of an F that will be recomputed, and keeps nothing but what it sends.
     """
 
     uses: dict[ActionType, Use]

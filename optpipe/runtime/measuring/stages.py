@@ -53,12 +53,6 @@ def load_stages(name: str, microbatch: int | None = None) -> StageSet:
         ``module:function``; modules of the current folder are found, too.
     microbatch
         Samples of the micro-batch; handed to the function as ``microbatch=`` if given.
-
-    Raises
-    ------
-    InputError
-        If there is no such module or function, or it returns something else than stages and a
-        sample: the value, the rule, what to do.
     """
     function = _find(name)
     arguments = {} if microbatch is None else {"microbatch": microbatch}

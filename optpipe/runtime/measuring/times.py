@@ -48,20 +48,9 @@ class ForwardResult(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class StageUnderTest:
-    """A stage with one micro-batch's inputs.
+    """A stage with one micro-batch's inputs: from the stage before, or the batch.
 
-    Parameters
-    ----------
-    index
-        Of the stage, in model order, for messages.
-    module
-        The stage, split by ``gradients`` where it can be.
-    inputs
-        What arrives from the stage before, or the batch.
-    loss
-        From the last stage's output to a scalar; None on the others.
-    target
-        The loss's target: it belongs to the batch, whatever the loss saves of it.
+    ``loss`` and its ``target``, which belongs to the batch, are those of the last stage.
     """
 
     index: int
@@ -89,13 +78,7 @@ class StageUnderTest:
         )
 
     def forward(self, received: tuple[Tensor, ...]) -> ForwardResult:
-        """Run F, the loss included where the stage is the last.
-
-        Raises
-        ------
-        PreflightError
-            If the stage or the loss fails; with sizes and cause.
-        """
+        """Run F, the loss included where the stage is the last; refuse a stage that fails."""
         try:
             output = self.module(*received)
             if self.loss is not None:
@@ -110,13 +93,7 @@ class StageUnderTest:
             ) from error
 
     def backward(self, result: ForwardResult, gradients: Sequence[Tensor] | None = None) -> None:
-        """Run the backward with these output gradients, or with ones.
-
-        Raises
-        ------
-        InputError
-            If no output depends on a parameter or an input that has gradients.
-        """
+        """Run the backward with these output gradients, or with ones."""
         if not any(root.requires_grad for root in result.roots):
             raise InputError(
                 f"no output of stage {self.index} requires a gradient, but its backward is to be "
@@ -164,10 +141,7 @@ class Clock(Protocol):
     def mark_after(self, fence: Fence, lane: int) -> Mark:
         """Return the moment at which a copy ends, without making compute wait for it.
 
-        Parameters
-        ----------
-        lane
-            0 for copies to the host, 1 for those to the device: each lane ends in its own order.
+        Lane 0 is that of copies to the host, 1 that of those to the device: each ends in its order.
         """
 
     def ms_between(self, start: Mark, end: Mark) -> float:
@@ -235,14 +209,8 @@ def time_passes(
 ) -> Durations:
     """Run F, I, W, then F, RECOMPUTE, B, again and again, and return what each took.
 
-    Gradients add up from repeat to repeat, as they do over micro-batches.
-
-    Parameters
-    ----------
-    repeats, warmups
-        Rounds that are kept, and rounds before them that are not.
-    can_split
-        Whether W has any work; where it has none, I is the whole backward and W takes 0.
+    Gradients add up from repeat to repeat, as they do over micro-batches. ``warmups`` rounds come
+    first and are not kept. Where nothing can be split, I is the whole backward and W takes 0.
     """
     rounds = [_run(stage, clock) for _ in range(warmups + repeats)][warmups:]
     samples: dict[ActionType, list[float]] = {}
@@ -322,16 +290,10 @@ def measure_bandwidths(
     compute_ms: float,
     repeats: int,
 ) -> Bandwidths:
-    """Copy buffers of some sizes to the host and back.
+    """Copy buffers of some sizes, in bytes, to the host and back.
 
-    Parameters
-    ----------
-    sizes
-        In bytes; at least one.
-    compute
-        Some passes of the stage that take about ``compute_ms``.
-    repeats
-        Copies that the medians are taken of; one more comes before them.
+    ``compute`` runs some passes of the stage that take about ``compute_ms``. Medians are taken of
+    ``repeats`` copies; one more comes before them.
     """
     rounds = max(1, round(_CUDA_BYTES / sum(sizes))) if copies.pinned else 1
     num_bytes = sum(sizes) * rounds
