@@ -360,8 +360,13 @@ def _with_measured_links(
     by_pair = {(link["from"], link["to"]): link for link in links}
     device_in = _device_in(base, measurements.placement) if base else {}
     for fit in measurements.links:
-        pair = device_in.get(fit.source, fit.source), device_in.get(fit.target, fit.target)
-        by_pair[pair] = fit.as_link() | {"from": pair[0], "to": pair[1]}
+        source, target = (device_in.get(end, end) for end in (fit.source, fit.target))
+        by_pair[source, target] = {
+            "from": source,
+            "to": target,
+            "latency_ms": fit.latency_ms,
+            "bandwidth_gb_per_s": fit.bandwidth_gb_per_s,
+        }
     return [by_pair[pair] for pair in sorted(by_pair)]
 
 

@@ -45,7 +45,6 @@ class TraceEvent(NamedTuple):
     name: str
     start_us: float
     duration_us: float
-    thread: Any
     args: dict[str, Any]
 
     @property
@@ -228,7 +227,6 @@ def _event(path: Path, index: int, raw: dict[str, Any]) -> TraceEvent:
         name=str(raw.get("name", "")),
         start_us=float(raw["ts"]),
         duration_us=float(raw["dur"]),
-        thread=raw.get("tid"),
         args=args if isinstance(args, dict) else {},
     )
 

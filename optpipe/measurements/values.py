@@ -213,15 +213,6 @@ class LinkFit(NamedTuple):
     num_transfers: int
     num_sizes: int
 
-    def as_link(self) -> dict[str, Any]:
-        """Return the fields of a problem's link."""
-        return {
-            "from": self.source,
-            "to": self.target,
-            "latency_ms": self.latency_ms,
-            "bandwidth_gb_per_s": self.bandwidth_gb_per_s,
-        }
-
 
 def fit_links(transfers: Iterable[Transfer]) -> tuple[LinkFit, ...]:
     """Return one fit per directed pair of devices, in order of the pairs.

@@ -11,7 +11,7 @@ from __future__ import annotations
 import difflib
 from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from optpipe.errors import InputError
 from optpipe.presets.shape import AskedError, Experts, Field, LatentAttention, ModelShape
@@ -361,100 +361,73 @@ PIPEOFFLOAD = {
 _PAPER_VOCAB = 32000
 
 
-def _gpt3(name: str, row: tuple[int, int, int]) -> ModelShape:
+def _gelu(name: str, row: tuple[int, int, int], source: str, **fields: Any) -> ModelShape:
     layers, hidden, heads = row
-    note = "; its 24 heads of 128 do not make 2048, so 16" if name == "gpt3-1.3b" else ""
-    note = "; its hidden 5140 is no multiple of 40 heads of 128, so 5120" if "13b" in name else note
     return ModelShape(
-        name=name, num_layers=layers, hidden=hidden, num_heads=heads, num_kv_heads=heads,
-        ffn=4 * hidden, vocab=50257, positions=2048, mlp="gelu", bias="all", tied=True,
-        source=_GPT3 + note,
+        **{"name": name, "num_layers": layers, "hidden": hidden, "num_heads": heads,
+           "num_kv_heads": heads, "ffn": 4 * hidden, "vocab": _PAPER_VOCAB, "mlp": "gelu",
+           "tied": True, "source": source, **fields},
     )  # fmt: skip
 
 
-def _rotary(name: str, row: tuple[int, ...], source: str, bias: bool, qk_norm: bool) -> ModelShape:
+def _rotary(name: str, row: tuple[int, ...], source: str, **fields: Any) -> ModelShape:
     layers, hidden, heads, kv_heads, ffn, vocab = row
     return ModelShape(
         name=name, num_layers=layers, hidden=hidden, num_heads=heads, num_kv_heads=kv_heads,
-        ffn=ffn, vocab=vocab, bias="qkv" if bias else "none", qk_norm=qk_norm,
-        head_width=128 if qk_norm else None, tied=name in _TIED, source=source,
+        ffn=ffn, vocab=vocab, head_width=128 if "qk_norm" in fields else None,
+        tied=name in _TIED, source=source, **fields,
     )  # fmt: skip
 
 
-def _zero_bubble(model: str) -> ModelShape:
-    layers, hidden, heads = _ZERO_BUBBLE[model]
-    return ModelShape(
-        name=f"zb-{model.lower()}", num_layers=layers, hidden=hidden, num_heads=heads,
-        num_kv_heads=heads, ffn=4 * hidden, vocab=_PAPER_VOCAB, positions=1024, mlp="gelu",
-        bias="all", tied=True, dropout=True,
-        source=f"{_ZB}; vocabulary inferred from the number of parameters",
-    )  # fmt: skip
-
-
-def _pipeoffload(model: str) -> ModelShape:
-    layers, hidden, heads = PIPEOFFLOAD[model]
-    return ModelShape(
-        name=f"po-{model.lower()}", num_layers=layers, hidden=hidden, num_heads=heads,
-        num_kv_heads=8, ffn=4 * hidden, vocab=_PAPER_VOCAB, mlp="gelu", bias="none", tied=True,
-        source=f"{_PO}; 8 key/value heads and vocabulary inferred from the number of parameters",
-    )  # fmt: skip
-
-
-def _mixtral(name: str, layers: int, hidden: int, heads: int, ffn: int) -> ModelShape:
-    return ModelShape(
-        name=name, num_layers=layers, hidden=hidden, num_heads=heads, num_kv_heads=8, ffn=ffn,
-        vocab=32000, experts=Experts(num=8, active=2, ffn=ffn), source=_MIXTRAL,
-    )  # fmt: skip
-
-
-def _qwen3_moe(name: str, layers: int, hidden: int, heads: int, ffn: int) -> ModelShape:
-    return ModelShape(
-        name=name, num_layers=layers, hidden=hidden, num_heads=heads, num_kv_heads=4,
-        ffn=3 * hidden, vocab=151936, head_width=128, qk_norm=True, source=_QWEN3,
-        experts=Experts(num=128, active=8, ffn=ffn),
-    )  # fmt: skip
-
-
-def _deepseeks() -> Iterator[ModelShape]:
-    def latent(rank: int | None) -> LatentAttention:
-        return LatentAttention(query_rank=rank, kv_rank=512, nope=128, rope=64, value=128)
-
-    yield ModelShape(
-        name="deepseek-v2-lite", num_layers=27, hidden=2048, num_heads=16, num_kv_heads=16,
-        ffn=10944, vocab=102400, latent=latent(None), source=_DEEPSEEK2,
-        experts=Experts(num=64, active=6, ffn=1408, shared_ffn=2816, dense_layers=1),
-    )  # fmt: skip
-    yield ModelShape(
-        name="deepseek-v2", num_layers=60, hidden=5120, num_heads=128, num_kv_heads=128,
-        ffn=12288, vocab=102400, latent=latent(1536), source=_DEEPSEEK2,
-        experts=Experts(num=160, active=6, ffn=1536, shared_ffn=3072, dense_layers=1),
-    )  # fmt: skip
-    yield ModelShape(
-        name="deepseek-v3", num_layers=61, hidden=7168, num_heads=128, num_kv_heads=128,
-        ffn=18432, vocab=129280, latent=latent(1536), source=_DEEPSEEK3,
-        experts=Experts(num=256, active=8, ffn=2048, shared_ffn=2048, dense_layers=3),
-        left_out=("the multi-token prediction module",),
-    )  # fmt: skip
+def _latent(query_rank: int | None) -> LatentAttention:
+    return LatentAttention(query_rank=query_rank, kv_rank=512, nope=128, rope=64, value=128)
 
 
 def _all() -> Iterator[ModelShape]:
+    corrected = {
+        "gpt3-1.3b": "; its 24 heads of 128 do not make 2048, so 16",
+        "gpt3-13b": "; its hidden 5140 is no multiple of 40 heads of 128, so 5120",
+    }
     for name, small in _GPT3_ROWS.items():
-        yield _gpt3(name, small)
+        source = _GPT3 + corrected.get(name, "")
+        yield _gelu(name, small, source, vocab=50257, positions=2048, bias="all")
     for name, row in _LLAMA_ROWS.items():
-        yield _rotary(
-            name, row, _LLAMA2 if "llama2" in name else _LLAMA3, bias=False, qk_norm=False
-        )
+        yield _rotary(name, row, _LLAMA2 if "llama2" in name else _LLAMA3)
     for name, row in _QWEN25_ROWS.items():
-        yield _rotary(name, row, _QWEN25, bias=True, qk_norm=False)
+        yield _rotary(name, row, _QWEN25, bias="qkv")
     for name, row in _QWEN3_ROWS.items():
-        yield _rotary(name, row, _QWEN3, bias=False, qk_norm=True)
-    yield _qwen3_moe("qwen3-30b-a3b", 48, 2048, 32, 768)
-    yield _qwen3_moe("qwen3-235b-a22b", 94, 4096, 64, 1536)
-    yield _mixtral("mixtral-8x7b", 32, 4096, 32, 14336)
-    yield _mixtral("mixtral-8x22b", 56, 6144, 48, 16384)
-    yield from _deepseeks()
-    yield from map(_zero_bubble, _ZERO_BUBBLE)
-    yield from map(_pipeoffload, PIPEOFFLOAD)
+        yield _rotary(name, row, _QWEN3, qk_norm=True)
+    for name, row, ffn in (
+        ("qwen3-30b-a3b", (48, 2048, 32, 4, 6144, 151936), 768),
+        ("qwen3-235b-a22b", (94, 4096, 64, 4, 12288, 151936), 1536),
+    ):
+        experts = Experts(num=128, active=8, ffn=ffn)
+        yield _rotary(name, row, _QWEN3, qk_norm=True, experts=experts)
+    for name, row in (
+        ("mixtral-8x7b", (32, 4096, 32, 8, 14336, 32000)),
+        ("mixtral-8x22b", (56, 6144, 48, 8, 16384, 32000)),
+    ):
+        yield _rotary(name, row, _MIXTRAL, experts=Experts(num=8, active=2, ffn=row[4]))
+    yield _rotary(
+        "deepseek-v2-lite", (27, 2048, 16, 16, 10944, 102400), _DEEPSEEK2, latent=_latent(None),
+        experts=Experts(num=64, active=6, ffn=1408, shared_ffn=2816, dense_layers=1),
+    )  # fmt: skip
+    yield _rotary(
+        "deepseek-v2", (60, 5120, 128, 128, 12288, 102400), _DEEPSEEK2, latent=_latent(1536),
+        experts=Experts(num=160, active=6, ffn=1536, shared_ffn=3072, dense_layers=1),
+    )  # fmt: skip
+    yield _rotary(
+        "deepseek-v3", (61, 7168, 128, 128, 18432, 129280), _DEEPSEEK3, latent=_latent(1536),
+        experts=Experts(num=256, active=8, ffn=2048, shared_ffn=2048, dense_layers=3),
+        left_out=("the multi-token prediction module",),
+    )  # fmt: skip
+    for model, small in _ZERO_BUBBLE.items():
+        source = f"{_ZB}; vocabulary inferred from the number of parameters"
+        name = f"zb-{model.lower()}"
+        yield _gelu(name, small, source, positions=1024, bias="all", dropout=True)
+    for model, small in PIPEOFFLOAD.items():
+        source = f"{_PO}; 8 key/value heads and vocabulary inferred from the number of parameters"
+        yield _gelu(f"po-{model.lower()}", small, source, num_kv_heads=8)
 
 
 MODELS: Mapping[str, ModelShape] = MappingProxyType({shape.name: shape for shape in _all()})

@@ -9,7 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from optpipe.runtime.preflight import require_torch
+from optpipe.runtime.errors import require_torch
 
 if TYPE_CHECKING:
     from optpipe.runtime.errors import OffloadError, PreflightError, RankError

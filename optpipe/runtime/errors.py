@@ -11,9 +11,11 @@
 
 from __future__ import annotations
 
-from optpipe.errors import InputError, WorldError
+from importlib import metadata
 
-__all__ = ["OffloadError", "PreflightError", "RankError"]
+from optpipe.errors import InputError, MissingExtraError, WorldError
+
+__all__ = ["OffloadError", "PreflightError", "RankError", "require_torch"]
 
 
 class PreflightError(InputError):
@@ -32,3 +34,29 @@ class OffloadError(WorldError):
     """Activations were asked for in a state in which the device does not hold them."""
 
     code = "runtime.offload"
+
+
+# --- Which torch the runtime works with, said before anything of torch is imported.
+
+_OLDEST = (2, 12)
+_NEXT = (2, 14)
+_FIX = "pip install 'optpipe[runtime]'"
+
+
+def require_torch(version: str | None = None) -> None:
+    """Refuse to go on without a torch whose pipelining internals are known.
+
+    ``version`` is that of the installed one by default.
+    """
+    try:
+        version = version or metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        raise MissingExtraError(
+            f"torch is not installed, and running a schedule needs it; {_FIX}"
+        ) from None
+    major, minor = (int(part) for part in version.split(".")[:2])
+    if not _OLDEST <= (major, minor) < _NEXT:
+        raise MissingExtraError(
+            f"torch {version} is installed, but the runtime builds on pipelining internals of "
+            f"torch >={_OLDEST[0]}.{_OLDEST[1]},<{_NEXT[0]}.{_NEXT[1]}; {_FIX}"
+        )

@@ -90,7 +90,7 @@ class Passes:
     def forward_done(self, stage: int, microbatch: int, outputs: Sequence[Tensor]) -> None:
         """Leave what is sent on the device: it is no part of what the cell's plan offloads."""
         self._offloader.keep((stage, microbatch), outputs)
-        self._end()
+        self.end()
 
     def loss(self, stage: int, microbatch: int, target: Any) -> AbstractContextManager[None]:
         """Capture what the loss saves, like the rest of the last stage, but for the target."""
@@ -101,20 +101,12 @@ class Passes:
             self._offloader.keep(cell, [target])
         return self._offloader.capture(cell)
 
-    def loss_done(self) -> None:
-        """See that the last stage's F or RECOMPUTE is complete."""
-        self._end()
-
     def backward(self, stage: int, microbatch: int, *, split: bool) -> AbstractContextManager[None]:
         """Run an I, with weight gradients put aside, or a B."""
         kind = ActionType.BACKWARD_INPUT if split else ActionType.FULL_BACKWARD
         self._begin(Action(stage, kind, microbatch))
         self._offloader.before_backward((stage, microbatch))
         return self._gradients.collect() if split else _PLAIN
-
-    def backward_done(self) -> None:
-        """See that nothing but the stage's gradients is left of an I's or B's inputs."""
-        self._end()
 
     def weight_runner(self) -> Callable[[], None]:
         """Return what makes the weight gradients put aside by the I just run."""
@@ -125,7 +117,7 @@ class Passes:
         """Run a W."""
         self._begin(Action(stage, ActionType.BACKWARD_WEIGHT, microbatch))
         yield
-        self._end()
+        self.end()
 
     @contextmanager
     def recompute(self, stage: int, microbatch: int) -> Iterator[None]:
@@ -138,7 +130,7 @@ class Passes:
                 torch.cuda.set_rng_state(device_state, device)
             yield
         if stage != self._last_stage:
-            self._end()
+            self.end()
 
     def transfer(self, action: Action) -> None:
         """Run an OFFLOAD, RELEASE or RELOAD."""
@@ -149,7 +141,7 @@ class Passes:
             ActionType.RELOAD: self._offloader.reload,
         }
         move[action.type]((action.stage, action.microbatch))
-        self._end()
+        self.end()
 
     def reset(self) -> None:
         """Forget what an interrupted step left behind."""
@@ -161,7 +153,8 @@ class Passes:
         if self.observer is not None:
             self.observer.begin(action)
 
-    def _end(self) -> None:
+    def end(self) -> None:
+        """See that the running action is complete, and what it was given dropped."""
         if self.observer is not None and self.running is not None:
             self.observer.end(self.running)
 

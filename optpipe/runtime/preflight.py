@@ -8,7 +8,6 @@ from __future__ import annotations
 import socket
 from contextlib import contextmanager
 from functools import partial
-from importlib import metadata
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
@@ -16,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from optpipe.check import check, check_schedule
-from optpipe.errors import ActionSyntaxError, MissingExtraError, OptPipeError, ScheduleFormatError
+from optpipe.errors import ActionSyntaxError, OptPipeError, ScheduleFormatError
 from optpipe.memory import host_walk, memory_walk
 from optpipe.problem import Device, Problem, Stage
 from optpipe.runtime.errors import PreflightError, RankError
@@ -55,7 +54,6 @@ __all__ = [
     "needs_of",
     "num_microbatches_of",
     "probe_pipeline",
-    "require_torch",
     "shapes_of",
     "untouched",
 ]
@@ -330,7 +328,6 @@ class Needs(NamedTuple):
     host: str
     device: str
     planned_bytes: int
-    boundary_bytes: int
     pinned_bytes: int
     device_bytes: int
     host_bytes: int
@@ -361,7 +358,6 @@ def needs_of(
         host=socket.gethostname(),
         device=str(device),
         planned_bytes=_planned_bytes(rank, program, problem, boundary),
-        boundary_bytes=boundary_bytes,
         pinned_bytes=0 if problem is None else max(host_walk(problem, program), default=0),
         device_bytes=torch.cuda.get_device_properties(device).total_memory
         if on_gpu
@@ -527,29 +523,3 @@ def untouched(module: nn.Module, device: torch.device) -> Iterator[None]:
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)
-
-
-# --- Which torch the runtime works with, said before anything of torch is imported.
-
-_OLDEST = (2, 12)
-_NEXT = (2, 14)
-_FIX = "pip install 'optpipe[runtime]'"
-
-
-def require_torch(version: str | None = None) -> None:
-    """Refuse to go on without a torch whose pipelining internals are known.
-
-    ``version`` is that of the installed one by default.
-    """
-    try:
-        version = version or metadata.version("torch")
-    except metadata.PackageNotFoundError:
-        raise MissingExtraError(
-            f"torch is not installed, and running a schedule needs it; {_FIX}"
-        ) from None
-    major, minor = (int(part) for part in version.split(".")[:2])
-    if not _OLDEST <= (major, minor) < _NEXT:
-        raise MissingExtraError(
-            f"torch {version} is installed, but the runtime builds on pipelining internals of "
-            f"torch >={_OLDEST[0]}.{_OLDEST[1]},<{_NEXT[0]}.{_NEXT[1]}; {_FIX}"
-        )

@@ -27,7 +27,6 @@ from optpipe.runtime.passes import (
     split_linears,
 )
 from optpipe.runtime.preflight import (
-    Needs,
     Shapes,
     agree,
     attempt,
@@ -180,16 +179,6 @@ class PipelineRunner:
     def reloaded_bytes(self) -> int:
         """Bytes this rank has moved back since it was made."""
         return self._moved_before[1] + self.offloader.reloaded_bytes
-
-    @property
-    def needs(self) -> Needs | None:
-        """What the schedule takes of device and host; known from the first step on."""
-        return self._training.needs if self._training is not None else None
-
-    @property
-    def boundary_levels(self) -> Mapping[Action, int]:
-        """Bytes of boundary tensors on this rank while each action runs; {} before a step."""
-        return self._training.boundary if self._training is not None else {}
 
     def observe(self, observer: ActionObserver | None) -> None:
         """Show every action of a step to somebody, for example to measure it; None = nobody."""
@@ -420,7 +409,6 @@ class Pipeline:
     batch: Shapes
     target: Shapes
     boundary: Mapping[Action, int]
-    needs: Needs
 
     def examples(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """Return a batch and a target of these shapes, without memory."""
@@ -500,7 +488,6 @@ def _start_pipeline(
         batch=shapes_of(inputs),
         target=shapes_of(targets),
         boundary=boundary,
-        needs=needs,
     )
 
 

@@ -133,14 +133,8 @@ _KEPT_STEPS = 8
 _DOWN, _UP = 0, 1
 
 
-class _Taken(NamedTuple):
-    """One action with its marks; the copy's end and bytes where it started one."""
-
-    action: Action
-    start: Mark
-    end: Mark
-    copy_end: Mark
-    copied_bytes: int
+Taken = tuple["Action", "Mark", "Mark", "Mark", int]
+"""An action with the marks of its start and end; a copy's end and bytes where it started one."""
 
 
 class _Sampled(NamedTuple):
@@ -149,7 +143,7 @@ class _Sampled(NamedTuple):
     step: int
     origin: Mark
     wall_ms: float
-    taken: list[_Taken]
+    taken: list[Taken]
 
 
 OwnStep = tuple["DeviceTimes", list[tuple[int, int, float]]]
@@ -218,8 +212,7 @@ class ActionTimer:
     def end(self, action: Action) -> None:
         """Mark its end."""
         if self._sampled is not None:
-            taken = _Taken(action, self._start, self._clock.mark(), *self._copy)
-            self._sampled.taken.append(taken)
+            self._sampled.taken.append((action, self._start, self._clock.mark(), *self._copy))
             self._copy = (None, 0)
 
     def copied(self, fence: Fence, lane: int, num_bytes: int) -> None:

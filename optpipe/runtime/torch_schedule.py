@@ -155,7 +155,7 @@ class HookedSchedule(_PipelineScheduleRuntime):
             with self._hooks.loss(stage.stage_index, mb_index, target):
                 self._loss_of[mb_index] = cast("Any", self._loss_fn)(output, target)
         stage.drop_outputs(mb_index)
-        self._hooks.loss_done()
+        self._hooks.end()
 
     def _maybe_get_loss(self, stage: Any, mb_index: int) -> Tensor | None:
         if not stage.is_last:
@@ -342,7 +342,7 @@ class HookedStage(PipelineStage):
             info.buffer = None
         if self.is_first:
             del self.bwd_cache[bwd_chunk_id]
-        self._hooks.backward_done()
+        self._hooks.end()
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         """Run a W."""

@@ -6,13 +6,12 @@ import tempfile
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 from torch.distributed.tensor import DTensor
 
@@ -21,16 +20,15 @@ from optpipe.runtime import PipelineRunner
 from optpipe.runtime.demo_model import make_stages, random_tokens
 from optpipe.runtime.torch_names import default_store
 from tests.runtime.cases import CONFIG
-from tests.runtime.small_cases import reference
+from tests.runtime.small_cases import Trained, reference
 from tests.runtime.small_model import (
-    SAMPLES,
-    WIDTH,
     own_part,
     small_data,
     small_loss,
     small_runner,
     small_stages,
     step_alone,
+    torch_stages,
 )
 
 if TYPE_CHECKING:
@@ -42,67 +40,36 @@ if TYPE_CHECKING:
     from optpipe import Schedule
     from optpipe.schedule import Action
 
-CPU = torch.device("cpu")
-LENGTH = 3
-
-
-class Compared(NamedTuple):
-    """One rank's step beside the model in one process; differences are absolute."""
-
-    losses_difference: float
-    worst_difference: float
-    largest_gradient: float
-    num_gradients: int
-
 
 class Sharded(NamedTuple):
-    """The same with sharded stages, and what one step moved, beside the same with whole ones."""
+    """One rank's steps with sharded stages, and what one moved, beside the same with whole ones."""
 
-    compared: Compared
+    compared: Trained
     offloaded_bytes: int
     offloaded_bytes_whole: int
 
 
-def train_by_torch(text: str, placement: Sequence[int], num_microbatches: int) -> Compared:
+def train_by_torch(text: str, placement: Sequence[int], num_microbatches: int) -> Trained:
     """Run a step of torch's own runtime, as torchtitan does, by a CSV."""
-    rank = dist.get_rank()
-    modules = small_stages(len(placement))
-    own = {index: modules[index] for index, home in enumerate(placement) if home == rank}
-    stages = [_torch_stage(module, index, len(placement)) for index, module in own.items()]
-    made = _PipelineScheduleRuntime(stages, num_microbatches, loss_fn=small_loss)
+    stages = torch_stages(placement)
+    own = {stage.stage_index: stage.submod for stage in stages}
+    made = _PipelineScheduleRuntime(list(stages), num_microbatches, loss_fn=small_loss)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "schedule.csv"
         path.write_text(text)
         made._load_csv(str(path))
     batch, target = small_data(num_microbatches, seed=0)
     losses: list[Tensor] = []
-    given = (batch,) if 0 in own else ()
     is_last = len(placement) - 1 in own
-    made.step(*given, target=target if is_last else None, losses=losses)
+    made.step(*((batch,) if 0 in own else ()), target=target if is_last else None, losses=losses)
     expected_losses, expected = reference(num_microbatches)
-    found = torch.stack(losses).detach() if is_last else expected_losses[0]
-    wanted = _by_stage(expected[0], len(placement))
-    return _compared(
-        (found - expected_losses[0]).abs().max(),
-        [
-            (_whole(parameter.grad), gradient)
-            for index, module in own.items()
-            for parameter, gradient in zip(module.parameters(), wanted[index], strict=True)
-        ],
-    )
-
-
-def _torch_stage(module: nn.Module, index: int, num_stages: int) -> Any:
-    tokens = torch.zeros(SAMPLES, LENGTH, dtype=torch.int64)
-    state = torch.zeros(SAMPLES, LENGTH, WIDTH, dtype=torch.float64, requires_grad=True), tokens
-    return PipelineStage(
-        module,
-        index,
-        num_stages,
-        CPU,
-        input_args=state if index else (tokens,),
-        output_args=state if index < num_stages - 1 else state[:1],
-    )
+    found = Trained()
+    if is_last:
+        equal = torch.allclose(torch.stack(losses), expected_losses[0], rtol=0, atol=1e-13)
+        found.losses_equal = equal
+    modules = small_stages(len(placement))
+    found.compare(own, [own.get(s, one) for s, one in enumerate(modules)], expected[0])
+    return found
 
 
 def train_sharded(
@@ -110,41 +77,32 @@ def train_sharded(
 ) -> Sharded:
     """Run steps on two pipeline ranks, each of whose stages two data-parallel ranks share.
 
-    Parameters
-    ----------
-    reshard
-        Whether weights are sharded again after every forward.
+    ``reshard`` says whether weights are sharded again after every forward.
     """
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "data"))
     row, column = mesh["pipeline"].get_local_rank(), mesh["data"].get_local_rank()
     group = mesh["pipeline"].get_group()
-    own, whole = (
-        {s: one for s, one in enumerate(small_stages(len(schedule.placement)))
-         if schedule.placement[s] == row}
-        for _ in range(2)
-    )  # fmt: skip
+    modules, wholes = (small_stages(len(schedule.placement)) for _ in range(2))
+    own, whole = (own_part(schedule.placement, part, row) for part in (modules, wholes))
     for module in own.values():
         _shard(module, mesh["data"], reshard=reshard)
     runner = PipelineRunner(own, schedule, small_loss, group=group, min_offload_bytes=1)
-    worst, moved = 0.0, 0
+    found, moved = Trained(), 0
     for step in range(steps):
         before = runner.offloaded_bytes
-        losses = runner.step(*small_data(num_microbatches, seed=_seed(step, column)))
+        data = small_data(num_microbatches, seed=_seed(step, column))
+        losses = runner.step(*data)
         moved = runner.offloaded_bytes - before
         if losses is not None:
-            expected = _losses(num_microbatches, _seed(step, column))
-            worst = max(worst, float((losses - expected).abs().max()))
+            expected = step_alone(*small_stages(1), data, num_microbatches)
+            equal = torch.allclose(losses, expected, rtol=0, atol=1e-13)
+            found.losses_equal = found.losses_equal and equal
     runner.close()
     plain = PipelineRunner(whole, schedule, small_loss, group=group, min_offload_bytes=1)
     plain.step(*small_data(num_microbatches, seed=0))
     plain.close()
-    wanted = _by_stage(_mean_gradients(num_microbatches, steps), len(schedule.placement))
-    pairs = [
-        (_whole(parameter.grad), gradient)
-        for index, module in own.items()
-        for parameter, gradient in zip(module.parameters(), wanted[index], strict=True)
-    ]
-    return Sharded(_compared(torch.tensor(worst), pairs), moved, plain.offloaded_bytes)
+    found.compare(own, modules, _mean_gradients(num_microbatches, steps))
+    return Sharded(found, moved, plain.offloaded_bytes)
 
 
 def _shard(module: nn.Module, mesh: DeviceMesh, *, reshard: bool) -> None:
@@ -156,11 +114,6 @@ def _shard(module: nn.Module, mesh: DeviceMesh, *, reshard: bool) -> None:
 
 def _seed(step: int, column: int) -> int:
     return 10 * step + column
-
-
-def _losses(num_microbatches: int, seed: int) -> Tensor:
-    (model,) = small_stages(1)
-    return step_alone(model, small_data(num_microbatches, seed=seed), num_microbatches)
 
 
 def _mean_gradients(num_microbatches: int, steps: int) -> list[Tensor]:
@@ -186,7 +139,9 @@ def train_mixed(schedule: Schedule, num_microbatches: int) -> Mixed:
     """Run a step that multiplies in bf16 on parameters in single precision."""
     config = replace(CONFIG, dtype=torch.float32)
     num_stages = len(schedule.placement)
-    own = own_part(schedule, [MixedPrecision(part) for part in make_stages(config, num_stages)])
+    own = own_part(
+        schedule.placement, [MixedPrecision(part) for part in make_stages(config, num_stages)]
+    )
     runner = PipelineRunner(own, schedule, token_loss, min_offload_bytes=1)
     batch, target = random_tokens(config, num_microbatches, seed=0)
     losses = runner.step(batch, target)
@@ -245,21 +200,6 @@ class _Holds:
         """Nothing is noted."""
 
 
-def _by_stage(gradients: Sequence[Tensor], num_stages: int) -> list[Sequence[Tensor]]:
-    size = len(gradients) // num_stages
-    return [gradients[size * index : size * (index + 1)] for index in range(num_stages)]
-
-
 def _whole(gradient: Tensor | None) -> Tensor:
     assert gradient is not None, "a parameter got no gradient"
-    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
-
-
-def _compared(losses_difference: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> Compared:
-    # NaN must not pass for agreement: max() would skip it.
-    return Compared(
-        float(losses_difference.nan_to_num(nan=float("inf"))),
-        max(float((a - b).abs().max().nan_to_num(nan=float("inf"))) for a, b in pairs),
-        max(float(b.abs().max()) for _, b in pairs),
-        len(pairs),
-    )
+    return gradient

@@ -5,12 +5,12 @@ from __future__ import annotations
 import gc
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 import torch.distributed as dist
-from torch.distributed.pipelining import PipelineStage, ScheduleZBVZeroBubble
+from torch.distributed.pipelining import ScheduleZBVZeroBubble
 
 from tests.runtime.live_bytes import LiveBytes, Moment
-from tests.runtime.small_model import SAMPLES, small_data, small_loss, small_runner, small_stages
+from tests.runtime.schedules import V_SHAPE
+from tests.runtime.small_model import SAMPLES, small_data, small_loss, small_runner, torch_stages
 
 if TYPE_CHECKING:
     from optpipe import Schedule
@@ -38,6 +38,7 @@ def count_step(schedule: Schedule, num_microbatches: int) -> Counted:
     own, runner = small_runner(schedule, width=WIDTH)
     batch, target = small_data(num_microbatches, 0, WIDTH, LENGTH)
     runner.step(batch, target)
+    assert runner._training is not None
     before = runner.offloaded_bytes
     with _no_collector(), LiveBytes() as counter:
         runner.observe(counter)
@@ -48,7 +49,7 @@ def count_step(schedule: Schedule, num_microbatches: int) -> Counted:
         max(moment.peak for moment in counter.moments),
         counter.live,
         runner.offloaded_bytes - before,
-        dict(runner.boundary_levels),
+        dict(runner._training.boundary),
         {stage: GRADIENT_BYTES for stage in own if stage < len(schedule.placement) - 1},
     )
 
@@ -74,21 +75,7 @@ def zero_bubble_v_rows(num_microbatches: int) -> list[str]:
 
 
 def _stock(num_microbatches: int) -> ScheduleZBVZeroBubble:
-    rank, modules = dist.get_rank(), small_stages(8, WIDTH)
-    cpu = torch.device("cpu")
-    tokens = torch.zeros(SAMPLES, LENGTH, dtype=torch.int64)
-    state = (torch.zeros(SAMPLES, LENGTH, WIDTH, dtype=torch.float64, requires_grad=True), tokens)
-    stages: list[Any] = [
-        PipelineStage(
-            modules[index],
-            index,
-            8,
-            cpu,
-            input_args=state if index else (tokens,),
-            output_args=state if index < 7 else state[:1],
-        )
-        for index in (rank, 7 - rank)
-    ]
+    stages: list[Any] = list(torch_stages(V_SHAPE, WIDTH, LENGTH))
     return ScheduleZBVZeroBubble(stages, num_microbatches, small_loss)
 
 

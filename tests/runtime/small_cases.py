@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from optpipe.runtime import PipelineRunner
@@ -79,14 +80,16 @@ class Trained:
             pairs = [(parameter, next(wanted)) for parameter in module.parameters()]
             for parameter, gradient in pairs if index in own else ():
                 assert parameter.grad is not None, f"stage {index} got no gradient"
+                found = parameter.grad
+                found = found.full_tensor() if isinstance(found, DTensor) else found
                 # NaN is the largest difference of all, but max() would pass over it.
-                difference = (parameter.grad - gradient).abs().max().nan_to_num(nan=float("inf"))
+                difference = (found - gradient).abs().max().nan_to_num(nan=float("inf"))
                 self.worst_difference = max(self.worst_difference, float(difference))
                 largest = float(gradient.abs().max())
                 self.largest_gradient = max(self.largest_gradient, largest)
                 self.smallest_gradient = min(self.smallest_gradient, largest)
                 self.num_gradients += 1
-                self.digest += float(parameter.grad.sum())
+                self.digest += float(found.sum())
 
 
 def train(
@@ -99,7 +102,7 @@ def train(
     """Run steps of the pipeline, comparing this rank's part with the reference after each."""
     stages, data, loss_fn = MODELS[model]
     modules = stages(len(schedule.placement))
-    own = own_part(schedule, modules)
+    own = own_part(schedule.placement, modules)
     runner = PipelineRunner(own, schedule, loss_fn, problem, min_offload_bytes=1)
     count = num_microbatches_of(schedule)
     expected_losses, expected = reference(count, model)

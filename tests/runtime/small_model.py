@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
 
 from optpipe.runtime import PipelineRunner
 
@@ -91,17 +92,39 @@ def small_loss(output: Tensor, target: Tensor) -> Tensor:
     return (output - target).square().mean()
 
 
-def own_part(schedule: Schedule, modules: Sequence[nn.Module]) -> dict[int, nn.Module]:
-    """The stages of this rank, by index."""
-    rank = dist.get_rank()
-    return {s: modules[s] for s, home in enumerate(schedule.placement) if home == rank}
+def own_part(
+    placement: Sequence[int], modules: Sequence[nn.Module], rank: int | None = None
+) -> dict[int, nn.Module]:
+    """The stages of a rank, of this one by default, by index."""
+    rank = dist.get_rank() if rank is None else rank
+    return {s: modules[s] for s, home in enumerate(placement) if home == rank}
+
+
+def torch_stages(
+    placement: Sequence[int], width: int = WIDTH, length: int = 3
+) -> list[PipelineStage]:
+    """This rank's stages as torch's own."""
+    num_stages = len(placement)
+    tokens = torch.zeros(SAMPLES, length, dtype=torch.int64)
+    state = torch.zeros(SAMPLES, length, width, dtype=torch.float64, requires_grad=True), tokens
+    return [
+        PipelineStage(
+            module,
+            index,
+            num_stages,
+            torch.device("cpu"),
+            input_args=state if index else (tokens,),
+            output_args=state if index < num_stages - 1 else state[:1],
+        )
+        for index, module in own_part(placement, small_stages(num_stages, width)).items()
+    ]
 
 
 def small_runner(
     schedule: Schedule, problem: Problem | None = None, width: int = WIDTH
 ) -> tuple[dict[int, nn.Module], PipelineRunner]:
     """This rank's stages, and what runs them."""
-    own = own_part(schedule, small_stages(len(schedule.placement), width))
+    own = own_part(schedule.placement, small_stages(len(schedule.placement), width))
     return own, PipelineRunner(own, schedule, small_loss, problem, min_offload_bytes=1)
 
 

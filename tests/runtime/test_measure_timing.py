@@ -46,6 +46,13 @@ def offloading(num_microbatches: int = 4) -> tuple[Problem, Schedule]:
     return problem, schedules.make_schedule(problem, programs)
 
 
+@pytest.fixture(scope="module")
+def timed(ranks) -> tuple[Problem, Schedule, Any]:
+    """Every step of three but the first, by rank."""
+    problem, schedule = offloading()
+    return problem, schedule, ranks.run(measured.time_training, schedule, problem, 1, 3)
+
+
 def test_sampled_steps_hold_every_action_in_its_place(ranks) -> None:
     """Every second step but the first; compute one after another, messages not before sent."""
     problem, schedule = offloading()
@@ -69,10 +76,10 @@ def test_sampled_steps_hold_every_action_in_its_place(ranks) -> None:
         assert 0 < step.span_ms < 60_000
 
 
-def test_the_value_to_post_has_all_samples_and_a_json_form(ranks) -> None:
+def test_the_value_to_post_has_all_samples_and_a_json_form(timed) -> None:
     """Times per action, the speed of copies, and with the problem it came from a new problem."""
-    problem, schedule = offloading()
-    value = ranks.run(measured.time_training, schedule, problem, 1, 3)[0][1]
+    problem, schedule, found = timed
+    value = found[0][1]
     assert Measurements.model_validate_json(value.model_dump_json()) == value
     compute = [a for program in schedule.programs for a in program if a.type.is_compute]
     assert len(value.samples) == 2 * len(compute)
@@ -89,17 +96,16 @@ def test_the_value_to_post_has_all_samples_and_a_json_form(ranks) -> None:
     assert again.stages[0].activation_bytes == problem.stages[0].activation_bytes
 
 
-def test_the_trace_shows_the_plan_above_what_ran(ranks) -> None:
+def test_the_trace_shows_the_plan_above_what_ran(timed) -> None:
     """Two processes per device, with the same actions in both."""
-    problem, schedule = offloading()
-    trace = json.loads(ranks.run(measured.time_training, schedule, problem, 1, 2)[0][2])
+    trace = json.loads(timed[2][0][2])
     names = {
         event["pid"]: event["args"]["name"]
         for event in trace["traceEvents"]
         if event["name"] == "process_name"
     }
     assert names[0] == "0: gpu0 planned"
-    assert names[1] == "0: gpu0 measured, step 1"
+    assert names[1] == "0: gpu0 measured, step 2"
     assert sorted(names) == list(range(8))
     for device in range(4):
         planned, ran = (

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import pytest
@@ -10,9 +12,9 @@ import torch
 
 from optpipe import parse_action
 from optpipe.errors import MissingExtraError
-from optpipe.runtime.errors import OffloadError, PreflightError
+from optpipe.runtime.errors import OffloadError, PreflightError, require_torch
 from optpipe.runtime.offload import HostPool, count_slots
-from optpipe.runtime.preflight import Needs, check_needs, needs_of, require_torch, shapes_of
+from optpipe.runtime.preflight import Needs, check_needs, needs_of, shapes_of
 from optpipe.runtime.runner import Pipeline
 from tests.building import bus, offloadable, programs
 from tests.building import problem as built_problem
@@ -114,7 +116,6 @@ def test_a_later_batch_of_another_shape_is_refused_with_both():
         batch=shape,
         target=(),
         boundary={},
-        needs=cast("Needs", None),
     )
     pipeline.expect((torch.ones(8, 3),), ())
     with pytest.raises(PreflightError, match=r"\(4, 3\).*the first ones had .*\(8, 3\)"):
@@ -187,7 +188,7 @@ GB = 10**9
 
 
 def _needs(host: str = "node0", device: str = "cuda:0", planned: int = 0, pinned: int = 0) -> Needs:
-    return Needs(host, device, planned, 0, pinned, device_bytes=80 * GB, host_bytes=500 * GB)
+    return Needs(host, device, planned, pinned, device_bytes=80 * GB, host_bytes=500 * GB)
 
 
 def test_ranks_that_fit_are_accepted():
@@ -221,7 +222,6 @@ def test_the_peak_counts_boundary_tensors_where_they_are():
     levels = {parse_action("0F0"): 5, parse_action("0F1"): 11, parse_action("0B1"): 0}
     found = needs_of(0, program, whole, levels, torch.device("cpu"))
     assert found.planned_bytes == 7 + 10_000_000 + 11
-    assert found.boundary_bytes == 11
     assert found.pinned_bytes == 10_000_000
     assert needs_of(0, program, None, levels, torch.device("cpu")).planned_bytes == 11
 
@@ -252,3 +252,23 @@ def test_more_than_the_host_has_is_refused_with_the_numbers():
     pool = HostPool(pinned=False, num_slots={4: 1000})
     with pytest.raises(OffloadError, match=r"stage 4 needs 1000 slots of \d+ bytes"):
         pool.take(4, 10**12)
+
+
+WITHOUT_TORCH = """
+import sys
+from importlib import metadata
+
+def version(name, _found=metadata.version):
+    if name == "torch":
+        raise metadata.PackageNotFoundError(name)
+    return _found(name)
+
+sys.modules["torch"], metadata.version = None, version
+import optpipe.runtime
+"""
+
+
+def test_without_torch_the_runtime_says_what_to_install():
+    command = [sys.executable, "-c", WITHOUT_TORCH]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert "MissingExtraError: torch is not installed, and running" in done.stderr

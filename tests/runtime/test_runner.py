@@ -36,21 +36,26 @@ def test_published_schedules_train_bit_for_bit(ranks, make):
     _assert_equal(_train(ranks, problem, make(4, 6)), tolerance=0.0)
 
 
+@pytest.mark.parametrize("mixed", [False, True])
 @pytest.mark.parametrize(
     ("placement", "seed"),
     [
-        (schedules.V_SHAPE, 1),
-        (schedules.V_SHAPE, 2),
-        (schedules.LOOP, 3),
-        (schedules.IRREGULAR, 4),
+        (schedules.LINEAR, 10),
+        (schedules.V_SHAPE, 11),
+        (schedules.LOOP, 12),
+        (schedules.IRREGULAR, 13),
     ],
 )
-def test_any_placement_and_any_order_train_alike(ranks, placement, seed):
+def test_any_placement_and_any_order_train_alike(ranks, placement, seed, mixed):
+    """With passes of both kinds, and mixed: with kept, offloaded and recomputed micro-batches."""
     problem = schedules.make_problem(placement, 5)
-    programs = schedules.random_programs(problem, seed, fused=0.5)
+    shares = {"offload": 0.4, "recompute": 0.3} if mixed else {}
+    programs = schedules.random_programs(problem, seed, **shares)
     kinds = {action.type for program in programs for action in program}
-    assert {ActionType.FULL_BACKWARD, ActionType.BACKWARD_INPUT} <= kinds
-    _assert_equal(_train(ranks, problem, programs))
+    assert kinds == (set(ActionType) if mixed else {ActionType(letter) for letter in "FIWB"})
+    outcomes = _train(ranks, problem, programs)
+    _assert_equal(outcomes)
+    assert sum(outcome.live_bytes_after_release for outcome in outcomes) == 0
 
 
 def test_a_last_stage_out_of_microbatch_order_gets_its_own_losses(ranks):
@@ -72,18 +77,6 @@ def test_offloaded_activations_are_gone_until_they_come_back(ranks):
     for outcome in outcomes:
         assert outcome.offloaded_bytes == outcome.reloaded_bytes == outcome.released_bytes > 50_000
         assert outcome.live_bytes_after_release == 0
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_keep_offload_and_recompute_mix_in_one_schedule(ranks, seed):
-    placement = schedules.V_SHAPE if seed % 2 else schedules.LINEAR
-    problem = schedules.make_problem(placement, 5)
-    programs = schedules.random_programs(problem, 10 + seed, offload=0.4, recompute=0.3)
-    kinds = {action.type for program in programs for action in program}
-    assert kinds == set(ActionType)
-    outcomes = _train(ranks, problem, programs)
-    _assert_equal(outcomes)
-    assert sum(outcome.live_bytes_after_release for outcome in outcomes) == 0
 
 
 def test_a_schedule_without_its_problem_runs_too(ranks):
