@@ -94,7 +94,7 @@ def train_sharded(
         losses = runner.step(*data)
         moved = runner.offloaded_bytes - before
         if losses is not None:
-            expected = step_alone(*small_stages(1), data, num_microbatches)
+            expected = step_alone(small_stages(1)[0], data, num_microbatches)
             equal = torch.allclose(losses, expected, rtol=0, atol=1e-13)
             found.losses_equal = found.losses_equal and equal
     runner.close()

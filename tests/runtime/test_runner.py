@@ -49,8 +49,8 @@ def test_published_schedules_train_bit_for_bit(ranks, make):
 def test_any_placement_and_any_order_train_alike(ranks, placement, seed, mixed):
     """With passes of both kinds, and mixed: with kept, offloaded and recomputed micro-batches."""
     problem = schedules.make_problem(placement, 5)
-    shares = {"offload": 0.4, "recompute": 0.3} if mixed else {}
-    programs = schedules.random_programs(problem, seed, **shares)
+    offload, recompute = (0.4, 0.3) if mixed else (0.0, 0.0)
+    programs = schedules.random_programs(problem, seed, offload=offload, recompute=recompute)
     kinds = {action.type for program in programs for action in program}
     assert kinds == (set(ActionType) if mixed else {ActionType(letter) for letter in "FIWB"})
     outcomes = _train(ranks, problem, programs)
