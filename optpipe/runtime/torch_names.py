@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 from torch.distributed import distributed_c10d
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
@@ -17,18 +18,21 @@ from optpipe.errors import MissingExtraError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from torch import Tensor
+    from torch import Tensor, nn
     from torch.distributed import ProcessGroup
     from torch.distributed.distributed_c10d import Store
+    from torch.nn.parallel import DistributedDataParallel
 
 __all__ = [
     "TorchDispatchMode",
+    "add_up_in_reduce_type",
     "alias_no_view",
     "check_torch",
     "default_store",
     "group_name",
     "has_gradient_hooks",
     "parts_with_memory",
+    "reduce_by_ddp",
     "storage_identity",
     "tree_leaves",
     "viewed",
@@ -83,6 +87,42 @@ def has_gradient_hooks(parameter: Tensor) -> bool:
     return bool(getattr(parameter, "_backward_hooks", None)) or bool(
         getattr(parameter, "_post_accumulate_grad_hooks", None)
     )
+
+
+def reduce_by_ddp(module: DistributedDataParallel) -> None:
+    """Let DDP reduce the gradients that are there, as at the end of a backward of its own.
+
+    A W makes gradients without autograd, of which DDP hears nothing. A backward of zeros fires its
+    hooks: its buckets then take each parameter's whole gradient, the zeros added.
+    """
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    with torch.enable_grad():
+        seen = [parameter.view_as(parameter) for parameter in parameters]
+    zeros = [tensor.new_zeros(()).expand_as(tensor) for tensor in seen]
+    module.reducer.prepare_for_backward(seen)
+    torch.autograd.backward(seen, zeros)
+
+
+def add_up_in_reduce_type(module: nn.Module) -> None:
+    """Move gradients made without autograd to where FSDP2 adds them up, in the type it reduces in.
+
+    With ``MixedPrecisionPolicy(param_dtype=bfloat16, reduce_dtype=float32)`` autograd's are moved
+    there after every backward; left to the next W they would be added up in bfloat16.
+    """
+    if not isinstance(module, FSDPModule):
+        return
+    for state in fully_shard.state(module)._state_ctx.all_states:  # type: ignore[attr-defined] # noqa: SLF001
+        for group in state._fsdp_param_groups:  # noqa: SLF001
+            for sharded in group.fsdp_params:
+                whole, wanted = sharded._unsharded_param, sharded.reduce_dtype  # noqa: SLF001
+                if wanted is None or whole.grad is None or whole.grad.dtype == wanted:
+                    continue
+                added = whole.grad.to(wanted)
+                whole.grad = None
+                if sharded.unsharded_accumulated_grad is None:
+                    sharded.unsharded_accumulated_grad = added
+                else:
+                    sharded.unsharded_accumulated_grad += added
 
 
 def alias_no_view(tensor: Tensor) -> Tensor:

@@ -13,9 +13,10 @@ from torch.distributed.pipelining.schedules import (
     _ComputationType,
     _PipelineScheduleRuntime,
 )
+from torch.nn.parallel import DistributedDataParallel
 
 from optpipe.runtime.messages import MessageSend, Order, Receive, sends_over_before, window_of
-from optpipe.runtime.torch_names import alias_no_view
+from optpipe.runtime.torch_names import add_up_in_reduce_type, alias_no_view, reduce_by_ddp
 from optpipe.schedule import Action, ActionType, Pass, Program, Programs, pass_of
 
 if TYPE_CHECKING:
@@ -345,9 +346,12 @@ class HookedStage(PipelineStage):
         self._hooks.end()
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        """Run a W."""
+        """Run a W; with the last one of a stage, DDP reduces the gradients."""
         with self._hooks.weight(self.stage_index, bwd_chunk_id):
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+            add_up_in_reduce_type(self.submod)
+            if last_backward and isinstance(self.submod, DistributedDataParallel):
+                reduce_by_ddp(self.submod)
 
     def drop_outputs(self, microbatch: int) -> None:
         """Let go of the last stage's outputs: after the loss only its graph may need them."""

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from examples.gpt_model import MixedPrecision, token_loss
 from optpipe.runtime import PipelineRunner
@@ -87,6 +88,18 @@ def train_sharded(
     for module in own.values():
         _shard(module, mesh["data"], reshard=reshard)
     runner = PipelineRunner(own, schedule, small_loss, group=group, min_offload_bytes=1)
+    found, moved = _run(runner, num_microbatches, steps, column)
+    plain = PipelineRunner(whole, schedule, small_loss, group=group, min_offload_bytes=1)
+    plain.step(*small_data(num_microbatches, seed=0))
+    plain.close()
+    found.compare(own, modules, _mean_gradients(num_microbatches, steps))
+    return Sharded(found, moved, plain.offloaded_bytes)
+
+
+def _run(
+    runner: PipelineRunner, num_microbatches: int, steps: int, column: int
+) -> tuple[Trained, int]:
+    """Run a data-parallel column's steps; their losses compared, the bytes that the last moved."""
     found, moved = Trained(), 0
     for step in range(steps):
         before = runner.offloaded_bytes
@@ -98,11 +111,50 @@ def train_sharded(
             equal = torch.allclose(losses, expected, rtol=0, atol=1e-13)
             found.losses_equal = found.losses_equal and equal
     runner.close()
-    plain = PipelineRunner(whole, schedule, small_loss, group=group, min_offload_bytes=1)
-    plain.step(*small_data(num_microbatches, seed=0))
-    plain.close()
+    return found, moved
+
+
+def train_replicas(
+    schedule: Schedule, num_microbatches: int, steps: int, *, find_unused: bool
+) -> Trained:
+    """Run steps on two pipeline ranks, each of whose stages DDP repeats on two ranks."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "data"))
+    row, column = mesh["pipeline"].get_local_rank(), mesh["data"].get_local_rank()
+    modules = small_stages(len(schedule.placement))
+    own: dict[int, nn.Module] = {
+        index: DistributedDataParallel(
+            module, process_group=mesh["data"].get_group(), find_unused_parameters=find_unused
+        )
+        for index, module in own_part(schedule.placement, modules, row).items()
+    }
+    group = mesh["pipeline"].get_group()
+    runner = PipelineRunner(own, schedule, small_loss, group=group, min_offload_bytes=1)
+    found, _ = _run(runner, num_microbatches, steps, column)
     found.compare(own, modules, _mean_gradients(num_microbatches, steps))
-    return Sharded(found, moved, plain.offloaded_bytes)
+    return found
+
+
+def train_sharded_bf16(schedules: Sequence[Schedule], num_microbatches: int) -> float:
+    """Train by two schedules; return the worst relative difference of their gradients."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "data"))
+    row = mesh["pipeline"].get_local_rank()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    gradients: list[list[Tensor]] = []
+    for schedule in schedules:
+        modules = [module.float() for module in small_stages(len(schedule.placement))]
+        own = own_part(schedule.placement, modules, row)
+        for module in own.values():
+            for block in module.blocks:  # type: ignore[union-attr]
+                fully_shard(block, mesh=mesh["data"], mp_policy=policy)
+            fully_shard(module, mesh=mesh["data"], mp_policy=policy)
+        runner = PipelineRunner(own, schedule, small_loss, group=mesh["pipeline"].get_group())
+        runner.step(*small_data(num_microbatches, seed=0))
+        runner.close()
+        parameters = [p for module in own.values() for p in module.parameters()]
+        assert all(isinstance(p.grad, DTensor) for p in parameters)
+        gradients.append([p.grad.full_tensor() for p in parameters])  # type: ignore[union-attr]
+    pairs = zip(*gradients, strict=True)
+    return max(float((ours - wanted).norm() / wanted.norm()) for ours, wanted in pairs)
 
 
 def _shard(module: nn.Module, mesh: DeviceMesh, *, reshard: bool) -> None:
