@@ -183,7 +183,7 @@ class ActionTimer:
         self._every = every
         self._rank = dist.get_rank(runner.group)
         self._programs = runner.schedule.programs
-        self._program = self._programs[self._rank]
+        self.program = self._programs[self._rank]
         self._runner = runner
         self._plain_copies = runner.offloader.copies
         self._clock = clock if clock is not None else clock_for(runner.device)
@@ -204,7 +204,7 @@ class ActionTimer:
 
     def begin(self, action: Action) -> None:
         """Mark an action's start, where this step is sampled."""
-        if action == self._program[0]:
+        if action == self.program[0]:
             self._begin_step()
         if self._sampled is not None:
             self._start = self._clock.mark()
@@ -265,7 +265,7 @@ class ActionTimer:
     def _put_aside(self) -> None:
         """Keep a sampled step that was issued to its end: its marks may not have passed yet."""
         sampled, self._sampled = self._sampled, None
-        if sampled is not None and len(sampled.taken) == len(self._program):
+        if sampled is not None and len(sampled.taken) == len(self.program):
             self._pending = sampled
 
     def _resolve(self) -> None:
