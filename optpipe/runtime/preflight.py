@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
 
 from optpipe.check import check, check_schedule
 from optpipe.errors import ActionSyntaxError, OptPipeError, ScheduleFormatError
@@ -44,6 +46,7 @@ __all__ = [
     "check_programs",
     "check_ranks",
     "check_stages",
+    "check_wrappers",
     "cut",
     "describe",
     "fail_together",
@@ -149,6 +152,26 @@ def check_devices(stages: Mapping[int, nn.Module], device: torch.device) -> None
                 raise PreflightError(
                     f"parameter {name} of stage {index} is on {parameter.device}, the runner on "
                     f"{device}; move the module, or pass device="
+                )
+
+
+def check_wrappers(stages: Mapping[int, nn.Module]) -> None:
+    """Refuse data parallelism inside a stage: who wraps a part reduces in every backward.
+
+    Of the whole stage the runtime knows when its gradients are complete.
+    """
+    for index, module in sorted(stages.items()):
+        for name, part in module.named_modules():
+            if isinstance(part, DistributedDataParallel) and name:
+                raise PreflightError(
+                    f"{name} of stage {index} is wrapped in DistributedDataParallel, which reduces "
+                    "its gradients in every backward and hears of no W; wrap the whole stage"
+                )
+            if isinstance(part, FSDPModule) and not isinstance(module, FSDPModule):
+                raise PreflightError(
+                    f"{name} of stage {index} is sharded by fully_shard and the stage is not: its "
+                    "gradients would be reduced in every backward, and those of a W never; call "
+                    "fully_shard on the stage, too"
                 )
 
 

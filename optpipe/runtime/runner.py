@@ -443,6 +443,7 @@ def _check_spec(spec: PipelineSpec) -> None:
         attempt(lambda: preflight.check_programs(schedule, problem), faults)
         attempt(lambda: preflight.check_stages(schedule, spec.rank, stages), faults)
         attempt(lambda: preflight.check_devices(stages, spec.device), faults)
+        attempt(lambda: preflight.check_wrappers(stages), faults)
     shared = {
         "the programs": schedule.program_hash,
         "the problem": problem.problem_hash if problem is not None else "none given",

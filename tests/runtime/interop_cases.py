@@ -19,6 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 from examples.gpt_model import MixedPrecision, token_loss
 from optpipe.runtime import PipelineRunner
 from optpipe.runtime.demo_model import make_stages, random_tokens
+from optpipe.runtime.errors import PreflightError
+from optpipe.runtime.preflight import check_wrappers
 from optpipe.runtime.torch_names import default_store
 from tests.runtime.cases import CONFIG
 from tests.runtime.small_cases import Trained, reference
@@ -255,3 +257,21 @@ class _Holds:
 def _whole(gradient: Tensor | None) -> Tensor:
     assert gradient is not None, "a parameter got no gradient"
     return gradient
+
+
+def refused_wrappers() -> list[str]:
+    """What is said of stages of which only a part is data-parallel."""
+    mesh = init_device_mesh("cpu", (4,))
+    found = []
+    for wrap in (DistributedDataParallel, fully_shard):
+        (stage,) = small_stages(1)
+        stage.blocks[0] = wrap(stage.blocks[0])
+        try:
+            check_wrappers({3: stage})
+        except PreflightError as error:
+            found.append(str(error))
+    (stage,) = small_stages(1)
+    fully_shard(stage.blocks[0], mesh=mesh)
+    fully_shard(stage, mesh=mesh)
+    check_wrappers({0: stage, 1: DistributedDataParallel(small_stages(1)[0])})
+    return found
