@@ -20,7 +20,6 @@ from optpipe_api.services.submission import condensed, measured_problem
 from optpipe_api.store import open_stores
 from tests.api.serial import serial
 from tests.api.services.test_drift import measured, uneven
-from tests.api.store.store_contract import Clock
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
     from optpipe_api.deployments import DeploymentRecord
     from optpipe_api.jobs import Claim
     from optpipe_api.store import Stores
+    from tests.api.live import Clock
 
 
 class Bench:
@@ -104,11 +104,6 @@ class Bench:
 
     def reasons(self, known: DeploymentRecord) -> list[str]:
         return [one.reason for one in self.stores.deployments.versions(known.id)]
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
 
 
 @pytest.fixture

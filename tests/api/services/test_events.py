@@ -17,7 +17,7 @@ from optpipe_api.services import events
 from optpipe_api.services.events import Changes, JobWatch
 from optpipe_api.store import open_stores
 from tests.api.services.test_jobs import Bench, play, until
-from tests.api.store.store_contract import LEASE_S, new
+from tests.api.store.test_jobs import LEASE_S, new
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
