@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from optpipe_api.access import Role
 
 FAKE = "tests.api.fake_solver:solve"
+FAKE_COMPARE = "tests.api.fake_compare:compare"
+FAKE_PLAN = "tests.api.fake_plan:plan"
 
 
 class Clock:
@@ -74,13 +76,15 @@ def database_in(folder: Path) -> str:
 
 
 def make_settings(folder: Path, **overrides: object) -> Settings:
-    """Settings for quick tests: a fresh database, the fake solver, short leases.
+    """Settings for quick tests: a fresh database, the fake solvers, short leases.
 
     No cache: the fake's problems differ in nothing but their names, which the cache ignores.
     """
     values: dict[str, Any] = {
         "database_url": database_in(folder),
         "solve_path": FAKE,
+        "compare_path": FAKE_COMPARE,
+        "plan_path": FAKE_PLAN,
         "cache": False,
         "solver_processes": 2,
         "max_threads": 2,

@@ -21,7 +21,6 @@ from optpipe_api.jobs import AttemptOutcome, JobError, JobEvent
 from tests.api.store.test_jobs import LEASE_S, new, point, together
 
 if TYPE_CHECKING:
-
     from optpipe_api.batches import BatchRecord
     from optpipe_api.jobs import Claim, JobRecord, NewJob
     from optpipe_api.store import Stores
