@@ -45,10 +45,7 @@ class KeyRing:
     A key that is not among them is looked for again, but twice a second at most: a new key works
     at once, and a flood of unknown ones does not reach the database. For one event loop.
 
-    Parameters
-    ----------
-    load
-        Returns the keys that are valid now; called in a thread.
+    ``load``: returns the keys that are valid now; called in a thread.
     """
 
     def __init__(
@@ -63,10 +60,8 @@ class KeyRing:
     async def find(self, text: str) -> ApiKey | None:
         """Return the valid key with this text; None where there is none.
 
-        Raises
-        ------
-        StoreUnavailableError
-            If the keys cannot be read: nobody is let in by keys that may be revoked.
+        Raises `StoreUnavailableError` if the keys cannot be read: nobody is let in by keys that may
+        be revoked.
         """
         key_id = id_of(text)
         if key_id is None:
@@ -92,12 +87,8 @@ class KeyRing:
 class KeyGate:
     """Finds out who asks, or refuses; sets ``request.state.principal``.
 
-    Parameters
-    ----------
-    find
-        Returns a key by its text; None where everybody may ask.
-    rates
-        How often each key, or each address where there are no keys, may ask; None = no limit.
+    ``find``: returns a key by its text; None where everybody may ask. ``rates``: how often each
+    key, or each address where there are no keys, may ask; None = no limit.
     """
 
     def __init__(

@@ -135,11 +135,8 @@ def _guard(app: FastAPI, settings: Settings) -> None:
 def serve(settings: Settings) -> None:
     """Run a server until SIGINT or SIGTERM; running jobs then go back to the queue.
 
-    Raises
-    ------
-    OptPipeError
-        If the database cannot be opened, or the address or the certificate cannot be had; or if
-        requests need a key, and there is none.
+    Raises `OptPipeError` if the database cannot be opened, or the address or the certificate cannot
+    be had; or if requests need a key, and there is none.
     """
     lines = set_up_logs(settings.log_format)
     try:

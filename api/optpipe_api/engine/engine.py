@@ -96,10 +96,8 @@ class Attempt:
     def run(self, closing: threading.Event, opening: Message | None) -> None:
         """Solve until the end, or until the server closes.
 
-        Parameters
-        ----------
-        opening
-            What the process has said so far: that it is ready, or why it is not; None = nothing.
+        ``opening``: what the process has said so far: that it is ready, or why it is not; None =
+        nothing.
         """
         self._closing = closing
         message = opening
@@ -235,10 +233,8 @@ class Attempt:
         What a search has found in an hour must not be lost with a second of the database. Should
         another server take the job over meanwhile, the store says so when it answers.
 
-        Raises
-        ------
-        StoreUnavailableError
-            If the server closes, or the solve should have been over long ago.
+        Raises `StoreUnavailableError` if the server closes, or the solve should have been over long
+        ago.
         """
         while True:
             try:
@@ -305,14 +301,9 @@ SILENT: EngineObserver = _Silent()
 class SlotEngine:
     """Takes jobs from a store and solves them.
 
-    Parameters
-    ----------
-    on_change
-        Called from the engine's threads with the id of each job that changed.
-    start_process
-        Starts a solver process, see `Solvers.start`.
-    observer
-        Is told of every attempt's begin and end.
+    ``on_change``: called from the engine's threads with the id of each job that changed.
+    ``start_process``: starts a solver process, see `Solvers.start`. ``observer``: is told of every
+    attempt's begin and end.
     """
 
     def __init__(
@@ -466,16 +457,9 @@ _SLOT_TICK_S = 0.1
 class Slot:
     """Solves one job at a time, each in a process of its own.
 
-    Parameters
-    ----------
-    owner
-        In whose name jobs are claimed.
-    closing
-        Set when the engine closes.
-    work
-        Released when a job may have come.
-    solve
-        Solves a claimed job in a process, which has said this so far.
+    ``owner``: in whose name jobs are claimed. ``closing``: set when the engine closes. ``work``:
+    released when a job may have come. ``solve``: solves a claimed job in a process, which has said
+    this so far.
     """
 
     def __init__(
@@ -527,10 +511,7 @@ class Slot:
 
         None when the engine closes, or the process has no machine to start on.
 
-        Raises
-        ------
-        EOFError
-            If it ended without a word.
+        Raises `EOFError` if it ended without a word.
         """
         while not self._closing.is_set():
             try:
@@ -670,12 +651,8 @@ def _stat(pid: int) -> list[str] | None:
 def open_solvers(settings: Settings) -> Solvers:
     """Return what starts solver processes, connected to the cluster where there is one.
 
-    Raises
-    ------
-    MissingExtraError
-        If Ray is wanted and not installed.
-    WorldError
-        If the cluster cannot be reached.
+    Raises `MissingExtraError` if Ray is wanted and not installed; `WorldError` if the cluster
+    cannot be reached.
     """
     if settings.engine == "local":
         return LocalSolvers(settings)

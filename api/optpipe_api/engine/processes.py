@@ -114,10 +114,7 @@ class SolverProcess(Protocol):
     def receive(self, timeout_s: float) -> Message | None:
         """Return the next message; None where none has come within the time.
 
-        Raises
-        ------
-        EOFError
-            If the process has ended, and has said nothing more.
+        Raises `EOFError` if the process has ended, and has said nothing more.
         """
 
     def stop(self) -> None:
@@ -133,10 +130,7 @@ class Solvers(Protocol):
     def start(self) -> SolverProcess:
         """Start one.
 
-        Raises
-        ------
-        SolverFailedError
-            If none can be started.
+        Raises `SolverFailedError` if none can be started.
         """
 
     def close(self) -> None:
@@ -167,10 +161,7 @@ class SolverChild:
     A new interpreter rather than a fork: forked threads and database connections are broken, and
     nothing of the server's memory is of use there.
 
-    Raises
-    ------
-    OSError
-        If it cannot be started.
+    Raises `OSError` if it cannot be started.
     """
 
     def __init__(self, arguments: str) -> None:
@@ -274,10 +265,7 @@ class LocalSolvers:
     def start(self) -> SolverChild:
         """Start one.
 
-        Raises
-        ------
-        SolverFailedError
-            If it cannot be started.
+        Raises `SolverFailedError` if it cannot be started.
         """
         try:
             return SolverChild(self._arguments)

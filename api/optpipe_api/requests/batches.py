@@ -87,12 +87,8 @@ class BatchBody(StrictBody):
     def parse(cls, data: Any, max_items: int) -> Self:
         """Return the batch a JSON-like object describes.
 
-        Raises
-        ------
-        ProblemError
-            If a problem breaks a rule; the path of a listed one begins with its place.
-        RequestError
-            If anything around them does, or more than ``max_items`` are listed.
+        Raises `ProblemError` if a problem breaks a rule; the path of a listed one begins with its
+        place; `RequestError` if anything around them does, or more than ``max_items`` are listed.
         """
         if isinstance(data, dict) and isinstance(data.get("problems"), list):
             refuse_many(len(data["problems"]), max_items)
@@ -113,10 +109,7 @@ class BatchBody(StrictBody):
 def refuse_many(num_items: int, max_items: int) -> None:
     """Refuse a batch of too many items.
 
-    Raises
-    ------
-    RequestError
-        If there are more than ``max_items``.
+    Raises `RequestError` if there are more than ``max_items``.
     """
     if num_items > max_items:
         raise RequestError(

@@ -186,10 +186,7 @@ class EstimateBody(StrictBody):
     def parse(cls, data: Any) -> Self:
         """Return the request a JSON-like object describes.
 
-        Raises
-        ------
-        RequestError
-            If it breaks a rule.
+        Raises `RequestError` if it breaks a rule.
         """
         return parsed(cls, data, {"model": _not_null, "config": _not_null})
 
@@ -272,10 +269,7 @@ class CompareOptionsBody(SearchOptions):
     def within(self, settings: Settings, form: str) -> CompareOptions:
         """Return the options, defaults filled in; ``form`` is that of the answer.
 
-        Raises
-        ------
-        InputError
-            If they go beyond what this service allows.
+        Raises `InputError` if they go beyond what this service allows.
         """
         default_s = min(_DEFAULT_TIME_LIMIT_S, settings.default_time_limit_s)
         return CompareOptions(

@@ -70,10 +70,7 @@ class ReportBody(StrictBody):
     def parse(cls, data: Any) -> Self:
         """Return the report a JSON-like object describes.
 
-        Raises
-        ------
-        RequestError
-            With one line per fault.
+        Raises `RequestError` with one line per fault.
         """
         try:
             return cls.model_validate(data)

@@ -38,10 +38,7 @@ def require_json(request: Request) -> None:
 
     A page of some other site may make a browser send forms and plain text here, but not JSON.
 
-    Raises
-    ------
-    MediaTypeError
-        If it is declared otherwise, or not at all.
+    Raises `MediaTypeError` if it is declared otherwise, or not at all.
     """
     declared = request.headers.get("content-type", "")
     kind = declared.partition(";")[0].strip().lower()
@@ -54,12 +51,9 @@ def require_json(request: Request) -> None:
 async def read_body(request: Request, max_bytes: int) -> bytes:
     """Return the body.
 
-    Raises
-    ------
-    BodyTooLargeError
-        As soon as it is known to be larger than ``max_bytes``: before the first byte where its
-        length is declared. What still comes is thrown away by uvicorn, so that a client which
-        sends everything before it reads still gets the refusal.
+    Raises `BodyTooLargeError` as soon as it is known to be larger than ``max_bytes``: before the
+    first byte where its length is declared. What still comes is thrown away by uvicorn, so that a
+    client which sends everything before it reads still gets the refusal.
     """
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared[:20]) > max_bytes:
@@ -75,18 +69,10 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
 def decode_json(body: bytes, max_values: int = MAX_VALUES) -> Any:
     """Return the object of a strict JSON body.
 
-    Parameters
-    ----------
-    max_values
-        Most values that it may hold; a fifth as many may be lists, and a fifth objects.
-
-    Raises
-    ------
-    RequestError
-        If it is not UTF-8, not JSON, or says a thing twice.
-    BodyTooLargeError
-        If it holds more values. They are counted before it is read, by their commas and brackets:
-        to find millions of faults in a body takes minutes, however few bytes say them.
+    ``max_values``: most values that it may hold; a fifth as many may be lists, and a fifth objects.
+    Raises `RequestError` if it is not UTF-8, not JSON, or says a thing twice; `BodyTooLargeError`
+    if it holds more values. They are counted before it is read, by their commas and brackets: to
+    find millions of faults in a body takes minutes, however few bytes say them.
     """
     for sign, limit in ((b",", max_values), (b"{", max_values // 5), (b"[", max_values // 5)):
         if body.count(sign) > limit:
@@ -131,10 +117,7 @@ FRONTIER_FORMS = {"json": "application/json", "svg": "image/svg+xml"}
 def preferred_form(accept: str | None, forms: Mapping[str, str] = FORMS) -> str:
     """Return the name of the form that an Accept header likes best; JSON where it does not care.
 
-    Raises
-    ------
-    NotAcceptableError
-        If it takes none of ours.
+    Raises `NotAcceptableError` if it takes none of ours.
     """
     if not accept:
         return "json"

@@ -94,10 +94,7 @@ class SearchOptions(StrictBody):
     def checked_time_limit_s(self, settings: Settings, default_s: float) -> float:
         """Return the time limit; the default where it is left out, as far as that is allowed.
 
-        Raises
-        ------
-        InputError
-            If time limit or threads go beyond what this service allows.
+        Raises `InputError` if time limit or threads go beyond what this service allows.
         """
         default_s = min(default_s, settings.max_time_limit_s)
         time_limit_s = default_s if self.time_limit_s is None else self.time_limit_s
@@ -145,10 +142,8 @@ class OptionsBody(SearchOptions):
     def within(self, settings: Settings, methods: Collection[str]) -> JobOptions:
         """Return the options, defaults filled in; ``methods`` are those that exist.
 
-        Raises
-        ------
-        InputError
-            If they go beyond what this service allows, or the method is not one of these.
+        Raises `InputError` if they go beyond what this service allows, or the method is not one of
+        these.
         """
         if self.method not in methods:
             raise InputError(
@@ -201,10 +196,7 @@ class SubmissionOptions(OptionsBody):
     ) -> JobOptions:
         """Return the options of a job of this kind; see `OptionsBody.within`.
 
-        Raises
-        ------
-        InputError
-            Also for an option that a job of this kind does not have.
+        Raises `InputError` also for an option that a job of this kind does not have.
         """
         others = _NOT_OF[kind]
         foreign = sorted(name for name in self.model_fields_set if name in others)
@@ -223,12 +215,8 @@ class WithProblem(StrictBody):
     def parse(cls, data: Any) -> Self:
         """Return the request a JSON-like object describes.
 
-        Raises
-        ------
-        ProblemError
-            If the problem breaks a rule; paths count from the problem.
-        RequestError
-            If anything around it does.
+        Raises `ProblemError` if the problem breaks a rule; paths count from the problem;
+        `RequestError` if anything around it does.
         """
         return parsed(cls, data, {"problem": Problem.parse})
 
@@ -253,12 +241,8 @@ class Submission(StrictBody):
     def parse(cls, data: Any) -> Self:
         """Return the submission a JSON-like object describes.
 
-        Raises
-        ------
-        ProblemError, ModelError
-            If the problem or the model breaks a rule; paths count from it.
-        RequestError
-            If anything around it does.
+        Raises `ProblemError`, `ModelError` if the problem or the model breaks a rule; paths count
+        from it; `RequestError` if anything around it does.
         """
         readers = {"problem": Problem.parse, "model": Model.parse}
         return parsed(cls, _with_objective(data), readers)
@@ -290,10 +274,7 @@ class Resumption(StrictBody):
     def parse(cls, data: Any) -> Self:
         """Return the request a JSON-like object describes.
 
-        Raises
-        ------
-        RequestError
-            If it breaks a rule.
+        Raises `RequestError` if it breaks a rule.
         """
         return parsed(cls, data, {})
 

@@ -98,12 +98,8 @@ class DeploymentService:
     ) -> DeploymentRecord:
         """Register a training run and begin to solve its problem; a repeated key returns the first.
 
-        Raises
-        ------
-        QueueFullError
-            If the queue has no room for its solve.
-        KeyReusedError
-            If the key made a deployment from another request.
+        Raises `QueueFullError` if the queue has no room for its solve; `KeyReusedError` if the key
+        made a deployment from another request.
         """
         options = registered.options
         request = [registered.problem_hash, registered.name, asdict(options)]
@@ -147,12 +143,8 @@ class DeploymentService:
     def schedule(self, deployment_id: str, who: Principal) -> tuple[int, str]:
         """Return number and schedule (JSON text) of the newest version.
 
-        Raises
-        ------
-        InfeasibleProblemError
-            If there is none, proven.
-        NoScheduleError
-            If there is none, or none yet.
+        Raises `InfeasibleProblemError` if there is none, proven; `NoScheduleError` if there is
+        none, or none yet.
         """
         deployment = self.find(deployment_id, who)
         found = self._store.schedule(deployment_id)
@@ -169,12 +161,8 @@ class DeploymentService:
     def report(self, deployment_id: str, report: Report, who: Principal) -> DeploymentRecord:
         """Keep what a training run measured under a version; the next round judges it.
 
-        Raises
-        ------
-        ConflictError
-            If the deployment has ended, or has no such version.
-        RequestError, MeasurementError
-            If what was measured does not belong to this problem.
+        Raises `ConflictError` if the deployment has ended, or has no such version; `RequestError`,
+        `MeasurementError` if what was measured does not belong to this problem.
         """
         self.find(deployment_id, who)
         check_stages(self._store.documents(deployment_id).problem, report.document)
@@ -198,15 +186,8 @@ class DeploymentService:
 
         None where it is still that one when the time is up or the deployment has ended.
 
-        Parameters
-        ----------
-        known_version
-            What the caller has; 0 = none.
-
-        Raises
-        ------
-        InfeasibleProblemError, NoScheduleError
-            As `schedule`.
+        ``known_version``: what the caller has; 0 = none. Raises `InfeasibleProblemError`,
+        `NoScheduleError` as `schedule`.
         """
         found = await run_in_threadpool(self.find, deployment_id, who)
         deadline = time.monotonic() + min(seconds, self._settings.max_wait_s)
@@ -273,17 +254,10 @@ PUBLISH_EVERY_S = 5.0
 class Steps:
     """Takes the steps of deployments.
 
-    Parameters
-    ----------
-    store, jobs
-        Where deployments and jobs are kept.
-    submit
-        Adds the job of a deployment's solve: its problem, and a schedule to start from; the job
-        that was added before where there is one.
-    on_version
-        Called with the id of a deployment that has a new version.
-    clock
-        The time in seconds since the epoch, as the stores see it.
+    ``store``, ``jobs``: where deployments and jobs are kept. ``submit``: adds the job of a
+    deployment's solve: its problem, and a schedule to start from; the job that was added before
+    where there is one. ``on_version``: called with the id of a deployment that has a new version.
+    ``clock``: the time in seconds since the epoch, as the stores see it.
     """
 
     def __init__(
@@ -482,14 +456,8 @@ class DriftCandidate(NamedTuple):
 def judged(deployment: DeploymentRecord, documents: Documents, schedule: str) -> Judgement:
     """Return how the schedule in use does under the measured times.
 
-    Parameters
-    ----------
-    deployment
-        One with a version and reports.
-    documents
-        Its problems.
-    schedule
-        Its newest version, as JSON text.
+    ``deployment``: one with a version and reports. ``documents``: its problems. ``schedule``: its
+    newest version, as JSON text.
     """
     measured = Problem.model_validate_json(documents.newest)
     planned = Problem.model_validate_json(documents.planned)
@@ -523,10 +491,7 @@ def under(newest: str, schedule: str) -> DriftCandidate:
 
     A bound that was proven for other times is left out.
 
-    Raises
-    ------
-    IllegalScheduleError
-        If it breaks a rule there, or does not fit its memory.
+    Raises `IllegalScheduleError` if it breaks a rule there, or does not fit its memory.
     """
     problem, found = Problem.model_validate_json(newest), load_schedule(schedule)
     bound_ms = found.bound_ms if found.problem_hash == problem.problem_hash else None

@@ -78,10 +78,8 @@ __all__ = [
 def read_submission(body: bytes, settings: Settings, methods: Collection[str]) -> NewJob:
     """Return the job that a submission asks for; it has no owner yet.
 
-    Raises
-    ------
-    InputError
-        Also where its options, or its problem's size, go beyond what this service allows.
+    Raises `InputError` also where its options, or its problem's size, go beyond what this service
+    allows.
     """
     submission = Submission.parse(decode_json(body))
     options = submission.options.within(settings, methods, submission.kind)
@@ -98,10 +96,7 @@ def solved_job(
 ) -> NewJob:
     """Return the job that solves a problem; ``choices`` are other fields of it.
 
-    Raises
-    ------
-    ProblemError
-        If the problem has more than ``max_cells`` cells; None = no limit.
+    Raises `ProblemError` if the problem has more than ``max_cells`` cells; None = no limit.
     """
     num_cells = _checked_cells(len(problem.stages), problem.num_microbatches, max_cells)
     return NewJob(
@@ -208,12 +203,8 @@ class ReadBatch:
 def read_batch(body: bytes, settings: Settings, methods: Collection[str]) -> ReadBatch:
     """Return what the body of a batch asks for.
 
-    Raises
-    ------
-    BodyTooLargeError
-        If its problems together are too large.
-    ProblemError
-        If an item is larger than this service takes.
+    Raises `BodyTooLargeError` if its problems together are too large; `ProblemError` if an item is
+    larger than this service takes.
     """
     limit = settings.max_batch_items
     batch = BatchBody.parse(decode_json(body, _MOST_VALUES), limit)
@@ -295,10 +286,8 @@ class Registered:
 def read_registration(body: bytes, settings: Settings, methods: Collection[str]) -> Registered:
     """Return what the body of a registration asks for.
 
-    Raises
-    ------
-    InputError
-        Also where its options, or its problem's size, go beyond what this service allows.
+    Raises `InputError` also where its options, or its problem's size, go beyond what this service
+    allows.
     """
     registration = Registration.parse(decode_json(body))
     job = solved_job(
@@ -345,10 +334,7 @@ _TRAINING = (
 def read_estimate(body: bytes) -> str:
     """Return the `EstimateView` of a request as JSON text.
 
-    Raises
-    ------
-    OptPipeError
-        Also as `estimate` and `sweep`.
+    Raises `OptPipeError` also as `estimate` and `sweep`.
     """
     wanted = EstimateBody.parse(decode_json(body))
     shape = _shape(wanted)
@@ -436,10 +422,7 @@ _BACKWARDS: tuple[MeasuredAction, ...] = ("I", "W", "B")
 def condensed(measurements: Measurements) -> str:
     """Return what is kept of a report, as JSON: one time per stage and action, the medians.
 
-    Raises
-    ------
-    RequestError
-        If nothing was measured.
+    Raises `RequestError` if nothing was measured.
     """
     if not measurements.samples:
         raise RequestError("actions.samples is empty; report the times of at least one action")
@@ -452,10 +435,7 @@ def condensed(measurements: Measurements) -> str:
 def check_stages(registered: str, report: str) -> None:
     """Refuse a report, as `condensed` leaves it, of stages that a problem does not have.
 
-    Raises
-    ------
-    RequestError
-        With the stage.
+    Raises `RequestError` with the stage.
     """
     num_stages = len(Problem.model_validate_json(registered).stages)
     last = max(sample.stage for sample in Measurements.model_validate_json(report).samples)
@@ -469,10 +449,7 @@ def check_stages(registered: str, report: str) -> None:
 def measured_problem(registered: str, reports: Sequence[str]) -> str:
     """Return a problem with the times of reports, oldest first, as `condensed` leaves them.
 
-    Raises
-    ------
-    MeasurementError
-        If a measured link joins devices that are not there.
+    Raises `MeasurementError` if a measured link joins devices that are not there.
     """
     base = Problem.model_validate_json(registered)
     reported = [Measurements.model_validate_json(report) for report in reports]

@@ -41,17 +41,9 @@ def open_stores(
 ) -> Stores:
     """Return the stores of a database, which is created or migrated as needed.
 
-    Parameters
-    ----------
-    must_exist
-        Whether to refuse a file that is not there instead of making it.
-
-    Raises
-    ------
-    InputError
-        If the URL names no database that we know.
-    StoreUnavailableError
-        If it cannot be opened, is not there, or belongs to a newer version.
+    ``must_exist``: whether to refuse a file that is not there instead of making it. Raises
+    `InputError` if the URL names no database that we know; `StoreUnavailableError` if it cannot be
+    opened, is not there, or belongs to a newer version.
     """
     engine = connect(url, must_exist=must_exist)
     return Stores(

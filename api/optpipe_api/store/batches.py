@@ -72,14 +72,9 @@ class BatchStore:
     ) -> tuple[BatchRecord, list[JobRecord]]:
         """Keep a batch and its jobs, in order; no jobs are returned where the key had made it.
 
-        Raises
-        ------
-        QueueFullError
-            If more than ``max_queued`` jobs would wait; those that are born finished do not.
-        TooManyJobsError
-            If more than ``max_of_owner`` jobs of its owner would wait or run, likewise.
-        KeyReusedError
-            If the idempotency key belongs to another request.
+        Raises `QueueFullError` if more than ``max_queued`` jobs would wait; those that are born
+        finished do not; `TooManyJobsError` if more than ``max_of_owner`` jobs of its owner would
+        wait or run, likewise; `KeyReusedError` if the idempotency key belongs to another request.
         """
         key = digest_key(new.owner, new.idempotency_key)
         num_waiting = sum(item.finished is None for item in items)
@@ -123,10 +118,7 @@ class BatchStore:
     def get(self, batch_id: str) -> BatchRecord:
         """Return a batch.
 
-        Raises
-        ------
-        BatchNotFoundError
-            Here and below, if none has this id.
+        Raises `BatchNotFoundError` here and below, if none has this id.
         """
         with reading(self._engine) as connection:
             return _batches_of(connection, [_find(connection, batch_id)])[0]
@@ -178,10 +170,7 @@ class BatchStore:
 
         They start from what they have found. Nothing happens where none has failed.
 
-        Raises
-        ------
-        QueueFullError, TooManyJobsError
-            As `add`.
+        Raises `QueueFullError`, `TooManyJobsError` as `add`.
         """
         with writing(self._engine) as connection:
             batch = _find(connection, batch_id)

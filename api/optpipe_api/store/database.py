@@ -46,17 +46,9 @@ _OUR_FAULTS = (exc.IntegrityError, exc.ProgrammingError, exc.DataError)
 def connect(url: str, *, must_exist: bool = False) -> sa.Engine:
     """Return an engine on an existing or new database, migrated to the newest tables.
 
-    Parameters
-    ----------
-    must_exist
-        Whether to refuse an SQLite file that is not there instead of making it.
-
-    Raises
-    ------
-    InputError
-        If the URL names no database that we know.
-    StoreUnavailableError
-        If the database cannot be opened, is not there, or belongs to a newer version.
+    ``must_exist``: whether to refuse an SQLite file that is not there instead of making it. Raises
+    `InputError` if the URL names no database that we know; `StoreUnavailableError` if the database
+    cannot be opened, is not there, or belongs to a newer version.
     """
     parsed = _parse(url)
     if must_exist and _is_missing(parsed):

@@ -68,12 +68,8 @@ class DeploymentStore:
     def add(self, new: NewDeployment, *, max_queued: int) -> tuple[DeploymentRecord, bool]:
         """Keep a deployment whose first solve is wanted; False where the key had made it before.
 
-        Raises
-        ------
-        QueueFullError
-            If ``max_queued`` jobs wait already.
-        KeyReusedError
-            If the idempotency key belongs to another request.
+        Raises `QueueFullError` if ``max_queued`` jobs wait already; `KeyReusedError` if the
+        idempotency key belongs to another request.
         """
         key = digest_key(new.owner, new.idempotency_key)
         try:
@@ -117,10 +113,7 @@ class DeploymentStore:
     def get(self, deployment_id: str) -> DeploymentRecord:
         """Return a deployment.
 
-        Raises
-        ------
-        DeploymentNotFoundError
-            Here and below, if none has this id.
+        Raises `DeploymentNotFoundError` here and below, if none has this id.
         """
         with reading(self._engine) as connection:
             return deployment_of(find_row(connection, deployment_id))
@@ -191,16 +184,9 @@ class DeploymentStore:
     ) -> DeploymentRecord:
         """Keep a report and what is now measured.
 
-        Parameters
-        ----------
-        measure
-            From the problem as registered and the documents of the newest reports, oldest first,
-            to the problem as measured.
-
-        Raises
-        ------
-        ConflictError
-            If the deployment has ended, or has no such version.
+        ``measure``: from the problem as registered and the documents of the newest reports, oldest
+        first, to the problem as measured. Raises `ConflictError` if the deployment has ended, or
+        has no such version.
         """
         with writing(self._engine) as connection:
             row = find_row(connection, deployment_id, for_update=True)
@@ -342,10 +328,7 @@ def find_row(
 ) -> sa.Row[Any]:
     """Return the row of a deployment, held where it is to be changed.
 
-    Raises
-    ------
-    DeploymentNotFoundError
-        If none has this id.
+    Raises `DeploymentNotFoundError` if none has this id.
     """
     query = sa.select(deployments).where(deployments.c.id == deployment_id)
     if for_update:
@@ -361,10 +344,7 @@ def find_by_key(
 ) -> tuple[DeploymentRecord, bool] | None:
     """Return the deployment that a key made before, and False.
 
-    Raises
-    ------
-    KeyReusedError
-        If it was made from another request.
+    Raises `KeyReusedError` if it was made from another request.
     """
     if key is None:
         return None
@@ -398,10 +378,7 @@ def change(
 def expect_version(row: sa.Row[Any], version: int) -> None:
     """Refuse a report to an ended deployment, or about a version that is not.
 
-    Raises
-    ------
-    ConflictError
-        With what there is.
+    Raises `ConflictError` with what there is.
     """
     if row.ended_at is not None:
         raise StateConflictError(f"deployment {row.id} has ended; register the training run again")

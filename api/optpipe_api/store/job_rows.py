@@ -87,10 +87,7 @@ def is_id(text: str) -> bool:
 def find_row(connection: sa.Connection, job_id: str, *, for_update: bool = False) -> sa.Row[Any]:
     """Return the row of a job, held until the end of the transaction where it is to be changed.
 
-    Raises
-    ------
-    JobNotFoundError
-        If no job has this id.
+    Raises `JobNotFoundError` if no job has this id.
     """
     query = _BY_ID.with_for_update() if for_update else _BY_ID
     row = connection.execute(query, {"job_id": job_id}).one_or_none() if is_id(job_id) else None
@@ -272,10 +269,7 @@ class JobReads:
     def get(self, job_id: str) -> JobRecord:
         """Return a job.
 
-        Raises
-        ------
-        JobNotFoundError
-            Here and below, if no job has this id.
+        Raises `JobNotFoundError` here and below, if no job has this id.
         """
         with reading(self._engine) as connection:
             return job_of(connection, find_row(connection, job_id))
@@ -507,10 +501,7 @@ def _note_incumbent(
 def find_by_key(connection: sa.Connection, new: NewJob) -> JobRecord | None:
     """Return the job that this owner's key made before.
 
-    Raises
-    ------
-    KeyReusedError
-        If it was made from another request.
+    Raises `KeyReusedError` if it was made from another request.
     """
     digest = digest_key(new.owner, new.idempotency_key)
     if digest is None:
@@ -546,10 +537,7 @@ def _request_of(row: sa.Row[Any], job: JobRecord) -> tuple[object, ...]:
 def refuse_when_full(connection: sa.Connection, max_queued: int, num_new: int = 1) -> None:
     """Refuse new jobs where the queue has no room for them.
 
-    Raises
-    ------
-    QueueFullError
-        If more than ``max_queued`` would wait.
+    Raises `QueueFullError` if more than ``max_queued`` would wait.
     """
     queued = connection.execute(_QUEUED).scalar_one()
     if queued + num_new > max_queued:
@@ -561,10 +549,7 @@ def refuse_when_many(
 ) -> None:
     """Refuse new jobs of an owner who has many under way already.
 
-    Raises
-    ------
-    TooManyJobsError
-        If more than ``max_of_owner`` of them would wait or run.
+    Raises `TooManyJobsError` if more than ``max_of_owner`` of them would wait or run.
     """
     if max_of_owner is None:
         return

@@ -118,14 +118,9 @@ class JobStore(JobReads):
     ) -> tuple[JobRecord, bool]:
         """Keep a job and return it; the flag is False where the key had made it before.
 
-        Raises
-        ------
-        QueueFullError
-            If ``max_queued`` jobs wait already; one that is born finished needs no room.
-        TooManyJobsError
-            If ``max_of_owner`` jobs of its owner wait or run already, likewise.
-        KeyReusedError
-            If the idempotency key belongs to another request.
+        Raises `QueueFullError` if ``max_queued`` jobs wait already; one that is born finished needs
+        no room; `TooManyJobsError` if ``max_of_owner`` jobs of its owner wait or run already,
+        likewise; `KeyReusedError` if the idempotency key belongs to another request.
         """
         try:
             with writing(self._engine) as connection:
@@ -171,14 +166,9 @@ class JobStore(JobReads):
     ) -> JobRecord:
         """Queue a finished job again with a longer time limit; it keeps its best.
 
-        Raises
-        ------
-        ConflictError
-            If it has not ended, or is proven optimal or infeasible.
-        InputError
-            If the limit would exceed ``max_time_limit_s``.
-        QueueFullError, TooManyJobsError
-            As `add`.
+        Raises `ConflictError` if it has not ended, or is proven optimal or infeasible; `InputError`
+        if the limit would exceed ``max_time_limit_s``; `QueueFullError`, `TooManyJobsError` as
+        `add`.
         """
         with writing(self._engine) as connection:
             row = find_row(connection, job_id, for_update=True)
@@ -405,12 +395,8 @@ def prolong(
 ) -> sa.Row[Any] | None:
     """Give a finished job more time; it waits in the queue again, as it stands.
 
-    Raises
-    ------
-    ConflictError
-        If it has not ended, or nothing better can be found.
-    InputError
-        If its time limit would exceed the largest one.
+    Raises `ConflictError` if it has not ended, or nothing better can be found; `InputError` if its
+    time limit would exceed the largest one.
     """
     refuse_pointless(job)
     limit_s = job.options.time_limit_s + seconds
@@ -441,10 +427,7 @@ def prolong(
 def refuse_pointless(job: JobRecord) -> None:
     """Refuse more time for a job that it would not help.
 
-    Raises
-    ------
-    ConflictError
-        If it has not ended, or nothing better can be found.
+    Raises `ConflictError` if it has not ended, or nothing better can be found.
     """
     if not job.state.is_final:
         raise StateConflictError(

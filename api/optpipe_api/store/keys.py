@@ -37,10 +37,7 @@ class KeyStore:
     def create(self, name: str, role: Role) -> tuple[ApiKey, str]:
         """Make a key; return its record and its text.
 
-        Raises
-        ------
-        KeyNameError
-            If the name is illegal, or another key's that is not revoked.
+        Raises `KeyNameError` if the name is illegal, or another key's that is not revoked.
         """
         if not KEY_NAME.fullmatch(name):
             raise KeyNameError(
@@ -73,10 +70,7 @@ class KeyStore:
     def revoke(self, name: str) -> ApiKey:
         """Make a key worthless; one that is already stays as it is.
 
-        Raises
-        ------
-        KeyNameError
-            If no key has this name.
+        Raises `KeyNameError` if no key has this name.
         """
         named = api_keys.c.name == name
         with writing(self._engine) as connection:
