@@ -33,8 +33,13 @@ from optpipe_api.logs import Telemetry, set_up_logs
 from optpipe_api.metrics import ServiceMetrics
 from optpipe_api.requests.batches import BatchBody, FrontierView
 from optpipe_api.requests.catalogue import Comparison, EstimateBody, VariantBody
-from optpipe_api.requests.deployments import Registration, ReportBody
-from optpipe_api.requests.jobs import Fault, Resumption, Submission
+from optpipe_api.requests.jobs import (
+    Fault,
+    Registration,
+    ReportBody,
+    Resumption,
+    Submission,
+)
 from optpipe_api.routes import batches, catalogue, deployments, jobs, system
 from optpipe_api.service import Service
 from optpipe_api.services.events import Changes

@@ -8,8 +8,6 @@ under it takes seconds where both are large, so it happens where large request b
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import json
 import time
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
@@ -38,7 +36,7 @@ from optpipe_api.jobs import JobStart
 from optpipe_api.requests.batches import refuse_many
 from optpipe_api.services.cache import MOST_CELLS, MOST_TRIED
 from optpipe_api.services.render import solution
-from optpipe_api.services.submission import ReadItem, solved_job
+from optpipe_api.services.submission import ReadItem, hash_of, solved_job
 
 if TYPE_CHECKING:
     from optpipe.schedule import Schedule
@@ -297,8 +295,7 @@ def _request_hash(swept: ReadBatch) -> str:
         swept.priority,
         asdict(swept.options),
     ]
-    text = json.dumps(data, sort_keys=True, separators=(",", ":"))
-    return "sha256:" + hashlib.sha256(text.encode()).hexdigest()
+    return hash_of(data)
 
 
 def _row(plan: ItemPlan, job: JobRecord) -> SweepRow:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import json
 import threading
 import time
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import structlog
@@ -20,7 +18,7 @@ from optpipe.problem import Problem
 from optpipe.schedule import Provenance
 from optpipe.simulate import simulate
 from optpipe_api.access import Principal, Role
-from optpipe_api.deployments import REGISTERED, Judgement, NewDeployment, NewVersion
+from optpipe_api.deployments import REGISTERED, Judgement, NewVersion
 from optpipe_api.errors import (
     DeploymentNotFoundError,
     JobNotFoundError,
@@ -41,11 +39,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from optpipe.measurements import MeasuredAction
-    from optpipe_api.deployments import DeploymentRecord, Documents, Report, VersionRecord
+    from optpipe_api.deployments import (
+        DeploymentRecord,
+        Documents,
+        NewDeployment,
+        Report,
+        VersionRecord,
+    )
     from optpipe_api.jobs import JobRecord, StoredSchedule
     from optpipe_api.services.events import Changes
     from optpipe_api.services.jobs import JobService
-    from optpipe_api.services.submission import Registered
     from optpipe_api.settings import Settings
     from optpipe_api.store import JobStore, Stores
     from optpipe_api.store.deployments import DeploymentStore
@@ -94,26 +97,15 @@ class DeploymentService:
         self._rounds.close()
 
     def register(
-        self, registered: Registered, who: Principal, key: str | None = None
+        self, new: NewDeployment, who: Principal, key: str | None = None
     ) -> DeploymentRecord:
         """Register a training run and begin to solve its problem; a repeated key returns the first.
 
         Raises `QueueFullError` if the queue has no room for its solve; `KeyReusedError` if the key
         made a deployment from another request.
         """
-        options = registered.options
-        request = [registered.problem_hash, registered.name, asdict(options)]
-        deployment, is_new = self._store.add(
-            NewDeployment(
-                name=registered.name or registered.problem_name,
-                owner=who.name,
-                problem=registered.problem,
-                options=options,
-                request_hash=_hash_of(request),
-                idempotency_key=key,
-            ),
-            max_queued=self._settings.max_queued_jobs,
-        )
+        new = replace(new, owner=who.name, idempotency_key=key)
+        deployment, is_new = self._store.add(new, max_queued=self._settings.max_queued_jobs)
         if is_new:
             self._steps.take(deployment.id)
         return self._store.get(deployment.id)
@@ -212,7 +204,7 @@ class DeploymentService:
     ) -> JobRecord:
         """Add the job of a deployment's solve; see `Steps`."""
         new = replace(
-            solved_job(problem, deployment.options.job, self._settings.max_cells),
+            solved_job(problem, deployment.options, self._settings.max_cells),
             name=deployment.name,
             owner=deployment.owner,
             # No client can send this one: a header holds no control character.
@@ -227,11 +219,6 @@ class DeploymentService:
 
 def _as_owner(deployment: DeploymentRecord) -> Principal:
     return Principal(deployment.owner, Role.SUBMIT)
-
-
-def _hash_of(data: object) -> str:
-    text = json.dumps(data, sort_keys=True, separators=(",", ":"))
-    return "sha256:" + hashlib.sha256(text.encode()).hexdigest()
 
 
 async def _either(changed: asyncio.Event, seconds: float) -> None:
@@ -380,7 +367,7 @@ def _promises(known: DeploymentRecord, job: JobRecord) -> bool:
     """Whether a job's objective, under the times it solves for, gains enough over what was."""
     if job.objective_ms is None or known.planned_ms is None:
         return job.objective_ms is not None
-    return job.objective_ms < known.planned_ms * (1 - known.options.threshold)
+    return job.objective_ms < known.planned_ms * (1 - known.threshold)
 
 
 def _worth_it(
@@ -395,7 +382,7 @@ def _worth_it(
     if in_use is not None:
         newest = Problem.model_validate_json(documents.newest)
         current_ms = length_ms(newest, in_use[1])
-        if found.length_ms >= current_ms * (1 - known.options.threshold):
+        if found.length_ms >= current_ms * (1 - known.threshold):
             return None
         reason = _reason(known, documents, current_ms, found.length_ms)
     return NewVersion(
@@ -467,7 +454,7 @@ def judged(deployment: DeploymentRecord, documents: Documents, schedule: str) ->
     judgement = Judgement(
         num_reports=deployment.num_reports, current_ms=current_ms, expected_ms=expected_ms
     )
-    if current_ms <= expected_ms * (1 + deployment.options.threshold):
+    if current_ms <= expected_ms * (1 + deployment.threshold):
         return judgement
     return Judgement(
         num_reports=deployment.num_reports,

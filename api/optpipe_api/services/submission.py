@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import statistics
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from optpipe.errors import ProblemError
@@ -27,7 +27,7 @@ from optpipe.problem import Problem
 from optpipe.sweep import Variation, family_of, memory_of, num_variations, sweep
 from optpipe.wire import JobKind
 from optpipe_api.batches import ItemPlan
-from optpipe_api.deployments import DeploymentOptions, Report
+from optpipe_api.deployments import NewDeployment, Report
 from optpipe_api.errors import BodyTooLargeError, RequestError
 from optpipe_api.jobs import NewJob
 from optpipe_api.requests.batches import BatchBody, refuse_many
@@ -39,9 +39,8 @@ from optpipe_api.requests.catalogue import (
     VariantBody,
     VariantView,
 )
-from optpipe_api.requests.deployments import Registration, ReportBody
 from optpipe_api.requests.http import MAX_VALUES, decode_json
-from optpipe_api.requests.jobs import Submission
+from optpipe_api.requests.jobs import Registration, ReportBody, Submission
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -57,9 +56,9 @@ __all__ = [
     "MOST_BYTES",
     "ReadBatch",
     "ReadItem",
-    "Registered",
     "check_stages",
     "condensed",
+    "hash_of",
     "measured_problem",
     "planned_job",
     "read_batch",
@@ -120,7 +119,7 @@ def planned_job(
     return NewJob(
         kind=JobKind.PLAN,
         name=model.name,
-        problem_hash=_hash_of({**data, "name": ""}),
+        problem_hash=hash_of({**data, "name": ""}),
         objective=model.objective,
         options=options,
         model=model.model_dump_json(by_alias=True),
@@ -142,7 +141,7 @@ def _checked_cells(num_stages: int, num_microbatches: int, max_cells: int | None
 
 def _shape_hash(problem: Problem) -> str:
     """Return the hash of what decides whether programs can be legal at all, sizes aside."""
-    return _hash_of(
+    return hash_of(
         {
             "num_microbatches": problem.num_microbatches,
             "objective": problem.objective,
@@ -156,7 +155,8 @@ def _shape_hash(problem: Problem) -> str:
     )
 
 
-def _hash_of(data: object) -> str:
+def hash_of(data: object) -> str:
+    """Return the SHA-256 of a JSON-like value, in the form of all hashes of ours."""
     text = json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return "sha256:" + hashlib.sha256(text.encode()).hexdigest()
 
@@ -207,7 +207,10 @@ def read_batch(body: bytes, settings: Settings, methods: Collection[str]) -> Rea
     larger than this service takes.
     """
     limit = settings.max_batch_items
-    batch = BatchBody.parse(decode_json(body, _MOST_VALUES), limit)
+    data = decode_json(body, _MOST_VALUES)
+    if isinstance(data, dict) and isinstance(data.get("problems"), list):
+        refuse_many(len(data["problems"]), limit)
+    batch = BatchBody.parse(data)
     refuse_many(num_variations(batch.axes), limit)
     options = batch.options.within(settings, methods)
     variations = _variations(batch)
@@ -269,36 +272,21 @@ def _plan(variation: Variation) -> ItemPlan:
 # --- What training runs send.
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Registered:
-    """A registration, read: the problem (JSON text) to be scheduled, and how.
-
-    ``name`` is empty where none was given.
-    """
-
-    name: str
-    problem_name: str
-    problem: str
-    problem_hash: str
-    options: DeploymentOptions
-
-
-def read_registration(body: bytes, settings: Settings, methods: Collection[str]) -> Registered:
-    """Return what the body of a registration asks for.
+def read_registration(body: bytes, settings: Settings, methods: Collection[str]) -> NewDeployment:
+    """Return the deployment that a registration asks for; it has no owner and no key yet.
 
     Raises `InputError` also where its options, or its problem's size, go beyond what this service
     allows.
     """
-    registration = Registration.parse(decode_json(body))
-    job = solved_job(
-        registration.problem, registration.options.within(settings, methods), settings.max_cells
-    )
-    return Registered(
-        name=registration.name,
-        problem_name=job.name,
+    wanted = Registration.parse(decode_json(body))
+    job = solved_job(wanted.problem, wanted.options.within(settings, methods), settings.max_cells)
+    how = {"job": asdict(job.options), "threshold": wanted.threshold}
+    return NewDeployment(
+        name=wanted.name or job.name,
         problem=job.problem or "",
-        problem_hash=job.problem_hash,
-        options=DeploymentOptions(job=job.options, threshold=registration.threshold),
+        options=job.options,
+        threshold=wanted.threshold,
+        request_hash=hash_of([job.problem_hash, wanted.name, how]),
     )
 
 

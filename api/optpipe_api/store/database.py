@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import threading
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import sqlalchemy as sa
 from alembic import command
@@ -15,12 +17,24 @@ from alembic.util.exc import CommandError
 from sqlalchemy import exc
 
 from optpipe.errors import InputError, MissingExtraError
-from optpipe_api.errors import StoreUnavailableError
+from optpipe_api.errors import KeyReusedError, StoreUnavailableError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
-__all__ = ["connect", "reading", "writing"]
+__all__ = [
+    "added_once",
+    "connect",
+    "made_before",
+    "may_be_id",
+    "newest_first",
+    "reading",
+    "record_of",
+    "row_with_id",
+    "writing",
+]
+
+T = TypeVar("T")
 
 
 _BUSY_TIMEOUT_S = 10
@@ -201,3 +215,82 @@ def _migrate(connection: sa.Connection) -> None:
             f"the database {connection.engine.url.render_as_string()} cannot be migrated: {error}; "
             "was it written by a newer optpipe? Install that one, or use another database"
         ) from error
+
+
+# --- What the stores do alike: rows by id, page by page, once for each key, as records.
+
+_ID = re.compile(r"[0-9a-f]{32}")
+
+
+def may_be_id(text: str) -> bool:
+    """Whether a text looks like an id; what does not may be what a database refuses to hear."""
+    return _ID.fullmatch(text) is not None
+
+
+def row_with_id(
+    connection: sa.Connection,
+    query: sa.Select[Any],
+    thing_id: str,
+    refuse: Callable[[str], Exception],
+) -> sa.Row[Any]:
+    """Return the row that a query of the parameter ``id`` finds, or raise the refusal of the id."""
+    if may_be_id(thing_id):
+        row = connection.execute(query, {"id": thing_id}).one_or_none()
+        if row is not None:
+            return row
+    raise refuse(thing_id)
+
+
+def newest_first(
+    query: sa.Select[Any],
+    table: sa.Table,
+    limit: int,
+    before: int | None = None,
+    owner: str | None = None,
+) -> sa.Select[Any]:
+    """Return the query for a page: of positions below ``before``, and of an owner, where given."""
+    query = query.order_by(table.c.position.desc()).limit(limit)
+    if before is not None:
+        query = query.where(table.c.position < before)
+    return query if owner is None else query.where(table.c.owner == owner)
+
+
+def added_once(
+    engine: sa.Engine,
+    find: Callable[[sa.Connection], T | None],
+    insert: Callable[[sa.Connection], T],
+) -> T:
+    """Return what a key made before, or else what is inserted now."""
+    try:
+        with writing(engine) as connection:
+            known = find(connection)
+            return insert(connection) if known is None else known
+    except exc.IntegrityError:
+        # Another server inserted the same key between our look and our insert.
+        with reading(engine) as connection:
+            known = find(connection)
+        if known is None:
+            raise
+        return known
+
+
+def made_before(
+    connection: sa.Connection, query: sa.Select[Any], new: Any, thing: str
+) -> sa.Row[Any] | None:
+    """Return the row that a query by key finds, if any, made from the same request as ``new``.
+
+    Raises `KeyReusedError` if it was made from another one.
+    """
+    row = connection.execute(query).one_or_none()
+    if row is not None and row.request_hash != new.request_hash:
+        raise KeyReusedError(
+            f"the Idempotency-Key {new.idempotency_key!r} made {thing} {row.id} from another "
+            "request; use a new key for a new request"
+        )
+    return row
+
+
+def record_of(kind: type[T], row: sa.Row[Any], /, **others: Any) -> T:
+    """Return a dataclass whose fields are the columns of the same names, but for the others."""
+    names = [item.name for item in fields(kind) if item.name not in others]  # type: ignore[arg-type]
+    return kind(**{name: getattr(row, name) for name in names}, **others)

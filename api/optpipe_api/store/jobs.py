@@ -34,7 +34,6 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
-from sqlalchemy.exc import IntegrityError
 
 from optpipe.errors import InputError
 from optpipe.wire import EventKind, JobState
@@ -49,7 +48,7 @@ from optpipe_api.jobs import (
     NewJob,
     TracePoint,
 )
-from optpipe_api.store.database import reading, writing
+from optpipe_api.store.database import added_once, reading, writing
 from optpipe_api.store.job_rows import (
     ASKED_LIMIT,
     JobReads,
@@ -91,7 +90,6 @@ __all__ = [
     "finish",
     "give_back",
     "prolong",
-    "refuse_pointless",
 ]
 
 
@@ -122,22 +120,18 @@ class JobStore(JobReads):
         no room; `TooManyJobsError` if ``max_of_owner`` jobs of its owner wait or run already,
         likewise; `KeyReusedError` if the idempotency key belongs to another request.
         """
-        try:
-            with writing(self._engine) as connection:
-                known = find_by_key(connection, new)
-                if known is not None:
-                    return known, False
-                if new.finished is None:
-                    refuse_when_full(connection, max_queued)
-                    refuse_when_many(connection, new.owner, max_of_owner)
-                return insert(connection, new, self._now()), True
-        except IntegrityError:
-            # Another server inserted the same key between our look and our insert.
-            with reading(self._engine) as connection:
-                known = find_by_key(connection, new)
-            if known is None:
-                raise
-            return known, False
+
+        def insert_new(connection: sa.Connection) -> tuple[JobRecord, bool]:
+            if new.finished is None:
+                refuse_when_full(connection, max_queued)
+                refuse_when_many(connection, new.owner, max_of_owner)
+            return insert(connection, new, self._now()), True
+
+        def find(connection: sa.Connection) -> tuple[JobRecord, bool] | None:
+            known = find_by_key(connection, new)
+            return None if known is None else (known, False)
+
+        return added_once(self._engine, find, insert_new)
 
     # Changing
 
@@ -148,11 +142,7 @@ class JobStore(JobReads):
             if row.state == JobState.QUEUED.value:
                 change(connection, row, JobEvent.CANCEL, self._now())
             elif row.state == JobState.RUNNING.value:
-                connection.execute(
-                    sa.update(jobs)
-                    .where(jobs.c.position == row.position)
-                    .values(cancel_requested=True)
-                )
+                update(connection, row, cancel_requested=True)
             return job_of(connection, find_row(connection, job_id))
 
     def resume(
@@ -173,7 +163,7 @@ class JobStore(JobReads):
         with writing(self._engine) as connection:
             row = find_row(connection, job_id, for_update=True)
             job = job_of(connection, row)
-            refuse_pointless(job)
+            _refuse_pointless(job)
             refuse_when_full(connection, max_queued)
             refuse_when_many(connection, job.owner, max_of_owner)
             prolong(
@@ -398,7 +388,7 @@ def prolong(
     Raises `ConflictError` if it has not ended, or nothing better can be found; `InputError` if its
     time limit would exceed the largest one.
     """
-    refuse_pointless(job)
+    _refuse_pointless(job)
     limit_s = job.options.time_limit_s + seconds
     if limit_s > max_time_limit_s:
         raise InputError(
@@ -424,7 +414,7 @@ def prolong(
     )
 
 
-def refuse_pointless(job: JobRecord) -> None:
+def _refuse_pointless(job: JobRecord) -> None:
     """Refuse more time for a job that it would not help.
 
     Raises `ConflictError` if it has not ended, or nothing better can be found.

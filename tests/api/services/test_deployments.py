@@ -12,7 +12,7 @@ import pytest
 from optpipe import evaluate, load_problem, load_schedule
 from optpipe.schedule import Provenance
 from optpipe.wire import JobOptions, JobState
-from optpipe_api.deployments import DeploymentOptions, NewDeployment, Report
+from optpipe_api.deployments import NewDeployment, Report
 from optpipe_api.errors import StoreUnavailableError
 from optpipe_api.jobs import AttemptOutcome, JobEvent, NewJob, TracePoint
 from optpipe_api.services.deployments import PUBLISH_EVERY_S, Steps
@@ -48,7 +48,7 @@ class Bench:
             problem_hash=problem.problem_hash,
             objective=problem.objective,
             problem=problem.model_dump_json(by_alias=True),
-            options=known.options.job,
+            options=known.options,
             idempotency_key=f"{known.id}/{known.num_solves}",
             deployment_id=known.id,
             start=start,
@@ -59,12 +59,11 @@ class Bench:
         return job
 
     def register(self, threshold: float = 0.01) -> DeploymentRecord:
-        options = DeploymentOptions(job=JobOptions(time_limit_s=1.0), threshold=threshold)
         new = NewDeployment(
             name="run",
-            owner="",
             problem=uneven().model_dump_json(by_alias=True),
-            options=options,
+            options=JobOptions(time_limit_s=1.0),
+            threshold=threshold,
             request_hash="",
         )
         return self.stores.deployments.add(new, max_queued=100)[0]

@@ -13,7 +13,6 @@ import sqlalchemy as sa
 from optpipe.wire import JobOptions
 from optpipe_api.deployments import (
     REGISTERED,
-    DeploymentOptions,
     Documents,
     Judgement,
     NewDeployment,
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
     from optpipe_api.deployments import DeploymentRecord
     from optpipe_api.store.deployments import DeploymentStore
 
-OPTIONS = DeploymentOptions(job=JobOptions(time_limit_s=5.0, seed=3), threshold=0.02)
+OPTIONS = JobOptions(time_limit_s=5.0, seed=3)
 
 
 def new(name: str = "run", key: str | None = None, **changes: str) -> NewDeployment:
@@ -47,6 +46,7 @@ def new(name: str = "run", key: str | None = None, **changes: str) -> NewDeploym
         owner=changes.pop("owner", "ann"),
         problem='{"p": 0}',
         options=OPTIONS,
+        threshold=0.02,
         request_hash=f"sha256:{name.encode().hex()}",
         idempotency_key=key,
     )
@@ -102,7 +102,7 @@ def test_a_new_deployment_wants_its_first_solve_and_is_read_back_whole(
     assert open_store().get(added.id) == added
     assert (added.job_reason, added.job_id, added.num_solves) == (REGISTERED, None, 1)
     assert (added.version, added.created_at, added.ended_at) == (0, clock(), None)
-    assert added.options == OPTIONS
+    assert (added.options, added.threshold) == (OPTIONS, 0.02)
     assert (added.name, added.owner) == ("na\N{REPLACEMENT CHARACTER}me", "ann")
     assert store.documents(added.id) == Documents(
         problem='{"p": 0}', measured=None, planned='{"p": 0}'
