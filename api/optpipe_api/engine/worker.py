@@ -16,6 +16,7 @@ import queue
 import resource
 import sys
 import threading
+import time
 import traceback
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
@@ -39,7 +40,7 @@ __all__ = ["main"]
 
 _BOUND_EVERY_S = 0.2
 _MOST_BYTES = 1024**3
-_OWN_THREADS = 2
+_LAST_WORDS_S = 2.0
 _OF_SOLVE = ("time_limit_s", "work_limit", "threads", "seed", "gap", "method")
 _OF_PLAN = ("time_limit_s", "threads", "seed", "chunks", "placements")
 
@@ -82,7 +83,16 @@ def _serve(channel: _Channel, settings: dict[str, Any]) -> bool:
     allowed = settings["memory_bytes"]
     most = _MOST_BYTES if allowed is None else min(_MOST_BYTES, allowed // 2)
     largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return largest < most and threading.active_count() <= _OWN_THREADS
+    return largest < most and _is_quiet(channel)
+
+
+def _is_quiet(channel: _Channel) -> bool:
+    """Whether all threads of a search have ended, a moment after it has."""
+    until = time.monotonic() + _LAST_WORDS_S
+    others = set(threading.enumerate()) - {threading.main_thread(), channel.listener}
+    for thread in others:
+        thread.join(max(0.0, until - time.monotonic()))
+    return not any(thread.is_alive() for thread in others)
 
 
 def _warm_up(settings: dict[str, Any]) -> None:
@@ -109,7 +119,8 @@ class _Channel:
         self._lock = threading.Lock()
         self._tasks: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self.stop = threading.Event()
-        threading.Thread(target=self._listen, daemon=True).start()
+        self.listener = threading.Thread(target=self._listen, daemon=True)
+        self.listener.start()
 
     def send(self, message: Message) -> None:
         try:
