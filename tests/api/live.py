@@ -16,6 +16,7 @@ import pytest
 import uvicorn
 
 from optpipe_api import Settings, create_app
+from optpipe_api.server import server_config
 from optpipe_api.store import open_stores
 from tests.api.instant import InstantSolvers
 
@@ -102,7 +103,8 @@ def running(settings: Settings, *, processes: bool = False) -> Iterator[tuple[st
     Its solvers are threads too where they are fakes, unless the test is about processes.
     """
     app = create_app(settings)
-    config = uvicorn.Config(app, host="127.0.0.1", port=0, log_config=None)
+    config = server_config(app, settings)
+    config.port = 0
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run)
     with pytest.MonkeyPatch.context() as patch:
