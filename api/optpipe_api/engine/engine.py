@@ -50,8 +50,8 @@ class Attempt:
     """Solves one claimed job in one process, as far as it gets.
 
     `run` returns when the job is finished, given back, or lost to someone else; ``left`` is then
-    the job as it was left, and ``has_result`` says whether the process has ended its work: any other
-    is to be stopped. Only `cancel` may be called from another thread.
+    the job as it was left, and ``has_result`` says whether the process has ended its work: one
+    that has not is to be stopped. Only `cancel` may be called from another thread.
     """
 
     def __init__(
@@ -295,8 +295,8 @@ SILENT: EngineObserver = _Silent()
 
 # --- The engine: a fixed number of slots, each solving one job at a time in a process of its own.
 # A slot is a thread that claims jobs from the store; the thread waits while the process works. The
-# process is started, its imports done, before a job comes, and serves one job after the other. Where
-# the processes run, on this machine or on a cluster, the slots do not know.
+# process is started, its imports done, before a job comes, and serves one job after the other.
+# Where it runs, on this machine or on a cluster, the slot does not know.
 
 
 class SlotEngine:

@@ -1,10 +1,10 @@
 """The solver process: ``python -m optpipe_api.engine.worker DESCRIPTOR SETTINGS``.
 
 It takes a job, a problem to solve or a model to plan, tells every improvement, tells the result,
-and is ready for the next; or it takes a comparison, and tells the rows. To start one takes a second,
-which a sweep of small problems would pay for each. It ends after an error, when it has grown large,
-or when a search has left a thread behind; and at once when the server does: the end of the
-connection, which ``DESCRIPTOR`` is the file of, says so.
+and is ready for the next; or it takes a comparison, and tells the rows. (To start one takes a
+second, which a sweep of small problems would pay for each.) It ends after an error, when it has
+grown large, or when a search has left a thread behind; and at once when the server does: the end of
+the connection, which ``DESCRIPTOR`` is the file of, says so.
 """
 
 from __future__ import annotations
