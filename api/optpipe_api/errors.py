@@ -308,7 +308,7 @@ class TooManyBodiesError(ServerBusyError):
     code = "request.busy"
 
     def __init__(self, num_waiting: int) -> None:
-        super().__init__(f"{num_waiting} large bodies wait to be read")
+        super().__init__(f"{num_waiting} bodies wait to be read, or for their rest")
 
 
 class TooManyComparisonsError(ServerBusyError):

@@ -29,6 +29,7 @@ from optpipe_api.logs import Telemetry, set_up_logs
 from optpipe_api.metrics import ServiceMetrics
 from optpipe_api.requests.batches import BatchBody, FrontierView
 from optpipe_api.requests.catalogue import Comparison, EstimateBody, VariantBody
+from optpipe_api.requests.http import UnreadBodies
 from optpipe_api.requests.jobs import (
     Fault,
     Registration,
@@ -54,6 +55,7 @@ __all__ = ["create_app", "openapi_of", "serve"]
 
 
 _BACKLOG = 2048
+_BODIES_AT_ONCE = 8
 _DESCRIPTION = """\
 Submit a pipeline-parallel scheduling problem, follow it while it is being solved, fetch the best
 schedule so far. Times are milliseconds, sizes bytes. Errors are problem details (RFC 9457) with a
@@ -102,6 +104,7 @@ def create_app(settings: Settings) -> FastAPI:
     system.install(app)
     app.openapi = openapi_of(app)  # type: ignore[method-assign]
     app.state.metrics = metrics
+    app.state.unread = UnreadBodies(_BODIES_AT_ONCE * settings.max_body_bytes)
     http_errors.install(app)
     _guard(app, settings)
     app.add_middleware(http_errors.ErrorBoundary)
