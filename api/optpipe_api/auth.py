@@ -1,8 +1,9 @@
-"""Who is asking: the gate that every request passes, and the keys it knows.
+"""Who is asking: the gates that every request passes, and the keys they know.
 
 ``Authorization: Bearer opk_...`` or ``X-API-Key: opk_...``. Open to everybody are the signs of
 life, the documentation and the files of the page. Where no keys are asked for, those that come are
-not looked at.
+not looked at; a browser on this machine then asks in its user's name, whatever page it shows, so
+what another site's page asks for is refused.
 """
 
 from __future__ import annotations
@@ -18,23 +19,24 @@ from starlette.concurrency import run_in_threadpool
 
 from optpipe.errors import OptPipeError
 from optpipe_api.access import ANYBODY, Principal, id_of
-from optpipe_api.errors import KeyRequiredError, TooManyRequestsError
+from optpipe_api.errors import KeyRequiredError, OtherSiteError, TooManyRequestsError
 from optpipe_api.http_errors import response_to
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Collection
 
     from starlette.types import ASGIApp, Receive, Scope, Send
 
     from optpipe_api.access import ApiKey
 
-__all__ = ["KeyGate", "KeyRing", "Rates", "describe_keys"]
+__all__ = ["KeyGate", "KeyRing", "Rates", "SiteGate", "describe_keys"]
 
 
 _OPEN = frozenset(
     {"/", "/docs", "/docs/oauth2-redirect", "/healthz", "/openapi.json", "/readyz", "/favicon.ico"}
 )
 _OPEN_FOLDERS = ("/static-offline-docs/", "/page/")
+_SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
 _FRESH_S = 4.0
 _NEW_S = 0.5
 
@@ -82,6 +84,64 @@ class KeyRing:
                 keys = await run_in_threadpool(self._load)
                 self._keys = {key.id: key for key in keys}
                 self._read_at = began
+
+
+class SiteGate:
+    """Refuses what a page of another site asks a browser to ask.
+
+    A name of the attacker's that leads here (DNS rebinding) makes his page one of ours, to the
+    browser: what it may read then is known by the Host that it names. And a POST without a body
+    needs no leave of ours: it is known by the site that the browser says it comes from (Fetch
+    Metadata; by Origin where an old browser does not say).
+
+    Parameters
+    ----------
+    hosts
+        Names that the service is asked by, without ports; None = any.
+    """
+
+    def __init__(self, app: ASGIApp, *, hosts: Collection[str] | None) -> None:
+        self._app = app
+        self._hosts = hosts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let one request in, or answer it."""
+        if scope["type"] == "http":
+            try:
+                self._check(scope)
+            except OtherSiteError as error:
+                await response_to(error, scope["path"])(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+    def _check(self, scope: Scope) -> None:
+        headers = _headers(scope)
+        host = headers.get(b"host", "")
+        if self._hosts is not None and _name_of(host) not in self._hosts:
+            raise OtherSiteError(
+                f"Host = {host!r}: this service asks for no keys and answers only to "
+                f"{', '.join(sorted(self._hosts))}; ask by one of these names, or add yours to "
+                "OPTPIPE_ALLOWED_HOSTS"
+            )
+        if scope["method"] not in _SAFE and _is_elsewhere(headers, host):
+            raise OtherSiteError(
+                f"{scope['method']} from a page of another site ({headers.get(b'origin', '?')}): "
+                "only this service's own page, and programs, may change anything"
+            )
+
+
+def _is_elsewhere(headers: dict[bytes, str], host: str) -> bool:
+    site = headers.get(b"sec-fetch-site")
+    if site is not None:
+        return site not in ("same-origin", "none")
+    origin = headers.get(b"origin")
+    return origin is not None and origin.partition("://")[2].lower() != host.lower()
+
+
+def _name_of(host: str) -> str:
+    """Return the name in a Host header: no port, no brackets, lower case, no last dot."""
+    name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+    return name.lower().removesuffix(".")
 
 
 class KeyGate:
@@ -140,11 +200,11 @@ class KeyGate:
             raise TooManyRequestsError(who, self._rates.per_minute, wait_s)
 
 
-def describe_keys(document: dict[str, Any]) -> dict[str, Any]:
-    """Say in an OpenAPI document that requests need a key."""
+def describe_keys(document: dict[str, Any], *, required: bool) -> dict[str, Any]:
+    """Say in an OpenAPI document how a request brings a key, and whether it must."""
     schemes = document.setdefault("components", {}).setdefault("securitySchemes", {})
     schemes["key"] = {"type": "http", "scheme": "bearer", "description": "An API key, opk_..."}
-    document["security"] = [{"key": []}]
+    document["security"] = [{"key": []}] if required else [{}, {"key": []}]
     for path in _OPEN & set(document["paths"]):
         for operation in document["paths"][path].values():
             operation["security"] = []
@@ -155,11 +215,14 @@ def _is_open(path: str) -> bool:
     return path in _OPEN or path.startswith(_OPEN_FOLDERS)
 
 
+def _headers(scope: Scope) -> dict[bytes, str]:
+    """Return the first of each header."""
+    return {name: value.decode("latin-1") for name, value in reversed(scope["headers"])}
+
+
 def _key_in(scope: Scope) -> str:
     """Return the text of the key that a request brings."""
-    headers: dict[bytes, str] = {
-        name: value.decode("latin-1") for name, value in reversed(scope["headers"])
-    }
+    headers = _headers(scope)
     scheme, _, text = headers.get(b"authorization", "").partition(" ")
     if scheme.lower() == "bearer":
         return text.strip()

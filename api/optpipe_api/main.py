@@ -22,7 +22,7 @@ from optpipe.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe.wire import Event, MethodRowList, SweepRowList
 from optpipe_api import http_errors
-from optpipe_api.auth import KeyGate, KeyRing, Rates, describe_keys
+from optpipe_api.auth import KeyGate, KeyRing, Rates, SiteGate, describe_keys
 from optpipe_api.engine.engine import open_solvers
 from optpipe_api.errors import NoKeysError
 from optpipe_api.logs import Telemetry, set_up_logs
@@ -89,6 +89,7 @@ def create_app(settings: Settings) -> FastAPI:
         description=_DESCRIPTION,
         lifespan=lifespan,
         redoc_url=None,
+        generate_unique_id_function=lambda route: "_".join([*route.tags, route.name]),
     )
     app.include_router(jobs.router)
     app.include_router(jobs.events_router)
@@ -122,10 +123,12 @@ def _guard(app: FastAPI, settings: Settings) -> None:
             return service.keys.valid()
 
         find = KeyRing(valid).find
-        describe = app.openapi
-        app.openapi = lambda: describe_keys(describe())  # type: ignore[method-assign]
+    describe = app.openapi
+    required = settings.keys_required
+    app.openapi = lambda: describe_keys(describe(), required=required)  # type: ignore[method-assign]
     per_minute = settings.max_requests_per_minute
     app.add_middleware(KeyGate, find=find, rates=Rates(per_minute) if per_minute else None)
+    app.add_middleware(SiteGate, hosts=settings.hosts)
 
 
 def serve(settings: Settings) -> None:

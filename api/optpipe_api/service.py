@@ -134,7 +134,7 @@ class Service:
         return self._stores.jobs.counts()
 
     def recent_counts(self) -> dict[JobState, int]:
-        """Return the same, a second old at most.
+        """Return the same, a second old at most; raise where the store takes no writes.
 
         To count them takes as long as there are jobs, and whoever asks whether the service is ready
         needs no key.
@@ -142,6 +142,7 @@ class Service:
         with self._counting:
             if self._counts is None or time.monotonic() > self._counted_at + _COUNTS_FRESH_S:
                 self._counts = None
+                self._stores.probe()
                 self._counts = self.counts()
                 self._counted_at = time.monotonic()
             return dict(self._counts)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from optpipe_api.jobs import AttemptOutcome
 from optpipe_api.store.batches import BatchStore
-from optpipe_api.store.database import connect
+from optpipe_api.store.database import connect, probe
 from optpipe_api.store.deployments import DeploymentStore
 from optpipe_api.store.jobs import JobStore
 from optpipe_api.store.keys import KeyStore
@@ -30,6 +30,10 @@ class Stores:
     batches: BatchStore
     deployments: DeploymentStore
     keys: KeyStore
+
+    def probe(self) -> None:
+        """Raise StoreUnavailableError unless the database takes what is written."""
+        probe(self.engine)
 
     def close(self) -> None:
         """Let go of all connections."""

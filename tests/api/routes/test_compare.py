@@ -194,7 +194,7 @@ def test_a_client_that_goes_away_takes_its_process_along_and_frees_the_place(
     address = (mortal.base_url.host, mortal.base_url.port)
     with closing(socket.create_connection(address)) as waiting:
         waiting.sendall(
-            b"POST /v1/compare HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            b"POST /v1/compare HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
             b"Content-Length: %d\r\n\r\n%s" % (len(body), body.encode())
         )
         pid = hung(tmp_path / "pid")
