@@ -25,7 +25,7 @@ from optpipe_api.http_errors import response_to
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection
 
-    from starlette.types import ASGIApp, Receive, Scope, Send
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
     from optpipe_api.access import ApiKey
 
@@ -39,6 +39,7 @@ _OPEN_FOLDERS = ("/static-offline-docs/", "/page/")
 _SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
 _FRESH_S = 4.0
 _NEW_S = 0.5
+_LONG_S = 1.0
 
 
 class KeyRing:
@@ -176,7 +177,32 @@ class KeyGate:
         scope.setdefault("state", {})["principal"] = principal
         if principal.name:
             structlog.contextvars.bind_contextvars(key=principal.name)
-        await self._app(scope, receive, send)
+        if self._find is None:
+            await self._app(scope, receive, send)
+        else:
+            await self._while_valid(scope, receive, send)
+
+    async def _while_valid(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a request; one that goes on for long, only as long as its key is valid."""
+        began = False
+
+        async def watched(message: Message) -> None:
+            nonlocal began
+            began = began or message["type"] == "http.response.start"
+            await send(message)
+
+        watch = _KeyWatch(lambda: self._who(scope))
+        try:
+            await self._app(scope, receive, watched)
+        except asyncio.CancelledError:
+            if watch.revoked is None:
+                raise
+            watch.forgive()
+            # An answer that has begun is broken off: uvicorn ends the connection.
+            if not began:
+                await response_to(watch.revoked, scope["path"])(scope, receive, send)
+        finally:
+            watch.end()
 
     async def _who(self, scope: Scope) -> Principal:
         if self._find is None:
@@ -198,6 +224,50 @@ class KeyGate:
         wait_s = self._rates.take(who)
         if wait_s:
             raise TooManyRequestsError(who, self._rates.per_minute, wait_s)
+
+
+class _KeyWatch:
+    """Cancels the task that it is made in, should its key be revoked; begins after a second.
+
+    Parameters
+    ----------
+    check
+        Raises KeyRequiredError where the key is not valid.
+    """
+
+    def __init__(self, check: Callable[[], Awaitable[object]]) -> None:
+        self._check = check
+        self._serving = asyncio.current_task()
+        self._looking: asyncio.Task[None] | None = None
+        self._later = asyncio.get_running_loop().call_later(_LONG_S, self._begin)
+        self.revoked: KeyRequiredError | None = None
+
+    def forgive(self) -> None:
+        """Let the task go on after it was cancelled here."""
+        if self._serving is not None:
+            self._serving.uncancel()
+
+    def end(self) -> None:
+        """Look no more."""
+        self._later.cancel()
+        if self._looking is not None:
+            self._looking.cancel()
+
+    def _begin(self) -> None:
+        self._looking = asyncio.create_task(self._look())
+
+    async def _look(self) -> None:
+        while self.revoked is None:
+            await asyncio.sleep(_FRESH_S)
+            try:
+                await self._check()
+            except KeyRequiredError as error:
+                self.revoked = error
+            except OptPipeError:
+                # The keys cannot be read now: nobody is let in, and nobody thrown out.
+                continue
+        if self._serving is not None:
+            self._serving.cancel()
 
 
 def describe_keys(document: dict[str, Any], *, required: bool) -> dict[str, Any]:

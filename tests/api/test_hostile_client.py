@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import select
 import socket
+import threading
 import time
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,9 @@ import httpx
 import pytest
 import sqlalchemy as sa
 
+from optpipe.wire import JobState
 from optpipe_api import Settings, server
+from optpipe_api.access import Role
 from optpipe_api.errors import StoreUnavailableError
 from optpipe_api.server import Protocol
 from optpipe_api.store import open_stores
@@ -160,9 +163,9 @@ def test_a_post_without_a_body_from_another_site_is_refused(
 def test_whoever_sends_half_of_a_request_loses_the_connection(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of its headers, of its body, or of the next one's headers; a slow client in time is served."""
-    monkeypatch.setattr(Protocol, "HEADERS_S", 1.0)
-    monkeypatch.setattr(Protocol, "BODY_S", 2.0)
+    """Of its headers, its body, or the next one's headers; who is slow, but in time, is served."""
+    monkeypatch.setattr(Protocol, "HEADERS_S", 3.0)
+    monkeypatch.setattr(Protocol, "BODY_S", 4.0)
     head = b"POST /v1/jobs HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     whole = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"
     beginnings = [b"", b"GET /hea", head, head + b"Content-Length: 100\r\n\r\n{"]
@@ -198,7 +201,7 @@ def ends(connection: socket.socket) -> bool:
 def test_more_connections_than_files_are_refused_and_the_server_lives(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those that are there already go on being served; when the others are gone, so are new ones."""
+    """Those that are there are served on; and new ones as soon as the others are gone."""
     config = server.server_config
     monkeypatch.setattr(live, "server_config", lambda app, settings: capped(config(app, settings)))
     with running(make_settings(tmp_path)) as (url, _), httpx.Client(base_url=url) as http:
@@ -253,6 +256,35 @@ def until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+def test_a_revoked_key_hears_no_more_of_a_stream_and_waits_no_longer(tmp_path: Path) -> None:
+    """Within seconds, in the middle of it: what it follows would go on for a minute."""
+    settings = make_settings(tmp_path, require_keys=True)
+    stores = open_stores(settings.database_url)
+    _, text = stores.keys.create("ci", Role.SUBMIT)
+    with connected(settings) as http:
+        http.headers["Authorization"] = f"Bearer {text}"
+        body = {"problem": two_stages("improve:1:60")}
+        job = http.post("/v1/jobs", json=body).json()
+        path = f"/v1/jobs/{job['id']}"
+        waiting: list[httpx.Response] = []
+        thread = threading.Thread(
+            target=lambda: waiting.append(http.post("/v1/jobs", json=body, params={"wait": 50})),
+            daemon=True,
+        )
+        with http.stream("GET", f"{path}/events") as events:
+            lines = events.iter_lines()
+            next(lines)
+            thread.start()
+            time.sleep(0.2)
+            stores.keys.revoke("ci")
+            with pytest.raises(httpx.RemoteProtocolError):
+                list(lines)
+        thread.join(60)
+        assert [answer.status_code for answer in waiting] == [401]
+        assert stores.jobs.get(job["id"]).state is JobState.RUNNING
+    stores.close()
 
 
 # --- What the document says
