@@ -4,6 +4,7 @@
 #   make test    set up, run the tests that pip alone can provide for (PYTEST_ARGS=... is passed on)
 #   make test-long                those and the long ones, with a thousand random examples: hours
 #   make lint types contracts     what .ci/run checks besides
+#   make kernels                  compile what the solver is made of, as the commands above do first
 #   make docs                     the documentation as HTML, in build/docs
 #   make client                   the client for plain code, anew from the one for async code
 #   make constraints              renew the pins
@@ -31,7 +32,10 @@ WARM_UP = $(BIN)/python -c 'import optpipe_solver; optpipe_solver.warm_up()'
 # Files side by side, the longest first; the time of each test is kept in build/tests.
 PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations 10
 
-.PHONY: help run test test-long lint format types contracts client docs setup-ci constraints clean
+# Bytecode is written where it is first imported, not at the install: half of the install's time.
+unexport PYTHONDONTWRITEBYTECODE
+
+.PHONY: help run test test-long kernels lint format types contracts client docs setup-ci constraints clean
 .PHONY: bench bench-smoke frontier
 .DELETE_ON_ERROR:
 
@@ -45,6 +49,9 @@ run: $(RUN_INSTALL)
 test: $(TEST_INSTALL)
 	$(WARM_UP)
 	$(PYTEST) --junit-xml build/tests/test.xml $(PYTEST_ARGS)
+
+kernels: $(TEST_INSTALL)
+	$(WARM_UP)
 
 # With those of PostgreSQL too, where OPTPIPE_TEST_POSTGRES_URL names a server; .ci/run has the
 # browser's. What fails in a random example is tried again first, from .hypothesis/examples.
@@ -93,7 +100,7 @@ setup-ci: .venv/.installed-ci
 # open range would take the newest build, with several GB of CUDA packages.
 .venv/.installed-%: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "optpipe: installing '.[$(EXTRAS_$*)]' into .venv (minutes the first time)"
-	$(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt --editable '.[$(EXTRAS_$*)]'
+	$(BIN)/python -m pip install -qq --no-compile --disable-pip-version-check --constraint constraints.txt --editable '.[$(EXTRAS_$*)]'
 	@touch $@
 
 $(BIN)/python:

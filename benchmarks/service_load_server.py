@@ -17,7 +17,7 @@ from fastapi import FastAPI, Request, Response
 
 from optpipe_api import Settings, create_app
 from optpipe_api.logs import set_up_logs
-from optpipe_api.main import ApiServer, let_go, server_config
+from optpipe_api.server import ApiServer, let_go, server_config
 
 if TYPE_CHECKING:
     import socket

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from optpipe_api import Settings, create_app
-from optpipe_api.main import server_config
+from optpipe_api.server import server_config
 from tests.test_packaging import ROOT
 
 if TYPE_CHECKING:
@@ -100,6 +100,7 @@ def test_probes_ask_routes_that_exist_and_want_no_key(pod) -> None:
         assert document["paths"][path]["get"]["security"] == []
 
 
+SERVER_BYTES = 1024**3
 PROBES = {"startup": "/healthz", "liveness": "/healthz", "readiness": "/readyz"}
 
 
@@ -117,13 +118,18 @@ def test_the_pod_runs_as_the_images_user_without_privileges(compose, pod) -> Non
 
 
 def test_memory_suffices_for_all_solver_processes(pod) -> None:
-    """The limit of the pod is above what its solver processes may take together."""
+    """The pod's limit is above what its solver processes and as many comparisons may take."""
     (container,) = pod["containers"]
     values = {item["name"]: item.get("value") for item in container["env"]}
     solvers = int(values["OPTPIPE_SOLVER_PROCESSES"]) * int(values["OPTPIPE_SOLVER_MEMORY_BYTES"])
     limit = container["resources"]["limits"]["memory"]
     assert limit.endswith("Gi")
-    assert int(limit.removesuffix("Gi")) * 1024**3 > solvers
+    assert int(limit.removesuffix("Gi")) * 1024**3 > 2 * solvers + SERVER_BYTES
+
+
+def test_no_pod_of_the_old_version_meets_the_tables_of_the_new(objects) -> None:
+    """A new pod migrates the database when it starts."""
+    assert objects["Deployment"]["spec"]["strategy"] == {"type": "Recreate"}
 
 
 def test_there_is_time_to_stop(compose, pod) -> None:

@@ -44,10 +44,7 @@ class Principal:
     def require(self, role: Role) -> None:
         """Refuse where the role is not enough.
 
-        Raises
-        ------
-        ForbiddenError
-            If this needs another role.
+        Raises `ForbiddenError` if this needs another role.
         """
         if not self.role.allows(role):
             raise ForbiddenError(self.name, self.role.value, role.value)

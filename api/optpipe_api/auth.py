@@ -1,8 +1,9 @@
-"""Who is asking: the gate that every request passes, and the keys it knows.
+"""Who is asking: the gates that every request passes, and the keys they know.
 
 ``Authorization: Bearer opk_...`` or ``X-API-Key: opk_...``. Open to everybody are the signs of
 life, the documentation and the files of the page. Where no keys are asked for, those that come are
-not looked at.
+not looked at; a browser on this machine then asks in its user's name, whatever page it shows, so
+what another site's page asks for is refused.
 """
 
 from __future__ import annotations
@@ -18,25 +19,27 @@ from starlette.concurrency import run_in_threadpool
 
 from optpipe.errors import OptPipeError
 from optpipe_api.access import ANYBODY, Principal, id_of
-from optpipe_api.errors import KeyRequiredError, TooManyRequestsError
+from optpipe_api.errors import KeyRequiredError, OtherSiteError, TooManyRequestsError
 from optpipe_api.http_errors import response_to
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Collection
 
-    from starlette.types import ASGIApp, Receive, Scope, Send
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
     from optpipe_api.access import ApiKey
 
-__all__ = ["KeyGate", "KeyRing", "Rates", "describe_keys"]
+__all__ = ["KeyGate", "KeyRing", "Rates", "SiteGate", "describe_keys"]
 
 
 _OPEN = frozenset(
     {"/", "/docs", "/docs/oauth2-redirect", "/healthz", "/openapi.json", "/readyz", "/favicon.ico"}
 )
 _OPEN_FOLDERS = ("/static-offline-docs/", "/page/")
+_SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
 _FRESH_S = 4.0
 _NEW_S = 0.5
+_LONG_S = 1.0
 
 
 class KeyRing:
@@ -45,10 +48,7 @@ class KeyRing:
     A key that is not among them is looked for again, but twice a second at most: a new key works
     at once, and a flood of unknown ones does not reach the database. For one event loop.
 
-    Parameters
-    ----------
-    load
-        Returns the keys that are valid now; called in a thread.
+    ``load``: returns the keys that are valid now; called in a thread.
     """
 
     def __init__(
@@ -63,10 +63,8 @@ class KeyRing:
     async def find(self, text: str) -> ApiKey | None:
         """Return the valid key with this text; None where there is none.
 
-        Raises
-        ------
-        StoreUnavailableError
-            If the keys cannot be read: nobody is let in by keys that may be revoked.
+        Raises `StoreUnavailableError` if the keys cannot be read: nobody is let in by keys that may
+        be revoked.
         """
         key_id = id_of(text)
         if key_id is None:
@@ -89,15 +87,69 @@ class KeyRing:
                 self._read_at = began
 
 
-class KeyGate:
-    """Finds out who asks, or refuses; sets ``request.state.principal``.
+class SiteGate:
+    """Refuses what a page of another site asks a browser to ask.
+
+    A name of the attacker's that leads here (DNS rebinding) makes his page one of ours, to the
+    browser: what it may read then is known by the Host that it names. And a POST without a body
+    needs no leave of ours: it is known by the site that the browser says it comes from (Fetch
+    Metadata; by Origin where an old browser does not say).
 
     Parameters
     ----------
-    find
-        Returns a key by its text; None where everybody may ask.
-    rates
-        How often each key, or each address where there are no keys, may ask; None = no limit.
+    hosts
+        Names that the service is asked by, without ports; None = any.
+    """
+
+    def __init__(self, app: ASGIApp, *, hosts: Collection[str] | None) -> None:
+        self._app = app
+        self._hosts = hosts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let one request in, or answer it."""
+        if scope["type"] == "http":
+            try:
+                self._check(scope)
+            except OtherSiteError as error:
+                await response_to(error, scope["path"])(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+    def _check(self, scope: Scope) -> None:
+        headers = _headers(scope)
+        host = headers.get(b"host", "")
+        if self._hosts is not None and _name_of(host) not in self._hosts:
+            raise OtherSiteError(
+                f"Host = {host!r}: this service asks for no keys and answers only to "
+                f"{', '.join(sorted(self._hosts))}; ask by one of these names, or add yours to "
+                "OPTPIPE_ALLOWED_HOSTS"
+            )
+        if scope["method"] not in _SAFE and _is_elsewhere(headers, host):
+            raise OtherSiteError(
+                f"{scope['method']} from a page of another site ({headers.get(b'origin', '?')}): "
+                "only this service's own page, and programs, may change anything"
+            )
+
+
+def _is_elsewhere(headers: dict[bytes, str], host: str) -> bool:
+    site = headers.get(b"sec-fetch-site")
+    if site is not None:
+        return site not in ("same-origin", "none")
+    origin = headers.get(b"origin")
+    return origin is not None and origin.partition("://")[2].lower() != host.lower()
+
+
+def _name_of(host: str) -> str:
+    """Return the name in a Host header: no port, no brackets, lower case, no last dot."""
+    name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+    return name.lower().removesuffix(".")
+
+
+class KeyGate:
+    """Finds out who asks, or refuses; sets ``request.state.principal``.
+
+    ``find``: returns a key by its text; None where everybody may ask. ``rates``: how often each
+    key, or each address where there are no keys, may ask; None = no limit.
     """
 
     def __init__(
@@ -125,7 +177,32 @@ class KeyGate:
         scope.setdefault("state", {})["principal"] = principal
         if principal.name:
             structlog.contextvars.bind_contextvars(key=principal.name)
-        await self._app(scope, receive, send)
+        if self._find is None:
+            await self._app(scope, receive, send)
+        else:
+            await self._while_valid(scope, receive, send)
+
+    async def _while_valid(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a request; one that goes on for long, only as long as its key is valid."""
+        began = False
+
+        async def watched(message: Message) -> None:
+            nonlocal began
+            began = began or message["type"] == "http.response.start"
+            await send(message)
+
+        watch = _KeyWatch(lambda: self._who(scope))
+        try:
+            await self._app(scope, receive, watched)
+        except asyncio.CancelledError:
+            if watch.revoked is None:
+                raise
+            watch.forgive()
+            # An answer that has begun is broken off: uvicorn ends the connection.
+            if not began:
+                await response_to(watch.revoked, scope["path"])(scope, receive, send)
+        finally:
+            watch.end()
 
     async def _who(self, scope: Scope) -> Principal:
         if self._find is None:
@@ -149,11 +226,55 @@ class KeyGate:
             raise TooManyRequestsError(who, self._rates.per_minute, wait_s)
 
 
-def describe_keys(document: dict[str, Any]) -> dict[str, Any]:
-    """Say in an OpenAPI document that requests need a key."""
+class _KeyWatch:
+    """Cancels the task that it is made in, should its key be revoked; begins after a second.
+
+    Parameters
+    ----------
+    check
+        Raises KeyRequiredError where the key is not valid.
+    """
+
+    def __init__(self, check: Callable[[], Awaitable[object]]) -> None:
+        self._check = check
+        self._serving = asyncio.current_task()
+        self._looking: asyncio.Task[None] | None = None
+        self._later = asyncio.get_running_loop().call_later(_LONG_S, self._begin)
+        self.revoked: KeyRequiredError | None = None
+
+    def forgive(self) -> None:
+        """Let the task go on after it was cancelled here."""
+        if self._serving is not None:
+            self._serving.uncancel()
+
+    def end(self) -> None:
+        """Look no more."""
+        self._later.cancel()
+        if self._looking is not None:
+            self._looking.cancel()
+
+    def _begin(self) -> None:
+        self._looking = asyncio.create_task(self._look())
+
+    async def _look(self) -> None:
+        while self.revoked is None:
+            await asyncio.sleep(_FRESH_S)
+            try:
+                await self._check()
+            except KeyRequiredError as error:
+                self.revoked = error
+            except OptPipeError:
+                # The keys cannot be read now: nobody is let in, and nobody thrown out.
+                continue
+        if self._serving is not None:
+            self._serving.cancel()
+
+
+def describe_keys(document: dict[str, Any], *, required: bool) -> dict[str, Any]:
+    """Say in an OpenAPI document how a request brings a key, and whether it must."""
     schemes = document.setdefault("components", {}).setdefault("securitySchemes", {})
     schemes["key"] = {"type": "http", "scheme": "bearer", "description": "An API key, opk_..."}
-    document["security"] = [{"key": []}]
+    document["security"] = [{"key": []}] if required else [{}, {"key": []}]
     for path in _OPEN & set(document["paths"]):
         for operation in document["paths"][path].values():
             operation["security"] = []
@@ -164,11 +285,14 @@ def _is_open(path: str) -> bool:
     return path in _OPEN or path.startswith(_OPEN_FOLDERS)
 
 
+def _headers(scope: Scope) -> dict[bytes, str]:
+    """Return the first of each header."""
+    return {name: value.decode("latin-1") for name, value in reversed(scope["headers"])}
+
+
 def _key_in(scope: Scope) -> str:
     """Return the text of the key that a request brings."""
-    headers: dict[bytes, str] = {
-        name: value.decode("latin-1") for name, value in reversed(scope["headers"])
-    }
+    headers = _headers(scope)
     scheme, _, text = headers.get(b"authorization", "").partition(" ")
     if scheme.lower() == "bearer":
         return text.strip()

@@ -22,15 +22,10 @@ __all__ = ["BatchItem", "BatchPlan", "BatchRecord", "ItemPlan", "NewBatch"]
 class ItemPlan:
     """What is known of an item before it is solved.
 
-    Parameters
-    ----------
-    values
-        On the axes of the sweep; empty where problems were listed. Of a what-if: the name of the
-        question, and the number of micro-batches of its problem.
-    memory_bytes
-        The budget of each device.
-    family
-        Equal for items that differ in nothing but names and the memory of devices.
+    ``values``: on the axes of the sweep; empty where problems were listed. Of a what-if: the name
+    of the question, and the number of micro-batches of its problem. ``memory_bytes``: the budget of
+    each device. ``family``: equal for items that differ in nothing but names and the memory of
+    devices.
     """
 
     values: dict[str, Any]

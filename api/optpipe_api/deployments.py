@@ -23,13 +23,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from optpipe.wire import DeploymentState
+
 if TYPE_CHECKING:
     from optpipe.wire import JobOptions
     from optpipe_api.jobs import JobError
 
 __all__ = [
     "REGISTERED",
-    "DeploymentOptions",
     "DeploymentRecord",
     "Documents",
     "Judgement",
@@ -44,21 +45,18 @@ REGISTERED = "registered"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DeploymentOptions:
-    """How to solve, and the least relative gain of a new version over the one in use."""
-
-    job: JobOptions
-    threshold: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class NewDeployment:
-    """What a deployment is made of; ``problem`` is canonical JSON text."""
+    """What a deployment is made of; ``problem`` is canonical JSON text.
+
+    ``options`` are those of every solve, ``threshold`` is the least relative gain of a new version
+    over the one in use.
+    """
 
     name: str
-    owner: str
+    owner: str = ""
     problem: str
-    options: DeploymentOptions
+    options: JobOptions
+    threshold: float
     request_hash: str
     idempotency_key: str | None = None
 
@@ -89,7 +87,8 @@ class DeploymentRecord:
     position: int
     name: str
     owner: str
-    options: DeploymentOptions
+    options: JobOptions
+    threshold: float
     created_at: float
     ended_at: float | None
     version: int
@@ -103,6 +102,17 @@ class DeploymentRecord:
     num_judged: int
     current_ms: float | None
     expected_ms: float | None
+
+    @property
+    def state(self) -> DeploymentState:
+        """What goes on."""
+        if self.ended_at is not None:
+            return DeploymentState.ENDED
+        if self.job_id is not None:
+            return DeploymentState.SOLVING
+        if self.job_reason is not None:
+            return DeploymentState.WAITING
+        return DeploymentState.FOLLOWING if self.version else DeploymentState.FAILED
 
     @property
     def drift(self) -> float | None:

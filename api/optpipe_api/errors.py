@@ -138,6 +138,12 @@ class KeyRequiredError(InputError):
     code = "key.required"
 
 
+class OtherSiteError(InputError):
+    """A browser asks for what a page of another site wants, or by a name that is not ours."""
+
+    code = "request.other_site"
+
+
 class ForbiddenError(InputError):
     """The key's role does not allow it."""
 
@@ -308,7 +314,7 @@ class TooManyBodiesError(ServerBusyError):
     code = "request.busy"
 
     def __init__(self, num_waiting: int) -> None:
-        super().__init__(f"{num_waiting} large bodies wait to be read")
+        super().__init__(f"{num_waiting} bodies wait to be read, or for their rest")
 
 
 class TooManyComparisonsError(ServerBusyError):
@@ -372,6 +378,20 @@ class NoKeysError(WorldError):
 
 
 class StoreUnavailableError(WorldError):
-    """The database cannot be opened, or does not answer now."""
+    """The database cannot be opened, or does not answer now.
+
+    Its message names the database and what the driver says: for whoever runs the server, and its
+    log. Over HTTP goes `OUTSIDE`.
+    """
 
     code = "store.unavailable"
+    OUTSIDE = (
+        "the service cannot read or write its database now; its log says why. Try again in a "
+        "moment, or tell whoever runs it"
+    )
+
+
+class SolverUnavailableError(WorldError):
+    """No solver process starts, or the engine is not running."""
+
+    code = "solver.unavailable"

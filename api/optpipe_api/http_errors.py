@@ -22,9 +22,11 @@ from optpipe_api.errors import (
     KeyReusedError,
     MediaTypeError,
     NotAcceptableError,
+    OtherSiteError,
     RequestError,
     ScheduleNotFoundError,
     ServerBusyError,
+    SolverUnavailableError,
     StateConflictError,
     StoreUnavailableError,
     ThingNotFoundError,
@@ -44,6 +46,7 @@ __all__ = ["ErrorBoundary", "documented", "install", "problem_response", "respon
 _STATUSES: dict[type[OptPipeError], int] = {
     KeyRequiredError: 401,
     ForbiddenError: 403,
+    OtherSiteError: 403,
     ThingNotFoundError: 404,
     ScheduleNotFoundError: 404,
     NotAcceptableError: 406,
@@ -56,6 +59,7 @@ _STATUSES: dict[type[OptPipeError], int] = {
     KeyReusedError: 422,
     ServerBusyError: 429,
     ComparisonStoppedError: 503,
+    SolverUnavailableError: 503,
     StoreUnavailableError: 503,
     InputError: 422,
     OptPipeError: 500,
@@ -63,7 +67,7 @@ _STATUSES: dict[type[OptPipeError], int] = {
 _WHEN = {
     400: "The request is not HTTP as we speak it.",
     401: "No API key, or none that is known; send `Authorization: Bearer KEY`.",
-    403: "The key's role does not allow it.",
+    403: "The key's role does not allow it; or a page of another site asks, or by a wrong Host.",
     404: "No such thing, or none of yours; or no schedule (yet).",
     406: "None of the forms above is accepted.",
     409: "Proven infeasible (`needs` says what is too small), or not possible in this state.",
@@ -72,7 +76,7 @@ _WHEN = {
     422: "The request breaks a rule; `errors` says which.",
     429: "Too much is under way; `Retry-After` says when to try again.",
     500: "The solver failed, or needs more memory or time than it may have; `code` says which.",
-    503: "The database does not answer, or the server is stopping.",
+    503: "The database does not answer or takes nothing, no solver starts, or the server stops.",
 }
 _EVERYWHERE = (401, 422, 429, 503)
 _MAX_LINE = 600
@@ -132,7 +136,7 @@ async def _on_optpipe(request: Request, error: Exception) -> Response:
 
 def response_to(error: OptPipeError, instance: str) -> Response:
     """Return the problem detail of an error, with the headers that its status asks for."""
-    lines = [_shortened(line) for line in str(error).splitlines()]
+    lines = [_shortened(line) for line in _outside(error).splitlines()]
     extra: dict[str, Any] = {}
     headers = {}
     status = status_of(error)
@@ -142,13 +146,21 @@ def response_to(error: OptPipeError, instance: str) -> Response:
         extra["needs"] = error.needs
     if isinstance(error, ServerBusyError):
         headers["Retry-After"] = str(error.retry_after_s)
-    if isinstance(error, StoreUnavailableError):
+    if isinstance(error, (StoreUnavailableError, SolverUnavailableError)):
         headers["Retry-After"] = str(_RETRY_STORE_S)
     if isinstance(error, KeyRequiredError):
         headers["WWW-Authenticate"] = "Bearer"
     return problem_response(
         status, "\n".join(lines), error.code, instance, headers=headers, **extra
     )
+
+
+def _outside(error: OptPipeError) -> str:
+    """Return what anybody may read of an error; what is kept back stands in the log."""
+    if not isinstance(error, StoreUnavailableError):
+        return str(error)
+    structlog.get_logger(__name__).warning(str(error), action="store.unavailable")
+    return error.OUTSIDE
 
 
 async def _on_parameters(request: Request, error: Exception) -> Response:

@@ -82,10 +82,8 @@ class LogQueue:
     While the stream takes none, the last lines beyond ``max_lines`` are lost, and counted: the log
     says so as soon as it goes on. Once closed, lines are written straight through.
 
-    Parameters
-    ----------
-    stream
-        Where lines go. When it is broken they go nowhere: no log is no reason to stop serving.
+    ``stream``: where lines go. When it is broken they go nowhere: no log is no reason to stop
+    serving.
     """
 
     def __init__(self, stream: TextIO, max_lines: int = _MAX_LINES) -> None:

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import gc
-import resource
 import socket
 import ssl
-import sys
 from contextlib import asynccontextmanager
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 import structlog
-import uvicorn
 from fastapi.openapi.utils import get_openapi
 from fastapi_offline import FastAPIOffline
 from pydantic.json_schema import models_json_schema
@@ -26,41 +22,40 @@ from optpipe.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe.wire import Event, MethodRowList, SweepRowList
 from optpipe_api import http_errors
-from optpipe_api.auth import KeyGate, KeyRing, Rates, describe_keys
+from optpipe_api.auth import KeyGate, KeyRing, Rates, SiteGate, describe_keys
 from optpipe_api.engine.engine import open_solvers
 from optpipe_api.errors import NoKeysError
 from optpipe_api.logs import Telemetry, set_up_logs
 from optpipe_api.metrics import ServiceMetrics
 from optpipe_api.requests.batches import BatchBody, FrontierView
 from optpipe_api.requests.catalogue import Comparison, EstimateBody, VariantBody
-from optpipe_api.requests.deployments import Registration, ReportBody
-from optpipe_api.requests.jobs import Fault, Resumption, Submission
+from optpipe_api.requests.http import UnreadBodies
+from optpipe_api.requests.jobs import (
+    Fault,
+    Registration,
+    ReportBody,
+    Resumption,
+    Submission,
+)
 from optpipe_api.routes import batches, catalogue, deployments, jobs, system
+from optpipe_api.server import ApiServer, allow_files, server_config
 from optpipe_api.service import Service
 from optpipe_api.services.events import Changes
 from optpipe_api.store import open_stores
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
-    from types import FrameType
 
     from fastapi import FastAPI
 
     from optpipe_api.access import ApiKey
     from optpipe_api.settings import Settings
 
-__all__ = [
-    "ApiServer",
-    "allow_files",
-    "create_app",
-    "let_go",
-    "openapi_of",
-    "serve",
-    "server_config",
-]
+__all__ = ["create_app", "openapi_of", "serve"]
 
 
 _BACKLOG = 2048
+_BODIES_AT_ONCE = 8
 _DESCRIPTION = """\
 Submit a pipeline-parallel scheduling problem, follow it while it is being solved, fetch the best
 schedule so far. Times are milliseconds, sizes bytes. Errors are problem details (RFC 9457) with a
@@ -94,6 +89,7 @@ def create_app(settings: Settings) -> FastAPI:
         description=_DESCRIPTION,
         lifespan=lifespan,
         redoc_url=None,
+        generate_unique_id_function=lambda route: "_".join([*route.tags, route.name]),
     )
     app.include_router(jobs.router)
     app.include_router(jobs.events_router)
@@ -109,6 +105,7 @@ def create_app(settings: Settings) -> FastAPI:
     system.install(app)
     app.openapi = openapi_of(app)  # type: ignore[method-assign]
     app.state.metrics = metrics
+    app.state.unread = UnreadBodies(_BODIES_AT_ONCE * settings.max_body_bytes)
     http_errors.install(app)
     _guard(app, settings)
     app.add_middleware(http_errors.ErrorBoundary)
@@ -126,20 +123,19 @@ def _guard(app: FastAPI, settings: Settings) -> None:
             return service.keys.valid()
 
         find = KeyRing(valid).find
-        describe = app.openapi
-        app.openapi = lambda: describe_keys(describe())  # type: ignore[method-assign]
+    describe = app.openapi
+    required = settings.keys_required
+    app.openapi = lambda: describe_keys(describe(), required=required)  # type: ignore[method-assign]
     per_minute = settings.max_requests_per_minute
     app.add_middleware(KeyGate, find=find, rates=Rates(per_minute) if per_minute else None)
+    app.add_middleware(SiteGate, hosts=settings.hosts)
 
 
 def serve(settings: Settings) -> None:
     """Run a server until SIGINT or SIGTERM; running jobs then go back to the queue.
 
-    Raises
-    ------
-    OptPipeError
-        If the database cannot be opened, or the address or the certificate cannot be had; or if
-        requests need a key, and there is none.
+    Raises `OptPipeError` if the database cannot be opened, or the address or the certificate cannot
+    be had; or if requests need a key, and there is none.
     """
     lines = set_up_logs(settings.log_format)
     try:
@@ -286,86 +282,3 @@ def _make(app: FastAPI) -> dict[str, Any]:
         schemas.pop(name, None)
     schemas.update(ours["$defs"])
     return document
-
-
-# --- The server process around the application: how it starts, how it ends, how it stays prompt.
-
-_OTHER_FILES = 1000
-_SWITCH_S = 0.0005
-_COLLECTIONS = (10_000, 20, 20)
-"""For each generation how many objects more, or collections of the one before, bring the next."""
-
-
-def server_config(app: FastAPI, settings: Settings) -> uvicorn.Config:
-    """Return how uvicorn serves the application."""
-    return uvicorn.Config(
-        app,
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        timeout_graceful_shutdown=5,
-        ssl_certfile=settings.ssl_certfile,
-        ssl_keyfile=settings.ssl_keyfile,
-    )
-
-
-class ApiServer(uvicorn.Server):
-    """Ends with 0 on a signal, and lets waiting requests go at once.
-
-    A second signal does not hurry it: that would leave running jobs to the end of their leases.
-    """
-
-    _switch_s = sys.getswitchinterval()
-    _collections = gc.get_threshold()
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start the application, then make the interpreter prompt."""
-        await super().startup(sockets)
-        self._switch_s = _stay_prompt()
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Stop the application; the interpreter is as it was."""
-        await super().shutdown(sockets)
-        sys.setswitchinterval(self._switch_s)
-        gc.set_threshold(*self._collections)
-        gc.unfreeze()
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002
-        """Ask for the end."""
-        self.should_exit = True
-        let_go(self.config.app)
-
-
-def let_go(app: Any) -> None:
-    """Let every request that waits for something have its answer now."""
-    changes: Changes | None = getattr(app.state, "changes", None)
-    if changes is not None:
-        changes.close()
-
-
-def allow_files(num_followers: int) -> int:
-    """Let this process have a file open for every follower and what else it needs; return how many.
-
-    Where the system's hard limit is lower, that many. Many shells begin with 1024.
-    """
-    wanted = num_followers + _OTHER_FILES
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    may = wanted if resource.RLIM_INFINITY in (soft, hard) else min(wanted, hard)
-    if soft != resource.RLIM_INFINITY and soft < may:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (may, hard))
-    return may
-
-
-def _stay_prompt() -> float:
-    """Keep the event loop from waiting for its own process; return the switch interval before.
-
-    What the imports made, some 400,000 objects, is never garbage: a full collection need not walk
-    over it, which takes 0.1 s. With 200 followers one still takes 0.04 s, so they are made rarer;
-    what is no cycle is let go at once without any. And a thread that computes lets the loop go on
-    after half a millisecond instead of five, of which there may be one for every busy thread.
-    """
-    gc.freeze()
-    gc.set_threshold(*_COLLECTIONS)
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(_SWITCH_S)
-    return before

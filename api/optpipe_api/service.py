@@ -41,24 +41,11 @@ _COUNTS_FRESH_S = 1.0
 class Service:
     """One server's stores and engine. Coroutines are for the event loop, all else for threads.
 
-    Attributes
-    ----------
-    methods
-        Those that jobs may ask for, with a line about each.
-    keys
-        The store of API keys.
-    pool
-        Reads request bodies beside the event loop.
-    connections
-        How many follow or wait, and may.
-    jobs
-        What it does about jobs.
-    batches
-        What it does about many problems handed in at once.
-    charts
-        Of schedules and frontiers, for a browser to zoom or as pictures.
-    deployments
-        What it does about training runs that follow a schedule.
+    ``methods``: those that jobs may ask for, with a line about each. ``keys``: the store of API
+    keys. ``pool``: reads request bodies beside the event loop. ``connections``: how many follow or
+    wait, and may. ``jobs``: what it does about jobs. ``batches``: what it does about many problems
+    handed in at once. ``charts``: of schedules and frontiers, for a browser to zoom or as pictures.
+    ``deployments``: what it does about training runs that follow a schedule.
     """
 
     def __init__(
@@ -127,17 +114,9 @@ class Service:
     ) -> str:
         """Compare every method and return the rows as a text of the form asked for.
 
-        Parameters
-        ----------
-        problem
-            JSON text.
-        is_gone
-            Whether the client is; asked often. Its comparison is then stopped.
-
-        Raises
-        ------
-        WorldError
-            If too many are under way, or the solver fails, or the server is stopping.
+        ``problem``: JSON text. ``is_gone``: whether the client is; asked often. Its comparison is
+        then stopped. Raises `WorldError` if too many are under way, or the solver fails, or the
+        server is stopping.
         """
         gone = threading.Event()
         work = asyncio.wrap_future(self._comparisons.begin(problem, options, gone))
@@ -155,7 +134,7 @@ class Service:
         return self._stores.jobs.counts()
 
     def recent_counts(self) -> dict[JobState, int]:
-        """Return the same, a second old at most.
+        """Return the same, a second old at most; raise where the store takes no writes.
 
         To count them takes as long as there are jobs, and whoever asks whether the service is ready
         needs no key.
@@ -163,6 +142,7 @@ class Service:
         with self._counting:
             if self._counts is None or time.monotonic() > self._counted_at + _COUNTS_FRESH_S:
                 self._counts = None
+                self._stores.probe()
                 self._counts = self.counts()
                 self._counted_at = time.monotonic()
             return dict(self._counts)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import ipaddress
 import os
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError, model_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from optpipe.errors import InputError, explain, rule_broken
 
@@ -30,6 +30,10 @@ class Settings(BaseSettings):
         ``sqlite:///file.db`` or ``postgresql://user@host/name``.
     host, port
         Where to listen; port 0 takes a free one.
+    allowed_hosts
+        Names that requests may ask for (``Host``), with commas between; None = any where keys are
+        asked for or other machines can reach ``host``, else those of this machine, because a
+        browser on it may be lead here by any web page.
     ssl_certfile, ssl_keyfile
         PEM files; with both, the service speaks HTTPS.
     require_keys
@@ -93,6 +97,7 @@ class Settings(BaseSettings):
     database_url: str = "sqlite:///optpipe.db"
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=0, le=65535)
+    allowed_hosts: Annotated[frozenset[str] | None, NoDecode] = None
     ssl_certfile: Path | None = None
     ssl_keyfile: Path | None = None
     require_keys: bool | None = None
@@ -125,6 +130,13 @@ class Settings(BaseSettings):
     retention_days: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     log_format: Literal["text", "json"] = "text"
 
+    @field_validator("allowed_hosts", mode="before")
+    @classmethod
+    def _between_commas(cls, given: Any) -> Any:
+        if not isinstance(given, str):
+            return given
+        return frozenset(name.strip().lower() for name in given.split(",") if name.strip()) or None
+
     @model_validator(mode="after")
     def _certificate_and_key_come_together(self) -> Settings:
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
@@ -152,6 +164,15 @@ class Settings(BaseSettings):
     def keys_required(self) -> bool:
         """Whether a request needs an API key."""
         return not self.is_loopback if self.require_keys is None else self.require_keys
+
+    @property
+    def hosts(self) -> frozenset[str] | None:
+        """The names that requests may ask for; None = any."""
+        if self.allowed_hosts is not None:
+            return self.allowed_hosts
+        if self.keys_required or not self.is_loopback:
+            return None
+        return frozenset({"localhost", "127.0.0.1", "::1", self.host.lower()})
 
     @property
     def is_loopback(self) -> bool:

@@ -78,10 +78,21 @@ _PACKAGES["server"] |= _PACKAGES["solver"]
 
 
 class _Console(Console):
-    """On a terminal, shows control characters instead of obeying them: names may be anybody's.
+    """Shows control characters and leaves them to no terminal: names may be anybody's.
 
-    Files and pipes get what is: JSON stays the JSON it was.
+    Through a pipe as well, at whose end may be a terminal (`less -R`, the log of a CI). Only `out`
+    gives a program the data as they are.
     """
+
+    _is_data = False
+
+    def out(self, *objects: Any, **options: Any) -> None:
+        """Print data, such as JSON."""
+        self._is_data = not self.is_terminal
+        try:
+            super().out(*objects, **options)
+        finally:
+            self._is_data = False
 
     def render_str(self, text: str, **options: Any) -> Text:
         """Return a string as text; here, so that tables know how wide it will be."""
@@ -96,7 +107,7 @@ class _Console(Console):
             yield Segment(shown, segment.style, segment.control)
 
     def _shown(self, text: str) -> str:
-        return text.translate(_SHOWN) if self.is_terminal else text
+        return text if self._is_data else text.translate(_SHOWN)
 
 
 def stdout() -> Console:

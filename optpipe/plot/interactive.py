@@ -413,8 +413,8 @@ def chart_html(layout: LayoutDOM, *, title: str, theme: Theme = "light") -> str:
         edge=look.edge,
         scripts=scripts,
         place=_PLACE,
-        # Nothing in a script element may look like its end.
-        item=chart_item(layout, theme=theme).replace("</", "<\\/"),
+        # Nothing in a script element may look like its end, or like a comment, which has no end.
+        item=chart_item(layout, theme=theme).replace("<", "\\u003c"),
     )
 
 

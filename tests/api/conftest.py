@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import uuid
+from contextlib import ExitStack, closing
 from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.api.live import connected, make_settings
+from optpipe_api.store import open_stores
+from optpipe_api.store.tables import metadata
+from tests.api.live import Clock, connected, database_in, make_settings
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
 
     import httpx
+
+    from optpipe_api.store import Stores
 
 
 @pytest.fixture(scope="module")
@@ -25,3 +33,50 @@ def http(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     )
     with connected(settings) as client:
         yield client
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture(scope="session")
+def postgres_tables() -> Iterator[str]:
+    """The URL of one database on PostgreSQL, migrated: to make one for each test takes longer."""
+    url = os.environ.get("OPTPIPE_TEST_POSTGRES_URL")
+    if url is None:
+        pytest.fail("OPTPIPE_TEST_POSTGRES_URL is not set: see `postgres_url`")
+    import psycopg
+
+    name = f"optpipe_test_{uuid.uuid4().hex}"
+    server = url.replace("postgresql+psycopg://", "postgresql://")
+    with psycopg.connect(server, autocommit=True) as connection:
+        connection.execute(f'CREATE DATABASE "{name}"')
+        try:
+            yield f"{url.rpartition('/')[0]}/{name}"
+        finally:
+            connection.execute(f'DROP DATABASE "{name}" WITH (FORCE)')
+
+
+@pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)])
+def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """A fresh database of each kind: what a store promises it promises on both."""
+    if request.param == "sqlite":
+        return database_in(tmp_path)
+    url: str = request.getfixturevalue("postgres_tables")
+    with closing(open_stores(url)) as stores, stores.engine.begin() as connection:
+        for table in reversed(metadata.sorted_tables):
+            connection.execute(table.delete())
+    return url
+
+
+@pytest.fixture
+def open_all(database_url: str, clock: Clock) -> Iterator[Callable[[], Stores]]:
+    """Opens the stores of one database; two calls open them twice, as two servers do."""
+    with ExitStack() as stack:
+        yield lambda: stack.enter_context(closing(open_stores(database_url, clock)))
+
+
+@pytest.fixture
+def stores(open_all: Callable[[], Stores]) -> Stores:
+    return open_all()

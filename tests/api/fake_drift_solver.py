@@ -1,7 +1,6 @@
 """A solver that fuses its backwards only where the second stage is slower than it was registered.
 
 So the first schedule is good enough until somebody measures that stage 1's forward takes over 2 ms.
-It is no process: it answers at once, in the server's thread.
 """
 
 from __future__ import annotations
@@ -9,33 +8,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from optpipe.evaluate import evaluate
-from optpipe.formats.json import load_problem
 from optpipe.memory import device_peak_bytes
 from optpipe.schedule import Provenance
-from optpipe_api.engine import worker
-from tests.api.instant import InstantProcess, InstantSolvers
 from tests.api.outcomes import Result, SolveStatus
 from tests.api.serial import serial
 
 if TYPE_CHECKING:
     from optpipe.problem import Problem
-    from optpipe_api.engine.processes import Message
+
+DRIFT = f"{__name__}:solve"
 
 
-class DriftSolvers(InstantSolvers):
-    """Starts the solver above."""
-
-    def start(self) -> InstantProcess:
-        return _DriftProcess()
-
-
-class _DriftProcess(InstantProcess):
-    def send(self, message: Message) -> None:
-        if message.kind == "job":
-            self._said.append(worker._result(_solved(load_problem(message.document))))
-
-
-def _solved(problem: Problem) -> Result:
+def solve(problem: Problem, **_: object) -> Result:
     programs = serial(problem, problem.num_microbatches if problem.stages[1].forward_ms > 2 else 0)
     needs = {
         f"devices[{device}].memory_bytes": device_peak_bytes(problem, device, program)

@@ -1,78 +1,84 @@
-"""Solver processes that are no processes: a fake solver answers at once, in the server's thread."""
+"""Solver processes that are threads: no second of imports for each job, and nothing to kill.
+
+What a process alone can do - die, eat memory, turn a deaf ear to SIGTERM - needs `LocalSolvers`.
+"""
 
 from __future__ import annotations
 
+import importlib
+import queue
 import threading
-import time
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from optpipe.errors import OptPipeError
-from optpipe.formats.json import load_problem
 from optpipe_api.engine import worker
 from optpipe_api.engine.processes import MachineState, Message
-from tests.api import fake_compare, fake_plan, fake_solver
 
 if TYPE_CHECKING:
     from optpipe_api.settings import Settings
 
 
 class InstantSolvers:
-    """Starts what takes no time; keeps nothing."""
+    """Starts threads that call the fakes which the settings name."""
 
     def __init__(self, settings: Settings) -> None:
-        self.settings = settings
+        self._paths = {
+            "job": settings.solve_path,
+            "plan": settings.plan_path,
+            "compare": settings.compare_path,
+        }
 
     def start(self) -> InstantProcess:
-        return InstantProcess()
+        return InstantProcess(self._paths)
 
     def close(self) -> None:
         return
 
 
 class InstantProcess:
-    """A solver process that has its answer ready when it is asked."""
+    """A `SolverProcess` that is ready when it is asked, and solves in a thread."""
 
-    name = "instant"
+    name = "thread"
     place = MachineState.GIVEN
     is_alive = True
 
-    def __init__(self) -> None:
-        self._said = [Message("ready")]
+    def __init__(self, paths: dict[str, str]) -> None:
+        self._paths = paths
+        self._said: queue.Queue[Message] = queue.Queue()
+        self._told: queue.Queue[Message] = queue.Queue()
+        self._stop = threading.Event()
+        self._said.put(Message("ready"))
 
     def send(self, message: Message) -> None:
-        if message.kind in ("job", "plan", "compare"):
-            self._said.append(_answer(message))
+        if message.kind == "stop":
+            self._stop.set()
+        elif message.kind == "start":
+            self._told.put(message)
+        else:
+            threading.Thread(target=self._solve, args=(message,), daemon=True).start()
 
     def receive(self, timeout_s: float) -> Message | None:
-        if self._said:
-            return self._said.pop(0)
-        time.sleep(min(timeout_s, 0.01))
-        return None
+        try:
+            return self._said.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
 
     def stop(self) -> None:
-        return
+        self._stop.set()
 
     def how_it_died(self) -> str:
         return "it never lived"
 
-
-def _answer(task: Message) -> Message:
-    try:
-        if task.kind == "compare":
-            return worker._compare(_channel(), task, fake_compare.compare)
-        if task.kind == "plan":
-            return worker._plan(_channel(), _without_start(task), fake_plan.plan)
-        problem = load_problem(task.document)
-        return worker._result(fake_solver._at_once(problem, None, None, None, []))
-    except (OptPipeError, ValueError, ZeroDivisionError) as error:
-        # A fake knows no schedule of most problems that somebody made up.
-        return Message("error", {"code": "solver.failed", "message": str(error)[:200]})
-
-
-def _without_start(task: Message) -> Message:
-    return Message(task.kind, {**task.header, "has_start": False}, task.document)
-
-
-def _channel() -> Any:
-    return SimpleNamespace(watch=lambda: None, stop=threading.Event(), send=lambda message: None)
+    def _solve(self, task: Message) -> None:
+        channel: Any = SimpleNamespace(
+            send=self._said.put, receive=self._told.get, watch=lambda: None, stop=self._stop
+        )
+        module, _, name = self._paths[task.kind].partition(":")
+        work = {"job": worker._solve, "plan": worker._plan, "compare": worker._compare}[task.kind]
+        try:
+            self._said.put(work(channel, task, getattr(importlib.import_module(module), name)))
+        except OptPipeError as error:
+            self._said.put(Message("error", {"code": error.code, "message": str(error)}))
+        except Exception as error:  # noqa: BLE001 - as in a process
+            self._said.put(worker._bug(error))

@@ -2,23 +2,44 @@
 
 from __future__ import annotations
 
+import functools
+import shutil
+import tempfile
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
+import pytest
 import uvicorn
 
 from optpipe_api import Settings, create_app
+from optpipe_api.server import server_config
+from optpipe_api.store import open_stores
+from tests.api.instant import InstantSolvers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
     from fastapi import FastAPI
 
+    from optpipe_api.access import Role
+
 FAKE = "tests.api.fake_solver:solve"
+FAKE_COMPARE = "tests.api.fake_compare:compare"
+FAKE_PLAN = "tests.api.fake_plan:plan"
+
+
+class Clock:
+    """A clock that only tests move."""
+
+    def __init__(self) -> None:
+        self.now = 1_000_000.0
+
+    def __call__(self) -> float:
+        return self.now
 
 
 def two_stages(name: str = "", **changes: Any) -> dict[str, Any]:
@@ -39,14 +60,32 @@ def two_stages(name: str = "", **changes: Any) -> dict[str, Any]:
     }
 
 
+@functools.cache
+def _template() -> Path:
+    """An empty SQLite database of the newest tables: to copy one is ten times as fast."""
+    path = Path(tempfile.mkdtemp(), "template.db")
+    open_stores(f"sqlite:///{path}").close()
+    return path
+
+
+def database_in(folder: Path) -> str:
+    """Return the URL of the database of a folder, made where there is none."""
+    path = Path(folder, "jobs.db")
+    if not path.exists():
+        shutil.copy(_template(), path)
+    return f"sqlite:///{path}"
+
+
 def make_settings(folder: Path, **overrides: object) -> Settings:
-    """Settings for quick tests: a fresh database, the fake solver, short leases.
+    """Settings for quick tests: a fresh database, the fake solvers, short leases.
 
     No cache: the fake's problems differ in nothing but their names, which the cache ignores.
     """
     values: dict[str, Any] = {
-        "database_url": f"sqlite:///{folder}/jobs.db",
+        "database_url": database_in(folder),
         "solve_path": FAKE,
+        "compare_path": FAKE_COMPARE,
+        "plan_path": FAKE_PLAN,
         "cache": False,
         "solver_processes": 2,
         "max_threads": 2,
@@ -58,17 +97,24 @@ def make_settings(folder: Path, **overrides: object) -> Settings:
 
 
 @contextmanager
-def running(settings: Settings) -> Iterator[tuple[str, FastAPI]]:
-    """Run a server in a thread; yields its address and application."""
+def running(settings: Settings, *, processes: bool = False) -> Iterator[tuple[str, FastAPI]]:
+    """Run a server in a thread; yields its address and application.
+
+    Its solvers are threads too where they are fakes, unless the test is about processes.
+    """
     app = create_app(settings)
-    config = uvicorn.Config(app, host="127.0.0.1", port=0, log_config=None)
+    config = server_config(app, settings)
+    config.port = 0
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run)
-    thread.start()
-    try:
-        while not server.started:
-            assert thread.is_alive(), "the server did not start"
+    with pytest.MonkeyPatch.context() as patch:
+        if settings.solve_path.startswith("tests.") and not processes:
+            patch.setattr("optpipe_api.service.open_solvers", InstantSolvers)
+        thread.start()
+        while not server.started and thread.is_alive():
             time.sleep(0.01)
+    try:
+        assert thread.is_alive(), "the server did not start"
         yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}", app
     finally:
         app.state.changes.close()
@@ -77,7 +123,24 @@ def running(settings: Settings) -> Iterator[tuple[str, FastAPI]]:
 
 
 @contextmanager
-def connected(settings: Settings) -> Iterator[httpx.Client]:
+def connected(settings: Settings, *, processes: bool = False) -> Iterator[httpx.Client]:
     """Run a server and connect to it by plain HTTP."""
-    with running(settings) as (url, _), httpx.Client(base_url=url, timeout=90) as http:
+    with (
+        running(settings, processes=processes) as (url, _),
+        httpx.Client(base_url=url, timeout=90) as http,
+    ):
         yield http
+
+
+@contextmanager
+def keyed(settings: Settings, **roles: Role) -> Iterator[dict[str, httpx.Client]]:
+    """Run a server that wants keys; yields a client for each name, with a key of its role."""
+    with closing(open_stores(settings.database_url)) as stores:
+        keys = {name: stores.keys.create(name, role)[1] for name, role in roles.items()}
+    with running(settings) as (url, _), ExitStack() as stack:
+        yield {
+            name: stack.enter_context(
+                httpx.Client(base_url=url, timeout=90, headers={"X-API-Key": key})
+            )
+            for name, key in keys.items()
+        }

@@ -19,7 +19,6 @@ from hypothesis import settings as hypothesis_settings
 
 from optpipe_api.access import Role
 from optpipe_api.services.render import Charts
-from tests.api.instant import InstantSolvers
 from tests.api.live import make_settings, running, two_stages
 from tests.api.routes.test_plan_jobs import four_layers
 
@@ -79,7 +78,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         return b"<svg/>"
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("optpipe_api.service.open_solvers", InstantSolvers)
         patch.setattr(Charts, "picture", drawn)
         patch.setattr(Charts, "frontier_picture", drawn)
         with running(settings) as (url, app):

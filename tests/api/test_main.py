@@ -194,7 +194,7 @@ def test_the_real_solver_answers_through_server_and_client(start) -> None:
 def test_a_server_may_have_a_file_open_for_each_follower(hard: int, expected: int) -> None:
     """Where the shell's limit is lower and the system's is not."""
     script = (
-        "import resource as r; from optpipe_api.main import allow_files; "
+        "import resource as r; from optpipe_api.server import allow_files; "
         f"r.setrlimit(r.RLIMIT_NOFILE, (300, {hard})); "
         "print(allow_files(1000), r.getrlimit(r.RLIMIT_NOFILE)); print(allow_files(0))"
     )

@@ -15,12 +15,10 @@ from optpipe_api.jobs import JobEvent
 from optpipe_api.service import Retention
 from optpipe_api.store import AttemptOutcome, open_stores, tables
 from tests.api.live import make_settings, running
-from tests.api.store.deployment_store_contract import new as new_deployment
-from tests.api.store.store_contract import Clock, new
+from tests.api.store.test_deployments import new as new_deployment
+from tests.api.store.test_jobs import new
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from optpipe_api.jobs import JobRecord
     from optpipe_api.store import Stores
 
@@ -28,117 +26,96 @@ DAY_S = 86_400.0
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
+def retention(stores, clock) -> Retention:
+    """Ten days of it."""
+    return Retention(stores, 10, clock)
 
 
-class Retained:
-    """Stores of a database, and a retention of ten days; a subclass says where."""
+def test_only_what_ended_long_ago_goes(stores, retention, clock) -> None:
+    """Not what was submitted long ago and still waits or runs, nor what ended lately."""
+    old, running_job, queued = (add(stores, name) for name in ("old", "running", "queued"))
+    finish(stores, old)
+    claim = stores.jobs.claim("me", 1e9)
+    assert claim is not None
+    clock.now += 9 * DAY_S
+    recent = add(stores, "recent", priority=1)
+    finish(stores, recent)
+    clock.now += 1.1 * DAY_S
+    retention.sweep()
+    assert ids(stores) == {recent.id, running_job.id, queued.id}
+    with pytest.raises(JobNotFoundError):
+        stores.jobs.get(old.id)
+    assert num_rows(stores, tables.problems) == 3
+    clock.now += 9 * DAY_S
+    retention.sweep()
+    assert ids(stores) == {running_job.id, queued.id}
 
-    @pytest.fixture
-    def stores(self, url, clock) -> Iterator[Stores]:
-        stores = open_stores(url, clock)
-        yield stores
-        stores.close()
 
-    @pytest.fixture
-    def retention(self, stores, clock) -> Retention:
-        return Retention(stores, 10, clock)
+def test_documents_tags_and_history_go_with_a_job(stores, retention, clock) -> None:
+    """Nothing of it stays behind."""
+    finish(stores, add(stores, "old", tags=("a", "b")), schedule="{}")
+    clock.now += 11 * DAY_S
+    retention.sweep()
+    for table in (tables.jobs, tables.problems, tables.schedules, tables.job_tags):
+        assert num_rows(stores, table) == 0
+    assert num_rows(stores, tables.events) == 0
 
-    def test_only_what_ended_long_ago_goes(self, stores, retention, clock) -> None:
-        """Not what was submitted long ago and still waits or runs, nor what ended lately."""
-        old, running_job, queued = (add(stores, name) for name in ("old", "running", "queued"))
-        finish(stores, old)
-        claim = stores.jobs.claim("me", 1e9)
-        assert claim is not None
-        clock.now += 9 * DAY_S
-        recent = add(stores, "recent", priority=1)
-        finish(stores, recent)
-        clock.now += 1.1 * DAY_S
+
+def test_jobs_of_a_deployment_stay_while_it_goes_on(stores, retention, clock) -> None:
+    """When it has ended long ago it goes, and its jobs with it."""
+    deployment, _ = stores.deployments.add(new_deployment(), max_queued=9)
+    job = add(stores, "its", deployment_id=deployment.id)
+    finish(stores, job)
+    clock.now += 20 * DAY_S
+    retention.sweep()
+    assert ids(stores) == {job.id}
+    stores.deployments.end(deployment.id)
+    clock.now += 5 * DAY_S
+    retention.sweep()
+    assert stores.deployments.get(deployment.id).id == deployment.id
+    clock.now += 6 * DAY_S
+    retention.sweep()
+    assert ids(stores) == set()
+    with pytest.raises(DeploymentNotFoundError):
+        stores.deployments.get(deployment.id)
+
+
+def test_a_batch_goes_whole_with_its_last_job(stores, retention, clock) -> None:
+    """One item that ended lately keeps the others and the batch."""
+    add_batch(stores, "b" * 32)
+    add_batch(stores, "c" * 32)
+    first = add(stores, "first", batch_id="b" * 32, batch_index=0)
+    finish(stores, first)
+    second = add(stores, "second", batch_id="b" * 32, batch_index=1)
+    other = add(stores, "other", batch_id="c" * 32, batch_index=0)
+    clock.now += 20 * DAY_S
+    retention.sweep()
+    assert ids(stores) == {first.id, second.id, other.id}
+    finish(stores, second)
+    clock.now += 11 * DAY_S
+    retention.sweep()
+    assert ids(stores) == {other.id}
+    with stores.engine.connect() as connection:
+        assert list(connection.execute(sa.select(tables.batches.c.id)).scalars()) == ["c" * 32]
+
+
+def test_a_thousand_old_jobs_go_in_one_sweep(stores, retention, clock) -> None:
+    """In transactions of two hundred."""
+    job = add(stores, "old")
+    finish(stores, job)
+    with stores.engine.begin() as connection:
+        row = connection.execute(sa.select(tables.jobs)).one()._asdict()
+        copies = [
+            {**row, "position": row["position"] + number, "id": f"{number:032x}"}
+            for number in range(1, 1000)
+        ]
+        connection.execute(sa.insert(tables.jobs), copies)
+    clock.now += 11 * DAY_S
+    with structlog.testing.capture_logs() as lines:
         retention.sweep()
-        assert ids(stores) == {recent.id, running_job.id, queued.id}
-        with pytest.raises(JobNotFoundError):
-            stores.jobs.get(old.id)
-        assert num_rows(stores, tables.problems) == 3
-        clock.now += 9 * DAY_S
         retention.sweep()
-        assert ids(stores) == {running_job.id, queued.id}
-
-    def test_documents_tags_and_history_go_with_a_job(self, stores, retention, clock) -> None:
-        """Nothing of it stays behind."""
-        finish(stores, add(stores, "old", tags=("a", "b")), schedule="{}")
-        clock.now += 11 * DAY_S
-        retention.sweep()
-        for table in (tables.jobs, tables.problems, tables.schedules, tables.job_tags):
-            assert num_rows(stores, table) == 0
-        assert num_rows(stores, tables.events) == 0
-
-    def test_jobs_of_a_deployment_stay_while_it_goes_on(self, stores, retention, clock) -> None:
-        """When it has ended long ago it goes, and its jobs with it."""
-        deployment, _ = stores.deployments.add(new_deployment(), max_queued=9)
-        job = add(stores, "its", deployment_id=deployment.id)
-        finish(stores, job)
-        clock.now += 20 * DAY_S
-        retention.sweep()
-        assert ids(stores) == {job.id}
-        stores.deployments.end(deployment.id)
-        clock.now += 5 * DAY_S
-        retention.sweep()
-        assert stores.deployments.get(deployment.id).id == deployment.id
-        clock.now += 6 * DAY_S
-        retention.sweep()
-        assert ids(stores) == set()
-        with pytest.raises(DeploymentNotFoundError):
-            stores.deployments.get(deployment.id)
-
-    def test_a_batch_goes_whole_with_its_last_job(self, stores, retention, clock) -> None:
-        """One item that ended lately keeps the others and the batch."""
-        add_batch(stores, "b" * 32)
-        add_batch(stores, "c" * 32)
-        first = add(stores, "first", batch_id="b" * 32, batch_index=0)
-        finish(stores, first)
-        second = add(stores, "second", batch_id="b" * 32, batch_index=1)
-        other = add(stores, "other", batch_id="c" * 32, batch_index=0)
-        clock.now += 20 * DAY_S
-        retention.sweep()
-        assert ids(stores) == {first.id, second.id, other.id}
-        finish(stores, second)
-        clock.now += 11 * DAY_S
-        retention.sweep()
-        assert ids(stores) == {other.id}
-        with stores.engine.connect() as connection:
-            assert list(connection.execute(sa.select(tables.batches.c.id)).scalars()) == ["c" * 32]
-
-    def test_a_thousand_old_jobs_go_in_one_sweep(self, stores, retention, clock) -> None:
-        """In transactions of two hundred."""
-        job = add(stores, "old")
-        finish(stores, job)
-        with stores.engine.begin() as connection:
-            row = connection.execute(sa.select(tables.jobs)).one()._asdict()
-            copies = [
-                {**row, "position": row["position"] + number, "id": f"{number:032x}"}
-                for number in range(1, 1000)
-            ]
-            connection.execute(sa.insert(tables.jobs), copies)
-        clock.now += 11 * DAY_S
-        with structlog.testing.capture_logs() as lines:
-            retention.sweep()
-            retention.sweep()
-        assert num_rows(stores, tables.jobs) == 0
-        assert [(line["action"], line["jobs"]) for line in lines] == [("retention.deleted", 1000)]
-
-
-class TestSqliteRetention(Retained):
-    @pytest.fixture
-    def url(self, tmp_path) -> str:
-        return f"sqlite:///{tmp_path}/jobs.db"
-
-
-@pytest.mark.postgres
-class TestPostgresRetention(Retained):
-    @pytest.fixture
-    def url(self, postgres_url) -> str:
-        return str(postgres_url)
+    assert num_rows(stores, tables.jobs) == 0
+    assert [(line["action"], line["jobs"]) for line in lines] == [("retention.deleted", 1000)]
 
 
 def test_a_server_deletes_at_its_start_what_is_old(tmp_path) -> None:

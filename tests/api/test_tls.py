@@ -15,9 +15,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from optpipe.errors import InputError
-from optpipe_api import Settings
-from tests.api.live import FAKE
+from optpipe.errors import InputError, WorldError
+from optpipe_api import Settings, main
+from tests.api.live import FAKE, make_settings
 
 DATA = Path(__file__).parent.parent / "data" / "tls"
 CERTIFICATE, KEY = DATA / "certificate.pem", DATA / "key.pem"
@@ -80,12 +80,9 @@ def test_a_certificate_that_cannot_be_used_is_refused_before_the_start(tmp_path,
     elif fault == "no PEM":
         shutil.copy(CERTIFICATE, certificate)
         key.write_text("hello")
-    process = serve(tmp_path, "--ssl-certfile", certificate, "--ssl-keyfile", key)
-    assert process.wait(120) == 1
-    said = log_of(tmp_path)
-    assert "cannot use the certificate" in said
-    assert str(key) in said.replace("\n", "")
-    assert "Traceback" not in said
+    settings = make_settings(tmp_path, port=0, ssl_certfile=certificate, ssl_keyfile=key)
+    with pytest.raises(WorldError, match=rf"cannot use the certificate {certificate} .*{key}"):
+        main._serve(settings)
 
 
 def test_a_certificate_without_key_is_no_setting() -> None:

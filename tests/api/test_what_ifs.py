@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import time
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-import httpx
 import pytest
 from hypothesis import given
 
@@ -17,13 +15,11 @@ from optpipe.formats.json import load_problem
 from optpipe.schedule import Provenance
 from optpipe.wire import JobOptions
 from optpipe_api.access import Role
-from optpipe_api.engine import worker
 from optpipe_api.errors import BodyTooHeavyError
 from optpipe_api.services.batches import make_items
 from optpipe_api.services.parse_pool import ParsePool
 from tests.api import start_solver
-from tests.api.instant import InstantProcess, InstantSolvers
-from tests.api.live import connected, make_settings, running, two_stages
+from tests.api.live import connected, keyed, make_settings, two_stages
 from tests.api.routes.test_jobs import fault, submit
 from tests.strategies import Case, cases
 
@@ -31,60 +27,23 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from optpipe_api.engine.processes import Message
+    import httpx
+
+    from optpipe_api import Settings
 
 STARTS = start_solver.__name__ + ":solve"
 BUS = {"memory_bytes": 4000, "d2h_gb_per_s": 1.0, "h2d_gb_per_s": 1.0}
 NAMES = [AS_IT_IS, "one-more-gb", "twice-the-microbatches"]
 
 
-class StartSolvers(InstantSolvers):
-    """The solver that lives on its start, in the server's thread: a process each takes seconds."""
-
-    def start(self) -> InstantProcess:
-        return StartProcess()
-
-
-class StartProcess(InstantProcess):
-    def send(self, message: Message) -> None:
-        if message.kind == "job":
-            self._job = message
-        if message.kind == "start" or not self._job.header["has_start"]:
-            self._said.append(self._solved(message))
-
-    def _solved(self, last: Message) -> Message:
-        start = load_schedule(last.document).programs if last.kind == "start" else None
-        problem = load_problem(self._job.document)
-        try:
-            found = start_solver.solve(problem, start=start, should_stop=lambda: True)
-        except ZeroDivisionError as error:
-            return worker._bug(error)
-        result: Any = found
-        return worker._result(result)
-
-
-@contextmanager
-def serving(folder: Path, **overrides: Any) -> Iterator[tuple[str, Any]]:
-    """Run a server whose solver is in its own thread; yields its address and application."""
-    settings = make_settings(folder, lease_s=60.0, **overrides)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("optpipe_api.service.open_solvers", StartSolvers)
-        with running(settings) as (url, app):
-            patch.undo()
-            yield url, app
-
-
-@contextmanager
-def asking(folder: Path, **overrides: Any) -> Iterator[httpx.Client]:
-    """Connect to such a server."""
-    with serving(folder, **overrides) as (url, _), httpx.Client(base_url=url, timeout=90) as client:
-        yield client
+def starting(folder: Path, **overrides: Any) -> Settings:
+    return make_settings(folder, lease_s=60.0, solve_path=STARTS, **overrides)
 
 
 @pytest.fixture(scope="module")
 def http(tmp_path_factory) -> Iterator[httpx.Client]:
     """One server for those tests that only ask; its solver lives on its start."""
-    with asking(tmp_path_factory.mktemp("what-ifs"), max_cells=20) as client:
+    with connected(starting(tmp_path_factory.mktemp("what-ifs"), max_cells=20)) as client:
         yield client
 
 
@@ -221,7 +180,7 @@ def test_it_is_a_batch_like_any_other(http) -> None:
 
 def test_items_end_one_by_one(tmp_path) -> None:
     """A number at once, the start's; a cancelled item keeps it."""
-    with connected(make_settings(tmp_path, solve_path=STARTS, solver_processes=1)) as http:
+    with connected(starting(tmp_path, solver_processes=1)) as http:
         job = solved(http, "waits")
         batch = ask(http, job, wait=0)
         before = job["objective_ms"]
@@ -279,7 +238,7 @@ def test_what_was_solved_before_counts_only_if_it_is_no_worse_than_the_start(
     tmp_path, word: str, is_hit: bool
 ) -> None:
     """The changed problem was solved already, with all the time; names do not count."""
-    with asking(tmp_path, cache=True) as http:
+    with connected(starting(tmp_path, cache=True)) as http:
         known = solved(http, word, devices=more_memory(), options={"time_limit_s": 20})
         job = solved(http, "fused:", options={"time_limit_s": 20})
         first = ask(http, job, time_limit_s=20)["items"]
@@ -368,7 +327,7 @@ def test_a_request_that_breaks_a_rule_is_refused_by_name(http, body: Any, said: 
 
 
 def test_all_of_them_find_room_or_none_is_asked(tmp_path) -> None:
-    with asking(tmp_path, max_queued_jobs=1) as http:
+    with connected(starting(tmp_path, max_queued_jobs=1)) as http:
         job = solved(http, "keeps")
         fault(post(http, job), 429, "queue.full")
         assert len(http.get("/v1/jobs").json()["jobs"]) == 1
@@ -376,7 +335,7 @@ def test_all_of_them_find_room_or_none_is_asked(tmp_path) -> None:
 
 
 def test_they_are_no_more_than_the_items_of_a_batch_may_be(tmp_path) -> None:
-    with asking(tmp_path, max_batch_items=2) as http:
+    with connected(starting(tmp_path, max_batch_items=2)) as http:
         answer = post(http, solved(http, "keeps"))
         assert answer.status_code == 422
         assert "OPTPIPE_MAX_BATCH_ITEMS" in answer.json()["detail"]
@@ -396,27 +355,10 @@ def test_a_schedule_that_is_too_large_says_where_it_can_be_asked(http, monkeypat
     assert "optpipe explain --what-if" in answer["detail"]
 
 
-@contextmanager
-def keys(app: Any, url: str) -> Iterator[dict[str, httpx.Client]]:
-    roles = {"ann": Role.SUBMIT, "bob": Role.SUBMIT, "root": Role.ADMIN, "eye": Role.READ}
-    clients = {
-        name: httpx.Client(
-            base_url=url,
-            timeout=90,
-            headers={"X-API-Key": app.state.service.keys.create(name, role)[1]},
-        )
-        for name, role in roles.items()
-    }
-    try:
-        yield clients
-    finally:
-        for client in clients.values():
-            client.close()
-
-
 def test_a_what_if_belongs_to_whoever_asks(tmp_path) -> None:
     """About his own jobs; an admin about anybody's."""
-    with serving(tmp_path, require_keys=True) as (url, app), keys(app, url) as as_:
+    roles = {"ann": Role.SUBMIT, "bob": Role.SUBMIT, "root": Role.ADMIN, "eye": Role.READ}
+    with keyed(starting(tmp_path, require_keys=True), **roles) as as_:
         job = solved(as_["ann"], "keeps")
         batch = ask(as_["ann"], job)
         assert as_["ann"].get(f"/v1/batches/{batch['id']}").status_code == 200

@@ -64,3 +64,9 @@ def test_what_is_no_terminal_gets_what_is_there(capsys) -> None:
     text = json.dumps({"name": "rack\x85A\x7f"}, ensure_ascii=False)
     stdout().out(text)
     assert capsys.readouterr().out == f"{text}\n"
+
+
+def test_a_name_commands_no_terminal_at_the_end_of_a_pipe(capsys) -> None:
+    """What people read is shown; a table in a log would else colour, clear or retitle."""
+    stdout().print(NAME)
+    assert not set(capsys.readouterr().out) & set("\x1b\x07\r\x9b\x7f")

@@ -17,7 +17,6 @@ from optpipe.errors import InputError
 from optpipe.formats.tables import load_sweep_csv
 from optpipe.sweep import sweep as vary
 from tests.api import fake_solver
-from tests.api.instant import InstantSolvers
 from tests.api.live import make_settings, running
 from tests.plot.conftest import make_small_problem
 
@@ -188,12 +187,11 @@ def test_nothing_that_fits_leaves_with_3(optpipe, problem_file, tmp_path, solved
     assert (row["values"], row["state"]) == ({}, "succeeded")
 
 
-def test_a_service_solves_a_sweep_as_a_batch(optpipe, tmp_path, monkeypatch) -> None:
+def test_a_service_solves_a_sweep_as_a_batch(optpipe, tmp_path) -> None:
     """The same table and picture, from the rows that the service gives."""
     problem = make_small_problem(24).model_copy(update={"name": "there"})
     path, table, picture = (tmp_path / name for name in ("p.json", "t.csv", "f.svg"))
     path.write_text(dump_problem(problem), encoding="utf-8")
-    monkeypatch.setattr("optpipe_api.service.open_solvers", InstantSolvers)
     with running(make_settings(tmp_path)) as (url, _):
         files = ("-o", table, "--frontier", picture)
         axes = ("--axis", "memory_scale=1,0.3", "--axis", "num_microbatches=1,2")

@@ -14,7 +14,7 @@ from optpipe import Problem
 from optpipe.client import Client
 from optpipe.runtime import follow
 from optpipe.schedule import ActionType
-from tests.api.fake_drift_solver import DriftSolvers
+from tests.api.fake_drift_solver import DRIFT
 from tests.api.live import make_settings, running
 from tests.api.services.test_drift import measured
 from tests.runtime import follow_cases, schedules
@@ -158,11 +158,11 @@ def test_a_run_that_follows_nothing_reports_nothing(ranks):
     assert outcomes[0].reports == []
 
 
-def test_a_real_service_is_followed_and_then_killed(ranks, tmp_path, monkeypatch):
+def test_a_real_service_is_followed_and_then_killed(ranks, tmp_path):
     problem = _busy_first_stage()
-    monkeypatch.setattr("optpipe_api.service.open_solvers", DriftSolvers)
     found = []
-    with running(make_settings(tmp_path, max_wait_s=0.5)) as (url, _), Client(url) as client:
+    settings = make_settings(tmp_path, max_wait_s=0.5, solve_path=DRIFT)
+    with running(settings) as (url, _), Client(url) as client:
         deployment = client.deploy(problem)
         version, first = deployment.schedule(wait_s=60)
         call = functools.partial(ranks.run, follow_cases.train_served, timeout=300)

@@ -49,9 +49,9 @@ _ASK_AGAIN_S = 0.5
 class Attempt:
     """Solves one claimed job in one process, as far as it gets.
 
-    `run` returns when the job is finished, given back, or lost to someone else; the process is
-    then to be stopped, and ``left`` is the job as it was left. Only `cancel` may be called from
-    another thread.
+    `run` returns when the job is finished, given back, or lost to someone else; ``left`` is then
+    the job as it was left, and ``has_result`` says whether the process has ended its work: one
+    that has not is to be stopped. Only `cancel` may be called from another thread.
     """
 
     def __init__(
@@ -73,6 +73,7 @@ class Attempt:
         self._done = False
         self._began = time.monotonic()
         self.left: JobRecord | None = None
+        self.has_result = False
         self._cancelled = threading.Event()
         self._stop_at: float | None = None
         # At once: a cancellation between the claim and now was told to nobody.
@@ -96,10 +97,8 @@ class Attempt:
     def run(self, closing: threading.Event, opening: Message | None) -> None:
         """Solve until the end, or until the server closes.
 
-        Parameters
-        ----------
-        opening
-            What the process has said so far: that it is ready, or why it is not; None = nothing.
+        ``opening``: what the process has said so far: that it is ready, or why it is not; None =
+        nothing.
         """
         self._closing = closing
         message = opening
@@ -139,6 +138,7 @@ class Attempt:
             case "progress":
                 self._record(message)
             case "result":
+                self.has_result = True
                 self._finish(self._outcome(message))
             case _:
                 error = JobError(code=message.header["code"], message=message.header["message"])
@@ -235,10 +235,8 @@ class Attempt:
         What a search has found in an hour must not be lost with a second of the database. Should
         another server take the job over meanwhile, the store says so when it answers.
 
-        Raises
-        ------
-        StoreUnavailableError
-            If the server closes, or the solve should have been over long ago.
+        Raises `StoreUnavailableError` if the server closes, or the solve should have been over long
+        ago.
         """
         while True:
             try:
@@ -296,23 +294,17 @@ SILENT: EngineObserver = _Silent()
 
 
 # --- The engine: a fixed number of slots, each solving one job at a time in a process of its own.
-# A slot (`optpipe_api.engine.engine`) is a thread that claims jobs from the store; the thread waits
-# while the process works. Each slot keeps its next process started and its imports done, so that a
-# job starts at once. Where the processes run, on this machine or on a cluster, the slots do not
-# know.
+# A slot is a thread that claims jobs from the store; the thread waits while the process works. The
+# process is started, its imports done, before a job comes, and serves one job after the other.
+# Where it runs, on this machine or on a cluster, the slot does not know.
 
 
 class SlotEngine:
     """Takes jobs from a store and solves them.
 
-    Parameters
-    ----------
-    on_change
-        Called from the engine's threads with the id of each job that changed.
-    start_process
-        Starts a solver process, see `Solvers.start`.
-    observer
-        Is told of every attempt's begin and end.
+    ``on_change``: called from the engine's threads with the id of each job that changed.
+    ``start_process``: starts a solver process, see `Solvers.start`. ``observer``: is told of every
+    attempt's begin and end.
     """
 
     def __init__(
@@ -379,6 +371,8 @@ class SlotEngine:
         for thread in self._threads:
             if thread.ident is not None:
                 thread.join()
+        for slot in self._slots:
+            slot.close()
 
     @property
     def is_alive(self) -> bool:
@@ -402,7 +396,8 @@ class SlotEngine:
                 self._log().exception("a fault of the engine", action="engine.fault")
                 self._closing.wait(PAUSE_S)
 
-    def _solve(self, claim: Claim, process: SolverProcess, opening: Message | None) -> None:
+    def _solve(self, claim: Claim, process: SolverProcess, opening: Message | None) -> bool:
+        """Return whether the process has ended its work, and may get more."""
         job_id = claim.lease.job_id
         attempt = Attempt(claim, process, self._store, self._settings, self._on_change)
         self._attempts[job_id] = attempt
@@ -421,6 +416,7 @@ class SlotEngine:
             self._tell_end(attempt)
             if self._attempts.get(job_id) is attempt:
                 del self._attempts[job_id]
+        return attempt.has_result
 
     def _tell_end(self, attempt: Attempt) -> None:
         if attempt.left is not None:
@@ -464,18 +460,11 @@ _SLOT_TICK_S = 0.1
 
 
 class Slot:
-    """Solves one job at a time, each in a process of its own.
+    """Solves one job at a time, in a process that is kept as long as it does well.
 
-    Parameters
-    ----------
-    owner
-        In whose name jobs are claimed.
-    closing
-        Set when the engine closes.
-    work
-        Released when a job may have come.
-    solve
-        Solves a claimed job in a process, which has said this so far.
+    ``owner``: in whose name jobs are claimed. ``closing``: set when the engine closes. ``work``:
+    released when a job may have come. ``solve``: solves a claimed job in a process, which has said
+    this so far.
     """
 
     def __init__(
@@ -487,7 +476,7 @@ class Slot:
         start_process: Callable[[], SolverProcess],
         closing: threading.Event,
         work: threading.Semaphore,
-        solve: Callable[[Claim, SolverProcess, Message | None], None],
+        solve: Callable[[Claim, SolverProcess, Message | None], bool],
     ) -> None:
         self._store = store
         self._settings = settings
@@ -497,6 +486,7 @@ class Slot:
         self._work = work
         self._solve = solve
         self._num_failed = 0
+        self._kept: SolverProcess | None = None
 
     @property
     def is_broken(self) -> bool:
@@ -504,33 +494,41 @@ class Slot:
         return self._num_failed >= self._settings.max_attempts
 
     def serve(self) -> None:
-        """Start a process and solve one job in it, unless the engine closes before one comes."""
-        process = self._start_process()
+        """Solve one job in the process that is there, or a new one, unless the engine closes."""
+        process, is_new = self._kept or self._start_process(), self._kept is None
+        self._kept = None
+        is_good = False
         try:
             try:
                 opening = self._opening(process)
             except EOFError:
-                self._serve_failed(process, None)
+                if is_new:
+                    self._serve_failed(process, None)
                 return
-            if opening is None:
+            if opening is None or opening.kind == "retired":
                 return
             if opening.kind == "ready":
                 self._num_failed = 0
-                self._serve_ready(process, opening)
+                is_good = self._serve_ready(process, opening)
             else:
                 self._serve_failed(process, opening)
         finally:
-            process.stop()
+            if is_good:
+                self._kept = process
+            else:
+                process.stop()
+
+    def close(self) -> None:
+        """Stop the process that waits; for when nobody serves any more."""
+        if self._kept is not None:
+            self._kept.stop()
 
     def _opening(self, process: SolverProcess) -> Message | None:
         """Return what a process says first, however long that takes.
 
         None when the engine closes, or the process has no machine to start on.
 
-        Raises
-        ------
-        EOFError
-            If it ended without a word.
+        Raises `EOFError` if it ended without a word.
         """
         while not self._closing.is_set():
             try:
@@ -546,15 +544,16 @@ class Slot:
                 return message
         return None
 
-    def _serve_ready(self, process: SolverProcess, opening: Message) -> None:
+    def _serve_ready(self, process: SolverProcess, opening: Message) -> bool:
+        """Solve a job; return whether the process may get another."""
         claim = self._next_claim(process)
         if claim is None:
-            return
+            return False
         if process.is_alive:
-            self._solve(claim, process, opening)
-        else:
-            # It died between two looks, and not of this job.
-            self._store.requeue(claim.lease)
+            return self._solve(claim, process, opening)
+        # It died between two looks, and not of this job.
+        self._store.requeue(claim.lease)
+        return False
 
     def _next_claim(self, process: SolverProcess) -> Claim | None:
         """Wait for a job; None when the engine closes, or the process ends before one comes."""
@@ -670,12 +669,8 @@ def _stat(pid: int) -> list[str] | None:
 def open_solvers(settings: Settings) -> Solvers:
     """Return what starts solver processes, connected to the cluster where there is one.
 
-    Raises
-    ------
-    MissingExtraError
-        If Ray is wanted and not installed.
-    WorldError
-        If the cluster cannot be reached.
+    Raises `MissingExtraError` if Ray is wanted and not installed; `WorldError` if the cluster
+    cannot be reached.
     """
     if settings.engine == "local":
         return LocalSolvers(settings)

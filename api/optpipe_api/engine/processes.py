@@ -50,6 +50,7 @@ __all__ = [
 # server      progress   seconds, method, objective_ms, bound_ms         schedule, or empty
 # server      result     status, objective_ms, bound_ms, message, needs  schedule, or empty
 # server      rows       (the answer to compare)                         of the form asked for
+# server      retired    (it takes no more tasks, and ends)
 # server      error      code, message
 # ==========  =========  ==============================================  =======================
 
@@ -79,7 +80,7 @@ def decode(data: bytes) -> Message:
 
 
 # --- What the service asks of a solver process, wherever it runs: here, or on a Ray cluster.
-# A process takes one job or one comparison (`optpipe_api.engine.worker`) and is used up.
+# A process takes one job or comparison after the other (`optpipe_api.engine.worker`).
 
 
 class MachineState(Enum):
@@ -94,7 +95,7 @@ class MachineState(Enum):
 
 
 class SolverProcess(Protocol):
-    """One process, for one job or one comparison; used by one thread at a time."""
+    """One process, for one job or comparison at a time; used by one thread at a time."""
 
     @property
     def name(self) -> str:
@@ -114,10 +115,7 @@ class SolverProcess(Protocol):
     def receive(self, timeout_s: float) -> Message | None:
         """Return the next message; None where none has come within the time.
 
-        Raises
-        ------
-        EOFError
-            If the process has ended, and has said nothing more.
+        Raises `EOFError` if the process has ended, and has said nothing more.
         """
 
     def stop(self) -> None:
@@ -133,10 +131,7 @@ class Solvers(Protocol):
     def start(self) -> SolverProcess:
         """Start one.
 
-        Raises
-        ------
-        SolverFailedError
-            If none can be started.
+        Raises `SolverFailedError` if none can be started.
         """
 
     def close(self) -> None:
@@ -167,10 +162,7 @@ class SolverChild:
     A new interpreter rather than a fork: forked threads and database connections are broken, and
     nothing of the server's memory is of use there.
 
-    Raises
-    ------
-    OSError
-        If it cannot be started.
+    Raises `OSError` if it cannot be started.
     """
 
     def __init__(self, arguments: str) -> None:
@@ -274,10 +266,7 @@ class LocalSolvers:
     def start(self) -> SolverChild:
         """Start one.
 
-        Raises
-        ------
-        SolverFailedError
-            If it cannot be started.
+        Raises `SolverFailedError` if it cannot be started.
         """
         try:
             return SolverChild(self._arguments)
@@ -298,7 +287,6 @@ class LocalSolvers:
 
 _NICENESS = 5
 _MAX_FILES = 256
-_MERCY_S = 5
 
 
 def limit_process(memory_bytes: int | None) -> None:
@@ -313,18 +301,19 @@ def limit_process(memory_bytes: int | None) -> None:
 def limit_cpu(options: dict[str, Any], overtime_s: float) -> None:
     """Take no more processor time for a job than its threads can until the server stops it.
 
-    That is ``threads x (time_limit_s + overtime_s)``, on top of what the start has taken.
+    That is ``threads x (time_limit_s + overtime_s)``, on top of what was taken before.
     """
     usage = resource.getrusage(resource.RUSAGE_SELF)
     allowed_s = options["threads"] * (options["time_limit_s"] + overtime_s)
-    # SIGXCPU first, which says what happened; SIGKILL where a library of the solver catches it.
+    # The soft limit, which brings SIGXCPU: the next job has one of its own.
     limit_s = math.ceil(usage.ru_utime + usage.ru_stime + allowed_s) + 1
-    _lower(resource.RLIMIT_CPU, limit_s, limit_s + _MERCY_S)
+    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    if hard == resource.RLIM_INFINITY or limit_s < hard:
+        resource.setrlimit(resource.RLIMIT_CPU, (limit_s, hard))
 
 
-def _lower(kind: int, soft: int, hard: int | None = None) -> None:
+def _lower(kind: int, limit: int) -> None:
     """Set a limit, or leave one that is lower already."""
-    wanted = soft if hard is None else hard
     _, given = resource.getrlimit(kind)
-    if given == resource.RLIM_INFINITY or wanted < given:
-        resource.setrlimit(kind, (soft, wanted))
+    if given == resource.RLIM_INFINITY or limit < given:
+        resource.setrlimit(kind, (limit, limit))

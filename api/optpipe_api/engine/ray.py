@@ -165,10 +165,7 @@ class RayProcess:
 class RaySolvers:
     """Starts solver processes on the cluster, and connects to it unless that is done already.
 
-    Raises
-    ------
-    WorldError
-        If the cluster cannot be reached.
+    Raises `WorldError` if the cluster cannot be reached.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -215,10 +212,7 @@ def _connect() -> None:
 def _knock(address: str) -> None:
     """Find out in a moment that nobody is there: Ray itself tries for two minutes.
 
-    Raises
-    ------
-    OSError
-        If nothing listens at a ``host:port``.
+    Raises `OSError` if nothing listens at a ``host:port``.
     """
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not (host and port.isdecimal()):

@@ -1,8 +1,10 @@
 """The solver process: ``python -m optpipe_api.engine.worker DESCRIPTOR SETTINGS``.
 
-It takes one job, a problem to solve or a model to plan, tells every improvement, tells the result,
-and ends; or it takes one comparison, tells the rows, and ends. It ends at once when the server
-does: the end of the connection, which ``DESCRIPTOR`` is the file of, says so.
+It takes a job, a problem to solve or a model to plan, tells every improvement, tells the result,
+and is ready for the next; or it takes a comparison, and tells the rows. (To start one takes a
+second, which a sweep of small problems would pay for each.) It ends after an error, when it has
+grown large, or when a search has left a thread behind; and at once when the server does: the end of
+the connection, which ``DESCRIPTOR`` is the file of, says so.
 """
 
 from __future__ import annotations
@@ -10,8 +12,11 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import queue
+import resource
 import sys
 import threading
+import time
 import traceback
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
@@ -34,28 +39,24 @@ if TYPE_CHECKING:
 __all__ = ["main"]
 
 _BOUND_EVERY_S = 0.2
+_MOST_BYTES = 1024**3
+_LAST_WORDS_S = 2.0
 _OF_SOLVE = ("time_limit_s", "work_limit", "threads", "seed", "gap", "method")
 _OF_PLAN = ("time_limit_s", "threads", "seed", "chunks", "placements")
 
 
 def main() -> None:
-    """Serve one job or comparison over the connection that was passed on."""
+    """Serve jobs and comparisons, one after the other, over the connection that was passed on."""
     settings = json.loads(sys.argv[2])
     channel = _Channel(int(sys.argv[1]))
     limit_process(settings["memory_bytes"])
     try:
-        solve = _find(settings["solve_path"])
+        _find(settings["solve_path"])
         _warm_up(settings)
         channel.send(Message("ready"))
-        task = channel.receive()
-        limit_cpu(task.header["options"], settings["overtime_s"])
-        match task.kind:
-            case "compare":
-                channel.send(_compare(channel, task, _find(settings["compare_path"])))
-            case "plan":
-                channel.send(_plan(channel, task, _find(settings["plan_path"])))
-            case _:
-                channel.send(_solve(channel, task, solve))
+        while _serve(channel, settings):
+            channel.send(Message("ready"))
+        channel.send(Message("retired"))
     except OptPipeError as error:
         channel.send(Message("error", {"code": error.code, "message": str(error)}))
     except MemoryError:
@@ -65,6 +66,33 @@ def main() -> None:
         channel.send(_bug(error))
     # Threads of native solvers must not hold up the end.
     os._exit(0)
+
+
+def _serve(channel: _Channel, settings: dict[str, Any]) -> bool:
+    """Serve one job or comparison; return whether the process is as good as a new one."""
+    task = channel.receive()
+    limit_cpu(task.header["options"], settings["overtime_s"])
+    match task.kind:
+        case "compare":
+            answer = _compare(channel, task, _find(settings["compare_path"]))
+        case "plan":
+            answer = _plan(channel, task, _find(settings["plan_path"]))
+        case _:
+            answer = _solve(channel, task, _find(settings["solve_path"]))
+    channel.send(answer)
+    allowed = settings["memory_bytes"]
+    most = _MOST_BYTES if allowed is None else min(_MOST_BYTES, allowed // 2)
+    largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return largest < most and _is_quiet(channel)
+
+
+def _is_quiet(channel: _Channel) -> bool:
+    """Whether all threads of a search have ended, a moment after it has."""
+    until = time.monotonic() + _LAST_WORDS_S
+    others = set(threading.enumerate()) - {threading.main_thread(), channel.listener}
+    for thread in others:
+        thread.join(max(0.0, until - time.monotonic()))
+    return not any(thread.is_alive() for thread in others)
 
 
 def _warm_up(settings: dict[str, Any]) -> None:
@@ -81,12 +109,18 @@ def _warm_up(settings: dict[str, Any]) -> None:
 
 
 class _Channel:
-    """The connection to the server; several threads may send."""
+    """The connection to the server; several threads may send, and one of its own listens.
+
+    ``stop`` is set when the server wants the running job to end, or nothing more at all.
+    """
 
     def __init__(self, descriptor: int) -> None:
         self._connection = Connection(descriptor)
         self._lock = threading.Lock()
+        self._tasks: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self.stop = threading.Event()
+        self.listener = threading.Thread(target=self._listen, daemon=True)
+        self.listener.start()
 
     def send(self, message: Message) -> None:
         try:
@@ -96,19 +130,22 @@ class _Channel:
             os._exit(0)
 
     def receive(self) -> Message:
-        try:
-            return decode(self._connection.recv_bytes())
-        except (EOFError, OSError):
-            os._exit(0)
+        """Return what comes next of a task."""
+        return self._tasks.get()
 
-    def watch(self) -> None:
-        """Notice from now on, in a thread, that the server says stop, or is gone."""
-
-        def listen() -> None:
-            while self.receive().kind == "stop":
+    def _listen(self) -> None:
+        while True:
+            try:
+                message = decode(self._connection.recv_bytes())
+            except (EOFError, OSError):
+                os._exit(0)
+            if message.kind == "stop":
                 self.stop.set()
-
-        threading.Thread(target=listen, daemon=True).start()
+                continue
+            if message.kind != "start":
+                # One that came too late for the job before is not meant for this one.
+                self.stop.clear()
+            self._tasks.put(message)
 
 
 def _find(path: str) -> Callable[..., Any]:
@@ -122,7 +159,6 @@ def _compare(
 ) -> Message:
     from optpipe_solver.compare import Workload  # noqa: PLC0415 - heavy; after the limits are set
 
-    channel.watch()
     options = task.header["options"]
     rows = compare(
         load_problem(task.document),
@@ -137,7 +173,6 @@ def _compare(
 
 def _solve(channel: _Channel, job: Message, solve: Callable[..., Result]) -> Message:
     start = load_schedule(channel.receive().document) if job.header["has_start"] else None
-    channel.watch()
     problem = load_problem(job.document)
     options = job.header["options"]
     result = solve(
@@ -153,7 +188,6 @@ def _solve(channel: _Channel, job: Message, solve: Callable[..., Result]) -> Mes
 
 def _plan(channel: _Channel, job: Message, plan: Callable[..., PlanResult]) -> Message:
     start = channel.receive() if job.header["has_start"] else None
-    channel.watch()
     options = job.header["options"]
     result = plan(
         load_model(job.document),

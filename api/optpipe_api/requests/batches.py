@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic.json_schema import SkipJsonSchema  # noqa: TC002 - pydantic reads it
@@ -15,9 +15,10 @@ from optpipe_api.requests.jobs import (
     PROBLEM_EXAMPLE,
     OptionsBody,
     Priority,
+    Readers,
     StrictBody,
     Tags,
-    parsed,
+    no_default,
 )
 
 if TYPE_CHECKING:
@@ -36,14 +37,23 @@ Axes = Annotated[
 ]
 
 
-def _no_default(schema: dict[str, Any]) -> None:
-    schema.pop("default", None)
-
-
 _AXES = (
     "Name -> values; every combination is an item, the last axis fastest. "
     f"{', '.join(AXES)}, or the path of a field: devices[*].memory_bytes, stages[3].forward_ms."
 )
+
+
+def _parse_all(listed: Any) -> list[Problem]:
+    if not isinstance(listed, list):
+        raise RequestError("problems: must be a list; put the problems in [ ]")
+    return [_parse_one(index, data) for index, data in enumerate(listed)]
+
+
+def _parse_one(index: int, data: Any) -> Problem:
+    try:
+        return Problem.parse(data)
+    except ProblemError as error:
+        raise ProblemError(f"problems[{index}]: {error}") from None
 
 
 class BatchBody(StrictBody):
@@ -66,37 +76,24 @@ class BatchBody(StrictBody):
         }
     )
 
-    problem: Problem | SkipJsonSchema[None] = Field(default=None, json_schema_extra=_no_default)
+    problem: Problem | SkipJsonSchema[None] = Field(default=None, json_schema_extra=no_default)
     axes: Axes = Field(default={}, description=_AXES)
     problems: tuple[Problem, ...] | SkipJsonSchema[None] = Field(
-        default=None, min_length=1, json_schema_extra=_no_default
+        default=None, min_length=1, json_schema_extra=no_default
     )
     what_if: str = Field(
         default="",
         min_length=1,
         max_length=200,
         description="Id of an ended job; the items are what a little more of something would buy.",
-        json_schema_extra=_no_default,
+        json_schema_extra=no_default,
     )
     name: str = Field(default="", max_length=200, description="For people; else the problem's.")
     options: OptionsBody = Field(default=OptionsBody(), description="Of every item.")
     tags: Tags = ()
     priority: Priority = 0
 
-    @classmethod
-    def parse(cls, data: Any, max_items: int) -> Self:
-        """Return the batch a JSON-like object describes.
-
-        Raises
-        ------
-        ProblemError
-            If a problem breaks a rule; the path of a listed one begins with its place.
-        RequestError
-            If anything around them does, or more than ``max_items`` are listed.
-        """
-        if isinstance(data, dict) and isinstance(data.get("problems"), list):
-            refuse_many(len(data["problems"]), max_items)
-        return parsed(cls, data, {"problem": Problem.parse, "problems": _parse_all})
+    readers: ClassVar[Readers] = {"problem": Problem.parse, "problems": _parse_all}
 
     @model_validator(mode="after")
     def _one_of_three(self) -> Self:
@@ -113,29 +110,13 @@ class BatchBody(StrictBody):
 def refuse_many(num_items: int, max_items: int) -> None:
     """Refuse a batch of too many items.
 
-    Raises
-    ------
-    RequestError
-        If there are more than ``max_items``.
+    Raises `RequestError` if there are more than ``max_items``.
     """
     if num_items > max_items:
         raise RequestError(
             f"the batch has {num_items} items, and may have {max_items} "
             "(OPTPIPE_MAX_BATCH_ITEMS); take values out, or send several batches"
         )
-
-
-def _parse_all(listed: Any) -> list[Problem]:
-    if not isinstance(listed, list):
-        raise RequestError("problems: must be a list; put the problems in [ ]")
-    return [_parse_one(index, data) for index, data in enumerate(listed)]
-
-
-def _parse_one(index: int, data: Any) -> Problem:
-    try:
-        return Problem.parse(data)
-    except ProblemError as error:
-        raise ProblemError(f"problems[{index}]: {error}") from None
 
 
 class FrontierPointView(BaseModel):
@@ -168,18 +149,20 @@ class FrontierView(BaseModel):
     def of(cls, lines: list[FrontierLine]) -> Self:
         """Return the view of a frontier."""
         return cls(
-            lines=[FrontierLineView(label=line.label, points=_points(line)) for line in lines]
+            lines=[
+                FrontierLineView(
+                    label=line.label,
+                    points=[
+                        FrontierPointView(
+                            index=point.index,
+                            memory_bytes=point.limit_bytes,
+                            objective_ms=point.objective_ms,
+                            bound_ms=point.bound_ms,
+                            is_infeasible=point.is_infeasible,
+                        )
+                        for point in line.points
+                    ],
+                )
+                for line in lines
+            ]
         )
-
-
-def _points(line: FrontierLine) -> list[FrontierPointView]:
-    return [
-        FrontierPointView(
-            index=point.index,
-            memory_bytes=point.limit_bytes,
-            objective_ms=point.objective_ms,
-            bound_ms=point.bound_ms,
-            is_infeasible=point.is_infeasible,
-        )
-        for point in line.points
-    ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic.json_schema import SkipJsonSchema  # noqa: TC002 - pydantic reads it
@@ -15,10 +15,11 @@ from optpipe_api.engine.comparison import CompareOptions
 from optpipe_api.errors import RequestError
 from optpipe_api.requests.jobs import (
     PROBLEM_EXAMPLE,
+    Readers,
     SearchOptions,
     StrictBody,
     WithProblem,
-    parsed,
+    no_default,
 )
 
 if TYPE_CHECKING:
@@ -49,10 +50,6 @@ Share = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False, strict=True)]
 _VALUES = (
     f"Axis -> its value: {', '.join(AXES)}, or the path of a field; as the axes of `/v1/batches`."
 )
-
-
-def _no_default(schema: dict[str, Any]) -> None:
-    schema.pop("default", None)
 
 
 def _not_null(value: Any) -> Any:
@@ -148,10 +145,10 @@ class EstimateBody(StrictBody):
     )
 
     model: Name | SkipJsonSchema[None] = Field(
-        default=None, json_schema_extra=_no_default, description="Of the catalogue."
+        default=None, json_schema_extra=no_default, description="Of the catalogue."
     )
     config: dict[str, Any] | SkipJsonSchema[None] = Field(
-        default=None, json_schema_extra=_no_default, description="A Hugging Face config.json."
+        default=None, json_schema_extra=no_default, description="A Hugging Face config.json."
     )
     gpu: Name = Field(description="Of the catalogue.")
     pp: Degree = Field(default=4, description="Devices of the pipeline.")
@@ -182,16 +179,7 @@ class EstimateBody(StrictBody):
     )
     values: Values = Field(default={}, description=_VALUES)
 
-    @classmethod
-    def parse(cls, data: Any) -> Self:
-        """Return the request a JSON-like object describes.
-
-        Raises
-        ------
-        RequestError
-            If it breaks a rule.
-        """
-        return parsed(cls, data, {"model": _not_null, "config": _not_null})
+    readers: ClassVar[Readers] = {"model": _not_null, "config": _not_null}
 
     @model_validator(mode="after")
     def _one_of_two(self) -> Self:
@@ -272,10 +260,7 @@ class CompareOptionsBody(SearchOptions):
     def within(self, settings: Settings, form: str) -> CompareOptions:
         """Return the options, defaults filled in; ``form`` is that of the answer.
 
-        Raises
-        ------
-        InputError
-            If they go beyond what this service allows.
+        Raises `InputError` if they go beyond what this service allows.
         """
         default_s = min(_DEFAULT_TIME_LIMIT_S, settings.default_time_limit_s)
         return CompareOptions(

@@ -5,8 +5,16 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
+from starlette.requests import ClientDisconnect
+
 from optpipe.formats.json import parse_json
-from optpipe_api.errors import BodyTooLargeError, MediaTypeError, NotAcceptableError, RequestError
+from optpipe_api.errors import (
+    BodyTooLargeError,
+    MediaTypeError,
+    NotAcceptableError,
+    RequestError,
+    TooManyBodiesError,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -18,6 +26,7 @@ __all__ = [
     "FRONTIER_FORMS",
     "MAX_VALUES",
     "TABLE_FORMS",
+    "UnreadBodies",
     "decode_json",
     "etag_of",
     "known_number",
@@ -38,10 +47,7 @@ def require_json(request: Request) -> None:
 
     A page of some other site may make a browser send forms and plain text here, but not JSON.
 
-    Raises
-    ------
-    MediaTypeError
-        If it is declared otherwise, or not at all.
+    Raises `MediaTypeError` if it is declared otherwise, or not at all.
     """
     declared = request.headers.get("content-type", "")
     kind = declared.partition(";")[0].strip().lower()
@@ -54,39 +60,65 @@ def require_json(request: Request) -> None:
 async def read_body(request: Request, max_bytes: int) -> bytes:
     """Return the body.
 
-    Raises
-    ------
-    BodyTooLargeError
-        As soon as it is known to be larger than ``max_bytes``: before the first byte where its
-        length is declared. What still comes is thrown away by uvicorn, so that a client which
-        sends everything before it reads still gets the refusal.
+    Raises `BodyTooLargeError` as soon as it is known to be larger than ``max_bytes``: before the
+    first byte where its length is declared. What still comes is thrown away by uvicorn, so that a
+    client which sends everything before it reads still gets the refusal.
     """
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared[:20]) > max_bytes:
         raise _too_large(f"{declared[:20]} bytes are declared", max_bytes)
     body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > max_bytes:
-            raise _too_large("it is larger", max_bytes)
+    unread: UnreadBodies = request.app.state.unread
+    try:
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > max_bytes:
+                raise _too_large("it is larger", max_bytes)
+            unread.hold(len(chunk), len(body))
+    except ClientDisconnect:
+        raise RequestError("the body ends before its end; send it again") from None
+    finally:
+        unread.let_go(len(body))
     return bytes(body)
+
+
+class UnreadBodies:
+    """How many bytes of bodies may be here in part, waiting for the rest; for the event loop.
+
+    Whoever sends most of a large body and stops would have us keep it until its time is over; so
+    beyond ``most_bytes`` together large bodies are refused, and small ones are not.
+    """
+
+    _SMALL = 64 * 1024
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most = most_bytes
+        self._num_bytes = 0
+        self._num_bodies = 0
+
+    def hold(self, more: int, length: int) -> None:
+        """Count bytes that have come, of a body of this length so far.
+
+        Raises `TooManyBodiesError` if that is too much.
+        """
+        self._num_bytes += more
+        self._num_bodies += length == more
+        if self._num_bytes > self._most and length > self._SMALL:
+            raise TooManyBodiesError(self._num_bodies)
+
+    def let_go(self, length: int) -> None:
+        """Count a body no more: it is complete, or refused."""
+        self._num_bytes = max(0, self._num_bytes - length)
+        self._num_bodies = max(0, self._num_bodies - (length > 0))
 
 
 def decode_json(body: bytes, max_values: int = MAX_VALUES) -> Any:
     """Return the object of a strict JSON body.
 
-    Parameters
-    ----------
-    max_values
-        Most values that it may hold; a fifth as many may be lists, and a fifth objects.
-
-    Raises
-    ------
-    RequestError
-        If it is not UTF-8, not JSON, or says a thing twice.
-    BodyTooLargeError
-        If it holds more values. They are counted before it is read, by their commas and brackets:
-        to find millions of faults in a body takes minutes, however few bytes say them.
+    ``max_values``: most values that it may hold; a fifth as many may be lists, and a fifth objects.
+    Raises `RequestError` if it is not UTF-8, not JSON, or says a thing twice; `BodyTooLargeError`
+    if it holds more values. They are counted before it is read, by their commas and brackets: to
+    find millions of faults in a body takes minutes, however few bytes say them.
     """
     for sign, limit in ((b",", max_values), (b"{", max_values // 5), (b"[", max_values // 5)):
         if body.count(sign) > limit:
@@ -131,10 +163,7 @@ FRONTIER_FORMS = {"json": "application/json", "svg": "image/svg+xml"}
 def preferred_form(accept: str | None, forms: Mapping[str, str] = FORMS) -> str:
     """Return the name of the form that an Accept header likes best; JSON where it does not care.
 
-    Raises
-    ------
-    NotAcceptableError
-        If it takes none of ours.
+    Raises `NotAcceptableError` if it takes none of ours.
     """
     if not accept:
         return "json"

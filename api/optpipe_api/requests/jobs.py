@@ -5,21 +5,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar, get_args
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic.json_schema import SkipJsonSchema
 
 from optpipe.errors import InputError, explain, rule_broken
+from optpipe.measurements import Measurements
 from optpipe.model import Model
-from optpipe.problem import Objective, Problem
+from optpipe.problem import Count, Index, Milliseconds, Objective, Problem
 from optpipe.schedule import OPTIMAL_GAP
 from optpipe.wire import CacheUse, JobKind, JobOptions, JobState
 from optpipe_api.errors import RequestError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
+    from collections.abc import Collection
 
     from optpipe_api.settings import Settings
 
@@ -29,7 +31,10 @@ __all__ = [
     "Health",
     "OptionsBody",
     "Priority",
+    "Readers",
     "Readiness",
+    "Registration",
+    "ReportBody",
     "Resumption",
     "SearchOptions",
     "StrictBody",
@@ -38,7 +43,7 @@ __all__ = [
     "Tag",
     "Tags",
     "WithProblem",
-    "parsed",
+    "no_default",
 ]
 
 
@@ -73,15 +78,42 @@ PROBLEM_EXAMPLE: dict[str, Any] = {
 }
 
 
-def _no_default(schema: dict[str, Any]) -> None:
+Readers = Mapping[str, Callable[[Any], Any]]
+
+
+def no_default(schema: dict[str, Any]) -> None:
     """Leave null out of a published schema: a field that may be missing may not be null."""
     schema.pop("default", None)
 
 
 class StrictBody(BaseModel):
-    """A part of a request; unknown fields are refused by name."""
+    """A part of a request; unknown fields are refused by name.
+
+    ``readers`` read those fields that are documents: their errors say more than pydantic's, and
+    count paths from the document.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    readers: ClassVar[Readers] = {}
+
+    @classmethod
+    def parse(cls, data: Any) -> Self:
+        """Return the request that a JSON-like object describes.
+
+        Raises `RequestError` if it breaks a rule, and what the readers of its documents raise.
+        """
+        if not isinstance(data, dict):
+            names = ", ".join(f'"{name}": ...' for name in cls.model_fields)
+            raise RequestError(f"the body must be an object: {{{names}}}")
+        lone = str(data.get("format", "")).removeprefix("optpipe/").removesuffix("/v1")
+        if lone in cls.readers and lone not in data:
+            raise RequestError(f'the {lone} stands alone; wrap it: {{"{lone}": {{...}}}}')
+        documents = {name: read(data[name]) for name, read in cls.readers.items() if name in data}
+        try:
+            return cls.model_validate({**data, **documents})
+        except ValidationError as error:
+            raise RequestError(explain(error, cls)) from None
 
 
 class SearchOptions(StrictBody):
@@ -94,10 +126,7 @@ class SearchOptions(StrictBody):
     def checked_time_limit_s(self, settings: Settings, default_s: float) -> float:
         """Return the time limit; the default where it is left out, as far as that is allowed.
 
-        Raises
-        ------
-        InputError
-            If time limit or threads go beyond what this service allows.
+        Raises `InputError` if time limit or threads go beyond what this service allows.
         """
         default_s = min(default_s, settings.max_time_limit_s)
         time_limit_s = default_s if self.time_limit_s is None else self.time_limit_s
@@ -145,10 +174,8 @@ class OptionsBody(SearchOptions):
     def within(self, settings: Settings, methods: Collection[str]) -> JobOptions:
         """Return the options, defaults filled in; ``methods`` are those that exist.
 
-        Raises
-        ------
-        InputError
-            If they go beyond what this service allows, or the method is not one of these.
+        Raises `InputError` if they go beyond what this service allows, or the method is not one of
+        these.
         """
         if self.method not in methods:
             raise InputError(
@@ -201,10 +228,7 @@ class SubmissionOptions(OptionsBody):
     ) -> JobOptions:
         """Return the options of a job of this kind; see `OptionsBody.within`.
 
-        Raises
-        ------
-        InputError
-            Also for an option that a job of this kind does not have.
+        Raises `InputError` also for an option that a job of this kind does not have.
         """
         others = _NOT_OF[kind]
         foreign = sorted(name for name in self.model_fields_set if name in others)
@@ -217,20 +241,9 @@ class SubmissionOptions(OptionsBody):
 class WithProblem(StrictBody):
     """A request about a problem."""
 
+    readers: ClassVar[Readers] = {"problem": Problem.parse}
+
     problem: Problem
-
-    @classmethod
-    def parse(cls, data: Any) -> Self:
-        """Return the request a JSON-like object describes.
-
-        Raises
-        ------
-        ProblemError
-            If the problem breaks a rule; paths count from the problem.
-        RequestError
-            If anything around it does.
-        """
-        return parsed(cls, data, {"problem": Problem.parse})
 
 
 class Submission(StrictBody):
@@ -243,25 +256,18 @@ class Submission(StrictBody):
         }
     )
 
-    problem: Problem | SkipJsonSchema[None] = Field(default=None, json_schema_extra=_no_default)
-    model: Model | SkipJsonSchema[None] = Field(default=None, json_schema_extra=_no_default)
+    problem: Problem | SkipJsonSchema[None] = Field(default=None, json_schema_extra=no_default)
+    model: Model | SkipJsonSchema[None] = Field(default=None, json_schema_extra=no_default)
     options: SubmissionOptions = SubmissionOptions()
     tags: Tags = ()
     priority: Priority = 0
 
+    readers: ClassVar[Readers] = {"problem": Problem.parse, "model": Model.parse}
+
     @classmethod
     def parse(cls, data: Any) -> Self:
-        """Return the submission a JSON-like object describes.
-
-        Raises
-        ------
-        ProblemError, ModelError
-            If the problem or the model breaks a rule; paths count from it.
-        RequestError
-            If anything around it does.
-        """
-        readers = {"problem": Problem.parse, "model": Model.parse}
-        return parsed(cls, _with_objective(data), readers)
+        """Return the submission; its problem or model has the objective that its options name."""
+        return super().parse(_with_objective(data))
 
     @model_validator(mode="after")
     def _one_of_two(self) -> Self:
@@ -286,20 +292,6 @@ class Resumption(StrictBody):
         gt=0, allow_inf_nan=False, strict=True, description="Seconds on top of those it had."
     )
 
-    @classmethod
-    def parse(cls, data: Any) -> Self:
-        """Return the request a JSON-like object describes.
-
-        Raises
-        ------
-        RequestError
-            If it breaks a rule.
-        """
-        return parsed(cls, data, {})
-
-
-_Body = TypeVar("_Body", bound=StrictBody)
-
 
 def _with_objective(data: Any) -> Any:
     """Return a submission whose problem or model names the objective that its options ask for."""
@@ -312,21 +304,6 @@ def _with_objective(data: Any) -> Any:
         if objective in _OBJECTIVES and isinstance(data.get(name), dict)
     }
     return {**data, **changed}
-
-
-def parsed(kind: type[_Body], data: Any, readers: Mapping[str, Callable[[Any], Any]]) -> _Body:
-    """Return a request; its documents are read by readers of their own, whose errors say more."""
-    if not isinstance(data, dict):
-        names = ", ".join(f'"{name}": ...' for name in kind.model_fields)
-        raise RequestError(f"the body must be an object: {{{names}}}")
-    lone = str(data.get("format", "")).removeprefix("optpipe/").removesuffix("/v1")
-    if lone in readers and lone not in data:
-        raise RequestError(f'the {lone} stands alone; wrap it: {{"{lone}": {{...}}}}')
-    documents = {name: read(data[name]) for name, read in readers.items() if name in data}
-    try:
-        return kind.model_validate({**data, **documents})
-    except ValidationError as error:
-        raise RequestError(explain(error, kind)) from None
 
 
 class Health(BaseModel):
@@ -370,3 +347,56 @@ class Fault(BaseModel):
     errors: list[str] | None = None
     needs: dict[str, int] | None = None
     id: str | None = Field(default=None, description="Names the entry in the server's log.")
+
+
+# --- What training runs send: registrations and reports.
+
+_REPORT_EXAMPLE: dict[str, Any] = {
+    "version": 1,
+    "step": 400,
+    "step_ms": 127.9,
+    "actions": {
+        "source": "training, 8 sampled steps up to step 400",
+        "samples": [
+            {"stage": 0, "action": "F", "time_ms": 10.2},
+            {"stage": 0, "action": "B", "time_ms": 18.4},
+        ],
+    },
+}
+
+
+class Registration(WithProblem):
+    """A training run that wants to follow the newest schedule of its problem."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {"problem": PROBLEM_EXAMPLE, "options": {"time_limit_s": 10}, "threshold": 0.02}
+            ]
+        }
+    )
+
+    name: str = Field(default="", max_length=200, description="For people; else the problem's.")
+    options: OptionsBody = Field(default=OptionsBody(), description="Of every solve.")
+    threshold: float = Field(
+        default=0.01,
+        ge=0,
+        lt=1,
+        strict=True,
+        description="A new version is published only where it gains at least this share of the "
+        "step, and solved for only where drift costs more.",
+    )
+
+
+class ReportBody(StrictBody):
+    """What a training run measured: the value of `ActionTimer.measurements`, and the step's time.
+
+    Only times count, those of copies and messages among them; sizes stay as registered.
+    """
+
+    model_config = ConfigDict(json_schema_extra={"examples": [_REPORT_EXAMPLE]})
+
+    version: Count = Field(description="Of the schedule that ran.")
+    step: Index | None = Field(default=None, description="When it was measured.")
+    step_ms: Milliseconds | None = Field(default=None, description="From start to end of a step.")
+    actions: Measurements

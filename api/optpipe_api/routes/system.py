@@ -18,7 +18,7 @@ from optpipe.plot.interactive_style import COMPONENTS
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe_api.access import Role
-from optpipe_api.errors import StoreUnavailableError
+from optpipe_api.errors import SolverUnavailableError
 from optpipe_api.http_errors import documented
 from optpipe_api.metrics import CONTENT_TYPE
 from optpipe_api.requests.jobs import Health, Readiness
@@ -44,9 +44,9 @@ async def healthz() -> Health:
 
 @router.get("/readyz", responses=documented(), summary="Is the service ready")
 def readyz(service: Serving) -> Readiness:
-    """Ask the store and the engine."""
+    """Ask the store, which must take what is written, and the engine."""
     if not service.is_solving:
-        raise StoreUnavailableError(
+        raise SolverUnavailableError(
             "no solver process starts, or the engine is not running: the server's log says why; "
             "mend that, or restart the server"
         )

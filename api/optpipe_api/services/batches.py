@@ -8,8 +8,6 @@ under it takes seconds where both are large, so it happens where large request b
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import json
 import time
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
@@ -38,7 +36,7 @@ from optpipe_api.jobs import JobStart
 from optpipe_api.requests.batches import refuse_many
 from optpipe_api.services.cache import MOST_CELLS, MOST_TRIED
 from optpipe_api.services.render import solution
-from optpipe_api.services.submission import ReadItem, solved_job
+from optpipe_api.services.submission import ReadItem, hash_of, solved_job
 
 if TYPE_CHECKING:
     from optpipe.schedule import Schedule
@@ -105,18 +103,10 @@ class BatchService:
         That the problem as it is gets as much more time shows what is gained by searching, and not
         by a change; where the job is proven optimal there is nothing to show.
 
-        Raises
-        ------
-        ConflictError
-            If the job goes on, or has ended without a schedule.
-        InfeasibleProblemError
-            If it is proven that there is none.
-        TooLargeToAskError
-            If the schedule is too large.
-        TooManyBodiesError
-            As `ParsePool.run`.
-        RequestError
-            If a batch may not have so many items.
+        Raises `ConflictError` if the job goes on, or has ended without a schedule;
+        `InfeasibleProblemError` if it is proven that there is none; `TooLargeToAskError` if the
+        schedule is too large; `TooManyBodiesError` as `ParsePool.run`; `RequestError` if a batch
+        may not have so many items.
         """
         job, problem, schedule = await run_in_threadpool(self._subject, swept.what_if, who)
         max_cells = min(MAX_CELLS, self._settings.max_cells)
@@ -175,10 +165,7 @@ class BatchService:
 
         Items that were solved before are answered at once.
 
-        Raises
-        ------
-        QueueFullError, TooManyJobsError, KeyReusedError
-            As `BatchStore.add`.
+        Raises `QueueFullError`, `TooManyJobsError`, `KeyReusedError` as `BatchStore.add`.
         """
         plan = BatchPlan(
             axes=swept.axes,
@@ -261,10 +248,7 @@ class BatchService:
     def retry(self, batch_id: str, who: Principal) -> BatchRecord:
         """Queue failed items again, each with the time it was given, from what it has found.
 
-        Raises
-        ------
-        QueueFullError, TooManyJobsError
-            As `BatchStore.retry`.
+        Raises `QueueFullError`, `TooManyJobsError` as `BatchStore.retry`.
         """
         owner = self.find(batch_id, who).owner
         retried = self._store.retry(
@@ -311,8 +295,7 @@ def _request_hash(swept: ReadBatch) -> str:
         swept.priority,
         asdict(swept.options),
     ]
-    text = json.dumps(data, sort_keys=True, separators=(",", ":"))
-    return "sha256:" + hashlib.sha256(text.encode()).hexdigest()
+    return hash_of(data)
 
 
 def _row(plan: ItemPlan, job: JobRecord) -> SweepRow:
@@ -353,10 +336,7 @@ def make_items(
 ) -> tuple[ReadItem, ...]:
     """Return the questions about a schedule as items, whose jobs are named by their words.
 
-    Parameters
-    ----------
-    is_proven
-        Whether more searching finds nothing better.
+    ``is_proven``: whether more searching finds nothing better.
     """
     problem, known = load_problem(problem_text), load_schedule(schedule_text)
     asked = [] if is_proven else [as_it_is(problem, known.programs)]

@@ -175,12 +175,8 @@ def best_start(text: str, *others: str) -> tuple[int, JobStart] | None:
 
     A bound holds for the same problem only.
 
-    Parameters
-    ----------
-    text
-        The problem, as JSON text.
-    others
-        Those that may be near, each followed by its schedule; the index counts these pairs.
+    ``text``: the problem, as JSON text. ``others``: those that may be near, each followed by its
+    schedule; the index counts these pairs.
     """
     problem, fields = load_problem(text), json.loads(text)
     found = [

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import json
 import threading
 import time
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import structlog
@@ -20,7 +18,7 @@ from optpipe.problem import Problem
 from optpipe.schedule import Provenance
 from optpipe.simulate import simulate
 from optpipe_api.access import Principal, Role
-from optpipe_api.deployments import REGISTERED, Judgement, NewDeployment, NewVersion
+from optpipe_api.deployments import REGISTERED, Judgement, NewVersion
 from optpipe_api.errors import (
     DeploymentNotFoundError,
     JobNotFoundError,
@@ -41,11 +39,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from optpipe.measurements import MeasuredAction
-    from optpipe_api.deployments import DeploymentRecord, Documents, Report, VersionRecord
+    from optpipe_api.deployments import (
+        DeploymentRecord,
+        Documents,
+        NewDeployment,
+        Report,
+        VersionRecord,
+    )
     from optpipe_api.jobs import JobRecord, StoredSchedule
     from optpipe_api.services.events import Changes
     from optpipe_api.services.jobs import JobService
-    from optpipe_api.services.submission import Registered
     from optpipe_api.settings import Settings
     from optpipe_api.store import JobStore, Stores
     from optpipe_api.store.deployments import DeploymentStore
@@ -94,30 +97,15 @@ class DeploymentService:
         self._rounds.close()
 
     def register(
-        self, registered: Registered, who: Principal, key: str | None = None
+        self, new: NewDeployment, who: Principal, key: str | None = None
     ) -> DeploymentRecord:
         """Register a training run and begin to solve its problem; a repeated key returns the first.
 
-        Raises
-        ------
-        QueueFullError
-            If the queue has no room for its solve.
-        KeyReusedError
-            If the key made a deployment from another request.
+        Raises `QueueFullError` if the queue has no room for its solve; `KeyReusedError` if the key
+        made a deployment from another request.
         """
-        options = registered.options
-        request = [registered.problem_hash, registered.name, asdict(options)]
-        deployment, is_new = self._store.add(
-            NewDeployment(
-                name=registered.name or registered.problem_name,
-                owner=who.name,
-                problem=registered.problem,
-                options=options,
-                request_hash=_hash_of(request),
-                idempotency_key=key,
-            ),
-            max_queued=self._settings.max_queued_jobs,
-        )
+        new = replace(new, owner=who.name, idempotency_key=key)
+        deployment, is_new = self._store.add(new, max_queued=self._settings.max_queued_jobs)
         if is_new:
             self._steps.take(deployment.id)
         return self._store.get(deployment.id)
@@ -147,12 +135,8 @@ class DeploymentService:
     def schedule(self, deployment_id: str, who: Principal) -> tuple[int, str]:
         """Return number and schedule (JSON text) of the newest version.
 
-        Raises
-        ------
-        InfeasibleProblemError
-            If there is none, proven.
-        NoScheduleError
-            If there is none, or none yet.
+        Raises `InfeasibleProblemError` if there is none, proven; `NoScheduleError` if there is
+        none, or none yet.
         """
         deployment = self.find(deployment_id, who)
         found = self._store.schedule(deployment_id)
@@ -169,12 +153,8 @@ class DeploymentService:
     def report(self, deployment_id: str, report: Report, who: Principal) -> DeploymentRecord:
         """Keep what a training run measured under a version; the next round judges it.
 
-        Raises
-        ------
-        ConflictError
-            If the deployment has ended, or has no such version.
-        RequestError, MeasurementError
-            If what was measured does not belong to this problem.
+        Raises `ConflictError` if the deployment has ended, or has no such version; `RequestError`,
+        `MeasurementError` if what was measured does not belong to this problem.
         """
         self.find(deployment_id, who)
         check_stages(self._store.documents(deployment_id).problem, report.document)
@@ -198,15 +178,8 @@ class DeploymentService:
 
         None where it is still that one when the time is up or the deployment has ended.
 
-        Parameters
-        ----------
-        known_version
-            What the caller has; 0 = none.
-
-        Raises
-        ------
-        InfeasibleProblemError, NoScheduleError
-            As `schedule`.
+        ``known_version``: what the caller has; 0 = none. Raises `InfeasibleProblemError`,
+        `NoScheduleError` as `schedule`.
         """
         found = await run_in_threadpool(self.find, deployment_id, who)
         deadline = time.monotonic() + min(seconds, self._settings.max_wait_s)
@@ -231,7 +204,7 @@ class DeploymentService:
     ) -> JobRecord:
         """Add the job of a deployment's solve; see `Steps`."""
         new = replace(
-            solved_job(problem, deployment.options.job, self._settings.max_cells),
+            solved_job(problem, deployment.options, self._settings.max_cells),
             name=deployment.name,
             owner=deployment.owner,
             # No client can send this one: a header holds no control character.
@@ -246,11 +219,6 @@ class DeploymentService:
 
 def _as_owner(deployment: DeploymentRecord) -> Principal:
     return Principal(deployment.owner, Role.SUBMIT)
-
-
-def _hash_of(data: object) -> str:
-    text = json.dumps(data, sort_keys=True, separators=(",", ":"))
-    return "sha256:" + hashlib.sha256(text.encode()).hexdigest()
 
 
 async def _either(changed: asyncio.Event, seconds: float) -> None:
@@ -273,17 +241,10 @@ PUBLISH_EVERY_S = 5.0
 class Steps:
     """Takes the steps of deployments.
 
-    Parameters
-    ----------
-    store, jobs
-        Where deployments and jobs are kept.
-    submit
-        Adds the job of a deployment's solve: its problem, and a schedule to start from; the job
-        that was added before where there is one.
-    on_version
-        Called with the id of a deployment that has a new version.
-    clock
-        The time in seconds since the epoch, as the stores see it.
+    ``store``, ``jobs``: where deployments and jobs are kept. ``submit``: adds the job of a
+    deployment's solve: its problem, and a schedule to start from; the job that was added before
+    where there is one. ``on_version``: called with the id of a deployment that has a new version.
+    ``clock``: the time in seconds since the epoch, as the stores see it.
     """
 
     def __init__(
@@ -406,7 +367,7 @@ def _promises(known: DeploymentRecord, job: JobRecord) -> bool:
     """Whether a job's objective, under the times it solves for, gains enough over what was."""
     if job.objective_ms is None or known.planned_ms is None:
         return job.objective_ms is not None
-    return job.objective_ms < known.planned_ms * (1 - known.options.threshold)
+    return job.objective_ms < known.planned_ms * (1 - known.threshold)
 
 
 def _worth_it(
@@ -421,7 +382,7 @@ def _worth_it(
     if in_use is not None:
         newest = Problem.model_validate_json(documents.newest)
         current_ms = length_ms(newest, in_use[1])
-        if found.length_ms >= current_ms * (1 - known.options.threshold):
+        if found.length_ms >= current_ms * (1 - known.threshold):
             return None
         reason = _reason(known, documents, current_ms, found.length_ms)
     return NewVersion(
@@ -482,14 +443,8 @@ class DriftCandidate(NamedTuple):
 def judged(deployment: DeploymentRecord, documents: Documents, schedule: str) -> Judgement:
     """Return how the schedule in use does under the measured times.
 
-    Parameters
-    ----------
-    deployment
-        One with a version and reports.
-    documents
-        Its problems.
-    schedule
-        Its newest version, as JSON text.
+    ``deployment``: one with a version and reports. ``documents``: its problems. ``schedule``: its
+    newest version, as JSON text.
     """
     measured = Problem.model_validate_json(documents.newest)
     planned = Problem.model_validate_json(documents.planned)
@@ -499,7 +454,7 @@ def judged(deployment: DeploymentRecord, documents: Documents, schedule: str) ->
     judgement = Judgement(
         num_reports=deployment.num_reports, current_ms=current_ms, expected_ms=expected_ms
     )
-    if current_ms <= expected_ms * (1 + deployment.options.threshold):
+    if current_ms <= expected_ms * (1 + deployment.threshold):
         return judgement
     return Judgement(
         num_reports=deployment.num_reports,
@@ -523,10 +478,7 @@ def under(newest: str, schedule: str) -> DriftCandidate:
 
     A bound that was proven for other times is left out.
 
-    Raises
-    ------
-    IllegalScheduleError
-        If it breaks a rule there, or does not fit its memory.
+    Raises `IllegalScheduleError` if it breaks a rule there, or does not fit its memory.
     """
     problem, found = Problem.model_validate_json(newest), load_schedule(schedule)
     bound_ms = found.bound_ms if found.problem_hash == problem.problem_hash else None

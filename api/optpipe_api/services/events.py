@@ -55,10 +55,7 @@ class JobWatch:
 
         One query for all who ask at the same time.
 
-        Raises
-        ------
-        StoreUnavailableError
-            If it cannot be told.
+        Raises `StoreUnavailableError` if it cannot be told.
         """
         return await self._wait(job_id, _Waiter(lambda _: True, is_patient=False), None)
 
@@ -70,12 +67,8 @@ class JobWatch:
     ) -> None:
         """Return when a job stands as wanted, or is deleted, or the time is up, or we stop.
 
-        Parameters
-        ----------
-        is_enough
-            Says of a standing whether it is as wanted.
-        seconds
-            To wait at most; None = any time.
+        ``is_enough``: says of a standing whether it is as wanted. ``seconds``: to wait at most;
+        None = any time.
         """
         if self._changes.is_closed:
             return
@@ -397,11 +390,8 @@ class Purpose(StrEnum):
 class ConnectionLimit:
     """How many connections stay open on one server, and how many of one key; for the event loop.
 
-    Parameters
-    ----------
-    most, most_per_key
-        Of both purposes together. Where no keys are asked for, nobody has one, and only the first
-        counts.
+    ``most``, ``most_per_key``: of both purposes together. Where no keys are asked for, nobody has
+    one, and only the first counts.
     """
 
     def __init__(self, most: int, most_per_key: int) -> None:
@@ -418,12 +408,8 @@ class ConnectionLimit:
     def counted(self, who: Principal, purpose: Purpose) -> Iterator[None]:
         """Count a connection as open until the block ends, however it ends.
 
-        Raises
-        ------
-        TooManyFollowersOfKeyError
-            If his key has as many as it may.
-        TooManyFollowersError
-            If the server has.
+        Raises `TooManyFollowersOfKeyError` if his key has as many as it may;
+        `TooManyFollowersError` if the server has.
         """
         if who.name and self._by_key[who.name] >= self._most_per_key:
             raise TooManyFollowersOfKeyError(who.name, self._most_per_key)

@@ -68,20 +68,14 @@ class JobService:
     def submit(self, new: NewJob, who: Principal, key: str | None = None) -> JobRecord:
         """Queue a job, or answer it at once; a repeated key returns the first job.
 
-        Raises
-        ------
-        QueueFullError, TooManyJobsError, KeyReusedError
-            As `JobStore.add`.
+        Raises `QueueFullError`, `TooManyJobsError`, `KeyReusedError` as `JobStore.add`.
         """
         return self.add(self.draft(replace(new, owner=who.name, idempotency_key=key)))
 
     def draft(self, new: NewJob, most_near: int = MOST_TRIED) -> NewJob:
         """Return a job with what is known about it already: its answer, or a start.
 
-        Parameters
-        ----------
-        most_near
-            How many near problems' programs are tried at most; 0 where time is short.
+        ``most_near``: how many near problems' programs are tried at most; 0 where time is short.
         """
         return self._cache.complete(new, most_near)
 
@@ -138,10 +132,7 @@ class JobService:
     def problem(self, job_id: str, who: Principal) -> str:
         """Return a job's problem as JSON text; of a plan, the one that is best so far.
 
-        Raises
-        ------
-        NoScheduleError
-            If a plan has found none (yet).
+        Raises `NoScheduleError` if a plan has found none (yet).
         """
         job = self.find(job_id, who)
         text = self._store.problem(job_id)
@@ -152,10 +143,7 @@ class JobService:
     def model(self, job_id: str, who: Principal) -> str:
         """Return a plan's model as JSON text.
 
-        Raises
-        ------
-        NotFoundError
-            If the job was given a problem.
+        Raises `NotFoundError` if the job was given a problem.
         """
         self.find(job_id, who)
         text = self._store.model(job_id)
@@ -166,12 +154,8 @@ class JobService:
     def schedule(self, job_id: str, who: Principal) -> StoredSchedule:
         """Return a job's best schedule so far.
 
-        Raises
-        ------
-        InfeasibleProblemError
-            If there is none, proven.
-        NoScheduleError
-            If there is none, or none yet.
+        Raises `InfeasibleProblemError` if there is none, proven; `NoScheduleError` if there is
+        none, or none yet.
         """
         stored = self._store.schedule(job_id)
         if stored is not None and who.sees(stored.owner):
@@ -194,10 +178,8 @@ class JobService:
     def resume(self, job_id: str, seconds: float, who: Principal) -> JobRecord:
         """Give a finished job more time, from where it stands.
 
-        Raises
-        ------
-        ConflictError, InputError, QueueFullError, TooManyJobsError
-            As `JobStore.resume`.
+        Raises `ConflictError`, `InputError`, `QueueFullError`, `TooManyJobsError` as
+        `JobStore.resume`.
         """
         self.find(job_id, who)
         settings = self._settings
@@ -227,15 +209,8 @@ class JobService:
 
         None where it is still that one when the time is up or the job has ended.
 
-        Parameters
-        ----------
-        known_number
-            Number of the schedule that the caller has; 0 = none.
-
-        Raises
-        ------
-        InfeasibleProblemError, NoScheduleError
-            As `schedule`.
+        ``known_number``: number of the schedule that the caller has; 0 = none. Raises
+        `InfeasibleProblemError`, `NoScheduleError` as `schedule`.
         """
         job = await run_in_threadpool(self.find, job_id, who)
         if not (job.state.is_final or job.num_schedules != known_number):

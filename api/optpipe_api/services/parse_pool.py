@@ -48,10 +48,8 @@ class ParsePool:
     pickled between two processes of ours. Of our errors it may raise those that are made of a
     message alone; another one arrives as an `InputError` of its message.
 
-    Parameters
-    ----------
-    cpu_s, memory_bytes
-        What one call in a process may take of processor time and address space.
+    ``cpu_s``, ``memory_bytes``: what one call in a process may take of processor time and address
+    space.
     """
 
     def __init__(self, cpu_s: float = 5.0, memory_bytes: int = 2 * 1024**3) -> None:
@@ -68,19 +66,9 @@ class ParsePool:
     async def run(self, function: Callable[[*Ts], T], *args: *Ts, is_heavy: bool = False) -> T:
         """Return what a function makes of its arguments.
 
-        Parameters
-        ----------
-        is_heavy
-            Whether it makes much of little: it then gets a process as if they were large.
-
-        Raises
-        ------
-        BodyTooHeavyError
-            If that takes too much time or memory.
-        TooManyBodiesError
-            If too many large ones wait.
-        Exception
-            What the function raises.
+        ``is_heavy``: whether it makes much of little: it then gets a process as if they were large.
+        Raises `BodyTooHeavyError` if that takes too much time or memory; `TooManyBodiesError` if
+        too many large ones wait; what the function raises.
         """
         if not is_heavy and _is_light(args):
             return await to_thread.run_sync(partial(function, *args), limiter=self._few)

@@ -68,16 +68,9 @@ _MEMORY_BYTES = 4 * 1024**3
 class Shown:
     """One schedule of a chart.
 
-    Parameters
-    ----------
-    problem
-        JSON text.
-    schedule
-        JSON text; empty: that of ``method``.
-    method
-        A published method, whose schedule is made for the problem, limits aside.
-    title
-        Stands before the method.
+    ``problem``: JSON text. ``schedule``: JSON text; empty: that of ``method``. ``method``: A
+    published method, whose schedule is made for the problem, limits aside. ``title``: stands before
+    the method.
     """
 
     problem: str
@@ -103,16 +96,9 @@ class Charts:
     async def schedules(self, shown: Sequence[Shown], theme: Theme) -> str:
         """Return the chart of schedules on one time axis, as JSON text.
 
-        Raises
-        ------
-        TooLargeToDrawError
-            If they have too many actions.
-        NotComparableError
-            If a method has no schedule for the problem.
-        FormUnavailableError
-            If this server cannot draw.
-        TooManyFormsError
-            If too many wait for theirs.
+        Raises `TooLargeToDrawError` if they have too many actions; `NotComparableError` if a method
+        has no schedule for the problem; `FormUnavailableError` if this server cannot draw;
+        `TooManyFormsError` if too many wait for theirs.
         """
         return await self._make(make_schedule, tuple(shown), theme)
 
@@ -146,12 +132,8 @@ class Charts:
 def make_schedule(shown: Sequence[Shown], theme: Theme) -> str:
     """Return the chart that `Charts.schedules` asks for.
 
-    Raises
-    ------
-    MissingExtraError
-        If bokeh is not installed.
-    NotComparableError
-        If a method has no schedule for the problem.
+    Raises `MissingExtraError` if bokeh is not installed; `NotComparableError` if a method has no
+    schedule for the problem.
     """
     require_bokeh()
     from optpipe.plot.interactive import chart_item, schedule_chart  # noqa: PLC0415 - an extra
@@ -223,10 +205,7 @@ def as_text(form: str, schedule: str, problem: str = "") -> str:
 def draw(schedule: str, problem: str) -> bytes:
     """Return the picture that `Charts.picture` asks for.
 
-    Raises
-    ------
-    MissingExtraError
-        If matplotlib is not installed.
+    Raises `MissingExtraError` if matplotlib is not installed.
     """
     drawn = load_schedule(schedule)
     num_actions = sum(map(len, drawn.programs))
@@ -254,10 +233,7 @@ def solution(jobs: JobService, job_id: str, who: Principal) -> tuple[str, Stored
     A plan replaces both, in one go, whenever it finds a better one; so this looks again until
     nothing was replaced between its looks.
 
-    Raises
-    ------
-    InfeasibleProblemError, NoScheduleError
-        As `JobService.schedule`.
+    Raises `InfeasibleProblemError`, `NoScheduleError` as `JobService.schedule`.
     """
     while True:
         stored = jobs.schedule(job_id, who)
@@ -286,12 +262,8 @@ class TooLargeToExplainError(TooLargeToDrawError):
 async def explanation(pool: ParsePool, schedule: str, problem: str) -> str:
     """Return the explanation of a schedule, as JSON text of `optpipe.explain.Explanation`.
 
-    Raises
-    ------
-    TooLargeToExplainError
-        If that takes more time or memory than the service spends on it.
-    TooManyBodiesError
-        As `ParsePool.run`.
+    Raises `TooLargeToExplainError` if that takes more time or memory than the service spends on it;
+    `TooManyBodiesError` as `ParsePool.run`.
     """
     try:
         return await pool.run(explain_texts, schedule, problem, is_heavy=True)

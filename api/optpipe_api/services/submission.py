@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import statistics
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from optpipe.errors import ProblemError
@@ -27,7 +27,7 @@ from optpipe.problem import Problem
 from optpipe.sweep import Variation, family_of, memory_of, num_variations, sweep
 from optpipe.wire import JobKind
 from optpipe_api.batches import ItemPlan
-from optpipe_api.deployments import DeploymentOptions, Report
+from optpipe_api.deployments import NewDeployment, Report
 from optpipe_api.errors import BodyTooLargeError, RequestError
 from optpipe_api.jobs import NewJob
 from optpipe_api.requests.batches import BatchBody, refuse_many
@@ -39,9 +39,8 @@ from optpipe_api.requests.catalogue import (
     VariantBody,
     VariantView,
 )
-from optpipe_api.requests.deployments import Registration, ReportBody
 from optpipe_api.requests.http import MAX_VALUES, decode_json
-from optpipe_api.requests.jobs import Submission
+from optpipe_api.requests.jobs import Registration, ReportBody, Submission
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -57,9 +56,9 @@ __all__ = [
     "MOST_BYTES",
     "ReadBatch",
     "ReadItem",
-    "Registered",
     "check_stages",
     "condensed",
+    "hash_of",
     "measured_problem",
     "planned_job",
     "read_batch",
@@ -78,10 +77,8 @@ __all__ = [
 def read_submission(body: bytes, settings: Settings, methods: Collection[str]) -> NewJob:
     """Return the job that a submission asks for; it has no owner yet.
 
-    Raises
-    ------
-    InputError
-        Also where its options, or its problem's size, go beyond what this service allows.
+    Raises `InputError` also where its options, or its problem's size, go beyond what this service
+    allows.
     """
     submission = Submission.parse(decode_json(body))
     options = submission.options.within(settings, methods, submission.kind)
@@ -98,10 +95,7 @@ def solved_job(
 ) -> NewJob:
     """Return the job that solves a problem; ``choices`` are other fields of it.
 
-    Raises
-    ------
-    ProblemError
-        If the problem has more than ``max_cells`` cells; None = no limit.
+    Raises `ProblemError` if the problem has more than ``max_cells`` cells; None = no limit.
     """
     num_cells = _checked_cells(len(problem.stages), problem.num_microbatches, max_cells)
     return NewJob(
@@ -125,7 +119,7 @@ def planned_job(
     return NewJob(
         kind=JobKind.PLAN,
         name=model.name,
-        problem_hash=_hash_of({**data, "name": ""}),
+        problem_hash=hash_of({**data, "name": ""}),
         objective=model.objective,
         options=options,
         model=model.model_dump_json(by_alias=True),
@@ -147,7 +141,7 @@ def _checked_cells(num_stages: int, num_microbatches: int, max_cells: int | None
 
 def _shape_hash(problem: Problem) -> str:
     """Return the hash of what decides whether programs can be legal at all, sizes aside."""
-    return _hash_of(
+    return hash_of(
         {
             "num_microbatches": problem.num_microbatches,
             "objective": problem.objective,
@@ -161,7 +155,8 @@ def _shape_hash(problem: Problem) -> str:
     )
 
 
-def _hash_of(data: object) -> str:
+def hash_of(data: object) -> str:
+    """Return the SHA-256 of a JSON-like value, in the form of all hashes of ours."""
     text = json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return "sha256:" + hashlib.sha256(text.encode()).hexdigest()
 
@@ -208,15 +203,14 @@ class ReadBatch:
 def read_batch(body: bytes, settings: Settings, methods: Collection[str]) -> ReadBatch:
     """Return what the body of a batch asks for.
 
-    Raises
-    ------
-    BodyTooLargeError
-        If its problems together are too large.
-    ProblemError
-        If an item is larger than this service takes.
+    Raises `BodyTooLargeError` if its problems together are too large; `ProblemError` if an item is
+    larger than this service takes.
     """
     limit = settings.max_batch_items
-    batch = BatchBody.parse(decode_json(body, _MOST_VALUES), limit)
+    data = decode_json(body, _MOST_VALUES)
+    if isinstance(data, dict) and isinstance(data.get("problems"), list):
+        refuse_many(len(data["problems"]), limit)
+    batch = BatchBody.parse(data)
     refuse_many(num_variations(batch.axes), limit)
     options = batch.options.within(settings, methods)
     variations = _variations(batch)
@@ -278,38 +272,21 @@ def _plan(variation: Variation) -> ItemPlan:
 # --- What training runs send.
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Registered:
-    """A registration, read: the problem (JSON text) to be scheduled, and how.
+def read_registration(body: bytes, settings: Settings, methods: Collection[str]) -> NewDeployment:
+    """Return the deployment that a registration asks for; it has no owner and no key yet.
 
-    ``name`` is empty where none was given.
+    Raises `InputError` also where its options, or its problem's size, go beyond what this service
+    allows.
     """
-
-    name: str
-    problem_name: str
-    problem: str
-    problem_hash: str
-    options: DeploymentOptions
-
-
-def read_registration(body: bytes, settings: Settings, methods: Collection[str]) -> Registered:
-    """Return what the body of a registration asks for.
-
-    Raises
-    ------
-    InputError
-        Also where its options, or its problem's size, go beyond what this service allows.
-    """
-    registration = Registration.parse(decode_json(body))
-    job = solved_job(
-        registration.problem, registration.options.within(settings, methods), settings.max_cells
-    )
-    return Registered(
-        name=registration.name,
-        problem_name=job.name,
+    wanted = Registration.parse(decode_json(body))
+    job = solved_job(wanted.problem, wanted.options.within(settings, methods), settings.max_cells)
+    how = {"job": asdict(job.options), "threshold": wanted.threshold}
+    return NewDeployment(
+        name=wanted.name or job.name,
         problem=job.problem or "",
-        problem_hash=job.problem_hash,
-        options=DeploymentOptions(job=job.options, threshold=registration.threshold),
+        options=job.options,
+        threshold=wanted.threshold,
+        request_hash=hash_of([job.problem_hash, wanted.name, how]),
     )
 
 
@@ -345,10 +322,7 @@ _TRAINING = (
 def read_estimate(body: bytes) -> str:
     """Return the `EstimateView` of a request as JSON text.
 
-    Raises
-    ------
-    OptPipeError
-        Also as `estimate` and `sweep`.
+    Raises `OptPipeError` also as `estimate` and `sweep`.
     """
     wanted = EstimateBody.parse(decode_json(body))
     shape = _shape(wanted)
@@ -436,10 +410,7 @@ _BACKWARDS: tuple[MeasuredAction, ...] = ("I", "W", "B")
 def condensed(measurements: Measurements) -> str:
     """Return what is kept of a report, as JSON: one time per stage and action, the medians.
 
-    Raises
-    ------
-    RequestError
-        If nothing was measured.
+    Raises `RequestError` if nothing was measured.
     """
     if not measurements.samples:
         raise RequestError("actions.samples is empty; report the times of at least one action")
@@ -452,10 +423,7 @@ def condensed(measurements: Measurements) -> str:
 def check_stages(registered: str, report: str) -> None:
     """Refuse a report, as `condensed` leaves it, of stages that a problem does not have.
 
-    Raises
-    ------
-    RequestError
-        With the stage.
+    Raises `RequestError` with the stage.
     """
     num_stages = len(Problem.model_validate_json(registered).stages)
     last = max(sample.stage for sample in Measurements.model_validate_json(report).samples)
@@ -469,10 +437,7 @@ def check_stages(registered: str, report: str) -> None:
 def measured_problem(registered: str, reports: Sequence[str]) -> str:
     """Return a problem with the times of reports, oldest first, as `condensed` leaves them.
 
-    Raises
-    ------
-    MeasurementError
-        If a measured link joins devices that are not there.
+    Raises `MeasurementError` if a measured link joins devices that are not there.
     """
     base = Problem.model_validate_json(registered)
     reported = [Measurements.model_validate_json(report) for report in reports]

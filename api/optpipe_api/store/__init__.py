@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from optpipe_api.jobs import AttemptOutcome
 from optpipe_api.store.batches import BatchStore
-from optpipe_api.store.database import connect
+from optpipe_api.store.database import connect, probe
 from optpipe_api.store.deployments import DeploymentStore
 from optpipe_api.store.jobs import JobStore
 from optpipe_api.store.keys import KeyStore
@@ -31,6 +31,10 @@ class Stores:
     deployments: DeploymentStore
     keys: KeyStore
 
+    def probe(self) -> None:
+        """Raise StoreUnavailableError unless the database takes what is written."""
+        probe(self.engine)
+
     def close(self) -> None:
         """Let go of all connections."""
         self.engine.dispose()
@@ -41,17 +45,9 @@ def open_stores(
 ) -> Stores:
     """Return the stores of a database, which is created or migrated as needed.
 
-    Parameters
-    ----------
-    must_exist
-        Whether to refuse a file that is not there instead of making it.
-
-    Raises
-    ------
-    InputError
-        If the URL names no database that we know.
-    StoreUnavailableError
-        If it cannot be opened, is not there, or belongs to a newer version.
+    ``must_exist``: whether to refuse a file that is not there instead of making it. Raises
+    `InputError` if the URL names no database that we know; `StoreUnavailableError` if it cannot be
+    opened, is not there, or belongs to a newer version.
     """
     engine = connect(url, must_exist=must_exist)
     return Stores(

@@ -14,19 +14,25 @@ answer.
 from __future__ import annotations
 
 import json
-import re
 import uuid
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
-from sqlalchemy.exc import IntegrityError
 
 from optpipe.wire import JobOptions, JobState
 from optpipe_api.batches import BatchPlan, BatchRecord, ItemPlan
-from optpipe_api.errors import BatchNotFoundError, KeyReusedError
+from optpipe_api.errors import BatchNotFoundError
 from optpipe_api.jobs import JobEvent
-from optpipe_api.store.database import reading, writing
+from optpipe_api.store.database import (
+    added_once,
+    made_before,
+    newest_first,
+    reading,
+    record_of,
+    row_with_id,
+    writing,
+)
 from optpipe_api.store.job_rows import (
     change,
     digest_key,
@@ -48,8 +54,8 @@ if TYPE_CHECKING:
 
 __all__ = ["BatchStore"]
 
-_ID = re.compile(r"[0-9a-f]{32}")
 _RECORD = [column for column in batches.c if column.name != "document"]
+_BY_ID = sa.select(*_RECORD).where(batches.c.id == sa.bindparam("id"))
 _UNFINISHED = [state.value for state in JobState if not state.is_final]
 
 
@@ -72,31 +78,23 @@ class BatchStore:
     ) -> tuple[BatchRecord, list[JobRecord]]:
         """Keep a batch and its jobs, in order; no jobs are returned where the key had made it.
 
-        Raises
-        ------
-        QueueFullError
-            If more than ``max_queued`` jobs would wait; those that are born finished do not.
-        TooManyJobsError
-            If more than ``max_of_owner`` jobs of its owner would wait or run, likewise.
-        KeyReusedError
-            If the idempotency key belongs to another request.
+        Raises `QueueFullError` if more than ``max_queued`` jobs would wait; those that are born
+        finished do not; `TooManyJobsError` if more than ``max_of_owner`` jobs of its owner would
+        wait or run, likewise; `KeyReusedError` if the idempotency key belongs to another request.
         """
         key = digest_key(new.owner, new.idempotency_key)
         num_waiting = sum(item.finished is None for item in items)
-        try:
-            with writing(self._engine) as connection:
-                known = _find_by_key(connection, key, new)
-                if known is not None:
-                    return known, []
-                _refuse(connection, new.owner, num_waiting, max_queued, max_of_owner)
-                return self._insert(connection, new, items, key)
-        except IntegrityError:
-            # Another server inserted the same key between our look and our insert.
-            with reading(self._engine) as connection:
-                known = _find_by_key(connection, key, new)
-            if known is None:
-                raise
-            return known, []
+
+        def insert_new(connection: sa.Connection) -> tuple[BatchRecord, list[JobRecord]]:
+            _refuse(connection, new.owner, num_waiting, max_queued, max_of_owner)
+            return self._insert(connection, new, items, key)
+
+        def find(connection: sa.Connection) -> tuple[BatchRecord, list[JobRecord]] | None:
+            query = sa.select(*_RECORD).where(batches.c.idempotency_key == key)
+            row = None if key is None else made_before(connection, query, new, "batch")
+            return None if row is None else (_batches_of(connection, [row])[0], [])
+
+        return added_once(self._engine, find, insert_new)
 
     def _insert(
         self, connection: sa.Connection, new: NewBatch, items: Sequence[NewJob], key: str | None
@@ -123,10 +121,7 @@ class BatchStore:
     def get(self, batch_id: str) -> BatchRecord:
         """Return a batch.
 
-        Raises
-        ------
-        BatchNotFoundError
-            Here and below, if none has this id.
+        Raises `BatchNotFoundError` here and below, if none has this id.
         """
         with reading(self._engine) as connection:
             return _batches_of(connection, [_find(connection, batch_id)])[0]
@@ -135,11 +130,7 @@ class BatchStore:
         self, limit: int, before: int | None = None, *, owner: str | None = None
     ) -> list[BatchRecord]:
         """Return batches, newest first, of positions below ``before``."""
-        query = sa.select(*_RECORD).order_by(batches.c.position.desc()).limit(limit)
-        if before is not None:
-            query = query.where(batches.c.position < before)
-        if owner is not None:
-            query = query.where(batches.c.owner == owner)
+        query = newest_first(sa.select(*_RECORD), batches, limit, before, owner)
         with reading(self._engine) as connection:
             return _batches_of(connection, connection.execute(query).all())
 
@@ -178,10 +169,7 @@ class BatchStore:
 
         They start from what they have found. Nothing happens where none has failed.
 
-        Raises
-        ------
-        QueueFullError, TooManyJobsError
-            As `add`.
+        Raises `QueueFullError`, `TooManyJobsError` as `add`.
         """
         with writing(self._engine) as connection:
             batch = _find(connection, batch_id)
@@ -221,11 +209,7 @@ def _begin_again(
 
 
 def _find(connection: sa.Connection, batch_id: str) -> sa.Row[Any]:
-    query = sa.select(*_RECORD).where(batches.c.id == batch_id)
-    row = connection.execute(query).one_or_none() if _ID.fullmatch(batch_id) else None
-    if row is None:
-        raise BatchNotFoundError(batch_id)
-    return row
+    return row_with_id(connection, _BY_ID, batch_id, BatchNotFoundError)
 
 
 def _held(batch_id: str, states: list[str]) -> sa.Select[Any]:
@@ -245,21 +229,6 @@ def _as_they_are(connection: sa.Connection, rows: Sequence[sa.Row[Any]]) -> list
     return jobs_of(connection, connection.execute(query).all())
 
 
-def _find_by_key(connection: sa.Connection, key: str | None, new: NewBatch) -> BatchRecord | None:
-    if key is None:
-        return None
-    query = sa.select(*_RECORD).where(batches.c.idempotency_key == key)
-    row = connection.execute(query).one_or_none()
-    if row is None:
-        return None
-    if row.request_hash != new.request_hash:
-        raise KeyReusedError(
-            f"the Idempotency-Key {new.idempotency_key!r} made batch {row.id} from another "
-            "request; use a new key for a new request"
-        )
-    return _batches_of(connection, [row])[0]
-
-
 def _batches_of(connection: sa.Connection, rows: Sequence[sa.Row[Any]]) -> list[BatchRecord]:
     """Return the batches of rows, with what their jobs say."""
     query = (
@@ -272,20 +241,19 @@ def _batches_of(connection: sa.Connection, rows: Sequence[sa.Row[Any]]) -> list[
     for batch_id, state, number, ended_at in connection.execute(query):
         counts[batch_id][JobState(state)] = number
         ends[batch_id] += [] if ended_at is None else [ended_at]
-    return [_batch_of(row, counts[row.id], ends[row.id]) for row in rows]
+    return [
+        record_of(
+            BatchRecord,
+            row,
+            counts=counts[row.id],
+            finished_at=max(ends[row.id], default=None) if _is_over(counts[row.id]) else None,
+        )
+        for row in rows
+    ]
 
 
-def _batch_of(row: sa.Row[Any], counts: dict[JobState, int], ends: list[float]) -> BatchRecord:
-    is_finished = all(state.is_final for state in counts)
-    return BatchRecord(
-        id=row.id,
-        position=row.position,
-        name=row.name,
-        owner=row.owner,
-        created_at=row.created_at,
-        counts=counts,
-        finished_at=max(ends) if is_finished and ends else None,
-    )
+def _is_over(counts: dict[JobState, int]) -> bool:
+    return all(state.is_final for state in counts)
 
 
 def _plan_of(connection: sa.Connection, row: sa.Row[Any]) -> BatchPlan:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import threading
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import sqlalchemy as sa
 from alembic import command
@@ -15,12 +17,25 @@ from alembic.util.exc import CommandError
 from sqlalchemy import exc
 
 from optpipe.errors import InputError, MissingExtraError
-from optpipe_api.errors import StoreUnavailableError
+from optpipe_api.errors import KeyReusedError, StoreUnavailableError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
-__all__ = ["connect", "reading", "writing"]
+__all__ = [
+    "added_once",
+    "connect",
+    "made_before",
+    "may_be_id",
+    "newest_first",
+    "probe",
+    "reading",
+    "record_of",
+    "row_with_id",
+    "writing",
+]
+
+T = TypeVar("T")
 
 
 _BUSY_TIMEOUT_S = 10
@@ -38,6 +53,8 @@ _PATIENCE = {
     "tcp_user_timeout": "25000",
 }
 _WRITE_LOCK = "optpipe_write_lock"
+_FILE = "optpipe_file"
+_HIDDEN = "***"
 _MIGRATION_LOCK = 0x0F71D1FE
 # What the database refuses for what it says, rather than because it cannot answer.
 _OUR_FAULTS = (exc.IntegrityError, exc.ProgrammingError, exc.DataError)
@@ -46,32 +63,73 @@ _OUR_FAULTS = (exc.IntegrityError, exc.ProgrammingError, exc.DataError)
 def connect(url: str, *, must_exist: bool = False) -> sa.Engine:
     """Return an engine on an existing or new database, migrated to the newest tables.
 
-    Parameters
-    ----------
-    must_exist
-        Whether to refuse an SQLite file that is not there instead of making it.
-
-    Raises
-    ------
-    InputError
-        If the URL names no database that we know.
-    StoreUnavailableError
-        If the database cannot be opened, is not there, or belongs to a newer version.
+    ``must_exist``: whether to refuse an SQLite file that is not there instead of making it. Raises
+    `InputError` if the URL names no database that we know; `StoreUnavailableError` if the database
+    cannot be opened, is not there, or belongs to a newer version.
     """
     parsed = _parse(url)
     if must_exist and _is_missing(parsed):
         raise StoreUnavailableError(
-            f"there is no database {parsed.render_as_string()}; name the one of the service: "
+            f"there is no database {_shown(parsed)}; name the one of the service: "
             "OPTPIPE_DATABASE_URL or --database-url"
         )
     engine = _sqlite(parsed) if parsed.drivername == "sqlite" else _postgres(parsed)
     try:
         with writing(engine) as connection:
             _migrate(connection)
+    except exc.ProgrammingError as error:
+        engine.dispose()
+        raise InputError(
+            f"database_url {_shown(parsed)} is not understood: {_reason(error, parsed)}; correct it"
+        ) from None
     except StoreUnavailableError:
         engine.dispose()
         raise
+    engine.update_execution_options(**{_FILE: _file_id(parsed)})
     return engine
+
+
+def probe(engine: sa.Engine) -> None:
+    """Write a row as it was: a full disk, a lost or a read-only file is found without a job.
+
+    Raises
+    ------
+    StoreUnavailableError
+        If the database does not answer, or does not take what is written.
+    """
+    expected = engine.get_execution_options().get(_FILE)
+    if expected is not None and _file_id(engine.url) != expected:
+        # SQLite writes on into a file that has no name any more: all of it would be lost.
+        raise StoreUnavailableError(
+            f"the file of the database {_shown(engine.url)} was deleted or replaced; put it back "
+            "and restart the server"
+        )
+    with writing(engine) as connection:
+        connection.exec_driver_sql("UPDATE alembic_version SET version_num = version_num")
+
+
+def _file_id(url: sa.URL) -> tuple[int, int] | None:
+    """Return which file an SQLite database is in; None for others, and where there is none."""
+    if url.drivername != "sqlite":
+        return None
+    try:
+        found = Path(url.database or "").stat()
+    except OSError:
+        return (0, 0)
+    return found.st_dev, found.st_ino
+
+
+def _secrets(url: sa.URL) -> set[str]:
+    """Return the passwords of a URL: before its host, or among its parameters."""
+    hidden = {name for name in url.query if "pass" in name.lower()}
+    values = [value for name in hidden for value in url.normalized_query[name]]
+    return {secret for secret in (url.password, *values) if secret}
+
+
+def _shown(url: sa.URL) -> str:
+    """Return a URL as people may see it."""
+    hidden = {name: _HIDDEN for name in url.query if "pass" in name.lower()}
+    return url.update_query_dict(hidden).render_as_string(hide_password=True)
 
 
 def _is_missing(url: sa.URL) -> bool:
@@ -130,11 +188,18 @@ def _translated(engine: sa.Engine) -> Iterator[None]:
     except (exc.DatabaseError, exc.InterfaceError, exc.TimeoutError) as error:
         if isinstance(error, _OUR_FAULTS):
             raise
-        reason = str(getattr(error, "orig", None) or error).strip().split("\n", maxsplit=1)[0]
         raise StoreUnavailableError(
-            f"the database {engine.url.render_as_string()} does not answer: {reason}; "
+            f"the database {_shown(engine.url)} does not answer: {_reason(error, engine.url)}; "
             "check that it is there, reachable and writable"
         ) from error
+
+
+def _reason(error: Exception, url: sa.URL) -> str:
+    """Return what the driver says, in one line and without the secrets of the URL."""
+    said = str(getattr(error, "orig", None) or error).strip().split("\n", maxsplit=1)[0]
+    for secret in _secrets(url):
+        said = said.replace(secret, _HIDDEN)
+    return said
 
 
 def _parse(url: str) -> sa.URL:
@@ -149,7 +214,7 @@ def _parse(url: str) -> sa.URL:
     if parsed.drivername in ("postgres", "postgresql", "postgresql+psycopg"):
         return parsed.set(drivername="postgresql+psycopg")
     raise InputError(
-        f"database_url {parsed.render_as_string()} is not supported: jobs are kept in a file "
+        f"database_url {_shown(parsed)} is not supported: jobs are kept in a file "
         "(sqlite:///file.db) or in PostgreSQL (postgresql://user@host/name)"
     )
 
@@ -158,7 +223,7 @@ def _sqlite(url: sa.URL) -> sa.Engine:
     folder = Path(url.database or "").absolute().parent
     if not folder.is_dir():
         raise StoreUnavailableError(
-            f"the database {url.render_as_string()} cannot be opened: there is no folder {folder}; "
+            f"the database {_shown(url)} cannot be opened: there is no folder {folder}; "
             "create it or change OPTPIPE_DATABASE_URL"
         )
     engine = sa.create_engine(
@@ -206,6 +271,85 @@ def _migrate(connection: sa.Connection) -> None:
         command.upgrade(config, "head")
     except CommandError as error:
         raise StoreUnavailableError(
-            f"the database {connection.engine.url.render_as_string()} cannot be migrated: {error}; "
+            f"the database {_shown(connection.engine.url)} cannot be migrated: {error}; "
             "was it written by a newer optpipe? Install that one, or use another database"
         ) from error
+
+
+# --- What the stores do alike: rows by id, page by page, once for each key, as records.
+
+_ID = re.compile(r"[0-9a-f]{32}")
+
+
+def may_be_id(text: str) -> bool:
+    """Whether a text looks like an id; what does not may be what a database refuses to hear."""
+    return _ID.fullmatch(text) is not None
+
+
+def row_with_id(
+    connection: sa.Connection,
+    query: sa.Select[Any],
+    thing_id: str,
+    refuse: Callable[[str], Exception],
+) -> sa.Row[Any]:
+    """Return the row that a query of the parameter ``id`` finds, or raise the refusal of the id."""
+    if may_be_id(thing_id):
+        row = connection.execute(query, {"id": thing_id}).one_or_none()
+        if row is not None:
+            return row
+    raise refuse(thing_id)
+
+
+def newest_first(
+    query: sa.Select[Any],
+    table: sa.Table,
+    limit: int,
+    before: int | None = None,
+    owner: str | None = None,
+) -> sa.Select[Any]:
+    """Return the query for a page: of positions below ``before``, and of an owner, where given."""
+    query = query.order_by(table.c.position.desc()).limit(limit)
+    if before is not None:
+        query = query.where(table.c.position < before)
+    return query if owner is None else query.where(table.c.owner == owner)
+
+
+def added_once(
+    engine: sa.Engine,
+    find: Callable[[sa.Connection], T | None],
+    insert: Callable[[sa.Connection], T],
+) -> T:
+    """Return what a key made before, or else what is inserted now."""
+    try:
+        with writing(engine) as connection:
+            known = find(connection)
+            return insert(connection) if known is None else known
+    except exc.IntegrityError:
+        # Another server inserted the same key between our look and our insert.
+        with reading(engine) as connection:
+            known = find(connection)
+        if known is None:
+            raise
+        return known
+
+
+def made_before(
+    connection: sa.Connection, query: sa.Select[Any], new: Any, thing: str
+) -> sa.Row[Any] | None:
+    """Return the row that a query by key finds, if any, made from the same request as ``new``.
+
+    Raises `KeyReusedError` if it was made from another one.
+    """
+    row = connection.execute(query).one_or_none()
+    if row is not None and row.request_hash != new.request_hash:
+        raise KeyReusedError(
+            f"the Idempotency-Key {new.idempotency_key!r} made {thing} {row.id} from another "
+            "request; use a new key for a new request"
+        )
+    return row
+
+
+def record_of(kind: type[T], row: sa.Row[Any], /, **others: Any) -> T:
+    """Return a dataclass whose fields are the columns of the same names, but for the others."""
+    names = [item.name for item in fields(kind) if item.name not in others]  # type: ignore[arg-type]
+    return kind(**{name: getattr(row, name) for name in names}, **others)

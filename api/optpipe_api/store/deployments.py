@@ -15,24 +15,30 @@ Methods block, and raise `StoreUnavailableError` where the database does not ans
 from __future__ import annotations
 
 import json
-import re
 import uuid
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final
 
 import sqlalchemy as sa
-from sqlalchemy.exc import IntegrityError
 
 from optpipe.wire import JobOptions
 from optpipe_api.deployments import (
     REGISTERED,
-    DeploymentOptions,
     DeploymentRecord,
     Documents,
     VersionRecord,
 )
-from optpipe_api.errors import DeploymentNotFoundError, KeyReusedError, StateConflictError
+from optpipe_api.errors import DeploymentNotFoundError, StateConflictError
 from optpipe_api.jobs import JobError
-from optpipe_api.store.database import reading, writing
+from optpipe_api.store.database import (
+    added_once,
+    made_before,
+    newest_first,
+    reading,
+    record_of,
+    row_with_id,
+    writing,
+)
 from optpipe_api.store.job_rows import digest_key, dump, refuse_when_full, storable
 from optpipe_api.store.tables import deployment_versions, deployments, measurements
 
@@ -41,18 +47,7 @@ if TYPE_CHECKING:
 
     from optpipe_api.deployments import Judgement, NewDeployment, NewVersion, Report
 
-__all__ = [
-    "KEPT_REPORTS",
-    "DeploymentStore",
-    "average",
-    "change",
-    "deployment_of",
-    "expect_version",
-    "find_by_key",
-    "find_row",
-    "keep_newest_reports",
-    "version_of",
-]
+__all__ = ["KEPT_REPORTS", "DeploymentStore"]
 
 
 _SHOWN = [column for column in deployment_versions.c if column.name != "schedule"]
@@ -68,28 +63,21 @@ class DeploymentStore:
     def add(self, new: NewDeployment, *, max_queued: int) -> tuple[DeploymentRecord, bool]:
         """Keep a deployment whose first solve is wanted; False where the key had made it before.
 
-        Raises
-        ------
-        QueueFullError
-            If ``max_queued`` jobs wait already.
-        KeyReusedError
-            If the idempotency key belongs to another request.
+        Raises `QueueFullError` if ``max_queued`` jobs wait already; `KeyReusedError` if the
+        idempotency key belongs to another request.
         """
         key = digest_key(new.owner, new.idempotency_key)
-        try:
-            with writing(self._engine) as connection:
-                known = find_by_key(connection, key, new)
-                if known is not None:
-                    return known
-                refuse_when_full(connection, max_queued)
-                return self._insert(connection, new, key), True
-        except IntegrityError:
-            # Another server inserted the same key between our look and our insert.
-            with reading(self._engine) as connection:
-                known = find_by_key(connection, key, new)
-            if known is None:
-                raise
-            return known
+
+        def insert_new(connection: sa.Connection) -> tuple[DeploymentRecord, bool]:
+            refuse_when_full(connection, max_queued)
+            return self._insert(connection, new, key), True
+
+        def find(connection: sa.Connection) -> tuple[DeploymentRecord, bool] | None:
+            query = sa.select(deployments).where(deployments.c.idempotency_key == key)
+            row = None if key is None else made_before(connection, query, new, "deployment")
+            return None if row is None else (_deployment_of(row), False)
+
+        return added_once(self._engine, find, insert_new)
 
     def _insert(
         self, connection: sa.Connection, new: NewDeployment, key: str | None
@@ -101,7 +89,7 @@ class DeploymentStore:
             "idempotency_key": key,
             "created_at": self._now(),
             "request_hash": new.request_hash,
-            "options": dump(new.options),
+            "options": dump({"job": asdict(new.options), "threshold": new.threshold}),
             "problem": new.problem,
             "planned": new.problem,
             "version": 0,
@@ -112,30 +100,23 @@ class DeploymentStore:
             "num_judged": 0,
         }
         row = connection.execute(sa.insert(deployments).values(values).returning(deployments)).one()
-        return deployment_of(row)
+        return _deployment_of(row)
 
     def get(self, deployment_id: str) -> DeploymentRecord:
         """Return a deployment.
 
-        Raises
-        ------
-        DeploymentNotFoundError
-            Here and below, if none has this id.
+        Raises `DeploymentNotFoundError` here and below, if none has this id.
         """
         with reading(self._engine) as connection:
-            return deployment_of(find_row(connection, deployment_id))
+            return _deployment_of(_find_row(connection, deployment_id))
 
     def page(
         self, limit: int, before: int | None = None, *, owner: str | None = None
     ) -> list[DeploymentRecord]:
         """Return deployments, newest first, of positions below ``before``."""
-        query = sa.select(deployments).order_by(deployments.c.position.desc()).limit(limit)
-        if before is not None:
-            query = query.where(deployments.c.position < before)
-        if owner is not None:
-            query = query.where(deployments.c.owner == owner)
+        query = newest_first(sa.select(deployments), deployments, limit, before, owner)
         with reading(self._engine) as connection:
-            return [deployment_of(row) for row in connection.execute(query)]
+            return [_deployment_of(row) for row in connection.execute(query)]
 
     def pending(self) -> list[str]:
         """Return the ids of the deployments for which there is something to do, oldest first."""
@@ -154,19 +135,19 @@ class DeploymentStore:
     def documents(self, deployment_id: str) -> Documents:
         """Return the problems of a deployment."""
         with reading(self._engine) as connection:
-            row = find_row(connection, deployment_id)
+            row = _find_row(connection, deployment_id)
         return Documents(problem=row.problem, measured=row.measured, planned=row.planned)
 
     def versions(self, deployment_id: str) -> list[VersionRecord]:
         """Return the versions, oldest first."""
         with reading(self._engine) as connection:
-            position = find_row(connection, deployment_id).position
+            position = _find_row(connection, deployment_id).position
             query = (
                 sa.select(*_SHOWN)
                 .where(deployment_versions.c.position == position)
                 .order_by(deployment_versions.c.version)
             )
-            return [version_of(row) for row in connection.execute(query)]
+            return [record_of(VersionRecord, row) for row in connection.execute(query)]
 
     def schedule(self, deployment_id: str) -> tuple[int, str] | None:
         """Return number and schedule (JSON text) of the newest version; None before the first."""
@@ -177,7 +158,7 @@ class DeploymentStore:
             .where(deployments.c.version == deployment_versions.c.version)
         )
         with reading(self._engine) as connection:
-            find_row(connection, deployment_id)
+            _find_row(connection, deployment_id)
             found = connection.execute(newest).one_or_none()
         return None if found is None else (found.version, found.schedule)
 
@@ -191,24 +172,17 @@ class DeploymentStore:
     ) -> DeploymentRecord:
         """Keep a report and what is now measured.
 
-        Parameters
-        ----------
-        measure
-            From the problem as registered and the documents of the newest reports, oldest first,
-            to the problem as measured.
-
-        Raises
-        ------
-        ConflictError
-            If the deployment has ended, or has no such version.
+        ``measure``: from the problem as registered and the documents of the newest reports, oldest
+        first, to the problem as measured. Raises `ConflictError` if the deployment has ended, or
+        has no such version.
         """
         with writing(self._engine) as connection:
-            row = find_row(connection, deployment_id, for_update=True)
-            expect_version(row, report.version)
+            row = _find_row(connection, deployment_id, for_update=True)
+            _expect_version(row, report.version)
             self._insert_report(connection, row.position, report)
             if report.step_ms is not None:
-                average(connection, row.position, report.version, report.step_ms)
-            documents = keep_newest_reports(connection, row.position)
+                _average(connection, row.position, report.version, report.step_ms)
+            documents = _keep_newest_reports(connection, row.position)
             changed = (
                 sa.update(deployments)
                 .where(deployments.c.position == row.position)
@@ -218,7 +192,7 @@ class DeploymentStore:
                 )
                 .returning(deployments)
             )
-            return deployment_of(connection.execute(changed).one())
+            return _deployment_of(connection.execute(changed).one())
 
     def _insert_report(self, connection: sa.Connection, position: int, report: Report) -> None:
         connection.execute(
@@ -235,7 +209,7 @@ class DeploymentStore:
     def end(self, deployment_id: str) -> DeploymentRecord:
         """End a deployment; an ended one stays as it is."""
         with writing(self._engine) as connection:
-            row = find_row(connection, deployment_id, for_update=True)
+            row = _find_row(connection, deployment_id, for_update=True)
             if row.ended_at is None:
                 ended = (
                     sa.update(deployments)
@@ -244,24 +218,24 @@ class DeploymentStore:
                     .returning(deployments)
                 )
                 row = connection.execute(ended).one()
-            return deployment_of(row)
+            return _deployment_of(row)
 
     # What servers do
 
     def start(self, known: DeploymentRecord, job_id: str) -> DeploymentRecord | None:
         """Write down the job of the solve that is wanted."""
         with writing(self._engine) as connection:
-            return change(connection, known, job_id=job_id)
+            return _change(connection, known, job_id=job_id)
 
     def saw(self, known: DeploymentRecord, num_seen: int) -> DeploymentRecord | None:
         """Write down how many schedules of the job were looked at."""
         with writing(self._engine) as connection:
-            return change(connection, known, num_seen=num_seen)
+            return _change(connection, known, num_seen=num_seen)
 
     def publish(self, known: DeploymentRecord, new: NewVersion) -> DeploymentRecord | None:
         """Make a schedule of the job the next version."""
         with writing(self._engine) as connection:
-            changed = change(
+            changed = _change(
                 connection,
                 known,
                 version=known.version + 1,
@@ -292,7 +266,7 @@ class DeploymentStore:
         """Write down that the solve is over, and why it gave nothing."""
         with writing(self._engine) as connection:
             error_text = None if error is None else storable(dump(error))
-            return change(connection, known, job_id=None, job_reason=None, error=error_text)
+            return _change(connection, known, job_id=None, job_reason=None, error=error_text)
 
     def judge(self, known: DeploymentRecord, judgement: Judgement) -> DeploymentRecord | None:
         """Write down how the schedule in use does, and that a solve is wanted where it is."""
@@ -311,7 +285,7 @@ class DeploymentStore:
                 "error": None,
             }
         with writing(self._engine) as connection:
-            return change(connection, known, **values)
+            return _change(connection, known, **values)
 
     def delete_ended(self, before: float, limit: int) -> int:
         """Delete up to ``limit`` deployments that ended before a moment; return how many."""
@@ -333,54 +307,18 @@ class DeploymentStore:
 KEPT_REPORTS: Final = 5
 """Times are medians over so many reports: a slow step now and then moves none of them."""
 
-_ID = re.compile(r"[0-9a-f]{32}")
+_BY_ID = sa.select(deployments).where(deployments.c.id == sa.bindparam("id"))
 _EXPECTED = ("version", "num_solves", "job_reason", "job_id")
 
 
-def find_row(
+def _find_row(
     connection: sa.Connection, deployment_id: str, *, for_update: bool = False
 ) -> sa.Row[Any]:
-    """Return the row of a deployment, held where it is to be changed.
-
-    Raises
-    ------
-    DeploymentNotFoundError
-        If none has this id.
-    """
-    query = sa.select(deployments).where(deployments.c.id == deployment_id)
-    if for_update:
-        query = query.with_for_update()
-    row = connection.execute(query).one_or_none() if _ID.fullmatch(deployment_id) else None
-    if row is None:
-        raise DeploymentNotFoundError(deployment_id)
-    return row
+    query = _BY_ID.with_for_update() if for_update else _BY_ID
+    return row_with_id(connection, query, deployment_id, DeploymentNotFoundError)
 
 
-def find_by_key(
-    connection: sa.Connection, key: str | None, new: NewDeployment
-) -> tuple[DeploymentRecord, bool] | None:
-    """Return the deployment that a key made before, and False.
-
-    Raises
-    ------
-    KeyReusedError
-        If it was made from another request.
-    """
-    if key is None:
-        return None
-    query = sa.select(deployments).where(deployments.c.idempotency_key == key)
-    row = connection.execute(query).one_or_none()
-    if row is None:
-        return None
-    if row.request_hash != new.request_hash:
-        raise KeyReusedError(
-            f"the Idempotency-Key {new.idempotency_key!r} made deployment {row.id} from another "
-            "request; use a new key for a new request"
-        )
-    return deployment_of(row), False
-
-
-def change(
+def _change(
     connection: sa.Connection, known: DeploymentRecord, **values: Any
 ) -> DeploymentRecord | None:
     """Change a deployment that is still as known."""
@@ -392,16 +330,13 @@ def change(
         .returning(deployments)
     )
     row = connection.execute(changed).one_or_none()
-    return None if row is None else deployment_of(row)
+    return None if row is None else _deployment_of(row)
 
 
-def expect_version(row: sa.Row[Any], version: int) -> None:
+def _expect_version(row: sa.Row[Any], version: int) -> None:
     """Refuse a report to an ended deployment, or about a version that is not.
 
-    Raises
-    ------
-    ConflictError
-        With what there is.
+    Raises `ConflictError` with what there is.
     """
     if row.ended_at is not None:
         raise StateConflictError(f"deployment {row.id} has ended; register the training run again")
@@ -412,7 +347,7 @@ def expect_version(row: sa.Row[Any], version: int) -> None:
         )
 
 
-def average(connection: sa.Connection, position: int, version: int, step_ms: float) -> None:
+def _average(connection: sa.Connection, position: int, version: int, step_ms: float) -> None:
     """Take a step time into the mean of a version."""
     columns = deployment_versions.c
     total = sa.func.coalesce(columns.measured_ms, 0.0) * columns.num_measured + step_ms
@@ -426,7 +361,7 @@ def average(connection: sa.Connection, position: int, version: int, step_ms: flo
     )
 
 
-def keep_newest_reports(connection: sa.Connection, position: int) -> list[str]:
+def _keep_newest_reports(connection: sa.Connection, position: int) -> list[str]:
     """Return the reports to keep, oldest first, and delete the others."""
     newest = (
         sa.select(measurements.c.number, measurements.c.document)
@@ -443,39 +378,12 @@ def keep_newest_reports(connection: sa.Connection, position: int) -> list[str]:
     return [row.document for row in reversed(kept)]
 
 
-def deployment_of(row: sa.Row[Any]) -> DeploymentRecord:
-    """Return the deployment of a row."""
+def _deployment_of(row: sa.Row[Any]) -> DeploymentRecord:
     options = json.loads(row.options)
-    return DeploymentRecord(
-        id=row.id,
-        position=row.position,
-        name=row.name,
-        owner=row.owner,
-        options=DeploymentOptions(job=JobOptions(**options["job"]), threshold=options["threshold"]),
-        created_at=row.created_at,
-        ended_at=row.ended_at,
-        version=row.version,
-        job_reason=row.job_reason,
-        job_id=row.job_id,
-        num_solves=row.num_solves,
-        num_seen=row.num_seen,
+    return record_of(
+        DeploymentRecord,
+        row,
+        options=JobOptions(**options["job"]),
+        threshold=options["threshold"],
         error=None if row.error is None else JobError(**json.loads(row.error)),
-        planned_ms=row.planned_ms,
-        num_reports=row.num_reports,
-        num_judged=row.num_judged,
-        current_ms=row.current_ms,
-        expected_ms=row.expected_ms,
-    )
-
-
-def version_of(row: sa.Row[Any]) -> VersionRecord:
-    """Return the version of a row."""
-    return VersionRecord(
-        version=row.version,
-        created_at=row.created_at,
-        reason=row.reason,
-        job_id=row.job_id,
-        predicted_ms=row.predicted_ms,
-        measured_ms=row.measured_ms,
-        num_measured=row.num_measured,
     )

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 import uuid
 from collections import defaultdict
 from dataclasses import asdict, fields, replace
@@ -32,7 +31,7 @@ from optpipe_api.jobs import (
     TracePoint,
     transition,
 )
-from optpipe_api.store.database import reading
+from optpipe_api.store.database import may_be_id, reading, record_of, row_with_id
 from optpipe_api.store.tables import events, job_tags, jobs, models, problems, schedules
 
 if TYPE_CHECKING:
@@ -47,11 +46,9 @@ __all__ = [
     "digest_key",
     "document_of",
     "dump",
-    "entry_of",
     "find_by_key",
     "find_row",
     "insert",
-    "is_id",
     "job_of",
     "jobs_of",
     "keep",
@@ -70,33 +67,21 @@ __all__ = [
 ASKED_LIMIT = "asked_time_limit_s"
 """In a resumed job's options: the time limit that was asked for when it was submitted."""
 
-_ID = re.compile(r"[0-9a-f]{32}")
 _OPTIONS = frozenset(item.name for item in fields(JobOptions))
 # Made once: to put a query together takes longer than to answer it.
-_BY_ID = sa.select(jobs).where(jobs.c.id == sa.bindparam("job_id"))
+_BY_ID = sa.select(jobs).where(jobs.c.id == sa.bindparam("id"))
 _TAGS = sa.select(job_tags).where(
     job_tags.c.position.in_(sa.bindparam("positions", expanding=True))
 )
 
 
-def is_id(text: str) -> bool:
-    """Whether it may be the id of a job; what is not may be what a database refuses to hear."""
-    return _ID.fullmatch(text) is not None
-
-
 def find_row(connection: sa.Connection, job_id: str, *, for_update: bool = False) -> sa.Row[Any]:
     """Return the row of a job, held until the end of the transaction where it is to be changed.
 
-    Raises
-    ------
-    JobNotFoundError
-        If no job has this id.
+    Raises `JobNotFoundError` if no job has this id.
     """
     query = _BY_ID.with_for_update() if for_update else _BY_ID
-    row = connection.execute(query, {"job_id": job_id}).one_or_none() if is_id(job_id) else None
-    if row is None:
-        raise JobNotFoundError(job_id)
-    return row
+    return row_with_id(connection, query, job_id, JobNotFoundError)
 
 
 def leased_row(connection: sa.Connection, lease: Lease) -> sa.Row[Any] | None:
@@ -144,34 +129,14 @@ def _tags_of(connection: sa.Connection, positions: list[int]) -> dict[int, tuple
 
 
 def _job(row: sa.Row[Any], tags: tuple[str, ...]) -> JobRecord:
-    return JobRecord(
-        id=row.id,
-        position=row.position,
+    return record_of(
+        JobRecord,
+        row,
         state=JobState(row.state),
         kind=JobKind(row.kind),
-        name=row.name,
-        owner=row.owner,
-        problem_hash=row.problem_hash,
-        shape_hash=row.shape_hash,
-        objective=row.objective,
         options=options_of(row),
-        priority=row.priority,
         tags=tags,
         cache=Cache(row.cache),
-        source_id=row.source_id,
-        batch_id=row.batch_id,
-        batch_index=row.batch_index,
-        deployment_id=row.deployment_id,
-        created_at=row.created_at,
-        started_at=row.started_at,
-        finished_at=row.finished_at,
-        cancel_requested=row.cancel_requested,
-        attempt=row.attempt,
-        deaths=row.deaths,
-        spent_s=row.spent_s,
-        num_schedules=row.num_schedules,
-        objective_ms=row.objective_ms,
-        bound_ms=row.bound_ms,
         error=None if row.error is None else JobError(**json.loads(row.error)),
     )
 
@@ -180,20 +145,6 @@ def options_of(row: sa.Row[Any]) -> JobOptions:
     """Return a job's options as they are now."""
     said = json.loads(row.options)
     return JobOptions(**{name: value for name, value in said.items() if name in _OPTIONS})
-
-
-def entry_of(row: sa.Row[Any]) -> HistoryEntry:
-    """Return the history entry of a row of events."""
-    return HistoryEntry(
-        number=row.number,
-        kind=EventKind(row.kind),
-        at=row.at,
-        seconds=row.seconds,
-        method=row.method,
-        objective_ms=row.objective_ms,
-        bound_ms=row.bound_ms,
-        text=row.text,
-    )
 
 
 def spent(row: sa.Row[Any], now: float) -> float:
@@ -272,10 +223,7 @@ class JobReads:
     def get(self, job_id: str) -> JobRecord:
         """Return a job.
 
-        Raises
-        ------
-        JobNotFoundError
-            Here and below, if no job has this id.
+        Raises `JobNotFoundError` here and below, if no job has this id.
         """
         with reading(self._engine) as connection:
             return job_of(connection, find_row(connection, job_id))
@@ -288,7 +236,7 @@ class JobReads:
         found: dict[str, Standing] = {}
         with reading(self._engine) as connection:
             for start in range(0, len(job_ids), _STANDINGS_AT_ONCE):
-                ids = [one for one in job_ids[start : start + _STANDINGS_AT_ONCE] if is_id(one)]
+                ids = [one for one in job_ids[start : start + _STANDINGS_AT_ONCE] if may_be_id(one)]
                 for row in connection.execute(_STANDINGS, {"ids": ids}):
                     state = JobState(row.state)
                     found[row.id] = Standing(row.owner, state, row.num_schedules, row.last)
@@ -364,21 +312,16 @@ class JobReads:
                 "after": after,
                 "most": limit,
             }
-            return [entry_of(row) for row in connection.execute(_HISTORY, parameters)]
+            return [
+                record_of(HistoryEntry, row, kind=EventKind(row.kind))
+                for row in connection.execute(_HISTORY, parameters)
+            ]
 
     def trace(self, job_id: str) -> list[TracePoint]:
         """Return the improvements of a job, oldest first: incumbents and bounds of its history."""
         with reading(self._engine) as connection:
             parameters = {"at": find_row(connection, job_id).position}
-            return [
-                TracePoint(
-                    seconds=row.seconds,
-                    method=row.method,
-                    objective_ms=row.objective_ms,
-                    bound_ms=row.bound_ms,
-                )
-                for row in connection.execute(_TRACE, parameters)
-            ]
+            return [record_of(TracePoint, row) for row in connection.execute(_TRACE, parameters)]
 
     def made_by(self, job_id: str) -> str:
         """Return the method of the newest incumbent; empty where there is none."""
@@ -404,6 +347,11 @@ class JobReads:
 
 _INSERT = sa.insert(jobs).returning(jobs)
 _INSERT_TAG = sa.insert(job_tags)
+_AS_GIVEN = (
+    *("owner", "problem_hash", "shape_hash", "objective", "priority", "source_id", "batch_id"),
+    *("batch_index", "deployment_id", "cancel_requested", "attempt", "deaths", "spent_s"),
+    "num_schedules",
+)
 _QUEUED = sa.select(sa.func.count()).where(jobs.c.state == JobState.QUEUED.value)
 
 
@@ -427,28 +375,15 @@ def insert(connection: sa.Connection, new: NewJob, now: float) -> JobRecord:
 
 def _columns(new: NewJob, now: float) -> dict[str, Any]:
     return {
+        **{name: getattr(new, name) for name in _AS_GIVEN},
         "id": uuid.uuid4().hex,
         "kind": new.kind.value,
         "state": JobState.QUEUED.value,
         "name": storable(new.name),
-        "owner": new.owner,
-        "problem_hash": new.problem_hash,
-        "shape_hash": new.shape_hash,
-        "objective": new.objective,
         "options": dump(new.options),
-        "priority": new.priority,
         "idempotency_key": digest_key(new.owner, new.idempotency_key),
         "cache": new.cache.value,
-        "source_id": new.source_id,
-        "batch_id": new.batch_id,
-        "batch_index": new.batch_index,
-        "deployment_id": new.deployment_id,
         "created_at": now,
-        "cancel_requested": False,
-        "attempt": 0,
-        "deaths": 0,
-        "spent_s": 0.0,
-        "num_schedules": 0,
         **_known_at_birth(new, now),
     }
 
@@ -507,10 +442,7 @@ def _note_incumbent(
 def find_by_key(connection: sa.Connection, new: NewJob) -> JobRecord | None:
     """Return the job that this owner's key made before.
 
-    Raises
-    ------
-    KeyReusedError
-        If it was made from another request.
+    Raises `KeyReusedError` if it was made from another request.
     """
     digest = digest_key(new.owner, new.idempotency_key)
     if digest is None:
@@ -546,10 +478,7 @@ def _request_of(row: sa.Row[Any], job: JobRecord) -> tuple[object, ...]:
 def refuse_when_full(connection: sa.Connection, max_queued: int, num_new: int = 1) -> None:
     """Refuse new jobs where the queue has no room for them.
 
-    Raises
-    ------
-    QueueFullError
-        If more than ``max_queued`` would wait.
+    Raises `QueueFullError` if more than ``max_queued`` would wait.
     """
     queued = connection.execute(_QUEUED).scalar_one()
     if queued + num_new > max_queued:
@@ -561,10 +490,7 @@ def refuse_when_many(
 ) -> None:
     """Refuse new jobs of an owner who has many under way already.
 
-    Raises
-    ------
-    TooManyJobsError
-        If more than ``max_of_owner`` of them would wait or run.
+    Raises `TooManyJobsError` if more than ``max_of_owner`` of them would wait or run.
     """
     if max_of_owner is None:
         return

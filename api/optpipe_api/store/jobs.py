@@ -34,7 +34,6 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
-from sqlalchemy.exc import IntegrityError
 
 from optpipe.errors import InputError
 from optpipe.wire import EventKind, JobState
@@ -49,7 +48,7 @@ from optpipe_api.jobs import (
     NewJob,
     TracePoint,
 )
-from optpipe_api.store.database import reading, writing
+from optpipe_api.store.database import added_once, reading, writing
 from optpipe_api.store.job_rows import (
     ASKED_LIMIT,
     JobReads,
@@ -91,7 +90,6 @@ __all__ = [
     "finish",
     "give_back",
     "prolong",
-    "refuse_pointless",
 ]
 
 
@@ -118,31 +116,22 @@ class JobStore(JobReads):
     ) -> tuple[JobRecord, bool]:
         """Keep a job and return it; the flag is False where the key had made it before.
 
-        Raises
-        ------
-        QueueFullError
-            If ``max_queued`` jobs wait already; one that is born finished needs no room.
-        TooManyJobsError
-            If ``max_of_owner`` jobs of its owner wait or run already, likewise.
-        KeyReusedError
-            If the idempotency key belongs to another request.
+        Raises `QueueFullError` if ``max_queued`` jobs wait already; one that is born finished needs
+        no room; `TooManyJobsError` if ``max_of_owner`` jobs of its owner wait or run already,
+        likewise; `KeyReusedError` if the idempotency key belongs to another request.
         """
-        try:
-            with writing(self._engine) as connection:
-                known = find_by_key(connection, new)
-                if known is not None:
-                    return known, False
-                if new.finished is None:
-                    refuse_when_full(connection, max_queued)
-                    refuse_when_many(connection, new.owner, max_of_owner)
-                return insert(connection, new, self._now()), True
-        except IntegrityError:
-            # Another server inserted the same key between our look and our insert.
-            with reading(self._engine) as connection:
-                known = find_by_key(connection, new)
-            if known is None:
-                raise
-            return known, False
+
+        def insert_new(connection: sa.Connection) -> tuple[JobRecord, bool]:
+            if new.finished is None:
+                refuse_when_full(connection, max_queued)
+                refuse_when_many(connection, new.owner, max_of_owner)
+            return insert(connection, new, self._now()), True
+
+        def find(connection: sa.Connection) -> tuple[JobRecord, bool] | None:
+            known = find_by_key(connection, new)
+            return None if known is None else (known, False)
+
+        return added_once(self._engine, find, insert_new)
 
     # Changing
 
@@ -153,11 +142,7 @@ class JobStore(JobReads):
             if row.state == JobState.QUEUED.value:
                 change(connection, row, JobEvent.CANCEL, self._now())
             elif row.state == JobState.RUNNING.value:
-                connection.execute(
-                    sa.update(jobs)
-                    .where(jobs.c.position == row.position)
-                    .values(cancel_requested=True)
-                )
+                update(connection, row, cancel_requested=True)
             return job_of(connection, find_row(connection, job_id))
 
     def resume(
@@ -171,19 +156,14 @@ class JobStore(JobReads):
     ) -> JobRecord:
         """Queue a finished job again with a longer time limit; it keeps its best.
 
-        Raises
-        ------
-        ConflictError
-            If it has not ended, or is proven optimal or infeasible.
-        InputError
-            If the limit would exceed ``max_time_limit_s``.
-        QueueFullError, TooManyJobsError
-            As `add`.
+        Raises `ConflictError` if it has not ended, or is proven optimal or infeasible; `InputError`
+        if the limit would exceed ``max_time_limit_s``; `QueueFullError`, `TooManyJobsError` as
+        `add`.
         """
         with writing(self._engine) as connection:
             row = find_row(connection, job_id, for_update=True)
             job = job_of(connection, row)
-            refuse_pointless(job)
+            _refuse_pointless(job)
             refuse_when_full(connection, max_queued)
             refuse_when_many(connection, job.owner, max_of_owner)
             prolong(
@@ -405,14 +385,10 @@ def prolong(
 ) -> sa.Row[Any] | None:
     """Give a finished job more time; it waits in the queue again, as it stands.
 
-    Raises
-    ------
-    ConflictError
-        If it has not ended, or nothing better can be found.
-    InputError
-        If its time limit would exceed the largest one.
+    Raises `ConflictError` if it has not ended, or nothing better can be found; `InputError` if its
+    time limit would exceed the largest one.
     """
-    refuse_pointless(job)
+    _refuse_pointless(job)
     limit_s = job.options.time_limit_s + seconds
     if limit_s > max_time_limit_s:
         raise InputError(
@@ -438,13 +414,10 @@ def prolong(
     )
 
 
-def refuse_pointless(job: JobRecord) -> None:
+def _refuse_pointless(job: JobRecord) -> None:
     """Refuse more time for a job that it would not help.
 
-    Raises
-    ------
-    ConflictError
-        If it has not ended, or nothing better can be found.
+    Raises `ConflictError` if it has not ended, or nothing better can be found.
     """
     if not job.state.is_final:
         raise StateConflictError(

@@ -18,7 +18,7 @@ from sqlalchemy.exc import IntegrityError
 
 from optpipe_api.access import KEY_NAME, ApiKey, Role, digest_of, id_of, mint
 from optpipe_api.errors import KeyNameError
-from optpipe_api.store.database import reading, writing
+from optpipe_api.store.database import reading, record_of, writing
 from optpipe_api.store.tables import api_keys
 
 if TYPE_CHECKING:
@@ -37,10 +37,7 @@ class KeyStore:
     def create(self, name: str, role: Role) -> tuple[ApiKey, str]:
         """Make a key; return its record and its text.
 
-        Raises
-        ------
-        KeyNameError
-            If the name is illegal, or another key's that is not revoked.
+        Raises `KeyNameError` if the name is illegal, or another key's that is not revoked.
         """
         if not KEY_NAME.fullmatch(name):
             raise KeyNameError(
@@ -55,7 +52,17 @@ class KeyStore:
             digest=digest_of(text),
             created_at=self._now(),
         )
-        self._insert(key)
+        values = {name: getattr(key, name) for name in ("id", "name", "digest", "created_at")}
+        revoked = (api_keys.c.name == name) & api_keys.c.revoked_at.is_not(None)
+        try:
+            with writing(self._engine) as connection:
+                connection.execute(sa.delete(api_keys).where(revoked))
+                connection.execute(sa.insert(api_keys).values(role=role.value, **values))
+        except IntegrityError:
+            raise KeyNameError(
+                f"there is a key {name!r} already; choose another name, or renew this one: "
+                f"`optpipe keys revoke {name}`, then create it again"
+            ) from None
         return key, text
 
     def all(self) -> list[ApiKey]:
@@ -73,10 +80,7 @@ class KeyStore:
     def revoke(self, name: str) -> ApiKey:
         """Make a key worthless; one that is already stays as it is.
 
-        Raises
-        ------
-        KeyNameError
-            If no key has this name.
+        Raises `KeyNameError` if no key has this name.
         """
         named = api_keys.c.name == name
         with writing(self._engine) as connection:
@@ -90,29 +94,6 @@ class KeyStore:
             raise KeyNameError(f"there is no key {name[:120]!r}; `optpipe keys list` lists them")
         return _key(row)
 
-    def _insert(self, key: ApiKey) -> None:
-        values = {name: getattr(key, name) for name in ("id", "name", "digest", "created_at")}
-        try:
-            with writing(self._engine) as connection:
-                connection.execute(
-                    sa.delete(api_keys).where(
-                        api_keys.c.name == key.name, api_keys.c.revoked_at.is_not(None)
-                    )
-                )
-                connection.execute(sa.insert(api_keys).values(role=key.role.value, **values))
-        except IntegrityError:
-            raise KeyNameError(
-                f"there is a key {key.name!r} already; choose another name, or renew this one: "
-                f"`optpipe keys revoke {key.name}`, then create it again"
-            ) from None
-
 
 def _key(row: sa.Row[Any]) -> ApiKey:
-    return ApiKey(
-        id=row.id,
-        name=row.name,
-        role=Role(row.role),
-        digest=row.digest,
-        created_at=row.created_at,
-        revoked_at=row.revoked_at,
-    )
+    return record_of(ApiKey, row, role=Role(row.role))

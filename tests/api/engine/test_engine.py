@@ -80,9 +80,7 @@ def test_a_deaf_solver_is_killed_within_half_a_second_and_its_best_is_kept(bench
     assert_gone(pid)
 
 
-def test_a_job_is_cancelled_at_once_while_its_process_still_starts(
-    open_bench, monkeypatch
-) -> None:
+def test_a_job_is_cancelled_at_once_while_its_process_still_starts(open_bench, monkeypatch) -> None:
     monkeypatch.setenv("SLOW_IMPORT_S", "60")
     bench = open_bench(solve_path="tests.api.slow_solver:solve")
     job_id = bench.submit("")
@@ -143,11 +141,30 @@ def test_a_process_that_dies_while_it_waits_costs_no_job_an_attempt(tmp_path) ->
     solvers = Noted(make_settings(tmp_path))
     with closing(Bench(tmp_path, solvers)) as bench:
         bench.end(bench.submit(""))
-        while len(solvers.started) < 2:
-            time.sleep(0.01)
-        os.kill(int(solvers.started[1].name), signal.SIGKILL)
+        for process in list(solvers.started):
+            os.kill(int(process.name), signal.SIGKILL)
+            while process.is_alive:
+                time.sleep(0.01)
         job = bench.end(bench.submit(""))
         assert (job.state, job.attempt, job.deaths) == (JobState.SUCCEEDED, 1, 0)
+
+
+def test_a_process_serves_one_job_after_the_other(tmp_path) -> None:
+    """Ended early, infeasible or solved; not where it failed or listens to nobody."""
+    solvers = Noted(make_settings(tmp_path, solver_processes=1))
+    with closing(Bench(tmp_path, solvers)) as bench:
+        for name in ("", "improve:2:0.01", "nothing", ""):
+            bench.end(bench.submit(name))
+        slow = bench.submit("improve:1:60")
+        bench.until(slow, lambda job: job.has_schedule)
+        bench.cancel(slow)
+        assert bench.end(slow).state is JobState.CANCELLED
+        # A stop that came late is not the next job's.
+        assert bench.end(bench.submit("improve:2:0.01")).state is JobState.SUCCEEDED
+        assert len(solvers.started) == 1
+        bench.end(bench.submit("fails"))
+        bench.end(bench.submit(""))
+        assert len(solvers.started) == 2
 
 
 def test_a_server_that_stood_still_keeps_its_jobs(open_bench) -> None:

@@ -6,7 +6,6 @@ import json
 import time
 from typing import TYPE_CHECKING, Any
 
-import httpx
 import pytest
 
 from optpipe import Problem
@@ -18,11 +17,12 @@ from optpipe_api.services import submission
 from optpipe_api.services.batches import _most_near
 from optpipe_api.services.cache import MOST_CELLS, MOST_TRIED
 from optpipe_api.services.submission import read_batch
-from tests.api.instant import InstantSolvers
-from tests.api.live import connected, make_settings, running, two_stages
+from tests.api.live import connected, keyed, make_settings, two_stages
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    import httpx
 
 BASE = "/v1/batches"
 SCALES = [1, 0.5, 0.2]
@@ -38,11 +38,8 @@ def instant(tmp_path_factory) -> Iterator[httpx.Client]:
         max_cells=1000,
         max_queued_jobs=40,
     )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("optpipe_api.service.open_solvers", InstantSolvers)
-        with connected(settings) as client:
-            patch.undo()
-            yield client
+    with connected(settings) as client:
+        yield client
 
 
 def body(name: str = "a", axes: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
@@ -301,7 +298,7 @@ def test_retry_queues_failed_items_again_as_the_same_jobs(tmp_path) -> None:
     """Both solver processes die at first; the second time they start from what they had found."""
     settings = make_settings(tmp_path, max_attempts=1, lease_s=60.0)
     names = [f"dies:2:{tmp_path}/{index}" for index in range(2)]
-    with connected(settings) as http:
+    with connected(settings, processes=True) as http:
         problems = [two_stages(name) for name in names]
         problems.append(two_stages("fine", num_microbatches=2))
         batch = made(http, {"problems": problems})
@@ -321,32 +318,22 @@ def test_retry_queues_failed_items_again_as_the_same_jobs(tmp_path) -> None:
 def test_batches_of_others_do_not_exist(tmp_path) -> None:
     """Neither shown nor listed nor changed; admins see whose they are, readers make none."""
     settings = make_settings(tmp_path, require_keys=True, max_jobs_per_key=3)
-    with running(settings) as (url, app):
-        keys = {
-            name: {"Authorization": f"Bearer {app.state.service.keys.create(name, role)[1]}"}
-            for name, role in (
-                ("ann", Role.SUBMIT), ("bob", Role.SUBMIT), ("eve", Role.READ), ("root", Role.ADMIN)
-            )
-        }  # fmt: skip
-        with httpx.Client(base_url=url, timeout=60) as http:
-            mine = made(http, body(), headers=keys["ann"])
-            path = f"{BASE}/{mine['id']}"
-            assert mine["owner"] is None
-            for method, suffix in (
-                ("GET", ""), ("GET", "/table"), ("GET", "/frontier"), ("POST", "/retry"),
-                ("DELETE", ""),
-            ):  # fmt: skip
-                asked = http.request(method, path + suffix, headers=keys["bob"])
-                assert asked.status_code == 404
-            assert http.get(BASE, headers=keys["bob"]).json()["batches"] == []
-            assert http.get(path, headers=keys["root"]).json()["owner"] == "ann"
-            assert len(http.get(BASE, headers=keys["root"]).json()["batches"]) == 1
-            assert http.post(BASE, json=body(), headers=keys["eve"]).status_code == 403
-            assert http.delete(path, headers=keys["eve"]).status_code == 403
-            many = body(axes={"memory_scale": [1, 0.9, 0.8, 0.7]})
-            answer = http.post(BASE, json=many, headers=keys["ann"])
-            assert (answer.status_code, answer.json()["code"]) == (429, "key.too_many_jobs")
-            assert http.post(BASE, json=body(), headers=keys["ann"]).status_code in (200, 202)
+    roles = {"ann": Role.SUBMIT, "bob": Role.SUBMIT, "eve": Role.READ, "root": Role.ADMIN}
+    with keyed(settings, **roles) as as_:
+        mine = made(as_["ann"], body())
+        path = f"{BASE}/{mine['id']}"
+        assert mine["owner"] is None
+        for what in ("GET", "GET /table", "GET /frontier", "POST /retry", "DELETE"):
+            method, _, suffix = what.partition(" ")
+            assert as_["bob"].request(method, path + suffix).status_code == 404
+        assert as_["bob"].get(BASE).json()["batches"] == []
+        assert as_["root"].get(path).json()["owner"] == "ann"
+        assert len(as_["root"].get(BASE).json()["batches"]) == 1
+        assert as_["eve"].post(BASE, json=body()).status_code == 403
+        assert as_["eve"].delete(path).status_code == 403
+        answer = as_["ann"].post(BASE, json=body(axes={"memory_scale": [1, 0.9, 0.8, 0.7]}))
+        assert (answer.status_code, answer.json()["code"]) == (429, "key.too_many_jobs")
+        assert as_["ann"].post(BASE, json=body()).status_code in (200, 202)
 
 
 def test_all_items_together_try_so_many_near_problems() -> None:

@@ -6,8 +6,6 @@ import csv
 import io
 import json
 import socket
-import subprocess
-import sys
 import threading
 import time
 from contextlib import closing
@@ -19,7 +17,10 @@ import pytest
 
 from optpipe import Problem, check, parse_action, simulate
 from optpipe.wire import MethodRowList
+from optpipe_api import Settings
+from optpipe_api.engine.comparison import CompareOptions, Comparisons
 from optpipe_api.engine.processes import Message, SolverChild, worker_arguments
+from optpipe_api.errors import SolverOvertimeError
 from optpipe_solver import METHODS
 from optpipe_solver.families import FAMILIES
 from tests.api.live import connected, make_settings, running, two_stages
@@ -30,23 +31,27 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.long
 
-FAKE_COMPARE = "tests.api.fake_compare:compare"
+COMPARE = Settings.model_fields["compare_path"].default
 PATIENCE_S = 120.0
+
+
+LIMITS = {"max_body_bytes": 100_000, "max_cells": 1000, "max_time_limit_s": 100.0}
 
 
 @pytest.fixture(scope="module")
 def fake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
-    """One server with one place for a comparison, which a test scripts by the problem's name."""
+    """One server whose comparisons a test scripts by the problem's name."""
+    with connected(make_settings(tmp_path_factory.mktemp("server"), **LIMITS)) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def mortal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+    """Such a server with one place for a comparison, which is a process."""
     settings = make_settings(
-        tmp_path_factory.mktemp("server"),
-        compare_path=FAKE_COMPARE,
-        solver_processes=1,
-        solver_memory_bytes=4 * 1024**3,
-        max_body_bytes=100_000,
-        max_cells=1000,
-        max_time_limit_s=100.0,
+        tmp_path_factory.mktemp("server"), solver_processes=1, solver_memory_bytes=4 * 1024**3
     )
-    with connected(settings) as client:
+    with connected(settings, processes=True) as client:
         yield client
 
 
@@ -78,11 +83,12 @@ def hung(path: Path) -> int:
 # Comparing
 
 
-def test_the_documented_example_is_compared_by_the_real_solver(http) -> None:
+def test_the_documented_example_is_compared_by_the_real_solver(tmp_path) -> None:
     """Every family and the optimiser, in the documented form, with numbers that hold."""
-    schema = http.get("/openapi.json").json()["components"]["schemas"]["Comparison"]
-    (example,) = schema["examples"]
-    answer = http.post("/v1/compare", json=example)
+    with connected(make_settings(tmp_path, compare_path=COMPARE)) as http:
+        schema = http.get("/openapi.json").json()["components"]["schemas"]["Comparison"]
+        (example,) = schema["examples"]
+        answer = http.post("/v1/compare", json=example)
     assert answer.status_code == 200, answer.text
     rows = MethodRowList.model_validate(answer.json(), extra="forbid").rows
     problem = Problem.parse(example["problem"])
@@ -169,60 +175,81 @@ def test_what_a_submission_is_refused_for_a_comparison_is_too(fake) -> None:
     ],
 )
 def test_a_comparison_that_fails_is_500_and_the_next_one_runs(
-    fake, name: str, code: str, message: str
+    mortal, name: str, code: str, message: str
 ) -> None:
-    detail = fault(compare(fake, name), 500, code)
+    detail = fault(compare(mortal, name), 500, code)
     assert message in detail["detail"]
     assert "secret" not in json.dumps(detail)
-    assert compare(fake).status_code == 200
+    assert mortal.get("/healthz").status_code == 200
 
 
 # Ending
 
 
 def test_a_client_that_goes_away_takes_its_process_along_and_frees_the_place(
-    fake, tmp_path
+    mortal, tmp_path
 ) -> None:
     """While it waits the place is taken and all else answers; its process is deaf to SIGTERM."""
     body = json.dumps({"problem": two_stages(f"hang:{tmp_path}/pid")})
-    address = (fake.base_url.host, fake.base_url.port)
+    address = (mortal.base_url.host, mortal.base_url.port)
     with closing(socket.create_connection(address)) as waiting:
         waiting.sendall(
-            b"POST /v1/compare HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            b"POST /v1/compare HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
             b"Content-Length: %d\r\n\r\n%s" % (len(body), body.encode())
         )
         pid = hung(tmp_path / "pid")
-        answer = compare(fake)
+        answer = compare(mortal)
         fault(answer, 429, "compare.busy")
         assert int(answer.headers["retry-after"]) > 0
-        assert fake.get("/healthz").status_code == 200
+        assert mortal.get("/healthz").status_code == 200
         assert is_running(pid)
     until(lambda: not is_running(pid))
-    until(lambda: compare(fake).status_code == 200)
+    until(lambda: compare(mortal).status_code == 200)
 
 
-def test_a_comparison_far_over_its_time_is_killed(tmp_path) -> None:
-    settings = make_settings(tmp_path, compare_path=FAKE_COMPARE, overtime_s=4.0)
-    with connected(settings) as http:
-        answer = compare(http, f"hang:{tmp_path}/pid", options={"time_limit_s": 0.5})
-        detail = fault(answer, 500, "solver.overtime")
-    assert "4.0 s after its time limit of 0.5 s" in detail["detail"]
-    assert not is_running(hung(tmp_path / "pid"))
+class Slow:
+    """A process that is ready after half a second, and then answers, or does not."""
+
+    def __init__(self, *, answers: bool) -> None:
+        self._said = [Message("ready"), *([Message("rows", {}, "rows")] if answers else [])]
+        self._ready_at = time.monotonic() + 0.5
+        self.is_stopped = False
+
+    def send(self, message: Message) -> None:
+        return
+
+    def receive(self, timeout_s: float) -> Message | None:
+        if self._said and time.monotonic() >= self._ready_at:
+            return self._said.pop(0)
+        time.sleep(0.01)
+        return None
+
+    def stop(self) -> None:
+        self.is_stopped = True
 
 
-def test_a_comparison_has_all_its_time_however_slowly_its_process_starts(tmp_path) -> None:
-    """Five seconds, of half a one that it has and four that it may overrun."""
-    slow = {"solve_path": "tests.api.slow_solver:solve", "compare_path": FAKE_COMPARE}
-    with connected(make_settings(tmp_path, **slow, overtime_s=4.0)) as http:
-        answer = compare(http, options={"time_limit_s": 0.5})
-    assert answer.status_code == 200
-    assert answer.elapsed.total_seconds() > 3
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_comparison_has_all_its_time_from_when_its_process_is_ready_and_no_more(
+    tmp_path, answers: bool
+) -> None:
+    """A fifth of a second, with what it may overrun; its process starts in half a one."""
+    process: Any = Slow(answers=answers)
+    settings = make_settings(tmp_path, overtime_s=0.1)
+    options = CompareOptions(form="json", time_limit_s=0.1)
+    with closing(Comparisons(settings, lambda: process)) as comparisons:
+        answer = comparisons.begin("{}", options, threading.Event())
+        if answers:
+            assert answer.result() == "rows"
+        else:
+            with pytest.raises(SolverOvertimeError, match=r"0.1 s after its time limit of 0.1 s"):
+                answer.result()
+    assert process.is_stopped
 
 
 def test_a_server_that_stops_lets_go_of_its_comparisons(tmp_path) -> None:
     answers: list[httpx.Response] = []
     body = {"problem": two_stages(f"hang:{tmp_path}/pid")}
-    with running(make_settings(tmp_path, compare_path=FAKE_COMPARE)) as (url, _):
+    with running(make_settings(tmp_path, solver_processes=1), processes=True) as (url, _):
         waiting = threading.Thread(
             target=lambda: answers.append(
                 httpx.post(f"{url}/v1/compare", json=body, timeout=PATIENCE_S)
@@ -237,7 +264,7 @@ def test_a_server_that_stops_lets_go_of_its_comparisons(tmp_path) -> None:
 
 def test_a_comparison_ends_with_its_server_however_that_ended(tmp_path) -> None:
     """Seen from the process, a killed server is the end of its connection."""
-    settings = make_settings(tmp_path, compare_path=FAKE_COMPARE)
+    settings = make_settings(tmp_path)
     process = SolverChild(worker_arguments(settings))
     with closing(process._connection):
         until(lambda: (message := process.receive(0.1)) and message.kind == "ready")
@@ -272,12 +299,3 @@ def test_a_job_of_an_unknown_method_is_refused_with_the_known_ones(fake) -> None
     assert fake.get("/v1/jobs").json()["jobs"] == []
     body["options"] = {"method": METHODS[-1]}
     assert fake.post("/v1/jobs", json=body).status_code == 202
-
-
-def test_importing_the_service_and_its_settings_loads_no_solver() -> None:
-    code = (
-        "import optpipe_api, optpipe_api.settings, optpipe_api.main, sys\n"
-        "print([name for name in ('optpipe_solver', 'numba', 'highspy') if name in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"

@@ -10,7 +10,7 @@ import pytest
 
 from optpipe import Problem, check, load_csv, load_problem, load_schedule
 from optpipe.simulate import simulate
-from tests.api.fake_drift_solver import DriftSolvers
+from tests.api.fake_drift_solver import DRIFT
 from tests.api.live import connected, make_settings, two_stages
 from tests.api.services.test_drift import SMALL, all_times, measured, uneven
 
@@ -47,10 +47,8 @@ def report_of(
 @pytest.fixture(scope="module")
 def drifting(tmp_path_factory) -> Iterator[httpx.Client]:
     """Share one server whose solver finds better schedules once a stage is slower."""
-    patch = pytest.MonkeyPatch()
-    patch.setattr("optpipe_api.service.open_solvers", DriftSolvers)
-    with connected(make_settings(tmp_path_factory.mktemp("drift"), max_cells=1000)) as client:
-        patch.undo()
+    settings = make_settings(tmp_path_factory.mktemp("drift"), max_cells=1000, solve_path=DRIFT)
+    with connected(settings) as client:
         yield client
 
 

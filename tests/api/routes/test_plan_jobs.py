@@ -15,8 +15,6 @@ from optpipe_solver.plan import PLACEMENTS
 from tests.api.live import connected, make_settings
 from tests.api.routes.test_jobs import fault
 
-FAKE_PLAN = "tests.api.fake_plan:plan"
-
 
 def four_layers(name: str = "", **changes: Any) -> dict[str, Any]:
     """A model of four equal layers and two devices; serial schedules of all its cuts last alike."""
@@ -52,9 +50,7 @@ def http(tmp_path_factory):
     """Share a server whose planner is the fake one."""
     folder = tmp_path_factory.mktemp("server")
     # Times that no busy machine lets run out: an attempt more would be one too many here.
-    settings = make_settings(
-        folder, plan_path=FAKE_PLAN, max_cells=1000, lease_s=60.0, overtime_s=600.0
-    )
+    settings = make_settings(folder, max_cells=1000, lease_s=60.0, overtime_s=600.0)
     with connected(settings) as client:
         yield client
 
@@ -126,14 +122,16 @@ def test_a_proof_that_nothing_fits_is_an_answer(http) -> None:
     fault(http.get(f"/v1/jobs/{job['id']}/schedule"), 409, "problem.infeasible")
 
 
-def test_a_killed_planner_goes_on_from_its_last_cut(http, tmp_path) -> None:
+def test_a_killed_planner_goes_on_from_its_last_cut(tmp_path) -> None:
     """The second attempt is told problem and programs of the first."""
     log = tmp_path / "attempts"
-    job = planned(http, f"dies:{log}")
-    assert (job["state"], job["attempt"]) == ("succeeded", 2)
-    model = load_model(json.dumps(four_layers()))
-    assert log.read_text("utf-8") == model.problem([0, 1], [1, 3]).problem_hash
-    fetched(http, job)
+    settings = make_settings(tmp_path, solver_processes=1, lease_s=60.0, overtime_s=600.0)
+    with connected(settings, processes=True) as http:
+        job = planned(http, f"dies:{log}")
+        assert (job["state"], job["attempt"]) == ("succeeded", 2)
+        model = load_model(json.dumps(four_layers()))
+        assert log.read_text("utf-8") == model.problem([0, 1], [1, 3]).problem_hash
+        fetched(http, job)
 
 
 def test_a_resumed_plan_goes_on_from_where_it_stands(http) -> None:
@@ -188,7 +186,7 @@ def test_a_problem_and_a_model_are_two_jobs(http) -> None:
 
 def test_a_model_that_was_planned_before_is_answered_with_its_cut(tmp_path) -> None:
     """At once; another set of cuts is another question."""
-    settings = make_settings(tmp_path, plan_path=FAKE_PLAN, cache=True, lease_s=60.0)
+    settings = make_settings(tmp_path, cache=True, lease_s=60.0)
     with connected(settings) as http:
         first = planned(http, "improve:1:0")
         again = planned(http, "another name")
@@ -204,6 +202,7 @@ def test_the_real_planner_makes_a_plan(tmp_path) -> None:
     settings = make_settings(
         tmp_path,
         solve_path="optpipe_solver:solve",
+        plan_path="optpipe_solver.plan:plan",
         solver_processes=1,
         lease_s=60.0,
         overtime_s=600.0,

@@ -12,7 +12,7 @@ import pytest
 from optpipe import evaluate, load_problem, load_schedule
 from optpipe.schedule import Provenance
 from optpipe.wire import JobOptions, JobState
-from optpipe_api.deployments import DeploymentOptions, NewDeployment, Report
+from optpipe_api.deployments import NewDeployment, Report
 from optpipe_api.errors import StoreUnavailableError
 from optpipe_api.jobs import AttemptOutcome, JobEvent, NewJob, TracePoint
 from optpipe_api.services.deployments import PUBLISH_EVERY_S, Steps
@@ -20,7 +20,6 @@ from optpipe_api.services.submission import condensed, measured_problem
 from optpipe_api.store import open_stores
 from tests.api.serial import serial
 from tests.api.services.test_drift import measured, uneven
-from tests.api.store.store_contract import Clock
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
     from optpipe_api.deployments import DeploymentRecord
     from optpipe_api.jobs import Claim
     from optpipe_api.store import Stores
+    from tests.api.live import Clock
 
 
 class Bench:
@@ -48,7 +48,7 @@ class Bench:
             problem_hash=problem.problem_hash,
             objective=problem.objective,
             problem=problem.model_dump_json(by_alias=True),
-            options=known.options.job,
+            options=known.options,
             idempotency_key=f"{known.id}/{known.num_solves}",
             deployment_id=known.id,
             start=start,
@@ -59,12 +59,11 @@ class Bench:
         return job
 
     def register(self, threshold: float = 0.01) -> DeploymentRecord:
-        options = DeploymentOptions(job=JobOptions(time_limit_s=1.0), threshold=threshold)
         new = NewDeployment(
             name="run",
-            owner="",
             problem=uneven().model_dump_json(by_alias=True),
-            options=options,
+            options=JobOptions(time_limit_s=1.0),
+            threshold=threshold,
             request_hash="",
         )
         return self.stores.deployments.add(new, max_queued=100)[0]
@@ -104,11 +103,6 @@ class Bench:
 
     def reasons(self, known: DeploymentRecord) -> list[str]:
         return [one.reason for one in self.stores.deployments.versions(known.id)]
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from optpipe.measurements import DeviceFacts, Measurements, Sample, Transfer
 from optpipe.schedule import Provenance
 from optpipe.simulate import simulate
 from optpipe.wire import JobOptions
-from optpipe_api.deployments import DeploymentOptions, DeploymentRecord, Documents
+from optpipe_api.deployments import DeploymentRecord, Documents
 from optpipe_api.errors import RequestError
 from optpipe_api.services.deployments import bound_ms, judged, largest_change, start_from, under
 from optpipe_api.services.submission import check_stages, condensed, measured_problem, times_of
@@ -164,7 +164,8 @@ def deployment(planned_ms: float, threshold: float = 0.01) -> DeploymentRecord:
         position=1,
         name="run",
         owner="",
-        options=DeploymentOptions(job=JobOptions(time_limit_s=1.0), threshold=threshold),
+        options=JobOptions(time_limit_s=1.0),
+        threshold=threshold,
         created_at=0.0,
         ended_at=None,
         version=1,

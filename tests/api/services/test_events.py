@@ -17,7 +17,7 @@ from optpipe_api.services import events
 from optpipe_api.services.events import Changes, JobWatch
 from optpipe_api.store import open_stores
 from tests.api.services.test_jobs import Bench, play, until
-from tests.api.store.store_contract import LEASE_S, new
+from tests.api.store.test_jobs import LEASE_S, new
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -25,6 +25,13 @@ if TYPE_CHECKING:
 __all__ = ["play"]
 
 NOBODY = Standing("", JobState.QUEUED, 0, 1)
+ROUND_S = 0.25
+
+
+@pytest.fixture(autouse=True)
+def short_rounds(monkeypatch) -> None:
+    """What each second brings comes four times as often."""
+    monkeypatch.setattr(events, "_LOOK_AGAIN_S", ROUND_S)
 
 
 class Book:
@@ -84,7 +91,7 @@ def test_a_thousand_who_wait_cost_one_query_a_round(num_jobs: int, num_each: int
         began, before = loop.time(), len(stage.book.asked)
         assert before <= 3
         await until(lambda: len(stage.book.asked) >= before + 2)
-        assert loop.time() - began > 1.5
+        assert loop.time() - began > 1.5 * ROUND_S
         assert stage.book.asked[-2:] == [tuple(stage.ids)] * 2
         assert not any(task.done() for task in waiting)
         for job_id in stage.ids:
@@ -163,7 +170,7 @@ def test_waiting_ends_with_its_time_with_a_deletion_and_with_the_server() -> Non
         await patient
         await stage.watch.until(first, has_ended)
         number = len(stage.book.asked)
-        await asyncio.sleep(1.2)
+        await asyncio.sleep(1.2 * ROUND_S)
         assert len(stage.book.asked) == number
         assert stage.watch._waiting == {}
 
@@ -281,7 +288,7 @@ def test_a_fault_is_raised_by_all_who_wait_and_the_next_are_served() -> None:
 # With a store, and another server on it
 
 
-def test_waiting_requests_and_followers_together_ask_once_a_second(play, monkeypatch) -> None:
+def test_waiting_requests_and_followers_together_ask_once_a_round(play, monkeypatch) -> None:
     """A hundred jobs, each waited for in three ways, and nothing happens to any of them."""
 
     async def scene(bench: Bench) -> None:
@@ -296,7 +303,7 @@ def test_waiting_requests_and_followers_together_ask_once_a_second(play, monkeyp
         monkeypatch.setattr(bench.store, "standings", counted)
 
         def is_quiet() -> bool:
-            return len(reads) >= 200 and len(asked) > 1 and asked[-1] - asked[-2] > 0.9
+            return len(reads) >= 200 and len(asked) > 1 and asked[-1] - asked[-2] > 0.9 * ROUND_S
 
         def noted(read: Callable[..., Any]) -> Callable[..., Any]:
             def ask(*given: Any) -> Any:
@@ -315,8 +322,8 @@ def test_waiting_requests_and_followers_together_ask_once_a_second(play, monkeyp
             bench.hold(bench.collect(job.id))
         await until(is_quiet)
         before = len(asked), len(reads)
-        await asyncio.sleep(2.5)
-        assert len(asked) - before[0] <= 1 + asked[-1] - asked[before[0] - 1]
+        await asyncio.sleep(2.5 * ROUND_S)
+        assert len(asked) - before[0] <= 1 + (asked[-1] - asked[before[0] - 1]) / ROUND_S
         assert len(reads) == before[1]
         bench.changes.close()
 

@@ -1,26 +1,324 @@
-"""The deployment store's contract over SQLite, and over a real PostgreSQL."""
+"""What a deployment store must do: the promises of `optpipe_api.store.deployments`, one by one."""
 
 from __future__ import annotations
 
-from contextlib import ExitStack, closing
+import threading
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
 
 import pytest
+import sqlalchemy as sa
 
-from optpipe_api.store import open_stores
-from tests.api.store.deployment_store_contract import DeploymentStoreContract
+from optpipe.wire import JobOptions
+from optpipe_api.deployments import (
+    REGISTERED,
+    Documents,
+    Judgement,
+    NewDeployment,
+    NewVersion,
+    Report,
+)
+from optpipe_api.errors import (
+    DeploymentNotFoundError,
+    KeyReusedError,
+    QueueFullError,
+    StateConflictError,
+)
+from optpipe_api.jobs import JobError
+from optpipe_api.store.database import reading
+from optpipe_api.store.deployments import KEPT_REPORTS
+from optpipe_api.store.tables import measurements
+from tests.api.store.test_jobs import together
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from optpipe_api.deployments import DeploymentRecord
+    from optpipe_api.store.deployments import DeploymentStore
+
+OPTIONS = JobOptions(time_limit_s=5.0, seed=3)
 
 
-class TestSqliteDeployments(DeploymentStoreContract):
-    @pytest.fixture
-    def open_store(self, tmp_path, clock):
-        with ExitStack() as stack:
-            url = f"sqlite:///{tmp_path}/jobs.db"
-            yield lambda: stack.enter_context(closing(open_stores(url, clock))).deployments
+def new(name: str = "run", key: str | None = None, **changes: str) -> NewDeployment:
+    return NewDeployment(
+        name=name,
+        owner=changes.pop("owner", "ann"),
+        problem='{"p": 0}',
+        options=OPTIONS,
+        threshold=0.02,
+        request_hash=f"sha256:{name.encode().hex()}",
+        idempotency_key=key,
+    )
 
 
-@pytest.mark.postgres
-class TestPostgresDeployments(DeploymentStoreContract):
-    @pytest.fixture
-    def open_store(self, postgres_url, clock):
-        with ExitStack() as stack:
-            yield lambda: stack.enter_context(closing(open_stores(postgres_url, clock))).deployments
+def version(ms: float = 10.0, num_seen: int = 1, reason: str = "because") -> NewVersion:
+    return NewVersion(
+        reason=reason,
+        schedule=f'{{"ms": {ms}}}',
+        predicted_ms=ms,
+        problem='{"p": 1}',
+        num_seen=num_seen,
+    )
+
+
+def joined(registered: str, reports: Sequence[str]) -> str:
+    return f"{registered}: {', '.join(reports)}"
+
+
+@pytest.fixture
+def open_store(open_all) -> Callable[[], DeploymentStore]:
+    return lambda: open_all().deployments
+
+
+@pytest.fixture
+def store(stores) -> DeploymentStore:
+    return stores.deployments
+
+
+def add(store: DeploymentStore, *args, **changes) -> DeploymentRecord:
+    return store.add(new(*args, **changes), max_queued=10)[0]
+
+
+def solving(store: DeploymentStore) -> DeploymentRecord:
+    started = store.start(add(store), "1" * 32)
+    assert started is not None
+    return started
+
+
+def published(store: DeploymentStore, ms: float = 10.0) -> DeploymentRecord:
+    found = store.publish(solving(store), version(ms))
+    assert found is not None
+    return found
+
+
+# Registering and reading
+
+
+def test_a_new_deployment_wants_its_first_solve_and_is_read_back_whole(
+    store, open_store, clock
+) -> None:
+    added = add(store, "na\x00me")
+    assert open_store().get(added.id) == added
+    assert (added.job_reason, added.job_id, added.num_solves) == (REGISTERED, None, 1)
+    assert (added.version, added.created_at, added.ended_at) == (0, clock(), None)
+    assert (added.options, added.threshold) == (OPTIONS, 0.02)
+    assert (added.name, added.owner) == ("na\N{REPLACEMENT CHARACTER}me", "ann")
+    assert store.documents(added.id) == Documents(
+        problem='{"p": 0}', measured=None, planned='{"p": 0}'
+    )
+    assert (store.schedule(added.id), store.versions(added.id)) == (None, [])
+
+
+@pytest.mark.parametrize("deployment_id", ["0" * 32, "", "x", "\x00", "é" * 32])
+def test_an_unknown_id_is_refused_everywhere(store, deployment_id: str) -> None:
+    report = Report(version=1, document="")
+    for method in (
+        store.get,
+        store.documents,
+        store.versions,
+        store.schedule,
+        store.end,
+        lambda thing: store.report(thing, report, joined),
+    ):
+        with pytest.raises(DeploymentNotFoundError):
+            method(deployment_id)
+
+
+def test_pages_go_from_newest_to_oldest_for_one_owner_or_all(store) -> None:
+    ids = [add(store, owner=owner).id for owner in ("ann", "bob", "ann")]
+    assert [found.id for found in store.page(10)] == ids[::-1]
+    first = store.page(1, owner="ann")
+    assert [found.id for found in first] == [ids[2]]
+    assert [found.id for found in store.page(9, first[0].position, owner="ann")] == [ids[0]]
+
+
+def test_a_key_makes_one_deployment_for_an_owner(store) -> None:
+    first = add(store, key="k")
+    assert store.add(new(key="k"), max_queued=0) == (first, False)
+    with pytest.raises(KeyReusedError, match="'k'"):
+        add(store, "other", key="k")
+    assert add(store, key="k", owner="bob").id != first.id
+
+
+def test_one_key_from_many_threads_makes_one_deployment(open_store) -> None:
+    found: list[str] = []
+
+    def register(store: DeploymentStore) -> None:
+        found.append(add(store, key="k").id)
+
+    together([partial(register, open_store()) for _ in range(4)])
+    assert len(found) == 4
+    assert len(set(found)) == 1
+
+
+def test_a_full_queue_takes_no_deployment(store) -> None:
+    with pytest.raises(QueueFullError):
+        store.add(new(), max_queued=0)
+    assert store.page(10) == []
+
+
+# Solving and publishing
+
+
+def test_versions_count_up_and_the_newest_is_given(store, clock) -> None:
+    first = published(store)
+    clock.now += 7
+    second = store.publish(first, version(9.0, num_seen=4, reason="better"))
+    assert (second.version, second.num_seen, second.planned_ms) == (2, 4, 9.0)
+    assert store.schedule(first.id) == (2, '{"ms": 9.0}')
+    assert store.documents(first.id).planned == '{"p": 1}'
+    told = [(one.version, one.reason, one.predicted_ms) for one in store.versions(first.id)]
+    assert told == [(1, "because", 10.0), (2, "better", 9.0)]
+    assert [one.created_at for one in store.versions(first.id)] == [clock() - 7, clock()]
+    assert {one.job_id for one in store.versions(first.id)} == {"1" * 32}
+
+
+def test_a_settled_solve_leaves_its_error_and_nothing_to_do(store) -> None:
+    known = solving(store)
+    assert store.pending() == [known.id]
+    error = JobError(code="problem.infeasible", message="too small", needs={"a": 1})
+    settled = store.settle(known, error)
+    assert (settled.job_id, settled.job_reason, settled.error) == (None, None, error)
+    assert store.pending() == []
+
+
+def test_a_judgement_that_wants_a_solve_begins_the_next_one(store) -> None:
+    idle = store.settle(published(store))
+    fine = Judgement(num_reports=2, current_ms=10.5, expected_ms=10.4)
+    judged = store.judge(idle, fine)
+    assert (judged.num_judged, judged.current_ms, judged.expected_ms) == (2, 10.5, 10.4)
+    assert (judged.job_reason, judged.num_solves, judged.planned_ms) == (None, 1, 10.0)
+    wanted = store.judge(judged, replace(fine, reason="drift", problem='{"p": 2}'))
+    assert (wanted.job_reason, wanted.num_solves, wanted.num_seen) == ("drift", 2, 0)
+    assert wanted.planned_ms == 10.5
+    assert store.documents(idle.id).planned == '{"p": 2}'
+    assert store.pending() == [idle.id]
+
+
+def test_a_new_version_is_not_judged_yet(store) -> None:
+    judged = store.judge(
+        published(store), Judgement(num_reports=0, current_ms=2.0, expected_ms=1.0)
+    )
+    assert judged.drift == 1.0
+    assert store.publish(judged, version(9.0)).drift is None
+
+
+def test_who_comes_too_late_changes_nothing(store) -> None:
+    old = add(store)
+    solving = store.start(old, "1" * 32)
+    judgement = Judgement(num_reports=1, current_ms=1.0, expected_ms=1.0, reason="drift")
+    for late in (
+        lambda: store.start(old, "2" * 32),
+        lambda: store.publish(old, version()),
+        lambda: store.settle(old),
+        lambda: store.saw(old, 5),
+        lambda: store.judge(old, judgement),
+    ):
+        assert late() is None
+    assert store.get(old.id) == solving
+    assert store.versions(old.id) == []
+
+
+def test_of_many_servers_one_publishes(open_store) -> None:
+    stores = [open_store() for _ in range(4)]
+    known = solving(stores[0])
+    found: list[DeploymentRecord | None] = []
+    barrier = threading.Barrier(4)
+
+    def publish(store: DeploymentStore) -> None:
+        barrier.wait()
+        found.append(store.publish(known, version()))
+
+    together([partial(publish, store) for store in stores])
+    assert sum(one is not None for one in found) == 1
+    assert [one.version for one in stores[0].versions(known.id)] == [1]
+
+
+def test_an_ended_deployment_refuses_every_change(store, clock) -> None:
+    known = published(store)
+    clock.now += 1
+    ended = store.end(known.id)
+    clock.now += 1
+    assert store.end(known.id) == ended
+    assert (ended.ended_at, ended.job_id) == (clock() - 1, known.job_id)
+    assert store.pending() == []
+    for known_then in (known, ended):
+        assert store.publish(known_then, version()) is None
+        assert store.settle(known_then) is None
+    with pytest.raises(StateConflictError, match="has ended"):
+        store.report(known.id, Report(version=1, document=""), joined)
+    assert store.schedule(known.id) == (1, '{"ms": 10.0}')
+
+
+# Reports
+
+
+def test_reports_make_what_is_measured_and_are_something_to_do(store) -> None:
+    idle = store.settle(published(store))
+    assert store.pending() == []
+    reported = store.report(idle.id, Report(version=1, document="a"), joined)
+    assert (reported.num_reports, reported.num_judged) == (1, 0)
+    assert store.documents(idle.id).measured == '{"p": 0}: a'
+    assert store.pending() == [idle.id]
+    judged = Judgement(num_reports=1, current_ms=1.0, expected_ms=1.0)
+    store.judge(reported, judged)
+    assert store.pending() == []
+
+
+def test_the_newest_reports_count_oldest_first(store) -> None:
+    idle = store.settle(published(store))
+    for number in range(KEPT_REPORTS + 2):
+        store.report(idle.id, Report(version=1, document=str(number)), joined)
+    kept = ", ".join(str(number) for number in range(2, KEPT_REPORTS + 2))
+    assert store.documents(idle.id).measured == f'{{"p": 0}}: {kept}'
+    with reading(store._engine) as connection:
+        found = connection.execute(sa.select(measurements.c.document)).scalars().all()
+    assert len(found) == KEPT_REPORTS
+
+
+def test_step_times_are_averaged_by_version(store) -> None:
+    known = store.publish(published(store), version(9.0))
+    for number, step_ms in ((1, 10.0), (2, 8.0), (1, 13.0), (1, None), (2, 9.0)):
+        report = Report(version=number, document="", step=5, step_ms=step_ms)
+        store.report(known.id, report, joined)
+    told = [(one.measured_ms, one.num_measured) for one in store.versions(known.id)]
+    assert told == [(11.5, 2), (8.5, 2)]
+
+
+@pytest.mark.parametrize("number", [0, 2])
+def test_a_version_that_is_not_is_refused_and_nothing_kept(store, number) -> None:
+    known = published(store)
+    with pytest.raises(StateConflictError, match=rf"version = {number}: .* versions 1 to 1"):
+        store.report(known.id, Report(version=number, document=""), joined)
+    assert store.get(known.id) == known
+
+
+def test_a_report_whose_measuring_fails_is_not_kept(store) -> None:
+    known = published(store)
+
+    def fail(registered: str, reports: Sequence[str]) -> str:
+        raise StateConflictError("no")
+
+    with pytest.raises(StateConflictError):
+        store.report(known.id, Report(version=1, document="", step_ms=1.0), fail)
+    assert store.get(known.id) == known
+    assert store.versions(known.id)[0].num_measured == 0
+
+
+# Retention
+
+
+def test_what_ended_long_ago_is_forgotten_with_all_it_had(store, clock) -> None:
+    ids = [published(store).id for _ in range(3)]
+    for known_id in ids:
+        store.report(known_id, Report(version=1, document="a"), joined)
+    for known_id in ids[:2]:
+        clock.now += 10
+        store.end(known_id)
+    assert store.delete_ended(clock(), limit=5) == 1
+    assert [found.id for found in store.page(10)] == ids[:0:-1]
+    with pytest.raises(DeploymentNotFoundError):
+        store.versions(ids[0])
+    assert store.delete_ended(clock() + 1, limit=5) == 1
+    assert store.delete_ended(clock() + 1, limit=5) == 0

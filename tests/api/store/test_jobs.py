@@ -1,44 +1,357 @@
-"""The store contract over SQLite, and over a real PostgreSQL."""
+"""What the job store must do on every database: the promises of `optpipe_api.store.jobs`."""
 
 from __future__ import annotations
 
-from contextlib import ExitStack, closing
+import json
+import threading
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from optpipe_api.store import open_stores
-from tests.api.store.history_contract import HistoryContract
-from tests.api.store.store_contract import StoreBench, StoreContract
+from optpipe.wire import JobOptions, JobState
+from optpipe_api.errors import JobNotFoundError, KeyReusedError, QueueFullError
+from optpipe_api.jobs import JobError, JobEvent, Lease, NewJob, TracePoint
+from optpipe_api.store import AttemptOutcome
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from optpipe_api.jobs import Claim, JobRecord
+    from optpipe_api.store import JobStore
+    from tests.api.live import Clock
+
+LEASE_S = 10.0
+FINAL = [
+    (JobEvent.SUCCEED, JobState.SUCCEEDED),
+    (JobEvent.PROVE_INFEASIBLE, JobState.INFEASIBLE),
+    (JobEvent.FAIL, JobState.FAILED),
+    (JobEvent.CANCEL, JobState.CANCELLED),
+]
 
 
-class OnSqlite(StoreBench):
-    @pytest.fixture
-    def open_store(self, tmp_path, clock):
-        with ExitStack() as stack:
-            url = f"sqlite:///{tmp_path}/jobs.db"
-            yield lambda: stack.enter_context(closing(open_stores(url, clock))).jobs
+def new(
+    name: str = "a", key: str | None = None, changes: dict[str, Any] | None = None, **options
+) -> NewJob:
+    job = NewJob(
+        name=name,
+        problem_hash=f"sha256:{name.encode().hex()}",
+        objective="makespan",
+        problem=json.dumps({"name": name}),
+        options=JobOptions(**({"time_limit_s": 5.0} | options)),
+        idempotency_key=key,
+    )
+    return replace(job, **(changes or {}))
 
 
-class OnPostgres(StoreBench):
-    @pytest.fixture
-    def open_store(self, postgres_url, clock):
-        with ExitStack() as stack:
-            yield lambda: stack.enter_context(closing(open_stores(postgres_url, clock))).jobs
+def point(objective_ms: float | None = None, bound_ms: float | None = None) -> TracePoint:
+    return TracePoint(seconds=1.0, method="m", objective_ms=objective_ms, bound_ms=bound_ms)
 
 
-class TestSqliteStore(OnSqlite, StoreContract):
-    """A file of one machine."""
+@pytest.fixture
+def open_store(open_all) -> Callable[[], JobStore]:
+    return lambda: open_all().jobs
 
 
-class TestSqliteHistory(OnSqlite, HistoryContract):
-    """A file of one machine."""
+@pytest.fixture
+def store(stores) -> JobStore:
+    return stores.jobs
 
 
-@pytest.mark.postgres
-class TestPostgresStore(OnPostgres, StoreContract):
-    """A server that several share."""
+def add(store: JobStore, *args, **kwargs) -> JobRecord:
+    return store.add(new(*args, **kwargs), max_queued=100)[0]
 
 
-@pytest.mark.postgres
-class TestPostgresHistory(OnPostgres, HistoryContract):
-    """A server that several share."""
+def claimed(store: JobStore, **kwargs) -> Claim:
+    add(store, **kwargs)
+    claim = store.claim("worker", LEASE_S)
+    assert claim is not None
+    return claim
+
+
+# Submitting and reading
+
+
+def test_an_added_job_is_read_back_whole_by_another_server(store, open_store) -> None:
+    job = add(store, "n\x00ame", threads=2, method="greedy")
+    other = open_store()
+    assert other.get(job.id) == job
+    assert other.problem(job.id) == new("n\x00ame").problem
+    assert job.state is JobState.QUEUED
+    assert job.options == JobOptions(time_limit_s=5.0, threads=2, method="greedy")
+    assert (job.has_schedule, job.gap, job.attempt) == (False, None, 0)
+
+
+@pytest.mark.parametrize("job_id", ["0" * 32, "", "x", "\x00", "é" * 32, "0" * 9999])
+def test_an_unknown_id_is_refused_everywhere(store, job_id: str) -> None:
+    for method in (
+        store.get,
+        store.problem,
+        store.model,
+        store.schedule,
+        store.history,
+        store.trace,
+        store.request_cancel,
+        lambda job_id: store.resume(job_id, 1.0, max_time_limit_s=9.0, max_queued=9),
+    ):
+        with pytest.raises(JobNotFoundError):
+            method(job_id)
+
+
+def test_pages_go_from_newest_to_oldest_and_meet_without_a_gap(store) -> None:
+    ids = [add(store).id for _ in range(5)]
+    first = store.page(2)
+    second = store.page(2, first[-1].position)
+    add(store)
+    third = store.page(2, second[-1].position)
+    assert [job.id for job in first + second + third] == ids[::-1]
+
+
+def test_counts_name_every_state(store) -> None:
+    claimed(store)
+    add(store)
+    assert store.counts() == {
+        state: int(state in (JobState.QUEUED, JobState.RUNNING)) for state in JobState
+    }
+
+
+def test_a_full_queue_refuses_and_a_claim_makes_room(store) -> None:
+    store.add(new(), max_queued=1)
+    with pytest.raises(QueueFullError, match="1 jobs are waiting, the limit is 1"):
+        store.add(new(), max_queued=1)
+    store.claim("worker", LEASE_S)
+    store.add(new(), max_queued=1)
+
+
+# Once
+
+
+def test_a_key_makes_one_job_even_when_the_queue_is_full(store) -> None:
+    first, is_new = store.add(new(key="k"), max_queued=1)
+    again, is_new_again = store.add(new(key="k"), max_queued=1)
+    assert (again, is_new, is_new_again) == (first, True, False)
+    assert len(store.page(10)) == 1
+
+
+@pytest.mark.parametrize("other", [new("b", key="k"), new(key="k", seed=1)])
+def test_a_key_refuses_another_request(store, other: NewJob) -> None:
+    add(store, key="k")
+    with pytest.raises(KeyReusedError, match="'k'"):
+        store.add(other, max_queued=100)
+
+
+def test_one_key_from_many_threads_makes_one_job(open_store) -> None:
+    stores = [open_store() for _ in range(4)]
+    found: list[str] = []
+
+    def submit(store: JobStore) -> None:
+        found.append(add(store, key="k").id)
+
+    together([partial(submit, store) for store in stores * 2])
+    assert len(found) == 8
+    assert len(set(found)) == 1
+
+
+# Claims and leases
+
+
+def test_claims_are_first_come_first_served_and_then_none(store) -> None:
+    ids = [add(store, name).id for name in "abc"]
+    claims = [store.claim("worker", LEASE_S) for _ in range(4)]
+    assert [claim and claim.job.id for claim in claims] == [*ids, None]
+    assert claims[0].problem == new("a").problem
+    assert (claims[0].job.state, claims[0].start) == (JobState.RUNNING, None)
+
+
+def test_many_claimers_never_share_a_job(store, open_store) -> None:
+    ids = {add(store).id for _ in range(12)}
+    stores = [open_store() for _ in range(4)]
+    taken: list[str] = []
+
+    def take(other: JobStore) -> None:
+        for _ in range(20):
+            claim = other.claim("worker", LEASE_S)
+            if claim is not None:
+                taken.append(claim.job.id)
+
+    together([partial(take, other) for other in stores])
+    assert len(taken) == 12
+    assert set(taken) == ids
+
+
+def test_a_heartbeat_and_a_record_keep_a_lease(store, clock: Clock) -> None:
+    lease = claimed(store).lease
+    clock.now += LEASE_S - 1
+    assert store.heartbeat(lease, LEASE_S) is not None
+    clock.now += LEASE_S - 1
+    assert store.record(lease, point(bound_ms=1.0), LEASE_S) is not None
+    clock.now += LEASE_S - 1
+    assert store.expire(3) == []
+
+
+def test_a_lapsed_job_starts_again_from_its_incumbent(store, clock: Clock) -> None:
+    old = claimed(store).lease
+    store.record(old, point(7.0, 3.0), LEASE_S, schedule="S")
+    clock.now += LEASE_S + 1
+    (job,) = store.expire(3)
+    assert (job.state, job.deaths, job.spent_s) == (JobState.QUEUED, 1, LEASE_S)
+    claim = store.claim("worker", LEASE_S)
+    assert (claim.start, claim.job.attempt, claim.job.objective_ms) == ("S", 2, 7.0)
+
+
+def test_the_jobs_of_an_owner_that_is_gone_need_not_wait_for_their_lease(store) -> None:
+    for owner in ("gone", "alive"):
+        add(store)
+        store.claim(owner, LEASE_S)
+    (job,) = store.expire(3, lambda owner: owner == "gone")
+    assert (job.state, job.deaths) == (JobState.QUEUED, 1)
+    assert store.counts()[JobState.RUNNING] == 1
+    assert store.claim("worker", LEASE_S).lease == Lease(job.id, "worker", 2)
+
+
+def test_who_lost_a_lease_can_write_nothing_more(store, clock: Clock) -> None:
+    old = claimed(store).lease
+    clock.now += LEASE_S + 1
+    store.expire(3)
+    current = store.claim("worker", LEASE_S).lease
+    assert old.owner == current.owner
+    assert_refuses_writes(store, old)
+    assert store.heartbeat(current, LEASE_S) is not None
+
+
+def test_a_lapsed_lease_nobody_took_can_be_renewed(store, clock: Clock) -> None:
+    lease = claimed(store).lease
+    clock.now += LEASE_S + 1
+    assert store.heartbeat(lease, LEASE_S) is not None
+    assert store.expire(3) == []
+
+
+def test_a_job_that_dies_too_often_fails_with_a_sentence(store, clock: Clock) -> None:
+    add(store)
+    for _ in range(2):
+        lease = store.claim("worker", LEASE_S).lease
+        job = store.requeue(lease, death="its process was ended by SIGKILL", max_attempts=3)
+        assert (job.state, job.error) == (JobState.QUEUED, None)
+    lease = store.claim("worker", LEASE_S).lease
+    store.record(lease, point(7.0), LEASE_S, schedule="S")
+    clock.now += LEASE_S + 1
+    (job,) = store.expire(3)
+    assert (job.state, job.error.code, job.has_schedule) == (JobState.FAILED, "job.died", True)
+    assert "after 3 attempts that died, the last because its server" in job.error.message
+
+
+def test_a_planned_stop_is_not_a_death(store) -> None:
+    add(store)
+    for _ in range(5):
+        job = store.requeue(store.claim("worker", LEASE_S).lease, max_attempts=1)
+        assert (job.state, job.deaths) == (JobState.QUEUED, 0)
+
+
+# The best is kept
+
+
+def test_only_a_schedule_at_least_as_good_replaces_another(store) -> None:
+    claim = claimed(store)
+    for objective_ms, text, kept in [
+        (9.0, "first", "first"),
+        (8.0, "better", "better"),
+        (8.5, "worse", "better"),
+        (8.0, "equal", "equal"),
+    ]:
+        job = store.record(claim.lease, point(objective_ms), LEASE_S, schedule=text)
+        assert store.schedule(job.id).document == kept
+    assert job.objective_ms == 8.0
+    job = store.finish(
+        claim.lease, AttemptOutcome(event=JobEvent.SUCCEED, schedule="last", objective_ms=8.1)
+    )
+    assert (store.schedule(job.id).document, job.objective_ms) == ("equal", 8.0)
+
+
+def test_only_a_higher_bound_replaces_another(store) -> None:
+    lease = claimed(store).lease
+    bounds = [
+        store.record(lease, point(bound_ms=bound), LEASE_S).bound_ms
+        for bound in (2.0, 4.0, 3.0, None)
+    ]
+    assert bounds == [2.0, 4.0, 4.0, 4.0]
+
+
+def test_a_trace_is_kept_in_order_over_attempts(store) -> None:
+    claim = claimed(store)
+    store.record(claim.lease, point(9.0), LEASE_S, schedule="S")
+    store.requeue(claim.lease)
+    store.record(store.claim("other", LEASE_S).lease, point(bound_ms=2.0), LEASE_S)
+    assert store.trace(claim.job.id) == [point(9.0), point(bound_ms=2.0)]
+
+
+# Ends
+
+
+@pytest.mark.parametrize(("event", "state"), FINAL)
+def test_an_end_is_final(store, clock: Clock, event: JobEvent, state: JobState) -> None:
+    claim = claimed(store)
+    error = JobError(code="c", message="why\x00", needs={"devices[0].memory_bytes": 5})
+    job = store.finish(claim.lease, AttemptOutcome(event=event, error=error))
+    assert (job.state, job.finished_at) == (state, clock.now)
+    assert job.error.needs == {"devices[0].memory_bytes": 5}
+    assert_refuses_writes(store, claim.lease)
+    clock.now += LEASE_S * 2
+    assert store.expire(1) == []
+    assert store.request_cancel(job.id) == job == store.get(job.id)
+    assert store.claim("worker", LEASE_S) is None
+
+
+def test_a_queued_job_is_cancelled_at_once(store) -> None:
+    job = store.request_cancel(add(store).id)
+    assert job.state is JobState.CANCELLED
+    assert store.claim("worker", LEASE_S) is None
+
+
+def test_a_running_job_hears_of_its_cancellation_and_keeps_its_best(store) -> None:
+    claim = claimed(store)
+    store.record(claim.lease, point(9.0), LEASE_S, schedule="S")
+    assert store.request_cancel(claim.job.id).state is JobState.RUNNING
+    assert store.heartbeat(claim.lease, LEASE_S).cancel_requested
+    job = store.finish(claim.lease, AttemptOutcome(event=JobEvent.CANCEL))
+    assert (job.state, store.schedule(job.id).document) == (JobState.CANCELLED, "S")
+
+
+@pytest.mark.parametrize("how", ["expire", "requeue"])
+def test_a_cancelled_job_is_not_started_again(store, clock: Clock, how: str) -> None:
+    claim = claimed(store)
+    store.request_cancel(claim.job.id)
+    clock.now += LEASE_S + 1
+    job = store.requeue(claim.lease) if how == "requeue" else store.expire(3)[0]
+    assert job.state is JobState.CANCELLED
+
+
+def assert_refuses_writes(store: JobStore, lease) -> None:
+    before = store.get(lease.job_id)
+    assert store.heartbeat(lease, LEASE_S) is None
+    assert store.record(lease, point(0.1, 0.1), LEASE_S, schedule="late") is None
+    assert store.finish(lease, AttemptOutcome(event=JobEvent.SUCCEED, schedule="late")) is None
+    assert store.requeue(lease) is None
+    assert store.get(lease.job_id) == before
+    stored = store.schedule(lease.job_id)
+    assert stored is None or stored.document != "late"
+
+
+def together(steps: list[Callable[[], object]]) -> None:
+    """Run steps in threads that start at the same moment; all must end well."""
+    barrier = threading.Barrier(len(steps))
+    failures: list[BaseException] = []
+
+    def run(step: Callable[[], object]) -> None:
+        barrier.wait()
+        try:
+            step()
+        except BaseException as error:  # noqa: BLE001 - asserted below
+            failures.append(error)
+
+    threads = [threading.Thread(target=run, args=(step,)) for step in steps]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []

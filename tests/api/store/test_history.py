@@ -1,0 +1,409 @@
+"""More promises of `optpipe_api.store.jobs`: births, history, more time, finding jobs."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from optpipe.errors import InputError
+from optpipe.wire import Cache, EventKind, JobKind, JobState
+from optpipe_api.errors import (
+    JobNotFoundError,
+    KeyReusedError,
+    QueueFullError,
+    StateConflictError,
+    TooManyJobsError,
+)
+from optpipe_api.jobs import AttemptOutcome, JobError, JobEvent, JobStart, Standing, StoredSchedule
+from tests.api.store.test_jobs import FINAL, LEASE_S, add, claimed, new, point, store
+
+__all__ = ["store"]
+
+MOST_S = 100.0
+
+
+def history_of(store, job_id: str, after: int = 0) -> list[Any]:
+    """What a history says, in short: states and sentences, objectives, bounds."""
+    short = {
+        EventKind.STATE: lambda entry: entry.text,
+        EventKind.LOG: lambda entry: entry.text,
+        EventKind.INCUMBENT: lambda entry: (entry.objective_ms, entry.bound_ms),
+        EventKind.BOUND: lambda entry: entry.bound_ms,
+    }
+    return [short[entry.kind](entry) for entry in store.history(job_id, after)]
+
+
+def finished(store, event=JobEvent.SUCCEED, bound_ms=1.0, **kwargs):
+    """A job that found a schedule of 9 ms and ended."""
+    claim = claimed(store, **kwargs)
+    store.record(claim.lease, point(9.0, bound_ms), LEASE_S, schedule="S")
+    return store.finish(claim.lease, AttemptOutcome(event=event))
+
+
+# Births
+
+
+def test_everything_a_job_is_made_of_is_read_back(store) -> None:
+    changes = {
+        "owner": "ci",
+        "priority": -7,
+        "tags": ("b", "a/1", "b"),
+        "shape_hash": "sha256:s",
+        "source_id": "1" * 32,
+        "batch_id": "2" * 32,
+        "batch_index": 3,
+        "deployment_id": "4" * 32,
+    }
+    job = add(store, changes=changes, cache="refresh", chunks=(1, 2))
+    assert store.get(job.id) == job
+    assert {name: getattr(job, name) for name in changes} == changes | {"tags": ("a/1", "b")}
+    assert (job.options.cache, job.options.chunks) == ("refresh", (1, 2))
+    assert (job.kind, job.cache, store.model(job.id)) == (JobKind.SOLVE, Cache.MISS, None)
+
+
+def test_a_plan_has_a_model_and_gets_its_problem_with_its_schedule(store) -> None:
+    plan = {"kind": JobKind.PLAN, "model": "M", "problem": None}
+    claim = claimed(store, changes=plan)
+    assert (claim.job.kind, claim.model, claim.problem) == (JobKind.PLAN, "M", None)
+    assert (store.model(claim.job.id), store.problem(claim.job.id)) == ("M", None)
+    store.record(claim.lease, point(9.0), LEASE_S, schedule="S9", problem="P9")
+    store.record(claim.lease, point(9.5), LEASE_S, schedule="S9.5", problem="P9.5")
+    assert store.problem(claim.job.id) == "P9"
+    outcome = AttemptOutcome(
+        event=JobEvent.SUCCEED, schedule="S8", objective_ms=8.0, problem="P8", method="plan"
+    )
+    job = store.finish(claim.lease, outcome)
+    assert (store.problem(job.id), store.schedule(job.id).document) == ("P8", "S8")
+    assert store.trace(job.id)[-1].method == "plan"
+
+
+def test_a_job_with_a_start_has_a_schedule_from_its_birth(store) -> None:
+    start = JobStart(schedule="S", objective_ms=7.0, method="zb")
+    near = {"start": start, "cache": Cache.NEAR, "source_id": "1" * 32}
+    job = add(store, changes=near)
+    assert (job.state, job.cache, job.objective_ms) == (JobState.QUEUED, Cache.NEAR, 7.0)
+    assert store.schedule(job.id) == StoredSchedule(document="S", number=1)
+    queued, sentence, incumbent = history_of(store, job.id)
+    assert (queued, incumbent) == ("queued", (7.0, None))
+    assert "1" * 32 in sentence
+    assert store.claim("worker", LEASE_S).start == "S"
+
+
+@pytest.mark.parametrize(
+    ("outcome", "state", "told"),
+    [
+        (
+            AttemptOutcome(event=JobEvent.SUCCEED, schedule="S", objective_ms=7.0, bound_ms=6.0),
+            JobState.SUCCEEDED,
+            [(7.0, 6.0), "succeeded"],
+        ),
+        (
+            AttemptOutcome(
+                event=JobEvent.PROVE_INFEASIBLE,
+                error=JobError(code="problem.infeasible", message="why", needs={"d": 5}),
+            ),
+            JobState.INFEASIBLE,
+            ["infeasible"],
+        ),
+    ],
+)
+def test_a_job_that_is_answered_at_once_is_born_finished(
+    store, clock, outcome: AttemptOutcome, state: JobState, told: list[object]
+) -> None:
+    changes = {"finished": outcome, "cache": Cache.HIT, "source_id": "1" * 32}
+    job, is_new = store.add(new(changes=changes), max_queued=0)
+    assert (job.state, is_new, job.finished_at) == (state, True, clock.now)
+    assert (job.objective_ms, job.bound_ms) == (outcome.objective_ms, outcome.bound_ms)
+    assert job.error == outcome.error
+    assert history_of(store, job.id) == told
+    assert store.claim("worker", LEASE_S) is None
+    assert store.get(job.id) == job
+
+
+# Once, for each owner
+
+
+def test_keys_of_different_owners_never_meet(store) -> None:
+    ours = add(store, key="k", changes={"owner": "a"})
+    theirs = add(store, key="k", changes={"owner": "b"})
+    assert ours.id != theirs.id
+    # An owner's name cannot be moved into the key.
+    assert add(store, key="b\0k").id not in (ours.id, theirs.id)
+
+
+@pytest.mark.parametrize("change", [{"tags": ("x",)}, {"priority": 1}])
+def test_tags_and_priority_are_part_of_a_request(store, change) -> None:
+    add(store, key="k")
+    with pytest.raises(KeyReusedError):
+        add(store, key="k", changes=change)
+
+
+def test_a_key_still_names_its_job_when_that_was_given_more_time(store) -> None:
+    job = finished(store, key="k")
+    for seconds in (0.7, 0.1):
+        store.resume(job.id, seconds, max_time_limit_s=MOST_S, max_queued=9)
+        store.request_cancel(job.id)
+    again = add(store, key="k")
+    assert (again.id, again.options.time_limit_s) == (job.id, 5.0 + 0.7 + 0.1)
+    with pytest.raises(KeyReusedError):
+        add(store, key="k", time_limit_s=5.8)
+
+
+# The queue
+
+
+def test_higher_priorities_are_taken_first_and_then_first_come(store) -> None:
+    ids = [add(store, changes={"priority": priority}).id for priority in (0, -100, 7, 0, 7)]
+    taken = [store.claim("worker", LEASE_S).job.id for _ in ids]
+    assert taken == [ids[index] for index in (2, 4, 0, 3, 1)]
+
+
+# History
+
+
+def test_a_standing_moves_with_all_that_happens_and_only_then(store) -> None:
+    ids = [add(store, str(number)).id for number in range(2)]
+    seen = [store.standings(ids)]
+
+    def step(happens) -> None:
+        happens()
+        seen.append(store.standings(ids))
+        changed = [job_id for job_id in ids if seen[-1][job_id] != seen[-2][job_id]]
+        assert changed == ids[:1]
+        assert seen[-1][ids[0]].last_entry == store.history(ids[0])[-1].number
+
+    claims = []
+    step(lambda: claims.append(store.claim("worker", LEASE_S)))
+    (claim,) = claims
+    step(lambda: store.record(claim.lease, point(9.0), LEASE_S, schedule="S"))
+    step(lambda: store.record(claim.lease, point(None, 1.0), LEASE_S))
+    store.heartbeat(claim.lease, LEASE_S)
+    assert store.standings(ids) == seen[-1]
+    step(lambda: store.requeue(claim.lease, death="it died", max_attempts=9))
+    step(lambda: store.request_cancel(ids[0]))
+    last = store.history(ids[0])[-1].number
+    assert seen[-1][ids[0]] == Standing(
+        store.get(ids[0]).owner, JobState.CANCELLED, num_schedules=1, last_entry=last
+    )
+
+
+def test_standings_of_many_jobs_and_of_unknown_ones_are_asked_for_at_once(store) -> None:
+    known = add(store).id
+    unknown = [f"{number:032x}" for number in range(2500)]
+    # One that the database would refuse is not the fault of the others.
+    assert list(store.standings([*unknown, "\0", known, "", "x" * 9999, "\ud800"])) == [known]
+    assert store.standings([]) == {}
+
+
+def test_a_history_tells_all_that_happened_in_order(store, clock) -> None:
+    claim = claimed(store)
+    store.record(claim.lease, point(9.0), LEASE_S, schedule="S9")
+    store.record(claim.lease, point(bound_ms=2.0), LEASE_S)
+    store.requeue(claim.lease, death="its process\x00 died", max_attempts=3)
+    claim = store.claim("worker", LEASE_S)
+    store.record(claim.lease, point(8.0, 2.0), LEASE_S, schedule="S8")
+    store.finish(
+        claim.lease, AttemptOutcome(event=JobEvent.SUCCEED, schedule="S7", objective_ms=7.0)
+    )
+    *most, sentence, queued, running, better, best, end = history_of(store, claim.job.id)
+    assert most == ["queued", "running", (9.0, None), 2.0]
+    assert "attempt 1: its process\N{REPLACEMENT CHARACTER} died" in sentence
+    assert (queued, running, better, best) == ("queued", "running", (8.0, 2.0), (7.0, 2.0))
+    assert end == "succeeded"
+    entries = store.history(claim.job.id)
+    assert [entry.is_final for entry in entries] == [False] * 9 + [True]
+    assert {entry.at for entry in entries} == {clock.now}
+
+
+def test_reading_on_misses_nothing_and_doubles_nothing(store) -> None:
+    claim = claimed(store)
+    other = claimed(store)
+    found, after = [], 0
+    for step in range(6):
+        store.record(claim.lease, point(9.0 - step), LEASE_S, schedule="S")
+        store.record(other.lease, point(9.0 - step), LEASE_S, schedule="S")
+        part = store.history(claim.job.id, after, limit=1 + step % 2)
+        found += part
+        after = part[-1].number
+    found += store.history(claim.job.id, after)
+    assert found == store.history(claim.job.id)
+    assert store.history(claim.job.id, found[-1].number) == []
+    numbers = [entry.number for entry in found]
+    assert numbers == sorted(set(numbers))
+
+
+def test_only_what_improved_is_told(store) -> None:
+    claim = claimed(store)
+    for objective_ms, bound_ms in [(9.0, 2.0), (9.5, 1.0), (9.0, 2.0), (8.0, 1.0)]:
+        store.record(claim.lease, point(objective_ms, bound_ms), LEASE_S, schedule="S")
+    assert history_of(store, claim.job.id)[2:] == [(9.0, 2.0), (8.0, 2.0)]
+
+
+def test_each_schedule_that_is_stored_has_the_next_number(store) -> None:
+    claim = claimed(store)
+    numbers = []
+    for objective_ms in (9.0, 9.5, 9.0, 8.0):
+        job = store.record(claim.lease, point(objective_ms), LEASE_S, schedule="S")
+        numbers.append((store.schedule(job.id).number, job.num_schedules))
+    assert numbers == [(1, 1), (1, 1), (2, 2), (3, 3)]
+
+
+@pytest.mark.parametrize(("event", "state"), FINAL)
+def test_the_last_entry_is_the_end(store, event: JobEvent, state: JobState) -> None:
+    job = finished(store, event)
+    assert history_of(store, job.id)[-1] == state.value
+
+
+# More time
+
+
+@pytest.mark.parametrize("event", [JobEvent.SUCCEED, JobEvent.FAIL, JobEvent.CANCEL])
+def test_more_time_queues_a_job_again_as_it_stands(store, clock, event) -> None:
+    claim = claimed(store)
+    store.record(claim.lease, point(9.0, 1.0), LEASE_S, schedule="S")
+    clock.now += 3
+    error = JobError(code="c", message="m")
+    store.finish(claim.lease, AttemptOutcome(event=event, error=error))
+    seen = store.history(claim.job.id)[-1].number
+    job = store.resume(claim.job.id, 2.5, max_time_limit_s=MOST_S, max_queued=9)
+    assert (job.state, job.finished_at, job.error) == (JobState.QUEUED, None, None)
+    assert (job.options.time_limit_s, job.spent_s, job.deaths) == (7.5, 3.0, 0)
+    assert (job.objective_ms, job.bound_ms) == (9.0, 1.0)
+    sentence, queued = history_of(store, job.id, seen)
+    assert (sentence, queued) == ("resumed with 2.5 s more", "queued")
+    again = store.claim("other", LEASE_S)
+    assert (again.start, again.job.attempt) == ("S", 2)
+    assert store.finish(claim.lease, AttemptOutcome(event=event)) is None
+    ended = store.finish(again.lease, AttemptOutcome(event=JobEvent.SUCCEED))
+    assert ended.state is JobState.SUCCEEDED
+
+
+def test_time_that_a_job_overran_is_not_taken_from_its_new_time(store, clock) -> None:
+    claim = claimed(store)
+    clock.now += 7
+    store.finish(claim.lease, AttemptOutcome(event=JobEvent.FAIL))
+    job = store.resume(claim.job.id, 2.0, max_time_limit_s=MOST_S, max_queued=9)
+    assert job.options.time_limit_s - job.spent_s == 2.0
+
+
+def test_a_cancelled_job_can_be_resumed_and_cancelled_again(store) -> None:
+    claim = claimed(store)
+    store.request_cancel(claim.job.id)
+    store.finish(claim.lease, AttemptOutcome(event=JobEvent.CANCEL))
+    assert not store.resume(
+        claim.job.id, 1.0, max_time_limit_s=MOST_S, max_queued=9
+    ).cancel_requested
+    assert store.request_cancel(claim.job.id).state is JobState.CANCELLED
+
+
+def test_more_time_is_refused_where_it_changes_nothing(store) -> None:
+    optimal = finished(store, bound_ms=9.0)
+    infeasible = finished(store, JobEvent.PROVE_INFEASIBLE)
+    queued = add(store)
+    for job, why in (
+        (optimal, "proven optimal"),
+        (infeasible, "proven infeasible"),
+        (queued, "is queued"),
+    ):
+        with pytest.raises(StateConflictError, match=why):
+            store.resume(job.id, 1.0, max_time_limit_s=MOST_S, max_queued=9)
+        assert store.get(job.id) == job
+
+
+def test_more_time_ends_at_the_limit_of_the_service(store) -> None:
+    job = finished(store)
+    with pytest.raises(InputError, match=r"would get 8\.0 s, more than 7\.0"):
+        store.resume(job.id, 3.0, max_time_limit_s=7.0, max_queued=9)
+    assert store.get(job.id) == job
+
+
+def test_more_time_waits_in_the_same_queue_as_new_jobs(store) -> None:
+    job = finished(store, changes={"owner": "a"})
+    waiting = add(store, changes={"owner": "a"})
+    limits = {"max_time_limit_s": MOST_S, "max_queued": 9, "max_of_owner": 9}
+    for full, error in (
+        ({"max_queued": 1}, QueueFullError),
+        ({"max_of_owner": 1}, TooManyJobsError),
+    ):
+        with pytest.raises(error):
+            store.resume(job.id, 1.0, **(limits | full))
+        with pytest.raises(StateConflictError):
+            store.resume(waiting.id, 1.0, **(limits | full))
+    assert store.get(job.id) == job
+    assert store.resume(job.id, 1.0, **limits).state is JobState.QUEUED
+
+
+# Finding
+
+
+def test_pages_hold_only_what_is_asked_for(store) -> None:
+    batch = "2" * 32
+    mine = add(store, changes={"owner": "a", "tags": ("x", "y"), "batch_id": batch})
+    add(store, changes={"owner": "b", "tags": ("x",)})
+    store.request_cancel(add(store, changes={"owner": "a"}).id)
+    assert store.page(9, owner="a", state=JobState.QUEUED) == [mine]
+    assert store.page(9, owner="a", tag="x") == [mine]
+    assert store.page(9, batch_id=batch) == [mine]
+    assert len(store.page(9, tag="x")) == 2
+    assert len(store.page(9, owner="a")) == 2
+    assert store.page(9, tag="none") == store.page(9, mine.position) == []
+
+
+def test_the_same_are_answered_jobs_of_one_owner_newest_first(store) -> None:
+    older, newer = (finished(store).id for _ in range(2))
+    infeasible = finished(store, JobEvent.PROVE_INFEASIBLE).id
+    finished(store, JobEvent.FAIL)
+    finished(store, JobEvent.CANCEL)
+    finished(store, name="other")
+    finished(store, changes={"owner": "b"})
+    finished(store, changes={"kind": JobKind.PLAN})
+    claimed(store)
+    key = new().problem_hash
+    found = store.same(key, kind=JobKind.SOLVE, owner="", limit=9)
+    assert [job.id for job in found] == [infeasible, newer, older]
+    assert len(store.same(key, kind=JobKind.SOLVE, owner="", limit=2)) == 2
+
+
+def test_the_alike_have_ended_with_a_schedule(store) -> None:
+    shape = {"shape_hash": "sha256:s"}
+    ended = [
+        finished(store, event, changes=shape).id
+        for event in (JobEvent.SUCCEED, JobEvent.FAIL, JobEvent.CANCEL)
+    ]
+    finished(store)
+    finished(store, changes=shape | {"owner": "b"})
+    claim = claimed(store, changes=shape)
+    store.finish(claim.lease, AttemptOutcome(event=JobEvent.FAIL))
+    add(store, changes=shape)
+    assert [job.id for job in store.alike("sha256:s", owner="", limit=9)] == ended[::-1]
+
+
+# Forgetting
+
+
+def test_what_ended_long_ago_is_forgotten_whole_and_nothing_else(store, clock) -> None:
+    old = [finished(store, changes={"tags": ("x",)}).id for _ in range(3)]
+    running = claimed(store).job
+    clock.now += 10
+    recent = finished(store)
+    queued = add(store)
+    assert store.delete_finished(clock.now - 5, limit=2) == 2
+    assert store.delete_finished(clock.now - 5) == 1
+    assert store.delete_finished(clock.now - 5) == 0
+    for job_id in old:
+        with pytest.raises(JobNotFoundError):
+            store.get(job_id)
+    left = {job.id for job in store.page(9)}
+    assert left == {running.id, queued.id, recent.id}
+    assert store.page(9, tag="x") == []
+    assert store.schedule(recent.id).document == "S"
+
+
+def test_a_forgotten_key_makes_a_new_job(store, clock) -> None:
+    old = finished(store, key="k")
+    clock.now += 10
+    store.delete_finished(clock.now)
+    assert add(store, key="k").id != old.id
+    assert json.loads(store.problem(add(store, key="k").id)) == {"name": "a"}

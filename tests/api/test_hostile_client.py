@@ -1,0 +1,304 @@
+"""What a hostile client finds: no secrets, no way around a browser, no way to hold everything."""
+
+from __future__ import annotations
+
+import json
+import select
+import socket
+import threading
+import time
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+import sqlalchemy as sa
+
+from optpipe.wire import JobState
+from optpipe_api import Settings, server
+from optpipe_api.access import Role
+from optpipe_api.errors import StoreUnavailableError
+from optpipe_api.server import Protocol
+from optpipe_api.store import open_stores
+from tests.api import live
+from tests.api.live import connected, make_settings, running, two_stages
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+
+@pytest.fixture(scope="module")
+def http(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+    """A server on loopback that asks for no keys, as `optpipe serve` starts it."""
+    with connected(make_settings(tmp_path_factory.mktemp("server"))) as client:
+        yield client
+
+
+# --- Nothing of the inside is told
+
+
+def test_what_the_driver_says_of_the_database_stays_in_the_log(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Neither where it is nor why it does not answer; a request and `/readyz` alike."""
+    settings = make_settings(tmp_path)
+    with running(settings) as (url, app), httpx.Client(base_url=url, timeout=120) as http:
+        app.state.service._stores.engine.dispose()
+        for path in tmp_path.glob("jobs.db*"):
+            path.unlink()
+        (tmp_path / "jobs.db").write_text("no database " * 1000, "utf-8")
+        for answer in (http.get("/readyz"), http.get("/v1/jobs/" + "0" * 32)):
+            assert (answer.status_code, answer.json()["code"]) == (503, "store.unavailable")
+            assert int(answer.headers["retry-after"]) > 0
+            for inside in (str(tmp_path), "sqlite", "jobs.db", "not a database", "deleted"):
+                assert inside not in answer.text
+    assert f"{tmp_path}/jobs.db does not answer" in capsys.readouterr().out.replace("\n", "")
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "postgresql://user:hunter2@127.0.0.1:1/db",
+        "postgresql://user@127.0.0.1:1/db?password=hunter2",
+        "postgresql://user@127.0.0.1:1/db?sslpassword=hunter2&connect_timeout=1",
+        "postgresql://user:hunter2@127.0.0.1:1/db?hunter2=1",
+        "mysql://user@host/db?passwd=hunter2",
+    ],
+)
+def test_no_form_of_a_url_shows_its_password(url: str) -> None:
+    """Not even to whoever runs the server, who may paste the message somewhere."""
+    with pytest.raises(Exception, match="database") as caught:
+        open_stores(url)
+    if "?hunter2=" not in url:
+        assert "hunter2" not in str(caught.value)
+    assert "user:hunter2" not in str(caught.value)
+
+
+# --- Ready is who can write
+
+
+def test_a_database_that_takes_nothing_is_not_ready(tmp_path: Path) -> None:
+    """A full disk, and a file that was deleted: reading works on in both."""
+    settings = make_settings(tmp_path)
+    with running(settings) as (url, app), httpx.Client(base_url=url, timeout=120) as http:
+        assert http.get("/readyz").status_code == 200
+        stores = app.state.service._stores
+        stores.probe()
+        (tmp_path / "jobs.db").rename(tmp_path / "other.db")
+        with pytest.raises(StoreUnavailableError, match="deleted or replaced"):
+            stores.probe()
+        app.state.service._counted_at = 0.0
+        assert http.get("/readyz").json()["code"] == "store.unavailable"
+        (tmp_path / "other.db").rename(tmp_path / "jobs.db")
+        for answer, status in (("ON", 503), ("OFF", 200)):
+
+            def refuse(connection: Any, *_: object, answer: str = answer) -> None:
+                connection.execute(f"PRAGMA query_only = {answer}")
+
+            sa.event.listen(stores.engine, "checkout", refuse)
+            app.state.service._counted_at = 0.0
+            assert http.get("/readyz").status_code == status
+            sa.event.remove(stores.engine, "checkout", refuse)
+
+
+# --- A browser on this machine shows the attacker's page
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:8000", "localhost.evil.example", ""]
+)
+def test_a_name_that_was_bound_anew_reads_nothing(http: httpx.Client, host: str) -> None:
+    """DNS rebinding: the page's own name now leads to this machine."""
+    for path in ("/v1/jobs", "/v1/presets", "/readyz", "/"):
+        answer = http.get(path, headers={"Host": host})
+        assert (answer.status_code, answer.json()["code"]) == (403, "request.other_site"), path
+    body = {"problem": two_stages()}
+    assert http.post("/v1/jobs", json=body, headers={"Host": host}).status_code == 403
+
+
+@pytest.mark.parametrize("host", ["localhost", "LOCALHOST.:81", "127.0.0.1:9", "[::1]:8000"])
+def test_this_machine_s_own_names_are_answered(http: httpx.Client, host: str) -> None:
+    assert http.get("/v1/jobs", headers={"Host": host}).status_code == 200
+
+
+def test_others_are_named_in_the_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPTPIPE_ALLOWED_HOSTS", "Plans.example, localhost")
+    with connected(make_settings(tmp_path)) as http:
+        assert http.get("/v1/jobs", headers={"Host": "plans.example:80"}).status_code == 200
+        answer = http.get("/v1/jobs")
+        assert answer.status_code == 403
+        assert "OPTPIPE_ALLOWED_HOSTS" in answer.json()["detail"]
+    assert Settings(host="0.0.0.0").hosts == frozenset({"plans.example", "localhost"})
+    monkeypatch.delenv("OPTPIPE_ALLOWED_HOSTS")
+    assert Settings(host="0.0.0.0").hosts is None
+    assert Settings(require_keys=True).hosts is None
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Sec-Fetch-Site": "cross-site", "Origin": "https://evil.example"},
+        {"Sec-Fetch-Site": "same-site"},
+        {"Origin": "https://evil.example"},
+        {"Origin": "null"},
+    ],
+)
+def test_a_post_without_a_body_from_another_site_is_refused(
+    http: httpx.Client, headers: dict[str, str]
+) -> None:
+    """It needs no leave of ours, as one with JSON does: a form can send it."""
+    job = http.post("/v1/jobs", json={"problem": two_stages("improve:1:60")}).json()
+    for method, path in (("POST", "retry"), ("POST", "resume"), ("DELETE", "")):
+        answer = http.request(method, f"/v1/jobs/{job['id']}/{path}".rstrip("/"), headers=headers)
+        assert (answer.status_code, answer.json()["code"]) == (403, "request.other_site")
+    assert http.get(f"/v1/jobs/{job['id']}").json()["state"] in ("queued", "running")
+    ours = {"Sec-Fetch-Site": "same-origin", "Origin": str(http.base_url).rstrip("/")}
+    assert http.delete(f"/v1/jobs/{job['id']}", headers=ours).status_code < 300
+
+
+# --- Half of a request, and then nothing
+
+
+def test_whoever_sends_half_of_a_request_loses_the_connection(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of its headers, its body, or the next one's headers; who is slow, but in time, is served."""
+    monkeypatch.setattr(Protocol, "HEADERS_S", 3.0)
+    monkeypatch.setattr(Protocol, "BODY_S", 4.0)
+    head = b"POST /v1/jobs HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    whole = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    beginnings = [b"", b"GET /hea", head, head + b"Content-Length: 100\r\n\r\n{"]
+    with running(make_settings(tmp_path)) as (url, _), httpx.Client(base_url=url) as http:
+        address = (http.base_url.host, http.base_url.port)
+        with ExitStack() as stack:
+            halves = [stack.enter_context(socket.create_connection(address)) for _ in beginnings]
+            for half, text in zip(halves, beginnings, strict=True):
+                half.sendall(text)
+            kept = stack.enter_context(socket.create_connection(address))
+            kept.sendall(whole)
+            assert kept.recv(4096).startswith(b"HTTP/1.1 200")
+            kept.sendall(whole[:20])
+            slow = stack.enter_context(socket.create_connection(address))
+            for part in (whole[:20], whole[20:]):
+                slow.sendall(part)
+                time.sleep(0.2)
+            assert slow.recv(4096).startswith(b"HTTP/1.1 200")
+            for half in (*halves, kept):
+                half.settimeout(60)
+                assert ends(half)
+        assert http.get("/healthz").status_code == 200
+
+
+def ends(connection: socket.socket) -> bool:
+    """Whether the server ends it without an answer."""
+    try:
+        return connection.recv(4096) == b""
+    except ConnectionResetError:
+        return True
+
+
+def test_more_connections_than_files_are_refused_and_the_server_lives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that are there are served on; and new ones as soon as the others are gone."""
+    config = server.server_config
+    monkeypatch.setattr(live, "server_config", lambda app, settings: capped(config(app, settings)))
+    with running(make_settings(tmp_path)) as (url, _), httpx.Client(base_url=url) as http:
+        address = (http.base_url.host, http.base_url.port)
+        assert http.get("/healthz").status_code == 200
+        with ExitStack() as stack:
+            many = [stack.enter_context(socket.create_connection(address)) for _ in range(40)]
+            for connection in many[20:]:
+                connection.settimeout(60)
+                assert ends(connection)
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            try:
+                assert httpx.get(f"{url}/healthz").status_code == 200
+                break
+            except httpx.TransportError:
+                time.sleep(0.05)
+        else:
+            pytest.fail("the server does not come back")
+
+
+def capped(config: Any) -> Any:
+    """A server that may hold twenty connections."""
+    config.limit_concurrency = 20
+    return config
+
+
+def test_bodies_that_never_end_are_held_within_a_budget(tmp_path: Path) -> None:
+    """A dozen large uploads stop in their middle; a small one is served, and then a large one."""
+    settings = make_settings(tmp_path, max_body_bytes=1024**2, max_cells=500_000)
+    with running(settings) as (url, app), httpx.Client(base_url=url, timeout=120) as http:
+        address = (http.base_url.host, http.base_url.port)
+        head = b"POST /v1/jobs HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        part = head + b"Content-Length: 1000000\r\n\r\n" + b" " * 900_000
+        unread = app.state.unread
+        with ExitStack() as stack:
+            stalled = [stack.enter_context(socket.create_connection(address)) for _ in range(12)]
+            for connection in stalled:
+                connection.sendall(part)
+            answers = select.select(stalled, [], [], 60)[0]
+            assert all(found.recv(4096).startswith(b"HTTP/1.1 429") for found in answers)
+            assert unread._num_bytes < 10 * 1024**2
+            assert http.post("/v1/jobs", json={"problem": two_stages()}).status_code == 202
+        until(lambda: unread._num_bytes == 0 == unread._num_bodies)
+        large = json.dumps({"problem": two_stages()}).encode() + b" " * 900_000
+        headers = {"Content-Type": "application/json"}
+        assert http.post("/v1/jobs", content=large, headers=headers).status_code == 202
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_revoked_key_hears_no_more_of_a_stream_and_waits_no_longer(tmp_path: Path) -> None:
+    """Within seconds, in the middle of it: what it follows would go on for a minute."""
+    settings = make_settings(tmp_path, require_keys=True)
+    stores = open_stores(settings.database_url)
+    _, text = stores.keys.create("ci", Role.SUBMIT)
+    with connected(settings) as http:
+        http.headers["Authorization"] = f"Bearer {text}"
+        body = {"problem": two_stages("improve:1:60")}
+        job = http.post("/v1/jobs", json=body).json()
+        path = f"/v1/jobs/{job['id']}"
+        waiting: list[httpx.Response] = []
+        thread = threading.Thread(
+            target=lambda: waiting.append(http.post("/v1/jobs", json=body, params={"wait": 50})),
+            daemon=True,
+        )
+        with http.stream("GET", f"{path}/events") as events:
+            lines = events.iter_lines()
+            next(lines)
+            thread.start()
+            time.sleep(0.2)
+            stores.keys.revoke("ci")
+            with pytest.raises(httpx.RemoteProtocolError):
+                list(lines)
+        thread.join(60)
+        assert [answer.status_code for answer in waiting] == [401]
+        assert stores.jobs.get(job["id"]).state is JobState.RUNNING
+    stores.close()
+
+
+# --- What the document says
+
+
+def test_the_document_names_operations_readably_and_knows_of_keys(http: httpx.Client) -> None:
+    """Generated clients have methods called `jobs_submit`, not `submit_v1_jobs_post`."""
+    document = http.get("/openapi.json").json()
+    operations = [
+        operation for methods in document["paths"].values() for operation in methods.values()
+    ]
+    names = [operation["operationId"] for operation in operations]
+    assert len(set(names)) == len(names)
+    assert "jobs_submit" in names
+    assert not [name for name in names if "v1" in name or "__" in name]
+    assert document["components"]["securitySchemes"]["key"]["scheme"] == "bearer"
+    assert document["security"] == [{}, {"key": []}]
