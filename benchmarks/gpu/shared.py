@@ -1,6 +1,8 @@
-"""One of four ranks that share a card: ``ada-offload-p4-m8.csv``, beside one process.
+"""Part (d): four ranks on one card run a real schedule; their losses are those of one process.
 
-What goes between the ranks is staged through host memory (`benchmarks.gpu.staged`).
+NCCL refuses two ranks on one card and gloo takes no device memory, so what is sent is copied to
+the host first, and what is received is copied to the card when somebody waits for it. Not a
+measure of speed.
 """
 
 from __future__ import annotations
@@ -8,31 +10,37 @@ from __future__ import annotations
 import json
 import os
 import sys
+import tempfile
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.distributed.pipelining import schedules
 
-from benchmarks.gpu.one_rank import MICROBATCHES, SCHEDULE
-from benchmarks.gpu.shared_card import RANKS
-from benchmarks.gpu.staged import through_the_host
+from benchmarks.gpu.alone import MICROBATCHES, SCHEDULE
 from optpipe import Device, Problem, Provenance, Stage, evaluate, load_csv
 from optpipe.runtime import PipelineRunner
 from optpipe.runtime.demo_model import (
     RENDEZVOUS_VARIABLE,
     ModelConfig,
     chain,
+    launch_ranks,
     make_stages,
     random_tokens,
     token_loss,
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch import Tensor
 
     from optpipe import Schedule
 
+RANKS = 4
 STEPS = 3
 REAL = ModelConfig(vocabulary=8192, hidden=512, heads=8, sequence=256, dtype=torch.float32)
 TINY = ModelConfig(vocabulary=37, hidden=16, heads=2, sequence=8, dtype=torch.float32)
@@ -40,9 +48,20 @@ TOLERANCE = 1e-4
 """Of a loss, relative: single precision, sums in another order."""
 
 
+def shared_card(name: str, *, tiny: bool) -> list[dict[str, Any]]:
+    """Start the ranks, each a process of its own, and return one row."""
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "row.json"
+        arguments = [name, "tiny" if tiny else "real", str(result)]
+        code = launch_ranks("benchmarks.gpu.shared", arguments, RANKS)
+        if code:
+            raise RuntimeError(f"a rank ended with exit code {code}; see above")
+        return [json.loads(result.read_text())]
+
+
 def main() -> None:
     """Be one of the ranks; the last one writes what it found."""
-    name, size, told = sys.argv[1:]
+    name, size, result = sys.argv[1:]
     rank = int(os.environ["RANK"])
     where = f"file://{os.environ[RENDEZVOUS_VARIABLE]}"
     torch.set_num_threads(1)
@@ -53,7 +72,7 @@ def main() -> None:
     finally:
         dist.destroy_process_group()
     if row is not None:
-        Path(told).write_text(json.dumps(row))
+        Path(result).write_text(json.dumps(row))
 
 
 def _train(device: torch.device, config: ModelConfig) -> dict[str, Any] | None:
@@ -122,6 +141,58 @@ class _Reference:
             total += loss.item()
         self._optimizer.step()
         return total
+
+
+# --- Messages between ranks that share a card.
+
+
+class _Staged:
+    """A message on its way from or into a copy on the host."""
+
+    def __init__(self, work: Any, staged: Tensor, target: Tensor | None = None) -> None:
+        self._work, self._staged, self._target = work, staged, target
+
+    def wait(self, *_: Any) -> None:
+        """Wait for the message; copy what was received to where it is expected."""
+        self._work.wait()
+        if self._target is not None:
+            self._target.copy_(self._staged)
+
+
+def staged_p2p(p2p_ops: list[dist.P2POp], desc: str | None = None) -> list[Any]:  # noqa: ARG001 - torch's signature
+    """Issue sends and receives; stands in for torch's function of the same shape."""
+    return [_issue(one) for one in p2p_ops]
+
+
+def _issue(one: dist.P2POp) -> Any:
+    if one.op is dist.isend:
+        staged = one.tensor.detach().to("cpu", copy=True).contiguous()
+        return _Staged(dist.isend(staged, group=one.group, group_dst=one.group_peer), staged)
+    staged = one.tensor.new_empty(one.tensor.shape, device="cpu")
+    work = dist.irecv(staged, group=one.group, group_src=one.group_peer)
+    return _Staged(work, staged, one.tensor)
+
+
+@contextmanager
+def through_the_host() -> Iterator[None]:
+    """Let torch's pipelines send and receive in this way."""
+    send, receive = dist.send, dist.recv
+
+    def staged_send(tensor: Tensor, **where: Any) -> None:
+        send(tensor.detach().to("cpu", copy=True), **where)
+
+    def staged_receive(tensor: Tensor, **where: Any) -> None:
+        staged = tensor.new_empty(tensor.shape, device="cpu")
+        receive(staged, **where)
+        tensor.copy_(staged)
+
+    # torch agrees on shapes by plain sends before the first step.
+    with (
+        mock.patch.object(schedules, "_batch_p2p", staged_p2p),
+        mock.patch.object(dist, "send", staged_send),
+        mock.patch.object(dist, "recv", staged_receive),
+    ):
+        yield
 
 
 if __name__ == "__main__":
