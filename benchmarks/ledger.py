@@ -27,7 +27,7 @@ from optpipe import Problem
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-__all__ = ["RESULTS", "BenchRow", "BestKnown", "Standing", "commit", "entry", "index",
+__all__ = ["RESULTS", "BenchRow", "BestKnown", "LatestRows", "commit", "entry", "index",
            "known_best", "latest", "load_problem", "read_known", "read_rows", "stamp",
            "write_known", "write_rows"]  # fmt: skip
 
@@ -206,7 +206,7 @@ def _processor() -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class LatestRows:
     """The latest rows by instance and solver, beside what the index says of each instance.
 
     ``busy_ms`` is the compute time of the busiest device: what no schedule can save.
@@ -233,7 +233,7 @@ class Standing:
         return sorted(labels, key=lambda label: float(label.partition("-")[2]))
 
 
-def entry(table: Standing, title: str) -> str:
+def entry(table: LatestRows, title: str) -> str:
     """Return the whole entry."""
     ran = sorted({name for name, _ in table.rows})
     parts = [f"### {title}", f"{len(ran)} of {len(table.about)} instances have run."]
@@ -242,7 +242,7 @@ def entry(table: Standing, title: str) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _claims(table: Standing, ours: str) -> Iterable[str]:
+def _claims(table: LatestRows, ours: str) -> Iterable[str]:
     for peer in _PEERS:
         yield from _against(table, ours, peer)
     about, known = table.about, table.known
@@ -272,7 +272,7 @@ def _claims(table: Standing, ours: str) -> Iterable[str]:
     yield f"{ours}: within 1 % of the best known on {_share(sum(near), len(near))}"
 
 
-def _against(table: Standing, ours: str, peer: str) -> Iterable[str]:
+def _against(table: LatestRows, ours: str, peer: str) -> Iterable[str]:
     pairs = table.both(ours, peer)
     nothing = [
         name
@@ -294,7 +294,7 @@ def _against(table: Standing, ours: str, peer: str) -> Iterable[str]:
     )
 
 
-def _idle(table: Standing, ours: str) -> str:
+def _idle(table: LatestRows, ours: str) -> str:
     """Idle time against the best offloading family, where the bound leaves room for half."""
     reached = []
     for name, a, b in table.both(ours, "offloading"):
@@ -312,7 +312,7 @@ def _share(part: int, whole: int) -> str:
     return f"{part} of {whole} ({100 * part / whole:.0f} %)" if whole else "0 of 0"
 
 
-def _values(table: Standing, names: Sequence[str]) -> str:
+def _values(table: LatestRows, names: Sequence[str]) -> str:
     """Every objective in ms, the best known bound, and our largest process."""
     ours = table.solvers()
     solvers = ["families", "offloading", *ours, "cp-sat", "plain-milp"]
@@ -337,12 +337,12 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
 
 
-def standing_of(rows: Iterable[BenchRow]) -> Standing:
+def table_of(rows: Iterable[BenchRow]) -> LatestRows:
     """Return what some rows say; those of instances that are no longer there are left out."""
     about = {row["name"]: row for row in index()}
     newest = {key: row for key, row in latest(rows).items() if key[0] in about}
     busy_ms = {name: load_problem(name).busy_ms for name, _ in newest}
-    return Standing(newest, about, busy_ms, read_known())
+    return LatestRows(newest, about, busy_ms, read_known())
 
 
 def main() -> None:
@@ -351,7 +351,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--append", action="store_true", help="to benchmarks/RESULTS.md")
     options = parser.parse_args()
-    table = standing_of(read_rows(BenchRow, options.results))
+    table = table_of(read_rows(BenchRow, options.results))
     commits = ", ".join(sorted({row.commit for row in table.rows.values()}))
     machines = ", ".join(sorted({row.machine.split(", ", 2)[-1] for row in table.rows.values()}))
     text = entry(table, f"The benchmark set ({commits}; {machines})")

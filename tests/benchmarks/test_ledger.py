@@ -13,7 +13,7 @@ from benchmarks.fixed_work import BASELINE, WorkRow, worse
 from benchmarks.jobs import BestLegal, PeerAnswer, PeerJob
 from benchmarks.ledger import (
     BenchRow,
-    Standing,
+    LatestRows,
     entry,
     index,
     known_best,
@@ -146,7 +146,7 @@ def test_the_report_counts() -> None:
     }  # fmt: skip
     about = {name: {"class": "plenty" if name == "plenty" else "tight"} for name in values}
     known = known_best({}, rows.values())
-    text = entry(Standing(rows, about, dict.fromkeys(values, 100.0), known), "title")
+    text = entry(LatestRows(rows, about, dict.fromkeys(values, 100.0), known), "title")
     for line in (
         "ours-20 against families, 3 instances: worse on 0, better on 2;",
         "ours-20 against cp-sat, 3 instances: worse on 1 (tight), better on 1;",
@@ -164,5 +164,5 @@ def test_no_schedule_is_worse_than_any() -> None:
     """Ours with nothing, where a family has something, counts against us."""
     rows = {("one", "families"): ROW}
     rows["one", "ours-20"] = replace(ROW, solver="ours-20", objective_ms=None, gap=None)
-    text = entry(Standing(rows, {"one": {"class": "tight"}}, {"one": 50.0}, {}), "title")
+    text = entry(LatestRows(rows, {"one": {"class": "tight"}}, {"one": 50.0}, {}), "title")
     assert "ours-20 against families, 1 instances: worse on 1 (one), better on 0" in text
