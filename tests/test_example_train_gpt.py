@@ -14,9 +14,8 @@ from typing import Any, ClassVar
 
 import pytest
 
-from examples.little_memory import with_room
-from examples.number_text import ALPHABET, in_words, make_batch, sums_in_words
-from examples.train_gpt import solve
+from examples.gpt_model import ALPHABET, in_words, make_batch, sums_in_words
+from examples.train_gpt import solve, with_room
 from optpipe import (
     Problem,
     Programs,

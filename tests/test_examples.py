@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from examples.problems.make_llama3_8b import TARGET, make_problem
+from examples.make_llama3_8b import PROBLEM_FILE, make_problem
 from examples.quickstart import free_port
 from optpipe import dump_problem, find_violations, load_problem
 from optpipe.memory import device_peak_bytes
@@ -28,11 +28,11 @@ PROBLEMS = ROOT / "examples" / "problems"
 @pytest.fixture(scope="module")
 def llama():
     """The example that README, quickstart and benchmarks share."""
-    return load_problem(TARGET.read_text())
+    return load_problem(PROBLEM_FILE.read_text())
 
 
 def test_the_committed_file_is_what_the_formulas_give() -> None:
-    assert TARGET.read_text() == dump_problem(make_problem())
+    assert PROBLEM_FILE.read_text() == dump_problem(make_problem())
 
 
 def test_the_parameters_add_up_to_llama_3_8b(llama) -> None:
