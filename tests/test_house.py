@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections import defaultdict
+from functools import cache
 from pathlib import Path
 
 ROOTS = [
@@ -17,6 +18,7 @@ MAY_EXIST_TWICE: dict[str, str] = {}
 """Class names that several modules define, each with the reason."""
 
 
+@cache
 def modules() -> dict[str, ast.Module]:
     """Return every module, parsed, by its dotted name."""
     found = {}
