@@ -23,10 +23,10 @@ from torch.distributed.pipelining import schedules
 from benchmarks.gpu.alone import MICROBATCHES, SCHEDULE
 from optpipe import Device, Problem, Provenance, Stage, evaluate, load_csv
 from optpipe.runtime import PipelineRunner
+from optpipe.runtime.demo import SingleProcess
 from optpipe.runtime.demo_model import (
     RENDEZVOUS_VARIABLE,
     ModelConfig,
-    chain,
     launch_ranks,
     make_stages,
     random_tokens,
@@ -80,8 +80,11 @@ def _train(device: torch.device, config: ModelConfig) -> dict[str, Any] | None:
     rank = dist.get_rank()
     own = make_stages(config, RANKS)[rank].to(device)
     runner = PipelineRunner({rank: own}, _schedule(), token_loss, device=device)
-    optimizer = torch.optim.SGD(own.parameters(), lr=0.1)
-    reference = _Reference(config, device) if runner.holds_last else None
+    optimizer = torch.optim.Adam(own.parameters(), lr=1e-3)  # as `SingleProcess` has it
+    reference = None
+    if runner.holds_last:
+        whole = [stage.to(device) for stage in make_stages(config, RANKS)]
+        reference = SingleProcess(whole, MICROBATCHES)
     pairs = []
     batch, target = (one.to(device) for one in random_tokens(config, MICROBATCHES, seed=0))
     for _ in range(STEPS):
@@ -121,26 +124,6 @@ def _schedule() -> Schedule:
     )
     programs = load_csv(SCHEDULE.read_text())
     return evaluate(problem, programs, Provenance(method="ada-offload"))
-
-
-class _Reference:
-    """The same model in one process."""
-
-    def __init__(self, config: ModelConfig, device: torch.device) -> None:
-        self._model = chain(make_stages(config, RANKS)).to(device)
-        self._optimizer = torch.optim.SGD(self._model.parameters(), lr=0.1)
-
-    def step(self, batch: Tensor, target: Tensor) -> float:
-        """Train a step; return its loss."""
-        self._optimizer.zero_grad()
-        total = 0.0
-        parts = zip(batch.chunk(MICROBATCHES), target.chunk(MICROBATCHES), strict=True)
-        for inputs, wanted in parts:
-            loss = token_loss(self._model(inputs), wanted) / MICROBATCHES
-            loss.backward()  # type: ignore[no-untyped-call]
-            total += loss.item()
-        self._optimizer.step()
-        return total
 
 
 # --- Messages between ranks that share a card.
