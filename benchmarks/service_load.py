@@ -201,10 +201,8 @@ def measure(load: Load) -> list[LoadRow]:
         service = stack.enter_context(
             _serving({"kind": "service", "settings": _settings(folder)}, folder)
         )
-        context = multiprocessing.get_context("spawn")
-        pool = stack.enter_context(
-            ProcessPoolExecutor(max_workers=load.clients + 1, mp_context=context)
-        )
+        spawn = multiprocessing.get_context("spawn")
+        pool = stack.enter_context(ProcessPoolExecutor(load.clients + 1, mp_context=spawn))
         client = stack.enter_context(Client(service))
         fetched = _solved(client)
         (folder / "schedule.json").write_text(client.schedule_text(fetched, "json"), "utf-8")
@@ -216,8 +214,9 @@ def measure(load: Load) -> list[LoadRow]:
         while not all(client.job(job).has_schedule for job in (*busy, sleeper)):
             time.sleep(0.1)
         servers = {"service": service, "bare route": bare}
-        rows = _requests(load, servers, pool, fetched)
-        rows += _followers(load, service, client, pool, sleeper=sleeper, fetched=fetched)
+        path = f"/v1/jobs/{fetched.id}/schedule"
+        rows = _requests(load, servers, pool, fetched, path)
+        rows += _followers(load, service, client, pool, sleeper=sleeper, path=path)
         lasted = {client.job(job).state for job in busy}
         if lasted != {"running"}:
             raise RuntimeError(f"the solves beside the requests did not last: {lasted}")
@@ -239,10 +238,9 @@ def _settings(folder: Path) -> dict[str, Any]:
 
 
 def _requests(
-    load: Load, servers: dict[str, str], pool: ProcessPoolExecutor, job: Job
+    load: Load, servers: dict[str, str], pool: ProcessPoolExecutor, job: Job, path: str
 ) -> list[LoadRow]:
     """Measure every kind of request on both servers, in turns."""
-    path = f"/v1/jobs/{job.id}/schedule"
     get = Asked("", load, path, {}, 200)
     known = replace(get, headers={"If-None-Match": f'"{job.id}.{job.num_schedules}"'}, status=304)
     post = Asked("", load, "/v1/jobs", {}, 202, body=_submission())
@@ -267,39 +265,20 @@ def _turns(
     latencies: dict[str, list[float]] = {name: [] for name in names}
     failed = dict.fromkeys(names, 0)
     firsts = count(_MANY, _MANY)
-    for _ in range(ROUNDS):
-        for name in names:
-            here = replace(asked, url=servers[name])
-            clients = [
-                pool.submit(hammer, replace(here, first=next(firsts)))
-                for _ in range(asked.load.clients)
-            ]
-            for client in clients:
-                took, wrong = client.result()
-                latencies[name] += took
-                failed[name] += wrong
-    return [
-        _row(
-            what,
-            name,
-            latencies[name],
-            failed=failed[name],
-            seconds=asked.load.seconds,
-        )
-        for name in names
-    ]
+    for name in names * ROUNDS:
+        here = [
+            replace(asked, url=servers[name], first=next(firsts)) for _ in range(asked.load.clients)
+        ]
+        for took, wrong in pool.map(hammer, here):
+            latencies[name] += took
+            failed[name] += wrong
+    return [_row(what, name, latencies[name], failed[name], asked.load.seconds) for name in names]
 
 
 def _followers(
-    load: Load,
-    service: str,
-    client: Client,
-    pool: ProcessPoolExecutor,
-    *,
-    sleeper: Job,
-    fetched: Job,
+    load: Load, service: str, client: Client, pool: ProcessPoolExecutor, *, sleeper: Job, path: str
 ) -> list[LoadRow]:
-    """Let many follow one job, and one more client ask beside them.
+    """Let many follow one job, and one more client ask for a path beside them.
 
     Of the followers ``failed`` counts those that did not hear every event once.
     """
@@ -308,37 +287,23 @@ def _followers(
     listening = [pool.submit(listen, service, job.id, number) for number in share]
     time.sleep(_GATHER_S)
     began = time.perf_counter()
-    beside = replace(load, connections=2)
-    path = f"/v1/jobs/{fetched.id}/schedule"
-    asking = pool.submit(hammer, Asked(service, beside, path, {}, 200))
+    asking = pool.submit(hammer, Asked(service, replace(load, connections=2), path, {}, 200))
     client.cancel(sleeper)
     heard = [one for part in listening for one in part.result()]
     seconds = time.perf_counter() - began
     whole = [event.number for event in client.events(job)]
     failed = sum([number for number, _ in one] != whole for one in heard)
     delays = [delay for one in heard for _, delay in one if delay > 0]
-    what = f"{len(heard)} followers, {len(whole)} events"
     latencies, wrong = asking.result()
+    followers = f"{len(heard)} followers"
+    beside = f"fetch a schedule beside {followers}"
     return [
-        _row(what, "service", delays, failed=failed, seconds=seconds),
-        _row(
-            f"fetch a schedule beside {len(heard)} followers",
-            "service",
-            latencies,
-            failed=wrong,
-            seconds=load.seconds / ROUNDS,
-        ),
+        _row(f"{followers}, {len(whole)} events", "service", delays, failed, seconds),
+        _row(beside, "service", latencies, wrong, load.seconds / ROUNDS),
     ]
 
 
-def _row(
-    what: str,
-    server: str,
-    latencies: list[float],
-    *,
-    failed: int,
-    seconds: float,
-) -> LoadRow:
+def _row(what: str, server: str, latencies: list[float], failed: int, seconds: float) -> LoadRow:
     ordered = sorted(latencies)
     return LoadRow(
         what=what,
