@@ -16,13 +16,12 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks.jobs import CONTESTANTS, ROOT, PeerAnswer, PeerJob, judge, run_apart
+from benchmarks.jobs import CONTESTANTS, PeerAnswer, PeerJob, judge, run_apart
 from benchmarks.ledger import (
     RESULTS,
     BenchRow,
@@ -200,23 +199,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.smoke:
         options.seconds, options.ours_seconds = _SMOKE_S, _SMOKE_OURS_S
         options.solvers = ["families", "ours", "cp-sat"]
-    _compile_first()
+    # Not at the top: CP-SAT's process imports this file, and OR-tools stands no HiGHS beside it.
+    from optpipe_solver import warm_up
+
+    warm_up()  # a contestant with less time than that would end before its kernels are there
     names = [row["name"] for row in index()]
     chosen = SMOKE if options.smoke else [n for n in names if fnmatch.fnmatch(n, options.only)]
     rows = contest(chosen, options)
     faults = broken(rows) if options.smoke else []
     if faults:
         sys.exit("\n".join(faults))
-
-
-def _compile_first() -> None:
-    """Let numba compile into its cache before any clock runs.
-
-    A contestant with less time than that takes would end before its kernels are there, and leave
-    nothing in the cache for the next one.
-    """
-    command = [sys.executable, "-c", "import optpipe_solver; optpipe_solver.warm_up()"]
-    subprocess.run(command, cwd=ROOT, check=True)
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -1,31 +1,30 @@
-"""Contestants in processes of their own: jobs in, answers out, a line of JSON each.
+"""Contestants in processes of their own, jobs in and answers out; only the named one is imported.
 
-``python -m benchmarks.jobs NAME`` is one of `CONTESTANTS`; only the named one is imported. Apart,
-because memory is measured per run, a crash ends one run, and OR-tools and highspy, which each
-carry another build of HiGHS under one name, cannot be loaded into the same process.
+Apart, because memory is measured per run, a crash ends one run, and OR-tools and highspy, which
+each carry another build of HiGHS under one name, cannot be loaded into the same process.
 """
 
 from __future__ import annotations
 
 import importlib
-import json
+import multiprocessing
+import os
 import resource
-import subprocess
-import sys
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from optpipe import Problem, find_violations, parse_action, simulate
-from optpipe.schedule import TraceEntry
+from optpipe import Problem, find_violations, simulate
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
+    from multiprocessing.connection import Connection
 
     from optpipe import Programs
+    from optpipe.schedule import TraceEntry
 
-__all__ = ["CONTESTANTS", "ROOT", "BestLegal", "PeerAnswer", "PeerJob", "judge", "run_apart"]
+__all__ = ["CONTESTANTS", "BestLegal", "PeerAnswer", "PeerJob", "apart", "judge", "run_apart"]
 
 CONTESTANTS = {
     "families": ("benchmarks.peers.ours", "families"),
@@ -35,7 +34,6 @@ CONTESTANTS = {
 }
 """Contestants, each a function of a job, and the modules they are in."""
 
-ROOT = Path(__file__).resolve().parent.parent
 _GRACE_S = 120.0
 """What a contestant may take beyond its seconds before it is killed."""
 
@@ -54,19 +52,6 @@ class PeerJob:
     seconds: float = 20.0
     threads: int = 2
     seed: int = 0
-
-    def to_line(self) -> str:
-        """Return the job as one line."""
-        limits = {name: getattr(self, name) for name in ("floor_ms", "seconds", "threads", "seed")}
-        document = self.problem.model_dump(mode="json", by_alias=True)
-        return json.dumps({"problem": document, "start": _texts(self.start), **limits})
-
-    @classmethod
-    def from_line(cls, line: str) -> PeerJob:
-        """Read `to_line`'s text."""
-        data = json.loads(line)
-        problem, start = Problem.parse(data.pop("problem")), _programs(data.pop("start"))
-        return cls(problem=problem, start=start, **data)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,20 +73,6 @@ class PeerAnswer:
     seconds: float = 0.0
     peak_bytes: int = 0
     extra: dict[str, Any] = field(default_factory=dict)
-
-    def to_line(self) -> str:
-        """Return the answer as one line."""
-        fields = {name: getattr(self, name) for name in self.__slots__}
-        fields["programs"] = _texts(self.programs)
-        fields["trace"] = [entry.model_dump() for entry in self.trace]
-        return json.dumps(fields)
-
-    @classmethod
-    def from_line(cls, line: str) -> PeerAnswer:
-        """Read `to_line`'s text."""
-        data = json.loads(line)
-        trace = tuple(TraceEntry(**entry) for entry in data.pop("trace"))
-        return cls(programs=_programs(data.pop("programs")), trace=trace, **data)
 
 
 @dataclass(slots=True)
@@ -138,48 +109,54 @@ def judge(problem: Problem, programs: Programs | None) -> float | None:
     return simulate(problem, programs).objective_ms(problem.objective)
 
 
-def _texts(programs: Programs | None) -> list[list[str]] | None:
-    return None if programs is None else [[str(action) for action in row] for row in programs]
+@contextmanager
+def apart(name: str) -> Iterator[Callable[[PeerJob, float], PeerAnswer]]:
+    """Start a contestant at low priority; yields who answers a job within some seconds.
 
+    What fails is the answer's status; after that there are no more answers.
+    """
+    spawn = multiprocessing.get_context("spawn")
+    ours, theirs = spawn.Pipe()
+    process = spawn.Process(target=_answer_all, args=(name, theirs))
+    process.start()
+    theirs.close()
 
-def _programs(rows: list[list[str]] | None) -> Programs | None:
-    if rows is None:
-        return None
-    return tuple(tuple(parse_action(cell) for cell in row) for row in rows)
+    def ask(job: PeerJob, limit_s: float) -> PeerAnswer:
+        try:
+            ours.send(job)
+            if ours.poll(limit_s):
+                answer: PeerAnswer = ours.recv()
+                return answer
+        except (EOFError, OSError):
+            process.join()
+            return PeerAnswer(programs=None, status=f"failed ({process.exitcode})")
+        return PeerAnswer(programs=None, status=f"killed after {limit_s:.0f} s", seconds=limit_s)
+
+    try:
+        yield ask
+    finally:
+        process.kill()
+        process.join()
+        ours.close()
 
 
 def run_apart(name: str, job: PeerJob) -> PeerAnswer:
-    """Run a contestant in a process of its own, at low priority; what fails is its status.
-
-    Families have no time limit of their own: they get ten minutes.
-    """
-    limit = 600.0 if name == "families" else job.seconds + _GRACE_S
-    command = ["nice", "-n", "5", sys.executable, "-m", "benchmarks.jobs", name]
-    try:
-        done = subprocess.run(
-            command, cwd=ROOT, input=job.to_line() + "\n", capture_output=True, text=True,
-            timeout=limit, check=False,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        return PeerAnswer(programs=None, status=f"killed after {limit:.0f} s", seconds=limit)
-    if done.returncode != 0:
-        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        return PeerAnswer(programs=None, status=f"failed ({done.returncode}): {last[:200]}")
-    return PeerAnswer.from_line(done.stdout.splitlines()[-1])
+    """Run a contestant once; families have no limit of their own and get ten minutes."""
+    with apart(name) as ask:
+        return ask(job, 600.0 if name == "families" else job.seconds + _GRACE_S)
 
 
-def main() -> None:
-    """Answer every job on standard input."""
-    module, name = CONTESTANTS[sys.argv[1]]
-    contestant: Callable[[PeerJob], PeerAnswer] = getattr(importlib.import_module(module), name)
-    for line in sys.stdin:
-        job = PeerJob.from_line(line)
+def _answer_all(name: str, pipe: Connection) -> None:
+    os.nice(5)
+    module, function = CONTESTANTS[name]
+    contestant: Callable[[PeerJob], PeerAnswer] = getattr(importlib.import_module(module), function)
+    while True:
+        job = pipe.recv()
         began = time.perf_counter()
-        answer = contestant(job)
+        try:
+            answer = contestant(job)
+        except ValueError as error:
+            answer = PeerAnswer(programs=None, status=f"failed: {error}")
         seconds = round(time.perf_counter() - began, 3)
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        print(replace(answer, seconds=seconds, peak_bytes=peak).to_line(), flush=True)
-
-
-if __name__ == "__main__":
-    main()
+        pipe.send(replace(answer, seconds=seconds, peak_bytes=peak))

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from subprocess import PIPE
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import given
 
-from benchmarks.jobs import ROOT, PeerAnswer, PeerJob, judge
+from benchmarks.jobs import PeerAnswer, PeerJob, apart, judge
 from optpipe import Problem, simulate
 from optpipe_solver.budget import Stop
 from optpipe_solver.incumbent import Incumbent
@@ -31,20 +28,12 @@ pytestmark = pytest.mark.extended
 @pytest.fixture(scope="module")
 def peer() -> Iterator[Callable[..., PeerAnswer]]:
     """CP-SAT in a process of its own: OR-tools and highspy do not fit into one."""
-    command = [sys.executable, "-m", "benchmarks.jobs", "cp-sat"]
-    with subprocess.Popen(command, cwd=ROOT, stdin=PIPE, stdout=PIPE, text=True) as process:
-        questions, answers = process.stdin, process.stdout
-        assert questions is not None
-        assert answers is not None
+    with apart("cp-sat") as ask:
 
-        def ask(held: Problem, start: Programs, seconds: float = 30.0) -> PeerAnswer:
-            job = PeerJob(problem=held, start=start, seconds=seconds, threads=1)
-            questions.write(job.to_line() + "\n")
-            questions.flush()
-            return PeerAnswer.from_line(answers.readline())
+        def answer(problem: Problem, start: Programs, seconds: float = 30.0) -> PeerAnswer:
+            return ask(PeerJob(problem=problem, start=start, seconds=seconds, threads=1), 120.0)
 
-        yield ask
-        questions.close()
+        yield answer
 
 
 def best_family(held: Problem) -> Incumbent:

@@ -6,11 +6,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import given
 
 from benchmarks.bench import SMOKE, broken
 from benchmarks.fixed_work import BASELINE, WorkRow, worse
-from benchmarks.jobs import BestLegal, PeerAnswer, PeerJob
+from benchmarks.jobs import BestLegal
 from benchmarks.ledger import (
     BenchRow,
     LatestRows,
@@ -23,9 +22,7 @@ from benchmarks.ledger import (
     write_known,
     write_rows,
 )
-from optpipe.schedule import TraceEntry
 from tests.building import one_f_one_b, problem, programs, stage
-from tests.strategies import Case, cases, few
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -34,17 +31,6 @@ ROW = BenchRow(
     instance="one", solver="families", objective_ms=100.0, bound_ms=80.0, gap=0.2, seconds=1.5,
     status="feasible", method="zb-h1", refused=0, peak_bytes=1_000_000, commit="abc", machine="m",
 )  # fmt: skip
-
-
-@few(30)
-@given(cases())
-def test_jobs_and_answers_survive_their_line(case: Case) -> None:
-    """What a process is given, and what it says, is what it reads and what is read."""
-    job = PeerJob(problem=case.problem, start=case.programs, floor_ms=0.1, seconds=3.0, seed=7)
-    assert PeerJob.from_line(job.to_line()) == job
-    trace = (TraceEntry(seconds=0.5, method="bounds", bound_ms=1.0),)
-    answer = PeerAnswer(programs=case.programs, bound_ms=None, trace=trace, extra={"refused": 2})
-    assert PeerAnswer.from_line(answer.to_line()) == answer
 
 
 def test_only_legal_and_better_programs_are_kept() -> None:
