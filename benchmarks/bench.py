@@ -64,7 +64,6 @@ class Contest:
         self.name = name
         self.options = options
         self.problem: Problem = load_problem(name)
-        self.commit, self.machine = commit(), stamp()
 
     def rows(self, done: set[str]) -> Iterator[BenchRow]:
         """Run what is missing; yield its rows as they come."""
@@ -130,8 +129,8 @@ class Contest:
             method=answer.method,
             refused=int(answer.extra.get("refused", 0)),
             peak_bytes=answer.peak_bytes,
-            commit=self.commit,
-            machine=self.machine,
+            commit=commit(),
+            machine=stamp(),
             bound_method=answer.bound_method,
             cpu_seconds=" ".join(
                 f"{part}={spent:.2f}" for part, spent in answer.cpu_seconds.items()

@@ -138,15 +138,10 @@ GREEDY = stage(4, 4, 2)
 
 def all_documents() -> Iterator[tuple[Object, Object]]:
     """Yield every problem document and its row of the index."""
-    for document, limit, covers in _all():
-        whole = _limited(document, limit)
-        problem = Problem.parse(whole)
-        yield whole, _index_row(problem, limit, covers)
-
-
-def _all() -> Iterator[tuple[Object, str, str]]:
     for group in (_published, _memory, _offload, _recompute, _chunks, _unequal, _lanes, _large):
-        yield from group()
+        for document, limit, covers in group():
+            whole = _limited(document, limit)
+            yield whole, _index_row(Problem.parse(whole), limit, covers)
 
 
 def _published() -> Iterator[tuple[Object, str, str]]:

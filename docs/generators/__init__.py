@@ -89,13 +89,7 @@ def _write_ledger(into: Path) -> None:
 
 
 def newest_entry(ledger: str, title: str) -> str:
-    """Return the last entry whose title begins so, from the title to the next heading.
-
-    Raises
-    ------
-    LookupError
-        If there is none.
-    """
+    """Return the last entry whose title begins so, to the next heading; raise if there is none."""
     entries = re.split(r"^### ", ledger, flags=re.MULTILINE)[1:]
     found = [entry for entry in entries if entry.startswith(title)]
     if not found:

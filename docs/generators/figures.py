@@ -128,13 +128,7 @@ class Figure:
 
 
 def draw(figure: Figure, into: Path) -> None:
-    """Run a figure's commands in a folder of their own and keep the picture.
-
-    Raises
-    ------
-    RuntimeError
-        If a command fails, or none of them writes the picture.
-    """
+    """Run a figure's commands in a folder of their own and keep the picture, or raise."""
     with tempfile.TemporaryDirectory(prefix="optpipe-docs-") as folder, chdir(folder):
         for name, problem in figure.problems.items():
             Path(name).write_text(dump_problem(problem), encoding="utf-8")
@@ -145,13 +139,7 @@ def draw(figure: Figure, into: Path) -> None:
 
 
 def run_command(command: str) -> str:
-    """Run an ``optpipe ...`` command in this process; return what it printed.
-
-    Raises
-    ------
-    RuntimeError
-        If it leaves with another code than 0.
-    """
+    """Run an ``optpipe ...`` command in this process; return what it printed, or raise."""
     program, *arguments = shlex.split(command)
     said = io.StringIO()
     code: object = 0

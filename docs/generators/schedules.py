@@ -210,11 +210,6 @@ def _measure(family: Family, num_devices: int, num_microbatches: int) -> _Measur
 
     Families that respect limits get half of 1F1B's memory, and copies that take half of a
     micro-batch's compute; the others all they want.
-
-    Raises
-    ------
-    NotApplicable
-        If there is none.
     """
     limited = family.limit is Limit.RESPECTED
     limit = num_devices / 2 if limited else _PLENTY
