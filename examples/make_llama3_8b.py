@@ -208,7 +208,8 @@ def make_link(source: int, rate: float) -> Link:
 
 def make_model() -> Model:
     """Return two H100 in one node and two A100 in another, with layers to be cut."""
-    slow = {
+    fast: dict[str, Any] = {"type": "H100"}
+    slow: dict[str, Any] = {
         "type": "A100",
         "speed": round(A100_FLOPS_PER_MS / FLOPS_PER_MS, 3),
         "memory_bytes": A100_BYTES,
@@ -216,7 +217,7 @@ def make_model() -> Model:
         "h2d_gb_per_s": A100_PCIE_GB_PER_S,
         "host": "node1",
     }
-    kinds = ({"type": "H100"}, {"type": "H100"}, slow, slow)
+    kinds = (fast, fast, slow, slow)
     return Model(
         name=MODEL_FILE.stem,
         num_microbatches=16,
