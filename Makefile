@@ -17,6 +17,9 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
+# What `make frontier` draws: a problem, and shares of its memory.
+FRONTIER ?= benchmarks/instances/6.2b-p4-m8-8.0a.json
+MEMORY ?= 1,0.875,0.75,0.625,0.5,0.4375,0.375,0.3125,0.25,0.1875,0.125
 # Test files that run at the same time.
 JOBS ?= 2
 
@@ -84,7 +87,7 @@ docs: .venv/.installed-ci
 bench: $(TEST_INSTALL)
 	$(WARM_UP)
 	$(BIN)/python -m benchmarks.bench $(ARGS)
-	$(BIN)/python -m benchmarks.report
+	$(BIN)/python -m benchmarks.ledger
 
 bench-smoke: $(TEST_INSTALL)
 	$(WARM_UP)
@@ -92,7 +95,9 @@ bench-smoke: $(TEST_INSTALL)
 
 frontier: $(TEST_INSTALL)
 	$(WARM_UP)
-	$(BIN)/python -m benchmarks.frontier $(ARGS)
+	mkdir -p build
+	$(BIN)/optpipe sweep $(FRONTIER) --axis memory_scale=$(MEMORY) \
+	  -o build/frontier.csv --frontier build/frontier.svg $(ARGS)
 
 setup-ci: .venv/.installed-ci
 

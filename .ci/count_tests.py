@@ -1,4 +1,4 @@
-"""Print what each JUnit report counts, the ten slowest tests, then the sum as 'N passed, N failed'.
+"""Print what each JUnit report counts, then the sum as 'N passed, N failed'.
 
 Usage: count_tests.py FOLDER SUITE...  A suite that left no report (it crashed, or never ran)
 counts as one failure, so that the last line cannot look better than the run was.
@@ -21,19 +21,9 @@ def count(report: Path) -> tuple[int, int, int]:
     return totals["tests"] - failed - totals["skipped"], failed, totals["skipped"]
 
 
-def slowest(reports: list[Path], number: int) -> list[tuple[float, str]]:
-    """Seconds and names of the tests that took longest, setup and teardown included."""
-    cases = [case for path in reports if path.is_file() for case in ET.parse(path).iter("testcase")]
-    times = [(float(c.get("time", 0)), f"{c.get('classname')}::{c.get('name')}") for c in cases]
-    return sorted(times, reverse=True)[:number]
-
-
 def main(folder: Path, suites: list[str]) -> int:
     """Print one line per suite and the sum; 1 when anything failed or nothing passed."""
     passed = failed = 0
-    print(f"slowest tests, all times in {folder}:")
-    for seconds, name in slowest([folder / f"{suite}.xml" for suite in suites], 10):
-        print(f"{seconds:8.1f} s  {name}")
     for name in suites:
         report = folder / f"{name}.xml"
         suite_passed, suite_failed, skipped = count(report)

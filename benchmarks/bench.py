@@ -16,32 +16,31 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks.entrant import ENTRANTS, ROOT, run_apart
-from benchmarks.jobs import Answer, Job, judge
+from benchmarks.jobs import CONTESTANTS, PeerAnswer, PeerJob, judge, run_apart
 from benchmarks.ledger import (
     RESULTS,
-    Row,
-    append,
+    BenchRow,
+    commit,
     index,
     known_best,
     load_problem,
-    read,
     read_known,
+    read_rows,
+    stamp,
     write_known,
+    write_rows,
 )
-from benchmarks.machine import commit, stamp
 from optpipe.schedule import gap_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from optpipe import Problem, Programs
+    from optpipe import Problem
 
 __all__ = ["SMOKE", "contest", "main"]
 
@@ -65,9 +64,8 @@ class Contest:
         self.name = name
         self.options = options
         self.problem: Problem = load_problem(name)
-        self.commit, self.machine = commit(), stamp()
 
-    def rows(self, done: set[str]) -> Iterator[Row]:
+    def rows(self, done: set[str]) -> Iterator[BenchRow]:
         """Run what is missing; yield its rows as they come."""
         wanted = [
             solver
@@ -76,19 +74,17 @@ class Contest:
         ]
         if not wanted:
             return
-        families = run_apart("families", self._job(None, 0.0, self.options.seconds))
+        seconds = self.options.seconds
+        job = PeerJob(problem=self.problem, seconds=seconds, threads=self.options.threads)
+        families = run_apart("families", job)
         yield from self._family_rows(families)
-        floor = families.bound_ms or 0.0
+        job = replace(job, start=families.programs, floor_ms=families.bound_ms or 0.0)
         for solver in wanted:
-            if solver == "families":
+            if solver == "families" or (solver == "cp-sat" and job.start is None):
                 continue
-            seconds = self.options.seconds
-            if solver == "ours":
-                seconds = max(seconds, self.options.ours_seconds)
-            if solver == "cp-sat" and families.programs is None:
-                continue
-            said = run_apart(solver, self._job(families.programs, floor, seconds))
-            yield from self._rows_of(solver, said)
+            longer = max(seconds, self.options.ours_seconds)
+            limit = longer if solver == "ours" else seconds
+            yield from self._rows_of(solver, run_apart(solver, replace(job, seconds=limit)))
 
     def _labels(self, solver: str) -> list[tuple[str, float]]:
         """Return the rows a solver leaves and the second each is read at."""
@@ -98,69 +94,61 @@ class Contest:
         marks = [end] if self.options.smoke else sorted({self.options.seconds, end})
         return [(f"ours-{mark:g}", mark) for mark in marks]
 
-    def _job(self, start: Programs | None, floor: float, seconds: float) -> Job:
-        return Job(
-            problem=self.problem,
-            start=start,
-            floor_ms=floor,
-            seconds=seconds,
-            threads=self.options.threads,
-        )
-
-    def _family_rows(self, said: Answer) -> Iterator[Row]:
-        yield self._row("families", said, judge(self.problem, said.programs), said.bound_ms)
-        values = said.extra.get("values", {})
+    def _family_rows(self, answer: PeerAnswer) -> Iterator[BenchRow]:
+        yield self._row("families", answer, judge(self.problem, answer.programs), answer.bound_ms)
+        values = answer.extra.get("values", {})
         offloading = [name for name in values if name.partition("+")[0] in _OFFLOADING]
         if offloading:
             method = min(offloading, key=values.__getitem__)
-            row = self._row("offloading", said, values[method], None)
+            row = self._row("offloading", answer, values[method], None)
             yield replace(row, method=method)
 
-    def _rows_of(self, solver: str, said: Answer) -> Iterator[Row]:
-        final = judge(self.problem, said.programs)
-        for label, mark in self._labels(solver):
-            objective, bound = final, said.bound_ms
-            if mark < self._labels(solver)[-1][1]:
-                objective, bound = _at(said, mark)
-            yield self._row(label, said, objective, bound, mark)
+    def _rows_of(self, solver: str, answer: PeerAnswer) -> Iterator[BenchRow]:
+        final = judge(self.problem, answer.programs)
+        *earlier, (last, end) = self._labels(solver)
+        for label, mark in earlier:
+            yield self._row(label, answer, *_at(answer, mark), mark)
+        yield self._row(last, answer, final, answer.bound_ms, end)
 
     def _row(
         self,
         label: str,
-        said: Answer,
+        answer: PeerAnswer,
         objective: float | None,
         bound: float | None,
         mark: float = float("inf"),
-    ) -> Row:
-        return Row(
+    ) -> BenchRow:
+        return BenchRow(
             instance=self.name,
             solver=label,
             objective_ms=objective,
             bound_ms=bound,
             gap=None if objective is None else gap_of(objective, bound),
-            seconds=min(said.seconds, mark),
-            status=said.status,
-            method=said.method,
-            refused=int(said.extra.get("refused", 0)),
-            peak_bytes=said.peak_bytes,
-            commit=self.commit,
-            machine=self.machine,
-            bound_method=said.bound_method,
-            cpu_seconds=" ".join(f"{part}={spent:.2f}" for part, spent in said.cpu_seconds.items()),
+            seconds=min(answer.seconds, mark),
+            status=answer.status,
+            method=answer.method,
+            refused=int(answer.extra.get("refused", 0)),
+            peak_bytes=answer.peak_bytes,
+            commit=commit(),
+            machine=stamp(),
+            bound_method=answer.bound_method,
+            cpu_seconds=" ".join(
+                f"{part}={spent:.2f}" for part, spent in answer.cpu_seconds.items()
+            ),
         )
 
 
-def _at(said: Answer, mark: float) -> tuple[float | None, float]:
+def _at(answer: PeerAnswer, mark: float) -> tuple[float | None, float]:
     """Return the best schedule and bound known at a second, from the trace."""
-    before = [point for point in said.trace if point.seconds <= mark]
+    before = [point for point in answer.trace if point.seconds <= mark]
     if not before:
         return None, 0.0
-    return before[-1].objective_ms, before[-1].bound_ms
+    return before[-1].objective_ms, before[-1].bound_ms or 0.0
 
 
-def contest(names: Sequence[str], options: argparse.Namespace) -> list[Row]:
+def contest(names: Sequence[str], options: argparse.Namespace) -> list[BenchRow]:
     """Run the contest on instances; append every row as soon as it is there."""
-    old = [] if options.again else read(options.results)
+    old = [] if options.again else read_rows(BenchRow, options.results)
     known = read_known()
     made = []
     for name in names:
@@ -169,13 +157,13 @@ def contest(names: Sequence[str], options: argparse.Namespace) -> list[Row]:
             print(_line(row), flush=True)
             made.append(row)
             if not options.smoke:
-                append([row], options.results)
+                write_rows([row], options.results)
                 known = known_best(known, [row])
                 write_known(known)
     return made
 
 
-def _line(row: Row) -> str:
+def _line(row: BenchRow) -> str:
     value = "-" if row.objective_ms is None else f"{row.objective_ms:.3f}"
     bound = "-" if row.bound_ms is None else f"{row.bound_ms:.3f}"
     megabytes = row.peak_bytes / 1e6
@@ -185,7 +173,7 @@ def _line(row: Row) -> str:
     )
 
 
-def broken(rows: Sequence[Row]) -> list[str]:
+def broken(rows: Sequence[BenchRow]) -> list[str]:
     """Return what no run may show: no or illegal programs of ours, ours worse than a family."""
     faults = [
         f"{row.instance}: {row.solver} has no legal schedule ({row.status})"
@@ -210,7 +198,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.smoke:
         options.seconds, options.ours_seconds = _SMOKE_S, _SMOKE_OURS_S
         options.solvers = ["families", "ours", "cp-sat"]
-    _compile_first()
+    # Not at the top: CP-SAT's process imports this file, and OR-tools stands no HiGHS beside it.
+    from optpipe_solver import warm_up
+
+    warm_up()  # a contestant with less time than that would end before its kernels are there
     names = [row["name"] for row in index()]
     chosen = SMOKE if options.smoke else [n for n in names if fnmatch.fnmatch(n, options.only)]
     rows = contest(chosen, options)
@@ -219,23 +210,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit("\n".join(faults))
 
 
-def _compile_first() -> None:
-    """Let numba compile into its cache before any clock runs.
-
-    A contestant with less time than that takes would end before its kernels are there, and leave
-    nothing in the cache for the next one.
-    """
-    command = [sys.executable, "-c", "import optpipe_solver; optpipe_solver.warm_up()"]
-    subprocess.run(command, cwd=ROOT, check=True)
-
-
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--only", default="*", help="glob of instance names")
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--ours-seconds", type=float, default=60.0)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--solvers", nargs="+", choices=list(ENTRANTS), default=list(ENTRANTS))
+    parser.add_argument(
+        "--solvers", nargs="+", choices=list(CONTESTANTS), default=list(CONTESTANTS)
+    )
     parser.add_argument("--again", action="store_true", help="run what is already there")
     parser.add_argument("--smoke", action="store_true", help="a few small ones; write nothing")
     parser.add_argument("--results", type=Path, default=RESULTS)

@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+from collections import defaultdict
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -177,18 +178,14 @@ def fit() -> list[tuple[float, float, float]]:
 
 def summary(rows: Sequence[Row]) -> list[str]:
     """Return a line per table and quantity: mean and largest absolute error."""
-    lines = []
-    for table, quantity, used in dict.fromkeys((row.table, row.quantity, row.used) for row in rows):
-        errors = [
-            abs(row.error)
-            for row in rows
-            if (row.table, row.quantity, row.used) == (table, quantity, used)
-        ]
-        lines.append(
-            f"{table:14} {quantity:18} {used:5} {len(errors):3} rows  "
-            f"mean {sum(errors) / len(errors):6.1%}  largest {max(errors):6.1%}"
-        )
-    return lines
+    errors: dict[tuple[str, str, str], list[float]] = defaultdict(list)
+    for row in rows:
+        errors[row.table, row.quantity, row.used].append(abs(row.error))
+    return [
+        f"{table:14} {quantity:18} {used:5} {len(some):3} rows  "
+        f"mean {sum(some) / len(some):6.1%}  largest {max(some):6.1%}"
+        for (table, quantity, used), some in errors.items()
+    ]
 
 
 def write(rows: Sequence[Row]) -> None:

@@ -11,22 +11,20 @@ an objective is worse or a bound lower than there, by more than 1e-9 of it.
 from __future__ import annotations
 
 import argparse
-import csv
 import fnmatch
 import sys
 import time
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks.ledger import index, load_problem
-from benchmarks.machine import commit
+from benchmarks.ledger import commit, index, load_problem, read_rows, write_rows
 from optpipe_solver import solve
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-__all__ = ["BASELINE", "WorkRow", "main", "read_rows", "worse"]
+__all__ = ["BASELINE", "WorkRow", "main", "worse"]
 
 BASELINE = Path(__file__).resolve().parent / "results" / "fixed_work.csv"
 _TOLERANCE = 1e-9
@@ -45,23 +43,6 @@ class WorkRow:
     method: str
     cpu_seconds: float
     commit: str
-
-
-def read_rows(path: Path) -> dict[str, WorkRow]:
-    """Return the rows of a file by instance."""
-    with path.open(encoding="utf-8", newline="") as file:
-        return {
-            row["name"]: WorkRow(
-                name=row["name"],
-                objective=float(row["objective"]),
-                bound=float(row["bound"]),
-                bound_method=row["bound_method"],
-                method=row["method"],
-                cpu_seconds=float(row["cpu_seconds"]),
-                commit=row["commit"],
-            )
-            for row in csv.DictReader(file)
-        }
 
 
 def worse(row: WorkRow, before: WorkRow) -> list[str]:
@@ -92,7 +73,7 @@ def _rows(names: Iterable[str], work: float) -> Iterator[WorkRow]:
         )
 
 
-def _told(row: WorkRow, before: WorkRow | None) -> str:
+def _line(row: WorkRow, before: WorkRow | None) -> str:
     value = f"{row.name:32} {row.objective:14.4f} {row.bound:14.4f} {row.cpu_seconds:7.2f} s"
     line = f"{value}  {row.method} / {row.bound_method}"
     if before is None:
@@ -109,30 +90,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--against", type=Path, default=BASELINE)
     parser.add_argument("--write", type=Path, help="write the rows to this file")
     options = parser.parse_args(arguments)
-    before = read_rows(options.against) if options.against.exists() else {}
+    before = {row.name: row for row in read_rows(WorkRow, options.against)}
     names = [row["name"] for row in index() if fnmatch.fnmatch(row["name"], options.only)]
     made, faults = [], []
     for row in _rows(names, options.work):
         known = before.get(row.name)
-        print(_told(row, known), flush=True)
+        print(_line(row, known), flush=True)
         made.append(row)
         faults += [f"{row.name}: {why}" for why in (worse(row, known) if known else ())]
         if options.write:
-            _write(made, options.write)
+            write_rows(made, options.write, keep=False)
     compared = sum(row.name in before for row in made)
     seconds = sum(row.cpu_seconds for row in made)
     print(f"{len(made)} instances, {compared} compared, {len(faults)} worse, {seconds:.0f} CPU s")
     if faults:
         sys.exit("\n".join(faults))
-
-
-def _write(rows: Sequence[WorkRow], path: Path) -> None:
-    with path.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(
-            file, [field.name for field in fields(WorkRow)], lineterminator="\n"
-        )
-        writer.writeheader()
-        writer.writerows(asdict(row) for row in rows)
 
 
 if __name__ == "__main__":

@@ -1,47 +1,49 @@
-"""What a contestant is given and what it answers, as one line of JSON each way.
+"""Contestants in processes of their own, jobs in and answers out; only the named one is imported.
 
-Contestants run in processes of their own: memory is measured per run, a crash ends one run, and
-OR-tools and highspy, which each carry another build of HiGHS under one name, cannot be loaded into
-the same process.
+Apart, because memory is measured per run, a crash ends one run, and OR-tools and highspy, which
+each carry another build of HiGHS under one name, cannot be loaded into the same process.
 """
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass, field
+import importlib
+import multiprocessing
+import os
+import resource
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from optpipe import Problem, find_violations, parse_action, simulate
+from optpipe import Problem, find_violations, simulate
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from multiprocessing.connection import Connection
+
     from optpipe import Programs
+    from optpipe.schedule import TraceEntry
 
-__all__ = ["Answer", "Job", "Judged", "TracePoint", "answer_of", "judge"]
+__all__ = ["CONTESTANTS", "BestLegal", "PeerAnswer", "PeerJob", "apart", "judge", "run_apart"]
+
+CONTESTANTS = {
+    "families": ("benchmarks.peers.ours", "families"),
+    "ours": ("benchmarks.peers.ours", "ours"),
+    "milp": ("benchmarks.peers.ours", "milp"),
+    "cp-sat": ("benchmarks.peers.cp_sat", "cp_sat"),
+}
+"""Contestants, each a function of a job, and the modules they are in."""
+
+_GRACE_S = 120.0
+"""What a contestant may take beyond its seconds before it is killed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TracePoint:
-    """The best known at a time, in seconds and ms; ``objective_ms`` None = no schedule yet."""
-
-    seconds: float
-    objective_ms: float | None
-    bound_ms: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class PeerJob:
     """One run.
 
-    Parameters
-    ----------
-    problem
-        What is to be scheduled.
-    start
-        Legal programs to start from; None for none.
-    floor_ms
-        A proven lower bound of the objective.
-    seconds, threads, seed
-        The limits; seconds include building models, not the start of the process.
+    ``start`` are legal programs to start from, None for none; ``floor_ms`` is a proven lower bound
+    of the objective; ``seconds`` include building models, not the start of the process.
     """
 
     problem: Problem
@@ -51,22 +53,9 @@ class Job:
     threads: int = 2
     seed: int = 0
 
-    def to_line(self) -> str:
-        """Return the job as one line."""
-        limits = {name: getattr(self, name) for name in ("floor_ms", "seconds", "threads", "seed")}
-        document = self.problem.model_dump(mode="json", by_alias=True)
-        return json.dumps({"problem": document, "start": _texts(self.start), **limits})
-
-    @classmethod
-    def from_line(cls, line: str) -> Job:
-        """Read `to_line`'s text."""
-        data = json.loads(line)
-        problem, start = Problem.parse(data.pop("problem")), _programs(data.pop("start"))
-        return cls(problem=problem, start=start, **data)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class PeerAnswer:
     """What a contestant says; nothing of it is believed but the programs (see `judge`).
 
     ``bound_ms`` is None where nothing is proven, ``status`` the contestant's own word, ``method``
@@ -80,32 +69,14 @@ class Answer:
     method: str = ""
     bound_method: str = ""
     cpu_seconds: dict[str, float] = field(default_factory=dict)
-    trace: tuple[TracePoint, ...] = ()
+    trace: tuple[TraceEntry, ...] = ()
     seconds: float = 0.0
     peak_bytes: int = 0
     extra: dict[str, Any] = field(default_factory=dict)
 
-    def to_line(self) -> str:
-        """Return the answer as one line."""
-        said = {name: getattr(self, name) for name in _PLAIN}
-        trace = [asdict(point) for point in self.trace]
-        return json.dumps({"programs": _texts(self.programs), "trace": trace, **said})
-
-    @classmethod
-    def from_line(cls, line: str) -> Answer:
-        """Read `to_line`'s text."""
-        data = json.loads(line)
-        trace = tuple(TracePoint(**point) for point in data.pop("trace"))
-        return cls(programs=_programs(data.pop("programs")), trace=trace, **data)
-
-
-_PLAIN = (
-    "bound_ms", "status", "method", "bound_method", "cpu_seconds", "seconds", "peak_bytes", "extra",
-)  # fmt: skip
-
 
 @dataclass(slots=True)
-class Judged:
+class BestLegal:
     """The best legal programs offered so far."""
 
     problem: Problem
@@ -125,6 +96,11 @@ class Judged:
         self.programs, self.objective_ms, self.method = programs, objective, method
         return True
 
+    def answer(self, **fields: Any) -> PeerAnswer:
+        """Return the answer that offers them."""
+        fields = {"method": self.method, "extra": {"refused": self.num_refused}, **fields}
+        return PeerAnswer(programs=self.programs, **fields)
+
 
 def judge(problem: Problem, programs: Programs | None) -> float | None:
     """Return the simulated objective in ms of legal programs, None of all others."""
@@ -133,17 +109,54 @@ def judge(problem: Problem, programs: Programs | None) -> float | None:
     return simulate(problem, programs).objective_ms(problem.objective)
 
 
-def answer_of(best: Judged, **said: Any) -> Answer:
-    """Return the answer that offers the best programs."""
-    fields = {"method": best.method, "extra": {"refused": best.num_refused}, **said}
-    return Answer(programs=best.programs, **fields)
+@contextmanager
+def apart(name: str) -> Iterator[Callable[[PeerJob, float], PeerAnswer]]:
+    """Start a contestant at low priority; yields who answers a job within some seconds.
+
+    What fails is the answer's status; after that there are no more answers.
+    """
+    spawn = multiprocessing.get_context("spawn")
+    ours, theirs = spawn.Pipe()
+    process = spawn.Process(target=_answer_all, args=(name, theirs))
+    process.start()
+    theirs.close()
+
+    def ask(job: PeerJob, limit_s: float) -> PeerAnswer:
+        try:
+            ours.send(job)
+            if ours.poll(limit_s):
+                answer: PeerAnswer = ours.recv()
+                return answer
+        except (EOFError, OSError):
+            process.join()
+            return PeerAnswer(programs=None, status=f"failed ({process.exitcode})")
+        return PeerAnswer(programs=None, status=f"killed after {limit_s:.0f} s", seconds=limit_s)
+
+    try:
+        yield ask
+    finally:
+        process.kill()
+        process.join()
+        ours.close()
 
 
-def _texts(programs: Programs | None) -> list[list[str]] | None:
-    return None if programs is None else [[str(action) for action in row] for row in programs]
+def run_apart(name: str, job: PeerJob) -> PeerAnswer:
+    """Run a contestant once; families have no limit of their own and get ten minutes."""
+    with apart(name) as ask:
+        return ask(job, 600.0 if name == "families" else job.seconds + _GRACE_S)
 
 
-def _programs(rows: list[list[str]] | None) -> Programs | None:
-    if rows is None:
-        return None
-    return tuple(tuple(parse_action(cell) for cell in row) for row in rows)
+def _answer_all(name: str, pipe: Connection) -> None:
+    os.nice(5)
+    module, function = CONTESTANTS[name]
+    contestant: Callable[[PeerJob], PeerAnswer] = getattr(importlib.import_module(module), function)
+    while True:
+        job = pipe.recv()
+        began = time.perf_counter()
+        try:
+            answer = contestant(job)
+        except ValueError as error:
+            answer = PeerAnswer(programs=None, status=f"failed: {error}")
+        seconds = round(time.perf_counter() - began, 3)
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        pipe.send(replace(answer, seconds=seconds, peak_bytes=peak))

@@ -1,29 +1,48 @@
-"""The rows a benchmark leaves behind: one per instance and solver, in a CSV that only grows."""
+"""What a benchmark run leaves behind: rows in a CSV that only grows, the best known, an entry.
+
+    python -m benchmarks.ledger [--results PATH] [--append]
+
+prints the ledger entry of the latest rows of every instance and solver. "Worse" and "better" allow
+a relative 1e-6; ours without a schedule where the peer has one is worse. Where only part of the set
+has run, the entry says so.
+"""
 
 from __future__ import annotations
 
+import argparse
 import csv
+import datetime as dt
 import json
-from dataclasses import dataclass, fields
+import math
+import os
+import platform
+import statistics
+import subprocess
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from optpipe import Problem
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
-__all__ = ["INSTANCES", "KNOWN", "RESULTS", "Known", "Row", "append", "index", "known_best",
-           "latest", "load_problem", "read", "read_known", "write_known"]  # fmt: skip
+__all__ = ["RESULTS", "BenchRow", "BestKnown", "LatestRows", "commit", "entry", "index",
+           "known_best", "latest", "load_problem", "read_known", "read_rows", "stamp",
+           "write_known", "write_rows"]  # fmt: skip
 
 _HERE = Path(__file__).resolve().parent
 INSTANCES = _HERE / "instances"
 KNOWN = INSTANCES / "known.csv"
 RESULTS = _HERE / "results" / "bench.csv"
+LEDGER = _HERE / "RESULTS.md"
+_TOLERANCE = 1e-6
+_PEERS = ("families", "cp-sat", "milp")
+_ROW = TypeVar("_ROW")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class BenchRow:
     """What one solver reached on one instance; times in ms, None where there is none.
 
     ``seconds`` is the time it was given or took, whichever is less; ``refused`` counts answers
@@ -49,7 +68,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Known:
+class BestKnown:
     """The best value and the best bound that anyone has found for an instance."""
 
     instance: str
@@ -57,12 +76,6 @@ class Known:
     found_by: str
     bound_ms: float
     bound_by: str
-
-
-_NUMBERS: dict[str, Any] = {
-    "objective_ms": float, "bound_ms": float, "gap": float, "seconds": float, "best_ms": float,
-    "refused": int, "peak_bytes": int,
-}  # fmt: skip
 
 
 def index() -> list[dict[str, str]]:
@@ -77,39 +90,53 @@ def load_problem(name: str) -> Problem:
     return Problem.parse(json.loads(text))
 
 
-def read(path: Path = RESULTS) -> list[Row]:
-    """Return all rows, oldest first; none where there is no file."""
+def read_rows(kind: type[_ROW], path: Path) -> list[_ROW]:
+    """Return all rows of a dataclass of texts and numbers, oldest first; none without a file."""
     if not path.exists():
         return []
+    types = {field.name: str(field.type) for field in fields(kind)}  # type: ignore[arg-type]
     with path.open(encoding="utf-8", newline="") as file:
-        return [Row(**_typed(row)) for row in csv.DictReader(file, restval="")]
+        return [
+            kind(**{name: _value(types[name], text) for name, text in row.items()})
+            for row in csv.DictReader(file, restval="")
+        ]
 
 
-def append(rows: Iterable[Row], path: Path = RESULTS) -> None:
-    """Add rows at the end of the file, with the head line where it is new."""
+def _value(kind: str, text: str) -> Any:
+    if kind == "float | None" and text == "":
+        return None
+    return {"str": str, "int": int}.get(kind, float)(text)
+
+
+def write_rows(rows: Iterable[Any], path: Path, *, keep: bool = True) -> None:
+    """Add rows of one dataclass to a file, with a head line where it is new or not kept."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    is_new = not path.exists()
-    with path.open("a", encoding="utf-8", newline="") as file:
-        writer = _writer(file, Row)
-        if is_new:
-            writer.writeheader()
-        writer.writerows(_plain(row) for row in rows)
+    is_new = not (keep and path.exists())
+    with path.open("w" if is_new else "a", encoding="utf-8", newline="") as file:
+        for row in rows:
+            writer = csv.DictWriter(file, list(asdict(row)), lineterminator="\n")
+            if is_new:
+                writer.writeheader()
+                is_new = False
+            writer.writerow(asdict(row))
 
 
-def latest(rows: Iterable[Row]) -> dict[tuple[str, str], Row]:
+def latest(rows: Iterable[BenchRow]) -> dict[tuple[str, str], BenchRow]:
     """Return the last row of every instance and solver."""
     return {(row.instance, row.solver): row for row in rows}
 
 
-def read_known(path: Path = KNOWN) -> dict[str, Known]:
+def read_known(path: Path = KNOWN) -> dict[str, BestKnown]:
     """Return the best known by instance."""
-    if not path.exists():
-        return {}
-    with path.open(encoding="utf-8", newline="") as file:
-        return {row["instance"]: Known(**_typed(row)) for row in csv.DictReader(file)}
+    return {row.instance: row for row in read_rows(BestKnown, path)}
 
 
-def known_best(known: dict[str, Known], rows: Iterable[Row]) -> dict[str, Known]:
+def write_known(known: dict[str, BestKnown], path: Path = KNOWN) -> None:
+    """Write the best known, sorted by instance."""
+    write_rows((known[name] for name in sorted(known)), path, keep=False)
+
+
+def known_best(known: dict[str, BestKnown], rows: Iterable[BenchRow]) -> dict[str, BestKnown]:
     """Return the best known after some more rows; of equals the earlier stays.
 
     Raises
@@ -121,8 +148,9 @@ def known_best(known: dict[str, Known], rows: Iterable[Row]) -> dict[str, Known]
     for row in rows:
         old = best.get(row.instance)
         if old is None:
-            none = float("inf")
-            old = Known(instance=row.instance, best_ms=none, found_by="", bound_ms=0.0, bound_by="")
+            old = BestKnown(
+                instance=row.instance, best_ms=math.inf, found_by="", bound_ms=0.0, bound_by=""
+            )
         value, finder = _better(row.objective_ms, row.solver, old.best_ms, old.found_by, -1.0)
         bound, prover = _better(row.bound_ms, row.solver, old.bound_ms, old.bound_by, 1.0)
         if bound > value * (1 + 1e-6):
@@ -130,7 +158,7 @@ def known_best(known: dict[str, Known], rows: Iterable[Row]) -> dict[str, Known]
                 f"{row.instance}: bound {bound} ms of {prover} is above the schedule of {finder}, "
                 f"{value} ms; find out which of the two is wrong before trusting either"
             )
-        best[row.instance] = Known(
+        best[row.instance] = BestKnown(
             instance=row.instance, best_ms=value, found_by=finder, bound_ms=bound, bound_by=prover
         )
     return best
@@ -143,25 +171,195 @@ def _better(new: float | None, who: str, old: float, by: str, sign: float) -> tu
     return new, who
 
 
-def write_known(known: dict[str, Known], path: Path = KNOWN) -> None:
-    """Write the best known, sorted by instance."""
-    with path.open("w", encoding="utf-8", newline="") as file:
-        writer = _writer(file, Known)
-        writer.writeheader()
-        writer.writerows(_plain(known[name]) for name in sorted(known))
+# What a measurement writes while it runs is no other program.
+_UNCOUNTED = ":(top,exclude)benchmarks/results"
 
 
-def _writer(file: Any, kind: type) -> csv.DictWriter[str]:
-    return csv.DictWriter(file, [field.name for field in fields(kind)], lineterminator="\n")
+def stamp() -> str:
+    """Return date, commit (``+`` = with uncommitted changes), processor and cores."""
+    date = dt.datetime.now(tz=dt.UTC).date().isoformat()
+    return f"{date}, {commit()}, {_processor()}, {os.cpu_count()} cores"
 
 
-def _plain(row: Any) -> dict[str, Any]:
-    values = {field.name: getattr(row, field.name) for field in fields(row)}
-    return {name: "" if value is None else value for name, value in values.items()}
+def commit() -> str:
+    """Return the short commit, with ``+`` where tracked files other than results changed since."""
+    head = _git("rev-parse", "--short", "HEAD") or "no commit"
+    changes = _git("status", "--porcelain", "--untracked-files=no", "--", ":/", _UNCOUNTED)
+    return head + ("+" if changes else "")
 
 
-def _typed(row: dict[str, str]) -> dict[str, Any]:
-    return {
-        name: None if text == "" and name in _NUMBERS else _NUMBERS.get(name, str)(text)
-        for name, text in row.items()
-    }
+def _git(*arguments: str) -> str:
+    done = subprocess.run(["git", *arguments], capture_output=True, text=True, check=False)
+    return done.stdout.strip()
+
+
+def _processor() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+# --- The entry, as Markdown.
+
+
+@dataclass(frozen=True, slots=True)
+class LatestRows:
+    """The latest rows by instance and solver, beside what the index says of each instance.
+
+    ``busy_ms`` is the compute time of the busiest device: what no schedule can save.
+    """
+
+    rows: dict[tuple[str, str], BenchRow]
+    about: dict[str, dict[str, str]]
+    busy_ms: dict[str, float]
+    known: dict[str, BestKnown]
+
+    def value(self, name: str, solver: str) -> float | None:
+        """Return a solver's objective on an instance, None where it has none."""
+        row = self.rows.get((name, solver))
+        return None if row is None else row.objective_ms
+
+    def both(self, ours: str, peer: str) -> list[tuple[str, float, float]]:
+        """Return the instances on which both have a schedule, with the two objectives."""
+        pairs = ((name, self.value(name, ours), self.value(name, peer)) for name in self.about)
+        return [(name, a, b) for name, a, b in pairs if a is not None and b is not None]
+
+    def solvers(self) -> list[str]:
+        """Return our rows' labels, the shortest time first."""
+        labels = {solver for _, solver in self.rows if solver.startswith("ours-")}
+        return sorted(labels, key=lambda label: float(label.partition("-")[2]))
+
+
+def entry(table: LatestRows, title: str) -> str:
+    """Return the whole entry."""
+    ran = sorted({name for name, _ in table.rows})
+    parts = [f"### {title}", f"{len(ran)} of {len(table.about)} instances have run."]
+    parts += ["\n".join(f"* {line}" for line in _claims(table, ours)) for ours in table.solvers()]
+    parts.append(_values(table, ran))
+    return "\n\n".join(parts) + "\n"
+
+
+def _claims(table: LatestRows, ours: str) -> Iterable[str]:
+    for peer in _PEERS:
+        yield from _against(table, ours, peer)
+    about, known = table.about, table.known
+    rows = [
+        row
+        for name in about
+        if (row := table.rows.get((name, ours))) is not None and row.objective_ms is not None
+    ]
+    pairs = [x for x in table.both(ours, "families") if about[x[0]]["class"] == "tight"]
+    better = sum(a < b * (1 - _TOLERANCE) for _, a, b in pairs)
+    yield f"{ours}: strictly better than the best family on {_share(better, len(pairs))} tight"
+    gaps = {row.instance: row.gap for row in rows if row.gap is not None}
+    proven = sum(gap <= _TOLERANCE for gap in gaps.values())
+    yield f"{ours}: proven optimal on {_share(proven, len(rows))}"
+    medians = [
+        f"{kind} {100 * statistics.median(some):.2f} % ({len(some)})"
+        for kind in ("plenty", "tight")
+        if (some := [gap for name, gap in gaps.items() if about[name]["class"] == kind])
+    ]
+    yield f"{ours}: median proven gap " + (", ".join(medians) or "of none")
+    yield _idle(table, ours)
+    near = [
+        (row.objective_ms or 0.0) <= 1.01 * known[row.instance].best_ms
+        for row in rows
+        if row.instance in known
+    ]
+    yield f"{ours}: within 1 % of the best known on {_share(sum(near), len(near))}"
+
+
+def _against(table: LatestRows, ours: str, peer: str) -> Iterable[str]:
+    pairs = table.both(ours, peer)
+    nothing = [
+        name
+        for name in table.about
+        if (name, ours) in table.rows
+        and table.value(name, ours) is None
+        and table.value(name, peer) is not None
+    ]
+    worse = nothing + [name for name, a, b in pairs if a > b * (1 + _TOLERANCE)]
+    better = [name for name, a, b in pairs if a < b * (1 - _TOLERANCE)]
+    if not pairs and not nothing:
+        return
+    logs = [math.log(a / b) for _, a, b in pairs]
+    ratio = math.exp(statistics.fmean(logs)) if logs else math.nan
+    yield (
+        f"{ours} against {peer}, {len(pairs) + len(nothing)} instances: worse on {len(worse)}"
+        + (f" ({', '.join(worse)})" if worse else "")
+        + f", better on {len(better)}; geometric mean of the ratio {ratio:.4f}"
+    )
+
+
+def _idle(table: LatestRows, ours: str) -> str:
+    """Idle time against the best offloading family, where the bound leaves room for half."""
+    reached = []
+    for name, a, b in table.both(ours, "offloading"):
+        busy_ms, bound_ms = table.busy_ms[name], table.rows[name, ours].bound_ms or 0.0
+        target = (b - busy_ms) / 2
+        if bound_ms - busy_ms <= target:
+            reached.append(a - busy_ms <= target * (1 + _TOLERANCE))
+    return (
+        f"{ours}: idle time at most half of the best offloading family's on "
+        f"{_share(sum(reached), len(reached))} where the bound leaves that room"
+    )
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part} of {whole} ({100 * part / whole:.0f} %)" if whole else "0 of 0"
+
+
+def _values(table: LatestRows, names: Sequence[str]) -> str:
+    """Every objective in ms, the best known bound, and our largest process."""
+    ours = table.solvers()
+    solvers = ["families", "offloading", *ours, "cp-sat", "plain-milp"]
+    lines = [
+        f"| instance | {' | '.join(solvers)} | best bound | gap | MB |",
+        f"|---|{'--:|' * (len(solvers) + 3)}",
+    ]
+    for name in names:
+        cells = [_number(table.value(name, solver)) for solver in solvers]
+        known = table.known.get(name)
+        row = table.rows.get((name, ours[-1])) if ours else None
+        bound = None if known is None else known.bound_ms
+        gap = None if row is None or row.gap is None else f"{100 * row.gap:.2f} %"
+        megabytes = "-" if row is None else f"{row.peak_bytes / 1e6:.0f}"
+        lines.append(
+            f"| {name} | {' | '.join(cells)} | {_number(bound)} | {gap or '-'} | {megabytes} |"
+        )
+    return "\n".join(lines)
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
+def table_of(rows: Iterable[BenchRow]) -> LatestRows:
+    """Return what some rows say; those of instances that are no longer there are left out."""
+    about = {row["name"]: row for row in index()}
+    newest = {key: row for key, row in latest(rows).items() if key[0] in about}
+    busy_ms = {name: load_problem(name).busy_ms for name, _ in newest}
+    return LatestRows(newest, about, busy_ms, read_known())
+
+
+def main() -> None:
+    """Print the entry, or append it to the ledger."""
+    parser = argparse.ArgumentParser(description="The ledger entry of a benchmark run.")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--append", action="store_true", help="to benchmarks/RESULTS.md")
+    options = parser.parse_args()
+    table = table_of(read_rows(BenchRow, options.results))
+    commits = ", ".join(sorted({row.commit for row in table.rows.values()}))
+    machines = ", ".join(sorted({row.machine.split(", ", 2)[-1] for row in table.rows.values()}))
+    text = entry(table, f"The benchmark set ({commits}; {machines})")
+    print(text)
+    if options.append:
+        with LEDGER.open("a", encoding="utf-8") as file:
+            file.write("\n" + text)
+
+
+if __name__ == "__main__":
+    main()

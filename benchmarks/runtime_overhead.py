@@ -89,10 +89,10 @@ def _report(num_microbatches: int, steps: int) -> None:
         schedule, ours = _our_side(pair, made, num_microbatches)
         count = len(schedule.programs[dist.get_rank()])
         costs = _in_turns([theirs, ours], steps)
-        told: list[Any] = [None] * RANKS
-        dist.all_gather_object(told, [cost / count for cost in costs])
+        everyone: list[Any] = [None] * RANKS
+        dist.all_gather_object(everyone, [cost / count for cost in costs])
         if first:
-            torch_us, our_us = (statistics.mean(column) for column in zip(*told, strict=True))
+            torch_us, our_us = (statistics.mean(column) for column in zip(*everyone, strict=True))
             ratio = our_us / torch_us
             print(f"| {pair.name} | {count} | {torch_us:.1f} | {our_us:.1f} | {ratio:.2f} |")
 
@@ -120,26 +120,14 @@ def _modules(pair: Pair) -> dict[int, nn.Module]:
     }
 
 
-def _data(num_microbatches: int) -> tuple[Tensor, Tensor]:
-    batch, target = torch.ones(2, 2 * num_microbatches, WIDTH)
-    return batch, target
-
-
 def _torch_side(pair: Pair, num_microbatches: int) -> tuple[Any, Callable[[], object]]:
     example = torch.zeros(2, WIDTH, requires_grad=True)
     stages = [
-        PipelineStage(
-            module,
-            index,
-            STAGES,
-            torch.device("cpu"),
-            input_args=(example,),
-            output_args=(example,),
-        )
+        PipelineStage(module, index, STAGES, torch.device("cpu"), (example,), (example,))
         for index, module in _modules(pair).items()
     ]
     made = pair.schedule_class(stages, num_microbatches, _loss)
-    batch, target = _data(num_microbatches)
+    batch, target = torch.ones(2, 2 * num_microbatches, WIDTH)
     last = pair.placement[-1] == dist.get_rank()
     given = (batch,) if dist.get_rank() == 0 else ()
     return made, lambda: made.step(*given, target=target if last else None, losses=[])
@@ -155,7 +143,7 @@ def _our_side(
     problem = _problem(pair.placement, num_microbatches)
     schedule = evaluate(problem, rows, Provenance(method="torch"))
     runner = PipelineRunner(_modules(pair), schedule, _loss, problem)
-    batch, target = _data(num_microbatches)
+    batch, target = torch.ones(2, 2 * num_microbatches, WIDTH)
     return schedule, lambda: runner.step(batch, target)
 
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import csv
 import json
 import multiprocessing
 import subprocess
@@ -25,18 +24,18 @@ import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from itertools import count
 from pathlib import Path
+from subprocess import PIPE
 from typing import TYPE_CHECKING, Any
 
 import httpx
 
-from benchmarks.machine import stamp
-from benchmarks.service_load_solver import SOLVE_PATH
+from benchmarks.ledger import load_problem, stamp, write_rows
+from optpipe import Problem
+from optpipe import load_problem as parse_problem
 from optpipe.client import AsyncClient, Client
-from optpipe.formats.json import load_problem
-from optpipe.problem import Problem
 from tests.api.live import two_stages
 
 if TYPE_CHECKING:
@@ -44,7 +43,7 @@ if TYPE_CHECKING:
 
     from optpipe.client import Job
 
-__all__ = ["Load", "Row", "main"]
+__all__ = ["Load", "LoadRow", "main"]
 
 ROOT = Path(__file__).resolve().parent
 RESULTS = ROOT / "results" / "service_load.csv"
@@ -73,7 +72,7 @@ SMALL = Load(seconds=0.6, clients=1, connections=2, followers=4, events=3)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class LoadRow:
     """One line of the table; latencies in ms, ``rate`` per second."""
 
     what: str
@@ -87,40 +86,29 @@ class Row:
     stamp: str = ""
 
 
-class Server:
-    """A server process; see `benchmarks.service_load_server`."""
-
-    def __init__(self, wanted: dict[str, Any], log: Path) -> None:
-        module = "benchmarks.service_load_server"
-        with log.open("w", encoding="utf-8") as lines:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", module, json.dumps(wanted)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=lines,
-                cwd=ROOT.parent,
-                text=True,
-            )
-        self.url: str = self._hear()["url"]
-
-    def close(self) -> None:
-        """End it."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.close()
+@contextmanager
+def _serving(wanted: dict[str, Any], folder: Path) -> Iterator[str]:
+    """Run a server process (see `benchmarks.service_load_server`); yields its URL."""
+    command = [sys.executable, "-m", "benchmarks.service_load_server", json.dumps(wanted)]
+    with (
+        (folder / f"{wanted['kind']}.log").open("w", encoding="utf-8") as log,
+        subprocess.Popen(
+            command, stdin=PIPE, stdout=PIPE, stderr=log, cwd=ROOT.parent, text=True
+        ) as process,
+    ):
+        assert process.stdin is not None
+        assert process.stdout is not None
         try:
-            self._process.wait(30)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._process.stdout.close()
-
-    def _hear(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            found: dict[str, Any] = json.loads(line)
-            return found
-        raise RuntimeError(f"the server ended with {self._process.wait()}")
+            line = process.stdout.readline()
+            if not line:
+                raise RuntimeError(f"the server ended with {process.wait()}")
+            yield json.loads(line)["url"]
+        finally:
+            process.stdin.close()
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                process.kill()
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +176,7 @@ async def _listen(url: str, job_id: str, number: int) -> list[list[tuple[int, fl
         return await asyncio.gather(*(one() for _ in range(number)))
 
 
-def main(arguments: Sequence[str] | None = None) -> list[Row]:
+def main(arguments: Sequence[str] | None = None) -> list[LoadRow]:
     """Measure, print the table, add it to the CSV; return the rows."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--small", action="store_true", help="a few requests, to see that it runs")
@@ -202,34 +190,33 @@ def main(arguments: Sequence[str] | None = None) -> list[Row]:
     load = replace(load, **{name: value for name, value in given.items() if value is not None})
     rows = [replace(row, stamp=stamp()) for row in measure(load)]
     print(table(rows))
-    _append(options.out, rows)
+    write_rows(rows, options.out)
     return rows
 
 
-def measure(load: Load) -> list[Row]:
+def measure(load: Load) -> list[LoadRow]:
     """Start the servers, load them, and return the rows."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         service = stack.enter_context(
             _serving({"kind": "service", "settings": _settings(folder)}, folder)
         )
-        context = multiprocessing.get_context("spawn")
-        pool = stack.enter_context(
-            ProcessPoolExecutor(max_workers=load.clients + 1, mp_context=context)
-        )
-        client = stack.enter_context(Client(service.url))
+        spawn = multiprocessing.get_context("spawn")
+        pool = stack.enter_context(ProcessPoolExecutor(load.clients + 1, mp_context=spawn))
+        client = stack.enter_context(Client(service))
         fetched = _solved(client)
         (folder / "schedule.json").write_text(client.schedule_text(fetched, "json"), "utf-8")
         (folder / "job.json").write_text(fetched.model_dump_json(), "utf-8")
         bare = stack.enter_context(_serving({"kind": "bare", "folder": str(folder)}, folder))
-        busy = [client.submit(_instance(name), time_limit_s=3000) for name in SOLVED]
+        busy = [client.submit(load_problem(name), time_limit_s=3000) for name in SOLVED]
         # So that what is submitted waits instead of being solved beside them.
         sleeper = client.submit(_scripted("improve:1:3000", 2), time_limit_s=3000)
         while not all(client.job(job).has_schedule for job in (*busy, sleeper)):
             time.sleep(0.1)
         servers = {"service": service, "bare route": bare}
-        rows = _requests(load, servers, pool, fetched)
-        rows += _followers(load, service, client, pool, sleeper=sleeper, fetched=fetched)
+        path = f"/v1/jobs/{fetched.id}/schedule"
+        rows = _requests(load, servers, pool, fetched, path)
+        rows += _followers(load, service, client, pool, sleeper=sleeper, path=path)
         lasted = {client.job(job).state for job in busy}
         if lasted != {"running"}:
             raise RuntimeError(f"the solves beside the requests did not last: {lasted}")
@@ -242,7 +229,7 @@ def _settings(folder: Path) -> dict[str, Any]:
     """Two slots for the solves and one for the job that is followed; submissions wait."""
     return {
         "database_url": f"sqlite:///{folder}/jobs.db",
-        "solve_path": SOLVE_PATH,
+        "solve_path": "benchmarks.service_load_server:solve",
         "solver_processes": 3,
         "max_threads": 1,
         "max_queued_jobs": 1_000_000,
@@ -250,20 +237,10 @@ def _settings(folder: Path) -> dict[str, Any]:
     }
 
 
-@contextmanager
-def _serving(wanted: dict[str, Any], folder: Path) -> Iterator[Server]:
-    server = Server(wanted, folder / f"{wanted['kind']}.log")
-    try:
-        yield server
-    finally:
-        server.close()
-
-
 def _requests(
-    load: Load, servers: dict[str, Server], pool: ProcessPoolExecutor, job: Job
-) -> list[Row]:
+    load: Load, servers: dict[str, str], pool: ProcessPoolExecutor, job: Job, path: str
+) -> list[LoadRow]:
     """Measure every kind of request on both servers, in turns."""
-    path = f"/v1/jobs/{job.id}/schedule"
     get = Asked("", load, path, {}, 200)
     known = replace(get, headers={"If-None-Match": f'"{job.id}.{job.num_schedules}"'}, status=304)
     post = Asked("", load, "/v1/jobs", {}, 202, body=_submission())
@@ -281,87 +258,54 @@ def _turns(
     what: str,
     asked: Asked,
     names: tuple[str, ...],
-    servers: dict[str, Server],
+    servers: dict[str, str],
     pool: ProcessPoolExecutor,
-) -> list[Row]:
+) -> list[LoadRow]:
     """Ask the servers in turns; return a row each."""
     latencies: dict[str, list[float]] = {name: [] for name in names}
     failed = dict.fromkeys(names, 0)
     firsts = count(_MANY, _MANY)
-    for _ in range(ROUNDS):
-        for name in names:
-            here = replace(asked, url=servers[name].url)
-            clients = [
-                pool.submit(hammer, replace(here, first=next(firsts)))
-                for _ in range(asked.load.clients)
-            ]
-            for client in clients:
-                took, wrong = client.result()
-                latencies[name] += took
-                failed[name] += wrong
-    return [
-        _row(
-            what,
-            name,
-            latencies[name],
-            failed=failed[name],
-            seconds=asked.load.seconds,
-        )
-        for name in names
-    ]
+    for name in names * ROUNDS:
+        here = [
+            replace(asked, url=servers[name], first=next(firsts)) for _ in range(asked.load.clients)
+        ]
+        for took, wrong in pool.map(hammer, here):
+            latencies[name] += took
+            failed[name] += wrong
+    return [_row(what, name, latencies[name], failed[name], asked.load.seconds) for name in names]
 
 
 def _followers(
-    load: Load,
-    service: Server,
-    client: Client,
-    pool: ProcessPoolExecutor,
-    *,
-    sleeper: Job,
-    fetched: Job,
-) -> list[Row]:
-    """Let many follow one job, and one more client ask beside them.
+    load: Load, service: str, client: Client, pool: ProcessPoolExecutor, *, sleeper: Job, path: str
+) -> list[LoadRow]:
+    """Let many follow one job, and one more client ask for a path beside them.
 
     Of the followers ``failed`` counts those that did not hear every event once.
     """
     job = client.submit(_scripted(f"improve:{load.events}:0.25", load.events + 1), priority=100)
     share = [len(range(at, load.followers, load.clients)) for at in range(load.clients)]
-    listening = [pool.submit(listen, service.url, job.id, number) for number in share]
+    listening = [pool.submit(listen, service, job.id, number) for number in share]
     time.sleep(_GATHER_S)
     began = time.perf_counter()
-    beside = replace(load, connections=2)
-    path = f"/v1/jobs/{fetched.id}/schedule"
-    asking = pool.submit(hammer, Asked(service.url, beside, path, {}, 200))
+    asking = pool.submit(hammer, Asked(service, replace(load, connections=2), path, {}, 200))
     client.cancel(sleeper)
     heard = [one for part in listening for one in part.result()]
     seconds = time.perf_counter() - began
     whole = [event.number for event in client.events(job)]
     failed = sum([number for number, _ in one] != whole for one in heard)
     delays = [delay for one in heard for _, delay in one if delay > 0]
-    what = f"{len(heard)} followers, {len(whole)} events"
     latencies, wrong = asking.result()
+    followers = f"{len(heard)} followers"
+    beside = f"fetch a schedule beside {followers}"
     return [
-        _row(what, "service", delays, failed=failed, seconds=seconds),
-        _row(
-            f"fetch a schedule beside {len(heard)} followers",
-            "service",
-            latencies,
-            failed=wrong,
-            seconds=load.seconds / ROUNDS,
-        ),
+        _row(f"{followers}, {len(whole)} events", "service", delays, failed, seconds),
+        _row(beside, "service", latencies, wrong, load.seconds / ROUNDS),
     ]
 
 
-def _row(
-    what: str,
-    server: str,
-    latencies: list[float],
-    *,
-    failed: int,
-    seconds: float,
-) -> Row:
+def _row(what: str, server: str, latencies: list[float], failed: int, seconds: float) -> LoadRow:
     ordered = sorted(latencies)
-    return Row(
+    return LoadRow(
         what=what,
         server=server,
         count=len(ordered),
@@ -379,13 +323,9 @@ def _quantile(ordered: list[float], share: float) -> float:
 
 def _solved(client: Client) -> Job:
     """Return a finished job whose schedule is as large as a real one."""
-    problem = load_problem(FETCHED.read_text("utf-8")).model_copy(update={"name": "improve:0:0"})
+    problem = parse_problem(FETCHED.read_text("utf-8")).model_copy(update={"name": "improve:0:0"})
     *_, job = client.follow(client.submit(problem))
     return job
-
-
-def _instance(name: str) -> Problem:
-    return load_problem((ROOT / "instances" / f"{name}.json").read_text("utf-8"))
 
 
 def _scripted(name: str, num_microbatches: int) -> Problem:
@@ -401,21 +341,12 @@ def _submission() -> str:
     return json.dumps({"problem": problem})
 
 
-def table(rows: list[Row]) -> str:
+def table(rows: list[LoadRow]) -> str:
     """Return the rows as Markdown."""
-    names = [field.name for field in fields(Row) if field.name != "stamp"]
+    names = [field.name for field in fields(LoadRow) if field.name != "stamp"]
     lines = [f"| {' | '.join(names)} |", "|---|---|" + "--:|" * (len(names) - 2)]
     lines += [f"| {' | '.join(str(getattr(row, name)) for name in names)} |" for row in rows]
     return "\n".join([rows[0].stamp, "", *lines])
-
-
-def _append(path: Path, rows: list[Row]) -> None:
-    is_new = not path.exists()
-    with path.open("a", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, [field.name for field in fields(Row)])
-        if is_new:
-            writer.writeheader()
-        writer.writerows(asdict(row) for row in rows)
 
 
 if __name__ == "__main__":

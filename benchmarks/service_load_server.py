@@ -1,7 +1,8 @@
 """The two servers of `benchmarks.service_load`, each in a process of its own.
 
 ``service`` is OptPipe's own application, ``bare`` a FastAPI application whose routes return bytes
-that lie ready. Both run in the very process that ``optpipe serve`` makes.
+that lie ready. Both run in the very process that ``optpipe serve`` makes. `solve` is what the
+service's solver processes run.
 """
 
 from __future__ import annotations
@@ -11,19 +12,23 @@ import sys
 import threading
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request, Response
 
 from optpipe_api import Settings, create_app
 from optpipe_api.logs import set_up_logs
 from optpipe_api.server import ApiServer, let_go, server_config
+from tests.api import fake_solver
 
 if TYPE_CHECKING:
     import socket
     from collections.abc import Iterator
 
-__all__ = ["main"]
+    from optpipe.problem import Problem
+    from optpipe_solver import Result
+
+__all__ = ["main", "solve"]
 
 
 class _Server(ApiServer):
@@ -50,8 +55,8 @@ class _Server(ApiServer):
         yield
 
 
-def bare(document: bytes, told: bytes) -> FastAPI:
-    """Return an application that has the schedule, and what a submission is told, lying ready."""
+def bare(document: bytes, answer: bytes) -> FastAPI:
+    """Return an application that has the schedule, and what a submission is answer, lying ready."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
 
     @app.get("/v1/jobs/{job_id}/schedule")
@@ -61,9 +66,19 @@ def bare(document: bytes, told: bytes) -> FastAPI:
     @app.post("/v1/jobs", status_code=202)
     async def submit(request: Request) -> Response:
         json.loads(await request.body())
-        return Response(told, 202, media_type="application/json")
+        return Response(answer, 202, media_type="application/json")
 
     return app
+
+
+def solve(problem: Problem, **options: Any) -> Result:
+    """Solve as a script says that is the problem's name (see `tests.api.fake_solver`), or truly."""
+    if problem.name.startswith("improve:"):
+        return fake_solver.solve(problem, **options)
+    import optpipe_solver
+
+    options = {name: value for name, value in options.items() if name != "start_method"}
+    return optpipe_solver.solve(problem, **options)
 
 
 def main() -> None:

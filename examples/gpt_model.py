@@ -1,6 +1,13 @@
-"""The GPT that `train_gpt.py` trains: cut into stages, and whole in one process."""
+"""What `train_gpt.py` trains: a GPT, cut into stages and whole in one process, and its text.
+
+The text is sums, endlessly many and the same for a seed. A model must learn the form, to read both
+numbers, and to add: its loss falls fast at first and slowly afterwards, as on real text. The
+alphabet is small, so that the model can be, too.
+"""
 
 from __future__ import annotations
+
+import random
 
 import torch
 from torch import Tensor, nn
@@ -8,7 +15,8 @@ from torch.nn import functional
 
 from optpipe.runtime.demo_model import ModelConfig, make_stages
 
-__all__ = ["LARGEST_NORM", "MixedPrecision", "UnsplitTraining", "build_stages", "token_loss"]
+__all__ = ["ALPHABET", "LARGEST_NORM", "MixedPrecision", "UnsplitTraining", "build_stages",
+           "make_batch", "sums", "token_loss"]  # fmt: skip
 
 LARGEST_NORM = 1.0
 """To which gradients are clipped."""
@@ -79,3 +87,26 @@ class UnsplitTraining:
         nn.utils.clip_grad_norm_(self._model.parameters(), LARGEST_NORM)
         self._optimizer.step()
         return total
+
+
+# --- The text.
+
+ALPHABET = "\n 0123456789+="
+
+
+def sums(num_characters: int, seed: int) -> str:
+    """Return so many characters of lines like ``21 + 5 = 26``."""
+    chooser = random.Random(seed)
+    text = ""
+    while len(text) < num_characters:
+        left, right = chooser.randrange(100), chooser.randrange(100)
+        text += f"{left} + {right} = {left + right}\n"
+    return text[:num_characters]
+
+
+def make_batch(num_samples: int, length: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Return tokens and each one's successor, both of shape (num_samples, length)."""
+    text = sums(num_samples * (length + 1), seed)
+    tokens = torch.tensor([ALPHABET.index(letter) for letter in text])
+    tokens = tokens.view(num_samples, length + 1)
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()

@@ -10,7 +10,6 @@ Then the service stays up until Ctrl-C; with ``--once`` everything ends by itsel
 from __future__ import annotations
 
 import argparse
-import http.client
 import os
 import signal
 import socket
@@ -22,6 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import httpx
 from rich.console import Console
 from rich.markup import escape
 
@@ -120,15 +120,11 @@ def is_healthy(port: int, server: subprocess.Popen[bytes], timeout_s: float = 60
     """Wait until the service answers; False when it ended or the time is up."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline and server.poll() is None:
-        connection = http.client.HTTPConnection(HOST, port, timeout=2)
         try:
-            connection.request("GET", "/healthz")
-            if connection.getresponse().status == http.client.OK:
+            if httpx.get(f"http://{HOST}:{port}/healthz", timeout=2).is_success:
                 return True
-        except OSError:
+        except httpx.TransportError:
             time.sleep(0.1)
-        finally:
-            connection.close()
     return False
 
 
@@ -147,22 +143,15 @@ def show_llama(console: Console, client: Client, time_limit_s: float) -> None:
     schedule = solve(console, client, problem, time_limit_s)
     baseline = build_one_f_one_b(problem)
     length_ms = max(schedule.makespan_ms, simulate(problem, baseline).makespan_ms)
-    console.print()
-    console.print(
-        ScheduleView(
+    for title, programs in (("1F1B, if it fitted", baseline), ("OptPipe", schedule.programs)):
+        view = ScheduleView(
             problem=problem,
-            programs=baseline,
-            title="1F1B, if it fitted:",
+            programs=programs,
+            title=f"{title}:",
             length_ms=length_ms,
-            legend=False,
+            legend=programs is not baseline,
         )
-    )
-    console.print()
-    console.print(
-        ScheduleView(
-            problem=problem, programs=schedule.programs, title="OptPipe:", length_ms=length_ms
-        )
-    )
+        console.print("", view)
     console.print()
     console.print(number_table(problem, schedule.programs, schedule, baseline))
 

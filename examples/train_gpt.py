@@ -22,9 +22,14 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from examples.gpt_model import LARGEST_NORM, UnsplitTraining, build_stages, token_loss
-from examples.little_memory import with_room
-from examples.number_text import ALPHABET, make_batch
+from examples.gpt_model import (
+    ALPHABET,
+    LARGEST_NORM,
+    UnsplitTraining,
+    build_stages,
+    make_batch,
+    token_loss,
+)
 from optpipe import OptPipeError, Problem, Schedule, dump_schedule, load_schedule
 from optpipe.client import Client
 from optpipe.runtime import PipelineRunner, measure
@@ -102,6 +107,20 @@ def plan(options: argparse.Namespace, device: torch.device) -> tuple[Problem | N
     if fault:
         raise OptPipeError(fault)
     return problem, load_schedule(schedule)
+
+
+def with_room(problem: Problem, activations: float) -> Problem:
+    """Return the problem with memory for only so many activations per device.
+
+    Less than there is, so that a rehearsal has to offload or recompute.
+    """
+    devices = []
+    for stage, device in zip(problem.stages, problem.devices, strict=True):
+        largest = max(stage.activation_bytes, stage.weight_context_bytes)
+        workspace = max(stage.forward_workspace_bytes, stage.backward_input_workspace_bytes)
+        memory = device.reserved_bytes + stage.static_bytes + workspace + int(activations * largest)
+        devices.append(device.model_copy(update={"memory_bytes": memory}))
+    return problem.model_copy(update={"devices": tuple(devices)})
 
 
 def solve(problem: Problem, options: argparse.Namespace) -> tuple[str, str]:

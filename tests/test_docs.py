@@ -13,9 +13,8 @@ import pytest
 import typer
 import yaml
 
-from docs.generators import FORMULATION, function_links, to_reference
+from docs.generators import FORMULATION, SHOWN, function_links, newest_entry, to_reference
 from docs.generators.figures import all_figures, line
-from docs.generators.ledger import SHOWN, newest_entry
 from optpipe import simulate
 from optpipe.cli import make_app
 from optpipe_solver import solve

@@ -9,8 +9,9 @@ import pytest
 
 from docs.generators import schedules as pages
 from docs.generators.figures import GB, PASS_MS, Figure, draw, line, run_command
-from docs.generators.formulas import FORMULAS, Shape
 from docs.generators.schedules import (
+    FORMULAS,
+    EqualShape,
     docstring_of,
     figure_of,
     overview,
@@ -62,7 +63,7 @@ def test_the_formulas_of_the_papers_hold(name) -> None:
     for p, m in product((2, 3, 4, 6, 8), (4, 8, 16, 24)):
         problem = line(p, m, recompute=True)
         for copy in placements_of(problem).values():
-            shape = Shape(p, m, len(copy.stages) // p, PASS_MS, PASS_MS, PASS_MS)
+            shape = EqualShape(p, m, len(copy.stages) // p, PASS_MS, PASS_MS, PASS_MS)
             try:
                 programs = BY_NAME[name].build(copy)
             except NotApplicable:
@@ -123,6 +124,7 @@ def test_a_new_family_gets_its_page_by_itself(example, monkeypatch) -> None:
     code = blocks((ROOT / "docs" / "howto" / "new-family.md").read_text("utf-8"), "python")[0]
     docstring = code.split('"""')[1].strip()
     monkeypatch.setattr(pages, "docstring_of", lambda _: docstring)
+    monkeypatch.setattr(pages, "_SETTINGS", pages._SETTINGS[:1])
     page = page_of(example)
     assert "**Rule:** stage s of S runs" in page
     assert "**Memory:** stage s holds" in page

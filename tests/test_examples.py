@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from examples.problems.make_llama3_8b import TARGET, make_problem
+from examples.make_llama3_8b import PROBLEM_FILE, make_problem
 from examples.quickstart import free_port
 from optpipe import dump_problem, find_violations, load_problem
 from optpipe.memory import device_peak_bytes
@@ -28,11 +28,11 @@ PROBLEMS = ROOT / "examples" / "problems"
 @pytest.fixture(scope="module")
 def llama():
     """The example that README, quickstart and benchmarks share."""
-    return load_problem(TARGET.read_text())
+    return load_problem(PROBLEM_FILE.read_text())
 
 
 def test_the_committed_file_is_what_the_formulas_give() -> None:
-    assert TARGET.read_text() == dump_problem(make_problem())
+    assert PROBLEM_FILE.read_text() == dump_problem(make_problem())
 
 
 def test_the_parameters_add_up_to_llama_3_8b(llama) -> None:
@@ -91,11 +91,10 @@ def test_a_taken_port_is_replaced_by_a_free_one() -> None:
 
 
 def test_the_quickstart_trains_then_waits_and_stops_cleanly_on_ctrl_c(tmp_path) -> None:
-    """The other way, ``--once``, is what .ci/run does."""
     log = tmp_path / "log"
     with log.open("wb") as output:
         running = subprocess.Popen(
-            [sys.executable, "examples/quickstart.py", "--time-limit", "3"],
+            [sys.executable, "examples/quickstart.py", "--time-limit", "1"],
             cwd=ROOT,
             stdout=output,
             stderr=output,

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import ast
 from collections import defaultdict
+from functools import cache
 from pathlib import Path
 
-ROOTS = [Path("optpipe"), Path("solver/optpipe_solver"), Path("api/optpipe_api"), Path("examples")]
+ROOTS = [
+    Path(root)
+    for root in (
+        "optpipe", "solver/optpipe_solver", "api/optpipe_api", "examples", "benchmarks", "docs",
+    )
+]  # fmt: skip
 
 MAY_EXIST_TWICE: dict[str, str] = {}
 """Class names that several modules define, each with the reason."""
 
 
+@cache
 def modules() -> dict[str, ast.Module]:
-    """Return every module of the three packages and of the examples, parsed, by its dotted name."""
+    """Return every module, parsed, by its dotted name."""
     found = {}
     for root in ROOTS:
         for path in root.rglob("*.py"):

@@ -18,10 +18,14 @@ from pathlib import Path
 from typing import Any
 
 PARTS = {
-    "a": ("one_rank", "One rank's program: step time and peak memory, planned and measured"),
-    "b": ("slowdown", "Every micro-batch offloaded, against none"),
-    "c": ("largest", "The largest size that fits, without offload and with"),
-    "d": ("shared_card", "Four ranks on one card: losses beside one process"),
+    "a": (
+        "alone",
+        "one_rank",
+        "One rank's program: step time and peak memory, planned and measured",
+    ),
+    "b": ("alone", "slowdown", "Every micro-batch offloaded, against none"),
+    "c": ("alone", "largest", "The largest size that fits, without offload and with"),
+    "d": ("shared", "shared_card", "Four ranks on one card: losses beside one process"),
 }
 LIMIT_S = {"a": 80, "b": 150, "c": 150, "d": 80}
 
@@ -30,8 +34,9 @@ def main() -> int:
     """Run the parts asked for; return 1 if one failed."""
     options = _parse()
     if options.one is not None:
-        module = importlib.import_module(f"benchmarks.gpu.{PARTS[options.one][0]}")
-        options.output.write_text(json.dumps(module.measure_it(options.device, tiny=options.tiny)))
+        module, name, _ = PARTS[options.one]
+        run = getattr(importlib.import_module(f"benchmarks.gpu.{module}"), name)
+        options.output.write_text(json.dumps(run(options.device, tiny=options.tiny)))
         return 0
     found = {part: _in_a_process(part, options) for part in options.parts}
     result = {"machine": _machine(options.device), "tiny": options.tiny, "parts": found}
@@ -60,17 +65,17 @@ def _parse() -> argparse.Namespace:
 def _in_a_process(part: str, options: argparse.Namespace) -> dict[str, Any]:
     """Return a part's rows, or why there are none."""
     with tempfile.TemporaryDirectory() as folder:
-        told = Path(folder) / "told.json"
+        rows = Path(folder) / "rows.json"
         command = [sys.executable, "-m", "benchmarks.gpu", "--one", part]
-        command += ["--device", options.device, "--output", str(told)]
+        command += ["--device", options.device, "--output", str(rows)]
         command += ["--tiny"] if options.tiny else []
         try:
             done = subprocess.run(command, check=False, timeout=LIMIT_S[part])
         except subprocess.TimeoutExpired:
             return {"error": f"took longer than {LIMIT_S[part]} s"}
-        if done.returncode or not told.exists():
+        if done.returncode or not rows.exists():
             return {"error": f"exit code {done.returncode}; its output says why"}
-        return {"rows": json.loads(told.read_text())}
+        return {"rows": json.loads(rows.read_text())}
 
 
 def _machine(device: str) -> dict[str, str]:
@@ -98,7 +103,7 @@ def as_markdown(result: dict[str, Any]) -> str:
         f"torch {machine['torch']}, CUDA {machine['cuda']}, {machine['host']}.",
     ]
     for part, found in result["parts"].items():
-        lines += ["", f"### ({part}) {PARTS[part][1]}", ""]
+        lines += ["", f"### ({part}) {PARTS[part][2]}", ""]
         lines += _table(found["rows"]) if "rows" in found else [f"Failed: {found['error']}."]
     return "\n".join(lines) + "\n"
 

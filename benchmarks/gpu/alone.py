@@ -1,4 +1,4 @@
-"""One rank of a pipeline on its own: a transformer stage whose neighbours are stand-ins.
+"""Parts (a), (b), (c): one rank of a pipeline on its own, a transformer stage between stand-ins.
 
 What the stage receives lies ready, as if it had just arrived; behind its output stands a loss
 whose gradient is a given tensor, as if that had arrived. So the product's own runner executes one
@@ -12,7 +12,7 @@ import os
 import statistics
 import tempfile
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,10 +20,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from optpipe import Provenance, evaluate, parse_action
+from optpipe import Provenance, evaluate, load_csv, parse_action
+from optpipe.check import find_violations
 from optpipe.memory import device_peak_bytes
-from optpipe.runtime import PipelineRunner, measure
+from optpipe.runtime import PipelineRunner, PreflightError, measure
 from optpipe.runtime.demo_model import ModelConfig, make_stages
+from optpipe.runtime.measuring import Effort
 from optpipe.runtime.measuring.memory import meter_for
 from optpipe.runtime.measuring.times import clock_for
 
@@ -31,8 +33,18 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from optpipe import Problem, Program
-    from optpipe.runtime.measuring import Effort
 
+SCHEDULE = Path(__file__).parent / "ada-offload-p4-m8.csv"
+"""Four ranks, eight micro-batches."""
+
+MICROBATCHES = 8
+MANY, AHEAD = 12, 8
+"""Micro-batches of (b) and (c), and how many are in flight."""
+
+LIMIT_BYTES = 10**10
+"""Of (c); small, since pinned host memory must hold what goes there: up to nine micro-batches."""
+
+TINY_LIMIT_BYTES = 12 * 10**5
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -46,10 +58,10 @@ class Sizes:
     blocks: int = 4
     dtype: str = "bf16"
 
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """Of the boundary tensors."""
-        return self.samples, self.sequence, self.hidden
+    def data(self, num_microbatches: int, device: torch.device) -> Tensor:
+        """Return what arrives from both sides: (2, samples of all, sequence, hidden)."""
+        shape = (2, num_microbatches * self.samples, self.sequence, self.hidden)
+        return torch.randn(shape, dtype=DTYPES[self.dtype], device=device)
 
     def config(self) -> ModelConfig:
         """Return the model that the stage's blocks are part of."""
@@ -115,24 +127,21 @@ def alone(name: str) -> Iterator[torch.device]:
             dist.destroy_process_group()
 
 
-def make_stage(sizes: Sizes, device: torch.device) -> Middle:
-    """Return a middle stage, made on its device."""
-    with torch.device(device):
-        (whole,) = make_stages(sizes.config(), 1)
-    return Middle(nn.Sequential(*list(whole.children())[1:-1]))
+TINY = Sizes(hidden=32, sequence=16, blocks=1, dtype="fp32")
 
 
-def problem_of(
-    stage: Middle,
+def measured(
     sizes: Sizes,
     device: torch.device,
-    *,
     num_microbatches: int,
     effort: Effort,
     memory_bytes: int | None = None,
-) -> Problem:
-    """Return the problem of this rank alone, as measured."""
-    received, gradient = torch.randn(2, *sizes.shape, dtype=DTYPES[sizes.dtype], device=device)
+) -> tuple[Middle, Problem]:
+    """Return a middle stage, made on its device, and the problem of this rank as measured."""
+    with torch.device(device):
+        (whole,) = make_stages(sizes.config(), 1)
+    stage = Middle(nn.Sequential(*list(whole.children())[1:-1]))
+    received, gradient = sizes.data(1, device)
     profile = measure(
         [stage],
         received,
@@ -143,7 +152,7 @@ def problem_of(
         memory_bytes=memory_bytes,
         links=False,
     )
-    return profile.problem(num_microbatches)
+    return stage, profile.problem(num_microbatches)
 
 
 def in_flight(num_microbatches: int, ahead: int, *, offload: bool) -> Program:
@@ -151,11 +160,7 @@ def in_flight(num_microbatches: int, ahead: int, *, offload: bool) -> Program:
 
     With ``offload`` every one of them waits on the host: copies go out under the next forward or
     backward and come back under the backward before their own. At most three are on the device.
-
-    Parameters
-    ----------
-    ahead
-        At least 3, and below ``num_microbatches``.
+    ``ahead`` is at least 3, and below ``num_microbatches``.
     """
     cells: list[str] = []
     for slot in range(num_microbatches + ahead):
@@ -173,7 +178,7 @@ def in_flight(num_microbatches: int, ahead: int, *, offload: bool) -> Program:
     return tuple(map(parse_action, cells))
 
 
-class Ran(NamedTuple):
+class StepCost(NamedTuple):
     """Steps of a program: milliseconds and bytes, planned beside measured."""
 
     planned_ms: float
@@ -184,14 +189,8 @@ class Ran(NamedTuple):
 
 
 def run_program(
-    stage: Middle,
-    sizes: Sizes,
-    problem: Problem,
-    program: Program,
-    *,
-    device: torch.device,
-    steps: int,
-) -> Ran:
+    stage: Middle, sizes: Sizes, problem: Problem, program: Program, *, steps: int
+) -> StepCost:
     """Run a program; bytes are those on top of weights, gradients and batch.
 
     Raises
@@ -199,10 +198,10 @@ def run_program(
     IllegalScheduleError
         If the plan does not fit the device of the problem.
     """
+    device = next(stage.parameters()).device
     schedule = evaluate(problem, (program,), Provenance(method="one rank alone"))
     runner = PipelineRunner({0: stage}, schedule, stand_in, problem, device=device)
-    whole = (problem.num_microbatches * sizes.samples, *sizes.shape[1:])
-    batch, target = torch.randn(2, *whole, dtype=DTYPES[sizes.dtype], device=device)
+    batch, target = sizes.data(problem.num_microbatches, device)
     for _ in range(2):
         runner.step(batch, target)
     before, clock, times = runner.offloaded_bytes, clock_for(device), []
@@ -218,7 +217,7 @@ def run_program(
     _, use = meter.watch(lambda: runner.step(batch, target))
     runner.close()
     planned = device_peak_bytes(problem, 0, program) - problem.static_bytes_of(0)
-    return Ran(
+    return StepCost(
         schedule.makespan_ms, statistics.median(times), planned, use.peak - use.before, moved
     )
 
@@ -238,3 +237,150 @@ def forget(device: torch.device) -> None:
     if device.type == "cuda":
         gc.collect()
         torch.cuda.empty_cache()
+
+
+# --- Part (a).
+
+
+def one_rank(name: str, *, tiny: bool) -> list[dict[str, Any]]:
+    """Run rank 0's program of a real schedule: step time and peak memory, planned and measured.
+
+    Five of its eight micro-batches are offloaded. Targets: 3 % of the simulator's time, 2 % of the
+    prefix walk's peak.
+    """
+    sizes, effort = Sizes(hidden=4096, sequence=4096), Effort(20, 5)
+    if tiny:
+        sizes, effort = (
+            Sizes(hidden=32, sequence=16, samples=2, blocks=2, dtype="fp32"),
+            Effort(3, 1),
+        )
+    program = load_csv(SCHEDULE.read_text())[0]
+    with alone(name) as device:
+        stage, problem = measured(sizes, device, MICROBATCHES, effort)
+        ran = run_program(stage, sizes, problem, program, steps=2 if tiny else 15)
+    return [
+        {
+            "hidden": sizes.hidden,
+            "sequence": sizes.sequence,
+            "blocks": sizes.blocks,
+            "simulated ms": ran.planned_ms,
+            "measured ms": ran.measured_ms,
+            "time off by %": 100 * (ran.measured_ms / ran.planned_ms - 1),
+            "planned MB": ran.planned_bytes / 1e6,
+            "measured MB": ran.measured_bytes / 1e6,
+            "peak off by %": 100 * (ran.measured_bytes / ran.planned_bytes - 1),
+            "offloaded MB": ran.offloaded_bytes / 1e6,
+        }
+    ]
+
+
+# --- Part (b).
+
+
+def slowdown(name: str, *, tiny: bool) -> list[dict[str, Any]]:
+    """Offload every micro-batch, against none; one row per size.
+
+    k is one copy to the host over the compute of one micro-batch, F + I + W, as measured. With
+    both directions under compute at full speed copies are hidden up to k = 1. PipeOffload (arXiv
+    2503.01328), whose lane is half duplex, calls all of it hidden where the round trip is: k up to
+    1/2.
+    """
+    real = [
+        Sizes(hidden=hidden, sequence=sequence, blocks=2)
+        for hidden in (2048, 4096, 8192)
+        for sequence in (1024, 4096)
+    ]
+    with alone(name) as device:
+        return [_slowdown(sizes, device, tiny=tiny) for sizes in ([TINY] if tiny else real)]
+
+
+def _slowdown(sizes: Sizes, device: torch.device, *, tiny: bool) -> dict[str, Any]:
+    forget(device)
+    stage, problem = measured(sizes, device, MANY, Effort(3, 1) if tiny else Effort(8, 3))
+    programs = [in_flight(MANY, AHEAD, offload=offload) for offload in (False, True)]
+    steps = 2 if tiny else 5
+    none, full = (run_program(stage, sizes, problem, row, steps=steps) for row in programs)
+    costs = problem.stages[0]
+    return {
+        "hidden": sizes.hidden,
+        "sequence": sizes.sequence,
+        "F + I + W ms": costs.busy_ms,
+        "offloadable %": 100 * costs.offload_bytes / costs.activation_bytes,
+        "k": problem.offload_ms(0) / costs.busy_ms,
+        "none ms": none.measured_ms,
+        "full ms": full.measured_ms,
+        "slowdown %": 100 * (full.measured_ms / none.measured_ms - 1),
+        "simulated %": 100 * (full.planned_ms / none.planned_ms - 1),
+        "none MB": none.measured_bytes / 1e6,
+        "full MB": full.measured_bytes / 1e6,
+    }
+
+
+# --- Part (c).
+
+
+def largest(name: str, *, tiny: bool) -> list[dict[str, Any]]:
+    """Find the most samples and the longest sequence that fit, with and without offload.
+
+    A size fits if its plan does: the prefix walk of measured bytes, with weights, gradients and
+    Adam's state, stays within the limit. The largest one found is then run, under an allocator that
+    is not given more.
+    """
+    sizes, limit = Sizes(hidden=4096, sequence=1024, blocks=1), LIMIT_BYTES
+    if tiny:
+        sizes, limit = TINY, TINY_LIMIT_BYTES
+    with alone(name) as device:
+        if device.type == "cuda":
+            total = torch.cuda.get_device_properties(device).total_memory
+            limit = min(limit, total)
+            torch.cuda.set_per_process_memory_fraction(limit / total, device)
+        return [_limits(sizes, what, limit, device) for what in ("samples", "sequence")]
+
+
+def _limits(sizes: Sizes, what: str, limit: int, device: torch.device) -> dict[str, Any]:
+    row: dict[str, Any] = {"what": what, "limit MB": limit / 1e6}
+    for name, offload in (("without", False), ("with", True)):
+        size, peak = _largest(sizes, what, limit, device, offload=offload)
+        row |= {f"largest {name}": size, f"peak MB {name}": peak / 1e6}
+    return row | {"times as large": row["largest with"] / row["largest without"]}
+
+
+def _largest(
+    sizes: Sizes, what: str, limit: int, device: torch.device, *, offload: bool
+) -> tuple[int, int]:
+    """Return the largest size and its measured peak; grown in steps of an eighth."""
+    step = max(1, sizes.sequence // 8) if what == "sequence" else 1
+    program = in_flight(MANY, AHEAD, offload=offload)
+
+    def fits(number: int) -> bool:
+        return _fits(_with(sizes, what, number * step), limit, device, program)
+
+    low, high = 0, 1
+    while fits(high):
+        low, high = high, 2 * high
+    while high - low > max(1, low // 8):
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    if low == 0:
+        raise RuntimeError(f"{what} = {step} does not fit {limit} bytes; raise the limit")
+    forget(device)
+    chosen = _with(sizes, what, low * step)
+    stage, problem = measured(chosen, device, MANY, Effort(2, 1), limit)
+    ran = run_program(stage, chosen, problem, program, steps=1)
+    return low * step, ran.measured_bytes + problem.static_bytes_of(0)
+
+
+def _with(sizes: Sizes, what: str, value: int) -> Sizes:
+    return replace(sizes, samples=value) if what == "samples" else replace(sizes, sequence=value)
+
+
+def _fits(sizes: Sizes, limit: int, device: torch.device, program: Program) -> bool:
+    """Whether the plan of this size keeps within the limit, and can be measured within it."""
+    forget(device)
+    try:
+        _, problem = measured(sizes, device, MANY, Effort(2, 1), limit)
+    except (torch.cuda.OutOfMemoryError, PreflightError) as error:
+        if any(isinstance(one, torch.cuda.OutOfMemoryError) for one in (error, error.__cause__)):
+            return False
+        raise
+    return not find_violations(problem, (program,))

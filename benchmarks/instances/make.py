@@ -4,6 +4,10 @@ Every file is a problem (``optpipe/problem/v1``); ``index.csv`` says what each c
 script writes the same bytes. Limits are in activations of the busiest device (``4.0a``: four
 micro-batches of all its stages), or ``min`` = the smallest memory that admits any schedule, and
 ``min+x`` = x activations above that.
+
+Zero Bubble: Qi et al., ICLR 2024 (arXiv 2401.10241), tables 5 and 9. PipeOffload: Wan et al., ICML
+2025 (arXiv 2503.01328), models of its figure 15 and k = one-way transfer over F + I + W. Times are
+per stage and micro-batch, rounded to 0.001 ms, so that CP-SAT's whole numbers are exact.
 """
 
 from __future__ import annotations
@@ -13,19 +17,120 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.instances.profiles import ZB, device, pipeline, stage, with_context, zb_stage
 from optpipe import Problem
 from optpipe_solver.feasibility import smallest_memory
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from benchmarks.instances.profiles import Object
-
-__all__ = ["FOLDER", "INDEX_FIELDS", "all_documents", "main"]
+__all__ = ["FOLDER", "all_documents", "main"]
 
 FOLDER = Path(__file__).parent
-INDEX_FIELDS = ("name", "p", "stages", "m", "objective", "limit", "class", "covers")
+RATE = 20.0
+"""GB/s each way: a transfer of t ms moves t * RATE * 1e6 bytes."""
+
+Object = dict[str, Any]
+PASSES = ("forward_ms", "backward_input_ms", "backward_weight_ms")
+
+ZB: dict[str, tuple[float, float, float, float, int, int, int, int, int]] = {
+    # name: F, I, W, communication ms; hidden, heads, layers per stage, micro-batch size, seq
+    "1.5b": (18.522, 18.086, 9.337, 0.601, 2304, 24, 3, 6, 1024),
+    "6.2b": (29.718, 29.444, 19.927, 0.527, 4096, 32, 4, 3, 1024),
+    "14.6b": (11.347, 11.248, 8.132, 0.377, 5120, 40, 3, 1, 1024),
+    "28.3b": (10.419, 10.207, 7.715, 0.408, 6144, 48, 2, 1, 1024),
+}
+
+
+def zb_stage(name: str) -> Object:
+    """A stage of the Zero Bubble table: sequence x batch x (34 h + 5 a s) bytes per layer."""
+    f, i, w, _, hidden, heads, layers, batch, seq = ZB[name]
+    full = seq * batch * (34 * hidden + 5 * heads * seq) * layers
+    return {
+        **_times(f, i, w),
+        "activation_bytes": full,
+        "weight_context_bytes": 32 * seq * batch * hidden * layers,
+    }
+
+
+def stage(f: float, i: float, w: float, *, context: float = 0.5, size: int = 10**9) -> Object:
+    """A stage of given times; ``context`` is the share of the activation held until W."""
+    return {
+        **_times(f, i, w),
+        "activation_bytes": size,
+        "weight_context_bytes": int(context * size),
+    }
+
+
+def _times(*times: float) -> Object:
+    return {name: round(ms, 3) for name, ms in zip(PASSES, times, strict=True)}
+
+
+def with_context(held: Object, *, offload: float = 0.0, recompute: float = 0.0) -> Object:
+    """Let a stage be offloaded in ``offload`` x (F + I + W) ms one way, or recomputed.
+
+    All of the activation is moved: its size is set to what ``RATE`` moves in that time, and the
+    weight context keeps its share. ``recompute`` is the share of F that recomputing takes; a
+    tenth of the activation is the checkpoint.
+    """
+    changed = dict(held)
+    if offload:
+        length = sum(held[name] for name in PASSES)
+        size = round(round(offload * length, 3) * RATE * 1e6)
+        share = held["weight_context_bytes"] / held["activation_bytes"]
+        changed |= {
+            "activation_bytes": size,
+            "offload_bytes": size,
+            "weight_context_bytes": round(share * size),
+        }
+    if recompute:
+        changed |= {
+            "recompute_ms": round(recompute * held["forward_ms"], 3),
+            "checkpoint_bytes": changed["activation_bytes"] // 10,
+        }
+    return changed
+
+
+def device(**fields: Any) -> Object:
+    """A device that can offload at `RATE` both ways; its memory is set by the limit."""
+    return {"memory_bytes": 2**50, "d2h_gb_per_s": RATE, "h2d_gb_per_s": RATE, **fields}
+
+
+def pipeline(
+    held: Object | list[Object],
+    p: int,
+    m: int,
+    *,
+    shape: str = "line",
+    chunks: int = 1,
+    **fields: Any,
+) -> Object:
+    """A problem document: one stage repeated (a chunk holds its share), or a list of stages.
+
+    ``line`` and ``loop`` go round the devices, ``v`` turns back.
+    """
+    turns = [range(p)[:: -1 if shape == "v" and turn % 2 else 1] for turn in range(chunks)]
+    places = [d for row in turns for d in row]
+    stages = held if isinstance(held, list) else [_share(held, chunks)] * len(places)
+    return {
+        "format": "optpipe/problem/v1",
+        "num_microbatches": m,
+        "devices": [device() for _ in range(p)],
+        "stages": [{"device": d, **one} for d, one in zip(places, stages, strict=True)],
+        **fields,
+    }
+
+
+def _share(held: Object, chunks: int) -> Object:
+    if chunks == 1:
+        return held
+    return {
+        key: round(value / chunks, 3) if key.endswith("_ms") else value // chunks
+        for key, value in held.items()
+    }
+
+
+# --- The set.
+
 EQUAL = stage(10, 10, 10)
 REAL = zb_stage("6.2b")
 GREEDY = stage(4, 4, 2)
@@ -33,15 +138,10 @@ GREEDY = stage(4, 4, 2)
 
 def all_documents() -> Iterator[tuple[Object, Object]]:
     """Yield every problem document and its row of the index."""
-    for document, limit, covers in _all():
-        whole = _limited(document, limit)
-        problem = Problem.parse(whole)
-        yield whole, _index_row(problem, limit, covers)
-
-
-def _all() -> Iterator[tuple[Object, str, str]]:
     for group in (_published, _memory, _offload, _recompute, _chunks, _unequal, _lanes, _large):
-        yield from group()
+        for document, limit, covers in group():
+            whole = _limited(document, limit)
+            yield whole, _index_row(Problem.parse(whole), limit, covers)
 
 
 def _published() -> Iterator[tuple[Object, str, str]]:
@@ -245,13 +345,13 @@ def _index_row(problem: Problem, limit: str, covers: str) -> Object:
 
 def main() -> None:
     """Write every file and the index."""
-    rows: list[dict[str, Any]] = []
+    rows: list[Object] = []
     for document, row in all_documents():
         text = json.dumps(document, indent=None, separators=(",", ":")).replace('},{"', '},\n{"')
         (FOLDER / f"{row['name']}.json").write_text(text + "\n", encoding="utf-8")
         rows.append(row)
     with (FOLDER / "index.csv").open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, INDEX_FIELDS, lineterminator="\n")
+        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
     print(f"{len(rows)} problems in {FOLDER}")

@@ -1,20 +1,32 @@
-"""The optimizer of the house, as ``optpipe solve`` runs it."""
+"""The contestants of the house: published schedules, ``optpipe solve``, and its MILP alone."""
 
 from __future__ import annotations
 
-from benchmarks.jobs import Answer, Job, TracePoint
+from benchmarks.jobs import BestLegal, PeerAnswer, PeerJob, judge
+from optpipe_solver.bounds import lower_bound
+from optpipe_solver.milp.horizon.items import MOST_PAIRS, num_order_pairs
+from optpipe_solver.portfolio import all_starts
 from optpipe_solver.solve import solve
 
-__all__ = ["answer", "answer_of_solve"]
+__all__ = ["families", "milp", "ours"]
 
 
-def answer(job: Job) -> Answer:
+def families(job: PeerJob) -> PeerAnswer:
+    """Offer every family, fitted into memory; ``extra`` holds the objective of each legal one."""
+    best = BestLegal(job.problem)
+    values: dict[str, float] = {}
+    for start in all_starts(job.problem):
+        objective = judge(job.problem, start.programs) if start.legal else None
+        if objective is not None and start.programs is not None:
+            values[start.method] = objective
+            best.offer(start.programs, start.method)
+    bound = lower_bound(job.problem)
+    status = "feasible" if best.programs is not None else "unknown"
+    return best.answer(bound_ms=bound.ms, status=status, extra={"values": values})
+
+
+def ours(job: PeerJob, method: str = "auto") -> PeerAnswer:
     """Solve without a given start: families, bounds and improvement are all within the time."""
-    return answer_of_solve(job)
-
-
-def answer_of_solve(job: Job, method: str = "auto") -> Answer:
-    """Return what a solve by one of its methods comes to."""
     result = solve(
         job.problem,
         time_limit_s=job.seconds,
@@ -23,21 +35,23 @@ def answer_of_solve(job: Job, method: str = "auto") -> Answer:
         method=method,
     )
     if result.schedule is None:
-        return Answer(programs=None, bound_ms=result.bound_ms, status=result.status.value)
+        return PeerAnswer(programs=None, bound_ms=result.bound_ms, status=result.status.value)
     provenance = result.schedule.provenance
-    trace = tuple(
-        TracePoint(
-            seconds=entry.seconds, objective_ms=entry.objective_ms, bound_ms=entry.bound_ms or 0.0
-        )
-        for entry in provenance.trace
-    )
-    return Answer(
+    return PeerAnswer(
         programs=result.schedule.programs,
         bound_ms=result.bound_ms,
         status=result.status.value,
         method=provenance.method,
-        trace=trace,
+        trace=provenance.trace,
         bound_method=provenance.bound_method or "",
         cpu_seconds=provenance.cpu_seconds or {},
         extra={"start": provenance.start_method},
     )
+
+
+def milp(job: PeerJob) -> PeerAnswer:
+    """Let the full-horizon model improve on the families, where its size allows."""
+    pairs = num_order_pairs(job.problem, fifo=True)
+    if pairs > MOST_PAIRS:
+        return PeerAnswer(programs=None, status=f"too large: {pairs} pairs")
+    return ours(job, "milp")

@@ -35,16 +35,11 @@ __all__ = [
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file as `_write_bytes` does."""
-    _write_bytes(path, text.encode())
-
-
-def _write_bytes(path: Path, content: bytes) -> None:
-    """Write a file and its folders; one that is there with this content keeps its time."""
-    if path.exists() and path.read_bytes() == content:
+    """Write a file and its folders; one that is there with this text keeps its time."""
+    if path.exists() and path.read_text("utf-8") == text:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(content)
+    path.write_text(text, encoding="utf-8")
 
 
 def cell(text: str) -> str:
@@ -86,20 +81,10 @@ def line(
 ) -> Problem:
     """Return a problem of one stage per device.
 
-    Parameters
-    ----------
-    num_devices, num_microbatches
-        Their numbers, at least 1.
-    activations
-        Room per device, in micro-batches of its stage.
-    times
-        F, I and W in ms.
-    offload
-        One-way copy of an activation over F + I + W; None: nothing can be offloaded.
-    recompute
-        Whether a stage may be recomputed, in the time of F, from a tenth of the activation.
-    fields
-        Of the problem, for example ``objective``.
+    ``activations`` is the room per device, in micro-batches of its stage; ``times`` are F, I and W
+    in ms; ``offload`` is the one-way copy of an activation over F + I + W, None where nothing can
+    be offloaded. ``recompute`` takes the time of F and starts from a tenth of the activation.
+    ``fields`` are of the problem, for example ``objective``.
     """
     forward, backward_input, backward_weight = times
     stage: dict[str, Any] = {
@@ -117,21 +102,11 @@ def line(
         device |= {"d2h_gb_per_s": rate, "h2d_gb_per_s": rate}
     if recompute:
         stage |= {"recompute_ms": forward, "checkpoint_bytes": GB // 10}
-    return _parsed(num_devices, num_microbatches, stage, device, fields)
-
-
-def _parsed(
-    num_devices: int,
-    num_microbatches: int,
-    stage: Mapping[str, Any],
-    device: Mapping[str, Any],
-    fields: Mapping[str, Any],
-) -> Problem:
     return Problem.parse(
         {
             "name": f"p{num_devices}-m{num_microbatches}",
             "num_microbatches": num_microbatches,
-            "devices": [dict(device) for _ in range(num_devices)],
+            "devices": [device] * num_devices,
             "stages": [{"device": index, **stage} for index in range(num_devices)],
             **fields,
         }
@@ -153,30 +128,18 @@ class Figure:
 
 
 def draw(figure: Figure, into: Path) -> None:
-    """Run a figure's commands in a folder of their own and keep the picture.
-
-    Raises
-    ------
-    RuntimeError
-        If a command fails, or none of them writes the picture.
-    """
+    """Run a figure's commands in a folder of their own and keep the picture, or raise."""
     with tempfile.TemporaryDirectory(prefix="optpipe-docs-") as folder, chdir(folder):
         for name, problem in figure.problems.items():
             Path(name).write_text(dump_problem(problem), encoding="utf-8")
         said = [run_command(command) for command in figure.commands]
         if not Path(figure.file_name).exists():
             raise RuntimeError(f"{figure.name}: no command wrote {figure.file_name}: {said}")
-        _write_bytes(into / figure.file_name, Path(figure.file_name).read_bytes())
+        write_text(into / figure.file_name, Path(figure.file_name).read_text("utf-8"))
 
 
 def run_command(command: str) -> str:
-    """Run an ``optpipe ...`` command in this process; return what it printed.
-
-    Raises
-    ------
-    RuntimeError
-        If it leaves with another code than 0.
-    """
+    """Run an ``optpipe ...`` command in this process; return what it printed, or raise."""
     program, *arguments = shlex.split(command)
     said = io.StringIO()
     code: object = 0
@@ -212,8 +175,24 @@ def all_figures() -> tuple[Figure, ...]:
         _families("less-memory", line(4, 8, activations=2), {"Two activations": "zb-greedy"}),
         _solved("offload", line(4, 8, activations=2, offload=0.5)),
         _solved("recompute", line(4, 8, activations=2, recompute=True)),
-        _frontier(),
-        _tutorial(),
+        Figure(
+            name="frontier",
+            problems={"problem.json": line(4, 8, activations=4, offload=0.5)},
+            commands=(
+                "optpipe sweep problem.json --axis memory_scale=1,0.75,0.5,0.375,0.25"
+                " --axis offload=true,false --work-limit 1 --frontier frontier.svg",
+            ),
+        ),
+        Figure(  # the first picture of the tutorial, from its own commands
+            name="tutorial",
+            problems={},
+            commands=(
+                "optpipe estimate --model llama3-70b --gpu h100 --pp 8 --tp 8 --sequence 8192"
+                " --microbatches 16 -o problem.json",
+                f"{_SOLVE} -o schedule.json",
+                "optpipe plot problem.json schedule.json --beside-1f1b -o tutorial.svg",
+            ),
+        ),
     )
 
 
@@ -239,31 +218,6 @@ def _solved(name: str, problem: Problem) -> Figure:
         commands=(
             f"{_SOLVE} -o schedule.json",
             f"optpipe plot problem.json schedule.json -o {name}.svg",
-        ),
-    )
-
-
-def _frontier() -> Figure:
-    return Figure(
-        name="frontier",
-        problems={"problem.json": line(4, 8, activations=4, offload=0.5)},
-        commands=(
-            "optpipe sweep problem.json --axis memory_scale=1,0.75,0.5,0.375,0.25"
-            " --axis offload=true,false --work-limit 1 --frontier frontier.svg",
-        ),
-    )
-
-
-def _tutorial() -> Figure:
-    """The first picture of the tutorial, from its own commands."""
-    return Figure(
-        name="tutorial",
-        problems={},
-        commands=(
-            "optpipe estimate --model llama3-70b --gpu h100 --pp 8 --tp 8 --sequence 8192"
-            " --microbatches 16 -o problem.json",
-            f"{_SOLVE} -o schedule.json",
-            "optpipe plot problem.json schedule.json --beside-1f1b -o tutorial.svg",
         ),
     )
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from math import ceil
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from docs.generators.figures import (
     GB,
@@ -21,8 +21,7 @@ from docs.generators.figures import (
     table,
     write_text,
 )
-from docs.generators.formulas import FORMULAS
-from optpipe import Problem, Programs, simulate
+from optpipe import Problem, simulate
 from optpipe.memory import device_peak_bytes
 from optpipe_solver.families import FAMILIES, Family, NotApplicable
 from optpipe_solver.families.common import NotApplicableReason
@@ -31,9 +30,12 @@ from optpipe_solver.families.replace import replaced
 from optpipe_solver.portfolio import all_starts
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 __all__ = [
+    "FORMULAS",
+    "EqualShape",
     "docstring_of",
     "figure_of",
     "overview",
@@ -150,7 +152,7 @@ def _numbers(family: Family) -> str:
 
 
 def _wins(family: Family) -> str:
-    settings = _wins_of(family.name)
+    settings = [str(setting) for setting in _SETTINGS if family.name in _best(setting)[1]]
     compared = "[settings compared](../../schedules/index.md#when-each-is-the-best)"
     said = f"It is the shortest published rule in none of the {compared}."
     if settings:
@@ -171,7 +173,6 @@ class _Measured:
     """A family's schedule of one problem; ms, and activations of a device."""
 
     problem: Problem
-    programs: Programs
     placement: str
     limit: float
     is_limited: bool
@@ -209,11 +210,6 @@ def _measure(family: Family, num_devices: int, num_microbatches: int) -> _Measur
 
     Families that respect limits get half of 1F1B's memory, and copies that take half of a
     micro-batch's compute; the others all they want.
-
-    Raises
-    ------
-    NotApplicable
-        If there is none.
     """
     limited = family.limit is Limit.RESPECTED
     limit = num_devices / 2 if limited else _PLENTY
@@ -227,25 +223,18 @@ def _measure(family: Family, num_devices: int, num_microbatches: int) -> _Measur
         except NotApplicable as why:
             refused = refused or why
             continue
-        return _measured_on(copy, programs, placement, limit, limited=limited)
+        run = simulate(copy, programs)
+        peaks = [device_peak_bytes(copy, device, row) for device, row in enumerate(programs)]
+        return _Measured(
+            problem=copy,
+            placement=placement,
+            limit=limit,
+            is_limited=limited,
+            makespan_ms=run.makespan_ms,
+            span_ms=run.span_ms,
+            peak=max(peaks) / GB,
+        )
     raise refused or NotApplicable(NotApplicableReason.DOES_NOT_FIT, "no placement was tried")
-
-
-def _measured_on(
-    problem: Problem, programs: Programs, placement: str, limit: float, *, limited: bool
-) -> _Measured:
-    run = simulate(problem, programs)
-    peaks = [device_peak_bytes(problem, device, row) for device, row in enumerate(programs)]
-    return _Measured(
-        problem=problem,
-        programs=programs,
-        placement=placement,
-        limit=limit,
-        is_limited=limited,
-        makespan_ms=run.makespan_ms,
-        span_ms=run.span_ms,
-        peak=max(peaks) / GB,
-    )
 
 
 def _shown_problem(family: Family) -> Problem:
@@ -318,11 +307,6 @@ _SETTINGS: tuple[_Setting, ...] = (
 )
 
 
-def _wins_of(name: str) -> list[str]:
-    """Return the settings in which no published rule is shorter than this one."""
-    return [str(setting) for setting in _SETTINGS if name in _best(setting)[1]]
-
-
 def _ranking_table() -> str:
     """Return a row per setting: the shortest published schedules, and how long."""
     rows = []
@@ -358,18 +342,159 @@ def _best(setting: _Setting) -> tuple[float, dict[str, str]]:
     return least, names
 
 
+# --- What the papers say of memory and bubble.
+
+
+@dataclass(frozen=True, slots=True)
+class EqualShape:
+    """Of a problem of equal stages: p devices of v chunks, m micro-batches, times in ms.
+
+    F, I, W and B = I + W are times of all chunks of a device together; communication is free.
+    """
+
+    p: int
+    m: int
+    v: int
+    forward: float
+    backward_input: float
+    backward_weight: float
+
+    @property
+    def backward(self) -> float:
+        """Duration of a fused backward."""
+        return self.backward_input + self.backward_weight
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Formula:
+    """What the papers say of a family at equal times, as numbers that a test holds.
+
+    ``memory`` is in micro-batches of the fullest device; ``bubble`` in ms, ``length`` less work, an
+    upper bound where it says so. ``holds`` says in words when, ``applies`` the same as code.
+    """
+
+    memory_tex: str
+    memory: Callable[[EqualShape], float]
+    bubble_tex: str
+    bubble: Callable[[EqualShape], float]
+    length: Literal["makespan", "span"] = "makespan"
+    is_upper_bound: bool = False
+    holds: str = ""
+    applies: Callable[[EqualShape], bool] = lambda _: True
+
+
+def _v_half(s: EqualShape) -> float:
+    passes = 3 * s.p - (7 if s.p % 2 == 0 else 4)
+    return passes * s.forward / s.v
+
+
+def _v_min(s: EqualShape) -> float:
+    return (4 * s.p - (7, 5, 9)[s.p % 3]) * s.forward / s.v
+
+
+def _gis_h(s: EqualShape) -> float:
+    pair = s.forward + s.backward_input
+    more = (s.v - 1) * (s.p / 2) * (pair - s.backward_weight)
+    return ((s.p - 1) * pair + more) / s.v
+
+
+FORMULAS: dict[str, Formula] = {
+    "gpipe": Formula(
+        memory_tex="m",
+        memory=lambda s: s.m,
+        bubble_tex="(p - 1)(F + B)",
+        bubble=lambda s: (s.p - 1) * (s.forward + s.backward),
+        holds="one stage per device",
+        applies=lambda s: s.v == 1,
+    ),
+    "1f1b": Formula(
+        memory_tex=r"\min(m, p)",
+        memory=lambda s: min(s.m, s.p),
+        bubble_tex="(p - 1)(F + B)",
+        bubble=lambda s: (s.p - 1) * (s.forward + s.backward),
+    ),
+    "1f1b-r": Formula(
+        memory_tex=r"1 + (\min(m, p) - 1)\,c",
+        memory=lambda s: 1 + (min(s.m, s.p) - 1) / 10,
+        bubble_tex=r"(p - 1)(F + R + B) \text{ at most, beside } m R",
+        bubble=lambda s: (s.p - 1) * (2 * s.forward + s.backward) + s.m * s.forward,
+        is_upper_bound=True,
+        holds="a checkpoint of c activations, a recompute of R",
+    ),
+    "interleaved": Formula(
+        memory_tex=r"p \left(1 + \frac{p - 1}{p v}\right)",
+        memory=lambda s: min(s.m * s.v, 2 * (s.p - 1) + (s.v - 1) * s.p + 1) / s.v,
+        bubble_tex=r"\frac{(p - 1)(F + B)}{v}",
+        bubble=lambda s: (s.p - 1) * (s.forward + s.backward) / s.v,
+        holds="m a multiple of p",
+        applies=lambda s: s.m % s.p == 0,
+    ),
+    "zb-h1": Formula(
+        memory_tex=r"\min(m, p)",
+        memory=lambda s: min(s.m, s.p),
+        bubble_tex="(p - 1)(F + I - W)",
+        bubble=lambda s: (s.p - 1) * (s.forward + s.backward_input - s.backward_weight),
+        holds="m ≥ p",
+        applies=lambda s: s.m >= s.p,
+    ),
+    "zb-h2": Formula(
+        memory_tex=r"\min(m, 2p - 1)",
+        memory=lambda s: min(s.m, 2 * s.p - 1),
+        bubble_tex="0",
+        bubble=lambda _: 0.0,
+        length="span",
+        holds="m ≥ 2p - 1",
+        applies=lambda s: s.m >= 2 * s.p - 1,
+    ),
+    "gis": Formula(
+        memory_tex="p",
+        memory=lambda s: s.p,
+        bubble_tex=r"\frac{(p - 1)(F + I)}{v}",
+        bubble=lambda s: (s.p - 1) * (s.forward + s.backward_input) / s.v,
+        holds="m a multiple of p",
+        applies=lambda s: s.m % s.p == 0,
+    ),
+    "gis-h": Formula(
+        memory_tex=r"\frac{p (v + 1)}{2 v}",
+        memory=lambda s: s.p * (s.v + 1) / (2 * s.v),
+        bubble_tex=r"\frac{(p - 1)(F + I) + (v - 1) \frac{p}{2} (F + I - W)}{v}",
+        bubble=_gis_h,
+        holds="p even, m a multiple of p/2, m ≥ p",
+        applies=lambda s: s.p % 2 == 0 and s.m % (s.p // 2) == 0 and s.m >= s.p,
+    ),
+    "zb-v": Formula(
+        memory_tex=r"\min(m, p)",
+        memory=lambda s: min(s.m, s.p),
+        bubble_tex="0",
+        bubble=lambda _: 0.0,
+        length="span",
+        holds="F = I = W, m ≥ 2p - 1",
+        applies=lambda s: s.m >= 2 * s.p - 1,
+    ),
+    "v-half": Formula(
+        memory_tex=r"\left\lfloor \frac{p + 2}{2} \right\rfloor",
+        memory=lambda s: (s.p + 2) // 2,
+        bubble_tex=r"\frac{3p - k}{v} F, \quad k = 7, 4 \text{ for even, odd } p",
+        bubble=_v_half,
+        holds="F = I = W, p > 2, m ≥ p",
+        applies=lambda s: s.p > 2 and s.m >= s.p,
+    ),
+    "v-min": Formula(
+        memory_tex=r"\left\lfloor \frac{p + 4}{3} \right\rfloor",
+        memory=lambda s: (s.p + 4) // 3,
+        bubble_tex=r"\frac{4p - k}{v} F, \quad k = 7, 5, 9 \text{ for } p \bmod 3 = 0, 1, 2",
+        bubble=_v_min,
+        holds="F = I = W, p > 2, m ≥ p",
+        applies=lambda s: s.p > 2 and s.m >= s.p,
+    ),
+}
+
+
 # --- From a docstring to Markdown: title, source, and labelled paragraphs.
 
 _LABELS = (
-    "Rule",
-    "Memory",
-    "Bubble",
-    "Makespan",
-    "Lane models",
-    "Hyper-parameters",
-    "Ignored",
-    "What it ignores",
-    "It ignores",
+    *("Rule", "Memory", "Bubble", "Makespan", "Lane models", "Hyper-parameters"),
+    *("Ignored", "What it ignores", "It ignores"),
 )
 _STARTS = "|".join(re.escape(label) for label in _LABELS)
 _SENTENCE = re.compile(rf"(?<=[.:)])\s+(?=(?:{_STARTS})\b)")

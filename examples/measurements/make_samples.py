@@ -14,14 +14,13 @@ import json
 import random
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from optpipe import Action, ActionType, Problem, load_problem, make_timeline, parse_action
+from optpipe import Action, ActionType, Problem, load_problem, make_timeline
+from optpipe_solver.families.classic import build_one_f_one_b
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    from optpipe import Programs
 
 HERE = Path(__file__).parent
 BASE = HERE.parent / "problems" / "llama3-8b-h100-pp4.json"
@@ -29,6 +28,10 @@ STEPS, SEED, MOST_LATE = 3, 7, 0.04
 _LAUNCH_US = 40.0
 _COMPUTE, _NETWORK = 7, 20
 _CPU = (100, 100)
+
+
+_Event: TypeAlias = tuple[str, str, tuple[float, float], tuple[int, int], dict[str, Any]]
+"""Name, category, (start, length) in us, (process, thread), arguments."""
 
 
 class Run(NamedTuple):
@@ -46,7 +49,7 @@ def record(problem: Problem) -> list[list[Run]]:
     rows: list[list[Run]] = [[] for _ in problem.devices]
     begin = 0.0
     for step in range(STEPS):
-        timeline = make_timeline(problem, one_f_one_b(problem))
+        timeline = make_timeline(problem, build_one_f_one_b(problem))
         for device, intervals in enumerate(timeline.intervals):
             for item in intervals:
                 if item.action is not None:
@@ -58,27 +61,16 @@ def record(problem: Problem) -> list[list[Run]]:
     return rows
 
 
-def one_f_one_b(problem: Problem) -> Programs:
-    """Return 1F1B with fused backwards on one stage per device."""
-    rows = []
-    num_stages, m = len(problem.stages), problem.num_microbatches
-    for stage in range(num_stages):
-        ahead = min(num_stages - stage - 1, m)
-        cells = [f"{stage}F{j}" for j in range(ahead)]
-        for j in range(m):
-            cells += [f"{stage}F{ahead + j}"] if ahead + j < m else []
-            cells += [f"{stage}B{j}"]
-        rows.append(tuple(parse_action(cell) for cell in cells))
-    return tuple(rows)
-
-
 def kineto_trace(problem: Problem, rank: int, row: list[Run]) -> bytes:
     """Return a PyTorch profiler trace of one rank: ranges, launches, kernels and messages."""
     events = [
-        event
+        {"ph": "X", "cat": category, "name": name, "pid": pid, "tid": tid, "ts": round(start, 3),
+         "dur": round(length, 3), "args": args}
         for number, run in enumerate(row, start=1)
-        for event in (*_work_events(number, run), *_message_events(problem, rank, number, run))
-    ]
+        for name, category, (start, length), (pid, tid), args in (
+            *_work_events(number, run), *_message_events(problem, rank, number, run)
+        )
+    ]  # fmt: skip
     document = {
         "schemaVersion": 1,
         "distributedInfo": {"backend": "nccl", "rank": rank, "world_size": len(problem.devices)},
@@ -88,21 +80,21 @@ def kineto_trace(problem: Problem, rank: int, row: list[Run]) -> bytes:
     return json.dumps(document, separators=(",", ":")).encode()
 
 
-def _work_events(number: int, run: Run) -> Iterator[dict[str, Any]]:
+def _work_events(number: int, run: Run) -> Iterator[_Event]:
     """Return a range of the CPU, and two kernels that follow each other without a gap."""
     start = run.start_ms * 1e3
-    yield _event(f"PP:{run.action}", "user_annotation", (start, _LAUNCH_US), _CPU, {})
+    yield (f"PP:{run.action}", "user_annotation", (start, _LAUNCH_US), _CPU, {})
     for part in range(2):
         correlation = 10 * number + part
         launched = {"correlation": correlation}
-        yield _event("cudaLaunchKernel", "cuda_runtime", (start + 5, 2.0), _CPU, launched)
+        yield ("cudaLaunchKernel", "cuda_runtime", (start + 5, 2.0), _CPU, launched)
         length = run.length_ms * 1e3 / 2
         args = {"device": 0, "stream": _COMPUTE, "correlation": correlation}
         begin = start + 500 + part * length
-        yield _event("sm90_gemm", "kernel", (begin, length), (0, _COMPUTE), args)
+        yield ("sm90_gemm", "kernel", (begin, length), (0, _COMPUTE), args)
 
 
-def _message_events(problem: Problem, rank: int, number: int, run: Run) -> Iterator[dict[str, Any]]:
+def _message_events(problem: Problem, rank: int, number: int, run: Run) -> Iterator[_Event]:
     """Return this rank's end of each message that the action sends or receives."""
     forward = run.action.type is ActionType.FORWARD
     for verb, peer in (("send", rank + 1 if forward else rank - 1),
@@ -124,30 +116,10 @@ def _message_events(problem: Problem, rank: int, number: int, run: Run) -> Itera
         }  # fmt: skip
         launched = {"correlation": correlation}
         called = run.start_ms * 1e3 + _LAUNCH_US + 5
-        yield _event("cudaLaunchKernelExC", "cuda_runtime", (called, 2.0), _CPU, launched)
+        yield ("cudaLaunchKernelExC", "cuda_runtime", (called, 2.0), _CPU, launched)
         begin = (run.start_ms + run.length_ms) * 1e3
         name = "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)"
-        yield _event(name, "kernel", (begin, length), (0, _NETWORK), args)
-
-
-def _event(
-    name: str,
-    category: str,
-    time: tuple[float, float],
-    place: tuple[int, int],
-    args: dict[str, Any],
-) -> dict[str, Any]:
-    """Return a complete event; ``time`` is (start, length) in us, ``place`` (process, thread)."""
-    return {
-        "ph": "X",
-        "cat": category,
-        "name": name,
-        "pid": place[0],
-        "tid": place[1],
-        "ts": round(time[0], 3),
-        "dur": round(time[1], 3),
-        "args": args,
-    }
+        yield (name, "kernel", (begin, length), (0, _NETWORK), args)
 
 
 def megatron_log(problem: Problem, rows: list[list[Run]]) -> str:

@@ -2,8 +2,8 @@
 
 An `ActionTimer` observes a `PipelineRunner`. On a sampled step it takes a mark before and after
 every action and behind every copy; on CUDA marks are events, which nobody waits for before the
-next sampled step. On all other steps it compares one action and returns. What it costs is measured
-by ``benchmarks/timing_overhead.py``.
+next sampled step. On all other steps it compares one action and returns. What it costs stands
+in ``benchmarks/RESULTS.md``.
 """
 
 from __future__ import annotations
@@ -126,8 +126,8 @@ def _lags(times: Sequence[DeviceTimes]) -> dict[tuple[int, int], float]:
 
 
 DEFAULT_EVERY = 50
-"""At 2 us an action on sampled steps and 0.1 us on others (CPU, ``benchmarks/timing_overhead.py``)
-this is below 1 % of a step wherever actions take 20 us or more."""
+"""At 2 us an action on sampled steps and 0.1 us on others (CPU, ``benchmarks/RESULTS.md``) this is
+below 1 % of a step wherever actions take 20 us or more."""
 
 _KEPT_STEPS = 8
 _DOWN, _UP = 0, 1

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from subprocess import PIPE
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import given
 
-from benchmarks.entrant import ROOT
-from benchmarks.jobs import Answer, Job, judge
+from benchmarks.jobs import PeerAnswer, PeerJob, apart, judge
 from optpipe import Problem, simulate
 from optpipe_solver.budget import Stop
 from optpipe_solver.incumbent import Incumbent
@@ -30,22 +26,14 @@ pytestmark = pytest.mark.extended
 
 
 @pytest.fixture(scope="module")
-def peer() -> Iterator[Callable[..., Answer]]:
+def peer() -> Iterator[Callable[..., PeerAnswer]]:
     """CP-SAT in a process of its own: OR-tools and highspy do not fit into one."""
-    command = [sys.executable, "-m", "benchmarks.entrant", "cp-sat"]
-    with subprocess.Popen(command, cwd=ROOT, stdin=PIPE, stdout=PIPE, text=True) as process:
-        questions, answers = process.stdin, process.stdout
-        assert questions is not None
-        assert answers is not None
+    with apart("cp-sat") as ask:
 
-        def ask(held: Problem, start: Programs, seconds: float = 30.0) -> Answer:
-            job = Job(problem=held, start=start, seconds=seconds, threads=1)
-            questions.write(job.to_line() + "\n")
-            questions.flush()
-            return Answer.from_line(answers.readline())
+        def answer(problem: Problem, start: Programs, seconds: float = 30.0) -> PeerAnswer:
+            return ask(PeerJob(problem=problem, start=start, seconds=seconds, threads=1), 120.0)
 
-        yield ask
-        questions.close()
+        yield answer
 
 
 def best_family(held: Problem) -> Incumbent:
@@ -183,7 +171,7 @@ TINY |= {
 
 
 @pytest.mark.parametrize("name", sorted(TINY))
-def test_its_optimum_is_the_exhaustive_one(name: str, peer: Callable[..., Answer]) -> None:
+def test_its_optimum_is_the_exhaustive_one(name: str, peer: Callable[..., PeerAnswer]) -> None:
     """Value and bound both equal the best of all programs."""
     held = TINY[name]
     said = peer(held, best_family(held).programs)
@@ -193,7 +181,7 @@ def test_its_optimum_is_the_exhaustive_one(name: str, peer: Callable[..., Answer
     assert said.bound_ms == pytest.approx(optimum(held))
 
 
-def test_a_host_limit_binds(peer: Callable[..., Answer]) -> None:
+def test_a_host_limit_binds(peer: Callable[..., PeerAnswer]) -> None:
     """One copy at a time on the host costs 4 ms, as exhaustive search says."""
     small = offloadable(0, 2, 3, 1, activation_bytes=2 * UNIT, offload_bytes=2 * UNIT)
     stages = [small, stage(1, 6, 2, 2)]
@@ -210,7 +198,9 @@ def test_a_host_limit_binds(peer: Callable[..., Answer]) -> None:
 
 
 @given(case=cases())
-def test_its_bound_is_below_every_legal_schedule(case: Case, peer: Callable[..., Answer]) -> None:
+def test_its_bound_is_below_every_legal_schedule(
+    case: Case, peer: Callable[..., PeerAnswer]
+) -> None:
     """Started from any legal schedule it finds one no worse, and no bound above that."""
     held, programs = case
     said = peer(held, programs, 1.0)
@@ -230,7 +220,7 @@ def parked() -> Problem:
 
 
 @pytest.mark.parametrize("offload", [False, True])
-def test_it_agrees_with_the_milp(offload: bool, peer: Callable[..., Answer]) -> None:
+def test_it_agrees_with_the_milp(offload: bool, peer: Callable[..., PeerAnswer]) -> None:
     """Where both prove, both prove the same; elsewhere neither bound is above the other's value."""
     half = {"weight_context_bytes": 5}
     without = problem(

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu import largest, one_rank, slowdown
 from benchmarks.gpu.__main__ import as_markdown
-from benchmarks.gpu.alone import in_flight
+from benchmarks.gpu.alone import in_flight, largest, one_rank, slowdown
 from optpipe import Device, Problem, Stage
 from optpipe.check import find_violations
 from optpipe.memory import device_peak_bytes
@@ -22,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 
 def test_a_ranks_peak_is_the_prefix_walks() -> None:
     """Of a real schedule that offloads five of eight micro-batches."""
-    (row,) = one_rank.measure_it("cpu", tiny=True)
+    (row,) = one_rank("cpu", tiny=True)
     assert abs(row["peak off by %"]) < 2
     assert row["offloaded MB"] > 0
     assert row["measured ms"] > 0
@@ -31,14 +30,14 @@ def test_a_ranks_peak_is_the_prefix_walks() -> None:
 
 def test_offload_of_everything_takes_less_memory() -> None:
     """Three micro-batches are on the device, not eight."""
-    (row,) = slowdown.measure_it("cpu", tiny=True)
+    (row,) = slowdown("cpu", tiny=True)
     assert row["offloadable %"] > 90
     assert row["full MB"] < 0.5 * row["none MB"]
     assert row["k"] > 0
 
 
 def test_with_offload_larger_sizes_fit_and_run() -> None:
-    for row in largest.measure_it("cpu", tiny=True):
+    for row in largest("cpu", tiny=True):
         assert row["times as large"] > 1.2
         for name in ("with", "without"):
             assert 0 < row[f"peak MB {name}"] <= row["limit MB"]

@@ -3,59 +3,40 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import given
 
-from benchmarks import frontier
 from benchmarks.bench import SMOKE, broken
-from benchmarks.fixed_work import BASELINE, WorkRow, read_rows, worse
-from benchmarks.frontier import Point, limits_of, monotone, points, smallest_for
-from benchmarks.jobs import Answer, Job, Judged, TracePoint
+from benchmarks.fixed_work import BASELINE, WorkRow, worse
+from benchmarks.jobs import BestLegal
 from benchmarks.ledger import (
-    Row,
-    append,
+    BenchRow,
+    LatestRows,
+    entry,
     index,
     known_best,
     latest,
-    load_problem,
-    read,
     read_known,
+    read_rows,
     write_known,
+    write_rows,
 )
-from benchmarks.report import Table, entry
-from optpipe_solver import solve
 from tests.building import one_f_one_b, problem, programs, stage
-from tests.strategies import Case, cases, few
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from optpipe import Problem, Programs
-    from optpipe_solver import Result
-
-ROW = Row(
+ROW = BenchRow(
     instance="one", solver="families", objective_ms=100.0, bound_ms=80.0, gap=0.2, seconds=1.5,
     status="feasible", method="zb-h1", refused=0, peak_bytes=1_000_000, commit="abc", machine="m",
 )  # fmt: skip
 
 
-@few(30)
-@given(cases())
-def test_jobs_and_answers_survive_their_line(case: Case) -> None:
-    """What a process is given, and what it says, is what it reads and what is read."""
-    job = Job(problem=case.problem, start=case.programs, floor_ms=0.1, seconds=3.0, seed=7)
-    assert Job.from_line(job.to_line()) == job
-    trace = (TracePoint(seconds=0.5, objective_ms=None, bound_ms=1.0),)
-    answer = Answer(programs=case.programs, bound_ms=None, trace=trace, extra={"refused": 2})
-    assert Answer.from_line(answer.to_line()) == answer
-
-
 def test_only_legal_and_better_programs_are_kept() -> None:
     """An illegal one is counted, a worse one is forgotten."""
     held = problem([stage(0, 1, 1, 1), stage(1, 1, 1, 1)], m=2)
-    best = Judged(held)
+    best = BestLegal(held)
     serial = programs("0F0 0B0 0F1 0B1", "1F0 1B0 1F1 1B1")
     assert not best.offer(programs("0F0", "1F0"), "broken")
     assert best.offer(serial, "serial")
@@ -69,19 +50,19 @@ def test_rows_survive_the_file_and_the_last_counts(tmp_path: Path) -> None:
     none = replace(ROW, solver="milp", objective_ms=None, gap=None, cpu_seconds="milp=1.5")
     newer = replace(ROW, objective_ms=90.0)
     path = tmp_path / "bench.csv"
-    append([ROW, none], path)
-    append([newer], path)
-    assert read(path) == [ROW, none, newer]
-    assert latest(read(path))["one", "families"] == newer
+    write_rows([ROW, none], path)
+    write_rows([newer], path)
+    assert read_rows(BenchRow, path) == [ROW, none, newer]
+    assert latest(read_rows(BenchRow, path))["one", "families"] == newer
 
 
 def test_rows_from_before_a_column_was_kept_are_read(tmp_path: Path) -> None:
     """Their last cells are missing, and say nothing."""
     path = tmp_path / "bench.csv"
-    append([replace(ROW, bound_method="bounds", cpu_seconds="bounds=0.1")], path)
+    write_rows([replace(ROW, bound_method="bounds", cpu_seconds="bounds=0.1")], path)
     head, row = path.read_text(encoding="utf-8").splitlines()
     path.write_text(f"{head}\n{row.rsplit(',', 2)[0]}\n", encoding="utf-8")
-    assert read(path) == [ROW]
+    assert read_rows(BenchRow, path) == [ROW]
 
 
 def test_what_is_worse_with_the_same_work_is_said() -> None:
@@ -97,9 +78,9 @@ def test_what_is_worse_with_the_same_work_is_said() -> None:
 
 def test_the_rows_compared_with_are_of_every_instance() -> None:
     """One each, with a bound that is no more than the objective."""
-    rows = read_rows(BASELINE)
-    assert set(rows) == {row["name"] for row in index()}
-    assert all(row.bound <= row.objective * (1 + 1e-9) for row in rows.values())
+    rows = read_rows(WorkRow, BASELINE)
+    assert sorted(row.name for row in rows) == sorted(row["name"] for row in index())
+    assert all(row.bound <= row.objective * (1 + 1e-9) for row in rows)
 
 
 def test_the_best_known_takes_value_and_bound_apart(tmp_path: Path) -> None:
@@ -151,7 +132,7 @@ def test_the_report_counts() -> None:
     }  # fmt: skip
     about = {name: {"class": "plenty" if name == "plenty" else "tight"} for name in values}
     known = known_best({}, rows.values())
-    text = entry(Table(rows, about, dict.fromkeys(values, 100.0), known), "title")
+    text = entry(LatestRows(rows, about, dict.fromkeys(values, 100.0), known), "title")
     for line in (
         "ours-20 against families, 3 instances: worse on 0, better on 2;",
         "ours-20 against cp-sat, 3 instances: worse on 1 (tight), better on 1;",
@@ -169,46 +150,5 @@ def test_no_schedule_is_worse_than_any() -> None:
     """Ours with nothing, where a family has something, counts against us."""
     rows = {("one", "families"): ROW}
     rows["one", "ours-20"] = replace(ROW, solver="ours-20", objective_ms=None, gap=None)
-    text = entry(Table(rows, {"one": {"class": "tight"}}, {"one": 50.0}, {}), "title")
+    text = entry(LatestRows(rows, {"one": {"class": "tight"}}, {"one": 50.0}, {}), "title")
     assert "ours-20 against families, 1 instances: worse on 1 (one), better on 0" in text
-
-
-def test_the_frontier_carries_over_between_limits() -> None:
-    """A schedule fits larger limits too, and a bound holds for smaller ones too."""
-    found = [
-        Point(activations=limit, objective_ms=value, bound_ms=bound, busy_ms=90.0)
-        for limit, value, bound in ((1.0, 150.0, 110.0), (2.0, 95.0, 91.0), (3.0, 99.0, 93.0))
-    ]
-    rows = monotone(found)
-    assert [row.objective_ms for row in rows] == [150.0, 95.0, 95.0]
-    assert [row.bound_ms for row in rows] == [110.0, 93.0, 93.0]
-    assert all(row.least_bubble <= row.bubble for row in rows)
-    assert smallest_for(rows, 0.10) == 2.0
-    assert smallest_for(rows, 0.01) is None
-
-
-def test_the_frontier_hands_a_schedule_on_to_the_next_larger_limit(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Even of a solver that keeps its start and makes nothing worse than serial without one."""
-    small = problem([stage(d, 4, 4, 2, activation_bytes=1000) for d in range(2)], m=3)
-    starts: list[Programs | None] = []
-
-    def solve_once(limited: Problem, **options: Any) -> Result:
-        starts.append(options["start"])
-        method = "serial" if starts[1:] else "auto"
-        return solve(limited, **{**options, "method": method, "threads": 1})
-
-    monkeypatch.setattr(frontier, "solve", solve_once)
-    found = points(small, [3.0, 1.0, 2.0], seconds=1.0, threads=1)
-    assert starts[0] is None
-    assert None not in starts[1:]
-    assert [point.activations for point in found] == [1.0, 2.0, 3.0]
-    lengths = [point.objective_ms for point in found]
-    assert lengths == sorted(lengths, reverse=True)
-
-
-def test_the_frontier_starts_at_the_smallest_memory() -> None:
-    """The first limit is feasible to the byte, the last is what was asked for."""
-    held = load_problem("v-equal-p4-m8-4.0a")
-    assert limits_of(held, 5, 4.0) == [1.0, 1.75, 2.5, 3.25, 4.0]

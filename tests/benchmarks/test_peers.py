@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.entrant import run_apart
-from benchmarks.jobs import Job, judge
+from benchmarks.jobs import PeerJob, judge, run_apart
 from benchmarks.ledger import load_problem
-from benchmarks.peers import families, milp, ours
-from benchmarks.peers.cells import in_order, in_order_loses_nothing, renamed
-from benchmarks.peers.scale import Scale
+from benchmarks.peers.cp_data import Scale, in_order, in_order_loses_nothing, renamed
+from benchmarks.peers.ours import families, milp, ours
 from optpipe import check, simulate
 from tests.building import bus, offloadable, one_f_one_b, problem, programs, stage
 from tests.solver.exhaustive import optimum
@@ -18,7 +16,7 @@ from tests.solver.exhaustive import optimum
 def test_the_families_say_the_best_of_all() -> None:
     """The best programs are those of the smallest value, and the bound is below it."""
     held = load_problem("6.2b-p3-m6-2.0a")
-    said = families.answer(Job(problem=held))
+    said = families(PeerJob(problem=held))
     found = judge(held, said.programs)
     assert found is not None
     assert found == min(said.extra["values"].values())
@@ -29,7 +27,7 @@ def test_the_families_say_the_best_of_all() -> None:
 def test_ours_tells_its_trace() -> None:
     """The last entry of the trace is the result."""
     held = load_problem("6.2b-p3-m6-2.0a")
-    said = ours.answer(Job(problem=held, seconds=4.0))
+    said = ours(PeerJob(problem=held, seconds=4.0))
     assert said.trace[-1].objective_ms == judge(held, said.programs)
     assert said.trace[-1].bound_ms == said.bound_ms
 
@@ -37,7 +35,7 @@ def test_ours_tells_its_trace() -> None:
 def test_the_milp_proves_a_tiny_optimum() -> None:
     """It finds and proves what exhaustive search finds, and says where its time went."""
     held = problem([stage(0, 2, 3, 1), stage(1, 3, 2, 2)], m=2)
-    said = milp.answer(Job(problem=held, seconds=10.0))
+    said = milp(PeerJob(problem=held, seconds=10.0))
     assert judge(held, said.programs) == pytest.approx(optimum(held))
     assert said.bound_ms == pytest.approx(optimum(held))
     assert {"starts", "bounds"} <= set(said.cpu_seconds)
@@ -47,11 +45,11 @@ def test_the_milp_proves_a_tiny_optimum() -> None:
 def test_a_contestant_runs_apart() -> None:
     """Its programs, seconds and memory come back; one that fails says why."""
     held = problem([stage(0), stage(1)], m=2)
-    said = run_apart("cp-sat", Job(problem=held, start=one_f_one_b(2, 2), seconds=5.0))
+    said = run_apart("cp-sat", PeerJob(problem=held, start=one_f_one_b(2, 2), seconds=5.0))
     assert said.status == "optimal"
     assert judge(held, said.programs) == pytest.approx(said.bound_ms)
     assert said.peak_bytes > 10_000_000
-    assert "job.start" in run_apart("cp-sat", Job(problem=held, seconds=5.0)).status
+    assert "job.start" in run_apart("cp-sat", PeerJob(problem=held, seconds=5.0)).status
 
 
 def test_equal_micro_batches_are_renamed_without_loss() -> None:

@@ -40,12 +40,6 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield address
 
 
-@pytest.fixture
-def visit(chromium: Browser, url: str) -> Iterator[Visit]:
-    with visiting(chromium, url) as made:
-        yield made
-
-
 def gated(folder: Path, **changes: Any) -> dict[str, Any]:
     """A problem whose solver waits for files in this folder."""
     return two_stages(name=f"gated:{folder}", **changes)

@@ -28,12 +28,6 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield address
 
 
-@pytest.fixture
-def visit(chromium: Browser, url: str) -> Iterator[Visit]:
-    with visiting(chromium, url) as made:
-        yield made
-
-
 def test_a_problem_of_a_file_stands_in_the_link(chromium: Browser, visit: Visit, url: str) -> None:
     """With its sliders, before there is a job; the fragment is never sent to the service."""
     page = visit.open()

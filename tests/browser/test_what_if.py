@@ -33,12 +33,6 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield address
 
 
-@pytest.fixture
-def visit(chromium: Browser, url: str) -> Iterator[Visit]:
-    with visiting(chromium, url) as made:
-        yield made
-
-
 def solved(url: str, name: str, **headers: str) -> dict[str, Any]:
     """An ended job."""
     problem = {"problem": two_stages(name)}

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from examples.problems import make_llama3_8b as example
+from examples import make_llama3_8b as example
 from optpipe.presets import MODELS, ModelShape, Training, find_model
 from optpipe.presets.costs import Held, head_kept, layer_kept, saved_tensors, static_bytes
 

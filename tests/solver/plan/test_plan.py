@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import given
 
-from examples.models.make_llama3_8b_mixed import TARGET, make_model
+from examples.make_llama3_8b import MODEL_FILE, make_model
 from optpipe import InputError, check_schedule, dump_problem, load_problem
 from optpipe.formats.json import dump_model
 from optpipe_solver import Progress, SolveStatus
@@ -167,7 +167,7 @@ def test_arguments_out_of_range_are_refused(wrong: dict[str, object], message: s
 
 def test_the_committed_example_is_what_the_formulas_give() -> None:
     """And one of its cuts round-trips as a problem with a bound."""
-    assert TARGET.read_text() == dump_model(make_model())
+    assert MODEL_FILE.read_text() == dump_model(make_model())
     cut = make_model().problem((0, 1, 2, 3), (12, 12, 5, 5))
     assert load_problem(dump_problem(cut)) == cut
     assert lower_bound(cut).ms > 0

@@ -276,7 +276,7 @@ def improve_by_milp(best: Incumbent, stop: Stop) -> None:
 
     A bound counts only where two runs of different seeds agree: HiGHS 1.15.1 was seen to deny
     schedules that exist in one run of some 500, whatever its options, but never with two seeds on
-    one model (`benchmarks/false_proofs.py`). Where work is limited the run is a function of
+    one model (`benchmarks/RESULTS.md`). Where work is limited the run is a function of
     problem, start, seed and threads, as long as time does not end it.
     """
     problem = best.problem

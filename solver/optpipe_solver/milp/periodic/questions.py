@@ -148,7 +148,7 @@ def _found(model: PeriodicModel, outcome: MilpOutcome, bound: float | None) -> F
 
 # --- Two runs per question: what is proven is what HiGHS proves with two seeds.
 # HiGHS 1.15.1 was seen to deny solutions that exist in one run of some 500, whatever its options,
-# but never with two seeds on one model (`benchmarks/false_proofs.py`). So a bound, an optimum, and
+# but never with two seeds on one model (`benchmarks/RESULTS.md`). So a bound, an optimum, and
 # that there is no solution at all, count only where two runs agree.
 
 _FIRST = 0.6
