@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 from starlette.concurrency import run_in_threadpool
 
-from optpipe.errors import InputError
 from optpipe.evaluate import evaluate
 from optpipe.explain.what_if import AS_IT_IS, WhatIfQuestion, as_it_is, questions
 from optpipe.formats.json import load_problem, load_schedule
@@ -52,23 +51,11 @@ if TYPE_CHECKING:
     from optpipe_api.settings import Settings
     from optpipe_api.store import Stores
 
-__all__ = ["BatchService", "TooLargeToAskError", "make_items"]
+__all__ = ["BatchService", "make_items"]
 
 
 _AXIS = "question"
 _MAX_NAME = 200
-
-
-class TooLargeToAskError(TooLargeToDrawError):
-    """The schedule is too large for questions about it to be made here."""
-
-    def __init__(self) -> None:
-        InputError.__init__(
-            self,
-            "the schedule is too large: to change its problem and simulate it anew takes more time "
-            "or memory than this service spends on that; fetch problem and schedule, and run "
-            "optpipe explain --what-if",
-        )
 
 
 _MOST_TRIED = 100
@@ -104,7 +91,7 @@ class BatchService:
         by a change; where the job is proven optimal there is nothing to show.
 
         Raises `ConflictError` if the job goes on, or has ended without a schedule;
-        `InfeasibleProblemError` if it is proven that there is none; `TooLargeToAskError` if the
+        `InfeasibleProblemError` if it is proven that there is none; `TooLargeToDrawError` if the
         schedule is too large; `TooManyBodiesError` as `ParsePool.run`; `RequestError` if a batch
         may not have so many items.
         """
@@ -121,7 +108,11 @@ class BatchService:
                 is_heavy=True,
             )
         except BodyTooHeavyError:
-            raise TooLargeToAskError from None
+            raise TooLargeToDrawError(
+                "the schedule is too large: to change its problem and simulate it anew takes more "
+                "time or memory than this service spends on that; fetch problem and schedule, and "
+                "run optpipe explain --what-if"
+            ) from None
         refuse_many(len(asked), self._settings.max_batch_items)
         items = tuple(
             replace(
