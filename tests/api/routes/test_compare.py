@@ -9,7 +9,6 @@ import socket
 import threading
 import time
 from contextlib import closing
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -29,6 +28,7 @@ from tests.api.test_main import is_running
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 pytestmark = pytest.mark.long
 
