@@ -40,7 +40,7 @@ from optpipe_api.views import batch_view
 
 if TYPE_CHECKING:
     from optpipe_api.access import Principal
-    from optpipe_api.batches import BatchRecord
+    from optpipe_api.jobs import BatchRecord
     from optpipe_api.service import Service
 
 __all__ = ["router"]

@@ -24,14 +24,13 @@ from optpipe.simulate import simulate
 from optpipe.sweep import Point, family_of, frontier, label_of, memory_of
 from optpipe.wire import Cache, JobState
 from optpipe_api.access import Role
-from optpipe_api.batches import BatchItem, BatchPlan, ItemPlan, NewBatch
 from optpipe_api.errors import (
     BatchNotFoundError,
     BodyTooHeavyError,
     StateConflictError,
     TooLargeToDrawError,
 )
-from optpipe_api.jobs import JobStart
+from optpipe_api.jobs import BatchItem, BatchPlan, ItemPlan, JobStart, NewBatch
 from optpipe_api.requests.batches import refuse_many
 from optpipe_api.services.cache import MOST_CELLS, MOST_TRIED
 from optpipe_api.services.render import solution
@@ -42,8 +41,7 @@ if TYPE_CHECKING:
     from optpipe.sweep import FrontierLine
     from optpipe.wire import JobOptions
     from optpipe_api.access import Principal
-    from optpipe_api.batches import BatchRecord
-    from optpipe_api.jobs import JobRecord
+    from optpipe_api.jobs import BatchRecord, JobRecord
     from optpipe_api.services.events import Changes
     from optpipe_api.services.jobs import JobService
     from optpipe_api.services.parse_pool import ParsePool

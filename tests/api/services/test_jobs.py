@@ -65,7 +65,7 @@ class Bench:
         self.settings = make_settings(folder, **settings)
         self.stores = open_stores(self.settings.database_url)
         self.store = self.stores.jobs
-        self.engine = Engine()
+        self.engine: Any = Engine()
         self.changes = Changes()
         self.pool = ParsePool()
         self.held: list[asyncio.Future[Any]] = []
