@@ -78,9 +78,14 @@ class InstantProcess:
             send=self._said.put, receive=self._told.get, watch=lambda: None, stop=self._stop
         )
         module, _, name = self._paths[task.kind].partition(":")
-        work = {"job": worker._solve, "plan": worker._plan, "compare": worker._compare}[task.kind]
+        tasks: dict[str, Any] = {
+            "job": worker._solve,
+            "plan": worker._plan,
+            "compare": worker._compare,
+        }
         try:
-            self._said.put(work(channel, task, getattr(importlib.import_module(module), name)))
+            fake = getattr(importlib.import_module(module), name)
+            self._said.put(tasks[task.kind](channel, task, fake))
         except SystemExit:
             self._said.put(None)
         except OptPipeError as error:

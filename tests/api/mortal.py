@@ -138,7 +138,7 @@ def _live(
     os.dup2(output, 2)
     Points(points, Path(reached)).install()
     if not processes:
-        service.open_solvers = InstantSolvers  # type: ignore[assignment]
+        vars(service)["open_solvers"] = InstantSolvers
     serve(Settings(**settings))
     os._exit(0)
 
