@@ -18,7 +18,7 @@
     |-- MediaTypeError           a Content-Type that is not JSON
     |-- NotAcceptableError       an Accept that we cannot serve
     |   `-- FormUnavailableError     a form that this server cannot make
-    |-- TooLargeToDrawError      a schedule that is too large for a picture
+    |-- TooLargeToDrawError      a schedule that is too large for a picture, or an answer
     |-- NotComparableError       nothing to show beside a schedule
     `-- BodyTooLargeError        more bytes than max_body_bytes
         `-- BodyTooHeavyError        few enough bytes, but they ask for too much
@@ -205,15 +205,9 @@ class FormUnavailableError(NotAcceptableError):
 
 
 class TooLargeToDrawError(InputError):
-    """The schedule is too large for the form."""
+    """The schedule is too large for what is asked about it; the message says what to do."""
 
     code = "schedule.too_large"
-
-    def __init__(self, why: str) -> None:
-        super().__init__(
-            f"the schedule is too large for this form: {why}; fetch it as JSON, and draw a part of "
-            "it with optpipe plot"
-        )
 
 
 class NotComparableError(InputError):

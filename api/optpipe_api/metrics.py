@@ -27,6 +27,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import GaugeMetricFamily
 
 from optpipe.wire import JobState
+from optpipe_api.engine.engine import EngineObserver
 from optpipe_api.errors import StoreUnavailableError
 from optpipe_api.services.events import Purpose
 
@@ -49,8 +50,8 @@ _GAPS = (0.000001, 0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
 _PROBE_S = 0.05
 
 
-class ServiceMetrics:
-    """Counts what happens; the engine sees in it an `Observer`. Safe from every thread."""
+class ServiceMetrics(EngineObserver):
+    """Counts what happens. Safe from every thread."""
 
     def __init__(self) -> None:
         self._registry = registry = CollectorRegistry()

@@ -26,9 +26,15 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from optpipe_api.access import Principal
-    from optpipe_api.batches import BatchItem, BatchPlan, BatchRecord
     from optpipe_api.deployments import DeploymentRecord, VersionRecord
-    from optpipe_api.jobs import HistoryEntry, JobRecord, TracePoint
+    from optpipe_api.jobs import (
+        BatchItem,
+        BatchPlan,
+        BatchRecord,
+        HistoryEntry,
+        JobRecord,
+        TracePoint,
+    )
 
 __all__ = [
     "batch_view",

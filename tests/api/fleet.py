@@ -23,11 +23,21 @@ PATIENCE_S = 250.0
 
 
 class Fleet:
-    """Some servers, each on a port of its own that it keeps over all its lives."""
+    """Some servers, each on a port of its own that it keeps over all its lives.
+
+    Their solvers are threads, or ``processes`` to be killed one by one.
+    """
 
     def __init__(
-        self, folder: Path, num_servers: int, settings: Mapping[str, object], points: list[str]
+        self,
+        folder: Path,
+        num_servers: int,
+        settings: Mapping[str, object],
+        points: list[str],
+        *,
+        processes: bool = False,
     ) -> None:
+        self._processes = processes
         self._folder = folder
         self._settings = settings
         self._points = points
@@ -59,6 +69,7 @@ class Fleet:
             "points": self._points,
             "reached": str(self.reached),
             "log": str(self._folder / "server.log"),
+            "processes": self._processes,
         }
         assert self._zygote.stdin is not None
         assert self._zygote.stdout is not None

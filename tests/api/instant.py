@@ -45,7 +45,7 @@ class InstantProcess:
 
     def __init__(self, paths: dict[str, str]) -> None:
         self._paths = paths
-        self._said: queue.Queue[Message] = queue.Queue()
+        self._said: queue.Queue[Message | None] = queue.Queue()
         self._told: queue.Queue[Message] = queue.Queue()
         self._stop = threading.Event()
         self._said.put(Message("ready"))
@@ -60,24 +60,34 @@ class InstantProcess:
 
     def receive(self, timeout_s: float) -> Message | None:
         try:
-            return self._said.get(timeout=timeout_s)
+            message = self._said.get(timeout=timeout_s)
         except queue.Empty:
             return None
+        if message is None:
+            raise EOFError
+        return message
 
     def stop(self) -> None:
         self._stop.set()
 
     def how_it_died(self) -> str:
-        return "it never lived"
+        return "its solver ended"
 
     def _solve(self, task: Message) -> None:
         channel: Any = SimpleNamespace(
             send=self._said.put, receive=self._told.get, watch=lambda: None, stop=self._stop
         )
         module, _, name = self._paths[task.kind].partition(":")
-        work = {"job": worker._solve, "plan": worker._plan, "compare": worker._compare}[task.kind]
+        tasks: dict[str, Any] = {
+            "job": worker._solve,
+            "plan": worker._plan,
+            "compare": worker._compare,
+        }
         try:
-            self._said.put(work(channel, task, getattr(importlib.import_module(module), name)))
+            fake = getattr(importlib.import_module(module), name)
+            self._said.put(tasks[task.kind](channel, task, fake))
+        except SystemExit:
+            self._said.put(None)
         except OptPipeError as error:
             self._said.put(Message("error", {"code": error.code, "message": str(error)}))
         except Exception as error:  # noqa: BLE001 - as in a process

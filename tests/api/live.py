@@ -108,7 +108,8 @@ def running(settings: Settings, *, processes: bool = False) -> Iterator[tuple[st
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run)
     with pytest.MonkeyPatch.context() as patch:
-        if settings.solve_path.startswith("tests.") and not processes:
+        is_fake = settings.engine == "local" and settings.solve_path.startswith("tests.")
+        if is_fake and not processes:
             patch.setattr("optpipe_api.service.open_solvers", InstantSolvers)
         thread.start()
         while not server.started and thread.is_alive():

@@ -23,10 +23,11 @@ from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
 
-from optpipe_api import Settings
+from optpipe_api import Settings, service
 from optpipe_api.main import serve
 from optpipe_api.store.jobs import JobStore
 from optpipe_api.views import load_methods
+from tests.api.instant import InstantSolvers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -127,13 +128,17 @@ def main() -> None:
         sys.stdout.flush()
 
 
-def _live(settings: dict[str, Any], points: list[str], reached: str, log: str) -> None:
+def _live(
+    settings: dict[str, Any], points: list[str], reached: str, log: str, *, processes: bool
+) -> None:
     """Be a server until the end, which may be near."""
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
     Points(points, Path(reached)).install()
+    if not processes:
+        vars(service)["open_solvers"] = InstantSolvers
     serve(Settings(**settings))
     os._exit(0)
 

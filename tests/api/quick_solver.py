@@ -5,13 +5,15 @@ The problem's name is its script, and ends with what makes it unique:
 * ``improve:3:0.02:...`` finds a first schedule and three better ones, each 0.02 s after the one
   before, and a better bound with each; a start says how far an earlier attempt came.
 * ``nothing:...`` finds none, ``never:...`` proves that there is none, ``fails:...`` breaks.
-* ``dies:FILE:...`` finds a schedule and dies by SIGKILL, but only once.
+* ``dies:FILE:...`` finds a schedule and dies by SIGKILL, but only once; a thread merely ends.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import sys
+import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -96,5 +98,7 @@ def _die_once(
         mark.touch()
         first = best(problem, 0)
         tell(Progress(0.0, "first", first.objective_ms, 1.0, first.programs))
+        if threading.current_thread() is not threading.main_thread():
+            sys.exit()
         os.kill(os.getpid(), signal.SIGKILL)
     return Result(SolveStatus.FEASIBLE, best(problem, max(1, _num_fused(problem, start))), 1.0)

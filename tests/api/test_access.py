@@ -17,6 +17,7 @@ from optpipe_api.auth import KeyGate, KeyRing, Rates
 from optpipe_api.errors import KeyNameError, StoreUnavailableError
 
 if TYPE_CHECKING:
+    from optpipe_api.store import Stores
     from optpipe_api.store.keys import KeyStore
     from tests.api.live import Clock
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture
-def keys(stores) -> KeyStore:
+def keys(stores: Stores) -> KeyStore:
     return stores.keys
 
 

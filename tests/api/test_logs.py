@@ -7,13 +7,11 @@ import io
 import json
 import logging
 import os
-import re
 import signal
 import subprocess
 import sys
 import threading
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import httpx
@@ -22,13 +20,11 @@ import structlog
 
 from optpipe_api.logs import LogQueue, set_up_logs
 from tests.api.live import FAKE
+from tests.api.test_main import ADDRESS, ROOT, SCRIPT
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-ROOT = Path(__file__).parent.parent.parent
-SCRIPT = "from optpipe_api import Settings, serve; serve(Settings.load())"
-ADDRESS = re.compile(r"http://127\.0\.0\.1:\d+")
+    from pathlib import Path
 
 
 @contextmanager

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import re
 import time
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,9 +13,10 @@ import structlog
 from prometheus_client.parser import text_string_to_metric_families
 
 from optpipe_api.errors import StoreUnavailableError
-from optpipe_api.logs import Telemetry, set_up_logs
+from optpipe_api.logs import Telemetry
 from optpipe_api.metrics import ServiceMetrics
 from tests.api.live import connected, make_settings, two_stages
+from tests.api.test_logs import logging_as
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -185,19 +184,6 @@ def test_a_request_keeps_the_id_it_came_with_or_gets_one(http) -> None:
     assert refused.headers["x-request-id"]
 
 
-@contextmanager
-def json_logs() -> Iterator[None]:
-    """Logs as a server for machines writes them; in the test, as a fixture has another stderr."""
-    default = logging.lastResort
-    lines = set_up_logs("json")
-    try:
-        yield
-    finally:
-        lines.close()
-        structlog.reset_defaults()
-        logging.lastResort = default
-
-
 def through_telemetry(method: str, status: int, *, fails: bool = False) -> None:
     """One request through the layer alone."""
 
@@ -219,7 +205,7 @@ def through_telemetry(method: str, status: int, *, fails: bool = False) -> None:
 
 def test_log_lines_of_a_request_carry_its_id_and_changes_are_logged(capsys) -> None:
     """A submission's line says what it made; a read that went well has none."""
-    with json_logs():
+    with logging_as("json"):
         through_telemetry("POST", 202)
         through_telemetry("GET", 200)
     told = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
@@ -230,6 +216,6 @@ def test_log_lines_of_a_request_carry_its_id_and_changes_are_logged(capsys) -> N
 
 def test_a_request_that_fails_is_counted_and_logged_too(capsys) -> None:
     """The error goes on its way."""
-    with json_logs(), pytest.raises(ZeroDivisionError):
+    with logging_as("json"), pytest.raises(ZeroDivisionError):
         through_telemetry("GET", 200, fails=True)
     assert '"status": 499' in capsys.readouterr().err

@@ -174,7 +174,9 @@ def die_at_random(folder: Path, url: str, num_servers: int) -> None:
     with ExitStack() as stack:
         store = stack.enter_context(closing(open_stores(url))).jobs
         settings = {**SETTINGS, "database_url": url}
-        fleet = stack.enter_context(closing(Fleet(folder, num_servers, settings, [])))
+        fleet = stack.enter_context(
+            closing(Fleet(folder, num_servers, settings, [], processes=True))
+        )
         trial = Trial(folder, fleet, seed=2, num_errands=NUM_SUBMISSIONS)
         reaper = Reaper(fleet, seed=2, num_kills=NUM_KILLS)
         trial.run(store, reaper)

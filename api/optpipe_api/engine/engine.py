@@ -11,7 +11,7 @@ import threading
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import structlog
 
@@ -255,16 +255,17 @@ class Attempt:
         self._on_change(self._lease.job_id)
 
     def _log(self, action: str, sentence: str) -> None:
-        structlog.get_logger(__name__).info(
-            sentence, action=action, job=self._lease.job_id, attempt=self._lease.attempt
-        )
+        _log().info(sentence, action=action, job=self._lease.job_id, attempt=self._lease.attempt)
 
 
 # --- Who wants to know how jobs fare: measured at the service's edge, told from within.
 
 
-class EngineObserver(Protocol):
-    """Is told by threads of the engine and of requests, and must neither block nor raise."""
+class EngineObserver:
+    """Is told by threads of the engine and of requests, and must neither block nor raise.
+
+    This one wants to know nothing.
+    """
 
     def accepted(self, job: JobRecord) -> None:
         """A job was taken in; it may be finished already."""
@@ -276,20 +277,7 @@ class EngineObserver(Protocol):
         """An attempt ended after so long, and left the job in this state."""
 
 
-class _Silent:
-    """Wants to know nothing."""
-
-    def accepted(self, job: JobRecord) -> None:
-        """Ignore it."""
-
-    def started(self, job: JobRecord) -> None:
-        """Ignore it."""
-
-    def ended(self, job: JobRecord, seconds: float) -> None:
-        """Ignore it."""
-
-
-SILENT: EngineObserver = _Silent()
+SILENT = EngineObserver()
 """For engines that nobody watches."""
 
 
@@ -325,7 +313,18 @@ class SlotEngine:
         self._work = threading.Semaphore(0)
         self._attempts: dict[str, Attempt] = {}
         self._looked_at = time.time()
-        self._slots = self._make_slots(start_process)
+        self._slots = [
+            Slot(
+                store,
+                settings,
+                self._owner,
+                start_process=start_process,
+                closing=self._closing,
+                work=self._work,
+                solve=self._solve,
+            )
+            for _ in range(settings.solver_processes)
+        ]
         self._threads = [
             threading.Thread(target=self._outlive, args=(slot.serve,), name=f"slot-{index}")
             for index, slot in enumerate(self._slots)
@@ -333,20 +332,6 @@ class SlotEngine:
         self._threads.append(
             threading.Thread(target=self._outlive, args=(self._expire,), name="leases")
         )
-
-    def _make_slots(self, start_process: Callable[[], SolverProcess]) -> list[Slot]:
-        return [
-            Slot(
-                self._store,
-                self._settings,
-                self._owner,
-                start_process=start_process,
-                closing=self._closing,
-                work=self._work,
-                solve=self._solve,
-            )
-            for _ in range(self._settings.solver_processes)
-        ]
 
     def start(self) -> None:
         """Begin to take jobs."""
@@ -390,10 +375,10 @@ class SlotEngine:
             try:
                 step()
             except (StoreUnavailableError, SolverFailedError) as error:
-                self._log().warning(str(error), action=f"engine.{error.code}")
+                _log().warning(str(error), action=f"engine.{error.code}")
                 self._closing.wait(PAUSE_S)
             except Exception:  # noqa: BLE001 - a slot that ends is lost until the next restart
-                self._log().exception("a fault of the engine", action="engine.fault")
+                _log().exception("a fault of the engine", action="engine.fault")
                 self._closing.wait(PAUSE_S)
 
     def _solve(self, claim: Claim, process: SolverProcess, opening: Message | None) -> bool:
@@ -401,7 +386,7 @@ class SlotEngine:
         job_id = claim.lease.job_id
         attempt = Attempt(claim, process, self._store, self._settings, self._on_change)
         self._attempts[job_id] = attempt
-        self._log().info(
+        _log().info(
             "an attempt begins",
             action="job.attempt",
             job=job_id,
@@ -413,14 +398,11 @@ class SlotEngine:
         try:
             attempt.run(self._closing, opening)
         finally:
-            self._tell_end(attempt)
+            if attempt.left is not None:
+                self._observer.ended(attempt.left, attempt.seconds)
             if self._attempts.get(job_id) is attempt:
                 del self._attempts[job_id]
         return attempt.has_result
-
-    def _tell_end(self, attempt: Attempt) -> None:
-        if attempt.left is not None:
-            self._observer.ended(attempt.left, attempt.seconds)
 
     def _expire(self) -> None:
         settings = self._settings
@@ -434,17 +416,13 @@ class SlotEngine:
 
     def _take_back(self) -> None:
         for job in self._store.expire(self._settings.max_attempts, is_gone):
-            self._log().info(
+            _log().info(
                 f"the job's server stopped answering; the job is {job.state.value}",
                 action="job.expired",
                 job=job.id,
             )
             self._on_change(job.id)
             self.wake()
-
-    def _log(self) -> structlog.stdlib.BoundLogger:
-        log: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
-        return log
 
 
 # --- One slot of the engine: a process is started, gets ready, waits for a job, and solves it.
@@ -571,7 +549,7 @@ class Slot:
         """Try again where that may help; else let a job say what is wrong, if one waits."""
         self._num_failed += 1
         why = process.how_it_died() if opening is None else opening.header.get("message", "")
-        self._log().warning(f"a solver process did not start: {why}", action="engine.no_start")
+        _log().warning(f"a solver process did not start: {why}", action="engine.no_start")
         if not self.is_broken:
             self._closing.wait(PAUSE_S)
             return
@@ -582,12 +560,8 @@ class Slot:
             self._work.acquire(timeout=_LONG_PAUSE_S)
 
     def _tell_lost(self, process: SolverProcess) -> None:
-        self._log().warning(process.how_it_died(), action="engine.no_process")
+        _log().warning(process.how_it_died(), action="engine.no_process")
         self._closing.wait(PAUSE_S)
-
-    def _log(self) -> structlog.stdlib.BoundLogger:
-        log: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
-        return log
 
 
 # --- Whose a lease is: a name of this process that tells others on its machine when it is gone.
@@ -682,3 +656,8 @@ def open_solvers(settings: Settings) -> Solvers:
     from optpipe_api.engine.ray import RaySolvers  # noqa: PLC0415
 
     return RaySolvers(settings)
+
+
+def _log() -> structlog.stdlib.BoundLogger:
+    log: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
+    return log

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from fastapi import APIRouter, Header, Query, Request, Response
+from fastapi import APIRouter, Query, Request, Response
 from starlette.concurrency import run_in_threadpool
 
 from optpipe.formats.tables import dump_sweep
@@ -19,20 +19,28 @@ from optpipe_api.requests.http import (
     require_json,
 )
 from optpipe_api.routes.common import (
+    NO_SCRIPTS,
+    Accept,
+    Answers,
+    Cursor,
+    Limit,
     Reader,
     Serving,
     Submitter,
+    ended,
     idempotency_key,
     json_body,
+    page_of,
+    place_to_wait,
     seconds_to_wait,
+    while_there,
 )
-from optpipe_api.routes.jobs import NO_SCRIPTS, place_to_wait, while_there
 from optpipe_api.services.submission import read_batch
 from optpipe_api.views import batch_view
 
 if TYPE_CHECKING:
     from optpipe_api.access import Principal
-    from optpipe_api.batches import BatchRecord
+    from optpipe_api.jobs import BatchRecord
     from optpipe_api.service import Service
 
 __all__ = ["router"]
@@ -44,16 +52,11 @@ _CANCEL_WAIT_S = 1.0
 
 Key = Annotated[str | None, idempotency_key("returns the first one's batch")]
 Wait = Annotated[float, seconds_to_wait("the end of all")]
-Accept = Annotated[str | None, Header()]
 
 _BODY = json_body("BatchBody")
-_LOCATION = {"Location": {"schema": {"type": "string"}, "description": "The batch's own address."}}
-_ENDED: dict[int | str, dict[str, Any]] = {
-    200: {"model": BatchView, "description": "All items have ended.", "headers": _LOCATION},
-    202: {"model": BatchView, "description": "The batch goes on.", "headers": _LOCATION},
-}
+_ENDED = ended(BatchView, "batch")
 _TEXT = {"schema": {"type": "string"}}
-_TABLE: dict[int | str, dict[str, Any]] = {
+_TABLE: Answers = {
     200: {
         "description": "A row per item, in order.",
         "content": {
@@ -63,7 +66,7 @@ _TABLE: dict[int | str, dict[str, Any]] = {
         },
     }
 }
-_FRONTIER: dict[int | str, dict[str, Any]] = {
+_FRONTIER: Answers = {
     200: {
         "description": "What memory buys, as numbers or as a picture.",
         "content": {
@@ -116,13 +119,12 @@ async def submit(
 def list_batches(
     service: Serving,
     who: Reader,
-    limit: Annotated[int, Query(ge=1, le=200)] = 50,
-    cursor: Annotated[int | None, Query(ge=1, le=2**53, description="`next` of a page.")] = None,
+    limit: Limit = 50,
+    cursor: Cursor = None,
 ) -> BatchList:
     """Return a page of batches and how far they are; `next` is the `cursor` of the next one."""
     found = service.batches.page(limit + 1, cursor, who)
-    shown = found[:limit]
-    following = shown[-1].position if len(found) > limit else None
+    shown, following = page_of(found, limit)
     return BatchList(batches=tuple(batch_view(batch, who) for batch in shown), next=following)
 
 

@@ -76,11 +76,6 @@ async def compare(
 presets_router = APIRouter(prefix="/v1", tags=["presets"])
 
 
-def _body(name: str) -> dict[str, Any]:
-    schema = {"schema": {"$ref": f"#/components/schemas/{name}"}}
-    return {"requestBody": {"required": True, "content": {"application/json": schema}}}
-
-
 @lru_cache
 def _catalogue() -> Catalogue:
     return Catalogue.make()
@@ -96,7 +91,7 @@ async def presets() -> Catalogue:
     "/estimates",
     response_model=EstimateView,
     responses=documented(413, 415),
-    openapi_extra=_body("EstimateBody"),
+    openapi_extra=json_body("EstimateBody"),
     summary="Estimate a problem from a model and an accelerator",
 )
 async def estimates(request: Request, service: Serving, _who: Reader) -> Response:
@@ -112,7 +107,7 @@ async def estimates(request: Request, service: Serving, _who: Reader) -> Respons
     "/variants",
     response_model=VariantView,
     responses=documented(413, 415),
-    openapi_extra=_body("VariantBody"),
+    openapi_extra=json_body("VariantBody"),
     summary="Vary a problem",
 )
 async def variants(request: Request, service: Serving, _who: Reader) -> Response:

@@ -6,23 +6,45 @@ price of all the rest of a small request.
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+import asyncio
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from fastapi import Depends, Header, Query, Request
 
 from optpipe_api.access import ANYBODY, Principal, Role
 from optpipe_api.service import Service
+from optpipe_api.services.events import Purpose
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine, Iterator, Mapping, Sequence
+
+    from optpipe.wire import WireModel
 
 __all__ = [
-    "Admin",
+    "NO_SCRIPTS",
+    "Accept",
+    "Answers",
+    "Cursor",
+    "IfNoneMatch",
+    "Limit",
     "Reader",
     "Serving",
     "Submitter",
+    "ended",
     "idempotency_key",
     "json_body",
     "json_content",
+    "location_of",
+    "page_of",
+    "place_to_wait",
     "seconds_to_wait",
+    "tagged",
+    "while_there",
 ]
+
+Answers = dict[int | str, dict[str, Any]]
+T = TypeVar("T")
 
 
 async def _service(request: Request) -> Service:
@@ -41,19 +63,17 @@ async def _submitter(request: Request) -> Principal:
     return principal
 
 
-async def _admin(request: Request) -> Principal:
-    principal = await _reader(request)
-    principal.require(Role.ADMIN)
-    return principal
-
-
 Serving = Annotated[Service, Depends(_service)]
 Reader = Annotated[Principal, Depends(_reader)]
 Submitter = Annotated[Principal, Depends(_submitter)]
-Admin = Annotated[Principal, Depends(_admin)]
 
 
-# --- What several routes take alike: a time to wait, a key against doubled requests, a JSON body.
+# --- What several routes take and answer alike.
+
+Accept = Annotated[str | None, Header()]
+Cursor = Annotated[int | None, Query(ge=1, le=2**53, description="`next` of a page.")]
+IfNoneMatch = Annotated[str | None, Header(description="`ETag` of the known one.")]
+Limit = Annotated[int, Query(ge=1, le=200)]
 
 
 def idempotency_key(effect: str) -> Any:
@@ -79,3 +99,88 @@ def json_content(schema: str) -> dict[str, Any]:
 def json_body(schema: str) -> dict[str, Any]:
     """Return what OpenAPI says of a request whose body must be such a text."""
     return {"requestBody": {"required": True, "content": json_content(schema)}}
+
+
+def location_of(thing: str) -> dict[str, Any]:
+    """Return what OpenAPI says of the header ``Location``."""
+    return {"Location": {"schema": {"type": "string"}, "description": f"The {thing}'s address."}}
+
+
+def ended(view: type[WireModel], thing: str) -> Answers:
+    """Return what OpenAPI says of an answer about something that may have ended."""
+    headers = location_of(thing)
+    return {
+        200: {"model": view, "description": f"The {thing} has ended.", "headers": headers},
+        202: {"model": view, "description": f"The {thing} goes on.", "headers": headers},
+    }
+
+
+def tagged(shown: Mapping[str, Any], of: str, **headers: str) -> Answers:
+    """Return what OpenAPI says of an answer with an entity tag, and of a 304.
+
+    ``of`` is what the tag names; of other headers the type and a sentence.
+    """
+    described = {
+        name.replace("_", "-"): {"schema": {"type": "integer"}, "description": text}
+        for name, text in headers.items()
+    }
+    etag = {"schema": {"type": "string"}, "description": f"Of {of}, for `If-None-Match`."}
+    described["ETag"] = etag
+    unchanged = "What `If-None-Match` names is still the newest."
+    return {
+        200: {**shown, "headers": described},
+        304: {"description": unchanged, "headers": described},
+    }
+
+
+def page_of(found: Sequence[T], limit: int) -> tuple[Sequence[T], int | None]:
+    """Return a page, and the cursor of the next one, from one thing more than are shown."""
+    shown = found[:limit]
+    last: Any = shown[-1] if len(found) > limit else None
+    return shown, None if last is None else last.position
+
+
+# A picture shows names that somebody else chose, and comes from our own address.
+NO_SCRIPTS = {
+    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; sandbox",
+    "X-Content-Type-Options": "nosniff",
+}
+
+
+# --- Requests that wait count against a limit, and wait only for clients that are there.
+
+
+@contextmanager
+def place_to_wait(service: Service, who: Principal, wait_s: float) -> Iterator[None]:
+    """Count a request that waits; to be entered before the request changes anything.
+
+    Raises `BusyError` if too many are open; see `ConnectionLimit.counted`.
+    """
+    if wait_s <= 0:
+        yield
+        return
+    with service.connections.counted(who, Purpose.WAIT):
+        yield
+
+
+async def while_there(request: Request, waiting: Coroutine[Any, Any, T], wait_s: float) -> T | None:
+    """Return what is waited for; None as soon as the client has hung up.
+
+    The body of the request must have been read, where it has one.
+    """
+    if wait_s <= 0:
+        return await waiting
+    news = asyncio.create_task(waiting)
+    goodbye = asyncio.create_task(_goodbye(request))
+    try:
+        await asyncio.wait({news, goodbye}, return_when=asyncio.FIRST_COMPLETED)
+        return news.result() if news.done() else None
+    finally:
+        for task in (news, goodbye):
+            task.cancel()
+        await asyncio.gather(news, goodbye, return_exceptions=True)
+
+
+async def _goodbye(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

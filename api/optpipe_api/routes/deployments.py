@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from fastapi import APIRouter, Header, Query, Request, Response
 from starlette.concurrency import run_in_threadpool
@@ -10,8 +10,22 @@ from starlette.concurrency import run_in_threadpool
 from optpipe.wire import DeploymentList, DeploymentView, VersionList
 from optpipe_api.http_errors import documented
 from optpipe_api.requests.http import etag_of, known_number, read_body, require_json
-from optpipe_api.routes.common import Reader, Serving, Submitter, idempotency_key, seconds_to_wait
-from optpipe_api.routes.jobs import place_to_wait, while_there
+from optpipe_api.routes.common import (
+    Cursor,
+    Limit,
+    Reader,
+    Serving,
+    Submitter,
+    idempotency_key,
+    json_body,
+    json_content,
+    location_of,
+    page_of,
+    place_to_wait,
+    seconds_to_wait,
+    tagged,
+    while_there,
+)
 from optpipe_api.services.render import as_text
 from optpipe_api.services.submission import read_registration, read_report
 from optpipe_api.views import deployment_view, version_view
@@ -24,33 +38,15 @@ _MAX_REPORT_BYTES = 4 * 1024**2
 _FORMS = {"json": "application/json", "csv": "text/csv"}
 
 Key = Annotated[str | None, idempotency_key("returns the first one's deployment")]
-Cursor = Annotated[int | None, Query(ge=1, le=2**53, description="`next` of a page.")]
 Wait = Annotated[float, seconds_to_wait("a newer version")]
-
-
-_LOCATION = {
-    "Location": {"schema": {"type": "string"}, "description": "The deployment's own address."}
-}
-_TAGGED = {
-    "ETag": {
-        "schema": {"type": "string"},
-        "description": "Of this version in this form, for `If-None-Match`.",
-    },
-    "OptPipe-Version": {"schema": {"type": "integer"}, "description": "Its number."},
-}
-
-
-def _body(schema: str) -> dict[str, Any]:
-    content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{schema}"}}}
-    return {"requestBody": {"required": True, "content": content}}
 
 
 @router.post(
     "",
     status_code=202,
     response_model=DeploymentView,
-    responses={202: {"headers": _LOCATION}, **documented(403, 413, 415, 429)},
-    openapi_extra=_body("Registration"),
+    responses={202: {"headers": location_of("deployment")}, **documented(403, 413, 415, 429)},
+    openapi_extra=json_body("Registration"),
     summary="Register a training run",
 )
 async def register(
@@ -75,13 +71,12 @@ async def register(
 def list_deployments(
     service: Serving,
     who: Reader,
-    limit: Annotated[int, Query(ge=1, le=200)] = 50,
+    limit: Limit = 50,
     cursor: Cursor = None,
 ) -> DeploymentList:
     """Return a page of deployments; its `next` is the `cursor` of the one after."""
     found = service.deployments.page(limit + 1, cursor, who)
-    shown = found[:limit]
-    following = shown[-1].position if len(found) > limit else None
+    shown, following = page_of(found, limit)
     views = tuple(deployment_view(deployment, who) for deployment in shown)
     return DeploymentList(deployments=views, next=following)
 
@@ -101,21 +96,18 @@ def end_deployment(deployment_id: str, service: Serving, who: Submitter) -> Depl
 @router.get(
     "/{deployment_id}/schedule",
     response_class=Response,
-    responses={
-        200: {
+    responses=tagged(
+        {
             "description": "The newest version; `OptPipe-Version` is its number.",
-            "headers": _TAGGED,
             "content": {
                 "application/json": {"schema": {"$ref": "#/components/schemas/Schedule"}},
                 "text/csv": {"schema": {"type": "string"}, "example": "0F0,0B0\n1F0,1B0\n"},
             },
         },
-        304: {
-            "description": "There is no newer one than `If-None-Match` names.",
-            "headers": _TAGGED,
-        },
-        **documented(404, 409, 413, 429),
-    },
+        of="this version in this form",
+        OptPipe_Version="Its number.",
+    )
+    | documented(404, 409, 413, 429),
     summary="Fetch the newest schedule",
 )
 async def newest_schedule(
@@ -156,7 +148,7 @@ def _marks(deployment_id: str, version: int, form: str) -> dict[str, str]:
     "/{deployment_id}/measurements",
     status_code=202,
     responses=documented(403, 404, 409, 413, 415, 429),
-    openapi_extra=_body("ReportBody"),
+    openapi_extra=json_body("ReportBody"),
     summary="Report measured times",
 )
 async def report(
@@ -184,7 +176,7 @@ def versions(deployment_id: str, service: Serving, who: Reader) -> VersionList:
     responses={
         200: {
             "description": "The problem with the times last measured.",
-            "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Problem"}}},
+            "content": json_content("Problem"),
         },
         **documented(404),
     },

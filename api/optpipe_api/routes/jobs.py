@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import anyio
 from fastapi import APIRouter, Depends, Header, Query, Request, Response
@@ -28,13 +27,24 @@ from optpipe_api.requests.http import (
 )
 from optpipe_api.requests.jobs import Resumption, Tag
 from optpipe_api.routes.common import (
+    NO_SCRIPTS,
+    Accept,
+    Answers,
+    Cursor,
+    IfNoneMatch,
+    Limit,
     Reader,
     Serving,
     Submitter,
+    ended,
     idempotency_key,
     json_body,
     json_content,
+    page_of,
+    place_to_wait,
     seconds_to_wait,
+    tagged,
+    while_there,
 )
 from optpipe_api.services.events import Purpose
 from optpipe_api.services.render import Shown, Theme, as_text, explanation, solution
@@ -42,21 +52,18 @@ from optpipe_api.services.submission import read_submission
 from optpipe_api.views import event_view, job_view
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator
+    from collections.abc import AsyncGenerator, AsyncIterator
 
     from optpipe_api.access import Principal
     from optpipe_api.jobs import HistoryEntry, JobRecord, StoredSchedule
     from optpipe_api.service import Service
 
 __all__ = [
-    "NO_SCRIPTS",
     "charts_router",
     "events_router",
     "explanations_router",
-    "place_to_wait",
     "router",
     "schedules_router",
-    "while_there",
 ]
 
 
@@ -70,15 +77,11 @@ Key = Annotated[str | None, idempotency_key("returns the first one's job")]
 BatchId = Annotated[str, Query(pattern=r"^[0-9a-f]{32}$")]
 
 
-def _document(name: str) -> dict[int | str, dict[str, Any]]:
+def _document(name: str) -> Answers:
     return {200: {"description": f"The {name.lower()}.", "content": json_content(name)}}
 
 
-_LOCATION = {"Location": {"schema": {"type": "string"}, "description": "The job's own address."}}
-_ENDED: dict[int | str, dict[str, Any]] = {
-    200: {"model": Job, "description": "The job has ended.", "headers": _LOCATION},
-    202: {"model": Job, "description": "The job goes on.", "headers": _LOCATION},
-}
+_ENDED = ended(Job, "job")
 
 
 @router.post(
@@ -117,13 +120,12 @@ def page(
     state: JobState | None = None,
     tag: Annotated[Tag | None, Query()] = None,
     batch: BatchId | None = None,
-    limit: Annotated[int, Query(ge=1, le=200)] = 50,
-    cursor: Annotated[int | None, Query(ge=1, le=2**53, description="`next` of a page.")] = None,
+    limit: Limit = 50,
+    cursor: Cursor = None,
 ) -> JobList:
     """Return a page of jobs in a state, with a tag, of a batch; `next` is the next `cursor`."""
     found = service.jobs.page(limit + 1, cursor, who, state=state, tag=tag, batch_id=batch)
-    shown = found[:limit]
-    following = shown[-1].position if len(found) > limit else None
+    shown, following = page_of(found, limit)
     return JobList(jobs=tuple(job_view(job, who=who) for job in shown), next=following)
 
 
@@ -235,7 +237,7 @@ _EVENT = {
         "retry": {"type": "integer"},
     },
 }
-_EVENT_ANSWERS: dict[int | str, dict[str, Any]] = {
+_EVENT_ANSWERS: Answers = {
     200: {
         "description": (
             "Events `state`, `incumbent`, `bound` and `log`; `id` is the event's number, `data` a "
@@ -327,63 +329,15 @@ def _event(entry: HistoryEntry, retry_ms: int | None) -> bytes:
     )
 
 
-# --- Requests that wait count against a limit, and wait only for clients that are there.
-
-T = TypeVar("T")
-
-
-@contextmanager
-def place_to_wait(service: Service, who: Principal, wait_s: float) -> Iterator[None]:
-    """Count a request that waits; to be entered before the request changes anything.
-
-    Raises `BusyError` if too many are open; see `ConnectionLimit.counted`.
-    """
-    if wait_s <= 0:
-        yield
-        return
-    with service.connections.counted(who, Purpose.WAIT):
-        yield
-
-
-async def while_there(request: Request, waiting: Coroutine[Any, Any, T], wait_s: float) -> T | None:
-    """Return what is waited for; None as soon as the client has hung up.
-
-    The body of the request must have been read, where it has one.
-    """
-    if wait_s <= 0:
-        return await waiting
-    news = asyncio.create_task(waiting)
-    goodbye = asyncio.create_task(_goodbye(request))
-    try:
-        await asyncio.wait({news, goodbye}, return_when=asyncio.FIRST_COMPLETED)
-        return news.result() if news.done() else None
-    finally:
-        for task in (news, goodbye):
-            task.cancel()
-        await asyncio.gather(news, goodbye, return_exceptions=True)
-
-
-async def _goodbye(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-
-
 # --- ``/v1/jobs/{id}/schedule``: the best schedule so far, in the form that is wanted.
 
 schedules_router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
 
 _WITH_PROBLEM = frozenset({"trace", "svg"})
 _TEXT = {"schema": {"type": "string"}}
-_TAGGED = {
-    "ETag": {
-        "schema": {"type": "string"},
-        "description": 'Of this schedule in this form, for `If-None-Match`: `"<job>.<number>"`.',
-    }
-}
-_SCHEDULE_ANSWERS: dict[int | str, dict[str, Any]] = {
-    200: {
+_SCHEDULE_ANSWERS = tagged(
+    {
         "description": "The best schedule so far.",
-        "headers": _TAGGED,
         "content": {
             FORMS["json"]: {"schema": {"$ref": "#/components/schemas/Schedule"}},
             FORMS["csv"]: {**_TEXT, "example": "0F0,0B0\n1F0,1B0\n"},
@@ -391,15 +345,9 @@ _SCHEDULE_ANSWERS: dict[int | str, dict[str, Any]] = {
             FORMS["svg"]: _TEXT,
         },
     },
-    304: {"description": "The schedule of `If-None-Match` is still the best.", "headers": _TAGGED},
-    **documented(404, 406, 409, 413, 429),
-}
+    of="this schedule in this form",
+) | documented(404, 406, 409, 413, 429)
 _SCHEDULE_ANSWERS[413]["description"] = "The schedule is too large for a picture."
-# A picture shows names that somebody else chose, and comes from our own address.
-NO_SCRIPTS = {
-    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; sandbox",
-    "X-Content-Type-Options": "nosniff",
-}
 
 
 @schedules_router.get(
@@ -414,9 +362,9 @@ async def schedule(
     request: Request,
     service: Serving,
     who: Reader,
-    accept: Annotated[str | None, Header()] = None,
+    accept: Accept = None,
     form: Annotated[Literal["json", "csv", "trace", "svg"] | None, Query(alias="format")] = None,
-    if_none_match: Annotated[str | None, Header(description="`ETag` of the known one.")] = None,
+    if_none_match: IfNoneMatch = None,
     wait: Annotated[
         float,
         Query(
@@ -474,17 +422,9 @@ def _headers(job_id: str, number: int, form: str) -> dict[str, str]:
 explanations_router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
 
 _FORM = "explanation"
-_EXPLANATION_TAG = {
-    "ETag": {"schema": {"type": "string"}, "description": "Of the schedule explained."}
-}
-_EXPLANATION_ANSWERS: dict[int | str, dict[str, Any]] = {
-    200: {"description": "What limits it.", "headers": _EXPLANATION_TAG, "model": Explanation},
-    304: {
-        "description": "The schedule of `If-None-Match` is still the best.",
-        "headers": _EXPLANATION_TAG,
-    },
-    **documented(404, 409, 413, 429),
-}
+_EXPLANATION_ANSWERS = tagged(
+    {"description": "What limits it.", "model": Explanation}, of="the schedule explained"
+) | documented(404, 409, 413, 429)
 _EXPLANATION_ANSWERS[413]["description"] = "The schedule is too large to be explained here."
 
 
@@ -499,7 +439,7 @@ async def explain(
     job_id: str,
     service: Serving,
     who: Reader,
-    if_none_match: Annotated[str | None, Header(description="`ETag` of the known one.")] = None,
+    if_none_match: IfNoneMatch = None,
 ) -> Response:
     """Return the critical path, lanes, memory, idle time and offloads, in numbers and `sentences`.
 
@@ -522,36 +462,18 @@ charts_router = APIRouter(prefix="/v1", tags=["charts"])
 
 _METHOD = "method:"
 _ID_CHARS, _TITLE_CHARS = 8, 60
-_CHART_TAG = {
-    "ETag": {"schema": {"type": "string"}, "description": "Of what is shown, as it is drawn."}
-}
-_ITEM = {"application/json": {"schema": {"type": "object"}}}
-_CHART_ANSWERS: dict[int | str, dict[str, Any]] = {
-    200: {"description": "For `Bokeh.embed.embed_item`.", "headers": _CHART_TAG, "content": _ITEM},
-    304: {
-        "description": "What `If-None-Match` names is still what is to show.",
-        "headers": _CHART_TAG,
-    },
-}
-_FRONTIER: dict[int | str, dict[str, Any]] = {
-    200: {"description": "For `Bokeh.embed.embed_item`.", "content": _ITEM},
+_ITEM = {
+    "description": "For `Bokeh.embed.embed_item`.",
+    "content": {"application/json": {"schema": {"type": "object"}}},
 }
 Themed = Annotated[Theme, Query(description="Of its colours.")]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _ShownVersion:
-    """What is shown, and what names this version of it."""
-
-    shown: tuple[Shown, ...]
-    number: int
-    form: str
 
 
 @charts_router.get(
     "/jobs/{job_id}/chart",
     response_class=Response,
-    responses={**_CHART_ANSWERS, **documented(404, 406, 409, 413, 429)},
+    responses=tagged(_ITEM, of="what is shown, as it is drawn")
+    | documented(404, 406, 409, 413, 429),
     summary="See the best schedule so far in a browser",
 )
 async def chart(
@@ -568,22 +490,21 @@ async def chart(
             "published method makes of the problem, whether it fits or not.",
         ),
     ] = None,
-    if_none_match: Annotated[str | None, Header(description="`ETag` of the known one.")] = None,
+    if_none_match: IfNoneMatch = None,
 ) -> Response:
     """Return the lanes of every device and its memory over time, to be zoomed and pointed at."""
-    seen = await run_in_threadpool(_look, service, job_id, who, beside, theme)
-    tag = etag_of(job_id, seen.number, seen.form)
-    headers = {"ETag": tag, "Cache-Control": "private, no-cache"}
-    if known_number(if_none_match, job_id, seen.form) == seen.number:
+    shown, number, form = await run_in_threadpool(_look, service, job_id, who, beside, theme)
+    headers = {"ETag": etag_of(job_id, number, form), "Cache-Control": "private, no-cache"}
+    if known_number(if_none_match, job_id, form) == number:
         return Response(status_code=304, headers=headers)
-    item = await service.charts.schedules(seen.shown, theme)
+    item = await service.charts.schedules(shown, theme)
     return Response(item, headers=headers, media_type="application/json")
 
 
 @charts_router.get(
     "/batches/{batch_id}/chart",
     response_class=Response,
-    responses={**_FRONTIER, **documented(404, 406, 413, 429)},
+    responses={200: _ITEM, **documented(404, 406, 413, 429)},
     summary="See in a browser what memory buys",
 )
 async def frontier_chart(
@@ -598,24 +519,24 @@ async def frontier_chart(
 
 def _look(
     service: Service, job_id: str, who: Principal, beside: str | None, theme: Theme
-) -> _ShownVersion:
+) -> tuple[list[Shown], int, str]:
+    """Return what is shown, the number of the job's schedule, and a form that names the rest."""
     problem, stored = solution(service.jobs, job_id, who)
-    form = f"chart-{theme}"
-    if beside and not beside.startswith(_METHOD):
-        its_problem, its = solution(service.jobs, beside, who)
-        both = ((job_id, problem, stored), (beside, its_problem, its))
-        shown = tuple(
-            Shown(problem=text, schedule=found.document, title=_title(service.jobs.find(of, who)))
-            for of, text, found in both
-        )
-        return _ShownVersion(
-            shown=shown, number=stored.number, form=f"{form}-{beside}.{its.number}"
-        )
+    form = f"chart-{theme}" + (f"-{beside}" if beside else "")
     own = Shown(problem=problem, schedule=stored.document)
     if not beside:
-        return _ShownVersion(shown=(own,), number=stored.number, form=form)
-    other = Shown(problem=problem, method=beside.removeprefix(_METHOD))
-    return _ShownVersion(shown=(own, other), number=stored.number, form=f"{form}-{beside}")
+        return [own], stored.number, form
+    if beside.startswith(_METHOD):
+        return (
+            [own, Shown(problem=problem, method=beside.removeprefix(_METHOD))],
+            stored.number,
+            form,
+        )
+    its_problem, its = solution(service.jobs, beside, who)
+    own = replace(own, title=_title(service.jobs.find(job_id, who)))
+    title = _title(service.jobs.find(beside, who))
+    other = Shown(problem=its_problem, schedule=its.document, title=title)
+    return [own, other], stored.number, f"{form}.{its.number}"
 
 
 def _title(job: JobRecord) -> str:

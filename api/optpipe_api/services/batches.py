@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 from starlette.concurrency import run_in_threadpool
 
-from optpipe.errors import InputError
 from optpipe.evaluate import evaluate
 from optpipe.explain.what_if import AS_IT_IS, WhatIfQuestion, as_it_is, questions
 from optpipe.formats.json import load_problem, load_schedule
@@ -25,14 +24,13 @@ from optpipe.simulate import simulate
 from optpipe.sweep import Point, family_of, frontier, label_of, memory_of
 from optpipe.wire import Cache, JobState
 from optpipe_api.access import Role
-from optpipe_api.batches import BatchItem, BatchPlan, ItemPlan, NewBatch
 from optpipe_api.errors import (
     BatchNotFoundError,
     BodyTooHeavyError,
     StateConflictError,
     TooLargeToDrawError,
 )
-from optpipe_api.jobs import JobStart
+from optpipe_api.jobs import BatchItem, BatchPlan, ItemPlan, JobStart, NewBatch
 from optpipe_api.requests.batches import refuse_many
 from optpipe_api.services.cache import MOST_CELLS, MOST_TRIED
 from optpipe_api.services.render import solution
@@ -43,8 +41,7 @@ if TYPE_CHECKING:
     from optpipe.sweep import FrontierLine
     from optpipe.wire import JobOptions
     from optpipe_api.access import Principal
-    from optpipe_api.batches import BatchRecord
-    from optpipe_api.jobs import JobRecord
+    from optpipe_api.jobs import BatchRecord, JobRecord
     from optpipe_api.services.events import Changes
     from optpipe_api.services.jobs import JobService
     from optpipe_api.services.parse_pool import ParsePool
@@ -52,23 +49,11 @@ if TYPE_CHECKING:
     from optpipe_api.settings import Settings
     from optpipe_api.store import Stores
 
-__all__ = ["BatchService", "TooLargeToAskError", "make_items"]
+__all__ = ["BatchService", "make_items"]
 
 
 _AXIS = "question"
 _MAX_NAME = 200
-
-
-class TooLargeToAskError(TooLargeToDrawError):
-    """The schedule is too large for questions about it to be made here."""
-
-    def __init__(self) -> None:
-        InputError.__init__(
-            self,
-            "the schedule is too large: to change its problem and simulate it anew takes more time "
-            "or memory than this service spends on that; fetch problem and schedule, and run "
-            "optpipe explain --what-if",
-        )
 
 
 _MOST_TRIED = 100
@@ -104,7 +89,7 @@ class BatchService:
         by a change; where the job is proven optimal there is nothing to show.
 
         Raises `ConflictError` if the job goes on, or has ended without a schedule;
-        `InfeasibleProblemError` if it is proven that there is none; `TooLargeToAskError` if the
+        `InfeasibleProblemError` if it is proven that there is none; `TooLargeToDrawError` if the
         schedule is too large; `TooManyBodiesError` as `ParsePool.run`; `RequestError` if a batch
         may not have so many items.
         """
@@ -121,7 +106,11 @@ class BatchService:
                 is_heavy=True,
             )
         except BodyTooHeavyError:
-            raise TooLargeToAskError from None
+            raise TooLargeToDrawError(
+                "the schedule is too large: to change its problem and simulate it anew takes more "
+                "time or memory than this service spends on that; fetch problem and schedule, and "
+                "run optpipe explain --what-if"
+            ) from None
         refuse_many(len(asked), self._settings.max_batch_items)
         items = tuple(
             replace(

@@ -6,7 +6,7 @@ import asyncio
 import threading
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import structlog
 from starlette.concurrency import run_in_threadpool
@@ -56,7 +56,6 @@ if TYPE_CHECKING:
 __all__ = [
     "PUBLISH_EVERY_S",
     "DeploymentService",
-    "DriftCandidate",
     "Rounds",
     "Steps",
     "bound_ms",
@@ -377,18 +376,18 @@ def _worth_it(
     in_use: tuple[int, str] | None,
 ) -> NewVersion | None:
     """Return the version that a schedule would be; None where it gains less than it must."""
-    found = under(documents.newest, stored.document)
+    schedule, new_ms = under(documents.newest, stored.document)
     reason = REGISTERED
     if in_use is not None:
         newest = Problem.model_validate_json(documents.newest)
         current_ms = length_ms(newest, in_use[1])
-        if found.length_ms >= current_ms * (1 - known.threshold):
+        if new_ms >= current_ms * (1 - known.threshold):
             return None
-        reason = _reason(known, documents, current_ms, found.length_ms)
+        reason = _reason(known, documents, current_ms, new_ms)
     return NewVersion(
         reason=reason,
-        schedule=found.schedule,
-        predicted_ms=found.length_ms,
+        schedule=schedule,
+        predicted_ms=new_ms,
         problem=documents.newest,
         num_seen=stored.number,
     )
@@ -433,13 +432,6 @@ _WORDS: dict[MeasuredAction, str] = {
 }
 
 
-class DriftCandidate(NamedTuple):
-    """A schedule (JSON text) whose numbers are those under the truest times, and its length."""
-
-    schedule: str
-    length_ms: float
-
-
 def judged(deployment: DeploymentRecord, documents: Documents, schedule: str) -> Judgement:
     """Return how the schedule in use does under the measured times.
 
@@ -456,15 +448,12 @@ def judged(deployment: DeploymentRecord, documents: Documents, schedule: str) ->
     )
     if current_ms <= expected_ms * (1 + deployment.threshold):
         return judgement
-    return Judgement(
-        num_reports=deployment.num_reports,
-        current_ms=current_ms,
-        expected_ms=expected_ms,
-        reason=f"drift: {largest_change(planned, measured)}; the schedule in use takes "
+    reason = (
+        f"drift: {largest_change(planned, measured)}; the schedule in use takes "
         f"{current_ms:.6g} ms under the measured times, {current_ms / expected_ms - 1:.1%} more "
-        "than one as good for them as it was for those it was made for",
-        problem=documents.newest,
+        "than one as good for them as it was for those it was made for"
     )
+    return replace(judgement, reason=reason, problem=documents.newest)
 
 
 def length_ms(problem: Problem, schedule: str) -> float:
@@ -473,8 +462,10 @@ def length_ms(problem: Problem, schedule: str) -> float:
     return run.objective_ms(problem.objective)
 
 
-def under(newest: str, schedule: str) -> DriftCandidate:
-    """Return a schedule with its numbers under the times of a problem; both as JSON text.
+def under(newest: str, schedule: str) -> tuple[str, float]:
+    """Return a schedule with its numbers under the times of a problem, and its length in ms.
+
+    All of them are JSON texts.
 
     A bound that was proven for other times is left out.
 
@@ -489,7 +480,7 @@ def under(newest: str, schedule: str) -> DriftCandidate:
         bound_ms=bound_ms,
         stopped_by="work_limit" if found.stopped_by == "optimal" else found.stopped_by,
     )
-    return DriftCandidate(true.model_dump_json(by_alias=True), true.objective_ms)
+    return true.model_dump_json(by_alias=True), true.objective_ms
 
 
 def start_from(problem: Problem, schedule: str, version: int) -> JobStart:
@@ -578,17 +569,18 @@ class Rounds:
             self._thread.join()
 
     def _run(self) -> None:
+        structlog.get_logger(__name__)
         while not self._closing:
             self._woken.clear()
             try:
                 self._function()
             except StoreUnavailableError as error:
-                self._log().warning(str(error), action=f"{self._name}.store_unavailable")
+                structlog.get_logger(__name__).warning(
+                    str(error), action=f"{self._name}.store_unavailable"
+                )
             except Exception:  # noqa: BLE001 - a thread that ends is lost until the next restart
-                self._log().exception(f"a fault of the {self._name}", action=f"{self._name}.fault")
+                structlog.get_logger(__name__).exception(
+                    f"a fault of the {self._name}", action=f"{self._name}.fault"
+                )
             if not self._closing:
                 self._woken.wait(self._every_s)
-
-    def _log(self) -> structlog.stdlib.BoundLogger:
-        log: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
-        return log

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from starlette.concurrency import run_in_threadpool
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
 
     from optpipe_api.access import Principal
+    from optpipe_api.engine.engine import SlotEngine
     from optpipe_api.jobs import HistoryEntry, JobRecord, NewJob, StoredSchedule, TracePoint
     from optpipe_api.services.cache import JobCache
     from optpipe_api.services.events import Changes
@@ -26,16 +27,6 @@ if TYPE_CHECKING:
     from optpipe_api.store import JobStore
 
 __all__ = ["JobService"]
-
-
-class Engine(Protocol):
-    """Who solves the jobs of the store; see `optpipe_api.engine.engine`."""
-
-    def wake(self) -> None:
-        """Say that a job was queued."""
-
-    def cancel(self, job_id: str) -> None:
-        """Stop an attempt that runs here; the store knows already that this is wanted."""
 
 
 class JobService:
@@ -48,7 +39,7 @@ class JobService:
         self,
         settings: Settings,
         store: JobStore,
-        engine: Engine,
+        engine: SlotEngine,
         changes: Changes,
         *,
         cache: JobCache,

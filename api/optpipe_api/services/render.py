@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeVar, TypeVarTuple
 
-from optpipe.errors import InputError, MissingExtraError
+from optpipe.errors import MissingExtraError
 from optpipe.explain import explain
 from optpipe.formats.chrome_trace import dump_chrome_trace
 from optpipe.formats.csv import dump_csv
@@ -41,7 +41,6 @@ __all__ = [
     "MOST_CHARTED",
     "Charts",
     "Shown",
-    "TooLargeToExplainError",
     "as_text",
     "draw",
     "draw_frontier",
@@ -79,8 +78,11 @@ class Shown:
     method: str = ""
 
 
-class _TooManyActionsError(ValueError):
-    pass
+def _too_large(why: str) -> TooLargeToDrawError:
+    return TooLargeToDrawError(
+        f"the schedule is too large for this form: {why}; fetch it as JSON, and draw a part of "
+        "it with optpipe plot"
+    )
 
 
 class Charts:
@@ -117,10 +119,8 @@ class Charts:
     async def _make(self, function: Callable[[*Ts], T], *args: *Ts) -> T:
         try:
             return await self._pool.run(function, *args, is_heavy=True)
-        except _TooManyActionsError as error:
-            raise TooLargeToDrawError(str(error)) from None
         except BodyTooHeavyError:
-            raise TooLargeToDrawError(
+            raise _too_large(
                 f"drawing it takes more than {_CHART_CPU_S:g} s or {_MEMORY_BYTES} bytes of memory"
             ) from None
         except TooManyBodiesError:
@@ -141,9 +141,7 @@ def make_schedule(shown: Sequence[Shown], theme: Theme) -> str:
     views = [_view(item) for item in shown]
     num_actions = sum(len(program) for view in views for program in view.programs)
     if num_actions > MOST_CHARTED:
-        raise _TooManyActionsError(
-            f"it has {num_actions} actions, and a chart may have {MOST_CHARTED}"
-        )
+        raise _too_large(f"it has {num_actions} actions, and a chart may have {MOST_CHARTED}")
     return chart_item(schedule_chart(views, theme=theme), theme=theme)
 
 
@@ -210,9 +208,7 @@ def draw(schedule: str, problem: str) -> bytes:
     drawn = load_schedule(schedule)
     num_actions = sum(map(len, drawn.programs))
     if num_actions > MOST_CHARTED:
-        raise _TooManyActionsError(
-            f"it has {num_actions} actions, and a picture may have {MOST_CHARTED}"
-        )
+        raise _too_large(f"it has {num_actions} actions, and a picture may have {MOST_CHARTED}")
     from optpipe.plot.image import Panel, draw_svg  # noqa: PLC0415 - needs an optional extra
 
     title = f"OptPipe ({title_of(drawn.provenance.method)})"
@@ -248,27 +244,19 @@ def solution(jobs: JobService, job_id: str, who: Principal) -> tuple[str, Stored
 # as long as a message there and back.
 
 
-class TooLargeToExplainError(TooLargeToDrawError):
-    """The schedule is too large to be explained here."""
-
-    def __init__(self) -> None:
-        InputError.__init__(
-            self,
-            "the schedule is too large: explaining it takes more time or memory than this service "
-            "spends on that; fetch problem and schedule, and run optpipe explain",
-        )
-
-
 async def explanation(pool: ParsePool, schedule: str, problem: str) -> str:
     """Return the explanation of a schedule, as JSON text of `optpipe.explain.Explanation`.
 
-    Raises `TooLargeToExplainError` if that takes more time or memory than the service spends on it;
+    Raises `TooLargeToDrawError` if that takes more time or memory than the service spends on it;
     `TooManyBodiesError` as `ParsePool.run`.
     """
     try:
         return await pool.run(explain_texts, schedule, problem, is_heavy=True)
     except BodyTooHeavyError:
-        raise TooLargeToExplainError from None
+        raise TooLargeToDrawError(
+            "the schedule is too large: explaining it takes more time or memory than this service "
+            "spends on that; fetch problem and schedule, and run optpipe explain"
+        ) from None
 
 
 def explain_texts(schedule: str, problem: str) -> str:

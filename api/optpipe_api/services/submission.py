@@ -26,10 +26,9 @@ from optpipe.presets import (
 from optpipe.problem import Problem
 from optpipe.sweep import Variation, family_of, memory_of, num_variations, sweep
 from optpipe.wire import JobKind
-from optpipe_api.batches import ItemPlan
 from optpipe_api.deployments import NewDeployment, Report
 from optpipe_api.errors import BodyTooLargeError, RequestError
-from optpipe_api.jobs import NewJob
+from optpipe_api.jobs import ItemPlan, NewJob
 from optpipe_api.requests.batches import BatchBody, refuse_many
 from optpipe_api.requests.catalogue import (
     CompareOptionsBody,

@@ -21,9 +21,8 @@ from typing import TYPE_CHECKING, Any
 import sqlalchemy as sa
 
 from optpipe.wire import JobOptions, JobState
-from optpipe_api.batches import BatchPlan, BatchRecord, ItemPlan
 from optpipe_api.errors import BatchNotFoundError
-from optpipe_api.jobs import JobEvent
+from optpipe_api.jobs import BatchPlan, BatchRecord, ItemPlan, JobEvent
 from optpipe_api.store.database import (
     added_once,
     made_before,
@@ -49,8 +48,7 @@ from optpipe_api.store.tables import batches, jobs
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from optpipe_api.batches import NewBatch
-    from optpipe_api.jobs import JobRecord, NewJob
+    from optpipe_api.jobs import JobRecord, NewBatch, NewJob
 
 __all__ = ["BatchStore"]
 

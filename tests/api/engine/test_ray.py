@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.extended, pytest.mark.long]
 
 ROOT = Path(__file__).parents[3]
-FAKE_COMPARE = "tests.api.fake_compare:compare"
 PATIENCE_S = 60.0
 OPTIONS = {
     "time_limit_s": 30.0,
@@ -116,9 +115,7 @@ def is_running(pid: int) -> bool:
 
 
 def test_jobs_batches_and_comparisons_run_on_the_cluster(tmp_path) -> None:
-    settings = make_settings(
-        tmp_path, engine="ray", solver_processes=1, compare_path=FAKE_COMPARE, lease_s=10.0
-    )
+    settings = make_settings(tmp_path, engine="ray", solver_processes=1, lease_s=10.0)
     with connected(settings) as http:
         job_id = http.post("/v1/jobs", json={"problem": two_stages("improve:3:0.1")}).json()["id"]
         sweep = {"problem": two_stages(), "axes": {"num_microbatches": [2, 3]}}

@@ -9,7 +9,6 @@ import socket
 import threading
 import time
 from contextlib import closing
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -25,9 +24,11 @@ from optpipe_solver import METHODS
 from optpipe_solver.families import FAMILIES
 from tests.api.live import connected, make_settings, running, two_stages
 from tests.api.routes.test_jobs import fault
+from tests.api.test_main import is_running
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 pytestmark = pytest.mark.long
 
@@ -65,13 +66,6 @@ def until(condition: Any) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text("utf-8").rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def hung(path: Path) -> int:

@@ -65,12 +65,13 @@ class Bench:
         self.settings = make_settings(folder, **settings)
         self.stores = open_stores(self.settings.database_url)
         self.store = self.stores.jobs
-        self.engine = Engine()
+        engine: Any = Engine()
+        self.engine = engine
         self.changes = Changes()
         self.pool = ParsePool()
         self.held: list[asyncio.Future[Any]] = []
         cache = JobCache(self.settings, self.store, self.pool)
-        self.jobs = JobService(self.settings, self.store, self.engine, self.changes, cache=cache)
+        self.jobs = JobService(self.settings, self.store, engine, self.changes, cache=cache)
 
     def submit(self, who: Principal = ANYBODY, key: str | None = None, **kwargs) -> JobRecord:
         options = JobOptions(time_limit_s=5.0)

@@ -18,6 +18,7 @@ from optpipe.errors import InputError, ProblemError
 from optpipe_api.errors import BodyTooHeavyError, TooManyBodiesError
 from optpipe_api.services.parse_pool import ParsePool
 from tests.api import heavy
+from tests.api.fleet import is_running
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -128,18 +129,11 @@ def test_a_queue_of_large_bodies_ends_somewhere(pool) -> None:
     assert pool.run_from_thread(heavy.measure, LARGE)[1] == len(LARGE)
 
 
-def is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
 SERVER = """
 import time
 from optpipe_api.services.parse_pool import ParsePool
 from tests.api import heavy
+from tests.api.fleet import is_running
 if __name__ == "__main__":
     print(ParsePool().run_from_thread(heavy.measure, b"x" * 300_000)[0], flush=True)
     time.sleep(600)

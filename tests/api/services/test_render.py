@@ -141,7 +141,7 @@ def answered(monkeypatch, shown: Shown, answer: object) -> str:
 def test_too_many_actions_are_refused_with_the_limit(shown, monkeypatch) -> None:
     """Before anything is drawn."""
     monkeypatch.setattr(render, "MOST_CHARTED", 5)
-    with pytest.raises(ValueError, match="may have 5") as refused:
+    with pytest.raises(TooLargeToDrawError, match="may have 5") as refused:
         render.make_schedule([shown], "light")
     with pytest.raises(TooLargeToDrawError, match="may have 5"):
         answered(monkeypatch, shown, refused.value)

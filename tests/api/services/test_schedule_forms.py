@@ -139,7 +139,7 @@ def drawn(monkeypatch, error: Exception) -> None:
 def test_a_picture_of_too_many_actions_is_refused_with_the_limit(texts, monkeypatch) -> None:
     """Before anything is drawn."""
     monkeypatch.setattr(render, "MOST_CHARTED", 5)
-    with pytest.raises(ValueError, match="may have 5") as caught:
+    with pytest.raises(TooLargeToDrawError, match="may have 5") as caught:
         render.draw(*texts)
     with pytest.raises(TooLargeToDrawError, match=r"20 actions, .* may have 5.*optpipe plot"):
         drawn(monkeypatch, caught.value)

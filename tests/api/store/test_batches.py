@@ -10,19 +10,17 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from optpipe.wire import JobOptions, JobState
-from optpipe_api.batches import BatchPlan, ItemPlan, NewBatch
 from optpipe_api.errors import (
     BatchNotFoundError,
     KeyReusedError,
     QueueFullError,
     TooManyJobsError,
 )
-from optpipe_api.jobs import AttemptOutcome, JobError, JobEvent
+from optpipe_api.jobs import AttemptOutcome, BatchPlan, ItemPlan, JobError, JobEvent, NewBatch
 from tests.api.store.test_jobs import LEASE_S, new, point, together
 
 if TYPE_CHECKING:
-    from optpipe_api.batches import BatchRecord
-    from optpipe_api.jobs import Claim, JobRecord, NewJob
+    from optpipe_api.jobs import BatchRecord, Claim, JobRecord, NewJob
     from optpipe_api.store import Stores
 
 OPTIONS = JobOptions(time_limit_s=5.0, seed=3)

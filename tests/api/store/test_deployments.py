@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from optpipe_api.deployments import DeploymentRecord
+    from optpipe_api.store import Stores
     from optpipe_api.store.deployments import DeploymentStore
 
 OPTIONS = JobOptions(time_limit_s=5.0, seed=3)
@@ -72,7 +73,7 @@ def open_store(open_all) -> Callable[[], DeploymentStore]:
 
 
 @pytest.fixture
-def store(stores) -> DeploymentStore:
+def store(stores: Stores) -> DeploymentStore:
     return stores.deployments
 
 

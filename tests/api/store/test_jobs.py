@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from optpipe_api.jobs import Claim, JobRecord
-    from optpipe_api.store import JobStore
+    from optpipe_api.store import JobStore, Stores
     from tests.api.live import Clock
 
 LEASE_S = 10.0
@@ -55,7 +55,7 @@ def open_store(open_all) -> Callable[[], JobStore]:
 
 
 @pytest.fixture
-def store(stores) -> JobStore:
+def store(stores: Stores) -> JobStore:
     return stores.jobs
 
 
