@@ -27,7 +27,7 @@ from optpipe.cli.console import (
 )
 from optpipe.cli.files import read_problem
 from optpipe.errors import InputError
-from optpipe.formats.tables import comparison_columns, dump_comparison_markdown, is_present
+from optpipe.formats.tables import comparison_columns, dump_comparison, is_present
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -123,7 +123,7 @@ def _print(rows: Rows, *, as_json: bool, as_markdown: bool) -> None:
     if as_json:
         stdout().out(json.dumps(rows, indent=2), highlight=False)
     elif as_markdown:
-        stdout().out(dump_comparison_markdown(rows), highlight=False, end="")
+        stdout().out(dump_comparison(rows, "markdown"), highlight=False, end="")
     else:
         _show(stdout(), rows)
 
