@@ -16,6 +16,7 @@ from optpipe.cli.console import (
     INFEASIBLE,
     INTERRUPTED,
     NOTHING_FOUND,
+    AsJson,
     ProblemFile,
     Seed,
     Threads,
@@ -63,7 +64,6 @@ TflopPerMicrobatch = Annotated[
 PeakTflops = Annotated[
     float | None, typer.Option(metavar="X", help="Peak TFLOP/s, the sum over all devices.")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 AsMarkdown = Annotated[
     bool, typer.Option("--markdown", help="Print a Markdown table, for documents.")
 ]

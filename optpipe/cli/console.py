@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 from rich.segment import Segment
+from rich.table import Table
 from rich.text import Text
 
 from optpipe.errors import MissingExtraError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from rich.console import ConsoleOptions, RenderableType
 
@@ -31,12 +32,16 @@ __all__ = [
     "PIPE",
     "WORLD",
     "ApiKey",
+    "AsJson",
     "Follow",
     "Gap",
     "JobId",
+    "LinkLatency",
+    "LinkRate",
     "Method",
     "Output",
     "ProblemFile",
+    "ProblemOut",
     "ScheduleFile",
     "Seed",
     "Threads",
@@ -48,6 +53,7 @@ __all__ = [
     "print_error",
     "stderr",
     "stdout",
+    "text_table",
 ]
 
 
@@ -117,6 +123,16 @@ def print_error(error: OptPipeError) -> None:
     console.print(Text.assemble(("error: ", "bold red"), text), soft_wrap=True)
 
 
+def text_table(*numbers: str, texts: Sequence[str] = ()) -> Table:
+    """Return a table without lines: columns of texts, then of numbers, by their names."""
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    for name in texts:
+        table.add_column(name, no_wrap=True)
+    for name in numbers:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
 @contextmanager
 def needs_extra(extra: str) -> Iterator[None]:
     """Turn the absence of an extra's package into the pip command that installs it.
@@ -165,6 +181,9 @@ ProblemFile = Annotated[
         help="Problem file (optpipe/problem/v1, JSON); - is standard input.",
     ),
 ]
+ProblemOut = Annotated[
+    Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the problem here.")
+]
 ScheduleFile = Annotated[
     Path, typer.Argument(metavar="SCHEDULE", help="Schedule file, JSON or CSV.")
 ]
@@ -206,6 +225,15 @@ Method = Annotated[
         metavar="NAME", help="auto, milp, or a published method, as optpipe compare names it."
     ),
 ]
+LinkLatency = Annotated[
+    float | None,
+    typer.Option("--link-latency-ms", metavar="X", help="Of links that were not measured."),
+]
+LinkRate = Annotated[
+    float | None,
+    typer.Option("--link-gb-per-s", metavar="X", help="Of links that were not measured."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 Url = Annotated[
     str, typer.Option(envvar="OPTPIPE_URL", metavar="URL", help="Address of the service.")
 ]

@@ -12,6 +12,7 @@ import typer
 from optpipe.cli.console import (
     INTERRUPTED,
     PIPE,
+    AsJson,
     ProblemFile,
     ScheduleFile,
     Seed,
@@ -64,7 +65,6 @@ AskWhatIf = Annotated[
         "micro-batches.",
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 Folder = Annotated[
     Path | None,
     typer.Option(

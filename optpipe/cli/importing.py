@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
 import typer
 from pydantic import ValidationError
 
-from optpipe.cli.console import stderr, stdout
+from optpipe.cli.console import AsJson, LinkLatency, LinkRate, ProblemOut, stderr, stdout
 from optpipe.cli.files import check_apart, check_writable, read_problem, write_file
 from optpipe.cli.profile import measurements_as_json, show_measurements
 from optpipe.errors import InputError, explain
@@ -79,10 +79,7 @@ Files = Annotated[
 def import_measurements(
     form: Annotated[Form, typer.Argument(metavar="FORM", help="kineto, megatron or csv.")],
     files: Files,
-    output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", metavar="FILE", help="Write the problem here."),
-    ] = None,
+    output: ProblemOut = None,
     base: Annotated[
         Path | None,
         typer.Option(metavar="PROBLEM", help="Replace only the times of this problem."),
@@ -109,12 +106,8 @@ def import_measurements(
     reserved_bytes: Annotated[Size, _size_option("Of every device: context, NCCL, ...")] = None,
     d2h_gb_per_s: Annotated[float | None, typer.Option(metavar="X", help="To the host.")] = None,
     h2d_gb_per_s: Annotated[float | None, typer.Option(metavar="X", help="And back.")] = None,
-    link_latency_ms: Annotated[
-        float | None, typer.Option(metavar="X", help="Of links that were not measured.")
-    ] = None,
-    link_gb_per_s: Annotated[
-        float | None, typer.Option(metavar="X", help="Of links that were not measured.")
-    ] = None,
+    link_latency_ms: LinkLatency = None,
+    link_gb_per_s: LinkRate = None,
     weight_share: Annotated[
         float | None,
         typer.Option(metavar="X", help="Share (0-1) of B that W takes where only B was measured."),
@@ -156,7 +149,7 @@ def import_measurements(
     times_out: Annotated[
         Path | None, typer.Option(metavar="CSV", help="Write every sample as a table.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Make a problem of traces, logs or tables.
 

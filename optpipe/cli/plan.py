@@ -14,6 +14,7 @@ from rich.table import Table
 from optpipe.cli.console import (
     INFEASIBLE,
     NOTHING_FOUND,
+    AsJson,
     Output,
     Seed,
     Threads,
@@ -85,7 +86,7 @@ def plan(
     seed: Seed = 0,
     chunks: Chunks = "1,2,4",
     placements: Placements = "linear,loop,v,free",
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Cut a model into stages, place them, and schedule them.
 

@@ -43,7 +43,7 @@ def test_the_tiny_model_becomes_a_problem(profile, tmp_path) -> None:
     path, samples = tmp_path / "problem.json", tmp_path / "samples.json"
     code, out, err = profile(TINY, "-o", path, "--samples-out", samples, *QUICK)
     assert code == 0, err
-    for title in ("F ms", "made by W", "offloadable", "under compute", "link 2 - 3"):
+    for title in ("median", "made by W", "offload", "under compute", "2 -> 3"):
         assert title in out
     assert f"problem written to {path}" in err.replace("\n", "")
     problem = load_problem(path.read_text())

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from optpipe import Provenance, Schedule, evaluate
 from optpipe.cli import report
-from optpipe.cli.profile import _Lines
+from optpipe.cli.service import _Lines
 from optpipe.client import Improvement, Job, JobOptions
 from optpipe.simulate import simulate
 from tests.building import offloadable, problem, programs, stage
