@@ -18,18 +18,17 @@ from optpipe.cli.files import (
 )
 from optpipe.cli.report import baseline_programs
 from optpipe.errors import InputError
-from optpipe.plot.image import SUFFIXES, Panel, require_matplotlib, save_figure
-from optpipe.plot.interactive_style import require_bokeh
-from optpipe.plot.scene import title_of
+from optpipe.plot.image import FRONTIER_SUFFIXES, save_figure
+from optpipe.plot.scene import View, require_drawing, title_of
 from optpipe.plot.terminal import ScheduleView
 from optpipe.simulate import simulate
 
 if TYPE_CHECKING:
-    from optpipe.plot.interactive_style import Theme
+    from optpipe.plot.scene import Theme
     from optpipe.problem import Problem
     from optpipe.schedule import Schedule
 
-__all__ = ["check_drawable", "draw_into", "draw_solved", "plot"]
+__all__ = ["check_drawable", "draw_solved", "plot"]
 
 
 Schedules = Annotated[
@@ -80,13 +79,13 @@ def plot(
     check_drawable(output)
     check_apart(output, inputs=[problem_file, *schedule_files])
     _check_dark(output, dark)
-    panels = [_panel(problem, path) for path in schedule_files]
+    views = [_read(problem, path) for path in schedule_files]
     if beside_1f1b:
-        panels.insert(0, _baseline(problem))
+        views.insert(0, _baseline(problem))
     if output is None:
-        _show(problem, panels, devices)
+        _show(views, devices)
         return
-    draw_into(output, problem, panels, theme="dark" if dark else "light")
+    _draw_into(output, views, theme="dark" if dark else "light")
 
 
 def check_drawable(output: Path | None) -> None:
@@ -95,34 +94,33 @@ def check_drawable(output: Path | None) -> None:
     Raises
     ------
     InputError
-        If its suffix is none of those that `draw_into` knows, or it cannot be written.
+        If its suffix is none of those that can be drawn, or it cannot be written.
     MissingExtraError
         If the package that draws it is not installed.
     """
     check_writable(output)
     if output is None or output.suffix == ".json":
         return
-    if output.suffix == ".html":
-        require_bokeh()
-    elif output.suffix in SUFFIXES:
-        require_matplotlib()
-    else:
+    if output.suffix not in FRONTIER_SUFFIXES:
         raise InputError(
             f"cannot draw {output.name}: the suffix chooses the format; use one of "
-            f"{', '.join((*SUFFIXES, '.html', '.json'))}"
+            f"{', '.join((*FRONTIER_SUFFIXES, '.json'))}"
         )
+    require_drawing(output.suffix)
 
 
-def draw_into(
-    output: Path, problem: Problem, panels: list[Panel], *, theme: Theme = "light"
-) -> None:
-    """Draw panels into a file that `check_drawable` accepts, and tell where it is."""
+def _draw_into(output: Path, views: list[View], *, theme: Theme = "light") -> None:
+    """Draw schedules into a file that `check_drawable` accepts, and tell where it is."""
     if output.suffix == ".json":
-        _trace(problem, panels, output)
+        write_file(output, _trace(views))
     elif output.suffix == ".html":
-        _chart(problem, panels, output, theme)
+        from optpipe.plot.interactive import chart_html, schedule_chart
+
+        title = views[0].problem.name or "schedules"
+        chart = schedule_chart(views, theme=theme)
+        write_file(output, chart_html(chart, title=title, theme=theme))
     else:
-        save_figure(problem, panels, output)
+        save_figure(views, output)
     say_written(output)
 
 
@@ -132,29 +130,26 @@ def _check_dark(output: Path | None, dark: bool) -> None:
         raise InputError(f"--dark is for .html files, not for {shown}; leave it out")
 
 
-def _panel(problem: Problem, path: Path) -> Panel:
+def _read(problem: Problem, path: Path) -> View:
     programs, schedule = read_programs(problem, path)
-    return Panel(title=path.stem, programs=programs) if schedule is None else _solved(schedule)
+    return View(path.stem, problem, programs) if schedule is None else _solved(problem, schedule)
 
 
 def draw_solved(output: Path, problem: Problem, schedule: Schedule) -> None:
     """Draw a schedule into a file, below 1F1B where that applies; alone in a trace."""
-    panels = [_solved(schedule)]
+    views = [_solved(problem, schedule)]
     baseline = baseline_programs(problem) if output.suffix != ".json" else None
     if baseline is not None:
-        panels.insert(0, Panel(title="1F1B", programs=baseline))
-    draw_into(output, problem, panels)
+        views.insert(0, View("1F1B", problem, baseline))
+    _draw_into(output, views)
 
 
-def _solved(schedule: Schedule) -> Panel:
-    return Panel(
-        title=f"OptPipe ({title_of(schedule.provenance.method)})",
-        programs=schedule.programs,
-        bound_ms=schedule.bound_ms,
-    )
+def _solved(problem: Problem, schedule: Schedule) -> View:
+    title = f"OptPipe ({title_of(schedule.provenance.method)})"
+    return View(title, problem, schedule.programs, schedule.bound_ms)
 
 
-def _baseline(problem: Problem) -> Panel:
+def _baseline(problem: Problem) -> View:
     with needs_extra("solver"):
         programs = baseline_programs(problem)
     if programs is None:
@@ -162,37 +157,28 @@ def _baseline(problem: Problem) -> Panel:
             "--beside-1f1b: 1F1B is for one stage per device, and this problem has several on "
             "one; leave the option out"
         )
-    return Panel(title="1F1B", programs=programs)
+    return View("1F1B", problem, programs)
 
 
-def _show(problem: Problem, panels: list[Panel], max_devices: int) -> None:
-    length = max(simulate(problem, panel.programs).makespan_ms for panel in panels)
+def _show(views: list[View], max_devices: int) -> None:
+    length = max(simulate(view.problem, view.programs).makespan_ms for view in views)
     console = stdout()
-    for panel in panels:
-        view = ScheduleView(
-            problem=problem,
-            programs=panel.programs,
-            title=panel.title,
+    for view in views:
+        picture = ScheduleView(
+            problem=view.problem,
+            programs=view.programs,
+            title=view.title,
             length_ms=length,
             max_devices=max_devices,
-            legend=panel is panels[-1],
+            legend=view is views[-1],
         )
-        console.print(view)
+        console.print(picture)
         console.print()
 
 
-def _chart(problem: Problem, panels: list[Panel], output: Path, theme: Theme) -> None:
-    from optpipe.plot.interactive import chart_html, schedule_chart
-    from optpipe.plot.scene import View
-
-    views = [View(panel.title, problem, panel.programs, panel.bound_ms) for panel in panels]
-    layout = schedule_chart(views, theme=theme)
-    write_file(output, chart_html(layout, title=problem.name or "schedules", theme=theme))
-
-
-def _trace(problem: Problem, panels: list[Panel], output: Path) -> None:
+def _trace(views: list[View]) -> str:
     from optpipe.formats.chrome_trace import dump_chrome_trace
 
-    if len(panels) > 1:
-        raise InputError(f"a trace holds one schedule, not {len(panels)}; write one file for each")
-    write_file(output, dump_chrome_trace(problem, panels[0].programs))
+    if len(views) > 1:
+        raise InputError(f"a trace holds one schedule, not {len(views)}; write one file for each")
+    return dump_chrome_trace(views[0].problem, views[0].programs)

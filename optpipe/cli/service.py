@@ -15,9 +15,7 @@ from rich.table import Column, Table
 
 from optpipe.cli.console import (
     DEFAULT_URL,
-    INFEASIBLE,
     INTERRUPTED,
-    NOTHING_FOUND,
     ApiKey,
     Follow,
     Gap,
@@ -44,7 +42,7 @@ from optpipe.cli.files import (
     write_file,
     write_schedule,
 )
-from optpipe.cli.report import gap_text, number_table, progress_line
+from optpipe.cli.report import gap_text, nothing_found, number_table, progress_line
 from optpipe.plot.terminal import ScheduleView
 from optpipe.schedule import OPTIMAL_GAP
 from optpipe.units import format_ms
@@ -265,8 +263,7 @@ def _follow_job(client: Client, job: Job) -> Job:
         raise typer.Exit(INTERRUPTED) from None
     if not job.has_schedule:
         reason = job.error.message if job.error is not None else ""
-        progress.print(f"{job.state}: {reason}", style="red", soft_wrap=True, markup=False)
-        raise typer.Exit(INFEASIBLE if job.state == "infeasible" else NOTHING_FOUND)
+        raise nothing_found(job.state, reason)
     return job
 
 

@@ -33,7 +33,8 @@ from optpipe.cli.report import gap_text
 from optpipe.errors import InputError
 from optpipe.formats.json import read_text
 from optpipe.formats.tables import dump_sweep, load_sweep_csv, sweep_columns
-from optpipe.plot.frontier import SUFFIXES, require_drawing, save_frontier
+from optpipe.plot.image import FRONTIER_SUFFIXES, save_frontier
+from optpipe.plot.scene import require_drawing
 from optpipe.schedule import OPTIMAL_GAP
 from optpipe.sweep import Point, family_of, frontier, label_of, memory_of
 from optpipe.sweep import sweep as vary
@@ -180,7 +181,7 @@ def _value(text: str) -> Any:
 
 def _check_files(output: Path | None, frontier_file: Path | None) -> None:
     """Refuse files that cannot be written, before hours of work."""
-    for path, suffixes in ((output, tuple(_FORMS)), (frontier_file, SUFFIXES)):
+    for path, suffixes in ((output, tuple(_FORMS)), (frontier_file, FRONTIER_SUFFIXES)):
         if path is not None and path.suffix not in suffixes:
             raise InputError(
                 f"cannot write {path.name}: the suffix chooses the format; use one of "
@@ -188,7 +189,7 @@ def _check_files(output: Path | None, frontier_file: Path | None) -> None:
             )
         check_writable(path)
     if frontier_file is not None:
-        require_drawing(frontier_file)
+        require_drawing(frontier_file.suffix)
 
 
 def _known_rows(output: Path | None, variations: Sequence[Variation]) -> list[SweepRow]:

@@ -2,7 +2,7 @@
 
 A chart is a bokeh layout. `chart_item` turns it into JSON for a page that has BokehJS already (the
 service's), `chart_html` into one file that needs nothing else. Neither asks the network for
-anything. This module needs bokeh: call `optpipe.plot.interactive_style.require_bokeh` before.
+anything. This module needs bokeh: call `optpipe.plot.scene.require_drawing` before.
 """
 
 from __future__ import annotations
@@ -42,28 +42,24 @@ from bokeh.resources import Resources
 from bokeh.themes import Theme as BokehTheme
 
 from optpipe.plot.interactive_panels import (
+    FONT,
+    INPUT_MARGIN,
     MOST_AT_ONCE,
     VEIL_CODE,
     WORDS,
+    css_of,
     draw_gantt,
     draw_memory,
-    has_bound_line,
     left_border,
     legend_of,
 )
-from optpipe.plot.interactive_style import (
+from optpipe.plot.scene import (
     COMPONENTS,
-    FONT,
-    INPUT_MARGIN,
+    KINDS,
+    LINE_COLOURS,
     PALETTES,
     Palette,
     Theme,
-    css_of,
-    theme_of,
-)
-from optpipe.plot.scene import (
-    KINDS,
-    LINE_COLOURS,
     Unit,
     drawing_of,
     edges,
@@ -135,7 +131,7 @@ def schedule_chart(views: Sequence[View], *, theme: Theme = "light") -> LayoutDO
     grid = stacked(figures, theme)
     controls = row(follow, *(memory.select for memory in memories), styles=_WRAPPING)
     samples = legend_of(
-        drawings, PALETTES[theme], has_bound=any(has_bound_line(view) for view in views)
+        drawings, PALETTES[theme], has_bound=any(view.has_bound_line for view in views)
     )
     legend = Div(text=samples, sizing_mode="stretch_width", margin=(2, 0, 4, 0))
     return column(legend, controls, grid, sizing_mode="stretch_width", name="schedules")
@@ -397,7 +393,7 @@ def chart_item(layout: LayoutDOM, *, theme: Theme = "light") -> str:
 
     The page must have loaded `COMPONENTS` of the same version of bokeh.
     """
-    item = json_item(layout, theme=BokehTheme(json=theme_of(theme)))
+    item = json_item(layout, theme=BokehTheme(json=_theme_of(theme)))
     return json.dumps(_renamed(item), separators=(",", ":"), allow_nan=False)
 
 
@@ -416,6 +412,48 @@ def chart_html(layout: LayoutDOM, *, title: str, theme: Theme = "light") -> str:
         # Nothing in a script element may look like its end.
         item=chart_item(layout, theme=theme).replace("</", "<\\/"),
     )
+
+
+def _theme_of(theme: Theme) -> dict[str, dict[str, dict[str, object]]]:
+    """Return what bokeh applies to frames, axes, grids, titles and tooltips."""
+    look = PALETTES[theme]
+    return {
+        "attrs": {
+            "Plot": {
+                "background_fill_color": look.page,
+                "border_fill_color": look.page,
+                "outline_line_color": None,
+            },
+            "Axis": {
+                "axis_label_text_color": look.quiet,
+                "axis_label_text_font": FONT,
+                "axis_label_text_font_size": "12px",
+                "axis_label_text_font_style": "normal",
+                "axis_line_color": look.grid,
+                "major_label_text_color": look.text,
+                "major_label_text_font": FONT,
+                "major_label_text_font_size": "12px",
+                "major_tick_line_color": look.grid,
+                "minor_tick_line_color": None,
+            },
+            "Grid": {"grid_line_color": look.grid},
+            "Title": {
+                "text_color": look.text,
+                "text_font": FONT,
+                "text_font_size": "13px",
+                "text_font_style": "bold",
+            },
+            "Label": {"text_color": look.text, "text_font": FONT, "text_font_size": "12px"},
+            "Legend": {
+                "background_fill_color": look.page,
+                "background_fill_alpha": 0.85,
+                "border_line_color": None,
+                "label_text_color": look.text,
+                "label_text_font": FONT,
+                "label_text_font_size": "12px",
+            },
+        }
+    }
 
 
 def _renamed(item: Any) -> Any:

@@ -14,8 +14,7 @@ from bokeh.models.widgets import Select
 from bokeh.plotting import figure
 
 from optpipe.memory import device_peak_bytes
-from optpipe.plot.interactive_style import FONT, INPUT_MARGIN, PALETTES, Palette, Theme, css_of
-from optpipe.plot.scene import BAR_COLOURS, KINDS, codes_of, headline, places
+from optpipe.plot.scene import BAR_COLOURS, KINDS, PALETTES, Palette, codes_of, headline, places
 from optpipe.plot.terminal import LETTERS, NAMES
 from optpipe.units import format_bytes
 
@@ -25,26 +24,27 @@ if TYPE_CHECKING:
     from bokeh.models.renderers import GlyphRenderer
     from numpy.typing import NDArray
 
-    from optpipe.plot.scene import Bars, Curve, Drawing, View
+    from optpipe.plot.scene import Bars, Curve, Drawing, Theme, View
     from optpipe.schedule import ActionType
 
 __all__ = [
-    "LABEL_COLUMNS",
+    "FONT",
+    "INPUT_MARGIN",
     "MOST_AT_ONCE",
-    "PATH_COLUMNS",
     "VEIL_CODE",
     "WORDS",
     "Gantt",
     "MemoryChart",
-    "add_title",
+    "css_of",
     "draw_gantt",
     "draw_memory",
-    "has_bound_line",
     "left_border",
     "legend_of",
 ]
 
 
+FONT = "system-ui, sans-serif"
+INPUT_MARGIN = (4, 10, 4, 0)
 _MOST_OUTLINED = 3_000
 _PX_PER_DEVICE, _MAX_PX = 30, 620
 _MOST_NAMED_DEVICES = 33
@@ -57,8 +57,8 @@ _LABEL_COLOUR = "#14181c"
 MOST_AT_ONCE = 12_000
 """Of more bars, a frame that moves has every tenth, and a script keeps to those near the frame."""
 
-LABEL_COLUMNS = ("x", "y", "text")
-PATH_COLUMNS = ("left", "right", "top", "bottom", "code", "cover", "edge", *LABEL_COLUMNS)
+_LABEL_COLUMNS = ("x", "y", "text")
+_PATH_COLUMNS = ("left", "right", "top", "bottom", "code", "cover", "edge", *_LABEL_COLUMNS)
 VEIL_CODE = len(BAR_COLOURS)
 
 
@@ -114,12 +114,12 @@ def draw_gantt(
         output_backend="canvas",
         lod_threshold=MOST_AT_ONCE,
     )
-    title = add_title(plot, f"{view.title}: {headline(view.problem, drawing, view.bound_ms)}")
+    title = _add_title(plot, f"{view.title}: {headline(view.problem, drawing, view.bound_ms)}")
     _label_devices(plot, view)
     _draw_bubbles(plot, drawing, num_devices, look, has_sides=has_sides)
     source = ColumnDataSource(_columns(drawing.bars, has_sides=has_sides))
     bars = _draw_bars(plot, source, look)
-    labels = ColumnDataSource({name: [] for name in LABEL_COLUMNS})
+    labels = ColumnDataSource({name: [] for name in _LABEL_COLUMNS})
     _draw_labels(plot, labels, "glyph")
     path = _draw_path(plot, look)
     _draw_ends(plot, view, drawing, look)
@@ -198,7 +198,7 @@ def _draw_path(plot: Any, look: Palette) -> ColumnDataSource:
     It stands on the level that is painted apart from the bars: following the pointer does not draw
     a hundred thousand bars again. Bokeh does not clip that level, so the script has to.
     """
-    path = ColumnDataSource({name: [] for name in PATH_COLUMNS})
+    path = ColumnDataSource({name: [] for name in _PATH_COLUMNS})
     plot.quad(
         source=path,
         fill_color=_colour_of_code(look),
@@ -242,7 +242,7 @@ def _draw_ends(plot: Any, view: View, drawing: Drawing, look: Palette) -> None:
             line_dash="dotted",
         )
     )
-    if not has_bound_line(view):
+    if not view.has_bound_line:
         return
     line = Span(
         location=view.bound_ms,
@@ -253,11 +253,6 @@ def _draw_ends(plot: Any, view: View, drawing: Drawing, look: Palette) -> None:
         name="bound",
     )
     plot.add_layout(line)
-
-
-def has_bound_line(view: View) -> bool:
-    """Whether a bound is known and a moment of the axis: one of the makespan is, of a span not."""
-    return bool(view.bound_ms) and view.problem.objective == "makespan"
 
 
 def _label_devices(plot: Any, view: View) -> None:
@@ -339,7 +334,7 @@ def draw_memory(
         toolbar_location=None,
         y_axis_label=unit,
     )
-    title = add_title(plot, _label(view, chosen, peaks[chosen]), is_bold=False)
+    title = _add_title(plot, _label(view, chosen, peaks[chosen]), is_bold=False)
     source = ColumnDataSource(shown)
     _draw_areas(plot, source, look)
     limit = Span(
@@ -516,7 +511,7 @@ def _sample(style: str, name: str) -> str:
 # --- The title of a figure, which a script wraps where the figure is narrow.
 
 
-def add_title(plot: Any, text: str, *, is_bold: bool = True) -> Title:
+def _add_title(plot: Any, text: str, *, is_bold: bool = True) -> Title:
     """Put a title above a figure and return it; it has the figure's name and ``-title``.
 
     It is an annotation like others: of a figure's own title Bokeh does not notice when it gets
@@ -529,3 +524,24 @@ def add_title(plot: Any, text: str, *, is_bold: bool = True) -> Title:
     )
     plot.add_layout(title, "above")
     return title
+
+
+def css_of(theme: Theme) -> str:
+    """Return what makes inputs, toolbars and their menus look like the page; bokeh's are white."""
+    look = PALETTES[theme]
+    arrow = (
+        f"linear-gradient(45deg, transparent 50%, {look.text} 50%),"
+        f" linear-gradient(135deg, {look.text} 50%, transparent 50%)"
+    )
+    return (
+        f":host {{ color-scheme: {theme}; color: {look.text};"
+        f" font-family: {FONT}; font-size: 12px;"
+        f" --color: {look.text}; --background-color: {look.page}; --inverted-color: {look.page};"
+        f" --surface-background-color: {look.grid}; --hover-color: {look.grid};"
+        f" --active-bg: {look.grid}; --border-color: {look.edge}; --divider-color: {look.grid};"
+        f" --placeholder-color: {look.quiet}; --icon-color: {look.quiet}; --border-radius: 3px }}"
+        f".bk-input {{ min-height: 28px; padding-block: 2px; padding-inline: 8px }}"
+        # As exact as bokeh's own rule, which draws a black arrow.
+        f"select:not([multiple]).bk-input {{ background-image: {arrow};"
+        " background-size: 4px 5px; background-position: right 12px center, right 8px center }"
+    )

@@ -7,10 +7,12 @@ that draw. A hundred thousand actions are nine arrays, not a hundred thousand ob
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 
+from optpipe.errors import MissingExtraError
 from optpipe.memory import memory_walk
 from optpipe.schedule import ActionType, gap_of
 from optpipe.simulate import bubble_rate, simulate, timeline_of
@@ -29,18 +31,22 @@ if TYPE_CHECKING:
 __all__ = [
     "BAR_COLOURS",
     "COLOURS",
+    "COMPONENTS",
     "GRAD_SYNC_COLOUR",
     "KINDS",
     "LANES",
     "LINE_COLOURS",
     "NO_MICROBATCH",
     "NUM_CODES",
+    "PALETTES",
     "TITLES",
     "Bars",
     "Curve",
     "Drawing",
     "LaneEdges",
+    "Palette",
     "Pixels",
+    "Theme",
     "Unit",
     "View",
     "codes_of",
@@ -52,6 +58,7 @@ __all__ = [
     "peaks_of",
     "pixels_of",
     "places",
+    "require_drawing",
     "title_of",
     "unit_of",
 ]
@@ -208,8 +215,6 @@ class View:
     ----------
     title
         Stands before the numbers.
-    problem, programs
-        What is shown.
     bound_ms
         Proven lower bound of the problem's objective, where one is known.
     """
@@ -218,6 +223,11 @@ class View:
     problem: Problem
     programs: Programs
     bound_ms: float | None = None
+
+    @property
+    def has_bound_line(self) -> bool:
+        """Whether a bound is known and a moment of the time axis: a span's is none."""
+        return bool(self.bound_ms) and self.problem.objective == "makespan"
 
 
 LINE_COLOURS = (
@@ -428,6 +438,74 @@ BAR_COLOURS: tuple[str, ...] = tuple(
     for shade in (COLOURS[kind] if kind is not None else (GRAD_SYNC_COLOUR, GRAD_SYNC_COLOUR))
 )
 """The colour of a bar by its code, as `optpipe.plot.scene.codes_of` counts."""
+
+
+# --- What is not a bar, on a light page and on a dark one.
+
+Theme = Literal["light", "dark"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Palette:
+    """Everything that is not a bar."""
+
+    page: str
+    text: str
+    quiet: str
+    grid: str
+    bubble: str
+    outline: str
+    edge: str
+    memory: str
+    static: str
+    limit: str
+    bound: str
+
+
+PALETTES: Mapping[Theme, Palette] = {
+    "light": Palette(
+        page="#ffffff",
+        text="#1f2328",
+        quiet="#57606a",
+        grid="#e6e9ec",
+        bubble="#eceff1",
+        outline="#1f2328",
+        edge="#b4bac2",
+        memory="#4a9ad4",
+        static="#90a4ae",
+        limit="#b3261e",
+        bound="#6a1b9a",
+    ),
+    "dark": Palette(
+        page="#15181c",
+        text="#e6e9ec",
+        quiet="#9aa5b1",
+        grid="#2a3037",
+        bubble="#262b31",
+        outline="#ffffff",
+        edge="#555d68",
+        memory="#4a9ad4",
+        static="#5f6d78",
+        limit="#ff6b5e",
+        bound="#ce93f5",
+    ),
+}
+
+
+# --- The packages that draw files.
+
+COMPONENTS: tuple[Literal["bokeh", "bokeh-widgets"], ...] = ("bokeh", "bokeh-widgets")
+"""The scripts of BokehJS that a chart needs, in the order in which a page loads them."""
+
+
+def require_drawing(suffix: str) -> None:
+    """Raise `MissingExtraError` where the package that draws files of this suffix is missing."""
+    package = "bokeh" if suffix == ".html" else "matplotlib"
+    if find_spec(package) is None:
+        raise MissingExtraError(
+            f"drawing {suffix} files needs {package}, which is not installed; "
+            "run: pip install 'optpipe[plot]'"
+        )
 
 
 # --- The numbers behind a picture's title.

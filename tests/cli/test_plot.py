@@ -7,7 +7,7 @@ import json
 import pytest
 
 from optpipe import dump_csv, dump_problem
-from optpipe.plot import interactive_style
+from optpipe.plot import scene
 from tests.plot.conftest import make_small_problem, make_small_programs
 
 
@@ -77,7 +77,7 @@ def test_an_illegal_schedule_is_refused_with_its_cell(optpipe, files, tmp_path) 
 
 def test_without_bokeh_the_pip_command_is_named(optpipe, files, tmp_path, monkeypatch) -> None:
     """A bare install draws in the terminal only."""
-    monkeypatch.setattr(interactive_style, "find_spec", lambda name: None)
+    monkeypatch.setattr(scene, "find_spec", lambda name: None)
     code, _, err = optpipe("plot", *files, "-o", tmp_path / "a.html")
     assert code == 1
     assert "pip install 'optpipe[plot]'" in err
