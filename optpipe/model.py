@@ -45,13 +45,9 @@ Factor = Annotated[Bandwidth, Field(le=1e6)]  # positive and finite, refused in 
 class ModelDevice(Device):
     """One accelerator, with how fast it computes.
 
-    Parameters
-    ----------
-    type
-        The kind of accelerator, e.g. "H100"; layers may state times per type.
-    speed
-        Compute times of layers are divided by it, where a layer states none for the type. The
-        time of a gradient reduction is not: it is the network's.
+    * ``type``: the kind of accelerator, e.g. "H100"; layers may state times per type.
+    * ``speed``: compute times of layers are divided by it, where a layer states none for the type.
+      The time of a gradient reduction is not: it is the network's.
     """
 
     type: Name | None = None
@@ -88,16 +84,12 @@ class Layer(FrozenValue):
     The fields are those of `optpipe.problem.Stage`, with the same meaning, if the layer stood
     alone on a device of speed 1.
 
-    Parameters
-    ----------
-    times_on
-        Device type -> measured times there. They are taken as they are, whatever the speed. They
-        give ``recompute_ms`` exactly where the layer does.
-    recompute_ms
-        Duration of recomputing the layer, its output included: in a stage the next layer of the
-        stage needs it.
-    checkpoint_bytes
-        What F keeps to recompute the layer: its input, and whatever else is kept.
+    * ``times_on``: device type -> measured times there. They are taken as they are, whatever the
+      speed. They give ``recompute_ms`` exactly where the layer does.
+    * ``recompute_ms``: duration of recomputing the layer, its output included: in a stage the next
+      layer of the stage needs it.
+    * ``checkpoint_bytes``: what F keeps to recompute the layer: its input, and whatever else is
+      kept.
     """
 
     name: str = Field(default="", max_length=200)

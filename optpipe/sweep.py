@@ -62,18 +62,11 @@ def num_variations(axes: Mapping[str, Sequence[Any]]) -> int:
 def sweep(problem: Problem, axes: Mapping[str, Sequence[Any]]) -> list[Variation]:
     """Return every combination of the axes' values, the last axis fastest.
 
-    Parameters
-    ----------
-    problem
-        What is varied.
-    axes
-        Name (see `AXES`) or path -> the values, in order. No axes: the problem alone.
+    * ``problem``: what is varied.
+    * ``axes``: name (see `AXES`) or path -> the values, in order. No axes: the problem alone.
 
-    Raises
-    ------
-    InputError
-        If an axis is unknown, has no values or one twice, or one cannot be applied; or a
-        combination makes no valid problem: the message names its values and the rule.
+    Raises `InputError` if an axis is unknown, has no values or one twice, or one cannot be applied;
+    or a combination makes no valid problem: the message names its values and the rule.
     """
     for name, values in axes.items():
         _check_axis(name, values)
@@ -291,22 +284,13 @@ _MEMORY_AXES = ("memory_gb", "memory_scale", "memory_bytes")
 class Point:
     """One problem of a sweep, and what was found about it.
 
-    Parameters
-    ----------
-    index
-        Its place in the sweep.
-    family
-        Equal for problems of one line; see `family_of`.
-    label
-        What distinguishes its line from others, for people.
-    memory_bytes
-        The budget of each device.
-    objective_ms
-        Of the best schedule found; None where there is none.
-    bound_ms
-        Proven lower bound of the objective; None where nothing is proven.
-    is_infeasible
-        Whether it is proven that there is no schedule.
+    * ``index``: its place in the sweep.
+    * ``family``: equal for problems of one line; see `family_of`.
+    * ``label``: what distinguishes its line from others, for people.
+    * ``memory_bytes``: the budget of each device.
+    * ``objective_ms``: of the best schedule found; None where there is none.
+    * ``bound_ms``: proven lower bound of the objective; None where nothing is proven.
+    * ``is_infeasible``: whether it is proven that there is no schedule.
     """
 
     index: int

@@ -131,10 +131,8 @@ def _print(rows: Rows, *, as_json: bool, as_markdown: bool) -> None:
 def _leave(problem: Problem, found: Sequence[ComparisonRow]) -> None:
     """Leave with the code that solve has for the problem as given.
 
-    Raises
-    ------
-    typer.Exit
-        If no row is a schedule of it that fits, with 3 where that is proven and 4 elsewhere.
+    Raises `typer.Exit` if no row is a schedule of it that fits, with 3 where that is proven and 4
+    elsewhere.
     """
     from optpipe_solver.compare import AS_GIVEN
     from optpipe_solver.feasibility import feasibility

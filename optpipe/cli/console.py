@@ -137,10 +137,7 @@ def text_table(*numbers: str, texts: Sequence[str] = ()) -> Table:
 def needs_extra(extra: str) -> Iterator[None]:
     """Turn the absence of an extra's package into the pip command that installs it.
 
-    Raises
-    ------
-    MissingExtraError
-        If a package of the extra is not installed.
+    Raises `MissingExtraError` if a package of the extra is not installed.
     """
     try:
         yield

@@ -91,12 +91,8 @@ def plot(
 def check_drawable(output: Path | None) -> None:
     """Refuse a file that no picture can go into, before the work for it is done.
 
-    Raises
-    ------
-    InputError
-        If its suffix is none of those that can be drawn, or it cannot be written.
-    MissingExtraError
-        If the package that draws it is not installed.
+    Raises `InputError` if its suffix is none of those that can be drawn, or it cannot be written.
+    Raises `MissingExtraError` if the package that draws it is not installed.
     """
     check_writable(output)
     if output is None or output.suffix == ".json":

@@ -241,12 +241,8 @@ def _follow_job(client: Client, job: Job) -> Job:
     """Print every improvement of a job until it ends; return it as it ended, with a schedule.
 
     On a terminal a bar shows how much of the time limit is spent, the objective, the bound and the
-    gap. Ctrl-C ends the following, not the job.
-
-    Raises
-    ------
-    typer.Exit
-        Without a schedule, as optpipe solve leaves; or by Ctrl-C, with 130.
+    gap. Ctrl-C ends the following, not the job. Raises `typer.Exit`: without a schedule, as optpipe
+    solve leaves; or by Ctrl-C, with 130.
     """
     progress = stderr()
     try:

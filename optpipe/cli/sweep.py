@@ -148,10 +148,7 @@ def sweep(
 def parse_axes(texts: Sequence[str]) -> dict[str, list[Any]]:
     """Return name -> values of texts like ``memory_scale=1,0.5``; values are JSON, or words.
 
-    Raises
-    ------
-    InputError
-        If one is no axis, or stands twice.
+    Raises `InputError` if one is no axis, or stands twice.
     """
     axes: dict[str, list[Any]] = {}
     for text in texts:
@@ -195,10 +192,8 @@ def _check_files(output: Path | None, frontier_file: Path | None) -> None:
 def _known_rows(output: Path | None, variations: Sequence[Variation]) -> list[SweepRow]:
     """Return what an earlier run has left in the file.
 
-    Raises
-    ------
-    InputError
-        If the file is something else, or has rows of other problems: they would be lost.
+    Raises `InputError` if the file is something else, or has rows of other problems: they would be
+    lost.
     """
     if output is None or output.suffix != ".csv" or not output.exists():
         return []
@@ -284,12 +279,8 @@ def sweep_here(
     From the least memory to the most: a schedule that fits a limit fits every larger one, so each
     solve starts from the best that smaller limits have given.
 
-    Parameters
-    ----------
-    known
-        Rows of an earlier run; what they say of the same problems is taken over.
-    keep
-        Called after each one with all rows so far, in the order of the variations.
+    * ``known``: rows of an earlier run; what they say of the same problems is taken over.
+    * ``keep``: called after each one with all rows so far, in the order of the variations.
     """
     rows: dict[int, SweepRow] = {}
     done = {row["problem_hash"]: row for row in known if row["state"] in _DONE}
@@ -408,10 +399,7 @@ def sweep_remote(
 ) -> list[SweepRow]:
     """Return a row per combination once all have ended.
 
-    Raises
-    ------
-    typer.Exit
-        By Ctrl-C; the service goes on.
+    Raises `typer.Exit` by Ctrl-C; the service goes on.
     """
     from optpipe.client import Client
 

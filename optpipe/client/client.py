@@ -93,10 +93,8 @@ class _Connection:
     ) -> httpx.Response:
         """Return the answer, a success or 304; it may take ``wait_s`` longer than usual.
 
-        Raises
-        ------
-        ServiceUnreachableError, OptPipeError
-            If nobody answered to the end; what the service's refusal means.
+        Raises `ServiceUnreachableError`, `OptPipeError` if nobody answered to the end; what the
+        service's refusal means.
         """
         attempt = 0
         while True:
@@ -308,10 +306,7 @@ class Client:
     ) -> Job:
         """Queue a problem, or a model to cut, to place and to schedule, and return its job.
 
-        Raises
-        ------
-        ProblemError, ModelError
-            If the service does not take this problem or model.
+        Raises `ProblemError`, `ModelError` if the service does not take this problem or model.
         """
         name = "model" if isinstance(problem, Model) else "problem"
         body = {name: document(problem), "options": given(**options)}
@@ -342,11 +337,9 @@ class Client:
     def result(self, job: Job | str) -> Schedule:
         """Wait for a job's end and return its best schedule.
 
-        Raises
-        ------
-        InfeasibleProblemError, NoScheduleError, SolveFailedError
-            If it is proven that there is none; if the job was cancelled before there was one, or
-            nothing was found; if the solver failed before.
+        Raises `InfeasibleProblemError`, `NoScheduleError`, `SolveFailedError` if it is proven that
+        there is none; if the job was cancelled before there was one, or nothing was found; if the
+        solver failed before.
         """
         with closing(self.follow(job)) as news:
             for now in news:
@@ -431,10 +424,8 @@ class Client:
     def schedule(self, job: Job | str) -> Schedule:
         """Return the best schedule so far.
 
-        Raises
-        ------
-        InfeasibleProblemError, NoScheduleError
-            If it is proven that there is none; if there is none (yet).
+        Raises `InfeasibleProblemError`, `NoScheduleError` if it is proven that there is none; if
+        there is none (yet).
         """
         return load_schedule(self.schedule_text(job, "json"))
 
@@ -524,18 +515,15 @@ class Client:
     ) -> Batch:
         """Solve every variation of a problem, or a list of problems, as one batch.
 
+        Raises `ProblemError`, `RequestRefusedError` if the service does not take a problem; if a
+        combination makes no valid one, or there are too many. Nothing is solved then.
+
         Parameters
         ----------
         axes
             Name or path -> the values, as in `optpipe.sweep`; every combination is an item.
         name
             For people; the problem's by default.
-
-        Raises
-        ------
-        ProblemError, RequestRefusedError
-            If the service does not take a problem; if a combination makes no valid one, or there
-            are too many. Nothing is solved then.
         """
         body = items(problem, axes) | {"options": given(**options)}
         body |= given(name=name, tags=tags, priority=priority)
@@ -553,13 +541,9 @@ class Client:
 
         Each question that has a meaning for the problem is an item, named by the ``question`` of
         its values and solved from the best schedule that the job has. One of them changes nothing:
-        what more searching finds anyway is not put down to a change.
-
-        Raises
-        ------
-        InfeasibleProblemError, ConflictError
-            If it is proven that the job has no schedule; if it has none, or was not solved by the
-            optimiser.
+        what more searching finds anyway is not put down to a change. Raises
+        `InfeasibleProblemError`, `ConflictError` if it is proven that the job has no schedule; if
+        it has none, or was not solved by the optimiser.
         """
         body = {"what_if": checked_id(job), **given(priority=priority)}
         if asked := given(**options):

@@ -38,15 +38,9 @@ class NoStreamError(Exception):
 class EventCursor:
     """Where one listener is in the events of a job.
 
-    Parameters
-    ----------
-    after
-        Only events of higher numbers are new.
+    * ``after``: only events of higher numbers are new.
 
-    Attributes
-    ----------
-    is_over
-        Whether the service has said that there is nothing more to hear.
+    * ``is_over``: whether the service has said that there is nothing more to hear.
     """
 
     def __init__(self, after: int = 0) -> None:
@@ -80,12 +74,8 @@ class EventCursor:
     def pause_after(self, answer: httpx.Response) -> float:
         """Take note of an answer that is no stream; return how long to wait, in seconds.
 
-        Raises
-        ------
-        NoStreamError
-            If the service has no streams, or too many did not begin.
-        OptPipeError
-            What its refusal means otherwise.
+        Raises `NoStreamError` if the service has no streams, or too many did not begin. Raises
+        `OptPipeError`: what its refusal means otherwise.
         """
         if answer.status_code == HTTPStatus.NO_CONTENT:
             self.is_over = True
@@ -98,10 +88,8 @@ class EventCursor:
     def lose(self, error: httpx.TransportError | None) -> None:
         """Take note that a stream did not begin, ended (None) or broke.
 
-        Raises
-        ------
-        NoStreamError
-            If something holds events back, or too many streams break before anything is heard.
+        Raises `NoStreamError` if something holds events back, or too many streams break before
+        anything is heard.
         """
         was_silent = isinstance(error, httpx.ReadTimeout)
         opened_at, self._opened_at = self._opened_at, None
@@ -116,10 +104,7 @@ class EventCursor:
     def new(self, heard: ServerSentEvent) -> Event | None:
         """Return an event that was not heard before; None for others and for pings.
 
-        Raises
-        ------
-        ServiceError
-            If it is no event of ours.
+        Raises `ServiceError` if it is no event of ours.
         """
         # A ping looks like the event before it, without its data.
         if not heard.id.isdecimal() or int(heard.id) <= self._seen:

@@ -81,10 +81,7 @@ class Address:
     ) -> Address:
         """Return the address.
 
-        Raises
-        ------
-        InputError
-            If it is none, or the key cannot be one.
+        Raises `InputError` if it is none, or the key cannot be one.
         """
         try:
             url = httpx.URL(base_url)
@@ -116,11 +113,8 @@ class Address:
     def pause_after_loss(self, attempt: int, repeat: Repeat, error: httpx.TransportError) -> float:
         """Return how long to wait before a request without an answer is made again, seconds.
 
-        Raises
-        ------
-        ServiceUnreachableError
-            If it is not made again: it was the last of the attempts (the first is 0), or may
-            already have been acted upon.
+        Raises `ServiceUnreachableError` if it is not made again: it was the last of the attempts
+        (the first is 0), or may already have been acted upon.
         """
         if attempt < self.num_retries and _may_follow_loss(repeat, error):
             return pause_s(attempt, {})
@@ -133,10 +127,8 @@ class Address:
     def pause_after_refusal(self, attempt: int, repeat: Repeat, answer: httpx.Response) -> float:
         """Return how long to wait before a refused request is made again, seconds.
 
-        Raises
-        ------
-        OptPipeError
-            What the refusal means, if it is not made again; see `optpipe.client.errors`.
+        Raises `OptPipeError`: what the refusal means, if it is not made again; see
+        `optpipe.client.errors`.
         """
         if attempt < self.num_retries and _may_follow(repeat, answer):
             return pause_s(attempt, answer.headers)
@@ -191,10 +183,7 @@ def _is_loopback(host: str) -> bool:
 def checked_id(thing: Job | str, kind: str = "job") -> str:
     """Return an id that is fit for a path.
 
-    Raises
-    ------
-    InputError
-        If it cannot be one.
+    Raises `InputError` if it cannot be one.
     """
     thing_id = thing.id if isinstance(thing, Job) else thing
     if not (thing_id.isascii() and thing_id.isalnum()):
@@ -214,10 +203,7 @@ def items(
 ) -> dict[str, Any]:
     """Return what a batch is made of, as it stands in a request.
 
-    Raises
-    ------
-    InputError
-        If there are axes, and several problems.
+    Raises `InputError` if there are axes, and several problems.
     """
     if isinstance(problem, Problem):
         varied = {name: list(values) for name, values in (axes or {}).items()}
@@ -257,10 +243,7 @@ def if_newer(thing_id: str, number: int) -> dict[str, str]:
 def as_model(model: type[M], answer: httpx.Response) -> M:
     """Return what an answer says.
 
-    Raises
-    ------
-    ServiceError
-        If it is something else.
+    Raises `ServiceError` if it is something else.
     """
     try:
         return model.model_validate_json(answer.content)
@@ -280,10 +263,7 @@ def newer_schedule(answer: httpx.Response) -> tuple[int, Schedule] | None:
 def numbered_schedule(answer: httpx.Response) -> tuple[int, Schedule]:
     """Read an answer that is a schedule and its number.
 
-    Raises
-    ------
-    ServiceError
-        If the answer does not say its number.
+    Raises `ServiceError` if the answer does not say its number.
     """
     tag = _TAG.fullmatch(answer.headers.get("ETag", ""))
     if tag is None:

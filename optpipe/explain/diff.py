@@ -67,15 +67,11 @@ class ModeChange(FrozenValue):
 class OrderChange(FrozenValue):
     """One program that is not the same in both.
 
-    Parameters
-    ----------
-    moved
-        Least number of actions that must be moved to turn one order into the other, among those
-        that both have.
-    common, removed, added
-        Actions that both have, only the first, only the second.
-    cell, before, after
-        The first cell that differs and what stands there; None past the end of a program.
+    * ``moved``: least number of actions that must be moved to turn one order into the other, among
+      those that both have.
+    * ``common``, ``removed``, ``added``: actions that both have, only the first, only the second.
+    * ``cell``, ``before``, ``after``: the first cell that differs and what stands there; None past
+      the end of a program.
     """
 
     device: int

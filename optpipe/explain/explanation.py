@@ -33,19 +33,11 @@ def explain(
 ) -> Explanation:
     """Return what limits a schedule.
 
-    Parameters
-    ----------
-    problem, programs
-        Legal programs (see `optpipe.check.check`) of this problem.
-    bound_ms
-        Proven lower bound of the objective, where one is known.
-    run
-        What `simulate` says of the programs, from a caller who has it.
+    * ``problem``, ``programs``: legal programs (see `optpipe.check.check`) of this problem.
+    * ``bound_ms``: proven lower bound of the objective, where one is known.
+    * ``run``: what `simulate` says of the programs, from a caller who has it.
 
-    Raises
-    ------
-    IllegalScheduleError
-        If the programs get stuck.
+    Raises `IllegalScheduleError` if the programs get stuck.
     """
     if run is None:
         run = simulate(problem, programs)

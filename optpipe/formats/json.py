@@ -132,10 +132,7 @@ def dump_schedule(schedule: Schedule) -> str:
 def read_text(path: Path | str) -> str:
     """Return the text of a file.
 
-    Raises
-    ------
-    InputError
-        If it cannot be read or is not UTF-8.
+    Raises `InputError` if it cannot be read or is not UTF-8.
     """
     try:
         return Path(path).read_text(encoding="utf-8")
@@ -150,10 +147,7 @@ def read_text(path: Path | str) -> str:
 def parse_json(text: str, error_type: type[InputError] = InputError) -> Any:
     """Return the object of a strict JSON text.
 
-    Raises
-    ------
-    InputError
-        (or the given subclass) with line and column.
+    Raises `InputError`: (or the given subclass) with line and column.
     """
 
     def refuse_constant(name: str) -> NoReturn:

@@ -126,10 +126,7 @@ def _cell(value: Any) -> Any:
 def load_sweep_csv(text: str) -> list[SweepRow]:
     """Return the rows of such CSV.
 
-    Raises
-    ------
-    InputError
-        If it is another table.
+    Raises `InputError` if it is another table.
     """
     header, *lines = _cells(text) or [[]]
     num_axes = len(header) - len(_BEFORE) - len(_AFTER)

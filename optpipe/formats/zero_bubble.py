@@ -60,13 +60,9 @@ def dump_python_list(problem: Problem, programs: Programs) -> str:
 
     Its ``local_order(graph)`` and ``scheduled_nodes(graph)`` take the runtime's module ``graph``
     and return the nodes of every device: passes alone, for the runtime's own pass to add
-    communication, or everything with communication placed here.
-
-    Raises
-    ------
-    ScheduleFormatError
-        With row, column and cell of the first action that the runtime cannot run, or would run
-        with wrong gradients.
+    communication, or everything with communication placed here. Raises `ScheduleFormatError` with
+    row, column and cell of the first action that the runtime cannot run, or would run with wrong
+    gradients.
     """
     _expect_zero_bubble(problem, programs)
     run = simulate(problem, programs)
@@ -297,10 +293,7 @@ _QUEUES = {
 def _expect_zero_bubble(problem: Problem, programs: Programs) -> None:
     """Accept legal programs that the runtime runs right, refuse all others.
 
-    Raises
-    ------
-    ScheduleFormatError
-        With row, column and cell, and what to do.
+    Raises `ScheduleFormatError` with row, column and cell, and what to do.
     """
     _expect_placement(problem)
     for device, program in enumerate(programs):

@@ -74,10 +74,7 @@ _LOOK = PALETTES["light"]
 def draw_figure(views: Sequence[View]) -> Any:
     """Return a matplotlib Figure with the panels one above the other on one time axis.
 
-    Raises
-    ------
-    MissingExtraError
-        If matplotlib is not installed.
+    Raises `MissingExtraError` if matplotlib is not installed.
     """
     require_drawing(".svg")
     from matplotlib.figure import Figure  # noqa: PLC0415 - an optional extra
@@ -116,12 +113,8 @@ def _heights(num_devices: int) -> tuple[float, float]:
 def save_figure(views: Sequence[View], path: Path | str) -> None:
     """Draw the panels into a file whose suffix chooses the format; equal input, equal bytes.
 
-    Raises
-    ------
-    InputError
-        If the suffix is none of `SUFFIXES`, or the file cannot be written.
-    MissingExtraError
-        If matplotlib is not installed.
+    Raises `InputError` if the suffix is none of `SUFFIXES`, or the file cannot be written. Raises
+    `MissingExtraError` if matplotlib is not installed.
     """
     _save_drawn(lambda: draw_figure(views), path)
 
@@ -144,10 +137,7 @@ def _save_drawn(draw: Callable[[], Any], path: Path | str) -> None:
 def draw_svg(views: Sequence[View]) -> bytes:
     """Return the panels as the bytes of an SVG file; equal input, equal bytes.
 
-    Raises
-    ------
-    MissingExtraError
-        If matplotlib is not installed.
+    Raises `MissingExtraError` if matplotlib is not installed.
     """
     return _svg_of(draw_figure(views))
 
@@ -445,12 +435,8 @@ _MOST_NAMED = 16
 def draw_frontier(lines: Sequence[FrontierLine], title: str = "") -> Any:
     """Return a matplotlib Figure: a point per problem, its bound dashed, what is open shaded.
 
-    Crosses on the lower edge are limits at which nothing fits, proven.
-
-    Raises
-    ------
-    MissingExtraError
-        If matplotlib is not installed.
+    Crosses on the lower edge are limits at which nothing fits, proven. Raises `MissingExtraError`
+    if matplotlib is not installed.
     """
     require_drawing(".svg")
     from matplotlib.figure import Figure  # noqa: PLC0415 - an optional extra
@@ -483,10 +469,7 @@ def draw_frontier(lines: Sequence[FrontierLine], title: str = "") -> Any:
 def frontier_svg(lines: Sequence[FrontierLine], title: str = "") -> bytes:
     """Return the frontier as the bytes of an SVG file; equal input, equal bytes.
 
-    Raises
-    ------
-    MissingExtraError
-        If matplotlib is not installed.
+    Raises `MissingExtraError` if matplotlib is not installed.
     """
     return _svg_of(draw_frontier(lines, title))
 
@@ -494,12 +477,8 @@ def frontier_svg(lines: Sequence[FrontierLine], title: str = "") -> bytes:
 def save_frontier(lines: Sequence[FrontierLine], path: Path | str, title: str = "") -> None:
     """Draw the frontier into a file whose suffix chooses the format, one of `SUFFIXES`.
 
-    Raises
-    ------
-    InputError
-        If the suffix is none of ours, or the file cannot be written.
-    MissingExtraError
-        If what draws it is not installed.
+    Raises `InputError` if the suffix is none of ours, or the file cannot be written. Raises
+    `MissingExtraError` if what draws it is not installed.
     """
     target = Path(path)
     if target.suffix != ".html":

@@ -93,12 +93,7 @@ def schedule_chart(views: Sequence[View], *, theme: Theme = "light") -> LayoutDO
     Hovering over an action says in words what it is and shows its micro-batch's whole path, in
     every view; a tap keeps the path and shows the memory of the action's device. The time axis is
     the Range1d named ``time``, the views' figures are ``gantt-0``, ``gantt-1``, ... and
-    ``memory-0``, ``memory-1``, ...
-
-    Raises
-    ------
-    IllegalScheduleError
-        If programs get stuck.
+    ``memory-0``, ``memory-1``, ... Raises `IllegalScheduleError` if programs get stuck.
     """
     drawings = [drawing_of(view.problem, view.programs) for view in views]
     time = _time_axis(max((drawing.makespan_ms for drawing in drawings), default=0.0))

@@ -66,10 +66,7 @@ VEIL_CODE = len(BAR_COLOURS)
 class Gantt:
     """The figure and what the scripts change of it.
 
-    Attributes
-    ----------
-    labels
-        What stands in the bars; empty until a script knows how wide they are.
+    * ``labels``: what stands in the bars; empty until a script knows how wide they are.
     """
 
     figure: Any
@@ -91,12 +88,9 @@ def draw_gantt(
 ) -> Gantt:
     """Draw one schedule over a time axis that others may share.
 
-    Parameters
-    ----------
-    has_sides
-        Whether to leave room for transfers beside compute.
-    border_px
-        Room for the devices' names; equal for all figures of a layout, so that times line up.
+    * ``has_sides``: whether to leave room for transfers beside compute.
+    * ``border_px``: room for the devices' names; equal for all figures of a layout, so that times
+      line up.
     """
     look = PALETTES[theme]
     num_devices = len(view.problem.devices)
@@ -284,16 +278,12 @@ _LABEL = 16
 class MemoryChart:
     """The figure and what the scripts change of it.
 
-    Attributes
-    ----------
-    curves
-        All devices' curves, one after the other: ``moments`` in ms, ``held`` in the axis's unit.
-    devices
-        A row per device: ``first`` row in `curves`, ``static``, ``limit``, and ``label``.
-    shown
-        The curve that is drawn.
-    select
-        Chooses the device; its values are "0", "1", ...
+    * ``curves``: all devices' curves, one after the other: ``moments`` in ms, ``held`` in the
+      axis's unit.
+    * ``devices``: a row per device: ``first`` row in `curves`, ``static``, ``limit``, and
+      ``label``.
+    * ``shown``: the curve that is drawn.
+    * ``select``: chooses the device; its values are "0", "1", ...
     """
 
     figure: Any

@@ -90,17 +90,12 @@ _KIND_CODE = {kind: code for code, kind in enumerate(KINDS)}
 class Bars:
     """Equally long columns, a row per bar: device by device, each in program order.
 
-    Attributes
-    ----------
-    device, stage, microbatch
-        Which one; int32. A gradient reduction has `NO_MICROBATCH` for stage and micro-batch.
-    lane, kind
-        Places in `LANES` and `KINDS`; int8.
-    start, end
-        ms from the first start of all; float64.
-    before, after
-        Bytes that the device holds before and after the action, in program order, static bytes
-        included and workspaces not; int64.
+    * ``device``, ``stage``, ``microbatch``: which one; int32. A gradient reduction has
+      `NO_MICROBATCH` for stage and micro-batch.
+    * ``lane``, ``kind``: places in `LANES` and `KINDS`; int8.
+    * ``start``, ``end``: ms from the first start of all; float64.
+    * ``before``, ``after``: bytes that the device holds before and after the action, in program
+      order, static bytes included and workspaces not; int64.
     """
 
     device: NDArray[np.int32]
@@ -141,10 +136,7 @@ class Drawing:
 def drawing_of(problem: Problem, programs: Programs) -> Drawing:
     """Simulate legal programs and return them as columns.
 
-    Raises
-    ------
-    IllegalScheduleError
-        If the programs get stuck.
+    Raises `IllegalScheduleError` if the programs get stuck.
     """
     timeline = timeline_of(problem, programs, simulate(problem, programs))
     curves = tuple(_curve(points) for points in timeline.memory)
@@ -211,12 +203,8 @@ def _held_around(
 class View:
     """One schedule of a chart: legal programs, over a memory limit or not.
 
-    Parameters
-    ----------
-    title
-        Stands before the numbers.
-    bound_ms
-        Proven lower bound of the problem's objective, where one is known.
+    * ``title``: stands before the numbers.
+    * ``bound_ms``: proven lower bound of the problem's objective, where one is known.
     """
 
     title: str
@@ -319,13 +307,9 @@ NUM_CODES = 2 * len(KINDS)
 class Pixels:
     """Lanes cut into columns of equal length.
 
-    Attributes
-    ----------
-    colour
-        The mean of the colours of what happens in a column, by the time it takes; float32 of
-        shape (devices, lanes, columns, 3), 0 to 1. Black where nothing does.
-    busy
-        The share of a column that is filled, 0 to 1; float32, (devices, lanes, columns).
+    * ``colour``: the mean of the colours of what happens in a column, by the time it takes; float32
+      of shape (devices, lanes, columns, 3), 0 to 1. Black where nothing does.
+    * ``busy``: the share of a column that is filled, 0 to 1; float32, (devices, lanes, columns).
     """
 
     colour: NDArray[np.float32]
@@ -350,12 +334,8 @@ def pixels_of(
     Mixing, rather than showing what a column has most of, keeps columns from beating against
     actions: stripes that are in no schedule.
 
-    Parameters
-    ----------
-    bars
-        Those of one lane must not overlap; those of a simulation never do.
-    palette
-        Red, green and blue of each code, 0 to 1.
+    * ``bars``: those of one lane must not overlap; those of a simulation never do.
+    * ``palette``: red, green and blue of each code, 0 to 1.
     """
     edges = np.linspace(0.0, length_ms, num_columns + 1)
     shape = (num_devices, len(LANES), num_columns)

@@ -56,18 +56,12 @@ _DIM, _BOLD, _BAD = Style(dim=True), Style(bold=True), Style(color="red", bold=T
 class ScheduleView:
     """A rich renderable of legal programs; programs over a memory limit are shown as such.
 
-    Parameters
-    ----------
-    problem, programs
-        What is shown.
-    title
-        First line; the numbers stand behind it.
-    length_ms
-        End of the time axis; the makespan when None. Give two views the same one to compare them.
-    max_devices
-        Of more devices, this many, evenly spaced, are shown.
-    legend
-        Whether the last line explains the signs.
+    * ``problem``, ``programs``: what is shown.
+    * ``title``: first line; the numbers stand behind it.
+    * ``length_ms``: end of the time axis; the makespan when None. Give two views the same one to
+      compare them.
+    * ``max_devices``: of more devices, this many, evenly spaced, are shown.
+    * ``legend``: whether the last line explains the signs.
     """
 
     problem: Problem
