@@ -158,7 +158,7 @@ def test_streams_that_break_before_anything_is_heard_are_given_up(client, pauses
 def test_streams_that_last_may_break_as_often_as_they_like(client, monkeypatch) -> None:
     """A proxy cuts the stream of a quiet job every minute: nothing is lost, nothing given up."""
     minutes = iter(range(0, 6000, 60))
-    monkeypatch.setattr("optpipe.client.follow.time.monotonic", lambda: next(minutes))
+    monkeypatch.setattr("optpipe.client.transport.time.monotonic", lambda: next(minutes))
     script = Script(*[stream(PING, BROKEN) for _ in range(9)], stream(event(1, "log")))
     script.answers.append(httpx.Response(204))
     assert [one.number for one in client(script).events("a")] == [1]

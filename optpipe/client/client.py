@@ -14,9 +14,11 @@ import httpx
 from httpx_sse import EventSource
 
 from optpipe.client.errors import NoScheduleError, error_of
-from optpipe.client.follow import SILENCE_S, EventCursor, NoStreamError
 from optpipe.client.transport import (
+    SILENCE_S,
     Address,
+    EventCursor,
+    NoStreamError,
     Repeat,
     as_model,
     checked_id,

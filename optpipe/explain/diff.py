@@ -9,8 +9,8 @@ from collections import defaultdict
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from optpipe.explain.explanation import count, microbatches, ranges
 from optpipe.explain.reasons import idle_times
-from optpipe.explain.text import count, microbatches, ranges
 from optpipe.explain.values import IdleCause
 from optpipe.memory import device_peak_bytes, host_peak_bytes
 from optpipe.problem import FrozenValue

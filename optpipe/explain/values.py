@@ -86,7 +86,7 @@ class PathRun(FrozenValue):
 
 
 class CriticalPath(FrozenValue):
-    """The chain that makes the length, see `optpipe.explain.critical_path.critical_path`.
+    """The chain that makes the length, see `optpipe.explain.reasons.critical_path`.
 
     ``by_kind`` and ``by_device`` split ``length_ms``: by what happens, and, for all but links, by
     the device it happens on.

@@ -9,7 +9,9 @@ from hypothesis import given
 
 from optpipe import Problem, Programs, simulate
 from optpipe.explain import Explanation, explain
-from optpipe.explain.text import device_names, listed, ranges
+from optpipe.explain.explanation import _device_names as device_names
+from optpipe.explain.explanation import _listed as listed
+from optpipe.explain.explanation import ranges
 from tests.building import (
     bus,
     everything_at_once,
