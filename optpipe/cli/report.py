@@ -40,14 +40,13 @@ _SHOWN_DEVICES = 16
 
 
 def show_schedule(
-    console: Console, problem: Problem, programs: Programs, schedule: Schedule | None
+    console: Console, problem: Problem, schedule: Schedule, baseline: Programs | None
 ) -> None:
-    """Print the picture and, below it, the numbers beside those of 1F1B."""
-    title = schedule.provenance.method if schedule is not None else ""
-    name = " - ".join(part for part in (problem.name, title) if part)
-    console.print(ScheduleView(problem=problem, programs=programs, title=name))
+    """Print the picture and, below it, the numbers, beside those of 1F1B where they are given."""
+    name = " - ".join(part for part in (problem.name, schedule.provenance.method) if part)
+    console.print(ScheduleView(problem=problem, programs=schedule.programs, title=name))
     console.print()
-    console.print(number_table(problem, programs, schedule, baseline_programs(problem)))
+    console.print(number_table(problem, schedule.programs, schedule, baseline))
 
 
 def baseline_programs(problem: Problem) -> Programs | None:

@@ -42,8 +42,7 @@ from optpipe.cli.files import (
     write_file,
     write_schedule,
 )
-from optpipe.cli.report import gap_text, nothing_found, number_table, progress_line
-from optpipe.plot.terminal import ScheduleView
+from optpipe.cli.report import gap_text, nothing_found, progress_line, show_schedule
 from optpipe.schedule import OPTIMAL_GAP
 from optpipe.units import format_ms
 
@@ -226,10 +225,7 @@ def _show(client: Client, problem: Problem, job: Job, output: Path | None) -> No
     if output is not None:
         write_schedule(schedule, output)
         say_written(output)
-    title = f"{problem.name} - {schedule.provenance.method}"
-    console = results(output)
-    console.print(ScheduleView(problem=problem, programs=schedule.programs, title=title))
-    console.print(number_table(problem, schedule.programs, schedule, None))
+    show_schedule(results(output), problem, schedule, None)
 
 
 # --- Following a job of the service in the terminal: a bar of its time, and what is known by now.

@@ -31,7 +31,13 @@ from optpipe.cli.files import (
     write_schedule,
 )
 from optpipe.cli.plot import check_drawable, draw_solved
-from optpipe.cli.report import nothing_found, number_table, searching, show_schedule
+from optpipe.cli.report import (
+    baseline_programs,
+    nothing_found,
+    number_table,
+    searching,
+    show_schedule,
+)
 from optpipe.errors import InfeasibleProblemError, InputError
 from optpipe.formats.json import dump_schedule
 from optpipe.schedule import OPTIMAL_GAP
@@ -102,7 +108,7 @@ def solve(
             say_written(output)
         if picture is not None:
             _draw(picture, problem, result.schedule, is_kept=output is not None)
-        show_schedule(results(output), problem, result.schedule.programs, result.schedule)
+        show_schedule(results(output), problem, result.schedule, baseline_programs(problem))
 
 
 def _draw(picture: Path, problem: Problem, schedule: Schedule, *, is_kept: bool) -> None:

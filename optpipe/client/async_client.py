@@ -454,10 +454,6 @@ class AsyncClient:
         params = {"format": form}
         return (await self._connection.send("GET", f"{_path(job)}/schedule", params=params)).text
 
-    async def schedule_csv(self, job: Job | str) -> str:
-        """Return the programs of the best schedule so far as CSV; raises as `schedule`."""
-        return await self.schedule_text(job, "csv")
-
     async def problem(self, job: Job | str) -> Problem:
         """Return the problem of a job; of a planned model, that of its best schedule so far."""
         return load_problem((await self._connection.send("GET", f"{_path(job)}/problem")).text)

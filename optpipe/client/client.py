@@ -448,10 +448,6 @@ class Client:
         params = {"format": form}
         return (self._connection.send("GET", f"{_path(job)}/schedule", params=params)).text
 
-    def schedule_csv(self, job: Job | str) -> str:
-        """Return the programs of the best schedule so far as CSV; raises as `schedule`."""
-        return self.schedule_text(job, "csv")
-
     def problem(self, job: Job | str) -> Problem:
         """Return the problem of a job; of a planned model, that of its best schedule so far."""
         return load_problem((self._connection.send("GET", f"{_path(job)}/problem")).text)

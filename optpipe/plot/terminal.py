@@ -18,7 +18,7 @@ from rich.text import Text
 from optpipe.memory import device_peak_bytes
 from optpipe.plot.scene import COLOURS
 from optpipe.schedule import ActionType
-from optpipe.simulate import make_timeline
+from optpipe.simulate import bubble_rate, make_timeline
 from optpipe.units import format_bytes, format_ms, format_share, tick_step
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ class _Picture:
         line = Text(no_wrap=True, overflow="ellipsis")
         line.append(self.view.title or self.problem.name or "schedule", _BOLD)
         line.append(f"  makespan {format_ms(self.end_ms)} ms")
-        line.append(f"  bubble {format_share(self.timeline.makespan_bubble_rate)}")
+        line.append(f"  bubble {format_share(bubble_rate(self.problem, self.end_ms))}")
         return line
 
     def _device(self, device: int) -> Iterator[Text]:

@@ -21,7 +21,6 @@ from optpipe import (
     load_problem,
     load_schedule,
 )
-from optpipe.cli import main
 from tests.building import document, stage
 from tests.plot.conftest import make_small_problem
 
@@ -54,30 +53,6 @@ HEAVY = [
     "bokeh",
     "optpipe_solver",
 ]
-
-
-class Outcome:
-    """What one run of the command line left behind."""
-
-    def __init__(self, code: int, out: str, err: str) -> None:
-        self.code, self.out, self.err = code, out, err
-
-
-@pytest.fixture
-def optpipe(capsys, monkeypatch):
-    """Run the command line in this process, on a terminal of 100 columns without colour."""
-    monkeypatch.setenv("COLUMNS", "100")
-    monkeypatch.setenv("NO_COLOR", "1")
-
-    def run(*arguments: object) -> Outcome:
-        with pytest.raises(SystemExit) as leave:
-            main([str(argument) for argument in arguments])
-        captured = capsys.readouterr()
-        code = leave.value.code
-        assert isinstance(code, int)
-        return Outcome(code, captured.out, captured.err)
-
-    return run
 
 
 @pytest.fixture
