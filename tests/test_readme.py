@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import re
+import shlex
 import shutil
-import subprocess
 import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
@@ -15,10 +14,10 @@ import pytest
 from examples.quickstart import service
 from optpipe import check_schedule, load_problem, load_schedule
 from optpipe.cli import main
+from tests.docs_console import ROOT, blocks, make_workplace, run_shell
 
 pytestmark = pytest.mark.long
 
-ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text("utf-8")
 IMAGES = ROOT / "docs" / "images"
 # Enough of curl for the README, for machines without one.
@@ -35,12 +34,10 @@ print(answer.text)
 """
 
 
-def blocks(language: str) -> list[str]:
+def shortened(language: str) -> list[str]:
     """The fenced blocks of one language, with searches shortened to two seconds."""
-    found = re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
-    short = [
-        re.sub(r"(time_limit_s=|time_limit_s\": |--time-limit )\d+", r"\g<1>2", b) for b in found
-    ]
+    limit = r"(time_limit_s=|time_limit_s\": |--time-limit )\d+"
+    short = [re.sub(limit, r"\g<1>2", block) for block in blocks(README, language)]
     assert short, f"the README has no {language} block"
     return short
 
@@ -50,55 +47,38 @@ def workplace(tmp_path: Path) -> Path:
     """A folder that looks like a clone to the README's commands, and takes what they write."""
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     (tmp_path / "docs" / "images").mkdir(parents=True)
-    for name in ("before-after.schedule.json",):
-        shutil.copy(IMAGES / name, tmp_path / "docs" / "images" / name)
-    scripts = tmp_path / "bin"
-    scripts.mkdir()
-    write_script(scripts / "optpipe", f'#!/bin/sh\nexec {sys.executable} -m optpipe.cli "$@"\n')
+    shutil.copy(IMAGES / "before-after.schedule.json", tmp_path / "docs" / "images")
+    make_workplace(tmp_path)
     if shutil.which("curl") is None:
-        write_script(scripts / "curl", CURL.format(python=sys.executable))
+        (tmp_path / "bin" / "curl").write_text(CURL.format(python=sys.executable))
+        (tmp_path / "bin" / "curl").chmod(0o755)
     return tmp_path
 
 
-def write_script(path: Path, text: str) -> None:
-    path.write_text(text)
-    path.chmod(0o755)
-
-
-def run(command: list[str], folder: Path) -> str:
-    environment = {
-        **os.environ,
-        "PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}",
-        "PYTHONPATH": os.pathsep.join([str(ROOT / part) for part in ("", "solver", "api")]),
-        "PYTHONWARNINGS": "error",
-    }
-    done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+def run(command: str, folder: Path) -> str:
+    return run_shell(command, folder, PYTHONWARNINGS="error")
 
 
 def test_the_python_block_runs_as_it_stands(workplace) -> None:
-    (block,) = blocks("python")
+    (block,) = shortened("python")
     assert len(block.splitlines()) <= 12
-    assert " ms" in run([sys.executable, "-c", block], workplace)
+    assert " ms" in run(f"python -c {shlex.quote(block)}", workplace)
 
 
 def test_the_shell_commands_run_as_they_stand(workplace) -> None:
-    block = next(block for block in blocks("sh") if "optpipe check" in block)
-    out = run(["bash", "-euo", "pipefail", "-c", block], workplace)
+    block = next(block for block in shortened("sh") if "optpipe check" in block)
+    out = run(block, workplace)
     assert "legal" in out
     assert (workplace / "schedule.json").exists()
 
 
 def test_from_a_name_to_a_picture_with_the_numbers_it_says(workplace) -> None:
     """Without its installation; the search ends when the schedule is proven optimal."""
-    (block,) = (block for block in blocks("sh") if "optpipe estimate" in block)
+    (block,) = (block for block in shortened("sh") if "optpipe estimate" in block)
     install, command = block.split("\n", 1)
     assert install == "pip install '.[server,plot]'"
     command = command.replace("--time-limit 2", "--time-limit 45")
-    out = run(["bash", "-euo", "pipefail", "-c", command], workplace)
+    out = run(command, workplace)
     assert "(optimal)" in out
     for said in re.findall(r"\b1[12],\d{3}(?= ms)", README.replace("\n", " ")):
         assert f"{said}." in out
@@ -106,10 +86,10 @@ def test_from_a_name_to_a_picture_with_the_numbers_it_says(workplace) -> None:
 
 
 def test_the_commands_over_http_run_against_a_service(workplace) -> None:
-    block = next(block for block in blocks("sh") if "curl" in block)
+    block = next(block for block in shortened("sh") if "curl" in block)
     with service(workplace) as (url, _):
         block = block.replace("http://127.0.0.1:8000", url)
-        out = run(["bash", "-euo", "pipefail", "-c", block], workplace)
+        out = run(block, workplace)
     assert '"state":"succeeded"' in out.replace(" ", "")
 
 
