@@ -7,7 +7,7 @@ import shlex
 import shutil
 import sys
 import xml.etree.ElementTree as ET
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -15,6 +15,9 @@ from examples.quickstart import service
 from optpipe import check_schedule, load_problem, load_schedule
 from optpipe.cli import main
 from tests.docs_console import ROOT, blocks, make_workplace, run_shell
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 pytestmark = pytest.mark.long
 

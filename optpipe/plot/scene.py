@@ -50,6 +50,7 @@ __all__ = [
     "Unit",
     "View",
     "codes_of",
+    "curve_of",
     "drawing_of",
     "edges",
     "has_side_lanes",
@@ -59,6 +60,7 @@ __all__ = [
     "pixels_of",
     "places",
     "require_drawing",
+    "shares_of",
     "title_of",
     "unit_of",
 ]
@@ -139,7 +141,7 @@ def drawing_of(problem: Problem, programs: Programs) -> Drawing:
     Raises `IllegalScheduleError` if the programs get stuck.
     """
     timeline = timeline_of(problem, programs, simulate(problem, programs))
-    curves = tuple(_curve(points) for points in timeline.memory)
+    curves = tuple(curve_of(points) for points in timeline.memory)
     rows = [row for device in timeline.intervals for row in device]
     around = [
         _held_around(problem, device, programs, intervals, curves[device])
@@ -171,7 +173,8 @@ def _bars(rows: Sequence[Interval], held: NDArray[np.int64]) -> Bars:
     )
 
 
-def _curve(points: Sequence[tuple[float, int]]) -> Curve:
+def curve_of(points: Sequence[tuple[float, int]]) -> Curve:
+    """Return a memory curve of (ms, bytes held from then on)."""
     return Curve(
         moments=np.array([moment for moment, _ in points], np.float64),
         held=np.array([held for _, held in points], np.int64),
@@ -297,8 +300,6 @@ def places(*, has_sides: bool) -> tuple[LaneEdges, ...]:
 
 
 # --- From bars to columns of pixels, for schedules with more actions than a picture has columns.
-# The numpy sibling of `optpipe.plot.terminal`, which the terminal uses: that one works on a line of
-# characters, this one on a hundred thousand bars.
 
 NUM_CODES = 2 * len(KINDS)
 
@@ -343,7 +344,7 @@ def pixels_of(
     codes = codes_of(bars)
     for rows in _groups((bars.device * len(LANES) + bars.lane) * NUM_CODES + codes):
         place = bars.device[rows[0]], bars.lane[rows[0]]
-        share = _shares(bars.start[rows], bars.end[rows], edges)
+        share = shares_of(bars.start[rows], bars.end[rows], edges)
         busy[place] += share
         colour[place] += share[:, np.newaxis] * palette[codes[rows[0]]]
     colour /= np.maximum(busy, np.finfo(np.float32).tiny)[..., np.newaxis]
@@ -374,7 +375,7 @@ def peaks_of(curve: Curve, end_ms: float, edges: NDArray[np.float64]) -> NDArray
     return peaks
 
 
-def _shares(
+def shares_of(
     start: NDArray[np.float64], end: NDArray[np.float64], edges: NDArray[np.float64]
 ) -> NDArray[np.float32]:
     """Return how much of each column some bars fill that do not overlap, as shares of it.

@@ -2,7 +2,7 @@
 
 Per device one row of compute, a row for each direction of transfers that it uses, and a row of
 memory. Blocks are coloured where the terminal has colours and filled with distinct signs where it
-has none. Where a device has more actions than columns, columns are shared (`Bin`), and of many
+has none. Where a device has more actions than columns, columns are shared, and of many
 devices an evenly spaced few are shown.
 """
 
@@ -12,17 +12,18 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING
 
+import numpy as np
 from rich.style import Style
 from rich.text import Text
 
 from optpipe.memory import device_peak_bytes
-from optpipe.plot.scene import COLOURS
+from optpipe.plot.scene import COLOURS, curve_of, peaks_of, shares_of
 from optpipe.schedule import ActionType
 from optpipe.simulate import bubble_rate, make_timeline
 from optpipe.units import format_bytes, format_ms, format_share, tick_step
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping
 
     from rich.console import Console, ConsoleOptions, RenderResult
 
@@ -35,13 +36,10 @@ __all__ = [
     "LETTERS",
     "NAMES",
     "UNICODE",
-    "Bin",
     "CellBlock",
     "Glyphs",
     "ScheduleView",
-    "bins_of",
     "blocks_of",
-    "levels_of",
 ]
 
 
@@ -183,27 +181,41 @@ class _Picture:
 
     def _shared(self, intervals: list[Interval]) -> Text:
         body = Text()
-        end = round(self.end_ms / self.length_ms * self.columns) if self.length_ms else 0
-        for item in bins_of(intervals, self.length_ms, self.columns)[:end]:
-            self._shared_cell(body, item)
+        for kind, busy in self._columns(intervals):
+            if busy < 1 / 8:
+                body.append(self.glyphs.bubble, _DIM)
+            elif self.plain:
+                letter = LETTERS[kind]
+                body.append(letter if busy >= 1 / 2 else letter.lower())
+            else:
+                shade = self.glyphs.shades[max(1, round(busy * 4))]
+                body.append(shade, Style(color=COLOURS[kind][0]))
         return body
 
-    def _shared_cell(self, body: Text, item: Bin) -> None:
-        if item.kind is None or item.busy < 1 / 8:
-            body.append(self.glyphs.bubble, _DIM)
-        elif self.plain:
-            letter = LETTERS[item.kind]
-            body.append(letter if item.busy >= 1 / 2 else letter.lower())
-        else:
-            shade = self.glyphs.shades[max(1, round(item.busy * 4))]
-            body.append(shade, Style(color=COLOURS[item.kind][0]))
+    def _columns(self, intervals: list[Interval]) -> list[tuple[ActionType, float]]:
+        """Share a lane out: per column the type that fills most of it, and how much is busy."""
+        edges = np.linspace(0.0, self.length_ms, self.columns + 1)
+        kinds = sorted({item.action.type for item in intervals if item.action is not None})
+        shares = [np.zeros(self.columns, np.float32)]
+        for kind in kinds:
+            own = [item for item in intervals if item.action and item.action.type is kind]
+            starts, ends = (np.array([getattr(i, at) for i in own]) for at in ("start", "end"))
+            shares.append(shares_of(starts, ends, edges))
+        filled = np.array(shares)
+        most = [ActionType.FORWARD, *kinds]
+        return [
+            (most[place], min(1.0, float(busy)))
+            for place, busy in zip(filled.argmax(axis=0), filled.sum(axis=0), strict=True)
+        ][: self._num_columns()]
+
+    def _num_columns(self) -> int:
+        return round(self.end_ms / self.length_ms * self.columns) if self.length_ms else 0
 
     def _transfers(self, intervals: list[Interval], kind: ActionType) -> Text:
         fill, body = self.glyphs.fill[kind], Text()
         if self.shared:
-            end = round(self.end_ms / self.length_ms * self.columns) if self.length_ms else 0
-            for item in bins_of(intervals, self.length_ms, self.columns)[:end]:
-                body.append(fill if item.busy >= 1 / 4 else " ", Style(color=COLOURS[kind][0]))
+            for _, busy in self._columns(intervals):
+                body.append(fill if busy >= 1 / 4 else " ", Style(color=COLOURS[kind][0]))
             return body
         for block in blocks_of(intervals, self.length_ms, self.end_ms, self.columns):
             if block.interval is None or block.interval.action is None:
@@ -226,8 +238,9 @@ class _Picture:
         limit = self.problem.devices[device].usable_bytes
         static = self.problem.static_bytes_of(device)
         body = Text()
-        levels = levels_of(self.timeline.memory[device], self.length_ms, self.end_ms, self.columns)
-        for held, run in groupby(levels):
+        edges = np.linspace(0.0, self.end_ms, max(1, self._num_columns()) + 1)
+        levels = peaks_of(curve_of(self.timeline.memory[device]), self.end_ms, edges)
+        for held, run in groupby(levels.tolist()):
             sign = self._memory_sign(held, static, limit)
             body.append(sign * len(list(run)), _BAD if held > limit else Style(color="cyan"))
         peak = device_peak_bytes(self.problem, device, self.view.programs[device])
@@ -314,14 +327,6 @@ class CellBlock:
         return self.last - self.first
 
 
-@dataclass(frozen=True, slots=True)
-class Bin:
-    """One column that many actions share: the type that fills most of it, and how much is busy."""
-
-    kind: ActionType | None
-    busy: float
-
-
 def blocks_of(
     intervals: Iterable[Interval], length_ms: float, end_ms: float, width: int
 ) -> list[CellBlock]:
@@ -346,43 +351,6 @@ def blocks_of(
     if end > at:
         blocks.append(CellBlock(at, end, None))
     return blocks
-
-
-def bins_of(intervals: Iterable[Interval], length_ms: float, width: int) -> list[Bin]:
-    """Share a lane out to columns, for pictures with more actions than columns."""
-    filled: list[dict[ActionType | None, float]] = [{} for _ in range(width)]
-    column_ms = length_ms / width if length_ms > 0 else 1.0
-    for interval in intervals:
-        kind = interval.action.type if interval.action is not None else None
-        first = min(int(interval.start / column_ms), width - 1)
-        last = min(int(interval.end / column_ms), width - 1)
-        for column in range(first, last + 1):
-            start = max(interval.start, column * column_ms)
-            end = min(interval.end, (column + 1) * column_ms)
-            if end > start:
-                filled[column][kind] = filled[column].get(kind, 0.0) + end - start
-    return [
-        Bin(max(held, key=lambda kind: held[kind]), min(1.0, sum(held.values()) / column_ms))
-        if held
-        else Bin(None, 0.0)
-        for held in filled
-    ]
-
-
-def levels_of(
-    curve: Sequence[tuple[float, int]], length_ms: float, end_ms: float, width: int
-) -> list[int]:
-    """Return the most bytes held during each column, up to the column of ``end_ms``."""
-    per_ms = width / length_ms if length_ms > 0 else 0.0
-    num_columns = min(width, max(1, round(end_ms * per_ms)))
-    levels = [0] * num_columns
-    following = [moment for moment, _ in curve[1:]] + [end_ms]
-    for (moment, held), until in zip(curve, following, strict=True):
-        first = min(int(moment * per_ms), num_columns - 1)
-        last = min(int(until * per_ms), num_columns - 1)
-        for column in range(first, last + 1):
-            levels[column] = max(levels[column], held)
-    return levels
 
 
 # --- The signs of the terminal picture: one set for terminals with Unicode, one for those without.

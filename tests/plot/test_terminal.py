@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from optpipe import Action, ActionType, Device, Problem, Stage, load_csv
-from optpipe.plot.terminal import ScheduleView, bins_of, blocks_of, levels_of
+from optpipe.plot.terminal import ScheduleView, blocks_of
 from optpipe.simulate import Interval
 from tests.plot.conftest import make_small_problem
 
@@ -30,9 +30,9 @@ def test_the_whole_small_picture(small_problem, small_programs) -> None:
         "gpu0    F0──────····F1──────····I0══════W0┄┄····I1══════W1┄┄ busy 76.9 %",
         " ↓ host         0▾▾▾                                         1 offloaded",
         " ↑ host                     0▴▴▴                             1 reloaded",
-        " memory ▅▅▅▅▅▅▅▅▅▅▅▅▅▅▅▅▅▅▅▅█████████████▇▇▇▇▅▅▅▅▅▅▅▅▅▅▅▅▃▃▃ 16 B = 100%",
+        " memory ▅▅▅▅▅▅▅▅▅▅▅▅▅▅▅▅▅▅▅▅████████████▇▇▇▇▅▅▅▅▅▅▅▅▅▅▅▅▃▃▃▃ 16 B = 100%",
         "gpu1    ········F0──────I0══════F1──────I1══════W0┄┄W1┄┄···· busy 76.9 %",
-        " memory ▁▁▁▁▁▁▁▁▅▅▅▅▅▅▅▅▅▅▅▅▅▅▅▅▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▅▅▅▅▃▃▃▃▁▁▁ 13 B = 81%",
+        " memory ▁▁▁▁▁▁▁▁▅▅▅▅▅▅▅▅▅▅▅▅▅▅▅▅▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▅▅▅▅▃▃▃▃▁▁▁▁ 13 B = 81%",
         "        ┴───────────────────┴───────────────────┴───────────",
         "ms      0                   5                   10",
         "        F0 forward   I0 input gradient   W0 weight gradient   ▾▾ to the host",
@@ -115,7 +115,7 @@ def test_64_devices_and_512_microbatches_are_summed_up() -> None:
     assert any(line.startswith("gpu63") for line in lines)
 
 
-# Columns lose no time: blocks tile the lane, bins share it out, levels keep every peak.
+# Columns lose no time: blocks tile the lane.
 
 
 @st.composite
@@ -149,17 +149,3 @@ def test_a_block_is_never_more_than_half_a_column_off(lane, width: int) -> None:
         if block.interval is not None:
             assert block.first / width * end - block.interval.start == half
             assert block.last / width * end - block.interval.end == half
-
-
-@given(lanes(), st.integers(1, 40))
-def test_bins_share_out_exactly_the_busy_time(lane, width: int) -> None:
-    end = lane[-1].end
-    busy = sum(item.end - item.start for item in lane)
-    shared = sum(item.busy for item in bins_of(lane, end, width)) * end / width
-    assert shared == pytest.approx(busy)
-
-
-def test_levels_keep_a_peak_that_is_shorter_than_a_column() -> None:
-    curve = [(0.0, 1), (50.0, 9), (50.1, 2)]
-    levels = levels_of(curve, 100.0, 100.0, 10)
-    assert levels == [1, 1, 1, 1, 1, 9, 2, 2, 2, 2]
