@@ -32,10 +32,8 @@ if TYPE_CHECKING:
 __all__ = ["main", "make_app"]
 
 
-_COMMANDS = (
-    *(solve, check, bound, compare, sweep, plan, plot, explain, diff),
-    *(profile, serve, submit, fetch),
-)
+_COMMANDS = (solve, check, bound, compare, sweep, plan, plot, explain, diff, profile, serve, submit,
+             fetch, export)  # fmt: skip
 
 
 def make_app() -> typer.Typer:
@@ -51,7 +49,6 @@ def make_app() -> typer.Typer:
     app.callback()(_about)
     for command in _COMMANDS:
         app.command()(command)
-    app.command()(export)
     app.command("import")(import_measurements)
     app.command("estimate")(estimate_problem)
     app.add_typer(make_jobs_app())
@@ -65,13 +62,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         make_app()(args=arguments, prog_name="optpipe")
     except OptPipeError as error:
         print_error(error)
-        sys.exit(_exit_code(error))
-
-
-def _exit_code(error: OptPipeError) -> int:
-    if isinstance(error, InfeasibleProblemError):
-        return INFEASIBLE
-    return BAD_INPUT if isinstance(error, InputError) else WORLD
+        if isinstance(error, InfeasibleProblemError):
+            sys.exit(INFEASIBLE)
+        sys.exit(BAD_INPUT if isinstance(error, InputError) else WORLD)
 
 
 def _about() -> None:

@@ -18,6 +18,9 @@ from optpipe.cli.files import (
     write_file,
 )
 from optpipe.errors import InputError
+from optpipe.formats.chrome_trace import dump_chrome_trace
+from optpipe.formats.csv import dump_csv
+from optpipe.formats.zero_bubble import dump_python_list
 from optpipe.schedule import ActionType
 
 if TYPE_CHECKING:
@@ -99,27 +102,9 @@ def _fused(problem: Problem, programs: Programs) -> Programs:
     return fused
 
 
-def _torch_csv(problem: Problem, programs: Programs) -> str:  # noqa: ARG001 - one shape for all
-    from optpipe.formats.csv import dump_csv
-
-    return dump_csv(programs, for_torch=True)
-
-
-def _python(problem: Problem, programs: Programs) -> str:
-    from optpipe.formats.zero_bubble import dump_python_list
-
-    return dump_python_list(problem, programs)
-
-
-def _trace(problem: Problem, programs: Programs) -> str:
-    from optpipe.formats.chrome_trace import dump_chrome_trace
-
-    return dump_chrome_trace(problem, programs)
-
-
 TARGETS: dict[str, Callable[[Problem, Programs], str]] = {
-    "torch-csv": _torch_csv,
-    "python": _python,
-    "trace": _trace,
+    "torch-csv": lambda _, programs: dump_csv(programs, for_torch=True),
+    "python": dump_python_list,
+    "trace": dump_chrome_trace,
 }
 """Every form by name."""

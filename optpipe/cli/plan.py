@@ -97,7 +97,8 @@ def plan(
       optpipe plan model.json -o schedule.json --problem-out problem.json
       optpipe plan model.json --chunks 1,2 --placements linear,v --time-limit 120
     """
-    counts, kinds = _counts(chunks), _names(placements)
+    counts = _counts(chunks)
+    kinds = cast("tuple[PlacementKind, ...]", tuple(map(str.strip, placements.split(","))))
     model = _read_model(model_file)
     check_schedule_file(output)
     check_writable(problem_out)
@@ -135,10 +136,6 @@ def _counts(text: str) -> tuple[int, ...]:
         raise InputError(
             f"--chunks {text}: must be whole numbers with commas between; write e.g. 1,2"
         ) from None
-
-
-def _names(text: str) -> tuple[PlacementKind, ...]:
-    return cast("tuple[PlacementKind, ...]", tuple(part.strip() for part in text.split(",")))
 
 
 def _read_model(path: Path) -> Model:

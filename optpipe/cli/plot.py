@@ -78,7 +78,9 @@ def plot(
     problem = read_problem(problem_file)
     check_drawable(output)
     check_apart(output, inputs=[problem_file, *schedule_files])
-    _check_dark(output, dark)
+    if dark and (output is None or output.suffix != ".html"):
+        shown = "the terminal" if output is None else output.name
+        raise InputError(f"--dark is for .html files, not for {shown}; leave it out")
     views = [_read(problem, path) for path in schedule_files]
     if beside_1f1b:
         views.insert(0, _baseline(problem))
@@ -118,12 +120,6 @@ def _draw_into(output: Path, views: list[View], *, theme: Theme = "light") -> No
     else:
         save_figure(views, output)
     say_written(output)
-
-
-def _check_dark(output: Path | None, dark: bool) -> None:
-    if dark and (output is None or output.suffix != ".html"):
-        shown = "the terminal" if output is None else output.name
-        raise InputError(f"--dark is for .html files, not for {shown}; leave it out")
 
 
 def _read(problem: Problem, path: Path) -> View:

@@ -73,7 +73,11 @@ def number_table(
     table.add_column("this schedule", justify="right")
     if baseline is not None:
         table.add_column("1F1B", justify="right")
-    known = _measured(problem, programs) if schedule is None else _said(schedule)
+    if schedule is None:
+        known = _measured(problem, programs)
+    else:
+        peaks = schedule.peak_bytes[:_SHOWN_DEVICES]
+        known = _Known(schedule.makespan_ms, schedule.span_ms, peaks, schedule.host_peak_bytes)
     columns = [_numbers(problem, programs, known)]
     if baseline is not None:
         columns.append(_numbers(problem, baseline, _measured(problem, baseline)))
@@ -129,11 +133,6 @@ class _Known(NamedTuple):
     span_ms: float
     peak_bytes: tuple[int, ...]
     host_peak_bytes: dict[str, int]
-
-
-def _said(schedule: Schedule) -> _Known:
-    peaks = schedule.peak_bytes[:_SHOWN_DEVICES]
-    return _Known(schedule.makespan_ms, schedule.span_ms, peaks, schedule.host_peak_bytes)
 
 
 def _measured(problem: Problem, programs: Programs) -> _Known:

@@ -28,7 +28,7 @@ from optpipe.cli.console import (
     stderr,
     stdout,
 )
-from optpipe.cli.files import check_apart, check_writable, read_problem, write_file
+from optpipe.cli.files import check_apart, check_writable, read_problem, say_written, write_file
 from optpipe.cli.report import gap_text
 from optpipe.errors import InputError
 from optpipe.formats.json import read_text
@@ -141,7 +141,9 @@ def sweep(
     _write(rows, output)
     _show(rows)
     if frontier_file is not None:
-        _draw(problem, variations, rows, frontier_file)
+        points = [_point(variations[row["index"]], row) for row in rows]
+        save_frontier(frontier(points), frontier_file, problem.name)
+        say_written(frontier_file)
     _leave(rows, was_stopped=was_stopped)
 
 
@@ -231,14 +233,6 @@ def _show(rows: Sequence[SweepRow]) -> None:
     notes = [f"{row['name']}: {row['message']}" for row in rows if row["message"]]
     if notes:
         console.print("\n" + "\n".join(notes), markup=False, soft_wrap=True)
-
-
-def _draw(
-    problem: Problem, variations: Sequence[Variation], rows: Sequence[SweepRow], path: Path
-) -> None:
-    points = [_point(variations[row["index"]], row) for row in rows]
-    save_frontier(frontier(points), path, problem.name)
-    stderr().print(f"written to {path}", markup=False)
 
 
 def _point(variation: Variation, row: SweepRow) -> Point:

@@ -91,15 +91,11 @@ def draw_figure(views: Sequence[View]) -> Any:
         _draw_view(gantt, memory, view, drawing, length_ms=length)
     last = axes[-1, 0]
     last.set_xlim(0, length * 1.005)
-    last.set_xlabel(_time_label(drawings))
+    is_mixed = any(len(drawing.bars) > MOST_SHAPES for drawing in drawings)
+    mixed = "; a column of pixels mixes the colours of all that happens in it"
+    last.set_xlabel(f"time (ms){mixed if is_mixed else ''}")
     _draw_legend(figure, views)
     return figure
-
-
-def _time_label(drawings: Sequence[Drawing]) -> str:
-    if all(len(drawing.bars) <= MOST_SHAPES for drawing in drawings):
-        return "time (ms)"
-    return "time (ms); a column of pixels mixes the colours of all that happens in it"
 
 
 def _heights(num_devices: int) -> tuple[float, float]:

@@ -79,7 +79,7 @@ if TYPE_CHECKING:
     from optpipe.plot.scene import Drawing, View
     from optpipe.sweep import FrontierLine, Point
 
-__all__ = ["chart_html", "chart_item", "frontier_chart", "schedule_chart", "stacked"]
+__all__ = ["chart_html", "chart_item", "frontier_chart", "schedule_chart"]
 
 
 _MARGIN = 0.01
@@ -121,9 +121,9 @@ def schedule_chart(views: Sequence[View], *, theme: Theme = "light") -> LayoutDO
     for view, gantt, memory in zip(views, gantts, memories, strict=True):
         _connect(view, gantt, memory, script)
     if memories:
-        _label_time(memories[-1].figure)
+        memories[-1].figure.xaxis.axis_label = "time (ms)"
     figures = [held.figure for pair in zip(gantts, memories, strict=True) for held in pair]
-    grid = stacked(figures, theme)
+    grid = _stacked(figures, theme)
     controls = row(follow, *(memory.select for memory in memories), styles=_WRAPPING)
     samples = legend_of(
         drawings, PALETTES[theme], has_bound=any(view.has_bound_line for view in views)
@@ -220,10 +220,6 @@ def _follow(views: Sequence[View], theme: Theme) -> NumericInput:
         name="follow",
         stylesheets=[InlineStyleSheet(css=css_of(theme))],
     )
-
-
-def _label_time(plot: Any) -> None:
-    plot.xaxis.axis_label = "time (ms)"
 
 
 # --- The frontier of a sweep to zoom into: the best objective and its bound over the memory limit.
@@ -465,7 +461,7 @@ def _renamed(item: Any) -> Any:
 def _walked(value: Any, names: dict[str, str], prefix: str) -> Any:
     if isinstance(value, dict):
         return {
-            key: _renamed_id(part, names, prefix)
+            key: names.setdefault(part, f"{prefix}-{len(names)}")
             if key in {"id", "root_id"} and isinstance(part, str) and _COUNTED.fullmatch(part)
             else _walked(part, names, prefix)
             for key, part in value.items()
@@ -475,14 +471,10 @@ def _walked(value: Any, names: dict[str, str], prefix: str) -> Any:
     return value
 
 
-def _renamed_id(name: str, names: dict[str, str], prefix: str) -> str:
-    return names.setdefault(name, f"{prefix}-{len(names)}")
-
-
 # --- Figures one above the other, with one toolbar whose tools act on all of them.
 
 
-def stacked(figures: Sequence[Any], theme: Theme) -> GridPlot:
+def _stacked(figures: Sequence[Any], theme: Theme) -> GridPlot:
     """Return figures that share a time axis in a column; all tools act on that axis alone.
 
     Bokeh's own merging of toolbars orders tools differently each time.

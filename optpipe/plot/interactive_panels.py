@@ -302,7 +302,8 @@ def draw_memory(
     look = PALETTES[theme]
     limits = [device.usable_bytes for device in view.problem.devices]
     peaks = _peaks(view)
-    unit, size = _unit(max(peaks, default=0))
+    most = max(peaks, default=0)
+    unit, size = next((unit for unit in _UNITS if most >= unit[1]), _UNITS[-1])
     devices = _devices(view, drawing, peaks, size)
     chosen = max(range(len(peaks)), key=lambda device: peaks[device] / max(1, limits[device]))
     shown = _drawn(
@@ -351,10 +352,6 @@ def _peaks(view: View) -> list[int]:
         device_peak_bytes(view.problem, device, program)
         for device, program in enumerate(view.programs)
     ]
-
-
-def _unit(most_bytes: int) -> tuple[str, int]:
-    return next((unit for unit in _UNITS if most_bytes >= unit[1]), _UNITS[-1])
 
 
 def _ceiling(peaks: Sequence[int], limits: Sequence[int]) -> float:
@@ -430,17 +427,14 @@ def _draw_areas(plot: Any, shown: ColumnDataSource, look: Palette) -> None:
         )
 
 
-def _clipped(title: str) -> str:
-    """Return as much of a title as stands over a select box."""
-    return title if len(title) <= _LABEL else title[: _LABEL - 1] + "…"
-
-
 def _select(view: View, chosen: int, theme: Theme) -> Select:
+    # As much as stands over a select box.
+    title = view.title if len(view.title) <= _LABEL else view.title[: _LABEL - 1] + "…"
     options: list[str | tuple[Any, str]] = [
         (str(index), device.name) for index, device in enumerate(view.problem.devices)
     ]
     return Select(
-        title=f"memory: {_clipped(view.title)}",
+        title=f"memory: {title}",
         value=str(chosen),
         options=options,
         width=150,

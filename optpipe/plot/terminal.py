@@ -31,16 +31,7 @@ if TYPE_CHECKING:
     from optpipe.schedule import Programs
     from optpipe.simulate import Interval, Lane, Timeline
 
-__all__ = [
-    "ASCII",
-    "LETTERS",
-    "NAMES",
-    "UNICODE",
-    "CellBlock",
-    "Glyphs",
-    "ScheduleView",
-    "blocks_of",
-]
+__all__ = ["LETTERS", "NAMES", "ScheduleView", "blocks_of"]
 
 
 _MAX_WIDTH = 200
@@ -71,7 +62,7 @@ class ScheduleView:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         plain = console.color_system is None or console.no_color
-        glyphs = ASCII if options.ascii_only else UNICODE
+        glyphs = _ASCII if options.ascii_only else _UNICODE
         timeline = make_timeline(self.problem, self.programs)
         yield from _Picture(self, timeline, glyphs, plain, options.max_width).lines()
 
@@ -80,7 +71,7 @@ class _Picture:
     """One rendering: everything that depends on the terminal's width and abilities."""
 
     def __init__(
-        self, view: ScheduleView, timeline: Timeline, glyphs: Glyphs, plain: bool, max_width: int
+        self, view: ScheduleView, timeline: Timeline, glyphs: _Glyphs, plain: bool, max_width: int
     ) -> None:
         self.view = view
         self.problem = view.problem
@@ -158,7 +149,7 @@ class _Picture:
                 self._block(body, block)
         return body
 
-    def _block(self, body: Text, block: CellBlock) -> None:
+    def _block(self, body: Text, block: _CellBlock) -> None:
         action = block.interval.action if block.interval else None
         if action is None:
             return
@@ -314,7 +305,7 @@ def _spread(count: int, at_most: int) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class CellBlock:
+class _CellBlock:
     """Columns ``first`` to ``last`` (exclusive) that one action fills; idle where None."""
 
     first: int
@@ -329,14 +320,14 @@ class CellBlock:
 
 def blocks_of(
     intervals: Iterable[Interval], length_ms: float, end_ms: float, width: int
-) -> list[CellBlock]:
+) -> list[_CellBlock]:
     """Cut a lane of ``length_ms`` into blocks, each end rounded to the nearest column.
 
     Blocks cover columns 0 to that of ``end_ms`` without gaps; an action shorter than half a column
     may get none.
     """
     per_ms = width / length_ms if length_ms > 0 else 0.0
-    blocks: list[CellBlock] = []
+    blocks: list[_CellBlock] = []
     at = 0
     for interval in sorted(intervals, key=lambda item: item.start):
         first, last = round(interval.start * per_ms), round(interval.end * per_ms)
@@ -344,37 +335,33 @@ def blocks_of(
         if last <= first:
             continue
         if first > at:
-            blocks.append(CellBlock(at, first, None))
-        blocks.append(CellBlock(first, last, interval))
+            blocks.append(_CellBlock(at, first, None))
+        blocks.append(_CellBlock(first, last, interval))
         at = last
     end = round(end_ms * per_ms)
     if end > at:
-        blocks.append(CellBlock(at, end, None))
+        blocks.append(_CellBlock(at, end, None))
     return blocks
 
 
 # --- The signs of the terminal picture: one set for terminals with Unicode, one for those without.
 
-LETTERS: Mapping[ActionType, str] = {
-    ActionType.FORWARD: "F",
-    ActionType.BACKWARD_INPUT: "I",
-    ActionType.BACKWARD_WEIGHT: "W",
-    ActionType.FULL_BACKWARD: "B",
-    ActionType.RECOMPUTE: "R",
+_ACTIONS: Mapping[ActionType, tuple[str, str, str, str]] = {
+    ActionType.FORWARD: ("F", "forward", "─", "-"),
+    ActionType.BACKWARD_INPUT: ("I", "input gradient", "═", "="),
+    ActionType.BACKWARD_WEIGHT: ("W", "weight gradient", "┄", "~"),
+    ActionType.FULL_BACKWARD: ("B", "full backward", "≡", "#"),
+    ActionType.RECOMPUTE: ("R", "recompute", "~", "+"),
+    ActionType.OFFLOAD: ("", "to the host", "▾", "v"),
+    ActionType.RELOAD: ("", "from the host", "▴", "^"),
 }
-NAMES: Mapping[ActionType, str] = {
-    ActionType.FORWARD: "forward",
-    ActionType.BACKWARD_INPUT: "input gradient",
-    ActionType.BACKWARD_WEIGHT: "weight gradient",
-    ActionType.FULL_BACKWARD: "full backward",
-    ActionType.RECOMPUTE: "recompute",
-    ActionType.OFFLOAD: "to the host",
-    ActionType.RELOAD: "from the host",
-}
+"""Letter, name, and what continues a block where there is no colour: in Unicode, in ASCII."""
+LETTERS = {kind: row[0] for kind, row in _ACTIONS.items() if row[0]}
+NAMES = {kind: row[1] for kind, row in _ACTIONS.items()}
 
 
 @dataclass(frozen=True, slots=True)
-class Glyphs:
+class _Glyphs:
     """Signs; ``fill`` continues a block where there is no colour to do it.
 
     ``levels`` go from nothing to full, ``shades`` from idle to busy.
@@ -392,16 +379,8 @@ class Glyphs:
     up: str
 
 
-UNICODE = Glyphs(
-    fill={
-        ActionType.FORWARD: "─",
-        ActionType.BACKWARD_INPUT: "═",
-        ActionType.BACKWARD_WEIGHT: "┄",
-        ActionType.FULL_BACKWARD: "≡",
-        ActionType.RECOMPUTE: "~",
-        ActionType.OFFLOAD: "▾",
-        ActionType.RELOAD: "▴",
-    },
+_UNICODE = _Glyphs(
+    fill={kind: row[2] for kind, row in _ACTIONS.items()},
     grad_sync="◦",
     bubble="·",
     levels=" ▁▂▃▄▅▆▇█",
@@ -412,16 +391,8 @@ UNICODE = Glyphs(
     down="↓",
     up="↑",
 )
-ASCII = Glyphs(
-    fill={
-        ActionType.FORWARD: "-",
-        ActionType.BACKWARD_INPUT: "=",
-        ActionType.BACKWARD_WEIGHT: "~",
-        ActionType.FULL_BACKWARD: "#",
-        ActionType.RECOMPUTE: "+",
-        ActionType.OFFLOAD: "v",
-        ActionType.RELOAD: "^",
-    },
+_ASCII = _Glyphs(
+    fill={kind: row[3] for kind, row in _ACTIONS.items()},
     grad_sync="o",
     bubble=".",
     levels=" 12345678",
