@@ -66,22 +66,6 @@ _SHOWN |= {0x7F: 0x2421, **dict.fromkeys(range(0x80, 0xA0), 0xFFFD)}
 PIPE = Path("-")
 """Instead of a file's name: standard input, or standard output."""
 
-_PACKAGES = {
-    "solver": {"pulp", "highspy", "scipy", "numba"},
-    "server": {
-        "alembic",
-        "fastapi",
-        "fastapi_offline",
-        "prometheus_client",
-        "pydantic_settings",
-        "sqlalchemy",
-        "starlette",
-        "structlog",
-        "uvicorn",
-    },
-}
-_PACKAGES["server"] |= _PACKAGES["solver"]
-
 
 class _Console(Console):
     """On a terminal, shows control characters instead of obeying them: names may be anybody's.
@@ -143,7 +127,7 @@ def needs_extra(extra: str) -> Iterator[None]:
         yield
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
-        if package not in _PACKAGES[extra]:
+        if package.startswith("optpipe"):
             raise
         raise MissingExtraError(
             f"this command needs {package}, which is not installed; "

@@ -7,7 +7,7 @@ import math
 import re
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 from pydantic import ValidationError
@@ -34,7 +34,7 @@ from optpipe.measurements import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
 
     from optpipe.measurements import BuiltProblem
     from optpipe.problem import Problem
@@ -169,16 +169,12 @@ def import_measurements(
     # The problem may take the place of --base, which is what it replaces.
     check_apart(output, times_out, inputs=[*files, sizes, messages])
     check_apart(times_out, inputs=[base])
-    _check_options(
-        form,
-        {
-            "--range": range_pattern,
-            "--process": process,
-            "--gpu-time": gpu_time,
-            "--num-stages": num_stages,
-            "--equal-stages": equal_stages,
-        },
-    )
+    kineto = {"--range": range_pattern, "--process": process, "--gpu-time": gpu_time}
+    megatron = {"--num-stages": num_stages, "--equal-stages": equal_stages}
+    for own, options in ((Form.KINETO, kineto), (Form.MEGATRON, megatron)):
+        for option, value in options.items():
+            if value and own is not form:
+                raise InputError(f"{option} belongs to {own}, not to {form}; leave it out")
     given = _given(
         fields={"name": name, "num_microbatches": num_microbatches, "weight_share": weight_share,
                 "link_latency_ms": link_latency_ms, "link_gb_per_s": link_gb_per_s},
@@ -189,53 +185,25 @@ def import_measurements(
         rates={"d2h_gb_per_s": d2h_gb_per_s, "h2d_gb_per_s": h2d_gb_per_s},
         stages=_from_file(sizes, read_stages_table) if sizes else (),
     )  # fmt: skip
-    reader = _FileReader(
-        patterns=tuple(range_pattern or ()),
-        gpu_time=gpu_time or _GpuClock.SPAN,
-        process=process or "",
-        run=MegatronRun(num_microbatches, num_stages, equal_stages),
-    )
     steps = 0 if form is Form.CSV and warmup_steps is None else warmup_steps
-    measurements = reader.read(form, files).without_warmup(steps)
+    if form is Form.KINETO:
+        clock = gpu_time or _GpuClock.SPAN
+        found = read_kineto(files, tuple(range_pattern or ()), clock.value, process or "")
+    elif len(files) > 1:
+        raise InputError(
+            f"{len(files)} files: {form} reads one; name one, the others in runs of their own"
+        )
+    elif form is Form.MEGATRON:
+        run = MegatronRun(num_microbatches, num_stages, equal_stages)
+        found = _from_file(files[0], lambda text: read_megatron(text, run))
+    else:
+        found = _from_file(files[0], read_times)
+    measurements = found.without_warmup(steps)
     if messages is not None:
         measurements = measurements.with_transfers(_from_file(messages, read_messages_table))
     if times_out is not None:
         write_file(times_out, dump_times(measurements))
     _finish(measurements, given, read_problem(base) if base else None, output, as_json)
-
-
-class _FileReader(NamedTuple):
-    """How files are read."""
-
-    patterns: Sequence[str]
-    gpu_time: _GpuClock
-    process: str
-    run: MegatronRun
-
-    def read(self, form: Form, files: Sequence[Path]) -> Measurements:
-        """Return what the files say; errors name the file."""
-        if form is Form.KINETO:
-            return read_kineto(files, self.patterns, self.gpu_time.value, self.process)
-        if len(files) > 1:
-            raise InputError(
-                f"{len(files)} files: {form} reads one; name one, the others in runs of their own"
-            )
-        if form is Form.MEGATRON:
-            return _from_file(files[0], lambda text: read_megatron(text, self.run))
-        return _from_file(files[0], read_times)
-
-
-def _check_options(form: Form, special: Mapping[str, object]) -> None:
-    of_form = {
-        "--range": Form.KINETO,
-        "--process": Form.KINETO,
-        "--gpu-time": Form.KINETO,
-        "--num-stages": Form.MEGATRON,
-        "--equal-stages": Form.MEGATRON,
-    }
-    for option, value in special.items():
-        if value and of_form[option] is not form:
-            raise InputError(f"{option} belongs to {of_form[option]}, not to {form}; leave it out")
 
 
 def _given(

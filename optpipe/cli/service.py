@@ -47,7 +47,7 @@ from optpipe.schedule import OPTIMAL_GAP
 from optpipe.units import format_ms
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
     from rich.console import Console
     from rich.progress import Task
@@ -337,19 +337,21 @@ _ID_WIDTH = 32
 
 
 def make_jobs_app() -> typer.Typer:
-    """Return the group of commands."""
-    app = typer.Typer(
-        name="jobs",
-        no_args_is_help=True,
-        rich_markup_mode=None,
-        help="List the jobs of a service, cancel them, give them more time.\n\n\b\nExamples:\n"
+    """Return the commands that list, cancel and resume jobs."""
+    return _group(
+        "jobs",
+        "List the jobs of a service, cancel them, give them more time.\n\n\b\nExamples:\n"
         "  optpipe jobs list --state running\n"
         "  optpipe jobs cancel JOB\n"
         "  optpipe jobs resume JOB --time-limit 60",
+        {"list": show, "cancel": cancel, "resume": resume},
     )
-    app.command("list")(show)
-    app.command("cancel")(cancel)
-    app.command("resume")(resume)
+
+
+def _group(name: str, about: str, commands: Mapping[str, Callable[..., None]]) -> typer.Typer:
+    app = typer.Typer(name=name, no_args_is_help=True, rich_markup_mode=None, help=about)
+    for word, command in commands.items():
+        app.command(word)(command)
     return app
 
 
@@ -440,20 +442,15 @@ DatabaseUrl = Annotated[
 
 
 def make_keys_app() -> typer.Typer:
-    """Return the group of commands."""
-    app = typer.Typer(
-        name="keys",
-        no_args_is_help=True,
-        rich_markup_mode=None,
-        help="Make, list and revoke the API keys of a service.\n\n\b\nExamples:\n"
+    """Return the commands that make, list and revoke keys."""
+    return _group(
+        "keys",
+        "Make, list and revoke the API keys of a service.\n\n\b\nExamples:\n"
         "  optpipe keys create --name ci --role submit\n"
         "  optpipe keys list\n"
         "  optpipe keys revoke ci",
+        {"create": create, "list": list_keys, "revoke": revoke},
     )
-    app.command("create")(create)
-    app.command("list")(list_keys)
-    app.command("revoke")(revoke)
-    return app
 
 
 def create(

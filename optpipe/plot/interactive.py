@@ -55,7 +55,6 @@ from optpipe.plot.interactive_panels import (
 )
 from optpipe.plot.scene import (
     COMPONENTS,
-    KINDS,
     LINE_COLOURS,
     PALETTES,
     Palette,
@@ -66,7 +65,6 @@ from optpipe.plot.scene import (
     has_side_lanes,
     unit_of,
 )
-from optpipe.plot.terminal import LETTERS
 from optpipe.schedule import gap_of
 from optpipe.units import format_ms, format_share
 
@@ -74,9 +72,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from bokeh.models import Tool
+    from bokeh.models.renderers import GlyphRenderer
 
-    from optpipe.plot.interactive_panels import Gantt, MemoryChart
-    from optpipe.plot.scene import Drawing, View
+    from optpipe.plot.scene import View
     from optpipe.sweep import FrontierLine, Point
 
 __all__ = ["chart_html", "chart_item", "frontier_chart", "schedule_chart"]
@@ -99,8 +97,11 @@ def schedule_chart(views: Sequence[View], *, theme: Theme = "light") -> LayoutDO
     time = _time_axis(max((drawing.makespan_ms for drawing in drawings), default=0.0))
     border_px = left_border([device.name for view in views for device in view.problem.devices])
     has_sides = any(has_side_lanes(drawing.bars) for drawing in drawings)
-    gantts = [
-        draw_gantt(
+    parts: list[dict[str, Any]] = []
+    figures: list[Any] = []
+    all_bars = []
+    for index, (view, drawing) in enumerate(zip(views, drawings, strict=True)):
+        bars, gantt = draw_gantt(
             view,
             drawing,
             time,
@@ -109,22 +110,20 @@ def schedule_chart(views: Sequence[View], *, theme: Theme = "light") -> LayoutDO
             has_sides=has_sides,
             border_px=border_px,
         )
-        for index, (view, drawing) in enumerate(zip(views, drawings, strict=True))
-    ]
-    memories = [
-        draw_memory(view, drawing, time, name=f"memory-{index}", theme=theme, border_px=border_px)
-        for index, (view, drawing) in enumerate(zip(views, drawings, strict=True))
-    ]
+        plot, memory = draw_memory(
+            view, drawing, time, name=f"memory-{index}", theme=theme, border_px=border_px
+        )
+        all_bars.append(bars)
+        figures += [gantt["gantt"], plot]
+        parts.append(gantt | memory)
     follow = _follow(views, theme)
-    parts = [_part(*held) for held in zip(views, drawings, gantts, memories, strict=True)]
     script = _script_of(parts, follow, time)
-    for view, gantt, memory in zip(views, gantts, memories, strict=True):
-        _connect(view, gantt, memory, script)
-    if memories:
-        memories[-1].figure.xaxis.axis_label = "time (ms)"
-    figures = [held.figure for pair in zip(gantts, memories, strict=True) for held in pair]
+    for view, bars, part in zip(views, all_bars, parts, strict=True):
+        _connect(view, bars, part, script)
+    if figures:
+        figures[-1].xaxis.axis_label = "time (ms)"
     grid = _stacked(figures, theme)
-    controls = row(follow, *(memory.select for memory in memories), styles=_WRAPPING)
+    controls = row(follow, *(part["select"] for part in parts), styles=_WRAPPING)
     samples = legend_of(
         drawings, PALETTES[theme], has_bound=any(view.has_bound_line for view in views)
     )
@@ -139,27 +138,6 @@ def _time_axis(length_ms: float) -> Range1d:
     return Range1d(
         start=start, end=end, bounds=(start, end), min_interval=_CLOSEST * length, name="time"
     )
-
-
-def _part(view: View, drawing: Drawing, gantt: Gantt, memory: MemoryChart) -> dict[str, Any]:
-    """Return what the script reads and changes of one view."""
-    return {
-        "gantt": gantt.figure,
-        "title": gantt.title,
-        "headline": gantt.title.text,
-        "bars": gantt.bars.data_source,
-        "labels": gantt.labels,
-        "letters": [LETTERS.get(kind, "") if kind is not None else "" for kind in KINDS],
-        "hasChunks": len(view.problem.stages) > len(view.problem.devices),
-        "path": gantt.path,
-        "memory": memory.title,
-        "curves": memory.curves,
-        "devices": memory.devices,
-        "shown": memory.shown,
-        "limit": memory.limit,
-        "select": memory.select,
-        "end": drawing.makespan_ms,
-    }
 
 
 def _script_of(parts: Sequence[dict[str, Any]], follow: NumericInput, time: Range1d) -> CustomJS:
@@ -178,27 +156,25 @@ def _script_of(parts: Sequence[dict[str, Any]], follow: NumericInput, time: Rang
     return script
 
 
-def _connect(view: View, gantt: Gantt, memory: MemoryChart, script: CustomJS) -> None:
+def _connect(view: View, bars: GlyphRenderer[Any], part: dict[str, Any], script: CustomJS) -> None:
     """Let one view's figures run the script."""
-    gantt.figure.add_tools(_hover(view, gantt, script))
-    gantt.figure.js_on_change("inner_width", script)
-    for event in ("tap", "doubletap", "mouseleave"):
-        gantt.figure.js_on_event(event, script)
-    memory.select.js_on_change("value", script)
-
-
-def _hover(view: View, gantt: Gantt, script: CustomJS) -> HoverTool:
+    gantt = part["gantt"]
     names = [device.name for device in view.problem.devices]
-    args = {"bars": gantt.bars.data_source, "kinds": list(WORDS), "devices": names}
+    args = {"bars": part["bars"], "kinds": list(WORDS), "devices": names}
     told = ValueRef(field="code", formatter=CustomJS(args=args, code=_script("hover")))
-    return HoverTool(
-        renderers=[gantt.bars],
+    hover = HoverTool(
+        renderers=[bars],
         tooltips=HTML(html=[told]),
         point_policy="follow_mouse",
         attachment="vertical",
         limit=1,
         callback=script,
     )
+    gantt.add_tools(hover)
+    gantt.js_on_change("inner_width", script)
+    for event in ("tap", "doubletap", "mouseleave"):
+        gantt.js_on_event(event, script)
+    part["select"].js_on_change("value", script)
 
 
 def _script(*names: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING, Any
 
@@ -33,8 +32,6 @@ __all__ = [
     "MOST_AT_ONCE",
     "VEIL_CODE",
     "WORDS",
-    "Gantt",
-    "MemoryChart",
     "css_of",
     "draw_gantt",
     "draw_memory",
@@ -62,20 +59,6 @@ _PATH_COLUMNS = ("left", "right", "top", "bottom", "code", "cover", "edge", *_LA
 VEIL_CODE = len(BAR_COLOURS)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Gantt:
-    """The figure and what the scripts change of it.
-
-    * ``labels``: what stands in the bars; empty until a script knows how wide they are.
-    """
-
-    figure: Any
-    title: Title
-    bars: GlyphRenderer[Any]
-    labels: ColumnDataSource
-    path: ColumnDataSource
-
-
 def draw_gantt(
     view: View,
     drawing: Drawing,
@@ -85,8 +68,8 @@ def draw_gantt(
     theme: Theme,
     has_sides: bool,
     border_px: int,
-) -> Gantt:
-    """Draw one schedule over a time axis that others may share.
+) -> tuple[GlyphRenderer[Any], dict[str, Any]]:
+    """Draw one schedule over a time axis; return the bars, and what the scripts read and change.
 
     * ``has_sides``: whether to leave room for transfers beside compute.
     * ``border_px``: room for the devices' names; equal for all figures of a layout, so that times
@@ -117,7 +100,16 @@ def draw_gantt(
     _draw_labels(plot, labels, "glyph")
     path = _draw_path(plot, look)
     _draw_ends(plot, view, drawing, look)
-    return Gantt(figure=plot, title=title, bars=bars, labels=labels, path=path)
+    return bars, {
+        "gantt": plot,
+        "title": title,
+        "headline": title.text,
+        "bars": source,
+        "labels": labels,
+        "letters": [LETTERS.get(kind, "") if kind is not None else "" for kind in KINDS],
+        "hasChunks": len(view.problem.stages) > num_devices,
+        "path": path,
+    }
 
 
 def left_border(names: list[str]) -> int:
@@ -274,31 +266,14 @@ _LABEL = 16
 """Characters of a title that fit over a select box."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class MemoryChart:
-    """The figure and what the scripts change of it.
-
-    * ``curves``: all devices' curves, one after the other: ``moments`` in ms, ``held`` in the
-      axis's unit.
-    * ``devices``: a row per device: ``first`` row in `curves`, ``static``, ``limit``, and
-      ``label``.
-    * ``shown``: the curve that is drawn.
-    * ``select``: chooses the device; its values are "0", "1", ...
-    """
-
-    figure: Any
-    title: Title
-    curves: ColumnDataSource
-    devices: ColumnDataSource
-    shown: ColumnDataSource
-    limit: Span
-    select: Select
-
-
 def draw_memory(
     view: View, drawing: Drawing, time: Range1d, *, name: str, theme: Theme, border_px: int
-) -> MemoryChart:
-    """Draw the device that is fullest in proportion to its limit; scripts change to others."""
+) -> tuple[Any, dict[str, Any]]:
+    """Draw the device that is fullest in proportion to its limit; scripts change to others.
+
+    Return the figure, and what the scripts read and change: all ``curves``, one after the other, in
+    ms and in the axis's unit; and ``devices``, of each the ``first`` row in them.
+    """
     look = PALETTES[theme]
     limits = [device.usable_bytes for device in view.problem.devices]
     peaks = _peaks(view)
@@ -336,15 +311,15 @@ def draw_memory(
     )
     plot.add_layout(limit)
     plot.yaxis.ticker.desired_num_ticks = 3
-    return MemoryChart(
-        figure=plot,
-        title=title,
-        curves=_curves(drawing, size),
-        devices=ColumnDataSource(devices),
-        shown=source,
-        limit=limit,
-        select=_select(view, chosen, theme),
-    )
+    return plot, {
+        "memory": title,
+        "curves": _curves(drawing, size),
+        "devices": ColumnDataSource(devices),
+        "shown": source,
+        "limit": limit,
+        "select": _select(view, chosen, theme),
+        "end": drawing.makespan_ms,
+    }
 
 
 def _peaks(view: View) -> list[int]:
