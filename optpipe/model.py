@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
 
-from optpipe.errors import ModelError, explain, rule_broken
+from optpipe.errors import ModelError, rule_broken
 from optpipe.problem import (
     Bandwidth,
     Bytes,
     Count,
     Device,
+    FileValue,
     FrozenValue,
     Host,
     Link,
@@ -140,7 +141,7 @@ class Layer(FrozenValue):
         return {name: getattr(self, name) for name in Stage.model_fields if name != "device"}
 
 
-class Model(FrozenValue):
+class Model(FileValue):
     """What is to be cut, placed and scheduled; complete and consistent once it exists.
 
     Raises
@@ -148,6 +149,8 @@ class Model(FrozenValue):
     pydantic.ValidationError
         From the constructor. `Model.parse` raises `ModelError` with a line per fault instead.
     """
+
+    fault = ModelError
 
     format: Literal["optpipe/model/v1"] = "optpipe/model/v1"
     name: str = Field(default="", max_length=200)
@@ -158,20 +161,6 @@ class Model(FrozenValue):
     layers: tuple[Layer, ...] = Field(min_length=1, max_length=MAX_LAYERS)
     links: tuple[Link, ...] = ()
     default_link: DefaultLink = DefaultLink()
-
-    @classmethod
-    def parse(cls, data: Any) -> Model:
-        """Return the model a JSON-like object describes.
-
-        Raises
-        ------
-        ModelError
-            With one line per fault: path, value, rule, fix.
-        """
-        try:
-            return cls.model_validate(data)
-        except ValidationError as error:
-            raise ModelError(explain(error, cls)) from None
 
     @model_validator(mode="after")
     def _references(self) -> Self:
