@@ -216,13 +216,6 @@ def test_options_that_make_no_sense_are_exit_code_2(run, answering, options, mes
     assert message in done.err
 
 
-def test_help_explains_the_workload(run) -> None:
-    done = run("--help")
-    for option in ("--tokens-per-microbatch", "--tflop-per-microbatch", "--peak-tflops"):
-        assert option in done.out
-    assert "sum over all devices" in done.out
-
-
 def test_a_terminal_sees_a_clock_while_it_runs(run, monkeypatch) -> None:
     """The line is redrawn on stderr and taken away in the end; stdout has the table alone."""
     monkeypatch.setenv("FORCE_COLOR", "1")

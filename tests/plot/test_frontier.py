@@ -99,14 +99,6 @@ def test_equal_input_gives_equal_bytes_in_a_file_and_in_memory(tmp_path) -> None
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_an_unknown_suffix_and_an_unwritable_file_are_refused(tmp_path) -> None:
-    """As for schedules."""
-    with pytest.raises(InputError, match=r"\.png, \.svg, \.pdf"):
-        save_frontier(LINES, tmp_path / "a.bmp")
-    with pytest.raises(InputError, match="cannot write"):
-        save_frontier(LINES, tmp_path / "nowhere" / "a.svg")
-
-
 def test_many_lines_leave_the_legend_readable() -> None:
     """The first lines are named; more would cover the picture."""
     many = [line(f"line {index}", (index + 1, 5.0, 4.0, False)) for index in range(40)]
