@@ -1,4 +1,4 @@
-"""``optpipe plot``: a schedule in the terminal, as an image, or as a trace."""
+"""``optpipe plot`` and ``export``: a schedule as a picture, or in the form of another runtime."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from optpipe.cli.console import ProblemFile, needs_extra, stdout
+from optpipe.check import check
+from optpipe.cli.console import ProblemFile, ScheduleFile, needs_extra, stdout
 from optpipe.cli.files import (
     check_apart,
     check_writable,
@@ -18,17 +19,23 @@ from optpipe.cli.files import (
 )
 from optpipe.cli.report import baseline_programs
 from optpipe.errors import InputError
+from optpipe.formats.chrome_trace import dump_chrome_trace
+from optpipe.formats.csv import dump_csv
+from optpipe.formats.zero_bubble import dump_python_list
 from optpipe.plot.image import FRONTIER_SUFFIXES, save_figure
 from optpipe.plot.scene import View, require_drawing, title_of
 from optpipe.plot.terminal import ScheduleView
+from optpipe.schedule import ActionType
 from optpipe.simulate import simulate
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from optpipe.plot.scene import Theme
     from optpipe.problem import Problem
-    from optpipe.schedule import Schedule
+    from optpipe.schedule import Programs, Schedule
 
-__all__ = ["check_drawable", "draw_solved", "plot"]
+__all__ = ["TARGETS", "check_drawable", "draw_solved", "export", "plot"]
 
 
 Schedules = Annotated[
@@ -169,8 +176,86 @@ def _show(views: list[View], max_devices: int) -> None:
 
 
 def _trace(views: list[View]) -> str:
-    from optpipe.formats.chrome_trace import dump_chrome_trace
-
     if len(views) > 1:
         raise InputError(f"a trace holds one schedule, not {len(views)}; write one file for each")
     return dump_chrome_trace(views[0].problem, views[0].programs)
+
+
+# --- ``optpipe export``: a schedule for another runtime.
+
+Target = Annotated[
+    str,
+    typer.Option("--to", metavar="NAME", help="torch-csv, python or trace."),
+]
+ExportFile = Annotated[
+    Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write here, not to stdout.")
+]
+Fuse = Annotated[
+    bool,
+    typer.Option("--fuse", help="Run I and W as one backward B first; checked anew."),
+]
+
+
+def export(
+    problem_file: ProblemFile,
+    schedule_file: ScheduleFile,
+    to: Target,
+    output: ExportFile = None,
+    fuse: Fuse = False,
+) -> None:
+    """Write a schedule in the form that another runtime takes.
+
+    \b
+      torch-csv  torch.distributed.pipelining and torchtitan (pipeline_parallel_schedule_csv)
+      python     ScheduledNode lists of the public zero-bubble runtime, as Python text
+      trace      a Chrome trace, which ui.perfetto.dev opens
+
+    What a runtime cannot run, or would run with wrong gradients, is refused with its row and
+    column. docs/exports.md says how each is used and what was tried.
+
+    \b
+    Examples:
+      optpipe export problem.json schedule.json --to torch-csv -o schedule.csv
+      optpipe export problem.json schedule.json --to python --fuse -o zero_bubble_schedule.py
+    """
+    if to not in TARGETS:
+        raise InputError(f"--to {to!r}: must be one of {', '.join(TARGETS)}; choose one")
+    check_writable(output)
+    check_apart(output, inputs=[problem_file, schedule_file])
+    problem = read_problem(problem_file)
+    programs, _ = read_programs(problem, schedule_file)
+    if fuse:
+        programs = _fused(problem, programs)
+    text = TARGETS[to](problem, programs)
+    if output is None:
+        print(text, end="")
+        return
+    write_file(output, text)
+    say_written(output)
+
+
+def _fused(problem: Problem, programs: Programs) -> Programs:
+    """Return programs in which every I is a B and no W is left.
+
+    Checked anew: a B has a workspace and a time of its own.
+    """
+    fused = tuple(
+        tuple(
+            action._replace(type=ActionType.FULL_BACKWARD)
+            if action.type is ActionType.BACKWARD_INPUT
+            else action
+            for action in program
+            if action.type is not ActionType.BACKWARD_WEIGHT
+        )
+        for program in programs
+    )
+    check(problem, fused)
+    return fused
+
+
+TARGETS: dict[str, Callable[[Problem, Programs], str]] = {
+    "torch-csv": lambda _, programs: dump_csv(programs, for_torch=True),
+    "python": dump_python_list,
+    "trace": dump_chrome_trace,
+}
+"""Every form by name."""

@@ -43,7 +43,6 @@ from optpipe.units import format_ms
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from optpipe.client import Batch
     from optpipe.formats.tables import SweepRow
     from optpipe.problem import Problem
     from optpipe.schedule import Programs, Schedule
@@ -401,17 +400,13 @@ def sweep_remote(
         batch = client.sweep(problem, axes, **options)
         stderr().print(f"batch {batch.id}", markup=False)
         try:
-            _follow(batch)
+            told = -1
+            for news in batch.follow():
+                ended = round(news.progress * news.num_items)
+                if ended != told:
+                    stderr().print(f"{ended} of {news.num_items} have ended", markup=False)
+                told = ended
         except KeyboardInterrupt:
             stderr().print(f"batch {batch.id} goes on at {url}/v1/batches/{batch.id}", markup=False)
             raise typer.Exit(INTERRUPTED) from None
         return batch.table()
-
-
-def _follow(batch: Batch) -> None:
-    told = -1
-    for news in batch.follow():
-        ended = round(news.progress * news.num_items)
-        if ended != told:
-            stderr().print(f"{ended} of {news.num_items} have ended", markup=False)
-        told = ended

@@ -513,15 +513,9 @@ class Client:
     ) -> Batch:
         """Solve every variation of a problem, or a list of problems, as one batch.
 
-        Raises `ProblemError`, `RequestRefusedError` if the service does not take a problem; if a
+        ``axes`` maps names or paths to values, as in `optpipe.sweep`; every combination is an item.
+        Raises `ProblemError` if the service does not take a problem, `RequestRefusedError` if a
         combination makes no valid one, or there are too many. Nothing is solved then.
-
-        Parameters
-        ----------
-        axes
-            Name or path -> the values, as in `optpipe.sweep`; every combination is an item.
-        name
-            For people; the problem's by default.
         """
         body = items(problem, axes) | {"options": given(**options)}
         body |= given(name=name, tags=tags, priority=priority)
@@ -568,12 +562,8 @@ class Client:
     ) -> Deployment:
         """Register a training run; its problem is solved at once, and again when drift costs.
 
-        Parameters
-        ----------
-        problem
-            What it runs: the sizes, the placement and the micro-batches stay as they are.
-        threshold
-            A new version has to gain at least this share of a step; 0.01 by default.
+        The sizes, the placement and the micro-batches of ``problem`` stay as they are. A new
+        version has to gain at least the share ``threshold`` of a step; 0.01 by default.
         """
         body = {"problem": document(problem), "options": given(**options)}
         body |= given(name=name, threshold=threshold)

@@ -384,6 +384,10 @@ def chart_html(layout: LayoutDOM, *, title: str, theme: Theme = "light") -> str:
 def _theme_of(theme: Theme) -> dict[str, dict[str, dict[str, object]]]:
     """Return what bokeh applies to frames, axes, grids, titles and tooltips."""
     look = PALETTES[theme]
+
+    def text(name: str, colour: str, size: str = "12px") -> dict[str, object]:
+        return {f"{name}_color": colour, f"{name}_font": FONT, f"{name}_font_size": size}
+
     return {
         "attrs": {
             "Plot": {
@@ -392,32 +396,21 @@ def _theme_of(theme: Theme) -> dict[str, dict[str, dict[str, object]]]:
                 "outline_line_color": None,
             },
             "Axis": {
-                "axis_label_text_color": look.quiet,
-                "axis_label_text_font": FONT,
-                "axis_label_text_font_size": "12px",
+                **text("axis_label_text", look.quiet),
+                **text("major_label_text", look.text),
                 "axis_label_text_font_style": "normal",
                 "axis_line_color": look.grid,
-                "major_label_text_color": look.text,
-                "major_label_text_font": FONT,
-                "major_label_text_font_size": "12px",
                 "major_tick_line_color": look.grid,
                 "minor_tick_line_color": None,
             },
             "Grid": {"grid_line_color": look.grid},
-            "Title": {
-                "text_color": look.text,
-                "text_font": FONT,
-                "text_font_size": "13px",
-                "text_font_style": "bold",
-            },
-            "Label": {"text_color": look.text, "text_font": FONT, "text_font_size": "12px"},
+            "Title": {**text("text", look.text, "13px"), "text_font_style": "bold"},
+            "Label": text("text", look.text),
             "Legend": {
+                **text("label_text", look.text),
                 "background_fill_color": look.page,
                 "background_fill_alpha": 0.85,
                 "border_line_color": None,
-                "label_text_color": look.text,
-                "label_text_font": FONT,
-                "label_text_font_size": "12px",
             },
         }
     }
