@@ -31,12 +31,6 @@ def evaluate(
 
     Parameters
     ----------
-    problem
-        The problem the programs solve.
-    programs
-        One program per device.
-    provenance
-        Where they come from.
     bound_ms
         Proven lower bound of the problem's objective, in ms; None = nothing proven.
     stopped_by

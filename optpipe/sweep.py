@@ -62,9 +62,7 @@ def num_variations(axes: Mapping[str, Sequence[Any]]) -> int:
 def sweep(problem: Problem, axes: Mapping[str, Sequence[Any]]) -> list[Variation]:
     """Return every combination of the axes' values, the last axis fastest.
 
-    * ``problem``: what is varied.
-    * ``axes``: name (see `AXES`) or path -> the values, in order. No axes: the problem alone.
-
+    ``axes`` maps names (see `AXES`) or paths to values, in order. No axes: the problem alone.
     Raises `InputError` if an axis is unknown, has no values or one twice, or one cannot be applied;
     or a combination makes no valid problem: the message names its values and the rule.
     """
