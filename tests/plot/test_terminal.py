@@ -10,10 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from optpipe import Action, ActionType, Device, Problem, Stage, load_csv
+from optpipe import Action, ActionType, load_csv
 from optpipe.plot.terminal import ScheduleView, blocks_of
 from optpipe.simulate import Interval
 from tests.plot.conftest import make_small_problem
+from tests.plot.large import large_case
 
 
 def draw(view: ScheduleView, width: int = 80, **console) -> str:
@@ -86,32 +87,13 @@ def test_two_views_on_one_axis_end_where_their_time_ends(small_problem, small_pr
 
 @pytest.mark.extended
 def test_64_devices_and_512_microbatches_are_summed_up() -> None:
-    num_devices, num_microbatches = 64, 512
-    stages = tuple(
-        Stage(
-            device=index,
-            forward_ms=1,
-            backward_input_ms=1,
-            backward_weight_ms=1,
-            activation_bytes=1,
-        )
-        for index in range(num_devices)
-    )
-    devices = tuple(Device(memory_bytes=600) for _ in range(num_devices))
-    problem = Problem(num_microbatches=num_microbatches, devices=devices, stages=stages)
-    rows = [
-        ",".join(
-            [f"{s}F{j}" for j in range(num_microbatches)]
-            + [f"{s}B{j}" for j in range(num_microbatches)]
-        )
-        for s in range(num_devices)
-    ]
-    picture = draw(ScheduleView(problem=problem, programs=load_csv("\n".join(rows))), 100)
+    problem, rows = large_case(64, 512)
+    picture = draw(ScheduleView(problem=problem, programs=rows), 100)
     lines = picture.splitlines()
     assert len(lines) < 50
     assert "16 of 64 devices shown, evenly spaced" in picture
     assert lines[1].startswith("gpu0 ")
-    assert set(lines[1].split()[1]) >= {"F", "B", "·"}
+    assert set(lines[1].split()[1]) >= {"F", "I", "·"}
     assert any(line.startswith("gpu63") for line in lines)
 
 
