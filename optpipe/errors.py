@@ -158,12 +158,8 @@ class WorldError(OptPipeError, RuntimeError):
 class ServiceError(WorldError):
     """The service refused or failed.
 
-    Attributes
-    ----------
-    status
-        The HTTP status code.
-    problem_code
-        The service's own stable ``code``, if it sent one.
+    * ``status``: the HTTP status code.
+    * ``problem_code``: the service's own stable ``code``, if it sent one.
     """
 
     code = "service.error"

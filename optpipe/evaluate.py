@@ -31,12 +31,6 @@ def evaluate(
 
     Parameters
     ----------
-    problem
-        The problem the programs solve.
-    programs
-        One program per device.
-    provenance
-        Where they come from.
     bound_ms
         Proven lower bound of the problem's objective, in ms; None = nothing proven.
     stopped_by
@@ -86,13 +80,8 @@ def verify(problem: Problem, schedule: Schedule) -> None:
     """Accept a legal schedule of this very problem whose numbers are those of its programs.
 
     A bound cannot be proven again from the schedule alone; it is only held against the objective.
-
-    Raises
-    ------
-    ScheduleMismatchError
-        If it was made for another problem, or says numbers that its programs do not have.
-    IllegalScheduleError
-        If its programs break a rule.
+    Raises `ScheduleMismatchError` if it was made for another problem, or says numbers that its
+    programs do not have. Raises `IllegalScheduleError` if its programs break a rule.
     """
     check_schedule(problem, schedule)
     true = evaluate(problem, schedule.programs, schedule.provenance)

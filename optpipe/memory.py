@@ -34,16 +34,10 @@ __all__ = [
 class Effect(NamedTuple):
     """What an action of one kind does to its device, and what stands before it in the program.
 
-    Parameters
-    ----------
-    delta
-        Stage -> bytes it adds (negative: gives back), where the cell is not recomputed.
-    workspace
-        Stage -> bytes that exist only while it runs.
-    taken_at_start
-        Whether the bytes change when it starts, or when it ends.
-    comes_after
-        Kinds that stand before it in the same program, where the cell has them.
+    * ``delta``: stage -> bytes it adds (negative: gives back), where the cell is not recomputed.
+    * ``workspace``: stage -> bytes that exist only while it runs.
+    * ``taken_at_start``: whether the bytes change when it starts, or when it ends.
+    * ``comes_after``: kinds that stand before it in the same program, where the cell has them.
     """
 
     delta: Callable[[Stage], int]

@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
 
-from optpipe.errors import ModelError, explain, rule_broken
+from optpipe.errors import ModelError, rule_broken
 from optpipe.problem import (
     Bandwidth,
     Bytes,
     Count,
     Device,
+    FileValue,
     FrozenValue,
     Host,
     Link,
@@ -45,13 +46,9 @@ Factor = Annotated[Bandwidth, Field(le=1e6)]  # positive and finite, refused in 
 class ModelDevice(Device):
     """One accelerator, with how fast it computes.
 
-    Parameters
-    ----------
-    type
-        The kind of accelerator, e.g. "H100"; layers may state times per type.
-    speed
-        Compute times of layers are divided by it, where a layer states none for the type. The
-        time of a gradient reduction is not: it is the network's.
+    * ``type``: the kind of accelerator, e.g. "H100"; layers may state times per type.
+    * ``speed``: compute times of layers are divided by it, where a layer states none for the type.
+      The time of a gradient reduction is not: it is the network's.
     """
 
     type: Name | None = None
@@ -88,16 +85,12 @@ class Layer(FrozenValue):
     The fields are those of `optpipe.problem.Stage`, with the same meaning, if the layer stood
     alone on a device of speed 1.
 
-    Parameters
-    ----------
-    times_on
-        Device type -> measured times there. They are taken as they are, whatever the speed. They
-        give ``recompute_ms`` exactly where the layer does.
-    recompute_ms
-        Duration of recomputing the layer, its output included: in a stage the next layer of the
-        stage needs it.
-    checkpoint_bytes
-        What F keeps to recompute the layer: its input, and whatever else is kept.
+    * ``times_on``: device type -> measured times there. They are taken as they are, whatever the
+      speed. They give ``recompute_ms`` exactly where the layer does.
+    * ``recompute_ms``: duration of recomputing the layer, its output included: in a stage the next
+      layer of the stage needs it.
+    * ``checkpoint_bytes``: what F keeps to recompute the layer: its input, and whatever else is
+      kept.
     """
 
     name: str = Field(default="", max_length=200)
@@ -148,7 +141,7 @@ class Layer(FrozenValue):
         return {name: getattr(self, name) for name in Stage.model_fields if name != "device"}
 
 
-class Model(FrozenValue):
+class Model(FileValue):
     """What is to be cut, placed and scheduled; complete and consistent once it exists.
 
     Raises
@@ -156,6 +149,8 @@ class Model(FrozenValue):
     pydantic.ValidationError
         From the constructor. `Model.parse` raises `ModelError` with a line per fault instead.
     """
+
+    fault = ModelError
 
     format: Literal["optpipe/model/v1"] = "optpipe/model/v1"
     name: str = Field(default="", max_length=200)
@@ -166,20 +161,6 @@ class Model(FrozenValue):
     layers: tuple[Layer, ...] = Field(min_length=1, max_length=MAX_LAYERS)
     links: tuple[Link, ...] = ()
     default_link: DefaultLink = DefaultLink()
-
-    @classmethod
-    def parse(cls, data: Any) -> Model:
-        """Return the model a JSON-like object describes.
-
-        Raises
-        ------
-        ModelError
-            With one line per fault: path, value, rule, fix.
-        """
-        try:
-            return cls.model_validate(data)
-        except ValidationError as error:
-            raise ModelError(explain(error, cls)) from None
 
     @model_validator(mode="after")
     def _references(self) -> Self:

@@ -12,7 +12,7 @@ import json
 import math
 import re
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     BaseModel,
@@ -24,7 +24,7 @@ from pydantic import (
     model_validator,
 )
 
-from optpipe.errors import ProblemError, explain, rule_broken
+from optpipe.errors import InputError, ProblemError, explain, rule_broken
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -37,6 +37,7 @@ __all__ = [
     "Bytes",
     "Count",
     "Device",
+    "FileValue",
     "Flag",
     "FrozenValue",
     "Host",
@@ -109,6 +110,26 @@ class FrozenValue(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False
     )
+
+
+class FileValue(FrozenValue):
+    """What a file of a format of its own holds."""
+
+    fault: ClassVar[type[InputError]]
+
+    @classmethod
+    def parse(cls, data: Any) -> Self:
+        """Return what a JSON-like object describes.
+
+        Raises
+        ------
+        ProblemError, ModelError, ScheduleFormatError
+            With one line per fault: path, value, rule, fix.
+        """
+        try:
+            return cls.model_validate(data)
+        except ValidationError as error:
+            raise cls.fault(explain(error, cls)) from None
 
 
 class Device(FrozenValue):
@@ -302,7 +323,7 @@ Objective = Literal["makespan", "span"]
 Placement = Literal["linear", "loop", "v"]
 
 
-class Problem(FrozenValue):
+class Problem(FileValue):
     """What is to be scheduled; complete and consistent once it exists.
 
     Raises
@@ -310,6 +331,8 @@ class Problem(FrozenValue):
     pydantic.ValidationError
         From the constructor. `Problem.parse` raises `ProblemError` with a line per fault instead.
     """
+
+    fault = ProblemError
 
     format: Literal["optpipe/problem/v1"] = "optpipe/problem/v1"
     name: str = Field(default="", max_length=200)
@@ -319,20 +342,6 @@ class Problem(FrozenValue):
     hosts: tuple[Host, ...] = ()
     stages: tuple[Stage, ...] = Field(min_length=1, max_length=65536)
     links: tuple[Link, ...] = ()
-
-    @classmethod
-    def parse(cls, data: Any) -> Problem:
-        """Return the problem a JSON-like object describes.
-
-        Raises
-        ------
-        ProblemError
-            With one line per fault: path, value, rule, fix.
-        """
-        try:
-            return cls.model_validate(data)
-        except ValidationError as error:
-            raise ProblemError(explain(error, cls)) from None
 
     @field_validator("devices", mode="before")
     @classmethod

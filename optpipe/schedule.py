@@ -11,11 +11,11 @@ import re
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 from pydantic_core import core_schema
 
-from optpipe.errors import ActionSyntaxError, ScheduleFormatError, explain, rule_broken
-from optpipe.problem import FrozenValue, Objective
+from optpipe.errors import ActionSyntaxError, ScheduleFormatError, rule_broken
+from optpipe.problem import FileValue, FrozenValue, Objective
 
 if TYPE_CHECKING:
     from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
@@ -227,7 +227,7 @@ class Provenance(FrozenValue):
     trace: tuple[TraceEntry, ...] = ()
 
 
-class Schedule(FrozenValue):
+class Schedule(FileValue):
     """One program per device, and what is known about it.
 
     Parameters
@@ -246,6 +246,8 @@ class Schedule(FrozenValue):
         Per host, offloaded bytes.
     """
 
+    fault = ScheduleFormatError
+
     format: Literal["optpipe/schedule/v1"] = "optpipe/schedule/v1"
     problem_hash: str
     placement: tuple[int, ...]
@@ -260,20 +262,6 @@ class Schedule(FrozenValue):
     status: Status
     stopped_by: StoppedBy
     provenance: Provenance
-
-    @classmethod
-    def parse(cls, data: Any) -> Schedule:
-        """Return the schedule a JSON-like object describes.
-
-        Raises
-        ------
-        ScheduleFormatError
-            With one line per fault: path, value, rule, fix.
-        """
-        try:
-            return cls.model_validate(data)
-        except ValidationError as error:
-            raise ScheduleFormatError(explain(error, cls)) from None
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

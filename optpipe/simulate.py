@@ -15,7 +15,6 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from optpipe.check import check
@@ -357,21 +356,15 @@ class Timeline:
     ----------
     intervals
         Per device, in program order; RELEASE, which occupies nothing, is left out.
-    bubbles
-        Per device, the (start, end) in ms between its first start and its last end during which
-        its compute lane is idle.
     memory
         Per device, (time in ms, bytes held from then on), in program order at equal times; static
         bytes included, workspaces not. The first point is (0, static bytes).
     """
 
     intervals: tuple[tuple[Interval, ...], ...]
-    bubbles: tuple[tuple[tuple[float, float], ...], ...]
     memory: tuple[tuple[tuple[float, int], ...], ...]
     makespan_ms: float
     span_ms: float
-    makespan_bubble_rate: float
-    span_bubble_rate: float
 
 
 def bubble_rate(problem: Problem, length_ms: float) -> float:
@@ -403,21 +396,11 @@ def timeline_of(problem: Problem, programs: Programs, run: Simulation) -> Timeli
         intervals.append(tuple(held))
     return Timeline(
         intervals=tuple(intervals),
-        bubbles=tuple(_idle(row) for row in intervals),
         memory=tuple(
             _memory_curve(problem, device, programs, run) for device in range(len(programs))
         ),
         makespan_ms=run.makespan_ms,
         span_ms=run.span_ms,
-        makespan_bubble_rate=bubble_rate(problem, run.makespan_ms),
-        span_bubble_rate=bubble_rate(problem, run.span_ms),
-    )
-
-
-def _idle(row: tuple[Interval, ...]) -> tuple[tuple[float, float], ...]:
-    compute = [interval for interval in row if interval.lane == "compute"]
-    return tuple(
-        (left.end, right.start) for left, right in pairwise(compute) if right.start > left.end
     )
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from optpipe.errors import InputError, ProblemError
-from optpipe.problem import Problem
+from optpipe.problem import Problem, placement_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -62,18 +62,9 @@ def num_variations(axes: Mapping[str, Sequence[Any]]) -> int:
 def sweep(problem: Problem, axes: Mapping[str, Sequence[Any]]) -> list[Variation]:
     """Return every combination of the axes' values, the last axis fastest.
 
-    Parameters
-    ----------
-    problem
-        What is varied.
-    axes
-        Name (see `AXES`) or path -> the values, in order. No axes: the problem alone.
-
-    Raises
-    ------
-    InputError
-        If an axis is unknown, has no values or one twice, or one cannot be applied; or a
-        combination makes no valid problem: the message names its values and the rule.
+    ``axes`` maps names (see `AXES`) or paths to values, in order. No axes: the problem alone.
+    Raises `InputError` if an axis is unknown, has no values or one twice, or one cannot be applied;
+    or a combination makes no valid problem: the message names its values and the rule.
     """
     for name, values in axes.items():
         _check_axis(name, values)
@@ -136,10 +127,6 @@ def _set_memory(document: Document, value: Any) -> None:
         device["memory_bytes"] = round(_number("memory_gb", value) * _GB)
 
 
-def _set_microbatches(document: Document, value: Any) -> None:
-    document["num_microbatches"] = value
-
-
 def _scale_pcie(document: Document, value: Any) -> None:
     factor = _number("pcie_scale", value)
     linked = [device for device in document["devices"] if device["d2h_gb_per_s"] is not None]
@@ -161,10 +148,6 @@ def _set_latency(document: Document, value: Any) -> None:
     _require("latency_ms", document["links"], "link")
     for link in document["links"]:
         link["latency_ms"] = value
-
-
-def _set_objective(document: Document, value: Any) -> None:
-    document["objective"] = value
 
 
 def _set_offload(document: Document, value: Any) -> None:
@@ -193,26 +176,18 @@ def _flag(name: str, value: Any) -> None:
 
 def _set_placement(document: Document, value: Any) -> None:
     stages, num_devices = document["stages"], len(document["devices"])
-    devices = _placement(value, len(stages), num_devices)
-    for stage, device in zip(stages, devices, strict=True):
-        stage["device"] = device
-
-
-def _placement(value: Any, num_stages: int, num_devices: int) -> Sequence[Any]:
-    last = num_devices - 1
-    rounds = [divmod(index, num_devices) for index in range(num_stages)]
     if value == "linear":
-        return [index * num_devices // num_stages for index in range(num_stages)]
-    if value == "loop":
-        return [place for _, place in rounds]
-    if value == "v":
-        return [last - place if turn % 2 else place for turn, place in rounds]
-    if not isinstance(value, list) or len(value) != num_stages:
+        value = [index * num_devices // len(stages) for index in range(len(stages))]
+    elif value in ("loop", "v"):
+        chunks = -(-len(stages) // num_devices)
+        value = placement_of(value, num_devices, chunks)[: len(stages)]
+    elif not isinstance(value, list) or len(value) != len(stages):
         raise InputError(
             f'axes.placement = {_shown(value)}: must be "linear", "loop", "v", or the device of '
-            f"each of the {num_stages} stages; change it"
+            f"each of the {len(stages)} stages; change it"
         )
-    return value
+    for stage, device in zip(stages, value, strict=True):
+        stage["device"] = device
 
 
 def _set_path(path: str) -> Callable[[Document, Any], None]:
@@ -263,12 +238,12 @@ def _no_such_axis(path: str) -> InputError:
 AXES: dict[str, Callable[[Document, Any], None]] = {
     "memory_scale": _scale_memory,
     "memory_gb": _set_memory,
-    "num_microbatches": _set_microbatches,
+    "num_microbatches": _set_path("num_microbatches"),
     "pcie_scale": _scale_pcie,
     "link_scale": _scale_links,
     "latency_ms": _set_latency,
     "placement": _set_placement,
-    "objective": _set_objective,
+    "objective": _set_path("objective"),
     "offload": _set_offload,
     "recompute": _set_recompute,
 }
@@ -291,22 +266,13 @@ _MEMORY_AXES = ("memory_gb", "memory_scale", "memory_bytes")
 class Point:
     """One problem of a sweep, and what was found about it.
 
-    Parameters
-    ----------
-    index
-        Its place in the sweep.
-    family
-        Equal for problems of one line; see `family_of`.
-    label
-        What distinguishes its line from others, for people.
-    memory_bytes
-        The budget of each device.
-    objective_ms
-        Of the best schedule found; None where there is none.
-    bound_ms
-        Proven lower bound of the objective; None where nothing is proven.
-    is_infeasible
-        Whether it is proven that there is no schedule.
+    * ``index``: its place in the sweep.
+    * ``family``: equal for problems of one line; see `family_of`.
+    * ``label``: what distinguishes its line from others, for people.
+    * ``memory_bytes``: the budget of each device.
+    * ``objective_ms``: of the best schedule found; None where there is none.
+    * ``bound_ms``: proven lower bound of the objective; None where nothing is proven.
+    * ``is_infeasible``: whether it is proven that there is no schedule.
     """
 
     index: int
@@ -362,14 +328,15 @@ def frontier(points: Iterable[Point]) -> list[FrontierLine]:
     for point in points:
         families[point.family].append(point)
     return [
-        FrontierLine(label=members[0].label, points=tuple(_carried(members)))
+        FrontierLine(
+            label=members[0].label,
+            points=tuple(
+                _best_known(point, members)
+                for point in sorted(members, key=lambda one: (one.limit_bytes, one.memory_bytes))
+            ),
+        )
         for members in families.values()
     ]
-
-
-def _carried(members: Sequence[Point]) -> list[Point]:
-    ordered = sorted(members, key=lambda point: (point.limit_bytes, point.memory_bytes))
-    return [_best_known(point, ordered) for point in ordered]
 
 
 def _best_known(point: Point, members: Sequence[Point]) -> Point:

@@ -62,8 +62,8 @@ def programs(*rows: str) -> Programs:
     return tuple(tuple(parse_action(cell) for cell in row.split()) for row in rows)
 
 
-def one_f_one_b(num_devices: int, m: int) -> Programs:
-    """1F1B on a linear placement, backwards fused: a gradient leaves only when W is done too."""
+def one_f_one_b(num_devices: int, m: int, backward: str = "B") -> Programs:
+    """1F1B on a linear placement; fused, a gradient leaves only when W is done too; or as "IW"."""
     rows = []
     for device in range(num_devices):
         ahead = min(num_devices - device - 1, m)
@@ -71,7 +71,7 @@ def one_f_one_b(num_devices: int, m: int) -> Programs:
         for j in range(m):
             if ahead + j < m:
                 row.append(f"{device}F{ahead + j}")
-            row.append(f"{device}B{j}")
+            row += [f"{device}{kind}{j}" for kind in backward]
         rows.append(" ".join(row))
     return programs(*rows)
 

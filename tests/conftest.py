@@ -6,7 +6,7 @@ import os
 import signal
 import uuid
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -103,19 +103,27 @@ def chromium() -> Iterator[Browser]:
         browser.close()
 
 
+class Ran(NamedTuple):
+    """What one run of the command line left behind."""
+
+    code: int
+    out: str
+    err: str
+
+
 @pytest.fixture
 def optpipe(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., tuple[int, str, str]]:
-    """Run the command line in this process; return exit code, output and errors."""
+) -> Callable[..., Ran]:
+    """Run the command line in this process, on a terminal of 120 columns without colour."""
     monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.setenv("NO_COLOR", "1")
 
-    def run(*arguments: object) -> tuple[int, str, str]:
+    def run(*arguments: object) -> Ran:
         with pytest.raises(SystemExit) as leave:
             main([str(argument) for argument in arguments])
         captured = capsys.readouterr()
         assert isinstance(leave.value.code, int)
-        return leave.value.code, captured.out, captured.err
+        return Ran(leave.value.code, captured.out, captured.err)
 
     return run

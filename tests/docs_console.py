@@ -13,7 +13,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["ROOT", "Step", "blocks", "make_workplace", "mismatch", "run_step", "steps"]
+__all__ = ["ROOT", "Step", "blocks", "make_workplace", "mismatch", "run_shell", "run_step", "steps"]
 
 ROOT = Path(__file__).parent.parent
 PROGRAMS = {"optpipe": "optpipe.cli", "torchrun": "torch.distributed.run", "python": None}
@@ -64,6 +64,11 @@ def run_step(step: Step, folder: Path, seconds: int = 2) -> str:
     command = step.command
     if not has_proof:
         command = re.sub(r"(--time-limit )\d+", rf"\g<1>{seconds}", command)
+    return run_shell(command, folder)
+
+
+def run_shell(command: str, folder: Path, **variables: str) -> str:
+    """Run a command line in a workplace; returns what it printed, errors last."""
     environment = {
         **os.environ,
         "PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}",
@@ -71,6 +76,7 @@ def run_step(step: Step, folder: Path, seconds: int = 2) -> str:
         "OMP_NUM_THREADS": "1",
         "COLUMNS": "100",
         "NO_COLOR": "1",
+        **variables,
     }
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", command],

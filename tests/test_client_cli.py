@@ -9,7 +9,6 @@ import pytest
 from structlog.testing import capture_logs
 
 from optpipe import load_schedule
-from optpipe.cli import main
 from optpipe.client import Client
 from tests.api.live import make_settings, running, two_stages
 
@@ -27,18 +26,10 @@ def url(tmp_path_factory) -> Iterator[str]:
         yield url
 
 
-@pytest.fixture
-def optpipe(url: str, capsys, monkeypatch) -> Callable[..., tuple[int, str, str]]:
-    """Runs a command against the service; returns its exit code and what it printed."""
+@pytest.fixture(autouse=True)
+def address(url: str, monkeypatch) -> None:
+    """Commands talk to the service."""
     monkeypatch.setenv("OPTPIPE_URL", url)
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as left:
-            main([str(argument) for argument in arguments])
-        out, err = capsys.readouterr()
-        return int(left.value.code or 0), out, err
-
-    return run
 
 
 @pytest.fixture

@@ -62,7 +62,7 @@ def test_a_job_is_followed_to_its_result(client) -> None:
     assert (last.state, last.has_schedule) == ("succeeded", True)
     schedule = client.result(other)
     assert schedule == client.schedule(last) == load_schedule(client.schedule_text(last, "json"))
-    assert load_csv(client.schedule_csv(last)) == schedule.programs
+    assert load_csv(client.schedule_text(last, "csv")) == schedule.programs
     assert client.problem(last) == small("improve:2:0.2")
     assert job.id in [one.id for one in client.jobs(tag="followed", state="succeeded")]
     assert other.id not in [one.id for one in client.jobs(tag="followed")]

@@ -16,10 +16,9 @@ from optpipe.cli.compare import compare
 from optpipe.cli.console import BAD_INPUT, INFEASIBLE, WORLD, print_error
 from optpipe.cli.estimate import estimate_problem
 from optpipe.cli.explain import diff, explain
-from optpipe.cli.export import export
 from optpipe.cli.importing import import_measurements
 from optpipe.cli.plan import plan
-from optpipe.cli.plot import plot
+from optpipe.cli.plot import export, plot
 from optpipe.cli.profile import profile
 from optpipe.cli.service import fetch, make_jobs_app, make_keys_app, serve, submit
 from optpipe.cli.solve import bound, check, solve
@@ -32,10 +31,8 @@ if TYPE_CHECKING:
 __all__ = ["main", "make_app"]
 
 
-_COMMANDS = (
-    *(solve, check, bound, compare, sweep, plan, plot, explain, diff),
-    *(profile, serve, submit, fetch),
-)
+_COMMANDS = (solve, check, bound, compare, sweep, plan, plot, explain, diff, profile, serve, submit,
+             fetch, export)  # fmt: skip
 
 
 def make_app() -> typer.Typer:
@@ -51,7 +48,6 @@ def make_app() -> typer.Typer:
     app.callback()(_about)
     for command in _COMMANDS:
         app.command()(command)
-    app.command()(export)
     app.command("import")(import_measurements)
     app.command("estimate")(estimate_problem)
     app.add_typer(make_jobs_app())
@@ -65,13 +61,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         make_app()(args=arguments, prog_name="optpipe")
     except OptPipeError as error:
         print_error(error)
-        sys.exit(_exit_code(error))
-
-
-def _exit_code(error: OptPipeError) -> int:
-    if isinstance(error, InfeasibleProblemError):
-        return INFEASIBLE
-    return BAD_INPUT if isinstance(error, InputError) else WORLD
+        if isinstance(error, InfeasibleProblemError):
+            sys.exit(INFEASIBLE)
+        sys.exit(BAD_INPUT if isinstance(error, InputError) else WORLD)
 
 
 def _about() -> None:

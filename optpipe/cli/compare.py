@@ -16,6 +16,7 @@ from optpipe.cli.console import (
     INFEASIBLE,
     INTERRUPTED,
     NOTHING_FOUND,
+    AsJson,
     ProblemFile,
     Seed,
     Threads,
@@ -27,7 +28,7 @@ from optpipe.cli.console import (
 )
 from optpipe.cli.files import read_problem
 from optpipe.errors import InputError
-from optpipe.formats.tables import comparison_columns, dump_comparison_markdown, is_present
+from optpipe.formats.tables import comparison_columns, dump_comparison, is_present
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -63,7 +64,6 @@ TflopPerMicrobatch = Annotated[
 PeakTflops = Annotated[
     float | None, typer.Option(metavar="X", help="Peak TFLOP/s, the sum over all devices.")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 AsMarkdown = Annotated[
     bool, typer.Option("--markdown", help="Print a Markdown table, for documents.")
 ]
@@ -123,7 +123,7 @@ def _print(rows: Rows, *, as_json: bool, as_markdown: bool) -> None:
     if as_json:
         stdout().out(json.dumps(rows, indent=2), highlight=False)
     elif as_markdown:
-        stdout().out(dump_comparison_markdown(rows), highlight=False, end="")
+        stdout().out(dump_comparison(rows, "markdown"), highlight=False, end="")
     else:
         _show(stdout(), rows)
 
@@ -131,10 +131,8 @@ def _print(rows: Rows, *, as_json: bool, as_markdown: bool) -> None:
 def _leave(problem: Problem, found: Sequence[ComparisonRow]) -> None:
     """Leave with the code that solve has for the problem as given.
 
-    Raises
-    ------
-    typer.Exit
-        If no row is a schedule of it that fits, with 3 where that is proven and 4 elsewhere.
+    Raises `typer.Exit` if no row is a schedule of it that fits, with 3 where that is proven and 4
+    elsewhere.
     """
     from optpipe_solver.compare import AS_GIVEN
     from optpipe_solver.feasibility import feasibility

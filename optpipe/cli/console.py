@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 from rich.segment import Segment
+from rich.table import Table
 from rich.text import Text
 
 from optpipe.errors import MissingExtraError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from rich.console import ConsoleOptions, RenderableType
 
@@ -31,12 +32,16 @@ __all__ = [
     "PIPE",
     "WORLD",
     "ApiKey",
+    "AsJson",
     "Follow",
     "Gap",
     "JobId",
+    "LinkLatency",
+    "LinkRate",
     "Method",
     "Output",
     "ProblemFile",
+    "ProblemOut",
     "ScheduleFile",
     "Seed",
     "Threads",
@@ -48,6 +53,7 @@ __all__ = [
     "print_error",
     "stderr",
     "stdout",
+    "text_table",
 ]
 
 
@@ -59,22 +65,6 @@ _SHOWN |= {0x7F: 0x2421, **dict.fromkeys(range(0x80, 0xA0), 0xFFFD)}
 
 PIPE = Path("-")
 """Instead of a file's name: standard input, or standard output."""
-
-_PACKAGES = {
-    "solver": {"pulp", "highspy", "scipy", "numba"},
-    "server": {
-        "alembic",
-        "fastapi",
-        "fastapi_offline",
-        "prometheus_client",
-        "pydantic_settings",
-        "sqlalchemy",
-        "starlette",
-        "structlog",
-        "uvicorn",
-    },
-}
-_PACKAGES["server"] |= _PACKAGES["solver"]
 
 
 class _Console(Console):
@@ -128,20 +118,27 @@ def print_error(error: OptPipeError) -> None:
     console.print(Text.assemble(("error: ", "bold red"), text), soft_wrap=True)
 
 
+def text_table(*numbers: str, texts: Sequence[str] = ()) -> Table:
+    """Return a table without lines: columns of texts, then of numbers, by their names."""
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    for name in texts:
+        table.add_column(name, no_wrap=True)
+    for name in numbers:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
 @contextmanager
 def needs_extra(extra: str) -> Iterator[None]:
     """Turn the absence of an extra's package into the pip command that installs it.
 
-    Raises
-    ------
-    MissingExtraError
-        If a package of the extra is not installed.
+    Raises `MissingExtraError` if a package of the extra is not installed.
     """
     try:
         yield
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
-        if package not in _PACKAGES[extra]:
+        if package.startswith("optpipe"):
             raise
         raise MissingExtraError(
             f"this command needs {package}, which is not installed; "
@@ -175,6 +172,9 @@ ProblemFile = Annotated[
         metavar="PROBLEM",
         help="Problem file (optpipe/problem/v1, JSON); - is standard input.",
     ),
+]
+ProblemOut = Annotated[
+    Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the problem here.")
 ]
 ScheduleFile = Annotated[
     Path, typer.Argument(metavar="SCHEDULE", help="Schedule file, JSON or CSV.")
@@ -217,6 +217,15 @@ Method = Annotated[
         metavar="NAME", help="auto, milp, or a published method, as optpipe compare names it."
     ),
 ]
+LinkLatency = Annotated[
+    float | None,
+    typer.Option("--link-latency-ms", metavar="X", help="Of links that were not measured."),
+]
+LinkRate = Annotated[
+    float | None,
+    typer.Option("--link-gb-per-s", metavar="X", help="Of links that were not measured."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 Url = Annotated[
     str, typer.Option(envvar="OPTPIPE_URL", metavar="URL", help="Address of the service.")
 ]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
-from rich.table import Table
 
-from optpipe.cli.console import stdout
+from optpipe.cli.console import stdout, text_table
 from optpipe.cli.files import check_apart, check_writable, in_file, results, say_written, write_file
 from optpipe.errors import InputError
 from optpipe.formats.json import dump_model, dump_problem, read_text
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from rich.console import Console
+    from rich.table import Table
 
     from optpipe.presets import Estimate, Hardware, ModelShape
     from optpipe.presets.shape import Precision
@@ -141,11 +142,13 @@ def estimate_problem(
     check_apart(output, inputs=[config])
     with _named_as_flags():
         shape = _shape(model, config)
-        hardware = _hardware(gpu)
+        if gpu is None:
+            raise InputError(f"--gpu is missing; give one of {', '.join(GPUS)}")
+        hardware = find_gpu(gpu)
         training = Training(
             micro_batch=micro_batch, sequence=sequence, tp=tp, cp=cp, ep=ep, dp=dp, zero=zero,
-            precision=_precision(precision), flash=flash, sequence_parallel=sequence_parallel,
-            lean=lean,
+            precision=cast("Precision", precision), flash=flash, lean=lean,
+            sequence_parallel=sequence_parallel,
         )  # fmt: skip
         found = estimate(
             shape,
@@ -175,28 +178,17 @@ def _named_as_flags() -> Iterator[None]:
 
 
 def _shape(model: str | None, config: Path | None) -> ModelShape:
-    if (model is None) == (config is None):
+    if model is not None and config is None:
+        return find_model(model)
+    if config is None or model is not None:
         raise InputError(
             "give either --model NAME or --config FILE; optpipe estimate --list shows names"
         )
-    if model is not None:
-        return find_model(model)
-    path = Path(str(config))
     try:
-        shape = shape_from_config(read_text(path))
+        shape = shape_from_config(read_text(config))
     except InputError as error:
-        raise in_file(path, error) from None
-    return replace(shape, name=path.absolute().parent.name[:80] or "config")
-
-
-def _hardware(gpu: str | None) -> Hardware:
-    if gpu is None:
-        raise InputError(f"--gpu is missing; give one of {', '.join(GPUS)}")
-    return find_gpu(gpu)
-
-
-def _precision(text: str) -> Precision:
-    return text  # type: ignore[return-value] # Training refuses what is none
+        raise in_file(config, error) from None
+    return replace(shape, name=config.absolute().parent.name[:80] or "config")
 
 
 def _memory(gigabytes: float | None) -> int | None:
@@ -223,45 +215,32 @@ def _show(console: Console, shape: ModelShape, hardware: Hardware, found: Estima
 
 
 def _stage_table(found: Estimate) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    for name in ("stage", "device", "layers", "F ms", "I ms", "W ms", "activation", "to W",
-                 "offloadable", "static", "usable"):  # fmt: skip
-        table.add_column(name, justify="right", no_wrap=True)
+    table = text_table("stage", "device", "layers", "F ms", "I ms", "W ms", "activation", "to W",
+                       "offloadable", "static", "usable")  # fmt: skip
     rows = zip(found.problem.stages, found.sizes, strict=True)
-    for index, (stage, size) in enumerate(list(rows)[:_SHOWN_STAGES]):
+    for index, (stage, size) in enumerate(islice(rows, _SHOWN_STAGES)):
         device = found.problem.devices[stage.device]
         times = (stage.forward_ms, stage.backward_input_ms, stage.backward_weight_ms)
         sizes = (stage.activation_bytes, stage.weight_context_bytes, stage.offload_bytes,
                  stage.static_bytes, device.usable_bytes)  # fmt: skip
-        table.add_row(
-            str(index),
-            device.name,
-            str(size),
-            *map(format_ms, times),
-            *map(format_bytes, sizes),
-        )
+        cells = (*map(format_ms, times), *map(format_bytes, sizes))
+        table.add_row(str(index), device.name, str(size), *cells)
     return table
 
 
 def _show_catalogue(console: Console) -> None:
     console.width = max(console.width, _LEAST_WIDTH)
-    models = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    models.add_column("model", no_wrap=True)
-    models.add_column("parameters", justify="right", no_wrap=True)
-    models.add_column("layers", justify="right")
-    models.add_column("hidden", justify="right")
+    models = text_table("parameters", "layers", "hidden", texts=("model",))
     models.add_column("source", overflow="fold")
     for shape in MODELS.values():
         parameters = f"{total_parameters(shape) / 1e9:.2f} B"
-        models.add_row(
-            shape.name, parameters, str(shape.num_layers), str(shape.hidden), shape.source
-        )
+        sizes = (str(shape.num_layers), str(shape.hidden))
+        models.add_row(shape.name, parameters, *sizes, shape.source)
     console.print(models)
     for hardware in GPUS.values():
         console.print(f"\n{hardware.name}: {hardware.title}", style="bold", markup=False)
-        facts = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_header=False)
-        facts.add_column("", no_wrap=True)
-        facts.add_column("", justify="right", no_wrap=True)
+        facts = text_table("", texts=("",))
+        facts.show_header = False
         facts.add_column("", overflow="fold")
         for name, fact in hardware.facts:
             facts.add_row(name, f"{fact.value:,.10g}", fact.source)

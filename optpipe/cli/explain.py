@@ -12,6 +12,7 @@ import typer
 from optpipe.cli.console import (
     INTERRUPTED,
     PIPE,
+    AsJson,
     ProblemFile,
     ScheduleFile,
     Seed,
@@ -64,7 +65,6 @@ AskWhatIf = Annotated[
         "micro-batches.",
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 Folder = Annotated[
     Path | None,
     typer.Option(
@@ -168,10 +168,8 @@ def _tell(answer: WhatIf | Unasked, folder: Path | None, as_json: bool) -> dict[
 def _made_folder(path: Path, inputs: tuple[Path, ...]) -> Path:
     """Return a folder that exists and can be written to.
 
-    Raises
-    ------
-    InputError
-        If there is none and none can be made, or an input lies in it under the name of an answer.
+    Raises `InputError` if there is none and none can be made, or an input lies in it under the name
+    of an answer.
     """
     for file in inputs:
         if file.name.endswith(_ANSWERS) and file.resolve().parent == path.resolve():

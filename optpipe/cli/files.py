@@ -55,10 +55,8 @@ def write_schedule(schedule: Schedule, path: Path) -> None:
 def check_writable(path: Path | None) -> None:
     """Refuse an output file that cannot be written, before the work for it is done.
 
-    Raises
-    ------
-    InputError
-        If its folder does not exist or may not be written to, or it is a folder itself.
+    Raises `InputError` if its folder does not exist or may not be written to, or it is a folder
+    itself.
     """
     if path is None or path == PIPE:
         return
@@ -77,10 +75,7 @@ def check_writable(path: Path | None) -> None:
 def check_schedule_file(path: Path | None) -> None:
     """Refuse a file that a schedule cannot be written to, or whose suffix is that of a picture.
 
-    Raises
-    ------
-    InputError
-        As `check_writable`; or if people would take the file for a picture.
+    Raises `InputError` as `check_writable`; or if people would take the file for a picture.
     """
     check_writable(path)
     if path is not None and path.suffix.lower() in _PICTURES:
@@ -93,10 +88,7 @@ def check_schedule_file(path: Path | None) -> None:
 def check_apart(*outputs: Path | None, inputs: Iterable[Path | None] = ()) -> None:
     """Refuse an output that would overwrite what the command reads, or another output.
 
-    Raises
-    ------
-    InputError
-        With the file that would be lost.
+    Raises `InputError` with the file that would be lost.
     """
     read = {_place(path) for path in inputs if path is not None and path != PIPE}
     written: set[str] = set()
@@ -135,12 +127,8 @@ def say_written(path: Path, what: str = "") -> None:
 def write_file(path: Path, text: str) -> None:
     """Write a text file, or standard output.
 
-    A file that stood there is replaced once the new one is whole.
-
-    Raises
-    ------
-    InputError
-        If it cannot be written; names the place where the text is kept instead.
+    A file that stood there is replaced once the new one is whole. Raises `InputError` if it cannot
+    be written; names the place where the text is kept instead.
     """
     if path == PIPE:
         sys.stdout.write(text)
@@ -200,10 +188,7 @@ def read_problem(path: Path) -> Problem:
 def read_programs(problem: Problem, path: Path) -> tuple[Programs, Schedule | None]:
     """Return legal programs of a JSON or CSV file, and the schedule record where there is one.
 
-    Raises
-    ------
-    InputError
-        If the file is no schedule, not of this problem, or illegal; names the file.
+    Raises `InputError` if the file is no schedule, not of this problem, or illegal; names the file.
     """
     programs, schedule = load_programs(path)
     try:
@@ -221,10 +206,7 @@ def read_programs(problem: Problem, path: Path) -> tuple[Programs, Schedule | No
 def load_programs(path: Path) -> tuple[Programs, Schedule | None]:
     """Return what a schedule file holds, legal or not, and the record where it is JSON.
 
-    Raises
-    ------
-    InputError
-        If the file is no schedule; names the file.
+    Raises `InputError` if the file is no schedule; names the file.
     """
     if path == PIPE:
         raise InputError("- is for problems: schedules are read from files; give a file's name")

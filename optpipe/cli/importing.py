@@ -7,12 +7,12 @@ import math
 import re
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 from pydantic import ValidationError
 
-from optpipe.cli.console import stderr, stdout
+from optpipe.cli.console import AsJson, LinkLatency, LinkRate, ProblemOut, stderr, stdout
 from optpipe.cli.files import check_apart, check_writable, read_problem, write_file
 from optpipe.cli.profile import measurements_as_json, show_measurements
 from optpipe.errors import InputError, explain
@@ -34,7 +34,7 @@ from optpipe.measurements import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
 
     from optpipe.measurements import BuiltProblem
     from optpipe.problem import Problem
@@ -79,10 +79,7 @@ Files = Annotated[
 def import_measurements(
     form: Annotated[Form, typer.Argument(metavar="FORM", help="kineto, megatron or csv.")],
     files: Files,
-    output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", metavar="FILE", help="Write the problem here."),
-    ] = None,
+    output: ProblemOut = None,
     base: Annotated[
         Path | None,
         typer.Option(metavar="PROBLEM", help="Replace only the times of this problem."),
@@ -109,12 +106,8 @@ def import_measurements(
     reserved_bytes: Annotated[Size, _size_option("Of every device: context, NCCL, ...")] = None,
     d2h_gb_per_s: Annotated[float | None, typer.Option(metavar="X", help="To the host.")] = None,
     h2d_gb_per_s: Annotated[float | None, typer.Option(metavar="X", help="And back.")] = None,
-    link_latency_ms: Annotated[
-        float | None, typer.Option(metavar="X", help="Of links that were not measured.")
-    ] = None,
-    link_gb_per_s: Annotated[
-        float | None, typer.Option(metavar="X", help="Of links that were not measured.")
-    ] = None,
+    link_latency_ms: LinkLatency = None,
+    link_gb_per_s: LinkRate = None,
     weight_share: Annotated[
         float | None,
         typer.Option(metavar="X", help="Share (0-1) of B that W takes where only B was measured."),
@@ -156,7 +149,7 @@ def import_measurements(
     times_out: Annotated[
         Path | None, typer.Option(metavar="CSV", help="Write every sample as a table.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Make a problem of traces, logs or tables.
 
@@ -176,16 +169,12 @@ def import_measurements(
     # The problem may take the place of --base, which is what it replaces.
     check_apart(output, times_out, inputs=[*files, sizes, messages])
     check_apart(times_out, inputs=[base])
-    _check_options(
-        form,
-        {
-            "--range": range_pattern,
-            "--process": process,
-            "--gpu-time": gpu_time,
-            "--num-stages": num_stages,
-            "--equal-stages": equal_stages,
-        },
-    )
+    kineto = {"--range": range_pattern, "--process": process, "--gpu-time": gpu_time}
+    megatron = {"--num-stages": num_stages, "--equal-stages": equal_stages}
+    for own, options in ((Form.KINETO, kineto), (Form.MEGATRON, megatron)):
+        for option, value in options.items():
+            if value and own is not form:
+                raise InputError(f"{option} belongs to {own}, not to {form}; leave it out")
     given = _given(
         fields={"name": name, "num_microbatches": num_microbatches, "weight_share": weight_share,
                 "link_latency_ms": link_latency_ms, "link_gb_per_s": link_gb_per_s},
@@ -196,53 +185,25 @@ def import_measurements(
         rates={"d2h_gb_per_s": d2h_gb_per_s, "h2d_gb_per_s": h2d_gb_per_s},
         stages=_from_file(sizes, read_stages_table) if sizes else (),
     )  # fmt: skip
-    reader = _FileReader(
-        patterns=tuple(range_pattern or ()),
-        gpu_time=gpu_time or _GpuClock.SPAN,
-        process=process or "",
-        run=MegatronRun(num_microbatches, num_stages, equal_stages),
-    )
     steps = 0 if form is Form.CSV and warmup_steps is None else warmup_steps
-    measurements = reader.read(form, files).without_warmup(steps)
+    if form is Form.KINETO:
+        clock = gpu_time or _GpuClock.SPAN
+        found = read_kineto(files, tuple(range_pattern or ()), clock.value, process or "")
+    elif len(files) > 1:
+        raise InputError(
+            f"{len(files)} files: {form} reads one; name one, the others in runs of their own"
+        )
+    elif form is Form.MEGATRON:
+        run = MegatronRun(num_microbatches, num_stages, equal_stages)
+        found = _from_file(files[0], lambda text: read_megatron(text, run))
+    else:
+        found = _from_file(files[0], read_times)
+    measurements = found.without_warmup(steps)
     if messages is not None:
         measurements = measurements.with_transfers(_from_file(messages, read_messages_table))
     if times_out is not None:
         write_file(times_out, dump_times(measurements))
     _finish(measurements, given, read_problem(base) if base else None, output, as_json)
-
-
-class _FileReader(NamedTuple):
-    """How files are read."""
-
-    patterns: Sequence[str]
-    gpu_time: _GpuClock
-    process: str
-    run: MegatronRun
-
-    def read(self, form: Form, files: Sequence[Path]) -> Measurements:
-        """Return what the files say; errors name the file."""
-        if form is Form.KINETO:
-            return read_kineto(files, self.patterns, self.gpu_time.value, self.process)
-        if len(files) > 1:
-            raise InputError(
-                f"{len(files)} files: {form} reads one; name one, the others in runs of their own"
-            )
-        if form is Form.MEGATRON:
-            return _from_file(files[0], lambda text: read_megatron(text, self.run))
-        return _from_file(files[0], read_times)
-
-
-def _check_options(form: Form, special: Mapping[str, object]) -> None:
-    of_form = {
-        "--range": Form.KINETO,
-        "--process": Form.KINETO,
-        "--gpu-time": Form.KINETO,
-        "--num-stages": Form.MEGATRON,
-        "--equal-stages": Form.MEGATRON,
-    }
-    for option, value in special.items():
-        if value and of_form[option] is not form:
-            raise InputError(f"{option} belongs to {of_form[option]}, not to {form}; leave it out")
 
 
 def _given(

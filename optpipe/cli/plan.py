@@ -12,16 +12,14 @@ from rich.markup import escape
 from rich.table import Table
 
 from optpipe.cli.console import (
-    INFEASIBLE,
-    NOTHING_FOUND,
+    AsJson,
     Output,
     Seed,
     Threads,
     TimeLimit,
-    interruptible,
     needs_extra,
-    stderr,
     stdout,
+    text_table,
 )
 from optpipe.cli.files import (
     check_apart,
@@ -34,19 +32,18 @@ from optpipe.cli.files import (
     write_file,
     write_schedule,
 )
-from optpipe.cli.report import gap_text, progress_line
+from optpipe.cli.report import gap_text, nothing_found, searching
 from optpipe.errors import InputError
 from optpipe.formats.json import dump_problem, load_model
 from optpipe.units import format_ms, format_share
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Sequence
 
     from rich.console import Console
 
     from optpipe.model import Model
     from optpipe_solver.plan import PlacementKind, PlanResult, PlanRow
-    from optpipe_solver.result import Progress
 
 __all__ = ["plan"]
 
@@ -85,7 +82,7 @@ def plan(
     seed: Seed = 0,
     chunks: Chunks = "1,2,4",
     placements: Placements = "linear,loop,v,free",
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Cut a model into stages, place them, and schedule them.
 
@@ -100,13 +97,24 @@ def plan(
       optpipe plan model.json -o schedule.json --problem-out problem.json
       optpipe plan model.json --chunks 1,2 --placements linear,v --time-limit 120
     """
-    counts, kinds = _counts(chunks), _names(placements)
+    counts = _counts(chunks)
+    kinds = cast("tuple[PlacementKind, ...]", tuple(map(str.strip, placements.split(","))))
     model = _read_model(model_file)
     check_schedule_file(output)
     check_writable(problem_out)
     check_apart(output, problem_out, inputs=[model_file])
-    with needs_extra("solver"):
-        result = _run(model, time_limit, threads, seed, counts, kinds)
+    with needs_extra("solver"), searching("planning") as search:
+        from optpipe_solver.plan import plan as plan_model
+
+        result = plan_model(
+            model,
+            time_limit_s=time_limit,
+            threads=threads,
+            seed=seed,
+            chunks=counts,
+            placements=kinds,
+            **search,
+        )
     if result.problem is not None and problem_out is not None:
         write_file(problem_out, dump_problem(result.problem))
         say_written(problem_out, "problem")
@@ -118,9 +126,7 @@ def plan(
     elif result.schedule is not None:
         _show(results(output), model, result)
     if result.schedule is None:
-        say = f"[bold red]{result.status.value}:[/] {escape(result.message)}"
-        stderr().print(say, soft_wrap=True)
-        raise typer.Exit(INFEASIBLE if result.status == "infeasible" else NOTHING_FOUND)
+        raise nothing_found(result.status, result.message)
 
 
 def _counts(text: str) -> tuple[int, ...]:
@@ -132,44 +138,11 @@ def _counts(text: str) -> tuple[int, ...]:
         ) from None
 
 
-def _names(text: str) -> tuple[PlacementKind, ...]:
-    return cast("tuple[PlacementKind, ...]", tuple(part.strip() for part in text.split(",")))
-
-
 def _read_model(path: Path) -> Model:
     try:
         return load_model(read_input(path))
     except InputError as error:
         raise in_file(path, error) from None
-
-
-def _run(
-    model: Model,
-    time_limit_s: float,
-    threads: int,
-    seed: int,
-    chunks: tuple[int, ...],
-    placements: tuple[PlacementKind, ...],
-) -> PlanResult:
-    from optpipe_solver.plan import plan as plan_model
-
-    progress = stderr()
-
-    def tell(news: Progress) -> None:
-        line = progress_line(news.seconds, news.method, news.objective_ms, news.bound_ms)
-        progress.print(line, markup=False)
-
-    with interruptible() as stop, progress.status("planning"):
-        return plan_model(
-            model,
-            time_limit_s=time_limit_s,
-            threads=threads,
-            seed=seed,
-            chunks=chunks,
-            placements=placements,
-            on_progress=tell,
-            should_stop=stop.is_set,
-        )
 
 
 def _show(console: Console, model: Model, result: PlanResult) -> None:
@@ -178,9 +151,13 @@ def _show(console: Console, model: Model, result: PlanResult) -> None:
     chosen = result.chosen
     if chosen is None or result.schedule is None:
         return
-    console.print(_candidate_table(result))
-    for line in _left_out(result):
-        console.print(line, style="dim", markup=False)
+    rows = result.rows[:_SHOWN_ROWS]
+    shown = rows if result.even in rows else (*rows, result.even)
+    console.print(_candidate_table(result, shown))
+    others = Counter(row.fate.value for row in result.rows if row not in shown)
+    if others:
+        parts = "; ".join(f"{number} {fate}" for fate, number in sorted(others.items()))
+        console.print(f"and {others.total()} more cuts: {parts}", style="dim", markup=False)
     console.print()
     console.print(_cut_table(model, chosen))
     console.print()
@@ -188,38 +165,22 @@ def _show(console: Console, model: Model, result: PlanResult) -> None:
     console.print(f"the bound holds for {result.searched}", style="dim", markup=False)
 
 
-def _shown(result: PlanResult) -> tuple[PlanRow, ...]:
-    rows = result.rows[:_SHOWN_ROWS]
-    return rows if result.even in rows else (*rows, result.even)
-
-
-def _candidate_table(result: PlanResult) -> Table:
+def _candidate_table(result: PlanResult, shown: Sequence[PlanRow]) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     for name, unit in (("placement", ""), ("layers per stage", ""), ("bound", "ms"),
                        ("quick", "ms"), ("best", "ms"), ("outcome", "")):  # fmt: skip
         table.add_column(f"{name}\n{unit}", justify="right" if unit else "left", no_wrap=not unit)
-    for row in _shown(result):
+    for row in shown:
         label = f"{row.label} (even)" if row.is_even else row.label
         sizes = " ".join(map(str, row.sizes))
         times = (_ms(value) for value in (row.bound_ms, row.quick_ms, row.final_ms))
-        table.add_row(label, sizes, *times, row.fate.value, style=_style(row, result))
+        style = "bold" if row is result.chosen else ""
+        table.add_row(label, sizes, *times, row.fate.value, style=style)
     return table
-
-
-def _style(row: PlanRow, result: PlanResult) -> str:
-    return "bold" if row is result.chosen else ""
 
 
 def _ms(value: float | None) -> str:
     return "-" if value is None else format_ms(value)
-
-
-def _left_out(result: PlanResult) -> Iterator[str]:
-    shown = _shown(result)
-    counts = Counter(row.fate.value for row in result.rows if row not in shown)
-    if counts:
-        parts = (f"{count} {fate}" for fate, count in sorted(counts.items()))
-        yield f"and {sum(counts.values())} more cuts: {'; '.join(parts)}"
 
 
 def _cut_table(model: Model, chosen: PlanRow) -> Table:
@@ -231,9 +192,7 @@ def _cut_table(model: Model, chosen: PlanRow) -> Table:
     ]
     step = -(-len(owners) // _DRAWN_LAYERS)
     layers = "layers" if step == 1 else f"layers, {step} to a block"
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    table.add_column("device")
-    table.add_column(layers, no_wrap=True)
+    table = text_table(texts=("device", layers))
     table.add_column("stages: layers")
     for index, device in enumerate(model.devices[:_SHOWN_DEVICES]):
         bar = "".join(
@@ -251,21 +210,14 @@ def _cut_table(model: Model, chosen: PlanRow) -> Table:
 
 
 def _summary(result: PlanResult, objective: str, chosen: PlanRow) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_header=False)
+    table = text_table("", texts=("",))
+    table.show_header = False
     table.add_column("")
-    table.add_column("", justify="right")
-    table.add_column("")
+    even, gain = result.even, escape(result.even.note)
+    if even.final_ms and chosen.final_ms is not None:
+        gain = f"the plan is {format_share(1 - chosen.final_ms / even.final_ms)} shorter"
+    even_text = "does not fit" if even.final_ms is None else f"{_ms(even.final_ms)} ms"
     table.add_row(objective, f"{_ms(chosen.final_ms)} ms", f"by {chosen.method}")
-    table.add_row("even linear cut", _even_text(result.even), _gain(result.even, chosen))
+    table.add_row("even linear cut", even_text, gain)
     table.add_row("bound of the set", f"{_ms(result.bound_ms)} ms", f"gap {gap_text(result.gap)}")
     return table
-
-
-def _even_text(even: PlanRow) -> str:
-    return "does not fit" if even.final_ms is None else f"{_ms(even.final_ms)} ms"
-
-
-def _gain(even: PlanRow, chosen: PlanRow) -> str:
-    if not even.final_ms or chosen.final_ms is None:
-        return escape(even.note)
-    return f"the plan is {format_share(1 - chosen.final_ms / even.final_ms)} shorter"

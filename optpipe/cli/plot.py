@@ -1,4 +1,4 @@
-"""``optpipe plot``: a schedule in the terminal, as an image, or as a trace."""
+"""``optpipe plot`` and ``export``: a schedule as a picture, or in the form of another runtime."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from optpipe.cli.console import ProblemFile, needs_extra, stdout
+from optpipe.check import check
+from optpipe.cli.console import ProblemFile, ScheduleFile, needs_extra, stdout
 from optpipe.cli.files import (
     check_apart,
     check_writable,
@@ -18,18 +19,23 @@ from optpipe.cli.files import (
 )
 from optpipe.cli.report import baseline_programs
 from optpipe.errors import InputError
-from optpipe.plot.image import SUFFIXES, Panel, require_matplotlib, save_figure
-from optpipe.plot.interactive_style import require_bokeh
-from optpipe.plot.scene import title_of
+from optpipe.formats.chrome_trace import dump_chrome_trace
+from optpipe.formats.csv import dump_csv
+from optpipe.formats.zero_bubble import dump_python_list
+from optpipe.plot.image import FRONTIER_SUFFIXES, save_figure
+from optpipe.plot.scene import View, require_drawing, title_of
 from optpipe.plot.terminal import ScheduleView
+from optpipe.schedule import ActionType
 from optpipe.simulate import simulate
 
 if TYPE_CHECKING:
-    from optpipe.plot.interactive_style import Theme
-    from optpipe.problem import Problem
-    from optpipe.schedule import Schedule
+    from collections.abc import Callable
 
-__all__ = ["check_drawable", "draw_into", "draw_solved", "plot"]
+    from optpipe.plot.scene import Theme
+    from optpipe.problem import Problem
+    from optpipe.schedule import Programs, Schedule
+
+__all__ = ["TARGETS", "check_drawable", "draw_solved", "export", "plot"]
 
 
 Schedules = Annotated[
@@ -79,82 +85,70 @@ def plot(
     problem = read_problem(problem_file)
     check_drawable(output)
     check_apart(output, inputs=[problem_file, *schedule_files])
-    _check_dark(output, dark)
-    panels = [_panel(problem, path) for path in schedule_files]
+    if dark and (output is None or output.suffix != ".html"):
+        shown = "the terminal" if output is None else output.name
+        raise InputError(f"--dark is for .html files, not for {shown}; leave it out")
+    views = [_read(problem, path) for path in schedule_files]
     if beside_1f1b:
-        panels.insert(0, _baseline(problem))
+        views.insert(0, _baseline(problem))
     if output is None:
-        _show(problem, panels, devices)
+        _show(views, devices)
         return
-    draw_into(output, problem, panels, theme="dark" if dark else "light")
+    _draw_into(output, views, theme="dark" if dark else "light")
 
 
 def check_drawable(output: Path | None) -> None:
     """Refuse a file that no picture can go into, before the work for it is done.
 
-    Raises
-    ------
-    InputError
-        If its suffix is none of those that `draw_into` knows, or it cannot be written.
-    MissingExtraError
-        If the package that draws it is not installed.
+    Raises `InputError` if its suffix is none of those that can be drawn, or it cannot be written.
+    Raises `MissingExtraError` if the package that draws it is not installed.
     """
     check_writable(output)
     if output is None or output.suffix == ".json":
         return
-    if output.suffix == ".html":
-        require_bokeh()
-    elif output.suffix in SUFFIXES:
-        require_matplotlib()
-    else:
+    if output.suffix not in FRONTIER_SUFFIXES:
         raise InputError(
             f"cannot draw {output.name}: the suffix chooses the format; use one of "
-            f"{', '.join((*SUFFIXES, '.html', '.json'))}"
+            f"{', '.join((*FRONTIER_SUFFIXES, '.json'))}"
         )
+    require_drawing(output.suffix)
 
 
-def draw_into(
-    output: Path, problem: Problem, panels: list[Panel], *, theme: Theme = "light"
-) -> None:
-    """Draw panels into a file that `check_drawable` accepts, and tell where it is."""
+def _draw_into(output: Path, views: list[View], *, theme: Theme = "light") -> None:
+    """Draw schedules into a file that `check_drawable` accepts, and tell where it is."""
     if output.suffix == ".json":
-        _trace(problem, panels, output)
+        write_file(output, _trace(views))
     elif output.suffix == ".html":
-        _chart(problem, panels, output, theme)
+        from optpipe.plot.interactive import chart_html, schedule_chart
+
+        title = views[0].problem.name or "schedules"
+        chart = schedule_chart(views, theme=theme)
+        write_file(output, chart_html(chart, title=title, theme=theme))
     else:
-        save_figure(problem, panels, output)
+        save_figure(views, output)
     say_written(output)
 
 
-def _check_dark(output: Path | None, dark: bool) -> None:
-    if dark and (output is None or output.suffix != ".html"):
-        shown = "the terminal" if output is None else output.name
-        raise InputError(f"--dark is for .html files, not for {shown}; leave it out")
-
-
-def _panel(problem: Problem, path: Path) -> Panel:
+def _read(problem: Problem, path: Path) -> View:
     programs, schedule = read_programs(problem, path)
-    return Panel(title=path.stem, programs=programs) if schedule is None else _solved(schedule)
+    return View(path.stem, problem, programs) if schedule is None else _solved(problem, schedule)
 
 
 def draw_solved(output: Path, problem: Problem, schedule: Schedule) -> None:
     """Draw a schedule into a file, below 1F1B where that applies; alone in a trace."""
-    panels = [_solved(schedule)]
+    views = [_solved(problem, schedule)]
     baseline = baseline_programs(problem) if output.suffix != ".json" else None
     if baseline is not None:
-        panels.insert(0, Panel(title="1F1B", programs=baseline))
-    draw_into(output, problem, panels)
+        views.insert(0, View("1F1B", problem, baseline))
+    _draw_into(output, views)
 
 
-def _solved(schedule: Schedule) -> Panel:
-    return Panel(
-        title=f"OptPipe ({title_of(schedule.provenance.method)})",
-        programs=schedule.programs,
-        bound_ms=schedule.bound_ms,
-    )
+def _solved(problem: Problem, schedule: Schedule) -> View:
+    title = f"OptPipe ({title_of(schedule.provenance.method)})"
+    return View(title, problem, schedule.programs, schedule.bound_ms)
 
 
-def _baseline(problem: Problem) -> Panel:
+def _baseline(problem: Problem) -> View:
     with needs_extra("solver"):
         programs = baseline_programs(problem)
     if programs is None:
@@ -162,37 +156,106 @@ def _baseline(problem: Problem) -> Panel:
             "--beside-1f1b: 1F1B is for one stage per device, and this problem has several on "
             "one; leave the option out"
         )
-    return Panel(title="1F1B", programs=programs)
+    return View("1F1B", problem, programs)
 
 
-def _show(problem: Problem, panels: list[Panel], max_devices: int) -> None:
-    length = max(simulate(problem, panel.programs).makespan_ms for panel in panels)
+def _show(views: list[View], max_devices: int) -> None:
+    length = max(simulate(view.problem, view.programs).makespan_ms for view in views)
     console = stdout()
-    for panel in panels:
-        view = ScheduleView(
-            problem=problem,
-            programs=panel.programs,
-            title=panel.title,
+    for view in views:
+        picture = ScheduleView(
+            problem=view.problem,
+            programs=view.programs,
+            title=view.title,
             length_ms=length,
             max_devices=max_devices,
-            legend=panel is panels[-1],
+            legend=view is views[-1],
         )
-        console.print(view)
+        console.print(picture)
         console.print()
 
 
-def _chart(problem: Problem, panels: list[Panel], output: Path, theme: Theme) -> None:
-    from optpipe.plot.interactive import chart_html, schedule_chart
-    from optpipe.plot.scene import View
-
-    views = [View(panel.title, problem, panel.programs, panel.bound_ms) for panel in panels]
-    layout = schedule_chart(views, theme=theme)
-    write_file(output, chart_html(layout, title=problem.name or "schedules", theme=theme))
+def _trace(views: list[View]) -> str:
+    if len(views) > 1:
+        raise InputError(f"a trace holds one schedule, not {len(views)}; write one file for each")
+    return dump_chrome_trace(views[0].problem, views[0].programs)
 
 
-def _trace(problem: Problem, panels: list[Panel], output: Path) -> None:
-    from optpipe.formats.chrome_trace import dump_chrome_trace
+# --- ``optpipe export``: a schedule for another runtime.
 
-    if len(panels) > 1:
-        raise InputError(f"a trace holds one schedule, not {len(panels)}; write one file for each")
-    write_file(output, dump_chrome_trace(problem, panels[0].programs))
+Target = Annotated[
+    str,
+    typer.Option("--to", metavar="NAME", help="torch-csv, python or trace."),
+]
+ExportFile = Annotated[
+    Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write here, not to stdout.")
+]
+Fuse = Annotated[
+    bool,
+    typer.Option("--fuse", help="Run I and W as one backward B first; checked anew."),
+]
+
+
+def export(
+    problem_file: ProblemFile,
+    schedule_file: ScheduleFile,
+    to: Target,
+    output: ExportFile = None,
+    fuse: Fuse = False,
+) -> None:
+    """Write a schedule in the form that another runtime takes.
+
+    \b
+      torch-csv  torch.distributed.pipelining and torchtitan (pipeline_parallel_schedule_csv)
+      python     ScheduledNode lists of the public zero-bubble runtime, as Python text
+      trace      a Chrome trace, which ui.perfetto.dev opens
+
+    What a runtime cannot run, or would run with wrong gradients, is refused with its row and
+    column. docs/exports.md says how each is used and what was tried.
+
+    \b
+    Examples:
+      optpipe export problem.json schedule.json --to torch-csv -o schedule.csv
+      optpipe export problem.json schedule.json --to python --fuse -o zero_bubble_schedule.py
+    """
+    if to not in TARGETS:
+        raise InputError(f"--to {to!r}: must be one of {', '.join(TARGETS)}; choose one")
+    check_writable(output)
+    check_apart(output, inputs=[problem_file, schedule_file])
+    problem = read_problem(problem_file)
+    programs, _ = read_programs(problem, schedule_file)
+    if fuse:
+        programs = _fused(problem, programs)
+    text = TARGETS[to](problem, programs)
+    if output is None:
+        print(text, end="")
+        return
+    write_file(output, text)
+    say_written(output)
+
+
+def _fused(problem: Problem, programs: Programs) -> Programs:
+    """Return programs in which every I is a B and no W is left.
+
+    Checked anew: a B has a workspace and a time of its own.
+    """
+    fused = tuple(
+        tuple(
+            action._replace(type=ActionType.FULL_BACKWARD)
+            if action.type is ActionType.BACKWARD_INPUT
+            else action
+            for action in program
+            if action.type is not ActionType.BACKWARD_WEIGHT
+        )
+        for program in programs
+    )
+    check(problem, fused)
+    return fused
+
+
+TARGETS: dict[str, Callable[[Problem, Programs], str]] = {
+    "torch-csv": lambda _, programs: dump_csv(programs, for_torch=True),
+    "python": dump_python_list,
+    "trace": dump_chrome_trace,
+}
+"""Every form by name."""

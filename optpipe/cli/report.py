@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import typer
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
+from optpipe.cli.console import INFEASIBLE, NOTHING_FOUND, interruptible, stderr
 from optpipe.memory import device_peak_bytes, host_peak_bytes
 from optpipe.plot.terminal import ScheduleView
 from optpipe.schedule import ActionType
@@ -14,25 +18,35 @@ from optpipe.simulate import bubble_rate, simulate
 from optpipe.units import format_bytes, format_ms, format_share
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from rich.console import Console
 
     from optpipe.problem import Problem
     from optpipe.schedule import Programs, Schedule
+    from optpipe_solver.result import Progress
 
-__all__ = ["baseline_programs", "gap_text", "number_table", "progress_line", "show_schedule"]
+__all__ = [
+    "baseline_programs",
+    "gap_text",
+    "nothing_found",
+    "number_table",
+    "progress_line",
+    "searching",
+    "show_schedule",
+]
 
 _SHOWN_DEVICES = 16
 
 
 def show_schedule(
-    console: Console, problem: Problem, programs: Programs, schedule: Schedule | None
+    console: Console, problem: Problem, schedule: Schedule, baseline: Programs | None
 ) -> None:
-    """Print the picture and, below it, the numbers beside those of 1F1B."""
-    title = schedule.provenance.method if schedule is not None else ""
-    name = " - ".join(part for part in (problem.name, title) if part)
-    console.print(ScheduleView(problem=problem, programs=programs, title=name))
+    """Print the picture and, below it, the numbers, beside those of 1F1B where they are given."""
+    name = " - ".join(part for part in (problem.name, schedule.provenance.method) if part)
+    console.print(ScheduleView(problem=problem, programs=schedule.programs, title=name))
     console.print()
-    console.print(number_table(problem, programs, schedule, baseline_programs(problem)))
+    console.print(number_table(problem, schedule.programs, schedule, baseline))
 
 
 def baseline_programs(problem: Problem) -> Programs | None:
@@ -59,14 +73,19 @@ def number_table(
     table.add_column("this schedule", justify="right")
     if baseline is not None:
         table.add_column("1F1B", justify="right")
-    known = _measured(problem, programs) if schedule is None else _said(schedule)
+    if schedule is None:
+        known = _measured(problem, programs)
+    else:
+        peaks = schedule.peak_bytes[:_SHOWN_DEVICES]
+        known = _Known(schedule.makespan_ms, schedule.span_ms, peaks, schedule.host_peak_bytes)
     columns = [_numbers(problem, programs, known)]
     if baseline is not None:
         columns.append(_numbers(problem, baseline, _measured(problem, baseline)))
     for label in columns[0]:
         table.add_row(escape(label), *(column.get(label, "") for column in columns))
         if label == "bubble of the span" and schedule is not None:
-            table.add_row("proven bound", _bound_text(schedule))
+            bound = "none" if schedule.bound_ms is None else f"{format_ms(schedule.bound_ms)} ms"
+            table.add_row("proven bound", bound)
             table.add_row("gap", gap_text(schedule.gap))
     return table
 
@@ -87,6 +106,26 @@ def progress_line(
     return f"{seconds:7.1f} s   {best:>14}{bound}   {method}"
 
 
+@contextmanager
+def searching(text: str) -> Iterator[dict[str, Any]]:
+    """Give a solver's arguments that let it print what it finds, and let Ctrl-C stop it."""
+    console = stderr()
+
+    def tell(news: Progress) -> None:
+        line = progress_line(news.seconds, news.method, news.objective_ms, news.bound_ms)
+        console.print(line, markup=False)
+
+    with interruptible() as stop, console.status(text):
+        yield {"on_progress": tell, "should_stop": stop.is_set}
+
+
+def nothing_found(state: str, reason: str) -> typer.Exit:
+    """Print why there is no schedule; return how the command leaves."""
+    text = Text.assemble((f"{state}:", "bold red"), f" {reason}")
+    stderr().print(text, soft_wrap=True)
+    return typer.Exit(INFEASIBLE if state == "infeasible" else NOTHING_FOUND)
+
+
 class _Known(NamedTuple):
     """What programs cost: ms, and bytes of the devices that are shown, and of all hosts."""
 
@@ -94,11 +133,6 @@ class _Known(NamedTuple):
     span_ms: float
     peak_bytes: tuple[int, ...]
     host_peak_bytes: dict[str, int]
-
-
-def _said(schedule: Schedule) -> _Known:
-    peaks = schedule.peak_bytes[:_SHOWN_DEVICES]
-    return _Known(schedule.makespan_ms, schedule.span_ms, peaks, schedule.host_peak_bytes)
 
 
 def _measured(problem: Problem, programs: Programs) -> _Known:
@@ -136,9 +170,3 @@ def _peak_text(problem: Problem, device: int, peak: int) -> str:
     if peak > limit:
         return f"[bold red]{format_bytes(peak)}, {format_bytes(peak - limit)} too much[/]"
     return f"{format_bytes(peak)} of {format_bytes(limit)}"
-
-
-def _bound_text(schedule: Schedule) -> str:
-    if schedule.bound_ms is None:
-        return "none"
-    return f"{format_ms(schedule.bound_ms)} ms"

@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
+from rich.progress import Progress, ProgressColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress_bar import ProgressBar
 from rich.table import Column, Table
 
 from optpipe.cli.console import (
     DEFAULT_URL,
+    INTERRUPTED,
     ApiKey,
     Follow,
     Gap,
@@ -39,14 +42,15 @@ from optpipe.cli.files import (
     write_file,
     write_schedule,
 )
-from optpipe.cli.profile import follow_job
-from optpipe.cli.report import gap_text, number_table
-from optpipe.plot.terminal import ScheduleView
+from optpipe.cli.report import gap_text, nothing_found, progress_line, show_schedule
 from optpipe.schedule import OPTIMAL_GAP
 from optpipe.units import format_ms
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator, Mapping
+
+    from rich.console import Console
+    from rich.progress import Task
 
     from optpipe.client import Client, Job
     from optpipe.problem import Problem
@@ -156,7 +160,7 @@ def submit(
         )
         results(output).print(job.id, markup=False)
         if follow or output is not None:
-            _show(client, problem, follow_job(client, job), output)
+            _show(client, problem, _follow_job(client, job), output)
 
 
 def fetch(
@@ -221,10 +225,110 @@ def _show(client: Client, problem: Problem, job: Job, output: Path | None) -> No
     if output is not None:
         write_schedule(schedule, output)
         say_written(output)
-    title = f"{problem.name} - {schedule.provenance.method}"
-    console = results(output)
-    console.print(ScheduleView(problem=problem, programs=schedule.programs, title=title))
-    console.print(number_table(problem, schedule.programs, schedule, None))
+    show_schedule(results(output), problem, schedule, None)
+
+
+# --- Following a job of the service in the terminal: a bar of its time, and what is known by now.
+
+_BAR_WIDTH = 24
+
+
+def _follow_job(client: Client, job: Job) -> Job:
+    """Print every improvement of a job until it ends; return it as it ended, with a schedule.
+
+    On a terminal a bar shows how much of the time limit is spent, the objective, the bound and the
+    gap. Ctrl-C ends the following, not the job. Raises `typer.Exit`: without a schedule, as optpipe
+    solve leaves; or by Ctrl-C, with 130.
+    """
+    progress = stderr()
+    try:
+        with _bar(progress, job) as shown:
+            for news in client.follow(job):
+                job = news
+                shown.show(job)
+    except KeyboardInterrupt:
+        progress.print(
+            f"job {job.id} goes on; later: optpipe fetch {job.id}, or optpipe jobs cancel {job.id}",
+            markup=False,
+            soft_wrap=True,
+        )
+        raise typer.Exit(INTERRUPTED) from None
+    if not job.has_schedule:
+        reason = job.error.message if job.error is not None else ""
+        raise nothing_found(job.state, reason)
+    return job
+
+
+class _Lines:
+    """Prints each improvement once."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._num_told = 0
+        self._best_ms: float | None = None
+
+    def show(self, job: Job) -> None:
+        trace = job.trace or ()
+        for step in trace[self._num_told :]:
+            # A step that raised the bound says nothing of the schedule that stands.
+            self._best_ms = self._best_ms if step.objective_ms is None else step.objective_ms
+            line = progress_line(step.seconds, step.method, self._best_ms, step.bound_ms)
+            self._console.print(line, markup=False)
+        self._num_told = len(trace)
+
+
+class _Bar(_Lines):
+    """The same above a line that moves."""
+
+    def __init__(self, progress: Progress, job: Job) -> None:
+        super().__init__(progress.console)
+        self._progress = progress
+        limit_s = job.options.time_limit_s
+        self._task = progress.add_task(job.state, total=limit_s, start=False, known=_known(job))
+
+    def show(self, job: Job) -> None:
+        super().show(job)
+        if job.state == "running":
+            self._progress.start_task(self._task)
+        self._progress.update(self._task, description=job.state, known=_known(job))
+
+
+class _TimeBar(ProgressColumn):
+    """How much of the time limit is spent, by this machine's clock."""
+
+    # Drawn anew each time, though the task itself does not change.
+    max_refresh = None
+
+    def render(self, task: Task) -> ProgressBar:
+        """Draw it; empty while the job waits."""
+        total = task.total or 1.0
+        return ProgressBar(total=total, completed=min(task.elapsed or 0.0, total), width=_BAR_WIDTH)
+
+
+@contextmanager
+def _bar(console: Console, job: Job) -> Iterator[_Lines]:
+    if not console.is_terminal:
+        yield _Lines(console)
+        return
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}", markup=False),
+        _TimeBar(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[known]}", markup=False),
+    )
+    with Progress(*columns, console=console, transient=True) as progress:
+        yield _Bar(progress, job)
+
+
+def _known(job: Job) -> str:
+    """Return the objective, the bound and the gap, as far as they are known."""
+    parts = [] if job.objective_ms is None else [f"{format_ms(job.objective_ms)} ms"]
+    if job.bound_ms is not None:
+        parts.append(f"bound {format_ms(job.bound_ms)} ms")
+    if job.gap is not None:
+        parts.append(f"gap {gap_text(job.gap)}")
+    return ", ".join(parts) or "no schedule yet"
 
 
 # --- ``optpipe jobs``: list the jobs of a service, cancel one, give it more time.
@@ -233,19 +337,21 @@ _ID_WIDTH = 32
 
 
 def make_jobs_app() -> typer.Typer:
-    """Return the group of commands."""
-    app = typer.Typer(
-        name="jobs",
-        no_args_is_help=True,
-        rich_markup_mode=None,
-        help="List the jobs of a service, cancel them, give them more time.\n\n\b\nExamples:\n"
+    """Return the commands that list, cancel and resume jobs."""
+    return _group(
+        "jobs",
+        "List the jobs of a service, cancel them, give them more time.\n\n\b\nExamples:\n"
         "  optpipe jobs list --state running\n"
         "  optpipe jobs cancel JOB\n"
         "  optpipe jobs resume JOB --time-limit 60",
+        {"list": show, "cancel": cancel, "resume": resume},
     )
-    app.command("list")(show)
-    app.command("cancel")(cancel)
-    app.command("resume")(resume)
+
+
+def _group(name: str, about: str, commands: Mapping[str, Callable[..., None]]) -> typer.Typer:
+    app = typer.Typer(name=name, no_args_is_help=True, rich_markup_mode=None, help=about)
+    for word, command in commands.items():
+        app.command(word)(command)
     return app
 
 
@@ -336,20 +442,15 @@ DatabaseUrl = Annotated[
 
 
 def make_keys_app() -> typer.Typer:
-    """Return the group of commands."""
-    app = typer.Typer(
-        name="keys",
-        no_args_is_help=True,
-        rich_markup_mode=None,
-        help="Make, list and revoke the API keys of a service.\n\n\b\nExamples:\n"
+    """Return the commands that make, list and revoke keys."""
+    return _group(
+        "keys",
+        "Make, list and revoke the API keys of a service.\n\n\b\nExamples:\n"
         "  optpipe keys create --name ci --role submit\n"
         "  optpipe keys list\n"
         "  optpipe keys revoke ci",
+        {"create": create, "list": list_keys, "revoke": revoke},
     )
-    app.command("create")(create)
-    app.command("list")(list_keys)
-    app.command("revoke")(revoke)
-    return app
 
 
 def create(

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.markup import escape
 
 from optpipe.cli.console import (
-    INFEASIBLE,
-    NOTHING_FOUND,
     Gap,
     Method,
     Output,
@@ -20,9 +17,7 @@ from optpipe.cli.console import (
     Threads,
     TimeLimit,
     WorkLimit,
-    interruptible,
     needs_extra,
-    stderr,
     stdout,
 )
 from optpipe.cli.files import (
@@ -36,18 +31,21 @@ from optpipe.cli.files import (
     write_schedule,
 )
 from optpipe.cli.plot import check_drawable, draw_solved
-from optpipe.cli.report import number_table, progress_line, show_schedule
+from optpipe.cli.report import (
+    baseline_programs,
+    nothing_found,
+    number_table,
+    searching,
+    show_schedule,
+)
 from optpipe.errors import InfeasibleProblemError, InputError
 from optpipe.formats.json import dump_schedule
 from optpipe.schedule import OPTIMAL_GAP
 from optpipe.units import format_ms
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from optpipe.problem import Problem
     from optpipe.schedule import Schedule
-    from optpipe_solver import Progress, Result
 
 __all__ = ["bound", "check", "solve"]
 
@@ -88,29 +86,29 @@ def solve(
     check_schedule_file(output)
     check_drawable(picture)
     check_apart(output, picture, inputs=[problem_file])
-    progress = stderr()
     with needs_extra("solver"):
-        result = _run(
-            problem,
-            progress,
-            time_limit_s=time_limit,
-            work_limit=work_limit,
-            threads=threads,
-            seed=seed,
-            gap=gap,
-            method=method,
-        )
+        import optpipe_solver
+
+        with searching("solving") as search:
+            result = optpipe_solver.solve(
+                problem,
+                time_limit_s=time_limit,
+                work_limit=work_limit,
+                threads=threads,
+                seed=seed,
+                gap=gap,
+                method=method,
+                **search,
+            )
         if result.schedule is None:
-            say = f"[bold red]{result.status.value}:[/] {escape(result.message)}"
-            progress.print(say, soft_wrap=True)
-            raise typer.Exit(INFEASIBLE if result.status == "infeasible" else NOTHING_FOUND)
+            raise nothing_found(result.status, result.message)
         # Before the picture: a closed pipe (| head) must not cost the schedule.
         if output is not None:
             write_schedule(result.schedule, output)
             say_written(output)
         if picture is not None:
             _draw(picture, problem, result.schedule, is_kept=output is not None)
-        show_schedule(results(output), problem, result.schedule.programs, result.schedule)
+        show_schedule(results(output), problem, result.schedule, baseline_programs(problem))
 
 
 def _draw(picture: Path, problem: Problem, schedule: Schedule, *, is_kept: bool) -> None:
@@ -122,17 +120,6 @@ def _draw(picture: Path, problem: Problem, schedule: Schedule, *, is_kept: bool)
             raise
         place = rescued(Path("schedule.json"), dump_schedule(schedule))
         raise InputError(f"{error}; the schedule is not lost, {place}") from None
-
-
-def _run(problem: Problem, progress: Console, **options: Any) -> Result:
-    import optpipe_solver
-
-    def tell(news: Progress) -> None:
-        line = progress_line(news.seconds, news.method, news.objective_ms, news.bound_ms)
-        progress.print(line, markup=False)
-
-    with interruptible() as stop, progress.status("solving"):
-        return optpipe_solver.solve(problem, on_progress=tell, should_stop=stop.is_set, **options)
 
 
 # --- ``optpipe check`` and ``bound``: what is true of a problem and of a schedule.
@@ -168,9 +155,9 @@ def bound(problem_file: ProblemFile) -> None:
         from optpipe_solver.bounds import lower_bound
         from optpipe_solver.feasibility import feasibility
 
-        verdict = feasibility(problem)
-        if verdict.plan is None:
-            raise InfeasibleProblemError(verdict.message, verdict.needs)
+        found = feasibility(problem)
+        if found.plan is None:
+            raise InfeasibleProblemError(found.message, found.needs)
         proven = lower_bound(problem)
     stdout().print(
         f"{problem.objective} >= {format_ms(proven.ms)} ms   proven by: {proven.method}",

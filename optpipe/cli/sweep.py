@@ -28,12 +28,13 @@ from optpipe.cli.console import (
     stderr,
     stdout,
 )
-from optpipe.cli.files import check_apart, check_writable, read_problem, write_file
+from optpipe.cli.files import check_apart, check_writable, read_problem, say_written, write_file
 from optpipe.cli.report import gap_text
 from optpipe.errors import InputError
 from optpipe.formats.json import read_text
 from optpipe.formats.tables import dump_sweep, load_sweep_csv, sweep_columns
-from optpipe.plot.frontier import SUFFIXES, require_drawing, save_frontier
+from optpipe.plot.image import FRONTIER_SUFFIXES, save_frontier
+from optpipe.plot.scene import require_drawing
 from optpipe.schedule import OPTIMAL_GAP
 from optpipe.sweep import Point, family_of, frontier, label_of, memory_of
 from optpipe.sweep import sweep as vary
@@ -42,7 +43,6 @@ from optpipe.units import format_ms
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from optpipe.client import Batch
     from optpipe.formats.tables import SweepRow
     from optpipe.problem import Problem
     from optpipe.schedule import Programs, Schedule
@@ -140,17 +140,16 @@ def sweep(
     _write(rows, output)
     _show(rows)
     if frontier_file is not None:
-        _draw(problem, variations, rows, frontier_file)
+        points = [_point(variations[row["index"]], row) for row in rows]
+        save_frontier(frontier(points), frontier_file, problem.name)
+        say_written(frontier_file)
     _leave(rows, was_stopped=was_stopped)
 
 
 def parse_axes(texts: Sequence[str]) -> dict[str, list[Any]]:
     """Return name -> values of texts like ``memory_scale=1,0.5``; values are JSON, or words.
 
-    Raises
-    ------
-    InputError
-        If one is no axis, or stands twice.
+    Raises `InputError` if one is no axis, or stands twice.
     """
     axes: dict[str, list[Any]] = {}
     for text in texts:
@@ -180,7 +179,7 @@ def _value(text: str) -> Any:
 
 def _check_files(output: Path | None, frontier_file: Path | None) -> None:
     """Refuse files that cannot be written, before hours of work."""
-    for path, suffixes in ((output, tuple(_FORMS)), (frontier_file, SUFFIXES)):
+    for path, suffixes in ((output, tuple(_FORMS)), (frontier_file, FRONTIER_SUFFIXES)):
         if path is not None and path.suffix not in suffixes:
             raise InputError(
                 f"cannot write {path.name}: the suffix chooses the format; use one of "
@@ -188,16 +187,14 @@ def _check_files(output: Path | None, frontier_file: Path | None) -> None:
             )
         check_writable(path)
     if frontier_file is not None:
-        require_drawing(frontier_file)
+        require_drawing(frontier_file.suffix)
 
 
 def _known_rows(output: Path | None, variations: Sequence[Variation]) -> list[SweepRow]:
     """Return what an earlier run has left in the file.
 
-    Raises
-    ------
-    InputError
-        If the file is something else, or has rows of other problems: they would be lost.
+    Raises `InputError` if the file is something else, or has rows of other problems: they would be
+    lost.
     """
     if output is None or output.suffix != ".csv" or not output.exists():
         return []
@@ -235,14 +232,6 @@ def _show(rows: Sequence[SweepRow]) -> None:
     notes = [f"{row['name']}: {row['message']}" for row in rows if row["message"]]
     if notes:
         console.print("\n" + "\n".join(notes), markup=False, soft_wrap=True)
-
-
-def _draw(
-    problem: Problem, variations: Sequence[Variation], rows: Sequence[SweepRow], path: Path
-) -> None:
-    points = [_point(variations[row["index"]], row) for row in rows]
-    save_frontier(frontier(points), path, problem.name)
-    stderr().print(f"written to {path}", markup=False)
 
 
 def _point(variation: Variation, row: SweepRow) -> Point:
@@ -283,12 +272,8 @@ def sweep_here(
     From the least memory to the most: a schedule that fits a limit fits every larger one, so each
     solve starts from the best that smaller limits have given.
 
-    Parameters
-    ----------
-    known
-        Rows of an earlier run; what they say of the same problems is taken over.
-    keep
-        Called after each one with all rows so far, in the order of the variations.
+    * ``known``: rows of an earlier run; what they say of the same problems is taken over.
+    * ``keep``: called after each one with all rows so far, in the order of the variations.
     """
     rows: dict[int, SweepRow] = {}
     done = {row["problem_hash"]: row for row in known if row["state"] in _DONE}
@@ -407,10 +392,7 @@ def sweep_remote(
 ) -> list[SweepRow]:
     """Return a row per combination once all have ended.
 
-    Raises
-    ------
-    typer.Exit
-        By Ctrl-C; the service goes on.
+    Raises `typer.Exit` by Ctrl-C; the service goes on.
     """
     from optpipe.client import Client
 
@@ -418,17 +400,13 @@ def sweep_remote(
         batch = client.sweep(problem, axes, **options)
         stderr().print(f"batch {batch.id}", markup=False)
         try:
-            _follow(batch)
+            told = -1
+            for news in batch.follow():
+                ended = round(news.progress * news.num_items)
+                if ended != told:
+                    stderr().print(f"{ended} of {news.num_items} have ended", markup=False)
+                told = ended
         except KeyboardInterrupt:
             stderr().print(f"batch {batch.id} goes on at {url}/v1/batches/{batch.id}", markup=False)
             raise typer.Exit(INTERRUPTED) from None
         return batch.table()
-
-
-def _follow(batch: Batch) -> None:
-    told = -1
-    for news in batch.follow():
-        ended = round(news.progress * news.num_items)
-        if ended != told:
-            stderr().print(f"{ended} of {news.num_items} have ended", markup=False)
-        told = ended

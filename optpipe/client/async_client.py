@@ -14,9 +14,11 @@ import httpx
 from httpx_sse import EventSource
 
 from optpipe.client.errors import NoScheduleError, error_of
-from optpipe.client.follow import SILENCE_S, EventCursor, NoStreamError
 from optpipe.client.transport import (
+    SILENCE_S,
     Address,
+    EventCursor,
+    NoStreamError,
     Repeat,
     as_model,
     checked_id,
@@ -93,10 +95,8 @@ class _AsyncConnection:
     ) -> httpx.Response:
         """Return the answer, a success or 304; it may take ``wait_s`` longer than usual.
 
-        Raises
-        ------
-        ServiceUnreachableError, OptPipeError
-            If nobody answered to the end; what the service's refusal means.
+        Raises `ServiceUnreachableError`, `OptPipeError` if nobody answered to the end; what the
+        service's refusal means.
         """
         attempt = 0
         while True:
@@ -312,10 +312,7 @@ class AsyncClient:
     ) -> Job:
         """Queue a problem, or a model to cut, to place and to schedule, and return its job.
 
-        Raises
-        ------
-        ProblemError, ModelError
-            If the service does not take this problem or model.
+        Raises `ProblemError`, `ModelError` if the service does not take this problem or model.
         """
         name = "model" if isinstance(problem, Model) else "problem"
         body = {name: document(problem), "options": given(**options)}
@@ -346,11 +343,9 @@ class AsyncClient:
     async def result(self, job: Job | str) -> Schedule:
         """Wait for a job's end and return its best schedule.
 
-        Raises
-        ------
-        InfeasibleProblemError, NoScheduleError, SolveFailedError
-            If it is proven that there is none; if the job was cancelled before there was one, or
-            nothing was found; if the solver failed before.
+        Raises `InfeasibleProblemError`, `NoScheduleError`, `SolveFailedError` if it is proven that
+        there is none; if the job was cancelled before there was one, or nothing was found; if the
+        solver failed before.
         """
         async with aclosing(self.follow(job)) as news:
             async for now in news:
@@ -435,10 +430,8 @@ class AsyncClient:
     async def schedule(self, job: Job | str) -> Schedule:
         """Return the best schedule so far.
 
-        Raises
-        ------
-        InfeasibleProblemError, NoScheduleError
-            If it is proven that there is none; if there is none (yet).
+        Raises `InfeasibleProblemError`, `NoScheduleError` if it is proven that there is none; if
+        there is none (yet).
         """
         return load_schedule(await self.schedule_text(job, "json"))
 
@@ -460,10 +453,6 @@ class AsyncClient:
         """Return the best schedule as JSON, CSV, Chrome trace or SVG; raises as `schedule`."""
         params = {"format": form}
         return (await self._connection.send("GET", f"{_path(job)}/schedule", params=params)).text
-
-    async def schedule_csv(self, job: Job | str) -> str:
-        """Return the programs of the best schedule so far as CSV; raises as `schedule`."""
-        return await self.schedule_text(job, "csv")
 
     async def problem(self, job: Job | str) -> Problem:
         """Return the problem of a job; of a planned model, that of its best schedule so far."""
@@ -530,18 +519,9 @@ class AsyncClient:
     ) -> AsyncBatch:
         """Solve every variation of a problem, or a list of problems, as one batch.
 
-        Parameters
-        ----------
-        axes
-            Name or path -> the values, as in `optpipe.sweep`; every combination is an item.
-        name
-            For people; the problem's by default.
-
-        Raises
-        ------
-        ProblemError, RequestRefusedError
-            If the service does not take a problem; if a combination makes no valid one, or there
-            are too many. Nothing is solved then.
+        ``axes`` maps names or paths to values, as in `optpipe.sweep`; every combination is an item.
+        Raises `ProblemError` if the service does not take a problem, `RequestRefusedError` if a
+        combination makes no valid one, or there are too many. Nothing is solved then.
         """
         body = items(problem, axes) | {"options": given(**options)}
         body |= given(name=name, tags=tags, priority=priority)
@@ -559,13 +539,9 @@ class AsyncClient:
 
         Each question that has a meaning for the problem is an item, named by the ``question`` of
         its values and solved from the best schedule that the job has. One of them changes nothing:
-        what more searching finds anyway is not put down to a change.
-
-        Raises
-        ------
-        InfeasibleProblemError, ConflictError
-            If it is proven that the job has no schedule; if it has none, or was not solved by the
-            optimiser.
+        what more searching finds anyway is not put down to a change. Raises
+        `InfeasibleProblemError`, `ConflictError` if it is proven that the job has no schedule; if
+        it has none, or was not solved by the optimiser.
         """
         body = {"what_if": checked_id(job), **given(priority=priority)}
         if asked := given(**options):
@@ -592,12 +568,8 @@ class AsyncClient:
     ) -> AsyncDeployment:
         """Register a training run; its problem is solved at once, and again when drift costs.
 
-        Parameters
-        ----------
-        problem
-            What it runs: the sizes, the placement and the micro-batches stay as they are.
-        threshold
-            A new version has to gain at least this share of a step; 0.01 by default.
+        The sizes, the placement and the micro-batches of ``problem`` stay as they are. A new
+        version has to gain at least the share ``threshold`` of a step; 0.01 by default.
         """
         body = {"problem": document(problem), "options": given(**options)}
         body |= given(name=name, threshold=threshold)

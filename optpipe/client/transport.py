@@ -1,10 +1,11 @@
-"""What goes into a request, when it is made again, and how its answer is read; no network here."""
+"""What goes into a request, when it is made again, how answers and events are read; no network."""
 
 from __future__ import annotations
 
 import ipaddress
 import random
 import re
+import time
 import uuid
 from dataclasses import dataclass
 from enum import Enum
@@ -18,17 +19,21 @@ from optpipe.client.errors import fault_of, refusal
 from optpipe.errors import InputError, ServiceError, ServiceUnreachableError
 from optpipe.formats.json import load_schedule
 from optpipe.problem import Problem
-from optpipe.wire import Job
+from optpipe.wire import Event, EventKind, Job
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+    from httpx_sse import ServerSentEvent
 
     from optpipe.model import Model
     from optpipe.schedule import Schedule
 
 __all__ = [
-    "LATER",
+    "SILENCE_S",
     "Address",
+    "EventCursor",
+    "NoStreamError",
     "Repeat",
     "as_model",
     "checked_id",
@@ -40,7 +45,6 @@ __all__ = [
     "newer_schedule",
     "numbered_schedule",
     "once",
-    "pause_s",
     "waiting",
 ]
 
@@ -48,7 +52,7 @@ M = TypeVar("M", bound=BaseModel)
 
 _FIRST_PAUSE_S = 0.2
 _LONGEST_PAUSE_S = 10.0
-LATER = frozenset({429, 502, 503, 504})
+_LATER = frozenset({429, 502, 503, 504})
 """The statuses after which the same request may succeed."""
 # Before these nothing was sent that the service could have acted upon.
 _UNSENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
@@ -81,10 +85,7 @@ class Address:
     ) -> Address:
         """Return the address.
 
-        Raises
-        ------
-        InputError
-            If it is none, or the key cannot be one.
+        Raises `InputError` if it is none, or the key cannot be one.
         """
         try:
             url = httpx.URL(base_url)
@@ -116,14 +117,11 @@ class Address:
     def pause_after_loss(self, attempt: int, repeat: Repeat, error: httpx.TransportError) -> float:
         """Return how long to wait before a request without an answer is made again, seconds.
 
-        Raises
-        ------
-        ServiceUnreachableError
-            If it is not made again: it was the last of the attempts (the first is 0), or may
-            already have been acted upon.
+        Raises `ServiceUnreachableError` if it is not made again: it was the last of the attempts
+        (the first is 0), or may already have been acted upon.
         """
         if attempt < self.num_retries and _may_follow_loss(repeat, error):
-            return pause_s(attempt, {})
+            return _pause_s(attempt, {})
         reason = str(error) or type(error).__name__
         raise ServiceUnreachableError(
             f"nobody answers at {self} ({reason}); is the service running there? "
@@ -133,13 +131,11 @@ class Address:
     def pause_after_refusal(self, attempt: int, repeat: Repeat, answer: httpx.Response) -> float:
         """Return how long to wait before a refused request is made again, seconds.
 
-        Raises
-        ------
-        OptPipeError
-            What the refusal means, if it is not made again; see `optpipe.client.errors`.
+        Raises `OptPipeError`: what the refusal means, if it is not made again; see
+        `optpipe.client.errors`.
         """
         if attempt < self.num_retries and _may_follow(repeat, answer):
-            return pause_s(attempt, answer.headers)
+            return _pause_s(attempt, answer.headers)
         raise refusal(answer)
 
     def __str__(self) -> str:
@@ -147,7 +143,7 @@ class Address:
         return str(self.url.copy_with(userinfo=b""))
 
 
-def pause_s(attempt: int, headers: Mapping[str, str]) -> float:
+def _pause_s(attempt: int, headers: Mapping[str, str]) -> float:
     """Return how long to wait: what the service asks for, else ever longer, never all at once."""
     asked = headers.get("Retry-After", "")
     if asked.isascii() and asked.isdecimal():
@@ -170,7 +166,7 @@ def _may_follow_loss(repeat: Repeat, error: httpx.TransportError) -> bool:
 
 
 def _may_follow(repeat: Repeat, answer: httpx.Response) -> bool:
-    if answer.status_code not in LATER:
+    if answer.status_code not in _LATER:
         return False
     # A gateway that lost its patience says nothing about what the service behind it did.
     return repeat is not Repeat.UNSENT or bool(fault_of(answer))
@@ -191,10 +187,7 @@ def _is_loopback(host: str) -> bool:
 def checked_id(thing: Job | str, kind: str = "job") -> str:
     """Return an id that is fit for a path.
 
-    Raises
-    ------
-    InputError
-        If it cannot be one.
+    Raises `InputError` if it cannot be one.
     """
     thing_id = thing.id if isinstance(thing, Job) else thing
     if not (thing_id.isascii() and thing_id.isalnum()):
@@ -214,10 +207,7 @@ def items(
 ) -> dict[str, Any]:
     """Return what a batch is made of, as it stands in a request.
 
-    Raises
-    ------
-    InputError
-        If there are axes, and several problems.
+    Raises `InputError` if there are axes, and several problems.
     """
     if isinstance(problem, Problem):
         varied = {name: list(values) for name, values in (axes or {}).items()}
@@ -257,10 +247,7 @@ def if_newer(thing_id: str, number: int) -> dict[str, str]:
 def as_model(model: type[M], answer: httpx.Response) -> M:
     """Return what an answer says.
 
-    Raises
-    ------
-    ServiceError
-        If it is something else.
+    Raises `ServiceError` if it is something else.
     """
     try:
         return model.model_validate_json(answer.content)
@@ -280,10 +267,7 @@ def newer_schedule(answer: httpx.Response) -> tuple[int, Schedule] | None:
 def numbered_schedule(answer: httpx.Response) -> tuple[int, Schedule]:
     """Read an answer that is a schedule and its number.
 
-    Raises
-    ------
-    ServiceError
-        If the answer does not say its number.
+    Raises `ServiceError` if the answer does not say its number.
     """
     tag = _TAG.fullmatch(answer.headers.get("ETag", ""))
     if tag is None:
@@ -293,3 +277,125 @@ def numbered_schedule(answer: httpx.Response) -> tuple[int, Schedule]:
             answer.status_code,
         )
     return int(tag[1]), load_schedule(answer.text)
+
+
+# --- How far a job's events have been heard, over as many streams as it takes.
+# A stream that breaks is taken up again with the number of the last event seen, so that nothing is
+# missed and nothing told twice. Where the service does not speak server-sent events, or something
+# in between holds them back, `NoStreamError` says so, and the job is looked at instead.
+
+SILENCE_S = 15.0
+"""The service pings as often; where nothing is heard for longer, nothing will be."""
+_MOST_LOSSES = 3
+
+
+class NoStreamError(Exception):
+    """No events come from there; the job itself may still be looked at."""
+
+
+class EventCursor:
+    """Where one listener is in the events of a job.
+
+    * ``after``: only events of higher numbers are new.
+
+    * ``is_over``: whether the service has said that there is nothing more to hear.
+    """
+
+    def __init__(self, after: int = 0) -> None:
+        self.is_over = False
+        self._seen = self._first = after
+        self._num_improvements = 0
+        self._num_losses = 0
+        self._opened_at: float | None = None
+
+    @property
+    def has_trouble(self) -> bool:
+        """Whether streams break, or do not begin, and nothing is heard between them."""
+        return self._num_losses > 1
+
+    def pause_s(self) -> float:
+        """Return how long to wait before the next stream is opened, in seconds."""
+        return _pause_s(self._num_losses, {})
+
+    def headers(self) -> dict[str, str]:
+        """Return the headers that ask for a stream of the events that are new."""
+        headers = {"Accept": "text/event-stream", "Cache-Control": "no-store"}
+        return headers | ({"Last-Event-ID": str(self._seen)} if self._seen > 0 else {})
+
+    def opens(self, answer: httpx.Response) -> bool:
+        """Whether an answer is a stream, which begins now."""
+        kind = answer.headers.get("Content-Type", "").partition(";")[0]
+        is_stream = answer.status_code == HTTPStatus.OK and kind == "text/event-stream"
+        self._opened_at = time.monotonic() if is_stream else None
+        return is_stream
+
+    def pause_after(self, answer: httpx.Response) -> float:
+        """Take note of an answer that is no stream; return how long to wait, in seconds.
+
+        Raises `NoStreamError` if the service has no streams, or too many did not begin. Raises
+        `OptPipeError`: what its refusal means otherwise.
+        """
+        if answer.status_code == HTTPStatus.NO_CONTENT:
+            self.is_over = True
+            return 0.0
+        if answer.status_code in _LATER:
+            self.lose(None)
+            return _pause_s(self._num_losses, answer.headers)
+        raise _no_stream(answer)
+
+    def lose(self, error: httpx.TransportError | None) -> None:
+        """Take note that a stream did not begin, ended (None) or broke.
+
+        Raises `NoStreamError` if something holds events back, or too many streams break before
+        anything is heard.
+        """
+        was_silent = isinstance(error, httpx.ReadTimeout)
+        opened_at, self._opened_at = self._opened_at, None
+        if opened_at is not None and not was_silent and time.monotonic() - opened_at > SILENCE_S:
+            # It lasted, so there were pings: a proxy cuts what a quiet job keeps open.
+            self._num_losses = 0
+        self._num_losses += 1
+        held_back = was_silent and self._seen == self._first
+        if held_back or self._num_losses > _MOST_LOSSES:
+            raise NoStreamError
+
+    def new(self, heard: ServerSentEvent) -> Event | None:
+        """Return an event that was not heard before; None for others and for pings.
+
+        Raises `ServiceError` if it is no event of ours.
+        """
+        # A ping looks like the event before it, without its data.
+        if not heard.id.isdecimal() or int(heard.id) <= self._seen:
+            return None
+        self._seen, self._num_losses = int(heard.id), 0
+        try:
+            return Event.model_validate_json(heard.data)
+        except ValidationError as error:
+            raise ServiceError(
+                f"event {heard.id} is not as expected ({error.errors()[0]['msg']}); is it an "
+                "OptPipe service of this version?",
+                HTTPStatus.OK,
+            ) from error
+
+    def is_news(self, event: Event, known: Job) -> bool:
+        """Whether an event says what the job as it is known does not show."""
+        if event.kind is EventKind.STATE:
+            return event.text != known.state
+        if event.kind is EventKind.LOG:
+            return False
+        self._num_improvements += 1
+        return self._num_improvements > len(known.trace or ())
+
+
+def _no_stream(answer: httpx.Response) -> Exception:
+    """Return what it means that there is no stream: the service has none, or refuses."""
+    code = str(fault_of(answer).get("code", ""))
+    has_none = answer.is_success or answer.status_code in (
+        HTTPStatus.NOT_FOUND,
+        HTTPStatus.METHOD_NOT_ALLOWED,
+        HTTPStatus.NOT_ACCEPTABLE,
+        HTTPStatus.NOT_IMPLEMENTED,
+    )
+    if has_none and code in ("", f"http.{answer.status_code}"):
+        return NoStreamError()
+    return refusal(answer)

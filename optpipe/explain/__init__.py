@@ -1,11 +1,9 @@
 """Why a schedule is as long as it is, and what changed between two: pure, without a solver.
 
-Five files first: `values` (what an explanation holds), `reasons` (why each action starts when it
-does), `path` (the critical path), `needs` (why each offload was chosen), `explanation`. Beside them
-`difference` compares schedules and `fields` problems.
+`values` (what an explanation holds), `reasons` (why each action starts when it does, and the
+critical path), `memory` (why each offload was chosen), `explanation`; beside them `diff`.
 """
 
-from optpipe.explain.critical_path import critical_path
 from optpipe.explain.diff import (
     Cost,
     ProblemDifference,
@@ -20,6 +18,7 @@ from optpipe.explain.diff import (
 )
 from optpipe.explain.explanation import explain
 from optpipe.explain.memory import tightest_device
+from optpipe.explain.reasons import critical_path
 from optpipe.explain.values import Explanation
 
 __all__ = [

@@ -9,8 +9,8 @@ from collections import defaultdict
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from optpipe.explain.explanation import count, microbatches, ranges
 from optpipe.explain.reasons import idle_times
-from optpipe.explain.text import count, microbatches, ranges
 from optpipe.explain.values import IdleCause
 from optpipe.memory import device_peak_bytes, host_peak_bytes
 from optpipe.problem import FrozenValue
@@ -67,15 +67,11 @@ class ModeChange(FrozenValue):
 class OrderChange(FrozenValue):
     """One program that is not the same in both.
 
-    Parameters
-    ----------
-    moved
-        Least number of actions that must be moved to turn one order into the other, among those
-        that both have.
-    common, removed, added
-        Actions that both have, only the first, only the second.
-    cell, before, after
-        The first cell that differs and what stands there; None past the end of a program.
+    * ``moved``: least number of actions that must be moved to turn one order into the other, among
+      those that both have.
+    * ``common``, ``removed``, ``added``: actions that both have, only the first, only the second.
+    * ``cell``, ``before``, ``after``: the first cell that differs and what stands there; None past
+      the end of a program.
     """
 
     device: int
@@ -286,28 +282,19 @@ def problem_costs(before: Problem, after: Problem) -> tuple[Cost, ...]:
     one step together, and the bytes there are for them: memory less reserved and static bytes,
     summed over devices.
     """
-    rows = [_numbers(problem) for problem in (before, after)]
-    units: dict[str, Literal["ms", "bytes"]] = {
-        "compute of the busiest device": "ms",
-        "activations of one step": "bytes",
-        "memory for activations, all devices": "bytes",
-    }
-    return tuple(
-        Cost(name=name, unit=unit, before=rows[0][name], after=rows[1][name])
-        for name, unit in units.items()
-    )
+    return _joined(_numbers(before), _numbers(after))
 
 
-def _numbers(problem: Problem) -> dict[str, float]:
+def _numbers(problem: Problem) -> dict[str, _Row]:
     free = sum(
         held.usable_bytes - problem.static_bytes_of(device)
         for device, held in enumerate(problem.devices)
     )
     activations = sum(stage.activation_bytes for stage in problem.stages)
     return {
-        "compute of the busiest device": problem.busy_ms,
-        "activations of one step": activations * problem.num_microbatches,
-        "memory for activations, all devices": free,
+        "compute of the busiest device": ("ms", problem.busy_ms),
+        "activations of one step": ("bytes", activations * problem.num_microbatches),
+        "memory for activations, all devices": ("bytes", free),
     }
 
 
@@ -366,20 +353,14 @@ def record_costs(before: Schedule | None, after: Schedule | None) -> tuple[Cost,
 
 
 def _joined(before: dict[str, _Row], after: dict[str, _Row]) -> tuple[Cost, ...]:
-    names = [*before, *(name for name in after if name not in before)]
+    def of(rows: dict[str, _Row], name: str) -> float | int | None:
+        absent = 0 if name.startswith("idle, ") else None
+        return rows[name][1] if name in rows else absent
+
     return tuple(
-        Cost(
-            name=name,
-            unit=(before.get(name) or after[name])[0],
-            before=before[name][1] if name in before else _absent(name),
-            after=after[name][1] if name in after else _absent(name),
-        )
-        for name in names
+        Cost(name=name, unit=unit, before=of(before, name), after=of(after, name))
+        for name, (unit, _) in (before | after).items()
     )
-
-
-def _absent(name: str) -> int | None:
-    return 0 if name.startswith("idle, ") else None
 
 
 def _measured(problem: Problem, programs: Programs) -> dict[str, _Row]:

@@ -1,27 +1,37 @@
-"""``explain``: what limits a schedule, in numbers and in words."""
+"""``explain``: what limits a schedule, in numbers and in words that say what the numbers say."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import TYPE_CHECKING
+from itertools import groupby, pairwise
+from typing import TYPE_CHECKING, Literal
 
-from optpipe.explain.critical_path import critical_path, runs_of
 from optpipe.explain.memory import device_memories, host_memories, program_peaks, stage_reliefs
-from optpipe.explain.reasons import Reasons, idle_times, lane_uses
-from optpipe.explain.text import sentences
-from optpipe.explain.values import CriticalPath, Explanation
+from optpipe.explain.reasons import Reasons, critical_path, idle_times, lane_uses, runs_of
+from optpipe.explain.values import CriticalPath, Explanation, IdleCause, Necessity, Sentence
+from optpipe.schedule import gap_of
 from optpipe.simulate import bubble_rate, simulate
+from optpipe.units import format_bytes, format_ms, format_share
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from optpipe.explain.critical_path import Piece
-    from optpipe.explain.values import PieceKind
+    from optpipe.explain.reasons import Piece
+    from optpipe.explain.values import (
+        DeviceIdle,
+        DeviceMemory,
+        LaneKind,
+        LaneUse,
+        PathRun,
+        PieceKind,
+        StageRelief,
+        Topic,
+    )
     from optpipe.problem import Problem
-    from optpipe.schedule import Programs
+    from optpipe.schedule import Action, ActionType, Programs
     from optpipe.simulate import Simulation
 
-__all__ = ["explain"]
+__all__ = ["count", "explain", "microbatches", "ranges"]
 
 
 def explain(
@@ -33,19 +43,11 @@ def explain(
 ) -> Explanation:
     """Return what limits a schedule.
 
-    Parameters
-    ----------
-    problem, programs
-        Legal programs (see `optpipe.check.check`) of this problem.
-    bound_ms
-        Proven lower bound of the objective, where one is known.
-    run
-        What `simulate` says of the programs, from a caller who has it.
+    * ``problem``, ``programs``: legal programs (see `optpipe.check.check`) of this problem.
+    * ``bound_ms``: proven lower bound of the objective, where one is known.
+    * ``run``: what `simulate` says of the programs, from a caller who has it.
 
-    Raises
-    ------
-    IllegalScheduleError
-        If the programs get stuck.
+    Raises `IllegalScheduleError` if the programs get stuck.
     """
     if run is None:
         run = simulate(problem, programs)
@@ -61,17 +63,17 @@ def explain(
         busiest_ms=problem.busy_ms,
         bubble_rate=bubble_rate(problem, length),
         bound_ms=bound_ms,
-        critical_path=_path(critical_path(problem, programs, run, reasons), length),
+        critical_path=_critical_path(critical_path(problem, programs, run, reasons), length),
         lanes=lane_uses(problem, programs, run),
         memory=device_memories(problem, programs, peaks),
         hosts=host_memories(problem, programs),
         idle=idle_times(problem, programs, run, reasons),
         reliefs=stage_reliefs(problem, programs, peaks),
     )
-    return told.model_copy(update={"sentences": sentences(problem, told)})
+    return told.model_copy(update={"sentences": _sentences(problem, told)})
 
 
-def _path(pieces: Sequence[Piece], length_ms: float) -> CriticalPath:
+def _critical_path(pieces: Sequence[Piece], length_ms: float) -> CriticalPath:
     by_kind: dict[PieceKind, float] = defaultdict(float)
     by_device: dict[int, float] = defaultdict(float)
     for piece in pieces:
@@ -84,3 +86,390 @@ def _path(pieces: Sequence[Piece], length_ms: float) -> CriticalPath:
         by_device=dict(sorted(by_device.items())),
         runs=runs_of(pieces),
     )
+
+
+# --- In words, topic by topic.
+
+_MOST_LINES = 12
+_SATURATED = 0.95
+"""Share of the length from which on a lane is called saturated."""
+
+_LANES: dict[LaneKind, str] = {
+    "compute": "compute",
+    "d2h": "offload (D2H)",
+    "h2d": "reload (H2D)",
+    "both ways": "offload and reload (half duplex)",
+    "grad sync": "gradient reduction",
+}
+_WAITS: dict[IdleCause, str] = {
+    IdleCause.WARM_UP: "before its first action (warm-up)",
+    IdleCause.FORWARD: "waiting for a forward from upstream",
+    IdleCause.BACKWARD: "waiting for a backward from downstream",
+    IdleCause.LINK: "waiting for a tensor on a link",
+    IdleCause.RELOAD: "waiting for a reload",
+    IdleCause.RELEASE: "waiting for an offload to end (RELEASE)",
+    IdleCause.GRAD_SYNC: "its gradient reduction",
+    IdleCause.COOL_DOWN: "after its last action (cool-down)",
+}
+
+
+def _sentences(problem: Problem, told: Explanation) -> tuple[Sentence, ...]:
+    topics: dict[Topic, Iterator[str]] = {
+        "length": _length(told),
+        "critical path": _path_sentences(problem, told.critical_path),
+        "lanes": _lanes(problem, told),
+        "memory": _memory(problem, told),
+        "idle": _idle(problem, told),
+        "offload": _relief_sentences(problem, told, "offload"),
+        "recompute": _relief_sentences(problem, told, "recompute"),
+    }
+    return tuple(
+        Sentence(topic=topic, text=text) for topic, texts in topics.items() for text in texts
+    )
+
+
+def _length(told: Explanation) -> Iterator[str]:
+    busiest = f"the busiest device computes for {format_ms(told.busiest_ms)} ms of it"
+    yield (
+        f"The {told.objective} is {format_ms(told.length_ms)} ms; {busiest}: a bubble of "
+        f"{format_share(told.bubble_rate)}."
+    )
+    if told.bound_ms is not None:
+        gap = gap_of(told.length_ms, told.bound_ms) or 0.0
+        yield (
+            f"Proven: no schedule of this problem is shorter than {format_ms(told.bound_ms)} ms; "
+            f"at most {format_share(gap)} can be won."
+        )
+
+
+def _lanes(problem: Problem, told: Explanation) -> Iterator[str]:
+    if not told.lanes:
+        return
+    first = told.lanes[0]
+    saturated = [use for use in told.lanes if use.share >= _SATURATED]
+    if saturated:
+        yield (
+            f"Saturated, busy {format_share(_SATURATED)} of the time or more: "
+            f"{count(len(saturated), 'lane')}."
+        )
+    else:
+        yield (
+            f"No lane is saturated; the most used is {_lane_names(problem, [first])}, busy "
+            f"{format_share(first.share)} of the time."
+        )
+    for uses in _most_used(told):
+        ms, share = format_ms(uses[0].busy_ms), format_share(uses[0].share)
+        is_same = all(format_ms(use.busy_ms) == ms for use in uses)
+        yield f"{_lane_names(problem, uses)}: busy {'' if is_same else 'up to '}{ms} ms, {share}"
+
+
+def _most_used(told: Explanation) -> list[list[LaneUse]]:
+    """Return the lanes that are shown: the most used of all, and of each kind.
+
+    Lanes of one kind whose shares read the same, in whole percent, stand together.
+    """
+    alike: dict[tuple[str, ...], list[LaneUse]] = defaultdict(list)
+    for use in told.lanes:
+        alike[use.group or "", use.lane, f"{100 * use.share:.0f}"].append(use)
+    groups = list(alike.values())
+    shown = groups[:_MOST_LINES]
+    seen = {uses[0].lane for uses in shown}
+    for uses in groups[_MOST_LINES:]:
+        if uses[0].lane not in seen:
+            seen.add(uses[0].lane)
+            shown.append(uses)
+    return shown
+
+
+def _lane_names(problem: Problem, uses: Sequence[LaneUse]) -> str:
+    first = uses[0]
+    if first.group is not None:
+        names = _device_names(problem, first.devices)
+        return f"{_LANES[first.lane]} of PCIe group {first.group} ({names})"
+    return f"{_LANES[first.lane]} of {_device_names(problem, [use.devices[0] for use in uses])}"
+
+
+def _memory(problem: Problem, told: Explanation) -> Iterator[str]:
+    used = [held for held in told.memory if held.fullest_at is not None]
+    tightest = sorted(used, key=lambda held: held.headroom_bytes)
+    for held in tightest[:_MOST_LINES]:
+        yield _device_memory(problem, held)
+    if len(tightest) > _MOST_LINES:
+        least = tightest[_MOST_LINES].headroom_bytes
+        rest = count(len(tightest) - _MOST_LINES, "other device")
+        yield f"{rest} with {format_bytes(least)} or more left each"
+    for host in told.hosts:
+        if host.peak_bytes or host.limit_bytes is not None:
+            limit = "" if host.limit_bytes is None else f" of {format_bytes(host.limit_bytes)}"
+            yield f"host {host.host}: up to {format_bytes(host.peak_bytes)}{limit} offloaded"
+
+
+def _device_memory(problem: Problem, held: DeviceMemory) -> str:
+    at = "" if held.fullest_at is None else f", fullest at {_action_name(held.fullest_at)}"
+    return (
+        f"{_device_name(problem, held.device)}: {format_bytes(held.peak_bytes)} of "
+        f"{format_bytes(held.limit_bytes)}, {format_bytes(held.headroom_bytes)} left{at}"
+    )
+
+
+def _idle(problem: Problem, told: Explanation) -> Iterator[str]:
+    total: dict[IdleCause, float] = defaultdict(float)
+    for device in told.idle:
+        for cause, ms in device.causes.items():
+            total[cause] += ms
+    idle_ms = sum(device.idle_ms for device in told.idle)
+    if len(told.idle) > 1 and idle_ms > 0:
+        mean = idle_ms / len(told.idle)
+        parts = [f"{format_share(ms / idle_ms)} {_WAITS[c]}" for c, ms in _by_size(total)]
+        yield (
+            f"A device is idle for {format_ms(mean)} ms on average"
+            f"{_share(mean, told.length_ms)}; of all idle time: {_listed(parts)}."
+        )
+    most = sorted(told.idle, key=lambda device: (-round(device.idle_ms, 6), device.device))
+    for device in sorted(most[:_MOST_LINES], key=lambda device: device.device):
+        yield _device_idle(problem, told, device)
+    if len(most) > _MOST_LINES:
+        rest = count(len(most) - _MOST_LINES, "other device")
+        yield f"{rest}, idle for {format_ms(most[_MOST_LINES].idle_ms)} ms or less each"
+
+
+def _device_idle(problem: Problem, told: Explanation, device: DeviceIdle) -> str:
+    name = _device_name(problem, device.device)
+    if not device.causes:
+        return f"{name}: never idle"
+    parts = [f"{format_ms(ms)} {_WAITS[cause]}" for cause, ms in _by_size(device.causes)]
+    share = _share(device.idle_ms, told.length_ms)
+    return f"{name}: idle {format_ms(device.idle_ms)} ms{share}: {_listed(parts)}"
+
+
+def _by_size(causes: Mapping[IdleCause, float]) -> list[tuple[IdleCause, float]]:
+    return sorted(causes.items(), key=lambda item: -item[1])
+
+
+def _share(part: float, whole: float) -> str:
+    return f" ({format_share(part / whole)})" if whole > 0 else ""
+
+
+# --- The critical path in words.
+
+_MOST_RUNS = 14
+_KINDS: dict[PieceKind, str] = {
+    "compute": "computing",
+    "link": "on links between devices",
+    "d2h": "offloading (D2H)",
+    "h2d": "reloading (H2D)",
+    "grad sync": "reducing gradients",
+    "queue": "waiting for a transfer lane",
+}
+
+
+def _path_sentences(problem: Problem, path: CriticalPath) -> Iterator[str]:
+    """Yield a summary of the path, then its runs in the order of time.
+
+    Of many runs the longest are told, and between them how much time the others take.
+    """
+    if not path.runs:
+        return
+    kinds = sorted(path.by_kind.items(), key=lambda item: -item[1])
+    spent = [f"{format_ms(ms)} ms {_KINDS[kind]}" for kind, ms in kinds if ms > 0]
+    yield (
+        f"The chain that makes the length, {format_ms(path.length_ms)} ms on "
+        f"{count(len(path.by_device), 'device')}: {_listed(spent) or 'no time at all'}."
+    )
+    device, ms = max(path.by_device.items(), key=lambda item: item[1], default=(0, 0.0))
+    if len(path.by_device) > 1 and path.length_ms > 0:
+        yield (
+            f"{_device_name(problem, device)} has the largest part of it, {format_ms(ms)} ms "
+            f"({format_share(ms / path.length_ms)})."
+        )
+    yield from _told(problem, path.runs)
+
+
+def _told(problem: Problem, runs: Sequence[PathRun]) -> Iterator[str]:
+    order = sorted(range(len(runs)), key=lambda i: (-runs[i].length_ms, i))
+    shown = set(order[:_MOST_RUNS])
+    for is_shown, group in groupby(range(len(runs)), key=lambda i: i in shown):
+        held = [runs[i] for i in group]
+        if is_shown or len(held) == 1:
+            yield from (_run(problem, run) for run in held)
+        else:
+            total = sum(run.length_ms for run in held)
+            yield f"... {len(held)} shorter runs, {format_ms(total)} ms"
+
+
+def _run(problem: Problem, run: PathRun) -> str:
+    text = f"{format_ms(run.start_ms)}: {_what(problem, run)}, {format_ms(run.length_ms)} ms"
+    return f"{text} ({format_ms(run.link_ms)} on links)" if run.link_ms > 0 else text
+
+
+def _what(problem: Problem, run: PathRun) -> str:
+    name = _device_name(problem, run.devices[0])
+    match run.kind:
+        case "wave":
+            last = _device_name(problem, run.devices[-1])
+            first, end = run.actions[0], run.actions[-1]
+            return (
+                f"{name} to {last}: {first.type} of micro-batch {first.microbatch} through "
+                f"stages {first.stage}..{end.stage}"
+            )
+        case "device":
+            return f"{name}: {_actions(problem, run.devices[0], run.actions)}"
+        case "grad sync":
+            return f"{name}: gradient reduction"
+        case "link":
+            return f"{name}: a tensor for {run.actions[0]} on its link"
+        case "queue":
+            return f"{name}: {run.actions[0]} waits for its lane"
+        case "d2h" | "h2d":
+            kind = "offload" if run.kind == "d2h" else "reload"
+            return f"{name}: {kind} of {microbatches(a.microbatch for a in run.actions)}"
+
+
+def _actions(problem: Problem, device: int, actions: Sequence[Action]) -> str:
+    """Return ``F of micro-batches 2..9 and B of 0..4 in turn``; with stages where it has some."""
+    groups: dict[tuple[int, ActionType], list[int]] = {}
+    for action in actions:
+        groups.setdefault((action.stage, action.type), []).append(action.microbatch)
+    several = len(problem.stages_of[device]) > 1
+    parts: list[str] = []
+    for (stage, kind), numbers in groups.items():
+        what = microbatches(numbers) if not parts else ranges(numbers)
+        parts.append(f"{kind} of {f'stage {stage}, ' if several else ''}{what}")
+    switches = sum(a[:2] != b[:2] for a, b in pairwise(actions))
+    return _listed(parts) + (" in turn" if switches >= len(groups) > 1 else "")
+
+
+# --- Why a schedule offloads and recomputes what it does, in words.
+
+_MOST_STAGES = 16
+_DROPPED = {"offload": "offloaded", "recompute": "recomputed"}
+
+
+def _relief_sentences(
+    problem: Problem, told: Explanation, kind: Literal["offload", "recompute"]
+) -> Iterator[str]:
+    """Yield, per stage that does it, what would not fit without, and what is not needed."""
+    held = [relief for relief in told.reliefs if relief.kind == kind]
+    for relief in held[:_MOST_STAGES]:
+        yield from _stage(problem, relief)
+    rest = held[_MOST_STAGES:]
+    if rest:
+        cells = sum(len(relief.reliefs) for relief in rest)
+        spare = sum(len(_spare(relief)) for relief in rest)
+        yield (
+            f"{len(rest)} more stages: {cells} (stage, micro-batch) pairs {_DROPPED[kind]}, "
+            f"{spare} of them without need"
+        )
+
+
+def _stage(problem: Problem, relief: StageRelief) -> Iterator[str]:
+    number = len(relief.reliefs)
+    name = _device_name(problem, relief.device)
+    begin = (
+        f"stage {relief.stage} {relief.kind}s {number} of {problem.num_microbatches} "
+        f"micro-batches ({format_bytes(relief.reliefs[0].saved_bytes)} each, "
+        f"{_effort(problem, relief)})"
+    )
+    if relief.excess_bytes > 0:
+        without = "them" if number > 1 else "it"
+        yield (
+            f"{begin}: without {without} {relief.exceeds_at} would need "
+            f"{format_bytes(relief.excess_bytes)} more than {name} has"
+        )
+    else:
+        yield (
+            f"{begin} without need: if {name} keeps {'them' if number > 1 else 'it'}, it still has "
+            f"{format_bytes(-relief.excess_bytes)} left"
+        )
+        return
+    spare = _spare(relief)
+    if spare:
+        yield (
+            f"stage {relief.stage}: {microbatches(spare)} {_be(spare)} {_DROPPED[relief.kind]} "
+            f"without need: {name} holds {'them' if len(spare) > 1 else 'it'} all the same"
+        )
+    either = relief.microbatches(Necessity.INTERCHANGEABLE)
+    if either:
+        yield (
+            f"stage {relief.stage}: {microbatches(either)} could be kept, but only instead of "
+            f"others that are {_DROPPED[relief.kind]} without need"
+        )
+
+
+def _effort(problem: Problem, relief: StageRelief) -> str:
+    if relief.kind == "recompute":
+        return f"{format_ms(problem.stages[relief.stage].recompute_ms or 0.0)} ms"
+    away, back = problem.offload_ms(relief.stage), problem.reload_ms(relief.stage)
+    return f"{format_ms(away)} ms away and {format_ms(back)} ms back"
+
+
+def _spare(relief: StageRelief) -> tuple[int, ...]:
+    return relief.microbatches(Necessity.UNNEEDED)
+
+
+def _be(numbers: tuple[int, ...]) -> str:
+    return "are" if len(numbers) > 1 else "is"
+
+
+# --- Small pieces of sentences: ranges, counts, names.
+
+_MOST_PARTS = 6
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Return whole numbers as ranges, ``2..9, 12``; of more than six parts the first six."""
+    parts: list[list[int]] = []
+    held = sorted(set(numbers))
+    for number in held:
+        if parts and number == parts[-1][1] + 1:
+            parts[-1][1] = number
+        else:
+            parts.append([number, number])
+    texts = [_range(*part) for part in parts]
+    if len(texts) > _MOST_PARTS:
+        return f"{', '.join(texts[:_MOST_PARTS])}, ... ({len(held)} in all)"
+    return ", ".join(texts)
+
+
+def _range(first: int, last: int) -> str:
+    if first == last:
+        return str(first)
+    return f"{first}, {last}" if last == first + 1 else f"{first}..{last}"
+
+
+def microbatches(numbers: Iterable[int]) -> str:
+    """Return ``micro-batch 3`` or ``micro-batches 2..9``."""
+    held = set(numbers)
+    return f"micro-batch{'es' if len(held) != 1 else ''} {ranges(held)}"
+
+
+def count(number: int, thing: str) -> str:
+    """Return ``1 device`` or ``8 devices``."""
+    return f"{number} {thing}{'s' if number != 1 else ''}"
+
+
+def _listed(parts: Sequence[str]) -> str:
+    """Return ``a``, ``a and b`` or ``a, b and c``."""
+    if len(parts) < 2:
+        return "".join(parts)
+    return f"{', '.join(parts[:-1])} and {parts[-1]}"
+
+
+def _device_names(problem: Problem, devices: Sequence[int]) -> str:
+    """Return the names of devices; numbered ones (gpu0, gpu1, ...) as ``gpu0..7, 12``."""
+    names = [_device_name(problem, device) for device in devices]
+    if len(names) > 2 and names == [f"gpu{device}" for device in devices]:
+        return f"gpu{ranges(devices)}"
+    if len(names) > _MOST_PARTS:
+        return f"{', '.join(names[:_MOST_PARTS])}, ... ({len(names)} in all)"
+    return _listed(names)
+
+
+def _device_name(problem: Problem, device: int) -> str:
+    """Return what people call a device."""
+    return problem.devices[device].name
+
+
+def _action_name(action: Action) -> str:
+    """Return ``2F0 (F of stage 2, micro-batch 0)``."""
+    return f"{action} ({action.type} of stage {action.stage}, micro-batch {action.microbatch})"

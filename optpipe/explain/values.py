@@ -63,20 +63,13 @@ class Necessity(StrEnum):
 class PathRun(FrozenValue):
     """A part of the critical path that a person reads as one thing.
 
-    Parameters
-    ----------
-    kind
-        ``device``: one device computes without a wait. ``wave``: one micro-batch goes through
-        neighbouring stages. Else a transfer, a link, a gradient reduction, or ``queue``: a transfer
-        that waits for its lane.
-    devices
-        In the order in which the path visits them.
-    actions
-        In order; none for a gradient reduction.
-    start_ms, end_ms
-        ``end_ms - start_ms`` is what the run contributes to the length.
-    link_ms
-        What of it is spent on links between devices.
+    * ``kind``: ``device``: one device computes without a wait. ``wave``: one micro-batch goes
+      through neighbouring stages. Else a transfer, a link, a gradient reduction, or ``queue``: a
+      transfer that waits for its lane.
+    * ``devices``: in the order in which the path visits them.
+    * ``actions``: in order; none for a gradient reduction.
+    * ``start_ms``, ``end_ms``: ``end_ms - start_ms`` is what the run contributes to the length.
+    * ``link_ms``: what of it is spent on links between devices.
     """
 
     kind: RunKind
@@ -93,7 +86,7 @@ class PathRun(FrozenValue):
 
 
 class CriticalPath(FrozenValue):
-    """The chain that makes the length, see `optpipe.explain.critical_path.critical_path`.
+    """The chain that makes the length, see `optpipe.explain.reasons.critical_path`.
 
     ``by_kind`` and ``by_device`` split ``length_ms``: by what happens, and, for all but links, by
     the device it happens on.
@@ -153,16 +146,11 @@ class DeviceIdle(FrozenValue):
 class Relief(FrozenValue):
     """One (stage, micro-batch) that is offloaded or recomputed.
 
-    Parameters
-    ----------
-    saved_bytes
-        What the device does not hold meanwhile.
-    verdict
-        Whether that is needed.
-    exceeds_at, excess_bytes
-        Without this one alone: the first action at which the device would hold most meanwhile,
-        and by how much that is over its limit; at most 0 where it fits all the same. None and 0
-        where no other action stands between.
+    * ``saved_bytes``: what the device does not hold meanwhile.
+    * ``verdict``: whether that is needed.
+    * ``exceeds_at``, ``excess_bytes``: without this one alone: the first action at which the device
+      would hold most meanwhile, and by how much that is over its limit; at most 0 where it fits all
+      the same. None and 0 where no other action stands between.
     """
 
     microbatch: int

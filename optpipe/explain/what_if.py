@@ -49,13 +49,9 @@ _FASTER = 1.2
 class WhatIfQuestion:
     """A changed problem, and legal programs for it to start from.
 
-    Attributes
-    ----------
-    name, text
-        For file names, and in words.
-    is_never_worse
-        Whether it is a theorem that the start takes no longer, per micro-batch, than the programs
-        that it was made of did without the change: see the module.
+    * ``name``, ``text``: for file names, and in words.
+    * ``is_never_worse``: whether it is a theorem that the start takes no longer, per micro-batch,
+      than the programs that it was made of did without the change: see the module.
     """
 
     name: str
@@ -98,10 +94,7 @@ def questions(
 ) -> Iterator[WhatIfQuestion | Unasked]:
     """Yield what can be asked of a problem, starting from legal programs for it.
 
-    Parameters
-    ----------
-    max_cells
-        Stages x micro-batches that a changed problem may have.
+    * ``max_cells``: stages x micro-batches that a changed problem may have.
     """
     yield _more_memory(problem, programs)
     yield _faster_pcie(problem, programs)
@@ -193,19 +186,14 @@ def _owns_lanes(problem: Problem) -> bool:
 class WhatIfAnswer:
     """The answer to one question; lengths are makespans or spans in ms.
 
-    Attributes
-    ----------
-    name, text
-        The question, for file names and in words.
-    before_ms, num_before
-        The length without the change, and its number of micro-batches.
-    after_ms, num_after
-        The same of the best schedule that was found for the changed problem.
-    bound_ms
-        What every schedule of the changed problem takes at least; None = nothing proven.
-    is_never_worse
-        Whether ``after_ms <= before_ms`` (per micro-batch) is a theorem: see
-        `optpipe.explain.what_if`.
+    * ``name``, ``text``: the question, for file names and in words.
+    * ``before_ms``, ``num_before``: the length without the change, and its number of micro-batches.
+    * ``after_ms``, ``num_after``: the same of the best schedule that was found for the changed
+      problem.
+    * ``bound_ms``: what every schedule of the changed problem takes at least; None = nothing
+      proven.
+    * ``is_never_worse``: whether ``after_ms <= before_ms`` (per micro-batch) is a theorem: see
+      `optpipe.explain.what_if`.
     """
 
     name: str

@@ -43,12 +43,8 @@ def dump_planned_beside_measured(
 ) -> str:
     """Return the text of a trace with two rows per device: simulated, and below it as it ran.
 
-    Parameters
-    ----------
-    measured
-        What each device did, in ms from the first start of all.
-    label
-        What the measured rows are called, e.g. "measured, step 50".
+    * ``measured``: what each device did, in ms from the first start of all.
+    * ``label``: what the measured rows are called, e.g. "measured, step 50".
     """
     timeline = make_timeline(problem, programs)
     names = [f"{device}: {own.name}" for device, own in enumerate(problem.devices)]

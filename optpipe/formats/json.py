@@ -6,15 +6,12 @@ import json
 import re
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
-from optpipe.errors import InputError, ModelError, ProblemError, ScheduleFormatError
+from optpipe.errors import InputError
 from optpipe.model import Model
-from optpipe.problem import Problem
+from optpipe.problem import FileValue, Problem
 from optpipe.schedule import Schedule
-
-if TYPE_CHECKING:
-    from pydantic import BaseModel
 
 __all__ = [
     "dump_model",
@@ -28,6 +25,8 @@ __all__ = [
 ]
 
 
+Read = TypeVar("Read", bound=FileValue)
+
 _FORMAT = re.compile(r"optpipe/([a-z]{1,20})/v[0-9]{1,9}")
 
 
@@ -39,9 +38,7 @@ def load_problem(text: str) -> Problem:
     ProblemError
         If the text is not JSON or breaks a rule of ``optpipe/problem/v1``.
     """
-    data = parse_json(text, ProblemError)
-    _expect_kind(data, "problem", Problem, ProblemError)
-    return Problem.parse(data)
+    return _load(text, Problem)
 
 
 def load_model(text: str) -> Model:
@@ -52,9 +49,7 @@ def load_model(text: str) -> Model:
     ModelError
         If the text is not JSON or breaks a rule of ``optpipe/model/v1``.
     """
-    data = parse_json(text, ModelError)
-    _expect_kind(data, "model", Model, ModelError)
-    return Model.parse(data)
+    return _load(text, Model)
 
 
 def load_schedule(text: str) -> Schedule:
@@ -65,25 +60,29 @@ def load_schedule(text: str) -> Schedule:
     ScheduleFormatError
         If the text is not JSON or breaks a rule of ``optpipe/schedule/v1``.
     """
-    data = parse_json(text, ScheduleFormatError)
-    _expect_kind(data, "schedule", Schedule, ScheduleFormatError)
-    return Schedule.parse(data)
+    return _load(text, Schedule)
 
 
-def _expect_kind(
-    data: Any, kind: str, fields_of: type[BaseModel], error_type: type[InputError]
-) -> None:
+def _load(text: str, read: type[Read]) -> Read:
+    data = parse_json(text, read.fault)
+    if isinstance(data, dict) and data:
+        _expect_kind(data, read)
+    return read.parse(data)
+
+
+def _expect_kind(data: dict[str, Any], read: type[FileValue]) -> None:
     """Refuse what is of another kind or version in one line, not with a line for every field."""
-    if not isinstance(data, dict) or not data:
-        return
-    expected = f"optpipe/{kind}/v1"
+    expected, error_type = read.model_fields["format"].default, read.fault
+    kind = expected.split("/")[1]
     said = data.get("format", expected)
-    if said == expected and data.keys() & fields_of.model_fields.keys():
+    if said == expected and data.keys() & read.model_fields.keys():
         return
     if said == expected:
+        keys = [repr(key[:30]) for key in list(data)[:4]]
+        shown = ", ".join(keys) + (", ..." if len(data) > len(keys) else "")
         raise error_type(
-            f"this is no {kind}: it has none of a {kind}'s fields, but {_shown_keys(data)}; give a "
-            f"file of {expected}"
+            f"this is no {kind}: it has none of a {kind}'s fields, but {shown}; give a file of "
+            f"{expected}"
         )
     if not isinstance(said, str):
         return
@@ -99,11 +98,6 @@ def _expect_kind(
         f"format = {said[:60]!r}: this optpipe reads {expected!r}; read it with the optpipe that "
         "wrote it, or write it anew"
     )
-
-
-def _shown_keys(data: dict[str, Any]) -> str:
-    keys = [repr(key[:30]) for key in list(data)[:4]]
-    return ", ".join(keys) + (", ..." if len(data) > len(keys) else "")
 
 
 def dump_problem(problem: Problem) -> str:
@@ -132,10 +126,7 @@ def dump_schedule(schedule: Schedule) -> str:
 def read_text(path: Path | str) -> str:
     """Return the text of a file.
 
-    Raises
-    ------
-    InputError
-        If it cannot be read or is not UTF-8.
+    Raises `InputError` if it cannot be read or is not UTF-8.
     """
     try:
         return Path(path).read_text(encoding="utf-8")
@@ -150,10 +141,7 @@ def read_text(path: Path | str) -> str:
 def parse_json(text: str, error_type: type[InputError] = InputError) -> Any:
     """Return the object of a strict JSON text.
 
-    Raises
-    ------
-    InputError
-        (or the given subclass) with line and column.
+    Raises `InputError`: (or the given subclass) with line and column.
     """
 
     def refuse_constant(name: str) -> NoReturn:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias, cast
 
 from typing_extensions import TypedDict  # pydantic asks for it below Python 3.12
@@ -17,21 +17,14 @@ from optpipe.errors import InputError
 from optpipe.units import format_bytes, format_ms, format_share
 
 __all__ = [
-    "ComparisonColumn",
     "Rows",
-    "SweepColumn",
     "SweepRow",
-    "axes_of",
+    "TableColumn",
     "comparison_columns",
     "dump_comparison",
-    "dump_comparison_csv",
-    "dump_comparison_markdown",
     "dump_sweep",
-    "dump_sweep_csv",
-    "dump_sweep_markdown",
     "is_present",
     "load_sweep_csv",
-    "remark",
     "sweep_columns",
 ]
 
@@ -92,36 +85,36 @@ _TITLES = {
 _NONE = "-"
 
 
-def axes_of(rows: Sequence[SweepRow]) -> list[str]:
+def _axes_of(rows: Sequence[SweepRow]) -> list[str]:
     """Return the names of all axes, in the order in which they first appear."""
     return list(dict.fromkeys(name for row in rows for name in row["values"]))
 
 
 def dump_sweep(rows: Sequence[SweepRow], form: str) -> str:
-    """Return the rows as ``json`` (``{"rows": [...]}``), ``csv`` or ``markdown``."""
-    if form == "csv":
-        return dump_sweep_csv(rows)
+    """Return the rows as ``json`` (``{"rows": [...]}``), ``csv`` or ``markdown``.
+
+    In CSV axes stand between name and state, and unknown numbers are empty; Markdown is for people
+    and has neither hashes nor ids.
+    """
     if form == "markdown":
-        return dump_sweep_markdown(rows)
-    return json.dumps({"rows": list(rows)}, allow_nan=False)
-
-
-def dump_sweep_csv(rows: Sequence[SweepRow]) -> str:
-    """Return CSV with a header: axes stand between name and state; unknown numbers are empty."""
-    axes = axes_of(rows)
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow([*_BEFORE, *axes, *_AFTER])
+        return _markdown(sweep_columns(rows))
+    if form != "csv":
+        return json.dumps({"rows": list(rows)}, allow_nan=False)
+    axes = _axes_of(rows)
+    lines: list[Sequence[Any]] = [[*_BEFORE, *axes, *_AFTER]]
     for row in rows:
         fields: Mapping[str, Any] = row
-        values = [
-            _value_text(row["values"][name]) if name in row["values"] else "" for name in axes
-        ]
-        writer.writerow(
-            [*(_cell(fields[name]) for name in _BEFORE)]
-            + values
-            + [_cell(fields[name]) for name in _AFTER]
+        values = (
+            _value_text(row["values"][axis]) if axis in row["values"] else "" for axis in axes
         )
+        first, last = ([_cell(fields[name]) for name in names] for names in (_BEFORE, _AFTER))
+        lines.append([*first, *values, *last])
+    return _csv(lines)
+
+
+def _csv(lines: Iterable[Sequence[Any]]) -> str:
+    out = io.StringIO()
+    csv.writer(out, lineterminator="\n").writerows(lines)
     return out.getvalue()
 
 
@@ -133,10 +126,7 @@ def _cell(value: Any) -> Any:
 def load_sweep_csv(text: str) -> list[SweepRow]:
     """Return the rows of such CSV.
 
-    Raises
-    ------
-    InputError
-        If it is another table.
+    Raises `InputError` if it is another table.
     """
     header, *lines = _cells(text) or [[]]
     num_axes = len(header) - len(_BEFORE) - len(_AFTER)
@@ -188,54 +178,52 @@ def _value(cell: str) -> Any:
         return cell
 
 
-def dump_sweep_markdown(rows: Sequence[SweepRow]) -> str:
-    """Return a Markdown table for people, without hashes and ids."""
-    columns = sweep_columns(rows)
-    lines = [
-        _line([column.name for column in columns]),
-        _line(["---:" if column.is_number else "---" for column in columns]),
-    ]
-    lines += [_line(cells) for cells in zip(*(column.cells for column in columns), strict=True)]
-    return "\n".join(lines) + "\n"
-
-
-class SweepColumn(NamedTuple):
-    """One column for people: its name, whether it holds numbers, a cell per row."""
+class TableColumn(NamedTuple):
+    """One column for people: its name, a cell per row, and what its numbers are in."""
 
     name: str
-    is_number: bool
     cells: tuple[str, ...]
+    is_number: bool = False
+    unit: str = ""
 
 
-def sweep_columns(rows: Sequence[SweepRow]) -> list[SweepColumn]:
-    """Return the columns for people: the axes (or the names), then what was found."""
-    axes = axes_of(rows)
-    found = [_axis_column(rows, name) for name in axes] or [
-        SweepColumn("problem", False, tuple(row["name"] or f"#{row['index']}" for row in rows))
+def _markdown(columns: Sequence[TableColumn]) -> str:
+    lines = [
+        [f"{column.name} {column.unit}".rstrip() for column in columns],
+        ["---:" if column.is_number else "---" for column in columns],
+        *zip(*(column.cells for column in columns), strict=True),
     ]
+    return "".join(f"| {' | '.join(map(_plain, cells))} |\n" for cells in lines)
+
+
+def _plain(cell: str) -> str:
+    """Return a text that cannot break a Markdown table."""
+    return " ".join(cell.split()).replace("|", r"\|")
+
+
+def sweep_columns(rows: Sequence[SweepRow]) -> list[TableColumn]:
+    """Return the columns for people: the axes (or the names), then what was found."""
+    found = [_axis_column(rows, name) for name in _axes_of(rows)] or [
+        TableColumn("problem", tuple(row["name"] or f"#{row['index']}" for row in rows))
+    ]
+    fields: list[Mapping[str, Any]] = [*rows]
     for title, name in _TITLES.items():
-        fields: list[Mapping[str, Any]] = [*rows]
         cells = tuple(_shown(name, row[name]) for row in fields)
-        found.append(SweepColumn(title, name in _SHOWN, cells))
+        found.append(TableColumn(title, cells, name in _SHOWN))
     return found
 
 
-def _axis_column(rows: Sequence[SweepRow], name: str) -> SweepColumn:
+def _axis_column(rows: Sequence[SweepRow], name: str) -> TableColumn:
     values = [row["values"].get(name) for row in rows]
     is_number = all(isinstance(value, int | float | None) for value in values)
     cells = [_NONE if value is None else _value_text(value) for value in values]
-    return SweepColumn(name, is_number, tuple(cells))
+    return TableColumn(name, tuple(cells), is_number)
 
 
 def _shown(name: str, value: Any) -> str:
     if value is None:
         return _NONE if name in _SHOWN else ""
     return _SHOWN[name](value) if name in _SHOWN else str(value)
-
-
-def _line(cells: Sequence[str]) -> str:
-    escaped = (" ".join(cell.split()).replace("|", r"\|") for cell in cells)
-    return f"| {' | '.join(escaped)} |"
 
 
 # --- The rows of a comparison as tables: Markdown for documents, CSV for programs, cells for
@@ -267,33 +255,19 @@ _CSV_FIELDS = (
 _OF_EVERY_ROW = frozenset({"method", "placement", "seconds", "reason"})
 
 
-class ComparisonColumn(NamedTuple):
-    """One column for people: its name, the unit of its numbers ('' for texts), a cell per row."""
-
-    name: str
-    unit: str
-    cells: tuple[str, ...]
-
-
 def is_present(row: Mapping[str, Any]) -> bool:
     """Return whether the method has a schedule, within the memory limit or not."""
     return row["programs"] is not None
 
 
-def remark(row: Mapping[str, Any]) -> str:
-    """Return what is to be said about a row: over the limit, why it is absent, or nothing."""
-    limit = "over the memory limit" if row["over_limit"] else ""
-    return "; ".join(part for part in (limit, row["reason"]) if part)
-
-
-def comparison_columns(rows: Rows) -> list[ComparisonColumn]:
+def comparison_columns(rows: Rows) -> list[TableColumn]:
     """Return the columns that these rows fill, all but the remark.
 
     The placement is left out where all are as given, tokens/s and MFU where nobody told them.
     """
-    found = [ComparisonColumn("method", "", tuple(row["method"] for row in rows))]
+    found = [TableColumn("method", tuple(row["method"] for row in rows))]
     if any(row["placement"] != _AS_GIVEN for row in rows):
-        found.append(ComparisonColumn("placement", "", tuple(row["placement"] for row in rows)))
+        found.append(TableColumn("placement", tuple(row["placement"] for row in rows)))
     found += [
         _numbers(rows, "makespan", "ms", "makespan_ms", format_ms),
         _numbers(rows, "bubble", "%", "makespan_bubble", _percent),
@@ -308,61 +282,43 @@ def comparison_columns(rows: Rows) -> list[ComparisonColumn]:
         found.append(_numbers(rows, "tokens", "/s", "tokens_per_s", "{:,.0f}".format))
     if any(row["mfu"] is not None for row in rows):
         found.append(_numbers(rows, "MFU", "%", "mfu", _percent))
-    found.append(ComparisonColumn("took", "s", tuple(f"{row['seconds']:.2f}" for row in rows)))
-    return found
+    took = tuple(f"{row['seconds']:.2f}" for row in rows)
+    return [*found, TableColumn("took", took, is_number=True, unit="s")]
 
 
 def dump_comparison(rows: Rows, form: str) -> str:
-    """Return the rows as ``json`` (``{"rows": [...]}``), ``csv`` or ``markdown``."""
-    if form == "csv":
-        return dump_comparison_csv(rows)
+    """Return the rows as ``json`` (``{"rows": [...]}``), ``csv`` or ``markdown``.
+
+    In CSV times are in ms, sizes in bytes, and unknown numbers are empty; in Markdown the last
+    column says what is over the limit, or why a method is absent.
+    """
     if form == "markdown":
-        return dump_comparison_markdown(rows)
-    return json.dumps({"rows": list(rows)}, allow_nan=False)
-
-
-def dump_comparison_csv(rows: Rows) -> str:
-    """Return CSV with a header, times in ms and sizes in bytes; unknown numbers are empty."""
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(_CSV_FIELDS)
+        reasons = (row["reason"] for row in rows)
+        limits = ("over the memory limit" if row["over_limit"] else "" for row in rows)
+        remarks = ("; ".join(filter(None, pair)) for pair in zip(limits, reasons, strict=True))
+        return _markdown([*comparison_columns(rows), TableColumn("remark", tuple(remarks))])
+    if form != "csv":
+        return json.dumps({"rows": list(rows)}, allow_nan=False)
+    lines: list[Sequence[Any]] = [_CSV_FIELDS]
     for row in rows:
         known = _CSV_FIELDS if is_present(row) else _OF_EVERY_ROW
-        writer.writerow([row[name] if name in known else None for name in _CSV_FIELDS])
-    return out.getvalue()
-
-
-def dump_comparison_markdown(rows: Rows) -> str:
-    """Return a Markdown table, remarks in the last column."""
-    columns = [*comparison_columns(rows), ComparisonColumn("remark", "", tuple(map(remark, rows)))]
-    lines = [
-        _markdown_line([f"{column.name} {column.unit}".rstrip() for column in columns]),
-        _markdown_line(["---:" if column.unit else "---" for column in columns]),
-    ]
-    lines += [_markdown_line(cells) for cells in zip(*(c.cells for c in columns), strict=True)]
-    return "\n".join(lines) + "\n"
-
-
-def _markdown_line(cells: Sequence[str]) -> str:
-    escaped = (" ".join(cell.split()).replace("|", r"\|") for cell in cells)
-    return f"| {' | '.join(escaped)} |"
+        lines.append([row[name] if name in known else None for name in _CSV_FIELDS])
+    return _csv(lines)
 
 
 def _numbers(
     rows: Rows, name: str, unit: str, field: str, written: Callable[[float], str]
-) -> ComparisonColumn:
+) -> TableColumn:
     cells = (
         written(row[field]) if is_present(row) and row[field] is not None else _NONE for row in rows
     )
-    return ComparisonColumn(name, unit, tuple(cells))
+    return TableColumn(name, tuple(cells), is_number=True, unit=unit)
 
 
-def _sizes(rows: Rows, name: str, field: str) -> ComparisonColumn:
+def _sizes(rows: Rows, name: str, field: str) -> TableColumn:
     """Return a column of bytes in the unit that suits its largest one."""
     largest = max((row[field] for row in rows if is_present(row)), default=0)
-    power = 0
-    while largest >= 1024 ** (power + 1) and power < len(_SIZES) - 1:
-        power += 1
+    power = sum(largest >= 1024**at for at in range(1, len(_SIZES)))
     digits = 1 if power else 0
     return _numbers(
         rows, name, _SIZES[power], field, lambda value: f"{value / 1024**power:.{digits}f}"

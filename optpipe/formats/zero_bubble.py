@@ -10,7 +10,7 @@ their BW our B.
 from __future__ import annotations
 
 import heapq
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from optpipe.errors import ScheduleFormatError
 from optpipe.problem import placement_of
@@ -18,13 +18,13 @@ from optpipe.schedule import Action, ActionType, Pass, input_of, pass_of
 from optpipe.simulate import simulate
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
     from optpipe.problem import Problem
     from optpipe.schedule import Program, Programs
     from optpipe.simulate import Simulation, Times
 
-__all__ = ["Event", "Exchange", "Turn", "dump_python_list", "joint_order", "rows_of"]
+__all__ = ["dump_python_list"]
 
 
 _NAMES = {
@@ -60,17 +60,15 @@ def dump_python_list(problem: Problem, programs: Programs) -> str:
 
     Its ``local_order(graph)`` and ``scheduled_nodes(graph)`` take the runtime's module ``graph``
     and return the nodes of every device: passes alone, for the runtime's own pass to add
-    communication, or everything with communication placed here.
-
-    Raises
-    ------
-    ScheduleFormatError
-        With row, column and cell of the first action that the runtime cannot run, or would run
-        with wrong gradients.
+    communication, or everything with communication placed here. Raises `ScheduleFormatError` with
+    row, column and cell of the first action that the runtime cannot run, or would run with wrong
+    gradients.
     """
-    _expect_zero_bubble(problem, programs)
+    _expect_placement(problem)
+    for device, program in enumerate(programs):
+        _expect_queues(device, program)
     run = simulate(problem, programs)
-    rows = _Rows(problem, programs, run).nodes()
+    rows = _JointOrder(problem, programs, run).rows()
     text = "".join(
         f"    (  # device {device}\n" + "".join(map(_row, row)) + "    ),\n"
         for device, row in enumerate(rows)
@@ -87,63 +85,123 @@ def dump_python_list(problem: Problem, programs: Programs) -> str:
     )
 
 
-class _Rows:
-    """The nodes of each device, from a joint order in which tensors leave as soon as they exist."""
+class _JointOrder:
+    """Everything that happens, one after the other; a device's row is its part of that line.
+
+    Each pass stands after what it needs and after what stands before it in its program, each
+    exchange between the pass that makes a tensor and the one that needs it. What is ready waits in
+    a heap, by time; at equal times exchanges go first, then backwards, then forwards.
+
+    No deadlock, whatever the sizes of buffers: let every send and receive wait for its partner, and
+    let devices follow their rows. The first event of the line that has not happened yet stands at
+    the head of the row of everyone who takes part in it, since all earlier ones have happened; so
+    it can happen. By the same line, both ends of every pair of devices have its exchanges in one
+    order.
+    """
 
     def __init__(self, problem: Problem, programs: Programs, run: Simulation) -> None:
-        self._num_devices = len(problem.devices)
         self._placement = problem.placement
-        self._line = joint_order(problem, programs, run)
-        self._at: dict[Action, Times] = {
-            action: at
-            for program, row in zip(programs, run.times, strict=True)
-            for action, at in zip(program, row, strict=True)
-        }
-        self._ended: dict[Pass, float] = {
-            made: at.end for action, at in self._at.items() if (made := pass_of(action)) is not None
+        self._programs = programs
+        self._times = run.times
+        # A stage's turn among those of its device.
+        self._chunk = {
+            stage: chunk for held in problem.stages_of for chunk, stage in enumerate(held)
         }
         self._offloaded = {
-            (action.stage, action.microbatch)
-            for action in self._at
-            if action.type is ActionType.OFFLOAD
+            (stage, microbatch)
+            for program in programs
+            for stage, kind, microbatch in program
+            if kind is ActionType.OFFLOAD
         }
         self._held: dict[int, list[int]] = {}
         for stage, microbatch in sorted(self._offloaded):
             self._held.setdefault(stage, []).append(microbatch)
         self._used: set[tuple[int, int]] = set()
-        # A stage's turn among those of its device.
-        self._chunk = {
-            stage: chunk for held in problem.stages_of for chunk, stage in enumerate(held)
-        }
+        self._heads = [0] * len(programs)
+        self._ended: dict[Pass, float] = {}
+        self._done: set[Pass] = set()
+        self._waiting: dict[Pass, int] = {}
+        # A moment; 0 for the exchange of a pass's output, else 1 or 2 for a device and its action.
+        self._ready: list[tuple[float, int, Any]] = []
+        self._num_exchanges = 0
+        self._rows: list[list[_Node]] = [[] for _ in programs]
 
-    def nodes(self) -> list[list[_Node]]:
-        pairs = [event for event in self._line if isinstance(event, Exchange)]
-        number = {event: index for index, event in enumerate(pairs)}
-        rows = rows_of(self._line, self._num_devices)
-        return [
-            [node for event in row for node in self._nodes(device, event, number)]
-            for device, row in enumerate(rows)
-        ]
+    def rows(self) -> list[list[_Node]]:
+        """Return the nodes of each device."""
+        for device in range(len(self._programs)):
+            self._look_at(device)
+        while self._ready:
+            moment, turn, event = heapq.heappop(self._ready)
+            if turn:
+                device, action = event
+                self._act(device, action, moment)
+            else:
+                self._exchange(event)
+        return self._rows
 
-    def _nodes(
-        self, device: int, event: Action | Exchange, number: dict[Exchange, int]
-    ) -> Iterator[_Node]:
-        if isinstance(event, Exchange):
-            yield self._communication(device, event, number[event])
+    def _look_at(self, device: int) -> None:
+        """Put the next action of a device into the heap, if what it needs is done.
+
+        Actions stand by when they end, copies by when they are enqueued.
+        """
+        index = self._heads[device]
+        if index == len(self._programs[device]):
             return
-        at = self._at[event]
-        offloaded = (event.stage, event.microbatch) in self._offloaded
-        is_pass = not (event.type.is_transfer or event.type is ActionType.RELEASE)
-        for name in _NAMES[event.type]:
-            yield _Node(
-                name, event.microbatch, self._chunk[event.stage], event.stage,
-                at.start if is_pass else at.issue, at.end if is_pass else at.issue,
-                receive_from=self._receives_from(event), send_to=self._sends_to(event),
-                offloaded=offloaded,
+        action = self._programs[device][index]
+        needed = input_of(action, len(self._placement))
+        if needed is not None and needed not in self._done:
+            self._waiting[needed] = device
+            return
+        at = self._times[device][index]
+        moment = at.issue if action.type.is_transfer else at.end
+        turn = 1 if action.type.is_backward else 2
+        heapq.heappush(self._ready, (moment, turn, (device, action)))
+
+    def _act(self, device: int, action: Action, moment: float) -> None:
+        at = self._times[device][self._heads[device]]
+        self._heads[device] += 1
+        self._rows[device] += self._nodes(action, at)
+        made = pass_of(action)
+        if made is not None:
+            self._ended[made] = at.end
+            if self._peer(_needed_by(made), made.stage) is None:
+                self._finish(made)
+            else:
+                heapq.heappush(self._ready, (max(moment, at.end), 0, made))
+        self._look_at(device)
+
+    def _exchange(self, made: Pass) -> None:
+        stages, moment = (made.stage, _needed_by(made)), self._ended[made]
+        way = "BACKWARD" if made.backward else "FORWARD"
+        for verb, stage, other in (("SEND", *stages), ("RECV", *stages[::-1])):
+            node = _Node(
+                f"{verb}_{way}", made.microbatch, self._chunk[stage], stage, moment, moment,
+                peer=self._placement[other], pair=self._num_exchanges,
             )  # fmt: skip
-        if offloaded and event.type in _ENDS_USE:
-            self._used.add((event.stage, event.microbatch))
-            yield from self._let_go(event.stage, at.end)
+            self._rows[self._placement[stage]].append(node)
+        self._num_exchanges += 1
+        self._finish(made)
+
+    def _finish(self, made: Pass) -> None:
+        self._done.add(made)
+        if made in self._waiting:
+            self._look_at(self._waiting.pop(made))
+
+    def _nodes(self, action: Action, at: Times) -> Iterator[_Node]:
+        cell = action.stage, action.microbatch
+        is_copy = action.type.is_transfer or action.type is ActionType.RELEASE
+        needed, made = input_of(action, len(self._placement)), pass_of(action)
+        for name in _NAMES[action.type]:
+            yield _Node(
+                name, action.microbatch, self._chunk[action.stage], action.stage,
+                at.issue if is_copy else at.start, at.issue if is_copy else at.end,
+                receive_from=self._peer(needed.stage, action.stage) if needed else None,
+                send_to=self._peer(_needed_by(made), action.stage) if made else None,
+                offloaded=cell in self._offloaded,
+            )  # fmt: skip
+        if cell in self._offloaded and action.type in _ENDS_USE:
+            self._used.add(cell)
+            yield from self._let_go(action.stage, at.end)
 
     def _let_go(self, stage: int, moment: float) -> Iterator[_Node]:
         """Yield the ends of reloads in the order of the reloads, which is how the runtime has them.
@@ -157,34 +215,16 @@ class _Rows:
                 offloaded=True,
             )  # fmt: skip
 
-    def _communication(self, device: int, event: Exchange, number: int) -> _Node:
-        sends = device == event.source
-        following = event.stage - 1 if event.backward else event.stage + 1
-        stage = event.stage if sends else following
-        ended = self._ended[Pass(event.backward, event.stage, event.microbatch)]
-        return _Node(
-            f"{'SEND' if sends else 'RECV'}_{'BACKWARD' if event.backward else 'FORWARD'}",
-            event.microbatch, self._chunk[stage], stage, ended, ended,
-            peer=event.target if sends else event.source, pair=number,
-        )  # fmt: skip
-
-    def _receives_from(self, action: Action) -> int | None:
-        needed = input_of(action, len(self._placement))
-        if needed is None:
+    def _peer(self, stage: int, own: int) -> int | None:
+        """Return the device of a stage; None where that is the own stage's, or there is none."""
+        if not 0 <= stage < len(self._placement) or self._placement[stage] == self._placement[own]:
             return None
-        return self._other(needed.stage, action.stage)
+        return self._placement[stage]
 
-    def _sends_to(self, action: Action) -> int | None:
-        made = pass_of(action)
-        following = 0 if made is None else action.stage + (-1 if made.backward else 1)
-        if made is None or not 0 <= following < len(self._placement):
-            return None
-        return self._other(following, action.stage)
 
-    def _other(self, stage: int, own: int) -> int | None:
-        """Return the device of a stage; None where it is the own stage's."""
-        device = self._placement[stage]
-        return None if device == self._placement[own] else device
+def _needed_by(made: Pass) -> int:
+    """Return the stage that needs the output of a pass, if it exists."""
+    return made.stage - 1 if made.backward else made.stage + 1
 
 
 def _row(node: _Node) -> str:
@@ -294,19 +334,6 @@ _QUEUES = {
 }
 
 
-def _expect_zero_bubble(problem: Problem, programs: Programs) -> None:
-    """Accept legal programs that the runtime runs right, refuse all others.
-
-    Raises
-    ------
-    ScheduleFormatError
-        With row, column and cell, and what to do.
-    """
-    _expect_placement(problem)
-    for device, program in enumerate(programs):
-        _expect_queues(device, program)
-
-
 def _expect_placement(problem: Problem) -> None:
     num_devices = len(problem.devices)
     chunks, rest = divmod(len(problem.stages), num_devices)
@@ -346,137 +373,3 @@ def _expect_queues(device: int, program: Program) -> None:
 
 def _refused(device: int, index: int, action: Action, why: str) -> ScheduleFormatError:
     return ScheduleFormatError(f"row {device + 1}, column {index + 1}: {action}: {why}")
-
-
-# --- Sends and receives put into programs, in one order that no executor can get stuck in.
-# A schedule's programs hold no communication: torch's runtime places its own. Others want it
-# written out. Here everything that happens is put into one line, *the joint order*: each pass after
-# what it needs and after what stands before it in its program, each exchange between the pass that
-# makes the tensor and the one that needs it. A device's row is its part of that line.
-#
-# No deadlock, whatever the sizes of buffers: let every send and receive wait for its partner, and
-# let devices follow their rows. The first event of the joint order that has not happened yet stands
-# at the head of the row of everyone who takes part in it, since all earlier ones have happened; so
-# it can happen. By the same line, both ends of every pair of devices have its exchanges in one
-# order.
-
-
-class Turn(NamedTuple):
-    """An action on its device."""
-
-    device: int
-    action: Action
-
-
-class Exchange(NamedTuple):
-    """A tensor on its way: the output of a forward, or with ``backward`` an input gradient.
-
-    ``stage`` is that of the pass that made it; it goes from device ``source`` to ``target``.
-    """
-
-    backward: bool
-    stage: int
-    microbatch: int
-    source: int
-    target: int
-
-
-Event = Turn | Exchange
-
-
-def joint_order(problem: Problem, programs: Programs, run: Simulation) -> list[Event]:
-    """Return all events of legal programs in one line, by the simulated times of ``run``.
-
-    Actions stand by when they end, copies by when they are enqueued; an exchange stands where its
-    tensor is made, before all that is later than that moment.
-    """
-    return _Line(problem, programs, run).events()
-
-
-def rows_of(line: Sequence[Event], num_devices: int) -> list[list[Action | Exchange]]:
-    """Return each device's part of the line; an exchange stands in both rows."""
-    rows: list[list[Action | Exchange]] = [[] for _ in range(num_devices)]
-    for event in line:
-        if isinstance(event, Turn):
-            rows[event.device].append(event.action)
-        else:
-            rows[event.source].append(event)
-            rows[event.target].append(event)
-    return rows
-
-
-class _Line:
-    """The line as it grows: what is ready waits in a heap, by time.
-
-    At equal times exchanges go first, then backwards, then forwards.
-    """
-
-    def __init__(self, problem: Problem, programs: Programs, run: Simulation) -> None:
-        self._placement = problem.placement
-        self._programs = programs
-        self._times = run.times
-        self._heads = [0] * len(programs)
-        self._done: set[Pass] = set()
-        self._waiting: dict[Pass, int] = {}
-        self._ready: list[tuple[float, int, Event]] = []
-        self._line: list[Event] = []
-
-    def events(self) -> list[Event]:
-        for device in range(len(self._programs)):
-            self._look_at(device)
-        while self._ready:
-            moment, _, event = heapq.heappop(self._ready)
-            self._line.append(event)
-            if isinstance(event, Turn):
-                self._take(event, moment)
-            else:
-                self._finish(Pass(event.backward, event.stage, event.microbatch))
-        return self._line
-
-    def _look_at(self, device: int) -> None:
-        """Put the next action of a device into the heap, if what it needs is done."""
-        index = self._heads[device]
-        if index == len(self._programs[device]):
-            return
-        action = self._programs[device][index]
-        needed = input_of(action, len(self._placement))
-        if needed is not None and needed not in self._done:
-            self._waiting[needed] = device
-            return
-        at = self._times[device][index]
-        if action.type.is_transfer:
-            moment = at.issue
-        else:
-            moment = at.start if action.type is ActionType.RELEASE else at.end
-        heapq.heappush(
-            self._ready, (moment, 1 + (not action.type.is_backward), Turn(device, action))
-        )
-
-    def _take(self, turn: Turn, moment: float) -> None:
-        device, action = turn
-        at = self._times[device][self._heads[device]]
-        self._heads[device] += 1
-        made = pass_of(action)
-        if made is not None:
-            leaving = _exchange(self._placement, made)
-            if leaving is None:
-                self._finish(made)
-            else:
-                heapq.heappush(self._ready, (max(moment, at.end), 0, leaving))
-        self._look_at(device)
-
-    def _finish(self, made: Pass) -> None:
-        self._done.add(made)
-        if made in self._waiting:
-            self._look_at(self._waiting.pop(made))
-
-
-def _exchange(placement: Sequence[int], made: Pass) -> Exchange | None:
-    """Return the exchange of a pass's output; None if no other device needs it."""
-    following = made.stage - 1 if made.backward else made.stage + 1
-    if not 0 <= following < len(placement):
-        return None
-    source, target = placement[made.stage], placement[following]
-    if source == target:
-        return None
-    return Exchange(made.backward, made.stage, made.microbatch, source, target)

@@ -8,27 +8,32 @@ and a memory curve against the limit.
 from __future__ import annotations
 
 import io
-from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from optpipe.errors import InputError, MissingExtraError
+from optpipe.errors import InputError
 from optpipe.memory import device_peak_bytes
 from optpipe.plot.scene import (
     BAR_COLOURS,
     COLOURS,
     KINDS,
     LANES,
+    LINE_COLOURS,
+    PALETTES,
+    Unit,
     codes_of,
     drawing_of,
+    edges,
     has_side_lanes,
     headline,
+    is_open,
     peaks_of,
     pixels_of,
     places,
+    require_drawing,
+    unit_of,
 )
 from optpipe.plot.terminal import LETTERS, NAMES
 from optpipe.schedule import ActionType
@@ -39,110 +44,78 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from optpipe.plot.scene import Bars, Curve, Drawing, LaneEdges
+    from optpipe.plot.scene import Bars, Curve, Drawing, LaneEdges, View
     from optpipe.problem import Problem
     from optpipe.schedule import Programs
+    from optpipe.sweep import FrontierLine
 
 __all__ = [
-    "BUBBLE_COLOUR",
-    "LIMIT_COLOUR",
-    "MEMORY_COLOUR",
-    "MEMORY_OPACITY",
-    "MOST_CURVES",
+    "FRONTIER_SUFFIXES",
     "MOST_SHAPES",
-    "STATIC_COLOUR",
     "SUFFIXES",
-    "Panel",
-    "draw_curves",
     "draw_figure",
-    "draw_gantt",
-    "draw_range",
+    "draw_frontier",
     "draw_svg",
-    "peak_label",
-    "plain_text",
-    "require_matplotlib",
-    "save_drawn",
+    "frontier_svg",
     "save_figure",
-    "svg_of",
+    "save_frontier",
 ]
 
 
 SUFFIXES = (".png", ".svg", ".pdf")
+FRONTIER_SUFFIXES = (*SUFFIXES, ".html")
 _INCHES_PER_DEVICE, _MAX_GANTT, _MAX_MEMORY, _RANGE_INCHES = 0.36, 6.5, 3.6, 1.3
 _TITLE_INCHES, _LEGEND_INCHES, _MAX_HEIGHT = 0.55, 0.75, 60.0
 _MOST_LABELLED = 33
 _WIDTH, _SHARE_OF_BARS = 11.0, 0.9
-_BOUND_COLOUR = "#6a1b9a"
+_LOOK = PALETTES["light"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Panel:
-    """One schedule of a figure: legal programs, over a memory limit or not.
-
-    ``bound_ms`` is the proven lower bound of the problem's objective, where one is known.
-    """
-
-    title: str
-    programs: Programs
-    bound_ms: float | None = None
-
-
-def draw_figure(problem: Problem, panels: Sequence[Panel]) -> Any:
+def draw_figure(views: Sequence[View]) -> Any:
     """Return a matplotlib Figure with the panels one above the other on one time axis.
 
-    Raises
-    ------
-    MissingExtraError
-        If matplotlib is not installed.
+    Raises `MissingExtraError` if matplotlib is not installed.
     """
-    require_matplotlib()
+    require_drawing(".svg")
     from matplotlib.figure import Figure  # noqa: PLC0415 - an optional extra
 
-    gantt_inches, memory_inches = _heights(len(problem.devices))
-    height = len(panels) * (_TITLE_INCHES + gantt_inches + memory_inches) + _LEGEND_INCHES
+    gantt_inches, memory_inches = _heights(max(len(view.problem.devices) for view in views))
+    height = len(views) * (_TITLE_INCHES + gantt_inches + memory_inches) + _LEGEND_INCHES
     figure = Figure(figsize=(_WIDTH, min(height, _MAX_HEIGHT)), layout="constrained")
-    drawings = [drawing_of(problem, panel.programs) for panel in panels]
+    drawings = [drawing_of(view.problem, view.programs) for view in views]
     length = max(drawing.makespan_ms for drawing in drawings)
-    ratios = [inches for _ in panels for inches in (gantt_inches, memory_inches)]
-    axes = figure.subplots(2 * len(panels), 1, sharex=True, squeeze=False, height_ratios=ratios)
-    for index, (panel, drawing) in enumerate(zip(panels, drawings, strict=True)):
+    ratios = [inches for _ in views for inches in (gantt_inches, memory_inches)]
+    axes = figure.subplots(2 * len(views), 1, sharex=True, squeeze=False, height_ratios=ratios)
+    for index, (view, drawing) in enumerate(zip(views, drawings, strict=True)):
         gantt, memory = axes[2 * index : 2 * index + 2, 0]
-        _draw_panel(gantt, memory, problem, panel, drawing=drawing, length_ms=length)
+        _draw_view(gantt, memory, view, drawing, length_ms=length)
     last = axes[-1, 0]
     last.set_xlim(0, length * 1.005)
-    last.set_xlabel(_time_label(drawings))
-    _draw_legend(figure, problem, panels)
+    is_mixed = any(len(drawing.bars) > MOST_SHAPES for drawing in drawings)
+    mixed = "; a column of pixels mixes the colours of all that happens in it"
+    last.set_xlabel(f"time (ms){mixed if is_mixed else ''}")
+    _draw_legend(figure, views)
     return figure
-
-
-def _time_label(drawings: Sequence[Drawing]) -> str:
-    if all(len(drawing.bars) <= MOST_SHAPES for drawing in drawings):
-        return "time (ms)"
-    return "time (ms); a column of pixels mixes the colours of all that happens in it"
 
 
 def _heights(num_devices: int) -> tuple[float, float]:
     """Return inches of Gantt and memory; rows share a screenful where they are many."""
     gantt = min(_INCHES_PER_DEVICE * num_devices, _MAX_GANTT)
-    if num_devices > MOST_CURVES:
+    if num_devices > _MOST_CURVES:
         return gantt, _RANGE_INCHES
     return gantt, min(gantt, _MAX_MEMORY)
 
 
-def save_figure(problem: Problem, panels: Sequence[Panel], path: Path | str) -> None:
+def save_figure(views: Sequence[View], path: Path | str) -> None:
     """Draw the panels into a file whose suffix chooses the format; equal input, equal bytes.
 
-    Raises
-    ------
-    InputError
-        If the suffix is none of `SUFFIXES`, or the file cannot be written.
-    MissingExtraError
-        If matplotlib is not installed.
+    Raises `InputError` if the suffix is none of `SUFFIXES`, or the file cannot be written. Raises
+    `MissingExtraError` if matplotlib is not installed.
     """
-    save_drawn(lambda: draw_figure(problem, panels), path)
+    _save_drawn(lambda: draw_figure(views), path)
 
 
-def save_drawn(draw: Callable[[], Any], path: Path | str) -> None:
+def _save_drawn(draw: Callable[[], Any], path: Path | str) -> None:
     """Draw a matplotlib Figure into a file; raises as `save_figure`."""
     target = Path(path)
     if target.suffix not in SUFFIXES:
@@ -157,19 +130,15 @@ def save_drawn(draw: Callable[[], Any], path: Path | str) -> None:
         raise InputError(f"cannot write {target}: {error.strerror}; check the path") from None
 
 
-def draw_svg(problem: Problem, panels: Sequence[Panel]) -> bytes:
+def draw_svg(views: Sequence[View]) -> bytes:
     """Return the panels as the bytes of an SVG file; equal input, equal bytes.
 
-    Raises
-    ------
-    MissingExtraError
-        If matplotlib is not installed.
+    Raises `MissingExtraError` if matplotlib is not installed.
     """
-    return svg_of(draw_figure(problem, panels))
+    return _svg_of(draw_figure(views))
 
 
-def svg_of(figure: Any) -> bytes:
-    """Return a matplotlib Figure as the bytes of an SVG file."""
+def _svg_of(figure: Any) -> bytes:
     file = io.BytesIO()
     _write(figure, file, ".svg")
     return file.getvalue()
@@ -193,7 +162,7 @@ def _settle(figure: Any) -> None:
         axes.set_position([round(edge, 5) for edge in axes.get_position().bounds])
 
 
-def plain_text(text: str) -> str:
+def _plain_text(text: str) -> str:
     """Return somebody's text so that matplotlib draws it as it is, and SVG can hold it.
 
     Between dollars it would be read as a formula, and refused where it is none.
@@ -202,51 +171,30 @@ def plain_text(text: str) -> str:
     return "".join(shown).replace("$", r"\$")
 
 
-def require_matplotlib() -> None:
-    """Refuse to draw without matplotlib.
-
-    Raises
-    ------
-    MissingExtraError
-        If it is not installed.
-    """
-    if find_spec("matplotlib") is None:
-        raise MissingExtraError(
-            "pictures as files need matplotlib, which is not installed; "
-            "run: pip install 'optpipe[plot]'"
-        )
-
-
-def _draw_panel(
-    gantt: Any, memory: Any, problem: Problem, panel: Panel, *, drawing: Drawing, length_ms: float
-) -> None:
+def _draw_view(gantt: Any, memory: Any, view: View, drawing: Drawing, *, length_ms: float) -> None:
     """Draw one schedule: what happens above, what is held below."""
+    problem = view.problem
     gantt.set_title(
-        f"{plain_text(panel.title)}: {headline(problem, drawing, panel.bound_ms)}",
+        f"{_plain_text(view.title)}: {headline(problem, drawing, view.bound_ms)}",
         loc="left",
         fontsize=10,
         fontweight="bold",
     )
-    draw_gantt(
-        gantt, drawing, panel.programs, length_ms=length_ms, width_inches=_SHARE_OF_BARS * _WIDTH
+    _draw_gantt(
+        gantt, drawing, view.programs, length_ms=length_ms, width_inches=_SHARE_OF_BARS * _WIDTH
     )
     gantt.axvline(drawing.makespan_ms, color="black", linewidth=0.8, linestyle=":")
-    if _has_bound_line(problem, panel):
-        gantt.axvline(panel.bound_ms, color=_BOUND_COLOUR, linewidth=1.2, linestyle="--", zorder=4)
-    _label_rows(gantt, [plain_text(device.name) for device in problem.devices], 0.0, 8)
-    if len(problem.devices) > MOST_CURVES:
-        draw_range(memory, problem, drawing)
+    if view.has_bound_line:
+        gantt.axvline(view.bound_ms, color=_LOOK.bound, linewidth=1.2, linestyle="--", zorder=4)
+    _label_rows(gantt, [_plain_text(device.name) for device in problem.devices], 0.0, 8)
+    if len(problem.devices) > _MOST_CURVES:
+        _draw_range(memory, problem, drawing)
         memory.tick_params(axis="y", length=0, labelsize=7)
         _plain_frame(memory)
         return
-    draw_curves(memory, problem, drawing, length_ms=length_ms)
+    _draw_curves(memory, problem, drawing, length_ms=length_ms)
     devices = range(len(problem.devices))
-    _label_rows(memory, [peak_label(problem, panel.programs, held) for held in devices], 0.1, 7)
-
-
-def _has_bound_line(problem: Problem, panel: Panel) -> bool:
-    """Whether a bound is a moment of the time axis: one of the makespan is, one of a span not."""
-    return bool(panel.bound_ms) and problem.objective == "makespan"
+    _label_rows(memory, [_peak_label(problem, view.programs, held) for held in devices], 0.1, 7)
 
 
 def _label_rows(axis: Any, labels: Sequence[str], offset: float, size: int) -> None:
@@ -264,29 +212,29 @@ def _plain_frame(axis: Any) -> None:
         axis.spines[side].set_visible(False)
 
 
-def _draw_legend(figure: Any, problem: Problem, panels: Sequence[Panel]) -> None:
+def _draw_legend(figure: Any, views: Sequence[View]) -> None:
     from matplotlib.lines import Line2D  # noqa: PLC0415 - an optional extra
     from matplotlib.patches import Patch  # noqa: PLC0415
 
-    used = {action.type for panel in panels for program in panel.programs for action in program}
+    used = {action.type for view in views for program in view.programs for action in program}
     handles: list[Any] = [
         Patch(color=COLOURS[kind][0], label=f"{LETTERS.get(kind, '')} {NAMES[kind]}".strip())
         for kind in ActionType
         if kind in used and kind in NAMES
     ]
-    handles.append(Patch(color=BUBBLE_COLOUR, label="bubble"))
+    handles.append(Patch(color=_LOOK.bubble, label="bubble"))
     held = "activations"
-    if len(problem.devices) > MOST_CURVES:
+    if any(len(view.problem.devices) > _MOST_CURVES for view in views):
         held = "held by the emptiest to the fullest device"
     else:
-        handles.append(Patch(color=STATIC_COLOUR, label="weights, gradients, optimizer"))
+        handles.append(Patch(color=_LOOK.static, label="weights, gradients, optimizer"))
     handles += [
-        Patch(color=MEMORY_COLOUR, alpha=MEMORY_OPACITY, label=held),
-        Line2D([], [], color=LIMIT_COLOUR, linewidth=0.9, label="memory limit"),
+        Patch(color=_LOOK.memory, alpha=_MEMORY_OPACITY, label=held),
+        Line2D([], [], color=_LOOK.limit, linewidth=0.9, label="memory limit"),
     ]
-    if any(_has_bound_line(problem, panel) for panel in panels):
+    if any(view.has_bound_line for view in views):
         handles.append(
-            Line2D([], [], color=_BOUND_COLOUR, linewidth=1.2, linestyle="--", label="lower bound")
+            Line2D([], [], color=_LOOK.bound, linewidth=1.2, linestyle="--", label="lower bound")
         )
     figure.legend(handles=handles, loc="outside lower center", ncols=5, fontsize=8, frameon=False)
 
@@ -296,7 +244,6 @@ def _draw_legend(figure: Any, problem: Problem, panels: Sequence[Panel]) -> None
 # file nor the time to draw it grows with them.
 
 MOST_SHAPES = 6_000
-BUBBLE_COLOUR = "#eceff1"
 _NUM_COLUMNS = 1_400
 _ROWS_PER_DEVICE = 24
 _MOST_LABELS = 1_500
@@ -304,7 +251,7 @@ _LABELS_PER_INCH = 16
 _EDGE = 0.4
 
 
-def draw_gantt(
+def _draw_gantt(
     axis: Any, drawing: Drawing, programs: Programs, *, length_ms: float, width_inches: float
 ) -> None:
     """Draw bars and bubbles; the rows are those of `optpipe.plot.scene`."""
@@ -315,7 +262,7 @@ def draw_gantt(
         np.arange(num_devices),
         drawing.makespan_ms,
         height=compute.bottom - compute.top,
-        color=BUBBLE_COLOUR,
+        color=_LOOK.bubble,
         zorder=1,
     )
     if len(bars) > MOST_SHAPES:
@@ -403,14 +350,13 @@ def _palette() -> NDArray[np.float32]:
 
 # --- The memory chart of one panel of an image file: what devices hold against their limits.
 
-LIMIT_COLOUR, MEMORY_COLOUR, STATIC_COLOUR = "#b3261e", "#4a9ad4", "#90a4ae"
-MEMORY_OPACITY = 0.55
+_MEMORY_OPACITY = 0.55
 _HEIGHT = 0.8
 _NUM_MEMORY_COLUMNS = 700
-MOST_CURVES = 24
+_MOST_CURVES = 24
 
 
-def draw_curves(axis: Any, problem: Problem, drawing: Drawing, *, length_ms: float) -> None:
+def _draw_curves(axis: Any, problem: Problem, drawing: Drawing, *, length_ms: float) -> None:
     """Draw each device's curve in a row of its own, from 0 to its limit."""
     end = drawing.makespan_ms
     for device, curve in enumerate(drawing.memory):
@@ -421,16 +367,16 @@ def draw_curves(axis: Any, problem: Problem, drawing: Drawing, *, length_ms: flo
         options: dict[str, Any] = {"step": "post", "linewidth": 0}
         floor = base - problem.static_bytes_of(device) * scale
         axis.fill_between(
-            moments, base, heights, color=MEMORY_COLOUR, alpha=MEMORY_OPACITY, **options
+            moments, base, heights, color=_LOOK.memory, alpha=_MEMORY_OPACITY, **options
         )
-        axis.fill_between([0, end], base, floor, color=STATIC_COLOUR, **options)
+        axis.fill_between([0, end], base, floor, color=_LOOK.static, **options)
         top = base - limit * scale
         over = np.minimum(heights, top)
-        axis.fill_between(moments, top, over, color=LIMIT_COLOUR, **options)
-        axis.hlines(top, 0, end, colors=LIMIT_COLOUR, linewidth=0.9)
+        axis.fill_between(moments, top, over, color=_LOOK.limit, **options)
+        axis.hlines(top, 0, end, colors=_LOOK.limit, linewidth=0.9)
 
 
-def draw_range(axis: Any, problem: Problem, drawing: Drawing) -> None:
+def _draw_range(axis: Any, problem: Problem, drawing: Drawing) -> None:
     """Draw what the fullest and the emptiest device hold at each moment, as shares of limits.
 
     For more devices than a picture has room for curves.
@@ -445,15 +391,15 @@ def draw_range(axis: Any, problem: Problem, drawing: Drawing) -> None:
     shares = np.concatenate([shares, shares[:, -1:]], axis=1)
     most, least = shares.max(axis=0), shares.min(axis=0)
     options: dict[str, Any] = {"step": "post", "linewidth": 0}
-    axis.fill_between(edges, least, most, color=MEMORY_COLOUR, alpha=MEMORY_OPACITY, **options)
-    axis.fill_between(edges, 1.0, np.maximum(most, 1.0), color=LIMIT_COLOUR, **options)
-    axis.plot(edges, most, drawstyle="steps-post", color=MEMORY_COLOUR, linewidth=1.0)
-    axis.hlines(1.0, 0, drawing.makespan_ms, colors=LIMIT_COLOUR, linewidth=0.9)
+    axis.fill_between(edges, least, most, color=_LOOK.memory, alpha=_MEMORY_OPACITY, **options)
+    axis.fill_between(edges, 1.0, np.maximum(most, 1.0), color=_LOOK.limit, **options)
+    axis.plot(edges, most, drawstyle="steps-post", color=_LOOK.memory, linewidth=1.0)
+    axis.hlines(1.0, 0, drawing.makespan_ms, colors=_LOOK.limit, linewidth=0.9)
     axis.set_ylim(0.0, 1.12 * max(1.0, float(most.max())))
     axis.set_yticks([0.0, 0.5, 1.0], ["0", "50 %", "100 % of the limit"])
 
 
-def peak_label(problem: Problem, programs: Programs, device: int) -> str:
+def _peak_label(problem: Problem, programs: Programs, device: int) -> str:
     """Return a device's peak and its limit, with a word before them where it is exceeded."""
     peak = device_peak_bytes(problem, device, programs[device])
     limit = problem.devices[device].usable_bytes
@@ -472,3 +418,147 @@ def _thinned(
         edges = np.linspace(0.0, end_ms, num_columns + 1)
         moments, held = edges[:-1], peaks_of(curve, end_ms, edges)
     return np.append(moments, end_ms), np.append(held, held[-1])
+
+
+# --- The frontier of a sweep: the best objective and its bound over the memory limit.
+
+_FRONTIER_SIZE = (8.0, 4.8)
+
+_SHADE = 0.12
+_MOST_NAMED = 16
+
+
+def draw_frontier(lines: Sequence[FrontierLine], title: str = "") -> Any:
+    """Return a matplotlib Figure: a point per problem, its bound dashed, what is open shaded.
+
+    Crosses on the lower edge are limits at which nothing fits, proven. Raises `MissingExtraError`
+    if matplotlib is not installed.
+    """
+    require_drawing(".svg")
+    from matplotlib.figure import Figure  # noqa: PLC0415 - an optional extra
+
+    figure = Figure(figsize=_FRONTIER_SIZE, layout="constrained")
+    axes = figure.add_subplot()
+    unit = unit_of([point for line in lines for point in line.points])
+    for index, line in enumerate(lines):
+        _draw_line(
+            axes,
+            line,
+            unit,
+            LINE_COLOURS[index % len(LINE_COLOURS)],
+            is_named=index < _MOST_NAMED,
+        )
+    _draw_frontier_edges(axes, lines, unit)
+    axes.set(
+        xlabel=f"memory per device ({unit.name})",
+        ylabel="objective (ms)",
+        title=_plain_text(title),
+    )
+    axes.grid(visible=True, color="#eceff1")
+    axes.set_axisbelow(True)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    _draw_frontier_legend(figure)
+    return figure
+
+
+def frontier_svg(lines: Sequence[FrontierLine], title: str = "") -> bytes:
+    """Return the frontier as the bytes of an SVG file; equal input, equal bytes.
+
+    Raises `MissingExtraError` if matplotlib is not installed.
+    """
+    return _svg_of(draw_frontier(lines, title))
+
+
+def save_frontier(lines: Sequence[FrontierLine], path: Path | str, title: str = "") -> None:
+    """Draw the frontier into a file whose suffix chooses the format, one of `SUFFIXES`.
+
+    Raises `InputError` if the suffix is none of ours, or the file cannot be written. Raises
+    `MissingExtraError` if what draws it is not installed.
+    """
+    target = Path(path)
+    if target.suffix != ".html":
+        _save_drawn(lambda: draw_frontier(lines, title), target)
+        return
+    require_drawing(".html")
+    from optpipe.plot.interactive import chart_html, frontier_chart  # noqa: PLC0415 - an extra
+
+    page = chart_html(frontier_chart(lines, ""), title=title or "frontier")
+    try:
+        target.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"cannot write {target}: {error.strerror}; check the path") from None
+
+
+def _draw_line(axes: Any, line: FrontierLine, unit: Unit, colour: str, *, is_named: bool) -> None:
+    """Draw what was found, what is proven, and the room between."""
+    # A name that begins with an underscore would be left out of the legend.
+    name = f" {_plain_text(line.label)}" if is_named else "_"
+    found = [point for point in line.points if point.objective_ms is not None]
+    axes.plot(
+        [point.limit_bytes / unit.size for point in found],
+        [point.objective_ms for point in found],
+        marker="o",
+        markersize=4,
+        color=colour,
+        label=name,
+        zorder=3,
+    )
+    proven = [point for point in line.points if point.bound_ms is not None and is_open(point)]
+    bounds = [point.bound_ms for point in proven]
+    axes.plot(
+        [point.limit_bytes / unit.size for point in proven],
+        bounds,
+        linestyle="--",
+        linewidth=1.0,
+        color=colour,
+        label="_",
+        zorder=2,
+    )
+    between = [point for point in found if point.bound_ms is not None]
+    axes.fill_between(
+        [point.limit_bytes / unit.size for point in between],
+        [point.bound_ms for point in between],
+        [point.objective_ms for point in between],
+        color=colour,
+        alpha=_SHADE,
+        linewidth=0,
+    )
+
+
+def _draw_frontier_edges(axes: Any, lines: Sequence[FrontierLine], unit: Unit) -> None:
+    """Fit the frame to the numbers, and mark on its lower edge where nothing fits."""
+    points = [point for line in lines for point in line.points]
+    bottom, top = edges(points)
+    axes.set_ylim(bottom, top)
+    nothing = sorted({point.limit_bytes / unit.size for point in points if not is_open(point)})
+    axes.plot(
+        nothing,
+        [bottom] * len(nothing),
+        linestyle="none",
+        marker="x",
+        color="#c5221f",
+        label="nothing fits (proven)" if nothing else "_",
+        clip_on=False,
+        zorder=4,
+    )
+
+
+def _draw_frontier_legend(figure: Any) -> None:
+    from matplotlib.lines import Line2D  # noqa: PLC0415 - an optional extra
+    from matplotlib.patches import Patch  # noqa: PLC0415
+
+    (axes,) = figure.axes
+    handles, labels = axes.get_legend_handles_labels()
+    known: list[Any] = [
+        Line2D([], [], color="#5f6368", linestyle="--", linewidth=1.0),
+        Patch(color="#5f6368", alpha=_SHADE),
+    ]
+    figure.legend(
+        handles=[*handles, *known],
+        labels=[*labels, "lower bound", "not decided"],
+        loc="outside lower center",
+        ncols=3,
+        fontsize=8,
+        frameon=False,
+    )

@@ -2,7 +2,7 @@
 
 A chart is a bokeh layout. `chart_item` turns it into JSON for a page that has BokehJS already (the
 service's), `chart_html` into one file that needs nothing else. Neither asks the network for
-anything. This module needs bokeh: call `optpipe.plot.interactive_style.require_bokeh` before.
+anything. This module needs bokeh: call `optpipe.plot.scene.require_drawing` before.
 """
 
 from __future__ import annotations
@@ -42,35 +42,29 @@ from bokeh.resources import Resources
 from bokeh.themes import Theme as BokehTheme
 
 from optpipe.plot.interactive_panels import (
+    FONT,
+    INPUT_MARGIN,
     MOST_AT_ONCE,
     VEIL_CODE,
     WORDS,
+    css_of,
     draw_gantt,
     draw_memory,
-    has_bound_line,
     left_border,
     legend_of,
 )
-from optpipe.plot.interactive_style import (
+from optpipe.plot.scene import (
     COMPONENTS,
-    FONT,
-    INPUT_MARGIN,
+    LINE_COLOURS,
     PALETTES,
     Palette,
     Theme,
-    css_of,
-    theme_of,
-)
-from optpipe.plot.scene import (
-    KINDS,
-    LINE_COLOURS,
     Unit,
     drawing_of,
     edges,
     has_side_lanes,
     unit_of,
 )
-from optpipe.plot.terminal import LETTERS
 from optpipe.schedule import gap_of
 from optpipe.units import format_ms, format_share
 
@@ -78,12 +72,12 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from bokeh.models import Tool
+    from bokeh.models.renderers import GlyphRenderer
 
-    from optpipe.plot.interactive_panels import Gantt, MemoryChart
-    from optpipe.plot.scene import Drawing, View
+    from optpipe.plot.scene import View
     from optpipe.sweep import FrontierLine, Point
 
-__all__ = ["chart_html", "chart_item", "frontier_chart", "schedule_chart", "stacked"]
+__all__ = ["chart_html", "chart_item", "frontier_chart", "schedule_chart"]
 
 
 _MARGIN = 0.01
@@ -97,19 +91,17 @@ def schedule_chart(views: Sequence[View], *, theme: Theme = "light") -> LayoutDO
     Hovering over an action says in words what it is and shows its micro-batch's whole path, in
     every view; a tap keeps the path and shows the memory of the action's device. The time axis is
     the Range1d named ``time``, the views' figures are ``gantt-0``, ``gantt-1``, ... and
-    ``memory-0``, ``memory-1``, ...
-
-    Raises
-    ------
-    IllegalScheduleError
-        If programs get stuck.
+    ``memory-0``, ``memory-1``, ... Raises `IllegalScheduleError` if programs get stuck.
     """
     drawings = [drawing_of(view.problem, view.programs) for view in views]
     time = _time_axis(max((drawing.makespan_ms for drawing in drawings), default=0.0))
     border_px = left_border([device.name for view in views for device in view.problem.devices])
     has_sides = any(has_side_lanes(drawing.bars) for drawing in drawings)
-    gantts = [
-        draw_gantt(
+    parts: list[dict[str, Any]] = []
+    figures: list[Any] = []
+    all_bars = []
+    for index, (view, drawing) in enumerate(zip(views, drawings, strict=True)):
+        bars, gantt = draw_gantt(
             view,
             drawing,
             time,
@@ -118,24 +110,22 @@ def schedule_chart(views: Sequence[View], *, theme: Theme = "light") -> LayoutDO
             has_sides=has_sides,
             border_px=border_px,
         )
-        for index, (view, drawing) in enumerate(zip(views, drawings, strict=True))
-    ]
-    memories = [
-        draw_memory(view, drawing, time, name=f"memory-{index}", theme=theme, border_px=border_px)
-        for index, (view, drawing) in enumerate(zip(views, drawings, strict=True))
-    ]
+        plot, memory = draw_memory(
+            view, drawing, time, name=f"memory-{index}", theme=theme, border_px=border_px
+        )
+        all_bars.append(bars)
+        figures += [gantt["gantt"], plot]
+        parts.append(gantt | memory)
     follow = _follow(views, theme)
-    parts = [_part(*held) for held in zip(views, drawings, gantts, memories, strict=True)]
     script = _script_of(parts, follow, time)
-    for view, gantt, memory in zip(views, gantts, memories, strict=True):
-        _connect(view, gantt, memory, script)
-    if memories:
-        _label_time(memories[-1].figure)
-    figures = [held.figure for pair in zip(gantts, memories, strict=True) for held in pair]
-    grid = stacked(figures, theme)
-    controls = row(follow, *(memory.select for memory in memories), styles=_WRAPPING)
+    for view, bars, part in zip(views, all_bars, parts, strict=True):
+        _connect(view, bars, part, script)
+    if figures:
+        figures[-1].xaxis.axis_label = "time (ms)"
+    grid = _stacked(figures, theme)
+    controls = row(follow, *(part["select"] for part in parts), styles=_WRAPPING)
     samples = legend_of(
-        drawings, PALETTES[theme], has_bound=any(has_bound_line(view) for view in views)
+        drawings, PALETTES[theme], has_bound=any(view.has_bound_line for view in views)
     )
     legend = Div(text=samples, sizing_mode="stretch_width", margin=(2, 0, 4, 0))
     return column(legend, controls, grid, sizing_mode="stretch_width", name="schedules")
@@ -148,27 +138,6 @@ def _time_axis(length_ms: float) -> Range1d:
     return Range1d(
         start=start, end=end, bounds=(start, end), min_interval=_CLOSEST * length, name="time"
     )
-
-
-def _part(view: View, drawing: Drawing, gantt: Gantt, memory: MemoryChart) -> dict[str, Any]:
-    """Return what the script reads and changes of one view."""
-    return {
-        "gantt": gantt.figure,
-        "title": gantt.title,
-        "headline": gantt.title.text,
-        "bars": gantt.bars.data_source,
-        "labels": gantt.labels,
-        "letters": [LETTERS.get(kind, "") if kind is not None else "" for kind in KINDS],
-        "hasChunks": len(view.problem.stages) > len(view.problem.devices),
-        "path": gantt.path,
-        "memory": memory.title,
-        "curves": memory.curves,
-        "devices": memory.devices,
-        "shown": memory.shown,
-        "limit": memory.limit,
-        "select": memory.select,
-        "end": drawing.makespan_ms,
-    }
 
 
 def _script_of(parts: Sequence[dict[str, Any]], follow: NumericInput, time: Range1d) -> CustomJS:
@@ -187,27 +156,25 @@ def _script_of(parts: Sequence[dict[str, Any]], follow: NumericInput, time: Rang
     return script
 
 
-def _connect(view: View, gantt: Gantt, memory: MemoryChart, script: CustomJS) -> None:
+def _connect(view: View, bars: GlyphRenderer[Any], part: dict[str, Any], script: CustomJS) -> None:
     """Let one view's figures run the script."""
-    gantt.figure.add_tools(_hover(view, gantt, script))
-    gantt.figure.js_on_change("inner_width", script)
-    for event in ("tap", "doubletap", "mouseleave"):
-        gantt.figure.js_on_event(event, script)
-    memory.select.js_on_change("value", script)
-
-
-def _hover(view: View, gantt: Gantt, script: CustomJS) -> HoverTool:
+    gantt = part["gantt"]
     names = [device.name for device in view.problem.devices]
-    args = {"bars": gantt.bars.data_source, "kinds": list(WORDS), "devices": names}
+    args = {"bars": part["bars"], "kinds": list(WORDS), "devices": names}
     told = ValueRef(field="code", formatter=CustomJS(args=args, code=_script("hover")))
-    return HoverTool(
-        renderers=[gantt.bars],
+    hover = HoverTool(
+        renderers=[bars],
         tooltips=HTML(html=[told]),
         point_policy="follow_mouse",
         attachment="vertical",
         limit=1,
         callback=script,
     )
+    gantt.add_tools(hover)
+    gantt.js_on_change("inner_width", script)
+    for event in ("tap", "doubletap", "mouseleave"):
+        gantt.js_on_event(event, script)
+    part["select"].js_on_change("value", script)
 
 
 def _script(*names: str) -> str:
@@ -229,10 +196,6 @@ def _follow(views: Sequence[View], theme: Theme) -> NumericInput:
         name="follow",
         stylesheets=[InlineStyleSheet(css=css_of(theme))],
     )
-
-
-def _label_time(plot: Any) -> None:
-    plot.xaxis.axis_label = "time (ms)"
 
 
 # --- The frontier of a sweep to zoom into: the best objective and its bound over the memory limit.
@@ -397,7 +360,7 @@ def chart_item(layout: LayoutDOM, *, theme: Theme = "light") -> str:
 
     The page must have loaded `COMPONENTS` of the same version of bokeh.
     """
-    item = json_item(layout, theme=BokehTheme(json=theme_of(theme)))
+    item = json_item(layout, theme=BokehTheme(json=_theme_of(theme)))
     return json.dumps(_renamed(item), separators=(",", ":"), allow_nan=False)
 
 
@@ -418,6 +381,41 @@ def chart_html(layout: LayoutDOM, *, title: str, theme: Theme = "light") -> str:
     )
 
 
+def _theme_of(theme: Theme) -> dict[str, dict[str, dict[str, object]]]:
+    """Return what bokeh applies to frames, axes, grids, titles and tooltips."""
+    look = PALETTES[theme]
+
+    def text(name: str, colour: str, size: str = "12px") -> dict[str, object]:
+        return {f"{name}_color": colour, f"{name}_font": FONT, f"{name}_font_size": size}
+
+    return {
+        "attrs": {
+            "Plot": {
+                "background_fill_color": look.page,
+                "border_fill_color": look.page,
+                "outline_line_color": None,
+            },
+            "Axis": {
+                **text("axis_label_text", look.quiet),
+                **text("major_label_text", look.text),
+                "axis_label_text_font_style": "normal",
+                "axis_line_color": look.grid,
+                "major_tick_line_color": look.grid,
+                "minor_tick_line_color": None,
+            },
+            "Grid": {"grid_line_color": look.grid},
+            "Title": {**text("text", look.text, "13px"), "text_font_style": "bold"},
+            "Label": text("text", look.text),
+            "Legend": {
+                **text("label_text", look.text),
+                "background_fill_color": look.page,
+                "background_fill_alpha": 0.85,
+                "border_line_color": None,
+            },
+        }
+    }
+
+
 def _renamed(item: Any) -> Any:
     """Return an item whose models are numbered by their place in it, below a digest of it.
 
@@ -432,7 +430,7 @@ def _renamed(item: Any) -> Any:
 def _walked(value: Any, names: dict[str, str], prefix: str) -> Any:
     if isinstance(value, dict):
         return {
-            key: _renamed_id(part, names, prefix)
+            key: names.setdefault(part, f"{prefix}-{len(names)}")
             if key in {"id", "root_id"} and isinstance(part, str) and _COUNTED.fullmatch(part)
             else _walked(part, names, prefix)
             for key, part in value.items()
@@ -442,14 +440,10 @@ def _walked(value: Any, names: dict[str, str], prefix: str) -> Any:
     return value
 
 
-def _renamed_id(name: str, names: dict[str, str], prefix: str) -> str:
-    return names.setdefault(name, f"{prefix}-{len(names)}")
-
-
 # --- Figures one above the other, with one toolbar whose tools act on all of them.
 
 
-def stacked(figures: Sequence[Any], theme: Theme) -> GridPlot:
+def _stacked(figures: Sequence[Any], theme: Theme) -> GridPlot:
     """Return figures that share a time axis in a column; all tools act on that axis alone.
 
     Bokeh's own merging of toolbars orders tools differently each time.

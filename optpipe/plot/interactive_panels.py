@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +13,7 @@ from bokeh.models.widgets import Select
 from bokeh.plotting import figure
 
 from optpipe.memory import device_peak_bytes
-from optpipe.plot.interactive_style import FONT, INPUT_MARGIN, PALETTES, Palette, Theme, css_of
-from optpipe.plot.scene import BAR_COLOURS, KINDS, codes_of, headline, places
+from optpipe.plot.scene import BAR_COLOURS, KINDS, PALETTES, Palette, codes_of, headline, places
 from optpipe.plot.terminal import LETTERS, NAMES
 from optpipe.units import format_bytes
 
@@ -25,26 +23,25 @@ if TYPE_CHECKING:
     from bokeh.models.renderers import GlyphRenderer
     from numpy.typing import NDArray
 
-    from optpipe.plot.scene import Bars, Curve, Drawing, View
+    from optpipe.plot.scene import Bars, Curve, Drawing, Theme, View
     from optpipe.schedule import ActionType
 
 __all__ = [
-    "LABEL_COLUMNS",
+    "FONT",
+    "INPUT_MARGIN",
     "MOST_AT_ONCE",
-    "PATH_COLUMNS",
     "VEIL_CODE",
     "WORDS",
-    "Gantt",
-    "MemoryChart",
-    "add_title",
+    "css_of",
     "draw_gantt",
     "draw_memory",
-    "has_bound_line",
     "left_border",
     "legend_of",
 ]
 
 
+FONT = "system-ui, sans-serif"
+INPUT_MARGIN = (4, 10, 4, 0)
 _MOST_OUTLINED = 3_000
 _PX_PER_DEVICE, _MAX_PX = 30, 620
 _MOST_NAMED_DEVICES = 33
@@ -57,26 +54,9 @@ _LABEL_COLOUR = "#14181c"
 MOST_AT_ONCE = 12_000
 """Of more bars, a frame that moves has every tenth, and a script keeps to those near the frame."""
 
-LABEL_COLUMNS = ("x", "y", "text")
-PATH_COLUMNS = ("left", "right", "top", "bottom", "code", "cover", "edge", *LABEL_COLUMNS)
+_LABEL_COLUMNS = ("x", "y", "text")
+_PATH_COLUMNS = ("left", "right", "top", "bottom", "code", "cover", "edge", *_LABEL_COLUMNS)
 VEIL_CODE = len(BAR_COLOURS)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Gantt:
-    """The figure and what the scripts change of it.
-
-    Attributes
-    ----------
-    labels
-        What stands in the bars; empty until a script knows how wide they are.
-    """
-
-    figure: Any
-    title: Title
-    bars: GlyphRenderer[Any]
-    labels: ColumnDataSource
-    path: ColumnDataSource
 
 
 def draw_gantt(
@@ -88,15 +68,12 @@ def draw_gantt(
     theme: Theme,
     has_sides: bool,
     border_px: int,
-) -> Gantt:
-    """Draw one schedule over a time axis that others may share.
+) -> tuple[GlyphRenderer[Any], dict[str, Any]]:
+    """Draw one schedule over a time axis; return the bars, and what the scripts read and change.
 
-    Parameters
-    ----------
-    has_sides
-        Whether to leave room for transfers beside compute.
-    border_px
-        Room for the devices' names; equal for all figures of a layout, so that times line up.
+    * ``has_sides``: whether to leave room for transfers beside compute.
+    * ``border_px``: room for the devices' names; equal for all figures of a layout, so that times
+      line up.
     """
     look = PALETTES[theme]
     num_devices = len(view.problem.devices)
@@ -114,16 +91,25 @@ def draw_gantt(
         output_backend="canvas",
         lod_threshold=MOST_AT_ONCE,
     )
-    title = add_title(plot, f"{view.title}: {headline(view.problem, drawing, view.bound_ms)}")
+    title = _add_title(plot, f"{view.title}: {headline(view.problem, drawing, view.bound_ms)}")
     _label_devices(plot, view)
     _draw_bubbles(plot, drawing, num_devices, look, has_sides=has_sides)
     source = ColumnDataSource(_columns(drawing.bars, has_sides=has_sides))
     bars = _draw_bars(plot, source, look)
-    labels = ColumnDataSource({name: [] for name in LABEL_COLUMNS})
+    labels = ColumnDataSource({name: [] for name in _LABEL_COLUMNS})
     _draw_labels(plot, labels, "glyph")
     path = _draw_path(plot, look)
     _draw_ends(plot, view, drawing, look)
-    return Gantt(figure=plot, title=title, bars=bars, labels=labels, path=path)
+    return bars, {
+        "gantt": plot,
+        "title": title,
+        "headline": title.text,
+        "bars": source,
+        "labels": labels,
+        "letters": [LETTERS.get(kind, "") if kind is not None else "" for kind in KINDS],
+        "hasChunks": len(view.problem.stages) > num_devices,
+        "path": path,
+    }
 
 
 def left_border(names: list[str]) -> int:
@@ -198,7 +184,7 @@ def _draw_path(plot: Any, look: Palette) -> ColumnDataSource:
     It stands on the level that is painted apart from the bars: following the pointer does not draw
     a hundred thousand bars again. Bokeh does not clip that level, so the script has to.
     """
-    path = ColumnDataSource({name: [] for name in PATH_COLUMNS})
+    path = ColumnDataSource({name: [] for name in _PATH_COLUMNS})
     plot.quad(
         source=path,
         fill_color=_colour_of_code(look),
@@ -242,7 +228,7 @@ def _draw_ends(plot: Any, view: View, drawing: Drawing, look: Palette) -> None:
             line_dash="dotted",
         )
     )
-    if not has_bound_line(view):
+    if not view.has_bound_line:
         return
     line = Span(
         location=view.bound_ms,
@@ -253,11 +239,6 @@ def _draw_ends(plot: Any, view: View, drawing: Drawing, look: Palette) -> None:
         name="bound",
     )
     plot.add_layout(line)
-
-
-def has_bound_line(view: View) -> bool:
-    """Whether a bound is known and a moment of the axis: one of the makespan is, of a span not."""
-    return bool(view.bound_ms) and view.problem.objective == "makespan"
 
 
 def _label_devices(plot: Any, view: View) -> None:
@@ -285,39 +266,19 @@ _LABEL = 16
 """Characters of a title that fit over a select box."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class MemoryChart:
-    """The figure and what the scripts change of it.
-
-    Attributes
-    ----------
-    curves
-        All devices' curves, one after the other: ``moments`` in ms, ``held`` in the axis's unit.
-    devices
-        A row per device: ``first`` row in `curves`, ``static``, ``limit``, and ``label``.
-    shown
-        The curve that is drawn.
-    select
-        Chooses the device; its values are "0", "1", ...
-    """
-
-    figure: Any
-    title: Title
-    curves: ColumnDataSource
-    devices: ColumnDataSource
-    shown: ColumnDataSource
-    limit: Span
-    select: Select
-
-
 def draw_memory(
     view: View, drawing: Drawing, time: Range1d, *, name: str, theme: Theme, border_px: int
-) -> MemoryChart:
-    """Draw the device that is fullest in proportion to its limit; scripts change to others."""
+) -> tuple[Any, dict[str, Any]]:
+    """Draw the device that is fullest in proportion to its limit; scripts change to others.
+
+    Return the figure, and what the scripts read and change: all ``curves``, one after the other, in
+    ms and in the axis's unit; and ``devices``, of each the ``first`` row in them.
+    """
     look = PALETTES[theme]
     limits = [device.usable_bytes for device in view.problem.devices]
     peaks = _peaks(view)
-    unit, size = _unit(max(peaks, default=0))
+    most = max(peaks, default=0)
+    unit, size = next((unit for unit in _UNITS if most >= unit[1]), _UNITS[-1])
     devices = _devices(view, drawing, peaks, size)
     chosen = max(range(len(peaks)), key=lambda device: peaks[device] / max(1, limits[device]))
     shown = _drawn(
@@ -339,7 +300,7 @@ def draw_memory(
         toolbar_location=None,
         y_axis_label=unit,
     )
-    title = add_title(plot, _label(view, chosen, peaks[chosen]), is_bold=False)
+    title = _add_title(plot, _label(view, chosen, peaks[chosen]), is_bold=False)
     source = ColumnDataSource(shown)
     _draw_areas(plot, source, look)
     limit = Span(
@@ -350,15 +311,15 @@ def draw_memory(
     )
     plot.add_layout(limit)
     plot.yaxis.ticker.desired_num_ticks = 3
-    return MemoryChart(
-        figure=plot,
-        title=title,
-        curves=_curves(drawing, size),
-        devices=ColumnDataSource(devices),
-        shown=source,
-        limit=limit,
-        select=_select(view, chosen, theme),
-    )
+    return plot, {
+        "memory": title,
+        "curves": _curves(drawing, size),
+        "devices": ColumnDataSource(devices),
+        "shown": source,
+        "limit": limit,
+        "select": _select(view, chosen, theme),
+        "end": drawing.makespan_ms,
+    }
 
 
 def _peaks(view: View) -> list[int]:
@@ -366,10 +327,6 @@ def _peaks(view: View) -> list[int]:
         device_peak_bytes(view.problem, device, program)
         for device, program in enumerate(view.programs)
     ]
-
-
-def _unit(most_bytes: int) -> tuple[str, int]:
-    return next((unit for unit in _UNITS if most_bytes >= unit[1]), _UNITS[-1])
 
 
 def _ceiling(peaks: Sequence[int], limits: Sequence[int]) -> float:
@@ -445,17 +402,14 @@ def _draw_areas(plot: Any, shown: ColumnDataSource, look: Palette) -> None:
         )
 
 
-def _clipped(title: str) -> str:
-    """Return as much of a title as stands over a select box."""
-    return title if len(title) <= _LABEL else title[: _LABEL - 1] + "…"
-
-
 def _select(view: View, chosen: int, theme: Theme) -> Select:
+    # As much as stands over a select box.
+    title = view.title if len(view.title) <= _LABEL else view.title[: _LABEL - 1] + "…"
     options: list[str | tuple[Any, str]] = [
         (str(index), device.name) for index, device in enumerate(view.problem.devices)
     ]
     return Select(
-        title=f"memory: {_clipped(view.title)}",
+        title=f"memory: {title}",
         value=str(chosen),
         options=options,
         width=150,
@@ -516,7 +470,7 @@ def _sample(style: str, name: str) -> str:
 # --- The title of a figure, which a script wraps where the figure is narrow.
 
 
-def add_title(plot: Any, text: str, *, is_bold: bool = True) -> Title:
+def _add_title(plot: Any, text: str, *, is_bold: bool = True) -> Title:
     """Put a title above a figure and return it; it has the figure's name and ``-title``.
 
     It is an annotation like others: of a figure's own title Bokeh does not notice when it gets
@@ -529,3 +483,24 @@ def add_title(plot: Any, text: str, *, is_bold: bool = True) -> Title:
     )
     plot.add_layout(title, "above")
     return title
+
+
+def css_of(theme: Theme) -> str:
+    """Return what makes inputs, toolbars and their menus look like the page; bokeh's are white."""
+    look = PALETTES[theme]
+    arrow = (
+        f"linear-gradient(45deg, transparent 50%, {look.text} 50%),"
+        f" linear-gradient(135deg, {look.text} 50%, transparent 50%)"
+    )
+    return (
+        f":host {{ color-scheme: {theme}; color: {look.text};"
+        f" font-family: {FONT}; font-size: 12px;"
+        f" --color: {look.text}; --background-color: {look.page}; --inverted-color: {look.page};"
+        f" --surface-background-color: {look.grid}; --hover-color: {look.grid};"
+        f" --active-bg: {look.grid}; --border-color: {look.edge}; --divider-color: {look.grid};"
+        f" --placeholder-color: {look.quiet}; --icon-color: {look.quiet}; --border-radius: 3px }}"
+        f".bk-input {{ min-height: 28px; padding-block: 2px; padding-inline: 8px }}"
+        # As exact as bokeh's own rule, which draws a black arrow.
+        f"select:not([multiple]).bk-input {{ background-image: {arrow};"
+        " background-size: 4px 5px; background-position: right 12px center, right 8px center }"
+    )

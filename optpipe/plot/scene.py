@@ -7,10 +7,12 @@ that draw. A hundred thousand actions are nine arrays, not a hundred thousand ob
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 
+from optpipe.errors import MissingExtraError
 from optpipe.memory import memory_walk
 from optpipe.schedule import ActionType, gap_of
 from optpipe.simulate import bubble_rate, simulate, timeline_of
@@ -29,21 +31,26 @@ if TYPE_CHECKING:
 __all__ = [
     "BAR_COLOURS",
     "COLOURS",
+    "COMPONENTS",
     "GRAD_SYNC_COLOUR",
     "KINDS",
     "LANES",
     "LINE_COLOURS",
     "NO_MICROBATCH",
     "NUM_CODES",
+    "PALETTES",
     "TITLES",
     "Bars",
     "Curve",
     "Drawing",
     "LaneEdges",
+    "Palette",
     "Pixels",
+    "Theme",
     "Unit",
     "View",
     "codes_of",
+    "curve_of",
     "drawing_of",
     "edges",
     "has_side_lanes",
@@ -52,6 +59,8 @@ __all__ = [
     "peaks_of",
     "pixels_of",
     "places",
+    "require_drawing",
+    "shares_of",
     "title_of",
     "unit_of",
 ]
@@ -83,17 +92,12 @@ _KIND_CODE = {kind: code for code, kind in enumerate(KINDS)}
 class Bars:
     """Equally long columns, a row per bar: device by device, each in program order.
 
-    Attributes
-    ----------
-    device, stage, microbatch
-        Which one; int32. A gradient reduction has `NO_MICROBATCH` for stage and micro-batch.
-    lane, kind
-        Places in `LANES` and `KINDS`; int8.
-    start, end
-        ms from the first start of all; float64.
-    before, after
-        Bytes that the device holds before and after the action, in program order, static bytes
-        included and workspaces not; int64.
+    * ``device``, ``stage``, ``microbatch``: which one; int32. A gradient reduction has
+      `NO_MICROBATCH` for stage and micro-batch.
+    * ``lane``, ``kind``: places in `LANES` and `KINDS`; int8.
+    * ``start``, ``end``: ms from the first start of all; float64.
+    * ``before``, ``after``: bytes that the device holds before and after the action, in program
+      order, static bytes included and workspaces not; int64.
     """
 
     device: NDArray[np.int32]
@@ -134,13 +138,10 @@ class Drawing:
 def drawing_of(problem: Problem, programs: Programs) -> Drawing:
     """Simulate legal programs and return them as columns.
 
-    Raises
-    ------
-    IllegalScheduleError
-        If the programs get stuck.
+    Raises `IllegalScheduleError` if the programs get stuck.
     """
     timeline = timeline_of(problem, programs, simulate(problem, programs))
-    curves = tuple(_curve(points) for points in timeline.memory)
+    curves = tuple(curve_of(points) for points in timeline.memory)
     rows = [row for device in timeline.intervals for row in device]
     around = [
         _held_around(problem, device, programs, intervals, curves[device])
@@ -172,7 +173,8 @@ def _bars(rows: Sequence[Interval], held: NDArray[np.int64]) -> Bars:
     )
 
 
-def _curve(points: Sequence[tuple[float, int]]) -> Curve:
+def curve_of(points: Sequence[tuple[float, int]]) -> Curve:
+    """Return a memory curve of (ms, bytes held from then on)."""
     return Curve(
         moments=np.array([moment for moment, _ in points], np.float64),
         held=np.array([held for _, held in points], np.int64),
@@ -204,20 +206,19 @@ def _held_around(
 class View:
     """One schedule of a chart: legal programs, over a memory limit or not.
 
-    Parameters
-    ----------
-    title
-        Stands before the numbers.
-    problem, programs
-        What is shown.
-    bound_ms
-        Proven lower bound of the problem's objective, where one is known.
+    * ``title``: stands before the numbers.
+    * ``bound_ms``: proven lower bound of the problem's objective, where one is known.
     """
 
     title: str
     problem: Problem
     programs: Programs
     bound_ms: float | None = None
+
+    @property
+    def has_bound_line(self) -> bool:
+        """Whether a bound is known and a moment of the time axis: a span's is none."""
+        return bool(self.bound_ms) and self.problem.objective == "makespan"
 
 
 LINE_COLOURS = (
@@ -299,8 +300,6 @@ def places(*, has_sides: bool) -> tuple[LaneEdges, ...]:
 
 
 # --- From bars to columns of pixels, for schedules with more actions than a picture has columns.
-# The numpy sibling of `optpipe.plot.terminal`, which the terminal uses: that one works on a line of
-# characters, this one on a hundred thousand bars.
 
 NUM_CODES = 2 * len(KINDS)
 
@@ -309,13 +308,9 @@ NUM_CODES = 2 * len(KINDS)
 class Pixels:
     """Lanes cut into columns of equal length.
 
-    Attributes
-    ----------
-    colour
-        The mean of the colours of what happens in a column, by the time it takes; float32 of
-        shape (devices, lanes, columns, 3), 0 to 1. Black where nothing does.
-    busy
-        The share of a column that is filled, 0 to 1; float32, (devices, lanes, columns).
+    * ``colour``: the mean of the colours of what happens in a column, by the time it takes; float32
+      of shape (devices, lanes, columns, 3), 0 to 1. Black where nothing does.
+    * ``busy``: the share of a column that is filled, 0 to 1; float32, (devices, lanes, columns).
     """
 
     colour: NDArray[np.float32]
@@ -340,12 +335,8 @@ def pixels_of(
     Mixing, rather than showing what a column has most of, keeps columns from beating against
     actions: stripes that are in no schedule.
 
-    Parameters
-    ----------
-    bars
-        Those of one lane must not overlap; those of a simulation never do.
-    palette
-        Red, green and blue of each code, 0 to 1.
+    * ``bars``: those of one lane must not overlap; those of a simulation never do.
+    * ``palette``: red, green and blue of each code, 0 to 1.
     """
     edges = np.linspace(0.0, length_ms, num_columns + 1)
     shape = (num_devices, len(LANES), num_columns)
@@ -353,7 +344,7 @@ def pixels_of(
     codes = codes_of(bars)
     for rows in _groups((bars.device * len(LANES) + bars.lane) * NUM_CODES + codes):
         place = bars.device[rows[0]], bars.lane[rows[0]]
-        share = _shares(bars.start[rows], bars.end[rows], edges)
+        share = shares_of(bars.start[rows], bars.end[rows], edges)
         busy[place] += share
         colour[place] += share[:, np.newaxis] * palette[codes[rows[0]]]
     colour /= np.maximum(busy, np.finfo(np.float32).tiny)[..., np.newaxis]
@@ -384,7 +375,7 @@ def peaks_of(curve: Curve, end_ms: float, edges: NDArray[np.float64]) -> NDArray
     return peaks
 
 
-def _shares(
+def shares_of(
     start: NDArray[np.float64], end: NDArray[np.float64], edges: NDArray[np.float64]
 ) -> NDArray[np.float32]:
     """Return how much of each column some bars fill that do not overlap, as shares of it.
@@ -428,6 +419,74 @@ BAR_COLOURS: tuple[str, ...] = tuple(
     for shade in (COLOURS[kind] if kind is not None else (GRAD_SYNC_COLOUR, GRAD_SYNC_COLOUR))
 )
 """The colour of a bar by its code, as `optpipe.plot.scene.codes_of` counts."""
+
+
+# --- What is not a bar, on a light page and on a dark one.
+
+Theme = Literal["light", "dark"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Palette:
+    """Everything that is not a bar."""
+
+    page: str
+    text: str
+    quiet: str
+    grid: str
+    bubble: str
+    outline: str
+    edge: str
+    memory: str
+    static: str
+    limit: str
+    bound: str
+
+
+PALETTES: Mapping[Theme, Palette] = {
+    "light": Palette(
+        page="#ffffff",
+        text="#1f2328",
+        quiet="#57606a",
+        grid="#e6e9ec",
+        bubble="#eceff1",
+        outline="#1f2328",
+        edge="#b4bac2",
+        memory="#4a9ad4",
+        static="#90a4ae",
+        limit="#b3261e",
+        bound="#6a1b9a",
+    ),
+    "dark": Palette(
+        page="#15181c",
+        text="#e6e9ec",
+        quiet="#9aa5b1",
+        grid="#2a3037",
+        bubble="#262b31",
+        outline="#ffffff",
+        edge="#555d68",
+        memory="#4a9ad4",
+        static="#5f6d78",
+        limit="#ff6b5e",
+        bound="#ce93f5",
+    ),
+}
+
+
+# --- The packages that draw files.
+
+COMPONENTS: tuple[Literal["bokeh", "bokeh-widgets"], ...] = ("bokeh", "bokeh-widgets")
+"""The scripts of BokehJS that a chart needs, in the order in which a page loads them."""
+
+
+def require_drawing(suffix: str) -> None:
+    """Raise `MissingExtraError` where the package that draws files of this suffix is missing."""
+    package = "bokeh" if suffix == ".html" else "matplotlib"
+    if find_spec(package) is None:
+        raise MissingExtraError(
+            f"drawing {suffix} files needs {package}, which is not installed; "
+            "run: pip install 'optpipe[plot]'"
+        )
 
 
 # --- The numbers behind a picture's title.

@@ -2,7 +2,7 @@
 
 Per device one row of compute, a row for each direction of transfers that it uses, and a row of
 memory. Blocks are coloured where the terminal has colours and filled with distinct signs where it
-has none. Where a device has more actions than columns, columns are shared (`Bin`), and of many
+has none. Where a device has more actions than columns, columns are shared, and of many
 devices an evenly spaced few are shown.
 """
 
@@ -12,17 +12,18 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING
 
+import numpy as np
 from rich.style import Style
 from rich.text import Text
 
 from optpipe.memory import device_peak_bytes
-from optpipe.plot.scene import COLOURS
+from optpipe.plot.scene import COLOURS, curve_of, peaks_of, shares_of
 from optpipe.schedule import ActionType
-from optpipe.simulate import make_timeline
+from optpipe.simulate import bubble_rate, make_timeline
 from optpipe.units import format_bytes, format_ms, format_share, tick_step
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping
 
     from rich.console import Console, ConsoleOptions, RenderResult
 
@@ -30,19 +31,7 @@ if TYPE_CHECKING:
     from optpipe.schedule import Programs
     from optpipe.simulate import Interval, Lane, Timeline
 
-__all__ = [
-    "ASCII",
-    "LETTERS",
-    "NAMES",
-    "UNICODE",
-    "Bin",
-    "CellBlock",
-    "Glyphs",
-    "ScheduleView",
-    "bins_of",
-    "blocks_of",
-    "levels_of",
-]
+__all__ = ["LETTERS", "NAMES", "ScheduleView", "blocks_of"]
 
 
 _MAX_WIDTH = 200
@@ -56,18 +45,12 @@ _DIM, _BOLD, _BAD = Style(dim=True), Style(bold=True), Style(color="red", bold=T
 class ScheduleView:
     """A rich renderable of legal programs; programs over a memory limit are shown as such.
 
-    Parameters
-    ----------
-    problem, programs
-        What is shown.
-    title
-        First line; the numbers stand behind it.
-    length_ms
-        End of the time axis; the makespan when None. Give two views the same one to compare them.
-    max_devices
-        Of more devices, this many, evenly spaced, are shown.
-    legend
-        Whether the last line explains the signs.
+    * ``problem``, ``programs``: what is shown.
+    * ``title``: first line; the numbers stand behind it.
+    * ``length_ms``: end of the time axis; the makespan when None. Give two views the same one to
+      compare them.
+    * ``max_devices``: of more devices, this many, evenly spaced, are shown.
+    * ``legend``: whether the last line explains the signs.
     """
 
     problem: Problem
@@ -79,7 +62,7 @@ class ScheduleView:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         plain = console.color_system is None or console.no_color
-        glyphs = ASCII if options.ascii_only else UNICODE
+        glyphs = _ASCII if options.ascii_only else _UNICODE
         timeline = make_timeline(self.problem, self.programs)
         yield from _Picture(self, timeline, glyphs, plain, options.max_width).lines()
 
@@ -88,7 +71,7 @@ class _Picture:
     """One rendering: everything that depends on the terminal's width and abilities."""
 
     def __init__(
-        self, view: ScheduleView, timeline: Timeline, glyphs: Glyphs, plain: bool, max_width: int
+        self, view: ScheduleView, timeline: Timeline, glyphs: _Glyphs, plain: bool, max_width: int
     ) -> None:
         self.view = view
         self.problem = view.problem
@@ -120,7 +103,7 @@ class _Picture:
         line = Text(no_wrap=True, overflow="ellipsis")
         line.append(self.view.title or self.problem.name or "schedule", _BOLD)
         line.append(f"  makespan {format_ms(self.end_ms)} ms")
-        line.append(f"  bubble {format_share(self.timeline.makespan_bubble_rate)}")
+        line.append(f"  bubble {format_share(bubble_rate(self.problem, self.end_ms))}")
         return line
 
     def _device(self, device: int) -> Iterator[Text]:
@@ -166,7 +149,7 @@ class _Picture:
                 self._block(body, block)
         return body
 
-    def _block(self, body: Text, block: CellBlock) -> None:
+    def _block(self, body: Text, block: _CellBlock) -> None:
         action = block.interval.action if block.interval else None
         if action is None:
             return
@@ -189,27 +172,41 @@ class _Picture:
 
     def _shared(self, intervals: list[Interval]) -> Text:
         body = Text()
-        end = round(self.end_ms / self.length_ms * self.columns) if self.length_ms else 0
-        for item in bins_of(intervals, self.length_ms, self.columns)[:end]:
-            self._shared_cell(body, item)
+        for kind, busy in self._columns(intervals):
+            if busy < 1 / 8:
+                body.append(self.glyphs.bubble, _DIM)
+            elif self.plain:
+                letter = LETTERS[kind]
+                body.append(letter if busy >= 1 / 2 else letter.lower())
+            else:
+                shade = self.glyphs.shades[max(1, round(busy * 4))]
+                body.append(shade, Style(color=COLOURS[kind][0]))
         return body
 
-    def _shared_cell(self, body: Text, item: Bin) -> None:
-        if item.kind is None or item.busy < 1 / 8:
-            body.append(self.glyphs.bubble, _DIM)
-        elif self.plain:
-            letter = LETTERS[item.kind]
-            body.append(letter if item.busy >= 1 / 2 else letter.lower())
-        else:
-            shade = self.glyphs.shades[max(1, round(item.busy * 4))]
-            body.append(shade, Style(color=COLOURS[item.kind][0]))
+    def _columns(self, intervals: list[Interval]) -> list[tuple[ActionType, float]]:
+        """Share a lane out: per column the type that fills most of it, and how much is busy."""
+        edges = np.linspace(0.0, self.length_ms, self.columns + 1)
+        kinds = sorted({item.action.type for item in intervals if item.action is not None})
+        shares = [np.zeros(self.columns, np.float32)]
+        for kind in kinds:
+            own = [item for item in intervals if item.action and item.action.type is kind]
+            starts, ends = (np.array([getattr(i, at) for i in own]) for at in ("start", "end"))
+            shares.append(shares_of(starts, ends, edges))
+        filled = np.array(shares)
+        most = [ActionType.FORWARD, *kinds]
+        return [
+            (most[place], min(1.0, float(busy)))
+            for place, busy in zip(filled.argmax(axis=0), filled.sum(axis=0), strict=True)
+        ][: self._num_columns()]
+
+    def _num_columns(self) -> int:
+        return round(self.end_ms / self.length_ms * self.columns) if self.length_ms else 0
 
     def _transfers(self, intervals: list[Interval], kind: ActionType) -> Text:
         fill, body = self.glyphs.fill[kind], Text()
         if self.shared:
-            end = round(self.end_ms / self.length_ms * self.columns) if self.length_ms else 0
-            for item in bins_of(intervals, self.length_ms, self.columns)[:end]:
-                body.append(fill if item.busy >= 1 / 4 else " ", Style(color=COLOURS[kind][0]))
+            for _, busy in self._columns(intervals):
+                body.append(fill if busy >= 1 / 4 else " ", Style(color=COLOURS[kind][0]))
             return body
         for block in blocks_of(intervals, self.length_ms, self.end_ms, self.columns):
             if block.interval is None or block.interval.action is None:
@@ -232,8 +229,9 @@ class _Picture:
         limit = self.problem.devices[device].usable_bytes
         static = self.problem.static_bytes_of(device)
         body = Text()
-        levels = levels_of(self.timeline.memory[device], self.length_ms, self.end_ms, self.columns)
-        for held, run in groupby(levels):
+        edges = np.linspace(0.0, self.end_ms, max(1, self._num_columns()) + 1)
+        levels = peaks_of(curve_of(self.timeline.memory[device]), self.end_ms, edges)
+        for held, run in groupby(levels.tolist()):
             sign = self._memory_sign(held, static, limit)
             body.append(sign * len(list(run)), _BAD if held > limit else Style(color="cyan"))
         peak = device_peak_bytes(self.problem, device, self.view.programs[device])
@@ -307,7 +305,7 @@ def _spread(count: int, at_most: int) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class CellBlock:
+class _CellBlock:
     """Columns ``first`` to ``last`` (exclusive) that one action fills; idle where None."""
 
     first: int
@@ -320,24 +318,16 @@ class CellBlock:
         return self.last - self.first
 
 
-@dataclass(frozen=True, slots=True)
-class Bin:
-    """One column that many actions share: the type that fills most of it, and how much is busy."""
-
-    kind: ActionType | None
-    busy: float
-
-
 def blocks_of(
     intervals: Iterable[Interval], length_ms: float, end_ms: float, width: int
-) -> list[CellBlock]:
+) -> list[_CellBlock]:
     """Cut a lane of ``length_ms`` into blocks, each end rounded to the nearest column.
 
     Blocks cover columns 0 to that of ``end_ms`` without gaps; an action shorter than half a column
     may get none.
     """
     per_ms = width / length_ms if length_ms > 0 else 0.0
-    blocks: list[CellBlock] = []
+    blocks: list[_CellBlock] = []
     at = 0
     for interval in sorted(intervals, key=lambda item: item.start):
         first, last = round(interval.start * per_ms), round(interval.end * per_ms)
@@ -345,74 +335,33 @@ def blocks_of(
         if last <= first:
             continue
         if first > at:
-            blocks.append(CellBlock(at, first, None))
-        blocks.append(CellBlock(first, last, interval))
+            blocks.append(_CellBlock(at, first, None))
+        blocks.append(_CellBlock(first, last, interval))
         at = last
     end = round(end_ms * per_ms)
     if end > at:
-        blocks.append(CellBlock(at, end, None))
+        blocks.append(_CellBlock(at, end, None))
     return blocks
-
-
-def bins_of(intervals: Iterable[Interval], length_ms: float, width: int) -> list[Bin]:
-    """Share a lane out to columns, for pictures with more actions than columns."""
-    filled: list[dict[ActionType | None, float]] = [{} for _ in range(width)]
-    column_ms = length_ms / width if length_ms > 0 else 1.0
-    for interval in intervals:
-        kind = interval.action.type if interval.action is not None else None
-        first = min(int(interval.start / column_ms), width - 1)
-        last = min(int(interval.end / column_ms), width - 1)
-        for column in range(first, last + 1):
-            start = max(interval.start, column * column_ms)
-            end = min(interval.end, (column + 1) * column_ms)
-            if end > start:
-                filled[column][kind] = filled[column].get(kind, 0.0) + end - start
-    return [
-        Bin(max(held, key=lambda kind: held[kind]), min(1.0, sum(held.values()) / column_ms))
-        if held
-        else Bin(None, 0.0)
-        for held in filled
-    ]
-
-
-def levels_of(
-    curve: Sequence[tuple[float, int]], length_ms: float, end_ms: float, width: int
-) -> list[int]:
-    """Return the most bytes held during each column, up to the column of ``end_ms``."""
-    per_ms = width / length_ms if length_ms > 0 else 0.0
-    num_columns = min(width, max(1, round(end_ms * per_ms)))
-    levels = [0] * num_columns
-    following = [moment for moment, _ in curve[1:]] + [end_ms]
-    for (moment, held), until in zip(curve, following, strict=True):
-        first = min(int(moment * per_ms), num_columns - 1)
-        last = min(int(until * per_ms), num_columns - 1)
-        for column in range(first, last + 1):
-            levels[column] = max(levels[column], held)
-    return levels
 
 
 # --- The signs of the terminal picture: one set for terminals with Unicode, one for those without.
 
-LETTERS: Mapping[ActionType, str] = {
-    ActionType.FORWARD: "F",
-    ActionType.BACKWARD_INPUT: "I",
-    ActionType.BACKWARD_WEIGHT: "W",
-    ActionType.FULL_BACKWARD: "B",
-    ActionType.RECOMPUTE: "R",
+_ACTIONS: Mapping[ActionType, tuple[str, str, str, str]] = {
+    ActionType.FORWARD: ("F", "forward", "─", "-"),
+    ActionType.BACKWARD_INPUT: ("I", "input gradient", "═", "="),
+    ActionType.BACKWARD_WEIGHT: ("W", "weight gradient", "┄", "~"),
+    ActionType.FULL_BACKWARD: ("B", "full backward", "≡", "#"),
+    ActionType.RECOMPUTE: ("R", "recompute", "~", "+"),
+    ActionType.OFFLOAD: ("", "to the host", "▾", "v"),
+    ActionType.RELOAD: ("", "from the host", "▴", "^"),
 }
-NAMES: Mapping[ActionType, str] = {
-    ActionType.FORWARD: "forward",
-    ActionType.BACKWARD_INPUT: "input gradient",
-    ActionType.BACKWARD_WEIGHT: "weight gradient",
-    ActionType.FULL_BACKWARD: "full backward",
-    ActionType.RECOMPUTE: "recompute",
-    ActionType.OFFLOAD: "to the host",
-    ActionType.RELOAD: "from the host",
-}
+"""Letter, name, and what continues a block where there is no colour: in Unicode, in ASCII."""
+LETTERS = {kind: row[0] for kind, row in _ACTIONS.items() if row[0]}
+NAMES = {kind: row[1] for kind, row in _ACTIONS.items()}
 
 
 @dataclass(frozen=True, slots=True)
-class Glyphs:
+class _Glyphs:
     """Signs; ``fill`` continues a block where there is no colour to do it.
 
     ``levels`` go from nothing to full, ``shades`` from idle to busy.
@@ -430,16 +379,8 @@ class Glyphs:
     up: str
 
 
-UNICODE = Glyphs(
-    fill={
-        ActionType.FORWARD: "─",
-        ActionType.BACKWARD_INPUT: "═",
-        ActionType.BACKWARD_WEIGHT: "┄",
-        ActionType.FULL_BACKWARD: "≡",
-        ActionType.RECOMPUTE: "~",
-        ActionType.OFFLOAD: "▾",
-        ActionType.RELOAD: "▴",
-    },
+_UNICODE = _Glyphs(
+    fill={kind: row[2] for kind, row in _ACTIONS.items()},
     grad_sync="◦",
     bubble="·",
     levels=" ▁▂▃▄▅▆▇█",
@@ -450,16 +391,8 @@ UNICODE = Glyphs(
     down="↓",
     up="↑",
 )
-ASCII = Glyphs(
-    fill={
-        ActionType.FORWARD: "-",
-        ActionType.BACKWARD_INPUT: "=",
-        ActionType.BACKWARD_WEIGHT: "~",
-        ActionType.FULL_BACKWARD: "#",
-        ActionType.RECOMPUTE: "+",
-        ActionType.OFFLOAD: "v",
-        ActionType.RELOAD: "^",
-    },
+_ASCII = _Glyphs(
+    fill={kind: row[3] for kind, row in _ACTIONS.items()},
     grad_sync="o",
     bubble=".",
     levels=" 12345678",

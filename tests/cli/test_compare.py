@@ -9,13 +9,13 @@ import signal
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 import optpipe_solver
 from optpipe import check, dump_problem, load_csv
-from optpipe.cli import main
 from optpipe_solver.compare import AS_GIVEN, ComparisonRow, Workload
 from optpipe_solver.families import FAMILIES
 from tests.plot.conftest import make_small_problem
@@ -26,28 +26,13 @@ if TYPE_CHECKING:
 WIDTH = 100
 
 
-class Outcome:
-    """What one run left behind."""
-
-    def __init__(self, code: object, out: str, err: str) -> None:
-        self.code, self.out, self.err = code, out, err
-
-
 @pytest.fixture
-def run(capsys, monkeypatch, tmp_path: Path):
+def run(optpipe, monkeypatch, tmp_path: Path):
     """Run ``optpipe compare`` on the small problem, on a terminal of 100 columns."""
     monkeypatch.setenv("COLUMNS", str(WIDTH))
-    monkeypatch.setenv("NO_COLOR", "1")
     path = tmp_path / "problem.json"
     path.write_text(dump_problem(make_small_problem()))
-
-    def run(*arguments: object) -> Outcome:
-        with pytest.raises(SystemExit) as leave:
-            main(["compare", str(path), *map(str, arguments)])
-        captured = capsys.readouterr()
-        return Outcome(leave.value.code, captured.out, captured.err)
-
-    return run
+    return partial(optpipe, "compare", path)
 
 
 @pytest.fixture
@@ -229,13 +214,6 @@ def test_options_that_make_no_sense_are_exit_code_2(run, answering, options, mes
     done = run(*options)
     assert (done.code, done.out) == (2, "")
     assert message in done.err
-
-
-def test_help_explains_the_workload(run) -> None:
-    done = run("--help")
-    for option in ("--tokens-per-microbatch", "--tflop-per-microbatch", "--peak-tflops"):
-        assert option in done.out
-    assert "sum over all devices" in done.out
 
 
 def test_a_terminal_sees_a_clock_while_it_runs(run, monkeypatch) -> None:

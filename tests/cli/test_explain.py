@@ -24,7 +24,6 @@ from optpipe import (
     load_problem,
     load_schedule,
 )
-from optpipe.cli import main
 from optpipe.explain import Explanation, explain
 from optpipe_solver.families.list_scheduling import build_greedy
 from optpipe_solver.result import Result, SolveStatus
@@ -33,21 +32,6 @@ from tests.plot.conftest import make_small_problem
 ROOT = Path(__file__).parents[2]
 LEGAL = "0F0,0OFFLOAD0,0RELEASE0,0F1,0RELOAD0,0I0,0W0,0I1,0W1\n1F0,1I0,1F1,1I1,1W0,1W1\n"
 OTHER = "0F0,0F1,0I0,0W0,0I1,0W1\n1F0,1I0,1F1,1I1,1W0,1W1\n"
-
-
-@pytest.fixture
-def optpipe(capsys, monkeypatch):
-    """Run the command line; returns exit code, standard output and standard error."""
-    monkeypatch.setenv("COLUMNS", "100")
-    monkeypatch.setenv("NO_COLOR", "1")
-
-    def run(*arguments: object) -> tuple[object, str, str]:
-        with pytest.raises(SystemExit) as leave:
-            main([str(argument) for argument in arguments])
-        captured = capsys.readouterr()
-        return leave.value.code, captured.out, captured.err
-
-    return run
 
 
 def write(path: Path, text: str) -> Path:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from optpipe import dump_csv, dump_problem
-from optpipe.cli.export import TARGETS
+from optpipe.cli.plot import TARGETS
 from tests.building import everything_at_once, one_f_one_b, problem, programs, stage
 
 if TYPE_CHECKING:

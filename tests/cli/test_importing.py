@@ -121,11 +121,3 @@ def test_bad_input_leaves_with_2(optpipe, arguments, message) -> None:
     assert code == 2
     assert message in err
     assert "Traceback" not in err
-
-
-def test_help_has_an_example_of_each_form(optpipe) -> None:
-    """Indented as in the help of the other commands."""
-    code, out, _ = optpipe("import", "--help")
-    assert code == 0
-    for form in ("kineto", "megatron", "csv"):
-        assert f"\n    optpipe import {form}" in out

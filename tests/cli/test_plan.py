@@ -107,10 +107,3 @@ def test_a_bad_model_is_named_with_its_file(optpipe, tmp_path) -> None:
     assert code == 2
     assert str(path) in err
     assert "layers[0].forward_ms: is missing; give it" in err
-
-
-def test_help_has_examples(optpipe) -> None:
-    """The reference of the command."""
-    code, out, _ = optpipe("plan", "--help")
-    assert code == 0
-    assert "optpipe plan model.json" in out

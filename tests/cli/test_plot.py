@@ -7,7 +7,7 @@ import json
 import pytest
 
 from optpipe import dump_csv, dump_problem
-from optpipe.plot import interactive_style
+from optpipe.plot import scene
 from tests.plot.conftest import make_small_problem, make_small_programs
 
 
@@ -59,35 +59,9 @@ def test_an_unknown_suffix_names_those_that_work(optpipe, files, tmp_path, name:
     assert ".png, .svg, .pdf, .html, .json" in err.replace("\n", " ")
 
 
-def test_a_folder_that_is_not_there_is_told_before_drawing(optpipe, files, tmp_path) -> None:
-    """And nothing is made."""
-    code, _, err = optpipe("plot", *files, "-o", tmp_path / "nowhere" / "a.html")
-    assert code == 2
-    assert "there is no folder" in err
-
-
-def test_an_illegal_schedule_is_refused_with_its_cell(optpipe, files, tmp_path) -> None:
-    """A backward before its forward is not drawn."""
-    bad = tmp_path / "bad.csv"
-    bad.write_text("0I0,0F0,0F1,0W0,0I1,0W1\n1F0,1I0,1F1,1I1,1W0,1W1\n", "utf-8")
-    code, _, err = optpipe("plot", files[0], bad, "-o", tmp_path / "a.html")
-    assert code == 2
-    assert ">>0I0<<" in err
-
-
 def test_without_bokeh_the_pip_command_is_named(optpipe, files, tmp_path, monkeypatch) -> None:
     """A bare install draws in the terminal only."""
-    monkeypatch.setattr(interactive_style, "find_spec", lambda name: None)
+    monkeypatch.setattr(scene, "find_spec", lambda name: None)
     code, _, err = optpipe("plot", *files, "-o", tmp_path / "a.html")
     assert code == 1
     assert "pip install 'optpipe[plot]'" in err
-
-
-def test_a_schedule_over_the_limit_is_refused(optpipe, files, tmp_path) -> None:
-    """What cannot run is not drawn; the numbers and the device are told."""
-    tight = tmp_path / "tight.json"
-    tight.write_text(dump_problem(make_small_problem(15)), "utf-8")
-    code, _, err = optpipe("plot", tight, files[1], "-o", tmp_path / "a.html")
-    assert code == 2
-    assert "gpu0" in err
-    assert not (tmp_path / "a.html").exists()

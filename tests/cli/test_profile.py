@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
 
 from optpipe import load_problem
-from optpipe.cli import main
 from optpipe.measurements import Measurements
 from optpipe.runtime.demo_model import launch_ranks
 from optpipe.runtime.measuring import load_stages
@@ -23,19 +23,10 @@ QUICK = ("--repeats", 2, "--warmups", 1, "--device", "cpu")
 
 
 @pytest.fixture
-def profile(capsys, monkeypatch):
-    """Run the command in this process; return exit code, output and errors."""
+def profile(optpipe, monkeypatch):
+    """Run the command with the name of a function that makes stages."""
     monkeypatch.setenv("COLUMNS", "140")
-    monkeypatch.setenv("NO_COLOR", "1")
-
-    def run(stages: str, *arguments: object) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as leave:
-            main(["profile", "--stages", stages, *map(str, arguments)])
-        captured = capsys.readouterr()
-        assert isinstance(leave.value.code, int)
-        return leave.value.code, captured.out, captured.err
-
-    return run
+    return partial(optpipe, "profile", "--stages")
 
 
 def test_the_tiny_model_becomes_a_problem(profile, tmp_path) -> None:
@@ -43,7 +34,7 @@ def test_the_tiny_model_becomes_a_problem(profile, tmp_path) -> None:
     path, samples = tmp_path / "problem.json", tmp_path / "samples.json"
     code, out, err = profile(TINY, "-o", path, "--samples-out", samples, *QUICK)
     assert code == 0, err
-    for title in ("F ms", "made by W", "offloadable", "under compute", "link 2 - 3"):
+    for title in ("median", "made by W", "offload", "under compute", "2 -> 3"):
         assert title in out
     assert f"problem written to {path}" in err.replace("\n", "")
     problem = load_problem(path.read_text())

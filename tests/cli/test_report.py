@@ -10,7 +10,7 @@ from rich.console import Console
 
 from optpipe import Provenance, Schedule, evaluate
 from optpipe.cli import report
-from optpipe.cli.profile import _Lines
+from optpipe.cli.service import _Lines
 from optpipe.client import Improvement, Job, JobOptions
 from optpipe.simulate import simulate
 from tests.building import offloadable, problem, programs, stage
@@ -31,7 +31,8 @@ def schedule_of(case: Case) -> Schedule:
 
 def shown(case: Case, schedule: Schedule | None) -> str:
     console = Console(file=io.StringIO(), width=100)
-    report.show_schedule(console, case.problem, case.programs, schedule)
+    baseline = report.baseline_programs(case.problem)
+    console.print(report.number_table(case.problem, case.programs, schedule, baseline))
     text = console.file
     assert isinstance(text, io.StringIO)
     return text.getvalue()

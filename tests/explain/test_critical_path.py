@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from hypothesis import given
 
-from optpipe.explain.critical_path import Piece, critical_path, runs_of
+from optpipe.explain.reasons import Piece, critical_path, runs_of
 from optpipe.schedule import ActionType, parse_action
 from optpipe.simulate import duration_ms, simulate
 from tests.building import bus, everything_at_once, offloadable, problem, programs, stage

@@ -9,7 +9,9 @@ from hypothesis import given
 
 from optpipe import Problem, Programs, simulate
 from optpipe.explain import Explanation, explain
-from optpipe.explain.text import device_names, listed, ranges
+from optpipe.explain.explanation import _device_names as device_names
+from optpipe.explain.explanation import _listed as listed
+from optpipe.explain.explanation import ranges
 from tests.building import (
     bus,
     everything_at_once,
@@ -124,18 +126,9 @@ def test_an_explanation_survives_json(case: Case) -> None:
 def test_a_large_schedule_is_explained_in_seconds() -> None:
     """64 devices, 512 micro-batches, 98,304 actions: processor time, for the machine is shared."""
     made = problem([stage(d, 3, 2, 2) for d in range(64)], m=512)
-    rows = tuple(
-        tuple(a for b in row for a in ((b,) if b.type == "F" else split(b)))
-        for row in one_f_one_b(64, 512)
-    )
+    rows = one_f_one_b(64, 512, "IW")
     assert sum(map(len, rows)) == 98_304
     began = time.process_time()
     told = explain(made, rows)
     assert time.process_time() - began < 10
     assert len(told.sentences) < 100
-
-
-def split(action):
-    return action._replace(type=type(action.type)("I")), action._replace(
-        type=type(action.type)("W")
-    )

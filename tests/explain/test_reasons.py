@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 from hypothesis import given
 
@@ -70,5 +71,6 @@ def test_waits_between_actions_are_the_bubbles_of_the_timeline(case: Case) -> No
     outer = {IdleCause.WARM_UP, IdleCause.COOL_DOWN, IdleCause.GRAD_SYNC}
     for item in idle_times(*case, simulate(*case)):
         waits = math.fsum(ms for cause, ms in item.causes.items() if cause not in outer)
-        bubbles = math.fsum(end - start for start, end in timeline.bubbles[item.device])
+        lane = [one for one in timeline.intervals[item.device] if one.lane == "compute"]
+        bubbles = math.fsum(after.start - before.end for before, after in pairwise(lane))
         assert math.isclose(waits, bubbles, rel_tol=1e-9, abs_tol=1e-9)

@@ -10,14 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from optpipe.errors import InputError
-from optpipe.formats.tables import (
-    SweepRow,
-    axes_of,
-    dump_sweep,
-    dump_sweep_csv,
-    dump_sweep_markdown,
-    load_sweep_csv,
-)
+from optpipe.formats.tables import SweepRow, dump_sweep, load_sweep_csv
 
 
 def row(index: int = 0, values: dict[str, Any] | None = None, **fields: Any) -> SweepRow:
@@ -51,7 +44,7 @@ FAILED = row(
 
 def test_csv_has_a_column_per_axis_and_is_read_back() -> None:
     """Texts stand as they are, lists as JSON, unknown numbers are empty."""
-    text = dump_sweep_csv([row(), FAILED])
+    text = dump_sweep([row(), FAILED], "csv")
     first, second, *_ = text.splitlines()
     assert first == (
         "index,name,memory_scale,placement,state,objective_ms,bound_ms,gap,memory_bytes,seconds,"
@@ -63,7 +56,7 @@ def test_csv_has_a_column_per_axis_and_is_read_back() -> None:
 
 def test_markdown_is_for_people() -> None:
     """Units and shares; no hash, no id; nothing in a cell breaks the table."""
-    lines = dump_sweep_markdown([row(), FAILED]).splitlines()
+    lines = dump_sweep([row(), FAILED], "markdown").splitlines()
     assert lines[0].startswith("| memory_scale | placement | state | memory | objective ms |")
     assert lines[1].startswith("| ---: | --- | --- | ---: |")
     assert lines[2] == ("| 0.5 | v | succeeded | 3.0 GiB | 1,234.5 | 1,200.0 | 2.8 % | 1.5 |  |")
@@ -73,16 +66,13 @@ def test_markdown_is_for_people() -> None:
 
 def test_without_axes_rows_are_told_by_their_names() -> None:
     """A list of problems; one without a name has a number."""
-    lines = dump_sweep_markdown([row(values={}), row(1, {}, name="")]).splitlines()
+    lines = dump_sweep([row(values={}), row(1, {}, name="")], "markdown").splitlines()
     assert [line.split("|")[1].strip() for line in lines] == ["problem", "---", "p", "#1"]
-    assert axes_of([row(values={})]) == []
 
 
 def test_json_is_the_rows() -> None:
     """As the service answers."""
     assert json.loads(dump_sweep([row(), FAILED], "json")) == {"rows": [row(), FAILED]}
-    assert dump_sweep([row()], "csv") == dump_sweep_csv([row()])
-    assert dump_sweep([row()], "markdown") == dump_sweep_markdown([row()])
 
 
 JSON = st.recursive(
@@ -104,19 +94,19 @@ AXIS = st.text("ab[*].,\"'0 é", max_size=5)
 def test_any_values_on_any_axes_are_read_back(values: list[dict[str, Any]]) -> None:
     """Axes that are called as columns are, texts that look like numbers, values that miss."""
     rows = [row(index, held) for index, held in enumerate(values)]
-    assert load_sweep_csv(dump_sweep_csv(rows)) == rows
+    assert load_sweep_csv(dump_sweep(rows, "csv")) == rows
 
 
 @pytest.mark.parametrize("name", ["name", "state", "index", "gap"])
 def test_an_axis_may_be_called_as_a_column_is(name: str) -> None:
     """Columns count by their place."""
     rows = [row(values={name: 7})]
-    assert load_sweep_csv(dump_sweep_csv(rows)) == rows
+    assert load_sweep_csv(dump_sweep(rows, "csv")) == rows
 
 
 def test_line_ends_in_texts_leave_the_table_readable() -> None:
     """A lone carriage return would end a line for some readers, and is an error for others."""
-    (read,) = load_sweep_csv(dump_sweep_csv([row(name="a\rb\nc", message="x\r\ny")]))
+    (read,) = load_sweep_csv(dump_sweep([row(name="a\rb\nc", message="x\r\ny")], "csv"))
     assert (read["name"], read["message"]) == ("a b\nc", "x \ny")
 
 
@@ -125,8 +115,8 @@ def test_line_ends_in_texts_leave_the_table_readable() -> None:
     [
         ("", "not that of a sweep's table"),
         ("a,b\n1,2\n", "not that of a sweep's table: 'a, b'"),
-        (dump_sweep_csv([row()]).replace("1234.5", "x"), "damaged"),
-        (dump_sweep_csv([row()]) + "1,2\n", "damaged"),
+        (dump_sweep([row()], "csv").replace("1234.5", "x"), "damaged"),
+        (dump_sweep([row()], "csv") + "1,2\n", "damaged"),
         ("x" * 200_000, "no CSV"),
     ],
 )

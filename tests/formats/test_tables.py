@@ -9,12 +9,7 @@ from typing import Any
 
 import pytest
 
-from optpipe.formats.tables import (
-    comparison_columns,
-    dump_comparison,
-    dump_comparison_csv,
-    dump_comparison_markdown,
-)
+from optpipe.formats.tables import comparison_columns, dump_comparison
 
 GIB = 1024**3
 NUMBERS = {
@@ -59,7 +54,7 @@ ROWS = [
 
 def test_markdown_has_a_line_per_row_and_says_why_in_the_last_column() -> None:
     """Sizes share one unit; what nobody told is no column; cells cannot break the table."""
-    header, rule, *lines = dump_comparison_markdown(ROWS).splitlines()
+    header, rule, *lines = dump_comparison(ROWS, "markdown").splitlines()
     assert header == (
         "| method | makespan ms | bubble % | span ms | bubble % | P50 ms | P95 ms | memory GiB "
         "| host B | tokens /s | took s | remark |"
@@ -76,7 +71,7 @@ def test_markdown_has_a_line_per_row_and_says_why_in_the_last_column() -> None:
 
 def test_csv_has_plain_numbers_and_leaves_unknown_ones_empty() -> None:
     """Every field has its unit in its name, and the same columns whatever the rows."""
-    best, big, none = csv.DictReader(io.StringIO(dump_comparison_csv(ROWS)))
+    best, big, none = csv.DictReader(io.StringIO(dump_comparison(ROWS, "csv")))
     assert float(best["makespan_ms"]) == 1234.56
     assert (best["tokens_per_s"], big["tokens_per_s"], best["mfu"]) == ("12345.6", "", "")
     assert (best["over_limit"], big["over_limit"]) == ("False", "True")

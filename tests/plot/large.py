@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from optpipe import Action, ActionType, Device, Problem, Programs, Stage
+from optpipe import Device, Problem, Programs, Stage
+from tests.building import one_f_one_b
 
 GIB = 2**30
 
@@ -26,18 +27,4 @@ def large_case(num_devices: int, num_microbatches: int) -> tuple[Problem, Progra
         devices=(Device(memory_bytes=80 * GIB),) * num_devices,
         stages=stages,
     )
-    return problem, tuple(
-        _program(device, num_devices - device - 1, num_microbatches)
-        for device in range(num_devices)
-    )
-
-
-def _program(stage: int, most_ahead: int, m: int) -> tuple[Action, ...]:
-    ahead = min(most_ahead, m)
-    row = [Action(stage, ActionType.FORWARD, j) for j in range(ahead)]
-    for j in range(m):
-        if ahead + j < m:
-            row.append(Action(stage, ActionType.FORWARD, ahead + j))
-        row.append(Action(stage, ActionType.BACKWARD_INPUT, j))
-        row.append(Action(stage, ActionType.BACKWARD_WEIGHT, j))
-    return tuple(row)
+    return problem, one_f_one_b(num_devices, num_microbatches, "IW")

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.docs_console import ROOT, blocks
+
 PAGE = (ROOT / "docs/plot.md").read_text("utf-8")
 
 
@@ -22,12 +23,8 @@ def workplace(tmp_path, monkeypatch) -> Path:
     return Path(tmp_path)
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
-
-
 @pytest.mark.extended
-@pytest.mark.parametrize("block", blocks("sh"))
+@pytest.mark.parametrize("block", blocks(PAGE, "sh"))
 def test_commands_run_and_write_what_they_name(optpipe, workplace, block: str) -> None:
     """The files are there afterwards."""
     for line in block.splitlines():
@@ -41,7 +38,7 @@ def test_commands_run_and_write_what_they_name(optpipe, workplace, block: str) -
 
 def test_the_python_runs(workplace) -> None:
     """As it stands on the page."""
-    (code,) = blocks("python")
+    (code,) = blocks(PAGE, "python")
     exec(compile(code, "docs/plot.md", "exec"), {})
     assert (workplace / "picture.svg").exists()
     assert (workplace / "chart.html").exists()

@@ -9,9 +9,8 @@ import pytest
 from matplotlib.image import imread
 
 from optpipe import InputError, load_csv
-from optpipe.errors import MissingExtraError
-from optpipe.plot import image
-from optpipe.plot.image import LIMIT_COLOUR, Panel, save_figure
+from optpipe.plot.image import save_figure
+from optpipe.plot.scene import PALETTES, View
 from tests.plot.conftest import make_small_problem
 from tests.plot.large import GIB, large_case
 
@@ -22,15 +21,19 @@ def svg_texts(path) -> set[str]:
     return {text.strip() for node in root.iter() if (text := node.text) and text.strip()}
 
 
-@pytest.fixture
-def panels(small_programs) -> list[Panel]:
+def views_of(problem, small_programs) -> list[View]:
     """A schedule that fits and one that does not, at 15 bytes."""
     plain = load_csv("0F0,0F1,0I0,0W0,0I1,0W1\n1F0,1I0,1F1,1I1,1W0,1W1\n")
-    return [Panel(title="before", programs=plain), Panel(title="after", programs=small_programs)]
+    return [View("before", problem, plain), View("after", problem, small_programs)]
 
 
-def test_an_svg_names_its_panels_actions_and_peaks(tmp_path, panels) -> None:
-    save_figure(make_small_problem(15), panels, tmp_path / "a.svg")
+@pytest.fixture
+def views(small_problem, small_programs) -> list[View]:
+    return views_of(small_problem, small_programs)
+
+
+def test_an_svg_names_its_panels_actions_and_peaks(tmp_path, small_programs) -> None:
+    save_figure(views_of(make_small_problem(15), small_programs), tmp_path / "a.svg")
     texts = svg_texts(tmp_path / "a.svg")
     assert "before: makespan 13 ms, bubble 23.1 %" in texts
     assert "after: makespan 13 ms, bubble 23.1 %" in texts
@@ -38,55 +41,49 @@ def test_an_svg_names_its_panels_actions_and_peaks(tmp_path, panels) -> None:
     assert sum(text.startswith("OVER") for text in texts) == 1
 
 
-def test_equal_input_gives_equal_bytes(tmp_path, small_problem, panels) -> None:
+def test_equal_input_gives_equal_bytes(tmp_path, views) -> None:
     for name in ("a.svg", "b.svg"):
-        save_figure(small_problem, panels, tmp_path / name)
+        save_figure(views, tmp_path / name)
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
 
 
-def test_a_png_is_a_png(tmp_path, small_problem, panels) -> None:
-    save_figure(small_problem, panels, tmp_path / "a.png")
+def test_a_png_is_a_png(tmp_path, views) -> None:
+    save_figure(views, tmp_path / "a.png")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG\r\n")
 
 
-def test_an_unknown_suffix_is_refused_with_those_that_work(tmp_path, small_problem, panels) -> None:
+def test_an_unknown_suffix_is_refused_with_those_that_work(tmp_path, views) -> None:
     with pytest.raises(InputError, match=r"\.png, \.svg, \.pdf"):
-        save_figure(small_problem, panels, tmp_path / "a.bmp")
+        save_figure(views, tmp_path / "a.bmp")
 
 
-def test_an_unwritable_file_is_an_input_error(tmp_path, small_problem, panels) -> None:
+def test_an_unwritable_file_is_an_input_error(tmp_path, views) -> None:
     with pytest.raises(InputError, match="cannot write"):
-        save_figure(small_problem, panels, tmp_path / "nowhere" / "a.svg")
+        save_figure(views, tmp_path / "nowhere" / "a.svg")
 
 
-def test_without_matplotlib_the_pip_command_is_named(
-    monkeypatch, tmp_path, small_problem, panels
+def test_a_device_may_be_called_what_matplotlib_would_read_as_a_formula(
+    tmp_path, small_programs
 ) -> None:
-    monkeypatch.setattr(image, "find_spec", lambda name: None)
-    with pytest.raises(MissingExtraError, match=r"pip install 'optpipe\[plot\]'"):
-        save_figure(small_problem, panels, tmp_path / "a.svg")
-
-
-def test_a_device_may_be_called_what_matplotlib_would_read_as_a_formula(tmp_path, panels) -> None:
     small = make_small_problem(15)
     names = ("$x^^$", "a\x00b")
     devices = [
         device.model_copy(update={"name": name})
         for device, name in zip(small.devices, names, strict=True)
     ]
-    save_figure(small.model_copy(update={"devices": devices}), panels, tmp_path / "a.svg")
+    odd = small.model_copy(update={"devices": devices})
+    save_figure(views_of(odd, small_programs), tmp_path / "a.svg")
     assert {"$x^^$", "a\N{REPLACEMENT CHARACTER}b"} <= svg_texts(tmp_path / "a.svg")
 
 
 def test_a_bound_is_a_line_and_a_gap_in_the_title(tmp_path, small_problem, small_programs) -> None:
     """A bound of the makespan is a moment; one of a span is told, and no line."""
-    bounded = [Panel(title="a", programs=small_programs, bound_ms=11.0)]
-    save_figure(small_problem, bounded, tmp_path / "a.svg")
+    save_figure([View("a", small_problem, small_programs, 11.0)], tmp_path / "a.svg")
     texts = svg_texts(tmp_path / "a.svg")
     assert "a: makespan 13 ms, bubble 23.1 %, bound 11 ms, gap 15.4 %" in texts
     assert "lower bound" in texts
     of_span = small_problem.model_copy(update={"objective": "span"})
-    save_figure(of_span, bounded, tmp_path / "b.svg")
+    save_figure([View("a", of_span, small_programs, 11.0)], tmp_path / "b.svg")
     texts = svg_texts(tmp_path / "b.svg")
     assert "a: makespan 13 ms, span 13 ms, bubble 23.1 %, bound 11 ms, gap 15.4 %" in texts
     assert "lower bound" not in texts
@@ -96,7 +93,7 @@ def test_a_bound_is_a_line_and_a_gap_in_the_title(tmp_path, small_problem, small
 def test_64_devices_and_512_microbatches_are_a_small_picture(tmp_path) -> None:
     """98,304 actions are shared out to pixels; the axis says so, and devices are named."""
     problem, programs = large_case(64, 512)
-    save_figure(problem, [Panel(title="1F1B", programs=programs)], tmp_path / "a.svg")
+    save_figure([View("1F1B", problem, programs)], tmp_path / "a.svg")
     assert (tmp_path / "a.svg").stat().st_size < 2_000_000
     texts = svg_texts(tmp_path / "a.svg")
     assert {"gpu0", "gpu62", "100 % of the limit"} <= texts
@@ -118,6 +115,6 @@ def test_what_is_over_a_limit_is_red(tmp_path, num_devices: int) -> None:
     for limit in (13 * GIB, 80 * GIB):
         devices = [device.model_copy(update={"memory_bytes": limit}) for device in problem.devices]
         limited = problem.model_copy(update={"devices": devices})
-        save_figure(limited, [Panel(title="a", programs=programs)], tmp_path / "a.png")
-        areas[limit] = area_of(tmp_path / "a.png", LIMIT_COLOUR)
+        save_figure([View("a", limited, programs)], tmp_path / "a.png")
+        areas[limit] = area_of(tmp_path / "a.png", PALETTES["light"].limit)
     assert areas[13 * GIB] > 3 * areas[80 * GIB]

@@ -12,8 +12,6 @@ import numpy as np
 import pytest
 from bokeh.models import ColumnDataSource, CustomJS, Range1d
 
-from optpipe.errors import MissingExtraError
-from optpipe.plot import interactive_style
 from optpipe.plot.interactive import (
     chart_html,
     chart_item,
@@ -243,10 +241,3 @@ def test_a_frontier_without_numbers_is_drawn_empty(lines) -> None:
 def test_a_chart_of_nothing_is_drawn_empty() -> None:
     """Nothing to compare yet."""
     assert json.loads(chart_item(schedule_chart([])))["root_id"]
-
-
-def test_without_bokeh_the_pip_command_is_named(monkeypatch) -> None:
-    """The extra is optional."""
-    monkeypatch.setattr(interactive_style, "find_spec", lambda name: None)
-    with pytest.raises(MissingExtraError, match=r"pip install 'optpipe\[plot\]'"):
-        interactive_style.require_bokeh()

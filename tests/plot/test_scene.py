@@ -91,13 +91,6 @@ def test_every_action_type_but_release_has_a_code() -> None:
     assert set(KINDS) == {*ActionType, None} - {ActionType.RELEASE}
 
 
-@pytest.mark.parametrize("column", ["device", "lane", "kind", "stage", "microbatch", "start"])
-def test_columns_are_equally_long(column: str) -> None:
-    """A row is a bar."""
-    bars = drawing_of(*everything_at_once()).bars
-    assert len(getattr(bars, column)) == len(bars)
-
-
 # Columns of pixels: no time lost, no peak hidden, no colour that does not happen.
 
 

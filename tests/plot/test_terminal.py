@@ -10,10 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from optpipe import Action, ActionType, Device, Problem, Stage, load_csv
-from optpipe.plot.terminal import ScheduleView, bins_of, blocks_of, levels_of
+from optpipe import Action, ActionType, load_csv
+from optpipe.plot.terminal import ScheduleView, blocks_of
 from optpipe.simulate import Interval
 from tests.plot.conftest import make_small_problem
+from tests.plot.large import large_case
 
 
 def draw(view: ScheduleView, width: int = 80, **console) -> str:
@@ -30,9 +31,9 @@ def test_the_whole_small_picture(small_problem, small_programs) -> None:
         "gpu0    F0──────····F1──────····I0══════W0┄┄····I1══════W1┄┄ busy 76.9 %",
         " ↓ host         0▾▾▾                                         1 offloaded",
         " ↑ host                     0▴▴▴                             1 reloaded",
-        " memory ▅▅▅▅▅▅▅▅▅▅▅▅▅▅▅▅▅▅▅▅█████████████▇▇▇▇▅▅▅▅▅▅▅▅▅▅▅▅▃▃▃ 16 B = 100%",
+        " memory ▅▅▅▅▅▅▅▅▅▅▅▅▅▅▅▅▅▅▅▅████████████▇▇▇▇▅▅▅▅▅▅▅▅▅▅▅▅▃▃▃▃ 16 B = 100%",
         "gpu1    ········F0──────I0══════F1──────I1══════W0┄┄W1┄┄···· busy 76.9 %",
-        " memory ▁▁▁▁▁▁▁▁▅▅▅▅▅▅▅▅▅▅▅▅▅▅▅▅▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▅▅▅▅▃▃▃▃▁▁▁ 13 B = 81%",
+        " memory ▁▁▁▁▁▁▁▁▅▅▅▅▅▅▅▅▅▅▅▅▅▅▅▅▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▅▅▅▅▃▃▃▃▁▁▁▁ 13 B = 81%",
         "        ┴───────────────────┴───────────────────┴───────────",
         "ms      0                   5                   10",
         "        F0 forward   I0 input gradient   W0 weight gradient   ▾▾ to the host",
@@ -86,36 +87,17 @@ def test_two_views_on_one_axis_end_where_their_time_ends(small_problem, small_pr
 
 @pytest.mark.extended
 def test_64_devices_and_512_microbatches_are_summed_up() -> None:
-    num_devices, num_microbatches = 64, 512
-    stages = tuple(
-        Stage(
-            device=index,
-            forward_ms=1,
-            backward_input_ms=1,
-            backward_weight_ms=1,
-            activation_bytes=1,
-        )
-        for index in range(num_devices)
-    )
-    devices = tuple(Device(memory_bytes=600) for _ in range(num_devices))
-    problem = Problem(num_microbatches=num_microbatches, devices=devices, stages=stages)
-    rows = [
-        ",".join(
-            [f"{s}F{j}" for j in range(num_microbatches)]
-            + [f"{s}B{j}" for j in range(num_microbatches)]
-        )
-        for s in range(num_devices)
-    ]
-    picture = draw(ScheduleView(problem=problem, programs=load_csv("\n".join(rows))), 100)
+    problem, rows = large_case(64, 512)
+    picture = draw(ScheduleView(problem=problem, programs=rows), 100)
     lines = picture.splitlines()
     assert len(lines) < 50
     assert "16 of 64 devices shown, evenly spaced" in picture
     assert lines[1].startswith("gpu0 ")
-    assert set(lines[1].split()[1]) >= {"F", "B", "·"}
+    assert set(lines[1].split()[1]) >= {"F", "I", "·"}
     assert any(line.startswith("gpu63") for line in lines)
 
 
-# Columns lose no time: blocks tile the lane, bins share it out, levels keep every peak.
+# Columns lose no time: blocks tile the lane.
 
 
 @st.composite
@@ -149,17 +131,3 @@ def test_a_block_is_never_more_than_half_a_column_off(lane, width: int) -> None:
         if block.interval is not None:
             assert block.first / width * end - block.interval.start == half
             assert block.last / width * end - block.interval.end == half
-
-
-@given(lanes(), st.integers(1, 40))
-def test_bins_share_out_exactly_the_busy_time(lane, width: int) -> None:
-    end = lane[-1].end
-    busy = sum(item.end - item.start for item in lane)
-    shared = sum(item.busy for item in bins_of(lane, end, width)) * end / width
-    assert shared == pytest.approx(busy)
-
-
-def test_levels_keep_a_peak_that_is_shorter_than_a_column() -> None:
-    curve = [(0.0, 1), (50.0, 9), (50.1, 2)]
-    levels = levels_of(curve, 100.0, 100.0, 10)
-    assert levels == [1, 1, 1, 1, 1, 9, 2, 2, 2, 2]

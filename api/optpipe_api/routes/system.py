@@ -14,7 +14,7 @@ from fastapi.staticfiles import StaticFiles
 from pydantic import BaseModel, ConfigDict
 
 from optpipe.model import Model
-from optpipe.plot.interactive_style import COMPONENTS
+from optpipe.plot.scene import COMPONENTS
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
 from optpipe_api.access import Role

@@ -15,8 +15,7 @@ from optpipe.explain import explain
 from optpipe.formats.chrome_trace import dump_chrome_trace
 from optpipe.formats.csv import dump_csv
 from optpipe.formats.json import load_problem, load_schedule
-from optpipe.plot.interactive_style import require_bokeh
-from optpipe.plot.scene import View, title_of
+from optpipe.plot.scene import View, require_drawing, title_of
 from optpipe_api.errors import (
     BodyTooHeavyError,
     FormUnavailableError,
@@ -135,7 +134,7 @@ def make_schedule(shown: Sequence[Shown], theme: Theme) -> str:
     Raises `MissingExtraError` if bokeh is not installed; `NotComparableError` if a method has no
     schedule for the problem.
     """
-    require_bokeh()
+    require_drawing(".html")
     from optpipe.plot.interactive import chart_item, schedule_chart  # noqa: PLC0415 - an extra
 
     views = [_view(item) for item in shown]
@@ -147,7 +146,7 @@ def make_schedule(shown: Sequence[Shown], theme: Theme) -> str:
 
 def make_frontier(lines: Sequence[FrontierLine], title: str, theme: Theme) -> str:
     """Return the chart that `Charts.frontier` asks for; raises as `make_schedule`."""
-    require_bokeh()
+    require_drawing(".html")
     from optpipe.plot.interactive import chart_item, frontier_chart  # noqa: PLC0415 - an extra
 
     return chart_item(frontier_chart(lines, title, theme=theme), theme=theme)
@@ -209,16 +208,15 @@ def draw(schedule: str, problem: str) -> bytes:
     num_actions = sum(map(len, drawn.programs))
     if num_actions > MOST_CHARTED:
         raise _too_large(f"it has {num_actions} actions, and a picture may have {MOST_CHARTED}")
-    from optpipe.plot.image import Panel, draw_svg  # noqa: PLC0415 - needs an optional extra
+    from optpipe.plot.image import draw_svg  # noqa: PLC0415 - needs an optional extra
 
     title = f"OptPipe ({title_of(drawn.provenance.method)})"
-    panel = Panel(title=title, programs=drawn.programs, bound_ms=drawn.bound_ms)
-    return draw_svg(load_problem(problem), [panel])
+    return draw_svg([View(title, load_problem(problem), drawn.programs, drawn.bound_ms)])
 
 
 def draw_frontier(lines: Sequence[FrontierLine], title: str) -> bytes:
     """Return the picture that `Charts.frontier_picture` asks for; raises as `draw`."""
-    from optpipe.plot.frontier import frontier_svg  # noqa: PLC0415 - needs an optional extra
+    from optpipe.plot.image import frontier_svg  # noqa: PLC0415 - needs an optional extra
 
     return frontier_svg(lines, title)
 

@@ -149,7 +149,7 @@ def test_too_many_actions_are_refused_with_the_limit(shown, monkeypatch) -> None
 
 def test_a_server_without_bokeh_says_what_to_install(shown, monkeypatch) -> None:
     """406, as for a form that does not exist."""
-    monkeypatch.setattr("optpipe.plot.interactive_style.find_spec", lambda name: None)
+    monkeypatch.setattr("optpipe.plot.scene.find_spec", lambda name: None)
     with pytest.raises(MissingExtraError) as missing:
         render.make_schedule([shown], "light")
     with pytest.raises(FormUnavailableError, match="pip install"):

@@ -147,7 +147,7 @@ def test_a_picture_of_too_many_actions_is_refused_with_the_limit(texts, monkeypa
 
 def test_a_server_without_matplotlib_says_what_to_install(texts, monkeypatch) -> None:
     """406, as for a form that does not exist."""
-    monkeypatch.setattr("optpipe.plot.image.find_spec", lambda name: None)
+    monkeypatch.setattr("optpipe.plot.scene.find_spec", lambda name: None)
     with pytest.raises(MissingExtraError) as missing:
         render.draw(*texts)
     with pytest.raises(FormUnavailableError, match=r"pip install 'optpipe\[plot\]'"):

@@ -12,8 +12,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from optpipe.plot.interactive_style import PALETTES
-from optpipe.plot.scene import BAR_COLOURS, COLOURS, GRAD_SYNC_COLOUR, KINDS
+from optpipe.plot.scene import BAR_COLOURS, COLOURS, GRAD_SYNC_COLOUR, KINDS, PALETTES
 from optpipe.schedule import ActionType
 
 SEEN_AS = {
