@@ -261,17 +261,19 @@ def _whole(gradient: Tensor | None) -> Tensor:
 
 def refused_wrappers() -> list[str]:
     """What is said of stages of which only a part is data-parallel."""
-    mesh = init_device_mesh("cpu", (4,))
-    found = []
-    for wrap in (DistributedDataParallel, fully_shard):
-        (stage,) = small_stages(1)
-        stage.blocks[0] = wrap(stage.blocks[0])
+
+    def layers() -> nn.Sequential:
+        return torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+
+    def wrapped(part: nn.Module) -> str:
         try:
-            check_wrappers({3: stage})
+            check_wrappers({3: torch.nn.Sequential(part)})
         except PreflightError as error:
-            found.append(str(error))
-    (stage,) = small_stages(1)
-    fully_shard(stage.blocks[0], mesh=mesh)
-    fully_shard(stage, mesh=mesh)
-    check_wrappers({0: stage, 1: DistributedDataParallel(small_stages(1)[0])})
-    return found
+            return str(error)
+        return "not refused"
+
+    whole = layers()
+    for part in (*whole, whole):
+        fully_shard(part)
+    check_wrappers({0: whole, 1: DistributedDataParallel(layers())})
+    return [wrapped(DistributedDataParallel(layers())), wrapped(fully_shard(layers()))]
