@@ -272,8 +272,8 @@ def refused_wrappers() -> list[str]:
             return str(error)
         return "not refused"
 
-    whole = layers()
-    for part in (*whole, whole):
+    whole, inner = layers(), layers()
+    for part in (*whole, whole, inner):
         fully_shard(part)
     check_wrappers({0: whole, 1: DistributedDataParallel(layers())})
-    return [wrapped(DistributedDataParallel(layers())), wrapped(fully_shard(layers()))]
+    return [wrapped(DistributedDataParallel(layers())), wrapped(inner)]
