@@ -154,7 +154,7 @@ NO_SCRIPTS = {
 def place_to_wait(service: Service, who: Principal, wait_s: float) -> Iterator[None]:
     """Count a request that waits; to be entered before the request changes anything.
 
-    Raises `BusyError` if too many are open; see `ConnectionLimit.counted`.
+    Raises `ServerBusyError` if too many are open; see `ConnectionLimit.counted`.
     """
     if wait_s <= 0:
         yield

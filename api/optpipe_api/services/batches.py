@@ -88,7 +88,7 @@ class BatchService:
         That the problem as it is gets as much more time shows what is gained by searching, and not
         by a change; where the job is proven optimal there is nothing to show.
 
-        Raises `ConflictError` if the job goes on, or has ended without a schedule;
+        Raises `StateConflictError` if the job goes on, or has ended without a schedule;
         `InfeasibleProblemError` if it is proven that there is none; `TooLargeToDrawError` if the
         schedule is too large; `TooManyBodiesError` as `ParsePool.run`; `RequestError` if a batch
         may not have so many items.

@@ -134,8 +134,8 @@ class DeploymentService:
     def schedule(self, deployment_id: str, who: Principal) -> tuple[int, str]:
         """Return number and schedule (JSON text) of the newest version.
 
-        Raises `InfeasibleProblemError` if there is none, proven; `NoScheduleError` if there is
-        none, or none yet.
+        Raises `InfeasibleProblemError` if there is none, proven; `ScheduleNotFoundError` if there
+        is none, or none yet.
         """
         deployment = self.find(deployment_id, who)
         found = self._store.schedule(deployment_id)
@@ -152,8 +152,8 @@ class DeploymentService:
     def report(self, deployment_id: str, report: Report, who: Principal) -> DeploymentRecord:
         """Keep what a training run measured under a version; the next round judges it.
 
-        Raises `ConflictError` if the deployment has ended, or has no such version; `RequestError`,
-        `MeasurementError` if what was measured does not belong to this problem.
+        Raises `StateConflictError` if the deployment has ended, or has no such version;
+        `RequestError`, `MeasurementError` if what was measured does not belong to this problem.
         """
         self.find(deployment_id, who)
         check_stages(self._store.documents(deployment_id).problem, report.document)
@@ -178,7 +178,7 @@ class DeploymentService:
         None where it is still that one when the time is up or the deployment has ended.
 
         ``known_version``: what the caller has; 0 = none. Raises `InfeasibleProblemError`,
-        `NoScheduleError` as `schedule`.
+        `ScheduleNotFoundError` as `schedule`.
         """
         found = await run_in_threadpool(self.find, deployment_id, who)
         deadline = time.monotonic() + min(seconds, self._settings.max_wait_s)

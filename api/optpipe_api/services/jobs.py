@@ -123,7 +123,7 @@ class JobService:
     def problem(self, job_id: str, who: Principal) -> str:
         """Return a job's problem as JSON text; of a plan, the one that is best so far.
 
-        Raises `NoScheduleError` if a plan has found none (yet).
+        Raises `ScheduleNotFoundError` if a plan has found none (yet).
         """
         job = self.find(job_id, who)
         text = self._store.problem(job_id)
@@ -134,7 +134,7 @@ class JobService:
     def model(self, job_id: str, who: Principal) -> str:
         """Return a plan's model as JSON text.
 
-        Raises `NotFoundError` if the job was given a problem.
+        Raises `NoModelError` if the job was given a problem.
         """
         self.find(job_id, who)
         text = self._store.model(job_id)
@@ -145,8 +145,8 @@ class JobService:
     def schedule(self, job_id: str, who: Principal) -> StoredSchedule:
         """Return a job's best schedule so far.
 
-        Raises `InfeasibleProblemError` if there is none, proven; `NoScheduleError` if there is
-        none, or none yet.
+        Raises `InfeasibleProblemError` if there is none, proven; `ScheduleNotFoundError` if there
+        is none, or none yet.
         """
         stored = self._store.schedule(job_id)
         if stored is not None and who.sees(stored.owner):
@@ -169,7 +169,7 @@ class JobService:
     def resume(self, job_id: str, seconds: float, who: Principal) -> JobRecord:
         """Give a finished job more time, from where it stands.
 
-        Raises `ConflictError`, `InputError`, `QueueFullError`, `TooManyJobsError` as
+        Raises `StateConflictError`, `InputError`, `QueueFullError`, `TooManyJobsError` as
         `JobStore.resume`.
         """
         self.find(job_id, who)
@@ -201,7 +201,7 @@ class JobService:
         None where it is still that one when the time is up or the job has ended.
 
         ``known_number``: number of the schedule that the caller has; 0 = none. Raises
-        `InfeasibleProblemError`, `NoScheduleError` as `schedule`.
+        `InfeasibleProblemError`, `ScheduleNotFoundError` as `schedule`.
         """
         job = await run_in_threadpool(self.find, job_id, who)
         if not (job.state.is_final or job.num_schedules != known_number):

@@ -227,7 +227,7 @@ def solution(jobs: JobService, job_id: str, who: Principal) -> tuple[str, Stored
     A plan replaces both, in one go, whenever it finds a better one; so this looks again until
     nothing was replaced between its looks.
 
-    Raises `InfeasibleProblemError`, `NoScheduleError` as `JobService.schedule`.
+    Raises `InfeasibleProblemError`, `ScheduleNotFoundError` as `JobService.schedule`.
     """
     while True:
         stored = jobs.schedule(job_id, who)

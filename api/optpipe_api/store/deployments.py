@@ -173,8 +173,8 @@ class DeploymentStore:
         """Keep a report and what is now measured.
 
         ``measure``: from the problem as registered and the documents of the newest reports, oldest
-        first, to the problem as measured. Raises `ConflictError` if the deployment has ended, or
-        has no such version.
+        first, to the problem as measured. Raises `StateConflictError` if the deployment has ended,
+        or has no such version.
         """
         with writing(self._engine) as connection:
             row = _find_row(connection, deployment_id, for_update=True)
@@ -336,7 +336,7 @@ def _change(
 def _expect_version(row: sa.Row[Any], version: int) -> None:
     """Refuse a report to an ended deployment, or about a version that is not.
 
-    Raises `ConflictError` with what there is.
+    Raises `StateConflictError` with what there is.
     """
     if row.ended_at is not None:
         raise StateConflictError(f"deployment {row.id} has ended; register the training run again")

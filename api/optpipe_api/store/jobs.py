@@ -156,9 +156,9 @@ class JobStore(JobReads):
     ) -> JobRecord:
         """Queue a finished job again with a longer time limit; it keeps its best.
 
-        Raises `ConflictError` if it has not ended, or is proven optimal or infeasible; `InputError`
-        if the limit would exceed ``max_time_limit_s``; `QueueFullError`, `TooManyJobsError` as
-        `add`.
+        Raises `StateConflictError` if it has not ended, or is proven optimal or infeasible;
+        `InputError` if the limit would exceed ``max_time_limit_s``; `QueueFullError`,
+        `TooManyJobsError` as `add`.
         """
         with writing(self._engine) as connection:
             row = find_row(connection, job_id, for_update=True)
@@ -385,8 +385,8 @@ def prolong(
 ) -> sa.Row[Any] | None:
     """Give a finished job more time; it waits in the queue again, as it stands.
 
-    Raises `ConflictError` if it has not ended, or nothing better can be found; `InputError` if its
-    time limit would exceed the largest one.
+    Raises `StateConflictError` if it has not ended, or nothing better can be found; `InputError` if
+    its time limit would exceed the largest one.
     """
     _refuse_pointless(job)
     limit_s = job.options.time_limit_s + seconds
@@ -417,7 +417,7 @@ def prolong(
 def _refuse_pointless(job: JobRecord) -> None:
     """Refuse more time for a job that it would not help.
 
-    Raises `ConflictError` if it has not ended, or nothing better can be found.
+    Raises `StateConflictError` if it has not ended, or nothing better can be found.
     """
     if not job.state.is_final:
         raise StateConflictError(

@@ -244,7 +244,7 @@ def test_whoever_hangs_up_just_after_news_leaves_no_rounds_behind(turns: int) ->
                 await waiting
             await asyncio.sleep(0.05)
         names = [task.get_coro().__qualname__ for task in asyncio.all_tasks()]  # type: ignore[union-attr]
-        assert "Watch._go_round" not in names
+        assert "JobWatch._go_round" not in names
 
     run(scene)
 
