@@ -36,8 +36,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from optpipe_solver.bounds.relaxation import Paths
+from optpipe_solver.feasibility import fusing_may_pay
 from optpipe_solver.milp.highs import LinearProgram
-from optpipe_solver.milp.horizon.items import fusing_may_pay
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -58,7 +58,7 @@ from optpipe_solver.exact.fifo_kernel import (
     make_fifo_state,
 )
 from optpipe_solver.exact.layers import SLICE, expand_layer
-from optpipe_solver.milp.horizon.items import fifo_loses_nothing, fusing_may_pay
+from optpipe_solver.feasibility import fifo_loses_nothing, fusing_may_pay
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

@@ -36,7 +36,7 @@ from optpipe_solver.exact.general_kernel import (
 )
 from optpipe_solver.exact.general_layers import expand_general, make_general_layer, set_out
 from optpipe_solver.exact.layers import SLICE, expand_layer
-from optpipe_solver.milp.horizon.items import fusing_may_pay, memory_binds
+from optpipe_solver.feasibility import fusing_may_pay, memory_binds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

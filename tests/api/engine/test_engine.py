@@ -80,9 +80,7 @@ def test_a_deaf_solver_is_killed_within_half_a_second_and_its_best_is_kept(bench
     assert_gone(pid)
 
 
-def test_a_job_is_cancelled_at_once_while_its_process_still_starts(
-    open_bench, monkeypatch
-) -> None:
+def test_a_job_is_cancelled_at_once_while_its_process_still_starts(open_bench, monkeypatch) -> None:
     monkeypatch.setenv("SLOW_IMPORT_S", "60")
     bench = open_bench(solve_path="tests.api.slow_solver:solve")
     job_id = bench.submit("")
