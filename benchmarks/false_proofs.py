@@ -14,10 +14,9 @@ import random
 from typing import TYPE_CHECKING
 
 from optpipe import Problem
-from optpipe_solver.arrays.grid import Goal
 from optpipe_solver.budget import Stop
 from optpipe_solver.exact.device_subsets import improve_by_exact_search
-from optpipe_solver.incumbent import Incumbent
+from optpipe_solver.incumbent import Goal, Incumbent
 from optpipe_solver.milp.highs import solve_milp
 from optpipe_solver.milp.horizon.model import HorizonModel
 from optpipe_solver.portfolio import all_starts

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from optpipe_solver.arrays import simulate
-from optpipe_solver.arrays.encoding import KINDS, CompiledProblem, Rows, program_of
+from optpipe_solver.arrays.encoding import CompiledProblem, Rows
 from optpipe_solver.offload_fit.kernel import FARTHEST, HIDDEN, OLDEST, sweep
 from optpipe_solver.offload_fit.state import DeviceProgram, Rule
 
@@ -46,7 +46,7 @@ UNLIMITED = 2**62
 
 
 class Ran(NamedTuple):
-    """A simulation: the objective, and the end of every pass as in `kernel.Work`."""
+    """A simulation: the objective, and the end of every pass as in `SimulationScratch`."""
 
     objective_ms: float
     ends: NDArray[np.float64]
@@ -173,14 +173,7 @@ class Frame:
         """Return the programs that rows of integers stand for."""
         if rows is self.rows and not isinstance(self.programs, Rows):
             return self.programs
-        m, cells = self.problem.num_microbatches, self.compiled.times.num_cells
-        programs = []
-        for row, length in zip(rows.actions, rows.lengths, strict=True):
-            kinds, held = np.divmod(row[:length], cells)
-            stages, microbatches = np.divmod(held, m)
-            types = map(KINDS.__getitem__, kinds.tolist())
-            programs.append(program_of(stages.tolist(), types, microbatches.tolist()))
-        return tuple(programs)
+        return self.compiled.decode(rows)
 
     def _arriving(self, device: int, ran: Ran) -> DeviceProgram:
         """Return a device's job with the times at which its inputs arrive in a run."""
