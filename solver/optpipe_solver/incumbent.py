@@ -149,11 +149,6 @@ class Incumbent:
         with self._lock:
             self._is_closed = True
 
-    def best(self) -> tuple[Programs | None, float]:
-        """Return the programs and the objective that belong together."""
-        with self._lock:
-            return self.programs, self.objective_ms
-
     @property
     def is_optimal(self) -> bool:
         """Whether the gap is closed."""

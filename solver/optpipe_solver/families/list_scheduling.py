@@ -245,7 +245,7 @@ def build_greedy(problem: Problem) -> Programs:
     Rule: list scheduling (`list_schedule`) over a small grid of policies - how eagerly weight
     gradients fill idle time, how many micro-batches a stage keeps in flight, fused or split
     backward - each first under the memory limit itself, then under larger, virtual limits whose
-    excess `fit_memory` offloads or recomputes. The best simulated schedule wins. Memory: at most
+    excess `fit` offloads or recomputes. The best simulated schedule wins. Memory: at most
     the limit. Bubble: no formula, what the simulation says of the best. What it ignores: it never
     looks ahead, and micro-batches go first in, first out.
 

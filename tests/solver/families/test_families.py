@@ -15,10 +15,10 @@ from optpipe.simulate import bubble_rate
 from optpipe_solver.families import FAMILIES, Family, NotApplicable
 from optpipe_solver.families.common import NotApplicableReason
 from optpipe_solver.families.replace import replaced
-from optpipe_solver.offload_fit.fit import fit_memory
 from tests.building import UNIT, bus, problem, stage
 from tests.solver.families.pipelines import lines, loops
 from tests.solver.families.v_problems import v_problems
+from tests.solver.offload_fit.test_fit import fit_memory
 from tests.strategies import Case, cases, few, problems
 
 TABLE = json.loads(
