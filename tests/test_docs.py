@@ -25,54 +25,49 @@ if TYPE_CHECKING:
 
 DOCS = ROOT / "docs"
 PAGES = sorted(page for page in DOCS.rglob("*.md") if "generated" not in page.parts)
-MODELS = {"milp.md": "horizon", "periodic.md": "periodic"}
+PAGE = "milp.md"
 
 
 def by_id(page) -> str:
     return str(page.relative_to(DOCS))
 
 
-def families_of(model: str) -> dict[tuple[str, str], set[int]]:
-    """The public functions of a model that yield constraints, with the numbers they name."""
+def families() -> dict[tuple[str, str], set[int]]:
+    """The public functions of the model that yield constraints, with the numbers they name."""
     found = {}
-    for module in FORMULATION:
-        if f".{model}." not in module:
-            continue
-        for name, function in inspect.getmembers(import_module(module), inspect.isfunction):
-            own = function.__module__ == module and not name.startswith("_")
-            if own and name != "all_constraints":
-                numbers = re.findall(r"\((\d+)\)", function.__doc__ or "")
-                found[module, name] = set(map(int, numbers))
+    for name, function in inspect.getmembers(import_module(FORMULATION), inspect.isfunction):
+        own = function.__module__ == FORMULATION and not name.startswith("_")
+        if own and name != "all_constraints":
+            numbers = re.findall(r"\((\d+)\)", function.__doc__ or "")
+            found[FORMULATION, name] = set(map(int, numbers))
     return found
 
 
-def items_of(page: str) -> dict[int, set[tuple[str, str]]]:
-    """The numbered constraints of a page, with the functions that each links to."""
-    section = (DOCS / page).read_text("utf-8").partition("## Constraints")[2].partition("\n## ")[0]
+def numbered_items() -> dict[int, set[tuple[str, str]]]:
+    """The numbered constraints of the page, with the functions that each links to."""
+    section = (DOCS / PAGE).read_text("utf-8").partition("## Constraints")[2].partition("\n## ")[0]
     parts = re.split(r"^(?=\d+\. \*\*)", section, flags=re.MULTILINE)[1:]
     return {int(part.partition(".")[0]): set(function_links(part)) for part in parts}
 
 
-@pytest.mark.parametrize("page", MODELS)
-def test_every_constraint_has_its_function_and_every_function_its_constraint(page) -> None:
+def test_every_constraint_has_its_function_and_every_function_its_constraint() -> None:
     """Numbers in the docstrings are those of the page, and the links lead to the functions."""
-    families, items = families_of(MODELS[page]), items_of(page)
-    assert len(families) > 10
-    for function, numbers in families.items():
+    known, items = families(), numbered_items()
+    assert len(known) > 10
+    for function, numbers in known.items():
         linked = {number for number, links in items.items() if function in links}
-        assert linked, f"{function} is not linked in {page}"
-        assert linked <= numbers, f"{function} says {numbers}, {page} says {linked}"
+        assert linked, f"{function} is not linked in {PAGE}"
+        assert linked <= numbers, f"{function} says {numbers}, {PAGE} says {linked}"
     for number, links in items.items():
-        assert links, f"({number}) of {page} has no function"
-        assert links <= set(families), f"({number}) of {page} links to what is no constraint"
+        assert links, f"({number}) of {PAGE} has no function"
+        assert links <= set(known), f"({number}) of {PAGE} links to what is no constraint"
 
 
-@pytest.mark.parametrize("page", MODELS)
-def test_every_function_that_the_model_lists_is_in_the_page(page) -> None:
+def test_every_function_that_the_model_lists_is_in_the_page() -> None:
     """`all_constraints` calls nothing that the page does not have."""
-    module = import_module(f"optpipe_solver.milp.{MODELS[page]}.constraints")
+    module = import_module(FORMULATION)
     called = set(re.findall(r"yield from (\w+)\(", inspect.getsource(module.all_constraints)))
-    linked = {name for links in items_of(page).values() for _, name in links}
+    linked = {name for links in numbered_items().values() for _, name in links}
     assert called <= linked
 
 

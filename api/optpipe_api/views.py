@@ -134,8 +134,8 @@ def _seen(view: type[View], record: object, /, **others: Any) -> View:
 # --- The methods that the solver knows, each with one line about it.
 
 _AUTO = (
-    "The optimiser: the best of all methods as a start, improved by local search and a periodic "
-    "MILP, with a bound proven by exact searches."
+    "The optimiser: the best of all methods as a start, improved by local search and "
+    "polished building blocks, with a bound proven by exact searches."
 )
 _MILP = "The full-horizon MILP alone: order and offload together, below the best published method."
 

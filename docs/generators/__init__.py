@@ -15,11 +15,8 @@ from optpipe_api import Settings, create_app
 
 __all__ = ["FORMULATION", "SHOWN", "function_links", "generate", "newest_entry", "to_reference"]
 
-FORMULATION = (
-    "optpipe_solver.milp.horizon.constraints",
-    "optpipe_solver.milp.periodic.constraints",
-)
-"""The modules whose functions ``docs/milp.md`` and ``docs/periodic.md`` link to."""
+FORMULATION = "optpipe_solver.milp.horizon.constraints"
+"""The module whose functions ``docs/milp.md`` links to."""
 
 _LINK = re.compile(r"\[`(\w+)`\]\((?:\.\./)+(?:solver/|api/)?([\w/]+)\.py\)")
 _HEADINGS = re.compile(r"\\n(?:Parameters|Raises)\\n-+\\n")
@@ -43,7 +40,7 @@ def to_reference(text: str) -> str:
 
     def replaced(found: re.Match[str]) -> str:
         module = found[2].replace("/", ".")
-        return f"[`{found[1]}`](#{module}.{found[1]})" if module in FORMULATION else found[0]
+        return f"[`{found[1]}`](#{module}.{found[1]})" if module == FORMULATION else found[0]
 
     return _LINK.sub(replaced, text)
 

@@ -22,7 +22,16 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from optpipe.problem import Problem
 
-__all__ = ["Feasibility", "SerialPlan", "Treatment", "feasibility", "smallest_memory"]
+__all__ = [
+    "Feasibility",
+    "SerialPlan",
+    "Treatment",
+    "feasibility",
+    "fifo_loses_nothing",
+    "fusing_may_pay",
+    "memory_binds",
+    "smallest_memory",
+]
 
 
 class Treatment(StrEnum):
@@ -176,3 +185,48 @@ def _undominated(
         if not kept or state[1] < kept[-1][1]:
             kept.append(state)
     return kept
+
+
+# --- What a problem leaves to choose.
+
+
+def fifo_loses_nothing(problem: Problem) -> bool:
+    """Identical micro-batches may be relabelled pass by pass where each is treated alike.
+
+    That is so where no device can profit from offload or recompute (DESIGN section 6).
+    """
+    return not any(
+        memory_binds(problem, stage.device) and (problem.can_offload(s) or stage.can_recompute)
+        for s, stage in enumerate(problem.stages)
+    )
+
+
+def memory_binds(problem: Problem, device: int) -> bool:
+    """Whether keeping everything of every micro-batch could exceed the device's memory."""
+    most = workspace = 0
+    for s in problem.stages_of[device]:
+        stage = problem.stages[s]
+        held = max(stage.activation_bytes, stage.weight_context_bytes)
+        most += held * problem.num_microbatches
+        workspace = max(
+            workspace,
+            stage.forward_workspace_bytes,
+            stage.backward_input_workspace_bytes,
+            stage.backward_weight_workspace_bytes,
+            stage.backward_workspace_bytes,
+        )
+    limit = problem.devices[device].usable_bytes - problem.static_bytes_of(device)
+    return most + workspace > limit
+
+
+def fusing_may_pay(problem: Problem, s: int) -> bool:
+    """Whether a fused B can be better than I with W right behind it, in time or in memory."""
+    stage = problem.stages[s]
+    split_peak = max(
+        max(stage.activation_bytes, stage.weight_context_bytes)
+        + stage.backward_input_workspace_bytes,
+        stage.weight_context_bytes + stage.backward_weight_workspace_bytes,
+    )
+    fused_peak = stage.activation_bytes + stage.backward_workspace_bytes
+    split_ms = stage.backward_input_ms + stage.backward_weight_ms
+    return stage.fused_backward_ms < split_ms or fused_peak < split_peak

@@ -1,10 +1,12 @@
-"""The best schedule and the best bound known so far, shared by all parts of a solve."""
+"""The best schedule and bound known so far, shared by all parts of a solve, and what is better."""
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from optpipe.schedule import OPTIMAL_GAP, TraceEntry, gap_of
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
     from optpipe_solver.arrays.evaluate import Metrics
     from optpipe_solver.budget import Stop
 
-__all__ = ["Incumbent"]
+__all__ = ["Goal", "Incumbent", "grid_ms"]
 
 
 _MOST_OTHERS = 4
@@ -147,11 +149,6 @@ class Incumbent:
         with self._lock:
             self._is_closed = True
 
-    def best(self) -> tuple[Programs | None, float]:
-        """Return the programs and the objective that belong together."""
-        with self._lock:
-            return self.programs, self.objective_ms
-
     @property
     def is_optimal(self) -> bool:
         """Whether the gap is closed."""
@@ -194,3 +191,69 @@ class Incumbent:
             if (last.seconds, last.method) == (entry.seconds, entry.method):
                 self.trace.pop()
         self.trace.append(entry)
+
+
+# --- What lies just below a schedule: where all times are multiples of one, so are objectives.
+
+_LEAST_GRID = 1e-4
+"""Times that are multiples of less than this share of the objective are no grid worth using."""
+
+_UNIT_MS = 1e-6
+_EXACT = 1e-9
+
+
+def grid_ms(problem: Problem) -> float:
+    """Return the largest time in ms, a whole number of ns, of which all times are multiples; or 0.
+
+    Every start is a sum of durations and delays, because everything runs as soon as possible; so
+    the objective is a multiple too, and of two different objectives one is better by at least it.
+    """
+    common = 0
+    for value in _times(problem):
+        units = round(value / _UNIT_MS)
+        if abs(units * _UNIT_MS - value) > _EXACT * max(1.0, value):
+            return 0.0
+        common = math.gcd(common, units)
+    return common * _UNIT_MS
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """What is looked for, given a schedule of ``incumbent_ms``, and what it proves to fail.
+
+    ``horizon_ms``: only schedules with at most this objective are looked for. If there are none,
+    ``proven_ms`` is a lower bound.
+    """
+
+    horizon_ms: float
+    proven_ms: float
+    grid: float
+
+    @classmethod
+    def of(cls, problem: Problem, incumbent_ms: float) -> Goal:
+        """Return the goal of being better by one step of the grid, else by a hair.
+
+        The hair is half of the gap that counts as none.
+        """
+        grid = grid_ms(problem)
+        if grid > 0.0 and grid >= _LEAST_GRID * incumbent_ms:
+            return cls(incumbent_ms - grid / 2, incumbent_ms, grid)
+        hair = incumbent_ms * (1 - OPTIMAL_GAP / 2)
+        return cls(hair, hair, 0.0)
+
+    def proven(self, bound_ms: float) -> float:
+        """Return the bound of all schedules, given one of those looked for."""
+        if self.grid > 0.0:
+            # The next value on the grid, rounding aside.
+            bound_ms = self.grid * math.ceil(bound_ms / self.grid - 1e-5)
+        return min(bound_ms, self.proven_ms)
+
+
+def _times(problem: Problem) -> Iterator[float]:
+    for s, stage in enumerate(problem.stages):
+        yield from (stage.forward_ms, stage.backward_input_ms, stage.backward_weight_ms)
+        yield from (stage.fused_backward_ms, stage.recompute_ms or 0.0, stage.grad_sync_ms)
+        if problem.can_offload(s):
+            yield from (problem.offload_ms(s), problem.reload_ms(s))
+    for there, back in problem.boundary_ms:
+        yield from (there, back)

@@ -21,12 +21,12 @@ from optpipe_solver.exact.beam import improve_by_beam
 from optpipe_solver.exact.device_subsets import improve_by_exact_search
 from optpipe_solver.exact.fifo_search import fifo_can_search
 from optpipe_solver.families import FAMILIES, NotApplicable
-from optpipe_solver.feasibility import feasibility
+from optpipe_solver.families.polish_blocks import improve_by_blocks
+from optpipe_solver.feasibility import feasibility, fifo_loses_nothing
 from optpipe_solver.incumbent import Incumbent
 from optpipe_solver.local_search.search import improve_by_local_search, improve_by_stretches
-from optpipe_solver.milp.horizon.items import MOST_PAIRS, fifo_loses_nothing, num_order_pairs
+from optpipe_solver.milp.horizon.items import MOST_PAIRS, num_order_pairs
 from optpipe_solver.milp.horizon.model import improve_by_milp
-from optpipe_solver.milp.periodic.rounds import improve_by_periodic
 from optpipe_solver.offload_fit.fit import Frame, fit, is_compute_only, keeps_limits
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ _SEARCH = SearchPart("local-search", improve_by_local_search, 10_000_000)
 _STRETCHES = SearchPart("stretches", improve_by_stretches, 10_000_000)
 _EXACT = SearchPart("exact", improve_by_exact_search, 100_000)
 _BEAM = SearchPart("beam", improve_by_beam, 100_000)
-_PERIODIC = SearchPart("periodic", improve_by_periodic, 500)
+_PERIODIC = SearchPart("periodic", improve_by_blocks, 500)
 _MILP = SearchPart("milp", improve_by_milp, 10)
 
 

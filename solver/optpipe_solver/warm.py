@@ -30,7 +30,6 @@ from optpipe_solver.incumbent import Incumbent
 from optpipe_solver.local_search.annealing import anneal
 from optpipe_solver.local_search.search import improve_by_local_search
 from optpipe_solver.milp.horizon.model import improve_by_milp
-from optpipe_solver.milp.periodic.rounds import improve_by_periodic
 from optpipe_solver.portfolio import all_starts
 
 if TYPE_CHECKING:
@@ -190,8 +189,6 @@ def _compile_bounds() -> None:
 
 
 def _compile_models() -> None:
-    spread = _serial(_PLACEMENTS[-1], num_microbatches=4)
-    improve_by_periodic(spread, _least())
     small = _serial([0, 1])
     improve_by_beam(small, _least())
     improve_by_exact_search(small, _least())

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import random
 from itertools import product
 from math import inf
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from hypothesis import strategies as st
 
 from optpipe import Action, ActionType, IllegalScheduleError, Problem, Program, simulate
 from optpipe.memory import device_peak_bytes, host_peak_bytes
+from tests.strategies import Case, documents, random_programs, tightened
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 F, I, W, B = (  # noqa: E741 - DESIGN's letters
     ActionType.FORWARD,
@@ -19,6 +23,19 @@ F, I, W, B = (  # noqa: E741 - DESIGN's letters
     ActionType.FULL_BACKWARD,
 )
 _AWAY = (ActionType.OFFLOAD, ActionType.RELEASE, ActionType.RELOAD)
+
+
+@st.composite
+def tiny_problems(
+    draw: st.DrawFn, parse: Callable[[dict[str, Any]], Problem] = Problem.parse
+) -> Problem:
+    """Two cells in memory that some program fills; ``parse`` may leave things out."""
+    document = draw(documents())
+    del document["stages"][2:]
+    document["num_microbatches"] = 2 // len(document["stages"])
+    tiny = parse(document)
+    rng = random.Random(draw(st.integers(0, 2**32)))
+    return tightened(Case(tiny, random_programs(tiny, rng))).problem
 
 
 def optimum(problem: Problem) -> float:

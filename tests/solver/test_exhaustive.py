@@ -67,6 +67,14 @@ CASES = {
         [bus(memory_bytes=24), bus(memory_bytes=20)],
         m=2,
     ),
+    "three micro-batches": problem(
+        [
+            stage(0, 4, 3, 2, activation_bytes=10, weight_context_bytes=5),
+            stage(1, 3, 4, 2, activation_bytes=10, weight_context_bytes=5),
+        ],
+        [bus(memory_bytes=15), bus(memory_bytes=10)],
+        m=3,
+    ),
     "workspace": problem(
         [
             stage(0, 2, 2, 2, forward_workspace_bytes=4, backward_weight_workspace_bytes=9),
@@ -102,19 +110,3 @@ def test_the_full_horizon_model_alone_says_the_same(name: str) -> None:
     assert result.schedule.objective_ms >= least * (1 - 1e-9)
     if name not in _RELAXED_IN_THE_MODEL:
         assert result.status is SolveStatus.OPTIMAL
-
-
-def test_three_micro_batches_split_only() -> None:
-    """Three micro-batches, two activations of memory: all orders of I and W."""
-    given = problem(
-        [
-            stage(0, 4, 3, 2, activation_bytes=10, weight_context_bytes=5),
-            stage(1, 3, 4, 2, activation_bytes=10, weight_context_bytes=5),
-        ],
-        [bus(memory_bytes=15), bus(memory_bytes=10)],
-        m=3,
-    )
-    result = solve(given, time_limit_s=60)
-    assert result.status is SolveStatus.OPTIMAL
-    assert result.schedule is not None
-    assert result.schedule.objective_ms == pytest.approx(optimum(given), rel=1e-6)

@@ -10,8 +10,6 @@ from hypothesis import given
 from optpipe import Problem, dump_schedule, find_violations, simulate
 from optpipe_solver import portfolio, solve
 from optpipe_solver.budget import Limits, Stop
-from optpipe_solver.families.classic import build_serial
-from optpipe_solver.incumbent import Incumbent
 from optpipe_solver.portfolio import (
     SearchPlan,
     _find,
@@ -22,9 +20,11 @@ from optpipe_solver.portfolio import (
     restrictions,
 )
 from tests.building import UNIT, bus, problem, stage
+from tests.solver.starting import serially
 from tests.strategies import Case, cases, few
 
 if TYPE_CHECKING:
+    from optpipe_solver.incumbent import Incumbent
     from optpipe_solver.portfolio import FamilyStart
 
 QUICK = 0.1
@@ -50,13 +50,6 @@ def slow_bus(m: int = 8) -> Problem:
 def legal_starts(given: Problem) -> list[FamilyStart]:
     """The families that keep the limits."""
     return [made for made in all_starts(given) if made.programs is not None and made.legal]
-
-
-def from_serial(given: Problem) -> Incumbent:
-    """An incumbent that knows the longest of all starts."""
-    best = Incumbent(given)
-    best.offer(build_serial(given), "serial")
-    return best
 
 
 def nothing(*_: object) -> None:
@@ -93,7 +86,7 @@ def test_programs_of_a_restriction_are_as_long_for_the_problem(case: Case) -> No
 @given(cases(tight=True))
 def test_never_worse_than_what_is_found_in_a_restriction(case: Case) -> None:
     """Families and whatever the search finds, up to the tolerance of what is optimal."""
-    best, found = from_serial(case.problem), []
+    best, found = serially(case.problem), []
 
     def find(inner: Incumbent, stop: Stop) -> None:
         _find(inner, stop)
@@ -111,7 +104,7 @@ def test_a_solve_begins_with_the_families_of_restrictions(threads: int) -> None:
     """All that is allowed makes the families longer; the solve has taken the shorter ones in."""
     given = slow_bus()
     least = min(s.objective_ms for less in restrictions(given) for s in legal_starts(less.problem))
-    best = from_serial(given)
+    best = serially(given)
     for made in legal_starts(given):
         best.offer(made.programs or (), made.method)
     assert least < best.objective_ms
@@ -125,7 +118,7 @@ def test_a_solve_begins_with_the_families_of_restrictions(threads: int) -> None:
 
 def test_a_bound_of_a_restriction_is_none_of_the_problem() -> None:
     """It stays where it was proven."""
-    best, proven = from_serial(slow_bus()), []
+    best, proven = serially(slow_bus()), []
 
     def find(inner: Incumbent, *_: object) -> None:
         proven.append(inner.offer_bound(inner.objective_ms, "proof of the restriction"))
@@ -138,7 +131,7 @@ def test_a_bound_of_a_restriction_is_none_of_the_problem() -> None:
 def test_a_bound_of_the_problem_is_one_of_each_restriction(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where no bound of its own is known, it has the problem's."""
     monkeypatch.setattr(portfolio, "lower_bounds", lambda *_, **__: ())
-    best, bounds = from_serial(slow_bus()), []
+    best, bounds = serially(slow_bus()), []
     best.offer_bound(100.0, "proof")
     improve_by_restrictions(best, Stop(600), lambda inner, *_: bounds.append(inner.bound_ms))
     assert set(bounds) == {100.0}
@@ -148,7 +141,7 @@ def test_a_restriction_whose_bound_is_no_better_is_left_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Not even its families are built."""
-    best = from_serial(slow_bus())
+    best = serially(slow_bus())
     improve_by_restrictions(best, Stop(600), nothing)
     built: list[Problem] = []
 
@@ -166,7 +159,7 @@ def test_a_restriction_whose_bound_is_no_better_is_left_alone(
 def test_work_is_counted_and_shared() -> None:
     """What is spent in restrictions is told, and no more than allowed but for a move."""
     stop = Stop(600, work=QUICK)
-    improve_by_restrictions(from_serial(slow_bus()), stop, _find)
+    improve_by_restrictions(serially(slow_bus()), stop, _find)
     spent = stop.spent
     assert 0.5 * QUICK < spent < 1.01 * QUICK
 
@@ -174,7 +167,7 @@ def test_work_is_counted_and_shared() -> None:
 def test_large_problems_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where families take long, nobody waits for those of restrictions."""
     monkeypatch.setattr(portfolio, "_LARGE", 0)
-    best = from_serial(slow_bus())
+    best = serially(slow_bus())
     before = best.objective_ms
     stop = Stop(600)
     improve_by_restrictions(best, stop, nothing)
@@ -184,7 +177,7 @@ def test_large_problems_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_who_is_out_of_time_looks_at_no_restriction() -> None:
     """Told to stop from the first."""
-    best = from_serial(slow_bus())
+    best = serially(slow_bus())
     before = best.objective_ms
     improve_by_restrictions(best, Stop(600, should_stop=lambda: True), nothing)
     assert best.objective_ms == before

@@ -106,14 +106,6 @@ def test_it_returns_at_its_time_limit_and_when_told_to_stop() -> None:
     assert cancelled.schedule.stopped_by == "cancelled"
 
 
-def test_the_same_seed_gives_the_same_programs() -> None:
-    """Solved to the end, so no clock is involved."""
-    results = [solve(parked_problem(), time_limit_s=60, seed=3).schedule for _ in range(2)]
-    assert results[0] is not None
-    assert results[1] is not None
-    assert results[0].programs == results[1].programs
-
-
 @pytest.mark.parametrize(
     ("given", "work", "gap", "why"),
     [

@@ -18,7 +18,7 @@ from optpipe.simulate import duration_ms
 from optpipe_solver.arrays import simulate
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable
 
     from numpy.typing import NDArray
 
@@ -38,7 +38,7 @@ KINDS = (
     ActionType.RELOAD,
     ActionType.RECOMPUTE,
 )
-"""Action types in the order of their integers in `kernel`."""
+"""Action types in the order of their integers in `simulate`."""
 
 _KIND_NUMBER = {kind: number for number, kind in enumerate(KINDS)}
 
@@ -52,7 +52,7 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CompiledProblem:
-    """A problem as arrays; their meaning is told at `kernel.Times` and `kernel.Memory`."""
+    """A problem as arrays; they mean what is said at `TimeArrays` and `MemoryArrays`."""
 
     problem: Problem
     times: simulate.TimeArrays
@@ -77,13 +77,13 @@ class CompiledProblem:
     def decode(self, rows: Rows) -> Programs:
         """Return the programs that rows of integers stand for."""
         m, cells = self.problem.num_microbatches, self.times.num_cells
-        return tuple(
-            tuple(
-                Action(int(code % cells) // m, KINDS[int(code) // cells], int(code % cells) % m)
-                for code in row[:length]
-            )
-            for row, length in zip(rows.actions, rows.lengths, strict=True)
-        )
+        programs = []
+        for row, length in zip(rows.actions, rows.lengths, strict=True):
+            kinds, held = np.divmod(row[:length], cells)
+            stages, microbatches = np.divmod(held, m)
+            types = map(KINDS.__getitem__, kinds.tolist())
+            programs.append(program_of(stages.tolist(), types, microbatches.tolist()))
+        return tuple(programs)
 
     def length_ms(
         self, rows: Rows, durations: NDArray[np.float64] | None = None
@@ -96,14 +96,6 @@ class CompiledProblem:
         work = simulate.workspace_for(times, rows.actions.shape[0])
         makespan, span, _ = simulate.length(rows.actions, rows.lengths, times, work)
         return float(makespan), float(span)
-
-    def durations(self, replaced: Mapping[Action, float]) -> NDArray[np.float64]:
-        """Return the duration table with some actions' durations replaced."""
-        m, cells = self.problem.num_microbatches, self.times.num_cells
-        table = self.times.duration.copy()
-        for (stage, kind, microbatch), value in replaced.items():
-            table[_KIND_NUMBER[kind] * cells + stage * m + microbatch] = value
-        return table
 
 
 def _times(problem: Problem) -> simulate.TimeArrays:

@@ -31,6 +31,7 @@ __all__ = [
     "SimulationScratch",
     "TimeArrays",
     "device_fits",
+    "end_with_syncs",
     "host_peak",
     "input_of",
     "length",
@@ -315,7 +316,7 @@ def _measure(
     for device in range(num_devices):
         if lengths[device] == 0:
             continue
-        _grad_syncs(device, times, work)
+        work.last[device] = end_with_syncs(device, work.last[device], work.stage_end, times)
         begun = min(begun, work.first[device])
         ended = max(ended, work.last[device])
         span = max(span, work.last[device] - work.first[device])
@@ -324,8 +325,14 @@ def _measure(
 
 
 @lean
-def _grad_syncs(device: int, times: TimeArrays, work: SimulationScratch) -> None:
-    """Queue the device's gradient reductions by when they are ready."""
+def end_with_syncs(
+    device: int, last: float, stage_end: NDArray[np.float64], times: TimeArrays
+) -> float:
+    """Return a device's last end with its gradient reductions, which queue by when they are ready.
+
+    ``stage_end`` is when each stage's last W or B ended, negative where there is none; those of the
+    device are used up.
+    """
     free = 0.0
     while True:
         best = -1
@@ -333,15 +340,15 @@ def _grad_syncs(device: int, times: TimeArrays, work: SimulationScratch) -> None
             if (
                 times.device_of[stage] == device
                 and times.grad_sync[stage] > 0.0
-                and work.stage_end[stage] >= 0.0
-                and (best < 0 or work.stage_end[stage] < work.stage_end[best])
+                and stage_end[stage] >= 0.0
+                and (best < 0 or stage_end[stage] < stage_end[best])
             ):
                 best = stage
         if best < 0:
-            return
-        free = max(free, work.stage_end[best]) + times.grad_sync[best]
-        work.last[device] = max(work.last[device], free)
-        work.stage_end[best] = _UNKNOWN
+            return last
+        free = max(free, stage_end[best]) + times.grad_sync[best]
+        last = max(last, free)
+        stage_end[best] = _UNKNOWN
 
 
 @lean

@@ -36,8 +36,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from optpipe_solver.bounds.relaxation import Paths
+from optpipe_solver.feasibility import fusing_may_pay
 from optpipe_solver.milp.highs import LinearProgram
-from optpipe_solver.milp.horizon.items import fusing_may_pay
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -238,7 +238,7 @@ class _Cell:
 
 
 # --- A bound from what a device can do and hold at one moment: a configuration linear program.
-# At every moment a device is in some pattern (`patterns`): cells in phases, within its lanes and
+# At every moment a device is in some pattern (`Patterns`): cells in phases, within its lanes and
 # its memory. So the time it takes is at least that of the cheapest mixture of patterns in which all
 # cells get the times that their modes need: the configuration relaxation of Gilmore and Gomory ("A
 # linear programming approach to the cutting stock problem", Operations Research 9, 1961), here with

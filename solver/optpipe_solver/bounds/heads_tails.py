@@ -20,7 +20,7 @@ are tails; k from 1.
    one after the other, each before its own I: n <= (t - I_1 - I) / home for t the tail of this I.
    (k - f) keep - n moved must be at most the room, and f, n are at most what the tails allow. *Of
    W*: likewise k micro-batches have not had their W; all but f hold at least context, less
-   min(context, moved) for at most n that are away. `turnover.drain` adds the work that must be done
+   min(context, moved) for at most n that are away. `drain` adds the work that must be done
    between this I and a later F.
 """
 
@@ -156,7 +156,7 @@ def _drain_of_stage(model: Relaxed, s: int) -> tuple[int, float, float]:
 #    first F: n <= (t - F_1 - F) / out. This must be at most the room. Each count only grows with
 #    t, and i, w, n by time t are at most what the heads of earlier events allow; so F_k starts no
 #    earlier than the
-#    moment at which enough of them can have happened. `turnover.refill` adds the work that must be
+#    moment at which enough of them can have happened. `refill` adds the work that must be
 #    done between an earlier I and F_k.
 #
 # All right-hand sides come from smaller k, or from the same k and stages already done, so one sweep
@@ -180,7 +180,7 @@ class _HeadLoads(NamedTuple):
     """Per stage, in ms: the origin, and the ends of the loads of rule 3 so far.
 
     ``forwards`` is that of the forwards, ``both`` that of forwards and gradient pieces,
-    ``gradients`` that of gradient pieces alone. ``refilled`` is what `turnover.refill` gives.
+    ``gradients`` that of gradient pieces alone. ``refilled`` is what `refill` gives.
     """
 
     origin: Floats
@@ -274,7 +274,7 @@ def _wait_for_memory(model: Relaxed, events: Events, relief: _HeadRelief, k: int
 
 @jitted
 def _head_of_refill(events: Events, loads: _HeadLoads, k: int, s: int) -> None:
-    """Rule 4, `turnover.refill`."""
+    """Rule 4, `refill`."""
     fits = loads.turnover.fits[s]
     if k >= fits:
         since = events.gradient[k - fits, s] + loads.turnover.lag[s]
@@ -310,7 +310,7 @@ class _TailLoads(NamedTuple):
     ``backwards``: gradient and weight pieces up to s; ``gradients``: gradient pieces up to s;
     ``all``: all pieces but the forwards before s; ``forwards``: forwards from s on. ``least``, at
     the device's first stage: the least tail of W_k over its stages done so far. ``drained`` is what
-    `turnover.drain` gives.
+    `drain` gives.
     """
 
     origin: Floats
@@ -416,7 +416,7 @@ def _tail_of_gradient(model: Relaxed, events: Events, loads: _TailLoads, k: int,
 
 @jitted
 def _tail_of_drain(events: Events, loads: _TailLoads, k: int, s: int) -> None:
-    """Rule 4, `turnover.drain`."""
+    """Rule 4, `drain`."""
     fits = loads.turnover.fits[s]
     if k >= fits:
         since = events.forward[k - fits, s] + loads.turnover.lag[s]

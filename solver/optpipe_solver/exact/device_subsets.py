@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import TYPE_CHECKING
 
-from optpipe_solver.arrays.grid import Goal
 from optpipe_solver.bounds.configurations import configurations_ms
-from optpipe_solver.exact.fifo_search import HorizonAnswer, fifo_can_search, search_fifo
+from optpipe_solver.exact.fifo_search import fifo_can_search, search_fifo
 from optpipe_solver.exact.general_search import general_can_search, search_general
+from optpipe_solver.exact.layers import HorizonAnswer
+from optpipe_solver.incumbent import Goal
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -146,8 +147,8 @@ def _choices(problem: Problem) -> Iterator[tuple[int, ...]]:
 _METHOD = "fifo-search"
 _MOST_STATES = 50_000_000
 _MOST_IN_LAYER = 200_000
-_COUNTS_SHARE = 0.6
-"""Share of time or states for the search over counts, where few devices may prove as much."""
+_FIFO_SHARE = 0.6
+"""Share of time or states for the fifo search, where few devices may prove as much."""
 
 _FIRST = 10_000
 _TRIALS = 6
@@ -156,7 +157,7 @@ _TRIALS = 6
 def improve_by_exact_search(best: Incumbent, stop: Stop) -> None:
     """Raise the bound, and find what is better; work is counted in states met.
 
-    First the configuration bound; then, where a problem is one of counts, the search over these:
+    First the configuration bound; then, where it applies, the fifo search:
     below the best schedule known, and where that is too much at horizons nearer to the bound; then
     searches over few devices, which know offload, recompute and any order of micro-batches. Nothing
     here is random or parallel. Where work is limited the run is a function of problem and start, as
@@ -166,7 +167,7 @@ def improve_by_exact_search(best: Incumbent, stop: Stop) -> None:
     best.offer_bound(min(bound_ms, best.objective_ms), "configurations")
     if best.programs is not None and not best.is_optimal:
         if fifo_can_search(best.problem):
-            _Trials(best, stop.turn(_COUNTS_SHARE)).run()
+            _Trials(best, stop.turn(_FIFO_SHARE)).run()
         prove_by_few_devices(best, stop.turn())
     if not stop.spent:
         stop.spend(1)

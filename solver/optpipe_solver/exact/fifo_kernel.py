@@ -1,6 +1,6 @@
-"""Compiled: what a state of `counts` says, when its next passes can start, and what they change.
+"""Compiled: what a state of the fifo search says, when its next passes start, what they change.
 
-See `counts` for what a state is and why nothing is lost. Times are whole numbers of a unit.
+See `fifo_search` for what a state is and why nothing is lost. Times are whole numbers of a unit.
 """
 
 from __future__ import annotations
@@ -267,13 +267,13 @@ def _next_end(line: FifoProblem, times: Ints, start: int) -> int:
     return int(then)
 
 
-# --- Compiled: layers of states of `counts`, the successors of each, and dominance among them.
+# --- Compiled: layers of states, the successors of each, and dominance among them.
 
 
 class FifoLayer(NamedTuple):
     """States with the same number of passes done: ``size[0]`` rows.
 
-    ``counts`` and ``times`` are those of `kernel.State`, ``rate`` is how promising the state is,
+    ``counts`` and ``times`` are those of `FifoState`, ``rate`` is how promising the state is,
     ``parent`` the row of the state before in its layer, ``way`` 4 x stage + kind of the pass
     between. ``first`` and ``link`` chain rows with one hash. No state comes in whose rate is not
     below ``limit[0]``.
@@ -432,7 +432,7 @@ def _not_later(a: NDArray[np.int64], b: NDArray[np.int64]) -> bool:
     return True
 
 
-# --- Compiled: how long every schedule through a state of `counts` is at least, and its rate.
+# --- Compiled: how long every schedule through a state is at least, and its rate.
 
 
 @lean

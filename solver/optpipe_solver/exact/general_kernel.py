@@ -1,6 +1,6 @@
-"""Compiled: all states that the journeys of micro-batches can reach, layer by layer.
+"""Compiled: the states of the general search, and what its events change.
 
-See `journeys` for what a state is and why nothing is lost. Times are whole numbers of a unit.
+See `general_search` for what a state is and why nothing is lost. Times are whole numbers of a unit.
 
 A *code* says how far a micro-batch is: in its lowest bits the number of passes it has started on
 its way up the stages and down again, then per stage a digit, its *mode* between F and backward.

@@ -1,4 +1,4 @@
-"""Compiled: layers of states of `journeys`, the successors of each, and dominance among them."""
+"""Compiled: layers of states of the general search, their successors, and dominance among them."""
 
 from __future__ import annotations
 
@@ -40,6 +40,7 @@ __all__ = [
     "least_end",
     "least_end_by",
     "make_general_layer",
+    "rate",
     "set_out",
 ]
 
@@ -279,7 +280,7 @@ def _not_later(a: NDArray[np.int32], b: NDArray[np.int32]) -> bool:
     return True
 
 
-# --- Compiled: how long every schedule through a state of `journeys` is at least.
+# --- Compiled: how long every schedule through a state is at least.
 
 _NEVER = 1 << 60
 
@@ -293,7 +294,7 @@ def least_end(model: GeneralProblem, state: GeneralState, loads: GeneralLoads) -
     every device has to make.
     """
     survey(model, state, loads)
-    least = max(_by_journeys(model, state, loads), _by_positions(model, state, loads))
+    least = max(_by_ways(model, state, loads), _by_positions(model, state, loads))
     return max(least, _by_load(model, state, loads))
 
 
@@ -327,7 +328,7 @@ def least_end_by(
 
 
 @lean
-def _by_journeys(model: GeneralProblem, state: GeneralState, loads: GeneralLoads) -> int:
+def _by_ways(model: GeneralProblem, state: GeneralState, loads: GeneralLoads) -> int:
     """The way of each micro-batch; note how many are where, and the first to be ready."""
     num_stages, least = len(model.forward), 0
     last = 2 * num_stages - 1
@@ -418,3 +419,27 @@ def _is_only(model: GeneralProblem, s: int) -> bool:
         if other != s and model.device[other] == model.device[s]:
             return False
     return True
+
+
+@lean
+def rate(
+    general: GeneralProblem, layer: GeneralLayer, loads: GeneralLoads, rates: NDArray[np.int64]
+) -> None:
+    """Write the rate of every row, the lower the more promising; the loads are written to.
+
+    It is the lower bound of the end, and as many such bounds agree, the mean over the devices of
+    when each could have all its work done if it never waited again: that is what idle time and
+    RECOMPUTEs have cost so far.
+    """
+    devices = len(general.room)
+    for row in range(layer.size[0]):
+        state = GeneralState(layer.codes[row], layer.weights[row], layer.times[row])
+        survey(general, state, loads)
+        total = 0
+        for device in range(devices):
+            total += state.times[1 + device] + loads.owed[device]
+        for s in range(len(general.forward)):
+            total += (general.num_microbatches - loads.forwards[s]) * general.forward[s]
+            total += (general.num_microbatches - loads.gradients[s]) * general.gradient[s]
+            total += (general.num_microbatches - state.weights[s]) * general.weight[s]
+        rates[row] = layer.end[row] + total // devices

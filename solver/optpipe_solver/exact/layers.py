@@ -1,53 +1,155 @@
-"""One layer of a layered search expanded, a slice at a time, so that it can be told to stop."""
+"""What both searches share: layers of states, expanded one after the other.
+
+A search is *exact*, and gives up where it meets too many states, or a *beam*: then of each layer
+only the most promising states, ``width`` of them, are expanded.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from enum import StrEnum
+from math import inf
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+
+import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from numpy.typing import NDArray
 
-__all__ = ["SLICE", "expand_layer"]
+    from optpipe.schedule import Programs
+
+__all__ = ["EXACT_SLICE", "HorizonAnswer", "LayeredOutcome", "LayeredSearch", "keep_rows"]
+
+EXACT_SLICE = 200
+"""States that an exact search expands between two looks at whether to stop."""
 
 
-SLICE = 200
-"""States expanded between two looks at whether to stop."""
+class HorizonAnswer(StrEnum):
+    """What a search within a horizon came to."""
+
+    NONE = "none"
+    FOUND = "found"
+    UNKNOWN = "unknown"
 
 
-class _SweptLayer(Protocol):
-    @property
-    def size(self) -> NDArray[Any]:
-        """The number of states, in an array of one."""
+@dataclass(frozen=True, slots=True)
+class LayeredOutcome:
+    """The end of a search and how many states it met, or a beam expanded.
 
-
-def expand_layer(
-    layers: Sequence[_SweptLayer],
-    step: Callable[[int], int],
-    num_states: int,
-    most_states: int,
-    should_stop: Callable[[], bool],
-) -> tuple[bool, int]:
-    """Expand the first of three layers into the others.
-
-    Parameters
-    ----------
-    step
-        Expands up to `SLICE` states from a row on; returns the next row, -1 where one is too many
-        for a layer.
-    num_states, most_states
-        States met so far, and at most.
-
-    Returns
-    -------
-    Whether all was expanded (False: too much, or told to stop), and the states met.
+    ``programs`` are there where some were found and can be told; ``found_ms``, where some devices
+    alone were asked for, is the length of a relaxed schedule: none as short need exist.
     """
-    layer, one, two = layers
-    at, before = 0, int(one.size[0] + two.size[0])
-    while at < layer.size[0]:
-        at = step(at)
-        met = num_states + int(one.size[0] + two.size[0]) - before
-        if at < 0 or met > most_states or should_stop():
-            return False, met
-    return True, num_states + int(one.size[0] + two.size[0]) - before
+
+    answer: HorizonAnswer
+    num_states: int
+    programs: Programs | None = None
+    found_ms: float | None = None
+
+
+class _SearchLayer(Protocol):
+    @property
+    def parent(self) -> NDArray[Any]: ...
+    @property
+    def way(self) -> NDArray[Any]: ...
+    @property
+    def alive(self) -> NDArray[Any]: ...
+    @property
+    def first(self) -> NDArray[Any]: ...
+    @property
+    def size(self) -> NDArray[Any]: ...
+
+
+_L = TypeVar("_L", bound=_SearchLayer)
+
+
+class LayeredSearch(ABC, Generic[_L]):
+    """A walk from the empty schedule to whole ones.
+
+    A state of one layer leads into the next one or, where it takes two steps at once, into the one
+    after that; so three layers are there. ``ways`` has, of each layer that was left, the parents of
+    its states and what led to them.
+    """
+
+    def __init__(self, layers: list[_L], num_layers: int, width: int | None) -> None:
+        self.layers = layers
+        self.num_layers = num_layers
+        self.width = width
+        self.ways: list[tuple[NDArray[Any], NDArray[Any]]] = []
+        self.num_states = 1 if width is None else 0
+        self.is_thinned = False
+        self.keeps_ways = True
+
+    def walk(self, should_stop: Callable[[], bool], most_states: float = inf) -> HorizonAnswer:
+        """Expand all layers; where states are in the last one the answer is ``FOUND``.
+
+        ``NONE`` only where no state was left out.
+        """
+        for _ in range(self.num_layers):
+            layer, one, two = self.layers
+            if self.width is not None:
+                self._thin(layer)
+                self.num_states += int(layer.size[0])
+            if not self._expand(should_stop, most_states):
+                return HorizonAnswer.UNKNOWN
+            if one.size[0] == 0 and two.size[0] == 0:
+                return HorizonAnswer.UNKNOWN if self.is_thinned else HorizonAnswer.NONE
+            self._leave(layer)
+            self.layers = [one, two, layer]
+        return HorizonAnswer.FOUND
+
+    def _expand(self, should_stop: Callable[[], bool], most_states: float) -> bool:
+        """Expand the first layer into the others; False where it is too much, or told to stop."""
+        layer, one, two = self.layers
+        at, before = 0, self.num_states - int(one.size[0] + two.size[0])
+        while at < layer.size[0]:
+            at = self._step(at)
+            if self.width is None:
+                self.num_states = before + int(one.size[0] + two.size[0])
+            if at < 0 or self.num_states > most_states or should_stop():
+                return False
+        return True
+
+    @abstractmethod
+    def _step(self, at: int) -> int:
+        """Expand some states from a row on; return the next row, -1 where a layer is full."""
+
+    @abstractmethod
+    def _thin(self, layer: _L) -> None:
+        """Keep the most promising states of a layer; note where one is left out."""
+
+    def _leave(self, layer: _L) -> None:
+        """Remember how the layer was reached, and make it ready to be filled again."""
+        if self.keeps_ways:
+            size = int(layer.size[0])
+            self.ways.append((layer.parent[:size].copy(), layer.way[:size].copy()))
+        layer.first[:] = -1
+        layer.size[0] = 0
+
+    def _way_to_first(self, ends: NDArray[Any], is_double: Callable[[int], bool]) -> list[int]:
+        """Return the ways to the state of the last layer that ends first, from the beginning.
+
+        ``ends`` is by row; ``is_double`` says which ways take two steps at once.
+        """
+        last = self.layers[0]
+        alive = last.alive[: len(ends)]
+        row, at = int(np.argmin(np.where(alive, ends, np.iinfo(ends.dtype).max))), len(self.ways)
+        parents, ways = last.parent, last.way
+        found: list[int] = []
+        while at > 0:
+            found.append(int(ways[row]))
+            row = int(parents[row])
+            at -= 2 if is_double(found[-1]) else 1
+            parents, ways = self.ways[at]
+        return found[::-1]
+
+
+def keep_rows(layer: _SearchLayer, columns: tuple[NDArray[Any], ...], rows: NDArray[Any]) -> None:
+    """Move rows of a layer to its beginning, in their order, and end it behind them."""
+    kept = len(rows)
+    for column in columns:
+        column[:kept] = column[rows]
+    layer.alive[:kept] = True
+    layer.size[0] = kept

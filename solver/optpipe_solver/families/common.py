@@ -14,6 +14,7 @@ __all__ = [
     "NotApplicableReason",
     "chunks_of_loop",
     "devices_of_v",
+    "fusing_pays",
     "one_stage_per_device",
     "programs_by_device",
 ]
@@ -84,6 +85,15 @@ def devices_of_v(problem: Problem) -> int:
             f"but the placement is {_shown(placement)}",
         )
     return num_used
+
+
+def fusing_pays(problem: Problem) -> bool:
+    """Whether B in place of I and W saves time or bytes on some stage."""
+    return any(
+        stage.fused_backward_ms < stage.backward_input_ms + stage.backward_weight_ms
+        or stage.weight_context_bytes > stage.activation_bytes
+        for stage in problem.stages
+    )
 
 
 def _shown(placement: tuple[int, ...]) -> str:

@@ -1,4 +1,4 @@
-"""Compiled list scheduling: what `list_scheduler` explains, on integers."""
+"""List scheduling of F, I, W (or B) under byte limits, compiled, and the greedy made of it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from optpipe_solver.families.common import NotApplicable, NotApplicableReason
+from optpipe_solver.families.common import NotApplicable, NotApplicableReason, fusing_pays
 from optpipe_solver.families.rules import (
     BACKWARD,
     FORWARD,
@@ -242,10 +242,10 @@ def build_greedy(problem: Problem) -> Programs:
 
     After Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, section 3.1.
 
-    Rule: list scheduling (`list_scheduler`) over a small grid of policies - how eagerly weight
+    Rule: list scheduling (`list_schedule`) over a small grid of policies - how eagerly weight
     gradients fill idle time, how many micro-batches a stage keeps in flight, fused or split
     backward - each first under the memory limit itself, then under larger, virtual limits whose
-    excess `fit_memory` offloads or recomputes. The best simulated schedule wins. Memory: at most
+    excess `fit` offloads or recomputes. The best simulated schedule wins. Memory: at most
     the limit. Bubble: no formula, what the simulation says of the best. What it ignores: it never
     looks ahead, and micro-batches go first in, first out.
 
@@ -288,18 +288,10 @@ def _policies(problem: Problem) -> Iterator[ListPolicy]:
     may_shrink = any(
         problem.can_offload(s) or stage.can_recompute for s, stage in enumerate(problem.stages)
     )
-    fused = (False, True) if _fusing_pays(problem) else (False,)
+    fused = (False, True) if fusing_pays(problem) else (False,)
     for in_flight in (inf, 1.0, 2.0, 1.5):
         for factor in _VIRTUAL if may_shrink else (1.0,):
             limits = tuple(2**60 if factor == inf else int(factor * size) for size in room)
             for fuse in fused:
                 for patience in (1.0,) if fuse else (1.0, 0.0, 0.5):
                     yield ListPolicy(limits, patience, fuse, in_flight)
-
-
-def _fusing_pays(problem: Problem) -> bool:
-    return any(
-        stage.fused_backward_ms < stage.backward_input_ms + stage.backward_weight_ms
-        or stage.weight_context_bytes > stage.activation_bytes
-        for stage in problem.stages
-    )

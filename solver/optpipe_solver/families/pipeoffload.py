@@ -3,7 +3,7 @@
 PipeOffload, arXiv 2503.01328, sections 3.2 (selective offload) and 4.
 
 Rule: a chunk of a loop placement lives from its F to its I, the first chunk longest. PO-H is
-`gis_h` with the floor(v / 2) longest-lived of every device's v chunks offloaded, PO-F is `gis`
+GIS-H with the floor(v / 2) longest-lived of every device's v chunks offloaded, PO-F is GIS
 with all of them. Copies go out behind the F and come back just before the I. What moves is as much
 as lowers the peak without delaying anything (`hide_offload`). Where copies are too
 slow for that (one-way time over a chunk's F + I + W above 1/2 on a half-duplex lane), the published
@@ -16,13 +16,15 @@ round trip, in which one of the pair sends while the other receives. Full duplex
 have a lane of their own.
 
 Memory, in units of a device's micro-batch (v chunks), for d devices: PO-H (v + 2) / (8 v) of d;
-asymptotic in d (`po_h_formula`), since what is in transit, and a group's worth of F in a row, come
-on top. PO-F O(1 / (v d)) of GIS's. Bubble: that of gis_h and gis. It ignores host limits until it
+asymptotic in d, since what is in transit, and a group's worth of F in a row, come
+on top. PO-F O(1 / (v d)) of GIS's. Bubble: that of GIS-H and GIS. It ignores host limits until it
 has to fit them, recompute, and the fused backward.
 """
 
 from __future__ import annotations
 
+from itertools import islice
+from math import inf
 from operator import attrgetter, le
 from typing import TYPE_CHECKING
 
@@ -30,23 +32,27 @@ import numpy as np
 
 from optpipe.schedule import ActionType
 from optpipe_solver.arrays.encoding import program_of
+from optpipe_solver.families.classic import build_one_f_one_b
 from optpipe_solver.families.common import NotApplicable, NotApplicableReason, chunks_of_loop
+from optpipe_solver.families.list_scheduling import ListPolicy, list_schedule
+from optpipe_solver.families.zero_bubble import build_zb_h1
 from optpipe_solver.offload_fit.fit import THOROUGH, Frame, fit, hide_offload, within_hosts
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
     from optpipe.problem import Problem
     from optpipe.schedule import Program, Programs
+    from optpipe_solver.arrays.encoding import Rows
 
 __all__ = [
+    "build_ada_offload",
     "build_gis",
     "build_gis_h",
     "build_po_f",
     "build_po_h",
-    "gis_bubble_ms",
-    "gis_peak_chunks",
     "grouped_interleaved",
     "pipeoffload",
-    "po_h_formula",
     "smallest_group",
 ]
 
@@ -75,11 +81,6 @@ def build_po_f(problem: Problem) -> Programs:
     """
     chunks = chunks_of_loop(problem)
     return pipeoffload(problem, len(problem.stages) // chunks, chunks)
-
-
-def po_h_formula(num_devices: int, chunks: int) -> float:
-    """Return PO-H's asymptotic memory, in micro-batches of a device."""
-    return num_devices * (chunks + 2) / (8 * chunks)
 
 
 def pipeoffload(problem: Problem, group: int, num_chunks: int) -> Programs:
@@ -148,7 +149,7 @@ def build_gis(problem: Problem) -> Programs:
     one I, its W right behind, and one forward in turn, the I's in the same order of groups, last
     chunk first. Inside a building block the k-th device starts F of chunk c and the group's i-th
     micro-batch at slot 3 (g c + i) + k, and its I at 3 (g (v - 1) + g (v - 1 - c) + i) + 3 (d - 1)
-    + 1 - 2 k; the order of these slots is the program. GIS proper is g = d, GIS-H (`gis_h`) is g =
+    + 1 - 2 k; the order of these slots is the program. GIS proper is g = d, GIS-H is g =
     ceil(d / 2).
 
     Memory: g (v - 1) + d chunk activations on the first device, g (v - 1) + d - k on the k-th. In
@@ -163,20 +164,6 @@ def build_gis(problem: Problem) -> Programs:
     """
     chunks_of_loop(problem)
     return grouped_interleaved(problem, len(set(problem.placement)))
-
-
-def gis_peak_chunks(num_devices: int, chunks: int, group: int) -> int:
-    """Return g (v - 1) + d: the chunk activations that the first device holds at most."""
-    return group * (chunks - 1) + num_devices
-
-
-def gis_bubble_ms(
-    num_devices: int, chunks: int, group: int, *, forward: float, inputs: float, weights: float
-) -> float:
-    """Return the bubble at equal times per chunk, m being a multiple of the group."""
-    short = (num_devices - group) * forward
-    short += max(0.0, num_devices * inputs - group * (inputs + weights))
-    return (num_devices - 1) * (forward + inputs) + (chunks - 1) * short
 
 
 def grouped_interleaved(problem: Problem, group: int) -> Programs:
@@ -219,7 +206,7 @@ def _device_program(k: int, d: int, chunks: int, group: int, m: int) -> Program:
 def build_gis_h(problem: Problem) -> Programs:
     """GIS-H: the interleaved schedule with about half of GIS's memory.
 
-    PipeOffload, arXiv 2503.01328, section 4: `gis` with the smallest group that keeps the steady
+    PipeOffload, arXiv 2503.01328, section 4: GIS with the smallest group that keeps the steady
     state free of bubbles. Rule: g = ceil(d / 2), more where the stages are so unequal that g
     micro-batches of the busiest do not cover one pass through a chunk's devices: g max(F + I + W)
     >= sum F and >= sum I, up to d.
@@ -255,3 +242,67 @@ def smallest_group(problem: Problem) -> int:
         while group < d and group * busiest < through:
             group += 1
     return group
+
+
+# --- What OptPipe's MILP starts from.
+
+_LARGE_BASES = 60_000
+_FEW_BASES = 2
+_UNLIMITED = 2**60
+
+
+def build_ada_offload(problem: Problem) -> Programs:
+    """A start after AdaOffload: as many forwards ahead as without limits, offloaded where needed.
+
+    OptPipe, arXiv 2510.05186, its section on the initial schedule: the MILP there starts from one
+    that offloads adaptively, only as much as the limit needs, and is tight otherwise.
+
+    Rule: take tight schedules that ignore memory - ZB-H1 and 1F1B on a line, GIS and GIS-H on a
+    loop, list scheduling with 1F1B's depth on any placement - and make each fit (`fit`). The best
+    simulated one wins; large problems try only the first two. Memory: at most the limit. Bubble:
+    that of the schedule taken, plus stalls where copies cannot be hidden. It ignores that another
+    order of F and I could need fewer copies, and so gives up where the parts that cannot move of
+    all micro-batches ahead exceed the limit.
+
+    Raises
+    ------
+    NotApplicable
+        If none of them can be made to fit.
+    """
+    size = 3 * len(problem.stages) * problem.num_microbatches
+    bases = _bases(problem)
+    fitted = (
+        fit(Frame(problem, base), THOROUGH)
+        for base in (islice(bases, _FEW_BASES) if size > _LARGE_BASES else bases)
+    )
+    best = min(
+        (made for made in fitted if made is not None),
+        key=attrgetter("objective_ms"),
+        default=None,
+    )
+    if best is None:
+        raise NotApplicable(
+            NotApplicableReason.DOES_NOT_FIT,
+            "what offload and recompute leave of the micro-batches in flight exceeds the memory "
+            "limits",
+        )
+    return best.programs()
+
+
+def _bases(problem: Problem) -> Iterator[Programs | Rows]:
+    builders: tuple[Callable[[Problem], Programs], ...] = (
+        build_zb_h1,
+        build_one_f_one_b,
+        lambda given: grouped_interleaved(given, smallest_group(given)),
+        lambda given: grouped_interleaved(given, len(set(given.placement))),
+    )
+    for build in builders:
+        try:
+            yield build(problem)
+        except NotApplicable:
+            continue
+    limits = (_UNLIMITED,) * len(problem.devices)
+    for in_flight, patience in ((1.0, 0.0), (1.0, 1.0), (1.5, 1.0), (inf, 1.0)):
+        programs = list_schedule(problem, ListPolicy(limits, patience, in_flight=in_flight))
+        if programs is not None:
+            yield programs

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from optpipe_solver.families.ada_offload import build_ada_offload
 from optpipe_solver.families.classic import (
     build_gpipe,
     build_interleaved,
@@ -16,7 +15,13 @@ from optpipe_solver.families.classic import (
 )
 from optpipe_solver.families.common import NotApplicable
 from optpipe_solver.families.list_scheduling import build_greedy
-from optpipe_solver.families.pipeoffload import build_gis, build_gis_h, build_po_f, build_po_h
+from optpipe_solver.families.pipeoffload import (
+    build_ada_offload,
+    build_gis,
+    build_gis_h,
+    build_po_f,
+    build_po_h,
+)
 from optpipe_solver.families.v_shape import (
     build_building_blocks,
     build_v_half,

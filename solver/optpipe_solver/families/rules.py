@@ -1,4 +1,4 @@
-"""What a problem asks of passes executed one after the other, as arrays (`execution.Rules`)."""
+"""What a problem asks of passes executed one after the other, as arrays."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def rules_of(
     )
 
 
-# --- Programs of `execution` as `CompiledProblem` has them: B is a kind of its own there.
+# --- Programs as `CompiledProblem` has them: B is a kind of its own there.
 
 
 def encoded(problem: Problem, codes: Sequence[NDArray[np.int64]], *, fused: bool) -> Rows:
@@ -123,7 +123,7 @@ def encoded(problem: Problem, codes: Sequence[NDArray[np.int64]], *, fused: bool
 
 
 # --- Passes executed one after the other, compiled: the state of a schedule that is being built.
-# `squeeze_kernel` and `list_kernel` choose what a device does next; this does it. An action is one
+# `squeeze` and `list_scheduling` choose what a device does next; this does it. An action is one
 # integer, ``(kind * num_stages + stage) * m + microbatch``, kinds F, I (or B) and W.
 
 FORWARD, BACKWARD, WEIGHT = 0, 1, 2

@@ -11,7 +11,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from optpipe_solver.arrays.encoding import CompiledProblem
-from optpipe_solver.families.common import NotApplicable, NotApplicableReason, devices_of_v
+from optpipe_solver.families.common import (
+    NotApplicable,
+    NotApplicableReason,
+    devices_of_v,
+    fusing_pays,
+)
 from optpipe_solver.families.rules import encoded
 from optpipe_solver.families.squeeze import (
     Early,
@@ -52,7 +57,7 @@ def build_building_blocks(problem: Problem) -> Programs:
     section 4 (its adaptive scheduler).
 
     Rule: try building blocks with uniform offsets in each half of the model, keep the ones whose
-    squeezed schedule (`repeat_and_squeeze`) is shortest under the limit, try ways of filling waits
+    squeezed schedule (`squeeze`) is shortest under the limit, try ways of filling waits
     on them, and keep the best as simulated. Blocks come from three sets: on the grid of equal
     times, free of collisions, with offsets of 1 to 3 passes in each half (those of ZB-V, V-Half and
     V-Min among them, and 1F1B's on a line); with offsets of 1 to 2.5 times the real mean time of a
@@ -70,7 +75,7 @@ def build_building_blocks(problem: Problem) -> Programs:
         If none fits without offload and recompute.
     """
     found = _search(problem, fused=False)
-    if not found or _fusing_pays(problem):
+    if not found or fusing_pays(problem):
         found += _search(problem, fused=True)
     if not found:
         raise NotApplicable(
@@ -200,14 +205,6 @@ def _one_after_the_other(problem: Problem) -> BuildingBlock:
     return uniform_block(num_stages, (1, 1, 1, 1), (1, 1, 1), 2 * num_stages)
 
 
-def _fusing_pays(problem: Problem) -> bool:
-    return any(
-        stage.fused_backward_ms < stage.backward_input_ms + stage.backward_weight_ms
-        or stage.weight_context_bytes > stage.activation_bytes
-        for stage in problem.stages
-    )
-
-
 def build_zb_v(problem: Problem) -> Programs:
     """ZB-V: zero bubbles with 1F1B's memory, on a V placement.
 
@@ -216,7 +213,7 @@ def build_zb_v(problem: Problem) -> Programs:
 
     Rule: the building block of a V placement with offsets of 3 passes between neighbouring devices
     in all four halves and 1 at the turns, repeated every 6 passes, squeezed and reordered
-    (`repeat_and_squeeze`), with at most 2p stage activations on a device. Memory: p micro-batches
+    (`squeeze`), with at most 2p stage activations on a device. Memory: p micro-batches
     of a device's two stages (min with m), on every device, as 1F1B's first. Bubble (span): zero at
     equal times for every p and m >= 2p - 1, and 2p - 1 - m passes for fewer (p <= m); where W is
     shorter, at least (p - 1)(F + I + 2C - 2W) - W, for passes of one stage and communication C,
@@ -241,7 +238,7 @@ def build_v_half(problem: Problem) -> Programs:
 
     Rule: the building block of a V placement with offsets of 2, 1, 2, 1 passes between neighbouring
     devices (F down, F up, I down, I up), so that a micro-batch's lifespans on a device sum to 6p,
-    repeated every 6 passes, squeezed and reordered (`repeat_and_squeeze`). The gap between the last
+    repeated every 6 passes, squeezed and reordered (`squeeze`). The gap between the last
     F and the first I is 3 for even p and 2 for odd p, so that no passes of a device collide.
     Memory: (p + 2) // 2 micro-batches of a device's two stages (min with m). Bubble at equal times:
     a rate of about p / 2m, that is 3p passes; here 3p - 7 passes for even p > 2, 3p - 4 for odd p >
@@ -268,7 +265,7 @@ def build_v_min(problem: Problem) -> Programs:
 
     Rule: the building block of a V placement with offsets of 1 pass between neighbouring devices in
     all four halves, so that a micro-batch's lifespans on a device sum to 4p, repeated every 6
-    passes, squeezed and reordered (`repeat_and_squeeze`). The gap between the last F and the first
+    passes, squeezed and reordered (`squeeze`). The gap between the last F and the first
     I is 5 where p % 3 = 2 and 3 elsewhere, the shortest bubbles without collisions. Memory: (p + 4)
     // 3 micro-batches of a device's two stages (min with m). Bubble at equal times: a rate of about
     2p / 3m, that is 4p passes; here 4p - (7, 5, 9)[p % 3] for p > 2 and none for p <= 2. Unequal

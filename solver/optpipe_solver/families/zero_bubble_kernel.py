@@ -1,4 +1,4 @@
-"""The Zero Bubble greedy on arrays, compiled: one run of `zero_bubble_greedy` per call.
+"""The Zero Bubble greedy on arrays, compiled: one run of it per call.
 
 Stages are 0 .. S - 1 in model order, each alone on its device; times in ms, sizes in bytes. The
 clock here only steers and ranks; it is exactly that of `optpipe.simulate`, which a test holds.

@@ -291,7 +291,7 @@ def _settled(table: Table, device: int, draw: NDArray[np.uint64]) -> bool:
 
 @lean
 def measure(table: Table) -> float:
-    """Return the objective in ms, as `kernel.length` has it; inf where stuck."""
+    """Return the objective in ms, as `simulate.length` has it; inf where stuck."""
     board, agenda, rules = table.board, table.agenda, table.rules
     if not rules.incremental:
         makespan, span, _ = simulate.length(board.actions, board.counts, table.times, table.work)
@@ -377,7 +377,7 @@ def _keep(table: Table) -> None:
 # --- Set up the arrays of one search, with the times and memory of the programs it starts from.
 
 _ENDS = (simulate.FORWARD, simulate.BACKWARD_INPUT, simulate.OFFLOAD, simulate.RELOAD)
-"""What the four parts of `kernel.Work.end` are the ends of."""
+"""What the four parts of `SimulationScratch.end` are the ends of."""
 
 
 def table_for(compiled: CompiledProblem, rows: Rows, like: Table | None = None) -> Table:

@@ -52,7 +52,7 @@ class Board(NamedTuple):
     ``back`` say until when (ms) the compute lane and the two transfer lanes of the device are taken
     once it has come so far. ``end`` is when a pass or transfer ends (ms); that of a full backward
     stands at its I. ``held`` is the bytes on the device behind the action, ``tail`` about how
-    long all takes from its start to the very end (ms; see `tails`).
+    long all takes from its start to the very end (ms; see `times.refresh_tails`).
 
     By device: ``first`` start and ``last`` end (ms), ``hosts`` = host bytes at the peak. By cell:
     ``again`` flags recomputed ones, ``away`` is scratch, False throughout.

@@ -29,7 +29,7 @@ __all__ = ["Stretch", "commit", "hosts_fit", "make_room", "overflow", "relax", "
 class Stretch(NamedTuple):
     """Places low .. high - 1 of a device's program, within which transfers may move.
 
-    What was changed since the bytes held were last written down (`room.commit`) must lie in it.
+    What was changed since the bytes held were last written down (`commit`) must lie in it.
     ``load`` is scratch by place.
     """
 
@@ -82,9 +82,7 @@ def _weigh(given: Stretch) -> None:
         kind = row[place] // times.num_cells
         cell = row[place] - kind * times.num_cells
         stage = cell // times.num_microbatches
-        adds = memory.delta[kind, stage]
-        if kind == FORWARD and board.again[cell]:
-            adds = memory.checkpoint[stage]
+        adds = _adds(board, memory, kind, cell, stage)
         given.load[place] = max(held, held + adds) + memory.workspace[kind, stage]
         held += adds
 

@@ -1,13 +1,13 @@
 """The best program of one device, all others' orders fixed, by a search over counts.
 
 Only for schedules that offload and recompute nothing. *Exact* means: no program of this device,
-fused and split backwards alike, makes the schedule with the other programs (micro-batches renamed
-in order, see `fifo`) better by more than a thousand-millionth, if ``is_exact`` says so; the other
+fused and split backwards alike, makes the schedule with the other programs (micro-batches renamed,
+see `in_order`) better by more than a thousand-millionth, if ``is_exact`` says so; the other
 devices' times move along. The argument has four steps.
 
-1. With the others in order, the device may keep every stage's passes in order too (`fifo.in_order`
+1. With the others in order, the device may keep every stage's passes in order too (`in_order`
    changes nothing but the device's own names), so a program is a sequence of counts.
-2. Heads, lags and tails are all that the others mean (`ways`): the objective is the longest path,
+2. Heads, lags and tails are all that the others mean (`Ways`): the objective is the longest path,
    and each path is pieces of these and of the device's own passes.
 3. Bytes are a function of the counts, so memory is exact.
 4. Dominated labels are dropped only for better ones with the same counts (`search`).
@@ -114,7 +114,7 @@ class OneDevice:
     def reoptimise(self, rows: Rows, device: int) -> OneDeviceOutcome:
         """Return the best program of a device beside the others'; the rest of the rows stays.
 
-        The rows must be plain and in order (`fifo`), and not wait in a circle.
+        The rows must be plain and in order (`in_order`), and not wait in a circle.
         """
         objective = self._length(rows)
         stages = self.compiled.problem.stages_of[device]
@@ -237,7 +237,7 @@ _MOST_WORK = 1_000_000
 class Polish:
     """Re-optimises the devices of one problem in turn.
 
-    Where it does not apply (see `reoptimise`; or the problem is too large) rows come back as they
+    Where it does not apply (`can_reoptimise`, or the problem is too large) rows come back as they
     are.
     """
 

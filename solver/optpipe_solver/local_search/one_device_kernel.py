@@ -267,7 +267,7 @@ class Labels(NamedTuple):
 
     A label is counts of F, backwards and weight gradients per stage (``counts``, packed in
     ``key``), when the device is free (``time``), when each pass still to come can start for the
-    others (``ready``, see `ways.Ways`; 0 = done), the largest end plus tail so far (``worst``), all
+    others (``ready``, see `Ways`; 0 = done), the largest end plus tail so far (``worst``), all
     in ms, and where its last action stands in the trail. ``next`` links labels with keys of the
     same hash from ``first`` on; ``alive`` is False where a better one was found.
 

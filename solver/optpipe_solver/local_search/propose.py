@@ -31,7 +31,7 @@ __all__ = ["SearchRules", "everywhere", "least_tails", "propose", "rules_of", "s
 class SearchRules(NamedTuple):
     """Facts of a problem that decide how its search works.
 
-    ``incremental``: times are kept up to date move by move (see `propagate.can_propagate`), else
+    ``incremental``: times are kept up to date move by move (see `times.can_propagate`), else
     simulated from the start. ``fused``: stages whose fused backward is faster than I and W.
     ``tails``: see `least_tails`. ``mean_pass_ms``: the mean duration of F, I and W over all stages;
     1 where all are 0. ``offloads``: devices with a stage that can be offloaded.

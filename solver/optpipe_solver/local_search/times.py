@@ -1,9 +1,9 @@
-"""Times after a move, recomputed only where they change; exactly those of `kernel.length`.
+"""Times after a move, recomputed only where they change; exactly those of `simulate.length`.
 
 A move changes the predecessors of a few actions. Each end time is a maximum of earlier ends plus
 a duration, so the times of legal programs are the one solution of these equations. From the old
 solution, `propagate` re-evaluates every equation whose inputs changed until all hold again: what it
-ends with is that solution, to the last bit, because each equation is evaluated as `kernel` does.
+ends with is that solution, to the last bit, because each equation is evaluated as there.
 
 A cyclic wait has no solution as long as every pass takes time (each action on the cycle would end
 after itself), so ends only grow until they pass the cutoff or the budget is spent, and the move is
@@ -25,6 +25,7 @@ from optpipe_solver.arrays.simulate import (
     RECOMPUTE,
     RELEASE,
     RELOAD,
+    end_with_syncs,
 )
 from optpipe_solver.jit import lean
 from optpipe_solver.local_search.board import backward_of
@@ -327,10 +328,7 @@ def roll_back(board: Board, undo: Undo, cells: int) -> None:
 
 @lean
 def last_end(board: Board, agenda: Agenda, times: TimeArrays, device: int) -> float:
-    """Return a device's last end with its gradient reductions, in ms.
-
-    As the reference does: they queue in the order of their stages' last W or B.
-    """
+    """Return a device's last end with its gradient reductions, in ms."""
     cells, m = times.num_cells, times.num_microbatches
     row, count = board.actions[device], board.counts[device]
     if count == 0:
@@ -340,7 +338,6 @@ def last_end(board: Board, agenda: Agenda, times: TimeArrays, device: int) -> fl
         agenda.stage_end[stage] = -1.0
         if times.device_of[stage] == device and times.grad_sync[stage] > 0.0:
             waiting += 1
-    free = 0.0
     place = count - 1
     last = board.clock[row[count - 1]]
     while waiting > 0:
@@ -353,17 +350,7 @@ def last_end(board: Board, agenda: Agenda, times: TimeArrays, device: int) -> fl
             agenda.stage_end[stage] = board.clock[code]
             waiting -= 1
         place -= 1
-    while True:
-        best = -1
-        for stage in range(times.num_stages):
-            end = agenda.stage_end[stage]
-            if end >= 0.0 and (best < 0 or end < agenda.stage_end[best]):
-                best = stage
-        if best < 0:
-            return last
-        free = max(free, agenda.stage_end[best]) + times.grad_sync[best]
-        last = max(last, free)
-        agenda.stage_end[best] = -1.0
+    return end_with_syncs(device, last, agenda.stage_end, times)
 
 
 # --- The actions that a schedule's length is made of: only changing them, or room for them, helps.

@@ -1,7 +1,7 @@
 """One run of HiGHS: a model in, news while it goes on, the outcome out.
 
-PuLP's own HiGHS class has no warm start and labels a time-limit stop ``Optimal``: so PuLP builds
-the model, and everything else - start, callbacks, status, bound - goes through highspy.
+PuLP's own HiGHS class has no callbacks and labels a time-limit stop ``Optimal``: so PuLP builds
+the model, and everything else - callbacks, status, bound - goes through highspy.
 """
 
 from __future__ import annotations
@@ -147,6 +147,9 @@ STATUS_OF: dict[highspy.HighsModelStatus, MilpStatus] = {
 """HiGHS's own status in our words; complete, which a test checks against the enum."""
 
 
+_GAP = 1e-7
+"""The relative gap at which HiGHS stops."""
+
 _MIP_TOLERANCE = 1e-7
 """Feasibility tolerance. Larger, times a big-M, it lets orders overlap visibly; at 1e-9 HiGHS 1.15
 was seen to prove what is not so (a bound of 4.5 where 4.0 is feasible, in 8 of 128 runs)."""
@@ -183,8 +186,6 @@ def solve_milp(
     model: MilpModel,
     stop: Stop,
     *,
-    gap: float = 1e-7,
-    start: Mapping[Variable, float] | None = None,
     on_solution: Callable[[Mapping[Variable, float]], None] | None = None,
     on_bound: Callable[[float], None] | None = None,
 ) -> MilpOutcome:
@@ -202,26 +203,22 @@ def solve_milp(
         Seconds, HiGHS's threads and its seed (any >= 0: HiGHS gets it modulo 2^31). Work is counted
         in branch-and-bound nodes; where they end a run before the clock does, it is the same run
         every time for one seed and thread count.
-    gap
-        The relative gap at which HiGHS stops.
-    start
-        A solution to start from, complete or not.
     on_solution, on_bound
         Told every improving solution and every better dual bound while the run goes on, in the
         thread that called this function; what they raise comes out.
     """
-    outcome = _HighsRun(model, stop, on_solution, on_bound).watched(gap, start)
+    outcome = _HighsRun(model, stop, on_solution, on_bound).watched()
     stop.spend(outcome.num_nodes)
     return outcome
 
 
-def _options(stop: Stop, gap: float) -> dict[str, Any]:
+def _options(stop: Stop) -> dict[str, Any]:
     options: dict[str, Any] = {
         "output_flag": False,
         "time_limit": max(0.01, stop.left_s()),
         "threads": stop.threads,
         "random_seed": stop.seed % _SEEDS,
-        "mip_rel_gap": gap,
+        "mip_rel_gap": _GAP,
         "mip_abs_gap": 1e-9,
         "mip_feasibility_tolerance": _MIP_TOLERANCE,
         "primal_feasibility_tolerance": _MIP_TOLERANCE,
@@ -257,11 +254,10 @@ class _HighsRun:
         self.outcome: MilpOutcome | None = None
         self.error: BaseException | None = None
 
-    def watched(self, gap: float, start: Mapping[Variable, float] | None) -> MilpOutcome:
+    def watched(self) -> MilpOutcome:
         """Run to the end, or until told to stop, or a little after the time limit."""
         # No daemon: an interpreter that ends must not cut a thread that is inside C++.
-        options = _options(self.stop, gap)
-        thread = threading.Thread(target=self._minimise, args=(options, start))
+        thread = threading.Thread(target=self._minimise, args=(_options(self.stop),))
         thread.start()
         try:
             why = self._listen(thread)
@@ -303,15 +299,11 @@ class _HighsRun:
         elif self.on_bound is not None:
             self.on_bound(what)
 
-    def _minimise(self, options: dict[str, Any], start: Mapping[Variable, float] | None) -> None:
+    def _minimise(self, options: dict[str, Any]) -> None:
         try:
             highs, self.variables = _built(self.model)
             for name, value in options.items():
                 highs.setOptionValue(name, value)
-            if start is not None:
-                solution = highspy.HighsSolution()
-                solution.col_value = list(_columns(self.variables, start))
-                highs.setSolution(solution)
             self._attach(highs)
             if not self.ended.is_set():
                 highs.run()
@@ -350,10 +342,6 @@ def _built(model: MilpModel) -> tuple[Any, list[Variable]]:
     writer.buildSolverModel(model.problem)
     variables = sorted(model.problem.variables(), key=lambda variable: variable.index)
     return model.problem.solverModel, variables
-
-
-def _columns(variables: list[Variable], values: Mapping[Variable, float]) -> Any:
-    return np.array([float(values.get(variable, 0.0)) for variable in variables])
 
 
 def _outcome(highs: Any, variables: list[Variable]) -> MilpOutcome:

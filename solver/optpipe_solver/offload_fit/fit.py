@@ -1,4 +1,4 @@
-"""Compute programs as arrays for the sweeps of `fit_memory`, and back again."""
+"""Compute programs made to fit: as arrays for the sweeps of `kernel`, and back again."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from optpipe_solver.arrays import simulate
-from optpipe_solver.arrays.encoding import KINDS, CompiledProblem, Rows, program_of
+from optpipe_solver.arrays.encoding import CompiledProblem, Rows
 from optpipe_solver.offload_fit.kernel import FARTHEST, HIDDEN, OLDEST, sweep
 from optpipe_solver.offload_fit.state import DeviceProgram, Rule
 
@@ -32,11 +32,9 @@ __all__ = [
     "Hidden",
     "Ran",
     "fit",
-    "fit_memory",
     "hide_offload",
     "is_compute_only",
     "keeps_limits",
-    "within_devices",
     "within_hosts",
 ]
 
@@ -46,7 +44,7 @@ UNLIMITED = 2**62
 
 
 class Ran(NamedTuple):
-    """A simulation: the objective, and the end of every pass as in `kernel.Work`."""
+    """A simulation: the objective, and the end of every pass as in `SimulationScratch`."""
 
     objective_ms: float
     ends: NDArray[np.float64]
@@ -139,12 +137,10 @@ class Frame:
         objective = makespan if self.problem.objective == "makespan" else span
         return Ran(float(objective), self._work.end[: 2 * self.compiled.times.num_cells].copy())
 
-    def sweep_device(
-        self, device: int, rule: Rule, ran: Ran, limit: int, host_limit: int = UNLIMITED
-    ) -> tuple[bool, float]:
+    def sweep_device(self, device: int, rule: Rule, ran: Ran, limit: int) -> tuple[bool, float]:
         """Return whether one device can be fitted, and how long it then waits, in ms."""
         job = self._arriving(device, ran)
-        swept = sweep(job, rule, limit, host_limit)
+        swept = sweep(job, rule, limit, UNLIMITED)
         return bool(swept.ok), float(swept.stalled_ms)
 
     def sweep_all(
@@ -173,14 +169,7 @@ class Frame:
         """Return the programs that rows of integers stand for."""
         if rows is self.rows and not isinstance(self.programs, Rows):
             return self.programs
-        m, cells = self.problem.num_microbatches, self.compiled.times.num_cells
-        programs = []
-        for row, length in zip(rows.actions, rows.lengths, strict=True):
-            kinds, held = np.divmod(row[:length], cells)
-            stages, microbatches = np.divmod(held, m)
-            types = map(KINDS.__getitem__, kinds.tolist())
-            programs.append(program_of(stages.tolist(), types, microbatches.tolist()))
-        return tuple(programs)
+        return self.compiled.decode(rows)
 
     def _arriving(self, device: int, ran: Ran) -> DeviceProgram:
         """Return a device's job with the times at which its inputs arrive in a run."""
@@ -284,34 +273,18 @@ class Fit(NamedTuple):
         return self.frame.decode(self.rows)
 
 
-def fit_memory(
-    problem: Problem,
-    programs: Programs,
-    *,
-    tries: int = 4,
-    offloading: Sequence[int] | None = None,
-) -> Programs | None:
+def fit(frame: Frame, tries: int = 4) -> Fit | None:
     """Return the programs with what must be offloaded or recomputed, or None if that fails.
 
     Parameters
     ----------
-    problem
-        Its limits are kept: device and host.
-    programs
+    frame
         Legal compute programs (F, I, W, B), over their memory limits or not. Those that fit come
-        back as they are.
+        back as they are. The problem's limits are kept: device and host.
     tries
         The most sweeps to choose from, up to `THOROUGH`; large problems get fewer, so that it
         takes about a second. Fewer are made where one costs no time.
-    offloading
-        Stages that may be offloaded; by default all.
     """
-    fitted = fit(Frame(problem, programs, offloading), tries)
-    return None if fitted is None else fitted.programs()
-
-
-def fit(frame: Frame, tries: int = 4) -> Fit | None:
-    """Do the same for programs that are integers already; see `fit_memory`."""
     if frame.fits:
         return Fit(frame.base.objective_ms, frame, frame.rows)
     tries = max(_FEWEST, min(tries, _WORK // frame.num_actions))
@@ -384,7 +357,7 @@ _LAST_RESORT = Rule(HIDDEN, -1e15, 0.0)
 
 # --- Offload as far as it costs no time: the smallest peaks at which a schedule is as fast as
 # without. The same limit, in units of what one micro-batch holds on each device, is set for all
-# devices and lowered by bisection, for a few rules of `fit_memory`; whether it costs time is asked
+# devices and lowered by bisection, for a few rules of `fit`; whether it costs time is asked
 # of the simulation. The first guess is the smallest limit at which the fullest device alone waits
 # for no transfer. Large problems take the first that costs no time, slow lanes assumed.
 
@@ -499,19 +472,15 @@ def _unit(problem: Problem, device: int) -> int:
 
 def keeps_limits(compiled: CompiledProblem, rows: Rows) -> bool:
     """Whether legal programs keep the limits of all devices and hosts."""
-    return within_devices(compiled, rows) and within_hosts(compiled, rows)
-
-
-def within_devices(compiled: CompiledProblem, rows: Rows) -> bool:
-    """Whether legal programs keep the limits of all devices."""
     times, memory = compiled.times, compiled.memory
     again = np.zeros(times.num_cells, dtype=np.bool_)
     for codes in _programs(rows):
         again[codes[codes // times.num_cells == simulate.RECOMPUTE] % times.num_cells] = True
-    return all(
+    of_devices = all(
         simulate.device_fits(device, codes, codes.size, times, memory, again)
         for device, codes in enumerate(_programs(rows))
     )
+    return of_devices and within_hosts(compiled, rows)
 
 
 def within_hosts(compiled: CompiledProblem, rows: Rows) -> bool:

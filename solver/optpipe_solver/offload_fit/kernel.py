@@ -1,8 +1,8 @@
-"""Compiled sweep of `fit_memory`: one device's program, from top to bottom, under a limit.
+"""Compiled sweep of `fit`: one device's program, from top to bottom, under a limit.
 
 The sweep keeps a clock of its own: inputs arrive when a given run says, transfers take their lane.
 Where an action does not fit, something waiting makes room; what it costs is estimated from that
-clock, and `fit_memory` judges the outcome by simulation.
+clock, and `fit` judges what comes of it by simulation.
 """
 
 from __future__ import annotations

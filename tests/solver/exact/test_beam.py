@@ -1,64 +1,80 @@
-"""The beam of the general search: what it finds can be run, and it denies nothing that exists."""
+"""Both beams: what they find can be run, they deny nothing that exists, the work is the same."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 
 from optpipe import Problem, find_violations, simulate
+from optpipe_solver.bounds import lower_bound
 from optpipe_solver.budget import Stop
-from optpipe_solver.exact.beam import beam_can_search, improve_by_beam, search_beam
-from optpipe_solver.exact.fifo_search import HorizonAnswer
-from optpipe_solver.families.classic import build_serial
+from optpipe_solver.exact.beam import improve_by_beam
+from optpipe_solver.exact.fifo_search import search_fifo, search_fifo_beam
+from optpipe_solver.exact.general_search import beam_can_search, search_beam
+from optpipe_solver.exact.layers import HorizonAnswer
 from optpipe_solver.incumbent import Incumbent
 from tests.building import UNIT, bus, offloadable, problem, stage
+from tests.solver.exact import test_fifo_search as fifo
 from tests.solver.exact.test_device_subsets import REAL, real_problem
-from tests.solver.exact.test_general_search import three_in_room_for_two, tiny_problems
-from tests.solver.exhaustive import optimum
-from tests.strategies import Case, cases
+from tests.solver.exact.test_general_search import three_in_room_for_two
+from tests.solver.exhaustive import optimum, tiny_problems
+from tests.solver.starting import serially
+from tests.strategies import Case, cases, few
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from optpipe_solver.exact.layers import LayeredOutcome
 
 AGAIN = {"recompute_ms": 29.718, "checkpoint_bytes": 372_454_195}
 
 
+def equal_times(num_devices: int, chunks: int, m: int, held: float) -> Problem:
+    """Stages in a loop over the devices, all times equal, ``held`` activations per device."""
+    sizes = {"activation_bytes": 1000 // chunks, "weight_context_bytes": 500 // chunks}
+    stages = [stage(s % num_devices, 5, 5, 5, **sizes) for s in range(chunks * num_devices)]
+    return problem(stages, [{"memory_bytes": int(1000 * held)}] * num_devices, m=m)
+
+
 def is_said_in_full(given: Problem) -> bool:
-    """Whether states relax nothing: no copies, and reductions that cannot queue."""
+    """Whether general states relax nothing: no copies, and reductions that cannot queue."""
     copies = any(given.can_offload(s) for s in range(len(given.stages)))
     return not copies and all(s.grad_sync_ms == 0 for s in given.stages)
 
 
-def serially(given: Problem) -> Incumbent:
-    """One micro-batch after the other: legal, and long."""
-    best = Incumbent(given)
-    best.offer(build_serial(given), "serial")
-    return best
+def assert_can_be_run(case: Case, found: LayeredOutcome, *, exactly: bool) -> None:
+    """Legal but for hosts, and where states relax nothing no longer than the case's programs."""
+    length = simulate(case.problem, case.programs).objective_ms(case.problem.objective)
+    assert found.answer is not HorizonAnswer.NONE
+    if found.programs is not None:
+        wrong = find_violations(case.problem, found.programs)
+        assert {violation.code for violation in wrong} <= {"memory.host"}
+        run = simulate(case.problem, found.programs)
+        assert not exactly or run.objective_ms(case.problem.objective) <= length * (1 + 1e-9)
 
 
 @given(cases())
-def test_what_it_finds_can_be_run(case: Case) -> None:
-    """Legal but for hosts, and within the length of any schedule where nothing is relaxed."""
-    if not beam_can_search(case.problem):
-        return
-    length = simulate(case.problem, case.programs).objective_ms(case.problem.objective)
-    found = search_beam(case.problem, length, 300)
-    assert found.answer is not HorizonAnswer.NONE
-    if found.programs is None:
-        return
-    assert {v.code for v in find_violations(case.problem, found.programs)} <= {"memory.host"}
-    if is_said_in_full(case.problem):
-        run = simulate(case.problem, found.programs)
-        assert run.objective_ms(case.problem.objective) <= length * (1 + 1e-9)
+def test_what_the_general_beam_finds_can_be_run(case: Case) -> None:
+    """At the length of any schedule there is."""
+    if beam_can_search(case.problem):
+        length = simulate(case.problem, case.programs).objective_ms(case.problem.objective)
+        found = search_beam(case.problem, length, 300)
+        assert_can_be_run(case, found, exactly=is_said_in_full(case.problem))
 
 
-def test_what_was_left_out_proves_nothing() -> None:
-    """Ten states per layer do not lead to the schedule of 908.25, and do not deny it either."""
-    found = search_beam(real_problem(1.5, 8, **AGAIN), 908.25 + 1e-6, 10)
-    assert found.answer is HorizonAnswer.UNKNOWN
+@given(fifo.counted_cases())
+def test_what_the_fifo_beam_finds_can_be_run(case: Case) -> None:
+    """At the length of any schedule there is."""
+    length = simulate(case.problem, case.programs).makespan_ms
+    found = search_fifo_beam(case.problem, length, 300)
+    assert_can_be_run(case, found, exactly=not fifo.is_relaxed(case.problem))
 
 
 @given(tiny_problems())
-def test_wide_enough_it_finds_the_optimum(tiny: Problem) -> None:
+def test_wide_enough_the_general_beam_finds_the_optimum(tiny: Problem) -> None:
     """At the optimum that exhaustive search knows, where states relax nothing."""
     if not (beam_can_search(tiny) and is_said_in_full(tiny)):
         return
@@ -69,15 +85,75 @@ def test_wide_enough_it_finds_the_optimum(tiny: Problem) -> None:
     assert simulate(tiny, found.programs).objective_ms(tiny.objective) == pytest.approx(least)
 
 
+@given(tiny_problems(fifo.counted))
+def test_wide_enough_the_fifo_beam_is_exact(tiny: Problem) -> None:
+    """A schedule at the optimum that exhaustive search knows, none below it."""
+    least = optimum(tiny)
+    assert search_fifo_beam(tiny, least, 10_000).answer is HorizonAnswer.FOUND
+    below = search_fifo_beam(tiny, least - 0.5, 10_000)
+    assert below.answer is HorizonAnswer.NONE or fifo.is_relaxed(tiny)
+
+
+@pytest.mark.parametrize(
+    ("beam", "given", "length", "width"),
+    [
+        (search_beam, real_problem(1.5, 8, **AGAIN), 908.25, 10),
+        (search_fifo_beam, fifo.fused_problem(), 1114.646, 5),
+    ],
+)
+def test_what_was_left_out_proves_nothing(
+    beam: Callable[..., LayeredOutcome], given: Problem, length: float, width: int
+) -> None:
+    """A few states per layer do not lead to the optimum, and do not deny it either."""
+    found = beam(given, length + 1e-6, width)
+    assert (found.answer, found.programs) == (HorizonAnswer.UNKNOWN, None)
+    stopped = beam(given, 2000, 10, should_stop=lambda: True)
+    assert (stopped.answer, stopped.num_states) == (HorizonAnswer.UNKNOWN, 1)
+
+
+@st.composite
+def tied_problems(draw: st.DrawFn) -> Problem:
+    """Few different times on two to four devices: many passes start at one instant."""
+    num_devices, chunks = draw(st.sampled_from([(2, 1), (3, 1), (4, 1), (2, 2)]))
+    times = st.sampled_from([1.0, 1.0, 2.0])
+    stages = [
+        stage(s % num_devices, draw(times), draw(times), draw(times), weight_context_bytes=5)
+        for s in range(chunks * num_devices)
+    ]
+    rooms = [draw(st.sampled_from([15, 20, 25, 30])) * chunks for _ in range(num_devices)]
+    return problem(stages, [{"memory_bytes": room} for room in rooms], m=3)
+
+
+@few(25)
+@given(tied_problems(), st.permutations(range(4)))
+def test_the_order_of_devices_says_nothing(tied: Problem, order: list[int]) -> None:
+    """Ties go by device: under other names of the devices the optimum is the same."""
+    names = [d for d in order if d < len(tied.devices)]
+    devices = [tied.devices[names.index(d)] for d in range(len(names))]
+    stages = [held.model_copy(update={"device": names[held.device]}) for held in tied.stages]
+    renamed = Problem(num_microbatches=3, devices=tuple(devices), stages=tuple(stages))
+    assert _least(tied) == _least(renamed)
+
+
+def _least(given: Problem) -> float:
+    """The shortest length within which there is a schedule; times are whole ms."""
+    low, high = 0, round(serially(given).objective_ms)
+    while low + 1 < high:
+        middle = (low + high) // 2
+        found = search_fifo(given, middle, most_states=10**6, most_in_layer=10**5)
+        assert found.answer is not HorizonAnswer.UNKNOWN
+        low, high = (low, middle) if found.answer is HorizonAnswer.FOUND else (middle, high)
+    return high
+
+
 @pytest.mark.parametrize(
     "fields",
     [{}, {"offload_bytes": 0, "recompute_ms": 1, "checkpoint_bytes": 0}, {"backward_ms": 2.0}],
 )
 def test_copies_and_recomputes_are_written_down(fields: dict[str, Any]) -> None:
     """Three micro-batches in room for two: shorter than the room allows, and legal."""
-    given = three_in_room_for_two(**fields)
-    plain = three_in_room_for_two(offload_bytes=0)
-    best, other = serially(given), serially(plain)
+    best = serially(three_in_room_for_two(**fields))
+    other = serially(three_in_room_for_two(offload_bytes=0))
     for incumbent in (best, other):
         improve_by_beam(incumbent, Stop(60))
     assert best.objective_ms < other.objective_ms
@@ -86,8 +162,7 @@ def test_copies_and_recomputes_are_written_down(fields: dict[str, Any]) -> None:
 def test_a_release_stands_before_what_needs_its_bytes() -> None:
     """Copies that take long: memory is never exceeded, though states count ended copies alone."""
     held = offloadable(0, 2, 2, 1, offload_bytes=5 * UNIT)
-    given = problem([held, stage(1, 9, 9, 1)], [bus(memory_bytes=17 * UNIT), bus()], m=4)
-    best = serially(given)
+    best = serially(problem([held, stage(1, 9, 9, 1)], [bus(memory_bytes=17 * UNIT), bus()], m=4))
     improve_by_beam(best, Stop(60))
     assert best.programs is not None
     assert any("RELEASE" in str(action) for action in best.programs[0])
@@ -95,41 +170,53 @@ def test_a_release_stands_before_what_needs_its_bytes() -> None:
 
 
 def test_it_finds_what_differs_on_every_device() -> None:
-    """Recompute, 1.5 activations: 908.25, which local search and windows miss (909.143)."""
+    """Recompute, 1.5 activations: 908.25, which local search misses (909.143)."""
     best = serially(real_problem(1.5, 8, **AGAIN))
     improve_by_beam(best, Stop(600, work=700_000))
     assert best.objective_ms == pytest.approx(908.25)
 
 
-def test_where_nothing_is_left_out_it_proves() -> None:
+def test_it_leaves_a_plateau() -> None:
+    """Equal times, two chunks in a loop: 430 ms, the bound; the best family is at 475."""
+    best = serially(equal_times(6, 2, 12, 3.5))
+    best.offer_bound(lower_bound(best.problem).ms, "bound")
+    improve_by_beam(best, Stop(600, work=300_000))
+    assert best.objective_ms == pytest.approx(430)
+    assert best.is_optimal
+
+
+@pytest.mark.parametrize("given", [real_problem(1.5, 2, **AGAIN), equal_times(2, 1, 3, 1.5)])
+def test_where_nothing_is_left_out_it_proves(given: Problem) -> None:
     """A small problem: the last search holds all states and finds none."""
-    given = real_problem(1.5, 2, **AGAIN)
     best = serially(given)
     improve_by_beam(best, Stop(600))
     assert best.is_optimal
-    assert best.bound_method == "beam"
+    assert best.method == best.bound_method == "beam"
 
 
-def test_the_same_work_is_the_same_run() -> None:
+@pytest.mark.parametrize(
+    "given",
+    [
+        real_problem(2.0, 4, **AGAIN, offload_bytes=REAL["activation_bytes"] // 2),
+        equal_times(4, 1, 6, 2.0),
+    ],
+)
+def test_the_same_work_is_the_same_run(given: Problem) -> None:
     """A limit on states, and no clock, decides where a run ends."""
     runs = []
     for _ in range(2):
-        best = serially(real_problem(2.0, 4, **AGAIN, offload_bytes=REAL["activation_bytes"] // 2))
-        stop = Stop(600, work=60_000)
+        best, stop = serially(given), Stop(600, work=60_000)
         improve_by_beam(best, stop)
-        met = stop.spent
-        runs.append((met, best.programs))
+        runs.append((stop.spent, best.objective_ms, best.bound_ms, best.programs))
     assert runs[0] == runs[1]
 
 
 def test_told_to_stop_it_stops() -> None:
     """One layer at most, and nothing found."""
-    best = serially(real_problem(1.5, 8, **AGAIN))
+    best, stop = serially(real_problem(1.5, 8, **AGAIN)), Stop(600, should_stop=lambda: True)
     before = best.objective_ms
-    stop = Stop(600, should_stop=lambda: True)
     improve_by_beam(best, stop)
-    met = stop.spent
-    assert met == 1
+    assert stop.spent == 1
     assert best.objective_ms == before
 
 
@@ -138,9 +225,7 @@ def test_problems_it_has_nothing_to_do_for() -> None:
     span = problem([stage(0), stage(1)], objective="span")
     assert not beam_can_search(span)
     assert not beam_can_search(problem([stage(0)], [bus(), bus()]))
-    stop = Stop(60)
-    improve_by_beam(Incumbent(span), stop)
-    assert stop.spent == 0
-    stop = Stop(60)
-    improve_by_beam(serially(span), stop)
-    assert stop.spent == 0
+    for best in (Incumbent(span), serially(span)):
+        stop = Stop(60)
+        improve_by_beam(best, stop)
+        assert stop.spent == 0

@@ -8,13 +8,13 @@ import pytest
 
 from optpipe_solver.budget import Stop
 from optpipe_solver.exact.device_subsets import improve_by_exact_search, prove_by_few_devices
-from optpipe_solver.incumbent import Incumbent
 from optpipe_solver.local_search.search import improve_by_local_search
-from optpipe_solver.portfolio import all_starts
 from tests.building import problem, stage
+from tests.solver.starting import started
 
 if TYPE_CHECKING:
     from optpipe import Problem
+    from optpipe_solver.incumbent import Incumbent
 
 REAL = {"activation_bytes": 3_724_541_952, "weight_context_bytes": 1_610_612_736}
 
@@ -29,10 +29,7 @@ def real_problem(limit: float, m: int, **fields: Any) -> Problem:
 
 def searched(given: Problem, steps: int) -> Incumbent:
     """The best of all starts after some steps of local search."""
-    best = Incumbent(given)
-    for start in all_starts(given):
-        if start.programs is not None and start.legal:
-            best.offer(start.programs, start.method)
+    best = started(given)
     improve_by_local_search(best, Stop(600, work=steps))
     return best
 

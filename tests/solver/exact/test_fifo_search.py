@@ -12,16 +12,13 @@ from hypothesis import strategies as st
 from optpipe import Problem, check, simulate
 from optpipe_solver.budget import Stop
 from optpipe_solver.exact.device_subsets import improve_by_exact_search
-from optpipe_solver.exact.fifo_search import (
-    FifoOutcome,
-    HorizonAnswer,
-    fifo_can_search,
-    search_fifo,
-)
+from optpipe_solver.exact.fifo_search import fifo_can_search, search_fifo
+from optpipe_solver.exact.layers import HorizonAnswer, LayeredOutcome
 from optpipe_solver.milp.horizon.model import improve_by_milp
 from tests.building import problem, stage
-from tests.solver.exhaustive import optimum
-from tests.solver.milp.test_horizon import hard_problem, offloading_problem, started
+from tests.solver.exhaustive import optimum, tiny_problems
+from tests.solver.milp.test_horizon import hard_problem, offloading_problem
+from tests.solver.starting import started
 from tests.strategies import Case, documents, few, random_programs, tightened
 
 NOT_COUNTED = ("recompute_ms", "checkpoint_bytes")
@@ -46,7 +43,7 @@ def counted_cases(draw: st.DrawFn) -> Case:
     return tightened(Case(given, random_programs(given, rng)))
 
 
-def search(given: Problem, horizon_ms: float) -> FifoOutcome:
+def search(given: Problem, horizon_ms: float) -> LayeredOutcome:
     """A search with room enough for small problems."""
     return search_fifo(given, horizon_ms, most_states=10**6, most_in_layer=50_000)
 
@@ -74,18 +71,7 @@ def test_no_legal_schedule_is_lost(case: Case) -> None:
         assert simulate(case.problem, found.programs).makespan_ms <= length
 
 
-@st.composite
-def tiny_problems(draw: st.DrawFn) -> Problem:
-    """Two cells, split or fused, in memory that some program fills."""
-    document = draw(documents())
-    del document["stages"][2:]
-    document["num_microbatches"] = 2 // len(document["stages"])
-    tiny = counted(document)
-    rng = random.Random(draw(st.integers(0, 2**32)))
-    return tightened(Case(tiny, random_programs(tiny, rng))).problem
-
-
-@given(tiny_problems())
+@given(tiny_problems(counted))
 def test_its_optimum_is_that_of_exhaustive_search(tiny: Problem) -> None:
     """A schedule at the optimum, none below it; times are whole ms."""
     least = optimum(tiny)
@@ -153,21 +139,13 @@ def test_it_proves_what_no_bound_does() -> None:
     assert best.is_optimal
 
 
-@pytest.mark.parametrize("limits", [(10, 1000), (10**6, 4)])
-def test_too_many_states_prove_nothing(limits: tuple[int, int]) -> None:
-    """In all, or in one layer: the answer is unknown, however short the horizon."""
-    most_states, most_in_layer = limits
-    found = search_fifo(hard_problem(), 149, most_states=most_states, most_in_layer=most_in_layer)
-    assert found.answer is HorizonAnswer.UNKNOWN
-    assert found.programs is None
-
-
-def test_told_to_stop_it_stops() -> None:
-    """Before the first layer is through, and without an answer."""
-    stopped = search_fifo(
-        hard_problem(), 149, most_states=10**6, most_in_layer=1000, should_stop=lambda: True
+@pytest.mark.parametrize(("most", "widest", "told"), [(10, 1000, 0), (9**9, 4, 0), (9**9, 999, 1)])
+def test_too_many_states_or_a_stop_prove_nothing(most: int, widest: int, told: int) -> None:
+    """Too many in all, or in one layer, or told to stop: unknown, however short the horizon."""
+    found = search_fifo(
+        hard_problem(), 149, most_states=most, most_in_layer=widest, should_stop=lambda: bool(told)
     )
-    assert stopped.answer is HorizonAnswer.UNKNOWN
+    assert (found.answer, found.programs) == (HorizonAnswer.UNKNOWN, None)
 
 
 def test_the_same_work_is_the_same_run() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
@@ -11,21 +10,18 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from optpipe import Problem, simulate
-from optpipe_solver.exact.fifo_search import HorizonAnswer, fifo_can_search, search_fifo
-from optpipe_solver.exact.general_search import (
-    GeneralOutcome,
-    general_can_search,
-    search_general,
-)
+from optpipe_solver.exact.fifo_search import fifo_can_search, search_fifo
+from optpipe_solver.exact.general_search import general_can_search, search_general
+from optpipe_solver.exact.layers import HorizonAnswer, LayeredOutcome
 from tests.building import UNIT, bus, offloadable, problem, stage
-from tests.solver.exhaustive import optimum
-from tests.strategies import Case, cases, documents, few, random_programs, tightened
+from tests.solver.exhaustive import optimum, tiny_problems
+from tests.strategies import Case, cases, few
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 
-def search(given: Problem, devices: Sequence[int], horizon_ms: float) -> GeneralOutcome:
+def search(given: Problem, devices: Sequence[int], horizon_ms: float) -> LayeredOutcome:
     """A search with room enough for small problems."""
     return search_general(given, devices, horizon_ms, most_states=10**6, most_in_layer=50_000)
 
@@ -79,17 +75,6 @@ def test_nearly_all_legal_schedules_are_found() -> None:
     ask()
     assert len(said) > 100
     assert said.count(HorizonAnswer.FOUND) >= 0.95 * len(said)
-
-
-@st.composite
-def tiny_problems(draw: st.DrawFn) -> Problem:
-    """Two cells in memory that some program fills."""
-    document = draw(documents())
-    del document["stages"][2:]
-    document["num_microbatches"] = 2 // len(document["stages"])
-    tiny = Problem.parse(document)
-    rng = random.Random(draw(st.integers(0, 2**32)))
-    return tightened(Case(tiny, random_programs(tiny, rng))).problem
 
 
 @given(tiny_problems())
@@ -155,7 +140,7 @@ def pipelines(draw: st.DrawFn) -> Problem:
 
 @few(20)
 @given(pipelines())
-def test_all_devices_together_are_as_long_as_counts_say(given: Problem) -> None:
+def test_all_devices_together_are_as_long_as_the_fifo_search_says(given: Problem) -> None:
     """Two searches that share no state: the shortest schedule of one is that of the other."""
     assert fifo_can_search(given)
     least = shortest(given, 0, 1)
@@ -164,35 +149,21 @@ def test_all_devices_together_are_as_long_as_counts_say(given: Problem) -> None:
         assert found.answer is answer
 
 
-@pytest.mark.parametrize("limits", [(10, 1000), (10**6, 4)])
-def test_too_many_states_prove_nothing(limits: tuple[int, int]) -> None:
-    """In all, or in one layer: the answer is unknown, however short the horizon."""
-    most_states, most_in_layer = limits
+@pytest.mark.parametrize(("most", "widest", "told"), [(10, 1000, 0), (9**9, 4, 0), (9**9, 99, 1)])
+def test_too_many_states_or_a_stop_prove_nothing(most: int, widest: int, told: int) -> None:
+    """Too many in all, or in one layer, or told to stop: unknown, however short the horizon."""
     found = search_general(
         three_in_room_for_two(),
         (0, 1),
-        45,
-        most_states=most_states,
-        most_in_layer=most_in_layer,
+        1 if told else 45,
+        most_states=most,
+        most_in_layer=widest,
+        should_stop=lambda: bool(told),
     )
-    assert found.answer is HorizonAnswer.UNKNOWN
-    assert found.found_ms is None
+    assert (found.answer, found.found_ms) == (HorizonAnswer.UNKNOWN, None)
 
 
-def test_told_to_stop_it_stops() -> None:
-    """Before the first layer is through, and without an answer."""
-    stopped = search_general(
-        three_in_room_for_two(),
-        (0, 1),
-        1,
-        most_states=10**6,
-        most_in_layer=1000,
-        should_stop=lambda: True,
-    )
-    assert stopped.answer is HorizonAnswer.UNKNOWN
-
-
-def test_problems_that_journeys_do_not_say() -> None:
+def test_problems_that_states_do_not_say() -> None:
     """Several devices under span, copies of unequal size on a device, and too many stages."""
     span = problem([stage(0), stage(1)], objective="span")
     assert general_can_search(span, (1,))

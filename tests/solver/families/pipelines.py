@@ -7,13 +7,24 @@ from typing import TYPE_CHECKING, Any
 from hypothesis import strategies as st
 
 from optpipe import Problem
+from optpipe_solver.families.common import NotApplicable, NotApplicableReason
 from tests.building import PLENTY
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from optpipe import Programs
+
 times = st.integers(0, 9)
 workspaces = st.sampled_from([0, 0, 1, 7])
+
+
+def built(build: Callable[[Problem], Programs], given: Problem) -> Programs | NotApplicableReason:
+    """The programs, or why there are none."""
+    try:
+        return build(given)
+    except NotApplicable as answer:
+        return answer.reason
 
 
 @st.composite

@@ -8,14 +8,17 @@ from typing import Any
 
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 
 from optpipe import Problem, Programs, dump_csv, find_violations, simulate
 from optpipe.simulate import bubble_rate
 from optpipe_solver.families import FAMILIES, Family, NotApplicable
 from optpipe_solver.families.common import NotApplicableReason
 from optpipe_solver.families.replace import replaced
-from optpipe_solver.offload_fit.fit import fit_memory
 from tests.building import UNIT, bus, problem, stage
+from tests.solver.families.pipelines import lines, loops
+from tests.solver.families.v_problems import v_problems
+from tests.solver.offload_fit.test_fit import fit_memory
 from tests.strategies import Case, cases, few, problems
 
 TABLE = json.loads(
@@ -93,9 +96,49 @@ def built(family: Family, given: Problem) -> Programs | None:
     return None
 
 
+_WANTED = (
+    (
+        ("1f1b", "1f1b-r", "zb-h1", "zb-h2", "zb-1p", "zb-2p", "zb-greedy"),
+        ((0, 1, 0, 1), (0, 1, 1, 0)),
+        NotApplicableReason.NEEDS_ONE_STAGE_PER_DEVICE,
+        r"device [01] holds stages [01], [23]",
+    ),
+    (
+        ("interleaved", "gis", "gis-h", "po-h", "po-f"),
+        ((0, 1), (0, 1, 1, 0), (0, 1, 2, 0, 1), (0,)),
+        NotApplicableReason.NEEDS_LOOP_PLACEMENT,
+        "loop placement",
+    ),
+    (
+        ("zb-v", "v-half", "v-min"),
+        ((0, 1, 2), (0, 1, 0, 1), (0,), (0, 1, 1), (0, 0, 1, 1)),
+        NotApplicableReason.NEEDS_V_PLACEMENT,
+        "V placement",
+    ),
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "placement", "reason", "said"),
+    [
+        (name, placement, reason, said)
+        for names, placements, reason, said in _WANTED
+        for name in names
+        for placement in placements
+    ],
+)
+def test_other_placements_are_refused(
+    name: str, placement: tuple[int, ...], reason: NotApplicableReason, said: str
+) -> None:
+    """Each rule says which placement it is for."""
+    with pytest.raises(NotApplicable, match=said) as refused:
+        BY_NAME[name].build(problem([stage(device) for device in placement], m=4))
+    assert refused.value.reason is reason
+
+
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
-@few(12)
-@given(given=problems())
+@few(24)
+@given(given=st.one_of(problems(), lines(recompute=True), loops(), v_problems()))
 def test_legal_but_for_memory_or_a_reason(family: Family, given: Problem) -> None:
     """Any placement, heterogeneous times, m < p, m = 1, p = 1, odd p; zero and large links."""
     programs = built(family, given)

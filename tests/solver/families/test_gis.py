@@ -4,27 +4,21 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given
 
-from optpipe import Problem, Programs, dump_csv, find_violations, simulate
+from optpipe import Problem, dump_csv, find_violations, simulate
 from optpipe.memory import device_peak_bytes
 from optpipe_solver.families.common import NotApplicable, NotApplicableReason
 from optpipe_solver.families.pipeoffload import (
     build_gis,
     build_gis_h,
-    gis_bubble_ms,
-    gis_peak_chunks,
     grouped_interleaved,
     smallest_group,
 )
 from tests.building import problem, stage
-from tests.solver.families.pipelines import loops
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from tests.solver.families.pipelines import built, loops
 
 PUBLISHED = json.loads((Path(__file__).parents[2] / "data/published/published.json").read_text())[
     "pipeoffload"
@@ -35,14 +29,6 @@ TIMES = [(10, 10, 10), (10, 12, 7), (10, 15, 5), (10, 7, 12)]
 def loop(d: int, v: int, m: int, times: tuple[float, float, float] = (10, 10, 10)) -> Problem:
     """Equal stages of 10 bytes per micro-batch."""
     return problem([stage(k % d, *times) for k in range(d * v)], m=m)
-
-
-def built(build: Callable[[Problem], Programs], given: Problem) -> Programs | NotApplicableReason:
-    """The programs, or why there are none."""
-    try:
-        return build(given)
-    except NotApplicable as answer:
-        return answer.reason
 
 
 def test_golden_gis() -> None:
@@ -71,10 +57,11 @@ def test_memory_and_bubble_formulas(d: int, v: int, times: tuple[float, float, f
         made = grouped_interleaved(given, group)
         busy = 3 * group * v * sum(times)
         forward, inputs, weights = times
-        bubble = gis_bubble_ms(d, v, group, forward=forward, inputs=inputs, weights=weights)
+        late = (d - group) * forward + max(0.0, d * inputs - group * (inputs + weights))
+        bubble = (d - 1) * (forward + inputs) + (v - 1) * late
         assert simulate(given, made).makespan_ms == pytest.approx(busy + bubble)
         peaks = [device_peak_bytes(given, k, made[k]) // 10 for k in range(d)]
-        assert peaks == [gis_peak_chunks(d, v, group) - k for k in range(d)]
+        assert peaks == [group * (v - 1) + d - k for k in range(d)]
 
 
 @pytest.mark.parametrize("v", [2, 3, 4])
@@ -118,14 +105,8 @@ def test_groups_grow_with_unequal_stages() -> None:
 
 
 @pytest.mark.parametrize("build", [build_gis, build_gis_h])
-def test_reasons(build) -> None:
-    """A line is no loop, nor is a V; a group must fill."""
-    line = problem([stage(0), stage(1)], m=4)
-    vee = problem([stage(0), stage(1), stage(1), stage(0)], m=4)
-    for other in (line, vee):
-        with pytest.raises(NotApplicable) as answer:
-            build(other)
-        assert answer.value.reason is NotApplicableReason.NEEDS_LOOP_PLACEMENT
+def test_a_group_must_fill(build) -> None:
+    """One micro-batch makes none of two."""
     with pytest.raises(NotApplicable, match="only 1") as answer:
         build(loop(3, 2, 1))
     assert answer.value.reason is NotApplicableReason.TOO_FEW_MICROBATCHES

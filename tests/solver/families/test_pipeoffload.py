@@ -1,33 +1,31 @@
-"""PO-H and PO-F: golden programs, published memory, the map of settings, limits, reasons."""
+"""PO-H, PO-F and the start after AdaOffload: programs, published memory, limits, reasons."""
 
 from __future__ import annotations
 
 import json
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from optpipe import Problem, Programs, dump_csv, find_violations, simulate
+from optpipe import ActionType, Problem, Programs, dump_csv, find_violations, simulate
 from optpipe.memory import device_peak_bytes
 from optpipe_solver.families.common import NotApplicable, NotApplicableReason
 from optpipe_solver.families.pipeoffload import (
+    build_ada_offload,
     build_gis,
     build_gis_h,
     build_po_f,
     build_po_h,
     grouped_interleaved,
     pipeoffload,
-    po_h_formula,
 )
+from optpipe_solver.families.zero_bubble import build_zb_h1
 from optpipe_solver.feasibility import smallest_memory
 from tests.building import PLENTY, UNIT, bus, offloadable, problem, stage
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from tests.solver.families.pipelines import built
 
 PUBLISHED = json.loads((Path(__file__).parents[2] / "data/published/published.json").read_text())[
     "pipeoffload"
@@ -80,14 +78,6 @@ def ms(given: Problem, made: Programs) -> float:
     return simulate(given, made).makespan_ms
 
 
-def built(build: Callable[[Problem], Programs], given: Problem) -> Programs | NotApplicableReason:
-    """The programs, or why there are none."""
-    try:
-        return build(given)
-    except NotApplicable as answer:
-        return answer.reason
-
-
 def test_golden_po_h() -> None:
     """Two devices, two chunks: chunk 0 leaves, and is back when its I starts."""
     given = loop(2, 2, 3, 0.25, half_duplex=False, paired=False)
@@ -132,8 +122,7 @@ def test_formula_beside_value(v: int) -> None:
     assert PUBLISHED["table1"]["PO-H"][0] == "~(v+2)/(8v) M"
     given = loop(8, v, 32, 0.1)
     value = peak(given, build_po_h(given))
-    formula = po_h_formula(8, v)
-    print(f"d = 8, v = {v}: formula {formula}, value {value}")
+    formula = 8 * (v + 2) / (8 * v)
     assert formula < value <= formula + 1 + 1 / v
     assert value < peak(given, build_gis_h(given))
 
@@ -217,25 +206,55 @@ def test_legal_within_the_limits_or_a_reason(given: Problem) -> None:
 
 
 def test_reasons() -> None:
-    """A line, no bandwidth, too few micro-batches, parts that cannot move."""
-    with pytest.raises(NotApplicable) as answer:
-        build_po_h(problem([offloadable(0), offloadable(1)], m=4))
-    assert answer.value.reason is NotApplicableReason.NEEDS_LOOP_PLACEMENT
-    lines = [stage(k % 2) for k in range(4)]
-    with pytest.raises(NotApplicable, match="d2h_gb_per_s") as answer:
-        build_po_h(problem(lines, m=4))
-    assert answer.value.reason is NotApplicableReason.CANNOT_OFFLOAD
-    with pytest.raises(NotApplicable) as answer:
-        build_po_f(loop(4, 2, 3, 0.5))
-    assert answer.value.reason is NotApplicableReason.TOO_FEW_MICROBATCHES
+    """No bandwidth, too few micro-batches, parts that cannot move."""
+    with pytest.raises(NotApplicable, match="d2h_gb_per_s"):
+        build_po_h(problem([stage(k % 2) for k in range(4)], m=4))
     halves = [offloadable(k % 2, offload_bytes=UNIT) for k in range(4)]
-    tight = [bus(memory_bytes=20 * UNIT) for _ in range(2)]
-    with pytest.raises(NotApplicable) as answer:
-        build_po_f(problem(halves, tight, m=4))
-    assert answer.value.reason is NotApplicableReason.DOES_NOT_FIT
+    tight = problem(halves, [bus(memory_bytes=20 * UNIT)] * 2, m=4)
+    assert built(build_po_f, loop(4, 2, 3, 0.5)) is NotApplicableReason.TOO_FEW_MICROBATCHES
+    assert built(build_po_f, tight) is NotApplicableReason.DOES_NOT_FIT
 
 
 def test_gis_itself_is_kept_where_nothing_can_be_hidden() -> None:
     """Copies that take longer than the whole schedule stay undone, without a limit."""
     given = loop(2, 2, 4, 1000.0)
     assert build_po_f(given) == build_gis(given)
+
+
+# --- The AdaOffload-style start: no slower than its bases where copies hide.
+
+
+EXAMPLES = Path(__file__).parents[3] / "examples/problems"
+
+
+def test_golden() -> None:
+    """Two devices, the first with room for one and a half activations of two."""
+    devices = [bus(memory_bytes=15 * UNIT), bus(memory_bytes=100 * UNIT)]
+    given = problem([offloadable(0, 10, 10, 10), offloadable(1, 10, 10, 10)], devices, m=3)
+    assert dump_csv(build_ada_offload(given)) == (
+        "0F0,0OFFLOAD0,0RELEASE0,0F1,0OFFLOAD1,0RELEASE1,0RELOAD0,0I0,0W0,0F2,0OFFLOAD2,"
+        "0RELEASE2,0RELOAD1,0I1,0W1,0RELOAD2,0I2,0W2\n1F0,1I0,1F1,1I1,1W0,1F2,1I2,1W1,1W2\n"
+    )
+
+
+def test_moves_nothing_where_everything_fits() -> None:
+    """Tight otherwise."""
+    given = problem([offloadable(0, 3, 3, 3), offloadable(1, 3, 3, 3)], m=4)
+    made = build_ada_offload(given)
+    assert not any(a.type is ActionType.OFFLOAD for row in made for a in row)
+    assert simulate(given, made).makespan_ms <= simulate(given, build_zb_h1(given)).makespan_ms
+
+
+def test_the_example_loses_nothing() -> None:
+    """Within 80 GB at most as slow as ZB-H1 without any limit."""
+    given = Problem.parse(json.loads((EXAMPLES / "llama3-8b-h100-pp4.json").read_text()))
+    made = build_ada_offload(given)
+    assert find_violations(given, made) == []
+    unlimited = simulate(given, build_zb_h1(given)).makespan_ms
+    assert simulate(given, made).makespan_ms <= unlimited + 1e-6
+
+
+def test_does_not_fit() -> None:
+    """Two micro-batches are in flight on the first stage, and nothing can leave."""
+    given = problem([stage(0), stage(1)], [{"memory_bytes": 10}, {"memory_bytes": 10}], m=3)
+    assert built(build_ada_offload, given) is NotApplicableReason.DOES_NOT_FIT

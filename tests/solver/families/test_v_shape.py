@@ -15,7 +15,6 @@ from optpipe import Problem, dump_csv, find_violations, simulate
 from optpipe.memory import device_peak_bytes
 from optpipe.simulate import bubble_rate
 from optpipe_solver.families.classic import build_one_f_one_b
-from optpipe_solver.families.common import NotApplicable, NotApplicableReason
 from optpipe_solver.families.v_shape import build_v_half, build_v_min, build_zb_v
 from optpipe_solver.families.zero_bubble import build_zb_h2
 from tests.building import problem, stage
@@ -102,8 +101,6 @@ def test_bubbles_of_v_half_and_v_min(p: int) -> None:
         assert bubble(given, build_v_half(given)) == half <= 3 * p
         assert bubble(given, build_v_min(given)) == least <= 4 * p
         rates = [bubble_rate(given, given.busy_ms + idle) for idle in (half, least)]
-        print(f"p={p} m={m}: V-Half {rates[0]:.4f} for p/2m = {p / 2 / m:.4f}, ", end="")
-        print(f"V-Min {rates[1]:.4f} for 2p/3m = {2 * p / 3 / m:.4f}")
         assert rates[0] <= p / 2 / m
         assert rates[1] <= 2 * p / 3 / m
 
@@ -146,15 +143,6 @@ def test_legal_and_within_the_memory_column_on_any_v(given: Problem, name: str) 
     for program in programs:
         held = accumulate({"F": 1, "I": 0, "W": -1}[action.type] for action in program)
         assert max(held) <= most
-
-
-@pytest.mark.parametrize("placement", [[0, 1, 2], [0, 1, 0, 1], [0], [0, 1, 1], [0, 0, 1, 1]])
-@pytest.mark.parametrize("name", COLUMNS)
-def test_other_placements_get_a_reason(name: str, placement: list[int]) -> None:
-    """Lines, loops and anything else are told to become a V."""
-    with pytest.raises(NotApplicable, match="V placement") as caught:
-        COLUMNS[name][0](problem([stage(device) for device in placement], m=4))
-    assert caught.value.reason is NotApplicableReason.NEEDS_V_PLACEMENT
 
 
 def test_a_device_without_a_stage_does_not_count() -> None:

@@ -10,36 +10,22 @@ from hypothesis import strategies as st
 
 from optpipe import find_violations
 from optpipe.memory import device_peak_bytes
-from optpipe_solver.arrays.encoding import CompiledProblem, Rows
 from optpipe_solver.budget import Stop
-from optpipe_solver.incumbent import Incumbent
 from optpipe_solver.local_search import moves
-from optpipe_solver.local_search.annealing import table_for, take_back
+from optpipe_solver.local_search.annealing import take_back
 from optpipe_solver.local_search.memory_moves import Stretch, make_room, relax, settle, trim
 from optpipe_solver.local_search.search import improve_by_local_search
-from optpipe_solver.portfolio import all_starts
 from tests.building import problem, programs
+from tests.solver.local_search.boards import read, set_out
+from tests.solver.starting import started
 from tests.strategies import Case, cases
 
 if TYPE_CHECKING:
-    from optpipe import Problem, Programs
+    from optpipe_solver.arrays.encoding import CompiledProblem
     from optpipe_solver.local_search.annealing import Table
 
 NO_MEMORY_RULE = {"memory.host", "wait.cyclic"}
 """What transfers at other places may break: who settles them asks."""
-
-
-def set_out(given: Problem, rows: Programs) -> tuple[CompiledProblem, Table]:
-    """Programs on a board, with nothing to undo."""
-    compiled = CompiledProblem.of(given)
-    table = table_for(compiled, compiled.encode(rows))
-    table.undo.sizes[:] = 0
-    return compiled, table
-
-
-def read(compiled: CompiledProblem, table: Table) -> Programs:
-    """What stands on the board."""
-    return compiled.decode(Rows(table.board.actions, table.board.counts))
 
 
 def stretch_of(table: Table, device: int, low: int, high: int) -> Stretch:
@@ -112,10 +98,7 @@ def test_a_v_with_offload_is_solved_in_a_second_or_two() -> None:
     rate = 150 / 7.5 / 1e6
     device = {"memory_bytes": 450, "d2h_gb_per_s": rate, "h2d_gb_per_s": rate}
     stages = [{"device": d, **times, **sizes} for d in (0, 1, 2, 3, 3, 2, 1, 0)]
-    best = Incumbent(problem(stages, [device] * 4, 8))
-    for start in all_starts(best.problem):
-        if start.legal and start.programs is not None:
-            best.offer(start.programs, start.method)
+    best = started(problem(stages, [device] * 4, 8))
     improve_by_local_search(best, Stop(600, work=15_000_000))
     assert best.objective_ms < 272
 

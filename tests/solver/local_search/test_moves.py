@@ -9,29 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from optpipe import find_violations
-from optpipe_solver.arrays.encoding import CompiledProblem, Rows
 from optpipe_solver.local_search import moves
-from optpipe_solver.local_search.annealing import table_for, take_back
+from optpipe_solver.local_search.annealing import take_back
 from tests.building import problem, programs, stage
+from tests.solver.local_search.boards import read, set_out
 from tests.strategies import Case, cases
 
 if TYPE_CHECKING:
-    from optpipe import Problem, Programs
+    from optpipe_solver.arrays.encoding import CompiledProblem
     from optpipe_solver.local_search.annealing import Table
 
 MAY_BREAK = {"memory.device", "memory.host", "wait.cyclic"}
 """Rules that a move alone need not keep; who makes it asks."""
-
-
-def set_out(given: Problem, rows: Programs) -> tuple[CompiledProblem, Table]:
-    """Programs on a board."""
-    compiled = CompiledProblem.of(given)
-    return compiled, table_for(compiled, compiled.encode(rows))
-
-
-def read(compiled: CompiledProblem, table: Table) -> Programs:
-    """What stands on the board."""
-    return compiled.decode(Rows(table.board.actions, table.board.counts))
 
 
 def one_stage(*rows: str, m: int = 2) -> tuple[CompiledProblem, Table]:
@@ -90,6 +79,22 @@ def test_a_swap_leaves_those_between_where_they_are() -> None:
     assert moves.swap(table.board, table.undo, 3, 0, 2, 2)
     assert read(compiled, table) == programs("0F0 0I0 0F2 0W0 0F1 0B1 0B2")
     assert not moves.swap(table.board, table.undo, 3, 0, 0, 1)
+
+
+def test_a_block_moves_as_far_as_the_cells_it_passes_allow() -> None:
+    """Up to what an I or F that it passes must stand behind or before, and not one place less."""
+    row = "0F0 0F1 0F2 0I0 0I1 0W0 0W1 0B2"
+    compiled, table = one_stage(row, m=3)
+    assert moves.shift_block(table.board, table.undo, 3, 0, 1, 2, 5)
+    assert read(compiled, table) == programs("0F0 0I0 0F1 0F2 0I1 0W0 0W1 0B2")
+    assert moves.shift_block(table.board, table.undo, 3, 0, 2, 2, -1)
+    assert read(compiled, table) == programs(row)
+    compiled, table = one_stage("0F0 0I0 0F1 0F2 0W0 0I1 0W1 0B2", m=3)
+    assert moves.shift_block(table.board, table.undo, 3, 0, 2, 2, -5)
+    assert read(compiled, table) == programs("0F1 0F2 0F0 0I0 0W0 0I1 0W1 0B2")
+    _, table = one_stage("0F0 0I0 0W0 0F1 0B1")
+    assert not moves.shift_block(table.board, table.undo, 2, 0, 1, 2, -1)
+    assert not moves.shift_block(table.board, table.undo, 2, 0, 3, 2, 1)
 
 
 def test_a_segment_is_reversed_until_a_cell_would_come_twice() -> None:

@@ -11,18 +11,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from optpipe import Problem, find_violations, simulate
+from optpipe import find_violations, simulate
 from optpipe.check import check
 from optpipe.memory import device_peak_bytes, host_walk
 from optpipe_solver.arrays import simulate as kernel
 from optpipe_solver.arrays.encoding import CompiledProblem
 from optpipe_solver.budget import Stop
-from optpipe_solver.families.classic import build_serial
 from optpipe_solver.incumbent import Incumbent
-from optpipe_solver.local_search.search import _LocalSearch, improve_by_local_search
-from optpipe_solver.portfolio import all_starts
-from tests.building import UNIT, bus, offloadable, problem
-from tests.solver.milp.test_horizon import parked_problem
+from optpipe_solver.local_search import moves
+from optpipe_solver.local_search.annealing import look_around, table_for, take_back, try_move
+from optpipe_solver.local_search.propose import everywhere, some_stretch
+from optpipe_solver.local_search.search import (
+    _LocalSearch,
+    improve_by_local_search,
+    improve_by_stretches,
+)
+from tests.building import UNIT, bus, offloadable, problem, stage
+from tests.solver.starting import serially, started
 from tests.solver.test_solve import offload_problem
 from tests.strategies import Case, cases, few
 
@@ -38,18 +43,16 @@ def test_integers_stand_for_the_same_programs(case: Case) -> None:
 def test_compiled_time_is_the_reference_time(case: Case, seed: int) -> None:
     """To the last bit, shared lanes and random durations included."""
     rng = random.Random(seed)
-    durations = {
-        action: rng.choice([0.5, 1.0, 3.0, 7.0])
-        for program in case.programs
-        for action in program
-        if action.type != "RELEASE"
-    }
     compiled = CompiledProblem.of(case.problem)
     rows = compiled.encode(case.programs)
-    for replaced in ({}, durations):
-        run = simulate(case.problem, case.programs, replaced)
-        found = compiled.length_ms(rows, compiled.durations(replaced))
-        assert found == (run.makespan_ms, run.span_ms)
+    replaced, table = {}, compiled.times.duration.copy()
+    for program, codes in zip(case.programs, rows.actions, strict=True):
+        for action, code in zip(program, codes, strict=False):
+            if action.type != "RELEASE":
+                replaced[action] = table[code] = rng.choice([0.5, 1.0, 3.0, 7.0])
+    for durations, known in (({}, None), (replaced, table)):
+        run = simulate(case.problem, case.programs, durations)
+        assert compiled.length_ms(rows, known) == (run.makespan_ms, run.span_ms)
 
 
 @given(cases(tight=True))
@@ -61,9 +64,9 @@ def test_compiled_memory_is_the_reference_memory(case: Case) -> None:
     m = case.problem.num_microbatches
     again = np.zeros(cells, dtype=np.bool_)
     for program in case.programs:
-        for stage, kind, j in program:
+        for s, kind, j in program:
             if kind == "RECOMPUTE":
-                again[stage * m + j] = True
+                again[s * m + j] = True
     away = np.zeros(cells, dtype=np.bool_)
     for device, program in enumerate(case.programs):
         row, count = rows.actions[device], rows.lengths[device]
@@ -95,11 +98,7 @@ def test_what_it_finds_is_legal_and_no_worse(case: Case, seed: int) -> None:
 
 def test_it_beats_every_start_where_memory_is_short() -> None:
     """A problem with offload; take the search away and this is red."""
-    given = offload_problem()
-    best = Incumbent(given)
-    for start in all_starts(given):
-        if start.programs is not None and not find_violations(given, start.programs):
-            best.offer(start.programs, start.method)
+    best = started(offload_problem())
     start_ms = best.objective_ms
     improve_by_local_search(best, Stop(5))
     assert best.objective_ms < 0.97 * start_ms
@@ -131,30 +130,6 @@ def test_it_stops_when_told_to_and_at_its_limit() -> None:
     assert time.process_time() - began < 0.5
 
 
-def started(given: Problem) -> Incumbent:
-    """An incumbent with the best start."""
-    best = Incumbent(given)
-    for start in all_starts(given):
-        if start.legal and start.programs is not None:
-            best.offer(start.programs, start.method)
-    return best
-
-
-def test_the_same_seed_tries_the_same_moves() -> None:
-    """Two runs see the same improvements in the same order; time only cuts the list."""
-    traces = []
-    for _ in range(2):
-        best = Incumbent(parked_problem())
-        for start in all_starts(best.problem):
-            if start.legal and start.programs is not None:
-                best.offer(start.programs, start.method)
-        improve_by_local_search(best, Stop(1.0, seed=5))
-        traces.append([entry.objective_ms for entry in best.trace])
-    shorter = min(map(len, traces))
-    assert shorter > 1
-    assert traces[0][:shorter] == pytest.approx(traces[1][:shorter])
-
-
 def test_it_finds_the_parked_optimum() -> None:
     """132 is proven; first in, first out cannot do better than 136, where a tame search stays."""
     held = {"activation_bytes": 16 * UNIT, "offload_bytes": 16 * UNIT}
@@ -180,8 +155,7 @@ def longest_without_a_look(best: Incumbent) -> float:
 
 def test_it_looks_often_enough_whether_to_stop_at_any_size() -> None:
     """However long a program is; a solve has 0.5 s in all to end."""
-    best = Incumbent(offload_problem(m=300))
-    best.offer(build_serial(best.problem), "serial")
+    best = serially(offload_problem(m=300))
     improve_by_local_search(best, Stop(0.01))
     # A busy machine may halt once, a search that forgets to look does so each time.
     assert any(longest_without_a_look(best) < 0.4 for _ in range(3))
@@ -189,8 +163,101 @@ def test_it_looks_often_enough_whether_to_stop_at_any_size() -> None:
 
 def test_it_keeps_as_much_time_for_an_offer_as_evaluating_took() -> None:
     """And a few us per action to write it down: more would end a short turn at its first gain."""
-    best = Incumbent(offload_problem(m=300))
-    best.offer(build_serial(best.problem), "serial")
+    best = serially(offload_problem(m=300))
     best.evaluate_s = 0.25
     num_actions = sum(map(len, best.programs or ()))
     assert 0.25 < _LocalSearch(best, 0, ()).offer_s < 0.25 + 5e-6 * num_actions
+
+
+# --- Coolings of one stretch of time: which places it has, and that only they are moved from.
+
+
+@given(cases())
+def test_everywhere_has_every_place(case: Case) -> None:
+    """No program is longer than its row."""
+    rows = CompiledProblem.of(case.problem).encode(case.programs)
+    focus = everywhere(rows)
+    assert (focus[:, 0] == 0).all()
+    assert (focus[:, 1] >= rows.lengths).all()
+
+
+@given(cases(), st.integers(0, 2**32))
+def test_a_stretch_lies_within_the_programs(case: Case, seed: int) -> None:
+    """Places in order, and the same ones for the same seed."""
+    compiled = CompiledProblem.of(case.problem)
+    rows = compiled.encode(case.programs)
+    table = table_for(compiled, rows)
+    focus = some_stretch(compiled, rows, table.work, moves.seeded(seed))
+    assert (focus[:, 0] >= 0).all()
+    assert (focus[:, 0] <= focus[:, 1]).all()
+    assert (focus[:, 1] <= rows.lengths).all()
+    again = some_stretch(compiled, rows, table.work, moves.seeded(seed))
+    assert np.array_equal(focus, again)
+
+
+@given(cases(), st.integers(0, 2**32))
+def test_what_ends_within_a_stretch_is_in_it(case: Case, seed: int) -> None:
+    """An F, I or B of its places ends no earlier than any before them, on any device."""
+    compiled = CompiledProblem.of(case.problem)
+    rows = compiled.encode(case.programs)
+    focus = some_stretch(compiled, rows, table_for(compiled, rows).work, moves.seeded(seed))
+    inside: list[float] = []
+    before = [0.0]
+    run = simulate(case.problem, case.programs)
+    for program, times, (low, high) in zip(case.programs, run.times, focus, strict=True):
+        for place, (action, at) in enumerate(zip(program, times, strict=True)):
+            if action.type in {"F", "I", "B"} and place < high:
+                (before if place < low else inside).append(at.end)
+    assert not inside or min(inside) >= max(before)
+
+
+@given(cases(), st.integers(0, 2**32))
+def test_out_of_focus_nothing_moves(case: Case, seed: int) -> None:
+    """Where no place is in focus no move is made."""
+    compiled = CompiledProblem.of(case.problem)
+    table = table_for(compiled, compiled.encode(case.programs))
+    table.focus[:] = 0
+    draw = moves.seeded(seed)
+    path_size = look_around(table)
+    for _ in range(20):
+        _, judged, _ = try_move(table, path_size, np.inf, draw)
+        assert judged == np.inf
+        assert table.undo.sizes[0] == 0
+        take_back(table)
+
+
+@few(30)
+@given(cases(), st.integers(0, 2**32))
+def test_what_stretches_find_is_legal_and_no_worse(case: Case, seed: int) -> None:
+    """As the reference judges it."""
+    best = Incumbent(case.problem)
+    best.offer(case.programs, "given")
+    before = best.objective_ms
+    stop = Stop(60, seed=seed, work=100_000)
+    improve_by_stretches(best, stop)
+    work = stop.spent
+    assert work > 0 or best.is_optimal
+    assert best.programs is not None
+    assert not find_violations(case.problem, best.programs)
+    run = simulate(case.problem, best.programs)
+    assert run.objective_ms(case.problem.objective) == best.objective_ms <= before
+
+
+def test_stretches_are_a_function_of_the_seed() -> None:
+    """Work, and no clock, decides where a search by stretches ends; it improves on a start."""
+    found = []
+    for _ in range(2):
+        best = started(offload_problem())
+        before = best.objective_ms
+        improve_by_stretches(best, Stop(60, seed=3, work=3_000_000))
+        assert best.objective_ms < before
+        found.append(best.programs)
+    assert found[0] == found[1]
+
+
+def test_of_large_problems_no_stretch_is_searched() -> None:
+    """More than a hundred passes of one kind."""
+    best = started(problem([stage(0), stage(1)], [bus(), bus()], m=51))
+    stop = Stop(60)
+    improve_by_stretches(best, stop)
+    assert stop.spent == 0

@@ -11,8 +11,8 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 
 from optpipe import Problem, check, simulate
+from optpipe_solver import SolveStatus, solve
 from optpipe_solver.budget import Stop
-from optpipe_solver.incumbent import Incumbent
 from optpipe_solver.milp.highs import (
     STATUS_OF,
     LinearProgram,
@@ -20,9 +20,10 @@ from optpipe_solver.milp.highs import (
     MilpStatus,
     _options,
     at_least,
+    scale_for,
+    scaled,
     solve_milp,
     total,
-    value_of,
 )
 from optpipe_solver.milp.horizon import model
 from optpipe_solver.milp.horizon.model import (
@@ -31,10 +32,10 @@ from optpipe_solver.milp.horizon.model import (
     improve_by_milp,
     lower,
 )
-from optpipe_solver.portfolio import all_starts
 from tests.building import problem, stage
 from tests.solver.exhaustive import optimum
 from tests.solver.milp.rows import broken, shares_lanes, values_of
+from tests.solver.starting import started
 from tests.strategies import Case, cases, few
 
 
@@ -56,7 +57,7 @@ def test_any_seed_reaches_highs() -> None:
     """Its own seeds are 32-bit integers; it would refuse others and go on with its default."""
     highs = highspy.Highs()
     for seed, theirs in ((0, 0), (2**31 - 1, 2**31 - 1), (2**31, 0), (2**40 + 7, 7)):
-        options = _options(Stop(1.0, seed=seed), 1e-7)
+        options = _options(Stop(1.0, seed=seed))
         taken = highs.setOptionValue("random_seed", options["random_seed"])
         assert taken == highspy.HighsStatus.kOk
         assert highs.getOptionValue("random_seed")[1] == theirs
@@ -102,24 +103,6 @@ def test_a_linear_program_grows_row_by_row() -> None:
     assert program.best() == pytest.approx([1, 3])
 
 
-def test_a_start_is_used() -> None:
-    """Given the optimum and no time to find it, HiGHS returns it; without the start it has none."""
-    best = solve_milp(_knapsack(30), Stop(30))
-    assert best.status is MilpStatus.OPTIMAL
-    assert best.values is not None
-    by_name = {variable.name: value for variable, value in best.values.items()}
-    model = _knapsack(30)
-    start = {variable: by_name[variable.name] for variable in model.problem.variables()}
-    first: list[float] = []
-    solve_milp(
-        model,
-        Stop(30),
-        start=start,
-        on_solution=lambda values: first.append(value_of(model.problem.objective, values)),
-    )
-    assert first[0] == pytest.approx(value_of(model.problem.objective, start))
-
-
 def test_should_stop_ends_the_run() -> None:
     """The run ends as soon as it is told to."""
     outcome = solve_milp(_knapsack(60), Stop(60, should_stop=lambda: True))
@@ -140,15 +123,6 @@ def hard_problem() -> Problem:
     """Four devices, eight micro-batches, two activations: no bound but the MILP's is 150."""
     stages = [stage(d, 4, 4, 2, activation_bytes=10, weight_context_bytes=5) for d in range(4)]
     return problem(stages, [{"memory_bytes": 20} for _ in range(4)], m=8)
-
-
-def started(problem: Problem) -> Incumbent:
-    """An incumbent that holds the best legal start."""
-    best = Incumbent(problem)
-    for start in all_starts(problem):
-        if start.programs is not None and start.legal:
-            best.offer(start.programs, start.method)
-    return best
 
 
 def test_a_bound_needs_two_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -309,3 +283,53 @@ def _knapsack(n: int) -> MilpModel:
         held = total([-w * x for w, x in zip(weights, xs, strict=True)])
         model.add(at_least(held, -sum(weights) // 2))
     return model
+
+
+# --- Another unit of time is the same problem.
+
+
+@given(cases())
+def test_a_power_of_two_scales_every_schedule_exactly(case: Case) -> None:
+    """Transfers and links too."""
+    before = simulate(case.problem, case.programs)
+    after = simulate(scaled(case.problem, 2.0**-20), case.programs)
+    assert after.makespan_ms == before.makespan_ms * 2.0**-20
+    assert after.span_ms == before.span_ms * 2.0**-20
+
+
+def test_the_scale_brings_an_objective_near_a_second() -> None:
+    """And leaves alone what is near enough."""
+    assert scale_for(1000.0) == scale_for(0.0) == 1.0
+    for objective in (1e-6, 1.0, 1e6, 1e12):
+        assert 512 <= objective * scale_for(objective) <= 2048
+
+
+def test_a_proof_holds_in_any_unit() -> None:
+    """The parked problem in units of 1e-9 and 1e9 ms."""
+    for factor in (2.0**-30, 2.0**30):
+        result = solve(scaled(parked_problem(), factor), time_limit_s=60)
+        assert result.status is SolveStatus.OPTIMAL
+        assert result.schedule is not None
+        assert result.schedule.objective_ms == 136 * factor
+
+
+def test_a_variable_in_no_constraint_is_lowered_too() -> None:
+    """One micro-batch: the starts of some items are free, and PuLP hands them to nobody."""
+    zero: dict[str, float] = {"forward_ms": 0, "backward_input_ms": 0, "backward_weight_ms": 0}
+    stages: list[dict[str, float]] = [
+        {"device": 0, **zero, "forward_ms": 1, "activation_bytes": 3},
+        {"device": 1, **zero, "activation_bytes": 3, "weight_context_bytes": 1},
+        {"device": 1, **zero, "forward_ms": 1, "backward_input_ms": 2.5, "activation_bytes": 3},
+        {"device": 0, **zero, "activation_bytes": 4},
+    ]
+    stages[1] |= {"recompute_ms": 1, "checkpoint_bytes": 1}
+    stages[2] |= {"recompute_ms": 0, "checkpoint_bytes": 1}
+    devices = [{"memory_bytes": 7}, {"memory_bytes": 4}]
+    given_problem = {
+        "num_microbatches": 1,
+        "objective": "span",
+        "devices": devices,
+        "stages": stages,
+    }
+    result = solve(Problem.parse(given_problem), time_limit_s=5)
+    assert result.schedule is not None

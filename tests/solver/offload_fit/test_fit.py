@@ -1,11 +1,11 @@
-"""`fit_memory`: keeps limits for any compute programs, moves no more than needed, hides copies."""
+"""`fit` keeps limits for any compute programs, moves no more than needed, hides copies."""
 
 from __future__ import annotations
 
 import json
 import random
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import given
@@ -14,9 +14,12 @@ from hypothesis import strategies as st
 from optpipe import Action, ActionType, Problem, Programs, dump_csv, find_violations, simulate
 from optpipe_solver.families.classic import build_one_f_one_b
 from optpipe_solver.families.zero_bubble import build_zb_h1
-from optpipe_solver.offload_fit.fit import fit_memory
+from optpipe_solver.offload_fit.fit import Frame, fit
 from tests.building import UNIT, bus, offloadable, problem, programs, stage
 from tests.strategies import Case, cases, few, tightened
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 EXAMPLES = Path(__file__).parents[3] / "examples/problems"
 SENT = (ActionType.OFFLOAD, ActionType.RELEASE, ActionType.RELOAD, ActionType.RECOMPUTE)
@@ -42,6 +45,14 @@ def ms(given: Problem, rows: Programs | None) -> float:
     """The makespan of programs that exist."""
     assert rows is not None
     return simulate(given, rows).makespan_ms
+
+
+def fit_memory(
+    given: Problem, rows: Programs, offloading: Sequence[int] | None = None
+) -> Programs | None:
+    """The programs made to fit, None where that fails."""
+    fitted = fit(Frame(given, rows, offloading))
+    return None if fitted is None else fitted.programs()
 
 
 @given(cases(tight=True))

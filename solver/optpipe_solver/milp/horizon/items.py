@@ -1,4 +1,4 @@
-"""What the model orders: items with windows, presence and memory; facts about a problem.
+"""What the model orders: items with windows, presence and memory.
 
 An item is an action that takes a place in a device's program: compute actions, and RELOAD, which
 takes no time there but must stand at a compute boundary. OFFLOAD and RELEASE need no place of
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from optpipe.memory import action_delta, action_workspace
 from optpipe.schedule import Action, ActionType
 from optpipe.simulate import duration_ms
+from optpipe_solver.feasibility import fusing_may_pay, memory_binds
 
 if TYPE_CHECKING:
     from optpipe.problem import Problem
@@ -27,9 +28,6 @@ __all__ = [
     "Opening",
     "Presence",
     "draw_items",
-    "fifo_loses_nothing",
-    "fusing_may_pay",
-    "memory_binds",
     "num_order_pairs",
     "openings_of",
 ]
@@ -182,45 +180,3 @@ def num_order_pairs(problem: Problem, *, fifo: bool) -> int:
         count = m * sum(3 + problem.can_offload(s) + problem.stages[s].can_recompute for s in held)
         pairs += count * (count - 1) // (3 if fifo and m > 1 else 2)
     return pairs
-
-
-def fifo_loses_nothing(problem: Problem) -> bool:
-    """Identical micro-batches may be relabelled pass by pass where each is treated alike.
-
-    That is so where no device can profit from offload or recompute (DESIGN section 6).
-    """
-    return not any(
-        memory_binds(problem, stage.device) and (problem.can_offload(s) or stage.can_recompute)
-        for s, stage in enumerate(problem.stages)
-    )
-
-
-def memory_binds(problem: Problem, device: int) -> bool:
-    """Whether keeping everything of every micro-batch could exceed the device's memory."""
-    most = workspace = 0
-    for s in problem.stages_of[device]:
-        stage = problem.stages[s]
-        held = max(stage.activation_bytes, stage.weight_context_bytes)
-        most += held * problem.num_microbatches
-        workspace = max(
-            workspace,
-            stage.forward_workspace_bytes,
-            stage.backward_input_workspace_bytes,
-            stage.backward_weight_workspace_bytes,
-            stage.backward_workspace_bytes,
-        )
-    limit = problem.devices[device].usable_bytes - problem.static_bytes_of(device)
-    return most + workspace > limit
-
-
-def fusing_may_pay(problem: Problem, s: int) -> bool:
-    """Whether a fused B can be better than I with W right behind it, in time or in memory."""
-    stage = problem.stages[s]
-    split_peak = max(
-        max(stage.activation_bytes, stage.weight_context_bytes)
-        + stage.backward_input_workspace_bytes,
-        stage.weight_context_bytes + stage.backward_weight_workspace_bytes,
-    )
-    fused_peak = stage.activation_bytes + stage.backward_workspace_bytes
-    split_ms = stage.backward_input_ms + stage.backward_weight_ms
-    return stage.fused_backward_ms < split_ms or fused_peak < split_peak

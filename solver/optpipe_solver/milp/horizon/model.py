@@ -12,14 +12,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from optpipe.schedule import OPTIMAL_GAP, Action, ActionType
-from optpipe_solver.arrays.grid import Goal
+from optpipe_solver.feasibility import fifo_loses_nothing
+from optpipe_solver.incumbent import Goal
 from optpipe_solver.milp.highs import MilpModel, MilpStatus, scale_for, scaled, solve_milp, value_of
 from optpipe_solver.milp.horizon.constraints import all_constraints
-from optpipe_solver.milp.horizon.items import (
-    HorizonChoice,
-    fifo_loses_nothing,
-    num_order_pairs,
-)
+from optpipe_solver.milp.horizon.items import HorizonChoice, num_order_pairs
 from optpipe_solver.milp.horizon.objective import length
 from optpipe_solver.milp.horizon.orders import HorizonItems
 from optpipe_solver.milp.horizon.variables import HorizonVariables

@@ -9,12 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from optpipe.schedule import Action, ActionType
-from optpipe_solver.milp.horizon.items import (
-    HorizonChoice,
-    draw_items,
-    memory_binds,
-    openings_of,
-)
+from optpipe_solver.feasibility import memory_binds
+from optpipe_solver.milp.horizon.items import HorizonChoice, draw_items, openings_of
 from optpipe_solver.milp.horizon.presolve import (
     Cells,
     Facts,

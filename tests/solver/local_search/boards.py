@@ -1,0 +1,25 @@
+"""Programs on the board of a local search, and back."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from optpipe_solver.arrays.encoding import CompiledProblem, Rows
+from optpipe_solver.local_search.annealing import table_for
+
+if TYPE_CHECKING:
+    from optpipe import Problem, Programs
+    from optpipe_solver.local_search.annealing import Table
+
+
+def set_out(given: Problem, rows: Programs) -> tuple[CompiledProblem, Table]:
+    """Programs on a board, with nothing to undo."""
+    compiled = CompiledProblem.of(given)
+    table = table_for(compiled, compiled.encode(rows))
+    table.undo.sizes[:] = 0
+    return compiled, table
+
+
+def read(compiled: CompiledProblem, table: Table) -> Programs:
+    """What stands on the board."""
+    return compiled.decode(Rows(table.board.actions, table.board.counts))
