@@ -1,1 +1,1 @@
-"""Who solves the jobs: `local`, one process of its own per job."""
+"""Who solves the jobs: processes of this machine or of a Ray cluster, one job at a time each."""

@@ -281,7 +281,7 @@ SILENT = EngineObserver()
 """For engines that nobody watches."""
 
 
-# --- The engine: a fixed number of slots, each solving one job at a time in a process of its own.
+# --- The engine: a fixed number of slots, each solving one job at a time in a process it keeps.
 # A slot is a thread that claims jobs from the store; the thread waits while the process works. The
 # process is started, its imports done, before a job comes, and serves one job after the other.
 # Where it runs, on this machine or on a cluster, the slot does not know.
