@@ -37,6 +37,7 @@ import torch.distributed as dist
 from optpipe.formats.json import load_schedule
 from optpipe.runtime.errors import PreflightError
 from optpipe.runtime.timing import DEFAULT_EVERY, ActionTimer
+from optpipe.runtime.torch_names import backends
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -214,7 +215,7 @@ follow = Follower
 
 def _host_group(group: ProcessGroup | None) -> ProcessGroup | None:
     """Return a group of the same ranks that carries tensors of the host."""
-    if dist.get_backend(group) == dist.Backend.GLOO:
+    if backends(group).get("cpu") == dist.Backend.GLOO:
         return group
     made: ProcessGroup = dist.new_group(
         dist.get_process_group_ranks(group),

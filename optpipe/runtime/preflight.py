@@ -22,7 +22,7 @@ from optpipe.memory import host_walk, memory_walk
 from optpipe.problem import Device, Problem, Stage
 from optpipe.runtime.errors import PreflightError, RankError
 from optpipe.runtime.offload import host_memory_bytes
-from optpipe.runtime.torch_names import default_store, group_name
+from optpipe.runtime.torch_names import backends, default_store, group_name
 from optpipe.schedule import Action, ActionType, parse_action
 
 if TYPE_CHECKING:
@@ -287,7 +287,7 @@ def made_on(
         faults: list[str] = []
         shared = [(attempt(make, faults), faults)]
     # NCCL sends from its GPU only.
-    where = device if dist.get_backend(group) == dist.Backend.NCCL else torch.device("cpu")
+    where = torch.device("cpu") if "cpu" in backends(group) else device
     dist.broadcast_object_list(shared, group=group, group_src=home, device=where)
     found: tuple[Any, list[str]] = shared[0]
     return found
@@ -336,7 +336,7 @@ def _failure_key(group: ProcessGroup | None) -> str:
 
 def cut(group: ProcessGroup | None) -> None:
     """End the connections of a group where the backend can."""
-    if dist.get_backend(group) == dist.Backend.NCCL:
+    if dist.Backend.NCCL in backends(group).values():
         (group or dist.group.WORLD).abort()  # type: ignore[union-attr]
 
 

@@ -39,7 +39,7 @@ from optpipe.runtime.preflight import (
     probe_pipeline,
     shapes_of,
 )
-from optpipe.runtime.torch_names import check_torch
+from optpipe.runtime.torch_names import backends, check_torch
 from optpipe.runtime.torch_schedule import HookedSchedule, HookedStage
 from optpipe.schedule import ActionType
 
@@ -338,7 +338,7 @@ class PipelineRunner:
 
 def _device_for(device: torch.device | str | None, group: ProcessGroup | None) -> torch.device:
     if device is None:
-        device = "cuda" if dist.get_backend(group) == dist.Backend.NCCL else "cpu"
+        device = "cuda" if backends(group).get("cuda") == dist.Backend.NCCL else "cpu"
     found = torch.device(device)
     if found.type == "cuda" and found.index is None:
         return torch.device("cuda", torch.cuda.current_device())

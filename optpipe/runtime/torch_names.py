@@ -27,6 +27,7 @@ __all__ = [
     "TorchDispatchMode",
     "add_up_in_reduce_type",
     "alias_no_view",
+    "backends",
     "check_torch",
     "default_store",
     "group_name",
@@ -160,6 +161,15 @@ def viewed(tensor: Tensor) -> Tensor:
 def default_store() -> Store:
     """Return the key-value store through which the ranks found each other."""
     return distributed_c10d._get_default_store()  # noqa: SLF001
+
+
+def backends(group: ProcessGroup | None) -> dict[str, str]:
+    """Return what carries tensors of each kind of device, as {"cpu": "gloo", "cuda": "nccl"}.
+
+    The backend's own name does not say so: that of ``init_process_group()`` is "undefined".
+    """
+    config = distributed_c10d.get_backend_config(group)
+    return dict(part.split(":", 1) for part in config.split(","))
 
 
 def group_name(group: ProcessGroup | None) -> str:

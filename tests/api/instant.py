@@ -56,6 +56,7 @@ class InstantProcess:
         elif message.kind == "start":
             self._told.put(message)
         else:
+            self._stop.clear()
             threading.Thread(target=self._solve, args=(message,), daemon=True).start()
 
     def receive(self, timeout_s: float) -> Message | None:
@@ -74,9 +75,7 @@ class InstantProcess:
         return "its solver ended"
 
     def _solve(self, task: Message) -> None:
-        channel: Any = SimpleNamespace(
-            send=self._said.put, receive=self._told.get, watch=lambda: None, stop=self._stop
-        )
+        channel: Any = SimpleNamespace(send=self._said.put, receive=self._told.get, stop=self._stop)
         module, _, name = self._paths[task.kind].partition(":")
         tasks: dict[str, Any] = {
             "job": worker._solve,
@@ -86,6 +85,7 @@ class InstantProcess:
         try:
             fake = getattr(importlib.import_module(module), name)
             self._said.put(tasks[task.kind](channel, task, fake))
+            self._said.put(Message("ready"))
         except SystemExit:
             self._said.put(None)
         except OptPipeError as error:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from functools import partial
+from pathlib import Path
 
 import pytest
 from torch.distributed.pipelining.schedules import _Action
@@ -11,6 +14,7 @@ from optpipe import ScheduleFormatError, dump_csv, load_csv
 from optpipe.schedule import Action, ActionType
 from tests.runtime import interop_cases, schedules
 
+ROOT = Path(__file__).parents[2]
 MICROBATCHES = 6
 TWO_RANKS = (0, 1, 1, 0)
 
@@ -147,3 +151,38 @@ def test_a_stage_that_is_data_parallel_in_part_is_refused(ranks):
     for by_ddp, by_fsdp in ranks.run(interop_cases.refused_wrappers):
         assert by_ddp.startswith("0 of stage 3 is wrapped in DistributedDataParallel")
         assert by_fsdp.startswith("0 of stage 3 is sharded by fully_shard and the stage is")
+
+
+UNNAMED = """
+import torch, torch.distributed as dist
+from optpipe.runtime import PipelineRunner
+from optpipe.runtime.follower import _host_group
+from optpipe.runtime.measuring.devices import ping_pong
+from optpipe.runtime.preflight import cut, made_on
+from optpipe.runtime.torch_names import backends
+from tests.runtime import schedules
+from tests.runtime.small_model import small_data, small_loss, small_stages
+for number, name in enumerate((None, "cpu:gloo")):
+    at = {"backend": name} if name else {}
+    dist.init_process_group(init_method="tcp://127.0.0.1:0", rank=0, world_size=1, **at)
+    assert backends(None)["cpu"] == "gloo"
+    problem = schedules.make_problem((0,), 2)
+    schedule = schedules.make_schedule(problem, schedules.one_f_one_b(1, 2))
+    runner = PipelineRunner(dict(enumerate(small_stages(1))), schedule, small_loss)
+    assert runner.step(*small_data(2, seed=0)).shape == (2,)
+    runner.close()
+    assert made_on(0, lambda: 7, torch.device("cpu"), None) == (7, [])
+    assert _host_group(None) is None
+    assert ping_pong({}, clock=None, device=torch.device("cpu"), group=None, repeats=1) == ()
+    cut(None)
+    dist.destroy_process_group()
+print("trained")
+"""
+
+
+def test_a_group_whose_backend_nobody_named_is_known_by_what_it_carries():
+    """`init_process_group()` calls it "undefined", a mixed one "cpu:gloo,cuda:nccl"."""
+    found = subprocess.run(
+        [sys.executable, "-c", UNNAMED], capture_output=True, text=True, cwd=ROOT, check=False
+    )
+    assert found.stdout.split() == ["trained"], found.stderr

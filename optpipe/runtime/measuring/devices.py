@@ -17,6 +17,7 @@ from optpipe.runtime.demo_model import join_ranks
 from optpipe.runtime.errors import PreflightError
 from optpipe.runtime.offload import host_memory_bytes
 from optpipe.runtime.preflight import gather, made_on
+from optpipe.runtime.torch_names import backends
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -119,7 +120,7 @@ def ping_pong(
     ``repeats`` round trips are kept, and two more come before them. Over gloo messages start and
     end in the host's memory.
     """
-    if dist.get_backend(group) != dist.Backend.NCCL:
+    if backends(group).get(device.type) != dist.Backend.NCCL:
         device = torch.device("cpu")
     own: list[Transfer] = []
     for pair, sizes in sorted(sizes_of.items()):
