@@ -94,7 +94,7 @@ _OWN_FAULTS = (
     ScheduleMismatchError,
 )
 _REFUSALS: dict[type[ServiceError], str] = {
-    KeyRefusedError: "key.required key.forbidden",
+    KeyRefusedError: "key.required key.forbidden request.other_site",
     NotFoundError: "not_found job.not_found model.none batch.not_found deployment.not_found",
     # The last is only of jobs that failed, not of answers; likewise job.died.
     NoScheduleError: "schedule.none solver.nothing_found",
@@ -103,7 +103,8 @@ _REFUSALS: dict[type[ServiceError], str] = {
     "request.not_acceptable request.form_unavailable request.too_large request.too_heavy "
     "chart.beside schedule.too_large",
     BusyError: "busy queue.full key.too_many_jobs key.too_many_requests key.too_many_followers "
-    "followers.full request.busy forms.busy compare.busy compare.stopped store.unavailable",
+    "followers.full request.busy forms.busy compare.busy compare.stopped store.unavailable "
+    "solver.unavailable",
     SolveFailedError: "solver.failed solver.memory solver.overtime job.died",
 }
 ERRORS: dict[str, type[OptPipeError]] = {

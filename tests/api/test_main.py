@@ -153,7 +153,7 @@ def test_the_real_solver_answers_through_server_and_client(start) -> None:
         assert (last.state, last.error) == ("succeeded", None)
         schedule = client.schedule(job)
         check_schedule(problem, schedule)
-        assert load_csv(client.schedule_csv(job)) == schedule.programs
+        assert load_csv(client.schedule_text(job, "csv")) == schedule.programs
         assert last.objective_ms == schedule.objective_ms
 
         tight = Problem.parse(two_stages("tight", devices=[{"memory_bytes": 999}] * 2))

@@ -49,7 +49,7 @@ def test_docs_page_shows_every_operation_and_asks_no_other_host(
             f"{block.locator('.opblock-summary-path').get_attribute('data-path')}"
             for block in page.locator(".opblock").all()
         }
-        page.locator("#operations-jobs-submit_v1_jobs_post .opblock-summary-control").click()
+        page.locator("#operations-jobs-jobs_submit .opblock-summary-control").click()
         page.wait_for_selector("text=optpipe/problem/v1")
         assert shown == operations(url)
     assert shown >= EVERY_SERVICE
