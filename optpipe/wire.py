@@ -306,7 +306,7 @@ class JobList(WireModel):
     """Jobs, newest first; ``next`` is the ``cursor`` of the next page, null on the last one."""
 
     jobs: tuple[Job, ...]
-    next: int | None
+    next: str | None
 
 
 class Event(WireModel):
@@ -413,7 +413,7 @@ class BatchList(WireModel):
     """Batches, newest first; ``next`` is the ``cursor`` of the next page, null on the last one."""
 
     batches: tuple[BatchView, ...]
-    next: int | None
+    next: str | None
 
 
 class SweepRowList(WireModel):
@@ -501,7 +501,7 @@ class DeploymentList(WireModel):
     """Deployments, newest first; ``next`` is the ``cursor`` of the next page, null on the last."""
 
     deployments: tuple[DeploymentView, ...]
-    next: int | None
+    next: str | None
 
 
 class Version(WireModel):

@@ -263,10 +263,10 @@ def test_a_schedule_is_fetched_only_if_it_is_newer(client) -> None:
 
 
 def test_all_pages_of_jobs_are_read(client) -> None:
-    pages = [{"jobs": [JOB, JOB], "next": 7}, {"jobs": [JOB], "next": None}]
+    pages = [{"jobs": [JOB, JOB], "next": JOB["id"]}, {"jobs": [JOB], "next": None}]
     script = Script(*(httpx.Response(200, json=page) for page in pages))
     assert len(list(client(script).jobs())) == 3
-    assert script.requests[1].url.params["cursor"] == "7"
+    assert script.requests[1].url.params["cursor"] == JOB["id"]
 
 
 def test_a_comparison_is_the_rows_that_the_service_answers(client) -> None:

@@ -331,7 +331,7 @@ class AsyncClient:
         self, *, state: JobState | str | None = None, tag: str | None = None, batch: str = ""
     ) -> AsyncIterator[Job]:
         """Iterate over all jobs, newest first: those in a state, with a tag, of a batch."""
-        cursor: int | None = None
+        cursor: str | None = None
         while True:
             params = given(state=state, tag=tag, batch=batch or None, cursor=cursor)
             page = as_model(JobList, await self._connection.send("GET", "v1/jobs", params=params))

@@ -115,7 +115,7 @@ async def submit(
         return await _answer(request, service, who, batch, wait)
 
 
-@router.get("", responses=documented(), summary="List batches, newest first")
+@router.get("", responses=documented(404), summary="List batches, newest first")
 def list_batches(
     service: Serving,
     who: Reader,

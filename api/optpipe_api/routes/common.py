@@ -71,7 +71,11 @@ Submitter = Annotated[Principal, Depends(_submitter)]
 # --- What several routes take and answer alike.
 
 Accept = Annotated[str | None, Header()]
-Cursor = Annotated[int | None, Query(ge=1, le=2**53, description="`next` of a page.")]
+# The id of the last thing shown: a number of ours would tell how much others have made meanwhile.
+Cursor = Annotated[
+    str | None,
+    Query(pattern="^[0-9a-f]{32}$", description="`next` of a page: the id it ends with."),
+]
 IfNoneMatch = Annotated[str | None, Header(description="`ETag` of the known one.")]
 Limit = Annotated[int, Query(ge=1, le=200)]
 
@@ -133,11 +137,11 @@ def tagged(shown: Mapping[str, Any], of: str, **headers: str) -> Answers:
     }
 
 
-def page_of(found: Sequence[T], limit: int) -> tuple[Sequence[T], int | None]:
+def page_of(found: Sequence[T], limit: int) -> tuple[Sequence[T], str | None]:
     """Return a page, and the cursor of the next one, from one thing more than are shown."""
     shown = found[:limit]
     last: Any = shown[-1] if len(found) > limit else None
-    return shown, None if last is None else last.position
+    return shown, None if last is None else last.id
 
 
 # A picture shows names that somebody else chose, and comes from our own address.

@@ -67,7 +67,7 @@ async def register(
     )
 
 
-@router.get("", responses=documented(), summary="List deployments, newest first")
+@router.get("", responses=documented(404), summary="List deployments, newest first")
 def list_deployments(
     service: Serving,
     who: Reader,

@@ -112,8 +112,8 @@ async def submit(
         return await _answer(request, service, who, job, wait)
 
 
-@router.get("", responses=documented(), summary="List jobs, newest first")
-def page(
+@router.get("", responses=documented(404), summary="List jobs, newest first")
+def list_jobs(
     *,
     service: Serving,
     who: Reader,

@@ -196,9 +196,10 @@ class BatchService:
             raise BatchNotFoundError(batch_id)
         return batch
 
-    def page(self, limit: int, before: int | None, who: Principal) -> list[BatchRecord]:
-        """Return batches, newest first; an admin sees everybody's."""
+    def page(self, limit: int, after: str | None, who: Principal) -> list[BatchRecord]:
+        """Return batches, newest first, from the one ``after``; an admin sees everybody's."""
         owner = None if who.role is Role.ADMIN else who.name
+        before = None if after is None else self.find(after, who).position
         return self._store.page(limit, before, owner=owner)
 
     def look(self, batch_id: str, who: Principal) -> tuple[BatchRecord, BatchPlan, list[BatchItem]]:

@@ -116,9 +116,10 @@ class DeploymentService:
             raise DeploymentNotFoundError(deployment_id)
         return deployment
 
-    def page(self, limit: int, before: int | None, who: Principal) -> list[DeploymentRecord]:
-        """Return deployments, newest first; an admin sees everybody's."""
+    def page(self, limit: int, after: str | None, who: Principal) -> list[DeploymentRecord]:
+        """Return deployments, newest first, from the one ``after``; an admin sees everybody's."""
         owner = None if who.role is Role.ADMIN else who.name
+        before = None if after is None else self.find(after, who).position
         return self._store.page(limit, before, owner=owner)
 
     def versions(self, deployment_id: str, who: Principal) -> list[VersionRecord]:

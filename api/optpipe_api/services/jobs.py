@@ -109,15 +109,19 @@ class JobService:
     def page(
         self,
         limit: int,
-        before: int | None,
+        after: str | None,
         who: Principal,
         *,
         state: JobState | None = None,
         tag: str | None = None,
         batch_id: str | None = None,
     ) -> list[JobRecord]:
-        """Return jobs, newest first; an admin sees everybody's."""
+        """Return jobs, newest first, from the one ``after``; an admin sees everybody's.
+
+        Raises `JobNotFoundError` if there is none of that id, or it is somebody else's.
+        """
         owner = None if who.role is Role.ADMIN else who.name
+        before = None if after is None else self.find(after, who).position
         return self._store.page(limit, before, owner=owner, state=state, tag=tag, batch_id=batch_id)
 
     def problem(self, job_id: str, who: Principal) -> str:

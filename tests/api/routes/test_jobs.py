@@ -101,6 +101,7 @@ def test_pages_of_jobs_follow_their_cursor(tmp_path) -> None:
         first = http.get("/v1/jobs", params={"limit": 2}).json()
         second = http.get("/v1/jobs", params={"limit": 2, "cursor": first["next"]}).json()
     assert [job["id"] for job in first["jobs"] + second["jobs"]] == ids[::-1]
+    assert first["next"] == ids[1]
     assert second["next"] is None
 
 
