@@ -25,7 +25,7 @@ __all__ = ["ApiServer", "Protocol", "allow_files", "let_go", "server_config"]
 
 _OTHER_FILES = 1000
 _OWN_FILES = 300
-"""What is left for the database, solver processes and the files of the page."""
+"""Left for the database, solver processes and the page; of a limit below 600, half of it."""
 
 _SWITCH_S = 0.0005
 _COLLECTIONS = (10_000, 20, 20)
@@ -39,7 +39,7 @@ def server_config(app: FastAPI, settings: Settings) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         http=Protocol,
-        limit_concurrency=None if is_unlimited else max(1, num_files - _OWN_FILES),
+        limit_concurrency=None if is_unlimited else max(num_files // 2, num_files - _OWN_FILES),
         log_config=None,
         access_log=False,
         server_header=False,

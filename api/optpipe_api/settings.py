@@ -33,7 +33,7 @@ class Settings(BaseSettings):
     allowed_hosts
         Names that requests may ask for (``Host``), with commas between; None = any where keys are
         asked for or other machines can reach ``host``, else those of this machine, because a
-        browser on it may be lead here by any web page.
+        browser on it may be led here by any web page.
     ssl_certfile, ssl_keyfile
         PEM files; with both, the service speaks HTTPS.
     require_keys

@@ -42,6 +42,7 @@ class InstantProcess:
     name = "thread"
     place = MachineState.GIVEN
     is_alive = True
+    is_kept = True
 
     def __init__(self, paths: dict[str, str]) -> None:
         self._paths = paths

@@ -491,7 +491,7 @@ class Slot:
             else:
                 self._serve_failed(process, opening)
         finally:
-            if is_good:
+            if is_good and process.is_kept:
                 self._kept = process
             else:
                 process.stop()

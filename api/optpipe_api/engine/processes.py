@@ -102,6 +102,10 @@ class SolverProcess(Protocol):
         """What people find it by: a process id, and where."""
 
     @property
+    def is_kept(self) -> bool:
+        """Whether it may get another job; on a cluster its place is for whoever waits longest."""
+
+    @property
     def place(self) -> MachineState:
         """Whether it has a machine; asks nobody who could make us wait."""
 
@@ -187,6 +191,8 @@ class SolverChild:
             raise
         finally:
             theirs.close()
+
+    is_kept = True
 
     @property
     def name(self) -> str:

@@ -88,6 +88,8 @@ class RayProcess:
     death of the actor is heard of.
     """
 
+    is_kept = False
+
     def __init__(self, actor: Any) -> None:
         self._actor = actor
         self._coming = actor.read.remote(_READ_S)

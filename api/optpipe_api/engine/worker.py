@@ -41,6 +41,8 @@ __all__ = ["main"]
 _BOUND_EVERY_S = 0.2
 _MOST_BYTES = 1024**3
 _LAST_WORDS_S = 2.0
+_USED_UP = 3
+"""The exit code of a process that had too little memory, which a new one may have."""
 _OF_SOLVE = ("time_limit_s", "work_limit", "threads", "seed", "gap", "method")
 _OF_PLAN = ("time_limit_s", "threads", "seed", "chunks", "placements")
 
@@ -55,11 +57,15 @@ def main() -> None:
         _warm_up(settings)
         channel.send(Message("ready"))
         while _serve(channel, settings):
+            channel.is_used = True
             channel.send(Message("ready"))
         channel.send(Message("retired"))
     except OptPipeError as error:
         channel.send(Message("error", {"code": error.code, "message": str(error)}))
     except MemoryError:
+        if channel.is_used:
+            # What jobs before it have left may be what was too much: the job begins anew elsewhere.
+            os._exit(_USED_UP)
         channel.send(_out_of_memory(settings["memory_bytes"]))
     except Exception as error:  # noqa: BLE001 - printed, and the server is told
         traceback.print_exc()
@@ -111,7 +117,8 @@ def _warm_up(settings: dict[str, Any]) -> None:
 class _Channel:
     """The connection to the server; several threads may send, and one of its own listens.
 
-    ``stop`` is set when the server wants the running job to end, or nothing more at all.
+    ``stop`` is set when the server wants the running job to end; ``is_used`` says whether a job has
+    ended here before.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -119,6 +126,7 @@ class _Channel:
         self._lock = threading.Lock()
         self._tasks: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self.stop = threading.Event()
+        self.is_used = False
         self.listener = threading.Thread(target=self._listen, daemon=True)
         self.listener.start()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from starlette.requests import ClientDisconnect
@@ -17,7 +18,7 @@ from optpipe_api.errors import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from starlette.requests import Request
 
@@ -70,15 +71,14 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
     body = bytearray()
     unread: UnreadBodies = request.app.state.unread
     try:
-        async for chunk in request.stream():
-            body += chunk
-            if len(body) > max_bytes:
-                raise _too_large("it is larger", max_bytes)
-            unread.hold(len(chunk), len(body))
+        with unread.holding() as hold:
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > max_bytes:
+                    raise _too_large("it is larger", max_bytes)
+                hold(len(chunk))
     except ClientDisconnect:
         raise RequestError("the body ends before its end; send it again") from None
-    finally:
-        unread.let_go(len(body))
     return bytes(body)
 
 
@@ -96,20 +96,27 @@ class UnreadBodies:
         self._num_bytes = 0
         self._num_bodies = 0
 
-    def hold(self, more: int, length: int) -> None:
-        """Count bytes that have come, of a body of this length so far.
+    @contextmanager
+    def holding(self) -> Iterator[Callable[[int], None]]:
+        """Count a body until the block ends; yields what counts that many bytes more of it.
 
-        Raises `TooManyBodiesError` if that is too much.
+        That raises `TooManyBodiesError` if there are too many, and this body is no small one.
         """
-        self._num_bytes += more
-        self._num_bodies += length == more
-        if self._num_bytes > self._most and length > self._SMALL:
-            raise TooManyBodiesError(self._num_bodies)
+        length = 0
+        self._num_bodies += 1
 
-    def let_go(self, length: int) -> None:
-        """Count a body no more: it is complete, or refused."""
-        self._num_bytes = max(0, self._num_bytes - length)
-        self._num_bodies = max(0, self._num_bodies - (length > 0))
+        def hold(more: int) -> None:
+            nonlocal length
+            length += more
+            self._num_bytes += more
+            if self._num_bytes > self._most and length > self._SMALL:
+                raise TooManyBodiesError(self._num_bodies)
+
+        try:
+            yield hold
+        finally:
+            self._num_bytes -= length
+            self._num_bodies -= 1
 
 
 def decode_json(body: bytes, max_values: int = MAX_VALUES) -> Any:

@@ -234,6 +234,16 @@ def test_a_solver_that_exceeds_its_memory_fails_with_the_limit(open_bench) -> No
     assert str(4 * 1024**3) in job.error.message
 
 
+def test_memory_that_jobs_before_it_left_is_not_held_against_a_job(tmp_path) -> None:
+    """It begins anew in a process of which nobody had any, and fails there if it must."""
+    solvers = Noted(make_settings(tmp_path, solver_memory_bytes=4 * 1024**3))
+    with closing(Bench(tmp_path, solvers)) as bench:
+        bench.end(bench.submit(""))
+        job = bench.end(bench.submit("eats"))
+        assert (job.error.code, job.attempt, job.deaths) == ("solver.memory", 2, 1)
+        assert len(solvers.started) >= 2
+
+
 def test_a_solver_far_over_its_time_is_stopped_and_its_best_counts(tmp_path) -> None:
     solvers = InstantSolvers(make_settings(tmp_path))
     with closing(Bench(tmp_path, solvers, overtime_s=0.5)) as bench:
