@@ -37,14 +37,23 @@ __all__ = [
 ]
 
 _SHOWN_DEVICES = 16
+_MOST_DRAWN = 300_000
+"""Actions up to which a result is drawn unasked: to simulate them takes some ten us each."""
 
 
 def show_schedule(
     console: Console, problem: Problem, schedule: Schedule, baseline: Programs | None
 ) -> None:
-    """Print the picture and, below it, the numbers, beside those of 1F1B where they are given."""
+    """Print the picture and, below it, the numbers, beside those of 1F1B where they are given.
+
+    Of more than 300,000 actions the numbers alone, so that a solve ends with its time limit.
+    """
     name = " - ".join(part for part in (problem.name, schedule.provenance.method) if part)
-    console.print(ScheduleView(problem=problem, programs=schedule.programs, title=name))
+    if (count := sum(map(len, schedule.programs))) > _MOST_DRAWN:
+        console.print(f"{name}: {count:,} actions are not drawn; optpipe plot does it", markup=False)
+        baseline = None
+    else:
+        console.print(ScheduleView(problem=problem, programs=schedule.programs, title=name))
     console.print()
     console.print(number_table(problem, schedule.programs, schedule, baseline))
 

@@ -272,6 +272,8 @@ def run_threads(
 _LARGE = 20_000
 """Compute actions beyond which no time is spent on copies that are unlikely to win."""
 _LOST = 3
+_SOONEST = ("1f1b", "interleaved", "zb-v", "gis")
+"""Families that come first on a large problem: made in time linear in its actions, and short."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,7 +296,8 @@ class FamilyStart:
 def all_starts(problem: Problem, methods: Collection[str] | None = None) -> Iterator[FamilyStart]:
     """Yield the programs of every family, then fitted copies of those that exceed memory.
 
-    The copies come in the order of what they were before, the shortest first. Of a large problem
+    Of a large problem those come first that are short and made soon. The copies come in the order
+    of what they were before, the shortest first. Of a large problem
     only those are made whose original is shorter than the best legal start so far (offload rarely
     makes anything shorter) and as long as no other, and none after three in a row that lose.
     Legality and time are asked of compiled code, which says the same as the reference (tested);
@@ -310,7 +313,10 @@ def all_starts(problem: Problem, methods: Collection[str] | None = None) -> Iter
     builder = _StartBuilder(problem)
     over: list[tuple[FamilyStart, Rows]] = []
     best_ms = inf
-    for family in FAMILIES:
+    families = FAMILIES
+    if builder.is_large:
+        families = tuple(sorted(FAMILIES, key=lambda family: family.name not in _SOONEST))
+    for family in families:
         if methods is None or family.name in methods:
             start, rows = builder.build(family)
             yield start

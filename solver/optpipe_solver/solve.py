@@ -177,7 +177,8 @@ class _SolveRun:
         best, stop = self.best, self.stop
         starts = all_starts(best.problem, None if self.method in _OPTIMISE else (self.method,))
         with best.clocked("starts"):
-            self._take(next(starts))
+            while self.start is None and (made := next(starts, None)) is not None:
+                self._take(made)
         with best.clocked("bounds"):
             for bound in lower_bounds(best.problem, should_stop=stop.is_told):
                 best.offer_bound(bound.ms, bound.method)

@@ -76,6 +76,19 @@ def test_what_is_known_is_not_simulated_again(offloading, monkeypatch) -> None:
     assert offloading.programs in asked
 
 
+def test_a_result_with_too_many_actions_ends_with_its_numbers(offloading, monkeypatch) -> None:
+    """To draw it would take longer than many time limits: nothing is simulated."""
+    monkeypatch.setattr(report, "_MOST_DRAWN", 7)
+    monkeypatch.setattr(report, "simulate", None)
+    monkeypatch.setattr(report, "ScheduleView", None)
+    console = Console(file=io.StringIO(), width=100)
+    baseline = report.baseline_programs(offloading.problem)
+    report.show_schedule(console, offloading.problem, schedule_of(offloading), baseline)
+    text = console.file.getvalue()
+    assert "by hand: 8 actions are not drawn; optpipe plot does it" in text
+    assert any(row.startswith("makespan") for row in rows(text))
+
+
 # What `submit --follow` prints of a job's progress.
 
 

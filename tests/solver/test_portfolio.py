@@ -103,6 +103,16 @@ def test_large_problems_get_copies_only_of_what_could_win(monkeypatch: pytest.Mo
     assert best == min(start.objective_ms for start in everything if start.legal)
 
 
+def test_a_large_problem_is_1f1b_before_it_is_serial(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A solve that ends with its first schedule, on a busy machine, must not end with Serial."""
+    given = problem([stage(d) for d in range(4)], m=8)
+    assert next(all_starts(given)).method == "serial"
+    monkeypatch.setattr(portfolio, "_LARGE", 0)
+    first, *others = all_starts(given)
+    assert (first.method, first.legal) == ("1f1b", True)
+    assert {start.method for start in others} >= {"serial", "zb-h1"}
+
+
 def test_programs_with_recompute_get_no_copy() -> None:
     """Offload is added to compute programs alone."""
     given = tight_line(recompute_ms=10.0, checkpoint_bytes=9 * UNIT)
