@@ -13,8 +13,9 @@ are those sustained with both directions and compute busy.
 from __future__ import annotations
 
 import heapq
-from collections import deque
+from collections import defaultdict, deque
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from optpipe.check import check
@@ -31,11 +32,14 @@ __all__ = [
     "GradSync",
     "Interval",
     "Lane",
+    "LinkLoad",
     "Simulation",
     "Timeline",
     "Times",
     "bubble_rate",
     "duration_ms",
+    "link_loads",
+    "link_warnings",
     "make_timeline",
     "simulate",
     "timeline_of",
@@ -77,6 +81,69 @@ class Simulation:
     def objective_ms(self, objective: str) -> float:
         """Return makespan_ms or span_ms."""
         return self.makespan_ms if objective == "makespan" else self.span_ms
+
+
+class LinkLoad(NamedTuple):
+    """What a directed link must carry in one step.
+
+    ``busy_ms`` = ``num_bytes`` over its bandwidth. No schedule on a link that carries one message
+    at a time is shorter than ``least_ms``: before its first message come the passes that lead to
+    it, after its last those that still must follow.
+    """
+
+    source: int
+    target: int
+    num_bytes: int
+    gb_per_s: float
+    busy_ms: float
+    least_ms: float
+
+    def __str__(self) -> str:
+        return (
+            f"link {self.source} -> {self.target} is busy for {self.busy_ms:,.1f} ms "
+            f"({self.num_bytes / 1e9:,.3g} GB at {self.gb_per_s:g} GB/s)"
+        )
+
+
+def link_loads(problem: Problem) -> tuple[LinkLoad, ...]:
+    """Return the load of each link with a bandwidth that carries anything."""
+    bandwidth = {(link.source, link.target): link.bandwidth_gb_per_s for link in problem.links}
+    # When a first micro-batch ends its F and I on each stage, the last one's way back included.
+    there, back = zip(*problem.boundary_ms, strict=True)
+    inputs = [min(stage.backward_input_ms, stage.fused_backward_ms) for stage in problem.stages]
+    forward = [f + t for f, t in zip((s.forward_ms for s in problem.stages), there, strict=True)]
+    down = list(accumulate(forward))
+    up = list(accumulate(i + b for i, b in zip(inputs, back, strict=True)))
+    sent = defaultdict(list)
+    for s, (this, that) in enumerate(pairwise(problem.stages)):
+        if size := this.output_bytes:
+            turn = down[-1] + up[-1]
+            head, tail = down[s] - there[s], up[s] - back[s]
+            sent[this.device, that.device].append((head, turn - down[s], size))
+            sent[that.device, this.device].append((turn - up[s], tail, size))
+    loads = []
+    for way, messages in sent.items():
+        if (rate := bandwidth.get(way)) is not None:
+            heads, tails, sizes = zip(*messages, strict=True)
+            num_bytes = problem.num_microbatches * sum(sizes)
+            busy_ms = num_bytes / (rate * 1e6)
+            least_ms = min(heads) + busy_ms + min(tails)
+            loads.append(LinkLoad(*way, num_bytes, rate, busy_ms, least_ms))
+    return tuple(loads)
+
+
+def link_warnings(problem: Problem, makespan_ms: float) -> tuple[str, ...]:
+    """Return a sentence per link that could not deliver within a makespan in ms.
+
+    Problems of v1 let messages pass each other; on real links they queue.
+    """
+    return tuple(
+        f"{load}: where its messages queue no schedule is shorter than {load.least_ms:,.1f} ms, "
+        f"but these {makespan_ms:,.1f} ms count each message as if it were alone; give the link "
+        "more bandwidth, send fewer bytes over it, or cut elsewhere"
+        for load in link_loads(problem)
+        if load.least_ms > makespan_ms * (1 + 1e-9)
+    )
 
 
 def duration_ms(problem: Problem, action: Action) -> float:

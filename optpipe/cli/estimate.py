@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from optpipe.cli.console import stdout, text_table
+from optpipe.cli.console import stderr, stdout, text_table
 from optpipe.cli.files import check_apart, check_writable, in_file, results, say_written, write_file
 from optpipe.errors import InputError
 from optpipe.formats.json import dump_model, dump_problem, read_text
@@ -26,6 +26,7 @@ from optpipe.presets import (
     total_parameters,
 )
 from optpipe.presets.shape import flag
+from optpipe.simulate import link_loads
 from optpipe.units import format_bytes, format_ms, format_share
 
 if TYPE_CHECKING:
@@ -212,6 +213,14 @@ def _show(console: Console, shape: ModelShape, hardware: Hardware, found: Estima
         console.print(f"and {len(found.sizes) - _SHOWN_STAGES} more stages")
     for note in found.notes:
         console.print(note.told(flag), style="dim", markup=False)
+    busy_ms = found.problem.busy_ms
+    for load in link_loads(found.problem):
+        if load.busy_ms > busy_ms:
+            stderr().print(
+                f"warning: {load}, longer than the {busy_ms:,.1f} ms that the busiest device "
+                "computes: the link bounds the step; cut or place the model otherwise",
+                style="yellow", markup=False, soft_wrap=True,
+            )  # fmt: skip
 
 
 def _stage_table(found: Estimate) -> Table:

@@ -14,7 +14,7 @@ from optpipe.cli.console import INFEASIBLE, NOTHING_FOUND, interruptible, stderr
 from optpipe.memory import device_peak_bytes, host_peak_bytes
 from optpipe.plot.terminal import ScheduleView
 from optpipe.schedule import ActionType
-from optpipe.simulate import bubble_rate, simulate
+from optpipe.simulate import bubble_rate, link_warnings, simulate
 from optpipe.units import format_bytes, format_ms, format_share
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ __all__ = [
     "progress_line",
     "searching",
     "show_schedule",
+    "warn_of_links",
 ]
 
 _SHOWN_DEVICES = 16
@@ -56,6 +57,13 @@ def show_schedule(
         console.print(ScheduleView(problem=problem, programs=schedule.programs, title=name))
     console.print()
     console.print(number_table(problem, schedule.programs, schedule, baseline))
+    warn_of_links(problem, schedule.makespan_ms)
+
+
+def warn_of_links(problem: Problem, makespan_ms: float) -> None:
+    """Say on standard error which links could not deliver within a makespan in ms."""
+    for sentence in link_warnings(problem, makespan_ms):
+        stderr().print(f"warning: {sentence}", style="yellow", markup=False, soft_wrap=True)
 
 
 def baseline_programs(problem: Problem) -> Programs | None:

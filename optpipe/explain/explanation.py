@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from itertools import groupby, pairwise
+from itertools import chain, groupby, pairwise
 from typing import TYPE_CHECKING, Literal
 
 from optpipe.explain.memory import device_memories, host_memories, program_peaks, stage_reliefs
 from optpipe.explain.reasons import Reasons, critical_path, idle_times, lane_uses, runs_of
 from optpipe.explain.values import CriticalPath, Explanation, IdleCause, Necessity, Sentence
 from optpipe.schedule import gap_of
-from optpipe.simulate import bubble_rate, simulate
+from optpipe.simulate import bubble_rate, link_warnings, simulate
 from optpipe.units import format_bytes, format_ms, format_share
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ _WAITS: dict[IdleCause, str] = {
 
 def _sentences(problem: Problem, told: Explanation) -> tuple[Sentence, ...]:
     topics: dict[Topic, Iterator[str]] = {
-        "length": _length(told),
+        "length": chain(_length(told), link_warnings(problem, told.makespan_ms)),
         "critical path": _path_sentences(problem, told.critical_path),
         "lanes": _lanes(problem, told),
         "memory": _memory(problem, told),

@@ -8,12 +8,14 @@ import numpy as np
 import pytest
 
 from optpipe import simulate
+from optpipe.simulate import link_loads, link_warnings
 from optpipe_solver.bounds import lower_bound, lower_bounds
 from optpipe_solver.bounds.heads_tails import drain, heads, refill, tails
 from optpipe_solver.bounds.relaxation import relaxed
 from optpipe_solver.families.zero_bubble import build_zb_h1
 from tests.building import UNIT, bus, problem, stage
 from tests.solver.bounds.judging import line, of_families
+from tests.solver.exhaustive import optimum
 
 if TYPE_CHECKING:
     from optpipe import Problem
@@ -113,3 +115,39 @@ def test_64_devices_and_512_micro_batches_are_proven_optimal_at_one_activation_p
     given = line(64, 512, 64)
     length_ms = simulate(given, build_zb_h1(given)).makespan_ms
     assert lower_bound(given).ms == pytest.approx(length_ms, rel=1e-6)
+
+
+@pytest.mark.parametrize("transfer_ms", [1, 4, 20])
+def test_a_link_that_queues_is_a_device_in_between(transfer_ms: int) -> None:
+    """What a link is said to need at least is needed where each message occupies a device."""
+    ends = stage(0, 2, 3, 1), stage(1, 1, 2, 1)
+    between = stage(2, transfer_ms, 0, 0)
+    queued = optimum(problem([ends[0], between, ends[1]], m=2))
+    line = {"from": 0, "to": 1, "bandwidth_gb_per_s": 1.0}
+    size = {"output_bytes": transfer_ms * UNIT}
+    links = [line, {"from": 1, "to": 0, "bandwidth_gb_per_s": 1e9}]
+    given = problem([{**ends[0], **size}, ends[1]], m=2, links=links)
+    load = link_loads(given)[0]
+    assert (load.source, load.target, load.busy_ms) == (0, 1, 2 * transfer_ms)
+    assert load.least_ms <= queued + 1e-6
+    assert load.least_ms >= queued - 2.0 or transfer_ms < 4
+    said = link_warnings(given, optimum(given))
+    assert bool(said) is (transfer_ms >= 4)
+    assert all("0 -> 1 is busy for" in text for text in said[:1])
+
+
+def test_links_that_queue_make_800_mb_over_10_gb_per_s_take_at_least_1_648_ms() -> None:
+    """Eight devices, 18 ms a pass: both directions are said, loops share a link's load."""
+    stages = [stage(d, 18, 18, 18, output_bytes=800 * UNIT * (d == 3)) for d in range(8)]
+    link = {"from": 3, "to": 4, "bandwidth_gb_per_s": 10.0}
+    given = problem(stages, m=16, links=[link])
+    assert [load.least_ms for load in link_loads(given)] == [1648.0, 1648.0]
+    assert not link_warnings(given, 1648.0)
+    first, second = link_warnings(given, 1014.0)
+    assert first.startswith("link 3 -> 4 is busy for 1,280.0 ms (12.8 GB at 10 GB/s)")
+    assert "no schedule is shorter than 1,648.0 ms, but these 1,014.0 ms" in first
+    assert second.startswith("link 4 -> 3")
+    loop = [stage(s % 2, 1, 1, 1, output_bytes=10 * UNIT) for s in range(4)]
+    twice = problem(loop, m=2, links=[{"from": 0, "to": 1, "bandwidth_gb_per_s": 1.0}])
+    loads = {(load.source, load.target): load.busy_ms for load in link_loads(twice)}
+    assert loads == {(0, 1): 60.0, (1, 0): 60.0}
