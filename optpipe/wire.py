@@ -194,6 +194,8 @@ _JOB_EXAMPLE: dict[str, Any] = {
     "created_at": "2026-01-31T12:00:00Z",
     "started_at": "2026-01-31T12:00:00.120000Z",
     "finished_at": None,
+    "place": None,
+    "expected_start_at": None,
     "trace": [{"seconds": 0.01, "method": "1f1b", "objective_ms": 130.0, "bound_ms": 112.5}],
 }
 
@@ -294,6 +296,15 @@ class Job(WireModel):
     created_at: datetime
     started_at: datetime | None = None
     finished_at: datetime | None = None
+    place: int | None = Field(
+        default=None,
+        description="In the queue, 1 = next; null for others, and for a moment after it came.",
+    )
+    expected_start_at: datetime | None = Field(
+        default=None,
+        description="An estimate: if all that runs and all that is before it in the queue takes "
+        "its whole time limit, nothing else comes, and one server solves it all.",
+    )
     trace: tuple[Improvement, ...] | None = Field(default=None, description="Null in lists.")
 
     @property

@@ -12,6 +12,7 @@
     |-- ForbiddenError           the key's role does not allow it
     |-- KeyNameError             no key can be, or is, called so
     |-- StateConflictError       not possible in the state the thing is in
+    |   `-- TooManyKeptError     as many jobs of a key are kept as may be
     |-- ScheduleNotFoundError    the job has none (yet)
     |-- KeyReusedError           an Idempotency-Key with another request
     |-- RequestError             the request itself: not UTF-8, not JSON, not readable
@@ -78,6 +79,7 @@ __all__ = [
     "TooManyFollowersOfKeyError",
     "TooManyFormsError",
     "TooManyJobsError",
+    "TooManyKeptError",
     "TooManyRequestsError",
 ]
 
@@ -166,6 +168,19 @@ class StateConflictError(InputError):
     """What is asked is not possible in the state the thing is in."""
 
     code = "state.conflict"
+
+
+class TooManyKeptError(StateConflictError):
+    """As many jobs of a key are kept as may be; more of them end nothing, so it is no 429."""
+
+    code = "key.too_many_kept"
+
+    def __init__(self, owner: str, num_kept: int, limit: int) -> None:
+        super().__init__(
+            f"{num_kept} jobs of the key {owner!r} are kept, ended ones and answers from the cache "
+            f"among them, and {limit} may be (OPTPIPE_MAX_KEPT_JOBS_PER_KEY); delete some: "
+            "DELETE /v1/jobs/{id}"
+        )
 
 
 class ScheduleNotFoundError(InputError):
@@ -260,8 +275,8 @@ class TooManyJobsError(ServerBusyError):
 
     def __init__(self, owner: str, unfinished: int, limit: int) -> None:
         super().__init__(
-            f"the key {owner!r} has {unfinished} jobs that wait or run, and may have {limit} "
-            "(OPTPIPE_MAX_JOBS_PER_KEY)",
+            f"the key {owner!r} has {unfinished} jobs and deployments that wait or run, and may "
+            f"have {limit} (OPTPIPE_MAX_JOBS_PER_KEY)",
             retry_after_s=10,
         )
 

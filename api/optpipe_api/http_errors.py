@@ -142,6 +142,8 @@ def response_to(error: OptPipeError, instance: str) -> Response:
     status = status_of(error)
     if status == HTTPStatus.UNPROCESSABLE_ENTITY:
         extra["errors"] = lines
+        is_told = isinstance(error, InputError) and len(error.pointers) == len(lines)
+        extra["pointers"] = list(error.pointers) if is_told else [""] * len(lines)
     if isinstance(error, InfeasibleProblemError):
         extra["needs"] = error.needs
     if isinstance(error, ServerBusyError):

@@ -79,7 +79,7 @@ class Service:
         self.deployments = DeploymentService(settings, stores, self.jobs, changes)
         self.charts = Charts()
         days = settings.retention_days
-        self._retention = None if days is None else Retention(stores, days)
+        self._retention = Retention(stores, days) if days else None
 
     @classmethod
     def open(

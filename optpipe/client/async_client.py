@@ -174,7 +174,11 @@ class AsyncBatch(_AsyncHandle):
 
     async def cancel(self) -> BatchView:
         """Stop every item that has not ended; each keeps its best schedule."""
-        return as_model(BatchView, await self._connection.send("DELETE", self._path))
+        return as_model(BatchView, await self._connection.send("POST", f"{self._path}/cancel"))
+
+    async def delete(self) -> None:
+        """Delete it and its jobs. Raises `ConflictError` if one has not ended."""
+        await self._connection.send("DELETE", self._path, repeat=Repeat.UNSENT)
 
 
 class AsyncDeployment(_AsyncHandle):
@@ -253,7 +257,7 @@ class AsyncClient:
 
     Every method raises `ServiceUnreachableError` where nobody answers, and what
     `optpipe.client.errors` draws where the service refuses. What several of them take: ``tags`` and
-    ``priority`` (-100 to 100, higher ones first), to find and to order jobs; ``options``,
+    ``priority`` (-100 to 10, an admin's to 100; higher ones first), to find and to order jobs; ``options``,
     ``time_limit_s`` and the others of `optpipe.wire`; ``wait_s``, how many seconds longer the
     service may wait for news before it answers, as far as it does; ``idempotency_key``, under which
     the service does a thing once: by default each call has its own.
@@ -464,7 +468,11 @@ class AsyncClient:
 
     async def cancel(self, job: Job | str) -> Job:
         """Stop a job and keep its best schedule; a finished one stays as it is."""
-        return as_model(Job, await self._connection.send("DELETE", _path(job)))
+        return as_model(Job, await self._connection.send("POST", f"{_path(job)}/cancel"))
+
+    async def delete(self, job: Job | str) -> None:
+        """Delete a job with its problem and schedule. Raises `ConflictError` if it goes on."""
+        await self._connection.send("DELETE", _path(job), repeat=Repeat.UNSENT)
 
     async def resume(self, job: Job | str, time_limit_s: float, *, wait_s: float = 0.0) -> Job:
         """Give a finished job so many seconds more, from where it stands.

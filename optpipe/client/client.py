@@ -174,7 +174,11 @@ class Batch(_Handle):
 
     def cancel(self) -> BatchView:
         """Stop every item that has not ended; each keeps its best schedule."""
-        return as_model(BatchView, self._connection.send("DELETE", self._path))
+        return as_model(BatchView, self._connection.send("POST", f"{self._path}/cancel"))
+
+    def delete(self) -> None:
+        """Delete it and its jobs. Raises `ConflictError` if one has not ended."""
+        self._connection.send("DELETE", self._path, repeat=Repeat.UNSENT)
 
 
 class Deployment(_Handle):
@@ -249,7 +253,7 @@ class Client:
 
     Every method raises `ServiceUnreachableError` where nobody answers, and what
     `optpipe.client.errors` draws where the service refuses. What several of them take: ``tags`` and
-    ``priority`` (-100 to 100, higher ones first), to find and to order jobs; ``options``,
+    ``priority`` (-100 to 10, an admin's to 100; higher ones first), to find and to order jobs; ``options``,
     ``time_limit_s`` and the others of `optpipe.wire`; ``wait_s``, how many seconds longer the
     service may wait for news before it answers, as far as it does; ``idempotency_key``, under which
     the service does a thing once: by default each call has its own.
@@ -458,7 +462,11 @@ class Client:
 
     def cancel(self, job: Job | str) -> Job:
         """Stop a job and keep its best schedule; a finished one stays as it is."""
-        return as_model(Job, self._connection.send("DELETE", _path(job)))
+        return as_model(Job, self._connection.send("POST", f"{_path(job)}/cancel"))
+
+    def delete(self, job: Job | str) -> None:
+        """Delete a job with its problem and schedule. Raises `ConflictError` if it goes on."""
+        self._connection.send("DELETE", _path(job), repeat=Repeat.UNSENT)
 
     def resume(self, job: Job | str, time_limit_s: float, *, wait_s: float = 0.0) -> Job:
         """Give a finished job so many seconds more, from where it stands.

@@ -539,11 +539,15 @@ class Slot:
             if not process.is_alive:
                 self._tell_lost(process)
                 return None
-            claim = self._store.claim(self._owner, self._settings.lease_s)
+            claim = self._claim()
             if claim is not None:
                 return claim
             self._work.acquire(timeout=self._settings.poll_s)
         return None
+
+    def _claim(self) -> Claim | None:
+        settings = self._settings
+        return self._store.claim(self._owner, settings.lease_s, settings.most_running)
 
     def _serve_failed(self, process: SolverProcess, opening: Message | None) -> None:
         """Try again where that may help; else let a job say what is wrong, if one waits."""
@@ -553,7 +557,7 @@ class Slot:
         if not self.is_broken:
             self._closing.wait(PAUSE_S)
             return
-        claim = self._store.claim(self._owner, self._settings.lease_s)
+        claim = self._claim()
         if claim is not None:
             self._solve(claim, process, opening)
         else:

@@ -1,4 +1,4 @@
-"""``/v1/jobs``: submit, list, look, cancel, resume; the problem and the model back."""
+"""``/v1/jobs``: submit, list, look, cancel, resume, delete; the problem and the model back."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ _ENDED = ended(Job, "job")
     "",
     status_code=202,
     response_model=Job,
-    responses={**_ENDED, **documented(403, 413, 415, 429)},
+    responses={**_ENDED, **documented(403, 409, 413, 415, 429)},
     openapi_extra=json_body("Submission"),
     summary="Submit a problem or a model",
 )
@@ -126,17 +126,28 @@ def list_jobs(
     """Return a page of jobs in a state, with a tag, of a batch; `next` is the next `cursor`."""
     found = service.jobs.page(limit + 1, cursor, who, state=state, tag=tag, batch_id=batch)
     shown, following = page_of(found, limit)
-    return JobList(jobs=tuple(job_view(job, who=who) for job in shown), next=following)
+    places = service.jobs.waiting(shown)
+    views = tuple(job_view(job, who=who, places=places) for job in shown)
+    return JobList(jobs=views, next=following)
 
 
 @router.get("/{job_id}", responses=documented(404), summary="Look at a job")
 def look(job_id: str, service: Serving, who: Reader) -> Job:
     """Return state, objective, bound, gap, error, times, and every improvement so far."""
-    return job_view(*service.jobs.job(job_id, who), who=who)
+    return _whole(service, job_id, who)
 
 
 @router.delete(
-    "/{job_id}",
+    "/{job_id}", status_code=204, responses=documented(403, 404, 409), summary="Delete a job"
+)
+def delete(job_id: str, service: Serving, who: Submitter) -> None:
+    """Forget an ended job: its problem, its schedule, its history. 409 where it goes on."""
+    service.jobs.delete(job_id, who)
+
+
+@router.post(
+    "/{job_id}/cancel",
+    status_code=202,
     response_model=Job,
     responses={**_ENDED, **documented(403, 404)},
     summary="Cancel a job",
@@ -195,6 +206,11 @@ def model(job_id: str, service: Serving, who: Reader) -> Response:
     return Response(service.jobs.model(job_id, who), media_type="application/json")
 
 
+def _whole(service: Service, job_id: str, who: Principal) -> Job:
+    job, trace = service.jobs.job(job_id, who)
+    return job_view(job, trace, who=who, places=service.jobs.waiting([job]))
+
+
 async def _answer(
     request: Request, service: Service, who: Principal, job: JobRecord, wait_s: float
 ) -> Response:
@@ -203,7 +219,7 @@ async def _answer(
     if job.is_untouched:
         view = job_view(job, [], who=who)
     else:
-        view = job_view(*await run_in_threadpool(service.jobs.job, job.id, who), who=who)
+        view = await run_in_threadpool(_whole, service, job.id, who)
     headers = {"Location": str(request.app.url_path_for("look", job_id=job.id))}
     return Response(
         view.model_dump_json(),

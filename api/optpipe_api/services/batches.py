@@ -154,8 +154,10 @@ class BatchService:
 
         Items that were solved before are answered at once.
 
-        Raises `QueueFullError`, `TooManyJobsError`, `KeyReusedError` as `BatchStore.add`.
+        Raises `QueueFullError`, `TooManyJobsError`, `TooManyKeptError`, `KeyReusedError` as
+        `BatchStore.add`; `RequestError` if the priority is beyond what this role may give.
         """
+        who.check_priority(swept.priority)
         plan = BatchPlan(
             axes=swept.axes,
             options=swept.options,
@@ -179,6 +181,7 @@ class BatchService:
             drafts,
             max_queued=self._settings.max_queued_jobs,
             max_of_owner=self._most_of(new.owner),
+            max_kept=self._settings.max_kept_jobs_per_key if new.owner else None,
         )
         for job in jobs:
             self._jobs.announce(job)
@@ -249,6 +252,11 @@ class BatchService:
         for job in retried:
             self._jobs.tell(job)
         return self._store.get(batch_id)
+
+    def delete(self, batch_id: str, who: Principal) -> None:
+        """Forget an ended batch and its jobs; raises `StateConflictError` if one goes on."""
+        self.find(batch_id, who)
+        self._store.delete(batch_id)
 
     # Following
 

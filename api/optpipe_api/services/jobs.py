@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -16,17 +18,26 @@ from optpipe_api.services.cache import MOST_TRIED
 from optpipe_api.services.events import Followers, JobWatch
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator
+    from collections.abc import AsyncGenerator, Iterable, Mapping
 
     from optpipe_api.access import Principal
     from optpipe_api.engine.engine import SlotEngine
-    from optpipe_api.jobs import HistoryEntry, JobRecord, NewJob, StoredSchedule, TracePoint
+    from optpipe_api.jobs import (
+        HistoryEntry,
+        JobRecord,
+        NewJob,
+        StoredSchedule,
+        TracePoint,
+        Waiting,
+    )
     from optpipe_api.services.cache import JobCache
     from optpipe_api.services.events import Changes
     from optpipe_api.settings import Settings
     from optpipe_api.store import JobStore
 
 __all__ = ["JobService"]
+
+_PLACES_FRESH_S, _PLACES_NEW_S = 1.0, 0.1
 
 
 class JobService:
@@ -53,14 +64,19 @@ class JobService:
         self._changes = changes
         self._watch = JobWatch(store, changes)
         self._followers = Followers(store, changes, self._watch)
+        self._counting = threading.Lock()
+        self._places: dict[str, Waiting] = {}
+        self._counted_at = float("-inf")
 
     # Taking in
 
     def submit(self, new: NewJob, who: Principal, key: str | None = None) -> JobRecord:
         """Queue a job, or answer it at once; a repeated key returns the first job.
 
-        Raises `QueueFullError`, `TooManyJobsError`, `KeyReusedError` as `JobStore.add`.
+        Raises `QueueFullError`, `TooManyJobsError`, `TooManyKeptError`, `KeyReusedError` as
+        `JobStore.add`; `RequestError` if the priority is beyond what this role may give.
         """
+        who.check_priority(new.priority)
         return self.add(self.draft(replace(new, owner=who.name, idempotency_key=key)))
 
     def draft(self, new: NewJob, most_near: int = MOST_TRIED) -> NewJob:
@@ -76,6 +92,7 @@ class JobService:
             new,
             max_queued=self._settings.max_queued_jobs,
             max_of_owner=self._settings.max_jobs_per_key if new.owner else None,
+            max_kept=self._settings.max_kept_jobs_per_key if new.owner else None,
         )
         if is_new:
             self.announce(job)
@@ -160,7 +177,27 @@ class JobService:
             raise InfeasibleProblemError(job.error.message, job.error.needs)
         raise ScheduleNotFoundError(_why_none(job))
 
+    def waiting(self, shown: Iterable[JobRecord]) -> Mapping[str, Waiting]:
+        """Return the places of the queued jobs among those that are shown.
+
+        Counted at most once a second for all who ask, or where one is new to it.
+        """
+        wanted = {job.id for job in shown if job.state is JobState.QUEUED}
+        with self._counting:
+            age_s = time.monotonic() - self._counted_at
+            is_known = wanted <= self._places.keys()
+            if wanted and age_s > (_PLACES_FRESH_S if is_known else _PLACES_NEW_S):
+                slots = self._settings.solver_processes
+                self._places = self._store.queue(slots, self._settings.most_running)
+                self._counted_at = time.monotonic()
+            return {one: self._places[one] for one in wanted & self._places.keys()}
+
     # Changing
+
+    def delete(self, job_id: str, who: Principal) -> None:
+        """Forget an ended job with all that is kept of it; raises as `JobStore.delete`."""
+        self.find(job_id, who)
+        self._store.delete(job_id)
 
     def cancel(self, job_id: str, who: Principal) -> JobRecord:
         """Cancel a job: a queued one now, a running one very soon."""

@@ -13,7 +13,7 @@ import statistics
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from optpipe.errors import ProblemError
+from optpipe.errors import InputError, ProblemError, pointer
 from optpipe.measurements import DeviceFacts, Measurements, Sample
 from optpipe.presets import (
     Training,
@@ -96,7 +96,7 @@ def solved_job(
 
     Raises `ProblemError` if the problem has more than ``max_cells`` cells; None = no limit.
     """
-    num_cells = _checked_cells(len(problem.stages), problem.num_microbatches, max_cells)
+    num_cells = _checked_cells(problem, len(problem.stages), max_cells)
     return NewJob(
         name=problem.name,
         problem_hash=problem.problem_hash,
@@ -114,7 +114,7 @@ def planned_job(
 ) -> NewJob:
     """Return the job that plans a model; raises as `solved_job`."""
     data = model.model_dump(mode="json", by_alias=True)
-    num_cells = _checked_cells(model.num_layers, model.num_microbatches, max_cells)
+    num_cells = _checked_cells(model, model.num_layers, max_cells)
     return NewJob(
         kind=JobKind.PLAN,
         name=model.name,
@@ -127,14 +127,15 @@ def planned_job(
     )
 
 
-def _checked_cells(num_stages: int, num_microbatches: int, max_cells: int | None) -> int:
+def _checked_cells(asked: Problem | Model, num_stages: int, max_cells: int | None) -> int:
+    num_microbatches = asked.num_microbatches
     num_cells = num_stages * num_microbatches
     if max_cells is not None and num_cells > max_cells:
         raise ProblemError(
             f"num_microbatches = {num_microbatches}: stages x num_microbatches = {num_cells} "
             f"exceeds {max_cells}, the limit of this service (OPTPIPE_MAX_CELLS); lower "
             "num_microbatches"
-        )
+        ).at(f"/{'problem' if isinstance(asked, Problem) else 'model'}/num_microbatches")
     return num_cells
 
 
@@ -164,7 +165,7 @@ def read_comparison(body: bytes, max_cells: int) -> tuple[str, CompareOptionsBod
     """Return the problem to compare methods on, as JSON text, and how to compare them."""
     comparison = Comparison.parse(decode_json(body))
     problem = comparison.problem
-    _checked_cells(len(problem.stages), problem.num_microbatches, max_cells)
+    _checked_cells(problem, len(problem.stages), max_cells)
     return problem.model_dump_json(by_alias=True), comparison.options
 
 
@@ -236,7 +237,10 @@ def _name_of(batch: BatchBody) -> str:
 
 def _variations(batch: BatchBody) -> list[Variation]:
     if batch.problem is not None:
-        return sweep(batch.problem, batch.axes)
+        try:
+            return sweep(batch.problem, batch.axes)
+        except InputError as error:
+            raise error.at("/axes") from None
     return [Variation(values={}, problem=problem) for problem in batch.problems or ()]
 
 
@@ -250,7 +254,8 @@ def _drafts(
             drafts.append(solved_job(variation.problem, options, max_cells, **choices))
         except ProblemError as error:
             name = variation.problem.name
-            raise ProblemError(f"item {index} ({name}): {error}") from error
+            place = "/axes" if variation.values else pointer("problems", index)
+            raise ProblemError(f"item {index} ({name}): {error}").at(place) from error
         num_bytes += len(drafts[-1].problem or "")
         if num_bytes > MOST_BYTES:
             raise BodyTooLargeError(
@@ -383,7 +388,10 @@ def _estimate(shape: ModelShape, body: EstimateBody) -> Estimate:
 def _vary(problem: Problem, values: Mapping[str, Any]) -> Problem:
     if not values:
         return problem
-    (variation,) = sweep(problem, {name: [value] for name, value in values.items()})
+    try:
+        (variation,) = sweep(problem, {name: [value] for name, value in values.items()})
+    except InputError as error:
+        raise error.at("/values") from None
     return variation.problem
 
 
@@ -430,7 +438,7 @@ def check_stages(registered: str, report: str) -> None:
         raise RequestError(
             f"actions.samples name stage {last}, but the deployment has {num_stages} stages, "
             "numbered from 0; report to the deployment that runs"
-        )
+        ).at("/actions/samples")
 
 
 def measured_problem(registered: str, reports: Sequence[str]) -> str:

@@ -165,7 +165,7 @@ export class JobView {
   }
 
   async cancel() {
-    this.job = await (await ask(this.path, { method: "DELETE" })).json();
+    this.job = await (await ask(`${this.path}/cancel`, { method: "POST" })).json();
     this.tell();
   }
 
