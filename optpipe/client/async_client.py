@@ -257,10 +257,10 @@ class AsyncClient:
 
     Every method raises `ServiceUnreachableError` where nobody answers, and what
     `optpipe.client.errors` draws where the service refuses. What several of them take: ``tags`` and
-    ``priority`` (-100 to 10, an admin's to 100; higher ones first), to find and to order jobs; ``options``,
-    ``time_limit_s`` and the others of `optpipe.wire`; ``wait_s``, how many seconds longer the
-    service may wait for news before it answers, as far as it does; ``idempotency_key``, under which
-    the service does a thing once: by default each call has its own.
+    ``priority`` (-100 to 10, an admin's to 100; higher ones first), to find and to order jobs;
+    ``options``, ``time_limit_s`` and the others of `optpipe.wire`; ``wait_s``, how many seconds
+    longer the service may wait for news before it answers, as far as it does; ``idempotency_key``,
+    under which the service does a thing once: by default each call has its own.
 
     Parameters
     ----------

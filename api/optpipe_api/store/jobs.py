@@ -374,7 +374,8 @@ class JobStore(JobReads):
             running = busy.all()
             queued = connection.execute(oldest.order_by(jobs.c.position).limit(_MOST_PLACES)).all()
             served = _served(connection)
-        return _simulated(running, queued, served, self._now(), num_slots, max_running)
+        limits: dict[str, Any] = {"num_slots": num_slots, "max_running": max_running}
+        return _simulated(running, queued, served, self._now(), **limits)
 
 
 # --- Whose turn it is.
@@ -434,6 +435,7 @@ def _simulated(
     queued: Sequence[sa.Row[Any]],
     served: dict[str, int],
     now: float,
+    *,
     num_slots: int,
     max_running: int | None,
 ) -> dict[str, Waiting]:
@@ -445,7 +447,8 @@ def _simulated(
     for row in sorted(queued, key=lambda row: (-row.priority, row.position)):
         lines[row.owner].append(row)
     found: dict[str, Waiting] = {}
-    last, at, num_free = max(served.values(), default=0), now, num_slots - len(running)
+    last, at = max(served.values(), default=0), now
+    num_free = max(0, num_slots - len(running))
     while True:
         next_ones = [
             _Turn.of(owner, line[0].priority, line[0].position, num_running[owner], served[owner])

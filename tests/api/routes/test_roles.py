@@ -173,7 +173,7 @@ def test_a_key_may_have_so_many_jobs_under_way(tmp_path) -> None:
 
 
 def test_who_fills_the_queue_delays_nobody(tmp_path) -> None:
-    """Two owners under load: when bob's 8 have ended, alice's 30 that came before have had 8 too."""
+    """Two owners under load: when bob's 8 have ended, so have 8 of alice's 30 before them."""
     settings = make_settings(tmp_path, require_keys=True, solver_processes=2)
     quick = {"problem": two_stages("improve:1:0.05")}
     with keyed(settings, alice=Role.SUBMIT, bob=Role.SUBMIT, ops=Role.ADMIN) as as_:

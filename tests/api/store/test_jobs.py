@@ -258,10 +258,11 @@ def test_a_queued_job_has_a_place_and_a_time_as_claims_have_them(store, clock: C
 
 def test_a_deleted_job_is_gone_and_one_that_goes_on_is_not_deleted(store, stores: Stores) -> None:
     job = add(store, changes={"tags": ("t",)}, key="k")
-    for _ in range(2):
-        with pytest.raises(StateConflictError, match=f"cancel it first: POST /v1/jobs/{job.id}"):
-            store.delete(job.id)
-        claim = store.claim("w", LEASE_S) or claim
+    with pytest.raises(StateConflictError, match=r"queued.*cancel it first: POST"):
+        store.delete(job.id)
+    claim = store.claim("w", LEASE_S)
+    with pytest.raises(StateConflictError, match=r"running.*cancel it first: POST"):
+        store.delete(job.id)
     store.finish(claim.lease, AttemptOutcome(event=JobEvent.SUCCEED, schedule="S", objective_ms=1))
     store.delete(job.id)
     with pytest.raises(JobNotFoundError):
@@ -277,7 +278,7 @@ def test_what_is_kept_of_a_key_is_limited_answers_from_the_cache_too(store) -> N
     known = AttemptOutcome(event=JobEvent.SUCCEED, schedule="S", objective_ms=1.0)
     hit = new(changes={"owner": "a", "finished": known})
     job, _ = store.add(hit, max_queued=1, max_kept=1)
-    with pytest.raises(TooManyKeptError, match="1 jobs of the key 'a' are kept.*DELETE /v1/jobs/"):
+    with pytest.raises(TooManyKeptError, match=r"1 jobs of the key 'a' are kept.*DELETE"):
         store.add(hit, max_queued=1, max_kept=1)
     store.delete(job.id)
     store.add(hit, max_queued=1, max_kept=1)
