@@ -123,7 +123,7 @@ class JobOptions:
     """How a job is solved: the arguments of `optpipe_solver.solve` and `plan` of the same names.
 
     ``cache`` aside, which is about what other jobs have found; ``chunks`` and ``placements`` are
-    of a plan, and None where the solver chooses.
+    of a plan, and None where the solver chooses; ``workload`` is of a comparison.
     """
 
     time_limit_s: float
@@ -135,6 +135,7 @@ class JobOptions:
     cache: CacheUse = "use"
     chunks: tuple[int, ...] | None = None
     placements: tuple[str, ...] | None = None
+    workload: dict[str, float | None] | None = None
 
     def __post_init__(self) -> None:
         # JSON gives lists back, and options are compared.
@@ -217,10 +218,14 @@ class JobState(StrEnum):
 
 
 class JobKind(StrEnum):
-    """What is done: a problem is solved, or a model is cut, placed and scheduled."""
+    """What is done: a problem is solved, a model is cut, placed and scheduled, or methods compared.
+
+    A comparison has rows, and no schedule.
+    """
 
     SOLVE = "solve"
     PLAN = "plan"
+    COMPARE = "compare"
 
 
 class Cache(StrEnum):

@@ -32,11 +32,8 @@
     |   |-- TooManyFollowersOfKeyError  likewise, of a key
     |   |-- TooManyBodiesError       as many large bodies as may wait to be read
     |   |-- TooManyFormsError        as many forms of schedules as may are being made
-    |   |-- TooManyComparisonsError  as many as may are under way
-    |   `-- ComparisonStoppedError   the server is stopping, or nobody waits for it any more
     |-- SolverFailedError        a solver process died, or met a fault of ours
     |-- SolverMemoryError        a solver process needs more memory than it may have
-    |-- SolverOvertimeError      a solver process went on long after its time limit
     |-- NoKeysError              keys are needed, and there is none
     `-- StoreUnavailableError    the database cannot be opened, or does not answer
 """
@@ -49,7 +46,6 @@ __all__ = [
     "BatchNotFoundError",
     "BodyTooHeavyError",
     "BodyTooLargeError",
-    "ComparisonStoppedError",
     "DeploymentNotFoundError",
     "ForbiddenError",
     "FormUnavailableError",
@@ -68,13 +64,11 @@ __all__ = [
     "ServerBusyError",
     "SolverFailedError",
     "SolverMemoryError",
-    "SolverOvertimeError",
     "StateConflictError",
     "StoreUnavailableError",
     "ThingNotFoundError",
     "TooLargeToDrawError",
     "TooManyBodiesError",
-    "TooManyComparisonsError",
     "TooManyFollowersError",
     "TooManyFollowersOfKeyError",
     "TooManyFormsError",
@@ -326,18 +320,6 @@ class TooManyBodiesError(ServerBusyError):
         super().__init__(f"{num_waiting} bodies wait to be read, or for their rest")
 
 
-class TooManyComparisonsError(ServerBusyError):
-    """As many comparisons as may are under way."""
-
-    code = "compare.busy"
-
-    def __init__(self, limit: int) -> None:
-        super().__init__(
-            f"{limit} comparisons are under way, as many as this service makes at once "
-            "(OPTPIPE_SOLVER_PROCESSES)"
-        )
-
-
 class TooManyFormsError(ServerBusyError):
     """As many forms of schedules as may are being made."""
 
@@ -345,15 +327,6 @@ class TooManyFormsError(ServerBusyError):
 
     def __init__(self, waiting: int) -> None:
         super().__init__(f"{waiting} schedules are being drawn or wait for it, as many as may")
-
-
-class ComparisonStoppedError(ServerBusyError):
-    """The server is stopping, or the client that waited is gone."""
-
-    code = "compare.stopped"
-
-    def __init__(self) -> None:
-        super().__init__("the comparison was stopped before its end, as the server is stopping")
 
 
 class SolverFailedError(WorldError):
@@ -366,12 +339,6 @@ class SolverMemoryError(WorldError):
     """A solver process needs more memory than it may have."""
 
     code = "solver.memory"
-
-
-class SolverOvertimeError(WorldError):
-    """A solver process went on long after its time limit, and was stopped."""
-
-    code = "solver.overtime"
 
 
 class NoKeysError(WorldError):

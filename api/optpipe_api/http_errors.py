@@ -16,7 +16,6 @@ from starlette.routing import Match
 from optpipe.errors import InfeasibleProblemError, InputError, OptPipeError
 from optpipe_api.errors import (
     BodyTooLargeError,
-    ComparisonStoppedError,
     ForbiddenError,
     KeyRequiredError,
     KeyReusedError,
@@ -58,7 +57,6 @@ _STATUSES: dict[type[OptPipeError], int] = {
     RequestError: 422,
     KeyReusedError: 422,
     ServerBusyError: 429,
-    ComparisonStoppedError: 503,
     SolverUnavailableError: 503,
     StoreUnavailableError: 503,
     InputError: 422,

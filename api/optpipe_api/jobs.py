@@ -140,7 +140,8 @@ class HistoryEntry:
 class AttemptOutcome:
     """How an attempt ended; ``schedule`` is JSON text and comes with its ``objective_ms``.
 
-    ``method`` made the schedule; ``problem`` is the one that a plan chose, as JSON text.
+    ``method`` made the schedule; ``problem`` is the one that a plan chose, ``comparison`` the rows
+    of a comparison, both as JSON text.
     """
 
     event: JobEvent
@@ -150,6 +151,7 @@ class AttemptOutcome:
     error: JobError | None = None
     method: str = ""
     problem: str | None = None
+    comparison: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

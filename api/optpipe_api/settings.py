@@ -46,7 +46,7 @@ class Settings(BaseSettings):
     cache
         Whether finished jobs answer equal problems at once, and start near ones.
     solver_processes
-        Jobs solved at once, each in a process of its own; and as many comparisons beside them.
+        Jobs solved at once, comparisons among them, each in a process of its own.
     solver_memory_bytes
         Address space of one solver process; None = no limit.
     solve_path
@@ -58,9 +58,9 @@ class Settings(BaseSettings):
     max_cells
         Largest stages x micro-batches of a problem.
     max_time_limit_s, default_time_limit_s
-        Of one job or comparison.
+        Of one job.
     max_threads
-        Largest ``threads`` of one job or comparison; the number of cores by default.
+        Largest ``threads`` of one job; the number of cores by default.
     max_queued_jobs
         Beyond it, submissions are answered with 429.
     max_jobs_per_key

@@ -70,8 +70,6 @@ Form: TypeAlias = Literal["json", "csv", "trace", "svg"]
 _FIRST_POLL_S = 0.1
 _LONGEST_POLL_S = 2.0
 _LONGEST_BATCH_POLL_S = 5.0
-# How long the methods of a comparison may take beside the optimiser's time limit.
-_METHODS_S = 60.0
 _LOOK_AGAIN_S = 30.0
 
 
@@ -495,17 +493,27 @@ class Client:
     ) -> list[MethodRow]:
         """Run every method on the service and return a row each, best first.
 
-        Waits for it: the time limit is the optimiser's, the other methods take their time too.
+        Waits for its job: the time limit is the optimiser's, the other methods take their time too.
+        Raises `SolveFailedError` if the solver failed, `NoScheduleError` if the job was cancelled.
         ``workload`` has ``tokens_per_microbatch``, for tokens/s; ``flops_per_microbatch`` and
         ``peak_flops_per_s``, for MFU.
         """
         options = given(time_limit_s=time_limit_s, threads=threads, seed=seed, workload=workload)
         body = {"problem": document(problem), "options": options}
-        headers = {"Accept": "application/json"}
-        wait_s, repeat = time_limit_s + _METHODS_S, Repeat.UNLESS_SLOW
-        answer = self._connection.send(
-            "POST", "v1/compare", json=body, headers=headers, wait_s=wait_s, repeat=repeat
-        )
+        answer = self._connection.send("POST", "v1/compare", json=body, headers=once(None))
+        with closing(self.follow(as_model(Job, answer))) as news:
+            for now in news:
+                last = now
+        if last.error is not None:
+            raise error_of(last.error.code, last.error.message, last.error.needs)
+        return self.comparison(last)
+
+    def comparison(self, job: Job | str) -> list[MethodRow]:
+        """Return the rows of a job that compares, best first.
+
+        Raises `NoScheduleError` if it has none (yet).
+        """
+        answer = self._connection.send("GET", f"{_path(job)}/comparison")
         return as_model(MethodRowList, answer).rows
 
     def sweep(

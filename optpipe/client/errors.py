@@ -103,7 +103,7 @@ _REFUSALS: dict[type[ServiceError], str] = {
     "request.not_acceptable request.form_unavailable request.too_large request.too_heavy "
     "chart.beside schedule.too_large",
     BusyError: "busy queue.full key.too_many_jobs key.too_many_requests key.too_many_followers "
-    "followers.full request.busy forms.busy compare.busy compare.stopped store.unavailable "
+    "followers.full request.busy forms.busy store.unavailable "
     "solver.unavailable",
     SolveFailedError: "solver.failed solver.memory solver.overtime job.died",
 }

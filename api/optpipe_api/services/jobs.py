@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from starlette.concurrency import run_in_threadpool
 
 from optpipe.errors import InfeasibleProblemError
-from optpipe.wire import JobState
+from optpipe.wire import JobKind, JobState
 from optpipe_api.access import Role
 from optpipe_api.engine.engine import SILENT, EngineObserver
 from optpipe_api.errors import JobNotFoundError, NoModelError, ScheduleNotFoundError
@@ -163,6 +163,22 @@ class JobService:
             raise NoModelError(job_id)
         return text
 
+    def comparison(self, job_id: str, who: Principal) -> str:
+        """Return the rows of a comparison as JSON text.
+
+        Raises `ScheduleNotFoundError` if it has none (yet), or compares nothing.
+        """
+        job = self.find(job_id, who)
+        text = self._store.comparison(job_id)
+        if text is not None:
+            return text
+        if job.kind is not JobKind.COMPARE:
+            raise ScheduleNotFoundError(
+                f"job {job_id} was asked for a schedule, not to compare methods; "
+                "POST /v1/compare does that"
+            )
+        raise ScheduleNotFoundError(_why_none(job, "comparison"))
+
     def schedule(self, job_id: str, who: Principal) -> StoredSchedule:
         """Return a job's best schedule so far.
 
@@ -275,8 +291,13 @@ class JobService:
         return min(seconds, self._settings.max_wait_s)
 
 
-def _why_none(job: JobRecord) -> str:
+def _why_none(job: JobRecord, what: str = "schedule") -> str:
+    if job.kind is JobKind.COMPARE and what != "comparison":
+        return (
+            f"job {job.id} compares methods and has no schedule of its own; "
+            f"GET /v1/jobs/{job.id}/comparison has its rows"
+        )
     if job.state.is_final:
         why = f": {job.error.message}" if job.error is not None else ""
-        return f"job {job.id} has {job.state.value} without a schedule{why}; submit it again"
-    return f"job {job.id} is {job.state.value} and has no schedule yet; ask again later"
+        return f"job {job.id} has {job.state.value} without a {what}{why}; submit it again"
+    return f"job {job.id} is {job.state.value} and has no {what} yet; ask again later"

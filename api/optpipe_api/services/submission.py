@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import statistics
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from optpipe.errors import InputError, ProblemError, pointer
@@ -31,7 +31,6 @@ from optpipe_api.errors import BodyTooLargeError, RequestError
 from optpipe_api.jobs import ItemPlan, NewJob
 from optpipe_api.requests.batches import BatchBody, refuse_many
 from optpipe_api.requests.catalogue import (
-    CompareOptionsBody,
     Comparison,
     EstimateBody,
     EstimateView,
@@ -161,12 +160,13 @@ def hash_of(data: object) -> str:
     return "sha256:" + hashlib.sha256(text.encode()).hexdigest()
 
 
-def read_comparison(body: bytes, max_cells: int) -> tuple[str, CompareOptionsBody]:
-    """Return the problem to compare methods on, as JSON text, and how to compare them."""
-    comparison = Comparison.parse(decode_json(body))
-    problem = comparison.problem
-    _checked_cells(problem, len(problem.stages), max_cells)
-    return problem.model_dump_json(by_alias=True), comparison.options
+def read_comparison(body: bytes, settings: Settings) -> NewJob:
+    """Return the job that compares methods on a problem; raises as `read_submission`."""
+    wanted = Comparison.parse(decode_json(body))
+    options = wanted.options.within(settings)
+    choices: dict[str, Any] = {"tags": wanted.tags, "priority": wanted.priority}
+    job = solved_job(wanted.problem, options, settings.max_cells, **choices)
+    return replace(job, kind=JobKind.COMPARE, shape_hash="")
 
 
 # --- Batches. A small body may ask for hundreds of problems.

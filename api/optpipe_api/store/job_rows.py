@@ -34,6 +34,7 @@ from optpipe_api.jobs import (
 )
 from optpipe_api.store.database import may_be_id, reading, record_of, row_with_id
 from optpipe_api.store.tables import (
+    comparisons,
     deployments,
     events,
     job_tags,
@@ -304,6 +305,11 @@ class JobReads:
         """Return the model of a plan as JSON text; None for other jobs."""
         with reading(self._engine) as connection:
             return document_of(connection, models, find_row(connection, job_id).position)
+
+    def comparison(self, job_id: str) -> str | None:
+        """Return the rows of a comparison as JSON text; None for other jobs, and until it ends."""
+        with reading(self._engine) as connection:
+            return document_of(connection, comparisons, find_row(connection, job_id).position)
 
     def schedule(self, job_id: str) -> StoredSchedule | None:
         """Return the best schedule so far."""

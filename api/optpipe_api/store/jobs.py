@@ -68,6 +68,7 @@ from optpipe_api.store.job_rows import (
     keep,
     leased_row,
     note,
+    put,
     refuse_when_full,
     refuse_when_kept,
     refuse_when_many,
@@ -526,6 +527,8 @@ def finish(
     )
     better = keep(connection, row, last, now, schedule=outcome.schedule, problem=outcome.problem)
     error = None if outcome.error is None else dump(outcome.error)
+    if outcome.comparison is not None:
+        put(connection, comparisons, row.position, outcome.comparison)
     return change(connection, row, outcome.event, now, error=error, spent_s=spent_s, **better)
 
 
