@@ -12,8 +12,7 @@ import secrets
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from optpipe_api.errors import ForbiddenError, RequestError
-from optpipe_api.jobs import MAX_SHARED_PRIORITY
+from optpipe_api.errors import ForbiddenError
 
 __all__ = ["ANYBODY", "KEY_NAME", "ApiKey", "Principal", "Role", "digest_of", "id_of", "mint"]
 
@@ -49,17 +48,6 @@ class Principal:
         """
         if not self.role.allows(role):
             raise ForbiddenError(self.name, self.role.value, role.value)
-
-    def check_priority(self, priority: int) -> None:
-        """Refuse a priority that goes before other owners' jobs; that is for admins.
-
-        Raises `RequestError` if it is beyond what this role may give.
-        """
-        if priority > MAX_SHARED_PRIORITY and self.role is not Role.ADMIN:
-            raise RequestError(
-                f"priority = {priority}: the key {self.name!r} has role {self.role.value}, and may "
-                f"give {MAX_SHARED_PRIORITY} at most; lower it, or let an admin submit the job"
-            ).at("/priority")
 
 
 ANYBODY = Principal("", Role.ADMIN)

@@ -140,8 +140,8 @@ def response_to(error: OptPipeError, instance: str) -> Response:
     status = status_of(error)
     if status == HTTPStatus.UNPROCESSABLE_ENTITY:
         extra["errors"] = lines
-        is_told = isinstance(error, InputError) and len(error.pointers) == len(lines)
-        extra["pointers"] = list(error.pointers) if is_told else [""] * len(lines)
+        places = error.pointers if isinstance(error, InputError) else ()
+        extra["pointers"] = places if len(places) == len(lines) else [""] * len(lines)
     if isinstance(error, InfeasibleProblemError):
         extra["needs"] = error.needs
     if isinstance(error, ServerBusyError):

@@ -33,6 +33,7 @@ from optpipe_api.errors import (
 from optpipe_api.jobs import BatchItem, BatchPlan, ItemPlan, JobStart, NewBatch
 from optpipe_api.requests.batches import refuse_many
 from optpipe_api.services.cache import MOST_CELLS, MOST_TRIED
+from optpipe_api.services.jobs import check_priority
 from optpipe_api.services.render import solution
 from optpipe_api.services.submission import ReadItem, hash_of, solved_job
 
@@ -157,7 +158,7 @@ class BatchService:
         Raises `QueueFullError`, `TooManyJobsError`, `TooManyKeptError`, `KeyReusedError` as
         `BatchStore.add`; `RequestError` if the priority is beyond what this role may give.
         """
-        who.check_priority(swept.priority)
+        check_priority(swept.priority, who)
         plan = BatchPlan(
             axes=swept.axes,
             options=swept.options,

@@ -13,7 +13,13 @@ from optpipe.errors import InfeasibleProblemError
 from optpipe.wire import JobKind, JobState
 from optpipe_api.access import Role
 from optpipe_api.engine.engine import SILENT, EngineObserver
-from optpipe_api.errors import JobNotFoundError, NoModelError, ScheduleNotFoundError
+from optpipe_api.errors import (
+    JobNotFoundError,
+    NoModelError,
+    RequestError,
+    ScheduleNotFoundError,
+)
+from optpipe_api.jobs import MAX_SHARED_PRIORITY
 from optpipe_api.services.cache import MOST_TRIED
 from optpipe_api.services.events import Followers, JobWatch
 
@@ -35,7 +41,7 @@ if TYPE_CHECKING:
     from optpipe_api.settings import Settings
     from optpipe_api.store import JobStore
 
-__all__ = ["JobService"]
+__all__ = ["JobService", "check_priority"]
 
 _PLACES_FRESH_S, _PLACES_NEW_S = 1.0, 0.1
 
@@ -76,7 +82,7 @@ class JobService:
         Raises `QueueFullError`, `TooManyJobsError`, `TooManyKeptError`, `KeyReusedError` as
         `JobStore.add`; `RequestError` if the priority is beyond what this role may give.
         """
-        who.check_priority(new.priority)
+        check_priority(new.priority, who)
         return self.add(self.draft(replace(new, owner=who.name, idempotency_key=key)))
 
     def draft(self, new: NewJob, most_near: int = MOST_TRIED) -> NewJob:
@@ -289,6 +295,18 @@ class JobService:
 
     def _at_most(self, seconds: float) -> float:
         return min(seconds, self._settings.max_wait_s)
+
+
+def check_priority(priority: int, who: Principal) -> None:
+    """Refuse a priority that goes before other owners' jobs; that is for admins.
+
+    Raises `RequestError` if it is beyond what this role may give.
+    """
+    if priority > MAX_SHARED_PRIORITY and who.role is not Role.ADMIN:
+        raise RequestError(
+            f"priority = {priority}: the key {who.name!r} has role {who.role.value}, and may "
+            f"give {MAX_SHARED_PRIORITY} at most; lower it, or let an admin submit the job"
+        ).at("/priority")
 
 
 def _why_none(job: JobRecord, what: str = "schedule") -> str:

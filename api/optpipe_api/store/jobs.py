@@ -432,19 +432,19 @@ def _note_turn(connection: sa.Connection, owner: str) -> None:
 
 
 def _simulated(
-    running: Sequence[sa.Row[Any]],
-    queued: Sequence[sa.Row[Any]],
+    running: Sequence[Any],
+    queued: Sequence[Any],
     served: dict[str, int],
     now: float,
     *,
     num_slots: int,
     max_running: int | None,
 ) -> dict[str, Waiting]:
-    """Return when queued jobs are claimed, in that order; see `JobStore.queue`."""
+    """Return when queued jobs are claimed, in that order, from rows; see `JobStore.queue`."""
     ends = [(max(now, row.claimed_at + _left_s(row)), row.owner) for row in running]
     heapify(ends)
     num_running = Counter(row.owner for row in running)
-    lines: dict[str, deque[sa.Row[Any]]] = defaultdict(deque)
+    lines: dict[str, deque[Any]] = defaultdict(deque)
     for row in sorted(queued, key=lambda row: (-row.priority, row.position)):
         lines[row.owner].append(row)
     found: dict[str, Waiting] = {}
@@ -475,13 +475,14 @@ def _simulated(
 
 
 def _left_s(row: sa.Row[Any]) -> float:
-    return max(0.0, float(json.loads(row.options)["time_limit_s"]) - row.spent_s)
+    limit_s: float = json.loads(row.options)["time_limit_s"]
+    return max(0.0, limit_s - float(row.spent_s))
 
 
 # --- What goes.
 
 
-def forget(connection: sa.Connection, rows: Sequence[sa.Row[Any]]) -> None:
+def forget(connection: sa.Connection, rows: Sequence[Any]) -> None:
     """Delete jobs with all that is kept of them, and batches that have none left."""
     positions = [row.position for row in rows]
     for table in (problems, models, schedules, comparisons, job_tags, events, jobs):

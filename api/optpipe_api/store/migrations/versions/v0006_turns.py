@@ -30,7 +30,7 @@ def upgrade() -> None:
     )
     op.create_index("ix_deployments_owner_ended_at", "deployments", ["owner", "ended_at"])
     op.drop_index("ix_jobs_queue", "jobs")
-    queue = ["state", "owner", sa.text("priority DESC"), "position"]
-    op.create_index("ix_jobs_queue", "jobs", queue)
+    falling = sa.text("priority DESC")
+    op.create_index("ix_jobs_queue", "jobs", ["state", "owner", falling, "position"])
     op.drop_index("ix_jobs_awaits_id", "jobs")
     op.drop_column("jobs", "awaits_id")
