@@ -233,6 +233,23 @@ def test_a_key_runs_no_more_at_a_server_than_it_may(store) -> None:
     assert all(store.claim("w", LEASE_S, 1) for _ in range(3))
 
 
+def test_many_claimers_at_once_keep_turns_and_limits(store, open_store) -> None:
+    """Each counts what the others have taken: 2 of each key, however they meet."""
+    for owner in "ab":
+        submit(store, owner, number=6)
+    stores = [open_store() for _ in range(4)]
+    taken: list[str] = []
+
+    def take(other: JobStore) -> None:
+        for _ in range(4):
+            claim = other.claim("w", LEASE_S, 2)
+            if claim is not None:
+                taken.append(claim.job.owner)
+
+    together([partial(take, other) for other in stores])
+    assert sorted(taken) == ["a", "a", "b", "b"]
+
+
 def test_a_queued_job_has_a_place_and_a_time_as_claims_have_them(store, clock: Clock) -> None:
     """What is said is what then happens, where every job takes all of its time."""
     submit(store, "a", number=5)
