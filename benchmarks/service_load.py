@@ -9,7 +9,11 @@ the same kind of process for the very same bytes, so that both meet the same mac
 costs the client is in both. Then followers listen to the events of one job, and one more client
 goes on asking beside them. Printed are requests per second and latencies, and for the followers
 whether each had every event exactly once, and how late. The aim: with 200 followers the 99th
-percentile of everything is below 250 ms. Rows are added to ``benchmarks/results/service_load.csv``.
+percentile of everything is below 250 ms. With ``--hostile`` one client asks alone, and then
+beside a thousand connections that send half of a request and sixty uploads that stop in their
+middle, anew as often as the server ends them; with ``--sweep`` one slot solves 500 short jobs, and
+the gaps between the end of one and the start of the next are printed. Rows are added to
+``benchmarks/results/service_load.csv``.
 """
 
 from __future__ import annotations
@@ -23,9 +27,9 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, fields, replace
-from itertools import count
+from itertools import count, pairwise
 from pathlib import Path
 from subprocess import PIPE
 from typing import TYPE_CHECKING, Any
@@ -54,6 +58,7 @@ ROUNDS = 3
 PLACE = "987654321"
 _MANY = 10_000_000
 _GATHER_S = 3.0
+JOB_S = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,10 +70,15 @@ class Load:
     connections: int
     followers: int
     events: int
+    sweep: int = 500
+    halves: int = 1000
+    stalled: int = 60
 
 
 FULL = Load(seconds=15.0, clients=3, connections=8, followers=200, events=20)
-SMALL = Load(seconds=0.6, clients=1, connections=2, followers=4, events=3)
+SMALL = Load(
+    seconds=0.6, clients=1, connections=2, followers=4, events=3, sweep=5, halves=5, stalled=2
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,12 +193,15 @@ def main(arguments: Sequence[str] | None = None) -> list[LoadRow]:
     parser.add_argument("--seconds", type=float, help="for each kind of request")
     parser.add_argument("--clients", type=int, help="client processes")
     parser.add_argument("--followers", type=int)
+    parser.add_argument("--hostile", action="store_true", help="beside hostile connections, only")
+    parser.add_argument("--sweep", action="store_true", help="the gaps between jobs, only")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args(arguments)
     load = SMALL if options.small else FULL
     given = {"seconds": options.seconds, "clients": options.clients, "followers": options.followers}
     load = replace(load, **{name: value for name, value in given.items() if value is not None})
-    rows = [replace(row, stamp=stamp()) for row in measure(load)]
+    measured = hostile(load) if options.hostile else gaps(load) if options.sweep else measure(load)
+    rows = [replace(row, stamp=stamp()) for row in measured]
     print(table(rows))
     write_rows(rows, options.out)
     return rows
@@ -223,6 +236,75 @@ def measure(load: Load) -> list[LoadRow]:
         for job in busy:
             client.cancel(job)
     return rows
+
+
+def gaps(load: Load) -> list[LoadRow]:
+    """Return a row about the gaps between the jobs of a sweep, solved in one slot."""
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        settings = {**_settings(folder), "solver_processes": 1, "cache": False}
+        url = stack.enter_context(_serving({"kind": "service", "settings": settings}, folder))
+        client = stack.enter_context(Client(url))
+        problems = [_scripted(f"improve:0:{JOB_S}", 2) for _ in range(load.sweep)]
+        began = time.perf_counter()
+        *_, batch = client.sweep(problems).follow()
+        seconds = time.perf_counter() - began
+    items = sorted(batch.items or (), key=lambda item: item.started_at or batch.created_at)
+    took = [
+        1000 * (after.started_at - before.finished_at).total_seconds()
+        for before, after in pairwise(items)
+        if after.started_at is not None and before.finished_at is not None
+    ]
+    failed = sum(item.state != "succeeded" for item in items)
+    what = f"gap between the jobs of a {len(items)}-item sweep"
+    return [_row(what, "service", took, failed, seconds)]
+
+
+def hostile(load: Load) -> list[LoadRow]:
+    """Return what a client meets alone, and beside connections that only hold."""
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        settings = _settings(folder)
+        url = stack.enter_context(_serving({"kind": "service", "settings": settings}, folder))
+        spawn = multiprocessing.get_context("spawn")
+        pool = stack.enter_context(ProcessPoolExecutor(1, mp_context=spawn))
+        client = stack.enter_context(Client(url))
+        job = _solved(client)
+        one = replace(load, connections=1, clients=1)
+        asked = Asked("", one, f"/v1/jobs/{job.id}/schedule", {}, 200)
+        servers = {"service": url}
+        rows = _turns("fetch a schedule alone", asked, ("service",), servers, pool)
+        holding = spawn.Process(target=hold, args=(url, load.halves, load.stalled), daemon=True)
+        holding.start()
+        try:
+            time.sleep(_GATHER_S)
+            what = f"beside {load.halves} half-open and {load.stalled} stalled connections"
+            rows += _turns(what, asked, ("service",), servers, pool)
+        finally:
+            holding.kill()
+            holding.join()
+    return rows
+
+
+def hold(url: str, halves: int, stalled: int) -> None:
+    """Hold connections: halves of headers, and uploads that stop; each anew when it is ended."""
+    at = httpx.URL(url)
+    head = b"POST /v1/jobs HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    upload = head + b"Content-Length: 8000000\r\n\r\n" + b" " * 7_000_000
+
+    async def one(text: bytes) -> None:
+        while True:
+            with suppress(OSError):
+                reader, writer = await asyncio.open_connection(at.host, at.port)
+                writer.write(text)
+                await reader.read()
+                writer.close()
+            await asyncio.sleep(_GATHER_S)
+
+    async def all_of_them() -> None:
+        await asyncio.gather(*map(one, [head] * halves + [upload] * stalled))
+
+    asyncio.run(all_of_them())
 
 
 def _settings(folder: Path) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from __future__ import annotations
 import difflib
 import reprlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from pydantic_core import PydanticCustomError
 
@@ -51,6 +51,8 @@ __all__ = [
     "Violation",
     "WorldError",
     "explain",
+    "places",
+    "pointer",
     "rule_broken",
 ]
 
@@ -62,9 +64,26 @@ class OptPipeError(Exception):
 
 
 class InputError(OptPipeError, ValueError):
-    """The caller gave us something wrong."""
+    """The caller gave us something wrong.
+
+    Attributes
+    ----------
+    pointers
+        Where in the JSON (RFC 6901), one for each line of the message; empty where that is unknown.
+    """
 
     code = "input.invalid"
+    pointers: tuple[str, ...] = ()
+
+    def at(self, *pointers: str) -> Self:
+        """Return the error, with its places."""
+        self.pointers = pointers
+        return self
+
+    def inside(self, outer: str) -> Self:
+        """Return the error of a document that stands at a pointer in another one."""
+        inner = self.pointers or ("",) * len(str(self).splitlines())
+        return self.at(*(outer + one for one in inner))
 
 
 class ProblemError(InputError):
@@ -217,6 +236,18 @@ def explain(error: ValidationError, model: type[BaseModel]) -> str:
     if len(details) > _SHOWN_ERRORS:
         lines.append(f"... and {len(details) - _SHOWN_ERRORS} more")
     return "\n".join(lines)
+
+
+def places(error: ValidationError) -> tuple[str, ...]:
+    """Return where each line of `explain` applies, as JSON pointers (RFC 6901)."""
+    details = _without_echoes(error.errors(include_url=False))
+    found = tuple(pointer(*item["loc"]) for item in details[:_SHOWN_ERRORS])
+    return found if len(details) <= _SHOWN_ERRORS else (*found, "")
+
+
+def pointer(*parts: str | int) -> str:
+    """Return the JSON pointer (RFC 6901) of names and indices; none = the whole document."""
+    return "".join("/" + str(part).replace("~", "~0").replace("/", "~1") for part in parts)
 
 
 def _line(item: Any, model: type[BaseModel]) -> str:

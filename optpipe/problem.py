@@ -24,7 +24,7 @@ from pydantic import (
     model_validator,
 )
 
-from optpipe.errors import InputError, ProblemError, explain, rule_broken
+from optpipe.errors import InputError, ProblemError, explain, places, rule_broken
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -129,7 +129,7 @@ class FileValue(FrozenValue):
         try:
             return cls.model_validate(data)
         except ValidationError as error:
-            raise cls.fault(explain(error, cls)) from None
+            raise cls.fault(explain(error, cls)).at(*places(error)) from None
 
 
 class Device(FrozenValue):

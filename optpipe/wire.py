@@ -123,7 +123,7 @@ class JobOptions:
     """How a job is solved: the arguments of `optpipe_solver.solve` and `plan` of the same names.
 
     ``cache`` aside, which is about what other jobs have found; ``chunks`` and ``placements`` are
-    of a plan, and None where the solver chooses.
+    of a plan, and None where the solver chooses; ``workload`` is of a comparison.
     """
 
     time_limit_s: float
@@ -135,6 +135,7 @@ class JobOptions:
     cache: CacheUse = "use"
     chunks: tuple[int, ...] | None = None
     placements: tuple[str, ...] | None = None
+    workload: dict[str, float | None] | None = None
 
     def __post_init__(self) -> None:
         # JSON gives lists back, and options are compared.
@@ -194,6 +195,8 @@ _JOB_EXAMPLE: dict[str, Any] = {
     "created_at": "2026-01-31T12:00:00Z",
     "started_at": "2026-01-31T12:00:00.120000Z",
     "finished_at": None,
+    "place": None,
+    "expected_start_at": None,
     "trace": [{"seconds": 0.01, "method": "1f1b", "objective_ms": 130.0, "bound_ms": 112.5}],
 }
 
@@ -215,10 +218,14 @@ class JobState(StrEnum):
 
 
 class JobKind(StrEnum):
-    """What is done: a problem is solved, or a model is cut, placed and scheduled."""
+    """What is done: a problem is solved, a model is cut, placed and scheduled, or methods compared.
+
+    A comparison has rows, and no schedule.
+    """
 
     SOLVE = "solve"
     PLAN = "plan"
+    COMPARE = "compare"
 
 
 class Cache(StrEnum):
@@ -294,6 +301,15 @@ class Job(WireModel):
     created_at: datetime
     started_at: datetime | None = None
     finished_at: datetime | None = None
+    place: int | None = Field(
+        default=None,
+        description="In the queue, 1 = next; null for others, and for a moment after it came.",
+    )
+    expected_start_at: datetime | None = Field(
+        default=None,
+        description="An estimate: if all that runs and all that is before it in the queue takes "
+        "its whole time limit, nothing else comes, and one server solves it all.",
+    )
     trace: tuple[Improvement, ...] | None = Field(default=None, description="Null in lists.")
 
     @property

@@ -21,6 +21,7 @@ from optpipe.client import (
     NotFoundError,
     SearchArguments,
     SolveArguments,
+    SolveFailedError,
     SubmissionArguments,
 )
 from optpipe.client.errors import refusal
@@ -269,10 +270,13 @@ def test_all_pages_of_jobs_are_read(client) -> None:
     assert script.requests[1].url.params["cursor"] == JOB["id"]
 
 
-def test_a_comparison_is_the_rows_that_the_service_answers(client) -> None:
-    """Options left out are left to the service; the optimiser's time is waited for."""
+def test_a_comparison_is_a_job_whose_rows_are_fetched_at_its_end(client) -> None:
+    """Options left out are left to the service; why it failed is raised."""
     sent = ROW | {"a_field_of_the_future": 1}
-    script = Script(fault(429, "compare.busy"), httpx.Response(200, json={"rows": [sent]}))
+    done = told(state="succeeded", kind="compare", has_schedule=False)
+    script = Script(
+        fault(429, "queue.full"), done, done, httpx.Response(200, json={"rows": [sent]})
+    )
     small = problem([stage()])
     workload = {"tokens_per_microbatch": 4096.0}
     (row,) = client(script).compare(small, time_limit_s=50.0, workload=workload)
@@ -280,21 +284,14 @@ def test_a_comparison_is_the_rows_that_the_service_answers(client) -> None:
     request = script.requests[1]
     body = json.loads(request.content)
     assert request.url == "http://planner:8000/base/v1/compare"
-    assert request.headers["Accept"] == "application/json"
+    assert request.headers["Idempotency-Key"]
     assert Problem.parse(body["problem"]) == small
     assert body["options"] == {"time_limit_s": 50.0, "workload": workload}
-    assert request.extensions["timeout"]["read"] > 50 + 30
-    assert request.extensions["timeout"]["connect"] == 30
-
-
-def test_a_comparison_that_took_too_long_is_not_made_again(client) -> None:
-    """A lost connection is repeated, as ever; a time that ran out would run out again."""
-    lost, slow = httpx.ConnectError("refused"), httpx.ReadTimeout("timed out")
-    script = Script(lost, slow)
-    with pytest.raises(ServiceUnreachableError, match="timed out"):
-        client(script).compare(problem([stage()]))
-    assert script.answers == []
-    assert client(Script(slow, told())).job("a").state == "running"
+    assert str(script.requests[3].url).endswith(f"/v1/jobs/{JOB['id']}/comparison")
+    error = {"code": "solver.memory", "message": "too much"}
+    failed = told(state="failed", kind="compare", has_schedule=False, error=error)
+    with pytest.raises(SolveFailedError, match="too much"):
+        client(Script(failed, failed)).compare(small)
 
 
 def test_methods_are_names_with_a_line_each(client) -> None:

@@ -118,13 +118,13 @@ def test_the_pod_runs_as_the_images_user_without_privileges(compose, pod) -> Non
 
 
 def test_memory_suffices_for_all_solver_processes(pod) -> None:
-    """The pod's limit is above what its solver processes and as many comparisons may take."""
+    """The pod's limit is above what its solver processes may take."""
     (container,) = pod["containers"]
     values = {item["name"]: item.get("value") for item in container["env"]}
     solvers = int(values["OPTPIPE_SOLVER_PROCESSES"]) * int(values["OPTPIPE_SOLVER_MEMORY_BYTES"])
     limit = container["resources"]["limits"]["memory"]
     assert limit.endswith("Gi")
-    assert int(limit.removesuffix("Gi")) * 1024**3 > 2 * solvers + SERVER_BYTES
+    assert int(limit.removesuffix("Gi")) * 1024**3 > solvers + SERVER_BYTES
 
 
 def test_no_pod_of_the_old_version_meets_the_tables_of_the_new(objects) -> None:

@@ -12,6 +12,7 @@
     |-- ForbiddenError           the key's role does not allow it
     |-- KeyNameError             no key can be, or is, called so
     |-- StateConflictError       not possible in the state the thing is in
+    |   `-- TooManyKeptError     as many jobs of a key are kept as may be
     |-- ScheduleNotFoundError    the job has none (yet)
     |-- KeyReusedError           an Idempotency-Key with another request
     |-- RequestError             the request itself: not UTF-8, not JSON, not readable
@@ -31,11 +32,8 @@
     |   |-- TooManyFollowersOfKeyError  likewise, of a key
     |   |-- TooManyBodiesError       as many large bodies as may wait to be read
     |   |-- TooManyFormsError        as many forms of schedules as may are being made
-    |   |-- TooManyComparisonsError  as many as may are under way
-    |   `-- ComparisonStoppedError   the server is stopping, or nobody waits for it any more
     |-- SolverFailedError        a solver process died, or met a fault of ours
     |-- SolverMemoryError        a solver process needs more memory than it may have
-    |-- SolverOvertimeError      a solver process went on long after its time limit
     |-- NoKeysError              keys are needed, and there is none
     `-- StoreUnavailableError    the database cannot be opened, or does not answer
 """
@@ -48,7 +46,6 @@ __all__ = [
     "BatchNotFoundError",
     "BodyTooHeavyError",
     "BodyTooLargeError",
-    "ComparisonStoppedError",
     "DeploymentNotFoundError",
     "ForbiddenError",
     "FormUnavailableError",
@@ -67,17 +64,16 @@ __all__ = [
     "ServerBusyError",
     "SolverFailedError",
     "SolverMemoryError",
-    "SolverOvertimeError",
     "StateConflictError",
     "StoreUnavailableError",
     "ThingNotFoundError",
     "TooLargeToDrawError",
     "TooManyBodiesError",
-    "TooManyComparisonsError",
     "TooManyFollowersError",
     "TooManyFollowersOfKeyError",
     "TooManyFormsError",
     "TooManyJobsError",
+    "TooManyKeptError",
     "TooManyRequestsError",
 ]
 
@@ -166,6 +162,19 @@ class StateConflictError(InputError):
     """What is asked is not possible in the state the thing is in."""
 
     code = "state.conflict"
+
+
+class TooManyKeptError(StateConflictError):
+    """As many jobs of a key are kept as may be; more of them end nothing, so it is no 429."""
+
+    code = "key.too_many_kept"
+
+    def __init__(self, owner: str, num_kept: int, limit: int) -> None:
+        super().__init__(
+            f"{num_kept} jobs of the key {owner!r} are kept, ended ones and answers from the cache "
+            f"among them, and {limit} may be (OPTPIPE_MAX_KEPT_JOBS_PER_KEY); delete some: "
+            "DELETE /v1/jobs/{id}"
+        )
 
 
 class ScheduleNotFoundError(InputError):
@@ -260,8 +269,8 @@ class TooManyJobsError(ServerBusyError):
 
     def __init__(self, owner: str, unfinished: int, limit: int) -> None:
         super().__init__(
-            f"the key {owner!r} has {unfinished} jobs that wait or run, and may have {limit} "
-            "(OPTPIPE_MAX_JOBS_PER_KEY)",
+            f"the key {owner!r} has {unfinished} jobs and deployments that wait or run, and may "
+            f"have {limit} (OPTPIPE_MAX_JOBS_PER_KEY)",
             retry_after_s=10,
         )
 
@@ -311,18 +320,6 @@ class TooManyBodiesError(ServerBusyError):
         super().__init__(f"{num_waiting} bodies wait to be read, or for their rest")
 
 
-class TooManyComparisonsError(ServerBusyError):
-    """As many comparisons as may are under way."""
-
-    code = "compare.busy"
-
-    def __init__(self, limit: int) -> None:
-        super().__init__(
-            f"{limit} comparisons are under way, as many as this service makes at once "
-            "(OPTPIPE_SOLVER_PROCESSES)"
-        )
-
-
 class TooManyFormsError(ServerBusyError):
     """As many forms of schedules as may are being made."""
 
@@ -330,15 +327,6 @@ class TooManyFormsError(ServerBusyError):
 
     def __init__(self, waiting: int) -> None:
         super().__init__(f"{waiting} schedules are being drawn or wait for it, as many as may")
-
-
-class ComparisonStoppedError(ServerBusyError):
-    """The server is stopping, or the client that waited is gone."""
-
-    code = "compare.stopped"
-
-    def __init__(self) -> None:
-        super().__init__("the comparison was stopped before its end, as the server is stopping")
 
 
 class SolverFailedError(WorldError):
@@ -351,12 +339,6 @@ class SolverMemoryError(WorldError):
     """A solver process needs more memory than it may have."""
 
     code = "solver.memory"
-
-
-class SolverOvertimeError(WorldError):
-    """A solver process went on long after its time limit, and was stopped."""
-
-    code = "solver.overtime"
 
 
 class NoKeysError(WorldError):

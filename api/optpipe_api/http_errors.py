@@ -16,7 +16,6 @@ from starlette.routing import Match
 from optpipe.errors import InfeasibleProblemError, InputError, OptPipeError
 from optpipe_api.errors import (
     BodyTooLargeError,
-    ComparisonStoppedError,
     ForbiddenError,
     KeyRequiredError,
     KeyReusedError,
@@ -58,7 +57,6 @@ _STATUSES: dict[type[OptPipeError], int] = {
     RequestError: 422,
     KeyReusedError: 422,
     ServerBusyError: 429,
-    ComparisonStoppedError: 503,
     SolverUnavailableError: 503,
     StoreUnavailableError: 503,
     InputError: 422,
@@ -142,6 +140,8 @@ def response_to(error: OptPipeError, instance: str) -> Response:
     status = status_of(error)
     if status == HTTPStatus.UNPROCESSABLE_ENTITY:
         extra["errors"] = lines
+        places = error.pointers if isinstance(error, InputError) else ()
+        extra["pointers"] = places if len(places) == len(lines) else [""] * len(lines)
     if isinstance(error, InfeasibleProblemError):
         extra["needs"] = error.needs
     if isinstance(error, ServerBusyError):

@@ -36,6 +36,7 @@ from optpipe.schedule import OPTIMAL_GAP, gap_of
 from optpipe.wire import Cache, EventKind, JobKind, JobOptions, JobState
 
 __all__ = [
+    "MAX_SHARED_PRIORITY",
     "AttemptOutcome",
     "BatchItem",
     "BatchPlan",
@@ -53,8 +54,13 @@ __all__ = [
     "Standing",
     "StoredSchedule",
     "TracePoint",
+    "Waiting",
     "transition",
 ]
+
+
+MAX_SHARED_PRIORITY = 10
+"""Up to it a priority orders the jobs of one owner; above it, a job goes before everybody's."""
 
 
 class JobEvent(StrEnum):
@@ -134,7 +140,8 @@ class HistoryEntry:
 class AttemptOutcome:
     """How an attempt ended; ``schedule`` is JSON text and comes with its ``objective_ms``.
 
-    ``method`` made the schedule; ``problem`` is the one that a plan chose, as JSON text.
+    ``method`` made the schedule; ``problem`` is the one that a plan chose, ``comparison`` the rows
+    of a comparison, both as JSON text.
     """
 
     event: JobEvent
@@ -144,6 +151,7 @@ class AttemptOutcome:
     error: JobError | None = None
     method: str = ""
     problem: str | None = None
+    comparison: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,7 +189,7 @@ class JobRecord:
     owner
         Whose it is.
     priority
-        -100..100; higher ones are taken first.
+        -100..100; of one owner's jobs higher ones are taken first, see `MAX_SHARED_PRIORITY`.
     tags
         Sorted.
     shape_hash
@@ -294,6 +302,14 @@ class Standing:
     state: JobState
     num_schedules: int
     last_entry: int
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """The place of a queued job, 1 = next, and when it begins if none before it ends early."""
+
+    place: int
+    starts_at: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,6 +100,7 @@ def create_app(settings: Settings) -> FastAPI:
     app.include_router(jobs.charts_router)
     app.include_router(catalogue.presets_router)
     app.include_router(catalogue.router)
+    app.include_router(jobs.comparisons_router)
     app.include_router(system.questions_router)
     app.include_router(system.router)
     system.install(app)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import time
 from typing import TYPE_CHECKING
 
 import structlog
 
-from optpipe_api.engine.comparison import Comparisons
 from optpipe_api.engine.engine import SILENT, SlotEngine, open_solvers
 from optpipe_api.services.batches import BatchService
 from optpipe_api.services.cache import JobCache
@@ -22,10 +20,9 @@ from optpipe_api.store import open_stores
 from optpipe_api.views import load_methods
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping
+    from collections.abc import Callable, Mapping
 
     from optpipe.wire import JobState
-    from optpipe_api.engine.comparison import CompareOptions
     from optpipe_api.engine.engine import EngineObserver
     from optpipe_api.services.events import Changes
     from optpipe_api.settings import Settings
@@ -34,7 +31,6 @@ if TYPE_CHECKING:
 __all__ = ["Retention", "Service"]
 
 
-_IS_GONE_EVERY_S = 0.1
 _COUNTS_FRESH_S = 1.0
 
 
@@ -70,7 +66,6 @@ class Service:
         self._engine = SlotEngine(
             stores.jobs, settings, changes.publish, self._solvers.start, observer
         )
-        self._comparisons = Comparisons(settings, self._solvers.start)
         cache = JobCache(settings, stores.jobs, self.pool)
         self.jobs = JobService(
             settings, stores.jobs, self._engine, changes, cache=cache, observer=observer
@@ -79,7 +74,7 @@ class Service:
         self.deployments = DeploymentService(settings, stores, self.jobs, changes)
         self.charts = Charts()
         days = settings.retention_days
-        self._retention = None if days is None else Retention(stores, days)
+        self._retention = Retention(stores, days) if days else None
 
     @classmethod
     def open(
@@ -101,33 +96,9 @@ class Service:
         self.deployments.close()
         self.charts.close()
         self.pool.close()
-        self._comparisons.close()
         self._engine.close()
         self._solvers.close()
         self._stores.close()
-
-    async def compare(
-        self,
-        problem: str,
-        options: CompareOptions,
-        is_gone: Callable[[], Awaitable[bool]],
-    ) -> str:
-        """Compare every method and return the rows as a text of the form asked for.
-
-        ``problem``: JSON text. ``is_gone``: whether the client is; asked often. Its comparison is
-        then stopped. Raises `WorldError` if too many are under way, or the solver fails, or the
-        server is stopping.
-        """
-        gone = threading.Event()
-        work = asyncio.wrap_future(self._comparisons.begin(problem, options, gone))
-        try:
-            while not work.done():
-                await asyncio.wait({work}, timeout=_IS_GONE_EVERY_S)
-                if self._changes.is_closed or await is_gone():
-                    gone.set()
-            return await work
-        finally:
-            gone.set()
 
     def counts(self) -> dict[JobState, int]:
         """Return the number of jobs in each state."""

@@ -46,7 +46,7 @@ class Settings(BaseSettings):
     cache
         Whether finished jobs answer equal problems at once, and start near ones.
     solver_processes
-        Jobs solved at once, each in a process of its own; and as many comparisons beside them.
+        Jobs solved at once, comparisons among them, each in a process of its own.
     solver_memory_bytes
         Address space of one solver process; None = no limit.
     solve_path
@@ -58,13 +58,19 @@ class Settings(BaseSettings):
     max_cells
         Largest stages x micro-batches of a problem.
     max_time_limit_s, default_time_limit_s
-        Of one job or comparison.
+        Of one job.
     max_threads
-        Largest ``threads`` of one job or comparison; the number of cores by default.
+        Largest ``threads`` of one job; the number of cores by default.
     max_queued_jobs
         Beyond it, submissions are answered with 429.
     max_jobs_per_key
-        Jobs of one key that wait or run; beyond it likewise.
+        Jobs of one key that wait or run, and its deployments that go on; beyond it likewise.
+    max_running_per_key
+        Jobs of one key that this server solves at once; more of them wait, even beside an idle
+        slot, so that nobody else has to wait for their end. None = all slots but one, at least 1.
+    max_kept_jobs_per_key
+        Jobs of one key that are kept at all, ended ones and answers from the cache among them;
+        beyond it, submissions are answered with 409.
     max_requests_per_minute
         Of one key, or of one address where there are no keys; 0 = no limit. Each server counts
         for itself.
@@ -87,7 +93,7 @@ class Settings(BaseSettings):
         How much longer than its time limit a solve may take before it is stopped.
     retention_days
         Finished jobs, and ended deployments and batches, are deleted so long after their end;
-        None = never.
+        0 = never.
     log_format
         ``text`` for people, ``json`` for machines.
     """
@@ -116,6 +122,8 @@ class Settings(BaseSettings):
     max_threads: int = Field(default_factory=_num_cores, ge=1)
     max_queued_jobs: int = Field(default=2000, ge=1)
     max_jobs_per_key: int = Field(default=600, ge=1)
+    max_running_per_key: int | None = Field(default=None, ge=1)
+    max_kept_jobs_per_key: int = Field(default=20_000, ge=1)
     max_requests_per_minute: int = Field(default=0, ge=0)
     max_followers: int = Field(default=1000, ge=1)
     max_followers_per_key: int = Field(default=250, ge=1)
@@ -127,7 +135,7 @@ class Settings(BaseSettings):
     poll_s: float = Field(default=0.5, gt=0, allow_inf_nan=False)
     stop_grace_s: float = Field(default=0.2, ge=0, allow_inf_nan=False)
     overtime_s: float = Field(default=30.0, gt=0, allow_inf_nan=False)
-    retention_days: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    retention_days: float = Field(default=90.0, ge=0, allow_inf_nan=False)
     log_format: Literal["text", "json"] = "text"
 
     @field_validator("allowed_hosts", mode="before")
@@ -159,6 +167,11 @@ class Settings(BaseSettings):
             raise InputError(
                 f"settings (OPTPIPE_* or options of serve):\n{explain(error, cls)}"
             ) from None
+
+    @property
+    def most_running(self) -> int:
+        """Jobs of one key that this server solves at once."""
+        return self.max_running_per_key or max(1, self.solver_processes - 1)
 
     @property
     def keys_required(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from optpipe.plot.scene import title_of
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
         HistoryEntry,
         JobRecord,
         TracePoint,
+        Waiting,
     )
 
 __all__ = [
@@ -49,10 +51,24 @@ __all__ = [
 View = TypeVar("View", bound=WireModel)
 
 
-def job_view(job: JobRecord, trace: Sequence[TracePoint] | None = None, *, who: Principal) -> Job:
-    """Return a job as somebody sees it; without its trace in lists."""
+def job_view(
+    job: JobRecord,
+    trace: Sequence[TracePoint] | None = None,
+    *,
+    who: Principal,
+    places: Mapping[str, Waiting] = MappingProxyType({}),
+) -> Job:
+    """Return a job as somebody sees it, with its place in the queue; without trace in lists."""
+    place = places.get(job.id)
     shown = None if trace is None else tuple(Improvement(**asdict(one)) for one in trace)
-    return _seen(Job, job, owner=_owner(job.owner, who), trace=shown)
+    return _seen(
+        Job,
+        job,
+        owner=_owner(job.owner, who),
+        trace=shown,
+        place=None if place is None else place.place,
+        expected_start_at=None if place is None else place.starts_at,
+    )
 
 
 def event_view(entry: HistoryEntry) -> Event:

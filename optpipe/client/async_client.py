@@ -70,8 +70,6 @@ Form: TypeAlias = Literal["json", "csv", "trace", "svg"]
 _FIRST_POLL_S = 0.1
 _LONGEST_POLL_S = 2.0
 _LONGEST_BATCH_POLL_S = 5.0
-# How long the methods of a comparison may take beside the optimiser's time limit.
-_METHODS_S = 60.0
 _LOOK_AGAIN_S = 30.0
 
 
@@ -174,7 +172,11 @@ class AsyncBatch(_AsyncHandle):
 
     async def cancel(self) -> BatchView:
         """Stop every item that has not ended; each keeps its best schedule."""
-        return as_model(BatchView, await self._connection.send("DELETE", self._path))
+        return as_model(BatchView, await self._connection.send("POST", f"{self._path}/cancel"))
+
+    async def delete(self) -> None:
+        """Delete it and its jobs. Raises `ConflictError` if one has not ended."""
+        await self._connection.send("DELETE", self._path, repeat=Repeat.UNSENT)
 
 
 class AsyncDeployment(_AsyncHandle):
@@ -253,10 +255,10 @@ class AsyncClient:
 
     Every method raises `ServiceUnreachableError` where nobody answers, and what
     `optpipe.client.errors` draws where the service refuses. What several of them take: ``tags`` and
-    ``priority`` (-100 to 100, higher ones first), to find and to order jobs; ``options``,
-    ``time_limit_s`` and the others of `optpipe.wire`; ``wait_s``, how many seconds longer the
-    service may wait for news before it answers, as far as it does; ``idempotency_key``, under which
-    the service does a thing once: by default each call has its own.
+    ``priority`` (-100 to 10, an admin's to 100; higher ones first), to find and to order jobs;
+    ``options``, ``time_limit_s`` and the others of `optpipe.wire`; ``wait_s``, how many seconds
+    longer the service may wait for news before it answers, as far as it does; ``idempotency_key``,
+    under which the service does a thing once: by default each call has its own.
 
     Parameters
     ----------
@@ -464,7 +466,11 @@ class AsyncClient:
 
     async def cancel(self, job: Job | str) -> Job:
         """Stop a job and keep its best schedule; a finished one stays as it is."""
-        return as_model(Job, await self._connection.send("DELETE", _path(job)))
+        return as_model(Job, await self._connection.send("POST", f"{_path(job)}/cancel"))
+
+    async def delete(self, job: Job | str) -> None:
+        """Delete a job with its problem and schedule. Raises `ConflictError` if it goes on."""
+        await self._connection.send("DELETE", _path(job), repeat=Repeat.UNSENT)
 
     async def resume(self, job: Job | str, time_limit_s: float, *, wait_s: float = 0.0) -> Job:
         """Give a finished job so many seconds more, from where it stands.
@@ -493,17 +499,27 @@ class AsyncClient:
     ) -> list[MethodRow]:
         """Run every method on the service and return a row each, best first.
 
-        Waits for it: the time limit is the optimiser's, the other methods take their time too.
+        Waits for its job: the time limit is the optimiser's, the other methods take their time too.
+        Raises `SolveFailedError` if the solver failed, `NoScheduleError` if the job was cancelled.
         ``workload`` has ``tokens_per_microbatch``, for tokens/s; ``flops_per_microbatch`` and
         ``peak_flops_per_s``, for MFU.
         """
         options = given(time_limit_s=time_limit_s, threads=threads, seed=seed, workload=workload)
         body = {"problem": document(problem), "options": options}
-        headers = {"Accept": "application/json"}
-        wait_s, repeat = time_limit_s + _METHODS_S, Repeat.UNLESS_SLOW
-        answer = await self._connection.send(
-            "POST", "v1/compare", json=body, headers=headers, wait_s=wait_s, repeat=repeat
-        )
+        answer = await self._connection.send("POST", "v1/compare", json=body, headers=once(None))
+        async with aclosing(self.follow(as_model(Job, answer))) as news:
+            async for now in news:
+                last = now
+        if last.error is not None:
+            raise error_of(last.error.code, last.error.message, last.error.needs)
+        return await self.comparison(last)
+
+    async def comparison(self, job: Job | str) -> list[MethodRow]:
+        """Return the rows of a job that compares, best first.
+
+        Raises `NoScheduleError` if it has none (yet).
+        """
+        answer = await self._connection.send("GET", f"{_path(job)}/comparison")
         return as_model(MethodRowList, answer).rows
 
     async def sweep(

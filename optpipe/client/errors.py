@@ -98,12 +98,12 @@ _REFUSALS: dict[type[ServiceError], str] = {
     NotFoundError: "not_found job.not_found model.none batch.not_found deployment.not_found",
     # The last is only of jobs that failed, not of answers; likewise job.died.
     NoScheduleError: "schedule.none solver.nothing_found",
-    ConflictError: "state.conflict idempotency.reused",
+    ConflictError: "state.conflict idempotency.reused key.too_many_kept",
     RequestRefusedError: "schedule.illegal input.invalid request.invalid request.media_type "
     "request.not_acceptable request.form_unavailable request.too_large request.too_heavy "
     "chart.beside schedule.too_large",
     BusyError: "busy queue.full key.too_many_jobs key.too_many_requests key.too_many_followers "
-    "followers.full request.busy forms.busy compare.busy compare.stopped store.unavailable "
+    "followers.full request.busy forms.busy store.unavailable "
     "solver.unavailable",
     SolveFailedError: "solver.failed solver.memory solver.overtime job.died",
 }

@@ -64,8 +64,6 @@ class Repeat(Enum):
 
     ALWAYS = "always"
     """It changes nothing, or carries a key under which the service does it only once."""
-    UNLESS_SLOW = "unless slow"
-    """Not where the time ran out: it would again, at the service's expense."""
     UNSENT = "unsent"
     """Only where it certainly was not done."""
 
@@ -158,11 +156,9 @@ def is_told(answer: httpx.Response) -> bool:
 
 
 def _may_follow_loss(repeat: Repeat, error: httpx.TransportError) -> bool:
-    if isinstance(error, httpx.UnsupportedProtocol):
-        return False
     if repeat is Repeat.UNSENT:
         return isinstance(error, _UNSENT)
-    return repeat is Repeat.ALWAYS or not isinstance(error, httpx.ReadTimeout)
+    return not isinstance(error, httpx.UnsupportedProtocol)
 
 
 def _may_follow(repeat: Repeat, answer: httpx.Response) -> bool:

@@ -132,12 +132,12 @@ def run(errand: Errand, call: Caller, ledger: Ledger) -> None:
             _follow(call, ledger, path)
             ledger.ended.append(errand)
         case "cancel it while it waits":
-            ledger.saw(call("DELETE", path).json())
+            ledger.saw(call("POST", f"{path}/cancel").json())
         case "cancel it while it runs":
             for job in _views(call, ledger, path):
                 if job["has_schedule"]:
                     break
-            ledger.saw(call("DELETE", path).json())
+            ledger.saw(call("POST", f"{path}/cancel").json())
         case "resume":
             _follow(call, ledger, path)
             answer = call("POST", f"{path}/resume", json={"time_limit_s": 1})

@@ -129,10 +129,17 @@ def test_what_exists_is_shown_as_documented(server, tmp_path) -> None:
         tmp_path,
         f"--phases={PHASES}",
         "--include-path-regex={(job|batch|deployment)_id}",
+        "--exclude-path=/v1/jobs/{job_id}/comparison",
+        # Then it would exist no more.
+        "--exclude-method=DELETE",
         job_id=job_id,
         batch_id=server.post("/v1/batches", {**problem, "axes": {"memory_scale": [1, 0.5]}}),
         deployment_id=server.post("/v1/deployments", problem),
     )
+    compared = server.post("/v1/compare?wait=30", problem)
+    server.ended(f"/v1/jobs/{compared}")
+    only = "--include-path=/v1/jobs/{job_id}/comparison"
+    report += check(server, tmp_path, f"--phases={PHASES}", only, job_id=compared)
     assert "404 Not Found" not in report
 
 

@@ -189,10 +189,10 @@ def test_items_end_one_by_one(tmp_path) -> None:
             [before, before, 2 * before],
         )
         path = f"/v1/batches/{batch['id']}"
-        http.delete(f"/v1/jobs/{batch['items'][0]['job_id']}")
+        http.post(f"/v1/jobs/{batch['items'][0]['job_id']}/cancel")
         until(http, path, lambda now: now["items"][0]["state"] == "cancelled")
         assert http.get(path).json()["is_finished"] is False
-        http.delete(path)
+        http.post(f"{path}/cancel")
         ended = http.get(path, params={"wait": 60}).json()
         assert (ended["is_finished"], found(ended)) == (True, found(batch))
 
@@ -293,7 +293,7 @@ def test_only_an_ended_job_with_a_schedule_can_be_asked_about(tmp_path) -> None:
         job = submit(http, "improve:3:9", wait=0).json()
         said = fault(post(http, job), 409, "state.conflict")["detail"]
         assert "wait for its end" in said
-        http.delete(f"/v1/jobs/{job['id']}")
+        http.post(f"/v1/jobs/{job['id']}/cancel")
         job = submit(http, "nothing").json()
         said = fault(post(http, job), 409, "state.conflict")["detail"]
         assert "resume it" in said

@@ -10,6 +10,14 @@ from benchmarks.service_load import main
 
 
 @pytest.mark.extended
+@pytest.mark.parametrize(("option", "num_rows"), [("--hostile", 2), ("--sweep", 1)])
+def test_the_other_small_runs_fail_nothing(tmp_path, option: str, num_rows: int) -> None:
+    rows = main(["--small", option, "--out", str(tmp_path / "load.csv")])
+    assert [row.failed for row in rows] == [0] * num_rows
+    assert all(row.count > 0 for row in rows)
+
+
+@pytest.mark.extended
 def test_the_small_run_answers_everything(tmp_path, capsys) -> None:
     """Nothing fails, followers hear every event once, and the rows stand in table and file."""
     out = tmp_path / "load.csv"

@@ -264,6 +264,17 @@ def test_lists_show_jobs_and_what_can_be_done_about_them(visit: Visit, tmp_path)
     page.wait_for_selector("#resume")
 
 
+def test_a_comparison_shows_its_rows(visit: Visit, url: str) -> None:
+    """It has no schedule, so no chart, and nothing to go on with."""
+    body = {"problem": two_stages("compared")}
+    job = httpx.post(f"{url}/v1/compare?wait=60", json=body, timeout=90).json()
+    page = visit.open(f"?job={job['id']}")
+    page.wait_for_selector("#comparison tbody td:text-is('limit=20 threads=1 seed=0')")
+    assert page.locator("#comparison tbody tr").count() == 1
+    assert page.locator("#job .chart, #resume").count() == 0
+    visit.picture("comparison")
+
+
 def test_leaving_a_job_while_its_chart_is_made_is_no_fault(
     visit: Visit, url: str, tmp_path
 ) -> None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from optpipe.errors import MissingExtraError
+from optpipe.wire import JobKind
 from optpipe_api.engine.processes import LocalSolvers, MachineState, Message
 from optpipe_api.errors import SolverFailedError, StoreUnavailableError
 from optpipe_api.jobs import AttemptOutcome, JobError, JobEvent, TracePoint
@@ -140,6 +141,10 @@ class Attempt:
             case "result":
                 self.has_result = True
                 self._finish(self._outcome(message))
+            case "rows":
+                self.has_result = True
+                event = JobEvent.CANCEL if self._cancelled.is_set() else JobEvent.SUCCEED
+                self._finish(AttemptOutcome(event=event, comparison=message.document))
             case _:
                 error = JobError(code=message.header["code"], message=message.header["message"])
                 self._finish(AttemptOutcome(event=JobEvent.FAIL, error=error))
@@ -149,6 +154,8 @@ class Attempt:
         header = {"options": asdict(self._options), "has_start": claim.start is not None}
         if claim.model is not None:
             self._process.send(Message("plan", header, claim.model))
+        elif claim.job.kind is JobKind.COMPARE:
+            self._process.send(Message("compare", header, claim.problem or ""))
         else:
             self._process.send(Message("job", header, claim.problem or ""))
         if claim.start is not None:
@@ -539,11 +546,15 @@ class Slot:
             if not process.is_alive:
                 self._tell_lost(process)
                 return None
-            claim = self._store.claim(self._owner, self._settings.lease_s)
+            claim = self._claim()
             if claim is not None:
                 return claim
             self._work.acquire(timeout=self._settings.poll_s)
         return None
+
+    def _claim(self) -> Claim | None:
+        settings = self._settings
+        return self._store.claim(self._owner, settings.lease_s, settings.most_running)
 
     def _serve_failed(self, process: SolverProcess, opening: Message | None) -> None:
         """Try again where that may help; else let a job say what is wrong, if one waits."""
@@ -553,7 +564,7 @@ class Slot:
         if not self.is_broken:
             self._closing.wait(PAUSE_S)
             return
-        claim = self._store.claim(self._owner, self._settings.lease_s)
+        claim = self._claim()
         if claim is not None:
             self._solve(claim, process, opening)
         else:

@@ -49,7 +49,7 @@ __all__ = [
 # server      ready      (imports are done)
 # server      progress   seconds, method, objective_ms, bound_ms         schedule, or empty
 # server      result     status, objective_ms, bound_ms, message, needs  schedule, or empty
-# server      rows       (the answer to compare)                         of the form asked for
+# server      rows       (the answer to compare)                         as JSON
 # server      retired    (it takes no more tasks, and ends)
 # server      error      code, message
 # ==========  =========  ==============================================  =======================

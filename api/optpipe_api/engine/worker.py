@@ -173,10 +173,10 @@ def _compare(
         time_limit_s=options["time_limit_s"],
         threads=options["threads"],
         seed=options["seed"],
-        workload=Workload(**options["workload"]),
+        workload=Workload(**(options["workload"] or {})),
         should_stop=channel.stop.is_set,
     )
-    return Message("rows", {}, dump_comparison([row.as_json() for row in rows], options["form"]))
+    return Message("rows", {}, dump_comparison([row.as_json() for row in rows], "json"))
 
 
 def _solve(channel: _Channel, job: Message, solve: Callable[..., Result]) -> Message:

@@ -53,7 +53,8 @@ def _parse_one(index: int, data: Any) -> Problem:
     try:
         return Problem.parse(data)
     except ProblemError as error:
-        raise ProblemError(f"problems[{index}]: {error}") from None
+        message = f"problems[{index}]: {error}"
+        raise ProblemError(message).at(*error.inside(f"/{index}").pointers) from None
 
 
 class BatchBody(StrictBody):

@@ -11,13 +11,15 @@ from optpipe.errors import rule_broken
 from optpipe.presets import GPUS, MODELS, Hardware, ModelShape, total_parameters
 from optpipe.problem import Problem
 from optpipe.sweep import AXES
-from optpipe_api.engine.comparison import CompareOptions
+from optpipe.wire import JobOptions
 from optpipe_api.errors import RequestError
 from optpipe_api.requests.jobs import (
     PROBLEM_EXAMPLE,
+    Priority,
     Readers,
     SearchOptions,
     StrictBody,
+    Tags,
     WithProblem,
     no_default,
 )
@@ -257,14 +259,13 @@ class CompareOptionsBody(SearchOptions):
 
     workload: WorkloadBody = WorkloadBody()
 
-    def within(self, settings: Settings, form: str) -> CompareOptions:
-        """Return the options, defaults filled in; ``form`` is that of the answer.
+    def within(self, settings: Settings) -> JobOptions:
+        """Return the options, defaults filled in.
 
         Raises `InputError` if they go beyond what this service allows.
         """
         default_s = min(_DEFAULT_TIME_LIMIT_S, settings.default_time_limit_s)
-        return CompareOptions(
-            form=form,
+        return JobOptions(
             time_limit_s=self.checked_time_limit_s(settings, default_s),
             threads=self.threads,
             seed=self.seed,
@@ -294,3 +295,5 @@ class Comparison(WithProblem):
     )
 
     options: CompareOptionsBody = CompareOptionsBody()
+    tags: Tags = ()
+    priority: Priority = 0

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, get_a
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic.json_schema import SkipJsonSchema
 
-from optpipe.errors import InputError, explain, rule_broken
+from optpipe.errors import InputError, explain, places, pointer, rule_broken
 from optpipe.measurements import Measurements
 from optpipe.model import Model
 from optpipe.problem import Count, Index, Milliseconds, Objective, Problem
@@ -54,7 +54,14 @@ Tags = Annotated[
     AfterValidator(lambda tags: tuple(sorted(set(tags)))),
 ]
 Priority = Annotated[
-    int, Field(ge=-100, le=100, strict=True, description="Higher ones are taken first.")
+    int,
+    Field(
+        ge=-100,
+        le=100,
+        strict=True,
+        description="Of one owner's jobs higher ones are taken first. Owners take turns, but for "
+        "priorities above 10, which only admins may give.",
+    ),
 ]
 PlacementName = Literal["linear", "loop", "v", "free"]
 _OBJECTIVES = get_args(Objective)
@@ -109,11 +116,22 @@ class StrictBody(BaseModel):
         lone = str(data.get("format", "")).removeprefix("optpipe/").removesuffix("/v1")
         if lone in cls.readers and lone not in data:
             raise RequestError(f'the {lone} stands alone; wrap it: {{"{lone}": {{...}}}}')
-        documents = {name: read(data[name]) for name, read in cls.readers.items() if name in data}
+        documents = {
+            name: _read_at(name, read, data[name])
+            for name, read in cls.readers.items()
+            if name in data
+        }
         try:
             return cls.model_validate({**data, **documents})
         except ValidationError as error:
-            raise RequestError(explain(error, cls)) from None
+            raise RequestError(explain(error, cls)).at(*places(error)) from None
+
+
+def _read_at(name: str, read: Callable[[Any], Any], value: Any) -> Any:
+    try:
+        return read(value)
+    except InputError as error:
+        raise error.inside(pointer(name)) from None
 
 
 class SearchOptions(StrictBody):
@@ -138,7 +156,7 @@ class SearchOptions(StrictBody):
                 raise InputError(
                     f"options.{name} = {value}: must be <= {limit} on this service "
                     f"(OPTPIPE_MAX_{name.upper()}); lower it"
-                )
+                ).at(f"/options/{name}")
         return time_limit_s
 
 
@@ -181,7 +199,7 @@ class OptionsBody(SearchOptions):
             raise InputError(
                 f"options.method = {self.method!r}: must be one of {', '.join(methods)}; choose "
                 "one (GET /v1/methods describes them)"
-            )
+            ).at("/options/method")
         return JobOptions(
             time_limit_s=self.checked_time_limit_s(settings, settings.default_time_limit_s),
             work_limit=self.work_limit,
@@ -233,7 +251,8 @@ class SubmissionOptions(OptionsBody):
         others = _NOT_OF[kind]
         foreign = sorted(name for name in self.model_fields_set if name in others)
         if foreign:
-            raise InputError(f"options.{foreign[0]}: {others[foreign[0]]}; leave it out")
+            message = f"options.{foreign[0]}: {others[foreign[0]]}; leave it out"
+            raise InputError(message).at(f"/options/{foreign[0]}")
         options = super().within(settings, methods)
         return replace(options, chunks=self.chunks, placements=self.placements)
 
@@ -320,7 +339,10 @@ class Readiness(BaseModel):
 
 
 class Fault(BaseModel):
-    """A problem detail (RFC 9457). ``code`` is stable, ``errors`` holds one line per fault."""
+    """A problem detail (RFC 9457). ``code`` is stable, ``errors`` holds one line per fault.
+
+    ``pointers`` says where each of them is in the body (RFC 6901; empty = all of it).
+    """
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -333,6 +355,7 @@ class Fault(BaseModel):
                     "code": "problem.invalid",
                     "instance": "/v1/jobs",
                     "errors": ["stages[0].forward_ms = -1: must be >= 0; change it"],
+                    "pointers": ["/problem/stages/0/forward_ms"],
                 }
             ]
         }
@@ -345,6 +368,7 @@ class Fault(BaseModel):
     code: str
     instance: str
     errors: list[str] | None = None
+    pointers: list[str] | None = None
     needs: dict[str, int] | None = None
     id: str | None = Field(default=None, description="Names the entry in the server's log.")
 

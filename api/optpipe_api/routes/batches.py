@@ -212,7 +212,16 @@ async def retry(
 
 
 @router.delete(
-    "/{batch_id}",
+    "/{batch_id}", status_code=204, responses=documented(403, 404, 409), summary="Delete a batch"
+)
+def delete_batch(batch_id: str, service: Serving, who: Submitter) -> None:
+    """Forget an ended batch and its jobs. 409 where one of them goes on."""
+    service.batches.delete(batch_id, who)
+
+
+@router.post(
+    "/{batch_id}/cancel",
+    status_code=202,
     response_model=BatchView,
     responses={**_ENDED, **documented(403, 404)},
     summary="Cancel a batch",

@@ -1,8 +1,9 @@
-"""``/v1/jobs``: submit, list, look, cancel, resume; the problem and the model back."""
+"""``/v1/jobs``: submit, list, look, cancel, resume, delete; the problem and the model back."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -13,11 +14,13 @@ from fastapi.sse import KEEPALIVE_COMMENT, EventSourceResponse, format_sse_event
 from starlette.concurrency import run_in_threadpool
 
 from optpipe.explain import Explanation
+from optpipe.formats.tables import dump_comparison
 from optpipe.wire import Job, JobList, JobState
 from optpipe_api.errors import StoreUnavailableError
 from optpipe_api.http_errors import documented
 from optpipe_api.requests.http import (
     FORMS,
+    TABLE_FORMS,
     decode_json,
     etag_of,
     known_number,
@@ -48,7 +51,7 @@ from optpipe_api.routes.common import (
 )
 from optpipe_api.services.events import Purpose
 from optpipe_api.services.render import Shown, Theme, as_text, explanation, solution
-from optpipe_api.services.submission import read_submission
+from optpipe_api.services.submission import read_comparison, read_submission
 from optpipe_api.views import event_view, job_view
 
 if TYPE_CHECKING:
@@ -60,6 +63,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "charts_router",
+    "comparisons_router",
     "events_router",
     "explanations_router",
     "router",
@@ -88,7 +92,7 @@ _ENDED = ended(Job, "job")
     "",
     status_code=202,
     response_model=Job,
-    responses={**_ENDED, **documented(403, 413, 415, 429)},
+    responses={**_ENDED, **documented(403, 409, 413, 415, 429)},
     openapi_extra=json_body("Submission"),
     summary="Submit a problem or a model",
 )
@@ -112,6 +116,72 @@ async def submit(
         return await _answer(request, service, who, job, wait)
 
 
+comparisons_router = APIRouter(prefix="/v1", tags=["methods"])
+
+
+@comparisons_router.post(
+    "/compare",
+    status_code=202,
+    response_model=Job,
+    responses={**_ENDED, **documented(403, 409, 413, 415, 429)},
+    openapi_extra=json_body("Comparison"),
+    summary="Compare every method",
+)
+async def compare(
+    request: Request,
+    service: Serving,
+    who: Submitter,
+    wait: Wait = 0.0,
+    idempotency_key: Key = None,
+) -> Response:
+    """Queue a job that runs every method, the optimiser among them; its rows are its comparison.
+
+    The time limit is the optimiser's; the other methods take their time too.
+    """
+    require_json(request)
+    body = await read_body(request, service.settings.max_body_bytes)
+    new = await service.pool.run(read_comparison, body, service.settings)
+    del body
+    with place_to_wait(service, who, wait):
+        job = await run_in_threadpool(service.jobs.submit, new, who, idempotency_key)
+        return await _answer(request, service, who, job, wait)
+
+
+_CSV_EXAMPLE = "method,placement,makespan_ms,...\n1f1b,as given,84.0,...\n"
+_MARKDOWN_EXAMPLE = "| method | makespan ms | ... |\n| --- | ---: | --- |\n| 1f1b | 84 | ... |\n"
+_ROWS: Answers = {
+    200: {
+        "description": "A row per method, best first.",
+        "content": {
+            **json_content("MethodRowList"),
+            "text/csv": {"schema": {"type": "string"}, "example": _CSV_EXAMPLE},
+            "text/markdown": {"schema": {"type": "string"}, "example": _MARKDOWN_EXAMPLE},
+        },
+    }
+}
+
+
+@router.get(
+    "/{job_id}/comparison",
+    response_class=Response,
+    responses={**_ROWS, **documented(404, 406)},
+    summary="Fetch the rows of a comparison",
+)
+def comparison(
+    job_id: str,
+    service: Serving,
+    who: Reader,
+    accept: Accept = None,
+    form: Annotated[Literal["json", "csv", "markdown"] | None, Query(alias="format")] = None,
+) -> Response:
+    """Return JSON, CSV or a Markdown table, by `?format=` or `Accept`."""
+    chosen = preferred_form(accept, TABLE_FORMS) if form is None else form
+    text = service.jobs.comparison(job_id, who)
+    if chosen != "json":
+        text = dump_comparison(json.loads(text)["rows"], chosen)
+    return Response(text, media_type=TABLE_FORMS[chosen], headers={"Vary": "Accept"})
+
+
 @router.get("", responses=documented(404), summary="List jobs, newest first")
 def list_jobs(
     *,
@@ -126,17 +196,28 @@ def list_jobs(
     """Return a page of jobs in a state, with a tag, of a batch; `next` is the next `cursor`."""
     found = service.jobs.page(limit + 1, cursor, who, state=state, tag=tag, batch_id=batch)
     shown, following = page_of(found, limit)
-    return JobList(jobs=tuple(job_view(job, who=who) for job in shown), next=following)
+    places = service.jobs.waiting(shown)
+    views = tuple(job_view(job, who=who, places=places) for job in shown)
+    return JobList(jobs=views, next=following)
 
 
 @router.get("/{job_id}", responses=documented(404), summary="Look at a job")
 def look(job_id: str, service: Serving, who: Reader) -> Job:
     """Return state, objective, bound, gap, error, times, and every improvement so far."""
-    return job_view(*service.jobs.job(job_id, who), who=who)
+    return _whole(service, job_id, who)
 
 
 @router.delete(
-    "/{job_id}",
+    "/{job_id}", status_code=204, responses=documented(403, 404, 409), summary="Delete a job"
+)
+def delete(job_id: str, service: Serving, who: Submitter) -> None:
+    """Forget an ended job: its problem, its schedule, its history. 409 where it goes on."""
+    service.jobs.delete(job_id, who)
+
+
+@router.post(
+    "/{job_id}/cancel",
+    status_code=202,
     response_model=Job,
     responses={**_ENDED, **documented(403, 404)},
     summary="Cancel a job",
@@ -195,6 +276,11 @@ def model(job_id: str, service: Serving, who: Reader) -> Response:
     return Response(service.jobs.model(job_id, who), media_type="application/json")
 
 
+def _whole(service: Service, job_id: str, who: Principal) -> Job:
+    job, trace = service.jobs.job(job_id, who)
+    return job_view(job, trace, who=who, places=service.jobs.waiting([job]))
+
+
 async def _answer(
     request: Request, service: Service, who: Principal, job: JobRecord, wait_s: float
 ) -> Response:
@@ -203,7 +289,7 @@ async def _answer(
     if job.is_untouched:
         view = job_view(job, [], who=who)
     else:
-        view = job_view(*await run_in_threadpool(service.jobs.job, job.id, who), who=who)
+        view = await run_in_threadpool(_whole, service, job.id, who)
     headers = {"Location": str(request.app.url_path_for("look", job_id=job.id))}
     return Response(
         view.model_dump_json(),

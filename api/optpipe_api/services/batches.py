@@ -33,6 +33,7 @@ from optpipe_api.errors import (
 from optpipe_api.jobs import BatchItem, BatchPlan, ItemPlan, JobStart, NewBatch
 from optpipe_api.requests.batches import refuse_many
 from optpipe_api.services.cache import MOST_CELLS, MOST_TRIED
+from optpipe_api.services.jobs import check_priority
 from optpipe_api.services.render import solution
 from optpipe_api.services.submission import ReadItem, hash_of, solved_job
 
@@ -154,8 +155,10 @@ class BatchService:
 
         Items that were solved before are answered at once.
 
-        Raises `QueueFullError`, `TooManyJobsError`, `KeyReusedError` as `BatchStore.add`.
+        Raises `QueueFullError`, `TooManyJobsError`, `TooManyKeptError`, `KeyReusedError` as
+        `BatchStore.add`; `RequestError` if the priority is beyond what this role may give.
         """
+        check_priority(swept.priority, who)
         plan = BatchPlan(
             axes=swept.axes,
             options=swept.options,
@@ -179,6 +182,7 @@ class BatchService:
             drafts,
             max_queued=self._settings.max_queued_jobs,
             max_of_owner=self._most_of(new.owner),
+            max_kept=self._settings.max_kept_jobs_per_key if new.owner else None,
         )
         for job in jobs:
             self._jobs.announce(job)
@@ -249,6 +253,11 @@ class BatchService:
         for job in retried:
             self._jobs.tell(job)
         return self._store.get(batch_id)
+
+    def delete(self, batch_id: str, who: Principal) -> None:
+        """Forget an ended batch and its jobs; raises `StateConflictError` if one goes on."""
+        self.find(batch_id, who)
+        self._store.delete(batch_id)
 
     # Following
 

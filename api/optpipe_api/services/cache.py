@@ -65,7 +65,8 @@ class JobCache:
 
         One that comes with a start keeps it, and takes an answer only if it is no worse.
         """
-        if new.options.cache == "refresh" or not self._is_wanted:
+        is_found_anew = new.options.cache == "refresh" or new.kind is JobKind.COMPARE
+        if is_found_anew or not self._is_wanted:
             return new
         if new.start is not None:
             return self._hit(new) or new

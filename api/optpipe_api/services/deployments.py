@@ -100,11 +100,16 @@ class DeploymentService:
     ) -> DeploymentRecord:
         """Register a training run and begin to solve its problem; a repeated key returns the first.
 
-        Raises `QueueFullError` if the queue has no room for its solve; `KeyReusedError` if the key
-        made a deployment from another request.
+        Raises `QueueFullError` if the queue has no room for its solve; `TooManyJobsError` if too
+        much of this owner is under way; `KeyReusedError` if the key made a deployment from another
+        request.
         """
         new = replace(new, owner=who.name, idempotency_key=key)
-        deployment, is_new = self._store.add(new, max_queued=self._settings.max_queued_jobs)
+        deployment, is_new = self._store.add(
+            new,
+            max_queued=self._settings.max_queued_jobs,
+            max_of_owner=self._settings.max_jobs_per_key if new.owner else None,
+        )
         if is_new:
             self._steps.take(deployment.id)
         return self._store.get(deployment.id)

@@ -2,31 +2,48 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from starlette.concurrency import run_in_threadpool
 
 from optpipe.errors import InfeasibleProblemError
-from optpipe.wire import JobState
+from optpipe.wire import JobKind, JobState
 from optpipe_api.access import Role
 from optpipe_api.engine.engine import SILENT, EngineObserver
-from optpipe_api.errors import JobNotFoundError, NoModelError, ScheduleNotFoundError
+from optpipe_api.errors import (
+    JobNotFoundError,
+    NoModelError,
+    RequestError,
+    ScheduleNotFoundError,
+)
+from optpipe_api.jobs import MAX_SHARED_PRIORITY
 from optpipe_api.services.cache import MOST_TRIED
 from optpipe_api.services.events import Followers, JobWatch
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator
+    from collections.abc import AsyncGenerator, Iterable, Mapping
 
     from optpipe_api.access import Principal
     from optpipe_api.engine.engine import SlotEngine
-    from optpipe_api.jobs import HistoryEntry, JobRecord, NewJob, StoredSchedule, TracePoint
+    from optpipe_api.jobs import (
+        HistoryEntry,
+        JobRecord,
+        NewJob,
+        StoredSchedule,
+        TracePoint,
+        Waiting,
+    )
     from optpipe_api.services.cache import JobCache
     from optpipe_api.services.events import Changes
     from optpipe_api.settings import Settings
     from optpipe_api.store import JobStore
 
-__all__ = ["JobService"]
+__all__ = ["JobService", "check_priority"]
+
+_PLACES_FRESH_S, _PLACES_NEW_S = 1.0, 0.1
 
 
 class JobService:
@@ -53,14 +70,19 @@ class JobService:
         self._changes = changes
         self._watch = JobWatch(store, changes)
         self._followers = Followers(store, changes, self._watch)
+        self._counting = threading.Lock()
+        self._places: dict[str, Waiting] = {}
+        self._counted_at = float("-inf")
 
     # Taking in
 
     def submit(self, new: NewJob, who: Principal, key: str | None = None) -> JobRecord:
         """Queue a job, or answer it at once; a repeated key returns the first job.
 
-        Raises `QueueFullError`, `TooManyJobsError`, `KeyReusedError` as `JobStore.add`.
+        Raises `QueueFullError`, `TooManyJobsError`, `TooManyKeptError`, `KeyReusedError` as
+        `JobStore.add`; `RequestError` if the priority is beyond what this role may give.
         """
+        check_priority(new.priority, who)
         return self.add(self.draft(replace(new, owner=who.name, idempotency_key=key)))
 
     def draft(self, new: NewJob, most_near: int = MOST_TRIED) -> NewJob:
@@ -76,6 +98,7 @@ class JobService:
             new,
             max_queued=self._settings.max_queued_jobs,
             max_of_owner=self._settings.max_jobs_per_key if new.owner else None,
+            max_kept=self._settings.max_kept_jobs_per_key if new.owner else None,
         )
         if is_new:
             self.announce(job)
@@ -146,6 +169,22 @@ class JobService:
             raise NoModelError(job_id)
         return text
 
+    def comparison(self, job_id: str, who: Principal) -> str:
+        """Return the rows of a comparison as JSON text.
+
+        Raises `ScheduleNotFoundError` if it has none (yet), or compares nothing.
+        """
+        job = self.find(job_id, who)
+        text = self._store.comparison(job_id)
+        if text is not None:
+            return text
+        if job.kind is not JobKind.COMPARE:
+            raise ScheduleNotFoundError(
+                f"job {job_id} was asked for a schedule, not to compare methods; "
+                "POST /v1/compare does that"
+            )
+        raise ScheduleNotFoundError(_why_none(job, "comparison"))
+
     def schedule(self, job_id: str, who: Principal) -> StoredSchedule:
         """Return a job's best schedule so far.
 
@@ -160,7 +199,27 @@ class JobService:
             raise InfeasibleProblemError(job.error.message, job.error.needs)
         raise ScheduleNotFoundError(_why_none(job))
 
+    def waiting(self, shown: Iterable[JobRecord]) -> Mapping[str, Waiting]:
+        """Return the places of the queued jobs among those that are shown.
+
+        Counted at most once a second for all who ask, or where one is new to it.
+        """
+        wanted = {job.id for job in shown if job.state is JobState.QUEUED}
+        with self._counting:
+            age_s = time.monotonic() - self._counted_at
+            is_known = wanted <= self._places.keys()
+            if wanted and age_s > (_PLACES_FRESH_S if is_known else _PLACES_NEW_S):
+                slots = self._settings.solver_processes
+                self._places = self._store.queue(slots, self._settings.most_running)
+                self._counted_at = time.monotonic()
+            return {one: self._places[one] for one in wanted & self._places.keys()}
+
     # Changing
+
+    def delete(self, job_id: str, who: Principal) -> None:
+        """Forget an ended job with all that is kept of it; raises as `JobStore.delete`."""
+        self.find(job_id, who)
+        self._store.delete(job_id)
 
     def cancel(self, job_id: str, who: Principal) -> JobRecord:
         """Cancel a job: a queued one now, a running one very soon."""
@@ -238,8 +297,25 @@ class JobService:
         return min(seconds, self._settings.max_wait_s)
 
 
-def _why_none(job: JobRecord) -> str:
+def check_priority(priority: int, who: Principal) -> None:
+    """Refuse a priority that goes before other owners' jobs; that is for admins.
+
+    Raises `RequestError` if it is beyond what this role may give.
+    """
+    if priority > MAX_SHARED_PRIORITY and who.role is not Role.ADMIN:
+        raise RequestError(
+            f"priority = {priority}: the key {who.name!r} has role {who.role.value}, and may "
+            f"give {MAX_SHARED_PRIORITY} at most; lower it, or let an admin submit the job"
+        ).at("/priority")
+
+
+def _why_none(job: JobRecord, what: str = "schedule") -> str:
+    if job.kind is JobKind.COMPARE and what != "comparison":
+        return (
+            f"job {job.id} compares methods and has no schedule of its own; "
+            f"GET /v1/jobs/{job.id}/comparison has its rows"
+        )
     if job.state.is_final:
         why = f": {job.error.message}" if job.error is not None else ""
-        return f"job {job.id} has {job.state.value} without a schedule{why}; submit it again"
-    return f"job {job.id} is {job.state.value} and has no schedule yet; ask again later"
+        return f"job {job.id} has {job.state.value} without a {what}{why}; submit it again"
+    return f"job {job.id} is {job.state.value} and has no {what} yet; ask again later"

@@ -10,10 +10,10 @@ from __future__ import annotations
 import hashlib
 import json
 import statistics
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from optpipe.errors import ProblemError
+from optpipe.errors import InputError, ProblemError, pointer
 from optpipe.measurements import DeviceFacts, Measurements, Sample
 from optpipe.presets import (
     Training,
@@ -31,7 +31,6 @@ from optpipe_api.errors import BodyTooLargeError, RequestError
 from optpipe_api.jobs import ItemPlan, NewJob
 from optpipe_api.requests.batches import BatchBody, refuse_many
 from optpipe_api.requests.catalogue import (
-    CompareOptionsBody,
     Comparison,
     EstimateBody,
     EstimateView,
@@ -96,7 +95,7 @@ def solved_job(
 
     Raises `ProblemError` if the problem has more than ``max_cells`` cells; None = no limit.
     """
-    num_cells = _checked_cells(len(problem.stages), problem.num_microbatches, max_cells)
+    num_cells = _checked_cells(problem, len(problem.stages), max_cells)
     return NewJob(
         name=problem.name,
         problem_hash=problem.problem_hash,
@@ -114,7 +113,7 @@ def planned_job(
 ) -> NewJob:
     """Return the job that plans a model; raises as `solved_job`."""
     data = model.model_dump(mode="json", by_alias=True)
-    num_cells = _checked_cells(model.num_layers, model.num_microbatches, max_cells)
+    num_cells = _checked_cells(model, model.num_layers, max_cells)
     return NewJob(
         kind=JobKind.PLAN,
         name=model.name,
@@ -127,14 +126,15 @@ def planned_job(
     )
 
 
-def _checked_cells(num_stages: int, num_microbatches: int, max_cells: int | None) -> int:
+def _checked_cells(asked: Problem | Model, num_stages: int, max_cells: int | None) -> int:
+    num_microbatches = asked.num_microbatches
     num_cells = num_stages * num_microbatches
     if max_cells is not None and num_cells > max_cells:
         raise ProblemError(
             f"num_microbatches = {num_microbatches}: stages x num_microbatches = {num_cells} "
             f"exceeds {max_cells}, the limit of this service (OPTPIPE_MAX_CELLS); lower "
             "num_microbatches"
-        )
+        ).at(f"/{'problem' if isinstance(asked, Problem) else 'model'}/num_microbatches")
     return num_cells
 
 
@@ -160,12 +160,13 @@ def hash_of(data: object) -> str:
     return "sha256:" + hashlib.sha256(text.encode()).hexdigest()
 
 
-def read_comparison(body: bytes, max_cells: int) -> tuple[str, CompareOptionsBody]:
-    """Return the problem to compare methods on, as JSON text, and how to compare them."""
-    comparison = Comparison.parse(decode_json(body))
-    problem = comparison.problem
-    _checked_cells(len(problem.stages), problem.num_microbatches, max_cells)
-    return problem.model_dump_json(by_alias=True), comparison.options
+def read_comparison(body: bytes, settings: Settings) -> NewJob:
+    """Return the job that compares methods on a problem; raises as `read_submission`."""
+    wanted = Comparison.parse(decode_json(body))
+    options = wanted.options.within(settings)
+    choices: dict[str, Any] = {"tags": wanted.tags, "priority": wanted.priority}
+    job = solved_job(wanted.problem, options, settings.max_cells, **choices)
+    return replace(job, kind=JobKind.COMPARE, shape_hash="")
 
 
 # --- Batches. A small body may ask for hundreds of problems.
@@ -236,7 +237,10 @@ def _name_of(batch: BatchBody) -> str:
 
 def _variations(batch: BatchBody) -> list[Variation]:
     if batch.problem is not None:
-        return sweep(batch.problem, batch.axes)
+        try:
+            return sweep(batch.problem, batch.axes)
+        except InputError as error:
+            raise error.at("/axes") from None
     return [Variation(values={}, problem=problem) for problem in batch.problems or ()]
 
 
@@ -250,7 +254,8 @@ def _drafts(
             drafts.append(solved_job(variation.problem, options, max_cells, **choices))
         except ProblemError as error:
             name = variation.problem.name
-            raise ProblemError(f"item {index} ({name}): {error}") from error
+            place = "/axes" if variation.values else pointer("problems", index)
+            raise ProblemError(f"item {index} ({name}): {error}").at(place) from error
         num_bytes += len(drafts[-1].problem or "")
         if num_bytes > MOST_BYTES:
             raise BodyTooLargeError(
@@ -383,7 +388,10 @@ def _estimate(shape: ModelShape, body: EstimateBody) -> Estimate:
 def _vary(problem: Problem, values: Mapping[str, Any]) -> Problem:
     if not values:
         return problem
-    (variation,) = sweep(problem, {name: [value] for name, value in values.items()})
+    try:
+        (variation,) = sweep(problem, {name: [value] for name, value in values.items()})
+    except InputError as error:
+        raise error.at("/values") from None
     return variation.problem
 
 
@@ -430,7 +438,7 @@ def check_stages(registered: str, report: str) -> None:
         raise RequestError(
             f"actions.samples name stage {last}, but the deployment has {num_stages} stages, "
             "numbered from 0; report to the deployment that runs"
-        )
+        ).at("/actions/samples")
 
 
 def measured_problem(registered: str, reports: Sequence[str]) -> str:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import sqlalchemy as sa
 
 from optpipe.wire import JobOptions, JobState
-from optpipe_api.errors import BatchNotFoundError
+from optpipe_api.errors import BatchNotFoundError, StateConflictError
 from optpipe_api.jobs import BatchPlan, BatchRecord, ItemPlan, JobEvent
 from optpipe_api.store.database import (
     added_once,
@@ -39,10 +39,11 @@ from optpipe_api.store.job_rows import (
     insert,
     jobs_of,
     refuse_when_full,
+    refuse_when_kept,
     refuse_when_many,
     storable,
 )
-from optpipe_api.store.jobs import prolong
+from optpipe_api.store.jobs import forget, prolong
 from optpipe_api.store.tables import batches, jobs
 
 if TYPE_CHECKING:
@@ -73,18 +74,21 @@ class BatchStore:
         *,
         max_queued: int,
         max_of_owner: int | None = None,
+        max_kept: int | None = None,
     ) -> tuple[BatchRecord, list[JobRecord]]:
         """Keep a batch and its jobs, in order; no jobs are returned where the key had made it.
 
         Raises `QueueFullError` if more than ``max_queued`` jobs would wait; those that are born
         finished do not; `TooManyJobsError` if more than ``max_of_owner`` jobs of its owner would
-        wait or run, likewise; `KeyReusedError` if the idempotency key belongs to another request.
+        wait or run, likewise; `TooManyKeptError` if more than ``max_kept`` would be kept;
+        `KeyReusedError` if the idempotency key belongs to another request.
         """
         key = digest_key(new.owner, new.idempotency_key)
         num_waiting = sum(item.finished is None for item in items)
 
         def insert_new(connection: sa.Connection) -> tuple[BatchRecord, list[JobRecord]]:
             _refuse(connection, new.owner, num_waiting, max_queued, max_of_owner)
+            refuse_when_kept(connection, new.owner, max_kept, len(items))
             return self._insert(connection, new, items, key)
 
         def find(connection: sa.Connection) -> tuple[BatchRecord, list[JobRecord]] | None:
@@ -159,6 +163,22 @@ class BatchStore:
                 sa.update(jobs).where(jobs.c.position.in_(running)).values(cancel_requested=True)
             )
             return _as_they_are(connection, rows)
+
+    def delete(self, batch_id: str) -> None:
+        """Forget a batch and its jobs, documents and histories.
+
+        Raises `StateConflictError` if one has not ended.
+        """
+        with writing(self._engine) as connection:
+            _find(connection, batch_id)
+            rows = connection.execute(_held(batch_id, list(JobState))).all()
+            num_left = sum(row.state in _UNFINISHED for row in rows)
+            if num_left:
+                raise StateConflictError(
+                    f"batch {batch_id} has {num_left} jobs that wait or run: only an ended batch "
+                    f"can be deleted; cancel it first: POST /v1/batches/{batch_id}/cancel"
+                )
+            forget(connection, rows)
 
     def retry(
         self, batch_id: str, *, max_queued: int, max_of_owner: int | None = None

@@ -39,7 +39,13 @@ from optpipe_api.store.database import (
     row_with_id,
     writing,
 )
-from optpipe_api.store.job_rows import digest_key, dump, refuse_when_full, storable
+from optpipe_api.store.job_rows import (
+    digest_key,
+    dump,
+    refuse_when_full,
+    refuse_when_many,
+    storable,
+)
 from optpipe_api.store.tables import deployment_versions, deployments, measurements
 
 if TYPE_CHECKING:
@@ -60,16 +66,20 @@ class DeploymentStore:
         self._engine = engine
         self._now = clock
 
-    def add(self, new: NewDeployment, *, max_queued: int) -> tuple[DeploymentRecord, bool]:
+    def add(
+        self, new: NewDeployment, *, max_queued: int, max_of_owner: int | None = None
+    ) -> tuple[DeploymentRecord, bool]:
         """Keep a deployment whose first solve is wanted; False where the key had made it before.
 
-        Raises `QueueFullError` if ``max_queued`` jobs wait already; `KeyReusedError` if the
+        Raises `QueueFullError` if ``max_queued`` jobs wait already; `TooManyJobsError` if
+        ``max_of_owner`` jobs and deployments of its owner are under way; `KeyReusedError` if the
         idempotency key belongs to another request.
         """
         key = digest_key(new.owner, new.idempotency_key)
 
         def insert_new(connection: sa.Connection) -> tuple[DeploymentRecord, bool]:
             refuse_when_full(connection, max_queued)
+            refuse_when_many(connection, new.owner, max_of_owner)
             return self._insert(connection, new, key), True
 
         def find(connection: sa.Connection) -> tuple[DeploymentRecord, bool] | None:

@@ -21,6 +21,7 @@ from optpipe_api.errors import (
     KeyReusedError,
     QueueFullError,
     TooManyJobsError,
+    TooManyKeptError,
 )
 from optpipe_api.jobs import (
     HistoryEntry,
@@ -32,7 +33,16 @@ from optpipe_api.jobs import (
     transition,
 )
 from optpipe_api.store.database import may_be_id, reading, record_of, row_with_id
-from optpipe_api.store.tables import events, job_tags, jobs, models, problems, schedules
+from optpipe_api.store.tables import (
+    comparisons,
+    deployments,
+    events,
+    job_tags,
+    jobs,
+    models,
+    problems,
+    schedules,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -57,6 +67,7 @@ __all__ = [
     "options_of",
     "put",
     "refuse_when_full",
+    "refuse_when_kept",
     "refuse_when_many",
     "spent",
     "storable",
@@ -295,6 +306,11 @@ class JobReads:
         with reading(self._engine) as connection:
             return document_of(connection, models, find_row(connection, job_id).position)
 
+    def comparison(self, job_id: str) -> str | None:
+        """Return the rows of a comparison as JSON text; None for other jobs, and until it ends."""
+        with reading(self._engine) as connection:
+            return document_of(connection, comparisons, find_row(connection, job_id).position)
+
     def schedule(self, job_id: str) -> StoredSchedule | None:
         """Return the best schedule so far."""
         with reading(self._engine) as connection:
@@ -488,17 +504,39 @@ def refuse_when_full(connection: sa.Connection, max_queued: int, num_new: int = 
 def refuse_when_many(
     connection: sa.Connection, owner: str, max_of_owner: int | None, num_new: int = 1
 ) -> None:
-    """Refuse new jobs of an owner who has many under way already.
+    """Refuse new jobs or deployments of an owner who has many under way already.
+
+    A deployment counts as one until it ends, whether a job of it is under way or not.
 
     Raises `TooManyJobsError` if more than ``max_of_owner`` of them would wait or run.
     """
     if max_of_owner is None:
         return
     unfinished = (JobState.QUEUED.value, JobState.RUNNING.value)
-    query = sa.select(sa.func.count()).where(jobs.c.state.in_(unfinished), jobs.c.owner == owner)
-    num_unfinished = connection.execute(query).scalar_one()
+    of_jobs = sa.select(sa.func.count()).where(
+        jobs.c.state.in_(unfinished), jobs.c.owner == owner, jobs.c.deployment_id.is_(None)
+    )
+    of_deployments = sa.select(sa.func.count()).where(
+        deployments.c.owner == owner, deployments.c.ended_at.is_(None)
+    )
+    num_unfinished = sum(connection.execute(one).scalar_one() for one in (of_jobs, of_deployments))
     if num_unfinished + num_new > max_of_owner:
         raise TooManyJobsError(owner, num_unfinished, max_of_owner)
+
+
+def refuse_when_kept(
+    connection: sa.Connection, owner: str, max_kept: int | None, num_new: int = 1
+) -> None:
+    """Refuse new jobs of an owner of whom many are kept: an answer from the cache is one more.
+
+    Raises `TooManyKeptError` if more than ``max_kept`` would be kept, ended ones among them.
+    """
+    if max_kept is None:
+        return
+    query = sa.select(sa.func.count()).where(jobs.c.owner == owner)
+    num_kept = connection.execute(query).scalar_one()
+    if num_kept + num_new > max_kept:
+        raise TooManyKeptError(owner, num_kept, max_kept)
 
 
 # --- What is written about a job: entries of its history, its documents, its best; and its state.

@@ -15,9 +15,10 @@
    higher one, across attempts. Neither is ever lost, not by failure nor by cancellation.
 7. **Once.** A second `add` under the same idempotency key of the same owner returns the first job,
    or refuses when the request differs. Two at the same time too.
-8. **First come, first served** within the queue, among jobs of one priority, higher ones first;
-   `page` lists newest first, without doubles or holes for jobs that existed when the first page
-   was read.
+8. **Owners take turns.** Next is a job of the owner of whom the fewest run, among those the one
+   served longest ago; within an owner the highest priority, then the oldest. Only priorities above
+   `MAX_SHARED_PRIORITY` go before all turns. `page` lists newest first, without doubles or holes
+   for jobs that existed when the first page was read.
 9. **History.** Every change of state, better schedule and higher bound is an entry, written in the
    transaction of the change; so is every death. Its numbers grow within a job in the order in
    which entries can be read: who has read up to a number misses nothing by asking for later ones.
@@ -31,7 +32,9 @@ thread, never from the event loop. All are safe to call from several threads at 
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from collections import Counter, defaultdict, deque
+from heapq import heapify, heappop, heappush
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import sqlalchemy as sa
 
@@ -39,6 +42,7 @@ from optpipe.errors import InputError
 from optpipe.wire import EventKind, JobState
 from optpipe_api.errors import StateConflictError
 from optpipe_api.jobs import (
+    MAX_SHARED_PRIORITY,
     AttemptOutcome,
     Claim,
     JobError,
@@ -47,6 +51,7 @@ from optpipe_api.jobs import (
     Lease,
     NewJob,
     TracePoint,
+    Waiting,
 )
 from optpipe_api.store.database import added_once, reading, writing
 from optpipe_api.store.job_rows import (
@@ -63,7 +68,9 @@ from optpipe_api.store.job_rows import (
     keep,
     leased_row,
     note,
+    put,
     refuse_when_full,
+    refuse_when_kept,
     refuse_when_many,
     spent,
     storable,
@@ -71,6 +78,7 @@ from optpipe_api.store.job_rows import (
 )
 from optpipe_api.store.tables import (
     batches,
+    comparisons,
     deployments,
     events,
     job_tags,
@@ -78,28 +86,39 @@ from optpipe_api.store.tables import (
     models,
     problems,
     schedules,
+    turns,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 
 __all__ = [
     "AttemptOutcome",
     "JobStore",
     "finish",
+    "forget",
     "give_back",
     "prolong",
 ]
 
 
-_FIRST = (
-    sa.select(jobs.c.position)
-    .where(jobs.c.state == JobState.QUEUED.value)
+_IS_QUEUED = jobs.c.state == JobState.QUEUED.value
+_IS_RUNNING = jobs.c.state == JobState.RUNNING.value
+_FIRST_OF = (
+    sa.select(jobs)
+    .where(_IS_QUEUED, jobs.c.owner == sa.bindparam("owner"))
     .order_by(jobs.c.priority.desc(), jobs.c.position)
     .limit(1)
+    .with_for_update(skip_locked=True)
 )
-_FIRST_HELD = _FIRST.with_only_columns(*jobs.c).with_for_update(skip_locked=True)
+_WAITING = (
+    sa.select(jobs.c.owner, sa.func.max(jobs.c.priority), sa.func.min(jobs.c.position))
+    .where(_IS_QUEUED)
+    .group_by(jobs.c.owner)
+)
+_CLAIM_LOCK = 0x0F71D1FF
+_MOST_PLACES = 5000
 
 
 class JobStore(JobReads):
@@ -112,19 +131,29 @@ class JobStore(JobReads):
     # Submitting
 
     def add(
-        self, new: NewJob, *, max_queued: int, max_of_owner: int | None = None
+        self,
+        new: NewJob,
+        *,
+        max_queued: int,
+        max_of_owner: int | None = None,
+        max_kept: int | None = None,
     ) -> tuple[JobRecord, bool]:
         """Keep a job and return it; the flag is False where the key had made it before.
 
         Raises `QueueFullError` if ``max_queued`` jobs wait already; one that is born finished needs
         no room; `TooManyJobsError` if ``max_of_owner`` jobs of its owner wait or run already,
-        likewise; `KeyReusedError` if the idempotency key belongs to another request.
+        likewise; `TooManyKeptError` if ``max_kept`` are kept; `KeyReusedError` if the idempotency
+        key belongs to another request. Of the job of a deployment, which counts itself, only the
+        first.
         """
 
         def insert_new(connection: sa.Connection) -> tuple[JobRecord, bool]:
             if new.finished is None:
                 refuse_when_full(connection, max_queued)
-                refuse_when_many(connection, new.owner, max_of_owner)
+            if new.deployment_id is None:
+                refuse_when_kept(connection, new.owner, max_kept)
+                if new.finished is None:
+                    refuse_when_many(connection, new.owner, max_of_owner)
             return insert(connection, new, self._now()), True
 
         def find(connection: sa.Connection) -> tuple[JobRecord, bool] | None:
@@ -176,16 +205,29 @@ class JobStore(JobReads):
             )
             return job_of(connection, find_row(connection, job_id))
 
-    def claim(self, owner: str, lease_s: float) -> Claim | None:
-        """Take the queued job that is next; None where there is none."""
+    def claim(self, owner: str, lease_s: float, max_running: int | None = None) -> Claim | None:
+        """Take the queued job that is next; None where there is none.
+
+        ``owner``: of the lease. ``max_running``: so many jobs of one key may run under leases of
+        this owner; None = any number.
+        """
         # Idle slots ask often: look before taking the write lock.
         with reading(self._engine) as connection:
-            if connection.execute(_FIRST).one_or_none() is None:
+            if not _turns(connection, owner, max_running):
                 return None
         with writing(self._engine) as connection:
-            row = connection.execute(_FIRST_HELD).one_or_none()
+            if connection.dialect.name == "postgresql":
+                # Two that count at the same time would both think it is the same owner's turn.
+                connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_CLAIM_LOCK)))
+            # A row that somebody holds is being cancelled.
+            found = (
+                connection.execute(_FIRST_OF, {"owner": turn.owner}).one_or_none()
+                for turn in _turns(connection, owner, max_running)
+            )
+            row = next((row for row in found if row is not None), None)
             if row is None:
                 return None
+            _note_turn(connection, row.owner)
             now = self._now()
             claimed = change(
                 connection,
@@ -257,16 +299,17 @@ class JobStore(JobReads):
         ``is_gone`` says of an owner whether it has certainly ended.
         """
         now = self._now()
-        running = jobs.c.state == JobState.RUNNING.value
         owners = sa.select(jobs.c.lease_owner, sa.func.min(jobs.c.lease_expires_at))
         # Look before taking the write lock: there is nearly always nothing to do.
         with reading(self._engine) as connection:
-            leases = connection.execute(owners.where(running).group_by(jobs.c.lease_owner)).all()
+            leases = connection.execute(
+                owners.where(_IS_RUNNING).group_by(jobs.c.lease_owner)
+            ).all()
         gone = [owner for owner, _ in leases if is_gone is not None and is_gone(owner)]
         if not gone and all(expires_at >= now for _, expires_at in leases):
             return []
         is_over = (jobs.c.lease_expires_at < now) | jobs.c.lease_owner.in_(gone)
-        lapsed = sa.select(jobs).where(running, is_over)
+        lapsed = sa.select(jobs).where(_IS_RUNNING, is_over)
         death = "its server stopped answering"
         with writing(self._engine) as connection:
             rows = connection.execute(lapsed.with_for_update(skip_locked=True)).all()
@@ -292,15 +335,161 @@ class JobStore(JobReads):
         )
         with writing(self._engine) as connection:
             rows = connection.execute(old).all()
-            if not rows:
-                return 0
-            positions = [row.position for row in rows]
-            for table in (problems, models, schedules, job_tags, events, jobs):
-                connection.execute(sa.delete(table).where(table.c.position.in_(positions)))
-            left = sa.select(jobs.c.id).where(jobs.c.batch_id == batches.c.id).exists()
-            emptied = batches.c.id.in_({row.batch_id for row in rows} - {None})
-            connection.execute(sa.delete(batches).where(emptied, ~left))
+            forget(connection, rows)
             return len(rows)
+
+    def delete(self, job_id: str) -> None:
+        """Forget an ended job, its documents and its history; with the last of a batch, that too.
+
+        Raises `StateConflictError` if it has not ended, or its deployment has not.
+        """
+        with writing(self._engine) as connection:
+            row = find_row(connection, job_id, for_update=True)
+            if not JobState(row.state).is_final:
+                raise StateConflictError(
+                    f"job {job_id} is {row.state}: only an ended job can be deleted; cancel it "
+                    f"first: POST /v1/jobs/{job_id}/cancel"
+                )
+            live = sa.select(deployments.c.id).where(
+                deployments.c.id == row.deployment_id, deployments.c.ended_at.is_(None)
+            )
+            if connection.execute(live).first() is not None:
+                raise StateConflictError(
+                    f"job {job_id} belongs to deployment {row.deployment_id}, which goes on and "
+                    f"reads it; end that first: DELETE /v1/deployments/{row.deployment_id}"
+                )
+            forget(connection, [row])
+
+    # Waiting
+
+    def queue(self, num_slots: int, max_running: int | None = None) -> dict[str, Waiting]:
+        """Return the places of queued jobs, by their ids: of the oldest 5,000.
+
+        As if ``num_slots`` (or as many as are busy) took them in turn, nothing else came, and every
+        job used all of its time.
+        """
+        columns = (jobs.c.id, jobs.c.owner, jobs.c.options, jobs.c.spent_s)
+        oldest = sa.select(*columns, jobs.c.priority, jobs.c.position).where(_IS_QUEUED)
+        with reading(self._engine) as connection:
+            busy = connection.execute(sa.select(*columns, jobs.c.claimed_at).where(_IS_RUNNING))
+            running = busy.all()
+            queued = connection.execute(oldest.order_by(jobs.c.position).limit(_MOST_PLACES)).all()
+            served = _served(connection)
+        limits: dict[str, Any] = {"num_slots": num_slots, "max_running": max_running}
+        return _simulated(running, queued, served, self._now(), **limits)
+
+
+# --- Whose turn it is.
+
+
+class _Turn(NamedTuple):
+    """An owner who waits; the least is next."""
+
+    urgency: int
+    num_running: int
+    served: int
+    position: int
+    owner: str
+
+    @classmethod
+    def of(cls, owner: str, priority: int, position: int, num_running: int, served: int) -> _Turn:
+        urgency = min(0, MAX_SHARED_PRIORITY - priority)
+        return cls(urgency, num_running, served, position, owner)
+
+
+def _turns(connection: sa.Connection, server: str, max_running: int | None) -> list[_Turn]:
+    """Return the owners whose jobs may be claimed, the next one first."""
+    waiting = connection.execute(_WAITING).all()
+    if not waiting:
+        return []
+    here = sa.func.sum(sa.case((jobs.c.lease_owner == server, 1), else_=0))
+    query = sa.select(jobs.c.owner, sa.func.count(), here).where(_IS_RUNNING).group_by(jobs.c.owner)
+    running = {owner: (number, own) for owner, number, own in connection.execute(query)}
+    served = _served(connection)
+    return sorted(
+        _Turn.of(owner, priority, position, running.get(owner, (0, 0))[0], served[owner])
+        for owner, priority, position in waiting
+        if not _is_at_limit(owner, running.get(owner, (0, 0))[1], max_running)
+    )
+
+
+def _is_at_limit(owner: str, num_running: int, max_running: int | None) -> bool:
+    """Whether a key has as many jobs running as it may; who needs no key has no limit."""
+    return bool(owner) and max_running is not None and num_running >= max_running
+
+
+def _served(connection: sa.Connection) -> dict[str, int]:
+    """Return the number of each owner's last claim; 0 for those who had none."""
+    return defaultdict(int, {row.owner: row.number for row in connection.execute(sa.select(turns))})
+
+
+def _note_turn(connection: sa.Connection, owner: str) -> None:
+    last = connection.execute(sa.select(sa.func.max(turns.c.number))).scalar_one() or 0
+    values = {"owner": owner, "number": last + 1}
+    known = connection.execute(sa.update(turns).where(turns.c.owner == owner).values(values))
+    if known.rowcount == 0:
+        connection.execute(sa.insert(turns).values(values))
+
+
+def _simulated(
+    running: Sequence[Any],
+    queued: Sequence[Any],
+    served: dict[str, int],
+    now: float,
+    *,
+    num_slots: int,
+    max_running: int | None,
+) -> dict[str, Waiting]:
+    """Return when queued jobs are claimed, in that order, from rows; see `JobStore.queue`."""
+    ends = [(max(now, row.claimed_at + _left_s(row)), row.owner) for row in running]
+    heapify(ends)
+    num_running = Counter(row.owner for row in running)
+    lines: dict[str, deque[Any]] = defaultdict(deque)
+    for row in sorted(queued, key=lambda row: (-row.priority, row.position)):
+        lines[row.owner].append(row)
+    found: dict[str, Waiting] = {}
+    last, at = max(served.values(), default=0), now
+    num_free = max(0, num_slots - len(running))
+    while True:
+        next_ones = [
+            _Turn.of(owner, line[0].priority, line[0].position, num_running[owner], served[owner])
+            for owner, line in lines.items()
+            if num_free > 0 and not _is_at_limit(owner, num_running[owner], max_running)
+        ]
+        if next_ones:
+            owner = min(next_ones).owner
+            row = lines[owner].popleft()
+            if not lines[owner]:
+                del lines[owner]
+            found[row.id] = Waiting(place=len(found) + 1, starts_at=at)
+            last = served[owner] = last + 1
+            num_running[owner] += 1
+            num_free -= 1
+            heappush(ends, (at + _left_s(row), owner))
+        elif lines and ends:
+            at, owner = heappop(ends)
+            num_running[owner] -= 1
+            num_free += 1
+        else:
+            return found
+
+
+def _left_s(row: sa.Row[Any]) -> float:
+    limit_s: float = json.loads(row.options)["time_limit_s"]
+    return max(0.0, limit_s - float(row.spent_s))
+
+
+# --- What goes.
+
+
+def forget(connection: sa.Connection, rows: Sequence[Any]) -> None:
+    """Delete jobs with all that is kept of them, and batches that have none left."""
+    positions = [row.position for row in rows]
+    for table in (problems, models, schedules, comparisons, job_tags, events, jobs):
+        connection.execute(sa.delete(table).where(table.c.position.in_(positions)))
+    left = sa.select(jobs.c.id).where(jobs.c.batch_id == batches.c.id).exists()
+    emptied = batches.c.id.in_({row.batch_id for row in rows} - {None})
+    connection.execute(sa.delete(batches).where(emptied, ~left))
 
 
 def _is_in_young_batch(before: float) -> sa.ColumnElement[bool]:
@@ -339,6 +528,8 @@ def finish(
     )
     better = keep(connection, row, last, now, schedule=outcome.schedule, problem=outcome.problem)
     error = None if outcome.error is None else dump(outcome.error)
+    if outcome.comparison is not None:
+        put(connection, comparisons, row.position, outcome.comparison)
     return change(connection, row, outcome.event, now, error=error, spent_s=spent_s, **better)
 
 
@@ -395,7 +586,7 @@ def prolong(
             f"time_limit_s = {seconds}: with the {job.options.time_limit_s} s it had, job {job.id} "
             f"would get {limit_s} s, more than {max_time_limit_s} (OPTPIPE_MAX_TIME_LIMIT_S); "
             "ask for less"
-        )
+        ).at("/time_limit_s")
     options = json.loads(row.options)
     first_limit = {ASKED_LIMIT: options.get(ASKED_LIMIT, job.options.time_limit_s)}
     note(connection, row.position, now, EventKind.LOG, text=f"resumed with {seconds:g} s more")

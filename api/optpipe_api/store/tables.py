@@ -12,6 +12,7 @@ import sqlalchemy as sa
 __all__ = [
     "api_keys",
     "batches",
+    "comparisons",
     "deployment_versions",
     "deployments",
     "events",
@@ -22,6 +23,7 @@ __all__ = [
     "models",
     "problems",
     "schedules",
+    "turns",
 ]
 
 metadata = sa.MetaData(
@@ -55,8 +57,6 @@ jobs = sa.Table(
     sa.Column("idempotency_key", sa.String(255), unique=True),
     sa.Column("cache", sa.String(8), nullable=False, server_default="miss"),
     sa.Column("source_id", sa.String(32)),
-    # Versions before 3 named here a job whose solve this one shared; nobody reads it any more.
-    sa.Column("awaits_id", sa.String(32)),
     sa.Column("batch_id", sa.String(32)),
     sa.Column("batch_index", sa.Integer),
     sa.Column("deployment_id", sa.String(32)),
@@ -74,15 +74,14 @@ jobs = sa.Table(
     sa.Column("objective_ms", sa.Double),
     sa.Column("bound_ms", sa.Double),
     sa.Column("error", sa.Text),
-    # Claimed in this order.
-    sa.Index("ix_jobs_queue", "state", sa.text("priority DESC"), "position"),
+    # Those of one owner are claimed in this order.
+    sa.Index("ix_jobs_queue", "state", "owner", sa.text("priority DESC"), "position"),
     sa.Index(None, "state", "position"),
     sa.Index(None, "owner", "position"),
     sa.Index(None, "owner", "state", "position"),
     sa.Index(None, "problem_hash", "owner", "position"),
     sa.Index(None, "shape_hash", "owner", "position"),
     sa.Index(None, "batch_id", "batch_index"),
-    sa.Index(None, "awaits_id"),
     sa.Index(None, "finished_at"),
     sqlite_autoincrement=True,
 )
@@ -100,6 +99,15 @@ def _document(name: str) -> sa.Table:
 problems = _document("problems")
 models = _document("models")
 schedules = _document("schedules")
+comparisons = _document("comparisons")
+
+# When an owner's job was claimed last: claims are numbered upwards.
+turns = sa.Table(
+    "turns",
+    metadata,
+    sa.Column("owner", sa.String(100), primary_key=True),
+    sa.Column("number", sa.BigInteger, nullable=False),
+)
 
 job_tags = sa.Table(
     "job_tags",
@@ -175,6 +183,7 @@ deployments = sa.Table(
     # Under measured times: the schedule in use, and one as good as it was when it was made.
     sa.Column("current_ms", sa.Double),
     sa.Column("expected_ms", sa.Double),
+    sa.Index(None, "owner", "ended_at"),
     sqlite_autoincrement=True,
 )
 

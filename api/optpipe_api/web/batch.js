@@ -69,7 +69,7 @@ export class BatchView {
       save(await (await ask(`${this.path}/table?format=csv`)).blob(), `${batch.name || "batch"}.csv`);
     }));
     const stop = button("Cancel", guarded(async () => {
-      await ask(this.path, { method: "DELETE" });
+      await ask(`${this.path}/cancel`, { method: "POST" });
     }), { "data-needs": "submit" });
     const again = button("Retry failed", guarded(async () => {
       this.tell(await (await ask(`${this.path}/retry`, { method: "POST" })).json());

@@ -6,7 +6,7 @@ import { announce, button, el, fact, later } from "./dom.js";
 import { downloads } from "./downloads.js";
 import { events } from "./events.js";
 import { guarded, showFault } from "./faults.js";
-import { msUnit, share, stateWord } from "./format.js";
+import { ms, msUnit, share, stateWord } from "./format.js";
 import { ask, askJson } from "./http.js";
 import { besideField } from "./beside.js";
 import { amend } from "./link.js";
@@ -35,6 +35,7 @@ export class JobView {
     this.head = el("div", { class: "head" });
     this.facts = el("dl", { class: "facts strong" });
     this.acts = el("div", { class: "buttons" });
+    this.rows = el("section", { id: "comparison", tabindex: 0, "aria-label": "Comparison" });
     this.why = el("section", { id: "why", hidden: true });
     this.whatIf = new WhatIf(this, told.what_if);
     onTheme(() => this.isOpen && this.repaint());
@@ -48,6 +49,10 @@ export class JobView {
     return FINAL.includes(this.job.state);
   }
 
+  get isComparison() {
+    return this.job.kind === "compare";
+  }
+
   get isProven() {
     return this.job.gap !== null && this.job.gap <= 1e-6;
   }
@@ -55,8 +60,9 @@ export class JobView {
   /** Show it and follow it; returns when it is shown. */
   async open(host) {
     [this.job, this.titleOf] = await Promise.all([askJson(this.path), titles()]);
-    this.place.append(
-      this.head, this.facts,
+    this.place.append(this.head, this.facts);
+    if (this.isComparison) this.place.append(this.rows);
+    else this.place.append(
       el("div", { class: "bar" }, besideField(this, (beside) => this.compare(beside)),
         this.chart.buttons(), downloads(this)),
       this.chart.element,
@@ -75,6 +81,7 @@ export class JobView {
       if (type === "incumbent" || type === "bound") this.improve(data);
     }
     await this.reload();
+    if (this.isComparison) return this.showRows();
     if (this.job.has_schedule) await this.explain();
     await this.whatIf.ended();
   }
@@ -119,6 +126,20 @@ export class JobView {
     this.progress.redraw().catch(showFault);
   }
 
+  /** Show the rows of a comparison that has ended. */
+  async showRows() {
+    if (this.job.state !== "succeeded") return;
+    const { rows } = await askJson(`${this.path}/comparison`, { signal: this.stop.signal });
+    const line = (row) => el("tr", {}, ...[row.method, row.placement,
+      row.programs ? ms(row.makespan_ms) : "–", row.programs ? share(row.makespan_bubble) : "–",
+      row.reason || (row.over_limit ? "over the memory limit" : "")]
+      .map((text) => el("td", {}, text)));
+    const names = ["Method", "Placement", "Makespan, ms", "Bubble", ""];
+    this.rows.replaceChildren(el("table", {},
+      el("thead", {}, el("tr", {}, ...names.map((name) => el("th", { scope: "col" }, name)))),
+      el("tbody", {}, ...rows.map(line))));
+  }
+
   async explain() {
     await why(this.why, `${this.path}/explanation`, this.stop.signal);
   }
@@ -126,6 +147,7 @@ export class JobView {
   sentence() {
     const { job } = this;
     const gap = job.gap === null ? "" : `, gap ${share(job.gap)}`;
+    if (this.isComparison) return `${stateWord(job)}: a comparison of all methods`;
     return job.has_schedule
       ? `${stateWord(job)}: ${job.objective} ${msUnit(job.objective_ms)}${gap}`
       : `${stateWord(job)}: no schedule yet`;
@@ -142,7 +164,8 @@ export class JobView {
       // A bound of 0 is always true, and says nothing.
       fact("Bound", msUnit(job.bound_ms || null), { id: "bound" }),
       fact("Gap", this.isProven ? "0 · optimal" : share(job.bound_ms ? job.gap : null), { id: "gap" }),
-      fact("Method", this.titleOf(job.options.method)),
+      fact("Method", this.isComparison ? "all" : this.titleOf(job.options.method)),
+      ...(job.place ? [fact("Place in the queue", String(job.place))] : []),
       ...(job.cache === "miss" ? [] : [fact("Cache", job.cache)]),
       ...(job.error ? [fact("Reason", job.error.message, { class: "fact long", id: "reason" })] : []));
     this.tellActions();
@@ -151,7 +174,7 @@ export class JobView {
 
   tellActions() {
     const { job } = this;
-    const canGoOn = this.isFinal && job.state !== "infeasible" && !this.isProven;
+    const canGoOn = this.isFinal && !this.isComparison && job.state !== "infeasible" && !this.isProven;
     const seconds = this.seconds ??= el("input", { type: "number", min: 1, value: 30, required: true,
       "aria-label": "Seconds more" });
     const shown = [];
@@ -165,7 +188,7 @@ export class JobView {
   }
 
   async cancel() {
-    this.job = await (await ask(this.path, { method: "DELETE" })).json();
+    this.job = await (await ask(`${this.path}/cancel`, { method: "POST" })).json();
     this.tell();
   }
 

@@ -88,13 +88,15 @@ export class JobList extends ListView {
   }
 
   cells(job) {
-    const isProven = job.state === "infeasible" || (job.gap !== null && job.gap <= 1e-6);
+    const isComparison = job.kind === "compare";
+    const isProven = isComparison || job.state === "infeasible" || (job.gap !== null && job.gap <= 1e-6);
     const action = this.goesOn(job)
-      ? this.act("Cancel", job, { request: { method: "DELETE" } })
+      ? this.act("Cancel", job, { path: "/cancel", request: { method: "POST" } })
       : isProven ? "" : this.act("Resume", job, { path: "/resume", request: { json: { time_limit_s: 30 } } });
     return [el("a", { href: address({ job: job.id }) }, job.name || job.id.slice(0, 8)),
       el("span", { class: `state ${job.state}` }, stateWord(job)), ms(job.objective_ms),
-      ms(job.bound_ms), share(job.gap), this.titleOf(job.options.method), ago(job.created_at), action];
+      ms(job.bound_ms), share(job.gap),
+      isComparison ? "comparison" : this.titleOf(job.options.method), ago(job.created_at), action];
   }
 }
 
@@ -121,6 +123,6 @@ export class BatchList extends ListView {
     return [el("a", { href: address({ batch: batch.id }) }, batch.name || batch.id.slice(0, 8)),
       share(batch.progress), String(batch.num_items), String(batch.counts.failed ?? 0),
       ago(batch.created_at),
-      this.goesOn(batch) ? this.act("Cancel", batch, { request: { method: "DELETE" } }) : ""];
+      this.goesOn(batch) ? this.act("Cancel", batch, { path: "/cancel", request: { method: "POST" } }) : ""];
   }
 }

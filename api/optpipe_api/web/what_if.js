@@ -60,7 +60,7 @@ export class WhatIf {
       this.button.disabled = false;
       throw error;
     }
-    this.follow().catch(showFault);
+    this.follow(true).catch(showFault);
   }
 
   /** The address leads to what was asked last. */
@@ -70,16 +70,17 @@ export class WhatIf {
   }
 
   /** Look again and again until all has ended; each time the service waits a little for that. */
-  async follow() {
+  async follow(isNews = false) {
     const { signal } = this.view.stop;
     const path = `v1/batches/${this.batchId}`;
     let batch = await askJson(path, { signal });
     this.tell(batch);
+    isNews ||= !batch.is_finished;
     while (!batch.is_finished && !signal.aborted) {
       batch = await askJson(`${path}?wait=${WAIT_S}`, { signal });
       this.tell(batch);
-      if (batch.is_finished) announce(`Answered: ${this.told(batch).map(sentence).join(". ")}`);
     }
+    if (isNews && batch.is_finished) announce(`Answered: ${this.told(batch).map(sentence).join(". ")}`);
   }
 
   /** The items as answers: what each is called, and its times beside the job's own. */

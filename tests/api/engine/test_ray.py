@@ -120,10 +120,10 @@ def test_jobs_batches_and_comparisons_run_on_the_cluster(tmp_path) -> None:
         job_id = http.post("/v1/jobs", json={"problem": two_stages("improve:3:0.1")}).json()["id"]
         sweep = {"problem": two_stages(), "axes": {"num_microbatches": [2, 3]}}
         batch = http.post("/v1/batches", json=sweep).json()
-        rows = http.post(
-            "/v1/compare", json={"problem": two_stages(), "options": {"time_limit_s": 5}}
-        )
-        assert rows.status_code == 200, rows.text
+        body = {"problem": two_stages(), "options": {"time_limit_s": 5}}
+        compared = http.post("/v1/compare", json=body).headers["location"]
+        until(lambda: http.get(compared).json()["finished_at"])
+        rows = http.get(f"{compared}/comparison")
         assert "limit=5 threads=1 seed=0" in rows.text
         job = until(lambda: (job := http.get(f"/v1/jobs/{job_id}").json())["finished_at"] and job)
         assert job["state"] == "succeeded"

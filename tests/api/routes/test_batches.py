@@ -267,7 +267,7 @@ def test_an_unknown_batch_is_not_found(instant, path: str) -> None:
     for batch_id in ("0" * 32, "x"):
         answer = instant.get(f"{BASE}/{batch_id}{path}")
         assert (answer.status_code, answer.json()["code"]) == (404, "batch.not_found")
-    assert instant.delete(f"{BASE}/{'0' * 32}").status_code == 404
+    assert instant.post(f"{BASE}/{'0' * 32}/cancel").status_code == 404
     assert instant.post(f"{BASE}/{'0' * 32}/retry").status_code == 404
 
 
@@ -287,11 +287,13 @@ def test_cancel_ends_what_waits_and_stops_what_runs(tmp_path) -> None:
         seen = http.get(url).json()
         assert (seen["progress"], seen["counts"]["running"], seen["counts"]["queued"]) == (0, 1, 2)
         assert not seen["is_finished"]
-        http.delete(url)
+        http.post(f"{url}/cancel")
         ended = http.get(url, params={"wait": 60}).json()
         assert (ended["counts"]["cancelled"], ended["is_finished"]) == (3, True)
         assert [item["objective_ms"] is None for item in ended["items"]] == [False, True, True]
-        assert http.delete(url).status_code == 200
+        assert http.post(f"{url}/cancel").status_code == 200
+        assert http.delete(url).status_code == 204
+        assert http.get(url).status_code == 404
 
 
 def test_retry_queues_failed_items_again_as_the_same_jobs(tmp_path) -> None:
@@ -330,7 +332,7 @@ def test_batches_of_others_do_not_exist(tmp_path) -> None:
         assert as_["root"].get(path).json()["owner"] == "ann"
         assert len(as_["root"].get(BASE).json()["batches"]) == 1
         assert as_["eve"].post(BASE, json=body()).status_code == 403
-        assert as_["eve"].delete(path).status_code == 403
+        assert as_["eve"].post(f"{path}/cancel").status_code == 403
         answer = as_["ann"].post(BASE, json=body(axes={"memory_scale": [1, 0.9, 0.8, 0.7]}))
         assert (answer.status_code, answer.json()["code"]) == (429, "key.too_many_jobs")
         assert as_["ann"].post(BASE, json=body()).status_code in (200, 202)

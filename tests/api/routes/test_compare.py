@@ -1,4 +1,4 @@
-"""``POST /v1/compare`` and ``GET /v1/methods``: answers, refusals, processes that always end."""
+"""Comparisons, which are jobs, and ``GET /v1/methods``: rows, refusals, processes that end."""
 
 from __future__ import annotations
 
@@ -6,29 +6,28 @@ import csv
 import io
 import json
 import socket
-import threading
 import time
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
-import httpx
 import pytest
 
 from optpipe import Problem, check, parse_action, simulate
+from optpipe.client import Client
 from optpipe.wire import MethodRowList
 from optpipe_api import Settings
-from optpipe_api.engine.comparison import CompareOptions, Comparisons
 from optpipe_api.engine.processes import Message, SolverChild, worker_arguments
-from optpipe_api.errors import SolverOvertimeError
 from optpipe_solver import METHODS
 from optpipe_solver.families import FAMILIES
-from tests.api.live import connected, make_settings, running, two_stages
+from tests.api.live import connected, make_settings, two_stages
 from tests.api.routes.test_jobs import fault
 from tests.api.test_main import is_running
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+    import httpx
 
 pytestmark = pytest.mark.long
 
@@ -48,7 +47,7 @@ def fake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
 
 @pytest.fixture(scope="module")
 def mortal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
-    """Such a server with one place for a comparison, which is a process."""
+    """Such a server with one slot, which is a process."""
     settings = make_settings(
         tmp_path_factory.mktemp("server"), solver_processes=1, solver_memory_bytes=4 * 1024**3
     )
@@ -56,9 +55,17 @@ def mortal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
         yield client
 
 
-def compare(http, name="", options=None, headers=None, params=None, **changes):
+def submit(http, name="", options=None, **changes):
     body = {"problem": two_stages(name, **changes), "options": options or {}}
-    return http.post("/v1/compare", json=body, headers=headers, params=params)
+    return http.post("/v1/compare?wait=60", json=body)
+
+
+def compare(http, name="", options=None, headers=None, params=None, **changes):
+    """Submit a comparison, wait for its end, and fetch its rows."""
+    answer = submit(http, name, options, **changes)
+    assert (answer.status_code, answer.json()["kind"]) == (200, "compare"), answer.text
+    path = f"{answer.headers['location']}/comparison"
+    return http.get(path, headers=headers, params=params)
 
 
 def until(condition: Any) -> None:
@@ -82,7 +89,9 @@ def test_the_documented_example_is_compared_by_the_real_solver(tmp_path) -> None
     with connected(make_settings(tmp_path, compare_path=COMPARE)) as http:
         schema = http.get("/openapi.json").json()["components"]["schemas"]["Comparison"]
         (example,) = schema["examples"]
-        answer = http.post("/v1/compare", json=example)
+        job = http.post("/v1/compare?wait=60", json=example).headers["location"]
+        until(lambda: http.get(job).json()["finished_at"])
+        answer = http.get(f"{job}/comparison")
     assert answer.status_code == 200, answer.text
     rows = MethodRowList.model_validate(answer.json(), extra="forbid").rows
     problem = Problem.parse(example["problem"])
@@ -141,15 +150,15 @@ def test_options_reach_the_comparison_and_left_out_ones_take_defaults(fake) -> N
     ],
 )
 def test_illegal_options_are_refused_with_the_path(fake, options, line: str) -> None:
-    answer = compare(fake, options=options)
+    answer = submit(fake, options=options)
     assert answer.status_code == 422
     assert any(line in error for error in answer.json()["errors"]), answer.text
 
 
 def test_what_a_submission_is_refused_for_a_comparison_is_too(fake) -> None:
     """Illegal and large problems, foreign forms, large bodies; nothing is run for them."""
-    fault(compare(fake, num_microbatches=-1), 422, "problem.invalid")
-    detail = fault(compare(fake, num_microbatches=600), 422, "problem.invalid")
+    fault(submit(fake, num_microbatches=-1), 422, "problem.invalid")
+    detail = fault(submit(fake, num_microbatches=600), 422, "problem.invalid")
     assert "OPTPIPE_MAX_CELLS" in detail["detail"]
     fault(compare(fake, headers={"Accept": "image/png"}), 406, "request.not_acceptable")
     fault(compare(fake, params={"format": "xml"}), 422, "request.invalid")
@@ -164,96 +173,56 @@ def test_what_a_submission_is_refused_for_a_comparison_is_too(fake) -> None:
     ("name", "code", "message"),
     [
         ("fails", "solver.failed", "ZeroDivisionError"),
-        ("dies", "solver.failed", "SIGKILL"),
+        ("dies", "job.died", "SIGKILL"),
         ("eats", "solver.memory", str(4 * 1024**3)),
     ],
 )
-def test_a_comparison_that_fails_is_500_and_the_next_one_runs(
+def test_a_comparison_that_fails_says_why_and_the_next_one_runs(
     mortal, name: str, code: str, message: str
 ) -> None:
-    detail = fault(compare(mortal, name), 500, code)
-    assert message in detail["detail"]
-    assert "secret" not in json.dumps(detail)
-    assert mortal.get("/healthz").status_code == 200
+    job = submit(mortal, name).json()
+    assert (job["state"], job["error"]["code"]) == ("failed", code)
+    assert message in job["error"]["message"]
+    assert "secret" not in json.dumps(job)
+    fault(mortal.get(f"/v1/jobs/{job['id']}/comparison"), 404, "schedule.none")
+    assert compare(mortal).status_code == 200
 
 
 # Ending
 
 
-def test_a_client_that_goes_away_takes_its_process_along_and_frees_the_place(
-    mortal, tmp_path
-) -> None:
-    """While it waits the place is taken and all else answers; its process is deaf to SIGTERM."""
-    body = json.dumps({"problem": two_stages(f"hang:{tmp_path}/pid")})
-    address = (mortal.base_url.host, mortal.base_url.port)
-    with closing(socket.create_connection(address)) as waiting:
-        waiting.sendall(
+def test_a_comparison_outlives_its_client_and_is_followed_like_a_solve(fake) -> None:
+    """The connection that asked is gone; the rows are kept, and events tell of the end."""
+    body = json.dumps({"problem": two_stages("told"), "tags": ["lost"]})
+    address = (fake.base_url.host, fake.base_url.port)
+    with closing(socket.create_connection(address)) as lost:
+        lost.sendall(
             b"POST /v1/compare HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
             b"Content-Length: %d\r\n\r\n%s" % (len(body), body.encode())
         )
-        pid = hung(tmp_path / "pid")
-        answer = compare(mortal)
-        fault(answer, 429, "compare.busy")
-        assert int(answer.headers["retry-after"]) > 0
-        assert mortal.get("/healthz").status_code == 200
-        assert is_running(pid)
-    until(lambda: not is_running(pid))
-    until(lambda: compare(mortal).status_code == 200)
+        until(lambda: fake.get("/v1/jobs?tag=lost").json()["jobs"])
+    (job,) = fake.get("/v1/jobs?tag=lost").json()["jobs"]
+    path = f"/v1/jobs/{job['id']}"
+    assert '"text":"succeeded"' in fake.get(f"{path}/events").text
+    assert fake.get(f"{path}/comparison").json()["rows"]
+    detail = fault(fake.get(f"{path}/schedule"), 404, "schedule.none")["detail"]
+    assert f"GET {path}/comparison" in detail
+    solved = fake.post("/v1/jobs?wait=60", json={"problem": two_stages()}).headers["location"]
+    assert "POST /v1/compare" in fake.get(f"{solved}/comparison").json()["detail"]
+    with Client(str(fake.base_url)) as client:
+        (row,) = client.compare(Problem.parse(two_stages()), time_limit_s=3.0)
+    assert row.method == "limit=3 threads=1 seed=0"
 
 
-class Slow:
-    """A process that is ready after half a second, and then answers, or does not."""
-
-    def __init__(self, *, answers: bool) -> None:
-        self._said = [Message("ready"), *([Message("rows", {}, "rows")] if answers else [])]
-        self._ready_at = time.monotonic() + 0.5
-        self.is_stopped = False
-
-    def send(self, message: Message) -> None:
-        return
-
-    def receive(self, timeout_s: float) -> Message | None:
-        if self._said and time.monotonic() >= self._ready_at:
-            return self._said.pop(0)
-        time.sleep(0.01)
-        return None
-
-    def stop(self) -> None:
-        self.is_stopped = True
-
-
-@pytest.mark.parametrize("answers", [True, False])
-def test_a_comparison_has_all_its_time_from_when_its_process_is_ready_and_no_more(
-    tmp_path, answers: bool
-) -> None:
-    """A fifth of a second, with what it may overrun; its process starts in half a one."""
-    process: Any = Slow(answers=answers)
-    settings = make_settings(tmp_path, overtime_s=0.1)
-    options = CompareOptions(form="json", time_limit_s=0.1)
-    with closing(Comparisons(settings, lambda: process)) as comparisons:
-        answer = comparisons.begin("{}", options, threading.Event())
-        if answers:
-            assert answer.result() == "rows"
-        else:
-            with pytest.raises(SolverOvertimeError, match=r"0.1 s after its time limit of 0.1 s"):
-                answer.result()
-    assert process.is_stopped
-
-
-def test_a_server_that_stops_lets_go_of_its_comparisons(tmp_path) -> None:
-    answers: list[httpx.Response] = []
+def test_a_cancelled_comparison_takes_its_process_along(mortal, tmp_path) -> None:
+    """Which is deaf to SIGTERM."""
     body = {"problem": two_stages(f"hang:{tmp_path}/pid")}
-    with running(make_settings(tmp_path, solver_processes=1), processes=True) as (url, _):
-        waiting = threading.Thread(
-            target=lambda: answers.append(
-                httpx.post(f"{url}/v1/compare", json=body, timeout=PATIENCE_S)
-            )
-        )
-        waiting.start()
-        pid = hung(tmp_path / "pid")
-    waiting.join()
-    assert not is_running(pid)
-    fault(answers[0], 503, "compare.stopped")
+    job = mortal.post("/v1/compare", json=body).headers["location"]
+    pid = hung(tmp_path / "pid")
+    mortal.post(f"{job}/cancel")
+    until(lambda: mortal.get(job).json()["state"] == "cancelled")
+    until(lambda: not is_running(pid))
+    assert compare(mortal).status_code == 200
 
 
 def test_a_comparison_ends_with_its_server_however_that_ended(tmp_path) -> None:
@@ -263,7 +232,7 @@ def test_a_comparison_ends_with_its_server_however_that_ended(tmp_path) -> None:
     with closing(process._connection):
         until(lambda: (message := process.receive(0.1)) and message.kind == "ready")
         problem = Problem.parse(two_stages(f"hang:{tmp_path}/pid")).model_dump_json(by_alias=True)
-        options = {"time_limit_s": 1, "threads": 1, "seed": 0, "form": "json", "workload": {}}
+        options = {"time_limit_s": 1, "threads": 1, "seed": 0, "workload": None}
         process.send(Message("compare", {"options": options}, problem))
         pid = hung(tmp_path / "pid")
     until(lambda: not is_running(pid))
@@ -285,11 +254,12 @@ def test_methods_are_those_of_the_solver_each_with_a_line(fake) -> None:
 def test_a_job_of_an_unknown_method_is_refused_with_the_known_ones(fake) -> None:
     """Before it is queued; a known one is taken."""
     body = {"problem": two_stages(), "options": {"method": "1f1c"}}
+    known = fake.get("/v1/jobs").json()["jobs"]
     detail = fault(fake.post("/v1/jobs", json=body), 422, "input.invalid")
     assert detail["errors"] == [detail["detail"]]
     assert detail["detail"].startswith("options.method = '1f1c': must be one of auto, ")
     for name in METHODS:
         assert name in detail["detail"]
-    assert fake.get("/v1/jobs").json()["jobs"] == []
+    assert fake.get("/v1/jobs").json()["jobs"] == known
     body["options"] = {"method": METHODS[-1]}
     assert fake.post("/v1/jobs", json=body).status_code == 202

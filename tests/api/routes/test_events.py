@@ -124,7 +124,7 @@ def test_a_resumed_job_has_more_to_tell(http) -> None:
     """Who has seen its first end gets the rest, and only that; the stream ends with the last."""
     job = submit(http, "improve:2:0.3", wait=0).json()
     path = f"/v1/jobs/{job['id']}"
-    http.delete(path)
+    http.post(f"{path}/cancel")
     first = followed(http, job["id"])
     assert states(first)[-1] == "cancelled"
     http.post(f"{path}/resume", json={"time_limit_s": 5})
@@ -168,7 +168,7 @@ def test_a_stopping_server_lets_followers_go_and_another_one_goes_on(tmp_path) -
     thread.join()
     assert time.monotonic() - began < 40
     with running(settings) as (url, _), httpx.Client(base_url=url, timeout=90) as http:
-        http.delete(f"/v1/jobs/{job['id']}")
+        http.post(f"/v1/jobs/{job['id']}/cancel")
         rest = followed(http, job["id"], seen[-1]["number"])
         assert seen + rest == followed(http, job["id"])
     assert states(rest)[-1] == "cancelled"
@@ -238,4 +238,4 @@ def test_a_client_that_is_gone_leaves_nobody_reading(tmp_path) -> None:
             while followers._tails:
                 assert time.monotonic() < deadline
                 time.sleep(0.02)
-        http.delete(f"/v1/jobs/{job['id']}")
+        http.post(f"/v1/jobs/{job['id']}/cancel")

@@ -56,7 +56,7 @@ def test_waiting_answers_with_the_end(http) -> None:
 def test_waiting_ends_with_its_time(http) -> None:
     answer = submit(http, "improve:3:5", wait=0.2)
     assert (answer.status_code, answer.json()["finished_at"]) == (202, None)
-    http.delete(answer.headers["location"])
+    http.post(answer.headers["location"] + "/cancel")
 
 
 def test_a_repeated_key_makes_one_job_and_refuses_another_problem(http) -> None:
@@ -132,7 +132,7 @@ def test_an_ended_job_can_be_given_more_time(http) -> None:
     job = submit(http, "improve:2:0.4", options={"time_limit_s": 30}, wait=0).json()
     path = f"/v1/jobs/{job['id']}"
     fault(http.post(f"{path}/resume", json={"time_limit_s": 5}), 409, "state.conflict")
-    http.delete(path)
+    http.post(f"{path}/cancel")
     answer = http.post(f"{path}/resume", params={"wait": 20}, json={"time_limit_s": 5})
     assert (answer.status_code, answer.headers["location"]) == (200, path)
     resumed = answer.json()
@@ -179,7 +179,7 @@ def test_an_unknown_job_is_404(http, job_id: str, path: str) -> None:
 
 def test_cancelling_twice_answers_the_same(http) -> None:
     job = submit(http, "improve:3:5", wait=0).json()
-    first, again = (http.delete(f"/v1/jobs/{job['id']}") for _ in range(2))
+    first, again = (http.post(f"/v1/jobs/{job['id']}/cancel") for _ in range(2))
     assert (first.status_code, first.json()["state"]) == (200, "cancelled")
     assert again.json() == first.json()
 
@@ -416,3 +416,39 @@ def test_the_documentation_comes_from_this_server_only(http) -> None:
     assert "https://" not in page.text
     for asset in ("swagger-ui-bundle.js", "swagger-ui.css"):
         assert http.get(f"/static-offline-docs/{asset}").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "changes", "pointer"),
+    [
+        ("jobs", {"problem": two_stages(num_microbatches=-1)}, "/problem/num_microbatches"),
+        ("jobs", {"problem": {**two_stages(), "a/b~": 1}}, "/problem/a~1b~0"),
+        ("jobs", {"options": {"method": "1f1c"}}, "/options/method"),
+        ("jobs", {"options": {"threads": 99}}, "/options/threads"),
+        ("jobs", {"options": {"chunks": [1]}}, "/options/chunks"),
+        ("jobs", {"options": {"seed": "0"}}, "/options/seed"),
+        ("jobs", {"problem": two_stages(num_microbatches=9999)}, "/problem/num_microbatches"),
+        ("jobs", {"tags": ["ok", "not ok"]}, "/tags/1"),
+        ("jobs", {"problem": None, "model": 1}, "/problem"),
+        ("jobs", {"extra": 1}, "/extra"),
+        ("batches", {"axes": {"nothing": [1]}}, "/axes"),
+        (
+            "batches",
+            {"problem": ..., "problems": [two_stages(), {}]},
+            "/problems/1/num_microbatches",
+        ),
+        ("deployments", {"threshold": 2}, "/threshold"),
+        ("variants", {"values": {"nothing": 1}}, "/values"),
+    ],
+)
+def test_each_fault_says_where_in_the_body_it_is(
+    http, path: str, changes: dict[str, Any], pointer: str
+) -> None:
+    """As RFC 6901 has it, in the order of the sentences."""
+    body = {"problem": two_stages(), **changes}
+    body = {name: value for name, value in body.items() if value is not ...}
+    answer = http.post(f"/v1/{path}", json=body)
+    assert answer.status_code == 422
+    fault = answer.json()
+    assert fault["pointers"][0] == pointer
+    assert len(fault["pointers"]) == len(fault["errors"])

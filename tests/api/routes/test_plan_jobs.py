@@ -140,7 +140,7 @@ def test_a_resumed_plan_goes_on_from_where_it_stands(http) -> None:
     path = f"/v1/jobs/{job['id']}"
     while not http.get(path).json()["has_schedule"]:
         time.sleep(0.02)
-    assert http.delete(path).json()["state"] == "cancelled"
+    assert http.post(f"{path}/cancel").json()["state"] == "cancelled"
     answer = http.post(f"{path}/resume", params={"wait": 60}, json={"time_limit_s": 1})
     assert answer.json()["state"] == "succeeded"
     methods = [point["method"] for point in answer.json()["trace"]]

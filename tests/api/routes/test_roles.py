@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from contextlib import closing
+from datetime import datetime
 from typing import TYPE_CHECKING
 
 import httpx
@@ -114,7 +115,7 @@ def test_owners_do_not_see_each_other_and_an_admin_sees_all(as_) -> None:
     for action in ("", "/schedule", "/problem", "/events"):
         assert as_["bob"].get(path + action).status_code == 404, action
         assert as_["alice"].get(path + action).status_code == 200, action
-    assert as_["bob"].delete(path).status_code == 404
+    assert as_["bob"].post(f"{path}/cancel").status_code == 404
     more = {"time_limit_s": 1}
     assert as_["bob"].post(f"{path}/resume", json=more).status_code == 404
 
@@ -167,8 +168,80 @@ def test_a_key_may_have_so_many_jobs_under_way(tmp_path) -> None:
         assert (answer.status_code, answer.json()["code"]) == (429, "key.too_many_jobs")
         assert int(answer.headers["retry-after"]) > 0
         assert bob.post("/v1/jobs", json=body).status_code == 202
-        alice.delete(first.headers["location"])
+        alice.post(first.headers["location"] + "/cancel")
         assert alice.post("/v1/jobs", json=body).status_code == 202
+
+
+def test_who_fills_the_queue_delays_nobody(tmp_path) -> None:
+    """Two owners under load: when bob's 8 have ended, so have 8 of alice's 30 before them."""
+    settings = make_settings(tmp_path, require_keys=True, solver_processes=2)
+    quick = {"problem": two_stages("improve:1:0.05")}
+    with keyed(settings, alice=Role.SUBMIT, bob=Role.SUBMIT, ops=Role.ADMIN) as as_:
+        alice, bob = as_["alice"], as_["bob"]
+        for _ in range(30):
+            assert alice.post("/v1/jobs", json=quick | {"priority": 10}).status_code == 202
+        ended = len(alice.get("/v1/jobs?state=succeeded").json()["jobs"])
+        his = [bob.post("/v1/jobs", json=quick).json()["id"] for _ in range(8)]
+        for one in his:
+            bob.get(f"/v1/jobs/{one}/schedule?wait=30")
+        while len(bob.get("/v1/jobs?state=succeeded").json()["jobs"]) < len(his):
+            time.sleep(0.02)
+        hers = len(alice.get("/v1/jobs?state=succeeded").json()["jobs"]) - ended
+        print(f"ended while bob's {len(his)} were solved: {hers} of alice's")
+        assert abs(hers - len(his)) <= 3
+
+
+def test_a_key_leaves_a_slot_and_may_not_push_in_front(tmp_path) -> None:
+    """One of two slots stays free for others; the first in the queue knows its place and time."""
+    settings = make_settings(tmp_path, require_keys=True, max_jobs_per_key=4)
+    body = {"problem": two_stages("improve:1:60"), "options": {"time_limit_s": 30}}
+    with keyed(settings, alice=Role.SUBMIT, bob=Role.SUBMIT, ops=Role.ADMIN) as as_:
+        alice, bob = as_["alice"], as_["bob"]
+        answer = alice.post("/v1/jobs", json=body | {"priority": 11})
+        fault = answer.json()
+        assert (answer.status_code, fault["pointers"]) == (422, ["/priority"])
+        assert fault["detail"].startswith("priority = 11: the key 'alice' has role submit, and may")
+        batch = alice.post(
+            "/v1/batches", json=body | {"axes": {"memory_scale": [1]}, "priority": 99}
+        )
+        assert batch.json()["pointers"] == ["/priority"]
+        first, second = (alice.post("/v1/jobs", json=body).headers["location"] for _ in range(2))
+        while alice.get(first).json()["state"] == "queued":
+            time.sleep(0.02)
+        time.sleep(0.3)
+        seen = alice.get(second).json()
+        assert (seen["state"], seen["place"]) == ("queued", 1)
+        begun, expected = (
+            datetime.fromisoformat(time)
+            for time in (alice.get(first).json()["started_at"], seen["expected_start_at"])
+        )
+        assert (expected - begun).total_seconds() == pytest.approx(30, abs=0.5)
+        his = bob.post("/v1/jobs", json=body).headers["location"]
+        while bob.get(his).json()["state"] == "queued":
+            time.sleep(0.02)
+        assert as_["ops"].post("/v1/jobs", json=body | {"priority": 100}).status_code == 202
+        # A deployment counts as long as it goes on, and not twice while it is solved.
+        runs = [alice.post("/v1/deployments", json={"problem": two_stages()}) for _ in range(3)]
+        assert [run.status_code for run in runs] == [202, 202, 429]
+        assert runs[2].json()["code"] == "key.too_many_jobs"
+        alice.delete(runs[0].headers["location"])
+        assert alice.post("/v1/deployments", json={"problem": two_stages()}).status_code == 202
+
+
+def test_answers_from_the_cache_count_until_they_are_deleted(tmp_path) -> None:
+    settings = make_settings(tmp_path, require_keys=True, cache=True, max_kept_jobs_per_key=2)
+    body = {"problem": two_stages()}
+    with keyed(settings, alice=Role.SUBMIT, bob=Role.SUBMIT) as as_:
+        alice = as_["alice"]
+        alice.post("/v1/jobs?wait=30", json=body)
+        hit = alice.post("/v1/jobs", json=body)
+        assert (hit.status_code, hit.json()["cache"]) == (200, "hit")
+        answer = alice.post("/v1/jobs", json=body)
+        assert (answer.status_code, answer.json()["code"]) == (409, "key.too_many_kept")
+        assert as_["bob"].delete(hit.headers["location"]).status_code == 404
+        assert alice.delete(hit.headers["location"]).status_code == 204
+        assert alice.get(hit.headers["location"]).status_code == 404
+        assert alice.post("/v1/jobs", json=body).status_code == 200
 
 
 def test_a_running_application_knows_its_keys_from_the_store(tmp_path) -> None:

@@ -147,7 +147,7 @@ def test_a_stream_that_ends_by_itself_gives_its_place_back(crowd: Crowd) -> None
     with crowd.client("ann") as http:
         # Not behind the jobs that go on.
         job = http.post("/v1/jobs", json={"problem": two_stages()}).json()
-        http.delete(f"/v1/jobs/{job['id']}")
+        http.post(f"/v1/jobs/{job['id']}/cancel")
         for _ in range(MOST + 1):
             answer = http.get(f"/v1/jobs/{job['id']}/events")
             assert answer.status_code == 200

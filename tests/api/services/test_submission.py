@@ -88,10 +88,9 @@ def test_a_model_is_read_and_named_by_what_it_says(anywhere) -> None:
 
 def test_a_comparison_is_read(anywhere) -> None:
     body = {"problem": two_stages(), "options": {"time_limit_s": 1, "workload": {}}}
-    run = anywhere.run(read_comparison, json.dumps(body).encode(), 100)
-    problem, options = asyncio.run(run)
-    assert Problem.parse(json.loads(problem)) == Problem.parse(two_stages())
-    assert options.time_limit_s == 1
+    job = asyncio.run(anywhere.run(read_comparison, json.dumps(body).encode(), SETTINGS))
+    assert Problem.parse(json.loads(job.problem)) == Problem.parse(two_stages())
+    assert (job.kind, job.options.time_limit_s, job.shape_hash) == (JobKind.COMPARE, 1, "")
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections import Counter, deque
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -11,8 +12,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from optpipe.wire import JobOptions, JobState
-from optpipe_api.errors import JobNotFoundError, KeyReusedError, QueueFullError
-from optpipe_api.jobs import JobError, JobEvent, Lease, NewJob, TracePoint
+from optpipe_api.errors import (
+    JobNotFoundError,
+    KeyReusedError,
+    QueueFullError,
+    StateConflictError,
+    TooManyKeptError,
+)
+from optpipe_api.jobs import MAX_SHARED_PRIORITY, JobError, JobEvent, Lease, NewJob, TracePoint
 from optpipe_api.store import AttemptOutcome
 
 if TYPE_CHECKING:
@@ -93,6 +100,7 @@ def test_an_unknown_id_is_refused_everywhere(store, job_id: str) -> None:
         store.history,
         store.trace,
         store.request_cancel,
+        store.delete,
         lambda job_id: store.resume(job_id, 1.0, max_time_limit_s=9.0, max_queued=9),
     ):
         with pytest.raises(JobNotFoundError):
@@ -162,6 +170,135 @@ def test_claims_are_first_come_first_served_and_then_none(store) -> None:
     assert [claim and claim.job.id for claim in claims] == [*ids, None]
     assert claims[0].problem == new("a").problem
     assert (claims[0].job.state, claims[0].start) == (JobState.RUNNING, None)
+
+
+def submit(store: JobStore, owner: str, *, number: int = 1, **changes: Any) -> list[str]:
+    jobs = [new(changes={"owner": owner, **changes}) for _ in range(number)]
+    return [store.add(job, max_queued=100)[0].id for job in jobs]
+
+
+def owners(claims: list[Claim | None]) -> str:
+    return "".join("-" if claim is None else claim.job.owner for claim in claims)
+
+
+def test_two_owners_under_load_get_half_each(store, open_store, clock: Clock) -> None:
+    """Ann came first with all that she has, at the highest priority of her role; servers agree."""
+    submit(store, "a", number=20, priority=MAX_SHARED_PRIORITY)
+    submit(store, "b", number=20)
+    servers = [store, open_store()]
+    served: Counter[str] = Counter()
+    running: deque[Claim] = deque()
+    for turn in range(24):
+        claim = servers[turn % 2].claim(f"server-{turn % 2}", LEASE_S)
+        assert claim is not None
+        served[claim.job.owner] += 1
+        running.append(claim)
+        if len(running) == 4:
+            store.finish(running.popleft().lease, AttemptOutcome(event=JobEvent.CANCEL))
+    assert served == {"a": 12, "b": 12}
+
+
+def test_the_owner_with_the_fewest_running_is_next_then_the_one_served_longest_ago(store) -> None:
+    submit(store, "a", number=4)
+    first = [store.claim("w", LEASE_S) for _ in range(2)]
+    submit(store, "b", number=3)
+    submit(store, "c", number=1)
+    assert owners(first + [store.claim("w", LEASE_S) for _ in range(7)]) == "aabcbaba-"
+
+
+def test_who_deletes_what_was_served_has_been_served_all_the_same(store) -> None:
+    submit(store, "a", number=3)
+    submit(store, "b", number=3)
+    turns = []
+    for _ in range(4):
+        claim = store.claim("w", LEASE_S)
+        turns.append(claim)
+        store.finish(claim.lease, AttemptOutcome(event=JobEvent.CANCEL))
+        store.delete(claim.job.id)
+    assert owners(turns) == "abab"
+
+
+def test_an_admin_s_priority_goes_before_all_turns(store) -> None:
+    submit(store, "a", number=2, priority=MAX_SHARED_PRIORITY)
+    submit(store, "b", number=2, priority=MAX_SHARED_PRIORITY + 1)
+    assert owners([store.claim("w", LEASE_S) for _ in range(4)]) == "bbaa"
+
+
+def test_a_key_runs_no_more_at_a_server_than_it_may(store) -> None:
+    """Even beside an idle slot; another server counts for itself, and no key means no limit."""
+    submit(store, "a", number=4)
+    here = [store.claim("w", LEASE_S, 2) for _ in range(3)]
+    assert owners([*here, store.claim("v", LEASE_S, 2)]) == "aa-a"
+    submit(store, "", number=3)
+    assert all(store.claim("w", LEASE_S, 1) for _ in range(3))
+
+
+def test_many_claimers_at_once_keep_turns_and_limits(store, open_store) -> None:
+    """Each counts what the others have taken: 2 of each key, however they meet."""
+    for owner in "ab":
+        submit(store, owner, number=6)
+    stores = [open_store() for _ in range(4)]
+    taken: list[str] = []
+
+    def take(other: JobStore) -> None:
+        for _ in range(4):
+            claim = other.claim("w", LEASE_S, 2)
+            if claim is not None:
+                taken.append(claim.job.owner)
+
+    together([partial(take, other) for other in stores])
+    assert sorted(taken) == ["a", "a", "b", "b"]
+
+
+def test_a_queued_job_has_a_place_and_a_time_as_claims_have_them(store, clock: Clock) -> None:
+    """What is said is what then happens, where every job takes all of its time."""
+    submit(store, "a", number=5)
+    submit(store, "b", number=2)
+    begun = clock.now + 5.0
+    for _ in range(2):
+        assert store.claim("w", 100.0) is not None
+        clock.now += 0.5
+    submit(store, "b", priority=MAX_SHARED_PRIORITY + 1)
+    said = store.queue(2)
+    assert [said[one].place for one in said] == list(range(1, 7))
+    times = [begun + 5.0 * (at // 2) + 0.5 * (at % 2) for at in range(6)]
+    assert [one.starts_at for one in said.values()] == times
+    found = []
+    for _ in said:
+        oldest = min(store.page(99, state=JobState.RUNNING), key=lambda job: job.started_at)
+        lease = Lease(oldest.id, "w", oldest.attempt)
+        store.finish(lease, AttemptOutcome(event=JobEvent.CANCEL))
+        clock.now += 0.1
+        found.append(store.claim("w", 100.0).job.id)
+    assert found == list(said)
+
+
+def test_a_deleted_job_is_gone_and_one_that_goes_on_is_not_deleted(store, stores: Stores) -> None:
+    job = add(store, changes={"tags": ("t",)}, key="k")
+    with pytest.raises(StateConflictError, match=r"queued.*cancel it first: POST"):
+        store.delete(job.id)
+    claim = store.claim("w", LEASE_S)
+    with pytest.raises(StateConflictError, match=r"running.*cancel it first: POST"):
+        store.delete(job.id)
+    store.finish(claim.lease, AttemptOutcome(event=JobEvent.SUCCEED, schedule="S", objective_ms=1))
+    store.delete(job.id)
+    with pytest.raises(JobNotFoundError):
+        store.get(job.id)
+    with stores.engine.connect() as connection:
+        for name in ("jobs", "problems", "schedules", "job_tags", "events"):
+            count = connection.exec_driver_sql(f"SELECT count(*) FROM {name}").scalar_one()
+            assert (name, count) == (name, 0)
+    assert add(store, key="k").id != job.id
+
+
+def test_what_is_kept_of_a_key_is_limited_answers_from_the_cache_too(store) -> None:
+    known = AttemptOutcome(event=JobEvent.SUCCEED, schedule="S", objective_ms=1.0)
+    hit = new(changes={"owner": "a", "finished": known})
+    job, _ = store.add(hit, max_queued=1, max_kept=1)
+    with pytest.raises(TooManyKeptError, match=r"1 jobs of the key 'a' are kept.*DELETE"):
+        store.add(hit, max_queued=1, max_kept=1)
+    store.delete(job.id)
+    store.add(hit, max_queued=1, max_kept=1)
 
 
 def test_many_claimers_never_share_a_job(store, open_store) -> None:

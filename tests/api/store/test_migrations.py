@@ -158,9 +158,12 @@ def test_a_queued_job_that_shared_another_solve_is_solved_by_itself(tmp_path) ->
     """Versions that shared solves left such rows behind; nobody would answer them now."""
     url = f"sqlite:///{tmp_path}/jobs.db"
     write_as_0001(url)
-    open_stores(url).close()
+    config = Config()
+    config.set_main_option("script_location", str(SCRIPTS))
     engine = sa.create_engine(url)
     with engine.begin() as connection:
+        config.attributes["connection"] = connection
+        command.upgrade(config, "0005")
         shares = sa.text("UPDATE jobs SET awaits_id = :first WHERE id = :second")
         connection.execute(shares, {"first": "1" * 32, "second": "2" * 32})
     engine.dispose()
