@@ -51,7 +51,8 @@ def show_schedule(
     """
     name = " - ".join(part for part in (problem.name, schedule.provenance.method) if part)
     if (count := sum(map(len, schedule.programs))) > _MOST_DRAWN:
-        console.print(f"{name}: {count:,} actions are not drawn; optpipe plot does it", markup=False)
+        left_out = f"{name}: {count:,} actions are not drawn; optpipe plot does it"
+        console.print(left_out, markup=False)
         baseline = None
     else:
         console.print(ScheduleView(problem=problem, programs=schedule.programs, title=name))

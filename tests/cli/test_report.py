@@ -84,6 +84,7 @@ def test_a_result_with_too_many_actions_ends_with_its_numbers(offloading, monkey
     console = Console(file=io.StringIO(), width=100)
     baseline = report.baseline_programs(offloading.problem)
     report.show_schedule(console, offloading.problem, schedule_of(offloading), baseline)
+    assert isinstance(console.file, io.StringIO)
     text = console.file.getvalue()
     assert "by hand: 8 actions are not drawn; optpipe plot does it" in text
     assert any(row.startswith("makespan") for row in rows(text))
