@@ -373,7 +373,8 @@ def balanced_sizes(times_ms: Sequence[float], num_stages: int) -> tuple[int, ...
     """Return how many layers each stage has so that the slowest stage is as fast as can be.
 
     Of the cuts with that slowest stage, one whose stage times have the least sum of squares, and
-    then one with the earliest last cut. Exact: two dynamic programs over the places to cut, the
+    then the one with the latest cuts: a slow stage waits the less at both ends of a step the
+    earlier it stands. Exact: two dynamic programs over the places to cut, the
     least largest stage first, then the least sum of squares with no stage above it. This is the
     simplest rule that counts embedding and head; it knows no memory and no schedule, which
     ``optpipe plan`` does.
@@ -399,8 +400,9 @@ def _least_sum(costs: NDArray[np.float64], num_stages: int) -> tuple[int, ...]:
     cuts = []
     for _ in range(num_stages - 1):
         sums = costs + best[np.newaxis, :]
-        cuts.append(sums.argmin(axis=1))
         best = sums.min(axis=1)
+        is_best = sums <= best[:, np.newaxis] * _SLACK
+        cuts.append(len(costs) - 1 - is_best[:, ::-1].argmax(axis=1))
     end, sizes = len(costs) - 1, []
     for cut in reversed(cuts):
         sizes.append(end - int(cut[end]))

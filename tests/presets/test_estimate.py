@@ -233,6 +233,11 @@ def test_no_cut_has_a_faster_slowest_stage_or_is_more_even(times, data) -> None:
     assert value(sizes) == min(value(cut) for cut in all_cuts(len(times), stages))
 
 
+def test_of_equal_cuts_the_slow_stages_stand_first() -> None:
+    """They wait for fewer forwards and are waited for by fewer backwards."""
+    assert balanced_sizes([1.0] * 82, 8) == (11, 11, *[10] * 6)
+
+
 def test_a_heavy_head_takes_layers_from_the_last_stage() -> None:
     """Eight layers and a head of two: the last stage has fewer layers."""
     assert balanced_sizes([0.1, *[1.0] * 8, 2.0], 2) == (6, 4)
