@@ -58,7 +58,8 @@ def estimate_problem(
         typer.Option(metavar="FILE", help="Instead of --model: a Hugging Face config.json."),
     ] = None,
     gpu: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Accelerator of the catalogue: see --list.")
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Accelerator of the catalogue: see --list."),
     ] = None,
     pp: Annotated[int, _degree("Devices of the pipeline.")] = 4,
     tp: Annotated[int, _degree("Tensor-parallel degree.")] = 1,
@@ -143,9 +144,14 @@ def estimate_problem(
     check_apart(output, inputs=[config])
     with _named_as_flags():
         shape = _shape(model, config)
-        if gpu is None:
+        if not gpu:
             raise InputError(f"--gpu is missing; give one of {', '.join(GPUS)}")
-        hardware = find_gpu(gpu)
+        if len(gpu) > 1:
+            raise InputError(
+                f"--gpu {' --gpu '.join(gpu)}: an estimate is for one kind of accelerator; give "
+                "one, or write a model file with devices of several types for optpipe plan"
+            )
+        hardware = find_gpu(gpu[0])
         training = Training(
             micro_batch=micro_batch, sequence=sequence, tp=tp, cp=cp, ep=ep, dp=dp, zero=zero,
             precision=cast("Precision", precision), flash=flash, lean=lean,

@@ -40,7 +40,7 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "decoder_sparse_step": (1,),
     "hidden_act": ("silu",),
     "activation_function": ("gelu", "gelu_new", "gelu_pytorch_tanh"),
-    "layer_types": (None,),
+    "layer_types": (None, ["full_attention"]),
     "mlp_bias": (False,),
     "mlp_only_layers": ([], None),
     "moe_layer_freq": (1,),
@@ -87,6 +87,8 @@ class _Config:
         """Refuse what nobody read: unknown fields, and known ones with values not understood."""
         for name in sorted(set(self._data) - self._read - _NEUTRAL):
             value = self._data[name]
+            if name == "layer_types" and isinstance(value, list):
+                value = sorted(set(map(str, value)))
             if name == "sliding_window" and (
                 value is None or self._data.get("use_sliding_window") is False
             ):

@@ -102,6 +102,7 @@ def test_the_list_names_everything_with_sources(optpipe) -> None:
     [
         (("--gpu", "h100"), "--model"),
         (("--model", "llama3-8b"), "--gpu is missing"),
+        ((*SMALL, "--gpu", "a100"), "--gpu a100: an estimate is for one kind of accelerator"),
         (("--model", "llama3-9b", "--gpu", "h100"), "did you mean"),
         (("--model", "llama3-8b", "--gpu", "h101"), "did you mean"),
         ((*SMALL, "--memory-gb", 0), "--memory-gb"),

@@ -84,6 +84,12 @@ def test_a_published_config_is_the_catalogues_shape(name) -> None:
     assert total_parameters(found) == total_parameters(known)
 
 
+def test_layers_that_all_have_full_attention_are_what_no_list_means() -> None:
+    """As transformers writes them today."""
+    today = QWEN3_8B | {"layer_types": ["full_attention"] * QWEN3_8B["num_hidden_layers"]}
+    assert shape_from_config(json.dumps(today)) == shape_from_config(json.dumps(QWEN3_8B))
+
+
 def test_gpt2_is_read() -> None:
     """Its 124,439,808 parameters, learned positions and biases among them."""
     found = shape_from_config(json.dumps(GPT2))
@@ -99,6 +105,7 @@ def test_gpt2_is_read() -> None:
         ({"hidden_act": "relu"}, "hidden_act = 'relu' is not understood"),
         ({"attention_bias": True}, "attention_bias = True is not understood"),
         ({"sliding_window": 4096}, "sliding_window = 4096 is not understood"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "'sliding_attention'. is not"),
         ({"parallel_attn": True}, "parallel_attn = True is not understood"),
         ({"hidden_size": None}, "hidden_size is missing"),
         ({"hidden_size": "4096"}, "hidden_size = '4096': must be a whole number"),
