@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch.nn import functional
 from optpipe.runtime.demo_model import ModelConfig, make_stages
 from optpipe.runtime.errors import OffloadError
 from optpipe.runtime.measuring.memory import Use, meter_for
-from optpipe.runtime.offload import HostPool, Offloader
+from optpipe.runtime.offload import HostPool, Offloader, PlainCopies, host_memory_bytes
 from optpipe.runtime.passes import WeightGradients, split_linears
 
 CELL = (0, 0)
@@ -206,4 +207,24 @@ def _backward_use(*, reloads: bool, split: bool) -> Use:
 def _there_and_back(offloader: Offloader) -> None:
     _round_trip(offloader)
     # The host's slots are no device memory, which the meter cannot tell on a CPU.
-    offloader.pool = HostPool(pinned=False)
+    offloader.pool = HostPool(PlainCopies())
+
+
+@pytest.mark.parametrize(
+    ("groups", "limits", "expected"),
+    [
+        ("", {}, None),
+        ("0::/a/b\n", {"a/memory.max": "7000", "a/b/memory.max": "max"}, 7000),
+        ("0::/../of/host\n", {"memory.max": "9000"}, 9000),
+        ("3:cpu:/a\n2:memory,x:/a\n0::/\n", {"memory/a/memory.limit_in_bytes": "5000"}, 5000),
+        ("3:cpu:/a\n", {"memory.max": "5000"}, None),
+    ],
+)
+def test_a_control_groups_limit_is_the_hosts_memory(tmp_path, groups, limits, expected):
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text(groups)
+    for name, text in limits.items():
+        (tmp_path / "sys/fs/cgroup" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "sys/fs/cgroup" / name).write_text(text + "\n")
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert host_memory_bytes(tmp_path) == (expected or whole)
