@@ -15,7 +15,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from optpipe.runtime import PipelineRunner
 from optpipe.runtime.demo_model import chain, make_stages, random_tokens, token_loss
-from optpipe.runtime.offload import PlainCopies
 from optpipe.runtime.preflight import num_microbatches_of
 from tests.runtime.cases import CONFIG
 from tests.runtime.live_bytes import LiveBytes
@@ -95,7 +94,7 @@ class Trained:
 def train(
     schedule: Schedule,
     problem: Problem | None,
-    fault: str = "",
+    fault: str | Callable[[PipelineRunner], None] = "",
     model: str = "small",
     steps: int = STEPS,
 ) -> Trained:
@@ -107,7 +106,7 @@ def train(
     count = num_microbatches_of(schedule)
     expected_losses, expected = reference(count, model)
     found = Trained()
-    _FAULTS[fault](runner)
+    (_FAULTS[fault] if isinstance(fault, str) else fault)(runner)
     _watch_releases(runner.offloader, found)
     for step in range(steps):
         losses = runner.step(*data(count, step))
@@ -198,33 +197,6 @@ def _gradients(modules: Iterable[nn.Module]) -> list[Tensor]:
     return [gradient.clone() for gradient in found if gradient is not None]
 
 
-class _SlowCopies(PlainCopies):
-    """Copies that are made when they are waited for, after a while, the target spoilt before."""
-
-    def __init__(self, seed: int) -> None:
-        self._chooser = random.Random(seed)
-
-    def to_host(self, pairs: Any) -> Fence:
-        return _Later(pairs, self._chooser.random() / 500)
-
-    def to_device(self, pairs: Any) -> Fence:
-        for _, device in pairs:
-            device.fill_(255)
-        return _Later(pairs, self._chooser.random() / 500)
-
-
-class _Later:
-    def __init__(self, pairs: Any, seconds: float) -> None:
-        self._pairs = pairs
-        self._seconds = seconds
-
-    def wait(self) -> None:
-        time.sleep(self._seconds)
-        for source, target in self._pairs:
-            target.copy_(source)
-        self._pairs = ()
-
-
 class _RandomDelays:
     """Sleeps before and after actions, differently on every rank and in every step."""
 
@@ -243,9 +215,7 @@ class _RandomDelays:
 
 
 def _delay(runner: PipelineRunner) -> None:
-    rank = dist.get_rank()
-    runner.offloader.copies = _SlowCopies(seed=rank)
-    runner.observe(_RandomDelays(seed=100 + rank))
+    runner.observe(_RandomDelays(seed=100 + dist.get_rank()))
 
 
 def _corrupt(runner: PipelineRunner) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import mmap
 import os
 
 import pytest
@@ -14,8 +15,15 @@ from torch.nn import functional
 from optpipe.runtime.demo_model import ModelConfig, make_stages
 from optpipe.runtime.errors import OffloadError
 from optpipe.runtime.measuring.memory import Use, meter_for
-from optpipe.runtime.offload import HostPool, Offloader, PlainCopies, host_memory_bytes
+from optpipe.runtime.offload import (
+    CudaCopies,
+    HostPool,
+    Offloader,
+    PlainCopies,
+    host_memory_bytes,
+)
 from optpipe.runtime.passes import WeightGradients, split_linears
+from tests.runtime.recording import RecordingCuda
 
 CELL = (0, 0)
 CPU = torch.device("cpu")
@@ -228,3 +236,22 @@ def test_a_control_groups_limit_is_the_hosts_memory(tmp_path, groups, limits, ex
         (tmp_path / "sys/fs/cgroup" / name).write_text(text + "\n")
     whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     assert host_memory_bytes(tmp_path) == (expected or whole)
+
+
+def test_arenas_are_page_locked_exactly_and_let_go_with_their_pool():
+    cuda = RecordingCuda(seed=0)
+    pool = HostPool(CudaCopies(CPU, cuda), num_slots={0: 3})
+    slots = [pool.take(0, 5000), pool.take(1, 700)]
+    assert list(cuda.page_locked.values()) == [15000, 700]
+    assert pool.allocated_bytes == 15700
+    assert all(address % mmap.PAGESIZE == 0 for address in cuda.page_locked)
+    assert [slot.data_ptr() in cuda.page_locked for slot in slots] == [True, True]
+    del pool
+    assert cuda.page_locked == {}
+
+
+def test_memory_that_cannot_be_page_locked_is_refused(monkeypatch):
+    cuda = RecordingCuda(seed=0)
+    monkeypatch.setattr(cuda, "cudaHostRegister", lambda *_: 2)
+    with pytest.raises(OffloadError, match=r"page-lock 700 bytes .*error 2.*fewer micro-batches"):
+        HostPool(CudaCopies(CPU, cuda)).take(0, 700)
