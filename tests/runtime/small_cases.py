@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -320,3 +321,25 @@ def evaluate_small(schedule: Schedule, num_samples: int, *, with_target: bool) -
 
 def _bytes(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.untyped_storage().nbytes()
+
+
+def train_bound(schedule: Schedule, problem: Problem, bound_rank: int) -> tuple[Trained, set[str]]:
+    """Train where one rank gave a device to its group; return the groups of its messages, too."""
+    default = dist.distributed_c10d._get_default_group()
+    groups: set[str] = set()
+    batch_p2p = torch_schedules._batch_p2p
+
+    def noted(p2p_ops: list[dist.P2POp], desc: str | None = None) -> list[dist.Work]:
+        groups.update(operation.group.group_name for operation in p2p_ops)
+        return batch_p2p(p2p_ops, desc)
+
+    torch_schedules._batch_p2p = noted
+    if dist.get_rank() == bound_rank:
+        default.bound_device_id = torch.device("cpu", 0)
+    try:
+        trained = train(schedule, problem)
+        assert (default.bound_device_id is not None) == (dist.get_rank() == bound_rank)
+    finally:
+        torch_schedules._batch_p2p = batch_p2p
+        default.bound_device_id = None
+    return trained, groups - {default.group_name}
