@@ -9,6 +9,7 @@ import threading
 import time
 import weakref
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -541,6 +542,7 @@ def _build(
         loss_fn=spec.loss_fn,
         loss_divisor=(count if spec.mean_loss else 1) if trains else 0,
         hooks=hooks,
+        bytes_of=partial(_bytes_of, shapes),
     )
 
 
@@ -549,15 +551,15 @@ def _boundary(
 ) -> dict[Action, int]:
     """Return the bytes of boundary tensors on this rank while each action runs."""
     rank, placement = spec.rank, spec.schedule.placement
-
-    def bytes_of(message: Pass) -> int:
-        crossed = shapes[message.stage if message.backward else message.stage + 1]
-        # Integers have no gradient.
-        sent = [s for s in crossed if s.dtype.is_floating_point or not message.backward]
-        return sum(shape.num_bytes for shape in sent)
-
     over_before = sends_over_before(orders, placement, window)[rank]
-    return boundary_levels(orders[rank], over_before, len(placement), bytes_of)
+    return boundary_levels(orders[rank], over_before, len(placement), partial(_bytes_of, shapes))
+
+
+def _bytes_of(shapes: Sequence[Shapes], message: Pass) -> int:
+    crossed = shapes[message.stage if message.backward else message.stage + 1]
+    # Integers have no gradient.
+    sent = [s for s in crossed if s.dtype.is_floating_point or not message.backward]
+    return sum(shape.num_bytes for shape in sent)
 
 
 # --- Ends a rank that waits for one that has failed.

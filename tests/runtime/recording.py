@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import random
 import traceback
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from optpipe.runtime.offload import CudaCopies, HostPool, count_slots
+from optpipe.runtime.torch_schedule import MessageSlots
 from tests.runtime import small_cases
 
 if TYPE_CHECKING:
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     from optpipe import Problem, Schedule
     from optpipe.runtime import PipelineRunner
     from optpipe.runtime.offload import Cell, Fence, Offloader
+    from optpipe.schedule import Pass
 
 _PART_BYTES = 512
 _MOST_PARTS = 1 << 40
@@ -97,6 +100,7 @@ class RecordingCuda(TorchDispatchMode):
     def __init__(self, seed: int) -> None:
         super().__init__()
         self.findings: list[str] = []
+        self.undo = ExitStack()
         self.page_locked: dict[int, int] = {}
         self.waits_for: list[Any] = [dist.isend, dist.irecv]
         self.handler = sanitizer.EventHandler()
@@ -341,6 +345,7 @@ def train_watched(
     try:
         trained = small_cases.train(schedule, problem, record, steps=steps)
     finally:
+        cuda.undo.close()
         schedules._batch_p2p = _BATCH_P2P
         vars(sanitizer)["traceback"] = traceback
     right = trained.losses_equal and trained.worst_difference <= 1e-14 * trained.largest_gradient
@@ -420,6 +425,33 @@ def _no_wait_for(operation: Any) -> Callable[[Offloader, RecordingCuda], None]:
     return lambda _, cuda: cuda.waits_for.remove(operation)
 
 
+def _slot_free_at_once(*, of_receives: bool) -> Callable[[Offloader, RecordingCuda], None]:
+    """The slot of a message may be taken again as soon as it has been posted."""
+    take, fill = MessageSlots.take, MessageSlots.fill
+    receives = False
+
+    def filled(self: MessageSlots, *given: Any) -> None:
+        nonlocal receives
+        receives = True
+        fill(self, *given)
+        receives = False
+
+    def taken(self: MessageSlots, message: Pass, blanks: Any) -> list[Tensor]:
+        found = take(self, message, blanks)
+        if receives == of_receives:
+            self._free.append(self._taken[message])
+        return found
+
+    def given_back(self: MessageSlots, message: Pass) -> None:
+        slot = self._taken.pop(message)
+        if all(slot is not free for free in self._free):
+            self._free.append(slot)
+
+    return lambda _, cuda: cuda.undo.enter_context(
+        mock.patch.multiple(MessageSlots, take=taken, fill=filled, give_back=given_back)
+    )
+
+
 MUTATIONS: dict[str, Callable[[Offloader, RecordingCuda], None]] = {
     "": lambda *_: None,
     "OFFLOAD does not wait for compute": _no_wait_before("_down"),
@@ -433,4 +465,6 @@ MUTATIONS: dict[str, Callable[[Offloader, RecordingCuda], None]] = {
     "RELOAD allocates on the copy stream": _allocate_on_the_copy_stream,
     "sends are not waited for": _no_wait_for(dist.isend),
     "receives are not waited for": _no_wait_for(dist.irecv),
+    "a sent slot is free at once": _slot_free_at_once(of_receives=False),
+    "a receive's slot is free at once": _slot_free_at_once(of_receives=True),
 }
