@@ -40,6 +40,7 @@ __all__ = [
     "boundary_room",
     "check_orders",
     "sends_over_before",
+    "slots_of",
     "window_of",
 ]
 
@@ -260,6 +261,30 @@ def _in_some_order(orders: Sequence[Order], placement: Sequence[int]) -> Iterato
                 moving = True
 
 
+def slots_of(
+    order: Order,
+    over_before: Mapping[Step, Sequence[Pass]],
+    num_stages: int,
+    bytes_of: Callable[[Pass], int],
+) -> tuple[int, int]:
+    """Return how many messages a rank has in flight at most, and the bytes of the largest one.
+
+    A received one is in flight from the post of its receive to the start of the pass that takes
+    it, a sent one from the post of its send to where that is waited for (``over_before``).
+    """
+    in_flight: set[Pass] = set()
+    most = largest = 0
+    for step in order:
+        in_flight.difference_update(over_before.get(step, ()))
+        if isinstance(step, Action):
+            in_flight.discard(input_of(step, num_stages) or _NOTHING)
+        else:
+            in_flight.add(step.message)
+            largest = max(largest, bytes_of(step.message))
+            most = max(most, len(in_flight))
+    return most, largest
+
+
 def boundary_levels(
     order: Order,
     over_before: Mapping[Step, Sequence[Pass]],
@@ -268,29 +293,27 @@ def boundary_levels(
 ) -> dict[Action, int]:
     """Return the bytes of boundary tensors that are on a rank's device while each action runs.
 
-    A tensor that is received counts from the post of its receive, one that is made here from the
-    start of its pass; a stage's input counts until its F (from then on it is part of the
-    activation), a gradient until the I or B it is for has ended, a sent tensor until its send is
-    waited for (``over_before``). The largest value bounds what a rank holds beside activations.
+    Beside the slots of messages (`slots_of`), which always are, a tensor that is made here counts
+    from the start of its pass until it is sent or, if a stage of this rank takes it, as an input
+    until its F (from then on it is part of the activation), as a gradient until the I or B it is
+    for has ended; so does, while that runs, the copy of a received one.
     """
+    num_slots, slot_bytes = slots_of(order, over_before, num_stages, bytes_of)
     held: dict[Pass, int] = {}
     levels = {}
     for step in order:
-        for message in over_before.get(step, ()):
-            held.pop(message, None)
-        if isinstance(step, Receive):
-            held[step.message] = bytes_of(step.message)
+        if isinstance(step, MessageSend):
+            held.pop(step.message, None)
         if not isinstance(step, Action):
             continue
         needed, made = input_of(step, num_stages), pass_of(step)
-        if needed is not None and not needed.backward:
+        if needed is not None:
             held.pop(needed, None)
         # All but the first stage's gradient and the last one's output cross a boundary.
         if made is not None and made.stage != (0 if made.backward else num_stages - 1):
             held[made] = bytes_of(made)
-        levels[step] = sum(held.values())
-        if needed is not None and needed.backward:
-            held.pop(needed, None)
+        taken = bytes_of(needed) if needed is not None and needed.backward else 0
+        levels[step] = num_slots * slot_bytes + sum(held.values()) + taken
     return levels
 
 
@@ -299,10 +322,10 @@ def boundary_room(sizes: Sequence[int], num_stages: int, num_microbatches: int) 
 
     The argument, by `boundary_levels`. A tensor waits for an F or for an I or B of this rank. A
     gradient is made after the next stage's F of that micro-batch, so after the F here: of each
-    (stage, micro-batch) at most one tensor waits at a time. What this rank makes and sends is in
-    flight `window_of` times at most, and once more between its pass and its send; what it hands
-    over to a stage of its own waits there and is counted already. ``sizes`` has, of each stage on
-    the rank, the larger of what it receives and what it sends of a micro-batch.
+    (stage, micro-batch) at most one tensor waits at a time, in a slot or handed over by a stage of
+    this rank. What this rank sends is in flight `window_of` times at most, and there are what the
+    running pass takes and what it makes. ``sizes`` has, of each stage on the rank, the larger of
+    what it receives and what it sends of a micro-batch; slots are as large as the largest.
     """
-    num_sent = window_of(num_stages, trains=True) + 1
-    return num_microbatches * sum(sizes) + num_sent * max(sizes, default=0)
+    num_passing = window_of(num_stages, trains=True) + 2
+    return (num_microbatches * len(sizes) + num_passing) * max(sizes, default=0)

@@ -15,12 +15,14 @@ allocated and freed by one stream, in the program's order, and not because they 
 
 from __future__ import annotations
 
+import mmap
 import os
 import weakref
 from contextlib import contextmanager
 from enum import Enum
 from itertools import accumulate
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -32,13 +34,14 @@ from optpipe.runtime.torch_names import parts_with_memory, storage_identity, vie
 from optpipe.schedule import ActionType
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from optpipe.schedule import Program
 
 __all__ = [
     "DEFAULT_MIN_BYTES",
     "Copies",
+    "CudaCopies",
     "Fence",
     "HostPool",
     "Offloader",
@@ -122,7 +125,7 @@ class Offloader:
         self._cells = frozenset(cells)
         self._min_bytes = min_bytes
         self.copies = copies if copies is not None else make_copies(device)
-        self.pool = HostPool(pinned=self.copies.pinned, num_slots=num_slots)
+        self.pool = HostPool(self.copies, num_slots)
         self._offloaded: dict[Cell, _OffloadedCell] = {}
         self.offloaded_bytes = 0
         self.reloaded_bytes = 0
@@ -367,6 +370,12 @@ class Copies(Protocol):
     pinned: bool
     """Whether host memory must be page-locked."""
 
+    def pin(self, memory: Tensor) -> None:
+        """Page-lock host memory, if it must be."""
+
+    def unpin(self, memories: Sequence[Tensor]) -> None:
+        """Wait for all copies and undo `pin`."""
+
     def to_host(self, pairs: Sequence[Pair]) -> Fence:
         """Issue copies from the device to the host."""
 
@@ -376,13 +385,19 @@ class Copies(Protocol):
 
 def make_copies(device: torch.device) -> Copies:
     """Return the copy lanes of a device."""
-    return _CudaCopies(device) if device.type == "cuda" else PlainCopies()
+    return CudaCopies(device) if device.type == "cuda" else PlainCopies()
 
 
 class PlainCopies:
     """Copies that have ended when they return; for devices that share the host's memory."""
 
     pinned = False
+
+    def pin(self, memory: Tensor) -> None:
+        """Do nothing: the device is the host."""
+
+    def unpin(self, memories: Sequence[Tensor]) -> None:
+        """Do nothing."""
 
     def to_host(self, pairs: Sequence[Pair]) -> Fence:
         """Copy now."""
@@ -398,15 +413,32 @@ class PlainCopies:
         """Return at once: be the fence of copies that have ended."""
 
 
-class _CudaCopies:
-    """Asynchronous copies on two side streams."""
+class CudaCopies:
+    """Asynchronous copies on two side streams; ``cuda`` is the module that makes them."""
 
     pinned = True
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
         self._device = device
-        self._down = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._up = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._cuda = cuda
+        self._down = cuda.Stream(device)
+        self._up = cuda.Stream(device)
+
+    def pin(self, memory: Tensor) -> None:
+        """Page-lock what ``pin_memory`` would round up to a power of two."""
+        error = self._cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
+        if int(error):
+            raise OffloadError(
+                f"CUDA refuses to page-lock {memory.numel()} bytes of host memory (error "
+                f"{int(error)}); offload fewer micro-batches at once, or raise what the host allows"
+            )
+
+    def unpin(self, memories: Sequence[Tensor]) -> None:
+        """Wait for all copies and undo `pin`."""
+        self._down.synchronize()
+        self._up.synchronize()
+        for memory in memories:
+            self._cuda.cudart().cudaHostUnregister(memory.data_ptr())
 
     def to_host(self, pairs: Sequence[Pair]) -> Fence:
         """Issue copies on the stream to the host."""
@@ -416,23 +448,23 @@ class _CudaCopies:
         """Issue copies on the stream to the device."""
         return self._issue(self._up, pairs)
 
-    def _issue(self, stream: torch.cuda.Stream, pairs: Sequence[Pair]) -> Fence:
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):
+    def _issue(self, stream: Any, pairs: Sequence[Pair]) -> Fence:
+        stream.wait_stream(self._cuda.current_stream(self._device))
+        with self._cuda.stream(stream):
             for source, target in pairs:
                 target.copy_(source, non_blocking=True)
             event = stream.record_event()
-        return _EventFence(event, self._device)
+        return _EventFence(lambda: self._cuda.current_stream(self._device), event)
 
 
 class _EventFence:
-    def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
+    def __init__(self, compute: Callable[[], Any], event: Any) -> None:
+        self._compute = compute
         self._event = event
-        self._device = device
 
     def wait(self) -> None:
         """Make the compute stream wait; the host goes on."""
-        torch.cuda.current_stream(self._device).wait_event(self._event)
+        self._compute().wait_event(self._event)
 
 
 # --- Host memory for offloaded activations: slots that are allocated once and reused.
@@ -455,9 +487,26 @@ def count_slots(program: Program) -> dict[int, int]:
     return most
 
 
-def host_memory_bytes() -> int:
-    """Return the bytes of memory this host has."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+def host_memory_bytes(root: Path = Path("/")) -> int:
+    """Return the bytes of memory this process may use: the host's, or its control groups' limit.
+
+    The smallest limit on the way from its group to the top counts (version 1 and 2). In a container
+    the group's path may be the host's, of which only the top can be seen.
+    """
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    groups = root / "proc/self/cgroup"
+    for line in groups.read_text().splitlines() if groups.exists() else ():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        top = root / "sys/fs/cgroup" / ("memory" if controllers else "")
+        file = "memory.limit_in_bytes" if controllers else "memory.max"
+        parts = [part for part in path.split("/") if part not in ("", "..")]
+        for depth in range(len(parts) + 1):
+            limit = top.joinpath(*parts[:depth], file)
+            if limit.exists() and (text := limit.read_text().strip()) != "max":
+                limits.append(int(text))
+    return min(limits)
 
 
 class HostPool:
@@ -465,15 +514,19 @@ class HostPool:
 
     Whoever gives a slot back has ordered all copies from and to it before the compute issued from
     then on, and copies are ordered behind that compute: so a slot may be reused at once.
-    ``num_slots`` of a stage, 1 where it is not named, are allocated at its first `take`;
-    ``allocated_bytes`` are those of all arenas.
+    ``num_slots`` of a stage, 1 where it is not named, are allocated at its first `take`, in an
+    arena that ``copies`` page-lock, as large as that and not, as torch's pinned memory, the next
+    power of two. ``allocated_bytes`` are those of all arenas.
     """
 
-    def __init__(self, *, pinned: bool, num_slots: Mapping[int, int] | None = None) -> None:
-        self._pinned = pinned
+    def __init__(self, copies: Copies, num_slots: Mapping[int, int] | None = None) -> None:
+        self._copies = copies
         self._num_slots = dict(num_slots or {})
         self._free: dict[int, list[Tensor]] = {}
+        self._arenas: list[Tensor] = []
         self.allocated_bytes = 0
+        # Not at the process's end, which frees everything.
+        weakref.finalize(self, copies.unpin, self._arenas).atexit = False
 
     def take(self, stage: int, num_bytes: int) -> Tensor:
         """Return a slot of at least that many bytes: the smallest free one, or a new one."""
@@ -500,6 +553,10 @@ class HostPool:
                 f"holds {self.allocated_bytes} there and the host has {available}; offload fewer "
                 "micro-batches at once"
             )
+        if not total:
+            return [torch.empty(0, dtype=torch.uint8)]
+        arena = torch.frombuffer(mmap.mmap(-1, total), dtype=torch.uint8)
+        self._copies.pin(arena)
+        self._arenas.append(arena)
         self.allocated_bytes += total
-        arena = torch.empty(total, dtype=torch.uint8, pin_memory=self._pinned)
-        return list(arena.view(count, num_bytes).unbind(0)) if total else [arena]
+        return list(arena.view(count, num_bytes).unbind(0))

@@ -9,6 +9,7 @@ import threading
 import time
 import weakref
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -39,7 +40,7 @@ from optpipe.runtime.preflight import (
     probe_pipeline,
     shapes_of,
 )
-from optpipe.runtime.torch_names import backends, check_torch
+from optpipe.runtime.torch_names import backends, check_torch, group_of_messages
 from optpipe.runtime.torch_schedule import HookedSchedule, HookedStage
 from optpipe.schedule import ActionType
 
@@ -131,6 +132,7 @@ class PipelineRunner:
             rank=dist.get_rank(group),
             device=_device_for(device, group),
             group=group,
+            messages=group_of_messages(group),
             mean_loss=mean_loss,
         )
         self._min_offload_bytes = min_offload_bytes
@@ -140,7 +142,8 @@ class PipelineRunner:
         self._forwards = self._make_passes(self._make_offloader((), 1), gradients, ())
         self._training: Pipeline | None = None
         self._evaluating: Pipeline | None = None
-        self._watch = Watchdog(lambda: known_failure(group), lambda: cut(group), _end_process)
+        groups = {group, self._spec.messages}
+        self._watch = Watchdog(lambda: known_failure(group), lambda: _cut_all(groups), _end_process)
         weakref.finalize(self, self._watch.stop)
         self._num_steps = 0
         self._moved_before = (0, 0)
@@ -303,7 +306,10 @@ class PipelineRunner:
             passes.reset()
             what = f"step {self._num_steps}" if passes is self._passes else "evaluation"
             where = what if passes.running is None else f"{what}, in {passes.running}"
-            fail_together(error, where, self._spec.group)
+            try:
+                fail_together(error, where, self._spec.group)
+            finally:
+                _cut_all({self._spec.messages} - {self._spec.group})
 
     def _prepare(self, spec: PipelineSpec) -> tuple[Offloader, Passes]:
         """Return what this rank does around the passes of its program; split what it splits."""
@@ -343,6 +349,11 @@ def _device_for(device: torch.device | str | None, group: ProcessGroup | None) -
     if found.type == "cuda" and found.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return found
+
+
+def _cut_all(groups: set[ProcessGroup | None]) -> None:
+    for group in groups:
+        cut(group)
 
 
 def _gradients_of(stages: Mapping[int, nn.Module]) -> WeightGradients:
@@ -388,6 +399,7 @@ class PipelineSpec:
     rank: int
     device: torch.device
     group: ProcessGroup | None
+    messages: ProcessGroup | None
     mean_loss: bool
 
     @property
@@ -516,7 +528,7 @@ def _build(
             device=device,
             inputs=tuple(shape.empty(device) for shape in shapes[index]),
             outputs=tuple(shape.empty(device) for shape in shapes[index + 1]),
-            group=spec.group,
+            group=spec.messages,
             hooks=hooks,
             trains=trains,
         )
@@ -530,6 +542,7 @@ def _build(
         loss_fn=spec.loss_fn,
         loss_divisor=(count if spec.mean_loss else 1) if trains else 0,
         hooks=hooks,
+        bytes_of=partial(_bytes_of, shapes),
     )
 
 
@@ -538,15 +551,15 @@ def _boundary(
 ) -> dict[Action, int]:
     """Return the bytes of boundary tensors on this rank while each action runs."""
     rank, placement = spec.rank, spec.schedule.placement
-
-    def bytes_of(message: Pass) -> int:
-        crossed = shapes[message.stage if message.backward else message.stage + 1]
-        # Integers have no gradient.
-        sent = [s for s in crossed if s.dtype.is_floating_point or not message.backward]
-        return sum(shape.num_bytes for shape in sent)
-
     over_before = sends_over_before(orders, placement, window)[rank]
-    return boundary_levels(orders[rank], over_before, len(placement), bytes_of)
+    return boundary_levels(orders[rank], over_before, len(placement), partial(_bytes_of, shapes))
+
+
+def _bytes_of(shapes: Sequence[Shapes], message: Pass) -> int:
+    crossed = shapes[message.stage if message.backward else message.stage + 1]
+    # Integers have no gradient.
+    sent = [s for s in crossed if s.dtype.is_floating_point or not message.backward]
+    return sum(shape.num_bytes for shape in sent)
 
 
 # --- Ends a rank that waits for one that has failed.

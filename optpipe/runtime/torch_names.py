@@ -6,6 +6,7 @@ import inspect
 from typing import TYPE_CHECKING, Final
 
 import torch
+import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining import PipelineStage, schedules
@@ -31,6 +32,7 @@ __all__ = [
     "check_torch",
     "default_store",
     "group_name",
+    "group_of_messages",
     "has_gradient_hooks",
     "parts_with_memory",
     "reduce_by_ddp",
@@ -176,3 +178,28 @@ def group_name(group: ProcessGroup | None) -> str:
     """Return the name all ranks know a group by."""
     found = group if group is not None else distributed_c10d._get_default_group()  # noqa: SLF001
     return str(distributed_c10d._get_process_group_name(found))  # noqa: SLF001
+
+
+def group_of_messages(group: ProcessGroup | None) -> ProcessGroup | None:
+    """Return the group whose messages have a queue per neighbour; all ranks together.
+
+    The group itself, but where some rank has bound a device to it or to the default group
+    (``init_process_group(device_id=...)``). NCCL's communicator of such a group is made at once and
+    carries all messages of a rank on one stream, one behind the other. Then it is a group of the
+    same ranks made while no device is bound, whose communicators NCCL makes for two ranks each, at
+    their first message.
+    """
+    default = distributed_c10d._get_default_group()  # noqa: SLF001
+    bound = default.bound_device_id
+    of_ranks: list[bool] = [False] * dist.get_world_size(group)
+    is_bound = bound is not None or (group or default).bound_device_id is not None
+    dist.all_gather_object(of_ranks, is_bound, group=group)
+    if not any(of_ranks):
+        return group
+    default.bound_device_id = None
+    try:
+        members = dist.get_process_group_ranks(group)
+        made: ProcessGroup = dist.new_group(members, use_local_synchronization=True)
+    finally:
+        default.bound_device_id = bound
+    return made

@@ -15,7 +15,14 @@ from torch.distributed.pipelining.schedules import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from optpipe.runtime.messages import MessageSend, Order, Receive, sends_over_before, window_of
+from optpipe.runtime.messages import (
+    MessageSend,
+    Order,
+    Receive,
+    sends_over_before,
+    slots_of,
+    window_of,
+)
 from optpipe.runtime.torch_names import add_up_in_reduce_type, alias_no_view, reduce_by_ddp
 from optpipe.schedule import Action, ActionType, Pass, Program, Programs, pass_of
 
@@ -27,7 +34,7 @@ if TYPE_CHECKING:
 
     from optpipe.runtime.passes import Passes
 
-__all__ = ["HookedSchedule", "HookedStage", "hollow", "order_of"]
+__all__ = ["HookedSchedule", "HookedStage", "MessageSlots", "hollow", "order_of"]
 
 
 class HookedSchedule(_PipelineScheduleRuntime):
@@ -38,7 +45,7 @@ class HookedSchedule(_PipelineScheduleRuntime):
     backward (0 = forwards only), so that gradients add up over steps, which torch's division of
     ``.grad`` at the end of a step would divide again. Sends are kept by message, and let go of
     where they are known to be over (`optpipe.runtime.messages`). ``orders`` is what each rank does,
-    with torch's sends and receives.
+    with torch's sends and receives; ``bytes_of`` are those of a message's tensors.
     """
 
     def __init__(
@@ -50,6 +57,7 @@ class HookedSchedule(_PipelineScheduleRuntime):
         loss_fn: Callable[[Any, Any], Tensor],
         loss_divisor: int,
         hooks: Passes,
+        bytes_of: Callable[[Pass], int],
     ) -> None:
         super().__init__(  # type: ignore[no-untyped-call]
             list(stages), num_microbatches, loss_fn=loss_fn, scale_grads=False
@@ -63,7 +71,7 @@ class HookedSchedule(_PipelineScheduleRuntime):
         self._over_before_send: Mapping[Pass, tuple[Pass, ...]] = {}
         self._stage_of = {stage.stage_index: stage for stage in stages}
         self.orders = self._lower(programs)
-        self._tell_stages()
+        self._tell_stages(bytes_of)
         functions = cast("dict[Any, Callable[..., None]]", self._comp_type_to_function_map)
         functions[ActionType.RECOMPUTE] = self._recompute
         for kind in (ActionType.OFFLOAD, ActionType.RELEASE, ActionType.RELOAD):
@@ -83,11 +91,13 @@ class HookedSchedule(_PipelineScheduleRuntime):
             lists.update({rank: _forwards_of(lists[rank]) for rank in lists})
         return tuple(order_of(lists[rank]) for rank in range(len(programs)))
 
-    def _tell_stages(self) -> None:
+    def _tell_stages(self, bytes_of: Callable[[Pass], int]) -> None:
         home_of = self.stage_index_to_group_rank
         placement = [home_of[index] for index in range(len(home_of))]
         window = window_of(len(placement), trains=self._trains)
         before = sends_over_before(self.orders, placement, window)[self.rank]
+        counted = slots_of(self.orders[self.rank], before, len(placement), bytes_of)
+        self._slots = MessageSlots(*counted, next(iter(self._stage_of.values())).device)
         self._over_before_send = {
             step.message: messages
             for step, messages in before.items()
@@ -100,6 +110,7 @@ class HookedSchedule(_PipelineScheduleRuntime):
             stage.next_is_here = stage.is_last or index + 1 in self._stage_of
             stage.over_before = over
             stage.let_go = self.let_go
+            stage.slots = self._slots
 
     def run(self, args: tuple[Any, ...], target: Any) -> tuple[list[Tensor], list[Any]]:
         """Run the programs once on the whole batch and target, each () or None where not used.
@@ -109,6 +120,7 @@ class HookedSchedule(_PipelineScheduleRuntime):
         """
         losses: list[Tensor] = []
         self._loss_of.clear()
+        self._slots.begin()
         self.step(*args, target=target, losses=losses, return_outputs=False)
         self.let_go(tuple(self._in_flight))
         for stage in self._stage_of.values():
@@ -120,8 +132,9 @@ class HookedSchedule(_PipelineScheduleRuntime):
     def let_go(self, messages: Sequence[Pass]) -> None:
         """Wait until these have been sent, and let go of their tensors."""
         for message in messages:
-            for work in self._in_flight.pop(message, ()):
+            for work in self._in_flight.pop(message):
                 work.wait()
+            self._slots.give_back(message)
 
     def _send(self, action: Any, _context: Any) -> None:
         stage, microbatch = self._stage_of[action.stage_index], action.microbatch_index
@@ -130,6 +143,11 @@ class HookedSchedule(_PipelineScheduleRuntime):
         if over := self._over_before_send.get(message):
             self.let_go(over)
         operations = (stage.get_bwd_send_ops if backward else stage.get_fwd_send_ops)(microbatch)
+        tensors = [operation.tensor for operation in operations]
+        slot = self._slots.take(message, [(one.shape, one.dtype) for one in tensors])
+        for operation, place in zip(operations, slot, strict=True):
+            place.copy_(operation.tensor.detach())
+            operation.tensor = place
         self._in_flight[message] = schedules._batch_p2p(operations)  # noqa: SLF001
 
     def _transfer(self, action: Any, _context: Any) -> None:
@@ -244,6 +262,72 @@ def _with_extra_actions(order: Sequence[_Action], program: Program) -> list[_Act
     return placed + waiting
 
 
+# --- Where messages are while they are on their way.
+# NCCL keeps what it sends and receives from the allocator until its stream has got there
+# (``record_stream``), so how much memory is taken would depend on timing. Slots are never freed:
+# sent tensors are copied into one and received ones out of it, both by the compute stream.
+
+_Blank = tuple[torch.Size, torch.dtype]
+
+
+class MessageSlots:
+    """As many slots of ``slot_bytes`` as a program has messages in flight, allocated once.
+
+    A slot that is given back may be reused at once: whoever gives it back has ordered the message,
+    or the copy out of it, before the compute issued from then on, behind which messages start.
+    """
+
+    def __init__(self, num_slots: int, slot_bytes: int, device: torch.device) -> None:
+        self._num_slots = num_slots
+        self._slot_bytes = slot_bytes
+        self._device = device
+        self._slots: list[Tensor] = []
+        self._free: list[Tensor] = []
+        self._taken: dict[Pass, Tensor] = {}
+
+    def begin(self) -> None:
+        """Start a step with all slots free; the first one allocates them."""
+        if not self._slots:
+            self._slots = [
+                torch.empty(self._slot_bytes, dtype=torch.uint8, device=self._device)
+                for _ in range(self._num_slots)
+            ]
+        self._taken.clear()
+        self._free = list(self._slots)
+
+    def take(self, message: Pass, blanks: Sequence[_Blank]) -> list[Tensor]:
+        """Return tensors of these sizes and types that lie in a slot."""
+        slot = self._taken[message] = self._free.pop()
+        # The widest types first: so each is aligned without gaps.
+        order = sorted(range(len(blanks)), key=lambda index: -blanks[index][1].itemsize)
+        found: dict[int, Tensor] = {}
+        start = 0
+        for index in order:
+            size, dtype = blanks[index]
+            end = start + size.numel() * dtype.itemsize
+            found[index] = slot[start:end].view(dtype).view(size)
+            start = end
+        return [found[index] for index in range(len(blanks))]
+
+    def give_back(self, message: Pass) -> None:
+        """Make the slot of a message free again."""
+        self._free.append(self._taken.pop(message))
+
+    def fill(self, message: Pass, infos: tuple[Any, ...], blanks: Sequence[_Blank | None]) -> None:
+        """Let torch's receives of a message go into a slot."""
+        pairs = [(info, one) for info, one in zip(infos, blanks, strict=True) if one is not None]
+        slot = self.take(message, [blank for _, blank in pairs])
+        for (info, _), place in zip(pairs, slot, strict=True):
+            info.buffer = place
+
+    def take_out(self, message: Pass, infos: tuple[Any, ...]) -> None:
+        """Copy what was received, and free its slot; what came from this rank stays."""
+        if message in self._taken:
+            for info in infos:
+                info.buffer = None if info.buffer is None else info.buffer.clone()
+            self.give_back(message)
+
+
 # --- torch's stage.
 
 
@@ -284,6 +368,7 @@ class HookedStage(PipelineStage):
         self.next_is_here = False
         self.over_before: Mapping[Any, tuple[Pass, ...]] = {}
         self.let_go: Callable[[tuple[Pass, ...]], None]
+        self.slots: MessageSlots
         self._blank_inputs: tuple[Any, ...] = ()
         self._blank_gradients: tuple[Any, ...] = ()
 
@@ -298,6 +383,8 @@ class HookedStage(PipelineStage):
         if over := self.over_before.get((False, self.stage_index, fwd_chunk_id)):
             self.let_go(over)
         infos = self._received(fwd_chunk_id)
+        if not self.is_first:
+            self.slots.take_out(Pass(False, self.stage_index - 1, fwd_chunk_id), infos)
         inputs: Any = args if self.is_first else [info.buffer for info in infos]
         with self._hooks.forward(self.stage_index, fwd_chunk_id, inputs):
             output = super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
@@ -337,6 +424,9 @@ class HookedStage(PipelineStage):
         """Run an I or a B."""
         if over := self.over_before.get((True, self.stage_index, bwd_chunk_id)):
             self.let_go(over)
+        if not self.is_last:
+            message = Pass(True, self.stage_index + 1, bwd_chunk_id)
+            self.slots.take_out(message, self.grad_recv_info[bwd_chunk_id])
         with self._hooks.backward(self.stage_index, bwd_chunk_id, split=not full_backward):
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         for info in self.grad_recv_info[bwd_chunk_id]:
@@ -358,13 +448,15 @@ class HookedStage(PipelineStage):
         self._keep(microbatch, ())
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> Any:
-        """Allocate what an F needs, and return its receives."""
-        _fill(self.args_recv_info[fwd_chunk_id], self._blank_inputs, self.device)
+        """Return the receives of what an F needs, into a slot."""
+        message = Pass(False, self.stage_index - 1, fwd_chunk_id)
+        self.slots.fill(message, self.args_recv_info[fwd_chunk_id], self._blank_inputs)
         return super().get_fwd_recv_ops(fwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> Any:
-        """Allocate the gradients a backward needs, and return their receives."""
-        _fill(self.grad_recv_info[bwd_chunk_id], self._blank_gradients, self.device)
+        """Return the receives of the gradients a backward needs, into a slot."""
+        message = Pass(True, self.stage_index + 1, bwd_chunk_id)
+        self.slots.fill(message, self.grad_recv_info[bwd_chunk_id], self._blank_gradients)
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> Any:

@@ -23,7 +23,10 @@ GRADIENT_BYTES = 8 * SAMPLES * LENGTH * WIDTH
 
 
 class Counted(NamedTuple):
-    """What one step left and held on one rank, beside what was there before it."""
+    """What one step left and held on one rank, beside what was there before it.
+
+    The slots of messages were: they are no part of ``boundary``.
+    """
 
     moments: list[Moment]
     peak: int
@@ -40,6 +43,7 @@ def count_step(schedule: Schedule, num_microbatches: int) -> Counted:
     runner.step(batch, target)
     assert runner._training is not None
     before = runner.offloaded_bytes
+    slots = sum(slot.numel() for slot in runner._training.runtime._slots._slots)
     with _no_collector(), LiveBytes() as counter:
         runner.observe(counter)
         runner.step(batch, target)
@@ -49,7 +53,7 @@ def count_step(schedule: Schedule, num_microbatches: int) -> Counted:
         max(moment.peak for moment in counter.moments),
         counter.live,
         runner.offloaded_bytes - before,
-        dict(runner._training.boundary),
+        {action: level - slots for action, level in runner._training.boundary.items()},
         {stage: GRADIENT_BYTES for stage in own if stage < len(schedule.placement) - 1},
     )
 

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from optpipe.runtime import PipelineRunner
 from optpipe.runtime.demo_model import chain, make_stages, random_tokens, token_loss
-from optpipe.runtime.offload import PlainCopies
 from optpipe.runtime.preflight import num_microbatches_of
 from tests.runtime.cases import CONFIG
 from tests.runtime.live_bytes import LiveBytes
@@ -95,7 +95,7 @@ class Trained:
 def train(
     schedule: Schedule,
     problem: Problem | None,
-    fault: str = "",
+    fault: str | Callable[[PipelineRunner], None] = "",
     model: str = "small",
     steps: int = STEPS,
 ) -> Trained:
@@ -107,7 +107,7 @@ def train(
     count = num_microbatches_of(schedule)
     expected_losses, expected = reference(count, model)
     found = Trained()
-    _FAULTS[fault](runner)
+    (_FAULTS[fault] if isinstance(fault, str) else fault)(runner)
     _watch_releases(runner.offloader, found)
     for step in range(steps):
         losses = runner.step(*data(count, step))
@@ -198,33 +198,6 @@ def _gradients(modules: Iterable[nn.Module]) -> list[Tensor]:
     return [gradient.clone() for gradient in found if gradient is not None]
 
 
-class _SlowCopies(PlainCopies):
-    """Copies that are made when they are waited for, after a while, the target spoilt before."""
-
-    def __init__(self, seed: int) -> None:
-        self._chooser = random.Random(seed)
-
-    def to_host(self, pairs: Any) -> Fence:
-        return _Later(pairs, self._chooser.random() / 500)
-
-    def to_device(self, pairs: Any) -> Fence:
-        for _, device in pairs:
-            device.fill_(255)
-        return _Later(pairs, self._chooser.random() / 500)
-
-
-class _Later:
-    def __init__(self, pairs: Any, seconds: float) -> None:
-        self._pairs = pairs
-        self._seconds = seconds
-
-    def wait(self) -> None:
-        time.sleep(self._seconds)
-        for source, target in self._pairs:
-            target.copy_(source)
-        self._pairs = ()
-
-
 class _RandomDelays:
     """Sleeps before and after actions, differently on every rank and in every step."""
 
@@ -243,9 +216,7 @@ class _RandomDelays:
 
 
 def _delay(runner: PipelineRunner) -> None:
-    rank = dist.get_rank()
-    runner.offloader.copies = _SlowCopies(seed=rank)
-    runner.observe(_RandomDelays(seed=100 + rank))
+    runner.observe(_RandomDelays(seed=100 + dist.get_rank()))
 
 
 def _corrupt(runner: PipelineRunner) -> None:
@@ -350,3 +321,25 @@ def evaluate_small(schedule: Schedule, num_samples: int, *, with_target: bool) -
 
 def _bytes(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.untyped_storage().nbytes()
+
+
+def train_bound(schedule: Schedule, problem: Problem, bound_rank: int) -> tuple[Trained, set[str]]:
+    """Train where one rank gave a device to its group; return the groups of its messages, too."""
+    default = dist.distributed_c10d._get_default_group()
+    groups: set[str] = set()
+    batch_p2p = torch_schedules._batch_p2p
+
+    def noted(p2p_ops: list[dist.P2POp], desc: str | None = None) -> list[dist.Work]:
+        groups.update(operation.group.group_name for operation in p2p_ops)
+        return batch_p2p(p2p_ops, desc)
+
+    torch_schedules._batch_p2p = noted
+    if dist.get_rank() == bound_rank:
+        default.bound_device_id = torch.device("cpu", 0)
+    try:
+        trained = train(schedule, problem)
+        assert (default.bound_device_id is not None) == (dist.get_rank() == bound_rank)
+    finally:
+        torch_schedules._batch_p2p = batch_p2p
+        default.bound_device_id = None
+    return trained, groups - {default.group_name}

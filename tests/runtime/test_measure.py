@@ -68,8 +68,8 @@ def test_batch_target_and_messages_are_reserved_and_no_activations() -> None:
     profile = quick(stages, sample, loss_fn=loss_fn, target=target)
     problem = profile.problem(10)
     row = FLOAT * 64 * 8
-    # One for each micro-batch waits on a device, four are on their way and one is being made.
-    in_flight = (10 + 4 + 1) * row
+    # One for each micro-batch waits on a device, four are on their way, a pass takes and makes one.
+    in_flight = (10 + 4 + 2) * row
     reserved = [device.reserved_bytes for device in problem.devices]
     assert reserved == [10 * row + in_flight, in_flight, 10 * row + in_flight]
     saved = FLOAT * 64 * 16

@@ -169,7 +169,8 @@ def _can_run(case: Case, rank: int, heads: list[int], made: set[Pass]) -> bool:
 def test_boundary_tensors_in_flight_in_1f1b_do_not_grow_with_the_microbatches(cases):
     eight, sixteen = (_most_in_flight(case, 1000) for case in cases[:2])
     assert eight == sixteen
-    assert max(eight) <= 5
+    # Slots, and what a pass takes and makes.
+    assert max(eight) <= 5 + 2
 
 
 def test_a_window_bounds_what_a_rank_sends_before_it_hears_anything(cases):
@@ -225,4 +226,5 @@ def test_what_nobody_is_known_to_have_taken_counts_to_the_end():
         for step in (Action(0, ActionType.FORWARD, j), MessageSend(Pass(False, 0, j)))
     )
     levels = boundary_levels(order, {}, 2, lambda message: 10)
-    assert list(levels.values()) == [10, 20, 30]
+    # Three slots, and what the F makes.
+    assert list(levels.values()) == [40, 40, 40]

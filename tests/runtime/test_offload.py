@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import mmap
+import os
 
 import pytest
 import torch
@@ -13,8 +15,15 @@ from torch.nn import functional
 from optpipe.runtime.demo_model import ModelConfig, make_stages
 from optpipe.runtime.errors import OffloadError
 from optpipe.runtime.measuring.memory import Use, meter_for
-from optpipe.runtime.offload import HostPool, Offloader
+from optpipe.runtime.offload import (
+    CudaCopies,
+    HostPool,
+    Offloader,
+    PlainCopies,
+    host_memory_bytes,
+)
 from optpipe.runtime.passes import WeightGradients, split_linears
+from tests.runtime.recording import RecordingCuda
 
 CELL = (0, 0)
 CPU = torch.device("cpu")
@@ -206,4 +215,43 @@ def _backward_use(*, reloads: bool, split: bool) -> Use:
 def _there_and_back(offloader: Offloader) -> None:
     _round_trip(offloader)
     # The host's slots are no device memory, which the meter cannot tell on a CPU.
-    offloader.pool = HostPool(pinned=False)
+    offloader.pool = HostPool(PlainCopies())
+
+
+@pytest.mark.parametrize(
+    ("groups", "limits", "expected"),
+    [
+        ("", {}, None),
+        ("0::/a/b\n", {"a/memory.max": "7000", "a/b/memory.max": "max"}, 7000),
+        ("0::/../of/host\n", {"memory.max": "9000"}, 9000),
+        ("3:cpu:/a\n2:memory,x:/a\n0::/\n", {"memory/a/memory.limit_in_bytes": "5000"}, 5000),
+        ("3:cpu:/a\n", {"memory.max": "5000"}, None),
+    ],
+)
+def test_a_control_groups_limit_is_the_hosts_memory(tmp_path, groups, limits, expected):
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text(groups)
+    for name, text in limits.items():
+        (tmp_path / "sys/fs/cgroup" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "sys/fs/cgroup" / name).write_text(text + "\n")
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert host_memory_bytes(tmp_path) == (expected or whole)
+
+
+def test_arenas_are_page_locked_exactly_and_let_go_with_their_pool():
+    cuda = RecordingCuda(seed=0)
+    pool = HostPool(CudaCopies(CPU, cuda), num_slots={0: 3})
+    slots = [pool.take(0, 5000), pool.take(1, 700)]
+    assert list(cuda.page_locked.values()) == [15000, 700]
+    assert pool.allocated_bytes == 15700
+    assert all(address % mmap.PAGESIZE == 0 for address in cuda.page_locked)
+    assert [slot.data_ptr() in cuda.page_locked for slot in slots] == [True, True]
+    del pool
+    assert cuda.page_locked == {}
+
+
+def test_memory_that_cannot_be_page_locked_is_refused(monkeypatch):
+    cuda = RecordingCuda(seed=0)
+    monkeypatch.setattr(cuda, "cudaHostRegister", lambda *_: 2)
+    with pytest.raises(OffloadError, match=r"page-lock 700 bytes .*error 2.*fewer micro-batches"):
+        HostPool(CudaCopies(CPU, cuda)).take(0, 700)

@@ -13,7 +13,7 @@ import torch
 from optpipe import parse_action
 from optpipe.errors import MissingExtraError
 from optpipe.runtime.errors import OffloadError, PreflightError, require_torch
-from optpipe.runtime.offload import HostPool, count_slots
+from optpipe.runtime.offload import HostPool, PlainCopies, count_slots
 from optpipe.runtime.preflight import Needs, check_needs, needs_of, shapes_of
 from optpipe.runtime.runner import Pipeline
 from tests.building import bus, offloadable, programs
@@ -235,7 +235,7 @@ def test_a_program_says_how_many_slots_each_stage_takes():
 
 
 def test_slots_are_one_arena_and_reused():
-    pool = HostPool(pinned=False, num_slots={0: 3})
+    pool = HostPool(PlainCopies(), num_slots={0: 3})
     first, second = pool.take(0, 100), pool.take(0, 100)
     assert first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
     assert pool.allocated_bytes == 300
@@ -249,7 +249,7 @@ def test_slots_are_one_arena_and_reused():
 
 
 def test_more_than_the_host_has_is_refused_with_the_numbers():
-    pool = HostPool(pinned=False, num_slots={4: 1000})
+    pool = HostPool(PlainCopies(), num_slots={4: 1000})
     with pytest.raises(OffloadError, match=r"stage 4 needs 1000 slots of \d+ bytes"):
         pool.take(4, 10**12)
 

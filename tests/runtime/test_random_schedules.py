@@ -70,7 +70,7 @@ def test_losses_and_gradients_are_those_of_one_process(ranks, index):
 
 
 @pytest.mark.parametrize("index", [7, 14, 25, 31])
-def test_slow_copies_and_random_delays_change_no_bit(ranks, index):
+def test_random_delays_change_no_bit(ranks, index):
     problem, schedule = _case(index)
     undisturbed = ranks.run(small_cases.train, schedule, problem)
     delayed = ranks.run(small_cases.train, schedule, problem, "delays")

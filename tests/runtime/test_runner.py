@@ -103,3 +103,13 @@ def test_recomputation_sees_the_random_numbers_of_its_forward(ranks):
     recomputed = ranks.run(cases.dropout_gradients, schedules.make_schedule(problem, again))
     assert kept == recomputed
     assert ranks.run(cases.dropout_gradients, schedules.make_schedule(problem, order), 1) != kept
+
+
+@pytest.mark.parametrize(("bound_rank", "num_groups"), [(None, 0), (1, 1)])
+def test_messages_have_a_group_of_their_own_where_a_device_is_bound(ranks, bound_rank, num_groups):
+    problem = schedules.make_problem(schedules.LINEAR, 4)
+    schedule = schedules.make_schedule(problem, schedules.zero_bubble_h1(4, 4))
+    found = ranks.run(small_cases.train_bound, schedule, problem, bound_rank)
+    _assert_equal([trained for trained, _ in found], tolerance=0.0)
+    assert [len(groups) for _, groups in found] == [num_groups] * 4
+    assert len(set.union(*(groups for _, groups in found))) == num_groups
