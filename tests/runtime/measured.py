@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from optpipe.runtime import ActionTimer, PreflightError
 from optpipe.runtime.measuring import Effort, measure
+from optpipe.runtime.offload import PlainCopies
 from tests.runtime.small_model import small_data, small_runner
 
 if TYPE_CHECKING:
@@ -53,10 +54,8 @@ class TurnClock:
         return end - start
 
 
-class PacedCopies:
+class PacedCopies(PlainCopies):
     """Copies that take their time on a `TurnClock`: GB/s to the host and back."""
-
-    pinned = False
 
     def __init__(self, clock: TurnClock, down: float, up: float) -> None:
         self.clock, self.down, self.up = clock, down, up

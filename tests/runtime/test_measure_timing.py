@@ -13,6 +13,7 @@ import torch.distributed as dist
 from optpipe.measurements import Measurements
 from optpipe.runtime import ActionTimer
 from optpipe.runtime.measuring import computing_with
+from optpipe.runtime.offload import PlainCopies
 from optpipe.schedule import ActionType
 from tests.runtime import measured, schedules
 
@@ -146,10 +147,8 @@ class LaneClock:
         return end - start
 
 
-class HandCopies:
+class HandCopies(PlainCopies):
     """Copies that end at the times in a list."""
-
-    pinned = False
 
     def __init__(self, ends: list[float]) -> None:
         self.ends = ends
