@@ -43,6 +43,7 @@ __all__ = [
     "Copies",
     "CudaCopies",
     "Fence",
+    "HostCopies",
     "HostPool",
     "Offloader",
     "PlainCopies",
@@ -117,15 +118,16 @@ class Offloader:
         cells: Iterable[Cell],
         *,
         min_bytes: int = DEFAULT_MIN_BYTES,
-        copies: Copies | None = None,
+        copies: HostCopies | None = None,
         num_slots: Mapping[int, int] | None = None,
     ) -> None:
         self._modules = modules
         self._device = device
         self._cells = frozenset(cells)
         self._min_bytes = min_bytes
-        self.copies = copies if copies is not None else make_copies(device)
-        self.pool = HostPool(self.copies, num_slots)
+        given = copies if copies is not None else make_copies(device)
+        self.copies: Copies = given
+        self.pool = HostPool(given, num_slots)
         self._offloaded: dict[Cell, _OffloadedCell] = {}
         self.offloaded_bytes = 0
         self.reloaded_bytes = 0
@@ -370,12 +372,6 @@ class Copies(Protocol):
     pinned: bool
     """Whether host memory must be page-locked."""
 
-    def pin(self, memory: Tensor) -> None:
-        """Page-lock host memory, if it must be."""
-
-    def unpin(self, memories: Sequence[Tensor]) -> None:
-        """Wait for all copies and undo `pin`."""
-
     def to_host(self, pairs: Sequence[Pair]) -> Fence:
         """Issue copies from the device to the host."""
 
@@ -383,7 +379,17 @@ class Copies(Protocol):
         """Issue copies from the host to the device."""
 
 
-def make_copies(device: torch.device) -> Copies:
+class HostCopies(Copies, Protocol):
+    """Copy lanes that also see to the host memory at their other end."""
+
+    def pin(self, memory: Tensor) -> None:
+        """Page-lock host memory, if it must be."""
+
+    def unpin(self, memories: Sequence[Tensor]) -> None:
+        """Wait for all copies and undo `pin`."""
+
+
+def make_copies(device: torch.device) -> HostCopies:
     """Return the copy lanes of a device."""
     return CudaCopies(device) if device.type == "cuda" else PlainCopies()
 
@@ -519,7 +525,7 @@ class HostPool:
     power of two. ``allocated_bytes`` are those of all arenas.
     """
 
-    def __init__(self, copies: Copies, num_slots: Mapping[int, int] | None = None) -> None:
+    def __init__(self, copies: HostCopies, num_slots: Mapping[int, int] | None = None) -> None:
         self._copies = copies
         self._num_slots = dict(num_slots or {})
         self._free: dict[int, list[Tensor]] = {}

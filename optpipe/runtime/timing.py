@@ -317,7 +317,7 @@ class _TimedCopies:
     def __init__(self, copies: Copies, timer: ActionTimer) -> None:
         self._copies = copies
         self._timer = timer
-        self.pinned, self.pin, self.unpin = copies.pinned, copies.pin, copies.unpin
+        self.pinned = copies.pinned
 
     def to_host(self, pairs: Sequence[Any]) -> Fence:
         """Issue copies to the host."""
