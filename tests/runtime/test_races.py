@@ -9,6 +9,9 @@ from tests.runtime import recording, schedules
 MICROBATCHES = 4
 NUM_SCHEDULES = 100
 _PER_RUN = 10
+_AT_EVERY_CHANGE = 30
+"""Schedules of the tests that run at every change; ``make test-long`` has all."""
+
 _PLACEMENTS = (schedules.LINEAR, schedules.V_SHAPE, schedules.LOOP, schedules.IRREGULAR)
 
 
@@ -19,7 +22,13 @@ def _case(seed: int, num_microbatches: int = MICROBATCHES):
     return schedules.make_schedule(problem, programs), problem, seed
 
 
-@pytest.mark.parametrize("start", range(0, NUM_SCHEDULES, _PER_RUN))
+@pytest.mark.parametrize(
+    "start",
+    [
+        pytest.param(start, marks=[pytest.mark.extended] if start >= _AT_EVERY_CHANGE else [])
+        for start in range(0, NUM_SCHEDULES, _PER_RUN)
+    ],
+)
 def test_random_schedules_have_no_race_and_right_data(ranks, start):
     cases = [_case(seed) for seed in range(start, start + _PER_RUN)]
     for found in zip(*ranks.run(recording.train_all_watched, cases), strict=True):
