@@ -1,7 +1,8 @@
 """Estimates of `optpipe.presets` against published numbers, the error of every row.
 
 ``python benchmarks/estimates.py`` prints a table and writes ``benchmarks/results/estimates.csv``.
-``--fit`` prints how the A100's two fitted efficiencies come about, and writes nothing.
+``--fit`` prints how the A100's two fitted efficiencies come about, ``--runs FILE`` the runs of a
+file of the form of ``published_runs.json``; both write nothing.
 
 1. *Zero Bubble* (arXiv 2401.10241, table 9): profiled F, I and W of one stage on A100, stored
    scores, dropout. The row 6.2B with 24 micro-batches is the one that the A100's ``matmul`` and
@@ -15,6 +16,9 @@
    H100's ``matmul`` was fitted to the latter.
 5. *PipeOffload*, k: copy time over compute time of a layer at the paper's own rates. The paper
    computes it by a formula, it was not measured there: these rows hold FLOPs and bytes together.
+6. *Runs* of whole clusters (source in published_runs.json), seconds per step: ours is 1F1B or
+   interleaved 1F1B, simulated. What an estimate cannot be asked for is not stated, and ``used``
+   says why; overlapped expert communication is counted in full.
 """
 
 from __future__ import annotations
@@ -22,18 +26,20 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import math
 from collections import defaultdict
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from optpipe.errors import InputError
 from optpipe.presets.catalogue import PIPEOFFLOAD, find_gpu, find_model
 from optpipe.presets.costs import Machine, layer_kept, layer_work, model_flops
 from optpipe.presets.estimate import estimate
 from optpipe.presets.shape import Training
 from optpipe.simulate import simulate
-from optpipe_solver.families.classic import build_one_f_one_b
+from optpipe_solver.families.classic import build_interleaved, build_one_f_one_b
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -49,7 +55,7 @@ A100 = find_gpu("a100")
 
 
 class Row(NamedTuple):
-    """One published number and ours."""
+    """One published number and ours, NaN where it cannot be stated: then ``used`` says why."""
 
     table: str
     model: str
@@ -155,6 +161,38 @@ def pipeoffload_rates() -> Iterator[Row]:
         yield Row("pipeoffload", "10.5B", gpu, "TFLOP/s", rates[key]["B_c_TFLOPS"], tflops, used)
 
 
+def published_runs(file: Path = DATA / "published_runs.json") -> Iterator[Row]:
+    """Yield the step time of every run, by accelerator, those with experts apart."""
+    for run in json.loads(file.read_text(encoding="utf-8"))["runs"]:
+        kind = " experts" if run["ep"] > 1 else ""
+        setting = " ".join(f"{name}{run[name]}" for name in ("tp", "cp", "ep", "pp", "vp"))
+        try:
+            step_s, used = _step_s(run), "check"
+        except InputError as error:
+            step_s, used = math.nan, f"not stated: {error}"
+        where = f"{run['container']} {run['precision']} dp{run['data_parallel']} {setting}"
+        table = f"runs {run['gpu']}{kind}"
+        yield Row(table, run["model"], where, "step s", run["step_s"], step_s, used)
+
+
+def _step_s(run: dict[str, Any]) -> float:
+    """Return the estimated seconds of a step; raise `InputError` where it cannot be asked for."""
+    for field in ("fsdp", "offloaded_layers", "recompute_modules"):
+        if run[field]:
+            raise InputError(f"{field} = {run[field]}: an estimate has none")
+    training = Training(
+        micro_batch=run["micro_batch"], sequence=run["sequence"], tp=run["tp"], cp=run["cp"],
+        ep=run["ep"], dp=run["data_parallel"], precision=run["precision"].lower(),
+    )  # fmt: skip
+    found = estimate(
+        find_model(run["model"]), find_gpu(run["gpu"]), training, pp=run["pp"],
+        num_microbatches=run["microbatches"], chunks=run["vp"],
+        placement="loop" if run["vp"] > 1 else "linear",
+    )  # fmt: skip
+    build = build_interleaved if run["vp"] > 1 else build_one_f_one_b
+    return simulate(found.problem, build(found.problem)).makespan_ms / 1e3
+
+
 def _flops(training: Training, shape: ModelShape) -> float:
     """Return the FLOPs of F, I and W of one layer."""
     passes = layer_work(shape, training, is_moe=False)
@@ -163,7 +201,8 @@ def _flops(training: Training, shape: ModelShape) -> float:
 
 def all_rows() -> list[Row]:
     """Return every row, in the order of the docstring."""
-    return [*zero_bubble(), *pipeoffload_runs(), *pipeoffload_rates(), *pipeoffload_k()]
+    return [*zero_bubble(), *pipeoffload_runs(), *pipeoffload_rates(), *pipeoffload_k(),
+            *published_runs()]  # fmt: skip
 
 
 def fit() -> list[tuple[float, float, float]]:
@@ -177,15 +216,19 @@ def fit() -> list[tuple[float, float, float]]:
 
 
 def summary(rows: Sequence[Row]) -> list[str]:
-    """Return a line per table and quantity: mean and largest absolute error."""
+    """Return a line per table and quantity: mean and extreme errors; then what is not stated."""
     errors: dict[tuple[str, str, str], list[float]] = defaultdict(list)
     for row in rows:
-        errors[row.table, row.quantity, row.used].append(abs(row.error))
-    return [
-        f"{table:14} {quantity:18} {used:5} {len(some):3} rows  "
-        f"mean {sum(some) / len(some):6.1%}  largest {max(some):6.1%}"
+        if not math.isnan(row.error):
+            errors[row.table, row.quantity, row.used].append(row.error)
+    lines = [
+        f"{table:18} {quantity:18} {used:5} {len(some):3} rows  "
+        f"mean {sum(map(abs, some)) / len(some):6.1%}  largest {max(map(abs, some)):6.1%}  "
+        f"from {min(some):+.1%} to {max(some):+.1%}"
         for (table, quantity, used), some in errors.items()
     ]
+    missing = sum(math.isnan(row.error) for row in rows)
+    return [*lines, f"{missing} of {len(rows)} rows are not stated"]
 
 
 def write(rows: Sequence[Row]) -> None:
@@ -202,16 +245,19 @@ def main() -> None:
     """Compare, print, write."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--fit", action="store_true", help="print the fit, write nothing")
-    if parser.parse_args().fit:
+    parser.add_argument("--runs", type=Path, metavar="FILE", help="these runs alone, write nothing")
+    options = parser.parse_args()
+    if options.fit:
         for error, matmul, memory in fit():
             print(f"matmul {matmul:.2f}  memory {memory:.2f}  largest error {error:.1%}")
         return
-    rows = all_rows()
+    rows = all_rows() if options.runs is None else list(published_runs(options.runs))
     for row in rows:
-        where = f"{row.table:14} {row.model:6} {row.setting:20} {row.quantity:18}"
+        where = f"{row.table:18} {row.model:15} {row.setting:20} {row.quantity:18}"
         print(f"{where} {row.published:9.3f} {row.estimated:9.3f} {row.error:+7.1%} {row.used}")
     print(*summary(rows), sep="\n")
-    write(rows)
+    if options.runs is None:
+        write(rows)
 
 
 if __name__ == "__main__":

@@ -27,9 +27,9 @@ from optpipe import Problem
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-__all__ = ["RESULTS", "BenchRow", "BestKnown", "LatestRows", "commit", "entry", "index",
-           "known_best", "latest", "load_problem", "read_known", "read_rows", "stamp",
-           "write_known", "write_rows"]  # fmt: skip
+__all__ = ["LEDGER", "RESULTS", "BenchRow", "BestKnown", "LatestRows", "claims_of", "commit",
+           "entry", "index", "known_best", "latest", "load_problem", "read_known", "read_rows",
+           "stamp", "table_of", "write_known", "write_rows"]  # fmt: skip
 
 _HERE = Path(__file__).resolve().parent
 INSTANCES = _HERE / "instances"
@@ -209,12 +209,14 @@ def _processor() -> str:
 class LatestRows:
     """The latest rows by instance and solver, beside what the index says of each instance.
 
-    ``busy_ms`` is the compute time of the busiest device: what no schedule can save.
+    ``busy_ms`` is the compute time of the busiest device: what no schedule can save;
+    ``offloadable`` are the instances in which something may be offloaded.
     """
 
     rows: dict[tuple[str, str], BenchRow]
     about: dict[str, dict[str, str]]
     busy_ms: dict[str, float]
+    offloadable: frozenset[str]
     known: dict[str, BestKnown]
 
     def value(self, name: str, solver: str) -> float | None:
@@ -237,12 +239,13 @@ def entry(table: LatestRows, title: str) -> str:
     """Return the whole entry."""
     ran = sorted({name for name, _ in table.rows})
     parts = [f"### {title}", f"{len(ran)} of {len(table.about)} instances have run."]
-    parts += ["\n".join(f"* {line}" for line in _claims(table, ours)) for ours in table.solvers()]
+    parts += ["\n".join(f"* {line}" for line in claims_of(table, ours)) for ours in table.solvers()]
     parts.append(_values(table, ran))
     return "\n\n".join(parts) + "\n"
 
 
-def _claims(table: LatestRows, ours: str) -> Iterable[str]:
+def claims_of(table: LatestRows, ours: str) -> Iterable[str]:
+    """Yield the lines of an entry on the rows of one of our solvers."""
     for peer in _PEERS:
         yield from _against(table, ours, peer)
     about, known = table.about, table.known
@@ -263,7 +266,7 @@ def _claims(table: LatestRows, ours: str) -> Iterable[str]:
         if (some := [gap for name, gap in gaps.items() if about[name]["class"] == kind])
     ]
     yield f"{ours}: median proven gap " + (", ".join(medians) or "of none")
-    yield _idle(table, ours)
+    yield from _idle(table, ours)
     near = [
         (row.objective_ms or 0.0) <= 1.01 * known[row.instance].best_ms
         for row in rows
@@ -294,18 +297,27 @@ def _against(table: LatestRows, ours: str, peer: str) -> Iterable[str]:
     )
 
 
-def _idle(table: LatestRows, ours: str) -> str:
-    """Idle time against the best offloading family, where the bound leaves room for half."""
-    reached = []
-    for name, a, b in table.both(ours, "offloading"):
-        busy_ms, bound_ms = table.busy_ms[name], table.rows[name, ours].bound_ms or 0.0
-        target = (b - busy_ms) / 2
-        if bound_ms - busy_ms <= target:
-            reached.append(a - busy_ms <= target * (1 + _TOLERANCE))
-    return (
-        f"{ours}: idle time at most half of the best offloading family's on "
-        f"{_share(sum(reached), len(reached))} where the bound leaves that room"
-    )
+def _idle(table: LatestRows, ours: str) -> Iterable[str]:
+    """Idle time against the best offloading family's, where there is something to offload."""
+    found = [x for x in table.both(ours, "offloading") if x[0] in table.offloadable]
+    shaped = [x for x in found if x[0].startswith("pipeoffload-")]
+    others = [x for x in found if x not in shaped]
+    for kind, some in (("instances that can offload", others), ("PipeOffload-shaped", shaped)):
+        ratios, room = [], 0
+        for name, a, b in some:
+            if b == table.busy_ms[name]:
+                continue  # nothing is idle
+            busy_ms, bound_ms = table.busy_ms[name], table.rows[name, ours].bound_ms or 0.0
+            ratios.append((a - busy_ms) / (b - busy_ms))
+            room += bound_ms - busy_ms <= (b - busy_ms) / 2
+        if ratios:
+            less = sum(ratio < 1 - _TOLERANCE for ratio in ratios)
+            half = sum(ratio <= (1 + _TOLERANCE) / 2 for ratio in ratios)
+            yield (
+                f"{ours}: idle time against the best offloading family's, {len(ratios)} {kind}: "
+                f"less on {less}, at most half on {half} (no bound forbids it on {room}); ratios "
+                f"{min(ratios):.2f} to {max(ratios):.2f}, median {statistics.median(ratios):.2f}"
+            )
 
 
 def _share(part: int, whole: int) -> str:
@@ -341,8 +353,14 @@ def table_of(rows: Iterable[BenchRow]) -> LatestRows:
     """Return what some rows say; those of instances that are no longer there are left out."""
     about = {row["name"]: row for row in index()}
     newest = {key: row for key, row in latest(rows).items() if key[0] in about}
-    busy_ms = {name: load_problem(name).busy_ms for name, _ in newest}
-    return LatestRows(newest, about, busy_ms, read_known())
+    problems = {name: load_problem(name) for name in sorted({name for name, _ in newest})}
+    busy_ms = {name: problem.busy_ms for name, problem in problems.items()}
+    offloadable = frozenset(
+        name
+        for name, problem in problems.items()
+        if any(map(problem.can_offload, range(len(problem.stages))))
+    )
+    return LatestRows(newest, about, busy_ms, offloadable, read_known())
 
 
 def main() -> None:

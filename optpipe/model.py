@@ -28,6 +28,7 @@ from optpipe.problem import (
     Objective,
     Problem,
     Stage,
+    StageLayers,
 )
 
 if TYPE_CHECKING:
@@ -91,6 +92,7 @@ class Layer(FrozenValue):
       layer of the stage needs it.
     * ``checkpoint_bytes``: what F keeps to recompute the layer: its input, and whatever else is
       kept.
+    * ``layers``: what it counts as, e.g. ``{"transformer": 1}``.
     """
 
     name: str = Field(default="", max_length=200)
@@ -113,6 +115,7 @@ class Layer(FrozenValue):
     backward_weight_workspace_bytes: Bytes = 0
     backward_workspace_bytes: Bytes = 0
     recompute_workspace_bytes: Bytes = 0
+    layers: StageLayers | None = Field(default=None, exclude_if=lambda value: value is None)
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -270,6 +273,7 @@ class Model(FileValue):
         missing = [self._link(a, b) for a, b in sorted(used) if (a, b) not in self._links]
         return Problem.parse(
             {
+                "format": "optpipe/problem/v2",
                 "name": self.name,
                 "num_microbatches": self.num_microbatches,
                 "objective": self.objective,
@@ -350,6 +354,7 @@ def fuse(left: Stage, right: Stage) -> Stage:
       In I each layer's activation turns into its weight context, and the bytes in between may
       exceed both ends; ``backward_input_workspace_bytes`` holds exactly what they do. In an F
       that keeps a checkpoint only, the input of the right layer is alive while that layer runs.
+    * ``layers`` are counted together where both say them.
     """
     totals = {name: getattr(left, name) + getattr(right, name) for name in _SUMS}
     larger = {name: max(getattr(left, name), getattr(right, name)) for name in _LARGER}
@@ -372,6 +377,7 @@ def fuse(left: Stage, right: Stage) -> Stage:
             "output_bytes": right.output_bytes,
             "forward_workspace_bytes": _fused_forward_workspace(left, right),
             "backward_input_workspace_bytes": inside - ends,
+            "layers": left.layers and right.layers and left.layers.plus(right.layers),
         }
     )
 

@@ -1,8 +1,10 @@
-"""The problem: devices, stages, links, micro-batches (``optpipe/problem/v1``, DESIGN section 4).
+"""The problem: devices, stages, links, micro-batches (``optpipe/problem/v1`` and ``v2``).
 
 What it is made of, each field with its meaning and unit, stands in `optpipe.problem`; here is
 what must be true of the parts together, and what follows from them. Whatever a file leaves out is
 filled in on the way in, so that two files that mean the same have the same `Problem.problem_hash`.
+
+Of v2 (DESIGN section 4) this reads link lanes, layers, context, and menus that v1 can say too.
 """
 
 from __future__ import annotations
@@ -12,15 +14,18 @@ import json
 import math
 import re
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
+from itertools import pairwise
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
+    SerializerFunctionWrapHandler,
     ValidationError,
     field_validator,
+    model_serializer,
     model_validator,
 )
 
@@ -29,12 +34,16 @@ from optpipe.errors import InputError, ProblemError, explain, places, rule_broke
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from pydantic import GetJsonSchemaHandler
     from pydantic.config import JsonDict
+    from pydantic.json_schema import JsonSchemaValue
+    from pydantic_core import CoreSchema
 
 __all__ = [
     "MAX_CELLS",
     "Bandwidth",
     "Bytes",
+    "Context",
     "Count",
     "Device",
     "FileValue",
@@ -43,12 +52,14 @@ __all__ = [
     "Host",
     "Index",
     "Link",
+    "LinkLane",
     "Milliseconds",
     "Name",
     "Objective",
     "Placement",
     "Problem",
     "Stage",
+    "StageLayers",
     "placement_of",
 ]
 
@@ -92,6 +103,7 @@ def _whole(value: Any) -> Any:
 Milliseconds = Annotated[
     float, Field(ge=0, le=_MAX_MS, allow_inf_nan=False), BeforeValidator(_number)
 ]
+Flops = Annotated[float, Field(ge=0, le=1e30, allow_inf_nan=False), BeforeValidator(_number)]
 Bandwidth = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False), BeforeValidator(_number)]
 Bytes = Annotated[int, Field(ge=0, le=_MAX_BYTES), BeforeValidator(_whole)]
 Index = Annotated[int, Field(ge=0, le=_MAX_INDEX), BeforeValidator(_whole)]
@@ -202,6 +214,54 @@ class Host(FrozenValue):
     memory_bytes: Bytes | None = None
 
 
+class StageLayers(FrozenValue):
+    """What of a model a stage holds, each by count; MTP is multi-token prediction."""
+
+    embedding: Index = 0
+    transformer: Index = 0
+    head: Index = 0
+    mtp: Index = 0
+
+    def plus(self, other: StageLayers) -> StageLayers:
+        """Return what two stages hold together."""
+        return StageLayers(
+            embedding=self.embedding + other.embedding,
+            transformer=self.transformer + other.transformer,
+            head=self.head + other.head,
+            mtp=self.mtp + other.mtp,
+        )
+
+    def __str__(self) -> str:
+        """Write as ``embedding + 10``, ``11``, ``9 + head``."""
+        names = (
+            ("embedding", self.embedding),
+            ("", self.transformer),
+            ("MTP", self.mtp),
+            ("head", self.head),
+        )
+        return (
+            " + ".join(
+                name if name and n == 1 else f"{n} {name}".rstrip() for name, n in names if n
+            )
+            or "0"
+        )
+
+
+class Context(FrozenValue):
+    """What tokens/s, MFU and framework files need; it changes no schedule, and no hash.
+
+    ``flops_per_token`` are those of the whole model, forward and backward; ``peak_flops`` is of one
+    GPU, per second; ``parallelism`` maps names of degrees (tp, pp, dp, ...) to numbers >= 1.
+    """
+
+    tokens_per_microbatch: Index = 0
+    flops_per_token: Flops = 0.0
+    gpus_per_device: Count = 1
+    peak_flops: Flops = 0.0
+    model: str = Field(default="", max_length=200)
+    parallelism: dict[Name, Count] = Field(default_factory=dict, max_length=20)
+
+
 class Stage(FrozenValue):
     """A contiguous slice of the model on one device; sizes and times are per micro-batch.
 
@@ -229,6 +289,9 @@ class Stage(FrozenValue):
         Gradient reduction after the stage's last W or B, on a lane of its own.
     forward_workspace_bytes ... recompute_workspace_bytes
         Extra bytes that exist only while the action runs.
+    layers
+        What of the model it holds, None where that is not known; only in v2. It changes no
+        schedule, but what may be exported and cut finer; where given it is part of the hash.
     """
 
     device: Index
@@ -249,6 +312,7 @@ class Stage(FrozenValue):
     backward_weight_workspace_bytes: Bytes = 0
     backward_workspace_bytes: Bytes = 0
     recompute_workspace_bytes: Bytes = 0
+    layers: StageLayers | None = Field(default=None, exclude_if=lambda value: value is None)
 
     @model_validator(mode="before")
     @classmethod
@@ -313,7 +377,53 @@ class Link(FrozenValue):
         """Time from the producer's end to the consumer's earliest start, in ms."""
         if self.bandwidth_gb_per_s is None:
             return self.latency_ms
-        return self.latency_ms + num_bytes / (self.bandwidth_gb_per_s * 1e6)
+        return self.latency_ms + self.occupied_ms(num_bytes)
+
+    def occupied_ms(self, num_bytes: int) -> float:
+        """Time for which a message fills the link, in ms; 0 without a bandwidth."""
+        rate = self.bandwidth_gb_per_s
+        return 0.0 if rate is None else num_bytes / (rate * 1e6)
+
+
+class LinkLane(NamedTuple):
+    """What the message over a boundary occupies: the index of its link, and for how many ms.
+
+    ``link`` is -1 where messages do not queue.
+    """
+
+    link: int
+    ms: float
+
+
+_FREE = LinkLane(-1, 0.0)
+
+
+class _OrWithCosts:
+    """For the published schema: a stage of v2 has its costs in a list, each with a menu."""
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        stage = handler(schema)
+        known = handler.resolve_ref_schema(stage)["properties"]
+        cost = {k: v for k, v in known.items() if k not in (*_OF_STAGE, *_MENU_FIELDS)}
+        mode = dict.fromkeys(("offload_bytes", "forward_bytes"), known["activation_bytes"])
+        mode |= {"name": {"type": "string"}, "recompute": {"const": "apart"}}
+        mode["recompute_ms"] = known["forward_ms"]
+        cost["modes"] = {"type": "array", "items": _object(mode, ["name"])}
+        costs = {"type": "array", "minItems": 1, "maxItems": 1, "items": _object(cost, _COST)}
+        head = {name: known[name] for name in _OF_STAGE if name in known}
+        head |= {"uniform_modes": {"const": False}, "costs": costs}
+        return {"anyOf": [stage, _object(head, ["device", "costs"])]}
+
+
+_COST = ["forward_ms", "backward_input_ms", "backward_weight_ms", "activation_bytes"]
+
+
+def _object(properties: dict[str, Any], required: list[str]) -> dict[str, Any]:
+    strict = {"type": "object", "additionalProperties": False}
+    return {**strict, "properties": properties, "required": required}
 
 
 MAX_CELLS = 2_000_000
@@ -334,14 +444,27 @@ class Problem(FileValue):
 
     fault = ProblemError
 
-    format: Literal["optpipe/problem/v1"] = "optpipe/problem/v1"
+    format: Literal["optpipe/problem/v1", "optpipe/problem/v2"] = "optpipe/problem/v1"
     name: str = Field(default="", max_length=200)
     num_microbatches: Count
     objective: Objective = "makespan"
     devices: tuple[Device, ...] = Field(min_length=1, max_length=4096)
     hosts: tuple[Host, ...] = ()
-    stages: tuple[Stage, ...] = Field(min_length=1, max_length=65536)
+    stages: tuple[Annotated[Stage, _OrWithCosts], ...] = Field(min_length=1, max_length=65536)
     links: tuple[Link, ...] = ()
+    context: Context | None = Field(default=None, exclude_if=lambda value: value is None)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_v2(cls, data: Any) -> Any:
+        if isinstance(data, dict) and data.get("format") == _V2:
+            return _flat(data)
+        return data
+
+    @model_serializer(mode="wrap", when_used="json")
+    def _written(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        data: dict[str, Any] = handler(self)
+        return _nested(data) if self.format == _V2 else data
 
     @field_validator("devices", mode="before")
     @classmethod
@@ -375,7 +498,20 @@ class Problem(FileValue):
         self._check_links()
         self._fill_hosts()
         self._check_groups()
+        self._settle_format()
         return self
+
+    def _settle_format(self) -> None:
+        """What is written as v2, but v1 can say, is v1; what v1 cannot say, it may not hold."""
+        named = self.context is not None or any(stage.layers for stage in self.stages)
+        if self.format != _V2 and named:
+            raise rule_broken(
+                f"layers and context are fields of {_V2}, and format is {self.format}",
+                f"write format {_V2}",
+            )
+        lanes = any(lane.ms > 0 for pair in self._boundary_lanes() for lane in pair)
+        if self.format == _V2 and not named and not lanes:
+            object.__setattr__(self, "format", _V1)
 
     def _check_stages(self) -> None:
         num_devices = len(self.devices)
@@ -474,6 +610,39 @@ class Problem(FileValue):
             )
         return (*pairs, (0.0, 0.0))
 
+    @cached_property
+    def queues(self) -> bool:
+        """Whether messages wait for each other: whether any link is a lane over which bytes go."""
+        return any(lane.ms > 0 for pair in self.boundary_lanes for lane in pair)
+
+    @cached_property
+    def boundary_lanes(self) -> tuple[tuple[LinkLane, LinkLane], ...]:
+        """Per stage s: the lanes of the output of F(s), and of the backward's of s + 1.
+
+        In v2 a directed link with a bandwidth carries one message at a time, in the order of the
+        sender's program. In v1 messages never wait for each other.
+        """
+        if self.format != _V2:
+            return ((_FREE, _FREE),) * len(self.stages)
+        return self._boundary_lanes()
+
+    def _boundary_lanes(self) -> tuple[tuple[LinkLane, LinkLane], ...]:
+        links = {
+            (link.source, link.target): (index, link)
+            for index, link in enumerate(self.links)
+            if link.bandwidth_gb_per_s is not None
+        }
+
+        def lane(source: Stage, target: Stage, num_bytes: int) -> LinkLane:
+            index, link = links.get((source.device, target.device), (-1, None))
+            return _FREE if link is None else LinkLane(index, link.occupied_ms(num_bytes))
+
+        pairs = [
+            (lane(this, that, this.output_bytes), lane(that, this, this.output_bytes))
+            for this, that in pairwise(self.stages)
+        ]
+        return (*pairs, (_FREE, _FREE))
+
     def can_offload(self, stage: int) -> bool:
         """Whether the activations of this stage may go to the host."""
         held = self.stages[stage]
@@ -497,18 +666,123 @@ class Problem(FileValue):
         """Static bytes of the stages a device holds."""
         return sum(self.stages[stage].static_bytes for stage in self.stages_of[device])
 
+    def room_bytes(self, device: int) -> int:
+        """Bytes of a device that are left for activations, beside reserved and static ones."""
+        return self.devices[device].usable_bytes - self.static_bytes_of(device)
+
     @cached_property
+    def device_busy_ms(self) -> tuple[float, ...]:
+        """Least compute time of each device, recompute aside."""
+        loads = (sum(self.stages[s].busy_ms for s in held) for held in self.stages_of)
+        return tuple(self.num_microbatches * load for load in loads)
+
+    @property
     def busy_ms(self) -> float:
         """Compute time of the busiest device (DESIGN section 2: the numerator of bubble rates)."""
-        loads = (sum(self.stages[s].busy_ms for s in held) for held in self.stages_of)
-        return self.num_microbatches * max(loads)
+        return max(self.device_busy_ms)
 
     @cached_property
     def problem_hash(self) -> str:
-        """``sha256:...`` over canonical JSON with defaults filled in and ``name`` left out."""
-        data = self.model_dump(mode="json", by_alias=True, exclude={"name"})
+        """``sha256:...`` over canonical JSON, defaults filled in, without name and context."""
+        data = self.model_dump(mode="json", by_alias=True)
+        for name in ("name", "context"):
+            data.pop(name, None)
         text = json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False)
         return "sha256:" + hashlib.sha256(text.encode()).hexdigest()
+
+
+# --- v2's form of a problem: a stage has costs, a cost a menu of modes.
+
+_V1 = "optpipe/problem/v1"
+_V2 = "optpipe/problem/v2"
+_OF_STAGE = ("device", "static_bytes", "grad_sync_ms", "uniform_modes", "layers")
+_KEEP = {"name": "keep"}
+_LATER = "this optpipe does not schedule it yet"
+
+
+def _flat(data: dict[str, Any]) -> dict[str, Any]:
+    """Return a document of v2 with its stages in the form of v1, where they mean the same."""
+    data = dict(data)
+    for name, free in (("pairs", []), ("microbatches", None)):
+        value = data.pop(name, free)
+        if value not in (free, []):
+            raise rule_broken(f"{name}: {_LATER}", f"leave {name} out")
+    stages = data.get("stages")
+    if isinstance(stages, list | tuple):
+        data["stages"] = [_flat_stage(index, stage) for index, stage in enumerate(stages)]
+    return data
+
+
+def _flat_stage(index: int, stage: Any) -> Any:
+    if not isinstance(stage, dict) or "costs" not in stage:
+        return stage
+    costs, at = stage["costs"], f"stages[{index}]"
+    if not isinstance(costs, list | tuple) or len(costs) != 1 or not isinstance(costs[0], dict):
+        raise rule_broken(
+            f"{at}.costs must be a list of one object: of unequal micro-batches {_LATER}",
+            "give the one cost that all micro-batches have",
+        )
+    if stage.get("uniform_modes"):
+        raise rule_broken(f"{at}.uniform_modes: {_LATER}", "leave it out, or false")
+    flat = {name: value for name, value in stage.items() if name not in ("costs", "uniform_modes")}
+    modes = costs[0].get("modes", [_KEEP])
+    costs = {name: value for name, value in costs[0].items() if name != "modes"}
+    for name in sorted({*_MENU_FIELDS, *_OF_STAGE} & costs.keys()):
+        raise rule_broken(
+            f"{at}.costs[0].{name}: unknown field", "modes say what is offloaded and recomputed"
+        )
+    for name in sorted(flat.keys() - set(_OF_STAGE)):
+        raise rule_broken(
+            f"{at}.{name}: unknown field beside costs",
+            f"write it into {at}.costs[0]" if name in Stage.model_fields else "remove it",
+        )
+    return {**flat, **costs, **_menu_fields(f"{at}.costs[0].modes", modes)}
+
+
+_MENU_FIELDS = ("offload_bytes", "recompute_ms", "checkpoint_bytes")
+_AWAY = {"name", "offload_bytes"}
+_AGAIN = {"name", "forward_bytes", "recompute_ms", "recompute"}
+_MENUS: tuple[list[set[str]], ...] = ([], [_AWAY], [_AGAIN], [_AWAY, _AGAIN])
+
+
+def _menu_fields(at: str, modes: Any) -> dict[str, Any]:
+    """Return what v1 calls the modes of a menu: keep, offload, recompute, in this order."""
+    menu = modes if isinstance(modes, list | tuple) else ()
+    shapes = [mode.keys() if isinstance(mode, dict) else None for mode in menu]
+    if shapes[:1] == [_KEEP.keys()] and shapes[1:] in _MENUS:
+        found = {}
+        for mode in menu:
+            if mode.get("recompute", "apart") != "apart":
+                break
+            if "recompute" in mode:
+                found["checkpoint_bytes"] = mode["forward_bytes"]
+                found["recompute_ms"] = mode["recompute_ms"]
+            elif "offload_bytes" in mode:
+                found["offload_bytes"] = mode["offload_bytes"]
+        else:
+            return found
+    raise rule_broken(
+        f"{at}: of menus other than keep, offload (name, offload_bytes), recompute (name, "
+        f"forward_bytes, recompute_ms, recompute: apart), in this order, {_LATER}",
+        "write such a menu",
+    )
+
+
+def _nested(data: dict[str, Any]) -> dict[str, Any]:
+    """Return the document of v2 for the fields of a problem."""
+    stages = []
+    for stage in data["stages"]:
+        cost = {name: value for name, value in stage.items() if name not in _OF_STAGE}
+        offload, again, kept = (cost.pop(name) for name in _MENU_FIELDS)
+        modes: list[dict[str, Any]] = [_KEEP]
+        if offload:
+            modes.append({"name": "offload", "offload_bytes": offload})
+        if again is not None:
+            named = {"name": "recompute", "forward_bytes": kept}
+            modes.append({**named, "recompute_ms": again, "recompute": "apart"})
+        head = {name: stage[name] for name in _OF_STAGE if name in stage}
+        stages.append({**head, "uniform_modes": False, "costs": [{**cost, "modes": modes}]})
+    return {**data, "stages": stages}
 
 
 def _named(device: Any, name: str) -> Any:

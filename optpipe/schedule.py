@@ -15,7 +15,7 @@ from pydantic import Field, model_validator
 from pydantic_core import core_schema
 
 from optpipe.errors import ActionSyntaxError, ScheduleFormatError, rule_broken
-from optpipe.problem import FileValue, FrozenValue, Objective
+from optpipe.problem import FileValue, FrozenValue, LinkLane, Objective
 
 if TYPE_CHECKING:
     from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
@@ -38,6 +38,7 @@ __all__ = [
     "TraceEntry",
     "gap_of",
     "input_of",
+    "lane_of",
     "parse_action",
     "pass_of",
     "transit_ms",
@@ -322,8 +323,16 @@ def input_of(action: Action, num_stages: int) -> Pass | None:
 
 
 def transit_ms(problem: Problem, source: Pass, target: Action) -> float:
-    """Return the ms from the end of a pass to the earliest start of the action that needs it."""
+    """Return the ms from a pass's output's departure to when the action that needs it may start."""
     if source.stage == target.stage:
         return 0.0
     there, back = problem.boundary_ms[min(source.stage, target.stage)]
     return back if source.backward else there
+
+
+def lane_of(problem: Problem, made: Pass) -> LinkLane:
+    """Return what the output of a pass occupies; a link of -1 where it waits for nobody."""
+    lanes = problem.boundary_lanes
+    if not made.backward:
+        return lanes[made.stage][0]
+    return lanes[made.stage - 1][1] if made.stage > 0 else LinkLane(-1, 0.0)

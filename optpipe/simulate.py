@@ -2,12 +2,13 @@
 
 As CUDA streams do it: compute actions of a device run one after another; OFFLOAD and RELOAD are
 enqueued on their lanes when the device reaches them; RELEASE, and the backward of a reloaded
-micro-batch, wait for the transfer. Waiting transfers go by issue time, then device index. Solvers,
-families and the runtime's predictions are all judged by `simulate`.
+micro-batch, wait for the transfer. Waiting transfers go by issue time, then device index. In v2 a
+message departs when its producer has ended and the one before it has left the link; in v1 messages
+never wait for each other. Solvers, families and the runtime's predictions are all judged by
+`simulate`.
 
-Not modelled: contention between boundary transfers (each link is as fast as if alone), the cost of
-launching work, and any influence of transfers on compute speed beyond the given bandwidths, which
-are those sustained with both directions and compute busy.
+Not modelled: the cost of launching work, and any influence of transfers on compute speed beyond the
+given bandwidths, which are those sustained with both directions and compute busy.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from optpipe.check import check
 from optpipe.memory import memory_walk
-from optpipe.schedule import Action, ActionType, Pass, input_of, pass_of, transit_ms
+from optpipe.schedule import Action, ActionType, Pass, input_of, lane_of, pass_of, transit_ms
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -33,11 +34,13 @@ __all__ = [
     "Interval",
     "Lane",
     "LinkLoad",
+    "LinkMessage",
     "Simulation",
     "Timeline",
     "Times",
     "bubble_rate",
     "duration_ms",
+    "idle_shares",
     "link_loads",
     "link_warnings",
     "make_timeline",
@@ -77,18 +80,34 @@ class Simulation:
     grad_syncs: tuple[GradSync, ...]
     makespan_ms: float
     span_ms: float
+    messages: tuple[LinkMessage, ...] = ()
+    """Those over links that queue, each link's in the order in which they leave it."""
 
     def objective_ms(self, objective: str) -> float:
         """Return makespan_ms or span_ms."""
         return self.makespan_ms if objective == "makespan" else self.span_ms
 
 
+class LinkMessage(NamedTuple):
+    """The output of a pass on a link that carries one message at a time, in ms.
+
+    ``ready`` is when the pass ended, ``depart`` when the message before had left too, ``left`` when
+    it has left itself; it arrives the link's latency later. ``link`` is an index of the problem's.
+    """
+
+    link: int
+    made: Pass
+    ready: float
+    depart: float
+    left: float
+
+
 class LinkLoad(NamedTuple):
     """What a directed link must carry in one step.
 
     ``busy_ms`` = ``num_bytes`` over its bandwidth. No schedule on a link that carries one message
-    at a time is shorter than ``least_ms``: before its first message come the passes that lead to
-    it, after its last those that still must follow.
+    at a time has a makespan below ``least_ms``: before its first message come the passes that lead
+    to it, after its last its latency and the passes that still must follow.
     """
 
     source: int
@@ -107,7 +126,7 @@ class LinkLoad(NamedTuple):
 
 def link_loads(problem: Problem) -> tuple[LinkLoad, ...]:
     """Return the load of each link with a bandwidth that carries anything."""
-    bandwidth = {(link.source, link.target): link.bandwidth_gb_per_s for link in problem.links}
+    links = {(link.source, link.target): link for link in problem.links}
     # When a first micro-batch ends its F and I on each stage, the last one's way back included.
     there, back = zip(*problem.boundary_ms, strict=True)
     inputs = [min(stage.backward_input_ms, stage.fused_backward_ms) for stage in problem.stages]
@@ -115,6 +134,10 @@ def link_loads(problem: Problem) -> tuple[LinkLoad, ...]:
     down = list(accumulate(forward))
     up = list(accumulate(i + b for i, b in zip(inputs, back, strict=True)))
     sent = defaultdict(list)
+    # The very last backward is followed by its W, where it is no B, and a gradient reduction.
+    last = problem.stages[0]
+    whole = min(last.backward_input_ms + last.backward_weight_ms, last.fused_backward_ms)
+    ending = whole - inputs[0] + last.grad_sync_ms
     for s, (this, that) in enumerate(pairwise(problem.stages)):
         if size := this.output_bytes:
             turn = down[-1] + up[-1]
@@ -123,19 +146,20 @@ def link_loads(problem: Problem) -> tuple[LinkLoad, ...]:
             sent[that.device, this.device].append((turn - up[s], tail, size))
     loads = []
     for way, messages in sent.items():
-        if (rate := bandwidth.get(way)) is not None:
-            heads, tails, sizes = zip(*messages, strict=True)
-            num_bytes = problem.num_microbatches * sum(sizes)
-            busy_ms = num_bytes / (rate * 1e6)
-            least_ms = min(heads) + busy_ms + min(tails)
-            loads.append(LinkLoad(*way, num_bytes, rate, busy_ms, least_ms))
+        if (link := links.get(way)) is None or link.bandwidth_gb_per_s is None:
+            continue
+        heads, tails, sizes = zip(*messages, strict=True)
+        num_bytes = problem.num_microbatches * sum(sizes)
+        busy_ms = link.occupied_ms(num_bytes)
+        least_ms = min(heads) + busy_ms + link.latency_ms + min(tails) + ending
+        loads.append(LinkLoad(*way, num_bytes, link.bandwidth_gb_per_s, busy_ms, least_ms))
     return tuple(loads)
 
 
 def link_warnings(problem: Problem, makespan_ms: float) -> tuple[str, ...]:
     """Return a sentence per link that could not deliver within a makespan in ms.
 
-    Problems of v1 let messages pass each other; on real links they queue.
+    Problems of v1 let messages pass each other; on real links, and in v2, they queue: none.
     """
     return tuple(
         f"{load}: where its messages queue no schedule is shorter than {load.least_ms:,.1f} ms, "
@@ -210,7 +234,9 @@ class _LaneRun:
         self.clock = [0.0] * len(programs)
         self.times: list[list[Times | None]] = [[None] * len(program) for program in programs]
         self.head = [0] * len(programs)
-        self.pass_end: dict[Pass, float] = {}
+        self.departs: dict[Pass, float] = {}
+        self.messages: list[LinkMessage] = []
+        self.link_free = [0.0] * len(problem.links)
         self.waiting_for_pass: dict[Pass, int] = {}
         self.lanes = _TransferLanes(problem)
 
@@ -246,7 +272,7 @@ class _LaneRun:
                 self.clock[device] = times.end
                 made = pass_of(action)
                 if made is not None:
-                    self.pass_end[made] = times.end
+                    self.departs[made] = self._departure(made, times.end)
                     if made in self.waiting_for_pass:
                         woken.append(self.waiting_for_pass.pop(made))
             self.head[device] += 1
@@ -257,10 +283,10 @@ class _LaneRun:
         issue = start = self.clock[device]
         needed = input_of(action, len(self.problem.stages))
         if needed is not None:
-            if needed not in self.pass_end:
+            if needed not in self.departs:
                 self.waiting_for_pass[needed] = device
                 return None
-            start = max(start, self.pass_end[needed] + transit_ms(self.problem, needed, action))
+            start = max(start, self.departs[needed] + transit_ms(self.problem, needed, action))
         transfer = _awaited_transfer(action)
         if transfer is not None and transfer in self.lanes.issued:
             end = self.lanes.end.get(transfer)
@@ -268,6 +294,16 @@ class _LaneRun:
                 return None
             start = max(start, end)
         return Times(issue, start, start + self._duration(action))
+
+    def _departure(self, made: Pass, ready: float) -> float:
+        """Return when the output of a pass leaves its device, which has sent all before it."""
+        link, length = lane_of(self.problem, made)
+        if link < 0:
+            return ready
+        depart = max(ready, self.link_free[link])
+        self.link_free[link] = depart + length
+        self.messages.append(LinkMessage(link, made, ready, depart, depart + length))
+        return depart
 
     def _duration(self, action: Action) -> float:
         known = self.durations.get(action)
@@ -283,7 +319,7 @@ class _LaneRun:
         used = [device for device, row in enumerate(times) if row]
         makespan = max(last) - min((first[d] for d in used), default=0.0)
         span = max((last[d] - first[d] for d in used), default=0.0)
-        return Simulation(times, syncs, makespan, span)
+        return Simulation(times, syncs, makespan, span, tuple(self.messages))
 
     def _grad_syncs(self, times: tuple[tuple[Times, ...], ...]) -> list[GradSync]:
         syncs = []
@@ -426,17 +462,30 @@ class Timeline:
     memory
         Per device, (time in ms, bytes held from then on), in program order at equal times; static
         bytes included, workspaces not. The first point is (0, static bytes).
+    messages
+        As in `Simulation`.
     """
 
     intervals: tuple[tuple[Interval, ...], ...]
     memory: tuple[tuple[tuple[float, int], ...], ...]
     makespan_ms: float
     span_ms: float
+    messages: tuple[LinkMessage, ...] = ()
 
 
 def bubble_rate(problem: Problem, length_ms: float) -> float:
     """Return 1 - busy / length, busy = compute time of the busiest device; 0 for length 0."""
-    return 1.0 - problem.busy_ms / length_ms if length_ms > 0 else 0.0
+    return min(idle_shares(problem, length_ms))
+
+
+def idle_shares(problem: Problem, length_ms: float) -> tuple[float, ...]:
+    """Return 1 - busy / length of each device; 0 for length 0.
+
+    Their mean is the share of all device time that is idle: the bubble ratio of most papers.
+    """
+    if length_ms <= 0:
+        return (0.0,) * len(problem.devices)
+    return tuple(1.0 - busy_ms / length_ms for busy_ms in problem.device_busy_ms)
 
 
 def make_timeline(
@@ -468,6 +517,7 @@ def timeline_of(problem: Problem, programs: Programs, run: Simulation) -> Timeli
         ),
         makespan_ms=run.makespan_ms,
         span_ms=run.span_ms,
+        messages=run.messages,
     )
 
 

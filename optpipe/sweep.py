@@ -15,13 +15,15 @@ import math
 import re
 from collections import defaultdict
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
 
 from optpipe.errors import InputError, ProblemError
 from optpipe.problem import Problem, placement_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 
 __all__ = [
     "AXES",
@@ -34,6 +36,7 @@ __all__ = [
     "memory_of",
     "num_variations",
     "sweep",
+    "tighter_ones",
 ]
 
 
@@ -68,7 +71,7 @@ def sweep(problem: Problem, axes: Mapping[str, Sequence[Any]]) -> list[Variation
     """
     for name, values in axes.items():
         _check_axis(name, values)
-    base = problem.model_dump(mode="json", by_alias=True)
+    base = problem.model_dump(by_alias=True)  # fields of v1, whatever the form of the file
     return [
         _vary(base, dict(zip(axes, values, strict=True)))
         for values in itertools.product(*axes.values())
@@ -356,3 +359,105 @@ def _fits(point: Point, other: Point) -> bool:
     """Whether no device of a point has more memory than that of another."""
     pairs = zip(point.memory_bytes, other.memory_bytes, strict=True)
     return all(held <= limit for held, limit in pairs)
+
+
+# --- Which problems of a sweep are relaxations of others: what is legal in the *tighter* one is
+# legal in the looser one, and no longer there.
+# *Argument.* Memory is a property of the program: what a cell holds in each state, what an action
+# needs beside, and the static bytes are compared one by one, and no limit is lower. Where no lanes
+# are shared every start is the maximum of sums of durations, so that shorter ones delay nothing;
+# and transfers that need not share a lane wait for nobody. Lanes that are shared go to whoever asks
+# first, and a span begins with a device's first action: there sooner can be worse, and times must
+# be equal.
+
+
+class _Demands(NamedTuple):
+    """What a problem asks of programs; less of it is looser.
+
+    ``shape``: must be equal. ``sizes``, ``times``: bytes and ms, infinite where something is not
+    allowed, limits negative. ``lanes``: which transfers share, None where none do.
+    """
+
+    shape: Hashable
+    sizes: np.ndarray[tuple[int], np.dtype[np.float64]]
+    times: np.ndarray[tuple[int], np.dtype[np.float64]]
+    lanes: Hashable | None
+    can_offload: bool
+    is_span: bool
+
+
+def tighter_ones(problems: Sequence[Problem]) -> list[tuple[int, ...]]:
+    """Return for each problem the indices of the others that it is a relaxation of.
+
+    Their programs are legal in it, and their objective is no larger there. Equal problems are each
+    other's; else who has fewer of them comes before all that are looser.
+    """
+    demands = [_demands(problem) for problem in problems]
+    return [
+        tuple(
+            other
+            for other, tight in enumerate(demands)
+            if other != index and _is_relaxation(loose, tight)
+        )
+        for index, loose in enumerate(demands)
+    ]
+
+
+def _is_relaxation(loose: _Demands, tight: _Demands) -> bool:
+    if loose.shape != tight.shape or (tight.is_span and not loose.is_span):
+        return False
+    if not (loose.sizes <= tight.sizes).all():
+        return False
+    if not tight.is_span and (loose.lanes is None or not tight.can_offload):
+        return bool((loose.times <= tight.times).all())
+    are_equal = (loose.times == tight.times) | np.isinf(tight.times)
+    return bool(are_equal.all()) and (loose.lanes == tight.lanes or not tight.can_offload)
+
+
+def _demands(problem: Problem) -> _Demands:
+    devices = problem.devices
+    free = [
+        problem.static_bytes_of(index) - device.usable_bytes for index, device in enumerate(devices)
+    ]
+    hosts = {host.name: host.memory_bytes for host in problem.hosts}
+    room = [hosts.get(device.host) for device in devices]
+    limits = [*free, *(-math.inf if held is None else -held for held in room)]
+    lanes = tuple((device.half_duplex, device.pcie_group) for device in devices)
+    return _Demands(
+        shape=(
+            problem.num_microbatches,
+            problem.placement,
+            problem.queues,
+            tuple(device.host for device in devices),
+        ),
+        sizes=np.array([*limits, *_sizes(problem)], dtype=np.float64),
+        times=np.array([*_times(problem)], dtype=np.float64),
+        lanes=None if all(one == (False, None) for one in lanes) else lanes,
+        can_offload=any(problem.can_offload(index) for index in range(len(problem.stages))),
+        is_span=problem.objective == "span",
+    )
+
+
+def _sizes(problem: Problem) -> Iterator[float]:
+    never = math.inf
+    for index, stage in enumerate(problem.stages):
+        held, goes = stage.activation_bytes, problem.can_offload(index)
+        yield from (held, stage.weight_context_bytes)
+        yield from (held - stage.offload_bytes, stage.offload_bytes) if goes else (never, never)
+        yield never if stage.checkpoint_bytes is None else stage.checkpoint_bytes
+        yield from (stage.forward_workspace_bytes, stage.backward_input_workspace_bytes)
+        yield from (stage.backward_weight_workspace_bytes, stage.backward_workspace_bytes)
+        yield stage.recompute_workspace_bytes if stage.can_recompute else never
+
+
+def _times(problem: Problem) -> Iterator[float]:
+    never = math.inf
+    for index, stage in enumerate(problem.stages):
+        yield from (stage.forward_ms, stage.backward_input_ms, stage.backward_weight_ms)
+        yield from (stage.fused_backward_ms, stage.grad_sync_ms, *problem.boundary_ms[index])
+        yield from (lane.ms for lane in problem.boundary_lanes[index])
+        yield never if stage.recompute_ms is None else stage.recompute_ms
+        goes = problem.can_offload(index)
+        yield from (
+            (problem.offload_ms(index), problem.reload_ms(index)) if goes else (never, never)
+        )

@@ -593,7 +593,8 @@ class MethodRow(WireModel):
 
     ``programs`` is null where the method has none; then ``reason`` says why, and numbers are 0.
     ``placement`` is `as given`, or names the re-placed copy of the problem that ``problem_hash``
-    and ``programs`` belong to, such as `v x2`.
+    and ``programs`` belong to, such as `v x2`, or `v x2, guess` where stages were halved that do
+    not say their layers.
     """
 
     model_config = ConfigDict(json_schema_extra={"examples": [_ROW_EXAMPLE]})

@@ -41,9 +41,14 @@ def document(
     m: int = 1,
     **fields: Any,
 ) -> dict[str, Any]:
-    """The JSON-like object of a problem; devices have plenty of memory unless given."""
+    """The JSON-like object of a problem; devices have plenty of memory unless given.
+
+    It is of v2 where a stage says its layers.
+    """
     if devices is None:
         devices = [bus() for _ in range(1 + max(held["device"] for held in stages))]
+    if any("layers" in held for held in stages):
+        fields = {"format": "optpipe/problem/v2", **fields}
     return {"num_microbatches": m, "devices": devices, "stages": stages, **fields}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import uuid
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -61,12 +62,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
 
 
-@pytest.fixture
-def postgres_url() -> Iterator[str]:
+@contextmanager
+def postgres_database() -> Iterator[str]:
     """Make a fresh, empty database on the server that OPTPIPE_TEST_POSTGRES_URL names.
 
-    A fresh one per test, so that tests need not clean up. Without a server the test fails: it was
-    asked for by marker.
+    Without a server the test fails: it was asked for by marker.
     """
     url = os.environ.get("OPTPIPE_TEST_POSTGRES_URL")
     if url is None:
@@ -84,6 +84,13 @@ def postgres_url() -> Iterator[str]:
             yield f"{url.rpartition('/')[0]}/{name}"
         finally:
             connection.execute(f'DROP DATABASE "{name}" WITH (FORCE)')
+
+
+@pytest.fixture
+def postgres_url() -> Iterator[str]:
+    """A fresh database for each test, so that tests need not clean up."""
+    with postgres_database() as url:
+        yield url
 
 
 @pytest.fixture(scope="session")

@@ -17,6 +17,8 @@ from optpipe import Action, ActionType, Problem, Program, Programs
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from optpipe.problem import Link
+
 _LIFE = re.compile(r"F( OFFLOAD RELEASE RELOAD| RECOMPUTE)?( I W| B)")
 _BACKWARDS = (ActionType.BACKWARD_INPUT, ActionType.FULL_BACKWARD)
 _HORIZON = 10_000
@@ -161,14 +163,17 @@ class Ticking:
     ends: dict[Action, int] = field(default_factory=dict)
     waiting: list[_Transfer] = field(default_factory=list)
     running: list[_Transfer] = field(default_factory=list)
+    left: dict[Action, float] = field(default_factory=dict)
 
     def run(self) -> tuple[float, float]:
         """Return makespan and span in ms; ``starts`` and ``ends`` hold the rest."""
         self.head = [0] * len(self.programs)
         self.idle_from = [0] * len(self.programs)
+        self.lanes = [list(self._sent_over(link)) for link in self.problem.links]
+        self.free = [0.0] * len(self.lanes)
         now = 0
         while any(at < len(row) for at, row in zip(self.head, self.programs, strict=True)):
-            while self._step_all(now):
+            while self._step_all(now) or self._start_messages(now):
                 pass
             self._start_transfers(now)
             now += 1
@@ -222,8 +227,38 @@ class Ticking:
         for link in self.problem.links:
             if (link.source, link.target) == pair:
                 rate = link.bandwidth_gb_per_s
+                if rate and self._queues():
+                    return action in self.left and self.left[action] + link.latency_ms <= now
                 delay = link.latency_ms + (size / 1e6 / rate if rate else 0)
         return action in self.ends and self.ends[action] + delay <= now
+
+    def _queues(self) -> bool:
+        return self.problem.format == "optpipe/problem/v2"
+
+    def _sent_over(self, link: Link) -> Iterator[Action]:
+        """What is sent over a link, in the order of the sender's program."""
+        placement = self.problem.placement
+        for action in self.programs[link.source]:
+            step = {"F": 1, "I": -1, "B": -1}.get(action.type.value, 0)
+            target = action.stage + step
+            if step and 0 <= target < len(placement) and placement[target] == link.target:
+                yield action
+
+    def _start_messages(self, now: int) -> bool:
+        """Let the next message of each free link leave, if it is there; whether any did."""
+        moved = False
+        for index, link in enumerate(self.problem.links if self._queues() else ()):
+            queue = self.lanes[index]
+            if link.bandwidth_gb_per_s is None or not queue or self.free[index] > now:
+                continue
+            if self._ended(queue[0], now):
+                action = queue.pop(0)
+                first = action.stage if action.type.value == "F" else action.stage - 1
+                size = self.problem.stages[first].output_bytes
+                self.free[index] = now + size / 1e6 / link.bandwidth_gb_per_s
+                self.left[action] = self.free[index]
+                moved = True
+        return moved
 
     def _length(self, action: Action) -> int:
         stage = self.problem.stages[action.stage]

@@ -53,6 +53,7 @@ def documents(draw: st.DrawFn) -> dict[str, Any]:
     placement = draw(placements())
     num_devices = max(placement) + 1
     return {
+        "format": draw(st.sampled_from(["optpipe/problem/v1", "optpipe/problem/v2"])),
         "num_microbatches": draw(st.integers(1, 3)),
         "objective": draw(st.sampled_from(["makespan", "span"])),
         "devices": [draw(_devices()) for _ in range(num_devices)],

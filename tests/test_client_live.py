@@ -137,6 +137,9 @@ def test_a_deployment_is_registered_followed_and_ended(client) -> None:
     assert (deployment.look().name, deployment.look().threshold) == ("run", 0.05)
     assert client.deployment(deployment.id).look().version == 1
     assert deployment.end().state == "ended"
+    deployment.delete()
+    with pytest.raises(NotFoundError):
+        deployment.versions()
 
 
 def test_a_deployment_without_a_schedule_says_so(client) -> None:
@@ -163,7 +166,8 @@ def test_a_sweep_is_a_batch_with_one_table(client) -> None:
     assert len(batch.table_text("csv").splitlines()) == 3
     assert "points" in batch.frontier("json")
     assert client.batch(batch.id).look() == last
-    assert [one.batch_index for one in client.jobs(batch=batch.id)] == [1, 0]
+    # The newest first; the tightest is queued before the others.
+    assert [one.batch_index for one in client.jobs(batch=batch.id)] == [0, 1]
     assert batch.cancel() == last
     listed = client.sweep([small(), small(num_microbatches=3)])
     *_, last = listed.follow()

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from pydantic import ValidationError
 
-from optpipe import Device, Problem, ProblemError
+from optpipe import Device, Problem, ProblemError, dump_problem, load_problem
 from tests.building import document, everything_at_once, problem, stage
 from tests.strategies import problems
 
@@ -93,8 +93,9 @@ BROKEN: list[tuple[tuple[str | int, ...], Any, str]] = [
     (D0, 3, "devices[0] = 3: must be an object; put it in { }"),
     (("objective",), "cost",
      "objective = 'cost': Input should be 'makespan' or 'span'; change it"),
-    (("format",), "optpipe/problem/v2",
-     "format = 'optpipe/problem/v2': Input should be 'optpipe/problem/v1'; change it"),
+    (("format",), "optpipe/problem/v3",
+     "format = 'optpipe/problem/v3': Input should be 'optpipe/problem/v1' or "
+     "'optpipe/problem/v2'; change it"),
     # Names that are not known.
     ((*S0, "forwardms"), 1,
      "stages[0].forwardms: unknown field; did you mean 'forward_ms'? Otherwise remove it"),
@@ -102,8 +103,8 @@ BROKEN: list[tuple[tuple[str | int, ...], Any, str]] = [
      "links[0].source: unknown field; remove it (known here: bandwidth_gb_per_s, from, "
      "latency_ms, to)"),
     (("bidirectional",), True,
-     "bidirectional: unknown field; remove it (known here: devices, format, hosts, links, name, "
-     "num_microbatches, objective, stages)"),
+     "bidirectional: unknown field; remove it (known here: context, devices, format, hosts, links, "
+     "name, num_microbatches, objective, stages)"),
     # Rules between fields.
     ((*D0, "d2h_gb_per_s"), 0, "devices[0].d2h_gb_per_s = 0: must be > 0; stay in range"),
     ((*D0, "d2h_gb_per_s"), 5,
@@ -303,3 +304,72 @@ def test_a_problem_survives_its_own_dump(made: Problem) -> None:
     again = Problem.parse(made.model_dump(mode="json", by_alias=True))
     assert again == made
     assert again.problem_hash == made.problem_hash
+
+
+def test_layers_are_kept_and_nothing_else_changes() -> None:
+    """A file that does not say them is the same text with the same hash; one that does, another."""
+    plain = problem([stage(0), stage(1)])
+    assert "layers" not in dump_problem(plain)
+    assert plain.problem_hash == (
+        "sha256:ba6fd95478dfb6c63eb7810c31880991d39e1aa65591f64d6ccb8107f6f6b7de"  # before layers
+    )
+    known = problem([stage(0, layers={"embedding": 1, "transformer": 3}), stage(1)])
+    assert load_problem(dump_problem(known)) == known
+    assert str(known.stages[0].layers) == "embedding + 3"
+    assert known.problem_hash != plain.problem_hash
+    assert known.model_copy(update={"stages": plain.stages}).problem_hash == plain.problem_hash
+
+
+# --- v2: costs and menus, layers, context, lanes.
+
+
+def nested(**cost: Any) -> dict[str, Any]:
+    """A document of v2 with one stage; ``cost`` replaces fields of its one cost."""
+    fields = {"forward_ms": 1, "backward_input_ms": 1, "backward_weight_ms": 1,
+              "activation_bytes": 9}  # fmt: skip
+    return {
+        "format": "optpipe/problem/v2",
+        "num_microbatches": 2,
+        "devices": [{"memory_bytes": 99}],
+        "stages": [{"device": 0, "costs": [{**fields, **cost}]}],
+    }
+
+
+def test_a_menu_that_v1_can_say_is_read_as_v1() -> None:
+    again = {"name": "again", "forward_bytes": 2, "recompute_ms": 3, "recompute": "apart"}
+    menu = [{"name": "keep"}, {"name": "offload", "offload_bytes": 5}, again]
+    read = Problem.parse(nested(modes=menu))
+    held = read.stages[0]
+    assert read.format == "optpipe/problem/v1"
+    assert (held.offload_bytes, held.checkpoint_bytes, held.recompute_ms) == (5, 2, 3)
+
+
+def test_layers_and_context_are_of_v2_and_come_back() -> None:
+    data = nested()
+    data["stages"][0]["layers"] = {"embedding": 1, "transformer": 10}
+    data["context"] = {"tokens_per_microbatch": 8192, "parallelism": {"tp": 8}}
+    read = Problem.parse(data)
+    written = json.loads(dump_problem(read))
+    assert written["stages"][0]["costs"][0]["modes"] == [{"name": "keep"}]
+    assert Problem.parse(written) == read
+    other = Problem.parse({**data, "context": None, "name": "another"})
+    assert other.problem_hash == read.problem_hash
+    with pytest.raises(ProblemError, match="layers and context are fields of optpipe/problem/v2"):
+        Problem.parse({**plain(), "context": data["context"]})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"pairs": [{"forward": 0, "backward": 0, "hidden_ms": 1}]}, "pairs: .* leave pairs out"),
+        ({"microbatches": [{"cost": 0}, {"cost": 0}]}, "microbatches: .* leave microbatches out"),
+        ({"stages": [{"device": 0, "costs": []}]}, r"stages\[0\]\.costs must be a list of one"),
+        (nested(modes=[{"name": "half", "forward_bytes": 4}]), "menus other than keep, offload"),
+        (nested(offload_bytes=4), r"stages\[0\]\.costs\[0\]\.offload_bytes: unknown field; modes"),
+        ({"stages": [{**nested()["stages"][0], "forward_ms": 2}]},
+         r"stages\[0\]\.forward_ms: unknown field beside costs; write it into"),
+    ],
+)  # fmt: skip
+def test_what_is_not_scheduled_yet_is_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ProblemError, match=message):
+        Problem.parse({**nested(), **change})

@@ -21,7 +21,7 @@ from optpipe import (
     parse_action,
     simulate,
 )
-from optpipe.simulate import Interval, bubble_rate
+from optpipe.simulate import Interval, bubble_rate, idle_shares
 from tests.building import (
     UNIT,
     bus,
@@ -215,6 +215,14 @@ def test_span_counts_gradient_reductions() -> None:
     assert (run.makespan_ms, run.span_ms) == (9, 9)
 
 
+def test_every_device_has_an_idle_share_and_the_busiest_the_least() -> None:
+    """Their mean is the bubble ratio of all device time."""
+    made = problem([stage(0, 1, 1, 1), stage(1, 2, 2, 2)], m=2)
+    assert idle_shares(made, 24.0) == (0.75, 0.5)
+    assert bubble_rate(made, 24.0) == 0.5
+    assert idle_shares(made, 0.0) == (0.0, 0.0)
+
+
 def test_recompute_is_not_busy_in_the_bubble_rate() -> None:
     made = problem([stage(f=1, i=2, w=3, recompute_ms=4, checkpoint_bytes=1)])
     length = simulate(made, programs("0F0 0RECOMPUTE0 0B0")).makespan_ms
@@ -382,3 +390,59 @@ def test_memory_starts_with_the_static_bytes_and_returns_to_them(case: Case) -> 
         static = case.problem.static_bytes_of(device)
         assert curve[0] == (0, static)
         assert curve[-1][1] == static
+
+
+# --- Links of v2 are lanes: one message at a time, in the order of the sender's program.
+
+
+def lanes(stages: list[dict[str, Any]], m: int, links: list[Any]) -> Problem:
+    return problem(stages, m=m, links=links, format="optpipe/problem/v2")
+
+
+def test_a_message_departs_when_its_producer_has_ended_and_the_one_before_has_left() -> None:
+    links = [{"from": 0, "to": 1, "latency_ms": 3, "bandwidth_gb_per_s": 0.5},
+             {"from": 1, "to": 0, "latency_ms": 4}]  # fmt: skip
+    made = lanes([stage(0, output_bytes=2 * UNIT), stage(1)], 2, links)
+    rows = programs("0F0 0F1 0B0 0B1", "1F0 1F1 1B0 1B1")
+    got = spans(made, rows)
+    # 4 ms on the link, then 3 ms of latency: the second leaves at 5 + 4. Back there is no lane.
+    assert [got["0F1"], got["1F0"], got["1F1"]] == [(1, 2), (8, 9), (12, 13)]
+    assert [got["1B0"], got["1B1"], got["0B0"], got["0B1"]] == [
+        (13, 15), (15, 17), (19, 21), (21, 23),
+    ]  # fmt: skip
+    sent = simulate(made, rows).messages
+    assert [(at.ready, at.depart, at.left) for at in sent] == [(1, 1, 5), (2, 5, 9)]
+
+
+def test_what_turns_back_on_a_link_and_what_goes_on_share_one_lane() -> None:
+    """A loop: F of stage 0 and of stage 2 go from device 0 to device 1, as does B of stage 2."""
+    link = {"from": 0, "to": 1, "bandwidth_gb_per_s": 1.0}
+    made = lanes([stage(s % 2, output_bytes=5 * UNIT) for s in range(4)], 1, [link])
+    sent = simulate(made, programs("0F0 2F0 2B0 0B0", "1F0 3F0 3B0 1B0")).messages
+    there = [
+        (str(at.made.stage), at.made.backward) for at in sent if made.links[at.link].source == 0
+    ]
+    assert there == [("0", False), ("2", False), ("2", True)]
+
+
+def test_a_message_of_no_bytes_keeps_its_place() -> None:
+    """A hub: device 0 sends 5 MB of stage 0 to device 1, then nothing but word of stage 2."""
+    links = [{"from": 0, "to": 1, "bandwidth_gb_per_s": 1.0}]
+    sizes = [5 * UNIT, 5 * UNIT, 0]
+    made = lanes([*(stage(s % 2, output_bytes=sizes[s]) for s in range(3)), stage(1)], 1, links)
+    assert {at.left - at.depart for at in simulate(made, programs(
+        "0F0 2F0 2B0 0B0", "1F0 3F0 3B0 1B0")).messages} == {0.0, 5.0}  # fmt: skip
+
+
+def test_v2_that_v1_can_say_is_v1_and_v1_never_queues() -> None:
+    link = {"from": 0, "to": 1, "bandwidth_gb_per_s": 1.0}
+    stages = [stage(0, output_bytes=5 * UNIT), stage(1)]
+    old, new = problem(stages, m=4, links=[link]), lanes(stages, 4, [link])
+    rows = one_f_one_b(2, 4)
+    assert old.problem_hash != new.problem_hash
+    assert simulate(old, rows).makespan_ms < simulate(new, rows).makespan_ms
+    free = lanes(
+        [stage(0, output_bytes=5 * UNIT), stage(1)], 4, [link | {"bandwidth_gb_per_s": None}]
+    )
+    plain = problem(stages, m=4, links=[link | {"bandwidth_gb_per_s": None}])
+    assert (free.format, free.problem_hash) == ("optpipe/problem/v1", plain.problem_hash)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+import random
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import event, given
 from hypothesis import strategies as st
 
 from optpipe import Problem, check, simulate
-from optpipe.errors import InputError
+from optpipe.errors import InputError, ProblemError
 from optpipe.sweep import (
     AXES,
     Point,
@@ -21,9 +22,10 @@ from optpipe.sweep import (
     memory_of,
     num_variations,
     sweep,
+    tighter_ones,
 )
 from tests import building
-from tests.strategies import cases, problems
+from tests.strategies import cases, few, problems
 
 BUS = building.bus(memory_bytes=1_000_001, reserved_bytes=1000)
 LINK = {"from": 0, "to": 1, "latency_ms": 0.5, "bandwidth_gb_per_s": 10.0}
@@ -341,3 +343,90 @@ def test_the_smallest_pipeline_has_one_line_over_its_memory() -> None:
     ]
     (line,) = frontier(points)
     assert [(p.index, p.limit_bytes) for p in line.points] == [(1, 50), (0, 100)]
+
+
+# --- Relaxations: what is legal in the tighter one of two is legal in the looser one, and no
+# longer there.
+
+
+def _eased(problem: Problem, rng: random.Random) -> Problem:
+    """A problem with some numbers a little to the better, some things allowed or not shared."""
+    data = problem.model_dump(by_alias=True)
+    for holder in (*data["devices"], *data["stages"], *data["links"]):
+        for name, value in holder.items():
+            if name.endswith(("_ms", "_bytes", "_gb_per_s")) and value and rng.random() < 0.2:
+                eased = value * (2 if name == "memory_bytes" or name.endswith("_gb_per_s") else 0.5)
+                holder[name] = round(eased) if name.endswith("_bytes") else eased
+    for device in data["devices"]:
+        device.update(rng.choice(({"half_duplex": False, "pcie_group": None}, {})))
+    for stage in data["stages"]:
+        more = {"recompute_ms": 1, "checkpoint_bytes": 0}
+        stage.update({} if stage["recompute_ms"] is not None else rng.choice((more, {}, {})))
+    data["objective"] = rng.choice(["makespan", "span", problem.objective])
+    return Problem.parse(data)
+
+
+@few(100)
+@given(cases(tight=True), st.integers(0, 2**32))
+def test_what_is_legal_in_a_tighter_problem_is_legal_and_no_longer_in_a_looser_one(
+    case, seed: int
+) -> None:
+    """Whatever is eased, shared lanes, spans and fused backwards among it."""
+    try:
+        eased = _eased(case.problem, random.Random(seed))
+    except ProblemError:
+        return
+    _, tighter = tighter_ones([case.problem, eased])
+    event(f"a relaxation: {bool(tighter)}")
+    if tighter:
+        check(eased, case.programs)
+        before = simulate(case.problem, case.programs).objective_ms(case.problem.objective)
+        after = simulate(eased, case.programs).objective_ms(eased.objective)
+        assert after <= before
+
+
+@pytest.mark.parametrize(
+    ("name", "tight", "loose"),
+    [
+        ("memory_gb", 2, 3),
+        ("memory_scale", 0.8, 0.9),
+        ("devices[*].reserved_bytes", 9, 8),
+        ("hosts[0].memory_bytes", 10**9, 2 * 10**9),
+        ("hosts[0].memory_bytes", 10**9, None),
+        ("pcie_scale", 0.5, 1),
+        ("link_scale", 1, 3),
+        ("latency_ms", 2.0, 0.5),
+        ("offload", False, True),
+        ("recompute", False, True),
+        ("objective", "makespan", "span"),
+        ("stages[*].forward_ms", 2.5, 2.0),
+        ("stages[1].backward_ms", 3.5, 3.0),
+        ("stages[0].grad_sync_ms", 1, 0),
+        ("stages[2].static_bytes", 9, 0),
+        ("stages[*].backward_weight_workspace_bytes", 9, 0),
+        ("stages[*].checkpoint_bytes", 2, 1),
+    ],
+)
+def test_every_axis_that_relaxes_is_known_in_its_direction_alone(
+    name: str, tight: Any, loose: Any
+) -> None:
+    """The looser problem knows the tighter one, and the tighter one nobody."""
+    base = one("stages[*].output_bytes", 10**6)
+    made = [item.problem for item in sweep(base, {name: [loose, tight]})]
+    assert tighter_ones(made) == [(1,), ()]
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("num_microbatches", [4, 8]),
+        ("placement", ["v", "loop"]),
+        ("devices[1].host", ["host0", "other"]),
+    ],
+)
+def test_what_has_another_shape_is_no_relaxation(name: str, values: list[Any]) -> None:
+    """Nor is more memory for fewer micro-batches, or a bus that is faster and shared."""
+    made = [item.problem for item in sweep(BASE, {name: values, "memory_scale": [1, 2]})]
+    assert tighter_ones(made) == [(), (0,), (), (2,)]
+    shared = one("devices[*].half_duplex", True)
+    assert tighter_ones([one("pcie_scale", 2, shared), shared, BASE]) == [(), (), (1,)]

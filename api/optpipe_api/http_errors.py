@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.routing import Match
 
-from optpipe.errors import InfeasibleProblemError, InputError, OptPipeError
+from optpipe.errors import InfeasibleProblemError, InputError, OptPipeError, pointer
 from optpipe_api.errors import (
     BodyTooLargeError,
     ForbiddenError,
@@ -170,8 +170,9 @@ async def _on_parameters(request: Request, error: Exception) -> Response:
         _shortened(f"{'.'.join(map(str, item['loc']))} = {item.get('input')!r}: {item['msg']}")
         for item in error.errors()
     ]
+    places = [pointer(*item["loc"]) for item in error.errors()]
     return problem_response(
-        422, "\n".join(lines), "request.invalid", request.url.path, errors=lines
+        422, "\n".join(lines), "request.invalid", request.url.path, errors=lines, pointers=places
     )
 
 

@@ -11,13 +11,21 @@
 
 A job has a schedule (``has_schedule``) from its first incumbent on, in whatever state it is: a
 cancelled or failed job keeps its best one. The four states on the right are final: nothing is
-written to such a job again, unless its owner asks for more time (RESUME): it then waits in the
-queue with a longer time limit, and starts from where it stands. An infeasible job stays what it is.
+written to such a job again, unless its owner asks for more time, or its batch knows better
+(RESUME): it then waits in the queue, and starts from where it stands. An infeasible job stays what
+it is.
 A problem solved before is answered at once: its job is born finished (``cache`` is ``hit``).
 
 REQUEUE happens when a solver process or a whole server died, or shut down: the job starts again
 from its last incumbent. Each death counts; at ``max_attempts`` of them REQUEUE becomes FAIL. A
 job whose cancellation was asked for is cancelled instead.
+
+What one item of a batch has found serves the items whose problems are relaxations of its own. A
+claim starts from the best of the tighter items; one that would end with worse than a tighter one
+has ended with is queued again instead (REQUEUE), and one that has ended so is resumed without more
+time (RESUME) in the transaction that ends the tighter one. So the table of an ended batch is
+monotone, however many ran at once, and each job holds the schedule that its row speaks of. What was
+cancelled stays as it is, and wakes nobody.
 
 Everything that happens to a job is an entry of its history (`HistoryEntry`), numbered upwards; the
 last entry of a finished job says its state.
@@ -325,7 +333,8 @@ class Lease:
 class Claim:
     """A job taken from the queue, with its documents; ``start`` is its last incumbent.
 
-    ``problem`` is None for a plan without incumbent, ``model`` for all but plans.
+    ``problem`` is None for a plan without incumbent, ``model`` for all but plans. ``is_carried``:
+    ``start`` is a better schedule, of another item of its batch whose problem is tighter.
     """
 
     lease: Lease
@@ -333,6 +342,7 @@ class Claim:
     problem: str | None
     model: str | None = None
     start: str | None = None
+    is_carried: bool = False
 
 
 # --- A batch: many problems handed in at once, and what its jobs say about it.
@@ -349,16 +359,18 @@ class ItemPlan:
     ``values``: on the axes of the sweep; empty where problems were listed. Of a what-if: the name
     of the question, and the number of micro-batches of its problem. ``memory_bytes``: the budget of
     each device. ``family``: equal for items that differ in nothing but names and the memory of
-    devices.
+    devices. ``tighter``: items whose problems this one's is a relaxation of, see `tighter_ones`.
     """
 
     values: dict[str, Any]
     memory_bytes: tuple[int, ...]
     family: str
+    tighter: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        # JSON gives a list back.
+        # JSON gives lists back.
         object.__setattr__(self, "memory_bytes", tuple(self.memory_bytes))
+        object.__setattr__(self, "tighter", tuple(self.tighter))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -213,13 +213,11 @@ def run_program(
     gradients = [p.grad for p in stage.parameters() if p.grad is not None]
     there = [batch, target, *stage.parameters(), *gradients, *_host_memory(runner)]
     gc.collect()
-    meter = meter_for(device, there)
-    _, use = meter.watch(lambda: runner.step(batch, target))
+    with meter_for(device, there) as meter:
+        _, peak = meter.watch(lambda: runner.step(batch, target))
     runner.close()
     planned = device_peak_bytes(problem, 0, program) - problem.static_bytes_of(0)
-    return StepCost(
-        schedule.makespan_ms, statistics.median(times), planned, use.peak - use.before, moved
-    )
+    return StepCost(schedule.makespan_ms, statistics.median(times), planned, peak, moved)
 
 
 def _host_memory(runner: PipelineRunner) -> list[Tensor]:

@@ -7,7 +7,10 @@ missing, nobody answers), 2 bad input, 3 proven infeasible, 4 nothing found and 
 
 from __future__ import annotations
 
+import os
 import sys
+import threading
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import typer
@@ -56,14 +59,33 @@ def make_app() -> typer.Typer:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line and leave with its exit code; no OptPipeError shows a stack trace."""
+    """Run the command line and leave with its exit code; no OptPipeError shows a stack trace.
+
+    As a process of its own (no ``arguments``) it does not wait for what a solve has left behind.
+    """
     try:
-        make_app()(args=arguments, prog_name="optpipe")
-    except OptPipeError as error:
-        print_error(error)
-        if isinstance(error, InfeasibleProblemError):
-            sys.exit(INFEASIBLE)
-        sys.exit(BAD_INPUT if isinstance(error, InputError) else WORLD)
+        try:
+            make_app()(args=arguments, prog_name="optpipe")
+        except OptPipeError as error:
+            print_error(error)
+            if isinstance(error, InfeasibleProblemError):
+                sys.exit(INFEASIBLE)
+            sys.exit(BAD_INPUT if isinstance(error, InputError) else WORLD)
+    except SystemExit as leave:
+        if arguments is None and isinstance(leave.code, int):
+            _leave_at_once(leave.code)
+        raise
+
+
+def _leave_at_once(code: int) -> None:
+    """Leave while threads of a solve are on their way to their next look, which can take long."""
+    left = [thread for thread in threading.enumerate() if thread.name.startswith("solve-")]
+    if left:
+        for stream in (sys.stdout, sys.stderr):
+            # A closed pipe (| head) is no reason to stay.
+            with suppress(OSError):
+                stream.flush()
+        os._exit(code)
 
 
 def _about() -> None:

@@ -48,7 +48,8 @@ bubble: idle share of the busiest device, of makespan and of span; memory: the f
 P50, P95: step time when every duration varies by +-10 %; took: seconds to find the schedule"""
 _OTHER_PROBLEM = """\
 placement: rows that are not "as given" solve another problem, the same model cut into two chunks
-per device, in a loop or a V; best among them is the optimiser's on the copy that suits it best"""
+per device, in a loop or a V; best among them is the optimiser's on the copy that suits it best
+guess: the problem does not say the layers of its stages; each was halved, whole layers or not"""
 
 TokensPerMicrobatch = Annotated[
     float | None, typer.Option(metavar="N", help="Tokens of one micro-batch; adds tokens/s.")

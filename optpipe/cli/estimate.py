@@ -14,6 +14,7 @@ from optpipe.cli.console import stderr, stdout, text_table
 from optpipe.cli.files import check_apart, check_writable, in_file, results, say_written, write_file
 from optpipe.errors import InputError
 from optpipe.formats.json import dump_model, dump_problem, read_text
+from optpipe.formats.megatron import megatron_layout
 from optpipe.presets import (
     GPUS,
     MODELS,
@@ -26,6 +27,7 @@ from optpipe.presets import (
     total_parameters,
 )
 from optpipe.presets.shape import flag
+from optpipe.problem import placement_of
 from optpipe.simulate import link_loads
 from optpipe.units import format_bytes, format_ms, format_share
 
@@ -41,7 +43,7 @@ if TYPE_CHECKING:
 __all__ = ["estimate_problem"]
 
 
-_LEAST_WIDTH = 100
+_LEAST_WIDTH = 110
 _SHOWN_STAGES = 64
 
 
@@ -217,6 +219,10 @@ def _show(console: Console, shape: ModelShape, hardware: Hardware, found: Estima
     console.print(_stage_table(found))
     if len(found.sizes) > _SHOWN_STAGES:
         console.print(f"and {len(found.sizes) - _SHOWN_STAGES} more stages")
+    p = len(found.problem.devices)
+    if found.placement == placement_of("loop", p, len(found.sizes) // p):
+        layout = megatron_layout(found.problem)
+        console.print(f"Megatron-Core: {layout}", markup=False, soft_wrap=True)
     for note in found.notes:
         console.print(note.told(flag), style="dim", markup=False)
     busy_ms = found.problem.busy_ms
@@ -232,14 +238,13 @@ def _show(console: Console, shape: ModelShape, hardware: Hardware, found: Estima
 def _stage_table(found: Estimate) -> Table:
     table = text_table("stage", "device", "layers", "F ms", "I ms", "W ms", "activation", "to W",
                        "offloadable", "static", "usable")  # fmt: skip
-    rows = zip(found.problem.stages, found.sizes, strict=True)
-    for index, (stage, size) in enumerate(islice(rows, _SHOWN_STAGES)):
+    for index, stage in enumerate(islice(found.problem.stages, _SHOWN_STAGES)):
         device = found.problem.devices[stage.device]
         times = (stage.forward_ms, stage.backward_input_ms, stage.backward_weight_ms)
         sizes = (stage.activation_bytes, stage.weight_context_bytes, stage.offload_bytes,
                  stage.static_bytes, device.usable_bytes)  # fmt: skip
         cells = (*map(format_ms, times), *map(format_bytes, sizes))
-        table.add_row(str(index), device.name, str(size), *cells)
+        table.add_row(str(index), device.name, str(stage.layers), *cells)
     return table
 
 

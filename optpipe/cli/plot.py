@@ -21,6 +21,7 @@ from optpipe.cli.report import baseline_programs
 from optpipe.errors import InputError
 from optpipe.formats.chrome_trace import dump_chrome_trace
 from optpipe.formats.csv import dump_csv
+from optpipe.formats.megatron import check_num_layers, megatron_layout
 from optpipe.formats.zero_bubble import dump_python_list
 from optpipe.plot.image import FRONTIER_SUFFIXES, save_figure
 from optpipe.plot.scene import View, require_drawing, title_of
@@ -185,10 +186,14 @@ def _trace(views: list[View]) -> str:
 
 Target = Annotated[
     str,
-    typer.Option("--to", metavar="NAME", help="torch-csv, python or trace."),
+    typer.Option("--to", metavar="NAME", help="torch-csv, python, megatron-layout or trace."),
 ]
 ExportFile = Annotated[
     Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write here, not to stdout.")
+]
+NumLayers = Annotated[
+    int | None,
+    typer.Option(metavar="N", min=1, help="Refuse unless the stages hold N transformer layers."),
 ]
 Fuse = Annotated[
     bool,
@@ -202,13 +207,16 @@ def export(
     to: Target,
     output: ExportFile = None,
     fuse: Fuse = False,
+    num_layers: NumLayers = None,
 ) -> None:
     """Write a schedule in the form that another runtime takes.
 
     \b
-      torch-csv  torch.distributed.pipelining and torchtitan (pipeline_parallel_schedule_csv)
-      python     ScheduledNode lists of the public zero-bubble runtime, as Python text
-      trace      a Chrome trace, which ui.perfetto.dev opens
+      torch-csv        torch.distributed.pipelining and torchtitan
+                       (pipeline_parallel_schedule_csv)
+      python           ScheduledNode lists of the public zero-bubble runtime, as Python text
+      megatron-layout  the cut alone, as Megatron-Core's arguments; its order is its own
+      trace            a Chrome trace, which ui.perfetto.dev opens
 
     What a runtime cannot run, or would run with wrong gradients, is refused with its row and
     column. docs/exports.md says how each is used and what was tried.
@@ -223,6 +231,8 @@ def export(
     check_writable(output)
     check_apart(output, inputs=[problem_file, schedule_file])
     problem = read_problem(problem_file)
+    if num_layers is not None:
+        check_num_layers(problem, num_layers)
     programs, _ = read_programs(problem, schedule_file)
     if fuse:
         programs = _fused(problem, programs)
@@ -256,6 +266,7 @@ def _fused(problem: Problem, programs: Programs) -> Programs:
 TARGETS: dict[str, Callable[[Problem, Programs], str]] = {
     "torch-csv": lambda _, programs: dump_csv(programs, for_torch=True),
     "python": dump_python_list,
+    "megatron-layout": lambda problem, _: megatron_layout(problem) + "\n",
     "trace": dump_chrome_trace,
 }
 """Every form by name."""

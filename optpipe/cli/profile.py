@@ -87,6 +87,9 @@ def profile(
     ] = None,
     memory_bytes: MemoryBytes = None,
     state_copies: StateCopies = 2.0,
+    recompute: Annotated[
+        bool, typer.Option(help="Let schedules recompute; F's workspace then has room for it.")
+    ] = True,
     link_latency_ms: LinkLatency = None,
     link_gb_per_s: LinkRate = None,
     threads: Annotated[
@@ -127,6 +130,7 @@ def profile(
             effort=Effort(repeats, warmups),
             state_copies=state_copies,
             memory_bytes=memory_bytes,
+            recompute=recompute,
             links=given.link_latency_ms is None and given.link_gb_per_s is None,
         )
     if os.environ.get("RANK", "0") != "0":

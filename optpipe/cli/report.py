@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from optpipe_solver.result import Progress
 
 __all__ = [
+    "MOST_DRAWN",
     "baseline_programs",
     "gap_text",
     "nothing_found",
@@ -38,8 +39,8 @@ __all__ = [
 ]
 
 _SHOWN_DEVICES = 16
-_MOST_DRAWN = 300_000
-"""Actions up to which a result is drawn unasked: to simulate them takes some ten us each."""
+MOST_DRAWN = 50_000
+"""Actions up to which a result is drawn: picture, table and 1F1B beside it take 40 us for each."""
 
 
 def show_schedule(
@@ -47,10 +48,10 @@ def show_schedule(
 ) -> None:
     """Print the picture and, below it, the numbers, beside those of 1F1B where they are given.
 
-    Of more than 300,000 actions the numbers alone, so that a solve ends with its time limit.
+    Of more than 50,000 actions the numbers alone, so that a solve ends with its time limit.
     """
     name = " - ".join(part for part in (problem.name, schedule.provenance.method) if part)
-    if (count := sum(map(len, schedule.programs))) > _MOST_DRAWN:
+    if (count := sum(map(len, schedule.programs))) > MOST_DRAWN:
         left_out = f"{name}: {count:,} actions are not drawn; optpipe plot does it"
         console.print(left_out, markup=False)
         baseline = None

@@ -18,6 +18,7 @@ from optpipe.cli.console import (
     TimeLimit,
     WorkLimit,
     needs_extra,
+    stderr,
     stdout,
 )
 from optpipe.cli.files import (
@@ -32,15 +33,20 @@ from optpipe.cli.files import (
 )
 from optpipe.cli.plot import check_drawable, draw_solved
 from optpipe.cli.report import (
+    MOST_DRAWN,
     baseline_programs,
+    gap_text,
     nothing_found,
     number_table,
     searching,
     show_schedule,
 )
 from optpipe.errors import InfeasibleProblemError, InputError
+from optpipe.evaluate import evaluate
 from optpipe.formats.json import dump_schedule
+from optpipe.problem import Objective
 from optpipe.schedule import OPTIMAL_GAP
+from optpipe.sweep import sweep
 from optpipe.units import format_ms
 
 if TYPE_CHECKING:
@@ -59,6 +65,16 @@ def solve(
     method: Method = "auto",
     gap: Gap = OPTIMAL_GAP,
     work_limit: WorkLimit = None,
+    no_offload: Annotated[
+        bool, typer.Option("--no-offload", help="Only schedules that offload nothing.")
+    ] = False,
+    no_recompute: Annotated[
+        bool, typer.Option("--no-recompute", help="Only schedules that recompute nothing.")
+    ] = False,
+    objective: Annotated[
+        Objective | None,
+        typer.Option(help="Minimise this instead of what the problem says: another problem."),
+    ] = None,
     picture: Annotated[
         Path | None,
         typer.Option(
@@ -80,18 +96,30 @@ def solve(
       optpipe solve problem.json -o schedule.json --time-limit 120 --threads 4
       optpipe solve problem.json -o schedule.csv --method greedy
       optpipe solve problem.json --work-limit 30 --gap 0.01
+      optpipe solve problem.json --no-offload --no-recompute
       optpipe solve problem.json --plot picture.html
     """
-    problem = read_problem(problem_file)
+    problem = _with_objective(read_problem(problem_file), objective)
+    barred = {"offload": no_offload, "recompute": no_recompute}
+    barred_names = [name for name, is_barred in barred.items() if is_barred]
+    searched = problem
+    if barred_names:
+        searched = sweep(problem, {name: [False] for name in barred_names})[0].problem
+    # What the problem does not allow anyway restricts nothing.
+    is_restricted = searched.problem_hash != problem.problem_hash
+    among = f"among schedules without {' and '.join(barred_names)}" if is_restricted else ""
     check_schedule_file(output)
     check_drawable(picture)
+    _refuse_large(problem, picture)
     check_apart(output, picture, inputs=[problem_file])
     with needs_extra("solver"):
         import optpipe_solver
 
-        with searching("solving") as search:
+        if among:
+            stderr().print(f"{among}: bounds on the way hold there", markup=False)
+        with searching(f"solving {among}".strip()) as search:
             result = optpipe_solver.solve(
-                problem,
+                searched,
                 time_limit_s=time_limit,
                 work_limit=work_limit,
                 threads=threads,
@@ -100,15 +128,78 @@ def solve(
                 method=method,
                 **search,
             )
-        if result.schedule is None:
-            raise nothing_found(result.status, result.message)
+        found = result.schedule
+        if found is None:
+            raise nothing_found(
+                result.status, f"{among}: {result.message}" if among else result.message
+            )
+        schedule = _in_full(problem, found, among) if among else found
         # Before the picture: a closed pipe (| head) must not cost the schedule.
         if output is not None:
-            write_schedule(result.schedule, output)
+            write_schedule(schedule, output)
             say_written(output)
         if picture is not None:
-            _draw(picture, problem, result.schedule, is_kept=output is not None)
-        show_schedule(results(output), problem, result.schedule, baseline_programs(problem))
+            _draw(picture, problem, schedule, is_kept=output is not None)
+        console = results(output)
+        show_schedule(console, problem, schedule, baseline_programs(problem))
+        if among:
+            console.print(f"{among}: {_certificate(found)}", markup=False)
+
+
+def _with_objective(problem: Problem, objective: Objective | None) -> Problem:
+    if objective in (None, problem.objective):
+        return problem
+    changed = problem.model_copy(update={"objective": objective})
+    stderr().print(
+        f"--objective {objective}: the file says {problem.objective}, so that this is another "
+        f"problem, {changed.problem_hash}; to check its schedule, write that objective there",
+        markup=False,
+        soft_wrap=True,
+    )
+    return changed
+
+
+def _in_full(problem: Problem, found: Schedule, among: str) -> Schedule:
+    """Return a schedule of the problem with less allowed as one of the problem.
+
+    What was proven there does not hold here: its bound stands in words in ``bound_method``, and
+    that of the problem takes its place.
+    """
+    from optpipe_solver.bounds import lower_bound
+
+    proven = lower_bound(problem)
+    made = found.provenance
+    unproven = {"bound_ms": None}
+    provenance = made.model_copy(
+        update={
+            "bound_method": f"{proven.method}; {among}: {_certificate(found)}",
+            "trace": tuple(entry.model_copy(update=unproven) for entry in made.trace),
+            "contributions": tuple(
+                part.model_copy(update=unproven | {"bound_gain_ms": 0.0})
+                for part in made.contributions
+            ),
+        }
+    )
+    stopped_by = "gap" if found.stopped_by == "optimal" else found.stopped_by
+    return evaluate(problem, found.programs, provenance, bound_ms=proven.ms, stopped_by=stopped_by)
+
+
+def _certificate(found: Schedule) -> str:
+    if not found.bound_ms:
+        return "nothing is proven"
+    by = found.provenance.bound_method
+    return f"bound {format_ms(found.bound_ms)} ms, gap {gap_text(found.gap)}, by {by}"
+
+
+def _refuse_large(problem: Problem, picture: Path | None) -> None:
+    """Refuse a picture that would be drawn long after the time limit."""
+    least = 2 * len(problem.stages) * problem.num_microbatches
+    if picture is not None and least > MOST_DRAWN:
+        raise InputError(
+            f"--plot: the schedule will have {least:,} actions or more, and more than "
+            f"{MOST_DRAWN:,} are not drawn within a time limit; leave --plot out, and draw what -o "
+            "writes with optpipe plot"
+        )
 
 
 def _draw(picture: Path, problem: Problem, schedule: Schedule, *, is_kept: bool) -> None:

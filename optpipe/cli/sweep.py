@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
 import time
-from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -35,8 +35,8 @@ from optpipe.formats.json import read_text
 from optpipe.formats.tables import dump_sweep, load_sweep_csv, sweep_columns
 from optpipe.plot.image import FRONTIER_SUFFIXES, save_frontier
 from optpipe.plot.scene import require_drawing
-from optpipe.schedule import OPTIMAL_GAP
-from optpipe.sweep import Point, family_of, frontier, label_of, memory_of
+from optpipe.schedule import OPTIMAL_GAP, gap_of
+from optpipe.sweep import Point, family_of, frontier, label_of, memory_of, tighter_ones
 from optpipe.sweep import sweep as vary
 from optpipe.units import format_ms
 
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
     from optpipe.formats.tables import SweepRow
     from optpipe.problem import Problem
-    from optpipe.schedule import Programs, Schedule
+    from optpipe.schedule import Schedule
     from optpipe.sweep import Variation
     from optpipe_solver import Result
 
@@ -269,23 +269,30 @@ def sweep_here(
 ) -> tuple[list[SweepRow], bool]:
     """Return a row per variation, and whether Ctrl-C ended it before all had theirs.
 
-    From the least memory to the most: a schedule that fits a limit fits every larger one, so each
-    solve starts from the best that smaller limits have given.
+    Tighter problems first: each solve starts from the best that they have given, and no row is
+    worse than one of theirs.
 
     * ``known``: rows of an earlier run; what they say of the same problems is taken over.
     * ``keep``: called after each one with all rows so far, in the order of the variations.
     """
     rows: dict[int, SweepRow] = {}
+    schedules: dict[int, Schedule] = {}
+    tighter = tighter_ones([variation.problem for variation in variations])
     done = {row["problem_hash"]: row for row in known if row["state"] in _DONE}
-    starts = _Starts()
+    order = sorted(range(len(variations)), key=lambda index: len(tighter[index]))
     with interruptible() as stop:
-        for number, index in enumerate(_by_memory(variations), start=1):
+        for number, index in enumerate(order, start=1):
             variation = variations[index]
             row = done.get(variation.problem.problem_hash)
             is_known = row is not None
             if row is None:
-                result, seconds = _solve(variation.problem, starts, options, stop.is_set)
+                starts = [schedules[other] for other in tighter[index] if other in schedules]
+                best = min(starts, key=lambda start: start.objective_ms, default=None)
+                result, seconds = _solve(variation.problem, best, options, stop.is_set)
                 row = _row(variation.problem, result, seconds, was_stopped=stop.is_set())
+                if result.schedule is not None:
+                    schedules[index] = result.schedule
+            row = _carried(row, [rows[other] for other in tighter[index] if other in rows])
             rows[index] = {**row, "index": index, "values": variation.values}
             _tell(rows[index], f"[{number}/{len(variations)}]", is_known=is_known)
             keep([rows[at] for at in sorted(rows)])
@@ -294,41 +301,32 @@ def sweep_here(
     return [rows[at] for at in sorted(rows)], stop.is_set()
 
 
-class _Starts:
-    """Schedules found so far: which of them fit another memory limit."""
+def _carried(row: SweepRow, tighter: Sequence[SweepRow]) -> SweepRow:
+    """Return a row with the best of those of tighter problems, where that is better.
 
-    def __init__(self) -> None:
-        self._found: dict[str, list[tuple[tuple[int, ...], Schedule]]] = defaultdict(list)
-
-    def add(self, problem: Problem, schedule: Schedule) -> None:
-        """Keep a schedule of a problem."""
-        self._found[family_of(problem)].append((memory_of(problem), schedule))
-
-    def best(self, problem: Problem) -> Programs | None:
-        """Return the shortest programs that fit: they keep below every limit of this problem."""
-        limits = memory_of(problem)
-        fitting = [
-            schedule
-            for memory, schedule in self._found[family_of(problem)]
-            if all(held <= limit for held, limit in zip(memory, limits, strict=True))
-        ]
-        best = min(fitting, key=lambda schedule: schedule.objective_ms, default=None)
-        return None if best is None else best.programs
-
-
-def _by_memory(variations: Sequence[Variation]) -> list[int]:
-    """Return the order of solving: family by family as they come, the least memory first."""
-    families: dict[str, int] = {}
-    keys = []
-    for index, variation in enumerate(variations):
-        place = families.setdefault(family_of(variation.problem), index)
-        keys.append((place, memory_of(variation.problem), index))
-    return [index for *_, index in sorted(keys)]
+    The solver starts from it; but a table that is gone on with knows no schedules.
+    """
+    found = [(other["objective_ms"], other["name"]) for other in tighter]
+    best_ms, name = min(
+        ((ms, name) for ms, name in found if ms is not None), default=(math.inf, "")
+    )
+    own_ms = row["objective_ms"]
+    if row["state"] == "infeasible" or best_ms >= (math.inf if own_ms is None else own_ms):
+        return row
+    state = "succeeded" if row["state"] == "failed" else row["state"]
+    said = f"the schedule of {name}, whose problem is tighter: it is legal here, and no longer"
+    return {
+        **row,
+        "state": state,
+        "objective_ms": best_ms,
+        "gap": gap_of(best_ms, row["bound_ms"]),
+        "message": said,
+    }
 
 
 def _solve(
     problem: Problem,
-    starts: _Starts,
+    start: Schedule | None,
     options: Mapping[str, Any],
     should_stop: Callable[[], bool],
 ) -> tuple[Result, float]:
@@ -338,13 +336,11 @@ def _solve(
 
         result = optpipe_solver.solve(
             problem,
-            start=starts.best(problem),
-            start_method="less memory",
+            start=None if start is None else start.programs,
+            start_method="tighter problem",
             should_stop=should_stop,
             **options,
         )
-    if result.schedule is not None:
-        starts.add(problem, result.schedule)
     return result, time.monotonic() - began
 
 

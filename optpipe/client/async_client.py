@@ -247,7 +247,11 @@ class AsyncDeployment(_AsyncHandle):
 
     async def end(self) -> DeploymentView:
         """End it: nothing is published any more, its versions stay."""
-        return as_model(DeploymentView, await self._connection.send("DELETE", self._path))
+        return as_model(DeploymentView, await self._connection.send("POST", f"{self._path}/end"))
+
+    async def delete(self) -> None:
+        """Forget an ended deployment, its versions and what was reported."""
+        await self._connection.send("DELETE", self._path, repeat=Repeat.UNSENT)
 
 
 class AsyncClient:

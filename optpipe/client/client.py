@@ -243,7 +243,11 @@ class Deployment(_Handle):
 
     def end(self) -> DeploymentView:
         """End it: nothing is published any more, its versions stay."""
-        return as_model(DeploymentView, self._connection.send("DELETE", self._path))
+        return as_model(DeploymentView, self._connection.send("POST", f"{self._path}/end"))
+
+    def delete(self) -> None:
+        """Forget an ended deployment, its versions and what was reported."""
+        self._connection.send("DELETE", self._path, repeat=Repeat.UNSENT)
 
 
 class Client:

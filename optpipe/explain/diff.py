@@ -286,10 +286,7 @@ def problem_costs(before: Problem, after: Problem) -> tuple[Cost, ...]:
 
 
 def _numbers(problem: Problem) -> dict[str, _Row]:
-    free = sum(
-        held.usable_bytes - problem.static_bytes_of(device)
-        for device, held in enumerate(problem.devices)
-    )
+    free = sum(map(problem.room_bytes, range(len(problem.devices))))
     activations = sum(stage.activation_bytes for stage in problem.stages)
     return {
         "compute of the busiest device": ("ms", problem.busy_ms),

@@ -100,6 +100,7 @@ _LANES: dict[LaneKind, str] = {
     "h2d": "reload (H2D)",
     "both ways": "offload and reload (half duplex)",
     "grad sync": "gradient reduction",
+    "link": "messages",
 }
 _WAITS: dict[IdleCause, str] = {
     IdleCause.WARM_UP: "before its first action (warm-up)",
@@ -186,6 +187,9 @@ def _lane_names(problem: Problem, uses: Sequence[LaneUse]) -> str:
     if first.group is not None:
         names = _device_names(problem, first.devices)
         return f"{_LANES[first.lane]} of PCIe group {first.group} ({names})"
+    if first.lane == "link":
+        links = ", ".join("{} -> {}".format(*use.devices) for use in uses)
+        return f"{_LANES[first.lane]} over {'link' if len(uses) == 1 else 'links'} {links}"
     return f"{_LANES[first.lane]} of {_device_names(problem, [use.devices[0] for use in uses])}"
 
 
@@ -317,7 +321,10 @@ def _what(problem: Problem, run: PathRun) -> str:
         case "grad sync":
             return f"{name}: gradient reduction"
         case "link":
-            return f"{name}: a tensor for {run.actions[0]} on its link"
+            tensors = f"tensors for {', '.join(str(action) for action in run.actions[:3])}"
+            more = ", ... in turn" if len(run.actions) > 3 else " in turn"
+            one = f"a tensor for {run.actions[0]}"
+            return f"{name}: {one if len(run.actions) == 1 else tensors + more} on its link"
         case "queue":
             return f"{name}: {run.actions[0]} waits for its lane"
         case "d2h" | "h2d":

@@ -14,15 +14,15 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from optpipe.explain.values import DeviceIdle, IdleCause, LaneUse, PathRun
-from optpipe.schedule import Action, ActionType, input_of, pass_of, transit_ms
+from optpipe.schedule import Action, ActionType, Pass, input_of, pass_of, transit_ms
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator, Sequence
 
     from optpipe.explain.values import LaneKind, PieceKind, RunKind
     from optpipe.problem import Problem
-    from optpipe.schedule import Pass, Programs
-    from optpipe.simulate import GradSync, Simulation, Times
+    from optpipe.schedule import Programs
+    from optpipe.simulate import GradSync, LinkMessage, Simulation, Times
 
 __all__ = [
     "Piece",
@@ -41,7 +41,7 @@ __all__ = [
 # --- Which lanes there are, and how much of the time each is occupied.
 # A lane is what one thing at a time can occupy: the compute lane of a device, each direction of its
 # transfers, its gradient reductions; and what is shared: both directions of a half-duplex device,
-# one direction of a PCIe group.
+# one direction of a PCIe group; and a link to another device on which messages queue.
 
 _DIGITS = 9
 """Of shares that are told apart: sums of the same durations in another order differ by rounding."""
@@ -53,11 +53,12 @@ _DIRECTIONS: dict[ActionType, Literal["d2h", "h2d"]] = {
 
 
 class OccupiedLane(NamedTuple):
-    """A lane: what it is for, and its device, or the PCIe group that shares it."""
+    """A lane: what it is for, and its device, where a link leads, or the PCIe group."""
 
     kind: LaneKind
     device: int
     group: str = ""
+    target: int = -1
 
 
 def lanes_of(problem: Problem, device: int, kind: ActionType) -> tuple[OccupiedLane, ...]:
@@ -80,9 +81,9 @@ def lane_uses(problem: Problem, programs: Programs, run: Simulation) -> tuple[La
 
     ``busy_ms`` is the sum of the durations of what runs on the lane, RECOMPUTE included; ``share``
     is busy_ms / length, length = the problem's objective, and at most 1. That is so under span as
-    well: a device uses its own lanes between its first start and its last end, and every transfer
-    lies between 0F and 0B, or 0I, of its micro-batch, so within those of the device of stage 0.
-    Ties stand in the order of devices.
+    well, but for links: a device uses its own lanes between its first start and its last end, and
+    every transfer lies between 0F and 0B, or 0I, of its micro-batch, so within those of the device
+    of stage 0. Ties stand in the order of devices.
     """
     busy: dict[OccupiedLane, float] = defaultdict(float)
     for device, program in enumerate(programs):
@@ -94,6 +95,9 @@ def lane_uses(problem: Problem, programs: Programs, run: Simulation) -> tuple[La
                 busy[lane] += at.end - at.start
     for sync in run.grad_syncs:
         busy[OccupiedLane("grad sync", sync.device)] += sync.end - sync.start
+    for message in run.messages:
+        link = problem.links[message.link]
+        busy[OccupiedLane("link", link.source, target=link.target)] += message.left - message.depart
     length = run.objective_ms(problem.objective)
     uses = [_use(problem, lane, ms, length) for lane, ms in busy.items()]
     return tuple(sorted(uses, key=lambda use: (-round(use.share, _DIGITS), use.devices)))
@@ -101,6 +105,8 @@ def lane_uses(problem: Problem, programs: Programs, run: Simulation) -> tuple[La
 
 def _use(problem: Problem, lane: OccupiedLane, busy_ms: float, length_ms: float) -> LaneUse:
     devices: tuple[int, ...] = (lane.device,)
+    if lane.target >= 0:
+        devices = (lane.device, lane.target)
     if lane.group:
         devices = tuple(
             index for index, held in enumerate(problem.devices) if held.pcie_group == lane.group
@@ -147,6 +153,14 @@ class Reasons:
         self._run = run
         self._passes: dict[Pass, Spot] = {}
         self._transfers: dict[Action, Spot] = {}
+        self._ahead: dict[Pass, LinkMessage] = {}
+        self._messages: dict[Pass, LinkMessage] = {}
+        last: dict[int, LinkMessage] = {}
+        for message in run.messages:
+            self._messages[message.made] = message
+            if message.depart > message.ready:
+                self._ahead[message.made] = last[message.link]
+            last[message.link] = message
         self._before: list[list[int]] = []
         for device, program in enumerate(programs):
             self._before.append(self._read(device, program))
@@ -195,7 +209,32 @@ class Reasons:
         made = pass_of(self.action(source))
         if made is None:
             raise AssertionError(f"{self.action(source)} has no output")
-        return self.times(source).end + transit_ms(self._problem, made, action)
+        message = self._messages.get(made)
+        departs = self.times(source).end if message is None else message.depart
+        return departs + transit_ms(self._problem, made, action)
+
+    def queue_of(self, source: Spot) -> list[LinkMessage]:
+        """Return the messages of one link that the output of a pass waited for, its own first.
+
+        Each departs when the next of the list has left; the last of the list waited for none. Empty
+        where the output needs no lane.
+        """
+        made = pass_of(self.action(source))
+        message = None if made is None else self._messages.get(made)
+        found = []
+        while message is not None:
+            found.append(message)
+            message = self._ahead.get(message.made)
+        return found
+
+    def spot_of(self, made: Pass) -> Spot:
+        """Return where the action stands that completes a pass."""
+        return self._passes[made]
+
+    def taker_of(self, made: Pass) -> Action:
+        """Return the action on another stage that needs the output of a pass."""
+        step = -1 if made.backward else 1
+        return self.action(self._passes[made._replace(stage=made.stage + step)])
 
     def _read(self, device: int, program: tuple[Action, ...]) -> list[int]:
         """Note where passes and transfers stand; return what precedes each on the compute lane."""
@@ -254,7 +293,7 @@ def idle_times(
     between two actions is put down to what ended it, the reason of the later one's start:
 
     * FORWARD, BACKWARD: the other stage's pass had not ended; LINK: it had, and its output was on
-      the way. One wait can have both parts.
+      the way, or waited for the link. One wait can have both parts.
     * RELOAD, RELEASE: the transfer had not ended (its own wait for a lane included).
     * WARM_UP: before the first action; under span there is none.
     * GRAD_SYNC: after the last action, until the device's own gradient reductions end.
@@ -397,6 +436,14 @@ def _step(reasons: Reasons, spot: Spot) -> Generator[Piece, None, Spot | None]:
     if reason is None:
         return None
     came_from = reasons.times(reason.spot)
+    if reason.why is Why.INPUT and (queue := reasons.queue_of(reason.spot)):
+        end = at.start
+        for message in queue:
+            if message.depart < end:
+                taker = reasons.taker_of(message.made)
+                yield Piece("link", spot.device, taker, message.depart, end)
+            end = message.depart
+        return reasons.spot_of(queue[-1].made)
     if reason.why is Why.INPUT and came_from.end < at.start:
         yield Piece("link", spot.device, action, came_from.end, at.start)
     elif reason.why is Why.QUEUE:

@@ -33,7 +33,7 @@ __all__ = [
     "Topic",
 ]
 
-LaneKind = Literal["compute", "d2h", "h2d", "both ways", "grad sync"]
+LaneKind = Literal["compute", "d2h", "h2d", "both ways", "grad sync", "link"]
 PieceKind = Literal["compute", "link", "d2h", "h2d", "grad sync", "queue"]
 RunKind = Literal["device", "wave", "link", "d2h", "h2d", "grad sync", "queue"]
 Topic = Literal["length", "critical path", "lanes", "memory", "idle", "offload", "recompute"]

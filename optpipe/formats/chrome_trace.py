@@ -1,8 +1,9 @@
 """A schedule as a Chrome trace: JSON that ui.perfetto.dev and chrome://tracing open.
 
 The JSON Object Format of the Trace Event Format: complete events (``X``) for what runs, counters
-(``C``) for memory, metadata (``M``) for names. A device is a process, its lanes are threads; times
-are microseconds, rounded to the nanosecond so that neighbours on a lane never overlap.
+(``C``) for memory, metadata (``M``) for names. A device is a process, its lanes are threads, and a
+link on which messages queue a process of its own; times are microseconds, rounded to the nanosecond
+so that neighbours on a lane never overlap.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ def dump_chrome_trace(problem: Problem, programs: Programs) -> str:
     rows = [
         _TraceProcess(device, f"{device}: {own.name}") for device, own in enumerate(problem.devices)
     ]
-    return _dump(problem, list(_events(rows, timeline)), _lengths(timeline))
+    events = [*_events(rows, timeline), *_sent(problem, timeline)]
+    return _dump(problem, events, _lengths(timeline))
 
 
 def dump_planned_beside_measured(
@@ -85,6 +87,30 @@ def _events(rows: Sequence[_TraceProcess], timeline: Timeline) -> Iterator[dict[
                 "tid": 0,
                 "args": {"bytes": held},
             }
+
+
+def _sent(problem: Problem, timeline: Timeline) -> Iterator[dict[str, Any]]:
+    """Yield what queues on links: their names, and each message while it occupies one."""
+    first = len(problem.devices)
+    for index in sorted({message.link for message in timeline.messages}):
+        link = problem.links[index]
+        name = {"name": f"link {link.source} -> {link.target}"}
+        yield _metadata("process_name", first + index, 0, name)
+        yield _metadata("process_sort_index", first + index, 0, {"sort_index": first + index})
+        yield _metadata("thread_name", first + index, 1, {"name": "messages"})
+    for message in timeline.messages:
+        made, start = message.made, _microseconds(message.depart)
+        yield {
+            "name": f"{'gradient' if made.backward else 'output'} of {made.stage}, "
+            f"micro-batch {made.microbatch}",
+            "cat": "message",
+            "ph": "X",
+            "ts": start,
+            "dur": round(_microseconds(message.left) - start, 3),
+            "pid": first + message.link,
+            "tid": 1,
+            "args": {**made._asdict(), "waited_ms": message.depart - message.ready},
+        }
 
 
 def _row(row: _TraceProcess, intervals: Sequence[Interval]) -> Iterator[dict[str, Any]]:

@@ -6,7 +6,7 @@ import json
 import re
 from collections import Counter
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar, get_args
 
 from optpipe.errors import InputError
 from optpipe.model import Model
@@ -72,12 +72,13 @@ def _load(text: str, read: type[Read]) -> Read:
 
 def _expect_kind(data: dict[str, Any], read: type[FileValue]) -> None:
     """Refuse what is of another kind or version in one line, not with a line for every field."""
-    expected, error_type = read.model_fields["format"].default, read.fault
+    field, error_type = read.model_fields["format"], read.fault
+    expected, known = field.default, get_args(field.annotation)
     kind = expected.split("/")[1]
     said = data.get("format", expected)
-    if said == expected and data.keys() & read.model_fields.keys():
+    if said in known and data.keys() & read.model_fields.keys():
         return
-    if said == expected:
+    if said in known:
         keys = [repr(key[:30]) for key in list(data)[:4]]
         shown = ", ".join(keys) + (", ..." if len(data) > len(keys) else "")
         raise error_type(
@@ -95,8 +96,8 @@ def _expect_kind(data: dict[str, Any], read: type[FileValue]) -> None:
             f"a file of {expected}"
         )
     raise error_type(
-        f"format = {said[:60]!r}: this optpipe reads {expected!r}; read it with the optpipe that "
-        "wrote it, or write it anew"
+        f"format = {said[:60]!r}: this optpipe reads {' and '.join(map(repr, known))}; read it "
+        "with the optpipe that wrote it, or write it anew"
     )
 
 

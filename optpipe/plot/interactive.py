@@ -63,6 +63,7 @@ from optpipe.plot.scene import (
     drawing_of,
     edges,
     has_side_lanes,
+    length_of,
     unit_of,
 )
 from optpipe.schedule import gap_of
@@ -89,12 +90,14 @@ def schedule_chart(views: Sequence[View], *, theme: Theme = "light") -> LayoutDO
     """Return schedules one above the other on one time axis, each with a memory chart below it.
 
     Hovering over an action says in words what it is and shows its micro-batch's whole path, in
-    every view; a tap keeps the path and shows the memory of the action's device. The time axis is
+    every view; a tap keeps the path and shows the memory of the action's device. The layout's
+    ``tags`` are the views' objectives in ms. The time axis is
     the Range1d named ``time``, the views' figures are ``gantt-0``, ``gantt-1``, ... and
     ``memory-0``, ``memory-1``, ... Raises `IllegalScheduleError` if programs get stuck.
     """
     drawings = [drawing_of(view.problem, view.programs) for view in views]
     time = _time_axis(max((drawing.makespan_ms for drawing in drawings), default=0.0))
+    tags = [length_of(view.problem, drawing) for view, drawing in zip(views, drawings, strict=True)]
     border_px = left_border([device.name for view in views for device in view.problem.devices])
     has_sides = any(has_side_lanes(drawing.bars) for drawing in drawings)
     parts: list[dict[str, Any]] = []
@@ -128,7 +131,7 @@ def schedule_chart(views: Sequence[View], *, theme: Theme = "light") -> LayoutDO
         drawings, PALETTES[theme], has_bound=any(view.has_bound_line for view in views)
     )
     legend = Div(text=samples, sizing_mode="stretch_width", margin=(2, 0, 4, 0))
-    return column(legend, controls, grid, sizing_mode="stretch_width", name="schedules")
+    return column(legend, controls, grid, sizing_mode="stretch_width", name="schedules", tags=tags)
 
 
 def _time_axis(length_ms: float) -> Range1d:

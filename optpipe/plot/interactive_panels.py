@@ -13,8 +13,18 @@ from bokeh.models.widgets import Select
 from bokeh.plotting import figure
 
 from optpipe.memory import device_peak_bytes
-from optpipe.plot.scene import BAR_COLOURS, KINDS, PALETTES, Palette, codes_of, headline, places
+from optpipe.plot.scene import (
+    BAR_COLOURS,
+    KINDS,
+    PALETTES,
+    Palette,
+    codes_of,
+    headline,
+    length_of,
+    places,
+)
 from optpipe.plot.terminal import LETTERS, NAMES
+from optpipe.simulate import idle_shares
 from optpipe.units import format_bytes
 
 if TYPE_CHECKING:
@@ -92,7 +102,7 @@ def draw_gantt(
         lod_threshold=MOST_AT_ONCE,
     )
     title = _add_title(plot, f"{view.title}: {headline(view.problem, drawing, view.bound_ms)}")
-    _label_devices(plot, view)
+    _label_devices(plot, view, drawing)
     _draw_bubbles(plot, drawing, num_devices, look, has_sides=has_sides)
     source = ColumnDataSource(_columns(drawing.bars, has_sides=has_sides))
     bars = _draw_bars(plot, source, look)
@@ -113,9 +123,9 @@ def draw_gantt(
 
 
 def left_border(names: list[str]) -> int:
-    """Return the room in pixels that the longest of some devices' names takes."""
+    """Return the room in pixels that the longest of some devices' names and idle shares takes."""
     longest = max((len(_short(name)) for name in names), default=0)
-    return 24 + _PX_PER_LETTER * max(longest, 5)
+    return 24 + _PX_PER_LETTER * (longest + len(" 100 %"))
 
 
 def _columns(bars: Bars, *, has_sides: bool) -> dict[str, NDArray[Any]]:
@@ -241,8 +251,12 @@ def _draw_ends(plot: Any, view: View, drawing: Drawing, look: Palette) -> None:
     plot.add_layout(line)
 
 
-def _label_devices(plot: Any, view: View) -> None:
-    names = [_short(device.name) for device in view.problem.devices]
+def _label_devices(plot: Any, view: View, drawing: Drawing) -> None:
+    shares = idle_shares(view.problem, length_of(view.problem, drawing))
+    names = [
+        f"{_short(device.name)} {100 * share:.0f} %"
+        for device, share in zip(view.problem.devices, shares, strict=True)
+    ]
     step = -(-len(names) // _MOST_NAMED_DEVICES)
     shown = list(range(0, len(names), step))
     plot.yaxis.ticker = FixedTicker(ticks=shown)
@@ -438,7 +452,7 @@ def legend_of(drawings: Sequence[Drawing], look: Palette, *, has_bound: bool) ->
     used = sorted({int(kind) for drawing in drawings for kind in set(drawing.bars.kind)})
     colours = [(BAR_COLOURS[2 * kind], _name(kind)) for kind in used]
     colours += [
-        (look.bubble, "bubble"),
+        (look.bubble, "bubble; % beside a device: 1 - busy / length, above: their mean"),
         (look.static, "weights, gradients, optimizer"),
         (look.memory, "activations"),
     ]

@@ -15,7 +15,7 @@ import numpy as np
 from optpipe.errors import MissingExtraError
 from optpipe.memory import memory_walk
 from optpipe.schedule import ActionType, gap_of
-from optpipe.simulate import bubble_rate, simulate, timeline_of
+from optpipe.simulate import idle_shares, simulate, timeline_of
 from optpipe.units import format_ms, format_share
 
 if TYPE_CHECKING:
@@ -56,6 +56,7 @@ __all__ = [
     "has_side_lanes",
     "headline",
     "is_open",
+    "length_of",
     "peaks_of",
     "pixels_of",
     "places",
@@ -492,17 +493,26 @@ def require_drawing(suffix: str) -> None:
 # --- The numbers behind a picture's title.
 
 
+def length_of(problem: Problem, drawing: Drawing) -> float:
+    """Return the objective in ms."""
+    return drawing.span_ms if problem.objective == "span" else drawing.makespan_ms
+
+
 def headline(problem: Problem, drawing: Drawing, bound_ms: float | None) -> str:
     """Return makespan, span where that is the objective, bubble; bound and gap where known.
 
-    A bound of 0 is always true and says nothing.
+    The bubble is the mean over the devices, with the busiest one's where that is another number. A
+    bound of 0 is always true and says nothing.
     """
     told = [f"makespan {format_ms(drawing.makespan_ms)} ms"]
-    length = drawing.makespan_ms
+    length = length_of(problem, drawing)
     if problem.objective == "span":
         told.append(f"span {format_ms(drawing.span_ms)} ms")
-        length = drawing.span_ms
-    told.append(f"bubble {format_share(bubble_rate(problem, length))}")
+    shares = idle_shares(problem, length)
+    mean, least = (format_share(share) for share in (sum(shares) / len(shares), min(shares)))
+    told.append(f"bubble {mean}")
+    if least != mean:
+        told[-1] += f" (busiest device {least})"
     if bound_ms:
         told.append(f"bound {format_ms(bound_ms)} ms")
         told.append(f"gap {format_share(gap_of(length, bound_ms) or 0.0)}")

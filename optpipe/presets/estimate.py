@@ -36,7 +36,7 @@ from optpipe.presets.costs import (
     vocab_slice,
 )
 from optpipe.presets.shape import AskedError, AskedSentence, Field
-from optpipe.problem import Link, Placement, placement_of
+from optpipe.problem import Link, Placement, StageLayers, placement_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -65,7 +65,7 @@ class StagePart:
     times: PassTimes
     kept: Kept
     held: Held
-    is_last: bool = False
+    layers: StageLayers
     forward_workspace_bytes: int = 0
 
 
@@ -197,6 +197,7 @@ def _embedding(shape: ModelShape, machine: Machine) -> StagePart:
         ),
         kept=embedding_kept(shape, training),
         held=Held(embedding_parameters(shape, training.tp)),
+        layers=StageLayers(embedding=1),
     )
 
 
@@ -209,6 +210,7 @@ def _layers(shape: ModelShape, machine: Machine, is_moe: bool, count: int) -> St
         times=compute.plus(machine.layer_collectives(shape, is_moe=is_moe)),
         kept=layer_kept(shape, training, is_moe=is_moe),
         held=layer_parameters(shape, is_moe=is_moe, tp=training.tp, ep=training.ep),
+        layers=StageLayers(transformer=1),
     )
 
 
@@ -225,7 +227,7 @@ def _head(shape: ModelShape, machine: Machine, *, owns_matrix: bool) -> StagePar
         ),
         kept=head_kept(shape, training),
         held=Held(parameters),
-        is_last=True,
+        layers=StageLayers(head=1),
         forward_workspace_bytes=head_workspace_bytes(shape, training),
     )
 
@@ -257,10 +259,11 @@ def _layer(part: StagePart, shape: ModelShape, machine: Machine, factor: float) 
         recompute_ms=forward,
         **part.kept._asdict(),
         static_bytes=static_bytes(part.held, training),
-        output_bytes=0 if part.is_last else checkpoint_bytes(shape, training),
+        output_bytes=0 if part.layers.head else checkpoint_bytes(shape, training),
         grad_sync_ms=round(machine.grad_sync_ms(part.held), _DIGITS),
         forward_workspace_bytes=part.forward_workspace_bytes,
         recompute_workspace_bytes=part.forward_workspace_bytes,
+        layers=part.layers,
     )
 
 

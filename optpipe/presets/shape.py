@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Literal
 
-from optpipe.errors import InputError
+from optpipe.errors import InputError, pointer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -316,11 +316,15 @@ class AskedSentence:
 
 
 class AskedError(InputError):
-    """An estimate that cannot be made as it is asked for; carries the `Sentence` that says why."""
+    """An estimate that cannot be made as it is asked for; carries the `Sentence` that says why.
+
+    It points at the first field that the sentence names.
+    """
 
     def __init__(self, *parts: str | Field) -> None:
         self.sentence = AskedSentence(parts)
         super().__init__(str(self.sentence))
+        self.at(*[pointer(part.name) for part in parts if isinstance(part, Field)][:1])
 
 
 def plain(field: Field) -> str:

@@ -121,7 +121,7 @@ class Offloader:
         copies: HostCopies | None = None,
         num_slots: Mapping[int, int] | None = None,
     ) -> None:
-        self._modules = modules
+        self.modules = modules
         self._device = device
         self._cells = frozenset(cells)
         self._min_bytes = min_bytes
@@ -209,7 +209,7 @@ class Offloader:
 
     def _saved(self, cell: Cell, boundary: Sequence[Tensor]) -> SavedActivations:
         stage, microbatch = cell
-        module = self._modules[stage]
+        module = self.modules[stage]
         resident = [*module.parameters(), *module.buffers(), *boundary]
         label = f"stage {stage}, micro-batch {microbatch}"
         return SavedActivations(label, resident, self._device, self._min_bytes)
@@ -300,6 +300,8 @@ class SavedActivations:
         """Return what autograd still holds, in the order in which it was saved."""
         return [storage for ref in self._storages.values() if (storage := ref()) is not None]
 
+    # Compiled code would trace what it calls, and once more for every storage.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _pack(self, tensor: Tensor) -> Tensor | _View:
         if not self._is_offloadable(tensor):
             return tensor.detach()
@@ -313,6 +315,7 @@ class SavedActivations:
             storage, tensor.dtype, int(tensor.storage_offset()), tensor.size(), tensor.stride()
         )
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _unpack(self, packed: Tensor | _View) -> Tensor:
         if isinstance(packed, Tensor):
             return packed

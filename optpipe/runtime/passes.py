@@ -4,13 +4,25 @@ from __future__ import annotations
 
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+from weakref import WeakSet, WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
-from optpipe.runtime.torch_names import has_gradient_hooks
+from optpipe.runtime.errors import PreflightError
+from optpipe.runtime.torch_names import (
+    BufferPlace,
+    buffers_of,
+    effect,
+    has_gradient_hooks,
+    is_compiled,
+    parts_with_memory,
+    replaced,
+    sharded_in_forward,
+)
 from optpipe.schedule import Action, ActionType
 
 if TYPE_CHECKING:
@@ -18,12 +30,14 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from optpipe.runtime.offload import Cell, Offloader
+    from optpipe.runtime.watch import Activity
 
 __all__ = [
     "ActionObserver",
     "Passes",
     "SplitLinear",
     "WeightGradients",
+    "deferred_bytes",
     "split_linears",
 ]
 
@@ -46,17 +60,22 @@ class Passes:
 
     Parameters
     ----------
+    offloader
+        Of the stages of this rank, whose buffers a RECOMPUTE leaves alone.
     recomputed
-        The (stage, micro-batch) pairs whose F keeps only its inputs.
+        The (stage, micro-batch) pairs whose F keeps only its inputs, and what buffers it changes
+        held before.
     last_stage
         Index of the stage behind whose F the loss comes.
     device
         Whose random state a recomputation restores, beside the CPU's.
+    activity
+        Is told of every action.
 
     Attributes
     ----------
     running
-        The action begun last: where an error comes from.
+        The action begun last.
     """
 
     def __init__(
@@ -66,15 +85,21 @@ class Passes:
         recomputed: frozenset[Cell],
         last_stage: int,
         device: torch.device,
+        *,
+        activity: Activity,
     ) -> None:
         self.running: Action | None = None
         self.observer: ActionObserver | None = None
+        self._activity = activity
         self._offloader = offloader
         self._gradients = gradients
         self._recomputed = recomputed
         self._last_stage = last_stage
         self._devices = [device] if device.type == "cuda" else []
         self._random_states: dict[Cell, list[Tensor]] = {}
+        self._buffers = {
+            index: _ChangingBuffers(module) for index, module in offloader.modules.items()
+        }
 
     def forward(
         self, stage: int, microbatch: int, inputs: Sequence[Tensor]
@@ -84,7 +109,7 @@ class Passes:
         cell = (stage, microbatch)
         if cell in self._recomputed:
             self._random_states[cell] = self._random_state()
-            return torch.no_grad()
+            return self._buffers[stage].noted(microbatch)
         return self._offloader.capture(cell, inputs) if self._offloader.holds(cell) else _PLAIN
 
     def forward_done(self, stage: int, microbatch: int, outputs: Sequence[Tensor]) -> None:
@@ -97,8 +122,8 @@ class Passes:
         cell = (stage, microbatch)
         if not self._offloader.holds(cell):
             return _PLAIN
-        if isinstance(target, Tensor):
-            self._offloader.keep(cell, [target])
+        given = target if isinstance(target, tuple | list) else (target,)
+        self._offloader.keep(cell, given)
         return self._offloader.capture(cell)
 
     def backward(self, stage: int, microbatch: int, *, split: bool) -> AbstractContextManager[None]:
@@ -121,14 +146,15 @@ class Passes:
 
     @contextmanager
     def recompute(self, stage: int, microbatch: int) -> Iterator[None]:
-        """Run a forward again with the random numbers of its F."""
+        """Run a forward again with the random numbers and the buffers of its F."""
         self._begin(Action(stage, ActionType.RECOMPUTE, microbatch))
         state = self._random_states.pop((stage, microbatch))
         with torch.random.fork_rng(devices=self._devices):
             torch.set_rng_state(state[0])
             for device, device_state in zip(self._devices, state[1:], strict=True):
                 torch.cuda.set_rng_state(device_state, device)
-            yield
+            with self._buffers[stage].put_back(microbatch):
+                yield
         if stage != self._last_stage:
             self.end()
 
@@ -147,19 +173,75 @@ class Passes:
         """Forget what an interrupted step left behind."""
         self._offloader.reset()
         self._random_states.clear()
+        for buffers in self._buffers.values():
+            buffers.before.clear()
 
     def _begin(self, action: Action) -> None:
         self.running = action
+        self._activity.begin(action)
         if self.observer is not None:
             self.observer.begin(action)
 
     def end(self) -> None:
         """See that the running action is complete, and what it was given dropped."""
+        # An autocast around the whole step would keep copies of weights that no plan counts.
+        torch.clear_autocast_cache()
         if self.observer is not None and self.running is not None:
             self.observer.end(self.running)
+        self._activity.end()
 
     def _random_state(self) -> list[Tensor]:
         return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, self._devices)]
+
+
+# --- Buffers that a forward changes: running statistics, counters, histories of scales. A RECOMPUTE
+# reads what its F read, and leaves no second trace.
+
+
+class _ChangingBuffers:
+    """What the changing buffers of a stage were before the F of each micro-batch.
+
+    They are found by comparing all buffers at the first F, and again where a module has changed
+    between training and evaluation; later ones by their version or by being another tensor.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._changing: dict[tuple[bool, ...], set[BufferPlace]] = {}
+        self.before: dict[int, dict[BufferPlace, Tensor]] = {}
+        """By micro-batch."""
+
+    @contextmanager
+    def noted(self, microbatch: int) -> Iterator[None]:
+        """Run an F without a graph."""
+        found = buffers_of(self._module)
+        training = tuple(owner.training for owner, _ in found)
+        is_new = training not in self._changing
+        changing = self._changing.setdefault(training, set())
+        versions = {place: buffer._version for place, buffer in found.items()}  # noqa: SLF001
+        # All of them on the host: the device has room for those alone that change.
+        before = {
+            id(buffer): buffer.detach().to("cpu" if is_new else buffer.device, copy=True)
+            for place, buffer in found.items()
+            if is_new or place in changing
+        }
+        with torch.no_grad():
+            yield
+        changing |= {
+            place
+            for place, buffer in found.items()
+            if getattr(*place) is not buffer
+            or buffer._version != versions[place]  # noqa: SLF001
+            or (is_new and not torch.equal(buffer.cpu(), before[id(buffer)]))
+        }
+        for buffer in (found[place] for place in changing):
+            copy = before.get(id(buffer), buffer)
+            before[id(buffer)] = buffer.clone() if copy is buffer else copy.to(buffer.device)
+        self.before[microbatch] = {place: before[id(found[place])] for place in changing}
+
+    def put_back(self, microbatch: int) -> AbstractContextManager[None]:
+        """Run a RECOMPUTE."""
+        return replaced(self.before.pop(microbatch))
 
 
 # --- Split backward: weight gradients of linear layers, put aside during I and made at W.
@@ -177,6 +259,13 @@ class _Deferred(NamedTuple):
     bias: Tensor | None
     layer_input: Tensor
     output_gradient: Tensor
+
+    def make(self) -> None:
+        """Make the gradients and add them to ``.grad``."""
+        with torch.no_grad():
+            _add_gradient(self.weight, _weight_gradient(self))
+            if self.bias is not None:
+                _add_gradient(self.bias, _bias_gradient(self))
 
 
 class WeightGradients:
@@ -204,9 +293,10 @@ class WeightGradients:
     def held_bytes(self) -> int:
         """Return the bytes kept for gradients that are put aside, each storage counted once."""
         storages = {
-            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+            part.untyped_storage().data_ptr(): part.untyped_storage().nbytes()
             for deferred in self.deferred
             for tensor in (deferred.layer_input, deferred.output_gradient)
+            for part in parts_with_memory(tensor)
         }
         return sum(storages.values())
 
@@ -219,12 +309,8 @@ class WeightGradients:
         self.deferred = []
 
         def run() -> None:
-            with torch.no_grad():
-                while taken:
-                    deferred = taken.pop(0)
-                    _add_gradient(deferred.weight, _weight_gradient(deferred))
-                    if deferred.bias is not None:
-                        _add_gradient(deferred.bias, _bias_gradient(deferred))
+            while taken:
+                taken.pop(0).make()
 
         return run
 
@@ -236,14 +322,37 @@ def _nothing() -> None:
 def split_linears(module: nn.Module, gradients: WeightGradients) -> int:
     """Turn every plain ``nn.Linear`` of a module into a `SplitLinear`, in place; return how many.
 
-    The class is changed, nothing else: parameters, names, hooks, ``state_dict`` stay. Subclasses,
-    parametrised and compiled layers are left alone.
+    The class is changed, nothing else: parameters, names, hooks, ``state_dict`` stay. Subclasses
+    and parametrised layers are left alone.
     """
-    layers = [layer for layer in module.modules() if type(layer) in (nn.Linear, SplitLinear)]
+    layers = _linears(module)
     for layer in layers:
         layer.__class__ = SplitLinear
         cast("SplitLinear", layer).gradients = gradients
+        _split_layers.add(cast("SplitLinear", layer))
     return len(layers)
+
+
+def deferred_bytes(module: nn.Module) -> int:
+    """Return the bytes of weight gradient, in this rank's shards, that W makes of a split stage.
+
+    0 = it cannot be split: I would be the whole backward. Both `measure` and the runner ask this.
+    """
+    compiled = {one for part in module.modules() if is_compiled(part) for one in part.modules()}
+    sharded = sharded_in_forward(module)
+    waiting = {
+        parameter: sum(part.nbytes for part in parts_with_memory(parameter))
+        for layer in _linears(module)
+        if _defers(layer) and not (layer in compiled and layer.weight in sharded)
+        for parameter in layer.parameters()
+        if parameter.requires_grad
+    }
+    return sum(waiting.values())
+
+
+def _linears(module: nn.Module) -> list[nn.Linear]:
+    found = [layer for layer in module.modules() if type(layer) in (nn.Linear, SplitLinear)]
+    return cast("list[nn.Linear]", found)
 
 
 class SplitLinear(nn.Linear):
@@ -253,25 +362,38 @@ class SplitLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - the name is nn.Linear's
         """Apply the layer; shapes (..., in) -> (..., out)."""
-        if not (torch.is_grad_enabled() and _can_defer(self.weight) and _bias_fits(self.bias)):
+        if not (torch.is_grad_enabled() and _defers(self)):
             return super().forward(input)
-        output = _LinearFunction.apply(  # type: ignore[no-untyped-call]
-            input, self.weight, self.bias, self.gradients
-        )
+        if not torch.compiler.is_compiling():
+            output = _LinearFunction.apply(  # type: ignore[no-untyped-call]
+                input, self.weight, self.bias, self.gradients
+            )
+        elif isinstance(self.weight, DTensor):
+            output = super().forward(input)
+        else:
+            output = _CompiledLinear.apply(  # type: ignore[no-untyped-call]
+                input, self.weight, self.bias
+            )
         return cast("Tensor", output)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        _split_layers.add(self)
+
+
+def _defers(layer: nn.Linear) -> bool:
+    """Whether W may make the gradients of a layer."""
+    bias: Tensor | None = layer.bias
+    return _can_defer(layer.weight) and (bias is None or not bias.requires_grad or _can_defer(bias))
 
 
 def _can_defer(parameter: Tensor) -> bool:
-    """Whether W may add to ``parameter.grad``: a plain leaf that nobody watches."""
+    """Whether W may add to ``parameter.grad``: a leaf of a known kind that nobody watches."""
     return (
-        type(parameter) is nn.Parameter
+        type(parameter) in (nn.Parameter, DTensor)
         and parameter.requires_grad
         and not has_gradient_hooks(parameter)
     )
-
-
-def _bias_fits(bias: Tensor | None) -> bool:
-    return bias is None or not bias.requires_grad or _can_defer(bias)
 
 
 class _LinearFunction(torch.autograd.Function):
@@ -293,18 +415,23 @@ class _LinearFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, output_gradient: Tensor) -> tuple[Tensor | None, ...]:
         layer_input, weight = ctx.saved_tensors
-        input_gradient = None
-        if ctx.needs_input_grad[0]:
-            product = output_gradient @ weight.to(output_gradient.dtype)
-            input_gradient = product.to(ctx.input_dtype)
+        input_gradient = _input_gradient(ctx, weight, output_gradient)
         bias = ctx.bias if ctx.needs_input_grad[2] else None
-        deferred = _Deferred(ctx.weight, bias, layer_input, output_gradient)
+        # Without its place in the graph, which would hold the stage's input until W.
+        deferred = _Deferred(ctx.weight, bias, layer_input.detach(), output_gradient)
         if ctx.sink.collecting:
             ctx.sink.deferred.append(deferred)
             return input_gradient, None, None, None
         bias_gradient = None if bias is None else _bias_gradient(deferred)
         weight_gradient = _weight_gradient(deferred) if ctx.needs_input_grad[1] else None
         return input_gradient, weight_gradient, bias_gradient, None
+
+
+def _input_gradient(ctx: Any, weight: Tensor, output_gradient: Tensor) -> Tensor | None:
+    if not ctx.needs_input_grad[0]:
+        return None
+    product = output_gradient @ weight.to(output_gradient.dtype)
+    return product.to(ctx.input_dtype)
 
 
 def _weight_gradient(deferred: _Deferred) -> Tensor:
@@ -324,3 +451,66 @@ def _add_gradient(parameter: Tensor, gradient: Tensor) -> None:
         parameter.grad = gradient
     else:
         parameter.grad += gradient
+
+
+# --- The same under torch.compile. What a compiled backward returns is settled when it is traced,
+# with I and B alike. So it returns no weight gradients, and calls an operator with an effect, which
+# the compiler neither drops nor looks into, and which asks at run time: in an I it defers, else it
+# adds to ``.grad``. To autograd the parameters are there, without a gradient: DDP hears of them.
+# Tensors are copied, because the compiler reuses their memory.
+
+_split_layers: WeakSet[SplitLinear] = WeakSet()
+_layer_at: WeakValueDictionary[tuple[int, int], SplitLinear] = WeakValueDictionary()
+"""Where weight and bias lay when a layer was last looked for -> the layer."""
+
+
+class _CompiledLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, layer_input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        output = functional.linear(layer_input, weight, bias)
+        ctx.save_for_backward(layer_input.to(output.dtype), weight, bias)
+        ctx.input_dtype = layer_input.dtype
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, output_gradient: Tensor) -> tuple[Tensor | None, None, None]:
+        layer_input, weight, bias = ctx.saved_tensors
+        _compiled_gradients(weight, bias, layer_input, output_gradient)
+        return _input_gradient(ctx, weight, output_gradient), None, None
+
+
+@effect("optpipe::linear_weight_gradients")
+def _compiled_gradients(
+    weight: Tensor, bias: Tensor | None, layer_input: Tensor, output_gradient: Tensor
+) -> None:
+    layer = _layer_of(weight, bias)
+    if not _defers(layer):
+        raise PreflightError(
+            "a gradient hook was put on a linear layer after the block around it was compiled, "
+            "and would not be called; register hooks before the first step"
+        )
+    deferred = _Deferred(
+        layer.weight,
+        layer.bias if bias is not None and layer.bias.requires_grad else None,
+        layer_input.clone(),
+        output_gradient.clone(),
+    )
+    if layer.gradients.collecting:
+        layer.gradients.deferred.append(deferred)
+    else:
+        deferred.make()
+
+
+def _layer_of(weight: Tensor, bias: Tensor | None) -> SplitLinear:
+    """Return the layer whose parameters these are: a compiled graph knows tensors alone."""
+    place = _place(weight, bias)
+    layer = _layer_at.get(place)
+    if layer is None or _place(layer.weight, layer.bias) != place:
+        layer = next(one for one in _split_layers if _place(one.weight, one.bias) == place)
+        _layer_at[place] = layer
+    return layer
+
+
+def _place(weight: Tensor, bias: Tensor | None) -> tuple[int, int]:
+    return weight.data_ptr(), 0 if bias is None else bias.data_ptr()

@@ -6,23 +6,25 @@ What is refused raises `PreflightError` with the value, the rule and what to do.
 from __future__ import annotations
 
 import socket
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from optpipe.check import check, check_schedule
 from optpipe.errors import ActionSyntaxError, OptPipeError, ScheduleFormatError
 from optpipe.memory import host_walk, memory_walk
 from optpipe.problem import Device, Problem, Stage
-from optpipe.runtime.errors import PreflightError, RankError
+from optpipe.runtime.errors import PreflightError
 from optpipe.runtime.offload import host_memory_bytes
-from optpipe.runtime.torch_names import backends, default_store, group_name
+from optpipe.runtime.torch_names import backends, buffers_of, replaced
 from optpipe.schedule import Action, ActionType, parse_action
 
 if TYPE_CHECKING:
@@ -45,13 +47,11 @@ __all__ = [
     "check_needs",
     "check_programs",
     "check_ranks",
+    "check_split",
     "check_stages",
     "check_wrappers",
-    "cut",
     "describe",
-    "fail_together",
     "gather",
-    "known_failure",
     "made_on",
     "microbatch_shapes",
     "needs_of",
@@ -175,6 +175,22 @@ def check_wrappers(stages: Mapping[int, nn.Module]) -> None:
                 )
 
 
+def check_split(program: Program, problem: Problem | None, deferred: Mapping[int, int]) -> None:
+    """Refuse W's without work, unless the plan knows that they take no time.
+
+    ``deferred`` are the bytes of weight gradient that a W makes, by stage.
+    """
+    split = {action.stage for action in program if action.type is ActionType.BACKWARD_WEIGHT}
+    for stage in sorted(split):
+        if not deferred[stage] and (problem is None or problem.stages[stage].backward_weight_ms):
+            raise PreflightError(
+                f"0 bytes of weight gradient of stage {stage} would wait for its W's, whose time "
+                "the plan counts on: only nn.Linear layers defer, without gradient hooks, and not "
+                "both tensor parallel and compiled; solve a problem in which its "
+                "backward_weight_ms is 0, as `optpipe profile` measures it, and pass problem="
+            )
+
+
 def check_given(tensors: tuple[Tensor, ...], what: str, num_microbatches: int) -> None:
     """Refuse a batch or target that is missing or does not divide into micro-batches."""
     if not tensors:
@@ -216,10 +232,8 @@ def num_microbatches_of(schedule: Schedule) -> int:
 
 # --- Checks that all ranks make together, so that a failure is a message everywhere and never a
 # hang. Every rank says what it found; every rank sees what all others found; if anything is wrong,
-# all of them raise the same text. After the first step there is no such round any more: a rank that
-# fails leaves its cause in the store through which the ranks found each other, and the others,
-# whose connections break when it ends, report that cause. Should it not end,
-# `optpipe.runtime.runner.Watchdog` does.
+# all of them raise the same text. After the first step there is no such round any more: a failure
+# is then found by `optpipe.runtime.watch`.
 
 
 class _Finding(NamedTuple):
@@ -297,47 +311,11 @@ def _ranks(ranks: Sequence[int]) -> str:
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
 
 
-def fail_together(error: Exception, where: str, group: ProcessGroup | None) -> NoReturn:
-    """Raise the error, or, if another rank failed first, that rank's cause.
-
-    The connections of this rank are cut where the backend can (NCCL); over gloo they end with the
-    process, so let the error end it.
-    """
-    rank = dist.get_rank(group)
-    own = f"rank {rank}, {where}: {describe(error)}"
-    try:
-        cause = bytes(default_store().compare_set(_failure_key(group), "", own)).decode()
-    except RuntimeError:
-        # The store ended with the rank that held it.
-        cause = own
-    cut(group)
-    if not cause.startswith(f"rank {rank},"):
-        raise RankError(f"another rank failed and this one cannot go on; {cause}") from error
-    error.add_note(f"raised on rank {rank}, {where}; all ranks of the pipeline end with it")
-    raise error
-
-
 def describe(error: BaseException) -> str:
     """Return an error with what caused it, on one line."""
     text = " ".join(f"{type(error).__name__}: {error}".split())
     cause = error.__cause__
     return text if cause is None else f"{text} <- {describe(cause)}"
-
-
-def known_failure(group: ProcessGroup | None) -> str | None:
-    """Return the first failure that a rank of the group has reported, if any."""
-    store, key = default_store(), _failure_key(group)
-    return store.get(key).decode() if store.check([key]) else None
-
-
-def _failure_key(group: ProcessGroup | None) -> str:
-    return f"optpipe/failure/{group_name(group)}"
-
-
-def cut(group: ProcessGroup | None) -> None:
-    """End the connections of a group where the backend can."""
-    if dist.Backend.NCCL in backends(group).values():
-        (group or dist.group.WORLD).abort()  # type: ignore[union-attr]
 
 
 # --- What a rank needs of its device and host, added up over the ranks that share them.
@@ -444,27 +422,31 @@ def _shortages(rows: Sequence[tuple[tuple[str, str], int, int]], fix: str) -> li
     ]
 
 
-# --- What crosses the stage boundaries: shapes and types, found by one forward without a graph.
-# torch would infer them by a forward and a backward of every stage, holding the graphs of all
-# chunks of a rank at once; here each stage runs once under ``no_grad``, on zeros, and leaves no
-# trace in its buffers or in the random state.
+# --- What crosses the stage boundaries: shapes, types, and what gets a gradient, found by one
+# forward of each stage. torch would infer them by a forward and a backward, holding the graphs of
+# all chunks of a rank at once; here each stage runs once, on zeros, with a graph that saves no
+# tensor, and leaves no trace in its buffers or in the random state.
 
 
 class TensorShape(NamedTuple):
-    """Size and type of one boundary tensor; picklable, and equal where the tensors fit."""
+    """Size and type of one boundary tensor; picklable, and equal where the tensors fit.
+
+    ``requires_grad`` says whether a gradient of it is sent back.
+    """
 
     size: tuple[int, ...]
     dtype: torch.dtype
+    requires_grad: bool = False
 
     def empty(self, device: torch.device) -> Tensor:
-        """Return a tensor of this shape for metadata, with gradients where it can have them."""
+        """Return a tensor of this shape for metadata."""
         return torch.empty(
-            self.size, dtype=self.dtype, device=device, requires_grad=self.dtype.is_floating_point
+            self.size, dtype=self.dtype, device=device, requires_grad=self.requires_grad
         )
 
     def zeros(self, device: torch.device) -> Tensor:
         """Return zeros of this shape."""
-        return torch.zeros(self.size, dtype=self.dtype, device=device)
+        return torch.zeros_like(self.empty(device), requires_grad=self.requires_grad)
 
     @property
     def num_bytes(self) -> int:
@@ -499,16 +481,28 @@ def probe_pipeline(
     first: Shapes,
     device: torch.device,
     group: ProcessGroup | None,
+    *,
+    trains: bool,
 ) -> list[Shapes]:
-    """Return the shapes at all boundaries: before stage 0, between stages, after the last.
+    """Return the shapes at all boundaries: before stage 0, between stages; none after the last.
 
     All ranks of the group call this together, each with its own ``stages``. ``first``, the input
-    shapes of one micro-batch, are looked at on the first stage's rank.
+    shapes of one micro-batch, are looked at on the first stage's rank. Gradients are sent of what
+    requires grad where it is made, if ``trains``.
     """
     shapes, _ = made_on(placement[0], lambda: first, device, group)
     boundaries: list[Shapes] = [shapes]
     for index, home in enumerate(placement):
-        probe = partial(_probe_stage, index, stages.get(index), boundaries[index], device)
+        is_last = index == len(placement) - 1
+        probe = partial(
+            _probe_stage,
+            index,
+            stages.get(index),
+            boundaries[index],
+            device,
+            is_last=is_last,
+            trains=trains,
+        )
         outputs, faults = made_on(home, probe, device, group)
         if faults:
             sizes = [shape.size for shape in boundaries[index]]
@@ -519,30 +513,42 @@ def probe_pipeline(
     return boundaries
 
 
-def _probe_stage(index: int, module: Any, inputs: Shapes, device: torch.device) -> Shapes:
-    """Return the shapes of a stage's outputs."""
-    with torch.no_grad(), untouched(module, device):
-        outputs = as_tensors(
-            module(*(shape.zeros(device) for shape in inputs)), f"the output of stage {index}"
-        )
+def _probe_stage(
+    index: int, module: Any, inputs: Shapes, device: torch.device, *, is_last: bool, trains: bool
+) -> Shapes:
+    """Return the shapes of what a stage sends; the last one's output is the loss's alone."""
+    alone = module.no_sync() if isinstance(module, DistributedDataParallel) else nullcontext()
+    forgets = saved_tensors_hooks(_forget, _forget)
+    with torch.set_grad_enabled(trains), forgets, alone, untouched(module, device):
+        output = module(*(shape.zeros(device) for shape in inputs))
+    if is_last:
+        return ()
+    outputs = as_tensors(output, f"the output of stage {index}")
     for position, output in enumerate(outputs):
+        if isinstance(output, DTensor):
+            raise PreflightError(
+                f"output {position} of stage {index} is a DTensor placed {output.placements}, but "
+                "only plain tensors are sent; return its to_local(), or its full_tensor()"
+            )
         if not output.is_contiguous():
             raise PreflightError(
                 f"output {position} of stage {index} has strides {output.stride()} for size "
                 f"{tuple(output.size())}, but only contiguous tensors are sent; "
                 "return it through .contiguous()"
             )
-    return shapes_of(outputs)
+    pairs = zip(shapes_of(outputs), outputs, strict=True)
+    return tuple(shape._replace(requires_grad=one.requires_grad) for shape, one in pairs)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _forget(_: Tensor | None) -> None:
+    """Save nothing for a backward that never comes."""
 
 
 @contextmanager
 def untouched(module: nn.Module, device: torch.device) -> Iterator[None]:
     """Give buffers and random states back as they were."""
-    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
-    try:
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            yield
-    finally:
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
+    copies = {place: buffer.clone() for place, buffer in buffers_of(module).items()}
+    devices = [device] if device.type == "cuda" else []
+    with replaced(copies), torch.random.fork_rng(devices=devices):
+        yield

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
-import sys
-import threading
-import time
 import weakref
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,6 +21,7 @@ from optpipe.runtime.passes import (
     Passes,
     SplitLinear,
     WeightGradients,
+    deferred_bytes,
     split_linears,
 )
 from optpipe.runtime.preflight import (
@@ -32,16 +29,14 @@ from optpipe.runtime.preflight import (
     agree,
     attempt,
     check_needs,
-    cut,
-    fail_together,
     gather,
-    known_failure,
     needs_of,
     probe_pipeline,
     shapes_of,
 )
-from optpipe.runtime.torch_names import backends, check_torch, group_of_messages
+from optpipe.runtime.torch_names import backends, check_torch, group_of_messages, tree_map
 from optpipe.runtime.torch_schedule import HookedSchedule, HookedStage
+from optpipe.runtime.watch import Activity, DeviceMarks, watch_over
 from optpipe.schedule import ActionType
 
 if TYPE_CHECKING:
@@ -54,20 +49,19 @@ if TYPE_CHECKING:
     from optpipe.schedule import Action, Pass, Program, Schedule
 
 __all__ = [
-    "EXIT_CODE",
     "Evaluation",
     "Pipeline",
     "PipelineRunner",
     "PipelineSpec",
-    "Watchdog",
 ]
 
 
 class Evaluation(NamedTuple):
     """What an evaluation gives on the last stage's rank; both None elsewhere.
 
-    ``losses`` by micro-batch, shape (num_microbatches,), None without a target; ``outputs`` of the
-    whole batch, samples in dimension 0, as the last stage returns them.
+    ``losses`` by micro-batch, shape (num_microbatches,), None without a target; ``outputs`` as the
+    last stage returns them, tensors of the whole batch, samples in dimension 0, and all else as
+    lists by micro-batch.
     """
 
     losses: Tensor | None
@@ -77,13 +71,13 @@ class Evaluation(NamedTuple):
 class PipelineRunner:
     """Runs one rank's program of a schedule, with all other ranks, step after step.
 
-    All ranks of the group make one at the same time with the same schedule. Where a stage's
-    backwards are split, its linear layers become `SplitLinear` in place, which changes neither
-    parameters nor results.
+    All ranks of the group make one at the same time with the same schedule. Linear layers become
+    `SplitLinear` in place, as in `measure`, whatever the schedule: that changes neither parameters
+    nor results, but what a micro-batch holds under autocast.
 
-    A rank that fails leaves its cause for the others and raises; they raise `RankError` with that
-    cause as soon as their connections to it break. Its process should end: if it lives on, the
-    others end after seconds by themselves with that cause on stderr (`Watchdog`).
+    If a rank raises, hangs or dies, all others raise `RankError` with the cause, the same on all,
+    within seconds; one that cannot, because it waits where no exception reaches it, ends with
+    `EXIT_CODE` and that cause on stderr (`optpipe.runtime.watch`).
 
     Parameters
     ----------
@@ -105,6 +99,9 @@ class PipelineRunner:
         means over its micro-batches; False for losses that sum.
     min_offload_bytes
         Storages below this are not offloaded.
+    hang_timeout_s
+        For so long an action may last; a rank that is in one for longer has failed, as has one that
+        others wait for and that does not begin its step. Compilation in a first step counts.
 
     Raises
     ------
@@ -123,6 +120,7 @@ class PipelineRunner:
         group: ProcessGroup | None = None,
         mean_loss: bool = True,
         min_offload_bytes: int = DEFAULT_MIN_BYTES,
+        hang_timeout_s: float = 300.0,
     ) -> None:
         self._spec = PipelineSpec(
             stages=dict(sorted(stages.items())),
@@ -137,13 +135,16 @@ class PipelineRunner:
         )
         self._min_offload_bytes = min_offload_bytes
         _check_spec(self._spec)
+        on_gpu = self._spec.device.type == "cuda"
+        self._activity = Activity(DeviceMarks(self._spec.device) if on_gpu else None)
         self.offloader, self._passes = self._prepare(self._spec)
         gradients = _gradients_of(self._spec.stages)
         self._forwards = self._make_passes(self._make_offloader((), 1), gradients, ())
         self._training: Pipeline | None = None
         self._evaluating: Pipeline | None = None
-        groups = {group, self._spec.messages}
-        self._watch = Watchdog(lambda: known_failure(group), lambda: _cut_all(groups), _end_process)
+        self._watch = watch_over(
+            group, self._spec.messages, schedule.placement, self._activity, hang_timeout_s
+        )
         weakref.finalize(self, self._watch.stop)
         self._num_steps = 0
         self._moved_before = (0, 0)
@@ -172,6 +173,12 @@ class PipelineRunner:
     def holds_last(self) -> bool:
         """Whether this rank takes the target and makes the losses."""
         return len(self.schedule.placement) - 1 in self._spec.stages
+
+    @property
+    def deferred_bytes(self) -> dict[int, int]:
+        """Bytes of weight gradient that wait for W, by stage of this rank that is split."""
+        split = {stage for stage, _ in _cells(self._spec.program, ActionType.BACKWARD_WEIGHT)}
+        return {index: deferred_bytes(self._spec.stages[index]) for index in sorted(split)}
 
     @property
     def offloaded_bytes(self) -> int:
@@ -220,7 +227,9 @@ class PipelineRunner:
         self.offloader, self._passes = offloader, passes
 
     def step(
-        self, batch: Tensor | tuple[Tensor, ...] | None = None, target: Tensor | None = None
+        self,
+        batch: Tensor | tuple[Tensor, ...] | None = None,
+        target: Tensor | tuple[Tensor, ...] | None = None,
     ) -> Tensor | None:
         """Run forward and backward of one batch; gradients are added to ``parameter.grad``.
 
@@ -229,7 +238,8 @@ class PipelineRunner:
         batch
             Inputs of the first stage, samples in dimension 0; looked at on its rank only.
         target
-            Of the loss, samples in dimension 0; looked at on the last stage's rank only.
+            Of the loss, samples in dimension 0; looked at on the last stage's rank only. The loss
+            gets a micro-batch of it: a tensor, or, of a tuple, the tuple.
 
         Returns
         -------
@@ -246,13 +256,18 @@ class PipelineRunner:
         """
         inputs, targets = self._used(batch, target)
         if self._training is None:
-            self._training = _start_pipeline(self._spec, self._passes, inputs, targets, trains=True)
-        losses, _ = self._run(self._training, self._passes, inputs, targets)
+            with self._watch.over("the start", shared=(PreflightError,)):
+                self._training = _start_pipeline(
+                    self._spec, self._passes, inputs, targets, trains=True
+                )
+        losses, _ = self._run(self._training, self._passes, inputs, target)
         self._num_steps += 1
         return torch.stack(losses) if self.holds_last else None
 
     def eval(
-        self, batch: Tensor | tuple[Tensor, ...] | None = None, target: Tensor | None = None
+        self,
+        batch: Tensor | tuple[Tensor, ...] | None = None,
+        target: Tensor | tuple[Tensor, ...] | None = None,
     ) -> Evaluation:
         """Run the forwards of one batch, without gradients and keeping nothing.
 
@@ -272,18 +287,21 @@ class PipelineRunner:
         inputs, targets = self._used(batch, target)
         with torch.no_grad():
             if self._evaluating is None:
-                self._evaluating = _start_pipeline(
-                    self._spec, self._forwards, inputs, targets, trains=False
-                )
-            losses, outputs = self._run(self._evaluating, self._forwards, inputs, targets)
+                with self._watch.over("the start", shared=(PreflightError,)):
+                    self._evaluating = _start_pipeline(
+                        self._spec, self._forwards, inputs, targets, trains=False
+                    )
+            losses, outputs = self._run(self._evaluating, self._forwards, inputs, target)
         return Evaluation(torch.stack(losses) if losses else None, _joined(outputs))
 
     def close(self) -> None:
         """End what the runner has in the background, a thread; nothing runs after it."""
-        self._watch.stop()
+        self._watch.close()
 
     def _used(
-        self, batch: Tensor | tuple[Tensor, ...] | None, target: Tensor | None
+        self,
+        batch: Tensor | tuple[Tensor, ...] | None,
+        target: Tensor | tuple[Tensor, ...] | None,
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """Return batch and target as tuples, each where it is looked at."""
         return (
@@ -296,28 +314,23 @@ class PipelineRunner:
         pipeline: Pipeline,
         passes: Passes,
         inputs: tuple[Tensor, ...],
-        targets: tuple[Tensor, ...],
+        target: Tensor | tuple[Tensor, ...] | None,
     ) -> tuple[list[Tensor], list[Any]]:
+        what = f"step {self._num_steps}" if passes is self._passes else "evaluation"
         try:
-            with self._watch:
-                pipeline.expect(inputs, targets)
-                return pipeline.runtime.run(inputs, targets[0] if targets else None)
-        except Exception as error:  # noqa: BLE001 - always raised again
+            with self._watch.over(what):
+                pipeline.expect(inputs, _as_tuple(target) if self.holds_last else ())
+                return pipeline.runtime.run(inputs, target if self.holds_last else None)
+        except Exception:
             passes.reset()
-            what = f"step {self._num_steps}" if passes is self._passes else "evaluation"
-            where = what if passes.running is None else f"{what}, in {passes.running}"
-            try:
-                fail_together(error, where, self._spec.group)
-            finally:
-                _cut_all({self._spec.messages} - {self._spec.group})
+            raise
 
     def _prepare(self, spec: PipelineSpec) -> tuple[Offloader, Passes]:
-        """Return what this rank does around the passes of its program; split what it splits."""
+        """Return what this rank does around the passes of its program; split its linear layers."""
         program = spec.program
         gradients = _gradients_of(spec.stages)
-        split = {stage for stage, _ in _cells(program, ActionType.BACKWARD_INPUT)}
-        for index in sorted(split):
-            split_linears(spec.stages[index], gradients)
+        for module in spec.stages.values():
+            split_linears(module, gradients)
         offloader = self._make_offloader(program, self._min_offload_bytes)
         return offloader, self._make_passes(offloader, gradients, program)
 
@@ -339,6 +352,7 @@ class PipelineRunner:
             _cells(program, ActionType.RECOMPUTE),
             len(self.schedule.placement) - 1,
             self._spec.device,
+            activity=self._activity,
         )
 
 
@@ -349,11 +363,6 @@ def _device_for(device: torch.device | str | None, group: ProcessGroup | None) -
     if found.type == "cuda" and found.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return found
-
-
-def _cut_all(groups: set[ProcessGroup | None]) -> None:
-    for group in groups:
-        cut(group)
 
 
 def _gradients_of(stages: Mapping[int, nn.Module]) -> WeightGradients:
@@ -380,9 +389,13 @@ def _joined(outputs: list[Any]) -> Any:
     """Return the outputs of all micro-batches as one batch."""
     if not outputs:
         return None
-    if isinstance(outputs[0], tuple | list):
-        return tuple(torch.cat(parts) for parts in zip(*outputs, strict=True))
-    return torch.cat(outputs)
+    return tree_map(_joined_parts, *outputs)
+
+
+def _joined_parts(*parts: Any) -> Any:
+    """Return one batch of tensors with samples; of all else a list by micro-batch."""
+    has_samples = isinstance(parts[0], Tensor) and parts[0].dim() > 0
+    return torch.cat(parts) if has_samples else list(parts)
 
 
 # --- Builds what runs a step: torch's stages and schedule, checked by all ranks before it starts.
@@ -456,6 +469,9 @@ def _check_spec(spec: PipelineSpec) -> None:
         attempt(lambda: preflight.check_stages(schedule, spec.rank, stages), faults)
         attempt(lambda: preflight.check_devices(stages, spec.device), faults)
         attempt(lambda: preflight.check_wrappers(stages), faults)
+    if not faults:
+        waiting = {index: deferred_bytes(module) for index, module in stages.items()}
+        attempt(lambda: preflight.check_split(spec.program, problem, waiting), faults)
     shared = {
         "the programs": schedule.program_hash,
         "the problem": problem.problem_hash if problem is not None else "none given",
@@ -478,7 +494,7 @@ def _start_pipeline(
     _check_first_batch(spec, inputs, targets, trains=trains)
     group, placement = spec.group, spec.schedule.placement
     first = preflight.microbatch_shapes(inputs, spec.num_microbatches)
-    shapes = probe_pipeline(spec.stages, placement, first, spec.device, group)
+    shapes = probe_pipeline(spec.stages, placement, first, spec.device, group, trains=trains)
     faults: list[str] = []
     runtime = attempt(lambda: _build(spec, hooks, shapes, trains=trains), faults)
     orders = runtime.orders if runtime is not None else ()
@@ -557,94 +573,5 @@ def _boundary(
 
 def _bytes_of(shapes: Sequence[Shapes], message: Pass) -> int:
     crossed = shapes[message.stage if message.backward else message.stage + 1]
-    # Integers have no gradient.
-    sent = [s for s in crossed if s.dtype.is_floating_point or not message.backward]
+    sent = [shape for shape in crossed if shape.requires_grad or not message.backward]
     return sum(shape.num_bytes for shape in sent)
-
-
-# --- Ends a rank that waits for one that has failed.
-# A rank that fails says why and raises. If its process then ends, as it should, the connections
-# break and all others raise too. If it lives on (somebody caught the error, a debugger holds it),
-# the others would wait in a receive until the backend's timeout, half an hour by default, where no
-# exception reaches them. So a thread looks every second whether a failure has been reported while
-# this rank is inside a step; it then cuts the connections where the backend can (NCCL), and where
-# that does not help either, prints the cause and ends the process.
-
-EXIT_CODE = 70
-"""Of a process that is ended because another rank failed."""
-
-_POLL_S = 1.0
-_GRACE_S = 5.0
-
-
-class Watchdog:
-    """Looks after the steps of a rank; ``with watch:`` around each.
-
-    It looks every ``poll_s`` seconds for the first reported failure of the group, cuts the
-    connections once there is one, and calls ``end`` with the cause when this rank is still in its
-    step after ``grace_s``.
-    """
-
-    def __init__(
-        self,
-        find_failure: Callable[[], str | None],
-        cut_connections: Callable[[], None],
-        end: Callable[[str], None],
-        *,
-        poll_s: float = _POLL_S,
-        grace_s: float = _GRACE_S,
-    ) -> None:
-        self._find_failure = find_failure
-        self._cut_connections = cut_connections
-        self._end = end
-        self._poll_s = poll_s
-        self._grace_s = grace_s
-        self._step = 0
-        self._in_step = False
-        self._stopped = threading.Event()
-        self._thread: threading.Thread | None = None
-
-    def __enter__(self) -> None:
-        self._step += 1
-        self._in_step = True
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._look, name="optpipe-watch", daemon=True)
-            self._thread.start()
-
-    def __exit__(self, *_: object) -> None:
-        self._in_step = False
-
-    def stop(self) -> None:
-        """End the thread; it also ends with the process."""
-        self._stopped.set()
-
-    def _look(self) -> None:
-        while not self._stopped.wait(self._poll_s):
-            step = self._step
-            if not self._in_step:
-                continue
-            try:
-                cause = self._find_failure()
-            except (RuntimeError, ValueError):
-                # The store ended with the rank that held it, or the group has been destroyed.
-                return
-            if cause is not None and self._stays(step):
-                self._cut_connections()
-                if self._stays(step):
-                    self._end(cause)
-                return
-
-    def _stays(self, step: int) -> bool:
-        """Whether this rank is still in the same step after half of the grace."""
-        deadline = time.monotonic() + self._grace_s / 2
-        while time.monotonic() < deadline:
-            if not (self._in_step and self._step == step):
-                return False
-            time.sleep(min(0.05, self._grace_s / 10))
-        return True
-
-
-def _end_process(cause: str) -> None:
-    sys.stderr.write(f"optpipe: another rank failed, and this one waits for it; {cause}\n")
-    sys.stderr.flush()
-    os._exit(EXIT_CODE)

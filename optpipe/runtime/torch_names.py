@@ -3,41 +3,54 @@
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, Final
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch._dynamo.eval_frame import OptimizedModule
+from torch._library.effects import EffectType
 from torch.distributed import distributed_c10d
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
+from torch.distributed.tensor import DTensor
+from torch.library import custom_op
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from optpipe.errors import MissingExtraError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
-    from torch import Tensor, nn
+    from torch import Tensor
     from torch.distributed import ProcessGroup
     from torch.distributed.distributed_c10d import Store
     from torch.nn.parallel import DistributedDataParallel
 
 __all__ = [
+    "BufferPlace",
     "TorchDispatchMode",
     "add_up_in_reduce_type",
     "alias_no_view",
     "backends",
+    "buffers_of",
     "check_torch",
     "default_store",
-    "group_name",
+    "effect",
+    "further_connection",
     "group_of_messages",
     "has_gradient_hooks",
+    "is_compiled",
     "parts_with_memory",
     "reduce_by_ddp",
+    "replaced",
+    "sharded_in_forward",
     "storage_identity",
     "tree_leaves",
+    "tree_map",
     "viewed",
 ]
 
@@ -112,20 +125,50 @@ def add_up_in_reduce_type(module: nn.Module) -> None:
     With ``MixedPrecisionPolicy(param_dtype=bfloat16, reduce_dtype=float32)`` autograd's are moved
     there after every backward; left to the next W they would be added up in bfloat16.
     """
-    if not isinstance(module, FSDPModule):
-        return
-    for state in fully_shard.state(module)._state_ctx.all_states:  # type: ignore[attr-defined] # noqa: SLF001
-        for group in state._fsdp_param_groups:  # noqa: SLF001
-            for sharded in group.fsdp_params:
-                whole, wanted = sharded._unsharded_param, sharded.reduce_dtype  # noqa: SLF001
-                if wanted is None or whole.grad is None or whole.grad.dtype == wanted:
-                    continue
-                added = whole.grad.to(wanted)
-                whole.grad = None
-                if sharded.unsharded_accumulated_grad is None:
-                    sharded.unsharded_accumulated_grad = added
-                else:
-                    sharded.unsharded_accumulated_grad += added
+    for sharded in _fsdp_params(module):
+        whole, wanted = sharded._unsharded_param, sharded.reduce_dtype  # noqa: SLF001
+        if wanted is None or whole.grad is None or whole.grad.dtype == wanted:
+            continue
+        added = whole.grad.to(wanted)
+        whole.grad = None
+        if sharded.unsharded_accumulated_grad is None:
+            sharded.unsharded_accumulated_grad = added
+        else:
+            sharded.unsharded_accumulated_grad += added
+
+
+def sharded_in_forward(module: nn.Module) -> set[Tensor]:
+    """Return the parameters that a forward sees as DTensors; FSDP2 gathers its own before."""
+    gathered = {one.sharded_param for one in _fsdp_params(module) if not one.is_dtensor}
+    sharded: set[Tensor] = {p for p in module.parameters() if isinstance(p, DTensor)}
+    return sharded - gathered
+
+
+def _fsdp_params(module: nn.Module) -> Iterator[Any]:
+    if isinstance(module, FSDPModule):
+        for state in fully_shard.state(module)._state_ctx.all_states:  # type: ignore[attr-defined] # noqa: SLF001
+            for group in state._fsdp_param_groups:  # noqa: SLF001
+                yield from group.fsdp_params
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a call of this module runs what torch.compile has made of it."""
+    return isinstance(module, OptimizedModule) or module._compiled_call_impl is not None  # noqa: SLF001
+
+
+def effect(name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make an operator of a function that is called for what it does, also by compiled code.
+
+    It is run each time, in order; a CUDA graph is not made of it.
+    """
+
+    def made(function: Callable[..., None]) -> Callable[..., None]:
+        operator = custom_op(name, function, mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+        operator.register_fake(lambda *_: None)
+        operator.register_effect(EffectType.ORDERED)
+        return operator
+
+    return made
 
 
 def alias_no_view(tensor: Tensor) -> Tensor:
@@ -165,6 +208,12 @@ def default_store() -> Store:
     return distributed_c10d._get_default_store()  # noqa: SLF001
 
 
+def further_connection() -> Store:
+    """Return that store on a connection of its own, which no long wait of others holds up."""
+    made: Store = default_store().clone()  # type: ignore[attr-defined]
+    return made
+
+
 def backends(group: ProcessGroup | None) -> dict[str, str]:
     """Return what carries tensors of each kind of device, as {"cpu": "gloo", "cuda": "nccl"}.
 
@@ -172,12 +221,6 @@ def backends(group: ProcessGroup | None) -> dict[str, str]:
     """
     config = distributed_c10d.get_backend_config(group)
     return dict(part.split(":", 1) for part in config.split(","))
-
-
-def group_name(group: ProcessGroup | None) -> str:
-    """Return the name all ranks know a group by."""
-    found = group if group is not None else distributed_c10d._get_default_group()  # noqa: SLF001
-    return str(distributed_c10d._get_process_group_name(found))  # noqa: SLF001
 
 
 def group_of_messages(group: ProcessGroup | None) -> ProcessGroup | None:
@@ -203,3 +246,29 @@ def group_of_messages(group: ProcessGroup | None) -> ProcessGroup | None:
     finally:
         default.bound_device_id = bound
     return made
+
+
+BufferPlace = tuple[nn.Module, str]
+"""A module and the name of a buffer of its own."""
+
+
+def buffers_of(module: nn.Module) -> dict[BufferPlace, Tensor]:
+    """Return all buffers of a module and its parts."""
+    return {
+        (owner, name): buffer
+        for owner in module.modules()
+        for name, buffer in owner.named_buffers(recurse=False, remove_duplicate=False)
+    }
+
+
+@contextmanager
+def replaced(copies: Mapping[BufferPlace, Tensor]) -> Iterator[None]:
+    """Let modules have these in place of their buffers inside the context."""
+    buffers = {place: getattr(*place) for place in copies}
+    for place, copy in copies.items():
+        setattr(*place, copy)
+    try:
+        yield
+    finally:
+        for place, buffer in buffers.items():
+            setattr(*place, buffer)

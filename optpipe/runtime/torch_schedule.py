@@ -15,6 +15,7 @@ from torch.distributed.pipelining.schedules import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
+from optpipe.runtime.errors import PreflightError
 from optpipe.runtime.messages import (
     MessageSend,
     Order,
@@ -67,6 +68,7 @@ class HookedSchedule(_PipelineScheduleRuntime):
         self._loss_divisor = loss_divisor
         self._loss_of: dict[int, Tensor] = {}
         self._output_of: dict[int, Any] = {}
+        self._targets: Sequence[Any] = ()
         self._in_flight: dict[Pass, list[Work]] = {}
         self._over_before_send: Mapping[Pass, tuple[Pass, ...]] = {}
         self._stage_of = {stage.stage_index: stage for stage in stages}
@@ -121,7 +123,9 @@ class HookedSchedule(_PipelineScheduleRuntime):
         losses: list[Tensor] = []
         self._loss_of.clear()
         self._slots.begin()
-        self.step(*args, target=target, losses=losses, return_outputs=False)
+        self._targets = _microbatches(target, self._n_microbatches)
+        self.step(*args, losses=losses, return_outputs=False)
+        self._targets = ()
         self.let_go(tuple(self._in_flight))
         for stage in self._stage_of.values():
             stage.clear_runtime_states()
@@ -160,17 +164,19 @@ class HookedSchedule(_PipelineScheduleRuntime):
             output = stage.recompute_one_chunk(
                 microbatch, context.arg_mbs[microbatch], context.kwarg_mbs[microbatch]
             )
-        self._maybe_compute_loss(stage, output, context.target_mbs, microbatch)
+        self._maybe_compute_loss(stage, output, None, microbatch)
 
     def _maybe_compute_loss(
         self, stage: Any, output: Any, target_mbs: Any, mb_index: int, *_: Any, **__: Any
     ) -> None:
         if not stage.is_last:
             return
+        # torch cuts no targets here: `run` does.
+        del target_mbs
         if not self._trains:
             self._output_of[mb_index] = output
-        if target_mbs is not None:
-            target = target_mbs[mb_index]
+        if self._targets:
+            target = self._targets[mb_index]
             with self._hooks.loss(stage.stage_index, mb_index, target):
                 self._loss_of[mb_index] = cast("Any", self._loss_fn)(output, target)
         stage.drop_outputs(mb_index)
@@ -187,6 +193,13 @@ class HookedSchedule(_PipelineScheduleRuntime):
     def _update_losses(self, _stages: Any, losses: Any) -> None:
         losses.extend(self._loss_of[microbatch] for microbatch in sorted(self._loss_of))
         self._loss_of.clear()
+
+
+def _microbatches(target: Any, count: int) -> list[Any]:
+    """Cut a target, a tensor or several, which torch would not take; [] of None."""
+    if isinstance(target, tuple | list):
+        return list(zip(*(part.chunk(count) for part in target), strict=True))
+    return [] if target is None else list(target.chunk(count))
 
 
 # --- From programs to torch's action lists, and from those to what goes between the ranks.
@@ -365,6 +378,7 @@ class HookedStage(PipelineStage):
         )
         self._hooks = hooks
         self._trains = trains
+        self._gets_gradient = [output.requires_grad for output in outputs]
         self.next_is_here = False
         self.over_before: Mapping[Any, tuple[Pass, ...]] = {}
         self.let_go: Callable[[tuple[Pass, ...]], None]
@@ -392,10 +406,21 @@ class HookedStage(PipelineStage):
             info.buffer = None
         if not self.is_last:
             outputs, _ = self.fwd_cache[fwd_chunk_id]
+            self._check_gradients(outputs)
             if self.next_is_here:
                 self._hollow_out(fwd_chunk_id)
             self._hooks.forward_done(self.stage_index, fwd_chunk_id, outputs)
         return output
+
+    def _check_gradients(self, outputs: tuple[Any, ...]) -> None:
+        """Refuse outputs that require grad though no gradients of them are sent."""
+        for position, (output, blank) in enumerate(zip(outputs, self._gets_gradient, strict=True)):
+            if output.requires_grad and not blank:
+                raise PreflightError(
+                    f"output {position} of stage {self.stage_index} requires grad, but did not "
+                    "before the first step, when it was agreed what is sent back; unfreeze "
+                    "parameters before that, or make another runner"
+                )
 
     def _received(self, microbatch: int) -> tuple[Any, ...]:
         return () if self.is_first else self.args_recv_info[microbatch]
@@ -411,6 +436,7 @@ class HookedStage(PipelineStage):
         for info in infos:
             info.buffer = None
         if not self.is_last:
+            self._check_gradients(self.fwd_cache[microbatch][0])
             self._hollow_out(microbatch)
         return output
 

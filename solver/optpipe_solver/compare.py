@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -45,12 +45,17 @@ OURS = "optpipe"
 """The method label of the optimiser's rows; their placement says which problem was solved."""
 
 REPLACEMENTS: tuple[tuple[Shape, int], ...] = (("loop", 2), ("v", 2))
-"""The re-placed copies of a problem with one stage per device that `compare` tries."""
+"""The re-placed copies of a problem with one stage per device that `compare` tries.
+
+Only where stages can be cut so (`replaced`); a copy of stages that do not say their layers is
+called a guess.
+"""
 
 
-_OTHER_PLACEMENT = frozenset(
-    {NotApplicableReason.NEEDS_LOOP_PLACEMENT, NotApplicableReason.NEEDS_V_PLACEMENT}
-)
+_OTHER_PLACEMENT: dict[NotApplicableReason | None, Shape] = {
+    NotApplicableReason.NEEDS_LOOP_PLACEMENT: "loop",
+    NotApplicableReason.NEEDS_V_PLACEMENT: "v",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,8 +94,9 @@ class Workload:
 class ComparisonRow:
     """One method's schedule; times in ms, bytes as the largest over devices or hosts.
 
-    ``placement`` is `AS_GIVEN`, or names the re-placed copy, e.g. ``v x2``: then ``problem`` is
-    that copy. ``programs`` is None where the method has none, and ``reason`` says why;
+    ``placement`` is `AS_GIVEN`, or names the re-placed copy, e.g. ``v x2``, or ``v x2, guess``
+    where stages were halved that do not say their layers: then ``problem`` is that copy.
+    ``programs`` is None where the method has none, and ``reason`` says why;
     ``p50_ms`` and ``p95_ms`` are of the step time under +-10 % noise on every duration.
     """
 
@@ -200,9 +206,13 @@ class _RowMaker:
         for shape, chunks in REPLACEMENTS if elsewhere else ():
             try:
                 copy = replaced(problem, shape, chunks)
-            except NotApplicable:
+            except NotApplicable as fault:
+                for method, start in elsewhere.items():
+                    if _OTHER_PLACEMENT.get(start.wants) == shape:
+                        elsewhere[method] = replace(start, reason=f"{start.reason}; {fault}")
                 continue
-            yield from self._on_copy(copy, f"{shape} x{chunks}", elsewhere)
+            guess = "" if all(stage.layers for stage in problem.stages) else ", guess"
+            yield from self._on_copy(copy, f"{shape} x{chunks}{guess}", elsewhere)
         for start in elsewhere.values():
             yield self._of(problem, AS_GIVEN, start)
 

@@ -15,12 +15,17 @@ dynamic program over the device's stages.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
+
+from optpipe.units import format_bytes
 
 if TYPE_CHECKING:
-    from optpipe.problem import Problem
+    from collections.abc import Mapping
+
+    from optpipe.problem import Problem, Stage
 
 __all__ = [
     "Feasibility",
@@ -29,7 +34,9 @@ __all__ = [
     "feasibility",
     "fifo_loses_nothing",
     "fusing_may_pay",
+    "least_bytes",
     "memory_binds",
+    "needs_text",
     "smallest_memory",
 ]
 
@@ -42,8 +49,7 @@ class Treatment(StrEnum):
     RECOMPUTE = "recompute"
 
 
-@dataclass(frozen=True, slots=True)
-class _Option:
+class _Option(NamedTuple):
     """One mode of one stage: bytes held afterwards, bytes needed while it runs, host bytes."""
 
     mode: Treatment
@@ -77,8 +83,20 @@ class Feasibility:
         """One sentence for people; empty where feasible."""
         if self.plan is not None:
             return ""
-        parts = ", ".join(f"{path} must be at least {value}" for path, value in self.needs.items())
-        return f"no schedule fits the memory limits (proven): {parts}"
+        return f"no schedule fits the memory limits (proven): {needs_text(self.needs)}"
+
+
+def needs_text(needs: Mapping[str, int]) -> str:
+    """Return the smallest values that work, in words; sizes for people are rounded up."""
+    return ", ".join(
+        f"{path} must be at least {value}" + (f" ({_rounded_up(value)})" if value >= 1024 else "")
+        for path, value in needs.items()
+    )
+
+
+def _rounded_up(num_bytes: int) -> str:
+    unit = 1024 ** min(4, (num_bytes.bit_length() - 1) // 10)
+    return format_bytes(math.ceil(math.ceil(10 * num_bytes / unit) / 10 * unit))
 
 
 def smallest_memory(problem: Problem) -> list[int]:
@@ -91,7 +109,8 @@ def smallest_memory(problem: Problem) -> list[int]:
         above = 0
         for stage in reversed(problem.stages_of[device]):
             above = min(
-                max(option.needed, option.held + above) for option in _options(problem, stage)
+                max(option.needed, option.held + above)
+                for option in _options(problem.stages[stage], problem.can_offload(stage))
             )
         totals.append(held.reserved_bytes + problem.static_bytes_of(device) + above)
     return totals
@@ -131,21 +150,22 @@ def feasibility(problem: Problem) -> Feasibility:
     return Feasibility(plan, {})
 
 
-def _options(problem: Problem, index: int) -> list[_Option]:
-    stage = problem.stages[index]
+def least_bytes(stage: Stage, *, can_offload: bool) -> tuple[int, int]:
+    """Return the least bytes a stage holds between its passes, and needs during them.
+
+    On a device with one stage the second number decides whether a schedule exists.
+    """
+    options = _options(stage, can_offload)
+    return min(option.held for option in options), min(option.needed for option in options)
+
+
+def _options(stage: Stage, can_offload: bool) -> list[_Option]:
     full = stage.activation_bytes
     forward = full + stage.forward_workspace_bytes
     found = []
-    for split in (True, False):
-        if split:
-            backward = max(
-                max(full, stage.weight_context_bytes) + stage.backward_input_workspace_bytes,
-                stage.weight_context_bytes + stage.backward_weight_workspace_bytes,
-            )
-        else:
-            backward = full + stage.backward_workspace_bytes
+    for split, backward in zip((True, False), _backward_bytes(stage), strict=True):
         found.append(_Option(Treatment.KEEP, split, full, max(forward, backward), 0))
-        if problem.can_offload(index):
+        if can_offload:
             moved = stage.offload_bytes
             found.append(
                 _Option(Treatment.OFFLOAD, split, full - moved, max(forward, backward), moved)
@@ -158,19 +178,29 @@ def _options(problem: Problem, index: int) -> list[_Option]:
     return found
 
 
+def _backward_bytes(stage: Stage) -> tuple[int, int]:
+    """Return what I with W behind it needs of one micro-batch alone, and what B does."""
+    full, context = stage.activation_bytes, stage.weight_context_bytes
+    split = max(
+        max(full, context) + stage.backward_input_workspace_bytes,
+        context + stage.backward_weight_workspace_bytes,
+    )
+    return split, full + stage.backward_workspace_bytes
+
+
 def _least_host(problem: Problem, device: int) -> tuple[_Option, ...]:
     """Return options of the device's stages that fit it with the fewest host bytes.
 
     The device must be feasible. States are (bytes held, host bytes) prefixes; dominated ones go.
     Among equals the earlier option wins: keep before offload before recompute, split before fused.
     """
-    limit = problem.devices[device].usable_bytes - problem.static_bytes_of(device)
+    limit = problem.room_bytes(device)
     states: list[tuple[int, int, tuple[_Option, ...]]] = [(0, 0, ())]
     for stage in problem.stages_of[device]:
         grown = [
             (held + option.held, host + option.host, (*taken, option))
             for held, host, taken in states
-            for option in _options(problem, stage)
+            for option in _options(problem.stages[stage], problem.can_offload(stage))
             if held + option.needed <= limit
         ]
         states = _undominated(grown)
@@ -215,18 +245,13 @@ def memory_binds(problem: Problem, device: int) -> bool:
             stage.backward_weight_workspace_bytes,
             stage.backward_workspace_bytes,
         )
-    limit = problem.devices[device].usable_bytes - problem.static_bytes_of(device)
+    limit = problem.room_bytes(device)
     return most + workspace > limit
 
 
 def fusing_may_pay(problem: Problem, s: int) -> bool:
     """Whether a fused B can be better than I with W right behind it, in time or in memory."""
     stage = problem.stages[s]
-    split_peak = max(
-        max(stage.activation_bytes, stage.weight_context_bytes)
-        + stage.backward_input_workspace_bytes,
-        stage.weight_context_bytes + stage.backward_weight_workspace_bytes,
-    )
-    fused_peak = stage.activation_bytes + stage.backward_workspace_bytes
+    split_peak, fused_peak = _backward_bytes(stage)
     split_ms = stage.backward_input_ms + stage.backward_weight_ms
     return stage.fused_backward_ms < split_ms or fused_peak < split_peak

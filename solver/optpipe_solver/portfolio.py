@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from optpipe.schedule import OPTIMAL_GAP
 from optpipe_solver.arrays.encoding import CompiledProblem
+from optpipe_solver.arrays.evaluate import keeps_limits
 from optpipe_solver.bounds import lower_bounds
 from optpipe_solver.exact.beam import improve_by_beam
 from optpipe_solver.exact.device_subsets import improve_by_exact_search
@@ -27,7 +28,7 @@ from optpipe_solver.incumbent import Incumbent
 from optpipe_solver.local_search.search import improve_by_local_search, improve_by_stretches
 from optpipe_solver.milp.horizon.items import MOST_PAIRS, num_order_pairs
 from optpipe_solver.milp.horizon.model import improve_by_milp
-from optpipe_solver.offload_fit.fit import Frame, fit, is_compute_only, keeps_limits
+from optpipe_solver.offload_fit.fit import Frame, fit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
@@ -49,6 +50,7 @@ __all__ = [
     "all_starts",
     "improve",
     "improve_by_restrictions",
+    "is_large",
     "milp_may_prove",
     "plans",
     "restrictions",
@@ -176,11 +178,10 @@ def _finders(problem: Problem, stop: Stop) -> SearchPlan:
 
     A beam's first round alone is more work than a restriction mostly has: it is for who has time.
     """
-    search = Step(_SEARCH, 1.0)
-    if not fifo_can_search(problem):
-        return SearchPlan(again=(search,))
-    beam = (Step(_BEAM, 0.7),) if stop.work is None else ()
-    return SearchPlan(once=(Step(_SEARCH, 0.2), Step(_EXACT, 0.3), *beam), again=(search,))
+    again = (Step(_SEARCH, 1.0),)
+    if stop.work is not None or not fifo_can_search(problem):
+        return SearchPlan(again=again)
+    return SearchPlan(once=(Step(_SEARCH, 0.2), Step(_BEAM, 0.7)), again=again)
 
 
 _LEAST = 0.02
@@ -215,7 +216,8 @@ def improve(
 # Compiled search and HiGHS let go of the interpreter while they run, so threads do run side by
 # side. One that is told to stop has a moment to do so; then it is left behind: it ends at its next
 # look, and what it still finds is ignored. An interpreter that ends waits for it: to cut a thread
-# that is inside HiGHS aborts the process, with its results written and exit status 134.
+# that is inside HiGHS aborts the process, with its results written and exit status 134. The command
+# line leaves without that.
 
 _TICK_S = 0.02
 _GRACE_S = 0.25
@@ -272,8 +274,13 @@ def run_threads(
 _LARGE = 20_000
 """Compute actions beyond which no time is spent on copies that are unlikely to win."""
 _LOST = 3
-_SOONEST = ("1f1b", "interleaved", "zb-v", "gis")
-"""Families that come first on a large problem: made in time linear in its actions, and short."""
+_TURNS = {"1f1b": 0, "interleaved": 0, "zb-v": 0, "gis": 0, "gpipe": 2}
+"""On a large problem what is made in linear time and short comes first, what is long last."""
+
+
+def is_large(problem: Problem) -> bool:
+    """Whether to make a start takes so long that their order matters."""
+    return 3 * len(problem.stages) * problem.num_microbatches > _LARGE
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,7 +303,8 @@ class FamilyStart:
 def all_starts(problem: Problem, methods: Collection[str] | None = None) -> Iterator[FamilyStart]:
     """Yield the programs of every family, then fitted copies of those that exceed memory.
 
-    Of a large problem those come first that are short and made soon. The copies come in the order
+    Of a large problem those come first that are short and made soon, and Serial only where none of
+    them is legal: nothing is longer. The copies come in the order
     of what they were before, the shortest first. Of a large problem
     only those are made whose original is shorter than the best legal start so far (offload rarely
     makes anything shorter) and as long as no other, and none after three in a row that lose.
@@ -315,9 +323,10 @@ def all_starts(problem: Problem, methods: Collection[str] | None = None) -> Iter
     best_ms = inf
     families = FAMILIES
     if builder.is_large:
-        families = tuple(sorted(FAMILIES, key=lambda family: family.name not in _SOONEST))
+        families = tuple(sorted(FAMILIES, key=lambda family: _TURNS.get(family.name, 1)))
     for family in families:
-        if methods is None or family.name in methods:
+        is_longest = builder.is_large and family.name == "serial" and best_ms < inf
+        if not is_longest and (methods is None or family.name in methods):
             start, rows = builder.build(family)
             yield start
             if start.legal:
@@ -344,7 +353,7 @@ class _StartBuilder:
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.compiled = CompiledProblem.of(problem)
-        self.is_large = 3 * len(problem.stages) * problem.num_microbatches > _LARGE
+        self.is_large = is_large(problem)
 
     def build(self, family: Family) -> tuple[FamilyStart, Rows | None]:
         """Return a family's start, and its programs as integers if it has any."""
@@ -355,8 +364,7 @@ class _StartBuilder:
             seconds = time.perf_counter() - began
             return FamilyStart(family.name, None, 0.0, False, seconds, str(why), why.reason), None
         rows = self.compiled.encode(programs)
-        makespan_ms, span_ms = self.compiled.length_ms(rows)
-        length_ms = makespan_ms if self.problem.objective == "makespan" else span_ms
+        length_ms = self.compiled.objective_ms(rows)
         legal = length_ms < inf and keeps_limits(self.compiled, rows)
         return FamilyStart(
             family.name, programs, length_ms, legal, time.perf_counter() - began
@@ -365,7 +373,7 @@ class _StartBuilder:
     def fit(self, method: str, rows: Rows) -> FamilyStart | None:
         """Return the start with what must be offloaded or recomputed, if that can be."""
         began = time.perf_counter()
-        if not is_compute_only(self.compiled, rows):
+        if not self.compiled.is_compute_only(rows):
             return None
         fitted = fit(Frame(self.problem, rows))
         if fitted is None:
@@ -376,19 +384,9 @@ class _StartBuilder:
 
 
 # --- Find programs of a problem among those without offload, without recompute, or without both.
-# *Argument.* A restriction forbids OFFLOAD, RECOMPUTE or both and changes nothing else. Neither the
-# times nor the bytes of programs without such actions depend on what is forbidden, so programs of a
-# restriction are as legal for the problem and exactly as long there. A bound of the problem is one
-# of each restriction, whose schedules are some of the problem's. A bound of a restriction is none
-# of the problem's: it stays in the restriction's own `Incumbent`, and says when to stop looking
-# there.
-#
-# *Why.* A family that offloads what does not fit can be longer than the same family where it may
-# only recompute; a search with fewer choices reaches what is good without them in fewer steps; and
-# where nothing can be offloaded or recomputed first in, first out loses nothing, so that searches
-# over counts apply. Where the choices are worth much, a bound of the restriction is above the best
-# family, and it costs milliseconds: so it is in 27 of 30 problems of `benchmarks` with choices
-# (measured).
+# Such programs are as legal for the problem and exactly as long there. A bound of the problem is
+# one of each restriction; a bound of a restriction is none of the problem's: it stays in the
+# restriction's own `Incumbent`, and says when to stop looking there (docs/solve.md).
 
 
 @dataclass(frozen=True, slots=True)
@@ -442,8 +440,7 @@ def improve_by_restrictions(best: Incumbent, stop: Stop, find: Improve) -> None:
     find
         Improves the incumbent of a restriction.
     """
-    passes = 3 * len(best.problem.stages) * best.problem.num_microbatches
-    if best.programs is None or passes > _LARGE:
+    if best.programs is None or is_large(best.problem):
         return
     searches = [_RestrictedSearch(best, less) for less in restrictions(best.problem)]
     useful = [search for search in searches if search.is_useful(stop)]

@@ -21,6 +21,7 @@ from optpipe_solver.portfolio import (
     MILP_PLAN,
     all_starts,
     improve,
+    is_large,
     milp_may_prove,
     plans,
     run_threads,
@@ -173,18 +174,35 @@ class _SolveRun:
         improve(self.best, plan, turn, good_gap=self.limits.good_gap)
 
     def _starts(self) -> None:
-        """Offer a schedule that is made at once, then bounds, then all other starts."""
+        """Offer a schedule that is made at once, then bounds, then all other starts.
+
+        Of a large problem the serial one is no answer: what can take long, or wait, comes after a
+        better one. And none is begun that would take longer than is left; the first, which loads
+        compiled code, says nothing about that.
+        """
         best, stop = self.best, self.stop
         starts = all_starts(best.problem, None if self.method in _OPTIMISE else (self.method,))
+        seconds: list[float] = []
         with best.clocked("starts"):
-            while self.start is None and (made := next(starts, None)) is not None:
+            while self._has_no_answer() and (made := next(starts, None)) is not None:
                 self._take(made)
+                seconds += [made.seconds] * (made.programs is not None)
         with best.clocked("bounds"):
             for bound in lower_bounds(best.problem, should_stop=stop.is_told):
                 best.offer_bound(bound.ms, bound.method)
         with best.clocked("starts"):
-            while not stop.is_told() and (made := next(starts, None)) is not None:
+            while not stop.is_told() and stop.left_s() > max(seconds[1:], default=0.0):
+                if (made := next(starts, None)) is None:
+                    return
                 self._take(made)
+                seconds += [made.seconds] * (made.programs is not None)
+
+    def _has_no_answer(self) -> bool:
+        """Whether there is no start, or only the serial one of a large problem and time is left."""
+        if self.start is None:
+            return True
+        is_poor = self.start[0] == "serial" and is_large(self.best.problem)
+        return is_poor and not self.stop.is_told()
 
     def _take(self, made: FamilyStart) -> None:
         """Offer a start; remember the best, or why there is none."""

@@ -9,7 +9,7 @@ from optpipe import Problem, load_schedule
 from optpipe.wire import JobOptions
 from optpipe_api.engine.engine import SlotEngine
 from optpipe_api.engine.processes import LocalSolvers
-from optpipe_api.jobs import NewJob
+from optpipe_api.services.submission import solved_job
 from optpipe_api.store import open_stores
 from tests.api.live import make_settings, two_stages
 
@@ -37,13 +37,7 @@ class Bench:
 
     def submit(self, name: str, time_limit_s: float = 20.0, **changes) -> str:
         problem = Problem.parse(two_stages(name, **changes))
-        new = NewJob(
-            name=name,
-            problem_hash=problem.problem_hash,
-            objective=problem.objective,
-            problem=problem.model_dump_json(by_alias=True),
-            options=JobOptions(time_limit_s=time_limit_s),
-        )
+        new = solved_job(problem, JobOptions(time_limit_s=time_limit_s))
         job, _ = self.store.add(new, max_queued=100)
         self.engine.wake()
         return job.id

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import uuid
 from contextlib import ExitStack, closing
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from optpipe_api.store import open_stores
 from optpipe_api.store.tables import metadata
-from tests.api.live import Clock, connected, database_in, make_settings
+from tests.api.live import Clock, connected, database_in, make_settings, two_stages
+from tests.conftest import postgres_database
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -35,6 +34,21 @@ def http(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
         yield client
 
 
+@pytest.fixture(scope="module")
+def ended(http: httpx.Client) -> dict[str, Any]:
+    """An ended job of that server, with three schedules behind it."""
+    body = {"problem": two_stages("improve:2:0")}
+    job: dict[str, Any] = http.post("/v1/jobs", params={"wait": 60}, json=body).json()
+    assert job["state"] == "succeeded"
+    return job
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    """What tests marked ``anyio`` run in."""
+    return "asyncio"
+
+
 @pytest.fixture
 def clock() -> Clock:
     return Clock()
@@ -43,19 +57,8 @@ def clock() -> Clock:
 @pytest.fixture(scope="session")
 def postgres_tables() -> Iterator[str]:
     """The URL of one database on PostgreSQL, migrated: to make one for each test takes longer."""
-    url = os.environ.get("OPTPIPE_TEST_POSTGRES_URL")
-    if url is None:
-        pytest.fail("OPTPIPE_TEST_POSTGRES_URL is not set: see `postgres_url`")
-    import psycopg
-
-    name = f"optpipe_test_{uuid.uuid4().hex}"
-    server = url.replace("postgresql+psycopg://", "postgresql://")
-    with psycopg.connect(server, autocommit=True) as connection:
-        connection.execute(f'CREATE DATABASE "{name}"')
-        try:
-            yield f"{url.rpartition('/')[0]}/{name}"
-        finally:
-            connection.execute(f'DROP DATABASE "{name}" WITH (FORCE)')
+    with postgres_database() as url:
+        yield url
 
 
 @pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)])

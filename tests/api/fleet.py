@@ -78,7 +78,6 @@ class Fleet:
         return int(self._zygote.stdout.readline())
 
     def kill(self, port: int, number: signal.Signals = signal.SIGKILL) -> None:
-        """Signal a server, if there is one."""
         _kill(self.pids[port], number)
 
     def kill_solver(self, choice: random.Random) -> None:
@@ -92,11 +91,9 @@ class Fleet:
         return set(self._points) - set(self.reached.read_text("utf-8").split())
 
     def log(self) -> str:
-        """Return what the servers said last."""
         return (self._folder / "server.log").read_text("utf-8")[-5000:]
 
     def close(self) -> None:
-        """Kill all servers."""
         for port in self.pids:
             self.kill(port)
         for pipe in (self._zygote.stdin, self._zygote.stdout):
@@ -130,17 +127,15 @@ class Caller:
         raise TimeoutError(f"{method} {path} was not answered for {PATIENCE_S} s")
 
     def close(self) -> None:
-        """Let go of all connections."""
         self._http.close()
 
 
 def is_running(pid: int) -> bool:
-    """Whether there is such a process."""
+    """Whether there is such a process; one that only waits to be waited for is none."""
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
+        return Path(f"/proc/{pid}/stat").read_text("utf-8").rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
         return False
-    return True
 
 
 def _kill(pid: int, number: signal.Signals) -> None:

@@ -9,7 +9,7 @@ import threading
 import time
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import httpx
 import pytest
@@ -21,12 +21,13 @@ from optpipe_api.store import open_stores
 from tests.api.instant import InstantSolvers
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from fastapi import FastAPI
 
     from optpipe_api.access import Role
 
+T = TypeVar("T")
 FAKE = "tests.api.fake_solver:solve"
 FAKE_COMPARE = "tests.api.fake_compare:compare"
 FAKE_PLAN = "tests.api.fake_plan:plan"
@@ -58,6 +59,15 @@ def two_stages(name: str = "", **changes: Any) -> dict[str, Any]:
         "stages": [{**stage, "device": 0}, {**stage, "device": 1}],
         **changes,
     }
+
+
+def until(look: Callable[[], T], wanted: Callable[[T], object] = bool) -> T:
+    """Look again and again, for two minutes, until what is found is wanted; return it."""
+    deadline = time.monotonic() + 120.0
+    while not wanted(found := look()):
+        assert time.monotonic() < deadline, found
+        time.sleep(0.02)
+    return found
 
 
 @functools.cache
@@ -125,7 +135,6 @@ def running(settings: Settings, *, processes: bool = False) -> Iterator[tuple[st
 
 @contextmanager
 def connected(settings: Settings, *, processes: bool = False) -> Iterator[httpx.Client]:
-    """Run a server and connect to it by plain HTTP."""
     with (
         running(settings, processes=processes) as (url, _),
         httpx.Client(base_url=url, timeout=90) as http,

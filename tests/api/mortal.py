@@ -116,7 +116,6 @@ def _what(name: str, store: JobStore, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def main() -> None:
-    """Serve orders until the input ends."""
     load_methods()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # whoever dies is gone at once
     while order := sys.stdin.readline():

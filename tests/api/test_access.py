@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from tests.api.live import Clock
 
 
+pytestmark = pytest.mark.anyio
+
+
 # Kept
 
 
@@ -44,7 +47,6 @@ def test_a_new_key_is_found_and_its_text_is_kept_nowhere(keys: KeyStore, clock: 
 
 
 def test_a_revoked_key_is_listed_and_not_valid(keys: KeyStore, clock: Clock) -> None:
-    """Revoking twice changes nothing; other keys stay."""
     keys.create("ci", Role.SUBMIT)
     other, _ = keys.create("ops", Role.ADMIN)
     revoked = keys.revoke("ci")
@@ -55,7 +57,6 @@ def test_a_revoked_key_is_listed_and_not_valid(keys: KeyStore, clock: Clock) -> 
 
 
 def test_a_name_is_given_once_until_it_is_revoked(keys: KeyStore) -> None:
-    """A name that is given again belongs to the new key alone."""
     _, old = keys.create("ci", Role.SUBMIT)
     with pytest.raises(KeyNameError, match="'ci' already"):
         keys.create("ci", Role.READ)
@@ -67,7 +68,6 @@ def test_a_name_is_given_once_until_it_is_revoked(keys: KeyStore) -> None:
 
 
 def test_of_keys_made_at_once_under_one_name_one_stays(keys: KeyStore) -> None:
-    """Eight threads create the same name; seven are refused."""
     refused: list[KeyNameError] = []
 
     def create() -> None:
@@ -93,7 +93,6 @@ def test_an_illegal_name_is_refused(keys: KeyStore, name: str) -> None:
 
 
 def test_an_unknown_name_cannot_be_revoked(keys: KeyStore) -> None:
-    """The message says where the names are."""
     with pytest.raises(KeyNameError, match="keys list"):
         keys.revoke("nobody")
 
@@ -132,87 +131,63 @@ class Loader:
         return list(self.keys)
 
 
-def test_a_thousand_requests_read_the_keys_once(clock) -> None:
+async def test_a_thousand_requests_read_the_keys_once(clock) -> None:
     """Within four seconds, also where they come at once."""
     key, text = made()
     load = Loader(key)
-
-    async def ask() -> None:
-        ring = KeyRing(load, clock)
-        found = await asyncio.gather(*(ring.find(text) for _ in range(1000)))
-        assert found == [key] * 1000
-
-    asyncio.run(ask())
+    ring = KeyRing(load, clock)
+    found = await asyncio.gather(*(ring.find(text) for _ in range(1000)))
+    assert found == [key] * 1000
     assert load.reads == 1
 
 
-def test_a_revoked_key_ends_within_five_seconds_and_a_new_one_works_at_once(clock) -> None:
-    """Both with the old keys in memory."""
+async def test_a_revoked_key_ends_within_five_seconds_and_a_new_one_works_at_once(clock) -> None:
     (old, old_text), (new, new_text) = made("old"), made("new")
     load = Loader(old)
-
-    async def ask() -> None:
-        ring = KeyRing(load, clock)
-        assert await ring.find(old_text) == old
-        load.keys = [new]
-        clock.now += 0.6
-        assert await ring.find(new_text) == new
-        load.keys = []
-        clock.now += 4.9
-        assert await ring.find(new_text) is None
-
-    asyncio.run(ask())
+    ring = KeyRing(load, clock)
+    assert await ring.find(old_text) == old
+    load.keys = [new]
+    clock.now += 0.6
+    assert await ring.find(new_text) == new
+    load.keys = []
+    clock.now += 4.9
+    assert await ring.find(new_text) is None
 
 
-def test_a_flood_of_unknown_keys_reads_the_store_twice_a_second(clock) -> None:
-    """A hundred a second for ten seconds."""
+async def test_a_flood_of_unknown_keys_reads_the_store_twice_a_second(clock) -> None:
     load = Loader()
-
-    async def flood() -> None:
-        ring = KeyRing(load, clock)
-        for _ in range(1000):
-            clock.now += 0.01
-            assert await ring.find(mint()) is None
-
-    asyncio.run(flood())
+    ring = KeyRing(load, clock)
+    for _ in range(1000):
+        clock.now += 0.01
+        assert await ring.find(mint()) is None
     assert load.reads <= 21
 
 
-def test_another_secret_under_a_known_id_is_refused(clock) -> None:
+async def test_another_secret_under_a_known_id_is_refused(clock) -> None:
     """The id finds the record; the whole text is compared."""
     key, text = made()
-
-    async def ask() -> None:
-        ring = KeyRing(Loader(key), clock)
-        forged = text[:-1] + ("A" if text[-1] != "A" else "B")
-        assert await ring.find(forged) is None
-        assert await ring.find(text) == key
-
-    asyncio.run(ask())
+    ring = KeyRing(Loader(key), clock)
+    forged = text[:-1] + ("A" if text[-1] != "A" else "B")
+    assert await ring.find(forged) is None
+    assert await ring.find(text) == key
 
 
-def test_keys_that_cannot_be_read_let_nobody_in(clock) -> None:
+async def test_keys_that_cannot_be_read_let_nobody_in(clock) -> None:
     """Also nobody who was let in before: he may have been revoked since."""
     key, text = made()
     load = Loader(key)
-
-    async def ask() -> None:
-        ring = KeyRing(load, clock)
-        assert await ring.find(text) == key
-        load.fault = StoreUnavailableError("gone")
-        clock.now += 4.1
-        with pytest.raises(StoreUnavailableError):
-            await ring.find(text)
-
-    asyncio.run(ask())
+    ring = KeyRing(load, clock)
+    assert await ring.find(text) == key
+    load.fault = StoreUnavailableError("gone")
+    clock.now += 4.1
+    with pytest.raises(StoreUnavailableError):
+        await ring.find(text)
 
 
 # At the gate
 
 
 def gated(load: Loader | None, rates: Rates | None = None) -> Starlette:
-    """An application behind the gate that answers with who asks."""
-
     async def who(request: Any) -> JSONResponse:
         principal = request.state.principal
         return JSONResponse([principal.name, principal.role.value])
@@ -274,7 +249,6 @@ def test_without_keys_everybody_may_ask_and_keys_are_not_looked_at() -> None:
 
 
 def test_signs_of_life_are_open() -> None:
-    """A probe has no key."""
     (answer,) = ask(gated(Loader()), {}, path="/healthz")
     assert answer.status_code == 200
 
@@ -290,7 +264,6 @@ def test_each_key_has_a_rate_of_its_own_and_refused_requests_say_when() -> None:
 
 
 def test_a_bucket_fills_up_again_within_a_minute_and_no_further(clock) -> None:
-    """Sixty a minute are one a second."""
     rates = Rates(60, clock)
     assert [rates.take("a") for _ in range(61)] == [0] * 60 + [1]
     clock.now += 1.0

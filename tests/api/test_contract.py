@@ -49,13 +49,11 @@ class Server:
         self.reader = {"Authorization": f"Bearer {reader}"}
 
     def post(self, path: str, body: object, name: str = "id") -> str:
-        """The id of what a request makes."""
         answer = httpx.post(f"{self.url}{path}", json=body, headers=self.admin, timeout=200)
         made: str = answer.raise_for_status().json()[name]
         return made
 
     def ended(self, path: str) -> None:
-        """Wait for the end of a job."""
         while httpx.get(f"{self.url}{path}", headers=self.admin).json()["finished_at"] is None:
             time.sleep(0.05)
 
@@ -113,7 +111,6 @@ def check(server: Server, folder: Path, *options: str, **ids: str) -> str:
 
 @pytest.mark.timeout(3600)
 def test_what_anybody_may_send_is_answered_as_documented(server, tmp_path) -> None:
-    """Ids are made up: most of it finds nothing."""
     check(server, tmp_path, f"--phases={PHASES}")
 
 

@@ -21,10 +21,10 @@ from optpipe_api.errors import StoreUnavailableError
 from optpipe_api.server import Protocol
 from optpipe_api.store import open_stores
 from tests.api import live
-from tests.api.live import connected, make_settings, running, two_stages
+from tests.api.live import connected, make_settings, running, two_stages, until
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
     from pathlib import Path
 
 
@@ -191,7 +191,6 @@ def test_whoever_sends_half_of_a_request_loses_the_connection(
 
 
 def ends(connection: socket.socket) -> bool:
-    """Whether the server ends it, after what it had to say before."""
     with suppress(ConnectionResetError):
         while connection.recv(4096):
             pass
@@ -212,19 +211,16 @@ def test_more_connections_than_files_are_refused_and_the_server_lives(
             for connection in many[20:]:
                 connection.settimeout(60)
                 assert ends(connection)
-        deadline = time.monotonic() + 60
-        while time.monotonic() < deadline:
-            try:
-                assert httpx.get(f"{url}/healthz").status_code == 200
-                break
-            except httpx.TransportError:
-                time.sleep(0.05)
-        else:
-            pytest.fail("the server does not come back")
+
+        def is_back() -> bool:
+            with suppress(httpx.TransportError):
+                return httpx.get(f"{url}/healthz").status_code == 200
+            return False
+
+        until(is_back)
 
 
 def capped(config: Any) -> Any:
-    """A server that may hold twenty connections."""
     config.limit_concurrency = 20
     return config
 
@@ -255,13 +251,6 @@ def test_bodies_that_never_end_are_held_within_a_budget(tmp_path: Path) -> None:
         large = json.dumps({"problem": two_stages()}).encode() + b" " * 900_000
         headers = {"Content-Type": "application/json"}
         assert http.post("/v1/jobs", content=large, headers=headers).status_code == 202
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def test_a_revoked_key_hears_no_more_of_a_stream_and_waits_no_longer(tmp_path: Path) -> None:

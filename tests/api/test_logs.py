@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 @contextmanager
 def logging_as(form: str) -> Iterator[None]:
-    """Logs as a server writes them; all are written afterwards."""
     default = logging.lastResort
     lines = set_up_logs(form)
     try:

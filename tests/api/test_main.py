@@ -17,8 +17,8 @@ from optpipe import Problem, check_schedule, load_csv
 from optpipe.client import Client, Job
 from optpipe.errors import InfeasibleProblemError, OptPipeError
 from optpipe_api import Settings, main
-from tests.api.fleet import children
-from tests.api.live import FAKE, database_in, two_stages
+from tests.api.fleet import children, is_running
+from tests.api.live import FAKE, database_in, two_stages, until
 
 pytestmark = pytest.mark.long
 
@@ -49,22 +49,20 @@ class Server:
                 cwd=folder,
             )
         self.client = Client(self._address())
-        while not self.client.health():
-            time.sleep(0.02)
+        until(self.client.health)
 
     def _address(self) -> str:
-        deadline = time.monotonic() + 30
-        while (found := ADDRESS.search(self.log.read_text("utf-8"))) is None:
+        def addresses() -> list[str]:
             assert self.process.poll() is None, self.log.read_text("utf-8")
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-        return found[0]
+            return ADDRESS.findall(self.log.read_text("utf-8"))
+
+        return until(addresses)[0]
 
     def end(self, number: signal.Signals) -> int:
         self.client.close()
         if self.process.poll() is None:
             self.process.send_signal(number)
-        return self.process.wait(10)
+        return self.process.wait(60)
 
     def children(self) -> list[int]:
         return children(self.process.pid)
@@ -84,30 +82,15 @@ def start(tmp_path):
         server.end(signal.SIGKILL)
 
 
-def solve_until(client: Client, job_id: str) -> None:
-    while not client.job(job_id).has_schedule:
-        time.sleep(0.02)
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text("utf-8").rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
 def test_a_job_outlives_a_killed_server_and_is_finished_once(start) -> None:
     """Its solver process does not; and the next server on the machine need not wait for a lease."""
     first = start(solve_path=FAKE, lease_s=600.0)
     job = first.client.submit(Problem.parse(two_stages("improve:4:0.4")), time_limit_s=20)
-    solve_until(first.client, job.id)
+    until(lambda: first.client.job(job.id).has_schedule)
     orphans = first.children()
     assert orphans
     first.end(signal.SIGKILL)
-    deadline = time.monotonic() + 60
-    while any(map(is_running, orphans)):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    until(lambda: not any(map(is_running, orphans)))
     second = start(solve_path=FAKE, lease_s=600.0)
     *_, last = second.client.follow(job)
     assert (last.state, len(last.trace or ())) == ("succeeded", 5)
@@ -127,9 +110,9 @@ def test_a_stopped_server_ends_cleanly_with_waiting_requests_and_running_jobs(st
         target=lambda: answers.append(server.client.submit(problem, wait_s=50))
     )
     waiting.start()
-    while len(found := list(server.client.jobs())) < 2:
-        time.sleep(0.02)
-    solve_until(server.client, found[0].id)
+    until(lambda: len(list(server.client.jobs())) == 2)
+    running = next(server.client.jobs())
+    until(lambda: server.client.job(running.id).has_schedule)
     children = server.children()
     began = time.monotonic()
     server.process.send_signal(signal.SIGTERM)

@@ -43,7 +43,6 @@ def value(samples: Samples, name: str, **labels: str) -> float:
 
 @pytest.fixture(scope="module")
 def http(tmp_path_factory) -> Iterator[httpx.Client]:
-    """Run a server that only these tests count on."""
     with connected(make_settings(tmp_path_factory.mktemp("metrics"), cache=True)) as http:
         yield http
 
@@ -65,7 +64,6 @@ def solve(http: httpx.Client, num_microbatches: int) -> None:
 
 
 def test_a_job_is_counted_from_submission_to_end(http) -> None:
-    """Its state, its wait, its solving time, its gap."""
     before = scrape(http)
     solve(http, 2)
     while value(scrape(http), "optpipe_solve_seconds_count") == value(
@@ -115,7 +113,6 @@ def test_requests_are_counted_by_route_and_never_by_path(http) -> None:
 
 
 def test_durations_are_measured(http) -> None:
-    """As many as requests, each longer than nothing."""
     http.get("/healthz")
     samples = scrape(http)
     labels = {"method": "GET", "route": "/healthz"}
@@ -140,7 +137,6 @@ def test_a_store_that_does_not_answer_is_a_number() -> None:
 
 
 def test_two_applications_in_one_process_count_for_themselves() -> None:
-    """Nothing is registered globally."""
     one, other = ServiceMetrics(), ServiceMetrics()
     one.answered("GET", "/", 200, 0.1)
     labels = {"method": "GET", "route": "/", "status": "200"}
@@ -149,7 +145,6 @@ def test_two_applications_in_one_process_count_for_themselves() -> None:
 
 
 def test_a_stalled_event_loop_is_measured() -> None:
-    """Something that holds it for 0.2 s is seen, as at least 0.1 s."""
     metrics = ServiceMetrics()
 
     async def stall() -> None:
@@ -185,7 +180,6 @@ def test_a_request_keeps_the_id_it_came_with_or_gets_one(http) -> None:
 
 
 def through_telemetry(method: str, status: int, *, fails: bool = False) -> None:
-    """One request through the layer alone."""
 
     async def app(scope, receive, send) -> None:
         structlog.get_logger().info("inside", action="inside")
@@ -215,7 +209,6 @@ def test_log_lines_of_a_request_carry_its_id_and_changes_are_logged(capsys) -> N
 
 
 def test_a_request_that_fails_is_counted_and_logged_too(capsys) -> None:
-    """The error goes on its way."""
     with logging_as("json"), pytest.raises(ZeroDivisionError):
         through_telemetry("GET", 200, fails=True)
     assert '"status": 499' in capsys.readouterr().err

@@ -20,7 +20,8 @@ import pytest
 
 from optpipe import Problem
 from optpipe.wire import EventKind, JobOptions, JobState
-from optpipe_api.jobs import AttemptOutcome, JobEvent, NewJob
+from optpipe_api.jobs import AttemptOutcome, JobEvent
+from optpipe_api.services.submission import solved_job
 from optpipe_api.store import open_stores
 from tests.api.errands import Errands, Ledger, run
 from tests.api.fleet import Caller, Fleet
@@ -84,7 +85,6 @@ class Trial:
         self.errands = Errands(seed, str(folder), self.ledger, num_errands)
 
     def run(self, store: JobStore, disturb: Callable[[], None]) -> None:
-        """Let clients work until it is enough, and servers until every job has ended."""
         clients = [
             threading.Thread(target=self._work, args=(index,)) for index in range(NUM_CLIENTS)
         ]
@@ -141,52 +141,7 @@ def _num_unfinished(store: JobStore) -> int:
     return counts[JobState.QUEUED] + counts[JobState.RUNNING]
 
 
-def die_at_points(folder: Path, url: str, num_servers: int, points: list[str]) -> None:
-    """Die at each point, once at least, and check all promises."""
-    with ExitStack() as stack:
-        store = stack.enter_context(closing(open_stores(url))).jobs
-        settings = {**SETTINGS, "database_url": url, "solver_processes": 1}
-        fleet = stack.enter_context(closing(Fleet(folder, num_servers, settings, points)))
-        trial = Trial(folder, fleet, seed=1, num_errands=None)
-        choice = random.Random(1)
-
-        def disturb() -> None:
-            left = fleet.points_left()
-            stops = {point for point in left if point.startswith("requeue.stop")}
-            if not left:
-                trial.is_enough.set()
-            elif left == stops:
-                # Only a job that outlasts the server's goodbye is given back.
-                trial.errands.pause_s = 1.0
-            # It runs when its process is ready, and not before.
-            is_due = stops and store.counts()[JobState.RUNNING] > 0
-            if is_due and choice.random() < 0.2:
-                fleet.kill(choice.choice(fleet.ports), signal.SIGTERM)
-
-        trial.run(store, disturb)
-        assert fleet.points_left() == set()
-        assert fleet.num_lives > len(points) / num_servers
-        check(store, trial.ledger, trial.errands.num_made)
-
-
-def die_at_random(folder: Path, url: str, num_servers: int) -> None:
-    """Die at random moments, and check all promises."""
-    with ExitStack() as stack:
-        store = stack.enter_context(closing(open_stores(url))).jobs
-        settings = {**SETTINGS, "database_url": url}
-        fleet = stack.enter_context(
-            closing(Fleet(folder, num_servers, settings, [], processes=True))
-        )
-        trial = Trial(folder, fleet, seed=2, num_errands=NUM_SUBMISSIONS)
-        reaper = Reaper(fleet, seed=2, num_kills=NUM_KILLS)
-        trial.run(store, reaper)
-        assert reaper.num_left == 0
-        assert fleet.num_lives >= NUM_KILLS
-        check(store, trial.ledger, NUM_SUBMISSIONS)
-
-
 def check(store: JobStore, ledger: Ledger, num_errands: int) -> None:
-    """Hold the store to every promise."""
     jobs = {job.id: job for job in _all_jobs(store)}
     assert jobs.keys() == ledger.errands.keys()
     assert len(jobs) == num_errands
@@ -274,16 +229,8 @@ def test_the_check_would_notice(tmp_path, harm: str) -> None:
 
 
 def _solved(store: JobStore, errand: Errand) -> str:
-    """Solve an errand as an engine does."""
     problem = Problem.parse(errand.body["problem"])
-    new = NewJob(
-        name=problem.name,
-        problem_hash=problem.problem_hash,
-        objective=problem.objective,
-        problem=problem.model_dump_json(by_alias=True),
-        options=JobOptions(time_limit_s=1.0),
-    )
-    store.add(new, max_queued=1)
+    store.add(solved_job(problem, JobOptions(time_limit_s=1.0)), max_queued=1)
     claim = store.claim("worker", 10.0)
     assert claim is not None
     schedule = best(problem, errand.num_rounds)
@@ -299,34 +246,66 @@ def _solved(store: JobStore, errand: Errand) -> str:
     return job.id
 
 
+@pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)])
+def database(request, tmp_path) -> tuple[str, int]:
+    """A URL, and how many servers are on it: one on a file."""
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path}/jobs.db", 1
+    return request.getfixturevalue("postgres_url"), 2
+
+
 @pytest.mark.timeout(2 * PATIENCE_S)
-class TestSqlite:
-    """One server."""
+@pytest.mark.parametrize(
+    "points",
+    [
+        pytest.param(FEW_POINTS, id="each write"),
+        pytest.param(POINTS, id="every point", marks=pytest.mark.extended),
+    ],
+)
+def test_servers_may_die_where_they_write(
+    tmp_path, database: tuple[str, int], points: list[str]
+) -> None:
+    """At each point, once at least."""
+    url, num_servers = database
+    with ExitStack() as stack:
+        store = stack.enter_context(closing(open_stores(url))).jobs
+        settings = {**SETTINGS, "database_url": url, "solver_processes": 1}
+        fleet = stack.enter_context(closing(Fleet(tmp_path, num_servers, settings, points)))
+        trial = Trial(tmp_path, fleet, seed=1, num_errands=None)
+        choice = random.Random(1)
 
-    def test_at_each_write(self, tmp_path) -> None:
-        die_at_points(tmp_path, f"sqlite:///{tmp_path}/jobs.db", 1, FEW_POINTS)
+        def disturb() -> None:
+            left = fleet.points_left()
+            stops = {point for point in left if point.startswith("requeue.stop")}
+            if not left:
+                trial.is_enough.set()
+            elif left == stops:
+                # Only a job that outlasts the server's goodbye is given back.
+                trial.errands.pause_s = 1.0
+            # It runs when its process is ready, and not before.
+            is_due = stops and store.counts()[JobState.RUNNING] > 0
+            if is_due and choice.random() < 0.2:
+                fleet.kill(choice.choice(fleet.ports), signal.SIGTERM)
 
-    @pytest.mark.extended
-    def test_at_every_point(self, tmp_path) -> None:
-        die_at_points(tmp_path, f"sqlite:///{tmp_path}/jobs.db", 1, POINTS)
-
-    @pytest.mark.extended
-    def test_at_random(self, tmp_path) -> None:
-        die_at_random(tmp_path, f"sqlite:///{tmp_path}/jobs.db", 1)
+        trial.run(store, disturb)
+        assert fleet.points_left() == set()
+        assert fleet.num_lives > len(points) / num_servers
+        check(store, trial.ledger, trial.errands.num_made)
 
 
-@pytest.mark.postgres
+@pytest.mark.extended
 @pytest.mark.timeout(2 * PATIENCE_S)
-class TestPostgres:
-    """Two servers of one database."""
-
-    def test_at_each_write(self, tmp_path, postgres_url) -> None:
-        die_at_points(tmp_path, postgres_url, 2, FEW_POINTS)
-
-    @pytest.mark.extended
-    def test_at_every_point(self, tmp_path, postgres_url) -> None:
-        die_at_points(tmp_path, postgres_url, 2, POINTS)
-
-    @pytest.mark.extended
-    def test_at_random(self, tmp_path, postgres_url) -> None:
-        die_at_random(tmp_path, postgres_url, 2)
+def test_servers_and_solvers_may_die_at_any_moment(tmp_path, database: tuple[str, int]) -> None:
+    url, num_servers = database
+    with ExitStack() as stack:
+        store = stack.enter_context(closing(open_stores(url))).jobs
+        settings = {**SETTINGS, "database_url": url}
+        fleet = stack.enter_context(
+            closing(Fleet(tmp_path, num_servers, settings, [], processes=True))
+        )
+        trial = Trial(tmp_path, fleet, seed=2, num_errands=NUM_SUBMISSIONS)
+        reaper = Reaper(fleet, seed=2, num_kills=NUM_KILLS)
+        trial.run(store, reaper)
+        assert reaper.num_left == 0
+        assert fleet.num_lives >= NUM_KILLS
+        check(store, trial.ledger, NUM_SUBMISSIONS)

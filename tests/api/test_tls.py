@@ -24,7 +24,6 @@ CERTIFICATE, KEY = DATA / "certificate.pem", DATA / "key.pem"
 
 
 def serve(folder: Path, *options: object) -> subprocess.Popen[bytes]:
-    """Start a server as users do, on a free port; its log is a file of the folder."""
     variables = {
         "OPTPIPE_DATABASE_URL": f"sqlite:///{folder}/jobs.db",
         "OPTPIPE_SOLVE_PATH": FAKE,
@@ -41,7 +40,6 @@ def serve(folder: Path, *options: object) -> subprocess.Popen[bytes]:
 
 
 def test_a_server_with_a_certificate_speaks_https_only(tmp_path) -> None:
-    """A client that knows the certificate reads; plain HTTP gets no answer."""
     process = serve(tmp_path, "--ssl-certfile", CERTIFICATE, "--ssl-keyfile", KEY)
     try:
         while (found := re.search(r"https://127.0.0.1:\d+", log_of(tmp_path))) is None:
@@ -72,7 +70,6 @@ def log_of(folder: Path) -> str:
 
 @pytest.mark.parametrize("fault", ["absent", "swapped", "no PEM"])
 def test_a_certificate_that_cannot_be_used_is_refused_before_the_start(tmp_path, fault) -> None:
-    """In a sentence, with both names."""
     certificate, key = tmp_path / "c.pem", tmp_path / "k.pem"
     if fault == "swapped":
         shutil.copy(CERTIFICATE, key)
@@ -86,6 +83,5 @@ def test_a_certificate_that_cannot_be_used_is_refused_before_the_start(tmp_path,
 
 
 def test_a_certificate_without_key_is_no_setting() -> None:
-    """The message says that they come together."""
     with pytest.raises(InputError, match="come together"):
         Settings.load(ssl_certfile=CERTIFICATE)

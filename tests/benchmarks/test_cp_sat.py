@@ -10,11 +10,10 @@ from hypothesis import given
 from benchmarks.jobs import PeerAnswer, PeerJob, apart, judge
 from optpipe import Problem, simulate
 from optpipe_solver.budget import Stop
-from optpipe_solver.incumbent import Incumbent
 from optpipe_solver.milp.horizon.model import improve_by_milp
-from optpipe_solver.portfolio import all_starts
 from tests.building import UNIT, bus, offloadable, problem, stage
 from tests.solver.exhaustive import optimum
+from tests.solver.starting import started
 from tests.strategies import Case, cases
 
 if TYPE_CHECKING:
@@ -34,15 +33,6 @@ def peer() -> Iterator[Callable[..., PeerAnswer]]:
             return ask(PeerJob(problem=problem, start=start, seconds=seconds, threads=1), 120.0)
 
         yield answer
-
-
-def best_family(held: Problem) -> Incumbent:
-    """The best legal family, as the benchmark finds it."""
-    best = Incumbent(held)
-    for start in all_starts(held):
-        if start.programs is not None and start.legal:
-            best.offer(start.programs, start.method)
-    return best
 
 
 TWO = [stage(0, 2, 3, 1), stage(1, 3, 2, 2)]
@@ -172,29 +162,12 @@ TINY |= {
 
 @pytest.mark.parametrize("name", sorted(TINY))
 def test_its_optimum_is_the_exhaustive_one(name: str, peer: Callable[..., PeerAnswer]) -> None:
-    """Value and bound both equal the best of all programs."""
     held = TINY[name]
-    said = peer(held, best_family(held).programs)
+    said = peer(held, started(held).programs)
     assert said.status == "optimal"
     assert said.extra["refused"] == 0
     assert judge(held, said.programs) == pytest.approx(optimum(held))
     assert said.bound_ms == pytest.approx(optimum(held))
-
-
-def test_a_host_limit_binds(peer: Callable[..., PeerAnswer]) -> None:
-    """One copy at a time on the host costs 4 ms, as exhaustive search says."""
-    small = offloadable(0, 2, 3, 1, activation_bytes=2 * UNIT, offload_bytes=2 * UNIT)
-    stages = [small, stage(1, 6, 2, 2)]
-    devices = [bus(memory_bytes=2 * UNIT), bus()]
-    hosts = [{"name": "host0", "memory_bytes": 2 * UNIT}]
-    for held, least in (
-        (problem(stages, devices, m=2), 22.0),
-        (problem(stages, devices, m=2, hosts=hosts), 26.0),
-    ):
-        assert optimum(held) == least
-        said = peer(held, best_family(held).programs)
-        assert judge(held, said.programs) == pytest.approx(least)
-        assert said.bound_ms == pytest.approx(least)
 
 
 @given(case=cases())
@@ -227,7 +200,7 @@ def test_it_agrees_with_the_milp(offload: bool, peer: Callable[..., PeerAnswer])
         [stage(d, 4, 4, 2, **half) for d in range(3)], [{"memory_bytes": 20}] * 3, m=4
     )
     held = parked() if offload else without
-    ours = best_family(held)
+    ours = started(held)
     said = peer(held, ours.programs, 20.0)
     improve_by_milp(ours, Stop(15))
     found = judge(held, said.programs)

@@ -12,9 +12,9 @@ import pytest
 
 from benchmarks.gpu.__main__ import as_markdown
 from benchmarks.gpu.alone import in_flight, largest, one_rank, slowdown
-from optpipe import Device, Problem, Stage
 from optpipe.check import find_violations
 from optpipe.memory import device_peak_bytes
+from tests.building import problem, stage
 
 ROOT = Path(__file__).parents[2]
 
@@ -45,21 +45,12 @@ def test_with_offload_larger_sizes_fit_and_run() -> None:
 
 @pytest.mark.parametrize(("count", "ahead"), [(4, 3), (9, 3), (12, 8)])
 def test_the_program_in_flight_is_legal_and_holds_three(count: int, ahead: int) -> None:
-    stage = Stage(
-        device=0,
-        forward_ms=1,
-        backward_input_ms=1,
-        backward_weight_ms=1,
-        activation_bytes=10,
-        offload_bytes=10,
-    )
-    device = Device(memory_bytes=1000, d2h_gb_per_s=1, h2d_gb_per_s=1)
-    problem = Problem(num_microbatches=count, devices=(device,), stages=(stage,))
+    held = problem([stage(offload_bytes=10)], m=count)
     full, none = (in_flight(count, ahead, offload=offload) for offload in (True, False))
-    assert not find_violations(problem, (full,))
-    assert not find_violations(problem, (none,))
-    assert device_peak_bytes(problem, 0, full) == 30
-    assert device_peak_bytes(problem, 0, none) == 10 * ahead
+    assert not find_violations(held, (full,))
+    assert not find_violations(held, (none,))
+    assert device_peak_bytes(held, 0, full) == 30
+    assert device_peak_bytes(held, 0, none) == 10 * ahead
 
 
 @pytest.mark.extended

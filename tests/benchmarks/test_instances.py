@@ -15,7 +15,6 @@ ROWS = index()
 
 
 def test_the_files_are_what_the_script_makes() -> None:
-    """No file is missing, left over, edited by hand, or larger than 50 kB."""
     files = sorted(FOLDER.glob("*.json"))
     assert sorted(file.stem for file in files) == sorted(DOCUMENTS)
     for file in files:
@@ -24,7 +23,6 @@ def test_the_files_are_what_the_script_makes() -> None:
 
 
 def test_the_index_is_what_the_script_makes() -> None:
-    """Every row, in order."""
     made = [{key: str(value) for key, value in row.items()} for _, row in DOCUMENTS.values()]
     assert made == ROWS
 
@@ -36,7 +34,6 @@ def test_every_instance_is_feasible(name: str) -> None:
 
 
 def test_the_set_covers_what_it_must() -> None:
-    """At least 60 problems, 2 to 64 devices, 4 to 512 micro-batches, both objectives, no twins."""
     problems = [load_problem(row["name"]) for row in ROWS]
     assert len(problems) >= 60
     assert len({problem.problem_hash for problem in problems}) == len(problems)
@@ -48,7 +45,6 @@ def test_the_set_covers_what_it_must() -> None:
 
 
 def test_the_set_covers_every_feature() -> None:
-    """Offload ratios, recompute, fused backward, hosts, groups, half duplex, links, reductions."""
     problems = [load_problem(row["name"]) for row in ROWS]
     stages = [stage for problem in problems for stage in problem.stages]
     devices = [device for problem in problems for device in problem.devices]

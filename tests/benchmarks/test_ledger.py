@@ -11,17 +11,22 @@ from benchmarks.bench import SMOKE, broken
 from benchmarks.fixed_work import BASELINE, WorkRow, worse
 from benchmarks.jobs import BestLegal
 from benchmarks.ledger import (
+    LEDGER,
+    RESULTS,
     BenchRow,
     LatestRows,
+    claims_of,
     entry,
     index,
     known_best,
     latest,
     read_known,
     read_rows,
+    table_of,
     write_known,
     write_rows,
 )
+from docs.generators import newest_entry
 from tests.building import one_f_one_b, problem, programs, stage
 
 if TYPE_CHECKING:
@@ -46,7 +51,6 @@ def test_only_legal_and_better_programs_are_kept() -> None:
 
 
 def test_rows_survive_the_file_and_the_last_counts(tmp_path: Path) -> None:
-    """Numbers, empty cells and the order come back; a later row replaces an earlier one."""
     none = replace(ROW, solver="milp", objective_ms=None, gap=None, cpu_seconds="milp=1.5")
     newer = replace(ROW, objective_ms=90.0)
     path = tmp_path / "bench.csv"
@@ -77,7 +81,6 @@ def test_what_is_worse_with_the_same_work_is_said() -> None:
 
 
 def test_the_rows_compared_with_are_of_every_instance() -> None:
-    """One each, with a bound that is no more than the objective."""
     rows = read_rows(WorkRow, BASELINE)
     assert sorted(row.name for row in rows) == sorted(row["name"] for row in index())
     assert all(row.bound <= row.objective * (1 + 1e-9) for row in rows)
@@ -115,11 +118,10 @@ def test_the_smoke_run_refuses_what_it_must() -> None:
 
 
 def test_the_report_counts() -> None:
-    """Every claim on three made-up instances."""
     values = {
         "plenty": {"families": 110.0, "cp-sat": 104.0, "ours-20": 104.0},
         "tight": {"families": 200.0, "cp-sat": 150.0, "ours-20": 151.0, "offloading": 202.0},
-        "equal": {"families": 120.0, "cp-sat": 130.0, "ours-20": 120.0},
+        "equal": {"families": 120.0, "cp-sat": 130.0, "ours-20": 120.0, "offloading": 140.0},
     }
     bound = {"plenty": 104.0, "tight": 140.0, "equal": 110.0}
     rows = {
@@ -132,23 +134,37 @@ def test_the_report_counts() -> None:
     }  # fmt: skip
     about = {name: {"class": "plenty" if name == "plenty" else "tight"} for name in values}
     known = known_best({}, rows.values())
-    text = entry(LatestRows(rows, about, dict.fromkeys(values, 100.0), known), "title")
+    text = entry(
+        LatestRows(rows, about, dict.fromkeys(values, 100.0), frozenset({"tight"}), known), "title"
+    )
     for line in (
         "ours-20 against families, 3 instances: worse on 0, better on 2;",
         "ours-20 against cp-sat, 3 instances: worse on 1 (tight), better on 1;",
         "strictly better than the best family on 1 of 2 (50 %) tight",
         "proven optimal on 1 of 3 (33 %)",
         "median proven gap plenty 0.00 % (1), tight 7.81 % (2)",
-        "idle time at most half of the best offloading family's on 1 of 1 (100 %)",
+        "best offloading family's, 1 instances that can offload: less on 1, at most half on 1 (no "
+        "bound forbids it on 1); ratios 0.50 to 0.50, median 0.50",
         "within 1 % of the best known on 3 of 3 (100 %)",
         "| tight | 200.000 | 202.000 | 151.000 | 150.000 | - | 140.000 | 7.28 % | 1 |",
     ):
         assert line in text
 
 
+def test_what_the_ledger_says_of_the_newest_run_is_what_its_rows_say() -> None:
+    """Every claim; those on rows that are no longer kept stand beside them."""
+    said = newest_entry(LEDGER.read_text("utf-8"), "The benchmark set").splitlines()
+    table = table_of(read_rows(BenchRow, RESULTS))
+    claims = [f"* {line}" for ours in table.solvers() for line in claims_of(table, ours)]
+    assert len(claims) > 10
+    assert [line for line in said if line in claims] == claims
+
+
 def test_no_schedule_is_worse_than_any() -> None:
     """Ours with nothing, where a family has something, counts against us."""
     rows = {("one", "families"): ROW}
     rows["one", "ours-20"] = replace(ROW, solver="ours-20", objective_ms=None, gap=None)
-    text = entry(LatestRows(rows, {"one": {"class": "tight"}}, {"one": 50.0}, {}), "title")
+    text = entry(
+        LatestRows(rows, {"one": {"class": "tight"}}, {"one": 50.0}, frozenset(), {}), "title"
+    )
     assert "ours-20 against families, 1 instances: worse on 1 (one), better on 0" in text

@@ -14,7 +14,6 @@ from tests.solver.exhaustive import optimum
 
 
 def test_the_families_say_the_best_of_all() -> None:
-    """The best programs are those of the smallest value, and the bound is below it."""
     held = load_problem("6.2b-p3-m6-2.0a")
     said = families(PeerJob(problem=held))
     found = judge(held, said.programs)
@@ -25,7 +24,6 @@ def test_the_families_say_the_best_of_all() -> None:
 
 
 def test_ours_tells_its_trace() -> None:
-    """The last entry of the trace is the result."""
     held = load_problem("6.2b-p3-m6-2.0a")
     said = ours(PeerJob(problem=held, seconds=4.0))
     assert said.trace[-1].objective_ms == judge(held, said.programs)
@@ -33,7 +31,6 @@ def test_ours_tells_its_trace() -> None:
 
 
 def test_the_milp_proves_a_tiny_optimum() -> None:
-    """It finds and proves what exhaustive search finds, and says where its time went."""
     held = problem([stage(0, 2, 3, 1), stage(1, 3, 2, 2)], m=2)
     said = milp(PeerJob(problem=held, seconds=10.0))
     assert judge(held, said.programs) == pytest.approx(optimum(held))
@@ -53,7 +50,6 @@ def test_a_contestant_runs_apart() -> None:
 
 
 def test_equal_micro_batches_are_renamed_without_loss() -> None:
-    """Out of order and back: legal, and no later."""
     held = problem([stage(0, 1, 2, 1), stage(1, 2, 1, 1)], m=3)
     mixed = programs(
         "0F2 0F0 0F1 0I0 0I2 0W2 0W0 0I1 0W1", "1F0 1F2 1I0 1I2 1F1 1W2 1B1 1W0"

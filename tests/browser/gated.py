@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from optpipe.evaluate import evaluate
 from optpipe.schedule import Provenance
+from optpipe_solver.feasibility import feasibility
 from tests.api.outcomes import Progress, Result, SolveStatus
 from tests.api.serial import serial
 
@@ -31,7 +32,7 @@ def solve(
     **_: object,
 ) -> Result:
     if min(device.usable_bytes for device in problem.devices) < problem.stages[0].activation_bytes:
-        return Result(SolveStatus.INFEASIBLE, None, None, "no activation fits")
+        return Result(SolveStatus.INFEASIBLE, None, None, feasibility(problem).message)
     folder = Path(problem.name.partition(":")[2].partition(" ")[0])
     stop = should_stop or (lambda: False)
     fused = 0

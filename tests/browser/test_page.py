@@ -69,7 +69,7 @@ def test_a_first_visit_leads_to_a_finished_schedule(chromium: Browser, tmp_path)
         page.select_option("[name=model]", "llama3.2-1b")
         page.fill("[name=num_microbatches]", "6")
         page.fill("[name=pp]", "2")
-        page.fill("[name=time_limit_s]", "5")
+        page.fill("[name=time_limit_s]", "60")
         page.wait_for_selector("#problem-size >> text=2 devices, 2 stages, 6 micro-batches")
         page.click("#solve")
         page.wait_for_selector(":is([data-state=succeeded], [data-state=failed])#job")
@@ -177,6 +177,91 @@ def test_zooming_changes_the_pixels_and_a_better_schedule_keeps_the_zoom(
     page.mouse.wheel(0, -300)
     page.wait_for_function("new URLSearchParams(location.search).has('from')")
     (tmp_path / "end").touch()
+
+
+def test_a_zoom_of_another_schedule_is_moved_into_this_one(
+    visit: Visit, url: str, tmp_path
+) -> None:
+    """A link kept from a longer one shows as much time, at the end; too much is all of it."""
+    job = solved(url, tmp_path)
+    for asked, seen_ms in (("from=5000&to=5050", 50), ("from=-900&to=900", None)):
+        page = visit.open(f"?job={job['id']}&{asked}")
+        page.wait_for_selector(DRAWN)
+        start, end = visit.time_axis()
+        assert -2 < start < end < 1.02 * job["objective_ms"]
+        assert seen_ms is None or end - start == pytest.approx(seen_ms)
+        kept = None if seen_ms is None else f"{start:.3f}"
+        page.wait_for_function(
+            "(from) => new URLSearchParams(location.search).get('from') === from", arg=kept
+        )
+
+
+def test_an_end_is_told_together_with_its_chart(visit: Visit, tmp_path) -> None:
+    """Head and chart are of one version, however long the chart takes."""
+    page = visit.open()
+    taken(page, gated(tmp_path))
+    page.click("#solve")
+    page.wait_for_selector(f"{DRAWN}[data-tag*='.1.chart']")
+    first = page.inner_text("#objective")
+    held: list[Route] = []
+
+    def hold(route: Route) -> None:
+        held.append(route)
+
+    page.route("**/chart?*", hold)
+    (tmp_path / "1").touch()
+    while not held:
+        page.wait_for_timeout(20)
+    (tmp_path / "end").touch()
+    job = f"{visit.url}/v1/jobs/{page.get_attribute('#job', 'data-id')}"
+    while httpx.get(job).json()["state"] != "succeeded":
+        page.wait_for_timeout(20)
+    page.wait_for_timeout(1000)
+    assert page.inner_text("#objective") == first
+    assert page.inner_text("#job .state") == "running"
+    page.unroute("**/chart?*")  # what is held goes on
+    page.wait_for_selector("#job[data-state=succeeded]")
+    assert page.inner_text("#objective") != first
+    assert page.evaluate(LAST_DRAWN)
+
+
+def test_a_problem_that_cannot_be_solved_says_what_would_do(visit: Visit, tmp_path) -> None:
+    """In sizes for people, and without empty axes."""
+    page = visit.open()
+    stages = [stage | {"activation_bytes": 12 << 30} for stage in two_stages()["stages"]]
+    taken(page, gated(tmp_path, stages=stages, devices=[{"memory_bytes": 8 << 30}] * 2))
+    page.click("#solve")
+    page.wait_for_selector("#job[data-state=infeasible]")
+    assert "devices[0].memory_bytes must be at least 12.0 GiB" in page.inner_text("#reason")
+    assert page.locator("#job .chart:visible, #job .progress:visible, #beside:visible").count() == 0
+    visit.picture("infeasible")
+
+
+def test_the_axis_of_the_search_is_that_of_the_best(visit: Visit) -> None:
+    """A first schedule of ten times its length does not flatten what comes after."""
+    page = visit.open()
+    alone, scale = page.evaluate(
+        """async () => {
+          const { Progress } = await import("./page/progress.js");
+          const scaleOf = (...points) => Object.assign(new Progress(), { points: points.map(
+            ([objective_ms, bound_ms]) => ({ objective_ms, bound_ms })) }).scale();
+          return [scaleOf([2000, null]), scaleOf([2000, null], [210, 150], [200, 190])];
+        }"""
+    )
+    assert 1000 < alone["start"] < 2000 < alone["end"] < 3000
+    assert 150 < scale["start"] < 190
+    assert 200 < scale["end"] < 260
+
+
+def test_what_torch_cannot_read_is_not_saved_for_torch(visit: Visit, url: str, tmp_path) -> None:
+    """A sentence stands in its place."""
+    job = solved(url, tmp_path)
+    page = visit.open(f"?job={job['id']}")
+    page.wait_for_selector(DRAWN)
+    page.route("**/schedule?format=csv", lambda route: route.fulfill(body="0F0,0OFFLOAD0\n"))
+    page.click("#downloads > summary")
+    page.wait_for_selector("#downloads [data-form=csv][disabled]")
+    assert "torch has no OFFLOAD" in page.inner_text("#downloads")
 
 
 def test_pointing_at_an_action_tells_about_it(visit: Visit, url: str, tmp_path) -> None:

@@ -10,11 +10,11 @@ from rich.table import Table
 
 from optpipe import dump_problem
 from optpipe.cli.console import stderr, stdout
+from tests.cli.conftest import PLAIN, write
 from tests.plot.conftest import make_small_problem
 
 # Sets the window's title, clears the screen, goes back to overwrite, and the same as one C1 code.
 NAME = "mine\x1b]0;yours\x07\x1b[2J\rover\x9b2J\x7f"
-SCHEDULE = "0F0,0F1,0I0,0W0,0I1,0W1\n1F0,1I0,1F1,1I1,1W0,1W1\n"
 
 
 @pytest.fixture
@@ -32,10 +32,8 @@ def controls(text: str) -> set[str]:
 @pytest.mark.usefixtures("terminal")
 def test_a_name_with_escape_codes_is_printed_as_text(tmp_path, optpipe, command) -> None:
     problem = make_small_problem(24).model_copy(update={"name": NAME})
-    (tmp_path / "p.json").write_text(dump_problem(problem), "utf-8")
-    schedule = tmp_path / "s\x1b[2J.csv"
-    schedule.write_text(SCHEDULE, "utf-8")
-    code, out, told = optpipe(command, tmp_path / "p.json", schedule)
+    path = write(tmp_path / "p.json", dump_problem(problem))
+    code, out, told = optpipe(command, path, write(tmp_path / "s\x1b[2J.csv", PLAIN))
     assert (code, controls(out + told)) == (0, set())
     # It shows names of schedules: those of their files.
     assert ("s\u241b[2J" in out) == (command == "plot")

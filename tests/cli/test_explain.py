@@ -27,37 +27,14 @@ from optpipe import (
 from optpipe.explain import Explanation, explain
 from optpipe_solver.families.list_scheduling import build_greedy
 from optpipe_solver.result import Result, SolveStatus
+from tests.cli.conftest import LEGAL, PLAIN, write
 from tests.plot.conftest import make_small_problem
 
 ROOT = Path(__file__).parents[2]
-LEGAL = "0F0,0OFFLOAD0,0RELEASE0,0F1,0RELOAD0,0I0,0W0,0I1,0W1\n1F0,1I0,1F1,1I1,1W0,1W1\n"
-OTHER = "0F0,0F1,0I0,0W0,0I1,0W1\n1F0,1I0,1F1,1I1,1W0,1W1\n"
-
-
-def write(path: Path, text: str) -> Path:
-    path.write_text(text, encoding="utf-8")
-    return path
-
-
-@pytest.fixture
-def problem_file(tmp_path) -> Path:
-    return write(tmp_path / "problem.json", dump_problem(make_small_problem()))
-
-
-@pytest.fixture
-def csv_file(tmp_path) -> Path:
-    return write(tmp_path / "schedule.csv", LEGAL)
-
-
-@pytest.fixture
-def json_file(tmp_path) -> Path:
-    schedule = evaluate(make_small_problem(), load_csv(LEGAL), Provenance(method="hand"))
-    return write(tmp_path / "schedule.json", dump_schedule(schedule))
 
 
 @pytest.fixture
 def lazy_solver(monkeypatch):
-    """Replace the solver by one that hands back its start; returns the options it was given."""
     seen: list[dict[str, object]] = []
 
     def solve(problem: Problem, *, start, start_method, should_stop, **options):
@@ -70,9 +47,8 @@ def lazy_solver(monkeypatch):
     return seen
 
 
-def test_explain_says_it_in_words(optpipe, problem_file, json_file, csv_file) -> None:
-    """The same for both forms of a schedule."""
-    code, out, _ = optpipe("explain", problem_file, json_file)
+def test_explain_says_it_in_words(optpipe, problem_file, schedule_file, csv_file) -> None:
+    code, out, _ = optpipe("explain", problem_file, schedule_file)
     assert code == 0
     told = explain(make_small_problem(), load_csv(LEGAL))
     assert all(sentence.text in out for sentence in told.sentences)
@@ -81,8 +57,8 @@ def test_explain_says_it_in_words(optpipe, problem_file, json_file, csv_file) ->
     assert optpipe("explain", problem_file, csv_file)[1] == out
 
 
-def test_explain_prints_json_for_programs(optpipe, problem_file, json_file) -> None:
-    code, out, _ = optpipe("explain", problem_file, json_file, "--json")
+def test_explain_prints_json_for_programs(optpipe, problem_file, schedule_file) -> None:
+    code, out, _ = optpipe("explain", problem_file, schedule_file, "--json")
     assert code == 0
     assert Explanation.model_validate_json(out) == explain(make_small_problem(), load_csv(LEGAL))
 
@@ -93,11 +69,11 @@ def test_explain_refuses_what_is_not_legal(optpipe, problem_file, tmp_path) -> N
 
 
 def test_what_if_prints_answers_and_writes_their_files(
-    optpipe, problem_file, json_file, tmp_path, lazy_solver
+    optpipe, problem_file, schedule_file, tmp_path, lazy_solver
 ) -> None:
     folder = tmp_path / "new" / "folder"
     code, out, _ = optpipe(
-        "explain", problem_file, json_file, "--what-if", "--time-limit", 3, "--seed", 5,
+        "explain", problem_file, schedule_file, "--what-if", "--time-limit", 3, "--seed", 5,
         "--threads", 1, "-o", folder,
     )  # fmt: skip
     assert code == 0
@@ -117,9 +93,9 @@ def test_what_if_prints_answers_and_writes_their_files(
 
 
 def test_what_if_as_json_carries_the_schedules(
-    optpipe, problem_file, json_file, lazy_solver
+    optpipe, problem_file, schedule_file, lazy_solver
 ) -> None:
-    code, out, _ = optpipe("explain", problem_file, json_file, "--what-if", "--json")
+    code, out, _ = optpipe("explain", problem_file, schedule_file, "--what-if", "--json")
     assert code == 0
     document = json.loads(out)
     assert [answer["name"] for answer in document["what_if"]] == [
@@ -129,10 +105,12 @@ def test_what_if_as_json_carries_the_schedules(
     assert document["length_ms"] == document["what_if"][0]["before_ms"]
 
 
-def test_a_folder_without_a_question_is_refused(optpipe, problem_file, json_file, tmp_path) -> None:
-    code, _, err = optpipe("explain", problem_file, json_file, "-o", tmp_path / "x")
+def test_a_folder_without_a_question_is_refused(
+    optpipe, problem_file, schedule_file, tmp_path
+) -> None:
+    code, _, err = optpipe("explain", problem_file, schedule_file, "-o", tmp_path / "x")
     assert (code, "--what-if" in err) == (2, True)
-    code, _, err = optpipe("explain", problem_file, json_file, "--what-if", "-o", problem_file)
+    code, _, err = optpipe("explain", problem_file, schedule_file, "--what-if", "-o", problem_file)
     assert (code, "cannot make folder" in err) == (2, True)
 
 
@@ -183,11 +161,10 @@ def test_what_if_ends_at_the_first_ctrl_c(optpipe, problem_file, csv_file, monke
 
 
 def test_diff_of_equal_schedules_is_empty_and_leaves_with_0(
-    optpipe, problem_file, json_file, csv_file
+    optpipe, problem_file, schedule_file, csv_file
 ) -> None:
-    """A record and its CSV are the same programs."""
-    assert optpipe("diff", json_file, csv_file) == (0, "", "no difference\n")
-    assert optpipe("diff", json_file, csv_file, problem_file)[:2] == (0, "")
+    assert optpipe("diff", schedule_file, csv_file) == (0, "", "no difference\n")
+    assert optpipe("diff", schedule_file, csv_file, problem_file)[:2] == (0, "")
     assert optpipe("diff", problem_file, problem_file)[:2] == (0, "")
 
 
@@ -198,7 +175,7 @@ def test_diff_of_schedules_says_what_changed_and_what_it_cost(
     devices = [held.model_copy(update={"memory_bytes": 10**12}) for held in small.devices]
     roomy = small.model_copy(update={"devices": devices})
     write(problem_file, dump_problem(roomy))
-    other = write(tmp_path / "other.csv", OTHER)
+    other = write(tmp_path / "other.csv", PLAIN)
     code, out, _ = optpipe("diff", csv_file, other, problem_file)
     assert code == 1
     assert "stage 0: micro-batch 0: offloaded -> kept" in out
@@ -212,18 +189,18 @@ def test_diff_of_schedules_says_what_changed_and_what_it_cost(
 
 
 def test_diff_of_records_without_their_problem_uses_what_they_say(
-    optpipe, json_file, tmp_path
+    optpipe, schedule_file, tmp_path
 ) -> None:
-    record = load_schedule(json_file.read_text())
+    record = load_schedule(schedule_file.read_text())
     other = write(
         tmp_path / "other.json",
         dump_schedule(
             record.model_copy(
-                update={"programs": load_csv(OTHER), "makespan_ms": 1.0, "problem_hash": "sha256:x"}
+                update={"programs": load_csv(PLAIN), "makespan_ms": 1.0, "problem_hash": "sha256:x"}
             )
         ),
     )
-    code, out, err = optpipe("diff", json_file, other)
+    code, out, err = optpipe("diff", schedule_file, other)
     assert code == 1
     assert "makespan: " in out
     assert "different problems" in err
@@ -265,7 +242,7 @@ def test_diff_reads_a_problem_from_standard_input(optpipe, problem_file, monkeyp
 
 
 def test_diff_refuses_what_cannot_be_compared(
-    optpipe, problem_file, json_file, csv_file, tmp_path
+    optpipe, problem_file, schedule_file, csv_file, tmp_path
 ) -> None:
     code, _, err = optpipe("diff", csv_file, problem_file)
     assert (code, "is a problem and" in err) == (2, True)
@@ -275,12 +252,7 @@ def test_diff_refuses_what_cannot_be_compared(
     code, _, err = optpipe("diff", csv_file, nonsense)
     assert (code, "bad.csv" in err) == (2, True)
     assert optpipe("diff", csv_file, tmp_path / "absent.csv")[0] == 2
-    assert optpipe("diff", csv_file, json_file, csv_file)[0] == 2
-
-
-def test_a_csv_written_by_us_is_read_back(optpipe, json_file, tmp_path) -> None:
-    copy = write(tmp_path / "copy.csv", dump_csv(load_csv(LEGAL)))
-    assert optpipe("diff", copy, json_file)[0] == 0
+    assert optpipe("diff", csv_file, schedule_file, csv_file)[0] == 2
 
 
 def test_the_page_of_the_documentation_shows_what_is_printed(optpipe, tmp_path) -> None:

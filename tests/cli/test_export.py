@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 FIRST_WORDS = {
     "torch-csv": "0F0,0F1,0B0,0F2,0B1,0B2\n",
     "python": '"""A pipeline schedule as ScheduledNodes',
+    "megatron-layout": "--num-layers 3 --pipeline-model-parallel-size 2 ",
     "trace": '{"traceEvents": [',
 }
 
@@ -24,7 +25,9 @@ FIRST_WORDS = {
 @pytest.fixture
 def plain(tmp_path) -> tuple[Path, Path]:
     """A problem and its 1F1B, which every form can hold."""
-    return write(tmp_path, problem([stage(0), stage(1)], m=3), one_f_one_b(2, 3))
+    ends = {"embedding": 1, "transformer": 2}, {"transformer": 1, "head": 1}
+    stages = [stage(device, layers=layers) for device, layers in enumerate(ends)]
+    return write(tmp_path, problem(stages, m=3), one_f_one_b(2, 3))
 
 
 def write(folder: Path, whole, rows) -> tuple[Path, Path]:
@@ -50,8 +53,15 @@ def test_every_form_is_written_to_a_file_or_to_the_terminal(
     assert path.read_text() == out
 
 
+def test_layers_are_checked_before_anything_is_written(optpipe, plain) -> None:
+    """Embedding and head are no transformer layers: 3, not 5."""
+    assert optpipe("export", *plain, "--to", "megatron-layout", "--num-layers", "3")[0] == 0
+    code, out, err = optpipe("export", *plain, "--to", "megatron-layout", "--num-layers", "5")
+    assert (code, out) == (2, "")
+    assert "the stages hold 3 transformer layers, but the model has 5" in err
+
+
 def test_split_backwards_can_be_fused_on_the_way(optpipe, tmp_path) -> None:
-    """I becomes B, W goes."""
     rows = programs("0F0 0F1 0I0 0I1 0W0 0W1", "1F0 1I0 1F1 1I1 1W0 1W1")
     paths = write(tmp_path, problem([stage(0), stage(1)], m=2), rows)
     code, out, err = optpipe("export", *paths, "--to", "torch-csv", "--fuse")
@@ -79,7 +89,6 @@ def test_fusing_is_checked_anew(optpipe, tmp_path) -> None:
     ],
 )
 def test_what_a_runtime_cannot_run_is_refused(optpipe, tmp_path, target, message) -> None:
-    """With exit code 2, and no file left behind."""
     paths = write(tmp_path, *everything_at_once())
     path = tmp_path / "exported"
     code, out, err = optpipe("export", *paths, "--to", target, "-o", path)
@@ -106,7 +115,6 @@ def test_a_trace_holds_everything(optpipe, tmp_path) -> None:
     ],
 )
 def test_wrong_arguments_are_named(optpipe, plain, arguments, message: str) -> None:
-    """With exit code 2."""
     code, out, err = optpipe("export", *plain, *arguments)
     assert (code, out) == (2, "")
     assert message in " ".join(err.split())

@@ -21,9 +21,9 @@ from optpipe import (
 from optpipe.cli import files as reading
 from optpipe.cli.files import check_apart, check_writable, write_file
 from optpipe.errors import IllegalScheduleError, InputError, ScheduleMismatchError
+from tests.cli.conftest import PLAIN
 from tests.plot.conftest import make_small_problem
 
-LEGAL = "0F0,0F1,0I0,0W0,0I1,0W1\n1F0,1I0,1F1,1I1,1W0,1W1\n"
 PROBLEM = make_small_problem(24)
 QUICK = ("--time-limit", "5", "--threads", "1", "--method", "serial")
 
@@ -32,11 +32,11 @@ QUICK = ("--time-limit", "5", "--threads", "1", "--method", "serial")
 def files(tmp_path: Path, monkeypatch) -> Path:
     """A folder with a problem, a schedule of it, and tables; it is the current one."""
     monkeypatch.chdir(tmp_path)
-    made = evaluate(PROBLEM, load_csv(LEGAL), Provenance(method="by hand"))
+    made = evaluate(PROBLEM, load_csv(PLAIN), Provenance(method="by hand"))
     texts = {
         "p.json": dump_problem(PROBLEM),
         "s.json": dump_schedule(made),
-        "s.csv": LEGAL,
+        "s.csv": PLAIN,
         "m.json": '{"format": "optpipe/model/v1"}',
         "times.csv": "stage,action,time_ms\n0,F,1\n0,B,2\n",
         "sizes.csv": "stage,activation_bytes\n0,5\n",
@@ -102,7 +102,6 @@ def test_devices_and_pipes_may_stand_twice() -> None:
 
 
 def test_an_input_is_known_behind_a_link(files: Path) -> None:
-    """Two names of one file are one file."""
     (files / "link.json").symlink_to("p.json")
     with pytest.raises(InputError, match="this command reads it"):
         check_apart(Path("link.json"), inputs=[Path("p.json")])
@@ -216,7 +215,7 @@ def test_what_is_wrong_with_a_schedule_names_its_file(files: Path) -> None:
     (files / "other.json").write_text(text.replace(PROBLEM.problem_hash, "sha256:0"))
     with pytest.raises(ScheduleMismatchError, match=r"other\.json: the schedule was made for"):
         reading.read_programs(PROBLEM, Path("other.json"))
-    (files / "bad.csv").write_text(LEGAL.replace("0I0,0W0", "0W0,0I0"))
+    (files / "bad.csv").write_text(PLAIN.replace("0I0,0W0", "0W0,0I0"))
     with pytest.raises(IllegalScheduleError, match=r"bad\.csv: illegal schedule") as caught:
         reading.read_programs(PROBLEM, Path("bad.csv"))
     assert caught.value.violations[0].code == "order"

@@ -116,7 +116,6 @@ def test_warm_up_is_left_out_and_samples_are_kept(optpipe, tmp_path: Path) -> No
     ],
 )
 def test_bad_input_leaves_with_2(optpipe, arguments, message) -> None:
-    """The message names the file or option, the rule and the fix."""
     code, _, err = optpipe("import", *arguments)
     assert code == 2
     assert message in err

@@ -11,20 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from optpipe import (
-    Provenance,
-    dump_csv,
-    dump_problem,
-    dump_schedule,
-    evaluate,
-    load_csv,
-    load_problem,
-    load_schedule,
-)
+from optpipe import dump_csv, dump_problem, load_csv, load_problem, load_schedule
 from tests.building import document, stage
+from tests.cli.conftest import LEGAL, write
 from tests.plot.conftest import make_small_problem
 
-LEGAL = "0F0,0OFFLOAD0,0RELEASE0,0F1,0RELOAD0,0I0,0W0,0I1,0W1\n1F0,1I0,1F1,1I1,1W0,1W1\n"
 SWAPPED = LEGAL.replace("0I0,0W0", "0W0,0I0")
 COMMANDS = [
     "solve", "check", "bound", "compare", "sweep", "plan", "plot", "explain", "diff", "export",
@@ -32,28 +23,6 @@ COMMANDS = [
 ]  # fmt: skip
 HEAVY = ["torch", "pulp", "highspy", "fastapi", "sqlalchemy", "matplotlib", "bokeh",
          "optpipe_solver"]  # fmt: skip
-
-
-@pytest.fixture
-def problem_file(tmp_path: Path) -> Path:
-    """The small problem of the pictures: two devices, two micro-batches, offload possible."""
-    path = tmp_path / "problem.json"
-    path.write_text(dump_problem(make_small_problem()))
-    return path
-
-
-@pytest.fixture
-def schedule_file(tmp_path: Path) -> Path:
-    """A legal schedule of it."""
-    path = tmp_path / "schedule.json"
-    made = evaluate(make_small_problem(), load_csv(LEGAL), Provenance(method="by hand"))
-    path.write_text(dump_schedule(made))
-    return path
-
-
-def write(path: Path, text: str) -> Path:
-    path.write_text(text)
-    return path
 
 
 def test_help_lists_every_command(optpipe) -> None:
@@ -145,6 +114,39 @@ def test_solve_writes_csv_where_the_suffix_says_so(optpipe, problem_file, tmp_pa
     assert dump_csv(load_csv(target.read_text())) == target.read_text()
 
 
+def test_a_restricted_solve_makes_a_schedule_of_the_whole_problem(optpipe, tmp_path) -> None:
+    """15 ms with offload: what is proven without it is said, and is no bound of the problem."""
+    problem_file = write(tmp_path / "problem.json", dump_problem(make_small_problem(15)))
+    target = tmp_path / "found.json"
+    limits = ("--work-limit", 2, "--time-limit", 60)
+    done = optpipe("solve", problem_file, "--no-offload", "--no-recompute", *limits, "-o", target)
+    assert done.code == 0, done.err
+    found = load_schedule(target.read_text())
+    assert "OFFLOAD" not in dump_csv(found.programs)
+    assert found.bound_ms is not None
+    assert found.bound_ms <= 15 < found.makespan_ms
+    assert (found.status, found.stopped_by) == ("feasible", "gap")
+    assert {entry.bound_ms for entry in found.provenance.trace} == {None}
+    proven = f"among schedules without offload and recompute: bound {found.makespan_ms:g} ms"
+    assert proven in done.out
+    assert proven in str(found.provenance.bound_method)
+    assert optpipe("check", problem_file, target).code == 0
+
+
+def test_another_objective_is_another_problem(optpipe, problem_file, tmp_path) -> None:
+    target = tmp_path / "found.json"
+    asked = ("--objective", "span", "--method", "greedy")
+    done = optpipe("solve", problem_file, *asked, "-o", target)
+    assert done.code == 0, done.err
+    found = load_schedule(target.read_text())
+    other = make_small_problem().model_copy(update={"objective": "span"})
+    assert (found.objective, found.problem_hash) == ("span", other.problem_hash)
+    assert (
+        f"the file says makespan, so that this is another problem, {found.problem_hash}" in done.err
+    )
+    assert optpipe("check", problem_file, target).code == 2
+
+
 def test_solve_of_an_infeasible_problem_is_exit_code_3_with_the_smallest_memory(
     optpipe, tmp_path
 ) -> None:
@@ -212,7 +214,7 @@ def test_the_example_in_the_help_is_a_problem_of_this_repository() -> None:
 
 def test_a_closed_pipe_does_not_cost_the_schedule(problem_file, tmp_path) -> None:
     target = tmp_path / "found.json"
-    arguments = ["solve", str(problem_file), "-o", str(target), "--time-limit", "5"]
+    arguments = ["solve", str(problem_file), "-o", str(target), "--method", "greedy"]
     code = f"from optpipe.cli import main; main({arguments!r})"
     reader, writer = os.pipe()
     os.close(reader)
@@ -220,8 +222,21 @@ def test_a_closed_pipe_does_not_cost_the_schedule(problem_file, tmp_path) -> Non
         done = subprocess.run(
             [sys.executable, "-c", code], stdout=closed, stderr=subprocess.PIPE, check=False
         )
-    assert load_schedule(target.read_text()).makespan_ms <= 13
+    assert load_schedule(target.read_text()).problem_hash == make_small_problem().problem_hash
     assert b"Traceback" not in done.stderr
+
+
+def test_it_leaves_without_waiting_for_what_a_solve_has_left_behind() -> None:
+    """A thread of a solve can be inside a family for seconds; what was printed is not lost."""
+    code = (
+        "import sys, threading\nfrom optpipe.cli import main\n"
+        "threading.Thread(target=threading.Event().wait, name='solve-1').start()\n"
+        "sys.argv[1:] = ['solve', '--help']\nmain()"
+    )
+    run = [sys.executable, "-c", code]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=120, check=True)
+    assert done.stderr == ""
+    assert "optpipe solve problem.json" in done.stdout
 
 
 def test_names_that_look_like_markup_are_printed_as_they_are(optpipe, tmp_path) -> None:
@@ -275,3 +290,13 @@ def test_solve_refuses_a_picture_it_cannot_draw_before_it_solves(optpipe, proble
     assert done.code == 2
     assert "the suffix chooses the format" in done.err
     assert "ms" not in done.out
+
+
+def test_solve_refuses_a_picture_that_takes_longer_than_its_limit(optpipe, tmp_path) -> None:
+    """Before it solves, and with a way to the picture."""
+    path = tmp_path / "large.json"
+    path.write_text(json.dumps(document([stage(d) for d in range(64)], m=512)))
+    done = optpipe("solve", path, "--plot", tmp_path / "a.html")
+    assert (done.code, done.out) == (2, "")
+    assert "65,536 actions or more" in done.err
+    assert "optpipe plot" in done.err

@@ -23,14 +23,12 @@ MIXED = model(
 
 @pytest.fixture
 def model_file(tmp_path: Path) -> Path:
-    """A fast and a slow device, six layers and a head."""
     path = tmp_path / "model.json"
     path.write_text(dump_model(MIXED))
     return path
 
 
 def test_the_table_the_cut_and_the_gain_are_shown(optpipe, model_file) -> None:
-    """Candidates with their outcome, a row per device, and the naive cut beside the plan."""
     code, out, err = optpipe("plan", model_file, "--time-limit", 1, "--chunks", "1,2")
     assert code == 0, err
     assert "layers per stage" in out
@@ -47,7 +45,6 @@ def test_the_table_the_cut_and_the_gain_are_shown(optpipe, model_file) -> None:
 def test_schedule_and_problem_are_written_and_belong_together(
     optpipe, model_file, tmp_path
 ) -> None:
-    """Read back, the one is legal for the other."""
     schedule, problem = tmp_path / "s.json", tmp_path / "p.json"
     code, _, err = optpipe(
         "plan", model_file, "-o", schedule, "--problem-out", problem, "--time-limit", 0.5
@@ -60,7 +57,6 @@ def test_schedule_and_problem_are_written_and_belong_together(
 
 
 def test_json_holds_everything(optpipe, model_file) -> None:
-    """Status, bound, candidates, problem and schedule, for programs."""
     code, out, _ = optpipe("plan", model_file, "--json", "--time-limit", 0.5, "--chunks", "1")
     assert code == 0
     found = json.loads(out)
@@ -73,7 +69,6 @@ def test_json_holds_everything(optpipe, model_file) -> None:
 
 
 def test_where_nothing_fits_it_leaves_with_3(optpipe, tmp_path) -> None:
-    """And says the smallest memory that works."""
     path = tmp_path / "model.json"
     path.write_text(dump_model(model([layer(repeat=2)], gpus(1, memory_bytes=15))))
     code, out, err = optpipe("plan", path, "--time-limit", 0.5)
@@ -93,14 +88,12 @@ def test_where_nothing_fits_it_leaves_with_3(optpipe, tmp_path) -> None:
     ],
 )
 def test_bad_options_leave_with_2(optpipe, model_file, arguments, message) -> None:
-    """Before any work is done."""
     code, _, err = optpipe("plan", model_file, *arguments)
     assert code == 2
     assert message in err
 
 
 def test_a_bad_model_is_named_with_its_file(optpipe, tmp_path) -> None:
-    """Path, place, rule and fix."""
     path = tmp_path / "m.json"
     path.write_text('{"num_microbatches": 2, "devices": [], "layers": [{}]}')
     code, _, err = optpipe("plan", path)

@@ -24,7 +24,6 @@ QUICK = ("--repeats", 2, "--warmups", 1, "--device", "cpu")
 
 @pytest.fixture
 def profile(optpipe, monkeypatch):
-    """Run the command with the name of a function that makes stages."""
     monkeypatch.setenv("COLUMNS", "140")
     return partial(optpipe, "profile", "--stages")
 
@@ -49,7 +48,6 @@ def test_the_tiny_model_becomes_a_problem(profile, tmp_path) -> None:
 
 
 def test_options_reach_the_problem(profile, tmp_path) -> None:
-    """Micro-batch, their number, placement, memory, state, links."""
     path = tmp_path / "problem.json"
     code, _, err = profile(
         TINY, "-o", path, "--microbatch", 3, "--num-microbatches", 5, "--placement", "0,1,1,0",
@@ -67,7 +65,6 @@ def test_options_reach_the_problem(profile, tmp_path) -> None:
 
 
 def test_ranks_write_one_file_together(tmp_path: Path) -> None:
-    """Two processes, stages in a loop, links measured between them."""
     path = tmp_path / "problem.json"
     arguments = ["profile", "--stages", TINY, "-o", path, *QUICK]
     assert launch_ranks("optpipe.cli", list(map(str, arguments)), 2) == 0
@@ -101,7 +98,6 @@ def test_ranks_write_one_file_together(tmp_path: Path) -> None:
     ],
 )
 def test_bad_input_leaves_with_2(profile, stages, arguments, message) -> None:
-    """The value, the rule, what to do; no stack trace."""
     code, out, err = profile(stages, *arguments)
     assert code == 2
     assert message in err.replace("\n", " ")

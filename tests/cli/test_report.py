@@ -78,7 +78,7 @@ def test_what_is_known_is_not_simulated_again(offloading, monkeypatch) -> None:
 
 def test_a_result_with_too_many_actions_ends_with_its_numbers(offloading, monkeypatch) -> None:
     """To draw it would take longer than many time limits: nothing is simulated."""
-    monkeypatch.setattr(report, "_MOST_DRAWN", 7)
+    monkeypatch.setattr(report, "MOST_DRAWN", 7)
     monkeypatch.setattr(report, "simulate", None)
     monkeypatch.setattr(report, "ScheduleView", None)
     console = Console(file=io.StringIO(), width=100)

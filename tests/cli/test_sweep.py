@@ -18,20 +18,14 @@ from optpipe.formats.tables import load_sweep_csv
 from optpipe.sweep import sweep as vary
 from tests.api import fake_solver
 from tests.api.live import make_settings, running
+from tests.api.outcomes import Result, SolveStatus
+from tests.api.serial import serial
 from tests.plot.conftest import make_small_problem
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 MEMORY = ("--axis", "devices[*].memory_bytes=32,16,9", "--time-limit", "20", "--threads", "1")
-
-
-@pytest.fixture
-def problem_file(tmp_path: Path) -> Path:
-    """The small problem of the pictures: its serial schedules take 10 bytes of each device."""
-    path = tmp_path / "problem.json"
-    path.write_text(dump_problem(make_small_problem()), encoding="utf-8")
-    return path
 
 
 @pytest.fixture
@@ -112,6 +106,41 @@ def test_a_solve_starts_from_what_fits_every_device_and_nothing_else(solved) -> 
     rows, _ = sweep_here([one, other, both], (), options, lambda _: None)
     assert [row["state"] for row in rows] == ["succeeded"] * 3
     assert [start for _, start in solved] == [False, False, True]
+
+
+def test_no_row_is_worse_than_one_of_a_tighter_problem(
+    optpipe, problem_file, tmp_path, monkeypatch
+) -> None:
+    """Whatever the solver finds, here less the more it may; and where a table is gone on with."""
+    starts: list[str | None] = []
+
+    def faulty(problem, **options):
+        starts.append(options["start"] and options["start_method"])
+        if problem.devices[0].memory_bytes == 40:
+            return Result(SolveStatus.UNKNOWN, None, 1.0, "none found")
+        is_tight = problem.devices[0].memory_bytes == 16 and problem.stages[0].grad_sync_ms == 1
+        return fake_solver._finish(problem, serial(problem, 2 if is_tight else 0))
+
+    monkeypatch.setattr(optpipe_solver, "solve", faulty)
+    # What fuses a backward is sooner done here.
+    problem = make_small_problem()
+    stages = [stage.model_copy(update={"backward_ms": 2}) for stage in problem.stages]
+    problem_file.write_text(dump_problem(problem.model_copy(update={"stages": stages})))
+    table = tmp_path / "t.csv"
+    more = ("--axis", "stages[0].grad_sync_ms=0,1", "-o", table, "--time-limit", "20")
+    for memory, asked in (("16", 2), ("40,32,16", 4)):
+        starts.clear()
+        code, out, err = optpipe(
+            "sweep", problem_file, "--axis", f"devices[*].memory_bytes={memory}", *more
+        )
+        assert (code, len(starts)) == (0, asked), err
+        # What is gone on with knows no schedules.
+        assert starts == [None] + ["tighter problem"] * (asked - 1)
+        rows = read(table)
+        assert {row["state"] for row in rows} == {"succeeded"}
+        assert {row["objective_ms"] for row in rows} == {17.0}
+        words = "whose problem is tighter: it is legal here, and no longer"
+        assert out.count(words) == len(rows) - 1
 
 
 def test_ctrl_c_keeps_what_there_is(optpipe, problem_file, tmp_path, monkeypatch) -> None:

@@ -20,7 +20,7 @@ def inexact_cases() -> st.SearchStrategy[Case]:
 
 
 def _inexact(case: Case) -> Case:
-    document = case.problem.model_dump(mode="json", by_alias=True)
+    document = case.problem.model_dump(by_alias=True)
     for stage in document["stages"]:
         for name in (*_TIMES, "grad_sync_ms"):
             stage[name] = None if stage[name] is None else stage[name] * 0.1

@@ -7,8 +7,9 @@ from itertools import pairwise
 
 import pytest
 
-from optpipe import Device, Problem, Stage, load_csv, simulate
+from optpipe import Problem, load_csv, simulate
 from optpipe.formats.chrome_trace import dump_chrome_trace
+from tests import building
 
 METADATA = {
     "process_name": "name",
@@ -21,17 +22,10 @@ METADATA = {
 @pytest.fixture
 def problem() -> Problem:
     """Offload, a gradient reduction, and times that are no whole microseconds."""
-    device = Device(memory_bytes=16, d2h_gb_per_s=7e-6, h2d_gb_per_s=7e-6)
-    stage = Stage(
-        device=0,
-        forward_ms=1 / 3,
-        backward_input_ms=0.1 + 0.2,
-        backward_weight_ms=1 / 7,
-        activation_bytes=6,
-        offload_bytes=6,
-        grad_sync_ms=0.7,
-    )
-    return Problem(name="odd", num_microbatches=3, devices=(device,), stages=(stage,))
+    device = {"memory_bytes": 16, "d2h_gb_per_s": 7e-6, "h2d_gb_per_s": 7e-6}
+    sizes = {"activation_bytes": 6, "offload_bytes": 6}
+    stage = building.stage(0, 1 / 3, 0.1 + 0.2, 1 / 7, grad_sync_ms=0.7, **sizes)
+    return building.problem([stage], [device], m=3, name="odd")
 
 
 @pytest.fixture
@@ -107,3 +101,16 @@ def test_the_memory_counter_reaches_the_peak_of_the_walk(events) -> None:
     assert max(held) == 12
     assert held[0] == 0
     assert held[-1] == 0
+
+
+def test_messages_that_queue_stand_in_a_process_of_their_link() -> None:
+    link = {"from": 0, "to": 1, "bandwidth_gb_per_s": 1.0}
+    sized = [building.stage(0, output_bytes=5 * building.UNIT), building.stage(1)]
+    made = building.problem(sized, m=2, links=[link], format="optpipe/problem/v2")
+    found = json.loads(dump_chrome_trace(made, building.one_f_one_b(2, 2)))["traceEvents"]
+    names = {e["pid"]: e["args"]["name"] for e in found if e["name"] == "process_name"}
+    sent = [e for e in found if e.get("cat") == "message" and not e["args"]["backward"]]
+    assert [names[e["pid"]] for e in sent] == ["link 0 -> 1"] * 2
+    assert [(e["ts"], e["dur"], e["args"]["waited_ms"]) for e in sent] == [
+        (1000, 5000, 0), (6000, 5000, 4),
+    ]  # fmt: skip

@@ -59,7 +59,6 @@ def test_no_text_ends_in_anything_but_programs_or_our_own_error(text: str) -> No
 
 
 def test_a_byte_order_mark_of_a_spreadsheet_is_read_over() -> None:
-    """Excel writes one."""
     assert load_csv("\ufeff0F0,0B0\n") == load_csv("0F0,0B0\n")
 
 

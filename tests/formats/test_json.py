@@ -122,7 +122,7 @@ def test_another_kind_or_version_is_named_in_one_line() -> None:
     """A line for each of its fields would hide what is wrong: the file, or who wrote it."""
     made, rows = everything_at_once()
     schedule = dump_schedule(evaluate(made, rows, Provenance(method="test")))
-    newer = dump_problem(made).replace("problem/v1", "problem/v2")
+    newer = dump_problem(made).replace("problem/v1", "problem/v3")
     trace = '{"traceEvents": [], "displayTimeUnit": "ms"}'
     refusals = (
         (
@@ -137,7 +137,7 @@ def test_another_kind_or_version_is_named_in_one_line() -> None:
             schedule.replace("/v1", "/v9"),
             "reads 'optpipe/schedule/v1'; read it with",
         ),
-        (load_problem, newer, "format = 'optpipe/problem/v2': this optpipe reads"),
+        (load_problem, newer, "format = 'optpipe/problem/v3': this optpipe reads"),
         (load_problem, trace, "none of a problem's fields, but 'traceEvents', 'displayTimeUnit'"),
     )
     for load, text, message in refusals:

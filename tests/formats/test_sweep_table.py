@@ -71,7 +71,6 @@ def test_without_axes_rows_are_told_by_their_names() -> None:
 
 
 def test_json_is_the_rows() -> None:
-    """As the service answers."""
     assert json.loads(dump_sweep([row(), FAILED], "json")) == {"rows": [row(), FAILED]}
 
 
@@ -99,7 +98,6 @@ def test_any_values_on_any_axes_are_read_back(values: list[dict[str, Any]]) -> N
 
 @pytest.mark.parametrize("name", ["name", "state", "index", "gap"])
 def test_an_axis_may_be_called_as_a_column_is(name: str) -> None:
-    """Columns count by their place."""
     rows = [row(values={name: 7})]
     assert load_sweep_csv(dump_sweep(rows, "csv")) == rows
 
@@ -121,6 +119,5 @@ def test_line_ends_in_texts_leave_the_table_readable() -> None:
     ],
 )
 def test_another_table_is_refused(text: str, words: str) -> None:
-    """What it says, the rule, and what to do."""
     with pytest.raises(InputError, match=words):
         load_sweep_csv(text)

@@ -19,6 +19,7 @@ from optpipe.problem import placement_of
 from optpipe.schedule import input_of, pass_of
 from optpipe.simulate import simulate
 from tests.building import UNIT, bus, one_f_one_b, problem, programs, stage
+from tests.strategies import B, F, I, W
 
 if TYPE_CHECKING:
     from optpipe import Problem, Programs
@@ -27,12 +28,6 @@ if TYPE_CHECKING:
 
 # Random legal programs in which some actions keep the order of the micro-batches.
 
-F, I, W, B = (  # noqa: E741 - DESIGN's letters
-    ActionType.FORWARD,
-    ActionType.BACKWARD_INPUT,
-    ActionType.BACKWARD_WEIGHT,
-    ActionType.FULL_BACKWARD,
-)
 ROUND_TRIP = (ActionType.OFFLOAD, ActionType.RELEASE, ActionType.RELOAD)
 Lives = dict[tuple[int, int], list[ActionType]]
 
@@ -257,11 +252,9 @@ class Rank:
             self.put("weight gradients", node.chunk, node.microbatch)
 
     def pass_BW(self, node: ScheduledNode) -> None:  # noqa: N802
-        """Backward at once."""
         self.pass_B(node, split=False)
 
     def pass_W(self, node: ScheduledNode) -> None:  # noqa: N802
-        """Weight gradients."""
         self.take("weight gradients", node)
 
     def communicate(self, node: ScheduledNode) -> Device:
@@ -280,7 +273,6 @@ class Rank:
 
 
 def load(text: str) -> dict[str, Any]:
-    """Execute the text, which must import nothing."""
     lines = [line for line in text.splitlines() if not line.startswith("    from megatron")]
     assert not any("import " in line for line in lines)
     module: dict[str, Any] = {}
@@ -317,12 +309,6 @@ def test_any_schedule_it_takes_runs_as_planned(rng: random.Random) -> None:
     assert_same(whole, random_programs(whole, rng, lives))
 
 
-@pytest.mark.parametrize(("count", "m"), [(2, 1), (2, 4), (4, 8)])
-def test_1f1b_runs_as_planned(count: int, m: int) -> None:
-    """One chunk each."""
-    assert_same(problem([stage(device) for device in range(count)], m=m), one_f_one_b(count, m))
-
-
 def test_nodes_carry_the_simulated_times_and_the_peers() -> None:
     """In ms; a communication node has the moment when its tensor exists."""
     whole = problem([stage(0, 2), stage(1, 3)], m=2)
@@ -341,7 +327,6 @@ def test_nodes_carry_the_simulated_times_and_the_peers() -> None:
 
 @pytest.mark.parametrize("count", [2, 3])
 def test_communication_stands_in_the_order_of_its_time(count: int) -> None:
-    """Sent as soon as there is something to send, gradients too."""
     whole = problem([stage(device, 1, 2, 1) for device in range(count)], m=6)
     for nodes in load(dump_python_list(whole, one_f_one_b(count, 6)))["scheduled_nodes"](GRAPH):
         moments = [node.start_time for node in nodes if node.comm_pair_id is not None]
@@ -421,6 +406,5 @@ def test_what_the_runtime_would_get_wrong_is_refused(
 
 
 def test_the_same_schedule_is_the_same_text() -> None:
-    """Nothing random, no clock."""
     whole = problem([stage(0), stage(1)], m=3)
     assert dump_python_list(whole, one_f_one_b(2, 3)) == dump_python_list(whole, one_f_one_b(2, 3))

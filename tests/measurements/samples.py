@@ -10,6 +10,11 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 
+def medians(run: Measurements) -> dict[str, float]:
+    """Median per stage and action, keys as in 0F."""
+    return {f"{stage}{action}": found.median_ms for (stage, action), found in run.spreads.items()}
+
+
 def measured(times: Mapping[tuple[int, str], Sequence[float]]) -> Measurements:
     """Measurements of nothing but times in ms, by stage and action."""
     samples = tuple(

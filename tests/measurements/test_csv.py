@@ -99,7 +99,6 @@ HEADER = "stage,action,time_ms\n"
     ],
 )
 def test_wrong_tables_of_times_are_refused(text, message) -> None:
-    """The message says line, value, rule and fix."""
     with pytest.raises(MeasurementError, match=message):
         read_times(text)
 
@@ -123,13 +122,11 @@ def test_a_table_of_stages_is_read() -> None:
     ],
 )
 def test_wrong_tables_of_stages_are_refused(text, message) -> None:
-    """The message says line, value, rule and fix."""
     with pytest.raises(MeasurementError, match=message):
         read_stages_table(text)
 
 
 def test_a_table_of_messages_becomes_a_link() -> None:
-    """1 ms and 1 GB/s, from two sizes."""
     text = "from,to,bytes,time_ms\n0,1,1000000,2\n0,1,3000000,4\n"
     run = read_times(HEADER + "0,F,1\n").with_transfers(read_messages_table(text))
     (link,) = run.links

@@ -11,15 +11,11 @@ import pytest
 from optpipe.formats.chrome_trace import dump_chrome_trace
 from optpipe.measurements import Given, MeasurementError, read_kineto
 from tests import building
+from tests.measurements.samples import medians
 from tests.measurements.traces import COPIES, NETWORK, Trace
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-
-def medians(run) -> dict[str, float]:
-    """Median per stage and action, keys as in 0F."""
-    return {f"{stage}{action}": found.median_ms for (stage, action), found in run.spreads.items()}
 
 
 def test_gpu_time_is_that_of_the_kernels_launched_inside(tmp_path: Path) -> None:
@@ -234,7 +230,6 @@ def test_files_that_are_no_such_trace_are_refused(tmp_path: Path, content, messa
 
 
 def test_a_trace_named_twice_is_refused(tmp_path: Path) -> None:
-    """It would count twice."""
     trace = Trace(rank=0)
     trace.gpu("PP:0F0", (0, 10))
     path = trace.write(tmp_path / "a.json")
@@ -243,7 +238,6 @@ def test_a_trace_named_twice_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    """With the system's own reason."""
     with pytest.raises(MeasurementError, match="No such file"):
         read_kineto([tmp_path / "none.json"])
 
@@ -259,7 +253,6 @@ def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
     ],
 )
 def test_patterns_that_say_nothing_are_refused(tmp_path: Path, pattern, message) -> None:
-    """The message shows the pattern or the name it met."""
     trace = Trace(rank=0)
     trace.gpu("PP:0F0", (0, 10))
     with pytest.raises(MeasurementError, match=message):

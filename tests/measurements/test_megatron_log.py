@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from optpipe.measurements import MeasurementError, MegatronRun, read_megatron
+from tests.measurements.samples import medians
 
 ARGUMENTS = """\
 using world size: 4, data-parallel size: 1, tensor-model-parallel size: 2, \
@@ -28,7 +29,6 @@ ITERATION = " iteration       10/     100 | elapsed time per iteration (ms): 900
 
 
 def all_ranks(forward: list[float], backward: list[float]) -> str:
-    """The block of --timing-log-option all, with lines that are no timers around it."""
     lines = ["[default3]:times across ranks (ms):"]
     for name, times in (("forward-compute", forward), ("backward-compute", backward)):
         lines.append(f"[default3]:  {name}:")
@@ -36,8 +36,10 @@ def all_ranks(forward: list[float], backward: list[float]) -> str:
     return "\n".join([*lines, "  forward-recv:", "     rank  2: 99.00", ITERATION])
 
 
+EVEN = ARGUMENTS + all_ranks([8] * 4, [8] * 4)
+
+
 def min_max(forward: tuple[float, float], backward: tuple[float, float]) -> str:
-    """The block of --timing-log-option minmax."""
     return (
         "(min, max) time across ranks (ms):\n"
         "    forward-backward ...............................: (900.00, 901.00)\n"
@@ -45,10 +47,6 @@ def min_max(forward: tuple[float, float], backward: tuple[float, float]) -> str:
         f"    backward-compute ...............................: ({backward[0]}, {backward[1]})\n"
         + ITERATION
     )
-
-
-def medians(run) -> dict[str, float]:
-    return {f"{stage}{action}": found.median_ms for (stage, action), found in run.spreads.items()}
 
 
 def test_times_of_all_ranks_are_divided_by_the_micro_batches() -> None:
@@ -64,10 +62,10 @@ def test_times_of_all_ranks_are_divided_by_the_micro_batches() -> None:
 
 def test_a_boundary_tensor_follows_from_the_arguments() -> None:
     """4096 x 2 x 1024 in bfloat16, half of it per tensor rank with sequence parallelism."""
-    run = read_megatron(ARGUMENTS + all_ranks([8] * 4, [8] * 4))
+    run = read_megatron(EVEN)
     assert [facts.output_bytes for facts in run.stages] == [8 * 2**20] * 2
-    single = ARGUMENTS.replace("bfloat16", "float32").replace("sequence_parallel ", "other ")
-    assert read_megatron(single + all_ranks([8] * 4, [8] * 4)).stages[0].output_bytes == 2**25
+    single = EVEN.replace("bfloat16", "float32").replace("sequence_parallel ", "other ")
+    assert read_megatron(single).stages[0].output_bytes == 2**25
 
 
 def test_chunks_of_a_rank_are_equal_and_loop() -> None:
@@ -116,23 +114,19 @@ def test_the_old_form_is_of_the_last_stage() -> None:
 
 @pytest.mark.parametrize("header", ["max time across ranks (ms):", "time (ms):"])
 def test_single_numbers_count_for_equal_stages(header) -> None:
-    """The largest of all ranks, or the only rank's."""
     log = f"{ARGUMENTS}{header}\n    forward-compute ....: 80.00\n    backward-compute ...: 160.0\n"
     run = read_megatron(log, MegatronRun(equal_stages=True))
     assert medians(run) == {"0F": 10, "0B": 20, "1F": 10, "1B": 20}
 
 
 def test_other_timers_may_say_anything() -> None:
-    """Only those of compute are read."""
     line = "time (ms) | forward-compute: 80.0 | backward-compute: 160.0 | loader: n/a\n"
     assert medians(read_megatron(ARGUMENTS + line)) == {"1F": 10, "1B": 20}
 
 
 def test_recomputation_is_said_to_be_in_the_backward() -> None:
-    """A run with recompute_granularity full."""
-    arguments = ARGUMENTS.replace("granularity ........................... None",
-                                  "granularity ........................... full")  # fmt: skip
-    notes = read_megatron(arguments + all_ranks([8] * 4, [8] * 4)).notes
+    none = "granularity ........................... None"
+    notes = read_megatron(EVEN.replace(none, none.replace("None", "full"))).notes
     assert "The run recomputed activations: B includes the recomputation." in notes
 
 
@@ -152,7 +146,7 @@ def test_recomputation_is_said_to_be_in_the_backward() -> None:
             "give num_microbatches: Megatron's timers are totals",
         ),
         (
-            ARGUMENTS + all_ranks([8] * 4, [8] * 4).replace("rank  2: 8.00", "rank  2: nan", 1),
+            EVEN.replace("rank  2: 8.00", "rank  2: nan", 1),
             None,
             "line 20: timer forward-compute = 'nan': must be a number of ms",
         ),
@@ -161,10 +155,9 @@ def test_recomputation_is_said_to_be_in_the_backward() -> None:
             None,
             "a time of rank 5, but names world_size 4",
         ),
-        (ARGUMENTS + all_ranks([8] * 4, [8] * 4), MegatronRun(num_stages=3), "4 ranks cannot be"),
+        (EVEN, MegatronRun(num_stages=3), "4 ranks cannot be"),
         (
-            ARGUMENTS.replace("parallel_size ............ None", "parallel_size ............ 2")
-            + all_ranks([8] * 4, [8] * 4),
+            EVEN.replace("parallel_size ............ None", "parallel_size ............ 2"),
             MegatronRun(num_stages=3),
             "must be a multiple of the 2 chunks",
         ),

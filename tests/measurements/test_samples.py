@@ -17,12 +17,10 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="module")
 def base() -> Problem:
-    """The problem that the recorded run was made from."""
     return load_problem(BASE.read_text())
 
 
 def imported(form: str) -> Measurements:
-    """One of the three forms of the run, without its slow first step."""
     if form == "kineto":
         run = read_kineto(sorted(HERE.glob("rank*.json.gz")))
     elif form == "megatron":

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from optpipe import Device, Problem, Stage
+from optpipe import Problem
 from optpipe.measurements import (
     DeviceFacts,
     Given,
@@ -35,7 +35,6 @@ ENOUGH = Given(
 
 
 def test_medians_become_the_times_of_a_problem() -> None:
-    """Each time is the median of its samples; sizes come from what is given."""
     built = measured({(0, "F"): [1, 9, 2], (0, "I"): [3], (0, "W"): [4, 5]}).problem(ENOUGH)
     only = built.stages[0]
     assert (only.forward_ms, only.backward_input_ms, only.backward_weight_ms) == (2, 3, 4.5)
@@ -63,7 +62,6 @@ def test_a_fused_backward_is_kept_and_split(times, share, expected) -> None:
 
 
 def test_everything_missing_is_named_at_once() -> None:
-    """Micro-batches, activations and memory are asked for in one message."""
     with pytest.raises(MeasurementError) as refused:
         measured({(0, "F"): [1], (0, "B"): [1], (1, "F"): [1], (1, "B"): [1]}).problem()
     text = str(refused.value)
@@ -83,7 +81,6 @@ def test_everything_missing_is_named_at_once() -> None:
     ],
 )
 def test_too_few_times_are_refused(times, message) -> None:
-    """The message names the stage, what is there, and what is not."""
     with pytest.raises(MeasurementError, match=message):
         measured(times).problem(ENOUGH)
 
@@ -114,7 +111,6 @@ def test_one_stage_counts_before_all_and_all_before_measured() -> None:
 
 
 def test_only_times_of_a_base_problem_are_replaced() -> None:
-    """Sizes, devices, links and unmeasured stages stay the base's."""
     base = problem(
         [stage(0, 1, 2, 3, static_bytes=4), stage(1, 1, 2, 3, output_bytes=5)],
         m=3,
@@ -278,7 +274,6 @@ def test_a_minority_of_outliers_stays_within_the_others(times, more) -> None:
 
 
 def test_measurements_survive_their_json() -> None:
-    """What is written reads back equal."""
     run = Measurements(
         source="test",
         samples=(Sample(stage=1, action="RECOMPUTE", time_ms=0.5, rank=3),),
@@ -296,12 +291,7 @@ def test_measurements_survive_their_json() -> None:
 
 ACTIONS: tuple[MeasuredAction, ...] = ("F", "I", "W", "B")
 TIMES = st.floats(0.001, 100.0)
-STAGE = {"forward_ms": 1, "backward_input_ms": 1, "backward_weight_ms": 1, "activation_bytes": 1}
-BASE = Problem(
-    num_microbatches=2,
-    devices=(Device(memory_bytes=9),) * 2,
-    stages=(Stage(device=0, **STAGE), Stage(device=1, **STAGE)),
-)
+BASE = problem([stage(0), stage(1)], [{"memory_bytes": 99}] * 2, m=2)
 SAMPLES = st.builds(Sample, stage=st.integers(0, 1), action=st.sampled_from(ACTIONS), time_ms=TIMES)
 TRANSFERS = st.builds(
     Transfer,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from optpipe.measurements import Given, build_problem, read_kineto
+from optpipe.measurements import build_problem, read_kineto
 from tests.measurements.traces import Trace
 
 if TYPE_CHECKING:
@@ -81,17 +81,6 @@ def test_what_lies_there_before_a_step_is_static(tmp_path: Path) -> None:
     assert built.problem.devices[0].memory_bytes == 80_000
     assert built.problem.num_microbatches == 1
     assert "static_bytes is all that lay on the GPU" in "\n".join(built.notes)
-
-
-def test_what_is_given_counts_before_the_trace(tmp_path: Path) -> None:
-    """--memory-bytes and the like."""
-    trace = Trace(rank=0)
-    step(trace, 0)
-    asked = Given.model_validate(
-        {"stage": {"activation_bytes": 99}, "device": {"memory_bytes": 999}}
-    )
-    built = read_kineto([trace.write(tmp_path / "a.json")]).problem(asked)
-    assert (built.stages[0].activation_bytes, built.devices[0].memory_bytes) == (99, 999)
 
 
 def test_bytes_that_outlive_the_backward_are_noted(tmp_path: Path) -> None:

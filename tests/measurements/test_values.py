@@ -30,11 +30,6 @@ def test_one_time_is_all_its_quantiles() -> None:
     )
 
 
-def test_quantiles_are_linear_between_neighbours() -> None:
-    """Of 0 and 100, as of eleven times above."""
-    assert spread([0, 100])[2:4] == (5, 95)
-
-
 # Latency and bandwidth fitted to messages.
 
 
@@ -49,7 +44,6 @@ def messages(*points: tuple[int, float]) -> list[Transfer]:
     sizes=st.sets(st.integers(1, 1000), min_size=2, max_size=8),
 )
 def test_exact_messages_give_the_link_back(latency_ms, gb_per_s, sizes) -> None:
-    """Whatever the latency and bandwidth, from at least two sizes."""
     points = [(size * 10**6, latency_ms + size / gb_per_s) for size in sizes]
     (fit,) = fit_links(messages(*points))
     assert fit.latency_ms == pytest.approx(latency_ms, abs=1e-5)
@@ -57,36 +51,26 @@ def test_exact_messages_give_the_link_back(latency_ms, gb_per_s, sizes) -> None:
     assert fit.num_sizes == len(sizes)
 
 
-def test_late_messages_do_not_move_the_link() -> None:
-    """Of each size, the median of its times counts."""
-    points = [(size * 10**6, 1.0 + size) for size in (1, 2, 4) for _ in range(3)]
-    (fit,) = fit_links(messages(*points, (10**6, 500.0)))
-    assert fit.latency_ms == 1
-    assert fit.bandwidth_gb_per_s == pytest.approx(1)
-
-
-def test_one_size_is_all_bandwidth() -> None:
-    """Latency cannot be told from it."""
-    (fit,) = fit_links(messages((2 * 10**6, 1.0), (2 * 10**6, 3.0)))
-    assert fit.latency_ms == 0
-    assert fit.bandwidth_gb_per_s == pytest.approx(1)
-
-
-def test_a_line_below_zero_is_a_link_without_latency() -> None:
-    """Slow large messages: latency is not negative."""
-    (fit,) = fit_links(messages((10**6, 1.0), (2 * 10**6, 4.0)))
-    assert fit.latency_ms == 0
-    assert fit.bandwidth_gb_per_s == pytest.approx(1 / 1.5)
-
-
-def test_time_that_does_not_grow_is_latency_alone() -> None:
-    """Longer messages that took no longer: no bandwidth is known."""
-    (fit,) = fit_links(messages((10**6, 2.0), (2 * 10**6, 1.0)))
-    assert (fit.latency_ms, fit.bandwidth_gb_per_s) == (1.5, None)
+@pytest.mark.parametrize(
+    ("points", "latency_ms", "gb_per_s"),
+    [
+        # Of each size, the median of its times counts: one late message moves nothing.
+        ([*[(10**6 * size, 1.0 + size) for size in (1, 2, 4)] * 3, (10**6, 500.0)], 1, 1),
+        # Latency cannot be told from one size.
+        ([(2 * 10**6, 1.0), (2 * 10**6, 3.0)], 0, 1),
+        # A line below zero: latency is not negative.
+        ([(10**6, 1.0), (2 * 10**6, 4.0)], 0, 1 / 1.5),
+        # Longer messages that took no longer: no bandwidth is known.
+        ([(10**6, 2.0), (2 * 10**6, 1.0)], 1.5, None),
+    ],
+)
+def test_odd_messages_give_a_link_that_can_be(points, latency_ms, gb_per_s) -> None:
+    (fit,) = fit_links(messages(*points))
+    assert fit.latency_ms == latency_ms
+    assert fit.bandwidth_gb_per_s == (gb_per_s and pytest.approx(gb_per_s))
 
 
 def test_directions_are_links_of_their_own() -> None:
-    """In the order of the pairs."""
     there, back = messages((10**6, 1.0))[0], Transfer(source=1, target=0, num_bytes=5, time_ms=1)
     assert [(fit.source, fit.target) for fit in fit_links([back, there])] == [(0, 1), (1, 0)]
     assert fit_links([]) == ()

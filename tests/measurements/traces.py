@@ -27,7 +27,6 @@ class Trace:
         self._correlation = 0
 
     def add(self, name: str, category: str, start: float, length: float, **fields: Any) -> None:
-        """Add a complete event."""
         event = {"ph": "X", "name": name, "cat": category, "pid": 41, "tid": 41}
         self.events.append(event | {"ts": start, "dur": length, "args": {}} | fields)
 
@@ -86,7 +85,6 @@ class Trace:
         return {"Collective name": verb, **sizes}
 
     def write(self, path: Path) -> Path:
-        """Write the file, gzipped if its name says so."""
         gpus = [{"id": 0, "name": "GPU", "totalGlobalMem": 80_000}]
         document: dict[str, Any] = {"schemaVersion": 1, "traceEvents": self.events}
         document["deviceProperties"] = gpus

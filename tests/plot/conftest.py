@@ -4,31 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from optpipe import Device, Problem, Programs, Stage, load_csv
+from optpipe import Problem, Programs, load_csv
+from tests.building import problem, stage
 
 
 def make_small_problem(memory_bytes: int = 16) -> Problem:
     """F, I, W take 2, 2, 1 ms; a transfer takes 1 ms; an activation takes 6 of 16 bytes."""
-    device = Device(memory_bytes=memory_bytes, d2h_gb_per_s=6e-6, h2d_gb_per_s=6e-6)
-    stages = tuple(
-        Stage(
-            device=index,
-            forward_ms=2,
-            backward_input_ms=2,
-            backward_weight_ms=1,
-            activation_bytes=6,
-            weight_context_bytes=3,
-            offload_bytes=6,
-            static_bytes=4,
-        )
-        for index in range(2)
-    )
-    return Problem(name="small", num_microbatches=2, devices=(device, device), stages=stages)
+    sizes = {"activation_bytes": 6, "weight_context_bytes": 3, "offload_bytes": 6}
+    stages = [stage(device, 2, 2, 1, static_bytes=4, **sizes) for device in range(2)]
+    device = {"memory_bytes": memory_bytes, "d2h_gb_per_s": 6e-6, "h2d_gb_per_s": 6e-6}
+    return problem(stages, [device] * 2, m=2, name="small")
 
 
 @pytest.fixture
 def small_problem() -> Problem:
-    """The problem that the hand-drawn picture shows."""
     return make_small_problem()
 
 
@@ -41,5 +30,4 @@ def make_small_programs() -> Programs:
 
 @pytest.fixture
 def small_programs() -> Programs:
-    """The programs that the hand-drawn picture shows."""
     return make_small_programs()

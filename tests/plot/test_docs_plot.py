@@ -26,7 +26,6 @@ def workplace(tmp_path, monkeypatch) -> Path:
 @pytest.mark.extended
 @pytest.mark.parametrize("block", blocks(PAGE, "sh"))
 def test_commands_run_and_write_what_they_name(optpipe, workplace, block: str) -> None:
-    """The files are there afterwards."""
     for line in block.splitlines():
         program, *arguments = shlex.split(line)
         assert program == "optpipe"
@@ -37,7 +36,6 @@ def test_commands_run_and_write_what_they_name(optpipe, workplace, block: str) -
 
 
 def test_the_python_runs(workplace) -> None:
-    """As it stands on the page."""
     (code,) = blocks(PAGE, "python")
     exec(compile(code, "docs/plot.md", "exec"), {})
     assert (workplace / "picture.svg").exists()

@@ -87,7 +87,6 @@ def test_the_axis_has_a_unit_that_fits(memory_bytes: int | None, unit: str) -> N
 
 @pytest.mark.parametrize("lines", [[], [line("x")], [line("x", (1, None, None, True))]])
 def test_what_has_no_numbers_is_drawn_empty(lines: list[FrontierLine]) -> None:
-    """A batch that has just begun, or in which nothing fits."""
     assert frontier_svg(lines).startswith(b"<?xml")
 
 

@@ -30,7 +30,6 @@ from tests.strategies import cases
 
 @given(cases())
 def test_a_bar_is_an_interval_of_the_timeline(case) -> None:
-    """Row by row: device, lane, action, start and end."""
     drawing = drawing_of(*case)
     timeline = make_timeline(*case)
     rows = [row for device in timeline.intervals for row in device]
@@ -64,7 +63,6 @@ def test_bytes_around_a_bar_are_those_of_the_memory_walk(case) -> None:
 
 @given(cases())
 def test_curves_are_those_of_the_timeline(case) -> None:
-    """Moments never go back, and begin at 0 with the static bytes."""
     curves = drawing_of(*case).memory
     expected = make_timeline(*case).memory
     for curve, points in zip(curves, expected, strict=True):
@@ -87,7 +85,6 @@ def test_a_gradient_reduction_has_the_bytes_of_its_moment() -> None:
 
 
 def test_every_action_type_but_release_has_a_code() -> None:
-    """None stands for gradient reductions."""
     assert set(KINDS) == {*ActionType, None} - {ActionType.RELEASE}
 
 

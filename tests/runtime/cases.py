@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import copy
+import os
+import signal
+import threading
 import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
 
 from optpipe.runtime import PipelineRunner, demo, offload, torch_schedule
 from optpipe.runtime.demo_model import (
@@ -19,12 +28,12 @@ from optpipe.runtime.demo_model import (
 )
 from optpipe.runtime.messages import Receive
 from optpipe.runtime.preflight import num_microbatches_of
+from optpipe.runtime.watch import Cause, DeviceMarks
 from tests.runtime import schedules
+from tests.runtime.small_model import step_alone
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-
-    from torch import Tensor, nn
 
     from optpipe import Problem, Schedule
     from optpipe.runtime.messages import Order
@@ -87,6 +96,46 @@ def dropout_gradients(schedule: Schedule, seed: int = 0) -> list[float]:
     return [float(gradient.abs().sum()) for gradient in gradients if gradient is not None]
 
 
+class _Counting(nn.Module):
+    """A linear layer between buffers that its forward changes, and that change what it returns."""
+
+    seen: Tensor
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(6)
+        self.linear = nn.Linear(6, 6)
+        self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, given: Tensor) -> Tensor:
+        self.seen.add_(given.detach().abs().mean())
+        self.calls = self.calls + 1
+        normed: Tensor = self.norm(given)
+        output: Tensor = given + self.linear(normed) * self.seen / self.calls
+        return output
+
+
+def counting_differences(schedule: Schedule) -> list[float]:
+    """Return by how much this rank's gradients and buffers differ from those of one process."""
+    torch.manual_seed(1)
+    modules = [_Counting().double() for _ in schedule.placement]
+    alone = nn.Sequential(*copy.deepcopy(modules))
+    num_microbatches = num_microbatches_of(schedule)
+    batch, target = torch.randn(2, 4 * num_microbatches, 6, dtype=torch.float64)
+    rank = dist.get_rank()
+    runner = PipelineRunner({rank: modules[rank]}, schedule, functional.mse_loss)
+    for _ in range(2):
+        runner.step(batch, target)
+        step_alone(alone, (batch, target), num_microbatches, functional.mse_loss)
+    found, wanted = (
+        [*module.buffers(), *(p.grad for p in module.parameters() if p.grad is not None)]
+        for module in (modules[rank], alone[rank])
+    )
+    return [float((a - b).abs().max()) for a, b in zip(found, wanted, strict=True)]
+
+
 def refused_stage(schedule: Schedule, trouble: str) -> str:
     """Return how a bad stage 2 is refused on this rank."""
     rank = dist.get_rank()
@@ -97,6 +146,19 @@ def refused_stage(schedule: Schedule, trouble: str) -> str:
     return _refusal(lambda: runner.step(*random_tokens(CONFIG, 4, seed=0)))
 
 
+def refused_split(schedule: Schedule, problem: Problem | None) -> str:
+    """Return how a pipeline is refused whose stage 2 makes all its gradients at I."""
+    rank = dist.get_rank()
+    module = make_stages(CONFIG, 4)[rank]
+    if rank == 2:
+        for parameter in module.parameters():
+            parameter.register_hook(lambda gradient: gradient)
+    data = random_tokens(CONFIG, num_microbatches_of(schedule), seed=0)
+    return _refusal(
+        lambda: PipelineRunner({rank: module}, schedule, token_loss, problem).step(*data)
+    )
+
+
 def _raise(*_: Any) -> None:
     raise ValueError("no such layer")
 
@@ -105,7 +167,16 @@ def _transpose(_module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
     return output.transpose(0, 1)
 
 
-_TROUBLES: dict[str, Callable[..., Any]] = {"raises": _raise, "transposes": _transpose}
+def _distribute(_module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
+    mesh = DeviceMesh("cpu", list(range(4)), _init_backend=False)
+    return DTensor.from_local(output, mesh, [Replicate()], run_check=False)
+
+
+_TROUBLES: dict[str, Callable[..., Any]] = {
+    "raises": _raise,
+    "transposes": _transpose,
+    "distributes": _distribute,
+}
 
 
 def refused_orders(schedule: Schedule) -> str:
@@ -135,24 +206,61 @@ def _is_forward_receive(step: object) -> bool:
     return isinstance(step, Receive) and not step.message.backward and step.message.stage == 1
 
 
-def fail_in_the_second_step(*, stays: bool) -> int:
-    """Be a rank of two, of which rank 1 fails and, if it stays, lives on; return an exit code."""
+def fail_and_live_on() -> int:
+    """Be a rank of two, of which rank 1 fails in its second step and does not end."""
     join_ranks("gloo")
-    rank = dist.get_rank()
-    problem = schedules.make_problem((0, 1), 4)
-    schedule = schedules.make_schedule(problem, schedules.one_f_one_b(2, 4))
-    module = make_stages(CONFIG, 2)[rank]
-    runner = PipelineRunner({rank: module}, schedule, token_loss, problem)
+    return _train_until_one_fails(1, _raise, lives_on_s=60)
+
+
+def fail_at(rank: int, fault: str, copies: int, port: int) -> int:
+    """Be one of several ranks, of which one fails in its second step; return an exit code.
+
+    They train so many copies of a model, whose gradients are reduced in a stage's last backward.
+    """
+    own, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=own, world_size=world
+    )
+
+    def fail(*_: Any) -> None:
+        print(f"fault at {time.time()}", flush=True)
+        _FAULTS[fault]()
+
+    return _train_until_one_fails(rank, fail, copies=copies)
+
+
+_FAULTS: dict[str, Callable[[], object]] = {
+    "raise": _raise,
+    "hang": lambda: time.sleep(600),
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+}
+
+
+def _train_until_one_fails(
+    failing: int, fail: Callable[..., object], lives_on_s: float = 0, copies: int = 1
+) -> int:
+    rank, size = dist.get_rank(), dist.get_world_size() // copies
+    problem = schedules.make_problem(range(size), 4)
+    schedule = schedules.make_schedule(problem, schedules.one_f_one_b(size, 4))
+    module = make_stages(CONFIG, size)[rank % size]
+    group = None
+    if copies > 1:
+        mesh = init_device_mesh("cpu", (copies, size), mesh_dim_names=("data", "pipeline"))
+        module = DistributedDataParallel(module, process_group=mesh["data"].get_group())
+        group = mesh["pipeline"].get_group()
+    runner = PipelineRunner(
+        {rank % size: module}, schedule, token_loss, problem, group=group, hang_timeout_s=2
+    )
     batch, target = random_tokens(CONFIG, 4, seed=0)
     runner.step(batch, target)
-    if rank == 1:
-        module.register_forward_hook(_raise)
+    if rank == failing:
+        module.register_forward_hook(fail)
     try:
         runner.step(batch, target)
     except Exception as error:  # noqa: BLE001 - printed for the test
         notes = getattr(error, "__notes__", [])
         print(f"rank {rank}: {type(error).__name__}: {error} {notes}", flush=True)
-        time.sleep(60 if stays else 0)
+        time.sleep(lives_on_s)
     return 10 + rank
 
 
@@ -167,3 +275,41 @@ def demo_with_wrong_copies(arguments: list[str]) -> int:
     """Be a rank of the demo on a machine whose copies from the host are wrong."""
     offload.PlainCopies = _WrongCopies  # type: ignore[misc]
     return demo.main(arguments)
+
+
+class _LateCuda:
+    """A device that gets to an event some time after the host."""
+
+    def __init__(self) -> None:
+        self.comes_at = 0.0
+
+    def Event(self) -> _LateCuda:  # noqa: N802 - torch's name
+        return _LateCuda()
+
+    def current_stream(self, _device: torch.device) -> None:
+        """All is one stream."""
+
+    def record(self, _stream: None) -> None:
+        self.comes_at = time.monotonic() + 0.3
+
+    def synchronize(self) -> None:
+        time.sleep(max(0.0, self.comes_at - time.monotonic()))
+
+
+def end_with_the_device(schedule: Schedule) -> tuple[float, str, int]:
+    """Return how long a step takes on a late device, how one ends during which others failed, and
+    how many threads of it are left."""
+    rank, modules = dist.get_rank(), make_stages(CONFIG, 4)
+    runner = PipelineRunner({rank: modules[rank]}, schedule, token_loss)
+    runner._activity.marks = DeviceMarks(torch.device("cpu"), _LateCuda())
+    batch, target = random_tokens(CONFIG, 4, seed=0)
+    runner.step(batch, target)
+    began = time.monotonic()
+    runner.step(batch, target)
+    seconds = time.monotonic() - began
+    dist.barrier()
+    runner._watch._store.claim(Cause(9, "rank 9: boom"))
+    told = _refusal(lambda: runner.step(batch, target))
+    runner.close()
+    left = [thread for thread in threading.enumerate() if thread is runner._watch._thread]
+    return seconds, told, len(left)

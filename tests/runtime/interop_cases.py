@@ -14,16 +14,22 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 from examples.gpt_model import MixedPrecision, token_loss
 from optpipe.runtime import PipelineRunner
 from optpipe.runtime.demo_model import make_stages, random_tokens
 from optpipe.runtime.errors import PreflightError
+from optpipe.runtime.passes import deferred_bytes
 from optpipe.runtime.preflight import check_wrappers
 from optpipe.runtime.torch_names import default_store
 from tests.runtime.cases import CONFIG
-from tests.runtime.small_cases import Trained, reference
+from tests.runtime.small_cases import Deferred, Trained, reference
 from tests.runtime.small_model import (
     own_part,
     small_data,
@@ -134,6 +140,38 @@ def train_replicas(
     found, _ = _run(runner, num_microbatches, steps, column)
     found.compare(own, modules, _mean_gradients(num_microbatches, steps))
     return found
+
+
+class TensorParallel(NamedTuple):
+    """One rank's steps, the bytes whose gradients it promised to W, and what it put aside."""
+
+    compared: Trained
+    promised_bytes: dict[int, int]
+    deferred_bytes: int
+
+
+def train_tensor_parallel(schedule: Schedule, num_microbatches: int) -> TensorParallel:
+    """Run two steps on two pipeline ranks, each of whose linear layers two ranks share."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "tensor"))
+    modules = small_stages(len(schedule.placement))
+    own = own_part(schedule.placement, modules, mesh["pipeline"].get_local_rank())
+    plan = {"wide": ColwiseParallel(), "narrow": RowwiseParallel()}
+    for module in own.values():
+        for block in module.blocks:  # type: ignore[union-attr]
+            parallelize_module(block, mesh["tensor"], plan)
+    group = mesh["pipeline"].get_group()
+    runner = PipelineRunner(own, schedule, small_loss, group=group, min_offload_bytes=1)
+    seen = Deferred(runner)
+    found, _ = _run(runner, num_microbatches, 2, column=0)
+    (model,) = small_stages(1)
+    for step in range(2):
+        step_alone(model, small_data(num_microbatches, _seed(step, 0)), num_microbatches)
+    found.compare(own, modules, [_whole(parameter.grad) for parameter in model.parameters()])
+    promised = runner.deferred_bytes
+    for module in own.values():
+        module.compile()
+        assert deferred_bytes(module) == 0, "a compiler sees no DTensors at run time"
+    return TensorParallel(found, promised, seen.bytes)
 
 
 def train_sharded_bf16(schedules: Sequence[Schedule], num_microbatches: int) -> float:

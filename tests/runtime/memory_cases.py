@@ -3,14 +3,30 @@
 from __future__ import annotations
 
 import gc
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.pipelining import ScheduleZBVZeroBubble
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
+from optpipe.runtime import PipelineRunner
+from optpipe.runtime.demo_model import ModelConfig, make_stages, random_tokens, token_loss
 from tests.runtime.live_bytes import LiveBytes, Moment
 from tests.runtime.schedules import V_SHAPE
-from tests.runtime.small_model import SAMPLES, small_data, small_loss, small_runner, torch_stages
+from tests.runtime.small_model import (
+    own_part,
+    small_data,
+    small_loss,
+    small_runner,
+    torch_stages,
+)
 
 if TYPE_CHECKING:
     from optpipe import Schedule
@@ -18,8 +34,7 @@ if TYPE_CHECKING:
 
 WIDTH = 48
 LENGTH = 24
-GRADIENT_BYTES = 8 * SAMPLES * LENGTH * WIDTH
-"""Of one micro-batch, at every boundary."""
+GPT = ModelConfig(sequence=32, dtype=torch.float32)
 
 
 class Counted(NamedTuple):
@@ -33,13 +48,60 @@ class Counted(NamedTuple):
     left: int
     offloaded_bytes: int
     boundary: dict[Action, int]
-    gradient_bytes: dict[int, int]
 
 
-def count_step(schedule: Schedule, num_microbatches: int) -> Counted:
-    """Run a step to make gradients and host slots, and count the next one."""
-    own, runner = small_runner(schedule, width=WIDTH)
-    batch, target = small_data(num_microbatches, 0, WIDTH, LENGTH)
+class _Autocast(nn.Module):
+    """Runs a stage in bfloat16."""
+
+    def __init__(self, stage: nn.Module) -> None:
+        super().__init__()
+        self.stage = stage
+
+    def forward(self, given: Tensor) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.stage(given)
+
+
+class _Checkpointed(nn.Module):
+    """Runs a block again in its backward, but for the products of its matrices."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, given: Tensor) -> Any:
+        contexts = partial(create_selective_checkpoint_contexts, _keep_products)
+        return checkpoint(self.block, given, use_reentrant=False, context_fn=contexts)
+
+
+def _keep_products(_context: Any, operation: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+    products = (torch.ops.aten.addmm.default, torch.ops.aten.mm.default)
+    kept = operation in products
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def gpt_stages(kind: str, num_stages: int) -> list[nn.Module]:
+    """A small GPT in single precision: plain, under autocast, or selectively checkpointed."""
+    stages = make_stages(GPT, num_stages)
+    if kind == "autocast":
+        return [_Autocast(stage) for stage in stages]
+    if kind == "selective":
+        return [nn.Sequential(*map(_Checkpointed, stage.children())) for stage in stages]
+    return stages
+
+
+def count_step(schedule: Schedule, num_microbatches: int, kind: str = "") -> Counted:
+    """Run a step to make gradients and host slots, and count the next one.
+
+    ``kind`` is one of `gpt_stages`; the small model if empty.
+    """
+    if kind:
+        own = own_part(schedule.placement, gpt_stages(kind, len(schedule.placement)))
+        runner = PipelineRunner(own, schedule, token_loss, min_offload_bytes=1)
+        batch, target = random_tokens(GPT, num_microbatches, 0)
+    else:
+        _, runner = small_runner(schedule, width=WIDTH)
+        batch, target = small_data(num_microbatches, 0, WIDTH, LENGTH)
     runner.step(batch, target)
     assert runner._training is not None
     before = runner.offloaded_bytes
@@ -54,7 +116,6 @@ def count_step(schedule: Schedule, num_microbatches: int) -> Counted:
         counter.live,
         runner.offloaded_bytes - before,
         {action: level - slots for action, level in runner._training.boundary.items()},
-        {stage: GRADIENT_BYTES for stage in own if stage < len(schedule.placement) - 1},
     )
 
 

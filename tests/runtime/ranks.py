@@ -112,7 +112,7 @@ def _run_main(main: Callable[[], int], rank: int, num_ranks: int, folder: Path) 
 def start_ranks(num_ranks: int) -> Iterator[Ranks]:
     context = _context()
     ends = [context.Pipe() for _ in range(num_ranks)]
-    port = _free_port()
+    port = free_port()
     processes = [
         context.Process(target=_serve, args=(rank, num_ranks, port, ends[rank][1]), daemon=True)
         for rank in range(num_ranks)
@@ -131,7 +131,7 @@ def start_ranks(num_ranks: int) -> Iterator[Ranks]:
                 process.kill()
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return int(found.getsockname()[1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import random
 import time
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -20,6 +22,7 @@ from optpipe.runtime.preflight import num_microbatches_of
 from tests.runtime.cases import CONFIG
 from tests.runtime.live_bytes import LiveBytes
 from tests.runtime.small_model import (
+    WIDTH,
     own_part,
     small_data,
     small_loss,
@@ -30,8 +33,6 @@ from tests.runtime.small_model import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
-
-    from torch import Tensor, nn
 
     from optpipe import Problem, Schedule
     from optpipe.runtime.messages import Order
@@ -48,8 +49,18 @@ class Model(NamedTuple):
     loss: Callable[[Tensor, Tensor], Tensor]
 
 
+def compiled_stages(num_stages: int) -> list[nn.Module]:
+    """The small model, all of whose blocks are compiled, but for the reference of one stage."""
+    stages = small_stages(num_stages)
+    for stage in stages if num_stages > 1 else ():
+        for block in stage.blocks:  # type: ignore[union-attr]
+            block.compile(backend="aot_eager", fullgraph=True)
+    return stages
+
+
 MODELS = {
     "small": Model(small_stages, small_data, small_loss),
+    "compiled": Model(compiled_stages, small_data, small_loss),
     "transformer": Model(
         functools.partial(make_stages, CONFIG), functools.partial(random_tokens, CONFIG), token_loss
     ),
@@ -68,6 +79,8 @@ class Trained:
     digest: float = 0.0
     offloaded_bytes: int = 0
     reloaded_bytes: int = 0
+    deferred_bytes: int = 0
+    promised_bytes: int = 0
     live_bytes_after_release: int = 0
     released_bytes: int = 0
 
@@ -106,7 +119,8 @@ def train(
     runner = PipelineRunner(own, schedule, loss_fn, problem, min_offload_bytes=1)
     count = num_microbatches_of(schedule)
     expected_losses, expected = reference(count, model)
-    found = Trained()
+    found = Trained(promised_bytes=sum(runner.deferred_bytes.values()))
+    seen = Deferred(runner)
     (_FAULTS[fault] if isinstance(fault, str) else fault)(runner)
     _watch_releases(runner.offloader, found)
     for step in range(steps):
@@ -116,6 +130,7 @@ def train(
             found.losses_equal = found.losses_equal and equal
         found.compare(own, modules, expected[step])
     runner.close()
+    found.deferred_bytes = seen.bytes
     found.offloaded_bytes = runner.offloaded_bytes
     found.reloaded_bytes = runner.reloaded_bytes
     return found
@@ -169,7 +184,7 @@ def take_turns(schedules: Sequence[Schedule]) -> Turns:
     _, expected = reference(count)
     found, deferred = Trained(), []
     for step, runner in enumerate([first, *others]):
-        seen = _Deferred(runner)
+        seen = Deferred(runner)
         runner.step(*small_data(count, seed=step))
         runner.close()
         found.compare(own, [own.get(s, one) for s, one in enumerate(modules)], expected[step])
@@ -177,7 +192,7 @@ def take_turns(schedules: Sequence[Schedule]) -> Turns:
     return Turns(found.worst_difference, min(deferred))
 
 
-class _Deferred:
+class Deferred:
     """Looks, after every I, at what is put aside for its W."""
 
     def __init__(self, runner: PipelineRunner) -> None:
@@ -279,6 +294,87 @@ def orders_of(schedules: Sequence[Schedule]) -> list[tuple[Order, ...]]:
         assert runner._training is not None
         found.append(runner._training.runtime.orders)
     return found
+
+
+class _Sided(nn.Module):
+    """A stage that hands on a mask and a table, floats that need no gradient, beside its state."""
+
+    def __init__(self, *, first: bool, last: bool) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH).double()
+        self.first, self.last = first, last
+        self.asked: set[bool] = set()
+
+    def forward(self, state: Tensor, *sides: Tensor) -> Any:
+        mask, table = sides or (state.sum(-1, keepdim=True).sign(), state.detach().cos())
+        self.asked |= {mask.requires_grad, table.requires_grad}
+        state = state + torch.tanh(self.layer(state * table)) * mask
+        return {"state": state, "num": 1, "mask": mask} if self.last else (state, mask, table)
+
+
+def _weighed(output: dict[str, Any], target: tuple[Tensor, Tensor]) -> Tensor:
+    wanted, weights = target
+    state: Tensor = output["state"]
+    return ((state - wanted).square() * weights).mean()
+
+
+class Sided(NamedTuple):
+    """How a step compares with one process, what asked for gradients, and the elements sent."""
+
+    worst_difference: float
+    asked: set[bool]
+    num_sent: int
+    outputs_equal: bool | None
+
+
+def train_sided(schedule: Schedule) -> Sided:
+    """Train stages with side tensors, a dict for the loss, and a target of two tensors."""
+    count, rank = num_microbatches_of(schedule), dist.get_rank()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        modules = [_Sided(first=s == 0, last=s == 3) for s in range(4)]
+        batch, wanted, weights = torch.rand(3, 2 * count, 3, WIDTH, dtype=torch.float64)
+    runner = PipelineRunner({rank: modules[rank]}, schedule, _weighed, min_offload_bytes=1)
+    num_sent, batch_p2p = 0, torch_schedules._batch_p2p
+
+    def counted(p2p_ops: list[dist.P2POp], desc: str | None = None) -> list[dist.Work]:
+        nonlocal num_sent
+        num_sent += sum(one.tensor.numel() for one in p2p_ops if one.op is dist.isend)
+        return batch_p2p(p2p_ops, desc)
+
+    torch_schedules._batch_p2p = counted
+    try:
+        losses = runner.step(batch, (wanted, weights))
+    finally:
+        torch_schedules._batch_p2p = batch_p2p
+    asked = set(modules[rank].asked)
+    found = runner.eval(batch, (wanted, weights))
+    runner.close()
+    whole = [copy.deepcopy(module) for module in modules]
+    for module in whole:
+        module.zero_grad()
+    expected, states = [], []
+    for parts in zip(*(one.chunk(count) for one in (batch, wanted, weights)), strict=True):
+        output: Any = parts[0]
+        for module in whole:
+            output = module(*output) if isinstance(output, tuple) else module(output)
+        loss = _weighed(output, parts[1:])
+        (loss / count).backward()
+        expected.append(loss.detach())
+        states.append(output["state"].detach())
+    pairs = zip(modules[rank].parameters(), whole[rank].parameters(), strict=True)
+    worst = max(float((_grad(ours) - _grad(theirs)).abs().max()) for ours, theirs in pairs)
+    if losses is None or found.losses is None:
+        return Sided(worst, asked, num_sent, None)
+    equal = torch.allclose(losses, torch.stack(expected), rtol=1e-13)
+    equal &= torch.allclose(found.losses, losses, rtol=1e-13)
+    equal &= torch.allclose(found.outputs["state"], torch.cat(states), rtol=1e-13)
+    return Sided(worst, asked, num_sent, equal and found.outputs["num"] == [1] * count)
+
+
+def _grad(parameter: Tensor) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
 
 
 class Evaluated(NamedTuple):

@@ -100,6 +100,21 @@ def test_fsdp2_shards_get_the_gradients_of_the_whole_model(
         assert found.offloaded_bytes == found.offloaded_bytes_whole
 
 
+@pytest.mark.parametrize("fused", [0.0, 0.3])
+def test_tensor_parallel_layers_split_their_backward(ranks, fused):
+    """Two pipeline ranks, times two tensor-parallel ones; two steps, with recomputation."""
+    problem = schedules.make_problem(TWO_RANKS, MICROBATCHES)
+    programs = schedules.random_programs(problem, 7, recompute=0.25, fused=fused)
+    schedule = schedules.make_schedule(problem, programs)
+    # The shard of each block's weights, and the biases: one is sharded, one repeated.
+    block = 8 * (2 * 6 * 12 // 2 + 12 // 2 + 6)
+    for found in ranks.run(interop_cases.train_tensor_parallel, schedule, MICROBATCHES):
+        assert found.compared.losses_equal
+        assert found.compared.worst_difference < 1e-12 * found.compared.largest_gradient
+        assert list(found.promised_bytes.values()) == [2 * block] * 2
+        assert found.deferred_bytes > 0
+
+
 @pytest.mark.parametrize("offload", [0.0, 0.6])
 def test_bf16_products_are_added_up_in_single_precision(ranks, offload):
     """As many micro-batches as bf16's eight bits would lose: sums in it are off by 1e-3."""
@@ -158,8 +173,9 @@ import torch, torch.distributed as dist
 from optpipe.runtime import PipelineRunner
 from optpipe.runtime.follower import _host_group
 from optpipe.runtime.measuring.devices import ping_pong
-from optpipe.runtime.preflight import cut, made_on
+from optpipe.runtime.preflight import made_on
 from optpipe.runtime.torch_names import backends
+from optpipe.runtime.watch import cut
 from tests.runtime import schedules
 from tests.runtime.small_model import small_data, small_loss, small_stages
 for number, name in enumerate((None, "cpu:gloo")):

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
+import signal
 import subprocess
 import sys
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -14,9 +18,9 @@ import pytest
 from optpipe import Provenance, dump_schedule, evaluate, load_problem, parse_action
 from optpipe.runtime import demo
 from optpipe.runtime.demo_model import launch_ranks
-from optpipe.runtime.runner import EXIT_CODE
+from optpipe.runtime.watch import EXIT_CODE
 from tests.runtime import cases
-from tests.runtime.ranks import fork_ranks
+from tests.runtime.ranks import Ended, fork_ranks, free_port
 
 pytestmark = pytest.mark.long
 
@@ -126,22 +130,58 @@ def test_torchrun_refuses_a_wrong_number_of_ranks_on_all_of_them(offloading, tmp
     assert "ranks 0, 1: the schedule has 4 programs for 2 ranks" in done.stderr
 
 
-def test_a_rank_that_breaks_ends_the_others_with_its_cause(tmp_path):
-    first, second = fork_ranks(partial(cases.fail_in_the_second_step, stays=False), 2, tmp_path)
-    assert (first.code, second.code) == (10, 11)
-    assert "rank 1: RuntimeError" in second.output
-    assert "raised on rank 1, step 1, in 1F0" in second.output
-    told = "rank 0: RankError: another rank failed and this one cannot go on; rank 1"
-    assert told in first.output
-    assert "no such layer" in first.output
+def _fail(fault: str, rank: int, copies: int, folder: Path) -> tuple[list[Ended], float]:
+    """Return how four ranks ended of which one failed, and after how many seconds all had."""
+    folder.mkdir()
+    ended = fork_ranks(partial(cases.fail_at, rank, fault, copies, free_port()), 4, folder)
+    until = time.time()
+    (begun,) = re.findall(r"fault at ([\d.]+)", ended[rank].output)
+    return ended, until - float(begun)
+
+
+@pytest.mark.parametrize("fault", ["kill", "raise", "hang"])
+@pytest.mark.parametrize(
+    ("failing", "copies"),
+    [
+        ((0, 2), 1),
+        pytest.param((1, 3), 1, marks=pytest.mark.extended),
+        pytest.param((0, 1, 2, 3), 2, marks=pytest.mark.extended),
+    ],
+    ids=str,
+)
+def test_whoever_fails_all_ranks_end_soon_and_name_the_same_one(tmp_path, fault, failing, copies):
+    """With rank 0 ends the store through which they would tell each other."""
+    with ThreadPoolExecutor() as pool:
+        runs = {
+            rank: pool.submit(_fail, fault, rank, copies, tmp_path / str(rank)) for rank in failing
+        }
+    for culprit, run in runs.items():
+        ended, seconds = run.result()
+        assert seconds < 10
+        for rank, one in enumerate(ended):
+            if rank != culprit or fault == "hang":
+                assert one.code in {10 + rank, EXIT_CODE}
+                named = re.findall(r"this one cannot go on; rank (\d)", one.output)
+                assert named == [str(culprit)], one.output
+                assert _WORDS[fault].format(culprit, culprit % (4 // copies)) in one.output
+        itself = {"kill": -signal.SIGKILL, "raise": 10 + culprit, "hang": EXIT_CODE}
+        assert ended[culprit].code == itself[fault]
+        if fault == "raise":
+            assert f"raised on rank {culprit}, step 1, in" in ended[culprit].output
+
+
+_WORDS = {
+    "kill": "rank {0}: its process is dead",
+    "raise": "rank {0}, step 1, in {1}F0: RuntimeError",
+    "hang": "rank {0}, step 1, in {1}F0: no progress for 2 s",
+}
 
 
 def test_a_rank_that_breaks_and_lives_on_ends_the_others_too(tmp_path):
-    main = partial(cases.fail_in_the_second_step, stays=True)
-    first, second = fork_ranks(main, 2, tmp_path, lives_on=1)
+    first, second = fork_ranks(cases.fail_and_live_on, 2, tmp_path, lives_on=1)
     assert (first.code, second.code) == (EXIT_CODE, None)
     assert "rank 1: RuntimeError" in second.output
-    told = "optpipe: another rank failed, and this one waits for it; rank 1, step 1"
+    told = "optpipe: another rank failed and this one cannot go on; rank 1, step 1, in 1F0"
     assert told in first.output
     assert "no such layer" in first.output
 

@@ -16,6 +16,7 @@ from optpipe.runtime.errors import OffloadError, PreflightError, require_torch
 from optpipe.runtime.offload import HostPool, PlainCopies, count_slots
 from optpipe.runtime.preflight import Needs, check_needs, needs_of, shapes_of
 from optpipe.runtime.runner import Pipeline
+from optpipe.runtime.torch_schedule import HookedStage
 from tests.building import bus, offloadable, programs
 from tests.building import problem as built_problem
 from tests.runtime import cases, schedules
@@ -81,12 +82,39 @@ def test_what_does_not_fit_together_is_refused_on_all_ranks(ranks, name):
 
 @pytest.mark.parametrize(
     ("trouble", "expected"),
-    [("raises", "ValueError: no such layer"), ("transposes", "only contiguous tensors are sent")],
+    [
+        ("raises", "ValueError: no such layer"),
+        ("transposes", "only contiguous tensors are sent"),
+        ("distributes", "is a DTensor placed (Replicate(),), but only plain tensors are sent"),
+    ],
 )
 def test_a_stage_that_cannot_run_is_named_on_all_ranks(ranks, trouble, expected):
     text = _one_text(ranks.run(cases.refused_stage, STRAIGHT, trouble))
     assert "rank 2: stage 2 cannot run" in text
     assert expected in text
+
+
+def test_a_w_without_work_is_refused_unless_the_plan_knows_that_it_takes_no_time(ranks):
+    """Nobody watches gradients in stages 0, 1 and 3."""
+    for given in (PLAIN, None):
+        text = _one_text(ranks.run(cases.refused_split, SPLIT, given))
+        assert "rank 2: 0 bytes of weight gradient of stage 2 would wait for its W's" in text
+        assert "solve a problem in which its backward_weight_ms is 0" in text
+    stages = list(PLAIN.stages)
+    stages[2] = stages[2].model_copy(update={"backward_weight_ms": 0})
+    known = PLAIN.model_copy(update={"stages": tuple(stages)})
+    schedule = schedules.make_schedule(known, schedules.zero_bubble_h1(4, 4))
+    assert _one_text(ranks.run(cases.refused_split, schedule, known)) == ""
+    assert _one_text(ranks.run(cases.refused_split, STRAIGHT, PLAIN)) == ""
+
+
+def test_what_is_unfrozen_after_gradients_were_agreed_on_is_refused():
+    stage = HookedStage.__new__(HookedStage)
+    stage.stage_index, stage._gets_gradient = 3, [True, False]
+    state, mask = torch.ones(2, requires_grad=True), torch.ones(2)
+    stage._check_gradients((state, mask))
+    with pytest.raises(PreflightError, match="output 1 of stage 3 requires grad, but did not"):
+        stage._check_gradients((state, mask.requires_grad_()))
 
 
 def test_two_swapped_receives_are_refused_before_they_mix_tensors(ranks):

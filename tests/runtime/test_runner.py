@@ -36,6 +36,33 @@ def test_published_schedules_train_bit_for_bit(ranks, make):
     _assert_equal(_train(ranks, problem, make(4, 6)), tolerance=0.0)
 
 
+def test_only_what_requires_grad_gets_gradients_and_the_loss_gets_everything(ranks):
+    """Masks and tables get no gradient messages; the loss takes a dict and a tuple of targets."""
+    problem = schedules.make_problem(schedules.LINEAR, 4)
+    programs = schedules.random_programs(problem, 15, offload=0.4, recompute=0.3)
+    schedule = schedules.make_schedule(problem, programs)
+    state, mask = 2 * 3 * 6, 2 * 3
+    for rank, found in enumerate(ranks.run(small_cases.train_sided, schedule)):
+        assert found.worst_difference < 1e-15
+        assert found.asked == {False}
+        forwards, backwards = 4 * (rank < 3), 4 * (rank > 0)
+        assert found.num_sent == forwards * (2 * state + mask) + backwards * state
+        assert found.outputs_equal is (True if rank == 3 else None)
+
+
+def test_compiled_blocks_train_alike_and_leave_weight_gradients_to_w(ranks):
+    """With all kinds of actions; what is promised to W before the first step is put aside."""
+    problem = schedules.make_problem(schedules.V_SHAPE, 5)
+    programs = schedules.random_programs(problem, 14, offload=0.4, recompute=0.3)
+    schedule = schedules.make_schedule(problem, programs)
+    train, given = small_cases.train, (schedule, problem, "", "compiled", 2)
+    outcomes = ranks.run(train, *given, timeout=240)
+    _assert_equal(outcomes)
+    for outcome in outcomes:
+        assert outcome.promised_bytes == 8 * 2 * (2 * 6 * 12 + 12 + 6)
+        assert outcome.deferred_bytes > 0
+
+
 @pytest.mark.parametrize("mixed", [False, True])
 @pytest.mark.parametrize(
     ("placement", "seed"),
@@ -103,6 +130,17 @@ def test_recomputation_sees_the_random_numbers_of_its_forward(ranks):
     recomputed = ranks.run(cases.dropout_gradients, schedules.make_schedule(problem, again))
     assert kept == recomputed
     assert ranks.run(cases.dropout_gradients, schedules.make_schedule(problem, order), 1) != kept
+
+
+def test_recomputation_changes_no_buffer_and_reads_those_of_its_forward(ranks):
+    """Running statistics, a counter added to in place and one that is replaced at each forward."""
+    problem = schedules.make_problem(schedules.LINEAR, 3)
+    row = "{0}F0 {0}F1 {0}RECOMPUTE0 {0}B0 {0}RECOMPUTE1 {0}F2 {0}B1 {0}RECOMPUTE2 {0}I2 {0}W2"
+    programs = schedules.from_text([row.format(stage) for stage in range(4)])
+    schedule = schedules.make_schedule(problem, programs)
+    for differences in ranks.run(cases.counting_differences, schedule):
+        assert len(differences) == 5 + 4
+        assert max(differences) < 1e-13
 
 
 @pytest.mark.parametrize(("bound_rank", "num_groups"), [(None, 0), (1, 1)])

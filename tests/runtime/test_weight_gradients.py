@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -11,7 +11,9 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from optpipe.runtime.passes import SplitLinear, WeightGradients, split_linears
+from optpipe.runtime.errors import PreflightError
+from optpipe.runtime.offload import SavedActivations, weak_storage
+from optpipe.runtime.passes import SplitLinear, WeightGradients, deferred_bytes, split_linears
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -149,6 +151,93 @@ def _assert_same(ours: torch.Tensor, theirs: torch.Tensor) -> None:
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=0, atol=1e-12)
 
 
+class _Block(nn.Module):
+    """Two layers with one weight and a bias each, after one that has neither of these."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 6, bias=False), nn.Linear(6, 6), nn.Linear(6, 6))
+        self.layers[2].weight = self.layers[1].weight
+        self.norm = nn.LayerNorm(6)
+
+    def forward(self, x):
+        return x + torch.tanh(self.layers(self.norm(x)))
+
+
+class _Recomputed(nn.Sequential):
+    def forward(self, x):
+        for block in self:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x
+
+
+# torch's compiler itself uses what torch deprecates.
+_traced = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+
+@_traced
+@pytest.mark.parametrize(
+    "way",
+    [
+        "blocks",
+        "checkpointed blocks",
+        "whole",
+        pytest.param("inductor", marks=pytest.mark.extended),
+    ],
+)
+def test_compiled_blocks_make_their_weight_gradients_at_w(way):
+    """Fused backwards, too, and where an offloader sees what is saved; once really compiled."""
+    torch.compiler.reset()
+    kind = _Recomputed if way == "checkpointed blocks" else nn.Sequential
+    plain = kind(_Block(), _Block())
+    split, gradients = deepcopy(plain), WeightGradients()
+    compiled: Any = split
+    if way == "whole":
+        compiled = torch.compile(split, backend="aot_eager", fullgraph=True)
+    else:
+        for block in split:
+            block.compile(backend="inductor" if way == "inductor" else "aot_eager", fullgraph=True)
+    assert split_linears(compiled, gradients) == 6
+    parameters = dict(split.named_parameters())
+    at_w = {p for name, p in parameters.items() if "layers" in name}
+    assert deferred_bytes(compiled) == sum(p.nbytes for p in at_w) == 2 * 8 * (2 * 36 + 2 * 6)
+    for is_split in (True, False, True):
+        given = _floats()
+        ours, theirs = _twin(given), _twin(given)
+        plain(theirs).pow(2).sum().backward()
+        saved = SavedActivations("all", split.parameters(), given.device, min_bytes=1)
+        with saved.capture():
+            loss = compiled(ours).pow(2).sum()
+        before = {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None}
+        if is_split:
+            with gradients.collect():
+                loss.backward()
+                assert gradients.held_bytes() >= 6 * 2 * given.nbytes
+                run = gradients.take()
+            for name, p in parameters.items():
+                assert p not in at_w or p.grad is None or torch.equal(p.grad, before[name])
+            run()
+        else:
+            loss.backward()
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=0, atol=1e-12)
+        for p, expected in zip(parameters.values(), plain.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, expected.grad, rtol=0, atol=1e-12)
+
+
+@_traced
+def test_a_hook_put_on_a_compiled_layer_is_not_forgotten():
+    torch.compiler.reset()
+    layer, gradients = nn.Linear(6, 6), WeightGradients()
+    split_linears(layer, gradients)
+    layer.compile(backend="aot_eager")
+    layer(_floats()).sum().backward()
+    output = layer(_floats()).sum()
+    layer.weight.register_post_accumulate_grad_hook(_double_gradient)
+    assert deferred_bytes(layer) == 0
+    with pytest.raises(PreflightError, match="register hooks before the first step"):
+        output.backward()
+
+
 def test_weight_gradients_are_made_by_w_and_not_before():
     layer, gradients = nn.Linear(6, 6), WeightGradients()
     assert split_linears(layer, gradients) == 1
@@ -182,6 +271,20 @@ def test_what_w_needs_is_let_go_when_it_has_run():
     before = _gradient(layer.weight).clone()
     run()
     assert torch.equal(_gradient(layer.weight), before)
+
+
+def test_between_i_and_w_the_stages_input_is_free():
+    module, gradients = nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 6)), WeightGradients()
+    split_linears(module, gradients)
+    given = _floats()
+    storage = weak_storage(given)
+    output = module(given).sum()
+    with gradients.collect():
+        output.backward()
+        run = gradients.take()
+    del given, output
+    assert storage.expired()
+    run()
 
 
 def test_the_layer_keeps_its_name_parameters_and_state():

@@ -51,6 +51,26 @@ def test_no_family_on_a_copy_stands_above_ours() -> None:
     assert copy.objective_ms == min(on_copies)
 
 
+def test_only_cuts_that_can_be_built_are_tried() -> None:
+    """11 layers have no halves: no row, and the reason; 10 have; unknown ones are a guess."""
+
+    def placements(counts: dict[str, int] | None) -> tuple[set[str], str]:
+        given = problem([stage(d, 4, 4, 2, layers=counts) for d in range(2)], m=4)
+        rows = compare(given, time_limit_s=0.5)
+        for row in rows:
+            held = [stage.layers for stage in row.problem.stages]
+            assert sum(x.transformer for x in held if x) == 2 * (counts or {}).get("transformer", 0)
+        return {row.placement for row in rows}, next(r.reason for r in rows if r.method == "zb-v")
+
+    assert placements({"transformer": 10})[0] == {AS_GIVEN, "loop x2", "v x2"}
+    assert placements(None)[0] == {AS_GIVEN, "loop x2, guess", "v x2, guess"}
+    odd, reason = placements({"transformer": 11})
+    assert odd == {AS_GIVEN}
+    assert "stages[0] holds layers 11, not 2 equal parts" in reason
+    assert "optpipe estimate --chunks 2 --placement v" in reason
+    assert placements({"transformer": 10, "embedding": 1})[0] == {AS_GIVEN}
+
+
 def test_rows_are_json() -> None:
     """Programs as texts that parse, the problem by its hash."""
     given = problem([stage(0), stage(1)], m=2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,7 @@ import pytest
 from hypothesis import given
 
 from optpipe import InputError, Problem, check_schedule, dump_schedule, simulate
-from optpipe_solver import Progress, SolveStatus, solve
+from optpipe_solver import Progress, SolveStatus, portfolio, solve
 from optpipe_solver.budget import Limits, Stop
 from optpipe_solver.incumbent import Incumbent
 from optpipe_solver.portfolio import all_starts
@@ -24,6 +25,7 @@ from tests.strategies import Case, cases, few
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from optpipe_solver.bounds import Bound
     from optpipe_solver.portfolio import FamilyStart
 
 
@@ -181,6 +183,34 @@ def test_a_large_problem_has_its_first_schedule_in_a_thread(
     held.set()
     assert result.status is SolveStatus.UNKNOWN
     assert "more time" in result.message
+
+
+def test_of_a_large_problem_families_come_before_what_can_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Bounds that never end leave a better schedule than Serial, where 1F1B is over the limits."""
+    monkeypatch.setattr(portfolio, "_LARGE", 0)
+    found: list[str] = []
+
+    def endless(*_: object, **__: object) -> Iterator[Bound]:
+        assert run.start is not None
+        found.append(run.start[0])
+        return iter(())
+
+    monkeypatch.setattr(sys.modules["optpipe_solver.solve"], "lower_bounds", endless)
+    for posed in (offload_problem(), problem([stage(d) for d in range(4)], m=8)):
+        run = _unlimited(posed)
+        run._starts()
+    assert found == ["zb-greedy", "1f1b"]
+
+
+def test_no_start_is_begun_that_would_not_end_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would hold up the end of the process: as long as the longest before it, it may take."""
+    made = next(all_starts(offload_problem()))
+    slow = (replace(made, seconds=seconds) for seconds in (0.1, 100.0, 0.1, 0.1))
+    monkeypatch.setattr(sys.modules["optpipe_solver.solve"], "all_starts", lambda *_: slow)
+    _unlimited(offload_problem())._starts()
+    assert len(list(slow)) == 2
 
 
 def test_two_threads_find_and_prove_the_same_optimum() -> None:

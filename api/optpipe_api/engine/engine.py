@@ -151,7 +151,11 @@ class Attempt:
 
     def _tell(self) -> None:
         claim = self._claim
-        header = {"options": asdict(self._options), "has_start": claim.start is not None}
+        header = {
+            "options": asdict(self._options),
+            "has_start": claim.start is not None,
+            "is_carried": claim.is_carried,
+        }
         if claim.model is not None:
             self._process.send(Message("plan", header, claim.model))
         elif claim.job.kind is JobKind.COMPARE:

@@ -183,12 +183,17 @@ def _solve(channel: _Channel, job: Message, solve: Callable[..., Result]) -> Mes
     start = load_schedule(channel.receive().document) if job.header["has_start"] else None
     problem = load_problem(job.document)
     options = job.header["options"]
+    reporter = _Reporter(channel, options["seed"], problem)
+    start_method = "given start" if start is None else start.provenance.method
+    if start is not None and job.header["is_carried"]:
+        start_method = "tighter problem"
+        reporter.carry(problem, start.programs, start_method)
     result = solve(
         problem,
         **{name: options[name] for name in _OF_SOLVE},
         start=None if start is None else start.programs,
-        start_method="given start" if start is None else start.provenance.method,
-        on_progress=_Reporter(channel, options["seed"], problem),
+        start_method=start_method,
+        on_progress=reporter,
         should_stop=channel.stop.is_set,
     )
     return _result(result)
@@ -232,6 +237,17 @@ class _Reporter:
         elif progress.seconds >= self._last_bound_s + _BOUND_EVERY_S:
             self._last_bound_s = progress.seconds
             self._send(progress, None)
+
+    def carry(self, problem: Problem, programs: Programs, method: str) -> None:
+        """Tell programs that are legal for a tighter problem: they are this one's, come what may.
+
+        Raises `IllegalScheduleError` if they are not.
+        """
+        made_by = Provenance(method=method, seed=self._seed)
+        schedule = evaluate(problem, programs, made_by, stopped_by="cancelled")
+        self._best_ms = schedule.objective_ms
+        header = {"seconds": 0.0, "method": method, "objective_ms": self._best_ms, "bound_ms": None}
+        self._channel.send(Message("progress", header, _text(schedule)))
 
     def _tell_schedule(self, progress: Progress, problem: Problem, programs: Programs) -> None:
         self._trace.append(

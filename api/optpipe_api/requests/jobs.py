@@ -341,7 +341,8 @@ class Readiness(BaseModel):
 class Fault(BaseModel):
     """A problem detail (RFC 9457). ``code`` is stable, ``errors`` holds one line per fault.
 
-    ``pointers`` says where each of them is in the body (RFC 6901; empty = all of it).
+    ``pointers`` says where each of them is in the body (RFC 6901; empty = all of it), or, of a
+    parameter, in the request: `/query/limit`, `/path/name`, `/header/name`.
     """
 
     model_config = ConfigDict(

@@ -87,10 +87,21 @@ def look_at_deployment(deployment_id: str, service: Serving, who: Reader) -> Dep
     return deployment_view(service.deployments.find(deployment_id, who), who)
 
 
-@router.delete("/{deployment_id}", responses=documented(403, 404), summary="End a deployment")
+@router.post("/{deployment_id}/end", responses=documented(403, 404), summary="End a deployment")
 def end_deployment(deployment_id: str, service: Serving, who: Submitter) -> DeploymentView:
     """Publish nothing any more and cancel the solve under way; its versions stay."""
     return deployment_view(service.deployments.end(deployment_id, who), who)
+
+
+@router.delete(
+    "/{deployment_id}",
+    status_code=204,
+    responses=documented(403, 404, 409),
+    summary="Delete a deployment",
+)
+def delete_deployment(deployment_id: str, service: Serving, who: Submitter) -> None:
+    """Forget an ended deployment with its versions and reports. 409 where it goes on."""
+    service.deployments.delete(deployment_id, who)
 
 
 @router.get(

@@ -21,7 +21,7 @@ from optpipe.formats.tables import SweepRow
 from optpipe.problem import MAX_CELLS
 from optpipe.schedule import Provenance
 from optpipe.simulate import simulate
-from optpipe.sweep import Point, family_of, frontier, label_of, memory_of
+from optpipe.sweep import Point, family_of, frontier, label_of, memory_of, tighter_ones
 from optpipe.wire import Cache, JobState
 from optpipe_api.access import Role
 from optpipe_api.errors import (
@@ -344,10 +344,16 @@ def make_items(
         for question in questions(problem, known.programs, max_cells=max_cells)
         if isinstance(question, WhatIfQuestion)
     ]
-    return tuple(_item(question, known, options) for question in asked)
+    tighter = tighter_ones([question.problem for question in asked])
+    return tuple(
+        _item(question, others, known, options)
+        for question, others in zip(asked, tighter, strict=True)
+    )
 
 
-def _item(question: WhatIfQuestion, known: Schedule, options: JobOptions) -> ReadItem:
+def _item(
+    question: WhatIfQuestion, tighter: tuple[int, ...], known: Schedule, options: JobOptions
+) -> ReadItem:
     problem = question.problem
     made_by = known.provenance
     start = evaluate(
@@ -375,6 +381,7 @@ def _item(question: WhatIfQuestion, known: Schedule, options: JobOptions) -> Rea
         values={_AXIS: question.name, "num_microbatches": problem.num_microbatches},
         memory_bytes=memory_of(problem),
         family=family_of(problem),
+        tighter=tighter,
     )
     return ReadItem(job=replace(job, name=question.text), plan=plan)
 

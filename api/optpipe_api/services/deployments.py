@@ -176,6 +176,12 @@ class DeploymentService:
         self._changes.publish(deployment_id)
         return deployment
 
+    def delete(self, deployment_id: str, who: Principal) -> None:
+        """Forget an ended deployment with all it has; raises as `DeploymentStore.delete`."""
+        self.find(deployment_id, who)
+        self._store.delete(deployment_id)
+        self._changes.publish(deployment_id)
+
     async def wait_schedule(
         self, deployment_id: str, known_version: int, seconds: float, who: Principal
     ) -> tuple[int, str] | None:

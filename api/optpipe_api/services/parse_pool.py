@@ -202,7 +202,8 @@ def _call_within(cpu_s: float, function: Callable[..., T], args: Sequence[Any]) 
     except OptPipeError as error:
         if type(error).__init__ in (OptPipeError.__init__, InputError.__init__):
             raise
-        raise InputError(str(error)) from None
+        places = error.pointers if isinstance(error, InputError) else ()
+        raise InputError(str(error)).at(*places) from None
     finally:
         _limit_cpu_time(resource.RLIM_INFINITY)
     # What was freed inside of the process would stay its own.

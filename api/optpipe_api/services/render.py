@@ -58,6 +58,7 @@ Ts = TypeVarTuple("Ts")
 MOST_CHARTED = 400_000
 """Actions that a chart or a picture may have, all its schedules together."""
 
+_NEAREST = {"1f1b": ("interleaved", "gpipe")}
 _CHART_CPU_S = 30.0
 _MEMORY_BYTES = 4 * 1024**3
 
@@ -155,11 +156,8 @@ def make_frontier(lines: Sequence[FrontierLine], title: str, theme: Theme) -> st
 def _view(shown: Shown) -> View:
     problem = load_problem(shown.problem)
     if shown.method:
-        return View(
-            title=title_of(shown.method),
-            problem=problem,
-            programs=_built(shown.method, problem),
-        )
+        title, programs = _built(shown.method, problem)
+        return View(title=title, problem=problem, programs=programs)
     schedule = load_schedule(shown.schedule)
     return View(
         title=f"{shown.title} {title_of(schedule.provenance.method)}".strip(),
@@ -169,23 +167,32 @@ def _view(shown: Shown) -> View:
     )
 
 
-def _built(method: str, problem: Problem) -> Programs:
-    """Return what a published method makes of a problem; memory limits may be broken."""
+def _built(method: str, problem: Problem) -> tuple[str, Programs]:
+    """Return a title and what a published method makes of a problem; memory limits may be broken.
+
+    1F1B is for one stage per device: elsewhere the nearest to it that has a schedule.
+    """
     from optpipe_solver.families import FAMILIES, NotApplicable  # noqa: PLC0415 - heavy
 
-    family = next((family for family in FAMILIES if family.name == method), None)
-    if family is None:
-        names = ", ".join(family.name for family in FAMILIES)
+    builders = {family.name: family.build for family in FAMILIES}
+    if method not in builders:
+        names = ", ".join(builders)
         raise NotComparableError(
             f"beside = 'method:{method[:60]}': is no published method; give one of {names}"
         )
-    try:
-        return family.build(problem)
-    except NotApplicable as reason:
-        raise NotComparableError(
-            f"beside = 'method:{method}': has no schedule for this problem: {reason}; choose "
-            "another method, or another job"
-        ) from None
+    reasons = []
+    for name in (method, *_NEAREST.get(method, ())):
+        try:
+            programs = builders[name](problem)
+        except NotApplicable as reason:
+            reasons.append(reason)
+        else:
+            title = title_of(name)
+            return f"{title} (in place of {title_of(method)})" if reasons else title, programs
+    raise NotComparableError(
+        f"beside = 'method:{method}': has no schedule for this problem: {reasons[0]}; choose "
+        "another method, or another job"
+    )
 
 
 # --- Schedules in other forms than JSON: CSV, a trace, a picture.

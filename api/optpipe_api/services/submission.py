@@ -24,7 +24,14 @@ from optpipe.presets import (
     total_parameters,
 )
 from optpipe.problem import Problem
-from optpipe.sweep import Variation, family_of, memory_of, num_variations, sweep
+from optpipe.sweep import (
+    Variation,
+    family_of,
+    memory_of,
+    num_variations,
+    sweep,
+    tighter_ones,
+)
 from optpipe.wire import JobKind
 from optpipe_api.deployments import NewDeployment, Report
 from optpipe_api.errors import BodyTooLargeError, RequestError
@@ -216,14 +223,15 @@ def read_batch(body: bytes, settings: Settings, methods: Collection[str]) -> Rea
     variations = _variations(batch)
     choices: dict[str, Any] = {"tags": batch.tags, "priority": batch.priority}
     drafts = _drafts(variations, options, settings.max_cells, choices)
+    tighter = tighter_ones([variation.problem for variation in variations])
     return ReadBatch(
         name=batch.name or _name_of(batch),
         axes=batch.axes,
         options=options,
         what_if=batch.what_if,
         items=tuple(
-            ReadItem(job=job, plan=_plan(variation))
-            for job, variation in zip(drafts, variations, strict=True)
+            ReadItem(job=job, plan=_plan(variation, others))
+            for job, variation, others in zip(drafts, variations, tighter, strict=True)
         ),
         **choices,
     )
@@ -265,11 +273,12 @@ def _drafts(
     return drafts
 
 
-def _plan(variation: Variation) -> ItemPlan:
+def _plan(variation: Variation, tighter: tuple[int, ...]) -> ItemPlan:
     return ItemPlan(
         values=variation.values,
         memory_bytes=memory_of(variation.problem),
         family=family_of(variation.problem),
+        tighter=tighter,
     )
 
 
@@ -366,7 +375,10 @@ def useful_axes(problem: Problem) -> list[str]:
 def _shape(body: EstimateBody) -> ModelShape:
     if body.model is not None:
         return find_model(body.model)
-    return shape_from_config(json.dumps(body.config))
+    try:
+        return shape_from_config(json.dumps(body.config))
+    except InputError as error:
+        raise error.inside("/config") from None
 
 
 def _estimate(shape: ModelShape, body: EstimateBody) -> Estimate:

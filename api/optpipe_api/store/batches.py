@@ -43,7 +43,7 @@ from optpipe_api.store.job_rows import (
     refuse_when_many,
     storable,
 )
-from optpipe_api.store.jobs import forget, prolong
+from optpipe_api.store.jobs import forget, hand_on, prolong
 from optpipe_api.store.tables import batches, jobs
 
 if TYPE_CHECKING:
@@ -112,11 +112,16 @@ class BatchStore:
             "document": dump(new.plan),
         }
         row = connection.execute(sa.insert(batches).values(values).returning(*_RECORD)).one()
-        added = [
-            insert(connection, replace(item, batch_id=row.id, batch_index=index), now)
-            for index, item in enumerate(items)
-        ]
-        return _batches_of(connection, [row])[0], added
+        tighter = [item.tighter for item in new.plan.items]
+        # They are claimed in this order: tighter ones first, whose schedules the others start from.
+        for index in sorted(range(len(items)), key=lambda index: len(tighter[index])):
+            insert(connection, replace(items[index], batch_id=row.id, batch_index=index), now)
+        query = sa.select(jobs).where(jobs.c.batch_id == row.id).order_by(jobs.c.batch_index)
+        for job in connection.execute(query).all():
+            hand_on(connection, job, now, tighter)
+        return _batches_of(connection, [row])[0], jobs_of(
+            connection, connection.execute(query).all()
+        )
 
     # Reading
 

@@ -307,9 +307,22 @@ class DeploymentStore:
         )
         with writing(self._engine) as connection:
             positions = list(connection.execute(old).scalars())
-            for table in (measurements, deployment_versions, deployments):
-                connection.execute(sa.delete(table).where(table.c.position.in_(positions)))
+            _forget(connection, positions)
         return len(positions)
+
+    def delete(self, deployment_id: str) -> None:
+        """Forget an ended deployment, its versions and its reports.
+
+        Raises `StateConflictError` if it has not ended.
+        """
+        with writing(self._engine) as connection:
+            row = _find_row(connection, deployment_id, for_update=True)
+            if row.ended_at is None:
+                raise StateConflictError(
+                    f"deployment {deployment_id} goes on: only an ended one can be deleted; end it "
+                    f"first: POST /v1/deployments/{deployment_id}/end"
+                )
+            _forget(connection, [row.position])
 
 
 # --- Rows of deployments: found, read, changed by compare-and-set, and made into values.
@@ -326,6 +339,11 @@ def _find_row(
 ) -> sa.Row[Any]:
     query = _BY_ID.with_for_update() if for_update else _BY_ID
     return row_with_id(connection, query, deployment_id, DeploymentNotFoundError)
+
+
+def _forget(connection: sa.Connection, positions: list[int]) -> None:
+    for table in (measurements, deployment_versions, deployments):
+        connection.execute(sa.delete(table).where(table.c.position.in_(positions)))
 
 
 def _change(

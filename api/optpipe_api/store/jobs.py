@@ -5,7 +5,8 @@
 3. **Compare and set.** A state changes only along `jobs.transition`, and only if the job is still
    in the state, and under the lease, that the caller believes in. Whoever comes too late gets None
    and must stop working on the job. Two claims never return the same attempt of a job.
-4. **Final is final.** A finished job refuses every write, until `resume` queues it again.
+4. **Final is final.** A finished job refuses every write, until `resume`, or the end of a tighter
+   item of its batch, queues it again.
 5. **Leases.** A running job has an owner and a time until which it is his; `heartbeat` and
    `record` move that time. `expire` takes jobs whose time has passed, whoever owned them, and
    those whose owner the caller knows to be gone, and puts them back (or ends them: cancelled where
@@ -90,8 +91,7 @@ from optpipe_api.store.tables import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
+    from collections.abc import Callable, Collection, Sequence
 
 __all__ = [
     "AttemptOutcome",
@@ -99,6 +99,7 @@ __all__ = [
     "finish",
     "forget",
     "give_back",
+    "hand_on",
     "prolong",
 ]
 
@@ -356,7 +357,7 @@ class JobStore(JobReads):
             if connection.execute(live).first() is not None:
                 raise StateConflictError(
                     f"job {job_id} belongs to deployment {row.deployment_id}, which goes on and "
-                    f"reads it; end that first: DELETE /v1/deployments/{row.deployment_id}"
+                    f"reads it; end that first: POST /v1/deployments/{row.deployment_id}/end"
                 )
             forget(connection, [row])
 
@@ -502,12 +503,17 @@ def _is_in_young_batch(before: float) -> sa.ColumnElement[bool]:
 
 def _claim_of(connection: sa.Connection, row: sa.Row[Any]) -> Claim | None:
     job = job_of(connection, row)
+    better = _best_tighter(connection, row, _relations(connection, row), row.objective_ms)
+    if better is not None:
+        text = f"starts from the schedule of job {better.id}, whose problem is tighter"
+        note(connection, row.position, row.claimed_at, EventKind.LOG, text=text)
     return Claim(
         lease=Lease(job.id, row.lease_owner, job.attempt),
         job=job,
         problem=document_of(connection, problems, row.position),
         model=document_of(connection, models, row.position),
-        start=document_of(connection, schedules, row.position),
+        start=document_of(connection, schedules, (better or row).position),
+        is_carried=better is not None,
     )
 
 
@@ -527,10 +533,17 @@ def finish(
         bound_ms=outcome.bound_ms,
     )
     better = keep(connection, row, last, now, schedule=outcome.schedule, problem=outcome.problem)
-    error = None if outcome.error is None else dump(outcome.error)
     if outcome.comparison is not None:
         put(connection, comparisons, row.position, outcome.comparison)
-    return change(connection, row, outcome.event, now, error=error, spent_s=spent_s, **better)
+    relations = _relations(connection, row, hold=True)
+    event, error = outcome.event, None if outcome.error is None else dump(outcome.error)
+    if row.attempt <= _MOST_ROUNDS.get(event, 0):
+        own_ms = better.get("objective_ms", row.objective_ms)
+        if _best_tighter(connection, row, relations, own_ms, has_ended=True) is not None:
+            event, error = JobEvent.REQUEUE, None
+    ended = change(connection, row, event, now, error=error, spent_s=spent_s, **better)
+    hand_on(connection, ended, now, relations)
+    return ended
 
 
 def give_back(
@@ -553,7 +566,76 @@ def give_back(
     elif death is not None and deaths >= max_attempts:
         event = JobEvent.FAIL
         error = dump(_given_up(deaths, death))
-    return change(connection, row, event, now, deaths=deaths, spent_s=spent(row, now), error=error)
+    relations = _relations(connection, row, hold=True) if event is JobEvent.FAIL else []
+    left = change(connection, row, event, now, deaths=deaths, spent_s=spent(row, now), error=error)
+    hand_on(connection, left, now, relations)
+    return left
+
+
+# What an item of a batch has found serves the looser ones (see `optpipe_api.jobs`). Whoever ends an
+# item holds the row of its batch: of two that end at once, one sees the other.
+
+_MOST_ROUNDS = {JobEvent.SUCCEED: 100, JobEvent.FAIL: 1}
+"""After so many attempts an item ends by this event, whatever tighter ones have."""
+_EQUAL, _ANY_MS = 1e-9, 1e300
+_HANDS_ON = [JobState.SUCCEEDED.value, JobState.FAILED.value]
+
+
+def hand_on(
+    connection: sa.Connection,
+    row: sa.Row[Any] | None,
+    now: float,
+    relations: Sequence[Collection[int]],
+) -> None:
+    """Queue ended items again that have worse than this one of ``relations``, which ends now."""
+    if row is None or row.state not in _HANDS_ON or row.objective_ms is None:
+        return
+    looser = [index for index, others in enumerate(relations) if row.batch_index in others]
+    worse = sa.select(jobs).where(
+        jobs.c.batch_id == row.batch_id,
+        jobs.c.batch_index.in_(looser),
+        jobs.c.state.in_(_HANDS_ON),
+        jobs.c.objective_ms.is_(None) | (jobs.c.objective_ms > row.objective_ms * (1 + _EQUAL)),
+    )
+    for other in connection.execute(worse.order_by(jobs.c.position).with_for_update()).all():
+        if not (job := job_of(connection, other)).is_proven:
+            text = f"job {row.id}, whose problem is tighter, has {row.objective_ms:g} ms"
+            note(connection, other.position, now, EventKind.LOG, text=text)
+            prolong(connection, other, job, now, seconds=0.0, max_time_limit_s=float("inf"))
+
+
+def _relations(
+    connection: sa.Connection, row: sa.Row[Any], *, hold: bool = False
+) -> list[tuple[int, ...]]:
+    """Return by index the tighter items of each item of a job's batch; nothing without a batch."""
+    if row.batch_id is None:
+        return []
+    query = sa.select(batches.c.document).where(batches.c.id == row.batch_id)
+    found = connection.execute(query.with_for_update() if hold else query).scalar_one_or_none()
+    items = [] if found is None else json.loads(found)["items"]
+    return [tuple(item.get("tighter", ())) for item in items]
+
+
+def _best_tighter(
+    connection: sa.Connection,
+    row: sa.Row[Any],
+    relations: Sequence[Collection[int]],
+    own_ms: float | None,
+    *,
+    has_ended: bool = False,
+) -> sa.Row[Any] | None:
+    """Return the best of the tighter items, or of those that have ended; None: none is better."""
+    tighter = relations[row.batch_index] if relations else ()
+    if not tighter:
+        return None
+    query = sa.select(jobs).where(
+        jobs.c.batch_id == row.batch_id,
+        jobs.c.batch_index.in_(tighter),
+        jobs.c.objective_ms < (_ANY_MS if own_ms is None else own_ms * (1 - _EQUAL)),
+    )
+    if has_ended:
+        query = query.where(jobs.c.finished_at.is_not(None))
+    return connection.execute(query.order_by(jobs.c.objective_ms, jobs.c.position)).first()
 
 
 def _given_up(deaths: int, death: str) -> JobError:

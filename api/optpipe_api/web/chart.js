@@ -9,10 +9,14 @@ const ZOOM = 1.5;
 const BUSY = 429;
 const AGAIN_MS = 2000;
 
-/** A place for a chart; `onZoom(from, to)` tells the part of the time axis that is seen. */
+/**
+ * A place for a chart; `onZoom({start, end})` tells the part of the time axis that is seen, null =
+ * all, and `onDrawn()` that another schedule is seen, or that none can be.
+ */
 export class Chart {
-  constructor(label, { onZoom = null } = {}) {
+  constructor(label, { onZoom = null, onDrawn = null } = {}) {
     this.onZoom = onZoom;
+    this.onDrawn = onDrawn;
     this.stage = el("div", { class: "stage" });
     this.hint = el("p", { class: "hint" }, "No schedule yet.");
     this.element = el("div", { class: "chart", tabindex: 0, role: "group", "aria-label": label,
@@ -35,6 +39,16 @@ export class Chart {
     return this.working;
   }
 
+  /** The number of the schedule that is seen; 0 before the first. */
+  get number() {
+    return Number(this.tag.split(".")[1] ?? 0);
+  }
+
+  /** The objective in ms of the schedule that is seen; undefined where none is. */
+  get objective() {
+    return this.drawn ? this.document.get_model_by_name("schedules")?.tags[0] : undefined;
+  }
+
   async work() {
     while (this.wanted !== null) {
       const path = this.wanted;
@@ -44,7 +58,11 @@ export class Chart {
       } catch (error) {
         // Whoever has gone on to another view took away what it would be drawn in.
         if (this.isClosed) return;
-        if (error.status !== BUSY) throw error;
+        if (error.status !== BUSY) {
+          this.isBroken = true;
+          this.onDrawn?.();
+          throw error;
+        }
         await new Promise((resolve) => setTimeout(resolve, AGAIN_MS));
         // Unless something newer is wanted by now, or nothing any more.
         if (!this.isClosed) this.wanted ??= path;
@@ -57,13 +75,18 @@ export class Chart {
     const known = this.query === query && this.tag ? { "If-None-Match": this.tag } : {};
     const [Bokeh, answer] = await Promise.all([
       bokeh(), ask(query, { headers: known, cache: "no-store" })]);
-    if (answer.status === 304) return;
+    this.isBroken = false;
+    if (answer.status === 304) {
+      this.onDrawn?.();
+      return;
+    }
     const item = await answer.json();
     if (this.isClosed) return;
     await this.draw(Bokeh, item);
     this.query = query;
     this.tag = answer.headers.get("ETag") ?? "";
     this.element.dataset.tag = this.tag.replaceAll('"', "");
+    this.onDrawn?.();
   }
 
   /** Draw behind what is seen, move to where that is, then take its place. */
@@ -95,7 +118,10 @@ export class Chart {
   follow() {
     if (!this.range) return;
     this.full = { start: this.range.start, end: this.range.end };
-    if (this.zoom) this.range.setv(this.zoom);
+    if (this.zoom) {
+      this.see(this.zoom);
+      this.zoomed();
+    }
     const told = () => this.zoomed();
     this.range.properties.start.change.connect(told);
     this.range.properties.end.change.connect(told);
@@ -108,10 +134,13 @@ export class Chart {
     this.onZoom?.(this.zoom);
   }
 
-  /** See a part of the time axis, in ms; null = all of it. */
+  /** See a part of the time axis, in ms, moved into what there is; null, or too much = all of it. */
   see(zoom) {
-    this.zoom = zoom;
-    if (this.range) this.range.setv(zoom ?? this.full);
+    if (!this.range) return;
+    const { start: least, end: most } = this.full;
+    const width = zoom ? zoom.end - zoom.start : most - least;
+    const from = Math.max(least, Math.min(zoom?.start ?? least, most - width));
+    this.range.setv(width < most - least ? { start: from, end: from + width } : this.full);
   }
 
   /** Move by a share of what is seen, and show `factor` times as much. */
@@ -120,11 +149,7 @@ export class Chart {
     const { start, end } = this.range;
     const width = (end - start) * factor;
     const middle = (start + end) / 2 + share * (end - start);
-    const least = this.full.start;
-    const most = this.full.end;
-    if (width >= most - least) return this.see(null);
-    const from = Math.min(Math.max(middle - width / 2, least), most - width);
-    this.range.setv({ start: from, end: from + width });
+    this.see({ start: middle - width / 2, end: middle + width / 2 });
   }
 
   press(event) {

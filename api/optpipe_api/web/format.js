@@ -28,6 +28,9 @@ export function bytes(value) {
   return `${size.toFixed(1)} ${units[at]}`;
 }
 
+/** A sentence of the service with its sizes for people: "12345678901 (11.5 GiB)" is 11.5 GiB. */
+export const sized = (text) => text.replaceAll(/\b\d+ \((\d+\.\d [KMGTP]iB)\)/g, "$1");
+
 /** A share of one: 9.4 %; small ones keep a digit that is not 0. */
 export function share(value) {
   if (value === null || value === undefined) return "–";

@@ -6,7 +6,7 @@ import { announce, button, el, fact, later } from "./dom.js";
 import { downloads } from "./downloads.js";
 import { events } from "./events.js";
 import { guarded, showFault } from "./faults.js";
-import { ms, msUnit, share, stateWord } from "./format.js";
+import { ms, msUnit, share, sized, stateWord } from "./format.js";
 import { ask, askJson } from "./http.js";
 import { besideField } from "./beside.js";
 import { amend } from "./link.js";
@@ -17,6 +17,7 @@ import { why } from "./why.js";
 
 const FINAL = ["succeeded", "infeasible", "failed", "cancelled"];
 const SAY_MS = 1000;
+const OPTIMAL_GAP = 1e-6;
 
 /** Shows one job until it is closed. */
 export class JobView {
@@ -26,7 +27,8 @@ export class JobView {
     this.beside = told.beside ?? "";
     this.stop = new AbortController();
     this.chart = new Chart("Schedule: lanes of every device, and memory, over time",
-      { onZoom: later((zoom) => this.isOpen && tellZoom(zoom), 200) });
+      { onZoom: later((zoom) => this.isOpen && tellZoom(zoom), 200),
+        onDrawn: () => this.isOpen && this.tell() });
     const zoom = { start: Number(told.from), end: Number(told.to) };
     if (told.from !== undefined && zoom.end > zoom.start) this.chart.zoom = zoom;
     this.progress = new Progress();
@@ -54,7 +56,27 @@ export class JobView {
   }
 
   get isProven() {
-    return this.job.gap !== null && this.job.gap <= 1e-6;
+    return this.job.gap !== null && this.job.gap <= OPTIMAL_GAP;
+  }
+
+  /** Whether it has ended and will never have a schedule. */
+  get isVain() {
+    return this.isFinal && !this.job.has_schedule && !this.isComparison;
+  }
+
+  /** Whether the chart shows an older schedule than the job's. */
+  get isBehind() {
+    return this.chart.number > 0 && this.chart.number < this.job.num_schedules && !this.chart.isBroken;
+  }
+
+  /** Objective and gap of the schedule that is seen; of the job's where there is no picture. */
+  get seen() {
+    const { job, chart } = this;
+    if (this.isComparison || chart.isBroken || chart.objective === undefined) return job;
+    const objective_ms = chart.objective;
+    const gap = job.bound_ms === null ? null
+      : objective_ms > 0 ? Math.max(0, 1 - job.bound_ms / objective_ms) : 0;
+    return { objective_ms, gap };
   }
 
   /** Show it and follow it; returns when it is shown. */
@@ -62,12 +84,14 @@ export class JobView {
     [this.job, this.titleOf] = await Promise.all([askJson(this.path), titles()]);
     this.place.append(this.head, this.facts);
     if (this.isComparison) this.place.append(this.rows);
-    else this.place.append(
-      el("div", { class: "bar" }, besideField(this, (beside) => this.compare(beside)),
-        this.chart.buttons(), downloads(this)),
-      this.chart.element,
-      el("section", {}, el("h2", {}, "While solving"), this.progress.element),
-      this.why, this.whatIf.element);
+    else {
+      this.ofSchedule = [
+        el("div", { class: "bar" }, besideField(this, (beside) => this.compare(beside)),
+          this.chart.buttons(), downloads(this)),
+        this.chart.element,
+        el("section", {}, el("h2", {}, "While solving"), this.progress.element)];
+      this.place.append(...this.ofSchedule, this.why, this.whatIf.element);
+    }
     host.replaceChildren(this.place);
     this.tell();
     this.refreshChart();
@@ -82,7 +106,7 @@ export class JobView {
     }
     await this.reload();
     if (this.isComparison) return this.showRows();
-    if (this.job.has_schedule) await this.explain();
+    if (this.job.has_schedule) await why(this.why, `${this.path}/explanation`, this.stop.signal);
     await this.whatIf.ended();
   }
 
@@ -93,7 +117,7 @@ export class JobView {
     job.gap = data.gap ?? job.gap;
     job.has_schedule ||= data.kind === "incumbent";
     this.progress.add(data);
-    this.drawing ??= this.progress.draw().catch(showFault);
+    if (data.objective_ms > 0 || data.bound_ms > 0) this.drawing ??= this.progress.draw().catch(showFault);
     this.tell();
     // Of an ended job they are history: its chart shows the last one already.
     if (data.kind === "incumbent" && !this.isFinal) this.refreshChart();
@@ -103,7 +127,7 @@ export class JobView {
     const before = this.job.num_schedules;
     this.job = await askJson(this.path, { signal: this.stop.signal });
     this.tell();
-    if (this.job.num_schedules !== before) this.refreshChart();
+    if (this.job.num_schedules !== before || this.isBehind) this.refreshChart();
   }
 
   refreshChart() {
@@ -134,40 +158,43 @@ export class JobView {
       row.programs ? ms(row.makespan_ms) : "–", row.programs ? share(row.makespan_bubble) : "–",
       row.reason || (row.over_limit ? "over the memory limit" : "")]
       .map((text) => el("td", {}, text)));
-    const names = ["Method", "Placement", "Makespan, ms", "Bubble", ""];
+    const names = ["Method", "Placement", "Makespan, ms", "Bubble of the busiest device", ""];
     this.rows.replaceChildren(el("table", {},
       el("thead", {}, el("tr", {}, ...names.map((name) => el("th", { scope: "col" }, name)))),
       el("tbody", {}, ...rows.map(line))));
   }
 
-  async explain() {
-    await why(this.why, `${this.path}/explanation`, this.stop.signal);
-  }
-
   sentence() {
     const { job } = this;
-    const gap = job.gap === null ? "" : `, gap ${share(job.gap)}`;
+    const { objective_ms, gap: known } = this.seen;
+    const gap = known === null ? "" : `, gap ${share(known)}`;
     if (this.isComparison) return `${stateWord(job)}: a comparison of all methods`;
     return job.has_schedule
-      ? `${stateWord(job)}: ${job.objective} ${msUnit(job.objective_ms)}${gap}`
+      ? `${stateWord(job)}: ${job.objective} ${msUnit(objective_ms)}${gap}`
       : `${stateWord(job)}: no schedule yet`;
   }
 
   tell() {
     const { job } = this;
+    // An end is told together with its schedule: head and chart are of one version.
+    if (this.isFinal && this.isBehind) return;
+    const { objective_ms, gap } = this.seen;
+    for (const part of this.ofSchedule ?? []) part.hidden = this.isVain;
+    if (job.has_schedule && !this.chart.drawn && !this.chart.isBroken) this.chart.say("Drawing the schedule.");
     Object.assign(this.place.dataset, { state: job.state, schedules: job.num_schedules });
     this.head.replaceChildren(
       el("h1", {}, job.name || "Unnamed problem"),
       el("span", { class: `state ${job.state}` }, stateWord(job)), this.acts);
     this.facts.replaceChildren(
-      fact(job.objective === "span" ? "Span" : "Makespan", msUnit(job.objective_ms), { id: "objective" }),
+      fact(job.objective === "span" ? "Span" : "Makespan", msUnit(objective_ms), { id: "objective" }),
       // A bound of 0 is always true, and says nothing.
       fact("Bound", msUnit(job.bound_ms || null), { id: "bound" }),
-      fact("Gap", this.isProven ? "0 · optimal" : share(job.bound_ms ? job.gap : null), { id: "gap" }),
+      fact("Gap", gap !== null && gap <= OPTIMAL_GAP ? "0 · optimal" : share(job.bound_ms ? gap : null),
+        { id: "gap" }),
       fact("Method", this.isComparison ? "all" : this.titleOf(job.options.method)),
       ...(job.place ? [fact("Place in the queue", String(job.place))] : []),
       ...(job.cache === "miss" ? [] : [fact("Cache", job.cache)]),
-      ...(job.error ? [fact("Reason", job.error.message, { class: "fact long", id: "reason" })] : []));
+      ...(job.error ? [fact("Reason", sized(job.error.message), { class: "fact long", id: "reason" })] : []));
     this.tellActions();
     this.say();
   }

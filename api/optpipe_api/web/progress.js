@@ -9,6 +9,7 @@ const COLOURS = {
 };
 const SIZE = 5;
 const AHEAD = 0.04;
+const ABOVE = 1.25;
 
 /** The chart of a job's progress. */
 export class Progress {
@@ -47,6 +48,7 @@ export class Progress {
     this.Bokeh = Bokeh;
     this.remove();
     this.sources = sources;
+    this.range = plot.y_range;
     this.fill();
     this.drawn = await Bokeh.Plotting.show(plot, this.plot);
   }
@@ -67,6 +69,19 @@ export class Progress {
       }
       this.sources[name].data = { x, y, size };
     }
+    this.range.setv(this.scale());
+  }
+
+  /** What the best schedule and its bound take of the axis: the first schedule, Serial, may be far above. */
+  scale() {
+    const objectives = this.points.map((point) => point.objective_ms).filter((value) => value > 0);
+    const bounds = this.points.map((point) => point.bound_ms).filter((value) => value > 0);
+    const best = objectives.length ? Math.min(...objectives) : Math.max(0, ...bounds);
+    const [first, last] = bounds.length ? [Math.min(...bounds), Math.max(...bounds)] : [best, best];
+    const start = Math.min(last, Math.max(first, best / ABOVE));
+    const end = Math.min(ABOVE * best, Math.max(best, ...objectives));
+    const margin = AHEAD * (end - start || end || 1);
+    return { start: start - margin, end: end + margin };
   }
 
   remove() {
@@ -90,7 +105,7 @@ export class Progress {
 function styled(Bokeh, colours) {
   const plot = Bokeh.Plotting.figure({
     height: 190, sizing_mode: "stretch_width", tools: "xpan,xwheel_zoom,reset",
-    x_range: new Bokeh.DataRange1d({ start: 0 }),
+    x_range: new Bokeh.DataRange1d({ start: 0 }), y_range: new Bokeh.Range1d(),
     x_axis_label: "seconds of solving", y_axis_label: "ms", toolbar_location: null,
     background_fill_color: colours.back, border_fill_color: colours.back,
     outline_line_color: colours.line, output_backend: "canvas",

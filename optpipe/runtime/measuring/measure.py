@@ -38,9 +38,10 @@ from optpipe.runtime.measuring.times import (
 )
 from optpipe.runtime.messages import boundary_room
 from optpipe.runtime.offload import DEFAULT_MIN_BYTES, make_copies
-from optpipe.runtime.passes import WeightGradients, split_linears
+from optpipe.runtime.passes import WeightGradients, deferred_bytes, split_linears
 from optpipe.runtime.preflight import as_tensors
 from optpipe.schedule import ActionType
+from optpipe.units import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -63,12 +64,17 @@ class Effort(NamedTuple):
 
 
 class StageResult(NamedTuple):
-    """All numbers of one stage; ``bandwidths`` is None where nothing can be offloaded."""
+    """All numbers of one stage.
+
+    ``bandwidths`` is None where nothing can be offloaded; ``deferred_bytes`` is the weight gradient
+    that a W makes, 0 where the stage cannot be split.
+    """
 
     footprint: Footprint
     memory: StageMemory
     durations: Durations
     bandwidths: Bandwidths | None
+    deferred_bytes: int
 
 
 _ADAM_MOMENTS = 2.0
@@ -89,6 +95,7 @@ def measure(
     min_offload_bytes: int = DEFAULT_MIN_BYTES,
     state_copies: float = _ADAM_MOMENTS,
     memory_bytes: int | None = None,
+    recompute: bool = True,
     links: bool = True,
     clock: Clock | None = None,
 ) -> Profile:
@@ -121,6 +128,9 @@ def measure(
         bytes are weights, gradients and these.
     memory_bytes
         Of each device; None = the GPU's, or an equal part of the host's.
+    recompute
+        Whether a schedule may recompute. A problem has one number for the workspace of all F's of a
+        stage, and one without a graph needs more: without, a plan's peak is closer to the truth.
     links
         Whether links are measured: between ranks, or as copies on the one device there is.
     clock
@@ -129,7 +139,8 @@ def measure(
     Raises
     ------
     InputError
-        If the placement does not fit, or a stage cannot be run backward.
+        If the placement does not fit, a stage cannot be run backward, or its micro-batches do not
+        hold what a plan adds up for them.
     PreflightError
         On every rank, if one rank could not measure.
     """
@@ -161,7 +172,7 @@ def measure(
         source=f"{len(stages)} stages on {device_name(device)}",
         samples=tuple(_samples(homes, results)),
         placement=homes,
-        stages=tuple(_facts(result, state_copies) for result in results),
+        stages=tuple(_facts(result, state_copies, recompute=recompute) for result in results),
         devices=device_facts(ranks, _bandwidths(homes, results), memory_bytes),
         transfers=transfers,
         notes=tuple(notes),
@@ -201,13 +212,14 @@ def _measure_stage(
     stage = replace(stage, inputs=inputs, target=target)
     with _moved_to(stage.module, device), undisturbed(stage.module, device):
         footprint = measure_footprint(stage, min_bytes)
-        memory = measure_memory(stage)
+        memory = measure_memory(stage, footprint.held_bytes)
+        waiting = deferred_bytes(stage.module)
         durations = time_passes(
             stage,
             clock,
             repeats=effort.repeats,
             warmups=effort.warmups,
-            can_split=footprint.split.is_possible,
+            can_split=waiting > 0,
         )
         bandwidths = None
         if footprint.offload_sizes:
@@ -222,7 +234,7 @@ def _measure_stage(
                 repeats=effort.repeats,
             )
         outputs = stage.forward(stage.receive()).outputs
-    result = StageResult(footprint, memory, durations, bandwidths)
+    result = StageResult(footprint, memory, durations, bandwidths, waiting)
     return result, tuple(output.detach().cpu() for output in outputs)
 
 
@@ -252,21 +264,22 @@ def _samples(homes: Sequence[int], results: Sequence[StageResult]) -> Iterator[S
                 yield Sample(stage=index, action=kind.value, time_ms=ms, rank=home)
 
 
-def _facts(result: StageResult, state_copies: float) -> StageFacts:
-    found = result.footprint
-    extra = {kind: result.memory.workspace_bytes(kind) for kind in result.memory.uses}
+def _facts(result: StageResult, state_copies: float, *, recompute: bool) -> StageFacts:
+    found, memory = result.footprint, result.memory
+    # Where buffers that change are larger than the activations, nothing is gained.
+    recompute = recompute and memory.checkpoint_bytes <= memory.activation_bytes
     return StageFacts(
-        activation_bytes=found.activation_bytes,
-        weight_context_bytes=found.weight_context_bytes,
+        activation_bytes=memory.activation_bytes,
+        weight_context_bytes=memory.weight_context_bytes,
         offload_bytes=found.offload_bytes,
-        checkpoint_bytes=found.received_bytes,
+        checkpoint_bytes=memory.checkpoint_bytes if recompute else None,
         static_bytes=round(found.parameter_bytes * (2 + state_copies)) + found.buffer_bytes,
         output_bytes=found.output_bytes,
-        forward_workspace_bytes=extra[ActionType.FORWARD],
-        backward_input_workspace_bytes=extra[ActionType.BACKWARD_INPUT],
-        backward_weight_workspace_bytes=extra[ActionType.BACKWARD_WEIGHT],
-        backward_workspace_bytes=extra[ActionType.FULL_BACKWARD],
-        recompute_workspace_bytes=extra[ActionType.RECOMPUTE],
+        forward_workspace_bytes=memory.forward_workspace_bytes(recompute=recompute),
+        backward_input_workspace_bytes=memory.workspaces[ActionType.BACKWARD_INPUT],
+        backward_weight_workspace_bytes=memory.workspaces[ActionType.BACKWARD_WEIGHT],
+        backward_workspace_bytes=memory.workspaces[ActionType.FULL_BACKWARD],
+        recompute_workspace_bytes=memory.workspaces[ActionType.RECOMPUTE],
     )
 
 
@@ -368,10 +381,17 @@ def _notes_on(
 ) -> Iterator[str]:
     """Yield what was assumed, and what could not be measured as it will run."""
     for index, result in enumerate(results):
-        if not result.footprint.split.is_possible:
+        if not result.deferred_bytes:
             yield (
                 f"Stage {index} cannot be split: I does all of the backward and W nothing. "
                 "Only weight gradients of plain nn.Linear layers are put aside for W."
+            )
+        counted, saved = result.memory.activation_bytes, result.footprint.held_bytes
+        if counted > 1.03 * saved:
+            yield (
+                f"Stage {index} holds {format_bytes(counted - saved)} per micro-batch besides what "
+                "autograd saves, as selective checkpointing does: counted, but an OFFLOAD leaves "
+                "it on the device."
             )
     if not ranks.are_many and max(homes) > 0:
         yield (

@@ -1,114 +1,243 @@
-"""What passes hold only while they run: the workspace bytes of a problem's stage.
+"""What one micro-batch takes of a device at a stage: the bytes of a problem's stage.
 
-A pass peaks at max(before, after) + workspace (DESIGN section 3). On CUDA the allocator knows all
-three. On the CPU, storages are counted as operations return them; what one operation allocates
-inside itself is not seen there.
+A micro-batch runs alone, held and let go of as the runtime does it, and what is live is read: from
+the allocator on CUDA, from counted storages on the CPU; what one operation allocates inside itself
+is not seen there. A plan adds these numbers up, so two micro-batches at once are counted beside
+them, and what their backwards leave.
 """
 
 from __future__ import annotations
 
+import gc
+from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
 
-from optpipe.runtime.measuring.times import forget_gradients
-from optpipe.runtime.offload import DEFAULT_MIN_BYTES, SavedActivations, weak_storage
+from optpipe.errors import InputError
+from optpipe.runtime.measuring.times import ForwardResult, forget_gradients
+from optpipe.runtime.offload import DEFAULT_MIN_BYTES, Offloader, SavedActivations, weak_storage
+from optpipe.runtime.passes import Passes
 from optpipe.runtime.torch_names import TorchDispatchMode, tree_leaves
+from optpipe.runtime.torch_schedule import hollow
+from optpipe.runtime.watch import Activity
 from optpipe.schedule import ActionType
+from optpipe.units import format_share
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from torch.multiprocessing.reductions import StorageWeakRef
 
-    from optpipe.runtime.measuring.times import ForwardResult, StageUnderTest
+    from optpipe.runtime.measuring.times import StageUnderTest
 
 __all__ = [
     "Footprint",
     "Split",
     "StageMemory",
-    "Use",
     "measure_footprint",
     "measure_memory",
     "meter_for",
 ]
 
-
-class Use(NamedTuple):
-    """Bytes on the device before, at the peak of, and after a pass."""
-
-    before: int
-    peak: int
-    after: int
-
-    @property
-    def workspace_bytes(self) -> int:
-        """What is held only while the pass runs."""
-        return self.peak - max(self.before, self.after)
+_TOLERANCE = 0.03
+"""By which what is live may differ from what a plan counts, as a share."""
 
 
 class StageMemory(NamedTuple):
-    """What a stage's passes use; what the stage holds anyway is not counted.
+    """Bytes that are live because of one micro-batch; DESIGN section 3 has their meaning.
 
-    ``without_graph`` is of an F that will be recomputed, and keeps nothing but what it sends.
+    Attributes
+    ----------
+    activation_bytes
+        From F to the backward: what autograd saves, the received input, and what else goes with
+        the backward, such as the cache of selective checkpointing.
+    checkpoint_bytes
+        From an F to its RECOMPUTE: the received input, the buffers that the F changes.
+    weight_context_bytes
+        From I to W.
+    workspaces
+        Of each pass; boundary tensors that it takes and makes are none.
+    without_graph_bytes
+        The workspace of an F that will be recomputed.
     """
 
-    uses: dict[ActionType, Use]
-    without_graph: Use
+    activation_bytes: int
+    checkpoint_bytes: int
+    weight_context_bytes: int
+    workspaces: dict[ActionType, int]
+    without_graph_bytes: int
 
-    def workspace_bytes(self, kind: ActionType) -> int:
-        """Return what a problem's stage has for a pass.
+    def forward_workspace_bytes(self, *, recompute: bool) -> int:
+        """Return what a problem's stage has for F, where it may be one that will be recomputed.
 
-        A problem has one number for an F that keeps its activations and one that will be
-        recomputed. What the latter makes on its way is all on top of its checkpoint, so the number
-        is the larger of the two, and a plan that fits stays one that fits.
+        A problem has one number for both, so it is the larger, and a plan that fits stays one that
+        fits.
         """
-        own = self.uses[kind].workspace_bytes
-        if kind is not ActionType.FORWARD:
-            return own
-        return max(own, self.without_graph.peak - self.without_graph.before)
+        own = self.workspaces[ActionType.FORWARD]
+        return max(own, self.without_graph_bytes) if recompute else own
 
 
-def measure_memory(stage: StageUnderTest) -> StageMemory:
-    """Run every pass with its memory watched.
+def measure_memory(stage: StageUnderTest, saved_bytes: int) -> StageMemory:
+    """Count what a stage's passes hold; gradients must exist, they are static.
 
-    Gradients must exist: they are static, and the first backward would make them.
+    ``saved_bytes`` is what autograd's hooks count for one micro-batch.
+
+    Raises
+    ------
+    InputError
+        If less is live than that, or several micro-batches do not hold what a plan adds up for
+        them, each within 3 %.
     """
-    received = stage.receive()
+    cell = (stage.index, 0)
+    passes = Passes(
+        Offloader({stage.index: stage.module}, stage.device, ()),
+        stage.gradients,
+        frozenset({cell}),
+        stage.index if stage.loss is not None else -1,
+        stage.device,
+        activity=Activity(),
+    )
+    without_graph = partial(passes.forward, *cell, ())
+    with without_graph():
+        # The first of its kind looks which buffers change.
+        stage.forward(stage.receive())
+    passes.reset()
     gradients = [p.grad for p in stage.module.parameters() if p.grad is not None]
-    meter = meter_for(stage.device, [*_resident(stage, received), *gradients])
-    found: dict[ActionType, Use] = {}
+    resident = [*_resident(stage, stage.inputs), *gradients]
+    with _no_collector(), meter_for(stage.device, resident) as meter:
+        alone = _Alone(stage, meter)
+        forward = alone.forward() - alone.sent_bytes
+        held = meter.live_bytes()
+        with stage.gradients.collect():
+            split = alone.backward()
+            make_weight_gradients = stage.gradients.take()
+        context = meter.live_bytes()
+        weight = meter.watch(make_weight_gradients)[1]
+        del make_weight_gradients
+        left = meter.live_bytes()
+        pair = _Alone(stage, meter), _Alone(stage, meter)
+        for one in pair:
+            one.forward()
+        held_by_two = meter.live_bytes()
+        fused = [one.backward() for one in pair][-1]
+        left = max(left, meter.live_bytes())
+        _check(stage.index, held, _Beside(saved_bytes, held_by_two, left))
+        again = _Alone(stage, meter)
+        with without_graph():
+            bare = again.forward() - again.sent_bytes
+        checkpoint = meter.live_bytes()
+        with passes.recompute(*cell):
+            once_more = again.forward()
+        again.backward()
+    return StageMemory(
+        activation_bytes=held,
+        checkpoint_bytes=checkpoint,
+        weight_context_bytes=context,
+        workspaces={
+            ActionType.FORWARD: max(0, forward - held),
+            ActionType.BACKWARD_INPUT: max(0, split - max(held, context)),
+            ActionType.BACKWARD_WEIGHT: max(0, weight - context),
+            ActionType.RECOMPUTE: max(0, once_more - held),
+            ActionType.FULL_BACKWARD: max(0, fused - held),
+        },
+        without_graph_bytes=max(0, bare - checkpoint),
+    )
 
-    def watched(kind: ActionType, run: Callable[[], Any]) -> Any:
-        result, found[kind] = meter.watch(run)
-        return result
 
-    forward = partial(stage.forward, received)
-    result = watched(ActionType.FORWARD, forward)
-    with stage.gradients.collect():
-        watched(ActionType.BACKWARD_INPUT, partial(stage.backward, result, _ones(result)))
-        make_weight_gradients = stage.gradients.take()
-    del result
-    watched(ActionType.BACKWARD_WEIGHT, make_weight_gradients)
-    result = watched(ActionType.RECOMPUTE, forward)
-    watched(ActionType.FULL_BACKWARD, partial(stage.backward, result, _ones(result)))
-    del result
-    with torch.no_grad():
-        _, without_graph = meter.watch(forward)
-    return StageMemory(found, without_graph)
+class _Alone:
+    """One micro-batch at a stage, of which is held what the runtime holds."""
+
+    def __init__(self, stage: StageUnderTest, meter: _Meter) -> None:
+        self._stage = stage
+        self._meter = meter
+        self._received = stage.receive()
+        self._result = ForwardResult((), ())
+        self.sent_bytes = 0
+
+    def forward(self) -> int:
+        """Run F and let go of the outputs; return the peak, in bytes."""
+        result, peak = self._meter.watch(partial(self._stage.forward, self._received))
+        self.sent_bytes = _bytes(result.outputs)
+        # A loss is no output, and stays as it is.
+        roots = result.roots if self._stage.loss is not None else hollow(result.roots)
+        self._result = ForwardResult((), roots)
+        return peak
+
+    def backward(self) -> int:
+        """Run I or B and let go of everything; return the peak without boundary tensors."""
+        roots, taken = self._result.roots, 0
+        gradients = [torch.ones(root.shape, dtype=root.dtype, device=root.device) for root in roots]
+        if self._stage.loss is None:
+            taken = _bytes(gradients)
+        else:
+            # As the runtime divides by the number of micro-batches.
+            self._result = ForwardResult((), tuple(root / 2 for root in roots))
+        run = partial(self._stage.backward, self._result, gradients)
+        _, peak = self._meter.watch(run)
+        made = _bytes(one.grad for one in self._received if one.grad is not None)
+        self._received, self._result = (), ForwardResult((), ())
+        return peak - taken - made
 
 
-def _ones(result: ForwardResult) -> list[Tensor]:
-    return [torch.ones_like(root) for root in result.roots]
+class _Beside(NamedTuple):
+    """Bytes to hold against what one micro-batch holds after its F."""
+
+    saved: int
+    held_by_two: int
+    left: int
+
+
+def _check(stage: int, held: int, beside: _Beside) -> None:
+    """Refuse a stage whose bytes do not add up."""
+    rule = f"a plan must be right within {format_share(_TOLERANCE)}"
+    if beside.saved - held > _TOLERANCE * held:
+        raise InputError(
+            f"stage {stage}: autograd saves {beside.saved} bytes in an F, but only {held} are live "
+            f"after it: {rule}; measure on the device that will train, or without torch.compile"
+        )
+    if abs(beside.held_by_two - 2 * held) > _TOLERANCE * 2 * held:
+        raise InputError(
+            f"stage {stage} holds {held} bytes after the F of one micro-batch and "
+            f"{beside.held_by_two} after two, but {rule} when it adds them up; let the module keep "
+            "no tensor of a forward for the next one"
+        )
+    if beside.left > _TOLERANCE * held:
+        raise InputError(
+            f"stage {stage} still holds {beside.left} bytes after a backward, of {held} after its "
+            f"F, which count as free: {rule}; let the module keep no tensor of a forward"
+        )
+
+
+@contextmanager
+def _no_collector() -> Iterator[None]:
+    """Let nothing be freed by the garbage collector, which comes when it likes."""
+    gc.collect()
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class _Meter(Protocol):
-    """Watches the memory of one device, in bytes."""
+    """Watches the memory of one device inside a context, in bytes over those at its beginning."""
 
-    def watch(self, run: Callable[[], Any]) -> tuple[Any, Use]:
-        """Return what a function returns, and what memory it used."""
+    def __enter__(self) -> Any:
+        """Begin at 0."""
+
+    def __exit__(self, kind: object, error: object, trace: object, /) -> Any:
+        """End."""
+
+    def live_bytes(self) -> int:
+        """Return what is live."""
+
+    def watch(self, run: Callable[[], Any]) -> tuple[Any, int]:
+        """Return what a function returns, and the peak while it runs."""
 
 
 def meter_for(device: torch.device, resident: Iterable[Tensor]) -> _Meter:
@@ -121,13 +250,22 @@ class _CudaMeter:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._before = 0
 
-    def watch(self, run: Callable[[], Any]) -> tuple[Any, Use]:
-        before = torch.cuda.memory_allocated(self._device)
+    def __enter__(self) -> Self:
+        self._before = torch.cuda.memory_allocated(self._device)
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object, /) -> None:
+        """End."""
+
+    def live_bytes(self) -> int:
+        return torch.cuda.memory_allocated(self._device) - self._before
+
+    def watch(self, run: Callable[[], Any]) -> tuple[Any, int]:
         torch.cuda.reset_peak_memory_stats(self._device)
         result = run()
-        peak = torch.cuda.max_memory_allocated(self._device)
-        return result, Use(before, peak, torch.cuda.memory_allocated(self._device))
+        return result, torch.cuda.max_memory_allocated(self._device) - self._before
 
 
 class _StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -140,11 +278,10 @@ class _StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._at_most = 0
         self._peak = 0
 
-    def watch(self, run: Callable[[], Any]) -> tuple[Any, Use]:
-        before = self._peak = self._live_bytes()
-        with self:
-            result = run()
-        return result, Use(before, self._peak, self._live_bytes())
+    def watch(self, run: Callable[[], Any]) -> tuple[Any, int]:
+        self._peak = self.live_bytes()
+        result = run()
+        return result, self._peak
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -153,7 +290,7 @@ class _StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._see(leaf)
         # Looking for the dead is slow, and needed only where there may be a new peak.
         if self._at_most > self._peak:
-            self._peak = max(self._peak, self._live_bytes())
+            self._peak = max(self._peak, self.live_bytes())
         return result
 
     def _see(self, tensor: Tensor) -> None:
@@ -162,7 +299,7 @@ class _StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._sizes[known] = size
             self._at_most += size
 
-    def _live_bytes(self) -> int:
+    def live_bytes(self) -> int:
         live = (ref for ref in self._sizes if not ref.expired())  # type: ignore[no-untyped-call]
         self._sizes = {ref: self._sizes[ref] for ref in live}
         self._at_most = sum(self._sizes.values())
@@ -181,19 +318,14 @@ class Split(NamedTuple):
     deferred: int
     total: int
 
-    @property
-    def is_possible(self) -> bool:
-        """Whether W has any work."""
-        return self.deferred > 0
-
 
 class Footprint(NamedTuple):
     """Bytes of one stage.
 
     Attributes
     ----------
-    saved_sizes
-        Of every storage that autograd saves, the received input aside.
+    held_bytes
+        Of the storages that autograd saves, and of the received input.
     offload_sizes
         Of those an OFFLOAD moves: no outputs, and none too small to be worth a copy.
     received_bytes, output_bytes
@@ -201,18 +333,15 @@ class Footprint(NamedTuple):
     batch_bytes
         One micro-batch's part of the batch (first stage) and of the target (last stage): it is
         there for the whole step.
-    weight_context_bytes
-        Held between I and W.
     parameter_bytes, buffer_bytes
         Of the module.
     """
 
-    saved_sizes: tuple[int, ...]
+    held_bytes: int
     offload_sizes: tuple[int, ...]
     received_bytes: int
     output_bytes: int
     batch_bytes: int
-    weight_context_bytes: int
     parameter_bytes: int
     buffer_bytes: int
     split: Split
@@ -221,15 +350,6 @@ class Footprint(NamedTuple):
     def offload_bytes(self) -> int:
         """What one OFFLOAD moves."""
         return sum(self.offload_sizes)
-
-    @property
-    def activation_bytes(self) -> int:
-        """Everything held from F to the backward: what is saved, and the received input.
-
-        An output that is not saved is free once it has been sent; in flight it is a boundary
-        buffer, which a device's reserved bytes are for.
-        """
-        return sum(self.saved_sizes) + self.received_bytes
 
 
 def measure_footprint(
@@ -243,20 +363,19 @@ def measure_footprint(
     )
     with saved.capture():
         result = stage.forward(received)
-    sizes = tuple(storage.num_bytes for storage in saved.storages())
+    held_bytes = sum(storage.num_bytes for storage in saved.storages())
+    received_bytes = 0 if stage.is_first else _bytes(received)
     saved.keep(result.outputs)
     movable = tuple(storage.num_bytes for storage in saved.storages())
-    context_bytes, split = _split_backward(stage, result)
     return Footprint(
-        saved_sizes=sizes,
+        held_bytes=held_bytes + received_bytes,
         offload_sizes=tuple(size for size in movable if size >= min_offload_bytes),
-        received_bytes=0 if stage.is_first else _bytes(received),
+        received_bytes=received_bytes,
         output_bytes=_bytes(result.outputs),
         batch_bytes=_bytes((stage.inputs if stage.is_first else ()) + _target(stage)),
-        weight_context_bytes=context_bytes,
         parameter_bytes=_bytes(stage.module.parameters()),
         buffer_bytes=_bytes(stage.module.buffers()),
-        split=split,
+        split=_split_of(stage, result),
     )
 
 
@@ -268,17 +387,16 @@ def _target(stage: StageUnderTest) -> tuple[Tensor, ...]:
     return () if stage.target is None else (stage.target,)
 
 
-def _split_backward(stage: StageUnderTest, result: ForwardResult) -> tuple[int, Split]:
-    """Return the bytes between I and W, and which gradients were made when."""
+def _split_of(stage: StageUnderTest, result: ForwardResult) -> Split:
+    """Return which gradients an I and a W make."""
     with stage.gradients.collect():
         stage.backward(result)
-        context_bytes = stage.gradients.held_bytes()
         make_weight_gradients = stage.gradients.take()
     early = {id(p) for p in stage.module.parameters() if p.grad is not None}
     make_weight_gradients()
     made = [p for p in stage.module.parameters() if p.grad is not None]
     deferred = sum(p.numel() for p in made if id(p) not in early)
-    return context_bytes, Split(deferred, sum(p.numel() for p in made))
+    return Split(deferred, sum(p.numel() for p in made))
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

@@ -71,9 +71,11 @@ class StageUnderTest:
         return self.inputs[0].device
 
     def receive(self) -> tuple[Tensor, ...]:
-        """Return the inputs as they arrive: leaves that collect gradients, but for the batch."""
+        """Return the inputs as they arrive: copies that collect gradients, or the batch itself."""
+        if self.is_first:
+            return tuple(tensor.detach() for tensor in self.inputs)
         return tuple(
-            tensor.detach().requires_grad_(not self.is_first and tensor.is_floating_point())
+            tensor.detach().clone().requires_grad_(tensor.is_floating_point())
             for tensor in self.inputs
         )
 
@@ -81,6 +83,8 @@ class StageUnderTest:
         """Run F, the loss included where the stage is the last; refuse a stage that fails."""
         try:
             output = self.module(*received)
+            # Copies of weights that an autocast around it all would keep, as in `Passes`.
+            torch.clear_autocast_cache()
             if self.loss is not None:
                 return ForwardResult((), (self.loss(output, self.target),))
             outputs = as_tensors(output, f"the output of stage {self.index}")

@@ -20,12 +20,11 @@ from optpipe_solver.arrays import simulate
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from numpy.typing import NDArray
-
     from optpipe.problem import Problem
     from optpipe.schedule import Program, Programs
+    from optpipe_solver.arrays import Flags, Floats, Ints
 
-__all__ = ["KINDS", "CompiledProblem", "Rows", "program_of"]
+__all__ = ["KINDS", "CompiledProblem", "Rows", "durations_of", "memory_of", "program_of"]
 
 
 KINDS = (
@@ -46,8 +45,12 @@ _KIND_NUMBER = {kind: number for number, kind in enumerate(KINDS)}
 class Rows(NamedTuple):
     """Programs as integers: ``actions[d, :lengths[d]]`` is the program of device d."""
 
-    actions: NDArray[np.int64]
-    lengths: NDArray[np.int64]
+    actions: Ints
+    lengths: Ints
+
+    def programs(self) -> list[Ints]:
+        """Return the program of each device."""
+        return [row[:length] for row, length in zip(self.actions, self.lengths, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +64,7 @@ class CompiledProblem:
     @classmethod
     def of(cls, problem: Problem) -> CompiledProblem:
         """Return the arrays of a problem."""
-        return cls(problem, _times(problem), _memory(problem))
+        return cls(problem, _times(problem), memory_of(problem))
 
     def encode(self, programs: Programs) -> Rows:
         """Return programs as integers, with room for one more round trip per cell."""
@@ -78,16 +81,14 @@ class CompiledProblem:
         """Return the programs that rows of integers stand for."""
         m, cells = self.problem.num_microbatches, self.times.num_cells
         programs = []
-        for row, length in zip(rows.actions, rows.lengths, strict=True):
-            kinds, held = np.divmod(row[:length], cells)
+        for codes in rows.programs():
+            kinds, held = np.divmod(codes, cells)
             stages, microbatches = np.divmod(held, m)
             types = map(KINDS.__getitem__, kinds.tolist())
             programs.append(program_of(stages.tolist(), types, microbatches.tolist()))
         return tuple(programs)
 
-    def length_ms(
-        self, rows: Rows, durations: NDArray[np.float64] | None = None
-    ) -> tuple[float, float]:
+    def length_ms(self, rows: Rows, durations: Floats | None = None) -> tuple[float, float]:
         """Return (makespan, span) in ms, exactly as `optpipe.simulate`; inf where stuck.
 
         ``durations`` replaces those of the problem, by action number.
@@ -97,21 +98,45 @@ class CompiledProblem:
         makespan, span, _ = simulate.length(rows.actions, rows.lengths, times, work)
         return float(makespan), float(span)
 
+    def objective_ms(self, rows: Rows) -> float:
+        """Return the problem's objective in ms; inf where stuck."""
+        return self.length_ms(rows)[self.problem.objective == "span"]
+
+    def is_compute_only(self, rows: Rows) -> bool:
+        """Whether programs hold F, I, W and B alone."""
+        first = simulate.OFFLOAD * self.times.num_cells
+        return all(bool((codes < first).all()) for codes in rows.programs())
+
+    def cells_with(self, kind: int, rows: Rows) -> Flags:
+        """Flag the cells that have an action of a kind."""
+        cells = self.times.num_cells
+        flags = np.zeros(cells, dtype=np.bool_)
+        for codes in rows.programs():
+            flags[codes[codes // cells == kind] % cells] = True
+        return flags
+
+
+def durations_of(problem: Problem) -> Floats:
+    """Return ms by kind and stage; 0 for transfers of what cannot be offloaded."""
+    duration = np.zeros((len(KINDS), len(problem.stages)))
+    for number, kind in enumerate(KINDS):
+        for s in range(len(problem.stages)):
+            if not kind.is_transfer or problem.can_offload(s):
+                duration[number, s] = duration_ms(problem, Action(s, kind, 0))
+    return duration
+
 
 def _times(problem: Problem) -> simulate.TimeArrays:
     m, num_stages = problem.num_microbatches, len(problem.stages)
-    duration = np.zeros((len(KINDS), num_stages))
-    for number, kind in enumerate(KINDS):
-        for s in range(num_stages):
-            if not kind.is_transfer or problem.can_offload(s):
-                duration[number, s] = duration_ms(problem, Action(s, kind, 0))
     shared = [d.half_duplex or d.pcie_group is not None for d in problem.devices]
+    there, back = zip(*problem.boundary_lanes, strict=True)
+    queued = any(lane.link >= 0 for lane in (*there, *back))
     names = sorted({d.pcie_group for d in problem.devices if d.pcie_group is not None})
     return simulate.TimeArrays(
         num_stages=num_stages,
         num_microbatches=m,
         num_cells=num_stages * m,
-        duration=np.repeat(duration, m, axis=1).reshape(-1),
+        duration=np.repeat(durations_of(problem), m, axis=1).reshape(-1),
         there=np.array([there for there, _ in problem.boundary_ms]),
         back=np.array([back for _, back in problem.boundary_ms]),
         device_of=np.array(problem.placement, dtype=np.int64),
@@ -122,10 +147,16 @@ def _times(problem: Problem) -> simulate.TimeArrays:
             [-1 if d.pcie_group is None else names.index(d.pcie_group) for d in problem.devices],
             dtype=np.int64,
         ),
+        num_links=len(problem.links) if queued else 0,
+        lane_there=np.array([lane.link for lane in there], dtype=np.int64),
+        lane_back=np.array([lane.link for lane in back], dtype=np.int64),
+        fill_there=np.array([lane.ms for lane in there]),
+        fill_back=np.array([lane.ms for lane in back]),
     )
 
 
-def _memory(problem: Problem) -> simulate.MemoryArrays:
+def memory_of(problem: Problem) -> simulate.MemoryArrays:
+    """Return what memory depends on."""
     stages = problem.stages
     delta = np.zeros((len(KINDS), len(stages)), dtype=np.int64)
     workspace = np.zeros((len(KINDS), len(stages)), dtype=np.int64)
@@ -140,11 +171,7 @@ def _memory(problem: Problem) -> simulate.MemoryArrays:
         workspace=workspace,
         checkpoint=np.array([stage.checkpoint_bytes or 0 for stage in stages], dtype=np.int64),
         limit=np.array(
-            [
-                device.usable_bytes - problem.static_bytes_of(index)
-                for index, device in enumerate(problem.devices)
-            ],
-            dtype=np.int64,
+            [problem.room_bytes(device) for device in range(len(problem.devices))], dtype=np.int64
         ),
         host_of=np.array([hosts[device.host] for device in problem.devices], dtype=np.int64),
         host_limit=np.array(

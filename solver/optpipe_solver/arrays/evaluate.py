@@ -8,6 +8,7 @@ test holds the two against each other, on legal and on spoilt programs, to the l
 
 from __future__ import annotations
 
+from operator import le
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -18,16 +19,20 @@ from optpipe.simulate import simulate
 from optpipe_solver.arrays.encoding import KINDS, CompiledProblem
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from optpipe.problem import Problem
     from optpipe.schedule import Programs
+    from optpipe_solver.arrays import Ints
     from optpipe_solver.arrays.encoding import Rows
 
-    Ints = NDArray[np.int64]
-    Flags = NDArray[np.bool_]
-
-__all__ = ["Evaluator", "Metrics", "evaluate_arrays", "evaluate_by_reference"]
+__all__ = [
+    "Evaluator",
+    "Metrics",
+    "device_peaks",
+    "evaluate_arrays",
+    "evaluate_by_reference",
+    "keeps_limits",
+    "within_hosts",
+]
 
 
 _LARGE = 20_000
@@ -91,10 +96,9 @@ def evaluate_arrays(compiled: CompiledProblem, programs: Programs) -> Metrics | 
     makespan_ms, span_ms = compiled.length_ms(rows)
     if makespan_ms == np.inf:
         return None
-    peaks, hosts = _device_peaks(compiled, rows, place), _host_peaks(compiled, rows, place)
-    if not _keeps_limits(compiled.problem, peaks, hosts):
+    if not keeps_limits(compiled, rows):
         return None
-    return Metrics(makespan_ms, span_ms, peaks, hosts)
+    return Metrics(makespan_ms, span_ms, device_peaks(compiled, rows), _host_peaks(compiled, rows))
 
 
 def _is_addressable(problem: Problem, programs: Programs) -> bool:
@@ -114,7 +118,7 @@ def _places(compiled: CompiledProblem, rows: Rows) -> Ints | None:
     """Return ``[kind, cell]`` -> index in its program, -1 = absent; None: misplaced, or twice."""
     times = compiled.times
     place = np.full(len(KINDS) * times.num_cells, -1, dtype=np.int64)
-    for device, codes in enumerate(_programs(rows)):
+    for device, codes in enumerate(rows.programs()):
         stages = codes % times.num_cells // times.num_microbatches
         if (times.device_of[stages] != device).any() or np.unique(codes).size < codes.size:
             return None
@@ -143,12 +147,27 @@ def _is_in_order(place: Ints) -> bool:
     )
 
 
-def _device_peaks(compiled: CompiledProblem, rows: Rows, place: Ints) -> tuple[int, ...]:
+def keeps_limits(compiled: CompiledProblem, rows: Rows) -> bool:
+    """Whether programs that are legal otherwise keep the limits of all devices and hosts."""
+    usable = [device.usable_bytes for device in compiled.problem.devices]
+    return all(map(le, device_peaks(compiled, rows), usable)) and within_hosts(compiled, rows)
+
+
+def within_hosts(compiled: CompiledProblem, rows: Rows) -> bool:
+    """Whether programs that are legal otherwise keep the limits of all hosts."""
+    hosts = compiled.problem.hosts
+    if all(host.memory_bytes is None for host in hosts):
+        return True
+    held = _host_peaks(compiled, rows)
+    return all(host.memory_bytes is None or held[host.name] <= host.memory_bytes for host in hosts)
+
+
+def device_peaks(compiled: CompiledProblem, rows: Rows) -> tuple[int, ...]:
     """Walk every program: static bytes plus the largest prefix sum (`optpipe.memory`)."""
     problem, memory, times = compiled.problem, compiled.memory, compiled.times
-    again = place[_RECOMPUTE] >= 0
+    again = compiled.cells_with(_RECOMPUTE, rows)
     peaks = []
-    for device, codes in enumerate(_programs(rows)):
+    for device, codes in enumerate(rows.programs()):
         kinds, cells = codes // times.num_cells, codes % times.num_cells
         stages = cells // times.num_microbatches
         shrunk = (kinds == _F) & again[cells]
@@ -159,29 +178,16 @@ def _device_peaks(compiled: CompiledProblem, rows: Rows, place: Ints) -> tuple[i
     return tuple(peaks)
 
 
-def _host_peaks(compiled: CompiledProblem, rows: Rows, place: Ints) -> dict[str, int]:
+def _host_peaks(compiled: CompiledProblem, rows: Rows) -> dict[str, int]:
     """Bytes on the hosts, from OFFLOAD to just before the I or B: the sum of devices' peaks."""
     problem, times = compiled.problem, compiled.times
     size = np.array([stage.offload_bytes for stage in problem.stages], dtype=np.int64)
-    gone = place[_OFFLOAD] >= 0
+    gone = compiled.cells_with(_OFFLOAD, rows)
     peaks = {host.name: 0 for host in problem.hosts}
-    for device, codes in zip(problem.devices, _programs(rows), strict=True):
+    for device, codes in zip(problem.devices, rows.programs(), strict=True):
         kinds, cells = codes // times.num_cells, codes % times.num_cells
         moved = size[cells // times.num_microbatches]
         back = ((kinds == _I) | (kinds == _B)) & gone[cells]
         held = np.cumsum(np.where(kinds == _OFFLOAD, moved, np.where(back, -moved, 0)))
         peaks[device.host] += int(held.max(initial=0))
     return peaks
-
-
-def _keeps_limits(problem: Problem, peaks: tuple[int, ...], hosts: dict[str, int]) -> bool:
-    of_devices = all(
-        peak <= device.usable_bytes for peak, device in zip(peaks, problem.devices, strict=True)
-    )
-    return of_devices and all(
-        host.memory_bytes is None or hosts[host.name] <= host.memory_bytes for host in problem.hosts
-    )
-
-
-def _programs(rows: Rows) -> list[Ints]:
-    return [row[:length] for row, length in zip(rows.actions, rows.lengths, strict=True)]

@@ -13,10 +13,7 @@ import numpy as np
 from optpipe_solver.jit import lean
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    Ints = NDArray[np.int64]
-    Flags = NDArray[np.bool_]
+    from optpipe_solver.arrays import Flags, Floats, Ints
 
 __all__ = [
     "BACKWARD_INPUT",
@@ -30,10 +27,10 @@ __all__ = [
     "MemoryArrays",
     "SimulationScratch",
     "TimeArrays",
-    "device_fits",
     "end_with_syncs",
     "host_peak",
     "input_of",
+    "lane_of",
     "length",
     "workspace_for",
 ]
@@ -46,52 +43,65 @@ _QUEUED = -2.0
 
 
 class TimeArrays(NamedTuple):
-    """What time depends on. ``duration`` is in ms by action number, the rest by stage or device."""
+    """What time depends on. ``duration`` is in ms by action number, the rest by stage or device.
+
+    ``lane_there[s]`` is the link that the output of F(s) occupies for ``fill_there[s]`` ms, -1 if
+    messages do not queue; ``lane_back[s]`` and ``fill_back[s]`` are those of the backward of s + 1.
+    """
 
     num_stages: int
     num_microbatches: int
     num_cells: int
-    duration: NDArray[np.float64]
-    there: NDArray[np.float64]
-    back: NDArray[np.float64]
-    device_of: NDArray[np.int64]
-    grad_sync: NDArray[np.float64]
-    shared: NDArray[np.bool_]
-    half_duplex: NDArray[np.bool_]
-    group: NDArray[np.int64]
+    duration: Floats
+    there: Floats
+    back: Floats
+    device_of: Ints
+    grad_sync: Floats
+    shared: Flags
+    half_duplex: Flags
+    group: Ints
+    num_links: int
+    lane_there: Ints
+    lane_back: Ints
+    fill_there: Floats
+    fill_back: Floats
 
 
 class MemoryArrays(NamedTuple):
     """What memory depends on: bytes by (kind, stage), by stage, by device and by host."""
 
-    delta: NDArray[np.int64]
-    workspace: NDArray[np.int64]
-    checkpoint: NDArray[np.int64]
-    limit: NDArray[np.int64]
-    host_of: NDArray[np.int64]
-    host_limit: NDArray[np.int64]
-    may_offload: NDArray[np.bool_]
-    may_recompute: NDArray[np.bool_]
+    delta: Ints
+    workspace: Ints
+    checkpoint: Ints
+    limit: Ints
+    host_of: Ints
+    host_limit: Ints
+    may_offload: Flags
+    may_recompute: Flags
 
 
 class SimulationScratch(NamedTuple):
-    """Scratch of `length`, reused between calls."""
+    """Scratch of `length`, reused between calls.
 
-    end: NDArray[np.float64]
-    waiter: NDArray[np.int64]
-    clock: NDArray[np.float64]
-    first: NDArray[np.float64]
-    last: NDArray[np.float64]
-    head: NDArray[np.int64]
-    stack: NDArray[np.int64]
-    lane_free: NDArray[np.float64]
-    group_free: NDArray[np.float64]
-    queue: NDArray[np.int64]
-    queue_issue: NDArray[np.float64]
-    queue_place: NDArray[np.int64]
-    queue_head: NDArray[np.int64]
-    queue_tail: NDArray[np.int64]
-    stage_end: NDArray[np.float64]
+    ``end`` is of passes, then transfers; of a pass whose output queues on a link, when it departs.
+    """
+
+    end: Floats
+    waiter: Ints
+    clock: Floats
+    first: Floats
+    last: Floats
+    head: Ints
+    stack: Ints
+    lane_free: Floats
+    group_free: Floats
+    queue: Ints
+    queue_issue: Floats
+    queue_place: Ints
+    queue_head: Ints
+    queue_tail: Ints
+    stage_end: Floats
+    link_free: Floats
 
 
 def workspace_for(times: TimeArrays, num_devices: int) -> SimulationScratch:
@@ -114,13 +124,14 @@ def workspace_for(times: TimeArrays, num_devices: int) -> SimulationScratch:
         queue_head=np.empty(2 * num_devices, dtype=np.int64),
         queue_tail=np.empty(2 * num_devices, dtype=np.int64),
         stage_end=np.empty(times.num_stages),
+        link_free=np.empty(times.num_links),
     )
 
 
 @lean
 def length(
-    actions: NDArray[np.int64],
-    lengths: NDArray[np.int64],
+    actions: Ints,
+    lengths: Ints,
     times: TimeArrays,
     work: SimulationScratch,
 ) -> tuple[float, float, float]:
@@ -135,6 +146,7 @@ def length(
     work.queue_head[:] = 0
     work.queue_tail[:] = 0
     work.stage_end[:] = _UNKNOWN
+    work.link_free[:] = 0.0
     size = 0
     for device in range(num_devices):
         work.stack[size] = device
@@ -255,9 +267,25 @@ def _note_end(kind: int, cell: int, done: float, times: TimeArrays, work: Simula
         work.stage_end[stage] = max(work.stage_end[stage], done)
     if kind in (FORWARD, BACKWARD_INPUT, FULL_BACKWARD):
         made = cell if kind == FORWARD else times.num_cells + cell
+        lane, fill = lane_of(kind, cell // times.num_microbatches, times)
+        if lane >= 0:
+            done = max(done, work.link_free[lane])
+            work.link_free[lane] = done + fill
         work.end[made] = done
         return work.waiter[made]
     return -1
+
+
+@lean
+def lane_of(kind: int, stage: int, times: TimeArrays) -> tuple[int, float]:
+    """Return the link that the output of a pass occupies, -1 for none, and for how many ms."""
+    if times.num_links == 0:
+        return -1, 0.0
+    if kind == FORWARD:
+        return times.lane_there[stage], times.fill_there[stage]
+    if stage == 0:
+        return -1, 0.0
+    return times.lane_back[stage - 1], times.fill_back[stage - 1]
 
 
 @lean
@@ -325,9 +353,7 @@ def _measure(
 
 
 @lean
-def end_with_syncs(
-    device: int, last: float, stage_end: NDArray[np.float64], times: TimeArrays
-) -> float:
+def end_with_syncs(device: int, last: float, stage_end: Floats, times: TimeArrays) -> float:
     """Return a device's last end with its gradient reductions, which queue by when they are ready.
 
     ``stage_end`` is when each stage's last W or B ended, negative where there is none; those of the
@@ -349,28 +375,6 @@ def end_with_syncs(
         free = max(free, stage_end[best]) + times.grad_sync[best]
         last = max(last, free)
         stage_end[best] = _UNKNOWN
-
-
-@lean
-def device_fits(
-    device: int, row: Ints, count: int, times: TimeArrays, memory: MemoryArrays, again: Flags
-) -> bool:
-    """Whether a program's largest prefix sum fits; ``again`` flags recomputed cells."""
-    held = 0
-    limit = memory.limit[device]
-    for at in range(count):
-        code = row[at]
-        kind = code // times.num_cells
-        cell = code - kind * times.num_cells
-        stage = cell // times.num_microbatches
-        delta = memory.delta[kind, stage]
-        if kind == FORWARD and again[cell]:
-            delta = memory.checkpoint[stage]
-        peak = max(held, held + delta) + memory.workspace[kind, stage]
-        if peak > limit:
-            return False
-        held += delta
-    return True
 
 
 @lean

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from optpipe.simulate import link_loads
 from optpipe_solver.bounds.energy import energy_ms
 from optpipe_solver.bounds.heads_tails import ANYTIME, drain, heads, refill, tails
 from optpipe_solver.bounds.relaxation import Paths, relaxed
@@ -16,8 +17,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from optpipe.problem import Problem
+    from optpipe_solver.arrays import Floats
     from optpipe_solver.bounds.heads_tails import Events
-    from optpipe_solver.bounds.relaxation import Floats, Relaxed
+    from optpipe_solver.bounds.relaxation import Relaxed
 
 __all__ = ["Bound", "lower_bound", "lower_bounds"]
 
@@ -55,10 +57,10 @@ def lower_bounds(
         window = max(window, window_ms(model, problem.stages_of[device], before, after, rates))
         if should_stop():
             break
-    return [
-        Bound(window, "memory-window"),
-        Bound(energy, "memory-energy"),
-    ]
+    found = [Bound(window, "memory-window"), Bound(energy, "memory-energy")]
+    if makespan and problem.queues:
+        found.append(Bound(max(load.least_ms for load in link_loads(problem)), "link-load"))
+    return found
 
 
 def _clocks(paths: Paths, model: Relaxed) -> Iterator[tuple[int, Events, Events]]:

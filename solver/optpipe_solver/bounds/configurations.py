@@ -3,26 +3,7 @@
 A *phase* is a stretch of time in which a (stage, micro-batch) holds at least so many bytes and uses
 at most one lane. At every moment a cell is in at most one phase. A *mode* (kept, offloaded or
 recomputed; backward split or fused) says how long a cell is in which phase at least.
-
-================  =======  =====================================  ===============================
-phase             lane     bytes held                             least ms
-================  =======  =====================================  ===============================
-F                 compute  what it makes, and workspace           forward_ms
-WAIT              none     activation, or the checkpoint, or      the way to the last stage and
-                           what offload leaves                    back, less copies or RECOMPUTE
-OUT, HOME         D2H,     activation                             one transfer each
-                  H2D
-RECOMPUTE         compute  activation, and workspace              recompute_ms
-I                 compute  activation, or context if larger, and  backward_input_ms
-                           workspace
-W                 compute  context, and workspace                 backward_weight_ms
-B, REST           compute  activation, and workspace              a B: as long as an I at most, then
-                                                                  the rest
-================  =======  =====================================  ===============================
-
-The bytes are those of the prefix walk (`optpipe.memory`): an OFFLOAD frees nothing before its copy
-has ended, a RELOAD holds from its issue on, and between F and the backward of a cell at least the
-way through the later stages passes.
+docs/exact.md has the phases in a table, and the argument.
 """
 
 from __future__ import annotations
@@ -42,12 +23,8 @@ from optpipe_solver.milp.highs import LinearProgram
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from numpy.typing import NDArray
-
     from optpipe.problem import Problem, Stage
-
-    Floats = NDArray[np.float64]
-    Ints = NDArray[np.int64]
+    from optpipe_solver.arrays import Floats, Ints
 
 __all__ = [
     "DeviceWork",
@@ -139,7 +116,7 @@ def work_of(paths: Paths, device: int, *, makespan: bool) -> DeviceWork:
     stages = [problem.stages[s] for s in held]
     return DeviceWork(
         num_microbatches=problem.num_microbatches,
-        room_bytes=problem.devices[device].usable_bytes - problem.static_bytes_of(device),
+        room_bytes=problem.room_bytes(device),
         half_duplex=problem.devices[device].half_duplex,
         head=paths.head_f[held[0]] if makespan else 0.0,
         tail=min(_tail(paths, s, makespan=makespan) for s in held),
@@ -237,35 +214,10 @@ class _Cell:
         return Phase(self.s, name, lane, size, self.made + before, due)
 
 
-# --- A bound from what a device can do and hold at one moment: a configuration linear program.
-# At every moment a device is in some pattern (`Patterns`): cells in phases, within its lanes and
-# its memory. So the time it takes is at least that of the cheapest mixture of patterns in which all
-# cells get the times that their modes need: the configuration relaxation of Gilmore and Gomory ("A
-# linear programming approach to the cutting stock problem", Operations Research 9, 1961), here with
-# lanes, modes and windows. Room for 1.5 activations is room for one: that is what bytes x time
-# cannot see.
-#
-# By duality every price per ms of phase proves something. Let ``pi`` be prices such that no pattern
-# costs more than 1. Then all cells together cost at least
-#
-#     m x sum over stages of the least, over modes, of sum of pi x needed ms =: E,
-#
-# and each ms pays at most 1. Let a schedule take T, and look at the time A from the device's first
-# start, not before ``head``, to T - ``tail``. Every I ends within it, so all but late phases (W and
-# what remains of a B) lie in it. Of those, one at a time, at most ``tail`` ms lie behind it. Hence
-#
-#     E <= A + tail x max pi of late phases,    T >= head + A + tail.
-#
-# *Windows.* Near its first start a device cannot do everything: phases have releases, and x ms
-# after it at most ceil(x / least forward) cells have begun. Let ``alpha`` be the price of the
-# dearest pattern in such a window; it pays length x (1 - alpha) less than was counted, which is
-# added. Before T - tail likewise, with dues: n cells that still need their I need more than n - 1
-# of them. The windows must not overlap: they are cut to lie within the least A that is proven
-# without them.
-#
-# The linear program only looks for good prices. What is reported is computed from them anew: pi is
-# divided by the price of the dearest of all patterns, and alpha is found by the same search: so
-# tolerances of the program make the bound weaker, never wrong.
+# --- A bound from what a device can do and hold at one moment: a configuration linear program
+# (Gilmore and Gomory, "A linear programming approach to the cutting stock problem", Operations
+# Research 9, 1961) with lanes, modes and windows. It only looks for good prices. What is reported
+# is computed from them anew: tolerances of the program make the bound weaker, never wrong.
 
 _MOST_ROUNDS = 60
 _MOST_WINDOWS = 24

@@ -1,29 +1,8 @@
-"""Bytes x time: what micro-batches must hold, against what the devices have.
+"""Bytes x time: what micro-batches must hold, against what the devices have (docs/bounds.md).
 
-*Energy.* From the start of F to the end of I or B of a micro-batch on stage s at least ``alive`` =
-F + the way to the last stage and back + I (or B) ms pass. Kept, it holds activation_bytes that
-long; recomputed, the checkpoint, and the rest during RECOMPUTE and its backward; offloaded, the
-rest and offload_bytes during F, OFFLOAD, RELOAD and backward. After I it holds
-weight_context_bytes for W.
-
-*Capacity.* All of this lies between the device's first start and its last W or B. Room x that time
-is the most there is, less what cannot be filled: t ms after the first start only forwards begun by
-then hold anything, at most `grow` x t + one micro-batch; t ms before the last end what is held
-must still be worked off, so it is at most `shrink` x t + one micro-batch. Where the two ramps
-might overlap only the larger is taken off.
-
-*Prices.* A recomputed micro-batch costs compute time: busy time and RECOMPUTEs must fit into the
-time. An offloaded one costs transfer time: its bytes go out and come back, one after the other in
-each direction, on half-duplex devices over one lane. Where one micro-batch of a stage, kept,
-leaves no room for one of a later stage of the device, no micro-batch of it can be kept: the first
-would have to be held until that later stage has run it.
-
-For a time T the cheapest choice of micro-batches to recompute and offload saves at most what the
-fractional knapsacks over compute time and over bytes moved save; if that is not enough, T is too
-short. More time makes everything easier, so bisection finds the least T that is not refuted.
-
-*Lanes.* Devices of a PCIe group share its lanes: for a time T each must move at least so many
-bytes, whatever it recomputes, and together they must fit. Their clocks agree under makespan only.
+Whoever recomputes saves bytes x time for compute time, whoever offloads for transfer time. For a
+time T the cheapest choice saves at most what the fractional knapsacks over compute time and over
+bytes moved save; if that is not enough, T is too short. Bisection finds the least T not refuted.
 """
 
 from __future__ import annotations
@@ -31,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING
+
+from optpipe_solver.feasibility import least_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -124,11 +105,12 @@ def _demand(paths: Paths, device: int, held: Sequence[int], makespan: bool) -> _
     problem = paths.problem
     stages = [problem.stages[s] for s in held]
     m = problem.num_microbatches
-    room = problem.devices[device].usable_bytes - problem.static_bytes_of(device)
+    room = problem.room_bytes(device)
     busy = m * sum(stage.busy_ms for stage in stages)
     head = min(paths.head_f[s] for s in held) if makespan else 0.0
     energies = [_Energies(paths, s) for s in held]
-    cannot_keep = [_cannot_keep(problem, held, at, room) for at in range(len(held))]
+    least = [least_bytes(problem.stages[s], can_offload=problem.can_offload(s))[0] for s in held]
+    cannot_keep = [_cannot_keep(stages, least, at, room) for at in range(len(held))]
     return _Demand(
         device=device,
         outside=head + min(stage.grad_sync_ms for stage in stages),
@@ -186,25 +168,14 @@ class _Energies:
             )
 
 
-def _cannot_keep(problem: Problem, held: Sequence[int], at: int, room: float) -> bool:
+def _cannot_keep(stages: Sequence[Stage], least: Sequence[int], at: int, room: float) -> bool:
     """Whether keeping a micro-batch on one stage leaves no room for it on a later one."""
-    stages = [problem.stages[s] for s in held]
-    before = sum(_least_held(problem, s) for s in held[:at]) + stages[at].activation_bytes
-    for later in range(at + 1, len(held)):
+    before = sum(least[:at]) + stages[at].activation_bytes
+    for later in range(at + 1, len(stages)):
         if before + stages[later].activation_bytes > room:
             return True
-        before += _least_held(problem, held[later])
+        before += least[later]
     return False
-
-
-def _least_held(problem: Problem, s: int) -> int:
-    stage = problem.stages[s]
-    options = [stage.activation_bytes]
-    if stage.checkpoint_bytes is not None:
-        options.append(stage.checkpoint_bytes)
-    if problem.can_offload(s):
-        options.append(stage.activation_bytes - stage.offload_bytes)
-    return min(options)
 
 
 def _ramps(stages: Sequence[Stage], room: float, busy: float) -> _Ramps:

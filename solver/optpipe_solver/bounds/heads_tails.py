@@ -1,27 +1,9 @@
-"""Tails: how much time must follow the k-th last F, I and W of every stage, by counting events.
+"""Heads and tails: how early the k-th F, I and W of each stage can start, and what must follow.
 
-The mirror image of `heads`. F_k(s) is now the k-th forward of stage s from the end; its tail is
-the time from its end to the end of the schedule (makespan) or of one device (span). Times below
-are tails; k from 1.
-
-1. *Devices take turns*: F_k(s) >= F_{k-1}(s) + F, and so for I and W.
-2. *Data*: the k micro-batches whose I on s are the last k have their W after the k-th last I
-   ended. So k W start after it, the k-th last W among them: I_k(s) >= W_k(s) + W(s). In the same
-   way I_k(s) >= I_k(s-1) + I(s-1) + back(s-1), on the last stage F_k >= I_k + I, and F_k(s) >=
-   F_k(s+1) + F(s+1) + there(s). After the last W comes the gradient reduction: W_1(s) >= sync(s).
-3. *Load*: after the k-th last I of s started, its device still has the k last I and W of all its
-   stages up to s to do. For every i, those from the i-th last on end at least the least tail of a
-   W_i among them before the end, one after the other. The same with the I alone, and for F_k(s)
-   with everything that follows it: all I and W of the device and the forwards of its stages from s
-   on.
-4. *Memory of I*: when the k-th last I of s starts, k micro-batches have not had it. All of them
-   that have started their F, all but f, hold keep, less moved for at most n of them that are away.
-   Those f forwards start later (devices take turns), and those n RELOADs are issued later and end
-   one after the other, each before its own I: n <= (t - I_1 - I) / home for t the tail of this I.
-   (k - f) keep - n moved must be at most the room, and f, n are at most what the tails allow. *Of
-   W*: likewise k micro-batches have not had their W; all but f hold at least context, less
-   min(context, moved) for at most n that are away. `drain` adds the work that must be done
-   between this I and a later F.
+F_k(s) is the k-th forward of stage s in the order in which this stage runs them, whichever
+micro-batch that is; likewise the pieces I_k and W_k (`relaxation`). The rules are argued in
+docs/bounds.md: 1. devices take turns, 2. data, 3. load, 4. memory, with `refill` and `drain`.
+A head is a start; a tail is the time from an end to the end of all, k counted from the last.
 """
 
 from __future__ import annotations
@@ -33,40 +15,13 @@ import numpy as np
 from optpipe_solver.jit import jitted
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from optpipe_solver.bounds.relaxation import Floats, Ints, Relaxed
-
-    Grid = NDArray[np.float64]
+    from optpipe_solver.arrays import Floats, Ints
+    from optpipe_solver.bounds.relaxation import Relaxed
 
 __all__ = ["ANYTIME", "Events", "Turnover", "drain", "heads", "refill", "tails"]
 
 
 # --- What a device must do between two events when its memory is full: load and memory together.
-# A stage without offload has room for ``fits`` = floor(room / keep) micro-batches between F and I.
-#
-# *Refill.* Take j <= k - fits. When I_j(s) starts, at most j - 1 micro-batches have had I or W, so
-# at most j - 1 + fits have had F. When F_k(s) starts, k of them hold keep less what I and W gave
-# back: at least (k keep - room) must be given back, of which at most (j - 1) keep before I_j
-# started. What is missing, (k - j + 1) keep - room > 0, takes at least as many ms as the device's I
-# and W need per byte at best: I alone, I / (keep - context), or pairs, (I + W) / keep; a W alone
-# cannot come before its I. Besides, k - 1 - (j - 1 + fits) forwards are run in between. Hence
-#
-#     F_k >= I_j + lag + (k - fits - j) pace,
-#     lag = ((fits + 1) keep - room) x least ms per byte,  pace = F + keep x least ms per byte.
-#
-# *Drain*, the mirror image with tails. Take j <= k - fits. Before the k-th last I of s ends, what
-# follows the j-th last F of s? After that F started, at most j - 1 + fits micro-batches are without
-# I and what is pending fits into the room: I and W worth at most ``most`` ms of it, besides those
-# of the j - 1 later micro-batches. After the k-th last I ended, there are k - 1 I, k W, and, of the
-# forwards, at least those from the (k - fits)-th last on, since otherwise k would be pending at
-# once. So between the two ends at least k - fits - j + 1 forwards and (k - j) I + (k - j + 1) W -
-# most are run:
-#
-#     I_k >= F_j + lag + (k - fits - j) pace,
-#     lag = F + fits I + (fits + 1) W - most,  pace = F + I + W,
-#
-# where F_j is the tail after the end of the j-th last F, and I_k after that of the k-th last I.
 
 
 class Turnover(NamedTuple):
@@ -133,36 +88,9 @@ def _drain_of_stage(model: Relaxed, s: int) -> tuple[int, float, float]:
     return fits, lag, forward + gradient + weight
 
 
-# --- Heads: how early the k-th F, I and W of every stage can start, by counting events.
-# Write F_k(s) for the k-th forward of stage s in the order in which this stage runs them, whichever
-# micro-batch that is; likewise I_k, W_k (pieces, see `relaxation`). Times below are starts; k from
-# 1. Nothing is assumed about the order of micro-batches, which is why first in, first out is not
-# needed.
-#
-# 1. *Devices take turns*: F_k(s) >= F_{k-1}(s) + F, and so for I and W.
-# 2. *Data*: when F_k(s) starts, k micro-batches have arrived, so stage s - 1 has ended k forwards,
-#    and its k-th end is at most F_k(s) - transfer. Hence F_k(s) >= F_k(s-1) + F(s-1) + there(s-1).
-#    In the same way I_k(s) >= I_k(s+1) + I(s+1) + back(s), on the last stage I_k >= F_k + F, and
-#    W_k(s) >= I_k(s) + I(s): whoever counts k things made from k other things counts those too.
-# 3. *Load*: when the k-th I of s has ended, its device has ended the first k forwards of all its
-#    stages (each of the k micro-batches passed through them) and the first k I of its stages from s
-#    on. For every i, those from the i-th on start no earlier than F_i of the device's first stage,
-#    one after the other. So I_k(s) + I(s) >= F_i(first) + (k - i + 1) (sum of F + sum of I from s
-#    on); the same with the I alone, from I_i(last) on, and for F_k(s) with the forwards of the
-#    stages up to s.
-# 4. *Memory*: when F_k(s) starts, the stage holds at least k keep - i (keep - context) - w context
-#    less n moved, where i, w count its I and W ended by then and n <= the host's room its
-#    micro-batches away. Transfers of the stage use a lane one after the other and start after its
-#    first F: n <= (t - F_1 - F) / out. This must be at most the room. Each count only grows with
-#    t, and i, w, n by time t are at most what the heads of earlier events allow; so F_k starts no
-#    earlier than the
-#    moment at which enough of them can have happened. `refill` adds the work that must be
-#    done between an earlier I and F_k.
-#
-# All right-hand sides come from smaller k, or from the same k and stages already done, so one sweep
-# over k gives all heads. The clock starts with the schedule (makespan), or with the first action of
-# one device (span): then other devices may have begun arbitrarily early, which `ANYTIME` stands
-# for; their later events are still tied to this device's by data and memory.
+# --- Heads, then tails: rules ask for smaller k, or the same k and stages already done: one sweep.
+# The clock starts with the schedule (makespan), or with the first action of one device (span): then
+# other devices may have begun arbitrarily early; data and memory still tie their later events.
 
 ANYTIME = -1e18
 """No lower bound, in ms: far below any sum of durations."""
@@ -171,9 +99,9 @@ ANYTIME = -1e18
 class Events(NamedTuple):
     """Times in ms of the k-th F, I, W of stage s at ``[k, s]``, k from 0; nondecreasing in k."""
 
-    forward: Grid
-    gradient: Grid
-    weight: Grid
+    forward: Floats
+    gradient: Floats
+    weight: Floats
 
 
 class _HeadLoads(NamedTuple):

@@ -1,24 +1,9 @@
-"""What every bound asks of a schedule: a model that each legal schedule satisfies.
+"""What every bound asks of a schedule: a model that each legal schedule satisfies (docs/bounds.md).
 
-Per stage and micro-batch three pieces of work: F; the *gradient piece* I of min(I, B) ms; the
-*weight piece* W of the rest, so that the three add up to F + min(B, I + W), the least compute time
-there is. A split backward runs I, then W, each at least as long as its piece. A fused B is the two
-pieces in one: its first min(I, B) ms are the gradient piece, the rest is at least the weight
-piece, and its gradient leaves later than the piece ends. So every legal schedule contains the
-pieces, in the order F, I, W, with nothing on a device overlapping; recompute and waits only add to
-it.
-
-Bytes. A (stage, micro-batch) holds, by its mode, from the start of F to the end of I or B:
-
-* kept: activation_bytes;
-* recomputed: at least checkpoint_bytes;
-* offloaded: activation_bytes, less offload_bytes from its RELEASE to its RELOAD.
-
-So with ``keep`` = activation_bytes, or checkpoint_bytes where the stage can be recomputed, and
-``moved`` = min(offload_bytes, keep), or 0 where it cannot be offloaded, it holds at least keep,
-less moved while it is away. After I it holds weight_context_bytes until the end of W; after the
-gradient piece of a fused B still activation_bytes. With ``context`` = min(weight_context_bytes,
-keep) it holds at least context from the end of the gradient piece to the end of the weight piece.
+Per stage and micro-batch three pieces of work, in this order: F; the *gradient piece* I of
+min(I, B) ms; the *weight piece* W of the rest, so that the three add up to the least compute time
+there is. It holds at least ``keep`` bytes from the start of F to the end of I, less ``moved`` while
+it is on the host, and then ``context`` to the end of W.
 """
 
 from __future__ import annotations
@@ -31,12 +16,8 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from numpy.typing import NDArray
-
     from optpipe.problem import Problem, Stage
-
-    Ints = NDArray[np.int64]
-    Floats = NDArray[np.float64]
+    from optpipe_solver.arrays import Floats, Ints
 
 __all__ = ["Paths", "Relaxed", "relaxed"]
 
@@ -93,10 +74,7 @@ def relaxed(problem: Problem) -> Relaxed:
     moved = [
         min(stages[s].offload_bytes, keep[s]) if problem.can_offload(s) else 0 for s in indices
     ]
-    rooms = [
-        held.usable_bytes - problem.static_bytes_of(d) for d, held in enumerate(problem.devices)
-    ]
-    room = [rooms[stage.device] for stage in stages]
+    room = [problem.room_bytes(stage.device) for stage in stages]
     backward = [g + w for g, w in zip(gradient, weight, strict=True)]
     return Relaxed(
         num_microbatches=problem.num_microbatches,

@@ -5,21 +5,7 @@ all its work. If D(u, v) < P, some work is done in between, so u <= T - v, and a
 
     T >= u + v + P - D(u, v).
 
-Before u: at most those I and W pieces whose heads are before u, and F pieces. Of these, no more of
-each stage than heads allow, and all together no more bytes than the room of the device, plus what I
-and W that can have ended gave back, plus what its D2H lane can have carried away. After T - v, the
-mirror image: F pieces with tails below v; and when that time begins, some micro-batches have had F
-but not I, some I but not W; what they hold must fit, so of the I and W of micro-batches whose F is
-done before, a W takes context and an I, whose W must follow, keep - context more. Those whose F is
-done after T - v are paid for by it, keep each, and what the H2D lane can bring back by itself.
-
-No piece is done twice, so for each stage and kind the two together are at most m: the limits of the
-one are lowered by what is granted to the other. The most work for so many bytes is at most that of
-the fractional knapsack, by work per byte, the last in part; for F pieces of a single stage, whole.
-
-One stage's limits are in its heads and tails already; here the stages of a device share its memory,
-and so do I and W. Any moments will do: the best ones of `_MOST` equal shares of all heads, and of
-all tails, are tried in pairs.
+D is what heads and tails allow and the device's memory has room for (docs/bounds.md).
 """
 
 from __future__ import annotations
@@ -34,13 +20,8 @@ from optpipe_solver.jit import lean
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from numpy.typing import NDArray
-
-    from optpipe_solver.bounds.relaxation import Floats, Ints, Relaxed
-
-    Counts = NDArray[np.int64]
-    Flags = NDArray[np.bool_]
-    Grid = NDArray[np.float64]
+    from optpipe_solver.arrays import Flags, Floats, Ints
+    from optpipe_solver.bounds.relaxation import Relaxed
 
 __all__ = ["window_ms"]
 
@@ -82,9 +63,9 @@ class _Side(NamedTuple):
     """Moments in ms; per moment and stage how many F, I, W are possible; bytes for the knapsack."""
 
     time: Floats
-    forwards: Counts
-    gradients: Counts
-    weights: Counts
+    forwards: Ints
+    gradients: Ints
+    weights: Ints
     free: Floats
 
 
@@ -246,7 +227,7 @@ def _moments(events: Events) -> Floats:
     return np.unique(np.concatenate([times.ravel() for times in events]))
 
 
-def _counts(times: Grid, delay: Floats, moments: Floats) -> Counts:
+def _counts(times: Floats, delay: Floats, moments: Floats) -> Ints:
     """Return, per moment and stage, how many of the times plus delay are before it."""
     counts = np.zeros((len(moments), times.shape[1]), np.int64)
     _count(times, delay, moments, counts)
@@ -254,7 +235,7 @@ def _counts(times: Grid, delay: Floats, moments: Floats) -> Counts:
 
 
 @lean
-def _count(times: Grid, delay: Floats, moments: Floats, counts: Counts) -> None:
+def _count(times: Floats, delay: Floats, moments: Floats, counts: Ints) -> None:
     for n in range(times.shape[1]):
         count = 0
         for at in range(len(moments)):

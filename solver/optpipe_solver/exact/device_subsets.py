@@ -14,7 +14,6 @@ from itertools import combinations
 from typing import TYPE_CHECKING
 
 from optpipe_solver.bounds.configurations import configurations_ms
-from optpipe_solver.exact.fifo_search import fifo_can_search, search_fifo
 from optpipe_solver.exact.general_search import general_can_search, search_general
 from optpipe_solver.exact.layers import HorizonAnswer
 from optpipe_solver.incumbent import Goal
@@ -29,10 +28,11 @@ if TYPE_CHECKING:
 __all__ = ["improve_by_exact_search", "prove_by_few_devices"]
 
 
-_SUBSET_METHOD = "general-search"
-_MOST_IN_SUBSET_LAYER = (2_000, 16_000, 128_000, 512_000)
+_METHOD = "general-search"
+_MOST_IN_LAYER = (2_000, 16_000, 128_000, 512_000)
 """States in one layer, at most: a few hundred bytes each. Small choices get more sooner."""
 
+_MOST_STATES = 50_000_000
 _HALVINGS = 2
 _FEW = 6
 """Up to so many devices every choice is one, beyond that neighbours alone."""
@@ -65,13 +65,11 @@ class _Rounds:
 
     def run(self) -> None:
         sizes = sorted({len(choice.devices) for choice in self.choices})
-        turns = [
-            (size + level, size) for size in sizes for level in range(len(_MOST_IN_SUBSET_LAYER))
-        ]
+        turns = [(size + level, size) for size in sizes for level in range(len(_MOST_IN_LAYER))]
         for turn, size in sorted(turns):
             for choice in self.choices:
                 if len(choice.devices) == size:
-                    self._raise(choice, _MOST_IN_SUBSET_LAYER[turn - size])
+                    self._raise(choice, _MOST_IN_LAYER[turn - size])
 
     def _raise(self, choice: _DeviceSubset, most_in_layer: int) -> None:
         """Search just below the ceiling until that settles it; where it is too much, lower."""
@@ -80,7 +78,7 @@ class _Rounds:
             answer = self._ask(choice, goal.horizon_ms, most_in_layer)
             if answer is HorizonAnswer.NONE:
                 choice.is_settled = True
-                self.best.offer_bound(min(goal.proven_ms, self.best.objective_ms), _SUBSET_METHOD)
+                self.best.offer_bound(min(goal.proven_ms, self.best.objective_ms), _METHOD)
             elif answer is HorizonAnswer.UNKNOWN:
                 self._halve(choice, most_in_layer)
                 return
@@ -93,7 +91,7 @@ class _Rounds:
             if self._is_over() or middle <= self.best.bound_ms:
                 return
             if self._ask(choice, middle, most_in_layer) is HorizonAnswer.NONE:
-                self.best.offer_bound(min(middle, self.best.objective_ms), _SUBSET_METHOD)
+                self.best.offer_bound(min(middle, self.best.objective_ms), _METHOD)
                 low = middle
             else:
                 high = middle
@@ -103,7 +101,7 @@ class _Rounds:
             self.best.problem,
             choice.devices,
             horizon_ms,
-            most_states=_states_left(self.stop),
+            most_states=int(min(_MOST_STATES, self.stop.left_work)),
             most_in_layer=most_in_layer,
             should_stop=self._is_over,
         )
@@ -124,10 +122,6 @@ class _Rounds:
         return self.best.is_optimal or self.stop.is_over()
 
 
-def _states_left(stop: Stop) -> int:
-    return int(min(_MOST_STATES, stop.left_work))
-
-
 def _choices(problem: Problem) -> Iterator[tuple[int, ...]]:
     """Yield the choices that can be searched, small ones first, neighbours before others."""
     used = [device for device, held in enumerate(problem.stages_of) if held]
@@ -142,89 +136,15 @@ def _choices(problem: Problem) -> Iterator[tuple[int, ...]]:
                 yield chosen
 
 
-# --- Prove as much as can be proven about a problem without HiGHS's branch and bound.
-
-_METHOD = "fifo-search"
-_MOST_STATES = 50_000_000
-_MOST_IN_LAYER = 200_000
-_FIFO_SHARE = 0.6
-"""Share of time or states for the fifo search, where few devices may prove as much."""
-
-_FIRST = 10_000
-_TRIALS = 6
-
-
 def improve_by_exact_search(best: Incumbent, stop: Stop) -> None:
-    """Raise the bound, and find what is better; work is counted in states met.
+    """Raise the bound: by configurations, then by few devices; work is counted in states met.
 
-    First the configuration bound; then, where it applies, the fifo search:
-    below the best schedule known, and where that is too much at horizons nearer to the bound; then
-    searches over few devices, which know offload, recompute and any order of micro-batches. Nothing
-    here is random or parallel. Where work is limited the run is a function of problem and start, as
-    long as time does not end it.
+    Nothing here is random or parallel. Where work is limited the run is a function of problem and
+    start, as long as time does not end it.
     """
     bound_ms = configurations_ms(best.problem, should_stop=stop.is_over)
     best.offer_bound(min(bound_ms, best.objective_ms), "configurations")
     if best.programs is not None and not best.is_optimal:
-        if fifo_can_search(best.problem):
-            _Trials(best, stop.turn(_FIFO_SHARE)).run()
         prove_by_few_devices(best, stop.turn())
     if not stop.spent:
         stop.spend(1)
-
-
-class _Trials:
-    """Searches at one horizon after another.
-
-    A search that ends in no schedule proves its horizon, one that finds a schedule lowers the goal.
-    """
-
-    def __init__(self, best: Incumbent, stop: Stop) -> None:
-        self.best = best
-        self.stop = stop
-        self.floor = best.bound_ms
-
-    def run(self) -> None:
-        """Search below the best schedule with ever more states allowed, and between by halves."""
-        most = _FIRST
-        while most <= _MOST_IN_LAYER and not self._is_over():
-            answer = HorizonAnswer.FOUND
-            while answer is HorizonAnswer.FOUND and not self._is_over():
-                answer = self._below(1.0, most)
-            self._between(most)
-            most *= 4
-
-    def _between(self, most: int) -> None:
-        """Raise the bound by halving what lies between it and the best schedule."""
-        self.floor = self.best.bound_ms
-        low, high = 0.0, 1.0
-        for _ in range(_TRIALS):
-            if self._is_over():
-                return
-            middle = (low + high) / 2
-            answer = self._below(middle, most)
-            if answer is HorizonAnswer.FOUND:
-                return
-            low, high = (middle, high) if answer is HorizonAnswer.NONE else (low, middle)
-
-    def _below(self, share: float, most_in_layer: int) -> HorizonAnswer:
-        """Look for a schedule that lies below a share of the gap; offer what comes of it."""
-        best = self.best
-        goal = Goal.of(best.problem, best.objective_ms)
-        horizon = self.floor + share * (goal.horizon_ms - self.floor)
-        found = search_fifo(
-            best.problem,
-            horizon,
-            most_states=_states_left(self.stop),
-            most_in_layer=most_in_layer,
-            should_stop=self._is_over,
-        )
-        self.stop.spend(found.num_states)
-        if found.answer is HorizonAnswer.NONE:
-            best.offer_bound(goal.proven_ms if share == 1.0 else horizon, _METHOD)
-        if found.programs is not None and not best.offer(found.programs, _METHOD):
-            return HorizonAnswer.UNKNOWN
-        return found.answer
-
-    def _is_over(self) -> bool:
-        return self.best.is_optimal or self.stop.is_over()

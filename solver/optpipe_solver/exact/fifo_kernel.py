@@ -5,7 +5,7 @@ See `fifo_search` for what a state is and why nothing is lost. Times are whole n
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -14,13 +14,12 @@ from optpipe_solver.jit import lean
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    Ints = NDArray[np.int64]
-    Grid = NDArray[np.int64]
+    from optpipe_solver.arrays import Flags, Floats, Ints
+
     Bytes = NDArray[np.int8]
-    Flags = NDArray[np.bool_]
-    Floats = NDArray[np.float64]
 
 __all__ = [
+    "SEED",
     "FifoLayer",
     "FifoLoads",
     "FifoProblem",
@@ -28,16 +27,19 @@ __all__ = [
     "chain_fifo",
     "ends_late",
     "expand_fifo",
+    "hashed",
     "input_of_f",
     "input_of_i",
     "length_of",
     "make_fifo_layer",
     "make_fifo_loads",
     "make_fifo_state",
+    "not_later",
     "pass_over",
     "piece_of",
     "rate_of",
     "run",
+    "same",
     "start_of",
     "wastes",
     "weigh",
@@ -65,13 +67,13 @@ class FifoProblem(NamedTuple):
     may_fuse: Flags
     activation: Ints
     context: Ints
-    workspace: Grid
+    workspace: Ints
     room: Ints
     there: Ints
     back: Ints
-    last_f: Grid
-    last_i: Grid
-    last_w: Grid
+    last_f: Ints
+    last_i: Ints
+    last_w: Ints
     shortest: int
     horizon: int
     slots: float
@@ -280,15 +282,15 @@ class FifoLayer(NamedTuple):
     """
 
     counts: NDArray[np.int8]
-    times: NDArray[np.int64]
-    rate: NDArray[np.float64]
-    parent: NDArray[np.int64]
-    way: NDArray[np.int64]
-    alive: NDArray[np.bool_]
-    link: NDArray[np.int64]
-    first: NDArray[np.int64]
-    size: NDArray[np.int64]
-    limit: NDArray[np.float64]
+    times: Ints
+    rate: Floats
+    parent: Ints
+    way: Ints
+    alive: Flags
+    link: Ints
+    first: Ints
+    size: Ints
+    limit: Floats
 
 
 def make_fifo_layer(most: int, num_stages: int, num_devices: int) -> FifoLayer:
@@ -316,7 +318,7 @@ def chain_fifo(layer: FifoLayer) -> None:
     """Chain all rows of a layer anew."""
     layer.first[:] = -1
     for row in range(layer.size[0]):
-        slot = _hash(layer.counts[row]) & (len(layer.first) - 1)
+        slot = hashed(SEED, layer.counts[row]) & (len(layer.first) - 1)
         layer.link[row], layer.first[slot] = layer.first[slot], row
 
 
@@ -386,13 +388,13 @@ def _keep(layer: FifoLayer, state: FifoState, rate: float, origin: tuple[int, in
     """Add a state unless it is barred, or another with its counts is nowhere later."""
     if rate >= layer.limit[0]:
         return
-    slot = _hash(state.counts) & (len(layer.first) - 1)
+    slot = hashed(SEED, state.counts) & (len(layer.first) - 1)
     at = layer.first[slot]
     while at >= 0:
-        if layer.alive[at] and _same(layer.counts[at], state.counts):
-            if _not_later(layer.times[at], state.times):
+        if layer.alive[at] and same(layer.counts[at], state.counts):
+            if not_later(layer.times[at], state.times):
                 return
-            if _not_later(state.times, layer.times[at]):
+            if not_later(state.times, layer.times[at]):
                 layer.alive[at] = False
         at = layer.link[at]
     row = layer.size[0]
@@ -407,17 +409,22 @@ def _keep(layer: FifoLayer, state: FifoState, rate: float, origin: tuple[int, in
     layer.size[0] += 1
 
 
+SEED = 1469598103
+"""What `hashed` begins with."""
+
+
 @lean
-def _hash(counts: NDArray[np.int8]) -> int:
-    value = 1469598103
-    for x in counts:
+def hashed(value: int, row: NDArray[Any]) -> int:
+    """Return a hash of whole numbers, given that of those before them."""
+    for x in row:
         value = (value ^ int(x)) * 1099511 & 0x7FFFFFFFFFFF
         value ^= value >> 17
     return value
 
 
 @lean
-def _same(a: NDArray[np.int8], b: NDArray[np.int8]) -> bool:
+def same(a: NDArray[Any], b: NDArray[Any]) -> bool:
+    """Whether two rows of equal length are equal."""
     for i in range(len(a)):  # noqa: SIM110 - compiled
         if a[i] != b[i]:
             return False
@@ -425,7 +432,8 @@ def _same(a: NDArray[np.int8], b: NDArray[np.int8]) -> bool:
 
 
 @lean
-def _not_later(a: NDArray[np.int64], b: NDArray[np.int64]) -> bool:
+def not_later(a: NDArray[Any], b: NDArray[Any]) -> bool:
+    """Whether no time of a row is later than that of another."""
     for i in range(len(a)):  # noqa: SIM110 - compiled
         if a[i] > b[i]:
             return False

@@ -1,40 +1,10 @@
 """The fifo search: over counts of passes, where first in, first out loses nothing.
 
-There a schedule is said by the order of F, I, W and B on every device alone: the k-th pass of a
-kind on a stage is that of the k-th micro-batch. Passes are started in the order of their start
-times, so a *state* is: how many of each kind every stage has started; the clock, which is the
-latest start; when each device is free; and when the last F and the last gradient of every stage
-are where they are needed. Times before the clock count as the clock. Memory depends on the counts
-alone. Relaxed: of several outputs on their way at once over one boundary only the last is waited
-for, and gradient reductions of one device do not queue.
-
-*Every schedule is met.* Sort its passes by start: each is a step from the state before, at the
-earliest start that clock, device and input allow, or later; the earliest loses nothing.
-
-*Dominance.* Of two states with the same counts, one with no time later than the other's can do
-whatever that one can, no later: the other is dropped.
-
-*Left out.* An F, I or B that starts so late that a waiting W of its device would fit in before.
-Among the ways to complete a state within the horizon take those with the least sum of starts, and
-of these the one with its W earliest in the order: if it began so, moving that W forward would harm
-nothing (it only frees bytes, and fits by its workspace), yet make the sum less or the W earlier. So
-each state that can be completed keeps a way to be.
-
-*Ties.* Of passes that start at one instant t those of lower devices come first: as a pass starts,
-each lower device that is free is taken to be busy until u, the next time at which anything ends or
-arrives, or would if it were to start at t. That harms nothing where no pass takes no time (where
-one does, u = t). In the completion above let x be the pass of the lowest device among those that
-start first, at t. What a lower device starts next begins later than t; before u it cannot: its
-input, and the end of what its device runs, are there by t or else not before u, and it fits as
-well at t, so beginning at t would make the sum less. So the completion that is kept takes x next,
-and goes on after u on all those devices.
-
-*Bound.* A state is dropped if the least time of what must follow (`bounds.tails`, loads) ends
-behind the horizon.
-
-States go layer by layer, by passes done (a B counts as two), so each is expanded once, after all
-that could dominate it are known. If a layer and the one behind it are empty, no schedule lies
-within the horizon; if the last holds a state, its way back is a schedule.
+A *state* is how many F, I, W and B every stage has started; the clock, which is the latest start;
+when each device is free; and when the last F and the last gradient of every stage are where they
+are needed, none before the clock. States go layer by layer, by passes done (a B counts as two). If
+a layer and the one behind it are empty, no schedule lies within the horizon; if the last holds a
+state, its way back is a schedule. docs/exact.md says why no schedule is missed.
 """
 
 from __future__ import annotations
@@ -44,7 +14,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from optpipe.schedule import Action, ActionType
+from optpipe.schedule import Action
+from optpipe_solver.arrays.encoding import KINDS, memory_of
 from optpipe_solver.bounds.heads_tails import drain, tails
 from optpipe_solver.bounds.relaxation import relaxed
 from optpipe_solver.exact.fifo_kernel import (
@@ -56,27 +27,24 @@ from optpipe_solver.exact.fifo_kernel import (
     make_fifo_state,
 )
 from optpipe_solver.exact.layers import (
-    EXACT_SLICE,
     HorizonAnswer,
     LayeredOutcome,
     LayeredSearch,
     keep_rows,
+    whole,
 )
 from optpipe_solver.feasibility import fifo_loses_nothing, fusing_may_pay
 from optpipe_solver.incumbent import grid_ms
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable
 
-    from numpy.typing import NDArray
-
-    from optpipe.problem import Problem, Stage
+    from optpipe.problem import Problem
     from optpipe.schedule import Programs
+    from optpipe_solver.arrays import Ints
     from optpipe_solver.exact.fifo_kernel import FifoLayer
 
-    Ints = NDArray[np.int64]
-
-__all__ = ["fifo_can_search", "fifo_problem_of", "search_fifo", "search_fifo_beam"]
+__all__ = ["fifo_can_search", "fifo_problem_of", "search_fifo_beam"]
 
 
 _MOST_MICROBATCHES = 100
@@ -88,13 +56,6 @@ _BEAM_SLICE = 5_000
 _SPARE = 3
 """Room in a beam's layer, in widths: when it is full, the most promising states are kept."""
 
-_KINDS = (
-    ActionType.FORWARD,
-    ActionType.BACKWARD_INPUT,
-    ActionType.BACKWARD_WEIGHT,
-    ActionType.FULL_BACKWARD,
-)
-
 
 def fifo_can_search(problem: Problem) -> bool:
     """Whether a state says all there is about a problem."""
@@ -103,22 +64,6 @@ def fifo_can_search(problem: Problem) -> bool:
         and problem.num_microbatches <= _MOST_MICROBATCHES
         and fifo_loses_nothing(problem)
     )
-
-
-def search_fifo(
-    problem: Problem,
-    horizon_ms: float,
-    *,
-    most_states: int,
-    most_in_layer: int,
-    should_stop: Callable[[], bool] = lambda: False,
-) -> LayeredOutcome:
-    """Look for a schedule of at most ``horizon_ms``; the problem must be one that it can search.
-
-    Unknown if more than ``most_states`` are met, ``most_in_layer`` in one layer, or if told to
-    stop.
-    """
-    return _FifoSearch(problem, horizon_ms, most_in_layer, None).run(should_stop, most_states)
 
 
 def search_fifo_beam(
@@ -130,41 +75,34 @@ def search_fifo_beam(
 ) -> LayeredOutcome:
     """Look for a schedule of at most ``horizon_ms``, ``width`` states of each layer expanded.
 
-    ``NONE`` only where no state was left out: then no schedule lies within the horizon. What is
-    found may be longer, where states relax something. Where all times are equal very many programs
-    are equally long, and moves that change one device at a time walk among them without an end; a
-    state stands for all devices at once. On `loop2-equal-p8-m16-4.5a` of the benchmarks 500 states
-    per layer lead from 605 to 590 ms, and 2,000 to 580 ms, which is the bound (measured).
+    The problem must be one that it can search. ``NONE`` only where no state was left out: then no
+    schedule lies within the horizon. What is found may be longer, where states relax something.
+    Where all times are equal very many programs are equally long, and moves that change one device
+    at a time walk among them without an end; a state stands for all devices at once. On
+    `loop2-equal-p8-m16-4.5a` of the benchmarks 500 states per layer lead from 605 to 590 ms, and
+    2,000 to 580 ms, which is the bound (measured).
     """
-    return _FifoSearch(problem, horizon_ms, _SPARE * width, width).run(should_stop)
+    search = _FifoSearch(problem, horizon_ms, width)
+    answer = search.walk(should_stop)
+    programs = search.programs() if answer is HorizonAnswer.FOUND else None
+    return LayeredOutcome(answer, search.num_states, programs)
 
 
 class _FifoSearch(LayeredSearch["FifoLayer"]):
-    def __init__(
-        self, problem: Problem, horizon_ms: float, most_in_layer: int, width: int | None
-    ) -> None:
+    def __init__(self, problem: Problem, horizon_ms: float, width: int) -> None:
         size = len(problem.stages), len(problem.devices)
-        layers = [make_fifo_layer(most_in_layer, *size) for _ in range(3)]
+        layers = [make_fifo_layer(_SPARE * width, *size) for _ in range(3)]
         super().__init__(layers, 3 * problem.num_microbatches * len(problem.stages), width)
         self.problem = problem
         self.fifo = fifo_problem_of(problem, horizon_ms)
         self.work = make_fifo_state(*size), make_fifo_loads(*size)
-        self.slice = EXACT_SLICE if width is None else _BEAM_SLICE
         layers[0].alive[0] = True
         layers[0].size[0] = 1
 
-    def run(self, should_stop: Callable[[], bool], most_states: float = np.inf) -> LayeredOutcome:
-        """Return the answer, with the programs of a schedule where it is FOUND."""
-        answer = self.walk(should_stop, most_states)
-        programs = self._programs() if answer is HorizonAnswer.FOUND else None
-        return LayeredOutcome(answer, self.num_states, programs)
-
     def _step(self, at: int) -> int:
         layer, one, two = self.layers
-        then = expand_fifo(self.fifo, (layer, one, two), self.work, at, self.slice)
-        if then < min(at + self.slice, layer.size[0]):
-            if self.width is None:
-                return -1
+        then = expand_fifo(self.fifo, (layer, one, two), self.work, at, _BEAM_SLICE)
+        if then < min(at + _BEAM_SLICE, layer.size[0]):
             for following in (one, two):
                 self._thin(following)
                 chain_fifo(following)
@@ -184,7 +122,7 @@ class _FifoSearch(LayeredSearch["FifoLayer"]):
         super()._leave(layer)
         layer.limit[0] = np.inf
 
-    def _programs(self) -> Programs:
+    def programs(self) -> Programs:
         """Return the programs of the shortest way to have all done, gradient reductions aside.
 
         Passes are 4 x stage + kind; labels go first in, first out.
@@ -204,7 +142,7 @@ class _FifoSearch(LayeredSearch["FifoLayer"]):
                 j, gradients[s] = gradients[s], gradients[s] + 1
                 if kind == 1:
                     waiting[s].append(j)
-            rows[problem.stages[s].device].append(Action(s, _KINDS[kind], j))
+            rows[problem.stages[s].device].append(Action(s, KINDS[kind], j))
         return tuple(tuple(row) for row in rows)
 
 
@@ -246,13 +184,10 @@ def fifo_problem_of(problem: Problem, horizon_ms: float) -> FifoProblem:
         gradient=_units(model.gradient, unit),
         weight=_units(model.weight, unit),
         may_fuse=np.array([fusing_may_pay(problem, s) for s in range(len(stages))]),
-        activation=_whole(s.activation_bytes for s in stages),
-        context=_whole(s.weight_context_bytes for s in stages),
-        workspace=_workspace(stages),
-        room=_whole(
-            held.usable_bytes - problem.static_bytes_of(device)
-            for device, held in enumerate(problem.devices)
-        ),
+        activation=whole(s.activation_bytes for s in stages),
+        context=whole(s.weight_context_bytes for s in stages),
+        workspace=memory_of(problem).workspace[:4],
+        room=whole(map(problem.room_bytes, range(len(problem.devices)))),
         there=_units(model.there, unit),
         back=_units(model.back, unit),
         last_f=_units(behind.forward.ravel(), unit).reshape(behind.forward.shape),
@@ -276,19 +211,5 @@ def _passes(problem: Problem, unit: float) -> Ints:
     return _units((time for row in times for time in row), unit)
 
 
-def _workspace(stages: Sequence[Stage]) -> Ints:
-    rows = [
-        [s.forward_workspace_bytes for s in stages],
-        [s.backward_input_workspace_bytes for s in stages],
-        [s.backward_weight_workspace_bytes for s in stages],
-        [s.backward_workspace_bytes for s in stages],
-    ]
-    return np.array(rows, dtype=np.int64)
-
-
 def _units(values: Iterable[float], unit: float) -> Ints:
-    return _whole(value / unit + _ROUNDING for value in values)
-
-
-def _whole(values: Iterable[float]) -> Ints:
-    return np.array([int(value) for value in values], dtype=np.int64)
+    return whole(value / unit + _ROUNDING for value in values)

@@ -17,9 +17,8 @@ from optpipe_solver.jit import lean
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    Ints = NDArray[np.int64]
-    Grid = NDArray[np.int64]
-    Flags = NDArray[np.bool_]
+    from optpipe_solver.arrays import Flags, Ints
+
     Codes = NDArray[np.int32]
     Bytes = NDArray[np.int8]
 
@@ -95,7 +94,7 @@ class GeneralProblem(NamedTuple):
     activation: Ints
     context: Ints
     checkpoint: Ints
-    workspace: Grid
+    workspace: Ints
     room: Ints
     moved: Ints
     out: Ints
@@ -105,10 +104,10 @@ class GeneralProblem(NamedTuple):
     back: Ints
     head: int
     rest: Ints
-    head_f: Grid
-    last_f: Grid
-    last_i: Grid
-    last_w: Grid
+    head_f: Ints
+    last_f: Ints
+    last_i: Ints
+    last_w: Ints
     horizon: int
 
 

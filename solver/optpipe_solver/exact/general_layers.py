@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from optpipe_solver.exact.fifo_kernel import SEED, hashed, not_later, same
 from optpipe_solver.exact.general_kernel import (
     AWAY,
     CHECKPOINT,
@@ -31,6 +32,7 @@ from optpipe_solver.jit import lean
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from optpipe_solver.arrays import Flags, Ints
     from optpipe_solver.exact.general_kernel import GeneralLoads, GeneralProblem
 
 __all__ = [
@@ -63,10 +65,10 @@ class GeneralLayer(NamedTuple):
     end: NDArray[np.int32]
     parent: NDArray[np.int32]
     way: NDArray[np.int32]
-    alive: NDArray[np.bool_]
+    alive: Flags
     link: NDArray[np.int32]
     first: NDArray[np.int32]
-    size: NDArray[np.int64]
+    size: Ints
 
 
 def make_general_layer(
@@ -228,9 +230,9 @@ def _keep(layer: GeneralLayer, state: GeneralState, known: tuple[int, int, int])
     at = layer.first[slot]
     while at >= 0:
         if layer.alive[at] and _same(layer, at, state):
-            if _not_later(layer.times[at], state.times):
+            if not_later(layer.times[at], state.times):
                 return True
-            if _not_later(state.times, layer.times[at]):
+            if not_later(state.times, layer.times[at]):
                 layer.alive[at] = False
         at = layer.link[at]
     row = layer.size[0]
@@ -251,33 +253,12 @@ def _keep(layer: GeneralLayer, state: GeneralState, known: tuple[int, int, int])
 
 @lean
 def _hash(state: GeneralState) -> int:
-    value = 1469598103
-    for x in state.codes:
-        value = (value ^ int(x)) * 1099511 & 0x7FFFFFFFFFFF
-        value ^= value >> 17
-    for y in state.weights:
-        value = (value ^ int(y)) * 1099511 & 0x7FFFFFFFFFFF
-        value ^= value >> 17
-    return value
+    return hashed(hashed(SEED, state.codes), state.weights)
 
 
 @lean
 def _same(layer: GeneralLayer, row: int, state: GeneralState) -> bool:
-    for i in range(len(state.codes)):
-        if layer.codes[row, i] != state.codes[i]:
-            return False
-    for i in range(len(state.weights)):  # noqa: SIM110 - compiled
-        if layer.weights[row, i] != state.weights[i]:
-            return False
-    return True
-
-
-@lean
-def _not_later(a: NDArray[np.int32], b: NDArray[np.int32]) -> bool:
-    for i in range(len(a)):  # noqa: SIM110 - compiled
-        if a[i] > b[i]:
-            return False
-    return True
+    return same(layer.codes[row], state.codes) and same(layer.weights[row], state.weights)
 
 
 # --- Compiled: how long every schedule through a state is at least.
@@ -422,9 +403,7 @@ def _is_only(model: GeneralProblem, s: int) -> bool:
 
 
 @lean
-def rate(
-    general: GeneralProblem, layer: GeneralLayer, loads: GeneralLoads, rates: NDArray[np.int64]
-) -> None:
+def rate(general: GeneralProblem, layer: GeneralLayer, loads: GeneralLoads, rates: Ints) -> None:
     """Write the rate of every row, the lower the more promising; the loads are written to.
 
     It is the lower bound of the end, and as many such bounds agree, the mean over the devices of

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from optpipe.schedule import Action, ActionType
+from optpipe_solver.arrays import simulate
+from optpipe_solver.arrays.encoding import memory_of
 from optpipe_solver.bounds.heads_tails import ANYTIME, drain, heads, refill, tails
 from optpipe_solver.bounds.relaxation import relaxed
 from optpipe_solver.exact.general_kernel import (
@@ -40,11 +42,11 @@ from optpipe_solver.exact.general_layers import (
     set_out,
 )
 from optpipe_solver.exact.layers import (
-    EXACT_SLICE,
     HorizonAnswer,
     LayeredOutcome,
     LayeredSearch,
     keep_rows,
+    whole,
 )
 from optpipe_solver.feasibility import fusing_may_pay, memory_binds
 from optpipe_solver.incumbent import grid_ms
@@ -54,15 +56,13 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from optpipe.problem import Problem, Stage
+    from optpipe.problem import Problem
     from optpipe.schedule import Programs
+    from optpipe_solver.arrays import Floats, Ints
     from optpipe_solver.bounds.heads_tails import Events
     from optpipe_solver.bounds.relaxation import Relaxed
     from optpipe_solver.exact.general_layers import GeneralLayer
 
-    Ints = NDArray[np.int64]
-    Grid = NDArray[np.int64]
-    Flags = NDArray[np.bool_]
     Event = tuple[int, int, int]
 
 __all__ = [
@@ -76,6 +76,9 @@ __all__ = [
     "unit_ms",
 ]
 
+_EXACT_SLICE = 200
+"""States that an exact search expands between two looks at whether to stop."""
+
 _BEAM_SLICE = 50
 """States that a beam expands between two looks at whether to stop, and whether there is room."""
 
@@ -88,6 +91,14 @@ _ROUNDING = 1e-6
 
 _ALL_ROUNDING = 1e-3
 """Share of a unit that the times of a path may be off together."""
+
+_WORKSPACES = [
+    simulate.FORWARD,
+    simulate.BACKWARD_INPUT,
+    simulate.BACKWARD_WEIGHT,
+    simulate.FULL_BACKWARD,
+    simulate.RECOMPUTE,
+]
 
 
 class _Copy(NamedTuple):
@@ -134,7 +145,7 @@ def general_problem_of(
     last_i = _grid(after.gradient[:, kept], unit)
     return GeneralProblem(
         num_microbatches=problem.num_microbatches,
-        device=_whole(index[s.device] for s in stages),
+        device=whole(index[s.device] for s in stages),
         forward=forward,
         split_i=units(s.backward_input_ms for s in stages),
         split_w=units(s.backward_weight_ms for s in stages),
@@ -144,12 +155,12 @@ def general_problem_of(
         again=units(_again_ms(problem, s) for s in kept),
         may_fuse=np.array([fusing_may_pay(problem, s) for s in kept]),
         may_leave=np.array([_copy(problem, s).moved > 0 for s in kept]),
-        activation=_whole(s.activation_bytes for s in stages),
-        context=_whole(s.weight_context_bytes for s in stages),
-        checkpoint=_whole(s.checkpoint_bytes or 0 for s in stages),
-        workspace=_workspace(stages),
-        room=_whole(_room(problem, device) for device in devices),
-        moved=_whole(copy.moved for copy in copies),
+        activation=whole(s.activation_bytes for s in stages),
+        context=whole(s.weight_context_bytes for s in stages),
+        checkpoint=whole(s.checkpoint_bytes or 0 for s in stages),
+        workspace=np.ascontiguousarray(memory_of(problem).workspace[_WORKSPACES][:, kept]),
+        room=whole(problem.room_bytes(device) for device in devices),
+        moved=whole(copy.moved for copy in copies),
         out=units(copy.out for copy in copies),
         home=units(copy.home for copy in copies),
         waits=np.array(
@@ -175,10 +186,6 @@ def _clock(problem: Problem, model: Relaxed, devices: Sequence[int]) -> tuple[Ev
     return heads(model, refill(model), origin), tails(model, drain(model), origin)
 
 
-def _room(problem: Problem, device: int) -> int:
-    return problem.devices[device].usable_bytes - problem.static_bytes_of(device)
-
-
 def _copy(problem: Problem, s: int) -> _Copy:
     """Return the copy of a stage; where memory never binds nobody needs any."""
     if not problem.can_offload(s) or not memory_binds(problem, problem.stages[s].device):
@@ -193,7 +200,7 @@ def _device_copy(problem: Problem, device: int) -> _Copy:
 
 def _waits(problem: Problem, device: int, copy: _Copy) -> bool:
     """Whether all RELOADs that can be on their way to a device at once are told apart."""
-    return copy.moved > 0 and _room(problem, device) // copy.moved <= MOST_COMING
+    return copy.moved > 0 and problem.room_bytes(device) // copy.moved <= MOST_COMING
 
 
 def _again_ms(problem: Problem, s: int) -> float:
@@ -230,79 +237,22 @@ def _rest(forward: Ints, gradient: Ints, there: Ints, back: Ints, end: int) -> I
     return np.array(rest[::-1], dtype=np.int64)
 
 
-def _workspace(stages: Sequence[Stage]) -> Grid:
-    rows = [
-        [s.forward_workspace_bytes for s in stages],
-        [s.backward_input_workspace_bytes for s in stages],
-        [s.backward_weight_workspace_bytes for s in stages],
-        [s.backward_workspace_bytes for s in stages],
-        [s.recompute_workspace_bytes for s in stages],
-    ]
-    return np.array(rows, dtype=np.int64)
-
-
-def _grid(values: NDArray[np.float64], unit: float) -> Grid:
+def _grid(values: Floats, unit: float) -> Ints:
     most = np.iinfo(np.int32).max
     return _units(np.maximum(0.0, values).ravel(), unit, most).reshape(values.shape)
 
 
 def _units(values: Iterable[float], unit: float, most: int) -> Ints:
     """Return times in whole units, -1 as it is; none longer than ``most``, which is too long."""
-    return _whole(value if value < 0 else min(most, value / unit + _ROUNDING) for value in values)
-
-
-def _whole(values: Iterable[float]) -> Ints:
-    return np.array([int(value) for value in values], dtype=np.int64)
+    return whole(value if value < 0 else min(most, value / unit + _ROUNDING) for value in values)
 
 
 # --- The general search: over the ways of micro-batches, with offload and recompute, in any order.
-# Each micro-batch travels up the stages and down again: F on every stage, then I (or B). So all
-# there is to say about a partial schedule, relaxed a little, is a *state*: how far each micro-batch
-# is and in which *mode* it is on every stage between F and backward (kept, away or to go, coming
-# back, with its checkpoint alone); how many W each stage has started; the clock, which is the
-# latest start; when the lanes of each device are free; when the input of each micro-batch's next
-# pass is there. Times before the clock count as the clock. Micro-batches are identical, so a state
-# is a multiset. An event is an F in some mode, an I, W or B, a RECOMPUTE, or a RELOAD, which starts
-# when it is issued.
-#
-# *Some devices.* Only some devices are kept. A pass on another one is a wait of its length, which
-# any number may share: whatever holds for all devices holds for these, and an I takes at least its
-# gradient piece. So if no schedule of the kept devices lies within a horizon, none of all devices
-# does. Under span there is one device, the clock starts with it, and its input is there at once.
-#
-# *Relaxed.* Copies of a device have one size, go one after the other, to the host in the order of
-# the F whose bytes they take, each from its F's end on. That is the order in which the k-th copy
-# ends first, for every k. That many have ended is all that is asked where bytes are needed, and a
-# RELOAD asks for one more ended copy than RELOADs before it, be it its own or not. So what real
-# copies allow at a time, these do. Where a device has room for more than `MOST_COMING` copies, only
-# the last so many RELOADs on their way are waited for. Hosts have room, no other device shares a
-# lane, gradient reductions of one device do not queue. What is kept of the whole problem are heads
-# and tails, by number (`bounds.heads`, `bounds.tails`): the k-th F of a stage starts no earlier
-# than its head, and the k-th last F, I or W ends no later than its tail before the horizon.
-#
-# *Every schedule is met.* Sort its events by start, of equal ones what is needed first: each is a
-# step from the state before, at the earliest start that its device, input and bytes allow, or
-# later. If a state has the same events as a part of a schedule, and no time later, it can make the
-# next step no later; by induction it reaches the end no later than the schedule.
-#
-# *Dominance.* For the same reason, of two states with the same codes and W, one with no time later
-# than the other's replaces it. Of micro-batches with the same code the one whose input is there
-# first makes the next pass: when the other could start it, both inputs are there.
-#
-# *Left out.* An event that starts so late that an I or W of its device, which waits, would fit in
-# before. Among the ways to complete a state within the horizon take one with the least sum of
-# starts: if it began so, that I or W, which comes later, could move forward. Its device does
-# nothing in between; it holds no more bytes after it, if its context is not larger than its
-# activation, and may hold its workspace; nothing else starts later, no k-th end of a stage is
-# later, no F moves, and the sum is less. So each state that can be completed keeps a way to be.
-# (Where a B is possible an I is not moved: the way may hold a B.)
-#
-# *Bound.* A state is dropped if what must follow (`least_end`) ends behind the horizon.
-#
-# Layers count steps: an F kept is two, one for the RELOAD or RECOMPUTE it saves, a B two, any other
-# event one. So all ways to a state have the same number of steps, and each state is expanded once,
-# after all that could dominate it are known. If a layer and the one behind it are empty, no
-# schedule lies within the horizon.
+# A *state* is how far each micro-batch is and its *mode* on every stage between F and backward; how
+# many W each stage has started; the clock; when the lanes of each device are free; and when the
+# input of each micro-batch's next pass is there. Layers count steps: an F kept is two, one for the
+# RELOAD or RECOMPUTE it saves, a B two, any other event one. docs/exact.md says what is relaxed and
+# left out, and why no schedule is missed.
 
 _MOST_MICROBATCHES = 100
 """W are counted in a byte; beyond a few dozen micro-batches no search ends anyway."""
@@ -422,7 +372,7 @@ class _GeneralSearch(LayeredSearch["GeneralLayer"]):
     def _step(self, at: int) -> int:
         layer, one, two = self.layers
         if self.width is None:
-            return expand_general(self.general, (layer, one, two), self.work, at, EXACT_SLICE)
+            return expand_general(self.general, (layer, one, two), self.work, at, _EXACT_SLICE)
         for following in (one, two):
             if following.size[0] + self.most_new > len(following.alive):
                 self._thin(following)
@@ -494,7 +444,7 @@ class _GrowingProgram:
 
     def __init__(self, problem: Problem, device: int) -> None:
         self.problem = problem
-        self.room = problem.devices[device].usable_bytes - problem.static_bytes_of(device)
+        self.room = problem.room_bytes(device)
         self.actions: list[Action] = []
         self.held = 0
         self.leaving: list[tuple[int, int]] = []

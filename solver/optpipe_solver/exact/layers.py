@@ -15,16 +15,14 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from numpy.typing import NDArray
 
     from optpipe.schedule import Programs
+    from optpipe_solver.arrays import Ints
 
-__all__ = ["EXACT_SLICE", "HorizonAnswer", "LayeredOutcome", "LayeredSearch", "keep_rows"]
-
-EXACT_SLICE = 200
-"""States that an exact search expands between two looks at whether to stop."""
+__all__ = ["HorizonAnswer", "LayeredOutcome", "LayeredSearch", "keep_rows", "whole"]
 
 
 class HorizonAnswer(StrEnum):
@@ -153,3 +151,8 @@ def keep_rows(layer: _SearchLayer, columns: tuple[NDArray[Any], ...], rows: NDAr
         column[:kept] = column[rows]
     layer.alive[:kept] = True
     layer.size[0] = kept
+
+
+def whole(values: Iterable[float]) -> Ints:
+    """Return numbers >= -1 without what is behind their points."""
+    return np.array([int(value) for value in values], dtype=np.int64)

@@ -32,14 +32,11 @@ from optpipe_solver.offload_fit.fit import Frame, fit
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from numpy.typing import NDArray
-
     from optpipe.problem import Problem
     from optpipe.schedule import Programs
+    from optpipe_solver.arrays import Ints
     from optpipe_solver.arrays.encoding import Rows
     from optpipe_solver.offload_fit.fit import Fit
-
-    Ints = NDArray[np.int64]
 
 __all__ = ["ListPolicy", "build_greedy", "greedy_candidates", "list_schedule", "schedule"]
 
@@ -48,9 +45,7 @@ _WAIT = -1
 
 
 @jitted
-def schedule(
-    rules: GreedyRules, most: NDArray[np.int64], patience: float, m: int
-) -> tuple[bool, Ints, Ints]:
+def schedule(rules: GreedyRules, most: Ints, patience: float, m: int) -> tuple[bool, Ints, Ints]:
     """Return (whether it got to the end, programs, their lengths) for m micro-batches.
 
     ``most[s]`` is how many micro-batches stage s may have between F and I.
@@ -222,7 +217,7 @@ def list_schedule(problem: Problem, policy: ListPolicy) -> Rows | None:
     return encoded(problem, codes, fused=policy.fused)
 
 
-def _most_in_flight(policy: ListPolicy, num_stages: int, m: int) -> NDArray[np.int64]:
+def _most_in_flight(policy: ListPolicy, num_stages: int, m: int) -> Ints:
     """Return how many micro-batches each stage may have between F and I."""
     if policy.in_flight == inf:
         return np.full(num_stages, m)
@@ -281,10 +276,7 @@ def _num_actions(problem: Problem) -> int:
 
 
 def _policies(problem: Problem) -> Iterator[ListPolicy]:
-    room = [
-        device.usable_bytes - problem.static_bytes_of(index)
-        for index, device in enumerate(problem.devices)
-    ]
+    room = [problem.room_bytes(device) for device in range(len(problem.devices))]
     may_shrink = any(
         problem.can_offload(s) or stage.can_recompute for s, stage in enumerate(problem.stages)
     )

@@ -32,11 +32,12 @@ import numpy as np
 
 from optpipe.schedule import ActionType
 from optpipe_solver.arrays.encoding import program_of
+from optpipe_solver.arrays.evaluate import within_hosts
 from optpipe_solver.families.classic import build_one_f_one_b
 from optpipe_solver.families.common import NotApplicable, NotApplicableReason, chunks_of_loop
 from optpipe_solver.families.list_scheduling import ListPolicy, list_schedule
 from optpipe_solver.families.zero_bubble import build_zb_h1
-from optpipe_solver.offload_fit.fit import THOROUGH, Frame, fit, hide_offload, within_hosts
+from optpipe_solver.offload_fit.fit import THOROUGH, Frame, fit, hide_offload
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -119,21 +120,17 @@ def pipeoffload(problem: Problem, group: int, num_chunks: int) -> Programs:
 
 def _fitted(frame: Frame, group: int) -> Programs:
     """Return the programs made to fit with stalls; for large problems the first way that does."""
-    found = []
-    first = fit(frame, THOROUGH)
-    if first is not None:
-        found.append(first)
-    if first is None or len(frame.problem.stages) * frame.problem.num_microbatches <= _LARGE:
-        second = fit(Frame(frame.problem, frame.programs), THOROUGH)
-        if second is not None:
-            found.append(second)
-    if not found:
+    found = [fit(frame, THOROUGH)]
+    if not found[0] or len(frame.problem.stages) * frame.problem.num_microbatches <= _LARGE:
+        found.append(fit(Frame(frame.problem, frame.programs), THOROUGH))
+    best = min(filter(None, found), key=attrgetter("objective_ms"), default=None)
+    if best is None:
         raise NotApplicable(
             NotApplicableReason.DOES_NOT_FIT,
             f"interleaving groups of {group} micro-batches does not fit the memory limits, "
             "whatever is offloaded",
         )
-    return min(found, key=attrgetter("objective_ms")).programs()
+    return best.programs()
 
 
 _TYPES = (ActionType.FORWARD, ActionType.BACKWARD_INPUT, ActionType.BACKWARD_WEIGHT)
@@ -162,7 +159,6 @@ def build_gis(problem: Problem) -> Programs:
     NotApplicable
         If the placement is no loop, or there are fewer micro-batches than a group holds.
     """
-    chunks_of_loop(problem)
     return grouped_interleaved(problem, len(set(problem.placement)))
 
 
@@ -275,11 +271,7 @@ def build_ada_offload(problem: Problem) -> Programs:
         fit(Frame(problem, base), THOROUGH)
         for base in (islice(bases, _FEW_BASES) if size > _LARGE_BASES else bases)
     )
-    best = min(
-        (made for made in fitted if made is not None),
-        key=attrgetter("objective_ms"),
-        default=None,
-    )
+    best = min(filter(None, fitted), key=attrgetter("objective_ms"), default=None)
     if best is None:
         raise NotApplicable(
             NotApplicableReason.DOES_NOT_FIT,
@@ -293,8 +285,8 @@ def _bases(problem: Problem) -> Iterator[Programs | Rows]:
     builders: tuple[Callable[[Problem], Programs], ...] = (
         build_zb_h1,
         build_one_f_one_b,
-        lambda given: grouped_interleaved(given, smallest_group(given)),
-        lambda given: grouped_interleaved(given, len(set(given.placement))),
+        build_gis_h,
+        build_gis,
     )
     for build in builders:
         try:

@@ -18,9 +18,8 @@ from optpipe_solver.families.v_shape import candidate_blocks
 from optpipe_solver.feasibility import fusing_may_pay
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from optpipe.problem import Problem
+    from optpipe_solver.arrays import Floats
     from optpipe_solver.budget import Stop
     from optpipe_solver.families.squeeze import Squeezed
     from optpipe_solver.incumbent import Incumbent
@@ -94,16 +93,12 @@ class _PolishRounds:
 
     def _offer(self, made: Squeezed | None) -> None:
         problem = self.best.problem
-        if made is None or _length_ms(problem, made) >= self.best.objective_ms:
+        if made is None or made.objective_ms(problem.objective) >= self.best.objective_ms:
             return
         self.best.offer(made.programs(len(problem.stages)), _METHOD)
 
     def _is_over(self) -> bool:
         return self.stop.is_over() or self.best.is_optimal
-
-
-def _length_ms(problem: Problem, made: Squeezed) -> float:
-    return made.span_ms if problem.objective == "span" else made.makespan_ms
 
 
 _POLICIES = (
@@ -123,7 +118,7 @@ _HOT, _COLD = 2e-3, 1e-4
 class _BlockCourse(NamedTuple):
     """A block as it is annealed: the waits along its chain, its period, how it is squeezed."""
 
-    waits: NDArray[np.float64]
+    waits: Floats
     period: float
     policy: int
 
@@ -202,7 +197,7 @@ class BlockPolisher:
 
     def _evaluate(self, course: _BlockCourse) -> float:
         made = self._squeezed(course, self.few)
-        return inf if made is None else _length_ms(self.problem, made)
+        return inf if made is None else made.objective_ms(self.problem.objective)
 
     def _squeezed(self, course: _BlockCourse, num_microbatches: int | None) -> Squeezed | None:
         times = np.cumsum(course.waits)

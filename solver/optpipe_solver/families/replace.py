@@ -13,7 +13,9 @@ parts k = 0, 1, ... go to the devices loop-wise (0..p-1, 0..p-1, ...) or V-wise 
 * Workspaces are not divided: they are the peak of one layer, not a sum over layers.
 * A loop sends from the last device to the first. Where the problem's neighbours are linked and
   these two are not, they get the slowest of the neighbours' links: a ring is rarely better.
-* Layers can really be divided by v: the problem does not know its layers.
+* Where stages say their layers, each must hold transformer layers only, v times a number: parts
+  are whole layers. How much of a stage is the embedding's or the head's the problem does not say,
+  so such a stage is not split. Where a stage does not say its layers, the copy is a guess.
 """
 
 from __future__ import annotations
@@ -21,11 +23,11 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal, assert_never
 
-from optpipe.problem import MAX_CELLS, Link
+from optpipe.problem import MAX_CELLS, Link, Stage, StageLayers
 from optpipe_solver.families.common import NotApplicable, NotApplicableReason, one_stage_per_device
 
 if TYPE_CHECKING:
-    from optpipe.problem import Problem, Stage
+    from optpipe.problem import Problem
 
 __all__ = ["Shape", "replaced"]
 
@@ -33,14 +35,7 @@ Shape = Literal["loop", "v"]
 
 _MOST_STAGES = 65536
 _DIVIDED_BYTES = ("activation_bytes", "weight_context_bytes", "offload_bytes", "static_bytes")
-_DIVIDED_TIMES = (
-    "forward_ms",
-    "backward_input_ms",
-    "backward_weight_ms",
-    "backward_ms",
-    "recompute_ms",
-    "grad_sync_ms",
-)
+_DIVIDED_TIMES = tuple(name for name in Stage.model_fields if name.endswith("_ms"))
 
 
 def replaced(problem: Problem, kind: Shape, chunks: int) -> Problem:
@@ -58,13 +53,15 @@ def replaced(problem: Problem, kind: Shape, chunks: int) -> Problem:
     Raises
     ------
     NotApplicable
-        If a device already holds several stages, or the copy would be too large.
+        If a device already holds several stages, the layers of a stage cannot be shared out
+        equally, or the copy would be too large.
     ValueError
         If chunks is less than 1.
     """
     if chunks < 1:
         raise ValueError(f"chunks is {chunks}, but every device needs at least 1; give 2 or more")
     one_stage_per_device(problem)
+    _check_layers(problem, kind, chunks)
     _check_size(problem, chunks)
     boundaries = [
         0 if index == 0 else problem.stages[index - 1].output_bytes
@@ -83,6 +80,19 @@ def replaced(problem: Problem, kind: Shape, chunks: int) -> Problem:
     links = (*problem.links, *_closing_link(problem)) if closes else problem.links
     name = f"{problem.name} ({kind}, {chunks} chunks)".strip()
     return problem.model_copy(update={"name": name[-200:], "stages": stages, "links": links})
+
+
+def _check_layers(problem: Problem, kind: Shape, chunks: int) -> None:
+    for index, stage in enumerate(problem.stages):
+        held = stage.layers
+        if held is None or chunks == 1:
+            continue
+        if held.embedding or held.head or held.mtp or held.transformer % chunks:
+            raise NotApplicable(
+                NotApplicableReason.CANNOT_BE_SPLIT,
+                f"stages[{index}] holds layers {held}, not {chunks} equal parts: cut the model "
+                f"anew, with optpipe estimate --chunks {chunks} --placement {kind} or optpipe plan",
+            )
 
 
 def _check_size(problem: Problem, chunks: int) -> None:
@@ -115,6 +125,8 @@ def _part(stage: Stage, received_bytes: int, part: int, chunks: int) -> dict[str
             fields[name] /= chunks
     for name in _DIVIDED_BYTES:
         fields[name] = _share(fields[name], part, chunks)
+    if stage.layers is not None and chunks > 1:
+        fields["layers"] = StageLayers(transformer=stage.layers.transformer // chunks)
     inner_bytes = max(received_bytes, stage.output_bytes)
     if part < chunks - 1:
         fields["output_bytes"] = inner_bytes

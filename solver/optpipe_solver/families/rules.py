@@ -7,18 +7,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from optpipe_solver.arrays import simulate
-from optpipe_solver.arrays.encoding import KINDS, Rows
+from optpipe_solver.arrays.encoding import KINDS, Rows, durations_of, memory_of
 from optpipe_solver.jit import jitted, lean
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from numpy.typing import NDArray
-
     from optpipe.problem import Problem
-
-    Ints = NDArray[np.int64]
-    Floats = NDArray[np.float64]
+    from optpipe_solver.arrays import Floats, Ints
 
 __all__ = [
     "BACKWARD",
@@ -37,75 +33,55 @@ __all__ = [
 ]
 
 
-def rules_in_bytes(problem: Problem, *, fused: bool = False) -> GreedyRules:
+def rules_in_bytes(problem: Problem, *, fused: bool) -> GreedyRules:
     """Return the rules under the devices' limits, workspaces included; ``fused``: B for I and W."""
-    stages = problem.stages
-    activation = np.array([stage.activation_bytes for stage in stages], dtype=np.int64)
-    context = np.array([stage.weight_context_bytes for stage in stages], dtype=np.int64)
-    workspace = np.array(
-        [
-            [stage.forward_workspace_bytes for stage in stages],
-            [
-                stage.backward_workspace_bytes if fused else stage.backward_input_workspace_bytes
-                for stage in stages
-            ],
-            [stage.backward_weight_workspace_bytes for stage in stages],
-        ],
-        dtype=np.int64,
+    memory, kinds = memory_of(problem), _kinds(fused=fused)
+    return rules_of(
+        problem, memory.delta[kinds], memory.workspace[kinds], memory.limit, fused=fused
     )
-    after_backward = -activation if fused else context - activation
-    room = [
-        device.usable_bytes - problem.static_bytes_of(index)
-        for index, device in enumerate(problem.devices)
-    ]
-    delta = np.array([activation, after_backward, -context])
-    return rules_of(problem, delta, workspace, np.array(room), fused=fused)
 
 
 def rules_of(
     problem: Problem,
-    delta: NDArray[np.int64],
-    workspace: NDArray[np.int64],
-    limit: NDArray[np.int64],
+    delta: Ints,
+    workspace: Ints,
+    limit: Ints,
     *,
     fused: bool,
 ) -> GreedyRules:
     """Return the rules for what each pass adds, its workspace, and a limit per device."""
-    stages = problem.stages
     widest = max(len(held) for held in problem.stages_of)
     peak = np.maximum(delta, 0) + workspace
     finish = peak[:WEIGHT].copy()
     if not fused:
         finish[BACKWARD] = np.maximum(finish[BACKWARD], delta[BACKWARD] + peak[WEIGHT])
-    backward = [stage.fused_backward_ms if fused else stage.backward_input_ms for stage in stages]
     return GreedyRules(
         device_of=np.array(problem.placement, dtype=np.int64),
         held=np.array(
             [[*held, *[0] * (widest - len(held))] for held in problem.stages_of], dtype=np.int64
         ),
         num_held=np.array([len(held) for held in problem.stages_of], dtype=np.int64),
-        duration=np.array(
-            [
-                [stage.forward_ms for stage in stages],
-                backward,
-                [stage.backward_weight_ms for stage in stages],
-            ],
-            dtype=np.float64,
-        ),
-        delta=delta.astype(np.int64),
-        peak=peak.astype(np.int64),
-        finish=finish.astype(np.int64),
+        duration=durations_of(problem)[_kinds(fused=fused)],
+        delta=delta,
+        peak=peak,
+        finish=finish,
         there=np.array([there for there, _ in problem.boundary_ms], dtype=np.float64),
         back=np.array([back for _, back in problem.boundary_ms], dtype=np.float64),
-        limit=limit.astype(np.int64),
+        limit=limit,
         split=0 if fused else 1,
     )
+
+
+def _kinds(*, fused: bool) -> list[int]:
+    """Return F, I (or B) and W as `simulate` numbers them."""
+    backward = simulate.FULL_BACKWARD if fused else simulate.BACKWARD_INPUT
+    return [simulate.FORWARD, backward, simulate.BACKWARD_WEIGHT]
 
 
 # --- Programs as `CompiledProblem` has them: B is a kind of its own there.
 
 
-def encoded(problem: Problem, codes: Sequence[NDArray[np.int64]], *, fused: bool) -> Rows:
+def encoded(problem: Problem, codes: Sequence[Ints], *, fused: bool) -> Rows:
     """Return the programs of all devices, with room for a round trip per cell.
 
     ``fused``: their second kind stands for B, not for I.

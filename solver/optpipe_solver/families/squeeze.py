@@ -1,7 +1,4 @@
-"""Compiled squeeze: executes a repeated building block as soon as possible, on integers.
-
-`optpipe_solver.families.squeeze` explains the rule and prepares the arrays.
-"""
+"""The squeeze: a repeated building block executed as soon as possible, compiled, on integers."""
 
 from __future__ import annotations
 
@@ -33,13 +30,9 @@ from optpipe_solver.jit import jitted, lean
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from numpy.typing import NDArray
-
     from optpipe.problem import Problem
     from optpipe.schedule import Programs
-
-    Ints = NDArray[np.int64]
-    Floats = NDArray[np.float64]
+    from optpipe_solver.arrays import Floats, Ints
 
 __all__ = [
     "BuildingBlock",
@@ -260,8 +253,8 @@ class BuildingBlock:
     Nothing may run before what it depends on; the unit of time is free.
     """
 
-    forward: NDArray[np.float64]
-    backward: NDArray[np.float64]
+    forward: Floats
+    backward: Floats
     period: float
 
 
@@ -318,7 +311,11 @@ class Squeezed:
     span_ms: float
     num_microbatches: int
     fused: bool
-    codes: tuple[NDArray[np.int64], ...]
+    codes: tuple[Ints, ...]
+
+    def objective_ms(self, objective: str) -> float:
+        """Return makespan_ms or span_ms."""
+        return self.makespan_ms if objective == "makespan" else self.span_ms
 
     def programs(self, num_stages: int) -> Programs:
         """Return the programs."""
@@ -341,7 +338,7 @@ class Squeezer:
         self._rules = rules
 
     @classmethod
-    def in_bytes(cls, problem: Problem, *, fused: bool = False) -> Squeezer:
+    def in_bytes(cls, problem: Problem, *, fused: bool) -> Squeezer:
         """Keep the memory limits of the devices, workspaces included; ``fused``: B for I and W."""
         return cls(problem, rules_in_bytes(problem, fused=fused))
 

@@ -83,11 +83,10 @@ def build_building_blocks(problem: Problem) -> Programs:
             "no building block fits the memory limits without offload and recompute, not even one "
             "micro-batch after the other",
         )
-    found.sort(key=lambda squeezed: _length(problem, squeezed))
+    found.sort(key=lambda squeezed: squeezed.objective_ms(problem.objective))
     compiled = CompiledProblem.of(problem)
-    return min(found[:_JUDGED], key=lambda squeezed: _simulated_ms(compiled, squeezed)).programs(
-        len(problem.stages)
-    )
+    best = min(found[:_JUDGED], key=lambda squeezed: _simulated_ms(compiled, squeezed))
+    return best.programs(len(problem.stages))
 
 
 def candidate_blocks(problem: Problem) -> list[BuildingBlock]:
@@ -104,7 +103,8 @@ def _search(problem: Problem, *, fused: bool) -> list[Squeezed]:
     for block in candidate_blocks(problem)[: _affordable(problem, few)]:
         squeezed = squeezer.squeeze(block, SqueezePolicy(), few)
         # Equal lengths are nearly always equal orders: one of them is enough.
-        looks.setdefault(inf if squeezed is None else _length(problem, squeezed), block)
+        length = inf if squeezed is None else squeezed.objective_ms(problem.objective)
+        looks.setdefault(length, block)
     best = [looks[length] for length in sorted(looks)[:_FINALISTS]]
     runs = [(block, policy) for policy in _POLICIES for block in best]
     affordable = _affordable(problem, problem.num_microbatches)
@@ -117,16 +117,9 @@ def _affordable(problem: Problem, num_microbatches: int) -> int:
     return max(_FINALISTS, _WORK // (3 * len(problem.stages) * num_microbatches))
 
 
-def _length(problem: Problem, squeezed: Squeezed) -> float:
-    return squeezed.makespan_ms if problem.objective == "makespan" else squeezed.span_ms
-
-
 def _simulated_ms(compiled: CompiledProblem, squeezed: Squeezed) -> float:
     """Return the objective, gradient reductions included."""
-    problem = compiled.problem
-    rows = encoded(problem, squeezed.codes, fused=squeezed.fused)
-    makespan_ms, span_ms = compiled.length_ms(rows)
-    return makespan_ms if problem.objective == "makespan" else span_ms
+    return compiled.objective_ms(encoded(compiled.problem, squeezed.codes, fused=squeezed.fused))
 
 
 def _distance(problem: Problem, block: BuildingBlock) -> float:
@@ -134,7 +127,7 @@ def _distance(problem: Problem, block: BuildingBlock) -> float:
     lifespans = np.maximum(1, np.ceil((block.backward - block.forward) / block.period))
     fullest = 0.0
     for device, held in enumerate(problem.stages_of):
-        room = problem.devices[device].usable_bytes - problem.static_bytes_of(device)
+        room = problem.room_bytes(device)
         used = sum(float(lifespans[s]) * problem.stages[s].activation_bytes for s in held)
         fullest = max(fullest, used / max(1, room))
     return abs(log(max(fullest, 1e-12)))

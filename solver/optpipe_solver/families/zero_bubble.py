@@ -25,13 +25,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from optpipe.schedule import Action, ActionType
+from optpipe_solver.arrays.encoding import KINDS, durations_of, memory_of
 from optpipe_solver.families.common import (
     NotApplicable,
     NotApplicableReason,
     one_stage_per_device,
     programs_by_device,
 )
-from optpipe_solver.families.zero_bubble_kernel import FORWARD, INPUT, WEIGHT, StageLine, plan_line
+from optpipe_solver.families.zero_bubble_kernel import WEIGHT, StageLine, plan_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -43,11 +44,7 @@ if TYPE_CHECKING:
 __all__ = ["build_zb_1p", "build_zb_2p", "build_zb_h1", "build_zb_h2", "build_zero_bubble_greedy"]
 
 
-_TYPES = {
-    FORWARD: ActionType.FORWARD,
-    INPUT: ActionType.BACKWARD_INPUT,
-    WEIGHT: ActionType.BACKWARD_WEIGHT,
-}
+_TYPES = KINDS[: WEIGHT + 1]
 _WORK = 800_000
 _UNLIMITED = 2**60  # sums of it and a few activations (2**53 at most) are still 64-bit integers
 
@@ -61,9 +58,7 @@ def build_zero_bubble_greedy(problem: Problem) -> Programs:
         If a device holds several stages, or has no room for one micro-batch.
     """
     one_stage_per_device(problem)
-    limits = [
-        problem.devices[stage.device].usable_bytes - stage.static_bytes for stage in problem.stages
-    ]
+    limits = [problem.room_bytes(stage.device) for stage in problem.stages]
     for index, (stage, limit) in enumerate(zip(problem.stages, limits, strict=True)):
         if stage.activation_bytes + _beside(stage) > limit:
             raise NotApplicable(
@@ -131,28 +126,13 @@ def _settings(problem: Problem) -> Iterator[tuple[bool, int, bool]]:
 
 
 def _line(problem: Problem, limits: list[int]) -> StageLine:
-    stages = problem.stages
     return StageLine(
-        duration=np.array(
-            [
-                [stage.forward_ms for stage in stages],
-                [stage.backward_input_ms for stage in stages],
-                [stage.backward_weight_ms for stage in stages],
-            ],
-            dtype=np.float64,
-        ),
+        duration=durations_of(problem)[: len(_TYPES)],
         there=np.array([there for there, _ in problem.boundary_ms], dtype=np.float64),
         back=np.array([back for _, back in problem.boundary_ms], dtype=np.float64),
-        held=np.array([stage.activation_bytes for stage in stages], dtype=np.int64),
-        context=np.array([stage.weight_context_bytes for stage in stages], dtype=np.int64),
-        workspace=np.array(
-            [
-                [stage.forward_workspace_bytes for stage in stages],
-                [stage.backward_input_workspace_bytes for stage in stages],
-                [stage.backward_weight_workspace_bytes for stage in stages],
-            ],
-            dtype=np.int64,
-        ),
+        held=np.array([stage.activation_bytes for stage in problem.stages], dtype=np.int64),
+        context=np.array([stage.weight_context_bytes for stage in problem.stages], dtype=np.int64),
+        workspace=memory_of(problem).workspace[: len(_TYPES)],
         limit=np.array([min(limit, _UNLIMITED) for limit in limits], dtype=np.int64),
         num_microbatches=problem.num_microbatches,
     )
@@ -187,24 +167,7 @@ def build_zb_h1(problem: Problem) -> Programs:
     NotApplicable
         If a device holds several stages.
     """
-    one_stage_per_device(problem)
-    num_stages, m = len(problem.stages), problem.num_microbatches
-    by_stage = []
-    for stage in range(num_stages):
-        warmup = min(m, num_stages - 1 - stage)
-        program = [Action(stage, ActionType.FORWARD, j) for j in range(warmup)]
-        done_w = 0
-        for j in range(m):
-            draining = warmup + j >= m
-            if not draining:
-                program.append(Action(stage, ActionType.FORWARD, warmup + j))
-            program.append(Action(stage, ActionType.BACKWARD_INPUT, j))
-            if draining or j + 1 - done_w > stage:
-                program.append(Action(stage, ActionType.BACKWARD_WEIGHT, done_w))
-                done_w += 1
-        program += [Action(stage, ActionType.BACKWARD_WEIGHT, j) for j in range(done_w, m)]
-        by_stage.append(program)
-    return programs_by_device(problem, by_stage)
+    return _handcrafted(problem, 1)
 
 
 def build_zb_h2(problem: Problem) -> Programs:
@@ -226,16 +189,20 @@ def build_zb_h2(problem: Problem) -> Programs:
     NotApplicable
         If a device holds several stages.
     """
+    return _handcrafted(problem, 2)
+
+
+def _handcrafted(problem: Problem, times: int) -> Programs:
+    """Return the programs with ``times`` as many forwards ahead and W behind as ZB-H1 has."""
     one_stage_per_device(problem)
-    num_stages, m = len(problem.stages), problem.num_microbatches
-    return programs_by_device(
-        problem, [_zb_h2_program(stage, num_stages, m) for stage in range(num_stages)]
-    )
+    last, m = len(problem.stages) - 1, problem.num_microbatches
+    by_stage = [_stage_program(s, times * (last - s), times * s, m) for s in range(last + 1)]
+    return programs_by_device(problem, by_stage)
 
 
-def _zb_h2_program(stage: int, num_stages: int, m: int) -> list[Action]:
-    ahead = min(m, 2 * (num_stages - 1 - stage))
-    lag = 2 * stage
+def _stage_program(stage: int, ahead: int, lag: int, m: int) -> list[Action]:
+    """Return ``ahead`` forwards, then I and F in turn; W lag ``lag`` micro-batches behind I."""
+    ahead = min(ahead, m)
     program = [Action(stage, ActionType.FORWARD, j) for j in range(ahead)]
     done_w = 0
     for j in range(m):

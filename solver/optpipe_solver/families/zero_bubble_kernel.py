@@ -15,6 +15,8 @@ from optpipe_solver.jit import jitted, lean
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from optpipe_solver.arrays import Floats, Ints
+
 __all__ = ["FORWARD", "INPUT", "WEIGHT", "GreedyRun", "StageLine", "plan_line"]
 
 FORWARD, INPUT, WEIGHT = 0, 1, 2
@@ -40,13 +42,13 @@ class StageLine(NamedTuple):
         m.
     """
 
-    duration: NDArray[np.float64]
-    there: NDArray[np.float64]
-    back: NDArray[np.float64]
-    held: NDArray[np.int64]
-    context: NDArray[np.int64]
-    workspace: NDArray[np.int64]
-    limit: NDArray[np.int64]
+    duration: Floats
+    there: Floats
+    back: Floats
+    held: Ints
+    context: Ints
+    workspace: Ints
+    limit: Ints
     num_microbatches: int
 
 
@@ -58,13 +60,13 @@ class GreedyRun(NamedTuple):
     """
 
     kinds: NDArray[np.int8]
-    filled: NDArray[np.int64]
-    done: NDArray[np.int64]
-    end: NDArray[np.float64]
-    first: NDArray[np.float64]
-    free: NDArray[np.float64]
-    idle: NDArray[np.float64]
-    memory: NDArray[np.int64]
+    filled: Ints
+    done: Ints
+    end: Floats
+    first: Floats
+    free: Floats
+    idle: Floats
+    memory: Ints
 
 
 @jitted
@@ -99,9 +101,7 @@ def plan_line(line: StageLine, one_more: bool, small_gaps: int, patient: bool) -
 
 
 @lean
-def _play(
-    line: StageLine, plan: GreedyRun, warmup: NDArray[np.int64], small_gaps: int, patient: bool
-) -> None:
+def _play(line: StageLine, plan: GreedyRun, warmup: Ints, small_gaps: int, patient: bool) -> None:
     """Run everything: the warm-up, turns of F and I with W between, and the W that remain."""
     num_stages, m = line.held.size, line.num_microbatches
     for s in range(num_stages):
@@ -120,7 +120,7 @@ def _play(
 
 
 @jitted
-def _warmup_counts(line: StageLine, one_more: bool) -> NDArray[np.int64]:
+def _warmup_counts(line: StageLine, one_more: bool) -> Ints:
     """Return how many forwards each stage runs before its first I.
 
     As many as end before that I arrives, and memory admits here and on every stage before; the

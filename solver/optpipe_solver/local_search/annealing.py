@@ -39,11 +39,11 @@ from optpipe_solver.local_search.times import (
 )
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
+    from optpipe_solver.arrays import Flags, Floats, Ints
     from optpipe_solver.arrays.encoding import CompiledProblem, Rows
     from optpipe_solver.arrays.simulate import MemoryArrays, SimulationScratch, TimeArrays
     from optpipe_solver.local_search.board import Agenda, Board, Undo
+    from optpipe_solver.local_search.moves import Draw
     from optpipe_solver.local_search.propose import SearchRules
 
 __all__ = [
@@ -98,12 +98,12 @@ class Table(NamedTuple):
     times: TimeArrays
     memory: MemoryArrays
     rules: SearchRules
-    path: NDArray[np.int64]
-    focus: NDArray[np.int64]
-    best_actions: NDArray[np.int64]
-    best_counts: NDArray[np.int64]
-    stale: NDArray[np.bool_]
-    load: NDArray[np.int64]
+    path: Ints
+    focus: Ints
+    best_actions: Ints
+    best_counts: Ints
+    stale: Flags
+    load: Ints
 
 
 class Course(NamedTuple):
@@ -114,8 +114,8 @@ class Course(NamedTuple):
     looked up, and its length.
     """
 
-    values: NDArray[np.float64]
-    counts: NDArray[np.int64]
+    values: Floats
+    counts: Ints
 
 
 def course_of(table: Table, best: float) -> Course:
@@ -133,7 +133,7 @@ def anneal(
     cold: float,
     whole: int,
     until: int,
-    draw: NDArray[np.uint64],
+    draw: Draw,
 ) -> None:
     """Make random moves until ``until`` actions were simulated in this cooling.
 
@@ -193,9 +193,7 @@ def look_around(table: Table) -> int:
 
 
 @lean
-def try_move(
-    table: Table, path_size: int, cutoff: float, draw: NDArray[np.uint64]
-) -> tuple[int, float, float]:
+def try_move(table: Table, path_size: int, cutoff: float, draw: Draw) -> tuple[int, float, float]:
     """Change the board by a random move and time it: actions simulated, judgement, objective.
 
     The judgement is inf where the move is illegal, and may be where the makespan exceeds ``cutoff``
@@ -255,7 +253,7 @@ def _edited(undo: Undo) -> int:
 
 
 @lean
-def _fits(table: Table, draw: NDArray[np.uint64]) -> bool:
+def _fits(table: Table, draw: Draw) -> bool:
     board, undo = table.board, table.undo
     for i in range(undo.sizes[0]):
         device = undo.touched[i]
@@ -271,7 +269,7 @@ def _fits(table: Table, draw: NDArray[np.uint64]) -> bool:
 
 
 @lean
-def _settled(table: Table, device: int, draw: NDArray[np.uint64]) -> bool:
+def _settled(table: Table, device: int, draw: Draw) -> bool:
     """Whether a changed program fits, once the transfers around the change have made way."""
     board, undo, times, memory = table.board, table.undo, table.times, table.memory
     reach = _LEAST_REACH << moves.below(draw, 4)

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from optpipe_solver.arrays import simulate
 from optpipe_solver.arrays.simulate import (
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,
@@ -22,6 +21,7 @@ from optpipe_solver.jit import lean
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from optpipe_solver.arrays import Flags, Floats, Ints
     from optpipe_solver.arrays.encoding import CompiledProblem, Rows
 
 __all__ = [
@@ -50,28 +50,29 @@ class Board(NamedTuple):
 
     ``at`` is an action's place in its program, -1 where it is in none. ``clock``, ``out`` and
     ``back`` say until when (ms) the compute lane and the two transfer lanes of the device are taken
-    once it has come so far. ``end`` is when a pass or transfer ends (ms); that of a full backward
-    stands at its I. ``held`` is the bytes on the device behind the action, ``tail`` about how
-    long all takes from its start to the very end (ms; see `times.refresh_tails`).
+    once it has come so far. ``end`` is when a pass or transfer ends (ms), or, where outputs queue
+    on a link, when a pass's output departs; that of a full backward stands at its I. ``held`` is
+    the bytes on the device behind the action, ``tail`` about how long all takes from its start to
+    the very end (ms; see `times.refresh_tails`).
 
     By device: ``first`` start and ``last`` end (ms), ``hosts`` = host bytes at the peak. By cell:
     ``again`` flags recomputed ones, ``away`` is scratch, False throughout.
     """
 
-    actions: NDArray[np.int64]
-    counts: NDArray[np.int64]
-    at: NDArray[np.int64]
-    clock: NDArray[np.float64]
-    out: NDArray[np.float64]
-    back: NDArray[np.float64]
-    end: NDArray[np.float64]
-    held: NDArray[np.int64]
-    tail: NDArray[np.float64]
-    first: NDArray[np.float64]
-    last: NDArray[np.float64]
-    hosts: NDArray[np.int64]
-    again: NDArray[np.bool_]
-    away: NDArray[np.bool_]
+    actions: Ints
+    counts: Ints
+    at: Ints
+    clock: Floats
+    out: Floats
+    back: Floats
+    end: Floats
+    held: Ints
+    tail: Floats
+    first: Floats
+    last: Floats
+    hosts: Ints
+    again: Flags
+    away: Flags
 
 
 class Undo(NamedTuple):
@@ -84,18 +85,18 @@ class Undo(NamedTuple):
     recompute flag was changed, each as often as it was; there is room for four times all cells.
     """
 
-    sizes: NDArray[np.int64]
-    touched: NDArray[np.int64]
-    rows: NDArray[np.int64]
-    counts: NDArray[np.int64]
-    low: NDArray[np.int64]
-    high: NDArray[np.int64]
-    flipped: NDArray[np.int64]
-    codes: NDArray[np.int64]
-    values: NDArray[np.float64]
-    first: NDArray[np.float64]
-    last: NDArray[np.float64]
-    hosts: NDArray[np.int64]
+    sizes: Ints
+    touched: Ints
+    rows: Ints
+    counts: Ints
+    low: Ints
+    high: Ints
+    flipped: Ints
+    codes: Ints
+    values: Floats
+    first: Floats
+    last: Floats
+    hosts: Ints
 
 
 class Agenda(NamedTuple):
@@ -106,14 +107,14 @@ class Agenda(NamedTuple):
     (by device) are scratch.
     """
 
-    size: NDArray[np.int64]
-    active: NDArray[np.int64]
-    place: NDArray[np.int64]
-    until: NDArray[np.int64]
-    time: NDArray[np.float64]
-    changed: NDArray[np.bool_]
-    stage_end: NDArray[np.float64]
-    cursor: NDArray[np.int64]
+    size: Ints
+    active: Ints
+    place: Ints
+    until: Ints
+    time: Floats
+    changed: Flags
+    stage_end: Floats
+    cursor: Ints
 
 
 def board_of(compiled: CompiledProblem, rows: Rows) -> Board:
@@ -121,11 +122,8 @@ def board_of(compiled: CompiledProblem, rows: Rows) -> Board:
     cells = compiled.times.num_cells
     num_actions, num_devices = 8 * cells, rows.lengths.size
     at = np.full(num_actions, -1, dtype=np.int64)
-    again = np.zeros(cells, dtype=np.bool_)
-    for row, count in zip(rows.actions, rows.lengths, strict=True):
-        at[row[:count]] = np.arange(count)
-        codes = row[:count]
-        again[codes[codes // cells == simulate.RECOMPUTE] % cells] = True
+    for codes in rows.programs():
+        at[codes] = np.arange(codes.size)
     return Board(
         actions=rows.actions.copy(),
         counts=rows.lengths.copy(),
@@ -139,7 +137,7 @@ def board_of(compiled: CompiledProblem, rows: Rows) -> Board:
         first=np.zeros(num_devices),
         last=np.zeros(num_devices),
         hosts=np.zeros(num_devices, dtype=np.int64),
-        again=again,
+        again=compiled.cells_with(RECOMPUTE, rows),
         away=np.zeros(cells, dtype=np.bool_),
     )
 

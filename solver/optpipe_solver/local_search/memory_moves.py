@@ -17,11 +17,10 @@ from optpipe_solver.local_search import moves
 from optpipe_solver.local_search.board import backward_of, ceiling, floor, slide
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
+    from optpipe_solver.arrays import Ints
     from optpipe_solver.arrays.simulate import MemoryArrays, TimeArrays
     from optpipe_solver.local_search.board import Board, Undo
+    from optpipe_solver.local_search.moves import Draw
 
 __all__ = ["Stretch", "commit", "hosts_fit", "make_room", "overflow", "relax", "settle", "trim"]
 
@@ -37,7 +36,7 @@ class Stretch(NamedTuple):
     undo: Undo
     times: TimeArrays
     memory: MemoryArrays
-    load: NDArray[np.int64]
+    load: Ints
     device: int
     low: int
     high: int
@@ -225,7 +224,7 @@ def make_room(
     times: TimeArrays,
     memory: MemoryArrays,
     device: int,
-    draw: NDArray[np.uint64],
+    draw: Draw,
 ) -> bool:
     """Whether a changed program fits, after a few repairs if need be.
 
@@ -242,9 +241,7 @@ def make_room(
 
 
 @lean
-def _repair(
-    board: Board, undo: Undo, times: TimeArrays, device: int, at: int, draw: NDArray[np.uint64]
-) -> bool:
+def _repair(board: Board, undo: Undo, times: TimeArrays, device: int, at: int, draw: Draw) -> bool:
     first = moves.below(draw, 3)
     for turn in range(3):
         choice = (first + turn) % 3

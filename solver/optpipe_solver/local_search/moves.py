@@ -45,6 +45,7 @@ __all__ = [
     "AGAIN",
     "AWAY",
     "KEPT",
+    "Draw",
     "below",
     "exchange",
     "fill_idle",
@@ -67,7 +68,7 @@ __all__ = [
 
 
 @lean
-def some_distance(draw: NDArray[np.uint64], most: int) -> int:
+def some_distance(draw: Draw, most: int) -> int:
     """Return a distance of 1 or more, small ones likelier: each size class 1, 2-3, ... alike."""
     classes = 1
     while (1 << classes) <= most:
@@ -469,13 +470,13 @@ def mode_wave(
 # 2016): a 64-bit state, three shifts, one multiplication.
 
 
-def seeded(seed: int) -> NDArray[np.uint64]:
+def seeded(seed: int) -> Draw:
     """Return a state that is a function of the seed (any integer)."""
     return np.random.SeedSequence(seed & (2**64 - 1)).generate_state(1, np.uint64) | np.uint64(1)
 
 
 @lean
-def _next(state: NDArray[np.uint64]) -> np.uint64:
+def _next(state: Draw) -> np.uint64:
     x = state[0]
     x ^= x >> np.uint64(12)
     x ^= x << np.uint64(25)
@@ -485,12 +486,12 @@ def _next(state: NDArray[np.uint64]) -> np.uint64:
 
 
 @lean
-def unit(state: NDArray[np.uint64]) -> float:
+def unit(state: Draw) -> float:
     """Return a number in 0 <= x < 1."""
     return (_next(state) >> np.uint64(11)) * (1.0 / 9007199254740992.0)
 
 
 @lean
-def below(state: NDArray[np.uint64], limit: int) -> int:
+def below(state: Draw, limit: int) -> int:
     """Return an integer in 0 <= x < limit, limit >= 1."""
     return int(unit(state) * limit)

@@ -14,7 +14,9 @@ devices' times move along. The argument has four steps.
 
 Under span the others' first starts must not move: each device's first stage comes before any stage
 that returns to a device. At most one stage of a device may have a gradient reduction, because
-several queue in an order of their own.
+several queue in an order of their own. Where messages queue on links the ways leave that out, so
+that paths are too short: what they exclude stays excluded, but a program that they promise may
+prove no better; then ``is_exact`` is False.
 """
 
 from __future__ import annotations
@@ -30,7 +32,6 @@ from optpipe_solver.arrays.simulate import (
     BACKWARD_WEIGHT,
     FORWARD,
     FULL_BACKWARD,
-    OFFLOAD,
 )
 from optpipe_solver.local_search.one_device_kernel import (
     LEFT_OUT,
@@ -46,13 +47,12 @@ from optpipe_solver.local_search.one_device_kernel import (
 )
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from optpipe.problem import Problem
+    from optpipe_solver.arrays import Flags, Floats, Ints
     from optpipe_solver.arrays.encoding import CompiledProblem
     from optpipe_solver.arrays.simulate import TimeArrays
 
-__all__ = ["OneDevice", "OneDeviceOutcome", "Polish", "can_reoptimise", "in_order", "is_plain"]
+__all__ = ["OneDevice", "OneDeviceOutcome", "Polish", "can_reoptimise", "in_order"]
 
 
 _LEAST_GAIN = 1e-9
@@ -114,7 +114,7 @@ class OneDevice:
     def reoptimise(self, rows: Rows, device: int) -> OneDeviceOutcome:
         """Return the best program of a device beside the others'; the rest of the rows stays.
 
-        The rows must be plain and in order (`in_order`), and not wait in a circle.
+        The rows must be compute programs in order (`in_order`), and not wait in a circle.
         """
         objective = self._length(rows)
         stages = self.compiled.problem.stages_of[device]
@@ -186,9 +186,7 @@ class OneDevice:
         return Rows(actions, lengths)
 
 
-def _may_fuse(
-    duration: NDArray[np.float64], delta: NDArray[np.int64], workspace: NDArray[np.int64]
-) -> NDArray[np.bool_]:
+def _may_fuse(duration: Floats, delta: Ints, workspace: Ints) -> Flags:
     """Flag stages where B is shorter than I and W, or needs less room at any moment.
 
     Elsewhere I and W back to back stand wherever a B could.
@@ -258,7 +256,7 @@ class Polish:
         ``objective_ms`` is that of the rows; ``is_exact`` says that no device's program alone can
         be better.
         """
-        if not self.applies or not is_plain(rows, self.compiled.times):
+        if not self.applies or not self.compiled.is_compute_only(rows):
             return OneDeviceOutcome(rows, objective_ms, False, 0)
         best = OneDeviceOutcome(in_order(rows, self.compiled.times), objective_ms, True, 0)
         num_devices = int(rows.lengths.size)
@@ -277,34 +275,25 @@ class Polish:
 # --- Micro-batches renamed so that every stage runs every pass in their order.
 
 
-def is_plain(rows: Rows, times: TimeArrays) -> bool:
-    """Whether the programs offload and recompute nothing."""
-    return all(
-        bool((row[:count] < OFFLOAD * times.num_cells).all())
-        for row, count in zip(rows.actions, rows.lengths, strict=True)
-    )
-
-
 def in_order(rows: Rows, times: TimeArrays) -> Rows:
-    """Return plain programs with each stage's k-th F, k-th backward and k-th W renamed to k's.
+    """Return compute programs with each stage's k-th F, k-th backward and k-th W renamed to k's.
 
     W go to those of split backwards in turn. Nothing ends later, and no program holds more: when
     the k-th pass of a stage starts, k inputs have arrived, and in the renamed programs, by
     induction along the schedule, the k-th of them has; bytes depend on counts alone.
     """
-    actions = rows.actions.copy()
-    for row, count in zip(actions, rows.lengths, strict=True):
-        codes = row[:count]
+    renamed = Rows(rows.actions.copy(), rows.lengths.copy())
+    for codes in renamed.programs():
         kinds, stages = codes // times.num_cells, codes % times.num_cells // times.num_microbatches
         for stage in np.unique(stages):
             _rename(codes, kinds, stages == stage, int(stage) * times.num_microbatches, times)
-    return Rows(actions, rows.lengths.copy())
+    return renamed
 
 
 def _rename(
-    codes: NDArray[np.int64],
-    kinds: NDArray[np.int64],
-    here: NDArray[np.bool_],
+    codes: Ints,
+    kinds: Ints,
+    here: Flags,
     first: int,
     times: TimeArrays,
 ) -> None:

@@ -27,8 +27,7 @@ from optpipe_solver.arrays.simulate import (
 from optpipe_solver.jit import lean
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
+    from optpipe_solver.arrays import Flags, Floats, Ints
     from optpipe_solver.arrays.simulate import TimeArrays
 
 __all__ = [
@@ -62,12 +61,12 @@ class Scene(NamedTuple):
     counted from (ms).
     """
 
-    actions: NDArray[np.int64]
-    counts: NDArray[np.int64]
+    actions: Ints
+    counts: Ints
     times: TimeArrays
-    begins: NDArray[np.float64]
+    begins: Floats
     device: int
-    stages: NDArray[np.int64]
+    stages: Ints
 
 
 class Ways(NamedTuple):
@@ -80,11 +79,11 @@ class Ways(NamedTuple):
     it, or the programs wait in a circle.
     """
 
-    head: NDArray[np.float64]
-    lag: NDArray[np.float64]
-    tail: NDArray[np.float64]
-    floor: NDArray[np.float64]
-    needs: NDArray[np.int64]
+    head: Floats
+    lag: Floats
+    tail: Floats
+    floor: Floats
+    needs: Ints
 
 
 class Others(NamedTuple):
@@ -94,13 +93,13 @@ class Others(NamedTuple):
     F, then by backward of each cell; ``synced`` is when a device's reduction ends (ms).
     """
 
-    sequence: NDArray[np.int64]
-    size: NDArray[np.int64]
-    place: NDArray[np.int64]
-    clock: NDArray[np.float64]
-    synced: NDArray[np.float64]
-    end: NDArray[np.float64]
-    known: NDArray[np.bool_]
+    sequence: Ints
+    size: Ints
+    place: Ints
+    clock: Floats
+    synced: Floats
+    end: Floats
+    known: Flags
 
 
 def ways_for(num_stages: int, num_microbatches: int) -> Ways:
@@ -226,7 +225,7 @@ def _run(scene: Scene, others: Others) -> float:
 
 
 @lean
-def _arrivals(scene: Scene, others: Others, found: NDArray[np.float64]) -> None:
+def _arrivals(scene: Scene, others: Others, found: Floats) -> None:
     """Write down when what each pass of the device waits for is there."""
     times, stages = scene.times, scene.stages
     m = times.num_microbatches
@@ -252,12 +251,12 @@ class Chores(NamedTuple):
 
     num_stages: int
     num_microbatches: int
-    duration: NDArray[np.float64]
-    delta: NDArray[np.int64]
-    workspace: NDArray[np.int64]
+    duration: Floats
+    delta: Ints
+    workspace: Ints
     limit: int
-    sync: NDArray[np.float64]
-    may_fuse: NDArray[np.bool_]
+    sync: Floats
+    may_fuse: Flags
     begin: float
     most_per_state: int
 
@@ -275,21 +274,21 @@ class Labels(NamedTuple):
     are its length and whether anything was left out for want of room. ``trial`` is scratch.
     """
 
-    size: NDArray[np.int64]
-    counts: NDArray[np.int64]
-    key: NDArray[np.int64]
-    time: NDArray[np.float64]
-    ready: NDArray[np.float64]
-    worst: NDArray[np.float64]
-    trail: NDArray[np.int64]
-    next: NDArray[np.int64]
-    first: NDArray[np.int64]
-    alive: NDArray[np.bool_]
-    parent: NDArray[np.int64]
-    action: NDArray[np.int64]
-    sizes: NDArray[np.int64]
-    trial: NDArray[np.float64]
-    trial_counts: NDArray[np.int64]
+    size: Ints
+    counts: Ints
+    key: Ints
+    time: Floats
+    ready: Floats
+    worst: Floats
+    trail: Ints
+    next: Ints
+    first: Ints
+    alive: Flags
+    parent: Ints
+    action: Ints
+    sizes: Ints
+    trial: Floats
+    trial_counts: Ints
 
 
 def labels_for(num_stages: int, num_microbatches: int, width: int, most: int) -> Labels:
@@ -410,7 +409,7 @@ def _expand(question: DeviceQuestion, layer: int, row: int) -> None:
 
 
 @lean
-def _has_all(chores: Chores, ways: Ways, counts: NDArray[np.int64], a: int) -> bool:
+def _has_all(chores: Chores, ways: Ways, counts: Ints, a: int) -> bool:
     """Whether all that a pass waits for, directly or through other devices, is done."""
     for part in range(2 * chores.num_stages):
         if counts[3 * (part // 2) + part % 2] < ways.needs[a, part]:
@@ -454,7 +453,7 @@ def _ready(question: DeviceQuestion, layer: int, row: int, action: int) -> float
 
 
 @lean
-def _held(chores: Chores, counts: NDArray[np.int64]) -> int:
+def _held(chores: Chores, counts: Ints) -> int:
     """Return the bytes on the device, by counts."""
     held = 0
     for k in range(chores.num_stages):
@@ -490,7 +489,7 @@ def _extend(question: DeviceQuestion, layer: int, row: int, action: int, held: i
 
 
 @lean
-def _count_in(chores: Chores, counts: NDArray[np.int64], action: int) -> int:
+def _count_in(chores: Chores, counts: Ints, action: int) -> int:
     """Count an action; return the number of the pass the others see, -1 for none."""
     m = chores.num_microbatches
     k, kind = action // 4, action % 4
@@ -507,7 +506,7 @@ def _count_in(chores: Chores, counts: NDArray[np.int64], action: int) -> int:
 
 
 @lean
-def _rest(chores: Chores, counts: NDArray[np.int64]) -> float:
+def _rest(chores: Chores, counts: Ints) -> float:
     """Return the least time the device still has to work, in ms."""
     m = chores.num_microbatches
     rest = 0.0

@@ -13,14 +13,12 @@ from optpipe_solver.local_search import moves
 from optpipe_solver.local_search.times import can_propagate
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from optpipe.problem import Problem, Stage
+    from optpipe_solver.arrays import Flags, Floats, Ints
     from optpipe_solver.arrays.encoding import CompiledProblem, Rows
     from optpipe_solver.arrays.simulate import MemoryArrays, SimulationScratch, TimeArrays
     from optpipe_solver.local_search.board import Board, Undo
-
-    Draw = NDArray[np.uint64]
+    from optpipe_solver.local_search.moves import Draw
 
 __all__ = ["SearchRules", "everywhere", "least_tails", "propose", "rules_of", "some_stretch"]
 
@@ -41,10 +39,10 @@ class SearchRules(NamedTuple):
     incremental: bool
     has_sync: bool
     hosts_limited: bool
-    fused: NDArray[np.bool_]
-    tails: NDArray[np.float64]
+    fused: Flags
+    tails: Floats
     mean_pass_ms: float
-    offloads: NDArray[np.bool_]
+    offloads: Flags
 
 
 def rules_of(compiled: CompiledProblem) -> SearchRules:
@@ -62,7 +60,7 @@ def rules_of(compiled: CompiledProblem) -> SearchRules:
     )
 
 
-def _offloads(compiled: CompiledProblem) -> NDArray[np.bool_]:
+def _offloads(compiled: CompiledProblem) -> Flags:
     flags = np.zeros(len(compiled.problem.devices), dtype=np.bool_)
     np.logical_or.at(flags, compiled.times.device_of, compiled.memory.may_offload)
     return flags
@@ -77,7 +75,7 @@ def _saves_by_fusing(stage: Stage) -> bool:
     return stage.fused_backward_ms < stage.backward_input_ms + stage.backward_weight_ms
 
 
-def least_tails(problem: Problem) -> NDArray[np.float64]:
+def least_tails(problem: Problem) -> Floats:
     """Return the least time in ms from an action's end to the end of all, by kind and stage.
 
     A micro-batch still has to run the forwards behind it, then its backwards to the first stage;
@@ -100,7 +98,7 @@ def least_tails(problem: Problem) -> NDArray[np.float64]:
     return tails * (1 - 1e-9)
 
 
-def _backward_ms(problem: Problem, tails: NDArray[np.float64], s: int) -> float:
+def _backward_ms(problem: Problem, tails: Floats, s: int) -> float:
     """Return the least time from the start of a stage's backward to the end of all."""
     stage = problem.stages[s]
     split = stage.backward_input_ms + float(tails[simulate.BACKWARD_INPUT, s])
@@ -140,9 +138,9 @@ def propose(
     times: TimeArrays,
     memory: MemoryArrays,
     rules: SearchRules,
-    path: NDArray[np.int64],
+    path: Ints,
     path_size: int,
-    focus: NDArray[np.int64],
+    focus: Ints,
     draw: Draw,
 ) -> bool:
     """Change the board by a random move; whether it may be worth timing.
@@ -167,9 +165,9 @@ def propose(
 def _somewhere(
     board: Board,
     times: TimeArrays,
-    path: NDArray[np.int64],
+    path: Ints,
     path_size: int,
-    focus: NDArray[np.int64],
+    focus: Ints,
     draw: Draw,
 ) -> int:
     """Return an action to move, -1 where the choice is void."""
@@ -347,7 +345,7 @@ _LAST = 0.7
 """How often it is the last one at least."""
 
 
-def everywhere(rows: Rows) -> NDArray[np.int64]:
+def everywhere(rows: Rows) -> Ints:
     """Return the focus of a search that leaves nothing out."""
     focus = np.zeros((rows.lengths.size, 2), dtype=np.int64)
     focus[:, 1] = rows.actions.shape[1]
@@ -355,8 +353,8 @@ def everywhere(rows: Rows) -> NDArray[np.int64]:
 
 
 def some_stretch(
-    compiled: CompiledProblem, rows: Rows, work: SimulationScratch, draw: NDArray[np.uint64]
-) -> NDArray[np.int64]:
+    compiled: CompiledProblem, rows: Rows, work: SimulationScratch, draw: Draw
+) -> Ints:
     """Return the focus on a random stretch of time, often the last one; ``work`` is scratch.
 
     Behind the last stretch nothing has to fit: of all it is the freest, and the quickest to time.
@@ -370,9 +368,7 @@ def some_stretch(
     return _places(ends, begin * whole, (begin + share) * whole * (1 + 1e-9))
 
 
-def _ends_ms(
-    compiled: CompiledProblem, rows: Rows, work: SimulationScratch
-) -> list[NDArray[np.float64]]:
+def _ends_ms(compiled: CompiledProblem, rows: Rows, work: SimulationScratch) -> list[Floats]:
     """Return, by device, when the last F, I or B up to each action ends, in ms; 0 before one."""
     simulate.length(rows.actions, rows.lengths, compiled.times, work)
     cells = compiled.times.num_cells
@@ -380,13 +376,10 @@ def _ends_ms(
     ends[simulate.FORWARD] = work.end[:cells]
     ends[simulate.BACKWARD_INPUT] = ends[simulate.FULL_BACKWARD] = work.end[cells : 2 * cells]
     known = ends.reshape(-1)
-    return [
-        np.maximum.accumulate(known[row[:count]])
-        for row, count in zip(rows.actions, rows.lengths, strict=True)
-    ]
+    return [np.maximum.accumulate(known[codes]) for codes in rows.programs()]
 
 
-def _places(ends: list[NDArray[np.float64]], low_ms: float, high_ms: float) -> NDArray[np.int64]:
+def _places(ends: list[Floats], low_ms: float, high_ms: float) -> Ints:
     """Return, by device, the places of what ends between two times."""
     focus = np.zeros((len(ends), 2), dtype=np.int64)
     for device, row in enumerate(ends):

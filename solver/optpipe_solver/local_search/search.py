@@ -120,7 +120,6 @@ class _LocalSearch:
         self.draw = moves.seeded(seed)
         self.compiled = CompiledProblem.of(best.problem)
         cells = self.compiled.times.num_cells
-        self.by_span = best.problem.objective == "span"
         self.adopted = best.programs
         self.elites = [self._elite(programs) for programs in (best.programs, *starts) if programs]
         self.current = 0
@@ -239,7 +238,7 @@ class _LocalSearch:
 
     def _elite(self, programs: Programs) -> _Elite:
         rows = self.compiled.encode(programs)
-        return _Elite(rows, self.compiled.length_ms(rows)[self.by_span])
+        return _Elite(rows, self.compiled.objective_ms(rows))
 
 
 class _Stretches(_LocalSearch):

@@ -26,13 +26,14 @@ from optpipe_solver.arrays.simulate import (
     RELEASE,
     RELOAD,
     end_with_syncs,
+    input_of,
+    lane_of,
 )
 from optpipe_solver.jit import lean
 from optpipe_solver.local_search.board import backward_of
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
+    from optpipe_solver.arrays import Floats, Ints
     from optpipe_solver.arrays.simulate import SimulationScratch, TimeArrays
     from optpipe_solver.local_search.board import Agenda, Board, Undo
 
@@ -53,16 +54,13 @@ __all__ = [
 # ruff: noqa: PLR0917 - compiled code takes its arguments by position
 
 
-_REFUSED = -1
 _NEVER = np.inf
 
 
 def can_propagate(times: TimeArrays) -> bool:
     """Whether every pass takes time and no device shares a transfer lane."""
-    passes = times.duration[[FORWARD * times.num_cells]]
-    for kind in (FORWARD, BACKWARD_INPUT, FULL_BACKWARD):
-        first = kind * times.num_cells
-        passes = np.append(passes, times.duration[first : first + times.num_cells])
+    passes = times.duration.reshape(-1, times.num_cells)
+    passes = passes[[FORWARD, BACKWARD_INPUT, FULL_BACKWARD]]
     return bool((passes > 0).all()) and not bool(times.shared.any())
 
 
@@ -97,7 +95,7 @@ def propagate(
     undo: Undo,
     agenda: Agenda,
     times: TimeArrays,
-    tails: NDArray[np.float64],
+    tails: Floats,
     cutoff: float,
     budget: int,
 ) -> int:
@@ -152,7 +150,7 @@ def _sweep(
     undo: Undo,
     agenda: Agenda,
     times: TimeArrays,
-    tails: NDArray[np.float64],
+    tails: Floats,
     device: int,
     horizon: float,
     cutoff: float,
@@ -185,6 +183,8 @@ def _sweep(
         if place == 0:
             board.first[device] = start
         slot = cells + cell if kind == FULL_BACKWARD else code
+        done, following = _sent(board, times, row, place, count, slot, done, place < moved)
+        until = max(until, following)
         moves_on = done != board.end[slot]
         if moves_on or _differs(board, code, clock, out, back):
             _write(board, undo, code, slot, clock, out, back, done)
@@ -202,6 +202,53 @@ def _sweep(
             return place - begun
     board.last[device] = clock
     return place - begun
+
+
+@lean
+def _sent(
+    board: Board,
+    times: TimeArrays,
+    row: Ints,
+    place: int,
+    count: int,
+    slot: int,
+    done: float,
+    is_new: bool,
+) -> tuple[float, int]:
+    """Return when the output of an action that ends at ``done`` departs, and what that concerns.
+
+    That is the place of the next message on the same link, -1 where nothing changes for it.
+    """
+    lane, _ = _lane(times, row[place])
+    if lane < 0:
+        return done, -1
+    before = _message(times, row, place, -1, -1, lane)
+    if before >= 0:
+        code = row[before]
+        cells = times.num_cells
+        ahead = code - 2 * cells if code // cells == FULL_BACKWARD else code
+        done = max(done, board.end[ahead] + _lane(times, code)[1])
+    if not is_new and done == board.end[slot]:
+        return done, -1
+    return done, _message(times, row, place, count, 1, lane)
+
+
+@lean
+def _lane(times: TimeArrays, code: int) -> tuple[int, float]:
+    """Return the link that the output of an action occupies, -1 for none, and for how many ms."""
+    kind = code // times.num_cells
+    if times.num_links == 0 or kind > FULL_BACKWARD or kind == BACKWARD_WEIGHT:
+        return -1, 0.0
+    return lane_of(kind, (code - kind * times.num_cells) // times.num_microbatches, times)
+
+
+@lean
+def _message(times: TimeArrays, row: Ints, place: int, stop: int, step: int, lane: int) -> int:
+    """Return the nearest other place on the way to ``stop`` that sends over a link, or -1."""
+    for k in range(place + step, stop, step):
+        if _lane(times, row[k])[0] == lane:
+            return k
+    return -1
 
 
 @lean
@@ -288,28 +335,22 @@ def _tell(
     cells, m = times.num_cells, times.num_microbatches
     if kind == FORWARD:
         if stage == times.num_stages - 1:
-            return _backward_place(board, cells, cell)
+            return backward_of(board, cells, cell)
         place, other = board.at[cell + m], times.device_of[stage + 1]
     elif kind in (BACKWARD_INPUT, FULL_BACKWARD):
         if stage == 0:
             return -1
-        place, other = _backward_place(board, cells, cell - m), times.device_of[stage - 1]
+        place, other = backward_of(board, cells, cell - m), times.device_of[stage - 1]
     elif kind == OFFLOAD:
         return board.at[RELEASE * cells + cell]
     elif kind == RELOAD:
-        return _backward_place(board, cells, cell)
+        return backward_of(board, cells, cell)
     else:
         return -1
     if other == device:
         return place
     list_device(agenda, other, place, done)
     return -1
-
-
-@lean
-def _backward_place(board: Board, cells: int, cell: int) -> int:
-    place = board.at[BACKWARD_INPUT * cells + cell]
-    return place if place >= 0 else board.at[FULL_BACKWARD * cells + cell]
 
 
 @lean
@@ -360,7 +401,7 @@ def last_end(board: Board, agenda: Agenda, times: TimeArrays, device: int) -> fl
 
 
 @lean
-def longest_path(board: Board, times: TimeArrays, by_span: bool, path: NDArray[np.int64]) -> int:
+def longest_path(board: Board, times: TimeArrays, by_span: bool, path: Ints) -> int:
     """Write the actions of a longest path into ``path``, last one first; return how many.
 
     ``by_span``: from the device whose last end minus first start is largest. Ties go to the
@@ -377,7 +418,35 @@ def longest_path(board: Board, times: TimeArrays, by_span: bool, path: NDArray[n
     while code >= 0 and size < path.size:
         path[size] = code
         size += 1
+        after = code
         code = _waited_for(board, times, code)
+        if times.num_links > 0 and code >= 0 and _device(times, code) != _device(times, after):
+            size = _queue(board, times, code, path, size)
+            code = path[size - 1]
+            size -= 1
+    return size
+
+
+@lean
+def _device(times: TimeArrays, code: int) -> int:
+    return times.device_of[code % times.num_cells // times.num_microbatches]
+
+
+@lean
+def _queue(board: Board, times: TimeArrays, code: int, path: Ints, size: int) -> int:
+    """Write down a pass and those whose outputs its own waited for on its link, last one first."""
+    cells = times.num_cells
+    row = board.actions[_device(times, code)]
+    lane, _ = _lane(times, code)
+    place = board.at[code]
+    while place >= 0 and size < path.size:
+        code = row[place]
+        path[size] = code
+        size += 1
+        slot = code - 2 * cells if code // cells == FULL_BACKWARD else code
+        if lane < 0 or board.end[slot] == board.clock[code]:
+            break
+        place = _message(times, row, place, -1, -1, lane)
     return size
 
 
@@ -439,10 +508,15 @@ def set_out(board: Board, times: TimeArrays, work: SimulationScratch) -> None:
             code = row[place]
             kind = code // cells
             cell = code - kind * cells
-            if kind == FORWARD:
-                clock = board.end[code] = work.end[cell]
-            elif kind in (BACKWARD_INPUT, FULL_BACKWARD):
-                clock = board.end[cells + cell] = work.end[cells + cell]
+            if kind in (FORWARD, BACKWARD_INPUT, FULL_BACKWARD):
+                source, transit = input_of(kind, cell, cell // times.num_microbatches, times)
+                if source >= 0:
+                    clock = max(clock, work.end[source] + transit)
+                if kind != FORWARD and board.at[RELOAD * cells + cell] >= 0:
+                    clock = max(clock, work.end[3 * cells + cell])
+                clock += times.duration[code]
+                slot = cell if kind == FORWARD else cells + cell
+                board.end[slot] = work.end[slot]
             elif kind == OFFLOAD:
                 out = board.end[code] = work.end[2 * cells + cell]
             elif kind == RELOAD:

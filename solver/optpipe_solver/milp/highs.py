@@ -18,7 +18,7 @@ import highspy
 import numpy as np
 import pulp
 
-from optpipe.problem import Problem
+from optpipe.problem import Problem, Stage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -407,14 +407,7 @@ class LinearProgram:
 _LEAST_MS, _MOST_MS = 16.0, 65_536.0
 _AIM_MS = 1024.0
 
-_STAGE_TIMES = (
-    "forward_ms",
-    "backward_input_ms",
-    "backward_weight_ms",
-    "backward_ms",
-    "recompute_ms",
-    "grad_sync_ms",
-)
+_STAGE_TIMES = tuple(name for name in Stage.model_fields if name.endswith("_ms"))
 
 
 def scale_for(objective_ms: float) -> float:

@@ -12,16 +12,16 @@ import numpy as np
 
 from optpipe_solver.arrays import simulate
 from optpipe_solver.arrays.encoding import CompiledProblem, Rows
+from optpipe_solver.arrays.evaluate import within_hosts
 from optpipe_solver.offload_fit.kernel import FARTHEST, HIDDEN, OLDEST, sweep
 from optpipe_solver.offload_fit.state import DeviceProgram, Rule
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from numpy.typing import NDArray
-
     from optpipe.problem import Problem
     from optpipe.schedule import Programs
+    from optpipe_solver.arrays import Floats, Ints
 
 __all__ = [
     "THOROUGH",
@@ -29,13 +29,9 @@ __all__ = [
     "Fit",
     "Fitted",
     "Frame",
-    "Hidden",
     "Ran",
     "fit",
     "hide_offload",
-    "is_compute_only",
-    "keeps_limits",
-    "within_hosts",
 ]
 
 
@@ -47,15 +43,14 @@ class Ran(NamedTuple):
     """A simulation: the objective, and the end of every pass as in `SimulationScratch`."""
 
     objective_ms: float
-    ends: NDArray[np.float64]
+    ends: Floats
 
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """Sweeps of all devices: programs as integers, and per device what was waited and held."""
+    """Programs as integers, and the bytes of activations that each device then holds at most."""
 
     rows: Rows
-    stalled_ms: tuple[float, ...]
     peaks: tuple[int, ...]
 
 
@@ -152,7 +147,7 @@ class Frame:
         """
         actions = np.zeros_like(self.rows.actions)
         lengths = np.zeros_like(self.rows.lengths)
-        stalled, peaks = [], []
+        peaks = []
         for device, rule in enumerate(rules):
             job = self._arriving(device, ran)
             swept = sweep(job, rule, limits[device], host_limits[device])
@@ -161,9 +156,8 @@ class Frame:
             codes = swept.codes[: swept.num_codes]
             actions[device, : swept.num_codes] = self._global(device, codes)
             lengths[device] = swept.num_codes
-            stalled.append(float(swept.stalled_ms))
             peaks.append(int(swept.peak))
-        return Fitted(Rows(actions, lengths), tuple(stalled), tuple(peaks))
+        return Fitted(Rows(actions, lengths), tuple(peaks))
 
     def decode(self, rows: Rows) -> Programs:
         """Return the programs that rows of integers stand for."""
@@ -186,15 +180,13 @@ class Frame:
         arrival[backward] = ran.ends[cells + cell[backward] + m] + times.back[stage[backward]]
         return job._replace(arrival=arrival)
 
-    def _global(self, device: int, codes: NDArray[np.int64]) -> NDArray[np.int64]:
+    def _global(self, device: int, codes: Ints) -> Ints:
         m = self.problem.num_microbatches
         stages = np.array(self.problem.stages_of[device], dtype=np.int64)
         kind, cell = np.divmod(codes, max(1, stages.size * m))
         if not stages.size:
             return codes
-        made: NDArray[np.int64] = (
-            kind * self.compiled.times.num_cells + stages[cell // m] * m + cell % m
-        )
+        made: Ints = kind * self.compiled.times.num_cells + stages[cell // m] * m + cell % m
         return made
 
     def _job(self, device: int) -> DeviceProgram:
@@ -367,14 +359,7 @@ _FEWEST_HIDDEN, _MOST_HIDDEN = 2, 150
 _FINEST = 256
 
 
-class Hidden(NamedTuple):
-    """Programs as integers, and the bytes of activations that each device then holds at most."""
-
-    rows: Rows
-    peaks: tuple[int, ...]
-
-
-def hide_offload(frame: Frame) -> Hidden:
+def hide_offload(frame: Frame) -> Fitted:
     """Return a frame's programs, its stages offloaded as far as that delays nothing.
 
     Memory limits are ignored.
@@ -382,9 +367,7 @@ def hide_offload(frame: Frame) -> Hidden:
     search = _HiddenSearch(frame)
     for rule in _hidden_rules(frame.lane_models[-1:] if search.is_large else frame.lane_models):
         search.lower(rule)
-    if search.best is None:
-        return Hidden(frame.rows, frame.peaks)
-    return Hidden(search.best.rows, search.best.peaks)
+    return search.best or Fitted(frame.rows, frame.peaks)
 
 
 def _hidden_rules(lane_models: Sequence[tuple[float, float]]) -> Iterator[Rule]:
@@ -465,42 +448,3 @@ class _HiddenSearch:
 def _unit(problem: Problem, device: int) -> int:
     """Return what one micro-batch holds on a device."""
     return sum(problem.stages[s].activation_bytes for s in problem.stages_of[device])
-
-
-# --- Memory limits asked of programs that are integers: devices and hosts.
-
-
-def keeps_limits(compiled: CompiledProblem, rows: Rows) -> bool:
-    """Whether legal programs keep the limits of all devices and hosts."""
-    times, memory = compiled.times, compiled.memory
-    again = np.zeros(times.num_cells, dtype=np.bool_)
-    for codes in _programs(rows):
-        again[codes[codes // times.num_cells == simulate.RECOMPUTE] % times.num_cells] = True
-    of_devices = all(
-        simulate.device_fits(device, codes, codes.size, times, memory, again)
-        for device, codes in enumerate(_programs(rows))
-    )
-    return of_devices and within_hosts(compiled, rows)
-
-
-def within_hosts(compiled: CompiledProblem, rows: Rows) -> bool:
-    """Whether legal programs keep the limits of all hosts."""
-    times, memory = compiled.times, compiled.memory
-    if all(host.memory_bytes is None for host in compiled.problem.hosts):
-        return True
-    away = np.zeros(times.num_cells, dtype=np.bool_)
-    peaks = np.zeros(memory.host_limit.size, dtype=np.int64)
-    for host, codes in zip(memory.host_of, _programs(rows), strict=True):
-        peaks[host] += simulate.host_peak(codes, codes.size, times, memory, away)
-    return bool((peaks <= memory.host_limit).all())
-
-
-def is_compute_only(compiled: CompiledProblem, rows: Rows) -> bool:
-    """Whether programs hold F, I, W and B alone."""
-    first = simulate.OFFLOAD * compiled.times.num_cells
-    return all(codes.size == 0 or int(codes.max()) < first for codes in _programs(rows))
-
-
-def _programs(rows: Rows) -> Iterator[NDArray[np.int64]]:
-    for row, length in zip(rows.actions, rows.lengths, strict=True):
-        yield row[:length]

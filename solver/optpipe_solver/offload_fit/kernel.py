@@ -49,7 +49,7 @@ from optpipe_solver.offload_fit.state import (
 )
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
+    from optpipe_solver.arrays import Ints
 
 __all__ = ["FARTHEST", "HIDDEN", "OLDEST", "sweep"]
 
@@ -330,9 +330,7 @@ def _is_urgent(job: DeviceProgram, rule: Rule, st: FitState, at: int, following:
 
 
 @lean
-def _weave(
-    job: DeviceProgram, st: FitState, leaving: NDArray[np.int64], codes: NDArray[np.int64]
-) -> int:
+def _weave(job: DeviceProgram, st: FitState, leaving: Ints, codes: Ints) -> int:
     """Weave the offloads in, in the order of their starts; return how many actions that makes."""
     cells = job.backward_at.size
     count, done, following = 0, 0, 0

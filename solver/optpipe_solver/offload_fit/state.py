@@ -12,7 +12,7 @@ import numpy as np
 from optpipe_solver.jit import jitted, lean
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
+    from optpipe_solver.arrays import Flags, Floats, Ints
 
 __all__ = [
     "CLOCK",
@@ -54,22 +54,22 @@ class DeviceProgram(NamedTuple):
     A cell is a (stage, micro-batch) of this device; ``weight_at`` is -1 where it has no W.
     """
 
-    kind: NDArray[np.int64]
-    cell: NDArray[np.int64]
-    duration: NDArray[np.float64]
-    arrival: NDArray[np.float64]
-    delta: NDArray[np.int64]
-    workspace: NDArray[np.int64]
-    backward_at: NDArray[np.int64]
-    weight_at: NDArray[np.int64]
-    offload_bytes: NDArray[np.int64]
-    offload_ms: NDArray[np.float64]
-    reload_ms: NDArray[np.float64]
-    may_offload: NDArray[np.bool_]
-    saved_bytes: NDArray[np.int64]
-    recompute_ms: NDArray[np.float64]
-    recompute_workspace: NDArray[np.int64]
-    may_recompute: NDArray[np.bool_]
+    kind: Ints
+    cell: Ints
+    duration: Floats
+    arrival: Floats
+    delta: Ints
+    workspace: Ints
+    backward_at: Ints
+    weight_at: Ints
+    offload_bytes: Ints
+    offload_ms: Floats
+    reload_ms: Floats
+    may_offload: Flags
+    saved_bytes: Ints
+    recompute_ms: Floats
+    recompute_workspace: Ints
+    may_recompute: Flags
     half_duplex: bool
 
 
@@ -105,7 +105,7 @@ class SweepResult(NamedTuple):
     """
 
     ok: bool
-    codes: NDArray[np.int64]
+    codes: Ints
     num_codes: int
     stalled_ms: float
     peak: int
@@ -114,23 +114,23 @@ class SweepResult(NamedTuple):
 class FitState(NamedTuple):
     """Everything that changes; scalars live in ``now`` (floats) and ``num`` (integers)."""
 
-    mode: NDArray[np.int64]
-    made: NDArray[np.float64]
-    back: NDArray[np.float64]
-    out_start: NDArray[np.float64]
-    out_at: NDArray[np.int64]
-    kept: NDArray[np.int64]
-    away: NDArray[np.int64]
-    pending: NDArray[np.int64]
-    busy_from: NDArray[np.float64]
-    busy_to: NDArray[np.float64]
-    boundary: NDArray[np.float64]
-    done_early: NDArray[np.bool_]
-    ahead: NDArray[np.float64]
-    work: NDArray[np.float64]
-    codes: NDArray[np.int64]
-    now: NDArray[np.float64]
-    num: NDArray[np.int64]
+    mode: Ints
+    made: Floats
+    back: Floats
+    out_start: Floats
+    out_at: Ints
+    kept: Ints
+    away: Ints
+    pending: Ints
+    busy_from: Floats
+    busy_to: Floats
+    boundary: Floats
+    done_early: Flags
+    ahead: Floats
+    work: Floats
+    codes: Ints
+    now: Floats
+    num: Ints
 
 
 CLOCK, IN_FREE, STALLED = 0, 1, 2
@@ -168,7 +168,7 @@ def begin(job: DeviceProgram) -> FitState:
 
 
 @lean
-def _look_ahead(job: DeviceProgram, ahead: NDArray[np.float64], work: NDArray[np.float64]) -> None:
+def _look_ahead(job: DeviceProgram, ahead: Floats, work: Floats) -> None:
     """Write down when each position starts if nothing waits for a transfer, and what is before."""
     clock = spent = 0.0
     for at in range(job.kind.size):
@@ -235,9 +235,7 @@ def book(st: FitState, start: float, end: float) -> None:
 
 
 @lean
-def insert(
-    job: DeviceProgram, cells: NDArray[np.int64], num: NDArray[np.int64], which: int, cell: int
-) -> None:
+def insert(job: DeviceProgram, cells: Ints, num: Ints, which: int, cell: int) -> None:
     """Add a cell to a list that is ordered by where the backwards stand."""
     place = num[which]
     while place > 0 and job.backward_at[cells[place - 1]] > job.backward_at[cell]:
@@ -248,7 +246,7 @@ def insert(
 
 
 @lean
-def remove(cells: NDArray[np.int64], num: NDArray[np.int64], which: int, cell: int) -> None:
+def remove(cells: Ints, num: Ints, which: int, cell: int) -> None:
     """Take a cell out of a short list, keeping its order."""
     last = num[which] - 1
     place = 0

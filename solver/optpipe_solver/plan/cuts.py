@@ -1,17 +1,11 @@
-"""Cutting the layers into the stages of one line, by dynamic programming.
+"""Cutting the layers into the stages of one line, by dynamic programming (docs/plan.md).
 
-The measure of a cut is its *load bound* (`optpipe_solver.bounds`): of a device, the earliest
-moment its first stage can start (0 under span), plus all its work, plus its shortest gradient
-reduction; the largest over the devices is a lower bound of every schedule of the cut. State (k, j):
-k stages hold the first j layers. A *label* is what the rest depends on: the largest value of the
-devices that are done, the head of the next stage, and of each device that will get more stages its
-head, load, reduction and bytes. A label that is nowhere smaller than another one of its state goes:
-every completion of it has one that is no worse. With one stage per device labels are few; with
-several a beam keeps the most promising, and a beam that was full proves nothing.
-
-Cuts are looked for under a cap that is raised until there is one. Under it a label also goes when
-what is left to do exceeds, weighted as in `optpipe_solver.plan.cuts`, what its devices can still
-take: the weighted sum of the loads is at least the weighted work of the layers.
+The measure of a cut is its *load bound*: the largest, over the devices, of the earliest start of
+the first stage (0 under span), plus all work, plus the shortest gradient reduction. State (k, j):
+k stages hold the first j layers. Its *labels* are what the rest depends on; one that is nowhere
+smaller than another goes: every completion of it has one that is no worse. Where a device gets
+several stages a beam keeps the most promising, and a beam that was full proves nothing. Cuts are
+looked for under a cap that is raised until there is one.
 """
 
 from __future__ import annotations

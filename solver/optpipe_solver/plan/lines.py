@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from optpipe.model import fuse
 from optpipe.problem import MAX_CELLS
+from optpipe_solver.feasibility import least_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -28,7 +29,6 @@ __all__ = [
     "PlacementLine",
     "RunTable",
     "device_orders",
-    "least_bytes",
     "make_lines",
     "natural_order",
 ]
@@ -244,25 +244,3 @@ def _run(stage: Stage, *, can_offload: bool) -> LayerRun:
         held_bytes=held,
         static_bytes=stage.static_bytes,
     )
-
-
-def least_bytes(stage: Stage, *, can_offload: bool) -> tuple[int, int]:
-    """Return the least bytes a stage holds between its passes, and needs during them.
-
-    The argument is `optpipe_solver.feasibility`'s for one stage: on a device with one stage
-    the second number is exactly what decides whether a schedule exists.
-    """
-    full, context = stage.activation_bytes, stage.weight_context_bytes
-    split = max(
-        max(full, context) + stage.backward_input_workspace_bytes,
-        context + stage.backward_weight_workspace_bytes,
-    )
-    backward = min(split, full + stage.backward_workspace_bytes)
-    needed = max(full + stage.forward_workspace_bytes, backward)
-    held = full - stage.offload_bytes if can_offload else full
-    if stage.checkpoint_bytes is not None:
-        first = stage.checkpoint_bytes + stage.forward_workspace_bytes
-        again = full + stage.recompute_workspace_bytes
-        needed = min(needed, max(first, again, backward))
-        held = min(held, stage.checkpoint_bytes)
-    return held, needed

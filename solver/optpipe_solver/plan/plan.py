@@ -9,7 +9,7 @@ from optpipe.errors import InputError
 from optpipe.evaluate import evaluate
 from optpipe.schedule import Provenance, gap_of
 from optpipe_solver.budget import Limits, Stop
-from optpipe_solver.feasibility import feasibility
+from optpipe_solver.feasibility import feasibility, needs_text
 from optpipe_solver.plan.cuts import roomiest_cut
 from optpipe_solver.plan.lines import PLACEMENTS, PlacementLine, make_lines, natural_order
 from optpipe_solver.plan.search import PlanSearch
@@ -258,6 +258,6 @@ def _least_missing(search: PlanSearch) -> tuple[str, dict[str, int]]:
     feasible = feasibility(search.model.problem(line.placement, sizes))
     if feasible.plan is not None:
         return "a linear one does; add linear to the placements and 1 to the chunks", {}
-    parts = ", ".join(f"{path} must be at least {value}" for path, value in feasible.needs.items())
     layers = " ".join(map(str, sizes))
-    return f"with layers {layers} on the devices in their order, {parts}", feasible.needs
+    missing = needs_text(feasible.needs)
+    return f"with layers {layers} on the devices in their order, {missing}", feasible.needs

@@ -128,7 +128,7 @@ def test_a_process_that_does_not_start_now_and_then_fails_no_job(
 ) -> None:
     """It is started again, and the job has been waiting in the queue."""
     monkeypatch.setenv("FRAIL_TRIES", str(tmp_path / "tries"))
-    bench = open_bench(solve_path="tests.api.frail_solver:solve")
+    bench = open_bench(solve_path="tests.api.slow_solver:solve")
     job = bench.end(bench.submit(""))
     assert (job.state, job.attempt, job.deaths) == (JobState.SUCCEEDED, 1, 0)
     assert (tmp_path / "tries").read_bytes() == b".."

@@ -20,17 +20,17 @@ from optpipe.wire import JobState
 from optpipe_api.engine.engine import open_solvers
 from optpipe_api.engine.processes import MachineState, Message
 from tests.api.bench import Bench
-from tests.api.live import connected, make_settings, two_stages
+from tests.api.fleet import is_running
+from tests.api.live import connected, make_settings, two_stages, until
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from optpipe_api.engine.processes import SolverProcess, Solvers
 
 pytestmark = [pytest.mark.extended, pytest.mark.long]
 
 ROOT = Path(__file__).parents[3]
-PATIENCE_S = 60.0
 OPTIONS = {
     "time_limit_s": 30.0,
     "work_limit": None,
@@ -76,17 +76,9 @@ def process(solvers) -> Iterator[SolverProcess]:
     process.stop()
 
 
-def until(condition: Callable[[], Any]) -> Any:
-    deadline = time.monotonic() + PATIENCE_S
-    while not (found := condition()):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    return found
-
-
 def heard(process: SolverProcess) -> Message:
-    """Return the next message of a process."""
-    message: Message = until(lambda: process.receive(0.1))
+    message = until(lambda: process.receive(0.1))
+    assert message is not None
     return message
 
 
@@ -105,13 +97,6 @@ def tell(process: SolverProcess, name: str) -> None:
 
 def parent_of(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text("utf-8").rpartition(")")[2].split()[1])
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text("utf-8").rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def test_jobs_batches_and_comparisons_run_on_the_cluster(tmp_path) -> None:

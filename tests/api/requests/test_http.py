@@ -70,5 +70,4 @@ def test_other_tags_count_for_nothing(header) -> None:
 
 @given(st.text())
 def test_no_header_is_an_error(header) -> None:
-    """Whatever a client sends."""
     known_number(header, ID)

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from optpipe import Problem
+from optpipe import Problem, Schedule
+from optpipe.check import check_schedule
 from optpipe.formats.tables import load_sweep_csv
 from optpipe_api import Settings
 from optpipe_api.access import Role
@@ -17,10 +18,13 @@ from optpipe_api.services import submission
 from optpipe_api.services.batches import _most_near
 from optpipe_api.services.cache import MOST_CELLS, MOST_TRIED
 from optpipe_api.services.submission import read_batch
+from tests.api import fake_solver, start_solver
 from tests.api.live import connected, keyed, make_settings, two_stages
+from tests.api.serial import serial
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from types import ModuleType
 
     import httpx
 
@@ -94,7 +98,8 @@ def test_a_sweep_becomes_a_job_of_each_combination(instant) -> None:
         assert problem.devices[0].memory_bytes == 4000 * scale
     assert batch["items"][2]["error"]["code"] == "problem.infeasible"
     listed = instant.get("/v1/jobs", params={"batch": batch["id"]}).json()["jobs"]
-    assert [job["batch_index"] for job in listed] == [2, 1, 0]
+    # Newest first: those of least memory were made first, and are solved first.
+    assert [job["batch_index"] for job in listed] == [0, 1, 2]
     assert instant.get(f"{BASE}/{batch['id']}").json() == batch
 
 
@@ -271,6 +276,40 @@ def test_an_unknown_batch_is_not_found(instant, path: str) -> None:
     assert instant.post(f"{BASE}/{'0' * 32}/retry").status_code == 404
 
 
+@pytest.mark.parametrize(
+    ("num_processes", "solver", "loose", "tight"),
+    [
+        # The looser one's solver drops its start and finds the longest schedule.
+        (1, start_solver, "worse:a", "fused:b"),
+        # It breaks.
+        (1, start_solver, "fails:a", "fused:b"),
+        # Both run at once, and the looser one has long ended when the tighter one gets better.
+        (2, fake_solver, "improve:1:0:a", "improve:4:0.2:b"),
+    ],
+)
+def test_an_ended_batch_is_monotone_whatever_its_solvers_did(
+    tmp_path, num_processes: int, solver: ModuleType, loose: str, tight: str
+) -> None:
+    """Table and jobs: a relaxation has no worse schedule, which is its own problem's."""
+    settings = make_settings(
+        tmp_path,
+        solve_path=f"{solver.__name__}:solve",
+        solver_processes=num_processes,
+        lease_s=60.0,
+    )
+    with connected(settings) as http:
+        faster = [{**stage, "forward_ms": 9} for stage in two_stages()["stages"]]
+        problems = [two_stages(loose, stages=faster), two_stages(tight)]
+        batch = made(http, {"problems": problems})
+        rows = http.get(f"{BASE}/{batch['id']}/table").json()["rows"]
+        assert rows[0]["objective_ms"] < rows[1]["objective_ms"]
+        url = f"/v1/jobs/{rows[0]['job_id']}"
+        schedule = Schedule.parse(http.get(f"{url}/schedule").json())
+        check_schedule(problem := Problem.parse(problems[0]), schedule)
+        assert schedule.programs == serial(problem, 4)
+        assert schedule.objective_ms == rows[0]["objective_ms"]
+
+
 # Changing
 
 
@@ -278,7 +317,7 @@ def test_cancel_ends_what_waits_and_stops_what_runs(tmp_path) -> None:
     """One item runs and keeps its schedule, two wait; the batch then has ended."""
     settings = make_settings(tmp_path, solver_processes=1, lease_s=60.0)
     with connected(settings) as http:
-        axes = {"stages[0].grad_sync_ms": [1, 2, 3]}
+        axes = {"stages[0].grad_sync_ms": [3, 2, 1]}
         answer = http.post(BASE, json=body("improve:3:20: ", axes))
         assert answer.status_code == 202
         url = f"{BASE}/{answer.json()['id']}"
@@ -301,8 +340,9 @@ def test_retry_queues_failed_items_again_as_the_same_jobs(tmp_path) -> None:
     settings = make_settings(tmp_path, max_attempts=1, lease_s=60.0)
     names = [f"dies:2:{tmp_path}/{index}" for index in range(2)]
     with connected(settings, processes=True) as http:
-        problems = [two_stages(name) for name in names]
-        problems.append(two_stages("fine", num_microbatches=2))
+        problems = [
+            two_stages(name, num_microbatches=2 + at) for at, name in enumerate([*names, "fine"])
+        ]
         batch = made(http, {"problems": problems})
         assert [item["state"] for item in batch["items"]] == ["failed", "failed", "succeeded"]
         url = f"{BASE}/{batch['id']}/retry"

@@ -92,26 +92,41 @@ def test_a_config_stands_for_a_model(http) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "code", "said"),
+    ("changes", "code", "said", "pointer"),
     [
-        ({"model": "llama9"}, "input.invalid", "llama9"),
-        ({"gpu": "abacus"}, "input.invalid", "abacus"),
-        ({"tp": 64}, "input.invalid", "tp = 64"),
-        ({"pp": 0}, "request.invalid", "pp = 0"),
-        ({"pp": 4000}, "input.invalid", "4000 stages"),
-        ({"pp": 4000}, "input.invalid", "lower pp or chunks"),
-        ({"chunks": 2, "placement": "linear"}, "input.invalid", "placement = 'linear'"),
-        ({"config": {}}, "request.invalid", "give one of them"),
-        ({"colour": 1}, "request.invalid", "colour"),
-        ({"values": {"speed": 2}}, "input.invalid", "axes.speed"),
+        ({"model": "llama9"}, "input.invalid", "llama9", "/model"),
+        ({"gpu": "abacus"}, "input.invalid", "abacus", "/gpu"),
+        ({"tp": 64}, "input.invalid", "tp = 64", "/tp"),
+        ({"pp": 0}, "request.invalid", "pp = 0", "/pp"),
+        ({"pp": 4000}, "input.invalid", "4000 stages", "/pp"),
+        ({"pp": 4000}, "input.invalid", "lower pp or chunks", "/pp"),
+        ({"chunks": 2, "placement": "linear"}, "input.invalid", "placement = 'linear'",
+         "/placement"),
+        ({"config": {}}, "request.invalid", "give one of them", ""),
+        ({"model": ..., "config": {"model_type": "x"}}, "input.invalid", "'x'", "/config"),
+        ({"colour": 1}, "request.invalid", "colour", "/colour"),
+        ({"values": {"speed": 2}}, "input.invalid", "axes.speed", "/values"),
     ],
-)
-def test_an_estimate_that_cannot_be_made_says_why(http, changes, code: str, said: str) -> None:
+)  # fmt: skip
+def test_an_estimate_that_cannot_be_made_says_why_and_where(
+    http, changes, code: str, said: str, pointer: str
+) -> None:
     """Value, rule, fix; fields by their names in JSON, never by those of the command line."""
-    asked = {"model": "llama3-8b", "gpu": "h100"}
-    told = fault(http.post("/v1/estimates", json={**asked, **changes}), 422, code)
+    asked = {"model": "llama3-8b", "gpu": "h100", **changes}
+    asked = {name: value for name, value in asked.items() if value is not ...}
+    told = fault(http.post("/v1/estimates", json=asked), 422, code)
     assert said in told["detail"]
     assert "--" not in told["detail"]
+    assert told["pointers"] == [pointer]
+
+
+def test_a_wrong_parameter_is_pointed_at(http) -> None:
+    """Each in the order of the sentences, in the part of the request where it stands."""
+    told = fault(http.get("/v1/jobs", params={"limit": 0, "state": "x"}), 422, "request.invalid")
+    assert sorted(place.split("/")[1:3] for place in told["pointers"]) == [
+        ["query", "limit"], ["query", "state"],
+    ]  # fmt: skip
+    assert len(told["pointers"]) == len(told["errors"])
 
 
 def test_a_variant_is_that_of_a_sweep(http) -> None:

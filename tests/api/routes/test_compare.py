@@ -6,7 +6,6 @@ import csv
 import io
 import json
 import socket
-import time
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
@@ -19,9 +18,9 @@ from optpipe_api import Settings
 from optpipe_api.engine.processes import Message, SolverChild, worker_arguments
 from optpipe_solver import METHODS
 from optpipe_solver.families import FAMILIES
-from tests.api.live import connected, make_settings, two_stages
+from tests.api.fleet import is_running
+from tests.api.live import connected, make_settings, two_stages, until
 from tests.api.routes.test_jobs import fault
-from tests.api.test_main import is_running
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.long
 
 COMPARE = Settings.model_fields["compare_path"].default
-PATIENCE_S = 120.0
 
 
 LIMITS = {"max_body_bytes": 100_000, "max_cells": 1000, "max_time_limit_s": 100.0}
@@ -49,7 +47,10 @@ def fake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
 def mortal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     """Such a server with one slot, which is a process."""
     settings = make_settings(
-        tmp_path_factory.mktemp("server"), solver_processes=1, solver_memory_bytes=4 * 1024**3
+        tmp_path_factory.mktemp("server"),
+        solver_processes=1,
+        solver_memory_bytes=4 * 1024**3,
+        overtime_s=600.0,
     )
     with connected(settings, processes=True) as client:
         yield client
@@ -66,13 +67,6 @@ def compare(http, name="", options=None, headers=None, params=None, **changes):
     assert (answer.status_code, answer.json()["kind"]) == (200, "compare"), answer.text
     path = f"{answer.headers['location']}/comparison"
     return http.get(path, headers=headers, params=params)
-
-
-def until(condition: Any) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def hung(path: Path) -> int:
@@ -180,11 +174,12 @@ def test_what_a_submission_is_refused_for_a_comparison_is_too(fake) -> None:
 def test_a_comparison_that_fails_says_why_and_the_next_one_runs(
     mortal, name: str, code: str, message: str
 ) -> None:
-    job = submit(mortal, name).json()
+    path = submit(mortal, name).headers["location"]
+    job = until(lambda: mortal.get(path).json(), lambda seen: seen["finished_at"])
     assert (job["state"], job["error"]["code"]) == ("failed", code)
     assert message in job["error"]["message"]
     assert "secret" not in json.dumps(job)
-    fault(mortal.get(f"/v1/jobs/{job['id']}/comparison"), 404, "schedule.none")
+    fault(mortal.get(f"{path}/comparison"), 404, "schedule.none")
     assert compare(mortal).status_code == 200
 
 

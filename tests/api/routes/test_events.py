@@ -17,7 +17,7 @@ from optpipe.wire import EventKind
 from optpipe_api.errors import StoreUnavailableError
 from optpipe_api.jobs import HistoryEntry
 from optpipe_api.routes import jobs
-from tests.api.live import connected, make_settings, running
+from tests.api.live import make_settings, running, until
 from tests.api.routes.test_jobs import fault, submit
 
 if TYPE_CHECKING:
@@ -64,7 +64,6 @@ def test_a_job_is_followed_from_its_birth_to_its_end(http) -> None:
 
 
 def test_a_stream_is_not_stored_and_not_buffered(http) -> None:
-    """What proxies need to be told."""
     job = submit(http).json()
     answer = http.get(f"/v1/jobs/{job['id']}/events")
     assert answer.headers["content-type"].startswith("text/event-stream")
@@ -89,65 +88,8 @@ def test_reconnecting_anywhere_misses_and_doubles_nothing(http) -> None:
         assert (answer.status_code, answer.content) == (204, b"")
 
 
-def test_a_connection_cut_again_and_again_still_sees_everything(http) -> None:
-    """One event per connection, while the job runs."""
-    job = submit(http, "improve:3:0.2", wait=0).json()
-    seen: list[dict[str, Any]] = []
-    while not seen or seen[-1]["text"] != "succeeded":
-        after = seen[-1]["number"] if seen else 0
-        with closing(follow(http, job["id"], after)) as entries:
-            seen.append(next(entries))
-    assert seen == followed(http, job["id"])
-
-
-def test_many_follow_one_job_and_all_see_the_same(http) -> None:
-    """Those who come early and those who come late."""
-    job = submit(http, "improve:3:0.2", wait=0).json()
-    found: list[list[dict[str, Any]]] = []
-
-    def take() -> None:
-        with httpx.Client(base_url=http.base_url, timeout=90) as other:
-            found.append(followed(other, job["id"]))
-
-    threads = [threading.Thread(target=take) for _ in range(20)]
-    for thread in threads:
-        thread.start()
-        time.sleep(0.05)
-    for thread in threads:
-        thread.join()
-    whole = followed(http, job["id"])
-    assert len(found) == 20
-    assert all(entries == whole for entries in found)
-
-
-def test_a_resumed_job_has_more_to_tell(http) -> None:
-    """Who has seen its first end gets the rest, and only that; the stream ends with the last."""
-    job = submit(http, "improve:2:0.3", wait=0).json()
-    path = f"/v1/jobs/{job['id']}"
-    http.post(f"{path}/cancel")
-    first = followed(http, job["id"])
-    assert states(first)[-1] == "cancelled"
-    http.post(f"{path}/resume", json={"time_limit_s": 5})
-    rest = followed(http, job["id"], first[-1]["number"])
-    assert states(rest) == ["queued", "running", "succeeded"]
-    assert followed(http, job["id"]) == first + rest
-
-
-def test_a_job_that_was_solved_before_has_a_short_history(tmp_path) -> None:
-    """Its answer and its end."""
-    with connected(make_settings(tmp_path, cache=True, lease_s=60.0)) as http:
-        first = submit(http, "one", wait=0).json()
-        followed(http, first["id"])
-        again = submit(http, "two").json()
-        assert (again["cache"], again["source_id"]) == ("hit", first["id"])
-        entries = followed(http, again["id"])
-    assert [entry["kind"] for entry in entries if entry["kind"] != "log"] == ["incumbent", "state"]
-    assert states(entries) == ["succeeded"]
-
-
 @pytest.mark.parametrize("last", ["x", "-1", "1.5", str(2**80)])
 def test_an_illegal_event_number_is_refused(http, last: str) -> None:
-    """As a header and as a parameter."""
     job = submit(http).json()
     path = f"/v1/jobs/{job['id']}/events"
     fault(http.get(path, headers={"Last-Event-ID": last}), 422, "request.invalid")
@@ -162,8 +104,7 @@ def test_a_stopping_server_lets_followers_go_and_another_one_goes_on(tmp_path) -
         job = _submitted(url)
         thread = threading.Thread(target=_follow_until_cut, args=(url, job["id"], seen))
         thread.start()
-        while not any(entry["kind"] == "incumbent" for entry in seen):
-            time.sleep(0.02)
+        until(lambda: any(entry["kind"] == "incumbent" for entry in seen))
         began = time.monotonic()
     thread.join()
     assert time.monotonic() - began < 40
@@ -192,18 +133,14 @@ def entry(number: int) -> HistoryEntry:
     return HistoryEntry(number=number, kind=EventKind.LOG, at=0.0, text="said\nin two lines")
 
 
-def test_pauses_are_filled_with_pings() -> None:
-    """Which are no events."""
-
+@pytest.mark.anyio
+async def test_pauses_are_filled_with_pings() -> None:
     async def entries() -> AsyncGenerator[HistoryEntry, None]:
         yield entry(1)
         await asyncio.sleep(0.5)
         yield entry(2)
 
-    async def sent() -> list[bytes]:
-        return [part async for part in jobs._sent(entries(), ping_s=0.1)]
-
-    first, *pings, second = asyncio.run(sent())
+    first, *pings, second = [part async for part in jobs._sent(entries(), ping_s=0.1)]
     assert first.startswith(b"event: log\ndata: {")
     assert second.endswith(b"id: 2\n\n")
     assert json.loads(second.split(b"\n")[1].removeprefix(b"data: "))["text"] == entry(2).text
@@ -211,17 +148,15 @@ def test_pauses_are_filled_with_pings() -> None:
     assert len(pings) >= 2
 
 
-def test_a_database_that_is_gone_ends_the_stream_for_a_reconnection() -> None:
+@pytest.mark.anyio
+async def test_a_database_that_is_gone_ends_the_stream_for_a_reconnection() -> None:
     """Without a word, as the answer has begun."""
 
     async def entries() -> AsyncGenerator[HistoryEntry, None]:
         yield entry(1)
         raise StoreUnavailableError("gone")
 
-    async def sent() -> list[bytes]:
-        return [part async for part in jobs._sent(entries())]
-
-    assert len(asyncio.run(sent())) == 1
+    assert len([part async for part in jobs._sent(entries())]) == 1
 
 
 def test_a_client_that_is_gone_leaves_nobody_reading(tmp_path) -> None:
@@ -234,8 +169,5 @@ def test_a_client_that_is_gone_leaves_nobody_reading(tmp_path) -> None:
             with closing(follow(http, job["id"])) as entries:
                 for _ in range(count):
                     next(entries)
-            deadline = time.monotonic() + 60
-            while followers._tails:
-                assert time.monotonic() < deadline
-                time.sleep(0.02)
+            until(lambda: not followers._tails)
         http.post(f"/v1/jobs/{job['id']}/cancel")

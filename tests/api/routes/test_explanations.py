@@ -11,36 +11,30 @@ from optpipe_api.services.parse_pool import ParsePool
 from tests.api.routes.test_jobs import fault, submit
 
 
-@pytest.fixture(scope="module")
-def job(http):
-    """An ended job with three schedules behind it."""
-    return submit(http, "improve:2:0").json()
-
-
 @pytest.fixture
-def path(job) -> str:
-    return f"/v1/jobs/{job['id']}/explanation"
+def path(ended) -> str:
+    return f"/v1/jobs/{ended['id']}/explanation"
 
 
-def test_it_is_what_the_core_says_of_the_best_schedule(http, job, path) -> None:
+def test_it_is_what_the_core_says_of_the_best_schedule(http, ended, path) -> None:
     answer = http.get(path)
     assert (answer.status_code, answer.headers["content-type"]) == (200, "application/json")
-    schedule = load_schedule(http.get(f"/v1/jobs/{job['id']}/schedule").text)
-    problem = Problem.parse(http.get(f"/v1/jobs/{job['id']}/problem").json())
+    schedule = load_schedule(http.get(f"/v1/jobs/{ended['id']}/schedule").text)
+    problem = Problem.parse(http.get(f"/v1/jobs/{ended['id']}/problem").json())
     told = Explanation.model_validate_json(answer.text)
     assert told == explain(problem, schedule.programs, bound_ms=schedule.bound_ms)
     assert told.length_ms == simulate(problem, schedule.programs).makespan_ms
     assert {sentence["topic"] for sentence in answer.json()["sentences"]} >= {"length", "idle"}
 
 
-def test_its_tag_is_that_of_the_schedule_in_this_form(http, job, path) -> None:
+def test_its_tag_is_that_of_the_schedule_in_this_form(http, ended, path) -> None:
     """304 while no better schedule is there; the tag of another form does not count."""
     first = http.get(path)
     tag = first.headers["etag"]
-    assert tag == f'"{job["id"]}.{job["num_schedules"]}.explanation"'
+    assert tag == f'"{ended["id"]}.{ended["num_schedules"]}.explanation"'
     same = http.get(path, headers={"If-None-Match": tag})
     assert (same.status_code, same.content, same.headers["etag"]) == (304, b"", tag)
-    other = http.get(f"/v1/jobs/{job['id']}/schedule").headers["etag"]
+    other = http.get(f"/v1/jobs/{ended['id']}/schedule").headers["etag"]
     assert http.get(path, headers={"If-None-Match": other}).content == first.content
 
 
@@ -50,14 +44,14 @@ def test_without_a_job_or_a_schedule_there_is_none(http) -> None:
     fault(http.get(f"/v1/jobs/{job['id']}/explanation"), 404, "schedule.none")
 
 
-def test_one_that_is_too_large_says_where_it_can_be_explained(http, job, monkeypatch) -> None:
+def test_one_that_is_too_large_says_where_it_can_be_explained(http, path, monkeypatch) -> None:
     """In place of the message about request bodies that the reading process's limit stands for."""
 
     async def read(*_: object, **__: object) -> None:
         raise BodyTooHeavyError("5 s")
 
     monkeypatch.setattr(ParsePool, "run", read)
-    answer = http.get(f"/v1/jobs/{job['id']}/explanation")
+    answer = http.get(path)
     assert "run optpipe explain" in fault(answer, 413, "schedule.too_large")["detail"]
 
 

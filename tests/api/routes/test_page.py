@@ -19,7 +19,6 @@ BOKEH = f"/page/bokeh/{version('bokeh')}"
 
 
 def test_the_front_door_is_the_page_with_a_strict_policy(http) -> None:
-    """Nothing from elsewhere, no inline script, no frame around it."""
     answer = http.get("/")
     assert answer.headers["content-type"].startswith("text/html")
     policy = dict(
@@ -79,7 +78,6 @@ def test_files_are_asked_for_again_and_bokeh_is_kept(http) -> None:
     ],
 )
 def test_nothing_else_is_served(http, path: str) -> None:
-    """Neither the rest of the packages nor a listing."""
     answer = httpx.get(f"{http.base_url}{path}")
     assert answer.status_code == 404
     assert answer.headers["content-type"] == "application/problem+json"

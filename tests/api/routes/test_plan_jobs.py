@@ -31,13 +31,11 @@ def four_layers(name: str = "", **changes: Any) -> dict[str, Any]:
 
 
 def submit(http, name="", options=None, **changes):
-    """The answer to a model, as the job begins."""
     body = {"model": four_layers(name, **changes), "options": options or {}}
     return http.post("/v1/jobs", json=body)
 
 
 def planned(http, *args, **changes) -> Any:
-    """A job that has ended, however long that took."""
     job = submit(http, *args, **changes).json()
     while job["state"] in ("queued", "running"):
         time.sleep(0.05)
@@ -47,7 +45,6 @@ def planned(http, *args, **changes) -> Any:
 
 @pytest.fixture(scope="module")
 def http(tmp_path_factory):
-    """Share a server whose planner is the fake one."""
     folder = tmp_path_factory.mktemp("server")
     # Times that no busy machine lets run out: an attempt more would be one too many here.
     settings = make_settings(folder, max_cells=1000, lease_s=60.0, overtime_s=600.0)
@@ -56,7 +53,6 @@ def http(tmp_path_factory):
 
 
 def fetched(http, job: dict[str, Any]) -> tuple[Problem, Any]:
-    """Problem and schedule of a job, checked against each other."""
     path = f"/v1/jobs/{job['id']}"
     problem = load_problem(http.get(f"{path}/problem").text)
     schedule = load_schedule(http.get(f"{path}/schedule").text)
@@ -97,7 +93,6 @@ def test_every_incumbent_comes_with_its_own_problem(http) -> None:
 
 
 def test_options_reach_the_planner(http) -> None:
-    """Those of a plan, too; what is left out is the planner's to choose."""
     options = {"chunks": [2, 1], "placements": ["v"], "seed": 3, "threads": 2}
     for given, told in (
         (options, "threads=2 seed=3 chunks=[2, 1] placements=['v']"),
@@ -113,7 +108,6 @@ def test_the_placements_of_a_request_are_those_of_the_planner() -> None:
 
 
 def test_a_proof_that_nothing_fits_is_an_answer(http) -> None:
-    """With what is needed, as for a problem."""
     job = planned(http, "large")
     assert (job["state"], job["error"]["needs"]) == (
         "infeasible",
@@ -134,21 +128,6 @@ def test_a_killed_planner_goes_on_from_its_last_cut(tmp_path) -> None:
         fetched(http, job)
 
 
-def test_a_resumed_plan_goes_on_from_where_it_stands(http) -> None:
-    """What it found is not told twice."""
-    job = submit(http, "improve:3:0.3").json()
-    path = f"/v1/jobs/{job['id']}"
-    while not http.get(path).json()["has_schedule"]:
-        time.sleep(0.02)
-    assert http.post(f"{path}/cancel").json()["state"] == "cancelled"
-    answer = http.post(f"{path}/resume", params={"wait": 60}, json={"time_limit_s": 1})
-    assert answer.json()["state"] == "succeeded"
-    methods = [point["method"] for point in answer.json()["trace"]]
-    told = [name for name in methods if name.startswith("fake-plan-")]
-    assert told == [f"fake-plan-{n}" for n in range(4)]
-    fetched(http, job)
-
-
 @pytest.mark.parametrize(
     ("body", "line"),
     [
@@ -166,14 +145,12 @@ def test_a_resumed_plan_goes_on_from_where_it_stands(http) -> None:
     ],
 )
 def test_what_is_no_plan_is_refused(http, body, line) -> None:
-    """With the place of the fault."""
     answer = http.post("/v1/jobs", json=body)
     assert answer.status_code == 422
     assert line in answer.json()["detail"]
 
 
 def test_a_problem_and_a_model_are_two_jobs(http) -> None:
-    """Both at once are refused, and so are a plan's options for a problem."""
     problem = load_model(json.dumps(four_layers())).problem([0, 1], [2, 2])
     data = json.loads(problem.model_dump_json(by_alias=True))
     answer = http.post("/v1/jobs", json={"problem": data, "model": four_layers()})
@@ -184,21 +161,7 @@ def test_a_problem_and_a_model_are_two_jobs(http) -> None:
     fault(http.get(f"/v1/jobs/{job['id']}/model"), 404, "model.none")
 
 
-def test_a_model_that_was_planned_before_is_answered_with_its_cut(tmp_path) -> None:
-    """At once; another set of cuts is another question."""
-    settings = make_settings(tmp_path, cache=True, lease_s=60.0)
-    with connected(settings) as http:
-        first = planned(http, "improve:1:0")
-        again = planned(http, "another name")
-        other = planned(http, options={"chunks": [1]})
-        assert (again["cache"], again["source_id"]) == ("hit", first["id"])
-        assert fetched(http, again) == fetched(http, first)
-        assert http.get(f"/v1/jobs/{again['id']}/model").json()["name"] == "another name"
-    assert other["cache"] == "miss"
-
-
 def test_the_real_planner_makes_a_plan(tmp_path) -> None:
-    """Once, from end to end."""
     settings = make_settings(
         tmp_path,
         solve_path="optpipe_solver:solve",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import time
 from contextlib import closing
 from dataclasses import replace
 from typing import Any
@@ -21,7 +19,7 @@ from optpipe_api.services.cache import MOST_CELLS, TOLERANCE, JobCache, answers,
 from optpipe_api.services.parse_pool import ParsePool
 from optpipe_api.services.submission import solved_job
 from optpipe_api.store import open_stores
-from tests.api.live import connected, make_settings, two_stages
+from tests.api.live import make_settings, two_stages
 from tests.api.serial import serial
 
 ASKED = JobOptions(time_limit_s=10.0, work_limit=5.0, threads=2, seed=1, gap=0.01)
@@ -301,49 +299,3 @@ def test_a_search_for_a_start_that_fails_is_done_without(shelf, monkeypatch) -> 
     shelf.solved(two())
     monkeypatch.setattr(shelf.pool, "run_from_thread", too_heavy)
     assert shelf.ask(two(forward_ms=11)).cache is Cache.MISS
-
-
-# Over HTTP
-
-
-@pytest.fixture(scope="module")
-def http(tmp_path_factory):
-    with connected(make_settings(tmp_path_factory.mktemp("server"), cache=True)) as client:
-        yield client
-
-
-def submit(http, problem: Problem, **options):
-    data = json.loads(problem.model_dump_json(by_alias=True))
-    return http.post("/v1/jobs", json={"problem": data, "options": options})
-
-
-def solve(http, problem: Problem, **options) -> Any:
-    path = submit(http, problem, **options).headers["location"]
-    while (job := http.get(path).json())["state"] in ("queued", "running"):
-        time.sleep(0.05)
-    return job
-
-
-def test_an_identical_problem_is_answered_in_one_round_trip(http) -> None:
-    first = solve(http, two("improve:2:0"))
-    again = submit(http, two("improve:9:60"))
-    job = again.json()
-    assert (again.status_code, job["state"], job["cache"]) == (200, "succeeded", "hit")
-    assert (first["cache"], job["objective_ms"]) == ("miss", first["objective_ms"])
-    schedules = [http.get(f"/v1/jobs/{one['id']}/schedule").text for one in (first, job)]
-    assert schedules[0] == schedules[1]
-
-
-def test_a_near_problem_starts_from_there(http) -> None:
-    """The fake solver goes on where the start stands, so nothing it improved is told twice."""
-    solve(http, two("improve:1:0", forward_ms=20))
-    answer = solve(http, two("improve:3:0", forward_ms=21))
-    assert (answer["cache"], answer["state"]) == ("near", "succeeded")
-    methods = [point["method"] for point in answer["trace"]]
-    assert methods == ["fake", "fake-2", "fake-3"]
-
-
-def test_refresh_solves_again(http) -> None:
-    for _ in range(2):
-        answer = solve(http, two("improve:1:0", forward_ms=40), cache="refresh")
-        assert (answer["cache"], answer["attempt"]) == ("miss", 1)

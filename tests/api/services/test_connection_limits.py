@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import time
 from contextlib import ExitStack, closing, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +13,7 @@ from optpipe_api.access import ANYBODY, Principal, Role
 from optpipe_api.errors import TooManyFollowersError, TooManyFollowersOfKeyError
 from optpipe_api.services.events import ConnectionLimit, Purpose
 from optpipe_api.store import open_stores
-from tests.api.live import make_settings, running, two_stages
+from tests.api.live import make_settings, running, two_stages, until
 from tests.api.routes.test_jobs import fault, submit
 from tests.api.test_metrics import read, value
 
@@ -95,10 +94,7 @@ class Crowd:
         return sum(self.service.counts().values())
 
     def until(self, *counts: int) -> None:
-        deadline = time.monotonic() + 60
-        while self.counts() != counts:
-            assert time.monotonic() < deadline, self.counts()
-            time.sleep(0.01)
+        until(lambda: self.counts() == counts)
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +111,6 @@ def shared(tmp_path_factory) -> Iterator[Crowd]:
 
 @pytest.fixture
 def crowd(shared: Crowd) -> Iterator[Crowd]:
-    """Everybody's connections are closed when the test is over."""
     yield shared
     shared.until(0, 0)
 
@@ -143,7 +138,6 @@ def refused(answer: httpx.Response, code: str) -> None:
 
 
 def test_a_stream_that_ends_by_itself_gives_its_place_back(crowd: Crowd) -> None:
-    """And so do one that has nothing to send, and one of a job that does not exist."""
     with crowd.client("ann") as http:
         # Not behind the jobs that go on.
         job = http.post("/v1/jobs", json={"problem": two_stages()}).json()
@@ -176,12 +170,7 @@ WAITS: dict[str, Callable[[Crowd], dict[str, Any]]] = {
 
 
 def latest(crowd: Crowd) -> int:
-    """The number of the last schedule that the job finds before its end."""
-    deadline = time.monotonic() + 60
-    while (found := crowd.service.jobs._store.get(crowd.job)).num_schedules < 1:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    return int(found.num_schedules)
+    return int(until(lambda: crowd.service.jobs._store.get(crowd.job).num_schedules))
 
 
 @pytest.mark.parametrize("kind", WAITS)
@@ -193,8 +182,7 @@ def test_a_waiting_request_takes_a_place_until_its_client_hangs_up(crowd: Crowd,
         for _ in range(MOST_PER_KEY):
             stack.enter_context(crowd.unanswered(http.build_request(**request)))
         crowd.until(0, MOST_PER_KEY)
-        while crowd.num_jobs() < num_jobs:
-            time.sleep(0.01)
+        until(lambda: crowd.num_jobs() >= num_jobs)
         refused(http.request(**request), "key.too_many_followers")
         assert crowd.num_jobs() == num_jobs
         # Who does not wait is not counted.
@@ -203,7 +191,6 @@ def test_a_waiting_request_takes_a_place_until_its_client_hangs_up(crowd: Crowd,
 
 
 def test_open_connections_are_a_metric(crowd: Crowd) -> None:
-    """By purpose, of this server."""
     with crowd.client("cleo") as http:
 
         def shown(kind: str) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from contextlib import closing
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from unittest.mock import Mock
 
@@ -14,9 +15,9 @@ from optpipe.schedule import Provenance
 from optpipe.wire import JobOptions, JobState
 from optpipe_api.deployments import NewDeployment, Report
 from optpipe_api.errors import StoreUnavailableError
-from optpipe_api.jobs import AttemptOutcome, JobEvent, NewJob, TracePoint
+from optpipe_api.jobs import AttemptOutcome, JobEvent, TracePoint
 from optpipe_api.services.deployments import PUBLISH_EVERY_S, Steps
-from optpipe_api.services.submission import condensed, measured_problem
+from optpipe_api.services.submission import condensed, measured_problem, solved_job
 from optpipe_api.store import open_stores
 from tests.api.serial import serial
 from tests.api.services.test_drift import measured, uneven
@@ -43,12 +44,8 @@ class Bench:
         self.steps = Steps(stores.deployments, stores.jobs, self._submit, self.news.append, clock)
 
     def _submit(self, known: DeploymentRecord, problem: Problem, start: Any) -> Any:
-        new = NewJob(
-            name="x",
-            problem_hash=problem.problem_hash,
-            objective=problem.objective,
-            problem=problem.model_dump_json(by_alias=True),
-            options=known.options,
+        new = replace(
+            solved_job(problem, known.options),
             idempotency_key=f"{known.id}/{known.num_solves}",
             deployment_id=known.id,
             start=start,

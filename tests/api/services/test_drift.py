@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,7 +15,6 @@ from optpipe.errors import IllegalScheduleError
 from optpipe.measurements import DeviceFacts, Measurements, Sample, Transfer
 from optpipe.schedule import Provenance
 from optpipe.simulate import simulate
-from optpipe.wire import JobOptions
 from optpipe_api.deployments import DeploymentRecord, Documents
 from optpipe_api.errors import RequestError
 from optpipe_api.services.deployments import bound_ms, judged, largest_change, start_from, under
@@ -159,27 +158,9 @@ def test_a_report_of_other_stages_is_refused() -> None:
 
 
 def deployment(planned_ms: float, threshold: float = 0.01) -> DeploymentRecord:
-    return DeploymentRecord(
-        id="1" * 32,
-        position=1,
-        name="run",
-        owner="",
-        options=JobOptions(time_limit_s=1.0),
-        threshold=threshold,
-        created_at=0.0,
-        ended_at=None,
-        version=1,
-        job_reason=None,
-        job_id=None,
-        num_solves=1,
-        num_seen=0,
-        error=None,
-        planned_ms=planned_ms,
-        num_reports=3,
-        num_judged=0,
-        current_ms=None,
-        expected_ms=None,
-    )
+    known: dict[str, Any] = dict.fromkeys(field.name for field in fields(DeploymentRecord))
+    known |= {"version": 1, "num_reports": 3, "planned_ms": planned_ms, "threshold": threshold}
+    return DeploymentRecord(**known)
 
 
 def judge(planned: Problem, now: Problem, threshold: float = 0.01):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from contextlib import closing, suppress
-from typing import Any
+from contextlib import closing
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -35,6 +35,11 @@ from optpipe_api.services.parse_pool import ParsePool
 from optpipe_api.services.submission import solved_job
 from optpipe_api.store import open_stores
 from tests.api.live import make_settings, two_stages
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+pytestmark = pytest.mark.anyio
 
 ANN, BOB, READER = (
     Principal("ann", Role.SUBMIT),
@@ -92,7 +97,6 @@ class Bench:
         self.changes.publish(claim.job.id)
 
     def hold(self, waiting: Any) -> None:
-        """Have something wait until the bench is closed."""
         self.held.append(asyncio.ensure_future(waiting))
 
     async def collect(self, job_id: str, after: int = 0) -> list[HistoryEntry]:
@@ -105,20 +109,13 @@ class Bench:
 
 
 @pytest.fixture
-def play(tmp_path):
-    """Run a coroutine that is given a bench."""
-
-    def play(scene, **settings) -> None:
-        async def on_stage() -> None:
-            with closing(Bench(tmp_path, **settings)) as bench:
-                await asyncio.wait_for(scene(bench), 60)
-                for waiting in bench.held:
-                    waiting.cancel()
-                await asyncio.gather(*bench.held, return_exceptions=True)
-
-        asyncio.run(on_stage())
-
-    return play
+async def bench(tmp_path, request) -> AsyncIterator[Bench]:
+    """A parameter holds settings."""
+    with closing(Bench(tmp_path, **getattr(request, "param", {}))) as bench:
+        yield bench
+        for waiting in bench.held:
+            waiting.cancel()
+        await asyncio.gather(*bench.held, return_exceptions=True)
 
 
 async def until(condition) -> None:
@@ -133,327 +130,259 @@ def texts(entries: list[HistoryEntry]) -> list[object]:
 # Whose a job is
 
 
-def test_a_job_of_somebody_else_does_not_exist(play) -> None:
-    async def scene(bench: Bench) -> None:
-        job = bench.submit(ANN)
-        jobs = bench.jobs
-        for look in (
-            jobs.find,
-            jobs.job,
-            jobs.problem,
-            jobs.model,
-            jobs.schedule,
-            jobs.cancel,
-            lambda job_id, who: jobs.resume(job_id, 1.0, who),
-        ):
-            with pytest.raises(JobNotFoundError):
-                look(job.id, BOB)
+async def test_a_job_of_somebody_else_does_not_exist(bench: Bench) -> None:
+    job = bench.submit(ANN)
+    jobs = bench.jobs
+    for look in (
+        jobs.find,
+        jobs.job,
+        jobs.problem,
+        jobs.model,
+        jobs.schedule,
+        jobs.cancel,
+        lambda job_id, who: jobs.resume(job_id, 1.0, who),
+    ):
         with pytest.raises(JobNotFoundError):
-            await jobs.wait_schedule(job.id, 0, 0.0, BOB)
-        with pytest.raises(JobNotFoundError):
-            await jobs.events(job.id, 0, BOB)
-        assert bench.store.get(job.id) == job
-        assert jobs.find(job.id, READER) == jobs.find(job.id, ANYBODY) == job
+            look(job.id, BOB)
+    with pytest.raises(JobNotFoundError):
+        await jobs.wait_schedule(job.id, 0, 0.0, BOB)
+    with pytest.raises(JobNotFoundError):
+        await jobs.events(job.id, 0, BOB)
+    assert bench.store.get(job.id) == job
+    assert jobs.find(job.id, READER) == jobs.find(job.id, ANYBODY) == job
 
-    play(scene)
 
-
-def test_lists_hold_what_is_ones_own_and_an_admin_sees_all(play) -> None:
-    async def scene(bench: Bench) -> None:
-        mine, theirs = bench.submit(ANN, tags=["x"]), bench.submit(BOB, tags=["x"])
-        assert bench.jobs.page(9, None, ANN) == [mine]
-        assert bench.jobs.page(9, None, BOB, tag="x", state=JobState.QUEUED) == [theirs]
-        assert bench.jobs.page(9, None, ANYBODY) == [theirs, mine]
-
-    play(scene)
+async def test_lists_hold_what_is_ones_own_and_an_admin_sees_all(bench: Bench) -> None:
+    mine, theirs = bench.submit(ANN, tags=["x"]), bench.submit(BOB, tags=["x"])
+    assert bench.jobs.page(9, None, ANN) == [mine]
+    assert bench.jobs.page(9, None, BOB, tag="x", state=JobState.QUEUED) == [theirs]
+    assert bench.jobs.page(9, None, ANYBODY) == [theirs, mine]
 
 
 # Taking in
 
 
-def test_a_new_job_wakes_the_engine_and_a_repeated_key_does_not(play) -> None:
-    async def scene(bench: Bench) -> None:
-        first, again = (bench.submit(ANN, "k", tags=["b", "a"], priority=3) for _ in range(2))
-        assert (first, bench.engine.woken) == (again, 1)
-        assert (first.owner, first.tags, first.priority) == ("ann", ("a", "b"), 3)
-        assert bench.submit(BOB, "k").id != first.id
-
-    play(scene)
+async def test_a_new_job_wakes_the_engine_and_a_repeated_key_does_not(bench: Bench) -> None:
+    first, again = (bench.submit(ANN, "k", tags=["b", "a"], priority=3) for _ in range(2))
+    assert (first, bench.engine.woken) == (again, 1)
+    assert (first.owner, first.tags, first.priority) == ("ann", ("a", "b"), 3)
+    assert bench.submit(BOB, "k").id != first.id
 
 
-def test_an_answer_that_is_known_wakes_nobody(play) -> None:
-    async def scene(bench: Bench) -> None:
-        bench.submit()
-        bench.end(bench.claim(), schedule="S", objective_ms=9.0)
-        bench.engine.woken = 0
-        job = bench.submit()
-        assert (job.state, bench.engine.woken) == (JobState.SUCCEEDED, 0)
-        assert texts(await bench.collect(job.id)) == [9.0, "succeeded"]
-
-    play(scene, cache=True)
+@pytest.mark.parametrize("bench", [{"cache": True}], indirect=True)
+async def test_an_answer_that_is_known_wakes_nobody(bench: Bench) -> None:
+    bench.submit()
+    bench.end(bench.claim(), schedule="S", objective_ms=9.0)
+    bench.engine.woken = 0
+    job = bench.submit()
+    assert (job.state, bench.engine.woken) == (JobState.SUCCEEDED, 0)
+    assert texts(await bench.collect(job.id)) == [9.0, "succeeded"]
 
 
 # Showing
 
 
-def test_there_is_no_schedule_and_the_reason_is_said(play) -> None:
-    async def scene(bench: Bench) -> None:
-        job_id = bench.submit().id
-        with pytest.raises(ScheduleNotFoundError, match="is queued and has no schedule yet"):
-            bench.jobs.schedule(job_id, ANYBODY)
-        error = JobError(code="problem.infeasible", message="no room", needs={"d": 5})
-        bench.end(bench.claim(), JobEvent.PROVE_INFEASIBLE, error=error)
-        with pytest.raises(InfeasibleProblemError, match="no room") as caught:
-            bench.jobs.schedule(job_id, ANYBODY)
-        assert caught.value.needs == {"d": 5}
-
-    play(scene)
+async def test_there_is_no_schedule_and_the_reason_is_said(bench: Bench) -> None:
+    job_id = bench.submit().id
+    with pytest.raises(ScheduleNotFoundError, match="is queued and has no schedule yet"):
+        bench.jobs.schedule(job_id, ANYBODY)
+    error = JobError(code="problem.infeasible", message="no room", needs={"d": 5})
+    bench.end(bench.claim(), JobEvent.PROVE_INFEASIBLE, error=error)
+    with pytest.raises(InfeasibleProblemError, match="no room") as caught:
+        bench.jobs.schedule(job_id, ANYBODY)
+    assert caught.value.needs == {"d": 5}
 
 
-def test_a_plan_has_a_model_and_then_a_problem_and_others_have_no_model(play) -> None:
-    async def scene(bench: Bench) -> None:
-        plan = NewJob(
-            kind=JobKind.PLAN,
-            name="",
-            problem_hash="h",
-            objective="makespan",
-            problem=None,
-            model="M",
-            options=JobOptions(time_limit_s=1.0),
-        )
-        job, _ = bench.store.add(plan, max_queued=9)
-        assert bench.jobs.model(job.id, ANYBODY) == "M"
-        with pytest.raises(ScheduleNotFoundError):
-            bench.jobs.problem(job.id, ANYBODY)
-        bench.end(bench.claim(), schedule="S", objective_ms=1.0, problem="P")
-        assert bench.jobs.problem(job.id, ANYBODY) == "P"
-        with pytest.raises(NoModelError, match="was given a problem"):
-            bench.jobs.model(bench.submit().id, ANYBODY)
-
-    play(scene)
+async def test_a_plan_has_a_model_and_then_a_problem_and_others_have_no_model(bench: Bench) -> None:
+    plan = NewJob(
+        kind=JobKind.PLAN,
+        name="",
+        problem_hash="h",
+        objective="makespan",
+        problem=None,
+        model="M",
+        options=JobOptions(time_limit_s=1.0),
+    )
+    job, _ = bench.store.add(plan, max_queued=9)
+    assert bench.jobs.model(job.id, ANYBODY) == "M"
+    with pytest.raises(ScheduleNotFoundError):
+        bench.jobs.problem(job.id, ANYBODY)
+    bench.end(bench.claim(), schedule="S", objective_ms=1.0, problem="P")
+    assert bench.jobs.problem(job.id, ANYBODY) == "P"
+    with pytest.raises(NoModelError, match="was given a problem"):
+        bench.jobs.model(bench.submit().id, ANYBODY)
 
 
 # Changing
 
 
-def test_a_cancellation_reaches_store_engine_and_followers(play) -> None:
-    async def scene(bench: Bench) -> None:
-        job_id = bench.submit().id
-        following = asyncio.create_task(bench.collect(job_id))
-        await asyncio.sleep(0.05)
-        bench.jobs.cancel(job_id, ANYBODY)
-        assert texts(await following) == ["queued", "cancelled"]
-        assert bench.engine.cancelled == [job_id]
-
-    play(scene)
+async def test_a_cancellation_reaches_store_engine_and_followers(bench: Bench) -> None:
+    job_id = bench.submit().id
+    following = asyncio.create_task(bench.collect(job_id))
+    await asyncio.sleep(0.05)
+    bench.jobs.cancel(job_id, ANYBODY)
+    assert texts(await following) == ["queued", "cancelled"]
+    assert bench.engine.cancelled == [job_id]
 
 
-def test_more_time_wakes_the_engine_up_to_the_limit(play) -> None:
-    async def scene(bench: Bench) -> None:
-        job_id = bench.submit().id
-        with pytest.raises(StateConflictError):
-            bench.jobs.resume(job_id, 1.0, ANYBODY)
-        bench.jobs.cancel(job_id, ANYBODY)
-        with pytest.raises(InputError, match="OPTPIPE_MAX_TIME_LIMIT_S"):
-            bench.jobs.resume(job_id, 2.0, ANYBODY)
-        bench.engine.woken = 0
-        assert bench.jobs.resume(job_id, 1.0, ANYBODY).state is JobState.QUEUED
-        assert bench.engine.woken == 1
-
-    play(scene, max_time_limit_s=6.0)
+@pytest.mark.parametrize("bench", [{"max_time_limit_s": 6.0}], indirect=True)
+async def test_more_time_wakes_the_engine_up_to_the_limit(bench: Bench) -> None:
+    job_id = bench.submit().id
+    with pytest.raises(StateConflictError):
+        bench.jobs.resume(job_id, 1.0, ANYBODY)
+    bench.jobs.cancel(job_id, ANYBODY)
+    with pytest.raises(InputError, match="OPTPIPE_MAX_TIME_LIMIT_S"):
+        bench.jobs.resume(job_id, 2.0, ANYBODY)
+    bench.engine.woken = 0
+    assert bench.jobs.resume(job_id, 1.0, ANYBODY).state is JobState.QUEUED
+    assert bench.engine.woken == 1
 
 
 # Waiting
 
 
-def test_waiting_for_the_next_schedule_ends_with_it(play) -> None:
-    async def scene(bench: Bench) -> None:
-        job_id = bench.submit().id
-        claim = bench.claim()
-        for number, objective_ms in enumerate((9.0, 8.0), start=1):
-            waiting = asyncio.create_task(
-                bench.jobs.wait_schedule(job_id, number - 1, 30.0, ANYBODY)
-            )
-            await asyncio.sleep(0.05)
-            assert not waiting.done()
-            bench.improve(claim, objective_ms)
-            stored = await waiting
-            assert stored is not None
-            assert (stored.number, stored.document) == (number, f"S{objective_ms:g}")
-
-    play(scene)
-
-
-def test_waiting_ends_with_its_time_or_with_the_job(play) -> None:
-    async def scene(bench: Bench) -> None:
-        job_id = bench.submit().id
-        with pytest.raises(ScheduleNotFoundError):
-            await bench.jobs.wait_schedule(job_id, 0, 0.05, ANYBODY)
-        claim = bench.claim()
-        bench.improve(claim, 9.0)
-        assert await bench.jobs.wait_schedule(job_id, 1, 0.05, ANYBODY) is None
-        assert await bench.jobs.wait_schedule(job_id, 7, 30.0, ANYBODY) is not None
-        waiting = asyncio.create_task(bench.jobs.wait_schedule(job_id, 1, 30.0, ANYBODY))
+async def test_waiting_for_the_next_schedule_ends_with_it(bench: Bench) -> None:
+    job_id = bench.submit().id
+    claim = bench.claim()
+    for number, objective_ms in enumerate((9.0, 8.0), start=1):
+        waiting = asyncio.create_task(bench.jobs.wait_schedule(job_id, number - 1, 30.0, ANYBODY))
         await asyncio.sleep(0.05)
-        bench.end(claim)
-        assert await waiting is None
-        assert (await bench.jobs.wait(bench.store.get(job_id), 30.0)).state is JobState.SUCCEEDED
+        assert not waiting.done()
+        bench.improve(claim, objective_ms)
+        stored = await waiting
+        assert stored is not None
+        assert (stored.number, stored.document) == (number, f"S{objective_ms:g}")
 
-    play(scene)
+
+async def test_waiting_ends_with_its_time_or_with_the_job(bench: Bench) -> None:
+    job_id = bench.submit().id
+    with pytest.raises(ScheduleNotFoundError):
+        await bench.jobs.wait_schedule(job_id, 0, 0.05, ANYBODY)
+    claim = bench.claim()
+    bench.improve(claim, 9.0)
+    assert await bench.jobs.wait_schedule(job_id, 1, 0.05, ANYBODY) is None
+    assert await bench.jobs.wait_schedule(job_id, 7, 30.0, ANYBODY) is not None
+    waiting = asyncio.create_task(bench.jobs.wait_schedule(job_id, 1, 30.0, ANYBODY))
+    await asyncio.sleep(0.05)
+    bench.end(claim)
+    assert await waiting is None
+    assert (await bench.jobs.wait(bench.store.get(job_id), 30.0)).state is JobState.SUCCEEDED
 
 
-def test_nobody_waits_longer_than_the_service_wants(play) -> None:
-    async def scene(bench: Bench) -> None:
-        began = time.monotonic()
-        job = await bench.jobs.wait(bench.submit(), 1e9)
-        assert job.state is JobState.QUEUED
-        assert time.monotonic() - began >= 0.1
-
-    play(scene, max_wait_s=0.1)
+@pytest.mark.parametrize("bench", [{"max_wait_s": 0.1}], indirect=True)
+async def test_nobody_waits_longer_than_the_service_wants(bench: Bench) -> None:
+    began = time.monotonic()
+    job = await bench.jobs.wait(bench.submit(), 1e9)
+    assert job.state is JobState.QUEUED
+    assert time.monotonic() - began >= 0.1
 
 
 # Following
 
 
-def test_a_history_is_replayed_and_followed_to_its_end(play) -> None:
-    async def scene(bench: Bench) -> None:
-        job_id = bench.submit().id
-        claim = bench.claim()
-        bench.improve(claim, 9.0)
-        following = asyncio.create_task(bench.collect(job_id))
+async def test_a_history_is_replayed_and_followed_to_its_end(bench: Bench) -> None:
+    job_id = bench.submit().id
+    claim = bench.claim()
+    bench.improve(claim, 9.0)
+    following = asyncio.create_task(bench.collect(job_id))
+    await asyncio.sleep(0.05)
+    bench.improve(claim, 8.0)
+    bench.end(claim)
+    found = await following
+    assert texts(found) == ["queued", "running", 9.0, 8.0, "succeeded"]
+    assert found == bench.store.history(job_id) == await bench.collect(job_id)
+
+
+async def test_following_goes_on_after_any_entry_without_a_hole_or_a_double(bench: Bench) -> None:
+    job_id = bench.submit().id
+    claim = bench.claim()
+    for objective_ms in (9.0, 8.0, 7.0):
+        bench.improve(claim, objective_ms)
+    bench.end(claim)
+    whole = bench.store.history(job_id)
+    for index, entry in enumerate(whole):
+        assert await bench.collect(job_id, entry.number) == whole[index + 1 :]
+        over = await bench.jobs.events(job_id, entry.number, ANYBODY) is None
+        assert over is (entry is whole[-1])
+
+
+async def test_many_followers_of_one_job_ask_the_store_as_often_as_one(
+    bench: Bench, monkeypatch
+) -> None:
+    job_id = bench.submit().id
+    claim = bench.claim()
+    asked: list[str] = []
+    history = bench.store.history
+
+    def counted(*arguments: Any) -> list[HistoryEntry]:
+        asked.append("")
+        return history(*arguments)
+
+    monkeypatch.setattr(bench.store, "history", counted)
+    following = [asyncio.create_task(bench.collect(job_id)) for _ in range(100)]
+    tails = bench.jobs._followers._tails
+    await until(lambda: tails and tails[job_id].num_followers == 100)
+    for objective_ms in (9.0, 8.0, 7.0):
+        bench.improve(claim, objective_ms)
         await asyncio.sleep(0.05)
-        bench.improve(claim, 8.0)
-        bench.end(claim)
-        found = await following
-        assert texts(found) == ["queued", "running", 9.0, 8.0, "succeeded"]
-        assert found == bench.store.history(job_id) == await bench.collect(job_id)
-
-    play(scene)
+    bench.end(claim)
+    found = await asyncio.gather(*following)
+    assert all(entries == history(job_id) for entries in found)
+    assert len(asked) < 30
+    assert tails == {}
 
 
-def test_following_goes_on_after_any_entry_without_a_hole_or_a_double(play) -> None:
-    async def scene(bench: Bench) -> None:
-        job_id = bench.submit().id
-        claim = bench.claim()
-        for objective_ms in (9.0, 8.0, 7.0):
-            bench.improve(claim, objective_ms)
-        bench.end(claim)
-        whole = bench.store.history(job_id)
-        for index, entry in enumerate(whole):
-            assert await bench.collect(job_id, entry.number) == whole[index + 1 :]
-            over = await bench.jobs.events(job_id, entry.number, ANYBODY) is None
-            assert over is (entry is whole[-1])
-
-    play(scene)
-
-
-def test_many_followers_of_one_job_ask_the_store_as_often_as_one(play, monkeypatch) -> None:
-    async def scene(bench: Bench) -> None:
-        job_id = bench.submit().id
-        claim = bench.claim()
-        asked: list[str] = []
-        history = bench.store.history
-
-        def counted(*arguments: Any) -> list[HistoryEntry]:
-            asked.append("")
-            return history(*arguments)
-
-        monkeypatch.setattr(bench.store, "history", counted)
-        following = [asyncio.create_task(bench.collect(job_id)) for _ in range(100)]
-        tails = bench.jobs._followers._tails
-        await until(lambda: tails and tails[job_id].num_followers == 100)
-        for objective_ms in (9.0, 8.0, 7.0):
-            bench.improve(claim, objective_ms)
-            await asyncio.sleep(0.05)
-        bench.end(claim)
-        found = await asyncio.gather(*following)
-        assert all(entries == history(job_id) for entries in found)
-        assert len(asked) < 30
-        assert tails == {}
-
-    play(scene)
-
-
-def test_what_another_server_writes_is_followed_too(play) -> None:
+async def test_what_another_server_writes_is_followed_too(bench: Bench) -> None:
     """Nobody tells this server of it: it looks again each second."""
-
-    async def scene(bench: Bench) -> None:
-        job_id = bench.submit().id
-        following = asyncio.create_task(bench.collect(job_id))
-        await asyncio.sleep(0.05)
-        claim = bench.claim()
-        bench.improve(claim, 9.0, publish=False)
-        bench.store.finish(claim.lease, AttemptOutcome(event=JobEvent.SUCCEED))
-        assert texts(await following) == ["queued", "running", 9.0, "succeeded"]
-
-    play(scene)
+    job_id = bench.submit().id
+    following = asyncio.create_task(bench.collect(job_id))
+    await asyncio.sleep(0.05)
+    claim = bench.claim()
+    bench.improve(claim, 9.0, publish=False)
+    bench.store.finish(claim.lease, AttemptOutcome(event=JobEvent.SUCCEED))
+    assert texts(await following) == ["queued", "running", 9.0, "succeeded"]
 
 
-def test_a_resumed_job_is_followed_through_its_first_end(play) -> None:
-    async def scene(bench: Bench) -> None:
-        job_id = bench.submit().id
-        bench.jobs.cancel(job_id, ANYBODY)
-        patient = await bench.jobs.events(job_id, 0, ANYBODY)
-        assert patient is not None
-        assert (await anext(patient)).text == "queued"
-        bench.jobs.resume(job_id, 1.0, ANYBODY)
-        following = asyncio.create_task(bench.collect(job_id))
-        await asyncio.sleep(0.05)
-        bench.end(bench.claim())
-        sentence = "resumed with 1 s more"
-        assert texts(await following) == [
-            "queued",
-            "cancelled",
-            sentence,
-            "queued",
-            "running",
-            "succeeded",
-        ]
-        assert texts([entry async for entry in patient])[0] == "cancelled"
-
-    play(scene)
+async def test_a_resumed_job_is_followed_through_its_first_end(bench: Bench) -> None:
+    job_id = bench.submit().id
+    bench.jobs.cancel(job_id, ANYBODY)
+    patient = await bench.jobs.events(job_id, 0, ANYBODY)
+    assert patient is not None
+    assert (await anext(patient)).text == "queued"
+    bench.jobs.resume(job_id, 1.0, ANYBODY)
+    following = asyncio.create_task(bench.collect(job_id))
+    await asyncio.sleep(0.05)
+    bench.end(bench.claim())
+    sentence = "resumed with 1 s more"
+    assert texts(await following) == [
+        "queued",
+        "cancelled",
+        sentence,
+        "queued",
+        "running",
+        "succeeded",
+    ]
+    assert texts([entry async for entry in patient])[0] == "cancelled"
 
 
-def test_followers_who_leave_early_leave_nothing_behind(play) -> None:
-    async def scene(bench: Bench) -> None:
-        job_id = bench.submit().id
-        following = asyncio.create_task(bench.collect(job_id))
-        tails = bench.jobs._followers._tails
-        await until(lambda: tails)
-        tail = tails[job_id]
-        following.cancel()
-        with suppress(asyncio.CancelledError):
-            await following
-        assert tails == {}
-        assert tail.is_over
-
-    play(scene)
+async def test_a_server_that_stops_lets_all_who_wait_go(bench: Bench) -> None:
+    job = bench.submit()
+    following = asyncio.create_task(bench.collect(job.id))
+    waiting = asyncio.create_task(bench.jobs.wait(job, 50.0))
+    await asyncio.sleep(0.05)
+    bench.changes.close()
+    assert texts(await following) == ["queued"]
+    assert (await waiting).state is JobState.QUEUED
+    assert await bench.collect(job.id) == []
 
 
-def test_a_server_that_stops_lets_all_who_wait_go(play) -> None:
-    async def scene(bench: Bench) -> None:
-        job = bench.submit()
-        following = asyncio.create_task(bench.collect(job.id))
-        waiting = asyncio.create_task(bench.jobs.wait(job, 50.0))
-        await asyncio.sleep(0.05)
-        bench.changes.close()
-        assert texts(await following) == ["queued"]
-        assert (await waiting).state is JobState.QUEUED
-        assert await bench.collect(job.id) == []
-
-    play(scene)
-
-
-def test_followers_of_a_deleted_job_are_let_go(play) -> None:
-    async def scene(bench: Bench) -> None:
-        job_id = bench.submit().id
-        bench.jobs.cancel(job_id, ANYBODY)
-        assert await bench.jobs.events(job_id, 10**9, ANYBODY) is None
-        late = await bench.jobs.events(job_id, 0, ANYBODY)
-        assert late is not None
-        assert bench.store.delete_finished(time.time() + 1) == 1
-        assert await anext(late, None) is None
-        with pytest.raises(JobNotFoundError):
-            await bench.collect(job_id)
-
-    play(scene)
+async def test_followers_of_a_deleted_job_are_let_go(bench: Bench) -> None:
+    job_id = bench.submit().id
+    bench.jobs.cancel(job_id, ANYBODY)
+    assert await bench.jobs.events(job_id, 10**9, ANYBODY) is None
+    late = await bench.jobs.events(job_id, 0, ANYBODY)
+    assert late is not None
+    assert bench.store.delete_finished(time.time() + 1) == 1
+    assert await anext(late, None) is None
+    with pytest.raises(JobNotFoundError):
+        await bench.collect(job_id)

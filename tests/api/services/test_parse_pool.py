@@ -19,6 +19,7 @@ from optpipe_api.errors import BodyTooHeavyError, TooManyBodiesError
 from optpipe_api.services.parse_pool import ParsePool
 from tests.api import heavy
 from tests.api.fleet import is_running
+from tests.api.live import until
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -147,10 +148,7 @@ def test_a_process_ends_with_its_server_however_that_ended() -> None:
         pid = int(lines.readline())
     server.kill()
     server.wait()
-    deadline = time.monotonic() + 60
-    while is_running(pid):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until(lambda: not is_running(pid))
 
 
 def test_closing_ends_what_is_read() -> None:

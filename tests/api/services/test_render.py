@@ -14,6 +14,7 @@ from optpipe_api.errors import (
     FormUnavailableError,
     NotComparableError,
     TooLargeToDrawError,
+    TooManyBodiesError,
     TooManyFormsError,
 )
 from optpipe_api.services import render
@@ -22,21 +23,14 @@ from tests.api.live import two_stages
 from tests.api.routes.test_jobs import fault, submit
 
 
-@pytest.fixture(scope="module")
-def job(http):
-    """An ended job with three schedules behind it."""
-    return submit(http, "improve:2:0").json()
-
-
 @pytest.fixture
-def path(job) -> str:
-    return f"/v1/jobs/{job['id']}/chart"
+def path(ended) -> str:
+    return f"/v1/jobs/{ended['id']}/chart"
 
 
 @pytest.fixture(scope="module")
-def shown(http, job) -> Shown:
-    """Its problem and schedule, as they are stored."""
-    place = f"/v1/jobs/{job['id']}"
+def shown(http, ended) -> Shown:
+    place = f"/v1/jobs/{ended['id']}"
     return Shown(
         problem=http.get(f"{place}/problem").text, schedule=http.get(f"{place}/schedule").text
     )
@@ -70,7 +64,6 @@ def test_a_chart_is_what_bokeh_embeds(http, path) -> None:
 
 
 def test_a_method_or_another_job_stands_beside(http, path) -> None:
-    """Both on the same axis."""
     assert "gantt-1" in names(http.get(path, params={"beside": "method:1f1b"}).text)
     other = submit(http, "improve:1:0").json()["id"]
     both = http.get(path, params={"beside": other})
@@ -78,11 +71,11 @@ def test_a_method_or_another_job_stands_beside(http, path) -> None:
     assert "improve:1:0" in both.text
 
 
-def test_what_is_shown_is_known_by_its_tag(http, job, path) -> None:
+def test_what_is_shown_is_known_by_its_tag(http, ended, path) -> None:
     """304 for it; another theme, or another thing beside it, is another chart."""
     first = http.get(path, params={"theme": "dark"})
     tag = first.headers["etag"]
-    assert tag.startswith(f'"{job["id"]}.{job["num_schedules"]}.chart-dark')
+    assert tag.startswith(f'"{ended["id"]}.{ended["num_schedules"]}.chart-dark')
     known = {"If-None-Match": tag}
     same = http.get(path, params={"theme": "dark"}, headers=known)
     assert (same.status_code, same.content) == (304, b"")
@@ -94,6 +87,20 @@ def test_what_is_shown_is_known_by_its_tag(http, job, path) -> None:
 def test_a_method_without_a_schedule_is_refused_with_the_reason(http, path, beside) -> None:
     told = fault(http.get(path, params={"beside": beside}), 422, "chart.beside")
     assert beside in told["detail"]
+
+
+@pytest.mark.parametrize(
+    ("placement", "title", "length_ms"),
+    [([0, 1, 0, 1], "Interleaved 1F1B", 171.0), ([0, 1, 1, 0], "GPipe", 190.0)],
+)
+def test_beside_chunks_stands_the_nearest_to_1f1b_that_runs(placement, title, length_ms) -> None:
+    """And says so; a chart tells its schedule's objective, so that the page shows no other."""
+    stages = [two_stages()["stages"][0] | {"device": device} for device in placement]
+    problem = json.dumps(two_stages(stages=stages))
+    chart = json.loads(render.make_schedule([Shown(problem=problem, method="1f1b")], "light"))
+    assert f"{title} (in place of 1F1B): makespan" in json.dumps(chart)
+    (root,) = chart["doc"]["roots"]
+    assert root["attributes"]["tags"] == [length_ms]
 
 
 def test_a_job_without_a_schedule_has_no_chart(http, path) -> None:
@@ -119,51 +126,54 @@ def made(*shown: Shown) -> str:
 
 
 def test_a_process_makes_the_same_as_this_one(shown) -> None:
-    """And what it refuses is raised here."""
     assert made(shown) == render.make_schedule([shown], "light")
     with pytest.raises(NotComparableError, match="no published method"):
         made(Shown(problem=shown.problem, method="magic"))
 
 
-def answered(monkeypatch, shown: Shown, answer: object) -> str:
-    """What becomes of an answer of the process, or of an error that it raises."""
+@pytest.mark.parametrize("kind", ["chart", "picture"])
+def test_what_cannot_be_drawn_says_why(shown, monkeypatch, kind: str) -> None:
+    """Too many actions, before anything is drawn; and the package that is missing."""
 
-    async def read(*_: object, **__: object) -> object:
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
+    def draw() -> None:
+        if kind == "chart":
+            render.make_schedule([shown], "light")
+        else:
+            render.draw(shown.schedule, shown.problem)
 
-    with closing(Charts()) as maker:
-        monkeypatch.setattr(maker._pool, "run", read)
-        return asyncio.run(maker.schedules([shown], "light"))
-
-
-def test_too_many_actions_are_refused_with_the_limit(shown, monkeypatch) -> None:
-    """Before anything is drawn."""
+    with monkeypatch.context() as patch:
+        patch.setattr("optpipe.plot.scene.find_spec", lambda name: None)
+        with pytest.raises(MissingExtraError, match=r"pip install 'optpipe\[plot\]'"):
+            draw()
     monkeypatch.setattr(render, "MOST_CHARTED", 5)
-    with pytest.raises(TooLargeToDrawError, match="may have 5") as refused:
-        render.make_schedule([shown], "light")
-    with pytest.raises(TooLargeToDrawError, match="may have 5"):
-        answered(monkeypatch, shown, refused.value)
+    with pytest.raises(TooLargeToDrawError, match=r"20 actions, .* may have 5.*optpipe plot"):
+        draw()
 
 
-def test_a_server_without_bokeh_says_what_to_install(shown, monkeypatch) -> None:
-    """406, as for a form that does not exist."""
-    monkeypatch.setattr("optpipe.plot.scene.find_spec", lambda name: None)
-    with pytest.raises(MissingExtraError) as missing:
-        render.make_schedule([shown], "light")
-    with pytest.raises(FormUnavailableError, match="pip install"):
-        answered(monkeypatch, shown, missing.value)
+@pytest.mark.parametrize(
+    ("error", "told", "words"),
+    [
+        (TooLargeToDrawError("it may have 5"), TooLargeToDrawError, "may have 5"),
+        (BodyTooHeavyError("30 s"), TooLargeToDrawError, "more than 30 s or 4294967296 bytes"),
+        (TooManyBodiesError(16), TooManyFormsError, "being drawn"),
+        (MissingExtraError("pip install it"), FormUnavailableError, "pip install"),
+    ],
+)
+def test_what_ends_a_process_is_said_of_drawing(
+    monkeypatch, error: Exception, told: type[Exception], words: str
+) -> None:
+    """It is the schedule that is too large, not the request; 406 where a package is missing."""
 
+    async def run(*_: object, **__: object) -> None:
+        raise error
 
-def test_a_chart_that_takes_too_much_is_refused(shown, monkeypatch) -> None:
-    """It is the schedule that is too large, not the request."""
-    with pytest.raises(TooLargeToDrawError, match=r"30 s or 4294967296 bytes"):
-        answered(monkeypatch, shown, BodyTooHeavyError("30 s"))
+    with closing(Charts()) as charts:
+        monkeypatch.setattr(charts._pool, "run", run)
+        with pytest.raises(told, match=words):
+            asyncio.run(charts.picture("", ""))
 
 
 def test_too_many_charts_at_once_are_refused(shown, monkeypatch) -> None:
-    """The others are made."""
     monkeypatch.setattr("optpipe_api.services.parse_pool._WAITING", 0)
     with pytest.raises(TooManyFormsError):
         made(shown)

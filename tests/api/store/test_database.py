@@ -7,7 +7,7 @@ import sqlite3
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 import sqlalchemy as sa
@@ -31,23 +31,13 @@ INSERT = sa.text("INSERT INTO api_keys VALUES (:id, :id, 'read', '', 0, NULL)")
 NOT_COMPARED = {"ix_jobs_queue"}
 
 
-def differences(url: str) -> Any:
-    engine = connect(url)
+def test_migrations_lead_to_the_tables(database_url: str) -> None:
+    engine = connect(database_url)
     options = {"include_object": lambda _object, name, *_: name not in NOT_COMPARED}
     with reading(engine) as connection:
         context = MigrationContext.configure(connection, opts=options)
-        found = compare_metadata(context, metadata)
+        assert compare_metadata(context, metadata) == []
     engine.dispose()
-    return found
-
-
-def test_migrations_lead_to_the_tables_on_sqlite(tmp_path) -> None:
-    assert differences(f"sqlite:///{tmp_path}/jobs.db") == []
-
-
-@pytest.mark.postgres
-def test_migrations_lead_to_the_tables_on_postgres(postgres_url) -> None:
-    assert differences(postgres_url) == []
 
 
 def test_sqlite_lets_readers_read_while_one_writes(tmp_path) -> None:
@@ -169,7 +159,6 @@ def test_writers_that_come_at_once_are_all_stored_and_a_failure_takes_back_only_
 
 
 def overfill(engine: sa.Engine) -> None:
-    """Write to a database that may not grow."""
     with writing(engine) as connection:
         insert(connection, 1)
         pages = connection.exec_driver_sql("PRAGMA page_count").scalar_one()

@@ -21,14 +21,12 @@ from optpipe_api.deployments import (
 )
 from optpipe_api.errors import (
     DeploymentNotFoundError,
-    KeyReusedError,
-    QueueFullError,
     StateConflictError,
 )
 from optpipe_api.jobs import JobError
 from optpipe_api.store.database import reading
 from optpipe_api.store.deployments import KEPT_REPORTS
-from optpipe_api.store.tables import measurements
+from optpipe_api.store.tables import deployment_versions, deployments, measurements
 from tests.api.store.test_jobs import together
 
 if TYPE_CHECKING:
@@ -109,54 +107,6 @@ def test_a_new_deployment_wants_its_first_solve_and_is_read_back_whole(
         problem='{"p": 0}', measured=None, planned='{"p": 0}'
     )
     assert (store.schedule(added.id), store.versions(added.id)) == (None, [])
-
-
-@pytest.mark.parametrize("deployment_id", ["0" * 32, "", "x", "\x00", "é" * 32])
-def test_an_unknown_id_is_refused_everywhere(store, deployment_id: str) -> None:
-    report = Report(version=1, document="")
-    for method in (
-        store.get,
-        store.documents,
-        store.versions,
-        store.schedule,
-        store.end,
-        lambda thing: store.report(thing, report, joined),
-    ):
-        with pytest.raises(DeploymentNotFoundError):
-            method(deployment_id)
-
-
-def test_pages_go_from_newest_to_oldest_for_one_owner_or_all(store) -> None:
-    ids = [add(store, owner=owner).id for owner in ("ann", "bob", "ann")]
-    assert [found.id for found in store.page(10)] == ids[::-1]
-    first = store.page(1, owner="ann")
-    assert [found.id for found in first] == [ids[2]]
-    assert [found.id for found in store.page(9, first[0].position, owner="ann")] == [ids[0]]
-
-
-def test_a_key_makes_one_deployment_for_an_owner(store) -> None:
-    first = add(store, key="k")
-    assert store.add(new(key="k"), max_queued=0) == (first, False)
-    with pytest.raises(KeyReusedError, match="'k'"):
-        add(store, "other", key="k")
-    assert add(store, key="k", owner="bob").id != first.id
-
-
-def test_one_key_from_many_threads_makes_one_deployment(open_store) -> None:
-    found: list[str] = []
-
-    def register(store: DeploymentStore) -> None:
-        found.append(add(store, key="k").id)
-
-    together([partial(register, open_store()) for _ in range(4)])
-    assert len(found) == 4
-    assert len(set(found)) == 1
-
-
-def test_a_full_queue_takes_no_deployment(store) -> None:
-    with pytest.raises(QueueFullError):
-        store.add(new(), max_queued=0)
-    assert store.page(10) == []
 
 
 # Solving and publishing
@@ -307,7 +257,24 @@ def test_a_report_whose_measuring_fails_is_not_kept(store) -> None:
     assert store.versions(known.id)[0].num_measured == 0
 
 
-# Retention
+# Deletion
+
+
+def test_an_ended_deployment_is_deleted_with_its_versions_and_reports(store) -> None:
+    """Not before its end, and nothing of another one."""
+    gone, other = (published(store) for _ in range(2))
+    for known in (gone, other):
+        store.report(known.id, Report(version=1, document="a"), joined)
+    with pytest.raises(StateConflictError, match=f"POST /v1/deployments/{gone.id}/end"):
+        store.delete(gone.id)
+    store.end(gone.id)
+    store.delete(gone.id)
+    with reading(store._engine) as connection:
+        for table in (deployments, deployment_versions, measurements):
+            kept = connection.execute(sa.select(table.c.position)).scalars()
+            assert list(kept) == [other.position]
+    with pytest.raises(DeploymentNotFoundError):
+        store.delete(gone.id)
 
 
 def test_what_ended_long_ago_is_forgotten_with_all_it_had(store, clock) -> None:

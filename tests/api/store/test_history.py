@@ -17,7 +17,7 @@ from optpipe_api.errors import (
     TooManyJobsError,
 )
 from optpipe_api.jobs import AttemptOutcome, JobError, JobEvent, JobStart, Standing, StoredSchedule
-from tests.api.store.test_jobs import FINAL, LEASE_S, add, claimed, new, point, store
+from tests.api.store.test_jobs import LEASE_S, add, claimed, new, point, store
 
 __all__ = ["store"]
 
@@ -36,10 +36,13 @@ def history_of(store, job_id: str, after: int = 0) -> list[Any]:
 
 
 def finished(store, event=JobEvent.SUCCEED, bound_ms=1.0, **kwargs):
-    """A job that found a schedule of 9 ms and ended."""
     claim = claimed(store, **kwargs)
     store.record(claim.lease, point(9.0, bound_ms), LEASE_S, schedule="S")
     return store.finish(claim.lease, AttemptOutcome(event=event))
+
+
+def resume(store, job_id: str, seconds: float) -> Any:
+    return store.resume(job_id, seconds, max_time_limit_s=MOST_S, max_queued=9)
 
 
 # Births
@@ -125,14 +128,6 @@ def test_a_job_that_is_answered_at_once_is_born_finished(
 # Once, for each owner
 
 
-def test_keys_of_different_owners_never_meet(store) -> None:
-    ours = add(store, key="k", changes={"owner": "a"})
-    theirs = add(store, key="k", changes={"owner": "b"})
-    assert ours.id != theirs.id
-    # An owner's name cannot be moved into the key.
-    assert add(store, key="b\0k").id not in (ours.id, theirs.id)
-
-
 @pytest.mark.parametrize("change", [{"tags": ("x",)}, {"priority": 1}])
 def test_tags_and_priority_are_part_of_a_request(store, change) -> None:
     add(store, key="k")
@@ -143,7 +138,7 @@ def test_tags_and_priority_are_part_of_a_request(store, change) -> None:
 def test_a_key_still_names_its_job_when_that_was_given_more_time(store) -> None:
     job = finished(store, key="k")
     for seconds in (0.7, 0.1):
-        store.resume(job.id, seconds, max_time_limit_s=MOST_S, max_queued=9)
+        resume(store, job.id, seconds)
         store.request_cancel(job.id)
     again = add(store, key="k")
     assert (again.id, again.options.time_limit_s) == (job.id, 5.0 + 0.7 + 0.1)
@@ -158,6 +153,7 @@ def test_higher_priorities_are_taken_first_and_then_first_come(store) -> None:
     ids = [add(store, changes={"priority": priority}).id for priority in (0, -100, 7, 0, 7)]
     taken = [store.claim("worker", LEASE_S).job.id for _ in ids]
     assert taken == [ids[index] for index in (2, 4, 0, 3, 1)]
+    assert store.claim("worker", LEASE_S) is None
 
 
 # History
@@ -250,12 +246,6 @@ def test_each_schedule_that_is_stored_has_the_next_number(store) -> None:
     assert numbers == [(1, 1), (1, 1), (2, 2), (3, 3)]
 
 
-@pytest.mark.parametrize(("event", "state"), FINAL)
-def test_the_last_entry_is_the_end(store, event: JobEvent, state: JobState) -> None:
-    job = finished(store, event)
-    assert history_of(store, job.id)[-1] == state.value
-
-
 # More time
 
 
@@ -267,7 +257,7 @@ def test_more_time_queues_a_job_again_as_it_stands(store, clock, event) -> None:
     error = JobError(code="c", message="m")
     store.finish(claim.lease, AttemptOutcome(event=event, error=error))
     seen = store.history(claim.job.id)[-1].number
-    job = store.resume(claim.job.id, 2.5, max_time_limit_s=MOST_S, max_queued=9)
+    job = resume(store, claim.job.id, 2.5)
     assert (job.state, job.finished_at, job.error) == (JobState.QUEUED, None, None)
     assert (job.options.time_limit_s, job.spent_s, job.deaths) == (7.5, 3.0, 0)
     assert (job.objective_ms, job.bound_ms) == (9.0, 1.0)
@@ -284,7 +274,7 @@ def test_time_that_a_job_overran_is_not_taken_from_its_new_time(store, clock) ->
     claim = claimed(store)
     clock.now += 7
     store.finish(claim.lease, AttemptOutcome(event=JobEvent.FAIL))
-    job = store.resume(claim.job.id, 2.0, max_time_limit_s=MOST_S, max_queued=9)
+    job = resume(store, claim.job.id, 2.0)
     assert job.options.time_limit_s - job.spent_s == 2.0
 
 
@@ -292,9 +282,7 @@ def test_a_cancelled_job_can_be_resumed_and_cancelled_again(store) -> None:
     claim = claimed(store)
     store.request_cancel(claim.job.id)
     store.finish(claim.lease, AttemptOutcome(event=JobEvent.CANCEL))
-    assert not store.resume(
-        claim.job.id, 1.0, max_time_limit_s=MOST_S, max_queued=9
-    ).cancel_requested
+    assert not resume(store, claim.job.id, 1.0).cancel_requested
     assert store.request_cancel(claim.job.id).state is JobState.CANCELLED
 
 
@@ -308,7 +296,7 @@ def test_more_time_is_refused_where_it_changes_nothing(store) -> None:
         (queued, "is queued"),
     ):
         with pytest.raises(StateConflictError, match=why):
-            store.resume(job.id, 1.0, max_time_limit_s=MOST_S, max_queued=9)
+            resume(store, job.id, 1.0)
         assert store.get(job.id) == job
 
 

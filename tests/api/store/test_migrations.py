@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from contextlib import closing
+import sqlite3
+from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import sqlalchemy as sa
@@ -16,6 +17,9 @@ import optpipe_api.store
 from optpipe.wire import EventKind, JobKind, JobState
 from optpipe_api.jobs import StoredSchedule, TracePoint
 from optpipe_api.store import open_stores
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
 
 SCRIPTS = Path(optpipe_api.store.__file__).parent / "migrations"
 BEFORE = {
@@ -44,33 +48,35 @@ JOBS: list[dict[str, Any]] = [
 TRACE = [(0.5, "zb", 9.0, None), (1.0, "bound", None, 7.0), (2.0, "ls", 8.0, 7.0)]
 
 
-def write_as_0001(url: str) -> None:
-    """Make a database as the first migration left it, and put two jobs into it."""
+@contextmanager
+def as_of(revision: str, url: str) -> Iterator[Callable[..., None]]:
+    """Make a database as a migration left it; yields what puts a row into a table."""
     config = Config()
     config.set_main_option("script_location", str(SCRIPTS))
     engine = sa.create_engine(url)
     with engine.begin() as connection:
         config.attributes["connection"] = connection
-        command.upgrade(config, "0001")
+        command.upgrade(config, revision)
         tables = sa.MetaData()
         tables.reflect(connection)
-        for position, job in enumerate(JOBS, start=1):
-            values = {"position": position, **BEFORE, **job}
-            connection.execute(sa.insert(tables.tables["jobs"]).values(values))
-            document = {"position": position, "document": job["name"]}
-            connection.execute(sa.insert(tables.tables["problems"]).values(document))
-        connection.execute(sa.insert(tables.tables["schedules"]).values(position=1, document="S"))
-        for seconds, method, objective_ms, bound_ms in TRACE:
-            connection.execute(
-                sa.insert(tables.tables["trace"]).values(
-                    position=1,
-                    seconds=seconds,
-                    method=method,
-                    objective_ms=objective_ms,
-                    bound_ms=bound_ms,
-                )
-            )
+
+        def put(table: str, **values: Any) -> None:
+            connection.execute(sa.insert(tables.tables[table]).values(values))
+
+        yield put
     engine.dispose()
+
+
+def write_as_0001(url: str) -> None:
+    """Put two jobs into it."""
+    with as_of("0001", url) as put:
+        for position, job in enumerate(JOBS, start=1):
+            put("jobs", position=position, **BEFORE, **job)
+            put("problems", position=position, document=job["name"])
+        put("schedules", position=1, document="S")
+        for row in TRACE:
+            columns = ("seconds", "method", "objective_ms", "bound_ms")
+            put("trace", position=1, **dict(zip(columns, row, strict=True)))
 
 
 def assert_migrated(url: str) -> None:
@@ -121,27 +127,12 @@ def test_batches_of_an_older_version_are_kept(
     Its questions were kept in its plan; they are read past.
     """
     url = f"sqlite:///{tmp_path}/jobs.db"
-    config = Config()
-    config.set_main_option("script_location", str(SCRIPTS))
-    engine = sa.create_engine(url)
     plan = {"axes": {}, "options": {"time_limit_s": 5.0}, "tags": ["t"], "priority": 0, "items": []}
     questions = {"asking": {"job_id": "1" * 32, "asked": [], "unasked": []}} if about else {}
-    batch = {
-        "id": "3" * 32,
-        "name": "old",
-        "owner": "",
-        "created_at": 100.0,
-        "request_hash": "sha256:b",
-        "document": json.dumps(plan | questions),
-        **about,
-    }
-    with engine.begin() as connection:
-        config.attributes["connection"] = connection
-        command.upgrade(config, revision)
-        tables = sa.MetaData()
-        tables.reflect(connection)
-        connection.execute(sa.insert(tables.tables["batches"]).values(batch))
-    engine.dispose()
+    fields = {"id": "3" * 32, "name": "old", "owner": "", "created_at": 100.0}
+    document = json.dumps(plan | questions)
+    with as_of(revision, url) as put:
+        put("batches", **fields, request_hash="sha256:b", document=document, **about)
     with closing(open_stores(url)) as stores:
         (found,) = stores.batches.page(9)
         assert (found.name, stores.batches.plan(found.id).tags) == ("old", ("t",))
@@ -158,15 +149,11 @@ def test_a_queued_job_that_shared_another_solve_is_solved_by_itself(tmp_path) ->
     """Versions that shared solves left such rows behind; nobody would answer them now."""
     url = f"sqlite:///{tmp_path}/jobs.db"
     write_as_0001(url)
-    config = Config()
-    config.set_main_option("script_location", str(SCRIPTS))
-    engine = sa.create_engine(url)
-    with engine.begin() as connection:
-        config.attributes["connection"] = connection
-        command.upgrade(config, "0005")
-        shares = sa.text("UPDATE jobs SET awaits_id = :first WHERE id = :second")
-        connection.execute(shares, {"first": "1" * 32, "second": "2" * 32})
-    engine.dispose()
+    with as_of("0005", url):
+        pass
+    with sqlite3.connect(tmp_path / "jobs.db") as connection:
+        connection.execute("UPDATE jobs SET awaits_id = ? WHERE id = ?", ("1" * 32, "2" * 32))
+    connection.close()
     with closing(open_stores(url)) as stores:
         claim = stores.jobs.claim("w", 10.0)
     assert claim is not None

@@ -49,7 +49,6 @@ def refused(stores: Stores, refuse: Callable[..., None], *arguments: Any) -> Non
 
 @pytest.fixture(scope="module")
 def stores(tmp_path_factory) -> Iterator[Stores]:
-    """A thousand jobs of many owners, problems and states."""
     folder = tmp_path_factory.mktemp("plans")
     with closing(open_stores(f"sqlite:///{folder}/jobs.db", lambda: NOW)) as stores:
         with stores.engine.begin() as connection:
@@ -102,7 +101,6 @@ def plans(stores: Stores, ask: Callable[[Stores], Any]) -> list[str]:
 
 @pytest.mark.parametrize("name", ASKED)
 def test_what_is_asked_often_goes_along_an_index(stores: Stores, name: str) -> None:
-    """No walk over a table, and no sorting."""
     steps = plans(stores, ASKED[name])
     walks = [step for step in steps if step.startswith("SCAN jobs") or step == "SCAN job_tags"]
     sorts = [step for step in steps if "ORDER BY" in step]

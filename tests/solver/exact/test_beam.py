@@ -12,7 +12,7 @@ from optpipe import Problem, find_violations, simulate
 from optpipe_solver.bounds import lower_bound
 from optpipe_solver.budget import Stop
 from optpipe_solver.exact.beam import improve_by_beam
-from optpipe_solver.exact.fifo_search import search_fifo, search_fifo_beam
+from optpipe_solver.exact.fifo_search import search_fifo_beam
 from optpipe_solver.exact.general_search import beam_can_search, search_beam
 from optpipe_solver.exact.layers import HorizonAnswer
 from optpipe_solver.incumbent import Incumbent
@@ -140,7 +140,7 @@ def _least(given: Problem) -> float:
     low, high = 0, round(serially(given).objective_ms)
     while low + 1 < high:
         middle = (low + high) // 2
-        found = search_fifo(given, middle, most_states=10**6, most_in_layer=10**5)
+        found = search_fifo_beam(given, middle, 30_000)
         assert found.answer is not HorizonAnswer.UNKNOWN
         low, high = (low, middle) if found.answer is HorizonAnswer.FOUND else (middle, high)
     return high

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from optpipe import Problem, check, simulate
 from optpipe_solver.budget import Stop
-from optpipe_solver.exact.device_subsets import improve_by_exact_search
-from optpipe_solver.exact.fifo_search import fifo_can_search, search_fifo
+from optpipe_solver.exact.beam import improve_by_beam
+from optpipe_solver.exact.fifo_search import fifo_can_search, search_fifo_beam
 from optpipe_solver.exact.layers import HorizonAnswer, LayeredOutcome
 from optpipe_solver.milp.horizon.model import improve_by_milp
 from tests.building import problem, stage
@@ -45,7 +45,7 @@ def counted_cases(draw: st.DrawFn) -> Case:
 
 def search(given: Problem, horizon_ms: float) -> LayeredOutcome:
     """A search with room enough for small problems."""
-    return search_fifo(given, horizon_ms, most_states=10**6, most_in_layer=50_000)
+    return search_fifo_beam(given, horizon_ms, 20_000)
 
 
 def is_relaxed(given: Problem) -> bool:
@@ -99,7 +99,7 @@ def pipelines(draw: st.DrawFn) -> Problem:
 def test_its_optimum_is_what_the_milp_says(given: Problem) -> None:
     """Two proofs that share no search: neither is above the other's schedule."""
     by_counts, by_milp = started(given), started(given)
-    improve_by_exact_search(by_counts, Stop(20))
+    improve_by_beam(by_counts, Stop(20))
     improve_by_milp(by_milp, Stop(5))
     assert by_counts.is_optimal
     assert by_milp.bound_ms <= by_counts.objective_ms * (1 + 1e-6)
@@ -117,10 +117,10 @@ def test_it_finds_and_proves_what_highs_does_not() -> None:
     """1114.646, from a start 2.7 % off."""
     best = started(fused_problem())
     assert best.objective_ms > 1145
-    improve_by_exact_search(best, Stop(60))
+    improve_by_beam(best, Stop(60))
     assert best.objective_ms == pytest.approx(1114.646)
     assert best.is_optimal
-    assert best.method == best.bound_method == "fifo-search"
+    assert best.method == best.bound_method == "beam"
 
 
 def test_boundary_transfers_take_time() -> None:
@@ -134,31 +134,16 @@ def test_boundary_transfers_take_time() -> None:
 def test_it_proves_what_no_bound_does() -> None:
     """150 is optimal; the best bound of another kind is 146."""
     best = started(hard_problem())
-    improve_by_exact_search(best, Stop(60))
+    improve_by_beam(best, Stop(60))
     assert best.objective_ms == 150
     assert best.is_optimal
 
 
-@pytest.mark.parametrize(("most", "widest", "told"), [(10, 1000, 0), (9**9, 4, 0), (9**9, 999, 1)])
-def test_too_many_states_or_a_stop_prove_nothing(most: int, widest: int, told: int) -> None:
-    """Too many in all, or in one layer, or told to stop: unknown, however short the horizon."""
-    found = search_fifo(
-        hard_problem(), 149, most_states=most, most_in_layer=widest, should_stop=lambda: bool(told)
-    )
+@pytest.mark.parametrize(("width", "told"), [(4, 0), (999, 1)])
+def test_states_left_out_or_a_stop_prove_nothing(width: int, told: int) -> None:
+    """Too many in one layer, or told to stop: unknown, however short the horizon."""
+    found = search_fifo_beam(hard_problem(), 149, width, should_stop=lambda: bool(told))
     assert (found.answer, found.programs) == (HorizonAnswer.UNKNOWN, None)
-
-
-def test_the_same_work_is_the_same_run() -> None:
-    """A limit on states, and no clock, decides where a run ends."""
-    runs = []
-    for _ in range(2):
-        best = started(fused_problem())
-        stop = Stop(600, work=3000)
-        improve_by_exact_search(best, stop)
-        met = stop.spent
-        runs.append((met, best.objective_ms, best.bound_ms, best.programs))
-    assert runs[0] == runs[1]
-    assert not best.is_optimal
 
 
 def test_problems_that_counts_do_not_say() -> None:

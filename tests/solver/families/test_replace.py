@@ -152,3 +152,16 @@ def test_one_chunk_needs_no_closing_link() -> None:
 @given(lines(), st.sampled_from(["loop", "v"]))
 def test_one_chunk_is_the_same_problem(given: Problem, kind: Shape) -> None:
     assert replaced(given, kind, 1).problem_hash == given.problem_hash
+
+
+def test_what_a_stage_holds_is_kept_or_shared_out() -> None:
+    """One part is the stage, embedding and all; three parts are whole layers each."""
+    mixed = problem([stage(0, layers={"embedding": 1, "transformer": 3}), stage(1)])
+    assert replaced(mixed, "v", 1).stages == mixed.stages
+    thirds = replaced(problem([stage(0, layers={"transformer": 6})]), "loop", 3)
+    assert [str(part.layers) for part in thirds.stages] == ["2", "2", "2"]
+    with pytest.raises(
+        NotApplicable, match=r"stages\[0\] holds layers embedding \+ 3, not 3"
+    ) as no:
+        replaced(mixed, "v", 3)
+    assert no.value.reason is NotApplicableReason.CANNOT_BE_SPLIT

@@ -36,7 +36,7 @@ def test_it_is_legal_and_takes_as_long_as_it_says(
 ) -> None:
     """No policy gets stuck, and the simulator finds the same times, gradient reductions aside."""
     block = uniform_block(len(given.stages), (1, 1, 1, 1), (1, 1, 1), 6)
-    squeezed = Squeezer.in_bytes(given).squeeze(block, SqueezePolicy(early, patience))
+    squeezed = Squeezer.in_bytes(given, fused=False).squeeze(block, SqueezePolicy(early, patience))
     assert squeezed is not None
     programs = squeezed.programs(len(given.stages))
     assert find_violations(given, programs) == []
@@ -49,7 +49,7 @@ def test_a_block_without_time_follows_the_chain() -> None:
     """Where passes tie, the order is that of their dependencies, micro-batch after micro-batch."""
     given = equal_v(3, 4, memory=8)
     block = BuildingBlock(np.zeros(6), np.zeros(6), 0.0)
-    squeezed = Squeezer.in_bytes(given).squeeze(block, SqueezePolicy(Early.NEVER))
+    squeezed = Squeezer.in_bytes(given, fused=False).squeeze(block, SqueezePolicy(Early.NEVER))
     assert squeezed is not None
     programs = squeezed.programs(6)
     assert find_violations(given, programs) == []
@@ -60,10 +60,8 @@ def test_a_block_without_time_follows_the_chain() -> None:
 def test_an_order_that_does_not_fit_is_refused() -> None:
     """All four forwards first need eight activations of a stage."""
     block = BuildingBlock(np.zeros(6), np.zeros(6), 0.0)
-    assert (
-        Squeezer.in_bytes(equal_v(3, 4, memory=7)).squeeze(block, SqueezePolicy(Early.NEVER))
-        is None
-    )
+    squeezer = Squeezer.in_bytes(equal_v(3, 4, memory=7), fused=False)
+    assert squeezer.squeeze(block, SqueezePolicy(Early.NEVER)) is None
 
 
 @pytest.mark.parametrize("fused", [False, True])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import highspy
 import pytest
@@ -28,7 +28,6 @@ from optpipe_solver.milp.highs import (
 from optpipe_solver.milp.horizon import model
 from optpipe_solver.milp.horizon.model import (
     HorizonModel,
-    HorizonOutcome,
     improve_by_milp,
     lower,
 )
@@ -37,6 +36,9 @@ from tests.solver.exhaustive import optimum
 from tests.solver.milp.rows import broken, shares_lanes, values_of
 from tests.solver.starting import started
 from tests.strategies import Case, cases, few
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 def offloading_problem(m: int = 8) -> Problem:
@@ -130,11 +132,11 @@ def test_a_bound_needs_two_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     said = iter([149.0, 130.0])
     seeds = []
 
-    def run(*given: Any, **_: Any) -> HorizonOutcome:
-        seeds.append(given[2].stop.seed)
+    def run(*given: Any, on_bound: Callable[[float], None], **_: Any) -> float:
+        seeds.append(given[2].seed)
         bound = next(said)
-        given[2].on_bound(bound)
-        return HorizonOutcome(MilpStatus.OPTIMAL, bound, 1)
+        on_bound(bound)
+        return bound
 
     monkeypatch.setattr(model, "solve_horizon", run)
     best = started(hard_problem())
@@ -148,10 +150,10 @@ def test_a_run_that_denied_what_exists_confirms_nothing(monkeypatch: pytest.Monk
     best = started(hard_problem())
     seeds = []
 
-    def run(*given: Any, **_: Any) -> HorizonOutcome:
-        seeds.append(given[2].stop.seed)
+    def run(*given: Any, **_: Any) -> float:
+        seeds.append(given[2].seed)
         best.objective_ms = 148.0
-        return HorizonOutcome(MilpStatus.OPTIMAL, 150.0, 1)
+        return 150.0
 
     monkeypatch.setattr(model, "solve_horizon", run)
     improve_by_milp(best, Stop(5))

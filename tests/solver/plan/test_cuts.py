@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from optpipe_solver.bounds import lower_bound
-from optpipe_solver.feasibility import feasibility, smallest_memory
+from optpipe_solver.feasibility import feasibility, least_bytes, smallest_memory
 from optpipe_solver.plan.cuts import any_cut_bound, best_cuts, even_cut, roomiest_cut
-from optpipe_solver.plan.lines import PLACEMENTS, PlacementLine, RunTable, least_bytes, make_lines
+from optpipe_solver.plan.lines import PLACEMENTS, PlacementLine, RunTable, make_lines
 from tests.solver.plan.models import all_cuts, gpus, layer, model, models
 
 if TYPE_CHECKING:

@@ -338,7 +338,7 @@ def fits_device_memory(v: HorizonVariables) -> Iterator[Constraint]:
     for device, row in enumerate(v.items.by_device):
         if not v.items.tight[device]:
             continue
-        limit = v.problem.devices[device].usable_bytes - v.problem.static_bytes_of(device)
+        limit = v.problem.room_bytes(device)
         unit = max([1, *(abs(item.delta) for item in row), *(item.extra for item in row)])
         for item in row:
             if item.extra > 0:

@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "HorizonModel",
-    "HorizonOutcome",
-    "HorizonSearch",
     "improve_by_milp",
     "lower",
     "solve_horizon",
@@ -44,32 +42,6 @@ __all__ = [
 
 
 _ROWS_BETWEEN_LOOKS = 500
-
-
-@dataclass(frozen=True, slots=True)
-class HorizonOutcome:
-    """The end of a run; ``bound_ms`` is None where nothing new was proven."""
-
-    status: MilpStatus
-    bound_ms: float | None
-    num_nodes: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HorizonSearch:
-    """How a model is searched, and who is told.
-
-    Attributes
-    ----------
-    stop
-        What the run may spend; work is counted in branch-and-bound nodes.
-    on_programs, on_bound
-        Told the programs of every improving solution (not yet checked) and every better bound.
-    """
-
-    stop: Stop
-    on_programs: Callable[[Programs], object]
-    on_bound: Callable[[float], None]
 
 
 class HorizonModel:
@@ -121,12 +93,14 @@ class HorizonModel:
 def solve_horizon(
     problem: Problem,
     incumbent_ms: float,
-    search: HorizonSearch,
+    stop: Stop,
     *,
+    on_programs: Callable[[Programs], object],
+    on_bound: Callable[[float], None],
     fifo: bool,
-    floor_ms: float = 0.0,
-) -> HorizonOutcome:
-    """Look for what is better than a known schedule, and prove how good it is.
+    floor_ms: float,
+) -> float:
+    """Look for what is better than a known schedule; return the bound in ms, 0 where there is none.
 
     Better by one step of the grid where all times are multiples of one (see `grid`), else by half
     of the gap that counts as none.
@@ -135,39 +109,39 @@ def solve_horizon(
     ----------
     incumbent_ms
         The objective of a legal schedule.
-    search
-        Limits and listeners.
+    stop
+        What the run may spend; work is counted in branch-and-bound nodes.
+    on_programs, on_bound
+        Told the programs of every improving solution (not yet checked) and every better bound.
     fifo
         Restrict to first-in-first-out micro-batches; the caller knows whether that loses anything
         and may then not use the bound.
     floor_ms
         A proven lower bound.
     """
-    stop, goal = search.stop, Goal.of(problem, incumbent_ms)
+    goal = Goal.of(problem, incumbent_ms)
     horizon = HorizonModel(
         problem, goal.horizon_ms, fifo=fifo, floor_ms=floor_ms, should_stop=stop.is_over
     )
     if horizon.items.is_empty:
-        return HorizonOutcome(MilpStatus.INFEASIBLE, goal.proven_ms, 0)
+        return goal.proven_ms
     if not horizon.is_complete:
-        stopped = MilpStatus.INTERRUPTED if stop.is_told() else MilpStatus.TIME_LIMIT
-        return HorizonOutcome(stopped, None, 0)
+        return 0.0
 
-    def found(values: Mapping[Variable, float]) -> None:
-        search.on_programs(lower(horizon.variables, values))
+    def found(values: Values) -> None:
+        on_programs(lower(horizon.variables, values))
 
     outcome = solve_milp(
         horizon.model,
         stop.turn(),
         on_solution=found,
-        on_bound=lambda bound: search.on_bound(goal.proven(bound)),
+        on_bound=lambda bound: on_bound(goal.proven(bound)),
     )
     if outcome.values is not None:
         found(outcome.values)
-    bound = None if outcome.bound is None else goal.proven(outcome.bound)
     if outcome.status is MilpStatus.INFEASIBLE:
-        bound = goal.proven_ms
-    return HorizonOutcome(outcome.status, bound, outcome.num_nodes)
+        return goal.proven_ms
+    return 0.0 if outcome.bound is None else goal.proven(outcome.bound)
 
 
 # --- From a solution of the full-horizon model to programs.
@@ -315,18 +289,15 @@ class _Runs:
             if agreed_ms > 0:
                 best.offer_bound(agreed_ms, self.name)
 
-        outcome = solve_horizon(
+        bound_ms = solve_horizon(
             scaled(best.problem, scale),
             best.objective_ms * scale,
-            HorizonSearch(
-                stop=stop,
-                on_programs=lambda found: best.offer(found, self.name),
-                on_bound=prove,
-            ),
+            stop,
+            on_programs=lambda found: best.offer(found, self.name),
+            on_bound=prove,
             fifo=self.fifo,
             floor_ms=best.bound_ms * scale,
         )
-        bound_ms = outcome.bound_ms or 0.0
         prove(bound_ms)
         if not stop.spent:
             stop.spend(1)

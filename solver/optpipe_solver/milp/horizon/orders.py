@@ -179,18 +179,16 @@ class HorizonItems:
 
     def _finish(self, items: list[HorizonItem]) -> None:
         """Give the items their windows."""
-        earliest, latest = self._known.earliest, self._known.latest
-        finished = [self._with_window(item, earliest, latest) for item in items]
+        finished = [self._with_window(item) for item in items]
         self.by_device: list[list[HorizonItem]] = [[] for _ in self.problem.devices]
         for item in finished:
             self.by_device[item.device].append(item)
         self.of_action = {item.action: item for item in finished}
 
-    def _with_window(self, item: HorizonItem, earliest: object, latest: object) -> HorizonItem:
-        low, high = float(earliest[item.index]), float(latest[item.index])  # type: ignore[index]
+    def _with_window(self, item: HorizonItem) -> HorizonItem:
         # An optional item that cannot exist still needs bounds for its start.
-        low = min(low, 2.0 * self.horizon_ms)
-        return replace(item, earliest=low, latest=max(low, high))
+        low = min(float(self._known.earliest[item.index]), 2.0 * self.horizon_ms)
+        return replace(item, earliest=low, latest=max(low, float(self._known.latest[item.index])))
 
 
 _CHAIN = {
@@ -208,17 +206,9 @@ def _chained(a: Action, b: Action) -> bool:
     first, second = _CHAIN[a.type], _CHAIN[b.type]
     if a.stage == b.stage:
         return first < second
-    if first == 0 and second == 0:
-        return a.stage < b.stage
-    if first == 0 and second >= 2:
-        return True
     if first == 0:
-        return a.stage < b.stage
-    if first == 1 and second >= 2:
-        return a.stage > b.stage
-    if first == 2 and second >= 2:
-        return a.stage > b.stage
-    return False
+        return second >= 2 or a.stage < b.stage
+    return first <= 2 and second >= 2 and a.stage > b.stage
 
 
 # --- Items as the arrays that `presolve` works on.
@@ -256,13 +246,9 @@ def facts_of(owner: HorizonItems, items: list[HorizonItem]) -> Facts:
         pushes=np.array([_sure(a, b) for a, b, _ in arcs], dtype=np.bool_),
         pulls=np.array([_sure(b, a) for a, b, _ in arcs], dtype=np.bool_),
         extra=np.array([_least_extra(owner, item) for item in items], dtype=np.int64),
-        room=np.array([_room(problem, d) for d in range(len(problem.devices))], dtype=np.int64),
+        room=np.array([problem.room_bytes(d) for d in range(len(problem.devices))], dtype=np.int64),
         tolerance=_FACT_ROUNDING * max(1e-3, owner.horizon_ms),
     )
-
-
-def _room(problem: Problem, device: int) -> int:
-    return problem.devices[device].usable_bytes - problem.static_bytes_of(device)
 
 
 def _pair(group: Group) -> list[int]:

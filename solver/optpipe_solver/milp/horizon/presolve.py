@@ -9,11 +9,7 @@ import numpy as np
 from optpipe_solver.jit import jitted
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    Floats = NDArray[np.float64]
-    Ints = NDArray[np.int64]
-    Flags = NDArray[np.bool_]
+    from optpipe_solver.arrays import Flags, Floats, Ints
 
 __all__ = [
     "Cells",

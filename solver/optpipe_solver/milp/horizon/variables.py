@@ -91,10 +91,8 @@ class HorizonVariables:
         together = self._together(a, b)
         if together is not None and self.items.implied(a, b):
             return together
-        if a.presence is None or b.presence is None:
-            if (b, a) in self.order:
-                return self._both(a, b) - self.order[b, a]
-            return self.order.setdefault((a, b), self.model.binary(f"order_{a.action}_{b.action}"))
+        if (b, a) in self.order and (a.presence is None or b.presence is None):
+            return self.present(a if b.presence is None else b) - self.order[b, a]
         return self.order.setdefault((a, b), self.model.binary(f"order_{a.action}_{b.action}"))
 
     def _together(self, a: HorizonItem, b: HorizonItem) -> Linear | None:
@@ -104,9 +102,6 @@ class HorizonVariables:
         if b.presence is None or a.presence == b.presence:
             return self.present(a)
         return None
-
-    def _both(self, a: HorizonItem, b: HorizonItem) -> Linear:
-        return self.present(a) if b.presence is None else self.present(b)
 
     def releases(self, cell: Cell, item: HorizonItem) -> Variable:
         """Return 1 only if the RELEASE of a cell stands before an item."""
@@ -154,14 +149,6 @@ class HorizonVariables:
         """Return the start of an OFFLOAD or RELOAD on its lane."""
         table = self.d2h if transfer.type is ActionType.OFFLOAD else self.h2d
         return table[transfer.stage, transfer.microbatch]
-
-    def item(self, cell: Cell, *kinds: ActionType) -> HorizonItem | None:
-        """Return the item of a cell's action of one of these kinds, if there is one."""
-        for kind in kinds:
-            found = self.items.of_action.get(Action(cell[0], kind, cell[1]))
-            if found is not None:
-                return found
-        return None
 
 
 def _name(cell: Cell) -> str:

@@ -1,0 +1,356 @@
+"""Who is to blame, by what one rank knows; ranks are watchdogs with a store, in one process."""
+
+from __future__ import annotations
+
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+
+from optpipe import parse_action
+from optpipe.runtime.errors import PreflightError, RankError
+from optpipe.runtime.watch import Activity, Cause, CauseStore, DeviceMarks, Watchdog
+from tests.runtime import cases, schedules
+
+ACTION = parse_action("1F0")
+NEVER = 1e9
+BOOM = ValueError("boom")
+BROKEN = RuntimeError("Connection closed by peer [127.0.0.1]:4711")
+OTHER = "another rank failed and this one cannot go on; "
+
+
+class _Rank:
+    """One that is watched; whether its connections were cut, and how it would have ended."""
+
+    def __init__(self, store, number, size, marks=None, place=None, **times):
+        self.was_cut = threading.Event()
+        self.had_ended = threading.Event()
+        self.told = []
+        self.activity = Activity(marks)
+        peers = [other for other in range(size) if abs(other - number) == 1]
+        known = {"place": number if place is None else place, "world_size": size}
+        self.causes = CauseStore(store, number, peers, runner=1, **known)
+        self.times = {"hang_timeout_s": NEVER, "silent_s": 0.3, "lonely_s": NEVER, "grace_s": 0.2}
+        self.times |= {"poll_s": 0.01} | times
+
+    def start(self):
+        self.watch = Watchdog(self.causes, self.activity, self.was_cut.set, self._end, **self.times)
+
+    def _end(self, told, stands_still):
+        self.told.append((told, stands_still))
+        self.had_ended.set()
+
+    def runs(self, body=lambda: None, what="step 3"):
+        """Return what is raised where a step is that; None if nothing."""
+        try:
+            with self.watch.over(what):
+                body()
+        except (RuntimeError, ValueError) as error:
+            return error
+        return None
+
+    def fails(self, error=BOOM):
+        def body():
+            raise error
+
+        return self.runs(body)
+
+
+@pytest.fixture
+def world():
+    """Return a function that starts ranks; each of them with what is special to it."""
+    started: list[_Rank] = []
+
+    def start(*special, store=None, **times):
+        store = store or HashStore()
+        started.extend(_Rank(store, n, len(special), **times, **s) for n, s in enumerate(special))
+        for rank in started:
+            rank.start()
+        return started
+
+    yield start
+    for rank in started:
+        rank.watch.close()
+        assert not rank.watch._thread.is_alive()
+
+
+def _until(told, seconds=5.0):
+    deadline = time.monotonic() + seconds
+    while not told():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_rank_stuck_in_a_step_is_cut_off_and_ended_with_the_cause(world):
+    stuck, failing = world({}, {})
+
+    def body():
+        assert failing.fails() is BOOM
+        assert stuck.was_cut.wait(5)
+        assert stuck.had_ended.wait(5)
+
+    assert isinstance(stuck.runs(body), RankError)
+    assert stuck.told == [(f"{OTHER}rank 1, step 3: ValueError: boom", False)]
+
+
+def test_cutting_the_connections_is_enough_where_it_frees_the_rank(world):
+    """What the step then ends with is nothing to go on with."""
+    stuck, failing = world({}, {}, grace_s=1)
+
+    def body():
+        failing.fails()
+        assert stuck.was_cut.wait(10)
+
+    assert str(stuck.runs(body)) == f"{OTHER}rank 1, step 3: ValueError: boom"
+    time.sleep(1)
+    assert not stuck.had_ended.is_set()
+
+
+def test_a_rank_between_its_steps_is_left_alone_and_begins_no_other(world):
+    waiting, failing = world({}, {})
+    failing.fails()
+    time.sleep(0.5)
+    assert not waiting.was_cut.is_set()
+    began = []
+    assert isinstance(waiting.runs(lambda: began.append(1)), RankError)
+    assert not began
+
+
+def test_without_a_failure_steps_go_on_and_so_do_the_beats(world):
+    first, second = world({}, {}, silent_s=0.1, lonely_s=0.2)
+    for step in range(3):
+        with first.watch.over(f"step {step}"):
+            time.sleep(0.3)
+    _until(lambda: second.causes.read()[1][0].words == "behind step 2")
+    before = second.causes.read()[1][0].number
+    _until(lambda: second.causes.read()[1][0].number > before + 3)
+    assert not first.was_cut.is_set()
+
+
+def test_what_all_ranks_refuse_alike_is_no_cause(world):
+    first, _ = world({}, {})
+    with pytest.raises(PreflightError), first.watch.over("the start", shared=(PreflightError,)):
+        raise PreflightError("too large")
+    assert first.runs() is None
+
+
+def test_nobody_who_fails_leaves_before_all_have_read_why(world):
+    """He may hold the store."""
+    failing, *others = world({}, {}, {}, poll_s=0.2)
+    failing.fails()
+    assert [one.watch.cause for one in others] == [failing.watch.cause] * 2
+
+
+def _silence(rank):
+    """Its process has died."""
+    rank.causes.beat = lambda *_: None
+    rank.causes.read = lambda: (None, {})
+
+
+def test_broken_connections_are_the_silent_neighbours_fault(world):
+    first, dead, third, fourth = world({}, {}, {}, {})
+    time.sleep(0.1)
+    _silence(dead)
+    error = first.fails(BROKEN)
+    assert error.__cause__ is BROKEN
+    assert str(error).startswith(f"{OTHER}rank 1: its process is dead or stands still")
+    assert third.fails(BROKEN).args == fourth.fails().args == error.args
+
+
+def test_where_no_neighbour_is_silent_they_are_this_ranks_error(world):
+    first, second = world({}, {})
+    assert first.fails(BROKEN) is BROKEN
+    assert "rank 0, step 3: RuntimeError: Connection closed" in str(second.fails())
+
+
+def test_an_error_of_an_action_is_told_at_once(world):
+    first, _ = world({}, {}, silent_s=60)
+    error = RuntimeError("index out of range")
+
+    def body():
+        first.activity.begin(ACTION)
+        raise error
+
+    began = time.monotonic()
+    assert first.runs(body) is error
+    assert time.monotonic() - began < 5
+    assert first.watch.cause == Cause(0, "rank 0, step 3, in 1F0: RuntimeError: index out of range")
+
+
+def test_without_a_broken_connection_beats_must_be_missing_for_longer(world):
+    first, dead = world({}, {}, lonely_s=1.0)
+    time.sleep(0.1)
+    _silence(dead)
+
+    def body():
+        time.sleep(0.5)
+        assert first.watch.cause is None
+        _until(lambda: first.watch.cause is not None)
+
+    assert str(first.runs(body)).startswith(f"{OTHER}rank 1: its process")
+
+
+def test_who_has_left_the_step_may_be_silent(world):
+    first, done = world({}, {}, silent_s=0.1, lonely_s=0.1)
+    with done.watch.over("step 0"):
+        pass
+    done.watch.stop()
+    with first.watch.over("step 0"):
+        time.sleep(0.5)
+
+
+def test_an_action_that_hangs_is_named_by_its_own_rank(world):
+    first, hanging = world({}, {}, hang_timeout_s=0.2)
+
+    def hangs():
+        hanging.activity.begin(ACTION)
+        assert hanging.had_ended.wait(5)
+
+    first.runs(lambda: hanging.runs(hangs))
+    told = "this one cannot go on; rank 1, step 3, in 1F0: no progress for 0 s"
+    assert hanging.told == [(told, True)]
+    assert first.watch.cause == hanging.watch.cause
+
+
+def test_an_action_that_waits_for_a_copy_of_its_stage_is_not_named(world):
+    """In it gradients are reduced over both; the copy is behind, whatever keeps it there."""
+    ahead, _, hanging, _ = world({}, {}, {"place": 0}, {}, hang_timeout_s=1)
+
+    def waits():
+        for action in (ACTION, parse_action("1B0")):
+            ahead.activity.begin(action)
+        time.sleep(0.5)
+        hanging.runs(hangs)
+
+    def hangs():
+        hanging.activity.begin(ACTION)
+        _until(lambda: ahead.watch.cause is not None)
+
+    ahead.runs(waits)
+    assert ahead.watch.cause.rank == 2
+
+
+def test_who_does_not_begin_the_step_is_named_by_who_waits(world):
+    first, _ = world({}, {}, hang_timeout_s=0.3)
+    error = first.runs(lambda: _until(lambda: first.watch.cause is not None))
+    assert str(error) == f"{OTHER}rank 1, behind the start: has not begun step 3 for 0 s"
+
+
+class _StoreOfRankZero(HashStore):
+    is_gone = False
+
+    def multi_get(self, keys):
+        if self.is_gone:
+            raise dist.DistStoreError("connection reset")
+        return super().multi_get(keys)
+
+    def compare_set(self, *given):
+        if self.is_gone:
+            raise dist.DistStoreError("connection reset")
+        return super().compare_set(*given)
+
+
+@pytest.mark.parametrize("is_done", [False, True])
+def test_with_the_store_goes_its_holder_where_it_is_still_needed(world, is_done):
+    store = _StoreOfRankZero()
+    holder, other = world({}, {}, store=store)
+
+    def body():
+        if is_done:
+            holder.runs()
+        _until(lambda: 0 in other.watch._beats)
+        _until(lambda: other.watch._beats[0][0].num_left == is_done)
+        store.is_gone = True
+        time.sleep(0.1)
+        assert other.watch.cause is None
+        raise BROKEN
+
+    error = other.runs(body)
+    assert (error is BROKEN) == is_done
+    assert is_done or "rank 0: its process is dead, for the store" in str(error)
+
+
+class _LateEvent:
+    """The device gets there when it is let go."""
+
+    gates: dict[int, threading.Event]
+    is_free: bool
+
+    def __init__(self):
+        self.gate = threading.Event()
+        if self.is_free:
+            self.gate.set()
+        _LateEvent.gates[len(_LateEvent.gates)] = self.gate
+
+    def record(self, _stream):
+        """Stand in the queue."""
+
+    def query(self):
+        return self.gate.is_set()
+
+    def synchronize(self):
+        assert self.gate.wait(10)
+
+
+@pytest.fixture
+def late():
+    """Return marks on a device whose events come when a test says so, and those."""
+    _LateEvent.gates, _LateEvent.is_free = {}, False
+    cuda = SimpleNamespace(Event=_LateEvent, current_stream=lambda _device: None)
+    yield DeviceMarks(torch.device("cpu"), cuda), _LateEvent.gates
+    for gate in _LateEvent.gates.values():
+        gate.set()
+
+
+def test_a_step_ends_with_its_device_and_not_with_what_a_cut_connection_left(world, late):
+    """Others cut their connections: the device goes on with anything, the host hears nothing."""
+    marks, gates = late
+    first, failing = world({"marks": marks}, {}, poll_s=0.5)
+
+    def cut():
+        _until(lambda: len(gates) == 3)
+        failing.fails()
+        for gate in gates.values():
+            gate.set()
+
+    def body():
+        first.activity.begin(ACTION)
+        first.activity.end()
+
+    thread = threading.Thread(target=cut)
+    thread.start()
+    assert str(first.runs(body)) == f"{OTHER}rank 1, step 3: ValueError: boom"
+    thread.join()
+
+
+@pytest.mark.parametrize(
+    ("reached", "expected"),
+    [(3, "rank 0, step 3, in 1B0: no progress"), (2, "rank 0, step 3, waiting behind 1F0: waits")],
+)
+def test_the_action_in_which_a_device_hangs_is_named_not_the_hosts(world, late, reached, expected):
+    marks, gates = late
+    (first,) = world({"marks": marks}, hang_timeout_s=0.3)
+
+    def body():
+        for action in (ACTION, parse_action("1B0")):
+            first.activity.begin(action)
+            first.activity.end()
+        for number in range(reached):
+            gates[number].set()
+        assert first.had_ended.wait(5)
+        _LateEvent.is_free = True
+
+    assert expected in str(first.runs(body))
+
+
+def test_a_runner_waits_for_its_device_and_looks_before_it_returns(ranks):
+    problem = schedules.make_problem(schedules.LINEAR, 4)
+    schedule = schedules.make_schedule(problem, schedules.one_f_one_b(4, 4))
+    for late_s, told, num_threads in ranks.run(cases.end_with_the_device, schedule):
+        assert late_s >= 0.3
+        assert told == "RankError: another rank failed and this one cannot go on; rank 9: boom"
+        assert num_threads == 0
