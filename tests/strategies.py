@@ -175,9 +175,9 @@ def _modes(draw: st.DrawFn, name: str, activation: int) -> dict[str, Any]:
         mode |= {"recompute": recompute, "recompute_ms": draw(times)}
     if recompute == "inside":
         mode["inside_bytes"] = draw(st.sampled_from([0, 3, UNIT]))
-    for name in ("weight_context_bytes", "backward_workspace_bytes", "recompute_workspace_bytes"):
+    for own in ("weight_context_bytes", "backward_workspace_bytes", "recompute_workspace_bytes"):
         if draw(st.integers(0, 3)) == 0:
-            mode[name] = draw(st.integers(0, 2 * UNIT))
+            mode[own] = draw(st.integers(0, 2 * UNIT))
     return mode
 
 
