@@ -1,7 +1,5 @@
 """The client: what it sends, when it tries again, and which errors it raises."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,9 +1,9 @@
 """``optpipe submit``, ``fetch`` and ``jobs`` against a running service."""
 
-from __future__ import annotations
-
 import json
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
@@ -11,10 +11,6 @@ from structlog.testing import capture_logs
 from optpipe import load_schedule
 from optpipe.client import Client
 from tests.api.live import make_settings, running, two_stages
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
 
 
 @pytest.fixture(scope="module")

@@ -1,10 +1,9 @@
 """Both clients against a running service."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -22,9 +21,6 @@ from optpipe.errors import InfeasibleProblemError, InputError, ProblemError
 from optpipe.formats.csv import load_csv
 from tests.api.live import make_settings, running, two_stages
 from tests.client_script import plain, waited
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 pytestmark = pytest.mark.long
 

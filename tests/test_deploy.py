@@ -1,11 +1,10 @@
 """The files in deploy/ agree with the settings, the image and the routes."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import tomllib
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import yaml
@@ -13,9 +12,6 @@ import yaml
 from optpipe_api import Settings, create_app
 from optpipe_api.server import server_config
 from tests.test_packaging import ROOT
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 COMPOSE = ROOT / "deploy" / "compose.yaml"
 KUBERNETES = ROOT / "deploy" / "kubernetes.yaml"

@@ -1,7 +1,5 @@
 """The pages of the published schedules: every method has one, and its formulas hold."""
 
-from __future__ import annotations
-
 import types
 from itertools import product
 

@@ -1,13 +1,12 @@
 """The operators' page does what it says: its curl lines, its tables, its commands."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import sqlite3
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import pytest
@@ -18,10 +17,6 @@ from optpipe_api.metrics import ServiceMetrics
 from optpipe_api.store import open_stores
 from tests.api.live import make_settings, running
 from tests.test_packaging import ROOT
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 PAGE = (ROOT / "docs" / "service.md").read_text("utf-8")
 CURL_LINES = [

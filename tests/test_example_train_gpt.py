@@ -1,7 +1,5 @@
 """The training example: it learns as one process does, by what the service plans for it."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

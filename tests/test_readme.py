@@ -1,7 +1,5 @@
 """The README's claims: its code and commands run, its files exist, its picture is current."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -1,7 +1,5 @@
 """Tutorial and how-tos: their commands run, one after the other, and print what they say."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.docs_console import ROOT, make_workplace, mismatch, run_step, steps

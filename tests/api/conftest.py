@@ -1,24 +1,17 @@
 """Servers and problems that several tests of the service use."""
 
-from __future__ import annotations
-
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 
-from optpipe_api.store import open_stores
+from optpipe_api.store import Stores, open_stores
 from optpipe_api.store.tables import metadata
 from tests.api.live import Clock, connected, database_in, make_settings, two_stages
 from tests.conftest import postgres_database
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    import httpx
-
-    from optpipe_api.store import Stores
 
 
 @pytest.fixture(scope="module")

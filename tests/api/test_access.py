@@ -1,10 +1,8 @@
 """API keys: kept, checked by whoever knows them, and asked for at the gate."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx
 import pytest
@@ -15,12 +13,9 @@ from starlette.routing import Route
 from optpipe_api.access import ApiKey, Role, digest_of, id_of, mint
 from optpipe_api.auth import KeyGate, KeyRing, Rates
 from optpipe_api.errors import KeyNameError, StoreUnavailableError
-
-if TYPE_CHECKING:
-    from optpipe_api.store import Stores
-    from optpipe_api.store.keys import KeyStore
-    from tests.api.live import Clock
-
+from optpipe_api.store import Stores
+from optpipe_api.store.keys import KeyStore
+from tests.api.live import Clock
 
 pytestmark = pytest.mark.anyio
 

@@ -1,14 +1,14 @@
 """What a hostile client finds: no secrets, no way around a browser, no way to hold everything."""
 
-from __future__ import annotations
-
 import json
 import select
 import socket
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import ExitStack, suppress
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -22,10 +22,6 @@ from optpipe_api.server import Protocol
 from optpipe_api.store import open_stores
 from tests.api import live
 from tests.api.live import connected, make_settings, running, two_stages, until
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 
 @pytest.fixture(scope="module")

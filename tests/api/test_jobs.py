@@ -1,7 +1,5 @@
 """The life of a job, walked whole."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """A whole server in a process of its own: killed, stopped, started again; with the real solver."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

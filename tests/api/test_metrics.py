@@ -1,29 +1,23 @@
 """What Prometheus is told, what a request is called in logs and answers."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
+import httpx
 import pytest
 import structlog
 from prometheus_client.parser import text_string_to_metric_families
 
+from optpipe.wire import JobState
 from optpipe_api.errors import StoreUnavailableError
 from optpipe_api.logs import Telemetry
 from optpipe_api.metrics import ServiceMetrics
 from tests.api.live import connected, make_settings, two_stages
 from tests.api.test_logs import logging_as
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    import httpx
-
-    from optpipe.wire import JobState
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 

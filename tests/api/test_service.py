@@ -1,26 +1,19 @@
 """What is old goes, what is in use stays."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import pytest
 import sqlalchemy as sa
 import structlog
 
 from optpipe_api.errors import DeploymentNotFoundError, JobNotFoundError
-from optpipe_api.jobs import JobEvent
+from optpipe_api.jobs import JobEvent, JobRecord
 from optpipe_api.service import Retention
-from optpipe_api.store import AttemptOutcome, open_stores, tables
+from optpipe_api.store import AttemptOutcome, Stores, open_stores, tables
 from tests.api.live import make_settings, running, until
 from tests.api.store.test_deployments import new as new_deployment
 from tests.api.store.test_jobs import new
-
-if TYPE_CHECKING:
-    from optpipe_api.jobs import JobRecord
-    from optpipe_api.store import Stores
 
 DAY_S = 86_400.0
 

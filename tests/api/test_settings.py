@@ -1,7 +1,5 @@
 """Settings come from arguments and OPTPIPE_*, and say what is wrong with them."""
 
-from __future__ import annotations
-
 import pytest
 
 from optpipe.errors import InputError

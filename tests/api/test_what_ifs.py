@@ -1,9 +1,10 @@
 """What-ifs: batches whose items are what a little more of something would buy a job."""
 
-from __future__ import annotations
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
-from typing import TYPE_CHECKING, Any
-
+import httpx
 import pytest
 from hypothesis import given
 
@@ -13,6 +14,7 @@ from optpipe.explain.what_if import AS_IT_IS, WhatIfQuestion, as_it_is, question
 from optpipe.formats.json import load_problem
 from optpipe.schedule import Provenance
 from optpipe.wire import JobOptions
+from optpipe_api import Settings
 from optpipe_api.access import Role
 from optpipe_api.errors import BodyTooHeavyError
 from optpipe_api.services.batches import make_items
@@ -21,14 +23,6 @@ from tests.api import start_solver
 from tests.api.live import connected, keyed, make_settings, two_stages, until
 from tests.api.routes.test_jobs import fault, submit
 from tests.strategies import Case, cases
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    import httpx
-
-    from optpipe_api import Settings
 
 STARTS = start_solver.__name__ + ":solve"
 BUS = {"memory_bytes": 4000, "d2h_gb_per_s": 1.0, "h2d_gb_per_s": 1.0}

@@ -1,25 +1,19 @@
 """The CP-SAT peer against exhaustive search, its own starts and our MILP."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from hypothesis import given
 
 from benchmarks.jobs import PeerAnswer, PeerJob, apart, judge
-from optpipe import Problem, simulate
+from optpipe import Problem, Programs, simulate
 from optpipe_solver.budget import Stop
 from optpipe_solver.milp.horizon.model import improve_by_milp
 from tests.building import UNIT, bus, offloadable, problem, stage
 from tests.solver.exhaustive import optimum
 from tests.solver.starting import started
 from tests.strategies import Case, cases
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from optpipe import Programs
 
 pytestmark = pytest.mark.extended
 

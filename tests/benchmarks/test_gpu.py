@@ -1,7 +1,5 @@
 """The GPU measurements on a CPU: sizes are tiny and times mean nothing, bytes and losses do."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

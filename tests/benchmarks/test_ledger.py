@@ -1,9 +1,7 @@
 """Rows, the best known, the report and the jobs: what the benchmark says of its runs."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -28,9 +26,6 @@ from benchmarks.ledger import (
 )
 from docs.generators import newest_entry
 from tests.building import one_f_one_b, problem, programs, stage
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 ROW = BenchRow(
     instance="one", solver="families", objective_ms=100.0, bound_ms=80.0, gap=0.2, seconds=1.5,

@@ -1,7 +1,5 @@
 """The contestants that live in this process, and one that does not."""
 
-from __future__ import annotations
-
 import pytest
 
 from benchmarks.jobs import PeerJob, judge, run_apart

@@ -1,7 +1,5 @@
 """The load benchmark runs, and what it asks is answered as it should be."""
 
-from __future__ import annotations
-
 import csv
 
 import pytest

@@ -1,7 +1,5 @@
 """``optpipe compare``: one table in three forms, progress beside it, and a clean end by Ctrl-C."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -10,7 +8,8 @@ import sys
 import time
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,9 +18,6 @@ from optpipe import check, dump_problem, load_csv
 from optpipe_solver.compare import AS_GIVEN, ComparisonRow, Workload
 from optpipe_solver.families import FAMILIES
 from tests.plot.conftest import make_small_problem
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 WIDTH = 100
 

@@ -1,7 +1,5 @@
 """What people call things is shown, whatever it is, and never obeyed by the terminal."""
 
-from __future__ import annotations
-
 import json
 import unicodedata
 

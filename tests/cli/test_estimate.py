@@ -1,7 +1,5 @@
 """``optpipe estimate``: what it prints and writes, and what it refuses."""
 
-from __future__ import annotations
-
 import io
 import json
 

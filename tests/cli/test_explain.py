@@ -1,7 +1,5 @@
 """``optpipe explain`` and ``diff``: words, JSON, files and exit codes."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,18 +1,13 @@
 """``optpipe export``: every form, to a file or to the terminal, and what is refused."""
 
-from __future__ import annotations
-
 import json
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from optpipe import dump_csv, dump_problem
 from optpipe.cli.plot import TARGETS
 from tests.building import everything_at_once, one_f_one_b, problem, programs, stage
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 FIRST_WORDS = {
     "torch-csv": "0F0,0F1,0B0,0F2,0B1,0B2\n",

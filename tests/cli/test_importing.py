@@ -1,18 +1,13 @@
 """``optpipe import``: what it prints and writes, and its exit codes."""
 
-from __future__ import annotations
-
 import json
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from examples.measurements.make_samples import BASE, HERE
 from optpipe import load_problem
 from optpipe.measurements import read_times
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 TRACES = sorted(HERE.glob("rank*.json.gz"))
 SIZES = ("--activation-bytes", "10GiB", "--memory-bytes", "80 GiB")

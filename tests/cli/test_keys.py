@@ -1,10 +1,8 @@
 """``optpipe keys``, and the command line of a server that wants them."""
 
-from __future__ import annotations
-
 import json
 import shlex
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
 
 import pytest
 import structlog
@@ -12,9 +10,6 @@ import structlog
 from optpipe_api.access import id_of
 from optpipe_api.store import open_stores
 from tests.test_packaging import ROOT
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 
 @pytest.fixture

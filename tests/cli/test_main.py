@@ -1,7 +1,5 @@
 """The command line: exit codes, messages without stack traces, and what it loads."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """``optpipe plot``: every format, and every refusal with what works instead."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

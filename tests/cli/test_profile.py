@@ -1,12 +1,10 @@
 """``optpipe profile``: from a function that makes stages to a problem file."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
 from functools import partial
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -14,9 +12,6 @@ from optpipe import load_problem
 from optpipe.measurements import Measurements
 from optpipe.runtime.demo_model import launch_ranks
 from optpipe.runtime.measuring import load_stages
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 TINY = "optpipe.runtime.measuring.stages:tiny_gpt"
 QUICK = ("--repeats", 2, "--warmups", 1, "--device", "cpu")

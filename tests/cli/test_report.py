@@ -1,7 +1,5 @@
 """What the command line shows of a schedule: the same numbers, whoever found them."""
 
-from __future__ import annotations
-
 import io
 from datetime import UTC, datetime
 

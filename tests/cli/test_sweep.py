@@ -1,11 +1,10 @@
 """``optpipe sweep``: here and at a service, one table, one picture, gone on with after a stop."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -21,9 +20,6 @@ from tests.api.live import make_settings, running
 from tests.api.outcomes import Result, SolveStatus
 from tests.api.serial import serial
 from tests.plot.conftest import make_small_problem
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 MEMORY = ("--axis", "devices[*].memory_bytes=32,16,9", "--time-limit", "20", "--threads", "1")
 

@@ -1,7 +1,5 @@
 """Why each offload and recomputation was chosen, held against programs without them."""
 
-from __future__ import annotations
-
 import math
 from itertools import chain
 

@@ -1,7 +1,5 @@
 """What can be asked of a schedule: changed problems with legal starts, and what is not asked."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 

@@ -1,10 +1,8 @@
 """JSON: round trips, and quick refusals of whatever is odd."""
 
-from __future__ import annotations
-
 import json
 import time
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -27,9 +25,6 @@ from optpipe import (
 from optpipe.formats.json import parse_json, read_text
 from tests.building import document, everything_at_once, problem, programs, stage
 from tests.strategies import Case, cases, problems
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 PLAIN = document([stage()])
 TEXT = json.dumps(PLAIN)

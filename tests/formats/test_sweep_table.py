@@ -1,7 +1,5 @@
 """Tables of sweeps: CSV that is read back as it was, Markdown for people."""
 
-from __future__ import annotations
-
 import json
 from typing import Any, cast
 

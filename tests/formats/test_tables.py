@@ -1,7 +1,5 @@
 """Rows of a comparison as Markdown, CSV and JSON."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

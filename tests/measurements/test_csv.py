@@ -1,7 +1,5 @@
 """Tables of times, stages and messages: read, written, and refused with the line."""
 
-from __future__ import annotations
-
 import statistics
 
 import pytest

@@ -1,7 +1,5 @@
 """Megatron-LM logs in every printed form, and what they cannot say."""
 
-from __future__ import annotations
-
 import pytest
 
 from optpipe.measurements import MeasurementError, MegatronRun, read_megatron

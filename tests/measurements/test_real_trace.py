@@ -1,7 +1,5 @@
 """A trace that torch's profiler wrote of torch's schedule runtime, two ranks over gloo."""
 
-from __future__ import annotations
-
 import statistics
 from pathlib import Path
 

@@ -1,9 +1,5 @@
 """From samples to a problem: medians, what is filled in, and what is asked for."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,6 +8,7 @@ from optpipe import Problem
 from optpipe.measurements import (
     DeviceFacts,
     Given,
+    MeasuredAction,
     MeasurementError,
     Measurements,
     Sample,
@@ -22,10 +19,6 @@ from optpipe.measurements import (
 from tests.building import problem, stage
 from tests.measurements.samples import measured
 from tests.strategies import few
-
-if TYPE_CHECKING:
-    from optpipe.measurements import MeasuredAction
-
 
 ENOUGH = Given(
     num_microbatches=4,

@@ -1,7 +1,5 @@
 """docs/plot.md: every command and the Python in it run, in the order of the page."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from itertools import pairwise

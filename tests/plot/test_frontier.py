@@ -1,7 +1,5 @@
 """The frontier's picture: every line named, what is infeasible marked, equal bytes."""
 
-from __future__ import annotations
-
 import xml.etree.ElementTree as ET
 
 import pytest

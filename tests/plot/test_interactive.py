@@ -1,7 +1,5 @@
 """The interactive chart's data and files; what it does in a browser: tests/browser."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import subprocess

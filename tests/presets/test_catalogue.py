@@ -1,7 +1,5 @@
 """The catalogue: shapes against the publishers' own numbers of parameters."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

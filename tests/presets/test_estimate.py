@@ -1,7 +1,5 @@
 """Whole estimates: what they add up to, and what changes them."""
 
-from __future__ import annotations
-
 import inspect
 from dataclasses import replace
 from itertools import combinations, pairwise

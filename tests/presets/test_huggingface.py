@@ -1,7 +1,5 @@
 """``config.json``: what is read, and what is refused by name."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Estimates against published profiles: no row may get worse than what docs/estimate.md says."""
 
-from __future__ import annotations
-
 import csv
 import math
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """JSON or CSV: what an Accept header asks for."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

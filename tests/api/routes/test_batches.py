@@ -1,11 +1,12 @@
 """Batches over HTTP: sweeps and lists, progress, tables, frontiers, cancel and retry."""
 
-from __future__ import annotations
-
 import json
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
 
+import httpx
 import pytest
 
 from optpipe import Problem, Schedule
@@ -21,12 +22,6 @@ from optpipe_api.services.submission import read_batch
 from tests.api import fake_solver, start_solver
 from tests.api.live import connected, keyed, make_settings, two_stages
 from tests.api.serial import serial
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from types import ModuleType
-
-    import httpx
 
 BASE = "/v1/batches"
 SCALES = [1, 0.5, 0.2]

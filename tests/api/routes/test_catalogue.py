@@ -1,7 +1,5 @@
 """Problems without JSON: the catalogue, estimates, variants; each as the packages make them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

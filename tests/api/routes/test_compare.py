@@ -1,14 +1,15 @@
 """Comparisons, which are jobs, and ``GET /v1/methods``: rows, refusals, processes that end."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json
 import socket
+from collections.abc import Iterator
 from contextlib import closing
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 
 from optpipe import Problem, check, parse_action, simulate
@@ -21,12 +22,6 @@ from optpipe_solver.families import FAMILIES
 from tests.api.fleet import is_running
 from tests.api.live import connected, make_settings, two_stages, until
 from tests.api.routes.test_jobs import fault
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    import httpx
 
 pytestmark = pytest.mark.long
 

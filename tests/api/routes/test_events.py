@@ -1,13 +1,12 @@
 """Server-sent events: everything once, in order, whoever reconnects, resumes or restarts."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading
 import time
+from collections.abc import AsyncGenerator, Generator
 from contextlib import closing
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx
 import pytest
@@ -19,9 +18,6 @@ from optpipe_api.jobs import HistoryEntry
 from optpipe_api.routes import jobs
 from tests.api.live import make_settings, running, until
 from tests.api.routes.test_jobs import fault, submit
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Generator
 
 
 def follow(

@@ -1,7 +1,5 @@
 """``GET /v1/jobs/{id}/explanation``: sentences and numbers of the best schedule so far."""
 
-from __future__ import annotations
-
 import pytest
 
 from optpipe import Problem, load_schedule, simulate

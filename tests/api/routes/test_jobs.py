@@ -1,7 +1,5 @@
 """The HTTP surface: what each route answers, and how it refuses."""
 
-from __future__ import annotations
-
 import json
 from http.client import HTTPConnection
 from typing import Any

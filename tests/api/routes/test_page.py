@@ -1,7 +1,5 @@
 """The files of the page: complete, from here alone, and open where keys are wanted."""
 
-from __future__ import annotations
-
 import re
 from importlib.metadata import version
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Jobs that plan a model: cut, placement and schedule come together and stay together."""
 
-from __future__ import annotations
-
 import json
 import time
 from typing import Any, get_args

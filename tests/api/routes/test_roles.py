@@ -1,19 +1,13 @@
 """A service that wants keys: what a request without one may see, and with one of which role."""
 
-from __future__ import annotations
-
+from collections.abc import Iterator
 from datetime import datetime
-from typing import TYPE_CHECKING
 
 import httpx
 import pytest
 
 from optpipe_api.access import Role
 from tests.api.live import connected, keyed, make_settings, two_stages, until
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 
 ROLES = {"reader": Role.READ, "alice": Role.SUBMIT, "bob": Role.SUBMIT, "ops": Role.ADMIN}
 

@@ -1,10 +1,9 @@
 """Event streams and waiting requests: as many as the limits allow, counted to their end."""
 
-from __future__ import annotations
-
 import socket
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx
 import pytest
@@ -16,9 +15,6 @@ from optpipe_api.store import open_stores
 from tests.api.live import make_settings, running, two_stages, until
 from tests.api.routes.test_jobs import fault, submit
 from tests.api.test_metrics import read, value
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 ANN, BOB, CLEO = (Principal(name, Role.SUBMIT) for name in ("ann", "bob", "cleo"))
 MOST, MOST_PER_KEY = 3, 2

@@ -1,11 +1,10 @@
 """Waiting for jobs costs one query a round, however many wait and for however many jobs."""
 
-from __future__ import annotations
-
 import asyncio
 import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -17,9 +16,6 @@ from optpipe_api.services import events
 from optpipe_api.services.events import Changes, JobWatch
 from tests.api.services.test_jobs import Bench, bench, until
 from tests.api.store.test_jobs import LEASE_S, new
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 __all__ = ["bench"]
 

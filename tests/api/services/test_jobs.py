@@ -1,11 +1,10 @@
 """What the service does about jobs, without HTTP and without solving: a test plays the engine."""
 
-from __future__ import annotations
-
 import asyncio
 import time
+from collections.abc import AsyncIterator
 from contextlib import closing
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -35,9 +34,6 @@ from optpipe_api.services.parse_pool import ParsePool
 from optpipe_api.services.submission import solved_job
 from optpipe_api.store import open_stores
 from tests.api.live import make_settings, two_stages
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
 
 pytestmark = pytest.mark.anyio
 

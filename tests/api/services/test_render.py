@@ -1,7 +1,5 @@
 """Charts for the page: what they show, their tags, and what is refused."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from contextlib import closing

@@ -1,7 +1,5 @@
 """Fetching schedules: forms, entity tags, waiting for the next improvement."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from contextlib import closing

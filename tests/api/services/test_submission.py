@@ -1,11 +1,9 @@
 """What a submission says, read once: the same from a thread and from a process."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from contextlib import closing
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -15,6 +13,7 @@ from optpipe import Model, Problem
 from optpipe.errors import OptPipeError
 from optpipe.wire import JobKind, JobOptions
 from optpipe_api import Settings
+from optpipe_api.jobs import NewJob
 from optpipe_api.services import parse_pool
 from optpipe_api.services.parse_pool import ParsePool
 from optpipe_api.services.submission import (
@@ -25,9 +24,6 @@ from optpipe_api.services.submission import (
 )
 from tests.api.live import two_stages
 from tests.strategies import problems
-
-if TYPE_CHECKING:
-    from optpipe_api.jobs import NewJob
 
 LAYER = {
     "forward_ms": 1,

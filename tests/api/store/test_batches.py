@@ -1,11 +1,9 @@
 """What a batch store must do: the promises of `optpipe_api.store.batches`, one by one."""
 
-from __future__ import annotations
-
 import threading
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -14,12 +12,20 @@ from optpipe_api.errors import (
     QueueFullError,
     TooManyJobsError,
 )
-from optpipe_api.jobs import AttemptOutcome, BatchPlan, ItemPlan, JobError, JobEvent, NewBatch
+from optpipe_api.jobs import (
+    AttemptOutcome,
+    BatchPlan,
+    BatchRecord,
+    Claim,
+    ItemPlan,
+    JobError,
+    JobEvent,
+    JobRecord,
+    NewBatch,
+    NewJob,
+)
+from optpipe_api.store import Stores
 from tests.api.store.test_jobs import LEASE_S, new, point, together
-
-if TYPE_CHECKING:
-    from optpipe_api.jobs import BatchRecord, Claim, JobRecord, NewJob
-    from optpipe_api.store import Stores
 
 OPTIONS = JobOptions(time_limit_s=5.0, seed=3)
 FAILED = AttemptOutcome(

@@ -1,13 +1,12 @@
 """Opening databases: migrated, described, or refused with a sentence."""
 
-from __future__ import annotations
-
 import socket
 import sqlite3
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
@@ -19,10 +18,6 @@ from optpipe_api.errors import StoreUnavailableError
 from optpipe_api.store import database, open_stores
 from optpipe_api.store.database import connect, reading, writing
 from optpipe_api.store.tables import metadata
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 NUM_THREADS = 16
 INSERT = sa.text("INSERT INTO api_keys VALUES (:id, :id, 'read', '', 0, NULL)")

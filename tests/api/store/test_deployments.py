@@ -1,11 +1,9 @@
 """What a deployment store must do: the promises of `optpipe_api.store.deployments`, one by one."""
 
-from __future__ import annotations
-
 import threading
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 import pytest
 import sqlalchemy as sa
@@ -13,6 +11,7 @@ import sqlalchemy as sa
 from optpipe.wire import JobOptions
 from optpipe_api.deployments import (
     REGISTERED,
+    DeploymentRecord,
     Documents,
     Judgement,
     NewDeployment,
@@ -24,17 +23,11 @@ from optpipe_api.errors import (
     StateConflictError,
 )
 from optpipe_api.jobs import JobError
+from optpipe_api.store import Stores
 from optpipe_api.store.database import reading
-from optpipe_api.store.deployments import KEPT_REPORTS
+from optpipe_api.store.deployments import KEPT_REPORTS, DeploymentStore
 from optpipe_api.store.tables import deployment_versions, deployments, measurements
 from tests.api.store.test_jobs import together
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from optpipe_api.deployments import DeploymentRecord
-    from optpipe_api.store import Stores
-    from optpipe_api.store.deployments import DeploymentStore
 
 OPTIONS = JobOptions(time_limit_s=5.0, seed=3)
 

@@ -1,7 +1,5 @@
 """More promises of `optpipe_api.store.jobs`: births, history, more time, finding jobs."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

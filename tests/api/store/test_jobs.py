@@ -1,13 +1,12 @@
 """What the job store must do on every database: the promises of `optpipe_api.store.jobs`."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -19,15 +18,18 @@ from optpipe_api.errors import (
     StateConflictError,
     TooManyKeptError,
 )
-from optpipe_api.jobs import MAX_SHARED_PRIORITY, JobError, JobEvent, Lease, NewJob, TracePoint
-from optpipe_api.store import AttemptOutcome
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from optpipe_api.jobs import Claim, JobRecord
-    from optpipe_api.store import JobStore, Stores
-    from tests.api.live import Clock
+from optpipe_api.jobs import (
+    MAX_SHARED_PRIORITY,
+    Claim,
+    JobError,
+    JobEvent,
+    JobRecord,
+    Lease,
+    NewJob,
+    TracePoint,
+)
+from optpipe_api.store import AttemptOutcome, JobStore, Stores
+from tests.api.live import Clock
 
 LEASE_S = 10.0
 FINAL = [

@@ -1,12 +1,11 @@
 """Jobs that an older version wrote: nothing of them is lost, and they can be followed."""
 
-from __future__ import annotations
-
 import json
 import sqlite3
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import sqlalchemy as sa
@@ -17,9 +16,6 @@ import optpipe_api.store
 from optpipe.wire import EventKind, JobKind, JobState
 from optpipe_api.jobs import StoredSchedule, TracePoint
 from optpipe_api.store import open_stores
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 SCRIPTS = Path(optpipe_api.store.__file__).parent / "migrations"
 BEFORE = {
