@@ -184,7 +184,6 @@ def test_errors_have_the_type_of_their_code(client) -> None:
 
 
 def test_all_that_a_submission_can_say(client) -> None:
-    """Tags, priority and a key of the caller's own stand where the service wants them."""
     script = Script(told())
     client(script).submit(
         problem([stage()]),
@@ -212,7 +211,6 @@ def test_a_model_is_submitted_as_one(client) -> None:
 
 
 def test_a_key_goes_with_every_request(client) -> None:
-    """And one that cannot be one is refused without being shown."""
     script = Script(told(), told())
     connection = client(script, api_key="opk_a_b")
     connection.job("a")
@@ -388,7 +386,6 @@ def test_a_job_is_looked_at_when_something_happened_and_only_then(client, pauses
 
 
 def test_what_is_known_already_costs_no_look(client) -> None:
-    """Of six events only the first is not what the job shows, and the last is its end."""
     now = {"state": "running", "trace": [STEP]}
     looks: list[str] = []
 
@@ -482,7 +479,6 @@ def test_streams_that_last_may_break_as_often_as_they_like(client, monkeypatch) 
 
 
 def test_a_service_that_goes_away_is_waited_for_then_unreachable(client) -> None:
-    """As with every other call."""
     gone = httpx.ConnectError("refused")
     back = Script(told(), gone, gone, told(), stream(event(1, "state", text="failed")), FAILED())
     assert [job.state for job in client(back).follow("a")] == ["running", "failed"]

@@ -78,7 +78,6 @@ def test_links_of_functions_lead_to_the_reference_when_built() -> None:
 
 
 def test_pages_show_just_the_figures_that_are_made() -> None:
-    """Each is in a page, and none is missing."""
     shown = {
         name
         for page in PAGES

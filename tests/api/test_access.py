@@ -29,7 +29,6 @@ def keys(stores: Stores) -> KeyStore:
 
 
 def test_a_new_key_is_found_and_its_text_is_kept_nowhere(keys: KeyStore, clock: Clock) -> None:
-    """The record proves the text, and holds neither it nor its secret."""
     key, text = keys.create("ci", Role.SUBMIT)
     assert keys.all() == keys.valid() == [key]
     assert (key.name, key.role) == ("ci", Role.SUBMIT)
@@ -103,7 +102,6 @@ def made(name: str = "ci", role: Role = Role.SUBMIT) -> tuple[ApiKey, str]:
 
 
 def test_keys_differ_and_nothing_but_a_key_has_an_id() -> None:
-    """A hundred new keys have a hundred ids; texts of another form have none."""
     texts = [mint() for _ in range(100)]
     assert len({id_of(text) for text in texts}) == 100
     text = texts[0]
@@ -127,7 +125,6 @@ class Loader:
 
 
 async def test_a_thousand_requests_read_the_keys_once(clock) -> None:
-    """Within four seconds, also where they come at once."""
     key, text = made()
     load = Loader(key)
     ring = KeyRing(load, clock)
@@ -202,7 +199,6 @@ def ask(app: Starlette, *requests: dict[str, str], path: str = "/v1/jobs") -> li
 
 
 def test_a_key_comes_as_bearer_or_in_a_header_of_its_own() -> None:
-    """Schemes are case-insensitive; spaces around a key do not matter."""
     key, text = made("ci", Role.READ)
     answers = ask(
         gated(Loader(key)),
@@ -226,7 +222,6 @@ def test_a_key_comes_as_bearer_or_in_a_header_of_its_own() -> None:
     ],
 )
 def test_a_request_without_a_known_key_is_refused_without_echo(headers) -> None:
-    """401 says how to bring a key, and repeats nothing of what came."""
     key, _ = made()
     encoded = {name: value.encode("latin-1") for name, value in headers.items()}
     (answer,) = ask(gated(Loader(key)), encoded)
@@ -268,7 +263,6 @@ def test_a_bucket_fills_up_again_within_a_minute_and_no_further(clock) -> None:
 
 
 def test_buckets_of_endlessly_many_addresses_are_forgotten(clock) -> None:
-    """Memory is bounded, and the last ones used are kept."""
     rates = Rates(1, clock)
     for number in range(20_000):
         rates.take(str(number))

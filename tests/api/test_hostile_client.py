@@ -37,7 +37,6 @@ def http(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
 def test_what_the_driver_says_of_the_database_stays_in_the_log(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Neither where it is nor why it does not answer; a request and `/readyz` alike."""
     settings = make_settings(tmp_path)
     with running(settings) as (url, app), httpx.Client(base_url=url, timeout=120) as http:
         app.state.service._stores.engine.dispose()

@@ -79,7 +79,6 @@ def test_a_job_is_counted_from_submission_to_end(http) -> None:
 
 
 def test_an_answer_from_the_cache_is_counted_as_one(http) -> None:
-    """It waited for nothing and solved nothing."""
     solve(http, 3)
     before = scrape(http)
     solve(http, 3)

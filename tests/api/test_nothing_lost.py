@@ -256,7 +256,6 @@ def database(request, tmp_path) -> tuple[str, int]:
 def test_servers_may_die_where_they_write(
     tmp_path, database: tuple[str, int], points: list[str]
 ) -> None:
-    """At each point, once at least."""
     url, num_servers = database
     with ExitStack() as stack:
         store = stack.enter_context(closing(open_stores(url))).jobs

@@ -24,7 +24,6 @@ def retention(stores, clock) -> Retention:
 
 
 def test_only_what_ended_long_ago_goes(stores, retention, clock) -> None:
-    """Not what was submitted long ago and still waits or runs, nor what ended lately."""
     old, running_job, queued = (add(stores, name) for name in ("old", "running", "queued"))
     finish(stores, old)
     claim = stores.jobs.claim("me", 1e9)
@@ -44,7 +43,6 @@ def test_only_what_ended_long_ago_goes(stores, retention, clock) -> None:
 
 
 def test_jobs_of_a_deployment_stay_while_it_goes_on(stores, retention, clock) -> None:
-    """When it has ended long ago it goes, and its jobs with it."""
     deployment, _ = stores.deployments.add(new_deployment(), max_queued=9)
     job = add(stores, "its", deployment_id=deployment.id)
     finish(stores, job)

@@ -167,7 +167,6 @@ def test_it_is_a_batch_like_any_other(http) -> None:
 
 
 def test_items_end_one_by_one(tmp_path) -> None:
-    """A number at once, the start's; a cancelled item keeps it."""
     with connected(starting(tmp_path, solver_processes=1)) as http:
         job = solved(http, "waits")
         batch = ask(http, job, wait=0)
@@ -320,7 +319,6 @@ def test_a_schedule_that_is_too_large_says_where_it_can_be_asked(http, monkeypat
 
 
 def test_a_what_if_belongs_to_whoever_asks(tmp_path) -> None:
-    """About his own jobs; an admin about anybody's."""
     roles = {"ann": Role.SUBMIT, "bob": Role.SUBMIT, "root": Role.ADMIN, "eye": Role.READ}
     with keyed(starting(tmp_path, require_keys=True), **roles) as as_:
         job = solved(as_["ann"], "keeps")

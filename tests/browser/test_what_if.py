@@ -120,7 +120,6 @@ def test_each_answer_leads_to_its_schedule_beside_the_one_before(visit: Visit, u
 
 
 def test_answers_appear_as_their_searches_end(visit: Visit, url: str) -> None:
-    """One is cancelled, the others go on; after a reload in between, too."""
     job = solved(url, "waits")
     batch = asked(url, job, wait=0)
     page = visit.open(address(job, batch))
@@ -170,7 +169,6 @@ def test_what_was_deleted_since_can_be_asked_again(visit: Visit, url: str) -> No
 
 
 def test_a_phone_in_the_dark_shows_it_and_the_keyboard_asks(chromium: Browser, url: str) -> None:
-    """360 pixels, without scrolling sideways."""
     job = solved(url, "gains")
     with visiting(chromium, url, PHONE, "dark") as visit:
         page = visit.open(f"?job={job['id']}")

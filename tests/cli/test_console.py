@@ -40,7 +40,6 @@ def test_a_name_with_escape_codes_is_printed_as_text(tmp_path, optpipe, command)
 @pytest.mark.parametrize("console", [stdout, stderr])
 @pytest.mark.usefixtures("terminal")
 def test_control_characters_are_seen_and_hide_nothing_beside_them(console, capsys) -> None:
-    """Each takes a cell, in tables, too."""
     console().print(f"[bold]{NAME}[/bold]\tand\nmore", soft_wrap=True)
     table = Table("name", box=None, pad_edge=False)
     table.add_row("\x1b" * 4 + "abcdef")

@@ -37,7 +37,6 @@ def write(folder: Path, whole, rows) -> tuple[Path, Path]:
 def test_every_form_is_written_to_a_file_or_to_the_terminal(
     optpipe, plain, tmp_path, target: str
 ) -> None:
-    """The same text; the file is named on stderr, so that stdout can be piped."""
     code, out, err = optpipe("export", *plain, "--to", target)
     assert (code, err) == (0, "")
     assert out.startswith(FIRST_WORDS[target])
@@ -93,7 +92,6 @@ def test_what_a_runtime_cannot_run_is_refused(optpipe, tmp_path, target, message
 
 
 def test_a_trace_holds_everything(optpipe, tmp_path) -> None:
-    """Also what no other form can."""
     paths = write(tmp_path, *everything_at_once())
     code, out, _ = optpipe("export", *paths, "--to", "trace")
     assert code == 0

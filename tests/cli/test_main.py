@@ -263,7 +263,6 @@ def test_a_place_that_cannot_be_written_is_refused_before_solving(
 def test_check_refuses_a_record_whose_numbers_are_not_its_programs(
     optpipe, problem_file, schedule_file, tmp_path
 ) -> None:
-    """A claim edited by hand."""
     data = json.loads(schedule_file.read_text())
     edited = tmp_path / "edited.json"
     edited.write_text(json.dumps({**data, "makespan_ms": data["makespan_ms"] / 2}))
@@ -274,7 +273,6 @@ def test_check_refuses_a_record_whose_numbers_are_not_its_programs(
 
 @pytest.mark.parametrize("name", ["a.svg", "a.html", "a.json"])
 def test_solve_draws_what_it_found(optpipe, problem_file, tmp_path, name: str) -> None:
-    """In one go; a trace holds our schedule alone."""
     drawn = tmp_path / name
     done = optpipe("solve", problem_file, "--method", "greedy", "--plot", drawn)
     assert done.code == 0, done.err
@@ -291,7 +289,6 @@ def test_solve_refuses_a_picture_it_cannot_draw_before_it_solves(optpipe, proble
 
 
 def test_solve_refuses_a_picture_that_takes_longer_than_its_limit(optpipe, tmp_path) -> None:
-    """Before it solves, and with a way to the picture."""
     path = tmp_path / "large.json"
     path.write_text(json.dumps(document([stage(d) for d in range(64)], m=512)))
     done = optpipe("solve", path, "--plot", tmp_path / "a.html")

@@ -13,7 +13,6 @@ ROWS = programs("0F0 0B0 0F1 0B1")
 
 @given(cases())
 def test_every_start_is_legal_for_its_changed_problem(case: Case) -> None:
-    """And the problem is changed indeed."""
     for question in questions(case.problem, case.programs):
         if isinstance(question, WhatIfQuestion):
             check(question.problem, question.start)

@@ -303,7 +303,6 @@ def test_any_schedule_it_takes_runs_as_planned(rng: random.Random) -> None:
 
 
 def test_nodes_carry_the_simulated_times_and_the_peers() -> None:
-    """In ms; a communication node has the moment when its tensor exists."""
     whole = problem([stage(0, 2), stage(1, 3)], m=2)
     rows = one_f_one_b(2, 2)
     first, second = load(dump_python_list(whole, rows))["scheduled_nodes"](GRAPH)

@@ -216,7 +216,6 @@ def write(path: Path, content: str | bytes) -> Path:
     ],
 )
 def test_files_that_are_no_such_trace_are_refused(tmp_path: Path, content, message) -> None:
-    """The message names the file, the place and what to do."""
     path = write(tmp_path / "broken.json", content)
     with pytest.raises(MeasurementError, match=message) as refused:
         read_kineto([path])

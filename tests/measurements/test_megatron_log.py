@@ -162,6 +162,5 @@ def test_recomputation_is_said_to_be_in_the_backward() -> None:
     ],
 )
 def test_logs_that_do_not_say_enough_are_refused(log, run, message) -> None:
-    """The message says what is missing and which option of Megatron or ours gives it."""
     with pytest.raises(MeasurementError, match=message):
         read_megatron(log, run)

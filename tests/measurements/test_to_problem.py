@@ -79,7 +79,6 @@ def test_too_few_times_are_refused(times, message) -> None:
 
 
 def test_the_micro_batches_seen_are_counted() -> None:
-    """Without a number given, one more than the largest micro-batch."""
     samples = [Sample(stage=0, action="F", time_ms=1, microbatch=j) for j in range(6)]
     samples.append(Sample(stage=0, action="B", time_ms=1, microbatch=0))
     asked = Given(stage=ENOUGH.stage, device=ENOUGH.device)
@@ -214,7 +213,6 @@ def test_a_recomputation_takes_what_was_measured_or_a_forward() -> None:
 
 
 def test_every_assumption_is_noted() -> None:
-    """Unknown sizes, an unmeasured recomputation and a free link: a sentence each."""
     times = {(s, a): [1.0] for s in range(2) for a in ("F", "I", "W", "RECOMPUTE")}
     asked = Given(
         num_microbatches=1, stage=StageFacts(activation_bytes=9, offload_bytes=9),

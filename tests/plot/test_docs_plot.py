@@ -41,7 +41,6 @@ def test_the_python_runs(workplace) -> None:
 
 
 def test_the_page_shows_the_picture_of_the_project() -> None:
-    """And every file that it links to is there."""
     named = re.findall(r"\]\((?!https?:)([^)#]+)\)", PAGE)
     assert "images/before-after.svg" in named
     assert [name for name in named if not (ROOT / "docs" / name).exists()] == []

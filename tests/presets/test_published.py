@@ -33,7 +33,6 @@ def rows() -> list[Row]:
 
 
 def test_no_error_is_larger_than_documented(rows) -> None:
-    """Row by row."""
     for row in rows:
         if row.used.startswith("not stated: "):
             assert math.isnan(row.error)

@@ -71,7 +71,6 @@ def made(http: httpx.Client, request: dict[str, Any], **options: Any) -> dict[st
 
 
 def test_a_sweep_becomes_a_job_of_each_combination(instant) -> None:
-    """Progress, items and jobs of a sweep; one of its limits is too small for anything."""
     batch = made(instant, body() | {"tags": ["b", "a"], "priority": 3, "name": "sweep"})
     assert (batch["name"], batch["is_finished"], batch["progress"]) == ("sweep", True, 1.0)
     assert batch["counts"] == {
@@ -99,7 +98,6 @@ def test_a_sweep_becomes_a_job_of_each_combination(instant) -> None:
 
 
 def test_a_list_of_problems_is_a_batch_too(instant) -> None:
-    """Each listed problem is an item, under its own name."""
     problems = [two_stages("one"), two_stages("two", num_microbatches=2)]
     batch = made(instant, {"problems": problems})
     assert [item["name"] for item in batch["items"]] == ["one", "two"]
@@ -108,7 +106,6 @@ def test_a_list_of_problems_is_a_batch_too(instant) -> None:
 
 
 def test_what_was_solved_before_is_answered_at_once(instant) -> None:
-    """The second sweep over the same problem is all hits, and finished when it is answered."""
     axes = {"num_microbatches": [5, 6]}
     made(instant, body("first", axes))
     answer = instant.post(BASE, json=body("second", axes))
@@ -119,7 +116,6 @@ def test_what_was_solved_before_is_answered_at_once(instant) -> None:
 
 
 def test_a_repeated_key_makes_one_batch(instant) -> None:
-    """The same request is answered with the same batch, another one refused."""
     key = {"Idempotency-Key": "batch"}
     batch = made(instant, body("once"), headers=key)
     assert made(instant, body("once"), headers=key) == batch
@@ -127,7 +123,6 @@ def test_a_repeated_key_makes_one_batch(instant) -> None:
 
 
 def test_lists_show_progress_page_by_page(instant) -> None:
-    """Newest first, without items."""
     ids = [made(instant, body(f"listed {index}"))["id"] for index in range(3)]
     first = instant.get(BASE, params={"limit": 2}).json()
     second = instant.get(BASE, params={"limit": 1, "cursor": first["next"]}).json()
@@ -158,12 +153,10 @@ def test_lists_show_progress_page_by_page(instant) -> None:
     ],
 )
 def test_what_breaks_a_rule_is_refused_and_nothing_is_made(instant, change, words: str) -> None:
-    """A batch is taken whole or not at all."""
     assert words in refused(instant, body() | change)
 
 
 def test_listed_problems_are_refused_by_their_place(instant) -> None:
-    """Faults name the problem; axes do not go with a list, and an empty list is none."""
     bad = two_stages() | {"num_microbatches": 0}
     assert "problems[1]: num_microbatches = 0" in refused(
         instant, {"problems": [two_stages(), bad]}
@@ -184,7 +177,6 @@ def test_too_many_items_are_refused_with_both_numbers(instant) -> None:
 
 
 def test_an_item_that_is_too_large_is_named(instant) -> None:
-    """The service's own limits hold for every item."""
     detail = refused(instant, body("b", {"num_microbatches": [4, 501]}))
     assert "item 1 (b num_microbatches = 501): num_microbatches = 501: stages x" in detail
 
@@ -213,7 +205,6 @@ def test_problems_that_are_too_large_together_are_refused(monkeypatch) -> None:
 
 
 def test_a_queue_without_room_for_all_takes_none(tmp_path) -> None:
-    """Two fit, the third does not: 429, and no job was made."""
     with connected(make_settings(tmp_path, max_queued_jobs=2)) as http:
         assert "the limit is 2" in refused(http, body(), 429)
 
@@ -222,7 +213,6 @@ def test_a_queue_without_room_for_all_takes_none(tmp_path) -> None:
 
 
 def test_the_table_comes_as_json_csv_and_markdown(instant) -> None:
-    """One row per item, in order, in each form."""
     batch = made(instant, body("table"))
     url = f"{BASE}/{batch['id']}/table"
     rows = instant.get(url).json()["rows"]
@@ -241,7 +231,6 @@ def test_the_table_comes_as_json_csv_and_markdown(instant) -> None:
 
 
 def test_the_frontier_comes_as_numbers_and_as_a_picture(instant) -> None:
-    """A line per number of micro-batches, from the least memory to the most."""
     axes = {"num_microbatches": [2, 4], "memory_scale": SCALES}
     batch = made(instant, body("frontier", axes))
     url = f"{BASE}/{batch['id']}/frontier"
@@ -263,7 +252,6 @@ def test_the_frontier_comes_as_numbers_and_as_a_picture(instant) -> None:
 
 @pytest.mark.parametrize("path", ["", "/table", "/frontier"])
 def test_an_unknown_batch_is_not_found(instant, path: str) -> None:
-    """Whatever is asked of it."""
     for batch_id in ("0" * 32, "x"):
         answer = instant.get(f"{BASE}/{batch_id}{path}")
         assert (answer.status_code, answer.json()["code"]) == (404, "batch.not_found")
@@ -309,7 +297,6 @@ def test_an_ended_batch_is_monotone_whatever_its_solvers_did(
 
 
 def test_cancel_ends_what_waits_and_stops_what_runs(tmp_path) -> None:
-    """One item runs and keeps its schedule, two wait; the batch then has ended."""
     settings = make_settings(tmp_path, solver_processes=1, lease_s=60.0)
     with connected(settings) as http:
         axes = {"stages[0].grad_sync_ms": [3, 2, 1]}
@@ -353,7 +340,6 @@ def test_retry_queues_failed_items_again_as_the_same_jobs(tmp_path) -> None:
 
 
 def test_batches_of_others_do_not_exist(tmp_path) -> None:
-    """Neither shown nor listed nor changed; admins see whose they are, readers make none."""
     settings = make_settings(tmp_path, require_keys=True, max_jobs_per_key=3)
     roles = {"ann": Role.SUBMIT, "bob": Role.SUBMIT, "eve": Role.READ, "root": Role.ADMIN}
     with keyed(settings, **roles) as as_:

@@ -30,7 +30,6 @@ def test_the_catalogue_names_every_model_and_accelerator_with_its_source(http) -
 
 
 def test_an_estimate_is_the_one_of_the_package(http) -> None:
-    """The same problem as `optpipe.presets.estimate` makes of the same arguments."""
     asked = {
         "model": "llama3-70b",
         "gpu": "h100",
@@ -140,7 +139,6 @@ def test_a_variant_is_that_of_a_sweep(http) -> None:
 
 
 def test_a_variant_that_breaks_a_rule_is_refused(http) -> None:
-    """The problem's own fault, or the value's."""
     fault(
         http.post("/v1/variants", json={"problem": two_stages(num_microbatches=0)}),
         422,

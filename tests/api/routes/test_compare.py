@@ -145,7 +145,6 @@ def test_illegal_options_are_refused_with_the_path(fake, options, line: str) -> 
 
 
 def test_what_a_submission_is_refused_for_a_comparison_is_too(fake) -> None:
-    """Illegal and large problems, foreign forms, large bodies; nothing is run for them."""
     fault(submit(fake, num_microbatches=-1), 422, "problem.invalid")
     detail = fault(submit(fake, num_microbatches=600), 422, "problem.invalid")
     assert "OPTPIPE_MAX_CELLS" in detail["detail"]
@@ -242,7 +241,6 @@ def test_methods_are_those_of_the_solver_each_with_a_line(fake) -> None:
 
 
 def test_a_job_of_an_unknown_method_is_refused_with_the_known_ones(fake) -> None:
-    """Before it is queued; a known one is taken."""
     body = {"problem": two_stages(), "options": {"method": "1f1c"}}
     known = fake.get("/v1/jobs").json()["jobs"]
     detail = fault(fake.post("/v1/jobs", json=body), 422, "input.invalid")

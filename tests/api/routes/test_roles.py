@@ -63,7 +63,6 @@ def test_the_document_says_that_a_key_is_wanted_and_where_not(nobody) -> None:
 
 
 def test_a_key_says_whose_it_is_and_what_it_may(as_) -> None:
-    """The page offers what the role allows; the key itself is never told."""
     for name, role in ROLES.items():
         told = as_[name].get("/v1/key").json()
         assert told == {"name": name, "role": role}
@@ -90,7 +89,6 @@ def test_a_reader_may_look_and_not_submit(as_) -> None:
 
 
 def test_owners_do_not_see_each_other_and_an_admin_sees_all(as_) -> None:
-    """Another's job is not found, whatever is asked of it; his lists do not hold it."""
     query = {"wait": 10}
     body = {"problem": two_stages("mine")}
     job = as_["alice"].post("/v1/jobs", params=query, json=body).json()

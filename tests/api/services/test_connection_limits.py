@@ -37,7 +37,6 @@ def test_connections_are_counted_per_server_and_per_key() -> None:
 
 
 def test_a_place_is_given_back_when_the_block_fails() -> None:
-    """A refusal takes none, and a fault gives it back."""
     connections = ConnectionLimit(1, 1)
     for _ in range(3):
         with pytest.raises(ZeroDivisionError), connections.counted(ANN, Purpose.WAIT):
@@ -46,7 +45,6 @@ def test_a_place_is_given_back_when_the_block_fails() -> None:
 
 
 def test_without_keys_only_the_server_s_own_number_counts() -> None:
-    """Nobody has a key then, and all are one."""
     connections = ConnectionLimit(MOST, 1)
     with connections.counted(ANYBODY, Purpose.STREAM), connections.counted(ANYBODY, Purpose.STREAM):
         assert connections.num_open(Purpose.STREAM) == 2
@@ -112,7 +110,6 @@ def crowd(shared: Crowd) -> Iterator[Crowd]:
 
 
 def test_streams_beyond_the_limit_are_refused_until_one_ends(crowd: Crowd) -> None:
-    """By the key's number, then by the server's; a client that hangs up counts no more."""
     with ExitStack() as stack:
         for name in ("ann", "ann"):
             assert stack.enter_context(crowd.stream(name)).status_code == 200

@@ -67,7 +67,6 @@ def test_what_takes_too_much_is_refused_and_the_next_body_is_read(
 
 
 def test_who_ends_a_process_takes_no_other_body_with_it(pool) -> None:
-    """A neighbour that is read at the same time, and those that wait."""
     lengths: list[int] = []
     threads = [
         threading.Thread(

@@ -61,7 +61,6 @@ def test_each_form_has_a_tag_by_which_it_is_known(http, ended, path, form) -> No
 
 
 def test_an_ended_job_does_not_wait(http, path) -> None:
-    """Nothing better will come: 304 at once."""
     tag = http.get(path).headers["etag"]
     began = time.monotonic()
     answer = http.get(path, params={"wait": 60}, headers={"If-None-Match": tag})

@@ -115,7 +115,6 @@ def test_a_refusal_is_the_same_from_anywhere(anywhere, body: Any, words: str) ->
 
 @given(problems(), st.floats(0.1, 10))
 def test_a_shape_does_not_depend_on_names_and_numbers(problem: Problem, factor: float) -> None:
-    """Times, sizes and names change nothing; what an action may do, and where, does."""
     stages = [
         stage.model_copy(update={"forward_ms": stage.forward_ms * factor})
         for stage in problem.stages

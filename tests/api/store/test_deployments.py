@@ -254,7 +254,6 @@ def test_a_report_whose_measuring_fails_is_not_kept(store) -> None:
 
 
 def test_an_ended_deployment_is_deleted_with_its_versions_and_reports(store) -> None:
-    """Not before its end, and nothing of another one."""
     gone, other = (published(store) for _ in range(2))
     for known in (gone, other):
         store.report(known.id, Report(version=1, document="a"), joined)

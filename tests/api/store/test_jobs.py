@@ -183,7 +183,6 @@ def test_a_key_runs_no_more_at_a_server_than_it_may(store) -> None:
 
 
 def test_many_claimers_at_once_keep_turns_and_limits(store, open_store) -> None:
-    """Each counts what the others have taken: 2 of each key, however they meet."""
     for owner in "ab":
         submit(store, owner, number=6)
     stores = [open_store() for _ in range(4)]
