@@ -35,17 +35,7 @@ from optpipe.errors import (
 from optpipe.formats.json import load_model
 from optpipe_api.requests.jobs import OptionsBody, SearchOptions, SubmissionOptions
 from tests.building import problem, stage
-from tests.client_script import (
-    JOB,
-    Script,
-    event,
-    fault,
-    noted_pauses,
-    plain,
-    stream,
-    told,
-    waited,
-)
+from tests.client_script import JOB, Script, event, fault, noted_pauses, plain, stream, told, waited
 
 Open = Callable[..., Any]
 ROOT = Path(__file__).parent.parent

@@ -94,11 +94,7 @@ def _find(problem: Problem, program: Program) -> list[_Relief]:
 
 
 def _judge(
-    device: int,
-    program: Program,
-    reliefs: Sequence[_Relief],
-    peaks: NDArray[np.int64],
-    limit: int,
+    device: int, program: Program, reliefs: Sequence[_Relief], peaks: NDArray[np.int64], limit: int
 ) -> list[StageRelief]:
     unneeded = _unneeded(peaks, reliefs, limit)
     groups: dict[tuple[int, Literal["offload", "recompute"]], list[_Relief]] = defaultdict(list)
@@ -132,11 +128,7 @@ def _unneeded(peaks: NDArray[np.int64], reliefs: Sequence[_Relief], limit: int) 
 
 
 def _relief(
-    program: Program,
-    peaks: NDArray[np.int64],
-    relief: _Relief,
-    limit: int,
-    unneeded: set[_Relief],
+    program: Program, peaks: NDArray[np.int64], relief: _Relief, limit: int, unneeded: set[_Relief]
 ) -> Relief:
     if _most(peaks, relief) + relief.saved > limit:
         verdict = Necessity.NEEDED

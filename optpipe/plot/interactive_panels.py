@@ -318,10 +318,7 @@ def draw_memory(
     source = ColumnDataSource(shown)
     _draw_areas(plot, source, look)
     limit = Span(
-        location=limits[chosen] / size,
-        dimension="width",
-        line_color=look.limit,
-        line_width=1.5,
+        location=limits[chosen] / size, dimension="width", line_color=look.limit, line_width=1.5
     )
     plot.add_layout(limit)
     plot.yaxis.ticker.desired_num_ticks = 3
@@ -491,9 +488,7 @@ def _add_title(plot: Any, text: str, *, is_bold: bool = True) -> Title:
     another line.
     """
     title = Title(
-        text=text,
-        text_font_style="bold" if is_bold else "normal",
-        name=f"{plot.name}-title",
+        text=text, text_font_style="bold" if is_bold else "normal", name=f"{plot.name}-title"
     )
     plot.add_layout(title, "above")
     return title

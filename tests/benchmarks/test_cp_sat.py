@@ -103,10 +103,7 @@ TINY |= {
     "span": problem([stage(0), stage(1, 3, 2, 2)], m=2, objective="span"),
     "forward workspace": _tight(w=1, forward_workspace_bytes=6),
     "weight workspace": _tight(
-        w=1,
-        weight_context_bytes=5,
-        backward_weight_workspace_bytes=6,
-        backward_workspace_bytes=6,
+        w=1, weight_context_bytes=5, backward_weight_workspace_bytes=6, backward_workspace_bytes=6
     ),
     "fused workspace": _tight(w=3, backward_ms=4, backward_workspace_bytes=6),
     "recompute workspace": problem(

@@ -85,10 +85,7 @@ def test_a_problem_too_large_for_a_link_is_said_to_be(visit: Visit) -> None:
     [
         ("{not json", "is not JSON"),
         ("[1]", "holds no JSON object"),
-        (
-            json.dumps(two_stages(num_microbatches=-3)),
-            "num_microbatches = -3: must be >= 1",
-        ),
+        (json.dumps(two_stages(num_microbatches=-3)), "num_microbatches = -3: must be >= 1"),
         (json.dumps(two_stages(colour="red")), "colour"),
     ],
 )

@@ -47,9 +47,7 @@ def test_control_characters_are_seen_and_hide_nothing_beside_them(console, capsy
     captured = capsys.readouterr()
     text = captured.out + captured.err
     assert controls(text) == set()
-    assert text.startswith(
-        "mine\u241b]0;yours\u2407\u241b[2J\u240dover\ufffd2J\u2421",
-    )
+    assert text.startswith("mine\u241b]0;yours\u2407\u241b[2J\u240dover\ufffd2J\u2421")
     assert "and\nmore\n" in text
     assert "\u241b" * 4 + "abcdef" in text
 

@@ -171,11 +171,7 @@ def test_ctrl_c_keeps_what_there_is(optpipe, problem_file, tmp_path, monkeypatch
     ],
 )
 def test_mistakes_are_found_before_anything_is_solved(
-    optpipe,
-    problem_file,
-    solved,
-    arguments: list[str],
-    words: str,
+    optpipe, problem_file, solved, arguments: list[str], words: str
 ) -> None:
     code, _, err = optpipe("sweep", problem_file, *arguments)
     assert (code, solved) == (2, [])

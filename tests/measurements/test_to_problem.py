@@ -114,11 +114,7 @@ def test_only_times_of_a_base_problem_are_replaced() -> None:
     expected = base.model_dump(by_alias=True)
     expected["name"] = "base, times from test"
     expected["stages"] = list(expected["stages"])
-    expected["stages"][0] |= {
-        "forward_ms": 10,
-        "backward_input_ms": 20,
-        "backward_weight_ms": 30,
-    }
+    expected["stages"][0] |= {"forward_ms": 10, "backward_input_ms": 20, "backward_weight_ms": 30}
     assert built == Problem.parse(expected)
 
 
@@ -252,10 +248,7 @@ def test_the_first_step_of_each_rank_is_left_out() -> None:
         run.without_warmup(2)
 
 
-@given(
-    times=st.lists(st.floats(0.001, 1000), min_size=1, max_size=30),
-    more=st.integers(0, 3),
-)
+@given(times=st.lists(st.floats(0.001, 1000), min_size=1, max_size=30), more=st.integers(0, 3))
 @few(30)
 def test_a_minority_of_outliers_stays_within_the_others(times, more) -> None:
     """The median lies between the least and greatest of the ordinary samples."""

@@ -12,12 +12,7 @@ import pytest
 from bokeh.models import ColumnDataSource, CustomJS, Range1d
 
 from optpipe import load_csv
-from optpipe.plot.interactive import (
-    chart_html,
-    chart_item,
-    frontier_chart,
-    schedule_chart,
-)
+from optpipe.plot.interactive import chart_html, chart_item, frontier_chart, schedule_chart
 from optpipe.plot.scene import KINDS, NO_MICROBATCH, View, drawing_of
 from optpipe.sweep import FrontierLine
 from tests.building import everything_at_once, problem, stage

@@ -28,12 +28,7 @@ from optpipe_api.errors import (
 )
 from optpipe_api.jobs import JobError, JobStart
 from optpipe_api.services.cache import MOST_TRIED
-from optpipe_api.services.submission import (
-    check_stages,
-    measured_problem,
-    solved_job,
-    times_of,
-)
+from optpipe_api.services.submission import check_stages, measured_problem, solved_job, times_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -500,9 +495,7 @@ def start_from(problem: Problem, schedule: str, version: int) -> JobStart:
     method = f"version {version} of the deployment"
     true = evaluate(problem, load_schedule(schedule).programs, Provenance(method=method))
     return JobStart(
-        schedule=true.model_dump_json(by_alias=True),
-        objective_ms=true.objective_ms,
-        method=method,
+        schedule=true.model_dump_json(by_alias=True), objective_ms=true.objective_ms, method=method
     )
 
 

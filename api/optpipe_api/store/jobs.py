@@ -93,15 +93,7 @@ from optpipe_api.store.tables import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
-__all__ = [
-    "AttemptOutcome",
-    "JobStore",
-    "finish",
-    "forget",
-    "give_back",
-    "hand_on",
-    "prolong",
-]
+__all__ = ["AttemptOutcome", "JobStore", "finish", "forget", "give_back", "hand_on", "prolong"]
 
 
 _IS_QUEUED = jobs.c.state == JobState.QUEUED.value

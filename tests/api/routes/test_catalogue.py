@@ -14,11 +14,7 @@ from tests.api.live import two_stages
 from tests.api.routes.test_jobs import fault
 from tests.strategies import problems
 
-NEUTRAL: dict[str, Any] = {
-    "pcie_scale": 1.5,
-    "link_scale": 1.5,
-    "latency_ms": 3.5,
-}
+NEUTRAL: dict[str, Any] = {"pcie_scale": 1.5, "link_scale": 1.5, "latency_ms": 3.5}
 
 
 def test_the_catalogue_names_every_model_and_accelerator_with_its_source(http) -> None:

@@ -111,11 +111,7 @@ def test_rows_come_as_markdown(fake) -> None:
 
 
 def test_options_reach_the_comparison_and_left_out_ones_take_defaults(fake) -> None:
-    workload = {
-        "tokens_per_microbatch": 7.0,
-        "flops_per_microbatch": 8.0,
-        "peak_flops_per_s": 9.0,
-    }
+    workload = {"tokens_per_microbatch": 7.0, "flops_per_microbatch": 8.0, "peak_flops_per_s": 9.0}
     given = {"time_limit_s": 3, "threads": 2, "seed": 5, "workload": workload}
     (row,) = compare(fake, options=given).json()["rows"]
     assert row["method"] == "limit=3 threads=2 seed=5"

@@ -339,11 +339,7 @@ def test_a_database_that_does_not_answer_is_503_and_a_bug_is_500_with_an_id(
 
     server = running(make_settings(tmp_path))
     # As text the log draws the stack with all its locals, which takes many seconds.
-    with (
-        logging_as("json"),
-        server as (url, app),
-        httpx.Client(base_url=url, timeout=120) as http,
-    ):
+    with logging_as("json"), server as (url, app), httpx.Client(base_url=url, timeout=120) as http:
 
         def no_answer(*_):
             raise StoreUnavailableError("the disk is full; make room")

@@ -25,12 +25,7 @@ from optpipe_api.services.submission import (
 from tests.api.live import two_stages
 from tests.strategies import problems
 
-LAYER = {
-    "forward_ms": 1,
-    "backward_input_ms": 1,
-    "backward_weight_ms": 1,
-    "activation_bytes": 10,
-}
+LAYER = {"forward_ms": 1, "backward_input_ms": 1, "backward_weight_ms": 1, "activation_bytes": 10}
 MODEL = {
     "name": "m",
     "num_microbatches": 3,

@@ -18,10 +18,7 @@ from optpipe_api.deployments import (
     NewVersion,
     Report,
 )
-from optpipe_api.errors import (
-    DeploymentNotFoundError,
-    StateConflictError,
-)
+from optpipe_api.errors import DeploymentNotFoundError, StateConflictError
 from optpipe_api.jobs import JobError
 from optpipe_api.store import Stores
 from optpipe_api.store.database import reading

@@ -91,12 +91,7 @@ def assert_migrated(url: str) -> None:
             TracePoint(seconds=s, method=m, objective_ms=o, bound_ms=b) for s, m, o, b in TRACE
         ]
         kinds = [entry.kind for entry in store.history(done.id)]
-        assert kinds == [
-            EventKind.INCUMBENT,
-            EventKind.BOUND,
-            EventKind.INCUMBENT,
-            EventKind.STATE,
-        ]
+        assert kinds == [EventKind.INCUMBENT, EventKind.BOUND, EventKind.INCUMBENT, EventKind.STATE]
         assert store.history(done.id)[-1].is_final
         assert [entry.text for entry in store.history(waiting.id)] == ["queued"]
         claim = store.claim("worker", 9.0)
