@@ -129,14 +129,6 @@ def test_a_store_that_does_not_answer_is_a_number() -> None:
     assert value(samples, "optpipe_http_requests_total", method="GET", route="/", status="200") == 1
 
 
-def test_two_applications_in_one_process_count_for_themselves() -> None:
-    one, other = ServiceMetrics(), ServiceMetrics()
-    one.answered("GET", "/", 200, 0.1)
-    labels = {"method": "GET", "route": "/", "status": "200"}
-    assert value(read(one.text().decode()), "optpipe_http_requests_total", **labels) == 1
-    assert value(read(other.text().decode()), "optpipe_http_requests_total", **labels) == 0
-
-
 def test_a_stalled_event_loop_is_measured() -> None:
     metrics = ServiceMetrics()
 

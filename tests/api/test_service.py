@@ -60,24 +60,6 @@ def test_jobs_of_a_deployment_stay_while_it_goes_on(stores, retention, clock) ->
         stores.deployments.get(deployment.id)
 
 
-def test_a_batch_goes_whole_with_its_last_job(stores, retention, clock) -> None:
-    add_batch(stores, "b" * 32)
-    add_batch(stores, "c" * 32)
-    first = add(stores, "first", batch_id="b" * 32, batch_index=0)
-    finish(stores, first)
-    second = add(stores, "second", batch_id="b" * 32, batch_index=1)
-    other = add(stores, "other", batch_id="c" * 32, batch_index=0)
-    clock.now += 20 * DAY_S
-    retention.sweep()
-    assert ids(stores) == {first.id, second.id, other.id}
-    finish(stores, second)
-    clock.now += 11 * DAY_S
-    retention.sweep()
-    assert ids(stores) == {other.id}
-    with stores.engine.connect() as connection:
-        assert list(connection.execute(sa.select(tables.batches.c.id)).scalars()) == ["c" * 32]
-
-
 def test_a_thousand_old_jobs_go_in_one_sweep(stores, retention, clock) -> None:
     job = add(stores, "old")
     finish(stores, job)
@@ -120,19 +102,6 @@ def finish(stores: Stores, job: JobRecord) -> None:
     assert claim.job.id == job.id
     outcome = AttemptOutcome(event=JobEvent.SUCCEED)
     assert stores.jobs.finish(claim.lease, outcome) is not None
-
-
-def add_batch(stores: Stores, batch_id: str) -> None:
-    values = {
-        "id": batch_id,
-        "name": "sweep",
-        "owner": "ann",
-        "created_at": 0.0,
-        "request_hash": "",
-        "document": '{"items": []}',
-    }
-    with stores.engine.begin() as connection:
-        connection.execute(sa.insert(tables.batches).values(values))
 
 
 def ids(stores: Stores) -> set[str]:

@@ -86,10 +86,3 @@ def test_a_server_without_bokeh_has_a_page_without_charts(tmp_path, monkeypatch)
     with connected(make_settings(tmp_path)) as http:
         assert 'data-bokeh=""' in http.get("/").text
         assert http.get(f"{BOKEH}/bokeh.min.js").status_code == 404
-
-
-def test_the_page_is_open_where_keys_are_wanted(tmp_path) -> None:
-    with connected(make_settings(tmp_path, require_keys=True)) as http:
-        assert http.get("/").status_code == 200
-        assert http.get("/page/main.js").status_code == 200
-        assert http.get("/v1/presets").status_code == 401

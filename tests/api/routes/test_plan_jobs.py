@@ -112,6 +112,7 @@ def test_a_proof_that_nothing_fits_is_an_answer(http) -> None:
         {"devices[0].memory_bytes": 5000},
     )
     fault(http.get(f"/v1/jobs/{job['id']}/schedule"), 409, "problem.infeasible")
+    fault(http.get(f"/v1/jobs/{job['id']}/problem"), 404, "schedule.none")
 
 
 def test_a_killed_planner_goes_on_from_its_last_cut(tmp_path) -> None:

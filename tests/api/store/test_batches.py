@@ -146,10 +146,15 @@ def test_progress_is_what_the_jobs_say(stores, clock) -> None:
     assert seen.finished_at == clock()
 
 
-def test_a_batch_goes_with_the_last_of_its_jobs(stores, clock) -> None:
+def test_a_batch_goes_whole_when_its_last_job_is_old(stores, clock) -> None:
     added, _ = add(stores)
-    stores.batches.cancel(added.id)
+    for _ in range(2):
+        stores.jobs.finish(claimed(stores).lease, ANSWERED)
     clock.now += 100
+    assert stores.jobs.delete_finished(clock()) == 0
+    stores.batches.cancel(added.id)
+    clock.now += 10
+    assert stores.jobs.delete_finished(clock() - 50) == 0
     assert stores.jobs.delete_finished(clock(), 2) == 2
     assert [job.batch_index for job in stores.batches.jobs(added.id)] == [2]
     assert stores.jobs.delete_finished(clock(), 2) == 1
