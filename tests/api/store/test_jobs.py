@@ -93,7 +93,12 @@ def test_an_added_job_is_read_back_whole_by_another_server(store, open_store) ->
         "batch_index": 3,
         "deployment_id": "4" * 32,
     }
-    options = {"threads": 2, "method": "greedy", "cache": "refresh", "chunks": (1, 2)}
+    options: dict[str, Any] = {
+        "threads": 2,
+        "method": "greedy",
+        "cache": "refresh",
+        "chunks": (1, 2),
+    }
     job = add(store, "n\x00ame", changes=changes, **options)
     other = open_store()
     assert other.get(job.id) == job
