@@ -141,7 +141,11 @@ class Layer(FrozenValue):
         return fused
 
     def _stage_fields(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in Stage.model_fields if name != "device"}
+        return {
+            name: getattr(self, name)
+            for name in Stage.model_fields
+            if name in type(self).model_fields
+        }
 
 
 class Model(FileValue):

@@ -146,7 +146,7 @@ class _Facts(NamedTuple):
 def _facts(programs: Programs) -> _Facts:
     facts = _Facts({}, {}, {})
     for device, program in enumerate(programs):
-        for stage, kind, microbatch in program:
+        for stage, kind, microbatch, _ in program:
             facts.devices[stage] = device
             cell = stage, microbatch
             if kind is ActionType.OFFLOAD:

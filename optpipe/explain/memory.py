@@ -74,10 +74,10 @@ def stage_reliefs(
 
 
 def _find(problem: Problem, program: Program) -> list[_Relief]:
-    at = {action: index for index, action in enumerate(program)}
+    at = {action.bare: index for index, action in enumerate(program)}
     reliefs = []
     for action in program:
-        index, kind, microbatch = action
+        index, kind, microbatch, _ = action
         stage = problem.stages[index]
         if kind is ActionType.RELEASE:
             release = at[action]

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, NamedTuple
 
+from optpipe.errors import InputError
 from optpipe.units import format_bytes
 
 if TYPE_CHECKING:
@@ -118,6 +119,11 @@ def smallest_memory(problem: Problem) -> list[int]:
 
 def feasibility(problem: Problem) -> Feasibility:
     """Decide whether any schedule exists, and how to get one or what is missing."""
+    if problem.has_modes:
+        raise InputError(
+            "the problem has menus of modes or uniform_modes, which are checked and simulated, but "
+            "not solved yet; give stages the menu keep, offload, recompute"
+        )
     needs = {
         f"devices[{device}].memory_bytes": smallest
         for device, smallest in enumerate(smallest_memory(problem))
