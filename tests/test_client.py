@@ -10,12 +10,8 @@ import pytest
 
 from optpipe import Problem, load_schedule
 from optpipe.client import (
-    BusyError,
     Client,
-    ConflictError,
-    KeyRefusedError,
     MethodRow,
-    NoScheduleError,
     NotFoundError,
     SearchArguments,
     SolveArguments,
@@ -27,7 +23,6 @@ from optpipe.client.transport import Address
 from optpipe.errors import (
     InfeasibleProblemError,
     InputError,
-    ProblemError,
     ScheduleFormatError,
     ServiceError,
     ServiceUnreachableError,
@@ -111,14 +106,6 @@ def test_other_refusals_are_not_tried_again(client, status: int, pauses) -> None
     assert (caught.value.status, caught.value.problem_code, pauses) == (status, "some.code", [])
 
 
-def test_refusals_with_a_meaning_have_a_type(client) -> None:
-    with pytest.raises(ProblemError, match="the reason"):
-        client(Script(fault(422, "problem.invalid"))).submit(problem([stage()]))
-    with pytest.raises(InfeasibleProblemError) as caught:
-        client(Script(fault(409, "problem.infeasible", needs={"x": 5}))).schedule("a")
-    assert caught.value.needs == {"x": 5}
-
-
 @pytest.mark.parametrize(
     "answer",
     [
@@ -156,21 +143,6 @@ def test_an_answer_that_is_not_of_this_service_is_a_service_error(client, text: 
 def test_a_schedule_that_is_none_is_refused(client) -> None:
     with pytest.raises(ScheduleFormatError):
         client(Script(httpx.Response(200, text="{}"))).schedule("a")
-
-
-def test_errors_have_the_type_of_their_code(client) -> None:
-    """So that a caller need not read codes; the status and the code are there all the same."""
-    kinds = {
-        (404, "job.not_found"): NotFoundError,
-        (404, "schedule.none"): NoScheduleError,
-        (409, "state.conflict"): ConflictError,
-        (401, "key.required"): KeyRefusedError,
-        (503, "store.unavailable"): BusyError,
-    }
-    for (status, code), kind in kinds.items():
-        with pytest.raises(kind, match="the reason") as caught:
-            client(Script(fault(status, code)), num_retries=0).job("a")
-        assert (caught.value.status, caught.value.problem_code) == (status, code)
 
 
 def test_all_that_a_submission_can_say(client) -> None:

@@ -63,13 +63,6 @@ def test_a_job_is_followed_to_its_result(client) -> None:
     assert other.id not in [one.id for one in client.jobs(tag="followed")]
 
 
-def test_following_tells_improvements_as_they_come(client) -> None:
-    job = client.submit(small("improve:3:0.2"))
-    counts = [news.num_schedules for news in client.follow(job)]
-    assert counts == sorted(counts)
-    assert len(set(counts)) > 2
-
-
 def test_the_next_schedule_is_waited_for(client) -> None:
     job = client.submit(small("improve:2:0.3"))
     number, numbers = 0, []
@@ -112,11 +105,6 @@ def test_an_ended_job_is_given_more_time(client) -> None:
     client.cancel(job)
     states = [event.text for event in client.events(job) if event.kind == "state"]
     assert states.count("cancelled") == 2
-
-
-def test_a_repeated_key_makes_one_job(client) -> None:
-    first, again = (client.submit(small(), idempotency_key=f"mine {id(client)}") for _ in range(2))
-    assert first.id == again.id
 
 
 def test_a_deployment_is_registered_followed_and_ended(client) -> None:
@@ -183,10 +171,6 @@ def test_a_sweep_that_makes_no_problem_is_refused(client) -> None:
         client.sweep(small(), {"memory_scale": [1, -1]})
     with pytest.raises(InputError, match="one of both"):
         client.sweep([small()], {"memory_scale": [1]})
-
-
-def test_methods_are_listed(client) -> None:
-    assert "auto" in client.methods()
 
 
 def test_threads_share_a_client(url: str) -> None:

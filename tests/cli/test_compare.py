@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-import optpipe_solver
 from optpipe import check, dump_problem, load_csv
 from optpipe_solver.compare import AS_GIVEN, ComparisonRow, Workload
 from optpipe_solver.families import FAMILIES
@@ -250,7 +249,3 @@ def test_a_second_ctrl_c_leaves_at_once_without_a_stack_trace(run, monkeypatch) 
     done = run()
     assert (done.code, done.out) == (130, "")
     assert "Traceback" not in done.err
-
-
-def test_the_package_offers_what_the_command_uses() -> None:
-    assert optpipe_solver.compare is sys.modules["optpipe_solver.compare"].__dict__["compare"]

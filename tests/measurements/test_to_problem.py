@@ -18,7 +18,6 @@ from optpipe.measurements import (
 )
 from tests.building import problem, stage
 from tests.measurements.samples import measured
-from tests.strategies import few
 
 ENOUGH = Given(
     num_microbatches=4,
@@ -246,28 +245,6 @@ def test_the_first_step_of_each_rank_is_left_out() -> None:
     assert run.without_warmup(0) == run
     with pytest.raises(MeasurementError, match="rank 0: 2 steps were measured and 2"):
         run.without_warmup(2)
-
-
-@given(times=st.lists(st.floats(0.001, 1000), min_size=1, max_size=30), more=st.integers(0, 3))
-@few(30)
-def test_a_minority_of_outliers_stays_within_the_others(times, more) -> None:
-    """The median lies between the least and greatest of the ordinary samples."""
-    outliers = [1e6] * min(more, (len(times) - 1) // 2)
-    run = measured({(0, "F"): times + outliers})
-    assert min(times) - 1e-6 <= run.spreads[0, "F"].median_ms <= max(times) + 1e-6
-
-
-def test_measurements_survive_their_json() -> None:
-    run = Measurements(
-        source="test",
-        samples=(Sample(stage=1, action="RECOMPUTE", time_ms=0.5, rank=3),),
-        placement=(1, 0),
-        stages=(StageFacts(activation_bytes=1),),
-        devices=(DeviceFacts(host="a"),),
-        transfers=(Transfer(source=0, target=1, num_bytes=2, time_ms=3),),
-        notes=("One.",),
-    )
-    assert Measurements.model_validate_json(run.model_dump_json()) == run
 
 
 # Medians alone say the same of a problem as everything that was measured.
