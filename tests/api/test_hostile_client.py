@@ -5,7 +5,6 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -23,12 +22,8 @@ from optpipe_api.store import open_stores
 from tests.api import live
 from tests.api.live import connected, make_settings, running, two_stages, until
 
-
-@pytest.fixture(scope="module")
-def http(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
-    """A server on loopback that asks for no keys, as `optpipe serve` starts it."""
-    with connected(make_settings(tmp_path_factory.mktemp("server"))) as client:
-        yield client
+# A server on loopback that asks for no keys, as `optpipe serve` starts it.
+SETTINGS: dict[str, Any] = {}
 
 
 # --- Nothing of the inside is told

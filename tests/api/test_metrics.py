@@ -4,7 +4,6 @@ import asyncio
 import json
 import re
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -16,9 +15,10 @@ from optpipe.wire import JobState
 from optpipe_api.errors import StoreUnavailableError
 from optpipe_api.logs import Telemetry
 from optpipe_api.metrics import ServiceMetrics
-from tests.api.live import connected, make_settings, two_stages
+from tests.api.live import two_stages
 from tests.api.test_logs import logging_as
 
+SETTINGS = {"cache": True}
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
 
@@ -33,12 +33,6 @@ def read(text: str) -> Samples:
 
 def value(samples: Samples, name: str, **labels: str) -> float:
     return samples.get((name, tuple(sorted(labels.items()))), 0.0)
-
-
-@pytest.fixture(scope="module")
-def http(tmp_path_factory) -> Iterator[httpx.Client]:
-    with connected(make_settings(tmp_path_factory.mktemp("metrics"), cache=True)) as http:
-        yield http
 
 
 def scrape(http: httpx.Client) -> Samples:

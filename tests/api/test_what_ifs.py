@@ -1,6 +1,5 @@
 """What-ifs: batches whose items are what a little more of something would buy a job."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,19 +24,13 @@ from tests.api.routes.test_jobs import fault, submit
 from tests.strategies import Case, cases
 
 STARTS = start_solver.__name__ + ":solve"
+SETTINGS = {"lease_s": 60.0, "solve_path": STARTS, "max_cells": 20}
 BUS = {"memory_bytes": 4000, "d2h_gb_per_s": 1.0, "h2d_gb_per_s": 1.0}
 NAMES = [AS_IT_IS, "one-more-gb", "twice-the-microbatches"]
 
 
 def starting(folder: Path, **overrides: Any) -> Settings:
     return make_settings(folder, lease_s=60.0, solve_path=STARTS, **overrides)
-
-
-@pytest.fixture(scope="module")
-def http(tmp_path_factory) -> Iterator[httpx.Client]:
-    """One server for those tests that only ask; its solver lives on its start."""
-    with connected(starting(tmp_path_factory.mktemp("what-ifs"), max_cells=20)) as client:
-        yield client
 
 
 def solved(http: httpx.Client, name: str = "", **changes: Any) -> dict[str, Any]:

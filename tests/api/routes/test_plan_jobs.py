@@ -13,6 +13,9 @@ from optpipe_solver.plan import PLACEMENTS
 from tests.api.live import connected, make_settings
 from tests.api.routes.test_jobs import fault
 
+# Times that no busy machine lets run out: an attempt more would be one too many here.
+SETTINGS = {"max_cells": 1000, "lease_s": 60.0, "overtime_s": 600.0}
+
 
 def four_layers(name: str = "", **changes: Any) -> dict[str, Any]:
     """A model of four equal layers and two devices; serial schedules of all its cuts last alike."""
@@ -39,15 +42,6 @@ def planned(http, *args, **changes) -> Any:
         time.sleep(0.05)
         job = http.get(f"/v1/jobs/{job['id']}").json()
     return job
-
-
-@pytest.fixture(scope="module")
-def http(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("server")
-    # Times that no busy machine lets run out: an attempt more would be one too many here.
-    settings = make_settings(folder, max_cells=1000, lease_s=60.0, overtime_s=600.0)
-    with connected(settings) as client:
-        yield client
 
 
 def fetched(http, job: dict[str, Any]) -> tuple[Problem, Any]:
