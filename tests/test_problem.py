@@ -392,6 +392,7 @@ def test_layers_and_context_are_of_v2_and_come_back() -> None:
         (nested(modes=[KEEP, {"name": "x", "forward_bytes": 4, "offload_bytes": 5}]),
          "offload_bytes 5 may not exceed forward_bytes 4"),
         (nested(modes=[KEEP, {"name": "x", "recompute_ms": 4}]), "recompute and .* go together"),
+        (nested(modes=[KEEP, KEEP]), "two modes of a menu are called 'keep'"),
         (nested(modes=[KEEP, {"name": "x", "inside_bytes": 4}]), "inside_bytes 4 without"),
         (nested(offload_bytes=4), r"stages\[0\]\.costs\[0\]\.offload_bytes: unknown field; modes"),
         ({"stages": [{**nested()["stages"][0], "forward_ms": 2}]},

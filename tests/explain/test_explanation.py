@@ -113,7 +113,7 @@ def test_names_and_lists_read_as_people_write_them() -> None:
     assert device_names(whole, [0, 1, 2]) == "left, gpu1 and gpu2"
 
 
-@given(cases())
+@given(cases(menus=True))
 def test_an_explanation_survives_json(case: Case) -> None:
     told = explain(*case)
     assert Explanation.model_validate_json(told.model_dump_json()) == told

@@ -11,7 +11,7 @@ from tests.strategies import Case, cases
 ROWS = programs("0F0 0B0 0F1 0B1")
 
 
-@given(cases())
+@given(cases(menus=True))
 def test_every_start_is_legal_for_its_changed_problem(case: Case) -> None:
     for question in questions(case.problem, case.programs):
         if isinstance(question, WhatIfQuestion):

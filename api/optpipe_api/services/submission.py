@@ -148,6 +148,7 @@ def _shape_hash(problem: Problem) -> str:
             "placement": problem.placement,
             "stages": [
                 [problem.can_offload(index), stage.can_recompute, stage.backward_ms is not None]
+                + [(mode.offload_bytes > 0, mode.recompute) for mode in stage.modes]
                 for index, stage in enumerate(problem.stages)
             ],
         }
@@ -359,8 +360,8 @@ def useful_axes(problem: Problem) -> list[str]:
         "link_scale": has_limit,
         "latency_ms": bool(problem.links),
         "placement": len(problem.stages) > len(problem.devices),
-        "offload": any(map(problem.can_offload, range(len(problem.stages)))),
-        "recompute": any(stage.can_recompute for stage in problem.stages),
+        "offload": problem.may_offload,
+        "recompute": problem.may_recompute,
     }
     return [*_ALWAYS, *(name for name, is_useful in found.items() if is_useful)]
 
