@@ -290,7 +290,10 @@ def draw_memory(
     """
     look = PALETTES[theme]
     limits = [device.usable_bytes for device in view.problem.devices]
-    peaks = _peaks(view)
+    peaks = [
+        device_peak_bytes(view.problem, device, program)
+        for device, program in enumerate(view.programs)
+    ]
     most = max(peaks, default=0)
     unit, size = next((unit for unit in _UNITS if most >= unit[1]), _UNITS[-1])
     devices = _devices(view, drawing, peaks, size)
@@ -331,13 +334,6 @@ def draw_memory(
         "select": _select(view, chosen, theme),
         "end": drawing.makespan_ms,
     }
-
-
-def _peaks(view: View) -> list[int]:
-    return [
-        device_peak_bytes(view.problem, device, program)
-        for device, program in enumerate(view.programs)
-    ]
 
 
 def _ceiling(peaks: Sequence[int], limits: Sequence[int]) -> float:

@@ -167,7 +167,7 @@ class DeploymentService:
         self.find(deployment_id, who)
         deployment = self._store.end(deployment_id)
         if deployment.job_id is not None:
-            self._jobs.cancel(deployment.job_id, _as_owner(deployment))
+            self._jobs.cancel(deployment.job_id, Principal(deployment.owner, Role.SUBMIT))
         self._changes.publish(deployment_id)
         return deployment
 
@@ -221,10 +221,6 @@ class DeploymentService:
         if start is not None and new.finished is None:
             new = replace(new, start=start)
         return self._jobs.add(new)
-
-
-def _as_owner(deployment: DeploymentRecord) -> Principal:
-    return Principal(deployment.owner, Role.SUBMIT)
 
 
 async def _either(changed: asyncio.Event, seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""The store of jobs, over SQLite and PostgreSQL; `tests/api/store_contract.py` holds it to this.
+"""The store of jobs, over SQLite and PostgreSQL; `tests/api/store` holds it to this.
 
 1. **Atomic.** Each method is one transaction. A process killed inside leaves all of it or nothing.
 2. **Accepted is kept.** When `add` returns, the job survives a kill of the server.
