@@ -403,12 +403,7 @@ class PipelineModel:
             self._hold(stage, parts.again, ends, needs, [parts.recomputed])
 
     def _hold(
-        self,
-        stage: Stage,
-        start: Linear,
-        end: Linear,
-        size: int,
-        where: Sequence[Literal],
+        self, stage: Stage, start: Linear, end: Linear, size: int, where: Sequence[Literal]
     ) -> None:
         """Hold bytes from one time to another where all literals are true."""
         if size > 0:

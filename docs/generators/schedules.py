@@ -10,17 +10,7 @@ from importlib import import_module
 from math import ceil
 from typing import TYPE_CHECKING, Literal
 
-from docs.generators.figures import (
-    GB,
-    PASS_MS,
-    Figure,
-    cell,
-    draw,
-    fenced,
-    line,
-    table,
-    write_text,
-)
+from docs.generators.figures import GB, PASS_MS, Figure, cell, draw, fenced, line, table, write_text
 from optpipe import Problem, simulate
 from optpipe.memory import device_peak_bytes
 from optpipe_solver.families import FAMILIES, Family, NotApplicable

@@ -173,10 +173,7 @@ def _numbers(problem: Problem, programs: Programs, known: _Known) -> dict[str, s
     for host, peak in known.host_peak_bytes.items():
         if peak:
             rows[f"peak memory of host {host}"] = format_bytes(peak)
-    for kind, label in (
-        (ActionType.OFFLOAD, "offloaded"),
-        (ActionType.RECOMPUTE, "recomputed"),
-    ):
+    for kind, label in ((ActionType.OFFLOAD, "offloaded"), (ActionType.RECOMPUTE, "recomputed")):
         count = sum(action.type is kind for program in programs for action in program)
         if count:
             cells = len(problem.stages) * problem.num_microbatches

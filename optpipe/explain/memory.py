@@ -136,11 +136,7 @@ def _peak(effect: Effect, mode: CellMode, held: int) -> int:
 
 
 def _judge(
-    device: int,
-    program: Program,
-    reliefs: Sequence[_Relief],
-    peaks: NDArray[np.int64],
-    limit: int,
+    device: int, program: Program, reliefs: Sequence[_Relief], peaks: NDArray[np.int64], limit: int
 ) -> list[StageRelief]:
     unneeded = _unneeded(peaks, reliefs, limit)
     groups: dict[tuple[int, ReliefKind, str], list[_Relief]] = defaultdict(list)
@@ -175,11 +171,7 @@ def _unneeded(peaks: NDArray[np.int64], reliefs: Sequence[_Relief], limit: int) 
 
 
 def _relief(
-    program: Program,
-    peaks: NDArray[np.int64],
-    relief: _Relief,
-    limit: int,
-    unneeded: set[_Relief],
+    program: Program, peaks: NDArray[np.int64], relief: _Relief, limit: int, unneeded: set[_Relief]
 ) -> Relief:
     if _most(peaks, relief) > limit:
         verdict = Necessity.NEEDED

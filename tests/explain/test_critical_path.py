@@ -1,7 +1,5 @@
 """The critical path: pieces that follow one another and make the length."""
 
-from __future__ import annotations
-
 import math
 from itertools import pairwise
 

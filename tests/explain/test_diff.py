@@ -1,16 +1,13 @@
 """What changed between two schedules: nothing between equal ones, everything else by name."""
 
-from __future__ import annotations
-
 import random
 from itertools import permutations
-from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from optpipe import Action, ActionType, simulate
+from optpipe import Action, ActionType, Problem, simulate
 from optpipe.explain import (
     compare_problems,
     compare_programs,
@@ -23,10 +20,6 @@ from optpipe.explain.diff import Cost, num_moved
 from optpipe.sweep import sweep
 from tests.building import everything_at_once, offloadable, problem, programs, stage
 from tests.strategies import Case, cases, mutated, problems, random_programs
-
-if TYPE_CHECKING:
-    from optpipe import Problem
-
 
 BEFORE = programs("0F0 0F1 0I0 0W0 0I1 0W1", "1F0 1B0 1F1 1B1")
 AFTER = programs("0F0 0OFFLOAD0 0F1 0RELEASE0 0B1 0RELOAD0 0I0 0W0", "1F0 1F1 1B0 1B1")

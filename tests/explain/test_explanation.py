@@ -1,7 +1,5 @@
 """The explanation as a whole: round trips, what it says in words, and how long it takes."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

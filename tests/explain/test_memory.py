@@ -1,7 +1,5 @@
 """Why each offload and recomputation was chosen, held against programs without them."""
 
-from __future__ import annotations
-
 import math
 
 from hypothesis import given
@@ -165,7 +163,6 @@ def test_lanes_of_a_shared_bus_and_of_a_half_duplex_device() -> None:
 
 
 def test_every_group_has_the_devices_of_its_own_bus() -> None:
-    """Two groups: a lane names the devices that share it and no others."""
     devices = [bus(pcie_group="g"), bus(pcie_group="h"), bus(pcie_group="h")]
     made = problem([offloadable(0), offloadable(1), offloadable(2)], devices)
     way = "{0}F0 {0}OFFLOAD0 {0}RELEASE0 {0}RELOAD0 {0}B0"

@@ -1,7 +1,5 @@
 """Idle time by cause: what ended each wait, and sums that are exact."""
 
-from __future__ import annotations
-
 import math
 from itertools import pairwise
 

@@ -1,10 +1,8 @@
 """JSON: round trips, and quick refusals of whatever is odd."""
 
-from __future__ import annotations
-
 import json
 import time
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -26,12 +24,8 @@ from optpipe import (
 )
 from optpipe.formats.json import parse_json, read_text
 from tests.building import document, everything_at_once, problem, programs, stage
+from tests.conftest import Yardstick
 from tests.strategies import Case, cases, problems
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.conftest import Yardstick
 
 PLAIN = document([stage()])
 TEXT = json.dumps(PLAIN)

@@ -1,7 +1,5 @@
 """Bytes against the formulas of the papers, with one shape that all of them can express."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -83,8 +81,7 @@ def test_the_head_keeps_input_norm_and_softmax() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dp", "zero", "per_parameter"),
-    [(1, 0, 18), (4, 0, 18), (4, 1, 2 + 4 + 3), (4, 2, 2 + 1 + 3)],
+    ("dp", "zero", "per_parameter"), [(1, 0, 18), (4, 0, 18), (4, 1, 2 + 4 + 3), (4, 2, 2 + 1 + 3)]
 )
 def test_static_bytes_per_parameter(dp, zero, per_parameter) -> None:
     """Weight, gradient, and the optimizer's 12, spread as ZeRO does."""

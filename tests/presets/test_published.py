@@ -1,7 +1,5 @@
 """Estimates against published profiles: no row may get worse than what docs/estimate.md says."""
 
-from __future__ import annotations
-
 import csv
 import math
 from collections import defaultdict
@@ -35,7 +33,6 @@ def rows() -> list[Row]:
 
 
 def test_no_error_is_larger_than_documented(rows) -> None:
-    """Row by row."""
     for row in rows:
         if row.used.startswith("not stated: "):
             assert math.isnan(row.error)

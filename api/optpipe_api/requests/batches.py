@@ -24,10 +24,7 @@ from optpipe_api.requests.jobs import (
 if TYPE_CHECKING:
     from optpipe.sweep import FrontierLine
 
-__all__ = [
-    "BatchBody",
-    "FrontierView",
-]
+__all__ = ["BatchBody", "FrontierView"]
 
 
 _JOB_ID = "0f6b7e4a3c1d4e5f8a9b0c1d2e3f4a5b"

@@ -246,9 +246,7 @@ class BatchService:
         """
         owner = self.find(batch_id, who).owner
         retried = self._store.retry(
-            batch_id,
-            max_queued=self._settings.max_queued_jobs,
-            max_of_owner=self._most_of(owner),
+            batch_id, max_queued=self._settings.max_queued_jobs, max_of_owner=self._most_of(owner)
         )
         for job in retried:
             self._jobs.tell(job)

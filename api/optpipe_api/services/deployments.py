@@ -28,12 +28,7 @@ from optpipe_api.errors import (
 )
 from optpipe_api.jobs import JobError, JobStart
 from optpipe_api.services.cache import MOST_TRIED
-from optpipe_api.services.submission import (
-    check_stages,
-    measured_problem,
-    solved_job,
-    times_of,
-)
+from optpipe_api.services.submission import check_stages, measured_problem, solved_job, times_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -172,7 +167,7 @@ class DeploymentService:
         self.find(deployment_id, who)
         deployment = self._store.end(deployment_id)
         if deployment.job_id is not None:
-            self._jobs.cancel(deployment.job_id, _as_owner(deployment))
+            self._jobs.cancel(deployment.job_id, Principal(deployment.owner, Role.SUBMIT))
         self._changes.publish(deployment_id)
         return deployment
 
@@ -226,10 +221,6 @@ class DeploymentService:
         if start is not None and new.finished is None:
             new = replace(new, start=start)
         return self._jobs.add(new)
-
-
-def _as_owner(deployment: DeploymentRecord) -> Principal:
-    return Principal(deployment.owner, Role.SUBMIT)
 
 
 async def _either(changed: asyncio.Event, seconds: float) -> None:
@@ -500,9 +491,7 @@ def start_from(problem: Problem, schedule: str, version: int) -> JobStart:
     method = f"version {version} of the deployment"
     true = evaluate(problem, load_schedule(schedule).programs, Provenance(method=method))
     return JobStart(
-        schedule=true.model_dump_json(by_alias=True),
-        objective_ms=true.objective_ms,
-        method=method,
+        schedule=true.model_dump_json(by_alias=True), objective_ms=true.objective_ms, method=method
     )
 
 

@@ -13,12 +13,7 @@ from optpipe.errors import InfeasibleProblemError
 from optpipe.wire import JobKind, JobState
 from optpipe_api.access import Role
 from optpipe_api.engine.engine import SILENT, EngineObserver
-from optpipe_api.errors import (
-    JobNotFoundError,
-    NoModelError,
-    RequestError,
-    ScheduleNotFoundError,
-)
+from optpipe_api.errors import JobNotFoundError, NoModelError, RequestError, ScheduleNotFoundError
 from optpipe_api.jobs import MAX_SHARED_PRIORITY
 from optpipe_api.services.cache import MOST_TRIED
 from optpipe_api.services.events import Followers, JobWatch

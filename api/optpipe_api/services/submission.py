@@ -24,14 +24,7 @@ from optpipe.presets import (
     total_parameters,
 )
 from optpipe.problem import Problem
-from optpipe.sweep import (
-    Variation,
-    family_of,
-    memory_of,
-    num_variations,
-    sweep,
-    tighter_ones,
-)
+from optpipe.sweep import Variation, family_of, memory_of, num_variations, sweep, tighter_ones
 from optpipe.wire import JobKind
 from optpipe_api.deployments import NewDeployment, Report
 from optpipe_api.errors import BodyTooLargeError, RequestError

@@ -22,12 +22,7 @@ from typing import TYPE_CHECKING, Any, Final
 import sqlalchemy as sa
 
 from optpipe.wire import JobOptions
-from optpipe_api.deployments import (
-    REGISTERED,
-    DeploymentRecord,
-    Documents,
-    VersionRecord,
-)
+from optpipe_api.deployments import REGISTERED, DeploymentRecord, Documents, VersionRecord
 from optpipe_api.errors import DeploymentNotFoundError, StateConflictError
 from optpipe_api.jobs import JobError
 from optpipe_api.store.database import (
@@ -175,10 +170,7 @@ class DeploymentStore:
     # What training runs do
 
     def report(
-        self,
-        deployment_id: str,
-        report: Report,
-        measure: Callable[[str, Sequence[str]], str],
+        self, deployment_id: str, report: Report, measure: Callable[[str, Sequence[str]], str]
     ) -> DeploymentRecord:
         """Keep a report and what is now measured.
 
@@ -196,10 +188,7 @@ class DeploymentStore:
             changed = (
                 sa.update(deployments)
                 .where(deployments.c.position == row.position)
-                .values(
-                    measured=measure(row.problem, documents),
-                    num_reports=row.num_reports + 1,
-                )
+                .values(measured=measure(row.problem, documents), num_reports=row.num_reports + 1)
                 .returning(deployments)
             )
             return _deployment_of(connection.execute(changed).one())
@@ -383,8 +372,7 @@ def _average(connection: sa.Connection, position: int, version: int, step_ms: fl
         sa.update(deployment_versions)
         .where(columns.position == position, columns.version == version)
         .values(
-            measured_ms=total / (columns.num_measured + 1.0),
-            num_measured=columns.num_measured + 1,
+            measured_ms=total / (columns.num_measured + 1.0), num_measured=columns.num_measured + 1
         )
     )
 

@@ -1,7 +1,5 @@
 """The local engine with real processes: incumbents, cancellation, deaths, limits, shutdown."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading
