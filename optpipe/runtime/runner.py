@@ -36,6 +36,7 @@ from optpipe.runtime.preflight import (
 )
 from optpipe.runtime.torch_names import backends, check_torch, group_of_messages, tree_map
 from optpipe.runtime.torch_schedule import HookedSchedule, HookedStage
+from optpipe.runtime.treatments import treatments_of
 from optpipe.runtime.watch import Activity, DeviceMarks, watch_over
 from optpipe.schedule import ActionType
 
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 
     from optpipe.problem import Problem
     from optpipe.runtime.messages import Order
+    from optpipe.runtime.treatments import Treatment
     from optpipe.schedule import Action, Pass, Program, Schedule
 
 __all__ = [
@@ -139,7 +141,7 @@ class PipelineRunner:
         self._activity = Activity(DeviceMarks(self._spec.device) if on_gpu else None)
         self.offloader, self._passes = self._prepare(self._spec)
         gradients = _gradients_of(self._spec.stages)
-        self._forwards = self._make_passes(self._make_offloader((), 1), gradients, ())
+        self._forwards = self._make_passes(self._make_offloader({}, (), 1), gradients, {})
         self._training: Pipeline | None = None
         self._evaluating: Pipeline | None = None
         self._watch = watch_over(
@@ -331,25 +333,31 @@ class PipelineRunner:
         gradients = _gradients_of(spec.stages)
         for module in spec.stages.values():
             split_linears(module, gradients)
-        offloader = self._make_offloader(program, self._min_offload_bytes)
-        return offloader, self._make_passes(offloader, gradients, program)
+        treatments = treatments_of(spec.problem, program, spec.stages)
+        offloader = self._make_offloader(treatments, program, self._min_offload_bytes)
+        return offloader, self._make_passes(offloader, gradients, treatments)
 
-    def _make_offloader(self, program: Program, min_bytes: int) -> Offloader:
+    def _make_offloader(
+        self, treatments: Mapping[Cell, Treatment], program: Program, min_bytes: int
+    ) -> Offloader:
         return Offloader(
             self._spec.stages,
             self._spec.device,
-            _cells(program, ActionType.OFFLOAD),
+            {cell: one.moved for cell, one in treatments.items() if one.moved},
             min_bytes=min_bytes,
             num_slots=count_slots(program),
         )
 
     def _make_passes(
-        self, offloader: Offloader, gradients: WeightGradients, program: Program
+        self,
+        offloader: Offloader,
+        gradients: WeightGradients,
+        treatments: Mapping[Cell, Treatment],
     ) -> Passes:
         return Passes(
             offloader,
             gradients,
-            _cells(program, ActionType.RECOMPUTE),
+            treatments,
             len(self.schedule.placement) - 1,
             self._spec.device,
             activity=self._activity,
@@ -472,6 +480,7 @@ def _check_spec(spec: PipelineSpec) -> None:
     if not faults:
         waiting = {index: deferred_bytes(module) for index, module in stages.items()}
         attempt(lambda: preflight.check_split(spec.program, problem, waiting), faults)
+        attempt(lambda: treatments_of(problem, spec.program, spec.stages), faults)
     shared = {
         "the programs": schedule.program_hash,
         "the problem": problem.problem_hash if problem is not None else "none given",
