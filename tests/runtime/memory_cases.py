@@ -29,7 +29,7 @@ from tests.runtime.small_model import (
 )
 
 if TYPE_CHECKING:
-    from optpipe import Schedule
+    from optpipe import Problem, Schedule
     from optpipe.schedule import Action
 
 WIDTH = 48
@@ -90,14 +90,16 @@ def gpt_stages(kind: str, num_stages: int) -> list[nn.Module]:
     return stages
 
 
-def count_step(schedule: Schedule, num_microbatches: int, kind: str = "") -> Counted:
+def count_step(
+    schedule: Schedule, num_microbatches: int, kind: str = "", problem: Problem | None = None
+) -> Counted:
     """Run a step to make gradients and host slots, and count the next one.
 
-    ``kind`` is one of `gpt_stages`; the small model if empty.
+    ``kind`` is one of `gpt_stages`; the small model if empty. ``problem`` is what says modes.
     """
     if kind:
         own = own_part(schedule.placement, gpt_stages(kind, len(schedule.placement)))
-        runner = PipelineRunner(own, schedule, token_loss, min_offload_bytes=1)
+        runner = PipelineRunner(own, schedule, token_loss, problem, min_offload_bytes=1)
         batch, target = random_tokens(GPT, num_microbatches, 0)
     else:
         _, runner = small_runner(schedule, width=WIDTH)
