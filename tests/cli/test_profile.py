@@ -12,6 +12,7 @@ from optpipe import load_problem
 from optpipe.measurements import Measurements
 from optpipe.runtime.demo_model import launch_ranks
 from optpipe.runtime.measuring import load_stages
+from optpipe.runtime.treatments import parse_treatment
 
 TINY = "optpipe.runtime.measuring.stages:tiny_gpt"
 QUICK = ("--repeats", 2, "--warmups", 1, "--device", "cpu")
@@ -27,14 +28,26 @@ def test_the_tiny_model_becomes_a_problem(profile, tmp_path) -> None:
     path, samples = tmp_path / "problem.json", tmp_path / "samples.json"
     code, out, err = profile(TINY, "-o", path, "--samples-out", samples, *QUICK)
     assert code == 0, err
-    for title in ("median", "made by W", "offload", "under compute", "2 -> 3"):
+    for title in (
+        "median",
+        "made by W",
+        "offload",
+        "under compute",
+        "2 -> 3",
+        "core_attn",
+        "stays",
+    ):
         assert title in out
     assert f"problem written to {path}" in err.replace("\n", "")
     problem = load_problem(path.read_text())
     assert problem.num_microbatches == 16
     assert problem.placement == (0, 1, 2, 3)
-    assert all(stage.forward_ms > 0 and stage.can_recompute for stage in problem.stages)
-    assert all(problem.can_offload(stage) for stage in range(4))
+    assert all(stage.forward_ms > 0 for stage in problem.stages)
+    for stage, menu in enumerate(problem.menus):
+        assert 3 < len(menu) <= 8
+        assert {mode.recompute for mode in menu} >= {"", "apart"}
+        assert all(problem.can_use(stage, number) for number in range(len(menu)))
+        assert all(str(parse_treatment(mode.name)) == mode.name for mode in menu)
     # Two samples of 16 tokens with 32 doubles each.
     assert [stage.output_bytes for stage in problem.stages] == [2 * 16 * 32 * 8] * 3 + [0]
     read = Measurements.model_validate_json(samples.read_text())
@@ -45,7 +58,8 @@ def test_options_reach_the_problem(profile, tmp_path) -> None:
     path = tmp_path / "problem.json"
     code, _, err = profile(
         TINY, "-o", path, "--microbatch", 3, "--num-microbatches", 5, "--placement", "0,1,1,0",
-        "--memory-bytes", 10**9, "--state-copies", 0, "--link-latency-ms", 0.25, *QUICK,
+        "--memory-bytes", 10**9, "--state-copies", 0, "--modes", 0, "--link-latency-ms", 0.25,
+        *QUICK,
     )  # fmt: skip
     assert code == 0, err
     problem = load_problem(path.read_text())
@@ -56,6 +70,8 @@ def test_options_reach_the_problem(profile, tmp_path) -> None:
     weights = sum(p.numel() for p in load_stages(TINY).stages[1].parameters())
     assert problem.stages[1].static_bytes == 2 * 8 * weights
     assert {link.latency_ms for link in problem.links} == {0.25}
+    assert problem.format == "optpipe/problem/v1"
+    assert all(stage.can_recompute and stage.offload_bytes for stage in problem.stages)
 
 
 def test_ranks_write_one_file_together(tmp_path: Path) -> None:
@@ -120,7 +136,8 @@ def test_the_current_folder_is_searched(profile, tmp_path, monkeypatch) -> None:
     code, out, err = profile("lying_here:stages", "-o", path, *QUICK)
     assert code == 0, err
     assert "There was no loss" in out
-    assert json.loads(path.read_text())["stages"][0]["output_bytes"] == 3 * 2 * 4
+    (cost,) = json.loads(path.read_text())["stages"][0]["costs"]
+    assert cost["output_bytes"] == 3 * 2 * 4
 
 
 def test_without_torch_the_pip_command_is_said() -> None:
