@@ -236,7 +236,15 @@ def on_time() -> list[str]:
             given, found = Path(folder, "problem.json"), Path(folder, "found.json")
             given.write_text(dump_problem(problem), encoding="utf-8")
             for limit_s in _LARGE_S:
-                command = [sys.executable, "-m", "optpipe.cli", "solve", given, "-o", found]
+                command = [
+                    sys.executable,
+                    "-m",
+                    "optpipe.cli",
+                    "solve",
+                    str(given),
+                    "-o",
+                    str(found),
+                ]
                 began = time.monotonic()
                 subprocess.run([*command, "--time-limit", str(limit_s)], check=True,
                                stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # fmt: skip
