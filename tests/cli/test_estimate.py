@@ -31,6 +31,17 @@ def test_the_problem_of_the_issue(optpipe, tmp_path) -> None:
     assert share == pytest.approx(18 * 70_553_706_496 / 8, rel=0.01)
 
 
+def test_a_link_that_bounds_the_step_is_said(optpipe) -> None:
+    """Twelve ways of tensor parallelism leave a layer little to compute, and all of its output."""
+    given = ("--model", "gpt3-125m", "--gpu", "rtx4090", "--pp", 12, "--tp", 12, "--mfu", 1,
+             "--sequence", 1536, "--microbatches", 8)  # fmt: skip
+    assert "warning" not in optpipe("estimate", *given).err
+    _, _, err = optpipe("estimate", *given, "--no-sequence-parallel")
+    assert "warning: link 0 -> 1 is busy for" in err
+    assert err.count("the link bounds the step; cut or place the model otherwise") == 2
+    assert "warning: so are 20 more links" in err
+
+
 def test_what_it_writes_can_be_solved(optpipe, tmp_path) -> None:
     problem, schedule = tmp_path / "p.json", tmp_path / "s.json"
     assert optpipe("estimate", *SMALL, "-o", problem)[0] == 0
