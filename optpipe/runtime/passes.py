@@ -39,6 +39,7 @@ __all__ = [
     "WeightGradients",
     "deferred_bytes",
     "split_linears",
+    "unsplit_linears",
 ]
 
 
@@ -117,13 +118,17 @@ class Passes:
         self._offloader.keep((stage, microbatch), outputs)
         self.end()
 
-    def loss(self, stage: int, microbatch: int, target: Any) -> AbstractContextManager[None]:
-        """Capture what the loss saves, like the rest of the last stage, but for the target."""
+    def loss(
+        self, stage: int, microbatch: int, given: Sequence[Tensor]
+    ) -> AbstractContextManager[None]:
+        """Capture what the loss saves, like the rest of the last stage, but for what it is given.
+
+        That is the target, and whatever else the caller keeps.
+        """
         torch.clear_autocast_cache()  # as in `end`; the stage's forward is over
         cell = (stage, microbatch)
         if not self._offloader.holds(cell):
             return _PLAIN
-        given = target if isinstance(target, tuple | list) else (target,)
         self._offloader.keep(cell, given)
         return self._offloader.capture(cell)
 
@@ -253,6 +258,21 @@ class _ChangingBuffers:
 # work in I, which is slower to split but never wrong.
 
 
+class Deferral(Protocol):
+    """Gradients put aside: what they are made from, and how."""
+
+    @property
+    def layer_input(self) -> Tensor:
+        """What the layer was given."""
+
+    @property
+    def output_gradient(self) -> Tensor:
+        """The gradient of what it returned."""
+
+    def make(self) -> None:
+        """Make the gradients and add them to the parameters'."""
+
+
 class _Deferred(NamedTuple):
     """What the gradients of one linear layer are made from; shapes (..., in) and (..., out)."""
 
@@ -279,7 +299,9 @@ class WeightGradients:
     def __init__(self) -> None:
         self.collecting = False
         """Whether the running backward is an I, so that weight gradients are put aside."""
-        self.deferred: list[_Deferred] = []
+        self.deferred: list[Deferral] = []
+        self.num_runners = 0
+        """Of the stages whose layers put gradients aside here."""
 
     @contextmanager
     def collect(self) -> Iterator[None]:
@@ -334,6 +356,15 @@ def split_linears(module: nn.Module, gradients: WeightGradients) -> int:
     return len(layers)
 
 
+def unsplit_linears(module: nn.Module) -> None:
+    """Undo `split_linears`, in place; a graph that is still to run backward stays right."""
+    for layer in _linears(module):
+        if isinstance(layer, SplitLinear):
+            cast("nn.Linear", layer).__class__ = nn.Linear
+            _split_layers.discard(layer)
+            del layer.__dict__["gradients"]
+
+
 def deferred_bytes(module: nn.Module) -> int:
     """Return the bytes of weight gradient, in this rank's shards, that W makes of a split stage.
 
@@ -348,6 +379,10 @@ def deferred_bytes(module: nn.Module) -> int:
         for parameter in layer.parameters()
         if parameter.requires_grad
     }
+    for part in module.modules():
+        # Layers of frameworks, which optpipe.runtime.trainers has split.
+        for parameter in getattr(part, "split_parameters", ()):
+            waiting[parameter] = parameter.nbytes
     return sum(waiting.values())
 
 
@@ -394,6 +429,8 @@ def _can_defer(parameter: Tensor) -> bool:
         type(parameter) in (nn.Parameter, DTensor)
         and parameter.requires_grad
         and not has_gradient_hooks(parameter)
+        # Megatron-Core's data parallelism takes gradients in hooks that cannot be seen.
+        and not hasattr(parameter, "main_grad")
     )
 
 
