@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -28,6 +29,7 @@ from optpipe_solver.jit import jitted
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from optpipe.model import Model
     from optpipe.schedule import Pass, Program, Programs
     from optpipe_solver.arrays import Floats, Ints
 
@@ -44,6 +46,7 @@ __all__ = [
     "LongestPath",
     "MemoryMoment",
     "Pattern",
+    "boundaries",
     "kind_number",
     "patterns_of",
 ]
@@ -87,10 +90,25 @@ def kind_number(kind: ActionType) -> int:
     return _KINDS.index(kind)
 
 
+Boundary = tuple[tuple[float, float], tuple[float, float]]
+"""Forward and back: (ms that a message fills its link, ms until it arrives after that)."""
+
+
+def boundaries(model: Model, placement: Sequence[int]) -> tuple[Boundary, ...]:
+    """Return what lies between the stages of a placement, for the largest output of any layer."""
+    largest = max(stage.output_bytes for stage in model.stages_on[0])
+
+    def way(source: int, target: int) -> tuple[float, float]:
+        link = model.link(source, target)
+        return (0.0, 0.0) if link is None else (link.occupied_ms(largest), link.latency_ms)
+
+    return tuple((way(a, b), way(b, a)) for a, b in pairwise(placement))
+
+
 def patterns_of(
     placement: Sequence[int],
     num_microbatches: int,
-    links: Sequence[tuple[float, float]],
+    links: Sequence[Boundary],
     *,
     transfers: bool,
     recompute: bool,
@@ -104,7 +122,7 @@ def patterns_of(
     num_microbatches
         At least 1.
     links
-        Per boundary between stages, ms that a message fills its link and ms until it arrives then.
+        What lies between stages, see `boundaries`.
     transfers, recompute
         Whether any mode moves bytes, recomputes apart.
     """
@@ -163,7 +181,7 @@ class Pattern:
     compute
         The family's programs.
     links
-        Per boundary, (ms that a message fills its link, ms until it arrives after that).
+        Per boundary between stages, see `boundaries`.
     transfers, recompute
         Whether the programs have places for those.
     """
@@ -171,7 +189,7 @@ class Pattern:
     name: str
     problem: Problem
     compute: Programs
-    links: tuple[tuple[float, float], ...]
+    links: tuple[Boundary, ...]
     transfers: bool
     recompute: bool
 
@@ -406,7 +424,7 @@ class _GraphBuilder:
         placement = self.pattern.problem.placement
         if not 0 <= target < len(placement) or placement[target] == device:
             return made, 0.0
-        fill_ms, arrives_ms = self.pattern.links[boundary]
+        fill_ms, arrives_ms = self.pattern.links[boundary][sent.backward]
         if fill_ms == 0.0:
             return made, arrives_ms
         way = (device, placement[target])

@@ -37,7 +37,16 @@ if TYPE_CHECKING:
     from optpipe_solver.arrays import Floats, Ints
     from optpipe_solver.milp.highs import Expression, Variable
 
-__all__ = ["LayerKind", "PlanChoice", "PlanTables", "PlanVariables"]
+__all__ = [
+    "LayerKind",
+    "PlanChoice",
+    "PlanTables",
+    "PlanVariables",
+    "as_counts",
+    "durations_of",
+    "even_loads",
+    "layer_kinds",
+]
 
 
 class LayerKind(NamedTuple):
@@ -45,6 +54,17 @@ class LayerKind(NamedTuple):
 
     first: int
     length: int
+
+
+def layer_kinds(model: Model) -> tuple[LayerKind, ...]:
+    """Return the runs of equal layers, in model order."""
+    found: list[LayerKind] = []
+    layers = [layer for layer in model.layers for _ in range(layer.repeat)]
+    plain = [layer.model_copy(update={"repeat": 1, "name": ""}) for layer in layers]
+    for _, run in groupby(enumerate(plain), key=lambda item: item[1].model_dump_json()):
+        held = list(run)
+        found.append(LayerKind(held[0][0], len(held)))
+    return tuple(found)
 
 
 class PlanChoice(NamedTuple):
@@ -81,13 +101,7 @@ class PlanTables:
     @cached_property
     def kinds(self) -> tuple[LayerKind, ...]:
         """Runs of equal layers, in model order."""
-        found: list[LayerKind] = []
-        layers = [layer for layer in self.model.layers for _ in range(layer.repeat)]
-        plain = [layer.model_copy(update={"repeat": 1, "name": ""}) for layer in layers]
-        for _, run in groupby(enumerate(plain), key=lambda item: item[1].model_dump_json()):
-            held = list(run)
-            found.append(LayerKind(held[0][0], len(held)))
-        return tuple(found)
+        return layer_kinds(self.model)
 
     @cached_property
     def names(self) -> tuple[str, ...]:
