@@ -130,7 +130,9 @@ class _DeviceMoments(NamedTuple):
 class _PatternSearch:
     def __init__(self, model: Model, pattern: Pattern, stop: Stop) -> None:
         self.model, self.pattern, self.stop = model, pattern, stop
-        self.tables = PlanTables(model, pattern.problem.placement)
+        self.tables = PlanTables(
+            model, pattern.problem.placement, pattern.transfers, pattern.recompute
+        )
         self.scenes = [_DeviceMoments.of(moments, self.tables) for moments in pattern.moments]
         self.best: tuple[float, PlanChoice] | None = None
         self._start()
@@ -336,7 +338,7 @@ class _PatternSearch:
         programs = _programs(self.pattern, problem, names)
         try:
             made = evaluate(problem, programs, Provenance(method=f"plan-milp {self.pattern.name}"))
-        except IllegalScheduleError:
+        except IllegalScheduleError:  # a host is full: the model knows none
             return self.bound_ms
         same = abs(made.makespan_ms - path_ms) <= 1e-9 * path_ms
         why = "transfers that move nothing wait for their lane in the pattern, not in the schedule"

@@ -93,10 +93,14 @@ class PlanTables:
         What is cut.
     placement
         Device of each stage.
+    transfers, recompute
+        Whether there are places for what moves bytes, and for what recomputes apart.
     """
 
     model: Model
     placement: tuple[int, ...]
+    transfers: bool
+    recompute: bool
 
     @cached_property
     def kinds(self) -> tuple[LayerKind, ...]:
@@ -106,11 +110,19 @@ class PlanTables:
     @cached_property
     def names(self) -> tuple[str, ...]:
         """Modes that every run of layers has, by name; those with keep alone have all of them."""
-        menus = [[mode.name for mode in self._layer(0, kind).menu[1:]] for kind in self.kinds]
+        menus = [
+            [mode.name for mode in self._layer(0, kind).menu[1:] if self._has_place(mode)]
+            for kind in self.kinds
+        ]
         said = [set(menu) for menu in menus if menu]
         common = set.intersection(*said) if said else set()
         order = next((menu for menu in menus if menu), [])
         return ("keep", *(name for name in order if name in common))
+
+    def _has_place(self, mode: CellMode) -> bool:
+        return (self.transfers or not mode.offload_bytes) and (
+            self.recompute or mode.recompute != "apart"
+        )
 
     def _layer(self, device: int, kind: LayerKind) -> Stage:
         return self.model.stages_on[device][kind.first]
