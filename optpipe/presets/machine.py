@@ -1,0 +1,429 @@
+"""Work as milliseconds: the one place where FLOPs and bytes of a model become time.
+
+``Machine`` is an accelerator in a run. It says what each pass of a layer takes, by cause (`Spent`):
+products, attention, memory, collectives that nothing hides, and what the host takes to launch it.
+`optpipe.presets.step` adds them up for a whole configuration, `optpipe.presets.estimate` writes
+them into a problem.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from optpipe.presets.costs import (
+    PassCost,
+    PassCosts,
+    embedding_work,
+    expert_tokens,
+    head_work,
+    layer_kept,
+    layer_work,
+    mtp_work,
+)
+from optpipe.presets.parameters import (
+    GRADIENT_BYTES,
+    Held,
+    kv_width,
+    layer_parameters,
+    replicas,
+    vocab_slice,
+)
+
+if TYPE_CHECKING:
+    from optpipe.presets.accelerators import Efficiency, Hardware
+    from optpipe.presets.shape import LayerKind, ModelShape, Training
+
+__all__ = ["Machine", "PartTimes", "PassTimes", "Spent"]
+
+
+class PassTimes(NamedTuple):
+    """Milliseconds of F, I and W."""
+
+    forward_ms: float
+    backward_input_ms: float
+    backward_weight_ms: float
+
+
+class Spent(NamedTuple):
+    """Milliseconds of a pass by cause.
+
+    ``memory``: everything bound by memory bandwidth. ``tensor``, ``context``, ``experts``, ``data``
+    and ``copies``: collectives over those ranks, and copies to the host, as far as nothing hides
+    them. ``host``: what launching takes longer than all of these.
+    """
+
+    products: float = 0.0
+    attention: float = 0.0
+    memory: float = 0.0
+    tensor: float = 0.0
+    context: float = 0.0
+    experts: float = 0.0
+    data: float = 0.0
+    copies: float = 0.0
+    host: float = 0.0
+
+    def plus(self, other: Spent) -> Spent:
+        """Return the sums."""
+        return Spent(*[a + b for a, b in zip(self, other, strict=True)])
+
+    def times(self, factor: float) -> Spent:
+        """Return this many of it."""
+        return Spent(*[factor * value for value in self])
+
+    @property
+    def compute(self) -> float:
+        """What the device itself computes."""
+        return self.products + self.attention + self.memory
+
+
+class PartTimes(NamedTuple):
+    """What F, I and W of one part take, by cause."""
+
+    forward: Spent
+    backward_input: Spent
+    backward_weight: Spent
+
+    @property
+    def sums(self) -> PassTimes:
+        """The durations."""
+        return PassTimes(*(sum(spent) for spent in self))
+
+    @property
+    def spent(self) -> Spent:
+        """All three passes together."""
+        return self.forward.plus(self.backward_input).plus(self.backward_weight)
+
+    def scaled(self, factor: float) -> PartTimes:
+        """Return all of it so many times."""
+        return PartTimes(*(spent.times(factor) for spent in self))
+
+
+# Not fitted, the same for every model, row and accelerator; docs/estimate.md gives the reasons.
+_BLOCK_SCALED_SHARE = 0.92  # of what products with one scale per tensor reach
+_ALL_TO_ALL_SHARE = 0.6  # of what rings reach on a link: every rank writes to every other
+_UNHIDDEN_SHARE = 0.5  # of a reduction beside compute: they share links, SMs and memory
+_SYNCHRONOUS_SHARE = 0.5  # of a layer's launches come behind the wait for the counts of tokens
+_BUSY_SHARE = 0.2  # of hidden gathers and expert communication: the SMs that they take
+_DENSE_LAUNCH_MS, _EXPERTS_LAUNCH_MS, _EXPERT_LAUNCH_MS = 1.2, 8.0, 0.2
+_NARROW_LAUNCHES = 1.5  # casts and scales are launches too
+_OPTIMIZER_BYTES = 30.0  # of a parameter: read gradient, weight, moments; write the last three, bf16
+
+
+# Bytes read and written to cast one element: fp8 reads it for its scale and again to cast it, and
+# writes it along rows and, on Hopper, transposed (Transformer Engine, current scaling); mxfp8 reads
+# it once and writes it along rows and along columns, a scale for every 32; nvfp4 reads it twice.
+_CAST_BYTES = {"fp8": 6.0, "mxfp8": 4.0625, "nvfp4": 5.125}
+
+
+class Machine(NamedTuple):
+    """An accelerator in a run: what its rates are."""
+
+    hardware: Hardware
+    efficiency: Efficiency
+    training: Training
+
+    # --- Parts of the model.
+
+    def layer(self, shape: ModelShape, kind: LayerKind) -> PartTimes:
+        """Return what one layer takes, collectives that nothing hides and launches included."""
+        training = self.training
+        computed = self._computed(layer_work(shape, training, kind))
+        forward, back, weight = computed
+        again = 1.0 if training.recompute & {"full"} else 0.0
+        tensor, tensor_back = self._tensor_bytes(shape)
+        experts = self._experts_ms(shape, kind)
+        made = experts / 2 if training.recompute & {"full", "moe"} else 0.0
+        ring = self._context_ms(shape)
+        gather, scatter = self._sharded_ms(shape, kind)
+        copied = self._copies_ms(shape, kind)
+        reduced = self._tensor_exposed(tensor, forward.products)
+        forward = forward._replace(
+            tensor=reduced,
+            context=max(0.0, ring - forward.attention),
+            data=self._beside(gather, forward.compute),
+            copies=max(0.0, copied - forward.compute),
+        )
+        back_compute = back.compute + weight.compute
+        back = back._replace(
+            tensor=self._tensor_exposed(tensor_back, back.products + weight.products)
+            + again * reduced,
+            context=max(0.0, 2 * ring - back.attention) + again * forward.context,
+            data=self._beside(gather + scatter, back_compute),
+            copies=max(0.0, copied - back_compute),
+        )
+        total = experts + made
+        if training.ep_overlap:
+            total = max(_BUSY_SHARE * total, total - forward.compute - back_compute)
+        forward = forward._replace(experts=total * (experts / 2) / (experts + made or 1.0))
+        back = back._replace(experts=total - forward.experts)
+        return self._launched(PartTimes(forward, back, weight), shape, kind)
+
+    def embedding(self, shape: ModelShape) -> PartTimes:
+        """Return what the embedding takes, the reduction of its output included."""
+        forward, back, weight = self._computed(embedding_work(shape, self.training))
+        return PartTimes(forward._replace(tensor=self._reduce_ms(shape)), back, weight)
+
+    def head(self, shape: ModelShape) -> PartTimes:
+        """Return what last norm, head and loss take."""
+        forward, back, weight = self._computed(head_work(shape, self.training))
+        return PartTimes(forward, back._replace(tensor=self._reduce_ms(shape)), weight)
+
+    def mtp(self, shape: ModelShape) -> PartTimes:
+        """Return what one multi-token prediction module takes: a layer, a projection, a head."""
+        training = self.training
+        kind = shape.layer_kinds[-1]
+        whole = self._computed(mtp_work(shape, training))
+        layer = self.layer(shape, kind)
+        bare = self._computed(layer_work(shape, training, kind))
+        return PartTimes(
+            *(
+                Spent(*[a + b - c for a, b, c in zip(all_, with_, without, strict=True)])
+                for all_, with_, without in zip(whole, layer, bare, strict=True)
+            )
+        )
+
+    # --- Compute.
+
+    def _computed(self, passes: PassCosts) -> PartTimes:
+        return PartTimes(*(self._pass(work) for work in passes))
+
+    def _pass(self, work: PassCost) -> Spent:
+        """Return products after each other, none faster than its weights are read; then the rest.
+
+        Narrow products have the narrow rate, attention's the wide one.
+        """
+        reached, training = self.efficiency, self.training
+        wide = "bf16" if work.narrow_flops or training.is_narrow else training.precision
+        peak = self.hardware.peak_flops(wide)
+        bytes_per_s = self.hardware.memory_gb_per_s.value * 1e9
+        products = work.matmul_flops / (peak * reached.matmul)
+        if work.narrow_flops:
+            narrow = self.hardware.peak_flops(training.precision)
+            blocks = 1.0 if training.precision == "fp8" else _BLOCK_SCALED_SHARE
+            products += work.narrow_flops / (narrow * reached.narrow * blocks)
+        products = max(products, work.weight_bytes / bytes_per_s)
+        scores = work.attention_flops / (peak * reached.attention)
+        cast = 5.0 if training.precision == "fp8" and "mxfp8" in self.hardware.tflops else None
+        moved_bytes = work.moved_bytes + work.cast_elements * (cast or _CAST_BYTES.get(training.precision, 0.0))
+        moved = moved_bytes / (bytes_per_s * reached.memory)
+        return Spent(1e3 * products, 1e3 * scores, 1e3 * moved)
+
+    def _launched(self, times: PartTimes, shape: ModelShape, kind: LayerKind) -> PartTimes:
+        """Return it no faster than the host launches it, F and backward together.
+
+        Without CUDA graphs a layer with experts takes the host some 8 ms and 0.2 ms more for each
+        local expert, one without 1.2 ms; half as much again with narrow products.
+        """
+        if self.training.cuda_graphs:
+            return times
+        launch_ms = _DENSE_LAUNCH_MS
+        if kind.is_moe and shape.experts is not None:
+            launch_ms = _EXPERTS_LAUNCH_MS
+            launch_ms += _EXPERT_LAUNCH_MS * shape.experts.num / self.training.ep
+        if self.training.is_narrow:
+            launch_ms *= _NARROW_LAUNCHES
+        sums = times.sums
+        missing = launch_ms - sum(sums)
+        waits = self.training.dispatcher == "alltoall" and not self.training.ep_overlap
+        if kind.is_moe and waits:
+            missing = max(missing, _SYNCHRONOUS_SHARE * launch_ms)
+        if missing <= 0:
+            return times
+        return PartTimes(
+            *(
+                spent._replace(host=missing * part / sum(sums))
+                for spent, part in zip(times, sums, strict=True)
+            )
+        )
+
+    # --- Collectives.
+
+    def _tensor_bytes(self, shape: ModelShape) -> tuple[float, float]:
+        """Return what tensor parallelism moves in F and in the backward of a layer, per rank.
+
+        Two all-reduces in F and two in I (Shoeybi et al. 2019, Megatron-LM, arXiv 1909.08053,
+        section 3), or as many reduce-scatters and all-gathers of the same bytes; with sequence
+        parallelism W gathers its two inputs again (Korthikanti et al. 2022, section 4.2.2).
+        """
+        training = self.training
+        if training.tp == 1:
+            return 0.0, 0.0
+        share = training.tokens * shape.hidden * (training.tp - 1) / training.tp
+        gathered = share * (1.0 if training.is_narrow else training.element_bytes)
+        scattered = share * training.element_bytes
+        if not training.sequence_parallel:
+            return 4.0 * scattered, 4.0 * scattered
+        return 2.0 * (gathered + scattered), 4.0 * gathered + 2.0 * scattered
+
+    def _tensor_exposed(self, num_bytes: float, products_ms: float) -> float:
+        """Return what of it products do not hide.
+
+        Overlapped, a collective is cut into pieces that go beside pieces of its product; the first
+        or the last has nothing to hide behind (Wang et al. 2023, Overlap Communication with
+        Dependent Computation via Decomposition, section 4).
+        """
+        whole = self._link_ms(num_bytes, self.training.tp, 1)
+        return self.unhidden_ms(whole, products_ms)
+
+    def _reduce_ms(self, shape: ModelShape) -> float:
+        """Return the time to reduce the residual stream over the tensor-parallel ranks once."""
+        training = self.training
+        if training.tp == 1:
+            return 0.0
+        num_bytes = training.tokens * shape.hidden * training.element_bytes
+        rings = 1.0 if training.sequence_parallel else 2.0
+        share = (training.tp - 1) / training.tp
+        return self._link_ms(rings * num_bytes * share, training.tp, 1)
+
+    def _context_ms(self, shape: ModelShape) -> float:
+        """Return the time of keys and values around the ring (Liu et al. 2023, arXiv 2310.01889).
+
+        They travel while attention computes; in the backward their gradients too.
+        """
+        training = self.training
+        pair = 2 * training.tokens * kv_width(shape, training.tp) * training.element_bytes
+        return self._link_ms(float(pair * (training.cp - 1)), training.cp, training.tp)
+
+    def _experts_ms(self, shape: ModelShape, kind: LayerKind) -> float:
+        """Return the time of tokens to experts and back, in F and in I together.
+
+        A copy per expert; or where one per rank is sent, as many as there are different ranks, and
+        between domains different domains, among a token's experts: n (1 - (1 - 1/n)^k) of n for k
+        experts, at most as many domains as routing allows.
+        """
+        training, experts = self.training, shape.experts
+        if not kind.is_moe or experts is None or training.ep * training.etp == 1:
+            return 0.0
+        tokens, ep, size = expert_tokens(training), training.ep, training.element_bytes
+        sent = 1.0 if training.dispatch == "fp8" else float(size)
+        per_copy = tokens * shape.hidden * (sent + 3 * size)  # out and back, and both gradients
+        near = max(1, min(ep, self.hardware.gpus_per_node // training.etp))
+        domains = -(-ep // near)
+        copies = float(experts.active)
+        across = copies
+        if training.dispatcher == "deduplicated":
+            copies = _different(ep, experts.active)
+            across = _different(domains, experts.active)
+            if experts.max_nodes:
+                across = min(across, float(experts.max_nodes))
+        inside = per_copy * copies * (near - 1) / near / _ALL_TO_ALL_SHARE
+        inside_ms = self._rate_ms(inside, inside=True)
+        across_ms = self._rate_ms(per_copy * across * (domains - 1) / domains, inside=False)
+        gathered = 0.0
+        if training.etp > 1:  # every rank of the experts' tensor group gets all copies, and reduces
+            share = 2.0 * per_copy * copies * (training.etp - 1)
+            gathered = self._rate_ms(share / 2, inside=True)
+        return max(inside_ms, across_ms) + gathered
+
+    def _sharded_ms(self, shape: ModelShape, kind: LayerKind) -> tuple[float, float]:
+        """Return the times to gather a layer's weights, and to reduce and scatter gradients.
+
+        FSDP (``zero`` 3) gathers for each F and for each backward (Zhao et al. 2023, PyTorch FSDP,
+        arXiv 2304.11277, section 3).
+        """
+        training = self.training
+        if training.zero < 3:
+            return 0.0, 0.0
+        held = layer_parameters(
+            shape, kind, tp=training.tp, ep=training.ep, etp=training.etp
+        )
+        return (
+            self._over_replicas(held, training.element_bytes),
+            self._over_replicas(held, GRADIENT_BYTES),
+        )
+
+    def reduction_ms(self, held: Held) -> float:
+        """Return the reduction of fp32 gradients over all ranks that hold the same parameters.
+
+        All-reduced, or with ``zero`` reduce-scattered, which is half of it. 0 with ``zero`` 3,
+        which reduces after every backward.
+        """
+        if self.training.zero >= 3:
+            return 0.0
+        share = 1.0 if self.training.zero else 2.0
+        return share * self._over_replicas(held, GRADIENT_BYTES)
+
+    def unhidden_ms(self, whole_ms: float, compute_ms: float) -> float:
+        """Return what of a reduction or gathering compute beside it does not hide."""
+        if not self.training.overlap:
+            return whole_ms
+        return max(_UNHIDDEN_SHARE * whole_ms, whole_ms - compute_ms)
+
+    def gather_ms(self, held: Held) -> float:
+        """Return the gathering of new weights that a spread optimizer makes necessary."""
+        if self.training.zero not in {1, 2}:
+            return 0.0
+        return self._over_replicas(held, self.training.element_bytes)
+
+    def optimizer_ms(self, held: Held) -> float:
+        """Return Adam's step on this rank's share, the norm and clearing of its gradients."""
+        moved = 0.0
+        for parameters, ranks in replicas(held, self.training):
+            share = ranks if self.training.zero else 1
+            moved += parameters * (_OPTIMIZER_BYTES + GRADIENT_BYTES) / share
+            moved += parameters * GRADIENT_BYTES / (ranks if self.training.zero >= 2 else 1)
+        rate = self.hardware.memory_gb_per_s.value * self.efficiency.memory
+        return moved / (rate * 1e6)
+
+    def tied_ms(self, shape: ModelShape) -> float:
+        """Return the all-reduce of a tied embedding's gradients between first and last stage."""
+        num_bytes = GRADIENT_BYTES * vocab_slice(shape, self.training.tp) * shape.hidden
+        return self._rate_ms(float(num_bytes), inside=False)
+
+    def boundary_ms(self, num_bytes: float, *, inside: bool) -> float:
+        """Return what a boundary tensor takes to the next pipeline rank, latency left out."""
+        return self._rate_ms(num_bytes, inside=inside)
+
+    def _over_replicas(self, held: Held, size: float) -> float:
+        """Return the time to gather, or scatter, so many bytes of each parameter.
+
+        Around a ring each rank sends (n - 1) / n of all bytes. A domain's ranks of the group share
+        their adapters: what enters and leaves it is (N - 1) / N of the bytes, of N domains.
+        """
+        training = self.training
+        total = 0.0
+        strides = (training.tp, training.etp * training.ep)
+        for (parameters, ranks), stride in zip(replicas(held, training), strides, strict=True):
+            if ranks == 1 or not parameters:
+                continue
+            total += self._ring_ms(parameters * size, ranks, stride)
+        return total
+
+    def _ring_ms(self, num_bytes: float, ranks: int, stride: int) -> float:
+        near = max(1, min(ranks, self.hardware.gpus_per_node // stride))
+        domains = -(-ranks // near)
+        inside = self._rate_ms(num_bytes * (ranks - 1) / ranks, inside=True) if near > 1 else 0.0
+        across = self._rate_ms(num_bytes * (domains - 1) / domains / near, inside=False)
+        return max(inside, across)
+
+    def _link_ms(self, num_bytes: float, ranks: int, stride: int) -> float:
+        """Return the time to send so many bytes to neighbours of a group, the slowest link's."""
+        return self._rate_ms(num_bytes, inside=ranks * stride <= self.hardware.gpus_per_node)
+
+    def _rate_ms(self, num_bytes: float, *, inside: bool) -> float:
+        hardware = self.hardware
+        rate = hardware.node_gb_per_s.value
+        if not inside:
+            rate = hardware.network_gb_per_s.value * hardware.network_share
+        return num_bytes / (rate * self.efficiency.network * 1e6)
+
+    def _beside(self, whole_ms: float, compute_ms: float) -> float:
+        """Return what of a layer's gathering and reducing its compute does not hide."""
+        if not self.training.overlap:
+            return whole_ms
+        return max(_BUSY_SHARE * whole_ms, whole_ms - compute_ms)
+
+    def _copies_ms(self, shape: ModelShape, kind: LayerKind) -> float:
+        """Return what the copies to the host take, a layer's share of the offloaded ones."""
+        pcie = self.hardware.pcie_gb_per_s
+        offloaded = self.training.offloaded_layers
+        if not offloaded or pcie is None:
+            return 0.0
+        moved = layer_kept(shape, self.training, kind).offload_bytes
+        share = min(1.0, offloaded / shape.num_layers)
+        return share * moved / (pcie.value * self.efficiency.pcie * 1e6)
+
+
+def _different(places: int, draws: int) -> float:
+    """Return how many of so many places are hit on the average by independent draws."""
+    return places * (1.0 - (1.0 - 1.0 / places) ** draws)
