@@ -307,7 +307,7 @@ def _amd(
         memory_bytes=memory,
         memory_gb_per_s=Fact(bandwidth, source),
         pcie_gb_per_s=_PCIE5,
-        peer_gb_per_s=Fact(link, f"{source}: one Infinity Fabric link, {2 * link:g} GB/s both ways"),
+        peer_gb_per_s=Fact(link, f"{source}: one Infinity Fabric link, {2 * link:g} GB/s both"),
         node_gb_per_s=Fact(7 * link, f"{source}: seven Infinity Fabric links, {link:g} GB/s each"),
         network_gb_per_s=Fact(50.0, "assumed: one 400 Gb/s adapter per GPU"),
     )

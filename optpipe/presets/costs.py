@@ -229,8 +229,8 @@ def _projections(shape: ModelShape, training: Training) -> Iterator[LayerPart]:
         return
     yield LayerPart(
         matmul_flops=2.0 * tokens * shape.hidden * (query + 2 * keys),
-        moved_bytes=rotated,
-        moved_back_bytes=rotated,
+        moved_bytes=rotated + row * (query + 2 * keys),
+        moved_back_bytes=rotated + row * shape.hidden,
         casts=training.residual_tokens * shape.hidden,
         casts_back=tokens * (query + 2 * keys),
         tensors=(
@@ -259,6 +259,8 @@ def _latent_projections(
         kept.append(Tensor("compressed queries", row * query_rank))
     yield LayerPart(
         matmul_flops=2.0 * tokens * (shape.hidden * down + direct),
+        moved_bytes=float(row * (down + (0 if query_rank else wide))),
+        moved_back_bytes=float(row * shape.hidden),
         casts=training.residual_tokens * shape.hidden,
         casts_back=tokens * (down + (0 if query_rank else wide)),
         tensors=tuple(kept),
@@ -269,13 +271,14 @@ def _latent_projections(
         for what, rank in (("queries", query_rank), ("keys and values", latent.kv_rank))
         if rank
     ]
+    up = (wide if query_rank else 0) + heads * (latent.nope + latent.value)
     moved = 2.0 * row * 2 * wide  # rotated, and put together with what is not
     yield LayerPart(
         matmul_flops=2.0 * tokens * entries,
-        moved_bytes=moved + 2.0 * row * norms,
-        moved_back_bytes=moved + 3.0 * row * norms,
+        moved_bytes=moved + 2.0 * row * norms + row * up,
+        moved_back_bytes=moved + 4.0 * row * norms,
         casts=tokens * norms,
-        casts_back=tokens * ((wide if query_rank else 0) + heads * (latent.nope + latent.value)),
+        casts_back=tokens * up,
         tensors=(
             *normalised,
             Tensor("queries", row * wide, again=again),
@@ -325,6 +328,8 @@ def _output_projection(shape: ModelShape, training: Training) -> LayerPart:
         kept = (Tensor("output of attention, narrow", narrow),)
     return LayerPart(
         matmul_flops=2.0 * training.tokens * width * shape.hidden,
+        moved_bytes=float(training.tokens * shape.hidden * training.element_bytes),
+        moved_back_bytes=float(training.tokens * width * training.element_bytes),
         casts=training.tokens * width,
         casts_back=training.residual_tokens * shape.hidden,
         tensors=kept,
@@ -368,6 +373,8 @@ def _feed_forward(
     after = "gated product" if gated else "output of the GELU"
     yield LayerPart(
         matmul_flops=2.0 * tokens * num_matrices(shape) * shape.hidden * ffn,
+        moved_bytes=float(row * inner // ffn + tokens * shape.hidden * training.element_bytes),
+        moved_back_bytes=float(row + tokens * shape.hidden * training.element_bytes),
         casts=rows.cast * shape.hidden + tokens * ffn,
         casts_back=rows.cast * shape.hidden + tokens * inner,
         tensors=tuple(Tensor(f"{part} of the {name}", row, again=again) for part in before),

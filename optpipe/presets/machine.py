@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from optpipe.presets.accelerators import Efficiency, Hardware
     from optpipe.presets.shape import LayerKind, ModelShape, Training
 
-__all__ = ["Machine", "PartTimes", "PassTimes", "Spent"]
+__all__ = ["Exchange", "Machine", "PartTimes", "PassTimes", "Spent"]
 
 
 class PassTimes(NamedTuple):
@@ -98,6 +98,18 @@ class PartTimes(NamedTuple):
         return PartTimes(*(spent.times(factor) for spent in self))
 
 
+class Exchange(NamedTuple):
+    """A reduction or gathering over replicas: its time, and what of it nothing hides."""
+
+    whole_ms: float = 0.0
+    unhidden_ms: float = 0.0
+
+
+class _Ring(NamedTuple):
+    ms: float
+    leaves_node: bool
+
+
 # Not fitted, the same for every model, row and accelerator; docs/estimate.md gives the reasons.
 _BLOCK_SCALED_SHARE = 0.92  # of what products with one scale per tensor reach
 _ALL_TO_ALL_SHARE = 0.6  # of what rings reach on a link: every rank writes to every other
@@ -106,13 +118,7 @@ _SYNCHRONOUS_SHARE = 0.5  # of a layer's launches come behind the wait for the c
 _BUSY_SHARE = 0.2  # of hidden gathers and expert communication: the SMs that they take
 _DENSE_LAUNCH_MS, _EXPERTS_LAUNCH_MS, _EXPERT_LAUNCH_MS = 1.2, 8.0, 0.2
 _NARROW_LAUNCHES = 1.5  # casts and scales are launches too
-_OPTIMIZER_BYTES = 30.0  # of a parameter: read gradient, weight, moments; write the last three, bf16
-
-
-# Bytes read and written to cast one element: fp8 reads it for its scale and again to cast it, and
-# writes it along rows and, on Hopper, transposed (Transformer Engine, current scaling); mxfp8 reads
-# it once and writes it along rows and along columns, a scale for every 32; nvfp4 reads it twice.
-_CAST_BYTES = {"fp8": 6.0, "mxfp8": 4.0625, "nvfp4": 5.125}
+_OPTIMIZER_BYTES = 30.0  # of a parameter: reads gradient and three fp32, writes these and bf16
 
 
 class Machine(NamedTuple):
@@ -203,10 +209,22 @@ class Machine(NamedTuple):
             products += work.narrow_flops / (narrow * reached.narrow * blocks)
         products = max(products, work.weight_bytes / bytes_per_s)
         scores = work.attention_flops / (peak * reached.attention)
-        cast = 5.0 if training.precision == "fp8" and "mxfp8" in self.hardware.tflops else None
-        moved_bytes = work.moved_bytes + work.cast_elements * (cast or _CAST_BYTES.get(training.precision, 0.0))
-        moved = moved_bytes / (bytes_per_s * reached.memory)
+        moved = work.moved_bytes + work.cast_elements * self._cast_bytes
+        moved /= bytes_per_s * reached.memory
         return Spent(1e3 * products, 1e3 * scores, 1e3 * moved)
+
+    @property
+    def _cast_bytes(self) -> float:
+        """Bytes read and written to cast one element to the narrow precision.
+
+        fp8 reads it for its scale and again to cast it, and writes it; before Blackwell, whose
+        products take any layout, a second time, transposed (Transformer Engine, current scaling).
+        mxfp8 reads it once and writes it along rows and along columns, a scale for every 32; nvfp4
+        reads it twice.
+        """
+        if self.training.precision == "fp8":
+            return 5.0 if "mxfp8" in self.hardware.tflops else 6.0
+        return 4.0625 if self.training.precision == "mxfp8" else 5.125
 
     def _launched(self, times: PartTimes, shape: ModelShape, kind: LayerKind) -> PartTimes:
         """Return it no faster than the host launches it, F and backward together.
@@ -263,7 +281,9 @@ class Machine(NamedTuple):
         Dependent Computation via Decomposition, section 4).
         """
         whole = self._link_ms(num_bytes, self.training.tp, 1)
-        return self.unhidden_ms(whole, products_ms)
+        if not self.training.overlap:
+            return whole
+        return max(_UNHIDDEN_SHARE * whole, whole - products_ms)
 
     def _reduce_ms(self, shape: ModelShape) -> float:
         """Return the time to reduce the residual stream over the tensor-parallel ranks once."""
@@ -328,32 +348,40 @@ class Machine(NamedTuple):
             shape, kind, tp=training.tp, ep=training.ep, etp=training.etp
         )
         return (
-            self._over_replicas(held, training.element_bytes),
-            self._over_replicas(held, GRADIENT_BYTES),
+            sum(ring.ms for ring in self._rings(held, training.element_bytes)),
+            sum(ring.ms for ring in self._rings(held, GRADIENT_BYTES)),
         )
 
-    def reduction_ms(self, held: Held) -> float:
+    def reduction(self, held: Held, *, is_pipelined: bool) -> Exchange:
         """Return the reduction of fp32 gradients over all ranks that hold the same parameters.
 
         All-reduced, or with ``zero`` reduce-scattered, which is half of it. 0 with ``zero`` 3,
         which reduces after every backward.
         """
         if self.training.zero >= 3:
-            return 0.0
-        share = 1.0 if self.training.zero else 2.0
-        return share * self._over_replicas(held, GRADIENT_BYTES)
+            return Exchange()
+        rings = 1.0 if self.training.zero else 2.0
+        return self._exchanged(held, rings * GRADIENT_BYTES, is_pipelined=is_pipelined)
 
-    def unhidden_ms(self, whole_ms: float, compute_ms: float) -> float:
-        """Return what of a reduction or gathering compute beside it does not hide."""
-        if not self.training.overlap:
-            return whole_ms
-        return max(_UNHIDDEN_SHARE * whole_ms, whole_ms - compute_ms)
-
-    def gather_ms(self, held: Held) -> float:
+    def gathering(self, held: Held, *, is_pipelined: bool) -> Exchange:
         """Return the gathering of new weights that a spread optimizer makes necessary."""
         if self.training.zero not in {1, 2}:
-            return 0.0
-        return self._over_replicas(held, self.training.element_bytes)
+            return Exchange()
+        return self._exchanged(held, self.training.element_bytes, is_pipelined=is_pipelined)
+
+    def _exchanged(self, held: Held, size: float, *, is_pipelined: bool) -> Exchange:
+        """Return the time of both groups' rings, and what nothing hides of it.
+
+        Compute hides half of a ring beside it. Between nodes of a pipeline nothing does: there the
+        boundary messages need the same adapters, and whoever waits for one computes nothing.
+        """
+        found = Exchange()
+        for ring in self._rings(held, size):
+            unhidden = 1.0
+            if self.training.overlap and not (is_pipelined and ring.leaves_node):
+                unhidden = _UNHIDDEN_SHARE
+            found = Exchange(found.whole_ms + ring.ms, found.unhidden_ms + unhidden * ring.ms)
+        return found
 
     def optimizer_ms(self, held: Held) -> float:
         """Return Adam's step on this rank's share, the norm and clearing of its gradients."""
@@ -374,27 +402,26 @@ class Machine(NamedTuple):
         """Return what a boundary tensor takes to the next pipeline rank, latency left out."""
         return self._rate_ms(num_bytes, inside=inside)
 
-    def _over_replicas(self, held: Held, size: float) -> float:
-        """Return the time to gather, or scatter, so many bytes of each parameter.
+    def _rings(self, held: Held, size: float) -> list[_Ring]:
+        """Return the time to gather, or scatter, so many bytes of each parameter, by group.
 
         Around a ring each rank sends (n - 1) / n of all bytes. A domain's ranks of the group share
         their adapters: what enters and leaves it is (N - 1) / N of the bytes, of N domains.
         """
         training = self.training
-        total = 0.0
+        found = []
         strides = (training.tp, training.etp * training.ep)
         for (parameters, ranks), stride in zip(replicas(held, training), strides, strict=True):
             if ranks == 1 or not parameters:
                 continue
-            total += self._ring_ms(parameters * size, ranks, stride)
-        return total
-
-    def _ring_ms(self, num_bytes: float, ranks: int, stride: int) -> float:
-        near = max(1, min(ranks, self.hardware.gpus_per_node // stride))
-        domains = -(-ranks // near)
-        inside = self._rate_ms(num_bytes * (ranks - 1) / ranks, inside=True) if near > 1 else 0.0
-        across = self._rate_ms(num_bytes * (domains - 1) / domains / near, inside=False)
-        return max(inside, across)
+            num_bytes = parameters * size
+            near = max(1, min(ranks, self.hardware.gpus_per_node // stride))
+            domains = -(-ranks // near)
+            inside = num_bytes * (ranks - 1) / ranks if near > 1 else 0.0
+            across = num_bytes * (domains - 1) / domains / near
+            ms = max(self._rate_ms(inside, inside=True), self._rate_ms(across, inside=False))
+            found.append(_Ring(ms, domains > 1))
+        return found
 
     def _link_ms(self, num_bytes: float, ranks: int, stride: int) -> float:
         """Return the time to send so many bytes to neighbours of a group, the slowest link's."""

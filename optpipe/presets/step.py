@@ -7,7 +7,6 @@ parts into a problem; that the two agree is tested.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
@@ -281,7 +280,7 @@ class _Stage(NamedTuple):
     late_reduction_ms: float
 
 
-def _stage(layers: Sequence[StagePart], machine: Machine) -> _Stage:
+def _stage(layers: Sequence[StagePart], machine: Machine, *, is_pipelined: bool) -> _Stage:
     held, static, spent = Held(0), StaticBytes(), Spent()
     forward = backward = kept = workspace = late = 0.0
     counts: dict[int, list[StagePart]] = {}
@@ -297,19 +296,20 @@ def _stage(layers: Sequence[StagePart], machine: Machine) -> _Stage:
         kept += count * part.kept.activation_bytes
         held = held.plus(Held(count * part.held.common, count * part.held.experts))
         workspace = max(workspace, part.forward_workspace_bytes, part.backward_workspace_bytes)
-        late += count * own_reduction_ms(part, machine)
+        late += count * own_reduction_ms(part, machine, is_pipelined=is_pipelined)
     static = static_bytes(held, machine.training)
     return _Stage(spent, forward, backward, kept, held, static, workspace, late)
 
 
-def own_reduction_ms(part: StagePart, machine: Machine) -> float:
-    """Return the reduction of a layer's gradients that goes on after its own backward."""
-    whole = machine.reduction_ms(part.held)
-    if not machine.training.overlap:
-        return whole
+def own_reduction_ms(part: StagePart, machine: Machine, *, is_pipelined: bool) -> float:
+    """Return the reduction of a layer's gradients that goes on after its own backward.
+
+    What nothing hides anywhere in the pipeline is not in it.
+    """
+    reduced = machine.reduction(part.held, is_pipelined=is_pipelined)
     sums = part.times.sums
     backward_ms = sums.backward_input_ms + sums.backward_weight_ms
-    return max(0.0, whole - machine.unhidden_ms(whole, whole) - backward_ms)
+    return max(0.0, reduced.whole_ms - reduced.unhidden_ms - backward_ms)
 
 
 # --- The whole.
@@ -348,7 +348,8 @@ def step_estimate(
         sizes = cut_sizes(shape, parts, pipeline)
     ends = [0, *accumulate(sizes)]
     stages = [
-        _stage(parts[a:b], machine) for a, b in zip(ends[:-1], ends[1:], strict=True)
+        _stage(parts[a:b], machine, is_pipelined=pipeline.pp > 1)
+        for a, b in zip(ends[:-1], ends[1:], strict=True)
     ]
     ranks = [
         [index for index, device in enumerate(placement) if device == rank]
@@ -422,11 +423,10 @@ def _timing(
     reduction = gather = 0.0
     for owned in ranks:
         held = _held([stages[index] for index in owned])
-        whole = machine.reduction_ms(held)
+        reduced = machine.reduction(held, is_pipelined=pipeline.pp > 1)
         late = _late_ms(owned, stages, pipeline) - behind[owned[0]]
-        least = machine.unhidden_ms(whole, whole) if machine.training.overlap else 0.0
-        reduction = max(reduction, max(late, 0.0) + least)
-        gather = max(gather, machine.unhidden_ms(machine.gather_ms(held), math.inf))
+        reduction = max(reduction, max(late, 0.0) + reduced.unhidden_ms)
+        gather = max(gather, machine.gathering(held, is_pipelined=pipeline.pp > 1).unhidden_ms)
     return _Timing(totals[slowest], reduction, gather, spent, tuple(busy))
 
 
