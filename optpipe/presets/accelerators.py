@@ -59,8 +59,8 @@ class Efficiency:
         Of the links between devices.
     """
 
-    matmul: float = 0.7
-    narrow: float = 0.6
+    matmul: float = 0.65
+    narrow: float = 0.55
     attention: float = 0.5
     memory: float = 0.75
     pcie: float = 0.625
@@ -218,9 +218,9 @@ _XEON = "Intel Xeon Platinum 8480+ specification"
 # generation has no published runs they stay (docs/estimate.md says which).
 PRIORS: Mapping[str, Efficiency] = MappingProxyType(
     {
-        "hopper": Efficiency(matmul=0.7, narrow=0.6, attention=0.5, memory=0.75),
-        "blackwell-200": Efficiency(matmul=0.7, narrow=0.6, attention=0.5, memory=0.75),
-        "blackwell-300": Efficiency(matmul=0.7, narrow=0.6, attention=0.5, memory=0.75),
+        "hopper": Efficiency(matmul=0.65, narrow=0.55, attention=0.5, memory=0.75),
+        "blackwell-200": Efficiency(matmul=0.65, narrow=0.55, attention=0.5, memory=0.75),
+        "blackwell-300": Efficiency(matmul=0.65, narrow=0.55, attention=0.5, memory=0.75),
     }
 )
 """Prior of the four fitted efficiencies of each generation that published runs are of."""

@@ -111,7 +111,7 @@ class _Ring(NamedTuple):
 
 
 # Not fitted, the same for every model, row and accelerator; docs/estimate.md gives the reasons.
-_BLOCK_SCALED_SHARE = 0.92  # of what products with one scale per tensor reach
+_SCALED_SHARE = {"fp8": 1.0, "mxfp8": 0.92, "nvfp4": 0.75}  # of what one scale per tensor reaches
 _ALL_TO_ALL_SHARE = 0.6  # of what rings reach on a link: every rank writes to every other
 _UNHIDDEN_SHARE = 0.5  # of a reduction beside compute: they share links, SMs and memory
 _SYNCHRONOUS_SHARE = 0.5  # of a layer's launches come behind the wait for the counts of tokens
@@ -205,8 +205,8 @@ class Machine(NamedTuple):
         products = work.matmul_flops / (peak * reached.matmul)
         if work.narrow_flops:
             narrow = self.hardware.peak_flops(training.precision)
-            blocks = 1.0 if training.precision == "fp8" else _BLOCK_SCALED_SHARE
-            products += work.narrow_flops / (narrow * reached.narrow * blocks)
+            share = reached.narrow * _SCALED_SHARE[training.precision]
+            products += work.narrow_flops / (narrow * share)
         products = max(products, work.weight_bytes / bytes_per_s)
         scores = work.attention_flops / (peak * reached.attention)
         moved = work.moved_bytes + work.cast_elements * self._cast_bytes

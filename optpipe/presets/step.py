@@ -61,6 +61,7 @@ __all__ = [
 ]
 
 Layout = Literal["balanced", "even"]
+Schedule = Literal["1f1b", "zb-h1", "zb-h2"]
 
 _CONTEXT_BYTES = 2 * 2**30
 _FRAGMENTATION_SHARE = 0.03
@@ -81,6 +82,10 @@ class Pipeline:
     layout
         ``even``: equally many layers a stage, as frameworks cut, embedding and head counted where
         that comes out; ``balanced``: the slowest stage as fast as can be.
+    schedule
+        ``1f1b``, interleaved with several chunks; or the Zero Bubble paper's (arXiv 2401.10241,
+        table 1) with one stage per rank: ``zb-h1`` fills its idle time with 2 (p - 1) W and holds p
+        micro-batches on every rank, ``zb-h2`` with 3 (p - 1) W, and holds 2 p - 1.
     """
 
     pp: int = 1
@@ -88,10 +93,14 @@ class Pipeline:
     num_microbatches: int = 1
     placement: str = "linear"
     layout: Layout = "balanced"
+    schedule: Schedule = "1f1b"
 
     def __post_init__(self) -> None:
         if self.layout not in get_args(Layout):
             raise AskedError(Field("layout", self.layout), ": must be balanced or even; choose one")
+        if self.schedule not in get_args(Schedule):
+            known = ", ".join(get_args(Schedule))
+            raise InputError(f"schedule {self.schedule!r}: must be one of {known}; choose one")
 
     @property
     def stages(self) -> tuple[int, ...]:
@@ -273,6 +282,7 @@ class _Stage(NamedTuple):
     spent: Spent
     forward_ms: float
     backward_ms: float
+    weight_ms: float
     kept: float
     held: Held
     static: StaticBytes
@@ -282,7 +292,7 @@ class _Stage(NamedTuple):
 
 def _stage(layers: Sequence[StagePart], machine: Machine, *, is_pipelined: bool) -> _Stage:
     held, static, spent = Held(0), StaticBytes(), Spent()
-    forward = backward = kept = workspace = late = 0.0
+    forward = backward = weight = kept = workspace = late = 0.0
     counts: dict[int, list[StagePart]] = {}
     for part in layers:
         counts.setdefault(id(part), []).append(part)
@@ -292,13 +302,14 @@ def _stage(layers: Sequence[StagePart], machine: Machine, *, is_pipelined: bool)
         forward += count * sums.forward_ms
         back = sums.backward_input_ms + sums.backward_weight_ms
         backward += count * back
+        weight += count * sums.backward_weight_ms
         spent = spent.plus(part.times.spent.times(count))
         kept += count * part.kept.activation_bytes
         held = held.plus(Held(count * part.held.common, count * part.held.experts))
         workspace = max(workspace, part.forward_workspace_bytes, part.backward_workspace_bytes)
         late += count * own_reduction_ms(part, machine, is_pipelined=is_pipelined)
     static = static_bytes(held, machine.training)
-    return _Stage(spent, forward, backward, kept, held, static, workspace, late)
+    return _Stage(spent, forward, backward, weight, kept, held, static, workspace, late)
 
 
 def own_reduction_ms(part: StagePart, machine: Machine, *, is_pipelined: bool) -> float:
@@ -414,7 +425,8 @@ def _timing(
     totals, busy = [], []
     for owned in ranks:
         own = sum(stages[i].forward_ms + stages[i].backward_ms for i in owned)
-        totals.append(ahead[owned[0]] + m * (own + wait) + behind[owned[0]])
+        ends = ahead[owned[0]] + behind[owned[0]] - _filled_ms(owned, stages, pipeline)
+        totals.append(m * (own + wait) + max(0.0, ends))
         busy.append(own)
     slowest = max(range(len(ranks)), key=totals.__getitem__)
     spent = Spent()
@@ -428,6 +440,12 @@ def _timing(
         reduction = max(reduction, max(late, 0.0) + reduced.unhidden_ms)
         gather = max(gather, machine.gathering(held, is_pipelined=pipeline.pp > 1).unhidden_ms)
     return _Timing(totals[slowest], reduction, gather, spent, tuple(busy))
+
+
+def _filled_ms(owned: Sequence[int], stages: Sequence[_Stage], pipeline: Pipeline) -> float:
+    """Return the idle time that delayed W's fill."""
+    times = {"1f1b": 0, "zb-h1": 2, "zb-h2": 3}[pipeline.schedule] * (pipeline.pp - 1)
+    return times * sum(stages[index].weight_ms for index in owned) if times else 0.0
 
 
 def _late_ms(owned: Sequence[int], stages: Sequence[_Stage], pipeline: Pipeline) -> float:
@@ -518,6 +536,8 @@ def _in_flight(rank: int, pipeline: Pipeline) -> tuple[int, ...]:
     (Megatron-LM's warm-up; Narayanan et al. 2021, section 2.2.2).
     """
     p, v, m = pipeline.pp, pipeline.chunks, pipeline.num_microbatches
+    if pipeline.schedule != "1f1b":
+        return (min(m, p if pipeline.schedule == "zb-h1" else 2 * p - 1),)
     if v == 1:
         return (min(m, p - rank),)
     last = 2 * (p - rank - 1) + 1
