@@ -97,8 +97,8 @@ _SCHEDULES = {
 }  # fmt: skip
 
 
-def read_run(row: dict[str, Any], *, index: int = 0) -> Run:
-    """Return the run of a row of either form.
+def read_run(row: dict[str, Any], *, index: int = 0, notes: str = "") -> Run:
+    """Return the run of a row of either form; ``notes`` are those of its source's other rows.
 
     Raises
     ------
@@ -127,10 +127,11 @@ def read_run(row: dict[str, Any], *, index: int = 0) -> Run:
     batch = row["micro_batch"] * dp
     if row["global_batch"] % batch or not dp:
         raise InputError(f"global batch {row['global_batch']} is no multiple of {batch}")
+    shape = _shape(row, note)  # dropped out scores are older than flash attention
     training = Training(
         micro_batch=row["micro_batch"], sequence=row["sequence"], tp=tp, cp=cp, ep=ep, dp=dp,
         zero=3 if row.get("fsdp") else 1, precision=row["precision"].lower(),
-        recompute=_recomputed(row), **_recipe(row, note),
+        flash=not shape.dropout, recompute=_recomputed(row), **_recipe(row, notes),
     )  # fmt: skip
     pipeline = Pipeline(
         pp=pp,
@@ -147,9 +148,9 @@ def read_run(row: dict[str, Any], *, index: int = 0) -> Run:
         step_s = tokens / rate
     return Run(
         label=f"{index:3} {_label(row, dp, chunks)}",
-        source=str(row.get("source") or row.get("container") or ""),
+        source=_source(row),
         model=row["model"],
-        shape=_shape(row, note),
+        shape=shape,
         hardware=find_gpu(row["gpu"]),
         training=training,
         pipeline=pipeline,
@@ -157,6 +158,11 @@ def read_run(row: dict[str, Any], *, index: int = 0) -> Run:
         tokens_per_s_per_gpu=rate or (tokens / step_s if step_s else None),
         peak_gib=row.get("peak_gib"),
     )
+
+
+def _source(row: dict[str, Any]) -> str:
+    """Return what a row shares with others of its origin."""
+    return str(row.get("source") or row.get("container") or "").split(", case ")[0]
 
 
 def _label(row: dict[str, Any], dp: int, chunks: int) -> str:
@@ -176,22 +182,28 @@ def _recomputed(row: dict[str, Any]) -> frozenset[str]:
     return frozenset(filter(None, (_MODULES.get(name, name) for name in modules)))
 
 
-def _recipe(row: dict[str, Any], note: str) -> dict[str, Any]:
-    """Return the switches of a recipe, from its fields or from what the note says in words."""
+def _recipe(row: dict[str, Any], notes: str) -> dict[str, Any]:
+    """Return the switches of a recipe, from its fields or from what notes say in words.
+
+    A row's own note comes first, then those of its source's other rows.
+    """
+    own = str(row.get("note") or "")
     dispatcher = str(row.get("dispatcher") or "")
-    graphs = row.get("cuda_graphs")
+    graphs, overlap = row.get("cuda_graphs"), row.get("ep_overlap")
     if graphs is None:
-        graphs = bool(re.search(r"CUDA graphs? (?!off)", note)) and "no CUDA graph" not in note
-    overlap = row.get("ep_overlap")
+        said = own if re.search("graph", own) else notes
+        graphs = bool(re.search(r"(?<!no )CUDA graphs?(?! off)", said))
     if overlap is None:
-        overlap = bool(re.search(r"(EP|A2A) overlap on", note))
-    once = dispatcher.startswith("one copy") or "HybridEP" in note or "DeepEP" in note
+        overlap = bool(re.search(r"(EP|A2A) overlap(?! off)", own))
+    said = dispatcher or (own if re.search("alltoall|EP", own) else notes)
+    once = re.search("one copy|HybridEP|DeepEP", said) is not None
     return {
         "cuda_graphs": graphs,
         "ep_overlap": overlap,
         "dispatcher": "deduplicated" if once else "alltoall",
         "offloaded_layers": row.get("offloaded_layers") or 0,
-        "overlap": "no overlap" not in note,
+        "overlap": "no overlap" not in own,
+        "sequence_parallel": not (row.get("recompute") == "full" and "full = without" in own),
     }
 
 
@@ -287,9 +299,13 @@ class Score(NamedTuple):
 def scores(rows: Iterable[dict[str, Any]], fit: Fit) -> tuple[list[Score], list[str]]:
     """Return every row that can be stated, and a line for each that cannot."""
     found, left = [], []
+    rows = list(rows)
+    notes: dict[str, set[str]] = defaultdict(set)
+    for row in rows:
+        notes[_source(row)].add(str(row.get("note") or ""))
     for index, row in enumerate(rows):
         try:
-            run = read_run(row, index=index)
+            run = read_run(row, index=index, notes="; ".join(sorted(notes[_source(row)])))
             estimate = run.estimated(fit.of(run))
         except InputError as error:
             left.append(f"{index:3} {row.get('model')} {row.get('gpu')}: not stated: {error}")

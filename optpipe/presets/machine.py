@@ -116,7 +116,7 @@ _ALL_TO_ALL_SHARE = 0.6  # of what rings reach on a link: every rank writes to e
 _UNHIDDEN_SHARE = 0.5  # of a reduction beside compute: they share links, SMs and memory
 _SYNCHRONOUS_SHARE = 0.5  # of a layer's launches come behind the wait for the counts of tokens
 _BUSY_SHARE = 0.2  # of hidden gathers and expert communication: the SMs that they take
-_DENSE_LAUNCH_MS, _EXPERTS_LAUNCH_MS, _EXPERT_LAUNCH_MS = 1.2, 8.0, 0.2
+_DENSE_LAUNCH_MS, _EXPERTS_LAUNCH_MS, _EXPERT_LAUNCH_MS = 2.0, 8.0, 0.2
 _NARROW_LAUNCHES = 1.5  # casts and scales are launches too
 _OPTIMIZER_BYTES = 30.0  # of a parameter: reads gradient and three fp32, writes these and bf16
 
@@ -230,7 +230,7 @@ class Machine(NamedTuple):
         """Return it no faster than the host launches it, F and backward together.
 
         Without CUDA graphs a layer with experts takes the host some 8 ms and 0.2 ms more for each
-        local expert, one without 1.2 ms; half as much again with narrow products.
+        local expert, one without 2 ms; half as much again with narrow products.
         """
         if self.training.cuda_graphs:
             return times
