@@ -1,1 +1,46 @@
-"""Models and accelerators by name, and what a model costs on them: estimates, not measurements."""
+"""Models and accelerators by name, and what a model costs on them: estimates, not measurements.
+
+``estimate(find_model("llama3-70b"), find_gpu("h100"), Training(tp=8), pp=8, num_microbatches=64)``
+gives a problem to solve, a model to cut otherwise, and what a step takes.
+"""
+
+from optpipe.presets.accelerators import GPUS, Efficiency, Hardware, find_gpu
+from optpipe.presets.catalogue import MODELS, find_model
+from optpipe.presets.estimate import Estimate, estimate
+from optpipe.presets.huggingface import shape_from_config
+from optpipe.presets.machine import Machine
+from optpipe.presets.parameters import total_parameters
+from optpipe.presets.shape import (
+    AskedError,
+    AskedSentence,
+    Experts,
+    LatentAttention,
+    LayerKind,
+    ModelShape,
+    Training,
+)
+from optpipe.presets.step import Pipeline, StepEstimate, step_estimate
+
+__all__ = [
+    "GPUS",
+    "MODELS",
+    "AskedError",
+    "AskedSentence",
+    "Efficiency",
+    "Estimate",
+    "Experts",
+    "Hardware",
+    "LatentAttention",
+    "LayerKind",
+    "Machine",
+    "ModelShape",
+    "Pipeline",
+    "StepEstimate",
+    "Training",
+    "estimate",
+    "find_gpu",
+    "find_model",
+    "shape_from_config",
+    "step_estimate",
+    "total_parameters",
+]

@@ -116,17 +116,19 @@ _ALL_TO_ALL_SHARE = 0.6  # of what rings reach on a link: every rank writes to e
 _UNHIDDEN_SHARE = 0.5  # of a reduction beside compute: they share links, SMs and memory
 _SYNCHRONOUS_SHARE = 0.5  # of a layer's launches come behind the wait for the counts of tokens
 _BUSY_SHARE = 0.2  # of hidden gathers and expert communication: the SMs that they take
+_PEER_LATENCY_MS = 0.02  # a launch
 _DENSE_LAUNCH_MS, _EXPERTS_LAUNCH_MS, _EXPERT_LAUNCH_MS = 2.0, 8.0, 0.2
 _NARROW_LAUNCHES = 1.5  # casts and scales are launches too
 _OPTIMIZER_BYTES = 30.0  # of a parameter: reads gradient and three fp32, writes these and bf16
 
 
 class Machine(NamedTuple):
-    """An accelerator in a run: what its rates are."""
+    """An accelerator in a run: what its rates are; ``factor`` multiplies every time."""
 
     hardware: Hardware
     efficiency: Efficiency
     training: Training
+    factor: float = 1.0
 
     # --- Parts of the model.
 
@@ -211,7 +213,8 @@ class Machine(NamedTuple):
         scores = work.attention_flops / (peak * reached.attention)
         moved = work.moved_bytes + work.cast_elements * self._cast_bytes
         moved /= bytes_per_s * reached.memory
-        return Spent(1e3 * products, 1e3 * scores, 1e3 * moved)
+        in_ms = 1e3 * self.factor
+        return Spent(in_ms * products, in_ms * scores, in_ms * moved)
 
     @property
     def _cast_bytes(self) -> float:
@@ -238,8 +241,7 @@ class Machine(NamedTuple):
         if kind.is_moe and shape.experts is not None:
             launch_ms = _EXPERTS_LAUNCH_MS
             launch_ms += _EXPERT_LAUNCH_MS * shape.experts.num / self.training.ep
-        if self.training.is_narrow:
-            launch_ms *= _NARROW_LAUNCHES
+        launch_ms *= self.factor * (_NARROW_LAUNCHES if self.training.is_narrow else 1.0)
         sums = times.sums
         missing = launch_ms - sum(sums)
         waits = self.training.dispatcher == "alltoall" and not self.training.ep_overlap
@@ -391,7 +393,7 @@ class Machine(NamedTuple):
             moved += parameters * (_OPTIMIZER_BYTES + GRADIENT_BYTES) / share
             moved += parameters * GRADIENT_BYTES / (ranks if self.training.zero >= 2 else 1)
         rate = self.hardware.memory_gb_per_s.value * self.efficiency.memory
-        return moved / (rate * 1e6)
+        return self.factor * moved / (rate * 1e6)
 
     def tied_ms(self, shape: ModelShape) -> float:
         """Return the all-reduce of a tied embedding's gradients between first and last stage."""
@@ -399,8 +401,20 @@ class Machine(NamedTuple):
         return self._rate_ms(float(num_bytes), inside=False)
 
     def boundary_ms(self, num_bytes: float, *, inside: bool) -> float:
-        """Return what a boundary tensor takes to the next pipeline rank, latency left out."""
-        return self._rate_ms(num_bytes, inside=inside)
+        """Return what a boundary tensor takes to the next pipeline rank."""
+        return self.latency_ms(inside=inside) + num_bytes / (1e6 * self.link_gb_per_s(inside=inside))
+
+    def latency_ms(self, *, inside: bool) -> float:
+        """Return what a message takes besides its bytes."""
+        return self.factor * (_PEER_LATENCY_MS if inside else self.hardware.network_latency_ms)
+
+    def link_gb_per_s(self, *, inside: bool) -> float:
+        """Return the rate of a boundary message: to a neighbour of the node, or of another."""
+        hardware = self.hardware
+        rate = hardware.peer_gb_per_s.value
+        if not inside:
+            rate = hardware.network_gb_per_s.value * hardware.network_share
+        return rate * self.efficiency.network / self.factor
 
     def _rings(self, held: Held, size: float) -> list[_Ring]:
         """Return the time to gather, or scatter, so many bytes of each parameter, by group.
@@ -432,7 +446,7 @@ class Machine(NamedTuple):
         rate = hardware.node_gb_per_s.value
         if not inside:
             rate = hardware.network_gb_per_s.value * hardware.network_share
-        return num_bytes / (rate * self.efficiency.network * 1e6)
+        return self.factor * num_bytes / (rate * self.efficiency.network * 1e6)
 
     def _beside(self, whole_ms: float, compute_ms: float) -> float:
         """Return what of a layer's gathering and reducing its compute does not hide."""
@@ -448,7 +462,7 @@ class Machine(NamedTuple):
             return 0.0
         moved = layer_kept(shape, self.training, kind).offload_bytes
         share = min(1.0, offloaded / shape.num_layers)
-        return share * moved / (pcie.value * self.efficiency.pcie * 1e6)
+        return self.factor * share * moved / (pcie.value * self.efficiency.pcie * 1e6)
 
 
 def _different(places: int, draws: int) -> float:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 import numpy as np
@@ -41,10 +41,11 @@ from optpipe.presets.shape import AskedError, Field
 from optpipe.problem import Placement, StageLayers, placement_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from numpy.typing import NDArray
 
+    from optpipe.presets.accelerators import Hardware
     from optpipe.presets.shape import LayerKind, ModelShape
 
 __all__ = [
@@ -66,7 +67,6 @@ Schedule = Literal["1f1b", "zb-h1", "zb-h2"]
 _CONTEXT_BYTES = 2 * 2**30
 _FRAGMENTATION_SHARE = 0.03
 _BOUNDARY_TENSORS = 4
-_PEER_LATENCY_MS = 0.02  # assumed: a launch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -328,18 +328,18 @@ def own_reduction_ms(part: StagePart, machine: Machine, *, is_pipelined: bool) -
 
 def step_estimate(
     shape: ModelShape,
-    machine: Machine,
+    machine: Machine | Sequence[Machine],
     pipeline: Pipeline,
     *,
     sizes: Sequence[int] | None = None,
 ) -> StepEstimate:
-    """Return time and memory of a step.
+    """Return time and memory of a step; with several machines one per pipeline rank.
 
     Time. Rank r works b_r for each of m micro-batches; before its first F come the F's of all
-    stages before its first one, after its last backward their backwards. So a step takes the
-    largest of head_r + m b_r + tail_r, which 1F1B and interleaved 1F1B reach where stages are equal
-    (Narayanan et al. 2021, arXiv 2104.04473, section 2.2), and below which no schedule of fused
-    backwards gets. With one stage per rank every micro-batch waits for a boundary message too.
+    stages before its first one, after its last backward their backwards. So a step takes at least
+    the largest of head_r + m b_r + tail_r, whatever the schedule of fused backwards; interleaved
+    1F1B reaches it where stages are equal (Narayanan et al. 2021, arXiv 2104.04473, section 2.2).
+    1F1B with one stage per rank also waits where stages differ, which is counted.
 
     Parameters
     ----------
@@ -351,32 +351,35 @@ def step_estimate(
     InputError
         If there are fewer layers than stages, or degrees do not divide the model's sizes.
     """
-    training = machine.training
+    machines = machines_of(machine, pipeline.pp)
+    training = machines[0].training
     training.check_divides(shape)
-    parts = expanded(model_parts(shape, machine, pp=pipeline.pp))
     placement = pipeline.stages
+    parts = {one: expanded(model_parts(shape, one, pp=pipeline.pp)) for one in set(machines)}
     if sizes is None:
-        sizes = cut_sizes(shape, parts, pipeline)
+        sizes = cut_sizes(shape, parts, machines, pipeline)
     ends = [0, *accumulate(sizes)]
     stages = [
-        _stage(parts[a:b], machine, is_pipelined=pipeline.pp > 1)
-        for a, b in zip(ends[:-1], ends[1:], strict=True)
+        _stage(parts[machines[device]][a:b], machines[device], is_pipelined=pipeline.pp > 1)
+        for device, (a, b) in zip(placement, pairwise(ends), strict=True)
     ]
     ranks = [
         [index for index, device in enumerate(placement) if device == rank]
         for rank in range(pipeline.pp)
     ]
-    timing = _timing(shape, machine, pipeline, stages, ranks)
+    timing = _timing(shape, machines, pipeline, stages, ranks)
     optimizer = max(
-        machine.optimizer_ms(_held([stages[index] for index in owned])) for owned in ranks
+        one.optimizer_ms(_held([stages[index] for index in owned]))
+        for one, owned in zip(machines, ranks, strict=True)
     )
     if shape.tied and pipeline.pp > 1:
-        optimizer += machine.tied_ms(shape)
+        optimizer += machines[0].tied_ms(shape)
     step_ms = timing.pipeline_ms + timing.reduction_ms + timing.gather_ms + optimizer
     num_gpus = training.ranks * pipeline.pp
     m = pipeline.num_microbatches
     tokens = m * training.dp * training.micro_batch * training.sequence
-    peak = machine.hardware.peak_flops("bf16" if training.is_narrow else training.precision)
+    precision = "bf16" if training.is_narrow else training.precision
+    peak = training.ranks * sum(one.hardware.peak_flops(precision) for one in machines)
     flops = model_flops(shape, training) * m * training.dp
     return StepEstimate(
         step_ms=step_ms,
@@ -388,11 +391,30 @@ def step_estimate(
         optimizer_ms=optimizer,
         busy_ms=timing.busy_ms,
         sizes=tuple(sizes),
-        memory=_memory(shape, machine, pipeline, stages, ranks),
+        memory=_memory(shape, machines, pipeline, stages, ranks),
         tokens_per_s_per_gpu=tokens / (step_ms / 1e3) / num_gpus,
-        mfu=flops / (step_ms / 1e3) / (num_gpus * peak),
+        mfu=flops / (step_ms / 1e3) / peak,
         num_gpus=num_gpus,
     )
+
+
+def machines_of(machine: Machine | Sequence[Machine], pp: int) -> tuple[Machine, ...]:
+    """Return the machine of each pipeline rank.
+
+    Raises
+    ------
+    InputError
+        If there are several, but not one per rank.
+    """
+    if isinstance(machine, Machine):
+        return (machine,) * pp
+    if len(machine) != pp:
+        raise AskedError(
+            f"{len(machine)} accelerators for {pp} pipeline ranks: give one, or one for each; "
+            "change ",
+            Field("pp"),
+        )
+    return tuple(machine)
 
 
 def _held(stages: Sequence[_Stage]) -> Held:
@@ -412,34 +434,70 @@ class _Timing(NamedTuple):
 
 def _timing(
     shape: ModelShape,
-    machine: Machine,
+    machines: Sequence[Machine],
     pipeline: Pipeline,
     stages: Sequence[_Stage],
     ranks: Sequence[Sequence[int]],
 ) -> _Timing:
     m = pipeline.num_microbatches
-    hops = _hops_ms(shape, machine, pipeline)
-    ahead = [0.0, *accumulate(s.forward_ms + hop for s, hop in zip(stages, hops, strict=True))]
-    behind = [0.0, *accumulate(s.backward_ms + hop for s, hop in zip(stages, hops, strict=True))]
-    wait = max(hops) if pipeline.chunks == 1 and pipeline.pp > 1 else 0.0
-    totals, busy = [], []
-    for owned in ranks:
-        own = sum(stages[i].forward_ms + stages[i].backward_ms for i in owned)
-        ends = ahead[owned[0]] + behind[owned[0]] - _filled_ms(owned, stages, pipeline)
-        totals.append(m * (own + wait) + max(0.0, ends))
-        busy.append(own)
+    hops = _hops_ms(shape, machines, pipeline)
+    busy = [sum(stages[i].forward_ms + stages[i].backward_ms for i in owned) for owned in ranks]
+    if pipeline.chunks == 1 and pipeline.schedule == "1f1b":
+        ahead, behind, totals = _one_f_one_b(stages, hops, m)
+    else:
+        ahead = [0.0, *accumulate(s.forward_ms + hop for s, hop in zip(stages, hops, strict=True))]
+        behind = [
+            0.0, *accumulate(s.backward_ms + hop for s, hop in zip(stages, hops, strict=True))
+        ]  # fmt: skip
+        totals = [
+            m * own
+            + max(0.0, ahead[o[0]] + behind[o[0]] - _filled_ms(o, stages, pipeline))
+            for own, o in zip(busy, ranks, strict=True)
+        ]
     slowest = max(range(len(ranks)), key=totals.__getitem__)
     spent = Spent()
     for index in ranks[slowest]:
         spent = spent.plus(stages[index].spent)
     reduction = gather = 0.0
-    for owned in ranks:
+    for machine, owned in zip(machines, ranks, strict=True):
         held = _held([stages[index] for index in owned])
         reduced = machine.reduction(held, is_pipelined=pipeline.pp > 1)
         late = _late_ms(owned, stages, pipeline) - behind[owned[0]]
         reduction = max(reduction, max(late, 0.0) + reduced.unhidden_ms)
         gather = max(gather, machine.gathering(held, is_pipelined=pipeline.pp > 1).unhidden_ms)
     return _Timing(totals[slowest], reduction, gather, spent, tuple(busy))
+
+
+def _one_f_one_b(
+    stages: Sequence[_Stage], hops: Sequence[float], m: int
+) -> tuple[list[float], list[float], list[float]]:
+    """Return the time before a stage's first F, after its last backward, and all of 1F1B by rank.
+
+    Rank r runs w = p - r F's, waits for the first backward, which has been through all stages
+    behind it, then alternates; after its last F the last backward comes when that micro-batch has
+    been through them too. Between, a micro-batch cannot take less than the w-th part of its way
+    from r to the end and back, since no more than w are on it.
+    """
+    p = len(stages)
+    way = [0.0] * (p + 1)  # from the first F of a stage to the end and back, without its own B
+    for index in reversed(range(p)):
+        stage = stages[index]
+        further = way[index + 1] + stages[index + 1].backward_ms if index + 1 < p else 0.0
+        way[index] = stage.forward_ms + further + 2 * hops[index]
+    period = max((way[i] + stages[i].backward_ms) / min(m, p - i) for i in range(p))
+    period = max(period, *(stage.forward_ms + stage.backward_ms for stage in stages))
+    ahead, behind, totals = [0.0], [0.0], []
+    for index, (stage, hop) in enumerate(zip(stages, hops, strict=True)):
+        w = min(m, p - index)
+        returned = way[index] - stage.forward_ms  # of the last micro-batch, from the end of its F
+        last_f = ahead[-1] + max(way[index], w * stage.forward_ms) + (m - w) * period
+        if m == w:
+            last_f = ahead[-1] + w * stage.forward_ms
+        drained = last_f + max(returned, (w - 1) * stage.backward_ms) + stage.backward_ms
+        totals.append(drained + behind[-1])
+        ahead.append(ahead[-1] + stage.forward_ms + hop)
+        behind.append(behind[-1] + stage.backward_ms + hop)
+    return ahead, behind, totals
 
 
 def _filled_ms(owned: Sequence[int], stages: Sequence[_Stage], pipeline: Pipeline) -> float:
@@ -463,41 +521,48 @@ def _late_ms(owned: Sequence[int], stages: Sequence[_Stage], pipeline: Pipeline)
     return end
 
 
-def nodes_of(machine: Machine, pp: int) -> tuple[int, ...]:
+def nodes_of(machines: Sequence[Machine], pp: int, *, by_host: bool = False) -> tuple[int, ...]:
     """Return the node of each pipeline rank: tensor, context, data parallel inside, pipeline out.
 
     Megatron-LM's order of ranks (Narayanan et al. 2021, section 3.2, takeaway 1, for the tensor
-    parallel ones). A node is what NVLink joins; as many whole stages as fit stand in one.
+    parallel ones). A node is what NVLink joins, or with ``by_host`` a host; as many whole stages as
+    fit stand in one, and none holds two kinds of accelerators.
     """
-    domain, group = machine.hardware.gpus_per_node, machine.training.ranks
-    if group <= domain:
-        return tuple(rank // (domain // group) for rank in range(pp))
-    return tuple(rank * group // domain for rank in range(pp))
+    nodes: list[int] = []
+    filled = 0
+    for rank in range(pp):
+        hardware, group = machines[rank].hardware, machines[rank].training.ranks
+        size = hardware.gpus_per_host if by_host else hardware.gpus_per_node
+        fits = rank > 0 and machines[rank - 1].hardware == hardware and filled + group <= size
+        filled = filled + group if fits else group
+        nodes.append(0 if not nodes else nodes[-1] if fits else nodes[-1] + max(1, group // size))
+    return tuple(nodes)
 
 
-def _hops_ms(shape: ModelShape, machine: Machine, pipeline: Pipeline) -> list[float]:
+def _hops_ms(
+    shape: ModelShape, machines: Sequence[Machine], pipeline: Pipeline
+) -> list[float]:
     """Return what the message behind each stage takes, 0 behind the last and within a rank."""
-    num_bytes = float(checkpoint_bytes(shape, machine.training))
-    nodes, placement = nodes_of(machine, pipeline.pp), pipeline.stages
-    network_ms = machine.hardware.network_latency_ms
+    num_bytes = float(checkpoint_bytes(shape, machines[0].training))
+    nodes, placement = nodes_of(machines, pipeline.pp), pipeline.stages
     hops = []
-    for a, b in zip(placement[:-1], placement[1:], strict=True):
+    for a, b in pairwise(placement):
         near = nodes[a] == nodes[b]
-        latency = _PEER_LATENCY_MS if near else network_ms
-        hops.append(0.0 if a == b else latency + machine.boundary_ms(num_bytes, inside=near))
+        worst = max(machines[a].boundary_ms(num_bytes, inside=near),
+                    machines[b].boundary_ms(num_bytes, inside=near))  # fmt: skip
+        hops.append(0.0 if a == b else worst)
     return [*hops, 0.0]
 
 
 def _memory(
     shape: ModelShape,
-    machine: Machine,
+    machines: Sequence[Machine],
     pipeline: Pipeline,
     stages: Sequence[_Stage],
     ranks: Sequence[Sequence[int]],
 ) -> tuple[RankMemory, ...]:
-    boundary = checkpoint_bytes(shape, machine.training) if pipeline.pp > 1 else 0
-    reserved = reserved_bytes(machine)
-    gathered = _gathered_bytes(shape, machine)
+    boundary = checkpoint_bytes(shape, machines[0].training) if pipeline.pp > 1 else 0
+    gathered = _gathered_bytes(shape, machines[0])
     found = []
     for rank, owned in enumerate(ranks):
         static = StaticBytes()
@@ -507,13 +572,14 @@ def _memory(
         kept = sum(n * stages[i].kept for n, i in zip(counts, owned, strict=True))
         workspace = max(stages[index].workspace for index in owned)
         buffers = workspace + _BOUNDARY_TENSORS * boundary + gathered
+        reserved = reserved_bytes(machines[rank].hardware)
         found.append(RankMemory(*static, kept, buffers, reserved))
     return tuple(found)
 
 
-def reserved_bytes(machine: Machine, memory_bytes: int | None = None) -> int:
+def reserved_bytes(hardware: Hardware, memory_bytes: int | None = None) -> int:
     """Return what no tensor may use: context, communication, fragmentation; all assumed."""
-    memory = memory_bytes or machine.hardware.memory_bytes.value
+    memory = hardware.memory_bytes.value if memory_bytes is None else memory_bytes
     return min(_CONTEXT_BYTES + round(_FRAGMENTATION_SHARE * memory), int(memory))
 
 
@@ -568,9 +634,13 @@ def asked_placement(name: str, num_devices: int, chunks: int) -> tuple[int, ...]
 
 
 def cut_sizes(
-    shape: ModelShape, layers: Sequence[StagePart], pipeline: Pipeline
+    shape: ModelShape,
+    parts: Mapping[Machine, Sequence[StagePart]],
+    machines: Sequence[Machine],
+    pipeline: Pipeline,
 ) -> tuple[int, ...]:
     """Return how many layers each stage has, by the pipeline's layout."""
+    layers = parts[machines[0]]
     count = pipeline.pp * pipeline.chunks
     if count > len(layers):
         raise AskedError(
@@ -580,7 +650,12 @@ def cut_sizes(
         )
     if pipeline.layout == "even":
         return _even_sizes(shape.num_layers, len(layers) - shape.num_layers - 1, count)
-    return balanced_sizes([sum(part.times.sums) for part in layers], count)
+    times = {one: [sum(part.times.sums) for part in some] for one, some in parts.items()}
+    if len(times) == 1:
+        return balanced_sizes(times[machines[0]], count)
+    whole = {one: sum(some) for one, some in times.items()}
+    slower = [whole[machines[device]] / whole[machines[0]] for device in pipeline.stages]
+    return balanced_sizes(times[machines[0]], count, slower)
 
 
 def _even_sizes(num_layers: int, behind: int, count: int) -> tuple[int, ...]:
@@ -608,7 +683,9 @@ def _even_sizes(num_layers: int, behind: int, count: int) -> tuple[int, ...]:
     return tuple(layers)
 
 
-def balanced_sizes(times_ms: Sequence[float], num_stages: int) -> tuple[int, ...]:
+def balanced_sizes(
+    times_ms: Sequence[float], num_stages: int, slower: Sequence[float] | None = None
+) -> tuple[int, ...]:
     """Return how many layers each stage has so that the slowest stage is as fast as can be.
 
     Of the cuts with that slowest stage, one whose stage times have the least sum of squares, and
@@ -616,33 +693,34 @@ def balanced_sizes(times_ms: Sequence[float], num_stages: int) -> tuple[int, ...
     earlier it stands. Exact: two dynamic programs over the places to cut, the
     least largest stage first, then the least sum of squares with no stage above it. This is the
     simplest rule that counts embedding and head; it knows no memory and no schedule, which
-    ``optpipe plan`` does.
+    ``optpipe plan`` does. ``slower`` multiplies the times of each stage, where devices differ.
     """
     count = len(times_ms)
     ends = np.array([0.0, *accumulate(times_ms)])
     width = np.subtract.outer(ends, ends)  # [end, start]
     width[np.triu_indices(count + 1)] = np.inf
-    largest = _least_largest(width, num_stages)
-    squares = np.where(width <= largest * _SLACK + 1e-300, width**2, np.inf)
-    return _least_sum(squares, num_stages)
+    widths = [width] * num_stages if slower is None else [width * factor for factor in slower]
+    largest = _least_largest(widths)
+    most = largest * _SLACK + 1e-300
+    return _least_sum([np.where(one <= most, one**2, np.inf) for one in widths])
 
 
-def _least_largest(width: NDArray[np.float64], num_stages: int) -> float:
-    best = width[:, 0]
-    for _ in range(num_stages - 1):
+def _least_largest(widths: Sequence[NDArray[np.float64]]) -> float:
+    best = widths[0][:, 0]
+    for width in widths[1:]:
         best = np.maximum(width, best[np.newaxis, :]).min(axis=1)
     return float(best[-1])
 
 
-def _least_sum(costs: NDArray[np.float64], num_stages: int) -> tuple[int, ...]:
-    best = costs[:, 0]
+def _least_sum(costs: Sequence[NDArray[np.float64]]) -> tuple[int, ...]:
+    best = costs[0][:, 0]
     cuts = []
-    for _ in range(num_stages - 1):
-        sums = costs + best[np.newaxis, :]
+    for cost in costs[1:]:
+        sums = cost + best[np.newaxis, :]
         best = sums.min(axis=1)
         is_best = sums <= best[:, np.newaxis] * _SLACK
-        cuts.append(len(costs) - 1 - is_best[:, ::-1].argmax(axis=1))
-    end, sizes = len(costs) - 1, []
+        cuts.append(len(cost) - 1 - is_best[:, ::-1].argmax(axis=1))
+    end, sizes = len(costs[0]) - 1, []
     for cut in reversed(cuts):
         sizes.append(end - int(cut[end]))
         end = int(cut[end])
