@@ -8,8 +8,8 @@ GPU generation (Hopper, Blackwell 200, Blackwell 300) are fitted anew for every 
 of ``published_runs.json`` that are of other models (leave one model out). So a row is never
 estimated with efficiencies that saw its model, in whichever file it stands; other generations have
 the catalogue's assumptions. The fit minimises squared logarithms of ours over theirs in units of
-10 %, plus squared logarithms of each efficiency over its prior in units of 15 %, none above 1; it is
-deterministic. ``--fit`` prints what fits all rows: the catalogue has these, to three digits.
+10 %, plus squared logarithms of each efficiency over its prior in units of 15 %, none above 1. It
+is deterministic. ``--fit`` prints what fits all rows: the catalogue has these, to three digits.
 
 What a row does not say and an estimate needs is not guessed: the row is shown as *not stated*, with
 the reason. Memory is compared with what the allocator says at its peak. A source with several rows
@@ -37,6 +37,7 @@ import numpy as np
 from optpipe.errors import InputError
 from optpipe.presets.accelerators import PRIORS, Efficiency, find_gpu
 from optpipe.presets.catalogue import find_model
+from optpipe.presets.estimate import error_class
 from optpipe.presets.machine import Machine
 from optpipe.presets.shape import Training
 from optpipe.presets.step import Pipeline, step_estimate
@@ -81,13 +82,6 @@ class Run:
         """Return ours."""
         machine = Machine(self.hardware, efficiency, self.training)
         return step_estimate(self.shape, machine, self.pipeline)
-
-
-def error_class(shape: ModelShape, hardware: Hardware) -> str:
-    """Return the class of an estimate in this table."""
-    if shape.experts is None:
-        return "dense"
-    return "experts, NVLink-72" if hardware.gpus_per_node >= 64 else "experts, other"
 
 
 # Names of modules in recipes -> ours.
@@ -166,8 +160,8 @@ def _source(row: dict[str, Any]) -> str:
 
 
 def _label(row: dict[str, Any], dp: int, chunks: int) -> str:
-    degrees = (("tp", row["tp"]), ("cp", row.get("cp") or 1), ("ep", row.get("ep") or 1), ("dp", dp),
-               ("pp", row["pp"]), ("vp", chunks))  # fmt: skip
+    named = [(name, row.get(name) or 1) for name in ("tp", "cp", "ep")]
+    degrees = (*named, ("dp", dp), ("pp", row["pp"]), ("vp", chunks))
     text = " ".join(f"{name}{value}" for name, value in degrees if value > 1)
     fsdp = " fsdp" if row.get("fsdp") else ""
     where = f"{row.get('container') or ''} {row['model']} {row['gpu']} {row['precision']}"

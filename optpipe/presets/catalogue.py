@@ -87,8 +87,10 @@ _GEMMA_ROWS = {
 
 # Layers, hidden, heads.
 _MEGATRON_ROWS = {
-    "megatron-22b": (48, 6144, 64), "mt-nlg-530b": (105, 20480, 128), "megatron-1t": (128, 25600, 160),
-}  # fmt: skip
+    "megatron-22b": (48, 6144, 64),
+    "mt-nlg-530b": (105, 20480, 128),
+    "megatron-1t": (128, 25600, 160),
+}
 
 _TIED = {
     "llama3.2-1b", "llama3.2-3b", "qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-3b",
@@ -133,7 +135,7 @@ def _latent(query_rank: int | None) -> LatentAttention:
     return LatentAttention(query_rank=query_rank, kv_rank=512, nope=128, rope=64, value=128)
 
 
-def _all() -> Iterator[ModelShape]:
+def _dense() -> Iterator[ModelShape]:
     corrected = {
         "gpt3-1.3b": "; its 24 heads of 128 do not make 2048, so 16",
         "gpt3-13b": "; its hidden 5140 is no multiple of 40 heads of 128, so 5120",
@@ -147,6 +149,22 @@ def _all() -> Iterator[ModelShape]:
         yield _rotary(name, row, _QWEN25, bias="qkv")
     for name, row in _QWEN3_ROWS.items():
         yield _rotary(name, row, _QWEN3, qk_norm=True)
+    yield from _gemmas()
+
+
+def _gemmas() -> Iterator[ModelShape]:
+    for name, (*row, width) in _GEMMA_ROWS.items():
+        fields: dict[str, Any] = {"head_width": width, "tied": True}
+        source = {"gemma-": _GEMMA, "gemma2": _GEMMA2, "gemma3": _GEMMA3}[name[:6]]
+        if source != _GEMMA:
+            fields |= {"norms": 4, "window": 4096, "full_every": 2}
+        if source == _GEMMA3:
+            window = 512 if name == "gemma3-1b" else 1024
+            fields |= {"qk_norm": True, "window": window, "full_every": 6}
+        yield _rotary(name, tuple(row), source, **fields)
+
+
+def _with_experts() -> Iterator[ModelShape]:
     for name, row, ffn in (
         ("qwen3-30b-a3b", (48, 2048, 32, 4, 6144, 151936), 768),
         ("qwen3-235b-a22b", (94, 4096, 64, 4, 12288, 151936), 1536),
@@ -164,7 +182,9 @@ def _all() -> Iterator[ModelShape]:
     )  # fmt: skip
     yield _rotary(
         "deepseek-v2", (60, 5120, 128, 128, 12288, 102400), _DEEPSEEK2, latent=_latent(1536),
-        experts=Experts(num=160, active=6, ffn=1536, shared_ffn=3072, dense_layers=1),
+        experts=Experts(
+            num=160, active=6, ffn=1536, shared_ffn=3072, dense_layers=1, max_nodes=3
+        ),
     )  # fmt: skip
     experts = Experts(num=256, active=8, ffn=2048, shared_ffn=2048, dense_layers=3, max_nodes=4)
     row = (61, 7168, 128, 128, 18432, 129280)
@@ -193,15 +213,9 @@ def _all() -> Iterator[ModelShape]:
             name, (48, 5120, 40, 8, 16384, 202048), _LLAMA4, window=4096, full_every=4,
             experts=Experts(num=num, active=1, ffn=8192, shared_ffn=8192, every=every),
         )  # fmt: skip
-    for name, (*row, width) in _GEMMA_ROWS.items():
-        fields: dict[str, Any] = {"head_width": width, "tied": True}
-        source = {"gemma-": _GEMMA, "gemma2": _GEMMA2, "gemma3": _GEMMA3}[name[:6]]
-        if source != _GEMMA:
-            fields |= {"norms": 4, "window": 4096, "full_every": 2}
-        if source == _GEMMA3:
-            window = 512 if name == "gemma3-1b" else 1024
-            fields |= {"qk_norm": True, "window": window, "full_every": 6}
-        yield _rotary(name, tuple(row), source, **fields)
+
+
+def _of_papers() -> Iterator[ModelShape]:
     for name, small in _MEGATRON_ROWS.items():
         yield _gelu(
             name, small, _KORTHIKANTI, vocab=51200, positions=2048, bias="all", dropout=True
@@ -215,7 +229,9 @@ def _all() -> Iterator[ModelShape]:
         yield _gelu(f"po-{model.lower()}", small, source, num_kv_heads=8)
 
 
-MODELS: Mapping[str, ModelShape] = MappingProxyType({shape.name: shape for shape in _all()})
+MODELS: Mapping[str, ModelShape] = MappingProxyType(
+    {shape.name: shape for shape in (*_dense(), *_with_experts(), *_of_papers())}
+)
 """Every model of the catalogue by name."""
 
 _MODEL_ALIASES = {

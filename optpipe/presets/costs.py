@@ -337,34 +337,30 @@ def _output_projection(shape: ModelShape, training: Training) -> LayerPart:
 
 
 def _mlp_parts(shape: ModelShape, training: Training) -> Iterator[LayerPart]:
-    ffn = shape.ffn // training.tp
     again = frozenset({"mlp"})
-    yield from _feed_forward(shape, training, ffn, _Rows.dense(training), "MLP", again, again)
+    tokens, ffn = training.tokens, shape.ffn // training.tp
+    mlp = _FeedForward("MLP", ffn, tokens, training.residual_tokens, again, again)
+    yield from _feed_forward(shape, training, mlp)
 
 
-class _Rows(NamedTuple):
-    """Tokens that an MLP multiplies, and those whose hidden vectors this device casts for it."""
+class _FeedForward(NamedTuple):
+    """An MLP on one device.
 
+    Its inner width, the tokens that it multiplies, those whose hidden vectors this device casts for
+    it, and the modules whose recomputation makes it again, or only its activation function.
+    """
+
+    name: str
+    ffn: int
     tokens: int
-    cast: int
-
-    @classmethod
-    def dense(cls, training: Training) -> _Rows:
-        """Return those of an MLP that all tokens go through."""
-        return cls(training.tokens, training.residual_tokens)
+    cast_tokens: int
+    again: frozenset[str]
+    activation_again: frozenset[str]
 
 
-def _feed_forward(
-    shape: ModelShape,
-    training: Training,
-    ffn: int,
-    rows: _Rows,
-    name: str,
-    again: frozenset[str],
-    activation_again: frozenset[str],
-) -> Iterator[LayerPart]:
+def _feed_forward(shape: ModelShape, training: Training, mlp: _FeedForward) -> Iterator[LayerPart]:
     """Yield the products of an MLP, and its activation function, each with what it keeps."""
-    tokens = rows.tokens
+    tokens, ffn, name = mlp.tokens, mlp.ffn, mlp.name
     row = tokens * training.element_bytes * ffn
     product = round(tokens * training.operand_bytes * ffn)
     gated = shape.mlp == "swiglu"
@@ -375,16 +371,18 @@ def _feed_forward(
         matmul_flops=2.0 * tokens * num_matrices(shape) * shape.hidden * ffn,
         moved_bytes=float(row * inner // ffn + tokens * shape.hidden * training.element_bytes),
         moved_back_bytes=float(row + tokens * shape.hidden * training.element_bytes),
-        casts=rows.cast * shape.hidden + tokens * ffn,
-        casts_back=rows.cast * shape.hidden + tokens * inner,
-        tensors=tuple(Tensor(f"{part} of the {name}", row, again=again) for part in before),
-        again=again,
+        casts=mlp.cast_tokens * shape.hidden + tokens * ffn,
+        casts_back=mlp.cast_tokens * shape.hidden + tokens * inner,
+        tensors=tuple(Tensor(f"{part} of the {name}", row, again=mlp.again) for part in before),
+        again=mlp.again,
     )
     yield LayerPart(
         moved_bytes=float(num_matrices(shape) * row),
         moved_back_bytes=float((5 if gated else 3) * row),
-        tensors=(Tensor(f"{after} of the {name}", product, cheap=True, again=activation_again),),
-        again=activation_again,
+        tensors=(
+            Tensor(f"{after} of the {name}", product, cheap=True, again=mlp.activation_again),
+        ),
+        again=mlp.activation_again,
     )
 
 
@@ -419,12 +417,14 @@ def _expert_parts(shape: ModelShape, training: Training) -> Iterator[LayerPart]:
         tensors=(Tensor("inputs of the experts", operand, again=moe),),
         again=moe,
     )
-    ffn, rows = experts.ffn // training.etp, _Rows(copies, copies)
-    yield from _feed_forward(shape, training, ffn, rows, "experts", moe, moe | {"moe_act"})
+    ffn = experts.ffn // training.etp
+    routed = _FeedForward("experts", ffn, copies, copies, moe, moe | {"moe_act"})
+    yield from _feed_forward(shape, training, routed)
     if experts.shared_ffn:
-        ffn = experts.shared_ffn // training.tp
-        again, rows = moe | {"shared_experts"}, _Rows.dense(training)
-        yield from _feed_forward(shape, training, ffn, rows, "shared experts", again, again)
+        again = moe | {"shared_experts"}
+        ffn, tokens = experts.shared_ffn // training.tp, training.tokens
+        shared = _FeedForward("shared experts", ffn, tokens, training.residual_tokens, again, again)
+        yield from _feed_forward(shape, training, shared)
 
 
 # --- What a layer's parts come to.
@@ -478,9 +478,7 @@ def layer_work(shape: ModelShape, training: Training, kind: LayerKind) -> PassCo
 
     W reads and writes fp32 gradients besides its products.
     """
-    held = layer_parameters(
-        shape, kind, tp=training.tp, ep=training.ep, etp=training.etp
-    ).total
+    held = layer_parameters(shape, kind, tp=training.tp, ep=training.ep, etp=training.etp).total
     weights = float(held * training.element_bytes)
     parts = layer_parts(shape, training, kind)
     ahead = _summed(training, parts, weights)
@@ -564,9 +562,7 @@ def _attention_context(shape: ModelShape, training: Training) -> tuple[float, fl
     heads = shape.num_heads // tp
     values = heads * shape.value_width  # input of the output projection
     if shape.latent is None:
-        return 2.0 * shape.hidden, float(
-            values + query_width(shape, tp) + 2 * kv_width(shape, tp)
-        )
+        return 2.0 * shape.hidden, float(values + query_width(shape, tp) + 2 * kv_width(shape, tp))
     latent = shape.latent
     inner = values + heads * (shape.width + latent.nope + latent.value)
     inner += 2 * latent.kv_rank + latent.rope + 2 * (latent.query_rank or 0)
@@ -679,8 +675,8 @@ def model_flops(shape: ModelShape, training: Training) -> float:
     matrices += shape.mtp * (
         2.0 * shape.hidden**2 + head + _matrices_of_a_token(shape, shape.layer_kinds[-1])
     )
-    scores += shape.mtp * 2.0 * training.sequence * shape.num_heads * (
-        shape.width + shape.value_width
+    scores += (
+        shape.mtp * 2.0 * training.sequence * shape.num_heads * (shape.width + shape.value_width)
     )
     return 3.0 * tokens * (2.0 * matrices + scores)
 

@@ -24,7 +24,6 @@ from optpipe.presets.step import (
     Pipeline,
     StagePart,
     StepEstimate,
-    expanded,
     model_parts,
     nodes_of,
     own_reduction_ms,
@@ -167,7 +166,13 @@ def estimate(
     )
     _check_microbatches(num_microbatches)
     base = step_estimate(shape, machines, pipeline)
-    factor = _factor(shape, machines, base, mfu, time_factor, measured_step_s)
+    factor = _factor(
+        _utilisation(shape, machines),
+        base.step_ms,
+        mfu=mfu,
+        time_factor=time_factor,
+        measured_step_s=measured_step_s,
+    )
     machines = tuple(one._replace(factor=factor) for one in machines)
     step = step_estimate(shape, machines, pipeline, sizes=base.sizes)
     try:
@@ -234,35 +239,27 @@ def _utilisation(shape: ModelShape, machines: Sequence[Machine]) -> float:
     return sum(found) / len(found)
 
 
-def _factor(
-    shape: ModelShape,
-    machines: Sequence[Machine],
-    base: StepEstimate,
-    mfu: float | None,
-    time_factor: float | None,
-    measured_step_s: float | None,
-) -> float:
-    """Return what multiplies all times."""
-    given = {"mfu": mfu, "time_factor": time_factor, "measured_step_s": measured_step_s}
+def _factor(utilisation: float, step_ms: float, **given: float | None) -> float:
+    """Return what multiplies all times, from the field that asks for it; 1 where none does."""
     asked = [name for name, value in given.items() if value is not None]
     if len(asked) > 1:
         raise AskedError(
             *(Field(asked[0]), " and ", Field(asked[1])),
             ": each says how fast all of it is; give one of them",
         )
+    mfu = given["mfu"]
     if mfu is not None:
         if not 0 < mfu <= 1:
             raise AskedError(
                 Field("mfu", mfu), ": must be above 0 and at most 1; write 0.45 for 45 %"
             )
-        return _utilisation(shape, machines) / mfu
-    for name in ("time_factor", "measured_step_s"):
-        value = given[name]
-        if value is not None and not 0 < value < 1e6:
+        return utilisation / mfu
+    for name in asked:
+        value = given[name] or 0.0
+        if not 0 < value < 1e6:
             raise AskedError(Field(name, value), ": must be above 0 and below 1000000; correct it")
-    if measured_step_s is not None:
-        return 1e3 * measured_step_s / base.step_ms
-    return 1.0 if time_factor is None else time_factor
+        return value if name == "time_factor" else 1e3 * value / step_ms
+    return 1.0
 
 
 # --- The problem's devices, layers and links.

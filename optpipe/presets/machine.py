@@ -346,9 +346,7 @@ class Machine(NamedTuple):
         training = self.training
         if training.zero < 3:
             return 0.0, 0.0
-        held = layer_parameters(
-            shape, kind, tp=training.tp, ep=training.ep, etp=training.etp
-        )
+        held = layer_parameters(shape, kind, tp=training.tp, ep=training.ep, etp=training.etp)
         return (
             sum(ring.ms for ring in self._rings(held, training.element_bytes)),
             sum(ring.ms for ring in self._rings(held, GRADIENT_BYTES)),
@@ -402,7 +400,9 @@ class Machine(NamedTuple):
 
     def boundary_ms(self, num_bytes: float, *, inside: bool) -> float:
         """Return what a boundary tensor takes to the next pipeline rank."""
-        return self.latency_ms(inside=inside) + num_bytes / (1e6 * self.link_gb_per_s(inside=inside))
+        return self.latency_ms(inside=inside) + num_bytes / (
+            1e6 * self.link_gb_per_s(inside=inside)
+        )
 
     def latency_ms(self, *, inside: bool) -> float:
         """Return what a message takes besides its bytes."""

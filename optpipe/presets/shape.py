@@ -326,9 +326,7 @@ class Training:
         ):
             if getattr(self, name) not in allowed:
                 known = f"{', '.join(allowed[:-1])} or {allowed[-1]}"
-                raise AskedError(
-                    Field(name, getattr(self, name)), f": must be {known}; choose one"
-                )
+                raise AskedError(Field(name, getattr(self, name)), f": must be {known}; choose one")
         unknown = sorted(self.recompute - set(RECOMPUTABLE))
         if unknown:
             raise AskedError(
@@ -358,7 +356,7 @@ class Training:
 
     @property
     def without_recomputation(self) -> Training:
-        """This, keeping everything."""
+        """Return it with nothing made again."""
         return replace(self, recompute=frozenset(), lean=False)
 
     @property

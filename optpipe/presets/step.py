@@ -450,8 +450,7 @@ def _timing(
             0.0, *accumulate(s.backward_ms + hop for s, hop in zip(stages, hops, strict=True))
         ]  # fmt: skip
         totals = [
-            m * own
-            + max(0.0, ahead[o[0]] + behind[o[0]] - _filled_ms(o, stages, pipeline))
+            m * own + max(0.0, ahead[o[0]] + behind[o[0]] - _filled_ms(o, stages, pipeline))
             for own, o in zip(busy, ranks, strict=True)
         ]
     slowest = max(range(len(ranks)), key=totals.__getitem__)
@@ -539,9 +538,7 @@ def nodes_of(machines: Sequence[Machine], pp: int, *, by_host: bool = False) -> 
     return tuple(nodes)
 
 
-def _hops_ms(
-    shape: ModelShape, machines: Sequence[Machine], pipeline: Pipeline
-) -> list[float]:
+def _hops_ms(shape: ModelShape, machines: Sequence[Machine], pipeline: Pipeline) -> list[float]:
     """Return what the message behind each stage takes, 0 behind the last and within a rank."""
     num_bytes = float(checkpoint_bytes(shape, machines[0].training))
     nodes, placement = nodes_of(machines, pipeline.pp), pipeline.stages
