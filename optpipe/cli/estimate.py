@@ -232,7 +232,7 @@ def estimate_problem(
         )  # fmt: skip
         found = estimate(
             shape,
-            _pipeline_ranks(kinds, training.ranks, pp),
+            _pipeline_ranks(kinds, training.ranks),
             training,
             pp=pp,
             num_microbatches=microbatches,
@@ -319,7 +319,7 @@ def _replicas(kinds: list[_Accelerators], dp: int | None, of_one: int) -> int:
     return dp
 
 
-def _pipeline_ranks(kinds: list[_Accelerators], stage: int, pp: int) -> Hardware | list[Hardware]:
+def _pipeline_ranks(kinds: list[_Accelerators], stage: int) -> Hardware | list[Hardware]:
     """Return the accelerator, or with several kinds that of each pipeline rank."""
     if len(kinds) == 1:
         return kinds[0].hardware

@@ -122,7 +122,8 @@ class PassCost(NamedTuple):
 
     ``narrow_flops`` are those of products in the narrow precision, ``matmul_flops`` of all other
     products with weights. ``weight_bytes`` are read while products run, ``moved_bytes`` by
-    everything else but the casts of ``cast_elements`` to the narrow precision.
+    everything else but the casts of ``cast_elements`` to the narrow precision. ``gradient_bytes``
+    are read and written where W's products add to gradients.
     """
 
     matmul_flops: float = 0.0
@@ -131,6 +132,7 @@ class PassCost(NamedTuple):
     weight_bytes: float = 0.0
     moved_bytes: float = 0.0
     cast_elements: float = 0.0
+    gradient_bytes: float = 0.0
 
     def plus(self, other: PassCost) -> PassCost:
         """Return the sums."""
@@ -170,7 +172,7 @@ def layer_parts(shape: ModelShape, training: Training, kind: LayerKind) -> tuple
     sent, they are ordered once, 4 h). Scores, without flash attention. F: written, read and
     written by softmax, read (4; with dropout read and written once more, and its mask). I:
     gradients written, read with the probabilities, written, read twice, probabilities read (7;
-    with dropout as in F).
+    with dropout as in F). What products write: results in F, gradients of their inputs in I.
     """
     moe = kind.is_moe and shape.experts is not None
     blocks = [
@@ -476,7 +478,7 @@ def checkpoint_bytes(shape: ModelShape, training: Training) -> int:
 def layer_work(shape: ModelShape, training: Training, kind: LayerKind) -> PassCosts:
     """Return the work of one layer; what is made again is in I.
 
-    W reads and writes fp32 gradients besides its products.
+    W adds to fp32 gradients.
     """
     held = layer_parameters(shape, kind, tp=training.tp, ep=training.ep, etp=training.etp).total
     weights = float(held * training.element_bytes)
@@ -493,7 +495,7 @@ def layer_work(shape: ModelShape, training: Training, kind: LayerKind) -> PassCo
     return PassCosts(
         ahead,
         back.plus(made).plus(lean),
-        PassCost(matmul, narrow, moved_bytes=2.0 * GRADIENT_BYTES * held),
+        PassCost(matmul, narrow, gradient_bytes=2.0 * GRADIENT_BYTES * held),
     )
 
 
@@ -615,7 +617,7 @@ def head_work(shape: ModelShape, training: Training) -> PassCosts:
     """Return the work of last norm, head and cross-entropy; the head's product stays wide.
 
     Besides the product: the norm (F 2 h, I 3 h); logits read and written in fp32, read and written
-    by the softmax (F), its result read and the gradient written (I); fp32 gradients (W).
+    by the softmax (F), its result read and the gradient written (I).
     """
     entries = float(vocab_slice(shape, training.tp) * shape.hidden)
     flops = 2.0 * training.tokens * entries
@@ -626,7 +628,7 @@ def head_work(shape: ModelShape, training: Training) -> PassCosts:
     return PassCosts(
         PassCost(flops, 0.0, 0.0, weights, 2 * norm + logits * (size + 12)),
         PassCost(flops, 0.0, 0.0, weights, 3 * norm + logits * (size + 4)),
-        PassCost(flops, moved_bytes=2.0 * GRADIENT_BYTES * entries),
+        PassCost(flops, gradient_bytes=2.0 * GRADIENT_BYTES * entries),
     )
 
 
@@ -642,7 +644,7 @@ def mtp_work(shape: ModelShape, training: Training) -> PassCosts:
     joined = PassCosts(
         PassCost(flops, 0.0, 0.0, weights, 6 * row),
         PassCost(flops, 0.0, 0.0, weights, 8 * row),
-        PassCost(flops, moved_bytes=4.0 * GRADIENT_BYTES * shape.hidden**2),
+        PassCost(flops, gradient_bytes=4.0 * GRADIENT_BYTES * shape.hidden**2),
     )
     layer = layer_work(shape, training, shape.layer_kinds[-1])
     return joined.plus(layer).plus(head_work(shape, training))

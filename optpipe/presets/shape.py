@@ -389,7 +389,7 @@ class Training:
     def check_divides(self, shape: ModelShape) -> None:
         """Refuse degrees that do not divide what they split."""
         split = {"heads": ("tp", shape.num_heads)}
-        if not all(kind.is_moe for kind in shape.layer_kinds):
+        if shape.experts is None or shape.experts.dense_layers or shape.experts.every > 1:
             split["ffn"] = ("tp", shape.ffn)
         if shape.experts is not None:
             split["the experts' ffn"] = ("etp", shape.experts.ffn)
