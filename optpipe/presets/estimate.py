@@ -27,6 +27,7 @@ from optpipe.presets.step import (
     model_parts,
     nodes_of,
     own_reduction_ms,
+    pool_bytes,
     reserved_bytes,
     step_estimate,
 )
@@ -144,7 +145,8 @@ def estimate(
     time_factor
         Multiplies every time: what `Estimate.factor` was of a configuration that was measured.
     measured_step_s
-        What a step of this configuration takes: every time is multiplied so that it does.
+        What a step of this configuration takes: every time is multiplied so that it does. Copies
+        to the host keep their rate, of which a step says nothing.
     memory_bytes
         Of a device, instead of all it has.
 
@@ -179,7 +181,7 @@ def estimate(
         model = Model(
             name=_name(shape, machines, pp),
             num_microbatches=num_microbatches,
-            devices=_devices(machines, memory_bytes),
+            devices=_devices(shape, machines, memory_bytes),
             layers=_layers(shape, machines),
             **_links(machines),
         )
@@ -284,6 +286,8 @@ def _layers(shape: ModelShape, machines: Sequence[Machine]) -> tuple[Layer, ...]
                 output_bytes=0 if part.layers.head else checkpoint_bytes(shape, first.training),
                 grad_sync_ms=round(own_reduction_ms(part, first, is_pipelined=pp > 1), _DIGITS),
                 forward_workspace_bytes=part.forward_workspace_bytes,
+                backward_input_workspace_bytes=part.backward_workspace_bytes,
+                backward_workspace_bytes=part.backward_workspace_bytes,
                 recompute_workspace_bytes=part.forward_workspace_bytes,
                 layers=part.layers,
             )
@@ -301,15 +305,18 @@ def _times(part: StagePart) -> dict[str, float]:
     }
 
 
-def _devices(machines: Sequence[Machine], memory_bytes: int | None) -> tuple[ModelDevice, ...]:
+def _devices(
+    shape: ModelShape, machines: Sequence[Machine], memory_bytes: int | None
+) -> tuple[ModelDevice, ...]:
     hosts = nodes_of(machines, len(machines), by_host=True)
+    pool = pool_bytes(shape, machines[0], len(machines))
     devices = []
     for rank, (machine, host) in enumerate(zip(machines, hosts, strict=True)):
         hardware = machine.hardware
         memory = int(hardware.memory_bytes.value) if memory_bytes is None else memory_bytes
         rates = {}
         if hardware.pcie_gb_per_s is not None:
-            rate = hardware.pcie_gb_per_s.value * machine.efficiency.pcie / machine.factor
+            rate = hardware.pcie_gb_per_s.value * machine.efficiency.pcie
             rates = {"d2h_gb_per_s": round(rate, 3), "h2d_gb_per_s": round(rate, 3)}
         devices.append(
             ModelDevice(
@@ -317,7 +324,7 @@ def _devices(machines: Sequence[Machine], memory_bytes: int | None) -> tuple[Mod
                 host=f"node{host}",
                 type=hardware.name,
                 memory_bytes=memory,
-                reserved_bytes=reserved_bytes(hardware, memory),
+                reserved_bytes=min(memory, reserved_bytes(hardware, memory) + pool),
                 **rates,
             )
         )
@@ -391,12 +398,12 @@ def _notes(shape: ModelShape, problem: Problem, step: StepEstimate) -> Iterator[
             yield AskedSentence((shortage, *degrees, "."))
             return
     for index, (device, memory) in enumerate(zip(problem.devices, step.memory, strict=True)):
-        if memory.allocated > device.usable_bytes:
+        if memory.total > device.memory_bytes:
             yield AskedSentence(
                 (
                     f"With 1F1B {problem.devices[index].name} would need "
-                    f"{memory.allocated / 2**30:.1f} GiB of {device.usable_bytes / 2**30:.1f} "
-                    "usable: optpipe solve looks for a schedule that fits.",
+                    f"{memory.total / 2**30:.1f} GiB of {device.memory_bytes / 2**30:.1f}: "
+                    "optpipe solve looks for a schedule that fits.",
                 )
             )
             return

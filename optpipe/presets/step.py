@@ -28,6 +28,7 @@ from optpipe.presets.costs import (
 )
 from optpipe.presets.machine import Machine, PartTimes, Spent
 from optpipe.presets.parameters import (
+    GRADIENT_BYTES,
     Held,
     StaticBytes,
     embedding_parameters,
@@ -66,7 +67,7 @@ Schedule = Literal["1f1b", "zb-h1", "zb-h2"]
 
 _CONTEXT_BYTES = 2 * 2**30
 _FRAGMENTATION_SHARE = 0.03
-_BOUNDARY_TENSORS = 4
+_BOUNDARY_TENSORS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -558,8 +559,7 @@ def _memory(
     stages: Sequence[_Stage],
     ranks: Sequence[Sequence[int]],
 ) -> tuple[RankMemory, ...]:
-    boundary = checkpoint_bytes(shape, machines[0].training) if pipeline.pp > 1 else 0
-    gathered = _gathered_bytes(shape, machines[0])
+    pool = pool_bytes(shape, machines[0], pipeline.pp)
     found = []
     for rank, owned in enumerate(ranks):
         static = StaticBytes()
@@ -568,9 +568,8 @@ def _memory(
         counts = _in_flight(rank, pipeline)
         kept = sum(n * stages[i].kept for n, i in zip(counts, owned, strict=True))
         workspace = max(stages[index].workspace for index in owned)
-        buffers = workspace + _BOUNDARY_TENSORS * boundary + gathered
         reserved = reserved_bytes(machines[rank].hardware)
-        found.append(RankMemory(*static, kept, buffers, reserved))
+        found.append(RankMemory(*static, kept, workspace + pool, reserved))
     return tuple(found)
 
 
@@ -580,16 +579,20 @@ def reserved_bytes(hardware: Hardware, memory_bytes: int | None = None) -> int:
     return min(_CONTEXT_BYTES + round(_FRAGMENTATION_SHARE * memory), int(memory))
 
 
-def _gathered_bytes(shape: ModelShape, machine: Machine) -> float:
-    """Return FSDP's whole layers: two gathered, one of gradients before it is scattered."""
+def pool_bytes(shape: ModelShape, machine: Machine, pp: int) -> int:
+    """Return what is held beside the activations: messages on their way, FSDP's whole layers.
+
+    Eight boundary tensors (assumed); of FSDP two layers' weights and one's gradients.
+    """
     training = machine.training
+    messages = _BOUNDARY_TENSORS * checkpoint_bytes(shape, training) if pp > 1 else 0
     if training.zero < 3:
-        return 0.0
+        return messages
     most = max(
         layer_parameters(shape, kind, tp=training.tp, ep=training.ep, etp=training.etp).total
         for kind, _ in shape.kinds
     )
-    return most * (2.0 * training.element_bytes + 4.0)
+    return messages + most * (2 * training.element_bytes + GRADIENT_BYTES)
 
 
 def _in_flight(rank: int, pipeline: Pipeline) -> tuple[int, ...]:

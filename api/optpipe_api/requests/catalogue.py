@@ -9,7 +9,7 @@ from pydantic.json_schema import SkipJsonSchema  # noqa: TC002 - pydantic reads 
 
 from optpipe.errors import rule_broken
 from optpipe.presets import GPUS, MODELS, Hardware, ModelShape, total_parameters
-from optpipe.presets.shape import PRECISIONS, Dispatcher, Precision  # noqa: TC001 - pydantic reads it
+from optpipe.presets.shape import PRECISIONS, Dispatcher, Precision
 from optpipe.problem import Problem
 from optpipe.sweep import AXES
 from optpipe.wire import JobOptions
