@@ -40,7 +40,7 @@ from optpipe.presets.catalogue import find_model
 from optpipe.presets.estimate import error_class
 from optpipe.presets.machine import Machine
 from optpipe.presets.shape import Training
-from optpipe.presets.step import Pipeline, step_estimate
+from optpipe.presets.step import PipelineCut, step_estimate
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -59,7 +59,7 @@ _APART = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class PublishedRun:
     """A published run: what was asked, and what was measured."""
 
     label: str
@@ -68,7 +68,7 @@ class Run:
     shape: ModelShape
     hardware: Hardware
     training: Training
-    pipeline: Pipeline
+    pipeline: PipelineCut
     step_s: float | None
     tokens_per_s_per_gpu: float | None
     peak_gib: float | None
@@ -91,7 +91,7 @@ _SCHEDULES = {
 }  # fmt: skip
 
 
-def read_run(row: dict[str, Any], *, index: int = 0, notes: str = "") -> Run:
+def read_run(row: dict[str, Any], *, index: int = 0, notes: str = "") -> PublishedRun:
     """Return the run of a row of either form; ``notes`` are those of its source's other rows.
 
     Raises
@@ -127,7 +127,7 @@ def read_run(row: dict[str, Any], *, index: int = 0, notes: str = "") -> Run:
         zero=3 if row.get("fsdp") else 1, precision=row["precision"].lower(),
         flash=not shape.dropout, recompute=_recomputed(row), **_recipe(row, notes),
     )  # fmt: skip
-    pipeline = Pipeline(
+    pipeline = PipelineCut(
         pp=pp,
         chunks=chunks,
         num_microbatches=row.get("microbatches") or row["global_batch"] // batch,
@@ -140,7 +140,7 @@ def read_run(row: dict[str, Any], *, index: int = 0, notes: str = "") -> Run:
     tokens = row["global_batch"] * row["sequence"] / row["num_gpus"]
     if step_s is None and rate:
         step_s = tokens / rate
-    return Run(
+    return PublishedRun(
         label=f"{index:3} {_label(row, dp, chunks)}",
         source=_source(row),
         model=row["model"],
@@ -219,7 +219,7 @@ def _shape(row: dict[str, Any], note: str) -> ModelShape:
 # --- The fit.
 
 
-def fitted(runs: Sequence[Run], generation: str) -> Efficiency:
+def fitted(runs: Sequence[PublishedRun], generation: str) -> Efficiency:
     """Return the efficiencies that fit the runs of a generation best, near its prior.
 
     Gauss and Newton's method in the logarithms of the efficiencies, from the prior: six steps.
@@ -250,10 +250,10 @@ def _efficiency(prior: Efficiency, at: np.ndarray) -> Efficiency:
     return replace(prior, **values)
 
 
-class Fit:
+class EfficiencyFit:
     """Efficiencies by generation and left-out model, fitted to the published rows once each."""
 
-    def __init__(self, runs: Sequence[Run]) -> None:
+    def __init__(self, runs: Sequence[PublishedRun]) -> None:
         self._runs = runs
         self.without = lru_cache(maxsize=None)(self._without)
 
@@ -265,7 +265,7 @@ class Fit:
         ]
         return fitted(seen, generation)
 
-    def of(self, run: Run) -> Efficiency:
+    def of(self, run: PublishedRun) -> Efficiency:
         """Return the efficiencies for a row: fitted to other models', or the catalogue's."""
         generation = run.hardware.generation
         if generation not in PRIORS:
@@ -284,13 +284,13 @@ def _family(model: str) -> str:
 class Score(NamedTuple):
     """A row with ours: errors are ours over theirs less 1, None where nothing was published."""
 
-    run: Run
+    run: PublishedRun
     estimate: StepEstimate
     time_error: float | None
     memory_error: float | None
 
 
-def scores(rows: Iterable[dict[str, Any]], fit: Fit) -> tuple[list[Score], list[str]]:
+def scores(rows: Iterable[dict[str, Any]], fit: EfficiencyFit) -> tuple[list[Score], list[str]]:
     """Return every row that can be stated, and a line for each that cannot."""
     found, left = [], []
     rows = list(rows)
@@ -392,9 +392,9 @@ def published(file: Path = PUBLISHED) -> list[dict[str, Any]]:
     return rows
 
 
-def fit_of_published() -> Fit:
+def fit_of_published() -> EfficiencyFit:
     """Return the fit to the published rows."""
-    return Fit([read_run(row, index=index) for index, row in enumerate(published())])
+    return EfficiencyFit([read_run(row, index=index) for index, row in enumerate(published())])
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ from optpipe.presets.shape import (
     ModelShape,
     Training,
 )
-from optpipe.presets.step import Pipeline, StepEstimate, step_estimate
+from optpipe.presets.step import PipelineCut, StepEstimate, step_estimate
 
 __all__ = [
     "GPUS",
@@ -34,7 +34,7 @@ __all__ = [
     "LayerKind",
     "Machine",
     "ModelShape",
-    "Pipeline",
+    "PipelineCut",
     "StepEstimate",
     "Training",
     "estimate",

@@ -21,7 +21,7 @@ from optpipe.presets.parameters import static_bytes
 from optpipe.presets.shape import AskedError, AskedSentence, Field
 from optpipe.presets.step import (
     Layout,
-    Pipeline,
+    PipelineCut,
     StagePart,
     StepEstimate,
     model_parts,
@@ -158,7 +158,7 @@ def estimate(
     """
     _check_count(shape, pp * chunks)
     training.check_divides(shape)
-    pipeline = Pipeline(
+    pipeline = PipelineCut(
         pp=pp, chunks=chunks, num_microbatches=num_microbatches, placement=placement, layout=layout
     )
     kinds = (hardware,) * pp if isinstance(hardware, Hardware) else tuple(hardware)

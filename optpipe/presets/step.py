@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Layout",
-    "Pipeline",
+    "PipelineCut",
     "RankMemory",
     "StagePart",
     "StepEstimate",
@@ -71,13 +71,13 @@ _BOUNDARY_TENSORS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pipeline:
+class PipelineCut:
     """How a model is cut over pipeline ranks and run.
 
     Parameters
     ----------
     pp, chunks, num_microbatches
-        Pipeline ranks, stages of each, micro-batches of a step and replica.
+        PipelineCut ranks, stages of each, micro-batches of a step and replica.
     placement
         Where stages stand: ``linear``, ``loop`` or ``v``.
     layout
@@ -330,7 +330,7 @@ def own_reduction_ms(part: StagePart, machine: Machine, *, is_pipelined: bool) -
 def step_estimate(
     shape: ModelShape,
     machine: Machine | Sequence[Machine],
-    pipeline: Pipeline,
+    pipeline: PipelineCut,
     *,
     sizes: Sequence[int] | None = None,
 ) -> StepEstimate:
@@ -436,7 +436,7 @@ class _Timing(NamedTuple):
 def _timing(
     shape: ModelShape,
     machines: Sequence[Machine],
-    pipeline: Pipeline,
+    pipeline: PipelineCut,
     stages: Sequence[_Stage],
     ranks: Sequence[Sequence[int]],
 ) -> _Timing:
@@ -500,13 +500,13 @@ def _one_f_one_b(
     return ahead, behind, totals
 
 
-def _filled_ms(owned: Sequence[int], stages: Sequence[_Stage], pipeline: Pipeline) -> float:
+def _filled_ms(owned: Sequence[int], stages: Sequence[_Stage], pipeline: PipelineCut) -> float:
     """Return the idle time that delayed W's fill."""
     times = {"1f1b": 0, "zb-h1": 2, "zb-h2": 3}[pipeline.schedule] * (pipeline.pp - 1)
     return times * sum(stages[index].weight_ms for index in owned) if times else 0.0
 
 
-def _late_ms(owned: Sequence[int], stages: Sequence[_Stage], pipeline: Pipeline) -> float:
+def _late_ms(owned: Sequence[int], stages: Sequence[_Stage], pipeline: PipelineCut) -> float:
     """Return how long after a rank's last backward its last gradients are reduced.
 
     A rank's reductions go one after the other, stages in the order in which they are done: all
@@ -539,7 +539,7 @@ def nodes_of(machines: Sequence[Machine], pp: int, *, by_host: bool = False) -> 
     return tuple(nodes)
 
 
-def _hops_ms(shape: ModelShape, machines: Sequence[Machine], pipeline: Pipeline) -> list[float]:
+def _hops_ms(shape: ModelShape, machines: Sequence[Machine], pipeline: PipelineCut) -> list[float]:
     """Return what the message behind each stage takes, 0 behind the last and within a rank."""
     num_bytes = float(checkpoint_bytes(shape, machines[0].training))
     nodes, placement = nodes_of(machines, pipeline.pp), pipeline.stages
@@ -555,7 +555,7 @@ def _hops_ms(shape: ModelShape, machines: Sequence[Machine], pipeline: Pipeline)
 def _memory(
     shape: ModelShape,
     machines: Sequence[Machine],
-    pipeline: Pipeline,
+    pipeline: PipelineCut,
     stages: Sequence[_Stage],
     ranks: Sequence[Sequence[int]],
 ) -> tuple[RankMemory, ...]:
@@ -595,7 +595,7 @@ def pool_bytes(shape: ModelShape, machine: Machine, pp: int) -> int:
     return messages + most * (2 * training.element_bytes + GRADIENT_BYTES)
 
 
-def _in_flight(rank: int, pipeline: Pipeline) -> tuple[int, ...]:
+def _in_flight(rank: int, pipeline: PipelineCut) -> tuple[int, ...]:
     """Return how many micro-batches each stage of a rank holds at most, together at one time.
 
     1F1B: p - r. Interleaved: (v - 1) p + 2 (p - r - 1) + 1 chunks, the first ones p each
@@ -637,7 +637,7 @@ def cut_sizes(
     shape: ModelShape,
     parts: Mapping[Machine, Sequence[StagePart]],
     machines: Sequence[Machine],
-    pipeline: Pipeline,
+    pipeline: PipelineCut,
 ) -> tuple[int, ...]:
     """Return how many layers each stage has, by the pipeline's layout."""
     layers = parts[machines[0]]

@@ -11,7 +11,7 @@ import pytest
 from benchmarks.scoreboard import (
     FITTED,
     PUBLISHED,
-    Fit,
+    EfficiencyFit,
     Score,
     fit_of_published,
     order,
@@ -29,7 +29,7 @@ MORE = PUBLISHED.with_name("more_runs.json")
 
 
 @pytest.fixture(scope="module")
-def fit() -> Fit:
+def fit() -> EfficiencyFit:
     """The fit to the published rows; each model left out once."""
     return fit_of_published()
 
@@ -91,7 +91,7 @@ def test_a_rows_efficiencies_never_saw_its_model(fit, found) -> None:
     for row in rows:
         if row["model"].startswith("deepseek-v3"):
             row["step_s"] /= 2
-    changed = Fit([read_run(row) for row in rows])
+    changed = EfficiencyFit([read_run(row) for row in rows])
     for score in found:
         before, after = (getattr(f.of(score.run), "narrow") for f in (fit, changed))  # noqa: B009
         if score.run.model.startswith("deepseek-v3"):

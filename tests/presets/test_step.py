@@ -14,7 +14,7 @@ from optpipe.presets import (
     MODELS,
     LayerKind,
     Machine,
-    Pipeline,
+    PipelineCut,
     Training,
     find_gpu,
     find_model,
@@ -31,7 +31,7 @@ def step(model="llama3-70b", gpu=H100, training=None, **pipeline):
     """Llama 3 70B with tp 8 on eight pipeline ranks of H100, unless said otherwise."""
     training = training or Training(tp=8, sequence=8192)
     machine = Machine(gpu, gpu.efficiency, training)
-    cut = Pipeline(**{"pp": 8, "num_microbatches": 16, **pipeline})
+    cut = PipelineCut(**{"pp": 8, "num_microbatches": 16, **pipeline})
     return step_estimate(find_model(model), machine, cut)
 
 
@@ -71,7 +71,7 @@ def test_more_work_takes_longer_and_less_kept_is_less(name, degrees, gpu) -> Non
     recomputation and a spread optimizer never make a rank fuller."""
     shape, hardware = MODELS[name], find_gpu(gpu)
     training = Training(sequence=2048, **degrees)
-    cut = Pipeline(pp=2, num_microbatches=4)
+    cut = PipelineCut(pp=2, num_microbatches=4)
 
     def of(changed=training, pipeline=cut, on=hardware):
         return step_estimate(shape, Machine(on, on.efficiency, changed), pipeline, sizes=sizes)
@@ -177,7 +177,7 @@ def test_activation_memory_of_1f1b_is_the_published() -> None:
             p = int(devices)
             sizes = [(shape.num_layers + 2) // p] * p
             machine = Machine(A100, A100.efficiency, training)
-            cut = Pipeline(pp=p, num_microbatches=batches[model])
+            cut = PipelineCut(pp=p, num_microbatches=batches[model])
             found = step_estimate(shape, machine, cut, sizes=sizes)
             held = max(memory.activations for memory in found.memory) / 1e9
             assert held == pytest.approx(size, rel=0.06)
