@@ -406,8 +406,8 @@ def main() -> None:
     fit = fit_of_published()
     if options.fit:
         for generation in PRIORS:
-            found = fit.without(generation, None)
-            print(generation, {name: round(getattr(found, name), 3) for name in FITTED})
+            best = fit.without(generation, None)
+            print(generation, {name: round(getattr(best, name), 3) for name in FITTED})
         return
     found, left = scores(published(options.runs), fit)
     print(f"{'':76}{'published':>10} {'ours':>9} {'step':>7} {'GiB':>7} {'ours':>7} {'':>7}")

@@ -278,7 +278,7 @@ class _Accelerators(NamedTuple):
     """Accelerators of one kind, and how many if that was said."""
 
     hardware: Hardware
-    count: int | None
+    number: int | None
 
 
 def _accelerators(
@@ -295,7 +295,7 @@ def _accelerators(
         if network is not None or oversubscription != 1:
             hardware = hardware.on_network(network, oversubscription)
         found.append(_Accelerators(hardware, int(count) if colon else None))
-    if len(found) > 1 and any(kind.count is None for kind in found):
+    if len(found) > 1 and any(kind.number is None for kind in found):
         raise InputError(
             f"--gpu {' --gpu '.join(gpu)}: with several kinds each needs its number; write "
             f"--gpu {gpu[0].split(':')[0]}:8"
@@ -305,7 +305,7 @@ def _accelerators(
 
 def _replicas(kinds: list[_Accelerators], dp: int | None, of_one: int) -> int:
     """Return the data-parallel degree: as said, or as the number of GPUs leaves."""
-    counts = [kind.count for kind in kinds if kind.count is not None]
+    counts = [kind.number for kind in kinds if kind.number is not None]
     if not counts:
         return dp or 1
     total = sum(counts)
@@ -325,7 +325,7 @@ def _pipeline_ranks(kinds: list[_Accelerators], stage: int) -> Hardware | list[H
         return kinds[0].hardware
     ranks: list[Hardware] = []
     for kind in kinds:
-        count = kind.count or 0
+        count = kind.number or 0
         if count % stage:
             raise InputError(
                 f"--gpu {kind.hardware.name}:{count}: is no multiple of the {stage} GPUs that "

@@ -324,7 +324,7 @@ def _core_attention(shape: ModelShape, training: Training, window: int) -> Layer
 
 def _output_projection(shape: ModelShape, training: Training) -> LayerPart:
     width = shape.num_heads // training.tp * shape.value_width
-    kept = ()
+    kept: tuple[Tensor, ...] = ()
     if training.precision in NARROW:
         narrow = round(training.tokens * width * training.operand_bytes)
         kept = (Tensor("output of attention, narrow", narrow),)
