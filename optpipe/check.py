@@ -11,7 +11,7 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from optpipe.errors import IllegalScheduleError, ScheduleMismatchError, Violation
-from optpipe.memory import EFFECTS, host_peak_bytes, host_walk, memory_walk
+from optpipe.memory import EFFECTS, host_peak_bytes, host_walk, memory_walk, modes_of
 from optpipe.schedule import Action, ActionType, Pass, input_of, pass_of
 
 if TYPE_CHECKING:
@@ -31,12 +31,12 @@ _F, _I, _W, _B = (
     ActionType.BACKWARD_WEIGHT,
     ActionType.FULL_BACKWARD,
 )
-_OFFLOAD, _RELEASE, _RELOAD, _RECOMPUTE = (
+_TRANSFERS = _OFFLOAD, _RELEASE, _RELOAD = (
     ActionType.OFFLOAD,
     ActionType.RELEASE,
     ActionType.RELOAD,
-    ActionType.RECOMPUTE,
 )
+_RECOMPUTE = ActionType.RECOMPUTE
 
 
 def check(problem: Problem, programs: Programs) -> None:
@@ -107,16 +107,18 @@ def _program_violations(problem: Problem, device: int, program: Program) -> Iter
     position: dict[Action, int] = {}
     for index, action in enumerate(program):
         fault = _misplaced(problem, device, action)
-        if fault is None and action in position:
+        if fault is None and action.bare in position:
             fault = ("action.duplicate", f"{action} stands twice; remove one")
         if fault is not None:
             yield Violation(fault[0], device, index, fault[1])
-        position.setdefault(action, index)
+        position.setdefault(action.bare, index)
+    modes = {action.cell: action.mode for action in program if action.type is _F}
     for index, action in enumerate(program):
         for code, message in _order_faults(position, action, index):
             yield Violation(code, device, index, message)
-        for code, message in _mode_faults(problem, position, action):
+        for code, message in _mode_faults(problem, position, modes.get(action.cell, 0), action):
             yield Violation(code, device, index, message)
+    yield from _uneven_modes(problem, device, program)
     for stage in problem.stages_of[device]:
         for microbatch in range(problem.num_microbatches):
             for code, message in _missing(position, stage, microbatch):
@@ -144,6 +146,13 @@ def _misplaced(problem: Problem, device: int, action: Action) -> tuple[str, str]
             f"{action} is on device {device}, but stage {action.stage} lives on device {home}; "
             "move it there",
         )
+    menu = problem.menus[action.stage]
+    if action.mode >= len(menu):
+        return (
+            "action.mode",
+            f"{action}: stage {action.stage} has no mode {action.mode}; its menu is "
+            f"{', '.join(f'{index} {mode.name}' for index, mode in enumerate(menu))}; correct it",
+        )
     return None
 
 
@@ -158,34 +167,33 @@ def _order_faults(
 
 
 def _mode_faults(
-    problem: Problem, position: dict[Action, int], action: Action
+    problem: Problem, position: dict[Action, int], mode: int, action: Action
 ) -> Iterator[tuple[str, str]]:
-    stage, kind, microbatch = action
+    stage, kind, microbatch, _ = action
     exists = 0 <= stage < len(problem.stages)
     cell = f"({stage}, {microbatch})"
 
     def has(other: ActionType) -> bool:
         return Action(stage, other, microbatch) in position
 
-    if kind in (_OFFLOAD, _RELEASE, _RELOAD):
-        missing = [
-            str(Action(stage, part, microbatch))
-            for part in (_OFFLOAD, _RELEASE, _RELOAD)
-            if not has(part)
-        ]
+    if exists and (mode or problem.stages[stage].modes):
+        yield from _unasked_or_missing(problem, position, mode, action)
+    elif kind in _TRANSFERS:
+        missing = [str(Action(stage, part, microbatch)) for part in _TRANSFERS if not has(part)]
         if missing:
             yield (
                 "offload.incomplete",
                 f"{action} without {' and '.join(missing)}: an offloaded micro-batch needs "
                 "OFFLOAD, RELEASE and RELOAD; add or remove them together",
             )
-    if kind is _OFFLOAD and exists and not problem.can_offload(stage):
-        yield (
-            "offload.impossible",
-            f"{action}: stage {stage} cannot be offloaded (offload_bytes is "
-            f"{problem.stages[stage].offload_bytes}, or its device has no bandwidth); remove it",
-        )
-    if kind is _RECOMPUTE:
+        if kind is _OFFLOAD and exists and not problem.can_offload(stage):
+            yield (
+                "offload.impossible",
+                f"{action}: stage {stage} cannot be offloaded (offload_bytes is "
+                f"{problem.stages[stage].offload_bytes}, or its device has no bandwidth); "
+                "remove it",
+            )
+    elif kind is _RECOMPUTE:
         if exists and not problem.stages[stage].can_recompute:
             yield (
                 "recompute.impossible",
@@ -198,6 +206,62 @@ def _mode_faults(
             )
     if kind is _B and (has(_I) or has(_W)):
         yield "backward.both", f"{action}: {cell} has B beside I or W; keep B, or I and W"
+
+
+def _unasked_or_missing(
+    problem: Problem, position: dict[Action, int], number: int, action: Action
+) -> Iterator[tuple[str, str]]:
+    """Hold a cell against the mode that its F names: exactly what the mode asks for is there."""
+    stage, kind, microbatch, _ = action
+    if number >= len(problem.menus[stage]):
+        return
+    mode = problem.menus[stage][number]
+    asked: dict[ActionType, bool] = dict.fromkeys(_TRANSFERS, mode.offload_bytes > 0)
+    asked[_RECOMPUTE] = mode.recompute == "apart"
+    called = f"mode {number} ({mode.name})"
+    if not asked.get(kind, True):
+        yield (
+            "mode.unasked",
+            f"{action}: ({stage}, {microbatch}) is in {called}, which has no {kind}; remove it, "
+            f"or name another mode at its F, for example {Action(stage, _F, microbatch, 1)}",
+        )
+    if kind is not _F:
+        return
+    missing = [Action(stage, part, microbatch) for part, needed in asked.items() if needed]
+    if absent := [str(part) for part in missing if part not in position]:
+        yield (
+            "mode.incomplete",
+            f"{action} without {' and '.join(absent)}: {called} asks for it; add it, or name "
+            "another mode",
+        )
+    if not problem.can_use(stage, number):
+        yield (
+            "offload.impossible",
+            f"{action}: {called} moves {mode.offload_bytes} bytes, but device "
+            f"{problem.stages[stage].device} has no d2h_gb_per_s and h2d_gb_per_s; give them, or "
+            "name another mode",
+        )
+
+
+def _uneven_modes(problem: Problem, device: int, program: Program) -> Iterator[Violation]:
+    """Find cells whose mode differs from the first one's, where a stage has one for all."""
+    uniform = {stage for stage in problem.stages_of[device] if problem.stages[stage].uniform_modes}
+    if not uniform:
+        return
+    modes = modes_of(problem, [action for action in program if action.stage in uniform])
+    first: dict[int, int] = {}
+    for index, action in enumerate(program):
+        if action.stage in uniform and action.type is _F:
+            number = modes[action.cell]
+            used = first.setdefault(action.stage, number)
+            if number != used:
+                yield Violation(
+                    "mode.uniform",
+                    device,
+                    index,
+                    f"{action} is in mode {number}, the first F of stage {action.stage} in mode "
+                    f"{used}, and uniform_modes allows one; use the same, or lift uniform_modes",
+                )
 
 
 def _missing(position: dict[Action, int], stage: int, microbatch: int) -> Iterator[tuple[str, str]]:

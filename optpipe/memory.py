@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, NamedTuple
 from optpipe.schedule import ActionType
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
-    from optpipe.problem import Problem, Stage
-    from optpipe.schedule import Program, Programs
+    from optpipe.problem import CellMode, Problem
+    from optpipe.schedule import Action, Program, Programs
 
 __all__ = [
     "EFFECTS",
@@ -27,21 +27,23 @@ __all__ = [
     "host_peak_bytes",
     "host_walk",
     "memory_walk",
-    "recomputed",
+    "modes_of",
 ]
 
 
 class Effect(NamedTuple):
     """What an action of one kind does to its device, and what stands before it in the program.
 
-    * ``delta``: stage -> bytes it adds (negative: gives back), where the cell is not recomputed.
-    * ``workspace``: stage -> bytes that exist only while it runs.
+    * ``delta``: mode of its cell -> bytes it adds (negative: gives back).
+    * ``workspace``: mode -> bytes that exist only while it runs.
+    * ``inside``: mode -> bytes that it adds at its start and gives back by its end.
     * ``taken_at_start``: whether the bytes change when it starts, or when it ends.
     * ``comes_after``: kinds that stand before it in the same program, where the cell has them.
     """
 
-    delta: Callable[[Stage], int]
-    workspace: Callable[[Stage], int] = lambda _: 0
+    delta: Callable[[CellMode], int]
+    workspace: Callable[[CellMode], int] = lambda _: 0
+    inside: Callable[[CellMode], int] = lambda _: 0
     taken_at_start: bool = False
     comes_after: tuple[ActionType, ...] = ()
 
@@ -50,39 +52,39 @@ _CONSUMED = (ActionType.FORWARD, ActionType.RELOAD, ActionType.RECOMPUTE)
 
 EFFECTS: Mapping[ActionType, Effect] = {
     ActionType.FORWARD: Effect(
-        lambda stage: stage.activation_bytes,
-        lambda stage: stage.forward_workspace_bytes,
+        lambda mode: mode.forward_bytes,
+        lambda mode: mode.forward_workspace_bytes,
         taken_at_start=True,
     ),
     ActionType.BACKWARD_INPUT: Effect(
-        lambda stage: stage.weight_context_bytes - stage.activation_bytes,
-        lambda stage: stage.backward_input_workspace_bytes,
+        lambda mode: mode.weight_context_bytes - mode.backward_bytes,
+        lambda mode: mode.backward_input_workspace_bytes,
+        lambda mode: mode.inside_bytes,
         comes_after=_CONSUMED,
     ),
     ActionType.BACKWARD_WEIGHT: Effect(
-        lambda stage: -stage.weight_context_bytes,
-        lambda stage: stage.backward_weight_workspace_bytes,
+        lambda mode: -mode.weight_context_bytes,
+        lambda mode: mode.backward_weight_workspace_bytes,
         comes_after=(ActionType.BACKWARD_INPUT,),
     ),
     ActionType.FULL_BACKWARD: Effect(
-        lambda stage: -stage.activation_bytes,
-        lambda stage: stage.backward_workspace_bytes,
+        lambda mode: -mode.backward_bytes,
+        lambda mode: mode.backward_workspace_bytes,
+        lambda mode: mode.inside_bytes,
         comes_after=_CONSUMED,
     ),
     ActionType.OFFLOAD: Effect(lambda _: 0, comes_after=(ActionType.FORWARD,)),
-    ActionType.RELEASE: Effect(
-        lambda stage: -stage.offload_bytes, comes_after=(ActionType.OFFLOAD,)
-    ),
+    ActionType.RELEASE: Effect(lambda mode: -mode.offload_bytes, comes_after=(ActionType.OFFLOAD,)),
     ActionType.RELOAD: Effect(
-        lambda stage: stage.offload_bytes,
+        lambda mode: mode.offload_bytes,
         taken_at_start=True,
         comes_after=(ActionType.RELEASE,),
     ),
     ActionType.RECOMPUTE: Effect(
-        lambda stage: stage.activation_bytes - (stage.checkpoint_bytes or 0),
-        lambda stage: stage.recompute_workspace_bytes,
+        lambda mode: mode.activation_bytes - mode.forward_bytes,
+        lambda mode: mode.recompute_workspace_bytes,
         taken_at_start=True,
-        comes_after=(ActionType.FORWARD,),
+        comes_after=(ActionType.FORWARD, ActionType.RELOAD),
     ),
 }
 """The table of DESIGN section 3: legality and memory here and in compiled code follow it."""
@@ -102,41 +104,42 @@ class MemoryStep:
     taken_at_start: bool
 
 
-def recomputed(program: Program) -> frozenset[tuple[int, int]]:
-    """Return the (stage, micro-batch) pairs for which the program holds a RECOMPUTE."""
-    return frozenset(
-        (action.stage, action.microbatch)
-        for action in program
-        if action.type is ActionType.RECOMPUTE
-    )
+def modes_of(problem: Problem, program: Iterable[Action]) -> dict[tuple[int, int], int]:
+    """Return the mode of each (stage, micro-batch) of a program: its index in the stage's menu.
 
-
-def action_delta(stage: Stage, kind: ActionType, is_recomputed: bool) -> int:
-    """Return the bytes an action adds to its device (negative: gives back).
-
-    The F of a cell that is recomputed leaves its checkpoint only.
+    Its F names it (``2F0@3``). Where no F does, and v1 can say the menu, OFFLOAD and RECOMPUTE
+    tell. The program's stages must exist.
     """
-    if is_recomputed and kind is ActionType.FORWARD:
-        return stage.checkpoint_bytes or 0
-    return EFFECTS[kind].delta(stage)
+    modes: dict[tuple[int, int], int] = {}
+    for stage, kind, microbatch, mode in program:
+        if mode or (mode := problem.stages[stage].implied_mode(kind)):
+            modes[stage, microbatch] = mode
+        else:
+            modes.setdefault((stage, microbatch), 0)
+    return modes
 
 
-def action_workspace(stage: Stage, kind: ActionType) -> int:
+def action_delta(mode: CellMode, kind: ActionType) -> int:
+    """Return the bytes an action adds to its device (negative: gives back)."""
+    return EFFECTS[kind].delta(mode)
+
+
+def action_workspace(mode: CellMode, kind: ActionType) -> int:
     """Return the bytes that exist only while the action runs."""
-    return EFFECTS[kind].workspace(stage)
+    return EFFECTS[kind].workspace(mode)
 
 
 def memory_walk(problem: Problem, device: int, program: Program) -> list[MemoryStep]:
     """Return the bytes held around every action of a device's program, in order."""
-    again = recomputed(program)
+    modes = modes_of(problem, program)
     held = problem.static_bytes_of(device)
     steps = []
     for action in program:
-        stage = problem.stages[action.stage]
-        delta = action_delta(stage, action.type, (action.stage, action.microbatch) in again)
-        after = held + delta
-        peak = max(held, after) + EFFECTS[action.type].workspace(stage)
-        steps.append(MemoryStep(held, after, peak, EFFECTS[action.type].taken_at_start))
+        mode = problem.menus[action.stage][modes[action.cell]]
+        effect = EFFECTS[action.type]
+        after = held + effect.delta(mode)
+        peak = max(held + effect.inside(mode), after) + effect.workspace(mode)
+        steps.append(MemoryStep(held, after, peak, effect.taken_at_start))
         held = after
     return steps
 
@@ -150,18 +153,20 @@ def device_peak_bytes(problem: Problem, device: int, program: Program) -> int:
 def host_walk(problem: Problem, program: Program) -> list[int]:
     """Return the host bytes a device holds at each of its actions.
 
-    They count from OFFLOAD to just before the I or B, which therefore no longer counts them.
+    They count from OFFLOAD to just before what consumes the RELOAD (I, B or RECOMPUTE), which
+    therefore no longer counts them.
     """
+    modes = modes_of(problem, program)
     held = 0
-    waiting: set[tuple[int, int]] = set()
+    waiting: dict[tuple[int, int], int] = {}
     levels = []
-    for stage, kind, microbatch in program:
-        if kind is ActionType.OFFLOAD:
-            waiting.add((stage, microbatch))
-            held += problem.stages[stage].offload_bytes
-        elif kind.is_backward and (stage, microbatch) in waiting:
-            waiting.remove((stage, microbatch))
-            held -= problem.stages[stage].offload_bytes
+    for action in program:
+        if action.type is ActionType.OFFLOAD:
+            moved = problem.menus[action.stage][modes[action.cell]].offload_bytes
+            waiting[action.cell] = moved
+            held += moved
+        elif action.type.consumes_reload:
+            held -= waiting.pop(action.cell, 0)
         levels.append(held)
     return levels
 

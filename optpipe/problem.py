@@ -1,25 +1,22 @@
 """The problem: devices, stages, links, micro-batches (``optpipe/problem/v1`` and ``v2``).
 
-What it is made of, each field with its meaning and unit, stands in `optpipe.problem`; here is
-what must be true of the parts together, and what follows from them. Whatever a file leaves out is
-filled in on the way in, so that two files that mean the same have the same `Problem.problem_hash`.
+A stage and its menu of modes stand in `optpipe.stage`; here are devices, hosts and links, what must
+be true of the parts together, and what follows from them. Whatever a file leaves out is filled in
+on the way in, so that two files that mean the same have the same `Problem.problem_hash`.
 
-Of v2 (DESIGN section 4) this reads link lanes, layers, context, and menus that v1 can say too.
+Of v2 (DESIGN section 4) this reads link lanes, menus of modes, layers and context; pairs and
+unequal micro-batches are refused.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
-import re
 from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import (
-    BaseModel,
-    BeforeValidator,
     ConfigDict,
     Field,
     SerializerFunctionWrapHandler,
@@ -30,12 +27,26 @@ from pydantic import (
 )
 
 from optpipe.errors import InputError, ProblemError, explain, places, rule_broken
+from optpipe.stage import (
+    Bandwidth,
+    Bytes,
+    CellMode,
+    Count,
+    Flag,
+    Flops,
+    FrozenValue,
+    Index,
+    Milliseconds,
+    Mode,
+    Name,
+    Stage,
+    StageLayers,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from pydantic import GetJsonSchemaHandler
-    from pydantic.config import JsonDict
     from pydantic.json_schema import JsonSchemaValue
     from pydantic_core import CoreSchema
 
@@ -43,6 +54,7 @@ __all__ = [
     "MAX_CELLS",
     "Bandwidth",
     "Bytes",
+    "CellMode",
     "Context",
     "Count",
     "Device",
@@ -54,6 +66,7 @@ __all__ = [
     "Link",
     "LinkLane",
     "Milliseconds",
+    "Mode",
     "Name",
     "Objective",
     "Placement",
@@ -62,66 +75,6 @@ __all__ = [
     "StageLayers",
     "placement_of",
 ]
-
-
-# --- What a problem is made of: devices, hosts, stages and links, and the numbers in them.
-# Times are milliseconds, sizes bytes, bandwidths GB/s (1e9 bytes per second). Values are frozen and
-# complete: what may be left out has its default once they exist. What they may be together is
-# `optpipe.problem.Problem`'s to say.
-
-_MAX_BYTES = 2**53
-_MAX_MS = 1e12
-_MAX_BITS = 1000
-_WITH_UNIT = re.compile(r"[0-9.]+ ?[A-Za-z/%]+")
-_MAX_INDEX = 999_999_999  # nine digits: the longest number in an action's text
-
-
-def _number(value: Any) -> Any:
-    if isinstance(value, str) and _WITH_UNIT.fullmatch(value):
-        raise rule_broken(
-            "must be a number", "write the number alone, in the unit of the field's name"
-        )
-    if isinstance(value, bool | str):
-        raise rule_broken("must be a number", "write it without quotes")
-    if isinstance(value, float) and not math.isfinite(value):
-        raise rule_broken("must be finite", "give a measured number")
-    if isinstance(value, int) and value.bit_length() > _MAX_BITS:
-        raise rule_broken("is too large", "times are in ms, sizes in bytes: check the unit")
-    return 0 if value == 0 else value  # -0.0 means the same as 0 and must hash the same
-
-
-def _whole(value: Any) -> Any:
-    value = _number(value)
-    if isinstance(value, float):
-        if not value.is_integer():
-            raise rule_broken("must be a whole number", "round it")
-        return int(value)
-    return value
-
-
-# Limits stand first: behind a validator they would not get into the published JSON Schema.
-Milliseconds = Annotated[
-    float, Field(ge=0, le=_MAX_MS, allow_inf_nan=False), BeforeValidator(_number)
-]
-Flops = Annotated[float, Field(ge=0, le=1e30, allow_inf_nan=False), BeforeValidator(_number)]
-Bandwidth = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False), BeforeValidator(_number)]
-Bytes = Annotated[int, Field(ge=0, le=_MAX_BYTES), BeforeValidator(_whole)]
-Index = Annotated[int, Field(ge=0, le=_MAX_INDEX), BeforeValidator(_whole)]
-Count = Annotated[int, Field(ge=1, le=_MAX_INDEX + 1), BeforeValidator(_whole)]
-Name = Annotated[str, Field(min_length=1, max_length=200)]
-Flag = Annotated[bool, Field(strict=True)]
-
-
-# For published schemas: null is the same as leaving the field out.
-_OR_NULL: JsonDict = {"type": ["integer", "null"], "default": None}
-
-
-class FrozenValue(BaseModel):
-    """What the core's values have in common: frozen, no unknown fields, no NaN or infinity."""
-
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False
-    )
 
 
 class FileValue(FrozenValue):
@@ -214,39 +167,6 @@ class Host(FrozenValue):
     memory_bytes: Bytes | None = None
 
 
-class StageLayers(FrozenValue):
-    """What of a model a stage holds, each by count; MTP is multi-token prediction."""
-
-    embedding: Index = 0
-    transformer: Index = 0
-    head: Index = 0
-    mtp: Index = 0
-
-    def plus(self, other: StageLayers) -> StageLayers:
-        """Return what two stages hold together."""
-        return StageLayers(
-            embedding=self.embedding + other.embedding,
-            transformer=self.transformer + other.transformer,
-            head=self.head + other.head,
-            mtp=self.mtp + other.mtp,
-        )
-
-    def __str__(self) -> str:
-        """Write as ``embedding + 10``, ``11``, ``9 + head``."""
-        names = (
-            ("embedding", self.embedding),
-            ("", self.transformer),
-            ("MTP", self.mtp),
-            ("head", self.head),
-        )
-        return (
-            " + ".join(
-                name if name and n == 1 else f"{n} {name}".rstrip() for name, n in names if n
-            )
-            or "0"
-        )
-
-
 class Context(FrozenValue):
     """What tokens/s, MFU and framework files need; it changes no schedule, and no hash.
 
@@ -260,107 +180,6 @@ class Context(FrozenValue):
     peak_flops: Flops = 0.0
     model: str = Field(default="", max_length=200)
     parallelism: dict[Name, Count] = Field(default_factory=dict, max_length=20)
-
-
-class Stage(FrozenValue):
-    """A contiguous slice of the model on one device; sizes and times are per micro-batch.
-
-    Parameters
-    ----------
-    device
-        Index of the device that holds it.
-    forward_ms, backward_input_ms, backward_weight_ms
-        Durations of F, I and W.
-    backward_ms
-        Duration of the fused B; I + W when left out. It may be shorter than I + W.
-    activation_bytes
-        Held from F to the backward, the received input included.
-    weight_context_bytes
-        Held between I and W; may exceed activation_bytes, and equals it when left out.
-    offload_bytes
-        What OFFLOAD moves to the host; 0 = this stage cannot be offloaded.
-    recompute_ms, checkpoint_bytes
-        Duration of RECOMPUTE and what F keeps for it; both or neither.
-    static_bytes
-        Weights, gradients, optimizer state.
-    output_bytes
-        Sent to the next stage by F, and back by I or B of the next stage.
-    grad_sync_ms
-        Gradient reduction after the stage's last W or B, on a lane of its own.
-    forward_workspace_bytes ... recompute_workspace_bytes
-        Extra bytes that exist only while the action runs.
-    layers
-        What of the model it holds, None where that is not known; only in v2. It changes no
-        schedule, but what may be exported and cut finer; where given it is part of the hash.
-    """
-
-    device: Index
-    forward_ms: Milliseconds
-    backward_input_ms: Milliseconds
-    backward_weight_ms: Milliseconds
-    backward_ms: Milliseconds | None = None
-    activation_bytes: Bytes
-    weight_context_bytes: Bytes = Field(default=0, json_schema_extra=_OR_NULL)
-    offload_bytes: Bytes = 0
-    recompute_ms: Milliseconds | None = None
-    checkpoint_bytes: Bytes | None = None
-    static_bytes: Bytes = 0
-    output_bytes: Bytes = 0
-    grad_sync_ms: Milliseconds = 0.0
-    forward_workspace_bytes: Bytes = 0
-    backward_input_workspace_bytes: Bytes = 0
-    backward_weight_workspace_bytes: Bytes = 0
-    backward_workspace_bytes: Bytes = 0
-    recompute_workspace_bytes: Bytes = 0
-    layers: StageLayers | None = Field(default=None, exclude_if=lambda value: value is None)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _fill(cls, data: Any) -> Any:
-        if isinstance(data, dict) and data.get("weight_context_bytes") is None:
-            if "activation_bytes" in data:
-                return {**data, "weight_context_bytes": data["activation_bytes"]}
-            return {key: value for key, value in data.items() if key != "weight_context_bytes"}
-        return data
-
-    @model_validator(mode="after")
-    def _consistent(self) -> Self:
-        if self.offload_bytes > self.activation_bytes:
-            raise rule_broken(
-                f"offload_bytes {self.offload_bytes} may not exceed "
-                f"activation_bytes {self.activation_bytes}",
-                "give the part of the activation that is moved",
-            )
-        if (self.recompute_ms is None) != (self.checkpoint_bytes is None):
-            raise rule_broken(
-                "recompute_ms and checkpoint_bytes go together",
-                "give both, or neither where nothing may be recomputed",
-            )
-        if self.checkpoint_bytes is not None and self.checkpoint_bytes > self.activation_bytes:
-            raise rule_broken(
-                f"checkpoint_bytes {self.checkpoint_bytes} may not exceed "
-                f"activation_bytes {self.activation_bytes}",
-                "give what F keeps when the rest is recomputed",
-            )
-        return self
-
-    @property
-    def fused_backward_ms(self) -> float:
-        """Duration of B: backward_ms, or I + W."""
-        if self.backward_ms is None:
-            return self.backward_input_ms + self.backward_weight_ms
-        return self.backward_ms
-
-    @property
-    def busy_ms(self) -> float:
-        """Least compute time of one micro-batch, recompute aside: F + min(B, I + W)."""
-        split = self.backward_input_ms + self.backward_weight_ms
-        return self.forward_ms + min(self.fused_backward_ms, split)
-
-    @property
-    def can_recompute(self) -> bool:
-        """Whether RECOMPUTE is allowed on this stage."""
-        return self.recompute_ms is not None
 
 
 class Link(FrozenValue):
@@ -408,14 +227,10 @@ class _OrWithCosts:
         stage = handler(schema)
         known = handler.resolve_ref_schema(stage)["properties"]
         cost = {k: v for k, v in known.items() if k not in (*_OF_STAGE, *_MENU_FIELDS)}
-        mode = dict.fromkeys(("offload_bytes", "forward_bytes"), known["activation_bytes"])
-        mode |= {"name": {"type": "string"}, "recompute": {"const": "apart"}}
-        mode["recompute_ms"] = known["forward_ms"]
-        cost["modes"] = {"type": "array", "items": _object(mode, ["name"])}
         costs = {"type": "array", "minItems": 1, "maxItems": 1, "items": _object(cost, _COST)}
-        head = {name: known[name] for name in _OF_STAGE if name in known}
-        head |= {"uniform_modes": {"const": False}, "costs": costs}
-        return {"anyOf": [stage, _object(head, ["device", "costs"])]}
+        head = {name: known[name] for name in _OF_STAGE} | {"costs": costs}
+        flat = {k: v for k, v in known.items() if k not in _ONLY_V2}
+        return {"anyOf": [_object(flat, ["device", *_COST]), _object(head, ["device", "costs"])]}
 
 
 _COST = ["forward_ms", "backward_input_ms", "backward_weight_ms", "activation_bytes"]
@@ -503,14 +318,16 @@ class Problem(FileValue):
 
     def _settle_format(self) -> None:
         """What is written as v2, but v1 can say, is v1; what v1 cannot say, it may not hold."""
+        menus = any(stage.modes or stage.uniform_modes for stage in self.stages)
         named = self.context is not None or any(stage.layers for stage in self.stages)
-        if self.format != _V2 and named:
+        if self.format != _V2 and (named or menus):
             raise rule_broken(
-                f"layers and context are fields of {_V2}, and format is {self.format}",
+                f"layers, context, modes and uniform_modes are fields of {_V2}, and format is "
+                f"{self.format}",
                 f"write format {_V2}",
             )
         lanes = any(lane.ms > 0 for pair in self._boundary_lanes() for lane in pair)
-        if self.format == _V2 and not named and not lanes:
+        if self.format == _V2 and not (named or menus or lanes):
             object.__setattr__(self, "format", _V1)
 
     def _check_stages(self) -> None:
@@ -643,24 +460,56 @@ class Problem(FileValue):
         ]
         return (*pairs, (_FREE, _FREE))
 
+    @cached_property
+    def menus(self) -> tuple[tuple[CellMode, ...], ...]:
+        """Per stage its modes, defaults filled in; the first is keep (see `Stage.menu`)."""
+        return tuple(stage.menu for stage in self.stages)
+
+    @property
+    def has_modes(self) -> bool:
+        """Whether any stage has a menu that v1 cannot say, or must use one mode for all."""
+        return any(stage.modes or stage.uniform_modes for stage in self.stages)
+
+    def can_use(self, stage: int, mode: int) -> bool:
+        """Whether the cells of a stage may use a mode: one that moves bytes needs bandwidths."""
+        moved = self.menus[stage][mode].offload_bytes
+        return moved == 0 or self.devices[self.stages[stage].device].can_offload
+
+    @property
+    def may_offload(self) -> bool:
+        """Whether any stage has a mode that moves bytes and may be used."""
+        return any(
+            mode.offload_bytes and self.can_use(s, number)
+            for s, menu in enumerate(self.menus)
+            for number, mode in enumerate(menu)
+        )
+
+    @property
+    def may_recompute(self) -> bool:
+        """Whether any stage has a mode that recomputes."""
+        return any(mode.recompute for menu in self.menus for mode in menu)
+
     def can_offload(self, stage: int) -> bool:
-        """Whether the activations of this stage may go to the host."""
+        """Whether the activations of this stage may go to the host, in a menu that v1 can say."""
         held = self.stages[stage]
         return held.offload_bytes > 0 and self.devices[held.device].can_offload
 
-    def offload_ms(self, stage: int) -> float:
-        """Duration of one OFFLOAD of this stage in ms; the stage must be offloadable."""
-        rate = self.devices[self.stages[stage].device].d2h_gb_per_s
-        if rate is None:
-            raise ValueError(f"stage {stage} cannot be offloaded; ask can_offload first")
-        return self.stages[stage].offload_bytes / (rate * 1e6)
+    def offload_ms(self, stage: int, num_bytes: int | None = None) -> float:
+        """Duration in ms of one OFFLOAD of this stage, of ``offload_bytes`` where not said.
 
-    def reload_ms(self, stage: int) -> float:
-        """Duration of one RELOAD of this stage in ms; the stage must be offloadable."""
-        rate = self.devices[self.stages[stage].device].h2d_gb_per_s
+        The stage's device must have bandwidths (`can_offload`, `can_use`).
+        """
+        return self._copy_ms(stage, num_bytes, self.devices[self.stages[stage].device].d2h_gb_per_s)
+
+    def reload_ms(self, stage: int, num_bytes: int | None = None) -> float:
+        """Duration in ms of one RELOAD of this stage; as `offload_ms`."""
+        return self._copy_ms(stage, num_bytes, self.devices[self.stages[stage].device].h2d_gb_per_s)
+
+    def _copy_ms(self, stage: int, num_bytes: int | None, rate: float | None) -> float:
         if rate is None:
             raise ValueError(f"stage {stage} cannot be offloaded; ask can_offload first")
-        return self.stages[stage].offload_bytes / (rate * 1e6)
+        moved = self.stages[stage].offload_bytes if num_bytes is None else num_bytes
+        return moved / (rate * 1e6)
 
     def static_bytes_of(self, device: int) -> int:
         """Static bytes of the stages a device holds."""
@@ -722,12 +571,8 @@ def _flat_stage(index: int, stage: Any) -> Any:
             f"{at}.costs must be a list of one object: of unequal micro-batches {_LATER}",
             "give the one cost that all micro-batches have",
         )
-    if stage.get("uniform_modes"):
-        raise rule_broken(f"{at}.uniform_modes: {_LATER}", "leave it out, or false")
-    flat = {name: value for name, value in stage.items() if name not in ("costs", "uniform_modes")}
-    modes = costs[0].get("modes", [_KEEP])
-    costs = {name: value for name, value in costs[0].items() if name != "modes"}
-    for name in sorted({*_MENU_FIELDS, *_OF_STAGE} & costs.keys()):
+    flat = {name: value for name, value in stage.items() if name != "costs"}
+    for name in sorted({*_MENU_FIELDS, *_OF_STAGE} & costs[0].keys()):
         raise rule_broken(
             f"{at}.costs[0].{name}: unknown field", "modes say what is offloaded and recomputed"
         )
@@ -736,36 +581,11 @@ def _flat_stage(index: int, stage: Any) -> Any:
             f"{at}.{name}: unknown field beside costs",
             f"write it into {at}.costs[0]" if name in Stage.model_fields else "remove it",
         )
-    return {**flat, **costs, **_menu_fields(f"{at}.costs[0].modes", modes)}
+    return {**flat, **costs[0]}
 
 
 _MENU_FIELDS = ("offload_bytes", "recompute_ms", "checkpoint_bytes")
-_AWAY = {"name", "offload_bytes"}
-_AGAIN = {"name", "forward_bytes", "recompute_ms", "recompute"}
-_MENUS: tuple[list[set[str]], ...] = ([], [_AWAY], [_AGAIN], [_AWAY, _AGAIN])
-
-
-def _menu_fields(at: str, modes: Any) -> dict[str, Any]:
-    """Return what v1 calls the modes of a menu: keep, offload, recompute, in this order."""
-    menu = modes if isinstance(modes, list | tuple) else ()
-    shapes = [mode.keys() if isinstance(mode, dict) else None for mode in menu]
-    if shapes[:1] == [_KEEP.keys()] and shapes[1:] in _MENUS:
-        found = {}
-        for mode in menu:
-            if mode.get("recompute", "apart") != "apart":
-                break
-            if "recompute" in mode:
-                found["checkpoint_bytes"] = mode["forward_bytes"]
-                found["recompute_ms"] = mode["recompute_ms"]
-            elif "offload_bytes" in mode:
-                found["offload_bytes"] = mode["offload_bytes"]
-        else:
-            return found
-    raise rule_broken(
-        f"{at}: of menus other than keep, offload (name, offload_bytes), recompute (name, "
-        f"forward_bytes, recompute_ms, recompute: apart), in this order, {_LATER}",
-        "write such a menu",
-    )
+_ONLY_V2 = ("uniform_modes", "layers", "modes")
 
 
 def _nested(data: dict[str, Any]) -> dict[str, Any]:
@@ -774,14 +594,14 @@ def _nested(data: dict[str, Any]) -> dict[str, Any]:
     for stage in data["stages"]:
         cost = {name: value for name, value in stage.items() if name not in _OF_STAGE}
         offload, again, kept = (cost.pop(name) for name in _MENU_FIELDS)
-        modes: list[dict[str, Any]] = [_KEEP]
+        modes: list[dict[str, Any]] = cost.pop("modes", None) or [_KEEP]
         if offload:
-            modes.append({"name": "offload", "offload_bytes": offload})
+            modes = [*modes, {"name": "offload", "offload_bytes": offload}]
         if again is not None:
             named = {"name": "recompute", "forward_bytes": kept}
-            modes.append({**named, "recompute_ms": again, "recompute": "apart"})
+            modes = [*modes, {**named, "recompute_ms": again, "recompute": "apart"}]
         head = {name: stage[name] for name in _OF_STAGE if name in stage}
-        stages.append({**head, "uniform_modes": False, "costs": [{**cost, "modes": modes}]})
+        stages.append({"uniform_modes": False, **head, "costs": [{**cost, "modes": modes}]})
     return {**data, "stages": stages}
 
 

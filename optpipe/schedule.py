@@ -69,6 +69,11 @@ class ActionType(StrEnum):
         return self in (ActionType.BACKWARD_INPUT, ActionType.FULL_BACKWARD)
 
     @property
+    def consumes_reload(self) -> bool:
+        """Whether this waits for its cell's RELOAD (I, B or RECOMPUTE); the first that does."""
+        return self.is_backward or self is ActionType.RECOMPUTE
+
+    @property
     def is_transfer(self) -> bool:
         """Whether this only enqueues work on a transfer lane (OFFLOAD or RELOAD)."""
         return self in (ActionType.OFFLOAD, ActionType.RELOAD)
@@ -79,8 +84,9 @@ class ActionType(StrEnum):
         return not self.is_transfer and self is not ActionType.RELEASE
 
 
+_INDEX = "(0|[1-9][0-9]{0,8})"
 _PATTERN = re.compile(
-    r"(0|[1-9][0-9]{0,8})(F|I|W|B|OFFLOAD|RELEASE|RELOAD|RECOMPUTE)(0|[1-9][0-9]{0,8})"
+    f"{_INDEX}(?:F{_INDEX}(?:@([1-9][0-9]?))?|(I|W|B|OFFLOAD|RELEASE|RELOAD|RECOMPUTE){_INDEX})"
 )
 _TYPES = {str(kind): kind for kind in ActionType}
 
@@ -88,15 +94,28 @@ _TYPES = {str(kind): kind for kind in ActionType}
 class Action(NamedTuple):
     """One action; ``str(action)`` is its text form and `parse_action` inverts it.
 
-    In pydantic models it validates from, and serialises to, that text.
+    In pydantic models it validates from, and serialises to, that text. ``mode`` is that of the cell
+    and stands at its F alone (``2F0@3``): an index of the stage's menu, 0 = none is named.
     """
 
     stage: int
     type: ActionType
     microbatch: int
+    mode: int = 0
 
     def __str__(self) -> str:
-        return f"{self.stage}{self.type.value}{self.microbatch}"
+        mode = f"@{self.mode}" if self.mode else ""
+        return f"{self.stage}{self.type.value}{self.microbatch}{mode}"
+
+    @property
+    def cell(self) -> tuple[int, int]:
+        """The (stage, micro-batch)."""
+        return self.stage, self.microbatch
+
+    @property
+    def bare(self) -> Action:
+        """The action whatever its mode: what tables of actions are keyed by."""
+        return self._replace(mode=0) if self.mode else self
 
     @classmethod
     def __get_pydantic_core_schema__(
@@ -134,7 +153,9 @@ def parse_action(text: str) -> Action:
     match = _PATTERN.fullmatch(text)
     if match is None:
         raise ActionSyntaxError(_why_not(text))
-    stage, kind, microbatch = match.groups()
+    stage, forward, mode, kind, microbatch = match.groups()
+    if forward is not None:
+        return Action(int(stage), ActionType.FORWARD, int(forward), int(mode or 0))
     return Action(int(stage), _TYPES[kind], int(microbatch))
 
 
@@ -144,6 +165,11 @@ def _why_not(text: str) -> str:
         return (
             f"{shown!r} is an overlapped forward-backward pair, which v1 cannot express; "
             "write its two actions one after the other"
+        )
+    if "@" in text:
+        return (
+            f"{shown!r} is not an action; a mode stands behind F alone, without leading zeros, for "
+            "example 2F0@3, and no mode is 0: leave @0 out"
         )
     if any(word in text for word in ("SEND", "RECV", "UNSHARD", "RESHARD", "REDUCE")):
         return (
@@ -312,7 +338,7 @@ def pass_of(action: Action) -> Pass | None:
 
 def input_of(action: Action, num_stages: int) -> Pass | None:
     """Return the pass whose output an action needs; None for all but F, I and B, and for 0F."""
-    stage, kind, microbatch = action
+    stage, kind, microbatch, _ = action
     if kind is ActionType.FORWARD:
         return Pass(False, stage - 1, microbatch) if stage > 0 else None
     if kind.is_backward:

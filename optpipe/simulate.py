@@ -20,7 +20,7 @@ from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from optpipe.check import check
-from optpipe.memory import memory_walk
+from optpipe.memory import memory_walk, modes_of
 from optpipe.schedule import Action, ActionType, Pass, input_of, lane_of, pass_of, transit_ms
 
 if TYPE_CHECKING:
@@ -170,24 +170,30 @@ def link_warnings(problem: Problem, makespan_ms: float) -> tuple[str, ...]:
     )
 
 
-def duration_ms(problem: Problem, action: Action) -> float:
-    """Return how long an action occupies its lane, in ms (RELEASE: 0)."""
+def duration_ms(problem: Problem, action: Action, mode: int | None = None) -> float:
+    """Return how long an action occupies its lane, in ms (RELEASE: 0).
+
+    ``mode`` is that of its cell; without one it is what the action itself asks for
+    (`Stage.implied_mode`).
+    """
     stage = problem.stages[action.stage]
+    chosen = stage.implied_mode(action.type) if mode is None else mode
+    cell = problem.menus[action.stage][chosen]
     match action.type:
         case ActionType.FORWARD:
             return stage.forward_ms
         case ActionType.BACKWARD_INPUT:
-            return stage.backward_input_ms
+            return stage.backward_input_ms + cell.inside_ms
         case ActionType.BACKWARD_WEIGHT:
             return stage.backward_weight_ms
         case ActionType.FULL_BACKWARD:
-            return stage.fused_backward_ms
+            return stage.fused_backward_ms + cell.inside_ms
         case ActionType.RECOMPUTE:
-            return stage.recompute_ms or 0.0
+            return cell.recompute_ms
         case ActionType.OFFLOAD:
-            return problem.offload_ms(action.stage)
+            return problem.offload_ms(action.stage, cell.offload_bytes)
         case ActionType.RELOAD:
-            return problem.reload_ms(action.stage)
+            return problem.reload_ms(action.stage, cell.offload_bytes)
         case ActionType.RELEASE:
             return 0.0
 
@@ -230,7 +236,8 @@ class _LaneRun:
     ) -> None:
         self.problem = problem
         self.programs = programs
-        self.durations = durations
+        self.durations = {action.bare: ms for action, ms in durations.items()}
+        self.modes = [modes_of(problem, program) for program in programs]
         self.clock = [0.0] * len(programs)
         self.times: list[list[Times | None]] = [[None] * len(program) for program in programs]
         self.head = [0] * len(programs)
@@ -262,7 +269,9 @@ class _LaneRun:
             index = self.head[device]
             action = program[index]
             if action.type.is_transfer:
-                item = _Issued(self.clock[device], device, index, action, self._duration(action))
+                item = _Issued(
+                    self.clock[device], device, index, action, self._duration(device, action)
+                )
                 self.times[device][index] = self.lanes.issue(item)
             else:
                 times = self._compute_times(device, action)
@@ -293,7 +302,7 @@ class _LaneRun:
             if end is None:
                 return None
             start = max(start, end)
-        return Times(issue, start, start + self._duration(action))
+        return Times(issue, start, start + self._duration(device, action))
 
     def _departure(self, made: Pass, ready: float) -> float:
         """Return when the output of a pass leaves its device, which has sent all before it."""
@@ -305,9 +314,11 @@ class _LaneRun:
         self.messages.append(LinkMessage(link, made, ready, depart, depart + length))
         return depart
 
-    def _duration(self, action: Action) -> float:
-        known = self.durations.get(action)
-        return duration_ms(self.problem, action) if known is None else known
+    def _duration(self, device: int, action: Action) -> float:
+        known = self.durations.get(action.bare)
+        if known is not None:
+            return known
+        return duration_ms(self.problem, action, self.modes[device][action.cell])
 
     def result(self) -> Simulation:
         times = tuple(tuple(t for t in row if t is not None) for row in self.times)
@@ -342,10 +353,10 @@ class _LaneRun:
 
 def _awaited_transfer(action: Action) -> Action | None:
     """Return the transfer whose end an action of the compute lane waits for, if it exists."""
-    stage, kind, microbatch = action
+    stage, kind, microbatch, _ = action
     if kind is ActionType.RELEASE:
         return Action(stage, ActionType.OFFLOAD, microbatch)
-    if kind.is_backward:
+    if kind.consumes_reload:
         return Action(stage, ActionType.RELOAD, microbatch)
     return None
 

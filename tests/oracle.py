@@ -6,11 +6,10 @@ from the state every (stage, micro-batch) is in. Time: a clock that ticks one mi
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from optpipe import Action, ActionType, Problem, Program, Programs
 
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 
     from optpipe.problem import Link
 
-_LIFE = re.compile(r"F( OFFLOAD RELEASE RELOAD| RECOMPUTE)?( I W| B)")
+_TRIP = ("OFFLOAD", "RELEASE", "RELOAD")
 _BACKWARDS = (ActionType.BACKWARD_INPUT, ActionType.FULL_BACKWARD)
 _HORIZON = 10_000
 
@@ -42,9 +41,12 @@ def is_legal(problem: Problem, programs: Programs) -> bool:
 
 def _lives_are_right(problem: Problem, programs: Programs) -> bool:
     lives: dict[tuple[int, int, int], list[str]] = {}
+    named: dict[tuple[int, int], int] = {}
     for device, row in enumerate(programs):
         for action in row:
             lives.setdefault((device, action.stage, action.microbatch), []).append(action.type)
+            if action.type == "F":
+                named[action.stage, action.microbatch] = action.mode
     expected = {
         (stage.device, index, microbatch)
         for index, stage in enumerate(problem.stages)
@@ -52,16 +54,80 @@ def _lives_are_right(problem: Problem, programs: Programs) -> bool:
     }
     if set(lives) != expected:
         return False
-    for (_, index, _), life in lives.items():
-        if not _LIFE.fullmatch(" ".join(life)):
+    used: dict[int, set[int]] = {}
+    for (_, index, microbatch), life in lives.items():
+        number = _number(problem, index, named.get((index, microbatch), 0), set(life))
+        ways = _ways(problem, index)
+        if number >= len(ways):
             return False
-        stage = problem.stages[index]
-        bandwidth = problem.devices[stage.device].d2h_gb_per_s
-        if "OFFLOAD" in life and (stage.offload_bytes == 0 or bandwidth is None):
+        used.setdefault(index, set()).add(number)
+        way = ways[number]
+        middle = " ".join((*_TRIP,) * (way.moved > 0) + ("RECOMPUTE",) * (way.apart_ms is not None))
+        if " ".join(life) not in {f"F {middle} {end}".replace("  ", " ") for end in ("I W", "B")}:
             return False
-        if "RECOMPUTE" in life and stage.recompute_ms is None:
+        if way.moved and problem.devices[problem.stages[index].device].d2h_gb_per_s is None:
             return False
-    return True
+    return all(
+        len(numbers) == 1 or not problem.stages[index].uniform_modes
+        for index, numbers in used.items()
+    )
+
+
+class _Way(NamedTuple):
+    """How a cell is treated: bytes that F leaves, and go; ms of a RECOMPUTE, and of one inside."""
+
+    left: int
+    moved: int
+    apart_ms: float | None
+    inside_ms: float
+    inside: int
+    context: int
+    workspaces: dict[str, int]
+
+
+def _ways(problem: Problem, index: int) -> list[_Way]:
+    """What a stage's menu says, or the three ways of v1."""
+    stage = problem.stages[index]
+    names = ("forward", "backward_input", "backward_weight", "backward", "recompute")
+    workspaces = {name: getattr(stage, f"{name}_workspace_bytes") for name in names}
+    whole, context = stage.activation_bytes, stage.weight_context_bytes
+    ways = [_Way(whole, 0, None, 0, 0, context, workspaces)]
+    if stage.offload_bytes:
+        ways.append(_Way(whole, stage.offload_bytes, None, 0, 0, context, workspaces))
+    if stage.recompute_ms is not None:
+        left = stage.checkpoint_bytes or 0
+        ways.append(_Way(left, 0, stage.recompute_ms, 0, 0, context, workspaces))
+    for mode in stage.modes[1:]:
+        assert mode.forward_bytes is not None
+        assert mode.weight_context_bytes is not None
+        apart = mode.recompute_ms if mode.recompute == "apart" else None
+        inside = mode.recompute_ms if mode.recompute == "inside" else 0
+        own = {name: getattr(mode, f"{name}_workspace_bytes") for name in names}
+        ways.append(
+            _Way(mode.forward_bytes, mode.offload_bytes, apart, inside or 0, mode.inside_bytes,
+                 mode.weight_context_bytes, own)
+        )  # fmt: skip
+    return ways
+
+
+def _number(problem: Problem, index: int, named: int, life: set[str]) -> int:
+    """The mode that F names, or that the actions of a cell show where v1 can say the menu."""
+    stage = problem.stages[index]
+    if named or stage.modes:
+        return named
+    if "OFFLOAD" in life:
+        return 1 if stage.offload_bytes else 99
+    if "RECOMPUTE" in life:
+        return len(_ways(problem, index)) - 1 if stage.recompute_ms is not None else 99
+    return 0
+
+
+def _way_of(problem: Problem, cell: tuple[int, int], row: Program) -> _Way:
+    """How a cell of a legal program is treated."""
+    own = [action for action in row if (action.stage, action.microbatch) == cell]
+    named = max(action.mode for action in own)
+    number = _number(problem, cell[0], named, {action.type.value for action in own})
+    return _ways(problem, cell[0])[number]
 
 
 def _waits_in_a_circle(problem: Problem, programs: Programs) -> bool:
@@ -71,9 +137,9 @@ def _waits_in_a_circle(problem: Problem, programs: Programs) -> bool:
         for before, after in pairwise(row):
             graph[after].add(before)
     for action, needed in graph.items():
-        stage, kind, microbatch = action
+        stage, kind, microbatch, _ = action
         if kind is ActionType.FORWARD and stage > 0:
-            needed.add(Action(stage - 1, kind, microbatch))
+            needed.update(one for one in graph if one[:3] == (stage - 1, kind, microbatch))
         if kind in _BACKWARDS and stage < last:
             needed.update({Action(stage + 1, kind, microbatch) for kind in _BACKWARDS} & set(graph))
     try:
@@ -83,61 +149,67 @@ def _waits_in_a_circle(problem: Problem, programs: Programs) -> bool:
     return False
 
 
-def _held(problem: Problem, cell: tuple[int, int], done: set[str], again: bool) -> int:
+def _held(way: _Way, whole: int, done: set[str]) -> int:
     """Bytes of one (stage, micro-batch) from what has been done to it."""
-    stage = problem.stages[cell[0]]
     if "F" not in done or done & {"W", "B"}:
         return 0
     if "I" in done:
-        return stage.weight_context_bytes
-    if again and "RECOMPUTE" not in done:
-        return stage.checkpoint_bytes or 0
+        return way.context
+    if "RECOMPUTE" in done:
+        return whole
     away = "RELEASE" in done and "RELOAD" not in done
-    return stage.activation_bytes - (stage.offload_bytes if away else 0)
+    return way.left - (way.moved if away else 0)
 
 
-def _workspace(problem: Problem, action: Action) -> int:
+def _workspace(way: _Way, action: Action) -> int:
     names = {"F": "forward", "I": "backward_input", "W": "backward_weight", "B": "backward",
              "RECOMPUTE": "recompute"}  # fmt: skip
-    if action.type.value not in names:
-        return 0
-    value: int = getattr(
-        problem.stages[action.stage], names[action.type.value] + "_workspace_bytes"
-    )
-    return value
+    return way.workspaces[names[action.type.value]] if action.type.value in names else 0
 
 
-def device_levels(problem: Problem, device: int, row: Program) -> Iterator[tuple[int, int, int]]:
-    """Bytes before and after each action, and its workspace; from the state of every cell."""
+def device_levels(problem: Problem, device: int, row: Program) -> Iterator[tuple[int, ...]]:
+    """Bytes before and after each action, its workspace, and what its recomputation inside holds.
+
+    All from the state of every cell.
+    """
     static = sum(stage.static_bytes for stage in problem.stages if stage.device == device)
-    again = {action[::2] for action in row if action.type is ActionType.RECOMPUTE}
+    ways = {cell: _way_of(problem, cell, row) for cell in {action[::2] for action in row}}
     done: dict[tuple[int, int], set[str]] = {}
 
     def total() -> int:
-        return static + sum(_held(problem, cell, did, cell in again) for cell, did in done.items())
+        return static + sum(
+            _held(ways[cell], problem.stages[cell[0]].activation_bytes, did)
+            for cell, did in done.items()
+        )
 
     for action in row:
+        cell = action[::2]
         before = total()
-        done.setdefault(action[::2], set()).add(action.type.value)
-        yield before, total(), _workspace(problem, action)
+        inside = ways[cell].inside if action.type in _BACKWARDS else 0
+        done.setdefault(cell, set()).add(action.type.value)
+        yield before, total(), _workspace(ways[cell], action), inside
 
 
 def device_peak(problem: Problem, device: int, row: Program) -> int:
     """Peak bytes of a device, static bytes included."""
     static = sum(stage.static_bytes for stage in problem.stages if stage.device == device)
     levels = device_levels(problem, device, row)
-    return max((max(before, after) + extra for before, after, extra in levels), default=static)
+    return max(
+        (max(before + inside, after) + extra for before, after, extra, inside in levels),
+        default=static,
+    )
 
 
 def host_peaks(problem: Problem, programs: Programs) -> dict[str, int]:
-    """Peak bytes per host: a micro-batch is there from its OFFLOAD to just before its I or B."""
+    """Peak bytes per host: from a cell's OFFLOAD to just before its RECOMPUTE, I or B."""
     peaks = {host.name: 0 for host in problem.hosts}
     for device, row in zip(problem.devices, programs, strict=True):
         peak = 0
         for upto in range(len(row)):
             away = {action[::2] for action in row[: upto + 1] if action.type == "OFFLOAD"}
-            away -= {action[::2] for action in row[: upto + 1] if action.type in ("I", "B")}
-            peak = max(peak, sum(problem.stages[stage].offload_bytes for stage, _ in away))
+            used = ("I", "B", "RECOMPUTE")
+            away -= {action[::2] for action in row[: upto + 1] if action.type in used}
+            peak = max(peak, sum(_way_of(problem, cell, row).moved for cell in away))
         peaks[device.host] += peak
     return peaks
 
@@ -167,6 +239,11 @@ class Ticking:
 
     def run(self) -> tuple[float, float]:
         """Return makespan and span in ms; ``starts`` and ``ends`` hold the rest."""
+        self.ways = {
+            cell: _way_of(self.problem, cell, row)
+            for row in self.programs
+            for cell in {action[::2] for action in row}
+        }
         self.head = [0] * len(self.programs)
         self.idle_from = [0] * len(self.programs)
         self.lanes = [list(self._sent_over(link)) for link in self.problem.links]
@@ -187,7 +264,7 @@ class Ticking:
         row, at = self.programs[device], self.head[device]
         if at == len(row) or self.idle_from[device] > now:
             return False
-        action = row[at]
+        action = row[at].bare
         if action.type in (ActionType.OFFLOAD, ActionType.RELOAD):
             self.waiting.append(_Transfer(now, device, at, action))
         elif not self._inputs_there(action, now):
@@ -199,18 +276,20 @@ class Ticking:
         return True
 
     def _inputs_there(self, action: Action, now: int) -> bool:
-        stage, kind, microbatch = action
+        stage, kind, microbatch, _ = action
         if kind is ActionType.RELEASE:
             return self._ended(Action(stage, ActionType.OFFLOAD, microbatch), now)
         if kind is ActionType.FORWARD:
             return stage == 0 or self._arrived(Action(stage - 1, kind, microbatch), stage, now)
-        if kind not in _BACKWARDS:
+        if kind not in (*_BACKWARDS, ActionType.RECOMPUTE):
             return True
         reload = Action(stage, ActionType.RELOAD, microbatch)
         if reload in self.programs[self.problem.stages[stage].device] and not self._ended(
             reload, now
         ):
             return False
+        if kind is ActionType.RECOMPUTE:
+            return True
         if stage == len(self.problem.stages) - 1:
             return self._ended(Action(stage, ActionType.FORWARD, microbatch), now)
         return any(
@@ -242,7 +321,7 @@ class Ticking:
             step = {"F": 1, "I": -1, "B": -1}.get(action.type.value, 0)
             target = action.stage + step
             if step and 0 <= target < len(placement) and placement[target] == link.target:
-                yield action
+                yield action.bare
 
     def _start_messages(self, now: int) -> bool:
         """Let the next message of each free link leave, if it is there; whether any did."""
@@ -261,18 +340,19 @@ class Ticking:
         return moved
 
     def _length(self, action: Action) -> int:
-        stage = self.problem.stages[action.stage]
+        stage, way = self.problem.stages[action.stage], self.ways[action[::2]]
         held = self.problem.devices[stage.device]
         split = stage.backward_input_ms + stage.backward_weight_ms
+        fused = split if stage.backward_ms is None else stage.backward_ms
         length = {
             "F": stage.forward_ms,
-            "I": stage.backward_input_ms,
+            "I": stage.backward_input_ms + way.inside_ms,
             "W": stage.backward_weight_ms,
-            "B": split if stage.backward_ms is None else stage.backward_ms,
-            "RECOMPUTE": stage.recompute_ms,
+            "B": fused + way.inside_ms,
+            "RECOMPUTE": way.apart_ms,
             "RELEASE": 0,
-            "OFFLOAD": stage.offload_bytes / 1e6 / (held.d2h_gb_per_s or 1),
-            "RELOAD": stage.offload_bytes / 1e6 / (held.h2d_gb_per_s or 1),
+            "OFFLOAD": way.moved / 1e6 / (held.d2h_gb_per_s or 1),
+            "RELOAD": way.moved / 1e6 / (held.h2d_gb_per_s or 1),
         }[action.type.value]
         assert length is not None
         assert length == int(length)
@@ -305,8 +385,8 @@ class Ticking:
         for device, row in enumerate(self.programs):
             if not row:
                 continue
-            first.append(min(self.starts[action] for action in row))
-            last.append(max([self.ends[action] for action in row] + self._syncs(device, row)))
+            first.append(min(self.starts[action.bare] for action in row))
+            last.append(max([self.ends[action.bare] for action in row] + self._syncs(device, row)))
             lengths.append(last[-1] - first[-1])
         return max(last) - min(first), max(lengths)
 

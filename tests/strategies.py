@@ -30,7 +30,14 @@ actions = st.builds(
     Action,
     stage=st.integers(0, 999_999_999),
     type=st.sampled_from(list(ActionType)),
+    mode=st.just(0),
     microbatch=st.integers(0, 999_999_999),
+) | st.builds(
+    Action,
+    stage=st.integers(0, 999_999_999),
+    type=st.just(F),
+    microbatch=st.integers(0, 999_999_999),
+    mode=st.integers(0, 99),
 )
 
 
@@ -48,29 +55,36 @@ class Case(NamedTuple):
 
 
 @st.composite
-def documents(draw: st.DrawFn) -> dict[str, Any]:
-    """Problems as JSON-like objects; every duration is a whole number of ms, many are 0."""
+def documents(draw: st.DrawFn, *, menus: bool = False) -> dict[str, Any]:
+    """Problems as JSON-like objects; every duration is a whole number of ms, many are 0.
+
+    ``menus``: some of v2 have stages with modes that v1 cannot say.
+    """
     placement = draw(placements())
     num_devices = max(placement) + 1
+    version = draw(st.sampled_from(["v1", "v2"]))
     return {
-        "format": draw(st.sampled_from(["optpipe/problem/v1", "optpipe/problem/v2"])),
+        "format": f"optpipe/problem/{version}",
         "num_microbatches": draw(st.integers(1, 3)),
         "objective": draw(st.sampled_from(["makespan", "span"])),
         "devices": [draw(_devices()) for _ in range(num_devices)],
-        "stages": [draw(_stages(device)) for device in placement],
+        "stages": [
+            draw(_nested(draw(_stages(device)), menus) if version == "v2" else _stages(device))
+            for device in placement
+        ],
         "links": draw(_links(num_devices)),
     }
 
 
-def problems() -> st.SearchStrategy[Problem]:
+def problems(*, menus: bool = False) -> st.SearchStrategy[Problem]:
     """Problems with memory enough for any schedule."""
-    return documents().map(Problem.parse)
+    return documents(menus=menus).map(Problem.parse)
 
 
 @st.composite
-def cases(draw: st.DrawFn, *, tight: bool | None = None) -> Case:
+def cases(draw: st.DrawFn, *, tight: bool | None = None, menus: bool = False) -> Case:
     """Problems with legal programs; ``tight`` = every limit is exactly what the programs need."""
-    document = draw(documents())
+    document = draw(documents(menus=menus))
     # One seed instead of a draw per action: a hundred times faster; sizes still shrink.
     rng = random.Random(draw(st.integers(0, 2**32)))
     case = Case(Problem.parse(document), ())
@@ -126,6 +140,48 @@ def _stages(draw: st.DrawFn, device: int) -> dict[str, Any]:
 
 
 @st.composite
+def _nested(draw: st.DrawFn, stage: dict[str, Any], menus: bool) -> dict[str, Any]:
+    """The stage as v2 writes it, with ``menus`` half of the time with a menu of its own."""
+    menu = menus and draw(st.booleans())
+    head = {name: stage.pop(name) for name in ("device", "static_bytes", "grad_sync_ms")}
+    old = {name: stage.pop(name, None) for name in ("offload_bytes", "recompute_ms")}
+    kept = stage.pop("checkpoint_bytes", None)
+    modes: list[dict[str, Any]] = [{"name": "keep"}]
+    if menu:
+        modes += [
+            draw(_modes(f"mode {number}", stage["activation_bytes"]))
+            for number in range(1, draw(st.integers(2, 4)))
+        ]
+        head["uniform_modes"] = draw(st.integers(0, 3)) == 0
+    else:
+        if old["offload_bytes"]:
+            modes.append({"name": "offload", "offload_bytes": old["offload_bytes"]})
+        if kept is not None:
+            again = {"recompute": "apart", "recompute_ms": old["recompute_ms"]}
+            modes.append({"name": "recompute", "forward_bytes": kept, **again})
+    return {**head, "costs": [{**stage, "modes": modes}]}
+
+
+@st.composite
+def _modes(draw: st.DrawFn, name: str, activation: int) -> dict[str, Any]:
+    """Any mode: transfers in whole UNITs, recomputation apart or inside, bytes of its own."""
+    moved = draw(st.integers(0, activation // UNIT)) * UNIT
+    mode: dict[str, Any] = {
+        "name": name,
+        "offload_bytes": moved,
+        "forward_bytes": draw(st.integers(moved, activation)),
+    }
+    if recompute := draw(st.sampled_from([None, "apart", "inside"])):
+        mode |= {"recompute": recompute, "recompute_ms": draw(times)}
+    if recompute == "inside":
+        mode["inside_bytes"] = draw(st.sampled_from([0, 3, UNIT]))
+    for own in ("weight_context_bytes", "backward_workspace_bytes", "recompute_workspace_bytes"):
+        if draw(st.integers(0, 3)) == 0:
+            mode[own] = draw(st.integers(0, 2 * UNIT))
+    return mode
+
+
+@st.composite
 def _links(draw: st.DrawFn, num_devices: int) -> list[dict[str, Any]]:
     pairs = [(a, b) for a in range(num_devices) for b in range(num_devices) if a != b]
     return [
@@ -148,11 +204,14 @@ def random_programs(problem: Problem, rng: random.Random) -> Programs:
     forwards first, transfers late) as likely as the middle.
     """
     keen = rng.random()
-    todo = {
-        (stage, microbatch): _life(problem, stage, rng, keen)
-        for stage in range(len(problem.stages))
-        for microbatch in range(problem.num_microbatches)
+    same = {s: _mode(problem, s, rng, keen) for s, held in enumerate(problem.stages)
+            if held.uniform_modes}  # fmt: skip
+    chosen = {
+        (s, j): same[s] if s in same else _mode(problem, s, rng, keen)
+        for s in range(len(problem.stages))
+        for j in range(problem.num_microbatches)
     }
+    todo = {cell: _life(problem, cell[0], mode, rng) for cell, mode in chosen.items()}
     liking = {kind: rng.random() ** 3 for kind in ActionType}
     done: set[tuple[bool, int, int]] = set()
     rows: list[list[Action]] = [[] for _ in problem.devices]
@@ -160,7 +219,11 @@ def random_programs(problem: Problem, rng: random.Random) -> Programs:
         ready = [cell for cell in todo if _input_done(problem, cell, todo[cell][0], done)]
         stage, microbatch = max(ready, key=lambda cell: liking[todo[cell][0]] * rng.random())
         kind = todo[stage, microbatch].pop(0)
-        rows[problem.stages[stage].device].append(Action(stage, kind, microbatch))
+        # Where v1 can say the menu the actions tell the mode, named or not.
+        menus = problem.has_modes and rng.random() < 0.3
+        named = kind is F and (problem.stages[stage].modes or menus)
+        mode = chosen[stage, microbatch] if named else 0
+        rows[problem.stages[stage].device].append(Action(stage, kind, microbatch, mode))
         if kind in (F, I, B):
             done.add((kind is not F, stage, microbatch))
         if not todo[stage, microbatch]:
@@ -168,12 +231,16 @@ def random_programs(problem: Problem, rng: random.Random) -> Programs:
     return tuple(tuple(row) for row in rows)
 
 
-def _life(problem: Problem, stage: int, rng: random.Random, keen: float) -> list[ActionType]:
-    middle: tuple[ActionType, ...] = ()
-    if problem.can_offload(stage) and rng.random() < keen:
-        middle = _ROUND_TRIP
-    elif problem.stages[stage].can_recompute and rng.random() < keen:
-        middle = (ActionType.RECOMPUTE,)
+def _mode(problem: Problem, stage: int, rng: random.Random, keen: float) -> int:
+    usable = [mode for mode in range(len(problem.menus[stage])) if problem.can_use(stage, mode)]
+    return rng.choice(usable) if rng.random() < keen else 0
+
+
+def _life(problem: Problem, stage: int, mode: int, rng: random.Random) -> list[ActionType]:
+    chosen = problem.menus[stage][mode]
+    middle = _ROUND_TRIP if chosen.offload_bytes else ()
+    if chosen.recompute == "apart":
+        middle = (*middle, ActionType.RECOMPUTE)
     return [F, *middle, *rng.choice([(I, W), (B,)])]
 
 
@@ -219,11 +286,18 @@ def mutated(programs: Programs, rng: random.Random) -> Programs:
         lambda: row.insert(rng.randrange(len(row)), row.pop(index)),
         lambda: rng.choice(rows).append(row.pop(index)),
         lambda: row.__setitem__(index, row[index]._replace(type=rng.choice(list(ActionType)))),
+        lambda: _rename(row, rng.choice([i for i, one in enumerate(row) if one.type is F] or [0])),
         lambda: row.__setitem__(index, row[index]._replace(stage=row[index].stage + 1)),
         lambda: row.__setitem__(index, row[index]._replace(microbatch=row[index].microbatch + 1)),
     )
     rng.choice(changes)()
     return tuple(tuple(row) for row in rows)
+
+
+def _rename(row: list[Action], index: int) -> None:
+    """Name another mode where an F stands."""
+    if row[index].type is F:
+        row[index] = row[index]._replace(mode=(row[index].mode + 1) % 4)
 
 
 def _swap(row: list[Action], left: int, right: int) -> None:

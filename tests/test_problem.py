@@ -299,7 +299,7 @@ def test_a_device_can_be_made_without_a_name() -> None:
     assert made.devices[0].name == "gpu0"
 
 
-@given(problems())
+@given(problems(menus=True))
 def test_a_problem_survives_its_own_dump(made: Problem) -> None:
     again = Problem.parse(made.model_dump(mode="json", by_alias=True))
     assert again == made
@@ -335,6 +335,9 @@ def nested(**cost: Any) -> dict[str, Any]:
     }
 
 
+KEEP = {"name": "keep"}
+
+
 def test_a_menu_that_v1_can_say_is_read_as_v1() -> None:
     again = {"name": "again", "forward_bytes": 2, "recompute_ms": 3, "recompute": "apart"}
     menu = [{"name": "keep"}, {"name": "offload", "offload_bytes": 5}, again]
@@ -342,6 +345,31 @@ def test_a_menu_that_v1_can_say_is_read_as_v1() -> None:
     held = read.stages[0]
     assert read.format == "optpipe/problem/v1"
     assert (held.offload_bytes, held.checkpoint_bytes, held.recompute_ms) == (5, 2, 3)
+
+
+def test_a_menu_of_v2_is_filled_in_and_comes_back() -> None:
+    """What a mode leaves out is the cost's; so is what it says again, and the hash is one."""
+    inside = {"name": "mlp", "forward_bytes": 4, "recompute": "inside", "recompute_ms": 1}
+    menu: list[dict[str, Any]] = [
+        KEEP,
+        {"name": "fp8", "forward_bytes": 5},
+        inside,
+        {"name": "all", "offload_bytes": 9},
+    ]
+    read = Problem.parse(nested(modes=menu, backward_workspace_bytes=7))
+    assert read.format == "optpipe/problem/v2"
+    keep, fp8, mlp, away = read.menus[0]
+    assert (keep.forward_bytes, keep.weight_context_bytes, keep.backward_bytes) == (9, 9, 9)
+    assert (fp8.weight_context_bytes, fp8.backward_bytes) == (5, 5)  # no more than what is kept
+    assert (mlp.weight_context_bytes, mlp.backward_bytes, mlp.inside_ms) == (9, 4, 1)
+    assert (away.least_bytes, away.backward_workspace_bytes) == (0, 7)
+    assert not read.can_use(0, 3)
+    said = [KEEP, menu[1] | {"weight_context_bytes": 5}, inside | {"offload_bytes": 0}, menu[3]]
+    again = Problem.parse(nested(modes=said, backward_workspace_bytes=7))
+    assert again.problem_hash == read.problem_hash
+    assert load_problem(dump_problem(read)) == read
+    stages = [{**nested()["stages"][0], "uniform_modes": True}]
+    assert Problem.parse({**nested(), "stages": stages}).format == "optpipe/problem/v2"
 
 
 def test_layers_and_context_are_of_v2_and_come_back() -> None:
@@ -354,7 +382,7 @@ def test_layers_and_context_are_of_v2_and_come_back() -> None:
     assert Problem.parse(written) == read
     other = Problem.parse({**data, "context": None, "name": "another"})
     assert other.problem_hash == read.problem_hash
-    with pytest.raises(ProblemError, match="layers and context are fields of optpipe/problem/v2"):
+    with pytest.raises(ProblemError, match=r"layers, context, .* are fields of optpipe/problem/v2"):
         Problem.parse({**plain(), "context": data["context"]})
 
 
@@ -364,12 +392,18 @@ def test_layers_and_context_are_of_v2_and_come_back() -> None:
         ({"pairs": [{"forward": 0, "backward": 0, "hidden_ms": 1}]}, "pairs: .* leave pairs out"),
         ({"microbatches": [{"cost": 0}, {"cost": 0}]}, "microbatches: .* leave microbatches out"),
         ({"stages": [{"device": 0, "costs": []}]}, r"stages\[0\]\.costs must be a list of one"),
-        (nested(modes=[{"name": "half", "forward_bytes": 4}]), "menus other than keep, offload"),
+        (nested(modes=[{"name": "half", "forward_bytes": 4}]), r"modes\[0\] .*put .* first"),
+        (nested(modes=[KEEP, {"name": "x", "forward_bytes": 10}]), "exceed activation_bytes 9"),
+        (nested(modes=[KEEP, {"name": "x", "forward_bytes": 4, "offload_bytes": 5}]),
+         "offload_bytes 5 may not exceed forward_bytes 4"),
+        (nested(modes=[KEEP, {"name": "x", "recompute_ms": 4}]), "recompute and .* go together"),
+        (nested(modes=[KEEP, KEEP]), "two modes of a menu are called 'keep'"),
+        (nested(modes=[KEEP, {"name": "x", "inside_bytes": 4}]), "inside_bytes 4 without"),
         (nested(offload_bytes=4), r"stages\[0\]\.costs\[0\]\.offload_bytes: unknown field; modes"),
         ({"stages": [{**nested()["stages"][0], "forward_ms": 2}]},
          r"stages\[0\]\.forward_ms: unknown field beside costs; write it into"),
     ],
 )  # fmt: skip
-def test_what_is_not_scheduled_yet_is_refused(change: dict[str, Any], message: str) -> None:
+def test_what_cannot_be_meant_or_scheduled_is_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ProblemError, match=message):
         Problem.parse({**nested(), **change})

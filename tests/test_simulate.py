@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from optpipe import (
-    Action,
     IllegalScheduleError,
     Problem,
     Programs,
@@ -253,17 +252,19 @@ def ticking(made: Problem, rows: Programs) -> tuple[Ticking, tuple[float, float]
     return clock, clock.run()
 
 
-@given(cases())
+@given(cases(menus=True))
 def test_simulation_agrees_with_a_clock_that_ticks(case: Case) -> None:
     run = simulate(*case)
     clock, lengths = ticking(*case)
     for row, lane in zip(case.programs, run.times, strict=True):
         for action, at in zip(row, lane, strict=True):
-            assert (at.start, at.end) == (clock.starts[action], clock.ends[action]), action
+            assert (at.start, at.end) == (clock.starts[action.bare], clock.ends[action.bare]), (
+                action
+            )
     assert (run.makespan_ms, run.span_ms) == lengths
 
 
-@given(cases())
+@given(cases(menus=True))
 def test_no_schedule_is_shorter_than_its_busiest_device(case: Case) -> None:
     run = simulate(*case)
     assert run.makespan_ms >= run.span_ms >= case.problem.busy_ms
@@ -286,7 +287,7 @@ def slowed(made: Problem, factor: float) -> Problem:
     return Problem.parse(walk(made.model_dump(mode="json", by_alias=True)))
 
 
-@given(cases(), st.sampled_from([0.125, 0.5, 2.0, 1024.0]))
+@given(cases(menus=True), st.sampled_from([0.125, 0.5, 2.0, 1024.0]))
 def test_scaling_all_times_scales_everything(case: Case, factor: float) -> None:
     run, slow = simulate(*case), simulate(slowed(case.problem, factor), case.programs)
     assert slow.makespan_ms == run.makespan_ms * factor
@@ -295,12 +296,13 @@ def test_scaling_all_times_scales_everything(case: Case, factor: float) -> None:
         assert [at.start * factor for at in lane] == [at.start for at in slow_lane]
 
 
-@given(cases(), st.integers(0, 2**32))
+@given(cases(menus=True), st.integers(0, 2**32))
 def test_equal_micro_batches_may_change_names(case: Case, seed: int) -> None:
     order = list(range(case.problem.num_microbatches))
     random.Random(seed).shuffle(order)
     renamed = tuple(
-        tuple(Action(stage, kind, order[j]) for stage, kind, j in row) for row in case.programs
+        tuple(action._replace(microbatch=order[action.microbatch]) for action in row)
+        for row in case.programs
     )
     assert simulate(case.problem, renamed).times == simulate(*case).times
 
@@ -311,7 +313,7 @@ def test_every_feature_at_once_agrees_with_the_clock() -> None:
     clock, (makespan, span) = ticking(slowed(made, 4), rows)
     run = simulate(made, rows)
     for row, lane in zip(rows, run.times, strict=True):
-        assert [at.end * 4 for at in lane] == [clock.ends[action] for action in row]
+        assert [at.end * 4 for at in lane] == [clock.ends[action.bare] for action in row]
     assert (run.makespan_ms, run.span_ms) == (makespan / 4, span / 4)
 
 
@@ -384,7 +386,7 @@ def test_every_feature_at_once_shows_every_lane() -> None:
     assert lanes == {"compute", "d2h", "h2d", "grad_sync"}
 
 
-@given(cases())
+@given(cases(menus=True))
 def test_memory_starts_with_the_static_bytes_and_returns_to_them(case: Case) -> None:
     for device, curve in enumerate(make_timeline(*case).memory):
         static = case.problem.static_bytes_of(device)

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, cast
 
 import typer
 
-from optpipe.cli.console import stderr, stdout, text_table
+from optpipe.cli.console import stdout, text_table
 from optpipe.cli.files import check_apart, check_writable, in_file, results, say_written, write_file
+from optpipe.cli.report import warn
 from optpipe.errors import InputError
 from optpipe.formats.json import dump_model, dump_problem, read_text
 from optpipe.formats.megatron import megatron_layout
@@ -365,13 +366,13 @@ def _show(console: Console, shape: ModelShape, kinds: list[_Accelerators], found
     for note in found.notes:
         console.print(note.told(flag), style="dim", markup=False)
     busy_ms = found.problem.busy_ms
-    for load in link_loads(found.problem):
-        if load.busy_ms > busy_ms:
-            stderr().print(
-                f"warning: {load}, longer than the {busy_ms:,.1f} ms that the busiest device "
-                "computes: the link bounds the step; cut or place the model otherwise",
-                style="yellow", markup=False, soft_wrap=True,
-            )  # fmt: skip
+    bound_by = [
+        f"{load}, longer than the {busy_ms:,.1f} ms that the busiest device computes: the link "
+        "bounds the step; cut or place the model otherwise"
+        for load in link_loads(found.problem)
+        if load.busy_ms > busy_ms
+    ]
+    warn("links", bound_by)
 
 
 def _step_lines(found: Estimate) -> Iterator[str]:

@@ -119,6 +119,7 @@ class Passes:
 
     def loss(self, stage: int, microbatch: int, target: Any) -> AbstractContextManager[None]:
         """Capture what the loss saves, like the rest of the last stage, but for the target."""
+        torch.clear_autocast_cache()  # as in `end`; the stage's forward is over
         cell = (stage, microbatch)
         if not self._offloader.holds(cell):
             return _PLAIN

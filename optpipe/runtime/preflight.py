@@ -5,6 +5,7 @@ What is refused raises `PreflightError` with the value, the rule and what to do.
 
 from __future__ import annotations
 
+import logging
 import socket
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -60,6 +61,9 @@ __all__ = [
     "shapes_of",
     "untouched",
 ]
+
+
+_log = logging.getLogger("optpipe.runtime.preflight")
 
 
 def check_cells(schedule: Schedule) -> None:
@@ -176,12 +180,13 @@ def check_wrappers(stages: Mapping[int, nn.Module]) -> None:
 
 
 def check_split(program: Program, problem: Problem | None, deferred: Mapping[int, int]) -> None:
-    """Refuse W's without work, unless the plan knows that they take no time.
+    """Say what waits for W's; refuse those without work, unless the plan knows that they take none.
 
     ``deferred`` are the bytes of weight gradient that a W makes, by stage.
     """
     split = {action.stage for action in program if action.type is ActionType.BACKWARD_WEIGHT}
     for stage in sorted(split):
+        _log.info("%d bytes of weight gradient of stage %d wait for W", deferred[stage], stage)
         if not deferred[stage] and (problem is None or problem.stages[stage].backward_weight_ms):
             raise PreflightError(
                 f"0 bytes of weight gradient of stage {stage} would wait for its W's, whose time "

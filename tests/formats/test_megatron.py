@@ -1,7 +1,5 @@
 """The layout for Megatron-Core: what its parser makes of it is the cut, layer by layer."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

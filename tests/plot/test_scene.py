@@ -1,7 +1,5 @@
 """Columns say what the timeline says: the same bars, times and bytes, nothing lost or added."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

@@ -1,7 +1,5 @@
 """The catalogue: shapes against the publishers' own numbers of parameters."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -101,13 +99,11 @@ CALLED = {
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_parameters_are_the_published_ones_exactly(name) -> None:
-    """Every matrix, bias and norm is counted, and none twice."""
     assert total_parameters(find_model(name)) == PUBLISHED[name]
 
 
 @pytest.mark.parametrize("name", CALLED)
 def test_parameters_round_to_what_the_model_is_called(name) -> None:
-    """Where only a rounded total is published."""
     billions, digits = CALLED[name]
     assert round(total_parameters(find_model(name)) / 1e9, digits) == pytest.approx(billions)
 
@@ -134,7 +130,6 @@ def test_active_parameters_are_the_published_ones(name, billions) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_parts_make_the_whole(name) -> None:
-    """Embedding, layers and head, a tied matrix once; and every shape says where it comes from."""
     shape = MODELS[name]
     layers = sum(count * layer_parameters(shape, kind).total for kind, count in shape.kinds)
     layers += shape.mtp * mtp_parameters(shape).total
@@ -157,7 +152,6 @@ def test_tensor_parallel_ranks_hold_at_least_their_share(name, tp) -> None:
 
 
 def test_experts_are_spread() -> None:
-    """An expert-parallel rank holds its share of the experts, and all of the rest."""
     shape = find_model("mixtral-8x7b")
     whole, part = (layer_parameters(shape, shape.layer_kinds[0], ep=ep) for ep in (1, 4))
     assert part.experts * 4 == whole.experts
@@ -165,7 +159,6 @@ def test_experts_are_spread() -> None:
 
 
 def test_a_wrong_name_is_answered_with_the_nearest() -> None:
-    """Case does not matter, a common other name is known, a typo gets a hint."""
     assert find_model("LLaMA3-70B").name == "llama3-70b"
     assert find_model("llama3.1-8b").name == "llama3-8b"
     with pytest.raises(InputError, match="did you mean llama3-70b"):
@@ -183,13 +176,11 @@ def test_a_wrong_name_is_answered_with_the_nearest() -> None:
     ],
 )
 def test_impossible_shapes_are_refused(change, named) -> None:
-    """With the number and the rule."""
     with pytest.raises(InputError, match=named):
         replace(find_model("llama3-8b"), **change)
 
 
 def test_more_active_experts_than_there_are_is_refused() -> None:
-    """With both numbers."""
     with pytest.raises(InputError, match="9 active experts of 8"):
         Experts(num=8, active=9, ffn=64)
 
@@ -204,7 +195,6 @@ EXPECTED = {
 
 
 def test_the_catalogue_has_what_it_promises() -> None:
-    """And each under its own name."""
     assert set(GPUS) == EXPECTED
     assert all(name == hardware.name for name, hardware in GPUS.items())
 
@@ -225,7 +215,6 @@ def test_every_number_has_a_source_and_a_possible_size(name) -> None:
 
 
 def test_names_are_found_whatever_their_case() -> None:
-    """A usual other name too, and a typo gets a hint."""
     assert find_gpu("H100") is GPUS["h100"]
     assert find_gpu("a100-80gb") is GPUS["a100"]
     with pytest.raises(InputError, match="did you mean"):
@@ -234,7 +223,6 @@ def test_names_are_found_whatever_their_case() -> None:
 
 @pytest.mark.parametrize("value", [0.0, -0.1, 1.5])
 def test_an_efficiency_is_a_share(value) -> None:
-    """Above 0, at most 1."""
     with pytest.raises(InputError, match="efficiency matmul"):
         Efficiency(matmul=value)
 

@@ -1,7 +1,5 @@
 """Bytes against the formulas of the papers, with one shape that all of them can express."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Whole estimates: what they add up to, and what changes them."""
 
-from __future__ import annotations
-
 import inspect
 from dataclasses import replace
 from itertools import combinations, pairwise
@@ -57,7 +55,6 @@ def total_ms(found: Estimate) -> float:
     st.sampled_from([("linear", 1), ("loop", 2), ("v", 2)]),
 )
 def test_every_model_on_every_accelerator_is_a_problem(name, gpu, pp, tp, shape) -> None:
-    """Valid, all layers placed, and what W and checkpoints hold is possible."""
     model = MODELS[name]
     assume(model.num_heads % tp == 0)
     placement, chunks = shape
@@ -75,7 +72,6 @@ def test_every_model_on_every_accelerator_is_a_problem(name, gpu, pp, tp, shape)
 
 
 def test_the_utilisation_is_the_one_asked_for() -> None:
-    """Recounted from the problem's own times, and the parts keep their proportions."""
     plain, scaled = estimated(), estimated(mfu=0.3)
     flops = model_flops(LLAMA, Training(sequence=2048))
     reached = flops / (989.4e12 * total_ms(scaled) / 1e3)
@@ -267,7 +263,6 @@ def test_data_parallelism_adds_a_reduction_and_spreads_the_optimizer() -> None:
 
 
 def test_a_tied_matrix_is_held_once_on_one_device_and_twice_on_several() -> None:
-    """The first and the last stage each have a copy."""
     shape = find_model("llama3.2-1b")
     one, two = (estimated(shape, pp=pp).problem for pp in (1, 2))
     more = sum(stage.static_bytes for stage in two.stages) - one.stages[0].static_bytes
@@ -306,7 +301,6 @@ def test_what_an_estimate_leaves_out_is_said() -> None:
     ],
 )
 def test_degrees_that_divide_nothing_are_refused(training, named) -> None:
-    """With the number, the rule, and what to do."""
     with pytest.raises(InputError, match=named):
         estimated(training=Training(**training))
 
@@ -328,7 +322,6 @@ def test_degrees_that_divide_nothing_are_refused(training, named) -> None:
     ],
 )
 def test_impossible_estimates_are_refused(options, named) -> None:
-    """Utilisation, stages and precision."""
     with pytest.raises(InputError, match=named):
         estimated(**options)
 
@@ -373,12 +366,10 @@ def test_of_equal_cuts_the_slow_stages_stand_first() -> None:
 
 
 def test_a_heavy_head_takes_layers_from_the_last_stage() -> None:
-    """Eight layers and a head of two: the last stage has fewer layers."""
     assert balanced_sizes([0.1, *[1.0] * 8, 2.0], 2) == (6, 4)
 
 
 def test_placements() -> None:
-    """Along, round and round, to and fro."""
     assert asked_placement("linear", 3, 1) == (0, 1, 2)
     assert asked_placement("loop", 3, 2) == (0, 1, 2, 0, 1, 2)
     assert asked_placement("v", 3, 3) == (0, 1, 2, 2, 1, 0, 0, 1, 2)
@@ -389,7 +380,6 @@ def test_placements() -> None:
     [("line", 1, "'line'"), ("linear", 2, "one stage per device"), ("v", 0, "at least 1")],
 )
 def test_wrong_placements_are_refused(name, chunks, named) -> None:
-    """Naming what is wrong."""
     with pytest.raises(InputError, match=named):
         asked_placement(name, 4, chunks)
 

@@ -1,7 +1,5 @@
 """Work against the formulas of the papers."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

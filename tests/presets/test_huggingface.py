@@ -1,7 +1,5 @@
 """``config.json``: what is read, and what is refused by name."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -152,7 +150,6 @@ def test_gpt2_is_read() -> None:
     ],
 )
 def test_what_is_not_understood_is_refused_by_name(change, named) -> None:
-    """Field, value, and what to do."""
     with pytest.raises(InputError, match=named):
         shape_from_config(json.dumps(LLAMA3_8B | change))
 
@@ -165,13 +162,11 @@ def test_a_sparse_step_is_refused() -> None:
 
 @pytest.mark.parametrize("text", ["[]", "{", '{"a": 1, "a": 2}', ""])
 def test_what_is_no_json_object_is_refused(text) -> None:
-    """As any other file."""
     with pytest.raises(InputError):
         shape_from_config(text)
 
 
 def test_the_list_of_types_is_sorted_and_told() -> None:
-    """The error for an unknown type names them all."""
     assert list(MODEL_TYPES) == sorted(MODEL_TYPES)
     with pytest.raises(InputError, match="deepseek_v2, deepseek_v3, gemma, "):
         shape_from_config('{"model_type": "t5"}')

@@ -72,7 +72,6 @@ class ModelEntry(BaseModel):
 
     @classmethod
     def of(cls, shape: ModelShape) -> Self:
-        """Return the entry of a shape."""
         return cls(
             name=shape.name,
             parameters=total_parameters(shape),
@@ -96,7 +95,6 @@ class GpuEntry(BaseModel):
 
     @classmethod
     def of(cls, hardware: Hardware) -> Self:
-        """Return the entry of an accelerator."""
         pcie = hardware.pcie_gb_per_s
         return cls(
             name=hardware.name,
@@ -119,7 +117,6 @@ class Catalogue(BaseModel):
 
     @classmethod
     def make(cls) -> Self:
-        """Return all of it."""
         return cls(
             models=[ModelEntry.of(shape) for shape in MODELS.values()],
             gpus=[GpuEntry.of(hardware) for hardware in GPUS.values()],

@@ -24,14 +24,7 @@ from optpipe.presets import (
     total_parameters,
 )
 from optpipe.problem import Problem
-from optpipe.sweep import (
-    Variation,
-    family_of,
-    memory_of,
-    num_variations,
-    sweep,
-    tighter_ones,
-)
+from optpipe.sweep import Variation, family_of, memory_of, num_variations, sweep, tighter_ones
 from optpipe.wire import JobKind
 from optpipe_api.deployments import NewDeployment, Report
 from optpipe_api.errors import BodyTooLargeError, RequestError
@@ -155,6 +148,7 @@ def _shape_hash(problem: Problem) -> str:
             "placement": problem.placement,
             "stages": [
                 [problem.can_offload(index), stage.can_recompute, stage.backward_ms is not None]
+                + [(mode.offload_bytes > 0, mode.recompute) for mode in stage.modes]
                 for index, stage in enumerate(problem.stages)
             ],
         }
@@ -376,8 +370,8 @@ def useful_axes(problem: Problem) -> list[str]:
         "link_scale": has_limit,
         "latency_ms": bool(problem.links),
         "placement": len(problem.stages) > len(problem.devices),
-        "offload": any(map(problem.can_offload, range(len(problem.stages)))),
-        "recompute": any(stage.can_recompute for stage in problem.stages),
+        "offload": problem.may_offload,
+        "recompute": problem.may_recompute,
     }
     return [*_ALWAYS, *(name for name, is_useful in found.items() if is_useful)]
 

@@ -73,7 +73,7 @@ class CompiledProblem:
         actions = np.zeros((len(programs), longest), dtype=np.int64)
         lengths = np.array([len(program) for program in programs], dtype=np.int64)
         for device, program in enumerate(programs):
-            for at, (stage, kind, microbatch) in enumerate(program):
+            for at, (stage, kind, microbatch, _) in enumerate(program):
                 actions[device, at] = _KIND_NUMBER[kind] * cells + stage * m + microbatch
         return Rows(actions, lengths)
 
@@ -162,8 +162,9 @@ def memory_of(problem: Problem) -> simulate.MemoryArrays:
     workspace = np.zeros((len(KINDS), len(stages)), dtype=np.int64)
     for number, kind in enumerate(KINDS):
         for s, stage in enumerate(stages):
-            delta[number, s] = EFFECTS[kind].delta(stage)
-            workspace[number, s] = EFFECTS[kind].workspace(stage)
+            mode = problem.menus[s][stage.implied_mode(kind)]
+            delta[number, s] = EFFECTS[kind].delta(mode)
+            workspace[number, s] = EFFECTS[kind].workspace(mode)
     hosts = {host.name: index for index, host in enumerate(problem.hosts)}
     unlimited = np.iinfo(np.int64).max
     return simulate.MemoryArrays(
@@ -198,4 +199,5 @@ def program_of(
     ValueError
         If the lengths differ.
     """
-    return tuple(map(_action, zip(stages, types, microbatches, strict=True)))
+    rows = zip(stages, types, microbatches, strict=True)
+    return tuple(_action((stage, kind, microbatch, 0)) for stage, kind, microbatch in rows)

@@ -109,7 +109,7 @@ def _is_addressable(problem: Problem, programs: Programs) -> bool:
     for held, program in zip(problem.stages_of, programs, strict=True):
         if len(program) > len(held) * m * len(KINDS):
             return False
-        if not all(0 <= s < num_stages and 0 <= j < m for s, _, j in program):
+        if not all(0 <= s < num_stages and 0 <= j < m for s, _, j, _ in program):
             return False
     return True
 

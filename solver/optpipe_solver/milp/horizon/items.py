@@ -126,7 +126,8 @@ def _item(problem: Problem, opening: Opening, kind: ActionType, index: int) -> H
     stage, microbatch = opening.cell
     held = problem.stages[stage]
     action = Action(stage, kind, microbatch)
-    delta = action_delta(held, kind, is_recomputed=False)
+    mode = problem.menus[stage][held.implied_mode(kind)]
+    delta = action_delta(mode, kind)
     return HorizonItem(
         index=index,
         action=action,
@@ -134,7 +135,7 @@ def _item(problem: Problem, opening: Opening, kind: ActionType, index: int) -> H
         duration=0.0 if kind.is_transfer else duration_ms(problem, action),
         presence=opening.presence(kind),
         delta=delta,
-        extra=max(0, delta) + action_workspace(held, kind),
+        extra=max(0, delta) + action_workspace(mode, kind),
         earliest=0.0,
         latest=0.0,
     )

@@ -1,0 +1,433 @@
+"""A stage: a slice of the model, what one micro-batch costs there, and how it may be treated.
+
+Times are milliseconds, sizes bytes, bandwidths GB/s (1e9 bytes per second). Values are frozen and
+complete: what may be left out has its default once they exist. What stages may be together is
+`optpipe.problem.Problem`'s to say.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from optpipe.errors import rule_broken
+
+if TYPE_CHECKING:
+    from pydantic.config import JsonDict
+
+__all__ = [
+    "Bandwidth",
+    "Bytes",
+    "CellMode",
+    "Count",
+    "Flag",
+    "Flops",
+    "FrozenValue",
+    "Index",
+    "Milliseconds",
+    "Mode",
+    "Name",
+    "Stage",
+    "StageLayers",
+]
+
+_MAX_BYTES = 2**53
+_MAX_MS = 1e12
+_MAX_BITS = 1000
+_WITH_UNIT = re.compile(r"[0-9.]+ ?[A-Za-z/%]+")
+_MAX_INDEX = 999_999_999  # nine digits: the longest number in an action's text
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, str) and _WITH_UNIT.fullmatch(value):
+        raise rule_broken(
+            "must be a number", "write the number alone, in the unit of the field's name"
+        )
+    if isinstance(value, bool | str):
+        raise rule_broken("must be a number", "write it without quotes")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise rule_broken("must be finite", "give a measured number")
+    if isinstance(value, int) and value.bit_length() > _MAX_BITS:
+        raise rule_broken("is too large", "times are in ms, sizes in bytes: check the unit")
+    return 0 if value == 0 else value  # -0.0 means the same as 0 and must hash the same
+
+
+def _whole(value: Any) -> Any:
+    value = _number(value)
+    if isinstance(value, float):
+        if not value.is_integer():
+            raise rule_broken("must be a whole number", "round it")
+        return int(value)
+    return value
+
+
+# Limits stand first: behind a validator they would not get into the published JSON Schema.
+Milliseconds = Annotated[
+    float, Field(ge=0, le=_MAX_MS, allow_inf_nan=False), BeforeValidator(_number)
+]
+Flops = Annotated[float, Field(ge=0, le=1e30, allow_inf_nan=False), BeforeValidator(_number)]
+Bandwidth = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False), BeforeValidator(_number)]
+Bytes = Annotated[int, Field(ge=0, le=_MAX_BYTES), BeforeValidator(_whole)]
+Index = Annotated[int, Field(ge=0, le=_MAX_INDEX), BeforeValidator(_whole)]
+Count = Annotated[int, Field(ge=1, le=_MAX_INDEX + 1), BeforeValidator(_whole)]
+Name = Annotated[str, Field(min_length=1, max_length=200)]
+Flag = Annotated[bool, Field(strict=True)]
+
+
+_MOST_MODES = 64
+
+
+def _is_empty(value: object) -> bool:
+    return not value and not isinstance(value, FrozenValue)
+
+
+# For published schemas: null is the same as leaving the field out.
+_OR_NULL: JsonDict = {"type": ["integer", "null"], "default": None}
+
+
+class FrozenValue(BaseModel):
+    """What the core's values have in common: frozen, no unknown fields, no NaN or infinity."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False
+    )
+
+
+class StageLayers(FrozenValue):
+    """What of a model a stage holds, each by count; MTP is multi-token prediction."""
+
+    embedding: Index = 0
+    transformer: Index = 0
+    head: Index = 0
+    mtp: Index = 0
+
+    def plus(self, other: StageLayers) -> StageLayers:
+        """Return what two stages hold together."""
+        return StageLayers(
+            embedding=self.embedding + other.embedding,
+            transformer=self.transformer + other.transformer,
+            head=self.head + other.head,
+            mtp=self.mtp + other.mtp,
+        )
+
+    def __str__(self) -> str:
+        """Write as ``embedding + 10``, ``11``, ``9 + head``."""
+        names = (
+            ("embedding", self.embedding),
+            ("", self.transformer),
+            ("MTP", self.mtp),
+            ("head", self.head),
+        )
+        return (
+            " + ".join(
+                name if name and n == 1 else f"{n} {name}".rstrip() for name, n in names if n
+            )
+            or "0"
+        )
+
+
+class Mode(FrozenValue):
+    """One way to treat the activations of a (stage, micro-batch) between F and backward.
+
+    A stage fills in what is left out; the first mode of a menu is *keep*, a name and nothing else.
+
+    Parameters
+    ----------
+    name
+        For people; each of a menu its own.
+    forward_bytes
+        What F leaves on the device; at most the stage's activation_bytes, which it is by default.
+    offload_bytes
+        What of it OFFLOAD moves to the host; 0 = no transfers.
+    recompute, recompute_ms
+        ``apart``: a RECOMPUTE action of recompute_ms restores everything. ``inside``: the backward
+        (I or B, not W) lasts recompute_ms longer. Both or neither.
+    inside_bytes
+        What a backward with recomputation inside holds more while it runs.
+    weight_context_bytes
+        Held between I and W; the stage's by default, but where forward_bytes is less than
+        activation_bytes and nothing is recomputed, at most forward_bytes.
+    forward_workspace_bytes ... recompute_workspace_bytes
+        In place of the stage's.
+    """
+
+    name: Name
+    forward_bytes: Bytes | None = None
+    offload_bytes: Bytes = 0
+    recompute: Literal["apart", "inside"] | None = None
+    recompute_ms: Milliseconds | None = None
+    inside_bytes: Bytes = 0
+    weight_context_bytes: Bytes | None = None
+    forward_workspace_bytes: Bytes | None = None
+    backward_input_workspace_bytes: Bytes | None = None
+    backward_weight_workspace_bytes: Bytes | None = None
+    backward_workspace_bytes: Bytes | None = None
+    recompute_workspace_bytes: Bytes | None = None
+
+    @model_validator(mode="after")
+    def _together(self) -> Self:
+        if (self.recompute is None) != (self.recompute_ms is None):
+            raise rule_broken(
+                f"mode {self.name!r}: recompute and recompute_ms go together",
+                "give both, or neither where nothing is recomputed",
+            )
+        if self.inside_bytes and self.recompute != "inside":
+            raise rule_broken(
+                f"mode {self.name!r}: inside_bytes {self.inside_bytes} without recomputation "
+                "inside the backward",
+                'write "recompute": "inside", or leave inside_bytes out',
+            )
+        return self
+
+
+class CellMode(NamedTuple):
+    """What a cell does in one mode, all defaults filled in; bytes, and ms.
+
+    ``recompute`` is ``""`` where nothing is recomputed.
+    """
+
+    name: str
+    activation_bytes: int
+    forward_bytes: int
+    offload_bytes: int
+    recompute: Literal["", "apart", "inside"]
+    recompute_ms: float
+    inside_bytes: int
+    weight_context_bytes: int
+    forward_workspace_bytes: int
+    backward_input_workspace_bytes: int
+    backward_weight_workspace_bytes: int
+    backward_workspace_bytes: int
+    recompute_workspace_bytes: int
+
+    @property
+    def backward_bytes(self) -> int:
+        """What the cell holds when its I or B starts."""
+        return self.activation_bytes if self.recompute == "apart" else self.forward_bytes
+
+    @property
+    def least_bytes(self) -> int:
+        """The least that stays on the device between F and backward."""
+        return self.forward_bytes - self.offload_bytes
+
+    @property
+    def inside_ms(self) -> float:
+        """By how much I or B, and not W, lasts longer, in ms."""
+        return self.recompute_ms if self.recompute == "inside" else 0.0
+
+
+_TRANSFERS = ("OFFLOAD", "RELEASE", "RELOAD")
+_WORKSPACES = (
+    "forward_workspace_bytes",
+    "backward_input_workspace_bytes",
+    "backward_weight_workspace_bytes",
+    "backward_workspace_bytes",
+    "recompute_workspace_bytes",
+)
+
+
+class Stage(FrozenValue):
+    """A contiguous slice of the model on one device; sizes and times are per micro-batch.
+
+    Parameters
+    ----------
+    device
+        Index of the device that holds it.
+    forward_ms, backward_input_ms, backward_weight_ms
+        Durations of F, I and W.
+    backward_ms
+        Duration of the fused B; I + W when left out. It may be shorter than I + W.
+    activation_bytes
+        Held from F to the backward, the received input included.
+    weight_context_bytes
+        Held between I and W; may exceed activation_bytes, and equals it when left out.
+    offload_bytes
+        What OFFLOAD moves to the host; 0 = this stage cannot be offloaded.
+    recompute_ms, checkpoint_bytes
+        Duration of RECOMPUTE and what F keeps for it; both or neither.
+    modes
+        Only in v2: a menu that v1 cannot say; then offload_bytes, recompute_ms and
+        checkpoint_bytes are left out. Empty where these say the menu.
+    uniform_modes
+        Only in v2: whether all micro-batches use the same mode, as static flags of trainers do.
+    static_bytes
+        Weights, gradients, optimizer state.
+    output_bytes
+        Sent to the next stage by F, and back by I or B of the next stage.
+    grad_sync_ms
+        Gradient reduction after the stage's last W or B, on a lane of its own.
+    forward_workspace_bytes ... recompute_workspace_bytes
+        Extra bytes that exist only while the action runs.
+    layers
+        What of the model it holds, None where that is not known; only in v2. It changes no
+        schedule, but what may be exported and cut finer; where given it is part of the hash.
+    """
+
+    device: Index
+    forward_ms: Milliseconds
+    backward_input_ms: Milliseconds
+    backward_weight_ms: Milliseconds
+    backward_ms: Milliseconds | None = None
+    activation_bytes: Bytes
+    weight_context_bytes: Bytes = Field(default=0, json_schema_extra=_OR_NULL)
+    offload_bytes: Bytes = 0
+    recompute_ms: Milliseconds | None = None
+    checkpoint_bytes: Bytes | None = None
+    static_bytes: Bytes = 0
+    output_bytes: Bytes = 0
+    grad_sync_ms: Milliseconds = 0.0
+    forward_workspace_bytes: Bytes = 0
+    backward_input_workspace_bytes: Bytes = 0
+    backward_weight_workspace_bytes: Bytes = 0
+    backward_workspace_bytes: Bytes = 0
+    recompute_workspace_bytes: Bytes = 0
+    modes: tuple[Mode, ...] = Field(default=(), max_length=_MOST_MODES, exclude_if=_is_empty)
+    uniform_modes: Flag = Field(default=False, exclude_if=_is_empty)
+    layers: StageLayers | None = Field(default=None, exclude_if=_is_empty)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill(cls, data: Any) -> Any:
+        if isinstance(data, dict) and data.get("weight_context_bytes") is None:
+            if "activation_bytes" in data:
+                return {**data, "weight_context_bytes": data["activation_bytes"]}
+            return {key: value for key, value in data.items() if key != "weight_context_bytes"}
+        return data
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.offload_bytes > self.activation_bytes:
+            raise rule_broken(
+                f"offload_bytes {self.offload_bytes} may not exceed "
+                f"activation_bytes {self.activation_bytes}",
+                "give the part of the activation that is moved",
+            )
+        if (self.recompute_ms is None) != (self.checkpoint_bytes is None):
+            raise rule_broken(
+                "recompute_ms and checkpoint_bytes go together",
+                "give both, or neither where nothing may be recomputed",
+            )
+        if self.checkpoint_bytes is not None and self.checkpoint_bytes > self.activation_bytes:
+            raise rule_broken(
+                f"checkpoint_bytes {self.checkpoint_bytes} may not exceed "
+                f"activation_bytes {self.activation_bytes}",
+                "give what F keeps when the rest is recomputed",
+            )
+        if self.modes:
+            self._settle_menu()
+        return self
+
+    def _settle_menu(self) -> None:
+        """Fill in what modes leave out; a menu that v1 can say is said as v1 says it."""
+        if self.offload_bytes or self.recompute_ms is not None:
+            raise rule_broken(
+                "modes stand beside offload_bytes or recompute_ms", "let modes alone say the menu"
+            )
+        keep = self.modes[0]
+        if keep != Mode(name=keep.name) and keep != self._filled(Mode(name=keep.name)):
+            raise rule_broken(
+                f"modes[0] ({keep.name!r}) must be keep: a name, and nothing else",
+                'put {"name": "keep"} first',
+            )
+        names = [mode.name for mode in self.modes]
+        if len(set(names)) < len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise rule_broken(
+                f"two modes of a menu are called {twice!r}", "give each a name of its own"
+            )
+        modes = tuple(self._filled(mode) for mode in self.modes)
+        flat = self._as_v1(modes)
+        for name, value in ({"modes": modes} if flat is None else {"modes": (), **flat}).items():
+            object.__setattr__(self, name, value)
+
+    def _filled(self, mode: Mode) -> Mode:
+        kept = self.activation_bytes if mode.forward_bytes is None else mode.forward_bytes
+        for name, value, most, whole in (
+            ("forward_bytes", kept, self.activation_bytes, "activation_bytes"),
+            ("offload_bytes", mode.offload_bytes, kept, "forward_bytes"),
+        ):
+            if value > most:
+                raise rule_broken(
+                    f"mode {mode.name!r}: {name} {value} may not exceed {whole} {most}",
+                    "give the part of it that is meant",
+                )
+        context = mode.weight_context_bytes
+        if context is None:
+            partial = kept < self.activation_bytes and mode.recompute is None
+            context = min(self.weight_context_bytes, kept) if partial else self.weight_context_bytes
+        filled = {"forward_bytes": kept, "weight_context_bytes": context} | {
+            name: getattr(self if getattr(mode, name) is None else mode, name)
+            for name in _WORKSPACES
+        }
+        return mode.model_copy(update=filled)
+
+    def _as_v1(self, modes: tuple[Mode, ...]) -> dict[str, Any] | None:
+        """Return the fields of v1 that say a menu, None where v1 cannot."""
+        found: dict[str, Any] = {}
+        for mode in modes[1:]:
+            plain = self._filled(Mode(name=mode.name, offload_bytes=mode.offload_bytes))
+            if mode == plain and mode.offload_bytes and not found:
+                found["offload_bytes"] = mode.offload_bytes
+                continue
+            again = {"recompute": "apart", "recompute_ms": mode.recompute_ms}
+            whole = Mode(name=mode.name, forward_bytes=mode.forward_bytes)
+            if mode != self._filled(whole.model_copy(update=again)) or "recompute_ms" in found:
+                return None
+            found["recompute_ms"] = mode.recompute_ms
+            found["checkpoint_bytes"] = mode.forward_bytes
+        return found
+
+    @property
+    def menu(self) -> tuple[CellMode, ...]:
+        """Return all modes: those of `modes`, or keep, offload and recompute as v1 allows them."""
+        modes = self.modes or (self._filled(Mode(name="keep")),)
+        if self.offload_bytes:
+            modes += (self._filled(Mode(name="offload", offload_bytes=self.offload_bytes)),)
+        if self.recompute_ms is not None:
+            again = Mode(
+                name="recompute",
+                forward_bytes=self.checkpoint_bytes,
+                recompute="apart",
+                recompute_ms=self.recompute_ms,
+            )
+            modes += (self._filled(again),)
+        return tuple(self._cell_mode(mode) for mode in modes)
+
+    def _cell_mode(self, mode: Mode) -> CellMode:
+        fields = {name: getattr(mode, name) for name in Mode.model_fields}
+        fields["recompute"] = mode.recompute or ""
+        fields["recompute_ms"] = mode.recompute_ms or 0.0
+        return CellMode(activation_bytes=self.activation_bytes, **fields)
+
+    def implied_mode(self, kind: str) -> int:
+        """Return the mode that an action asks for where no F names one: its index in the menu.
+
+        In a menu that v1 can say, OFFLOAD, RELEASE and RELOAD ask for offload, RECOMPUTE for
+        recompute; everything else, and everything in other menus, for keep.
+        """
+        if kind in _TRANSFERS and self.offload_bytes:
+            return 1
+        if kind == "RECOMPUTE" and self.recompute_ms is not None:
+            return 1 + bool(self.offload_bytes)
+        return 0
+
+    @property
+    def fused_backward_ms(self) -> float:
+        """Duration of B: backward_ms, or I + W."""
+        if self.backward_ms is None:
+            return self.backward_input_ms + self.backward_weight_ms
+        return self.backward_ms
+
+    @property
+    def busy_ms(self) -> float:
+        """Least compute time of one micro-batch, recompute aside: F + min(B, I + W)."""
+        split = self.backward_input_ms + self.backward_weight_ms
+        return self.forward_ms + min(self.fused_backward_ms, split)
+
+    @property
+    def can_recompute(self) -> bool:
+        """Whether RECOMPUTE is allowed on this stage."""
+        return self.recompute_ms is not None
