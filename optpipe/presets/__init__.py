@@ -15,7 +15,7 @@ from optpipe.presets.shape import (
     AskedSentence,
     Experts,
     LatentAttention,
-    LayerKind,
+    LayerForm,
     ModelShape,
     Training,
 )
@@ -31,7 +31,7 @@ __all__ = [
     "Experts",
     "Hardware",
     "LatentAttention",
-    "LayerKind",
+    "LayerForm",
     "Machine",
     "ModelShape",
     "PipelineCut",

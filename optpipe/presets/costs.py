@@ -36,7 +36,7 @@ from optpipe.presets.shape import NARROW
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from optpipe.presets.shape import LatentAttention, LayerKind, ModelShape, Training
+    from optpipe.presets.shape import LatentAttention, LayerForm, ModelShape, Training
 
 __all__ = [
     "Kept",
@@ -154,7 +154,7 @@ class PassCosts(NamedTuple):
 # --- A layer as a list of modules.
 
 
-def layer_parts(shape: ModelShape, training: Training, kind: LayerKind) -> tuple[LayerPart, ...]:
+def layer_parts(shape: ModelShape, training: Training, kind: LayerForm) -> tuple[LayerPart, ...]:
     """Return the modules of one layer, in the order in which F runs them.
 
     FLOPs. A product of tokens with a matrix costs 2 per token and entry, in each of F, I and W
@@ -432,13 +432,13 @@ def _expert_parts(shape: ModelShape, training: Training) -> Iterator[LayerPart]:
 # --- What a layer's parts come to.
 
 
-def saved_tensors(shape: ModelShape, training: Training, kind: LayerKind) -> Iterator[Tensor]:
+def saved_tensors(shape: ModelShape, training: Training, kind: LayerForm) -> Iterator[Tensor]:
     """Yield what F of one layer makes and I or W reads, whether it is kept or made again."""
     for part in layer_parts(shape, training, kind):
         yield from part.tensors
 
 
-def layer_kept(shape: ModelShape, training: Training, kind: LayerKind) -> Kept:
+def layer_kept(shape: ModelShape, training: Training, kind: LayerForm) -> Kept:
     """Return the bytes of one layer."""
     checkpoint = checkpoint_bytes(shape, training)
     context = weight_context_bytes(shape, training, kind)
@@ -457,7 +457,7 @@ def layer_kept(shape: ModelShape, training: Training, kind: LayerKind) -> Kept:
     )
 
 
-def layer_workspace_bytes(shape: ModelShape, training: Training, kind: LayerKind) -> int:
+def layer_workspace_bytes(shape: ModelShape, training: Training, kind: LayerForm) -> int:
     """Return what the backward of one layer needs while it runs.
 
     What was not kept and is made again, and two gradients of the widest tensor.
@@ -475,7 +475,7 @@ def checkpoint_bytes(shape: ModelShape, training: Training) -> int:
     return training.residual_tokens * shape.hidden * training.element_bytes
 
 
-def layer_work(shape: ModelShape, training: Training, kind: LayerKind) -> PassCosts:
+def layer_work(shape: ModelShape, training: Training, kind: LayerForm) -> PassCosts:
     """Return the work of one layer; what is made again is in I.
 
     W adds to fp32 gradients.
@@ -537,7 +537,7 @@ def _made_again(parts: Iterable[LayerPart], training: Training) -> float:
     )
 
 
-def weight_context_bytes(shape: ModelShape, training: Training, kind: LayerKind) -> int:
+def weight_context_bytes(shape: ModelShape, training: Training, kind: LayerForm) -> int:
     """Return what W of one layer needs after I: input and output gradient of every matrix.
 
     With Korthikanti's shape 32 s b h, the figure of the Zero Bubble paper (arXiv 2401.10241,
@@ -683,7 +683,7 @@ def model_flops(shape: ModelShape, training: Training) -> float:
     return 3.0 * tokens * (2.0 * matrices + scores)
 
 
-def _matrices_of_a_token(shape: ModelShape, kind: LayerKind) -> int:
+def _matrices_of_a_token(shape: ModelShape, kind: LayerForm) -> int:
     """Return the entries of all matrices that a token meets."""
     experts = shape.experts
     router = shape.hidden * experts.num if kind.is_moe and experts is not None else 0

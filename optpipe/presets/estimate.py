@@ -140,8 +140,8 @@ def estimate(
     pcie_efficiency
         Share of PCIe that copies reach, instead of the accelerator's.
     mfu
-        Multiplies every time by one factor, so that `Estimate.mfu` is this; None
-        leaves them as the efficiencies make them.
+        Multiplies every time but that of messages between stages by one factor, so that
+        `Estimate.mfu` is this; None leaves them as the efficiencies make them.
     time_factor
         Multiplies every time: what `Estimate.factor` was of a configuration that was measured.
     measured_step_s
@@ -175,7 +175,8 @@ def estimate(
         time_factor=time_factor,
         measured_step_s=measured_step_s,
     )
-    machines = tuple(one._replace(factor=factor) for one in machines)
+    links = 1.0 if mfu is not None else factor
+    machines = tuple(one._replace(factor=factor, link_factor=links) for one in machines)
     step = step_estimate(shape, machines, pipeline, sizes=base.sizes)
     try:
         model = Model(

@@ -31,7 +31,7 @@ from optpipe.presets.parameters import (
 
 if TYPE_CHECKING:
     from optpipe.presets.accelerators import Efficiency, Hardware
-    from optpipe.presets.shape import LayerKind, ModelShape, Training
+    from optpipe.presets.shape import LayerForm, ModelShape, Training
 
 __all__ = ["Exchange", "Machine", "PartTimes", "PassTimes", "Spent"]
 
@@ -128,16 +128,20 @@ _HIDES_ACCUMULATION = frozenset({"ampere", "ada", "cpu"})
 
 
 class Machine(NamedTuple):
-    """An accelerator in a run: what its rates are; ``factor`` multiplies every time."""
+    """An accelerator in a run: what its rates are.
+
+    ``factor`` multiplies every time but that of boundary messages, ``link_factor`` that.
+    """
 
     hardware: Hardware
     efficiency: Efficiency
     training: Training
     factor: float = 1.0
+    link_factor: float = 1.0
 
     # --- Parts of the model.
 
-    def layer(self, shape: ModelShape, kind: LayerKind) -> PartTimes:
+    def layer(self, shape: ModelShape, kind: LayerForm) -> PartTimes:
         """Return what one layer takes, collectives that nothing hides and launches included."""
         training = self.training
         computed = self._computed(layer_work(shape, training, kind))
@@ -239,7 +243,7 @@ class Machine(NamedTuple):
             return 5.0 if "mxfp8" in self.hardware.tflops else 6.0
         return 4.0625 if self.training.precision == "mxfp8" else 5.125
 
-    def _launched(self, times: PartTimes, shape: ModelShape, kind: LayerKind) -> PartTimes:
+    def _launched(self, times: PartTimes, shape: ModelShape, kind: LayerForm) -> PartTimes:
         """Return it no faster than the host launches it, a third in F and the rest behind.
 
         Without CUDA graphs a layer with experts takes the host some 8 ms and 0.2 ms more for each
@@ -317,7 +321,7 @@ class Machine(NamedTuple):
         pair = 2 * training.tokens * kv_width(shape, training.tp) * training.element_bytes
         return self._link_ms(float(pair * (training.cp - 1)), training.cp, training.tp)
 
-    def _experts_ms(self, shape: ModelShape, kind: LayerKind) -> float:
+    def _experts_ms(self, shape: ModelShape, kind: LayerForm) -> float:
         """Return the time of tokens to experts and back, in F and in I together.
 
         A copy per expert; or where one per rank is sent, as many as there are different ranks, and
@@ -348,7 +352,7 @@ class Machine(NamedTuple):
             gathered = self._rate_ms(share / 2, inside=True)
         return max(inside_ms, across_ms) + gathered
 
-    def _sharded_ms(self, shape: ModelShape, kind: LayerKind) -> tuple[float, float]:
+    def _sharded_ms(self, shape: ModelShape, kind: LayerForm) -> tuple[float, float]:
         """Return the times to gather a layer's weights, and to reduce and scatter gradients.
 
         FSDP (``zero`` 3) gathers for each F and for each backward (Zhao et al. 2023, PyTorch FSDP,
@@ -417,7 +421,7 @@ class Machine(NamedTuple):
 
     def latency_ms(self, *, inside: bool) -> float:
         """Return what a message takes besides its bytes."""
-        return self.factor * (_PEER_LATENCY_MS if inside else self.hardware.network_latency_ms)
+        return self.link_factor * (_PEER_LATENCY_MS if inside else self.hardware.network_latency_ms)
 
     def link_gb_per_s(self, *, inside: bool) -> float:
         """Return the rate of a boundary message: to a neighbour of the node, or of another."""
@@ -425,7 +429,7 @@ class Machine(NamedTuple):
         rate = hardware.peer_gb_per_s.value
         if not inside:
             rate = hardware.network_gb_per_s.value * hardware.network_share
-        return rate * self.efficiency.network / self.factor
+        return rate * self.efficiency.network / self.link_factor
 
     def _rings(self, held: Held, size: float) -> list[_Ring]:
         """Return the time to gather, or scatter, so many bytes of each parameter, by group.
@@ -465,7 +469,7 @@ class Machine(NamedTuple):
             return whole_ms
         return max(_BUSY_SHARE * whole_ms, whole_ms - compute_ms)
 
-    def _copies_ms(self, shape: ModelShape, kind: LayerKind) -> float:
+    def _copies_ms(self, shape: ModelShape, kind: LayerForm) -> float:
         """Return what the copies to the host take, a layer's share of the offloaded ones."""
         pcie = self.hardware.pcie_gb_per_s
         offloaded = self.training.offloaded_layers

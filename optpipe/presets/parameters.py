@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from optpipe.presets.shape import LatentAttention, LayerKind, ModelShape, Training
+    from optpipe.presets.shape import LatentAttention, LayerForm, ModelShape, Training
 
 __all__ = [
     "GRADIENT_BYTES",
@@ -97,7 +97,7 @@ def mlp_matrices(shape: ModelShape, ffn: int, tp: int = 1) -> int:
 
 
 def layer_parameters(
-    shape: ModelShape, kind: LayerKind, *, tp: int = 1, ep: int = 1, etp: int = 1
+    shape: ModelShape, kind: LayerForm, *, tp: int = 1, ep: int = 1, etp: int = 1
 ) -> Held:
     """Return all parameters of one layer, biases and norms included."""
     common = attention_matrices(shape, tp) + _small_parameters(shape, kind, tp)
@@ -113,7 +113,7 @@ def layer_parameters(
     return Held(common, experts.num // ep * one)
 
 
-def _small_parameters(shape: ModelShape, kind: LayerKind, tp: int) -> int:
+def _small_parameters(shape: ModelShape, kind: LayerForm, tp: int) -> int:
     """Return norms, biases and sinks."""
     small = shape.norms * _norm(shape)
     if shape.qk_norm:

@@ -23,7 +23,7 @@ __all__ = [
     "Experts",
     "Field",
     "LatentAttention",
-    "LayerKind",
+    "LayerForm",
     "ModelShape",
     "Precision",
     "Training",
@@ -96,7 +96,7 @@ class LatentAttention:
         _check_positive(self)
 
 
-class LayerKind(NamedTuple):
+class LayerForm(NamedTuple):
     """What tells layers apart: whether there are experts, and how far attention looks (0: all)."""
 
     is_moe: bool
@@ -197,7 +197,7 @@ class ModelShape:
         return self.width if self.latent is None else self.latent.value
 
     @cached_property
-    def layer_kinds(self) -> tuple[LayerKind, ...]:
+    def layer_kinds(self) -> tuple[LayerForm, ...]:
         """The kind of each layer in model order; multi-token prediction is not among them."""
         experts = self.experts
         kinds = []
@@ -208,11 +208,11 @@ class ModelShape:
                 and (index - experts.dense_layers + 1) % experts.every == 0
             )
             is_full = (index + 1) % self.full_every == 0
-            kinds.append(LayerKind(is_moe, 0 if is_full else self.window))
+            kinds.append(LayerForm(is_moe, 0 if is_full else self.window))
         return tuple(kinds)
 
     @cached_property
-    def kinds(self) -> tuple[tuple[LayerKind, int], ...]:
+    def kinds(self) -> tuple[tuple[LayerForm, int], ...]:
         """The layers in model order: so many of a kind in a row."""
         return tuple((kind, len(list(run))) for kind, run in groupby(self.layer_kinds))
 

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from optpipe.presets.accelerators import Hardware
-    from optpipe.presets.shape import LayerKind, ModelShape
+    from optpipe.presets.shape import LayerForm, ModelShape
 
 __all__ = [
     "Layout",
@@ -220,7 +220,7 @@ def _embedding(shape: ModelShape, machine: Machine) -> StagePart:
 
 
 @lru_cache(maxsize=1024)
-def _layers(shape: ModelShape, machine: Machine, kind: LayerKind, count: int) -> StagePart:
+def _layers(shape: ModelShape, machine: Machine, kind: LayerForm, count: int) -> StagePart:
     training = machine.training
     kept = layer_kept(shape, training, kind)
     if training.offloaded_layers:

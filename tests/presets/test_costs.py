@@ -7,12 +7,12 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from examples import make_llama3_8b as example
-from optpipe.presets import MODELS, LayerKind, ModelShape, Training, find_model
+from optpipe.presets import MODELS, LayerForm, ModelShape, Training, find_model
 from optpipe.presets.costs import head_kept, layer_kept, layer_work, saved_tensors
 from optpipe.presets.parameters import Held, static_bytes
 
 H, A, S, B = 512, 8, 256, 3
-DENSE, MOE = LayerKind(False), LayerKind(True)
+DENSE, MOE = LayerForm(False), LayerForm(True)
 GPT = ModelShape(
     name="gpt", num_layers=4, hidden=H, num_heads=A, num_kv_heads=A, ffn=4 * H, vocab=1024,
     mlp="gelu", bias="all", positions=S, dropout=True,

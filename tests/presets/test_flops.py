@@ -6,12 +6,12 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from optpipe.presets import MODELS, LayerKind, Training, find_model
+from optpipe.presets import MODELS, LayerForm, Training, find_model
 from optpipe.presets.costs import embedding_work, head_work, layer_work, model_flops
 
 GPT = find_model("gpt3-6.7b")
 S, H, B = 2048, 4096, 2
-DENSE, MOE = LayerKind(False), LayerKind(True)
+DENSE, MOE = LayerForm(False), LayerForm(True)
 
 
 def test_a_layer_costs_24_h2_and_4_s_h_per_token() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from optpipe.presets import (
     MODELS,
-    LayerKind,
+    LayerForm,
     Machine,
     PipelineCut,
     Training,
@@ -41,7 +41,7 @@ def test_memory_is_split_by_kind() -> None:
     training = Training(tp=8, sequence=8192)
     first, *_, last = step(training=training, layout="even").memory
     shape = find_model("llama3-70b")
-    layer = layer_kept(shape, training, LayerKind(False)).activation_bytes
+    layer = layer_kept(shape, training, LayerForm(False)).activation_bytes
     assert first.activations == pytest.approx(8 * 10 * layer, rel=1e-3)
     assert last.activations == pytest.approx(10 * layer, rel=0.5)
     assert first.gradients == 2 * first.weights
@@ -110,7 +110,7 @@ def test_experts_travel_by_nvlink_where_its_domain_is_large() -> None:
 
     def experts_ms(gpu, model=shape, **changes):
         machine = Machine(gpu, gpu.efficiency, replace(training, **changes))
-        return machine.layer(model, LayerKind(True)).spent.experts
+        return machine.layer(model, LayerForm(True)).spent.experts
 
     rack, nodes = experts_ms(GB200), experts_ms(H100)
     assert nodes > 5 * rack
@@ -135,7 +135,7 @@ def test_the_host_is_a_floor_that_cuda_graphs_remove() -> None:
 
     def layer(**changes):
         machine = Machine(H100, H100.efficiency, replace(training, **changes))
-        return machine.layer(shape, LayerKind(True)).spent
+        return machine.layer(shape, LayerForm(True)).spent
 
     assert sum(layer()) == pytest.approx(1.5 * (8 + 0.2 * 4))
     assert layer(cuda_graphs=True).host == 0
@@ -152,7 +152,7 @@ def test_profiles_of_single_stages_are_met() -> None:
         training = Training(micro_batch=sizes["mb_size"], sequence=sizes["seq"], flash=False)
         machine = Machine(A100, A100.efficiency, training)
         shape = find_model(f"zb-{row['model']}")
-        times = machine.layer(shape, LayerKind(False)).sums
+        times = machine.layer(shape, LayerForm(False)).sums
         layers = (sizes["layers"] + 2) // row["p"]
         for name, ms in times._asdict().items():
             assert layers * ms == pytest.approx(row[name], rel=0.13), (row["model"], name)
