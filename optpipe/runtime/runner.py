@@ -463,6 +463,8 @@ class PipelineRunner:
             with self._watch.over(what):
                 cut = self._cut(given, trains=trains)
                 pipeline.expect(cut)
+                if trains:
+                    self._tied.begin()
                 found = pipeline.runtime.run(cut, self._kwargs_of(cut))
                 if trains:
                     self._tied.add_up()

@@ -459,7 +459,7 @@ class HookedStage(PipelineStage):
     def _check_gradients(self, outputs: tuple[Any, ...]) -> None:
         """Refuse outputs that require grad though no gradients of them are sent."""
         for position, (output, blank) in enumerate(zip(outputs, self._gets_gradient, strict=True)):
-            if output.requires_grad and not blank:
+            if self._trains and output.requires_grad and not blank:
                 raise PreflightError(
                     f"output {position} of stage {self.stage_index} requires grad, but did not "
                     "before the first step, when it was agreed what is sent back; unfreeze "

@@ -56,7 +56,9 @@ class TiedWeights:
         placement: Sequence[int],
         group: ProcessGroup | None,
     ) -> None:
-        self._shared: list[tuple[Tensor, ProcessGroup]] = []
+        self._group = group
+        self._before: list[Tensor | None] = []
+        self._shared: list[tuple[Tensor, list[int]]] = []
         self.counted_elsewhere: set[Tensor] = set()
         """Those that another rank counts where a norm counts each weight once."""
         rank = dist.get_rank(group)
@@ -67,22 +69,50 @@ class TiedWeights:
             parameter = _one_parameter(tie, stages)
             if len(homes) == 1:
                 continue
-            ranks = [dist.get_global_rank(group or dist.group.WORLD, home) for home in homes]  # type: ignore[arg-type]
-            members = dist.new_group(ranks, use_local_synchronization=True)
             first = placement[tie.stages[0]]
+            self._shared.append((parameter, homes))
             for part in parts_with_memory(parameter.data):
-                dist.broadcast(part, group=members, group_src=homes.index(first))
-            self._shared.append((parameter, members))
+                part.copy_(self._exchanged(part, homes)[homes.index(first)])
             if rank != first:
                 self.counted_elsewhere.add(parameter)
 
+    def begin(self) -> None:
+        """Put aside the gradients that stand before a step: only what it makes is added up."""
+        self._before = [parameter.grad for parameter, _ in self._shared]
+        for parameter, _ in self._shared:
+            parameter.grad = None
+
     def add_up(self) -> None:
         """Let all copies have the sum of their gradients; all ranks that hold one together."""
-        for parameter, members in self._shared:
+        for (parameter, homes), before in zip(self._shared, self._before, strict=True):
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             for part in parts_with_memory(parameter.grad):
-                dist.all_reduce(part, group=members)
+                # In the order of the ranks, so all have the same to the last bit.
+                copies = self._exchanged(part, homes)
+                total = copies[0].clone()
+                for one in copies[1:]:
+                    total += one
+                part.copy_(total)
+            if before is not None:
+                parameter.grad += before
+        self._before = []
+
+    def _exchanged(self, own: Tensor, homes: Sequence[int]) -> list[Tensor]:
+        """Return every rank's copy, in the order of ``homes``; this one's is the tensor itself."""
+        rank = dist.get_rank(self._group)
+        own = own.contiguous()
+        found = [own if home == rank else torch.empty_like(own) for home in homes]
+        operations = []
+        for home, copy in zip(homes, found, strict=True):
+            if home != rank:
+                operations += [
+                    dist.P2POp(dist.isend, own, group=self._group, group_peer=home),
+                    dist.P2POp(dist.irecv, copy, group=self._group, group_peer=home),
+                ]
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+        return found
 
 
 def _one_parameter(tie: Tie, stages: Mapping[int, nn.Module]) -> nn.Parameter:

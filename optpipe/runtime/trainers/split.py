@@ -57,8 +57,8 @@ def split(
         Stays as it is; stages share its modules.
     layers_per_stage
         How many blocks each stage holds. What is registered before the blocks goes to the first
-        stage, what comes after them to the last, and modules without parameters, such as rotary
-        tables, to all.
+        stage, what comes after them to the last; tables, modules of non-persistent buffers alone,
+        such as rotary embeddings, go to all.
     blocks
         The name of the list of blocks, such as "model.layers"; by default the only list of as many
         as the stages hold.
@@ -165,7 +165,7 @@ def _check_parts(model: nn.Module, parts: Sequence[Collection[str]]) -> None:
 def skeleton_of(model: nn.Module, part: Collection[str], prefix: str = "") -> nn.Module:
     """Return a copy of a model without the modules that a stage does not hold.
 
-    ``part`` are the full names of those that it holds; modules without parameters are held by all.
+    ``part`` are the full names of those that it holds; tables are held by all.
     """
     made = copy.copy(model)
     # A copy of a module shares its dictionaries.
@@ -173,7 +173,7 @@ def skeleton_of(model: nn.Module, part: Collection[str], prefix: str = "") -> nn
         made.__dict__[kind] = dict(getattr(model, kind))
     for name, child in model.named_children():
         full = f"{prefix}{name}"
-        if full in part or next(child.parameters(), None) is None:
+        if full in part or _is_table(child):
             continue
         if any(held.startswith(f"{full}.") for held in part):
             made.__dict__["_modules"][name] = skeleton_of(child, part, f"{full}.")
@@ -185,6 +185,12 @@ def skeleton_of(model: nn.Module, part: Collection[str], prefix: str = "") -> nn
         else:
             made.__dict__["_modules"][name] = Passed()
     return made
+
+
+def _is_table(module: nn.Module) -> bool:
+    """Whether a module holds nothing but what it can compute again, such as rotary embeddings."""
+    holds = next(module.buffers(), None) is not None
+    return holds and not module.state_dict() and next(module.parameters(), None) is None
 
 
 def materialize(

@@ -134,4 +134,4 @@ def load_split(folder: str, num_stages: int, seed: int) -> list[float]:
     alone = whole.state_dict()
     load(alone, checkpoint_id=folder)
     batch, target = tokens(4, seed)
-    return [float(token_loss(one(batch), target)) for one in (pieces, whole)]
+    return [float(token_loss(one(batch), target).detach()) for one in (pieces, whole)]
