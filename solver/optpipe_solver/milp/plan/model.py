@@ -53,6 +53,9 @@ __all__ = ["PatternPlan", "plan_pattern"]
 _ROUNDS, _MOST_ROUNDS = 60, 200
 """Rounds of rows at the root, and of integer solutions, at most."""
 
+_PATIENCE = 6
+"""Rounds at the root without a gain worth having after which the integers are asked."""
+
 _SLOWEST = 4
 """Stages of a start that give layers away, or change their mode, at a time."""
 
@@ -259,9 +262,12 @@ class _PatternSearch:
                 return
 
     def _cut_root(self) -> None:
+        recent = [-inf] * _PATIENCE
         for _ in range(_ROUNDS):
-            if self.stop.is_over():
+            stalls = self.bound_ms <= recent.pop(0) * (1 + _LEAST_GAP)
+            if self.stop.is_over() or self._is_proven or stalls:
                 return
+            recent.append(self.bound_ms)
             outcome = self.rows.solve(self.stop, integer=False)
             if outcome.status is MilpStatus.INFEASIBLE:
                 self.bound_ms = inf

@@ -303,24 +303,9 @@ class Pattern:
 
     def _path(self, node: int, best: Ints, onward: Ints, length_ms: float) -> LongestPath:
         graph = self.graph
-        nodes, lag_ms = [], 0.0
-        at = node
-        while at >= 0:
-            nodes.append(at)
-            which = int(best[at])
-            if which < 0:
-                break
-            lag_ms += float(graph.lags[at, which])
-            at = int(graph.sources[at, which])
-        at = node
-        while (following := int(onward[at])) >= 0:
-            which = int(np.flatnonzero(graph.sources[following] == at)[0])
-            lag_ms += float(graph.lags[following, which])
-            nodes.append(following)
-            at = following
         counts = np.zeros((NUM_DURATIONS, len(self.problem.stages)), dtype=np.int64)
-        np.add.at(counts, (graph.kind[nodes], graph.stage[nodes]), graph.lasts[nodes])
-        return LongestPath(counts, lag_ms + float(graph.fixed_ms[nodes].sum()), length_ms)
+        constant_ms = _trace(node, best, onward, graph, counts)
+        return LongestPath(counts, constant_ms, length_ms)
 
 
 _TAKES = {_F: HELD, ActionType.RELOAD: BACK, ActionType.RECOMPUTE: RESTORED}
@@ -472,6 +457,32 @@ def _heads(sources: Ints, lags: Floats, length: Floats) -> tuple[Floats, Ints]:
                 best[node] = which
         head[node] = start + length[node]
     return head, best
+
+
+@jitted
+def _trace(node: int, best: Ints, onward: Ints, graph: PatternGraph, counts: Ints) -> float:
+    """Count what the longest path through a node lasts as long as; return the ms of the rest."""
+    constant = 0.0
+    at = node
+    while True:
+        counts[graph.kind[at], graph.stage[at]] += graph.lasts[at]
+        constant += graph.fixed_ms[at]
+        which = best[at]
+        if which < 0:
+            break
+        constant += graph.lags[at, which]
+        at = graph.sources[at, which]
+    at = node
+    while onward[at] >= 0:
+        following = onward[at]
+        lag = -1.0
+        for which in range(graph.sources.shape[1]):
+            if graph.sources[following, which] == at:
+                lag = max(lag, graph.lags[following, which])
+        constant += lag + graph.fixed_ms[following]
+        counts[graph.kind[following], graph.stage[following]] += graph.lasts[following]
+        at = following
+    return float(constant)
 
 
 @jitted

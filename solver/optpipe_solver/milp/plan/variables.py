@@ -127,15 +127,26 @@ class PlanTables:
     def _layer(self, device: int, kind: LayerKind) -> Stage:
         return self.model.stages_on[device][kind.first]
 
-    def _mode(self, stage: Stage, name: str) -> CellMode:
-        return next((mode for mode in stage.menu if mode.name == name), stage.menu[0])
+    @cached_property
+    def _menus(self) -> dict[tuple[int, int], dict[str, CellMode]]:
+        """Modes by name, per device and run of layers."""
+        return {
+            (device, t): {mode.name: mode for mode in self._layer(device, kind).menu}
+            for device in set(self.placement)
+            for t, kind in enumerate(self.kinds)
+        }
+
+    def _mode(self, device: int, t: int, name: str) -> CellMode:
+        """Return a mode of a run's layers; keep where their menu has no such name."""
+        menu = self._menus[device, t]
+        return menu.get(name) or next(iter(menu.values()))
 
     def may_use(self, s: int, k: int) -> bool:
         """Whether the device of a stage has the bandwidth that a mode asks for."""
         device = self.model.devices[self.placement[s]]
         moved = any(
-            self._mode(self._layer(self.placement[s], kind), self.names[k]).offload_bytes
-            for kind in self.kinds
+            self._mode(self.placement[s], t, self.names[k]).offload_bytes
+            for t in range(len(self.kinds))
         )
         return device.can_offload or not moved
 
@@ -150,7 +161,7 @@ class PlanTables:
             for t, kind in enumerate(self.kinds):
                 layer = self._layer(device, kind)
                 for k, name in enumerate(self.names):
-                    mode = self._mode(layer, name)
+                    mode = self._mode(device, t, name)
                     lasts = {
                         ActionType.FORWARD: layer.forward_ms,
                         ActionType.BACKWARD_INPUT: layer.backward_input_ms + mode.inside_ms,
@@ -201,9 +212,9 @@ class PlanTables:
     @cached_property
     def _all_modes(self) -> list[tuple[int, int, int, CellMode]]:
         return [
-            (s, t, k, self._mode(self._layer(device, kind), name))
+            (s, t, k, self._mode(device, t, name))
             for s, device in enumerate(self.placement)
-            for t, kind in enumerate(self.kinds)
+            for t in range(len(self.kinds))
             for k, name in enumerate(self.names)
         ]
 
