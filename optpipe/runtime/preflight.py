@@ -92,6 +92,7 @@ def check_programs(schedule: Schedule, problem: Problem | None) -> None:
     if problem is not None:
         check_schedule(problem, schedule)
     else:
+        _expect_no_modes(schedule)
         check(_boundless_problem(schedule), schedule.programs)
     for device, program in enumerate(schedule.programs):
         if not program:
@@ -99,6 +100,15 @@ def check_programs(schedule: Schedule, problem: Problem | None) -> None:
                 f"device {device} has no stage and an empty program, but torch's runtime needs an "
                 "action on every rank; start the group without that rank"
             )
+
+
+def _expect_no_modes(schedule: Schedule) -> None:
+    named = (action for program in schedule.programs for action in program if action.mode)
+    if (first := next(named, None)) is not None:
+        raise PreflightError(
+            f"{first} names a mode, and without its problem nothing says what that is; pass "
+            "problem=, for which the schedule was made"
+        )
 
 
 def _boundless_problem(schedule: Schedule) -> Problem:
@@ -352,7 +362,7 @@ def _planned_bytes(
     level = peak = 0
     for action, step in zip(program, memory_walk(problem, rank, program), strict=True):
         # Transfers and recomputation neither post nor use boundary tensors.
-        level = boundary.get(action, level)
+        level = boundary.get(action.bare, level)
         peak = max(peak, step.peak + level)
     return peak
 

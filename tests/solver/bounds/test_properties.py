@@ -112,7 +112,11 @@ def test_one_mode_more_never_raises_a_bound(case: Case, data: st.DataObject) -> 
         return
     for stage in richer["stages"]:
         (cost,) = stage["costs"]
-        cost["modes"] = [*cost["modes"], data.draw(random_modes("one more", cost["activation_bytes"]))]
+        one_more = data.draw(random_modes("one more", cost["activation_bytes"]))
+        cost["modes"] = [*cost["modes"], one_more]
+            *cost["modes"],
+            data.draw(random_modes("one more", cost["activation_bytes"])),
+        ]
     after = Problem.parse(richer)
     for one, other in zip(lower_bounds(case.problem), lower_bounds(after), strict=True):
         assert other.ms <= one.ms * (1 + 1e-9) + 1e-9, one.method
