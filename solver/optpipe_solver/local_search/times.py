@@ -30,7 +30,7 @@ from optpipe_solver.arrays.simulate import (
     lane_of,
 )
 from optpipe_solver.jit import lean
-from optpipe_solver.local_search.board import backward_of
+from optpipe_solver.local_search.board import backward_of, consumer_of
 
 if TYPE_CHECKING:
     from optpipe_solver.arrays import Floats, Ints
@@ -284,9 +284,11 @@ def _start(
         return max(clock, board.end[cell - m] + times.there[stage - 1])
     if kind == RELEASE:
         return max(clock, board.end[OFFLOAD * cells + cell])
-    if kind in (BACKWARD_WEIGHT, RECOMPUTE):
+    if kind == BACKWARD_WEIGHT:
         return clock
-    if stage == times.num_stages - 1:
+    if kind == RECOMPUTE:
+        start = clock
+    elif stage == times.num_stages - 1:
         start = max(clock, board.end[cell])
     else:
         start = max(clock, board.end[cells + cell + m] + times.back[stage])
@@ -344,7 +346,7 @@ def _tell(
     elif kind == OFFLOAD:
         return board.at[RELEASE * cells + cell]
     elif kind == RELOAD:
-        return backward_of(board, cells, cell)
+        return consumer_of(board, cells, cell)
     else:
         return -1
     if other == device:
@@ -482,6 +484,7 @@ def _waited_for(board: Board, times: TimeArrays, code: int) -> int:
             source = board.actions[there, backward_of(board, cells, cell + m)]
         if arrived > ready:
             best, ready = source, arrived
+    if kind in (RECOMPUTE, BACKWARD_INPUT, FULL_BACKWARD):
         reload = RELOAD * cells + cell
         if board.at[reload] >= 0 and board.end[reload] > ready:
             best = reload
@@ -524,6 +527,8 @@ def set_out(board: Board, times: TimeArrays, work: SimulationScratch) -> None:
             elif kind == RELEASE:
                 clock = max(clock, work.end[2 * cells + cell])
             elif kind in (BACKWARD_WEIGHT, RECOMPUTE):
+                if kind == RECOMPUTE and board.at[RELOAD * cells + cell] >= 0:
+                    clock = max(clock, work.end[3 * cells + cell])
                 clock += times.duration[code]
             board.clock[code], board.out[code], board.back[code] = clock, out, back
         board.first[device], board.last[device] = work.first[device], work.last[device]
