@@ -148,7 +148,7 @@ def _nested(draw: st.DrawFn, stage: dict[str, Any], menus: bool) -> dict[str, An
     kept = stage.pop("checkpoint_bytes", None)
     modes: list[dict[str, Any]] = [{"name": "keep"}]
     if menu:
-        modes += draw(st.lists(_modes(stage["activation_bytes"]), min_size=1, max_size=3))
+        modes += draw(st.lists(random_modes(stage["activation_bytes"]), min_size=1, max_size=3))
         head["uniform_modes"] = draw(st.integers(0, 3)) == 0
     else:
         if old["offload_bytes"]:
@@ -160,7 +160,7 @@ def _nested(draw: st.DrawFn, stage: dict[str, Any], menus: bool) -> dict[str, An
 
 
 @st.composite
-def _modes(draw: st.DrawFn, activation: int) -> dict[str, Any]:
+def random_modes(draw: st.DrawFn, activation: int) -> dict[str, Any]:
     """Any mode: transfers in whole UNITs, recomputation apart or inside, bytes of its own."""
     moved = draw(st.integers(0, activation // UNIT)) * UNIT
     mode: dict[str, Any] = {

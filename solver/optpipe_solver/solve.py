@@ -103,7 +103,13 @@ def solve(
         )
     feasible = feasibility(problem)
     if feasible.plan is None:
-        return Result(SolveStatus.INFEASIBLE, None, message=feasible.message, needs=feasible.needs)
+        status = SolveStatus.INFEASIBLE if feasible.needs else SolveStatus.UNKNOWN
+        return Result(status, None, message=feasible.message, needs=feasible.needs)
+    if problem.has_modes:
+        raise InputError(
+            "the problem has menus of modes or uniform_modes, which are checked and simulated, but "
+            "not solved yet; give stages the menu keep, offload, recompute"
+        )
     # Where work is limited, what is found must not depend on when a part is there.
     is_warm = ensure_warm(whole=work_limit is not None)
     if method == "milp" or (method == "auto" and milp_may_prove(problem)):
