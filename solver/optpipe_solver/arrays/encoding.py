@@ -262,11 +262,10 @@ def memory_of(problem: Problem) -> simulate.MemoryArrays:
     may = np.zeros((len(stages), most), dtype=np.bool_)
     again = np.zeros_like(may)
     for s, menu in enumerate(menus):
-        for number, mode in enumerate(menu):
-            if mode is not None:
-                index = problem.menus[s].index(mode)
-                may[s, number] = problem.can_use(s, index)
-                again[s, number] = mode.recompute == "apart"
+        for number, known in enumerate(menu):
+            if known is not None:
+                may[s, number] = problem.can_use(s, problem.menus[s].index(known))
+                again[s, number] = known.recompute == "apart"
     return simulate.MemoryArrays(
         delta=delta,
         workspace=workspace,

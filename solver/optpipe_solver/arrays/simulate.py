@@ -392,7 +392,7 @@ def end_with_syncs(device: int, last: float, stage_end: Floats, times: TimeArray
 
 
 @lean
-def host_peak(  # noqa: PLR0917 - compiled code takes its arguments by position
+def host_peak(
     row: Ints, count: int, times: TimeArrays, memory: MemoryArrays, modes: Ints, away: Flags
 ) -> int:
     """Return the most host bytes of a program; ``away`` is scratch by cell, False throughout."""

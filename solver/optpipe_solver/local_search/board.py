@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from optpipe_solver.arrays.encoding import Rows
 from optpipe_solver.arrays.simulate import (
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,
@@ -16,7 +17,6 @@ from optpipe_solver.arrays.simulate import (
     RELEASE,
     RELOAD,
 )
-from optpipe_solver.arrays.encoding import Rows
 from optpipe_solver.jit import lean
 
 if TYPE_CHECKING:

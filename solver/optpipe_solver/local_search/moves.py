@@ -229,20 +229,9 @@ def park(
             slide(board, undo, device, weight, target)
             target -= 1
         slide(board, undo, device, at, target)
-    for turn in range(2):
-        # What is to stand farther along moves first.
-        kind = RECOMPUTE if (distance > 0) == (turn == 0) else RELOAD
-        code = kind * cells + cell
-        place = board.at[code]
-        if place >= 0:
-            stop = consumer_of(board, cells, cell)
-            if kind == RECOMPUTE:
-                stop = backward_of(board, cells, cell)
-            wanted = min(max(target - late, floor(board, cells, code)), stop)
-            if wanted > place:
-                wanted -= 1
-            if wanted != place:
-                slide(board, undo, device, place, wanted)
+    first, second = (RECOMPUTE, RELOAD) if distance > 0 else (RELOAD, RECOMPUTE)
+    _bring_along(board, undo, cells, device, first * cells + cell, target - late)
+    _bring_along(board, undo, cells, device, second * cells + cell, target - late)
     if distance < 0:
         code = board.actions[device, backward_of(board, cells, cell)]
         low = max(target, floor(board, cells, code))
@@ -252,6 +241,23 @@ def park(
         if weight > low + 1:
             slide(board, undo, device, weight, low + 1)
     return True
+
+
+@lean
+def _bring_along(board: Board, undo: Undo, cells: int, device: int, code: int, wanted: int) -> None:
+    """Move a RELOAD or RECOMPUTE, if there is one, as near to a place as its cell allows."""
+    place = board.at[code]
+    if place < 0:
+        return
+    cell = code % cells
+    needed = backward_of(board, cells, cell)
+    if code // cells == RELOAD:
+        needed = consumer_of(board, cells, cell)
+    wanted = min(max(wanted, floor(board, cells, code)), needed)
+    if wanted > place:
+        wanted -= 1
+    if wanted != place:
+        slide(board, undo, device, place, wanted)
 
 
 @lean
@@ -405,6 +411,7 @@ def _become(
         last = first
     if last >= 0:
         undo.sizes[3] += 1
+        begin(board, undo, device)
         note(undo, device, first, last + 1)
 
 

@@ -1,9 +1,10 @@
 """The best program of one device, all others' orders fixed, by a search over counts.
 
-Only for schedules that offload nothing, have no RECOMPUTE and one mode per stage. *Exact* means: no program of this device,
-fused and split backwards alike, makes the schedule with the other programs (micro-batches renamed,
-see `in_order`) better by more than a thousand-millionth, if ``is_exact`` says so; the other
-devices' times move along. The argument has four steps.
+Only for schedules that offload nothing, have no RECOMPUTE and one mode per stage. *Exact* means: no
+program of this device in the same modes, fused and split backwards alike, makes the schedule with
+the other programs (micro-batches renamed, see `in_order`) better by more than a
+thousand-millionth, if ``is_exact`` says so; the other devices' times move along. The argument has
+four steps.
 
 1. With the others in order, the device may keep every stage's passes in order too (`in_order`
    changes nothing but the device's own names), so a program is a sequence of counts.

@@ -67,7 +67,7 @@ def test_compiled_memory_is_the_reference_memory(case: Case) -> None:
     for device, program in enumerate(case.programs):
         row, count = rows.actions[device], rows.lengths[device]
         assert peaks[device] == device_peak_bytes(case.problem, device, program)
-        held = kernel.host_peak(row, count, compiled.times, compiled.memory, away)
+        held = kernel.host_peak(row, count, compiled.times, compiled.memory, rows.modes, away)
         assert held == max(host_walk(case.problem, program), default=0)
         assert not away.any()
 
