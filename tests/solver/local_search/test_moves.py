@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 from hypothesis import given
 from hypothesis import strategies as st
 
-from optpipe import find_violations
+from optpipe import find_violations, simulate
 from optpipe_solver.local_search import moves
 from optpipe_solver.local_search.annealing import take_back
+from optpipe_solver.local_search.board import rows_on
 from tests.building import problem, programs, stage
 from tests.solver.local_search.boards import read, set_out
 from tests.strategies import Case, cases
@@ -142,21 +143,23 @@ def test_a_wave_of_modes_takes_every_second_micro_batch() -> None:
     assert read(compiled, table) == programs(trips)
 
 
-@given(cases(), st.integers(0, 2**32), st.integers(0, 5))
+@given(cases(menus=True), st.integers(0, 2**32), st.integers(0, 7))
 def test_any_move_keeps_each_cells_order_and_can_be_taken_back(
     case: Case, seed: int, which: int
 ) -> None:
     """Nothing but memory and cyclic waits may break; taken back, all is as before."""
     compiled, table = set_out(case.problem, case.programs)
-    rng = random.Random(seed)
-    if not made(table, rng, which):
-        take_back(table)
-        assert read(compiled, table) == case.programs
-        return
-    found = find_violations(case.problem, read(compiled, table))
-    assert {violation.code for violation in found} <= MAY_BREAK
+    before, durations = read(compiled, table), table.times.duration.copy()
+    if made(table, random.Random(seed), which):
+        after = read(compiled, table)
+        codes = {violation.code for violation in find_violations(case.problem, after)}
+        assert codes <= MAY_BREAK
+        run = simulate(case.problem, after) if "wait.cyclic" not in codes else None
+        length = compiled.length_ms(rows_on(table.board), table.times.duration)
+        assert run is None or length == (run.makespan_ms, run.span_ms)
     take_back(table)
-    assert read(compiled, table) == case.programs
+    assert read(compiled, table) == before
+    assert (table.times.duration == durations).all()
 
 
 def made(table: Table, rng: random.Random, which: int) -> bool:
@@ -167,9 +170,19 @@ def made(table: Table, rng: random.Random, which: int) -> bool:
     code = int(board.actions[device, rng.randrange(board.counts[device])])
     other = int(board.actions[device, rng.randrange(board.counts[device])])
     table.undo.sizes[:] = 0
+    stage = code % cells // times.num_microbatches
+    if which == 6:
+        usable = [k for k, may in enumerate(table.memory.may[stage]) if may]
+        mode, early, late = rng.choice(usable), rng.randrange(4), rng.randrange(4)
+        if table.memory.uniform[stage]:
+            first, m = stage * times.num_microbatches, times.num_microbatches
+            return moves.mode_wave(*on(table), first, m, 1, mode, early, late)
+        return moves.place_mode(*on(table), code % cells, mode, early, late)
+    if which == 7:
+        distance, late = rng.choice([-3, -1, 1, 4]), rng.randrange(4)
+        return moves.park(board, undo, cells, device, code % cells, distance, late)
     if which == 0:
-        stage_of_code = code % cells // times.num_microbatches
-        other = stage_of_code * times.num_microbatches + rng.randrange(times.num_microbatches)
+        other = stage * times.num_microbatches + rng.randrange(times.num_microbatches)
         return moves.exchange(*on(table), code % cells, other)
     if which == 1:
         return moves.trade_backwards(board, undo, cells, device, code % cells, other % cells)
