@@ -13,7 +13,7 @@ from optpipe_solver.bounds import lower_bounds
 from optpipe_solver.budget import Limits, Stop
 from optpipe_solver.families import FAMILIES
 from optpipe_solver.families.classic import build_serial
-from optpipe_solver.feasibility import feasibility
+from optpipe_solver.feasibility import feasibility, knows_menu
 from optpipe_solver.incumbent import Incumbent
 from optpipe_solver.milp.highs import solver_name
 from optpipe_solver.milp.horizon.items import MOST_PAIRS, num_order_pairs
@@ -100,6 +100,12 @@ def solve(
         raise InputError(
             f"method = 'milp': {pairs} pairs of actions have an order to choose; at most "
             f"{MOST_PAIRS} are worth a model; choose 'auto'"
+        )
+    known = all(knows_menu(problem, device) for device in range(len(problem.devices)))
+    if method == "milp" and not known:
+        raise InputError(
+            "method = 'milp': the full-horizon model knows keep, offload and recompute, and a menu "
+            "says more; choose 'auto'"
         )
     feasible = feasibility(problem)
     if feasible.plan is None:

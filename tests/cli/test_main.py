@@ -172,11 +172,20 @@ def test_solve_that_finds_nothing_is_exit_code_4(optpipe, problem_file, monkeypa
     import optpipe_solver
     from optpipe_solver import Result, SolveStatus
 
-    nothing = Result(SolveStatus.UNKNOWN, None, message="no time")
-    monkeypatch.setattr(optpipe_solver, "solve", lambda *_, **__: nothing)
+    asked: list[float] = []
+
+    def solve(*_: object, time_limit_s: float, **__: object) -> Result:
+        asked.append(time_limit_s)
+        return Result(SolveStatus.UNKNOWN, None, message="no time")
+
+    monkeypatch.setattr(optpipe_solver, "solve", solve)
     done = optpipe("solve", problem_file)
     assert done.code == 4
     assert "no time" in done.err
+    # What came before the search is taken off, at most half of the limit.
+    assert 30 <= asked[0] < 60
+    optpipe("solve", problem_file, "--time-limit", 0.02)
+    assert 0.01 <= asked[1] < 0.02
 
 
 def test_bound_is_below_what_solve_finds(optpipe, problem_file) -> None:

@@ -12,10 +12,11 @@ import torch
 
 from optpipe import parse_action
 from optpipe.errors import MissingExtraError
+from optpipe.runtime.batches import GivenBatch, Microbatches
 from optpipe.runtime.errors import OffloadError, PreflightError, require_torch
 from optpipe.runtime.offload import HostPool, PlainCopies, count_slots
-from optpipe.runtime.preflight import Needs, check_needs, check_split, needs_of, shapes_of
-from optpipe.runtime.runner import Pipeline
+from optpipe.runtime.pipeline import Pipeline
+from optpipe.runtime.preflight import Needs, check_needs, check_split, needs_of
 from optpipe.runtime.torch_schedule import HookedStage
 from tests.building import bus, offloadable, programs
 from tests.building import problem as built_problem
@@ -148,16 +149,14 @@ def test_too_little_reserved_for_boundary_tensors_is_refused(ranks):
 
 
 def test_a_later_batch_of_another_shape_is_refused_with_both():
-    shape = shapes_of((torch.zeros(8, 3),))
-    pipeline = Pipeline(
-        runtime=cast("HookedSchedule", None),
-        batch=shape,
-        target=(),
-        boundary={},
-    )
-    pipeline.expect((torch.ones(8, 3),), ())
+    def cut(samples: int) -> Microbatches:
+        given = GivenBatch(args=(torch.zeros(samples, 3),))
+        return given.cut(2, first=True, last=False, needs_target=True)
+
+    pipeline = Pipeline(runtime=cast("HookedSchedule", None), given=cut(16), boundary={})
+    pipeline.expect(cut(16))
     with pytest.raises(PreflightError, match=r"\(4, 3\).*the first ones had .*\(8, 3\)"):
-        pipeline.expect((torch.ones(4, 3),), ())
+        pipeline.expect(cut(8))
 
 
 class _Plan(NamedTuple):
