@@ -124,7 +124,7 @@ def read_run(row: dict[str, Any], *, index: int = 0, notes: str = "") -> Publish
     shape = _shape(row, note)  # dropped out scores are older than flash attention
     training = Training(
         micro_batch=row["micro_batch"], sequence=row["sequence"], tp=tp, cp=cp, ep=ep, dp=dp,
-        zero=3 if row.get("fsdp") else 1, precision=row["precision"].lower(),
+        zero=3 if row.get("fsdp") else 1, precision=_precision(row["precision"]),
         flash=not shape.dropout, recompute=_recomputed(row), **_recipe(row, notes),
     )  # fmt: skip
     pipeline = PipelineCut(
@@ -152,6 +152,11 @@ def read_run(row: dict[str, Any], *, index: int = 0, notes: str = "") -> Publish
         tokens_per_s_per_gpu=rate or (tokens / step_s if step_s else None),
         peak_gib=row.get("peak_gib"),
     )
+
+
+def _precision(name: str) -> Any:
+    """Return ours; pages also write FP8-CS (a scale per tensor) and FP8-MX."""
+    return {"fp8-cs": "fp8", "fp8-mx": "mxfp8"}.get(name.lower(), name.lower())
 
 
 def _source(row: dict[str, Any]) -> str:
@@ -190,7 +195,7 @@ def _recipe(row: dict[str, Any], notes: str) -> dict[str, Any]:
     if overlap is None:
         overlap = bool(re.search(r"(EP|A2A) overlap(?! off)", own))
     said = dispatcher or (own if re.search("alltoall|EP", own) else notes)
-    once = re.search("one copy|HybridEP|DeepEP", said) is not None
+    once = re.search("one copy|HybridEP|DeepEP", said, re.IGNORECASE) is not None
     return {
         "cuda_graphs": graphs,
         "ep_overlap": overlap,
@@ -388,7 +393,10 @@ def line(score: Score) -> str:
 
 def published(file: Path = PUBLISHED) -> list[dict[str, Any]]:
     """Return the rows of a file."""
-    rows: list[dict[str, Any]] = json.loads(file.read_text(encoding="utf-8"))["runs"]
+    data = json.loads(file.read_text(encoding="utf-8"))
+    if not isinstance(data, dict) or not isinstance(data.get("runs"), list):
+        raise SystemExit(f"{file}: must be an object with a list of rows under runs; correct it")
+    rows: list[dict[str, Any]] = data["runs"]
     return rows
 
 
