@@ -1,8 +1,8 @@
 """What a device does with one micro-batch of a stage, piece by piece, and what it holds meanwhile.
 
 A *phase* is a stretch of time in which a (stage, micro-batch) holds at least so many bytes and uses
-at most one lane. At every moment a cell is in at most one phase. A *mode* (kept, offloaded or
-recomputed; backward split or fused) says how long a cell is in which phase at least.
+at most one lane. At every moment a cell is in at most one phase. A mode of the menu, with a split
+or a fused backward, says how long a cell is in which phase at least.
 docs/exact.md has the phases in a table, and the argument.
 """
 

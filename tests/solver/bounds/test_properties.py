@@ -12,6 +12,8 @@ from optpipe import Problem, simulate
 from optpipe_solver.bounds import lower_bounds
 from optpipe_solver.bounds.configurations import configurations_ms
 from optpipe_solver.feasibility import smallest_memory
+from optpipe_solver.incumbent import grid_ms
+from tests.building import UNIT, problem, stage
 from tests.solver.bounds.judging import assert_below, line, of_families
 from tests.solver.exhaustive import optimum, tiny_problems
 from tests.strategies import Case, cases, documents, few, random_modes
@@ -49,6 +51,26 @@ def test_every_bound_is_below_all_families_of_a_line(activations: float, objecti
     """Good schedules of a published profile under every limit."""
     given = line(4, 10, activations, objective)
     assert_below(given, min(of_families(given)))
+
+
+@given(cases(menus=True), st.sampled_from([1.0, 0.75]))
+def test_every_objective_is_on_the_grid(case: Case, latency_ms: float) -> None:
+    """Of two lengths on a grid the better one is so by a step: menus, lanes and links count."""
+    data = case.problem.model_dump(mode="json", by_alias=True)
+    data["links"] = [link | {"latency_ms": latency_ms} for link in data["links"]]
+    problem = Problem.parse(data)
+    length = simulate(problem, case.programs).objective_ms(problem.objective)
+    grid = grid_ms(problem)
+    if grid > 0:
+        assert length / grid == pytest.approx(round(length / grid), abs=1e-6)
+
+
+def test_a_grid_knows_how_long_a_message_leaves() -> None:
+    """Two messages of 1 ms, 1 ms on their way: 2 ms alone, but 3 for the second."""
+    link = {"from": 0, "to": 1, "latency_ms": 1.0, "bandwidth_gb_per_s": 1.0}
+    ends = [stage(0, 0, 0, 0, output_bytes=UNIT), stage(1, 0, 0, 0)]
+    given = problem(ends, m=2, links=[link], format="optpipe/problem/v2")
+    assert grid_ms(given) == pytest.approx(1.0)
 
 
 def _scaled(document: dict[str, Any], factor: float) -> dict[str, Any]:
@@ -110,8 +132,8 @@ def test_one_mode_more_never_raises_a_bound(case: Case, data: st.DataObject) -> 
     richer = case.problem.model_dump(mode="json", by_alias=True)
     if "costs" not in richer["stages"][0]:
         return
-    for stage in richer["stages"]:
-        (cost,) = stage["costs"]
+    for held in richer["stages"]:
+        (cost,) = held["costs"]
         one_more = data.draw(random_modes("one more", cost["activation_bytes"]))
         cost["modes"] = [*cost["modes"], one_more]
     after = Problem.parse(richer)
