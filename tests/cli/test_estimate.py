@@ -91,6 +91,7 @@ def test_nvidias_recipe_of_qwen3_is_typed_in(optpipe, tmp_path) -> None:
     )  # fmt: skip
     assert code == 0, err
     problem = load_problem(path.read_text())
+    assert problem.context is not None
     assert problem.context.parallelism["dp"] == 16
     assert "tokens/s/GPU on 256 GPUs" in out
     assert "error: published runs of this class were met within 7.2 % (median of 8" in out

@@ -118,6 +118,7 @@ def test_experts_travel_by_nvlink_where_its_domain_is_large() -> None:
         assert experts_ms(gpu, dispatcher="deduplicated") < plain
         assert experts_ms(gpu, dispatch="fp8") < plain
         assert experts_ms(gpu, ep_overlap=True) < plain
+    assert shape.experts is not None
     free = replace(shape, experts=replace(shape.experts, max_nodes=0))
     assert experts_ms(H100, dispatcher="deduplicated") < experts_ms(
         H100, free, dispatcher="deduplicated"
