@@ -200,10 +200,7 @@ def make_problem() -> Problem:
 def make_link(source: int, rate: float) -> Link:
     """Return an NVLink to the next device."""
     return Link(
-        source=source,
-        target=source + 1,
-        latency_ms=NVLINK_LATENCY_MS,
-        bandwidth_gb_per_s=rate,
+        source=source, target=source + 1, latency_ms=NVLINK_LATENCY_MS, bandwidth_gb_per_s=rate
     )
 
 

@@ -24,6 +24,7 @@ from optpipe.problem import (
     Host,
     Link,
     Milliseconds,
+    Mode,
     Name,
     Objective,
     Problem,
@@ -33,6 +34,8 @@ from optpipe.problem import (
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from optpipe.problem import CellMode
 
 __all__ = ["MAX_LAYERS", "DefaultLink", "Layer", "LayerTimes", "Model", "ModelDevice", "fuse"]
 
@@ -92,6 +95,8 @@ class Layer(FrozenValue):
       layer of the stage needs it.
     * ``checkpoint_bytes``: what F keeps to recompute the layer: its input, and whatever else is
       kept.
+    * ``modes``: a menu of v2, as a stage has it; then ``offload_bytes``, ``recompute_ms`` and
+      ``checkpoint_bytes`` are left out. On other devices ``recompute_ms`` of a mode scales as F.
     * ``layers``: what it counts as, e.g. ``{"transformer": 1}``.
     """
 
@@ -115,6 +120,7 @@ class Layer(FrozenValue):
     backward_weight_workspace_bytes: Bytes = 0
     backward_workspace_bytes: Bytes = 0
     recompute_workspace_bytes: Bytes = 0
+    modes: tuple[Mode, ...] = Field(default=(), exclude_if=lambda value: not value)
     layers: StageLayers | None = Field(default=None, exclude_if=lambda value: value is None)
 
     @model_validator(mode="after")
@@ -137,6 +143,17 @@ class Layer(FrozenValue):
                 fields[name] = getattr(measured, name)
             elif fields[name] is not None:
                 fields[name] /= device.speed
+        if self.modes and self.forward_ms > 0:
+            fields["modes"] = tuple(
+                mode
+                if mode.recompute_ms is None
+                else mode.model_copy(
+                    update={
+                        "recompute_ms": mode.recompute_ms * fields["forward_ms"] / self.forward_ms
+                    }
+                )
+                for mode in self.modes
+            )
         fused: Stage = _judged_by(Stage, fields)
         return fused
 
@@ -236,10 +253,11 @@ class Model(FileValue):
 
     def transfer_ms(self, source: int, target: int, num_bytes: int) -> float:
         """Return the time a boundary tensor takes between two devices in ms; 0 to itself."""
-        link = self._link(source, target)
+        link = self.link(source, target)
         return 0.0 if link is None else link.transfer_ms(num_bytes)
 
-    def _link(self, source: int, target: int) -> Link | None:
+    def link(self, source: int, target: int) -> Link | None:
+        """Return the connection from one device to another; None from a device to itself."""
         if source == target:
             return None
         given = self._links.get((source, target))
@@ -274,7 +292,7 @@ class Model(FileValue):
             for device, size, end in zip(placement, sizes, ends, strict=True)
         ]
         used = {(a, b) for pair in pairwise(placement) for a, b in (pair, pair[::-1]) if a != b}
-        missing = [self._link(a, b) for a, b in sorted(used) if (a, b) not in self._links]
+        missing = [self.link(a, b) for a, b in sorted(used) if (a, b) not in self._links]
         return Problem.parse(
             {
                 "format": "optpipe/problem/v2",
@@ -358,8 +376,18 @@ def fuse(left: Stage, right: Stage) -> Stage:
       In I each layer's activation turns into its weight context, and the bytes in between may
       exceed both ends; ``backward_input_workspace_bytes`` holds exactly what they do. In an F
       that keeps a checkpoint only, the input of the right layer is alive while that layer runs.
+    * A menu of v2 has the modes that both runs have, by name; a run that can only be kept is kept
+      in all of them. Bytes and times add up as above; of recomputation inside the backward one
+      layer's bytes are there at a time, so ``inside_bytes`` is the larger. What the one recomputes
+      inside and the other apart is no mode of both.
     * ``layers`` are counted together where both say them.
     """
+    if left.modes or right.modes:
+        return _fused_with_modes(left, right)
+    return _fused_flat(left, right)
+
+
+def _fused_flat(left: Stage, right: Stage) -> Stage:
     totals = {name: getattr(left, name) + getattr(right, name) for name in _SUMS}
     larger = {name: max(getattr(left, name), getattr(right, name)) for name in _LARGER}
     unfused = left.backward_ms is None and right.backward_ms is None
@@ -384,6 +412,60 @@ def fuse(left: Stage, right: Stage) -> Stage:
             "layers": left.layers and right.layers and left.layers.plus(right.layers),
         }
     )
+
+
+def _fused_with_modes(left: Stage, right: Stage) -> Stage:
+    plain = {"modes": (), "offload_bytes": 0, "recompute_ms": None, "checkpoint_bytes": None}
+    base = _fused_flat(left.model_copy(update=plain), right.model_copy(update=plain))
+    ours = {mode.name: mode for mode in left.menu[1:]}
+    theirs = {mode.name: mode for mode in right.menu[1:]}
+    names = [name for name in ours if not theirs or name in theirs] or (
+        [] if ours else list(theirs)
+    )
+    pairs = [(ours.get(name, left.menu[0]), theirs.get(name, right.menu[0])) for name in names]
+    modes = [
+        _fused_mode(name, left.output_bytes, a, b)
+        for name, (a, b) in zip(names, pairs, strict=True)
+        if {a.recompute, b.recompute} != {"apart", "inside"}
+    ]
+    fused: Stage = _judged_by(Stage, base.model_dump() | {"modes": [Mode(name="keep"), *modes]})
+    return fused
+
+
+def _fused_mode(name: str, between: int, a: CellMode, b: CellMode) -> Mode:
+    """Return one mode of two runs; ``between`` is what the left one hands to the right one."""
+    again = a.recompute or b.recompute or None
+    both = a.recompute == b.recompute == "apart"
+    forward = a.forward_bytes + (max(0, b.forward_bytes - between) if both else b.forward_bytes)
+    context = a.weight_context_bytes + b.weight_context_bytes
+    inside = max(a.inside_bytes, b.inside_bytes)
+    held = a.backward_bytes + b.backward_bytes
+    peak = max(a.backward_bytes + _mode_peak(b), _mode_peak(a) + b.weight_context_bytes)
+    its_input = min(between, b.forward_bytes) if both else 0
+    return Mode(
+        name=name,
+        forward_bytes=forward,
+        offload_bytes=a.offload_bytes + b.offload_bytes,
+        recompute=again,
+        recompute_ms=a.recompute_ms + b.recompute_ms if again else None,
+        inside_bytes=inside,
+        weight_context_bytes=context,
+        forward_workspace_bytes=max(
+            a.forward_workspace_bytes, b.forward_workspace_bytes + its_input
+        ),
+        backward_input_workspace_bytes=max(0, peak - max(held + inside, context)),
+        backward_weight_workspace_bytes=max(
+            a.backward_weight_workspace_bytes, b.backward_weight_workspace_bytes
+        ),
+        backward_workspace_bytes=max(a.backward_workspace_bytes, b.backward_workspace_bytes),
+        recompute_workspace_bytes=max(a.recompute_workspace_bytes, b.recompute_workspace_bytes),
+    )
+
+
+def _mode_peak(mode: CellMode) -> int:
+    """Largest bytes while I runs, recomputation inside it included."""
+    ends = max(mode.backward_bytes + mode.inside_bytes, mode.weight_context_bytes)
+    return ends + mode.backward_input_workspace_bytes
 
 
 def _input_backward_peak(stage: Stage) -> int:

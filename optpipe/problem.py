@@ -475,6 +475,20 @@ class Problem(FileValue):
         moved = self.menus[stage][mode].offload_bytes
         return moved == 0 or self.devices[self.stages[stage].device].can_offload
 
+    @property
+    def may_offload(self) -> bool:
+        """Whether any stage has a mode that moves bytes and may be used."""
+        return any(
+            mode.offload_bytes and self.can_use(s, number)
+            for s, menu in enumerate(self.menus)
+            for number, mode in enumerate(menu)
+        )
+
+    @property
+    def may_recompute(self) -> bool:
+        """Whether any stage has a mode that recomputes."""
+        return any(mode.recompute for menu in self.menus for mode in menu)
+
     def can_offload(self, stage: int) -> bool:
         """Whether the activations of this stage may go to the host, in a menu that v1 can say."""
         held = self.stages[stage]

@@ -211,7 +211,6 @@ def simulate(
         Legal programs (see `optpipe.check.check`); their memory is not looked at here.
     durations
         Durations in ms that replace the problem's, for some or all actions: measured times, noise.
-        Keyed by `Action.bare`: without the mode.
 
     Raises
     ------
@@ -237,7 +236,7 @@ class _LaneRun:
     ) -> None:
         self.problem = problem
         self.programs = programs
-        self.durations = durations
+        self.durations = {action.bare: ms for action, ms in durations.items()}
         self.modes = [modes_of(problem, program) for program in programs]
         self.clock = [0.0] * len(programs)
         self.times: list[list[Times | None]] = [[None] * len(program) for program in programs]
@@ -316,7 +315,7 @@ class _LaneRun:
         return depart
 
     def _duration(self, device: int, action: Action) -> float:
-        known = self.durations.get(action.bare) if self.durations else None
+        known = self.durations.get(action.bare)
         if known is not None:
             return known
         return duration_ms(self.problem, action, self.modes[device][action.cell])

@@ -137,7 +137,7 @@ class Mode(FrozenValue):
     Parameters
     ----------
     name
-        For people.
+        For people; each of a menu its own.
     forward_bytes
         What F leaves on the device; at most the stage's activation_bytes, which it is by default.
     offload_bytes
@@ -331,6 +331,12 @@ class Stage(FrozenValue):
             raise rule_broken(
                 f"modes[0] ({keep.name!r}) must be keep: a name, and nothing else",
                 'put {"name": "keep"} first',
+            )
+        names = [mode.name for mode in self.modes]
+        if len(set(names)) < len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise rule_broken(
+                f"two modes of a menu are called {twice!r}", "give each a name of its own"
             )
         modes = tuple(self._filled(mode) for mode in self.modes)
         flat = self._as_v1(modes)

@@ -25,6 +25,8 @@ from optpipe.problem import Problem, placement_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 
+    from optpipe.stage import Stage
+
 __all__ = [
     "AXES",
     "FrontierLine",
@@ -158,6 +160,7 @@ def _set_offload(document: Document, value: Any) -> None:
     if not value:
         for stage in document["stages"]:
             stage["offload_bytes"] = 0
+            _keep_modes(stage, lambda mode: not mode["offload_bytes"])
 
 
 def _set_recompute(document: Document, value: Any) -> None:
@@ -165,6 +168,12 @@ def _set_recompute(document: Document, value: Any) -> None:
     if not value:
         for stage in document["stages"]:
             stage["recompute_ms"] = stage["checkpoint_bytes"] = None
+            _keep_modes(stage, lambda mode: mode["recompute"] is None)
+
+
+def _keep_modes(stage: Document, is_kept: Callable[[Document], bool]) -> None:
+    if "modes" in stage:
+        stage["modes"] = [mode for mode in stage["modes"] if is_kept(mode)]
 
 
 def _require(name: str, found: Sequence[Any], what: str) -> None:
@@ -429,18 +438,53 @@ def _demands(problem: Problem) -> _Demands:
             problem.placement,
             problem.queues,
             tuple(device.host for device in devices),
+            tuple(_menu_shape(stage) for stage in problem.stages),
         ),
         sizes=np.array([*limits, *_sizes(problem)], dtype=np.float64),
         times=np.array([*_times(problem)], dtype=np.float64),
         lanes=None if all(one == (False, None) for one in lanes) else lanes,
-        can_offload=any(problem.can_offload(index) for index in range(len(problem.stages))),
+        can_offload=problem.may_offload,
         is_span=problem.objective == "span",
     )
+
+
+def _menu_shape(stage: Stage) -> Hashable:
+    """What of a menu must be equal for programs that name its modes; of v1's they name none."""
+    if not stage.modes:
+        return stage.uniform_modes
+    asked = tuple((mode.offload_bytes > 0, mode.recompute) for mode in stage.menu)
+    return stage.uniform_modes, asked
+
+
+def _mode_sizes(problem: Problem, index: int) -> Iterator[float]:
+    for number, mode in enumerate(problem.menus[index]):
+        held = (mode.forward_bytes, mode.least_bytes, mode.offload_bytes, mode.backward_bytes)
+        never = [] if problem.can_use(index, number) else [math.inf] * len(held)
+        yield from never or held
+        yield from (mode.inside_bytes, mode.weight_context_bytes, mode.forward_workspace_bytes)
+        yield from (mode.backward_input_workspace_bytes, mode.backward_weight_workspace_bytes)
+        yield from (mode.backward_workspace_bytes, mode.recompute_workspace_bytes)
+
+
+def _mode_times(problem: Problem, index: int) -> Iterator[float]:
+    for number, mode in enumerate(problem.menus[index]):
+        yield mode.recompute_ms
+        moved = mode.offload_bytes
+        if not problem.can_use(index, number):
+            yield from (math.inf, math.inf)
+        elif moved:
+            yield from (problem.offload_ms(index, moved), problem.reload_ms(index, moved))
+        else:
+            yield from (0.0, 0.0)
 
 
 def _sizes(problem: Problem) -> Iterator[float]:
     never = math.inf
     for index, stage in enumerate(problem.stages):
+        if stage.modes:
+            yield stage.activation_bytes
+            yield from _mode_sizes(problem, index)
+            continue
         held, goes = stage.activation_bytes, problem.can_offload(index)
         yield from (held, stage.weight_context_bytes)
         yield from (held - stage.offload_bytes, stage.offload_bytes) if goes else (never, never)
@@ -456,6 +500,9 @@ def _times(problem: Problem) -> Iterator[float]:
         yield from (stage.forward_ms, stage.backward_input_ms, stage.backward_weight_ms)
         yield from (stage.fused_backward_ms, stage.grad_sync_ms, *problem.boundary_ms[index])
         yield from (lane.ms for lane in problem.boundary_lanes[index])
+        if stage.modes:
+            yield from _mode_times(problem, index)
+            continue
         yield never if stage.recompute_ms is None else stage.recompute_ms
         goes = problem.can_offload(index)
         yield from (

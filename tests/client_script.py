@@ -1,20 +1,15 @@
 """A service that answers from a list, and both clients behind one face."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import json
-from typing import TYPE_CHECKING, Any, TypeAlias
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any, TypeAlias
 
 import httpx
+import pytest
 
 from optpipe.client import AsyncClient, Client
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterator
-
-    import pytest
 
 Part: TypeAlias = "bytes | Exception | Callable[[], bytes]"
 

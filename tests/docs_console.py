@@ -4,8 +4,6 @@ A block has commands behind ``$ `` and, below each, what it prints. Numbers and 
 line ``...`` stands for any lines, ``...`` within a line for anything. Long searches are shortened.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -148,7 +148,10 @@ def _nested(draw: st.DrawFn, stage: dict[str, Any], menus: bool) -> dict[str, An
     kept = stage.pop("checkpoint_bytes", None)
     modes: list[dict[str, Any]] = [{"name": "keep"}]
     if menu:
-        modes += draw(st.lists(_modes(stage["activation_bytes"]), min_size=1, max_size=3))
+        modes += [
+            draw(random_modes(f"mode {number}", stage["activation_bytes"]))
+            for number in range(1, draw(st.integers(2, 4)))
+        ]
         head["uniform_modes"] = draw(st.integers(0, 3)) == 0
     else:
         if old["offload_bytes"]:
@@ -160,11 +163,11 @@ def _nested(draw: st.DrawFn, stage: dict[str, Any], menus: bool) -> dict[str, An
 
 
 @st.composite
-def _modes(draw: st.DrawFn, activation: int) -> dict[str, Any]:
+def random_modes(draw: st.DrawFn, name: str, activation: int) -> dict[str, Any]:
     """Any mode: transfers in whole UNITs, recomputation apart or inside, bytes of its own."""
     moved = draw(st.integers(0, activation // UNIT)) * UNIT
     mode: dict[str, Any] = {
-        "name": draw(st.sampled_from(["half", "norms", "all"])),
+        "name": name,
         "offload_bytes": moved,
         "forward_bytes": draw(st.integers(moved, activation)),
     }
@@ -172,9 +175,9 @@ def _modes(draw: st.DrawFn, activation: int) -> dict[str, Any]:
         mode |= {"recompute": recompute, "recompute_ms": draw(times)}
     if recompute == "inside":
         mode["inside_bytes"] = draw(st.sampled_from([0, 3, UNIT]))
-    for name in ("weight_context_bytes", "backward_workspace_bytes", "recompute_workspace_bytes"):
+    for own in ("weight_context_bytes", "backward_workspace_bytes", "recompute_workspace_bytes"):
         if draw(st.integers(0, 3)) == 0:
-            mode[name] = draw(st.integers(0, 2 * UNIT))
+            mode[own] = draw(st.integers(0, 2 * UNIT))
     return mode
 
 

@@ -1,7 +1,5 @@
 """The client: what it sends, when it tries again, and which errors it raises."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,12 +10,8 @@ import pytest
 
 from optpipe import Problem, load_schedule
 from optpipe.client import (
-    BusyError,
     Client,
-    ConflictError,
-    KeyRefusedError,
     MethodRow,
-    NoScheduleError,
     NotFoundError,
     SearchArguments,
     SolveArguments,
@@ -29,7 +23,6 @@ from optpipe.client.transport import Address
 from optpipe.errors import (
     InfeasibleProblemError,
     InputError,
-    ProblemError,
     ScheduleFormatError,
     ServiceError,
     ServiceUnreachableError,
@@ -37,17 +30,7 @@ from optpipe.errors import (
 from optpipe.formats.json import load_model
 from optpipe_api.requests.jobs import OptionsBody, SearchOptions, SubmissionOptions
 from tests.building import problem, stage
-from tests.client_script import (
-    JOB,
-    Script,
-    event,
-    fault,
-    noted_pauses,
-    plain,
-    stream,
-    told,
-    waited,
-)
+from tests.client_script import JOB, Script, event, fault, noted_pauses, plain, stream, told, waited
 
 Open = Callable[..., Any]
 ROOT = Path(__file__).parent.parent
@@ -123,14 +106,6 @@ def test_other_refusals_are_not_tried_again(client, status: int, pauses) -> None
     assert (caught.value.status, caught.value.problem_code, pauses) == (status, "some.code", [])
 
 
-def test_refusals_with_a_meaning_have_a_type(client) -> None:
-    with pytest.raises(ProblemError, match="the reason"):
-        client(Script(fault(422, "problem.invalid"))).submit(problem([stage()]))
-    with pytest.raises(InfeasibleProblemError) as caught:
-        client(Script(fault(409, "problem.infeasible", needs={"x": 5}))).schedule("a")
-    assert caught.value.needs == {"x": 5}
-
-
 @pytest.mark.parametrize(
     "answer",
     [
@@ -170,23 +145,7 @@ def test_a_schedule_that_is_none_is_refused(client) -> None:
         client(Script(httpx.Response(200, text="{}"))).schedule("a")
 
 
-def test_errors_have_the_type_of_their_code(client) -> None:
-    """So that a caller need not read codes; the status and the code are there all the same."""
-    kinds = {
-        (404, "job.not_found"): NotFoundError,
-        (404, "schedule.none"): NoScheduleError,
-        (409, "state.conflict"): ConflictError,
-        (401, "key.required"): KeyRefusedError,
-        (503, "store.unavailable"): BusyError,
-    }
-    for (status, code), kind in kinds.items():
-        with pytest.raises(kind, match="the reason") as caught:
-            client(Script(fault(status, code)), num_retries=0).job("a")
-        assert (caught.value.status, caught.value.problem_code) == (status, code)
-
-
 def test_all_that_a_submission_can_say(client) -> None:
-    """Tags, priority and a key of the caller's own stand where the service wants them."""
     script = Script(told())
     client(script).submit(
         problem([stage()]),
@@ -214,7 +173,6 @@ def test_a_model_is_submitted_as_one(client) -> None:
 
 
 def test_a_key_goes_with_every_request(client) -> None:
-    """And one that cannot be one is refused without being shown."""
     script = Script(told(), told())
     connection = client(script, api_key="opk_a_b")
     connection.job("a")
@@ -390,7 +348,6 @@ def test_a_job_is_looked_at_when_something_happened_and_only_then(client, pauses
 
 
 def test_what_is_known_already_costs_no_look(client) -> None:
-    """Of six events only the first is not what the job shows, and the last is its end."""
     now = {"state": "running", "trace": [STEP]}
     looks: list[str] = []
 
@@ -484,7 +441,6 @@ def test_streams_that_last_may_break_as_often_as_they_like(client, monkeypatch) 
 
 
 def test_a_service_that_goes_away_is_waited_for_then_unreachable(client) -> None:
-    """As with every other call."""
     gone = httpx.ConnectError("refused")
     back = Script(told(), gone, gone, told(), stream(event(1, "state", text="failed")), FAILED())
     assert [job.state for job in client(back).follow("a")] == ["running", "failed"]

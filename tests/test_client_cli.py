@@ -1,9 +1,9 @@
 """``optpipe submit``, ``fetch`` and ``jobs`` against a running service."""
 
-from __future__ import annotations
-
 import json
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
@@ -11,10 +11,6 @@ from structlog.testing import capture_logs
 from optpipe import load_schedule
 from optpipe.client import Client
 from tests.api.live import make_settings, running, two_stages
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +43,6 @@ def problem_file(tmp_path: Path) -> Callable[..., Path]:
 def test_a_job_is_submitted_followed_and_fetched_in_every_form(
     optpipe, problem_file, tmp_path
 ) -> None:
-    """Improvements are printed as they come; the same schedule comes in the form that is asked."""
     target = tmp_path / "schedule.json"
     code, out, err = optpipe("submit", problem_file("improve:2:0.1"), "-o", target)
     assert code == 0
@@ -69,7 +64,6 @@ def test_a_job_is_submitted_followed_and_fetched_in_every_form(
 
 
 def test_on_a_terminal_a_bar_moves(optpipe, problem_file, monkeypatch) -> None:
-    """The state, the objective, the bound and the gap beside it; the improvements stay above."""
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "150")
@@ -118,7 +112,6 @@ def test_jobs_are_listed_cancelled_and_resumed(optpipe, problem_file) -> None:
 
 
 def test_a_key_comes_from_the_environment(optpipe, monkeypatch) -> None:
-    """One that cannot be one is refused before anything is sent, and not shown."""
     monkeypatch.setenv("OPTPIPE_API_KEY", "opk_schlüssel")
     code, _, err = optpipe("jobs", "list")
     assert (code, "API key" in err, "schl" in err) == (2, True, False)

@@ -1,7 +1,5 @@
 """Every error that the service can answer has a type in the client."""
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

@@ -1,10 +1,9 @@
 """Both clients against a running service."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -22,9 +21,6 @@ from optpipe.errors import InfeasibleProblemError, InputError, ProblemError
 from optpipe.formats.csv import load_csv
 from tests.api.live import make_settings, running, two_stages
 from tests.client_script import plain, waited
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 pytestmark = pytest.mark.long
 
@@ -50,7 +46,6 @@ def small(name: str = "", **changes: Any) -> Problem:
 
 
 def test_a_job_is_followed_to_its_result(client) -> None:
-    """Every event once; the last look is the end; the result is the schedule that is fetched."""
     job = client.submit(small("improve:2:0.2"), tags=["followed"])
     events = list(client.events(job))
     assert [one.text for one in events if one.kind == "state"] == ["queued", "running", "succeeded"]
@@ -68,15 +63,7 @@ def test_a_job_is_followed_to_its_result(client) -> None:
     assert other.id not in [one.id for one in client.jobs(tag="followed")]
 
 
-def test_following_tells_improvements_as_they_come(client) -> None:
-    job = client.submit(small("improve:3:0.2"))
-    counts = [news.num_schedules for news in client.follow(job)]
-    assert counts == sorted(counts)
-    assert len(set(counts)) > 2
-
-
 def test_the_next_schedule_is_waited_for(client) -> None:
-    """Each time a better one than the known one, then None."""
     job = client.submit(small("improve:2:0.3"))
     number, numbers = 0, []
     while (found := client.schedule_if_newer(job, number, wait_s=60)) is not None:
@@ -87,7 +74,6 @@ def test_the_next_schedule_is_waited_for(client) -> None:
 
 
 def test_what_has_no_schedule_says_why(client) -> None:
-    """Each with its type: there can be none, there is none, there is no such job, no such model."""
     tight = small(devices=[{"memory_bytes": 10}, {"memory_bytes": 10}])
     with pytest.raises(InfeasibleProblemError) as caught:
         client.result(client.submit(tight))
@@ -121,11 +107,6 @@ def test_an_ended_job_is_given_more_time(client) -> None:
     assert states.count("cancelled") == 2
 
 
-def test_a_repeated_key_makes_one_job(client) -> None:
-    first, again = (client.submit(small(), idempotency_key=f"mine {id(client)}") for _ in range(2))
-    assert first.id == again.id
-
-
 def test_a_deployment_is_registered_followed_and_ended(client) -> None:
     deployment = client.deploy(small(), name="run", threshold=0.05)
     version, schedule = deployment.schedule(wait_s=30)
@@ -149,7 +130,6 @@ def test_a_deployment_without_a_schedule_says_so(client) -> None:
 
 
 def test_a_sweep_is_a_batch_with_one_table(client) -> None:
-    """Followed to its end; a row per combination of the axes' values."""
     batch = client.sweep(small(), {"memory_scale": [1, 0.001]}, name="how much", tags=["swept"])
     *_, last = batch.follow()
     assert (last.is_finished, last.progress, last.num_items, last.name) == (
@@ -175,7 +155,6 @@ def test_a_sweep_is_a_batch_with_one_table(client) -> None:
 
 
 def test_a_what_if_is_followed_to_what_each_question_buys(client) -> None:
-    """Each question of a job is an item; one changes nothing."""
     job = client.submit(small(), wait_s=30)
     assert job.is_finished
     *_, last = client.what_if(job, time_limit_s=5.0).follow()
@@ -194,12 +173,7 @@ def test_a_sweep_that_makes_no_problem_is_refused(client) -> None:
         client.sweep([small()], {"memory_scale": [1]})
 
 
-def test_methods_are_listed(client) -> None:
-    assert "auto" in client.methods()
-
-
 def test_threads_share_a_client(url: str) -> None:
-    """Twenty followers of one job over one client all see the same."""
     with Client(url) as shared:
         job = shared.submit(small("improve:3:0.2"))
         heard: list[list[int]] = []
@@ -217,8 +191,6 @@ def test_threads_share_a_client(url: str) -> None:
 
 
 def test_tasks_share_a_client(url: str) -> None:
-    """And a task that is cancelled lets go of its stream."""
-
     async def check() -> None:
         async with AsyncClient(url) as shared:
             job = await shared.submit(small("improve:3:0.2"))

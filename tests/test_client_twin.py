@@ -3,8 +3,6 @@
 ``python -m tests.test_client_twin`` writes it anew.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

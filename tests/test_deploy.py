@@ -1,11 +1,10 @@
 """The files in deploy/ agree with the settings, the image and the routes."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import tomllib
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import yaml
@@ -13,9 +12,6 @@ import yaml
 from optpipe_api import Settings, create_app
 from optpipe_api.server import server_config
 from tests.test_packaging import ROOT
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 COMPOSE = ROOT / "deploy" / "compose.yaml"
 KUBERNETES = ROOT / "deploy" / "kubernetes.yaml"
@@ -58,7 +54,6 @@ def settings_of(variables: dict[str, str], monkeypatch) -> Settings:
 
 
 def test_compose_settings_are_settings(compose, monkeypatch) -> None:
-    """Every variable exists and has a value that is accepted; keys are then required."""
     variables = dict(compose["services"]["service"]["environment"])
     settings = settings_of(variables, monkeypatch)
     assert settings.keys_required
@@ -118,7 +113,6 @@ def test_the_pod_runs_as_the_images_user_without_privileges(compose, pod) -> Non
 
 
 def test_memory_suffices_for_all_solver_processes(pod) -> None:
-    """The pod's limit is above what its solver processes may take."""
     (container,) = pod["containers"]
     values = {item["name"]: item.get("value") for item in container["env"]}
     solvers = int(values["OPTPIPE_SOLVER_PROCESSES"]) * int(values["OPTPIPE_SOLVER_MEMORY_BYTES"])
@@ -170,7 +164,6 @@ def test_the_manifest_runs_the_version_of_this_tree() -> None:
 
 
 def test_the_service_leads_to_the_pods(objects) -> None:
-    """Its selector is the pods' label, its target the port's name."""
     template = objects["Deployment"]["spec"]["template"]
     labels = template["metadata"]["labels"]
     assert objects["Service"]["spec"]["selector"].items() <= labels.items()

@@ -1,13 +1,12 @@
 """The documentation says what is: functions, figures, numbers, commands."""
 
-from __future__ import annotations
-
 import inspect
 import re
 import shlex
 import subprocess
+from collections.abc import Iterator
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import typer
@@ -19,9 +18,6 @@ from optpipe import simulate
 from optpipe.cli import make_app
 from optpipe_solver import solve
 from tests.docs_console import ROOT, blocks
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 DOCS = ROOT / "docs"
 PAGES = sorted(page for page in DOCS.rglob("*.md") if "generated" not in page.parts)
@@ -82,7 +78,6 @@ def test_links_of_functions_lead_to_the_reference_when_built() -> None:
 
 
 def test_pages_show_just_the_figures_that_are_made() -> None:
-    """Each is in a page, and none is missing."""
     shown = {
         name
         for page in PAGES

@@ -1,7 +1,5 @@
 """The pages of the published schedules: every method has one, and its formulas hold."""
 
-from __future__ import annotations
-
 import types
 from itertools import product
 
@@ -31,7 +29,6 @@ BY_NAME = {family.name: family for family in FAMILIES}
 @pytest.mark.extended
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_every_registered_method_has_its_page(family: Family) -> None:
-    """With its rule, what it holds, a picture and numbers; all from registry and docstring."""
     page = page_of(family)
     assert page.startswith(f"# {family.name}\n")
     assert f"]({family.name}.svg)" in page
@@ -42,7 +39,6 @@ def test_every_registered_method_has_its_page(family: Family) -> None:
 
 
 def test_the_overview_has_every_registered_method() -> None:
-    """One row each."""
     table = overview()
     assert all(f"[{name}](../generated/schedules/{name}.md)" in table for name in BY_NAME)
 
@@ -84,7 +80,6 @@ def test_the_formulas_of_the_papers_hold(name) -> None:
 
 
 def test_a_picture_is_drawn_by_its_own_commands(tmp_path) -> None:
-    """And one whose command fails says what it printed."""
     draw(figure_of(BY_NAME["1f1b"]), tmp_path)
     assert b"<svg" in (tmp_path / "1f1b.svg").read_bytes()[:1000]
     with pytest.raises(RuntimeError, match="left with 2"):
@@ -103,7 +98,6 @@ def example() -> Family:
 
 
 def test_the_example_family_makes_legal_programs_and_hides_communication(example) -> None:
-    """As its docstring says; without links it is as long as 1F1B."""
     for p, m in product((1, 2, 4), (1, 3, 8)):
         problem = line(p, m)
         check(problem, programs := example.build(problem))
@@ -120,7 +114,6 @@ def test_the_example_family_makes_legal_programs_and_hides_communication(example
 
 
 def test_a_new_family_gets_its_page_by_itself(example, monkeypatch) -> None:
-    """The how-to promises it."""
     code = blocks((ROOT / "docs" / "howto" / "new-family.md").read_text("utf-8"), "python")[0]
     docstring = code.split('"""')[1].strip()
     monkeypatch.setattr(pages, "docstring_of", lambda _: docstring)

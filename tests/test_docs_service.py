@@ -1,13 +1,12 @@
 """The operators' page does what it says: its curl lines, its tables, its commands."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import sqlite3
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import pytest
@@ -18,10 +17,6 @@ from optpipe_api.metrics import ServiceMetrics
 from optpipe_api.store import open_stores
 from tests.api.live import make_settings, running
 from tests.test_packaging import ROOT
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 PAGE = (ROOT / "docs" / "service.md").read_text("utf-8")
 CURL_LINES = [
@@ -75,7 +70,6 @@ def shell(tmp_path_factory) -> Iterator[Shell]:
 
 
 def test_the_curl_lines_are_answered_as_the_page_says(shell: Shell) -> None:
-    """In their order; the statuses stand in their comments."""
     assert len(CURL_LINES) > 10
     for line in CURL_LINES:
         promised = {int(status) for status in re.findall(r"\b\d{3}\b", line.rpartition("  # ")[2])}
@@ -86,7 +80,6 @@ def test_the_curl_lines_are_answered_as_the_page_says(shell: Shell) -> None:
 
 
 def test_the_picture_is_that_of_the_code() -> None:
-    """Line by line, as `optpipe_api.jobs` draws it."""
     drawn = [
         line.strip() for line in (jobs.__doc__ or "").splitlines() if "--" in line or "`--" in line
     ]
@@ -95,7 +88,6 @@ def test_the_picture_is_that_of_the_code() -> None:
 
 
 def test_limits_and_their_defaults_are_those_of_the_settings() -> None:
-    """Each row names a setting and what it is without one's doing."""
     section = PAGE.partition("## Limits")[2].partition("##")[0]
     rows = re.findall(r"^\| `(\w+)` \| (\w+) \|", section, re.MULTILINE)
     assert len(rows) > 8
@@ -106,14 +98,12 @@ def test_limits_and_their_defaults_are_those_of_the_settings() -> None:
 
 
 def test_every_variable_of_the_page_is_a_setting() -> None:
-    """Also those that are only mentioned."""
     names = {name.lower() for name in re.findall(r"OPTPIPE_([A-Z_]+)\b", PAGE)}
     assert names
     assert names <= set(Settings.model_fields)
 
 
 def test_the_metrics_are_those_that_are_exposed() -> None:
-    """All of them, by name and type."""
     metrics = ServiceMetrics()
     metrics.watch_store(dict)
     metrics.answered("GET", "/", 200, 0.1)

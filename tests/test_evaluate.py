@@ -1,7 +1,5 @@
 """Evaluation: numbers that are true, or an error."""
 
-from __future__ import annotations
-
 from importlib import import_module
 
 import pytest

@@ -1,7 +1,5 @@
 """The training example: it learns as one process does, by what the service plans for it."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -113,7 +111,6 @@ def run_example(*options: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.extended
 def test_measured_planned_by_the_service_and_trained_like_one_process(service) -> None:
-    """Three steps, with every micro-batch offloaded for room for two activations."""
     sizes = ["--hidden", "16", "--sequence", "8", "--samples", "2", "--microbatches", "4"]
     done = run_example("--url", service, "--steps", "3", "--check", "--activations", "2", *sizes)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,7 +1,5 @@
 """The examples: their numbers follow from formulas, and the quickstart ends as it should."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

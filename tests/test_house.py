@@ -1,7 +1,5 @@
 """The house: one class for one name, no circles of imports, packages at most three deep."""
 
-from __future__ import annotations
-
 import ast
 from collections import defaultdict
 from functools import cache

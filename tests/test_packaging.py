@@ -1,7 +1,5 @@
 """Promises of the files at the top: the cost of an import, the pins, the rules of the image."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

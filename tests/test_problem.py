@@ -350,7 +350,12 @@ def test_a_menu_that_v1_can_say_is_read_as_v1() -> None:
 def test_a_menu_of_v2_is_filled_in_and_comes_back() -> None:
     """What a mode leaves out is the cost's; so is what it says again, and the hash is one."""
     inside = {"name": "mlp", "forward_bytes": 4, "recompute": "inside", "recompute_ms": 1}
-    menu = [KEEP, {"name": "fp8", "forward_bytes": 5}, inside, {"name": "all", "offload_bytes": 9}]
+    menu: list[dict[str, Any]] = [
+        KEEP,
+        {"name": "fp8", "forward_bytes": 5},
+        inside,
+        {"name": "all", "offload_bytes": 9},
+    ]
     read = Problem.parse(nested(modes=menu, backward_workspace_bytes=7))
     assert read.format == "optpipe/problem/v2"
     keep, fp8, mlp, away = read.menus[0]
@@ -392,6 +397,7 @@ def test_layers_and_context_are_of_v2_and_come_back() -> None:
         (nested(modes=[KEEP, {"name": "x", "forward_bytes": 4, "offload_bytes": 5}]),
          "offload_bytes 5 may not exceed forward_bytes 4"),
         (nested(modes=[KEEP, {"name": "x", "recompute_ms": 4}]), "recompute and .* go together"),
+        (nested(modes=[KEEP, KEEP]), "two modes of a menu are called 'keep'"),
         (nested(modes=[KEEP, {"name": "x", "inside_bytes": 4}]), "inside_bytes 4 without"),
         (nested(offload_bytes=4), r"stages\[0\]\.costs\[0\]\.offload_bytes: unknown field; modes"),
         ({"stages": [{**nested()["stages"][0], "forward_ms": 2}]},

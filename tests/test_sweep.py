@@ -352,7 +352,8 @@ def test_the_smallest_pipeline_has_one_line_over_its_memory() -> None:
 def _eased(problem: Problem, rng: random.Random) -> Problem:
     """A problem with some numbers a little to the better, some things allowed or not shared."""
     data = problem.model_dump(by_alias=True)
-    for holder in (*data["devices"], *data["stages"], *data["links"]):
+    modes = [mode for stage in data["stages"] for mode in stage.get("modes", ())[1:]]
+    for holder in (*data["devices"], *data["stages"], *data["links"], *modes):
         for name, value in holder.items():
             if name.endswith(("_ms", "_bytes", "_gb_per_s")) and value and rng.random() < 0.2:
                 eased = value * (2 if name == "memory_bytes" or name.endswith("_gb_per_s") else 0.5)
@@ -361,17 +362,24 @@ def _eased(problem: Problem, rng: random.Random) -> Problem:
         device.update(rng.choice(({"half_duplex": False, "pcie_group": None}, {})))
     for stage in data["stages"]:
         more = {"recompute_ms": 1, "checkpoint_bytes": 0}
-        stage.update({} if stage["recompute_ms"] is not None else rng.choice((more, {}, {})))
+        may = stage["recompute_ms"] is None and "modes" not in stage
+        stage.update(rng.choice((more, {}, {})) if may else {})
     data["objective"] = rng.choice(["makespan", "span", problem.objective])
     return Problem.parse(data)
 
 
 @few(100)
-@given(cases(tight=True), st.integers(0, 2**32))
+@given(cases(menus=True, tight=True), st.integers(0, 2**32))
 def test_what_is_legal_in_a_tighter_problem_is_legal_and_no_longer_in_a_looser_one(
     case, seed: int
 ) -> None:
-    """Whatever is eased, shared lanes, spans and fused backwards among it."""
+    """Whatever is eased, shared lanes, spans, fused backwards and modes among it."""
+    menus = [bool(stage.modes) for stage in case.problem.stages]
+    rows = tuple(
+        tuple(action if menus[action.stage] else action.bare for action in row)
+        for row in case.programs
+    )
+    case = case._replace(programs=rows)
     try:
         eased = _eased(case.problem, random.Random(seed))
     except ProblemError:

@@ -1,7 +1,5 @@
 """Tutorial and how-tos: their commands run, one after the other, and print what they say."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.docs_console import ROOT, make_workplace, mismatch, run_step, steps
@@ -30,7 +28,6 @@ def test_the_tutorial_runs_as_it_stands(tmp_path) -> None:
 @pytest.mark.extended
 @pytest.mark.parametrize("page", HOW_TOS, ids=lambda page: page.stem)
 def test_a_how_to_runs_as_it_stands(page, tmp_path) -> None:
-    """Every how-to that has commands."""
     folder = make_workplace(tmp_path, "tiny-gpt-pp4.json")
     for step in steps(page.read_text("utf-8")):
         printed = run_step(step, folder, seconds=1)

@@ -30,13 +30,7 @@ from optpipe_api.metrics import ServiceMetrics
 from optpipe_api.requests.batches import BatchBody, FrontierView
 from optpipe_api.requests.catalogue import Comparison, EstimateBody, VariantBody
 from optpipe_api.requests.http import UnreadBodies
-from optpipe_api.requests.jobs import (
-    Fault,
-    Registration,
-    ReportBody,
-    Resumption,
-    Submission,
-)
+from optpipe_api.requests.jobs import Fault, Registration, ReportBody, Resumption, Submission
 from optpipe_api.routes import batches, catalogue, deployments, jobs, system
 from optpipe_api.server import ApiServer, allow_files, server_config
 from optpipe_api.service import Service

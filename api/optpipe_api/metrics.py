@@ -1,19 +1,6 @@
-"""What Prometheus may ask for at ``/metrics``, in a registry of the application's own.
+"""What Prometheus may ask for at ``/metrics``, as `docs/service.md` lists it.
 
-========================================= =========  ==================================
-optpipe_store_up                          gauge      1 where the database answers
-optpipe_jobs{state}                       gauge      jobs in the database, of every server
-optpipe_jobs_accepted_total{cache}        counter    submissions: hit, near, miss
-optpipe_jobs_ended_total{state}           counter    attempts of this server by how they ended
-optpipe_queue_wait_seconds                histogram  from submission to the first attempt
-optpipe_solve_seconds                     histogram  of one attempt
-optpipe_gap_ratio                         histogram  of jobs that succeeded
-optpipe_followers{kind}                   gauge      open now: stream, or wait
-optpipe_http_requests_total{method,...}   counter    by method, route and status
-optpipe_http_request_seconds{...}         histogram  until the last byte, by method and route
-optpipe_event_loop_stall_seconds          histogram  how late the event loop was
-optpipe_event_loop_worst_stall_seconds    gauge      the worst of them since the start
-========================================= =========  ==================================
+The registry is the application's own.
 """
 
 from __future__ import annotations
@@ -112,7 +99,6 @@ class ServiceMetrics(EngineObserver):
             self._followers.labels(purpose.value).set_function(count)
 
     def accepted(self, job: JobRecord) -> None:
-        """Count a job that was taken in."""
         self._accepted.labels(job.cache.value).inc()
 
     def started(self, job: JobRecord) -> None:
@@ -121,7 +107,6 @@ class ServiceMetrics(EngineObserver):
             self._waits.observe(max(0.0, job.started_at - job.created_at))
 
     def ended(self, job: JobRecord, seconds: float) -> None:
-        """Measure an attempt that ended."""
         self._ended.labels(job.state.value).inc()
         self._solves.observe(seconds)
         if job.state is JobState.SUCCEEDED and job.gap is not None:

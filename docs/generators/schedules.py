@@ -10,17 +10,7 @@ from importlib import import_module
 from math import ceil
 from typing import TYPE_CHECKING, Literal
 
-from docs.generators.figures import (
-    GB,
-    PASS_MS,
-    Figure,
-    cell,
-    draw,
-    fenced,
-    line,
-    table,
-    write_text,
-)
+from docs.generators.figures import GB, PASS_MS, Figure, cell, draw, fenced, line, table, write_text
 from optpipe import Problem, simulate
 from optpipe.memory import device_peak_bytes
 from optpipe_solver.families import FAMILIES, Family, NotApplicable
@@ -49,7 +39,6 @@ _SIZES = ((4, 8), (8, 16), (8, 32))
 
 
 def write_families(into: Path) -> None:
-    """Draw and write everything below ``schedules``."""
     folder = into / "schedules"
     for family in FAMILIES:
         draw(figure_of(family), folder)
@@ -72,7 +61,6 @@ def docstring_of(family: Family) -> str:
 
 
 def page_of(family: Family) -> str:
-    """Return a family's page."""
     title, source, body = sections(docstring_of(family))
     problem = _shown_problem(family)
     figure = figure_of(family)

@@ -169,8 +169,7 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 ProblemFile = Annotated[
     Path,
     typer.Argument(
-        metavar="PROBLEM",
-        help="Problem file (optpipe/problem/v1, JSON); - is standard input.",
+        metavar="PROBLEM", help="Problem file (optpipe/problem/v1, JSON); - is standard input."
     ),
 ]
 ProblemOut = Annotated[
@@ -207,8 +206,7 @@ Gap = Annotated[
     ),
 ]
 Threads = Annotated[
-    int,
-    typer.Option(metavar="N", min=1, help="From 2 on, search and proofs run side by side."),
+    int, typer.Option(metavar="N", min=1, help="From 2 on, search and proofs run side by side.")
 ]
 Seed = Annotated[int, typer.Option(metavar="N", min=0, help="Seed of everything random.")]
 Method = Annotated[

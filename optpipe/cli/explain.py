@@ -55,6 +55,7 @@ _TITLES = {
     "idle": "Idle",
     "offload": "Why it offloads",
     "recompute": "Why it recomputes",
+    "mode": "Why it does not keep",
 }
 
 AskWhatIf = Annotated[

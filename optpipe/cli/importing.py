@@ -81,16 +81,14 @@ def import_measurements(
     files: Files,
     output: ProblemOut = None,
     base: Annotated[
-        Path | None,
-        typer.Option(metavar="PROBLEM", help="Replace only the times of this problem."),
+        Path | None, typer.Option(metavar="PROBLEM", help="Replace only the times of this problem.")
     ] = None,
     sizes: Annotated[
         Path | None,
         typer.Option(metavar="CSV", help="Bytes of each stage: stage, activation_bytes, ..."),
     ] = None,
     messages: Annotated[
-        Path | None,
-        typer.Option(metavar="CSV", help="Timed messages: from, to, bytes, time_ms."),
+        Path | None, typer.Option(metavar="CSV", help="Timed messages: from, to, bytes, time_ms.")
     ] = None,
     name: Annotated[str | None, typer.Option(metavar="TEXT", help="Name of the problem.")] = None,
     num_microbatches: Annotated[

@@ -40,8 +40,7 @@ __all__ = ["TARGETS", "check_drawable", "draw_solved", "export", "plot"]
 
 
 Schedules = Annotated[
-    list[Path],
-    typer.Argument(metavar="SCHEDULE...", help="One or more schedules, JSON or CSV."),
+    list[Path], typer.Argument(metavar="SCHEDULE...", help="One or more schedules, JSON or CSV.")
 ]
 PictureFile = Annotated[
     Path | None,
@@ -185,8 +184,7 @@ def _trace(views: list[View]) -> str:
 # --- ``optpipe export``: a schedule for another runtime.
 
 Target = Annotated[
-    str,
-    typer.Option("--to", metavar="NAME", help="torch-csv, python, megatron-layout or trace."),
+    str, typer.Option("--to", metavar="NAME", help="torch-csv, python, megatron-layout or trace.")
 ]
 ExportFile = Annotated[
     Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write here, not to stdout.")
@@ -196,8 +194,7 @@ NumLayers = Annotated[
     typer.Option(metavar="N", min=1, help="Refuse unless the stages hold N transformer layers."),
 ]
 Fuse = Annotated[
-    bool,
-    typer.Option("--fuse", help="Run I and W as one backward B first; checked anew."),
+    bool, typer.Option("--fuse", help="Run I and W as one backward B first; checked anew.")
 ]
 
 

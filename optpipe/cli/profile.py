@@ -187,10 +187,7 @@ _ACTIONS: tuple[MeasuredAction, ...] = ("F", "I", "W", "B", "RECOMPUTE")
 
 
 def show_measurements(
-    console: Console,
-    measurements: Measurements,
-    notes: Iterable[str],
-    missing: str | None = None,
+    console: Console, measurements: Measurements, notes: Iterable[str], missing: str | None = None
 ) -> None:
     """Print the tables, one line per note, and what a problem still needs."""
     # Narrower, rows would be broken up; files and pipes count as 80 columns.

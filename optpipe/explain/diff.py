@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from optpipe.explain.explanation import count, microbatches, ranges
 from optpipe.explain.reasons import idle_times
 from optpipe.explain.values import IdleCause
-from optpipe.memory import device_peak_bytes, host_peak_bytes
+from optpipe.memory import device_peak_bytes, host_peak_bytes, modes_of
 from optpipe.problem import FrozenValue
 from optpipe.schedule import Action, ActionType
 from optpipe.simulate import bubble_rate, simulate
@@ -43,10 +43,6 @@ __all__ = [
 ]
 
 
-Treatment = Literal["kept", "offloaded", "recomputed"]
-Backward = Literal["split (I, W)", "fused (B)"]
-
-
 class PlacementChange(FrozenValue):
     """A stage on another device; None where only one of the two schedules has the stage."""
 
@@ -56,11 +52,15 @@ class PlacementChange(FrozenValue):
 
 
 class ModeChange(FrozenValue):
-    """Micro-batches of a stage that are treated, or whose backward runs, in another way."""
+    """Micro-batches of a stage that are treated, or whose backward runs, in another way.
+
+    Either is ``kept``, ``offloaded``, ``recomputed`` or ``mode <n>``, as the programs say, or it is
+    ``split (I, W)`` or ``fused (B)``.
+    """
 
     stage: int
-    before: Treatment | Backward
-    after: Treatment | Backward
+    before: str
+    after: str
     microbatches: tuple[int, ...]
 
 
@@ -122,13 +122,14 @@ def compare_programs(
     programs by their devices'.
     """
     old, new = _facts(before), _facts(after)
+    plain = [[tuple(action.bare for action in row) for row in rows] for rows in (before, after)]
     return ScheduleDifference(
         placement=_placement_changes(old.devices, new.devices),
         treatment=_mode_changes(old.treatments, new.treatments),
         backward=_mode_changes(old.backwards, new.backwards),
         order=tuple(
             _order_change(device, *rows)
-            for device, rows in enumerate(zip_longest(before, after, fillvalue=()))
+            for device, rows in enumerate(zip_longest(*plain, fillvalue=()))
             if rows[0] != rows[1]
         ),
         costs=tuple(costs),
@@ -139,17 +140,21 @@ class _Facts(NamedTuple):
     """What a set of programs says of its stages and (stage, micro-batch) pairs."""
 
     devices: dict[int, int]
-    treatments: dict[tuple[int, int], Treatment]
-    backwards: dict[tuple[int, int], Backward]
+    treatments: dict[tuple[int, int], str]
+    backwards: dict[tuple[int, int], str]
 
 
 def _facts(programs: Programs) -> _Facts:
     facts = _Facts({}, {}, {})
     for device, program in enumerate(programs):
-        for stage, kind, microbatch, _ in program:
+        for stage, kind, microbatch, mode in program:
             facts.devices[stage] = device
             cell = stage, microbatch
-            if kind is ActionType.OFFLOAD:
+            if mode:
+                facts.treatments[cell] = f"mode {mode}"
+            elif facts.treatments.get(cell, "").startswith("mode"):
+                pass
+            elif kind is ActionType.OFFLOAD:
                 facts.treatments[cell] = "offloaded"
             elif kind is ActionType.RECOMPUTE:
                 facts.treatments[cell] = "recomputed"
@@ -172,12 +177,11 @@ def _placement_changes(
 
 
 def _mode_changes(
-    before: Mapping[tuple[int, int], Treatment | Backward],
-    after: Mapping[tuple[int, int], Treatment | Backward],
+    before: Mapping[tuple[int, int], str],
+    after: Mapping[tuple[int, int], str],
 ) -> tuple[ModeChange, ...]:
     """Return what became of the pairs that both have, gathered by stage and change."""
-    changed: dict[tuple[int, Treatment | Backward, Treatment | Backward], list[int]]
-    changed = defaultdict(list)
+    changed: dict[tuple[int, str, str], list[int]] = defaultdict(list)
     for stage, microbatch in sorted(before.keys() & after.keys()):
         old, new = before[stage, microbatch], after[stage, microbatch]
         if old != new:
@@ -363,15 +367,17 @@ def _joined(before: dict[str, _Row], after: dict[str, _Row]) -> tuple[Cost, ...]
 def _measured(problem: Problem, programs: Programs) -> dict[str, _Row]:
     run = simulate(problem, programs)
     peaks = [device_peak_bytes(problem, device, row) for device, row in enumerate(programs)]
-    actions = [action for row in programs for action in row]
-    moved = (a.stage for a in actions if a.type is ActionType.OFFLOAD)
-    again = (a.stage for a in actions if a.type is ActionType.RECOMPUTE)
+    used = [
+        problem.menus[stage][mode]
+        for row in programs
+        for (stage, _), mode in modes_of(problem, row).items()
+    ]
     idle = idle_times(problem, programs, run)
     rows = _rows(run.makespan_ms, run.span_ms, peaks, host_peak_bytes(problem, programs))
     rows["bubble of the makespan"] = "share", bubble_rate(problem, run.makespan_ms)
     rows["bubble of the span"] = "share", bubble_rate(problem, run.span_ms)
-    rows["offloaded"] = "bytes", sum(problem.stages[s].offload_bytes for s in moved)
-    rows["recomputation"] = "ms", sum(problem.stages[s].recompute_ms or 0.0 for s in again)
+    rows["offloaded"] = "bytes", sum(mode.offload_bytes for mode in used)
+    rows["recomputation"] = "ms", sum(mode.recompute_ms for mode in used)
     for cause in IdleCause:
         total = sum(device.causes.get(cause, 0.0) for device in idle)
         if total:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from itertools import chain, groupby, pairwise
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from optpipe.explain.memory import device_memories, host_memories, program_peaks, stage_reliefs
 from optpipe.explain.reasons import Reasons, critical_path, idle_times, lane_uses, runs_of
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         LaneUse,
         PathRun,
         PieceKind,
+        ReliefKind,
         StageRelief,
         Topic,
     )
@@ -123,6 +124,7 @@ def _sentences(problem: Problem, told: Explanation) -> tuple[Sentence, ...]:
         "idle": _idle(problem, told),
         "offload": _relief_sentences(problem, told, "offload"),
         "recompute": _relief_sentences(problem, told, "recompute"),
+        "mode": _relief_sentences(problem, told, "mode"),
     }
     return tuple(
         Sentence(topic=topic, text=text) for topic, texts in topics.items() for text in texts
@@ -349,12 +351,10 @@ def _actions(problem: Problem, device: int, actions: Sequence[Action]) -> str:
 # --- Why a schedule offloads and recomputes what it does, in words.
 
 _MOST_STAGES = 16
-_DROPPED = {"offload": "offloaded", "recompute": "recomputed"}
+_DROPPED = {"offload": "offloaded", "recompute": "recomputed", "mode": "not kept"}
 
 
-def _relief_sentences(
-    problem: Problem, told: Explanation, kind: Literal["offload", "recompute"]
-) -> Iterator[str]:
+def _relief_sentences(problem: Problem, told: Explanation, kind: ReliefKind) -> Iterator[str]:
     """Yield, per stage that does it, what would not fit without, and what is not needed."""
     held = [relief for relief in told.reliefs if relief.kind == kind]
     for relief in held[:_MOST_STAGES]:
@@ -372,8 +372,9 @@ def _relief_sentences(
 def _stage(problem: Problem, relief: StageRelief) -> Iterator[str]:
     number = len(relief.reliefs)
     name = _device_name(problem, relief.device)
+    does = f"uses {relief.mode!r} for" if relief.kind == "mode" else f"{relief.kind}s"
     begin = (
-        f"stage {relief.stage} {relief.kind}s {number} of {problem.num_microbatches} "
+        f"stage {relief.stage} {does} {number} of {problem.num_microbatches} "
         f"micro-batches ({format_bytes(relief.reliefs[0].saved_bytes)} each, "
         f"{_effort(problem, relief)})"
     )
@@ -404,10 +405,17 @@ def _stage(problem: Problem, relief: StageRelief) -> Iterator[str]:
 
 
 def _effort(problem: Problem, relief: StageRelief) -> str:
-    if relief.kind == "recompute":
-        return f"{format_ms(problem.stages[relief.stage].recompute_ms or 0.0)} ms"
-    away, back = problem.offload_ms(relief.stage), problem.reload_ms(relief.stage)
-    return f"{format_ms(away)} ms away and {format_ms(back)} ms back"
+    """Return what a mode costs: ms on the transfer lanes, ms of recomputation."""
+    s, named = relief.stage, relief.mode or relief.kind
+    mode = next(mode for mode in problem.menus[s] if mode.name == named)
+    parts = []
+    if moved := mode.offload_bytes:
+        away, back = problem.offload_ms(s, moved), problem.reload_ms(s, moved)
+        parts.append(f"{format_ms(away)} ms away and {format_ms(back)} ms back")
+    if mode.recompute:
+        inside = " inside the backward" if mode.recompute == "inside" else ""
+        parts.append(f"{format_ms(mode.recompute_ms)} ms{inside}")
+    return ", ".join(parts) or "at no cost in time"
 
 
 def _spare(relief: StageRelief) -> tuple[int, ...]:

@@ -1,30 +1,33 @@
-"""Why each offload and each recomputation was chosen: what would not fit without it.
+"""Why each offload, recomputation or other mode was chosen: what would not fit without it.
 
-Memory is a property of the program, so this is a question to the memory walk alone. An offload
-lowers what its device holds at every action between its RELEASE and its RELOAD, by offload_bytes; a
-recomputation from its F up to its RECOMPUTE, by what F would else keep beyond the checkpoint. Taken
-out, with all else as it is, exactly these actions hold so much more, and RELEASE and RELOAD, or the
-RECOMPUTE, are gone.
+Memory is a property of the program, so this is a question to the memory walk alone. A cell that is
+not kept lowers what its device holds between its own actions: an offload from its RELEASE up to its
+RELOAD, a recomputation from its F up to its RECOMPUTE or its backward, by what F would else keep.
+Taken out, so that the cell is kept with all else as it is, exactly these actions hold so much more
+(or less, where the mode holds more while its backward runs), and its transfers and its RECOMPUTE
+are gone.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 
 from optpipe.explain.values import DeviceMemory, HostMemory, Necessity, Relief, StageRelief
-from optpipe.memory import host_peak_bytes, memory_walk
-from optpipe.schedule import Action, ActionType
+from optpipe.memory import EFFECTS, host_peak_bytes, memory_walk, modes_of
+from optpipe.schedule import ActionType
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from numpy.typing import NDArray
 
-    from optpipe.problem import Problem
-    from optpipe.schedule import Program, Programs
+    from optpipe.explain.values import ReliefKind
+    from optpipe.memory import Effect
+    from optpipe.problem import CellMode, Problem
+    from optpipe.schedule import Action, Program, Programs
 
 __all__ = ["device_memories", "host_memories", "program_peaks", "stage_reliefs", "tightest_device"]
 
@@ -34,24 +37,28 @@ _GONE = -(2**62)
 
 
 class _Relief(NamedTuple):
-    """Between ``first`` and ``end`` (not included) the device holds ``saved`` bytes less.
+    """In each of ``spans``, (first, end not included, bytes), the device holds so much less.
 
     ``gone`` are the actions that vanish with it.
     """
 
-    kind: Literal["offload", "recompute"]
+    kind: ReliefKind
+    mode: str
     stage: int
     microbatch: int
-    first: int
-    end: int
-    saved: int
+    spans: tuple[tuple[int, int, int], ...]
     gone: tuple[int, ...]
+
+    @property
+    def saved(self) -> int:
+        """The most that it saves at any action."""
+        return max((saved for _, _, saved in self.spans), default=0)
 
 
 def stage_reliefs(
     problem: Problem, programs: Programs, peaks: Peaks | None = None
 ) -> tuple[StageRelief, ...]:
-    """Return what every stage offloads and what it recomputes, in the order of stages.
+    """Return what every stage does not keep, in the order of stages.
 
     Each is judged against the memory of its device alone:
 
@@ -70,49 +77,81 @@ def stage_reliefs(
             held = np.array(known[device], dtype=np.int64)
             limit = problem.devices[device].usable_bytes
             found += _judge(device, program, reliefs, held, limit)
-    return tuple(sorted(found, key=lambda item: (item.stage, item.kind)))
+    return tuple(sorted(found, key=lambda item: (item.stage, item.kind, item.mode)))
+
+
+_OF_MODE = (ActionType.OFFLOAD, ActionType.RELEASE, ActionType.RELOAD, ActionType.RECOMPUTE)
 
 
 def _find(problem: Problem, program: Program) -> list[_Relief]:
-    at = {action.bare: index for index, action in enumerate(program)}
+    modes = modes_of(problem, program)
+    own: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for index, action in enumerate(program):
+        if modes[action.cell]:
+            own[action.cell].append(index)
     reliefs = []
-    for action in program:
-        index, kind, microbatch, _ = action
-        stage = problem.stages[index]
-        if kind is ActionType.RELEASE:
-            release = at[action]
-            reload = at[Action(index, ActionType.RELOAD, microbatch)]
-            span = release + 1, reload
-            gone = at[Action(index, ActionType.OFFLOAD, microbatch)], release, reload
-            relief = _Relief("offload", index, microbatch, *span, stage.offload_bytes, gone)
-            reliefs.append(relief)
-        elif kind is ActionType.RECOMPUTE:
-            span = at[Action(index, ActionType.FORWARD, microbatch)], at[action]
-            saved = stage.activation_bytes - (stage.checkpoint_bytes or 0)
-            reliefs.append(_Relief("recompute", index, microbatch, *span, saved, (at[action],)))
+    for cell, places in sorted(own.items(), key=lambda item: _begins(program, item[1])):
+        stage = problem.stages[cell[0]]
+        menu = problem.menus[cell[0]]
+        mode = menu[modes[cell]]
+        kind: ReliefKind = "mode" if stage.modes else _V1[mode.recompute]
+        kinds = [(index, program[index].type) for index in places]
+        spans = tuple(_spans(kinds, menu[0], mode))
+        gone = tuple(index for index, action in kinds if action in _OF_MODE)
+        reliefs.append(_Relief(kind, mode.name, *cell, spans, gone))
     return reliefs
 
 
+_V1: dict[str, ReliefKind] = {"": "offload", "apart": "recompute"}
+
+
+def _begins(program: Program, places: Sequence[int]) -> int:
+    """Return where a relief begins: at its RELEASE or RECOMPUTE, else at its F."""
+    late = (ActionType.RELEASE, ActionType.RECOMPUTE)
+    return next((index for index in places if program[index].type in late), places[0])
+
+
+def _spans(
+    kinds: Sequence[tuple[int, ActionType]], keep: CellMode, mode: CellMode
+) -> Iterator[tuple[int, int, int]]:
+    """Yield (first, end, bytes): how much less than kept a cell holds, where that differs."""
+    kept = held = 0
+    ends = [index for index, _ in kinds[1:]] + [kinds[-1][0] + 1]
+    for (index, kind), following in zip(kinds, ends, strict=True):
+        effect = EFFECTS[kind]
+        if kind not in _OF_MODE:
+            there = _peak(effect, keep, kept) - _peak(effect, mode, held)
+            if there:
+                yield index, index + 1, there
+            kept += effect.delta(keep)
+        held += effect.delta(mode)
+        if kept != held and index + 1 < following:
+            yield index + 1, following, kept - held
+
+
+def _peak(effect: Effect, mode: CellMode, held: int) -> int:
+    """Return the most that a cell holds during one of its actions."""
+    inside, delta = effect.inside(mode), effect.delta(mode)
+    return held + max(inside, delta, 0) + effect.workspace(mode)
+
+
 def _judge(
-    device: int,
-    program: Program,
-    reliefs: Sequence[_Relief],
-    peaks: NDArray[np.int64],
-    limit: int,
+    device: int, program: Program, reliefs: Sequence[_Relief], peaks: NDArray[np.int64], limit: int
 ) -> list[StageRelief]:
     unneeded = _unneeded(peaks, reliefs, limit)
-    groups: dict[tuple[int, Literal["offload", "recompute"]], list[_Relief]] = defaultdict(list)
+    groups: dict[tuple[int, ReliefKind, str], list[_Relief]] = defaultdict(list)
     for relief in reliefs:
-        groups[relief.stage, relief.kind].append(relief)
+        groups[relief.stage, relief.kind, relief.mode].append(relief)
     return [
         StageRelief(
             stage=stage,
             device=device,
             kind=kind,
+            mode=mode if kind == "mode" else "",
             reliefs=tuple(_relief(program, peaks, item, limit, unneeded) for item in group),
             **_excess(program, _without(peaks, group), limit),
         )
-        for (stage, kind), group in groups.items()
+        for (stage, kind, mode), group in groups.items()
     ]
 
 
@@ -125,28 +164,26 @@ def _unneeded(peaks: NDArray[np.int64], reliefs: Sequence[_Relief], limit: int) 
     held = peaks.copy()
     found = set()
     for relief in reliefs:
-        if max(_most(peaks, relief), _most(held, relief)) + relief.saved <= limit:
+        if max(_most(peaks, relief), _most(held, relief)) <= limit:
             _take_out(held, relief)
             found.add(relief)
     return found
 
 
 def _relief(
-    program: Program,
-    peaks: NDArray[np.int64],
-    relief: _Relief,
-    limit: int,
-    unneeded: set[_Relief],
+    program: Program, peaks: NDArray[np.int64], relief: _Relief, limit: int, unneeded: set[_Relief]
 ) -> Relief:
-    if _most(peaks, relief) + relief.saved > limit:
+    if _most(peaks, relief) > limit:
         verdict = Necessity.NEEDED
     else:
         verdict = Necessity.UNNEEDED if relief in unneeded else Necessity.INTERCHANGEABLE
-    part = peaks[relief.first : relief.end]
     at, excess = None, 0
-    if len(part):
-        index = relief.first + int(part.argmax())
-        at, excess = program[index], int(peaks[index]) + relief.saved - limit
+    most = _GONE
+    for first, end, saved in relief.spans:
+        index = first + int(peaks[first:end].argmax())
+        if peaks[index] + saved > most:
+            most = int(peaks[index]) + saved
+            at, excess = program[index], most - limit
     return Relief(
         microbatch=relief.microbatch,
         saved_bytes=relief.saved,
@@ -157,12 +194,14 @@ def _relief(
 
 
 def _most(held: NDArray[np.int64], relief: _Relief) -> int:
-    """Return the most that is held while this relief lasts."""
-    return int(held[relief.first : relief.end].max(initial=_GONE))
+    """Return the most that would be held without this relief, where it makes a difference."""
+    return max((int(held[first:end].max()) + saved for first, end, saved in relief.spans),
+               default=_GONE)  # fmt: skip
 
 
 def _take_out(held: NDArray[np.int64], relief: _Relief) -> None:
-    held[relief.first : relief.end] += relief.saved
+    for first, end, saved in relief.spans:
+        held[first:end] += saved
     held[list(relief.gone)] = _GONE
 
 

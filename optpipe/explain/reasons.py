@@ -474,7 +474,8 @@ def _gathered(pieces: Sequence[Piece]) -> Iterator[PathRun]:
             yield _path_run(kind, pieces[at:end])
         else:
             device, wave = _same(pieces, first), _wave(pieces, first)
-            is_wave = _num_computed(pieces[first:wave]) > device - first
+            num_computed = sum(piece.kind == "compute" for piece in pieces[first:wave])
+            is_wave = num_computed > device - first
             end = wave if is_wave else device
             yield _path_run("wave" if is_wave else "device", pieces[at:end])
         at = end
@@ -508,10 +509,6 @@ def _follows(before: Action | None, piece: Piece) -> bool:
         return False
     step = after.stage - before.stage
     return before.microbatch == after.microbatch and step == (-1 if after.type.is_backward else 1)
-
-
-def _num_computed(pieces: Sequence[Piece]) -> int:
-    return sum(piece.kind == "compute" for piece in pieces)
 
 
 def _path_run(kind: RunKind, pieces: Sequence[Piece]) -> PathRun:

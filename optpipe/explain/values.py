@@ -27,6 +27,7 @@ __all__ = [
     "PathRun",
     "PieceKind",
     "Relief",
+    "ReliefKind",
     "RunKind",
     "Sentence",
     "StageRelief",
@@ -36,7 +37,10 @@ __all__ = [
 LaneKind = Literal["compute", "d2h", "h2d", "both ways", "grad sync", "link"]
 PieceKind = Literal["compute", "link", "d2h", "h2d", "grad sync", "queue"]
 RunKind = Literal["device", "wave", "link", "d2h", "h2d", "grad sync", "queue"]
-Topic = Literal["length", "critical path", "lanes", "memory", "idle", "offload", "recompute"]
+ReliefKind = Literal["offload", "recompute", "mode"]
+Topic = Literal[
+    "length", "critical path", "lanes", "memory", "idle", "offload", "recompute", "mode"
+]
 
 
 class IdleCause(StrEnum):
@@ -144,9 +148,9 @@ class DeviceIdle(FrozenValue):
 
 
 class Relief(FrozenValue):
-    """One (stage, micro-batch) that is offloaded or recomputed.
+    """One (stage, micro-batch) that is offloaded, recomputed, or in another mode than keep.
 
-    * ``saved_bytes``: what the device does not hold meanwhile.
+    * ``saved_bytes``: what the device does not hold meanwhile, at most.
     * ``verdict``: whether that is needed.
     * ``exceeds_at``, ``excess_bytes``: without this one alone: the first action at which the device
       would hold most meanwhile, and by how much that is over its limit; at most 0 where it fits all
@@ -161,14 +165,15 @@ class Relief(FrozenValue):
 
 
 class StageRelief(FrozenValue):
-    """What a stage offloads, or recomputes.
+    """What a stage offloads, recomputes, or treats in another mode of its menu, by name.
 
     ``exceeds_at`` and ``excess_bytes`` are those without all of ``reliefs`` together.
     """
 
     stage: int
     device: int
-    kind: Literal["offload", "recompute"]
+    kind: ReliefKind
+    mode: str = ""
     reliefs: tuple[Relief, ...]
     exceeds_at: Action | None
     excess_bytes: int

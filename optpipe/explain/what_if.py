@@ -119,7 +119,7 @@ def _more_memory(problem: Problem, programs: Programs) -> WhatIfQuestion:
 
 def _faster_pcie(problem: Problem, programs: Programs) -> WhatIfQuestion | Unasked:
     name, text = "faster-pcie", "20 % more PCIe bandwidth, both directions"
-    if not any(problem.can_offload(stage) for stage in range(len(problem.stages))):
+    if not problem.may_offload:
         reason = "buys nothing: no stage can be offloaded, so nothing crosses the bus"
         return Unasked(name=name, text=text, reason=reason)
     devices = [

@@ -56,7 +56,7 @@ def _expect_for_torch(programs: Programs) -> None:
             )
         num_losses = 0
         for column, action in enumerate(program, start=1):
-            if action.type in _UNKNOWN_TO_TORCH:
+            if action.type in _UNKNOWN_TO_TORCH or action.mode:
                 raise _unknown_to_torch(row, column, action)
             if action.stage == last and action.type is ActionType.FORWARD:
                 if action.microbatch != num_losses:
@@ -65,10 +65,11 @@ def _expect_for_torch(programs: Programs) -> None:
 
 
 def _unknown_to_torch(row: int, column: int, action: Action) -> ScheduleFormatError:
+    what = "modes" if action.mode else action.type.value
     return ScheduleFormatError(
-        f"row {row}, column {column}: torch's runtime has no {action.type.value} ({action}), and "
+        f"row {row}, column {column}: torch's runtime has no {what} ({action}), and "
         "without it the program needs more memory than was planned; run it with optpipe.runtime, "
-        "or solve a problem without bandwidths and without recompute_ms"
+        "or solve a problem without bandwidths, recompute_ms and modes"
     )
 
 

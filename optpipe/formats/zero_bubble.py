@@ -353,6 +353,11 @@ def _expect_placement(problem: Problem) -> None:
 def _expect_queues(device: int, program: Program) -> None:
     last: dict[tuple[int, str], int] = {}
     for index, action in enumerate(program):
+        if action.mode:
+            raise _refused(
+                device, index, action, "the zero-bubble runtime has no modes beside keep and "
+                "offload; use optpipe.runtime, or solve a problem with that menu alone",
+            )  # fmt: skip
         if action.type is ActionType.RECOMPUTE:
             raise _refused(
                 device, index, action, "the zero-bubble runtime's R makes again only what a layer "

@@ -30,12 +30,7 @@ if TYPE_CHECKING:
 
     from optpipe.problem import Stage
 
-__all__ = [
-    "BuiltProblem",
-    "Measurements",
-    "build_problem",
-    "stage_times",
-]
+__all__ = ["BuiltProblem", "Measurements", "build_problem", "stage_times"]
 
 
 Value = TypeVar("Value")

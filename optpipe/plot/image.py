@@ -442,17 +442,11 @@ def draw_frontier(lines: Sequence[FrontierLine], title: str = "") -> Any:
     unit = unit_of([point for line in lines for point in line.points])
     for index, line in enumerate(lines):
         _draw_line(
-            axes,
-            line,
-            unit,
-            LINE_COLOURS[index % len(LINE_COLOURS)],
-            is_named=index < _MOST_NAMED,
+            axes, line, unit, LINE_COLOURS[index % len(LINE_COLOURS)], is_named=index < _MOST_NAMED
         )
     _draw_frontier_edges(axes, lines, unit)
     axes.set(
-        xlabel=f"memory per device ({unit.name})",
-        ylabel="objective (ms)",
-        title=_plain_text(title),
+        xlabel=f"memory per device ({unit.name})", ylabel="objective (ms)", title=_plain_text(title)
     )
     axes.grid(visible=True, color="#eceff1")
     axes.set_axisbelow(True)

@@ -145,13 +145,7 @@ def _time_axis(length_ms: float) -> Range1d:
 
 def _script_of(parts: Sequence[dict[str, Any]], follow: NumericInput, time: Range1d) -> CustomJS:
     """Return the one script of all figures; it runs when what they share changes."""
-    args = {
-        "parts": parts,
-        "follow": follow,
-        "time": time,
-        "veil": VEIL_CODE,
-        "most": MOST_AT_ONCE,
-    }
+    args = {"parts": parts, "follow": follow, "time": time, "veil": VEIL_CODE, "most": MOST_AT_ONCE}
     script = CustomJS(args=args, code=_script("titles", "labels", "schedules"))
     follow.js_on_change("value", script)
     time.js_on_change("start", script)
@@ -231,11 +225,7 @@ def frontier_chart(
     plot.toolbar.stylesheets = [InlineStyleSheet(css=css_of(theme))]
     for index, line in enumerate(lines):
         _add_line(
-            plot,
-            line,
-            unit,
-            LINE_COLOURS[index % len(LINE_COLOURS)],
-            is_named=index < _MOST_NAMED,
+            plot, line, unit, LINE_COLOURS[index % len(LINE_COLOURS)], is_named=index < _MOST_NAMED
         )
     _draw_infeasible(plot, points, unit, bottom + _FOOT * (top - bottom), look)
     _place_legend(plot)

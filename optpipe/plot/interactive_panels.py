@@ -290,7 +290,10 @@ def draw_memory(
     """
     look = PALETTES[theme]
     limits = [device.usable_bytes for device in view.problem.devices]
-    peaks = _peaks(view)
+    peaks = [
+        device_peak_bytes(view.problem, device, program)
+        for device, program in enumerate(view.programs)
+    ]
     most = max(peaks, default=0)
     unit, size = next((unit for unit in _UNITS if most >= unit[1]), _UNITS[-1])
     devices = _devices(view, drawing, peaks, size)
@@ -318,10 +321,7 @@ def draw_memory(
     source = ColumnDataSource(shown)
     _draw_areas(plot, source, look)
     limit = Span(
-        location=limits[chosen] / size,
-        dimension="width",
-        line_color=look.limit,
-        line_width=1.5,
+        location=limits[chosen] / size, dimension="width", line_color=look.limit, line_width=1.5
     )
     plot.add_layout(limit)
     plot.yaxis.ticker.desired_num_ticks = 3
@@ -334,13 +334,6 @@ def draw_memory(
         "select": _select(view, chosen, theme),
         "end": drawing.makespan_ms,
     }
-
-
-def _peaks(view: View) -> list[int]:
-    return [
-        device_peak_bytes(view.problem, device, program)
-        for device, program in enumerate(view.programs)
-    ]
 
 
 def _ceiling(peaks: Sequence[int], limits: Sequence[int]) -> float:
@@ -491,9 +484,7 @@ def _add_title(plot: Any, text: str, *, is_bold: bool = True) -> Title:
     another line.
     """
     title = Title(
-        text=text,
-        text_font_style="bold" if is_bold else "normal",
-        name=f"{plot.name}-title",
+        text=text, text_font_style="bold" if is_bold else "normal", name=f"{plot.name}-title"
     )
     plot.add_layout(title, "above")
     return title

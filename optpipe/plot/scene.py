@@ -183,11 +183,7 @@ def curve_of(points: Sequence[tuple[float, int]]) -> Curve:
 
 
 def _held_around(
-    problem: Problem,
-    device: int,
-    programs: Programs,
-    intervals: Sequence[Interval],
-    curve: Curve,
+    problem: Problem, device: int, programs: Programs, intervals: Sequence[Interval], curve: Curve
 ) -> NDArray[np.int64]:
     """Return bytes before and after each interval: by the walk; a reduction's by the clock."""
     program = programs[device]

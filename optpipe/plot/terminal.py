@@ -155,7 +155,8 @@ class _Picture:
             return
         letter = LETTERS.get(action.type, "")
         label = f"{letter}{action.microbatch}"
-        if self._ambiguous_stage(action.stage) and len(f"{action.stage}{label}") <= block.width:
+        stages = self.problem.stages_of[self.problem.stages[action.stage].device]
+        if len(stages) > 1 and len(f"{action.stage}{label}") <= block.width:
             label = f"{action.stage}{label}"
         if len(label) > block.width:
             number = str(action.microbatch)
@@ -163,9 +164,6 @@ class _Picture:
         fill = self.glyphs.fill[action.type] if self.plain else " "
         text = label[: block.width].ljust(block.width, fill)
         body.append(text, self._colour(action.type, action.microbatch))
-
-    def _ambiguous_stage(self, stage: int) -> bool:
-        return len(self.problem.stages_of[self.problem.stages[stage].device]) > 1
 
     def _colour(self, kind: ActionType, microbatch: int) -> Style:
         return Style(color="black", bgcolor=COLOURS[kind][microbatch % 2])

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from optpipe.runtime.measuring import measure
     from optpipe.runtime.runner import Evaluation, PipelineRunner
     from optpipe.runtime.timing import ActionTimer
+    from optpipe.runtime.treatments import groups, modes
 
 __all__ = [
     "ActionTimer",
@@ -27,7 +28,9 @@ __all__ = [
     "PreflightError",
     "RankError",
     "follow",
+    "groups",
     "measure",
+    "modes",
 ]
 
 require_torch()
@@ -42,7 +45,9 @@ _HOMES = {
     "PreflightError": "errors",
     "RankError": "errors",
     "follow": "follower",
+    "groups": "treatments",
     "measure": "measuring",
+    "modes": "treatments",
 }
 """In which module below this one a name is."""
 

@@ -98,14 +98,36 @@ class _Embedding(nn.Module):
         return embedded + self.position
 
 
+class _CoreAttention(nn.Module):
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        attended: Tensor = functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True
+        )
+        return attended
+
+
+class _Attention(nn.Module):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.heads = config.heads
+        self.qkv = nn.Linear(config.hidden, 3 * config.hidden)
+        self.core_attention = _CoreAttention()
+        self.projection = nn.Linear(config.hidden, config.hidden)
+
+    def forward(self, normed: Tensor) -> Tensor:
+        samples, length, hidden = normed.shape
+        mixed = self.qkv(normed).view(samples, length, 3, self.heads, hidden // self.heads)
+        attended = self.core_attention(*mixed.permute(2, 0, 3, 1, 4))
+        projected: Tensor = self.projection(attended.transpose(1, 2).reshape(normed.shape))
+        return projected
+
+
 class _Block(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         hidden = config.hidden
-        self.heads = config.heads
         self.attention_norm = nn.LayerNorm(hidden)
-        self.qkv = nn.Linear(hidden, 3 * hidden)
-        self.projection = nn.Linear(hidden, hidden)
+        self.attention = _Attention(config)
         self.dropout = nn.Dropout(config.dropout)
         self.mlp = nn.Sequential(
             nn.LayerNorm(hidden),
@@ -115,17 +137,9 @@ class _Block(nn.Module):
         )
 
     def forward(self, activations: Tensor) -> Tensor:
-        activations = activations + self.dropout(self._attend(self.attention_norm(activations)))
+        activations = activations + self.dropout(self.attention(self.attention_norm(activations)))
         added: Tensor = self.dropout(self.mlp(activations))
         return activations + added
-
-    def _attend(self, normed: Tensor) -> Tensor:
-        samples, length, hidden = normed.shape
-        mixed = self.qkv(normed).view(samples, length, 3, self.heads, hidden // self.heads)
-        query, key, value = mixed.permute(2, 0, 3, 1, 4)
-        attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        projected: Tensor = self.projection(attended.transpose(1, 2).reshape(normed.shape))
-        return projected
 
 
 class _Head(nn.Module):

@@ -18,6 +18,7 @@ from __future__ import annotations
 import mmap
 import os
 import weakref
+from collections.abc import Mapping
 from contextlib import contextmanager
 from enum import Enum
 from itertools import accumulate
@@ -34,12 +35,14 @@ from optpipe.runtime.torch_names import parts_with_memory, storage_identity, vie
 from optpipe.schedule import ActionType
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from optpipe.schedule import Program
 
 __all__ = [
     "DEFAULT_MIN_BYTES",
+    "EVERYTHING",
+    "REST",
     "Copies",
     "CudaCopies",
     "Fence",
@@ -57,6 +60,12 @@ __all__ = [
 
 DEFAULT_MIN_BYTES: Final = 1024
 """Storages below this stay on the device: a copy of their own costs more than they weigh."""
+
+EVERYTHING: Final = frozenset({"*"})
+"""Stands for all groups of a stage and what none makes."""
+
+REST: Final = "rest"
+"""What a stage saves outside all groups."""
 
 _ALIGNMENT = 512
 
@@ -104,7 +113,8 @@ class Offloader:
     modules
         The stages of this rank; their parameters and buffers stay where they are.
     cells
-        The (stage, micro-batch) pairs that the program offloads; others are not touched.
+        The (stage, micro-batch) pairs that the program offloads; others are not touched. Of each
+        the groups that move, where not `EVERYTHING` does.
     min_bytes
         Storages below this stay on the device.
     num_slots
@@ -115,7 +125,7 @@ class Offloader:
         self,
         modules: Mapping[int, nn.Module],
         device: torch.device,
-        cells: Iterable[Cell],
+        cells: Iterable[Cell] | Mapping[Cell, frozenset[str]],
         *,
         min_bytes: int = DEFAULT_MIN_BYTES,
         copies: HostCopies | None = None,
@@ -123,11 +133,12 @@ class Offloader:
     ) -> None:
         self.modules = modules
         self._device = device
-        self._cells = frozenset(cells)
+        given = cells if isinstance(cells, Mapping) else dict.fromkeys(cells, EVERYTHING)
+        self._cells = dict(given)
         self._min_bytes = min_bytes
-        given = copies if copies is not None else make_copies(device)
-        self.copies: Copies = given
-        self.pool = HostPool(given, num_slots)
+        lanes = copies if copies is not None else make_copies(device)
+        self.copies: Copies = lanes
+        self.pool = HostPool(lanes, num_slots)
         self._offloaded: dict[Cell, _OffloadedCell] = {}
         self.offloaded_bytes = 0
         self.reloaded_bytes = 0
@@ -137,18 +148,30 @@ class Offloader:
         return cell in self._cells
 
     @contextmanager
-    def capture(self, cell: Cell, boundary: Sequence[Tensor] = ()) -> Iterator[None]:
+    def capture(
+        self, cell: Cell, boundary: Sequence[Tensor] = ()
+    ) -> Iterator[SavedActivations | None]:
         """Take over what autograd saves for a cell inside the context (its F, its loss).
 
         ``boundary``, the stage's inputs, stays.
         """
         if cell not in self._cells:
-            yield
+            yield None
             return
         if cell not in self._offloaded:
             self._offloaded[cell] = _OffloadedCell(self._saved(cell, boundary))
-        with self._offloaded[cell].saved.capture():
-            yield
+        saved = self._offloaded[cell].saved
+        with saved.capture():
+            yield saved
+
+    def take_in(self, cell: Cell, tensors: Sequence[Tensor]) -> None:
+        """Take over tensors that somebody keeps for a RECOMPUTE, a stage's inputs.
+
+        They stay where they are held, without memory while the host has it.
+        """
+        saved = self._saved(cell, ())
+        saved.take_in(tensors)
+        self._offloaded[cell] = _OffloadedCell(saved)
 
     def keep(self, cell: Cell, tensors: Sequence[Tensor]) -> None:
         """Leave these tensors, the stage's outputs, on the device."""
@@ -177,6 +200,7 @@ class Offloader:
         offloaded.fence.wait()
         for storage in offloaded.storages:
             storage.on_device = None
+        offloaded.saved.hollow_out()
         offloaded.state = _State.RELEASED
 
     def reload(self, cell: Cell) -> None:
@@ -186,6 +210,7 @@ class Offloader:
             # Allocated here, on the compute stream, by which it will also be freed.
             data = torch.empty(storage.num_bytes, dtype=torch.uint8, device=storage.device)
             storage.on_device = data.untyped_storage()
+        offloaded.saved.fill_again()
         pairs = zip(offloaded.on_host(), offloaded.on_device(), strict=True)
         offloaded.fence = self.copies.to_device(list(pairs))
         offloaded.state = _State.RETURNING
@@ -212,7 +237,7 @@ class Offloader:
         module = self.modules[stage]
         resident = [*module.parameters(), *module.buffers(), *boundary]
         label = f"stage {stage}, micro-batch {microbatch}"
-        return SavedActivations(label, resident, self._device, self._min_bytes)
+        return SavedActivations(label, resident, self._device, self._min_bytes, self._cells[cell])
 
     def _expect(self, cell: Cell, state: _State, what: str) -> _OffloadedCell:
         offloaded = self._offloaded.get(cell)
@@ -243,6 +268,8 @@ class _OffloadedStorage:
         self.on_device: torch.UntypedStorage | None = storage
         self.num_bytes = storage.nbytes()
         self.device = storage.device
+        self.moves = False
+        """Whether a group that is offloaded has saved it."""
 
     def bytes_on_device(self) -> Tensor:
         """Return its bytes as a one-dimensional tensor."""
@@ -270,10 +297,17 @@ class SavedActivations:
     are more than strided memory. Also every parameter that is made meanwhile, and its views: FSDP2
     gathers weights when a module begins, and with ``reshard_after_forward`` takes their memory away
     at its end and gives it back before the module's backward, in the storage that autograd saved.
+
+    ``moved`` are the groups of modules that are offloaded; what others save, too, moves with them.
     """
 
     def __init__(
-        self, label: str, resident: Iterable[Tensor], device: torch.device, min_bytes: int
+        self,
+        label: str,
+        resident: Iterable[Tensor],
+        device: torch.device,
+        min_bytes: int,
+        moved: frozenset[str] = EVERYTHING,
     ) -> None:
         self._label = label
         self._device = device
@@ -282,6 +316,9 @@ class SavedActivations:
         self._resident = _storages(resident)
         # Weak: what autograd lets go of during the forward need not go to the host.
         self._storages: dict[int, weakref.ref[_OffloadedStorage]] = {}
+        self._moved = moved
+        self._scope: frozenset[str] = frozenset()
+        self._taken_in: list[tuple[Tensor, _View]] = []
 
     @contextmanager
     def capture(self) -> Iterator[None]:
@@ -297,8 +334,44 @@ class SavedActivations:
             self._storages.pop(identity, None)
 
     def storages(self) -> list[_OffloadedStorage]:
-        """Return what autograd still holds, in the order in which it was saved."""
-        return [storage for ref in self._storages.values() if (storage := ref()) is not None]
+        """Return what moves of what autograd still holds, in the order in which it was saved."""
+        found = (ref() for ref in self._storages.values())
+        return [storage for storage in found if storage is not None and storage.moves]
+
+    @property
+    def tells_groups(self) -> bool:
+        """Whether it must hear which groups' modules run."""
+        return self._moved != EVERYTHING
+
+    @contextmanager
+    def within(self, names: frozenset[str], given: object) -> Iterator[None]:  # noqa: ARG002
+        """Count what is saved inside to these groups, too; ``given`` is what their module takes."""
+        around = self._scope
+        self._scope = around | names
+        try:
+            yield
+        finally:
+            self._scope = around
+
+    def take_in(self, tensors: Iterable[Tensor]) -> None:
+        """Hold tensors that nobody saves."""
+        pairs = [(tensor, self._pack(tensor)) for tensor in tensors]
+        self._taken_in = [(tensor, held) for tensor, held in pairs if isinstance(held, _View)]
+
+    def hollow_out(self) -> None:
+        """Take the memory from the tensors that were taken in; their shapes stay."""
+        for tensor, _ in self._taken_in:
+            tensor.data = tensor.new_empty_strided(tensor.shape, (0,) * tensor.dim())
+
+    def fill_again(self) -> None:
+        """Give them memory again, that of the storages they lay in."""
+        for tensor, view in self._taken_in:
+            tensor.data = self._unpack(view)
+
+    def _moves_here(self) -> bool:
+        if self._moved == EVERYTHING:
+            return True
+        return bool(self._scope & self._moved) or (not self._scope and REST in self._moved)
 
     # Compiled code would trace what it calls, and once more for every storage.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -311,6 +384,7 @@ class SavedActivations:
         if storage is None:
             storage = _OffloadedStorage(tensor.untyped_storage())
             self._storages[identity] = weakref.ref(storage)
+        storage.moves = storage.moves or self._moves_here()
         return _View(
             storage, tensor.dtype, int(tensor.storage_offset()), tensor.size(), tensor.stride()
         )
@@ -491,7 +565,7 @@ def count_slots(program: Program) -> dict[int, int]:
         if kind is ActionType.OFFLOAD:
             held.setdefault(stage, set()).add(microbatch)
             most[stage] = max(most.get(stage, 0), len(held[stage]))
-        elif kind.is_backward:
+        elif kind.consumes_reload:
             held.get(stage, set()).discard(microbatch)
     return most
 

@@ -14,22 +14,21 @@ from torch.nn import functional
 
 from optpipe.runtime.errors import PreflightError
 from optpipe.runtime.torch_names import (
-    BufferPlace,
-    buffers_of,
     effect,
     has_gradient_hooks,
     is_compiled,
     parts_with_memory,
-    replaced,
     sharded_in_forward,
 )
+from optpipe.runtime.treatments import ChangingBuffers, GroupCalls
 from optpipe.schedule import Action, ActionType
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from optpipe.runtime.offload import Cell, Offloader
+    from optpipe.runtime.treatments import Treatment
     from optpipe.runtime.watch import Activity
 
 __all__ = [
@@ -64,9 +63,9 @@ class Passes:
     ----------
     offloader
         Of the stages of this rank, whose buffers a RECOMPUTE leaves alone.
-    recomputed
-        The (stage, micro-batch) pairs whose F keeps only its inputs, and what buffers it changes
-        held before.
+    treatments
+        What is done to the (stage, micro-batch) pairs that are not just kept. The F of one that is
+        recomputed apart keeps only its inputs, and what buffers it changes held before.
     last_stage
         Index of the stage behind whose F the loss comes.
     device
@@ -84,7 +83,7 @@ class Passes:
         self,
         offloader: Offloader,
         gradients: WeightGradients,
-        recomputed: frozenset[Cell],
+        treatments: Mapping[Cell, Treatment],
         last_stage: int,
         device: torch.device,
         *,
@@ -95,39 +94,73 @@ class Passes:
         self._activity = activity
         self._offloader = offloader
         self._gradients = gradients
-        self._recomputed = recomputed
+        self._treatments = treatments
+        self._groups = {
+            stage: GroupCalls(offloader.modules[stage])
+            for stage in {cell[0] for cell, one in treatments.items() if one.tells_groups}
+        }
         self._last_stage = last_stage
         self._devices = [device] if device.type == "cuda" else []
         self._random_states: dict[Cell, list[Tensor]] = {}
         self._buffers = {
-            index: _ChangingBuffers(module) for index, module in offloader.modules.items()
+            index: ChangingBuffers(module) for index, module in offloader.modules.items()
         }
 
     def forward(
         self, stage: int, microbatch: int, inputs: Sequence[Tensor]
-    ) -> AbstractContextManager[None]:
-        """Run an F: captured if it will be offloaded, without a graph if it will be recomputed."""
+    ) -> AbstractContextManager[object]:
+        """Run an F as its mode says: captured if it will be offloaded, without a graph if apart."""
         self._begin(Action(stage, ActionType.FORWARD, microbatch))
-        cell = (stage, microbatch)
-        if cell in self._recomputed:
-            self._random_states[cell] = self._random_state()
-            return self._buffers[stage].noted(microbatch)
-        return self._offloader.capture(cell, inputs) if self._offloader.holds(cell) else _PLAIN
+        treatment = self._treatments.get((stage, microbatch))
+        if treatment is None:
+            return _PLAIN
+        if treatment.apart:
+            return self._without_graph((stage, microbatch), treatment, inputs)
+        return self._treated((stage, microbatch), treatment, inputs)
+
+    @contextmanager
+    def _without_graph(
+        self, cell: Cell, treatment: Treatment, inputs: Sequence[Tensor]
+    ) -> Iterator[None]:
+        stage, microbatch = cell
+        self._random_states[cell] = self._random_state()
+        with self._buffers[stage].noted(microbatch), torch.no_grad():
+            yield
+        if treatment.moved:
+            self._offloader.take_in(cell, inputs)
+
+    @contextmanager
+    def _treated(
+        self, cell: Cell, treatment: Treatment, inputs: Sequence[Tensor]
+    ) -> Iterator[None]:
+        with self._offloader.capture(cell, inputs) as saved:
+            if not treatment.tells_groups:
+                yield
+                return
+            with self._groups[cell[0]].running(treatment.again, saved):
+                yield
+
+    def _captures(self, stage: int, microbatch: int) -> bool:
+        """Whether what autograd saves for this cell is offloaded, and not its input."""
+        treatment = self._treatments.get((stage, microbatch))
+        return treatment is not None and bool(treatment.moved) and not treatment.apart
 
     def forward_done(self, stage: int, microbatch: int, outputs: Sequence[Tensor]) -> None:
         """Leave what is sent on the device: it is no part of what the cell's plan offloads."""
-        self._offloader.keep((stage, microbatch), outputs)
+        if self._captures(stage, microbatch):
+            self._offloader.keep((stage, microbatch), outputs)
         self.end()
 
     def loss(
         self, stage: int, microbatch: int, given: Sequence[Tensor]
-    ) -> AbstractContextManager[None]:
+    ) -> AbstractContextManager[object]:
         """Capture what the loss saves, like the rest of the last stage, but for what it is given.
 
         That is the target, and whatever else the caller keeps.
         """
+        torch.clear_autocast_cache()  # as in `end`; the stage's forward is over
         cell = (stage, microbatch)
-        if not self._offloader.holds(cell):
+        if not self._captures(stage, microbatch):
             return _PLAIN
         self._offloader.keep(cell, given)
         return self._offloader.capture(cell)
@@ -136,7 +169,8 @@ class Passes:
         """Run an I, with weight gradients put aside, or a B."""
         kind = ActionType.BACKWARD_INPUT if split else ActionType.FULL_BACKWARD
         self._begin(Action(stage, kind, microbatch))
-        self._offloader.before_backward((stage, microbatch))
+        if self._captures(stage, microbatch):
+            self._offloader.before_backward((stage, microbatch))
         return self._gradients.collect() if split else _PLAIN
 
     def weight_runner(self) -> Callable[[], None]:
@@ -154,6 +188,8 @@ class Passes:
     def recompute(self, stage: int, microbatch: int) -> Iterator[None]:
         """Run a forward again with the random numbers and the buffers of its F."""
         self._begin(Action(stage, ActionType.RECOMPUTE, microbatch))
+        if self._treatments[stage, microbatch].moved:
+            self._offloader.before_backward((stage, microbatch))
         state = self._random_states.pop((stage, microbatch))
         with torch.random.fork_rng(devices=self._devices):
             torch.set_rng_state(state[0])
@@ -180,7 +216,9 @@ class Passes:
         self._offloader.reset()
         self._random_states.clear()
         for buffers in self._buffers.values():
-            buffers.before.clear()
+            buffers.forget()
+        for calls in self._groups.values():
+            calls.forget()
 
     def _begin(self, action: Action) -> None:
         self.running = action
@@ -198,56 +236,6 @@ class Passes:
 
     def _random_state(self) -> list[Tensor]:
         return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, self._devices)]
-
-
-# --- Buffers that a forward changes: running statistics, counters, histories of scales. A RECOMPUTE
-# reads what its F read, and leaves no second trace.
-
-
-class _ChangingBuffers:
-    """What the changing buffers of a stage were before the F of each micro-batch.
-
-    They are found by comparing all buffers at the first F, and again where a module has changed
-    between training and evaluation; later ones by their version or by being another tensor.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._changing: dict[tuple[bool, ...], set[BufferPlace]] = {}
-        self.before: dict[int, dict[BufferPlace, Tensor]] = {}
-        """By micro-batch."""
-
-    @contextmanager
-    def noted(self, microbatch: int) -> Iterator[None]:
-        """Run an F without a graph."""
-        found = buffers_of(self._module)
-        training = tuple(owner.training for owner, _ in found)
-        is_new = training not in self._changing
-        changing = self._changing.setdefault(training, set())
-        versions = {place: buffer._version for place, buffer in found.items()}  # noqa: SLF001
-        # All of them on the host: the device has room for those alone that change.
-        before = {
-            id(buffer): buffer.detach().to("cpu" if is_new else buffer.device, copy=True)
-            for place, buffer in found.items()
-            if is_new or place in changing
-        }
-        with torch.no_grad():
-            yield
-        changing |= {
-            place
-            for place, buffer in found.items()
-            if getattr(*place) is not buffer
-            or buffer._version != versions[place]  # noqa: SLF001
-            or (is_new and not torch.equal(buffer.cpu(), before[id(buffer)]))
-        }
-        for buffer in (found[place] for place in changing):
-            copy = before.get(id(buffer), buffer)
-            before[id(buffer)] = buffer.clone() if copy is buffer else copy.to(buffer.device)
-        self.before[microbatch] = {place: before[id(found[place])] for place in changing}
-
-    def put_back(self, microbatch: int) -> AbstractContextManager[None]:
-        """Run a RECOMPUTE."""
-        return replaced(self.before.pop(microbatch))
 
 
 # --- Split backward: weight gradients of linear layers, put aside during I and made at W.

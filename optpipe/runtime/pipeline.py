@@ -25,6 +25,7 @@ from optpipe.runtime.preflight import (
 )
 from optpipe.runtime.torch_names import check_torch
 from optpipe.runtime.torch_schedule import HookedSchedule, HookedStage
+from optpipe.runtime.treatments import treatments_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -105,6 +106,7 @@ def check_spec(spec: PipelineSpec) -> None:
     if not faults:
         waiting = {index: deferred_bytes(module) for index, module in stages.items()}
         attempt(lambda: preflight.check_split(spec.program, problem, waiting), faults)
+        attempt(lambda: treatments_of(problem, spec.program, spec.stages), faults)
     shared = {
         "the programs": schedule.program_hash,
         "the problem": problem.problem_hash if problem is not None else "none given",

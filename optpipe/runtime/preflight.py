@@ -5,6 +5,7 @@ What is refused raises `PreflightError` with the value, the rule and what to do.
 
 from __future__ import annotations
 
+import logging
 import socket
 from collections.abc import Mapping
 from contextlib import contextmanager, nullcontext
@@ -63,6 +64,9 @@ __all__ = [
 ]
 
 
+_log = logging.getLogger("optpipe.runtime.preflight")
+
+
 def check_cells(schedule: Schedule) -> None:
     """Refuse cells that are no actions: a schedule made or changed by hand may hold anything."""
     for device, program in enumerate(schedule.programs):
@@ -88,6 +92,7 @@ def check_programs(schedule: Schedule, problem: Problem | None) -> None:
     if problem is not None:
         check_schedule(problem, schedule)
     else:
+        _expect_no_modes(schedule)
         check(_boundless_problem(schedule), schedule.programs)
     for device, program in enumerate(schedule.programs):
         if not program:
@@ -95,6 +100,15 @@ def check_programs(schedule: Schedule, problem: Problem | None) -> None:
                 f"device {device} has no stage and an empty program, but torch's runtime needs an "
                 "action on every rank; start the group without that rank"
             )
+
+
+def _expect_no_modes(schedule: Schedule) -> None:
+    named = (action for program in schedule.programs for action in program if action.mode)
+    if (first := next(named, None)) is not None:
+        raise PreflightError(
+            f"{first} names a mode, and without its problem nothing says what that is; pass "
+            "problem=, for which the schedule was made"
+        )
 
 
 def _boundless_problem(schedule: Schedule) -> Problem:
@@ -177,12 +191,13 @@ def check_wrappers(stages: Mapping[int, nn.Module]) -> None:
 
 
 def check_split(program: Program, problem: Problem | None, deferred: Mapping[int, int]) -> None:
-    """Refuse W's without work, unless the plan knows that they take no time.
+    """Say what waits for W's; refuse those without work, unless the plan knows that they take none.
 
     ``deferred`` are the bytes of weight gradient that a W makes, by stage.
     """
     split = {action.stage for action in program if action.type is ActionType.BACKWARD_WEIGHT}
     for stage in sorted(split):
+        _log.info("%d bytes of weight gradient of stage %d wait for W", deferred[stage], stage)
         if not deferred[stage] and (problem is None or problem.stages[stage].backward_weight_ms):
             raise PreflightError(
                 f"0 bytes of weight gradient of stage {stage} would wait for its W's, whose time "
@@ -347,7 +362,7 @@ def _planned_bytes(
     level = peak = 0
     for action, step in zip(program, memory_walk(problem, rank, program), strict=True):
         # Transfers and recomputation neither post nor use boundary tensors.
-        level = boundary.get(action, level)
+        level = boundary.get(action.bare, level)
         peak = max(peak, step.peak + level)
     return peak
 

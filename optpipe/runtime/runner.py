@@ -32,6 +32,7 @@ from optpipe.runtime.preflight import (
 )
 from optpipe.runtime.torch_names import backends, group_of_messages, tree_map
 from optpipe.runtime.trainers.gradients import TiedWeights, clip_together
+from optpipe.runtime.treatments import treatments_of
 from optpipe.runtime.watch import Activity, DeviceMarks, watch_over
 from optpipe.schedule import ActionType
 
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 
     from optpipe.problem import Problem
     from optpipe.runtime.trainers.split import Tie
+    from optpipe.runtime.treatments import Treatment
     from optpipe.schedule import Program, Schedule
 
 __all__ = [
@@ -155,7 +157,7 @@ class PipelineRunner:
         self.offloader, self._passes = self._prepare(self._spec)
         gradients = _gradients_of(self._spec.stages)
         gradients.num_runners += 1
-        self._forwards = self._make_passes(self._make_offloader((), 1), gradients, ())
+        self._forwards = self._make_passes(self._make_offloader({}, (), 1), gradients, {})
         self._training: Pipeline | None = None
         self._pipelines: dict[tuple[bool, Hashable], Pipeline] = {}
         self._gradients = gradients
@@ -479,25 +481,31 @@ class PipelineRunner:
         gradients = _gradients_of(spec.stages)
         for module in spec.stages.values():
             split_linears(module, gradients)
-        offloader = self._make_offloader(program, self._min_offload_bytes)
-        return offloader, self._make_passes(offloader, gradients, program)
+        treatments = treatments_of(spec.problem, program, spec.stages)
+        offloader = self._make_offloader(treatments, program, self._min_offload_bytes)
+        return offloader, self._make_passes(offloader, gradients, treatments)
 
-    def _make_offloader(self, program: Program, min_bytes: int) -> Offloader:
+    def _make_offloader(
+        self, treatments: Mapping[Cell, Treatment], program: Program, min_bytes: int
+    ) -> Offloader:
         return Offloader(
             self._spec.stages,
             self._spec.device,
-            _cells(program, ActionType.OFFLOAD),
+            {cell: one.moved for cell, one in treatments.items() if one.moved},
             min_bytes=min_bytes,
             num_slots=count_slots(program),
         )
 
     def _make_passes(
-        self, offloader: Offloader, gradients: WeightGradients, program: Program
+        self,
+        offloader: Offloader,
+        gradients: WeightGradients,
+        treatments: Mapping[Cell, Treatment],
     ) -> Passes:
         return Passes(
             offloader,
             gradients,
-            _cells(program, ActionType.RECOMPUTE),
+            treatments,
             len(self.schedule.placement) - 1,
             self._spec.device,
             activity=self._activity,

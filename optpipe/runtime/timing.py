@@ -204,7 +204,7 @@ class ActionTimer:
 
     def begin(self, action: Action) -> None:
         """Mark an action's start, where this step is sampled."""
-        if action == self.program[0]:
+        if action == self.program[0].bare:
             self._begin_step()
         if self._sampled is not None:
             self._start = self._clock.mark()

@@ -18,7 +18,7 @@ from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 from torch.distributed.tensor import DTensor
 from torch.library import custom_op
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from optpipe.errors import MissingExtraError
 
@@ -49,8 +49,10 @@ __all__ = [
     "replaced",
     "sharded_in_forward",
     "storage_identity",
+    "tree_flatten",
     "tree_leaves",
     "tree_map",
+    "tree_unflatten",
     "viewed",
 ]
 

@@ -1,79 +1,102 @@
-"""The smallest memory that admits any schedule, in closed form (DESIGN section 6).
+"""The smallest memory that admits any schedule, and a schedule that gets by with it.
 
-Argument. Take one micro-batch and a device with stages s_1 < s_2 < ... in model order. While the
-micro-batch is being worked on in s_k (its F, a RECOMPUTE, its first backward action), every
-earlier stage s_i of the device has run its F and not yet its backward, so it holds at least what
-its mode leaves: all of the activation if kept, activation - offload if offloaded, the checkpoint if
-recomputed. s_k itself needs what its mode needs at that moment. Running one micro-batch after the
-other, each stage's W right behind its I (or a fused B), attains exactly this: it is the `serial`
-family. A fused B never holds the weight context, so it is what counts where that is larger.
+Take one micro-batch out of any schedule: what is left of a device's program holds no more at any
+moment. So the smallest memory is that of one micro-batch, which may be repeated: *serial*
+execution, one micro-batch after the other, and devices do not share memory.
 
-Host memory adds one number per device: the offloaded bytes of one micro-batch are all on the host
-when its last stage runs. The least of them that the device's memory allows is a small exact
-dynamic program over the device's stages.
+Argument. Let a device hold stages s_1 < s_2 < ... in model order. While a micro-batch is worked on
+in s_k (its F, a RECOMPUTE, its I or B), every earlier s_i has run its F and not yet its backward:
+it holds at least what stays of its mode, forward_bytes - offload_bytes. s_k itself needs what its
+mode needs at that moment. Serial execution with RELEASE right behind F, RELOAD and RECOMPUTE right
+before the backward and W right behind I attains this; RELOAD and RECOMPUTE only add bytes, and W
+only frees them. So the least over the modes, split and fused, is found stage by stage, last first.
+Only workspaces may ask for another order: a W may wait until earlier stages have had their
+backward, a RECOMPUTE may come before such a W waits. So without the earlier stages' bytes beside W
+the same is a *lower* bound. Where the two differ, which takes a workspace of W larger than all else
+of its stage, all orders of one micro-batch are searched, the least peak first.
+
+Host memory adds one number per device: with serial execution all offloaded bytes of one micro-batch
+are on the host when its last stage runs; the least of them that the device's memory allows is a
+small exact dynamic program over the stages. Other orders may do with less (a copy after the last
+stage's backward): below it lies what must be away at any one moment; where the two differ and a
+host is short of it, all orders are searched, least host bytes first.
 """
 
 from __future__ import annotations
 
+import heapq
 import math
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import count
 from typing import TYPE_CHECKING, NamedTuple
 
-from optpipe.errors import InputError
+from optpipe.memory import host_walk
+from optpipe.schedule import Action, ActionType
 from optpipe.units import format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from optpipe.problem import Problem, Stage
+    from optpipe.problem import CellMode, Problem
+    from optpipe.schedule import Program, Programs
+    from optpipe.stage import Stage
 
 __all__ = [
     "Feasibility",
     "SerialPlan",
-    "Treatment",
+    "backward_bytes",
     "feasibility",
     "fifo_loses_nothing",
     "fusing_may_pay",
+    "knows_menu",
     "least_bytes",
     "memory_binds",
     "needs_text",
+    "possible_modes",
     "smallest_memory",
+    "usable_modes",
 ]
 
-
-class Treatment(StrEnum):
-    """What happens to the activation of a (stage, micro-batch) between F and backward."""
-
-    KEEP = "keep"
-    OFFLOAD = "offload"
-    RECOMPUTE = "recompute"
+_MOST_STATES = 200_000
+"""Most states that a search of all orders looks at, for seconds; stages by the dozen need more."""
 
 
 class _Option(NamedTuple):
-    """One mode of one stage: bytes held afterwards, bytes needed while it runs, host bytes."""
+    """One way of one stage: a mode of its menu, backward split or fused; bytes.
 
-    mode: Treatment
+    ``held`` stays between the passes, ``needed`` is the most while it is worked on, W aside,
+    ``alone`` what W needs where nothing else is there, ``host`` what goes to the host.
+    """
+
+    mode: int
     split: bool
     held: int
     needed: int
+    alone: int
     host: int
+
+    @property
+    def at_once(self) -> int:
+        """What is needed where W comes right behind I."""
+        return max(self.needed, self.alone)
 
 
 @dataclass(frozen=True, slots=True)
 class SerialPlan:
-    """How serial execution fits: per stage its mode and whether its backward is split (I, W)."""
+    """How serial execution fits: per device its program for micro-batch 0, to be repeated."""
 
-    mode: tuple[Treatment, ...]
-    split: tuple[bool, ...]
+    programs: Programs
 
 
 @dataclass(frozen=True, slots=True)
 class Feasibility:
-    """Whether any schedule exists; exactly one of ``plan`` and ``needs`` is filled.
+    """Whether any schedule exists.
 
-    ``needs`` maps what is too small (``devices[2].memory_bytes``, ``hosts[0].memory_bytes``) to
-    the smallest value that works.
+    ``plan`` is filled where one does; ``needs`` where none does: it maps what is too small
+    (``devices[2].memory_bytes``, ``hosts[0].memory_bytes``) to the smallest value that works. Both
+    are empty where a device has so many stages whose W need more workspace than all else that it
+    could not be decided.
     """
 
     plan: SerialPlan | None
@@ -84,6 +107,8 @@ class Feasibility:
         """One sentence for people; empty where feasible."""
         if self.plan is not None:
             return ""
+        if not self.needs:
+            return "whether any schedule fits the memory limits was neither found nor refuted"
         return f"no schedule fits the memory limits (proven): {needs_text(self.needs)}"
 
 
@@ -105,55 +130,38 @@ def smallest_memory(problem: Problem) -> list[int]:
 
     Host limits are not looked at here; `feasibility` does.
     """
-    totals = []
-    for device, held in enumerate(problem.devices):
-        above = 0
-        for stage in reversed(problem.stages_of[device]):
-            above = min(
-                max(option.needed, option.held + above)
-                for option in _options(problem.stages[stage], problem.can_offload(stage))
-            )
-        totals.append(held.reserved_bytes + problem.static_bytes_of(device) + above)
-    return totals
+    return [_smallest(problem, device).cost for device in range(len(problem.devices))]
 
 
 def feasibility(problem: Problem) -> Feasibility:
     """Decide whether any schedule exists, and how to get one or what is missing."""
-    if problem.has_modes:
-        raise InputError(
-            "the problem has menus of modes or uniform_modes, which are checked and simulated, but "
-            "not solved yet; give stages the menu keep, offload, recompute"
-        )
+    smallest = [_smallest(problem, device) for device in range(len(problem.devices))]
+    limits = [held.memory_bytes for held in problem.devices]
     needs = {
-        f"devices[{device}].memory_bytes": smallest
-        for device, smallest in enumerate(smallest_memory(problem))
-        if smallest > problem.devices[device].memory_bytes
+        f"devices[{device}].memory_bytes": found.cost
+        for device, (found, limit) in enumerate(zip(smallest, limits, strict=True))
+        if found.proven > limit
     }
     if needs:
         return Feasibility(None, needs)
-    chosen = [_least_host(problem, device) for device in range(len(problem.devices))]
+    if any(found.cost > limit for found, limit in zip(smallest, limits, strict=True)):
+        return Feasibility(None, {})
+    chosen = [_least_host(problem, device, found) for device, found in enumerate(smallest)]
+    is_decided = True
     for index, host in enumerate(problem.hosts):
-        used = sum(
-            option.host
-            for device, options in enumerate(chosen)
-            if problem.devices[device].host == host.name
-            for option in options
-        )
-        if host.memory_bytes is not None and used > host.memory_bytes:
-            needs[f"hosts[{index}].memory_bytes"] = used
-    if needs:
+        shared = [d for d, held in enumerate(problem.devices) if held.host == host.name]
+        limit = host.memory_bytes
+        if limit is None or sum(chosen[d].cost for d in shared) <= limit:
+            continue
+        for device in shared:
+            chosen[device] = _less_host(problem, device, chosen[device])
+        if (used := sum(chosen[d].cost for d in shared)) > limit:
+            if sum(chosen[d].proven for d in shared) > limit:
+                needs[f"hosts[{index}].memory_bytes"] = used
+            is_decided = False
+    if needs or not is_decided:
         return Feasibility(None, needs)
-    by_stage = {
-        stage: option
-        for device, options in enumerate(chosen)
-        for stage, option in zip(problem.stages_of[device], options, strict=True)
-    }
-    options = [by_stage[stage] for stage in range(len(problem.stages))]
-    plan = SerialPlan(
-        mode=tuple(option.mode for option in options),
-        split=tuple(option.split for option in options),
-    )
-    return Feasibility(plan, {})
+    return Feasibility(SerialPlan(tuple(one.program for one in chosen)), {})
 
 
 def least_bytes(stage: Stage, *, can_offload: bool) -> tuple[int, int]:
@@ -161,78 +169,362 @@ def least_bytes(stage: Stage, *, can_offload: bool) -> tuple[int, int]:
 
     On a device with one stage the second number decides whether a schedule exists.
     """
-    options = _options(stage, can_offload)
-    return min(option.held for option in options), min(option.needed for option in options)
+    menu = [(n, mode) for n, mode in enumerate(stage.menu) if can_offload or not mode.offload_bytes]
+    options = _options(menu)
+    return min(way.held for way in options), min(way.at_once for way in options)
 
 
-def _options(stage: Stage, can_offload: bool) -> list[_Option]:
-    full = stage.activation_bytes
-    forward = full + stage.forward_workspace_bytes
+class _Found(NamedTuple):
+    """The least bytes found for a device, the least that are not refuted, and the program."""
+
+    cost: int
+    proven: int
+    program: Program
+
+
+def _smallest(problem: Problem, device: int) -> _Found:
+    """Return the smallest memory_bytes of a device."""
+    fixed = problem.devices[device].reserved_bytes + problem.static_bytes_of(device)
+    at_once = 0
+    states = [(0, 0)]
+    taken: list[_Option] = []
+    for ways in reversed(_options_of(problem, device)):
+        best = min(ways, key=lambda way: max(way.at_once, way.held + at_once))
+        at_once = max(best.at_once, best.held + at_once)
+        taken.insert(0, best)
+        states = _undominated(
+            (max(way.needed, way.held + above), max(way.alone, alone))
+            for way in ways
+            for above, alone in states
+        )
+    serial = _serial(problem, device, taken)
+    found = _Found(at_once, min(map(max, states)), serial)
+    if found.proven < found.cost:
+        found = _OneByOne(problem, device).least_peak(found)
+    return _Found(fixed + found.cost, fixed + found.proven, found.program)
+
+
+def _undominated(pairs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    kept: list[tuple[int, int]] = []
+    for pair in sorted(pairs):
+        if not kept or pair[1] < kept[-1][1]:
+            kept.append(pair)
+    return kept
+
+
+def _options_of(problem: Problem, device: int) -> list[list[_Option]]:
+    """Return the ways of each stage of a device."""
+    return [
+        _options([(n, problem.menus[s][n]) for n in usable_modes(problem, s)])
+        for s in problem.stages_of[device]
+    ]
+
+
+def _options(menu: Sequence[tuple[int, CellMode]]) -> list[_Option]:
+    """Return the ways of a stage: of equals keep comes first, split before fused."""
     found = []
-    for split, backward in zip((True, False), _backward_bytes(stage), strict=True):
-        found.append(_Option(Treatment.KEEP, split, full, max(forward, backward), 0))
-        if can_offload:
-            moved = stage.offload_bytes
+    for split in (True, False):
+        for number, mode in menu:
+            needed = mode.forward_bytes + mode.forward_workspace_bytes
+            if mode.recompute == "apart":
+                needed = max(needed, mode.activation_bytes + mode.recompute_workspace_bytes)
+            gradient, alone = backward_bytes(mode, split=split)
+            needed = max(needed, gradient)
             found.append(
-                _Option(Treatment.OFFLOAD, split, full - moved, max(forward, backward), moved)
+                _Option(number, split, mode.least_bytes, needed, alone, mode.offload_bytes)
             )
-        if stage.checkpoint_bytes is not None:
-            first = stage.checkpoint_bytes + stage.forward_workspace_bytes
-            again = full + stage.recompute_workspace_bytes
-            needed = max(first, again, backward)
-            found.append(_Option(Treatment.RECOMPUTE, split, stage.checkpoint_bytes, needed, 0))
     return found
 
 
-def _backward_bytes(stage: Stage) -> tuple[int, int]:
-    """Return what I with W behind it needs of one micro-batch alone, and what B does."""
-    full, context = stage.activation_bytes, stage.weight_context_bytes
-    split = max(
-        max(full, context) + stage.backward_input_workspace_bytes,
-        context + stage.backward_weight_workspace_bytes,
+def backward_bytes(mode: CellMode, *, split: bool) -> tuple[int, int]:
+    """Return what I or B needs of one micro-batch alone, and what W does (0 without one)."""
+    held = mode.backward_bytes + mode.inside_bytes
+    if not split:
+        return held + mode.backward_workspace_bytes, 0
+    context = mode.weight_context_bytes
+    return (
+        max(held, context) + mode.backward_input_workspace_bytes,
+        context + mode.backward_weight_workspace_bytes,
     )
-    return split, full + stage.backward_workspace_bytes
 
 
-def _least_host(problem: Problem, device: int) -> tuple[_Option, ...]:
-    """Return options of the device's stages that fit it with the fewest host bytes.
+def _serial(problem: Problem, device: int, taken: Sequence[_Option]) -> Program:
+    """Return the program of one micro-batch, every W right behind its I."""
+    order: list[Action] = []
+    both = list(zip(problem.stages_of[device], taken, strict=True))
+    for s, way in both:
+        order += _forward(problem, s, way.mode)
+        order += _sent(s) if way.host else ()
+    for s, way in reversed(both):
+        mode = problem.menus[s][way.mode]
+        order += _restored(s, mode) if mode.recompute == "apart" else ()
+        order += _backward(s, mode, split=way.split)
+        order += [Action(s, ActionType.BACKWARD_WEIGHT, 0)] if way.split else []
+    return tuple(order)
 
-    The device must be feasible. States are (bytes held, host bytes) prefixes; dominated ones go.
-    Among equals the earlier option wins: keep before offload before recompute, split before fused.
+
+def _forward(problem: Problem, s: int, mode: int) -> list[Action]:
+    # Where v1 can say the menu, the actions tell the mode.
+    named = mode if problem.stages[s].modes else 0
+    return [Action(s, ActionType.FORWARD, 0, named)]
+
+
+def _sent(s: int) -> list[Action]:
+    return [Action(s, ActionType.OFFLOAD, 0), Action(s, ActionType.RELEASE, 0)]
+
+
+def _restored(s: int, mode: CellMode) -> list[Action]:
+    again = [Action(s, ActionType.RECOMPUTE, 0)]
+    return [Action(s, ActionType.RELOAD, 0), *again] if mode.offload_bytes else again
+
+
+def _backward(s: int, mode: CellMode, *, split: bool) -> list[Action]:
+    kind = ActionType.BACKWARD_INPUT if split else ActionType.FULL_BACKWARD
+    away = mode.offload_bytes and mode.recompute != "apart"
+    return [Action(s, ActionType.RELOAD, 0), Action(s, kind, 0)] if away else [Action(s, kind, 0)]
+
+
+# --- Host memory.
+
+
+class _Prefix(NamedTuple):
+    """The first stages of a device: bytes they hold on it and on the host, and their ways."""
+
+    held: int
+    host: int
+    taken: tuple[_Option, ...] = ()
+
+
+def _least_host(problem: Problem, device: int, smallest: _Found) -> _Found:
+    """Return ways of the device's stages that fit it with the fewest host bytes, W right behind I.
+
+    The device must be feasible. Where no such ways fit, the order found for it does.
     """
     limit = problem.room_bytes(device)
-    states: list[tuple[int, int, tuple[_Option, ...]]] = [(0, 0, ())]
-    for stage in problem.stages_of[device]:
+    states = [_Prefix(0, 0)]
+    for ways in _options_of(problem, device):
         grown = [
-            (held + option.held, host + option.host, (*taken, option))
-            for held, host, taken in states
-            for option in _options(problem.stages[stage], problem.can_offload(stage))
-            if held + option.needed <= limit
+            _Prefix(state.held + way.held, state.host + way.host, (*state.taken, way))
+            for state in states
+            for way in ways
+            if state.held + way.at_once <= limit
         ]
-        states = _undominated(grown)
-    return min(states, key=lambda state: state[1])[2]
+        states = _fewest(grown)
+    if not states:
+        return _Found(_host_peak(problem, smallest.program), 0, smallest.program)
+    best = min(states, key=lambda state: state.host)
+    return _Found(best.host, 0, _serial(problem, device, best.taken))
 
 
-def _undominated(
-    states: list[tuple[int, int, tuple[_Option, ...]]],
-) -> list[tuple[int, int, tuple[_Option, ...]]]:
-    kept: list[tuple[int, int, tuple[_Option, ...]]] = []
+def _fewest(states: Iterable[_Prefix]) -> list[_Prefix]:
+    kept: list[_Prefix] = []
     for state in sorted(states, key=lambda state: state[:2]):
-        if not kept or state[1] < kept[-1][1]:
+        if not kept or state.host < kept[-1].host:
             kept.append(state)
     return kept
+
+
+def _host_peak(problem: Problem, program: Program) -> int:
+    return max(host_walk(problem, program), default=0)
+
+
+def _less_host(problem: Problem, device: int, found: _Found) -> _Found:
+    """Return what needs the fewest host bytes of all orders of one micro-batch."""
+    limit = problem.room_bytes(device)
+    states, least = [_Prefix(0, 0)], 0
+    for ways in _options_of(problem, device):
+        needed = min(way.needed for way in ways)
+        least = max(least, min(state.host for state in states if state.held + needed <= limit))
+        states = _fewest(
+            _Prefix(state.held + way.held + way.host - host, state.host + host)
+            for state in states
+            for way in ways
+            for host in (0, way.host)
+        )
+    found = found._replace(proven=min(found.cost, least))
+    return found if found.proven == found.cost else _OneByOne(problem, device).least_host(found)
+
+
+# --- All orders of one micro-batch on one device.
+
+
+class _Place(StrEnum):
+    """How far a stage's cell is."""
+
+    KEPT = "kept"
+    AWAY = "away"
+    RESTORED = "restored"
+    CONTEXT = "context"
+    DONE = "done"
+
+
+class _Moment(NamedTuple):
+    """F and backwards run so far, and of each stage with an F its mode and how far it is."""
+
+    passes: int
+    cells: tuple[tuple[int, _Place], ...]
+
+
+class _OneByOne:
+    """Every order of one micro-batch's actions on one device, cheapest first (Dijkstra).
+
+    A RELEASE stands right behind its OFFLOAD, a RELOAD right before what consumes it: later or
+    earlier they would only hold more. What an order costs is the most of any of its steps.
+    """
+
+    def __init__(self, problem: Problem, device: int) -> None:
+        self.problem = problem
+        self.stages = problem.stages_of[device]
+        self.room = problem.room_bytes(device)
+
+    def least_peak(self, known: _Found) -> _Found:
+        """Return the order that holds least on the device, ``known`` if none holds less."""
+        return self._search(known, lambda peak, _: peak)
+
+    def least_host(self, known: _Found) -> _Found:
+        """Return the order with the fewest host bytes that fits, ``known`` if none has fewer."""
+        return self._search(known, lambda peak, host: host if peak <= self.room else known.cost)
+
+    def _search(self, known: _Found, cost_of: Callable[[int, int], int]) -> _Found:
+        waiting: list[tuple[int, int, _Moment, Program]] = [(0, 0, _Moment(0, ()), ())]
+        settled: set[_Moment] = set()
+        numbers = count(-1, -1)
+        while waiting and len(settled) < _MOST_STATES:
+            cost, _, moment, program = heapq.heappop(waiting)
+            if moment in settled:
+                continue
+            settled.add(moment)
+            if moment.passes == 2 * len(self.stages) and all(
+                place is _Place.DONE for _, place in moment.cells
+            ):
+                return _Found(cost, cost, program)
+            for actions, peak, following in self._steps(moment):
+                so_far = max(cost, cost_of(peak, self._host(following)))
+                if so_far < known.cost and following not in settled:
+                    entry = so_far, next(numbers), following, (*program, *actions)
+                    heapq.heappush(waiting, entry)
+        return known if waiting else known._replace(proven=known.cost)
+
+    def _host(self, moment: _Moment) -> int:
+        return sum(
+            self._mode(at, number).offload_bytes
+            for at, (number, place) in enumerate(moment.cells)
+            if place is _Place.AWAY
+        )
+
+    def _mode(self, at: int, number: int) -> CellMode:
+        return self.problem.menus[self.stages[at]][number]
+
+    def _held(self, at: int, number: int, place: _Place) -> int:
+        mode = self._mode(at, number)
+        return {
+            _Place.KEPT: mode.forward_bytes,
+            _Place.AWAY: mode.least_bytes,
+            _Place.RESTORED: mode.activation_bytes,
+            _Place.CONTEXT: mode.weight_context_bytes,
+            _Place.DONE: 0,
+        }[place]
+
+    def _steps(self, moment: _Moment) -> Iterator[tuple[list[Action], int, _Moment]]:
+        """Yield what can come next: its actions, its peak in bytes, and the moment after it."""
+        passes, cells = moment
+        level = sum(self._held(at, *cell) for at, cell in enumerate(cells))
+        if passes < len(self.stages):
+            s = self.stages[passes]
+            for number in usable_modes(self.problem, s):
+                mode = self._mode(passes, number)
+                peak = level + mode.forward_bytes + mode.forward_workspace_bytes
+                following = _Moment(passes + 1, (*cells, (number, _Place.KEPT)))
+                yield _forward(self.problem, s, number), peak, following
+        for at, (number, place) in enumerate(cells):
+            for actions, peak, then in self._of_cell(at, number, place):
+                following = _Moment(passes, (*cells[:at], (number, then), *cells[at + 1 :]))
+                yield actions, level + peak, following
+        if len(self.stages) <= passes < 2 * len(self.stages):
+            at = 2 * len(self.stages) - 1 - passes
+            yield from self._backwards(moment, level, at)
+
+    def _of_cell(
+        self, at: int, number: int, place: _Place
+    ) -> Iterator[tuple[list[Action], int, _Place]]:
+        """Yield what a cell can do by itself, its peak beside all held, and how far it is then."""
+        s, mode = self.stages[at], self._mode(at, number)
+        if place is _Place.KEPT and mode.offload_bytes:
+            yield _sent(s), 0, _Place.AWAY
+        elif place in {_Place.KEPT, _Place.AWAY} and mode.recompute == "apart":
+            grown = mode.activation_bytes - self._held(at, number, place)
+            yield _restored(s, mode), grown + mode.recompute_workspace_bytes, _Place.RESTORED
+        elif place is _Place.CONTEXT:
+            weight = [Action(s, ActionType.BACKWARD_WEIGHT, 0)]
+            yield weight, mode.backward_weight_workspace_bytes, _Place.DONE
+
+    def _backwards(
+        self, moment: _Moment, level: int, at: int
+    ) -> Iterator[tuple[list[Action], int, _Moment]]:
+        """Yield I and B of the stage whose turn it is, where its cell is ready."""
+        passes, cells = moment
+        (number, place), s = cells[at], self.stages[at]
+        mode = self._mode(at, number)
+        ready = _Place.AWAY if mode.offload_bytes else _Place.KEPT
+        if place is not (_Place.RESTORED if mode.recompute == "apart" else ready):
+            return
+        for split, then in ((True, _Place.CONTEXT), (False, _Place.DONE)):
+            grown = backward_bytes(mode, split=split)[0] - self._held(at, number, place)
+            following = _Moment(passes + 1, (*cells[:at], (number, then), *cells[at + 1 :]))
+            yield _backward(s, mode, split=split), level + grown, following
 
 
 # --- What a problem leaves to choose.
 
 
+def usable_modes(problem: Problem, s: int) -> list[int]:
+    """Return the modes of a stage that its device has the lanes for."""
+    return [number for number in range(len(problem.menus[s])) if problem.can_use(s, number)]
+
+
+def possible_modes(problem: Problem) -> tuple[tuple[int, ...], ...]:
+    """Return, per stage, the modes in which memory lets any of its cells be.
+
+    A mode is left out where it leaves no room for the other stages of its device, whatever their
+    modes. All usable ones where nothing fits.
+    """
+    possible: list[tuple[int, ...]] = [()] * len(problem.stages)
+    for device, held in enumerate(problem.stages_of):
+        options, room = _options_of(problem, device), problem.room_bytes(device)
+        above = [0]
+        for ways in reversed(options):
+            above.append(min(max(way.needed, way.held + above[-1]) for way in ways))
+        before = 0
+        for at, (s, ways) in enumerate(zip(held, options, strict=True)):
+            later = above[len(held) - 1 - at]
+            fitting = {
+                way.mode
+                for way in ways
+                if max(way.alone, before + max(way.needed, way.held + later)) <= room
+            }
+            possible[s] = tuple(sorted(fitting)) or tuple(usable_modes(problem, s))
+            before += min(way.held for way in ways)
+    return tuple(possible)
+
+
+def knows_menu(problem: Problem, device: int) -> bool:
+    """Whether keep, offload and recompute, as v1 knows them, are all that a device can profit from.
+
+    So it is where its menus say no more, or its memory never binds. Other menus are not known to
+    `optpipe_solver.exact` and to the full-horizon model; where all micro-batches of a stage must
+    use one mode, what they prove holds.
+    """
+    held = problem.stages_of[device]
+    return not any(problem.stages[s].modes for s in held) or not memory_binds(problem, device)
+
+
 def fifo_loses_nothing(problem: Problem) -> bool:
     """Identical micro-batches may be relabelled pass by pass where each is treated alike.
 
-    That is so where no device can profit from offload or recompute (DESIGN section 6).
+    That is so where no device can profit from any mode but keep (DESIGN section 6).
     """
     return not any(
-        memory_binds(problem, stage.device) and (problem.can_offload(s) or stage.can_recompute)
+        memory_binds(problem, stage.device) and len(usable_modes(problem, s)) > 1
         for s, stage in enumerate(problem.stages)
     )
 
@@ -258,6 +550,10 @@ def memory_binds(problem: Problem, device: int) -> bool:
 def fusing_may_pay(problem: Problem, s: int) -> bool:
     """Whether a fused B can be better than I with W right behind it, in time or in memory."""
     stage = problem.stages[s]
-    split_peak, fused_peak = _backward_bytes(stage)
-    split_ms = stage.backward_input_ms + stage.backward_weight_ms
-    return stage.fused_backward_ms < split_ms or fused_peak < split_peak
+    if stage.fused_backward_ms < stage.backward_input_ms + stage.backward_weight_ms:
+        return True
+    menu = [problem.menus[s][number] for number in usable_modes(problem, s)]
+    return any(
+        backward_bytes(mode, split=False)[0] < max(backward_bytes(mode, split=True))
+        for mode in menu
+    )

@@ -23,7 +23,7 @@ from optpipe_solver.exact.device_subsets import improve_by_exact_search
 from optpipe_solver.exact.fifo_search import fifo_can_search
 from optpipe_solver.families import FAMILIES, NotApplicable
 from optpipe_solver.families.polish_blocks import improve_by_blocks
-from optpipe_solver.feasibility import feasibility, fifo_loses_nothing
+from optpipe_solver.feasibility import feasibility, fifo_loses_nothing, knows_menu
 from optpipe_solver.incumbent import Incumbent
 from optpipe_solver.local_search.search import improve_by_local_search, improve_by_stretches
 from optpipe_solver.milp.horizon.items import MOST_PAIRS, num_order_pairs
@@ -139,6 +139,8 @@ _MOST_PROVEN_PAIRS = 1_000
 
 def milp_may_prove(problem: Problem) -> bool:
     """Whether a small problem has a host that could be full, which no exact search knows of."""
+    if not all(knows_menu(problem, device) for device in range(len(problem.devices))):
+        return False
     most: Counter[str] = Counter()
     for s, stage in enumerate(problem.stages):
         if problem.can_offload(s):

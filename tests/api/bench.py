@@ -1,24 +1,17 @@
 """A store and an engine without HTTP, and short ways to use them."""
 
-from __future__ import annotations
-
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
-from optpipe import Problem, load_schedule
+from optpipe import Problem, Schedule, load_schedule
 from optpipe.wire import JobOptions
 from optpipe_api.engine.engine import SlotEngine
-from optpipe_api.engine.processes import LocalSolvers
+from optpipe_api.engine.processes import LocalSolvers, Solvers
+from optpipe_api.jobs import JobRecord
 from optpipe_api.services.submission import solved_job
 from optpipe_api.store import open_stores
 from tests.api.live import make_settings, two_stages
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from optpipe import Schedule
-    from optpipe_api.engine.processes import Solvers
-    from optpipe_api.jobs import JobRecord
 
 PATIENCE_S = 120.0
 

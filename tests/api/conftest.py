@@ -1,36 +1,28 @@
 """Servers and problems that several tests of the service use."""
 
-from __future__ import annotations
-
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 
-from optpipe_api.store import open_stores
+from optpipe_api.store import Stores, open_stores
 from optpipe_api.store.tables import metadata
 from tests.api.live import Clock, connected, database_in, make_settings, two_stages
 from tests.conftest import postgres_database
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    import httpx
-
-    from optpipe_api.store import Stores
+LIMITS = {"max_body_bytes": 100_000, "max_cells": 1000, "max_time_limit_s": 100.0}
 
 
 @pytest.fixture(scope="module")
-def http(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
-    """Share one server among the tests of a module that only need it to answer."""
-    settings = make_settings(
-        tmp_path_factory.mktemp("server"),
-        max_body_bytes=100_000,
-        max_cells=1000,
-        max_time_limit_s=100.0,
-    )
-    with connected(settings) as client:
+def http(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[httpx.Client]:
+    """Share one server among the tests of a module, with the module's `SETTINGS` if it has any."""
+    settings = getattr(request.module, "SETTINGS", LIMITS)
+    with connected(make_settings(tmp_path_factory.mktemp("server"), **settings)) as client:
         yield client
 
 

@@ -4,19 +4,15 @@ An errand is one submission with its Idempotency-Key and what its client does af
 `Ledger` writes down every promise: an id that was given, an objective and an end that were seen.
 """
 
-from __future__ import annotations
-
 import random
 import threading
 import time
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from tests.api.fleet import Caller
+from tests.api.fleet import Caller
 
 NUM_SIZES = 19
 POLL_S = 0.1

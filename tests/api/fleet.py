@@ -1,7 +1,5 @@
 """Servers of one database that are killed and started again, and their clients' patience."""
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -10,13 +8,11 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 ROOT = Path(__file__).parent.parent.parent
 PATIENCE_S = 250.0

@@ -1,7 +1,5 @@
 """What a body may do to whoever reads it: functions for a `ParsePool`."""
 
-from __future__ import annotations
-
 import os
 
 from optpipe.errors import InfeasibleProblemError, ProblemError

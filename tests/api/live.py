@@ -1,31 +1,25 @@
 """Servers for tests: in a thread of the test, where its state can be looked into."""
 
-from __future__ import annotations
-
 import functools
 import shutil
 import tempfile
 import threading
 import time
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import httpx
 import pytest
 import uvicorn
+from fastapi import FastAPI
 
 from optpipe_api import Settings, create_app
+from optpipe_api.access import Role
 from optpipe_api.server import server_config
 from optpipe_api.store import open_stores
 from tests.api.instant import InstantSolvers
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from fastapi import FastAPI
-
-    from optpipe_api.access import Role
 
 T = TypeVar("T")
 FAKE = "tests.api.fake_solver:solve"

@@ -31,11 +31,7 @@ _GB = 1_000_000_000
 
 
 def solve(
-    problem: Problem,
-    *,
-    start: Programs | None,
-    should_stop: Callable[[], bool],
-    **_: object,
+    problem: Problem, *, start: Programs | None, should_stop: Callable[[], bool], **_: object
 ) -> Result:
     word = problem.name.partition(":")[0]
     if start is not None and word == "fails":

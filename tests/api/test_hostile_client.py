@@ -1,14 +1,13 @@
 """What a hostile client finds: no secrets, no way around a browser, no way to hold everything."""
 
-from __future__ import annotations
-
 import json
 import select
 import socket
 import threading
 import time
 from contextlib import ExitStack, suppress
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -23,16 +22,8 @@ from optpipe_api.store import open_stores
 from tests.api import live
 from tests.api.live import connected, make_settings, running, two_stages, until
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-
-@pytest.fixture(scope="module")
-def http(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
-    """A server on loopback that asks for no keys, as `optpipe serve` starts it."""
-    with connected(make_settings(tmp_path_factory.mktemp("server"))) as client:
-        yield client
+# A server on loopback that asks for no keys, as `optpipe serve` starts it.
+SETTINGS: dict[str, Any] = {}
 
 
 # --- Nothing of the inside is told
@@ -41,7 +32,6 @@ def http(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
 def test_what_the_driver_says_of_the_database_stays_in_the_log(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Neither where it is nor why it does not answer; a request and `/readyz` alike."""
     settings = make_settings(tmp_path)
     with running(settings) as (url, app), httpx.Client(base_url=url, timeout=120) as http:
         app.state.service._stores.engine.dispose()

@@ -1,7 +1,5 @@
 """One table from errors to statuses."""
 
-from __future__ import annotations
-
 import pytest
 
 from optpipe import errors as core

@@ -1,7 +1,5 @@
 """Logs never hold up the service, whoever reads them or does not; and they tell no secrets."""
 
-from __future__ import annotations
-
 import fcntl
 import io
 import json
@@ -11,8 +9,9 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import httpx
 import pytest
@@ -21,10 +20,6 @@ import structlog
 from optpipe_api.logs import LogQueue, set_up_logs
 from tests.api.live import FAKE
 from tests.api.test_main import ADDRESS, ROOT, SCRIPT
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 
 @contextmanager

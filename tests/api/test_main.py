@@ -1,7 +1,5 @@
 """A whole server in a process of its own: killed, stopped, started again; with the real solver."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -99,7 +97,6 @@ def test_a_job_outlives_a_killed_server_and_is_finished_once(start) -> None:
 
 
 def test_a_stopped_server_ends_cleanly_with_waiting_requests_and_running_jobs(start) -> None:
-    """And what a solver printed of its fault is in the log, not in the answer."""
     server = start(solve_path=FAKE)
     *_, last = server.client.follow(server.client.submit(Problem.parse(two_stages("fails"))))
     assert (last.state, last.error and last.error.code) == ("failed", "solver.failed")

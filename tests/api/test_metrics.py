@@ -1,30 +1,24 @@
 """What Prometheus is told, what a request is called in logs and answers."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import httpx
 import pytest
 import structlog
 from prometheus_client.parser import text_string_to_metric_families
 
+from optpipe.wire import JobState
 from optpipe_api.errors import StoreUnavailableError
 from optpipe_api.logs import Telemetry
 from optpipe_api.metrics import ServiceMetrics
-from tests.api.live import connected, make_settings, two_stages
+from tests.api.live import two_stages
 from tests.api.test_logs import logging_as
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    import httpx
-
-    from optpipe.wire import JobState
-
+SETTINGS = {"cache": True}
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
 
@@ -39,12 +33,6 @@ def read(text: str) -> Samples:
 
 def value(samples: Samples, name: str, **labels: str) -> float:
     return samples.get((name, tuple(sorted(labels.items()))), 0.0)
-
-
-@pytest.fixture(scope="module")
-def http(tmp_path_factory) -> Iterator[httpx.Client]:
-    with connected(make_settings(tmp_path_factory.mktemp("metrics"), cache=True)) as http:
-        yield http
 
 
 def scrape(http: httpx.Client) -> Samples:
@@ -85,7 +73,6 @@ def test_a_job_is_counted_from_submission_to_end(http) -> None:
 
 
 def test_an_answer_from_the_cache_is_counted_as_one(http) -> None:
-    """It waited for nothing and solved nothing."""
     solve(http, 3)
     before = scrape(http)
     solve(http, 3)
@@ -134,14 +121,6 @@ def test_a_store_that_does_not_answer_is_a_number() -> None:
     assert value(samples, "optpipe_store_up") == 0
     assert ("optpipe_store_up", ()) in samples
     assert value(samples, "optpipe_http_requests_total", method="GET", route="/", status="200") == 1
-
-
-def test_two_applications_in_one_process_count_for_themselves() -> None:
-    one, other = ServiceMetrics(), ServiceMetrics()
-    one.answered("GET", "/", 200, 0.1)
-    labels = {"method": "GET", "route": "/", "status": "200"}
-    assert value(read(one.text().decode()), "optpipe_http_requests_total", **labels) == 1
-    assert value(read(other.text().decode()), "optpipe_http_requests_total", **labels) == 0
 
 
 def test_a_stalled_event_loop_is_measured() -> None:

@@ -4,37 +4,28 @@ Servers die by SIGKILL before, within and after every write to the store, and at
 solver processes too. Clients try again with their Idempotency-Keys.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import signal
 import sqlite3
 import threading
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from optpipe import Problem
 from optpipe.wire import EventKind, JobOptions, JobState
-from optpipe_api.jobs import AttemptOutcome, JobEvent
+from optpipe_api.jobs import AttemptOutcome, HistoryEntry, JobEvent, JobRecord
 from optpipe_api.services.submission import solved_job
-from optpipe_api.store import open_stores
-from tests.api.errands import Errands, Ledger, run
+from optpipe_api.store import JobStore, open_stores
+from tests.api.errands import Errand, Errands, Ledger, run
 from tests.api.fleet import Caller, Fleet
 from tests.api.mortal import MOMENTS
 from tests.api.quick_solver import best
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from optpipe_api.jobs import HistoryEntry, JobRecord
-    from optpipe_api.store import JobStore
-    from tests.api.errands import Errand
 
 pytestmark = pytest.mark.long
 
@@ -265,7 +256,6 @@ def database(request, tmp_path) -> tuple[str, int]:
 def test_servers_may_die_where_they_write(
     tmp_path, database: tuple[str, int], points: list[str]
 ) -> None:
-    """At each point, once at least."""
     url, num_servers = database
     with ExitStack() as stack:
         store = stack.enter_context(closing(open_stores(url))).jobs

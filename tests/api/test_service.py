@@ -1,26 +1,19 @@
 """What is old goes, what is in use stays."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import pytest
 import sqlalchemy as sa
 import structlog
 
 from optpipe_api.errors import DeploymentNotFoundError, JobNotFoundError
-from optpipe_api.jobs import JobEvent
+from optpipe_api.jobs import JobEvent, JobRecord
 from optpipe_api.service import Retention
-from optpipe_api.store import AttemptOutcome, open_stores, tables
+from optpipe_api.store import AttemptOutcome, Stores, open_stores, tables
 from tests.api.live import make_settings, running, until
 from tests.api.store.test_deployments import new as new_deployment
 from tests.api.store.test_jobs import new
-
-if TYPE_CHECKING:
-    from optpipe_api.jobs import JobRecord
-    from optpipe_api.store import Stores
 
 DAY_S = 86_400.0
 
@@ -31,7 +24,6 @@ def retention(stores, clock) -> Retention:
 
 
 def test_only_what_ended_long_ago_goes(stores, retention, clock) -> None:
-    """Not what was submitted long ago and still waits or runs, nor what ended lately."""
     old, running_job, queued = (add(stores, name) for name in ("old", "running", "queued"))
     finish(stores, old)
     claim = stores.jobs.claim("me", 1e9)
@@ -51,7 +43,6 @@ def test_only_what_ended_long_ago_goes(stores, retention, clock) -> None:
 
 
 def test_jobs_of_a_deployment_stay_while_it_goes_on(stores, retention, clock) -> None:
-    """When it has ended long ago it goes, and its jobs with it."""
     deployment, _ = stores.deployments.add(new_deployment(), max_queued=9)
     job = add(stores, "its", deployment_id=deployment.id)
     finish(stores, job)
@@ -67,24 +58,6 @@ def test_jobs_of_a_deployment_stay_while_it_goes_on(stores, retention, clock) ->
     assert ids(stores) == set()
     with pytest.raises(DeploymentNotFoundError):
         stores.deployments.get(deployment.id)
-
-
-def test_a_batch_goes_whole_with_its_last_job(stores, retention, clock) -> None:
-    add_batch(stores, "b" * 32)
-    add_batch(stores, "c" * 32)
-    first = add(stores, "first", batch_id="b" * 32, batch_index=0)
-    finish(stores, first)
-    second = add(stores, "second", batch_id="b" * 32, batch_index=1)
-    other = add(stores, "other", batch_id="c" * 32, batch_index=0)
-    clock.now += 20 * DAY_S
-    retention.sweep()
-    assert ids(stores) == {first.id, second.id, other.id}
-    finish(stores, second)
-    clock.now += 11 * DAY_S
-    retention.sweep()
-    assert ids(stores) == {other.id}
-    with stores.engine.connect() as connection:
-        assert list(connection.execute(sa.select(tables.batches.c.id)).scalars()) == ["c" * 32]
 
 
 def test_a_thousand_old_jobs_go_in_one_sweep(stores, retention, clock) -> None:
@@ -129,19 +102,6 @@ def finish(stores: Stores, job: JobRecord) -> None:
     assert claim.job.id == job.id
     outcome = AttemptOutcome(event=JobEvent.SUCCEED)
     assert stores.jobs.finish(claim.lease, outcome) is not None
-
-
-def add_batch(stores: Stores, batch_id: str) -> None:
-    values = {
-        "id": batch_id,
-        "name": "sweep",
-        "owner": "ann",
-        "created_at": 0.0,
-        "request_hash": "",
-        "document": '{"items": []}',
-    }
-    with stores.engine.begin() as connection:
-        connection.execute(sa.insert(tables.batches).values(values))
 
 
 def ids(stores: Stores) -> set[str]:

@@ -1,7 +1,5 @@
 """Settings come from arguments and OPTPIPE_*, and say what is wrong with them."""
 
-from __future__ import annotations
-
 import pytest
 
 from optpipe.errors import InputError
@@ -22,7 +20,6 @@ def test_faults_name_setting_and_value(monkeypatch) -> None:
 
 
 def test_a_fresh_service_forgets_and_leaves_a_slot_to_others() -> None:
-    """90 days; all slots but one to each key, and never none."""
     assert Settings().retention_days == 90
     assert [Settings(solver_processes=number).most_running for number in (1, 2, 8)] == [1, 1, 7]
     assert Settings(solver_processes=8, max_running_per_key=8).most_running == 8

@@ -1,7 +1,5 @@
 """HTTPS: spoken with a certificate and its key, refused with anything else."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,9 +1,9 @@
 """What-ifs: batches whose items are what a little more of something would buy a job."""
 
-from __future__ import annotations
+from pathlib import Path
+from typing import Any
 
-from typing import TYPE_CHECKING, Any
-
+import httpx
 import pytest
 from hypothesis import given
 
@@ -13,6 +13,7 @@ from optpipe.explain.what_if import AS_IT_IS, WhatIfQuestion, as_it_is, question
 from optpipe.formats.json import load_problem
 from optpipe.schedule import Provenance
 from optpipe.wire import JobOptions
+from optpipe_api import Settings
 from optpipe_api.access import Role
 from optpipe_api.errors import BodyTooHeavyError
 from optpipe_api.services.batches import make_items
@@ -22,28 +23,14 @@ from tests.api.live import connected, keyed, make_settings, two_stages, until
 from tests.api.routes.test_jobs import fault, submit
 from tests.strategies import Case, cases
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    import httpx
-
-    from optpipe_api import Settings
-
 STARTS = start_solver.__name__ + ":solve"
+SETTINGS = {"lease_s": 60.0, "solve_path": STARTS, "max_cells": 20}
 BUS = {"memory_bytes": 4000, "d2h_gb_per_s": 1.0, "h2d_gb_per_s": 1.0}
 NAMES = [AS_IT_IS, "one-more-gb", "twice-the-microbatches"]
 
 
 def starting(folder: Path, **overrides: Any) -> Settings:
     return make_settings(folder, lease_s=60.0, solve_path=STARTS, **overrides)
-
-
-@pytest.fixture(scope="module")
-def http(tmp_path_factory) -> Iterator[httpx.Client]:
-    """One server for those tests that only ask; its solver lives on its start."""
-    with connected(starting(tmp_path_factory.mktemp("what-ifs"), max_cells=20)) as client:
-        yield client
 
 
 def solved(http: httpx.Client, name: str = "", **changes: Any) -> dict[str, Any]:
@@ -173,7 +160,6 @@ def test_it_is_a_batch_like_any_other(http) -> None:
 
 
 def test_items_end_one_by_one(tmp_path) -> None:
-    """A number at once, the start's; a cancelled item keeps it."""
     with connected(starting(tmp_path, solver_processes=1)) as http:
         job = solved(http, "waits")
         batch = ask(http, job, wait=0)
@@ -326,7 +312,6 @@ def test_a_schedule_that_is_too_large_says_where_it_can_be_asked(http, monkeypat
 
 
 def test_a_what_if_belongs_to_whoever_asks(tmp_path) -> None:
-    """About his own jobs; an admin about anybody's."""
     roles = {"ann": Role.SUBMIT, "bob": Role.SUBMIT, "root": Role.ADMIN, "eye": Role.READ}
     with keyed(starting(tmp_path, require_keys=True), **roles) as as_:
         job = solved(as_["ann"], "keeps")

@@ -1,25 +1,19 @@
 """The CP-SAT peer against exhaustive search, its own starts and our MILP."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from hypothesis import given
 
 from benchmarks.jobs import PeerAnswer, PeerJob, apart, judge
-from optpipe import Problem, simulate
+from optpipe import Problem, Programs, simulate
 from optpipe_solver.budget import Stop
 from optpipe_solver.milp.horizon.model import improve_by_milp
 from tests.building import UNIT, bus, offloadable, problem, stage
 from tests.solver.exhaustive import optimum
 from tests.solver.starting import started
 from tests.strategies import Case, cases
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from optpipe import Programs
 
 pytestmark = pytest.mark.extended
 
@@ -109,10 +103,7 @@ TINY |= {
     "span": problem([stage(0), stage(1, 3, 2, 2)], m=2, objective="span"),
     "forward workspace": _tight(w=1, forward_workspace_bytes=6),
     "weight workspace": _tight(
-        w=1,
-        weight_context_bytes=5,
-        backward_weight_workspace_bytes=6,
-        backward_workspace_bytes=6,
+        w=1, weight_context_bytes=5, backward_weight_workspace_bytes=6, backward_workspace_bytes=6
     ),
     "fused workspace": _tight(w=3, backward_ms=4, backward_workspace_bytes=6),
     "recompute workspace": problem(

@@ -1,7 +1,5 @@
 """The GPU measurements on a CPU: sizes are tiny and times mean nothing, bytes and losses do."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -29,7 +27,6 @@ def test_a_ranks_peak_is_the_prefix_walks() -> None:
 
 
 def test_offload_of_everything_takes_less_memory() -> None:
-    """Three micro-batches are on the device, not eight."""
     (row,) = slowdown("cpu", tiny=True)
     assert row["offloadable %"] > 90
     assert row["full MB"] < 0.5 * row["none MB"]

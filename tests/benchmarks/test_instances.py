@@ -1,7 +1,5 @@
 """The benchmark set: what stands in its folder is what its script makes, and is what it says."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

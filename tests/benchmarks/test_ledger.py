@@ -1,9 +1,7 @@
 """Rows, the best known, the report and the jobs: what the benchmark says of its runs."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -29,9 +27,6 @@ from benchmarks.ledger import (
 from docs.generators import newest_entry
 from tests.building import one_f_one_b, problem, programs, stage
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
 ROW = BenchRow(
     instance="one", solver="families", objective_ms=100.0, bound_ms=80.0, gap=0.2, seconds=1.5,
     status="feasible", method="zb-h1", refused=0, peak_bytes=1_000_000, commit="abc", machine="m",
@@ -39,7 +34,6 @@ ROW = BenchRow(
 
 
 def test_only_legal_and_better_programs_are_kept() -> None:
-    """An illegal one is counted, a worse one is forgotten."""
     held = problem([stage(0, 1, 1, 1), stage(1, 1, 1, 1)], m=2)
     best = BestLegal(held)
     serial = programs("0F0 0B0 0F1 0B1", "1F0 1B0 1F1 1B1")
@@ -70,7 +64,6 @@ def test_rows_from_before_a_column_was_kept_are_read(tmp_path: Path) -> None:
 
 
 def test_what_is_worse_with_the_same_work_is_said() -> None:
-    """A longer schedule and a lower bound, beyond rounding."""
     before = WorkRow(
         name="one", objective=100.0, bound=80.0, bound_method="exact", method="beam",
         cpu_seconds=1.0, commit="abc",
@@ -107,7 +100,6 @@ def test_a_bound_above_a_schedule_is_refused() -> None:
 
 
 def test_the_smoke_run_refuses_what_it_must() -> None:
-    """Worse than a family, or without a schedule; a hair's breadth is not worse."""
     worse = replace(ROW, solver="ours-2", objective_ms=100.1)
     nothing = replace(ROW, solver="ours-2", objective_ms=None)
     same = replace(ROW, solver="ours-2", objective_ms=100.0 * (1 + 1e-7))

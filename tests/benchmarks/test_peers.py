@@ -1,7 +1,5 @@
 """The contestants that live in this process, and one that does not."""
 
-from __future__ import annotations
-
 import pytest
 
 from benchmarks.jobs import PeerJob, judge, run_apart
@@ -40,7 +38,6 @@ def test_the_milp_proves_a_tiny_optimum() -> None:
 
 @pytest.mark.extended
 def test_a_contestant_runs_apart() -> None:
-    """Its programs, seconds and memory come back; one that fails says why."""
     held = problem([stage(0), stage(1)], m=2)
     said = run_apart("cp-sat", PeerJob(problem=held, start=one_f_one_b(2, 2), seconds=5.0))
     assert said.status == "optimal"

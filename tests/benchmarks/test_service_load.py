@@ -1,7 +1,5 @@
 """The load benchmark runs, and what it asks is answered as it should be."""
 
-from __future__ import annotations
-
 import csv
 
 import pytest
@@ -19,7 +17,6 @@ def test_the_other_small_runs_fail_nothing(tmp_path, option: str, num_rows: int)
 
 @pytest.mark.extended
 def test_the_small_run_answers_everything(tmp_path, capsys) -> None:
-    """Nothing fails, followers hear every event once, and the rows stand in table and file."""
     out = tmp_path / "load.csv"
     rows = main(["--small", "--out", str(out)])
     assert [(row.what.split(",")[0], row.server) for row in rows] == [

@@ -152,7 +152,6 @@ def differ(one: Image.Image, other: Image.Image) -> bool:
 
 
 def test_it_draws_without_a_request_or_an_error(opened, two) -> None:
-    """The only address is the file itself."""
     chart = opened(two)
     assert [url for url in chart.requested if not url.startswith(("file:", "data:", "blob:"))] == []
     assert chart.errors == []
@@ -160,7 +159,6 @@ def test_it_draws_without_a_request_or_an_error(opened, two) -> None:
 
 
 def test_the_wheel_zooms_the_time_of_all_views(opened, two) -> None:
-    """Pixels change, the axis is shorter, and devices stay where they are."""
     chart = opened(two)
     before, whole = chart.picture(), chart.axis()
     chart.move_to("gantt-0", 6.0, -0.5)
@@ -175,7 +173,6 @@ def test_the_wheel_zooms_the_time_of_all_views(opened, two) -> None:
 
 
 def test_dragging_pans_and_stops_at_the_ends(opened, two) -> None:
-    """The whole schedule cannot be dragged out of sight."""
     chart = opened(two)
     x, y = chart.move_to("gantt-0", 6.0, -0.5)
     chart.page.mouse.wheel(0, -300)
@@ -196,7 +193,6 @@ def test_dragging_pans_and_stops_at_the_ends(opened, two) -> None:
 
 
 def test_pointing_at_an_action_tells_it_and_lights_its_path_everywhere(opened, two) -> None:
-    """The words, the times, the bytes; all of micro-batch 0's bars, in both views; then nothing."""
     chart = opened(two)
     text = chart.point_at("gantt-0", 7.0, 0, "micro-batch 0")
     assert "input gradient of micro-batch 0, stage 0" in text
@@ -211,7 +207,6 @@ def test_pointing_at_an_action_tells_it_and_lights_its_path_everywhere(opened, t
 
 
 def test_a_tap_keeps_the_path_and_shows_the_devices_memory(opened, two) -> None:
-    """Until the next tap; the other view's memory stays."""
     chart = opened(two)
     x, y = chart.move_to("gantt-0", 3.0, 1)
     chart.page.mouse.click(x, y)
@@ -227,7 +222,6 @@ def test_a_tap_keeps_the_path_and_shows_the_devices_memory(opened, two) -> None:
 
 
 def test_a_micro_batch_can_be_followed_from_the_keyboard(opened, two) -> None:
-    """Type its number; empty the field to let it go."""
     chart = opened(two)
     field = chart.page.get_by_label("follow micro-batch")
     field.fill("1")
@@ -239,7 +233,6 @@ def test_a_micro_batch_can_be_followed_from_the_keyboard(opened, two) -> None:
 
 
 def test_a_lit_path_stays_within_its_frame_when_zoomed(opened, two) -> None:
-    """What is left of the frame is cut off at it."""
     chart = opened(two)
     x, y = chart.move_to("gantt-0", 7.0, 0)
     chart.page.mouse.click(x, y)
@@ -266,7 +259,6 @@ def test_bars_say_what_they_are_where_there_is_room(opened, two) -> None:
 
 
 def test_a_lit_path_keeps_its_labels(opened, two) -> None:
-    """They are drawn again on the bars that cover them."""
     chart = opened(two)
     chart.point_at("gantt-0", 7.0, 0, "micro-batch 0")
     chart.page.wait_for_function(f"({LABELS})('overlay').length")
@@ -276,7 +268,6 @@ def test_a_lit_path_keeps_its_labels(opened, two) -> None:
 
 
 def test_chunks_are_told_apart_by_their_stage(opened) -> None:
-    """Where a device has several, a label begins with the stage, as in a program."""
     problem, programs = everything_at_once()
     chart = opened([View("all", problem, programs)])
     chart.page.wait_for_function(f"({LABELS})('glyph').length")
@@ -300,7 +291,6 @@ def test_titles_are_not_cut_on_a_phone(opened, two) -> None:
 
 
 def test_nothing_is_white_on_a_dark_page(opened, two) -> None:
-    """Neither inputs nor tooltips, as bokeh has them."""
     chart = opened(two, "dark")
     chart.point_at("gantt-0", 7.0, 0, "micro-batch 0")
     dark = "rgb(21, 24, 28)"
@@ -311,7 +301,6 @@ def test_nothing_is_white_on_a_dark_page(opened, two) -> None:
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_the_page_has_its_theme(opened, two, theme) -> None:
-    """The corner of the page is white, or nearly black."""
     corner = opened(two, theme).picture().getpixel((2, 2))
     assert sum(corner) > 700 if theme == "light" else sum(corner) < 100
 

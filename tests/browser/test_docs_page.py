@@ -36,10 +36,7 @@ def operations(url: str) -> set[str]:
 def test_docs_page_shows_every_operation_and_asks_no_other_host(
     chromium: Browser, tmp_path
 ) -> None:
-    with (
-        running(make_settings(tmp_path)) as (url, _),
-        visiting(chromium, url) as visit,
-    ):
+    with running(make_settings(tmp_path)) as (url, _), visiting(chromium, url) as visit:
         page = visit.page
         page.on("requestfailed", lambda request: visit.errors.append(request.url))
         page.goto(f"{url}/docs")

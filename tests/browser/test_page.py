@@ -82,7 +82,6 @@ def test_a_first_visit_leads_to_a_finished_schedule(chromium: Browser, tmp_path)
 
 
 def test_sliders_change_the_problem_that_is_solved(visit: Visit) -> None:
-    """The service varies it: the summary, the address and the saved file say the same."""
     page = visit.open("?model=llama3-8b&gpu=h100&pp=4&num_microbatches=8")
     before = page.get_attribute("#problem", "data-hash")
     page.locator("[data-axis=memory_scale]").fill("40")  # the stop of 50 %
@@ -139,7 +138,6 @@ def test_a_lost_connection_loses_no_event(visit: Visit, url: str, tmp_path) -> N
 
 
 def test_what_does_not_exist_is_said_to_be_missing(visit: Visit) -> None:
-    """A link to a job or a batch that is gone; the form still works."""
     for query, said in ((f"?job={'0' * 32}", "no job"), (f"?batch={'0' * 32}", "no batch")):
         page = visit.open(query)
         page.wait_for_selector("#fault:visible")
@@ -152,7 +150,6 @@ def test_what_does_not_exist_is_said_to_be_missing(visit: Visit) -> None:
 def test_zooming_changes_the_pixels_and_a_better_schedule_keeps_the_zoom(
     visit: Visit, tmp_path
 ) -> None:
-    """By the wheel, by a button, by the keyboard."""
     page = visit.open()
     taken(page, gated(tmp_path))
     page.click("#solve")
@@ -226,7 +223,6 @@ def test_an_end_is_told_together_with_its_chart(visit: Visit, tmp_path) -> None:
 
 
 def test_a_problem_that_cannot_be_solved_says_what_would_do(visit: Visit, tmp_path) -> None:
-    """In sizes for people, and without empty axes."""
     page = visit.open()
     stages = [stage | {"activation_bytes": 12 << 30} for stage in two_stages()["stages"]]
     taken(page, gated(tmp_path, stages=stages, devices=[{"memory_bytes": 8 << 30}] * 2))
@@ -254,7 +250,6 @@ def test_the_axis_of_the_search_is_that_of_the_best(visit: Visit) -> None:
 
 
 def test_what_torch_cannot_read_is_not_saved_for_torch(visit: Visit, url: str, tmp_path) -> None:
-    """A sentence stands in its place."""
     job = solved(url, tmp_path)
     page = visit.open(f"?job={job['id']}")
     page.wait_for_selector(DRAWN)
@@ -265,7 +260,6 @@ def test_what_torch_cannot_read_is_not_saved_for_torch(visit: Visit, url: str, t
 
 
 def test_pointing_at_an_action_tells_about_it(visit: Visit, url: str, tmp_path) -> None:
-    """Words, times, memory; and its micro-batch's path: the page's policy lets the chart do it."""
     job = solved(url, tmp_path)
     page = visit.open(f"?job={job['id']}")
     page.wait_for_selector(DRAWN)
@@ -288,7 +282,6 @@ def test_pointing_at_an_action_tells_about_it(visit: Visit, url: str, tmp_path) 
 
 
 def test_a_link_shows_the_same_again(chromium: Browser, visit: Visit, url: str, tmp_path) -> None:
-    """Job, what stands beside it, and zoom; and, before a job, the form."""
     job = solved(url, tmp_path)
     page = visit.open(f"?job={job['id']}")
     page.wait_for_selector(DRAWN)
@@ -315,7 +308,6 @@ def test_a_link_shows_the_same_again(chromium: Browser, visit: Visit, url: str, 
 
 
 def test_a_job_can_be_saved_in_every_form(visit: Visit, url: str, tmp_path) -> None:
-    """What is saved is the schedule that is shown."""
     job = solved(url, tmp_path)
     programs = load_schedule(httpx.get(f"{url}/v1/jobs/{job['id']}/schedule").text).programs
     page = visit.open(f"?job={job['id']}")
@@ -333,7 +325,6 @@ def test_a_job_can_be_saved_in_every_form(visit: Visit, url: str, tmp_path) -> N
 
 
 def test_lists_show_jobs_and_what_can_be_done_about_them(visit: Visit, tmp_path) -> None:
-    """A running job can be cancelled there; a name leads to its job."""
     page = visit.open()
     taken(page, gated(tmp_path))
     page.click("#solve")
@@ -383,7 +374,6 @@ def test_leaving_a_job_while_its_chart_is_made_is_no_fault(
 
 
 def test_a_memory_sweep_ends_in_a_frontier(visit: Visit, tmp_path) -> None:
-    """One button: a batch over memory limits, its items, and the chart of what memory buys."""
     (tmp_path / "end").touch()
     page = visit.open()
     taken(page, gated(tmp_path))
@@ -404,7 +394,6 @@ def test_a_memory_sweep_ends_in_a_frontier(visit: Visit, tmp_path) -> None:
 
 
 def test_an_ended_job_goes_on_with_more_time(visit: Visit, url: str, tmp_path) -> None:
-    """From where it stands; the page follows it again."""
     job = solved(url, tmp_path)
     page = visit.open(f"?job={job['id']}")
     page.wait_for_selector(DRAWN)
@@ -424,7 +413,6 @@ def test_an_ended_job_goes_on_with_more_time(visit: Visit, url: str, tmp_path) -
 
 
 def test_the_colours_follow_the_system(visit: Visit, url: str, tmp_path) -> None:
-    """The chart too, at once."""
     job = solved(url, tmp_path)
     page = visit.open(f"?job={job['id']}")
     page.wait_for_selector(f"{DRAWN}[data-tag*='chart-light']")
@@ -438,7 +426,6 @@ def test_the_colours_follow_the_system(visit: Visit, url: str, tmp_path) -> None
 def test_a_phone_shows_everything_without_scrolling_sideways(
     chromium: Browser, url: str, tmp_path, scheme: str
 ) -> None:
-    """360 pixels: the form, a job, the lists."""
     job = solved(url, tmp_path)
     with visiting(chromium, url, PHONE, scheme) as visit:
         for name, query in (
@@ -456,7 +443,6 @@ def test_a_phone_shows_everything_without_scrolling_sideways(
 
 
 def test_every_control_has_a_name_and_can_be_reached(visit: Visit, url: str, tmp_path) -> None:
-    """By tabulator alone, and with something to read out for each."""
     job = solved(url, tmp_path)
     page = visit.open(f"?job={job['id']}")
     page.wait_for_selector(DRAWN)

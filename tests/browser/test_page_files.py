@@ -49,7 +49,6 @@ def test_a_problem_of_a_file_stands_in_the_link(chromium: Browser, visit: Visit,
 
 @pytest.mark.parametrize("broken", ["#form=AAAA", "#form=%%%", "#form=", "cut"])
 def test_a_damaged_link_says_so(visit: Visit, broken: str) -> None:
-    """And the form is that of a first visit."""
     page = visit.open()
     if broken == "cut":
         taken(page, two_stages(name="mine"), "mine.json")
@@ -86,15 +85,11 @@ def test_a_problem_too_large_for_a_link_is_said_to_be(visit: Visit) -> None:
     [
         ("{not json", "is not JSON"),
         ("[1]", "holds no JSON object"),
-        (
-            json.dumps(two_stages(num_microbatches=-3)),
-            "num_microbatches = -3: must be >= 1",
-        ),
+        (json.dumps(two_stages(num_microbatches=-3)), "num_microbatches = -3: must be >= 1"),
         (json.dumps(two_stages(colour="red")), "colour"),
     ],
 )
 def test_a_bad_file_is_refused_in_a_sentence(visit: Visit, text: str, said: str) -> None:
-    """Value, rule, fix; and nothing can be solved until it is put right."""
     page = visit.open()
     upload(page, text, "broken.json")
     page.wait_for_selector("#fault:visible")
@@ -111,7 +106,6 @@ def naming(name: str) -> Callable[[Request], bool]:
 
 
 def test_an_answer_that_comes_late_changes_nothing(visit: Visit) -> None:
-    """Neither a refusal nor a problem of a form that says something else by now."""
     page = visit.open()
     held: list[Route] = []
 

@@ -20,7 +20,6 @@ pytestmark = pytest.mark.browser
 def test_a_service_with_keys_asks_once_and_the_key_stays_in_the_tab(
     chromium: Browser, tmp_path
 ) -> None:
-    """A wrong key is refused with the reason; the right one goes with everything, events too."""
     with running(make_settings(tmp_path, require_keys=True)) as (url, app):
         key = app.state.service.keys.create("engineer", Role.SUBMIT)[1]
         assert httpx.get(f"{url}/v1/jobs").status_code == 401
@@ -47,7 +46,6 @@ def test_a_service_with_keys_asks_once_and_the_key_stays_in_the_tab(
 def test_who_may_only_read_estimates_and_is_told_what_solving_needs(
     chromium: Browser, tmp_path
 ) -> None:
-    """The form works, sliders too; what would be refused is not offered."""
     with running(make_settings(tmp_path, require_keys=True)) as (url, app):
         keys = app.state.service.keys
         submitting = {"Authorization": f"Bearer {keys.create('looker', Role.SUBMIT)[1]}"}

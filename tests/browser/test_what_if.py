@@ -8,7 +8,6 @@ import httpx
 import pytest
 
 from optpipe.explain.what_if import WhatIfAnswer
-from optpipe_api import Settings
 from optpipe_api.access import Role
 from tests.api.live import make_settings, running, two_stages
 from tests.browser.visit import DRAWN, PHONE, Visit, visiting
@@ -120,7 +119,6 @@ def test_each_answer_leads_to_its_schedule_beside_the_one_before(visit: Visit, u
 
 
 def test_answers_appear_as_their_searches_end(visit: Visit, url: str) -> None:
-    """One is cancelled, the others go on; after a reload in between, too."""
     job = solved(url, "waits")
     batch = asked(url, job, wait=0)
     page = visit.open(address(job, batch))
@@ -170,7 +168,6 @@ def test_what_was_deleted_since_can_be_asked_again(visit: Visit, url: str) -> No
 
 
 def test_a_phone_in_the_dark_shows_it_and_the_keyboard_asks(chromium: Browser, url: str) -> None:
-    """360 pixels, without scrolling sideways."""
     job = solved(url, "gains")
     with visiting(chromium, url, PHONE, "dark") as visit:
         page = visit.open(f"?job={job['id']}")
@@ -201,26 +198,3 @@ def test_who_may_only_read_sees_answers_and_no_button(chromium: Browser, tmp_pat
             visit.open(f"?job={job['id']}")
             page.wait_for_selector(DRAWN)
             page.wait_for_selector("#what-if", state="hidden")
-
-
-@pytest.mark.timeout(300)
-def test_the_solver_itself_answers(chromium: Browser, tmp_path) -> None:
-    """Room for one activation at a time; with 1 GB more the pipeline fills."""
-    settings = Settings(
-        database_url=f"sqlite:///{tmp_path}/jobs.db", solver_processes=1, max_threads=1
-    )
-    with running(settings) as (url, _), visiting(chromium, url) as visit:
-        problem = two_stages("tight", devices=[{"memory_bytes": 1000}, {"memory_bytes": 4000}])
-        answer = httpx.post(f"{url}/v1/jobs?wait=60", json={"problem": problem}, timeout=200)
-        job = answer.json()
-        page = visit.open(f"?job={job['id']}")
-        page.fill("[aria-label='Seconds for each question']", "5")
-        page.click(ASK)
-        page.wait_for_selector(ANSWERED, timeout=250_000)
-        batch = newest(url)
-        assert shown(visit) == local(batch, job)
-        rows = dict(
-            zip((item["values"]["question"] for item in batch["items"]), shown(visit), strict=True)
-        )
-        assert rows["one-more-gb"].endswith("proven: that is the best")
-        assert batch["items"][0]["objective_ms"] < 0.9 * job["objective_ms"]

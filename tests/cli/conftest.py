@@ -1,16 +1,11 @@
 """The small problem of the pictures and its schedules as files, which most commands read."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from optpipe import Provenance, dump_csv, dump_problem, dump_schedule, evaluate
 from tests.plot.conftest import make_small_problem, make_small_programs
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 LEGAL = dump_csv(make_small_programs())
 PLAIN = "0F0,0F1,0I0,0W0,0I1,0W1\n1F0,1I0,1F1,1I1,1W0,1W1\n"

@@ -1,7 +1,5 @@
 """``optpipe compare``: one table in three forms, progress beside it, and a clean end by Ctrl-C."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -10,18 +8,15 @@ import sys
 import time
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-import optpipe_solver
 from optpipe import check, dump_problem, load_csv
 from optpipe_solver.compare import AS_GIVEN, ComparisonRow, Workload
 from optpipe_solver.families import FAMILIES
 from tests.plot.conftest import make_small_problem
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 WIDTH = 100
 
@@ -85,7 +80,6 @@ def absent(method: str, reason: str) -> ComparisonRow:
 
 
 def test_every_method_of_the_real_comparison_is_printed_as_json(run) -> None:
-    """A list of rows with programs that are legal where the row says so; progress apart."""
     done = run("--time-limit", 1, "--json")
     assert done.code == 0, done.err
     rows = json.loads(done.out)
@@ -97,7 +91,6 @@ def test_every_method_of_the_real_comparison_is_printed_as_json(run) -> None:
 
 
 def test_table_keeps_the_order_and_says_what_does_not_fit_and_why_not(run, answering) -> None:
-    """Best first as compared; absent methods stand below the table, together by their reason."""
     answering([
         row("zz-best"),
         row("aa-big", over_limit=True),
@@ -119,7 +112,6 @@ def test_table_keeps_the_order_and_says_what_does_not_fit_and_why_not(run, answe
 
 
 def test_the_widest_table_is_not_cut_at_100_columns(run, answering) -> None:
-    """All columns, long names and large numbers: only the method's name wraps."""
     wide = row("interleaved-1f1b+offload", placement="loop x2", tokens_per_s=1234567.0, mfu=0.456)
     answering([wide, row("b", over_limit=True, tokens_per_s=1.0, mfu=0.1)])
     done = run()
@@ -187,7 +179,6 @@ def test_rows_of_a_copy_are_said_to_solve_another_problem(run, answering) -> Non
 
 
 def test_workload_gives_tokens_and_mfu(run, answering) -> None:
-    """TFLOP become FLOP; with the real rows' numbers behind them."""
     called = answering([row("a", tokens_per_s=2048.4, mfu=0.417)])
     options = ("--tokens-per-microbatch", 4096, "--tflop-per-microbatch", 2, "--peak-tflops", 40)
     cells = run(*options, "--seed", 3, "--threads", 2).out.splitlines()[2].split()
@@ -258,7 +249,3 @@ def test_a_second_ctrl_c_leaves_at_once_without_a_stack_trace(run, monkeypatch) 
     done = run()
     assert (done.code, done.out) == (130, "")
     assert "Traceback" not in done.err
-
-
-def test_the_package_offers_what_the_command_uses() -> None:
-    assert optpipe_solver.compare is sys.modules["optpipe_solver.compare"].__dict__["compare"]

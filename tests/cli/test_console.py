@@ -1,7 +1,5 @@
 """What people call things is shown, whatever it is, and never obeyed by the terminal."""
 
-from __future__ import annotations
-
 import json
 import unicodedata
 
@@ -42,7 +40,6 @@ def test_a_name_with_escape_codes_is_printed_as_text(tmp_path, optpipe, command)
 @pytest.mark.parametrize("console", [stdout, stderr])
 @pytest.mark.usefixtures("terminal")
 def test_control_characters_are_seen_and_hide_nothing_beside_them(console, capsys) -> None:
-    """Each takes a cell, in tables, too."""
     console().print(f"[bold]{NAME}[/bold]\tand\nmore", soft_wrap=True)
     table = Table("name", box=None, pad_edge=False)
     table.add_row("\x1b" * 4 + "abcdef")
@@ -50,9 +47,7 @@ def test_control_characters_are_seen_and_hide_nothing_beside_them(console, capsy
     captured = capsys.readouterr()
     text = captured.out + captured.err
     assert controls(text) == set()
-    assert text.startswith(
-        "mine\u241b]0;yours\u2407\u241b[2J\u240dover\ufffd2J\u2421",
-    )
+    assert text.startswith("mine\u241b]0;yours\u2407\u241b[2J\u240dover\ufffd2J\u2421")
     assert "and\nmore\n" in text
     assert "\u241b" * 4 + "abcdef" in text
 

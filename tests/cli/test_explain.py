@@ -1,7 +1,5 @@
 """``optpipe explain`` and ``diff``: words, JSON, files and exit codes."""
 
-from __future__ import annotations
-
 import io
 import json
 import os
@@ -115,7 +113,6 @@ def test_a_folder_without_a_question_is_refused(
 
 
 def test_explain_and_diff_need_no_solver(problem_file, csv_file) -> None:
-    """Neither loads it; a bare install can run both."""
     code = (
         "import sys\n"
         "from optpipe.cli import main\n"
@@ -144,8 +141,6 @@ def test_what_if_without_the_solver_names_the_pip_command(
 
 
 def test_what_if_ends_at_the_first_ctrl_c(optpipe, problem_file, csv_file, monkeypatch) -> None:
-    """What was answered by then is printed."""
-
     def solve(problem: Problem, *, start, start_method, should_stop, **options):
         os.kill(os.getpid(), signal.SIGINT)
         assert should_stop()
@@ -222,7 +217,6 @@ def test_diff_of_problems_names_fields_bound_and_smallest_memory(
 def test_diff_with_a_problem_that_has_no_schedule_names_what_it_would_take(
     optpipe, problem_file, tmp_path
 ) -> None:
-    """It has no bound, and a smallest memory all the same."""
     small = make_small_problem()
     devices = [held.model_copy(update={"memory_bytes": 1}) for held in small.devices]
     less = write(tmp_path / "l.json", dump_problem(small.model_copy(update={"devices": devices})))

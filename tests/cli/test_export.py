@@ -1,18 +1,13 @@
 """``optpipe export``: every form, to a file or to the terminal, and what is refused."""
 
-from __future__ import annotations
-
 import json
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from optpipe import dump_csv, dump_problem
 from optpipe.cli.plot import TARGETS
 from tests.building import everything_at_once, one_f_one_b, problem, programs, stage
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 FIRST_WORDS = {
     "torch-csv": "0F0,0F1,0B0,0F2,0B1,0B2\n",
@@ -42,7 +37,6 @@ def write(folder: Path, whole, rows) -> tuple[Path, Path]:
 def test_every_form_is_written_to_a_file_or_to_the_terminal(
     optpipe, plain, tmp_path, target: str
 ) -> None:
-    """The same text; the file is named on stderr, so that stdout can be piped."""
     code, out, err = optpipe("export", *plain, "--to", target)
     assert (code, err) == (0, "")
     assert out.startswith(FIRST_WORDS[target])
@@ -98,7 +92,6 @@ def test_what_a_runtime_cannot_run_is_refused(optpipe, tmp_path, target, message
 
 
 def test_a_trace_holds_everything(optpipe, tmp_path) -> None:
-    """Also what no other form can."""
     paths = write(tmp_path, *everything_at_once())
     code, out, _ = optpipe("export", *paths, "--to", "trace")
     assert code == 0

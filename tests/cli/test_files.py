@@ -1,7 +1,5 @@
 """The files that commands read and write: nothing is lost, and a wrong one is named in a line."""
 
-from __future__ import annotations
-
 import os
 import stat
 import sys

@@ -1,9 +1,7 @@
 """``optpipe import``: what it prints and writes, and its exit codes."""
 
-from __future__ import annotations
-
 import json
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -11,15 +9,11 @@ from examples.measurements.make_samples import BASE, HERE
 from optpipe import load_problem
 from optpipe.measurements import read_times
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
 TRACES = sorted(HERE.glob("rank*.json.gz"))
 SIZES = ("--activation-bytes", "10GiB", "--memory-bytes", "80 GiB")
 
 
 def test_traces_replace_the_times_of_a_base_problem(optpipe, tmp_path: Path) -> None:
-    """The table shows every stage; the written problem solves as any other."""
     out_file = tmp_path / "measured.json"
     code, out, err = optpipe("import", "kineto", *TRACES, "--base", BASE, "-o", out_file)
     assert code == 0, err
@@ -34,7 +28,6 @@ def test_traces_replace_the_times_of_a_base_problem(optpipe, tmp_path: Path) -> 
 
 
 def test_a_log_and_a_table_of_sizes_make_a_problem(optpipe, tmp_path: Path) -> None:
-    """Nothing else is needed but the devices' memory."""
     out_file = tmp_path / "measured.json"
     code, _, err = optpipe(
         "import", "megatron", HERE / "megatron-log.txt", "--sizes", HERE / "stages.csv",
@@ -53,7 +46,6 @@ def test_a_log_and_a_table_of_sizes_make_a_problem(optpipe, tmp_path: Path) -> N
 
 
 def test_what_is_missing_is_named_and_nothing_written(optpipe, tmp_path: Path) -> None:
-    """Exit code 2 where a problem is asked for; the measurements are shown all the same."""
     out_file = tmp_path / "measured.json"
     code, _, err = optpipe("import", "csv", HERE / "times.csv", "-o", out_file)
     assert code == 2
@@ -64,14 +56,12 @@ def test_what_is_missing_is_named_and_nothing_written(optpipe, tmp_path: Path) -
 
 
 def test_a_look_needs_no_sizes(optpipe) -> None:
-    """Without -o the report is all, and what is missing is said below."""
     code, out, err = optpipe("import", "csv", HERE / "times.csv")
     assert (code, err) == (0, "")
     assert "no problem yet" in out
 
 
 def test_json_is_for_programs(optpipe, tmp_path: Path) -> None:
-    """Times, links, sizes, notes and what is missing."""
     messages = tmp_path / "messages.csv"
     messages.write_text("from,to,bytes,time_ms\n0,1,1000000,1\n")
     code, out, _ = optpipe(
@@ -87,7 +77,6 @@ def test_json_is_for_programs(optpipe, tmp_path: Path) -> None:
 
 
 def test_warm_up_is_left_out_and_samples_are_kept(optpipe, tmp_path: Path) -> None:
-    """A table is taken as it is unless told; --times-out writes the samples that count."""
     kept = tmp_path / "kept.csv"
     code, _, _ = optpipe(
         "import", "csv", HERE / "times.csv", "--warmup-steps", 2, "--times-out", kept, *SIZES

@@ -1,10 +1,8 @@
 """``optpipe keys``, and the command line of a server that wants them."""
 
-from __future__ import annotations
-
 import json
 import shlex
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
 
 import pytest
 import structlog
@@ -12,9 +10,6 @@ import structlog
 from optpipe_api.access import id_of
 from optpipe_api.store import open_stores
 from tests.test_packaging import ROOT
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 
 @pytest.fixture
@@ -26,7 +21,6 @@ def run(tmp_path, optpipe, monkeypatch) -> Iterator[Callable[..., tuple[int, str
 
 
 def test_the_command_makes_lists_and_revokes_keys(tmp_path, optpipe, monkeypatch) -> None:
-    """The key alone is on standard output; a list never holds it."""
     url = f"sqlite:///{tmp_path}/jobs.db"
     code, text, told = optpipe("keys", "create", "--name", "ci", "--database-url", url)
     assert code == 0
@@ -52,7 +46,6 @@ def test_the_command_makes_lists_and_revokes_keys(tmp_path, optpipe, monkeypatch
 def test_keys_of_a_database_that_is_not_there_are_not_looked_for_in_a_new_one(
     tmp_path, run, command
 ) -> None:
-    """A wrong folder or a forgotten variable is told, and leaves no file behind."""
     code, _, told = run("keys", *command)
     assert code == 1
     assert "there is no database" in told
@@ -61,14 +54,12 @@ def test_keys_of_a_database_that_is_not_there_are_not_looked_for_in_a_new_one(
 
 
 def test_a_database_that_cannot_be_looked_at_is_one_line(run, monkeypatch) -> None:
-    """A name too long for the system."""
     monkeypatch.setenv("OPTPIPE_DATABASE_URL", f"sqlite:///{'x' * 300}.db")
     code, _, told = run("keys", "list")
     assert (code, "does not answer" in told) == (1, True)
 
 
 def test_a_database_by_its_uri_is_found(tmp_path, run, monkeypatch) -> None:
-    """SQLite's own way of naming files."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OPTPIPE_DATABASE_URL", "sqlite:///file:jobs.db?uri=true")
     assert run("keys", "create", "--name", "me")[0] == 0
@@ -89,7 +80,6 @@ def test_the_image_does_not_start_without_a_key_and_says_how_to_make_one(run) ->
 
 
 def test_keys_that_were_all_revoked_are_none(run) -> None:
-    """A server that nobody can use does not start either."""
     assert run("keys", "create", "--name", "me")[0] == 0
     assert run("keys", "revoke", "me")[0] == 0
     code, _, told = run("serve", "--host", "0.0.0.0", "--port", "0")

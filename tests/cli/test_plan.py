@@ -1,18 +1,13 @@
 """``optpipe plan``: what it prints and writes, and its exit codes."""
 
-from __future__ import annotations
-
 import json
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from optpipe import check_schedule, load_problem, load_schedule
 from optpipe.formats.json import dump_model
 from tests.solver.plan.models import gpus, layer, model
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 MIXED = model(
     [layer(repeat=6), layer(3, 3, 3, name="head")],

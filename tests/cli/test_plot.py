@@ -1,7 +1,5 @@
 """``optpipe plot``: every format, and every refusal with what works instead."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -51,7 +49,6 @@ def test_an_unknown_suffix_names_those_that_work(optpipe, files, tmp_path, name:
 
 
 def test_without_bokeh_the_pip_command_is_named(optpipe, files, tmp_path, monkeypatch) -> None:
-    """A bare install draws in the terminal only."""
     monkeypatch.setattr(scene, "find_spec", lambda name: None)
     code, _, err = optpipe("plot", *files, "-o", tmp_path / "a.html")
     assert code == 1

@@ -1,12 +1,10 @@
 """``optpipe profile``: from a function that makes stages to a problem file."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
 from functools import partial
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -14,9 +12,6 @@ from optpipe import load_problem
 from optpipe.measurements import Measurements
 from optpipe.runtime.demo_model import launch_ranks
 from optpipe.runtime.measuring import load_stages
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 TINY = "optpipe.runtime.measuring.stages:tiny_gpt"
 QUICK = ("--repeats", 2, "--warmups", 1, "--device", "cpu")
@@ -29,7 +24,6 @@ def profile(optpipe, monkeypatch):
 
 
 def test_the_tiny_model_becomes_a_problem(profile, tmp_path) -> None:
-    """Four stages with times, bytes, copies and links; the file reads back."""
     path, samples = tmp_path / "problem.json", tmp_path / "samples.json"
     code, out, err = profile(TINY, "-o", path, "--samples-out", samples, *QUICK)
     assert code == 0, err
@@ -115,7 +109,6 @@ def test_samples_are_kept_where_they_make_no_problem(profile, tmp_path) -> None:
 
 
 def test_the_current_folder_is_searched(profile, tmp_path, monkeypatch) -> None:
-    """A module that lies where the command is run is found."""
     (tmp_path / "lying_here.py").write_text(
         "import torch\n"
         "def stages():\n"

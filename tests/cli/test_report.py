@@ -1,7 +1,5 @@
 """What the command line shows of a schedule: the same numbers, whoever found them."""
 
-from __future__ import annotations
-
 import io
 from datetime import UTC, datetime
 
@@ -46,7 +44,6 @@ def rows(text: str) -> set[str]:
 
 
 def test_a_schedule_says_what_its_programs_cost(offloading) -> None:
-    """With the record and without it, the table says the same."""
     assert any(row.startswith("peak memory of host") for row in rows(shown(offloading, None)))
     assert rows(shown(offloading, schedule_of(offloading))) == rows(shown(offloading, None))
 
@@ -57,12 +54,10 @@ def test_a_schedule_says_what_its_programs_cost(offloading) -> None:
      (0.0123, "1.2 %")],
 )  # fmt: skip
 def test_optimal_is_said_of_a_gap_of_a_millionth_and_no_more(gap, text) -> None:
-    """A gap that rounds to 0.0 % is not called optimal."""
     assert report.gap_text(gap) == text
 
 
 def test_what_is_known_is_not_simulated_again(offloading, monkeypatch) -> None:
-    """The table simulates 1F1B, and the programs only where no record says what they cost."""
     asked = []
 
     def counted(given, programs):

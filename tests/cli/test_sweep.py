@@ -1,11 +1,10 @@
 """``optpipe sweep``: here and at a service, one table, one picture, gone on with after a stop."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -21,9 +20,6 @@ from tests.api.live import make_settings, running
 from tests.api.outcomes import Result, SolveStatus
 from tests.api.serial import serial
 from tests.plot.conftest import make_small_problem
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 MEMORY = ("--axis", "devices[*].memory_bytes=32,16,9", "--time-limit", "20", "--threads", "1")
 
@@ -74,7 +70,6 @@ def test_a_sweep_gives_a_table_and_a_frontier(optpipe, problem_file, tmp_path, s
 
 
 def test_what_the_table_has_is_not_solved_again(optpipe, problem_file, tmp_path, solved) -> None:
-    """A run goes on where another stopped; rows that did not end are solved anew."""
     table = tmp_path / "t.csv"
     optpipe("sweep", problem_file, *MEMORY, "-o", table)
     first = read(table)
@@ -176,20 +171,14 @@ def test_ctrl_c_keeps_what_there_is(optpipe, problem_file, tmp_path, monkeypatch
     ],
 )
 def test_mistakes_are_found_before_anything_is_solved(
-    optpipe,
-    problem_file,
-    solved,
-    arguments: list[str],
-    words: str,
+    optpipe, problem_file, solved, arguments: list[str], words: str
 ) -> None:
-    """Exit code 2, value, rule and fix."""
     code, _, err = optpipe("sweep", problem_file, *arguments)
     assert (code, solved) == (2, [])
     assert words in err.replace("\n", " ")
 
 
 def test_a_file_with_something_else_is_left_alone(optpipe, problem_file, tmp_path, solved) -> None:
-    """Neither another table nor that of another sweep is written over."""
     table = tmp_path / "t.csv"
     table.write_text("a,b\n", encoding="utf-8")
     code, _, err = optpipe("sweep", problem_file, *MEMORY, "-o", table)
@@ -206,7 +195,6 @@ def test_a_file_with_something_else_is_left_alone(optpipe, problem_file, tmp_pat
 
 
 def test_nothing_that_fits_leaves_with_3(optpipe, problem_file, tmp_path, solved) -> None:
-    """As solve does where no schedule can exist; the table comes in other forms, too."""
     table = tmp_path / "t.md"
     code, _, _ = optpipe("sweep", problem_file, "--axis", "memory_scale=0.5,0.4", "-o", table)
     assert code == 3
@@ -217,7 +205,6 @@ def test_nothing_that_fits_leaves_with_3(optpipe, problem_file, tmp_path, solved
 
 
 def test_a_service_solves_a_sweep_as_a_batch(optpipe, tmp_path) -> None:
-    """The same table and picture, from the rows that the service gives."""
     problem = make_small_problem(24).model_copy(update={"name": "there"})
     path, table, picture = (tmp_path / name for name in ("p.json", "t.csv", "f.svg"))
     path.write_text(dump_problem(problem), encoding="utf-8")
@@ -236,7 +223,6 @@ def test_a_service_solves_a_sweep_as_a_batch(optpipe, tmp_path) -> None:
 
 
 def test_values_are_json_or_words() -> None:
-    """Numbers, words, truths and lists; a comma inside of brackets does not part values."""
     texts = ["a=1,0.5", "placement=loop,v", "b = true, false", 'c=[0,1],"x"', "d=x=1,2"]
     assert parse_axes(texts) == {
         "a": [1, 0.5],

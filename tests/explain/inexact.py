@@ -1,15 +1,8 @@
 """Cases whose times are no whole numbers, so that sums of them round."""
 
-from __future__ import annotations
+from hypothesis import strategies as st
 
-from typing import TYPE_CHECKING
-
-from tests.strategies import cases
-
-if TYPE_CHECKING:
-    from hypothesis import strategies as st
-
-    from tests.strategies import Case
+from tests.strategies import Case, cases
 
 _TIMES = ("forward_ms", "backward_input_ms", "backward_weight_ms", "backward_ms", "recompute_ms")
 

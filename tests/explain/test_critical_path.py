@@ -1,14 +1,13 @@
 """The critical path: pieces that follow one another and make the length."""
 
-from __future__ import annotations
-
 import math
 from itertools import pairwise
 
 from hypothesis import given
 
 from optpipe.explain.reasons import Piece, critical_path, runs_of
-from optpipe.schedule import ActionType, parse_action
+from optpipe.memory import modes_of
+from optpipe.schedule import Action, ActionType, parse_action
 from optpipe.simulate import duration_ms, simulate
 from tests.building import bus, everything_at_once, offloadable, problem, programs, stage
 from tests.explain.inexact import inexact_cases
@@ -101,7 +100,7 @@ def test_under_span_a_device_that_ends_later_but_started_later_is_not_the_longes
     assert (pieces[0].start, pieces[-1].end, str(pieces[-1].action)) == (0, 9, "0W0")
 
 
-@given(cases() | inexact_cases())
+@given(cases(menus=True) | inexact_cases())
 def test_pieces_sum_to_the_length_and_follow_one_another(case: Case) -> None:
     run = simulate(*case)
     pieces = critical_path(*case, run)
@@ -112,15 +111,21 @@ def test_pieces_sum_to_the_length_and_follow_one_another(case: Case) -> None:
     assert all(piece.kind != "queue" for piece in pieces)
 
 
-@given(cases())
+def length_ms(case: Case, action: Action) -> float:
+    """How long an action lasts in the mode of its cell."""
+    row = next(row for row in case.programs if action in row)
+    return duration_ms(case.problem, action, modes_of(case.problem, row)[action.cell])
+
+
+@given(cases(menus=True))
 def test_every_piece_but_a_cut_one_lasts_as_long_as_what_it_is(case: Case) -> None:
     for piece in critical_path(*case, simulate(*case))[1:]:
         if piece.action is not None and piece.kind != "link":
-            lasts = duration_ms(case.problem, piece.action)
+            lasts = length_ms(case, piece.action)
             assert math.isclose(piece.end - piece.start, lasts, abs_tol=1e-9)
 
 
-@given(cases())
+@given(cases(menus=True))
 def test_slower_where_the_path_is_means_a_longer_schedule(case: Case) -> None:
     """One ms more for a compute action of it is one ms more of makespan, where lanes are owned."""
     if case.problem.objective == "span" or any(d.pcie_group for d in case.problem.devices):
@@ -129,11 +134,11 @@ def test_slower_where_the_path_is_means_a_longer_schedule(case: Case) -> None:
     computed = [piece for piece in critical_path(*case, run) if piece.kind == "compute"]
     for piece in computed:
         assert piece.action is not None
-        lasts = {piece.action: duration_ms(case.problem, piece.action) + 1}
+        lasts = {piece.action: length_ms(case, piece.action) + 1}
         assert simulate(*case, lasts).makespan_ms >= run.makespan_ms + 1 - 1e-9
 
 
-@given(cases())
+@given(cases(menus=True))
 def test_runs_hold_every_action_of_the_path_once_and_sum_to_it(case: Case) -> None:
     pieces = critical_path(*case, simulate(*case))
     runs = runs_of(pieces)

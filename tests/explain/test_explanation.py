@@ -1,7 +1,5 @@
 """The explanation as a whole: round trips, what it says in words, and how long it takes."""
 
-from __future__ import annotations
-
 import time
 
 import pytest
@@ -115,7 +113,7 @@ def test_names_and_lists_read_as_people_write_them() -> None:
     assert device_names(whole, [0, 1, 2]) == "left, gpu1 and gpu2"
 
 
-@given(cases())
+@given(cases(menus=True))
 def test_an_explanation_survives_json(case: Case) -> None:
     told = explain(*case)
     assert Explanation.model_validate_json(told.model_dump_json()) == told

@@ -1,36 +1,33 @@
 """Why each offload and recomputation was chosen, held against programs without them."""
 
-from __future__ import annotations
-
 import math
-from itertools import chain
 
 from hypothesis import given
 
-from optpipe import Action, ActionType, Problem, Programs
+from optpipe import ActionType, Problem, Programs
 from optpipe.explain.memory import device_memories, host_memories, stage_reliefs, tightest_device
 from optpipe.explain.reasons import lane_uses
 from optpipe.explain.values import Necessity, Relief, StageRelief
-from optpipe.memory import device_peak_bytes, host_peak_bytes, memory_walk
+from optpipe.memory import device_peak_bytes, host_peak_bytes, memory_walk, modes_of
 from optpipe.simulate import simulate
 from tests.building import bus, everything_at_once, offloadable, problem, programs, stage
 from tests.strategies import Case, cases
 
 MB = 1_000_000
-_TYPES = {
-    "offload": (ActionType.OFFLOAD, ActionType.RELEASE, ActionType.RELOAD),
-    "recompute": (ActionType.RECOMPUTE,),
-}
+_OF_MODE = (ActionType.OFFLOAD, ActionType.RELEASE, ActionType.RELOAD, ActionType.RECOMPUTE)
 
 
 def without(rows: Programs, *taken: tuple[StageRelief, Relief]) -> Programs:
     """The programs without some offloads and recomputations."""
-    gone = {
-        Action(group.stage, kind, relief.microbatch)
-        for group, relief in taken
-        for kind in _TYPES[group.kind]
-    }
-    return tuple(tuple(action for action in row if action not in gone) for row in rows)
+    kept = {(group.stage, relief.microbatch) for group, relief in taken}
+    return tuple(
+        tuple(
+            action.bare if action.cell in kept else action
+            for action in row
+            if action.cell not in kept or action.type not in _OF_MODE
+        )
+        for row in rows
+    )
 
 
 def pairs(made: Problem, rows: Programs) -> list[tuple[StageRelief, Relief]]:
@@ -99,7 +96,7 @@ def test_a_release_right_before_its_reload_relieves_nothing() -> None:
     assert (relief.verdict, relief.exceeds_at, relief.excess_bytes) == (Necessity.UNNEEDED, None, 0)
 
 
-@given(cases(tight=True))
+@given(cases(menus=True, tight=True))
 def test_what_is_needed_exceeds_the_limit_when_taken_out_and_nothing_else_does(case: Case) -> None:
     for group, relief in pairs(*case):
         rows = without(case.programs, (group, relief))
@@ -107,7 +104,7 @@ def test_what_is_needed_exceeds_the_limit_when_taken_out_and_nothing_else_does(c
         assert is_over == (relief.verdict is Necessity.NEEDED)
 
 
-@given(cases(tight=True))
+@given(cases(menus=True, tight=True))
 def test_all_that_is_unneeded_can_be_taken_out_together_and_no_more(case: Case) -> None:
     found = pairs(*case)
     spare = [pair for pair in found if pair[1].verdict is Necessity.UNNEEDED]
@@ -119,7 +116,7 @@ def test_all_that_is_unneeded_can_be_taken_out_together_and_no_more(case: Case) 
             assert peak_over(case.problem, fewer, pair[0].device) > 0
 
 
-@given(cases(tight=True))
+@given(cases(menus=True, tight=True))
 def test_the_excess_is_that_of_the_action_that_is_named(case: Case) -> None:
     for group, relief in pairs(*case):
         for taken, told in (([relief], relief), (group.reliefs, group)):
@@ -129,18 +126,16 @@ def test_the_excess_is_that_of_the_action_that_is_named(case: Case) -> None:
             row = rows[group.device]
             steps = memory_walk(case.problem, group.device, row)
             limit = case.problem.devices[group.device].usable_bytes
-            assert steps[row.index(told.exceeds_at)].peak - limit == told.excess_bytes
+            at = [action.bare for action in row].index(told.exceeds_at.bare)
+            assert steps[at].peak - limit == told.excess_bytes
 
 
-@given(cases())
-def test_every_offload_and_recomputation_is_judged_once(case: Case) -> None:
-    counted = (ActionType.OFFLOAD, ActionType.RECOMPUTE)
-    made = [a for a in chain(*case.programs) if a.type in counted]
-    told = [
-        Action(group.stage, _TYPES[group.kind][0], relief.microbatch)
-        for group, relief in pairs(*case)
-    ]
-    assert sorted(told) == sorted(made)
+@given(cases(menus=True))
+def test_every_cell_that_is_not_kept_is_judged_once(case: Case) -> None:
+    used = {cell for row in case.programs
+            for cell, mode in modes_of(case.problem, row).items() if mode}  # fmt: skip
+    told = [(group.stage, relief.microbatch) for group, relief in pairs(*case)]
+    assert sorted(told) == sorted(used)
 
 
 # How much of each lane is used, shared ones included.
@@ -168,7 +163,6 @@ def test_lanes_of_a_shared_bus_and_of_a_half_duplex_device() -> None:
 
 
 def test_every_group_has_the_devices_of_its_own_bus() -> None:
-    """Two groups: a lane names the devices that share it and no others."""
     devices = [bus(pcie_group="g"), bus(pcie_group="h"), bus(pcie_group="h")]
     made = problem([offloadable(0), offloadable(1), offloadable(2)], devices)
     way = "{0}F0 {0}OFFLOAD0 {0}RELEASE0 {0}RELOAD0 {0}B0"
@@ -186,7 +180,7 @@ def test_gradient_reductions_and_recomputation_count_as_busy() -> None:
     ]
 
 
-@given(cases())
+@given(cases(menus=True))
 def test_no_lane_is_used_for_longer_than_there_is_time(case: Case) -> None:
     run = simulate(*case)
     uses = lane_uses(*case, run)
@@ -200,7 +194,7 @@ def test_no_lane_is_used_for_longer_than_there_is_time(case: Case) -> None:
     ]
 
 
-@given(cases(tight=True))
+@given(cases(menus=True, tight=True))
 def test_memory_is_that_of_the_walk_and_the_fullest_action_reaches_it(case: Case) -> None:
     for held in device_memories(*case):
         row = case.programs[held.device]

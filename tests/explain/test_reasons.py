@@ -1,7 +1,5 @@
 """Idle time by cause: what ended each wait, and sums that are exact."""
 
-from __future__ import annotations
-
 import math
 from itertools import pairwise
 
@@ -52,7 +50,7 @@ def test_under_span_a_late_start_costs_nothing() -> None:
     assert causes(made, rows) == [{IdleCause.BACKWARD: 6}, {IdleCause.COOL_DOWN: 4}]
 
 
-@given(cases() | inexact_cases())
+@given(cases(menus=True) | inexact_cases())
 def test_causes_sum_to_the_idle_time_of_each_device(case: Case) -> None:
     run = simulate(*case)
     length = run.objective_ms(case.problem.objective)
@@ -65,7 +63,7 @@ def test_causes_sum_to_the_idle_time_of_each_device(case: Case) -> None:
         assert math.isclose(item.idle_ms + item.busy_ms, length, rel_tol=1e-9, abs_tol=1e-9)
 
 
-@given(cases())
+@given(cases(menus=True))
 def test_waits_between_actions_are_the_bubbles_of_the_timeline(case: Case) -> None:
     timeline = make_timeline(*case)
     outer = {IdleCause.WARM_UP, IdleCause.COOL_DOWN, IdleCause.GRAD_SYNC}

@@ -1,7 +1,5 @@
 """A trace file obeys the Trace Event Format and tells the simulated times."""
 
-from __future__ import annotations
-
 import json
 from itertools import pairwise
 

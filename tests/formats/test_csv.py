@@ -1,7 +1,5 @@
 """CSV: torch's form of programs, strictly."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

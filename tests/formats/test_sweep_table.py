@@ -1,7 +1,5 @@
 """Tables of sweeps: CSV that is read back as it was, Markdown for people."""
 
-from __future__ import annotations
-
 import json
 from typing import Any, cast
 
@@ -43,7 +41,6 @@ FAILED = row(
 
 
 def test_csv_has_a_column_per_axis_and_is_read_back() -> None:
-    """Texts stand as they are, lists as JSON, unknown numbers are empty."""
     text = dump_sweep([row(), FAILED], "csv")
     first, second, *_ = text.splitlines()
     assert first == (
@@ -65,7 +62,6 @@ def test_markdown_is_for_people() -> None:
 
 
 def test_without_axes_rows_are_told_by_their_names() -> None:
-    """A list of problems; one without a name has a number."""
     lines = dump_sweep([row(values={}), row(1, {}, name="")], "markdown").splitlines()
     assert [line.split("|")[1].strip() for line in lines] == ["problem", "---", "p", "#1"]
 
@@ -91,7 +87,6 @@ AXIS = st.text("ab[*].,\"'0 é", max_size=5)
 @given(st.lists(st.dictionaries(AXIS, JSON, max_size=3), min_size=1, max_size=4))
 @example([{"a": "12"}, {"a": 12}, {"a": "null"}, {"a": '"x"'}, {"a": ""}])
 def test_any_values_on_any_axes_are_read_back(values: list[dict[str, Any]]) -> None:
-    """Axes that are called as columns are, texts that look like numbers, values that miss."""
     rows = [row(index, held) for index, held in enumerate(values)]
     assert load_sweep_csv(dump_sweep(rows, "csv")) == rows
 

@@ -1,7 +1,5 @@
 """Rows of a comparison as Markdown, CSV and JSON."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json
@@ -70,7 +68,6 @@ def test_markdown_has_a_line_per_row_and_says_why_in_the_last_column() -> None:
 
 
 def test_csv_has_plain_numbers_and_leaves_unknown_ones_empty() -> None:
-    """Every field has its unit in its name, and the same columns whatever the rows."""
     best, big, none = csv.DictReader(io.StringIO(dump_comparison(ROWS, "csv")))
     assert float(best["makespan_ms"]) == 1234.56
     assert (best["tokens_per_s"], big["tokens_per_s"], best["mfu"]) == ("12345.6", "", "")

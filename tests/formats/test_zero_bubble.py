@@ -1,30 +1,23 @@
 """ScheduledNode lists: executed by a small runtime with the zero-bubble runtime's queues."""
 
-from __future__ import annotations
-
 import random
 import types
 from collections.abc import Generator
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from optpipe import Action, ActionType, ScheduleFormatError, check
+from optpipe import Action, ActionType, Problem, Programs, ScheduleFormatError, check
 from optpipe.formats.zero_bubble import dump_python_list
 from optpipe.problem import placement_of
-from optpipe.schedule import input_of, pass_of
+from optpipe.schedule import Pass, input_of, pass_of
 from optpipe.simulate import simulate
 from tests.building import UNIT, bus, one_f_one_b, problem, programs, stage
 from tests.strategies import B, F, I, W
-
-if TYPE_CHECKING:
-    from optpipe import Problem, Programs
-    from optpipe.schedule import Pass
-
 
 # Random legal programs in which some actions keep the order of the micro-batches.
 
@@ -310,7 +303,6 @@ def test_any_schedule_it_takes_runs_as_planned(rng: random.Random) -> None:
 
 
 def test_nodes_carry_the_simulated_times_and_the_peers() -> None:
-    """In ms; a communication node has the moment when its tensor exists."""
     whole = problem([stage(0, 2), stage(1, 3)], m=2)
     rows = one_f_one_b(2, 2)
     first, second = load(dump_python_list(whole, rows))["scheduled_nodes"](GRAPH)

@@ -1,9 +1,8 @@
 """What the ranks run: torch's own schedule runtime under torch's profiler, with known times."""
 
-from __future__ import annotations
-
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,9 +10,6 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
 from torch.profiler import ProfilerActivity, profile
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 WIDTH, MICROBATCH = 8, 2
 

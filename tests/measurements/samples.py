@@ -1,13 +1,8 @@
 """Measurements written short."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
 
 from optpipe.measurements import Measurements, Sample
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
 
 
 def medians(run: Measurements) -> dict[str, float]:

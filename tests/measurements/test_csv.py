@@ -1,7 +1,5 @@
 """Tables of times, stages and messages: read, written, and refused with the line."""
 
-from __future__ import annotations
-
 import statistics
 
 import pytest
@@ -25,7 +23,6 @@ ENOUGH = Given.model_validate(
 
 
 def test_a_table_is_read_whatever_the_order_of_its_columns() -> None:
-    """Spaces, an empty cell, an empty row and a byte order mark do no harm."""
     text = "\ufeffaction,time_ms, stage ,step\nF, 1.5,0,\n\nB,3,0,2\n"
     assert read_times(text).samples == (
         Sample(stage=0, action="F", time_ms=1.5),
@@ -55,7 +52,6 @@ samples = st.builds(
 
 @given(st.lists(samples, min_size=1, max_size=20))
 def test_samples_survive_the_table(found) -> None:
-    """What is written reads back equal, to the last bit of every time."""
     written = Measurements(source="test", samples=tuple(found))
     assert read_times(dump_times(written)).samples == written.samples
 
@@ -104,7 +100,6 @@ def test_wrong_tables_of_times_are_refused(text, message) -> None:
 
 
 def test_a_table_of_stages_is_read() -> None:
-    """Rows in any order; an empty cell is unknown."""
     text = "stage,activation_bytes,output_bytes,device\n1,20,,0\n0,10,5,1\n"
     first, second = read_stages_table(text)
     assert (first.activation_bytes, first.output_bytes, first.device) == (10, 5, 1)

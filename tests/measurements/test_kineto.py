@@ -1,10 +1,8 @@
 """Kineto traces: GPU and CPU times, ranks, replicas, messages, copies, and files that are none."""
 
-from __future__ import annotations
-
 import gzip
 import json
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -13,9 +11,6 @@ from optpipe.measurements import Given, MeasurementError, read_kineto
 from tests import building
 from tests.measurements.samples import medians
 from tests.measurements.traces import COPIES, NETWORK, Trace
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def test_gpu_time_is_that_of_the_kernels_launched_inside(tmp_path: Path) -> None:
@@ -221,7 +216,6 @@ def write(path: Path, content: str | bytes) -> Path:
     ],
 )
 def test_files_that_are_no_such_trace_are_refused(tmp_path: Path, content, message) -> None:
-    """The message names the file, the place and what to do."""
     path = write(tmp_path / "broken.json", content)
     with pytest.raises(MeasurementError, match=message) as refused:
         read_kineto([path])

@@ -1,7 +1,5 @@
 """Megatron-LM logs in every printed form, and what they cannot say."""
 
-from __future__ import annotations
-
 import pytest
 
 from optpipe.measurements import MeasurementError, MegatronRun, read_megatron
@@ -134,11 +132,7 @@ def test_recomputation_is_said_to_be_in_the_backward() -> None:
     ("log", "run", "message"),
     [
         ("", None, r"no timer forward-compute \(no timers at all\); run Megatron-LM with"),
-        (
-            "time (ms) | forward: 1.0 | optimizer: 3.0\n",
-            None,
-            "timers there: forward, optimizer",
-        ),
+        ("time (ms) | forward: 1.0 | optimizer: 3.0\n", None, "timers there: forward, optimizer"),
         (min_max((1, 2), (3, 4)), None, "does not name pipeline_model_parallel_size"),
         (
             min_max((1, 2), (3, 4)),
@@ -150,11 +144,7 @@ def test_recomputation_is_said_to_be_in_the_backward() -> None:
             None,
             "line 20: timer forward-compute = 'nan': must be a number of ms",
         ),
-        (
-            ARGUMENTS + all_ranks([8] * 6, [8] * 6),
-            None,
-            "a time of rank 5, but names world_size 4",
-        ),
+        (ARGUMENTS + all_ranks([8] * 6, [8] * 6), None, "a time of rank 5, but names world_size 4"),
         (EVEN, MegatronRun(num_stages=3), "4 ranks cannot be"),
         (
             EVEN.replace("parallel_size ............ None", "parallel_size ............ 2"),
@@ -164,6 +154,5 @@ def test_recomputation_is_said_to_be_in_the_backward() -> None:
     ],
 )
 def test_logs_that_do_not_say_enough_are_refused(log, run, message) -> None:
-    """The message says what is missing and which option of Megatron or ours gives it."""
     with pytest.raises(MeasurementError, match=message):
         read_megatron(log, run)

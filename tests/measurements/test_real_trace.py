@@ -1,7 +1,5 @@
 """A trace that torch's profiler wrote of torch's schedule runtime, two ranks over gloo."""
 
-from __future__ import annotations
-
 import statistics
 from pathlib import Path
 
@@ -29,7 +27,6 @@ def traces(tmp_path_factory) -> list[Path]:
 
 
 def test_every_run_of_every_action_is_found(traces) -> None:
-    """Three steps of two micro-batches, forward and backward, on each rank."""
     run = read_kineto(traces)
     assert run.placement == (0, 1)
     assert run.seen_microbatches == 2
@@ -66,7 +63,6 @@ def test_bytes_are_those_of_the_tensors_that_stay(traces) -> None:
 
 
 def test_it_makes_a_problem(traces) -> None:
-    """Times from the trace, sizes as given."""
     asked = Given.model_validate(
         {"stage": {"activation_bytes": 100}, "device": {"memory_bytes": 1000}}
     )

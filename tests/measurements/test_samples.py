@@ -1,18 +1,18 @@
 """The shipped sample files: what the script writes, and what importing them gives."""
 
-from __future__ import annotations
-
 import gzip
-from typing import TYPE_CHECKING
 
 import pytest
 
 from examples.measurements.make_samples import BASE, HERE, MOST_LATE, STEPS, make_files
 from optpipe import Problem, load_problem
-from optpipe.measurements import read_kineto, read_megatron, read_stages_table, read_times
-
-if TYPE_CHECKING:
-    from optpipe.measurements import Measurements
+from optpipe.measurements import (
+    Measurements,
+    read_kineto,
+    read_megatron,
+    read_stages_table,
+    read_times,
+)
 
 
 @pytest.fixture(scope="module")

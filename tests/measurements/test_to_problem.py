@@ -1,9 +1,5 @@
 """From samples to a problem: medians, what is filled in, and what is asked for."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,6 +8,7 @@ from optpipe import Problem
 from optpipe.measurements import (
     DeviceFacts,
     Given,
+    MeasuredAction,
     MeasurementError,
     Measurements,
     Sample,
@@ -21,11 +18,6 @@ from optpipe.measurements import (
 )
 from tests.building import problem, stage
 from tests.measurements.samples import measured
-from tests.strategies import few
-
-if TYPE_CHECKING:
-    from optpipe.measurements import MeasuredAction
-
 
 ENOUGH = Given(
     num_microbatches=4,
@@ -86,7 +78,6 @@ def test_too_few_times_are_refused(times, message) -> None:
 
 
 def test_the_micro_batches_seen_are_counted() -> None:
-    """Without a number given, one more than the largest micro-batch."""
     samples = [Sample(stage=0, action="F", time_ms=1, microbatch=j) for j in range(6)]
     samples.append(Sample(stage=0, action="B", time_ms=1, microbatch=0))
     asked = Given(stage=ENOUGH.stage, device=ENOUGH.device)
@@ -122,11 +113,7 @@ def test_only_times_of_a_base_problem_are_replaced() -> None:
     expected = base.model_dump(by_alias=True)
     expected["name"] = "base, times from test"
     expected["stages"] = list(expected["stages"])
-    expected["stages"][0] |= {
-        "forward_ms": 10,
-        "backward_input_ms": 20,
-        "backward_weight_ms": 30,
-    }
+    expected["stages"][0] |= {"forward_ms": 10, "backward_input_ms": 20, "backward_weight_ms": 30}
     assert built == Problem.parse(expected)
 
 
@@ -221,7 +208,6 @@ def test_a_recomputation_takes_what_was_measured_or_a_forward() -> None:
 
 
 def test_every_assumption_is_noted() -> None:
-    """Unknown sizes, an unmeasured recomputation and a free link: a sentence each."""
     times = {(s, a): [1.0] for s in range(2) for a in ("F", "I", "W", "RECOMPUTE")}
     asked = Given(
         num_microbatches=1, stage=StageFacts(activation_bytes=9, offload_bytes=9),
@@ -259,31 +245,6 @@ def test_the_first_step_of_each_rank_is_left_out() -> None:
     assert run.without_warmup(0) == run
     with pytest.raises(MeasurementError, match="rank 0: 2 steps were measured and 2"):
         run.without_warmup(2)
-
-
-@given(
-    times=st.lists(st.floats(0.001, 1000), min_size=1, max_size=30),
-    more=st.integers(0, 3),
-)
-@few(30)
-def test_a_minority_of_outliers_stays_within_the_others(times, more) -> None:
-    """The median lies between the least and greatest of the ordinary samples."""
-    outliers = [1e6] * min(more, (len(times) - 1) // 2)
-    run = measured({(0, "F"): times + outliers})
-    assert min(times) - 1e-6 <= run.spreads[0, "F"].median_ms <= max(times) + 1e-6
-
-
-def test_measurements_survive_their_json() -> None:
-    run = Measurements(
-        source="test",
-        samples=(Sample(stage=1, action="RECOMPUTE", time_ms=0.5, rank=3),),
-        placement=(1, 0),
-        stages=(StageFacts(activation_bytes=1),),
-        devices=(DeviceFacts(host="a"),),
-        transfers=(Transfer(source=0, target=1, num_bytes=2, time_ms=3),),
-        notes=("One.",),
-    )
-    assert Measurements.model_validate_json(run.model_dump_json()) == run
 
 
 # Medians alone say the same of a problem as everything that was measured.

@@ -1,14 +1,9 @@
 """Bytes from traces with allocations: what actions leave, free and need, and what lay there."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from optpipe.measurements import build_problem, read_kineto
 from tests.measurements.traces import Trace
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def step(trace: Trace, stage: int, *, first: bool = False) -> None:

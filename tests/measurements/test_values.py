@@ -1,7 +1,5 @@
 """Medians and spread: of few samples, by hand."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

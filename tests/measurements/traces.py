@@ -1,13 +1,9 @@
 """Chrome traces as Kineto writes them, with times the tests choose."""
 
-from __future__ import annotations
-
 import gzip
 import json
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from pathlib import Path
+from typing import Any
 
 COMPUTE, NETWORK, COPIES = 7, 20, 24
 P2P = "ncclDevKernel_SendRecv(...)"

@@ -1,7 +1,5 @@
 """Two devices, two micro-batches, one of them offloaded: small enough to draw by hand."""
 
-from __future__ import annotations
-
 import pytest
 
 from optpipe import Problem, Programs, load_csv

@@ -1,13 +1,7 @@
 """A schedule of any size that takes no solver: 1F1B with split backwards."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
+from optpipe import Problem, Programs
 from tests.building import one_f_one_b, problem, stage
-
-if TYPE_CHECKING:
-    from optpipe import Problem, Programs
 
 GIB = 2**30
 

@@ -5,8 +5,6 @@ based Model for Simulation of Color Vision Deficiency, 2009; severity 1), which 
 the distance is the Euclidean one in CIE L*a*b* (2.3 is just noticeable).
 """
 
-from __future__ import annotations
-
 from itertools import combinations
 
 import numpy as np

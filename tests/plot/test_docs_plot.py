@@ -1,7 +1,5 @@
 """docs/plot.md: every command and the Python in it run, in the order of the page."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from itertools import pairwise
@@ -43,7 +41,6 @@ def test_the_python_runs(workplace) -> None:
 
 
 def test_the_page_shows_the_picture_of_the_project() -> None:
-    """And every file that it links to is there."""
     named = re.findall(r"\]\((?!https?:)([^)#]+)\)", PAGE)
     assert "images/before-after.svg" in named
     assert [name for name in named if not (ROOT / "docs" / name).exists()] == []

@@ -1,7 +1,5 @@
 """The frontier's picture: every line named, what is infeasible marked, equal bytes."""
 
-from __future__ import annotations
-
 import xml.etree.ElementTree as ET
 
 import pytest
@@ -55,7 +53,6 @@ def test_points_stand_at_their_memory_and_their_objective() -> None:
 
 
 def test_bounds_are_dashed_lines_of_their_own() -> None:
-    """One per line, also where no schedule was found."""
     (axes,) = draw_frontier(LINES).axes
     dashed = [list(item.get_ydata()) for item in axes.lines if item.get_linestyle() == "--"]
     assert dashed == [[20.0, 20.0], [35.0, 35.0]]

@@ -1,7 +1,5 @@
 """Image files: complete, reproducible, and honest about schedules that do not fit."""
 
-from __future__ import annotations
-
 import xml.etree.ElementTree as ET
 
 import numpy as np

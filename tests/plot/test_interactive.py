@@ -1,7 +1,5 @@
 """The interactive chart's data and files; what it does in a browser: tests/browser."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import subprocess
@@ -14,12 +12,7 @@ import pytest
 from bokeh.models import ColumnDataSource, CustomJS, Range1d
 
 from optpipe import load_csv
-from optpipe.plot.interactive import (
-    chart_html,
-    chart_item,
-    frontier_chart,
-    schedule_chart,
-)
+from optpipe.plot.interactive import chart_html, chart_item, frontier_chart, schedule_chart
 from optpipe.plot.scene import KINDS, NO_MICROBATCH, View, drawing_of
 from optpipe.sweep import FrontierLine
 from tests.building import everything_at_once, problem, stage
@@ -95,7 +88,6 @@ def test_short_actions_late_in_a_long_schedule_keep_their_length() -> None:
 
 
 def test_all_figures_share_one_named_time_axis(views) -> None:
-    """The page and its tests find axis and figures by name; it shows the longest schedule."""
     layout = schedule_chart(views)
     time = named(layout, "time")
     assert isinstance(time, Range1d)
@@ -165,7 +157,6 @@ def digest_of_everything() -> str:
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_a_file_asks_nobody_for_anything(views, theme) -> None:
-    """No source, style sheet, image or form of anywhere; the title is text."""
     title = "</script><img src=x>"
     page = chart_html(schedule_chart(views, theme=theme), title=title, theme=theme)
     tags = Tags()
@@ -197,7 +188,6 @@ def test_64_devices_and_512_microbatches_are_a_few_megabytes() -> None:
 
 
 def test_the_memory_chart_begins_with_the_fullest_device() -> None:
-    """Its curve, in the unit of the axis, and the numbers in its title."""
     problem, programs = large_case(4, 8)
     layout = schedule_chart([View("1F1B", problem, programs)])
     plot = named(layout, "memory-0")

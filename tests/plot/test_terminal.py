@@ -1,7 +1,5 @@
 """The terminal picture: true, within its terminal, and readable without colour or UTF-8."""
 
-from __future__ import annotations
-
 import io
 from itertools import pairwise
 

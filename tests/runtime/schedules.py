@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 from optpipe import Device, Problem, Programs, Provenance, Schedule, Stage, evaluate, parse_action
 from optpipe.check import find_violations
-from optpipe.schedule import ActionType
+from optpipe.schedule import Action, ActionType
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from optpipe.schedule import Action
+    from optpipe.runtime.offload import Cell
 
 LINEAR = (0, 1, 2, 3)
 V_SHAPE = (0, 1, 2, 3, 3, 2, 1, 0)
@@ -150,6 +150,34 @@ def _keep_order(problem: Problem, waits: dict[str, set[str]]) -> None:
                     for k in (j - 1, j)
                 )
                 waits[after].add(before)
+
+
+def in_modes(problem: Problem, programs: Programs, number_of: dict[Cell, int]) -> Programs:
+    """Return programs of F, I, W and B with cells in modes, and the actions those ask for.
+
+    What a mode has goes to the host behind the F and comes back just before the backward.
+    """
+    changed: list[tuple[Action, ...]] = []
+    for program in programs:
+        row: list[Action] = []
+        for action in program:
+            stage, kind, microbatch, _ = action
+            number = number_of.get(action.cell, 0)
+            mode = problem.menus[stage][number]
+            away, back = [], []
+            if mode.offload_bytes:
+                away, back = [ActionType.OFFLOAD, ActionType.RELEASE], [ActionType.RELOAD]
+            if mode.recompute == "apart":
+                back.append(ActionType.RECOMPUTE)
+            if kind.is_backward:
+                row += [Action(stage, one, microbatch) for one in back]
+            if kind is ActionType.FORWARD:
+                row.append(action._replace(mode=number))
+                row += [Action(stage, one, microbatch) for one in away]
+            else:
+                row.append(action)
+        changed.append(tuple(row))
+    return tuple(changed)
 
 
 def traits(schedule: Schedule) -> set[str]:

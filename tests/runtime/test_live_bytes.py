@@ -35,7 +35,7 @@ def _measured(placement: tuple[int, ...], kind: str = "", *, recompute: bool = F
     else:
         stages = small_stages(len(placement), memory_cases.WIDTH)
         sample, target = small_data(1, 0, memory_cases.WIDTH, memory_cases.LENGTH)
-    with computing_with(1):
+    with computing_with(1), memory_cases.around(kind):
         profile = measure(
             stages,
             sample,
@@ -129,6 +129,8 @@ _USED = {"fused": "B", "split": "W", "offload": "OFFLOAD", "recompute": "RECOMPU
         ("autocast", schedules.LINEAR, "fused", "1f1b"),
         ("autocast", schedules.V_SHAPE, "split", "zb-v"),
         ("autocast", schedules.V_SHAPE, "offload", "ada-offload"),
+        ("autocast around", schedules.LINEAR, "fused", "1f1b"),
+        ("autocast around", schedules.V_SHAPE, "split", "zb-v"),
         ("selective", schedules.LINEAR, "fused", "1f1b"),
         ("selective", schedules.V_SHAPE, "split", "zb-v"),
     ],

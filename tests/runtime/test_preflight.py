@@ -16,7 +16,7 @@ from optpipe.runtime.batches import GivenBatch, Microbatches
 from optpipe.runtime.errors import OffloadError, PreflightError, require_torch
 from optpipe.runtime.offload import HostPool, PlainCopies, count_slots
 from optpipe.runtime.pipeline import Pipeline
-from optpipe.runtime.preflight import Needs, check_needs, needs_of
+from optpipe.runtime.preflight import Needs, check_needs, check_split, needs_of
 from optpipe.runtime.torch_schedule import HookedStage
 from tests.building import bus, offloadable, programs
 from tests.building import problem as built_problem
@@ -107,6 +107,16 @@ def test_a_w_without_work_is_refused_unless_the_plan_knows_that_it_takes_no_time
     schedule = schedules.make_schedule(known, schedules.zero_bubble_h1(4, 4))
     assert _one_text(ranks.run(cases.refused_split, schedule, known)) == ""
     assert _one_text(ranks.run(cases.refused_split, STRAIGHT, PLAIN)) == ""
+
+
+def test_what_waits_for_w_is_said_of_each_stage_that_is_split(caplog):
+    caplog.set_level("INFO")
+    (program,) = programs("0F0 0I0 0W0 1F0 1B0 2F0 2I0 2W0")
+    check_split(program, None, {0: 4320, 1: 77, 2: 96})
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{size} bytes of weight gradient of stage {stage} wait for W"
+        for stage, size in ((0, 4320), (2, 96))
+    ]
 
 
 def test_what_is_unfrozen_after_gradients_were_agreed_on_is_refused():

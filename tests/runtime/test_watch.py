@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from types import SimpleNamespace
@@ -16,6 +17,8 @@ from optpipe.runtime.errors import PreflightError, RankError
 from optpipe.runtime.watch import Activity, Cause, CauseStore, DeviceMarks, Watchdog
 from tests.runtime import cases, schedules
 
+# What a machine that does much else may take for what takes none.
+PATIENCE_S = 30
 ACTION = parse_action("1F0")
 NEVER = 1e9
 BOOM = ValueError("boom")
@@ -34,7 +37,7 @@ class _Rank:
         peers = [other for other in range(size) if abs(other - number) == 1]
         known = {"place": number if place is None else place, "world_size": size}
         self.causes = CauseStore(store, number, peers, runner=1, **known)
-        self.times = {"hang_timeout_s": NEVER, "silent_s": 0.3, "lonely_s": NEVER, "grace_s": 0.2}
+        self.times = {"hang_timeout_s": NEVER, "silent_s": 1.0, "lonely_s": NEVER, "grace_s": 0.2}
         self.times |= {"poll_s": 0.01} | times
 
     def start(self):
@@ -78,8 +81,8 @@ def world():
         assert not rank.watch._thread.is_alive()
 
 
-def _until(told, seconds=5.0):
-    deadline = time.monotonic() + seconds
+def _until(told):
+    deadline = time.monotonic() + PATIENCE_S
     while not told():
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -90,8 +93,8 @@ def test_a_rank_stuck_in_a_step_is_cut_off_and_ended_with_the_cause(world):
 
     def body():
         assert failing.fails() is BOOM
-        assert stuck.was_cut.wait(5)
-        assert stuck.had_ended.wait(5)
+        assert stuck.was_cut.wait(PATIENCE_S)
+        assert stuck.had_ended.wait(PATIENCE_S)
 
     assert isinstance(stuck.runs(body), RankError)
     assert stuck.told == [(f"{OTHER}rank 1, step 3: ValueError: boom", False)]
@@ -103,7 +106,7 @@ def test_cutting_the_connections_is_enough_where_it_frees_the_rank(world):
 
     def body():
         failing.fails()
-        assert stuck.was_cut.wait(10)
+        assert stuck.was_cut.wait(PATIENCE_S)
 
     assert str(stuck.runs(body)) == f"{OTHER}rank 1, step 3: ValueError: boom"
     time.sleep(1)
@@ -121,10 +124,10 @@ def test_a_rank_between_its_steps_is_left_alone_and_begins_no_other(world):
 
 
 def test_without_a_failure_steps_go_on_and_so_do_the_beats(world):
-    first, second = world({}, {}, silent_s=0.1, lonely_s=0.2)
+    first, second = world({}, {}, silent_s=0.5, lonely_s=1)
     for step in range(3):
         with first.watch.over(f"step {step}"):
-            time.sleep(0.3)
+            time.sleep(1.5 if step == 2 else 0.1)
     _until(lambda: second.causes.read()[1][0].words == "behind step 2")
     before = second.causes.read()[1][0].number
     _until(lambda: second.causes.read()[1][0].number > before + 3)
@@ -177,7 +180,7 @@ def test_an_error_of_an_action_is_told_at_once(world):
 
     began = time.monotonic()
     assert first.runs(body) is error
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < PATIENCE_S
     assert first.watch.cause == Cause(0, "rank 0, step 3, in 1F0: RuntimeError: index out of range")
 
 
@@ -208,11 +211,12 @@ def test_an_action_that_hangs_is_named_by_its_own_rank(world):
 
     def hangs():
         hanging.activity.begin(ACTION)
-        assert hanging.had_ended.wait(5)
+        assert hanging.had_ended.wait(PATIENCE_S)
 
     first.runs(lambda: hanging.runs(hangs))
-    told = "this one cannot go on; rank 1, step 3, in 1F0: no progress for 0 s"
-    assert hanging.told == [(told, True)]
+    ((told, stands_still),) = hanging.told
+    assert re.match(r"this one cannot go on; rank 1, step 3, in 1F0: no progress for \d+ s", told)
+    assert stands_still
     assert first.watch.cause == hanging.watch.cause
 
 
@@ -293,7 +297,7 @@ class _LateEvent:
         return self.gate.is_set()
 
     def synchronize(self):
-        assert self.gate.wait(10)
+        assert self.gate.wait(PATIENCE_S)
 
 
 @pytest.fixture
@@ -341,7 +345,7 @@ def test_the_action_in_which_a_device_hangs_is_named_not_the_hosts(world, late, 
             first.activity.end()
         for number in range(reached):
             gates[number].set()
-        assert first.had_ended.wait(5)
+        assert first.had_ended.wait(PATIENCE_S)
         _LateEvent.is_free = True
 
     assert expected in str(first.runs(body))

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 from hypothesis import strategies as st
 
 from optpipe import Action, ActionType, IllegalScheduleError, Problem, Program, simulate
-from optpipe.memory import device_peak_bytes, host_peak_bytes
+from optpipe.memory import device_peak_bytes, host_peak_bytes, host_walk
 from tests.strategies import Case, documents, random_programs, tightened
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
 F, I, W, B = (  # noqa: E741 - DESIGN's letters
     ActionType.FORWARD,
@@ -27,10 +27,13 @@ _AWAY = (ActionType.OFFLOAD, ActionType.RELEASE, ActionType.RELOAD)
 
 @st.composite
 def tiny_problems(
-    draw: st.DrawFn, parse: Callable[[dict[str, Any]], Problem] = Problem.parse
+    draw: st.DrawFn,
+    parse: Callable[[dict[str, Any]], Problem] = Problem.parse,
+    *,
+    menus: bool = False,
 ) -> Problem:
     """Two cells in memory that some program fills; ``parse`` may leave things out."""
-    document = draw(documents())
+    document = draw(documents(menus=menus))
     del document["stages"][2:]
     document["num_microbatches"] = 2 // len(document["stages"])
     tiny = parse(document)
@@ -70,9 +73,20 @@ def _hosts_fit(problem: Problem, programs: tuple[Program, ...]) -> bool:
 def _programs(problem: Problem, device: int) -> Iterator[Program]:
     cells = [(s, j) for s in problem.stages_of[device] for j in range(problem.num_microbatches)]
     for chains in product(*(_chains(problem, s, j) for s, j in cells)):
-        for program in _interleavings(chains):
+        if not _modes_are_uniform(problem, cells, [mode for mode, _ in chains]):
+            continue
+        for program in _interleavings(tuple(chain for _, chain in chains)):
             if device != problem.stages[0].device or _stage_0_in_order(program):
                 yield program
+
+
+def _modes_are_uniform(
+    problem: Problem, cells: Sequence[tuple[int, int]], modes: Sequence[int]
+) -> bool:
+    used = {(s, mode) for (s, _), mode in zip(cells, modes, strict=True)}
+    return not any(
+        problem.stages[s].uniform_modes and sum(one == s for one, _ in used) > 1 for s, _ in cells
+    )
 
 
 def _stage_0_in_order(program: Program) -> bool:
@@ -81,17 +95,19 @@ def _stage_0_in_order(program: Program) -> bool:
     return forwards == sorted(forwards)
 
 
-def _chains(problem: Problem, s: int, j: int) -> list[tuple[Action, ...]]:
-    between: list[tuple[ActionType, ...]] = [()]
-    if problem.can_offload(s):
-        between.append(_AWAY)
-    if problem.stages[s].can_recompute:
-        between.append((ActionType.RECOMPUTE,))
-    return [
-        tuple(Action(s, kind, j) for kind in (F, *middle, *end))
-        for middle in between
-        for end in ((I, W), (B,))
-    ]
+def _chains(problem: Problem, s: int, j: int) -> list[tuple[int, tuple[Action, ...]]]:
+    """Each usable mode with its actions, once per kind of backward."""
+    chains: list[tuple[int, tuple[Action, ...]]] = []
+    for number, mode in enumerate(problem.menus[s]):
+        middle = _AWAY if mode.offload_bytes else ()
+        middle = (*middle, ActionType.RECOMPUTE) if mode.recompute == "apart" else middle
+        forward = Action(s, F, j, number if problem.stages[s].modes else 0)
+        chains += [
+            (number, (forward, *(Action(s, kind, j) for kind in (*middle, *end))))
+            for end in ((I, W), (B,))
+            if problem.can_use(s, number)
+        ]
+    return chains
 
 
 def _interleavings(chains: tuple[tuple[Action, ...], ...]) -> Iterator[Program]:
@@ -103,3 +119,36 @@ def _interleavings(chains: tuple[tuple[Action, ...], ...]) -> Iterator[Program]:
             rest = (*chains[:index], chain[1:], *chains[index + 1 :])
             for tail in _interleavings(rest):
                 yield (chain[0], *tail)
+
+
+def least_of_one_microbatch(problem: Problem, limit: float = inf) -> tuple[float, float]:
+    """Return device 0's least peak, and its least host peak within a limit, over all programs.
+
+    Of micro-batch 0 alone, in bytes beside static ones: every mode and every order of its actions
+    in which forwards go up the stages and backwards down again.
+    """
+    held = problem.stages_of[0]
+    best = [inf, inf]
+
+    def grow(
+        program: Program, chains: tuple[tuple[Action, ...], ...], turn: int, least: int
+    ) -> None:
+        peaks = device_peak_bytes(problem, 0, program), max(host_walk(problem, program), default=0)
+        cost = peaks[least]
+        if cost >= best[least] or (least and peaks[0] - static > limit):
+            return
+        if not any(chains):
+            best[least] = cost
+        for at, chain in enumerate(chains):
+            if not chain:
+                continue
+            is_pass = chain[0].type in (F, I, B)
+            if not is_pass or at == (turn if turn < len(held) else 2 * len(held) - 1 - turn):
+                rest = (*chains[:at], chain[1:], *chains[at + 1 :])
+                grow((*program, chain[0]), rest, turn + is_pass, least)
+
+    static = problem.static_bytes_of(0)
+    for chains in product(*(_chains(problem, s, 0) for s in held)):
+        for least in (0, 1):
+            grow((), tuple(chain for _, chain in chains), 0, least)
+    return best[0] - static, best[1]

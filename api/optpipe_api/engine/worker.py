@@ -138,7 +138,6 @@ class _Channel:
             os._exit(0)
 
     def receive(self) -> Message:
-        """Return what comes next of a task."""
         return self._tasks.get()
 
     def _listen(self) -> None:
@@ -200,20 +199,19 @@ def _solve(channel: _Channel, job: Message, solve: Callable[..., Result]) -> Mes
 
 
 def _plan(channel: _Channel, job: Message, plan: Callable[..., PlanResult]) -> Message:
-    start = channel.receive() if job.header["has_start"] else None
+    begun = None
+    if job.header["has_start"]:
+        start = channel.receive()
+        begun = load_problem(start.problem), load_schedule(start.document).programs
     options = job.header["options"]
     result = plan(
         load_model(job.document),
         **{name: options[name] for name in _OF_PLAN if options.get(name) is not None},
-        start=None if start is None else _begun(start),
+        start=begun,
         on_progress=_Reporter(channel, options["seed"]),
         should_stop=channel.stop.is_set,
     )
     return _result(result, result.problem)
-
-
-def _begun(start: Message) -> tuple[Problem, Programs]:
-    return load_problem(start.problem), load_schedule(start.document).programs
 
 
 class _Reporter:

@@ -24,10 +24,7 @@ from optpipe_api.requests.jobs import (
 if TYPE_CHECKING:
     from optpipe.sweep import FrontierLine
 
-__all__ = [
-    "BatchBody",
-    "FrontierView",
-]
+__all__ = ["BatchBody", "FrontierView"]
 
 
 _JOB_ID = "0f6b7e4a3c1d4e5f8a9b0c1d2e3f4a5b"
@@ -148,7 +145,6 @@ class FrontierView(BaseModel):
 
     @classmethod
     def of(cls, lines: list[FrontierLine]) -> Self:
-        """Return the view of a frontier."""
         return cls(
             lines=[
                 FrontierLineView(

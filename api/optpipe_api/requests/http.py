@@ -153,11 +153,7 @@ def _too_large(what: str, max_bytes: int) -> BodyTooLargeError:
 
 _PLAIN_FORMS = {"json": "application/json", "csv": "text/csv"}
 
-FORMS = {
-    **_PLAIN_FORMS,
-    "trace": "application/vnd.optpipe.trace+json",
-    "svg": "image/svg+xml",
-}
+FORMS = {**_PLAIN_FORMS, "trace": "application/vnd.optpipe.trace+json", "svg": "image/svg+xml"}
 """Of schedules: name in ``?format=`` -> media type, in order of our preference."""
 
 TABLE_FORMS = {**_PLAIN_FORMS, "markdown": "text/markdown"}

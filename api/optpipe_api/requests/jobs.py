@@ -239,10 +239,7 @@ class SubmissionOptions(OptionsBody):
     )
 
     def within(
-        self,
-        settings: Settings,
-        methods: Collection[str],
-        kind: JobKind = JobKind.SOLVE,
+        self, settings: Settings, methods: Collection[str], kind: JobKind = JobKind.SOLVE
     ) -> JobOptions:
         """Return the options of a job of this kind; see `OptionsBody.within`.
 
@@ -298,7 +295,6 @@ class Submission(StrictBody):
 
     @property
     def kind(self) -> JobKind:
-        """What is to be done."""
         return JobKind.SOLVE if self.model is None else JobKind.PLAN
 
 

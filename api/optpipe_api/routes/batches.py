@@ -117,10 +117,7 @@ async def submit(
 
 @router.get("", responses=documented(404), summary="List batches, newest first")
 def list_batches(
-    service: Serving,
-    who: Reader,
-    limit: Limit = 50,
-    cursor: Cursor = None,
+    service: Serving, who: Reader, limit: Limit = 50, cursor: Cursor = None
 ) -> BatchList:
     """Return a page of batches and how far they are; `next` is the `cursor` of the next one."""
     found = service.batches.page(limit + 1, cursor, who)
@@ -129,10 +126,7 @@ def list_batches(
 
 
 @router.get(
-    "/{batch_id}",
-    response_model=BatchView,
-    responses=documented(404),
-    summary="Look at a batch",
+    "/{batch_id}", response_model=BatchView, responses=documented(404), summary="Look at a batch"
 )
 async def look_at_batch(
     batch_id: str, request: Request, service: Serving, who: Reader, wait: Wait = 0.0

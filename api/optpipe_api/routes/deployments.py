@@ -69,10 +69,7 @@ async def register(
 
 @router.get("", responses=documented(404), summary="List deployments, newest first")
 def list_deployments(
-    service: Serving,
-    who: Reader,
-    limit: Limit = 50,
-    cursor: Cursor = None,
+    service: Serving, who: Reader, limit: Limit = 50, cursor: Cursor = None
 ) -> DeploymentList:
     """Return a page of deployments; its `next` is the `cursor` of the one after."""
     found = service.deployments.page(limit + 1, cursor, who)

@@ -521,21 +521,14 @@ _EXPLANATION_ANSWERS[413]["description"] = "The schedule is too large to be expl
     summary="Say what limits the best schedule so far",
 )
 async def explain(
-    *,
-    job_id: str,
-    service: Serving,
-    who: Reader,
-    if_none_match: IfNoneMatch = None,
+    *, job_id: str, service: Serving, who: Reader, if_none_match: IfNoneMatch = None
 ) -> Response:
     """Return the critical path, lanes, memory, idle time and offloads, in numbers and `sentences`.
 
     Sizes are bytes, times ms from the start of the schedule; `topic` groups the sentences.
     """
     problem, stored = await run_in_threadpool(solution, service.jobs, job_id, who)
-    headers = {
-        "ETag": etag_of(job_id, stored.number, _FORM),
-        "Cache-Control": "private, no-cache",
-    }
+    headers = {"ETag": etag_of(job_id, stored.number, _FORM), "Cache-Control": "private, no-cache"}
     if known_number(if_none_match, job_id, _FORM) == stored.number:
         return Response(status_code=304, headers=headers)
     content = await explanation(service.pool, stored.document, problem)

@@ -194,7 +194,6 @@ class BatchService:
     # Showing
 
     def find(self, batch_id: str, who: Principal) -> BatchRecord:
-        """Return a batch as it is now."""
         batch = self._store.get(batch_id)
         if not who.sees(batch.owner):
             raise BatchNotFoundError(batch_id)
@@ -246,9 +245,7 @@ class BatchService:
         """
         owner = self.find(batch_id, who).owner
         retried = self._store.retry(
-            batch_id,
-            max_queued=self._settings.max_queued_jobs,
-            max_of_owner=self._most_of(owner),
+            batch_id, max_queued=self._settings.max_queued_jobs, max_of_owner=self._most_of(owner)
         )
         for job in retried:
             self._jobs.tell(job)

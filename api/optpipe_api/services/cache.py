@@ -33,15 +33,7 @@ if TYPE_CHECKING:
     from optpipe_api.settings import Settings
     from optpipe_api.store import JobStore
 
-__all__ = [
-    "MOST_CELLS",
-    "MOST_TRIED",
-    "TOLERANCE",
-    "JobCache",
-    "answers",
-    "best_start",
-    "is_near",
-]
+__all__ = ["MOST_CELLS", "MOST_TRIED", "TOLERANCE", "JobCache", "answers", "best_start", "is_near"]
 
 
 MOST_CELLS = 20_000

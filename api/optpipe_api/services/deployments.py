@@ -28,12 +28,7 @@ from optpipe_api.errors import (
 )
 from optpipe_api.jobs import JobError, JobStart
 from optpipe_api.services.cache import MOST_TRIED
-from optpipe_api.services.submission import (
-    check_stages,
-    measured_problem,
-    solved_job,
-    times_of,
-)
+from optpipe_api.services.submission import check_stages, measured_problem, solved_job, times_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -115,7 +110,6 @@ class DeploymentService:
         return self._store.get(deployment.id)
 
     def find(self, deployment_id: str, who: Principal) -> DeploymentRecord:
-        """Return a deployment."""
         deployment = self._store.get(deployment_id)
         if not who.sees(deployment.owner):
             raise DeploymentNotFoundError(deployment_id)
@@ -128,7 +122,6 @@ class DeploymentService:
         return self._store.page(limit, before, owner=owner)
 
     def versions(self, deployment_id: str, who: Principal) -> list[VersionRecord]:
-        """Return the versions, oldest first."""
         self.find(deployment_id, who)
         return self._store.versions(deployment_id)
 
@@ -172,7 +165,7 @@ class DeploymentService:
         self.find(deployment_id, who)
         deployment = self._store.end(deployment_id)
         if deployment.job_id is not None:
-            self._jobs.cancel(deployment.job_id, _as_owner(deployment))
+            self._jobs.cancel(deployment.job_id, Principal(deployment.owner, Role.SUBMIT))
         self._changes.publish(deployment_id)
         return deployment
 
@@ -226,10 +219,6 @@ class DeploymentService:
         if start is not None and new.finished is None:
             new = replace(new, start=start)
         return self._jobs.add(new)
-
-
-def _as_owner(deployment: DeploymentRecord) -> Principal:
-    return Principal(deployment.owner, Role.SUBMIT)
 
 
 async def _either(changed: asyncio.Event, seconds: float) -> None:
@@ -500,9 +489,7 @@ def start_from(problem: Problem, schedule: str, version: int) -> JobStart:
     method = f"version {version} of the deployment"
     true = evaluate(problem, load_schedule(schedule).programs, Provenance(method=method))
     return JobStart(
-        schedule=true.model_dump_json(by_alias=True),
-        objective_ms=true.objective_ms,
-        method=method,
+        schedule=true.model_dump_json(by_alias=True), objective_ms=true.objective_ms, method=method
     )
 
 
@@ -566,11 +553,9 @@ class Rounds:
         self._thread = threading.Thread(target=self._run, name=name)
 
     def start(self) -> None:
-        """Begin."""
         self._thread.start()
 
     def wake(self) -> None:
-        """Let the next round begin now."""
         self._woken.set()
 
     def close(self) -> None:

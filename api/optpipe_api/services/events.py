@@ -60,10 +60,7 @@ class JobWatch:
         return await self._wait(job_id, _Waiter(lambda _: True, is_patient=False), None)
 
     async def until(
-        self,
-        job_id: str,
-        is_enough: Callable[[Standing], bool],
-        seconds: float | None = None,
+        self, job_id: str, is_enough: Callable[[Standing], bool], seconds: float | None = None
     ) -> None:
         """Return when a job stands as wanted, or is deleted, or the time is up, or we stop.
 

@@ -13,12 +13,7 @@ from optpipe.errors import InfeasibleProblemError
 from optpipe.wire import JobKind, JobState
 from optpipe_api.access import Role
 from optpipe_api.engine.engine import SILENT, EngineObserver
-from optpipe_api.errors import (
-    JobNotFoundError,
-    NoModelError,
-    RequestError,
-    ScheduleNotFoundError,
-)
+from optpipe_api.errors import JobNotFoundError, NoModelError, RequestError, ScheduleNotFoundError
 from optpipe_api.jobs import MAX_SHARED_PRIORITY
 from optpipe_api.services.cache import MOST_TRIED
 from optpipe_api.services.events import Followers, JobWatch
@@ -118,7 +113,6 @@ class JobService:
     # Showing
 
     def find(self, job_id: str, who: Principal) -> JobRecord:
-        """Return a job."""
         job = self._store.get(job_id)
         if not who.sees(job.owner):
             raise JobNotFoundError(job_id)

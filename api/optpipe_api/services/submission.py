@@ -24,14 +24,7 @@ from optpipe.presets import (
     total_parameters,
 )
 from optpipe.problem import Problem
-from optpipe.sweep import (
-    Variation,
-    family_of,
-    memory_of,
-    num_variations,
-    sweep,
-    tighter_ones,
-)
+from optpipe.sweep import Variation, family_of, memory_of, num_variations, sweep, tighter_ones
 from optpipe.wire import JobKind
 from optpipe_api.deployments import NewDeployment, Report
 from optpipe_api.errors import BodyTooLargeError, RequestError
@@ -155,6 +148,7 @@ def _shape_hash(problem: Problem) -> str:
             "placement": problem.placement,
             "stages": [
                 [problem.can_offload(index), stage.can_recompute, stage.backward_ms is not None]
+                + [(mode.offload_bytes > 0, mode.recompute) for mode in stage.modes]
                 for index, stage in enumerate(problem.stages)
             ],
         }
@@ -323,12 +317,18 @@ _TRAINING = (
     "tp",
     "cp",
     "ep",
+    "etp",
     "dp",
     "zero",
     "precision",
     "flash",
     "sequence_parallel",
     "lean",
+    "recompute",
+    "cuda_graphs",
+    "ep_overlap",
+    "dispatcher",
+    "overlap",
 )
 
 
@@ -344,6 +344,10 @@ def read_estimate(body: bytes) -> str:
         **_view_fields(_vary(found.problem, wanted.values)),
         parameters=total_parameters(shape),
         mfu=found.mfu,
+        step_ms=found.step.step_ms,
+        tokens_per_s_per_gpu=found.step.tokens_per_s_per_gpu,
+        time_factor=found.factor,
+        median_error=None if found.error is None else found.error.median,
         sizes=list(found.sizes),
         notes=list(map(str, found.notes)),
     )
@@ -366,8 +370,8 @@ def useful_axes(problem: Problem) -> list[str]:
         "link_scale": has_limit,
         "latency_ms": bool(problem.links),
         "placement": len(problem.stages) > len(problem.devices),
-        "offload": any(map(problem.can_offload, range(len(problem.stages)))),
-        "recompute": any(stage.can_recompute for stage in problem.stages),
+        "offload": problem.may_offload,
+        "recompute": problem.may_recompute,
     }
     return [*_ALWAYS, *(name for name, is_useful in found.items() if is_useful)]
 
@@ -383,6 +387,8 @@ def _shape(body: EstimateBody) -> ModelShape:
 
 def _estimate(shape: ModelShape, body: EstimateBody) -> Estimate:
     hardware = find_gpu(body.gpu)
+    if body.network is not None or body.oversubscription != 1:
+        hardware = hardware.on_network(body.network, body.oversubscription)
     return estimate(
         shape,
         hardware,
@@ -391,8 +397,11 @@ def _estimate(shape: ModelShape, body: EstimateBody) -> Estimate:
         num_microbatches=body.num_microbatches,
         chunks=body.chunks,
         placement=body.placement or ("linear" if body.chunks == 1 else "loop"),
-        efficiency=hardware.efficiency.with_pcie(body.pcie_efficiency),
+        layout=body.layout,
+        pcie_efficiency=body.pcie_efficiency,
         mfu=body.mfu,
+        time_factor=body.time_factor,
+        measured_step_s=body.measured_step_s,
         memory_bytes=body.memory_bytes,
     )
 

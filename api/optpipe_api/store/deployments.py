@@ -22,12 +22,7 @@ from typing import TYPE_CHECKING, Any, Final
 import sqlalchemy as sa
 
 from optpipe.wire import JobOptions
-from optpipe_api.deployments import (
-    REGISTERED,
-    DeploymentRecord,
-    Documents,
-    VersionRecord,
-)
+from optpipe_api.deployments import REGISTERED, DeploymentRecord, Documents, VersionRecord
 from optpipe_api.errors import DeploymentNotFoundError, StateConflictError
 from optpipe_api.jobs import JobError
 from optpipe_api.store.database import (
@@ -143,13 +138,11 @@ class DeploymentStore:
             return list(connection.execute(query).scalars())
 
     def documents(self, deployment_id: str) -> Documents:
-        """Return the problems of a deployment."""
         with reading(self._engine) as connection:
             row = _find_row(connection, deployment_id)
         return Documents(problem=row.problem, measured=row.measured, planned=row.planned)
 
     def versions(self, deployment_id: str) -> list[VersionRecord]:
-        """Return the versions, oldest first."""
         with reading(self._engine) as connection:
             position = _find_row(connection, deployment_id).position
             query = (
@@ -175,10 +168,7 @@ class DeploymentStore:
     # What training runs do
 
     def report(
-        self,
-        deployment_id: str,
-        report: Report,
-        measure: Callable[[str, Sequence[str]], str],
+        self, deployment_id: str, report: Report, measure: Callable[[str, Sequence[str]], str]
     ) -> DeploymentRecord:
         """Keep a report and what is now measured.
 
@@ -196,10 +186,7 @@ class DeploymentStore:
             changed = (
                 sa.update(deployments)
                 .where(deployments.c.position == row.position)
-                .values(
-                    measured=measure(row.problem, documents),
-                    num_reports=row.num_reports + 1,
-                )
+                .values(measured=measure(row.problem, documents), num_reports=row.num_reports + 1)
                 .returning(deployments)
             )
             return _deployment_of(connection.execute(changed).one())
@@ -243,7 +230,6 @@ class DeploymentStore:
             return _change(connection, known, num_seen=num_seen)
 
     def publish(self, known: DeploymentRecord, new: NewVersion) -> DeploymentRecord | None:
-        """Make a schedule of the job the next version."""
         with writing(self._engine) as connection:
             changed = _change(
                 connection,
@@ -383,8 +369,7 @@ def _average(connection: sa.Connection, position: int, version: int, step_ms: fl
         sa.update(deployment_versions)
         .where(columns.position == position, columns.version == version)
         .values(
-            measured_ms=total / (columns.num_measured + 1.0),
-            num_measured=columns.num_measured + 1,
+            measured_ms=total / (columns.num_measured + 1.0), num_measured=columns.num_measured + 1
         )
     )
 

@@ -1,4 +1,4 @@
-"""The store of jobs, over SQLite and PostgreSQL; `tests/api/store_contract.py` holds it to this.
+"""The store of jobs, over SQLite and PostgreSQL; `tests/api/store` holds it to this.
 
 1. **Atomic.** Each method is one transaction. A process killed inside leaves all of it or nothing.
 2. **Accepted is kept.** When `add` returns, the job survives a kill of the server.
@@ -93,15 +93,7 @@ from optpipe_api.store.tables import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
-__all__ = [
-    "AttemptOutcome",
-    "JobStore",
-    "finish",
-    "forget",
-    "give_back",
-    "hand_on",
-    "prolong",
-]
+__all__ = ["AttemptOutcome", "JobStore", "finish", "forget", "give_back", "hand_on", "prolong"]
 
 
 _IS_QUEUED = jobs.c.state == JobState.QUEUED.value

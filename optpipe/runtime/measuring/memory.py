@@ -22,6 +22,7 @@ from optpipe.runtime.offload import DEFAULT_MIN_BYTES, Offloader, SavedActivatio
 from optpipe.runtime.passes import Passes
 from optpipe.runtime.torch_names import TorchDispatchMode, tree_leaves
 from optpipe.runtime.torch_schedule import hollow
+from optpipe.runtime.treatments import Treatment
 from optpipe.runtime.watch import Activity
 from optpipe.schedule import ActionType
 from optpipe.units import format_share
@@ -95,7 +96,7 @@ def measure_memory(stage: StageUnderTest, saved_bytes: int) -> StageMemory:
     passes = Passes(
         Offloader({stage.index: stage.module}, stage.device, ()),
         stage.gradients,
-        frozenset({cell}),
+        {cell: Treatment(apart=True)},
         stage.index if stage.loss is not None else -1,
         stage.device,
         activity=Activity(),

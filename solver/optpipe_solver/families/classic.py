@@ -13,14 +13,13 @@ from optpipe_solver.families.common import (
     one_stage_per_device,
     programs_by_device,
 )
-from optpipe_solver.feasibility import Treatment, feasibility
+from optpipe_solver.feasibility import feasibility
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from optpipe.problem import Problem
     from optpipe.schedule import Program, Programs
-    from optpipe_solver.feasibility import SerialPlan
 
 __all__ = [
     "build_gpipe",
@@ -101,34 +100,14 @@ def build_serial(problem: Problem) -> Programs:
     feasible = feasibility(problem)
     if feasible.plan is None:
         raise NotApplicable(NotApplicableReason.INFEASIBLE, feasible.message)
-    programs: list[list[Action]] = [[] for _ in problem.devices]
-    for j in range(problem.num_microbatches):
-        for index, stage in enumerate(problem.stages):
-            programs[stage.device] += _forward(feasible.plan, index, j)
-        for index in reversed(range(len(problem.stages))):
-            programs[problem.stages[index].device] += _backward(feasible.plan, index, j)
-    return tuple(map(tuple, programs))
-
-
-def _forward(plan: SerialPlan, stage: int, j: int) -> list[Action]:
-    actions = [Action(stage, ActionType.FORWARD, j)]
-    if plan.mode[stage] is Treatment.OFFLOAD:
-        actions += [Action(stage, ActionType.OFFLOAD, j), Action(stage, ActionType.RELEASE, j)]
-    return actions
-
-
-def _backward(plan: SerialPlan, stage: int, j: int) -> list[Action]:
-    back = {Treatment.OFFLOAD: ActionType.RELOAD, Treatment.RECOMPUTE: ActionType.RECOMPUTE}
-    mode = plan.mode[stage]
-    actions = [Action(stage, back[mode], j)] if mode in back else []
-    if plan.split[stage]:
-        actions += [
-            Action(stage, ActionType.BACKWARD_INPUT, j),
-            Action(stage, ActionType.BACKWARD_WEIGHT, j),
-        ]
-    else:
-        actions.append(Action(stage, ActionType.FULL_BACKWARD, j))
-    return actions
+    return tuple(
+        tuple(
+            action._replace(microbatch=j)
+            for j in range(problem.num_microbatches)
+            for action in program
+        )
+        for program in feasible.plan.programs
+    )
 
 
 def build_gpipe(problem: Problem) -> Programs:

@@ -36,6 +36,7 @@ __all__ = [
     "MilpModel",
     "MilpOutcome",
     "MilpStatus",
+    "RowByRow",
     "Variable",
     "at_least",
     "scale_for",
@@ -66,6 +67,10 @@ class MilpModel:
     def continuous(self, name: str, low: float, high: float) -> Variable:
         """Make a variable between two finite bounds."""
         return self.problem.add_variable(name, low, high)
+
+    def whole(self, name: str, low: int, high: int) -> Variable:
+        """Make an integer variable between two bounds."""
+        return self.problem.add_variable(name, low, high, pulp.LpInteger)
 
     def binary(self, name: str) -> Variable:
         """Make a 0-1 variable."""
@@ -344,11 +349,13 @@ def _built(model: MilpModel) -> tuple[Any, list[Variable]]:
     return model.problem.solverModel, variables
 
 
-def _outcome(highs: Any, variables: list[Variable]) -> MilpOutcome:
+def _outcome(highs: Any, variables: list[Variable], *, integer: bool | None = None) -> MilpOutcome:
     status = STATUS_OF[highs.getModelStatus()]
     info = highs.getInfo()
     bound = float(info.mip_dual_bound)
-    if not any(variable.cat == pulp.LpInteger for variable in variables):
+    if integer is None:
+        integer = any(variable.cat == pulp.LpInteger for variable in variables)
+    if not integer:
         # Without integers HiGHS solves a linear program, whose optimum is its own bound.
         is_optimal = status is MilpStatus.OPTIMAL
         bound = float(info.objective_function_value) if is_optimal else -math.inf
@@ -399,6 +406,59 @@ class LinearProgram:
         if STATUS_OF[self._highs.getModelStatus()] is not MilpStatus.OPTIMAL:
             return [0.0] * self._num
         return [float(value) for value in self._highs.getSolution().col_value]
+
+
+class RowByRow:
+    """A model that is minimised again and again while rows are added to it.
+
+    Parameters
+    ----------
+    model
+        A bounded minimisation model; its own constraints stand, later ones are `add`-ed here.
+    """
+
+    def __init__(self, model: MilpModel) -> None:
+        self._highs, self._variables = _built(model)
+        self._column = {variable: index for index, variable in enumerate(self._variables)}
+        whole = [v.cat == pulp.LpInteger for v in self._variables]
+        self._whole = np.flatnonzero(np.array(whole)).astype(np.int32)
+        self._is_integer = True
+        self._start: list[float] | None = None
+
+    def add(self, constraint: Constraint) -> None:
+        """Add a row; its variables must be the model's."""
+        columns = np.array([self._column[v] for v in constraint], dtype=np.int32)
+        factors = np.array([float(f) for f in constraint.values()])
+        side = -float(constraint.constant)
+        low = -math.inf if constraint.sense == pulp.LpConstraintLE else side
+        high = math.inf if constraint.sense == pulp.LpConstraintGE else side
+        self._highs.addRow(low, high, len(columns), columns, factors)
+
+    def start_from(self, values: Mapping[Variable, float]) -> None:
+        """Give integer solves a solution to start from, where it keeps the rows there are then."""
+        self._start = [values.get(variable, 0.0) for variable in self._variables]
+
+    def solve(self, stop: Stop, *, integer: bool, gap: float = _GAP) -> MilpOutcome:
+        """Minimise, with or without integrality, within the time of ``stop``.
+
+        ``bound`` is proven for the rows that are there, and so for all that come.
+        """
+        if integer != self._is_integer:
+            kind = highspy.HighsVarType.kInteger if integer else highspy.HighsVarType.kContinuous
+            for column in self._whole:
+                self._highs.changeColIntegrality(int(column), kind)
+            self._is_integer = integer
+        for name, value in (_options(stop) | {"mip_rel_gap": gap}).items():
+            self._highs.setOptionValue(name, value)
+        # HiGHS's clock goes on from run to run.
+        seconds = self._highs.getRunTime() + max(0.01, stop.left_s())
+        self._highs.setOptionValue("time_limit", seconds)
+        if integer and self._start is not None:
+            solution: Any = highspy.HighsSolution()
+            solution.col_value = self._start
+            self._highs.setSolution(solution)
+        self._highs.run()
+        return _outcome(self._highs, self._variables, integer=integer)
 
 
 # --- The same problem in another unit of time, so that HiGHS sees numbers it can compute with.

@@ -1,7 +1,5 @@
 """The local engine with real processes: incumbents, cancellation, deaths, limits, shutdown."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading
@@ -112,7 +110,7 @@ def test_a_start_of_any_length_neither_fails_a_job_nor_costs_it_time(
     job = bench.end(bench.submit("", time_limit_s=1.0))
     assert (job.state, job.attempt, job.deaths) == (JobState.SUCCEEDED, 1, 0)
     assert job.started_at > job.created_at + 1.5
-    assert job.spent_s < 1.5
+    assert job.spent_s < job.started_at - job.created_at
 
 
 def test_a_job_is_not_taken_before_a_process_can_solve_it(open_bench, monkeypatch) -> None:

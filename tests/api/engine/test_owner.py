@@ -1,7 +1,5 @@
 """The name of a lease's owner: who can see that it is gone, and who cannot."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Messages between server and solver process."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

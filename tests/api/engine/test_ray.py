@@ -1,15 +1,14 @@
 """The engine on a real Ray: the same jobs and comparisons, and what happens when actors die."""
 
-from __future__ import annotations
-
 import importlib.util
 import logging
 import os
 import signal
 import time
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import ray
@@ -18,15 +17,10 @@ from optpipe import Problem, load_schedule
 from optpipe.errors import MissingExtraError
 from optpipe.wire import JobState
 from optpipe_api.engine.engine import open_solvers
-from optpipe_api.engine.processes import MachineState, Message
+from optpipe_api.engine.processes import MachineState, Message, SolverProcess, Solvers
 from tests.api.bench import Bench
 from tests.api.fleet import is_running
 from tests.api.live import connected, make_settings, two_stages, until
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from optpipe_api.engine.processes import SolverProcess, Solvers
 
 pytestmark = [pytest.mark.extended, pytest.mark.long]
 

@@ -1,7 +1,5 @@
 """JSON or CSV: what an Accept header asks for."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -50,20 +48,17 @@ FORMS = st.sampled_from(["json", "csv", "trace", "svg"])
 
 @given(st.lists(st.integers(0, 10**15 - 1), min_size=1), FORMS, st.sampled_from([", ", ",", " , "]))
 def test_the_newest_of_the_tags_sent_is_what_a_client_has(numbers, form, comma) -> None:
-    """Weak or strong, one or several."""
     tags = [("W/" if number % 2 else "") + etag_of(ID, number, form) for number in numbers]
     assert known_number(comma.join(tags), ID, form) == max(numbers)
 
 
 @given(st.integers(0, 10**9), FORMS, FORMS)
 def test_each_form_has_tags_of_its_own(number, one, other) -> None:
-    """A client that has the CSV does not have the JSON."""
     assert known_number(etag_of(ID, number, one), ID, other) == (number if one == other else None)
 
 
 @pytest.mark.parametrize("header", [None, "", "*", "W/", '"x"', f'"{ID}."', f'"{ID}.-1"', '"'])
 def test_other_tags_count_for_nothing(header) -> None:
-    """Neither those of other things nor what is no tag at all."""
     assert known_number(header, ID) is None
     assert known_number(etag_of("another", 3), ID) is None
 

@@ -1,4 +1,4 @@
-"""Hostile requests are refused by a limit, in under a second of work, in bounded memory."""
+"""Hostile requests are refused by a limit, in bounded work and bounded memory."""
 
 from __future__ import annotations
 
@@ -24,11 +24,15 @@ from tests.api.test_main import ADDRESS, Server
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from tests.conftest import Yardstick
+
 MIB = 1024**2
 LIMIT = 8 * MIB
 READER = "--multiprocessing-fork"
 TICK_S = 1 / 100
-MOST_S = 1.0
+# Times the work of parsing a million zeros, measured at the same moment: over a second of an
+# idle core. The worst body takes half of it; what is not limited takes several times as much.
+MOST_WORK = 45.0
 
 
 def whole(problem: dict[str, object]) -> bytes:
@@ -124,10 +128,19 @@ def cpu_s(server: Server) -> float:
     return total * TICK_S
 
 
-def watched(server: Server, ask: Callable[[], httpx.Response]) -> tuple[httpx.Response, float]:
-    """An answer, and the processor time in seconds that the server took for it."""
-    before_s = cpu_s(server)
-    return ask(), cpu_s(server) - before_s
+def watched(
+    server: Server, yardstick: Yardstick, ask: Callable[[], httpx.Response]
+) -> tuple[httpx.Response, float]:
+    """An answer, and the server's work for it, by the yardstick."""
+    answers: list[httpx.Response] = []
+
+    def spend_s() -> float:
+        before_s = cpu_s(server)
+        answers.append(ask())
+        return cpu_s(server) - before_s
+
+    work = yardstick.times(spend_s)
+    return answers[0], work
 
 
 def peak_mib(pid: int) -> float:
@@ -138,20 +151,20 @@ def peak_mib(pid: int) -> float:
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_bodies_are_refused_in_a_second_and_bounded_memory(
-    server: Server, name: str
+def test_hostile_bodies_are_refused_in_bounded_work_and_memory(
+    server: Server, name: str, yardstick: Yardstick
 ) -> None:
     """As a problem detail; the server stays small, and so does whoever reads for it."""
     body, status = HOSTILE[name]
     before_mib = peak_mib(server.process.pid)
     with httpx.Client(base_url=address(server), timeout=120) as http:
-        answer, spent_s = watched(server, lambda: post(http, body))
+        answer, work = watched(server, yardstick, lambda: post(http, body))
     assert (answer.status_code, answer.headers["content-type"]) == (
         status,
         "application/problem+json",
     )
     assert len(answer.content) < 20_000
-    assert spent_s < MOST_S
+    assert work < MOST_WORK
     assert peak_mib(server.process.pid) - before_mib < 60
     assert all(peak_mib(pid) < 400 for pid in readers(server))
 
@@ -186,11 +199,13 @@ def test_no_model_of_a_hundred_million_binaries_is_built() -> None:
     used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     began = time.process_time()
     assert num_order_pairs(problem, fifo=True) >= 10**8 > MOST_PAIRS
-    assert time.process_time() - began < 0.1
+    assert time.process_time() - began < 3  # to count a hundred million takes longer
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - used < 10 * 1024
 
 
-def test_a_problem_of_a_hundred_million_binaries_is_solved_without_them(tmp_path) -> None:
+def test_a_problem_of_a_hundred_million_binaries_is_solved_without_them(
+    tmp_path, yardstick: Yardstick
+) -> None:
     """Taken in a moment and solved, optimally, in two GiB of address space: it is no model there.
 
     The binaries alone would take some fifty.
@@ -202,9 +217,9 @@ def test_a_problem_of_a_hundred_million_binaries_is_solved_without_them(tmp_path
         with httpx.Client(base_url=address(server), timeout=120) as http:
             http.get("/v1/methods")  # loads the solver, which takes a second on a busy machine
             order = {"problem": data, "options": {"time_limit_s": 600}}
-            job, spent_s = watched(server, lambda: http.post("/v1/jobs", json=order))
+            job, work = watched(server, yardstick, lambda: http.post("/v1/jobs", json=order))
             assert job.status_code == 202
-            assert spent_s < MOST_S
+            assert work < MOST_WORK
             while (ended := http.get(job.headers["location"]).json())["finished_at"] is None:
                 time.sleep(0.1)
             schedule = load_schedule(http.get(f"{job.headers['location']}/schedule").text)

@@ -1,11 +1,11 @@
 """Batches over HTTP: sweeps and lists, progress, tables, frontiers, cancel and retry."""
 
-from __future__ import annotations
-
 import json
 import time
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import Any
 
+import httpx
 import pytest
 
 from optpipe import Problem, Schedule
@@ -22,28 +22,9 @@ from tests.api import fake_solver, start_solver
 from tests.api.live import connected, keyed, make_settings, two_stages
 from tests.api.serial import serial
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from types import ModuleType
-
-    import httpx
-
 BASE = "/v1/batches"
 SCALES = [1, 0.5, 0.2]
-
-
-@pytest.fixture(scope="module")
-def instant(tmp_path_factory) -> Iterator[httpx.Client]:
-    """Share one server that solves in no time, and remembers."""
-    settings = make_settings(
-        tmp_path_factory.mktemp("batches"),
-        cache=True,
-        max_batch_items=20,
-        max_cells=1000,
-        max_queued_jobs=40,
-    )
-    with connected(settings) as client:
-        yield client
+SETTINGS = {"cache": True, "max_batch_items": 20, "max_cells": 1000, "max_queued_jobs": 40}
 
 
 def body(name: str = "a", axes: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
@@ -75,9 +56,8 @@ def made(http: httpx.Client, request: dict[str, Any], **options: Any) -> dict[st
 # Submitting
 
 
-def test_a_sweep_becomes_a_job_of_each_combination(instant) -> None:
-    """Progress, items and jobs of a sweep; one of its limits is too small for anything."""
-    batch = made(instant, body() | {"tags": ["b", "a"], "priority": 3, "name": "sweep"})
+def test_a_sweep_becomes_a_job_of_each_combination(http) -> None:
+    batch = made(http, body() | {"tags": ["b", "a"], "priority": 3, "name": "sweep"})
     assert (batch["name"], batch["is_finished"], batch["progress"]) == ("sweep", True, 1.0)
     assert batch["counts"] == {
         "queued": 0, "running": 0, "succeeded": 2, "infeasible": 1, "failed": 0, "cancelled": 0,
@@ -87,55 +67,51 @@ def test_a_sweep_becomes_a_job_of_each_combination(instant) -> None:
     assert batch["options"]["time_limit_s"] == 5
     assert batch["finished_at"] >= batch["created_at"]
     for index, (item, scale) in enumerate(zip(batch["items"], SCALES, strict=True)):
-        job = instant.get(f"/v1/jobs/{item['job_id']}").json()
+        job = http.get(f"/v1/jobs/{item['job_id']}").json()
         assert item["index"] == job["batch_index"] == index
         assert item["values"] == {"memory_scale": scale}
         assert item["memory_bytes"] == 4000 * scale
         assert job["name"] == item["name"] == f"a memory_scale = {scale}"
         assert (job["batch_id"], job["tags"], job["priority"]) == (batch["id"], ["a", "b"], 3)
         assert (job["state"], job["objective_ms"]) == (item["state"], item["objective_ms"])
-        problem = Problem.parse(instant.get(f"/v1/jobs/{item['job_id']}/problem").json())
+        problem = Problem.parse(http.get(f"/v1/jobs/{item['job_id']}/problem").json())
         assert problem.devices[0].memory_bytes == 4000 * scale
     assert batch["items"][2]["error"]["code"] == "problem.infeasible"
-    listed = instant.get("/v1/jobs", params={"batch": batch["id"]}).json()["jobs"]
+    listed = http.get("/v1/jobs", params={"batch": batch["id"]}).json()["jobs"]
     # Newest first: those of least memory were made first, and are solved first.
     assert [job["batch_index"] for job in listed] == [0, 1, 2]
-    assert instant.get(f"{BASE}/{batch['id']}").json() == batch
+    assert http.get(f"{BASE}/{batch['id']}").json() == batch
 
 
-def test_a_list_of_problems_is_a_batch_too(instant) -> None:
-    """Each listed problem is an item, under its own name."""
+def test_a_list_of_problems_is_a_batch_too(http) -> None:
     problems = [two_stages("one"), two_stages("two", num_microbatches=2)]
-    batch = made(instant, {"problems": problems})
+    batch = made(http, {"problems": problems})
     assert [item["name"] for item in batch["items"]] == ["one", "two"]
     assert [item["values"] for item in batch["items"]] == [{}, {}]
     assert (batch["name"], batch["axes"]) == ("one", {})
 
 
-def test_what_was_solved_before_is_answered_at_once(instant) -> None:
-    """The second sweep over the same problem is all hits, and finished when it is answered."""
+def test_what_was_solved_before_is_answered_at_once(http) -> None:
     axes = {"num_microbatches": [5, 6]}
-    made(instant, body("first", axes))
-    answer = instant.post(BASE, json=body("second", axes))
+    made(http, body("first", axes))
+    answer = http.post(BASE, json=body("second", axes))
     assert answer.status_code == 200
     assert {item["cache"] for item in answer.json()["items"]} == {"hit"}
-    near = made(instant, body("near", axes | {"stages[0].forward_ms": [10.5]}))
+    near = made(http, body("near", axes | {"stages[0].forward_ms": [10.5]}))
     assert {item["cache"] for item in near["items"]} == {"near"}
 
 
-def test_a_repeated_key_makes_one_batch(instant) -> None:
-    """The same request is answered with the same batch, another one refused."""
+def test_a_repeated_key_makes_one_batch(http) -> None:
     key = {"Idempotency-Key": "batch"}
-    batch = made(instant, body("once"), headers=key)
-    assert made(instant, body("once"), headers=key) == batch
-    assert "'batch'" in refused(instant, body("twice"), headers=key)
+    batch = made(http, body("once"), headers=key)
+    assert made(http, body("once"), headers=key) == batch
+    assert "'batch'" in refused(http, body("twice"), headers=key)
 
 
-def test_lists_show_progress_page_by_page(instant) -> None:
-    """Newest first, without items."""
-    ids = [made(instant, body(f"listed {index}"))["id"] for index in range(3)]
-    first = instant.get(BASE, params={"limit": 2}).json()
-    second = instant.get(BASE, params={"limit": 1, "cursor": first["next"]}).json()
+def test_lists_show_progress_page_by_page(http) -> None:
+    ids = [made(http, body(f"listed {index}"))["id"] for index in range(3)]
+    first = http.get(BASE, params={"limit": 2}).json()
+    second = http.get(BASE, params={"limit": 1, "cursor": first["next"]}).json()
     found = [*first["batches"], *second["batches"]]
     assert [batch["id"] for batch in found] == ids[::-1]
     assert {(batch["progress"], batch["items"]) for batch in found} == {(1.0, None)}
@@ -162,39 +138,34 @@ def test_lists_show_progress_page_by_page(instant) -> None:
         ({"what": 1}, "what: unknown field"),
     ],
 )
-def test_what_breaks_a_rule_is_refused_and_nothing_is_made(instant, change, words: str) -> None:
-    """A batch is taken whole or not at all."""
-    assert words in refused(instant, body() | change)
+def test_what_breaks_a_rule_is_refused_and_nothing_is_made(http, change, words: str) -> None:
+    assert words in refused(http, body() | change)
 
 
-def test_listed_problems_are_refused_by_their_place(instant) -> None:
-    """Faults name the problem; axes do not go with a list, and an empty list is none."""
+def test_listed_problems_are_refused_by_their_place(http) -> None:
     bad = two_stages() | {"num_microbatches": 0}
-    assert "problems[1]: num_microbatches = 0" in refused(
-        instant, {"problems": [two_stages(), bad]}
-    )
+    assert "problems[1]: num_microbatches = 0" in refused(http, {"problems": [two_stages(), bad]})
     both = {"problems": [two_stages()], "axes": {"memory_scale": [1]}}
-    assert "give problem instead" in refused(instant, both)
-    assert "problems" in refused(instant, {"problems": []})
-    assert "problem" in refused(instant, {})
-    assert "must be an object" in refused(instant, [])
+    assert "give problem instead" in refused(http, both)
+    assert "problems" in refused(http, {"problems": []})
+    assert "problem" in refused(http, {})
+    assert "must be an object" in refused(http, [])
 
 
-def test_too_many_items_are_refused_with_both_numbers(instant) -> None:
+def test_too_many_items_are_refused_with_both_numbers(http) -> None:
     """Counted before anything is made of them."""
     many = {"num_microbatches": list(range(1, 8)), "memory_scale": SCALES}
     words = "the batch has 21 items, and may have 20 (OPTPIPE_MAX_BATCH_ITEMS)"
-    assert words in refused(instant, body(axes=many))
-    assert words in refused(instant, {"problems": [{}] * 21})
+    assert words in refused(http, body(axes=many))
+    assert words in refused(http, {"problems": [{}] * 21})
 
 
-def test_an_item_that_is_too_large_is_named(instant) -> None:
-    """The service's own limits hold for every item."""
-    detail = refused(instant, body("b", {"num_microbatches": [4, 501]}))
+def test_an_item_that_is_too_large_is_named(http) -> None:
+    detail = refused(http, body("b", {"num_microbatches": [4, 501]}))
     assert "item 1 (b num_microbatches = 501): num_microbatches = 501: stages x" in detail
 
 
-def test_hostile_sweeps_are_refused_in_no_time(instant) -> None:
+def test_hostile_sweeps_are_refused_in_no_time(http) -> None:
     """A few bytes that ask for a lot, and a lot of values that ask for little."""
     thousand = list(range(1, 1001))
     for axes in (
@@ -205,7 +176,7 @@ def test_hostile_sweeps_are_refused_in_no_time(instant) -> None:
         {f"devices[{'9' * 199}].memory_bytes": [1]},
     ):
         began = time.monotonic()
-        assert len(refused(instant, body(axes=axes))) < 700
+        assert len(refused(http, body(axes=axes))) < 700
         # Mostly of what else this machine does.
         assert time.monotonic() - began < 20
 
@@ -218,7 +189,6 @@ def test_problems_that_are_too_large_together_are_refused(monkeypatch) -> None:
 
 
 def test_a_queue_without_room_for_all_takes_none(tmp_path) -> None:
-    """Two fit, the third does not: 429, and no job was made."""
     with connected(make_settings(tmp_path, max_queued_jobs=2)) as http:
         assert "the limit is 2" in refused(http, body(), 429)
 
@@ -226,31 +196,29 @@ def test_a_queue_without_room_for_all_takes_none(tmp_path) -> None:
 # Results
 
 
-def test_the_table_comes_as_json_csv_and_markdown(instant) -> None:
-    """One row per item, in order, in each form."""
-    batch = made(instant, body("table"))
+def test_the_table_comes_as_json_csv_and_markdown(http) -> None:
+    batch = made(http, body("table"))
     url = f"{BASE}/{batch['id']}/table"
-    rows = instant.get(url).json()["rows"]
+    rows = http.get(url).json()["rows"]
     assert [row["values"] for row in rows] == [{"memory_scale": scale} for scale in SCALES]
     assert [row["objective_ms"] for row in rows] == [i["objective_ms"] for i in batch["items"]]
     assert [row["job_id"] for row in rows] == [item["job_id"] for item in batch["items"]]
     assert rows[2]["state"] == "infeasible"
     assert "no schedule fits" in rows[2]["message"]
-    csv = instant.get(url, headers={"Accept": "text/csv"})
+    csv = http.get(url, headers={"Accept": "text/csv"})
     assert csv.headers["Content-Type"].startswith("text/csv")
     assert load_sweep_csv(csv.text) == rows
-    markdown = instant.get(url, params={"format": "markdown"}).text.splitlines()
+    markdown = http.get(url, params={"format": "markdown"}).text.splitlines()
     assert markdown[0].startswith("| memory_scale | state | memory | objective ms |")
     assert len(markdown) == 5
-    assert instant.get(url, headers={"Accept": "image/png"}).status_code == 406
+    assert http.get(url, headers={"Accept": "image/png"}).status_code == 406
 
 
-def test_the_frontier_comes_as_numbers_and_as_a_picture(instant) -> None:
-    """A line per number of micro-batches, from the least memory to the most."""
+def test_the_frontier_comes_as_numbers_and_as_a_picture(http) -> None:
     axes = {"num_microbatches": [2, 4], "memory_scale": SCALES}
-    batch = made(instant, body("frontier", axes))
+    batch = made(http, body("frontier", axes))
     url = f"{BASE}/{batch['id']}/frontier"
-    lines = instant.get(url).json()["lines"]
+    lines = http.get(url).json()["lines"]
     assert [line["label"] for line in lines] == ["num_microbatches = 2", "num_microbatches = 4"]
     for line in lines:
         points = line["points"]
@@ -258,7 +226,7 @@ def test_the_frontier_comes_as_numbers_and_as_a_picture(instant) -> None:
         assert [point["is_infeasible"] for point in points] == [True, False, False]
         assert points[0]["objective_ms"] is None
         assert points[1]["objective_ms"] == points[2]["objective_ms"] > 0
-    picture = instant.get(url, params={"format": "svg"})
+    picture = http.get(url, params={"format": "svg"})
     assert picture.status_code == 200, picture.text
     assert picture.headers["Content-Type"] == "image/svg+xml"
     assert "sandbox" in picture.headers["Content-Security-Policy"]
@@ -267,13 +235,12 @@ def test_the_frontier_comes_as_numbers_and_as_a_picture(instant) -> None:
 
 
 @pytest.mark.parametrize("path", ["", "/table", "/frontier"])
-def test_an_unknown_batch_is_not_found(instant, path: str) -> None:
-    """Whatever is asked of it."""
+def test_an_unknown_batch_is_not_found(http, path: str) -> None:
     for batch_id in ("0" * 32, "x"):
-        answer = instant.get(f"{BASE}/{batch_id}{path}")
+        answer = http.get(f"{BASE}/{batch_id}{path}")
         assert (answer.status_code, answer.json()["code"]) == (404, "batch.not_found")
-    assert instant.post(f"{BASE}/{'0' * 32}/cancel").status_code == 404
-    assert instant.post(f"{BASE}/{'0' * 32}/retry").status_code == 404
+    assert http.post(f"{BASE}/{'0' * 32}/cancel").status_code == 404
+    assert http.post(f"{BASE}/{'0' * 32}/retry").status_code == 404
 
 
 @pytest.mark.parametrize(
@@ -314,7 +281,6 @@ def test_an_ended_batch_is_monotone_whatever_its_solvers_did(
 
 
 def test_cancel_ends_what_waits_and_stops_what_runs(tmp_path) -> None:
-    """One item runs and keeps its schedule, two wait; the batch then has ended."""
     settings = make_settings(tmp_path, solver_processes=1, lease_s=60.0)
     with connected(settings) as http:
         axes = {"stages[0].grad_sync_ms": [3, 2, 1]}
@@ -358,7 +324,6 @@ def test_retry_queues_failed_items_again_as_the_same_jobs(tmp_path) -> None:
 
 
 def test_batches_of_others_do_not_exist(tmp_path) -> None:
-    """Neither shown nor listed nor changed; admins see whose they are, readers make none."""
     settings = make_settings(tmp_path, require_keys=True, max_jobs_per_key=3)
     roles = {"ann": Role.SUBMIT, "bob": Role.SUBMIT, "eve": Role.READ, "root": Role.ADMIN}
     with keyed(settings, **roles) as as_:

@@ -1,7 +1,5 @@
 """Problems without JSON: the catalogue, estimates, variants; each as the packages make them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -16,11 +14,7 @@ from tests.api.live import two_stages
 from tests.api.routes.test_jobs import fault
 from tests.strategies import problems
 
-NEUTRAL: dict[str, Any] = {
-    "pcie_scale": 1.5,
-    "link_scale": 1.5,
-    "latency_ms": 3.5,
-}
+NEUTRAL: dict[str, Any] = {"pcie_scale": 1.5, "link_scale": 1.5, "latency_ms": 3.5}
 
 
 def test_the_catalogue_names_every_model_and_accelerator_with_its_source(http) -> None:
@@ -32,7 +26,6 @@ def test_the_catalogue_names_every_model_and_accelerator_with_its_source(http) -
 
 
 def test_an_estimate_is_the_one_of_the_package(http) -> None:
-    """The same problem as `optpipe.presets.estimate` makes of the same arguments."""
     asked = {
         "model": "llama3-70b",
         "gpu": "h100",
@@ -142,7 +135,6 @@ def test_a_variant_is_that_of_a_sweep(http) -> None:
 
 
 def test_a_variant_that_breaks_a_rule_is_refused(http) -> None:
-    """The problem's own fault, or the value's."""
     fault(
         http.post("/v1/variants", json={"problem": two_stages(num_microbatches=0)}),
         422,

@@ -1,14 +1,15 @@
 """Comparisons, which are jobs, and ``GET /v1/methods``: rows, refusals, processes that end."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json
 import socket
+from collections.abc import Iterator
 from contextlib import closing
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 
 from optpipe import Problem, check, parse_action, simulate
@@ -22,25 +23,9 @@ from tests.api.fleet import is_running
 from tests.api.live import connected, make_settings, two_stages, until
 from tests.api.routes.test_jobs import fault
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    import httpx
-
 pytestmark = pytest.mark.long
 
 COMPARE = Settings.model_fields["compare_path"].default
-
-
-LIMITS = {"max_body_bytes": 100_000, "max_cells": 1000, "max_time_limit_s": 100.0}
-
-
-@pytest.fixture(scope="module")
-def fake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
-    """One server whose comparisons a test scripts by the problem's name."""
-    with connected(make_settings(tmp_path_factory.mktemp("server"), **LIMITS)) as client:
-        yield client
 
 
 @pytest.fixture(scope="module")
@@ -101,31 +86,27 @@ def test_the_documented_example_is_compared_by_the_real_solver(tmp_path) -> None
 
 
 @pytest.mark.parametrize("asked", [{"headers": {"Accept": "text/csv"}}, {"params": "format=csv"}])
-def test_rows_come_as_csv(fake, asked: dict[str, Any]) -> None:
-    answer = compare(fake, **asked)
+def test_rows_come_as_csv(http, asked: dict[str, Any]) -> None:
+    answer = compare(http, **asked)
     assert answer.headers["content-type"].startswith("text/csv")
     assert answer.headers["vary"] == "Accept"
     (row,) = csv.DictReader(io.StringIO(answer.text))
     assert float(row["makespan_ms"]) == 84
 
 
-def test_rows_come_as_markdown(fake) -> None:
-    answer = compare(fake, headers={"Accept": "text/markdown, application/json;q=0.5"})
+def test_rows_come_as_markdown(http) -> None:
+    answer = compare(http, headers={"Accept": "text/markdown, application/json;q=0.5"})
     assert answer.headers["content-type"].startswith("text/markdown")
     assert answer.text.startswith("| method | makespan ms |")
 
 
-def test_options_reach_the_comparison_and_left_out_ones_take_defaults(fake) -> None:
-    workload = {
-        "tokens_per_microbatch": 7.0,
-        "flops_per_microbatch": 8.0,
-        "peak_flops_per_s": 9.0,
-    }
+def test_options_reach_the_comparison_and_left_out_ones_take_defaults(http) -> None:
+    workload = {"tokens_per_microbatch": 7.0, "flops_per_microbatch": 8.0, "peak_flops_per_s": 9.0}
     given = {"time_limit_s": 3, "threads": 2, "seed": 5, "workload": workload}
-    (row,) = compare(fake, options=given).json()["rows"]
+    (row,) = compare(http, options=given).json()["rows"]
     assert row["method"] == "limit=3 threads=2 seed=5"
     assert (row["tokens_per_s"], row["mfu"]) == (7.0, 8.0)
-    (row,) = compare(fake).json()["rows"]
+    (row,) = compare(http).json()["rows"]
     assert (row["method"], row["mfu"]) == ("limit=20 threads=1 seed=0", None)
 
 
@@ -143,24 +124,23 @@ def test_options_reach_the_comparison_and_left_out_ones_take_defaults(fake) -> N
         ({"workload": {"tokens_per_microbatch": 0}}, "tokens_per_microbatch = 0: must be > 0"),
     ],
 )
-def test_illegal_options_are_refused_with_the_path(fake, options, line: str) -> None:
-    answer = submit(fake, options=options)
+def test_illegal_options_are_refused_with_the_path(http, options, line: str) -> None:
+    answer = submit(http, options=options)
     assert answer.status_code == 422
     assert any(line in error for error in answer.json()["errors"]), answer.text
 
 
-def test_what_a_submission_is_refused_for_a_comparison_is_too(fake) -> None:
-    """Illegal and large problems, foreign forms, large bodies; nothing is run for them."""
-    fault(submit(fake, num_microbatches=-1), 422, "problem.invalid")
-    detail = fault(submit(fake, num_microbatches=600), 422, "problem.invalid")
+def test_what_a_submission_is_refused_for_a_comparison_is_too(http) -> None:
+    fault(submit(http, num_microbatches=-1), 422, "problem.invalid")
+    detail = fault(submit(http, num_microbatches=600), 422, "problem.invalid")
     assert "OPTPIPE_MAX_CELLS" in detail["detail"]
-    fault(compare(fake, headers={"Accept": "image/png"}), 406, "request.not_acceptable")
-    fault(compare(fake, params={"format": "xml"}), 422, "request.invalid")
-    fault(fake.post("/v1/compare", content="{}"), 415, "request.media_type")
+    fault(compare(http, headers={"Accept": "image/png"}), 406, "request.not_acceptable")
+    fault(compare(http, params={"format": "xml"}), 422, "request.invalid")
+    fault(http.post("/v1/compare", content="{}"), 415, "request.media_type")
     json_type = {"Content-Type": "application/json"}
-    fault(fake.post("/v1/compare", content="{}", headers=json_type), 422, "request.invalid")
+    fault(http.post("/v1/compare", content="{}", headers=json_type), 422, "request.invalid")
     large = b" " * 100_001
-    fault(fake.post("/v1/compare", content=large, headers=json_type), 413, "request.too_large")
+    fault(http.post("/v1/compare", content=large, headers=json_type), 413, "request.too_large")
 
 
 @pytest.mark.parametrize(
@@ -186,25 +166,25 @@ def test_a_comparison_that_fails_says_why_and_the_next_one_runs(
 # Ending
 
 
-def test_a_comparison_outlives_its_client_and_is_followed_like_a_solve(fake) -> None:
+def test_a_comparison_outlives_its_client_and_is_followed_like_a_solve(http) -> None:
     """The connection that asked is gone; the rows are kept, and events tell of the end."""
     body = json.dumps({"problem": two_stages("told"), "tags": ["lost"]})
-    address = (fake.base_url.host, fake.base_url.port)
+    address = (http.base_url.host, http.base_url.port)
     with closing(socket.create_connection(address)) as lost:
         lost.sendall(
             b"POST /v1/compare HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
             b"Content-Length: %d\r\n\r\n%s" % (len(body), body.encode())
         )
-        until(lambda: fake.get("/v1/jobs?tag=lost").json()["jobs"])
-    (job,) = fake.get("/v1/jobs?tag=lost").json()["jobs"]
+        until(lambda: http.get("/v1/jobs?tag=lost").json()["jobs"])
+    (job,) = http.get("/v1/jobs?tag=lost").json()["jobs"]
     path = f"/v1/jobs/{job['id']}"
-    assert '"text":"succeeded"' in fake.get(f"{path}/events").text
-    assert fake.get(f"{path}/comparison").json()["rows"]
-    detail = fault(fake.get(f"{path}/schedule"), 404, "schedule.none")["detail"]
+    assert '"text":"succeeded"' in http.get(f"{path}/events").text
+    assert http.get(f"{path}/comparison").json()["rows"]
+    detail = fault(http.get(f"{path}/schedule"), 404, "schedule.none")["detail"]
     assert f"GET {path}/comparison" in detail
-    solved = fake.post("/v1/jobs?wait=60", json={"problem": two_stages()}).headers["location"]
-    assert "POST /v1/compare" in fake.get(f"{solved}/comparison").json()["detail"]
-    with Client(str(fake.base_url)) as client:
+    solved = http.post("/v1/jobs?wait=60", json={"problem": two_stages()}).headers["location"]
+    assert "POST /v1/compare" in http.get(f"{solved}/comparison").json()["detail"]
+    with Client(str(http.base_url)) as client:
         (row,) = client.compare(Problem.parse(two_stages()), time_limit_s=3.0)
     assert row.method == "limit=3 threads=1 seed=0"
 
@@ -237,8 +217,8 @@ def test_a_comparison_ends_with_its_server_however_that_ended(tmp_path) -> None:
 # Methods
 
 
-def test_methods_are_those_of_the_solver_each_with_a_line(fake) -> None:
-    listed = fake.get("/v1/methods").json()["methods"]
+def test_methods_are_those_of_the_solver_each_with_a_line(http) -> None:
+    listed = http.get("/v1/methods").json()["methods"]
     assert [method["name"] for method in listed] == list(METHODS)
     described = {method["name"]: method["description"] for method in listed}
     assert "PipeDream" in described["1f1b"]
@@ -246,15 +226,14 @@ def test_methods_are_those_of_the_solver_each_with_a_line(fake) -> None:
     assert len(set(described.values())) == len(described)
 
 
-def test_a_job_of_an_unknown_method_is_refused_with_the_known_ones(fake) -> None:
-    """Before it is queued; a known one is taken."""
+def test_a_job_of_an_unknown_method_is_refused_with_the_known_ones(http) -> None:
     body = {"problem": two_stages(), "options": {"method": "1f1c"}}
-    known = fake.get("/v1/jobs").json()["jobs"]
-    detail = fault(fake.post("/v1/jobs", json=body), 422, "input.invalid")
+    known = http.get("/v1/jobs").json()["jobs"]
+    detail = fault(http.post("/v1/jobs", json=body), 422, "input.invalid")
     assert detail["errors"] == [detail["detail"]]
     assert detail["detail"].startswith("options.method = '1f1c': must be one of auto, ")
     for name in METHODS:
         assert name in detail["detail"]
-    assert fake.get("/v1/jobs").json()["jobs"] == known
+    assert http.get("/v1/jobs").json()["jobs"] == known
     body["options"] = {"method": METHODS[-1]}
-    assert fake.post("/v1/jobs", json=body).status_code == 202
+    assert http.post("/v1/jobs", json=body).status_code == 202

@@ -1,11 +1,11 @@
 """Training runs that follow the newest schedule, over HTTP."""
 
-from __future__ import annotations
-
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
+import httpx
 import pytest
 
 from optpipe import Problem, check, load_csv, load_problem, load_schedule
@@ -13,11 +13,6 @@ from optpipe.simulate import simulate
 from tests.api.fake_drift_solver import DRIFT
 from tests.api.live import connected, make_settings, two_stages, until
 from tests.api.services.test_drift import SMALL, all_times, measured, uneven
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    import httpx
 
 BASE = "/v1/deployments"
 

@@ -1,13 +1,12 @@
 """Server-sent events: everything once, in order, whoever reconnects, resumes or restarts."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading
 import time
+from collections.abc import AsyncGenerator, Generator
 from contextlib import closing
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx
 import pytest
@@ -19,9 +18,6 @@ from optpipe_api.jobs import HistoryEntry
 from optpipe_api.routes import jobs
 from tests.api.live import make_settings, running, until
 from tests.api.routes.test_jobs import fault, submit
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Generator
 
 
 def follow(
@@ -51,7 +47,6 @@ def states(entries: list[dict[str, Any]]) -> list[str]:
 
 
 def test_a_job_is_followed_from_its_birth_to_its_end(http) -> None:
-    """Every state, every improvement, each once; the same again for who comes later."""
     job = submit(http, "improve:2:0.2", wait=0).json()
     live = followed(http, job["id"])
     assert states(live) == ["queued", "running", "succeeded"]
@@ -73,7 +68,6 @@ def test_a_stream_is_not_stored_and_not_buffered(http) -> None:
 
 
 def test_reconnecting_anywhere_misses_and_doubles_nothing(http) -> None:
-    """By header or by query, at every place of the history; past its end there is nothing."""
     job = submit(http, "improve:2:0").json()
     path = f"/v1/jobs/{job['id']}/events"
     whole = followed(http, job["id"])

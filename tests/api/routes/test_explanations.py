@@ -1,7 +1,5 @@
 """``GET /v1/jobs/{id}/explanation``: sentences and numbers of the best schedule so far."""
 
-from __future__ import annotations
-
 import pytest
 
 from optpipe import Problem, load_schedule, simulate
@@ -28,7 +26,6 @@ def test_it_is_what_the_core_says_of_the_best_schedule(http, ended, path) -> Non
 
 
 def test_its_tag_is_that_of_the_schedule_in_this_form(http, ended, path) -> None:
-    """304 while no better schedule is there; the tag of another form does not count."""
     first = http.get(path)
     tag = first.headers["etag"]
     assert tag == f'"{ended["id"]}.{ended["num_schedules"]}.explanation"'

@@ -1,7 +1,5 @@
 """The files of the page: complete, from here alone, and open where keys are wanted."""
 
-from __future__ import annotations
-
 import re
 from importlib.metadata import version
 from pathlib import Path
@@ -84,16 +82,7 @@ def test_nothing_else_is_served(http, path: str) -> None:
 
 
 def test_a_server_without_bokeh_has_a_page_without_charts(tmp_path, monkeypatch) -> None:
-    """It says so where a chart would be; everything else works."""
     monkeypatch.setattr(system, "find_spec", lambda name: None)
     with connected(make_settings(tmp_path)) as http:
         assert 'data-bokeh=""' in http.get("/").text
         assert http.get(f"{BOKEH}/bokeh.min.js").status_code == 404
-
-
-def test_the_page_is_open_where_keys_are_wanted(tmp_path) -> None:
-    """It asks for the key itself; what it then asks for is not open."""
-    with connected(make_settings(tmp_path, require_keys=True)) as http:
-        assert http.get("/").status_code == 200
-        assert http.get("/page/main.js").status_code == 200
-        assert http.get("/v1/presets").status_code == 401

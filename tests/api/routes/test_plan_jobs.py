@@ -1,7 +1,5 @@
 """Jobs that plan a model: cut, placement and schedule come together and stay together."""
 
-from __future__ import annotations
-
 import json
 import time
 from typing import Any, get_args
@@ -14,6 +12,9 @@ from optpipe_api.requests.jobs import PlacementName
 from optpipe_solver.plan import PLACEMENTS
 from tests.api.live import connected, make_settings
 from tests.api.routes.test_jobs import fault
+
+# Times that no busy machine lets run out: an attempt more would be one too many here.
+SETTINGS = {"max_cells": 1000, "lease_s": 60.0, "overtime_s": 600.0}
 
 
 def four_layers(name: str = "", **changes: Any) -> dict[str, Any]:
@@ -41,15 +42,6 @@ def planned(http, *args, **changes) -> Any:
         time.sleep(0.05)
         job = http.get(f"/v1/jobs/{job['id']}").json()
     return job
-
-
-@pytest.fixture(scope="module")
-def http(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("server")
-    # Times that no busy machine lets run out: an attempt more would be one too many here.
-    settings = make_settings(folder, max_cells=1000, lease_s=60.0, overtime_s=600.0)
-    with connected(settings) as client:
-        yield client
 
 
 def fetched(http, job: dict[str, Any]) -> tuple[Problem, Any]:
@@ -114,6 +106,7 @@ def test_a_proof_that_nothing_fits_is_an_answer(http) -> None:
         {"devices[0].memory_bytes": 5000},
     )
     fault(http.get(f"/v1/jobs/{job['id']}/schedule"), 409, "problem.infeasible")
+    fault(http.get(f"/v1/jobs/{job['id']}/problem"), 404, "schedule.none")
 
 
 def test_a_killed_planner_goes_on_from_its_last_cut(tmp_path) -> None:

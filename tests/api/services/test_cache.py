@@ -1,7 +1,5 @@
 """Never solve twice: which finished jobs answer a new one, and which give it a start."""
 
-from __future__ import annotations
-
 from contextlib import closing
 from dataclasses import replace
 from typing import Any

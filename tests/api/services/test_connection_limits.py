@@ -1,10 +1,9 @@
 """Event streams and waiting requests: as many as the limits allow, counted to their end."""
 
-from __future__ import annotations
-
 import socket
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx
 import pytest
@@ -16,9 +15,6 @@ from optpipe_api.store import open_stores
 from tests.api.live import make_settings, running, two_stages, until
 from tests.api.routes.test_jobs import fault, submit
 from tests.api.test_metrics import read, value
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 ANN, BOB, CLEO = (Principal(name, Role.SUBMIT) for name in ("ann", "bob", "cleo"))
 MOST, MOST_PER_KEY = 3, 2
@@ -41,7 +37,6 @@ def test_connections_are_counted_per_server_and_per_key() -> None:
 
 
 def test_a_place_is_given_back_when_the_block_fails() -> None:
-    """A refusal takes none, and a fault gives it back."""
     connections = ConnectionLimit(1, 1)
     for _ in range(3):
         with pytest.raises(ZeroDivisionError), connections.counted(ANN, Purpose.WAIT):
@@ -50,7 +45,6 @@ def test_a_place_is_given_back_when_the_block_fails() -> None:
 
 
 def test_without_keys_only_the_server_s_own_number_counts() -> None:
-    """Nobody has a key then, and all are one."""
     connections = ConnectionLimit(MOST, 1)
     with connections.counted(ANYBODY, Purpose.STREAM), connections.counted(ANYBODY, Purpose.STREAM):
         assert connections.num_open(Purpose.STREAM) == 2
@@ -116,7 +110,6 @@ def crowd(shared: Crowd) -> Iterator[Crowd]:
 
 
 def test_streams_beyond_the_limit_are_refused_until_one_ends(crowd: Crowd) -> None:
-    """By the key's number, then by the server's; a client that hangs up counts no more."""
     with ExitStack() as stack:
         for name in ("ann", "ann"):
             assert stack.enter_context(crowd.stream(name)).status_code == 200

@@ -1,35 +1,26 @@
 """The steps of a deployment one by one: what is published when, killed servers, two servers."""
 
-from __future__ import annotations
-
 import threading
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
 
-from optpipe import evaluate, load_problem, load_schedule
+from optpipe import Problem, evaluate, load_problem, load_schedule
 from optpipe.schedule import Provenance
 from optpipe.wire import JobOptions, JobState
-from optpipe_api.deployments import NewDeployment, Report
+from optpipe_api.deployments import DeploymentRecord, NewDeployment, Report
 from optpipe_api.errors import StoreUnavailableError
-from optpipe_api.jobs import AttemptOutcome, JobEvent, TracePoint
+from optpipe_api.jobs import AttemptOutcome, Claim, JobEvent, TracePoint
 from optpipe_api.services.deployments import PUBLISH_EVERY_S, Steps
 from optpipe_api.services.submission import condensed, measured_problem, solved_job
-from optpipe_api.store import open_stores
+from optpipe_api.store import Stores, open_stores
+from tests.api.live import Clock
 from tests.api.serial import serial
 from tests.api.services.test_drift import measured, uneven
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from optpipe import Problem
-    from optpipe_api.deployments import DeploymentRecord
-    from optpipe_api.jobs import Claim
-    from optpipe_api.store import Stores
-    from tests.api.live import Clock
 
 
 class Bench:

@@ -1,10 +1,8 @@
 """What measured times do to a problem, and when they are a reason to solve again."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -12,7 +10,7 @@ from hypothesis import strategies as st
 
 from optpipe import Problem, evaluate, load_problem, load_schedule
 from optpipe.errors import IllegalScheduleError
-from optpipe.measurements import DeviceFacts, Measurements, Sample, Transfer
+from optpipe.measurements import DeviceFacts, MeasuredAction, Measurements, Sample, Transfer
 from optpipe.schedule import Provenance
 from optpipe.simulate import simulate
 from optpipe_api.deployments import DeploymentRecord, Documents
@@ -22,9 +20,6 @@ from optpipe_api.services.submission import check_stages, condensed, measured_pr
 from tests.api.live import two_stages
 from tests.api.serial import serial
 from tests.strategies import few, problems
-
-if TYPE_CHECKING:
-    from optpipe.measurements import MeasuredAction
 
 SMALL = {"forward_ms": 1, "backward_input_ms": 1, "backward_weight_ms": 1, "backward_ms": 1}
 

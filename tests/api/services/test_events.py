@@ -1,11 +1,10 @@
 """Waiting for jobs costs one query a round, however many wait and for however many jobs."""
 
-from __future__ import annotations
-
 import asyncio
 import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -17,9 +16,6 @@ from optpipe_api.services import events
 from optpipe_api.services.events import Changes, JobWatch
 from tests.api.services.test_jobs import Bench, bench, until
 from tests.api.store.test_jobs import LEASE_S, new
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 __all__ = ["bench"]
 
@@ -143,7 +139,6 @@ async def test_a_burst_of_changes_costs_a_few_queries(stage: Scene) -> None:
 
 @pytest.mark.parametrize("stage", [3], indirect=True)
 async def test_waiting_ends_with_its_time_with_a_deletion_and_with_the_server(stage: Scene) -> None:
-    """And nothing is asked for once nobody waits."""
     first, second, third = stage.ids
     await stage.watch.until(first, has_ended, 0.05)
     gone, patient = stage.waiter(second), stage.waiter(third)
@@ -176,7 +171,6 @@ async def test_those_who_leave_early_leave_nothing_behind(stage: Scene) -> None:
 
 @pytest.mark.parametrize("stage", [2], indirect=True)
 async def test_hundreds_who_ask_at_the_same_time_are_one_or_two_queries(stage: Scene) -> None:
-    """Of jobs that are there and of those that are not; some wait for the same ones."""
     first, second = stage.ids
     stage.end(first)
     waiting = stage.waiter(second)

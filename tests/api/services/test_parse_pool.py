@@ -1,16 +1,15 @@
 """Bodies are read in a thread or in a process; neither may take the server down with it."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -20,9 +19,6 @@ from optpipe_api.services.parse_pool import ParsePool
 from tests.api import heavy
 from tests.api.fleet import is_running
 from tests.api.live import until
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 LARGE = b"x" * 300_000
 ROOT = Path(__file__).parents[2]
@@ -71,7 +67,6 @@ def test_what_takes_too_much_is_refused_and_the_next_body_is_read(
 
 
 def test_who_ends_a_process_takes_no_other_body_with_it(pool) -> None:
-    """A neighbour that is read at the same time, and those that wait."""
     lengths: list[int] = []
     threads = [
         threading.Thread(

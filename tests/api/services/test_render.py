@@ -1,7 +1,5 @@
 """Charts for the page: what they show, their tags, and what is refused."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from contextlib import closing
@@ -55,7 +53,6 @@ def names(item: str) -> set[str]:
 
 
 def test_a_chart_is_what_bokeh_embeds(http, path) -> None:
-    """One view, on the time axis that the page moves."""
     answer = http.get(path)
     assert answer.headers["content-type"] == "application/json"
     assert {"target_id", "root_id", "doc", "version"} <= set(answer.json())
@@ -72,7 +69,6 @@ def test_a_method_or_another_job_stands_beside(http, path) -> None:
 
 
 def test_what_is_shown_is_known_by_its_tag(http, ended, path) -> None:
-    """304 for it; another theme, or another thing beside it, is another chart."""
     first = http.get(path, params={"theme": "dark"})
     tag = first.headers["etag"]
     assert tag.startswith(f'"{ended["id"]}.{ended["num_schedules"]}.chart-dark')
@@ -104,7 +100,6 @@ def test_beside_chunks_stands_the_nearest_to_1f1b_that_runs(placement, title, le
 
 
 def test_a_job_without_a_schedule_has_no_chart(http, path) -> None:
-    """Nor has one that is not there, on either side."""
     none = submit(http, "nothing").json()["id"]
     fault(http.get(f"/v1/jobs/{none}/chart"), 404, "schedule.none")
     fault(http.get(f"/v1/jobs/{'0' * 32}/chart"), 404, "job.not_found")

@@ -1,17 +1,11 @@
 """Fetching schedules: forms, entity tags, waiting for the next improvement."""
 
-from __future__ import annotations
-
-import asyncio
 import time
-from contextlib import closing
 from xml.etree import ElementTree as ET
 
 import pytest
 
-from optpipe import load_csv, load_schedule
-from optpipe_api.services.parse_pool import ParsePool
-from optpipe_api.services.render import as_text
+from optpipe import load_schedule
 from tests.api.routes.test_jobs import fault, submit
 
 TRACE = "application/vnd.optpipe.trace+json"
@@ -20,13 +14,6 @@ TRACE = "application/vnd.optpipe.trace+json"
 @pytest.fixture
 def path(ended) -> str:
     return f"/v1/jobs/{ended['id']}/schedule"
-
-
-@pytest.fixture(scope="module")
-def texts(http, ended) -> tuple[str, str]:
-    """Schedule and problem, as they are stored."""
-    place = f"/v1/jobs/{ended['id']}"
-    return http.get(f"{place}/schedule").text, http.get(f"{place}/problem").text
 
 
 def test_a_trace_shows_every_action(http, path) -> None:
@@ -63,7 +50,6 @@ def test_each_form_has_a_tag_by_which_it_is_known(http, ended, path, form) -> No
 
 
 def test_an_ended_job_does_not_wait(http, path) -> None:
-    """Nothing better will come: 304 at once."""
     tag = http.get(path).headers["etag"]
     began = time.monotonic()
     answer = http.get(path, params={"wait": 60}, headers={"If-None-Match": tag})
@@ -76,11 +62,3 @@ def test_waiting_for_a_schedule_that_never_comes_says_so(http) -> None:
     answer = http.get(f"/v1/jobs/{job['id']}/schedule", params={"wait": 60})
     fault(answer, 404, "schedule.none")
     fault(http.get(f"/v1/jobs/{'0' * 32}/schedule", params={"wait": 60}), 404, "job.not_found")
-
-
-def test_a_large_schedule_becomes_the_same_text_in_a_process(texts, monkeypatch) -> None:
-    with closing(ParsePool()) as pool:
-        monkeypatch.setattr("optpipe_api.services.parse_pool._IN_THREAD_BYTES", 0)
-        text = asyncio.run(pool.run(as_text, "csv", texts[0]))
-    assert text == as_text("csv", texts[0])
-    assert load_csv(text) == load_schedule(texts[0]).programs

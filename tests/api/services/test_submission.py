@@ -1,11 +1,9 @@
 """What a submission says, read once: the same from a thread and from a process."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from contextlib import closing
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -15,6 +13,7 @@ from optpipe import Model, Problem
 from optpipe.errors import OptPipeError
 from optpipe.wire import JobKind, JobOptions
 from optpipe_api import Settings
+from optpipe_api.jobs import NewJob
 from optpipe_api.services import parse_pool
 from optpipe_api.services.parse_pool import ParsePool
 from optpipe_api.services.submission import (
@@ -26,15 +25,7 @@ from optpipe_api.services.submission import (
 from tests.api.live import two_stages
 from tests.strategies import problems
 
-if TYPE_CHECKING:
-    from optpipe_api.jobs import NewJob
-
-LAYER = {
-    "forward_ms": 1,
-    "backward_input_ms": 1,
-    "backward_weight_ms": 1,
-    "activation_bytes": 10,
-}
+LAYER = {"forward_ms": 1, "backward_input_ms": 1, "backward_weight_ms": 1, "activation_bytes": 10}
 MODEL = {
     "name": "m",
     "num_microbatches": 3,
@@ -119,7 +110,6 @@ def test_a_refusal_is_the_same_from_anywhere(anywhere, body: Any, words: str) ->
 
 @given(problems(), st.floats(0.1, 10))
 def test_a_shape_does_not_depend_on_names_and_numbers(problem: Problem, factor: float) -> None:
-    """Times, sizes and names change nothing; what an action may do, and where, does."""
     stages = [
         stage.model_copy(update={"forward_ms": stage.forward_ms * factor})
         for stage in problem.stages

@@ -1,25 +1,28 @@
 """What a batch store must do: the promises of `optpipe_api.store.batches`, one by one."""
 
-from __future__ import annotations
-
 import threading
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from optpipe.wire import JobOptions, JobState
-from optpipe_api.errors import (
-    QueueFullError,
-    TooManyJobsError,
+from optpipe_api.errors import QueueFullError, TooManyJobsError
+from optpipe_api.jobs import (
+    AttemptOutcome,
+    BatchPlan,
+    BatchRecord,
+    Claim,
+    ItemPlan,
+    JobError,
+    JobEvent,
+    JobRecord,
+    NewBatch,
+    NewJob,
 )
-from optpipe_api.jobs import AttemptOutcome, BatchPlan, ItemPlan, JobError, JobEvent, NewBatch
+from optpipe_api.store import Stores
 from tests.api.store.test_jobs import LEASE_S, new, point, together
-
-if TYPE_CHECKING:
-    from optpipe_api.jobs import BatchRecord, Claim, JobRecord, NewJob
-    from optpipe_api.store import Stores
 
 OPTIONS = JobOptions(time_limit_s=5.0, seed=3)
 FAILED = AttemptOutcome(
@@ -143,10 +146,15 @@ def test_progress_is_what_the_jobs_say(stores, clock) -> None:
     assert seen.finished_at == clock()
 
 
-def test_a_batch_goes_with_the_last_of_its_jobs(stores, clock) -> None:
+def test_a_batch_goes_whole_when_its_last_job_is_old(stores, clock) -> None:
     added, _ = add(stores)
-    stores.batches.cancel(added.id)
+    for _ in range(2):
+        stores.jobs.finish(claimed(stores).lease, ANSWERED)
     clock.now += 100
+    assert stores.jobs.delete_finished(clock()) == 0
+    stores.batches.cancel(added.id)
+    clock.now += 10
+    assert stores.jobs.delete_finished(clock() - 50) == 0
     assert stores.jobs.delete_finished(clock(), 2) == 2
     assert [job.batch_index for job in stores.batches.jobs(added.id)] == [2]
     assert stores.jobs.delete_finished(clock(), 2) == 1

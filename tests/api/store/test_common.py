@@ -1,9 +1,8 @@
 """What jobs, batches and deployments have in common: keys, pages, a full queue, unknown ids."""
 
-from __future__ import annotations
-
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -15,12 +14,8 @@ from optpipe_api.errors import (
     KeyReusedError,
     QueueFullError,
 )
+from optpipe_api.store import Stores
 from tests.api.store import test_batches, test_deployments, test_jobs
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from optpipe_api.store import Stores
 
 
 @pytest.fixture(params=["jobs", "batches", "deployments"])

@@ -1,11 +1,9 @@
 """What a deployment store must do: the promises of `optpipe_api.store.deployments`, one by one."""
 
-from __future__ import annotations
-
 import threading
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 import pytest
 import sqlalchemy as sa
@@ -13,28 +11,20 @@ import sqlalchemy as sa
 from optpipe.wire import JobOptions
 from optpipe_api.deployments import (
     REGISTERED,
+    DeploymentRecord,
     Documents,
     Judgement,
     NewDeployment,
     NewVersion,
     Report,
 )
-from optpipe_api.errors import (
-    DeploymentNotFoundError,
-    StateConflictError,
-)
+from optpipe_api.errors import DeploymentNotFoundError, StateConflictError
 from optpipe_api.jobs import JobError
+from optpipe_api.store import Stores
 from optpipe_api.store.database import reading
-from optpipe_api.store.deployments import KEPT_REPORTS
+from optpipe_api.store.deployments import KEPT_REPORTS, DeploymentStore
 from optpipe_api.store.tables import deployment_versions, deployments, measurements
 from tests.api.store.test_jobs import together
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from optpipe_api.deployments import DeploymentRecord
-    from optpipe_api.store import Stores
-    from optpipe_api.store.deployments import DeploymentStore
 
 OPTIONS = JobOptions(time_limit_s=5.0, seed=3)
 
@@ -261,7 +251,6 @@ def test_a_report_whose_measuring_fails_is_not_kept(store) -> None:
 
 
 def test_an_ended_deployment_is_deleted_with_its_versions_and_reports(store) -> None:
-    """Not before its end, and nothing of another one."""
     gone, other = (published(store) for _ in range(2))
     for known in (gone, other):
         store.report(known.id, Report(version=1, document="a"), joined)

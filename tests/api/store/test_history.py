@@ -1,8 +1,5 @@
 """More promises of `optpipe_api.store.jobs`: births, history, more time, finding jobs."""
 
-from __future__ import annotations
-
-import json
 from typing import Any
 
 import pytest
@@ -10,7 +7,6 @@ import pytest
 from optpipe.errors import InputError
 from optpipe.wire import Cache, EventKind, JobKind, JobState
 from optpipe_api.errors import (
-    JobNotFoundError,
     KeyReusedError,
     QueueFullError,
     StateConflictError,
@@ -46,24 +42,6 @@ def resume(store, job_id: str, seconds: float) -> Any:
 
 
 # Births
-
-
-def test_everything_a_job_is_made_of_is_read_back(store) -> None:
-    changes = {
-        "owner": "ci",
-        "priority": -7,
-        "tags": ("b", "a/1", "b"),
-        "shape_hash": "sha256:s",
-        "source_id": "1" * 32,
-        "batch_id": "2" * 32,
-        "batch_index": 3,
-        "deployment_id": "4" * 32,
-    }
-    job = add(store, changes=changes, cache="refresh", chunks=(1, 2))
-    assert store.get(job.id) == job
-    assert {name: getattr(job, name) for name in changes} == changes | {"tags": ("a/1", "b")}
-    assert (job.options.cache, job.options.chunks) == ("refresh", (1, 2))
-    assert (job.kind, job.cache, store.model(job.id)) == (JobKind.SOLVE, Cache.MISS, None)
 
 
 def test_a_plan_has_a_model_and_gets_its_problem_with_its_schedule(store) -> None:
@@ -126,13 +104,6 @@ def test_a_job_that_is_answered_at_once_is_born_finished(
 
 
 # Once, for each owner
-
-
-@pytest.mark.parametrize("change", [{"tags": ("x",)}, {"priority": 1}])
-def test_tags_and_priority_are_part_of_a_request(store, change) -> None:
-    add(store, key="k")
-    with pytest.raises(KeyReusedError):
-        add(store, key="k", changes=change)
 
 
 def test_a_key_still_names_its_job_when_that_was_given_more_time(store) -> None:
@@ -211,6 +182,8 @@ def test_a_history_tells_all_that_happened_in_order(store, clock) -> None:
     entries = store.history(claim.job.id)
     assert [entry.is_final for entry in entries] == [False] * 9 + [True]
     assert {entry.at for entry in entries} == {clock.now}
+    trace = [(one.objective_ms, one.bound_ms) for one in store.trace(claim.job.id)]
+    assert trace == [(9.0, None), (None, 2.0), (8.0, 2.0), (7.0, 2.0)]
 
 
 def test_reading_on_misses_nothing_and_doubles_nothing(store) -> None:
@@ -228,22 +201,6 @@ def test_reading_on_misses_nothing_and_doubles_nothing(store) -> None:
     assert store.history(claim.job.id, found[-1].number) == []
     numbers = [entry.number for entry in found]
     assert numbers == sorted(set(numbers))
-
-
-def test_only_what_improved_is_told(store) -> None:
-    claim = claimed(store)
-    for objective_ms, bound_ms in [(9.0, 2.0), (9.5, 1.0), (9.0, 2.0), (8.0, 1.0)]:
-        store.record(claim.lease, point(objective_ms, bound_ms), LEASE_S, schedule="S")
-    assert history_of(store, claim.job.id)[2:] == [(9.0, 2.0), (8.0, 2.0)]
-
-
-def test_each_schedule_that_is_stored_has_the_next_number(store) -> None:
-    claim = claimed(store)
-    numbers = []
-    for objective_ms in (9.0, 9.5, 9.0, 8.0):
-        job = store.record(claim.lease, point(objective_ms), LEASE_S, schedule="S")
-        numbers.append((store.schedule(job.id).number, job.num_schedules))
-    assert numbers == [(1, 1), (1, 1), (2, 2), (3, 3)]
 
 
 # More time
@@ -369,29 +326,3 @@ def test_the_alike_have_ended_with_a_schedule(store) -> None:
 
 
 # Forgetting
-
-
-def test_what_ended_long_ago_is_forgotten_whole_and_nothing_else(store, clock) -> None:
-    old = [finished(store, changes={"tags": ("x",)}).id for _ in range(3)]
-    running = claimed(store).job
-    clock.now += 10
-    recent = finished(store)
-    queued = add(store)
-    assert store.delete_finished(clock.now - 5, limit=2) == 2
-    assert store.delete_finished(clock.now - 5) == 1
-    assert store.delete_finished(clock.now - 5) == 0
-    for job_id in old:
-        with pytest.raises(JobNotFoundError):
-            store.get(job_id)
-    left = {job.id for job in store.page(9)}
-    assert left == {running.id, queued.id, recent.id}
-    assert store.page(9, tag="x") == []
-    assert store.schedule(recent.id).document == "S"
-
-
-def test_a_forgotten_key_makes_a_new_job(store, clock) -> None:
-    old = finished(store, key="k")
-    clock.now += 10
-    store.delete_finished(clock.now)
-    assert add(store, key="k").id != old.id
-    assert json.loads(store.problem(add(store, key="k").id)) == {"name": "a"}

@@ -1,17 +1,16 @@
 """What the job store must do on every database: the promises of `optpipe_api.store.jobs`."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
-from optpipe.wire import JobOptions, JobState
+from optpipe.wire import Cache, JobKind, JobOptions, JobState
 from optpipe_api.errors import (
     JobNotFoundError,
     KeyReusedError,
@@ -19,15 +18,18 @@ from optpipe_api.errors import (
     StateConflictError,
     TooManyKeptError,
 )
-from optpipe_api.jobs import MAX_SHARED_PRIORITY, JobError, JobEvent, Lease, NewJob, TracePoint
-from optpipe_api.store import AttemptOutcome
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from optpipe_api.jobs import Claim, JobRecord
-    from optpipe_api.store import JobStore, Stores
-    from tests.api.live import Clock
+from optpipe_api.jobs import (
+    MAX_SHARED_PRIORITY,
+    Claim,
+    JobError,
+    JobEvent,
+    JobRecord,
+    Lease,
+    NewJob,
+    TracePoint,
+)
+from optpipe_api.store import AttemptOutcome, JobStore, Stores
+from tests.api.live import Clock
 
 LEASE_S = 10.0
 FINAL = [
@@ -81,12 +83,29 @@ def claimed(store: JobStore, **kwargs) -> Claim:
 
 
 def test_an_added_job_is_read_back_whole_by_another_server(store, open_store) -> None:
-    job = add(store, "n\x00ame", threads=2, method="greedy")
+    changes = {
+        "owner": "ci",
+        "priority": -7,
+        "tags": ("b", "a/1", "b"),
+        "shape_hash": "sha256:s",
+        "source_id": "1" * 32,
+        "batch_id": "2" * 32,
+        "batch_index": 3,
+        "deployment_id": "4" * 32,
+    }
+    options: dict[str, Any] = {
+        "threads": 2,
+        "method": "greedy",
+        "cache": "refresh",
+        "chunks": (1, 2),
+    }
+    job = add(store, "n\x00ame", changes=changes, **options)
     other = open_store()
     assert other.get(job.id) == job
-    assert other.problem(job.id) == new("n\x00ame").problem
-    assert job.state is JobState.QUEUED
-    assert job.options == JobOptions(time_limit_s=5.0, threads=2, method="greedy")
+    assert {name: getattr(job, name) for name in changes} == changes | {"tags": ("a/1", "b")}
+    assert (other.problem(job.id), other.model(job.id)) == (new("n\x00ame").problem, None)
+    assert job.options == JobOptions(time_limit_s=5.0, **options)
+    assert (job.kind, job.cache, job.state) == (JobKind.SOLVE, Cache.MISS, JobState.QUEUED)
     assert (job.has_schedule, job.gap, job.attempt) == (False, None, 0)
 
 
@@ -109,7 +128,15 @@ def test_a_full_queue_refuses_and_a_claim_makes_room(store) -> None:
 # Once
 
 
-@pytest.mark.parametrize("other", [new("b", key="k"), new(key="k", seed=1)])
+@pytest.mark.parametrize(
+    "other",
+    [
+        new("b", key="k"),
+        new(key="k", seed=1),
+        new(key="k", changes={"tags": ("x",)}),
+        new(key="k", changes={"priority": 1}),
+    ],
+)
 def test_a_key_refuses_another_request(store, other: NewJob) -> None:
     add(store, key="k")
     with pytest.raises(KeyReusedError, match="'k'"):
@@ -180,23 +207,6 @@ def test_a_key_runs_no_more_at_a_server_than_it_may(store) -> None:
     assert all(store.claim("w", LEASE_S, 1) for _ in range(3))
 
 
-def test_many_claimers_at_once_keep_turns_and_limits(store, open_store) -> None:
-    """Each counts what the others have taken: 2 of each key, however they meet."""
-    for owner in "ab":
-        submit(store, owner, number=6)
-    stores = [open_store() for _ in range(4)]
-    taken: list[str] = []
-
-    def take(other: JobStore) -> None:
-        for _ in range(4):
-            claim = other.claim("w", LEASE_S, 2)
-            if claim is not None:
-                taken.append(claim.job.owner)
-
-    together([partial(take, other) for other in stores])
-    assert sorted(taken) == ["a", "a", "b", "b"]
-
-
 def test_a_queued_job_has_a_place_and_a_time_as_claims_have_them(store, clock: Clock) -> None:
     """What is said is what then happens, where every job takes all of its time."""
     submit(store, "a", number=5)
@@ -248,20 +258,25 @@ def test_what_is_kept_of_a_key_is_limited_answers_from_the_cache_too(store) -> N
     store.add(hit, max_queued=1, max_kept=1)
 
 
-def test_many_claimers_never_share_a_job(store, open_store) -> None:
-    ids = {add(store).id for _ in range(12)}
+def test_many_claimers_at_once_never_share_a_job_and_keep_turns_and_limits(
+    store, open_store
+) -> None:
+    """Each counts what the others have taken: 2 of each key, then all that is left."""
+    ids = {one for owner in "ab" for one in submit(store, owner, number=6)}
     stores = [open_store() for _ in range(4)]
-    taken: list[str] = []
+    taken: list[JobRecord] = []
 
-    def take(other: JobStore) -> None:
-        for _ in range(20):
-            claim = other.claim("worker", LEASE_S)
+    def take(other: JobStore, most: int | None) -> None:
+        for _ in range(16):
+            claim = other.claim("w", LEASE_S, most)
             if claim is not None:
-                taken.append(claim.job.id)
+                taken.append(claim.job)
 
-    together([partial(take, other) for other in stores])
+    together([partial(take, other, 2) for other in stores])
+    assert sorted(job.owner for job in taken) == ["a", "a", "b", "b"]
+    together([partial(take, other, None) for other in stores])
     assert len(taken) == 12
-    assert set(taken) == ids
+    assert {job.id for job in taken} == ids
 
 
 def test_a_heartbeat_and_a_record_keep_a_lease(store, clock: Clock) -> None:
@@ -336,28 +351,23 @@ def test_a_planned_stop_is_not_a_death(store) -> None:
 
 
 def test_only_a_schedule_at_least_as_good_replaces_another(store) -> None:
+    """Each that is stored has the next number; only what is better is told."""
     claim = claimed(store)
-    for objective_ms, text, kept in [
-        (9.0, "first", "first"),
-        (8.0, "better", "better"),
-        (8.5, "worse", "better"),
-        (8.0, "equal", "equal"),
+    for objective_ms, bound_ms, text, kept, number in [
+        (9.0, 2.0, "first", "first", 1),
+        (9.5, 1.0, "worse", "first", 1),
+        (9.0, 2.0, "equal", "equal", 2),
+        (8.0, 1.0, "better", "better", 3),
     ]:
-        job = store.record(claim.lease, point(objective_ms), LEASE_S, schedule=text)
-        assert store.schedule(job.id).document == kept
-    assert job.objective_ms == 8.0
+        job = store.record(claim.lease, point(objective_ms, bound_ms), LEASE_S, schedule=text)
+        found = store.schedule(job.id)
+        assert (found.document, found.number, job.num_schedules) == (kept, number, number)
     job = store.finish(
         claim.lease, AttemptOutcome(event=JobEvent.SUCCEED, schedule="last", objective_ms=8.1)
     )
-    assert (store.schedule(job.id).document, job.objective_ms) == ("equal", 8.0)
-
-
-def test_a_trace_is_kept_in_order_over_attempts(store) -> None:
-    claim = claimed(store)
-    store.record(claim.lease, point(9.0), LEASE_S, schedule="S")
-    store.requeue(claim.lease)
-    store.record(store.claim("other", LEASE_S).lease, point(bound_ms=2.0), LEASE_S)
-    assert store.trace(claim.job.id) == [point(9.0), point(bound_ms=2.0)]
+    assert (store.schedule(job.id).document, job.objective_ms) == ("better", 8.0)
+    trace = store.trace(job.id)
+    assert [(one.objective_ms, one.bound_ms) for one in trace] == [(9.0, 2.0), (8.0, 2.0)]
 
 
 # Ends
@@ -375,12 +385,6 @@ def test_an_end_is_final(store, clock: Clock, event: JobEvent, state: JobState) 
     clock.now += LEASE_S * 2
     assert store.expire(1) == []
     assert store.request_cancel(job.id) == job == store.get(job.id)
-    assert store.claim("worker", LEASE_S) is None
-
-
-def test_a_queued_job_is_cancelled_at_once(store) -> None:
-    job = store.request_cancel(add(store).id)
-    assert job.state is JobState.CANCELLED
     assert store.claim("worker", LEASE_S) is None
 
 

@@ -1,12 +1,11 @@
 """Jobs that an older version wrote: nothing of them is lost, and they can be followed."""
 
-from __future__ import annotations
-
 import json
 import sqlite3
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import sqlalchemy as sa
@@ -17,9 +16,6 @@ import optpipe_api.store
 from optpipe.wire import EventKind, JobKind, JobState
 from optpipe_api.jobs import StoredSchedule, TracePoint
 from optpipe_api.store import open_stores
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 SCRIPTS = Path(optpipe_api.store.__file__).parent / "migrations"
 BEFORE = {
@@ -95,12 +91,7 @@ def assert_migrated(url: str) -> None:
             TracePoint(seconds=s, method=m, objective_ms=o, bound_ms=b) for s, m, o, b in TRACE
         ]
         kinds = [entry.kind for entry in store.history(done.id)]
-        assert kinds == [
-            EventKind.INCUMBENT,
-            EventKind.BOUND,
-            EventKind.INCUMBENT,
-            EventKind.STATE,
-        ]
+        assert kinds == [EventKind.INCUMBENT, EventKind.BOUND, EventKind.INCUMBENT, EventKind.STATE]
         assert store.history(done.id)[-1].is_final
         assert [entry.text for entry in store.history(waiting.id)] == ["queued"]
         claim = store.claim("worker", 9.0)

@@ -1,23 +1,17 @@
 """Nothing that is asked often walks over all jobs, or sorts them: SQLite's own plans say so."""
 
-from __future__ import annotations
-
 import time
+from collections.abc import Callable, Iterator
 from contextlib import closing
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import sqlalchemy as sa
 
 from optpipe.wire import JobKind, JobState
-from optpipe_api.store import open_stores
+from optpipe_api.store import Stores, open_stores
 from optpipe_api.store.job_rows import refuse_when_full, refuse_when_many
 from optpipe_api.store.tables import jobs
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from optpipe_api.store import Stores
 
 NOW = 1_000_000.0
 ID = f"{7:032x}"

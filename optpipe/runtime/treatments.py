@@ -1,0 +1,540 @@
+"""Modes made real: named groups of a stage's modules are kept, offloaded or recomputed.
+
+A mode of a problem is a name and numbers. What it does is read from its name, whose text form
+`optpipe profile` writes and `parse_treatment` reads, or from what `modes` says that it stands for:
+
+* ``keep``;
+* ``offload``: all that can move; ``offload mlp + norm``: what these groups save for the backward;
+* ``recompute``: the whole stage, by a RECOMPUTE action; ``recompute mlp``: these groups, inside the
+  backward; what a group needs to start again belongs to what is around it;
+* ``recompute mlp, offload attn``: both, in this order; ``recompute mlp, offload``: all that is
+  left; ``recompute, offload``: the stage's received input.
+
+``rest`` is what a stage saves outside all groups. Groups may lie in one another: what is saved in
+a module of two groups belongs to both, and what is recomputed around it is recomputed with it.
+"""
+
+from __future__ import annotations
+
+import re
+import weakref
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from optpipe.memory import modes_of
+from optpipe.runtime.errors import PreflightError
+from optpipe.runtime.offload import EVERYTHING, REST
+from optpipe.runtime.torch_names import (
+    BufferPlace,
+    buffers_of,
+    is_compiled,
+    replaced,
+    tree_flatten,
+    tree_unflatten,
+)
+from optpipe.schedule import ActionType
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+    from contextlib import AbstractContextManager
+
+    from optpipe.problem import CellMode, Problem
+    from optpipe.runtime.offload import Cell, SavedActivations
+    from optpipe.schedule import Program
+
+__all__ = [
+    "ChangingBuffers",
+    "GroupCalls",
+    "Treatment",
+    "check_groups",
+    "groups",
+    "groups_of",
+    "modes",
+    "parse_treatment",
+    "treatments_of",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Treatment:
+    """What happens to the activations of a (stage, micro-batch) between F and backward.
+
+    Parameters
+    ----------
+    apart
+        Whether F keeps the stage's input alone, and a RECOMPUTE restores everything.
+    again
+        The groups that run again inside the backward.
+    moved
+        The groups whose storages an OFFLOAD moves; `EVERYTHING` = all that can move.
+
+    ``str`` of it is its text form, which `parse_treatment` reads.
+    """
+
+    apart: bool = False
+    again: frozenset[str] = frozenset()
+    moved: frozenset[str] = frozenset()
+
+    @property
+    def named(self) -> frozenset[str]:
+        """The groups it names."""
+        return (self.again | self.moved) - {REST, *EVERYTHING}
+
+    @property
+    def tells_groups(self) -> bool:
+        """Whether it matters which groups' modules run."""
+        return bool(self.again) or (bool(self.moved) and self.moved != EVERYTHING)
+
+    def __str__(self) -> str:
+        """Write its text form, groups by name."""
+        clauses = []
+        if self.apart or self.again:
+            clauses.append(" ".join(["recompute", *_listed(self.again)]))
+        if self.moved:
+            clauses.append(" ".join(["offload", *_listed(self.moved - EVERYTHING)]))
+        return ", ".join(clauses) or "keep"
+
+
+def _listed(names: Collection[str]) -> list[str]:
+    return [" + ".join(sorted(names))] if names else []
+
+
+_NAME = "[A-Za-z_][A-Za-z0-9_]*"
+_CLAUSE = re.compile(rf"(recompute|offload)(?: ({_NAME}(?: \+ {_NAME})*))?")
+_FORM = (
+    'a mode is called "keep", "offload", "recompute", "offload mlp + norm", "recompute mlp" or '
+    '"recompute mlp, offload norm", with the names of groups, each once'
+)
+
+
+def parse_treatment(text: str) -> Treatment:
+    """Return what a text form says; see the module's docstring.
+
+    Raises
+    ------
+    PreflightError
+        If the whole text is not exactly that.
+    """
+    if text == "keep":
+        return Treatment()
+    said: dict[str, frozenset[str]] = {}
+    for clause in text.split(", "):
+        found = _CLAUSE.fullmatch(clause)
+        if found is None:
+            raise PreflightError(f"{text!r} does not say what a mode does: {clause!r}; {_FORM}")
+        verb, names = found[1], found[2].split(" + ") if found[2] else []
+        if verb in said or (verb == "recompute" and said):
+            raise PreflightError(f"{text!r} says {verb} twice, or too late; {_FORM}")
+        if len(set(names)) != len(names):
+            raise PreflightError(f"{text!r} names a group twice; {_FORM}")
+        said[verb] = frozenset(names)
+    again, moved = said.get("recompute"), said.get("offload")
+    if again and REST in again:
+        raise PreflightError(
+            f"{text!r}: what no group makes, {REST}, cannot be recomputed alone; declare a group "
+            "for it, or recompute the whole stage"
+        )
+    if moved and again is not None and (not again or again & moved):
+        raise PreflightError(
+            f"{text!r} offloads what it recomputes; of recomputed groups nothing is left to "
+            'offload, and of a whole stage its input, said as "recompute, offload"'
+        )
+    return Treatment(
+        apart=again is not None and not again,
+        again=again or frozenset(),
+        moved=EVERYTHING if moved is not None and not moved else moved or frozenset(),
+    )
+
+
+# --- Which modules the groups of a stage are. Both tables know modules weakly: a stage that is
+# dropped takes what was said of it along.
+
+Groups = dict[str, tuple[nn.Module, ...]]
+"""Name -> modules, none of which lies in another of the same group."""
+
+_declared: Final[weakref.WeakKeyDictionary[nn.Module, dict[str, list[Any]]]] = (
+    weakref.WeakKeyDictionary()
+)
+_called: Final[weakref.WeakKeyDictionary[nn.Module, dict[str, str]]] = weakref.WeakKeyDictionary()
+
+_ATTENTION = ("self_attn", "self_attention", "attn", "attention")
+_MLP = ("mlp", "feed_forward", "ffn")
+_MOE = ("moe", "block_sparse_moe")
+_DEFAULTS: Final[Mapping[str, tuple[str, ...]]] = {
+    "norm": ("*norm*", "ln_*", "ln?"),
+    "attn": _ATTENTION,
+    "core_attn": ("core_attn", "core_attention", "inner_attention", "sdpa"),
+    "act": ("act", "act_fn", "activation", "activation_func"),
+    "mlp": _MLP,
+    "moe": _MOE,
+    "experts": ("experts",),
+}
+"""Attribute names in blocks shaped like Llama's, GPT's and MoE's; ``block`` is what holds them."""
+
+
+def groups(stage: nn.Module, declared: Mapping[str, Sequence[str | nn.Module]]) -> None:
+    """Name the groups of a stage, in place of those found by attribute names.
+
+    Parameters
+    ----------
+    stage
+        A stage, or a part of one: what is said of parts adds up.
+    declared
+        Group -> modules of the stage, or patterns of their names: ``mlp`` is every module that is
+        its parent's attribute ``mlp``, ``attention.core*`` the attributes of an ``attention`` that
+        begin with ``core``. ``""`` is the stage itself.
+
+    Raises
+    ------
+    PreflightError
+        If a group cannot be called so, or a module is not there.
+    """
+    found: dict[str, list[Any]] = {}
+    for name, wanted in declared.items():
+        if not re.fullmatch(_NAME, name) or name == REST:
+            raise PreflightError(
+                f"a group cannot be called {name!r}: its name must be letters, digits and _, and "
+                f"not {REST!r}, which is what no group makes; give it another name"
+            )
+        parts = [part for one in wanted for part in _matching(stage, one)]
+        found[name] = [weakref.ref(part) for part in _outermost(parts)]
+    _declared[stage] = found
+
+
+def modes(stage: nn.Module, meanings: Mapping[str, str]) -> None:
+    """Say what the modes of a stage do whose names do not say it themselves.
+
+    Parameters
+    ----------
+    meanings
+        Name of a mode, in the problem's menu -> its text form: ``{"half": "offload mlp"}``.
+
+    Raises
+    ------
+    PreflightError
+        If a text form is none.
+    """
+    for text in meanings.values():
+        parse_treatment(text)
+    _called[stage] = dict(meanings)
+
+
+def groups_of(stage: nn.Module) -> Groups:
+    """Return the groups declared for a stage or its parts; where none is, those found by names."""
+    found: dict[str, list[nn.Module]] = {}
+    for part in stage.modules():
+        for name, modules in _declared.get(part, {}).items():
+            found.setdefault(name, []).extend(one for ref in modules if (one := ref()) is not None)
+    if not found:
+        found = {name: _by_attribute(stage, patterns) for name, patterns in _DEFAULTS.items()}
+        found["block"] = [
+            part
+            for part in stage.modules()
+            if any(child in (*_ATTENTION, *_MLP, *_MOE) for child, _ in part.named_children())
+            and part is not stage
+        ]
+    return {name: tuple(_outermost(parts)) for name, parts in found.items() if parts}
+
+
+def _matching(stage: nn.Module, wanted: str | nn.Module) -> list[nn.Module]:
+    if isinstance(wanted, nn.Module):
+        found = [wanted] if any(part is wanted for part in stage.modules()) else []
+        shown = type(wanted).__name__
+    elif wanted:
+        found, shown = _by_attribute(stage, (wanted,)), repr(wanted)
+    else:
+        return [stage]
+    if not found:
+        raise PreflightError(
+            f"no module of the stage matches {shown}; write the end of a module's name, with * for "
+            "any letters, or give a module of this stage"
+        )
+    return found
+
+
+def _by_attribute(stage: nn.Module, patterns: Sequence[str]) -> list[nn.Module]:
+    """Return what is called when modules of such names run: of a list its members."""
+    found: list[nn.Module] = []
+    for name, part in stage.named_modules():
+        if any(_ends_like(name, pattern) for pattern in patterns):
+            is_list = isinstance(part, nn.ModuleList | nn.ModuleDict)
+            found += part.children() if is_list else [part]
+    return found
+
+
+def _ends_like(name: str, pattern: str) -> bool:
+    ends, wanted = name.split("."), pattern.split(".")
+    pairs = zip(ends[-len(wanted) :], wanted, strict=False)
+    return len(ends) >= len(wanted) and bool(name) and all(fnmatchcase(*pair) for pair in pairs)
+
+
+def _outermost(parts: Sequence[nn.Module]) -> list[nn.Module]:
+    """Return each module once, without those that lie in another of them."""
+    unique = list(dict.fromkeys(parts))
+    inner = {one for part in unique for one in part.modules() if one is not part}
+    return [part for part in unique if part not in inner]
+
+
+# --- What each cell of a program needs done, checked before the first step.
+
+
+def treatments_of(
+    problem: Problem | None, program: Program, stages: Mapping[int, nn.Module]
+) -> dict[Cell, Treatment]:
+    """Return what is done to the cells of a program that are not just kept.
+
+    Without a problem its actions tell: offload and recompute are then those of v1.
+
+    Raises
+    ------
+    PreflightError
+        If a mode that is used does not say what to do, says other than its numbers, or names
+        groups that its stage does not have.
+    """
+    if problem is None:
+        said = {ActionType.OFFLOAD: "offload", ActionType.RECOMPUTE: "recompute"}
+        return {
+            action.cell: parse_treatment(said[action.type])
+            for action in program
+            if action.type in said
+        }
+    used = {cell: number for cell, number in modes_of(problem, program).items() if number}
+    known = {
+        (stage, number): _treatment(problem, stage, number, stages[stage])
+        for stage, number in sorted({(cell[0], number) for cell, number in used.items()})
+    }
+    return {cell: known[cell[0], number] for cell, number in used.items()}
+
+
+def _treatment(problem: Problem, stage: int, number: int, module: nn.Module) -> Treatment:
+    mode = problem.menus[stage][number]
+    called = f"mode {number} of stage {stage} ({mode.name!r})"
+    meanings: dict[str, str] = {}
+    for part in module.modules():
+        meanings |= _called.get(part, {})
+    try:
+        found = parse_treatment(meanings.get(mode.name, mode.name))
+    except PreflightError as error:
+        raise PreflightError(
+            f"{called} cannot be run: {error}; rename it, or say what it stands for: "
+            'optpipe.runtime.modes(stage, {"its name": "recompute mlp"})'
+        ) from None
+    _check_numbers(called, mode, found)
+    if found.apart and found.moved and stage == 0:
+        raise PreflightError(
+            f"{called} offloads the input of the first stage, which is the batch and stays where "
+            "it is; recompute it without offload"
+        )
+    check_groups(called, found, module)
+    return found
+
+
+def _check_numbers(called: str, mode: CellMode, found: Treatment) -> None:
+    """Refuse a mode whose numbers ask for other actions than its name for deeds."""
+    asked = (mode.recompute or "nothing", mode.offload_bytes > 0)
+    done = ("apart" if found.apart else "inside" if found.again else "nothing", bool(found.moved))
+    if asked != done:
+        raise PreflightError(
+            f"{called} says {str(found)!r}, which recomputes {done[0]} and offloads "
+            f"{'something' if done[1] else 'nothing'}; its numbers recompute {asked[0]} and "
+            f"offload {mode.offload_bytes} bytes; correct one of them"
+        )
+
+
+def check_groups(called: str, found: Treatment, module: nn.Module) -> None:
+    """Refuse groups that a stage does not have, or that run in compiled code.
+
+    Raises
+    ------
+    PreflightError
+        With what was ``called`` so, and the groups that there are.
+    """
+    if not found.tells_groups:
+        return
+    there = groups_of(module)
+    if missing := sorted(found.named - there.keys()):
+        raise PreflightError(
+            f"{called} names {', '.join(missing)}, but the groups of the stage are "
+            f"{', '.join(sorted(there)) or 'none'}; declare it: "
+            'optpipe.runtime.groups(stage, {"mlp": ["mlp"]})'
+        )
+    if hidden := sorted(found.named & hidden_groups(module, there)):
+        raise PreflightError(
+            f"{called} treats {', '.join(hidden)}, which run in compiled code, where no hook tells "
+            "a group's tensors from others; compile smaller parts, or use modes of whole stages"
+        )
+
+
+def hidden_groups(module: nn.Module, there: Groups) -> set[str]:
+    """Return the groups of which a module is compiled, or part of one that is."""
+    compiled = {one for part in module.modules() if is_compiled(part) for one in part.modules()}
+    return {name for name, parts in there.items() if compiled & set(parts)}
+
+
+# --- Buffers that a forward changes: running statistics, counters, histories of scales. What runs
+# again reads what its F read, and leaves no second trace.
+
+
+class ChangingBuffers:
+    """What the changing buffers of a module were before each F that will run again.
+
+    They are found by comparing all buffers at the first F, and again where a module has changed
+    between training and evaluation; later ones by their version or by being another tensor.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._changing: dict[tuple[bool, ...], set[BufferPlace]] = {}
+        self._before: dict[object, dict[BufferPlace, Tensor]] = {}
+
+    @contextmanager
+    def noted(self, call: object) -> Iterator[None]:
+        """Run an F; ``call`` is what its recomputation is known by, a micro-batch say."""
+        found = buffers_of(self._module)
+        training = tuple(owner.training for owner, _ in found)
+        is_new = training not in self._changing
+        changing = self._changing.setdefault(training, set())
+        versions = {place: buffer._version for place, buffer in found.items()}  # noqa: SLF001
+        # All of them on the host: the device has room for those alone that change.
+        before = {
+            id(buffer): buffer.detach().to("cpu" if is_new else buffer.device, copy=True)
+            for place, buffer in found.items()
+            if is_new or place in changing
+        }
+        yield
+        changing |= {
+            place
+            for place, buffer in found.items()
+            if getattr(*place) is not buffer
+            or buffer._version != versions[place]  # noqa: SLF001
+            or (is_new and not torch.equal(buffer.cpu(), before[id(buffer)]))
+        }
+        for buffer in (found[place] for place in changing):
+            copy = before.get(id(buffer), buffer)
+            before[id(buffer)] = buffer.clone() if copy is buffer else copy.to(buffer.device)
+        self._before[call] = {place: before[id(found[place])] for place in changing}
+
+    @contextmanager
+    def put_back(self, call: object) -> Iterator[None]:
+        """Run it again."""
+        with replaced(self._before.pop(call)):
+            yield
+
+    def forget(self) -> None:
+        """Forget what an interrupted step left behind."""
+        self._before.clear()
+
+
+# --- Calls of groups' modules during an F. Their ``forward`` is replaced while it runs, and put
+# back at its end: what is called at other times, by a recomputation say, is the module itself.
+
+
+class GroupCalls:
+    """Follows the calls of a stage's groups through an F, and lets groups run again.
+
+    Attributes
+    ----------
+    watch
+        Gives what is around each recomputation of a module.
+    """
+
+    def __init__(self, stage: nn.Module) -> None:
+        self.groups = groups_of(stage)
+        self._names: dict[nn.Module, frozenset[str]] = {}
+        for name, parts in self.groups.items():
+            for part in parts:
+                self._names[part] = self._names.get(part, frozenset()) | {name}
+        self._buffers = {
+            part: ChangingBuffers(part)
+            for part in self._names
+            if next(part.buffers(), None) is not None
+        }
+        self._is_recomputed = False
+        self.watch: Callable[[nn.Module], AbstractContextManager[Any]] = lambda _: nullcontext()
+
+    @contextmanager
+    def running(
+        self, again: Collection[str], saved: SavedActivations | None = None
+    ) -> Iterator[None]:
+        """Run an F whose groups ``again`` keep their inputs; ``saved`` hears of the others."""
+        listened = self._names if saved is not None and saved.tells_groups else {}
+        parts = [
+            part for part, names in self._names.items() if part in listened or names & set(again)
+        ]
+        before = {part: part.__dict__.get("forward") for part in parts}
+        for part in parts:
+            part.forward = partial(self._call, part, part.forward, frozenset(again), saved)
+        try:
+            yield
+        finally:
+            for part, forward in before.items():
+                del part.__dict__["forward"]
+                if forward is not None:
+                    part.forward = forward
+
+    def forget(self) -> None:
+        """Forget what an interrupted step left behind."""
+        self._is_recomputed = False
+        for buffers in self._buffers.values():
+            buffers.forget()
+
+    def _call(
+        self,
+        part: nn.Module,
+        forward: Callable[..., Any],
+        again: frozenset[str],
+        saved: SavedActivations | None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        if self._is_recomputed:
+            return forward(*args, **kwargs)
+        if self._names[part] & again:
+            self._is_recomputed = True
+            try:
+                return self._checkpointed(part, forward, args, kwargs)
+            finally:
+                self._is_recomputed = False
+        if saved is None:
+            return forward(*args, **kwargs)
+        with saved.within(self._names[part], (args, kwargs)):
+            return forward(*args, **kwargs)
+
+    def _checkpointed(
+        self, part: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        """Run a module that will run again at the first need of what it saves."""
+        leaves, form = tree_flatten((args, kwargs))
+
+        def run(*given: Any) -> Any:
+            positional, named = tree_unflatten(given, form)
+            return forward(*positional, **named)
+
+        # Tensors among keyword arguments, too, are saved where hooks see them.
+        contexts = partial(self._contexts, part)
+        return checkpoint(run, *leaves, use_reentrant=False, context_fn=contexts)
+
+    def _contexts(
+        self, part: nn.Module
+    ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        """Return what is around a module's F and around its recomputation.
+
+        torch puts back the random numbers.
+        """
+        buffers = self._buffers.get(part)
+        if buffers is None:
+            return nullcontext(), self.watch(part)
+        call = object()
+        return buffers.noted(call), self._restored(part, buffers, call)
+
+    @contextmanager
+    def _restored(self, part: nn.Module, buffers: ChangingBuffers, call: object) -> Iterator[None]:
+        with self.watch(part), buffers.put_back(call):
+            yield

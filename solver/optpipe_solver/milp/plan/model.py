@@ -1,0 +1,401 @@
+"""Solve the plan MILP of one placement and pattern: rows of paths and of memory as they are needed.
+
+The relaxation knows few paths and moments; what its solution breaks is added, first at the root of
+the linear program, then for each integer solution, until the best integer solution breaks nothing.
+Its bound is one of every cut and every choice of modes for this pattern (see `pattern` and
+`variables` for where a pattern or a stage is more than the truth: there it bounds the model only).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from optpipe.errors import IllegalScheduleError
+from optpipe.evaluate import evaluate
+from optpipe.schedule import ActionType, Provenance
+from optpipe_solver.milp.highs import MilpModel, MilpStatus, RowByRow
+from optpipe_solver.milp.plan.constraints import (
+    durations_are_sums,
+    makespan_is_no_shorter,
+    memory_fits,
+    one_mode_per_stage,
+    only_usable_modes,
+    runs_follow_each_other,
+    stages_hold_all_layers,
+)
+from optpipe_solver.milp.plan.pattern import kind_number
+from optpipe_solver.milp.plan.variables import (
+    PlanChoice,
+    PlanTables,
+    PlanVariables,
+    as_counts,
+    durations_of,
+    even_loads,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from optpipe.model import Model
+    from optpipe.problem import Problem
+    from optpipe.schedule import Action, Programs
+    from optpipe_solver.arrays import Flags, Floats, Ints
+    from optpipe_solver.budget import Stop
+    from optpipe_solver.milp.highs import Variable
+    from optpipe_solver.milp.plan.pattern import MemoryMoment, Pattern
+
+__all__ = ["PatternPlan", "plan_pattern"]
+
+_ROUNDS, _MOST_ROUNDS = 60, 200
+"""Rounds of rows at the root, and of integer solutions, at most."""
+
+_PATIENCE = 6
+"""Rounds at the root without a gain worth having after which the integers are asked."""
+
+_SLOWEST = 4
+"""Stages of a start that give layers away, or change their mode, at a time."""
+
+_TOLERANCE = 1e-6
+"""Relative excess from which on a row counts as broken."""
+
+_GIB = 2.0**30
+_LEAST_GAP = 1e-4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PatternPlan:
+    """What the plan MILP came to for one placement and pattern.
+
+    Attributes
+    ----------
+    pattern
+        The family's name.
+    sizes, modes
+        Layers of each stage, and the mode of each by name.
+    path_ms
+        The longest path of the pattern.
+    problem, programs, objective_ms
+        The cut, its programs, and what `optpipe.simulate` says of them.
+    bound_ms
+        No cut and no choice of one mode per stage is faster by this pattern, as it is modelled.
+    difference
+        Why ``objective_ms`` is not ``path_ms``, in words; empty where it is.
+    """
+
+    pattern: str
+    sizes: tuple[int, ...]
+    modes: tuple[str, ...]
+    path_ms: float
+    problem: Problem
+    programs: Programs
+    objective_ms: float
+    bound_ms: float
+    difference: str = ""
+
+
+def plan_pattern(model: Model, pattern: Pattern, stop: Stop) -> PatternPlan | float:
+    """Return the best cut and modes of a pattern, or, without one, the bound of all of them.
+
+    That is infinite where nothing fits. Models whose objective is the span, and devices with shared
+    or half-duplex lanes, are no question for a pattern: the bound is then 0.
+    """
+    shared = any(device.half_duplex or device.pcie_group for device in model.devices)
+    if model.objective != "makespan" or (pattern.transfers and shared):
+        return 0.0
+    search = _PatternSearch(model, pattern, stop)
+    search.run()
+    return search.result()
+
+
+class _DeviceMoments(NamedTuple):
+    """The moments of one device as arrays: counts by stage and state, and what runs."""
+
+    counts: Floats
+    workspace: Floats
+    with_inside: Flags
+    stage: Ints
+
+    @classmethod
+    def of(cls, moments: Sequence[MemoryMoment], tables: PlanTables) -> _DeviceMoments:
+        beside = [tables.workspace_bytes[moment.stage, moment.kind] for moment in moments]
+        return cls(
+            np.array([moment.counts for moment in moments], dtype=np.float64),
+            np.array(beside, dtype=np.float64),
+            np.array([moment.with_inside for moment in moments], dtype=np.bool_),
+            np.array([moment.stage for moment in moments], dtype=np.int64),
+        )
+
+
+class _PatternSearch:
+    def __init__(self, model: Model, pattern: Pattern, stop: Stop) -> None:
+        self.model, self.pattern, self.stop = model, pattern, stop
+        self.tables = PlanTables(
+            model, pattern.problem.placement, pattern.transfers, pattern.recompute
+        )
+        self.scenes = [_DeviceMoments.of(moments, self.tables) for moments in pattern.moments]
+        self.best: tuple[float, PlanChoice] | None = None
+        self._start()
+        most_ms, most_layers = self._most()
+        self.milp = MilpModel("plan")
+        self.v = PlanVariables(self.milp, self.tables, most_ms, most_layers)
+        for add in (
+            one_mode_per_stage,
+            only_usable_modes,
+            stages_hold_all_layers,
+            runs_follow_each_other,
+            durations_are_sums,
+        ):
+            add(self.v)
+        self.milp.minimise(self.v.makespan)
+        self.rows = RowByRow(self.milp)
+        if self.best is not None:
+            self.rows.start_from(self.v.values(self.best[1], self.best[0]))
+            for path in pattern.longest_paths(durations_of(self.tables, self.best[1])):
+                self.rows.add(makespan_is_no_shorter(self.v, path))
+        self.scenes = [_DeviceMoments.of(moments, self.tables) for moments in pattern.moments]
+        self.known: set[tuple[int, MemoryMoment]] = set()
+        self.bound_ms = 0.0
+
+    def _start(self) -> None:
+        """Find a first choice: even loads in one mode for all, made to fit, then improved."""
+        stages = range(len(self.tables.placement))
+        for k in range(len(self.tables.names)):
+            if all(self.tables.may_use(s, k) for s in stages):
+                self._climb(
+                    PlanChoice(even_loads(self.tables, k), (k,) * len(self.tables.placement))
+                )
+
+    def _climb(self, choice: PlanChoice) -> None:
+        """Take a choice that fits, with cheaper modes and moved cuts while that is shorter."""
+        fitting = self._made_to_fit(choice)
+        if fitting is None:
+            return
+        choice = fitting
+        length_ms = self._length_ms(choice)
+        while not self.stop.is_over():
+            near = [
+                (self._length_ms(one), one)
+                for one in _neighbours(choice, self.tables, self._slowest(choice))
+            ]
+            better = sorted(one for one in near if one[0] < length_ms * (1 - _LEAST_GAP))
+            found = next((one for one in better if self._fits(one[1])), None)
+            if found is None:
+                break
+            length_ms, choice = found
+        if self.best is None or length_ms < self.best[0]:
+            self.best = length_ms, choice
+
+    def _slowest(self, choice: PlanChoice) -> set[int]:
+        """Return the stages that the longest path owes most to."""
+        durations = durations_of(self.tables, choice)
+        path = self.pattern.longest_paths(durations)[0]
+        share = (path.counts * durations).sum(axis=0)
+        return {int(s) for s in np.argsort(-share, kind="stable")[:_SLOWEST]}
+
+    def _made_to_fit(self, choice: PlanChoice) -> PlanChoice | None:
+        """Move layers, or change modes, while that lowers what exceeds the limits."""
+        excess = self._total_excess(choice)
+        while excess > 0.0 and not self.stop.is_over():
+            full = {
+                s
+                for s, device in enumerate(self.tables.placement)
+                if self._excess(*as_counts(self.tables, choice), device).max(initial=0.0) > 0
+            }
+            near = [
+                (self._total_excess(one), one) for one in _neighbours(choice, self.tables, full)
+            ]
+            least, choice = min(near, default=(excess, choice))
+            if least >= excess:
+                return None
+            excess = least
+        return choice if excess <= 0.0 else None
+
+    def _total_excess(self, choice: PlanChoice) -> float:
+        """Return the sum of the devices' excesses, each as a share of its limit."""
+        layers, modes = as_counts(self.tables, choice)
+        most = [
+            float(self._excess(layers, modes, device).max(initial=0.0))
+            for device in range(len(self.pattern.programs))
+        ]
+        return sum(share for share in most if share > _TOLERANCE)
+
+    def _length_ms(self, choice: PlanChoice) -> float:
+        return self.pattern.length_ms(durations_of(self.tables, choice))
+
+    def _most(self) -> tuple[float, Ints]:
+        """Return a makespan not to exceed, and the layers of each run that then fit a stage."""
+        tables, m = self.tables, self.model.num_microbatches
+        d = tables.durations
+        one_ms = d[kind_number(ActionType.FORWARD)] + np.minimum(
+            d[kind_number(ActionType.FULL_BACKWARD)],
+            d[kind_number(ActionType.BACKWARD_INPUT)] + d[kind_number(ActionType.BACKWARD_WEIGHT)],
+        )
+        length = np.array([kind.length for kind in tables.kinds])[None, :, None]
+        if self.best is None:
+            most_ms = float((d.max(axis=(1, 3)) @ length[0, :, 0]).sum()) * m + 1.0
+            return most_ms, np.broadcast_to(length, one_ms.shape)
+        most_ms = self.best[0] * (1 + _TOLERANCE)
+        with np.errstate(divide="ignore"):
+            most = np.floor(most_ms / (m * one_ms))
+        return most_ms, np.minimum(most, length).astype(np.int64)
+
+    def run(self) -> None:
+        """Add rows at the root, then solve and add until nothing is broken or time is over."""
+        self._cut_root()
+        for _ in range(_MOST_ROUNDS):
+            if self.stop.is_over() or self._is_proven:
+                return
+            outcome = self.rows.solve(self.stop, integer=True, gap=_LEAST_GAP)
+            if outcome.status is MilpStatus.INFEASIBLE:
+                self.bound_ms = inf if self.best is None else self.best[0]
+                return
+            self.bound_ms = max(self.bound_ms, outcome.bound or 0.0)
+            if outcome.values is None:
+                return
+            broken = self._add_broken(outcome.values)
+            self._consider(outcome.values)
+            if not broken:
+                return
+
+    def _cut_root(self) -> None:
+        recent = [-inf] * _PATIENCE
+        for _ in range(_ROUNDS):
+            stalls = self.bound_ms <= recent.pop(0) * (1 + _LEAST_GAP)
+            if self.stop.is_over() or self._is_proven or stalls:
+                return
+            recent.append(self.bound_ms)
+            outcome = self.rows.solve(self.stop, integer=False)
+            if outcome.status is MilpStatus.INFEASIBLE:
+                self.bound_ms = inf
+            if outcome.values is None or outcome.bound is None:
+                return
+            self.bound_ms = max(self.bound_ms, outcome.bound)
+            if not self._add_broken(outcome.values):
+                return
+
+    @property
+    def _is_proven(self) -> bool:
+        return self.best is not None and self.bound_ms >= self.best[0] * (1 - _LEAST_GAP)
+
+    def _consider(self, values: dict[Variable, float]) -> None:
+        """Take an integer solution for the best if it fits and its longest path is shorter."""
+        choice = self.v.choice(values)
+        length_ms = self._length_ms(choice)
+        if (self.best is None or length_ms < self.best[0]) and self._fits(choice):
+            self.best = length_ms, choice
+
+    def _fits(self, choice: PlanChoice) -> bool:
+        return self._total_excess(choice) <= 0.0
+
+    def _add_broken(self, values: dict[Variable, float]) -> bool:
+        """Add the rows that a solution breaks; return whether there were any."""
+        layers = np.array(
+            [[[values[one] for one in row] for row in held] for held in self.v.layers]
+        )
+        modes = np.array([[values[one] for one in row] for row in self.v.mode])
+        rows = []
+        for device in range(len(self.pattern.programs)):
+            excess = self._excess(layers, modes, device)
+            if excess.size and excess.max() > _TOLERANCE:
+                fullest = self.pattern.moments[device][int(excess.argmax())]
+                if (device, fullest) not in self.known:
+                    self.known.add((device, fullest))
+                    rows.append(memory_fits(self.v, device, fullest))
+        durations = np.array([[max(0.0, values[one]) for one in row] for row in self.v.durations])
+        said_ms = values[self.v.makespan]
+        rows += [
+            makespan_is_no_shorter(self.v, path)
+            for path in self.pattern.longest_paths(durations)
+            if path.length_ms > said_ms * (1 + _TOLERANCE) + 1e-9
+        ]
+        for row in rows:
+            self.rows.add(row)
+        return bool(rows)
+
+    def _excess(self, layers: Floats, modes: Floats, device: int) -> Floats:
+        """Return by how much of its limit each moment of a device exceeds it.
+
+        ``layers`` is by stage, run and mode, ``modes`` by stage and mode.
+        """
+        own = list(self.pattern.stages_of[device])
+        scene, tables = self.scenes[device], self.tables
+        if not scene.counts.size:
+            return np.zeros(0)
+        per_cell = np.einsum("xstk,stk->sx", tables.held_bytes[:, own], layers[own])
+        per_cell += np.einsum("xsk,sk->sx", tables.extra_bytes[:, own], modes[own])
+        held = np.tensordot(scene.counts, per_cell, ([1, 2], [0, 1])) + scene.workspace
+        inside = (modes * tables.inside_bytes).sum(axis=1)
+        static = float((layers[own].sum(axis=2) * tables.static_bytes[own]).sum())
+        limit = float(self.model.devices[device].usable_bytes)
+        whole = static + held + np.where(scene.with_inside, inside[scene.stage], 0.0)
+        return np.asarray((whole - limit) / max(limit, 1.0))
+
+    def result(self) -> PatternPlan | float:
+        """Return the best choice as a problem and its programs, or the bound."""
+        if self.best is None:
+            return self.bound_ms
+        path_ms, choice = self.best
+        names = tuple(self.tables.names[k] for k in choice.modes)
+        problem = self.model.problem(self.tables.placement, choice.sizes)
+        programs = _programs(self.pattern, problem, names)
+        try:
+            made = evaluate(problem, programs, Provenance(method=f"plan-milp {self.pattern.name}"))
+        except IllegalScheduleError:  # a host is full: the model knows none
+            return self.bound_ms
+        same = abs(made.makespan_ms - path_ms) <= 1e-9 * path_ms
+        why = "transfers that move nothing wait for their lane in the pattern, not in the schedule"
+        return PatternPlan(
+            pattern=self.pattern.name,
+            sizes=choice.sizes,
+            modes=names,
+            path_ms=path_ms,
+            problem=problem,
+            programs=programs,
+            objective_ms=made.makespan_ms,
+            bound_ms=min(self.bound_ms, path_ms),
+            difference="" if same else why,
+        )
+
+
+def _neighbours(choice: PlanChoice, tables: PlanTables, stages: set[int]) -> Iterator[PlanChoice]:
+    """Yield the choices with another mode of one of some stages, or a layer of one elsewhere."""
+    for s in sorted(stages):
+        for k in range(len(tables.names)):
+            if k != choice.modes[s] and tables.may_use(s, k):
+                yield choice._replace(modes=(*choice.modes[:s], k, *choice.modes[s + 1 :]))
+        for taker in range(len(choice.sizes)):
+            if s != taker and choice.sizes[s] > 1:
+                sizes = list(choice.sizes)
+                sizes[s] -= 1
+                sizes[taker] += 1
+                yield choice._replace(sizes=tuple(sizes))
+
+
+def _programs(pattern: Pattern, problem: Problem, names: tuple[str, ...]) -> Programs:
+    """Return the pattern's programs with what the modes ask for, named where they must be."""
+    chosen = []
+    for menu, name in zip(problem.menus, names, strict=True):
+        chosen.append(next((n for n, mode in enumerate(menu) if mode.name == name), 0))
+    modes = [menu[number] for menu, number in zip(problem.menus, chosen, strict=True)]
+
+    def is_asked(action: Action) -> bool:
+        mode = modes[action.stage]
+        if action.type is ActionType.RECOMPUTE:
+            return mode.recompute == "apart"
+        moves = action.type.is_transfer or action.type is ActionType.RELEASE
+        return not moves or mode.offload_bytes > 0
+
+    return tuple(
+        tuple(
+            action._replace(mode=chosen[action.stage])
+            if action.type is ActionType.FORWARD and problem.stages[action.stage].modes
+            else action
+            for action in program
+            if is_asked(action)
+        )
+        for program in pattern.programs
+    )

@@ -1,0 +1,501 @@
+"""A pattern: the programs of a family with room for every mode, as a graph of what waits for what.
+
+A family that looks at no duration has the same order of F, I, W and B for every cut and every mode.
+With a place for each transfer and recomputation that any mode may ask for, its programs are one
+graph whose nodes last as long as their stage makes them last, and nothing where the mode does not
+ask. The makespan is its longest path; memory is a prefix count: how many cells of each stage are in
+which state at an action.
+
+Exact, to the rounding of sums: with one stage per device the path is what `optpipe.simulate` says.
+Where it is more: on a device with several stages a transfer that moves nothing still waits for its
+turn on the lane. What is not modelled is refused: half duplex, shared PCIe groups, spans.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from optpipe.problem import Problem
+from optpipe.schedule import Action, ActionType, input_of, pass_of
+from optpipe.simulate import simulate
+from optpipe_solver.families import FAMILIES, NotApplicable
+from optpipe_solver.jit import jitted
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from optpipe.model import Model
+    from optpipe.schedule import Pass, Program, Programs
+    from optpipe_solver.arrays import Floats, Ints
+
+__all__ = [
+    "AWAY",
+    "BACK",
+    "CONTEXT",
+    "HELD",
+    "NUM_DURATIONS",
+    "PATTERNS",
+    "RESTORED",
+    "STATES",
+    "SYNC",
+    "LongestPath",
+    "MemoryMoment",
+    "Pattern",
+    "boundaries",
+    "kind_number",
+    "patterns_of",
+]
+
+
+PATTERNS = ("1f1b", "interleaved", "zb-h1", "zb-h2", "gis", "gis-h", "zb-v", "v-half", "v-min")
+"""Families whose order looks at no duration and no limit."""
+
+_F, _I, _W, _B = (
+    ActionType.FORWARD,
+    ActionType.BACKWARD_INPUT,
+    ActionType.BACKWARD_WEIGHT,
+    ActionType.FULL_BACKWARD,
+)
+_KINDS = (
+    _F,
+    _I,
+    _W,
+    _B,
+    ActionType.OFFLOAD,
+    ActionType.RELEASE,
+    ActionType.RELOAD,
+    ActionType.RECOMPUTE,
+)
+SYNC = len(_KINDS)
+NUM_DURATIONS = len(_KINDS) + 1
+"""Kinds of what lasts: those of actions, in this order, and the gradient reduction (`SYNC`)."""
+
+STATES = HELD, AWAY, BACK, RESTORED, CONTEXT = range(5)
+"""What a cell may be between its F and its last backward action.
+
+As F left it; offloaded and released; reloaded; recomputed; and between I and W.
+"""
+
+_RELEASE_LAG, _RELOAD_LEAD = 2, 2
+"""Compute actions between an F and its RELEASE, and between a RELOAD and its backward."""
+
+
+def kind_number(kind: ActionType) -> int:
+    """Return the row of a kind in tables of durations."""
+    return _KINDS.index(kind)
+
+
+Boundary = tuple[tuple[float, float], tuple[float, float]]
+"""Forward and back: (ms that a message fills its link, ms until it arrives after that)."""
+
+
+def boundaries(model: Model, placement: Sequence[int]) -> tuple[Boundary, ...]:
+    """Return what lies between the stages of a placement, for the largest output of any layer."""
+    largest = max(stage.output_bytes for stage in model.stages_on[0])
+
+    def way(source: int, target: int) -> tuple[float, float]:
+        link = model.link(source, target)
+        return (0.0, 0.0) if link is None else (link.occupied_ms(largest), link.latency_ms)
+
+    return tuple((way(a, b), way(b, a)) for a, b in pairwise(placement))
+
+
+def patterns_of(
+    placement: Sequence[int],
+    num_microbatches: int,
+    links: Sequence[Boundary],
+    *,
+    transfers: bool,
+    recompute: bool,
+) -> Iterator[Pattern]:
+    """Yield the patterns that a placement allows, in the order of `PATTERNS`.
+
+    Parameters
+    ----------
+    placement
+        Device of each stage.
+    num_microbatches
+        At least 1.
+    links
+        What lies between stages, see `boundaries`.
+    transfers, recompute
+        Whether any mode moves bytes, recomputes apart.
+    """
+    problem = _equal_stages(placement, num_microbatches)
+    for family in FAMILIES:
+        if family.name in PATTERNS:
+            try:
+                programs = family.build(problem)
+            except NotApplicable:
+                continue
+            yield Pattern(family.name, problem, programs, tuple(links), transfers, recompute)
+
+
+def _equal_stages(placement: Sequence[int], num_microbatches: int) -> Problem:
+    stage = {"forward_ms": 1, "backward_input_ms": 1, "backward_weight_ms": 1}
+    return Problem.model_validate(
+        {
+            "num_microbatches": num_microbatches,
+            "devices": [{"memory_bytes": 2**53}] * (max(placement) + 1),
+            "stages": [{"device": device, "activation_bytes": 0, **stage} for device in placement],
+        }
+    )
+
+
+class LongestPath(NamedTuple):
+    """A path: how often each (kind, stage) is on it, what else it takes in ms, and its length."""
+
+    counts: Ints
+    constant_ms: float
+    length_ms: float
+
+
+class MemoryMoment(NamedTuple):
+    """An action of a device: cells of its stages by state, and what runs.
+
+    ``counts`` is by stage of the device, in model order, and state; ``stage`` and ``kind`` are
+    those of the action, whose workspace, and whose recomputation inside, is there beside.
+    """
+
+    counts: tuple[tuple[int, ...], ...]
+    stage: int
+    kind: ActionType
+    with_inside: bool
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """The programs of a family, with places for transfers and recomputations.
+
+    Parameters
+    ----------
+    name
+        The family's.
+    problem
+        Of equal stages, where only the placement and the number of micro-batches count.
+    compute
+        The family's programs.
+    links
+        Per boundary between stages, see `boundaries`.
+    transfers, recompute
+        Whether the programs have places for those.
+    """
+
+    name: str
+    problem: Problem
+    compute: Programs
+    links: tuple[Boundary, ...]
+    transfers: bool
+    recompute: bool
+
+    @cached_property
+    def programs(self) -> Programs:
+        """The programs with every place."""
+        return tuple(self._with_places(program) for program in self.compute)
+
+    def _with_places(self, program: Program) -> Program:
+        at = {action: index for index, action in enumerate(program)}
+        before: dict[int, list[Action]] = {}
+        for action, index in at.items():
+            if action.type is not _F:
+                continue
+            stage, _, microbatch, _ = action
+            ends = [at[found] for kind in (_I, _B)
+                    if (found := Action(stage, kind, microbatch)) in at]  # fmt: skip
+            end = ends[0]
+            if self.transfers:
+                back = max(index + 1, end - _RELOAD_LEAD)
+                gone = min(index + 1 + _RELEASE_LAG, back)
+                for kind, place in (
+                    (ActionType.OFFLOAD, index + 1),
+                    (ActionType.RELEASE, gone),
+                    (ActionType.RELOAD, back),
+                ):
+                    before.setdefault(place, []).append(Action(stage, kind, microbatch))
+            if self.recompute:
+                again = Action(stage, ActionType.RECOMPUTE, microbatch)
+                before.setdefault(end, []).append(again)
+        placed: list[Action] = []
+        for index, action in enumerate(program):
+            # Room is made before it is taken: a RELEASE stands before a RELOAD.
+            placed += sorted(before.get(index, ()), key=lambda one: _KINDS.index(one.type))
+            placed.append(action)
+        return tuple(placed)
+
+    @property
+    def stages_of(self) -> tuple[tuple[int, ...], ...]:
+        """Stages of each device, in model order."""
+        return self.problem.stages_of
+
+    @cached_property
+    def moments(self) -> tuple[tuple[MemoryMoment, ...], ...]:
+        """Per device, all that its program asks of memory, each once."""
+        return tuple(
+            tuple(dict.fromkeys(self._moments_of(device))) for device in range(len(self.programs))
+        )
+
+    def _moments_of(self, device: int) -> Iterator[MemoryMoment]:
+        place = {stage: index for index, stage in enumerate(self.stages_of[device])}
+        counts = [[0] * len(STATES) for _ in place]
+        state: dict[tuple[int, int], int] = {}
+
+        def shift(action: Action, to: int | None) -> None:
+            row = counts[place[action.stage]]
+            was = state.pop(action.cell, None)
+            if was is not None:
+                row[was] -= 1
+            if to is not None:
+                row[to] += 1
+                state[action.cell] = to
+
+        def moment(action: Action, *, with_inside: bool = False) -> MemoryMoment:
+            held = tuple(tuple(row) for row in counts)
+            return MemoryMoment(held, action.stage, action.type, with_inside)
+
+        for action in self.programs[device]:
+            kind = action.type
+            if kind in _TAKES:
+                shift(action, _TAKES[kind])
+                yield moment(action)
+            elif kind in (_I, _B):
+                yield moment(action, with_inside=True)
+                shift(action, CONTEXT if kind is _I else None)
+                yield moment(action)
+            elif kind is _W:
+                yield moment(action)
+                shift(action, None)
+            elif kind is ActionType.RELEASE:
+                shift(action, AWAY)
+
+    @cached_property
+    def graph(self) -> PatternGraph:
+        """What waits for what."""
+        return _graph(self)
+
+    def length_ms(self, durations: Floats) -> float:
+        """Return the makespan; ``durations`` as for `longest_paths`."""
+        graph = self.graph
+        length = durations[graph.kind, graph.stage] * graph.lasts + graph.fixed_ms
+        return float(_heads(graph.sources, graph.lags, length)[0].max())
+
+    def longest_paths(self, durations: Floats) -> list[LongestPath]:
+        """Return the longest path, and the longest through each device, longest first.
+
+        ``durations`` is in ms, by kind (`NUM_DURATIONS`) and stage.
+        """
+        graph = self.graph
+        length = durations[graph.kind, graph.stage] * graph.lasts + graph.fixed_ms
+        head, best = _heads(graph.sources, graph.lags, length)
+        tail, onward = _tails(graph.sources, graph.lags, length)
+        through = head + tail
+        ends = {int(np.argmax(through))}
+        for device in range(len(self.programs)):
+            own = np.flatnonzero(graph.device == device)
+            if own.size:
+                ends.add(int(own[np.argmax(through[own])]))
+        paths = [self._path(node, best, onward, float(through[node])) for node in ends]
+        return sorted(paths, key=lambda path: -path.length_ms)
+
+    def _path(self, node: int, best: Ints, onward: Ints, length_ms: float) -> LongestPath:
+        graph = self.graph
+        counts = np.zeros((NUM_DURATIONS, len(self.problem.stages)), dtype=np.int64)
+        constant_ms = _trace(node, best, onward, graph, counts)
+        return LongestPath(counts, constant_ms, length_ms)
+
+
+_TAKES = {_F: HELD, ActionType.RELOAD: BACK, ActionType.RECOMPUTE: RESTORED}
+
+
+class PatternGraph(NamedTuple):
+    """Nodes in an order in which none comes before what it waits for.
+
+    ``sources[i]`` are the nodes that node i waits for, -1 for none, each with its ``lags`` in ms.
+    A node lasts ``fixed_ms``, and where ``lasts`` is 1 as long as its (kind, stage).
+    """
+
+    kind: Ints
+    stage: Ints
+    device: Ints
+    lasts: Ints
+    fixed_ms: Floats
+    sources: Ints
+    lags: Floats
+
+
+def _graph(pattern: Pattern) -> PatternGraph:
+    """Number all that takes time, messages and reductions included, and link it to its causes."""
+    builder = _GraphBuilder(pattern)
+    run = simulate(pattern.problem, pattern.compute)
+    order = sorted(
+        (at.end, device, index)
+        for device, row in enumerate(run.times)
+        for index, at in enumerate(row)
+    )
+    heads = [0] * len(pattern.programs)
+    for _, device, index in order:
+        wanted = pattern.compute[device][index]
+        while True:
+            action = pattern.programs[device][heads[device]]
+            builder.add(device, action)
+            heads[device] += 1
+            if action == wanted:
+                break
+    return builder.finish()
+
+
+class _GraphBuilder:
+    def __init__(self, pattern: Pattern) -> None:
+        self.pattern = pattern
+        self.rows: list[tuple[int, int, int, int, float]] = []
+        self.causes: list[list[tuple[int, float]]] = []
+        num_devices = len(pattern.programs)
+        self.compute: list[int] = [-1] * num_devices
+        self.lanes: dict[tuple[int, ActionType], int] = {}
+        self.links: dict[tuple[int, int], int] = {}
+        self.left: dict[Pass, tuple[int, float]] = {}
+        self.copies: dict[tuple[ActionType, int, int], int] = {}
+        self.last: dict[int, int] = {}
+
+    def node(
+        self,
+        device: int,
+        kind: int,
+        stage: int,
+        causes: Sequence[tuple[int, float]],
+        fixed_ms: float = 0.0,
+        *,
+        lasts: bool = True,
+    ) -> int:
+        self.rows.append((kind, stage, device, int(lasts), fixed_ms))
+        self.causes.append([cause for cause in causes if cause[0] >= 0])
+        return len(self.rows) - 1
+
+    def add(self, device: int, action: Action) -> None:
+        stage, kind, microbatch, _ = action
+        number = _KINDS.index(kind)
+        if kind.is_transfer:
+            lane = (device, kind)
+            causes = [(self.compute[device], 0.0), (self.lanes.get(lane, -1), 0.0)]
+            self.lanes[lane] = self.copies[kind, stage, microbatch] = self.node(
+                device, number, stage, causes
+            )
+            return
+        causes = [(self.compute[device], 0.0)]
+        needed = input_of(action, len(self.pattern.problem.stages))
+        if needed is not None:
+            causes.append(self.left[needed])
+        if kind is ActionType.RELEASE:
+            causes.append((self.copies[ActionType.OFFLOAD, stage, microbatch], 0.0))
+        elif kind.consumes_reload:
+            causes.append((self.copies.get((ActionType.RELOAD, stage, microbatch), -1), 0.0))
+        made = self.compute[device] = self.node(
+            device, number, stage, causes, lasts=kind is not ActionType.RELEASE
+        )
+        if kind in (_W, _B):
+            self.last[stage] = made
+        sent = pass_of(action)
+        if sent is not None:
+            self.left[sent] = self._message(device, sent, made)
+
+    def _message(self, device: int, sent: Pass, made: int) -> tuple[int, float]:
+        """Return the node after which the output has left, and the ms until it is there."""
+        boundary = sent.stage - 1 if sent.backward else sent.stage
+        target = sent.stage - 1 if sent.backward else sent.stage + 1
+        placement = self.pattern.problem.placement
+        if not 0 <= target < len(placement) or placement[target] == device:
+            return made, 0.0
+        fill_ms, arrives_ms = self.pattern.links[boundary][sent.backward]
+        if fill_ms == 0.0:
+            return made, arrives_ms
+        way = (device, placement[target])
+        causes = [(made, 0.0), (self.links.get(way, -1), 0.0)]
+        node = self.node(device, 0, sent.stage, causes, fill_ms, lasts=False)
+        self.links[way] = node
+        return node, arrives_ms
+
+    def finish(self) -> PatternGraph:
+        """Add the gradient reductions, one after the other on each device, as they become ready."""
+        free = [-1] * len(self.pattern.programs)
+        for stage, node in sorted(self.last.items(), key=lambda item: item[1]):
+            device = self.pattern.problem.placement[stage]
+            causes = [(node, 0.0), (free[device], 0.0)]
+            free[device] = self.node(device, SYNC, stage, causes)
+        width = max(map(len, self.causes))
+        sources = np.full((len(self.rows), width), -1, dtype=np.int64)
+        lags = np.zeros((len(self.rows), width))
+        for node, causes in enumerate(self.causes):
+            for which, (source, lag_ms) in enumerate(causes):
+                sources[node, which], lags[node, which] = source, lag_ms
+        kind, stage_of, device_of, lasts, fixed = zip(*self.rows, strict=True)
+        return PatternGraph(
+            kind=np.array(kind, dtype=np.int64),
+            stage=np.array(stage_of, dtype=np.int64),
+            device=np.array(device_of, dtype=np.int64),
+            lasts=np.array(lasts, dtype=np.int64),
+            fixed_ms=np.array(fixed),
+            sources=sources,
+            lags=lags,
+        )
+
+
+@jitted
+def _heads(sources: Ints, lags: Floats, length: Floats) -> tuple[Floats, Ints]:
+    """Return when each node ends at the earliest, and which of its sources decides, -1 for none."""
+    head = np.empty(length.size)
+    best = np.full(length.size, -1)
+    for node in range(length.size):
+        start = 0.0
+        for which in range(sources.shape[1]):
+            source = sources[node, which]
+            if source >= 0 and (best[node] < 0 or head[source] + lags[node, which] > start):
+                start = head[source] + lags[node, which]
+                best[node] = which
+        head[node] = start + length[node]
+    return head, best
+
+
+@jitted
+def _trace(node: int, best: Ints, onward: Ints, graph: PatternGraph, counts: Ints) -> float:
+    """Count what the longest path through a node lasts as long as; return the ms of the rest."""
+    constant = 0.0
+    at = node
+    while True:
+        counts[graph.kind[at], graph.stage[at]] += graph.lasts[at]
+        constant += graph.fixed_ms[at]
+        which = best[at]
+        if which < 0:
+            break
+        constant += graph.lags[at, which]
+        at = graph.sources[at, which]
+    at = node
+    while onward[at] >= 0:
+        following = onward[at]
+        lag = -1.0
+        for which in range(graph.sources.shape[1]):
+            if graph.sources[following, which] == at:
+                lag = max(lag, graph.lags[following, which])
+        constant += lag + graph.fixed_ms[following]
+        counts[graph.kind[following], graph.stage[following]] += graph.lasts[following]
+        at = following
+    return float(constant)
+
+
+@jitted
+def _tails(sources: Ints, lags: Floats, length: Floats) -> tuple[Floats, Ints]:
+    """Return the longest way from each node's end to the end of all, and its next node."""
+    tail = np.zeros(length.size)
+    onward = np.full(length.size, -1)
+    for node in range(length.size - 1, -1, -1):
+        for which in range(sources.shape[1]):
+            source = sources[node, which]
+            if source >= 0:
+                whole = tail[node] + length[node] + lags[node, which]
+                if onward[source] < 0 or whole > tail[source]:
+                    tail[source] = whole
+                    onward[source] = node
+    return tail, onward

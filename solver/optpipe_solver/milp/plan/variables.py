@@ -1,0 +1,369 @@
+"""What the plan MILP decides: how many layers of each run a stage has, and in which mode.
+
+``layers[s][t][k]`` is the number of layers of run t that stage s holds in mode k; one mode per
+stage. All times and bytes of a stage are sums over them, so they are linear. Where a stage is less
+than that sum (it keeps one checkpoint of the layers it recomputes apart, and the largest workspace)
+the largest over all runs stands for it, which is never too little.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from optpipe.schedule import ActionType
+from optpipe_solver.milp.highs import MilpModel, total
+from optpipe_solver.milp.plan.pattern import (
+    AWAY,
+    BACK,
+    CONTEXT,
+    HELD,
+    NUM_DURATIONS,
+    RESTORED,
+    STATES,
+    SYNC,
+    kind_number,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from optpipe.model import Model
+    from optpipe.stage import CellMode, Stage
+    from optpipe_solver.arrays import Floats, Ints
+    from optpipe_solver.milp.highs import Expression, Variable
+
+__all__ = [
+    "LayerKind",
+    "PlanChoice",
+    "PlanTables",
+    "PlanVariables",
+    "as_counts",
+    "durations_of",
+    "even_loads",
+    "layer_kinds",
+]
+
+
+class LayerKind(NamedTuple):
+    """A run of equal layers: the first one's index, and how many there are."""
+
+    first: int
+    length: int
+
+
+def layer_kinds(model: Model) -> tuple[LayerKind, ...]:
+    """Return the runs of equal layers, in model order."""
+    found: list[LayerKind] = []
+    layers = [layer for layer in model.layers for _ in range(layer.repeat)]
+    plain = [layer.model_copy(update={"repeat": 1, "name": ""}) for layer in layers]
+    for _, run in groupby(enumerate(plain), key=lambda item: item[1].model_dump_json()):
+        held = list(run)
+        found.append(LayerKind(held[0][0], len(held)))
+    return tuple(found)
+
+
+class PlanChoice(NamedTuple):
+    """A cut and a mode for each stage, by its index in `PlanTables.names`."""
+
+    sizes: tuple[int, ...]
+    modes: tuple[int, ...]
+
+
+_WORKSPACE = {
+    ActionType.FORWARD: "forward_workspace_bytes",
+    ActionType.BACKWARD_INPUT: "backward_input_workspace_bytes",
+    ActionType.BACKWARD_WEIGHT: "backward_weight_workspace_bytes",
+    ActionType.FULL_BACKWARD: "backward_workspace_bytes",
+    ActionType.RECOMPUTE: "recompute_workspace_bytes",
+}
+
+
+@dataclass(frozen=True)
+class PlanTables:
+    """What one layer adds to a stage, by stage, run and mode; ms and bytes per micro-batch.
+
+    Parameters
+    ----------
+    model
+        What is cut.
+    placement
+        Device of each stage.
+    transfers, recompute
+        Whether there are places for what moves bytes, and for what recomputes apart.
+    """
+
+    model: Model
+    placement: tuple[int, ...]
+    transfers: bool
+    recompute: bool
+
+    @cached_property
+    def kinds(self) -> tuple[LayerKind, ...]:
+        """Runs of equal layers, in model order."""
+        return layer_kinds(self.model)
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """Modes that every run of layers has, by name; those with keep alone have all of them."""
+        menus = [
+            [mode.name for mode in self._layer(0, kind).menu[1:] if self._has_place(mode)]
+            for kind in self.kinds
+        ]
+        said = [set(menu) for menu in menus if menu]
+        common = set.intersection(*said) if said else set()
+        order = next((menu for menu in menus if menu), [])
+        return ("keep", *(name for name in order if name in common))
+
+    def _has_place(self, mode: CellMode) -> bool:
+        return (self.transfers or not mode.offload_bytes) and (
+            self.recompute or mode.recompute != "apart"
+        )
+
+    def _layer(self, device: int, kind: LayerKind) -> Stage:
+        return self.model.stages_on[device][kind.first]
+
+    @cached_property
+    def _menus(self) -> dict[tuple[int, int], dict[str, CellMode]]:
+        """Modes by name, per device and run of layers."""
+        return {
+            (device, t): {mode.name: mode for mode in self._layer(device, kind).menu}
+            for device in set(self.placement)
+            for t, kind in enumerate(self.kinds)
+        }
+
+    def _mode(self, device: int, t: int, name: str) -> CellMode:
+        """Return a mode of a run's layers; keep where their menu has no such name."""
+        menu = self._menus[device, t]
+        return menu.get(name) or next(iter(menu.values()))
+
+    def may_use(self, s: int, k: int) -> bool:
+        """Whether the device of a stage has the bandwidth that a mode asks for."""
+        device = self.model.devices[self.placement[s]]
+        moved = any(
+            self._mode(self.placement[s], t, self.names[k]).offload_bytes
+            for t in range(len(self.kinds))
+        )
+        return device.can_offload or not moved
+
+    @cached_property
+    def durations(self) -> Floats:
+        """In ms, by kind of duration, stage, run and mode."""
+        shape = (NUM_DURATIONS, len(self.placement), len(self.kinds), len(self.names))
+        table = np.zeros(shape)
+        for s, device in enumerate(self.placement):
+            held = self.model.devices[device]
+            out, home = held.d2h_gb_per_s, held.h2d_gb_per_s
+            for t, kind in enumerate(self.kinds):
+                layer = self._layer(device, kind)
+                for k, name in enumerate(self.names):
+                    mode = self._mode(device, t, name)
+                    lasts = {
+                        ActionType.FORWARD: layer.forward_ms,
+                        ActionType.BACKWARD_INPUT: layer.backward_input_ms + mode.inside_ms,
+                        ActionType.BACKWARD_WEIGHT: layer.backward_weight_ms,
+                        ActionType.FULL_BACKWARD: layer.fused_backward_ms + mode.inside_ms,
+                        ActionType.OFFLOAD: mode.offload_bytes / (out * 1e6) if out else 0.0,
+                        ActionType.RELOAD: mode.offload_bytes / (home * 1e6) if home else 0.0,
+                        ActionType.RECOMPUTE: mode.recompute_ms - mode.inside_ms,
+                    }
+                    for action, ms in lasts.items():
+                        table[kind_number(action), s, t, k] = ms
+                    table[SYNC, s, t, k] = layer.grad_sync_ms
+        return table
+
+    @cached_property
+    def held_bytes(self) -> Floats:
+        """Bytes of a cell, by state, stage, run and mode; those of `extra_bytes` come beside."""
+        table = np.zeros((len(STATES), len(self.placement), len(self.kinds), len(self.names)))
+        for s, t, k, mode in self._all_modes:
+            kept = self._per_layer(s, t, mode)
+            table[HELD, s, t, k] = table[BACK, s, t, k] = kept
+            table[AWAY, s, t, k] = kept - mode.offload_bytes
+            apart = mode.recompute == "apart"
+            table[RESTORED, s, t, k] = mode.activation_bytes if apart else kept
+            table[CONTEXT, s, t, k] = mode.weight_context_bytes
+        return table
+
+    @cached_property
+    def extra_bytes(self) -> Floats:
+        """Bytes of a cell that a stage has once, by state, stage and mode: a first checkpoint."""
+        table = np.zeros((len(STATES), len(self.placement), len(self.names)))
+        for s, t, k, mode in self._all_modes:
+            once = mode.forward_bytes - self._per_layer(s, t, mode)
+            for state in (HELD, AWAY, BACK):
+                table[state, s, k] = max(table[state, s, k], once)
+        return table
+
+    def _per_layer(self, s: int, t: int, mode: CellMode) -> int:
+        """Return what F leaves of a layer behind another one: its input comes back where it may."""
+        if mode.recompute != "apart":
+            return mode.forward_bytes
+        device = self.placement[s]
+        before = {self._layer(device, self.kinds[max(0, t - 1)]).output_bytes}
+        if self.kinds[t].length > 1:
+            before.add(self._layer(device, self.kinds[t]).output_bytes)
+        return max(0, mode.forward_bytes - min(before))
+
+    @cached_property
+    def _all_modes(self) -> list[tuple[int, int, int, CellMode]]:
+        return [
+            (s, t, k, self._mode(device, t, name))
+            for s, device in enumerate(self.placement)
+            for t in range(len(self.kinds))
+            for k, name in enumerate(self.names)
+        ]
+
+    @cached_property
+    def static_bytes(self) -> Floats:
+        """By stage and run."""
+        return np.array(
+            [[self._layer(d, kind).static_bytes for kind in self.kinds] for d in self.placement],
+            dtype=np.float64,
+        )
+
+    @cached_property
+    def workspace_bytes(self) -> dict[tuple[int, ActionType], int]:
+        """Return, by stage and kind of action, the largest workspace over all runs and modes."""
+        found = {(s, kind): 0 for s in range(len(self.placement)) for kind in ActionType}
+        for s, _, _, mode in self._all_modes:
+            for kind, name in _WORKSPACE.items():
+                found[s, kind] = max(found[s, kind], getattr(mode, name))
+        return found
+
+    @cached_property
+    def inside_bytes(self) -> Floats:
+        """By stage and mode, the most that recomputation inside a backward holds."""
+        table = np.zeros((len(self.placement), len(self.names)))
+        for s, _, k, mode in self._all_modes:
+            table[s, k] = max(table[s, k], mode.inside_bytes)
+        return table
+
+
+class PlanVariables:
+    """The variables of one placement, and what follows from them.
+
+    ``most_ms`` is a makespan that need not be exceeded, ``most_layers`` how many layers of a run a
+    stage can hold in a mode then.
+
+    ``layers`` and ``mode`` are decided; ``durations`` and ``makespan`` are continuous. ``done[s]``
+    says of each run whether all of it lies in stages up to s.
+    """
+
+    def __init__(
+        self, milp: MilpModel, tables: PlanTables, most_ms: float, most_layers: Ints
+    ) -> None:
+        self.milp, self.tables, self.most_layers = milp, tables, most_layers
+        stages, kinds = range(len(tables.placement)), range(len(tables.kinds))
+        modes = range(len(tables.names))
+        self.layers = [
+            [
+                [milp.whole(f"n_{s}_{t}_{k}", 0, int(most_layers[s, t, k])) for k in modes]
+                for t in kinds
+            ]
+            for s in stages
+        ]
+        self.mode = [[milp.binary(f"z_{s}_{k}") for k in modes] for s in stages]
+        self.done = [[milp.binary(f"u_{s}_{t}") for t in kinds] for s in stages]
+        self.durations = [
+            [milp.continuous(f"d_{kind}_{s}", 0.0, most_ms) for s in stages]
+            for kind in range(NUM_DURATIONS)
+        ]
+        self.makespan = milp.continuous("makespan", 0.0, most_ms)
+
+    def of_run(self, s: int, t: int) -> Expression:
+        """Return how many layers of a run a stage holds."""
+        return total(list(self.layers[s][t]))
+
+    def weighted(self, s: int, table: Floats) -> Expression:
+        """Return the sum over a stage's layers of a table by run and mode."""
+        return total(
+            [
+                float(table[t, k]) * variable
+                for t, row in enumerate(self.layers[s])
+                for k, variable in enumerate(row)
+                if table[t, k]
+            ]
+        )
+
+    def values(self, choice: PlanChoice, makespan_ms: float) -> dict[Variable, float]:
+        """Return the values of all variables that say a choice."""
+        layers, modes = as_counts(self.tables, choice)
+        durations = durations_of(self.tables, choice)
+        placed = layers.sum(axis=2).cumsum(axis=0)
+        found = {self.makespan: makespan_ms}
+        for s, held in enumerate(self.layers):
+            for t, row in enumerate(held):
+                found |= {one: float(layers[s, t, k]) for k, one in enumerate(row)}
+                found[self.done[s][t]] = float(placed[s, t] >= self.tables.kinds[t].length)
+            found |= {one: float(modes[s, k]) for k, one in enumerate(self.mode[s])}
+        for kind, row in enumerate(self.durations):
+            found |= {one: float(durations[kind, s]) for s, one in enumerate(row)}
+        return found
+
+    def choice(self, values: dict[Variable, float]) -> PlanChoice:
+        """Return the cut and the modes that a solution says."""
+        sizes = [sum(round(values[one]) for row in held for one in row) for held in self.layers]
+        modes = [max(range(len(row)), key=lambda k: values[row[k]]) for row in self.mode]
+        return PlanChoice(tuple(sizes), tuple(modes))
+
+
+def durations_of(tables: PlanTables, choice: PlanChoice) -> Floats:
+    """Return ms by kind and stage of a cut with its modes."""
+    layers, _ = as_counts(tables, choice)
+    return np.asarray(np.einsum("xstk,stk->xs", tables.durations, layers))
+
+
+def as_counts(tables: PlanTables, choice: PlanChoice) -> tuple[Floats, Floats]:
+    """Return layers by stage, run and mode, and 1 by stage and mode where that is the stage's."""
+    starts = np.cumsum([0, *choice.sizes])
+    bounds = np.cumsum([0, *(kind.length for kind in tables.kinds)])
+    low = np.maximum(starts[:-1, None], bounds[None, :-1])
+    high = np.minimum(starts[1:, None], bounds[None, 1:])
+    modes = np.zeros((len(choice.sizes), len(tables.names)))
+    modes[np.arange(len(choice.sizes)), list(choice.modes)] = 1.0
+    return np.maximum(0, high - low)[:, :, None] * modes[:, None, :], modes
+
+
+def even_loads(tables: PlanTables, k: int) -> tuple[int, ...]:
+    """Return the layers of each stage whose largest load is least, all of them in mode k.
+
+    The load is F and the shorter backward; by bisection over it, each stage taking as many layers
+    as it allows while one is left for each later stage.
+    """
+    d = tables.durations[:, :, :, k]
+    split = d[kind_number(ActionType.BACKWARD_INPUT)] + d[kind_number(ActionType.BACKWARD_WEIGHT)]
+    load = d[kind_number(ActionType.FORWARD)] + np.minimum(
+        d[kind_number(ActionType.FULL_BACKWARD)], split
+    )
+    kinds = [t for t, kind in enumerate(tables.kinds) for _ in range(kind.length)]
+    low, high = 0.0, float(load.max(axis=0)[kinds].sum())
+    best = _greedy_cut(load, kinds, high)
+    for _ in range(50):
+        middle = (low + high) / 2
+        found = _greedy_cut(load, kinds, middle)
+        if found is None:
+            low = middle
+        else:
+            high, best = middle, found
+    if best is None:
+        raise ValueError(f"{len(kinds)} layers for {load.shape[0]} stages: too few")
+    return best
+
+
+def _greedy_cut(load: Floats, kinds: Sequence[int], most: float) -> tuple[int, ...] | None:
+    sizes, at = [], 0
+    for s in range(load.shape[0]):
+        last = len(kinds) - (load.shape[0] - s - 1)
+        begin, held = at, 0.0
+        while at < last and (at == begin or held + load[s, kinds[at]] <= most):
+            held += load[s, kinds[at]]
+            at += 1
+        if held > most:
+            return None
+        sizes.append(at - begin)
+    return tuple(sizes) if at == len(kinds) else None
