@@ -38,6 +38,7 @@ __all__ = [
     "WeightGradients",
     "deferred_bytes",
     "split_linears",
+    "treat_as_plain",
     "unsplit_linears",
 ]
 
@@ -337,7 +338,7 @@ def split_linears(module: nn.Module, gradients: WeightGradients) -> int:
     """
     layers = _linears(module)
     for layer in layers:
-        layer.__class__ = SplitLinear
+        layer.__class__ = _split_class.get(type(layer), type(layer))
         cast("SplitLinear", layer).gradients = gradients
         _split_layers.add(cast("SplitLinear", layer))
     return len(layers)
@@ -345,9 +346,10 @@ def split_linears(module: nn.Module, gradients: WeightGradients) -> int:
 
 def unsplit_linears(module: nn.Module) -> None:
     """Undo `split_linears`, in place; a graph that is still to run backward stays right."""
+    plain = {split: plain for plain, split in _split_class.items()}
     for layer in _linears(module):
         if isinstance(layer, SplitLinear):
-            cast("nn.Linear", layer).__class__ = nn.Linear
+            cast("nn.Linear", layer).__class__ = plain[type(layer)]
             _split_layers.discard(layer)
             del layer.__dict__["gradients"]
 
@@ -374,8 +376,23 @@ def deferred_bytes(module: nn.Module) -> int:
 
 
 def _linears(module: nn.Module) -> list[nn.Linear]:
-    found = [layer for layer in module.modules() if type(layer) in (nn.Linear, SplitLinear)]
+    found = [
+        layer
+        for layer in module.modules()
+        if type(layer) in _split_class or isinstance(layer, SplitLinear)
+    ]
     return cast("list[nn.Linear]", found)
+
+
+def treat_as_plain(kind: type[nn.Linear]) -> None:
+    """Let layers of a framework's subclass be split, whose forward is ``nn.Linear``'s own."""
+    if kind.forward is not nn.Linear.forward:
+        raise PreflightError(
+            f"{kind.__name__} has a forward of its own, which may do more than a product; only "
+            "subclasses that leave nn.Linear's forward as it is can be split"
+        )
+    if kind not in _split_class:
+        _split_class[kind] = type(f"Split{kind.__name__}", (SplitLinear, kind), {})
 
 
 class SplitLinear(nn.Linear):
@@ -402,6 +419,10 @@ class SplitLinear(nn.Linear):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         _split_layers.add(self)
+
+
+_split_class: dict[type[nn.Linear], type[SplitLinear]] = {nn.Linear: SplitLinear}
+"""What a plain layer becomes, by what it is."""
 
 
 def _defers(layer: nn.Linear) -> bool:
