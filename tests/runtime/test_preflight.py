@@ -121,7 +121,7 @@ def test_what_waits_for_w_is_said_of_each_stage_that_is_split(caplog):
 
 def test_what_is_unfrozen_after_gradients_were_agreed_on_is_refused():
     stage = HookedStage.__new__(HookedStage)
-    stage.stage_index, stage._gets_gradient = 3, [True, False]
+    stage.stage_index, stage._gets_gradient, stage._trains = 3, [True, False], True
     state, mask = torch.ones(2, requires_grad=True), torch.ones(2)
     stage._check_gradients((state, mask))
     with pytest.raises(PreflightError, match="output 1 of stage 3 requires grad, but did not"):
