@@ -9,6 +9,7 @@ import pytest
 
 from optpipe import check, simulate
 from optpipe.simulate import link_loads, link_warnings
+from optpipe_solver import solve
 from optpipe_solver.bounds import lower_bound, lower_bounds
 from optpipe_solver.bounds.configurations import configurations_ms
 from optpipe_solver.bounds.heads_tails import drain, heads, refill, tails
@@ -189,3 +190,24 @@ def test_links_that_queue_make_800_mb_over_10_gb_per_s_take_at_least_1_666_ms() 
     twice = problem(loop, m=2, links=[{"from": 0, "to": 1, "bandwidth_gb_per_s": 1.0}])
     loads = {(load.source, load.target): load.busy_ms for load in link_loads(twice)}
     assert loads == {(0, 1): 60.0, (1, 0): 60.0}
+
+
+def test_copies_of_two_sizes_are_no_less_than_they_save() -> None:
+    """Four devices that keep one activation and a half: offloading most of it, they nearly do."""
+    modes = [
+        {"name": "keep"},
+        {"name": "some", "offload_bytes": 3 * UNIT},
+        {"name": "most", "offload_bytes": 9 * UNIT},
+    ]
+    cost = {"forward_ms": 2, "backward_input_ms": 2, "backward_weight_ms": 2, "modes": modes,
+            "activation_bytes": 10 * UNIT, "weight_context_bytes": 2 * UNIT}  # fmt: skip
+    made = problem(
+        [{"device": device, "costs": [cost]} for device in range(4)],
+        [bus(memory_bytes=14 * UNIT, d2h_gb_per_s=20.0, h2d_gb_per_s=20.0)] * 4,
+        m=6,
+        format="optpipe/problem/v2",
+    )
+    found = solve(made, work_limit=1.0)
+    assert found.schedule is not None
+    assert found.schedule.objective_ms < 50
+    assert all(bound.ms <= found.schedule.objective_ms for bound in lower_bounds(made))
