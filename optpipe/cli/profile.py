@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from optpipe.measurements import DeviceFacts, LinkFit, MeasuredAction, Measurements, StageFacts
     from optpipe.runtime.measuring import Profile
+    from optpipe.runtime.measuring.menus import StageMenu
 
 __all__ = ["measurements_as_json", "profile", "show_measurements"]
 
@@ -90,6 +91,15 @@ def profile(
     recompute: Annotated[
         bool, typer.Option(help="Let schedules recompute; F's workspace then has room for it.")
     ] = True,
+    modes: Annotated[
+        int,
+        typer.Option(
+            metavar="N",
+            min=0,
+            max=64,
+            help="Most modes per stage; 0 = keep, offload, recompute as v1 has them.",
+        ),
+    ] = 8,
     link_latency_ms: LinkLatency = None,
     link_gb_per_s: LinkRate = None,
     threads: Annotated[
@@ -101,7 +111,8 @@ def profile(
 ) -> None:
     """Run stages on this machine and write the problem they make.
 
-    Times, bytes, copies and links are measured. One process measures all stages on one device;
+    Times, bytes, copies and links are measured, and what groups of modules hold and take to run
+    again: of that the menu of each stage is made. One process measures all stages on one device;
     torchrun measures each on its rank, and the links between ranks.
 
     \b
@@ -131,6 +142,7 @@ def profile(
             state_copies=state_copies,
             memory_bytes=memory_bytes,
             recompute=recompute,
+            modes=modes,
             links=given.link_latency_ms is None and given.link_gb_per_s is None,
         )
     if os.environ.get("RANK", "0") != "0":
@@ -179,6 +191,44 @@ def _show(console: Console, measured: Profile) -> None:
         table.add_row(str(index), format_bytes(found.received_bytes), share, *cells)
     console.print()
     console.print(table)
+    menus = [result.menu for result in measured.results if result.menu is not None]
+    for shown in (_groups_table(menus), _modes_table(measured)) if menus else ():
+        console.print()
+        console.print(shown)
+
+
+def _groups_table(menus: Iterable[StageMenu]) -> Table:
+    """What each group holds less of when it is recomputed, moves when offloaded, and takes."""
+    table = text_table(
+        "modules", "freed by\nrecomputing", "by\noffload", "again\nms", texts=("stage", "group")
+    )
+    for index, menu in enumerate(menus):
+        for row, one in enumerate(menu.groups):
+            sizes = (format_bytes(max(0, one.freed_bytes)), format_bytes(one.offload_bytes))
+            label = "" if row else str(index)
+            ms = format_ms(one.recompute_ms)
+            table.add_row(label, one.name, str(one.num_modules), *sizes, ms)
+    return table
+
+
+def _modes_table(measured: Profile) -> Table:
+    table = text_table(
+        "left by F",
+        "offload",
+        "stays",
+        "again\nms",
+        texts=("stage", "mode"),
+    )
+    for index, (facts, result) in enumerate(
+        zip(measured.measurements.stages, measured.results, strict=True)
+    ):
+        for row, mode in enumerate(facts.modes or ()):
+            left = mode.forward_bytes
+            left = result.memory.activation_bytes if left is None else left
+            sizes = (left, mode.offload_bytes, left - mode.offload_bytes)
+            label, ms = "" if row else str(index), format_ms(mode.recompute_ms or 0.0)
+            table.add_row(label, mode.name, *map(format_bytes, sizes), ms)
+    return table
 
 
 # --- How measurements are shown: times of each stage, links, and what to know of them.

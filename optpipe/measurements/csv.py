@@ -63,7 +63,7 @@ def dump_times(measurements: Measurements) -> str:
 
 def read_stages_table(text: str) -> tuple[StageFacts, ...]:
     """Return the facts of a table of stages, by stage; errors name the line or the stage."""
-    fields = tuple(StageFacts.model_fields)
+    fields = tuple(name for name in StageFacts.model_fields if name != "modes")
     rows = _rows(text, needed=("stage",), known=("stage", *fields))
     found: dict[int, StageFacts] = {}
     for row in rows:

@@ -73,6 +73,7 @@ def _from_scratch(
             for a, b in _neighbours(placement)
         ]
     fields = {
+        "format": f"optpipe/problem/v{2 if any(stage.modes for stage in stages) else 1}",
         "num_microbatches": num_microbatches,
         "devices": [device.known() for device in devices],
         "stages": [
@@ -133,7 +134,11 @@ def _assumed_sizes(stages: Sequence[StageFacts], devices: Sequence[DeviceFacts])
     if len(stages) > 1:
         meanings["output_bytes"] = "counts as 0: transfers take a link's latency only"
     for field, meaning in meanings.items():
-        bare = [index for index, stage in enumerate(stages) if getattr(stage, field) is None]
+        bare = [
+            index
+            for index, stage in enumerate(stages)
+            if getattr(stage, field) is None and not (field == "offload_bytes" and stage.modes)
+        ]
         if field == "output_bytes" and bare == [len(stages) - 1]:
             continue
         if bare:
@@ -146,7 +151,7 @@ def _assumed_sizes(stages: Sequence[StageFacts], devices: Sequence[DeviceFacts])
 
 def _assumed_times(stages: Sequence[StageFacts], times: Sequence[_StageTimes]) -> Iterator[str]:
     pairs = [
-        (stage.checkpoint_bytes is not None, one.recompute_ms is not None)
+        (stage.checkpoint_bytes is not None, one.recompute_ms is not None and not stage.modes)
         for stage, one in zip(stages, times, strict=True)
     ]
     if again := [index for index, pair in enumerate(pairs) if pair == (True, False)]:

@@ -23,6 +23,7 @@ from optpipe.problem import (
     FrozenValue,
     Index,
     Milliseconds,
+    Mode,
     Name,
     Objective,
 )
@@ -92,7 +93,10 @@ class _PartlyKnown(FrozenValue):
 
 
 class StageFacts(_PartlyKnown):
-    """What is known of a stage besides its times; fields as in `optpipe.problem.Stage`."""
+    """What is known of a stage besides its times; fields as in `optpipe.problem.Stage`.
+
+    Where its ``modes`` are, they say what is offloaded and recomputed, their times included.
+    """
 
     device: Index | None = None
     activation_bytes: Bytes | None = None
@@ -107,6 +111,7 @@ class StageFacts(_PartlyKnown):
     backward_weight_workspace_bytes: Bytes | None = None
     backward_workspace_bytes: Bytes | None = None
     recompute_workspace_bytes: Bytes | None = None
+    modes: tuple[Mode, ...] | None = None
 
 
 class DeviceFacts(_PartlyKnown):

@@ -359,12 +359,12 @@ class SavedActivations:
         self._taken_in = [(tensor, held) for tensor, held in pairs if isinstance(held, _View)]
 
     def hollow_out(self) -> None:
-        """Take the memory from the tensors that were taken in; their shapes stay."""
+        """Take the memory from the tensors that were taken in."""
         for tensor, _ in self._taken_in:
-            tensor.data = tensor.new_empty_strided(tensor.shape, (0,) * tensor.dim())
+            tensor.data = tensor.new_empty(0)
 
     def fill_again(self) -> None:
-        """Give them memory again, that of the storages they lay in."""
+        """Give them shape and memory again, that of the storages they lay in."""
         for tensor, view in self._taken_in:
             tensor.data = self._unpack(view)
 

@@ -32,7 +32,7 @@ from tests.runtime.small_model import (
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-    from optpipe import Schedule
+    from optpipe import Problem, Schedule
     from optpipe.schedule import Action
 
 WIDTH = 48
@@ -102,14 +102,16 @@ def around(kind: str) -> AbstractContextManager[Any]:
     return torch.autocast("cpu", torch.bfloat16) if is_around else nullcontext()
 
 
-def count_step(schedule: Schedule, num_microbatches: int, kind: str = "") -> Counted:
+def count_step(
+    schedule: Schedule, num_microbatches: int, kind: str = "", problem: Problem | None = None
+) -> Counted:
     """Run a step to make gradients and host slots, and count the next one.
 
-    ``kind`` is one of `gpt_stages`; the small model if empty.
+    ``kind`` is one of `gpt_stages`; the small model if empty. ``problem`` is what says modes.
     """
     if kind:
         own = own_part(schedule.placement, gpt_stages(kind, len(schedule.placement)))
-        runner = PipelineRunner(own, schedule, token_loss, min_offload_bytes=1)
+        runner = PipelineRunner(own, schedule, token_loss, problem, min_offload_bytes=1)
         batch, target = random_tokens(GPT, num_microbatches, 0)
     else:
         _, runner = small_runner(schedule, width=WIDTH)

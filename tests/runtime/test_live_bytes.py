@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import pytest
 
-from optpipe.memory import memory_walk
+from optpipe.memory import memory_walk, modes_of
 from optpipe.runtime.demo_model import random_tokens, token_loss
 from optpipe.runtime.measuring import Effort, computing_with, measure
 from optpipe.schedule import ActionType
 from optpipe_solver import solve
 from tests.runtime import memory_cases, schedules
+from tests.runtime.measured import WorkClock
 from tests.runtime.small_model import small_data, small_loss, small_stages
 
 if TYPE_CHECKING:
@@ -27,7 +29,9 @@ def _count(ranks: Ranks, problem: Problem, programs: Programs) -> list[Counted]:
     return ranks.run(memory_cases.count_step, schedule, problem.num_microbatches)
 
 
-def _measured(placement: tuple[int, ...], kind: str = "", *, recompute: bool = False) -> Problem:
+def _measured(
+    placement: tuple[int, ...], kind: str = "", *, recompute: bool = False, modes: int = 0
+) -> Problem:
     """Measure the stages that `memory_cases.count_step` runs."""
     if kind:
         stages = memory_cases.gpt_stages(kind, len(placement))
@@ -35,7 +39,10 @@ def _measured(placement: tuple[int, ...], kind: str = "", *, recompute: bool = F
     else:
         stages = small_stages(len(placement), memory_cases.WIDTH)
         sample, target = small_data(1, 0, memory_cases.WIDTH, memory_cases.LENGTH)
-    with computing_with(1), memory_cases.around(kind):
+    # Multiplications take a time each and all else none: so menus are the same in every run.
+    clock = WorkClock() if modes else None
+    counted = nullcontext() if clock is None else clock.counter
+    with computing_with(1), memory_cases.around(kind), counted:
         profile = measure(
             stages,
             sample,
@@ -44,7 +51,9 @@ def _measured(placement: tuple[int, ...], kind: str = "", *, recompute: bool = F
             placement=placement,
             effort=Effort(repeats=1, warmups=0),
             min_offload_bytes=1,
-            recompute=recompute,
+            recompute=recompute or modes > 0,
+            modes=modes,
+            clock=clock,
             memory_bytes=2**40,
             links=False,
         )
@@ -62,13 +71,14 @@ def _shares(problem: Problem, programs: Programs, outcomes: list[Counted]) -> li
         level = peak = 0
         walk = memory_walk(problem, rank, programs[rank])
         for action, step in zip(programs[rank], walk, strict=True):
-            level = counted.boundary.get(action, level)
+            level = counted.boundary.get(action.bare, level)
             peak = max(peak, step.peak + level)
         # The values of the losses stay to the end of the step.
         losses = 8 * MICROBATCHES if len(problem.stages) - 1 in problem.stages_of[rank] else 0
         assert counted.left == 0
+        numbers = modes_of(problem, programs[rank])
         assert counted.offloaded_bytes == sum(
-            problem.stages[action.stage].offload_bytes
+            problem.menus[action.stage][numbers[action.cell]].offload_bytes
             for action in programs[rank]
             if action.type is ActionType.OFFLOAD
         )
@@ -154,3 +164,29 @@ def test_torchs_own_split_backward_holds_more(ranks):
     stock = ranks.run(memory_cases.count_stock_step, 8)
     for counted, held in zip(ours, stock, strict=True):
         assert counted.peak < 0.7 * held
+
+
+@pytest.mark.parametrize(
+    ("kind", "placement"),
+    [
+        ("plain", schedules.LINEAR),
+        pytest.param("autocast", schedules.V_SHAPE, marks=pytest.mark.extended),
+    ],
+)
+def test_every_mode_of_a_measured_menu_holds_what_it_says(ranks, kind, placement):
+    """Fused and split; in one step every stage runs through its menu."""
+    problem = _measured(placement, kind, modes=8)
+    recomputed = {mode.recompute for menu in problem.menus for mode in menu}
+    assert recomputed == {"", "apart", "inside"}
+    for seed, fused in ((60, 1.0), (61, 0.0)):
+        order = schedules.random_programs(problem, seed, fused=fused)
+        numbers = {
+            (stage, j): (j + stage) % len(problem.menus[stage])
+            for stage in range(len(placement))
+            for j in range(8)
+        }
+        programs = schedules.in_modes(problem, order, numbers)
+        schedule = schedules.make_schedule(problem, programs)
+        counted = ranks.run(memory_cases.count_step, schedule, MICROBATCHES, kind, problem)
+        shares = _shares(problem, programs, counted)
+        assert 0.97 <= min(shares) <= max(shares) <= 1

@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
+import re
+from contextlib import nullcontext
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
 from optpipe import Problem
+from optpipe.runtime import PreflightError, groups, modes
 from optpipe.runtime.offload import EVERYTHING, REST
-from optpipe.runtime.treatments import Treatment
-from tests.runtime import schedules, small_cases
+from optpipe.runtime.treatments import (
+    GroupCalls,
+    Treatment,
+    groups_of,
+    parse_treatment,
+    treatments_of,
+)
+from optpipe.schedule import Action, ActionType
+from tests.runtime import cases, schedules, small_cases
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -42,6 +58,11 @@ def menu_problem(menu: Sequence[Treatment]) -> Problem:
             where = {"recompute": "apart" if one.apart else "inside", "recompute_ms": 1}
             numbers |= {"forward_bytes": 2, **where}
         modes.append({"name": str(one), **numbers})
+    return problem_of(modes)
+
+
+def problem_of(modes: list[dict[str, Any]]) -> Problem:
+    """Return a problem of four stages with these modes."""
     cost = {"forward_ms": 1, "backward_input_ms": 1, "backward_weight_ms": 1, "modes": modes}
     device = {"memory_bytes": 10**6, "d2h_gb_per_s": 1, "h2d_gb_per_s": 1}
     return Problem.parse(
@@ -79,3 +100,248 @@ def test_gradients_are_those_of_one_process_in_every_mode_of_four_groups(ranks) 
             assert min(one.offloaded_bytes for one in outcomes) > 0
             seen |= {(first, part[number - 1]) for number in number_of.values()}
     assert len(seen) == 2 * len(menu)
+
+
+# --- What a mode says.
+
+_NAMES = st.sampled_from(["mlp", "norm", "core_attn", "a_1"])
+
+
+@st.composite
+def treatments(draw: st.DrawFn) -> Treatment:
+    if draw(st.booleans()):
+        return Treatment(apart=True, moved=draw(st.sampled_from([frozenset(), EVERYTHING])))
+    again = draw(st.frozensets(_NAMES))
+    moved = draw(st.frozensets(st.one_of(_NAMES, st.just(REST)))) - again
+    return Treatment(again=again, moved=draw(st.sampled_from([moved, EVERYTHING])))
+
+
+@given(treatments())
+def test_the_text_form_reads_back(treatment: Treatment) -> None:
+    assert parse_treatment(str(treatment)) == treatment
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("half", "'half' does not say what a mode does"),
+        ("keep, offload mlp", "does not say what a mode does: 'keep'"),
+        ("offload  mlp", "does not say what"),
+        ("offload mlp+norm", "does not say what"),
+        ("offload mlp,norm", "does not say what"),
+        ("recompute mlp, recompute norm", "says recompute twice, or too late"),
+        ("offload mlp, recompute norm", "says recompute twice, or too late"),
+        ("offload mlp + mlp", "names a group twice"),
+        ("recompute rest", "what no group makes, rest, cannot be recomputed alone"),
+        ("recompute mlp, offload mlp", "offloads what it recomputes"),
+        ("recompute, offload mlp", "offloads what it recomputes"),
+        ("", "does not say what"),
+    ],
+)
+def test_what_is_no_text_form_is_refused(text: str, message: str) -> None:
+    with pytest.raises(PreflightError, match=re.escape(message)):
+        parse_treatment(text)
+
+
+# --- Which modules groups are.
+
+
+class _Shape(nn.Module):
+    """A stage whose modules have names with dots, as those of published blocks, and run nothing."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        super().__init__()
+        for name in names:
+            place: nn.Module = self
+            for part in name.split("."):
+                if not hasattr(place, part):
+                    place.add_module(part, nn.Module())
+                place = getattr(place, part)
+
+
+def _named(stage: nn.Module) -> dict[str, list[str]]:
+    name_of = {part: name for name, part in stage.named_modules()}
+    return {
+        name: sorted(name_of[part] for part in parts) for name, parts in groups_of(stage).items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("names", "found"),
+    [
+        (  # Llama's, as in Hugging Face's
+            [
+                "layers.0.input_layernorm",
+                "layers.0.self_attn.q_proj",
+                "layers.0.mlp.act_fn",
+                "norm",
+            ],
+            {
+                "norm": ["layers.0.input_layernorm", "norm"],
+                "attn": ["layers.0.self_attn"],
+                "act": ["layers.0.mlp.act_fn"],
+                "mlp": ["layers.0.mlp"],
+                "block": ["layers.0"],
+            },
+        ),
+        (  # GPT's, as in GPT-2 and in Megatron's
+            ["h.0.ln_1", "h.0.attn", "h.0.mlp.act", "h.1.self_attention.core_attention", "h.1.mlp"],
+            {
+                "norm": ["h.0.ln_1"],
+                "attn": ["h.0.attn", "h.1.self_attention"],
+                "core_attn": ["h.1.self_attention.core_attention"],
+                "act": ["h.0.mlp.act"],
+                "mlp": ["h.0.mlp", "h.1.mlp"],
+                "block": ["h.0", "h.1"],
+            },
+        ),
+        (  # MoE's, as in torchtitan's and Mixtral's
+            ["layers.0.attention.inner_attention", "layers.0.moe.experts", "layers.1.feed_forward"],
+            {
+                "attn": ["layers.0.attention"],
+                "core_attn": ["layers.0.attention.inner_attention"],
+                "mlp": ["layers.1.feed_forward"],
+                "moe": ["layers.0.moe"],
+                "experts": ["layers.0.moe.experts"],
+                "block": ["layers.0", "layers.1"],
+            },
+        ),
+    ],
+)
+def test_groups_are_found_by_attribute_names(names, found) -> None:
+    assert _named(_Shape(names)) == found
+
+
+def test_declared_groups_count_in_place_of_those_by_names() -> None:
+    stage = _Shape(["a.mlp.in", "a.mlp.out", "b.mlp.in", "b.norm"])
+    part = stage.get_submodule
+    some = [part("a.mlp"), part("b"), part("b.norm")]
+    groups(stage, {"ins": ["mlp.in"], "some": some, "os": ["o*t"]})
+    wrapper = nn.Sequential(stage)
+    assert _named(wrapper) == {
+        "ins": ["0.a.mlp.in", "0.b.mlp.in"],
+        "some": ["0.a.mlp", "0.b"],
+        "os": ["0.a.mlp.out"],
+    }
+    with pytest.raises(PreflightError, match="no module of the stage matches 'lmp'"):
+        groups(stage, {"mlp": ["lmp"]})
+    with pytest.raises(PreflightError, match="no module of the stage matches Linear"):
+        groups(stage, {"mlp": [nn.Linear(1, 1)]})
+    with pytest.raises(PreflightError, match="a group cannot be called 'rest'"):
+        groups(stage, {"rest": ["mlp"]})
+
+
+# --- What is refused before the first step.
+
+
+def _treated(mode: dict[str, Any], stage: nn.Module, index: int = 1) -> Treatment:
+    another = {"name": "another", "recompute": "inside", "recompute_ms": 1}
+    problem = problem_of([{"name": "keep"}, mode, another])
+    program = (Action(index, ActionType.FORWARD, 0, 1),)
+    return treatments_of(problem, program, {index: stage})[index, 0]
+
+
+_INSIDE = {"recompute": "inside", "recompute_ms": 1}
+_APART = {"recompute": "apart", "recompute_ms": 1}
+
+
+@pytest.mark.parametrize(
+    ("mode", "message"),
+    [
+        ({"name": "recompute attn", **_INSIDE}, "names attn, but the groups of the stage are"),
+        ({"name": "half", "offload_bytes": 1}, "'half' does not say what a mode does"),
+        ({"name": "recompute mlp", **_APART}, "recomputes inside and offloads nothing; its"),
+        ({"name": "offload mlp"}, "its numbers recompute nothing and offload 0 bytes"),
+        ({"name": "recompute mlp", "offload_bytes": 1, **_INSIDE}, "inside and offload 1 bytes;"),
+        ({"name": "recompute shut", **_INSIDE}, "treats shut, which run in compiled code"),
+    ],
+)  # fmt: skip
+def test_a_mode_that_a_stage_cannot_do_is_refused(mode, message) -> None:
+    """Its groups, its numbers, its words; and modules that are compiled."""
+    stage = _Shape(["0.mlp"])
+    if "shut" in mode["name"]:
+        shut = nn.Linear(2, 2)
+        shut.compile(backend="aot_eager")
+        stage.add_module("shut", shut)
+        groups(stage, {"shut": [shut]})
+    with pytest.raises(PreflightError, match=re.escape(message)):
+        _treated(mode, stage)
+
+
+def test_what_a_mode_is_called_may_be_said() -> None:
+    stage = _Shape(["0.mlp"])
+    modes(stage, {"half": "offload mlp"})
+    found = _treated({"name": "half", "offload_bytes": 1}, nn.Sequential(stage))
+    assert found == Treatment(moved=frozenset({"mlp"}))
+    with pytest.raises(PreflightError, match="'most' does not say"):
+        modes(stage, {"half": "most"})
+    with pytest.raises(PreflightError, match="the first stage, which is the batch"):
+        _treated({"name": "recompute, offload", "offload_bytes": 1, **_APART}, stage, 0)
+
+
+def test_ranks_refuse_modes_together(ranks) -> None:
+    """A menu of groups that stages do not have, and modes without their problem."""
+    problem = menu_problem([Treatment(again=frozenset({"mlp", "lost"}))])
+    number_of = dict.fromkeys([(2, 3)], 1)
+    rows = schedules.one_f_one_b(4, NUM_MICROBATCHES)
+    schedule = schedules.make_schedule(problem, schedules.in_modes(problem, rows, number_of))
+    told = ranks.run(cases.refused, [schedule] * 4, problem)
+    assert told == [told[0]] * 4
+    assert "rank 2: mode 1 of stage 2 ('recompute lost + mlp') names lost" in told[0]
+    assert (
+        "2F3@1 names a mode, and without its problem" in ranks.run(cases.refused, [schedule] * 4)[0]
+    )
+
+
+# --- Random numbers and buffers of what runs again inside the backward.
+
+
+class _Noisy(nn.Module):
+    """Dropout, and buffers that a forward changes, in place and by another one."""
+
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+        self.norm = nn.BatchNorm1d(6)
+        self.dropout = nn.Dropout(0.5)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, given: Tensor, *, scale: Tensor) -> Tensor:
+        self.calls = self.calls + 1
+        activations = self.dropout(torch.tanh(self.layer(self.norm(given)))) / self.calls
+        output: Tensor = (activations * scale).sin()
+        return output
+
+
+class _Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = _Noisy(), _Noisy()
+
+    def forward(self, given: Tensor) -> Tensor:
+        output: Tensor = self.second(self.first(given, scale=given.cos()), scale=given)
+        return output.square().sum()
+
+
+def test_what_runs_again_inside_sees_the_random_numbers_and_buffers_of_its_forward() -> None:
+    """Two micro-batches on their way; also of tensors that modules take by name."""
+    found = []
+    for again in (frozenset[str](), frozenset({"all"})):
+        torch.manual_seed(3)
+        stage = _Two().double()
+        groups(stage, {"all": ["first", "second"]})
+        calls, results, batch = GroupCalls(stage), [], torch.randn(2, 5, 6, dtype=torch.float64)
+        reruns: list[nn.Module] = []
+        calls.watch = lambda part, seen=reruns: nullcontext(seen.append(part))  # type: ignore[misc]
+        for one in batch:
+            with calls.running(again):
+                results.append(stage(one))
+        for result in results:
+            result.backward()
+        assert len(reruns) == 2 * 2 * len(again)
+        assert not any("forward" in vars(part) for part in stage.modules())
+        found.append([*stage.buffers(), *(part.grad for part in stage.parameters())])
+    assert len(found[0]) == 8 + 8
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))

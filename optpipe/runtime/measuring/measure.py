@@ -27,6 +27,7 @@ from optpipe.runtime.measuring.memory import (
     measure_footprint,
     measure_memory,
 )
+from optpipe.runtime.measuring.menus import StageMenu, measure_menu
 from optpipe.runtime.measuring.times import (
     Bandwidths,
     Durations,
@@ -67,7 +68,7 @@ class StageResult(NamedTuple):
     """All numbers of one stage.
 
     ``bandwidths`` is None where nothing can be offloaded; ``deferred_bytes`` is the weight gradient
-    that a W makes, 0 where the stage cannot be split.
+    that a W makes, 0 where the stage cannot be split. ``menu`` is None where none was asked for.
     """
 
     footprint: Footprint
@@ -75,6 +76,7 @@ class StageResult(NamedTuple):
     durations: Durations
     bandwidths: Bandwidths | None
     deferred_bytes: int
+    menu: StageMenu | None = None
 
 
 _ADAM_MOMENTS = 2.0
@@ -96,6 +98,7 @@ def measure(
     state_copies: float = _ADAM_MOMENTS,
     memory_bytes: int | None = None,
     recompute: bool = True,
+    modes: int = 0,
     links: bool = True,
     clock: Clock | None = None,
 ) -> Profile:
@@ -131,6 +134,11 @@ def measure(
     recompute
         Whether a schedule may recompute. A problem has one number for the workspace of all F's of a
         stage, and one without a graph needs more: without, a plan's peak is closer to the truth.
+        With a menu each mode has its own number.
+    modes
+        How many modes a stage may have at most, keep counted: groups of its modules
+        (`optpipe.runtime.groups`) are then measured, and the modes worth having make its menu. 0 =
+        keep, offload and recompute, as v1 has them.
     links
         Whether links are measured: between ranks, or as copies on the one device there is.
     clock
@@ -163,7 +171,17 @@ def measure(
             target=target if is_last else None,
         )
         result, flowing = ranks.tell(
-            home, partial(_measure_stage, stage, device, clock, effort, min_offload_bytes)
+            home,
+            partial(
+                _measure_stage,
+                stage,
+                device,
+                clock,
+                effort,
+                min_offload_bytes,
+                modes=modes,
+                recompute=recompute,
+            ),
         )
         results.append(result)
     transfers = _transfers(ranks, homes, results, clock, effort) if links else ()
@@ -203,7 +221,14 @@ def _checked(
 
 
 def _measure_stage(
-    stage: StageUnderTest, device: torch.device, clock: Clock, effort: Effort, min_bytes: int
+    stage: StageUnderTest,
+    device: torch.device,
+    clock: Clock,
+    effort: Effort,
+    min_bytes: int,
+    *,
+    modes: int,
+    recompute: bool,
 ) -> tuple[StageResult, tuple[Tensor, ...]]:
     """Return a stage's numbers and, on the CPU, what it sends on; the module is left as it was."""
     split_linears(stage.module, stage.gradients)
@@ -233,8 +258,21 @@ def _measure_stage(
                 compute_ms=sum(statistics.median(durations[kind]) for kind in passes),
                 repeats=effort.repeats,
             )
+        menu = None
+        if modes:
+            menu = measure_menu(
+                stage,
+                clock,
+                effort,
+                memory=memory,
+                durations=durations,
+                bandwidths=bandwidths,
+                most=modes,
+                min_offload_bytes=min_bytes,
+                recompute=recompute,
+            )
         outputs = stage.forward(stage.receive()).outputs
-    result = StageResult(footprint, memory, durations, bandwidths, waiting)
+    result = StageResult(footprint, memory, durations, bandwidths, waiting, menu)
     return result, tuple(output.detach().cpu() for output in outputs)
 
 
@@ -268,10 +306,13 @@ def _facts(result: StageResult, state_copies: float, *, recompute: bool) -> Stag
     found, memory = result.footprint, result.memory
     # Where buffers that change are larger than the activations, nothing is gained.
     recompute = recompute and memory.checkpoint_bytes <= memory.activation_bytes
+    modes = None if result.menu is None else result.menu.modes
+    recompute = recompute and modes is None
     return StageFacts(
         activation_bytes=memory.activation_bytes,
         weight_context_bytes=memory.weight_context_bytes,
-        offload_bytes=found.offload_bytes,
+        modes=modes,
+        offload_bytes=found.offload_bytes if modes is None else None,
         checkpoint_bytes=memory.checkpoint_bytes if recompute else None,
         static_bytes=round(found.parameter_bytes * (2 + state_copies)) + found.buffer_bytes,
         output_bytes=found.output_bytes,
@@ -386,6 +427,7 @@ def _notes_on(
                 f"Stage {index} cannot be split: I does all of the backward and W nothing. "
                 "Only weight gradients of plain nn.Linear layers are put aside for W."
             )
+        yield from result.menu.notes if result.menu is not None else ()
         counted, saved = result.memory.activation_bytes, result.footprint.held_bytes
         if counted > 1.03 * saved:
             yield (

@@ -9,7 +9,7 @@ them, and what their backwards leave.
 from __future__ import annotations
 
 import gc
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
@@ -29,6 +29,7 @@ from optpipe.units import format_share
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
+    from contextlib import AbstractContextManager
 
     from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -36,9 +37,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Footprint",
+    "InsideMemory",
     "Split",
     "StageMemory",
     "measure_footprint",
+    "measure_inside",
     "measure_memory",
     "meter_for",
 ]
@@ -109,23 +112,8 @@ def measure_memory(stage: StageUnderTest, saved_bytes: int) -> StageMemory:
     gradients = [p.grad for p in stage.module.parameters() if p.grad is not None]
     resident = [*_resident(stage, stage.inputs), *gradients]
     with _no_collector(), meter_for(stage.device, resident) as meter:
-        alone = _Alone(stage, meter)
-        forward = alone.forward() - alone.sent_bytes
-        held = meter.live_bytes()
-        with stage.gradients.collect():
-            split = alone.backward()
-            make_weight_gradients = stage.gradients.take()
-        context = meter.live_bytes()
-        weight = meter.watch(make_weight_gradients)[1]
-        del make_weight_gradients
-        left = meter.live_bytes()
-        pair = _Alone(stage, meter), _Alone(stage, meter)
-        for one in pair:
-            one.forward()
-        held_by_two = meter.live_bytes()
-        fused = [one.backward() for one in pair][-1]
-        left = max(left, meter.live_bytes())
-        _check(stage.index, held, _Beside(saved_bytes, held_by_two, left))
+        levels = _levels(stage, meter, saved_bytes)
+        held = levels.held
         again = _Alone(stage, meter)
         with without_graph():
             bare = again.forward() - again.sent_bytes
@@ -136,23 +124,113 @@ def measure_memory(stage: StageUnderTest, saved_bytes: int) -> StageMemory:
     return StageMemory(
         activation_bytes=held,
         checkpoint_bytes=checkpoint,
-        weight_context_bytes=context,
+        weight_context_bytes=levels.context,
         workspaces={
-            ActionType.FORWARD: max(0, forward - held),
-            ActionType.BACKWARD_INPUT: max(0, split - max(held, context)),
-            ActionType.BACKWARD_WEIGHT: max(0, weight - context),
+            ActionType.FORWARD: max(0, levels.forward - held),
+            ActionType.BACKWARD_INPUT: max(0, levels.split - max(held, levels.context)),
+            ActionType.BACKWARD_WEIGHT: max(0, levels.weight - levels.context),
             ActionType.RECOMPUTE: max(0, once_more - held),
-            ActionType.FULL_BACKWARD: max(0, fused - held),
+            ActionType.FULL_BACKWARD: max(0, levels.fused - held),
         },
         without_graph_bytes=max(0, bare - checkpoint),
     )
 
 
+class InsideMemory(NamedTuple):
+    """Bytes of a micro-batch of which groups run again inside the backward; a mode's fields."""
+
+    forward_bytes: int
+    inside_bytes: int
+    weight_context_bytes: int
+    forward_workspace_bytes: int
+    backward_input_workspace_bytes: int
+    backward_weight_workspace_bytes: int
+    backward_workspace_bytes: int
+
+
+def measure_inside(
+    stage: StageUnderTest, kept: StageMemory, running: Callable[[], AbstractContextManager[None]]
+) -> InsideMemory:
+    """Count what passes hold whose F's run in such contexts; gradients must exist.
+
+    ``kept`` is what they hold otherwise. inside_bytes are what both I and B need beyond that; what
+    one of them needs more is its workspace.
+
+    Raises
+    ------
+    InputError
+        As `measure_memory`.
+    """
+    gradients = [p.grad for p in stage.module.parameters() if p.grad is not None]
+    resident = [*_resident(stage, stage.inputs), *gradients]
+    with _no_collector(), meter_for(stage.device, resident) as meter:
+        found = _levels(stage, meter, 0, running)
+    held = min(found.held, kept.activation_bytes)
+    own = (
+        found.split - kept.workspaces[ActionType.BACKWARD_INPUT],
+        found.fused - kept.workspaces[ActionType.FULL_BACKWARD],
+    )
+    inside = max(0, min(own) - held)
+    return InsideMemory(
+        forward_bytes=held,
+        inside_bytes=inside,
+        weight_context_bytes=found.context,
+        forward_workspace_bytes=max(0, found.forward - held),
+        backward_input_workspace_bytes=max(0, found.split - max(held + inside, found.context)),
+        backward_weight_workspace_bytes=max(0, found.weight - found.context),
+        backward_workspace_bytes=max(0, found.fused - held - inside),
+    )
+
+
+class _Levels(NamedTuple):
+    """Bytes that are live after F and after I, and the peaks of F, I, W and B."""
+
+    held: int
+    context: int
+    forward: int
+    split: int
+    weight: int
+    fused: int
+
+
+def _levels(
+    stage: StageUnderTest,
+    meter: _Meter,
+    saved_bytes: int,
+    running: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> _Levels:
+    """Run F, I and W, then two micro-batches at once, and see that they add up."""
+    alone = _Alone(stage, meter, running)
+    forward = alone.forward() - alone.sent_bytes
+    held = meter.live_bytes()
+    with stage.gradients.collect():
+        split = alone.backward()
+        make_weight_gradients = stage.gradients.take()
+    context = meter.live_bytes()
+    weight = meter.watch(make_weight_gradients)[1]
+    del make_weight_gradients
+    left = meter.live_bytes()
+    pair = _Alone(stage, meter, running), _Alone(stage, meter, running)
+    for one in pair:
+        one.forward()
+    held_by_two = meter.live_bytes()
+    fused = [one.backward() for one in pair][-1]
+    left = max(left, meter.live_bytes())
+    _check(stage.index, held, _Beside(saved_bytes, held_by_two, left))
+    return _Levels(held, context, forward, split, weight, fused)
+
+
 class _Alone:
     """One micro-batch at a stage, of which is held what the runtime holds."""
 
-    def __init__(self, stage: StageUnderTest, meter: _Meter) -> None:
+    def __init__(
+        self,
+        stage: StageUnderTest,
+        meter: _Meter,
+        running: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
         self._stage = stage
+        self._running = running
         self._meter = meter
         self._received = stage.receive()
         self._result = ForwardResult((), ())
@@ -160,7 +238,8 @@ class _Alone:
 
     def forward(self) -> int:
         """Run F and let go of the outputs; return the peak, in bytes."""
-        result, peak = self._meter.watch(partial(self._stage.forward, self._received))
+        with self._running():
+            result, peak = self._meter.watch(partial(self._stage.forward, self._received))
         self.sent_bytes = _bytes(result.outputs)
         # A loss is no output, and stays as it is.
         roots = result.roots if self._stage.loss is not None else hollow(result.roots)
