@@ -2,6 +2,7 @@
 
     python -m benchmarks.bench [--only PATTERN] [--seconds S] [--ours-seconds S] [--threads N]
                                [--solvers NAME ...] [--again] [--smoke]
+    python -m benchmarks.bench --large
 
 Contestants: ``families`` (the best published schedule, which is also the start of CP-SAT, outside
 its clock), ``ours`` (one solve; its values at ``--seconds`` and at the end are read from its
@@ -9,16 +10,21 @@ trace), ``milp`` (the full-horizon model), ``cp-sat``. Programs are judged here,
 `find_violations` and `simulate`, not by who made them. A row per instance and solver is appended to
 ``results/bench.csv``; what stands there for this commit is not run again without ``--again``.
 ``--smoke`` runs a few small instances for seconds, writes nothing, and fails where a contestant has
-nothing legal or ours is worse than the best family.
+nothing legal or ours is worse than the best family. ``--large`` solves two problems far above the
+others by ``optpipe solve``, with 60 and 120 seconds, and writes nothing; it fails where the command
+ends more than 5 s after its limit, or with more than 2 % above the best family.
 """
 
 from __future__ import annotations
 
 import argparse
 import fnmatch
+import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from benchmarks.jobs import CONTESTANTS, PeerAnswer, PeerJob, judge, run_apart
@@ -35,12 +41,11 @@ from benchmarks.ledger import (
     write_known,
     write_rows,
 )
+from optpipe import Problem, dump_problem, load_schedule
 from optpipe.schedule import gap_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-
-    from optpipe import Problem
 
 __all__ = ["SMOKE", "contest", "main"]
 
@@ -192,6 +197,71 @@ def broken(rows: Sequence[BenchRow]) -> list[str]:
     return faults
 
 
+# --- On time: what a command takes from its first import to its end, where actions are many.
+
+_LARGE = {"p64-m512": (64, 512, 1, 6.6e9), "p128-m1024-v4": (128, 1024, 4, 70e9)}
+"""Devices, micro-batches, chunks in a loop, and bytes of each device."""
+_LARGE_S = (60, 120)
+_MOST_LATE_S, _MOST_ABOVE = 5.0, 0.02
+
+
+def large_problem(num_devices: int, m: int, chunks: int, memory_bytes: float) -> Problem:
+    """Return a problem of nearly equal stages of 100 MB a micro-batch, nothing to offload."""
+    stages = [
+        {
+            "device": s % num_devices,
+            "forward_ms": 10.0 + (s % 3) * 0.1,
+            "backward_input_ms": 11.0,
+            "backward_weight_ms": 9.0,
+            "activation_bytes": 100_000_000,
+            "weight_context_bytes": 20_000_000,
+            "output_bytes": 8_000_000,
+        }
+        for s in range(num_devices * chunks)
+    ]
+    devices = [{"memory_bytes": int(memory_bytes)}] * num_devices
+    return Problem.parse({"num_microbatches": m, "devices": devices, "stages": stages})
+
+
+def on_time() -> list[str]:
+    """Solve the large problems by the command; print a line each, return what was late or poor."""
+    from optpipe_solver.portfolio import all_starts
+
+    faults = []
+    for name, shape in _LARGE.items():
+        problem = large_problem(*shape)
+        legal = (start for start in all_starts(problem) if start.legal)
+        family_ms, family = min((start.objective_ms, start.method) for start in legal)
+        with TemporaryDirectory() as folder:
+            given, found = Path(folder, "problem.json"), Path(folder, "found.json")
+            given.write_text(dump_problem(problem), encoding="utf-8")
+            for limit_s in _LARGE_S:
+                command = [
+                    sys.executable,
+                    "-m",
+                    "optpipe.cli",
+                    "solve",
+                    str(given),
+                    "-o",
+                    str(found),
+                ]
+                began = time.monotonic()
+                subprocess.run([*command, "--time-limit", str(limit_s)], check=True,
+                               stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # fmt: skip
+                wall_s = time.monotonic() - began
+                schedule = load_schedule(found.read_text(encoding="utf-8"))
+                above = schedule.objective_ms / family_ms - 1
+                line = (
+                    f"{name} in {limit_s} s: ended at {wall_s:.1f} s with "
+                    f"{schedule.objective_ms:,.1f} ms ({schedule.provenance.method}), "
+                    f"{above:+.2%} of {family}, gap {schedule.gap or 0:.2%}"
+                )
+                print(line, flush=True)
+                if wall_s > limit_s + _MOST_LATE_S or above > _MOST_ABOVE:
+                    faults.append(line)
+    return faults
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Read the command line and run."""
     options = _options(arguments)
@@ -202,6 +272,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from optpipe_solver import warm_up
 
     warm_up()  # a contestant with less time than that would end before its kernels are there
+    if options.large:
+        sys.exit("\n".join(on_time()) or 0)
     names = [row["name"] for row in index()]
     chosen = SMOKE if options.smoke else [n for n in names if fnmatch.fnmatch(n, options.only)]
     rows = contest(chosen, options)
@@ -221,6 +293,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--again", action="store_true", help="run what is already there")
     parser.add_argument("--smoke", action="store_true", help="a few small ones; write nothing")
+    parser.add_argument("--large", action="store_true", help="two large ones; write nothing")
     parser.add_argument("--results", type=Path, default=RESULTS)
     return parser.parse_args(arguments)
 

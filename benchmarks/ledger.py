@@ -85,7 +85,6 @@ def index() -> list[dict[str, str]]:
 
 
 def load_problem(name: str) -> Problem:
-    """Return an instance by its name."""
     text = (INSTANCES / f"{name}.json").read_text(encoding="utf-8")
     return Problem.parse(json.loads(text))
 
@@ -364,7 +363,6 @@ def table_of(rows: Iterable[BenchRow]) -> LatestRows:
 
 
 def main() -> None:
-    """Print the entry, or append it to the ledger."""
     parser = argparse.ArgumentParser(description="The ledger entry of a benchmark run.")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--append", action="store_true", help="to benchmarks/RESULTS.md")

@@ -424,7 +424,6 @@ def _submission() -> str:
 
 
 def table(rows: list[LoadRow]) -> str:
-    """Return the rows as Markdown."""
     names = [field.name for field in fields(LoadRow) if field.name != "stamp"]
     lines = [f"| {' | '.join(names)} |", "|---|---|" + "--:|" * (len(names) - 2)]
     lines += [f"| {' | '.join(str(getattr(row, name)) for name in names)} |" for row in rows]

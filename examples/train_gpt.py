@@ -54,7 +54,6 @@ def main() -> int:
 
 
 def parse() -> argparse.Namespace:
-    """Return the options."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--url", help="the service that solves; default: solved here")
     parser.add_argument("--schedule", type=Path, help="a schedule file: nothing is planned")

@@ -147,6 +147,11 @@ def _misplaced(problem: Problem, device: int, action: Action) -> tuple[str, str]
             "move it there",
         )
     menu = problem.menus[action.stage]
+    if action.mode and action.type is not _F:
+        return (
+            "action.mode",
+            f"{action} names mode {action.mode}, but a mode stands at F alone; move it there",
+        )
     if action.mode >= len(menu):
         return (
             "action.mode",

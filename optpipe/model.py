@@ -253,10 +253,11 @@ class Model(FileValue):
 
     def transfer_ms(self, source: int, target: int, num_bytes: int) -> float:
         """Return the time a boundary tensor takes between two devices in ms; 0 to itself."""
-        link = self._link(source, target)
+        link = self.link(source, target)
         return 0.0 if link is None else link.transfer_ms(num_bytes)
 
-    def _link(self, source: int, target: int) -> Link | None:
+    def link(self, source: int, target: int) -> Link | None:
+        """Return the connection from one device to another; None from a device to itself."""
         if source == target:
             return None
         given = self._links.get((source, target))
@@ -291,7 +292,7 @@ class Model(FileValue):
             for device, size, end in zip(placement, sizes, ends, strict=True)
         ]
         used = {(a, b) for pair in pairwise(placement) for a, b in (pair, pair[::-1]) if a != b}
-        missing = [self._link(a, b) for a, b in sorted(used) if (a, b) not in self._links]
+        missing = [self.link(a, b) for a, b in sorted(used) if (a, b) not in self._links]
         return Problem.parse(
             {
                 "format": "optpipe/problem/v2",

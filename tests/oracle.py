@@ -47,6 +47,8 @@ def _lives_are_right(problem: Problem, programs: Programs) -> bool:
             lives.setdefault((device, action.stage, action.microbatch), []).append(action.type)
             if action.type == "F":
                 named[action.stage, action.microbatch] = action.mode
+            elif action.mode:
+                return False
     expected = {
         (stage.device, index, microbatch)
         for index, stage in enumerate(problem.stages)

@@ -149,7 +149,7 @@ def _nested(draw: st.DrawFn, stage: dict[str, Any], menus: bool) -> dict[str, An
     modes: list[dict[str, Any]] = [{"name": "keep"}]
     if menu:
         modes += [
-            draw(_modes(f"mode {number}", stage["activation_bytes"]))
+            draw(random_modes(f"mode {number}", stage["activation_bytes"]))
             for number in range(1, draw(st.integers(2, 4)))
         ]
         head["uniform_modes"] = draw(st.integers(0, 3)) == 0
@@ -163,7 +163,7 @@ def _nested(draw: st.DrawFn, stage: dict[str, Any], menus: bool) -> dict[str, An
 
 
 @st.composite
-def _modes(draw: st.DrawFn, name: str, activation: int) -> dict[str, Any]:
+def random_modes(draw: st.DrawFn, name: str, activation: int) -> dict[str, Any]:
     """Any mode: transfers in whole UNITs, recomputation apart or inside, bytes of its own."""
     moved = draw(st.integers(0, activation // UNIT)) * UNIT
     mode: dict[str, Any] = {

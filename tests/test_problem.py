@@ -350,7 +350,12 @@ def test_a_menu_that_v1_can_say_is_read_as_v1() -> None:
 def test_a_menu_of_v2_is_filled_in_and_comes_back() -> None:
     """What a mode leaves out is the cost's; so is what it says again, and the hash is one."""
     inside = {"name": "mlp", "forward_bytes": 4, "recompute": "inside", "recompute_ms": 1}
-    menu = [KEEP, {"name": "fp8", "forward_bytes": 5}, inside, {"name": "all", "offload_bytes": 9}]
+    menu: list[dict[str, Any]] = [
+        KEEP,
+        {"name": "fp8", "forward_bytes": 5},
+        inside,
+        {"name": "all", "offload_bytes": 9},
+    ]
     read = Problem.parse(nested(modes=menu, backward_workspace_bytes=7))
     assert read.format == "optpipe/problem/v2"
     keep, fp8, mlp, away = read.menus[0]

@@ -106,7 +106,6 @@ class SiteGate:
         self._hosts = hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let one request in, or answer it."""
         if scope["type"] == "http":
             try:
                 self._check(scope)
@@ -164,7 +163,6 @@ class KeyGate:
         self._rates = rates
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let one request in, or answer it."""
         if scope["type"] != "http" or _is_open(scope["path"]):
             await self._app(scope, receive, send)
             return
@@ -291,7 +289,6 @@ def _headers(scope: Scope) -> dict[bytes, str]:
 
 
 def _key_in(scope: Scope) -> str:
-    """Return the text of the key that a request brings."""
     headers = _headers(scope)
     scheme, _, text = headers.get(b"authorization", "").partition(" ")
     if scheme.lower() == "bearer":

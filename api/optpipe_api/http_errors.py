@@ -120,7 +120,6 @@ def problem_response(
 
 
 def install(app: FastAPI) -> None:
-    """Answer every error of an application with a problem detail."""
     app.add_exception_handler(OptPipeError, _on_optpipe)
     app.add_exception_handler(RequestValidationError, _on_parameters)
     app.add_exception_handler(HTTPException, _on_http)
@@ -212,7 +211,6 @@ class ErrorBoundary:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request."""
         started = False
 
         async def watched(message: Message) -> None:

@@ -243,7 +243,6 @@ class JobRecord:
 
     @property
     def has_schedule(self) -> bool:
-        """Whether a schedule can be fetched."""
         return self.objective_ms is not None
 
     @property
@@ -422,12 +421,10 @@ class BatchRecord:
 
     @property
     def num_items(self) -> int:
-        """How many jobs it has."""
         return sum(self.counts.values())
 
     @property
     def num_finished(self) -> int:
-        """How many of them have ended."""
         return sum(number for state, number in self.counts.items() if state.is_final)
 
     @property
@@ -437,5 +434,4 @@ class BatchRecord:
 
     @property
     def is_finished(self) -> bool:
-        """Whether all of them have."""
         return self.num_finished == self.num_items

@@ -99,7 +99,6 @@ class ServiceMetrics(EngineObserver):
             self._followers.labels(purpose.value).set_function(count)
 
     def accepted(self, job: JobRecord) -> None:
-        """Count a job that was taken in."""
         self._accepted.labels(job.cache.value).inc()
 
     def started(self, job: JobRecord) -> None:
@@ -108,7 +107,6 @@ class ServiceMetrics(EngineObserver):
             self._waits.observe(max(0.0, job.started_at - job.created_at))
 
     def ended(self, job: JobRecord, seconds: float) -> None:
-        """Measure an attempt that ended."""
         self._ended.labels(job.state.value).inc()
         self._solves.observe(seconds)
         if job.state is JobState.SUCCEEDED and job.gap is not None:

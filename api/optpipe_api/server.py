@@ -71,7 +71,6 @@ class ApiServer(uvicorn.Server):
         gc.unfreeze()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002
-        """Ask for the end."""
         self.should_exit = True
         let_go(self.config.app)
 
@@ -105,7 +104,6 @@ class Protocol(HttpToolsProtocol):
             self._wait(self.HEADERS_S)
 
     def on_headers_complete(self) -> None:
-        """Wait for the body."""
         super().on_headers_complete()
         self._wait(self.BODY_S)
 

@@ -101,7 +101,6 @@ class Service:
         self._stores.close()
 
     def counts(self) -> dict[JobState, int]:
-        """Return the number of jobs in each state."""
         return self._stores.jobs.counts()
 
     def recent_counts(self) -> dict[JobState, int]:

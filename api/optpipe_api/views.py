@@ -109,7 +109,6 @@ def _item(item: BatchItem) -> Item:
 
 
 def deployment_view(deployment: DeploymentRecord, who: Principal) -> DeploymentView:
-    """Return a deployment as somebody sees it."""
     return _seen(
         DeploymentView,
         deployment,
@@ -119,7 +118,6 @@ def deployment_view(deployment: DeploymentRecord, who: Principal) -> DeploymentV
 
 
 def version_view(version: VersionRecord) -> Version:
-    """Return a version of a deployment."""
     return _seen(Version, version)
 
 

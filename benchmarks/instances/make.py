@@ -344,7 +344,6 @@ def _index_row(problem: Problem, limit: str, covers: str) -> Object:
 
 
 def main() -> None:
-    """Write every file and the index."""
     rows: list[Object] = []
     for document, row in all_documents():
         text = json.dumps(document, indent=None, separators=(",", ":")).replace('},{"', '},\n{"')

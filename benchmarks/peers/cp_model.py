@@ -244,11 +244,9 @@ class PipelineModel:
     # --- The variables of a cell, and its intervals on lanes and profiles.
 
     def _time(self, name: str) -> cp_model.IntVar:
-        """Make a time."""
         return self.model.new_int_var(0, self.top, name)
 
     def backward_end(self, s: int, parts: Parts) -> Linear:
-        """Return when the I or B ends."""
         if parts.done is not None:
             return parts.done
         return parts.backward + self.scale.units(self.problem.stages[s].backward_input_ms)
@@ -258,7 +256,6 @@ class PipelineModel:
         return parts.weight + self.scale.units(self.problem.stages[s].backward_weight_ms)
 
     def forward_end(self, s: int, parts: Parts) -> Linear:
-        """Return when the F ends."""
         return parts.forward + self.scale.units(self.problem.stages[s].forward_ms)
 
     def _add_cell(self, s: int, j: int) -> None:

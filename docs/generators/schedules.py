@@ -39,7 +39,6 @@ _SIZES = ((4, 8), (8, 16), (8, 32))
 
 
 def write_families(into: Path) -> None:
-    """Draw and write everything below ``schedules``."""
     folder = into / "schedules"
     for family in FAMILIES:
         draw(figure_of(family), folder)
@@ -62,7 +61,6 @@ def docstring_of(family: Family) -> str:
 
 
 def page_of(family: Family) -> str:
-    """Return a family's page."""
     title, source, body = sections(docstring_of(family))
     problem = _shown_problem(family)
     figure = figure_of(family)

@@ -182,7 +182,6 @@ def make_files() -> dict[str, bytes]:
 
 
 def main() -> None:
-    """Write the files."""
     for name, content in make_files().items():
         if name.endswith(".json"):
             # A time of 0 in the header: the same file from every run.

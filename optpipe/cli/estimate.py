@@ -6,12 +6,13 @@ from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, cast
 
 import typer
 
-from optpipe.cli.console import stderr, stdout, text_table
+from optpipe.cli.console import stdout, text_table
 from optpipe.cli.files import check_apart, check_writable, in_file, results, say_written, write_file
+from optpipe.cli.report import warn
 from optpipe.errors import InputError
 from optpipe.formats.json import dump_model, dump_problem, read_text
 from optpipe.formats.megatron import megatron_layout
@@ -26,7 +27,7 @@ from optpipe.presets import (
     shape_from_config,
     total_parameters,
 )
-from optpipe.presets.shape import flag
+from optpipe.presets.shape import PRECISIONS, RECOMPUTABLE, flag
 from optpipe.problem import placement_of
 from optpipe.simulate import link_loads
 from optpipe.units import format_bytes, format_ms, format_share
@@ -37,13 +38,15 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from optpipe.presets import Estimate, Hardware, ModelShape
-    from optpipe.presets.shape import Precision
+    from optpipe.presets import Estimate, Hardware, ModelShape, StepEstimate
+    from optpipe.presets.shape import Dispatch, Dispatcher, Precision
+    from optpipe.presets.step import Layout
 
 __all__ = ["estimate_problem"]
 
 
 _LEAST_WIDTH = 110
+_LEAST_SHARE = 0.005
 _SHOWN_STAGES = 64
 
 
@@ -61,13 +64,20 @@ def estimate_problem(
     ] = None,
     gpu: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="Accelerator of the catalogue: see --list."),
+        typer.Option(
+            metavar="NAME[:N]",
+            help="Accelerator of the catalogue (see --list), and how many; several: of each a part "
+            "of the pipeline.",
+        ),
     ] = None,
     pp: Annotated[int, _degree("Devices of the pipeline.")] = 4,
     tp: Annotated[int, _degree("Tensor-parallel degree.")] = 1,
     cp: Annotated[int, _degree("Context-parallel degree.")] = 1,
-    ep: Annotated[int, _degree("Expert-parallel degree; divides --dp.")] = 1,
-    dp: Annotated[int, _degree("Data-parallel degree.")] = 1,
+    ep: Annotated[int, _degree("Expert-parallel degree; with --etp it divides tp x cp x dp.")] = 1,
+    etp: Annotated[int, _degree("Tensor-parallel degree of the experts.")] = 1,
+    dp: Annotated[
+        int | None, _degree("Data-parallel degree; 1, or what the number of GPUs leaves.")
+    ] = None,
     micro_batch: Annotated[int, _degree("Sequences per micro-batch.")] = 1,
     sequence: Annotated[int, _degree("Tokens per sequence.")] = 4096,
     microbatches: Annotated[int, _degree("Micro-batches per step.")] = 16,
@@ -78,12 +88,22 @@ def estimate_problem(
             metavar="NAME", help="linear, loop or v; default linear, with several chunks loop."
         ),
     ] = None,
+    layout: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME", help="balanced: the slowest stage fastest; even: as frameworks cut."
+        ),
+    ] = "balanced",
     precision: Annotated[
-        str, typer.Option(metavar="NAME", help="bf16, fp16, fp8 or fp32.")
+        str,
+        typer.Option(metavar="NAME", help=f"Of the layers' products: {', '.join(PRECISIONS)}."),
     ] = "bf16",
     zero: Annotated[
         int,
-        typer.Option(metavar="0|1|2", help="Spread over --dp: nothing, optimizer, gradients too."),
+        typer.Option(
+            metavar="0|1|2|3",
+            help="Spread over --dp: nothing, optimizer, gradients too, weights too (FSDP).",
+        ),
     ] = 1,
     flash: Annotated[
         bool, typer.Option("--flash/--no-flash", help="Flash attention, or stored scores.")
@@ -99,6 +119,57 @@ def estimate_problem(
         bool,
         typer.Option("--lean", help="Norm and activation-function outputs are made again in I."),
     ] = False,
+    recompute: Annotated[
+        str,
+        typer.Option(
+            metavar="LIST", help=f"Modules made again, with commas: {', '.join(RECOMPUTABLE)}."
+        ),
+    ] = "",
+    cuda_graphs: Annotated[
+        bool, typer.Option("--cuda-graphs", help="The host's launches are captured.")
+    ] = False,
+    ep_overlap: Annotated[
+        bool,
+        typer.Option("--ep-overlap", help="Tokens travel to experts while others compute."),
+    ] = False,
+    dispatcher: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="alltoall: a copy per expert; deduplicated: one per rank (DeepEP, HybridEP).",
+        ),
+    ] = "alltoall",
+    dispatch: Annotated[
+        str, typer.Option(metavar="bf16|fp8", help="Precision of tokens on the way to experts.")
+    ] = "bf16",
+    overlap: Annotated[
+        bool,
+        typer.Option(
+            "--overlap/--no-overlap", help="Whether collectives go beside compute where they can."
+        ),
+    ] = True,
+    offloaded_layers: Annotated[
+        int,
+        typer.Option(metavar="N", min=0, help="Layers whose activations stay in host memory."),
+    ] = 0,
+    network: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KIND[:GBIT]",
+            help="Between nodes: infiniband, ethernet or tcp, and Gbit/s per GPU.",
+        ),
+    ] = None,
+    oversubscription: Annotated[
+        float, typer.Option(metavar="X", help="Divides what the network leaves between nodes.")
+    ] = 1.0,
+    measured_step_s: Annotated[
+        float | None,
+        typer.Option(metavar="S", help="What a step of this takes: calibrates every time."),
+    ] = None,
+    time_factor: Annotated[
+        float | None,
+        typer.Option(metavar="X", help="Multiplies every time: another configuration's factor."),
+    ] = None,
     mfu: Annotated[
         float | None,
         typer.Option(metavar="X", help="Share (0-1) of peak that F, I and W reach together."),
@@ -136,6 +207,10 @@ def estimate_problem(
           --sequence 8192 --microbatches 64 -o problem.json
       optpipe estimate --model llama3-8b --gpu h100 -o - | optpipe solve - --plot picture.svg
       optpipe estimate --config config.json --gpu a100 --pp 4 -o problem.json
+      optpipe estimate --model qwen3-235b-a22b --gpu h100:256 --tp 2 --pp 8 --chunks 4 --ep 32 \\
+          --precision fp8 --ep-overlap --layout even --microbatches 128
+      optpipe estimate --model llama3-70b --gpu h100:32 --gpu a100:32 --tp 8 --pp 8
+      optpipe estimate --model llama3-8b --gpu h100:8 --pp 1 --zero 3 --measured-step-s 9.1
       optpipe estimate --model llama3-8b --gpu h100 --model-json -o model.json
       optpipe estimate --list
     """
@@ -146,32 +221,32 @@ def estimate_problem(
     check_apart(output, inputs=[config])
     with _named_as_flags():
         shape = _shape(model, config)
-        if not gpu:
-            raise InputError(f"--gpu is missing; give one of {', '.join(GPUS)}")
-        if len(gpu) > 1:
-            raise InputError(
-                f"--gpu {' --gpu '.join(gpu)}: an estimate is for one kind of accelerator; give "
-                "one, or write a model file with devices of several types for optpipe plan"
-            )
-        hardware = find_gpu(gpu[0])
+        kinds = _accelerators(gpu, network, oversubscription)
+        replicas = _replicas(kinds, dp, tp * cp * pp)
         training = Training(
-            micro_batch=micro_batch, sequence=sequence, tp=tp, cp=cp, ep=ep, dp=dp, zero=zero,
-            precision=cast("Precision", precision), flash=flash, lean=lean,
-            sequence_parallel=sequence_parallel,
+            micro_batch=micro_batch, sequence=sequence, tp=tp, cp=cp, ep=ep, etp=etp, dp=replicas,
+            zero=zero, precision=cast("Precision", precision), flash=flash, lean=lean,
+            sequence_parallel=sequence_parallel, cuda_graphs=cuda_graphs, ep_overlap=ep_overlap,
+            recompute=frozenset(filter(None, map(str.strip, recompute.split(",")))),
+            dispatcher=cast("Dispatcher", dispatcher), dispatch=cast("Dispatch", dispatch),
+            overlap=overlap, offloaded_layers=offloaded_layers,
         )  # fmt: skip
         found = estimate(
             shape,
-            hardware,
+            _pipeline_ranks(kinds, training.ranks),
             training,
             pp=pp,
             num_microbatches=microbatches,
             chunks=chunks,
             placement=placement or ("linear" if chunks == 1 else "loop"),
-            efficiency=hardware.efficiency.with_pcie(pcie_efficiency),
+            layout=cast("Layout", layout),
+            pcie_efficiency=pcie_efficiency,
             mfu=mfu,
+            time_factor=time_factor,
+            measured_step_s=measured_step_s,
             memory_bytes=_memory(memory_gb),
         )
-    _show(results(output), shape, hardware, found)
+    _show(results(output), shape, kinds, found)
     if output is not None:
         write_file(output, dump_model(found.model) if model_json else dump_problem(found.problem))
         say_written(output, "model" if model_json else "problem")
@@ -200,6 +275,67 @@ def _shape(model: str | None, config: Path | None) -> ModelShape:
     return replace(shape, name=config.absolute().parent.name[:80] or "config")
 
 
+class _Accelerators(NamedTuple):
+    """Accelerators of one kind, and how many if that was said."""
+
+    hardware: Hardware
+    number: int | None
+
+
+def _accelerators(
+    gpu: list[str] | None, network: str | None, oversubscription: float
+) -> list[_Accelerators]:
+    if not gpu:
+        raise InputError(f"--gpu is missing; give one of {', '.join(GPUS)}")
+    found = []
+    for text in gpu:
+        name, colon, count = text.partition(":")
+        if colon and not (count.isascii() and count.isdigit() and 0 < int(count) < 10**6):
+            raise InputError(f"--gpu {text}: behind the colon must be a number of GPUs; correct it")
+        hardware = find_gpu(name)
+        if network is not None or oversubscription != 1:
+            hardware = hardware.on_network(network, oversubscription)
+        found.append(_Accelerators(hardware, int(count) if colon else None))
+    if len(found) > 1 and any(kind.number is None for kind in found):
+        raise InputError(
+            f"--gpu {' --gpu '.join(gpu)}: with several kinds each needs its number; write "
+            f"--gpu {gpu[0].split(':')[0]}:8"
+        )
+    return found
+
+
+def _replicas(kinds: list[_Accelerators], dp: int | None, of_one: int) -> int:
+    """Return the data-parallel degree: as said, or as the number of GPUs leaves."""
+    counts = [kind.number for kind in kinds if kind.number is not None]
+    if not counts:
+        return dp or 1
+    total = sum(counts)
+    if dp is None and total % of_one == 0:
+        return total // of_one
+    if dp is None or dp * of_one != total:
+        raise InputError(
+            f"{total} GPUs are not tp x cp x pp = {of_one}" + (f" x dp = {dp}" if dp else "")
+            + (" replicas" if dp else ", nor a multiple") + "; change --gpu or the degrees"
+        )  # fmt: skip
+    return dp
+
+
+def _pipeline_ranks(kinds: list[_Accelerators], stage: int) -> Hardware | list[Hardware]:
+    """Return the accelerator, or with several kinds that of each pipeline rank."""
+    if len(kinds) == 1:
+        return kinds[0].hardware
+    ranks: list[Hardware] = []
+    for kind in kinds:
+        count = kind.number or 0
+        if count % stage:
+            raise InputError(
+                f"--gpu {kind.hardware.name}:{count}: is no multiple of the {stage} GPUs that "
+                f"share a stage (tp x cp x dp), so a stage would stand on two kinds; change it"
+            )
+        ranks += [kind.hardware] * (count // stage)
+    return ranks
+
+
 def _memory(gigabytes: float | None) -> int | None:
     if gigabytes is None:
         return None
@@ -208,17 +344,21 @@ def _memory(gigabytes: float | None) -> int | None:
     return round(gigabytes * 1e9)
 
 
-def _show(console: Console, shape: ModelShape, hardware: Hardware, found: Estimate) -> None:
+def _show(console: Console, shape: ModelShape, kinds: list[_Accelerators], found: Estimate) -> None:
     console.width = max(console.width, _LEAST_WIDTH)
     parameters = total_parameters(shape) / 1e9
+    titles = " and ".join(kind.hardware.title for kind in kinds)
     console.print(
-        f"{shape.name}: {parameters:.2f} billion parameters, on {hardware.title}; compute at "
+        f"{shape.name}: {parameters:.2f} billion parameters, on {titles}; compute at "
         f"{format_share(found.mfu)} of peak",
         markup=False,
     )
+    for text in (*_step_lines(found), _spent_line(found.step)):
+        console.print(text, markup=False, soft_wrap=True)
     console.print(_stage_table(found))
     if len(found.sizes) > _SHOWN_STAGES:
         console.print(f"and {len(found.sizes) - _SHOWN_STAGES} more stages")
+    console.print(_memory_table(found.step))
     p = len(found.problem.devices)
     if found.placement == placement_of("loop", p, len(found.sizes) // p):
         layout = megatron_layout(found.problem)
@@ -226,13 +366,61 @@ def _show(console: Console, shape: ModelShape, hardware: Hardware, found: Estima
     for note in found.notes:
         console.print(note.told(flag), style="dim", markup=False)
     busy_ms = found.problem.busy_ms
-    for load in link_loads(found.problem):
-        if load.busy_ms > busy_ms:
-            stderr().print(
-                f"warning: {load}, longer than the {busy_ms:,.1f} ms that the busiest device "
-                "computes: the link bounds the step; cut or place the model otherwise",
-                style="yellow", markup=False, soft_wrap=True,
-            )  # fmt: skip
+    bound_by = [
+        f"{load}, longer than the {busy_ms:,.1f} ms that the busiest device computes: the link "
+        "bounds the step; cut or place the model otherwise"
+        for load in link_loads(found.problem)
+        if load.busy_ms > busy_ms
+    ]
+    warn("links", bound_by)
+
+
+def _step_lines(found: Estimate) -> Iterator[str]:
+    """Yield what a step takes, and how far such estimates were from published runs."""
+    step, error = found.step, found.error
+    interleaved = "interleaved " if len(found.sizes) > len(found.problem.devices) else ""
+    yield (
+        f"a step with {interleaved}1F1B: {step.step_ms / 1e3:.3f} s, "
+        f"{step.tokens_per_s_per_gpu:,.0f} tokens/s/GPU on {step.num_gpus} GPUs, "
+        f"model FLOPs at {format_share(step.mfu)} of the bf16 peak"
+    )
+    if found.factor != 1:
+        yield (
+            f"calibrated: every time is {found.factor:.4g} times the formulas'; --time-factor "
+            f"{found.factor:.4g} carries that to other configurations"
+        )
+    elif error is None:
+        yield "error: not known; no published run of such accelerators was compared"
+    else:
+        yield (
+            f"error: published runs of this class were met within {format_share(error.median)} "
+            f"(median of {error.num_rows}, the worst {format_share(error.worst)}; "
+            "python -m benchmarks.scoreboard)"
+        )
+
+
+def _spent_line(step: StepEstimate) -> str:
+    """Return where the time of the rank that decides goes, largest first."""
+    parts = {
+        **step.spent._asdict(),
+        "idle": step.idle_ms,
+        "gradient reduction": step.reduction_ms,
+        "weight gathering": step.gather_ms,
+        "optimizer": step.optimizer_ms,
+    }
+    shares = sorted(((ms / step.step_ms, name) for name, ms in parts.items()), reverse=True)
+    return "of it: " + ", ".join(
+        f"{name} {format_share(share)}" for share, name in shares if share >= _LEAST_SHARE
+    )
+
+
+def _memory_table(step: StepEstimate) -> Table:
+    kinds = step.peak._asdict()
+    table = text_table("device", *kinds, "sum")
+    for rank, memory in enumerate(step.memory[:_SHOWN_STAGES]):
+        cells = (format_bytes(round(value)) for value in (*memory, memory.total))
+        table.add_row(f"gpu{rank}", *cells)
+    return table
 
 
 def _stage_table(found: Estimate) -> Table:

@@ -18,7 +18,7 @@ from optpipe.simulate import bubble_rate, link_warnings, simulate
 from optpipe.units import format_bytes, format_ms, format_share
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from rich.console import Console
 
@@ -35,10 +35,12 @@ __all__ = [
     "progress_line",
     "searching",
     "show_schedule",
+    "warn",
     "warn_of_links",
 ]
 
 _SHOWN_DEVICES = 16
+_SHOWN_WARNINGS = 2
 MOST_DRAWN = 50_000
 """Actions up to which a result is drawn: picture, table and 1F1B beside it take 40 us for each."""
 
@@ -64,8 +66,15 @@ def show_schedule(
 
 def warn_of_links(problem: Problem, makespan_ms: float) -> None:
     """Say on standard error which links could not deliver within a makespan in ms."""
-    for sentence in link_warnings(problem, makespan_ms):
+    warn("links", link_warnings(problem, makespan_ms))
+
+
+def warn(what: str, sentences: Sequence[str]) -> None:
+    """Print warnings on standard error: two, and how many more of the same there are."""
+    for sentence in sentences[:_SHOWN_WARNINGS]:
         stderr().print(f"warning: {sentence}", style="yellow", markup=False, soft_wrap=True)
+    if (more := len(sentences) - _SHOWN_WARNINGS) > 0:
+        stderr().print(f"warning: so are {more} more {what}", style="yellow", markup=False)
 
 
 def baseline_programs(problem: Problem) -> Programs | None:

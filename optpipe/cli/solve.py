@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -99,6 +100,7 @@ def solve(
       optpipe solve problem.json --no-offload --no-recompute
       optpipe solve problem.json --plot picture.html
     """
+    began = time.monotonic()
     problem = _with_objective(read_problem(problem_file), objective)
     barred = {"offload": no_offload, "recompute": no_recompute}
     barred_names = [name for name, is_barred in barred.items() if is_barred]
@@ -117,10 +119,12 @@ def solve(
 
         if among:
             stderr().print(f"{among}: bounds on the way hold there", markup=False)
+        # Reading and loading count, or the command would end late on a busy machine.
+        left_s = max(time_limit / 2, time_limit - (time.monotonic() - began))
         with searching(f"solving {among}".strip()) as search:
             result = optpipe_solver.solve(
                 searched,
-                time_limit_s=time_limit,
+                time_limit_s=left_s,
                 work_limit=work_limit,
                 threads=threads,
                 seed=seed,

@@ -1,21 +1,25 @@
 """Models and accelerators by name, and what a model costs on them: estimates, not measurements.
 
 ``estimate(find_model("llama3-70b"), find_gpu("h100"), Training(tp=8), pp=8, num_microbatches=64)``
-gives a problem to solve and a model to cut otherwise.
+gives a problem to solve, a model to cut otherwise, and what a step takes.
 """
 
-from optpipe.presets.catalogue import GPUS, MODELS, Efficiency, Hardware, find_gpu, find_model
-from optpipe.presets.costs import total_parameters
+from optpipe.presets.accelerators import GPUS, Efficiency, Hardware, find_gpu
+from optpipe.presets.catalogue import MODELS, find_model
 from optpipe.presets.estimate import Estimate, estimate
 from optpipe.presets.huggingface import shape_from_config
+from optpipe.presets.machine import Machine
+from optpipe.presets.parameters import total_parameters
 from optpipe.presets.shape import (
     AskedError,
     AskedSentence,
     Experts,
     LatentAttention,
+    LayerForm,
     ModelShape,
     Training,
 )
+from optpipe.presets.step import PipelineCut, StepEstimate, step_estimate
 
 __all__ = [
     "GPUS",
@@ -27,11 +31,16 @@ __all__ = [
     "Experts",
     "Hardware",
     "LatentAttention",
+    "LayerForm",
+    "Machine",
     "ModelShape",
+    "PipelineCut",
+    "StepEstimate",
     "Training",
     "estimate",
     "find_gpu",
     "find_model",
     "shape_from_config",
+    "step_estimate",
     "total_parameters",
 ]

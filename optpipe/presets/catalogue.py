@@ -1,299 +1,20 @@
-"""Accelerators: peak rates and sizes from their data sheets, and what of them is reached.
+"""Model shapes by name, each with its source.
 
-Every number carries its source. Rates are dense (no sparsity), bandwidths one direction, GB/s
-are 1e9 bytes per second. None of them was measured here. Which were looked up in what, and which
-could not be, stands in docs/estimate.md. Sizes of memory are what the vendor's tool shows, because
-that is what can be allocated: data sheets round, and mix GB with GiB.
+Where a publisher gives the exact number of parameters, a test holds the shape to it. What the
+numbers were looked up in stands in docs/estimate.md.
 """
 
 from __future__ import annotations
 
-import difflib
-from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from optpipe.errors import InputError
-from optpipe.presets.shape import AskedError, Experts, Field, LatentAttention, ModelShape
+from optpipe.presets.shape import Experts, LatentAttention, ModelShape, pick
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from optpipe.presets.shape import Precision
-
-__all__ = [
-    "GPUS",
-    "MODELS",
-    "PIPEOFFLOAD",
-    "Efficiency",
-    "Hardware",
-    "find_gpu",
-    "find_model",
-]
-
-
-class Fact(NamedTuple):
-    """A number and where it comes from."""
-
-    value: float
-    source: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Efficiency:
-    """Which share of a peak rate is reached, per class of work; assumptions, each adjustable.
-
-    Parameters
-    ----------
-    matmul
-        Of the matrix products with weights.
-    attention
-        Of attention's own products (queries with keys, scores with values).
-    memory
-        Of the memory bandwidth, by everything that is no matrix product: norms, activation
-        functions, residual additions, scores. It stands for launches and casts too, so it may
-        be lower than what a copy reaches.
-    pcie
-        Of one direction of PCIe, while the other direction and compute are busy.
-    network
-        Of the links between devices.
-    """
-
-    matmul: float = 0.5
-    attention: float = 0.4
-    memory: float = 0.6
-    pcie: float = 0.625
-    network: float = 0.8
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if not 0 < value <= 1:
-                raise InputError(
-                    f"efficiency {field.name} = {value}: must be a share of the peak, above 0 "
-                    "and at most 1; correct it"
-                )
-
-    def with_pcie(self, share: float | None) -> Efficiency:
-        """Return this with another share of PCIe; None changes nothing."""
-        return self if share is None else replace(self, pcie=share)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Hardware:
-    """One kind of accelerator and the node it stands in.
-
-    Parameters
-    ----------
-    tflops
-        Precision -> peak dense rate in TFLOP/s; products accumulate in fp32. What is missing
-        the accelerator cannot do.
-    memory_bytes, memory_gb_per_s
-        Size and bandwidth of the device's memory.
-    pcie_gb_per_s
-        To and from the host, per direction; None = there is nothing to offload to.
-    peer_gb_per_s
-        To one other device of the node, per direction: what a boundary tensor takes.
-    node_gb_per_s
-        To all devices of the node together, per direction: what collectives take.
-    network_gb_per_s
-        To another node, per direction, of this device's share of the adapters.
-    gpus_per_node
-        Devices that ``peer_gb_per_s`` joins.
-    """
-
-    name: str
-    title: str
-    tflops: Mapping[Precision, Fact]
-    memory_bytes: Fact
-    memory_gb_per_s: Fact
-    pcie_gb_per_s: Fact | None
-    peer_gb_per_s: Fact
-    node_gb_per_s: Fact
-    network_gb_per_s: Fact
-    gpus_per_node: int = 8
-    efficiency: Efficiency = Efficiency()
-
-    def peak_flops(self, precision: Precision) -> float:
-        """Return the peak dense rate in FLOP/s; refuse a precision that it has none for."""
-        if precision not in self.tflops:
-            raise AskedError(
-                f"{self.title} has no {precision} products (it has "
-                f"{', '.join(sorted(self.tflops))}); choose another ",
-                Field("precision"),
-            )
-        return self.tflops[precision].value * 1e12
-
-    @property
-    def facts(self) -> tuple[tuple[str, Fact], ...]:
-        """Every number by name, rates first."""
-        named = [(f"{precision} TFLOP/s", fact) for precision, fact in self.tflops.items()]
-        values = ((field.name, getattr(self, field.name)) for field in fields(self))
-        return (*named, *((name, value) for name, value in values if isinstance(value, Fact)))
-
-
-def _rates(source: str, **tflops: float) -> Mapping[Precision, Fact]:
-    return MappingProxyType({name: Fact(value, source) for name, value in tflops.items()})  # type: ignore[misc]
-
-
-_GIB = 2**30
-_PCIE4 = Fact(31.5, "PCI Express 4.0 x16: 16 GT/s, 16 lanes, 128b/130b encoding")
-_PCIE5 = Fact(63.0, "PCI Express 5.0 x16: 32 GT/s, 16 lanes, 128b/130b encoding")
-_HDR = Fact(25.0, "DGX A100 data sheet: one 200 Gb/s adapter per GPU")
-_NDR = Fact(50.0, "DGX H100 data sheet: one 400 Gb/s adapter per GPU")
-_A100 = "NVIDIA A100 Tensor Core GPU data sheet"
-_H100 = "NVIDIA H100 Tensor Core GPU data sheet; rates without sparsity"
-_H200 = "NVIDIA H200 Tensor Core GPU data sheet; rates without sparsity"
-_B200 = "NVIDIA Blackwell data sheet, HGX B200 at 1,000 W; rates without sparsity"
-_MI300X = "AMD Instinct MI300X data sheet"
-_ADA = "NVIDIA Ada GPU architecture white paper, GeForce RTX 4090"
-_XEON = "Intel Xeon Platinum 8480+ specification"
-
-# Fitted to published numbers, not measured here; benchmarks/estimates.py --fit. A100: matmul and
-# memory with which one row of the Zero Bubble table (6.2B, 24 micro-batches) has its least largest
-# error. H100: matmul with which a layer of PipeOffload's 10.5B reaches the 440 TFLOP/s that its
-# published code takes for one. Everything else is assumed.
-_AMPERE = Efficiency(matmul=0.75, attention=0.55, memory=0.64)
-_HOPPER = Efficiency(matmul=0.46, attention=0.4, memory=0.6)
-_BLACKWELL = Efficiency(matmul=0.46, attention=0.35, memory=0.6)
-_CDNA = Efficiency(matmul=0.4, attention=0.25, memory=0.5)
-_GEFORCE = Efficiency(matmul=0.75, attention=0.6, memory=0.65)
-_CPU = Efficiency(matmul=0.4, attention=0.2, memory=0.6)
-
-
-def _a100(name: str, title: str, gib: int, bandwidth: float) -> Hardware:
-    nvlink = Fact(300.0, f"{_A100}: NVLink 600 GB/s, both directions counted")
-    return Hardware(
-        name=name,
-        title=title,
-        tflops=_rates(_A100, bf16=312, fp16=312, fp32=19.5),
-        memory_bytes=Fact(gib * _GIB, f"{_A100}: {gib} GB; nvidia-smi shows {gib * 1024} MiB"),
-        memory_gb_per_s=Fact(bandwidth, f"{_A100}, SXM"),
-        pcie_gb_per_s=_PCIE4,
-        peer_gb_per_s=nvlink,
-        node_gb_per_s=nvlink,
-        network_gb_per_s=_HDR,
-        efficiency=_AMPERE,
-    )
-
-
-_NVLINK4 = Fact(450.0, f"{_H100}: NVLink 900 GB/s, both directions counted")
-_H100_BYTES = Fact(81559 * 2**20, f"{_H100}: 80 GB; nvidia-smi shows 81559 MiB")
-_UPI = Fact(48.0, "UPI 2.0: 24 lanes of 16 GT/s; one link counted, sockets have up to 4")
-_B200_LINK = Fact(900.0, f"{_B200}: NVLink 1.8 TB/s per GPU, both directions counted")
-
-_ALL = (
-    _a100("a100-40gb", "A100 SXM 40GB", 40, 1555),
-    _a100("a100", "A100 SXM 80GB", 80, 2039),
-    Hardware(
-        name="h100",
-        title="H100 SXM 80GB",
-        tflops=_rates(_H100, bf16=989.4, fp16=989.4, fp8=1978.9, fp32=66.9),
-        memory_bytes=_H100_BYTES,
-        memory_gb_per_s=Fact(3350, _H100),
-        pcie_gb_per_s=_PCIE5,
-        peer_gb_per_s=_NVLINK4,
-        node_gb_per_s=_NVLINK4,
-        network_gb_per_s=_NDR,
-        efficiency=_HOPPER,
-    ),
-    Hardware(
-        name="h100-pcie",
-        title="H100 PCIe 80GB",
-        tflops=_rates(_H100, bf16=756, fp16=756, fp8=1513, fp32=51),
-        memory_bytes=_H100_BYTES,
-        memory_gb_per_s=Fact(2000, _H100),
-        pcie_gb_per_s=_PCIE5,
-        peer_gb_per_s=_PCIE5._replace(source=_PCIE5.source + "; no NVLink bridge assumed"),
-        node_gb_per_s=_PCIE5._replace(source=_PCIE5.source + "; no NVLink bridge assumed"),
-        network_gb_per_s=Fact(25.0, "assumed: one 200 Gb/s adapter per GPU"),
-        efficiency=_HOPPER,
-    ),
-    Hardware(
-        name="h200",
-        title="H200 SXM 141GB",
-        tflops=_rates(_H200, bf16=989.4, fp16=989.4, fp8=1978.9, fp32=66.9),
-        memory_bytes=Fact(143771 * 2**20, f"{_H200}: 141 GB; nvidia-smi shows 143771 MiB"),
-        memory_gb_per_s=Fact(4800, _H200),
-        pcie_gb_per_s=_PCIE5,
-        peer_gb_per_s=Fact(450.0, f"{_H200}: NVLink 900 GB/s, both directions counted"),
-        node_gb_per_s=Fact(450.0, f"{_H200}: NVLink 900 GB/s, both directions counted"),
-        network_gb_per_s=_NDR,
-        efficiency=_HOPPER,
-    ),
-    Hardware(
-        name="b200",
-        title="B200 180GB",
-        tflops=_rates(_B200, bf16=2250, fp16=2250, fp8=4500, fp32=80),
-        memory_bytes=Fact(183359 * 2**20, "NVIDIA B200, 180 GB; nvidia-smi shows 183359 MiB"),
-        memory_gb_per_s=Fact(8000, f"{_B200}; the driver's bus width and clock make 7672"),
-        pcie_gb_per_s=_PCIE5,
-        peer_gb_per_s=_B200_LINK,
-        node_gb_per_s=_B200_LINK,
-        network_gb_per_s=Fact(50.0, f"{_B200}: one 400 Gb/s adapter per GPU"),
-        efficiency=_BLACKWELL,
-    ),
-    Hardware(
-        name="mi300x",
-        title="MI300X 192GB",
-        tflops=_rates(_MI300X, bf16=1307.4, fp16=1307.4, fp8=2614.9, fp32=163.4),
-        memory_bytes=Fact(206_141_652_992, f"{_MI300X}: 192 GB; rocm-smi shows 206141652992 B"),
-        memory_gb_per_s=Fact(5300, _MI300X),
-        pcie_gb_per_s=_PCIE5,
-        peer_gb_per_s=Fact(64.0, f"{_MI300X}: one Infinity Fabric link, 128 GB/s both directions"),
-        node_gb_per_s=Fact(448.0, f"{_MI300X}: seven Infinity Fabric links, 64 GB/s each way"),
-        network_gb_per_s=Fact(50.0, "assumed: one 400 Gb/s adapter per GPU"),
-        efficiency=_CDNA,
-    ),
-    Hardware(
-        name="rtx4090",
-        title="GeForce RTX 4090",
-        tflops=_rates(f"{_ADA}; fp32 accumulation", bf16=165.2, fp16=165.2, fp8=330.3, fp32=82.6),
-        memory_bytes=Fact(24564 * 2**20, f"{_ADA}: 24 GB; nvidia-smi shows 24564 MiB"),
-        memory_gb_per_s=Fact(1008, _ADA),
-        pcie_gb_per_s=_PCIE4,
-        peer_gb_per_s=_PCIE4._replace(source=_PCIE4.source + "; the card has no NVLink"),
-        node_gb_per_s=_PCIE4._replace(source=_PCIE4.source + "; the card has no NVLink"),
-        network_gb_per_s=Fact(12.5, "assumed: 100 Gb/s per GPU"),
-        efficiency=_GEFORCE,
-    ),
-    Hardware(
-        name="cpu",
-        title="Xeon Platinum 8480+ (one socket)",
-        tflops=_rates(f"{_XEON}: 56 cores x 2.0 GHz x 2048 (AMX) or 64 (AVX-512) FLOP per cycle",
-                      bf16=229.4, fp32=7.2),
-        memory_bytes=Fact(256 * _GIB, "assumed: 256 GiB per socket"),
-        memory_gb_per_s=Fact(307.2, f"{_XEON}: 8 channels of DDR5-4800"),
-        pcie_gb_per_s=None,
-        peer_gb_per_s=_UPI,
-        node_gb_per_s=_UPI,
-        network_gb_per_s=Fact(25.0, "assumed: one 200 Gb/s adapter"),
-        gpus_per_node=2,
-        efficiency=_CPU,
-    ),
-)  # fmt: skip
-
-GPUS: Mapping[str, Hardware] = MappingProxyType({gpu.name: gpu for gpu in _ALL})
-"""Every accelerator of the catalogue by name."""
-
-_GPU_ALIASES = {"a100-80gb": "a100", "h100-sxm": "h100", "4090": "rtx4090"}
-
-
-def find_gpu(name: str) -> Hardware:
-    """Return an accelerator by name; case does not matter.
-
-    Raises
-    ------
-    InputError
-        If the catalogue has none of that name; the message names the nearest.
-    """
-    key = name.lower()
-    return _pick("gpu", _GPU_ALIASES.get(key, key), GPUS)
-
-
-# --- The catalogue of model shapes, each with its source.
-# Where a publisher gives the exact number of parameters, a test holds the shape to it. What the
-# numbers were looked up in stands in docs/estimate.md.
+__all__ = ["MODELS", "PIPEOFFLOAD", "find_model"]
 
 _GPT3 = "Brown et al. 2020, Language Models are Few-Shot Learners (arXiv 2005.14165), table 2.1"
 _LLAMA2 = "Touvron et al. 2023, Llama 2 (arXiv 2307.09288), and the published config.json"
@@ -303,6 +24,17 @@ _QWEN3 = "Qwen3 Technical Report (arXiv 2505.09388), tables 1 and 2, and the pub
 _MIXTRAL = "Mixtral of Experts (arXiv 2401.04088), table 1, and the published config.json"
 _DEEPSEEK2 = "DeepSeek-V2 (arXiv 2405.04434), section 3.1.2, and the published config.json"
 _DEEPSEEK3 = "DeepSeek-V3 (arXiv 2412.19437), section 4.2, and the published config.json"
+_KIMI = "Kimi K2 (arXiv 2507.20534), table 2, and the published config.json"
+_MOONLIGHT = "Muon is Scalable for LLM Training (arXiv 2502.16982), and the published config.json"
+_LLAMA4 = (
+    "published config.json (text part); chunks of 8192 tokens count as a window of 4096, which is "
+    "what a token sees of them on the average"
+)
+_GPT_OSS = "gpt-oss model card (arXiv 2508.10925), and the published config.json"
+_GEMMA = "Gemma (arXiv 2403.08295), table 1, and the published config.json"
+_GEMMA2 = "Gemma 2 (arXiv 2408.00118), table 1, and the published config.json"
+_GEMMA3 = "Gemma 3 (arXiv 2503.19786), table 1, and the published config.json (text part)"
+_KORTHIKANTI = "Korthikanti et al. 2022 (arXiv 2205.05198), table 3"
 _ZB = "Zero Bubble Pipeline Parallelism (arXiv 2401.10241), table 4"
 _PO = "PipeOffload (arXiv 2503.01328), table of models"
 
@@ -340,6 +72,26 @@ _QWEN3_ROWS = {
     "qwen3-14b": (40, 5120, 40, 8, 17408, 151936),
     "qwen3-32b": (64, 5120, 64, 8, 25600, 151936),
 }
+# The same, then the width of a head.
+_GEMMA_ROWS = {
+    "gemma-2b": (18, 2048, 8, 1, 16384, 256000, 256),
+    "gemma-7b": (28, 3072, 16, 16, 24576, 256000, 256),
+    "gemma2-2b": (26, 2304, 8, 4, 9216, 256000, 256),
+    "gemma2-9b": (42, 3584, 16, 8, 14336, 256000, 256),
+    "gemma2-27b": (46, 4608, 32, 16, 36864, 256000, 128),
+    "gemma3-1b": (26, 1152, 4, 1, 6912, 262144, 256),
+    "gemma3-4b": (34, 2560, 8, 4, 10240, 262208, 256),
+    "gemma3-12b": (48, 3840, 16, 8, 15360, 262208, 256),
+    "gemma3-27b": (62, 5376, 32, 16, 21504, 262208, 128),
+}
+
+# Layers, hidden, heads.
+_MEGATRON_ROWS = {
+    "megatron-22b": (48, 6144, 64),
+    "mt-nlg-530b": (105, 20480, 128),
+    "megatron-1t": (128, 25600, 160),
+}
+
 _TIED = {
     "llama3.2-1b", "llama3.2-3b", "qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-3b",
     "qwen3-0.6b", "qwen3-1.7b", "qwen3-4b",
@@ -372,10 +124,10 @@ def _gelu(name: str, row: tuple[int, int, int], source: str, **fields: Any) -> M
 
 def _rotary(name: str, row: tuple[int, ...], source: str, **fields: Any) -> ModelShape:
     layers, hidden, heads, kv_heads, ffn, vocab = row
+    usual = {"head_width": 128 if "qk_norm" in fields else None, "tied": name in _TIED}
     return ModelShape(
         name=name, num_layers=layers, hidden=hidden, num_heads=heads, num_kv_heads=kv_heads,
-        ffn=ffn, vocab=vocab, head_width=128 if "qk_norm" in fields else None,
-        tied=name in _TIED, source=source, **fields,
+        ffn=ffn, vocab=vocab, source=source, **(usual | fields),
     )  # fmt: skip
 
 
@@ -383,7 +135,7 @@ def _latent(query_rank: int | None) -> LatentAttention:
     return LatentAttention(query_rank=query_rank, kv_rank=512, nope=128, rope=64, value=128)
 
 
-def _all() -> Iterator[ModelShape]:
+def _dense() -> Iterator[ModelShape]:
     corrected = {
         "gpt3-1.3b": "; its 24 heads of 128 do not make 2048, so 16",
         "gpt3-13b": "; its hidden 5140 is no multiple of 40 heads of 128, so 5120",
@@ -397,6 +149,22 @@ def _all() -> Iterator[ModelShape]:
         yield _rotary(name, row, _QWEN25, bias="qkv")
     for name, row in _QWEN3_ROWS.items():
         yield _rotary(name, row, _QWEN3, qk_norm=True)
+    yield from _gemmas()
+
+
+def _gemmas() -> Iterator[ModelShape]:
+    for name, (*row, width) in _GEMMA_ROWS.items():
+        fields: dict[str, Any] = {"head_width": width, "tied": True}
+        source = {"gemma-": _GEMMA, "gemma2": _GEMMA2, "gemma3": _GEMMA3}[name[:6]]
+        if source != _GEMMA:
+            fields |= {"norms": 4, "window": 4096, "full_every": 2}
+        if source == _GEMMA3:
+            window = 512 if name == "gemma3-1b" else 1024
+            fields |= {"qk_norm": True, "window": window, "full_every": 6}
+        yield _rotary(name, tuple(row), source, **fields)
+
+
+def _with_experts() -> Iterator[ModelShape]:
     for name, row, ffn in (
         ("qwen3-30b-a3b", (48, 2048, 32, 4, 6144, 151936), 768),
         ("qwen3-235b-a22b", (94, 4096, 64, 4, 12288, 151936), 1536),
@@ -414,13 +182,44 @@ def _all() -> Iterator[ModelShape]:
     )  # fmt: skip
     yield _rotary(
         "deepseek-v2", (60, 5120, 128, 128, 12288, 102400), _DEEPSEEK2, latent=_latent(1536),
-        experts=Experts(num=160, active=6, ffn=1536, shared_ffn=3072, dense_layers=1),
+        experts=Experts(
+            num=160, active=6, ffn=1536, shared_ffn=3072, dense_layers=1, max_nodes=3
+        ),
+    )  # fmt: skip
+    experts = Experts(num=256, active=8, ffn=2048, shared_ffn=2048, dense_layers=3, max_nodes=4)
+    row = (61, 7168, 128, 128, 18432, 129280)
+    left_out = ("the multi-token prediction module, which deepseek-v3-mtp has",)
+    for name, mtp in (("deepseek-v3", 0), ("deepseek-v3-mtp", 1)):
+        yield _rotary(
+            name, row, _DEEPSEEK3, latent=_latent(1536), experts=experts, mtp=mtp,
+            left_out=() if mtp else left_out,
+        )  # fmt: skip
+    yield _rotary(
+        "kimi-k2", (61, 7168, 64, 64, 18432, 163840), _KIMI, latent=_latent(1536),
+        experts=Experts(num=384, active=8, ffn=2048, shared_ffn=2048, dense_layers=1),
     )  # fmt: skip
     yield _rotary(
-        "deepseek-v3", (61, 7168, 128, 128, 18432, 129280), _DEEPSEEK3, latent=_latent(1536),
-        experts=Experts(num=256, active=8, ffn=2048, shared_ffn=2048, dense_layers=3),
-        left_out=("the multi-token prediction module",),
+        "moonlight-16b-a3b", (27, 2048, 16, 16, 11264, 163840), _MOONLIGHT, latent=_latent(None),
+        experts=Experts(num=64, active=6, ffn=1408, shared_ffn=2816, dense_layers=1),
     )  # fmt: skip
+    for name, layers, num in (("gpt-oss-20b", 24, 32), ("gpt-oss-120b", 36, 128)):
+        yield _rotary(
+            name, (layers, 2880, 64, 8, 2880, 201088), _GPT_OSS, head_width=64, bias="attention",
+            sinks=True, window=128, full_every=2,
+            experts=Experts(num=num, active=4, ffn=2880, bias=True),
+        )  # fmt: skip
+    for name, num, every in (("llama4-scout", 16, 1), ("llama4-maverick", 128, 2)):
+        yield _rotary(
+            name, (48, 5120, 40, 8, 16384, 202048), _LLAMA4, window=4096, full_every=4,
+            experts=Experts(num=num, active=1, ffn=8192, shared_ffn=8192, every=every),
+        )  # fmt: skip
+
+
+def _of_papers() -> Iterator[ModelShape]:
+    for name, small in _MEGATRON_ROWS.items():
+        yield _gelu(
+            name, small, _KORTHIKANTI, vocab=51200, positions=2048, bias="all", dropout=True
+        )
     for model, small in _ZERO_BUBBLE.items():
         source = f"{_ZB}; vocabulary inferred from the number of parameters"
         name = f"zb-{model.lower()}"
@@ -430,11 +229,14 @@ def _all() -> Iterator[ModelShape]:
         yield _gelu(f"po-{model.lower()}", small, source, num_kv_heads=8)
 
 
-MODELS: Mapping[str, ModelShape] = MappingProxyType({shape.name: shape for shape in _all()})
+MODELS: Mapping[str, ModelShape] = MappingProxyType(
+    {shape.name: shape for shape in (*_dense(), *_with_experts(), *_of_papers())}
+)
 """Every model of the catalogue by name."""
 
 _MODEL_ALIASES = {
     "llama3.1-8b": "llama3-8b", "llama3.1-70b": "llama3-70b", "llama3-405b": "llama3.1-405b",
+    "llama4-scout-17b-16e": "llama4-scout", "llama4-maverick-17b-128e": "llama4-maverick",
 }  # fmt: skip
 
 
@@ -447,19 +249,4 @@ def find_model(name: str) -> ModelShape:
         If the catalogue has none of that name; the message names the nearest.
     """
     key = name.lower()
-    return _pick("model", _MODEL_ALIASES.get(key, key), MODELS)
-
-
-# --- A name looked up in a catalogue; a wrong one is answered with the nearest.
-
-Value = TypeVar("Value")
-
-
-def _pick(field: str, name: str, catalogue: Mapping[str, Value]) -> Value:
-    """Return the entry of that name, which ``field`` gave."""
-    found = catalogue.get(name)
-    if found is not None:
-        return found
-    close = difflib.get_close_matches(name, catalogue, n=3)
-    hint = f"did you mean {', '.join(close)}?" if close else f"it has {', '.join(catalogue)}"
-    raise AskedError(Field(field, name), f": the catalogue has none of that name; {hint}")
+    return pick("model", _MODEL_ALIASES.get(key, key), MODELS)

@@ -1,72 +1,74 @@
-"""A model's shape on an accelerator, estimated: layers to cut (`Model`), and a problem to solve.
+"""A model on an accelerator as a problem to solve, and as what a step of it takes.
 
-Estimates stand in until something is measured; nothing here was. `costs` says what a part does
-and keeps, and how long that takes.
+Every number of the problem is a formula's: `optpipe.presets.costs` has FLOPs and bytes,
+`optpipe.presets.machine` makes them milliseconds, `optpipe.presets.accelerators` has the rates.
+`optpipe.presets.step` adds the same parts up to a step; a test holds the two together.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import accumulate
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
 from pydantic import ValidationError
 
 from optpipe.errors import InputError, explain
-from optpipe.model import MAX_LAYERS, DefaultLink, Layer, Model, ModelDevice
-from optpipe.presets.costs import (
-    Held,
-    Kept,
-    Machine,
-    PassTimes,
-    checkpoint_bytes,
-    embedding_kept,
-    embedding_parameters,
-    embedding_work,
-    head_kept,
-    head_parameters,
-    head_work,
-    head_workspace_bytes,
-    layer_kept,
-    layer_parameters,
-    layer_work,
-    model_flops,
-    static_bytes,
-    vocab_slice,
-)
+from optpipe.model import MAX_LAYERS, DefaultLink, Layer, LayerTimes, Model, ModelDevice
+from optpipe.presets.accelerators import PRIORS, Hardware
+from optpipe.presets.costs import checkpoint_bytes, model_flops
+from optpipe.presets.machine import Machine
+from optpipe.presets.parameters import static_bytes
 from optpipe.presets.shape import AskedError, AskedSentence, Field
-from optpipe.problem import Link, Placement, StageLayers, placement_of
+from optpipe.presets.step import (
+    Layout,
+    PipelineCut,
+    StagePart,
+    StepEstimate,
+    model_parts,
+    nodes_of,
+    own_reduction_ms,
+    pool_bytes,
+    reserved_bytes,
+    step_estimate,
+)
+from optpipe.problem import Context, Link
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from numpy.typing import NDArray
-
-    from optpipe.presets.catalogue import Efficiency, Hardware
+    from optpipe.presets.accelerators import Efficiency
     from optpipe.presets.shape import ModelShape, Training
     from optpipe.problem import Problem
 
-__all__ = ["Estimate", "StagePart", "asked_placement", "balanced_sizes", "estimate", "model_parts"]
+__all__ = ["ERROR_BANDS", "ErrorBand", "Estimate", "error_class", "estimate"]
 
-_CONTEXT_BYTES = 2 * 2**30
-_FRAGMENTATION_SHARE = 0.03
-_BOUNDARY_TENSORS = 8
-_PEER_LATENCY_MS, _NETWORK_LATENCY_MS = 0.02, 0.03  # assumed: a launch, and a message
 _DIGITS = 5
 
 
-@dataclass(frozen=True, kw_only=True)
-class StagePart:
-    """One kind of layer as one device of a stage has it; ``repeat`` of them in a row."""
+class ErrorBand(NamedTuple):
+    """How far estimates of a class were from published runs: median and worst, of so many rows.
 
-    name: str
-    repeat: int
-    times: PassTimes
-    kept: Kept
-    held: Held
-    layers: StageLayers
-    forward_workspace_bytes: int = 0
+    Leave one model out: no row is estimated with efficiencies fitted to its model.
+    """
+
+    median: float
+    worst: float
+    num_rows: int
+
+
+ERROR_BANDS = {
+    "dense": ErrorBand(0.060, 0.195, 17),
+    "experts, NVLink-72": ErrorBand(0.011, 0.095, 5),
+    "experts, other": ErrorBand(0.072, 0.433, 8),
+}
+"""What ``python -m benchmarks.scoreboard`` says, by class; a test holds the two together."""
+
+
+def error_class(shape: ModelShape, hardware: Hardware) -> str:
+    """Return the class of an estimate in `ERROR_BANDS`."""
+    if shape.experts is None:
+        return "dense"
+    return "experts, NVLink-72" if hardware.gpus_per_node >= 64 else "experts, other"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,9 +83,16 @@ class Estimate:
         Device and number of layers of each stage, embedding and head counted as layers.
     problem
         The problem of that cut.
+    step
+        What a step takes with 1F1B, interleaved with several chunks, and what each rank holds.
     mfu
         Model FLOPs of a micro-batch over what its devices could do, at peak, in the time of its
         F, I and W: the utilisation if no device were ever idle.
+    factor
+        What multiplies all times: 1, or by ``mfu``, ``time_factor`` or ``measured_step_s``.
+    error
+        How far estimates of its class were from published runs; None where none of its kind of
+        accelerator were compared.
     notes
         What to know before using it; ``str()`` of each is plain text.
     """
@@ -92,21 +101,28 @@ class Estimate:
     placement: tuple[int, ...]
     sizes: tuple[int, ...]
     problem: Problem
+    step: StepEstimate
     mfu: float
+    factor: float
+    error: ErrorBand | None
     notes: tuple[AskedSentence, ...]
 
 
 def estimate(
     shape: ModelShape,
-    hardware: Hardware,
+    hardware: Hardware | Sequence[Hardware],
     training: Training,
     *,
     pp: int,
     num_microbatches: int,
     chunks: int = 1,
     placement: str = "linear",
+    layout: Layout = "balanced",
     efficiency: Efficiency | None = None,
+    pcie_efficiency: float | None = None,
     mfu: float | None = None,
+    time_factor: float | None = None,
+    measured_step_s: float | None = None,
     memory_bytes: int | None = None,
 ) -> Estimate:
     """Return the estimated problem of a model on ``pp`` pipeline stages' devices.
@@ -115,11 +131,22 @@ def estimate(
 
     Parameters
     ----------
+    hardware
+        The accelerator; or one for each pipeline rank.
+    layout
+        ``balanced``: the slowest stage as fast as can be; ``even``: as frameworks cut.
     efficiency
-        Shares of peak rates; the accelerator's own where None.
+        Shares of peak rates; each accelerator's own where None.
+    pcie_efficiency
+        Share of PCIe that copies reach, instead of the accelerator's.
     mfu
-        Multiplies every time of a pass by one factor, so that `Estimate.mfu` is this; None
-        leaves them as the efficiencies make them.
+        Multiplies every time but that of messages between stages by one factor, so that
+        `Estimate.mfu` is this; None leaves them as the efficiencies make them.
+    time_factor
+        Multiplies every time: what `Estimate.factor` was of a configuration that was measured.
+    measured_step_s
+        What a step of this configuration takes: every time is multiplied so that it does. Copies
+        to the host keep their rate, of which a step says nothing.
     memory_bytes
         Of a device, instead of all it has.
 
@@ -129,39 +156,57 @@ def estimate(
         If the degrees do not divide the sizes, there are fewer layers than stages, or a number
         is out of range.
     """
-    training.check_divides(shape)
     _check_count(shape, pp * chunks)
-    stages = asked_placement(placement, pp, chunks)
-    machine = Machine(hardware, efficiency or hardware.efficiency, training)
-    parts = model_parts(shape, machine, pp=pp)
-    factor, reached = _scaled(shape, machine, parts, mfu)
+    training.check_divides(shape)
+    pipeline = PipelineCut(
+        pp=pp, chunks=chunks, num_microbatches=num_microbatches, placement=placement, layout=layout
+    )
+    kinds = (hardware,) * pp if isinstance(hardware, Hardware) else tuple(hardware)
+    machines = tuple(
+        Machine(one, (efficiency or one.efficiency).with_pcie(pcie_efficiency), training)
+        for one in kinds
+    )
+    _check_microbatches(num_microbatches)
+    base = step_estimate(shape, machines, pipeline)
+    factor = _factor(
+        _utilisation(shape, machines),
+        base.step_ms,
+        mfu=mfu,
+        time_factor=time_factor,
+        measured_step_s=measured_step_s,
+    )
+    links = 1.0 if mfu is not None else factor
+    machines = tuple(one._replace(factor=factor, link_factor=links) for one in machines)
+    step = step_estimate(shape, machines, pipeline, sizes=base.sizes)
     try:
         model = Model(
-            name=_name(shape, hardware, training, pp),
+            name=_name(shape, machines, pp),
             num_microbatches=num_microbatches,
-            devices=_devices(shape, machine, pp, memory_bytes),
-            layers=tuple(_layer(part, shape, machine, factor) for part in parts),
-            **_links(machine, pp),
+            devices=_devices(shape, machines, memory_bytes),
+            layers=_layers(shape, machines),
+            **_links(machines),
         )
     except ValidationError as error:
         raise InputError(explain(error, Model)) from None
-    sizes = balanced_sizes(
-        [sum(part.times) for part in parts for _ in range(part.repeat)], len(stages)
-    )
-    problem = model.problem(stages, sizes)
+    problem = model.problem(pipeline.stages, step.sizes)
+    problem = problem.model_copy(update={"context": _context(shape, machines, pp)})
+    compared = all(one.hardware.generation in PRIORS for one in machines)
     return Estimate(
         model=model,
-        placement=stages,
-        sizes=sizes,
+        placement=pipeline.stages,
+        sizes=step.sizes,
         problem=problem,
-        mfu=reached,
-        notes=tuple(_notes(shape, problem)),
+        step=step,
+        mfu=_utilisation(shape, machines),
+        factor=factor,
+        error=ERROR_BANDS[error_class(shape, machines[0].hardware)] if compared else None,
+        notes=tuple(_notes(shape, problem, step)),
     )
 
 
 def _check_count(shape: ModelShape, num_stages: int) -> None:
     """Refuse what no cut makes, before anything is as long as it."""
-    num_layers = shape.num_layers + 2
+    num_layers = shape.num_layers + shape.mtp + 2
     if num_layers > MAX_LAYERS:
         raise InputError(
             f"model {shape.name!r}: {num_layers} layers, embedding and head counted, are more than "
@@ -175,145 +220,131 @@ def _check_count(shape: ModelShape, num_stages: int) -> None:
         )
 
 
-def model_parts(shape: ModelShape, machine: Machine, *, pp: int = 2) -> tuple[StagePart, ...]:
-    """Return embedding, layers and head in model order.
+def _check_microbatches(num_microbatches: int) -> None:
+    if num_microbatches < 1:
+        raise AskedError(
+            Field("num_microbatches", num_microbatches), ": must be >= 1; give at least one"
+        )
 
-    With one device (``pp`` 1) a tied head costs no parameters of its own.
+
+def _utilisation(shape: ModelShape, machines: Sequence[Machine]) -> float:
+    """Return the model's FLOPs of a micro-batch over the peak of its devices while they work.
+
+    With several kinds of accelerators of one pipeline, as if each had all of it, on the average.
     """
-    return (
-        _embedding(shape, machine),
-        *(_layers(shape, machine, is_moe, count) for is_moe, count in shape.kinds),
-        _head(shape, machine, owns_matrix=pp > 1 or not shape.tied),
-    )
+    found = []
+    for machine in machines:
+        training = machine.training
+        parts = model_parts(shape, machine, pp=len(machines))
+        seconds = sum(part.repeat * sum(part.times.sums) for part in parts) / 1e3
+        peak = machine.hardware.peak_flops(training.precision) * training.tp * training.cp
+        found.append(model_flops(shape, training) / (peak * seconds))
+    return sum(found) / len(found)
 
 
-def _embedding(shape: ModelShape, machine: Machine) -> StagePart:
-    training = machine.training
-    return StagePart(
-        name="embedding",
-        repeat=1,
-        times=machine.pass_times(embedding_work(shape, training)).plus(
-            PassTimes(machine.tensor_reduce_ms(shape), 0, 0)
-        ),
-        kept=embedding_kept(shape, training),
-        held=Held(embedding_parameters(shape, training.tp)),
-        layers=StageLayers(embedding=1),
-    )
+def _factor(utilisation: float, step_ms: float, **given: float | None) -> float:
+    """Return what multiplies all times, from the field that asks for it; 1 where none does."""
+    asked = [name for name, value in given.items() if value is not None]
+    if len(asked) > 1:
+        raise AskedError(
+            *(Field(asked[0]), " and ", Field(asked[1])),
+            ": each says how fast all of it is; give one of them",
+        )
+    mfu = given["mfu"]
+    if mfu is not None:
+        if not 0 < mfu <= 1:
+            raise AskedError(
+                Field("mfu", mfu), ": must be above 0 and at most 1; write 0.45 for 45 %"
+            )
+        return utilisation / mfu
+    for name in asked:
+        value = given[name] or 0.0
+        if not 0 < value < 1e6:
+            raise AskedError(Field(name, value), ": must be above 0 and below 1000000; correct it")
+        return value if name == "time_factor" else 1e3 * value / step_ms
+    return 1.0
 
 
-def _layers(shape: ModelShape, machine: Machine, is_moe: bool, count: int) -> StagePart:
-    training = machine.training
-    compute = machine.pass_times(layer_work(shape, training, is_moe=is_moe))
-    return StagePart(
-        name="expert layer" if is_moe else "layer",
-        repeat=count,
-        times=compute.plus(machine.layer_collectives(shape, is_moe=is_moe)),
-        kept=layer_kept(shape, training, is_moe=is_moe),
-        held=layer_parameters(shape, is_moe=is_moe, tp=training.tp, ep=training.ep),
-        layers=StageLayers(transformer=1),
-    )
+# --- The problem's devices, layers and links.
 
 
-def _head(shape: ModelShape, machine: Machine, *, owns_matrix: bool) -> StagePart:
-    training = machine.training
-    parameters = head_parameters(shape, training.tp)
-    if not owns_matrix:
-        parameters -= vocab_slice(shape, training.tp) * shape.hidden
-    return StagePart(
-        name="head",
-        repeat=1,
-        times=machine.pass_times(head_work(shape, training)).plus(
-            PassTimes(0, machine.tensor_reduce_ms(shape), 0)
-        ),
-        kept=head_kept(shape, training),
-        held=Held(parameters),
-        layers=StageLayers(head=1),
-        forward_workspace_bytes=head_workspace_bytes(shape, training),
-    )
+def _layers(shape: ModelShape, machines: Sequence[Machine]) -> tuple[Layer, ...]:
+    first, pp = machines[0], len(machines)
+    others = {one.hardware.name: one for one in machines if one.hardware != first.hardware}
+    parts = {name: model_parts(shape, one, pp=pp) for name, one in others.items()}
+    layers = []
+    for index, part in enumerate(model_parts(shape, first, pp=pp)):
+        times = _times(part)
+        elsewhere = {name: LayerTimes(**_times(some[index])) for name, some in parts.items()}
+        layers.append(
+            Layer(
+                name=part.name,
+                repeat=part.repeat,
+                **times,
+                times_on=elsewhere,
+                **part.kept._asdict(),
+                static_bytes=round(static_bytes(part.held, first.training).total),
+                output_bytes=0 if part.layers.head else checkpoint_bytes(shape, first.training),
+                grad_sync_ms=round(own_reduction_ms(part, first, is_pipelined=pp > 1), _DIGITS),
+                forward_workspace_bytes=part.forward_workspace_bytes,
+                backward_input_workspace_bytes=part.backward_workspace_bytes,
+                backward_workspace_bytes=part.backward_workspace_bytes,
+                recompute_workspace_bytes=part.forward_workspace_bytes,
+                layers=part.layers,
+            )
+        )
+    return tuple(layers)
 
 
-def _scaled(
-    shape: ModelShape, machine: Machine, parts: tuple[StagePart, ...], mfu: float | None
-) -> tuple[float, float]:
-    """Return the factor on all times, and the utilisation with it."""
-    if mfu is not None and not 0 < mfu <= 1:
-        raise AskedError(Field("mfu", mfu), ": must be above 0 and at most 1; write 0.45 for 45 %")
-    training = machine.training
-    seconds = sum(part.repeat * sum(part.times) for part in parts) / 1e3
-    peak = machine.hardware.peak_flops(training.precision) * training.tp * training.cp
-    reached = model_flops(shape, training) / (peak * seconds)
-    return (1.0, reached) if mfu is None else (reached / mfu, mfu)
-
-
-def _layer(part: StagePart, shape: ModelShape, machine: Machine, factor: float) -> Layer:
-    forward, backward_input, backward_weight = (
-        round(value * factor, _DIGITS) for value in part.times
-    )
-    training = machine.training
-    return Layer(
-        name=part.name,
-        repeat=part.repeat,
-        forward_ms=forward,
-        backward_input_ms=backward_input,
-        backward_weight_ms=backward_weight,
-        recompute_ms=forward,
-        **part.kept._asdict(),
-        static_bytes=static_bytes(part.held, training),
-        output_bytes=0 if part.layers.head else checkpoint_bytes(shape, training),
-        grad_sync_ms=round(machine.grad_sync_ms(part.held), _DIGITS),
-        forward_workspace_bytes=part.forward_workspace_bytes,
-        recompute_workspace_bytes=part.forward_workspace_bytes,
-        layers=part.layers,
-    )
-
-
-def _reserved_bytes(shape: ModelShape, machine: Machine, memory_bytes: int) -> int:
-    """Return what no activation may use: context, fragmentation, boundary tensors; all assumed."""
-    boundary = _BOUNDARY_TENSORS * checkpoint_bytes(shape, machine.training)
-    fixed = _CONTEXT_BYTES + round(_FRAGMENTATION_SHARE * memory_bytes)
-    return min(fixed + boundary, memory_bytes)
+def _times(part: StagePart) -> dict[str, float]:
+    forward, backward_input, backward_weight = (round(ms, _DIGITS) for ms in part.times.sums)
+    return {
+        "forward_ms": forward,
+        "backward_input_ms": backward_input,
+        "backward_weight_ms": backward_weight,
+        "recompute_ms": forward,
+    }
 
 
 def _devices(
-    shape: ModelShape, machine: Machine, pp: int, memory_bytes: int | None
+    shape: ModelShape, machines: Sequence[Machine], memory_bytes: int | None
 ) -> tuple[ModelDevice, ...]:
-    memory = int(machine.hardware.memory_bytes.value) if memory_bytes is None else memory_bytes
-    fields: dict[str, Any] = {
-        "type": machine.hardware.name,
-        "memory_bytes": memory,
-        "reserved_bytes": _reserved_bytes(shape, machine, memory),
-    }
-    if machine.hardware.pcie_gb_per_s is not None:
-        rate = round(machine.hardware.pcie_gb_per_s.value * machine.efficiency.pcie, 3)
-        fields |= {"d2h_gb_per_s": rate, "h2d_gb_per_s": rate}
-    return tuple(
-        ModelDevice(name=f"gpu{rank}", host=f"node{node}", **fields)
-        for rank, node in enumerate(_nodes(machine, pp))
-    )
-
-
-def _nodes(machine: Machine, pp: int) -> tuple[int, ...]:
-    """Return the node of each pipeline rank: tensor, context, data parallel inside, pipeline out.
-
-    Megatron-LM's order of ranks (Narayanan et al. 2021, section 3.2, takeaway 1, for the tensor
-    parallel ones).
-    """
-    training = machine.training
-    group = training.tp * training.cp * training.dp
-    return tuple(rank * group // machine.hardware.gpus_per_node for rank in range(pp))
-
-
-def _links(machine: Machine, pp: int) -> dict[str, Any]:
-    """Return the default link and the links of pairs in one node, if pairs differ."""
-    hardware, share = machine.hardware, machine.efficiency.network
-    peer, network = (
-        {"latency_ms": latency_ms, "bandwidth_gb_per_s": round(fact.value * share, 3)}
-        for latency_ms, fact in (
-            (_PEER_LATENCY_MS, hardware.peer_gb_per_s),
-            (_NETWORK_LATENCY_MS, hardware.network_gb_per_s),
+    hosts = nodes_of(machines, len(machines), by_host=True)
+    pool = pool_bytes(shape, machines[0], len(machines))
+    devices = []
+    for rank, (machine, host) in enumerate(zip(machines, hosts, strict=True)):
+        hardware = machine.hardware
+        memory = int(hardware.memory_bytes.value) if memory_bytes is None else memory_bytes
+        rates = {}
+        if hardware.pcie_gb_per_s is not None:
+            rate = hardware.pcie_gb_per_s.value * machine.efficiency.pcie
+            rates = {"d2h_gb_per_s": round(rate, 3), "h2d_gb_per_s": round(rate, 3)}
+        devices.append(
+            ModelDevice(
+                name=f"gpu{rank}",
+                host=f"node{host}",
+                type=hardware.name,
+                memory_bytes=memory,
+                reserved_bytes=min(memory, reserved_bytes(hardware, memory) + pool),
+                **rates,
+            )
         )
+    return tuple(devices)
+
+
+def _links(machines: Sequence[Machine]) -> dict[str, Any]:
+    """Return the default link and the links of pairs in one node, if pairs differ."""
+    pp = len(machines)
+    nodes = nodes_of(machines, pp)
+    peer, network = (
+        {
+            "latency_ms": max(one.latency_ms(inside=inside) for one in machines),
+            "bandwidth_gb_per_s": round(
+                min(one.link_gb_per_s(inside=inside) for one in machines), 3
+            ),
+        }
+        for inside in (True, False)
     )
-    nodes = _nodes(machine, pp)
     if len(set(nodes)) == 1:
         return {"default_link": DefaultLink(**peer)}
     near = tuple(
@@ -325,13 +356,31 @@ def _links(machine: Machine, pp: int) -> dict[str, Any]:
     return {"default_link": DefaultLink(**network), "links": near}
 
 
-def _name(shape: ModelShape, hardware: Hardware, training: Training, pp: int) -> str:
+def _context(shape: ModelShape, machines: Sequence[Machine], pp: int) -> Context:
+    training = machines[0].training
+    tokens = training.micro_batch * training.sequence
+    precision = "bf16" if training.is_narrow else training.precision
+    peaks = [one.hardware.peak_flops(precision) for one in machines]
+    degrees = {name: getattr(training, name) for name in ("tp", "cp", "ep", "etp", "dp")}
+    return Context(
+        tokens_per_microbatch=tokens,
+        flops_per_token=model_flops(shape, training) / tokens,
+        gpus_per_device=training.tp * training.cp,
+        peak_flops=sum(peaks) / len(peaks),
+        model=shape.name,
+        parallelism={"pp": pp, **degrees},
+    )
+
+
+def _name(shape: ModelShape, machines: Sequence[Machine], pp: int) -> str:
+    training = machines[0].training
     degrees = (("tp", training.tp), ("cp", training.cp), ("ep", training.ep), ("dp", training.dp))
     more = "".join(f"-{name}{degree}" for name, degree in degrees if degree > 1)
-    return f"{shape.name}-{hardware.name}-pp{pp}{more}"
+    kinds = "-".join(dict.fromkeys(one.hardware.name for one in machines))
+    return f"{shape.name}-{kinds}-pp{pp}{more}"
 
 
-def _notes(shape: ModelShape, problem: Problem) -> Iterator[AskedSentence]:
+def _notes(shape: ModelShape, problem: Problem, step: StepEstimate) -> Iterator[AskedSentence]:
     yield AskedSentence(
         ("Estimated from sizes and data sheets, not measured: optpipe profile measures.",)
     )
@@ -339,6 +388,7 @@ def _notes(shape: ModelShape, problem: Problem) -> Iterator[AskedSentence]:
         yield AskedSentence(("Routing is taken as balanced over the experts.",))
     for part in shape.left_out:
         yield AskedSentence((f"Left out: {part}.",))
+    degrees = (Field("pp"), ", ", Field("tp"), ", ", Field("ep"), " or ", Field("dp"))
     for index, device in enumerate(problem.devices):
         static = problem.static_bytes_of(index)
         if static > device.usable_bytes:
@@ -346,68 +396,15 @@ def _notes(shape: ModelShape, problem: Problem) -> Iterator[AskedSentence]:
                 f"{device.name} does not even hold its static bytes: {static / 1e9:.1f} GB of "
                 f"{device.usable_bytes / 1e9:.1f} GB usable. Raise "
             )
-            degrees = (Field("pp"), ", ", Field("tp"), ", ", Field("ep"), " or ", Field("dp"))
             yield AskedSentence((shortage, *degrees, "."))
             return
-
-
-# --- An even cut of layers into stages, and where stages stand.
-
-_SLACK = 1 + 1e-12  # sums in another order
-
-
-def asked_placement(name: str, num_devices: int, chunks: int) -> tuple[int, ...]:
-    """Return the device of each stage: once along the devices, round and round, or to and fro."""
-    if name not in get_args(Placement):
-        raise AskedError(Field("placement", name), ": must be linear, loop or v; choose one")
-    if chunks < 1 or num_devices < 1:
-        raise InputError(f"{num_devices} devices, {chunks} chunks: must be at least 1; raise them")
-    if name == "linear" and chunks > 1:
-        raise AskedError(
-            Field("placement", name),
-            f" has one stage per device, not {chunks}; choose loop or v, or leave ",
-            Field("chunks"),
-            " out",
-        )
-    return placement_of(name, num_devices, chunks)
-
-
-def balanced_sizes(times_ms: Sequence[float], num_stages: int) -> tuple[int, ...]:
-    """Return how many layers each stage has so that the slowest stage is as fast as can be.
-
-    Of the cuts with that slowest stage, one whose stage times have the least sum of squares, and
-    then the one with the latest cuts: a slow stage waits the less at both ends of a step the
-    earlier it stands. Exact: two dynamic programs over the places to cut, the
-    least largest stage first, then the least sum of squares with no stage above it. This is the
-    simplest rule that counts embedding and head; it knows no memory and no schedule, which
-    ``optpipe plan`` does.
-    """
-    count = len(times_ms)
-    ends = np.array([0.0, *accumulate(times_ms)])
-    width = np.subtract.outer(ends, ends)  # [end, start]
-    width[np.triu_indices(count + 1)] = np.inf
-    largest = _least_largest(width, num_stages)
-    squares = np.where(width <= largest * _SLACK + 1e-300, width**2, np.inf)
-    return _least_sum(squares, num_stages)
-
-
-def _least_largest(width: NDArray[np.float64], num_stages: int) -> float:
-    best = width[:, 0]
-    for _ in range(num_stages - 1):
-        best = np.maximum(width, best[np.newaxis, :]).min(axis=1)
-    return float(best[-1])
-
-
-def _least_sum(costs: NDArray[np.float64], num_stages: int) -> tuple[int, ...]:
-    best = costs[:, 0]
-    cuts = []
-    for _ in range(num_stages - 1):
-        sums = costs + best[np.newaxis, :]
-        best = sums.min(axis=1)
-        is_best = sums <= best[:, np.newaxis] * _SLACK
-        cuts.append(len(costs) - 1 - is_best[:, ::-1].argmax(axis=1))
-    end, sizes = len(costs) - 1, []
-    for cut in reversed(cuts):
-        sizes.append(end - int(cut[end]))
-        end = int(cut[end])
-    return tuple([*sizes, end][::-1])
+    for index, (device, memory) in enumerate(zip(problem.devices, step.memory, strict=True)):
+        if memory.total > device.memory_bytes:
+            yield AskedSentence(
+                (
+                    f"With 1F1B {problem.devices[index].name} would need "
+                    f"{memory.total / 2**30:.1f} GiB of {device.memory_bytes / 2**30:.1f}: "
+                    "optpipe solve looks for a schedule that fits.",
+                )
+            )
+            return

@@ -31,6 +31,15 @@ _NEUTRAL = frozenset({
     "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type",
     "summary_use_proj", "task_specific_params", "topk_group", "topk_method", "torch_dtype",
     "transformers_version", "use_cache",
+    # transformers 5 writes these into every file
+    "chunk_size_feed_forward", "output_attentions", "output_hidden_states", "problem_type",
+    "return_dict",
+    # what single models add
+    "attn_logit_softcapping", "attn_scale", "attn_temperature_tuning", "cache_implementation",
+    "experts_per_token", "final_logit_softcapping", "floor_scale", "for_llm_compressor",
+    "initial_context_length", "no_rope_layer_interval", "no_rope_layers", "qk_head_dim",
+    "query_pre_attn_scalar", "rope_local_base_freq", "swiglu_alpha", "swiglu_limit",
+    "use_qk_norm",
 })  # fmt: skip
 
 # Fields that leave the shape as it is only with these values.
@@ -40,20 +49,26 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "decoder_sparse_step": (1,),
     "hidden_act": ("silu",),
     "activation_function": ("gelu", "gelu_new", "gelu_pytorch_tanh"),
+    "hidden_activation": (None, "gelu_pytorch_tanh"),
+    "is_encoder_decoder": (False,),
     "layer_types": (None, ["full_attention"]),
     "mlp_bias": (False,),
     "mlp_only_layers": ([], None),
     "moe_layer_freq": (1,),
+    "use_bidirectional_attention": (None, False),
     "use_mla": (True,),
     "use_sliding_window": (False,),
 }
+
+# A config of text and images holds the text's here; what is beside it is left out, and said so.
+_TEXT_OF = {"gemma3": "gemma3_text", "llama4": "llama4_text"}
 
 
 class _Config:
     """Fields of a config, which are crossed off as they are read."""
 
     def __init__(self, data: dict[str, Any]) -> None:
-        self._data = data
+        self._data = dict(data)
         self._read: set[str] = set()
 
     def number(self, name: str, default: int | None = None) -> int:
@@ -82,6 +97,51 @@ class _Config:
         if not isinstance(value, bool):
             raise InputError(f"config: {name} = {value!r}: must be true or false; correct it")
         return value
+
+    def windows(self, window: str, pattern: int | None = None) -> dict[str, int]:
+        """Return the fields of a shape that say how far which layer's attention looks.
+
+        From the list of layers' types; or ``pattern``, every so many layers a full one.
+        """
+        self._read |= {"layer_types", window}
+        types = self._data.get("layer_types")
+        if types is None:
+            width = self.number(window) if pattern else 0
+            return {"window": width, "full_every": pattern or 1}
+        if not isinstance(types, list):
+            raise InputError(f"config: layer_types = {types!r}: must be a list; correct it")
+        full = [kind == "full_attention" for kind in types]
+        known = {"full_attention", "sliding_attention", "chunked_attention"}
+        every = full.index(True) + 1 if True in full else 0
+        regular = every and full == [(index + 1) % every == 0 for index in range(len(full))]
+        if not regular or not known.issuperset(types):
+            raise InputError(
+                "config: layer_types is not understood: an estimate covers layers of which each "
+                "n-th has full attention and the others a window"
+            )
+        return {"window": self.number(window) if every > 1 else 0, "full_every": every}
+
+    def listed(self, name: str) -> list[Any] | None:
+        """Return a list, None if it is missing or null."""
+        self._read.add(name)
+        value = self._data.get(name)
+        if value is not None and not isinstance(value, list):
+            raise InputError(f"config: {name} = {value!r}: must be a list; correct it")
+        return value
+
+    def activation(self, *allowed: str) -> None:
+        """Refuse another activation function than these."""
+        self._read.add("hidden_act")
+        value = self._data.get("hidden_act")
+        if value is not None and value not in allowed:
+            raise InputError(
+                f"config: hidden_act = {value!r} is not understood (only {', '.join(allowed)}); no "
+                "estimate covers it"
+            )
+
+    def fill(self, name: str, value: int) -> None:
+        """Give a field that published files leave to the code its value there."""
+        self._data.setdefault(name, value)
 
     def check_rest(self) -> None:
         """Refuse what nobody read: unknown fields, and known ones with values not understood."""
@@ -123,9 +183,16 @@ def shape_from_config(text: str, name: str = "config") -> ModelShape:
             f"config: model_type = {kind!r} is not understood (only {', '.join(MODEL_TYPES)}); "
             "describe the model by its layers instead (optpipe/model/v1)"
         )
+    left_out: tuple[str, ...] = ()
+    if isinstance(kind, str) and kind in _TEXT_OF:
+        data = data.get("text_config")
+        if not isinstance(data, dict):
+            raise InputError("config: text_config is missing; give it")
+        left_out = ("what reads images",)
     config = _Config(data)
     fields = reader(config)
     config.check_rest()
+    fields["left_out"] = (*fields.get("left_out", ()), *left_out)
     return ModelShape(name=name, source=f"config.json, model_type {kind}", **fields)
 
 
@@ -168,8 +235,9 @@ def _mixtral(config: _Config) -> dict[str, Any]:
 
 
 def _qwen3_moe(config: _Config) -> dict[str, Any]:
+    num = "num_local_experts" if config.given("num_local_experts") else "num_experts"
     experts = Experts(
-        num=config.number("num_experts"),
+        num=config.number(num),
         active=config.number("num_experts_per_tok"),
         ffn=config.number("moe_intermediate_size"),
     )
@@ -185,17 +253,67 @@ def _deepseek(config: _Config) -> dict[str, Any]:
         rope=config.number("qk_rope_head_dim"),
         value=config.number("v_head_dim"),
     )
+    config.number("head_dim", 0)  # transformers 5 writes the rotated width
+    groups, chosen = config.number("n_group", 1), config.number("topk_group", 1)
     experts = Experts(
         num=config.number("n_routed_experts"),
         active=config.number("num_experts_per_tok"),
         ffn=inner,
         shared_ffn=inner * config.number("n_shared_experts", 0),
         dense_layers=config.number("first_k_dense_replace", 0),
+        max_nodes=chosen if groups > chosen > 0 else 0,
     )
     fields = _common(config) | {"latent": latent, "experts": experts}
     if config.number("num_nextn_predict_layers", 0):
-        fields["left_out"] = ("the multi-token prediction module",)
+        fields["left_out"] = ("the multi-token prediction module, which deepseek-v3-mtp has",)
     return fields
+
+
+def _gpt_oss(config: _Config) -> dict[str, Any]:
+    fields = _llama(config) | config.windows("sliding_window", 2)
+    config.flag("attention_bias", default=True)
+    experts = Experts(
+        num=config.number("num_local_experts"),
+        active=config.number("num_experts_per_tok"),
+        ffn=fields["ffn"],
+        bias=True,
+    )
+    return fields | {"experts": experts, "bias": "attention", "sinks": True}
+
+
+def _llama4(config: _Config) -> dict[str, Any]:
+    """A chunk of n tokens costs what a window of n / 2 does: what a token sees on the average."""
+    fields = _llama(config) | config.windows("attention_chunk_size", 4)
+    step = config.number("interleave_moe_layer_step", 1)
+    layers = config.listed("moe_layers")
+    if layers is not None and layers != list(range(step - 1, fields["num_layers"], step)):
+        raise InputError(f"config: moe_layers do not follow from every {step}th; correct them")
+    inner = fields["ffn"]
+    experts = Experts(
+        num=config.number("num_local_experts"),
+        active=config.number("num_experts_per_tok"),
+        ffn=inner,
+        shared_ffn=inner,
+        every=step,
+    )
+    ffn = config.number("intermediate_size_mlp", inner)
+    return fields | {"experts": experts, "ffn": ffn, "window": fields["window"] // 2}
+
+
+def _gemma(config: _Config) -> dict[str, Any]:
+    config.activation("gelu_pytorch_tanh", "gelu")
+    return _llama(config, 256) | {"tied": config.flag("tie_word_embeddings", default=True)}
+
+
+def _gemma2(config: _Config) -> dict[str, Any]:
+    return _gemma(config) | {"norms": 4} | config.windows("sliding_window", 2)
+
+
+def _gemma3(config: _Config) -> dict[str, Any]:
+    pattern = config.number("sliding_window_pattern", config.number("_sliding_window_pattern", 6))
+    windows = config.windows("sliding_window", pattern)
+    config.fill("vocab_size", 262208)
+    return _gemma(config) | {"norms": 4, "qk_norm": True} | windows
 
 
 def _gpt2(config: _Config) -> dict[str, Any]:
@@ -224,7 +342,15 @@ _READERS: dict[str, Callable[[_Config], dict[str, Any]]] = {
     "mixtral": _mixtral,
     "deepseek_v2": _deepseek,
     "deepseek_v3": _deepseek,
+    "gemma": _gemma,
+    "gemma2": _gemma2,
+    "gemma3": _gemma3,
+    "gemma3_text": _gemma3,
     "gpt2": _gpt2,
+    "gpt_oss": _gpt_oss,
+    "kimi_k2": _deepseek,
+    "llama4": _llama4,
+    "llama4_text": _llama4,
 }
 
 MODEL_TYPES = tuple(sorted(_READERS))

@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Literal
+import difflib
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from itertools import groupby
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar, get_args
 
 from optpipe.errors import InputError, pointer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
 __all__ = [
+    "NARROW",
+    "PRECISIONS",
+    "RECOMPUTABLE",
     "AskedError",
     "AskedSentence",
+    "Dispatcher",
     "Experts",
     "Field",
     "LatentAttention",
+    "LayerForm",
     "ModelShape",
     "Precision",
     "Training",
     "flag",
+    "pick",
     "plain",
 ]
 
@@ -38,6 +47,13 @@ class Experts:
         Inner width of all experts together that every token goes through.
     dense_layers
         So many first layers have the ordinary MLP instead.
+    every
+        Of the layers behind those, the last of each ``every`` has experts (Llama 4 Maverick: 2).
+    max_nodes
+        A token goes to experts of at most so many nodes; 0 = of any (DeepSeek-V3, arXiv
+        2412.19437, section 2.1.2, node-limited routing).
+    bias
+        Whether router and experts have biases (GPT-OSS).
     """
 
     num: int
@@ -45,9 +61,12 @@ class Experts:
     ffn: int
     shared_ffn: int = 0
     dense_layers: int = 0
+    every: int = 1
+    max_nodes: int = 0
+    bias: bool = False
 
     def __post_init__(self) -> None:
-        _check_positive(self, may_be_zero=("shared_ffn", "dense_layers"))
+        _check_positive(self, may_be_zero=("shared_ffn", "dense_layers", "max_nodes"))
         if self.active > self.num:
             raise InputError(
                 f"{self.active} active experts of {self.num}: no more can be active than there "
@@ -77,6 +96,13 @@ class LatentAttention:
         _check_positive(self)
 
 
+class LayerForm(NamedTuple):
+    """What tells layers apart: whether there are experts, and how far attention looks (0: all)."""
+
+    is_moe: bool
+    window: int = 0
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
     """A decoder-only transformer.
@@ -89,10 +115,23 @@ class ModelShape:
         Inner width of the MLP of a layer without experts.
     positions
         Learned position embeddings; 0 = none (rotary).
+    mlp
+        ``gelu``: two matrices; ``swiglu``: three, whatever the gate's function.
     bias
-        Which matrices have one: none, query/key/value, or all (norms are LayerNorms then).
+        Which matrices have one: none, query/key/value, those of attention, or all (norms are
+        LayerNorms then).
     qk_norm
         Whether queries and keys are normalised per head.
+    norms
+        Norms of a layer: 2, or 4 (Gemma 2 and 3 have one behind each block too).
+    sinks
+        Whether attention has a learned sink per head (GPT-OSS).
+    window, full_every
+        Attention looks back ``window`` tokens (0: at all), but in the last of each ``full_every``
+        layers at all of them (GPT-OSS 2, Gemma 3 6, Llama 4 4); 1 = everywhere at all of them.
+    mtp
+        Multi-token prediction modules behind the last layer (DeepSeek-V3, section 2.2): each a
+        projection of two hidden vectors into one, a layer, and the head again.
     tied
         Whether the head uses the embedding's matrix.
     dropout
@@ -113,8 +152,13 @@ class ModelShape:
     head_width: int | None = None
     positions: int = 0
     mlp: Literal["gelu", "swiglu"] = "swiglu"
-    bias: Literal["none", "qkv", "all"] = "none"
+    bias: Literal["none", "qkv", "attention", "all"] = "none"
     qk_norm: bool = False
+    norms: int = 2
+    sinks: bool = False
+    window: int = 0
+    full_every: int = 1
+    mtp: int = 0
     tied: bool = False
     dropout: bool = False
     experts: Experts | None = None
@@ -123,7 +167,7 @@ class ModelShape:
     left_out: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        _check_positive(self, may_be_zero=("positions",))
+        _check_positive(self, may_be_zero=("positions", "window", "mtp"))
         if self.head_width is None and self.latent is None and self.hidden % self.num_heads:
             raise InputError(
                 f"model {self.name!r}: hidden {self.hidden} is no multiple of {self.num_heads} "
@@ -152,12 +196,25 @@ class ModelShape:
         """Width of a head's value."""
         return self.width if self.latent is None else self.latent.value
 
-    @property
-    def kinds(self) -> tuple[tuple[bool, int], ...]:
-        """The layers in model order: whether so many in a row have experts."""
-        dense = self.num_layers if self.experts is None else self.experts.dense_layers
-        runs = ((False, dense), (True, self.num_layers - dense))
-        return tuple((is_moe, count) for is_moe, count in runs if count)
+    @cached_property
+    def layer_kinds(self) -> tuple[LayerForm, ...]:
+        """The kind of each layer in model order; multi-token prediction is not among them."""
+        experts = self.experts
+        kinds = []
+        for index in range(self.num_layers):
+            is_moe = (
+                experts is not None
+                and index >= experts.dense_layers
+                and (index - experts.dense_layers + 1) % experts.every == 0
+            )
+            is_full = (index + 1) % self.full_every == 0
+            kinds.append(LayerForm(is_moe, 0 if is_full else self.window))
+        return tuple(kinds)
+
+    @cached_property
+    def kinds(self) -> tuple[tuple[LayerForm, int], ...]:
+        """The layers in model order: so many of a kind in a row."""
+        return tuple((kind, len(list(run))) for kind, run in groupby(self.layer_kinds))
 
 
 def _check_positive(value: object, may_be_zero: tuple[str, ...] = ()) -> None:
@@ -173,25 +230,41 @@ def _check_positive(value: object, may_be_zero: tuple[str, ...] = ()) -> None:
 
 # --- How a model is trained: what of a micro-batch and of the parameters one device has.
 
-Precision = Literal["bf16", "fp16", "fp8", "fp32"]
+Precision = Literal["bf16", "fp16", "fp8", "mxfp8", "nvfp4", "fp32"]
+Dispatcher = Literal["alltoall", "deduplicated"]
+Dispatch = Literal["bf16", "fp8"]
+
+PRECISIONS: tuple[str, ...] = get_args(Precision)
+NARROW = frozenset({"fp8", "mxfp8", "nvfp4"})
+"""Precisions of the layers' products with weights only: all else is bf16 then."""
+
+RECOMPUTABLE = (
+    "full", "core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts", "mla_up_proj",
+)  # fmt: skip
+"""What may be made again in the backward, by Megatron-Core's names of modules."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """One run's sizes and degrees of parallelism, the pipeline aside.
+    """One run's sizes, degrees of parallelism and switches, the pipeline aside.
 
     Parameters
     ----------
     micro_batch, sequence
         Sequences per micro-batch, and tokens per sequence.
-    tp, cp, ep, dp
-        Degrees of tensor, context, expert and data parallelism. Expert-parallel ranks are
-        data-parallel ones: ``ep`` divides ``dp``.
+    tp, cp, dp
+        Degrees of tensor, context and data parallelism.
+    ep, etp
+        Degrees of expert parallelism, and of tensor parallelism of the experts. They divide
+        ``tp x cp x dp``, not ``dp``: the experts are folded over all of a stage's ranks (Liu et
+        al. 2025, MoE Parallel Folding, arXiv 2504.14960).
     zero
         0: every data-parallel rank has all of its stage's state; 1: the optimizer's is spread
-        (ZeRO-1, Megatron's distributed optimizer); 2: the gradients too.
+        (ZeRO-1, Megatron's distributed optimizer); 2: the gradients too; 3: the weights too (FSDP:
+        gathered for each F and each backward).
     precision
-        Of the matrix products. fp8 products have bf16 inputs in memory; only fp32 stores fp32.
+        Of the layers' matrix products. With fp8, mxfp8 and nvfp4 attention and head stay in bf16,
+        and their inputs are stored narrow too; only fp32 stores fp32.
     flash
         Flash attention: scores are never stored, masked blocks never computed.
     sequence_parallel
@@ -201,6 +274,23 @@ class Training:
         Norm outputs, activation-function outputs and dropout masks are not kept but made again
         in I (PipeOffload, arXiv 2503.01328, calls it the recomputation of LayerNorm, GeLU and
         Dropout).
+    recompute
+        What is made again in the backward, of `RECOMPUTABLE`.
+    cuda_graphs
+        Whether the layers' launches are captured, so that the host costs nothing.
+    ep_overlap
+        Whether tokens travel to experts and back while another micro-batch computes.
+    dispatcher
+        How tokens travel to experts: a copy per expert, or one per rank however many of its
+        experts want it (DeepEP, HybridEP).
+    dispatch
+        Precision in which they travel there; they come back, and gradients travel, in bf16.
+    overlap
+        Whether tensor-parallel collectives, gradient reductions and gathered weights go beside
+        compute where they can (Megatron: ``--tp-comm-overlap``, ``--overlap-grad-reduce``,
+        ``--overlap-param-gather``).
+    offloaded_layers
+        So many layers keep their activations in the host's memory.
     """
 
     micro_batch: int = 1
@@ -208,28 +298,47 @@ class Training:
     tp: int = 1
     cp: int = 1
     ep: int = 1
+    etp: int = 1
     dp: int = 1
     zero: int = 1
     precision: Precision = "bf16"
     flash: bool = True
     sequence_parallel: bool = True
     lean: bool = False
+    recompute: frozenset[str] = frozenset()
+    cuda_graphs: bool = False
+    ep_overlap: bool = False
+    dispatcher: Dispatcher = "alltoall"
+    dispatch: Dispatch = "bf16"
+    overlap: bool = True
+    offloaded_layers: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("micro_batch", "sequence", "tp", "cp", "ep", "dp"):
+        for name in ("micro_batch", "sequence", "tp", "cp", "ep", "etp", "dp"):
             if getattr(self, name) < 1:
                 raise AskedError(Field(name, getattr(self, name)), ": must be at least 1; raise it")
-        if self.zero not in (0, 1, 2):
-            raise AskedError(Field("zero", self.zero), ": must be 0, 1 or 2; choose one")
-        if self.precision not in ("bf16", "fp16", "fp8", "fp32"):
+        if self.zero not in (0, 1, 2, 3):
+            raise AskedError(Field("zero", self.zero), ": must be 0, 1, 2 or 3; choose one")
+        for name, allowed in (
+            ("precision", PRECISIONS),
+            ("dispatcher", get_args(Dispatcher)),
+            ("dispatch", get_args(Dispatch)),
+        ):
+            if getattr(self, name) not in allowed:
+                known = f"{', '.join(allowed[:-1])} or {allowed[-1]}"
+                raise AskedError(Field(name, getattr(self, name)), f": must be {known}; choose one")
+        unknown = sorted(self.recompute - set(RECOMPUTABLE))
+        if unknown:
             raise AskedError(
-                Field("precision", self.precision), ": must be bf16, fp16, fp8 or fp32; choose one"
+                Field("recompute", unknown[0]),
+                f": is none of {', '.join(RECOMPUTABLE)}; choose among these",
             )
-        if self.dp % self.ep:
+        if self.ranks % (self.ep * self.etp):
             raise AskedError(
-                *(Field("ep", self.ep), " does not divide ", Field("dp", self.dp)),
-                ": experts are spread over data-parallel ranks; make ",
-                *(Field("dp"), " a multiple of ", Field("ep")),
+                *(Field("ep", self.ep), " x ", Field("etp", self.etp)),
+                f" does not divide tp x cp x dp = {self.ranks}: experts are spread over the ranks "
+                "of a stage; make ",
+                *(Field("dp"), " larger or ", Field("ep"), " smaller"),
             )
         split = self.cp * (self.tp if self.sequence_parallel else 1)
         if self.sequence % split:
@@ -241,9 +350,31 @@ class Training:
             )
 
     @property
+    def ranks(self) -> int:
+        """Devices that share a stage, over all replicas."""
+        return self.tp * self.cp * self.dp
+
+    @property
+    def without_recomputation(self) -> Training:
+        """Return it with nothing made again."""
+        return replace(self, recompute=frozenset(), lean=False)
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether the layers' products are fp8 or narrower."""
+        return self.precision in NARROW
+
+    @property
     def element_bytes(self) -> int:
         """Bytes of one stored activation or weight."""
         return 4 if self.precision == "fp32" else 2
+
+    @property
+    def operand_bytes(self) -> float:
+        """Bytes of one element kept for the weight gradient of a layer's matrix."""
+        if self.precision in ("fp8", "nvfp4"):
+            return 1.0 if self.precision == "fp8" else 0.5625
+        return 1.03125 if self.precision == "mxfp8" else float(self.element_bytes)
 
     @property
     def tokens(self) -> int:
@@ -257,17 +388,18 @@ class Training:
 
     def check_divides(self, shape: ModelShape) -> None:
         """Refuse degrees that do not divide what they split."""
-        split = {"heads": shape.num_heads}
-        if shape.experts is None or shape.experts.dense_layers:
-            split["ffn"] = shape.ffn
+        split = {"heads": ("tp", shape.num_heads)}
+        if shape.experts is None or shape.experts.dense_layers or shape.experts.every > 1:
+            split["ffn"] = ("tp", shape.ffn)
         if shape.experts is not None:
-            split["the experts' ffn"] = shape.experts.ffn
-            split["the shared experts' ffn"] = shape.experts.shared_ffn
-        for name, size in split.items():
-            if size % self.tp:
+            split["the experts' ffn"] = ("etp", shape.experts.ffn)
+            split["the shared experts' ffn"] = ("tp", shape.experts.shared_ffn)
+        for what, (name, size) in split.items():
+            degree = getattr(self, name)
+            if size % degree:
                 raise AskedError(
-                    Field("tp", self.tp),
-                    f" does not divide {name} = {size} of {shape.name!r}; choose one that does",
+                    Field(name, degree),
+                    f" does not divide {what} = {size} of {shape.name!r}; choose one that does",
                 )
         kv_heads = shape.num_kv_heads
         if kv_heads % self.tp and self.tp % kv_heads:
@@ -325,6 +457,25 @@ class AskedError(InputError):
         self.sentence = AskedSentence(parts)
         super().__init__(str(self.sentence))
         self.at(*[pointer(part.name) for part in parts if isinstance(part, Field)][:1])
+
+
+Value = TypeVar("Value")
+
+
+def pick(field: str, name: str, catalogue: Mapping[str, Value]) -> Value:
+    """Return the entry of that name, which ``field`` gave; a wrong one is answered by the nearest.
+
+    Raises
+    ------
+    AskedError
+        If the catalogue has none of that name.
+    """
+    found = catalogue.get(name)
+    if found is not None:
+        return found
+    close = difflib.get_close_matches(name, catalogue, n=3)
+    hint = f"did you mean {', '.join(close)}?" if close else f"it has {', '.join(catalogue)}"
+    raise AskedError(Field(field, name), f": the catalogue has none of that name; {hint}")
 
 
 def plain(field: Field) -> str:

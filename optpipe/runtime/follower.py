@@ -29,7 +29,7 @@ import logging
 import queue
 import statistics
 import threading
-from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
 import torch
 import torch.distributed as dist
@@ -145,13 +145,11 @@ class Follower:
         if self.poller is not None:
             self.poller.close()
 
-    def step(
-        self, batch: Tensor | tuple[Tensor, ...] | None = None, target: Tensor | None = None
-    ) -> Tensor | None:
+    def step(self, *args: Any, **kwargs: Any) -> Tensor | None:
         """Switch to a newer version where there is one, and run a step: `PipelineRunner.step`."""
         if self._num_steps % self._agree_every == 0:
             self._look_for_news()
-        losses = self.runner.step(batch, target)
+        losses = self.runner.step(*args, **kwargs)
         self._num_steps += 1
         self._num_timed += 1
         # The first step is a warm-up, so that by then at least one was sampled on all ranks.

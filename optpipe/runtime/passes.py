@@ -38,6 +38,8 @@ __all__ = [
     "WeightGradients",
     "deferred_bytes",
     "split_linears",
+    "treat_as_plain",
+    "unsplit_linears",
 ]
 
 
@@ -149,12 +151,17 @@ class Passes:
             self._offloader.keep((stage, microbatch), outputs)
         self.end()
 
-    def loss(self, stage: int, microbatch: int, target: Any) -> AbstractContextManager[object]:
-        """Capture what the loss saves, like the rest of the last stage, but for the target."""
+    def loss(
+        self, stage: int, microbatch: int, given: Sequence[Tensor]
+    ) -> AbstractContextManager[object]:
+        """Capture what the loss saves, like the rest of the last stage, but for what it is given.
+
+        That is the target, and whatever else the caller keeps.
+        """
+        torch.clear_autocast_cache()  # as in `end`; the stage's forward is over
         cell = (stage, microbatch)
         if not self._captures(stage, microbatch):
             return _PLAIN
-        given = target if isinstance(target, tuple | list) else (target,)
         self._offloader.keep(cell, given)
         return self._offloader.capture(cell)
 
@@ -239,6 +246,21 @@ class Passes:
 # work in I, which is slower to split but never wrong.
 
 
+class Deferral(Protocol):
+    """Gradients put aside: what they are made from, and how."""
+
+    @property
+    def layer_input(self) -> Tensor:
+        """What the layer was given."""
+
+    @property
+    def output_gradient(self) -> Tensor:
+        """The gradient of what it returned."""
+
+    def make(self) -> None:
+        """Make the gradients and add them to the parameters'."""
+
+
 class _Deferred(NamedTuple):
     """What the gradients of one linear layer are made from; shapes (..., in) and (..., out)."""
 
@@ -265,7 +287,9 @@ class WeightGradients:
     def __init__(self) -> None:
         self.collecting = False
         """Whether the running backward is an I, so that weight gradients are put aside."""
-        self.deferred: list[_Deferred] = []
+        self.deferred: list[Deferral] = []
+        self.num_runners = 0
+        """Of the stages whose layers put gradients aside here."""
 
     @contextmanager
     def collect(self) -> Iterator[None]:
@@ -314,10 +338,20 @@ def split_linears(module: nn.Module, gradients: WeightGradients) -> int:
     """
     layers = _linears(module)
     for layer in layers:
-        layer.__class__ = SplitLinear
+        layer.__class__ = _split_class.get(type(layer), type(layer))
         cast("SplitLinear", layer).gradients = gradients
         _split_layers.add(cast("SplitLinear", layer))
     return len(layers)
+
+
+def unsplit_linears(module: nn.Module) -> None:
+    """Undo `split_linears`, in place; a graph that is still to run backward stays right."""
+    plain = {split: plain for plain, split in _split_class.items()}
+    for layer in _linears(module):
+        if isinstance(layer, SplitLinear):
+            cast("nn.Linear", layer).__class__ = plain[type(layer)]
+            _split_layers.discard(layer)
+            del layer.__dict__["gradients"]
 
 
 def deferred_bytes(module: nn.Module) -> int:
@@ -334,12 +368,31 @@ def deferred_bytes(module: nn.Module) -> int:
         for parameter in layer.parameters()
         if parameter.requires_grad
     }
+    for part in module.modules():
+        # Layers of frameworks, which optpipe.runtime.trainers has split.
+        for parameter in getattr(part, "split_parameters", ()):
+            waiting[parameter] = parameter.nbytes
     return sum(waiting.values())
 
 
 def _linears(module: nn.Module) -> list[nn.Linear]:
-    found = [layer for layer in module.modules() if type(layer) in (nn.Linear, SplitLinear)]
+    found = [
+        layer
+        for layer in module.modules()
+        if type(layer) in _split_class or isinstance(layer, SplitLinear)
+    ]
     return cast("list[nn.Linear]", found)
+
+
+def treat_as_plain(kind: type[nn.Linear]) -> None:
+    """Let layers of a framework's subclass be split, whose forward is ``nn.Linear``'s own."""
+    if kind.forward is not nn.Linear.forward:
+        raise PreflightError(
+            f"{kind.__name__} has a forward of its own, which may do more than a product; only "
+            "subclasses that leave nn.Linear's forward as it is can be split"
+        )
+    if kind not in _split_class:
+        _split_class[kind] = type(f"Split{kind.__name__}", (SplitLinear, kind), {})
 
 
 class SplitLinear(nn.Linear):
@@ -368,6 +421,10 @@ class SplitLinear(nn.Linear):
         _split_layers.add(self)
 
 
+_split_class: dict[type[nn.Linear], type[SplitLinear]] = {nn.Linear: SplitLinear}
+"""What a plain layer becomes, by what it is."""
+
+
 def _defers(layer: nn.Linear) -> bool:
     """Whether W may make the gradients of a layer."""
     bias: Tensor | None = layer.bias
@@ -380,6 +437,8 @@ def _can_defer(parameter: Tensor) -> bool:
         type(parameter) in (nn.Parameter, DTensor)
         and parameter.requires_grad
         and not has_gradient_hooks(parameter)
+        # Megatron-Core's data parallelism takes gradients in hooks that cannot be seen.
+        and not hasattr(parameter, "main_grad")
     )
 
 

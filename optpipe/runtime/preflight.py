@@ -5,7 +5,9 @@ What is refused raises `PreflightError` with the value, the rule and what to do.
 
 from __future__ import annotations
 
+import logging
 import socket
+from collections.abc import Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -24,11 +26,11 @@ from optpipe.memory import host_walk, memory_walk
 from optpipe.problem import Device, Problem, Stage
 from optpipe.runtime.errors import PreflightError
 from optpipe.runtime.offload import host_memory_bytes
-from optpipe.runtime.torch_names import backends, buffers_of, replaced
+from optpipe.runtime.torch_names import backends, buffers_of, replaced, tree_map
 from optpipe.schedule import Action, ActionType, parse_action
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from torch.distributed import ProcessGroup
 
@@ -41,9 +43,9 @@ __all__ = [
     "agree",
     "as_tensors",
     "attempt",
+    "called",
     "check_cells",
     "check_devices",
-    "check_given",
     "check_needs",
     "check_programs",
     "check_ranks",
@@ -53,13 +55,16 @@ __all__ = [
     "describe",
     "gather",
     "made_on",
-    "microbatch_shapes",
+    "named_tensors",
     "needs_of",
     "num_microbatches_of",
     "probe_pipeline",
     "shapes_of",
     "untouched",
 ]
+
+
+_log = logging.getLogger("optpipe.runtime.preflight")
 
 
 def check_cells(schedule: Schedule) -> None:
@@ -186,12 +191,13 @@ def check_wrappers(stages: Mapping[int, nn.Module]) -> None:
 
 
 def check_split(program: Program, problem: Problem | None, deferred: Mapping[int, int]) -> None:
-    """Refuse W's without work, unless the plan knows that they take no time.
+    """Say what waits for W's; refuse those without work, unless the plan knows that they take none.
 
     ``deferred`` are the bytes of weight gradient that a W makes, by stage.
     """
     split = {action.stage for action in program if action.type is ActionType.BACKWARD_WEIGHT}
     for stage in sorted(split):
+        _log.info("%d bytes of weight gradient of stage %d wait for W", deferred[stage], stage)
         if not deferred[stage] and (problem is None or problem.stages[stage].backward_weight_ms):
             raise PreflightError(
                 f"0 bytes of weight gradient of stage {stage} would wait for its W's, whose time "
@@ -199,36 +205,6 @@ def check_split(program: Program, problem: Problem | None, deferred: Mapping[int
                 "both tensor parallel and compiled; solve a problem in which its "
                 "backward_weight_ms is 0, as `optpipe profile` measures it, and pass problem="
             )
-
-
-def check_given(tensors: tuple[Tensor, ...], what: str, num_microbatches: int) -> None:
-    """Refuse a batch or target that is missing or does not divide into micro-batches."""
-    if not tensors:
-        raise PreflightError(
-            f"the rank that uses the {what} was given none; pass it there, it is the "
-            f"{'first' if what == 'batch' else 'last'} stage's"
-        )
-    as_tensors(tensors, f"the {what}")
-    sizes = {tensor.size(0) if tensor.dim() else 0 for tensor in tensors}
-    if len(sizes) != 1:
-        raise PreflightError(
-            f"the tensors of the {what} have {sorted(sizes)} samples in dimension 0; "
-            "give one tensor or tensors of equal length"
-        )
-    size = sizes.pop()
-    if size == 0 or size % num_microbatches:
-        raise PreflightError(
-            f"the {what} has {size} samples, which do not divide into {num_microbatches} "
-            f"micro-batches of equal size; give a multiple of {num_microbatches}"
-        )
-
-
-def microbatch_shapes(inputs: tuple[Tensor, ...], num_microbatches: int) -> Shapes:
-    """Return the shapes of one micro-batch of a batch."""
-    return tuple(
-        shape._replace(size=(shape.size[0] // num_microbatches, *shape.size[1:]))
-        for shape in shapes_of(inputs)
-    )
 
 
 def num_microbatches_of(schedule: Schedule) -> int:
@@ -441,12 +417,14 @@ def _shortages(rows: Sequence[tuple[tuple[str, str], int, int]], fix: str) -> li
 class TensorShape(NamedTuple):
     """Size and type of one boundary tensor; picklable, and equal where the tensors fit.
 
-    ``requires_grad`` says whether a gradient of it is sent back.
+    ``requires_grad`` says whether a gradient of it is sent back. ``name`` is that by which a stage
+    returned it in a dict, and by which the next one takes it; "" = by position.
     """
 
     size: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool = False
+    name: str = ""
 
     def empty(self, device: torch.device) -> Tensor:
         """Return a tensor of this shape for metadata."""
@@ -480,6 +458,24 @@ def as_tensors(values: object, what: str) -> tuple[Tensor, ...]:
     return tuple(items)
 
 
+def named_tensors(output: object, what: str) -> tuple[tuple[str, ...], tuple[Tensor, ...]]:
+    """Return what a stage sends, and by which names; of a dict all that is not None."""
+    if not isinstance(output, Mapping):
+        tensors = as_tensors(output, what)
+        return ("",) * len(tensors), tensors
+    named = {str(name): one for name, one in output.items() if one is not None}
+    return tuple(named), as_tensors(tuple(named.values()), what)
+
+
+def called(
+    module: Callable[..., Any], names: Sequence[str], tensors: Sequence[Any], kwargs: dict[str, Any]
+) -> Any:
+    """Call a stage with what was received, by name where it was sent by name."""
+    if not any(names):
+        return module(*tensors, **kwargs)
+    return module(**{**dict(zip(names, tensors, strict=True)), **kwargs})
+
+
 def shapes_of(tensors: tuple[Tensor, ...]) -> Shapes:
     """Return the shapes of tensors."""
     return tuple(TensorShape(tuple(tensor.size()), tensor.dtype) for tensor in tensors)
@@ -492,13 +488,15 @@ def probe_pipeline(
     device: torch.device,
     group: ProcessGroup | None,
     *,
+    kwargs: Mapping[int, dict[str, Any]],
     trains: bool,
 ) -> list[Shapes]:
     """Return the shapes at all boundaries: before stage 0, between stages; none after the last.
 
     All ranks of the group call this together, each with its own ``stages``. ``first``, the input
-    shapes of one micro-batch, are looked at on the first stage's rank. Gradients are sent of what
-    requires grad where it is made, if ``trains``.
+    shapes of one micro-batch, are looked at on the first stage's rank; ``kwargs`` are the keyword
+    inputs of a micro-batch, by stage. Gradients are sent of what requires grad where it is made,
+    if ``trains``.
     """
     shapes, _ = made_on(placement[0], lambda: first, device, group)
     boundaries: list[Shapes] = [shapes]
@@ -510,6 +508,7 @@ def probe_pipeline(
             stages.get(index),
             boundaries[index],
             device,
+            kwargs=kwargs.get(index, {}),
             is_last=is_last,
             trains=trains,
         )
@@ -524,16 +523,25 @@ def probe_pipeline(
 
 
 def _probe_stage(
-    index: int, module: Any, inputs: Shapes, device: torch.device, *, is_last: bool, trains: bool
+    index: int,
+    module: Any,
+    inputs: Shapes,
+    device: torch.device,
+    *,
+    kwargs: dict[str, Any],
+    is_last: bool,
+    trains: bool,
 ) -> Shapes:
     """Return the shapes of what a stage sends; the last one's output is the loss's alone."""
     alone = module.no_sync() if isinstance(module, DistributedDataParallel) else nullcontext()
     forgets = saved_tensors_hooks(_forget, _forget)
     with torch.set_grad_enabled(trains), forgets, alone, untouched(module, device):
-        output = module(*(shape.zeros(device) for shape in inputs))
+        taken = [shape.name for shape in inputs]
+        zeros = [shape.zeros(device) for shape in inputs]
+        output = called(module, taken, zeros, tree_map(partial(_zeros, device), kwargs))
     if is_last:
         return ()
-    outputs = as_tensors(output, f"the output of stage {index}")
+    names, outputs = named_tensors(output, f"the output of stage {index}")
     for position, output in enumerate(outputs):
         if isinstance(output, DTensor):
             raise PreflightError(
@@ -546,8 +554,16 @@ def _probe_stage(
                 f"{tuple(output.size())}, but only contiguous tensors are sent; "
                 "return it through .contiguous()"
             )
-    pairs = zip(shapes_of(outputs), outputs, strict=True)
-    return tuple(shape._replace(requires_grad=one.requires_grad) for shape, one in pairs)
+    found = zip(shapes_of(outputs), outputs, names, strict=True)
+    return tuple(
+        shape._replace(requires_grad=one.requires_grad, name=name) for shape, one, name in found
+    )
+
+
+def _zeros(device: torch.device, value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return torch.zeros(value.shape, dtype=value.dtype, device=device)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

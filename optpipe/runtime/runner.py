@@ -2,53 +2,49 @@
 
 from __future__ import annotations
 
-import hashlib
 import weakref
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from optpipe.runtime import preflight
+from optpipe.runtime.batches import NOT_SAID, GivenBatch, Microbatches, given_batch, keywords_of
 from optpipe.runtime.errors import PreflightError
-from optpipe.runtime.messages import boundary_levels, check_orders, sends_over_before, window_of
 from optpipe.runtime.offload import DEFAULT_MIN_BYTES, Cell, Offloader, count_slots
 from optpipe.runtime.passes import (
     ActionObserver,
     Passes,
-    SplitLinear,
     WeightGradients,
     deferred_bytes,
     split_linears,
+    unsplit_linears,
 )
+from optpipe.runtime.pipeline import Pipeline, PipelineSpec, check_spec, start_pipeline
 from optpipe.runtime.preflight import (
     Shapes,
     agree,
     attempt,
-    check_needs,
-    gather,
-    needs_of,
-    probe_pipeline,
-    shapes_of,
 )
-from optpipe.runtime.torch_names import backends, check_torch, group_of_messages, tree_map
-from optpipe.runtime.torch_schedule import HookedSchedule, HookedStage
+from optpipe.runtime.torch_names import backends, group_of_messages, tree_map
+from optpipe.runtime.trainers.gradients import TiedWeights, clip_together
 from optpipe.runtime.treatments import treatments_of
 from optpipe.runtime.watch import Activity, DeviceMarks, watch_over
 from optpipe.schedule import ActionType
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Hashable, Mapping, Sequence
 
     from torch.distributed import ProcessGroup
 
     from optpipe.problem import Problem
-    from optpipe.runtime.messages import Order
+    from optpipe.runtime.trainers.split import Tie
     from optpipe.runtime.treatments import Treatment
-    from optpipe.schedule import Action, Pass, Program, Schedule
+    from optpipe.schedule import Program, Schedule
 
 __all__ = [
     "Evaluation",
@@ -84,12 +80,14 @@ class PipelineRunner:
     Parameters
     ----------
     stages
-        The stages of this rank, by index; each takes and returns a tensor or a tuple of tensors
-        whose dimension 0 is the samples, except the first stage's input and the last one's output.
+        The stages of this rank, by index; each takes and returns a tensor, a tuple of tensors, or,
+        for the next one's keyword inputs, a dict of them. What the last one returns may be
+        anything.
     schedule
         What to run; rank i of the group runs program i.
     loss_fn
-        From (output of the last stage, target) of a micro-batch to a scalar.
+        From (output of the last stage, target) of a micro-batch to a scalar. None: the last stage
+        returns the loss, and there are no targets.
     problem
         The problem the schedule was made for: then memory is checked, too.
     device
@@ -101,6 +99,16 @@ class PipelineRunner:
         means over its micro-batches; False for losses that sum.
     min_offload_bytes
         Storages below this are not offloaded.
+    ties
+        The parameters that several stages share (`optpipe.runtime.trainers.ties_of`), the same on
+        all ranks; their gradients are added up over the ranks at the end of a step.
+    gradients_done
+        Called with a stage's index when its gradients of a step are complete, for example to begin
+        their reduction: it is the place of the problem's ``grad_sync_ms``.
+    shapes
+        From a step's bucket to the tensors at all boundaries of a micro-batch: before stage 0,
+        between stages, and () after the last, on every rank alike. By default they are found by a
+        forward of each stage.
     hang_timeout_s
         For so long an action may last; a rank that is in one for longer has failed, as has one that
         others wait for and that does not begin its step. Compilation in a first step counts.
@@ -115,13 +123,16 @@ class PipelineRunner:
         self,
         stages: Mapping[int, nn.Module],
         schedule: Schedule,
-        loss_fn: Callable[[Any, Any], Tensor],
+        loss_fn: Callable[..., Tensor] | None,
         problem: Problem | None = None,
         *,
         device: torch.device | str | None = None,
         group: ProcessGroup | None = None,
         mean_loss: bool = True,
         min_offload_bytes: int = DEFAULT_MIN_BYTES,
+        ties: Sequence[Tie] = (),
+        gradients_done: Callable[[int], None] | None = None,
+        shapes: Callable[[Hashable], Sequence[Shapes]] | None = None,
         hang_timeout_s: float = 300.0,
     ) -> None:
         self._spec = PipelineSpec(
@@ -134,16 +145,24 @@ class PipelineRunner:
             group=group,
             messages=group_of_messages(group),
             mean_loss=mean_loss,
+            gradients_done=gradients_done,
+            shapes=shapes,
         )
         self._min_offload_bytes = min_offload_bytes
-        _check_spec(self._spec)
+        check_spec(self._spec)
+        inner = {index: _inner(one) for index, one in self._spec.stages.items()}
+        self._tied = TiedWeights(ties, inner, schedule.placement, group)
         on_gpu = self._spec.device.type == "cuda"
         self._activity = Activity(DeviceMarks(self._spec.device) if on_gpu else None)
         self.offloader, self._passes = self._prepare(self._spec)
         gradients = _gradients_of(self._spec.stages)
+        gradients.num_runners += 1
         self._forwards = self._make_passes(self._make_offloader({}, (), 1), gradients, {})
         self._training: Pipeline | None = None
-        self._evaluating: Pipeline | None = None
+        self._pipelines: dict[tuple[bool, Hashable], Pipeline] = {}
+        self._gradients = gradients
+        self._is_closed = False
+        self._keywords = {index: keywords_of(one) for index, one in self._spec.stages.items()}
         self._watch = watch_over(
             group, self._spec.messages, schedule.placement, self._activity, hang_timeout_s
         )
@@ -217,31 +236,54 @@ class PipelineRunner:
         if problem is not None:
             schedule = schedule.model_copy(update={"problem_hash": problem.problem_hash})
         spec = replace(self._spec, schedule=schedule)
-        _check_spec(spec)
+        check_spec(spec)
         offloader, passes = self._prepare(spec)
-        training = None
-        if self._training is not None:
-            examples = self._training.examples()
-            training = _start_pipeline(spec, passes, *examples, trains=True)
+        pipelines: dict[tuple[bool, Hashable], Pipeline] = {}
+        for (trains, bucket), old in self._pipelines.items():
+            if trains and spec.num_microbatches == self._spec.num_microbatches:
+                made = start_pipeline(
+                    spec, passes, old.given, self._kwargs_of(old.given), bucket, trains=trains
+                )
+                pipelines[trains, bucket] = made
         passes.observer = self._passes.observer
         self._moved_before = (self.offloaded_bytes, self.reloaded_bytes)
-        self._spec, self._training = spec, training
+        self._spec, self._pipelines, self._training = spec, pipelines, None
         self.offloader, self._passes = offloader, passes
 
     def step(
         self,
-        batch: Tensor | tuple[Tensor, ...] | None = None,
-        target: Tensor | tuple[Tensor, ...] | None = None,
+        *args: Any,
+        target: Any = NOT_SAID,
+        arg_mbs: Sequence[Any] | None = None,
+        kwarg_mbs: Sequence[Mapping[str, Any]] | None = None,
+        target_mbs: Sequence[Any] | None = None,
+        loss_kwargs: Mapping[str, Any] | None = None,
+        bucket: Hashable = None,
+        **kwargs: Any,
     ) -> Tensor | None:
         """Run forward and backward of one batch; gradients are added to ``parameter.grad``.
 
+        What is a whole batch is cut into micro-batches along dimension 0 of its tensors; what is
+        none goes to all of them.
+
         Parameters
         ----------
-        batch
-            Inputs of the first stage, samples in dimension 0; looked at on its rank only.
+        *args
+            Tensors for the first stage, looked at on its rank only. ``step(batch, target)``, two
+            without ``target=``, is short for ``step(batch, target=target)``; one tuple is several.
         target
-            Of the loss, samples in dimension 0; looked at on the last stage's rank only. The loss
-            gets a micro-batch of it: a tensor, or, of a tuple, the tuple.
+            Of the loss, looked at on the last stage's rank only: a tensor, or a tuple or dict of
+            several, of which the loss gets a micro-batch.
+        arg_mbs, kwarg_mbs, target_mbs
+            By micro-batch, in place of whole ``args``, ``kwargs`` and ``target``.
+        loss_kwargs
+            Keyword arguments of the loss, the same for all micro-batches.
+        bucket
+            Names the shapes of this step, the same on all ranks. The first step of a bucket agrees
+            on them, as the first of all does; later ones must keep to them.
+        **kwargs
+            For every stage of this rank whose ``forward`` names them. They travel to no other rank
+            and get no gradients.
 
         Returns
         -------
@@ -251,34 +293,43 @@ class PipelineRunner:
         Raises
         ------
         PreflightError
-            On every rank, if the first batch does not divide or the stages do not fit together;
-            later on the rank whose batch has another shape than the first.
+            On every rank, if the first batch of a bucket does not divide or the stages do not fit
+            together; later on the rank whose batch has another shape than the first.
         RankError
             If another rank failed; the message holds its cause.
         """
-        inputs, targets = self._used(batch, target)
-        if self._training is None:
-            with self._watch.over("the start", shared=(PreflightError,)):
-                self._training = _start_pipeline(
-                    self._spec, self._passes, inputs, targets, trains=True
-                )
-        losses, _ = self._run(self._training, self._passes, inputs, target)
+        given = given_batch(
+            args,
+            kwargs,
+            target=target,
+            arg_mbs=arg_mbs,
+            kwarg_mbs=kwarg_mbs,
+            target_mbs=target_mbs,
+            loss_kwargs=loss_kwargs,
+        )
+        losses, _ = self._run_batch(given, bucket, trains=True)
         self._num_steps += 1
         return torch.stack(losses) if self.holds_last else None
 
     def eval(
         self,
-        batch: Tensor | tuple[Tensor, ...] | None = None,
-        target: Tensor | tuple[Tensor, ...] | None = None,
+        *args: Any,
+        target: Any = NOT_SAID,
+        arg_mbs: Sequence[Any] | None = None,
+        kwarg_mbs: Sequence[Mapping[str, Any]] | None = None,
+        target_mbs: Sequence[Any] | None = None,
+        loss_kwargs: Mapping[str, Any] | None = None,
+        bucket: Hashable = None,
+        **kwargs: Any,
     ) -> Evaluation:
         """Run the forwards of one batch, without gradients and keeping nothing.
 
         The modules stay in the mode they are in: switch dropout off by their own ``eval()``. The
-        batch may have another size than those of `step`, but each time the same.
+        batch may have another size than those of `step`, but in a bucket each time the same.
 
         Parameters
         ----------
-        batch, target
+        *args, target, arg_mbs, kwarg_mbs, target_mbs, loss_kwargs, bucket, **kwargs
             As for `step`; the target may be left out.
 
         Raises
@@ -286,43 +337,140 @@ class PipelineRunner:
         PreflightError, RankError
             As `step`.
         """
-        inputs, targets = self._used(batch, target)
+        given = given_batch(
+            args,
+            kwargs,
+            target=target,
+            arg_mbs=arg_mbs,
+            kwarg_mbs=kwarg_mbs,
+            target_mbs=target_mbs,
+            loss_kwargs=loss_kwargs,
+        )
         with torch.no_grad():
-            if self._evaluating is None:
-                with self._watch.over("the start", shared=(PreflightError,)):
-                    self._evaluating = _start_pipeline(
-                        self._spec, self._forwards, inputs, targets, trains=False
-                    )
-            losses, outputs = self._run(self._evaluating, self._forwards, inputs, target)
+            losses, outputs = self._run_batch(given, bucket, trains=False)
         return Evaluation(torch.stack(losses) if losses else None, _joined(outputs))
 
-    def close(self) -> None:
-        """End what the runner has in the background, a thread; nothing runs after it."""
-        self._watch.close()
-
-    def _used(
-        self,
-        batch: Tensor | tuple[Tensor, ...] | None,
-        target: Tensor | tuple[Tensor, ...] | None,
-    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """Return batch and target as tuples, each where it is looked at."""
-        return (
-            _as_tuple(batch) if self.holds_first else (),
-            _as_tuple(target) if self.holds_last else (),
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Clip the gradients of all ranks to a common norm, and return it; see `clip_together`."""
+        return clip_together(
+            (one for module in self._spec.stages.values() for one in module.parameters()),
+            max_norm,
+            norm_type=norm_type,
+            counted_elsewhere=self._tied.counted_elsewhere,
+            group=self._spec.group,
         )
 
-    def _run(
-        self,
-        pipeline: Pipeline,
-        passes: Passes,
-        inputs: tuple[Tensor, ...],
-        target: Tensor | tuple[Tensor, ...] | None,
+    def state_dict(self) -> dict[str, Any]:
+        """Return parameters and buffers of this rank's stages by the keys that they have there.
+
+        Stages made by `optpipe.runtime.trainers.split` have those of the unsplit model, so that
+        ``torch.distributed.checkpoint`` loads them into any other split, or none.
+
+        Raises
+        ------
+        ValueError
+            If two stages have one key for different tensors, as stages cut by hand may.
+        """
+        found: dict[str, Any] = {}
+        for index, module in self._spec.stages.items():
+            for key, value in _inner(module).state_dict().items():
+                if found.setdefault(key, value) is not value and _differ(found[key], value):
+                    raise ValueError(
+                        f"{key} of stage {index} is also a key of another stage of this rank, with "
+                        "another tensor: keys must be those of one model; cut it by "
+                        "optpipe.runtime.trainers.split"
+                    )
+        return found
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load what `state_dict` gave, or the whole model's: other ranks' keys are passed over."""
+        for module in self._spec.stages.values():
+            inner = _inner(module)
+            inner.load_state_dict({key: state[key] for key in inner.state_dict()})
+
+    def close(self) -> None:
+        """Give the stages back as they were, and end what runs in the background, a thread.
+
+        Nothing runs after it. Layers that other runners of the same stages split stay split until
+        the last of them is closed.
+        """
+        self._watch.close()
+        if not self._is_closed:
+            self._gradients.num_runners -= 1
+            if not self._gradients.num_runners:
+                for module in self._spec.stages.values():
+                    unsplit_linears(module)
+        self._is_closed = True
+
+    def _run_batch(
+        self, given: GivenBatch, bucket: Hashable, *, trains: bool
     ) -> tuple[list[Tensor], list[Any]]:
-        what = f"step {self._num_steps}" if passes is self._passes else "evaluation"
+        passes = self._passes if trains else self._forwards
+        pipeline = self._pipelines.get((trains, bucket))
+        if pipeline is None:
+            with self._watch.over("the start", shared=(PreflightError,)):
+                pipeline = self._start(given, bucket, trains=trains)
+            self._pipelines[trains, bucket] = pipeline
+        for other in self._pipelines.values():
+            if other is not pipeline:
+                other.runtime.drop_slots()
+        if trains:
+            self._training = pipeline
+        return self._run(pipeline, passes, given)
+
+    def _start(self, given: GivenBatch, bucket: Hashable, *, trains: bool) -> Pipeline:
+        """Build the pipeline of a bucket, once all ranks find that it can run."""
+        faults: list[str] = []
+        cut = attempt(lambda: self._cut(given, trains=trains), faults)
+        kwargs = attempt(lambda: self._kwargs_of(cut), faults) if cut is not None else {}
+        agree({"the bucket": repr(bucket)}, faults, self._spec.group)
+        passes = self._passes if trains else self._forwards
+        return start_pipeline(self._spec, passes, cut, kwargs, bucket, trains=trains)
+
+    def _cut(self, given: GivenBatch, *, trains: bool) -> Microbatches:
+        needs_target = trains and self._spec.loss_fn is not None
+        cut = given.cut(
+            self._spec.num_microbatches,
+            first=self.holds_first,
+            last=self.holds_last,
+            needs_target=needs_target,
+        )
+        cut.check_equal()
+        if cut.args:
+            preflight.as_tensors(cut.args[0], "the batch")
+        return cut
+
+    def _kwargs_of(self, cut: Microbatches) -> dict[int, list[dict[str, Any]]]:
+        """Return the keyword inputs of each stage here, by micro-batch."""
+        names = set().union(*cut.kwargs)
+        for name in sorted(names):
+            if all(taken is not None and name not in taken for taken in self._keywords.values()):
+                raise PreflightError(
+                    f"no stage of this rank (stages {sorted(self._keywords)}) takes an input named "
+                    f"{name}; pass it only where a forward names it"
+                )
+        return {
+            index: cut.kwargs
+            if taken is None or names <= taken
+            else [{key: one[key] for key in one if key in taken} for one in cut.kwargs]
+            for index, taken in self._keywords.items()
+        }
+
+    def _run(
+        self, pipeline: Pipeline, passes: Passes, given: GivenBatch
+    ) -> tuple[list[Tensor], list[Any]]:
+        trains = passes is self._passes
+        what = f"step {self._num_steps}" if trains else "evaluation"
         try:
             with self._watch.over(what):
-                pipeline.expect(inputs, _as_tuple(target) if self.holds_last else ())
-                return pipeline.runtime.run(inputs, target if self.holds_last else None)
+                cut = self._cut(given, trains=trains)
+                pipeline.expect(cut)
+                if trains:
+                    self._tied.begin()
+                found = pipeline.runtime.run(cut, self._kwargs_of(cut))
+                if trains:
+                    self._tied.add_up()
+                return found
         except Exception:
             passes.reset()
             raise
@@ -379,14 +527,20 @@ def _gradients_of(stages: Mapping[int, nn.Module]) -> WeightGradients:
     So that runners of several schedules can take turns on the same stages.
     """
     layers = (layer for module in stages.values() for layer in module.modules())
-    split = (layer.gradients for layer in layers if isinstance(layer, SplitLinear))
-    return next(split, None) or WeightGradients()
+    split = (layer.__dict__.get("gradients") for layer in layers)
+    return next((one for one in split if isinstance(one, WeightGradients)), WeightGradients())
 
 
-def _as_tuple(values: Tensor | tuple[Tensor, ...] | None) -> tuple[Tensor, ...]:
-    if values is None:
-        return ()
-    return tuple(values) if isinstance(values, tuple | list) else (values,)
+def _inner(module: nn.Module) -> nn.Module:
+    """Return what DDP wraps, whose keys are the model's."""
+    return module.module if isinstance(module, DistributedDataParallel) else module
+
+
+def _differ(left: Any, right: Any) -> bool:
+    """Whether two values of a state dict are not the same memory."""
+    if isinstance(left, DTensor) or isinstance(right, DTensor):
+        return True
+    return not (isinstance(left, Tensor) and left.data_ptr() == right.data_ptr())
 
 
 def _cells(program: Program, kind: ActionType) -> frozenset[Cell]:
@@ -404,183 +558,3 @@ def _joined_parts(*parts: Any) -> Any:
     """Return one batch of tensors with samples; of all else a list by micro-batch."""
     has_samples = isinstance(parts[0], Tensor) and parts[0].dim() > 0
     return torch.cat(parts) if has_samples else list(parts)
-
-
-# --- Builds what runs a step: torch's stages and schedule, checked by all ranks before it starts.
-
-
-@dataclass(frozen=True, kw_only=True)
-class PipelineSpec:
-    """What a pipeline is made of, on this rank."""
-
-    stages: Mapping[int, nn.Module]
-    schedule: Schedule
-    loss_fn: Callable[[Any, Any], Tensor]
-    problem: Problem | None
-    rank: int
-    device: torch.device
-    group: ProcessGroup | None
-    messages: ProcessGroup | None
-    mean_loss: bool
-
-    @property
-    def num_microbatches(self) -> int:
-        """How many parts a batch is cut into."""
-        return preflight.num_microbatches_of(self.schedule)
-
-    @property
-    def program(self) -> Program:
-        """What this rank runs."""
-        return self.schedule.programs[self.rank]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Pipeline:
-    """A schedule that can run, for batches and targets of these shapes, and what it takes."""
-
-    runtime: HookedSchedule
-    batch: Shapes
-    target: Shapes
-    boundary: Mapping[Action, int]
-
-    def examples(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """Return a batch and a target of these shapes, without memory."""
-        nowhere = torch.device("meta")
-        return (
-            tuple(shape.empty(nowhere) for shape in self.batch),
-            tuple(shape.empty(nowhere) for shape in self.target),
-        )
-
-    def expect(self, inputs: tuple[Tensor, ...], targets: tuple[Tensor, ...]) -> None:
-        """Refuse other shapes than the first ones."""
-        found = (shapes_of(inputs), shapes_of(targets))
-        if found != (self.batch, self.target):
-            raise PreflightError(
-                f"batch and target have shapes {found}, the first ones had "
-                f"{(self.batch, self.target)}; the shapes of boundary tensors are agreed on once: "
-                "pad the batch, or make another runner"
-            )
-
-
-def _check_spec(spec: PipelineSpec) -> None:
-    """Refuse what does not fit together before anything is built; all ranks together."""
-    faults: list[str] = []
-    schedule, problem = spec.schedule, spec.problem
-    num_ranks = dist.get_world_size(spec.group)
-    attempt(check_torch, faults)
-    attempt(lambda: preflight.check_cells(schedule), faults)
-    if not faults:
-        attempt(lambda: preflight.check_ranks(schedule, num_ranks), faults)
-    if not faults:
-        stages = spec.stages
-        attempt(lambda: preflight.check_programs(schedule, problem), faults)
-        attempt(lambda: preflight.check_stages(schedule, spec.rank, stages), faults)
-        attempt(lambda: preflight.check_devices(stages, spec.device), faults)
-        attempt(lambda: preflight.check_wrappers(stages), faults)
-    if not faults:
-        waiting = {index: deferred_bytes(module) for index, module in stages.items()}
-        attempt(lambda: preflight.check_split(spec.program, problem, waiting), faults)
-        attempt(lambda: treatments_of(problem, spec.program, spec.stages), faults)
-    shared = {
-        "the programs": schedule.program_hash,
-        "the problem": problem.problem_hash if problem is not None else "none given",
-    }
-    agree(shared, faults, spec.group)
-
-
-def _start_pipeline(
-    spec: PipelineSpec,
-    hooks: Passes,
-    inputs: tuple[Tensor, ...],
-    targets: tuple[Tensor, ...],
-    *,
-    trains: bool,
-) -> Pipeline:
-    """Build a pipeline for batches like this one, once all ranks find that it can run.
-
-    Without ``trains`` it runs forwards only, and a target is optional.
-    """
-    _check_first_batch(spec, inputs, targets, trains=trains)
-    group, placement = spec.group, spec.schedule.placement
-    first = preflight.microbatch_shapes(inputs, spec.num_microbatches)
-    shapes = probe_pipeline(spec.stages, placement, first, spec.device, group, trains=trains)
-    faults: list[str] = []
-    runtime = attempt(lambda: _build(spec, hooks, shapes, trains=trains), faults)
-    orders = runtime.orders if runtime is not None else ()
-    window = window_of(len(placement), trains=trains)
-    attempt(lambda: check_orders(orders, placement, window), faults)
-    text = "\n".join(",".join(map(str, order)) for order in orders)
-    digest = "sha256:" + hashlib.sha256(text.encode()).hexdigest()
-    agree({"the order of messages": digest}, faults, group)
-    boundary = _boundary(spec, orders, shapes, window)
-    # An evaluation holds no activations, so no plan either.
-    problem = spec.problem if trains else None
-    needs = attempt(
-        lambda: needs_of(spec.rank, spec.program, problem, boundary, spec.device), faults
-    )
-    all_needs = [one for one in gather(needs, group) if one is not None]
-    attempt(lambda: check_needs(all_needs), faults)
-    agree({}, faults, group)
-    return Pipeline(
-        runtime=runtime,
-        batch=shapes_of(inputs),
-        target=shapes_of(targets),
-        boundary=boundary,
-    )
-
-
-def _check_first_batch(
-    spec: PipelineSpec, inputs: tuple[Tensor, ...], targets: tuple[Tensor, ...], *, trains: bool
-) -> None:
-    faults: list[str] = []
-    count = spec.num_microbatches
-    if 0 in spec.stages:
-        attempt(lambda: preflight.check_given(inputs, "batch", count), faults)
-    if len(spec.schedule.placement) - 1 in spec.stages and (trains or targets):
-        attempt(lambda: preflight.check_given(targets, "target", count), faults)
-    agree({}, faults, spec.group)
-
-
-def _build(
-    spec: PipelineSpec, hooks: Passes, shapes: Sequence[Shapes], *, trains: bool
-) -> HookedSchedule:
-    device, placement = spec.device, spec.schedule.placement
-    stages = [
-        HookedStage(
-            module,
-            index,
-            len(placement),
-            device=device,
-            inputs=tuple(shape.empty(device) for shape in shapes[index]),
-            outputs=tuple(shape.empty(device) for shape in shapes[index + 1]),
-            group=spec.messages,
-            hooks=hooks,
-            trains=trains,
-        )
-        for index, module in spec.stages.items()
-    ]
-    count = spec.num_microbatches
-    return HookedSchedule(
-        stages,
-        spec.schedule.programs,
-        num_microbatches=count,
-        loss_fn=spec.loss_fn,
-        loss_divisor=(count if spec.mean_loss else 1) if trains else 0,
-        hooks=hooks,
-        bytes_of=partial(_bytes_of, shapes),
-    )
-
-
-def _boundary(
-    spec: PipelineSpec, orders: Sequence[Order], shapes: Sequence[Shapes], window: int
-) -> dict[Action, int]:
-    """Return the bytes of boundary tensors on this rank while each action runs."""
-    rank, placement = spec.rank, spec.schedule.placement
-    over_before = sends_over_before(orders, placement, window)[rank]
-    return boundary_levels(orders[rank], over_before, len(placement), partial(_bytes_of, shapes))
-
-
-def _bytes_of(shapes: Sequence[Shapes], message: Pass) -> int:
-    crossed = shapes[message.stage if message.backward else message.stage + 1]
-    sent = [shape for shape in crossed if shape.requires_grad or not message.backward]
-    return sum(shape.num_bytes for shape in sent)

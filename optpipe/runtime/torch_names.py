@@ -58,6 +58,7 @@ __all__ = [
 
 
 _NAMES: Final[tuple[tuple[object, str, tuple[str, ...]], ...]] = (
+    (PipelineStage, "forward_maybe_with_nosync", ("args", "kwargs")),
     (PipelineStage, "forward_one_chunk", ("fwd_chunk_id", "args", "kwargs", "save_forward_output")),
     (PipelineStage, "backward_one_chunk", ("bwd_chunk_id", "loss", "full_backward")),
     (PipelineStage, "backward_weight_one_chunk", ("bwd_chunk_id", "last_backward")),
@@ -69,7 +70,7 @@ _NAMES: Final[tuple[tuple[object, str, tuple[str, ...]], ...]] = (
     (PipelineStage, "clear_runtime_states", ()),
     (PipelineStage, "_setup_forward_recv_info", ("num_microbatches", "has_backward")),
     (PipelineStage, "_setup_backward_recv_info", ("num_microbatches",)),
-    (_PipelineScheduleRuntime, "step", ("target", "losses", "return_outputs")),
+    (_PipelineScheduleRuntime, "_step_microbatches", ("arg_mbs", "kwarg_mbs", "return_outputs")),
     (_PipelineScheduleRuntime, "_prepare_schedule_with_comms", ("actions", "format")),
     (_PipelineScheduleRuntime, "_maybe_compute_loss", ("stage", "output", "target_mbs")),
     (_PipelineScheduleRuntime, "_maybe_get_loss", ("stage", "mb_index")),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -15,6 +16,7 @@ from torch.distributed.pipelining.schedules import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
+from optpipe.runtime.batches import tensors_in
 from optpipe.runtime.errors import PreflightError
 from optpipe.runtime.messages import (
     MessageSend,
@@ -24,15 +26,17 @@ from optpipe.runtime.messages import (
     slots_of,
     window_of,
 )
+from optpipe.runtime.preflight import called, named_tensors
 from optpipe.runtime.torch_names import add_up_in_reduce_type, alias_no_view, reduce_by_ddp
 from optpipe.schedule import Action, ActionType, Pass, Program, Programs, pass_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import nn
     from torch.distributed import ProcessGroup, Work
 
+    from optpipe.runtime.batches import Microbatches
     from optpipe.runtime.passes import Passes
 
 __all__ = ["HookedSchedule", "HookedStage", "MessageSlots", "hollow", "order_of"]
@@ -55,20 +59,22 @@ class HookedSchedule(_PipelineScheduleRuntime):
         programs: Programs,
         *,
         num_microbatches: int,
-        loss_fn: Callable[[Any, Any], Tensor],
+        loss_fn: Callable[..., Tensor] | None,
         loss_divisor: int,
         hooks: Passes,
         bytes_of: Callable[[Pass], int],
     ) -> None:
         super().__init__(  # type: ignore[no-untyped-call]
-            list(stages), num_microbatches, loss_fn=loss_fn, scale_grads=False
+            list(stages), num_microbatches, loss_fn=loss_fn or _itself, scale_grads=False
         )
+        self._output_is_loss = loss_fn is None
         self._trains = self._has_backward = loss_divisor > 0
         self._hooks = hooks
         self._loss_divisor = loss_divisor
         self._loss_of: dict[int, Tensor] = {}
         self._output_of: dict[int, Any] = {}
         self._targets: Sequence[Any] = ()
+        self._loss_kwargs: Mapping[str, Any] = {}
         self._in_flight: dict[Pass, list[Work]] = {}
         self._over_before_send: Mapping[Pass, tuple[Pass, ...]] = {}
         self._stage_of = {stage.stage_index: stage for stage in stages}
@@ -114,24 +120,37 @@ class HookedSchedule(_PipelineScheduleRuntime):
             stage.let_go = self.let_go
             stage.slots = self._slots
 
-    def run(self, args: tuple[Any, ...], target: Any) -> tuple[list[Tensor], list[Any]]:
-        """Run the programs once on the whole batch and target, each () or None where not used.
+    def run(
+        self, microbatches: Microbatches, kwargs: Mapping[int, Sequence[dict[str, Any]]]
+    ) -> tuple[list[Tensor], list[Any]]:
+        """Run the programs once; ``kwargs`` are those of each stage, by micro-batch.
 
-        Return losses by micro-batch where the last stage is and a target was given, else [];
-        outputs by micro-batch where the last stage is and nothing is trained, else [].
+        Return losses by micro-batch where the last stage is and there are any, else []; outputs
+        by micro-batch where the last stage is and nothing is trained, else [].
         """
         losses: list[Tensor] = []
+        count = self._n_microbatches
         self._loss_of.clear()
         self._slots.begin()
-        self._targets = _microbatches(target, self._n_microbatches)
-        self.step(*args, losses=losses, return_outputs=False)
-        self._targets = ()
+        self._targets, self._loss_kwargs = microbatches.targets, microbatches.loss_kwargs
+        for index, stage in self._stage_of.items():
+            stage.has_backward = self._has_backward
+            stage.kwargs = kwargs[index]
+            stage.clear_runtime_states()
+        args = microbatches.args or [()] * count
+        self._step_microbatches(args, [{}] * count, None, losses, return_outputs=False)
+        self._targets, self._loss_kwargs = (), {}
         self.let_go(tuple(self._in_flight))
         for stage in self._stage_of.values():
             stage.clear_runtime_states()
+            stage.kwargs = ()
         outputs = [self._output_of[microbatch] for microbatch in sorted(self._output_of)]
         self._output_of.clear()
         return losses, outputs
+
+    def drop_slots(self) -> None:
+        """Give the memory of messages back until the next step; all have been sent."""
+        self._slots.drop()
 
     def let_go(self, messages: Sequence[Pass]) -> None:
         """Wait until these have been sent, and let go of their tensors."""
@@ -161,9 +180,7 @@ class HookedSchedule(_PipelineScheduleRuntime):
     def _recompute(self, action: Any, context: Any) -> None:
         stage, microbatch = self._stage_of[action.stage_index], action.microbatch_index
         with self._hooks.recompute(stage.stage_index, microbatch):
-            output = stage.recompute_one_chunk(
-                microbatch, context.arg_mbs[microbatch], context.kwarg_mbs[microbatch]
-            )
+            output = stage.recompute_one_chunk(microbatch, context.arg_mbs[microbatch])
         self._maybe_compute_loss(stage, output, None, microbatch)
 
     def _maybe_compute_loss(
@@ -177,8 +194,12 @@ class HookedSchedule(_PipelineScheduleRuntime):
             self._output_of[mb_index] = output
         if self._targets:
             target = self._targets[mb_index]
-            with self._hooks.loss(stage.stage_index, mb_index, target):
-                self._loss_of[mb_index] = cast("Any", self._loss_fn)(output, target)
+            given = tensors_in((target, self._loss_kwargs))
+            with self._hooks.loss(stage.stage_index, mb_index, given):
+                loss_fn = cast("Any", self._loss_fn)
+                self._loss_of[mb_index] = loss_fn(output, target, **self._loss_kwargs)
+        elif self._output_is_loss:
+            self._loss_of[mb_index] = output
         stage.drop_outputs(mb_index)
         self._hooks.end()
 
@@ -195,11 +216,8 @@ class HookedSchedule(_PipelineScheduleRuntime):
         self._loss_of.clear()
 
 
-def _microbatches(target: Any, count: int) -> list[Any]:
-    """Cut a target, a tensor or several, which torch would not take; [] of None."""
-    if isinstance(target, tuple | list):
-        return list(zip(*(part.chunk(count) for part in target), strict=True))
-    return [] if target is None else list(target.chunk(count))
+def _itself(output: Tensor) -> Tensor:
+    return output
 
 
 # --- From programs to torch's action lists, and from those to what goes between the ranks.
@@ -308,6 +326,10 @@ class MessageSlots:
         self._taken.clear()
         self._free = list(self._slots)
 
+    def drop(self) -> None:
+        """Give all memory back; the next step allocates it again."""
+        self._slots, self._free = [], []
+
     def take(self, message: Pass, blanks: Sequence[_Blank]) -> list[Tensor]:
         """Return tensors of these sizes and types that lie in a slot."""
         slot = self._taken[message] = self._free.pop()
@@ -347,10 +369,12 @@ class MessageSlots:
 class HookedStage(PipelineStage):
     """torch's stage with hooks around its passes, holding no boundary tensor longer than needed.
 
-    ``inputs`` and ``outputs`` are examples of the boundary tensors of one micro-batch. Where it
-    does not train it runs forwards only, and keeps nothing. ``next_is_here`` says whether outputs
-    are handed over and not sent; ``over_before`` names the sends that are over once a pass has its
-    input, ``let_go`` is called with them.
+    ``inputs`` and ``outputs`` are examples of the boundary tensors of one micro-batch, ``names``
+    theirs where stages return dicts, else "". Where it does not train it runs forwards only, and
+    keeps nothing. ``next_is_here`` says whether outputs are handed over and not sent;
+    ``over_before`` names the sends that are over once a pass has its input, ``let_go`` is called
+    with them. ``kwargs`` are a step's keyword inputs by micro-batch; ``gradients_done``, if any, is
+    called with the stage's index behind its last W or B.
     """
 
     def __init__(
@@ -362,6 +386,7 @@ class HookedStage(PipelineStage):
         device: torch.device,
         inputs: tuple[Tensor, ...],
         outputs: tuple[Tensor, ...],
+        names: tuple[Sequence[str], Sequence[str]],
         group: ProcessGroup | None,
         hooks: Passes,
         trains: bool,
@@ -379,9 +404,12 @@ class HookedStage(PipelineStage):
         self._hooks = hooks
         self._trains = trains
         self._gets_gradient = [output.requires_grad for output in outputs]
+        self._input_names, self._output_names = names
+        self.kwargs: Sequence[dict[str, Any]] = ()
         self.next_is_here = False
         self.over_before: Mapping[Any, tuple[Pass, ...]] = {}
         self.let_go: Callable[[tuple[Pass, ...]], None]
+        self.gradients_done: Callable[[int], None] | None = None
         self.slots: MessageSlots
         self._blank_inputs: tuple[Any, ...] = ()
         self._blank_gradients: tuple[Any, ...] = ()
@@ -399,8 +427,9 @@ class HookedStage(PipelineStage):
         infos = self._received(fwd_chunk_id)
         if not self.is_first:
             self.slots.take_out(Pass(False, self.stage_index - 1, fwd_chunk_id), infos)
-        inputs: Any = args if self.is_first else [info.buffer for info in infos]
-        with self._hooks.forward(self.stage_index, fwd_chunk_id, inputs):
+        kwargs = self.kwargs[fwd_chunk_id]
+        inputs: list[Any] = [*(args if self.is_first else [info.buffer for info in infos])]
+        with self._hooks.forward(self.stage_index, fwd_chunk_id, inputs + tensors_in(kwargs)):
             output = super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
         for info in infos:
             info.buffer = None
@@ -412,10 +441,25 @@ class HookedStage(PipelineStage):
             self._hooks.forward_done(self.stage_index, fwd_chunk_id, outputs)
         return output
 
+    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module; what crosses a boundary by name is given and taken by name."""
+        forward = super().forward_maybe_with_nosync
+        output = called(forward, self._input_names, args, kwargs)
+        if self.is_last or not isinstance(output, Mapping):
+            return output
+        names, outputs = named_tensors(output, f"the output of stage {self.stage_index}")
+        if names != tuple(self._output_names):
+            raise PreflightError(
+                f"stage {self.stage_index} returned {', '.join(names)}, but at first "
+                f"{', '.join(self._output_names)}: what crosses a boundary is agreed on once; "
+                "return the same, or make another runner"
+            )
+        return outputs
+
     def _check_gradients(self, outputs: tuple[Any, ...]) -> None:
         """Refuse outputs that require grad though no gradients of them are sent."""
         for position, (output, blank) in enumerate(zip(outputs, self._gets_gradient, strict=True)):
-            if output.requires_grad and not blank:
+            if self._trains and output.requires_grad and not blank:
                 raise PreflightError(
                     f"output {position} of stage {self.stage_index} requires grad, but did not "
                     "before the first step, when it was agreed what is sent back; unfreeze "
@@ -425,13 +469,12 @@ class HookedStage(PipelineStage):
     def _received(self, microbatch: int) -> tuple[Any, ...]:
         return () if self.is_first else self.args_recv_info[microbatch]
 
-    def recompute_one_chunk(
-        self, microbatch: int, args: tuple[Any, ...], kwargs: dict[str, Any] | None
-    ) -> Any:
+    def recompute_one_chunk(self, microbatch: int, args: tuple[Any, ...]) -> Any:
         """Run an F again, this time for its autograd graph."""
         infos = self._received(microbatch)
         for info, held in zip(infos, self.fwd_cache[microbatch][1], strict=False):
             info.buffer = held
+        kwargs = self.kwargs[microbatch]
         output = super().forward_one_chunk(microbatch, args, kwargs, save_forward_output=False)
         for info in infos:
             info.buffer = None
@@ -460,6 +503,8 @@ class HookedStage(PipelineStage):
         if self.is_first:
             del self.bwd_cache[bwd_chunk_id]
         self._hooks.end()
+        if last_backward and self.gradients_done is not None:
+            self.gradients_done(self.stage_index)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         """Run a W; with the last one of a stage, DDP reduces the gradients."""
@@ -468,6 +513,8 @@ class HookedStage(PipelineStage):
             add_up_in_reduce_type(self.submod)
             if last_backward and isinstance(self.submod, DistributedDataParallel):
                 reduce_by_ddp(self.submod)
+        if last_backward and self.gradients_done is not None:
+            self.gradients_done(self.stage_index)
 
     def drop_outputs(self, microbatch: int) -> None:
         """Let go of the last stage's outputs: after the loss only its graph may need them."""

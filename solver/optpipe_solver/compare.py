@@ -364,7 +364,7 @@ def step_time_spread(
     num_samples = max(_FEWEST_SAMPLES, min(_MOST_SAMPLES, _WORK // (100 * size)))
     by_span = problem.objective == "span"
     draw = np.random.default_rng(seed)
-    base = compiled.times.duration
+    base = compiled.durations(rows)
     lengths = [
         compiled.length_ms(rows, base * draw.uniform(1 - noise, 1 + noise, base.size))[by_span]
         for _ in range(num_samples)

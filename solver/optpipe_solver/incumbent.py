@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from optpipe.schedule import OPTIMAL_GAP, TraceEntry, gap_of
 from optpipe_solver.arrays.evaluate import Evaluator
+from optpipe_solver.feasibility import usable_modes
 from optpipe_solver.result import Progress
 
 if TYPE_CHECKING:
@@ -252,8 +253,13 @@ class Goal:
 def _times(problem: Problem) -> Iterator[float]:
     for s, stage in enumerate(problem.stages):
         yield from (stage.forward_ms, stage.backward_input_ms, stage.backward_weight_ms)
-        yield from (stage.fused_backward_ms, stage.recompute_ms or 0.0, stage.grad_sync_ms)
-        if problem.can_offload(s):
-            yield from (problem.offload_ms(s), problem.reload_ms(s))
+        yield from (stage.fused_backward_ms, stage.grad_sync_ms)
+        for mode in (problem.menus[s][number] for number in usable_modes(problem, s)):
+            yield mode.recompute_ms
+            if mode.offload_bytes:
+                yield problem.offload_ms(s, mode.offload_bytes)
+                yield problem.reload_ms(s, mode.offload_bytes)
     for there, back in problem.boundary_ms:
         yield from (there, back)
+    for lanes in problem.boundary_lanes:
+        yield from (lane.ms for lane in lanes)

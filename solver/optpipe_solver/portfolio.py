@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, cycle
 from math import inf
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -23,9 +23,10 @@ from optpipe_solver.exact.device_subsets import improve_by_exact_search
 from optpipe_solver.exact.fifo_search import fifo_can_search
 from optpipe_solver.families import FAMILIES, NotApplicable
 from optpipe_solver.families.polish_blocks import improve_by_blocks
-from optpipe_solver.feasibility import feasibility, fifo_loses_nothing
+from optpipe_solver.feasibility import feasibility, fifo_loses_nothing, knows_menu
 from optpipe_solver.incumbent import Incumbent
 from optpipe_solver.local_search.search import improve_by_local_search, improve_by_stretches
+from optpipe_solver.menus import Projection, kept_alone, projections, with_uniform_modes
 from optpipe_solver.milp.horizon.items import MOST_PAIRS, num_order_pairs
 from optpipe_solver.milp.horizon.model import improve_by_milp
 from optpipe_solver.offload_fit.fit import Frame, fit
@@ -48,6 +49,7 @@ __all__ = [
     "Restriction",
     "SearchPlan",
     "all_starts",
+    "exact_parts_know",
     "improve",
     "improve_by_restrictions",
     "is_large",
@@ -133,12 +135,19 @@ def plans(problem: Problem, limits: Limits) -> tuple[SearchPlan, ...]:
     )
 
 
+def exact_parts_know(problem: Problem) -> bool:
+    """Whether menus say nothing that the exact searches and the full-horizon model do not know."""
+    return all(knows_menu(problem, device) for device in range(len(problem.devices)))
+
+
 _MOST_PROVEN_PAIRS = 1_000
 """Pairs of actions up to which the full-horizon model may prove something in seconds."""
 
 
 def milp_may_prove(problem: Problem) -> bool:
     """Whether a small problem has a host that could be full, which no exact search knows of."""
+    if not exact_parts_know(problem):
+        return False
     most: Counter[str] = Counter()
     for s, stage in enumerate(problem.stages):
         if problem.can_offload(s):
@@ -159,6 +168,8 @@ def _proof(problem: Problem) -> tuple[Step, ...]:
     comes as soon as what can be proven quickly is. On large problems it was never seen to find
     anything. Stretches come when what they would delay is proven or will hardly be.
     """
+    if not exact_parts_know(problem):
+        return (Step(_STRETCHES, 0.3, 5.0),)
     exact = Step(_EXACT, 0.3, 8.0)
     blocks = Step(_PERIODIC, 0.2, 15.0)
     if num_order_pairs(problem, fifo=True) > MOST_PAIRS:
@@ -318,16 +329,24 @@ def all_starts(problem: Problem, methods: Collection[str] | None = None) -> Iter
     methods
         Names of families; None for all.
     """
+    return _menu_starts(problem, methods) if problem.has_modes else _plain_starts(problem, methods)
+
+
+def _families(problem: Problem) -> tuple[Family, ...]:
+    """Return all families in the order in which they are built."""
+    if not is_large(problem):
+        return FAMILIES
+    return tuple(sorted(FAMILIES, key=lambda family: _TURNS.get(family.name, 1)))
+
+
+def _plain_starts(problem: Problem, methods: Collection[str] | None) -> Iterator[FamilyStart]:
     builder = _StartBuilder(problem)
     over: list[tuple[FamilyStart, Rows]] = []
     best_ms = inf
-    families = FAMILIES
-    if builder.is_large:
-        families = tuple(sorted(FAMILIES, key=lambda family: _TURNS.get(family.name, 1)))
-    for family in families:
+    for family in _families(problem):
         is_longest = builder.is_large and family.name == "serial" and best_ms < inf
         if not is_longest and (methods is None or family.name in methods):
-            start, rows = builder.build(family)
+            start, rows = builder.build(family, problem)
             yield start
             if start.legal:
                 best_ms = min(best_ms, start.objective_ms)
@@ -347,6 +366,35 @@ def all_starts(problem: Problem, methods: Collection[str] | None = None) -> Iter
             best_ms = min(best_ms, fitted.objective_ms)
 
 
+def _menu_starts(problem: Problem, methods: Collection[str] | None) -> Iterator[FamilyStart]:
+    """Yield starts of a problem that v1 cannot say: kept, with one mode per stage, of projections.
+
+    Of a large problem the projections get no time.
+    """
+    builder = _StartBuilder(problem)
+    kept = kept_alone(problem).problem
+    has_any = False
+    for family in _families(problem):
+        is_serial = family.name == "serial"
+        if (methods is not None and family.name not in methods) or (
+            is_serial and builder.is_large and has_any
+        ):
+            continue
+        start, rows = builder.build(family, problem if is_serial else kept)
+        yield start
+        has_any = has_any or start.legal
+        if rows is not None and not start.legal:
+            fitted = builder.with_modes(family.name, rows)
+            if fitted is not None:
+                yield fitted
+                has_any = has_any or fitted.legal
+    for projection in () if builder.is_large else projections(problem):
+        for made in _plain_starts(projection.problem, methods):
+            if made.programs is not None and made.legal and made.method != "serial":
+                programs = projection.translate(made.programs, problem)
+                yield replace(made, programs=programs, method=f"{made.method} {projection.name}")
+
+
 class _StartBuilder:
     """Builds, measures and fits, for one problem."""
 
@@ -355,20 +403,31 @@ class _StartBuilder:
         self.compiled = CompiledProblem.of(problem)
         self.is_large = is_large(problem)
 
-    def build(self, family: Family) -> tuple[FamilyStart, Rows | None]:
-        """Return a family's start, and its programs as integers if it has any."""
+    def build(self, family: Family, asked: Problem) -> tuple[FamilyStart, Rows | None]:
+        """Return a family's start, made for what is asked, and its programs as integers, if any."""
         began = time.perf_counter()
         try:
-            programs = family.build(self.problem)
+            programs = family.build(asked)
         except NotApplicable as why:
             seconds = time.perf_counter() - began
             return FamilyStart(family.name, None, 0.0, False, seconds, str(why), why.reason), None
         rows = self.compiled.encode(programs)
+        return self._measured(family.name, programs, rows, began), rows
+
+    def with_modes(self, method: str, rows: Rows) -> FamilyStart | None:
+        """Return the start with one mode per stage so that it fits the devices, if there is one."""
+        began = time.perf_counter()
+        if not self.compiled.is_compute_only(rows):
+            return None
+        fitted = with_uniform_modes(self.compiled, rows)
+        if fitted is None:
+            return None
+        return self._measured(f"{method}+modes", self.compiled.decode(fitted), fitted, began)
+
+    def _measured(self, method: str, programs: Programs, rows: Rows, began: float) -> FamilyStart:
         length_ms = self.compiled.objective_ms(rows)
         legal = length_ms < inf and keeps_limits(self.compiled, rows)
-        return FamilyStart(
-            family.name, programs, length_ms, legal, time.perf_counter() - began
-        ), rows
+        return FamilyStart(method, programs, length_ms, legal, time.perf_counter() - began)
 
     def fit(self, method: str, rows: Rows) -> FamilyStart | None:
         """Return the start with what must be offloaded or recomputed, if that can be."""
@@ -395,10 +454,23 @@ class Restriction:
 
     name: str
     problem: Problem
+    projection: Projection | None = None
+
+    def translate(self, programs: Programs, original: Problem) -> Programs:
+        """Return its programs as programs of the problem that it restricts."""
+        if self.projection is None:
+            return programs
+        return self.projection.translate(programs, original)
 
 
 def restrictions(problem: Problem) -> tuple[Restriction, ...]:
-    """Return the restrictions that have a schedule, the one that allows least first."""
+    """Return the restrictions that have a schedule, the one that allows least first.
+
+    Where v1 cannot say the menus, they are its projections.
+    """
+    if problem.has_modes:
+        made = (Restriction(one.name, one.problem, one) for one in projections(problem))
+        return tuple(less for less in made if feasibility(less.problem).plan is not None)
     allowed = _allowed(problem)
     choices = [allowed, *((one,) for one in allowed if len(allowed) > 1)]
     found = (_without(problem, forbidden) for forbidden in choices if forbidden)
@@ -463,7 +535,7 @@ class _RestrictedSearch:
     def _hand_on(self, progress: Progress) -> None:
         if progress.programs is not None:
             self.best.offer(
-                progress.programs,
+                self.less.translate(progress.programs, self.best.problem),
                 f"{progress.method} {self.less.name}",
                 expected_ms=progress.objective_ms,
             )
@@ -500,4 +572,5 @@ class _RestrictedSearch:
             inner,
             stop.turn(share, threads=1, should_stop=lambda: stop.work is None and self.is_settled),
         )
-        self.best.keep(inner.programs, inner.objective_ms)
+        programs = self.less.translate(inner.programs, self.best.problem)
+        self.best.keep(programs, inner.objective_ms)

@@ -20,6 +20,7 @@ from optpipe_solver.milp.horizon.items import MOST_PAIRS, num_order_pairs
 from optpipe_solver.portfolio import (
     MILP_PLAN,
     all_starts,
+    exact_parts_know,
     improve,
     is_large,
     milp_may_prove,
@@ -101,15 +102,15 @@ def solve(
             f"method = 'milp': {pairs} pairs of actions have an order to choose; at most "
             f"{MOST_PAIRS} are worth a model; choose 'auto'"
         )
+    if method == "milp" and not exact_parts_know(problem):
+        raise InputError(
+            "method = 'milp': the full-horizon model knows no menus but keep, offload and "
+            "recompute; choose 'auto'"
+        )
     feasible = feasibility(problem)
     if feasible.plan is None:
         status = SolveStatus.INFEASIBLE if feasible.needs else SolveStatus.UNKNOWN
         return Result(status, None, message=feasible.message, needs=feasible.needs)
-    if problem.has_modes:
-        raise InputError(
-            "the problem has menus of modes or uniform_modes, which are checked and simulated, but "
-            "not solved yet; give stages the menu keep, offload, recompute"
-        )
     # Where work is limited, what is found must not depend on when a part is there.
     is_warm = ensure_warm(whole=work_limit is not None)
     if method == "milp" or (method == "auto" and milp_may_prove(problem)):

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numba
 
-from optpipe.problem import Problem
+from optpipe.problem import Mode, Problem, Stage
 from optpipe_solver.bounds import lower_bounds
 from optpipe_solver.budget import Stop
 from optpipe_solver.exact.beam import improve_by_beam
@@ -179,6 +179,7 @@ def _compile_starts() -> None:
         for start in all_starts(best.problem):
             if start.programs is not None and start.legal:
                 best.offer(start.programs, start.method)
+    list(all_starts(_with_menus(_tight([0, 1])), ("gpipe",)))
 
 
 def _compile_bounds() -> None:
@@ -216,6 +217,16 @@ def _serial(placement: list[int], num_microbatches: int = 2, room: int = 15) -> 
     best = Incumbent(_tight(placement, num_microbatches, room))
     best.offer(build_serial(best.problem), "serial")
     return best
+
+
+def _with_menus(problem: Problem) -> Problem:
+    """Return a problem whose stages can offload a tenth less, and nothing else."""
+    modes = (Mode(name="keep"), Mode(name="part", forward_bytes=9, offload_bytes=9))
+    stages = [
+        Stage.model_validate({**stage.model_dump(), "offload_bytes": 0, "modes": modes})
+        for stage in problem.stages
+    ]
+    return problem.model_copy(update={"format": "optpipe/problem/v2", "stages": tuple(stages)})
 
 
 def _tight(placement: list[int], num_microbatches: int = 4, room: int = 15) -> Problem:

@@ -60,9 +60,15 @@ def _finish(problem, programs, status=SolveStatus.FEASIBLE, stopped_by="work_lim
 
 
 def _at_once(problem, start, tell, stop, arguments):
+    return fitting(problem, problem.num_microbatches)
+
+
+def fitting(problem: Problem, num_fused: int) -> Result:
+    """Return the serial schedule, or that a device has too little for it."""
+    programs = serial(problem, num_fused)
     needs = {
         f"devices[{device}].memory_bytes": device_peak_bytes(problem, device, program)
-        for device, program in enumerate(serial(problem, problem.num_microbatches))
+        for device, program in enumerate(programs)
     }
     short = {
         path: least
@@ -71,7 +77,8 @@ def _at_once(problem, start, tell, stop, arguments):
     }
     if short:
         return Result(SolveStatus.INFEASIBLE, None, None, f"no schedule fits: {short}", short)
-    return _finish(problem, serial(problem, problem.num_microbatches))
+    fits: Result = _finish(problem, programs)
+    return fits
 
 
 def _improve(problem, start, tell, stop, arguments):

@@ -31,6 +31,17 @@ def test_the_problem_of_the_issue(optpipe, tmp_path) -> None:
     assert share == pytest.approx(18 * 70_553_706_496 / 8, rel=0.01)
 
 
+def test_a_link_that_bounds_the_step_is_said(optpipe) -> None:
+    """Twelve ways of tensor parallelism leave a layer little to compute, and all of its output."""
+    given = ("--model", "gpt3-125m", "--gpu", "rtx4090", "--pp", 12, "--tp", 12, "--mfu", 1,
+             "--sequence", 1536, "--microbatches", 8)  # fmt: skip
+    assert "warning" not in optpipe("estimate", *given).err
+    _, _, err = optpipe("estimate", *given, "--no-sequence-parallel")
+    assert "warning: link 0 -> 1 is busy for" in err
+    assert err.count("the link bounds the step; cut or place the model otherwise") == 2
+    assert "warning: so are 20 more links" in err
+
+
 def test_what_it_writes_can_be_solved(optpipe, tmp_path) -> None:
     problem, schedule = tmp_path / "p.json", tmp_path / "s.json"
     assert optpipe("estimate", *SMALL, "-o", problem)[0] == 0
@@ -70,6 +81,50 @@ def test_options_reach_the_problem(optpipe, tmp_path) -> None:
     assert "compute at 25" in out
 
 
+def test_nvidias_recipe_of_qwen3_is_typed_in(optpipe, tmp_path) -> None:
+    """256 GPUs from their number alone; step, error of its class, causes, memory by kind."""
+    path = tmp_path / "problem.json"
+    code, out, err = optpipe(
+        "estimate", "--model", "qwen3-235b-a22b", "--gpu", "h100:256", "--tp", 2, "--pp", 8,
+        "--chunks", 4, "--ep", 32, "--precision", "fp8", "--ep-overlap", "--layout", "even",
+        "--microbatches", 128, "-o", path,
+    )  # fmt: skip
+    assert code == 0, err
+    problem = load_problem(path.read_text())
+    assert problem.context is not None
+    assert problem.context.parallelism["dp"] == 16
+    assert "tokens/s/GPU on 256 GPUs" in out
+    assert "error: published runs of this class were met within 7.2 % (median of 8" in out
+    assert "of it: experts" in out
+    for kind in ("weights", "gradients", "optimizer", "activations", "buffers", "reserved"):
+        assert kind in out
+
+
+def test_a_measured_step_calibrates_and_its_factor_is_said(optpipe) -> None:
+    """To be given to other configurations."""
+    asked = ("estimate", *SMALL, "--measured-step-s")
+    code, out, err = optpipe(*asked, 1)
+    assert code == 0, err
+    assert "a step with 1F1B: 1.000 s" in out
+    factor = out.split("--time-factor ")[1].split()[0]
+    code, out, err = optpipe("estimate", *SMALL, "--time-factor", factor)
+    assert code == 0, err
+    assert "a step with 1F1B: 1.000 s" in out
+
+
+def test_two_kinds_of_accelerators(optpipe, tmp_path) -> None:
+    """Each a part of the pipeline, as many ranks as its number makes."""
+    path = tmp_path / "problem.json"
+    code, out, err = optpipe(
+        "estimate", "--model", "llama3-8b", "--gpu", "h100:4", "--gpu", "a100-40gb:4", "--pp", 4,
+        "--tp", 2, "--network", "ethernet:100", "-o", path,
+    )  # fmt: skip
+    assert code == 0, err
+    sizes = [device.memory_bytes for device in load_problem(path.read_text()).devices]
+    assert sizes[0] == sizes[1] > sizes[2] == sizes[3]
+    assert "error: not known" in out
+
+
 def test_a_config_is_read(optpipe, tmp_path) -> None:
     folder = tmp_path / "my-llama"
     folder.mkdir()
@@ -93,7 +148,12 @@ def test_the_list_names_everything_with_sources(optpipe) -> None:
     [
         (("--gpu", "h100"), "--model"),
         (("--model", "llama3-8b"), "--gpu is missing"),
-        ((*SMALL, "--gpu", "a100"), "--gpu a100: an estimate is for one kind of accelerator"),
+        ((*SMALL, "--gpu", "a100"), "with several kinds each needs its number"),
+        ((*SMALL, "--gpu", "a100:x"), "--gpu a100:x"),
+        (("--model", "llama3-8b", "--gpu", "h100:12", "--tp", 8, "--pp", 2), "12 GPUs are not"),
+        ((*SMALL, "--network", "wifi"), "--network 'wifi'"),
+        ((*SMALL, "--recompute", "everything"), "--recompute 'everything'"),
+        ((*SMALL, "--measured-step-s", 0), "--measured-step-s 0.0"),
         (("--model", "llama3-9b", "--gpu", "h100"), "did you mean"),
         (("--model", "llama3-8b", "--gpu", "h101"), "did you mean"),
         ((*SMALL, "--memory-gb", 0), "--memory-gb"),

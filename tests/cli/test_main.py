@@ -111,6 +111,20 @@ def test_solve_writes_csv_where_the_suffix_says_so(optpipe, problem_file, tmp_pa
     assert dump_csv(load_csv(target.read_text())) == target.read_text()
 
 
+def test_solve_says_which_link_could_not_deliver_what_it_calls_optimal(optpipe, tmp_path) -> None:
+    """In v1 messages pass each other; of the same problem in v2 all is true, and nothing said."""
+    stages = [stage(0, output_bytes=100_000_000), stage(1)]
+    link = {"from": 0, "to": 1, "bandwidth_gb_per_s": 10.0}
+    given = {"num_microbatches": 8, "links": [link], "stages": stages}
+    given["devices"] = [{"memory_bytes": 10**9}] * 2
+    for number in (1, 2):
+        given["format"] = f"optpipe/problem/v{number}"
+        path = write(tmp_path / f"v{number}.json", json.dumps(given))
+        done = optpipe("solve", path, "--work-limit", 1)
+        assert done.code == 0, done.err
+        assert ("warning: link 0 -> 1 is busy for 80.0 ms" in done.err) is (number == 1)
+
+
 def test_a_restricted_solve_makes_a_schedule_of_the_whole_problem(optpipe, tmp_path) -> None:
     """15 ms with offload: what is proven without it is said, and is no bound of the problem."""
     problem_file = write(tmp_path / "problem.json", dump_problem(make_small_problem(15)))
@@ -158,11 +172,20 @@ def test_solve_that_finds_nothing_is_exit_code_4(optpipe, problem_file, monkeypa
     import optpipe_solver
     from optpipe_solver import Result, SolveStatus
 
-    nothing = Result(SolveStatus.UNKNOWN, None, message="no time")
-    monkeypatch.setattr(optpipe_solver, "solve", lambda *_, **__: nothing)
+    asked: list[float] = []
+
+    def solve(*_: object, time_limit_s: float, **__: object) -> Result:
+        asked.append(time_limit_s)
+        return Result(SolveStatus.UNKNOWN, None, message="no time")
+
+    monkeypatch.setattr(optpipe_solver, "solve", solve)
     done = optpipe("solve", problem_file)
     assert done.code == 4
     assert "no time" in done.err
+    # What came before the search is taken off, at most half of the limit.
+    assert 30 <= asked[0] < 60
+    optpipe("solve", problem_file, "--time-limit", 0.02)
+    assert 0.01 <= asked[1] < 0.02
 
 
 def test_bound_is_below_what_solve_finds(optpipe, problem_file) -> None:

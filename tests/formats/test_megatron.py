@@ -38,11 +38,12 @@ def test_an_estimate_is_pasted_into_a_model_of_as_many_layers(name, pp, chunks) 
         chunks=chunks, placement="loop",
     )  # fmt: skip
     text = megatron_layout(found.problem)
-    wanted = MODELS[name].num_layers
-    assert text.startswith(f"--num-layers {wanted} --pipeline-model-parallel-size {pp} ")
+    wanted, mtp = MODELS[name].num_layers, MODELS[name].mtp
+    predicted = f"--mtp-num-layers {mtp} " if mtp else ""
+    assert text.startswith(f"--num-layers {wanted} {predicted}--pipeline-model-parallel-size {pp} ")
     stages = parsed(text.split("'")[1])
     assert [len(held) for held in stages] == list(found.sizes)
-    assert "".join(stages) == "E" + "t" * wanted + "L"
+    assert "".join(stages) == "E" + "t" * wanted + "m" * mtp + "L"
     check_num_layers(found.problem, wanted)
     with pytest.raises(InputError, match=f"hold {wanted} transformer layers, but the model has 7"):
         check_num_layers(found.problem, 7)

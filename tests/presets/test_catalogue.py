@@ -16,10 +16,16 @@ from optpipe.presets import (
     find_model,
     total_parameters,
 )
-from optpipe.presets.costs import embedding_parameters, head_parameters, layer_parameters
+from optpipe.presets.parameters import (
+    embedding_parameters,
+    head_parameters,
+    layer_parameters,
+    mtp_parameters,
+)
 
 # What the published checkpoints hold, to the last parameter (looked up: docs/estimate.md);
-# DeepSeek-V3's without its 14,848 numbers that balance the experts, no parameters of training.
+# DeepSeek-V3's and Kimi K2's without the numbers that balance their experts (14,848 and 23,040),
+# which no gradient trains.
 PUBLISHED = {
     "llama2-7b": 6_738_415_616,
     "llama2-13b": 13_015_864_320,
@@ -49,6 +55,18 @@ PUBLISHED = {
     "deepseek-v2-lite": 15_706_484_224,
     "deepseek-v2": 235_741_434_880,
     "deepseek-v3": 671_026_404_352,
+    "kimi-k2": 1_026_408_209_408,
+    "gpt-oss-20b": 20_914_757_184,
+    "gpt-oss-120b": 116_829_156_672,
+    "gemma-2b": 2_506_172_416,
+    "gemma-7b": 8_537_680_896,
+    "gemma2-2b": 2_614_341_888,
+    "gemma2-9b": 9_241_705_984,
+    "gemma2-27b": 27_227_128_320,
+    "gemma3-1b": 999_885_952,
+    "gemma3-4b": 3_880_263_168,
+    "gemma3-12b": 11_766_034_176,
+    "gemma3-27b": 27_009_346_304,
 }
 
 # Billions in the models' names or papers, and the digits they are given with.
@@ -70,6 +88,12 @@ CALLED = {
     "po-42.9b": (42.9, 1),
     "po-66.6b": (66.6, 1),
     "po-83.8b": (83.8, 1),
+    "llama4-scout": (108.0, 0),
+    "llama4-maverick": (401.0, 0),
+    "moonlight-16b-a3b": (16.0, 1),
+    "megatron-22b": (22.0, 0),
+    "mt-nlg-530b": (530.0, 0),
+    "megatron-1t": (1008.0, 0),
 }
 
 
@@ -86,7 +110,16 @@ def test_parameters_round_to_what_the_model_is_called(name) -> None:
 
 @pytest.mark.parametrize(
     ("name", "billions"),
-    [("mixtral-8x7b", 13), ("mixtral-8x22b", 39), ("deepseek-v2", 21), ("deepseek-v3", 37)],
+    [
+        ("mixtral-8x7b", 13),
+        ("mixtral-8x22b", 39),
+        ("deepseek-v2", 21),
+        ("deepseek-v3", 37),
+        ("kimi-k2", 32.6),
+        ("gpt-oss-120b", 5.7),
+        ("llama4-scout", 17.1),
+        ("llama4-maverick", 17.1),
+    ],
 )
 def test_active_parameters_are_the_published_ones(name, billions) -> None:
     """Of experts only those that a token goes through; papers round, and differ by embeddings."""
@@ -98,9 +131,8 @@ def test_active_parameters_are_the_published_ones(name, billions) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_parts_make_the_whole(name) -> None:
     shape = MODELS[name]
-    layers = sum(
-        count * layer_parameters(shape, is_moe=is_moe).total for is_moe, count in shape.kinds
-    )
+    layers = sum(count * layer_parameters(shape, kind).total for kind, count in shape.kinds)
+    layers += shape.mtp * mtp_parameters(shape).total
     shared = shape.vocab * shape.hidden if shape.tied else 0
     parts = embedding_parameters(shape) + layers + head_parameters(shape) - shared
     assert parts == total_parameters(shape)
@@ -113,15 +145,15 @@ def test_tensor_parallel_ranks_hold_at_least_their_share(name, tp) -> None:
     shape = MODELS[name]
     if shape.num_heads % tp:
         return
-    for is_moe, _ in shape.kinds:
-        whole = layer_parameters(shape, is_moe=is_moe).total
-        split = layer_parameters(shape, is_moe=is_moe, tp=tp).total
+    for kind, _ in shape.kinds:
+        whole = layer_parameters(shape, kind).total
+        split = layer_parameters(shape, kind, tp=tp, etp=tp).total
         assert whole <= tp * split < 1.7 * whole
 
 
 def test_experts_are_spread() -> None:
     shape = find_model("mixtral-8x7b")
-    whole, part = (layer_parameters(shape, is_moe=True, ep=ep) for ep in (1, 4))
+    whole, part = (layer_parameters(shape, shape.layer_kinds[0], ep=ep) for ep in (1, 4))
     assert part.experts * 4 == whole.experts
     assert part.common == whole.common
 
@@ -157,7 +189,8 @@ def test_more_active_experts_than_there_are_is_refused() -> None:
 
 
 EXPECTED = {
-    "a100-40gb", "a100", "h100", "h100-pcie", "h200", "b200", "mi300x", "rtx4090", "cpu",
+    "a100-40gb", "a100", "h100", "h100-500w", "h100-pcie", "h200", "h800", "b200", "gb200", "b300",
+    "gb300", "mi300x", "mi325x", "mi355x", "l40s", "rtx4090", "cpu",
 }  # fmt: skip
 
 
@@ -173,7 +206,7 @@ def test_every_number_has_a_source_and_a_possible_size(name) -> None:
     for label, fact in hardware.facts:
         assert len(fact.source) > 5, label
         assert fact.value > 0
-    assert 20e9 < hardware.memory_bytes.value < 300e9
+    assert 20e9 < hardware.memory_bytes.value < 310e9
     assert 100 < hardware.memory_gb_per_s.value < 10_000
     assert 50 < hardware.tflops["bf16"].value < 5000
     assert hardware.peer_gb_per_s.value <= hardware.node_gb_per_s.value

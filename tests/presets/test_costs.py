@@ -7,10 +7,12 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from examples import make_llama3_8b as example
-from optpipe.presets import MODELS, ModelShape, Training, find_model
-from optpipe.presets.costs import Held, head_kept, layer_kept, saved_tensors, static_bytes
+from optpipe.presets import MODELS, LayerForm, ModelShape, Training, find_model
+from optpipe.presets.costs import head_kept, layer_kept, layer_work, saved_tensors
+from optpipe.presets.parameters import Held, static_bytes
 
 H, A, S, B = 512, 8, 256, 3
+DENSE, MOE = LayerForm(False), LayerForm(True)
 GPT = ModelShape(
     name="gpt", num_layers=4, hidden=H, num_heads=A, num_kv_heads=A, ffn=4 * H, vocab=1024,
     mlp="gelu", bias="all", positions=S, dropout=True,
@@ -20,7 +22,7 @@ GPT = ModelShape(
 def kept(**changes) -> int:
     """Bytes that F of a layer of GPT keeps."""
     training = Training(**{"micro_batch": B, "sequence": S, "flash": False, **changes})
-    return layer_kept(GPT, training, is_moe=False).activation_bytes
+    return layer_kept(GPT, training, DENSE).activation_bytes
 
 
 def test_one_device_is_korthikanti_equation_1() -> None:
@@ -48,10 +50,10 @@ def test_flash_attention_removes_the_scores() -> None:
 
 def test_small_tensors_stay_on_the_device() -> None:
     """OFFLOAD moves all but four bytes per token and head, and per token and expert."""
-    gpt = layer_kept(GPT, Training(micro_batch=B, sequence=S), is_moe=False)
+    gpt = layer_kept(GPT, Training(micro_batch=B, sequence=S), DENSE)
     assert gpt.activation_bytes - gpt.offload_bytes == S * B * 4 * A
     mixtral = find_model("mixtral-8x7b")
-    routed = layer_kept(mixtral, Training(micro_batch=B, sequence=S), is_moe=True)
+    routed = layer_kept(mixtral, Training(micro_batch=B, sequence=S), MOE)
     assert routed.activation_bytes - routed.offload_bytes == S * B * 4 * (32 + 8)
 
 
@@ -63,12 +65,12 @@ def test_lean_keeps_20_of_34() -> None:
 def test_weight_context_is_the_zero_bubble_papers() -> None:
     """32 s b h from I to W."""
     training = Training(micro_batch=B, sequence=S)
-    assert layer_kept(GPT, training, is_moe=False).weight_context_bytes == 32 * S * B * H
+    assert layer_kept(GPT, training, DENSE).weight_context_bytes == 32 * S * B * H
 
 
 def test_the_llama_of_the_examples_is_met() -> None:
     """Counted there by hand, with the norms' statistics, which are left out here."""
-    found = layer_kept(find_model("llama3-8b"), Training(sequence=8192), is_moe=False)
+    found = layer_kept(find_model("llama3-8b"), Training(sequence=8192), DENSE)
     assert found.activation_bytes == example.layer_activation_bytes() - 2 * 8192 * 4
     assert found.weight_context_bytes == example.layer_weight_context_bytes()
 
@@ -81,17 +83,68 @@ def test_the_head_keeps_input_norm_and_softmax() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dp", "zero", "per_parameter"), [(1, 0, 18), (4, 0, 18), (4, 1, 2 + 4 + 3), (4, 2, 2 + 1 + 3)]
-)
+    ("dp", "zero", "per_parameter"),
+    [
+        (1, 0, (2, 4, 12)), (4, 0, (2, 4, 12)), (4, 1, (2, 4, 3)), (4, 2, (2, 1, 3)),
+        (4, 3, (0.5, 1, 3)),
+    ],
+)  # fmt: skip
 def test_static_bytes_per_parameter(dp, zero, per_parameter) -> None:
-    """Weight, gradient, and the optimizer's 12, spread as ZeRO does."""
-    assert static_bytes(Held(1000), Training(dp=dp, zero=zero)) == 1000 * per_parameter
+    """Weight, gradient, and the optimizer's 12, spread as ZeRO does; cp's ranks are replicas."""
+    expected = tuple(1000 * size for size in per_parameter)
+    assert static_bytes(Held(1000), Training(dp=dp, zero=zero)) == expected
+    assert static_bytes(Held(1000), Training(cp=dp, zero=zero)) == expected
 
 
 def test_static_bytes_of_experts_are_spread_over_those_who_hold_them() -> None:
-    """dp / ep ranks share an expert's optimizer; fp32 needs no second copy of a weight."""
-    assert static_bytes(Held(0, 1000), Training(dp=8, ep=4)) == 1000 * (2 + 4 + 6)
-    assert static_bytes(Held(1000), Training(precision="fp32")) == 1000 * 16
+    """Of tp x cp x dp ranks ep x etp hold different ones; fp32 needs no second copy of a weight."""
+    assert static_bytes(Held(0, 1000), Training(dp=8, ep=4)).total == 1000 * (2 + 4 + 6)
+    folded = Training(tp=2, dp=16, ep=32)
+    assert static_bytes(Held(0, 1000), folded).total == 1000 * (2 + 4 + 12)
+    assert static_bytes(Held(1000), Training(precision="fp32")).total == 1000 * 16
+
+
+def test_narrow_products_keep_their_inputs_narrow() -> None:
+    """Llama: inputs of four products are 1 byte instead of 2, attention's output is kept twice."""
+    llama, h, f = find_model("llama3-8b"), 4096, 14336
+    wide, narrow = (
+        layer_kept(llama, Training(sequence=S, precision=p), DENSE).activation_bytes
+        for p in ("bf16", "fp8")
+    )
+    assert wide - narrow == S * (h + h + f - h)
+
+
+@pytest.mark.parametrize(
+    ("recompute", "name", "per_token"),
+    [
+        ("core_attn", "llama3-8b", 4 * 32),
+        ("layernorm", "llama3-8b", 2 * 2 * 4096),
+        ("mlp", "llama3-8b", 2 * (4096 + 3 * 14336)),
+        ("moe_act", "mixtral-8x7b", 2 * 2 * 14336),
+        ("mla_up_proj", "deepseek-v3", 2 * (1536 + 512 + 128 * (192 + 192 + 128))),
+    ],
+)
+def test_what_is_made_again_is_not_kept_and_costs_its_work_once_more(
+    recompute, name, per_token
+) -> None:
+    """Bytes by hand; the time is in I, and only there."""
+    shape = find_model(name)
+    kind = shape.layer_kinds[-1]
+    plain, again = Training(sequence=S), Training(sequence=S, recompute=frozenset({recompute}))
+    saved = layer_kept(shape, plain, kind).activation_bytes
+    saved -= layer_kept(shape, again, kind).activation_bytes
+    assert saved == S * per_token
+    before, after = layer_work(shape, plain, kind), layer_work(shape, again, kind)
+    assert (before.forward, before.backward_weight) == (after.forward, after.backward_weight)
+    assert sum(after.backward_input) > sum(before.backward_input)
+
+
+def test_full_recomputation_keeps_a_layers_input() -> None:
+    """And does all of F again."""
+    training = Training(sequence=S, recompute=frozenset({"full"}))
+    assert layer_kept(GPT, training, DENSE).activation_bytes == 2 * S * H
+    work = layer_work(GPT, training, DENSE)
+    assert work.backward_input.matmul_flops == 2 * work.forward.matmul_flops
 
 
 @given(
@@ -109,13 +162,13 @@ def test_bytes_are_possible(name, tp, flash, sequence_parallel, lean) -> None:
         sequence=512, tp=tp, flash=flash, sequence_parallel=sequence_parallel, lean=lean
     )
     double = replace(training, micro_batch=2)
-    for is_moe, _ in shape.kinds:
-        found = layer_kept(shape, training, is_moe=is_moe)
+    for kind, _ in shape.kinds:
+        found = layer_kept(shape, training, kind)
         assert 0 < found.checkpoint_bytes <= found.activation_bytes
         assert 0 < found.offload_bytes <= found.activation_bytes
         assert found.weight_context_bytes > 0
-        twice = layer_kept(shape, double, is_moe=is_moe)
+        twice = layer_kept(shape, double, kind)
         assert twice.activation_bytes == 2 * found.activation_bytes
         assert twice.weight_context_bytes == pytest.approx(2 * found.weight_context_bytes, abs=1)
-        names = [tensor.name for tensor in saved_tensors(shape, training, is_moe=is_moe)]
+        names = [tensor.name for tensor in saved_tensors(shape, training, kind)]
         assert len(names) == len(set(names))

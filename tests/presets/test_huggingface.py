@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -47,14 +48,15 @@ DEEPSEEK_V3 = {
     "num_experts_per_tok": 8, "first_k_dense_replace": 3, "moe_layer_freq": 1,
     "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
     "v_head_dim": 128, "num_nextn_predict_layers": 1, "vocab_size": 129280,
-    "quantization_config": {"quant_method": "fp8"}, "scoring_func": "sigmoid",
+    "quantization_config": {"quant_method": "fp8"}, "scoring_func": "sigmoid", "n_group": 8,
+    "topk_group": 4,
 }  # fmt: skip
 DEEPSEEK_LITE = DEEPSEEK_V3 | {
     "model_type": "deepseek_v2", "hidden_size": 2048, "intermediate_size": 10944,
     "moe_intermediate_size": 1408, "num_attention_heads": 16, "num_hidden_layers": 27,
     "num_key_value_heads": 16, "n_routed_experts": 64, "n_shared_experts": 2,
     "num_experts_per_tok": 6, "first_k_dense_replace": 1, "q_lora_rank": None,
-    "vocab_size": 102400, "num_nextn_predict_layers": 0,
+    "vocab_size": 102400, "num_nextn_predict_layers": 0, "n_group": 1, "topk_group": 1,
 }  # fmt: skip
 GPT2 = {
     "model_type": "gpt2", "activation_function": "gelu_new", "n_embd": 768, "n_head": 12,
@@ -70,6 +72,42 @@ KNOWN = {
     "deepseek-v3": DEEPSEEK_V3,
     "deepseek-v2-lite": DEEPSEEK_LITE,
 }
+
+
+# Written by the configuration classes of transformers 5.24.0 (defaults included, without the label
+# maps that every file repeats).
+WRITTEN = json.loads(
+    (Path(__file__).parents[1] / "data/huggingface/transformers_5_24.json").read_text("utf-8")
+)
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_what_transformers_writes_today_is_the_catalogues_shape(name) -> None:
+    """Windows from layer types, experts under their present names, new fields of every file."""
+    found, known = shape_from_config(json.dumps(WRITTEN[name]), name), find_model(name)
+    found = replace(found, source=known.source, left_out=known.left_out)
+    assert replace(found, head_width=known.head_width) == known
+    assert total_parameters(found) == total_parameters(known)
+
+
+def test_of_text_and_images_the_text_is_read() -> None:
+    """And what is left out is said."""
+    text = WRITTEN["gemma3-1b"]
+    whole = {"model_type": "gemma3", "vision_config": {"hidden_size": 1152}, "text_config": text}
+    found = shape_from_config(json.dumps(whole))
+    assert found.left_out == ("what reads images",)
+    assert total_parameters(found) == 999_885_952
+
+
+@pytest.mark.parametrize(
+    "types",
+    [["full_attention", "sliding_attention"], ["sliding_attention", "linear_attention"],
+     ["sliding_attention"] * 2],
+)  # fmt: skip
+def test_other_patterns_of_attention_are_refused(types) -> None:
+    """What no formula covers."""
+    with pytest.raises(InputError, match="layer_types"):
+        shape_from_config(json.dumps(WRITTEN["gpt-oss-120b"] | {"layer_types": types * 18}))
 
 
 @pytest.mark.parametrize("name", KNOWN)
@@ -130,5 +168,5 @@ def test_what_is_no_json_object_is_refused(text) -> None:
 
 def test_the_list_of_types_is_sorted_and_told() -> None:
     assert list(MODEL_TYPES) == sorted(MODEL_TYPES)
-    with pytest.raises(InputError, match="deepseek_v2, deepseek_v3, gpt2"):
+    with pytest.raises(InputError, match="deepseek_v2, deepseek_v3, gemma, "):
         shape_from_config('{"model_type": "t5"}')

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -29,6 +30,8 @@ from tests.runtime.small_model import (
 )
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     from optpipe import Problem, Schedule
     from optpipe.schedule import Action
 
@@ -81,13 +84,22 @@ def _keep_products(_context: Any, operation: Any, *_: Any, **__: Any) -> Checkpo
 
 
 def gpt_stages(kind: str, num_stages: int) -> list[nn.Module]:
-    """A small GPT in single precision: plain, under autocast, or selectively checkpointed."""
+    """A small GPT in single precision: plain, under autocast, or selectively checkpointed.
+
+    Under ``autocast around`` the whole step is, not each stage.
+    """
     stages = make_stages(GPT, num_stages)
     if kind == "autocast":
         return [_Autocast(stage) for stage in stages]
     if kind == "selective":
         return [nn.Sequential(*map(_Checkpointed, stage.children())) for stage in stages]
     return stages
+
+
+def around(kind: str) -> AbstractContextManager[Any]:
+    """What a whole step of that kind is run in."""
+    is_around = kind == "autocast around"
+    return torch.autocast("cpu", torch.bfloat16) if is_around else nullcontext()
 
 
 def count_step(
@@ -104,13 +116,16 @@ def count_step(
     else:
         _, runner = small_runner(schedule, width=WIDTH)
         batch, target = small_data(num_microbatches, 0, WIDTH, LENGTH)
-    runner.step(batch, target)
+    outside = around(kind)
+    with outside:
+        runner.step(batch, target)
     assert runner._training is not None
     before = runner.offloaded_bytes
     slots = sum(slot.numel() for slot in runner._training.runtime._slots._slots)
     with _no_collector(), LiveBytes() as counter:
         runner.observe(counter)
-        runner.step(batch, target)
+        with outside:
+            runner.step(batch, target)
     runner.close()
     return Counted(
         counter.moments,

@@ -41,7 +41,8 @@ def _measured(
         sample, target = small_data(1, 0, memory_cases.WIDTH, memory_cases.LENGTH)
     # Multiplications take a time each and all else none: so menus are the same in every run.
     clock = WorkClock() if modes else None
-    with computing_with(1), nullcontext() if clock is None else clock.counter:
+    counted = nullcontext() if clock is None else clock.counter
+    with computing_with(1), memory_cases.around(kind), counted:
         profile = measure(
             stages,
             sample,
@@ -138,6 +139,8 @@ _USED = {"fused": "B", "split": "W", "offload": "OFFLOAD", "recompute": "RECOMPU
         ("autocast", schedules.LINEAR, "fused", "1f1b"),
         ("autocast", schedules.V_SHAPE, "split", "zb-v"),
         ("autocast", schedules.V_SHAPE, "offload", "ada-offload"),
+        ("autocast around", schedules.LINEAR, "fused", "1f1b"),
+        ("autocast around", schedules.V_SHAPE, "split", "zb-v"),
         ("selective", schedules.LINEAR, "fused", "1f1b"),
         ("selective", schedules.V_SHAPE, "split", "zb-v"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING
@@ -11,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from optpipe import Provenance, evaluate
 from optpipe.errors import InputError
@@ -117,11 +119,62 @@ class _KeepsForBackward(torch.autograd.Function):
         return gradient * 2
 
 
-@pytest.mark.parametrize("most", [None, 2])
-def test_a_stage_whose_micro_batches_do_not_add_up_is_refused(most) -> None:
-    """What a module keeps from one forward to the next is in no plan."""
-    with pytest.raises(InputError, match=r"stage 1 .* bytes after .* within 3.*; let the module"):
-        quick([measured.deep(8, 1), _Keeps(most), measured.deep(8, 1)], torch.ones(64, 8))
+class _Shares(nn.Module):
+    """A linear layer with a mask that is made once for all micro-batches in flight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.mask: weakref.ref[torch.Tensor] | None = None
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.linear(given)
+        mask = self.mask() if self.mask is not None else None
+        mask = torch.ones_like(output) if mask is None else mask
+        self.mask = weakref.ref(mask)
+        return _Masked.apply(output, mask)  # type: ignore[no-any-return]
+
+
+class _Masked(torch.autograd.Function):
+    """A product that keeps the very mask it was given."""
+
+    @staticmethod
+    def forward(ctx, given, mask):
+        ctx.mask = mask
+        return given * mask
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.mask, None
+
+
+class _Unseen(nn.Module):
+    """A linear layer with a mask that is made where no mode looks, as in compiled code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        with _disable_current_modes():
+            mask = torch.ones(given.shape)
+        return self.linear(given) * mask  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("stage", "message"),
+    [
+        (_Keeps(None), r"holds \d+ bytes after the F of one micro-batch and \d+ after two"),
+        (_Keeps(2), r"still holds \d+ bytes after a backward, of \d+ after its F"),
+        (_Shares(), r"holds \d+ bytes after the F of one micro-batch and \d+ after two"),
+        (_Unseen(), r"autograd saves \d+ bytes in an F, but only \d+ are live after it"),
+    ],
+    ids=["keeps all", "keeps two", "shares", "unseen"],
+)
+def test_a_stage_whose_bytes_do_not_add_up_is_refused(stage, message) -> None:
+    """What a plan adds up is what lives, within 3 %, whoever holds it."""
+    with pytest.raises(InputError, match=rf"stage 1:? {message}.* within 3"):
+        quick([measured.deep(8, 1), stage, measured.deep(8, 1)], torch.ones(64, 8))
 
 
 def test_what_autograd_does_not_see_counts_and_stays_on_the_device() -> None:
@@ -213,6 +266,7 @@ def test_compiled_stages_are_split_where_the_runner_splits_them() -> None:
     expected, found = profile.results
     assert found.deferred_bytes == expected.deferred_bytes == FLOAT * 2 * 6 * 12
     assert found.footprint.split == expected.footprint.split
+    assert profile.problem(1).stages[1].backward_weight_ms > 0
     assert not any("cannot be split" in note for note in profile.measurements.notes)
 
 

@@ -12,10 +12,11 @@ import torch
 
 from optpipe import parse_action
 from optpipe.errors import MissingExtraError
+from optpipe.runtime.batches import GivenBatch, Microbatches
 from optpipe.runtime.errors import OffloadError, PreflightError, require_torch
 from optpipe.runtime.offload import HostPool, PlainCopies, count_slots
-from optpipe.runtime.preflight import Needs, check_needs, needs_of, shapes_of
-from optpipe.runtime.runner import Pipeline
+from optpipe.runtime.pipeline import Pipeline
+from optpipe.runtime.preflight import Needs, check_needs, check_split, needs_of
 from optpipe.runtime.torch_schedule import HookedStage
 from tests.building import bus, offloadable, programs
 from tests.building import problem as built_problem
@@ -108,9 +109,19 @@ def test_a_w_without_work_is_refused_unless_the_plan_knows_that_it_takes_no_time
     assert _one_text(ranks.run(cases.refused_split, STRAIGHT, PLAIN)) == ""
 
 
+def test_what_waits_for_w_is_said_of_each_stage_that_is_split(caplog):
+    caplog.set_level("INFO")
+    (program,) = programs("0F0 0I0 0W0 1F0 1B0 2F0 2I0 2W0")
+    check_split(program, None, {0: 4320, 1: 77, 2: 96})
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{size} bytes of weight gradient of stage {stage} wait for W"
+        for stage, size in ((0, 4320), (2, 96))
+    ]
+
+
 def test_what_is_unfrozen_after_gradients_were_agreed_on_is_refused():
     stage = HookedStage.__new__(HookedStage)
-    stage.stage_index, stage._gets_gradient = 3, [True, False]
+    stage.stage_index, stage._gets_gradient, stage._trains = 3, [True, False], True
     state, mask = torch.ones(2, requires_grad=True), torch.ones(2)
     stage._check_gradients((state, mask))
     with pytest.raises(PreflightError, match="output 1 of stage 3 requires grad, but did not"):
@@ -138,16 +149,14 @@ def test_too_little_reserved_for_boundary_tensors_is_refused(ranks):
 
 
 def test_a_later_batch_of_another_shape_is_refused_with_both():
-    shape = shapes_of((torch.zeros(8, 3),))
-    pipeline = Pipeline(
-        runtime=cast("HookedSchedule", None),
-        batch=shape,
-        target=(),
-        boundary={},
-    )
-    pipeline.expect((torch.ones(8, 3),), ())
+    def cut(samples: int) -> Microbatches:
+        given = GivenBatch(args=(torch.zeros(samples, 3),))
+        return given.cut(2, first=True, last=False, needs_target=True)
+
+    pipeline = Pipeline(runtime=cast("HookedSchedule", None), given=cut(16), boundary={})
+    pipeline.expect(cut(16))
     with pytest.raises(PreflightError, match=r"\(4, 3\).*the first ones had .*\(8, 3\)"):
-        pipeline.expect((torch.ones(4, 3),), ())
+        pipeline.expect(cut(8))
 
 
 class _Plan(NamedTuple):

@@ -61,7 +61,7 @@ def tight_line(**fields: float) -> Problem:
     return problem([offloadable(d, 10, 10, 10, **fields) for d in range(4)], devices, m=8)
 
 
-@given(cases(tight=True))
+@given(cases(tight=True, menus=True))
 def test_judged_as_by_the_reference(case: Case) -> None:
     """Legality, hosts and recompute included, and the objective to the last bit."""
     for start in all_starts(case.problem, QUICK):

@@ -71,19 +71,20 @@ def test_each_restriction_has_a_name_that_says_what_it_goes_without() -> None:
 
 
 @few(20)
-@given(cases(tight=True))
+@given(cases(tight=True, menus=True))
 def test_programs_of_a_restriction_are_as_long_for_the_problem(case: Case) -> None:
-    """Legal, with the same times to the last bit."""
+    """Legal once its modes are named, with the same times to the last bit."""
     for less in restrictions(case.problem):
         for made in legal_starts(less.problem):
             assert made.programs is not None
-            assert not find_violations(case.problem, made.programs)
-            run = simulate(case.problem, made.programs)
+            programs = less.translate(made.programs, case.problem)
+            assert not find_violations(case.problem, programs)
+            run = simulate(case.problem, programs)
             assert run.objective_ms(case.problem.objective) == made.objective_ms
 
 
 @few(10)
-@given(cases(tight=True))
+@given(cases(tight=True, menus=True))
 def test_never_worse_than_what_is_found_in_a_restriction(case: Case) -> None:
     """Families and whatever the search finds, up to the tolerance of what is optimal."""
     best, found = serially(case.problem), []

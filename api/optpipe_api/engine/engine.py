@@ -345,7 +345,6 @@ class SlotEngine:
         )
 
     def start(self) -> None:
-        """Begin to take jobs."""
         for thread in self._threads:
             thread.start()
 

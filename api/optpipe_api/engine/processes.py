@@ -206,11 +206,9 @@ class SolverChild:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the process still runs."""
         return self._process.poll() is None
 
     def send(self, message: Message) -> None:
-        """Say something."""
         self.send_bytes(encode(message))
 
     def receive(self, timeout_s: float) -> Message | None:

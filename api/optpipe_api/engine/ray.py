@@ -69,7 +69,6 @@ class SolverHost:
 
     @ray.method(concurrency_group="write")
     def write(self, data: bytes) -> None:
-        """Say something."""
         self._child.send_bytes(data)
 
     def end(self) -> None:
@@ -116,7 +115,6 @@ class RayProcess:
         return not self._has_ended
 
     def send(self, message: Message) -> None:
-        """Say something."""
         self._actor.write.remote(encode(message))
 
     def receive(self, timeout_s: float) -> Message | None:

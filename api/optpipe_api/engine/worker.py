@@ -138,7 +138,6 @@ class _Channel:
             os._exit(0)
 
     def receive(self) -> Message:
-        """Return what comes next of a task."""
         return self._tasks.get()
 
     def _listen(self) -> None:

@@ -145,7 +145,6 @@ class FrontierView(BaseModel):
 
     @classmethod
     def of(cls, lines: list[FrontierLine]) -> Self:
-        """Return the view of a frontier."""
         return cls(
             lines=[
                 FrontierLineView(

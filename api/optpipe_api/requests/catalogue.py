@@ -9,6 +9,7 @@ from pydantic.json_schema import SkipJsonSchema  # noqa: TC002 - pydantic reads 
 
 from optpipe.errors import rule_broken
 from optpipe.presets import GPUS, MODELS, Hardware, ModelShape, total_parameters
+from optpipe.presets.shape import PRECISIONS, Dispatcher, Precision
 from optpipe.problem import Problem
 from optpipe.sweep import AXES
 from optpipe.wire import JobOptions
@@ -41,7 +42,6 @@ __all__ = [
 
 _MOST = 2**31 - 1
 _PLACEMENTS = ("linear", "loop", "v")
-_PRECISIONS = ("bf16", "fp16", "fp8", "fp32")
 
 Values = Annotated[dict[Annotated[str, Field(max_length=200)], Any], Field(max_length=16)]
 Name = Annotated[str, Field(max_length=80)]
@@ -72,7 +72,6 @@ class ModelEntry(BaseModel):
 
     @classmethod
     def of(cls, shape: ModelShape) -> Self:
-        """Return the entry of a shape."""
         return cls(
             name=shape.name,
             parameters=total_parameters(shape),
@@ -96,7 +95,6 @@ class GpuEntry(BaseModel):
 
     @classmethod
     def of(cls, hardware: Hardware) -> Self:
-        """Return the entry of an accelerator."""
         pcie = hardware.pcie_gb_per_s
         return cls(
             name=hardware.name,
@@ -119,12 +117,11 @@ class Catalogue(BaseModel):
 
     @classmethod
     def make(cls) -> Self:
-        """Return all of it."""
         return cls(
             models=[ModelEntry.of(shape) for shape in MODELS.values()],
             gpus=[GpuEntry.of(hardware) for hardware in GPUS.values()],
             placements=list(_PLACEMENTS),
-            precisions=list(_PRECISIONS),
+            precisions=list(PRECISIONS),
         )
 
 
@@ -156,7 +153,8 @@ class EstimateBody(StrictBody):
     pp: Degree = Field(default=4, description="Devices of the pipeline.")
     tp: Degree = 1
     cp: Degree = 1
-    ep: Degree = 1
+    ep: Degree = Field(default=1, description="With etp it divides tp x cp x dp.")
+    etp: Degree = Field(default=1, description="Tensor-parallel degree of the experts.")
     dp: Degree = 1
     micro_batch: Size = Field(default=1, description="Sequences per micro-batch.")
     sequence: Size = Field(default=4096, description="Tokens per sequence.")
@@ -167,11 +165,31 @@ class EstimateBody(StrictBody):
     placement: Literal["linear", "loop", "v"] | None = Field(
         default=None, description="Null: linear, with several chunks loop."
     )
-    precision: Literal["bf16", "fp16", "fp8", "fp32"] = "bf16"
-    zero: Literal[0, 1, 2] = 1
+    layout: Literal["balanced", "even"] = Field(
+        default="balanced", description="balanced: the slowest stage fastest; even: as frameworks."
+    )
+    precision: Precision = "bf16"
+    zero: Literal[0, 1, 2, 3] = 1
     flash: bool = Field(default=True, strict=True)
     sequence_parallel: bool = Field(default=True, strict=True)
     lean: bool = Field(default=False, strict=True)
+    recompute: Annotated[frozenset[Name], Field(max_length=16)] = Field(
+        default=frozenset(), description="Modules that are made again in the backward."
+    )
+    cuda_graphs: bool = Field(default=False, strict=True)
+    ep_overlap: bool = Field(default=False, strict=True)
+    dispatcher: Dispatcher = "alltoall"
+    overlap: bool = Field(default=True, strict=True)
+    network: Name | None = Field(
+        default=None, description="Between nodes: infiniband, ethernet or tcp, and `:GBIT`."
+    )
+    oversubscription: Annotated[float, Field(ge=1, le=64, strict=True)] = 1.0
+    measured_step_s: (
+        Annotated[float, Field(gt=0, lt=1e6, allow_inf_nan=False, strict=True)] | None
+    ) = Field(default=None, description="What a step takes: calibrates every time.")
+    time_factor: Annotated[float, Field(gt=0, lt=1e6, allow_inf_nan=False, strict=True)] | None = (
+        Field(default=None, description="Multiplies every time.")
+    )
     mfu: Share | None = Field(
         default=None, description="Share of peak that F, I and W reach together."
     )
@@ -217,10 +235,18 @@ class VariantView(BaseModel):
 
 
 class EstimateView(VariantView):
-    """The estimated problem; ``sizes`` are the layers of each stage, embedding and head counted."""
+    """The estimated problem; ``sizes`` are the layers of each stage, embedding and head counted.
+
+    ``step_ms`` is of 1F1B, interleaved with several chunks, all that follows it included;
+    ``median_error`` how far such estimates were from published runs, null where none were compared.
+    """
 
     parameters: int
     mfu: float
+    step_ms: float
+    tokens_per_s_per_gpu: float
+    time_factor: float
+    median_error: float | None
     sizes: list[int]
     notes: list[str]
 

@@ -295,7 +295,6 @@ class Submission(StrictBody):
 
     @property
     def kind(self) -> JobKind:
-        """What is to be done."""
         return JobKind.SOLVE if self.model is None else JobKind.PLAN
 
 

@@ -194,7 +194,6 @@ class BatchService:
     # Showing
 
     def find(self, batch_id: str, who: Principal) -> BatchRecord:
-        """Return a batch as it is now."""
         batch = self._store.get(batch_id)
         if not who.sees(batch.owner):
             raise BatchNotFoundError(batch_id)

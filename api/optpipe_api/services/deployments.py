@@ -110,7 +110,6 @@ class DeploymentService:
         return self._store.get(deployment.id)
 
     def find(self, deployment_id: str, who: Principal) -> DeploymentRecord:
-        """Return a deployment."""
         deployment = self._store.get(deployment_id)
         if not who.sees(deployment.owner):
             raise DeploymentNotFoundError(deployment_id)
@@ -123,7 +122,6 @@ class DeploymentService:
         return self._store.page(limit, before, owner=owner)
 
     def versions(self, deployment_id: str, who: Principal) -> list[VersionRecord]:
-        """Return the versions, oldest first."""
         self.find(deployment_id, who)
         return self._store.versions(deployment_id)
 
@@ -555,11 +553,9 @@ class Rounds:
         self._thread = threading.Thread(target=self._run, name=name)
 
     def start(self) -> None:
-        """Begin."""
         self._thread.start()
 
     def wake(self) -> None:
-        """Let the next round begin now."""
         self._woken.set()
 
     def close(self) -> None:

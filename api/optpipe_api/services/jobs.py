@@ -113,7 +113,6 @@ class JobService:
     # Showing
 
     def find(self, job_id: str, who: Principal) -> JobRecord:
-        """Return a job."""
         job = self._store.get(job_id)
         if not who.sees(job.owner):
             raise JobNotFoundError(job_id)

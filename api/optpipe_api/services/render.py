@@ -92,7 +92,6 @@ class Charts:
         self._pool = ParsePool(cpu_s=_CHART_CPU_S, memory_bytes=_MEMORY_BYTES)
 
     def close(self) -> None:
-        """End the processes."""
         self._pool.close()
 
     async def schedules(self, shown: Sequence[Shown], theme: Theme) -> str:

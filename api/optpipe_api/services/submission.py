@@ -317,12 +317,18 @@ _TRAINING = (
     "tp",
     "cp",
     "ep",
+    "etp",
     "dp",
     "zero",
     "precision",
     "flash",
     "sequence_parallel",
     "lean",
+    "recompute",
+    "cuda_graphs",
+    "ep_overlap",
+    "dispatcher",
+    "overlap",
 )
 
 
@@ -338,6 +344,10 @@ def read_estimate(body: bytes) -> str:
         **_view_fields(_vary(found.problem, wanted.values)),
         parameters=total_parameters(shape),
         mfu=found.mfu,
+        step_ms=found.step.step_ms,
+        tokens_per_s_per_gpu=found.step.tokens_per_s_per_gpu,
+        time_factor=found.factor,
+        median_error=None if found.error is None else found.error.median,
         sizes=list(found.sizes),
         notes=list(map(str, found.notes)),
     )
@@ -377,6 +387,8 @@ def _shape(body: EstimateBody) -> ModelShape:
 
 def _estimate(shape: ModelShape, body: EstimateBody) -> Estimate:
     hardware = find_gpu(body.gpu)
+    if body.network is not None or body.oversubscription != 1:
+        hardware = hardware.on_network(body.network, body.oversubscription)
     return estimate(
         shape,
         hardware,
@@ -385,8 +397,11 @@ def _estimate(shape: ModelShape, body: EstimateBody) -> Estimate:
         num_microbatches=body.num_microbatches,
         chunks=body.chunks,
         placement=body.placement or ("linear" if body.chunks == 1 else "loop"),
-        efficiency=hardware.efficiency.with_pcie(body.pcie_efficiency),
+        layout=body.layout,
+        pcie_efficiency=body.pcie_efficiency,
         mfu=body.mfu,
+        time_factor=body.time_factor,
+        measured_step_s=body.measured_step_s,
         memory_bytes=body.memory_bytes,
     )
 

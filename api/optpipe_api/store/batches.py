@@ -142,7 +142,6 @@ class BatchStore:
             return _batches_of(connection, connection.execute(query).all())
 
     def plan(self, batch_id: str) -> BatchPlan:
-        """Return what a batch is about."""
         with reading(self._engine) as connection:
             return _plan_of(connection, _find(connection, batch_id))
 

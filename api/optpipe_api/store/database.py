@@ -127,7 +127,6 @@ def _secrets(url: sa.URL) -> set[str]:
 
 
 def _shown(url: sa.URL) -> str:
-    """Return a URL as people may see it."""
     hidden = {name: _HIDDEN for name in url.query if "pass" in name.lower()}
     return url.update_query_dict(hidden).render_as_string(hide_password=True)
 

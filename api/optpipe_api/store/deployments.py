@@ -138,13 +138,11 @@ class DeploymentStore:
             return list(connection.execute(query).scalars())
 
     def documents(self, deployment_id: str) -> Documents:
-        """Return the problems of a deployment."""
         with reading(self._engine) as connection:
             row = _find_row(connection, deployment_id)
         return Documents(problem=row.problem, measured=row.measured, planned=row.planned)
 
     def versions(self, deployment_id: str) -> list[VersionRecord]:
-        """Return the versions, oldest first."""
         with reading(self._engine) as connection:
             position = _find_row(connection, deployment_id).position
             query = (
@@ -232,7 +230,6 @@ class DeploymentStore:
             return _change(connection, known, num_seen=num_seen)
 
     def publish(self, known: DeploymentRecord, new: NewVersion) -> DeploymentRecord | None:
-        """Make a schedule of the job the next version."""
         with writing(self._engine) as connection:
             changed = _change(
                 connection,

@@ -312,7 +312,6 @@ class JobReads:
             return document_of(connection, comparisons, find_row(connection, job_id).position)
 
     def schedule(self, job_id: str) -> StoredSchedule | None:
-        """Return the best schedule so far."""
         with reading(self._engine) as connection:
             row = find_row(connection, job_id)
             text = document_of(connection, schedules, row.position)

@@ -72,7 +72,6 @@ class KeyStore:
             return [_key(row) for row in rows]
 
     def valid(self) -> list[ApiKey]:
-        """Return the keys that are not revoked."""
         with reading(self._engine) as connection:
             rows = connection.execute(sa.select(api_keys).where(api_keys.c.revoked_at.is_(None)))
             return [_key(row) for row in rows]

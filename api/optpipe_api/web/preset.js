@@ -47,7 +47,7 @@ export class Preset {
           numberField("ep", "Expert (ep)", FIRST.ep),
           numberField("dp", "Data (dp)", FIRST.dp),
           choiceField("precision", "Precision", precisions, FIRST.precision),
-          choiceField("zero", "ZeRO", [0, 1, 2], FIRST.zero))));
+          choiceField("zero", "ZeRO", [0, 1, 2, 3], FIRST.zero))));
   }
 
   /** Micro-batches as a slider, and as a number beyond where it ends. */

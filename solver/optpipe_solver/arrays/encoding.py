@@ -20,11 +20,19 @@ from optpipe_solver.arrays import simulate
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from optpipe.problem import Problem
+    from optpipe.problem import CellMode, Problem
     from optpipe.schedule import Program, Programs
     from optpipe_solver.arrays import Flags, Floats, Ints
 
-__all__ = ["KINDS", "CompiledProblem", "Rows", "durations_of", "memory_of", "program_of"]
+__all__ = [
+    "KINDS",
+    "CompiledProblem",
+    "Rows",
+    "durations_of",
+    "memory_of",
+    "numbered_menus",
+    "program_of",
+]
 
 
 KINDS = (
@@ -43,10 +51,14 @@ _KIND_NUMBER = {kind: number for number, kind in enumerate(KINDS)}
 
 
 class Rows(NamedTuple):
-    """Programs as integers: ``actions[d, :lengths[d]]`` is the program of device d."""
+    """Programs as integers: ``actions[d, :lengths[d]]`` is the program of device d.
+
+    ``modes`` has by cell the number of its mode (see `numbered_menus`), -1 where there is none.
+    """
 
     actions: Ints
     lengths: Ints
+    modes: Ints
 
     def programs(self) -> list[Ints]:
         """Return the program of each device."""
@@ -72,28 +84,55 @@ class CompiledProblem:
         longest = max(len(held) * m * len(KINDS) for held in (*self.problem.stages_of, (0,)))
         actions = np.zeros((len(programs), longest), dtype=np.int64)
         lengths = np.array([len(program) for program in programs], dtype=np.int64)
+        named: dict[int, int] = {}
         for device, program in enumerate(programs):
-            for at, (stage, kind, microbatch, _) in enumerate(program):
-                actions[device, at] = _KIND_NUMBER[kind] * cells + stage * m + microbatch
-        return Rows(actions, lengths)
+            for at, (stage, kind, microbatch, mode) in enumerate(program):
+                cell = stage * m + microbatch
+                actions[device, at] = _KIND_NUMBER[kind] * cells + cell
+                if mode:
+                    named[cell] = _number(self.problem, stage, mode)
+        rows = Rows(actions, lengths, np.zeros(cells, dtype=np.int64))
+        rows.modes[:] = self.implied(rows)
+        for cell, number in named.items():
+            rows.modes[cell] = number
+        return rows
+
+    def implied(self, rows: Rows) -> Ints:
+        """Return the modes that the actions tell, by cell; keep where F alone may name another."""
+        tells = np.repeat(~self.times.varies, self.problem.num_microbatches)
+        away = self.cells_with(simulate.OFFLOAD, rows) & tells
+        again = self.cells_with(simulate.RECOMPUTE, rows) & tells
+        return np.where(again, _AGAIN, np.where(away, _AWAY, _KEPT))
 
     def decode(self, rows: Rows) -> Programs:
         """Return the programs that rows of integers stand for."""
         m, cells = self.problem.num_microbatches, self.times.num_cells
+        names = np.where(np.repeat(self.times.varies, m), rows.modes, _KEPT)
         programs = []
         for codes in rows.programs():
             kinds, held = np.divmod(codes, cells)
             stages, microbatches = np.divmod(held, m)
             types = map(KINDS.__getitem__, kinds.tolist())
-            programs.append(program_of(stages.tolist(), types, microbatches.tolist()))
+            modes = np.where(kinds == simulate.FORWARD, names[held], _KEPT)
+            programs.append(
+                program_of(stages.tolist(), types, microbatches.tolist(), modes.tolist())
+            )
         return tuple(programs)
+
+    def durations(self, rows: Rows) -> Floats:
+        """Return ms by action number, in the modes that the cells have."""
+        if not self.times.varies.any():
+            return self.times.duration
+        stages = np.arange(self.times.num_cells) // self.problem.num_microbatches
+        return self.times.mode_ms[:, stages, rows.modes].reshape(-1)
 
     def length_ms(self, rows: Rows, durations: Floats | None = None) -> tuple[float, float]:
         """Return (makespan, span) in ms, exactly as `optpipe.simulate`; inf where stuck.
 
         ``durations`` replaces those of the problem, by action number.
         """
-        times = self.times if durations is None else self.times._replace(duration=durations)
+        known = self.durations(rows) if durations is None else durations
+        times = self.times._replace(duration=known)
         work = simulate.workspace_for(times, rows.actions.shape[0])
         makespan, span, _ = simulate.length(rows.actions, rows.lengths, times, work)
         return float(makespan), float(span)
@@ -116,14 +155,57 @@ class CompiledProblem:
         return flags
 
 
+# --- Modes by number: in a menu that v1 can say 0, 1 and 2 are keep, offload and recompute, whether
+# it has them or not, because there actions alone tell the mode. Other menus keep their numbers.
+
+_KEPT, _AWAY, _AGAIN = 0, 1, 2
+
+
+def numbered_menus(problem: Problem) -> tuple[tuple[CellMode | None, ...], ...]:
+    """Return the modes of each stage by their numbers in `Rows`; None where there is none."""
+    menus: list[tuple[CellMode | None, ...]] = []
+    for stage, menu in zip(problem.stages, problem.menus, strict=True):
+        away = menu[1] if stage.offload_bytes else None
+        again = menu[-1] if stage.can_recompute else None
+        menus.append(menu if stage.modes else (menu[0], away, again))
+    return tuple(menus)
+
+
+def _number(problem: Problem, stage: int, mode: int) -> int:
+    """Return the number of a mode of a stage's menu, -1 where there is no such mode."""
+    held = problem.stages[stage]
+    if mode >= len(problem.menus[stage]):
+        return -1
+    if held.modes or mode == 0:
+        return mode
+    return _AWAY if held.offload_bytes and mode == 1 else _AGAIN
+
+
 def durations_of(problem: Problem) -> Floats:
-    """Return ms by kind and stage; 0 for transfers of what cannot be offloaded."""
+    """Return ms by kind and stage, where a stage has a menu of its own those of keep.
+
+    0 for transfers of what cannot be offloaded.
+    """
     duration = np.zeros((len(KINDS), len(problem.stages)))
     for number, kind in enumerate(KINDS):
         for s in range(len(problem.stages)):
             if not kind.is_transfer or problem.can_offload(s):
                 duration[number, s] = duration_ms(problem, Action(s, kind, 0))
     return duration
+
+
+def _mode_ms(problem: Problem) -> Floats:
+    """Return ms by kind, stage and mode; the same for all modes where actions tell the mode."""
+    menus = numbered_menus(problem)
+    most = max(map(len, menus))
+    found = np.repeat(durations_of(problem)[:, :, None], most, axis=2)
+    for s, stage in enumerate(problem.stages):
+        for number in range(len(menus[s]) if stage.modes else 0):
+            for at, kind in enumerate(KINDS):
+                moves = problem.menus[s][number].offload_bytes and problem.can_use(s, number)
+                if moves or not kind.is_transfer:
+                    found[at, s, number] = duration_ms(problem, Action(s, kind, 0), number)
+    return found
 
 
 def _times(problem: Problem) -> simulate.TimeArrays:
@@ -137,6 +219,8 @@ def _times(problem: Problem) -> simulate.TimeArrays:
         num_microbatches=m,
         num_cells=num_stages * m,
         duration=np.repeat(durations_of(problem), m, axis=1).reshape(-1),
+        mode_ms=_mode_ms(problem),
+        varies=np.array([bool(stage.modes) for stage in problem.stages]),
         there=np.array([there for there, _ in problem.boundary_ms]),
         back=np.array([back for _, back in problem.boundary_ms]),
         device_of=np.array(problem.placement, dtype=np.int64),
@@ -157,20 +241,40 @@ def _times(problem: Problem) -> simulate.TimeArrays:
 
 def memory_of(problem: Problem) -> simulate.MemoryArrays:
     """Return what memory depends on."""
-    stages = problem.stages
+    stages, menus = problem.stages, numbered_menus(problem)
+    most = max(map(len, menus))
     delta = np.zeros((len(KINDS), len(stages)), dtype=np.int64)
-    workspace = np.zeros((len(KINDS), len(stages)), dtype=np.int64)
-    for number, kind in enumerate(KINDS):
+    workspace = np.zeros_like(delta)
+    adds = np.zeros((len(KINDS), len(stages), most), dtype=np.int64)
+    rises = np.zeros_like(adds)
+    for at, kind in enumerate(KINDS):
+        effect = EFFECTS[kind]
         for s, stage in enumerate(stages):
-            mode = problem.menus[s][stage.implied_mode(kind)]
-            delta[number, s] = EFFECTS[kind].delta(mode)
-            workspace[number, s] = EFFECTS[kind].workspace(mode)
+            implied = problem.menus[s][stage.implied_mode(kind)]
+            delta[at, s], workspace[at, s] = effect.delta(implied), effect.workspace(implied)
+            for number in range(most):
+                mode = _mode_or_keep(menus[s], number)
+                adds[at, s, number] = effect.delta(mode)
+                rises[at, s, number] = max(effect.inside(mode), effect.delta(mode))
+                rises[at, s, number] += effect.workspace(mode)
     hosts = {host.name: index for index, host in enumerate(problem.hosts)}
     unlimited = np.iinfo(np.int64).max
+    may = np.zeros((len(stages), most), dtype=np.bool_)
+    again = np.zeros_like(may)
+    for s, menu in enumerate(menus):
+        for number, known in enumerate(menu):
+            if known is not None:
+                may[s, number] = problem.can_use(s, problem.menus[s].index(known))
+                again[s, number] = known.recompute == "apart"
     return simulate.MemoryArrays(
         delta=delta,
         workspace=workspace,
-        checkpoint=np.array([stage.checkpoint_bytes or 0 for stage in stages], dtype=np.int64),
+        adds=adds,
+        rises=rises,
+        may=may,
+        again=again,
+        num_modes=np.array(list(map(len, menus)), dtype=np.int64),
+        uniform=np.array([stage.uniform_modes for stage in stages]),
         limit=np.array(
             [problem.room_bytes(device) for device in range(len(problem.devices))], dtype=np.int64
         ),
@@ -179,9 +283,15 @@ def memory_of(problem: Problem) -> simulate.MemoryArrays:
             [unlimited if h.memory_bytes is None else h.memory_bytes for h in problem.hosts],
             dtype=np.int64,
         ),
-        may_offload=np.array([problem.can_offload(s) for s in range(len(stages))]),
-        may_recompute=np.array([stage.can_recompute for stage in stages]),
     )
+
+
+def _mode_or_keep(menu: tuple[CellMode | None, ...], number: int) -> CellMode:
+    """Return a mode of a menu; keep in the places that the menu leaves free."""
+    mode = menu[number] if number < len(menu) else None
+    keep = menu[0] if mode is None else mode
+    assert keep is not None  # noqa: S101 - what `numbered_menus` promises
+    return keep
 
 
 # --- Programs from columns: where a schedule has hundreds of thousands of actions, loops count.
@@ -190,14 +300,21 @@ _action = partial(tuple.__new__, Action)  # without the two calls of Python that
 
 
 def program_of(
-    stages: Iterable[int], types: Iterable[ActionType], microbatches: Iterable[int]
+    stages: Iterable[int],
+    types: Iterable[ActionType],
+    microbatches: Iterable[int],
+    modes: Iterable[int] | None = None,
 ) -> Program:
     """Return the actions whose parts stand beside each other in columns of equal length.
+
+    Without ``modes`` none is named.
 
     Raises
     ------
     ValueError
         If the lengths differ.
     """
+    if modes is not None:
+        return tuple(map(_action, zip(stages, types, microbatches, modes, strict=True)))
     rows = zip(stages, types, microbatches, strict=True)
     return tuple(_action((stage, kind, microbatch, 0)) for stage, kind, microbatch in rows)

@@ -91,7 +91,7 @@ def evaluate_arrays(compiled: CompiledProblem, programs: Programs) -> Metrics | 
         return None
     rows = compiled.encode(programs)
     place = _places(compiled, rows)
-    if place is None or not _is_whole(compiled, place) or not _is_in_order(place):
+    if place is None or not _is_whole(compiled, place, rows.modes) or not _is_in_order(place):
         return None
     makespan_ms, span_ms = compiled.length_ms(rows)
     if makespan_ms == np.inf:
@@ -126,17 +126,27 @@ def _places(compiled: CompiledProblem, rows: Rows) -> Ints | None:
     return place.reshape(len(KINDS), times.num_cells)
 
 
-def _is_whole(compiled: CompiledProblem, place: Ints) -> bool:
-    """Whether each cell has F, and I and W or B, and is kept, offloaded or recomputed at most."""
+def _is_whole(compiled: CompiledProblem, place: Ints, modes: Ints) -> bool:
+    """Whether each cell has F, I and W or B, and what its mode asks for, which may be used."""
     there, memory = place >= 0, compiled.memory
     m = compiled.times.num_microbatches
+    if (modes < 0).any() or _is_uneven(compiled, modes):
+        return False
+    stages = np.arange(modes.size) // m
     split, fused = there[_I] & there[_W], there[_B] & ~there[_I] & ~there[_W]
-    goes, again = there[_OFFLOAD], there[_RECOMPUTE]
-    trips = (goes == there[_RELEASE]) & (goes == there[_RELOAD])
-    may_go = ~goes | np.repeat(memory.may_offload, m)
-    may_repeat = ~again | np.repeat(memory.may_recompute, m)
     once = fused | (split & ~there[_B])
-    return bool((there[_F] & once & trips & may_go & may_repeat & ~(goes & again)).all())
+    goes, again = memory.adds[_RELOAD, stages, modes] > 0, memory.again[stages, modes]
+    asked = there[_RECOMPUTE] == again
+    for kind in (_OFFLOAD, _RELEASE, _RELOAD):
+        asked &= there[kind] == goes
+    return bool((there[_F] & once & asked & memory.may[stages, modes]).all())
+
+
+def _is_uneven(compiled: CompiledProblem, modes: Ints) -> bool:
+    """Whether a stage that uses one mode for all micro-batches has two."""
+    by_stage = modes.reshape(compiled.times.num_stages, -1)
+    uneven = (by_stage != by_stage[:, :1]).any(axis=1)
+    return bool((uneven & compiled.memory.uniform).any())
 
 
 def _is_in_order(place: Ints) -> bool:
@@ -165,29 +175,28 @@ def within_hosts(compiled: CompiledProblem, rows: Rows) -> bool:
 def device_peaks(compiled: CompiledProblem, rows: Rows) -> tuple[int, ...]:
     """Walk every program: static bytes plus the largest prefix sum (`optpipe.memory`)."""
     problem, memory, times = compiled.problem, compiled.memory, compiled.times
-    again = compiled.cells_with(_RECOMPUTE, rows)
     peaks = []
     for device, codes in enumerate(rows.programs()):
         kinds, cells = codes // times.num_cells, codes % times.num_cells
-        stages = cells // times.num_microbatches
-        shrunk = (kinds == _F) & again[cells]
-        delta = np.where(shrunk, memory.checkpoint[stages], memory.delta[kinds, stages])
-        after = np.cumsum(delta)
-        most = np.maximum(after - delta, after) + memory.workspace[kinds, stages]
-        peaks.append(problem.static_bytes_of(device) + int(most.max() if most.size else 0))
+        of_mode = kinds, cells // times.num_microbatches, rows.modes[cells]
+        adds = memory.adds[of_mode]
+        most = np.cumsum(adds) - adds + memory.rises[of_mode]
+        peaks.append(problem.static_bytes_of(device) + int(most.max(initial=0)))
     return tuple(peaks)
 
 
 def _host_peaks(compiled: CompiledProblem, rows: Rows) -> dict[str, int]:
-    """Bytes on the hosts, from OFFLOAD to just before the I or B: the sum of devices' peaks."""
+    """Bytes on the hosts, from OFFLOAD to just before RECOMPUTE, I or B: the devices' peaks."""
     problem, times = compiled.problem, compiled.times
-    size = np.array([stage.offload_bytes for stage in problem.stages], dtype=np.int64)
-    gone = compiled.cells_with(_OFFLOAD, rows)
+    stages = np.arange(times.num_cells) // times.num_microbatches
+    size = compiled.memory.adds[_RELOAD, stages, rows.modes]
+    gone, again = compiled.cells_with(_OFFLOAD, rows), compiled.cells_with(_RECOMPUTE, rows)
     peaks = {host.name: 0 for host in problem.hosts}
     for device, codes in zip(problem.devices, rows.programs(), strict=True):
         kinds, cells = codes // times.num_cells, codes % times.num_cells
-        moved = size[cells // times.num_microbatches]
-        back = ((kinds == _I) | (kinds == _B)) & gone[cells]
+        backward = (kinds == _I) | (kinds == _B)
+        back = np.where(again[cells], kinds == _RECOMPUTE, backward) & gone[cells]
+        moved = size[cells]
         held = np.cumsum(np.where(kinds == _OFFLOAD, moved, np.where(back, -moved, 0)))
         peaks[device.host] += int(held.max(initial=0))
     return peaks

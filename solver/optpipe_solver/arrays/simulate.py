@@ -45,6 +45,8 @@ _QUEUED = -2.0
 class TimeArrays(NamedTuple):
     """What time depends on. ``duration`` is in ms by action number, the rest by stage or device.
 
+    ``mode_ms`` is in ms by kind, stage and mode; ``varies`` flags stages where a cell's mode says
+    how long its actions take. There ``duration`` is that of keep, or of whoever replaced it.
     ``lane_there[s]`` is the link that the output of F(s) occupies for ``fill_there[s]`` ms, -1 if
     messages do not queue; ``lane_back[s]`` and ``fill_back[s]`` are those of the backward of s + 1.
     """
@@ -53,6 +55,8 @@ class TimeArrays(NamedTuple):
     num_microbatches: int
     num_cells: int
     duration: Floats
+    mode_ms: Floats
+    varies: Flags
     there: Floats
     back: Floats
     device_of: Ints
@@ -68,16 +72,26 @@ class TimeArrays(NamedTuple):
 
 
 class MemoryArrays(NamedTuple):
-    """What memory depends on: bytes by (kind, stage), by stage, by device and by host."""
+    """What memory depends on: bytes by device, by host, and of an action.
+
+    ``adds`` is what it adds for good, ``rises`` the most it holds above what was there before, both
+    by kind, stage and mode. ``delta`` (for good) and ``workspace`` are by kind and stage, of keep
+    or of the mode that the action alone asks for. By stage and mode: ``may`` flags those that may
+    be used, ``again`` those with a RECOMPUTE. By stage: ``num_modes`` is how many numbers of modes
+    there are, ``uniform`` flags stages that use one for all micro-batches.
+    """
 
     delta: Ints
     workspace: Ints
-    checkpoint: Ints
+    adds: Ints
+    rises: Ints
+    may: Flags
+    again: Flags
+    num_modes: Ints
+    uniform: Flags
     limit: Ints
     host_of: Ints
     host_limit: Ints
-    may_offload: Flags
-    may_recompute: Flags
 
 
 class SimulationScratch(NamedTuple):
@@ -227,16 +241,16 @@ def _start_of(
     if kind == RELEASE:
         away = work.end[2 * cells + cell]
         return away if away < 0.0 else max(start, away)
-    if kind in (BACKWARD_WEIGHT, RECOMPUTE):
+    if kind == BACKWARD_WEIGHT:
         return start
-    stage = cell // times.num_microbatches
-    source, transit = input_of(kind, cell, stage, times)
-    if source >= 0:
-        made = work.end[source]
-        if made < 0.0:
-            work.waiter[source] = device
-            return _UNKNOWN
-        start = max(start, made + transit)
+    if kind != RECOMPUTE:
+        source, transit = input_of(kind, cell, cell // times.num_microbatches, times)
+        if source >= 0:
+            made = work.end[source]
+            if made < 0.0:
+                work.waiter[source] = device
+                return _UNKNOWN
+            start = max(start, made + transit)
     if kind != FORWARD:
         returned = work.end[3 * cells + cell]
         if returned >= 0.0:
@@ -378,7 +392,9 @@ def end_with_syncs(device: int, last: float, stage_end: Floats, times: TimeArray
 
 
 @lean
-def host_peak(row: Ints, count: int, times: TimeArrays, memory: MemoryArrays, away: Flags) -> int:
+def host_peak(
+    row: Ints, count: int, times: TimeArrays, memory: MemoryArrays, modes: Ints, away: Flags
+) -> int:
     """Return the most host bytes of a program; ``away`` is scratch by cell, False throughout."""
     held = 0
     peak = 0
@@ -386,12 +402,11 @@ def host_peak(row: Ints, count: int, times: TimeArrays, memory: MemoryArrays, aw
         code = row[at]
         kind = code // times.num_cells
         cell = code - kind * times.num_cells
-        moved = memory.delta[RELOAD, cell // times.num_microbatches]
         if kind == OFFLOAD:
             away[cell] = True
-            held += moved
+            held += memory.adds[RELOAD, cell // times.num_microbatches, modes[cell]]
             peak = max(peak, held)
-        elif kind in (BACKWARD_INPUT, FULL_BACKWARD) and away[cell]:
+        elif kind in (BACKWARD_INPUT, FULL_BACKWARD, RECOMPUTE) and away[cell]:
             away[cell] = False
-            held -= moved
+            held -= memory.adds[RELOAD, cell // times.num_microbatches, modes[cell]]
     return peak

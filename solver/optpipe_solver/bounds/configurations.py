@@ -1,14 +1,14 @@
 """What a device does with one micro-batch of a stage, piece by piece, and what it holds meanwhile.
 
 A *phase* is a stretch of time in which a (stage, micro-batch) holds at least so many bytes and uses
-at most one lane. At every moment a cell is in at most one phase. A *mode* (kept, offloaded or
-recomputed; backward split or fused) says how long a cell is in which phase at least.
+at most one lane. At every moment a cell is in at most one phase. A mode of the menu, with a split
+or a fused backward, says how long a cell is in which phase at least.
 docs/exact.md has the phases in a table, and the argument.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import pairwise, product
 from math import ceil, inf
@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from optpipe_solver.bounds.relaxation import Paths
-from optpipe_solver.feasibility import fusing_may_pay
+from optpipe_solver.feasibility import backward_bytes, fusing_may_pay
 from optpipe_solver.milp.highs import LinearProgram
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from optpipe.problem import Problem, Stage
+    from optpipe.problem import CellMode, Problem, Stage
     from optpipe_solver.arrays import Floats, Ints
 
 __all__ = [
@@ -143,6 +143,7 @@ class _Cell:
     def __init__(self, paths: Paths, s: int, first: int) -> None:
         self.problem: Problem = paths.problem
         self.stage: Stage = self.problem.stages[s]
+        self.menu = paths.menus[s]
         self.s = s
         self.trip = paths.between[s]
         self.release = paths.head_f[s] - paths.head_f[first]
@@ -153,43 +154,47 @@ class _Cell:
 
     def modes(self) -> Iterator[PhaseMode]:
         """Yield every way to treat the cell: until its backward, and through it."""
-        for middle in self._middles():
-            for end in self._ends():
+        for mode in self.menu:
+            middle = self._middle(mode)
+            for end in self._ends(mode):
                 needs = [(phase, ms) for phase, ms in (*middle, *end) if ms > 0]
                 yield PhaseMode(self.s, tuple(need for need in needs if need[0].takes_anything))
 
-    def _middles(self) -> Iterator[list[tuple[Phase, float]]]:
-        stage, full = self.stage, self.stage.activation_bytes
-        yield [self._forward(full), (self._wait("kept", full), self.trip)]
-        if self.problem.can_offload(self.s):
-            out, home = self.problem.offload_ms(self.s), self.problem.reload_ms(self.s)
-            rest = full - stage.offload_bytes
-            yield [
-                self._forward(full),
-                (self._copy("OUT", PhaseLane.D2H, 0.0, home), out),
-                (self._copy("HOME", PhaseLane.H2D, out, 0.0), home),
-                (self._wait("away", rest), max(0.0, self.trip - out - home)),
-            ]
-        if stage.recompute_ms is not None:
-            again, kept = stage.recompute_ms, stage.checkpoint_bytes or 0
-            size = full + stage.recompute_workspace_bytes
+    def _middle(self, mode: CellMode) -> list[tuple[Phase, float]]:
+        found = [self._forward(mode)]
+        apart = mode.recompute == "apart"
+        again = mode.recompute_ms if apart else 0.0
+        kept, moved, trip = mode.forward_bytes, mode.offload_bytes, self.trip
+        name = "checkpoint" if apart else "kept"
+        if moved:
+            out = self.problem.offload_ms(self.s, moved)
+            home = self.problem.reload_ms(self.s, moved)
+            found.append((self._copy("OUT", PhaseLane.D2H, kept, 0.0, home + again), out))
+            found.append((self._copy("HOME", PhaseLane.H2D, kept, out, again), home))
+            name, trip = "away", trip - out - home
+        if apart:
+            size = mode.activation_bytes + mode.recompute_workspace_bytes
             phase = Phase(self.s, "R", PhaseLane.COMPUTE, size, self.made, self.before_due)
-            waits = (self._wait("checkpoint", kept), max(0.0, self.trip - again))
-            yield [self._forward(kept), (phase, again), waits]
+            found.append((phase, again))
+            trip -= again
+        return [*found, (self._wait(name, kept - moved), max(0.0, trip))]
 
-    def _ends(self) -> Iterator[list[tuple[Phase, float]]]:
-        stage, context = self.stage, self.stage.weight_context_bytes
-        size = max(stage.activation_bytes, context) + stage.backward_input_workspace_bytes
-        after = context + stage.backward_weight_workspace_bytes
+    def _ends(self, mode: CellMode) -> Iterator[list[tuple[Phase, float]]]:
+        stage, inside = self.stage, mode.inside_ms
+        most = backward_bytes(mode, split=True)
+        first = stage.backward_input_ms + inside
         yield [
-            (self._gradient("I", size), stage.backward_input_ms),
-            (self._late("W", after, stage.backward_input_ms), stage.backward_weight_ms),
+            (self._gradient("I", most[0]), first),
+            (self._late("W", most[1], first), stage.backward_weight_ms),
         ]
         if fusing_may_pay(self.problem, self.s):
-            size = stage.activation_bytes + stage.backward_workspace_bytes
+            size = backward_bytes(mode, split=False)[0]
             first = min(stage.backward_input_ms, stage.fused_backward_ms)
             rest = stage.fused_backward_ms - first
-            yield [(self._gradient("B", size), first), (self._late("REST", size, first), rest)]
+            yield [
+                (self._gradient("B", size), first + inside),
+                (self._late("REST", size, first + inside), rest),
+            ]
 
     def _gradient(self, name: str, size: int) -> Phase:
         return Phase(self.s, name, PhaseLane.COMPUTE, size, self.made + self.trip, self.due)
@@ -198,19 +203,18 @@ class _Cell:
         release = self.made + self.trip + first
         return Phase(self.s, name, PhaseLane.COMPUTE, size, release, 0.0, is_late=True)
 
-    def _forward(self, makes: int) -> tuple[Phase, float]:
-        size = makes + self.stage.forward_workspace_bytes
+    def _forward(self, mode: CellMode) -> tuple[Phase, float]:
+        size = mode.forward_bytes + mode.forward_workspace_bytes
         due = self.before_due + self.trip
-        name = f"F making {makes}"
-        return Phase(
-            self.s, name, PhaseLane.COMPUTE, size, self.release, due
-        ), self.stage.forward_ms
+        name = f"F making {mode.forward_bytes}"
+        phase = Phase(self.s, name, PhaseLane.COMPUTE, size, self.release, due)
+        return phase, self.stage.forward_ms
 
     def _wait(self, name: str, size: int) -> Phase:
         return Phase(self.s, name, PhaseLane.NONE, size, self.made, self.before_due)
 
-    def _copy(self, name: str, lane: PhaseLane, before: float, after: float) -> Phase:
-        size, due = self.stage.activation_bytes, self.before_due + after
+    def _copy(self, name: str, lane: PhaseLane, size: int, before: float, after: float) -> Phase:
+        due = self.before_due + after
         return Phase(self.s, name, lane, size, self.made + before, due)
 
 
@@ -244,7 +248,10 @@ def configurations_ms(
 def device_ms(work: DeviceWork, *, should_stop: Callable[[], bool] = lambda: False) -> float:
     """Return the least time that one device's work is proven to take, head and tail included."""
     patterns = Patterns(work)
-    if not patterns.is_countable or not patterns.phases:
+    while not patterns.is_countable:
+        work = _coarser(work)
+        patterns = Patterns(work)
+    if not patterns.phases:
         return 0.0
     whole = Program(work, patterns, [])
     plain = whole.solve(should_stop)
@@ -252,6 +259,32 @@ def device_ms(work: DeviceWork, *, should_stop: Callable[[], bool] = lambda: Fal
     if not windows:
         return plain
     return max(plain, Program(work, patterns, windows).solve(should_stop))
+
+
+def _coarser(work: DeviceWork) -> DeviceWork:
+    """Return the work with one size of waiting phases less: a larger one holds as a smaller does.
+
+    The two that differ by the smallest share become one, and below the least two there is 0.
+    """
+    sizes = sorted({p.held_bytes for p in work.phases if p.lane is PhaseLane.NONE} | {0})
+    low, high = min(pairwise(sizes), key=lambda pair: (pair[1] - pair[0]) / pair[1])
+
+    def lowered(phase: Phase) -> Phase:
+        is_high = phase.lane is PhaseLane.NONE and phase.held_bytes == high
+        return replace(phase, held_bytes=low) if is_high else phase
+
+    modes = tuple(
+        PhaseMode(
+            mode.stage,
+            tuple(
+                (phase, ms)
+                for phase, ms in ((lowered(phase), ms) for phase, ms in mode.needs)
+                if phase.takes_anything
+            ),
+        )
+        for mode in work.modes
+    )
+    return replace(work, modes=modes)
 
 
 class Program:

@@ -11,12 +11,10 @@ from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING
 
-from optpipe_solver.feasibility import least_bytes
-
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
-    from optpipe.problem import Problem, Stage
+    from optpipe.problem import CellMode, Problem, Stage
     from optpipe_solver.bounds.relaxation import Paths
 
 __all__ = ["energy_ms"]
@@ -108,90 +106,117 @@ def _demand(paths: Paths, device: int, held: Sequence[int], makespan: bool) -> _
     room = problem.room_bytes(device)
     busy = m * sum(stage.busy_ms for stage in stages)
     head = min(paths.head_f[s] for s in held) if makespan else 0.0
-    energies = [_Energies(paths, s) for s in held]
-    least = [least_bytes(problem.stages[s], can_offload=problem.can_offload(s))[0] for s in held]
-    cannot_keep = [_cannot_keep(stages, least, at, room) for at in range(len(held))]
+    savings = [_Savings(paths, s) for s in held]
     return _Demand(
         device=device,
         outside=head + min(stage.grad_sync_ms for stage in stages),
         busy=busy,
-        energy=m * sum(one.kept for one in energies),
+        energy=m * sum(one.kept for one in savings),
         room=room,
-        ramps=_ramps(stages, room, busy),
-        recompute=tuple(
-            _Saving(
-                max(0.0, one.kept - one.recomputed),
-                stage.recompute_ms or 0.0,
-                m,
-                m if full and not one.can_offload else 0,
-            )
-            for one, stage, full in zip(energies, stages, cannot_keep, strict=True)
-            if stage.can_recompute
-        ),
-        offload=tuple(
-            _Saving(
-                max(0.0, one.kept - one.offloaded),
-                stage.offload_bytes,
-                m,
-                m if full and not stage.can_recompute else 0,
-            )
-            for one, stage, full in zip(energies, stages, cannot_keep, strict=True)
-            if one.can_offload
-        ),
+        ramps=_ramps(paths, held, busy),
+        recompute=tuple(choice for one in savings for choice in _hull(one.by_time, m, one.forced)),
+        offload=tuple(choice for one in savings for choice in _hull(one.by_bytes, m, one.forced)),
     )
 
 
-class _Energies:
-    """Least bytes x ms of one micro-batch on a stage, by mode; the less of split and fused."""
+class _Savings:
+    """What the modes of a stage save of ``kept``, the bytes x ms of a cell that keeps all.
+
+    ``by_time`` are pairs (ms recomputed, saved by that), ``by_bytes`` (bytes moved, saved by
+    that), one per other mode; a mode that does both is taken apart, so that the two may be
+    chosen freely. ``forced`` tells that no cell can keep all.
+    """
 
     def __init__(self, paths: Paths, s: int) -> None:
-        problem, stage = paths.problem, paths.problem.stages[s]
-        between = stage.forward_ms + paths.between[s]
-        split = stage.backward_input_ms
-        context = stage.weight_context_bytes * stage.backward_weight_ms
-        fused = stage.fused_backward_ms
-        full, kept = stage.activation_bytes, stage.checkpoint_bytes or 0
-        self.can_offload = problem.can_offload(s)
-        self.kept = min(full * (between + split) + context, full * (between + fused))
-        again = stage.recompute_ms or 0.0
-        self.recomputed = min(
-            kept * (between + split) + (full - kept) * (again + split) + context,
-            kept * (between + fused) + (full - kept) * (again + fused),
-        )
-        self.offloaded = self.kept
-        if self.can_offload:
-            moved = stage.offload_bytes
-            away = stage.forward_ms + problem.offload_ms(s) + problem.reload_ms(s)
-            self.offloaded = min(
-                (full - moved) * (between + split) + moved * (away + split) + context,
-                (full - moved) * (between + fused) + moved * (away + fused),
+        problem, stage, menu = paths.problem, paths.problem.stages[s], paths.menus[s]
+        self.between = stage.forward_ms + paths.between[s]
+        self.stage = stage
+        keep = problem.menus[s][0]
+        self.kept = self._least(keep, 0, 0.0)
+        self.forced = keep not in menu
+        self.by_time: list[tuple[float, float]] = []
+        self.by_bytes: list[tuple[float, float]] = []
+        for mode in menu:
+            moved = mode.offload_bytes
+            if mode == keep:
+                continue
+            there = self._least(mode, 0, 0.0)
+            away = there
+            if moved:
+                trip = stage.forward_ms + problem.offload_ms(s, moved) + problem.reload_ms(s, moved)
+                away = self._least(mode, moved, trip)
+            self.by_time.append((mode.recompute_ms, max(0.0, self.kept - there)))
+            self.by_bytes.append((float(moved), max(0.0, there - away)))
+
+    def _least(self, mode: CellMode, moved: int, there: float) -> float:
+        """Return the least bytes x ms of a cell; of these ``moved`` bytes are there that long."""
+        stage, between = self.stage, self.between
+        context = mode.weight_context_bytes * stage.backward_weight_ms
+        rest = mode.forward_bytes - moved
+        more = mode.backward_bytes - mode.forward_bytes
+        again = mode.recompute_ms if mode.recompute == "apart" else 0.0
+        inside, extra = mode.inside_ms, mode.inside_bytes
+        found = []
+        for backward, after in ((stage.backward_input_ms, context), (stage.fused_backward_ms, 0)):
+            work = backward + inside
+            found.append(
+                rest * (between + work)
+                + moved * (there + again + work)
+                + more * (again + work)
+                + extra * work
+                + after
             )
+        return min(found)
 
 
-def _cannot_keep(stages: Sequence[Stage], least: Sequence[int], at: int, room: float) -> bool:
-    """Whether keeping a micro-batch on one stage leaves no room for it on a later one."""
-    before = sum(least[:at]) + stages[at].activation_bytes
-    for later in range(at + 1, len(stages)):
-        if before + stages[later].activation_bytes > room:
-            return True
-        before += least[later]
-    return False
+def _hull(choices: Sequence[tuple[float, float]], most: int, forced: bool) -> Iterator[_Saving]:
+    """Yield the steps of the upper hull of (price, saved): the best ones first, each once a cell.
+
+    Where ``forced``, the first step, to the least price, must be made by every cell.
+    """
+    if not choices:
+        return
+    price, saved = 0.0, 0.0
+    if forced:
+        price = min(one for one, _ in choices)
+        saved = max(gain for one, gain in choices if one == price)
+        yield _Saving(saved, price, most, most)
+    while True:
+        steps = [
+            (one - price, gain - saved) for one, gain in choices if gain > saved and one >= price
+        ]
+        if not steps:
+            return
+        step = max(steps, key=lambda step: (_ratio(step[1], step[0]), step[0]))
+        price, saved = price + step[0], saved + step[1]
+        yield _Saving(step[1], step[0], most, 0)
 
 
-def _ramps(stages: Sequence[Stage], room: float, busy: float) -> _Ramps:
-    most = [max(stage.activation_bytes, stage.weight_context_bytes) for stage in stages]
-    grow = max(_ratio(size, stage.forward_ms) for size, stage in zip(most, stages, strict=True))
-    shrink = max(_shrink(stage) for stage in stages)
-    free = max(0.0, room - max(most))
+def _ramps(paths: Paths, held: Sequence[int], busy: float) -> _Ramps:
+    stages = [paths.problem.stages[s] for s in held]
+    room = paths.problem.room_bytes(stages[0].device)
+    sizes = [_most_held(paths, s) for s in held]
+    grow = max(
+        _ratio(max(size), stage.forward_ms) for size, stage in zip(sizes, stages, strict=True)
+    )
+    shrink = max(_shrink(stage, *size) for size, stage in zip(sizes, stages, strict=True))
+    free = max(0.0, room - max(map(max, sizes)))
     up, down = _ratio(free, grow), _ratio(free, shrink)
     return _Ramps(free, up, down, both=up + down <= busy)
 
 
-def _shrink(stage: Stage) -> float:
+def _most_held(paths: Paths, s: int) -> tuple[int, int]:
+    """Return the most bytes of a cell in any mode until its I has ended, and behind that."""
+    menu = paths.problem.menus[s]
+    inside = max(mode.backward_bytes + mode.inside_bytes for mode in menu)
+    return inside, max(mode.weight_context_bytes for mode in menu)
+
+
+def _shrink(stage: Stage, held: int, context: int) -> float:
     """Bytes per ms at which work on one micro-batch of a stage can at most free its bytes."""
     backward = stage.busy_ms - stage.forward_ms
     weight = backward - min(stage.backward_input_ms, stage.fused_backward_ms)
-    return max(_ratio(stage.activation_bytes, backward), _ratio(stage.weight_context_bytes, weight))
+    return max(_ratio(held, backward), _ratio(context, weight))
 
 
 def _ratio(amount: float, by: float) -> float:

@@ -183,7 +183,9 @@ def _wait_for_memory(model: Relaxed, events: Events, relief: _HeadRelief, k: int
         n = int(relief.transfers[s])
         by_i = events.gradient[i, s] + model.gradient[s] if i < k else np.inf
         by_w = events.weight[w, s] + model.weight[s] if w < k else np.inf
-        by_n = moving + (n + 1) * model.out[s] if n < min(k, model.most_away[s]) else np.inf
+        by_n = (
+            moving + (n + model.lag[s]) * model.out[s] if n < min(k, model.most_away[s]) else np.inf
+        )
         soonest = min(by_i, by_w, by_n)
         if soonest == np.inf:
             break
@@ -284,7 +286,9 @@ def tails(model: Relaxed, turnover: Turnover, origin: Floats) -> Events:
         np.full(num_stages, ANYTIME),
     )
     of_i = _no_relief(model.keep, model.room_gradient, model.moved)
-    of_w = _no_relief(model.context, model.room_weight, np.minimum(model.context, model.moved))
+    # Of transfers of several sizes the small ones may save all they move.
+    moved = np.where(model.lag > 0.0, np.minimum(model.context, model.moved), model.moved)
+    of_w = _no_relief(model.context, model.room_weight, moved)
     for k in range(m):
         for s in range(num_stages):
             _weight(model, events, origin, k, s)
@@ -375,7 +379,11 @@ def _memory(model: Relaxed, events: Events, relief: _TailRelief, k: int, s: int)
     while relief.freed[s] < need:
         f, n = int(relief.forwards[s]), int(relief.transfers[s])
         by_f = events.forward[f, s] + model.forward[s] if f < k else np.inf
-        by_n = moving + (n + 1) * model.home[s] if n < min(k, model.most_away[s]) else np.inf
+        by_n = (
+            moving + (n + model.lag[s]) * model.home[s]
+            if n < min(k, model.most_away[s])
+            else np.inf
+        )
         soonest = min(by_f, by_n)
         if soonest == np.inf:
             break

@@ -2,8 +2,8 @@
 
 Per stage and micro-batch three pieces of work, in this order: F; the *gradient piece* I of
 min(I, B) ms; the *weight piece* W of the rest, so that the three add up to the least compute time
-there is. It holds at least ``keep`` bytes from the start of F to the end of I, less ``moved`` while
-it is on the host, and then ``context`` to the end of W.
+there is. Whatever its mode, it holds at least ``keep`` bytes from the start of F to the end of I,
+less ``moved`` while it is on the host, and then ``context`` to the end of W.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable
+from optpipe_solver.feasibility import possible_modes
 
-    from optpipe.problem import Problem, Stage
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from optpipe.problem import CellMode, Problem
     from optpipe_solver.arrays import Floats, Ints
 
 __all__ = ["Paths", "Relaxed", "relaxed"]
@@ -28,8 +30,10 @@ class Relaxed(NamedTuple):
     ``forward``, ``gradient``, ``weight`` are the pieces, ``there[s]`` and ``back[s]`` the boundary
     transfers between s and s + 1, ``sync`` the gradient reduction. ``keep``, ``context``, ``moved``
     as above; ``out`` and ``home`` are the ms of one transfer, ``most_away`` how many micro-batches
-    the host can take. ``room_*`` are the device's bytes for activations, less the workspace of the
-    pass. ``first`` and ``last`` are the first and last stage of s's device in model order;
+    the host can take. Where transfers of several sizes save bytes, ``out`` and ``home`` are those
+    of ``moved`` bytes at the best rate there is, and the first counts as done at once: ``lag`` is 0
+    there and 1 elsewhere. ``room_*`` are the device's bytes for activations, less the workspace of
+    the pass. ``first`` and ``last`` are the first and last stage of s's device in model order;
     ``forward_to`` the forwards of the device's stages up to s, ``gradient_from`` the gradient
     pieces from s on, ``back_to`` the gradient and weight pieces up to s, and so on.
     """
@@ -48,6 +52,7 @@ class Relaxed(NamedTuple):
     out: Floats
     home: Floats
     most_away: Ints
+    lag: Floats
     room_forward: Floats
     room_gradient: Floats
     room_weight: Floats
@@ -70,10 +75,9 @@ def relaxed(problem: Problem) -> Relaxed:
         for stage, piece in zip(stages, gradient, strict=True)
     ]
     forward = [stage.forward_ms for stage in stages]
-    keep = [_least_kept(stage) for stage in stages]
-    moved = [
-        min(stages[s].offload_bytes, keep[s]) if problem.can_offload(s) else 0 for s in indices
-    ]
+    menus = _menus(problem)
+    keep = [min(mode.forward_bytes for mode in menu) for menu in menus]
+    away = [_away(problem, s, menus[s], keep[s]) for s in indices]
     room = [problem.room_bytes(stage.device) for stage in stages]
     backward = [g + w for g, w in zip(gradient, weight, strict=True)]
     return Relaxed(
@@ -87,23 +91,23 @@ def relaxed(problem: Problem) -> Relaxed:
         sync=_floats(stage.grad_sync_ms for stage in stages),
         keep=_floats(keep),
         context=_floats(
-            min(stage.weight_context_bytes, least)
-            for stage, least in zip(stages, keep, strict=True)
+            min(least, *(mode.weight_context_bytes for mode in menu))
+            for menu, least in zip(menus, keep, strict=True)
         ),
-        moved=_floats(moved),
-        out=_floats(problem.offload_ms(s) if moved[s] else 0.0 for s in indices),
-        home=_floats(problem.reload_ms(s) if moved[s] else 0.0 for s in indices),
-        most_away=np.array([_most_away(problem, s, moved[s]) for s in indices], dtype=np.int64),
+        moved=_floats(one.moved for one in away),
+        out=_floats(one.out for one in away),
+        home=_floats(one.home for one in away),
+        most_away=np.array([one.most for one in away], dtype=np.int64),
+        lag=_floats(one.lag for one in away),
         room_forward=_floats(
-            r - stage.forward_workspace_bytes for r, stage in zip(room, stages, strict=True)
+            r - min(mode.forward_workspace_bytes for mode in menu)
+            for r, menu in zip(room, menus, strict=True)
         ),
         room_gradient=_floats(
-            r - min(stage.backward_input_workspace_bytes, stage.backward_workspace_bytes)
-            for r, stage in zip(room, stages, strict=True)
+            r - min(map(_gradient_workspace, menu)) for r, menu in zip(room, menus, strict=True)
         ),
         room_weight=_floats(
-            r - min(stage.backward_weight_workspace_bytes, stage.backward_workspace_bytes)
-            for r, stage in zip(room, stages, strict=True)
+            r - min(map(_weight_workspace, menu)) for r, menu in zip(room, menus, strict=True)
         ),
         first=np.array([problem.stages_of[stage.device][0] for stage in stages], dtype=np.int64),
         last=np.array([problem.stages_of[stage.device][-1] for stage in stages], dtype=np.int64),
@@ -119,18 +123,59 @@ def _floats(values: Iterable[float]) -> Floats:
     return np.array([float(value) for value in values], dtype=np.float64)
 
 
-def _least_kept(stage: Stage) -> int:
-    return stage.activation_bytes if stage.checkpoint_bytes is None else stage.checkpoint_bytes
+def _menus(problem: Problem) -> list[list[CellMode]]:
+    return [
+        [menu[number] for number in numbers]
+        for menu, numbers in zip(problem.menus, possible_modes(problem), strict=True)
+    ]
+
+
+def _gradient_workspace(mode: CellMode) -> int:
+    least = min(mode.backward_input_workspace_bytes, mode.backward_workspace_bytes)
+    return least + mode.inside_bytes
+
+
+def _weight_workspace(mode: CellMode) -> int:
+    return min(mode.backward_weight_workspace_bytes, mode.backward_workspace_bytes)
+
+
+class _Away(NamedTuple):
+    """What transfers of a stage save: as ``moved``, ``out``, ``home``, ``most_away``, ``lag``."""
+
+    moved: int = 0
+    out: float = 0.0
+    home: float = 0.0
+    most: int = 0
+    lag: float = 1.0
+
+
+def _away(problem: Problem, s: int, menu: Sequence[CellMode], keep: int) -> _Away:
+    """Return what a cell of a stage can hold less than ``keep`` while it is on the host."""
+    # Offloaded bytes to those that a cell then holds less.
+    saved: dict[int, int] = {}
+    for mode in menu:
+        less = keep - mode.least_bytes
+        if mode.offload_bytes and less > saved.get(mode.offload_bytes, 0):
+            saved[mode.offload_bytes] = less
+    if not saved:
+        return _Away()
+    most = max(saved.values())
+    away = _most_away(problem, s, min(saved))
+    # Bytes moved for ``most`` saved ones, at the best rate.
+    size = min(moved * most / less for moved, less in saved.items())
+    (rate_out, rate_home) = problem.offload_ms(s, 1), problem.reload_ms(s, 1)
+    if len(saved) == 1:
+        (moved,) = saved
+        return _Away(most, problem.offload_ms(s, moved), problem.reload_ms(s, moved), away)
+    return _Away(most, size * rate_out, size * rate_home, away, lag=0.0)
 
 
 def _most_away(problem: Problem, s: int, moved: int) -> int:
     """How many micro-batches of a stage its host can hold at once, if it alone used the host."""
-    if not moved:
-        return 0
     names = {host.name: host.memory_bytes for host in problem.hosts}
     room = names[problem.devices[problem.stages[s].device].host]
     most = problem.num_microbatches
-    return most if room is None else min(most, room // problem.stages[s].offload_bytes)
+    return most if room is None else min(most, room // moved)
 
 
 def _upto(problem: Problem, values: list[float]) -> Floats:
@@ -157,6 +202,11 @@ class Paths:
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
+
+    @cached_property
+    def menus(self) -> list[list[CellMode]]:
+        """Per stage the modes in which memory lets any of its cells be, in the menu's order."""
+        return _menus(self.problem)
 
     @cached_property
     def head_f(self) -> list[float]:

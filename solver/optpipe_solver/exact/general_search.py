@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from optpipe.schedule import Action, ActionType
-from optpipe_solver.arrays import simulate
-from optpipe_solver.arrays.encoding import memory_of
 from optpipe_solver.bounds.heads_tails import ANYTIME, drain, heads, refill, tails
 from optpipe_solver.bounds.relaxation import relaxed
 from optpipe_solver.exact.general_kernel import (
@@ -48,7 +46,7 @@ from optpipe_solver.exact.layers import (
     keep_rows,
     whole,
 )
-from optpipe_solver.feasibility import fusing_may_pay, memory_binds
+from optpipe_solver.feasibility import fusing_may_pay, knows_menu, memory_binds
 from optpipe_solver.incumbent import grid_ms
 
 if TYPE_CHECKING:
@@ -92,13 +90,7 @@ _ROUNDING = 1e-6
 _ALL_ROUNDING = 1e-3
 """Share of a unit that the times of a path may be off together."""
 
-_WORKSPACES = [
-    simulate.FORWARD,
-    simulate.BACKWARD_INPUT,
-    simulate.BACKWARD_WEIGHT,
-    simulate.FULL_BACKWARD,
-    simulate.RECOMPUTE,
-]
+_WORKSPACES = ("forward", "backward_input", "backward_weight", "backward", "recompute")
 
 
 class _Copy(NamedTuple):
@@ -158,7 +150,10 @@ def general_problem_of(
         activation=whole(s.activation_bytes for s in stages),
         context=whole(s.weight_context_bytes for s in stages),
         checkpoint=whole(s.checkpoint_bytes or 0 for s in stages),
-        workspace=np.ascontiguousarray(memory_of(problem).workspace[_WORKSPACES][:, kept]),
+        workspace=np.array(
+            [[getattr(s, f"{name}_workspace_bytes") for s in stages] for name in _WORKSPACES],
+            dtype=np.int64,
+        ),
         room=whole(problem.room_bytes(device) for device in devices),
         moved=whole(copy.moved for copy in copies),
         out=units(copy.out for copy in copies),
@@ -262,12 +257,13 @@ _MOST_STAGES = (31 - POSITION_BITS) // MODE_BITS
 
 
 def general_can_search(problem: Problem, devices: Sequence[int]) -> bool:
-    """Whether a state says all there is about these devices."""
+    """Whether a state says all there is about these devices, their menus included."""
     stages = sum(len(problem.stages_of[device]) for device in devices)
     return (
         1 <= stages <= _MOST_STAGES
         and problem.num_microbatches <= _MOST_MICROBATCHES
         and (problem.objective == "makespan" or len(devices) == 1)
+        and all(knows_menu(problem, device) for device in devices)
         and all(copies_are_equal(problem, device) for device in devices)
     )
 

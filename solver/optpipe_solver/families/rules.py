@@ -95,7 +95,8 @@ def encoded(problem: Problem, codes: Sequence[Ints], *, fused: bool) -> Rows:
     if fused:
         is_backward = actions // num_cells == simulate.BACKWARD_INPUT
         actions[is_backward] += (simulate.FULL_BACKWARD - simulate.BACKWARD_INPUT) * num_cells
-    return Rows(actions, np.array([row.size for row in codes], dtype=np.int64))
+    lengths = np.array([row.size for row in codes], dtype=np.int64)
+    return Rows(actions, lengths, np.zeros(num_cells, dtype=np.int64))
 
 
 # --- Passes executed one after the other, compiled: the state of a schedule that is being built.

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from optpipe_solver.arrays import simulate
+from optpipe_solver.arrays.encoding import Rows
 from optpipe_solver.jit import lean
 from optpipe_solver.local_search import moves
 from optpipe_solver.local_search.board import agenda_for, board_of, copy, put_back, undo_for
@@ -40,7 +41,7 @@ from optpipe_solver.local_search.times import (
 
 if TYPE_CHECKING:
     from optpipe_solver.arrays import Flags, Floats, Ints
-    from optpipe_solver.arrays.encoding import CompiledProblem, Rows
+    from optpipe_solver.arrays.encoding import CompiledProblem
     from optpipe_solver.arrays.simulate import MemoryArrays, SimulationScratch, TimeArrays
     from optpipe_solver.local_search.board import Agenda, Board, Undo
     from optpipe_solver.local_search.moves import Draw
@@ -51,6 +52,7 @@ __all__ = [
     "Table",
     "accept",
     "anneal",
+    "best_rows",
     "course_of",
     "look_around",
     "measure",
@@ -87,6 +89,7 @@ The least reach is in places; it is doubled up to three times. RELOADs first mov
 class Table(NamedTuple):
     """All that one search works on. ``path`` is scratch; ``best_*`` is the best board seen.
 
+    ``times.duration`` is the table's own: it follows the modes of the cells.
     ``focus`` says where moves are made (see `propose`). ``stale`` flags devices whose program may
     differ from the best one; ``load``, by place, is scratch.
     """
@@ -102,6 +105,7 @@ class Table(NamedTuple):
     focus: Ints
     best_actions: Ints
     best_counts: Ints
+    best_modes: Ints
     stale: Flags
     load: Ints
 
@@ -201,7 +205,7 @@ def try_move(table: Table, path_size: int, cutoff: float, draw: Draw) -> tuple[i
     `accept` must follow.
     """
     board, undo, rules = table.board, table.undo, table.rules
-    undo.sizes[0] = undo.sizes[1] = undo.sizes[2] = 0
+    undo.sizes[:] = 0
     num_devices = board.counts.size
     copy(undo.hosts, board.hosts, num_devices)
     copy(undo.first, board.first, num_devices)
@@ -336,8 +340,7 @@ def take_back(table: Table) -> None:
         device = undo.touched[i]
         put_back(board, undo, device)
         undo.high[device] = -1
-    for i in range(undo.sizes[2]):
-        board.again[undo.flipped[i]] = not board.again[undo.flipped[i]]
+    moves.turn_back(board, undo, table.times)
     num_devices = board.counts.size
     copy(board.hosts, undo.hosts, num_devices)
     copy(board.first, undo.first, num_devices)
@@ -360,6 +363,11 @@ def accept(table: Table) -> None:
         undo.high[device] = -1
 
 
+def best_rows(table: Table) -> Rows:
+    """Return the best programs that a table has seen; they change with it."""
+    return Rows(table.best_actions, table.best_counts, table.best_modes)
+
+
 @lean
 def _keep(table: Table) -> None:
     """Remember the board as the best."""
@@ -370,6 +378,7 @@ def _keep(table: Table) -> None:
             copy(table.best_actions[device], board.actions[device], count)
             table.best_counts[device] = count
             table.stale[device] = False
+    copy(table.best_modes, board.mode, board.mode.size)
 
 
 # --- Set up the arrays of one search, with the times and memory of the programs it starts from.
@@ -383,7 +392,8 @@ def table_for(compiled: CompiledProblem, rows: Rows, like: Table | None = None) 
 
     ``like``: a table of the same problem whose rules and scratch may be used again.
     """
-    times, memory = compiled.times, compiled.memory
+    times = compiled.times._replace(duration=compiled.durations(rows).copy())
+    memory = compiled.memory
     num_devices = rows.lengths.size
     board = board_of(compiled, rows)
     table = Table(
@@ -398,6 +408,7 @@ def table_for(compiled: CompiledProblem, rows: Rows, like: Table | None = None) 
         focus=everywhere(rows),
         best_actions=rows.actions.copy(),
         best_counts=rows.lengths.copy(),
+        best_modes=rows.modes.copy(),
         stale=np.zeros(num_devices, dtype=np.bool_),
         load=np.zeros(rows.actions.shape[1], dtype=np.int64),
     )
@@ -414,7 +425,7 @@ def _compute(table: Table) -> None:
         count = board.counts[device]
         commit(board, times, memory, device, 0, count)
         row = board.actions[device]
-        board.hosts[device] = simulate.host_peak(row, count, times, memory, board.away)
+        board.hosts[device] = simulate.host_peak(row, count, times, memory, board.mode, board.away)
     if not table.rules.incremental:
         return
     simulate.length(board.actions, board.counts, times, work)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from optpipe_solver.arrays.encoding import Rows
 from optpipe_solver.arrays.simulate import (
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from optpipe_solver.arrays import Flags, Floats, Ints
-    from optpipe_solver.arrays.encoding import CompiledProblem, Rows
+    from optpipe_solver.arrays.encoding import CompiledProblem
 
 __all__ = [
     "Agenda",
@@ -33,6 +34,7 @@ __all__ = [
     "begin",
     "board_of",
     "ceiling",
+    "consumer_of",
     "copy",
     "floor",
     "insert",
@@ -40,6 +42,7 @@ __all__ = [
     "note",
     "put_back",
     "remove",
+    "rows_on",
     "slide",
     "undo_for",
 ]
@@ -56,7 +59,7 @@ class Board(NamedTuple):
     the very end (ms; see `times.refresh_tails`).
 
     By device: ``first`` start and ``last`` end (ms), ``hosts`` = host bytes at the peak. By cell:
-    ``again`` flags recomputed ones, ``away`` is scratch, False throughout.
+    ``mode`` is its mode (see `Rows`), ``away`` is scratch, False throughout.
     """
 
     actions: Ints
@@ -71,7 +74,7 @@ class Board(NamedTuple):
     first: Floats
     last: Floats
     hosts: Ints
-    again: Flags
+    mode: Ints
     away: Flags
 
 
@@ -81,8 +84,9 @@ class Undo(NamedTuple):
     ``touched[:sizes[0]]`` are the devices whose programs changed, with the old program in ``rows``
     and its length in ``counts``; places ``low`` .. ``high - 1`` may differ from it. Times are in a
     log of ``sizes[1]`` entries: an action, and clock, out, back and end before. It has room for
-    three times as many entries as there can be actions. ``flipped[:sizes[2]]`` are the cells whose
-    recompute flag was changed, each as often as it was; there is room for four times all cells.
+    three times as many entries as there can be actions. ``turned[:sizes[2]]`` are the cells whose
+    mode was changed, each as often as it was, and the mode before; there is room for four times all
+    cells. ``sizes[3]`` counts those of them of which an action that stays holds other bytes.
     """
 
     sizes: Ints
@@ -91,7 +95,7 @@ class Undo(NamedTuple):
     counts: Ints
     low: Ints
     high: Ints
-    flipped: Ints
+    turned: Ints
     codes: Ints
     values: Floats
     first: Floats
@@ -137,9 +141,14 @@ def board_of(compiled: CompiledProblem, rows: Rows) -> Board:
         first=np.zeros(num_devices),
         last=np.zeros(num_devices),
         hosts=np.zeros(num_devices, dtype=np.int64),
-        again=compiled.cells_with(RECOMPUTE, rows),
+        mode=rows.modes.copy(),
         away=np.zeros(cells, dtype=np.bool_),
     )
+
+
+def rows_on(board: Board) -> Rows:
+    """Return the programs that stand on a board; they change with it."""
+    return Rows(board.actions, board.counts, board.mode)
 
 
 def undo_for(board: Board) -> Undo:
@@ -147,13 +156,13 @@ def undo_for(board: Board) -> Undo:
     num_devices, longest = board.actions.shape
     most = 3 * board.at.size
     return Undo(
-        sizes=np.zeros(3, dtype=np.int64),
+        sizes=np.zeros(4, dtype=np.int64),
         touched=np.zeros(num_devices, dtype=np.int64),
         rows=np.zeros((num_devices, longest), dtype=np.int64),
         counts=np.zeros(num_devices, dtype=np.int64),
         low=np.zeros(num_devices, dtype=np.int64),
         high=np.full(num_devices, -1, dtype=np.int64),
-        flipped=np.zeros(4 * board.again.size + 8, dtype=np.int64),
+        turned=np.zeros((4 * board.mode.size + 8, 2), dtype=np.int64),
         codes=np.zeros(most, dtype=np.int64),
         values=np.zeros((most, 4)),
         first=np.zeros(num_devices),
@@ -283,6 +292,13 @@ def backward_of(board: Board, cells: int, cell: int) -> int:
     """Return where the I or B of a cell stands."""
     place = board.at[BACKWARD_INPUT * cells + cell]
     return place if place >= 0 else board.at[FULL_BACKWARD * cells + cell]
+
+
+@lean
+def consumer_of(board: Board, cells: int, cell: int) -> int:
+    """Return where what needs a cell's RELOAD stands: its RECOMPUTE, else its I or B."""
+    place = board.at[RECOMPUTE * cells + cell]
+    return place if place >= 0 else backward_of(board, cells, cell)
 
 
 @lean

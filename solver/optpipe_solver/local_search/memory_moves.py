@@ -11,10 +11,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from optpipe_solver.arrays import simulate
-from optpipe_solver.arrays.simulate import BACKWARD_WEIGHT, FORWARD, OFFLOAD, RELEASE, RELOAD
+from optpipe_solver.arrays.simulate import BACKWARD_WEIGHT, OFFLOAD, RELEASE, RELOAD
 from optpipe_solver.jit import lean
 from optpipe_solver.local_search import moves
-from optpipe_solver.local_search.board import backward_of, ceiling, floor, slide
+from optpipe_solver.local_search.board import ceiling, consumer_of, floor, slide
 
 if TYPE_CHECKING:
     from optpipe_solver.arrays import Ints
@@ -49,7 +49,7 @@ def relax(given: Stretch) -> None:
     row = board.actions[given.device]
     for place in range(given.high - 1, given.low - 1, -1):
         if row[place] // cells == RELOAD:
-            target = min(backward_of(board, cells, row[place] % cells), given.high) - 1
+            target = min(consumer_of(board, cells, row[place] % cells), given.high) - 1
             if target > place:
                 slide(board, given.undo, given.device, place, target)
     for place in range(given.low, given.high):
@@ -81,9 +81,9 @@ def _weigh(given: Stretch) -> None:
         kind = row[place] // times.num_cells
         cell = row[place] - kind * times.num_cells
         stage = cell // times.num_microbatches
-        adds = _adds(board, memory, kind, cell, stage)
-        given.load[place] = max(held, held + adds) + memory.workspace[kind, stage]
-        held += adds
+        mode = board.mode[cell]
+        given.load[place] = held + memory.rises[kind, stage, mode]
+        held += memory.adds[kind, stage, mode]
 
 
 @lean
@@ -117,8 +117,8 @@ def _may_pass(given: Stretch, cell: int, code: int) -> bool:
     kind, other = code // cells, code % cells
     if other == cell:
         return False
-    needed = backward_of(given.board, cells, cell)
-    return kind != RELOAD or backward_of(given.board, cells, other) > needed
+    needed = consumer_of(given.board, cells, cell)
+    return kind != RELOAD or consumer_of(given.board, cells, other) > needed
 
 
 @lean
@@ -144,16 +144,17 @@ def _push_releases(given: Stretch) -> None:
 @lean
 def _size(given: Stretch, cell: int) -> int:
     """Return the bytes that go and come back."""
-    return given.memory.delta[RELOAD, cell // given.times.num_microbatches]
+    stage = cell // given.times.num_microbatches
+    return given.memory.adds[RELOAD, stage, given.board.mode[cell]]
 
 
 @lean
 def trim(board: Board, undo: Undo, device: int) -> None:
     """Leave out of what may have changed the places that are as they were.
 
-    Not after a recompute flag was changed: an F in its old place then holds other bytes.
+    Not where a cell's mode was changed so that an F in its old place holds other bytes.
     """
-    if undo.sizes[2] > 0:
+    if undo.sizes[3] > 0:
         return
     row, old = board.actions[device], undo.rows[device]
     low, high = undo.low[device], undo.high[device]
@@ -168,6 +169,7 @@ def trim(board: Board, undo: Undo, device: int) -> None:
 # --- Memory after a move, looked at only where the program changed; and moves that make room.
 # Behind the changed places a program holds what it held before, because a move keeps the sum of
 # what its actions add and free: moving keeps the actions, and each toggle adds as much as it frees.
+# Where a cell's mode changes, all of its actions that hold other bytes then are changed places.
 
 # ruff: noqa: PLR0917 - compiled code takes its arguments by position
 
@@ -175,13 +177,6 @@ def trim(board: Board, undo: Undo, device: int) -> None:
 _REPAIRS = 4
 _REACH = 60
 """Places looked along for an action that frees memory."""
-
-
-@lean
-def _adds(board: Board, memory: MemoryArrays, kind: int, cell: int, stage: int) -> int:
-    if kind == FORWARD and board.again[cell]:
-        return memory.checkpoint[stage]
-    return memory.delta[kind, stage]
 
 
 @lean
@@ -195,11 +190,10 @@ def overflow(
     for place in range(low, high):
         kind = row[place] // times.num_cells
         cell = row[place] - kind * times.num_cells
-        stage = cell // times.num_microbatches
-        adds = _adds(board, memory, kind, cell, stage)
-        if max(held, held + adds) + memory.workspace[kind, stage] > limit:
+        stage, mode = cell // times.num_microbatches, board.mode[cell]
+        if held + memory.rises[kind, stage, mode] > limit:
             return place
-        held += adds
+        held += memory.adds[kind, stage, mode]
     return -1
 
 
@@ -213,7 +207,7 @@ def commit(
     for place in range(low, high):
         kind = row[place] // times.num_cells
         cell = row[place] - kind * times.num_cells
-        held += _adds(board, memory, kind, cell, cell // times.num_microbatches)
+        held += memory.adds[kind, cell // times.num_microbatches, board.mode[cell]]
         board.held[row[place]] = held
 
 
@@ -282,7 +276,7 @@ def _put_off(board: Board, undo: Undo, times: TimeArrays, device: int, at: int) 
 def hosts_fit(board: Board, times: TimeArrays, memory: MemoryArrays, device: int) -> bool:
     """Whether the device's host still holds what its devices send there; keeps ``hosts``."""
     board.hosts[device] = simulate.host_peak(
-        board.actions[device], board.counts[device], times, memory, board.away
+        board.actions[device], board.counts[device], times, memory, board.mode, board.away
     )
     host = memory.host_of[device]
     held = 0

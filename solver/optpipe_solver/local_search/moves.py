@@ -25,6 +25,7 @@ from optpipe_solver.local_search.board import (
     backward_of,
     begin,
     ceiling,
+    consumer_of,
     floor,
     insert,
     is_ordered,
@@ -36,20 +37,16 @@ from optpipe_solver.local_search.board import (
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from optpipe_solver.arrays.simulate import TimeArrays
+    from optpipe_solver.arrays.simulate import MemoryArrays, TimeArrays
     from optpipe_solver.local_search.board import Board, Undo
 
     Draw = NDArray[np.uint64]
 
 __all__ = [
-    "AGAIN",
-    "AWAY",
-    "KEPT",
     "Draw",
     "below",
     "exchange",
     "fill_idle",
-    "mode_of",
     "mode_wave",
     "park",
     "place_mode",
@@ -62,6 +59,7 @@ __all__ = [
     "swap",
     "toggle_fused",
     "trade_backwards",
+    "turn_back",
     "unit",
     "wave",
 ]
@@ -231,17 +229,9 @@ def park(
             slide(board, undo, device, weight, target)
             target -= 1
         slide(board, undo, device, at, target)
-    for kind in (RELOAD, RECOMPUTE):
-        code = kind * cells + cell
-        place = board.at[code]
-        if place >= 0:
-            wanted = min(
-                max(target - late, floor(board, cells, code)), backward_of(board, cells, cell)
-            )
-            if wanted > place:
-                wanted -= 1
-            if wanted != place:
-                slide(board, undo, device, place, wanted)
+    first, second = (RECOMPUTE, RELOAD) if distance > 0 else (RELOAD, RECOMPUTE)
+    _bring_along(board, undo, cells, device, first * cells + cell, target - late)
+    _bring_along(board, undo, cells, device, second * cells + cell, target - late)
     if distance < 0:
         code = board.actions[device, backward_of(board, cells, cell)]
         low = max(target, floor(board, cells, code))
@@ -251,6 +241,23 @@ def park(
         if weight > low + 1:
             slide(board, undo, device, weight, low + 1)
     return True
+
+
+@lean
+def _bring_along(board: Board, undo: Undo, cells: int, device: int, code: int, wanted: int) -> None:
+    """Move a RELOAD or RECOMPUTE, if there is one, as near to a place as its cell allows."""
+    place = board.at[code]
+    if place < 0:
+        return
+    cell = code % cells
+    needed = backward_of(board, cells, cell)
+    if code // cells == RELOAD:
+        needed = consumer_of(board, cells, cell)
+    wanted = min(max(wanted, floor(board, cells, code)), needed)
+    if wanted > place:
+        wanted -= 1
+    if wanted != place:
+        slide(board, undo, device, place, wanted)
 
 
 @lean
@@ -280,109 +287,150 @@ def ripple(
     return changed
 
 
-# --- Compiled moves on what a cell's activation does between F and backward, and on fused
-# backwards. A cell is kept, offloaded or recomputed. As with all moves the order of a cell's own
-# actions holds afterwards; whether the result fits memory and does not wait in a circle is the
-# caller's to ask.
-
-
-KEPT, AWAY, AGAIN = 0, 1, 2
-"""What becomes of an activation: it stays, is offloaded, is recomputed."""
-
-
-@lean
-def mode_of(board: Board, cells: int, cell: int) -> int:
-    """Return which of the three a cell is."""
-    if board.at[OFFLOAD * cells + cell] >= 0:
-        return AWAY
-    return AGAIN if board.again[cell] else KEPT
+# --- Compiled moves on what a cell's activation does between F and backward (its mode), and on
+# fused backwards. As with all moves the order of a cell's own actions holds afterwards; whether the
+# result fits memory and does not wait in a circle is the caller's to ask.
 
 
 @lean
 def place_mode(
-    board: Board, undo: Undo, cells: int, device: int, cell: int, mode: int, early: int, late: int
+    board: Board,
+    undo: Undo,
+    times: TimeArrays,
+    memory: MemoryArrays,
+    cell: int,
+    mode: int,
+    early: int,
+    late: int,
 ) -> bool:
-    """Keep, offload or recompute a cell, whatever it was; the same again means other places.
+    """Treat a cell as a mode says, whatever it was; the same again means other places.
 
     RELEASE goes ``early`` places behind the OFFLOAD, RELOAD or RECOMPUTE ``late`` places before the
-    backward.
+    backward; where a cell has both, RECOMPUTE stands right before the backward.
     """
-    if mode == KEPT and mode_of(board, cells, cell) == KEPT:
+    cells, stage = times.num_cells, cell // times.num_microbatches
+    rests = not memory.again[stage, mode] and memory.adds[RELOAD, stage, mode] == 0
+    if rests and board.mode[cell] == mode:
         return False
-    _clear(board, undo, cells, device, cell)
+    _clear(board, undo, times, memory, cell)
     released = board.at[FORWARD * cells + cell] + 1 + early
-    _set(board, undo, cells, device, cell, mode, released, backward_of(board, cells, cell) - late)
+    returned = backward_of(board, cells, cell) - late
+    _set(board, undo, times, memory, cell, mode, released, returned)
     return True
 
 
 @lean
-def exchange(board: Board, undo: Undo, cells: int, device: int, cell: int, other: int) -> bool:
-    """Let two cells of a device swap what becomes of them, at about the same places."""
-    mode, wanted = mode_of(board, cells, cell), mode_of(board, cells, other)
+def exchange(
+    board: Board, undo: Undo, times: TimeArrays, memory: MemoryArrays, cell: int, other: int
+) -> bool:
+    """Let two cells of a device swap their modes, at about the same places.
+
+    Modes go by number: the caller asks whether the other's stage has it.
+    """
+    cells = times.num_cells
+    mode, wanted = board.mode[cell], board.mode[other]
     if mode == wanted:
         return False
-    released, returned = _places(board, cells, cell, mode)
-    freed, back = _places(board, cells, other, wanted)
-    _clear(board, undo, cells, device, cell)
-    _clear(board, undo, cells, device, other)
-    _set(board, undo, cells, device, other, mode, released, returned)
-    _set(board, undo, cells, device, cell, wanted, freed, back)
+    released, returned = _places(board, cells, cell)
+    freed, back = _places(board, cells, other)
+    _clear(board, undo, times, memory, cell)
+    _clear(board, undo, times, memory, other)
+    _set(board, undo, times, memory, other, mode, released, returned)
+    _set(board, undo, times, memory, cell, wanted, freed, back)
     return True
 
 
 @lean
-def _places(board: Board, cells: int, cell: int, mode: int) -> tuple[int, int]:
+def _places(board: Board, cells: int, cell: int) -> tuple[int, int]:
     """Return where a cell's bytes go and come back, not counting its own actions before."""
-    if mode == AWAY:
-        return board.at[RELEASE * cells + cell] - 1, board.at[RELOAD * cells + cell] - 2
+    released = board.at[RELEASE * cells + cell]
+    if released >= 0:
+        return released - 1, board.at[RELOAD * cells + cell] - 2
     return 0, board.at[RECOMPUTE * cells + cell]
 
 
 @lean
-def _clear(board: Board, undo: Undo, cells: int, device: int, cell: int) -> None:
+def _clear(board: Board, undo: Undo, times: TimeArrays, memory: MemoryArrays, cell: int) -> None:
     """Keep a cell, whatever it was."""
-    for kind in (RELOAD, RELEASE, OFFLOAD):
+    cells = times.num_cells
+    device = times.device_of[cell // times.num_microbatches]
+    for kind in (RELOAD, RELEASE, OFFLOAD, RECOMPUTE):
         place = board.at[kind * cells + cell]
         if place >= 0:
             remove(board, undo, device, place)
-    if board.again[cell]:
-        remove(board, undo, device, board.at[RECOMPUTE * cells + cell])
-        _flip(board, undo, cells, device, cell)
+    _become(board, undo, times, memory, cell, 0)
 
 
 @lean
 def _set(
     board: Board,
     undo: Undo,
-    cells: int,
-    device: int,
+    times: TimeArrays,
+    memory: MemoryArrays,
     cell: int,
     mode: int,
     released: int,
     returned: int,
 ) -> None:
-    """Offload or recompute a kept cell, as near to the wanted places as its own order allows."""
+    """Give a kept cell a mode, as near to the wanted places as its own order allows."""
+    cells, stage = times.num_cells, cell // times.num_microbatches
+    device = times.device_of[stage]
     made, needed = board.at[FORWARD * cells + cell], backward_of(board, cells, cell)
-    if mode == AWAY:
+    away = memory.adds[RELOAD, stage, mode] > 0
+    if memory.again[stage, mode]:
+        place = needed if away else min(max(returned, made + 1), needed)
+        insert(board, undo, device, place, RECOMPUTE * cells + cell)
+    if away:
         released = min(max(released, made + 1), needed)
         returned = min(max(returned, released), needed)
         insert(board, undo, device, returned, RELOAD * cells + cell)
         insert(board, undo, device, released, RELEASE * cells + cell)
         insert(board, undo, device, made + 1, OFFLOAD * cells + cell)
-    elif mode == AGAIN:
-        returned = min(max(returned, made + 1), needed)
-        insert(board, undo, device, returned, RECOMPUTE * cells + cell)
-        _flip(board, undo, cells, device, cell)
+    _become(board, undo, times, memory, cell, mode)
 
 
 @lean
-def _flip(board: Board, undo: Undo, cells: int, device: int, cell: int) -> None:
-    """Change whether a cell is recomputed: its F then holds other bytes."""
-    board.again[cell] = not board.again[cell]
-    undo.flipped[undo.sizes[2]] = cell
+def _become(
+    board: Board, undo: Undo, times: TimeArrays, memory: MemoryArrays, cell: int, mode: int
+) -> None:
+    """Write a cell's mode down; where it changes what F, I, W or B do, their places change."""
+    before = board.mode[cell]
+    if before == mode:
+        return
+    undo.turned[undo.sizes[2], 0], undo.turned[undo.sizes[2], 1] = cell, before
     undo.sizes[2] += 1
-    made = board.at[FORWARD * cells + cell]
-    note(undo, device, made, made + 1)
+    board.mode[cell] = mode
+    stage = cell // times.num_microbatches
+    device = times.device_of[stage]
+    first, last = board.at[FORWARD * times.num_cells + cell], -1
+    if times.varies[stage]:
+        _lengthen(times, cell, mode)
+        last = board.at[BACKWARD_WEIGHT * times.num_cells + cell]
+        last = max(last, board.at[FULL_BACKWARD * times.num_cells + cell])
+    elif memory.again[stage, before] != memory.again[stage, mode]:
+        last = first
+    if last >= 0:
+        undo.sizes[3] += 1
+        begin(board, undo, device)
+        note(undo, device, first, last + 1)
+
+
+@lean
+def _lengthen(times: TimeArrays, cell: int, mode: int) -> None:
+    """Give a cell's actions the durations that they have in a mode."""
+    stage = cell // times.num_microbatches
+    for kind in range(times.mode_ms.shape[0]):
+        times.duration[kind * times.num_cells + cell] = times.mode_ms[kind, stage, mode]
+
+
+@lean
+def turn_back(board: Board, undo: Undo, times: TimeArrays) -> None:
+    """Give all cells whose mode was changed the mode that they had."""
+    for i in range(undo.sizes[2] - 1, -1, -1):
+        cell, mode = undo.turned[i]
+        board.mode[cell] = mode
+        if times.varies[cell // times.num_microbatches]:
+            _lengthen(times, cell, mode)
 
 
 @lean
@@ -448,6 +496,7 @@ def mode_wave(
     board: Board,
     undo: Undo,
     times: TimeArrays,
+    memory: MemoryArrays,
     cell: int,
     count: int,
     stride: int,
@@ -455,12 +504,11 @@ def mode_wave(
     early: int,
     late: int,
 ) -> bool:
-    """Keep, offload or recompute every ``stride``-th of ``count`` micro-batches of a stage."""
-    m, cells = times.num_microbatches, times.num_cells
-    device = times.device_of[cell // m]
+    """Treat every ``stride``-th of ``count`` micro-batches of a stage as a mode says."""
+    m = times.num_microbatches
     changed = False
     for i in range(0, min(count, m - cell % m), stride):
-        moved = place_mode(board, undo, cells, device, cell + i, mode, early, late)
+        moved = place_mode(board, undo, times, memory, cell + i, mode, early, late)
         changed = changed or moved
     return changed
 

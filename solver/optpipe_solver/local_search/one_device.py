@@ -1,9 +1,10 @@
 """The best program of one device, all others' orders fixed, by a search over counts.
 
-Only for schedules that offload and recompute nothing. *Exact* means: no program of this device,
-fused and split backwards alike, makes the schedule with the other programs (micro-batches renamed,
-see `in_order`) better by more than a thousand-millionth, if ``is_exact`` says so; the other
-devices' times move along. The argument has four steps.
+Only for schedules that offload nothing, have no RECOMPUTE and one mode per stage. *Exact* means: no
+program of this device in the same modes, fused and split backwards alike, makes the schedule with
+the other programs (micro-batches renamed, see `in_order`) better by more than a
+thousand-millionth, if ``is_exact`` says so; the other devices' times move along. The argument has
+four steps.
 
 1. With the others in order, the device may keep every stage's passes in order too (`in_order`
    changes nothing but the device's own names), so a program is a sequence of counts.
@@ -108,6 +109,7 @@ class OneDevice:
         self.sizes = (width, most)
         self.by_span = compiled.problem.objective == "span"
         self.others = others_for(compiled.times, len(compiled.problem.devices))
+        self.times = compiled.times
         self.work = simulate.workspace_for(compiled.times, len(compiled.problem.devices))
         self.labels: dict[int, Labels] = {}
 
@@ -116,14 +118,15 @@ class OneDevice:
 
         The rows must be compute programs in order (`in_order`), and not wait in a circle.
         """
+        self.times = self.compiled.times._replace(duration=self.compiled.durations(rows))
         objective = self._length(rows)
         stages = self.compiled.problem.stages_of[device]
         if not stages or objective <= 0.0:
             return OneDeviceOutcome(rows, objective, True, 0)
         begins = self.work.first.copy() if self.by_span else np.zeros(rows.lengths.size)
-        chores = self._chores(stages, device, float(begins[device]))
+        chores = self._chores(rows, stages, device, float(begins[device]))
         labels = self._labels(len(stages))
-        times = self.compiled.times
+        times = self.times
         ways = ways_for(len(stages), times.num_microbatches)
         own = np.array(stages, dtype=np.int64)
         scene = Scene(rows.actions, rows.lengths, times, begins, device, own)
@@ -141,9 +144,7 @@ class OneDevice:
             rows, objective = found, length
 
     def _length(self, rows: Rows) -> float:
-        makespan, span, _ = simulate.length(
-            rows.actions, rows.lengths, self.compiled.times, self.work
-        )
+        makespan, span, _ = simulate.length(rows.actions, rows.lengths, self.times, self.work)
         return float(span if self.by_span else makespan)
 
     def _labels(self, num_stages: int) -> Labels:
@@ -152,21 +153,22 @@ class OneDevice:
             self.labels[num_stages] = labels_for(num_stages, m, *self.sizes)
         return self.labels[num_stages]
 
-    def _chores(self, stages: tuple[int, ...], device: int, begin: float) -> Chores:
-        times, memory = self.compiled.times, self.compiled.memory
+    def _chores(self, rows: Rows, stages: tuple[int, ...], device: int, begin: float) -> Chores:
+        times, memory = self.times, self.compiled.memory
         own = list(stages)
         m = times.num_microbatches
         duration = times.duration.reshape(8, times.num_stages, m)[:4, own, 0].copy()
-        delta, workspace = memory.delta[:4, own].copy(), memory.workspace[:4, own].copy()
+        modes = rows.modes.reshape(times.num_stages, m)[own, 0]
+        delta, rise = memory.adds[:4, own, modes], memory.rises[:4, own, modes]
         return Chores(
             num_stages=len(own),
             num_microbatches=m,
             duration=duration,
             delta=delta,
-            workspace=workspace,
+            rise=rise,
             limit=int(memory.limit[device]),
             sync=times.grad_sync[own].copy(),
-            may_fuse=_may_fuse(duration, delta, workspace),
+            may_fuse=_may_fuse(duration, delta, rise - np.maximum(delta, 0)),
             begin=begin,
             most_per_state=self.most_per_state,
         )
@@ -183,7 +185,7 @@ class OneDevice:
         codes = _named(found[::-1], stages, self.compiled.times)
         actions[device, : len(codes)] = codes
         lengths[device] = len(codes)
-        return Rows(actions, lengths)
+        return Rows(actions, lengths, rows.modes)
 
 
 def _may_fuse(duration: Floats, delta: Ints, workspace: Ints) -> Flags:
@@ -232,6 +234,12 @@ _MOST_WORK = 1_000_000
 """Largest cost of looking at every device once, in actions simulated."""
 
 
+def _treats_alike(compiled: CompiledProblem, rows: Rows) -> bool:
+    """Whether programs have compute passes alone, and each stage one mode."""
+    modes = rows.modes.reshape(compiled.times.num_stages, -1)
+    return bool((modes == modes[:, :1]).all()) and compiled.is_compute_only(rows)
+
+
 class Polish:
     """Re-optimises the devices of one problem in turn.
 
@@ -256,7 +264,7 @@ class Polish:
         ``objective_ms`` is that of the rows; ``is_exact`` says that no device's program alone can
         be better.
         """
-        if not self.applies or not self.compiled.is_compute_only(rows):
+        if not self.applies or not _treats_alike(self.compiled, rows):
             return OneDeviceOutcome(rows, objective_ms, False, 0)
         best = OneDeviceOutcome(in_order(rows, self.compiled.times), objective_ms, True, 0)
         num_devices = int(rows.lengths.size)
@@ -282,7 +290,7 @@ def in_order(rows: Rows, times: TimeArrays) -> Rows:
     the k-th pass of a stage starts, k inputs have arrived, and in the renamed programs, by
     induction along the schedule, the k-th of them has; bytes depend on counts alone.
     """
-    renamed = Rows(rows.actions.copy(), rows.lengths.copy())
+    renamed = Rows(rows.actions.copy(), rows.lengths.copy(), rows.modes)
     for codes in renamed.programs():
         kinds, stages = codes // times.num_cells, codes % times.num_cells // times.num_microbatches
         for stage in np.unique(stages):

@@ -243,7 +243,8 @@ def _arrivals(scene: Scene, others: Others, found: Floats) -> None:
 class Chores(NamedTuple):
     """What a device has to do; all by its own stages, numbered from 0.
 
-    ``duration`` (ms), ``delta`` and ``workspace`` (bytes) are by kind (F, I, W, B) and stage,
+    ``duration`` (ms), ``delta`` (bytes) and ``rise`` (the most held above what was there before)
+    are by kind (F, I, W, B) and stage,
     ``limit`` is the device's bytes, ``sync`` a stage's gradient reduction (ms), ``may_fuse`` flags
     stages where a B can be of use. ``begin`` is what the device's end is counted from (ms),
     ``most_per_state`` how many labels with the same counts are kept.
@@ -253,7 +254,7 @@ class Chores(NamedTuple):
     num_microbatches: int
     duration: Floats
     delta: Ints
-    workspace: Ints
+    rise: Ints
     limit: int
     sync: Floats
     may_fuse: Flags
@@ -433,7 +434,7 @@ def _do_weight_at_once(question: DeviceQuestion, layer: int, row: int, held: int
     if open_stages != 1:
         return False
     done = labels.time[layer, row] + chores.duration[BACKWARD_WEIGHT, found]
-    peak = held + chores.workspace[BACKWARD_WEIGHT, found]
+    peak = held + chores.rise[BACKWARD_WEIGHT, found]
     if done > soonest or peak > chores.limit:
         return False
     _extend(question, layer, row, 4 * found + BACKWARD_WEIGHT, held)
@@ -468,8 +469,7 @@ def _extend(question: DeviceQuestion, layer: int, row: int, action: int, held: i
     """Make the label behind one more action, if it fits and can end in time."""
     chores, ways, labels, most_ms = question
     k, kind = action // 4, action % 4
-    peak = max(held, held + chores.delta[kind, k]) + chores.workspace[kind, k]
-    if peak > chores.limit:
+    if held + chores.rise[kind, k] > chores.limit:
         return
     counts = labels.trial_counts
     for i in range(3 * chores.num_stages):

@@ -62,7 +62,9 @@ def rules_of(compiled: CompiledProblem) -> SearchRules:
 
 def _offloads(compiled: CompiledProblem) -> Flags:
     flags = np.zeros(len(compiled.problem.devices), dtype=np.bool_)
-    np.logical_or.at(flags, compiled.times.device_of, compiled.memory.may_offload)
+    memory = compiled.memory
+    goes = (memory.may & (memory.adds[RELOAD] > 0)).any(axis=1)
+    np.logical_or.at(flags, compiled.times.device_of, goes)
     return flags
 
 
@@ -264,7 +266,16 @@ def _can_choose(
     """Whether anything but keeping the activation and a split backward is possible."""
     stage = cell // times.num_microbatches
     fused = rules.fused[stage] or board.at[FULL_BACKWARD * times.num_cells + cell] >= 0
-    return memory.may_offload[stage] or memory.may_recompute[stage] or fused
+    return _has_choice(memory, stage) or fused
+
+
+@lean
+def _has_choice(memory: MemoryArrays, stage: int) -> bool:
+    """Whether a stage may use any mode but keep."""
+    for mode in range(1, memory.num_modes[stage]):  # noqa: SIM110 - compiled
+        if memory.may[stage, mode]:
+            return True
+    return False
 
 
 @lean
@@ -282,37 +293,39 @@ def _choose_mode(
     cells, m = times.num_cells, times.num_microbatches
     stage = cell // m
     fused = rules.fused[stage] or board.at[FULL_BACKWARD * cells + cell] >= 0
-    may = memory.may_offload[stage] or memory.may_recompute[stage]
+    may = _has_choice(memory, stage)
     if fused and (not may or moves.unit(draw) < 0.2):
         late = moves.some_distance(draw, 15)
         return moves.toggle_fused(board, undo, cells, device, cell, late)
     if moves.unit(draw) < 0.4:
         other = board.actions[device, moves.below(draw, board.counts[device])] % cells
-        mode, wanted = moves.mode_of(board, cells, cell), moves.mode_of(board, cells, other)
-        if not (_may(memory, stage, wanted) and _may(memory, other // m, mode)):
+        mode, wanted = board.mode[cell], board.mode[other]
+        if not (_may_take(memory, stage, wanted) and _may_take(memory, other // m, mode)):
             return False
-        return moves.exchange(board, undo, cells, device, cell, other)
-    mode = _some_mode(memory, stage, moves.mode_of(board, cells, cell), draw)
+        return moves.exchange(board, undo, times, memory, cell, other)
+    mode = _some_mode(memory, stage, board.mode[cell], draw)
     early = moves.some_distance(draw, 31) - 1
     late = moves.some_distance(draw, 31 if moves.unit(draw) < 0.5 else 3) - 1
-    return moves.place_mode(board, undo, cells, device, cell, mode, early, late)
+    if memory.uniform[stage] and mode != board.mode[cell]:
+        return moves.mode_wave(board, undo, times, memory, stage * m, m, 1, mode, early, late)
+    return moves.place_mode(board, undo, times, memory, cell, mode, early, late)
 
 
 @lean
-def _may(memory: MemoryArrays, stage: int, mode: int) -> bool:
-    if mode == moves.AWAY:
-        return memory.may_offload[stage]
-    return mode == moves.KEPT or memory.may_recompute[stage]
+def _may_take(memory: MemoryArrays, stage: int, mode: int) -> bool:
+    """Whether one cell of a stage may take over a mode of that number."""
+    return mode < memory.num_modes[stage] and memory.may[stage, mode] and not memory.uniform[stage]
 
 
 @lean
 def _some_mode(memory: MemoryArrays, stage: int, known: int, draw: Draw) -> int:
-    """Return a mode the stage may have, a third as often the one it has."""
-    mode = moves.below(draw, 3)
+    """Return a mode the stage may have, a third as often the one it has; it must have two."""
+    count = memory.num_modes[stage]
+    mode = moves.below(draw, count)
     if mode == known and moves.unit(draw) < 0.7:
-        mode = (mode + 1 + moves.below(draw, 2)) % 3
-    while not _may(memory, stage, mode):
-        mode = (mode + 1) % 3
+        mode = (mode + 1 + moves.below(draw, count - 1)) % count
+    while not memory.may[stage, mode]:
+        mode = (mode + 1) % count
     return mode
 
 
@@ -325,12 +338,14 @@ def _make_wave(
     cell = code % cells
     stage = cell // m
     count = 1 + moves.some_distance(draw, m - 1)
-    if moves.unit(draw) < 0.2 and (memory.may_offload[stage] or memory.may_recompute[stage]):
-        mode = _some_mode(memory, stage, moves.mode_of(board, cells, cell), draw)
+    if moves.unit(draw) < 0.2 and _has_choice(memory, stage):
+        mode = _some_mode(memory, stage, board.mode[cell], draw)
         early = moves.some_distance(draw, 31) - 1
         late = moves.some_distance(draw, 31) - 1
         stride = 1 + moves.below(draw, 3)
-        return moves.mode_wave(board, undo, times, cell, count, stride, mode, early, late)
+        if memory.uniform[stage] and mode != board.mode[cell]:
+            cell, count, stride = stage * m, m, 1
+        return moves.mode_wave(board, undo, times, memory, cell, count, stride, mode, early, late)
     most = 1 if moves.unit(draw) < 0.5 else 1 + moves.below(draw, times.num_stages)
     width = 1 if moves.unit(draw) < 0.6 else 2 + moves.below(draw, 2)
     return moves.wave(board, undo, times, code, count, most, width, _signed(draw, 7))

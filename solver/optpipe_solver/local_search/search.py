@@ -6,9 +6,10 @@ import time
 from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
-from optpipe_solver.arrays.encoding import CompiledProblem, Rows
+from optpipe_solver.arrays.encoding import CompiledProblem
 from optpipe_solver.local_search import moves
-from optpipe_solver.local_search.annealing import anneal, course_of, table_for
+from optpipe_solver.local_search.annealing import anneal, best_rows, course_of, table_for
+from optpipe_solver.local_search.board import rows_on
 from optpipe_solver.local_search.one_device import Polish
 from optpipe_solver.local_search.propose import some_stretch
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
     from optpipe.problem import Problem
     from optpipe.schedule import Programs
+    from optpipe_solver.arrays.encoding import Rows
     from optpipe_solver.budget import Stop
     from optpipe_solver.incumbent import Incumbent
 
@@ -210,7 +212,7 @@ class _LocalSearch:
         self.offer_s = self.offered_at - began
 
     def _found(self) -> _Elite:
-        return _Elite(Rows(self.table.best_actions, self.table.best_counts), self.objective_ms)
+        return _Elite(best_rows(self.table), self.objective_ms)
 
     def _next_elite(self) -> None:
         """Put down what was found, take in news from elsewhere, and go on from another start.
@@ -268,5 +270,4 @@ class _Stretches(_LocalSearch):
         _, objective, best = self.course.values
         if objective > best:
             return super()._found()
-        board = self.table.board
-        return _Elite(Rows(board.actions, board.counts), self.objective_ms)
+        return _Elite(rows_on(self.table.board), self.objective_ms)

@@ -30,7 +30,7 @@ from optpipe_solver.arrays.simulate import (
     lane_of,
 )
 from optpipe_solver.jit import lean
-from optpipe_solver.local_search.board import backward_of
+from optpipe_solver.local_search.board import backward_of, consumer_of
 
 if TYPE_CHECKING:
     from optpipe_solver.arrays import Floats, Ints
@@ -284,9 +284,11 @@ def _start(
         return max(clock, board.end[cell - m] + times.there[stage - 1])
     if kind == RELEASE:
         return max(clock, board.end[OFFLOAD * cells + cell])
-    if kind in (BACKWARD_WEIGHT, RECOMPUTE):
+    if kind == BACKWARD_WEIGHT:
         return clock
-    if stage == times.num_stages - 1:
+    if kind == RECOMPUTE:
+        start = clock
+    elif stage == times.num_stages - 1:
         start = max(clock, board.end[cell])
     else:
         start = max(clock, board.end[cells + cell + m] + times.back[stage])
@@ -344,7 +346,7 @@ def _tell(
     elif kind == OFFLOAD:
         return board.at[RELEASE * cells + cell]
     elif kind == RELOAD:
-        return backward_of(board, cells, cell)
+        return consumer_of(board, cells, cell)
     else:
         return -1
     if other == device:
@@ -469,23 +471,30 @@ def _waited_for(board: Board, times: TimeArrays, code: int) -> int:
     if kind == RELEASE:
         transfer = OFFLOAD * cells + cell
         return transfer if board.end[transfer] > ready else before
+    source, arrived = _source(board, times, kind, cell, stage)
     best = before
-    if kind == FORWARD and stage > 0:
-        if board.end[cell - m] + times.there[stage - 1] > ready:
-            best = cell - m
-    elif kind in (BACKWARD_INPUT, FULL_BACKWARD):
-        if stage == times.num_stages - 1:
-            arrived, source = board.end[cell], cell
-        else:
-            arrived = board.end[cells + cell + m] + times.back[stage]
-            there = times.device_of[stage + 1]
-            source = board.actions[there, backward_of(board, cells, cell + m)]
-        if arrived > ready:
-            best, ready = source, arrived
+    if arrived > ready:
+        best, ready = source, arrived
+    if kind in (RECOMPUTE, BACKWARD_INPUT, FULL_BACKWARD):
         reload = RELOAD * cells + cell
         if board.at[reload] >= 0 and board.end[reload] > ready:
             best = reload
     return best
+
+
+@lean
+def _source(board: Board, times: TimeArrays, kind: int, cell: int, stage: int) -> tuple[int, float]:
+    """Return the pass whose output an action needs, -1 for none, and when it arrives."""
+    cells, m = times.num_cells, times.num_microbatches
+    if kind == FORWARD and stage > 0:
+        return cell - m, board.end[cell - m] + times.there[stage - 1]
+    if kind not in (BACKWARD_INPUT, FULL_BACKWARD):
+        return -1, -1.0
+    if stage == times.num_stages - 1:
+        return cell, board.end[cell]
+    there = times.device_of[stage + 1]
+    source = board.actions[there, backward_of(board, cells, cell + m)]
+    return source, board.end[cells + cell + m] + times.back[stage]
 
 
 @lean
@@ -508,25 +517,32 @@ def set_out(board: Board, times: TimeArrays, work: SimulationScratch) -> None:
             code = row[place]
             kind = code // cells
             cell = code - kind * cells
-            if kind in (FORWARD, BACKWARD_INPUT, FULL_BACKWARD):
-                source, transit = input_of(kind, cell, cell // times.num_microbatches, times)
-                if source >= 0:
-                    clock = max(clock, work.end[source] + transit)
-                if kind != FORWARD and board.at[RELOAD * cells + cell] >= 0:
-                    clock = max(clock, work.end[3 * cells + cell])
-                clock += times.duration[code]
-                slot = cell if kind == FORWARD else cells + cell
-                board.end[slot] = work.end[slot]
-            elif kind == OFFLOAD:
+            if kind == OFFLOAD:
                 out = board.end[code] = work.end[2 * cells + cell]
             elif kind == RELOAD:
                 back = board.end[code] = work.end[3 * cells + cell]
             elif kind == RELEASE:
                 clock = max(clock, work.end[2 * cells + cell])
-            elif kind in (BACKWARD_WEIGHT, RECOMPUTE):
-                clock += times.duration[code]
+            else:
+                clock = max(clock, _ready(board, times, work, kind, cell)) + times.duration[code]
+                if kind in (FORWARD, BACKWARD_INPUT, FULL_BACKWARD):
+                    slot = cell if kind == FORWARD else cells + cell
+                    board.end[slot] = work.end[slot]
             board.clock[code], board.out[code], board.back[code] = clock, out, back
         board.first[device], board.last[device] = work.first[device], work.last[device]
+
+
+@lean
+def _ready(board: Board, times: TimeArrays, work: SimulationScratch, kind: int, cell: int) -> float:
+    """Return when what a compute action needs from elsewhere is there, in ms; 0 for nothing."""
+    cells, ready = times.num_cells, 0.0
+    if kind in (FORWARD, BACKWARD_INPUT, FULL_BACKWARD):
+        source, transit = input_of(kind, cell, cell // times.num_microbatches, times)
+        if source >= 0:
+            ready = work.end[source] + transit
+    if kind not in (FORWARD, BACKWARD_WEIGHT) and board.at[RELOAD * cells + cell] >= 0:
+        ready = max(ready, work.end[3 * cells + cell])
+    return ready
 
 
 # --- How long everything takes from an action's start to the very end, in the programs as they

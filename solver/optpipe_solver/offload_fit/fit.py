@@ -57,6 +57,8 @@ class Fitted:
 class Frame:
     """One problem and its compute programs; ``offloading`` names the stages that may leave.
 
+    Stages that have a menu of their own (`Problem.has_modes`) keep everything.
+
     The programs may be integers already, as `CompiledProblem.encode` makes them.
     """
 
@@ -67,7 +69,8 @@ class Frame:
         self.programs = programs
         self.compiled = CompiledProblem.of(problem)
         self.rows = programs if isinstance(programs, Rows) else self.compiled.encode(programs)
-        self._may_offload = self.compiled.memory.may_offload.copy()
+        stages = range(len(problem.stages))
+        self._may_offload = np.array([problem.can_offload(s) for s in stages])
         if offloading is not None:
             self._may_offload &= np.isin(np.arange(len(problem.stages)), list(offloading))
         self._work = simulate.workspace_for(self.compiled.times, len(problem.devices))
@@ -157,7 +160,12 @@ class Frame:
             actions[device, : swept.num_codes] = self._global(device, codes)
             lengths[device] = swept.num_codes
             peaks.append(int(swept.peak))
-        return Fitted(Rows(actions, lengths), tuple(peaks))
+        return Fitted(Rows(actions, lengths, self._modes(actions, lengths)), tuple(peaks))
+
+    def _modes(self, actions: Ints, lengths: Ints) -> Ints:
+        """Return the modes that the actions tell, by cell."""
+        none = np.zeros(self.compiled.times.num_cells, dtype=np.int64)
+        return self.compiled.implied(Rows(actions, lengths, none))
 
     def decode(self, rows: Rows) -> Programs:
         """Return the programs that rows of integers stand for."""
@@ -223,7 +231,7 @@ class Frame:
             saved_bytes=memory.delta[simulate.RECOMPUTE, held],
             recompute_ms=times.duration[simulate.RECOMPUTE * times.num_cells + first],
             recompute_workspace=memory.workspace[simulate.RECOMPUTE, held],
-            may_recompute=memory.may_recompute[held],
+            may_recompute=np.array([s.can_recompute for s in self.problem.stages])[held],
             half_duplex=bool(times.half_duplex[device]),
         )
 

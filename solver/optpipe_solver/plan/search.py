@@ -20,6 +20,7 @@ from optpipe_solver.families import FAMILIES
 from optpipe_solver.feasibility import feasibility
 from optpipe_solver.incumbent import Incumbent
 from optpipe_solver.local_search.search import improve_by_local_search
+from optpipe_solver.milp.plan import boundaries, layer_kinds, patterns_of, plan_pattern
 from optpipe_solver.plan.cuts import any_cut_bound, best_cuts, even_cut, roomiest_cut
 from optpipe_solver.plan.lines import PlacementLine, RunTable, natural_order
 from optpipe_solver.portfolio import all_starts
@@ -33,13 +34,23 @@ if TYPE_CHECKING:
     from optpipe.problem import Problem, Stage
     from optpipe.schedule import Programs
     from optpipe_solver.budget import Stop
+    from optpipe_solver.milp.plan import Pattern
     from optpipe_solver.plan.lines import Lines
 
 __all__ = ["CutCandidate", "Fate", "PlanRow", "PlanSearch", "cut_of", "evaluate_quickly", "search"]
 
 
-_GATHER, _EVALUATE, _MOVE, _HALVE = 0.2, 0.25, 0.25, 0.35
+_PATTERNS, _GATHER, _EVALUATE, _MOVE, _HALVE = 0.3, 0.2, 0.25, 0.25, 0.35
 """Shares of the time left at its start that a phase may take; the rest solves the finalists."""
+
+_PATTERN_TURN = 0.34
+"""Share of what is left for patterns that one of them may take."""
+
+_MOST_KINDS, _MOST_PATTERN_CELLS = 12, 20_000
+"""Runs of equal layers, and cells, up to which the plan MILP is asked.
+
+Each run has variables in each stage; a longest path through more cells takes too long, so often.
+"""
 
 _EXPLORE = 0.6
 """While more than this share is left, the first three phases are repeated for lines not yet cut."""
@@ -91,6 +102,7 @@ class PlanSearch:
     def run(self) -> None:
         """Search until the time is over or nothing better can exist in the set."""
         self._evaluate(self.even)
+        self._plan_patterns(self.stop.turn(_PATTERNS))
         while not self.is_finished:
             self._gather(self.stop.turn(_GATHER))
             self._evaluate_all(self.stop.turn(_EVALUATE))
@@ -143,6 +155,35 @@ class PlanSearch:
         if key not in self.candidates:
             self.candidates[key] = CutCandidate(self.model, line, sizes, is_even=is_even)
         return self.candidates[key]
+
+    def _plan_patterns(self, phase: Stop) -> None:
+        """Let the plan MILP choose cut and modes for each pattern of the plain lines."""
+        if len(layer_kinds(self.model)) > _MOST_KINDS:
+            return
+        for line in self.pending[:]:
+            cells = len(line.placement) * self.model.num_microbatches
+            if line.free or cells > _MOST_PATTERN_CELLS:
+                continue
+            for pattern in self._patterns(line):
+                if phase.is_over() or self.line_bounds[line] >= self.objective_ms:
+                    break
+                found = plan_pattern(self.model, pattern, phase.turn(_PATTERN_TURN))
+                if isinstance(found, float):
+                    continue
+                candidate = self._add(line, found.sizes)
+                candidate.best.offer(found.programs, f"plan-milp {found.pattern}")
+                self._tell(candidate)
+
+    def _patterns(self, line: PlacementLine) -> Iterator[Pattern]:
+        """Yield the patterns of a line, with places for what its layers' menus ask."""
+        menus = [mode for stage in self.model.stages_on[0] for mode in stage.menu]
+        return patterns_of(
+            line.placement,
+            self.model.num_microbatches,
+            boundaries(self.model, line.placement),
+            transfers=any(mode.offload_bytes for mode in menus),
+            recompute=any(mode.recompute == "apart" for mode in menus),
+        )
 
     def _gather(self, phase: Stop) -> None:
         """Add the best cuts of every line, and raise the lines' bounds."""
@@ -225,7 +266,11 @@ class PlanSearch:
                 centres.append(better)
 
     def _best_neighbour(self, centre: CutCandidate, phase: Stop) -> CutCandidate | None:
-        near = [self._add(centre.line, sizes) for sizes in _neighbours(centre.sizes)]
+        near = []
+        for sizes in _neighbours(centre.sizes):
+            if phase.is_over():  # to bound one takes a tenth of a second where stages are many
+                break
+            near.append(self._add(centre.line, sizes))
         promising = sorted((held for held in near if held.quick_ms is None), key=_by_bound)
         found = None
         for candidate in promising[:_TRIED_NEIGHBOURS]:

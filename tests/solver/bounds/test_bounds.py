@@ -7,13 +7,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from optpipe import simulate
+from optpipe import check, simulate
 from optpipe.simulate import link_loads, link_warnings
+from optpipe_solver import solve
 from optpipe_solver.bounds import lower_bound, lower_bounds
+from optpipe_solver.bounds.configurations import configurations_ms
 from optpipe_solver.bounds.heads_tails import drain, heads, refill, tails
 from optpipe_solver.bounds.relaxation import relaxed
 from optpipe_solver.families.zero_bubble import build_zb_h1
-from tests.building import UNIT, bus, problem, stage
+from tests.building import UNIT, bus, problem, programs, stage
 from tests.solver.bounds.judging import line, of_families
 from tests.solver.exhaustive import optimum
 
@@ -82,15 +84,52 @@ def test_transfers_of_a_group_share_its_lanes() -> None:
     assert _values(problem(stages, devices, m=4))["memory-energy"] >= 2 * 4 * 4
 
 
-def test_recompute_has_its_price_where_nothing_can_be_kept() -> None:
-    """Stages 0 and 2 share room for one activation: every micro-batch is recomputed."""
-    again = {"recompute_ms": 5.0, "checkpoint_bytes": 0}
+@pytest.mark.parametrize("kind", ["apart", "inside"])
+def test_recompute_has_its_price_where_nothing_can_be_kept(kind: str) -> None:
+    """Stages 0 and 2 share room for one activation: every micro-batch is recomputed.
+
+    By the cheaper of two modes; one that would leave 1 byte is none that can be used.
+    """
+    cheap, dear, none = (
+        {"name": str(again), "forward_bytes": kept, "recompute": kind, "recompute_ms": again}
+        | ({"inside_bytes": 10 - kept} if kind == "inside" else {})
+        for again, kept in ((5.0, 0), (7.0, 0), (1.0, 1))
+    )
+    first = {**stage(0, 1, 1, 1), "modes": [{"name": "keep"}, dear, cheap, none]}
     given = problem(
-        [stage(0, 1, 1, 1, **again), stage(1, 1, 1, 1), stage(0, 1, 1, 1)],
+        [first, stage(1, 1, 1, 1), stage(0, 1, 1, 1)],
         [{"memory_bytes": 10}] * 2,
         m=4,
+        format="optpipe/problem/v2",
     )
     assert _values(given)["memory-energy"] == pytest.approx(4 * (3 + 5 + 3))
+
+
+def test_an_offloaded_checkpoint_pays_both_ways() -> None:
+    """Room for one micro-batch: kept, three turns of 23 ms, 20 of them a wait.
+
+    With checkpoints on the host three are on their way; the last of them waits for two copies.
+    """
+    away = {"name": "away", "forward_bytes": 4 * UNIT, "offload_bytes": 4 * UNIT,
+            "recompute": "apart", "recompute_ms": 6.0}  # fmt: skip
+    held = stage(0, 1, 1, 1, activation_bytes=10 * UNIT)
+    stages = [{**held, "modes": [{"name": "keep"}, away]}, stage(1, 9, 1, 0, activation_bytes=0)]
+    links = [{"from": 0, "to": 1, "latency_ms": 5.0}]
+    devices = [bus(memory_bytes=10 * UNIT), bus()]
+    given = problem(stages, devices, m=3, links=links, format="optpipe/problem/v2")
+    kept = given.model_copy(
+        update={"stages": (given.stages[0].model_copy(update={"modes": ()}), given.stages[1])}
+    )
+    trip = "OFFLOAD RELEASE", "RELOAD RECOMPUTE I W"
+    first = [f"0F{j}@1 " + " ".join(f"0{kind}{j}" for kind in trip[0].split()) for j in range(3)]
+    last = [" ".join(f"0{kind}{j}" for kind in trip[1].split()) for j in range(3)]
+    rows = programs(" ".join(first + last), " ".join(f"1F{j} 1I{j} 1W{j}" for j in range(3)))
+    check(given, rows)
+    length = simulate(given, rows).makespan_ms
+    assert length == 51
+    assert configurations_ms(kept) == pytest.approx(69)
+    for bound_ms in (configurations_ms(given), lower_bound(given).ms):
+        assert bound_ms == pytest.approx(43)
 
 
 def test_full_memory_ties_a_forward_to_an_earlier_input_gradient_and_the_work_in_between() -> None:
@@ -151,3 +190,24 @@ def test_links_that_queue_make_800_mb_over_10_gb_per_s_take_at_least_1_666_ms() 
     twice = problem(loop, m=2, links=[{"from": 0, "to": 1, "bandwidth_gb_per_s": 1.0}])
     loads = {(load.source, load.target): load.busy_ms for load in link_loads(twice)}
     assert loads == {(0, 1): 60.0, (1, 0): 60.0}
+
+
+def test_copies_of_two_sizes_are_no_less_than_they_save() -> None:
+    """Four devices that keep one activation and a half: offloading most of it, they nearly do."""
+    modes = [
+        {"name": "keep"},
+        {"name": "some", "offload_bytes": 3 * UNIT},
+        {"name": "most", "offload_bytes": 9 * UNIT},
+    ]
+    cost = {"forward_ms": 2, "backward_input_ms": 2, "backward_weight_ms": 2, "modes": modes,
+            "activation_bytes": 10 * UNIT, "weight_context_bytes": 2 * UNIT}  # fmt: skip
+    made = problem(
+        [{"device": device, "costs": [cost]} for device in range(4)],
+        [bus(memory_bytes=14 * UNIT, d2h_gb_per_s=20.0, h2d_gb_per_s=20.0)] * 4,
+        m=6,
+        format="optpipe/problem/v2",
+    )
+    found = solve(made, work_limit=1.0)
+    assert found.schedule is not None
+    assert found.schedule.objective_ms < 50
+    assert all(bound.ms <= found.schedule.objective_ms for bound in lower_bounds(made))

@@ -53,7 +53,7 @@ def answers(case: Case) -> Iterator[HorizonAnswer]:
         yield found.answer
 
 
-@given(cases())
+@given(cases(menus=True))
 def test_no_legal_schedule_is_denied(case: Case) -> None:
     """At the length of any schedule there is, no choice of devices says that there is none.
 
@@ -77,7 +77,7 @@ def test_nearly_all_legal_schedules_are_found() -> None:
     assert said.count(HorizonAnswer.FOUND) >= 0.95 * len(said)
 
 
-@given(tiny_problems())
+@given(tiny_problems(menus=True))
 def test_what_it_proves_is_no_more_than_exhaustive_search_finds(tiny: Problem) -> None:
     """At the optimum, of which there are programs, no choice of devices says no."""
     least = optimum(tiny)

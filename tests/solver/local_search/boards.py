@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from optpipe_solver.arrays.encoding import CompiledProblem, Rows
+from optpipe_solver.arrays.encoding import CompiledProblem
 from optpipe_solver.local_search.annealing import table_for
+from optpipe_solver.local_search.board import rows_on
 
 if TYPE_CHECKING:
     from optpipe import Problem, Programs
@@ -22,4 +23,4 @@ def set_out(given: Problem, rows: Programs) -> tuple[CompiledProblem, Table]:
 
 def read(compiled: CompiledProblem, table: Table) -> Programs:
     """What stands on the board."""
-    return compiled.decode(Rows(table.board.actions, table.board.counts))
+    return compiled.decode(rows_on(table.board))

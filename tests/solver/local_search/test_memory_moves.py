@@ -103,7 +103,7 @@ def test_a_v_with_offload_is_solved_in_a_second_or_two() -> None:
     assert best.objective_ms < 272
 
 
-@given(cases(tight=True), st.integers(0, 2**32))
+@given(cases(tight=True, menus=True), st.integers(0, 2**32))
 def test_settled_programs_fit_and_can_be_taken_back(case: Case, seed: int) -> None:
     """After a random move: relaxed it needs no more bytes; settled it fits and is in order."""
     compiled, table = set_out(case.problem, case.programs)

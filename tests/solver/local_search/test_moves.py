@@ -8,16 +8,22 @@ from typing import TYPE_CHECKING
 from hypothesis import given
 from hypothesis import strategies as st
 
-from optpipe import find_violations
+from optpipe import find_violations, simulate
 from optpipe_solver.local_search import moves
 from optpipe_solver.local_search.annealing import take_back
+from optpipe_solver.local_search.board import rows_on
 from tests.building import problem, programs, stage
 from tests.solver.local_search.boards import read, set_out
 from tests.strategies import Case, cases
 
 if TYPE_CHECKING:
     from optpipe_solver.arrays.encoding import CompiledProblem
+    from optpipe_solver.arrays.simulate import MemoryArrays, TimeArrays
     from optpipe_solver.local_search.annealing import Table
+    from optpipe_solver.local_search.board import Board, Undo
+
+KEPT, AWAY, AGAIN = 0, 1, 2
+"""Numbers of the modes that v1 knows."""
 
 MAY_BREAK = {"memory.device", "memory.host", "wait.cyclic"}
 """Rules that a move alone need not keep; who makes it asks."""
@@ -39,20 +45,25 @@ def one_stage(*rows: str, m: int = 2) -> tuple[CompiledProblem, Table]:
     return set_out(problem([{"device": 0, **everything}], [device], m), programs(*rows))
 
 
+def on(table: Table) -> tuple[Board, Undo, TimeArrays, MemoryArrays]:
+    """What moves of modes work on."""
+    return table.board, table.undo, table.times, table.memory
+
+
 def test_exchange_hands_the_places_over() -> None:
     """The kept cell is offloaded where the other was."""
     compiled, table = one_stage("0F0 0OFFLOAD0 0F1 0RELEASE0 0RELOAD0 0B1 0B0")
-    assert moves.exchange(table.board, table.undo, 2, 0, 0, 1)
+    assert moves.exchange(*on(table), 0, 1)
     assert read(compiled, table) == programs("0F0 0F1 0OFFLOAD1 0RELEASE1 0RELOAD1 0B1 0B0")
 
 
 def test_a_cell_is_recomputed_instead_of_offloaded() -> None:
     """RECOMPUTE two places before the backward; the flag says so."""
     compiled, table = one_stage("0F0 0OFFLOAD0 0F1 0RELEASE0 0RELOAD0 0B1 0B0")
-    assert moves.place_mode(table.board, table.undo, 2, 0, 0, moves.AGAIN, 0, 2)
+    assert moves.place_mode(*on(table), 0, AGAIN, 0, 2)
     assert read(compiled, table) == programs("0F0 0RECOMPUTE0 0F1 0B1 0B0")
-    assert table.board.again.tolist() == [True, False]
-    assert not moves.place_mode(table.board, table.undo, 2, 0, 1, moves.KEPT, 0, 0)
+    assert table.board.mode.tolist() == [AGAIN, KEPT]
+    assert not moves.place_mode(*on(table), 1, KEPT, 0, 0)
 
 
 def test_a_fused_backward_is_split_and_its_w_put_off() -> None:
@@ -126,29 +137,29 @@ def test_a_wave_moves_a_run_of_micro_batches_on_several_stages() -> None:
 def test_a_wave_of_modes_takes_every_second_micro_batch() -> None:
     """Offloaded are 0 and 2; 1 is kept."""
     compiled, table = one_stage("0F0 0F1 0F2 0B0 0B1 0B2", m=3)
-    assert moves.mode_wave(table.board, table.undo, compiled.times, 0, 3, 2, moves.AWAY, 0, 0)
-    assert [moves.mode_of(table.board, 3, cell) for cell in range(3)] == [
-        moves.AWAY,
-        moves.KEPT,
-        moves.AWAY,
-    ]
+    assert moves.mode_wave(*on(table), 0, 3, 2, AWAY, 0, 0)
+    assert table.board.mode.tolist() == [AWAY, KEPT, AWAY]
+    trips = "0F0 0OFFLOAD0 0RELEASE0 0F1 0F2 0OFFLOAD2 0RELEASE2 0RELOAD0 0B0 0B1 0RELOAD2 0B2"
+    assert read(compiled, table) == programs(trips)
 
 
-@given(cases(), st.integers(0, 2**32), st.integers(0, 5))
+@given(cases(menus=True), st.integers(0, 2**32), st.integers(0, 7))
 def test_any_move_keeps_each_cells_order_and_can_be_taken_back(
     case: Case, seed: int, which: int
 ) -> None:
     """Nothing but memory and cyclic waits may break; taken back, all is as before."""
     compiled, table = set_out(case.problem, case.programs)
-    rng = random.Random(seed)
-    if not made(table, rng, which):
-        take_back(table)
-        assert read(compiled, table) == case.programs
-        return
-    found = find_violations(case.problem, read(compiled, table))
-    assert {violation.code for violation in found} <= MAY_BREAK
+    before, durations = read(compiled, table), table.times.duration.copy()
+    if made(table, random.Random(seed), which):
+        after = read(compiled, table)
+        codes = {violation.code for violation in find_violations(case.problem, after)}
+        assert codes <= MAY_BREAK
+        run = simulate(case.problem, after) if "wait.cyclic" not in codes else None
+        length = compiled.length_ms(rows_on(table.board), table.times.duration)
+        assert run is None or length == (run.makespan_ms, run.span_ms)
     take_back(table)
-    assert read(compiled, table) == case.programs
+    assert read(compiled, table) == before
+    assert (table.times.duration == durations).all()
 
 
 def made(table: Table, rng: random.Random, which: int) -> bool:
@@ -159,10 +170,20 @@ def made(table: Table, rng: random.Random, which: int) -> bool:
     code = int(board.actions[device, rng.randrange(board.counts[device])])
     other = int(board.actions[device, rng.randrange(board.counts[device])])
     table.undo.sizes[:] = 0
+    stage = code % cells // times.num_microbatches
+    if which == 6:
+        usable = [k for k, may in enumerate(table.memory.may[stage]) if may]
+        mode, early, late = rng.choice(usable), rng.randrange(4), rng.randrange(4)
+        if table.memory.uniform[stage]:
+            first, m = stage * times.num_microbatches, times.num_microbatches
+            return moves.mode_wave(*on(table), first, m, 1, mode, early, late)
+        return moves.place_mode(*on(table), code % cells, mode, early, late)
+    if which == 7:
+        distance, late = rng.choice([-3, -1, 1, 4]), rng.randrange(4)
+        return moves.park(board, undo, cells, device, code % cells, distance, late)
     if which == 0:
-        stage_of_code = code % cells // times.num_microbatches
-        other = stage_of_code * times.num_microbatches + rng.randrange(times.num_microbatches)
-        return moves.exchange(board, undo, cells, device, code % cells, other)
+        other = stage * times.num_microbatches + rng.randrange(times.num_microbatches)
+        return moves.exchange(*on(table), code % cells, other)
     if which == 1:
         return moves.trade_backwards(board, undo, cells, device, code % cells, other % cells)
     if which == 2:

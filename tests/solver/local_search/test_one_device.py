@@ -40,8 +40,10 @@ def plain_cases(draw: st.DrawFn) -> Case:
     document = draw(documents())
     document["num_microbatches"] = draw(st.integers(1, 4))
     for held in document["stages"]:
-        held.update(offload_bytes=0, recompute_ms=None, checkpoint_bytes=None)
-        held.pop("recompute_workspace_bytes")
+        cost = held["costs"][0] if "costs" in held else held
+        cost.pop("recompute_workspace_bytes")
+        for name in ("modes", "offload_bytes", "recompute_ms", "checkpoint_bytes"):
+            cost.pop(name, None)
     given_problem = Problem.parse(document)
     rng = random.Random(draw(st.integers(0, 2**32)))
     case = Case(given_problem, random_programs(given_problem, rng))
@@ -63,7 +65,7 @@ def best_by_trying(compiled: CompiledProblem, rows: Rows, device: int) -> float:
     for program in every_program(compiled, device):
         actions[device, : len(program)] = program
         lengths[device] = len(program)
-        if device_peaks(compiled, Rows(actions, lengths))[device] <= usable:
+        if device_peaks(compiled, Rows(actions, lengths, rows.modes))[device] <= usable:
             best = min(best, kernel.length(actions, lengths, compiled.times, work)[by_span])
     return best
 

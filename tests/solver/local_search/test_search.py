@@ -33,30 +33,34 @@ from tests.solver.test_solve import offload_problem
 from tests.strategies import Case, cases, few
 
 
-@given(cases())
+@given(cases(menus=True))
 def test_integers_stand_for_the_same_programs(case: Case) -> None:
-    """decode inverts encode."""
+    """decode inverts encode, but for a mode that is named where actions tell it anyway."""
     compiled = CompiledProblem.of(case.problem)
-    assert compiled.decode(compiled.encode(case.programs)) == case.programs
+    named = [
+        tuple(one if case.problem.stages[one.stage].modes else one.bare for one in program)
+        for program in case.programs
+    ]
+    assert compiled.decode(compiled.encode(case.programs)) == tuple(named)
 
 
-@given(cases(), st.integers(0, 2**32))
+@given(cases(menus=True), st.integers(0, 2**32))
 def test_compiled_time_is_the_reference_time(case: Case, seed: int) -> None:
     """To the last bit, shared lanes and random durations included."""
     rng = random.Random(seed)
     compiled = CompiledProblem.of(case.problem)
     rows = compiled.encode(case.programs)
-    replaced, table = {}, compiled.times.duration.copy()
+    replaced, table = {}, compiled.durations(rows).copy()
     for program, codes in zip(case.programs, rows.actions, strict=True):
         for action, code in zip(program, codes, strict=False):
             if action.type != "RELEASE":
-                replaced[action] = table[code] = rng.choice([0.5, 1.0, 3.0, 7.0])
+                replaced[action.bare] = table[code] = rng.choice([0.5, 1.0, 3.0, 7.0])
     for durations, known in (({}, None), (replaced, table)):
         run = simulate(case.problem, case.programs, durations)
         assert compiled.length_ms(rows, known) == (run.makespan_ms, run.span_ms)
 
 
-@given(cases(tight=True))
+@given(cases(tight=True, menus=True))
 def test_compiled_memory_is_the_reference_memory(case: Case) -> None:
     """To the byte, on devices and hosts."""
     compiled = CompiledProblem.of(case.problem)
@@ -67,13 +71,13 @@ def test_compiled_memory_is_the_reference_memory(case: Case) -> None:
     for device, program in enumerate(case.programs):
         row, count = rows.actions[device], rows.lengths[device]
         assert peaks[device] == device_peak_bytes(case.problem, device, program)
-        held = kernel.host_peak(row, count, compiled.times, compiled.memory, away)
+        held = kernel.host_peak(row, count, compiled.times, compiled.memory, rows.modes, away)
         assert held == max(host_walk(case.problem, program), default=0)
         assert not away.any()
 
 
 @few(30)
-@given(cases(tight=True), st.integers(0, 1000))
+@given(cases(tight=True, menus=True), st.integers(0, 1000))
 def test_what_it_finds_is_legal_and_no_worse(case: Case, seed: int) -> None:
     """From random programs under tight limits; the incumbent checks what it is offered."""
     best = Incumbent(case.problem)
@@ -161,7 +165,7 @@ def test_it_keeps_as_much_time_for_an_offer_as_evaluating_took() -> None:
 # --- Coolings of one stretch of time: which places it has, and that only they are moved from.
 
 
-@given(cases())
+@given(cases(menus=True))
 def test_everywhere_has_every_place(case: Case) -> None:
     """No program is longer than its row."""
     rows = CompiledProblem.of(case.problem).encode(case.programs)
@@ -170,7 +174,7 @@ def test_everywhere_has_every_place(case: Case) -> None:
     assert (focus[:, 1] >= rows.lengths).all()
 
 
-@given(cases(), st.integers(0, 2**32))
+@given(cases(menus=True), st.integers(0, 2**32))
 def test_a_stretch_lies_within_the_programs(case: Case, seed: int) -> None:
     """Places in order, and the same ones for the same seed."""
     compiled = CompiledProblem.of(case.problem)
@@ -184,7 +188,7 @@ def test_a_stretch_lies_within_the_programs(case: Case, seed: int) -> None:
     assert np.array_equal(focus, again)
 
 
-@given(cases(), st.integers(0, 2**32))
+@given(cases(menus=True), st.integers(0, 2**32))
 def test_what_ends_within_a_stretch_is_in_it(case: Case, seed: int) -> None:
     """An F, I or B of its places ends no earlier than any before them, on any device."""
     compiled = CompiledProblem.of(case.problem)
@@ -200,7 +204,7 @@ def test_what_ends_within_a_stretch_is_in_it(case: Case, seed: int) -> None:
     assert not inside or min(inside) >= max(before)
 
 
-@given(cases(), st.integers(0, 2**32))
+@given(cases(menus=True), st.integers(0, 2**32))
 def test_out_of_focus_nothing_moves(case: Case, seed: int) -> None:
     """Where no place is in focus no move is made."""
     compiled = CompiledProblem.of(case.problem)
@@ -216,7 +220,7 @@ def test_out_of_focus_nothing_moves(case: Case, seed: int) -> None:
 
 
 @few(30)
-@given(cases(), st.integers(0, 2**32))
+@given(cases(menus=True), st.integers(0, 2**32))
 def test_what_stretches_find_is_legal_and_no_worse(case: Case, seed: int) -> None:
     """As the reference judges it."""
     best = Incumbent(case.problem)

@@ -10,17 +10,19 @@ from hypothesis import strategies as st
 
 from optpipe import check, simulate
 from optpipe.memory import host_walk
-from optpipe_solver.arrays.encoding import CompiledProblem, Rows
+from optpipe_solver.arrays.encoding import CompiledProblem
 from optpipe_solver.local_search import moves
 from optpipe_solver.local_search.annealing import (
     accept,
     anneal,
+    best_rows,
     course_of,
     look_around,
     table_for,
     take_back,
     try_move,
 )
+from optpipe_solver.local_search.board import rows_on
 from tests.strategies import Case, cases, few
 
 if TYPE_CHECKING:
@@ -43,11 +45,6 @@ def assert_is_longest(table: Table, path_size: int, *, by_span: bool) -> None:
     assert (np.diff(board.clock[path]) <= 0).all()
 
 
-def rows_of(table: Table) -> Rows:
-    """The programs on the board."""
-    return Rows(table.board.actions, table.board.counts)
-
-
 def board_state(table: Table) -> list[list[float]]:
     """Everything a fresh board would hold, by action in program order."""
     board = table.board
@@ -65,7 +62,7 @@ def board_state(table: Table) -> list[list[float]]:
     return found
 
 
-@given(cases(), st.integers(0, 2**32), st.floats(0.0, 2.0))
+@given(cases(menus=True), st.integers(0, 2**32), st.floats(0.0, 2.0))
 def test_after_any_moves_the_board_is_that_of_a_fresh_start(
     case: Case, seed: int, slack: float
 ) -> None:
@@ -91,20 +88,20 @@ def test_after_any_moves_the_board_is_that_of_a_fresh_start(
             assert board_state(table) == before
             continue
         accept(table)
-        rows = rows_of(table)
+        rows = rows_on(table.board)
         assert objective == compiled.length_ms(rows)[by_span]
         assert board_state(table) == board_state(table_for(compiled, rows))
-    programs = compiled.decode(rows_of(table))
+    programs = compiled.decode(rows_on(table.board))
     check(case.problem, programs)
     run = simulate(case.problem, programs)
-    assert compiled.length_ms(rows_of(table)) == (run.makespan_ms, run.span_ms)
+    assert compiled.length_ms(rows_on(table.board)) == (run.makespan_ms, run.span_ms)
     for device, program in enumerate(programs):
         held = max(host_walk(case.problem, program), default=0)
         assert table.board.hosts[device] == held or not table.rules.hosts_limited
 
 
 @few(25)
-@given(cases(), st.integers(0, 2**32), st.lists(st.integers(1, 2_000), max_size=6))
+@given(cases(menus=True), st.integers(0, 2**32), st.lists(st.integers(1, 2_000), max_size=6))
 def test_where_a_cooling_is_cut_makes_no_difference(case: Case, seed: int, cuts: list[int]) -> None:
     """In slices of any sizes or in one go: the same moves, board and best schedule."""
     compiled = CompiledProblem.of(case.problem)
@@ -115,6 +112,6 @@ def test_where_a_cooling_is_cut_makes_no_difference(case: Case, seed: int, cuts:
         course, draw = course_of(table, start_ms), moves.seeded(seed)
         for until in stops:
             anneal(table, course, 3.0, 0.01, 10_000, until, draw)
-        best = Rows(table.best_actions, table.best_counts)
+        best = best_rows(table)
         found.append((board_state(table), compiled.decode(best), course.values.tolist()))
     assert found[0] == found[1]

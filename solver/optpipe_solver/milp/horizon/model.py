@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from optpipe.schedule import OPTIMAL_GAP, Action, ActionType
-from optpipe_solver.feasibility import fifo_loses_nothing
+from optpipe_solver.feasibility import fifo_loses_nothing, knows_menu
 from optpipe_solver.incumbent import Goal
 from optpipe_solver.milp.highs import MilpModel, MilpStatus, scale_for, scaled, solve_milp, value_of
 from optpipe_solver.milp.horizon.constraints import all_constraints
@@ -242,7 +242,8 @@ _FIRST = 0.6
 def improve_by_milp(best: Incumbent, stop: Stop) -> None:
     """Run the model from the best schedule known; work is counted in branch-and-bound nodes.
 
-    What it finds is offered as ``milp``, or as ``milp-fifo`` where micro-batches are restricted to
+    Nothing where a menu says more than keep, offload and recompute, which it does not know. What it
+    finds is offered as ``milp``, or as ``milp-fifo`` where micro-batches are restricted to
     first in, first out although that may lose something: then nothing is proven.
 
     A bound counts only where two runs of different seeds agree: HiGHS 1.15.1 was seen to deny
@@ -251,7 +252,8 @@ def improve_by_milp(best: Incumbent, stop: Stop) -> None:
     problem, start, seed and threads, as long as time does not end it.
     """
     problem = best.problem
-    if best.programs is None:
+    known = all(knows_menu(problem, device) for device in range(len(problem.devices)))
+    if best.programs is None or not known:
         return
     loses_nothing = fifo_loses_nothing(problem)
     fifo = loses_nothing or num_order_pairs(problem, fifo=False) > _MAX_FREE_PAIRS

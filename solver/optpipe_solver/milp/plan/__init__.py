@@ -1,6 +1,15 @@
 """The plan MILP: cut, placement's modes and a schedule's pattern, decided together."""
 
 from optpipe_solver.milp.plan.model import PatternPlan, plan_pattern
-from optpipe_solver.milp.plan.pattern import PATTERNS, Pattern, patterns_of
+from optpipe_solver.milp.plan.pattern import PATTERNS, Pattern, boundaries, patterns_of
+from optpipe_solver.milp.plan.variables import layer_kinds
 
-__all__ = ["PATTERNS", "Pattern", "PatternPlan", "patterns_of", "plan_pattern"]
+__all__ = [
+    "PATTERNS",
+    "Pattern",
+    "PatternPlan",
+    "boundaries",
+    "layer_kinds",
+    "patterns_of",
+    "plan_pattern",
+]

@@ -53,6 +53,9 @@ __all__ = ["PatternPlan", "plan_pattern"]
 _ROUNDS, _MOST_ROUNDS = 60, 200
 """Rounds of rows at the root, and of integer solutions, at most."""
 
+_PATIENCE = 6
+"""Rounds at the root without a gain worth having after which the integers are asked."""
+
 _SLOWEST = 4
 """Stages of a start that give layers away, or change their mode, at a time."""
 
@@ -130,7 +133,9 @@ class _DeviceMoments(NamedTuple):
 class _PatternSearch:
     def __init__(self, model: Model, pattern: Pattern, stop: Stop) -> None:
         self.model, self.pattern, self.stop = model, pattern, stop
-        self.tables = PlanTables(model, pattern.problem.placement)
+        self.tables = PlanTables(
+            model, pattern.problem.placement, pattern.transfers, pattern.recompute
+        )
         self.scenes = [_DeviceMoments.of(moments, self.tables) for moments in pattern.moments]
         self.best: tuple[float, PlanChoice] | None = None
         self._start()
@@ -257,9 +262,12 @@ class _PatternSearch:
                 return
 
     def _cut_root(self) -> None:
+        recent = [-inf] * _PATIENCE
         for _ in range(_ROUNDS):
-            if self.stop.is_over():
+            stalls = self.bound_ms <= recent.pop(0) * (1 + _LEAST_GAP)
+            if self.stop.is_over() or self._is_proven or stalls:
                 return
+            recent.append(self.bound_ms)
             outcome = self.rows.solve(self.stop, integer=False)
             if outcome.status is MilpStatus.INFEASIBLE:
                 self.bound_ms = inf
@@ -336,7 +344,7 @@ class _PatternSearch:
         programs = _programs(self.pattern, problem, names)
         try:
             made = evaluate(problem, programs, Provenance(method=f"plan-milp {self.pattern.name}"))
-        except IllegalScheduleError:
+        except IllegalScheduleError:  # a host is full: the model knows none
             return self.bound_ms
         same = abs(made.makespan_ms - path_ms) <= 1e-9 * path_ms
         why = "transfers that move nothing wait for their lane in the pattern, not in the schedule"

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -28,6 +29,7 @@ from optpipe_solver.jit import jitted
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from optpipe.model import Model
     from optpipe.schedule import Pass, Program, Programs
     from optpipe_solver.arrays import Floats, Ints
 
@@ -44,6 +46,7 @@ __all__ = [
     "LongestPath",
     "MemoryMoment",
     "Pattern",
+    "boundaries",
     "kind_number",
     "patterns_of",
 ]
@@ -87,10 +90,25 @@ def kind_number(kind: ActionType) -> int:
     return _KINDS.index(kind)
 
 
+Boundary = tuple[tuple[float, float], tuple[float, float]]
+"""Forward and back: (ms that a message fills its link, ms until it arrives after that)."""
+
+
+def boundaries(model: Model, placement: Sequence[int]) -> tuple[Boundary, ...]:
+    """Return what lies between the stages of a placement, for the largest output of any layer."""
+    largest = max(stage.output_bytes for stage in model.stages_on[0])
+
+    def way(source: int, target: int) -> tuple[float, float]:
+        link = model.link(source, target)
+        return (0.0, 0.0) if link is None else (link.occupied_ms(largest), link.latency_ms)
+
+    return tuple((way(a, b), way(b, a)) for a, b in pairwise(placement))
+
+
 def patterns_of(
     placement: Sequence[int],
     num_microbatches: int,
-    links: Sequence[tuple[float, float]],
+    links: Sequence[Boundary],
     *,
     transfers: bool,
     recompute: bool,
@@ -104,7 +122,7 @@ def patterns_of(
     num_microbatches
         At least 1.
     links
-        Per boundary between stages, ms that a message fills its link and ms until it arrives then.
+        What lies between stages, see `boundaries`.
     transfers, recompute
         Whether any mode moves bytes, recomputes apart.
     """
@@ -163,7 +181,7 @@ class Pattern:
     compute
         The family's programs.
     links
-        Per boundary, (ms that a message fills its link, ms until it arrives after that).
+        Per boundary between stages, see `boundaries`.
     transfers, recompute
         Whether the programs have places for those.
     """
@@ -171,7 +189,7 @@ class Pattern:
     name: str
     problem: Problem
     compute: Programs
-    links: tuple[tuple[float, float], ...]
+    links: tuple[Boundary, ...]
     transfers: bool
     recompute: bool
 
@@ -285,24 +303,9 @@ class Pattern:
 
     def _path(self, node: int, best: Ints, onward: Ints, length_ms: float) -> LongestPath:
         graph = self.graph
-        nodes, lag_ms = [], 0.0
-        at = node
-        while at >= 0:
-            nodes.append(at)
-            which = int(best[at])
-            if which < 0:
-                break
-            lag_ms += float(graph.lags[at, which])
-            at = int(graph.sources[at, which])
-        at = node
-        while (following := int(onward[at])) >= 0:
-            which = int(np.flatnonzero(graph.sources[following] == at)[0])
-            lag_ms += float(graph.lags[following, which])
-            nodes.append(following)
-            at = following
         counts = np.zeros((NUM_DURATIONS, len(self.problem.stages)), dtype=np.int64)
-        np.add.at(counts, (graph.kind[nodes], graph.stage[nodes]), graph.lasts[nodes])
-        return LongestPath(counts, lag_ms + float(graph.fixed_ms[nodes].sum()), length_ms)
+        constant_ms = _trace(node, best, onward, graph, counts)
+        return LongestPath(counts, constant_ms, length_ms)
 
 
 _TAKES = {_F: HELD, ActionType.RELOAD: BACK, ActionType.RECOMPUTE: RESTORED}
@@ -406,7 +409,7 @@ class _GraphBuilder:
         placement = self.pattern.problem.placement
         if not 0 <= target < len(placement) or placement[target] == device:
             return made, 0.0
-        fill_ms, arrives_ms = self.pattern.links[boundary]
+        fill_ms, arrives_ms = self.pattern.links[boundary][sent.backward]
         if fill_ms == 0.0:
             return made, arrives_ms
         way = (device, placement[target])
@@ -454,6 +457,32 @@ def _heads(sources: Ints, lags: Floats, length: Floats) -> tuple[Floats, Ints]:
                 best[node] = which
         head[node] = start + length[node]
     return head, best
+
+
+@jitted
+def _trace(node: int, best: Ints, onward: Ints, graph: PatternGraph, counts: Ints) -> float:
+    """Count what the longest path through a node lasts as long as; return the ms of the rest."""
+    constant = 0.0
+    at = node
+    while True:
+        counts[graph.kind[at], graph.stage[at]] += graph.lasts[at]
+        constant += graph.fixed_ms[at]
+        which = best[at]
+        if which < 0:
+            break
+        constant += graph.lags[at, which]
+        at = graph.sources[at, which]
+    at = node
+    while onward[at] >= 0:
+        following = onward[at]
+        lag = -1.0
+        for which in range(graph.sources.shape[1]):
+            if graph.sources[following, which] == at:
+                lag = max(lag, graph.lags[following, which])
+        constant += lag + graph.fixed_ms[following]
+        counts[graph.kind[following], graph.stage[following]] += graph.lasts[following]
+        at = following
+    return float(constant)
 
 
 @jitted

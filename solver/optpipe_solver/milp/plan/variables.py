@@ -37,7 +37,16 @@ if TYPE_CHECKING:
     from optpipe_solver.arrays import Floats, Ints
     from optpipe_solver.milp.highs import Expression, Variable
 
-__all__ = ["LayerKind", "PlanChoice", "PlanTables", "PlanVariables"]
+__all__ = [
+    "LayerKind",
+    "PlanChoice",
+    "PlanTables",
+    "PlanVariables",
+    "as_counts",
+    "durations_of",
+    "even_loads",
+    "layer_kinds",
+]
 
 
 class LayerKind(NamedTuple):
@@ -45,6 +54,17 @@ class LayerKind(NamedTuple):
 
     first: int
     length: int
+
+
+def layer_kinds(model: Model) -> tuple[LayerKind, ...]:
+    """Return the runs of equal layers, in model order."""
+    found: list[LayerKind] = []
+    layers = [layer for layer in model.layers for _ in range(layer.repeat)]
+    plain = [layer.model_copy(update={"repeat": 1, "name": ""}) for layer in layers]
+    for _, run in groupby(enumerate(plain), key=lambda item: item[1].model_dump_json()):
+        held = list(run)
+        found.append(LayerKind(held[0][0], len(held)))
+    return tuple(found)
 
 
 class PlanChoice(NamedTuple):
@@ -73,43 +93,60 @@ class PlanTables:
         What is cut.
     placement
         Device of each stage.
+    transfers, recompute
+        Whether there are places for what moves bytes, and for what recomputes apart.
     """
 
     model: Model
     placement: tuple[int, ...]
+    transfers: bool
+    recompute: bool
 
     @cached_property
     def kinds(self) -> tuple[LayerKind, ...]:
         """Runs of equal layers, in model order."""
-        found: list[LayerKind] = []
-        layers = [layer for layer in self.model.layers for _ in range(layer.repeat)]
-        plain = [layer.model_copy(update={"repeat": 1, "name": ""}) for layer in layers]
-        for _, run in groupby(enumerate(plain), key=lambda item: item[1].model_dump_json()):
-            held = list(run)
-            found.append(LayerKind(held[0][0], len(held)))
-        return tuple(found)
+        return layer_kinds(self.model)
 
     @cached_property
     def names(self) -> tuple[str, ...]:
         """Modes that every run of layers has, by name; those with keep alone have all of them."""
-        menus = [[mode.name for mode in self._layer(0, kind).menu[1:]] for kind in self.kinds]
+        menus = [
+            [mode.name for mode in self._layer(0, kind).menu[1:] if self._has_place(mode)]
+            for kind in self.kinds
+        ]
         said = [set(menu) for menu in menus if menu]
         common = set.intersection(*said) if said else set()
         order = next((menu for menu in menus if menu), [])
         return ("keep", *(name for name in order if name in common))
 
+    def _has_place(self, mode: CellMode) -> bool:
+        return (self.transfers or not mode.offload_bytes) and (
+            self.recompute or mode.recompute != "apart"
+        )
+
     def _layer(self, device: int, kind: LayerKind) -> Stage:
         return self.model.stages_on[device][kind.first]
 
-    def _mode(self, stage: Stage, name: str) -> CellMode:
-        return next((mode for mode in stage.menu if mode.name == name), stage.menu[0])
+    @cached_property
+    def _menus(self) -> dict[tuple[int, int], dict[str, CellMode]]:
+        """Modes by name, per device and run of layers."""
+        return {
+            (device, t): {mode.name: mode for mode in self._layer(device, kind).menu}
+            for device in set(self.placement)
+            for t, kind in enumerate(self.kinds)
+        }
+
+    def _mode(self, device: int, t: int, name: str) -> CellMode:
+        """Return a mode of a run's layers; keep where their menu has no such name."""
+        menu = self._menus[device, t]
+        return menu.get(name) or next(iter(menu.values()))
 
     def may_use(self, s: int, k: int) -> bool:
         """Whether the device of a stage has the bandwidth that a mode asks for."""
         device = self.model.devices[self.placement[s]]
         moved = any(
-            self._mode(self._layer(self.placement[s], kind), self.names[k]).offload_bytes
-            for kind in self.kinds
+            self._mode(self.placement[s], t, self.names[k]).offload_bytes
+            for t in range(len(self.kinds))
         )
         return device.can_offload or not moved
 
@@ -124,7 +161,7 @@ class PlanTables:
             for t, kind in enumerate(self.kinds):
                 layer = self._layer(device, kind)
                 for k, name in enumerate(self.names):
-                    mode = self._mode(layer, name)
+                    mode = self._mode(device, t, name)
                     lasts = {
                         ActionType.FORWARD: layer.forward_ms,
                         ActionType.BACKWARD_INPUT: layer.backward_input_ms + mode.inside_ms,
@@ -175,9 +212,9 @@ class PlanTables:
     @cached_property
     def _all_modes(self) -> list[tuple[int, int, int, CellMode]]:
         return [
-            (s, t, k, self._mode(self._layer(device, kind), name))
+            (s, t, k, self._mode(device, t, name))
             for s, device in enumerate(self.placement)
-            for t, kind in enumerate(self.kinds)
+            for t in range(len(self.kinds))
             for k, name in enumerate(self.names)
         ]
 

@@ -1,0 +1,429 @@
+"""Published training runs beside our estimates of them, the error of every row.
+
+    python -m benchmarks.scoreboard [--runs FILE] [--fit]
+
+reads runs of the form of ``published_runs.json`` or ``more_runs.json``, and prints of each what was
+published, ours and the error. *Ours* is honest about the fit: the at most four efficiencies of a
+GPU generation (Hopper, Blackwell 200, Blackwell 300) are fitted anew for every model, to the rows
+of ``published_runs.json`` that are of other models (leave one model out). So a row is never
+estimated with efficiencies that saw its model, in whichever file it stands; other generations have
+the catalogue's assumptions. The fit minimises squared logarithms of ours over theirs in units of
+10 %, plus squared logarithms of each efficiency over its prior in units of 15 %, none above 1. It
+is deterministic. ``--fit`` prints what fits all rows: the catalogue has these, to three digits.
+
+What a row does not say and an estimate needs is not guessed: the row is shown as *not stated*, with
+the reason. Memory is compared with what the allocator says at its peak. A source with several rows
+is *calibrated* too: the factor of its first row's error multiplies the others.
+
+The last line is "N rows, median X %, worst Y %, order Z of W": rows with a time; order counts pairs
+of rows of one file, model and GPU whose published rates are more than 5 % apart.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import combinations
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from optpipe.errors import InputError
+from optpipe.presets.accelerators import PRIORS, Efficiency, find_gpu
+from optpipe.presets.catalogue import find_model
+from optpipe.presets.estimate import error_class
+from optpipe.presets.machine import Machine
+from optpipe.presets.shape import Training
+from optpipe.presets.step import PipelineCut, step_estimate
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from optpipe.presets.accelerators import Hardware
+    from optpipe.presets.shape import ModelShape
+    from optpipe.presets.step import StepEstimate
+
+PUBLISHED = Path(__file__).parents[1] / "tests" / "data" / "published" / "published_runs.json"
+FITTED = ("matmul", "narrow", "attention", "memory")
+_ERROR_UNIT, _PRIOR_UNIT = 0.10, 0.15
+_APART = 0.05
+
+
+# --- A row of a file as an estimate is asked for it.
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishedRun:
+    """A published run: what was asked, and what was measured."""
+
+    label: str
+    source: str
+    model: str
+    shape: ModelShape
+    hardware: Hardware
+    training: Training
+    pipeline: PipelineCut
+    step_s: float | None
+    tokens_per_s_per_gpu: float | None
+    peak_gib: float | None
+
+    @property
+    def kind(self) -> str:
+        """The class whose median error stands for it: dense, or with experts by network."""
+        return error_class(self.shape, self.hardware)
+
+    def estimated(self, efficiency: Efficiency) -> StepEstimate:
+        """Return ours."""
+        machine = Machine(self.hardware, efficiency, self.training)
+        return step_estimate(self.shape, machine, self.pipeline)
+
+
+# Names of modules in recipes -> ours.
+_MODULES = {"mla": "mla_up_proj", "norm": "layernorm", "none": ""}
+_SCHEDULES = {
+    None: "1f1b", "1f1b": "1f1b", "1f1b-interleaved": "1f1b", "zb-1p": "zb-h1", "zb-2p": "zb-h2",
+}  # fmt: skip
+
+
+def read_run(row: dict[str, Any], *, index: int = 0, notes: str = "") -> PublishedRun:
+    """Return the run of a row of either form; ``notes`` are those of its source's other rows.
+
+    Raises
+    ------
+    InputError
+        If the row leaves out what an estimate needs, or has what no estimate can be asked for.
+    """
+    needed = ("model", "gpu", "num_gpus", "precision", "global_batch", "micro_batch", "sequence")
+    missing = [name for name in (*needed, "tp", "pp") if row.get(name) is None]
+    if missing:
+        raise InputError(f"{', '.join(missing)}: not printed at the source")
+    if row.get("oom"):
+        raise InputError("the run did not survive (out of memory)")
+    note = str(row.get("note") or "")
+    tp, pp, cp, ep = (row.get(name) or 1 for name in ("tp", "pp", "cp", "ep"))
+    schedule = row.get("schedule")
+    chunks = row.get("vp")
+    if chunks is None:
+        if schedule == "1f1b-interleaved":
+            raise InputError("vp: not printed at the source")
+        chunks = 1
+    if schedule not in _SCHEDULES:
+        raise InputError(f"schedule {schedule}: has no formula here")
+    if row.get("offload") or "OFFLOADED" in note or "states on CPU" in note:
+        raise InputError("offloads what an estimate cannot say")
+    dp = row.get("data_parallel") or row["num_gpus"] // (tp * pp * cp)
+    batch = row["micro_batch"] * dp
+    if row["global_batch"] % batch or not dp:
+        raise InputError(f"global batch {row['global_batch']} is no multiple of {batch}")
+    shape = _shape(row, note)  # dropped out scores are older than flash attention
+    training = Training(
+        micro_batch=row["micro_batch"], sequence=row["sequence"], tp=tp, cp=cp, ep=ep, dp=dp,
+        zero=3 if row.get("fsdp") else 1, precision=_precision(row["precision"]),
+        flash=not shape.dropout, recompute=_recomputed(row), **_recipe(row, notes),
+    )  # fmt: skip
+    pipeline = PipelineCut(
+        pp=pp,
+        chunks=chunks,
+        num_microbatches=row.get("microbatches") or row["global_batch"] // batch,
+        placement="loop" if chunks > 1 else "linear",
+        layout="even",
+        schedule=_SCHEDULES[schedule],  # type: ignore[arg-type]
+    )
+    step_s = row.get("step_s") or (row["step_ms"] / 1e3 if row.get("step_ms") else None)
+    rate = row.get("tokens_per_s_per_gpu")
+    tokens = row["global_batch"] * row["sequence"] / row["num_gpus"]
+    if step_s is None and rate:
+        step_s = tokens / rate
+    return PublishedRun(
+        label=f"{index:3} {_label(row, dp, chunks)}",
+        source=_source(row),
+        model=row["model"],
+        shape=shape,
+        hardware=find_gpu(row["gpu"]),
+        training=training,
+        pipeline=pipeline,
+        step_s=step_s,
+        tokens_per_s_per_gpu=rate or (tokens / step_s if step_s else None),
+        peak_gib=row.get("peak_gib"),
+    )
+
+
+def _precision(name: str) -> Any:
+    """Return ours; pages also write FP8-CS (a scale per tensor) and FP8-MX."""
+    return {"fp8-cs": "fp8", "fp8-mx": "mxfp8"}.get(name.lower(), name.lower())
+
+
+def _source(row: dict[str, Any]) -> str:
+    """Return what a row shares with others of its origin."""
+    return str(row.get("source") or row.get("container") or "").split(", case ")[0]
+
+
+def _label(row: dict[str, Any], dp: int, chunks: int) -> str:
+    named = [(name, row.get(name) or 1) for name in ("tp", "cp", "ep")]
+    degrees = (*named, ("dp", dp), ("pp", row["pp"]), ("vp", chunks))
+    text = " ".join(f"{name}{value}" for name, value in degrees if value > 1)
+    fsdp = " fsdp" if row.get("fsdp") else ""
+    where = f"{row.get('container') or ''} {row['model']} {row['gpu']} {row['precision']}"
+    return f"{where.strip():38} b{row['micro_batch']} {text}{fsdp}"
+
+
+def _recomputed(row: dict[str, Any]) -> frozenset[str]:
+    modules = row.get("recompute_modules")
+    if modules is None:
+        text = str(row.get("recompute") or "none").split("(")[0]
+        modules = [part.strip() for part in text.split(",")]
+    return frozenset(filter(None, (_MODULES.get(name, name) for name in modules)))
+
+
+def _recipe(row: dict[str, Any], notes: str) -> dict[str, Any]:
+    """Return the switches of a recipe, from its fields or from what notes say in words.
+
+    A row's own note comes first, then those of its source's other rows.
+    """
+    own = str(row.get("note") or "")
+    dispatcher = str(row.get("dispatcher") or "")
+    graphs, overlap = row.get("cuda_graphs"), row.get("ep_overlap")
+    if graphs is None:
+        said = own if re.search("graph", own) else notes
+        graphs = bool(re.search(r"(?<!no )CUDA graphs?(?! off)", said))
+    if overlap is None:
+        overlap = bool(re.search(r"(EP|A2A) overlap(?! off)", own))
+    said = dispatcher or (own if re.search("alltoall|EP", own) else notes)
+    once = re.search("one copy|HybridEP|DeepEP", said, re.IGNORECASE) is not None
+    return {
+        "cuda_graphs": graphs,
+        "ep_overlap": overlap,
+        "dispatcher": "deduplicated" if once else "alltoall",
+        "offloaded_layers": row.get("offloaded_layers") or 0,
+        "overlap": "no overlap" not in own,
+        "sequence_parallel": not (row.get("recompute") == "full" and "full = without" in own),
+    }
+
+
+def _shape(row: dict[str, Any], note: str) -> ModelShape:
+    """Return the model, with as many layers as the row says, and what its note says of them."""
+    shape = find_model(row["model"])
+    layers = row.get("layers") or shape.num_layers
+    changes: dict[str, Any] = {"num_layers": layers}
+    if shape.experts is not None:
+        dense = 1 if "one dense layer" in note else min(shape.experts.dense_layers, layers)
+        changes["experts"] = replace(shape.experts, dense_layers=dense)
+    if found := re.search(r"MTP (\d)", note):
+        changes["mtp"] = int(found[1])
+    if found := re.search(r"has (\d+) kv heads", note):
+        changes["num_kv_heads"] = int(found[1])
+    return replace(shape, **changes)
+
+
+# --- The fit.
+
+
+def fitted(runs: Sequence[PublishedRun], generation: str) -> Efficiency:
+    """Return the efficiencies that fit the runs of a generation best, near its prior.
+
+    Gauss and Newton's method in the logarithms of the efficiencies, from the prior: six steps.
+    """
+    prior = PRIORS[generation]
+    start = np.log([getattr(prior, name) for name in FITTED])
+
+    def faults(at: np.ndarray) -> np.ndarray:
+        efficiency = _efficiency(prior, at)
+        errors = [
+            np.log(run.estimated(efficiency).step_ms / 1e3 / run.step_s) / _ERROR_UNIT
+            for run in runs
+            if run.step_s is not None
+        ]
+        return np.array([*errors, *((at - start) / _PRIOR_UNIT)])
+
+    at, step = start.copy(), 0.01
+    for _ in range(6):
+        now = faults(at)
+        slopes = [(faults(at + step * axis) - now) / step for axis in np.eye(len(FITTED))]
+        at += np.linalg.lstsq(np.array(slopes).T, -now, rcond=None)[0]
+        at = np.minimum(at, 0.0)
+    return _efficiency(prior, at)
+
+
+def _efficiency(prior: Efficiency, at: np.ndarray) -> Efficiency:
+    values = {name: min(1.0, float(np.exp(x))) for name, x in zip(FITTED, at, strict=True)}
+    return replace(prior, **values)
+
+
+class EfficiencyFit:
+    """Efficiencies by generation and left-out model, fitted to the published rows once each."""
+
+    def __init__(self, runs: Sequence[PublishedRun]) -> None:
+        self._runs = runs
+        self.without = lru_cache(maxsize=None)(self._without)
+
+    def _without(self, generation: str, model: str | None) -> Efficiency:
+        seen = [
+            run
+            for run in self._runs
+            if run.hardware.generation == generation and _family(run.model) != model
+        ]
+        return fitted(seen, generation)
+
+    def of(self, run: PublishedRun) -> Efficiency:
+        """Return the efficiencies for a row: fitted to other models', or the catalogue's."""
+        generation = run.hardware.generation
+        if generation not in PRIORS:
+            return run.hardware.efficiency
+        return self.without(generation, _family(run.model))
+
+
+def _family(model: str) -> str:
+    """Return the model whose rows are left out together: with and without prediction modules."""
+    return find_model(model.removesuffix("-mtp")).name
+
+
+# --- The table.
+
+
+class Score(NamedTuple):
+    """A row with ours: errors are ours over theirs less 1, None where nothing was published."""
+
+    run: PublishedRun
+    estimate: StepEstimate
+    time_error: float | None
+    memory_error: float | None
+
+
+def scores(rows: Iterable[dict[str, Any]], fit: EfficiencyFit) -> tuple[list[Score], list[str]]:
+    """Return every row that can be stated, and a line for each that cannot."""
+    found, left = [], []
+    rows = list(rows)
+    notes: dict[str, set[str]] = defaultdict(set)
+    for row in rows:
+        notes[_source(row)].add(str(row.get("note") or ""))
+    for index, row in enumerate(rows):
+        try:
+            run = read_run(row, index=index, notes="; ".join(sorted(notes[_source(row)])))
+            estimate = run.estimated(fit.of(run))
+        except InputError as error:
+            left.append(f"{index:3} {row.get('model')} {row.get('gpu')}: not stated: {error}")
+            continue
+        time = memory = None
+        if run.step_s is not None:
+            time = estimate.step_ms / 1e3 / run.step_s - 1
+        if run.peak_gib is not None:
+            allocated = max(rank.allocated for rank in estimate.memory)
+            memory = allocated / 2**30 / run.peak_gib - 1
+        found.append(Score(run, estimate, time, memory))
+    return found, left
+
+
+def calibrated(found: Iterable[Score]) -> list[float]:
+    """Return errors of time after the first row of each source has given a factor."""
+    errors, factors = [], {}
+    for score in found:
+        if score.time_error is None:
+            continue
+        if score.run.source not in factors:
+            factors[score.run.source] = 1 + score.time_error
+        else:
+            errors.append((1 + score.time_error) / factors[score.run.source] - 1)
+    return errors
+
+
+def order(found: Sequence[Score], apart: float = _APART) -> tuple[int, int]:
+    """Return how many pairs of one model and GPU are in the right order, and how many there are."""
+    right = total = 0
+    for a, b in combinations(found, 2):
+        theirs = (a.run.tokens_per_s_per_gpu, b.run.tokens_per_s_per_gpu)
+        same = (a.run.model, a.run.hardware) == (b.run.model, b.run.hardware)
+        if not same or None in theirs:
+            continue
+        if max(theirs) / min(theirs) <= 1 + apart:  # type: ignore[type-var, operator]
+            continue
+        ours = a.estimate.tokens_per_s_per_gpu > b.estimate.tokens_per_s_per_gpu
+        right += ours == (theirs[0] > theirs[1])  # type: ignore[operator]
+        total += 1
+    return right, total
+
+
+def said(errors: Iterable[float]) -> str:
+    """Return ``12 rows, median 5.0 %, worst 9.0 %``."""
+    sizes = [100 * abs(error) for error in errors]
+    if not sizes:
+        return "0 rows"
+    return f"{len(sizes)} rows, median {median(sizes):.1f} %, worst {max(sizes):.1f} %"
+
+
+def summary(found: Sequence[Score], num_left: int) -> list[str]:
+    """Return the last lines: by class, memory, calibrated, and all."""
+    timed = [score for score in found if score.time_error is not None]
+    classes: dict[str, list[float]] = defaultdict(list)
+    for score in timed:
+        classes[score.run.kind].append(score.time_error or 0.0)
+    lines = [f"{kind}: {said(errors)}" for kind, errors in sorted(classes.items())]
+    memory = [score.memory_error for score in found if score.memory_error is not None]
+    if memory:
+        lines.append(f"memory: {said(memory)}")
+    if after := calibrated(found):
+        lines.append(f"after calibration by one row of the same source: {said(after)}")
+    far, pairs = order(found, 0.10)
+    lines.append(f"order of rows more than 10 % apart: {far} of {pairs}")
+    if num_left:
+        lines.append(f"not stated: {num_left} rows")
+    right, total = order(found)
+    return [*lines, f"{said(s.time_error or 0.0 for s in timed)}, order {right} of {total}"]
+
+
+def line(score: Score) -> str:
+    """Return the line of one row."""
+    run, ours = score.run, score.estimate
+    text = f"{run.label:76}"
+    if score.time_error is None:
+        text += f"{'':10} {ours.tokens_per_s_per_gpu:9,.0f} {'':7}"
+    else:
+        text += f"{run.tokens_per_s_per_gpu:10,.0f} {ours.tokens_per_s_per_gpu:9,.0f} "
+        text += f"{score.time_error:+7.1%}"
+    peak = max(rank.allocated for rank in ours.memory) / 2**30
+    published = "" if run.peak_gib is None else f"{run.peak_gib:.1f}"
+    text += f" {published:>7} {peak:7.1f}"
+    return text if score.memory_error is None else f"{text} {score.memory_error:+7.1%}"
+
+
+def published(file: Path = PUBLISHED) -> list[dict[str, Any]]:
+    """Return the rows of a file."""
+    data = json.loads(file.read_text(encoding="utf-8"))
+    if not isinstance(data, dict) or not isinstance(data.get("runs"), list):
+        raise SystemExit(f"{file}: must be an object with a list of rows under runs; correct it")
+    rows: list[dict[str, Any]] = data["runs"]
+    return rows
+
+
+def fit_of_published() -> EfficiencyFit:
+    """Return the fit to the published rows."""
+    return EfficiencyFit([read_run(row, index=index) for index, row in enumerate(published())])
+
+
+def main() -> None:
+    """Compare and print."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--runs", type=Path, metavar="FILE", default=PUBLISHED)
+    parser.add_argument("--fit", action="store_true", help="print what fits all rows, and stop")
+    options = parser.parse_args()
+    fit = fit_of_published()
+    if options.fit:
+        for generation in PRIORS:
+            best = fit.without(generation, None)
+            print(generation, {name: round(getattr(best, name), 3) for name in FITTED})
+        return
+    found, left = scores(published(options.runs), fit)
+    print(f"{'':76}{'published':>10} {'ours':>9} {'step':>7} {'GiB':>7} {'ours':>7} {'':>7}")
+    print(f"{'':76}{'tokens/s/GPU':>20} {'error':>7} {'':>7} {'':>7} {'error':>7}")
+    print(*map(line, found), sep="\n")
+    print(*left, sep="\n")
+    print(*summary(found, len(left)), sep="\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,485 @@
+"""Work as milliseconds: the one place where FLOPs and bytes of a model become time.
+
+``Machine`` is an accelerator in a run. It says what each pass of a layer takes, by cause (`Spent`):
+products, attention, memory, collectives that nothing hides, and what the host takes to launch it.
+`optpipe.presets.step` adds them up for a whole configuration, `optpipe.presets.estimate` writes
+them into a problem.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from optpipe.presets.costs import (
+    PassCost,
+    PassCosts,
+    embedding_work,
+    expert_tokens,
+    head_work,
+    layer_kept,
+    layer_work,
+    mtp_work,
+)
+from optpipe.presets.parameters import (
+    GRADIENT_BYTES,
+    Held,
+    kv_width,
+    layer_parameters,
+    replicas,
+    vocab_slice,
+)
+
+if TYPE_CHECKING:
+    from optpipe.presets.accelerators import Efficiency, Hardware
+    from optpipe.presets.shape import LayerForm, ModelShape, Training
+
+__all__ = ["Exchange", "Machine", "PartTimes", "PassTimes", "Spent"]
+
+
+class PassTimes(NamedTuple):
+    """Milliseconds of F, I and W."""
+
+    forward_ms: float
+    backward_input_ms: float
+    backward_weight_ms: float
+
+
+class Spent(NamedTuple):
+    """Milliseconds of a pass by cause.
+
+    ``memory``: everything bound by memory bandwidth. ``tensor``, ``context``, ``experts``, ``data``
+    and ``copies``: collectives over those ranks, and copies to the host, as far as nothing hides
+    them. ``host``: what launching takes longer than all of these.
+    """
+
+    products: float = 0.0
+    attention: float = 0.0
+    memory: float = 0.0
+    tensor: float = 0.0
+    context: float = 0.0
+    experts: float = 0.0
+    data: float = 0.0
+    copies: float = 0.0
+    host: float = 0.0
+
+    def plus(self, other: Spent) -> Spent:
+        """Return the sums."""
+        return Spent(*[a + b for a, b in zip(self, other, strict=True)])
+
+    def times(self, factor: float) -> Spent:
+        """Return this many of it."""
+        return Spent(*[factor * value for value in self])
+
+    @property
+    def compute(self) -> float:
+        """What the device itself computes."""
+        return self.products + self.attention + self.memory
+
+
+class PartTimes(NamedTuple):
+    """What F, I and W of one part take, by cause."""
+
+    forward: Spent
+    backward_input: Spent
+    backward_weight: Spent
+
+    @property
+    def sums(self) -> PassTimes:
+        """The durations."""
+        return PassTimes(*(sum(spent) for spent in self))
+
+    @property
+    def spent(self) -> Spent:
+        """All three passes together."""
+        return self.forward.plus(self.backward_input).plus(self.backward_weight)
+
+    def scaled(self, factor: float) -> PartTimes:
+        """Return all of it so many times."""
+        return PartTimes(*(spent.times(factor) for spent in self))
+
+
+class Exchange(NamedTuple):
+    """A reduction or gathering over replicas: its time, and what of it nothing hides."""
+
+    whole_ms: float = 0.0
+    unhidden_ms: float = 0.0
+
+
+class _Ring(NamedTuple):
+    ms: float
+    leaves_node: bool
+
+
+# Not fitted, the same for every model, row and accelerator; docs/estimate.md gives the reasons.
+_SCALED_SHARE = {"fp8": 1.0, "mxfp8": 0.92, "nvfp4": 0.75}  # of what one scale per tensor reaches
+_ALL_TO_ALL_SHARE = 0.6  # of what rings reach on a link: every rank writes to every other
+_UNHIDDEN_SHARE = 0.5  # of a reduction beside compute: they share links, SMs and memory
+_SYNCHRONOUS_SHARE = 0.5  # of a layer's launches come behind the wait for the counts of tokens
+_BUSY_SHARE = 0.2  # of hidden gathers and expert communication: the SMs that they take
+_PEER_LATENCY_MS = 0.02  # a launch
+_DENSE_LAUNCH_MS, _EXPERTS_LAUNCH_MS, _EXPERT_LAUNCH_MS = 2.0, 8.0, 0.2
+_NARROW_LAUNCHES = 1.5  # casts and scales are launches too
+_OPTIMIZER_BYTES = 30.0  # of a parameter: reads gradient and three fp32, writes these and bf16
+
+
+# Where adding to fp32 gradients goes on beside the products that make them: profiles of A100 leave
+# it no time of its own, published runs of faster products do.
+_HIDES_ACCUMULATION = frozenset({"ampere", "ada", "cpu"})
+
+
+class Machine(NamedTuple):
+    """An accelerator in a run: what its rates are.
+
+    ``factor`` multiplies every time but that of boundary messages, ``link_factor`` that.
+    """
+
+    hardware: Hardware
+    efficiency: Efficiency
+    training: Training
+    factor: float = 1.0
+    link_factor: float = 1.0
+
+    # --- Parts of the model.
+
+    def layer(self, shape: ModelShape, kind: LayerForm) -> PartTimes:
+        """Return what one layer takes, collectives that nothing hides and launches included."""
+        training = self.training
+        computed = self._computed(layer_work(shape, training, kind))
+        forward, back, weight = computed
+        again = 1.0 if training.recompute & {"full"} else 0.0
+        tensor, tensor_back = self._tensor_bytes(shape)
+        experts = self._experts_ms(shape, kind)
+        made = experts / 2 if training.recompute & {"full", "moe"} else 0.0
+        ring = self._context_ms(shape)
+        gather, scatter = self._sharded_ms(shape, kind)
+        copied = self._copies_ms(shape, kind)
+        reduced = self._tensor_exposed(tensor, forward.products)
+        forward = forward._replace(
+            tensor=reduced,
+            context=max(0.0, ring - forward.attention),
+            data=self._beside(gather, forward.compute),
+            copies=max(0.0, copied - forward.compute),
+        )
+        back_compute = back.compute + weight.compute
+        back = back._replace(
+            tensor=self._tensor_exposed(tensor_back, back.products + weight.products)
+            + again * reduced,
+            context=max(0.0, 2 * ring - back.attention) + again * forward.context,
+            data=self._beside(gather + scatter, back_compute),
+            copies=max(0.0, copied - back_compute),
+        )
+        total = experts + made
+        if training.ep_overlap:
+            total = max(_BUSY_SHARE * total, total - forward.compute - back_compute)
+        forward = forward._replace(experts=total * (experts / 2) / (experts + made or 1.0))
+        back = back._replace(experts=total - forward.experts)
+        return self._launched(PartTimes(forward, back, weight), shape, kind)
+
+    def embedding(self, shape: ModelShape) -> PartTimes:
+        """Return what the embedding takes, the reduction of its output included."""
+        forward, back, weight = self._computed(embedding_work(shape, self.training))
+        return PartTimes(forward._replace(tensor=self._reduce_ms(shape)), back, weight)
+
+    def head(self, shape: ModelShape) -> PartTimes:
+        """Return what last norm, head and loss take."""
+        forward, back, weight = self._computed(head_work(shape, self.training))
+        return PartTimes(forward, back._replace(tensor=self._reduce_ms(shape)), weight)
+
+    def mtp(self, shape: ModelShape) -> PartTimes:
+        """Return what one multi-token prediction module takes: a layer, a projection, a head."""
+        training = self.training
+        kind = shape.layer_kinds[-1]
+        whole = self._computed(mtp_work(shape, training))
+        layer = self.layer(shape, kind)
+        bare = self._computed(layer_work(shape, training, kind))
+        return PartTimes(
+            *(
+                Spent(*[a + b - c for a, b, c in zip(all_, with_, without, strict=True)])
+                for all_, with_, without in zip(whole, layer, bare, strict=True)
+            )
+        )
+
+    # --- Compute.
+
+    def _computed(self, passes: PassCosts) -> PartTimes:
+        return PartTimes(*(self._pass(work) for work in passes))
+
+    def _pass(self, work: PassCost) -> Spent:
+        """Return products after each other, none faster than its weights are read; then the rest.
+
+        Narrow products have the narrow rate, attention's the wide one.
+        """
+        reached, training = self.efficiency, self.training
+        wide = "bf16" if work.narrow_flops or training.is_narrow else training.precision
+        peak = self.hardware.peak_flops(wide)
+        bytes_per_s = self.hardware.memory_gb_per_s.value * 1e9
+        products = work.matmul_flops / (peak * reached.matmul)
+        if work.narrow_flops:
+            narrow = self.hardware.peak_flops(training.precision)
+            share = reached.narrow * _SCALED_SHARE[training.precision]
+            products += work.narrow_flops / (narrow * share)
+        beside, moved = work.weight_bytes, work.moved_bytes
+        if self.hardware.generation in _HIDES_ACCUMULATION:
+            beside += work.gradient_bytes
+        else:
+            moved += work.gradient_bytes
+        products = max(products, beside / bytes_per_s)
+        scores = work.attention_flops / (peak * reached.attention)
+        moved += work.cast_elements * self._cast_bytes
+        moved /= bytes_per_s * reached.memory
+        in_ms = 1e3 * self.factor
+        return Spent(in_ms * products, in_ms * scores, in_ms * moved)
+
+    @property
+    def _cast_bytes(self) -> float:
+        """Bytes read and written to cast one element to the narrow precision.
+
+        fp8 reads it for its scale and again to cast it, and writes it; before Blackwell, whose
+        products take any layout, a second time, transposed (Transformer Engine, current scaling).
+        mxfp8 reads it once and writes it along rows and along columns, a scale for every 32; nvfp4
+        reads it twice.
+        """
+        if self.training.precision == "fp8":
+            return 5.0 if "mxfp8" in self.hardware.tflops else 6.0
+        return 4.0625 if self.training.precision == "mxfp8" else 5.125
+
+    def _launched(self, times: PartTimes, shape: ModelShape, kind: LayerForm) -> PartTimes:
+        """Return it no faster than the host launches it, a third in F and the rest behind.
+
+        Without CUDA graphs a layer with experts takes the host some 8 ms and 0.2 ms more for each
+        local expert, one without 2 ms; half as much again with narrow products.
+        """
+        if self.training.cuda_graphs:
+            return times
+        launch_ms = _DENSE_LAUNCH_MS
+        if kind.is_moe and shape.experts is not None:
+            launch_ms = _EXPERTS_LAUNCH_MS
+            launch_ms += _EXPERT_LAUNCH_MS * shape.experts.num / self.training.ep
+        launch_ms *= self.factor * (_NARROW_LAUNCHES if self.training.is_narrow else 1.0)
+        waits = self.training.dispatcher == "alltoall" and not self.training.ep_overlap
+        least = _SYNCHRONOUS_SHARE * launch_ms if kind.is_moe and waits else 0.0
+        sums = times.sums
+        ahead = max(launch_ms / 3 - sums.forward_ms, least / 3)
+        back = sums.backward_input_ms + sums.backward_weight_ms
+        behind = max(launch_ms * 2 / 3 - back, least * 2 / 3)
+        added = (
+            ahead,
+            behind * sums.backward_input_ms / back,
+            behind * sums.backward_weight_ms / back,
+        )
+        return PartTimes(
+            *(spent._replace(host=max(0.0, more)) for spent, more in zip(times, added, strict=True))
+        )
+
+    # --- Collectives.
+
+    def _tensor_bytes(self, shape: ModelShape) -> tuple[float, float]:
+        """Return what tensor parallelism moves in F and in the backward of a layer, per rank.
+
+        Two all-reduces in F and two in I (Shoeybi et al. 2019, Megatron-LM, arXiv 1909.08053,
+        section 3), or as many reduce-scatters and all-gathers of the same bytes; with sequence
+        parallelism W gathers its two inputs again (Korthikanti et al. 2022, section 4.2.2).
+        """
+        training = self.training
+        if training.tp == 1:
+            return 0.0, 0.0
+        share = training.tokens * shape.hidden * (training.tp - 1) / training.tp
+        gathered = share * (1.0 if training.is_narrow else training.element_bytes)
+        scattered = share * training.element_bytes
+        if not training.sequence_parallel:
+            return 4.0 * scattered, 4.0 * scattered
+        return 2.0 * (gathered + scattered), 4.0 * gathered + 2.0 * scattered
+
+    def _tensor_exposed(self, num_bytes: float, products_ms: float) -> float:
+        """Return what of it products do not hide.
+
+        Overlapped, a collective is cut into pieces that go beside pieces of its product; the first
+        or the last has nothing to hide behind (Wang et al. 2023, Overlap Communication with
+        Dependent Computation via Decomposition, section 4).
+        """
+        whole = self._link_ms(num_bytes, self.training.tp, 1)
+        if not self.training.overlap:
+            return whole
+        return max(_UNHIDDEN_SHARE * whole, whole - products_ms)
+
+    def _reduce_ms(self, shape: ModelShape) -> float:
+        """Return the time to reduce the residual stream over the tensor-parallel ranks once."""
+        training = self.training
+        if training.tp == 1:
+            return 0.0
+        num_bytes = training.tokens * shape.hidden * training.element_bytes
+        rings = 1.0 if training.sequence_parallel else 2.0
+        share = (training.tp - 1) / training.tp
+        return self._link_ms(rings * num_bytes * share, training.tp, 1)
+
+    def _context_ms(self, shape: ModelShape) -> float:
+        """Return the time of keys and values around the ring (Liu et al. 2023, arXiv 2310.01889).
+
+        They travel while attention computes; in the backward their gradients too.
+        """
+        training = self.training
+        pair = 2 * training.tokens * kv_width(shape, training.tp) * training.element_bytes
+        return self._link_ms(float(pair * (training.cp - 1)), training.cp, training.tp)
+
+    def _experts_ms(self, shape: ModelShape, kind: LayerForm) -> float:
+        """Return the time of tokens to experts and back, in F and in I together.
+
+        A copy per expert; or where one per rank is sent, as many as there are different ranks, and
+        between domains different domains, among a token's experts: n (1 - (1 - 1/n)^k) of n for k
+        experts, at most as many domains as routing allows.
+        """
+        training, experts = self.training, shape.experts
+        if not kind.is_moe or experts is None or training.ep * training.etp == 1:
+            return 0.0
+        tokens, ep, size = expert_tokens(training), training.ep, training.element_bytes
+        sent = 1.0 if training.dispatch == "fp8" else float(size)
+        per_copy = tokens * shape.hidden * (sent + 3 * size)  # out and back, and both gradients
+        near = max(1, min(ep, self.hardware.gpus_per_node // training.etp))
+        domains = -(-ep // near)
+        copies = float(experts.active)
+        across = copies
+        if training.dispatcher == "deduplicated":
+            copies = _different(ep, experts.active)
+            across = _different(domains, experts.active)
+            if experts.max_nodes:
+                across = min(across, float(experts.max_nodes))
+        inside = per_copy * copies * (near - 1) / near / _ALL_TO_ALL_SHARE
+        inside_ms = self._rate_ms(inside, inside=True)
+        across_ms = self._rate_ms(per_copy * across * (domains - 1) / domains, inside=False)
+        gathered = 0.0
+        if training.etp > 1:  # every rank of the experts' tensor group gets all copies, and reduces
+            share = 2.0 * per_copy * copies * (training.etp - 1)
+            gathered = self._rate_ms(share / 2, inside=True)
+        return max(inside_ms, across_ms) + gathered
+
+    def _sharded_ms(self, shape: ModelShape, kind: LayerForm) -> tuple[float, float]:
+        """Return the times to gather a layer's weights, and to reduce and scatter gradients.
+
+        FSDP (``zero`` 3) gathers for each F and for each backward (Zhao et al. 2023, PyTorch FSDP,
+        arXiv 2304.11277, section 3).
+        """
+        training = self.training
+        if training.zero < 3:
+            return 0.0, 0.0
+        held = layer_parameters(shape, kind, tp=training.tp, ep=training.ep, etp=training.etp)
+        return (
+            sum(ring.ms for ring in self._rings(held, training.element_bytes)),
+            sum(ring.ms for ring in self._rings(held, GRADIENT_BYTES)),
+        )
+
+    def reduction(self, held: Held, *, is_pipelined: bool) -> Exchange:
+        """Return the reduction of fp32 gradients over all ranks that hold the same parameters.
+
+        All-reduced, or with ``zero`` reduce-scattered, which is half of it. 0 with ``zero`` 3,
+        which reduces after every backward.
+        """
+        if self.training.zero >= 3:
+            return Exchange()
+        rings = 1.0 if self.training.zero else 2.0
+        return self._exchanged(held, rings * GRADIENT_BYTES, is_pipelined=is_pipelined)
+
+    def gathering(self, held: Held, *, is_pipelined: bool) -> Exchange:
+        """Return the gathering of new weights that a spread optimizer makes necessary."""
+        if self.training.zero not in {1, 2}:
+            return Exchange()
+        return self._exchanged(held, self.training.element_bytes, is_pipelined=is_pipelined)
+
+    def _exchanged(self, held: Held, size: float, *, is_pipelined: bool) -> Exchange:
+        """Return the time of both groups' rings, and what nothing hides of it.
+
+        Compute hides half of a ring beside it. Between nodes of a pipeline nothing does: there the
+        boundary messages need the same adapters, and whoever waits for one computes nothing.
+        """
+        found = Exchange()
+        for ring in self._rings(held, size):
+            unhidden = 1.0
+            if self.training.overlap and not (is_pipelined and ring.leaves_node):
+                unhidden = _UNHIDDEN_SHARE
+            found = Exchange(found.whole_ms + ring.ms, found.unhidden_ms + unhidden * ring.ms)
+        return found
+
+    def optimizer_ms(self, held: Held) -> float:
+        """Return Adam's step on this rank's share, the norm and clearing of its gradients."""
+        moved = 0.0
+        for parameters, ranks in replicas(held, self.training):
+            share = ranks if self.training.zero else 1
+            moved += parameters * (_OPTIMIZER_BYTES + GRADIENT_BYTES) / share
+            moved += parameters * GRADIENT_BYTES / (ranks if self.training.zero >= 2 else 1)
+        rate = self.hardware.memory_gb_per_s.value * self.efficiency.memory
+        return self.factor * moved / (rate * 1e6)
+
+    def tied_ms(self, shape: ModelShape) -> float:
+        """Return the all-reduce of a tied embedding's gradients between first and last stage."""
+        num_bytes = GRADIENT_BYTES * vocab_slice(shape, self.training.tp) * shape.hidden
+        return self._rate_ms(float(num_bytes), inside=False)
+
+    def boundary_ms(self, num_bytes: float, *, inside: bool) -> float:
+        """Return what a boundary tensor takes to the next pipeline rank."""
+        return self.latency_ms(inside=inside) + num_bytes / (
+            1e6 * self.link_gb_per_s(inside=inside)
+        )
+
+    def latency_ms(self, *, inside: bool) -> float:
+        """Return what a message takes besides its bytes."""
+        return self.link_factor * (_PEER_LATENCY_MS if inside else self.hardware.network_latency_ms)
+
+    def link_gb_per_s(self, *, inside: bool) -> float:
+        """Return the rate of a boundary message: to a neighbour of the node, or of another."""
+        hardware = self.hardware
+        rate = hardware.peer_gb_per_s.value
+        if not inside:
+            rate = hardware.network_gb_per_s.value * hardware.network_share
+        return rate * self.efficiency.network / self.link_factor
+
+    def _rings(self, held: Held, size: float) -> list[_Ring]:
+        """Return the time to gather, or scatter, so many bytes of each parameter, by group.
+
+        Around a ring each rank sends (n - 1) / n of all bytes. A domain's ranks of the group share
+        their adapters: what enters and leaves it is (N - 1) / N of the bytes, of N domains.
+        """
+        training = self.training
+        found = []
+        strides = (training.tp, training.etp * training.ep)
+        for (parameters, ranks), stride in zip(replicas(held, training), strides, strict=True):
+            if ranks == 1 or not parameters:
+                continue
+            num_bytes = parameters * size
+            near = max(1, min(ranks, self.hardware.gpus_per_node // stride))
+            domains = -(-ranks // near)
+            inside = num_bytes * (ranks - 1) / ranks if near > 1 else 0.0
+            across = num_bytes * (domains - 1) / domains / near
+            ms = max(self._rate_ms(inside, inside=True), self._rate_ms(across, inside=False))
+            found.append(_Ring(ms, domains > 1))
+        return found
+
+    def _link_ms(self, num_bytes: float, ranks: int, stride: int) -> float:
+        """Return the time to send so many bytes to neighbours of a group, the slowest link's."""
+        return self._rate_ms(num_bytes, inside=ranks * stride <= self.hardware.gpus_per_node)
+
+    def _rate_ms(self, num_bytes: float, *, inside: bool) -> float:
+        hardware = self.hardware
+        rate = hardware.node_gb_per_s.value
+        if not inside:
+            rate = hardware.network_gb_per_s.value * hardware.network_share
+        return self.factor * num_bytes / (rate * self.efficiency.network * 1e6)
+
+    def _beside(self, whole_ms: float, compute_ms: float) -> float:
+        """Return what of a layer's gathering and reducing its compute does not hide."""
+        if not self.training.overlap:
+            return whole_ms
+        return max(_BUSY_SHARE * whole_ms, whole_ms - compute_ms)
+
+    def _copies_ms(self, shape: ModelShape, kind: LayerForm) -> float:
+        """Return what the copies to the host take, a layer's share of the offloaded ones."""
+        pcie = self.hardware.pcie_gb_per_s
+        offloaded = self.training.offloaded_layers
+        if not offloaded or pcie is None:
+            return 0.0
+        moved = layer_kept(shape, self.training, kind).offload_bytes
+        share = min(1.0, offloaded / shape.num_layers)
+        return self.factor * share * moved / (pcie.value * self.efficiency.pcie * 1e6)
+
+
+def _different(places: int, draws: int) -> float:
+    """Return how many of so many places are hit on the average by independent draws."""
+    return places * (1.0 - (1.0 - 1.0 / places) ** draws)

@@ -1,0 +1,727 @@
+"""A whole configuration: seconds per step by cause, and bytes per rank by kind, in milliseconds.
+
+``step_estimate`` is plain arithmetic on the layers' times and bytes, nothing is built or simulated:
+thousands of configurations can be judged in a process. `optpipe.presets.estimate` writes the same
+parts into a problem; that the two agree is tested.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
+
+import numpy as np
+
+from optpipe.errors import InputError
+from optpipe.presets.costs import (
+    Kept,
+    checkpoint_bytes,
+    embedding_kept,
+    head_kept,
+    head_workspace_bytes,
+    layer_kept,
+    layer_workspace_bytes,
+    model_flops,
+    mtp_kept,
+)
+from optpipe.presets.machine import Machine, PartTimes, Spent
+from optpipe.presets.parameters import (
+    GRADIENT_BYTES,
+    Held,
+    StaticBytes,
+    embedding_parameters,
+    head_parameters,
+    layer_parameters,
+    mtp_parameters,
+    static_bytes,
+    vocab_slice,
+)
+from optpipe.presets.shape import AskedError, Field
+from optpipe.problem import Placement, StageLayers, placement_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    from optpipe.presets.accelerators import Hardware
+    from optpipe.presets.shape import LayerForm, ModelShape
+
+__all__ = [
+    "Layout",
+    "PipelineCut",
+    "RankMemory",
+    "StagePart",
+    "StepEstimate",
+    "asked_placement",
+    "balanced_sizes",
+    "expanded",
+    "model_parts",
+    "step_estimate",
+]
+
+Layout = Literal["balanced", "even"]
+Schedule = Literal["1f1b", "zb-h1", "zb-h2"]
+
+_CONTEXT_BYTES = 2 * 2**30
+_FRAGMENTATION_SHARE = 0.03
+_BOUNDARY_TENSORS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineCut:
+    """How a model is cut over pipeline ranks and run.
+
+    Parameters
+    ----------
+    pp, chunks, num_microbatches
+        PipelineCut ranks, stages of each, micro-batches of a step and replica.
+    placement
+        Where stages stand: ``linear``, ``loop`` or ``v``.
+    layout
+        ``even``: equally many layers a stage, as frameworks cut, embedding and head counted where
+        that comes out; ``balanced``: the slowest stage as fast as can be.
+    schedule
+        ``1f1b``, interleaved with several chunks; or the Zero Bubble paper's (arXiv 2401.10241,
+        table 1) with one stage per rank: ``zb-h1`` fills its idle time with 2 (p - 1) W and holds p
+        micro-batches on every rank, ``zb-h2`` with 3 (p - 1) W, and holds 2 p - 1.
+    """
+
+    pp: int = 1
+    chunks: int = 1
+    num_microbatches: int = 1
+    placement: str = "linear"
+    layout: Layout = "balanced"
+    schedule: Schedule = "1f1b"
+
+    def __post_init__(self) -> None:
+        if self.layout not in get_args(Layout):
+            raise AskedError(Field("layout", self.layout), ": must be balanced or even; choose one")
+        if self.schedule not in get_args(Schedule):
+            known = ", ".join(get_args(Schedule))
+            raise InputError(f"schedule {self.schedule!r}: must be one of {known}; choose one")
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """The device of each stage."""
+        return asked_placement(self.placement, self.pp, self.chunks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagePart:
+    """One kind of layer as one device of a stage has it; ``repeat`` of them in a row."""
+
+    name: str
+    repeat: int
+    times: PartTimes
+    kept: Kept
+    held: Held
+    layers: StageLayers
+    forward_workspace_bytes: int = 0
+    backward_workspace_bytes: int = 0
+
+
+class RankMemory(NamedTuple):
+    """Bytes of one pipeline rank at its peak.
+
+    ``buffers``: boundary tensors, what one layer needs while it runs, gathered weights.
+    ``reserved``: context, communication and fragmentation; no allocator counts it as allocated.
+    """
+
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    buffers: float
+    reserved: float
+
+    @property
+    def allocated(self) -> float:
+        """What the framework's allocator says at its peak."""
+        return sum(self) - self.reserved
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return sum(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepEstimate:
+    """What a step takes, and holds.
+
+    Parameters
+    ----------
+    step_ms
+        Of the whole step: ``pipeline_ms`` and what follows or precedes it.
+    spent
+        Of the rank that decides, over all micro-batches, by cause.
+    idle_ms
+        That rank's, waiting for others: filling, draining, boundary messages.
+    reduction_ms, gather_ms, optimizer_ms
+        Gradients and new weights as far as nothing hides them, and the optimizer's step.
+    busy_ms
+        F, I and W of one micro-batch on each pipeline rank.
+    sizes
+        Layers of each stage, embedding and head counted.
+    memory
+        Of each pipeline rank.
+    """
+
+    step_ms: float
+    pipeline_ms: float
+    spent: Spent
+    idle_ms: float
+    reduction_ms: float
+    gather_ms: float
+    optimizer_ms: float
+    busy_ms: tuple[float, ...]
+    sizes: tuple[int, ...]
+    memory: tuple[RankMemory, ...]
+    tokens_per_s_per_gpu: float
+    mfu: float
+    num_gpus: int
+
+    @property
+    def peak(self) -> RankMemory:
+        """The fullest rank's."""
+        return max(self.memory, key=lambda memory: memory.total)
+
+
+# --- The parts of a model on one device.
+
+
+def model_parts(shape: ModelShape, machine: Machine, *, pp: int = 2) -> tuple[StagePart, ...]:
+    """Return embedding, layers, multi-token prediction and head in model order.
+
+    With one device (``pp`` 1) a tied head costs no parameters of its own.
+    """
+    return (
+        _embedding(shape, machine),
+        *(_layers(shape, machine, kind, count) for kind, count in shape.kinds),
+        *([_mtp(shape, machine)] if shape.mtp else []),
+        _head(shape, machine, owns_matrix=pp > 1 or not shape.tied),
+    )
+
+
+@lru_cache(maxsize=256)
+def _embedding(shape: ModelShape, machine: Machine) -> StagePart:
+    training = machine.training
+    return StagePart(
+        name="embedding",
+        repeat=1,
+        times=machine.embedding(shape),
+        kept=embedding_kept(shape, training),
+        held=Held(embedding_parameters(shape, training.tp)),
+        layers=StageLayers(embedding=1),
+    )
+
+
+@lru_cache(maxsize=1024)
+def _layers(shape: ModelShape, machine: Machine, kind: LayerForm, count: int) -> StagePart:
+    training = machine.training
+    kept = layer_kept(shape, training, kind)
+    if training.offloaded_layers:
+        copied = round(min(1.0, training.offloaded_layers / shape.num_layers) * kept.offload_bytes)
+        kept = kept._replace(activation_bytes=kept.activation_bytes - copied)
+        kept = kept._replace(offload_bytes=min(kept.offload_bytes, kept.activation_bytes))
+    return StagePart(
+        name="expert layer" if kind.is_moe else "layer",
+        repeat=count,
+        times=machine.layer(shape, kind),
+        kept=kept,
+        held=layer_parameters(shape, kind, tp=training.tp, ep=training.ep, etp=training.etp),
+        layers=StageLayers(transformer=1),
+        backward_workspace_bytes=layer_workspace_bytes(shape, training, kind),
+    )
+
+
+@lru_cache(maxsize=256)
+def _mtp(shape: ModelShape, machine: Machine) -> StagePart:
+    training = machine.training
+    return StagePart(
+        name="multi-token prediction",
+        repeat=shape.mtp,
+        times=machine.mtp(shape),
+        kept=mtp_kept(shape, training),
+        held=mtp_parameters(shape, tp=training.tp, ep=training.ep, etp=training.etp),
+        layers=StageLayers(mtp=1),
+        forward_workspace_bytes=head_workspace_bytes(shape, training),
+    )
+
+
+@lru_cache(maxsize=256)
+def _head(shape: ModelShape, machine: Machine, *, owns_matrix: bool) -> StagePart:
+    training = machine.training
+    parameters = head_parameters(shape, training.tp)
+    if not owns_matrix:
+        parameters -= vocab_slice(shape, training.tp) * shape.hidden
+    return StagePart(
+        name="head",
+        repeat=1,
+        times=machine.head(shape),
+        kept=head_kept(shape, training),
+        held=Held(parameters),
+        layers=StageLayers(head=1),
+        forward_workspace_bytes=head_workspace_bytes(shape, training),
+    )
+
+
+def expanded(parts: Sequence[StagePart]) -> list[StagePart]:
+    """Return each layer by itself."""
+    return [part for part in parts for _ in range(part.repeat)]
+
+
+# --- Stages.
+
+
+class _Stage(NamedTuple):
+    """A stage as sums of its layers."""
+
+    spent: Spent
+    forward_ms: float
+    backward_ms: float
+    weight_ms: float
+    kept: float
+    held: Held
+    static: StaticBytes
+    workspace: float
+    late_reduction_ms: float
+
+
+def _stage(layers: Sequence[StagePart], machine: Machine, *, is_pipelined: bool) -> _Stage:
+    held, static, spent = Held(0), StaticBytes(), Spent()
+    forward = backward = weight = kept = workspace = late = 0.0
+    counts: dict[int, list[StagePart]] = {}
+    for part in layers:
+        counts.setdefault(id(part), []).append(part)
+    for same in counts.values():
+        part, count = same[0], len(same)
+        sums = part.times.sums
+        forward += count * sums.forward_ms
+        back = sums.backward_input_ms + sums.backward_weight_ms
+        backward += count * back
+        weight += count * sums.backward_weight_ms
+        spent = spent.plus(part.times.spent.times(count))
+        kept += count * part.kept.activation_bytes
+        held = held.plus(Held(count * part.held.common, count * part.held.experts))
+        workspace = max(workspace, part.forward_workspace_bytes, part.backward_workspace_bytes)
+        late += count * own_reduction_ms(part, machine, is_pipelined=is_pipelined)
+    static = static_bytes(held, machine.training)
+    return _Stage(spent, forward, backward, weight, kept, held, static, workspace, late)
+
+
+def own_reduction_ms(part: StagePart, machine: Machine, *, is_pipelined: bool) -> float:
+    """Return the reduction of a layer's gradients that goes on after its own backward.
+
+    What nothing hides anywhere in the pipeline is not in it.
+    """
+    reduced = machine.reduction(part.held, is_pipelined=is_pipelined)
+    sums = part.times.sums
+    backward_ms = sums.backward_input_ms + sums.backward_weight_ms
+    return max(0.0, reduced.whole_ms - reduced.unhidden_ms - backward_ms)
+
+
+# --- The whole.
+
+
+def step_estimate(
+    shape: ModelShape,
+    machine: Machine | Sequence[Machine],
+    pipeline: PipelineCut,
+    *,
+    sizes: Sequence[int] | None = None,
+) -> StepEstimate:
+    """Return time and memory of a step; with several machines one per pipeline rank.
+
+    Time. Rank r works b_r for each of m micro-batches; before its first F come the F's of all
+    stages before its first one, after its last backward their backwards. So a step takes at least
+    the largest of head_r + m b_r + tail_r, whatever the schedule of fused backwards; interleaved
+    1F1B reaches it where stages are equal (Narayanan et al. 2021, arXiv 2104.04473, section 2.2).
+    1F1B with one stage per rank also waits where stages differ, which is counted.
+
+    Parameters
+    ----------
+    sizes
+        Layers of each stage, embedding and head counted; by ``pipeline.layout`` where None.
+
+    Raises
+    ------
+    InputError
+        If there are fewer layers than stages, or degrees do not divide the model's sizes.
+    """
+    machines = machines_of(machine, pipeline.pp)
+    training = machines[0].training
+    training.check_divides(shape)
+    placement = pipeline.stages
+    parts = {one: expanded(model_parts(shape, one, pp=pipeline.pp)) for one in set(machines)}
+    if sizes is None:
+        sizes = cut_sizes(shape, parts, machines, pipeline)
+    ends = [0, *accumulate(sizes)]
+    stages = [
+        _stage(parts[machines[device]][a:b], machines[device], is_pipelined=pipeline.pp > 1)
+        for device, (a, b) in zip(placement, pairwise(ends), strict=True)
+    ]
+    ranks = [
+        [index for index, device in enumerate(placement) if device == rank]
+        for rank in range(pipeline.pp)
+    ]
+    timing = _timing(shape, machines, pipeline, stages, ranks)
+    optimizer = max(
+        one.optimizer_ms(_held([stages[index] for index in owned]))
+        for one, owned in zip(machines, ranks, strict=True)
+    )
+    if shape.tied and pipeline.pp > 1:
+        optimizer += machines[0].tied_ms(shape)
+    step_ms = timing.pipeline_ms + timing.reduction_ms + timing.gather_ms + optimizer
+    num_gpus = training.ranks * pipeline.pp
+    m = pipeline.num_microbatches
+    tokens = m * training.dp * training.micro_batch * training.sequence
+    precision = "bf16" if training.is_narrow else training.precision
+    peak = training.ranks * sum(one.hardware.peak_flops(precision) for one in machines)
+    flops = model_flops(shape, training) * m * training.dp
+    return StepEstimate(
+        step_ms=step_ms,
+        pipeline_ms=timing.pipeline_ms,
+        spent=timing.spent.times(m),
+        idle_ms=timing.pipeline_ms - m * sum(timing.spent),
+        reduction_ms=timing.reduction_ms,
+        gather_ms=timing.gather_ms,
+        optimizer_ms=optimizer,
+        busy_ms=timing.busy_ms,
+        sizes=tuple(sizes),
+        memory=_memory(shape, machines, pipeline, stages, ranks),
+        tokens_per_s_per_gpu=tokens / (step_ms / 1e3) / num_gpus,
+        mfu=flops / (step_ms / 1e3) / peak,
+        num_gpus=num_gpus,
+    )
+
+
+def machines_of(machine: Machine | Sequence[Machine], pp: int) -> tuple[Machine, ...]:
+    """Return the machine of each pipeline rank.
+
+    Raises
+    ------
+    InputError
+        If there are several, but not one per rank.
+    """
+    if isinstance(machine, Machine):
+        return (machine,) * pp
+    if len(machine) != pp:
+        raise AskedError(
+            f"{len(machine)} accelerators for {pp} pipeline ranks: give one, or one for each; "
+            "change ",
+            Field("pp"),
+        )
+    return tuple(machine)
+
+
+def _held(stages: Sequence[_Stage]) -> Held:
+    held = Held(0)
+    for stage in stages:
+        held = held.plus(stage.held)
+    return held
+
+
+class _Timing(NamedTuple):
+    pipeline_ms: float
+    reduction_ms: float
+    gather_ms: float
+    spent: Spent
+    busy_ms: tuple[float, ...]
+
+
+def _timing(
+    shape: ModelShape,
+    machines: Sequence[Machine],
+    pipeline: PipelineCut,
+    stages: Sequence[_Stage],
+    ranks: Sequence[Sequence[int]],
+) -> _Timing:
+    m = pipeline.num_microbatches
+    hops = _hops_ms(shape, machines, pipeline)
+    busy = [sum(stages[i].forward_ms + stages[i].backward_ms for i in owned) for owned in ranks]
+    if pipeline.chunks == 1 and pipeline.schedule == "1f1b":
+        ahead, behind, totals = _one_f_one_b(stages, hops, m)
+    else:
+        ahead = [0.0, *accumulate(s.forward_ms + hop for s, hop in zip(stages, hops, strict=True))]
+        behind = [
+            0.0, *accumulate(s.backward_ms + hop for s, hop in zip(stages, hops, strict=True))
+        ]  # fmt: skip
+        totals = [
+            m * own + max(0.0, ahead[o[0]] + behind[o[0]] - _filled_ms(o, stages, pipeline))
+            for own, o in zip(busy, ranks, strict=True)
+        ]
+    slowest = max(range(len(ranks)), key=totals.__getitem__)
+    spent = Spent()
+    for index in ranks[slowest]:
+        spent = spent.plus(stages[index].spent)
+    reduction = gather = 0.0
+    for machine, owned in zip(machines, ranks, strict=True):
+        held = _held([stages[index] for index in owned])
+        reduced = machine.reduction(held, is_pipelined=pipeline.pp > 1)
+        late = _late_ms(owned, stages, pipeline) - behind[owned[0]]
+        reduction = max(reduction, max(late, 0.0) + reduced.unhidden_ms)
+        gather = max(gather, machine.gathering(held, is_pipelined=pipeline.pp > 1).unhidden_ms)
+    return _Timing(totals[slowest], reduction, gather, spent, tuple(busy))
+
+
+def _one_f_one_b(
+    stages: Sequence[_Stage], hops: Sequence[float], m: int
+) -> tuple[list[float], list[float], list[float]]:
+    """Return the time before a stage's first F, after its last backward, and all of 1F1B by rank.
+
+    Rank r runs w = p - r F's, waits for the first backward, which has been through all stages
+    behind it, then alternates; after its last F the last backward comes when that micro-batch has
+    been through them too. Between, a micro-batch cannot take less than the w-th part of its way
+    from r to the end and back, since no more than w are on it.
+    """
+    p = len(stages)
+    way = [0.0] * (p + 1)  # from the first F of a stage to the end and back, without its own B
+    for index in reversed(range(p)):
+        stage = stages[index]
+        further = way[index + 1] + stages[index + 1].backward_ms if index + 1 < p else 0.0
+        way[index] = stage.forward_ms + further + 2 * hops[index]
+    period = max((way[i] + stages[i].backward_ms) / min(m, p - i) for i in range(p))
+    period = max(period, *(stage.forward_ms + stage.backward_ms for stage in stages))
+    ahead, behind, totals = [0.0], [0.0], []
+    for index, (stage, hop) in enumerate(zip(stages, hops, strict=True)):
+        w = min(m, p - index)
+        returned = way[index] - stage.forward_ms  # of the last micro-batch, from the end of its F
+        last_f = ahead[-1] + max(way[index], w * stage.forward_ms) + (m - w) * period
+        if m == w:
+            last_f = ahead[-1] + w * stage.forward_ms
+        drained = last_f + max(returned, (w - 1) * stage.backward_ms) + stage.backward_ms
+        totals.append(drained + behind[-1])
+        ahead.append(ahead[-1] + stage.forward_ms + hop)
+        behind.append(behind[-1] + stage.backward_ms + hop)
+    return ahead, behind, totals
+
+
+def _filled_ms(owned: Sequence[int], stages: Sequence[_Stage], pipeline: PipelineCut) -> float:
+    """Return the idle time that delayed W's fill."""
+    times = {"1f1b": 0, "zb-h1": 2, "zb-h2": 3}[pipeline.schedule] * (pipeline.pp - 1)
+    return times * sum(stages[index].weight_ms for index in owned) if times else 0.0
+
+
+def _late_ms(owned: Sequence[int], stages: Sequence[_Stage], pipeline: PipelineCut) -> float:
+    """Return how long after a rank's last backward its last gradients are reduced.
+
+    A rank's reductions go one after the other, stages in the order in which they are done: all
+    micro-batches of a group of pp pass through a stage before the one before it ends.
+    """
+    group = min(pipeline.pp, pipeline.num_microbatches)
+    until = group * sum(stages[index].backward_ms for index in owned)
+    end = -until
+    for index in reversed(owned):
+        until -= group * stages[index].backward_ms
+        end = max(end, -until) + stages[index].late_reduction_ms
+    return end
+
+
+def nodes_of(machines: Sequence[Machine], pp: int, *, by_host: bool = False) -> tuple[int, ...]:
+    """Return the node of each pipeline rank: tensor, context, data parallel inside, pipeline out.
+
+    Megatron-LM's order of ranks (Narayanan et al. 2021, section 3.2, takeaway 1, for the tensor
+    parallel ones). A node is what NVLink joins, or with ``by_host`` a host; as many whole stages as
+    fit stand in one, and none holds two kinds of accelerators.
+    """
+    nodes: list[int] = []
+    filled = 0
+    for rank in range(pp):
+        hardware, group = machines[rank].hardware, machines[rank].training.ranks
+        size = hardware.gpus_per_host if by_host else hardware.gpus_per_node
+        fits = rank > 0 and machines[rank - 1].hardware == hardware and filled + group <= size
+        filled = filled + group if fits else group
+        nodes.append(0 if not nodes else nodes[-1] if fits else nodes[-1] + max(1, group // size))
+    return tuple(nodes)
+
+
+def _hops_ms(shape: ModelShape, machines: Sequence[Machine], pipeline: PipelineCut) -> list[float]:
+    """Return what the message behind each stage takes, 0 behind the last and within a rank."""
+    num_bytes = float(checkpoint_bytes(shape, machines[0].training))
+    nodes, placement = nodes_of(machines, pipeline.pp), pipeline.stages
+    hops = []
+    for a, b in pairwise(placement):
+        near = nodes[a] == nodes[b]
+        worst = max(machines[a].boundary_ms(num_bytes, inside=near),
+                    machines[b].boundary_ms(num_bytes, inside=near))  # fmt: skip
+        hops.append(0.0 if a == b else worst)
+    return [*hops, 0.0]
+
+
+def _memory(
+    shape: ModelShape,
+    machines: Sequence[Machine],
+    pipeline: PipelineCut,
+    stages: Sequence[_Stage],
+    ranks: Sequence[Sequence[int]],
+) -> tuple[RankMemory, ...]:
+    pool = pool_bytes(shape, machines[0], pipeline.pp)
+    found = []
+    for rank, owned in enumerate(ranks):
+        static = StaticBytes()
+        for index in owned:
+            static = static.plus(stages[index].static)
+        counts = _in_flight(rank, pipeline)
+        kept = sum(n * stages[i].kept for n, i in zip(counts, owned, strict=True))
+        workspace = max(stages[index].workspace for index in owned)
+        reserved = reserved_bytes(machines[rank].hardware)
+        found.append(RankMemory(*static, kept, workspace + pool, reserved))
+    return tuple(found)
+
+
+def reserved_bytes(hardware: Hardware, memory_bytes: int | None = None) -> int:
+    """Return what no tensor may use: context, communication, fragmentation; all assumed."""
+    memory = hardware.memory_bytes.value if memory_bytes is None else memory_bytes
+    return min(_CONTEXT_BYTES + round(_FRAGMENTATION_SHARE * memory), int(memory))
+
+
+def pool_bytes(shape: ModelShape, machine: Machine, pp: int) -> int:
+    """Return what is held beside the activations: messages on their way, FSDP's whole layers.
+
+    Eight boundary tensors (assumed); of FSDP two layers' weights and one's gradients.
+    """
+    training = machine.training
+    messages = _BOUNDARY_TENSORS * checkpoint_bytes(shape, training) if pp > 1 else 0
+    if training.zero < 3:
+        return messages
+    most = max(
+        layer_parameters(shape, kind, tp=training.tp, ep=training.ep, etp=training.etp).total
+        for kind, _ in shape.kinds
+    )
+    return messages + most * (2 * training.element_bytes + GRADIENT_BYTES)
+
+
+def _in_flight(rank: int, pipeline: PipelineCut) -> tuple[int, ...]:
+    """Return how many micro-batches each stage of a rank holds at most, together at one time.
+
+    1F1B: p - r. Interleaved: (v - 1) p + 2 (p - r - 1) + 1 chunks, the first ones p each
+    (Megatron-LM's warm-up; Narayanan et al. 2021, section 2.2.2).
+    """
+    p, v, m = pipeline.pp, pipeline.chunks, pipeline.num_microbatches
+    if pipeline.schedule != "1f1b":
+        return (min(m, p if pipeline.schedule == "zb-h1" else 2 * p - 1),)
+    if v == 1:
+        return (min(m, p - rank),)
+    last = 2 * (p - rank - 1) + 1
+    counts = [p] * (v - 1) + [min(p, last)]
+    counts[0] += last - counts[-1]
+    return tuple(min(m, count) for count in counts)
+
+
+# --- Cuts of layers into stages, and where stages stand.
+
+_SLACK = 1 + 1e-12  # sums in another order
+
+
+def asked_placement(name: str, num_devices: int, chunks: int) -> tuple[int, ...]:
+    """Return the device of each stage: once along the devices, round and round, or to and fro."""
+    if name not in get_args(Placement):
+        raise AskedError(Field("placement", name), ": must be linear, loop or v; choose one")
+    if chunks < 1 or num_devices < 1:
+        raise InputError(f"{num_devices} devices, {chunks} chunks: must be at least 1; raise them")
+    if name == "linear" and chunks > 1:
+        raise AskedError(
+            Field("placement", name),
+            f" has one stage per device, not {chunks}; choose loop or v, or leave ",
+            Field("chunks"),
+            " out",
+        )
+    return placement_of(name, num_devices, chunks)
+
+
+def cut_sizes(
+    shape: ModelShape,
+    parts: Mapping[Machine, Sequence[StagePart]],
+    machines: Sequence[Machine],
+    pipeline: PipelineCut,
+) -> tuple[int, ...]:
+    """Return how many layers each stage has, by the pipeline's layout."""
+    layers = parts[machines[0]]
+    count = pipeline.pp * pipeline.chunks
+    if count > len(layers):
+        raise AskedError(
+            f"{count} stages, but only {len(layers)} layers, embedding and head counted: a "
+            "stage needs at least one; lower ",
+            *(Field("pp"), " or ", Field("chunks")),
+        )
+    if pipeline.layout == "even":
+        return _even_sizes(shape.num_layers, len(layers) - shape.num_layers - 1, count)
+    times = {one: [sum(part.times.sums) for part in some] for one, some in parts.items()}
+    if len(times) == 1:
+        return balanced_sizes(times[machines[0]], count)
+    whole = {one: sum(some) for one, some in times.items()}
+    slower = [whole[machines[device]] / whole[machines[0]] for device in pipeline.stages]
+    return balanced_sizes(times[machines[0]], count, slower)
+
+
+def _even_sizes(num_layers: int, behind: int, count: int) -> tuple[int, ...]:
+    """Return the frameworks' cut; ``behind`` parts (head, multi-token prediction) end the last.
+
+    Equally many layers where that comes out, else equally many with embedding and head counted
+    (Megatron-LM's --account-for-embedding-in-pipeline-split and -loss-), else the least number
+    that every stage can have, the last stage fewer, or nothing but what is behind.
+    """
+    if num_layers % count == 0:
+        layers = [num_layers // count] * count
+    elif (num_layers + 2) % count == 0:
+        each = (num_layers + 2) // count
+        layers = [each - 1, *[each] * (count - 2), each - 1]
+    else:
+        each = -(-num_layers // count)
+        full, rest = divmod(num_layers, each)
+        layers = [*[each] * full, *([rest] if rest else [])]
+        if len(layers) < count - 1:
+            small, more = divmod(num_layers, count)
+            layers = [small + (index < more) for index in range(count)]
+        layers += [0] * (count - len(layers))
+    layers[0] += 1
+    layers[-1] += behind
+    return tuple(layers)
+
+
+def balanced_sizes(
+    times_ms: Sequence[float], num_stages: int, slower: Sequence[float] | None = None
+) -> tuple[int, ...]:
+    """Return how many layers each stage has so that the slowest stage is as fast as can be.
+
+    Of the cuts with that slowest stage, one whose stage times have the least sum of squares, and
+    then the one with the latest cuts: a slow stage waits the less at both ends of a step the
+    earlier it stands. Exact: two dynamic programs over the places to cut, the
+    least largest stage first, then the least sum of squares with no stage above it. This is the
+    simplest rule that counts embedding and head; it knows no memory and no schedule, which
+    ``optpipe plan`` does. ``slower`` multiplies the times of each stage, where devices differ.
+    """
+    count = len(times_ms)
+    ends = np.array([0.0, *accumulate(times_ms)])
+    width = np.subtract.outer(ends, ends)  # [end, start]
+    width[np.triu_indices(count + 1)] = np.inf
+    widths = [width] * num_stages if slower is None else [width * factor for factor in slower]
+    largest = _least_largest(widths)
+    most = largest * _SLACK + 1e-300
+    return _least_sum([np.where(one <= most, one**2, np.inf) for one in widths])
+
+
+def _least_largest(widths: Sequence[NDArray[np.float64]]) -> float:
+    best = widths[0][:, 0]
+    for width in widths[1:]:
+        best = np.maximum(width, best[np.newaxis, :]).min(axis=1)
+    return float(best[-1])
+
+
+def _least_sum(costs: Sequence[NDArray[np.float64]]) -> tuple[int, ...]:
+    best = costs[0][:, 0]
+    cuts = []
+    for cost in costs[1:]:
+        sums = cost + best[np.newaxis, :]
+        best = sums.min(axis=1)
+        is_best = sums <= best[:, np.newaxis] * _SLACK
+        cuts.append(len(cost) - 1 - is_best[:, ::-1].argmax(axis=1))
+    end, sizes = len(costs[0]) - 1, []
+    for cut in reversed(cuts):
+        sizes.append(end - int(cut[end]))
+        end = int(cut[end])
+    return tuple([*sizes, end][::-1])

@@ -1,0 +1,259 @@
+"""Cuts decoder-only models of `transformers` into stages that run their own code.
+
+::
+
+    from optpipe.runtime.trainers.huggingface import build_stages, loss_of
+
+    config = AutoConfig.from_pretrained("config.json")
+    stages = build_stages(config, [4, 4, 4, 4], own=[rank])   # the others hold no memory
+    runner = PipelineRunner({rank: stages[rank]}, schedule, loss_of(config), ties=ties_of(...))
+
+A stage is the model with some of its decoder layers, called by the model's own ``forward``: the
+first takes token ids, the others the hidden states of the one before, the last gives logits. So
+masks and rotary tables are made on every stage by the model's code, from ``attention_mask`` and
+``position_ids`` where a step is given them. Caches are for generation; there are none.
+"""
+
+from __future__ import annotations
+
+import copy
+from importlib import metadata
+from itertools import accumulate
+from types import MethodType
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from optpipe.errors import MissingExtraError
+from optpipe.runtime.errors import PreflightError
+from optpipe.runtime.trainers.split import Passed, Tie, materialize, ties_of
+from optpipe.runtime.trainers.split import split as split_model
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Sequence
+
+__all__ = ["Stages", "build_stages", "loss_of", "split"]
+
+_MAJOR: Final = 5
+"""Of transformers, in which a layer's kind and masks are looked up in the configuration."""
+
+_TESTED: Final = frozenset(
+    {"gpt2", "gpt_oss", "llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"}
+)
+"""Kinds of models whose stages are tested to be the model, chained."""
+
+
+class Stages(list[nn.Module]):
+    """The stages of a model, and the parameters that several of them share."""
+
+    ties: tuple[Tie, ...] = ()
+
+
+def split(
+    model: nn.Module, layers_per_stage: Sequence[int], *, check: bool | None = None
+) -> Stages:
+    """Return the stages of a causal language model of `transformers`, which stays as it is.
+
+    Parameters
+    ----------
+    model
+        Such as `LlamaForCausalLM`; stages share its modules and have its keys.
+    layers_per_stage
+        How many decoder layers each stage holds.
+    check
+        Whether the stages, chained, are compared with the model on a few tokens; by default where
+        models of this kind are not among those that are tested. Takes the model's values.
+
+    Raises
+    ------
+    MissingExtraError
+        If `transformers` is not there in a version that the stages know.
+    PreflightError
+        If the model is no decoder-only language model, or does not come apart like this.
+    """
+    _require_transformers()
+    base = getattr(model, "base_model", None)
+    config: Any = getattr(model, "config", None)
+    if base is None or base is model or config is None or config.is_encoder_decoder:
+        raise PreflightError(
+            f"{type(model).__name__} is no decoder-only language model of transformers; split "
+            "other models by optpipe.runtime.trainers.split"
+        )
+    prefix = model.base_model_prefix
+    blocks = next(
+        (f"{prefix}.{name}" for name in ("layers", "h") if hasattr(base, name)), f"{prefix}.layers"
+    )
+    stages = Stages()
+    ends = list(accumulate(layers_per_stage))
+    parts = split_model(model, layers_per_stage, blocks=blocks)
+    for index, (made, end, count) in enumerate(zip(parts, ends, layers_per_stage, strict=True)):
+        _keep_layers(made, config, end - count, end)
+        decoder: Any = made.base_model
+        if index:
+            for name in ("wpe", "drop"):
+                if hasattr(decoder, name):
+                    decoder._modules[name] = _Nothing() if name == "wpe" else Passed()  # noqa: SLF001
+        made.forward = MethodType(_of_states if index else _of_tokens, made)
+        stages.append(made)
+    stages.ties = ties_of(stages)
+    is_known = getattr(config, "model_type", "") in _TESTED
+    if check or (check is None and not is_known):
+        _compare(model, stages)
+    return stages
+
+
+def build_stages(
+    config: Any,
+    layers_per_stage: Sequence[int],
+    *,
+    own: Collection[int],
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+) -> Stages:
+    """Return the stages of a model that is made from its configuration alone.
+
+    Only those in ``own`` have memory, and random values as the model initializes them; load a
+    checkpoint over them by their keys, which are the model's. No rank needs the whole model, nor
+    does `measure`, which runs each stage on its own rank.
+
+    Raises
+    ------
+    MissingExtraError, PreflightError
+        As `split`.
+    """
+    _require_transformers()
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    stages = split(model, layers_per_stage, check=False)
+    shared: dict[Tensor, nn.Parameter] = {}
+    for index in sorted(own):
+        # Each stage draws its own values, whoever else is built here.
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed + index)
+            before = dict(stages[index].named_parameters())
+            materialize(stages[index], device, model._init_weights)  # noqa: SLF001
+        for name, parameter in before.items():
+            home, _, last = name.rpartition(".")
+            owner = stages[index].get_submodule(home)
+            # What two stages of this rank shared, they share again.
+            setattr(owner, last, shared.setdefault(parameter, owner.get_parameter(last)))
+    return stages
+
+
+def loss_of(config: Any) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return the loss of a causal language model: the mean cross entropy of the next tokens.
+
+    From (logits, labels) of a micro-batch, both of the same tokens; labels of -100 are left out.
+    """
+    _require_transformers()
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    def loss(logits: Tensor, labels: Tensor) -> Tensor:
+        found: Tensor = ForCausalLMLoss(logits, labels, vocab_size=config.vocab_size)
+        return found
+
+    return loss
+
+
+def _require_transformers() -> None:
+    try:
+        version = metadata.version("transformers")
+    except metadata.PackageNotFoundError:
+        raise MissingExtraError(
+            "transformers is not installed, and its models are to be split; "
+            f"pip install 'transformers=={_MAJOR}.*'"
+        ) from None
+    if version.split(".")[0] != str(_MAJOR):
+        raise MissingExtraError(
+            f"transformers {version} is installed, but stages are called as models of "
+            f"{_MAJOR}.* are; pip install 'transformers=={_MAJOR}.*'"
+        )
+
+
+class _Nothing(nn.Module):
+    """Stands for learned positions, which the first stage has added."""
+
+    def forward(self, positions: Tensor) -> Tensor:
+        return torch.zeros((), device=positions.device)
+
+
+def _keep_layers(made: Any, config: Any, start: int, end: int) -> None:
+    """Let a stage's configuration say what it says of the layers that it holds."""
+    own = copy.deepcopy(config)
+    own.num_hidden_layers = end - start
+    kinds = getattr(config, "layer_types", None)
+    if kinds is not None:
+        own.layer_types = list(kinds[start:end])
+    for module in (made, made.base_model):
+        module.config = own
+
+
+def _of_tokens(
+    self: Any,
+    input_ids: Tensor,
+    attention_mask: Tensor | None = None,
+    position_ids: Tensor | None = None,
+) -> Tensor:
+    """Run the first stage's layers."""
+    return _run(self, attention_mask, position_ids, input_ids=input_ids)
+
+
+def _of_states(
+    self: Any,
+    hidden_states: Tensor,
+    attention_mask: Tensor | None = None,
+    position_ids: Tensor | None = None,
+) -> Tensor:
+    """Run the layers of a later stage."""
+    return _run(self, attention_mask, position_ids, inputs_embeds=hidden_states)
+
+
+def _run(
+    stage: Any, attention_mask: Tensor | None, position_ids: Tensor | None, **given: Tensor
+) -> Tensor:
+    found: Tensor = (
+        type(stage)
+        .forward(
+            stage,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            use_cache=False,
+            return_dict=True,
+            **given,
+        )
+        .logits
+    )
+    return found
+
+
+def _compare(model: nn.Module, stages: Sequence[nn.Module]) -> None:
+    """Refuse stages that, chained, are not the model."""
+    name = type(model).__name__
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise PreflightError(
+            f"{name} is not among the models whose stages are tested "
+            f"({', '.join(sorted(_TESTED))}), and has no values to compare them by; split it with "
+            "values once, and pass check=False when that is right"
+        )
+    parameter = next(model.parameters())
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        modes = {module: module.training for module in model.modules()}
+        model.eval()
+        for stage in stages:
+            stage.eval()
+        state = tokens = torch.arange(6, device=parameter.device).view(1, 6)
+        for stage in stages:
+            state = stage(state)
+        expected: Any = model(input_ids=tokens, use_cache=False)
+        for module, mode in modes.items():
+            module.training = mode
+        for stage in stages:
+            stage.train(model.training)
+    if not torch.allclose(state, expected.logits, rtol=1e-3, atol=1e-4):
+        raise PreflightError(
+            f"the stages of {name}, chained, give other logits than the model: its layers are not "
+            "simply applied one after another; give stages of your own to PipelineRunner"
+        )

@@ -1,0 +1,261 @@
+"""Cuts a model with a list of blocks into stages, without changing it.
+
+A stage is a copy of the model's skeleton: its own ``forward``, and of its modules those that it
+keeps, which are shared with the model and have its keys. A list of blocks is shortened; any other
+module that is left out passes its first input on. So this is right for models that hand one value
+from module to module: ``for block in self.blocks: x = block(x)``.
+
+::
+
+    model = MyModel(config)
+    stages = split(model, [3, 3, 2])
+    runner = PipelineRunner({rank: stages[rank]}, schedule, loss_fn)
+
+No rank needs the whole model: build it under ``torch.device("meta")``, split it, and let each rank
+`materialize` its own stages.
+"""
+
+from __future__ import annotations
+
+import copy
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from optpipe.runtime.errors import PreflightError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterator, Sequence
+
+__all__ = ["Passed", "Tie", "materialize", "skeleton_of", "split", "ties_of"]
+
+_LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+
+class Passed(nn.Module):
+    """Stands in a stage for a module of another one: returns its first input."""
+
+    def forward(self, given: Any, *_: Any, **__: Any) -> Any:
+        """Return the first input."""
+        return given
+
+
+def split(
+    model: nn.Module,
+    layers_per_stage: Sequence[int] | None = None,
+    *,
+    blocks: str | None = None,
+    module_fqns_per_model_part: Sequence[Sequence[str]] | None = None,
+) -> list[nn.Module]:
+    """Return the stages of a model, in its order.
+
+    Parameters
+    ----------
+    model
+        Stays as it is; stages share its modules.
+    layers_per_stage
+        How many blocks each stage holds. What is registered before the blocks goes to the first
+        stage, what comes after them to the last; tables, modules of non-persistent buffers alone,
+        such as rotary embeddings, go to all.
+    blocks
+        The name of the list of blocks, such as "model.layers"; by default the only list of as many
+        as the stages hold.
+    module_fqns_per_model_part
+        In place of ``layers_per_stage``, the names of what each stage holds, as in torchtitan:
+        ``[["embed", "layers.0"], ["layers.1", "norm", "head"]]``.
+
+    Raises
+    ------
+    PreflightError
+        If names or numbers do not fit the model, or a module above the blocks has parameters of its
+        own, which no stage could hold alone.
+    """
+    if (layers_per_stage is None) == (module_fqns_per_model_part is None):
+        raise PreflightError(
+            "split needs layers_per_stage or module_fqns_per_model_part; give one of them"
+        )
+    if module_fqns_per_model_part is not None:
+        parts = [set(names) for names in module_fqns_per_model_part]
+    else:
+        counts = list(layers_per_stage or ())
+        parts = _parts_of(model, counts, blocks or _find_blocks(model, sum(counts)))
+    _check_parts(model, parts)
+    return [skeleton_of(model, part) for part in parts]
+
+
+def _find_blocks(model: nn.Module, count: int) -> str:
+    lists: dict[str, Any] = {
+        name: one for name, one in model.named_modules() if isinstance(one, _LISTS)
+    }
+    fitting: list[str] = [name for name, one in lists.items() if len(one) == count and name]
+    if len(fitting) != 1:
+        found = ", ".join(f"{name} ({len(one)})" for name, one in lists.items()) or "none"
+        raise PreflightError(
+            f"layers_per_stage has {count} layers, and {len(fitting)} lists of the model have as "
+            f"many ({found}); name the blocks with blocks="
+        )
+    return fitting[0]
+
+
+def _parts_of(model: nn.Module, counts: Sequence[int], blocks: str) -> list[set[str]]:
+    """Return the names of what each stage holds."""
+    try:
+        listed = model.get_submodule(blocks)
+    except AttributeError:
+        raise PreflightError(
+            f"the model has no module {blocks}; name its list of blocks, one of "
+            f"{', '.join(name for name, one in model.named_modules() if isinstance(one, _LISTS))}"
+        ) from None
+    names = [f"{blocks}.{name}" for name, _ in listed.named_children()]
+    if sum(counts) != len(names) or min(counts, default=0) < 0 or not counts:
+        raise PreflightError(
+            f"layers_per_stage {list(counts)} holds {sum(counts)} layers, {blocks} has "
+            f"{len(names)}; give numbers that add up"
+        )
+    ends = list(accumulate(counts))
+    parts = [set(names[end - count : end]) for count, end in zip(counts, ends, strict=True)]
+    behind = False
+    for name in _beside(model, blocks):
+        if name == blocks:
+            behind = True
+        else:
+            parts[-1 if behind else 0].add(name)
+    return parts
+
+
+def _beside(model: nn.Module, blocks: str) -> Iterator[str]:
+    """Yield the list of blocks and, in order, the other modules on the way to it."""
+
+    def walk(module: nn.Module, prefix: str) -> Iterator[str]:
+        for name, _ in module.named_children():
+            full = f"{prefix}{name}"
+            if blocks.startswith(f"{full}."):
+                yield from walk(module.get_submodule(name), f"{full}.")
+            else:
+                yield full
+
+    return walk(model, "")
+
+
+def _check_parts(model: nn.Module, parts: Sequence[Collection[str]]) -> None:
+    kept: dict[str, int] = {}
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for index, part in enumerate(parts):
+        for name in sorted(part):
+            if name not in modules:
+                raise PreflightError(
+                    f"stage {index} shall hold {name}, which is no module of the model; see its "
+                    "named_modules()"
+                )
+            if name in kept:
+                raise PreflightError(
+                    f"{name} shall be in stages {kept[name]} and {index}; name it once"
+                )
+            kept[name] = index
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if not any(name.startswith(f"{held}.") for held in kept):
+            raise PreflightError(
+                f"parameter {name} of shape {tuple(parameter.shape)} is in no stage; name the "
+                "module that holds it, or put a parameter of the whole model into a module"
+            )
+
+
+def skeleton_of(model: nn.Module, part: Collection[str], prefix: str = "") -> nn.Module:
+    """Return a copy of a model without the modules that a stage does not hold.
+
+    ``part`` are the full names of those that it holds; tables are held by all.
+    """
+    made = copy.copy(model)
+    # A copy of a module shares its dictionaries.
+    for kind in ("_parameters", "_buffers", "_modules"):
+        made.__dict__[kind] = dict(getattr(model, kind))
+    for name, child in model.named_children():
+        full = f"{prefix}{name}"
+        if full in part or _is_table(child):
+            continue
+        if any(held.startswith(f"{full}.") for held in part):
+            made.__dict__["_modules"][name] = skeleton_of(child, part, f"{full}.")
+        elif isinstance(child, _LISTS):
+            made.__dict__["_modules"][name] = type(child)()
+        elif isinstance(model, _LISTS):
+            # Those that stay keep their number, so keys are the model's.
+            del made.__dict__["_modules"][name]
+        else:
+            made.__dict__["_modules"][name] = Passed()
+    return made
+
+
+def _is_table(module: nn.Module) -> bool:
+    """Whether a module holds nothing but what it can compute again, such as rotary embeddings."""
+    holds = next(module.buffers(), None) is not None
+    return holds and not module.state_dict() and next(module.parameters(), None) is None
+
+
+def materialize(
+    stage: nn.Module,
+    device: torch.device | str,
+    initialize: Callable[[nn.Module], object] | None = None,
+) -> nn.Module:
+    """Give a stage that was built without memory its memory, and values; return it.
+
+    Parameters
+    ----------
+    stage
+        Of a model built under ``torch.device("meta")``.
+    initialize
+        Called with every module that has parameters or buffers of its own, children first; by
+        default modules reset their parameters as their ``__init__`` does. A checkpoint loaded
+        afterwards makes values of no importance.
+
+    Raises
+    ------
+    PreflightError
+        If a module cannot initialize itself.
+    """
+    stage.to_empty(device=device)
+
+    def reset(module: nn.Module) -> None:
+        own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        if not own:
+            return
+        method = initialize or getattr(type(module), "reset_parameters", None)
+        if method is None:
+            raise PreflightError(
+                f"{type(module).__name__} has parameters or buffers and no reset_parameters(); "
+                "pass initialize="
+            )
+        with torch.no_grad():
+            method(module)
+
+    for module in reversed(list(stage.modules())):
+        reset(module)
+    return stage
+
+
+# --- Parameters that two stages share, such as the embedding and the head of a language model.
+
+
+class Tie(NamedTuple):
+    """One parameter in several stages: (stage, name there), in the order of the stages."""
+
+    places: tuple[tuple[int, str], ...]
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """The stages, each once."""
+        return tuple(dict.fromkeys(stage for stage, _ in self.places))
+
+
+def ties_of(stages: Sequence[nn.Module]) -> tuple[Tie, ...]:
+    """Return the parameters that several stages of one model share.
+
+    Call it before stages go to a device or get memory, which ends what they share.
+    """
+    places: dict[Tensor, list[tuple[int, str]]] = {}
+    for index, stage in enumerate(stages):
+        for name, parameter in stage.named_parameters():
+            places.setdefault(parameter, []).append((index, name))
+    found = (Tie(tuple(where)) for where in places.values())
+    return tuple(tie for tie in found if len(tie.stages) > 1)

@@ -1,0 +1,203 @@
+"""torchtitan trains by a schedule: a function in place of its model's ``pipelining_fn``.
+
+::
+
+    from functools import partial
+    from optpipe.runtime.trainers.torchtitan import pipeline_llm
+
+    spec = dataclasses.replace(spec, pipelining_fn=partial(pipeline_llm, schedule=schedule))
+
+torchtitan splits the model, parallelizes the parts and trains them as always; only what runs a step
+is ours. The placement is the schedule's: a loop, a V or any other.
+"""
+
+from __future__ import annotations
+
+from importlib import metadata
+from typing import TYPE_CHECKING, Any, Final
+
+from optpipe.errors import MissingExtraError
+from optpipe.runtime.errors import PreflightError
+from optpipe.runtime.passes import treat_as_plain
+from optpipe.runtime.preflight import num_microbatches_of
+from optpipe.runtime.runner import PipelineRunner
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    import torch
+    from torch import Tensor, nn
+    from torch.distributed import ProcessGroup
+
+    from optpipe.problem import Problem
+    from optpipe.schedule import Schedule
+
+__all__ = ["TitanSchedule", "pipeline_llm"]
+
+_VERSIONS: Final = "0.3"
+"""Of torchtitan, whose helpers split the model."""
+
+
+def pipeline_llm(
+    model: nn.Module,
+    *,
+    schedule: Schedule,
+    problem: Problem | None = None,
+    parallel_dims: Any,
+    training: Any,
+    parallelism: Any,
+    compile_config: Any,
+    ac_config: Any,
+    dump_folder: str,
+    device: torch.device,
+    model_config: Any,
+    parallelize_fn: Callable[..., nn.Module],
+    loss_fn: Callable[..., Any],
+    **options: Any,
+) -> tuple[TitanSchedule, list[nn.Module], bool, bool]:
+    """Return what runs steps, this rank's parts of the model, and whether it has both ends.
+
+    Parameters and return values are those of torchtitan's `pipeline_llm` (0.3,
+    `distributed/pipeline_parallel.py`), but for these.
+
+    Parameters
+    ----------
+    schedule
+        Program i runs on pipeline rank i; ``pipeline_parallel_schedule`` is not looked at.
+    problem
+        The problem that it solves: then memory is checked, too.
+    **options
+        Of `PipelineRunner`.
+
+    Raises
+    ------
+    MissingExtraError
+        If torchtitan is of another version than 0.3.
+    PreflightError
+        If the configuration's micro-batches or parts are not the schedule's.
+    """
+    _require_torchtitan()
+    from torchtitan.distributed.pipeline_parallel import (
+        _generate_llm_fqn_per_model_part,
+        _split_module,
+    )
+    from torchtitan.models.common import Linear
+
+    treat_as_plain(Linear)
+    placement = schedule.placement
+    planned = num_microbatches_of(schedule)
+    asked = training.local_batch_size // parallelism.pipeline_parallel_microbatch_size
+    if asked != planned:
+        raise PreflightError(
+            f"local_batch_size {training.local_batch_size} makes {asked} micro-batches of "
+            f"{parallelism.pipeline_parallel_microbatch_size}, the schedule runs {planned}; solve "
+            "for that many, or change the batch"
+        )
+    names = parallelism.module_fqns_per_model_part or _generate_llm_fqn_per_model_part(
+        len(placement),
+        len(model_config.layers),
+        parallelism.pipeline_parallel_first_stage_less_layers,
+        parallelism.pipeline_parallel_last_stage_less_layers,
+    )
+    if len(names) != len(placement):
+        raise PreflightError(
+            f"module_fqns_per_model_part names {len(names)} parts, the schedule has "
+            f"{len(placement)} stages; name one each"
+        )
+    mesh = parallel_dims.get_mesh("pp")
+    own = [stage for stage, home in enumerate(placement) if home == mesh.get_local_rank()]
+    parts = {
+        stage: parallelize_fn(
+            _split_module(model, names[stage]),
+            parallel_dims=parallel_dims,
+            training=training,
+            parallelism=parallelism,
+            compile_config=compile_config,
+            ac_config=ac_config,
+            dump_folder=dump_folder,
+        )
+        for stage in own
+    }
+
+    def scalar_loss(*args: Any, **kwargs: Any) -> Tensor:
+        loss: Tensor = loss_fn(*args, **kwargs)[0]
+        return loss
+
+    settings = {"device": device, "group": mesh.get_group(), "mean_loss": False, **options}
+    made = TitanSchedule(parts, schedule, scalar_loss, problem, settings)
+    return made, list(parts.values()), 0 in own, len(placement) - 1 in own
+
+
+class TitanSchedule:
+    """Runs a schedule when it is called as torchtitan's trainer calls torch's.
+
+    The runner is made at the first step, when parts have their memory.
+    """
+
+    def __init__(
+        self,
+        parts: Mapping[int, nn.Module],
+        schedule: Schedule,
+        loss_fn: Callable[..., Tensor],
+        problem: Problem | None,
+        settings: dict[str, Any],
+    ) -> None:
+        self.parts = parts
+        self._schedule = schedule
+        self._loss_fn = loss_fn
+        self._problem = problem
+        self._settings = settings
+        self.runner: PipelineRunner | None = None
+
+    @property
+    def group(self) -> ProcessGroup:
+        """The ranks of the pipeline."""
+        found: ProcessGroup = self._settings["group"]
+        return found
+
+    def step(self, *args: Any, losses: list[Tensor] | None = None, **given: Any) -> None:
+        """Run forward and backward; add the losses by micro-batch to the list."""
+        found = self._ready().step(*args, **_known(given))
+        if losses is not None and found is not None:
+            losses.extend(found.unbind())
+
+    def eval(self, *args: Any, losses: list[Tensor] | None = None, **given: Any) -> Any:
+        """Run forwards alone; return the outputs where the last stage is."""
+        returns_outputs = given.get("return_outputs", True)
+        found = self._ready().eval(*args, **_known(given))
+        if losses is not None and found.losses is not None:
+            losses.extend(found.losses.unbind())
+        return found.outputs if returns_outputs else None
+
+    def close(self) -> None:
+        """End what runs in the background."""
+        if self.runner is not None:
+            self.runner.close()
+
+    def _ready(self) -> PipelineRunner:
+        if self.runner is None:
+            self.runner = PipelineRunner(
+                self.parts, self._schedule, self._loss_fn, self._problem, **self._settings
+            )
+        return self.runner
+
+
+def _known(given: dict[str, Any]) -> dict[str, Any]:
+    """Return what a runner's step takes: targets by name, without what only torch's asks."""
+    known = {key: value for key, value in given.items() if key != "return_outputs"}
+    known.setdefault("target", None)
+    return known
+
+
+def _require_torchtitan() -> None:
+    try:
+        version = metadata.version("torchtitan")
+    except metadata.PackageNotFoundError:
+        raise MissingExtraError(
+            f"torchtitan is not installed; pip install 'torchtitan=={_VERSIONS}.*'"
+        ) from None
+    if not version.startswith(f"{_VERSIONS}."):
+        raise MissingExtraError(
+            f"torchtitan {version} is installed, but its model is split by helpers of "
+            f"{_VERSIONS}; pip install 'torchtitan=={_VERSIONS}.*'"
+        )

@@ -1,0 +1,375 @@
+"""Programs for menus that v1 cannot say: by problems that it can, and with one mode per stage.
+
+The families, and what makes programs fit, know keep, offload and recompute. Here a menu is cut down
+to three of its modes that are these (`Projection`), and programs made there are programs of the
+problem once their modes are named. And each stage gets one mode for all micro-batches, such that a
+family's programs fit (`with_uniform_modes`).
+
+Ignored: the hosts' limits; whether copies can be hidden is estimated by the load of the lanes.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+from math import prod
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from optpipe.memory import modes_of
+from optpipe.schedule import ActionType
+from optpipe_solver.arrays import simulate
+from optpipe_solver.arrays.encoding import Rows
+from optpipe_solver.feasibility import usable_modes
+from optpipe_solver.local_search.annealing import table_for
+from optpipe_solver.local_search.board import rows_on
+from optpipe_solver.local_search.memory_moves import Stretch, settle
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from optpipe.problem import CellMode, Problem, Stage
+    from optpipe.schedule import Program, Programs
+    from optpipe_solver.arrays import Ints
+    from optpipe_solver.arrays.encoding import CompiledProblem
+
+__all__ = ["Projection", "kept_alone", "projections", "with_uniform_modes"]
+
+
+class Projection(NamedTuple):
+    """A problem that v1 can say, and which modes of another its own are.
+
+    ``modes`` has by stage the numbers, in the other's menu, of what its own menu says. Times are
+    the same, bytes no fewer: its programs are programs of the other, exactly as long.
+    """
+
+    name: str
+    problem: Problem
+    modes: tuple[tuple[int, ...], ...]
+
+    def translate(self, programs: Programs, original: Problem) -> Programs:
+        """Return the programs with their modes named as the original's menus number them."""
+        return tuple(self._named(program, original) for program in programs)
+
+    def _named(self, program: Program, original: Problem) -> Program:
+        modes = modes_of(self.problem, program)
+        return tuple(
+            action._replace(mode=self.modes[action.stage][modes[action.cell]])
+            if action.type is ActionType.FORWARD and original.stages[action.stage].modes
+            else action
+            for action in program
+        )
+
+
+def kept_alone(problem: Problem) -> Projection:
+    """Return the projection on keep alone, whatever it holds."""
+    kept = [_choice(problem, s, 0) for s in range(len(problem.stages))]
+    return _projection(problem, "kept", kept)
+
+
+_PROJECTIONS = (
+    ("of three modes", 0.0, False),
+    ("of three lean modes", 0.0, True),
+    ("half lean", 0.5, True),
+    ("lean", 1.0, True),
+)
+"""Name; how far along its modes without transfers, from the fastest to the leanest, a stage's base
+is; and whether of modes that recompute the leanest is taken."""
+
+
+def projections(problem: Problem) -> tuple[Projection, ...]:
+    """Return projections worth a try, the one that costs least time first.
+
+    The base of each stage is keep, or a mode with recomputation inside: the fastest, the leanest,
+    or one between. Beside it stand a mode that offloads and one that recomputes apart, if the menu
+    has such that differ from the base in nothing else.
+    """
+    found: list[Projection] = []
+    for name, share, lean in _PROJECTIONS:
+        chosen = []
+        for s in range(len(problem.stages)):
+            line = _bases(problem, s)
+            chosen.append(_choice(problem, s, line[round(share * (len(line) - 1))], lean=lean))
+        made = _projection(problem, name, chosen)
+        if all(made.modes != other.modes for other in found):
+            found.append(made)
+    return tuple(found)
+
+
+class _Choice(NamedTuple):
+    """What a stage may do in a projection: numbers in its menu, -1 = not."""
+
+    base: int
+    offload: int = -1
+    recompute: int = -1
+
+
+def _bases(problem: Problem, s: int) -> list[int]:
+    """Return the modes without actions of their own, fastest first, each leaner than all before."""
+    menu = problem.menus[s]
+    plain = [k for k, mode in enumerate(menu) if not mode.offload_bytes]
+    plain = [k for k in plain if menu[k].recompute != "apart"]
+    line: list[int] = []
+    for k in sorted(plain, key=lambda k: (menu[k].inside_ms, menu[k].forward_bytes)):
+        if not line or menu[k].forward_bytes < menu[line[-1]].forward_bytes:
+            line.append(k)
+    return line
+
+
+def _choice(problem: Problem, s: int, base: int, *, lean: bool | None = None) -> _Choice:
+    """Return a base with what goes with it; nothing does where all must be treated alike.
+
+    ``lean``: of what recomputes, take what keeps least, else what saves most for its time; None:
+    the base alone.
+    """
+    menu, known = problem.menus[s], problem.menus[s][base]
+    if lean is None or problem.stages[s].uniform_modes:
+        return _Choice(base)
+    away = [
+        k
+        for k in usable_modes(problem, s)
+        if menu[k].offload_bytes
+        and menu[k].forward_bytes == known.forward_bytes
+        and menu[k].recompute != "apart"
+        and menu[k].inside_ms == known.inside_ms
+    ]
+    again = [
+        k
+        for k in usable_modes(problem, s)
+        if menu[k].recompute == "apart"
+        and not menu[k].offload_bytes
+        and known.forward_bytes == known.activation_bytes
+        and known.inside_ms == 0
+    ]
+
+    def saved_per_ms(k: int) -> float:
+        saved = menu[k].activation_bytes - menu[k].forward_bytes
+        return saved if lean else saved / (menu[k].recompute_ms + 1e-9)
+
+    return _Choice(
+        base,
+        max(away, key=lambda k: menu[k].offload_bytes, default=-1),
+        max(again, key=saved_per_ms, default=-1),
+    )
+
+
+def _projection(problem: Problem, name: str, chosen: list[_Choice]) -> Projection:
+    stages = tuple(
+        _projected(problem.stages[s], problem.menus[s], choice) for s, choice in enumerate(chosen)
+    )
+    modes = []
+    for choice, stage in zip(chosen, stages, strict=True):
+        offload = (choice.offload,) if stage.offload_bytes else ()
+        recompute = (choice.recompute,) if stage.can_recompute else ()
+        modes.append((choice.base, *offload, *recompute))
+    return Projection(name, problem.model_copy(update={"stages": stages}), tuple(modes))
+
+
+_WORKSPACES = (
+    "forward_workspace_bytes",
+    "backward_input_workspace_bytes",
+    "backward_weight_workspace_bytes",
+    "backward_workspace_bytes",
+    "recompute_workspace_bytes",
+)
+
+
+def _projected(stage: Stage, menu: tuple[CellMode, ...], choice: _Choice) -> Stage:
+    """Return a stage of v1 with a choice of modes; of bytes that differ it has the most."""
+    base = menu[choice.base]
+    used = [menu[k] for k in choice if k >= 0]
+    again = menu[choice.recompute] if choice.recompute >= 0 else None
+    inside = max(mode.inside_bytes for mode in used)
+    most = {name: max(getattr(mode, name) for mode in used) for name in _WORKSPACES}
+    most["backward_input_workspace_bytes"] += inside
+    most["backward_workspace_bytes"] += inside
+    update = most | {
+        "modes": (),
+        "uniform_modes": False,
+        "backward_input_ms": stage.backward_input_ms + base.inside_ms,
+        "backward_ms": stage.fused_backward_ms + base.inside_ms,
+        "activation_bytes": base.forward_bytes,
+        "weight_context_bytes": max(mode.weight_context_bytes for mode in used),
+        "offload_bytes": menu[choice.offload].offload_bytes if choice.offload >= 0 else 0,
+        "recompute_ms": None if again is None else again.recompute_ms,
+        "checkpoint_bytes": None if again is None else again.forward_bytes,
+    }
+    return stage.model_copy(update=update)
+
+
+# --- One mode per stage, such that programs fit. With transfers as tight as can be (RELEASE right
+# behind F, RELOAD and RECOMPUTE right before the backward) what a device holds is, at each of its
+# actions, a sum over its stages of bytes that depend on the stage's mode alone.
+
+_MOST_CHOICES = 256
+"""Choices of a device up to which all are looked at; beyond, one mode after another is changed."""
+
+_HIDDEN_COST = 0.05
+"""What a copy that its lane has time for is taken to cost, as a share of its duration."""
+
+
+class _Footprint(NamedTuple):
+    """A stage in one mode: bytes it holds before each action, and needs for its own; its cost."""
+
+    held: Ints
+    needs: Ints
+    cost_ms: float
+
+
+def with_uniform_modes(compiled: CompiledProblem, rows: Rows) -> Rows | None:
+    """Return compute programs with a mode for each stage so that they fit, cheap ones first.
+
+    Where it moves bytes, transfers take the places that memory leaves them.
+
+    Parameters
+    ----------
+    compiled, rows
+        A problem and legal compute programs of it, over their memory limits or not; their modes are
+        of no account.
+
+    Returns
+    -------
+    None where no mode of some stage makes its device's program fit.
+    """
+    m = compiled.times.num_microbatches
+    chosen = np.zeros(compiled.times.num_stages, dtype=np.int64)
+    for device, held in enumerate(compiled.problem.stages_of):
+        codes = rows.actions[device, : rows.lengths[device]]
+        found = _fitting(compiled, device, codes) if held else ()
+        if found is None:
+            return None
+        chosen[list(held)] = found
+    return _settled(compiled, _with_actions(compiled, rows, np.repeat(chosen, m)))
+
+
+def _fitting(compiled: CompiledProblem, device: int, codes: Ints) -> tuple[int, ...] | None:
+    """Return a mode for each stage of a device so that its program fits, None for none."""
+    problem, limit = compiled.problem, int(compiled.memory.limit[device])
+    held = problem.stages_of[device]
+    numbers = [np.flatnonzero(compiled.memory.may[s]).tolist() for s in held]
+    ways = [
+        [_footprint(compiled, codes, s, number) for number in known]
+        for s, known in zip(held, numbers, strict=True)
+    ]
+    if prod(map(len, ways)) <= _MOST_CHOICES:
+        picked = _cheapest(ways, limit)
+    else:
+        picked = _one_by_one(ways, limit)
+    if picked is None:
+        return None
+    return tuple(known[k] for known, k in zip(numbers, picked, strict=True))
+
+
+def _footprint(compiled: CompiledProblem, codes: Ints, s: int, number: int) -> _Footprint:
+    memory, times = compiled.memory, compiled.times
+    adds, rises = memory.adds[:, s, number], memory.rises[:, s, number]
+    kinds, stages = np.divmod(codes, times.num_cells)
+    own = stages // times.num_microbatches == s
+    changes, needs = np.zeros_like(codes), np.zeros_like(codes)
+    moved = adds[simulate.RELOAD]
+    back, again = moved, moved
+    if memory.again[s, number]:
+        back, again = moved + adds[simulate.RECOMPUTE], moved + rises[simulate.RECOMPUTE]
+    for kind in range(simulate.OFFLOAD):
+        here = own & (kinds == kind)
+        changes[here], needs[here] = adds[kind], rises[kind]
+        if kind == simulate.FORWARD:
+            changes[here] -= moved
+        elif kind != simulate.BACKWARD_WEIGHT:
+            changes[here] += back
+            needs[here] = max(back + rises[kind], again)
+    return _Footprint(np.cumsum(changes) - changes, needs, _cost_ms(compiled, s, number))
+
+
+def _cost_ms(compiled: CompiledProblem, s: int, number: int) -> float:
+    """Return about what it costs a micro-batch that a stage is in a mode, in ms."""
+    problem = compiled.problem
+    ms = compiled.times.mode_ms[:, s, number]
+    stage = problem.stages[s]
+    extra = float(ms[simulate.BACKWARD_INPUT]) - stage.backward_input_ms
+    if compiled.memory.again[s, number]:
+        extra += float(ms[simulate.RECOMPUTE])
+    if compiled.memory.adds[simulate.RELOAD, s, number] == 0:
+        return extra
+    copies = [float(ms[kind]) for kind in (simulate.OFFLOAD, simulate.RELOAD)]
+    lane = sum(copies) if problem.devices[stage.device].half_duplex else max(copies)
+    return extra + _HIDDEN_COST * lane + max(0.0, lane - stage.busy_ms)
+
+
+def _cheapest(ways: list[list[_Footprint]], limit: int) -> tuple[int, ...] | None:
+    def cost(picked: tuple[int, ...]) -> float:
+        return sum(known[k].cost_ms for known, k in zip(ways, picked, strict=True))
+
+    for picked in sorted(product(*(range(len(known)) for known in ways)), key=cost):
+        if _load(ways, picked).max(initial=0) <= limit:
+            return picked
+    return None
+
+
+def _one_by_one(ways: list[list[_Footprint]], limit: int) -> tuple[int, ...] | None:
+    """Change the mode that frees most for its cost where most is held, until all fits."""
+    picked = [min(range(len(known)), key=lambda k: known[k].cost_ms) for known in ways]
+    for _ in range(sum(map(len, ways))):
+        load = _load(ways, picked)
+        at = int(load.argmax())
+        if load[at] <= limit:
+            return tuple(picked)
+        better = list(_changes(ways, picked, at))
+        if not better:
+            return None
+        _, stage, mode = min(better)
+        picked[stage] = mode
+    return None
+
+
+def _changes(
+    ways: list[list[_Footprint]], picked: list[int], at: int
+) -> Iterator[tuple[float, int, int]]:
+    """Yield what a byte less at a place costs (ms), by which stage in which mode."""
+    for stage, known in enumerate(ways):
+        now = known[picked[stage]]
+        for mode, other in enumerate(known):
+            freed = int(now.held[at] + now.needs[at] - other.held[at] - other.needs[at])
+            if freed > 0:
+                yield (other.cost_ms - now.cost_ms) / freed, stage, mode
+
+
+def _load(ways: list[list[_Footprint]], picked: tuple[int, ...] | list[int]) -> Ints:
+    """Return the most bytes held during each action of the device."""
+    taken = [known[k] for known, k in zip(ways, picked, strict=True)]
+    total: Ints = np.sum([way.held + way.needs for way in taken], axis=0)
+    return total
+
+
+def _with_actions(compiled: CompiledProblem, rows: Rows, modes: Ints) -> Rows:
+    """Return compute programs with what the modes of their cells ask for, as tight as can be."""
+    cells, m = compiled.times.num_cells, compiled.times.num_microbatches
+    stages = np.arange(cells) // m
+    goes = compiled.memory.adds[simulate.RELOAD, stages, modes] > 0
+    again = compiled.memory.again[stages, modes]
+    actions, lengths = np.zeros_like(rows.actions), np.zeros_like(rows.lengths)
+    for device, codes in enumerate(rows.programs()):
+        made: list[int] = []
+        for code in codes.tolist():
+            kind, cell = divmod(code, cells)
+            if kind in (simulate.BACKWARD_INPUT, simulate.FULL_BACKWARD):
+                made += [simulate.RELOAD * cells + cell] * bool(goes[cell])
+                made += [simulate.RECOMPUTE * cells + cell] * bool(again[cell])
+            made.append(code)
+            if kind == simulate.FORWARD and goes[cell]:
+                made += [simulate.OFFLOAD * cells + cell, simulate.RELEASE * cells + cell]
+        actions[device, : len(made)] = made
+        lengths[device] = len(made)
+    return Rows(actions, lengths, modes)
+
+
+def _settled(compiled: CompiledProblem, rows: Rows) -> Rows:
+    """Return programs that fit, their transfers moved away from where they are waited for."""
+    if compiled.is_compute_only(rows):
+        return rows
+    table = table_for(compiled, rows)
+    for device in range(rows.lengths.size):
+        count = int(table.board.counts[device])
+        given = (table.board, table.undo, table.times, table.memory, table.load)
+        settle(Stretch(*given, device, 0, count), count)
+    return rows_on(table.board)

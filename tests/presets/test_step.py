@@ -1,0 +1,186 @@
+"""A whole configuration: memory by kind, limits that hold by argument, and published profiles."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from optpipe.presets import (
+    MODELS,
+    LayerForm,
+    Machine,
+    PipelineCut,
+    Training,
+    find_gpu,
+    find_model,
+    step_estimate,
+)
+from optpipe.presets.costs import layer_kept
+from tests.strategies import few
+
+DATA = Path(__file__).parents[1] / "data" / "published"
+A100, H100, GB200 = (find_gpu(name) for name in ("a100", "h100", "gb200"))
+
+
+def step(model="llama3-70b", gpu=H100, training=None, **pipeline):
+    """Llama 3 70B with tp 8 on eight pipeline ranks of H100, unless said otherwise."""
+    training = training or Training(tp=8, sequence=8192)
+    machine = Machine(gpu, gpu.efficiency, training)
+    cut = PipelineCut(**{"pp": 8, "num_microbatches": 16, **pipeline})
+    return step_estimate(find_model(model), machine, cut)
+
+
+def test_memory_is_split_by_kind() -> None:
+    """2, 4 and 12 bytes of each parameter; 1F1B's first rank holds as many micro-batches as ranks,
+    each later one fewer; interleaved the paper's (v - 1) p + 2 (p - r - 1) + 1 chunks."""
+    training = Training(tp=8, sequence=8192)
+    first, *_, last = step(training=training, layout="even").memory
+    shape = find_model("llama3-70b")
+    layer = layer_kept(shape, training, LayerForm(False)).activation_bytes
+    assert first.activations == pytest.approx(8 * 10 * layer, rel=1e-3)
+    assert last.activations == pytest.approx(10 * layer, rel=0.5)
+    assert first.gradients == 2 * first.weights
+    assert first.optimizer == 6 * first.weights
+    looped = step(training=training, chunks=2, placement="loop", layout="even").memory[0]
+    assert looped.activations == pytest.approx((8 + 2 * 7 + 1) * 5 * layer, rel=1e-3)
+    assert first.total == first.allocated + first.reserved
+
+
+def test_the_causes_add_up_to_the_step() -> None:
+    """Of the rank that decides: all passes, waiting, and what follows."""
+    found = step("qwen3-235b-a22b", training=Training(tp=2, dp=16, ep=32), chunks=4,
+                 placement="loop", layout="even")  # fmt: skip
+    after = found.reduction_ms + found.gather_ms + found.optimizer_ms
+    assert sum(found.spent) + found.idle_ms + after == pytest.approx(found.step_ms)
+    assert min(found.spent) >= 0
+    assert found.idle_ms > 0
+
+
+DEGREES = st.sampled_from([{"tp": 1}, {"tp": 2}, {"cp": 2}, {"dp": 8}, {"tp": 2, "dp": 4}])
+
+
+@few(30)
+@given(st.sampled_from(sorted(MODELS)), DEGREES, st.sampled_from(["h100", "gb200", "mi300x"]))
+def test_more_work_takes_longer_and_less_kept_is_less(name, degrees, gpu) -> None:
+    """More micro-batches, a slower network, no overlap and recomputation never make a step shorter;
+    recomputation and a spread optimizer never make a rank fuller."""
+    shape, hardware = MODELS[name], find_gpu(gpu)
+    training = Training(sequence=2048, **degrees)
+    cut = PipelineCut(pp=2, num_microbatches=4)
+
+    def of(changed=training, pipeline=cut, on=hardware):
+        return step_estimate(shape, Machine(on, on.efficiency, changed), pipeline, sizes=sizes)
+
+    sizes = None
+    sizes = of().sizes
+    plain = of()
+    eps = plain.step_ms * 1e-9
+    assert of(pipeline=replace(cut, num_microbatches=5)).step_ms > plain.step_ms
+    assert of(on=hardware.on_network("tcp:10")).step_ms >= plain.step_ms - eps
+    assert of(replace(training, overlap=False)).step_ms >= plain.step_ms - eps
+    for modules in ({"full"}, {"core_attn"}, {"layernorm"}, {"mlp", "moe"}, {"moe_act"}):
+        again = of(replace(training, recompute=frozenset(modules)))
+        assert again.step_ms >= plain.step_ms - eps
+        assert again.memory[0].activations <= plain.memory[0].activations
+    spread = [of(replace(training, zero=zero)).memory[0] for zero in (0, 1, 2, 3)]
+    static = [memory.weights + memory.gradients + memory.optimizer for memory in spread]
+    assert static == sorted(static, reverse=True)
+
+
+def test_narrow_products_are_faster_and_cast() -> None:
+    """Only the layers' products: attention's time stays, memory's grows."""
+    wide, narrow = (
+        step(training=Training(tp=8, sequence=8192, precision=p)).spent for p in ("bf16", "fp8")
+    )
+    assert narrow.products < wide.products
+    assert narrow.attention == pytest.approx(wide.attention)
+    assert narrow.memory > wide.memory
+
+
+def test_experts_travel_by_nvlink_where_its_domain_is_large() -> None:
+    """64 experts' ranks: within a rack of 72 or over eight nodes; fewer copies, fp8 and overlap
+    help, and node-limited routing helps only between nodes."""
+    training = Training(dp=64, ep=64, cuda_graphs=True)
+    shape = find_model("deepseek-v3")
+
+    def experts_ms(gpu, model=shape, **changes):
+        machine = Machine(gpu, gpu.efficiency, replace(training, **changes))
+        return machine.layer(model, LayerForm(True)).spent.experts
+
+    rack, nodes = experts_ms(GB200), experts_ms(H100)
+    assert nodes > 5 * rack
+    for gpu, plain in ((GB200, rack), (H100, nodes)):
+        assert experts_ms(gpu, dispatcher="deduplicated") < plain
+        assert experts_ms(gpu, dispatch="fp8") < plain
+        assert experts_ms(gpu, ep_overlap=True) < plain
+    assert shape.experts is not None
+    free = replace(shape, experts=replace(shape.experts, max_nodes=0))
+    assert experts_ms(H100, dispatcher="deduplicated") < experts_ms(
+        H100, free, dispatcher="deduplicated"
+    )
+    assert experts_ms(GB200, free, dispatcher="deduplicated") == experts_ms(
+        GB200, dispatcher="deduplicated"
+    )
+
+
+def test_the_host_is_a_floor_that_cuda_graphs_remove() -> None:
+    """8 ms and 0.2 ms for each of four local experts, half as much again in fp8; waiting for the
+    counts of tokens adds to what the device computes."""
+    training = Training(sequence=256, dp=32, ep=32, precision="fp8", dispatcher="deduplicated")
+    shape = find_model("qwen3-235b-a22b")
+
+    def layer(**changes):
+        machine = Machine(H100, H100.efficiency, replace(training, **changes))
+        return machine.layer(shape, LayerForm(True)).spent
+
+    assert sum(layer()) == pytest.approx(1.5 * (8 + 0.2 * 4))
+    assert layer(cuda_graphs=True).host == 0
+    large = layer(sequence=32768, dispatcher="alltoall")
+    assert large.host == pytest.approx(0.5 * 1.5 * (8 + 0.2 * 4))
+    assert layer(sequence=32768, dispatcher="alltoall", ep_overlap=True).host == 0
+
+
+def test_profiles_of_single_stages_are_met() -> None:
+    """Zero Bubble (arXiv 2401.10241, table 9): F, I and W of a stage on A100, within 13 %."""
+    table = json.loads((DATA / "zero_bubble_table.json").read_text("utf-8"))
+    for row in table["rows"]:
+        sizes = table["models"][row["model"]]
+        training = Training(micro_batch=sizes["mb_size"], sequence=sizes["seq"], flash=False)
+        machine = Machine(A100, A100.efficiency, training)
+        shape = find_model(f"zb-{row['model']}")
+        times = machine.layer(shape, LayerForm(False)).sums
+        layers = (sizes["layers"] + 2) // row["p"]
+        for name, ms in times._asdict().items():
+            assert layers * ms == pytest.approx(row[name], rel=0.13), (row["model"], name)
+
+
+def test_activation_memory_of_1f1b_is_the_published() -> None:
+    """PipeOffload (arXiv 2503.01328), figure 15: the fullest device, within 6 %."""
+    paper = json.loads((DATA / "published.json").read_text("utf-8"))["pipeoffload"]
+    batches = {row[0]: row[4] for row in paper["models"]}
+    column = paper["fig15"]["methods"].index("1F1B")
+    compared = 0
+    for key, figure in paper["fig15"].items():
+        if not key.endswith("gpu"):
+            continue
+        model, devices = key.removesuffix("gpu").split("_")
+        for at, sequence in enumerate(paper["fig15"]["seq"]):
+            size = figure["act_mem_gb"][at][column]
+            if isinstance(size, str):
+                continue
+            training = Training(sequence=sequence, lean=True)
+            shape = find_model(f"po-{model}")
+            p = int(devices)
+            sizes = [(shape.num_layers + 2) // p] * p
+            machine = Machine(A100, A100.efficiency, training)
+            cut = PipelineCut(pp=p, num_microbatches=batches[model])
+            found = step_estimate(shape, machine, cut, sizes=sizes)
+            held = max(memory.activations for memory in found.memory) / 1e9
+            assert held == pytest.approx(size, rel=0.06)
+            compared += 1
+    assert compared == 6

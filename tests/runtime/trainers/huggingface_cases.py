@@ -1,0 +1,174 @@
+"""What the ranks run with models of transformers, made from their configurations."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from optpipe.runtime import PipelineRunner
+from optpipe.runtime.preflight import num_microbatches_of
+from optpipe.runtime.trainers.huggingface import build_stages, loss_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from optpipe import Schedule
+
+WORDS = 64
+LENGTH = 12
+STEPS = 3
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": WORDS,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_GPT2: dict[str, Any] = {
+    **{name: _SIZES[name] for name in _SIZES if name.endswith("_token_id")},
+    **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
+    "vocab_size": WORDS,
+    "n_embd": 16,
+    "n_layer": 8,
+    "n_head": 4,
+    "n_positions": 64,
+}
+_MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_OWN: dict[str, dict[str, Any]] = {
+    "gemma": {"head_dim": 8},
+    "gpt_oss": {
+        "head_dim": 8,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 4,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+    "llama": {"tie_word_embeddings": True},
+    "mistral": {"head_dim": 4, "sliding_window": 4},
+    "mixtral": {"num_local_experts": 4},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 3},
+    "qwen2_moe": {**_MIXTURE, "shared_expert_intermediate_size": 16},
+    "qwen3": {"head_dim": 8},
+    "qwen3_moe": {**_MIXTURE, "head_dim": 8},
+}
+KINDS = ("gpt2", *sorted(set(_OWN) - {"gemma"}))
+
+
+def small_config(kind: str) -> Any:
+    """A configuration of eight small layers, in float64."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from transformers import AutoConfig
+
+        if kind == "gpt2":
+            return AutoConfig.for_model(kind, **_GPT2)
+        config = AutoConfig.for_model(kind, **{**_SIZES, **_OWN[kind]})
+        # Grouped products know no double precision.
+        config._experts_implementation = "eager"
+        return config
+
+
+def padded(num_samples: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens, of which every third sample ends early; their mask; and labels without the rest."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(3, WORDS, (num_samples, LENGTH), generator=generator)
+    mask = torch.ones_like(tokens)
+    mask[::3, 8:] = 0
+    return tokens, mask, tokens.masked_fill(mask == 0, -100)
+
+
+class TrainedModel(NamedTuple):
+    """A rank's steps beside one process: differences relative to the largest gradient."""
+
+    losses: float | None
+    gradients: float
+    tied_equal: bool
+    held: int
+    offloaded_bytes: int
+    deferred_bytes: int
+
+
+def train_transformer(kind: str, schedule: Schedule) -> TrainedModel:
+    """Train three steps with masks; each rank builds its own stages only."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        return _train(kind, schedule)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def _train(kind: str, schedule: Schedule) -> TrainedModel:
+    config, count, rank = small_config(kind), num_microbatches_of(schedule), dist.get_rank()
+    placement = schedule.placement
+    layers = [8 // len(placement)] * len(placement)
+    own = [s for s, home in enumerate(placement) if home == rank]
+    stages = build_stages(config, layers, own=own)
+    held = sum(not p.is_meta for stage in stages for p in stage.parameters())
+    whole = build_stages(config, layers, own=range(len(placement)))
+    loss_fn = loss_of(config)
+    parts = {index: stages[index] for index in own}
+    runner = PipelineRunner(parts, schedule, loss_fn, ties=stages.ties, min_offload_bytes=1)
+    if stages.ties:
+        _copy_ties(whole)
+    losses: float | None = 0.0 if runner.holds_last else None
+    for step in range(STEPS):
+        tokens, mask, labels = padded(3 * count, step)
+        found = runner.step(tokens, target=labels, attention_mask=mask)
+        for j in range(count):
+            state = tokens.chunk(count)[j]
+            for stage in whole:
+                state = stage(state, attention_mask=mask.chunk(count)[j])
+            loss = loss_fn(state, labels.chunk(count)[j])
+            (loss / count).backward()
+            if found is not None and losses is not None:
+                losses = max(losses, abs(float(found[j] - loss.detach())))
+    pairs = [
+        (ours, theirs)
+        for index in own
+        for ours, theirs in zip(stages[index].parameters(), whole[index].parameters(), strict=True)
+    ]
+    largest = max(float(theirs.grad.abs().max()) for _, theirs in pairs if theirs.grad is not None)
+    worst = max(
+        float((ours.grad - theirs.grad).abs().max())
+        for ours, theirs in pairs
+        if ours.grad is not None and theirs.grad is not None
+    )
+    runner.close()
+    return TrainedModel(
+        losses,
+        worst / largest,
+        _ties_are_equal(stages, own),
+        held,
+        runner.offloaded_bytes,
+        sum(runner.deferred_bytes.values()),
+    )
+
+
+def _copy_ties(whole: Any) -> None:
+    """The one process has one parameter for both."""
+    for tie in whole.ties:
+        first, *_ = (whole[stage].get_parameter(name) for stage, name in tie.places)
+        assert all(whole[stage].get_parameter(name) is first for stage, name in tie.places)
+
+
+def _ties_are_equal(stages: Any, own: list[int]) -> bool:
+    """Whether all ranks have the same gradient of a tied weight, to the last bit."""
+    told: list[Any] = [None] * dist.get_world_size()
+    mine = [
+        stages[stage].get_parameter(name).grad
+        for tie in stages.ties
+        for stage, name in tie.places
+        if stage in own
+    ]
+    dist.all_gather_object(told, mine)
+    everyone = [one for part in told for one in part]
+    return all(torch.equal(one, everyone[0]) for one in everyone)

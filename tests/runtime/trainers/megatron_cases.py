@@ -1,0 +1,244 @@
+"""What the ranks run with Megatron-Core's own model, data parallelism and training loop."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from optpipe.runtime.trainers.megatron import forward_backward_func
+from tests.runtime.trainers.megatron_shim import megatron_on_cpu
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from optpipe import Schedule
+
+LAYERS = 8
+MICROBATCHES = 8
+LENGTH = 8
+SAMPLES = 2
+_WORDS = 64
+STEPS = 3
+
+
+@dataclass(frozen=True)
+class Job:
+    """A Megatron job: pipeline ranks, chunks on each, and what else its flags say."""
+
+    pipeline: int
+    chunks: int = 1
+    overlap: bool = False
+    per_token: bool = False
+    scale: float | None = None
+
+
+@dataclass
+class Compared:
+    """A rank's steps by our schedule beside Megatron's own: relative differences, and work done."""
+
+    losses: float | None
+    gradients: float
+    parameters: float
+    evaluated: float | None
+    num_gradients: int
+    offloaded_bytes: int
+    deferred_bytes: int
+    restored: bool
+
+
+@dataclass
+class _Trained:
+    losses: list[float]
+    evaluated: list[float]
+    gradients: list[Tensor]
+    parameters: list[Tensor]
+
+
+def compare_with_megatron(schedule: Schedule, job: Job) -> Compared:
+    """Train three steps by Megatron's schedule and by ours, from one initialization."""
+    with megatron_on_cpu(job.pipeline, job.chunks):
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        wanted, _ = _train(get_forward_backward_func(), job)
+        ours = forward_backward_func(schedule, min_offload_bytes=1)
+        found, models = _train(ours, job)
+        assert ours.runner is not None
+        offloaded, deferred = ours.runner.offloaded_bytes, sum(ours.runner.deferred_bytes.values())
+        ours.close()
+        restored = not any(
+            "_forward_impl" in one.__dict__ for model in models for one in model.modules()
+        )
+    return Compared(
+        _worst(found.losses, wanted.losses),
+        _worst_of(found.gradients, wanted.gradients),
+        _worst_of(found.parameters, wanted.parameters),
+        _worst(found.evaluated, wanted.evaluated),
+        len(found.gradients),
+        offloaded,
+        deferred,
+        restored,
+    )
+
+
+def _worst(ours: list[float], theirs: list[float]) -> float | None:
+    assert len(ours) == len(theirs)
+    pairs = zip(ours, theirs, strict=True)
+    return max((abs(a - b) / abs(b) for a, b in pairs), default=None)
+
+
+def _worst_of(ours: list[Tensor], theirs: list[Tensor]) -> float:
+    pairs = list(zip(ours, theirs, strict=True))
+    return max(float((a - b).norm() / b.norm().clamp_min(1e-12)) for a, b in pairs)
+
+
+def _train(run: Callable[..., list[Any]], job: Job) -> tuple[_Trained, list[nn.Module]]:
+    models = _models(job)
+    parameters = [one for model in models for one in model.parameters()]
+    optimizer = torch.optim.Adam(parameters, lr=1e-3)
+    found = _Trained([], [], [], [])
+    for step in range(STEPS):
+        for model in models:
+            model.zero_grad_buffer()  # type: ignore[operator]
+        given = run(**_arguments(models, job, step))
+        found.losses += [float(one["lm loss"]) for one in given]
+        for parameter in parameters:
+            parameter.grad = parameter.main_grad.clone()  # type: ignore[attr-defined]
+            found.gradients.append(parameter.grad)
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        given = run(**_arguments(models, job, STEPS), forward_only=True)
+    found.evaluated = [float(one["lm loss"]) for one in given]
+    found.parameters = [one.detach().clone() for one in parameters]
+    return found, models
+
+
+def _arguments(models: list[nn.Module], job: Job, step: int) -> dict[str, Any]:
+    iterators = [_data(step) for _ in models]
+    return {
+        "forward_step_func": partial(_forward_step, per_token=job.per_token),
+        "data_iterator": iterators if job.chunks > 1 else iterators[0],
+        "model": models if job.chunks > 1 else models[0],
+        "num_microbatches": MICROBATCHES,
+        "seq_length": LENGTH,
+        "micro_batch_size": SAMPLES,
+    }
+
+
+def _data(step: int) -> Iterator[dict[str, Tensor]]:
+    from megatron.core import parallel_state
+
+    generator = torch.Generator().manual_seed(10 * step + parallel_state.get_data_parallel_rank())
+    for _ in range(MICROBATCHES):
+        drawn = torch.randint(_WORDS, (SAMPLES, LENGTH + 1), generator=generator)
+        yield {
+            "tokens": drawn[:, :-1].contiguous(),
+            "labels": drawn[:, 1:].contiguous(),
+            "mask": (torch.rand(SAMPLES, LENGTH, generator=generator) > 0.2).float(),
+        }
+
+
+def _forward_step(items: Any, model: nn.Module, *, per_token: bool) -> tuple[Tensor, Any]:
+    batch = next(items)
+    positions = torch.arange(LENGTH).expand(SAMPLES, LENGTH)
+    output = model(batch["tokens"], positions, None, labels=batch["labels"])
+    return output, partial(_loss, batch["mask"], per_token=per_token)
+
+
+def _loss(mask: Tensor, losses: Tensor, *, per_token: bool) -> Any:
+    total = (losses * mask).sum()
+    report = {"lm loss": (total / mask.sum()).detach()}
+    if per_token:
+        return total, mask.sum().to(torch.int), report
+    return total / mask.sum(), report
+
+
+def _models(job: Job) -> list[nn.Module]:
+    from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer import TransformerConfig
+
+    config = TransformerConfig(
+        num_layers=LAYERS,
+        hidden_size=16,
+        num_attention_heads=2,
+        ffn_hidden_size=32,
+        use_cpu_initialization=True,
+        pipeline_model_parallel_size=job.pipeline,
+        virtual_pipeline_model_parallel_size=job.chunks if job.chunks > 1 else None,
+        pipeline_dtype=torch.float32,
+        # In one batch, messages of two chunks between the same two ranks would be mixed up.
+        overlap_p2p_comm=job.chunks > 1,
+        batch_p2p_comm=job.chunks == 1,
+        gradient_accumulation_fusion=False,
+        bias_dropout_fusion=False,
+        bias_activation_fusion=False,
+        masked_softmax_fusion=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        calculate_per_token_loss=job.per_token,
+    )
+    stage, pipeline = parallel_state.get_pipeline_model_parallel_rank(), job.pipeline
+    torch.manual_seed(7 + stage)
+    models: list[Any] = []
+    for chunk in range(job.chunks):
+        first = stage == 0 and chunk == 0
+        last = stage == pipeline - 1 and chunk == job.chunks - 1
+        model = GPTModel(
+            config,
+            get_gpt_layer_local_spec(),
+            vocab_size=_WORDS,
+            max_sequence_length=LENGTH,
+            pre_process=first,
+            post_process=last,
+            share_embeddings_and_output_weights=True,
+            vp_stage=chunk if job.chunks > 1 else None,
+        )
+        settings = DistributedDataParallelConfig(
+            overlap_grad_reduce=job.overlap, grad_reduce_in_fp32=True, bucket_size=1000
+        )
+        models.append(DistributedDataParallel(config, settings, model, disable_bucketing=chunk > 0))
+    config.finalize_model_grads_func = finalize_model_grads
+    if job.overlap:
+        functions = [model.no_sync for model in models]
+        config.no_sync_func = functions if job.chunks > 1 else functions[0]
+    if job.scale is not None:
+        config.grad_scale_func = lambda loss: loss * job.scale
+    return models
+
+
+def refused_by_megatron(schedule: Schedule, job: Job) -> list[str]:
+    """What is said of calls that a schedule cannot run."""
+    with megatron_on_cpu(job.pipeline, job.chunks):
+        models = _models(job)
+        run = forward_backward_func(schedule)
+        given = _arguments(models, job, 0)
+        config: Any = models[0].config
+        config.variable_seq_lengths = True
+        said = [_said(run, given)]
+        config.variable_seq_lengths = False
+        said.append(_said(run, given | {"num_microbatches": 3}))
+        said.append(_said(run, given | {"adjust_tensor_shapes_fn": print}))
+        run.close()
+        swapped: Any = [models[0]] * 2
+        both = {"model": swapped, "data_iterator": [_data(0), _data(0)]}
+        said.append(_said(forward_backward_func(schedule), given | both))
+        inner: Any = models[0].module
+        inner.pre_process = not inner.pre_process
+        said.append(_said(forward_backward_func(schedule), given))
+    return said
+
+
+def _said(run: Any, given: dict[str, Any]) -> str:
+    try:
+        run(**given)
+    except Exception as error:  # noqa: BLE001 - compared by the test
+        return f"{type(error).__name__}: {error} <- {error.__cause__}"
+    return "not refused"

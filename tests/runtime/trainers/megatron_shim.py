@@ -1,0 +1,57 @@
+"""What Megatron-Core asks of CUDA, answered by a CPU; its own code is not changed."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+
+class _OnTheCpu(TorchFunctionMode):
+    """Makes tensors on the CPU that are asked for on "cuda"."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.Tensor.cuda:
+            return args[0]
+        kwargs = dict(kwargs or {})
+        if str(kwargs.get("device", "")).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        return func(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def megatron_on_cpu(pipeline: int, chunks: int) -> Iterator[None]:
+    """Let this rank be one of a Megatron job with so many pipeline ranks and chunks on each."""
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from megatron.core import parallel_state
+        from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+
+    kept = {
+        name: getattr(torch.cuda, name) for name in ("current_device", "set_device", "synchronize")
+    }
+    fork = CudaRNGStatesTracker.fork
+    torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
+    torch.cuda.set_device = torch.cuda.synchronize = lambda *_: None
+    CudaRNGStatesTracker.fork = lambda *_, **__: contextlib.nullcontext()
+    parallel_state.initialize_model_parallel(
+        1, pipeline, virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None
+    )
+    try:
+        with _OnTheCpu(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        parallel_state.destroy_model_parallel()
+        CudaRNGStatesTracker.fork = fork
+        for name, value in kept.items():
+            setattr(torch.cuda, name, value)

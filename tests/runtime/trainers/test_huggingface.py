@@ -1,0 +1,136 @@
+"""Models of transformers come apart into stages that are the model, and train as it does."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+import warnings
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from optpipe.errors import MissingExtraError
+from optpipe.runtime.errors import PreflightError
+from optpipe.runtime.trainers.huggingface import build_stages, loss_of, split
+from tests.runtime import schedules
+from tests.runtime.ranks import fork_ranks, free_port
+from tests.runtime.trainers.huggingface_cases import (
+    KINDS,
+    padded,
+    small_config,
+    train_transformer,
+)
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "train_hf.py"
+
+
+def _model(kind: str):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from transformers import AutoModelForCausalLM
+
+        torch.manual_seed(0)
+        return AutoModelForCausalLM.from_config(small_config(kind))
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "gemma"])
+def test_stages_chained_are_the_model(kind):
+    """With padding, where layers differ in kind, and for one that no list names."""
+    model = _model(kind).eval()
+    keys = set(model.state_dict())
+    stages = split(model, [3, 4, 1])
+    tokens, mask, labels = padded(4, 0)
+    state = tokens
+    for stage in stages:
+        state = stage(state, attention_mask=mask)
+    expected = model(input_ids=tokens, attention_mask=mask, labels=labels, use_cache=False)
+    assert torch.equal(state, expected.logits)
+    assert torch.equal(loss_of(model.config)(state, labels), expected.loss)
+    assert {key for stage in stages for key in stage.state_dict()} == keys
+    assert set(model.state_dict()) == keys
+    built = build_stages(model.config, [3, 4, 1], own=[1])
+    assert [next(stage.parameters()).is_meta for stage in built] == [True, False, True]
+    whole = model.state_dict()
+    built[1].load_state_dict({key: whole[key] for key in built[1].state_dict()})
+
+
+@pytest.mark.parametrize(
+    ("kind", "placement", "fused"),
+    [
+        ("llama", schedules.LINEAR, 0.3),
+        ("llama", schedules.V_SHAPE, 0.3),
+        ("gpt2", schedules.LINEAR, 1.0),
+        ("qwen3_moe", schedules.LINEAR, 0.3),
+    ],
+)
+def test_four_ranks_train_like_one_process(ranks, kind, placement, fused):
+    """Split and fused, offloaded and recomputed, with masks; tied weights stay equal.
+
+    GPT-2 has no linear layers of torch's before its head, so nothing to put aside.
+    """
+    problem = schedules.make_problem(placement, 4)
+    programs = schedules.random_programs(problem, 6, offload=0.3, recompute=0.3, fused=fused)
+    schedule = schedules.make_schedule(problem, programs)
+    outcomes = ranks.run(partial(train_transformer, kind), schedule, timeout=200)
+    for rank, found in enumerate(outcomes):
+        assert found.gradients < 1e-12
+        assert (found.losses is not None) == (rank == placement[-1])
+        assert found.losses is None or found.losses < 1e-12
+        assert found.tied_equal
+        assert found.held > 0
+    assert sum(found.offloaded_bytes for found in outcomes) > 0
+    assert (sum(found.deferred_bytes for found in outcomes) > 0) == (fused < 1)
+    worst = max(found.gradients for found in outcomes)
+    print(f"Hugging Face, {kind} on {placement}: gradients differ by {worst:.1e} of the largest")
+
+
+def _example(config: str, port: int) -> int:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.manual_seed(0)
+    sys.argv = [str(EXAMPLE), config]
+    warnings.simplefilter("ignore")
+    runpy.run_path(str(EXAMPLE), run_name="__main__")
+    return 0
+
+
+def test_the_example_measures_solves_and_trains(tmp_path):
+    """Thirty lines from a config.json; the loss falls."""
+    code = EXAMPLE.read_text().split('"""')[2]
+    assert len([line for line in code.splitlines() if line]) <= 30
+    config = tmp_path / "config.json"
+    config.write_text(small_config("llama").to_json_string())
+    ended = fork_ranks(partial(_example, str(config), free_port()), 4, tmp_path)
+    assert [one.code for one in ended] == [0] * 4, ended
+    losses = [float(line.split()[-1]) for line in ended[3].output.splitlines() if "loss" in line]
+    assert len(losses) == 20
+    assert losses[-1] < losses[0] - 0.05
+
+
+def test_what_is_no_decoder_or_does_not_come_apart_is_refused(monkeypatch):
+    with pytest.raises(PreflightError, match="Linear is no decoder-only language model"):
+        split(nn.Linear(2, 2), [1])
+    odd = _model("llama")
+    odd.config.model_type = "odd"
+    layer = odd.model.layers[4]
+    plain = layer.forward
+    odd.model.skips = [0]
+
+    def skipping(*given, **others):
+        odd.model.skips[0] += 1
+        return plain(*given, **others) * odd.model.skips[0]
+
+    layer.forward = skipping
+    with pytest.raises(PreflightError, match="chained, give other logits than the model"):
+        split(odd, [4, 4])
+    with torch.device("meta"):
+        bare = _model("gemma")
+    with pytest.raises(PreflightError, match="has no values to compare them by"):
+        split(bare, [4, 4])
+    monkeypatch.setattr(metadata, "version", lambda _name: "4.57.1")
+    with pytest.raises(MissingExtraError, match=r"transformers 4\.57\.1 is installed.*==5\.\*'"):
+        split(odd, [4, 4])

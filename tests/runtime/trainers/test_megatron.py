@@ -1,0 +1,121 @@
+"""Megatron-Core trains its own model by our schedules as by its own, on four ranks over gloo."""
+
+from __future__ import annotations
+
+from importlib import metadata
+
+import pytest
+
+from optpipe.errors import MissingExtraError
+from optpipe.runtime.errors import PreflightError
+from optpipe.runtime.trainers.megatron import _Items, forward_backward_func
+from optpipe.schedule import ActionType
+from tests.runtime import schedules
+from tests.runtime.trainers import megatron_cases
+from tests.runtime.trainers.megatron_cases import LAYERS, MICROBATCHES, Job
+
+LOOP = (0, 1, 0, 1)
+
+CASES = {
+    "pp 4, 1F1B": (
+        Job(4),
+        schedules.LINEAR,
+        lambda problem: schedules.one_f_one_b(4, MICROBATCHES),
+    ),
+    "pp 4, ZB-H1, losses per token, scaled": (
+        Job(4, per_token=True, scale=16.0),
+        schedules.LINEAR,
+        lambda problem: schedules.zero_bubble_h1(4, MICROBATCHES),
+    ),
+    "pp 4, any order with offload and recomputation": (
+        Job(4),
+        schedules.LINEAR,
+        lambda problem: schedules.random_programs(
+            problem, 3, offload=0.4, recompute=0.3, in_order=True
+        ),
+    ),
+    "pp 2 x 2 chunks, dp 2, any order with offload": (
+        Job(2, 2),
+        LOOP,
+        lambda problem: schedules.random_programs(problem, 4, offload=0.5, in_order=True),
+    ),
+    "pp 2 x 2 chunks, dp 2, split, reductions that overlap": (
+        Job(2, 2, overlap=True),
+        LOOP,
+        lambda problem: schedules.random_programs(problem, 5, fused=0.0, in_order=True),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_losses_and_gradients_are_those_of_megatrons_own_schedule(ranks, name):
+    """Three optimizer steps and an evaluation; tied embeddings are reduced by Megatron."""
+    job, placement, make = CASES[name]
+    problem = schedules.make_problem(placement, MICROBATCHES)
+    programs = make(problem)
+    schedule = schedules.make_schedule(problem, programs)
+    kinds = {action.type for program in programs for action in program}
+    outcomes = ranks.run(megatron_cases.compare_with_megatron, schedule, job, timeout=220)
+    for rank, found in enumerate(outcomes):
+        assert found.gradients < 1e-6
+        assert found.parameters < 1e-6
+        is_last = rank // (4 // job.pipeline) == job.pipeline - 1
+        for difference in (found.losses, found.evaluated):
+            assert (difference is not None) == is_last
+            assert difference is None or difference < 1e-6
+        assert (found.offloaded_bytes > 0) == (ActionType.OFFLOAD in kinds)
+        assert (found.deferred_bytes > 0) == (ActionType.BACKWARD_WEIGHT in kinds)
+        assert found.restored
+    per_layer = 12
+    expected = 4 // job.pipeline * (LAYERS * per_layer + 2 + 2 + 1) * megatron_cases.STEPS
+    assert sum(found.num_gradients for found in outcomes) == expected
+    worst = max(found.gradients for found in outcomes)
+    print(f"Megatron-Core, {name}: {expected} gradients, worst relative difference {worst:.1e}")
+
+
+REFUSALS = (
+    "variable_seq_lengths is set to True in Megatron's configuration, which a schedule cannot",
+    "the training loop asks for 3 micro-batches, the schedule runs 8",
+    "adjust_tensor_shapes_fn or p2p_communicator was given",
+    "has 2 model chunks, the schedule places stages",
+    "has pre_process=",
+)
+
+
+def test_what_a_schedule_cannot_run_is_refused_with_the_reason(ranks):
+    problem = schedules.make_problem(schedules.LINEAR, MICROBATCHES)
+    schedule = schedules.make_schedule(problem, schedules.one_f_one_b(4, MICROBATCHES))
+    said = ranks.run(megatron_cases.refused_by_megatron, schedule, Job(4), timeout=220)
+    for wanted, texts in zip(REFUSALS, zip(*said, strict=True), strict=True):
+        assert any(wanted in text for text in texts), texts
+        assert "not refused" not in texts
+
+
+def test_a_data_iterator_is_read_in_its_own_order_whatever_the_programs():
+    """Once for every micro-batch; a forward that takes two items is refused."""
+    items = _Items(iter("abcd"))
+    assert next(items.of(2)) == "c"
+    assert next(items.of(0)) == "a"
+    assert next(items.of(2)) == "c"
+    items.drop(2)
+    taken = items.of(3)
+    assert next(taken) == "d"
+    with pytest.raises(PreflightError, match=r"took a second item .* for micro-batch 3"):
+        next(taken)
+    assert _Items(None).of(0) is None
+
+
+@pytest.mark.parametrize(
+    ("version", "text"), [("0.17.0", "megatron-core 0.17.0 is installed"), (None, "not installed")]
+)
+def test_another_megatron_is_refused(monkeypatch, version, text):
+    def found(_name):
+        if version is None:
+            raise metadata.PackageNotFoundError
+        return version
+
+    monkeypatch.setattr(metadata, "version", found)
+    problem = schedules.make_problem(schedules.LINEAR, 4)
+    schedule = schedules.make_schedule(problem, schedules.one_f_one_b(4, 4))
+    with pytest.raises(MissingExtraError, match=f"{text}.*pip install 'megatron-core==0.16"):
+        forward_backward_func(schedule)

@@ -1,0 +1,129 @@
+"""A model is cut into stages that share its modules, train as it does, and have its keys."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from optpipe.runtime.errors import PreflightError
+from optpipe.runtime.trainers import materialize, split, ties_of
+from tests.runtime import schedules
+from tests.runtime.trainers import split_cases
+from tests.runtime.trainers.language_model import LanguageModel, language_model, tokens
+
+
+@pytest.mark.parametrize("placement", [schedules.LINEAR, schedules.V_SHAPE])
+def test_stages_with_tied_weights_train_like_the_whole_model(ranks, placement, tmp_path):
+    """Scaled, clipped over all ranks, offloaded and recomputed; in a V both copies are one.
+
+    A checkpoint of four ranks is loaded by two and by one, into models without its values.
+    """
+    problem = schedules.make_problem(placement, 4)
+    programs = schedules.random_programs(problem, 3, offload=0.4, recompute=0.3)
+    schedule = schedules.make_schedule(problem, programs)
+    outcomes = ranks.run(split_cases.train_split, schedule, str(tmp_path))
+    assert sum(one.num_parameters for one in outcomes) == len(language_model().state_dict())
+    assert any(one.offloaded_bytes for one in outcomes)
+    for rank, one in enumerate(outcomes):
+        assert one.losses_equal is (True if rank == placement[-1] else None)
+        assert one.worst_difference < 1e-14
+        assert one.norms[0] == pytest.approx(one.norms[1], rel=1e-12)
+        assert one.restored
+        assert one.scale == 8.0
+    losses = {
+        loss for row in ranks.run(split_cases.load_split, str(tmp_path), 2, 77) for loss in row
+    }
+    assert len(losses) == 1
+
+
+def test_a_split_leaves_the_model_alone_and_stages_keep_its_keys():
+    """By numbers and by names; a stage is told from the model by what it holds."""
+    model = language_model()
+    keys = list(model.state_dict())
+    batch, _ = tokens(2, 0)
+    expected = model(batch)
+    names = [
+        ["token", "blocks.0", "blocks.1", "blocks.2"],
+        ["blocks.3", "blocks.4", "blocks.5"],
+        ["blocks.6", "blocks.7", "norm", "head"],
+    ]
+    for stages in (split(model, [3, 3, 2]), split(model, module_fqns_per_model_part=names)):
+        state = batch
+        for stage in stages:
+            state = stage(state)
+        assert torch.equal(state, expected)
+        assert [key for stage in stages for key in stage.state_dict()] == keys
+        (tie,) = ties_of(stages)
+        assert tie.places == ((0, "token.weight"), (2, "head.weight"))
+        assert tie.stages == (0, 2)
+    assert list(model.state_dict()) == keys
+    assert torch.equal(model(batch), expected)
+
+
+def test_stages_built_without_memory_get_it_and_values():
+    with torch.device("meta"):
+        model = LanguageModel()
+    first, last = split(model, [4, 4])
+    torch.manual_seed(0)
+    ready = materialize(first, "cpu")
+    assert all(parameter.device.type == "cpu" for parameter in ready.parameters())
+    assert ready.get_parameter("blocks.0.norm.weight").eq(1).all()
+    assert 0 < float(ready.get_parameter("blocks.0.wide.weight").detach().abs().max()) < 1
+    assert all(parameter.is_meta for parameter in last.parameters())
+    seen = []
+    materialize(last, "cpu", lambda module: seen.append(type(module).__name__))
+    assert set(seen) == {"LayerNorm", "Linear"}
+
+
+class _OwnParameter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.position = nn.Parameter(torch.zeros(3))
+        self.blocks = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
+
+
+@pytest.mark.parametrize(
+    ("model", "given", "text"),
+    [
+        (
+            language_model,
+            {"layers_per_stage": [4, 3]},
+            r"7 layers, and 0 lists .*blocks \(8\)",
+        ),
+        (
+            language_model,
+            {"layers_per_stage": [4, 3], "blocks": "blocks"},
+            r"\[4, 3\] holds 7 layers, blocks has 8",
+        ),
+        (
+            language_model,
+            {"layers_per_stage": [4, 4], "blocks": "layers"},
+            "has no module layers; name its list of blocks, one of blocks",
+        ),
+        (
+            language_model,
+            {"module_fqns_per_model_part": [["token", "blocks.0"], ["blocks.0"]]},
+            "blocks.0 shall be in stages 0 and 1",
+        ),
+        (
+            language_model,
+            {"module_fqns_per_model_part": [["token"], ["blocks.9"]]},
+            "stage 1 shall hold blocks.9, which is no module",
+        ),
+        (
+            language_model,
+            {"module_fqns_per_model_part": [["token"], ["blocks", "norm"]]},
+            r"parameter head.weight of shape \(19, 8\) is in no stage",
+        ),
+        (
+            _OwnParameter,
+            {"layers_per_stage": [1, 1]},
+            r"position of shape \(3,\) is in no",
+        ),
+        (language_model, {}, "needs layers_per_stage or module_fqns_per_model_part"),
+    ],
+)
+def test_what_does_not_fit_the_model_is_refused(model, given, text):
+    with pytest.raises(PreflightError, match=text):
+        split(model(), **given)

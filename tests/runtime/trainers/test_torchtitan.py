@@ -1,0 +1,67 @@
+"""torchtitan's debug model trains by our schedules as by its own, on four ranks over gloo."""
+
+from __future__ import annotations
+
+from importlib import metadata
+from typing import Any
+
+import pytest
+
+from optpipe.errors import MissingExtraError
+from optpipe.runtime.trainers.torchtitan import pipeline_llm
+from tests.runtime import schedules
+from tests.runtime.trainers import torchtitan_cases
+
+CASES = {
+    "pp 4": (schedules.LINEAR, 1, 0.3),
+    "pp 2 x FSDP2 2, a V of four stages": ((0, 1, 1, 0), 2, 0.0),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_ten_steps_have_the_losses_of_torchtitans_own_1f1b(ranks, name):
+    """Its model, sharding and loss; ours splits backwards and offloads, and evaluates alike."""
+    placement, data_parallel, fused = CASES[name]
+    problem = schedules.make_problem(placement, torchtitan_cases.MICROBATCHES)
+    programs = schedules.random_programs(problem, 3, offload=0.4, fused=fused, in_order=True)
+    schedule = schedules.make_schedule(problem, programs)
+    outcomes = ranks.run(torchtitan_cases.train_titan, schedule, data_parallel, timeout=220)
+    # Their last stage is on the last rank, ours where the schedule says; each column has its data.
+    wanted = [one.wanted for one in outcomes if one.wanted]
+    found = [one.found for one in outcomes if one.found]
+    assert len(wanted) == len(found) == data_parallel
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert len(ours) == torchtitan_cases.STEPS
+        assert ours == pytest.approx(theirs, rel=1e-6)
+        assert theirs[-1] != theirs[0]
+    evaluated = [[one.evaluated, one.own_evaluation] for one in outcomes]
+    for theirs, ours in zip(*evaluated_by_column(evaluated), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-6)
+    assert all(one.offloaded_bytes and one.deferred_bytes for one in outcomes)
+    assert [one.held_stages for one in outcomes] == [len(placement) // (4 // data_parallel)] * 4
+    worst = max(
+        abs(a - b) / b
+        for one, two in zip(found, wanted, strict=True)
+        for a, b in zip(one, two, strict=True)
+    )
+    print(f"torchtitan, {name}: losses of ten steps differ by at most {worst:.1e}, relative")
+
+
+def evaluated_by_column(pairs):
+    """The losses of an evaluation: theirs, and ours."""
+    return [[one[side] for one in pairs if one[side] is not None] for side in (0, 1)]
+
+
+@pytest.mark.parametrize("version", ["0.2.2", None])
+def test_another_torchtitan_is_refused(monkeypatch, version):
+    def found(_name):
+        if version is None:
+            raise metadata.PackageNotFoundError
+        return version
+
+    monkeypatch.setattr(metadata, "version", found)
+    names = ("parallel_dims", "training", "parallelism", "compile_config", "ac_config")
+    others = ("dump_folder", "device", "model_config", "parallelize_fn", "loss_fn", "schedule")
+    call: Any = pipeline_llm
+    with pytest.raises(MissingExtraError, match=r"pip install .torchtitan==0\.3"):
+        call(None, **dict.fromkeys((*names, *others)))

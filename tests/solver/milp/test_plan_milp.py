@@ -1,0 +1,122 @@
+"""The plan MILP against all cuts and modes of small models, and its path against the simulator."""
+
+from __future__ import annotations
+
+from itertools import product
+from math import inf
+from typing import Any
+
+import pytest
+
+from optpipe.model import Model
+from optpipe.problem import placement_of
+from optpipe_solver.budget import Stop
+from optpipe_solver.milp.plan import PatternPlan, boundaries, patterns_of, plan_pattern
+from optpipe_solver.milp.plan.model import _PatternSearch
+from optpipe_solver.milp.plan.variables import PlanChoice
+
+MB = 1_000_000
+MODES = [
+    {"name": "keep"},
+    {"name": "norms", "forward_bytes": 7 * MB, "recompute": "inside", "recompute_ms": 0.5,
+     "inside_bytes": 3 * MB},
+    {"name": "away", "offload_bytes": 6 * MB},
+    {"name": "full", "forward_bytes": MB, "recompute": "apart", "recompute_ms": 3},
+]  # fmt: skip
+
+
+def layer(**fields: Any) -> dict[str, Any]:
+    return {
+        "forward_ms": 3, "backward_input_ms": 4, "backward_weight_ms": 2,
+        "activation_bytes": 10 * MB, "weight_context_bytes": 6 * MB, "output_bytes": MB,
+        "static_bytes": 2 * MB, "grad_sync_ms": 1, "modes": MODES, **fields,
+    }  # fmt: skip
+
+
+def small_model(room_mb: int, p: int = 2, m: int = 4, layers: int = 5) -> Model:
+    """A light first layer, equal ones, a heavy last one; memory in MB."""
+    first = {"forward_ms": 1, "backward_input_ms": 1, "backward_weight_ms": 1,
+             "activation_bytes": 2 * MB, "output_bytes": MB, "static_bytes": 5 * MB}  # fmt: skip
+    last = {**first, "forward_ms": 5, "backward_input_ms": 6, "activation_bytes": 8 * MB}
+    device = {"memory_bytes": room_mb * MB, "d2h_gb_per_s": 4.0, "h2d_gb_per_s": 3.0}
+    return Model.parse(
+        {
+            "num_microbatches": m,
+            "devices": [device] * p,
+            "layers": [first, layer(repeat=layers), last],
+            "default_link": {"latency_ms": 0.25, "bandwidth_gb_per_s": 2.0},
+        }
+    )
+
+
+def all_patterns(model: Model, shape: str, chunks: int, *, moves: bool) -> list[Any]:
+    placement = placement_of(shape, len(model.devices), chunks)
+    links = boundaries(model, placement)
+    m = model.num_microbatches
+    return list(patterns_of(placement, m, links, transfers=moves, recompute=moves))
+
+
+def best_by_looking(model: Model, pattern: Any) -> float:
+    """The shortest longest path over all cuts and all modes that fit."""
+    search = _PatternSearch(model, pattern, Stop(60))
+    stages, total = len(pattern.problem.stages), model.num_layers
+    best = inf
+    for sizes in product(range(1, total), repeat=stages):
+        if sum(sizes) == total:
+            for modes in product(range(len(search.tables.names)), repeat=stages):
+                choice = PlanChoice(sizes, modes)
+                if search._fits(choice):
+                    best = min(best, search._length_ms(choice))
+    return best
+
+
+@pytest.mark.parametrize("room_mb", [150, 70, 55, 45, 20])
+def test_it_is_the_best_of_all_cuts_and_modes_and_its_path_is_what_is_simulated(
+    room_mb: int,
+) -> None:
+    """1F1B and zero bubble on two devices, from plenty of memory to none."""
+    model = small_model(room_mb)
+    for pattern in all_patterns(model, "linear", 1, moves=True):
+        found = plan_pattern(model, pattern, Stop(60))
+        best = best_by_looking(model, pattern)
+        if isinstance(found, float):
+            assert best == found == inf
+            continue
+        assert found.path_ms == pytest.approx(best, rel=1e-4)
+        assert found.bound_ms <= best * (1 + 1e-9)
+        assert found.bound_ms >= found.path_ms * (1 - 2e-4)
+        assert found.objective_ms == pytest.approx(found.path_ms, rel=1e-9)
+        assert found.difference == ""
+
+
+def test_with_less_memory_other_modes_are_chosen() -> None:
+    """The tightest device recomputes or offloads; nobody does where all is kept anyway."""
+    (wide,) = {_plan(150).modes}
+    assert set(wide) == {"keep"}
+    assert set(_plan(55).modes) != {"keep"}
+
+
+def _plan(room_mb: int) -> PatternPlan:
+    model = small_model(room_mb)
+    found = plan_pattern(model, all_patterns(model, "linear", 1, moves=True)[0], Stop(60))
+    assert isinstance(found, PatternPlan)
+    return found
+
+
+@pytest.mark.parametrize(("shape", "chunks"), [("loop", 2), ("v", 2)])
+def test_chunks_are_simulated_as_the_path_says_where_nothing_is_moved(
+    shape: str, chunks: int
+) -> None:
+    """Interleaved, GIS and the V's; with transfers the path may be longer, and says why."""
+    model = small_model(90, layers=8)
+    for moves in (False, True):
+        for pattern in all_patterns(model, shape, chunks, moves=moves):
+            found = plan_pattern(model, pattern, Stop(60))
+            assert isinstance(found, PatternPlan)
+            if "away" not in found.modes:
+                assert found.objective_ms <= found.path_ms * (1 + 1e-9)
+            if not moves:
+                assert found.objective_ms == pytest.approx(found.path_ms, rel=1e-9)
+            assert bool(found.difference) == (
+                abs(found.objective_ms - found.path_ms) > 1e-9 * found.path_ms
+            )

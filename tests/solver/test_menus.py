@@ -1,0 +1,169 @@
+"""Menus that v1 cannot say: starts that fit, and the best of all programs there are."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+
+from optpipe import ActionType, Problem, check, find_violations
+from optpipe.memory import modes_of
+from optpipe_solver import SolveStatus, solve
+from optpipe_solver.arrays.encoding import CompiledProblem
+from optpipe_solver.arrays.evaluate import device_peaks
+from optpipe_solver.families.classic import build_gpipe
+from optpipe_solver.incumbent import Incumbent
+from optpipe_solver.menus import _with_actions, kept_alone, projections, with_uniform_modes
+from optpipe_solver.portfolio import all_starts, is_large
+from tests.building import UNIT
+from tests.solver.exhaustive import optimum, tiny_problems
+from tests.strategies import Case, cases, few
+
+KEEP = {"name": "keep"}
+NORMS = {"name": "norms", "forward_bytes": 8, "recompute": "inside", "recompute_ms": 1}
+ALL = {"name": "all", "forward_bytes": 2, "recompute": "apart", "recompute_ms": 4}
+PART = {"name": "part", "offload_bytes": 6}
+FP8 = {"name": "fp8 copy", "forward_bytes": 5}
+AWAY = {"name": "checkpoint away", "forward_bytes": 4, "offload_bytes": 4} | {
+    "recompute": "apart",
+    "recompute_ms": 3,
+}
+
+
+def made(*modes: dict[str, Any], m: int, memory: int, devices: int = 2, **stage: Any) -> Problem:
+    """One stage per device, all with the same menu beside keep; a UNIT takes a ms to copy."""
+    scaled = [
+        {name: value * UNIT if name.endswith("bytes") else value for name, value in mode.items()}
+        for mode in (KEEP, *modes)
+    ]
+    cost = {"forward_ms": 3, "backward_input_ms": 3, "backward_weight_ms": 2, "modes": scaled}
+    sizes = {"activation_bytes": 10 * UNIT, "weight_context_bytes": 4 * UNIT}
+    device = {"memory_bytes": memory * UNIT, "d2h_gb_per_s": 4.0, "h2d_gb_per_s": 4.0}
+    return Problem.parse(
+        {
+            "format": "optpipe/problem/v2",
+            "num_microbatches": m,
+            "devices": [device] * devices,
+            "stages": [{"device": d, "costs": [cost | sizes], **stage} for d in range(devices)],
+        }
+    )
+
+
+TINY: dict[str, tuple[int, int, list[dict[str, Any]]]] = {
+    "inside": (2, 18, [NORMS]),
+    "apart": (2, 12, [ALL]),
+    "part of it goes": (2, 14, [PART]),
+    "smaller copies": (2, 15, [FP8]),
+    "offloaded checkpoints": (1, 10, [AWAY]),
+    "two at once": (1, 16, [NORMS, AWAY]),
+    "all alike": (1, 14, [FP8, PART]),
+}
+"""Devices, memory of each in UNITs, menu beside keep."""
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_nothing_better_exists_and_more_modes_never_hurt(name: str) -> None:
+    """Found in a fraction of a unit of work what all programs there are say, mode by mode more."""
+    devices, memory, modes = TINY[name]
+    before = float("inf")
+    for count in range(len(modes) + 1):
+        alike = {"uniform_modes": name == "all alike"}
+        held = made(*modes[:count], m=2, memory=memory, devices=devices, **alike)
+        result, least = solve(held, work_limit=0.2, time_limit_s=600), optimum(held)
+        if result.schedule is None:
+            assert (result.status, least) == (SolveStatus.INFEASIBLE, before)
+            continue
+        check(held, result.schedule.programs)
+        assert result.schedule.objective_ms == pytest.approx(least, rel=1e-9)
+        assert least <= before
+        before = least
+    assert before < float("inf")
+
+
+@few(10)
+@given(tiny_problems(menus=True))
+def test_a_solve_finds_the_best_of_all_programs(held: Problem) -> None:
+    """Of two cells in memory that some program fills; what is proven is no more than that."""
+    result, least = solve(held, work_limit=0.1, time_limit_s=600), optimum(held)
+    assert result.schedule is not None
+    assert result.bound_ms is not None
+    check(held, result.schedule.programs)
+    assert result.bound_ms <= least * (1 + 1e-9)
+    assert result.schedule.objective_ms == pytest.approx(least, rel=1e-9)
+
+
+@given(cases(tight=True, menus=True))
+def test_one_mode_per_stage_is_found_where_there_is_one(case: Case) -> None:
+    """Of all choices with the tightest transfers some fits, or none; what fits stays legal."""
+    compiled = CompiledProblem.of(case.problem)
+    rows = compiled.encode(build_gpipe(kept_alone(case.problem).problem))
+    found = with_uniform_modes(compiled, rows)
+    m, usable = case.problem.num_microbatches, [np.flatnonzero(may) for may in compiled.memory.may]
+    limits = [device.usable_bytes for device in case.problem.devices]
+    fits = any(
+        (np.array(device_peaks(compiled, _with_actions(compiled, rows, modes))) <= limits).all()
+        for modes in (np.repeat(picked, m) for picked in product(*usable))
+    )
+    assert (found is not None) == fits
+    if found is not None:
+        wrong = find_violations(case.problem, compiled.decode(found))
+        assert {violation.code for violation in wrong} <= {"memory.host"}
+
+
+def test_the_cheapest_modes_that_fit_are_taken() -> None:
+    """Both stages of a device: norms alone frees too little, all costs more than to copy a part."""
+    held = made(NORMS, ALL, PART, m=4, memory=24)
+    compiled = CompiledProblem.of(held)
+    found = with_uniform_modes(compiled, compiled.encode(build_gpipe(held)))
+    assert found is not None
+    assert set(found.modes.tolist()) == {3}
+    (text, _) = (",".join(map(str, row)) for row in compiled.decode(found))
+    assert text.startswith("0F0@3,0OFFLOAD0,0F1@3,0OFFLOAD1,0RELEASE0,0F2@3")
+
+
+def test_projections_say_what_a_menu_has_of_keep_offload_and_recompute() -> None:
+    """The base is keep or a leaner mode inside; what goes with it differs in nothing else."""
+    held = made(NORMS, ALL, PART, AWAY, m=4, memory=24)
+    found = {one.name: one for one in projections(held)}
+    assert {name: one.modes[0] for name, one in found.items()} == {
+        "of three modes": (0, 3, 2),
+        "lean": (1,),
+    }
+    lean = found["lean"].problem
+    assert lean.format == "optpipe/problem/v1"
+    assert (lean.stages[0].activation_bytes, lean.stages[0].backward_input_ms) == (8 * UNIT, 4)
+    uniform = made(NORMS, PART, m=4, memory=24, uniform_modes=True)
+    assert {one.modes[0] for one in projections(uniform)} == {(0,), (1,)}
+
+
+@pytest.mark.parametrize("uniform", [False, True])
+def test_a_solve_chooses_modes_together_with_the_order(uniform: bool) -> None:
+    """Better than every start; where all are alike they stay so."""
+    held = made(NORMS, ALL, PART, AWAY, m=6, memory=21, devices=3, uniform_modes=uniform)
+    starts = [made for made in all_starts(held) if made.legal]
+    assert {made.method for made in starts} >= {"serial", "1f1b+modes"}
+    result = solve(held, work_limit=1, time_limit_s=600)
+    assert result.schedule is not None
+    check(held, result.schedule.programs)
+    assert result.schedule.objective_ms < min(made.objective_ms for made in starts)
+    for stage in range(3):
+        modes = modes_of(held, result.schedule.programs[stage])
+        assert len(set(modes.values())) == 1 or not uniform
+
+
+def test_large_problems_get_a_start_without_projections() -> None:
+    """One mode per stage is found by sums; hundreds of thousands of actions take seconds."""
+    held = made(NORMS, ALL, PART, m=900, memory=40, devices=8)
+    assert is_large(held)
+    best = Incumbent(held)
+    for start in all_starts(held, ("1f1b", "gpipe")):
+        assert start.method in {"1f1b", "1f1b+modes", "gpipe", "gpipe+modes"}
+        if start.legal and start.programs is not None:
+            best.offer(start.programs, start.method)
+    assert best.method == "1f1b+modes"
+    assert best.programs is not None
+    named = {one.mode for one in best.programs[0] if one.type is ActionType.FORWARD}
+    assert len(named) == 1
