@@ -23,7 +23,7 @@ FLOAT = 4
 
 def _stages() -> list[nn.Module]:
     """Stages of two layers around a wide part, ``mlp``, that saves twice as much as it takes."""
-    found = []
+    found: list[nn.Module] = []
     for _ in range(3):
         stage = nn.Sequential(measured.deep(8, 1), measured.perceptron(8, 16), measured.deep(8, 1))
         groups(stage, {"mlp": [stage[1]], "ends": [stage[0], stage[2]]})
