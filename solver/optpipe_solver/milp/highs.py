@@ -39,6 +39,7 @@ __all__ = [
     "RowByRow",
     "Variable",
     "at_least",
+    "row_at_most",
     "scale_for",
     "scaled",
     "solve_milp",
@@ -91,6 +92,11 @@ def at_least(expression: Linear, bound: float) -> Constraint:
     return pulp.LpConstraint(
         pulp.LpAffineExpression(expression), sense=pulp.LpConstraintGE, rhs=bound
     )
+
+
+def row_at_most(terms: Mapping[Variable, float], bound: float) -> Constraint:
+    """Return the constraint that the sum of factor x variable is at most a bound."""
+    return pulp.LpConstraint(pulp.LpAffineExpression(terms), sense=pulp.LpConstraintLE, rhs=bound)
 
 
 def total(terms: list[Linear]) -> Expression:
@@ -191,10 +197,11 @@ def solve_milp(
     model: MilpModel,
     stop: Stop,
     *,
+    integer: bool = True,
     on_solution: Callable[[Mapping[Variable, float]], None] | None = None,
     on_bound: Callable[[float], None] | None = None,
 ) -> MilpOutcome:
-    """Minimise a model.
+    """Minimise a model, or, where not ``integer``, its relaxation as a linear program.
 
     HiGHS runs in a thread of its own, because its presolve and its root LP may not look at
     anything for seconds: the call returns 0.3 s after it is told to stop, and HiGHS itself ends
@@ -212,7 +219,7 @@ def solve_milp(
         Told every improving solution and every better dual bound while the run goes on, in the
         thread that called this function; what they raise comes out.
     """
-    outcome = _HighsRun(model, stop, on_solution, on_bound).watched()
+    outcome = _HighsRun(model, stop, on_solution, on_bound, integer=integer).watched()
     stop.spend(outcome.num_nodes)
     return outcome
 
@@ -244,8 +251,11 @@ class _HighsRun:
         stop: Stop,
         on_solution: Callable[[Mapping[Variable, float]], None] | None,
         on_bound: Callable[[float], None] | None,
+        *,
+        integer: bool,
     ) -> None:
         self.model = model
+        self.integer = integer
         self.stop = stop
         self.on_solution = on_solution
         self.on_bound = on_bound
@@ -307,12 +317,14 @@ class _HighsRun:
     def _minimise(self, options: dict[str, Any]) -> None:
         try:
             highs, self.variables = _built(self.model)
-            for name, value in options.items():
+            for name, value in (options | {"solve_relaxation": not self.integer}).items():
                 highs.setOptionValue(name, value)
             self._attach(highs)
             if not self.ended.is_set():
                 highs.run()
-                self.outcome = _outcome(highs, self.variables)
+                self.outcome = _outcome(
+                    highs, self.variables, integer=None if self.integer else False
+                )
         except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
             self.error = error
         finally:
