@@ -73,11 +73,12 @@ class Solution:
                 if len(modes) > 1:
                     self._put(self.v.totals[s][k], len(self.starts[s, k, F.value]))
         for message in self.run.messages:
-            stage = message.made.stage
-            at = self.v.returned[stage - 1] if message.made.backward else self.v.sent[stage]
-            self.starts[stage, int(message.made.backward), "message"].append(message.depart)
-            if at is not None:
-                self._set(at, self.starts[stage, int(message.made.backward), "message"])
+            way = "back" if message.made.backward else "there"
+            self.starts[message.made.stage, 0, way].append(message.depart)
+        for s, (there, back) in enumerate(zip(self.v.sent, self.v.returned, strict=True)):
+            for count, source, way in ((there, s, "there"), (back, s + 1, "back")):
+                if count is not None:
+                    self._set(count, self.starts[source, 0, way])
         for device, begun in self.v.begun.items():
             self._set(begun, [min(at.start for at in self.run.times[device])])
         for s, reduced in self.v.reduced.items():
@@ -173,7 +174,7 @@ FAMILIES = {
 def test_what_does_not_exist_is_denied(name: str) -> None:
     """Of every kind of limit there is a problem whose optimum it proves, to the step."""
     stages, devices, fields = FAMILIES[name]
-    given = problem(stages, devices, m=2, **fields)
+    given = problem(stages, devices, m=2 if len(devices) == len(stages) else 1, **fields)
     best = optimum(given)
     assert answer(given, best) is CountAnswer.YES
     assert answer(given, best - 0.5) is CountAnswer.NO
