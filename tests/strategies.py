@@ -69,7 +69,7 @@ def documents(draw: st.DrawFn, *, menus: bool = False) -> dict[str, Any]:
         "objective": draw(st.sampled_from(["makespan", "span"])),
         "devices": [draw(_devices()) for _ in range(num_devices)],
         "stages": [
-            draw(_nested(draw(_stages(device)), menus) if version == "v2" else _stages(device))
+            draw(_nested(draw(_stages(device))) if menus and version == "v2" else _stages(device))
             for device in placement
         ],
         "links": draw(_links(num_devices)),
@@ -140,9 +140,9 @@ def _stages(draw: st.DrawFn, device: int) -> dict[str, Any]:
 
 
 @st.composite
-def _nested(draw: st.DrawFn, stage: dict[str, Any], menus: bool) -> dict[str, Any]:
-    """The stage as v2 writes it, with ``menus`` half of the time with a menu of its own."""
-    menu = menus and draw(st.booleans())
+def _nested(draw: st.DrawFn, stage: dict[str, Any]) -> dict[str, Any]:
+    """The stage as v2 writes it, half of the time with a menu of its own."""
+    menu = draw(st.booleans())
     head = {name: stage.pop(name) for name in ("device", "static_bytes", "grad_sync_ms")}
     old = {name: stage.pop(name, None) for name in ("offload_bytes", "recompute_ms")}
     kept = stage.pop("checkpoint_bytes", None)
