@@ -1,6 +1,5 @@
 """``optpipe profile``: from a function that makes stages to a problem file."""
 
-import json
 import subprocess
 import sys
 from functools import partial
@@ -44,8 +43,7 @@ def test_the_tiny_model_becomes_a_problem(profile, tmp_path) -> None:
     assert problem.placement == (0, 1, 2, 3)
     assert all(stage.forward_ms > 0 for stage in problem.stages)
     for stage, menu in enumerate(problem.menus):
-        assert 3 < len(menu) <= 8
-        assert {mode.recompute for mode in menu} >= {"", "apart"}
+        assert 1 < len(menu) <= 8  # which are worth having is a matter of times
         assert all(problem.can_use(stage, number) for number in range(len(menu)))
         assert all(str(parse_treatment(mode.name)) == mode.name for mode in menu)
     # Two samples of 16 tokens with 32 doubles each.
@@ -136,8 +134,8 @@ def test_the_current_folder_is_searched(profile, tmp_path, monkeypatch) -> None:
     code, out, err = profile("lying_here:stages", "-o", path, *QUICK)
     assert code == 0, err
     assert "There was no loss" in out
-    (cost,) = json.loads(path.read_text())["stages"][0]["costs"]
-    assert cost["output_bytes"] == 3 * 2 * 4
+    # Times decide which modes are worth having, and a menu may be one that v1 can say.
+    assert load_problem(path.read_text()).stages[0].output_bytes == 3 * 2 * 4
 
 
 def test_without_torch_the_pip_command_is_said() -> None:
