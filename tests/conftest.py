@@ -105,9 +105,9 @@ class Yardstick:
         return spent_s / max(before_s, after_s)
 
     def _known_s(self) -> float:
-        began = time.process_time()
+        began = time.thread_time()
         json.loads(self._TEXT)
-        return time.process_time() - began
+        return time.thread_time() - began
 
 
 @pytest.fixture

@@ -311,7 +311,7 @@ class _HighsRun:
                 highs.setOptionValue(name, value)
             self._attach(highs)
             if not self.ended.is_set():
-                highs.run()
+                _run(highs)
                 self.outcome = _outcome(highs, self.variables)
         except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
             self.error = error
@@ -347,6 +347,17 @@ def _built(model: MilpModel) -> tuple[Any, list[Variable]]:
     writer.buildSolverModel(model.problem)
     variables = sorted(model.problem.variables(), key=lambda variable: variable.index)
     return model.problem.solverModel, variables
+
+
+def _run(highs: Any) -> None:
+    """Run HiGHS; RuntimeError where it refuses to.
+
+    Its task scheduler is made once for a thread, and runs that ask for another number of threads
+    are refused from then on, so each gets a scheduler of its own.
+    """
+    highspy.Highs.resetGlobalScheduler(True)
+    if highs.run() == highspy.HighsStatus.kError:
+        raise RuntimeError(f"HiGHS refused to run: {highs.getModelStatus()}")
 
 
 def _outcome(highs: Any, variables: list[Variable], *, integer: bool | None = None) -> MilpOutcome:
@@ -402,7 +413,7 @@ class LinearProgram:
 
     def best(self) -> list[float]:
         """Return the columns of an optimum within HiGHS's tolerances; zeros where it found none."""
-        self._highs.run()
+        _run(self._highs)
         if STATUS_OF[self._highs.getModelStatus()] is not MilpStatus.OPTIMAL:
             return [0.0] * self._num
         return [float(value) for value in self._highs.getSolution().col_value]
@@ -457,7 +468,7 @@ class RowByRow:
             solution: Any = highspy.HighsSolution()
             solution.col_value = self._start
             self._highs.setSolution(solution)
-        self._highs.run()
+        _run(self._highs)
         return _outcome(self._highs, self._variables, integer=integer)
 
 

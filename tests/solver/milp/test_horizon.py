@@ -18,6 +18,7 @@ from optpipe_solver.milp.highs import (
     LinearProgram,
     MilpModel,
     MilpStatus,
+    RowByRow,
     _options,
     at_least,
     scale_for,
@@ -103,6 +104,15 @@ def test_a_linear_program_grows_row_by_row() -> None:
     assert program.best() == pytest.approx([3, 1])
     program.add_at_most({0: 1.0}, 1.0)
     assert program.best() == pytest.approx([1, 3])
+
+
+def test_runs_of_a_thread_may_ask_for_different_numbers_of_threads() -> None:
+    """HiGHS alone refuses the second: its scheduler would be that of the first for good."""
+    model = _knapsack(6)
+    for threads in (2, 1, 3):
+        rows = RowByRow(model)
+        assert rows.solve(Stop(5, threads=threads), integer=True).status is MilpStatus.OPTIMAL
+        assert LinearProgram([1.0], [3.0]).best() == pytest.approx([3])
 
 
 def test_should_stop_ends_the_run() -> None:
