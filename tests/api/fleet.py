@@ -130,7 +130,7 @@ def is_running(pid: int) -> bool:
     """Whether there is such a process; one that only waits to be waited for is none."""
     try:
         return Path(f"/proc/{pid}/stat").read_text("utf-8").rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return False
 
 

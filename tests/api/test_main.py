@@ -80,6 +80,7 @@ def start(tmp_path):
         server.end(signal.SIGKILL)
 
 
+@pytest.mark.extended
 def test_a_job_outlives_a_killed_server_and_is_finished_once(start) -> None:
     """Its solver process does not; and the next server on the machine need not wait for a lease."""
     first = start(solve_path=FAKE, lease_s=600.0)

@@ -33,6 +33,7 @@ def test_offload_of_everything_takes_less_memory() -> None:
     assert row["k"] > 0
 
 
+@pytest.mark.extended
 def test_with_offload_larger_sizes_fit_and_run() -> None:
     for row in largest("cpu", tiny=True):
         assert row["times as large"] > 1.2

@@ -28,6 +28,7 @@ def test_ours_tells_its_trace() -> None:
     assert said.trace[-1].bound_ms == said.bound_ms
 
 
+@pytest.mark.extended
 def test_the_milp_proves_a_tiny_optimum() -> None:
     held = problem([stage(0, 2, 3, 1), stage(1, 3, 2, 2)], m=2)
     said = milp(PeerJob(problem=held, seconds=10.0))

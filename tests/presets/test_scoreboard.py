@@ -88,6 +88,7 @@ def test_the_targets_that_are_met_stay_met(fit, found) -> None:
     assert right >= 0.85 * total
 
 
+@pytest.mark.extended
 def test_a_rows_efficiencies_never_saw_its_model(fit, found) -> None:
     """Had all rows of a model been twice as fast, its own estimates would be what they are."""
     rows = published()

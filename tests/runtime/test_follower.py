@@ -73,6 +73,7 @@ def test_the_schedules_are_of_every_kind():
     assert len({one.program_hash for one in made()[1]}) == 6
 
 
+@pytest.mark.extended
 def test_switching_before_every_step_is_the_same_training_to_the_last_bit(ranks):
     problem, found = made()
     switched = train(ranks, found[0], found[1:] + found[:1], problem, STEPS)

@@ -86,7 +86,10 @@ def _shares(problem: Problem, programs: Programs, outcomes: list[Counted]) -> li
     return shares
 
 
-@pytest.mark.parametrize("placement", [schedules.LINEAR, schedules.V_SHAPE])
+@pytest.mark.parametrize(
+    "placement",
+    [schedules.LINEAR, pytest.param(schedules.V_SHAPE, marks=pytest.mark.extended)],
+)
 def test_the_peak_is_the_plans_and_nothing_is_left(ranks, placement):
     problem = _measured(placement)
     for seed, offload in enumerate((0.0, 0.5)):
@@ -126,6 +129,7 @@ def _restricted(problem: Problem, way: str) -> Problem:
     return problem.model_copy(update={"stages": stages, "devices": tuple(devices)})
 
 
+_LONG = pytest.mark.extended
 _USED = {"fused": "B", "split": "W", "offload": "OFFLOAD", "recompute": "RECOMPUTE"}
 
 
@@ -133,15 +137,15 @@ _USED = {"fused": "B", "split": "W", "offload": "OFFLOAD", "recompute": "RECOMPU
     ("kind", "placement", "way", "method"),
     [
         ("plain", schedules.LINEAR, "fused", "1f1b"),
-        ("plain", schedules.LINEAR, "split", "zb-h1"),
+        pytest.param("plain", schedules.LINEAR, "split", "zb-h1", marks=_LONG),
         ("plain", schedules.V_SHAPE, "offload", "ada-offload"),
         ("plain", schedules.LINEAR, "recompute", "1f1b-r"),
-        ("autocast", schedules.LINEAR, "fused", "1f1b"),
+        pytest.param("autocast", schedules.LINEAR, "fused", "1f1b", marks=_LONG),
         ("autocast", schedules.V_SHAPE, "split", "zb-v"),
-        ("autocast", schedules.V_SHAPE, "offload", "ada-offload"),
-        ("autocast around", schedules.LINEAR, "fused", "1f1b"),
+        pytest.param("autocast", schedules.V_SHAPE, "offload", "ada-offload", marks=_LONG),
+        pytest.param("autocast around", schedules.LINEAR, "fused", "1f1b", marks=_LONG),
         ("autocast around", schedules.V_SHAPE, "split", "zb-v"),
-        ("selective", schedules.LINEAR, "fused", "1f1b"),
+        pytest.param("selective", schedules.LINEAR, "fused", "1f1b", marks=_LONG),
         ("selective", schedules.V_SHAPE, "split", "zb-v"),
     ],
 )

@@ -43,7 +43,7 @@ def one_thread() -> Iterator[None]:
         yield
 
 
-@few(20)
+@few(6)
 @given(
     width=st.integers(1, 9), inner=st.integers(1, 9), samples=st.integers(1, 9), state=st.just(2)
 )

@@ -9,7 +9,7 @@ from tests.runtime import recording, schedules
 MICROBATCHES = 4
 NUM_SCHEDULES = 100
 _PER_RUN = 10
-_AT_EVERY_CHANGE = 30
+_AT_EVERY_CHANGE = 10
 """Schedules of the tests that run at every change; ``make test-long`` has all."""
 
 _PLACEMENTS = (schedules.LINEAR, schedules.V_SHAPE, schedules.LOOP, schedules.IRREGULAR)

@@ -15,7 +15,7 @@ from tests.building import UNIT, bus, problem, stage
 from tests.solver.exhaustive import least_of_one_microbatch, optimum
 from tests.strategies import Case, cases, problems
 
-_FEW = {1: 60, 2: 60, 3: 12}
+_FEW = {1: 60, 2: 60, 3: 4}
 
 
 def with_memory(given: Problem, memory: list[int]) -> Problem:

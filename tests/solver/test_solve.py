@@ -55,7 +55,7 @@ def recompute_problem() -> Problem:
     return problem(stages, [bus(memory_bytes=15 * UNIT) for _ in range(4)], m=12)
 
 
-@few(25)
+@few(15)
 @given(cases(tight=True))
 def test_never_worse_than_any_start_and_never_below_the_bound(case: Case) -> None:
     """On random problems whose limits some schedule just meets."""

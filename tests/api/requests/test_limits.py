@@ -203,6 +203,7 @@ def test_no_model_of_a_hundred_million_binaries_is_built() -> None:
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - used < 10 * 1024
 
 
+@pytest.mark.extended
 def test_a_problem_of_a_hundred_million_binaries_is_solved_without_them(
     tmp_path, yardstick: Yardstick
 ) -> None:

@@ -20,7 +20,7 @@ from optpipe_solver.arrays.evaluate import device_peaks
 from optpipe_solver.budget import Stop
 from optpipe_solver.incumbent import Incumbent
 from optpipe_solver.local_search import moves
-from optpipe_solver.local_search.annealing import look_around, table_for, take_back, try_move
+from optpipe_solver.local_search.annealing import table_for
 from optpipe_solver.local_search.propose import everywhere, some_stretch
 from optpipe_solver.local_search.search import (
     _LocalSearch,
@@ -207,21 +207,6 @@ def test_what_ends_within_a_stretch_is_in_it(case: Case, seed: int) -> None:
             if action.type in {"F", "I", "B"} and place < high:
                 (before if place < low else inside).append(at.end)
     assert not inside or min(inside) >= max(before)
-
-
-@given(cases(menus=True), st.integers(0, 2**32))
-def test_out_of_focus_nothing_moves(case: Case, seed: int) -> None:
-    """Where no place is in focus no move is made."""
-    compiled = CompiledProblem.of(case.problem)
-    table = table_for(compiled, compiled.encode(case.programs))
-    table.focus[:] = 0
-    draw = moves.seeded(seed)
-    path_size = look_around(table)
-    for _ in range(20):
-        _, judged, _ = try_move(table, path_size, np.inf, draw)
-        assert judged == np.inf
-        assert table.undo.sizes[0] == 0
-        take_back(table)
 
 
 @few(30)

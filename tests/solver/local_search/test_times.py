@@ -100,6 +100,21 @@ def test_after_any_moves_the_board_is_that_of_a_fresh_start(
         assert table.board.hosts[device] == held or not table.rules.hosts_limited
 
 
+@given(cases(menus=True), st.integers(0, 2**32))
+def test_out_of_focus_nothing_moves(case: Case, seed: int) -> None:
+    """Where no place is in focus no move is made."""
+    compiled = CompiledProblem.of(case.problem)
+    table = table_for(compiled, compiled.encode(case.programs))
+    table.focus[:] = 0
+    draw = moves.seeded(seed)
+    path_size = look_around(table)
+    for _ in range(20):
+        _, judged, _ = try_move(table, path_size, np.inf, draw)
+        assert judged == np.inf
+        assert table.undo.sizes[0] == 0
+        take_back(table)
+
+
 @few(25)
 @given(cases(menus=True), st.integers(0, 2**32), st.lists(st.integers(1, 2_000), max_size=6))
 def test_where_a_cooling_is_cut_makes_no_difference(case: Case, seed: int, cuts: list[int]) -> None:
