@@ -38,6 +38,7 @@ __all__ = [
     "Simulation",
     "Timeline",
     "Times",
+    "awaited_transfer",
     "bubble_rate",
     "duration_ms",
     "idle_shares",
@@ -296,7 +297,7 @@ class _LaneRun:
                 self.waiting_for_pass[needed] = device
                 return None
             start = max(start, self.departs[needed] + transit_ms(self.problem, needed, action))
-        transfer = _awaited_transfer(action)
+        transfer = awaited_transfer(action)
         if transfer is not None and transfer in self.lanes.issued:
             end = self.lanes.end.get(transfer)
             if end is None:
@@ -351,7 +352,7 @@ class _LaneRun:
         return syncs
 
 
-def _awaited_transfer(action: Action) -> Action | None:
+def awaited_transfer(action: Action) -> Action | None:
     """Return the transfer whose end an action of the compute lane waits for, if it exists."""
     stage, kind, microbatch, _ = action
     if kind is ActionType.RELEASE:

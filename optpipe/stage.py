@@ -365,15 +365,18 @@ class Stage(FrozenValue):
         return mode.model_copy(update=filled)
 
     def _as_v1(self, modes: tuple[Mode, ...]) -> dict[str, Any] | None:
-        """Return the fields of v1 that say a menu, None where v1 cannot."""
+        """Return the fields of v1 that say a menu, None where v1 cannot.
+
+        v1 has no names: a mode called otherwise may mean a part of what v1's would, of some groups.
+        """
         found: dict[str, Any] = {}
         for mode in modes[1:]:
-            plain = self._filled(Mode(name=mode.name, offload_bytes=mode.offload_bytes))
+            plain = self._filled(Mode(name="offload", offload_bytes=mode.offload_bytes))
             if mode == plain and mode.offload_bytes and not found:
                 found["offload_bytes"] = mode.offload_bytes
                 continue
             again = {"recompute": "apart", "recompute_ms": mode.recompute_ms}
-            whole = Mode(name=mode.name, forward_bytes=mode.forward_bytes)
+            whole = Mode(name="recompute", forward_bytes=mode.forward_bytes)
             if mode != self._filled(whole.model_copy(update=again)) or "recompute_ms" in found:
                 return None
             found["recompute_ms"] = mode.recompute_ms

@@ -339,12 +339,17 @@ KEEP = {"name": "keep"}
 
 
 def test_a_menu_that_v1_can_say_is_read_as_v1() -> None:
-    again = {"name": "again", "forward_bytes": 2, "recompute_ms": 3, "recompute": "apart"}
+    again = {"name": "recompute", "forward_bytes": 2, "recompute_ms": 3, "recompute": "apart"}
     menu = [{"name": "keep"}, {"name": "offload", "offload_bytes": 5}, again]
     read = Problem.parse(nested(modes=menu))
     held = read.stages[0]
     assert read.format == "optpipe/problem/v1"
     assert (held.offload_bytes, held.checkpoint_bytes, held.recompute_ms) == (5, 2, 3)
+    # v1 has no names: one that may say which part goes is kept, and runs as it says.
+    menu[1] |= {"name": "offload mlp"}
+    read = Problem.parse(nested(modes=menu))
+    assert read.format == "optpipe/problem/v2"
+    assert [mode.name for mode in read.menus[0]] == ["keep", "offload mlp", "recompute"]
 
 
 def test_a_menu_of_v2_is_filled_in_and_comes_back() -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from itertools import chain, groupby, pairwise
 from typing import TYPE_CHECKING
 
 from optpipe.explain.memory import device_memories, host_memories, program_peaks, stage_reliefs
 from optpipe.explain.reasons import Reasons, critical_path, idle_times, lane_uses, runs_of
+from optpipe.explain.slack import lane_slacks
 from optpipe.explain.values import CriticalPath, Explanation, IdleCause, Necessity, Sentence
 from optpipe.schedule import gap_of
 from optpipe.simulate import bubble_rate, link_warnings, simulate
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
         DeviceIdle,
         DeviceMemory,
         LaneKind,
+        LaneSlack,
         LaneUse,
         PathRun,
         PieceKind,
@@ -66,6 +69,7 @@ def explain(
         bound_ms=bound_ms,
         critical_path=_critical_path(critical_path(problem, programs, run, reasons), length),
         lanes=lane_uses(problem, programs, run),
+        slacks=lane_slacks(problem, programs, run, most=_MOST_SLACKS),
         memory=device_memories(problem, programs, peaks),
         hosts=host_memories(problem, programs),
         idle=idle_times(problem, programs, run, reasons),
@@ -92,6 +96,8 @@ def _critical_path(pieces: Sequence[Piece], length_ms: float) -> CriticalPath:
 # --- In words, topic by topic.
 
 _MOST_LINES = 12
+_MOST_SLACKS = 1_000_000
+"""Nodes times lanes for which slacks are told: some seconds."""
 _SATURATED = 0.95
 """Share of the length from which on a lane is called saturated."""
 
@@ -120,6 +126,7 @@ def _sentences(problem: Problem, told: Explanation) -> tuple[Sentence, ...]:
         "length": chain(_length(told), link_warnings(problem, told.makespan_ms)),
         "critical path": _path_sentences(problem, told.critical_path),
         "lanes": _lanes(problem, told),
+        "slack": _slack(problem, told),
         "memory": _memory(problem, told),
         "idle": _idle(problem, told),
         "offload": _relief_sentences(problem, told, "offload"),
@@ -166,6 +173,28 @@ def _lanes(problem: Problem, told: Explanation) -> Iterator[str]:
         yield f"{_lane_names(problem, uses)}: busy {'' if is_same else 'up to '}{ms} ms, {share}"
 
 
+def _slack(problem: Problem, told: Explanation) -> Iterator[str]:
+    """Lanes of one kind that may become slower by the same, in whole percent, stand together."""
+    alike: dict[tuple[str, ...], list[LaneSlack]] = defaultdict(list)
+    for slack in told.slacks:
+        alike[slack.group or "", slack.lane, _percent(slack)].append(slack)
+    groups = sorted(alike.values(), key=lambda slacks: (slacks[0].factor, slacks[0].lane))
+    for slacks in groups[:_MOST_LINES]:
+        name, more = _lane_names(problem, slacks), _percent(slacks[0])
+        if more == "0":
+            yield f"{name}: whatever gets slower there makes the step longer"
+        else:
+            yield f"{name}: may take {more} % longer before the step does"
+    if rest := groups[_MOST_LINES:]:
+        least = _percent(rest[0][0])
+        yield f"{count(sum(map(len, rest)), 'other lane')}: {least} % or more"
+
+
+def _percent(slack: LaneSlack) -> str:
+    # Rounded down: what is said may be lost may be lost.
+    return f"{math.floor(100 * (slack.factor - 1) + 1e-6):,}"
+
+
 def _most_used(told: Explanation) -> list[list[LaneUse]]:
     """Return the lanes that are shown: the most used of all, and of each kind.
 
@@ -184,7 +213,7 @@ def _most_used(told: Explanation) -> list[list[LaneUse]]:
     return shown
 
 
-def _lane_names(problem: Problem, uses: Sequence[LaneUse]) -> str:
+def _lane_names(problem: Problem, uses: Sequence[LaneUse | LaneSlack]) -> str:
     first = uses[0]
     if first.group is not None:
         names = _device_names(problem, first.devices)

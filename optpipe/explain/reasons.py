@@ -32,6 +32,7 @@ __all__ = [
     "Why",
     "critical_path",
     "idle_times",
+    "lane_use",
     "lane_uses",
     "lanes_of",
     "runs_of",
@@ -99,11 +100,12 @@ def lane_uses(problem: Problem, programs: Programs, run: Simulation) -> tuple[La
         link = problem.links[message.link]
         busy[OccupiedLane("link", link.source, target=link.target)] += message.left - message.depart
     length = run.objective_ms(problem.objective)
-    uses = [_use(problem, lane, ms, length) for lane, ms in busy.items()]
+    uses = [lane_use(problem, lane, ms, length) for lane, ms in busy.items()]
     return tuple(sorted(uses, key=lambda use: (-round(use.share, _DIGITS), use.devices)))
 
 
-def _use(problem: Problem, lane: OccupiedLane, busy_ms: float, length_ms: float) -> LaneUse:
+def lane_use(problem: Problem, lane: OccupiedLane, busy_ms: float, length_ms: float) -> LaneUse:
+    """Return a lane as it is told to people."""
     devices: tuple[int, ...] = (lane.device,)
     if lane.target >= 0:
         devices = (lane.device, lane.target)

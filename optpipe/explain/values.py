@@ -22,6 +22,7 @@ __all__ = [
     "HostMemory",
     "IdleCause",
     "LaneKind",
+    "LaneSlack",
     "LaneUse",
     "Necessity",
     "PathRun",
@@ -39,7 +40,7 @@ PieceKind = Literal["compute", "link", "d2h", "h2d", "grad sync", "queue"]
 RunKind = Literal["device", "wave", "link", "d2h", "h2d", "grad sync", "queue"]
 ReliefKind = Literal["offload", "recompute", "mode"]
 Topic = Literal[
-    "length", "critical path", "lanes", "memory", "idle", "offload", "recompute", "mode"
+    "length", "critical path", "lanes", "slack", "memory", "idle", "offload", "recompute", "mode"
 ]
 
 
@@ -110,6 +111,19 @@ class LaneUse(FrozenValue):
     group: str | None
     busy_ms: float
     share: float
+
+
+class LaneSlack(FrozenValue):
+    """How many times as long all that runs on a lane may take before the step is longer.
+
+    ``factor``: at least 1; 1 = any delay there makes the step longer. Alone: all other lanes are as
+    fast as they are.
+    """
+
+    lane: LaneKind
+    devices: tuple[int, ...]
+    group: str | None
+    factor: float
 
 
 class DeviceMemory(FrozenValue):
@@ -206,6 +220,9 @@ class Explanation(FrozenValue):
     bound_ms: float | None = None
     critical_path: CriticalPath
     lanes: tuple[LaneUse, ...]
+    slacks: tuple[LaneSlack, ...] = Field(
+        (), description="The least first; empty for schedules of very many actions."
+    )
     memory: tuple[DeviceMemory, ...]
     hosts: tuple[HostMemory, ...]
     idle: tuple[DeviceIdle, ...]

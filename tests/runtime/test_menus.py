@@ -116,13 +116,3 @@ def test_a_menu_has_what_leaves_least_and_fills_the_levels_between(most) -> None
     if most >= 6:
         said = {str(one.treatment) for one in menu}
         assert {"offload", "recompute mid", "recompute big"} <= said or len(set(left)) >= 5
-
-
-def test_a_menu_that_v1_would_read_offloads_everything() -> None:
-    """One offload alone loses its name in a problem of v1."""
-    candidates = _grid({"big": 60, "tiny": 1}, {"big": 1e9, "tiny": 1e9})
-    offloads = [one for one in candidates if not one.treatment.again]
-    (_, only) = choose(offloads, 2, transfer_ms=1.0)
-    assert only.treatment == Treatment(moved=EVERYTHING)
-    partly = [one for one in offloads if one.treatment.moved != EVERYTHING]
-    assert len(choose([*partly, offloads[-1]], 3, transfer_ms=1.0)) == 3

@@ -24,8 +24,8 @@ from tests.strategies import Case, cases, few
 
 KEEP = {"name": "keep"}
 NORMS = {"name": "norms", "forward_bytes": 8, "recompute": "inside", "recompute_ms": 1}
-ALL = {"name": "all", "forward_bytes": 2, "recompute": "apart", "recompute_ms": 4}
-PART = {"name": "part", "offload_bytes": 6}
+ALL = {"name": "recompute", "forward_bytes": 2, "recompute": "apart", "recompute_ms": 4}
+PART = {"name": "offload", "offload_bytes": 6}
 FP8 = {"name": "fp8 copy", "forward_bytes": 5}
 AWAY = {"name": "checkpoint away", "forward_bytes": 4, "offload_bytes": 4} | {
     "recompute": "apart",

@@ -386,7 +386,7 @@ def choose(candidates: Sequence[Candidate], most: int, transfer_ms: float) -> li
             break
         chosen.append(taken)
         now = [min(pair) for pair in zip(now, costs[taken], strict=True)]
-    return _said_as_meant([keep, *sorted(chosen[1:], key=_order)], candidates)
+    return [keep, *sorted(chosen[1:], key=_order)]
 
 
 def _order(one: Candidate) -> tuple[int, float, str]:
@@ -436,23 +436,6 @@ def _front(candidates: Sequence[Candidate]) -> list[Candidate]:
     return [
         by_numbers[numbers] for numbers in front if by_numbers[numbers].treatment != Treatment()
     ]
-
-
-def _said_as_meant(chosen: list[Candidate], candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Let no menu mean something else when it is read.
-
-    One with a single offload, and recomputation of whole stages at most, is one that v1 can say,
-    and v1 has no name for it: it is read as the offload of everything, so it has to be that.
-    """
-    treated = [one.treatment for one in chosen]
-    if any(one.again or (one.apart and one.moved) for one in treated):
-        return chosen
-    partly = [index for index, one in enumerate(treated) if one.moved and not one.apart]
-    if len(partly) == 1:
-        chosen[partly[0]] = next(
-            one for one in candidates if one.treatment == Treatment(moved=EVERYTHING)
-        )
-    return chosen
 
 
 # --- A chosen mode as it will run.
