@@ -340,7 +340,7 @@ KEEP = {"name": "keep"}
 
 def test_a_menu_that_v1_can_say_is_read_as_v1() -> None:
     again = {"name": "recompute", "forward_bytes": 2, "recompute_ms": 3, "recompute": "apart"}
-    menu = [{"name": "keep"}, {"name": "offload", "offload_bytes": 5}, again]
+    menu: list[dict[str, Any]] = [KEEP, {"name": "offload", "offload_bytes": 5}, again]
     read = Problem.parse(nested(modes=menu))
     held = read.stages[0]
     assert read.format == "optpipe/problem/v1"

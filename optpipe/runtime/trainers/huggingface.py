@@ -126,7 +126,7 @@ def build_stages(
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+        model = AutoModelForCausalLM.from_config(config)
     stages = split(model, layers_per_stage, check=False)
     shared: dict[Tensor, nn.Parameter] = {}
     for index in sorted(own):
