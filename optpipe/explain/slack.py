@@ -45,7 +45,7 @@ def lane_slacks(
     On a link the bytes slow down, not the latency. ``most``: where nodes x lanes are more, nothing
     is returned; a million take about a second.
     """
-    graph = _Graph(problem, programs, run)
+    graph = _PathGraph(problem, programs, run)
     if most is not None and graph.size > most:
         return ()
     length = run.objective_ms(problem.objective)
@@ -64,7 +64,7 @@ def lane_slacks(
     return tuple(sorted(found, key=lambda one: (round(one.factor, 9), one.devices, one.lane)))
 
 
-class _Node(NamedTuple):
+class _PathNode(NamedTuple):
     """Something that takes time: what it occupies, for how long, and what must have ended before.
 
     ``before``: nodes, and the ms between their end and its start.
@@ -75,12 +75,12 @@ class _Node(NamedTuple):
     before: list[tuple[Hashable, float]]
 
 
-class _Graph:
+class _PathGraph:
     """All nodes of a run in an order in which each stands behind those before it."""
 
     def __init__(self, problem: Problem, programs: Programs, run: Simulation) -> None:
         self._problem = problem
-        self._nodes: dict[Hashable, _Node] = {}
+        self._nodes: dict[Hashable, _PathNode] = {}
         self._made = {
             made: action
             for program in programs
@@ -109,7 +109,7 @@ class _Graph:
                 before = [] if last is None else [(last, 0.0)]
                 lanes = lanes_of(self._problem, device, action.type)
                 key = action.bare
-                self._nodes[key] = _Node(lanes, at.end - at.start, before)
+                self._nodes[key] = _PathNode(lanes, at.end - at.start, before)
                 if action.type.is_transfer:
                     continue
                 self._firsts.setdefault(device, key)
@@ -129,7 +129,7 @@ class _Graph:
             return source, transit
         num_bytes = problem.stages[min(made.stage, taker.stage)].output_bytes
         lane = OccupiedLane("link", ends[0], target=ends[1])
-        self._nodes[made] = _Node((lane,), link.occupied_ms(num_bytes), [(source, 0.0)])
+        self._nodes[made] = _PathNode((lane,), link.occupied_ms(num_bytes), [(source, 0.0)])
         return made, link.latency_ms
 
     def _take_turns(self, programs: Programs, run: Simulation) -> None:
@@ -160,7 +160,7 @@ class _Graph:
             lane = OccupiedLane("grad sync", sync.device)
             key = ("reduction", sync.stage)
             before = [(one, 0.0) for one in ahead]
-            self._nodes[key] = _Node((lane,), sync.end - sync.start, before)
+            self._nodes[key] = _PathNode((lane,), sync.end - sync.start, before)
             # The device's last action, and its last reduction.
             self._lasts[sync.device][1:] = [key]
 
