@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from pydantic.config import JsonDict
 
 __all__ = [
+    "WORKSPACES",
     "Bandwidth",
     "Bytes",
     "CellMode",
@@ -220,13 +221,14 @@ class CellMode(NamedTuple):
 
 
 _TRANSFERS = ("OFFLOAD", "RELEASE", "RELOAD")
-_WORKSPACES = (
+WORKSPACES = (
     "forward_workspace_bytes",
     "backward_input_workspace_bytes",
     "backward_weight_workspace_bytes",
     "backward_workspace_bytes",
     "recompute_workspace_bytes",
 )
+"""The fields of bytes that an action needs while it runs, of a stage and of a mode."""
 
 
 class Stage(FrozenValue):
@@ -360,7 +362,7 @@ class Stage(FrozenValue):
             context = min(self.weight_context_bytes, kept) if partial else self.weight_context_bytes
         filled = {"forward_bytes": kept, "weight_context_bytes": context} | {
             name: getattr(self if getattr(mode, name) is None else mode, name)
-            for name in _WORKSPACES
+            for name in WORKSPACES
         }
         return mode.model_copy(update=filled)
 

@@ -97,7 +97,7 @@ def _critical_path(pieces: Sequence[Piece], length_ms: float) -> CriticalPath:
 
 _MOST_LINES = 12
 _MOST_SLACKS = 1_000_000
-"""Nodes times lanes for which slacks are told: some seconds."""
+"""Nodes times lanes for which slacks are told: about a second."""
 _SATURATED = 0.95
 """Share of the length from which on a lane is called saturated."""
 

@@ -134,12 +134,13 @@ class _PathGraph:
 
     def _take_turns(self, programs: Programs, run: Simulation) -> None:
         """On each lane, and on links that queue, one thing at a time, as it was."""
-        queues: dict[object, list[tuple[float, float, int, Hashable]]] = defaultdict(list)
+        queues: dict[object, list[tuple[float, float, int, int, Action]]] = defaultdict(list)
         for device, (program, row) in enumerate(zip(programs, run.times, strict=True)):
-            for action, at in zip(program, row, strict=True):
+            for position, (action, at) in enumerate(zip(program, row, strict=True)):
                 if action.type.is_transfer:
                     for lane in lanes_of(self._problem, device, action.type):
-                        queues[lane].append((at.start, at.end, device, action.bare))
+                        place = at.start, at.end, device, position, action.bare
+                        queues[lane].append(place)
         turns = [[key for *_, key in sorted(queue)] for queue in queues.values()]
         messages: dict[int, list[Hashable]] = defaultdict(list)
         for message in run.messages:

@@ -18,6 +18,7 @@ import numpy as np
 
 from optpipe.memory import modes_of
 from optpipe.schedule import ActionType
+from optpipe.stage import WORKSPACES
 from optpipe_solver.arrays import simulate
 from optpipe_solver.arrays.encoding import Rows
 from optpipe_solver.feasibility import usable_modes
@@ -165,22 +166,13 @@ def _projection(problem: Problem, name: str, chosen: list[_Choice]) -> Projectio
     return Projection(name, problem.model_copy(update={"stages": stages}), tuple(modes))
 
 
-_WORKSPACES = (
-    "forward_workspace_bytes",
-    "backward_input_workspace_bytes",
-    "backward_weight_workspace_bytes",
-    "backward_workspace_bytes",
-    "recompute_workspace_bytes",
-)
-
-
 def _projected(stage: Stage, menu: tuple[CellMode, ...], choice: _Choice) -> Stage:
     """Return a stage of v1 with a choice of modes; of bytes that differ it has the most."""
     base = menu[choice.base]
     used = [menu[k] for k in choice if k >= 0]
     again = menu[choice.recompute] if choice.recompute >= 0 else None
     inside = max(mode.inside_bytes for mode in used)
-    most = {name: max(getattr(mode, name) for mode in used) for name in _WORKSPACES}
+    most = {name: max(getattr(mode, name) for mode in used) for name in WORKSPACES}
     most["backward_input_workspace_bytes"] += inside
     most["backward_workspace_bytes"] += inside
     update = most | {
