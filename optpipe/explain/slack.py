@@ -141,7 +141,7 @@ class _PathGraph:
                     for lane in lanes_of(self._problem, device, action.type):
                         place = at.start, at.end, device, position, action.bare
                         queues[lane].append(place)
-        turns = [[key for *_, key in sorted(queue)] for queue in queues.values()]
+        turns: list[list[Hashable]] = [[key for *_, key in sorted(q)] for q in queues.values()]
         messages: dict[int, list[Hashable]] = defaultdict(list)
         for message in run.messages:
             messages[message.link].append(message.made)
