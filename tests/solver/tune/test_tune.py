@@ -2,7 +2,7 @@
 
 import re
 from dataclasses import replace
-from itertools import combinations, groupby, pairwise
+from itertools import accumulate, combinations, groupby, pairwise
 from math import inf
 
 import numpy as np
@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from optpipe.errors import InputError
 from optpipe.presets import Experts, ModelShape, PipelineCut, Training, find_gpu, find_model
 from optpipe.presets.configuration import Configuration
+from optpipe.presets.step import in_flight
 from optpipe.problem import placement_of
 from optpipe.schedule import ActionType
 from optpipe_solver.milp.plan.pattern import NUM_DURATIONS, kind_number, patterns_of
@@ -20,7 +21,7 @@ from optpipe_solver.plan import plan
 from optpipe_solver.tune import TuneQuestion, judge, tune
 from optpipe_solver.tune.bounds import LayerTable, interleaved_share
 from optpipe_solver.tune.judge import ConfigurationJudge
-from optpipe_solver.tune.space import candidates
+from optpipe_solver.tune.space import TuneCandidate, candidates
 from tests.strategies import few
 
 SMALL = ModelShape(
@@ -95,6 +96,45 @@ def test_no_cut_of_any_configuration_beats_its_bounds(question: TuneQuestion) ->
     assert counts.total == len(best_of)
     assert counts.do_not_fit <= sum(ms == inf for ms in best_of.values())
     assert counts.total == counts.do_not_fit + counts.excluded + counts.solved + counts.open
+
+
+def dealt_ms(table: LayerTable, candidate: TuneCandidate) -> float:
+    """Return what the busiest rank computes at least: every way to deal layers to stages."""
+    first, layer, last = table.parts
+    stages = [(rank, chunk) for chunk in range(candidate.chunks) for rank in range(candidate.pp)]
+    held = [
+        in_flight(rank, candidate.cut()) if table.fused else (1,) * candidate.chunks
+        for rank in range(candidate.pp)
+    ]
+    least = inf
+    for sizes in all_cuts(layer.number + 2, len(stages)):
+        ends = [0, *accumulate(sizes)]
+        busy, need = [0.0] * candidate.pp, [0.0] * candidate.pp
+        for (rank, chunk), begin, end in zip(stages, ends, ends[1:], strict=True):
+            for index in range(begin, end):
+                part = first if index == 0 else last if index == layer.number + 1 else layer
+                busy[rank] += part.whole_ms
+                need[rank] += part.static + held[rank][chunk] * part.kept
+        if max(need) <= table.room:
+            least = min(least, max(busy))
+    return least
+
+
+@pytest.mark.parametrize("framework", ["megatron", "torchtitan"])
+@pytest.mark.parametrize("gigabytes", [80, 10.5, 9.8, 9.2])
+def test_whole_layers_are_dealt_as_well_as_they_can_be(framework: str, gigabytes: float) -> None:
+    """Never better than a cut, and where ranks have one stage and room exactly as the best one."""
+    question = asked(framework=framework, memory_bytes=int(gigabytes * 1e9))
+    num_packed = 0
+    for candidate in candidates(question):
+        table = LayerTable(question, candidate.training, candidate.pp)
+        m, packed = candidate.num_microbatches, table.packed_ms(candidate)
+        expected = max(m * dealt_ms(table, candidate) + table.after_ms, table.quick_ms(candidate))
+        assert packed <= expected * (1 + 1e-9), candidate
+        if candidate.chunks == 1 and gigabytes == 80:
+            assert packed == pytest.approx(expected, rel=1e-9)
+        num_packed += packed > table.quick_ms(candidate)
+    assert num_packed > 10
 
 
 def test_plans_with_free_order_do_not_beat_their_bounds_either() -> None:
