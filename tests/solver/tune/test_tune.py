@@ -110,7 +110,7 @@ def dealt_ms(table: LayerTable, candidate: TuneCandidate) -> float:
     for sizes in all_cuts(layer.number + 2, len(stages)):
         ends = [0, *accumulate(sizes)]
         busy, need = [0.0] * candidate.pp, [0.0] * candidate.pp
-        for (rank, chunk), begin, end in zip(stages, ends, ends[1:], strict=True):
+        for (rank, chunk), (begin, end) in zip(stages, pairwise(ends), strict=True):
             for index in range(begin, end):
                 part = first if index == 0 else last if index == layer.number + 1 else layer
                 busy[rank] += part.whole_ms
