@@ -111,7 +111,7 @@ def _layers(problem: Problem) -> list[StageLayers]:
     return held
 
 
-def _check_ends(held: list[StageLayers]) -> None:
+def _check_ends(held: Sequence[StageLayers]) -> None:
     for name, place, index in (("embedding", "first", 0), ("head", "last", len(held) - 1)):
         counts = [getattr(layers, name) for layers in held]
         if sum(counts) != 1 or counts[index] != 1:
@@ -121,7 +121,7 @@ def _check_ends(held: list[StageLayers]) -> None:
             )
 
 
-def _check_mtp(held: list[StageLayers], num_devices: int) -> None:
+def _check_mtp(held: Sequence[StageLayers], num_devices: int) -> None:
     where = [stage for stage, layers in enumerate(held) if layers.mtp]
     if not where:
         return

@@ -10,6 +10,7 @@ NVIDIA/Megatron-LM (commit 000c4ac): Megatron-LM's parser is in no package, so n
 from __future__ import annotations
 
 import math
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from optpipe.errors import InputError
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["ATTENTION_BACKENDS", "OFFLOADED", "SHARDING", "megatron_arguments", "megatron_yaml"]
 
 _PRECISIONS: dict[str, dict[str, Any]] = {
-    "fp32": {},
+    "fp32": {"bf16": False},
     "bf16": {"bf16": True},
     "fp16": {"fp16": True},
     "fp8": {"bf16": True, "fp8": "hybrid", "fp8_recipe": "tensorwise"},
@@ -138,7 +139,7 @@ def _argument(name: str, value: Any) -> list[str]:
     if name == "attention_backend":
         value = ATTENTION_BACKENDS[value["_args_"][0] - 1]
     elif name == "moe_layer_freq":
-        value = f"[{','.join(map(str, value))}]"
+        value = "+".join(f"[{kind}]*{len(list(run))}" for kind, run in groupby(value))
     elif name == "window_size":
         value = ",".join(map(str, value))
     return [flag, *map(str, value if isinstance(value, list) else [value])]
@@ -412,8 +413,8 @@ def _split(configuration: Configuration) -> dict[str, Any]:
         "context_parallel_size": training.cp,
         "sequence_parallel": is_split,
     }
-    if is_split and training.overlap:
-        values["tp_comm_overlap"] = True
+    if is_split:
+        values["tp_comm_overlap"] = training.overlap
     if cut.pp == 1:
         return values
     values["pipeline_model_parallel_layout"] = layout_text(configuration.stages, cut.pp)

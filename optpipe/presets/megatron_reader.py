@@ -12,7 +12,7 @@ from optpipe.errors import InputError
 from optpipe.formats.megatron import read_layout
 from optpipe.presets.configuration import Configuration
 from optpipe.presets.megatron import ATTENTION_BACKENDS, OFFLOADED, SHARDING
-from optpipe.presets.settings import Settings, read_settings
+from optpipe.presets.settings import FrameworkSettings, read_settings
 from optpipe.presets.shape import Training
 from optpipe.presets.step import PipelineCut
 from optpipe.problem import StageLayers
@@ -93,7 +93,7 @@ def read_megatron(
             f"{num_gpus} GPUs: are no multiple of tp {tp} x cp {cp} x pp {pp} = {tp * cp * pp}; "
             "correct one of them"
         )
-    micro_batch = said.integer("micro_batch_size", None if said.is_arguments else 1)
+    micro_batch = said.integer("micro_batch_size", None)
     batch = said.integer("global_batch_size", global_batch)
     if batch % (micro_batch * dp):
         raise InputError(
@@ -117,7 +117,7 @@ def read_megatron(
         cuda_graphs=_has_graphs(said),
         ep_overlap=has_experts and said.flag("overlap_moe_expert_parallel_comm"),
         dispatcher=_dispatcher_said(said, shape),  # type: ignore[arg-type]
-        overlap=_overlap_said(said, tp=tp, replicas=cp * dp),
+        overlap=said.flag(_overlap_name(said, cp * dp), default=not said.is_arguments),
         offloaded_layers=_offload_said(said, shape),
     )
     is_even = pp > 1 and not stages
@@ -133,7 +133,7 @@ def read_megatron(
         hardware=hardware,
         training=training,
         pipeline=cut,
-        sizes=tuple(sum(held.model_dump().values()) for held in stages),
+        sizes=tuple(held.total for held in stages),
     )
     if stages and found.stages != stages:
         raise InputError(
@@ -144,7 +144,7 @@ def read_megatron(
     return found
 
 
-def _unsaid(said: Settings) -> Iterator[tuple[bool, str]]:
+def _unsaid(said: FrameworkSettings) -> Iterator[tuple[bool, str]]:
     """Yield what no configuration says."""
     pp = said.integer("pipeline_model_parallel_size", 1)
     group = said.integer("microbatch_group_size_per_vp_stage", pp)
@@ -181,7 +181,7 @@ def _unsaid(said: Settings) -> Iterator[tuple[bool, str]]:
     )
 
 
-def _shape_said(said: Settings, shape: ModelShape) -> ModelShape:
+def _shape_said(said: FrameworkSettings, shape: ModelShape) -> ModelShape:
     experts = 0 if shape.experts is None else shape.experts.num
     for name, own in (
         ("num_layers", shape.num_layers),
@@ -206,7 +206,9 @@ def _shape_said(said: Settings, shape: ModelShape) -> ModelShape:
     return shape if mtp == shape.mtp else replace(shape, mtp=mtp)
 
 
-def _stages_said(said: Settings, shape: ModelShape, pp: int) -> tuple[tuple[StageLayers, ...], int]:
+def _stages_said(
+    said: FrameworkSettings, shape: ModelShape, pp: int
+) -> tuple[tuple[StageLayers, ...], int]:
     """Return what the text says that stages hold, () where it says nothing, and the chunks."""
     layout = said.layout()
     if layout:
@@ -253,16 +255,16 @@ def _uneven(
     ends = len(counts) - 1
     return tuple(
         StageLayers(
-            embedding=index == 0,
+            embedding=int(index == 0),
             transformer=int(part),
             mtp=shape.mtp * (index == ends),
-            head=index == ends,
+            head=int(index == ends),
         )
         for index, part in enumerate(counts)
     )
 
 
-def _zero_said(said: Settings) -> int:
+def _zero_said(said: FrameworkSettings) -> int:
     if said.flag("use_torch_fsdp2"):
         return 3 if said.flag("torch_fsdp2_reshard_after_forward", default=True) else 2
     if said.flag("use_megatron_fsdp"):
@@ -276,7 +278,7 @@ def _zero_said(said: Settings) -> int:
     return int(said.flag("use_distributed_optimizer", default=not said.is_arguments))
 
 
-def _precision_said(said: Settings) -> str:
+def _precision_said(said: FrameworkSettings) -> str:
     recipe = said.word("mixed_precision", "").lower()
     if said.has("fp4") or "nvfp4" in recipe:
         return "nvfp4"
@@ -290,19 +292,18 @@ def _precision_said(said: Settings) -> str:
         return "mxfp8" if of_fp8 == "mxfp8" else "fp8"
     if said.flag("fp16") or "fp16" in recipe.replace("bf16", ""):
         return "fp16"
-    if said.flag("bf16") or "bf16" in recipe or not (said.is_arguments or recipe):
-        return "bf16"
-    return "fp32"
+    is_default = not (said.is_arguments or recipe)
+    return "bf16" if said.flag("bf16", default=is_default or "bf16" in recipe) else "fp32"
 
 
-def _attention_said(said: Settings) -> str:
+def _attention_said(said: FrameworkSettings) -> str:
     numbers = said.words("attention_backend._args_")
     if numbers:
         return dict(zip("12345", ATTENTION_BACKENDS, strict=True)).get(numbers[0], "auto")
     return said.word("attention_backend", "auto").rpartition(".")[2]
 
 
-def _recompute_said(said: Settings, shape: ModelShape, pp: int) -> frozenset[str]:
+def _recompute_said(said: FrameworkSettings, shape: ModelShape, pp: int) -> frozenset[str]:
     granularity = said.word("recompute_granularity", "")
     if said.flag("recompute_activations"):
         granularity = "selective"
@@ -321,12 +322,12 @@ def _recompute_said(said: Settings, shape: ModelShape, pp: int) -> frozenset[str
     )
 
 
-def _has_graphs(said: Settings) -> bool:
+def _has_graphs(said: FrameworkSettings) -> bool:
     olds = said.flag("enable_cuda_graph") or said.flag("external_cuda_graph")
     return olds or said.word("cuda_graph_impl", "none") != "none"
 
 
-def _dispatcher_said(said: Settings, shape: ModelShape) -> str:
+def _dispatcher_said(said: FrameworkSettings, shape: ModelShape) -> str:
     default = "allgather" if said.is_arguments else "alltoall"
     kind = said.word("moe_token_dispatcher_type", default)
     if shape.experts is None:
@@ -339,12 +340,13 @@ def _dispatcher_said(said: Settings, shape: ModelShape) -> str:
     return "deduplicated" if kind == "flex" else "alltoall"
 
 
-def _overlap_said(said: Settings, *, tp: int, replicas: int) -> bool:
-    name = "tp_comm_overlap" if tp > 1 and replicas == 1 else "overlap_grad_reduce"
-    return said.flag(name, default=not said.is_arguments)
+def _overlap_name(said: FrameworkSettings, replicas: int) -> str:
+    """Return the switch that stands for all: that of gradients, or without replicas of tensors."""
+    is_split = said.integer("tensor_model_parallel_size", 1) > 1 and said.flag("sequence_parallel")
+    return "tp_comm_overlap" if is_split and replicas == 1 else "overlap_grad_reduce"
 
 
-def _offload_said(said: Settings, shape: ModelShape) -> int:
+def _offload_said(said: FrameworkSettings, shape: ModelShape) -> int:
     n = said.integer("cpu_offloading_num_layers", 0)
     if n or not said.flag("fine_grained_activation_offloading"):
         return n

@@ -17,7 +17,7 @@ from optpipe.errors import InputError
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-__all__ = ["Settings", "read_settings"]
+__all__ = ["FrameworkSettings", "read_settings"]
 
 _NONE = ("", "null", "none", "~")
 _FALSE = ("false", "no", "off")
@@ -25,7 +25,7 @@ _LAYERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
 
 
 @dataclass(frozen=True)
-class Settings:
+class FrameworkSettings:
     """Names with their words, as they stand in a text.
 
     Parameters
@@ -113,7 +113,7 @@ class Settings:
         return text
 
 
-def read_settings(text: str, aliases: Mapping[str, str]) -> Settings:
+def read_settings(text: str, aliases: Mapping[str, str]) -> FrameworkSettings:
     """Return the settings of a text; ``aliases`` names some otherwise.
 
     Raises
@@ -129,7 +129,7 @@ def read_settings(text: str, aliases: Mapping[str, str]) -> Settings:
             "(tensor_model_parallel_size: 8)"
         )
     named = {aliases.get(name, name): words for name, words in found.items()}
-    return Settings(
+    return FrameworkSettings(
         named, is_arguments, {aliases.get(name, name): word for name, word in twice.items()}
     )
 
