@@ -57,12 +57,12 @@ class Configuration:
         InputError
             If there is not one size for each stage, or they are not the model's layers.
         """
-        sizes = self.sizes
+        shape, count = self.shape, self.pipeline.pp * self.pipeline.chunks
+        kinds = ("embedding", *["transformer"] * shape.num_layers, *["mtp"] * shape.mtp, "head")
+        sizes = self.sizes or ((len(kinds),) if count == 1 else ())
         if not sizes:
             machine = Machine(self.hardware, self.hardware.efficiency, self.training)
             sizes = step_estimate(self.shape, machine, self.pipeline).sizes
-        shape, count = self.shape, self.pipeline.pp * self.pipeline.chunks
-        kinds = ("embedding", *["transformer"] * shape.num_layers, *["mtp"] * shape.mtp, "head")
         if len(sizes) != count or sum(sizes) != len(kinds) or min(sizes) < 0:
             raise InputError(
                 f"sizes {list(sizes[:16])}: must be {count}, one for each stage, and together the "

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import assume, given
@@ -69,7 +70,7 @@ TITAN = {
 @pytest.fixture(scope="module")
 def answers():
     """What both frameworks say, asked once: importing them takes most of the time."""
-    calls: list[tuple[str, str, dict]] = [("flags", "megatron_flags", {})]
+    calls: list[tuple[str, str, dict[str, Any]]] = [("flags", "megatron_flags", {})]
     calls += [(name, "megatron", {"text": megatron_yaml(one)}) for name, one in MEGATRON.items()]
     for name, one in TITAN.items():
         text = torchtitan_config(one)
