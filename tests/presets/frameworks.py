@@ -15,9 +15,17 @@ OF_THE_MODEL = (
     "seq_length", "vocab_size", "position_embedding_type", "share_embeddings_and_output_weights",
 )  # fmt: skip
 
+SIZES = (
+    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups",
+    "kv_channels", "num_moe_experts", "moe_ffn_hidden_size", "moe_router_topk",
+    "moe_shared_expert_intermediate_size", "mtp_num_layers", "q_lora_rank", "kv_lora_rank",
+    "qk_head_dim", "v_head_dim", "tensor_model_parallel_size", "context_parallel_size",
+    "expert_model_parallel_size", "expert_tensor_parallel_size", "add_bias_linear",
+)  # fmt: skip
+
 
 def megatron(text: str) -> dict[str, Any]:
-    """Build the configurations of a YAML; return who holds which layers, and the sizes of them."""
+    """Build the configurations of a YAML; return who holds which layers, and the sizes."""
     import yaml
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig
@@ -44,6 +52,9 @@ def megatron(text: str) -> dict[str, Any]:
         and [[[one.name for one in part] for part in rank] for rank in layout.layout],
         "chunks": config.virtual_pipeline_model_parallel_size,
         "later": later,
+        "sizes": {name: getattr(config, name, None) for name in SIZES},
+        "activation": config.activation_func.__name__,
+        "attention": config.attention_backend.name,
     }
 
 
@@ -98,6 +109,7 @@ def torchtitan(text: str, num_gpus: int, *, split: bool) -> dict[str, Any]:
     ]
     return {
         "stages": stages,
+        "modules": named,
         "schedule": parallelism.pipeline_parallel_schedule,
         "csv": parallelism.pipeline_parallel_schedule_csv,
         "microbatches": config.training.local_batch_size

@@ -34,6 +34,11 @@ torchrun $DISTRIBUTED pretrain_gpt.py "${MODEL_ARGS[@]}" \\
     --use-distributed-optimizer --overlap-grad-reduce --lr 1e-4 --data-path "my data"
 """
 VALUES = """
+dataset:
+  num_layers: 7
+  sequence_length: 4096
+drafter:
+  num_layers: 8
 model:
   _target_: somewhere.Provider
   activation_func:
@@ -64,9 +69,6 @@ model:
   sequence_parallel: true
   tensor_model_parallel_size: 2
   virtual_pipeline_model_parallel_size: 2
-dataset:
-  num_layers: 7
-  sequence_length: 4096
 mixed_precision: bf16_with_fp8_current_scaling_mixed
 train:
   global_batch_size: 64

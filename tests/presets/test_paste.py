@@ -96,6 +96,9 @@ def test_megatron_core_places_the_layers_of_our_yaml_so(answers, name):
     assert (found["chunks"] or 1) == chunks
     n, offloaded = configuration.shape.num_layers, configuration.training.offloaded_layers
     is_part = 0 < offloaded < n and pp > 1
+    assert found["sizes"] == _sizes(configuration)
+    assert found["activation"] == ("silu" if configuration.shape.mlp == "swiglu" else "gelu")
+    assert found["attention"] == ("auto" if configuration.training.flash else "unfused")
     assert found["later"] == (pytest.approx(offloaded / n, abs=1e-6) if is_part else None)
     if pp == 1:
         assert found["layers"] is None
@@ -105,6 +108,34 @@ def test_megatron_core_places_the_layers_of_our_yaml_so(answers, name):
         counts = [theirs.count(kind) for kind in ("embedding", "decoder", "mtp", "loss")]
         assert counts == [held.embedding, held.transformer, held.mtp, held.head]
         assert len(theirs) == held.total
+
+
+def _sizes(configuration: Configuration) -> dict[str, Any]:
+    """What Megatron-Core's configuration has, by our own names; None where it has none."""
+    shape, training = configuration.shape, configuration.training
+    experts, latent = shape.experts, shape.latent
+    return {
+        "num_layers": shape.num_layers,
+        "hidden_size": shape.hidden,
+        "ffn_hidden_size": shape.ffn,
+        "num_attention_heads": shape.num_heads,
+        "num_query_groups": shape.num_kv_heads,
+        "kv_channels": shape.hidden // shape.num_heads if latent else shape.width,
+        "num_moe_experts": experts and experts.num,
+        "moe_ffn_hidden_size": experts and experts.ffn,
+        "moe_router_topk": experts.active if experts else 2,
+        "moe_shared_expert_intermediate_size": (experts and experts.shared_ffn) or None,
+        "mtp_num_layers": shape.mtp or None,
+        "q_lora_rank": latent and latent.query_rank,
+        "kv_lora_rank": latent and latent.kv_rank,
+        "qk_head_dim": latent and latent.nope,
+        "v_head_dim": latent and latent.value,
+        "tensor_model_parallel_size": training.tp,
+        "context_parallel_size": training.cp,
+        "expert_model_parallel_size": training.ep,
+        "expert_tensor_parallel_size": training.etp if experts else training.tp,
+        "add_bias_linear": shape.bias in ("all", "attention"),
+    }
 
 
 def test_flags_are_those_that_megatron_cores_fields_name(answers):
@@ -135,6 +166,12 @@ def test_torchtitan_loads_our_config_and_places_its_stages_so(answers, name):
         owned = [[s for s, rank in enumerate(placement) if rank == r] for r in range(cut.pp)]
         assert found["stages"] == owned
         assert found["microbatches"] == cut.num_microbatches
+        assert [len(part) - ("norm" in part) for part in found["modules"]] == [
+            held.total for held in configuration.stages
+        ]
+        layers = [f"layers.{index}" for index in range(configuration.shape.num_layers)]
+        every = ["tok_embeddings", *layers, "norm", "lm_head"]
+        assert [name for part in found["modules"] for name in part] == every
     wanted = "FullAC.Config" if configuration.training.recompute else "NoneType"
     assert found["recompute"] == wanted
     if found["parameters"] is not None:
@@ -187,7 +224,9 @@ def degrees(draw, shape):
 
 @st.composite
 def for_megatron(draw):
-    shape = MODELS[draw(st.sampled_from(["llama3-8b", "qwen3-30b-a3b", "deepseek-v3-mtp"]))]
+    shape = MODELS[
+        draw(st.sampled_from(["llama3-8b", "qwen3-30b-a3b", "llama3-8b", "deepseek-v3-mtp"]))
+    ]
     cut, sizes = draw(cuts(shape.num_layers, 1 + shape.mtp, 8, 0))
     fields = draw(degrees(shape))
     has_experts = shape.experts is not None
