@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
+
 import pytest
 
+from benchmarks.scoreboard import published, read_run
 from optpipe.errors import InputError
-from optpipe.presets import find_gpu, find_model
-from optpipe.presets.megatron import megatron_arguments
+from optpipe.presets import Configuration, find_gpu, find_model
+from optpipe.presets.megatron import megatron_arguments, megatron_yaml
 from optpipe.presets.megatron_reader import read_megatron
 from optpipe.presets.torchtitan import read_torchtitan, torchtitan_config
 from tests.presets.test_paste import run
@@ -202,6 +205,23 @@ def test_torchtitans_python_is_read_and_never_run() -> None:
     assert (found.training.dp, found.training.zero) == (4, 0)
     assert found.sizes == (7, 9, 9, 9)
     assert not found.training.recompute
+
+
+def test_all_that_nvidia_published_is_written_and_read() -> None:
+    """Its 30 runs: degrees, folded experts, FSDP, graphs, recomputed modules, offloaded layers."""
+    rows = published()
+    assert len(rows) == 30
+    for row in rows:
+        one = read_run(row)
+        wanted = Configuration(
+            shape=one.shape, hardware=one.hardware, training=one.training, pipeline=one.pipeline
+        )
+        for text in (shlex.join(megatron_arguments(wanted)), megatron_yaml(wanted)):
+            found = read_megatron(text, one.shape, one.hardware, wanted.num_gpus)
+            assert found.training == wanted.training
+            assert found.stages == wanted.stages
+            assert found.pipeline.num_microbatches == wanted.pipeline.num_microbatches
+            assert found.pipeline.stages == wanted.pipeline.stages
 
 
 BASE = "--micro-batch-size 1 --global-batch-size 16 --seq-length 4096 --bf16 "
