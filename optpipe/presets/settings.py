@@ -194,7 +194,8 @@ def _split(text: str) -> list[str]:
 
 # --- Values.
 
-_LINE = re.compile(r"(\s*)[\"']?([A-Za-z_][\w.]*)[\"']?\s*[:=]\s*(.*)")
+_LINE = re.compile(r"([\s{]*)\+*[\"']?([A-Za-z_][\w.]*)[\"']?\s*[:=]\s*(.*)")
+_NEXT = re.compile(r"[ \t(,]+(?=\+*[A-Za-z_][\w.]*=[^\s=])")  # several on one line
 _ITEM = re.compile(r"\s*((?:-\s+)+)(.*)")
 
 
@@ -226,7 +227,7 @@ def _lines(text: str) -> Iterator[tuple[int, str, list[str]]]:
     """Yield indentation, name and words of each setting."""
     held: tuple[int, str, list[str]] | None = None
     parent = ""
-    for raw in text.splitlines():
+    for raw in _NEXT.sub("\n", text).splitlines():
         line = re.sub(r"(?:^|\s)#.*", "", raw).rstrip()
         item, named = _ITEM.fullmatch(line), _LINE.fullmatch(line)
         if item is not None and held is not None:
@@ -236,7 +237,7 @@ def _lines(text: str) -> Iterator[tuple[int, str, list[str]]]:
         elif named is not None:
             if held is not None:
                 yield held
-            words = _listed(named[3].rstrip(","))
+            words = _listed(named[3])
             name = f"{parent}.{named[2]}" if named[2].startswith("_") else named[2]
             parent = parent if name != named[2] else named[2]
             held = (len(named[1]), name, words)
@@ -255,7 +256,9 @@ def _append(words: list[str], word: str, *, is_new: bool) -> None:
 
 
 def _listed(text: str) -> list[str]:
-    text = text.strip()
+    text = text.strip("{} \t,")
+    if text.count(")") > text.count("("):
+        text = text.rstrip("),")
     if not text.startswith(("[", "(")):
         return [_scalar(text)] if text else []
     inner = text.strip("()")

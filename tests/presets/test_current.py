@@ -174,6 +174,22 @@ def test_lines_of_a_recipe_with_what_they_leave_out_given() -> None:
 
 
 @pytest.mark.parametrize(
+    "text",
+    [
+        "model.tensor_model_parallel_size=2 ++model.pipeline_model_parallel_size=4 "
+        "model.pipeline_model_parallel_layout='Et*8|(t*8|)*2t*8L' train.micro_batch_size=1",
+        "f(tensor_model_parallel_size=2, pipeline_model_parallel_size=4, micro_batch_size=1)",
+        '{"tensor_model_parallel_size": 2,\n "pipeline_model_parallel_size": 4,\n'
+        ' "micro_batch_size": 1}',
+    ],
+)
+def test_values_on_one_line_as_overrides_keywords_or_json(text) -> None:
+    found = megatron(text, global_batch=16, sequence=4096)
+    assert (found.training.tp, found.pipeline.pp, found.training.dp) == (2, 4, 2)
+    assert found.sizes == ((9, 8, 8, 9) if "layout" in text else ())
+
+
+@pytest.mark.parametrize(
     ("flags", "expected"),
     [
         ("--mtp-num-layers 1 --pipeline-model-parallel-layout 'Et*31|t*30mL'", (32, 32)),

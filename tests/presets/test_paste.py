@@ -63,6 +63,7 @@ TITAN = {
                                    dispatcher="deduplicated", precision="mxfp8", overlap=False,
                                    pp=4, chunks=2, placement="v"),
     "no pipeline": run("qwen3-235b-a22b", tp=2, dp=32, ep=64, zero=3, micro_batch=2),
+    "ZB-H1 by CSV": run("llama3-8b", dp=2, zero=3, pp=4, schedule="zb-h1"),
     "fp8, replicated": run("llama3-8b", dp=4, zero=0, precision="fp8", pp=4, sequence=8192),
 }  # fmt: skip
 
@@ -73,7 +74,7 @@ def answers():
     calls: list[tuple[str, str, dict[str, Any]]] = [("flags", "megatron_flags", {})]
     calls += [(name, "megatron", {"text": megatron_yaml(one)}) for name, one in MEGATRON.items()]
     for name, one in TITAN.items():
-        text = torchtitan_config(one)
+        text = torchtitan_config(one, csv="a.csv" if "CSV" in name else None)
         split = name.startswith("interleaved")
         calls.append((name, "torchtitan", {"text": text, "num_gpus": one.num_gpus, "split": split}))
     models = [(model.module, model.flavor) for model in TITAN_MODELS.values()]
@@ -172,6 +173,7 @@ def test_torchtitan_loads_our_config_and_places_its_stages_so(answers, name):
         layers = [f"layers.{index}" for index in range(configuration.shape.num_layers)]
         every = ["tok_embeddings", *layers, "norm", "lm_head"]
         assert [name for part in found["modules"] for name in part] == every
+    assert found["csv"] == ("a.csv" if "CSV" in name else "")
     wanted = "FullAC.Config" if configuration.training.recompute else "NoneType"
     assert found["recompute"] == wanted
     if found["parameters"] is not None:
