@@ -85,16 +85,16 @@ def read_megatron(
             raise InputError(sentence)
     shape = _shape_said(said, shape)
     has_experts = shape.experts is not None
-    tp, cp = said.integer("tensor_model_parallel_size", 1), said.integer("context_parallel_size", 1)
-    pp = said.integer("pipeline_model_parallel_size", 1)
+    tp, cp = said.degree("tensor_model_parallel_size", 1), said.degree("context_parallel_size", 1)
+    pp = said.degree("pipeline_model_parallel_size", 1)
     dp = num_gpus // (tp * cp * pp)
     if dp * tp * cp * pp != num_gpus:
         raise InputError(
             f"{num_gpus} GPUs: are no multiple of tp {tp} x cp {cp} x pp {pp} = {tp * cp * pp}; "
             "correct one of them"
         )
-    micro_batch = said.integer("micro_batch_size", None)
-    batch = said.integer("global_batch_size", global_batch)
+    micro_batch = said.degree("micro_batch_size", None)
+    batch = said.degree("global_batch_size", global_batch)
     if batch % (micro_batch * dp):
         raise InputError(
             f"global_batch_size = {batch}: is no multiple of micro_batch_size {micro_batch} x "
@@ -103,12 +103,12 @@ def read_megatron(
     stages, chunks = _stages_said(said, shape, pp)
     training = Training(
         micro_batch=micro_batch,
-        sequence=said.integer("seq_length", sequence),
+        sequence=said.degree("seq_length", sequence),
         tp=tp,
         cp=cp,
         dp=dp,
-        ep=said.integer("expert_model_parallel_size", 1) if has_experts else 1,
-        etp=said.integer("expert_tensor_parallel_size", tp) if has_experts else 1,
+        ep=said.degree("expert_model_parallel_size", 1) if has_experts else 1,
+        etp=said.degree("expert_tensor_parallel_size", tp) if has_experts else 1,
         zero=_zero_said(said),
         precision=_precision_said(said),  # type: ignore[arg-type]
         flash=_attention_said(said) not in ("unfused", "local"),
@@ -146,7 +146,7 @@ def read_megatron(
 
 def _unsaid(said: FrameworkSettings) -> Iterator[tuple[bool, str]]:
     """Yield what no configuration says."""
-    pp = said.integer("pipeline_model_parallel_size", 1)
+    pp = said.degree("pipeline_model_parallel_size", 1)
     group = said.integer("microbatch_group_size_per_vp_stage", pp)
     yield (
         group != pp,
@@ -155,7 +155,7 @@ def _unsaid(said: FrameworkSettings) -> Iterator[tuple[bool, str]]:
     )
     ring = said.words("cp_comm_type") or ["p2p"]
     yield (
-        said.integer("context_parallel_size", 1) > 1 and set(ring) != {"p2p"},
+        said.degree("context_parallel_size", 1) > 1 and set(ring) != {"p2p"},
         f"cp_comm_type = {ring[0]}: only p2p, the ring, is estimated; leave it out to compare with "
         "that",
     )
@@ -222,9 +222,9 @@ def _stages_said(
     parts = {name: said.integer(name, 0) for name in _SPLIT[:2] if said.has(name)}
     parts |= {name: 1 for name in _SPLIT[2:] if said.flag(name)}
     padded = shape.num_layers + sum(parts[name] for name in _SPLIT[2:] if name in parts)
-    chunks = said.integer("virtual_pipeline_model_parallel_size", 1)
+    chunks = said.degree("virtual_pipeline_model_parallel_size", 1)
     if said.has("num_layers_per_virtual_pipeline_stage"):
-        each = said.integer("num_layers_per_virtual_pipeline_stage", 1)
+        each = said.degree("num_layers_per_virtual_pipeline_stage", 1)
         chunks = padded // (pp * each)
     if pp == 1 or not any(parts.values()):
         return (), max(chunks, 1)
@@ -332,7 +332,7 @@ def _dispatcher_said(said: FrameworkSettings, shape: ModelShape) -> str:
     kind = said.word("moe_token_dispatcher_type", default)
     if shape.experts is None:
         return "alltoall"
-    if kind == "allgather" and said.integer("expert_model_parallel_size", 1) > 1:
+    if kind == "allgather" and said.degree("expert_model_parallel_size", 1) > 1:
         raise InputError(
             "moe_token_dispatcher_type = allgather, Megatron-LM's default: alltoall and flex are "
             "estimated; give one of these"
@@ -342,7 +342,7 @@ def _dispatcher_said(said: FrameworkSettings, shape: ModelShape) -> str:
 
 def _overlap_name(said: FrameworkSettings, replicas: int) -> str:
     """Return the switch that stands for all: that of gradients, or without replicas of tensors."""
-    is_split = said.integer("tensor_model_parallel_size", 1) > 1 and said.flag("sequence_parallel")
+    is_split = said.degree("tensor_model_parallel_size", 1) > 1 and said.flag("sequence_parallel")
     return "tp_comm_overlap" if is_split and replicas == 1 else "overlap_grad_reduce"
 
 

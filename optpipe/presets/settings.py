@@ -92,8 +92,8 @@ class FrameworkSettings:
                 "elsewhere"
             ) from None
 
-    def integer(self, name: str, default: int | None) -> int:
-        """Return its value as a whole number of at least 0.
+    def integer(self, name: str, default: int | None, *, least: int = 0) -> int:
+        """Return its value as a whole number of at least ``least``.
 
         Raises
         ------
@@ -101,9 +101,13 @@ class FrameworkSettings:
             If it is none, or absent without a default.
         """
         value = self.number(name, default)
-        if value != int(value) or value < 0:
-            raise InputError(f"{name} = {value:g}: must be a whole number >= 0; correct it")
+        if not least <= value < 1e12 or value != int(value):
+            raise InputError(f"{name} = {value:g}: must be a whole number >= {least}; correct it")
         return int(value)
+
+    def degree(self, name: str, default: int | None) -> int:
+        """Return its value as a whole number of at least 1."""
+        return self.integer(name, default, least=1)
 
     def layout(self) -> str:
         """Return Megatron-Core's layout as its letters; empty where there is none."""

@@ -445,7 +445,7 @@ def read_torchtitan(
     found = Configuration(
         shape=replace(shape, mtp=0), hardware=hardware, training=training, pipeline=cut, sizes=sizes
     )
-    named = said.value("parallelism.module_fqns_per_model_part", None)
+    named = said.modules
     if named and [sorted(part) for part in named] != [sorted(part) for part in _modules(found)]:
         raise InputError(
             f"parallelism.module_fqns_per_model_part: must be tok_embeddings, layers.0 to "
@@ -470,12 +470,29 @@ class _Said:
             )
         return found
 
-    def integer(self, name: str, default: int | None) -> int:
+    def integer(self, name: str, default: int | None, *, least: int = 1) -> int:
         found = self.value(name, default)
         if found is None:
             raise InputError(f"{name}: is missing; give it")
-        if not isinstance(found, int) or isinstance(found, bool):
-            raise InputError(f"{name} = {found!r}: must be a whole number; correct it")
+        if not isinstance(found, int) or isinstance(found, bool) or found < least:
+            raise InputError(f"{name} = {found!r}: must be a whole number >= {least}; correct it")
+        return found
+
+    def word(self, name: str, default: str) -> str:
+        found = self.value(name, default)
+        if not isinstance(found, str):
+            raise InputError(f"{name} = {found!r}: must be a text; put it in quotes")
+        return found
+
+    @property
+    def modules(self) -> list[list[str]]:
+        """The modules of each stage; none where the text does not name them."""
+        name = "parallelism.module_fqns_per_model_part"
+        found = self.value(name, None) or []
+        if not isinstance(found, list) or not all(
+            isinstance(part, list) and all(isinstance(one, str) for one in part) for part in found
+        ):
+            raise InputError(f"{name} = {found!r}: must be a list of lists of names; correct it")
         return found
 
 
@@ -492,9 +509,9 @@ def _values(text: str) -> dict[str, Any]:
     else:
         values = dict(_flat(read))
         mode = values.get("activation_checkpoint.mode", "selective")
-        converters = " ".join(values.get("model.converters", ())).lower()
+        converters = str(values.get("model.converters", "")).lower()
         narrow = [name for name in ("mxfp8", "nvfp4", "fp8") if name in converters]
-        narrow += ["fp8"] * ("float8" in converters) + ["mxfp8"] * ("mx" in converters.split())
+        narrow += ["fp8"] * ("float8" in converters) + ["mxfp8"] * ("'mx'" in converters)
         return {"graphs": False, "recompute": mode, "narrow": narrow[:1], **values}
     try:
         tree = ast.parse(text)
@@ -550,7 +567,7 @@ def _take(found: dict[str, Any], name: str, node: ast.expr) -> None:
 def _replicas(said: _Said, num_gpus: int, split: int, *, cp: int, pp: int) -> tuple[int, int]:
     """Return the degree of data parallelism, and how far its state is spread."""
     copies = said.integer("parallelism.data_parallel_replicate_degree", 1)
-    shards = said.integer("parallelism.data_parallel_shard_degree", -1)
+    shards = said.integer("parallelism.data_parallel_shard_degree", -1, least=-1)
     if shards == -1:
         shards = num_gpus // (split * copies)
     if copies * shards * split != num_gpus:
@@ -564,7 +581,7 @@ def _replicas(said: _Said, num_gpus: int, split: int, *, cp: int, pp: int) -> tu
             f"data_parallel_replicate_degree = {copies} with {shards * cp} shards: state is either "
             "spread over all replicas or not at all here; set one of them to 1"
         )
-    policy = said.value("parallelism.fsdp_reshard_after_forward", "default")
+    policy = said.word("parallelism.fsdp_reshard_after_forward", "default")
     if copies > 1 or (shards * cp == 1 and policy == "default"):
         return copies, 0
     return shards, {"always": 3, "never": 2}.get(policy, 2 if pp > 1 else 3)
@@ -573,7 +590,7 @@ def _replicas(said: _Said, num_gpus: int, split: int, *, cp: int, pp: int) -> tu
 def _batches(said: _Said, dp: int, pp: int, global_batch: int | None) -> tuple[int, int]:
     """Return sequences per micro-batch, and micro-batches of a step."""
     local = said.integer("training.local_batch_size", None)
-    whole = said.integer("training.global_batch_size", -1)
+    whole = said.integer("training.global_batch_size", -1, least=-1)
     whole = whole if whole > 0 else global_batch or local * dp
     size = said.integer("parallelism.pipeline_parallel_microbatch_size", 1) if pp > 1 else local
     if local < 1 or size < 1 or local % size or whole % (local * dp):
@@ -592,20 +609,20 @@ def _batches(said: _Said, dp: int, pp: int, global_batch: int | None) -> tuple[i
 
 
 def _precision(said: _Said) -> str:
-    if said.value("training.dtype", "float32") != "float32":
+    if said.word("training.dtype", "float32") != "float32":
         raise InputError(
-            f"training.dtype = {said.value('training.dtype', '')}: gradients and optimizer are "
+            f"training.dtype = {said.word('training.dtype', '')}: gradients and optimizer are "
             "float32 here; leave it out to compare with that"
         )
     narrow = said.value("narrow", [])
     if narrow:
         return str(narrow[0])
-    wide = said.value("training.mixed_precision_param", "bfloat16")
+    wide = said.word("training.mixed_precision_param", "bfloat16")
     return "fp32" if wide == "float32" else "bf16"
 
 
 def _recompute(said: _Said) -> frozenset[str]:
-    mode = said.value("recompute", "selective")
+    mode = said.word("recompute", "selective")
     if mode not in ("full", "none"):
         raise InputError(
             f"activation_checkpoint = {mode}: what operators keep is not estimated (torchtitan's "
@@ -620,7 +637,7 @@ def _has_graphs(said: _Said, pp: int, ep: int) -> bool:
 
 
 def _dispatcher(said: _Said) -> str:
-    backend = said.value("model.moe_comm_backend", "standard")
+    backend = said.word("model.moe_comm_backend", "standard")
     kinds = {"standard": "alltoall", "deepep": "deduplicated", "hybridep": "deduplicated"}
     if backend not in kinds:
         raise InputError(
@@ -632,15 +649,15 @@ def _dispatcher(said: _Said) -> str:
 def _cut(said: _Said, shape: ModelShape, pp: int, m: int) -> tuple[PipelineCut, tuple[int, ...]]:
     if pp == 1:
         return PipelineCut(num_microbatches=m), ()
-    name = str(said.value("parallelism.pipeline_parallel_schedule", "1F1B"))
+    name = said.word("parallelism.pipeline_parallel_schedule", "1F1B")
     if name.lower() not in ("1f1b", "interleaved1f1b"):
         raise InputError(
             f"pipeline_parallel_schedule = {name}: the step of 1F1B and Interleaved1F1B is "
             "estimated; give one of them to compare with that"
         )
-    named = said.value("parallelism.module_fqns_per_model_part", None)
+    named = said.modules
     ends = [
-        said.integer(f"parallelism.pipeline_parallel_{end}_stage_less_layers", 1)
+        said.integer(f"parallelism.pipeline_parallel_{end}_stage_less_layers", 1, least=0)
         for end in ("first", "last")
     ]
     whole = shape.num_layers + sum(ends)

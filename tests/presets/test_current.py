@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from benchmarks.scoreboard import published, read_run
 from optpipe.errors import InputError
@@ -13,6 +16,7 @@ from optpipe.presets.megatron import megatron_arguments, megatron_yaml
 from optpipe.presets.megatron_reader import read_megatron
 from optpipe.presets.torchtitan import read_torchtitan, torchtitan_config
 from tests.presets.test_paste import run
+from tests.strategies import few
 
 SCRIPT = """
 #!/bin/bash
@@ -252,7 +256,7 @@ TITAN = (
         ("nothing of the kind", r"the text has no settings: write arguments"),
         (BASE + "'open", "not arguments: No closing quotation; close the quote"),
         (BASE + "--tensor-model-parallel-size $TP", r"size = \$TP: must be a number; write it out"),
-        (BASE + "--tensor-model-parallel-size 1.5", "= 1.5: must be a whole number >= 0"),
+        (BASE + "--tensor-model-parallel-size 1.5", "= 1.5: must be a whole number >= 1"),
         ("--seq-length 4096 --bf16", "micro_batch_size: is missing; give it"),
         (BASE + "--tensor-model-parallel-size 3", "16 GPUs: are no multiple of tp 3 x cp 1 x pp 1"),
         (BASE.replace("16", "17"), "global_batch_size = 17: is no multiple of micro_batch_size 1"),
@@ -298,7 +302,7 @@ def test_the_dispatcher_that_megatron_lm_has_by_default_is_not_estimated() -> No
         ("a b c", r"neither TOML nor Python \(line 1: .*\); give a torchtitan config"),
         ("x = 1", "local_batch_size: is missing; give it"),
         ("config.training.local_batch_size = n()", r"local_batch_size = n\(\): is not read, since"),
-        ("config.training.local_batch_size = 2.5", "= 2.5: must be a whole number; correct it"),
+        ("config.training.local_batch_size = 2.5", "= 2.5: must be a whole number >= 1"),
         (TITAN.replace("'none'", "'selective'"), "activation_checkpoint = selective: what"),
         (TITAN + "[parallelism]\ntensor_parallel_degree = 3", "16 GPUs: are not"),
         (TITAN + "[parallelism]\ndata_parallel_replicate_degree = 4", "= 4 with 4 shards: state"),
@@ -389,3 +393,54 @@ def test_a_csv_says_the_order_and_the_name_where_stages_stand() -> None:
     v = run("llama3-8b", zero=3, pp=4, chunks=2, placement="v")
     text = torchtitan_config(v, csv="v.csv", schedule="DualPipeV")
     assert "pipeline_parallel_schedule='DualPipeV'" in text
+
+
+NAMES = (
+    "tensor_model_parallel_size", "pipeline_model_parallel_layout", "recompute_modules", "fp8",
+    "virtual_pipeline_model_parallel_size", "num_layers_in_first_pipeline_stage", "seq_length",
+    "recompute_num_layers", "recompute_granularity", "cp_comm_type", "mtp_num_layers",
+    "num_layers_per_virtual_pipeline_stage", "pipeline_model_parallel_size",
+    "attention_backend", "activation_offload_fraction", "fine_grained_activation_offloading",
+    "expert_model_parallel_size", "expert_tensor_parallel_size", "global_batch_size",
+    "account_for_embedding_in_pipeline_split", "micro_batch_size", "cpu_offloading_num_layers",
+)  # fmt: skip
+TITAN_NAMES = (
+    "parallelism.module_fqns_per_model_part", "parallelism.fsdp_reshard_after_forward",
+    "parallelism.pipeline_parallel_layers_per_stage", "parallelism.pipeline_parallel_degree",
+    "parallelism.pipeline_parallel_first_stage_less_layers", "model.converters",
+    "parallelism.pipeline_parallel_schedule", "training.local_batch_size", "training.dtype",
+    "parallelism.expert_parallel_degree", "parallelism.data_parallel_shard_degree",
+    "activation_checkpoint.mode", "compile.enable_async_tensor_parallel", "training.seq_len",
+    "parallelism.tensor_parallel_degree", "model.moe_comm_backend",
+    "training.mixed_precision_param", "training.global_batch_size",
+)  # fmt: skip
+JUNK = [
+    "0", "-1", "1", "2", "4", "16", "1.5", "nan", "inf", "true", "null", "full", "block", "[]",
+    "[1, 2]", "[[1], [2]]", "'Et*32|L'", "'|'", "'(t'", "{}", "''", "$X", "x",
+]  # fmt: skip
+
+
+@few(150)
+@given(st.lists(st.tuples(st.sampled_from(NAMES), st.sampled_from(JUNK)), max_size=5), st.data())
+def test_any_values_of_megatron_are_read_or_refused_in_a_sentence(pairs, data) -> None:
+    more = [("micro_batch_size", "1"), ("global_batch_size", "16"), ("seq_length", "4096")]
+    pairs = pairs + [(name, value) for name, value in more if name not in dict(pairs)]
+    as_arguments = [f"--{name.replace('_', '-')} {value}" for name, value in pairs]
+    forms = [" ".join(as_arguments), "\n".join(f"{name}: {value}" for name, value in pairs)]
+    model = data.draw(st.sampled_from(["llama3-8b", "deepseek-v3-mtp"]))
+    with contextlib.suppress(InputError):
+        megatron(data.draw(st.sampled_from(forms)), model)
+
+
+@few(150)
+@given(
+    st.dictionaries(st.sampled_from(TITAN_NAMES), st.sampled_from(JUNK), max_size=5),
+    st.booleans(),
+)
+def test_any_values_of_torchtitan_are_read_or_refused_in_a_sentence(pairs, as_toml) -> None:
+    pairs = {"training.local_batch_size": "16", "training.seq_len": "4096", **pairs}
+    pairs.setdefault("activation_checkpoint.mode", "'none'")
+    root = "" if as_toml else "config."
+    text = "\n".join(f"{root}{name} = {value}" for name, value in pairs.items())
+    with contextlib.suppress(InputError):
+        titan(text)
