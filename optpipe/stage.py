@@ -107,7 +107,7 @@ class StageLayers(FrozenValue):
 
     @property
     def total(self) -> int:
-        """All of them together."""
+        """All of them."""
         return self.embedding + self.transformer + self.head + self.mtp
 
     def plus(self, other: StageLayers) -> StageLayers:
