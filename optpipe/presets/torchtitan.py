@@ -109,7 +109,7 @@ def torchtitan_config(
     """
     model = _titan_model(configuration.shape)
     schedule = _schedule_name(configuration.pipeline, schedule, csv)
-    for broken, sentence in _refusals(configuration, model):
+    for broken, sentence in _refusals(configuration, model, has_order=csv is not None):
         if broken:
             raise InputError(sentence)
     training = configuration.training
@@ -199,7 +199,9 @@ def _schedule_name(cut: PipelineCut, name: str | None, csv: str | None) -> str:
     return name
 
 
-def _refusals(configuration: Configuration, model: TitanModel) -> Iterator[tuple[bool, str]]:
+def _refusals(
+    configuration: Configuration, model: TitanModel, *, has_order: bool
+) -> Iterator[tuple[bool, str]]:
     """Yield what torchtitan cannot run, each with its sentence."""
     shape, training, cut = configuration.shape, configuration.training, configuration.pipeline
     yield from _training_refusals(training)
@@ -229,7 +231,7 @@ def _refusals(configuration: Configuration, model: TitanModel) -> Iterator[tuple
     )
     m, per_rank = cut.num_microbatches, cut.chunks
     yield (
-        cut.pp > 1 and (m < cut.pp if per_rank == 1 else m % cut.pp > 0),
+        cut.pp > 1 and not has_order and (m < cut.pp if per_rank == 1 else m % cut.pp > 0),
         f"{m} micro-batches on pp = {cut.pp} with {per_rank} chunks: torch's 1F1B needs pp of them "
         "or more, interleaved whole groups of pp; change the number",
     )

@@ -386,7 +386,7 @@ def test_what_torchtitan_cannot_run_is_refused(configuration, named, message: st
 
 
 def test_a_csv_says_the_order_and_the_name_where_stages_stand() -> None:
-    line = run("llama3-8b", zero=3, pp=4, schedule="zb-h2")
+    line = run("llama3-8b", zero=3, pp=4, schedule="zb-h2", num_microbatches=3)
     text = torchtitan_config(line, csv="my schedule.csv")
     assert "pipeline_parallel_schedule='PipelineScheduleMulti'" in text
     assert "pipeline_parallel_schedule_csv='my schedule.csv'" in text
