@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
@@ -25,6 +26,8 @@ from optpipe.cli.files import (
     check_apart,
     check_schedule_file,
     check_writable,
+    in_file,
+    read_input,
     results,
     say_written,
     write_file,
@@ -32,9 +35,18 @@ from optpipe.cli.files import (
 )
 from optpipe.cli.report import nothing_found, searching
 from optpipe.errors import InputError
+from optpipe.formats.csv import dump_csv
 from optpipe.formats.json import dump_problem
-from optpipe.presets import PipelineCut, Training
-from optpipe.presets.configuration import Configuration
+from optpipe.presets import (
+    Configuration,
+    PipelineCut,
+    Training,
+    megatron_arguments,
+    megatron_yaml,
+    read_megatron,
+    read_torchtitan,
+    torchtitan_config,
+)
 from optpipe.presets.shape import PRECISIONS, RECOMPUTABLE
 from optpipe.presets.step import step_estimate
 from optpipe.units import format_ms, format_share
@@ -51,6 +63,7 @@ __all__ = ["tune"]
 _GIB = 2.0**30
 _SHOWN_ROWS = 11
 _LEAST_WIDTH = 120
+_TORCH_NAMES = {"1f1b": "1F1B", "interleaved": "Interleaved1F1B", "zb-v": "ZBVZeroBubble"}
 _DEGREES = ("tp", "cp", "pp", "chunks", "ep", "etp", "dp", "micro_batch", "zero")
 
 
@@ -81,8 +94,9 @@ def tune(
     current: Annotated[
         str | None,
         typer.Option(
-            metavar="FLAGS",
-            help="What you run today, e.g. tp=4,pp=8,chunks=5,micro_batch=1: the gain is over it.",
+            metavar="FILE|FLAGS",
+            help="What you run today: Megatron arguments or YAML, a torchtitan config, or e.g. "
+            "tp=4,pp=8,chunks=5,micro_batch=1. The gain is over it.",
         ),
     ] = None,
     fix: Annotated[
@@ -149,6 +163,13 @@ def tune(
         Path | None,
         typer.Option("--problem-out", metavar="FILE", help="Write the winner's problem."),
     ] = None,
+    paste: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Write what the framework takes: arguments, or .yaml; torchtitan: .py.",
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Find the fastest configuration of a training run.
@@ -160,7 +181,8 @@ def tune(
     \b
     Examples:
       optpipe tune --model llama3-70b --gpu h100 --gpus 64 --global-batch 128 --sequence 8192 \\
-          --precision fp8 --framework megatron --current tp=4,pp=8,chunks=5,micro_batch=1
+          --precision fp8 --framework megatron --current tp=4,pp=8,chunks=5,micro_batch=1 \\
+          --paste arguments.sh
       optpipe tune --model deepseek-v3 --gpu gb200 --gpus 256 --global-batch 4096 --cuda-graphs \\
           --precision mxfp8 --dispatcher deduplicated --framework megatron
       optpipe tune --config config.json --gpu h100 --gpus 16 --fix tp=2 -o schedule.json \\
@@ -168,7 +190,11 @@ def tune(
     """
     check_schedule_file(output)
     check_writable(problem_out)
-    check_apart(output, problem_out, inputs=[config])
+    check_writable(paste)
+    read = Path(current) if current is not None and "=" not in current else None
+    check_apart(output, problem_out, paste, inputs=[config, read])
+    if paste is not None and framework == "any":
+        raise InputError("--paste needs --framework megatron or torchtitan; say which")
     with named_as_flags():
         shape = asked_shape(model, config)
         kinds = accelerators(None if gpu is None else [gpu], network, oversubscription)
@@ -192,7 +218,11 @@ def tune(
                 memory_bytes=memory_of(memory_gb),
                 headroom=headroom,
             )
-            today = None if current is None else _today(question, current)
+            today = None
+            if read is not None:
+                today = _read_today(question, read)
+            elif current is not None:
+                today = _today(question, current)
             question = _calibrated(question, today, measured_step_s)
             with searching("tuning") as given:
                 result = search(
@@ -211,6 +241,9 @@ def tune(
     else:
         _show(results(output), result, today)
     _write(result.best, output, problem_out)
+    if paste is not None:
+        write_file(paste, _pasted(result.best, framework, paste))
+        say_written(paste, "configuration")
 
 
 # --- What is run today.
@@ -256,9 +289,7 @@ def _today(question: TuneQuestion, text: str) -> Configuration:
             f"--current {text}: recompute names modules of {', '.join(RECOMPUTABLE)}, with + "
             "between; correct it"
         )
-    training = replace(
-        question.training, **asked, recompute=recompute, sequence_parallel=asked.get("tp", 1) > 1
-    )
+    training = replace(question.training, **asked, recompute=recompute)
     training.check_divides(question.shape)
     return Configuration(
         shape=question.shape,
@@ -272,6 +303,24 @@ def _today(question: TuneQuestion, text: str) -> Configuration:
             layout="even",
         ),
     )
+
+
+def _read_today(question: TuneQuestion, path: Path) -> Configuration:
+    """Return what is run today, from a file of Megatron or torchtitan."""
+    text = read_input(path)
+    is_torchtitan = path.suffix in {".py", ".toml"} or question.framework == "torchtitan"
+    read = read_torchtitan if is_torchtitan else read_megatron
+    try:
+        return read(
+            text,
+            question.shape,
+            question.hardware,
+            question.num_gpus,
+            global_batch=question.global_batch,
+            sequence=question.training.sequence,
+        )
+    except InputError as error:
+        raise in_file(path, error) from None
 
 
 def _calibrated(
@@ -358,6 +407,20 @@ def _pareto(result: TuneResult) -> Table:
         gib = f"{max(row.peak_bytes) / _GIB:.1f}"
         table.add_row(gib, format_ms(row.step_ms), row.label)
     return table
+
+
+def _pasted(best: TuneRow, framework: str, path: Path) -> str:
+    """Return the winner as its framework takes it; a schedule of its own goes as a CSV beside."""
+    if framework == "megatron":
+        if path.suffix in {".yaml", ".yml"}:
+            return megatron_yaml(best.configuration)
+        return shlex.join(megatron_arguments(best.configuration)) + "\n"
+    if best.method in _TORCH_NAMES:
+        return torchtitan_config(best.configuration, schedule=_TORCH_NAMES[best.method])
+    csv = path.with_suffix(".csv")
+    write_file(csv, dump_csv(best.programs, for_torch=True))
+    say_written(csv, "schedule")
+    return torchtitan_config(best.configuration, csv=str(csv.absolute()))
 
 
 def _write(best: TuneRow, output: Path | None, problem_out: Path | None) -> None:

@@ -149,6 +149,8 @@ def _with_pipeline(question: TuneQuestion, tp: int, cp: int) -> Iterator[TuneCan
     num_layers = question.shape.num_layers + question.shape.mtp + 2
     for pp in _divisors(left):
         dp = left // pp
+        if not _may_cut(question, cp, pp):
+            continue
         if pp != asked.get("pp", pp) or dp != asked.get("dp", dp) or pp > num_layers:
             continue
         if question.global_batch % dp:
@@ -162,6 +164,16 @@ def _with_pipeline(question: TuneQuestion, tp: int, cp: int) -> Iterator[TuneCan
             for training in _trainings(question, pp, degrees):
                 for v in chunks:
                     yield TuneCandidate(training, pp, v, m)
+
+
+def _may_cut(question: TuneQuestion, cp: int, pp: int) -> bool:
+    """Whether a framework cuts a model so at all."""
+    if question.framework != "torchtitan":
+        return True
+    shape = question.shape
+    if shape.mtp or (shape.tied and pp > 1) or (shape.sinks and cp > 1):
+        return False  # it has no multi-token prediction, and no tied weights over stages
+    return pp == 1 or not question.training.cuda_graphs
 
 
 def _chunks(question: TuneQuestion, pp: int, num_microbatches: int) -> Iterator[int]:
@@ -183,13 +195,13 @@ def _trainings(question: TuneQuestion, pp: int, degrees: Mapping[str, Any]) -> I
     asked = question.fixed
     ranks = degrees["tp"] * degrees["cp"] * degrees["dp"]
     for ep, etp in _expert_degrees(question, ranks, degrees["tp"]):
-        for zero in _zeros(question, pp, degrees["dp"]):
+        for zero in _zeros(question, pp, degrees["dp"] * degrees["cp"]):
             if zero != asked.get("zero", zero):
                 continue
             try:
                 training = replace(
                     question.training, **degrees, ep=ep, etp=etp, zero=zero,
-                    sequence_parallel=degrees["tp"] > 1, recompute=frozenset(),
+                    recompute=frozenset(),
                 )  # fmt: skip
                 training.check_divides(question.shape)
             except AskedError:
@@ -199,27 +211,39 @@ def _trainings(question: TuneQuestion, pp: int, degrees: Mapping[str, Any]) -> I
 
 
 def _expert_degrees(question: TuneQuestion, ranks: int, tp: int) -> Iterator[tuple[int, int]]:
+    """Yield ep and etp.
+
+    torchtitan splits experts over tensor-parallel ranks where it does not spread them, and only
+    then; Megatron-Core neither splits experts with biases nor overlaps those that stay.
+    """
     experts, asked = question.shape.experts, question.fixed
     if experts is None:
         if asked.get("ep", 1) == 1 == asked.get("etp", 1):
             yield 1, 1
         return
-    for etp in sorted({1, tp}):
-        for ep in _divisors(experts.num):
-            if ranks % (ep * etp) == 0 and (ep, etp) == (
-                asked.get("ep", ep),
-                asked.get("etp", etp),
-            ):
+    for ep in _divisors(experts.num):
+        etps = sorted({1, tp})
+        if question.framework == "torchtitan":
+            if ep > 1 and question.training.cuda_graphs:
+                continue
+            etps = [tp if ep == 1 else 1]
+        elif question.framework == "megatron" and experts.bias:
+            etps = [1]
+        if question.framework == "megatron" and question.training.ep_overlap and ep == 1:
+            continue
+        for etp in etps:
+            is_asked = (ep, etp) == (asked.get("ep", ep), asked.get("etp", etp))
+            if is_asked and ranks % (ep * etp) == 0:
                 yield ep, etp
 
 
-def _zeros(question: TuneQuestion, pp: int, dp: int) -> tuple[int, ...]:
+def _zeros(question: TuneQuestion, pp: int, replicas: int) -> tuple[int, ...]:
     """Return how optimizer, gradients and weights may be spread, by framework.
 
     Megatron-LM's distributed optimizer is 1, its FSDP goes without a pipeline; torchtitan's FSDP2
-    gathers weights once per step where there is a pipeline.
+    gathers weights once per step where there is a pipeline. ``replicas`` is dp x cp.
     """
-    if dp == 1 and question.framework != "megatron":
+    if replicas == 1 and question.framework != "megatron":
         return (0,)
     if question.framework == "torchtitan":
         return (3,) if pp == 1 else (2,)
@@ -227,8 +251,13 @@ def _zeros(question: TuneQuestion, pp: int, dp: int) -> tuple[int, ...]:
 
 
 def recomputations(question: TuneQuestion) -> tuple[frozenset[str], ...]:
-    """Return which modules may be made again, none first, in every layer alike."""
-    shape = question.shape
+    """Return which modules may be made again, none first, in every layer alike.
+
+    Megatron-Core recomputes neither whole layers where experts are overlapped, nor those or whole
+    blocks of experts where launches are captured.
+    """
+    shape, is_megatron = question.shape, question.framework == "megatron"
+    captured = is_megatron and question.training.cuda_graphs
     sets: list[set[str]] = [set()]
     if question.framework != "torchtitan":
         if not question.training.flash:
@@ -241,10 +270,10 @@ def recomputations(question: TuneQuestion) -> tuple[frozenset[str], ...]:
             sets += [{"layernorm"}, {"mlp"}]
         if shape.latent is not None:
             sets += [{"mla_up_proj"}, {"mla_up_proj", *small}]
-        if shape.experts is not None:
+        if shape.experts is not None and not captured:
             sets.append({"moe", "layernorm"})
-    if question.framework != "megatron" or not question.training.ep_overlap:
-        sets.append({"full"})  # Megatron-Core has it not together with overlapped experts
+    if not (captured or (is_megatron and question.training.ep_overlap)):
+        sets.append({"full"})
     return tuple(map(frozenset, sets))
 
 

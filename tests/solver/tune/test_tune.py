@@ -11,8 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from optpipe.errors import InputError
-from optpipe.presets import Experts, ModelShape, PipelineCut, Training, find_gpu, find_model
-from optpipe.presets.configuration import Configuration
+from optpipe.presets import (
+    Configuration,
+    Experts,
+    ModelShape,
+    PipelineCut,
+    Training,
+    find_gpu,
+    find_model,
+    megatron_arguments,
+    torchtitan_config,
+)
 from optpipe.presets.step import in_flight
 from optpipe.problem import placement_of
 from optpipe.schedule import ActionType
@@ -223,7 +232,7 @@ def test_less_memory_is_offered_where_it_costs_time() -> None:
 
 @pytest.mark.parametrize("framework", ["megatron", "torchtitan", "any"])
 def test_a_framework_answers_what_it_can_run(framework: str) -> None:
-    found = list(candidates(asked(framework=framework)))
+    found = list(candidates(asked(framework=framework, training=Training(sequence=2048))))
     zeros = {(one.training.zero, one.pp > 1) for one in found}
     modules = {module for one in found for module in one.training.recompute}
     assert modules <= ({"full"} if framework == "torchtitan" else {"full", "mlp", "layernorm"})
@@ -232,12 +241,42 @@ def test_a_framework_answers_what_it_can_run(framework: str) -> None:
         assert all(one.num_microbatches % one.pp == 0 for one in found if one.chunks > 1)
     if framework == "torchtitan":
         assert {(2, True), (3, False)} <= zeros
-    overlapped = asked(
-        WITH_EXPERTS, framework=framework, training=Training(sequence=2048, ep_overlap=True)
+
+
+def test_megatron_overlaps_experts_only_where_it_interleaves() -> None:
+    question = asked(WITH_EXPERTS, training=Training(sequence=2048, ep_overlap=True))
+    for one in candidates(question):
+        assert "full" not in one.training.recompute
+        assert one.pp == 1 or one.chunks > 1
+
+
+@given(data=st.data())
+@few(60)
+def test_whatever_may_be_answered_can_be_pasted(data) -> None:
+    """The framework's writer refuses no candidate, of any kind of model and switches."""
+    framework = data.draw(st.sampled_from(["megatron", "torchtitan"]))
+    name = data.draw(
+        st.sampled_from(["llama3-70b", "qwen3-235b-a22b", "deepseek-v3", "gpt-oss-120b"])
     )
-    for one in candidates(overlapped):
-        assert framework != "megatron" or "full" not in one.training.recompute
-        assert framework != "megatron" or one.pp == 1 or one.chunks > 1
+    question = TuneQuestion(
+        shape=find_model(name), hardware=GPU, num_gpus=64, global_batch=256, framework=framework,
+        training=Training(
+            sequence=4096, ep_overlap=data.draw(st.booleans()) and framework == "megatron",
+            cuda_graphs=data.draw(st.booleans()),
+        ),
+        fixed={"tp": data.draw(st.sampled_from([1, 2, 8]))},
+    )  # fmt: skip
+    found = list(candidates(question))
+    for _ in range(10 if found else 0):
+        one = data.draw(st.sampled_from(found))
+        configuration = Configuration(
+            shape=question.shape, hardware=GPU, training=one.training,
+            pipeline=one.cut(layout=data.draw(st.sampled_from(["balanced", "even"]))),
+        )  # fmt: skip
+        if framework == "megatron":
+            assert megatron_arguments(configuration)
+        else:
+            assert torchtitan_config(configuration, csv="schedule.csv")
 
 
 def test_fixed_degrees_are_kept() -> None:
