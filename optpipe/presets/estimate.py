@@ -17,6 +17,7 @@ from optpipe.model import MAX_LAYERS, DefaultLink, Layer, LayerTimes, Model, Mod
 from optpipe.presets.accelerators import PRIORS, Hardware
 from optpipe.presets.costs import checkpoint_bytes, model_flops
 from optpipe.presets.machine import Machine
+from optpipe.presets.menus import with_menus
 from optpipe.presets.parameters import static_bytes
 from optpipe.presets.shape import AskedError, AskedSentence, Field
 from optpipe.presets.step import (
@@ -124,6 +125,7 @@ def estimate(
     time_factor: float | None = None,
     measured_step_s: float | None = None,
     memory_bytes: int | None = None,
+    modes: int = 0,
 ) -> Estimate:
     """Return the estimated problem of a model on ``pp`` pipeline stages' devices.
 
@@ -149,6 +151,9 @@ def estimate(
         to the host keep their rate, of which a step says nothing.
     memory_bytes
         Of a device, instead of all it has.
+    modes
+        Most modes of a stage's menu, keep counted (`optpipe.presets.menus`); 0: keep, offload and
+        recompute, as v1 has them.
 
     Raises
     ------
@@ -189,6 +194,10 @@ def estimate(
     except ValidationError as error:
         raise InputError(explain(error, Model)) from None
     problem = model.problem(pipeline.stages, step.sizes)
+    if modes:
+        model, problem = with_menus(
+            model, problem, sizes=step.sizes, shape=shape, machines=machines, most=modes
+        )
     problem = problem.model_copy(update={"context": _context(shape, machines, pp)})
     compared = all(one.hardware.generation in PRIORS for one in machines)
     return Estimate(
