@@ -137,11 +137,11 @@ def _check(stage: Stage, mode: CellMode, expected: _Expected, share: float) -> N
         assert beside == pytest.approx(expected.workspace, abs=200)
 
 
-@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("run", [*RUNS, "launches"])
 def test_a_menu_is_short_and_nothing_on_it_is_beaten(run) -> None:
     """What v1 can say; of a few more what leaves least between F and backward, and what leaves
     least in the backward; files keep it."""
-    name, given = RUNS[run]
+    name, given = RUNS.get(run, ("gpt3-125m", {"sequence": 1024}))  # whose host is slower
     every = estimated(name, Training(**given), modes=64).problem
     for most in (3, 8):
         found = estimated(name, Training(**given), modes=most)
@@ -153,11 +153,11 @@ def test_a_menu_is_short_and_nothing_on_it_is_beaten(run) -> None:
             assert {"offload", "recompute"} <= {mode.name for mode in others}
             assert len(others) < most
             numbers = [_numbers(mode) for mode in stage.menu]
-            for mine in numbers:
+            for mode, mine in zip(stage.menu, numbers, strict=True):
                 beaten = [
                     all(a <= b for a, b in zip(other, mine, strict=True)) for other in numbers
                 ]
-                assert beaten.count(True) == 1 or most == 3
+                assert beaten.count(True) == 1 or mode.name in ("keep", "offload", "recompute")
             if most == 8:
                 for moment in (0, 1):
                     least = min(_numbers(mode)[moment] for mode in wide.menu)
@@ -188,6 +188,17 @@ def test_half_is_offloaded_where_copies_of_all_take_longer_than_computing(
     options = [_Offer("half", 50), _Offer("all", 100), _Offer("again", 0, 6.0, 75)]
     menu = choose(_Offer("keep", 0), options, most=3, transfer_ms=0.2, hidden_ms=hidden_ms)
     assert {one.name for one in menu} == {"keep", "all", chosen}
+
+
+def test_a_little_is_recomputed_where_copies_of_all_take_a_little_too_long() -> None:
+    """Norms make less to copy; at nine tenths of PCIe a schedule hides all of it."""
+    fast, slow = (
+        estimated("llama3-70b", Training(tp=8), 8, pcie_efficiency=share).problem.menus[1]
+        for share in (0.9, 0.35)
+    )
+    mixed = "recompute layernorm, offload"
+    assert mixed not in {mode.name for mode in fast}
+    assert mixed in {mode.name for mode in slow}
 
 
 def test_a_long_context_fits_by_its_menu_alone() -> None:
@@ -221,8 +232,13 @@ def test_each_kind_of_accelerator_has_its_own_times() -> None:
     menus = [{mode.name: mode for mode in stage.menu} for stage in found.problem.stages]
     name = "recompute"
     assert menus[2][name].recompute_ms > 1.5 * menus[1][name].recompute_ms
-    only = estimate(shape, cpu, training, pp=4, num_microbatches=4, modes=8)
-    assert not any(mode.offload_bytes for stage in only.problem.stages for mode in stage.menu)
+    few, many = (
+        estimate(shape, cpu, training, pp=4, num_microbatches=4, modes=most).problem
+        for most in (3, 64)
+    )
+    assert not any(mode.offload_bytes for menu in many.menus for mode in menu)
+    for short, long in zip(few.menus, many.menus, strict=True):
+        assert min(_numbers(mode)[1] for mode in short) == min(_numbers(mode)[1] for mode in long)
 
 
 @pytest.mark.parametrize("modes", [1, 2, 65, -3])
