@@ -35,14 +35,13 @@ def test_limits_grow_and_v1_has_a_schedule_at_each_but_of_the_longest_context() 
         assert feasibility(problem).plan is not None
         for held in (v1_menus(problem), as_v1(problem)):
             assert (feasibility(held).plan is None) == name.startswith(LONG)
-    for name, tight in PROBLEMS.items():
+    for name in PROBLEMS:
         if "-tight-" in name:
             limits = [
                 [device.memory_bytes for device in PROBLEMS[other].devices]
                 for other in (name.replace("tight", kind) for kind in ("tight", "medium", "loose"))
             ]
-            assert limits == sorted(limits)
-            assert len(tight.devices) == len(limits[0])
+            assert all(a < b < c for a, b, c in zip(*limits, strict=True))
 
 
 @pytest.mark.parametrize("name", ["tiny-gpt-p4-m8-tight-free", "llama3-8b-p4-m12-loose-uniform"])
@@ -80,8 +79,8 @@ def test_the_report_counts_what_is_shorter_and_the_mean_of_the_ratio() -> None:
     """1/2 and 2 have the mean 1; a schedule alone is shorter; the newest row counts."""
     values = {"a-free": (50.0, 100.0), "b-free": (200.0, 100.0), "c-uniform": (7.0, None)}
     rows = [_row("a-free", "ours", 1.0)]
-    for name, (ours, v1) in values.items():
-        rows += [_row(name, "ours", ours), _row(name, "v1", v1), _row(name, "families", 200.0)]
+    for name, (mine, theirs) in values.items():
+        rows += [_row(name, "ours", mine), _row(name, "v1", theirs), _row(name, "families", 200.0)]
     head, v1, uniform, families, free, alike = report(rows)
     assert head == "3 problems, 6 s, 1 thread each; ours, against"
     assert v1 == (
