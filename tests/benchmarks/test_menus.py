@@ -35,17 +35,16 @@ def test_limits_grow_and_v1_has_a_schedule_at_each_but_of_the_longest_context() 
         assert feasibility(problem).plan is not None
         for held in (v1_menus(problem), as_v1(problem)):
             assert (feasibility(held).plan is None) == name.startswith(LONG)
-    for name in PROBLEMS:
+    for name, problem in PROBLEMS.items():
         if "-tight-" in name:
             limits = [
                 [device.memory_bytes for device in PROBLEMS[other].devices]
                 for other in (name.replace("tight", kind) for kind in ("tight", "medium", "loose"))
             ]
-            problem = PROBLEMS[name]
             p, devices = len(problem.devices), range(len(problem.devices))
-            held = [[problem.stages[s].activation_bytes for s in own] for own in problem.stages_of]
+            sizes = [[problem.stages[s].activation_bytes for s in own] for own in problem.stages_of]
             most = [
-                problem.static_bytes_of(d) + problem.devices[d].reserved_bytes + p * sum(held[d])
+                problem.static_bytes_of(d) + problem.devices[d].reserved_bytes + p * sum(sizes[d])
                 for d in devices
             ]
             assert all(a < b < c < d for a, b, c, d in zip(*limits, most, strict=True))
