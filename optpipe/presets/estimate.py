@@ -7,6 +7,7 @@ Every number of the problem is a formula's: `optpipe.presets.costs` has FLOPs an
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,7 +18,7 @@ from optpipe.model import MAX_LAYERS, DefaultLink, Layer, LayerTimes, Model, Mod
 from optpipe.presets.accelerators import PRIORS, Hardware
 from optpipe.presets.costs import checkpoint_bytes, model_flops
 from optpipe.presets.machine import Machine
-from optpipe.presets.menus import with_menus
+from optpipe.presets.menus import one_f_one_b_modes, with_menus
 from optpipe.presets.parameters import static_bytes
 from optpipe.presets.shape import AskedError, AskedSentence, Field
 from optpipe.presets.step import (
@@ -422,4 +423,10 @@ def _notes(shape: ModelShape, problem: Problem, step: StepEstimate) -> Iterator[
                     "optpipe solve looks for a schedule that fits.",
                 )
             )
+            if modes := one_f_one_b_modes(problem):
+                counts = Counter(mode.name for mode in modes)
+                told = "; ".join(f"{name} ({count})" for name, count in counts.items())
+                yield AskedSentence(
+                    (f"With one mode per stage 1F1B fits: {told}. In brackets: how many stages.",)
+                )
             return

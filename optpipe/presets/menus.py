@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from optpipe.model import ModelDevice
     from optpipe.presets.machine import Machine
     from optpipe.presets.shape import ModelShape, Training
-    from optpipe.problem import Problem
+    from optpipe.problem import CellMode, Problem
 
-__all__ = ["LayerTreatment", "layer_treatments", "with_menus"]
+__all__ = ["LayerTreatment", "layer_treatments", "one_f_one_b_modes", "with_menus"]
 
 _FEWEST, _MOST = 3, 64
 _LEVELS = 8
@@ -399,3 +399,35 @@ def _plain(modes: Sequence[Mode]) -> dict[str, Any]:
     """Return the fields of a menu."""
     without = {"offload_bytes": 0, "recompute_ms": None, "checkpoint_bytes": None}
     return {**without, "modes": (Mode(name="keep"), *modes)}
+
+
+def one_f_one_b_modes(problem: Problem) -> tuple[CellMode, ...] | None:
+    """Return for each stage the cheapest mode without actions of its own in which 1F1B fits.
+
+    1F1B with one stage per device and fused backwards: stage s of p holds p - s micro-batches at
+    most, while it runs F and while it runs B. None where there is no such mode, or another cut.
+    """
+    num_stages = len(problem.stages)
+    if problem.placement != tuple(range(num_stages)):
+        return None
+    found = []
+    for s, menu in enumerate(problem.menus):
+        held = min(problem.num_microbatches, num_stages - s)
+        room = problem.devices[s].usable_bytes - problem.static_bytes_of(s)
+        fitting = [
+            mode
+            for mode in menu
+            if not mode.offload_bytes
+            and mode.recompute != "apart"
+            and held * mode.forward_bytes + _beside_bytes(mode) <= room
+        ]
+        if not fitting:
+            return None
+        found.append(min(fitting, key=lambda mode: mode.inside_ms))
+    return tuple(found)
+
+
+def _beside_bytes(mode: CellMode) -> int:
+    """Return what F or B need while they run besides what is held between them."""
+    in_backward = mode.inside_bytes + mode.backward_workspace_bytes
+    return max(mode.forward_workspace_bytes, in_backward)

@@ -62,6 +62,7 @@ def test_a_long_context_is_solved_by_its_menu_alone(optpipe, tmp_path) -> None:
     code, out, err = optpipe(*asked, "--modes", 8)
     assert code == 0, err
     assert "recompute layers, offload" in out
+    assert "With one mode per stage 1F1B fits: recompute layers (1); " in out
     code, _, err = optpipe("solve", problem, "--time-limit", 1, "-o", schedule)
     assert code == 0, err
     assert optpipe("check", problem, schedule).code == 0

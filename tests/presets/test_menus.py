@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 
-from optpipe import Problem, dump_problem, load_problem
+from optpipe import ActionType, Problem, Programs, dump_problem, find_violations, load_problem
 from optpipe.formats.json import dump_model, load_model
 from optpipe.menus import choose
 from optpipe.model import Layer
 from optpipe.presets import AskedError, Estimate, Training, estimate, find_gpu, find_model
-from optpipe.presets.menus import layer_treatments
+from optpipe.presets.menus import layer_treatments, one_f_one_b_modes
 from optpipe.problem import CellMode, Stage, StageLayers
+from optpipe_solver.families.classic import build_one_f_one_b
 from optpipe_solver.feasibility import feasibility
 
 if TYPE_CHECKING:
@@ -210,16 +211,31 @@ def test_a_long_context_fits_by_its_menu_alone() -> None:
     )
     assert feasibility(plain.problem).needs
     assert feasibility(found.problem).plan is not None
-    assert _without_offload(found.problem)
+    assert not any("1F1B fits" in str(note) for note in plain.notes)
+    modes = one_f_one_b_modes(found.problem)
+    assert modes is not None
+    assert any(f"1F1B fits: {modes[0].name} (" in str(note) for note in found.notes)
+    assert not find_violations(found.problem, _in_modes(found.problem, modes))
+    for s, mode in enumerate(modes):
+        cheaper = [one for one in found.problem.menus[s] if one.inside_ms < mode.inside_ms]
+        for other in cheaper:
+            if not other.offload_bytes and other.recompute != "apart":
+                changed = (*modes[:s], other, *modes[s + 1 :])
+                assert find_violations(found.problem, _in_modes(found.problem, changed))
 
 
-def _without_offload(problem: Problem) -> bool:
-    """Whether recomputation alone makes it fit."""
-    devices = [
-        device.model_copy(update={"d2h_gb_per_s": None, "h2d_gb_per_s": None})
-        for device in problem.devices
-    ]
-    return feasibility(problem.model_copy(update={"devices": tuple(devices)})).plan is not None
+def _in_modes(problem: Problem, modes: tuple[CellMode, ...]) -> Programs:
+    """Return 1F1B with one mode per stage."""
+    numbers = [menu.index(mode) for menu, mode in zip(problem.menus, modes, strict=True)]
+    return tuple(
+        tuple(
+            action._replace(mode=numbers[action.stage])
+            if action.type is ActionType.FORWARD
+            else action
+            for action in program
+        )
+        for program in build_one_f_one_b(problem)
+    )
 
 
 def test_each_kind_of_accelerator_has_its_own_times() -> None:
