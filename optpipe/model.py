@@ -417,12 +417,14 @@ def _fused_flat(left: Stage, right: Stage) -> Stage:
 def _fused_with_modes(left: Stage, right: Stage) -> Stage:
     plain = {"modes": (), "offload_bytes": 0, "recompute_ms": None, "checkpoint_bytes": None}
     base = _fused_flat(left.model_copy(update=plain), right.model_copy(update=plain))
-    ours = {mode.name: mode for mode in left.menu[1:]}
-    theirs = {mode.name: mode for mode in right.menu[1:]}
+    kept, *left_modes = left.menu
+    right_kept, *right_modes = right.menu
+    ours = {mode.name: mode for mode in left_modes}
+    theirs = {mode.name: mode for mode in right_modes}
     names = [name for name in ours if not theirs or name in theirs] or (
         [] if ours else list(theirs)
     )
-    pairs = [(ours.get(name, left.menu[0]), theirs.get(name, right.menu[0])) for name in names]
+    pairs = [(ours.get(name, kept), theirs.get(name, right_kept)) for name in names]
     modes = [
         _fused_mode(name, left.output_bytes, a, b)
         for name, (a, b) in zip(names, pairs, strict=True)

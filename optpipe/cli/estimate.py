@@ -41,11 +41,12 @@ if TYPE_CHECKING:
     from optpipe.presets import Estimate, Hardware, ModelShape, StepEstimate
     from optpipe.presets.shape import Dispatch, Dispatcher, Precision
     from optpipe.presets.step import Layout
+    from optpipe.problem import Problem
 
 __all__ = ["accelerators", "asked_shape", "estimate_problem", "memory_of", "named_as_flags"]
 
 
-_LEAST_WIDTH = 110
+_LEAST_WIDTH = 130
 _LEAST_SHARE = 0.005
 _SHOWN_STAGES = 64
 
@@ -181,6 +182,14 @@ def estimate_problem(
         float | None,
         typer.Option(metavar="GB", help="Memory per device (1e9 bytes), instead of all it has."),
     ] = None,
+    modes: Annotated[
+        int,
+        typer.Option(
+            metavar="N",
+            min=0,
+            help="Most modes per stage, e.g. 8; 0 = keep, offload, recompute as v1 has them.",
+        ),
+    ] = 0,
     output: Annotated[
         Path | None,
         typer.Option(
@@ -245,6 +254,7 @@ def estimate_problem(
             time_factor=time_factor,
             measured_step_s=measured_step_s,
             memory_bytes=memory_of(memory_gb),
+            modes=modes,
         )
     _show(results(output), shape, kinds, found)
     if output is not None:
@@ -362,6 +372,8 @@ def _show(console: Console, shape: ModelShape, kinds: list[_Accelerators], found
     if len(found.sizes) > _SHOWN_STAGES:
         console.print(f"and {len(found.sizes) - _SHOWN_STAGES} more stages")
     console.print(_memory_table(found.step))
+    if any(stage.modes for stage in found.problem.stages):
+        console.print(_menu_table(found.problem))
     p = len(found.problem.devices)
     if found.placement == placement_of("loop", p, len(found.sizes) // p):
         layout = megatron_layout(found.problem)
@@ -432,10 +444,24 @@ def _stage_table(found: Estimate) -> Table:
     for index, stage in enumerate(islice(found.problem.stages, _SHOWN_STAGES)):
         device = found.problem.devices[stage.device]
         times = (stage.forward_ms, stage.backward_input_ms, stage.backward_weight_ms)
-        sizes = (stage.activation_bytes, stage.weight_context_bytes, stage.offload_bytes,
+        offloadable = max(mode.offload_bytes for mode in found.problem.menus[index])
+        sizes = (stage.activation_bytes, stage.weight_context_bytes, offloadable,
                  stage.static_bytes, device.usable_bytes)  # fmt: skip
         cells = (*map(format_ms, times), *map(format_bytes, sizes))
         table.add_row(str(index), device.name, str(stage.layers), *cells)
+    return table
+
+
+def _menu_table(problem: Problem) -> Table:
+    """Return the menu of the middle stage: those of other stages differ by embedding and head."""
+    index = len(problem.stages) // 2
+    table = text_table("left by F", "offload", "stays", "in backward", "again ms",
+                       texts=("stage", "mode"))  # fmt: skip
+    for row, mode in enumerate(problem.menus[index]):
+        sizes = (mode.forward_bytes, mode.offload_bytes, mode.least_bytes,
+                 mode.backward_bytes + mode.inside_bytes)  # fmt: skip
+        label, ms = "" if row else str(index), format_ms(mode.recompute_ms)
+        table.add_row(label, mode.name, *map(format_bytes, sizes), ms)
     return table
 
 

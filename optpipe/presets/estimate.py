@@ -7,6 +7,7 @@ Every number of the problem is a formula's: `optpipe.presets.costs` has FLOPs an
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,6 +18,7 @@ from optpipe.model import MAX_LAYERS, DefaultLink, Layer, LayerTimes, Model, Mod
 from optpipe.presets.accelerators import PRIORS, Hardware
 from optpipe.presets.costs import checkpoint_bytes, model_flops
 from optpipe.presets.machine import Machine
+from optpipe.presets.menus import one_f_one_b_modes, with_menus
 from optpipe.presets.parameters import static_bytes
 from optpipe.presets.shape import AskedError, AskedSentence, Field
 from optpipe.presets.step import (
@@ -131,6 +133,7 @@ def estimate(
     time_factor: float | None = None,
     measured_step_s: float | None = None,
     memory_bytes: int | None = None,
+    modes: int = 0,
 ) -> Estimate:
     """Return the estimated problem of a model on ``pp`` pipeline stages' devices.
 
@@ -156,6 +159,9 @@ def estimate(
         to the host keep their rate, of which a step says nothing.
     memory_bytes
         Of a device, instead of all it has.
+    modes
+        Most modes of a stage's menu, keep counted (`optpipe.presets.menus`); 0: keep, offload and
+        recompute, as v1 has them.
 
     Raises
     ------
@@ -196,6 +202,10 @@ def estimate(
     except ValidationError as error:
         raise InputError(explain(error, Model)) from None
     problem = model.problem(pipeline.stages, step.sizes)
+    if modes:
+        model, problem = with_menus(
+            model, problem, sizes=step.sizes, shape=shape, machines=machines, most=modes
+        )
     problem = problem.model_copy(update={"context": _context(shape, machines, pp)})
     return Estimate(
         model=model,
@@ -413,4 +423,10 @@ def _notes(shape: ModelShape, problem: Problem, step: StepEstimate) -> Iterator[
                     "optpipe solve looks for a schedule that fits.",
                 )
             )
+            if modes := one_f_one_b_modes(problem):
+                counts = Counter(mode.name for mode in modes)
+                told = "; ".join(f"{name} ({count})" for name, count in counts.items())
+                yield AskedSentence(
+                    (f"With one mode per stage 1F1B fits: {told}. In brackets: how many stages.",)
+                )
             return

@@ -50,6 +50,24 @@ def test_what_it_writes_can_be_solved(optpipe, tmp_path) -> None:
     assert optpipe("check", problem, schedule)[0] == 0
 
 
+def test_a_long_context_is_solved_by_its_menu_alone(optpipe, tmp_path) -> None:
+    """128k tokens, no context parallelism; v1's keep, offload and recompute never fit."""
+    problem, schedule = tmp_path / "p.json", tmp_path / "s.json"
+    asked = ("estimate", "--model", "llama3-70b", "--gpu", "h100", "--pp", 8, "--tp", 8,
+             "--sequence", 131_072, "--microbatches", 16, "-o", problem)  # fmt: skip
+    assert optpipe(*asked).code == 0
+    code, _, err = optpipe("solve", problem, "--time-limit", 1)
+    assert code == 3
+    assert "no schedule fits the memory limits (proven)" in err
+    code, out, err = optpipe(*asked, "--modes", 8)
+    assert code == 0, err
+    assert "recompute layers, offload" in out
+    assert "With one mode per stage 1F1B fits: recompute layers (1); " in out
+    code, _, err = optpipe("solve", problem, "--time-limit", 1, "-o", schedule)
+    assert code == 0, err
+    assert optpipe("check", problem, schedule).code == 0
+
+
 def test_what_it_writes_can_be_planned(optpipe, tmp_path) -> None:
     path = tmp_path / "model.json"
     code, _, err = optpipe("estimate", *SMALL, "--model-json", "-o", path)
@@ -57,6 +75,12 @@ def test_what_it_writes_can_be_planned(optpipe, tmp_path) -> None:
     model = load_model(path.read_text())
     assert [layer.name for layer in model.layers] == ["embedding", "layer", "head"]
     assert model.num_layers == 14
+    code, _, err = optpipe("plan", path, "--time-limit", 0.5, "--chunks", "1")
+    assert code == 0, err
+    assert optpipe("estimate", *SMALL, "--modes", 8, "--model-json", "-o", path).code == 0
+    assert "recompute layers" in {
+        mode.name for mode in load_model(path.read_text()).layers[1].modes
+    }
     code, _, err = optpipe("plan", path, "--time-limit", 0.5, "--chunks", "1")
     assert code == 0, err
 

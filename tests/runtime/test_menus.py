@@ -10,9 +10,10 @@ from torch import nn
 
 from optpipe import load_problem
 from optpipe.formats.json import dump_problem
+from optpipe.menus import choose
 from optpipe.runtime import groups
 from optpipe.runtime.measuring import Effort, computing_with, measure
-from optpipe.runtime.measuring.menus import Candidate, choose
+from optpipe.runtime.measuring.menus import Candidate
 from optpipe.runtime.offload import EVERYTHING
 from optpipe.runtime.treatments import Treatment, parse_treatment
 from tests.runtime import measured
@@ -105,14 +106,15 @@ def test_a_menu_has_what_leaves_least_and_fills_the_levels_between(most) -> None
     """Never more than asked for; a dear way to free few bytes is in one at most, which leaves least
     without transfers."""
     candidates = _grid({"big": 60, "mid": 25, "dear": 5}, {"big": 3.0, "mid": 1.0, "dear": 50.0})
-    menu = choose(candidates, most, transfer_ms=0.02)
+    keep = next(one for one in candidates if one.treatment == Treatment())
+    menu = choose(keep, candidates, most=most, transfer_ms=0.02)
     assert len(menu) <= most
     assert menu[0].treatment == Treatment()
     assert sum("dear" in one.treatment.again for one in menu) <= 1
-    left = [one.least_bytes for one in menu]
+    left = [one.sizes for one in menu]
     assert left == sorted(left, reverse=True)
     if most > 1:
-        assert left[-1] == min(one.least_bytes for one in candidates)
+        assert left[-1] == min(one.sizes for one in candidates)
     if most >= 6:
         said = {str(one.treatment) for one in menu}
         assert {"offload", "recompute mid", "recompute big"} <= said or len(set(left)) >= 5

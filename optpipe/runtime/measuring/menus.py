@@ -2,12 +2,11 @@
 
 One F shows which storages each group saves and needs to start again; from that the bytes of every
 combination of groups follow, and from timed recomputations its time. A few are chosen by these
-numbers (`choose`) and measured as they will run.
+numbers (`optpipe.menus.choose`) and measured as they will run.
 """
 
 from __future__ import annotations
 
-import math
 import statistics
 from contextlib import contextmanager
 from itertools import product
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
+from optpipe.menus import choose
 from optpipe.problem import Mode
 from optpipe.runtime.measuring.memory import measure_inside
 from optpipe.runtime.offload import EVERYTHING, REST, SavedActivations, weak_storage
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from optpipe.runtime.measuring.memory import StageMemory
     from optpipe.runtime.measuring.times import Bandwidths, Clock, Durations, StageUnderTest
 
-__all__ = ["Candidate", "GroupFacts", "StageMenu", "choose", "measure_menu"]
+__all__ = ["Candidate", "GroupFacts", "StageMenu", "measure_menu"]
 
 
 _MOST_GROUPS = 6
@@ -75,9 +75,14 @@ class Candidate(NamedTuple):
     recompute_ms: float
 
     @property
-    def least_bytes(self) -> int:
+    def name(self) -> str:
+        """The treatment's text form."""
+        return str(self.treatment)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
         """What stays on the device between F and backward."""
-        return self.forward_bytes - self.offload_bytes
+        return (self.forward_bytes - self.offload_bytes,)
 
 
 def measure_menu(
@@ -119,7 +124,8 @@ def measure_menu(
     ]
     if not recompute:
         found = [one for one in found if not (one.treatment.again or one.treatment.apart)]
-    chosen = choose(found, most, _transfer_ms(bandwidths))
+    keep = next(one for one in found if one.treatment == Treatment())
+    chosen = choose(keep, found, most=most, transfer_ms=_transfer_ms(bandwidths))
     modes = [_as_measured(stage, calls, one, memory, min_offload_bytes) for one in chosen]
     return StageMenu(tuple(modes), tuple(facts), tuple(_notes(stage, hidden, facts, used)))
 
@@ -298,7 +304,7 @@ def _ms(calls: GroupCalls, again: frozenset[str], ms_of: dict[nn.Module, float])
     return round(sum(ms_of[part] for part in parts - inner), 6)
 
 
-# --- The modes that could be, and those worth having.
+# --- The modes that could be.
 
 
 def _of_groups(
@@ -348,94 +354,6 @@ def _transfer_ms(bandwidths: Bandwidths | None) -> float:
         return 0.0
     rates = bandwidths.under_compute
     return 1e-6 / rates.d2h_gb_per_s + 1e-6 / rates.h2d_gb_per_s
-
-
-_SHARES = (0.0, 0.5, 1.0, math.inf)
-"""Of a transfer's time that a schedule cannot hide; infinite where nothing may move."""
-
-_LEVELS = 16
-_IMPOSSIBLE = 2.0
-"""What a mode counts that leaves too much, or moves what may not; the dearest possible is 1."""
-
-_NO_GAIN = 1e-6
-
-
-def choose(candidates: Sequence[Candidate], most: int, transfer_ms: float) -> list[Candidate]:
-    """Return keep and the modes by which a schedule comes nearest to the best of all, cheaply.
-
-    A mode costs its recomputation and a share of its transfers (``transfer_ms`` a byte). For each
-    of some shares, and of levels of bytes that a cell may leave on the device, there is a cheapest
-    candidate. The one that leaves least comes first; then always that by which the menu comes
-    nearer to those, all shares and levels together, until none brings it nearer. They are sorted
-    by what they leave, most first.
-    """
-    keep = next(one for one in candidates if one.treatment == Treatment())
-    front = _front([one for one in candidates if one.forward_bytes <= keep.forward_bytes])
-    costs = _costs(front, keep, transfer_ms)
-    chosen, now = [keep], [_IMPOSSIBLE] * (len(_SHARES) * _LEVELS)
-    while len(chosen) < most and len(chosen) <= len(front):
-        left = [one for one in front if one not in chosen]
-        if len(chosen) == 1:
-            least_bytes = min(one.least_bytes for one in left)
-            left = [one for one in left if one.least_bytes == least_bytes]
-        gains = {
-            one: sum(max(0.0, a - b) for a, b in zip(now, costs[one], strict=True)) for one in left
-        }
-        taken = max(left, key=lambda one: gains[one])
-        if gains[taken] <= _NO_GAIN:
-            break
-        chosen.append(taken)
-        now = [min(pair) for pair in zip(now, costs[taken], strict=True)]
-    return [keep, *sorted(chosen[1:], key=_order)]
-
-
-def _order(one: Candidate) -> tuple[int, float, str]:
-    return -one.least_bytes, one.recompute_ms, str(one.treatment)
-
-
-def _costs(
-    front: Sequence[Candidate], keep: Candidate, transfer_ms: float
-) -> dict[Candidate, list[float]]:
-    """Return what each takes at each share and level, in units of the dearest."""
-    if not front:
-        return {}
-    lowest = min(one.least_bytes for one in front)
-    step = (keep.least_bytes - lowest) / _LEVELS
-    found: dict[Candidate, list[float]] = {one: [] for one in front}
-    for share in _SHARES:
-        ms = {one: _cost(one, share, transfer_ms) for one in front}
-        dearest = max((value for value in ms.values() if value < math.inf), default=0.0) or 1.0
-        for level in range(_LEVELS):
-            for one in front:
-                fits = one.least_bytes <= lowest + level * step
-                found[one].append(min(_IMPOSSIBLE, ms[one] / dearest) if fits else _IMPOSSIBLE)
-    return found
-
-
-def _cost(one: Candidate, share: float, transfer_ms: float) -> float:
-    if not one.offload_bytes:
-        return one.recompute_ms
-    return (
-        math.inf
-        if share == math.inf
-        else (one.recompute_ms + share * one.offload_bytes * transfer_ms)
-    )
-
-
-def _front(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Return the candidates that no other beats in every number; of equal ones the shortest."""
-    by_numbers: dict[tuple[float, ...], Candidate] = {}
-    for one in sorted(candidates, key=lambda one: (len(str(one.treatment)), str(one.treatment))):
-        numbers: tuple[float, ...]
-        numbers = (one.least_bytes, one.recompute_ms, one.offload_bytes, one.forward_bytes)
-        by_numbers.setdefault(numbers, one)
-    front: list[tuple[float, ...]] = []
-    for numbers in sorted(by_numbers):
-        if not any(all(a <= b for a, b in zip(other, numbers, strict=True)) for other in front):
-            front.append(numbers)
-    return [
-        by_numbers[numbers] for numbers in front if by_numbers[numbers].treatment != Treatment()
-    ]
 
 
 # --- A chosen mode as it will run.

@@ -1,0 +1,433 @@
+"""Menus of modes by formulas: what a stage may keep, move to the host or make again, at what price.
+
+A mode treats the layers of a stage: some are recomputed in full, of all others some modules are,
+and of what is then left nothing, half or all moves to the host. Every number is the formulas' for a
+`Training` that recomputes as much: `optpipe.presets.costs` has the bytes, `optpipe.presets.machine`
+the times. Of hundreds of such modes `optpipe.menus.choose` takes the few that a schedule can make
+most of. *offload* and *recompute*, as v1 has them, are on every menu.
+
+What recomputation changes in other passes than its own backward (a host that launches no faster,
+communication that more compute hides) counts in the backward too: a mode changes no other pass.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from functools import reduce
+from itertools import accumulate, product
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from optpipe.menus import choose
+from optpipe.model import Layer, Model, fuse
+from optpipe.presets.shape import AskedError, Field
+from optpipe.presets.step import StagePart, model_parts
+from optpipe.problem import Mode, Stage
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from optpipe.model import ModelDevice
+    from optpipe.presets.machine import Machine
+    from optpipe.presets.shape import ModelShape, Training
+    from optpipe.problem import CellMode, Problem
+
+__all__ = ["LayerTreatment", "layer_treatments", "one_f_one_b_modes", "with_menus"]
+
+_FEWEST, _MOST = 3, 64
+_LEVELS = 8
+"""So many counts of layers recomputed in full are looked at."""
+
+_SHARES = {"": 0.0, "offload half": 0.5, "offload": 1.0}
+_DIGITS = 5
+
+
+class LayerTreatment(NamedTuple):
+    """What of each layer is made again in its backward.
+
+    ``modules`` are of `optpipe.presets.shape.RECOMPUTABLE`; ``lean`` is that of `Training`: outputs
+    of norms and activation functions, and dropout masks.
+    """
+
+    names: frozenset[str] = frozenset()
+    modules: frozenset[str] = frozenset()
+    lean: bool = False
+
+    def applied(self, training: Training) -> Training:
+        """Return the run in which every layer is treated so."""
+        return replace(
+            training, recompute=training.recompute | self.modules, lean=training.lean or self.lean
+        )
+
+    def __str__(self) -> str:
+        """Write as ``core_attn + layernorm``."""
+        return " + ".join(sorted(self.names))
+
+
+_NOTHING = LayerTreatment()
+_WHOLE = LayerTreatment(frozenset({"layers"}), frozenset({"full"}))
+
+
+def layer_treatments(shape: ModelShape, training: Training) -> tuple[LayerTreatment, ...]:
+    """Return all combinations of modules that a run does not recompute already; nothing first.
+
+    Attention's core counts where scores are stored: flash attention recomputes them anyway. Of
+    experts' and other layers the MLP is one module. Layers in full are not among them.
+    """
+    if "full" in training.recompute:
+        return (_NOTHING,)
+    moe = shape.experts is not None
+    dense = any(not kind.is_moe for kind, _ in shape.kinds)
+    groups = [
+        [] if training.flash else ["core_attn"],
+        ["mla_up_proj"] if shape.latent is not None else [],
+        ["shared_experts"] if shape.experts is not None and shape.experts.shared_ffn else [],
+        ["moe_act"] if moe else [],
+        [*(["mlp"] if dense else []), *(["moe"] if moe else [])],
+    ]
+    choices = [
+        (_NOTHING, LayerTreatment(new, new))
+        for new in (frozenset(group) - training.recompute for group in groups)
+        if new
+    ]
+    norms = [_NOTHING]
+    if not training.lean:
+        norms.append(LayerTreatment(frozenset({"act", "layernorm"}), lean=True))
+        if "layernorm" not in training.recompute:
+            alone = frozenset({"layernorm"})
+            norms.append(LayerTreatment(alone, alone))
+    return tuple(_union(parts) for parts in product(norms, *choices))
+
+
+def _union(parts: Sequence[LayerTreatment]) -> LayerTreatment:
+    return LayerTreatment(
+        frozenset().union(*(part.names for part in parts)),
+        frozenset().union(*(part.modules for part in parts)),
+        any(part.lean for part in parts),
+    )
+
+
+def with_menus(
+    model: Model,
+    problem: Problem,
+    *,
+    sizes: Sequence[int],
+    shape: ModelShape,
+    machines: Sequence[Machine],
+    most: int,
+) -> tuple[Model, Problem]:
+    """Return a model and a cut of it with at most ``most`` modes for each layer and each stage.
+
+    A stage's menu counts layers. The model's is one for all its layers, so that what a stage may do
+    is what its layers may: recompute none, half or all of them in full, where half of them is half
+    of each layer's numbers.
+
+    Parameters
+    ----------
+    model, problem
+        Without menus; the model's layers are `optpipe.presets.step.model_parts`.
+    sizes
+        Layers of each stage.
+    machines
+        One per pipeline rank.
+
+    Raises
+    ------
+    AskedError
+        If ``most`` is none of 3 to 64.
+    """
+    if not _FEWEST <= most <= _MOST:
+        raise AskedError(
+            Field("modes", most),
+            f": must be {_FEWEST} to {_MOST}, as keep, offload and recompute are always there, or "
+            "0 for these alone; choose such a number",
+        )
+    tables = {machine: _Table(shape, machine, len(machines)) for machine in dict.fromkeys(machines)}
+    indices = [
+        index for index, layer in enumerate(model.layers) for _ in range(layer.repeat)
+    ]  # of each single layer: which of the model's it is
+    table = tables[machines[0]]
+    menu = _menu(table, model.devices[0], list(_shares_of(indices)), most)
+    changed = {
+        "layers": [
+            _with_modes(layer, [table.mode(index, option, option.whole) for option in menu])
+            for index, layer in enumerate(model.layers)
+        ]
+    }
+    stages, end = [], 0
+    known: dict[tuple[Machine, tuple[int, ...]], list[_ModeOffer]] = {}
+    for stage, size in zip(problem.stages, sizes, strict=True):
+        start, end = end, end + size
+        machine, own = machines[stage.device], tuple(indices[start:end])
+        table, device = tables[machine], model.devices[stage.device]
+        if (machine, own) not in known:
+            known[machine, own] = _menu(table, device, list(_counts_of(table, own)), most)
+        alone = model.stages_on[stage.device][start:end]
+        stages.append(_fused(table, own, alone, known[machine, own]))
+    return (
+        Model.parse({name: getattr(model, name) for name in Model.model_fields} | changed),
+        problem.model_copy(update={"stages": tuple(stages)}),
+    )
+
+
+# --- Layers in one mode: numbers.
+
+
+class _ModeOffer(NamedTuple):
+    """A mode of several layers, as `optpipe.menus.choose` looks at it.
+
+    ``treatment`` is that of layers that are not recomputed in full; ``whole`` says of which: of the
+    first ones, or by a share of each. ``backward_bytes`` are held while the backward runs.
+    """
+
+    name: str
+    treatment: LayerTreatment
+    whole: float
+    share: float
+    apart: bool
+    forward_bytes: int
+    offload_bytes: int
+    recompute_ms: float
+    backward_bytes: int
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """What stays between F and backward, and what is there in the backward."""
+        return self.forward_bytes - self.offload_bytes, self.backward_bytes
+
+
+class _Numbers(NamedTuple):
+    """One layer in one mode: bytes after F, what moves, ms and bytes more in the backward."""
+
+    forward_bytes: float
+    offload_bytes: float
+    recompute_ms: float
+    inside_bytes: int
+
+
+class _Table:
+    """The parts of a model on one machine, in each treatment."""
+
+    def __init__(self, shape: ModelShape, machine: Machine, pp: int) -> None:
+        self._shape, self._machine, self._pp = shape, machine, pp
+        self.base = self._parts(_NOTHING)
+        self._known = {_NOTHING: self.base, _WHOLE: self._parts(_WHOLE)}
+        own = [index for index, part in enumerate(self.base) for _ in range(part.repeat)]
+        found: dict[tuple[float, ...], LayerTreatment] = {}
+        for treatment in layer_treatments(shape, machine.training):
+            self._known.setdefault(treatment, self._parts(treatment))
+            numbers = [self.numbers(index, treatment, 0.0, 1.0) for index in own]
+            sums = tuple(sum(values) for values in zip(*(one[:3] for one in numbers), strict=True))
+            found.setdefault((sums[0], sums[2]), treatment)
+        self.treatments = [
+            treatment
+            for (size, ms), treatment in found.items()
+            if treatment == _NOTHING
+            or not any(a <= size and b <= ms and (a, b) != (size, ms) for a, b in found)
+        ]
+
+    def _parts(self, treatment: LayerTreatment) -> tuple[StagePart, ...]:
+        training = treatment.applied(self._machine.training)
+        machine = self._machine._replace(training=training)
+        return model_parts(self._shape, machine, pp=self._pp)
+
+    def has_layer(self, index: int) -> bool:
+        """Whether a part is a layer, or has one in it, so that it can be recomputed in full."""
+        layers = self.base[index].layers
+        return layers.transformer + layers.mtp > 0
+
+    def numbers(
+        self, index: int, treatment: LayerTreatment, whole: float, share: float
+    ) -> _Numbers:
+        """Return a layer's numbers where a share of it is recomputed in full, and one moves.
+
+        What is no layer, embedding and head, is never recomputed in full.
+        """
+        whole = whole if self.has_layer(index) else 0.0
+        forward = offload = ms = 0.0
+        inside = 0
+        base = self.base[index]
+        for weight, known in ((1 - whole, self._known[treatment]), (whole, self._known[_WHOLE])):
+            part = known[index]
+            if weight > 0:
+                forward += weight * part.kept.activation_bytes
+                offload += weight * share * part.kept.offload_bytes
+                ms += weight * max(0.0, sum(part.times.sums) - sum(base.times.sums))
+                inside = max(inside, base.kept.activation_bytes - part.kept.activation_bytes)
+        return _Numbers(forward, offload, ms, inside)
+
+    def mode(self, index: int, option: _ModeOffer, whole: float) -> Mode:
+        """Return the mode of one layer."""
+        base = self.base[index]
+        if option.apart:
+            return Mode(
+                name=option.name,
+                forward_bytes=base.kept.checkpoint_bytes,
+                recompute="apart",
+                recompute_ms=round(base.times.sums.forward_ms, _DIGITS),
+            )
+        found = self.numbers(index, option.treatment, whole, option.share)
+        again = found.inside_bytes > 0 or found.recompute_ms > 0
+        return Mode(
+            name=option.name,
+            forward_bytes=round(found.forward_bytes),
+            offload_bytes=int(found.offload_bytes),
+            recompute="inside" if again else None,
+            recompute_ms=round(found.recompute_ms, _DIGITS) if again else None,
+            inside_bytes=found.inside_bytes,
+        )
+
+    def option(self, asked: _Asked, treatment: LayerTreatment, share: str) -> _ModeOffer:
+        """Return what several layers in one mode come to."""
+        again = [str(treatment)] if treatment.names else []
+        again += [asked.label if not again else f"{asked.label} whole"] if asked.label else []
+        clauses = [f"recompute {', '.join(again)}"] if again else []
+        clauses += [share] if share else []
+        counted = [
+            (count, self.numbers(index, treatment, whole, _SHARES[share]))
+            for (index, whole), count in asked.layers.items()
+        ]
+        forward = round(sum(count * one.forward_bytes for count, one in counted))
+        return _ModeOffer(
+            name=", ".join(clauses) or "keep",
+            treatment=treatment,
+            whole=asked.whole,
+            share=_SHARES[share],
+            apart=False,
+            forward_bytes=forward,
+            offload_bytes=int(sum(count * one.offload_bytes for count, one in counted)),
+            recompute_ms=sum(count * one.recompute_ms for count, one in counted),
+            backward_bytes=forward + max(one.inside_bytes for _, one in counted),
+        )
+
+
+# --- Menus.
+
+
+class _Asked(NamedTuple):
+    """Layers, how many of them are recomputed in full, and what that is called.
+
+    ``layers`` counts them by part of the model and the share of it that is recomputed in full.
+    """
+
+    label: str
+    whole: float
+    layers: Mapping[tuple[int, float], int]
+
+
+def _counts_of(table: _Table, own: Sequence[int]) -> Iterator[_Asked]:
+    """Yield for the layers of a stage that none, some or all are recomputed in full."""
+    n = sum(map(table.has_layer, own))
+    steps = min(n, _LEVELS)
+    for whole in [0, *(round(n * step / steps) for step in range(1, steps + 1))]:
+        label = "" if not whole else "layers" if whole == n else f"{whole} of {n} layers"
+        yield _Asked(label, whole, Counter(zip(own, _first(table, own, whole), strict=True)))
+
+
+def _first(table: _Table, own: Sequence[int], whole: float) -> list[float]:
+    """Return 1 for the first so many layers, and 0 for all else."""
+    before = accumulate(map(table.has_layer, own), initial=0)
+    return [
+        float(table.has_layer(index) and number < whole)
+        for index, number in zip(own, before, strict=False)
+    ]
+
+
+def _shares_of(indices: Sequence[int]) -> Iterator[_Asked]:
+    """Yield for all layers of a model that none, half or all of each is recomputed in full."""
+    for label, whole in (("", 0.0), ("half of the layers", 0.5), ("layers", 1.0)):
+        yield _Asked(label, whole, Counter((index, whole) for index in indices))
+
+
+def _menu(
+    table: _Table, device: ModelDevice, asked: Sequence[_Asked], most: int
+) -> list[_ModeOffer]:
+    """Return the best modes of some layers, keep left out."""
+    shares = list(_SHARES) if device.can_offload else [""]
+    options = [
+        table.option(one, treatment, share)
+        for one in asked
+        for treatment in (table.treatments if one.label != "layers" else [_NOTHING])
+        for share in shares
+    ]
+    keep = options[0]
+    first = [option for option in options if option.name == "offload" and option.offload_bytes]
+    first.append(_apart(table, asked[0], keep))
+    transfer_ms = 0.0
+    if device.d2h_gb_per_s and device.h2d_gb_per_s:
+        transfer_ms = 1e-6 / device.d2h_gb_per_s + 1e-6 / device.h2d_gb_per_s
+    # Copies go both ways while a micro-batch computes once.
+    hidden_ms = 2 * sum(
+        count * sum(table.base[index].times.sums) for (index, _), count in asked[0].layers.items()
+    )
+    return choose(
+        keep, options, most=most, transfer_ms=transfer_ms, first=first, hidden_ms=hidden_ms
+    )[1:]
+
+
+def _apart(table: _Table, asked: _Asked, keep: _ModeOffer) -> _ModeOffer:
+    """Return the recomputation of everything by an action of its own, from the first input."""
+    parts = [(table.base[index], count) for (index, _), count in asked.layers.items()]
+    ms = sum(count * part.times.sums.forward_ms for part, count in parts)
+    least = max(part.kept.checkpoint_bytes for part, _ in parts)
+    return keep._replace(name="recompute", apart=True, forward_bytes=least, recompute_ms=ms)
+
+
+def _with_modes(layer: Layer, modes: Sequence[Mode]) -> Layer:
+    fields = {name: getattr(layer, name) for name in Layer.model_fields} | _plain(modes)
+    elsewhere = {
+        kind: times.model_copy(update={"recompute_ms": None})
+        for kind, times in layer.times_on.items()
+    }
+    return Layer.model_validate(fields | {"times_on": elsewhere})
+
+
+def _fused(
+    table: _Table, own: Sequence[int], alone: Sequence[Stage], menu: Sequence[_ModeOffer]
+) -> Stage:
+    """Return a stage with its menu, from its layers, each a stage of its own."""
+    whole = [_first(table, own, option.whole) for option in menu]
+    layers = []
+    for n, (index, stage) in enumerate(zip(own, alone, strict=True)):
+        modes = [table.mode(index, option, by[n]) for option, by in zip(menu, whole, strict=True)]
+        fields = {name: getattr(stage, name) for name in Stage.model_fields}
+        layers.append(Stage.model_validate(fields | _plain(modes)))
+    return reduce(fuse, layers)
+
+
+def _plain(modes: Sequence[Mode]) -> dict[str, Any]:
+    """Return the fields of a menu."""
+    without = {"offload_bytes": 0, "recompute_ms": None, "checkpoint_bytes": None}
+    return {**without, "modes": (Mode(name="keep"), *modes)}
+
+
+def one_f_one_b_modes(problem: Problem) -> tuple[CellMode, ...] | None:
+    """Return for each stage the cheapest mode without actions of its own in which 1F1B fits.
+
+    1F1B with one stage per device and fused backwards: stage s of p holds p - s micro-batches at
+    most, while it runs F and while it runs B. None where there is no such mode, or another cut.
+    """
+    num_stages = len(problem.stages)
+    if problem.placement != tuple(range(num_stages)):
+        return None
+    found = []
+    for s, menu in enumerate(problem.menus):
+        held = min(problem.num_microbatches, num_stages - s)
+        room = problem.devices[s].usable_bytes - problem.static_bytes_of(s)
+        fitting = [
+            mode
+            for mode in menu
+            if not mode.offload_bytes
+            and mode.recompute != "apart"
+            and held * mode.forward_bytes + _beside_bytes(mode) <= room
+        ]
+        if not fitting:
+            return None
+        found.append(min(fitting, key=lambda mode: mode.inside_ms))
+    return tuple(found)
+
+
+def _beside_bytes(mode: CellMode) -> int:
+    """Return what F or B need while they run besides what is held between them."""
+    in_backward = mode.inside_bytes + mode.backward_workspace_bytes
+    return max(mode.forward_workspace_bytes, in_backward)
