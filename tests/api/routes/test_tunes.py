@@ -8,9 +8,9 @@ import pytest
 
 from optpipe import check_schedule, load_problem, load_schedule
 from optpipe.client import Client
-from optpipe.tuned import Tuned, TunedRow
+from optpipe.tuned import CurrentDegrees, TuneArguments, Tuned, TunedRow
 from optpipe_api import Settings
-from optpipe_api.requests.tunes import FixedBody, TuneBody
+from optpipe_api.requests.tunes import CurrentBody, FixedBody, TuneBody, TuneOptionsBody
 from optpipe_solver.tune import FIXABLE, FRAMEWORKS
 from tests.api import fake_tune
 from tests.api.live import connected, make_settings, until
@@ -222,6 +222,10 @@ def test_other_jobs_have_no_configuration(http, ended) -> None:
 
 def test_what_a_request_may_name_is_what_the_search_knows() -> None:
     """Written down here so that the schema needs no solver."""
+    aside = {"options", "tags", "priority"}
+    asked = {*TuneBody.model_fields, *TuneOptionsBody.model_fields} - aside
+    assert TuneArguments.__optional_keys__ == asked
+    assert CurrentDegrees.__optional_keys__ == frozenset(CurrentBody.model_fields)
     assert set(FixedBody.model_fields) == set(FIXABLE)
     assert get_args(TuneBody.model_fields["framework"].annotation) == FRAMEWORKS
     assert {*FIXABLE, "recompute"} <= set(TunedRow.model_fields)
