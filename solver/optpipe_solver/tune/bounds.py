@@ -9,7 +9,8 @@ fused backwards nothing after the backwards of that. With one stage per rank in 
 loads b satisfy C >= m b_r + a (b_0 + ... + b_(r-1)), where a is 1 with fused backwards, and the
 least share of F in a layer else. All p inequalities are tightest when equal, then
 C = a B / (1 - (1 - a/m)^p). With several stages per rank only one layer per stage is ahead for
-certain: summed over the ranks, C >= m B / p + (p - 1) / 2 x (a times the quickest layer).
+certain: summed over the ranks, C >= m B / p + (p - 1) / 2 x (a times the quickest layer). Of
+interleaved 1F1B a linear program over the durations of stages says more (`interleaved_share`).
 
 What follows the pipeline (`StepEstimate.after_ms`) is linear in the parameters that a rank holds,
 so that its largest is at least that of a rank with the mean.
@@ -22,22 +23,33 @@ more, and the last, which may have fewer (Narayanan et al. 2021, arXiv 2104.0447
 
 from __future__ import annotations
 
-from math import floor, inf
+from functools import lru_cache
+from math import ceil, floor, inf
 from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
 
 from optpipe.presets.parameters import Held, static_bytes
 from optpipe.presets.step import in_flight, model_parts, pool_bytes, reserved_bytes
+from optpipe.problem import placement_of
+from optpipe.schedule import ActionType
+from optpipe_solver.milp.highs import LinearProgram
+from optpipe_solver.milp.plan.pattern import NUM_DURATIONS, kind_number, patterns_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from optpipe.presets import Training
     from optpipe.presets.step import StagePart
+    from optpipe_solver.arrays import Floats
     from optpipe_solver.tune.space import TuneCandidate, TuneQuestion
 
-__all__ = ["LayerTable"]
+__all__ = ["LayerTable", "interleaved_share"]
 
 _ROUNDING = 1e-9
+_TOLERANCE = 1e-5
+_MOST_ROUNDS, _PATIENCE, _ENOUGH = 200, 8, 2e-3
+_MOST_CELLS, _ALIKE = 20_000, 0.005
 
 
 class _LayerNumbers(NamedTuple):
@@ -109,6 +121,69 @@ class LayerTable:
         m = candidate.num_microbatches
         ms = _Packing(self, candidate).least_ms()
         return max(m * ms + self.after_ms, self.quick_ms(candidate))
+
+    def filled_ms(self, candidate: TuneCandidate) -> float:
+        """Return a bound that knows how interleaved 1F1B fills and drains; 0 for other orders."""
+        cells = candidate.pp * candidate.chunks * candidate.num_microbatches
+        if not self.fused or candidate.chunks == 1 or cells > _MOST_CELLS:
+            return 0.0
+        main = max(self.parts, key=lambda part: part.number * part.whole_ms)
+        share = main.forward_ms / main.whole_ms
+        alike = [
+            p for p in self.parts if abs(p.forward_ms - share * p.whole_ms) <= _ALIKE * p.whole_ms
+        ]
+        shares = [part.forward_ms / part.whole_ms for part in alike if part.whole_ms > 0]
+        least, most = floor(1e3 * min(shares)) / 1e3, ceil(1e3 * max(shares)) / 1e3
+        cut = (candidate.pp, candidate.chunks, candidate.num_microbatches)
+        whole = sum(part.number * part.whole_ms for part in alike)
+        return whole * interleaved_share(*cut, least, most) + self.after_ms
+
+
+@lru_cache(maxsize=4096)
+def interleaved_share(pp: int, chunks: int, m: int, least: float, most: float) -> float:
+    """Return how long interleaved 1F1B takes at least, of what a micro-batch computes in all.
+
+    Over all cuts into stages, layers divided at will: the least longest path is a linear program
+    in the stages' durations, whose rows are paths, added where they are longer than it says. What
+    it says with some of the rows is a bound.
+
+    Parameters
+    ----------
+    pp, chunks, m
+        Ranks, stages of each, micro-batches.
+    least, most
+        F's share of F and backward, of all layers.
+    """
+    placement = placement_of("loop", pp, chunks)
+    links = (((0.0, 0.0), (0.0, 0.0)),) * (len(placement) - 1)
+    pattern = next(
+        patterns_of(placement, m, links, transfers=False, recompute=False, names=("interleaved",))
+    )
+    forward, back = kind_number(ActionType.FORWARD), kind_number(ActionType.FULL_BACKWARD)
+    durations = np.zeros((NUM_DURATIONS, len(placement)))
+    whole: Floats = np.full(len(placement), 1.0 / len(placement))
+    count = len(placement)
+    program = LinearProgram([0.0] * count + [-1.0], [1.0] * count + [float(m + count)])
+    program.add_at_most(dict.fromkeys(range(count), -1.0), -1.0)
+    said, known, centre, recent = 0.0, inf, whole, [-1.0] * _PATIENCE
+    for _ in range(_MOST_ROUNDS):
+        # Between what the program says and the best cut known, where rows cut off most.
+        whole = 0.3 * whole + 0.7 * centre
+        durations[forward], durations[back] = least * whole, (1 - most) * whole
+        paths = pattern.longest_paths(durations)
+        if paths[0].length_ms < known:
+            known, centre = paths[0].length_ms, whole
+        stalls = m / pp < said <= recent[0] * (1 + _ENOUGH / 4)
+        if known <= said * (1 + _ENOUGH) or stalls:
+            break
+        recent = [*recent, said][-_PATIENCE:]
+        for path in paths:
+            factors = least * path.counts[forward] + (1 - most) * path.counts[back]
+            terms = {int(s): float(factors[s]) for s in np.flatnonzero(factors)}
+            program.add_at_most({**terms, count: -1.0}, 0.0)
+        *found, said = program.best()
+        whole = np.array(found)
+    return said * (1 - _TOLERANCE)
 
 
 class _Packing:

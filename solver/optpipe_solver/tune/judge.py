@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["ConfigurationJudge", "TuneRow", "judge"]
 
 _SLOW, _SLOW_FROM_CELLS = frozenset({"greedy"}), 300
-_MOST_CELLS = 40_000
+_MOST_SIMULATED, _MOST_PLANNED = 150_000, 40_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +127,6 @@ class ConfigurationJudge:
     def __init__(self, question: TuneQuestion, training: Training, cut: PipelineCut) -> None:
         self.question, self.training, self.cut = question, training, cut
         self.num_cells = cut.pp * cut.chunks * cut.num_microbatches
-        self.is_large = self.num_cells > _MOST_CELLS
         self._made: Estimate | None = None
 
     @property
@@ -162,7 +161,12 @@ class ConfigurationJudge:
         return step_estimate(self.question.shape, machine, cut, sizes=sizes)
 
     def by_families(self, sizes: tuple[int, ...]) -> TuneRow | None:
-        """Return the fastest schedule of the framework's families that fits, of a cut."""
+        """Return the fastest schedule of the framework's families that fits, of a cut.
+
+        None too where there are too many cells to simulate.
+        """
+        if self.num_cells > _MOST_SIMULATED:
+            return None
         return self.by_names(sizes, self.families)
 
     @property
@@ -193,10 +197,9 @@ class ConfigurationJudge:
             boundaries(self.model, self.made.placement),
             transfers=False,
             recompute=False,
+            names=_fused_families(self.cut.chunks),
         )
-        names = _fused_families(self.cut.chunks)
-        pattern = next(one for one in patterns if one.name in names)
-        found = plan_pattern(self.model, pattern, stop)
+        found = plan_pattern(self.model, next(patterns), stop)
         if isinstance(found, float):
             return None, found
         best = Incumbent(found.problem)
@@ -206,8 +209,11 @@ class ConfigurationJudge:
     def planned(self, stop: Stop) -> tuple[TuneRow | None, float]:
         """Return the best cut and schedule that the framework has, and a bound of all in ms.
 
-        The bound is of the pipeline alone, and infinite where nothing fits.
+        The bound is of the pipeline alone, and infinite where nothing fits; 0 where there are too
+        many cells to look at.
         """
+        if self.num_cells > _MOST_PLANNED:
+            return None, 0.0
         if self.question.framework == "megatron":
             return self._by_pattern(stop)
         return self._by_plan(stop)

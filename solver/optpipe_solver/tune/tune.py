@@ -211,7 +211,7 @@ def tune(
 class _Level(IntEnum):
     """How closely a candidate was looked at."""
 
-    QUICK, PACKED, LOOKED, SIMULATED, PLANNED = range(5)
+    QUICK, PACKED, LOOKED, SIMULATED, FILLED, PLANNED = range(6)
 
 
 @dataclass(slots=True)
@@ -320,6 +320,9 @@ class _TuneSearch:
             elif entry.level < _Level.SIMULATED:
                 self._simulate(entry)
             elif entry.level is _Level.SIMULATED:
+                entry.level = _Level.FILLED
+                entry.bound_ms = max(entry.bound_ms, entry.table.filled_ms(entry.candidate))
+            elif entry.level is _Level.FILLED:
                 self._plan(entry)
             else:
                 continue
@@ -330,15 +333,13 @@ class _TuneSearch:
         """Give a candidate the best schedule of the families, for the two plain cuts."""
         entry.level, entry.is_solved = _Level.SIMULATED, True
         made = self._judge(entry)
-        for layout in _LAYOUTS if not made.is_large else ():
+        for layout in _LAYOUTS:
             self._offer(entry, made.by_families(made.sizes(layout)))
 
     def _plan(self, entry: _Entry) -> None:
         """Look for the best cut and schedule of a candidate, and raise its bound."""
         entry.level = _Level.PLANNED
         made = self._judge(entry)
-        if made.is_large:
-            return
         seconds = min(_PLAN_MOST_S, max(_PLAN_LEAST_S, _PLAN_SHARE * self.stop.left_s()))
         row, bound_ms = made.planned(self.stop.turn(at_most=seconds))
         if bound_ms == inf:
