@@ -37,7 +37,7 @@ from optpipe_solver.milp.highs import LinearProgram
 from optpipe_solver.milp.plan.pattern import NUM_DURATIONS, kind_number, patterns_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from optpipe.presets import Training
     from optpipe.presets.step import StagePart
@@ -48,7 +48,7 @@ __all__ = ["LayerTable", "interleaved_share"]
 
 _ROUNDING = 1e-9
 _TOLERANCE = 1e-5
-_MOST_ROUNDS, _PATIENCE, _ENOUGH = 200, 8, 2e-3
+_MOST_ROUNDS, _PATHS, _PATIENCE, _ENOUGH = 200, 4, 8, 2e-3
 _MOST_CELLS, _ALIKE = 20_000, 0.005
 
 
@@ -74,18 +74,20 @@ class LayerTable:
     def __init__(self, question: TuneQuestion, training: Training, pp: int) -> None:
         self.question, self.pp = question, pp
         machine = question.machine(training)
-        layers = model_parts(question.shape, machine, pp=pp)
+        layers: dict[StagePart, int] = {}
+        for layer in model_parts(question.shape, machine, pp=pp):
+            layers[layer] = layers.get(layer, 0) + layer.repeat
         self.fused = question.framework == "megatron"
         keeps = question.framework != "any"
         self.parts = [
             _LayerNumbers(
-                layer.repeat,
+                number,
                 layer.times.sums.forward_ms,
                 sum(layer.times.sums),
                 float(layer.kept.activation_bytes if keeps else 0),
                 static_bytes(layer.held, training).total,
             )
-            for layer in layers
+            for layer, number in layers.items()
         ]
         self.whole_ms = sum(part.number * part.whole_ms for part in self.parts)
         self.share = 1.0
@@ -177,7 +179,7 @@ def interleaved_share(pp: int, chunks: int, m: int, least: float, most: float) -
         if known <= said * (1 + _ENOUGH) or stalls:
             break
         recent = [*recent, said][-_PATIENCE:]
-        for path in paths:
+        for path in paths[:_PATHS]:
             factors = least * path.counts[forward] + (1 - most) * path.counts[back]
             terms = {int(s): float(factors[s]) for s in np.flatnonzero(factors)}
             program.add_at_most({**terms, count: -1.0}, 0.0)
@@ -264,8 +266,8 @@ def _dealt(kinds: Sequence[_LayerNumbers]) -> _LayerNumbers:
     return max(found, key=lambda part: part.number * part.whole_ms)
 
 
-def _sum(layers: Sequence[StagePart]) -> Held:
+def _sum(layers: Mapping[StagePart, int]) -> Held:
     held = Held(0)
-    for layer in layers:
-        held = held.plus(Held(layer.repeat * layer.held.common, layer.repeat * layer.held.experts))
+    for layer, number in layers.items():
+        held = held.plus(Held(number * layer.held.common, number * layer.held.experts))
     return held

@@ -170,8 +170,12 @@ def _chunks(question: TuneQuestion, pp: int, num_microbatches: int) -> Iterator[
     Megatron-Core interleaves multiples of pp only, and overlaps experts only where it interleaves.
     """
     most = question.shape.num_layers + question.shape.mtp + 2
+    overlaps = question.framework == "megatron" and question.training.ep_overlap
     for v in _CHUNKS:
-        if v == 1 or (pp > 1 and pp * v <= min(most, _MOST_STAGES) and num_microbatches % pp == 0):
+        if v == 1:
+            if pp == 1 or not overlaps:
+                yield v
+        elif pp > 1 and pp * v <= min(most, _MOST_STAGES) and num_microbatches % pp == 0:
             yield v
 
 
