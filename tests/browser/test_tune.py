@@ -40,6 +40,7 @@ def test_one_button_asks_and_the_gain_comes_first(visit: Visit, url: str) -> Non
     assert page.get_attribute("[name=num_gpus]", "placeholder") == "8"
     assert page.get_attribute("[name=global_batch]", "placeholder") == "16"
     page.select_option("[name=framework]", "megatron")
+    page.fill("[name=measured_step_s]", "2.5")
     visit.picture("tune-form")
     page.click("#tune")
     page.wait_for_selector("#job[data-state=succeeded]")
@@ -49,6 +50,7 @@ def test_one_button_asks_and_the_gain_comes_first(visit: Visit, url: str) -> Non
     question = httpx.get(f"{url}/v1/jobs/{job['id']}/question").json()
     assert (question["num_gpus"], question["global_batch"]) == (8, 16)
     assert (question["framework"], question["current"]["tp"]) == ("megatron", 2)
+    assert question["measured_step_s"] == 2.5
     found = httpx.get(f"{url}/v1/jobs/{job['id']}/configuration").json()
     for again in (False, True):
         if again:

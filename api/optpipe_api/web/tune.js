@@ -11,18 +11,20 @@ const SHARED = ["model", "config", "gpu", "sequence", "precision"];
 const DEGREES = ["tp", "cp", "ep", "pp", "chunks", "micro_batch", "zero"];
 
 /** The names of its fields, as they stand in an address. */
-export const TUNED = ["num_gpus", "global_batch", "framework"];
+export const TUNED = ["num_gpus", "global_batch", "framework", "measured_step_s"];
 
 /** The part of the form that asks; `compose` is the form. */
 export class TuneForm {
   constructor(compose) {
     this.compose = compose;
     byId("tune").addEventListener("click", guarded(() => this.ask(), "form"));
-    const optional = { required: false, class: "optional" };
+    const optional = { required: false };
     byId("tune-fields").append(
       numberField("num_gpus", "GPUs", "", { ...optional, max: 131072 }),
       numberField("global_batch", "Batch", "", { ...optional, max: 1048576, title: "Sequences of a step" }),
-      choiceField("framework", "Framework", FRAMEWORKS, "any"));
+      choiceField("framework", "Framework", FRAMEWORKS, "any"),
+      numberField("measured_step_s", "Step today, s", "", { ...optional, min: 0.001, step: "any",
+        placeholder: "estimated", title: "What you measured: it calibrates every time" }));
   }
 
   /** What is asked: the numbers that are left out are those of what is run today. */
@@ -30,11 +32,12 @@ export class TuneForm {
     const { body } = this.compose.preset;
     const of = (names) => Object.fromEntries(names.map((name) => [name, body[name]]));
     const said = (name) => Number(this.compose.option(name).value);
-    // What is undefined, model or config, is not sent.
+    // What is undefined is not sent: model or config, and a step that nobody measured.
     return { ...of(SHARED), current: of(DEGREES),
       num_gpus: said("num_gpus") || body.tp * body.cp * body.pp * body.dp,
       global_batch: said("global_batch") || body.micro_batch * body.num_microbatches * body.dp,
-      framework: this.compose.option("framework").value };
+      framework: this.compose.option("framework").value,
+      measured_step_s: said("measured_step_s") || undefined };
   }
 
   /** Say what is asked; a problem of a file is of one configuration alone. */
