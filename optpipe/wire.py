@@ -3,6 +3,7 @@
 Jobs and their events, batches and their items, deployments and their versions, methods and rows
 of comparisons. Request bodies are checked by ``optpipe_api.requests``; the client has plain keyword
 arguments for them, whose names and types `SolveArguments` and `SubmissionArguments` give.
+`optpipe.tuned` has the same of tunes.
 """
 
 from __future__ import annotations
@@ -220,12 +221,14 @@ class JobState(StrEnum):
 class JobKind(StrEnum):
     """What is done: a problem is solved, a model is cut, placed and scheduled, or methods compared.
 
-    A comparison has rows, and no schedule.
+    Or a whole training configuration is tuned: its schedule is the winner's, its objective the
+    whole step. A comparison has rows, and no schedule.
     """
 
     SOLVE = "solve"
     PLAN = "plan"
     COMPARE = "compare"
+    TUNE = "tune"
 
 
 class Cache(StrEnum):

@@ -75,8 +75,9 @@ def test_the_curl_lines_are_answered_as_the_page_says(shell: Shell) -> None:
         promised = {int(status) for status in re.findall(r"\b\d{3}\b", line.rpartition("  # ")[2])}
         answer = shell.run(line)
         assert answer.status_code in promised, (line, answer.text)
-        if "JOB" not in shell.variables:
-            shell.variables["JOB"] = answer.json()["id"]
+        for name, path in (("JOB", "/v1/jobs?wait"), ("TUNE", "/v1/tunes")):
+            if path in line:
+                shell.variables[name] = answer.json()["id"]
 
 
 def test_the_picture_is_that_of_the_code() -> None:

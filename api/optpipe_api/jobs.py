@@ -148,8 +148,8 @@ class HistoryEntry:
 class AttemptOutcome:
     """How an attempt ended; ``schedule`` is JSON text and comes with its ``objective_ms``.
 
-    ``method`` made the schedule; ``problem`` is the one that a plan chose, ``comparison`` the rows
-    of a comparison, both as JSON text.
+    ``method`` made the schedule; ``problem`` is the one that a plan or tune chose, ``comparison``
+    the rows of a comparison, ``tuned`` what a tune has found, all as JSON text.
     """
 
     event: JobEvent
@@ -160,6 +160,7 @@ class AttemptOutcome:
     method: str = ""
     problem: str | None = None
     comparison: str | None = None
+    tuned: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,7 +192,7 @@ class JobRecord:
     Parameters
     ----------
     problem_hash
-        Of the problem to solve, or of the model to plan.
+        Of the problem to solve, of the model to plan, or of the question to tune.
     id, position, created_at
         Given by the store, with most of what follows.
     owner
@@ -268,9 +269,9 @@ class NewJob(JobRecord):
 
     Parameters
     ----------
-    problem, model
-        Canonical JSON text: the problem to solve, or the model to plan, whose problem is known
-        only with its first schedule.
+    problem, model, question
+        Canonical JSON text: the problem to solve, the model to plan, or the question of a tune;
+        the problem of the latter two is known only with its first schedule.
     num_cells
         Stages x micro-batches; layers x micro-batches of a model.
     idempotency_key
@@ -285,6 +286,7 @@ class NewJob(JobRecord):
 
     problem: str | None = None
     model: str | None = None
+    question: str | None = None
     num_cells: int = 0
     idempotency_key: str | None = None
     start: JobStart | None = None
@@ -332,7 +334,8 @@ class Lease:
 class Claim:
     """A job taken from the queue, with its documents; ``start`` is its last incumbent.
 
-    ``problem`` is None for a plan without incumbent, ``model`` for all but plans. ``is_carried``:
+    ``problem`` is None for a plan or tune without incumbent, ``model`` for all but plans,
+    ``question`` for all but tunes, of which ``tuned`` is the best so far. ``is_carried``:
     ``start`` is a better schedule, of another item of its batch whose problem is tighter.
     """
 
@@ -340,6 +343,8 @@ class Claim:
     job: JobRecord
     problem: str | None
     model: str | None = None
+    question: str | None = None
+    tuned: str | None = None
     start: str | None = None
     is_carried: bool = False
 

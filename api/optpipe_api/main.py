@@ -20,6 +20,7 @@ from optpipe.errors import WorldError
 from optpipe.model import Model
 from optpipe.problem import Problem
 from optpipe.schedule import Schedule
+from optpipe.tuned import Tuned
 from optpipe.wire import Event, MethodRowList, SweepRowList
 from optpipe_api import http_errors
 from optpipe_api.auth import KeyGate, KeyRing, Rates, SiteGate, describe_keys
@@ -31,6 +32,7 @@ from optpipe_api.requests.batches import BatchBody, FrontierView
 from optpipe_api.requests.catalogue import Comparison, EstimateBody, VariantBody
 from optpipe_api.requests.http import UnreadBodies
 from optpipe_api.requests.jobs import Fault, Registration, ReportBody, Resumption, Submission
+from optpipe_api.requests.tunes import TuneBody
 from optpipe_api.routes import batches, catalogue, deployments, jobs, system
 from optpipe_api.server import ApiServer, allow_files, server_config
 from optpipe_api.service import Service
@@ -95,6 +97,7 @@ def create_app(settings: Settings) -> FastAPI:
     app.include_router(catalogue.presets_router)
     app.include_router(catalogue.router)
     app.include_router(jobs.comparisons_router)
+    app.include_router(jobs.tunes_router)
     app.include_router(system.questions_router)
     app.include_router(system.router)
     system.install(app)
@@ -245,6 +248,8 @@ _OURS = (
     FrontierView,
     EstimateBody,
     VariantBody,
+    TuneBody,
+    Tuned,
 )
 _GENERATED = ("HTTPValidationError", "ValidationError")
 

@@ -51,8 +51,8 @@ class Settings(BaseSettings):
         Address space of one solver process; None = no limit.
     solve_path
         ``module:function`` that solves; tests put a fake here.
-    plan_path, compare_path
-        ``module:function`` that plans, and that compares, likewise.
+    plan_path, compare_path, tune_path
+        ``module:function`` that plans, that compares, and that tunes, likewise.
     max_body_bytes
         Larger request bodies are refused unread.
     max_cells
@@ -115,6 +115,7 @@ class Settings(BaseSettings):
     solve_path: str = Field(default="optpipe_solver:solve", pattern=r"^[\w.]+:\w+$")
     plan_path: str = Field(default="optpipe_solver.plan:plan", pattern=r"^[\w.]+:\w+$")
     compare_path: str = Field(default="optpipe_solver.compare:compare", pattern=r"^[\w.]+:\w+$")
+    tune_path: str = Field(default="optpipe_solver.tune:tune", pattern=r"^[\w.]+:\w+$")
     max_body_bytes: int = Field(default=8 * _MIB, ge=1024)
     max_cells: int = Field(default=500_000, ge=1)
     default_time_limit_s: float = Field(default=60.0, gt=0)

@@ -15,10 +15,12 @@
     batch = client.what_if(job)
     deployment = client.deploy(problem)
 
+    found = client.tune(model="llama3-70b", gpu="h100", num_gpus=64, current={"tp": 8, "pp": 4})
+
 Calls that can be repeated without harm are repeated, with growing pauses, where the service cannot
 be reached or asks for patience. That is nearly all of them: each submission carries a key under
 which the service makes only one job. What is refused raises the error that `optpipe.client.errors`
-draws. What the service answers is of `optpipe.wire`.
+draws. What the service answers is of `optpipe.wire` and `optpipe.tuned`.
 """
 
 from optpipe.client.async_client import AsyncBatch, AsyncClient, AsyncDeployment
@@ -32,6 +34,7 @@ from optpipe.client.errors import (
     RequestRefusedError,
     SolveFailedError,
 )
+from optpipe.tuned import CurrentDegrees, TuneArguments, Tuned, TunedRow
 from optpipe.wire import (
     BatchView,
     Cache,
@@ -63,6 +66,7 @@ __all__ = [
     "Cache",
     "Client",
     "ConflictError",
+    "CurrentDegrees",
     "Deployment",
     "DeploymentState",
     "DeploymentView",
@@ -84,5 +88,8 @@ __all__ = [
     "SolveArguments",
     "SolveFailedError",
     "SubmissionArguments",
+    "TuneArguments",
+    "Tuned",
+    "TunedRow",
     "Version",
 ]

@@ -30,11 +30,13 @@ from optpipe.client.transport import (
     newer_schedule,
     numbered_schedule,
     once,
+    tuning,
     waiting,
 )
 from optpipe.errors import ServiceError
 from optpipe.formats.json import load_model, load_problem, load_schedule
 from optpipe.model import Model
+from optpipe.tuned import TuneArguments, Tuned
 from optpipe.wire import (
     BatchView,
     DeploymentView,
@@ -525,6 +527,47 @@ class AsyncClient:
         """
         answer = await self._connection.send("GET", f"{_path(job)}/comparison")
         return as_model(MethodRowList, answer).rows
+
+    async def submit_tune(
+        self,
+        *,
+        tags: Sequence[str] | None = None,
+        priority: int | None = None,
+        wait_s: float = 0.0,
+        idempotency_key: str | None = None,
+        **asked: Unpack[TuneArguments],
+    ) -> Job:
+        """Queue the question which configuration trains a model fastest, and return its job.
+
+        ``asked`` is ``model`` or ``config``, ``gpu``, and what else `optpipe.tuned.TuneArguments`
+        has. Raises `RequestRefusedError` if the service cannot answer it.
+        """
+        headers, params = once(idempotency_key), waiting(wait_s)
+        body = tuning(asked) | given(tags=tags, priority=priority)
+        answer = await self._connection.send(
+            "POST", "v1/tunes", json=body, params=params, headers=headers, wait_s=wait_s
+        )
+        return as_model(Job, answer)
+
+    async def tune(self, **asked: Unpack[TuneArguments]) -> Tuned:
+        """Return the fastest configuration for a model, GPUs and a batch, and what is proven.
+
+        Waits for its job; the winner's problem and schedule are the job's: `submit_tune` tells it.
+        Raises as `submit_tune` and `result`.
+        """
+        async with aclosing(self.follow(await self.submit_tune(**asked))) as news:
+            async for now in news:
+                last = now
+        if not last.has_schedule and last.error is not None:
+            raise error_of(last.error.code, last.error.message, last.error.needs)
+        return await self.tuned(last)
+
+    async def tuned(self, job: Job | str) -> Tuned:
+        """Return what a job that tunes has found; while it goes on, the best row so far.
+
+        Raises `NoScheduleError` if that is nothing (yet).
+        """
+        return as_model(Tuned, await self._connection.send("GET", f"{_path(job)}/configuration"))
 
     async def sweep(
         self,

@@ -45,6 +45,7 @@ __all__ = [
     "newer_schedule",
     "numbered_schedule",
     "once",
+    "tuning",
     "waiting",
 ]
 
@@ -220,6 +221,16 @@ def given(**values: Any) -> dict[str, Any]:
         for name, value in values.items()
         if value is not None
     }
+
+
+_OF_SEARCHES = ("time_limit_s", "threads", "seed", "gap", "cache")
+
+
+def tuning(asked: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the body that asks for a configuration."""
+    options = {name: asked[name] for name in _OF_SEARCHES if name in asked}
+    question = {name: value for name, value in asked.items() if name not in options}
+    return given(**question) | {"options": given(**options)}
 
 
 def waiting(wait_s: float) -> dict[str, float]:

@@ -27,6 +27,7 @@ class InstantSolvers:
             "job": settings.solve_path,
             "plan": settings.plan_path,
             "compare": settings.compare_path,
+            "tune": settings.tune_path,
         }
 
     def start(self) -> InstantProcess:
@@ -82,6 +83,7 @@ class InstantProcess:
             "job": worker._solve,
             "plan": worker._plan,
             "compare": worker._compare,
+            "tune": worker._tune,
         }
         try:
             fake = getattr(importlib.import_module(module), name)

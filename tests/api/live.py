@@ -25,6 +25,7 @@ T = TypeVar("T")
 FAKE = "tests.api.fake_solver:solve"
 FAKE_COMPARE = "tests.api.fake_compare:compare"
 FAKE_PLAN = "tests.api.fake_plan:plan"
+FAKE_TUNE = "tests.api.fake_tune:tune"
 
 
 class Clock:
@@ -90,6 +91,7 @@ def make_settings(folder: Path, **overrides: object) -> Settings:
         "solve_path": FAKE,
         "compare_path": FAKE_COMPARE,
         "plan_path": FAKE_PLAN,
+        "tune_path": FAKE_TUNE,
         "cache": False,
         "solver_processes": 2,
         "max_threads": 2,

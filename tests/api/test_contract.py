@@ -17,6 +17,7 @@ import pytest
 from hypothesis import settings as hypothesis_settings
 
 from optpipe_api.access import Role
+from optpipe_api.requests.tunes import TuneBody
 from optpipe_api.services.render import Charts
 from tests.api.live import make_settings, running, two_stages
 from tests.api.routes.test_plan_jobs import four_layers
@@ -122,7 +123,7 @@ def test_what_exists_is_shown_as_documented(server, tmp_path) -> None:
         tmp_path,
         f"--phases={PHASES}",
         "--include-path-regex={(job|batch|deployment)_id}",
-        "--exclude-path=/v1/jobs/{job_id}/comparison",
+        "--exclude-path-regex=/v1/jobs/{job_id}/(comparison|configuration|question)",
         # Then it would exist no more.
         "--exclude-method=DELETE",
         job_id=job_id,
@@ -133,6 +134,11 @@ def test_what_exists_is_shown_as_documented(server, tmp_path) -> None:
     server.ended(f"/v1/jobs/{compared}")
     only = "--include-path=/v1/jobs/{job_id}/comparison"
     report += check(server, tmp_path, f"--phases={PHASES}", only, job_id=compared)
+    (example,) = TuneBody.model_json_schema()["examples"]
+    tuned = server.post("/v1/tunes?wait=30", example)
+    server.ended(f"/v1/jobs/{tuned}")
+    only = "--include-path-regex=/v1/jobs/{job_id}/(configuration|question)"
+    report += check(server, tmp_path, f"--phases={PHASES}", only, job_id=tuned)
     assert "404 Not Found" not in report
 
 

@@ -138,6 +138,10 @@ class Attempt:
                 self._tell()
             case "progress":
                 self._record(message)
+            case "said":
+                text, lease_s = message.header["text"], self._settings.lease_s
+                self._keep(self._ask_store(self._store.tell, self._lease, text, lease_s))
+                self._on_change(self._lease.job_id)
             case "result":
                 self.has_result = True
                 self._finish(self._outcome(message))
@@ -156,15 +160,18 @@ class Attempt:
             "has_start": claim.start is not None,
             "is_carried": claim.is_carried,
         }
-        if claim.model is not None:
+        if claim.question is not None:
+            self._process.send(Message("tune", header, claim.question))
+        elif claim.model is not None:
             self._process.send(Message("plan", header, claim.model))
         elif claim.job.kind is JobKind.COMPARE:
             self._process.send(Message("compare", header, claim.problem or ""))
         else:
             self._process.send(Message("job", header, claim.problem or ""))
         if claim.start is not None:
-            chosen = "" if claim.model is None else claim.problem or ""
-            self._process.send(Message("start", {}, claim.start, chosen))
+            is_chosen = claim.model is not None or claim.question is not None
+            chosen = (claim.problem or "") if is_chosen else ""
+            self._process.send(Message("start", {"tuned": claim.tuned}, claim.start, chosen))
 
     def _record(self, message: Message) -> None:
         header = message.header
@@ -174,7 +181,11 @@ class Attempt:
             objective_ms=header["objective_ms"],
             bound_ms=header["bound_ms"],
         )
-        better = {"schedule": message.document or None, "problem": message.problem or None}
+        better = {
+            "schedule": message.document or None,
+            "problem": message.problem or None,
+            "found": header.get("tuned"),
+        }
         lease_s = self._settings.lease_s
         self._keep(self._ask_store(self._store.record, self._lease, point, lease_s, **better))
         self._on_change(self._lease.job_id)
@@ -194,7 +205,9 @@ class Attempt:
             error = JobError(
                 code="problem.infeasible", message=header["message"], needs=header["needs"]
             )
-            return AttemptOutcome(event=JobEvent.PROVE_INFEASIBLE, error=error)
+            return AttemptOutcome(
+                event=JobEvent.PROVE_INFEASIBLE, error=error, tuned=header.get("tuned")
+            )
         if header["status"] == "unknown" and not self._job.has_schedule:
             return self._nothing_found(header["message"])
         stopped_early = self._cancelled.is_set() and header["status"] != "optimal"
@@ -205,6 +218,7 @@ class Attempt:
             bound_ms=header["bound_ms"],
             method=header.get("method") or "",
             problem=message.problem or None,
+            tuned=header.get("tuned"),
         )
 
     def _nothing_found(self, why: str) -> AttemptOutcome:

@@ -43,12 +43,15 @@ __all__ = [
 # ==========  =========  ==============================================  =======================
 # process     job        options, has_start                              the problem
 # process     plan       options, has_start (instead of job)             the model
-# process     start      (follows either where has_start)                the last incumbent
+# process     start      tuned (follows where has_start)                 the last incumbent
 # process     stop       (finish now, keep the best)
 # process     compare    options (instead of job)                        the problem
+# process     tune       options, has_start (instead of job)             the question
 # server      ready      (imports are done)
-# server      progress   seconds, method, objective_ms, bound_ms         schedule, or empty
-# server      result     status, objective_ms, bound_ms, message, needs  schedule, or empty
+# server      progress   seconds, method, objective_ms, bound_ms, tuned  schedule, or empty
+# server      said       text (a sentence for the history)
+# server      result     status, objective_ms, bound_ms, message, needs, schedule, or empty
+#                        tuned
 # server      rows       (the answer to compare)                         as JSON
 # server      retired    (it takes no more tasks, and ends)
 # server      error      code, message
@@ -154,6 +157,7 @@ def worker_arguments(settings: Settings) -> str:
             "solve_path": settings.solve_path,
             "compare_path": settings.compare_path,
             "plan_path": settings.plan_path,
+            "tune_path": settings.tune_path,
             "memory_bytes": settings.solver_memory_bytes,
             "overtime_s": settings.overtime_s,
         }

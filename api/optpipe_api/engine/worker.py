@@ -1,7 +1,8 @@
 """The solver process: ``python -m optpipe_api.engine.worker DESCRIPTOR SETTINGS``.
 
-It takes a job, a problem to solve or a model to plan, tells every improvement, tells the result,
-and is ready for the next; or it takes a comparison, and tells the rows. (To start one takes a
+It takes a job, a problem to solve, a model to plan or a configuration to tune, tells every
+improvement, tells the result, and is ready for the next; or it takes a comparison, and tells the
+rows. (To start one takes a
 second, which a sweep of small problems would pay for each.) It ends after an error, when it has
 grown large, or when a search has left a thread behind; and at once when the server does: the end of
 the connection, which ``DESCRIPTOR`` is the file of, says so.
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from optpipe.schedule import Programs, Schedule
     from optpipe_solver import ComparisonRow, Progress, Result
     from optpipe_solver.plan import PlanResult
+    from optpipe_solver.tune import TuneResult, TuneRow
 
 __all__ = ["main"]
 
@@ -44,6 +46,7 @@ _LAST_WORDS_S = 2.0
 _USED_UP = 3
 """The exit code of a process that had too little memory, which a new one may have."""
 _OF_SOLVE = ("time_limit_s", "work_limit", "threads", "seed", "gap", "method")
+_OF_TUNE = ("time_limit_s", "threads", "seed", "gap")
 _OF_PLAN = ("time_limit_s", "threads", "seed", "chunks", "placements")
 
 
@@ -83,6 +86,8 @@ def _serve(channel: _Channel, settings: dict[str, Any]) -> bool:
             answer = _compare(channel, task, _find(settings["compare_path"]))
         case "plan":
             answer = _plan(channel, task, _find(settings["plan_path"]))
+        case "tune":
+            answer = _tune(channel, task, _find(settings["tune_path"]))
         case _:
             answer = _solve(channel, task, _find(settings["solve_path"]))
     channel.send(answer)
@@ -108,7 +113,7 @@ def _warm_up(settings: dict[str, Any]) -> None:
     """
     if not settings["solve_path"].startswith("optpipe_solver"):
         return
-    for name in ("plan_path", "compare_path"):
+    for name in ("plan_path", "compare_path", "tune_path"):
         if settings[name].startswith("optpipe_solver"):
             _find(settings[name])
     importlib.import_module("optpipe_solver.warm").warm_up()
@@ -212,6 +217,76 @@ def _plan(channel: _Channel, job: Message, plan: Callable[..., PlanResult]) -> M
         should_stop=channel.stop.is_set,
     )
     return _result(result, result.problem)
+
+
+def _tune(channel: _Channel, job: Message, tune: Callable[..., TuneResult]) -> Message:
+    from optpipe_solver.tune import read_question, read_row  # noqa: PLC0415 - heavy, as above
+
+    asked = read_question(json.loads(job.document))
+    options = job.header["options"]
+    begun, start = time.monotonic(), None
+    if job.header["has_start"]:
+        known = channel.receive()
+        (row, *_) = json.loads(known.header["tuned"])["rows"]
+        programs = load_schedule(known.document).programs
+        start = read_row(asked.question, row, load_problem(known.problem), programs)
+
+    def tell(row: TuneRow) -> None:
+        seconds = time.monotonic() - begun
+        found = json.dumps(_so_far(row.as_json(), seconds))
+        header = {
+            "seconds": seconds,
+            "method": f"{row.label}, {row.method}",
+            "objective_ms": row.step_ms,
+            "bound_ms": None,
+            "tuned": found,
+        }
+        schedule = _text(_simulated(row, options["seed"]))
+        channel.send(Message("progress", header, schedule, _text(row.problem)))
+
+    result = tune(
+        asked.question,
+        current=asked.current,
+        **{name: options[name] for name in _OF_TUNE},
+        start=start,
+        on_progress=lambda text: channel.send(Message("said", {"text": text})),
+        on_best=tell,
+        should_stop=channel.stop.is_set,
+    )
+    return _tuned(result, options["seed"])
+
+
+def _so_far(row: dict[str, Any], seconds: float) -> dict[str, Any]:
+    """Return what `TuneResult.as_json` has while only the best row is known."""
+    unknown = dict.fromkeys(("bound_ms", "gap", "gain", "error", "counts", "current"))
+    return {"certificate": "", **unknown, "rows": [row], "pareto": [row], "seconds": seconds}
+
+
+def _tuned(result: TuneResult, seed: int) -> Message:
+    best, counts = result.best, result.counts
+    status, message = "feasible", ""
+    if best is None:
+        status = "infeasible" if counts.do_not_fit == counts.total else "unknown"
+        message = f"no schedule was found that fits: {result.certificate}; allow more time, memory "
+        message += "or GPUs, or fix less"
+    elif result.gap == 0:
+        status = "optimal"
+    header: dict[str, Any] = {
+        "status": status,
+        "objective_ms": None if best is None else best.step_ms,
+        "method": "" if best is None else f"{best.label}, {best.method}",
+        "bound_ms": None if best is None else result.bound_ms,
+        "message": message,
+        "needs": {},
+        "tuned": json.dumps(result.as_json()) if best is not None else None,
+    }
+    schedule = None if best is None else _simulated(best, seed)
+    problem = None if best is None else best.problem
+    return Message("result", header, _text(schedule), _text(problem))
+
+
+def _simulated(row: TuneRow, seed: int) -> Schedule:
+    return evaluate(row.problem, row.programs, Provenance(method=row.method, seed=seed))
 
 
 class _Reporter:

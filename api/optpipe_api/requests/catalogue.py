@@ -32,11 +32,15 @@ __all__ = [
     "Catalogue",
     "CompareOptionsBody",
     "Comparison",
+    "Degree",
     "EstimateBody",
     "EstimateView",
+    "Name",
+    "Size",
     "Values",
     "VariantBody",
     "VariantView",
+    "not_null",
 ]
 
 
@@ -54,7 +58,8 @@ _VALUES = (
 )
 
 
-def _not_null(value: Any) -> Any:
+def not_null(value: Any) -> Any:
+    """Return a model or config that is there; raises `RequestError` where it is null."""
     if value is None:
         raise RequestError("model or config = null: is neither; leave it out")
     return value
@@ -199,7 +204,7 @@ class EstimateBody(StrictBody):
     )
     values: Values = Field(default={}, description=_VALUES)
 
-    readers: ClassVar[Readers] = {"model": _not_null, "config": _not_null}
+    readers: ClassVar[Readers] = {"model": not_null, "config": not_null}
 
     @model_validator(mode="after")
     def _one_of_two(self) -> Self:

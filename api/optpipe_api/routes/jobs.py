@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import anyio
@@ -51,15 +51,16 @@ from optpipe_api.routes.common import (
 )
 from optpipe_api.services.events import Purpose
 from optpipe_api.services.render import Shown, Theme, as_text, explanation, solution
-from optpipe_api.services.submission import read_comparison, read_submission
+from optpipe_api.services.submission import read_comparison, read_submission, read_tune
 from optpipe_api.views import event_view, job_view
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator
+    from collections.abc import AsyncGenerator, AsyncIterator, Callable
 
     from optpipe_api.access import Principal
-    from optpipe_api.jobs import HistoryEntry, JobRecord, StoredSchedule
+    from optpipe_api.jobs import HistoryEntry, JobRecord, NewJob, StoredSchedule
     from optpipe_api.service import Service
+    from optpipe_api.settings import Settings
 
 __all__ = [
     "charts_router",
@@ -68,6 +69,7 @@ __all__ = [
     "explanations_router",
     "router",
     "schedules_router",
+    "tunes_router",
 ]
 
 
@@ -107,13 +109,8 @@ async def submit(
 
     200 where the job ends within `?wait=`, or at once because the same was solved before.
     """
-    require_json(request)
-    body = await read_body(request, service.settings.max_body_bytes)
-    new = await service.pool.run(read_submission, body, service.settings, service.methods)
-    del body
-    with place_to_wait(service, who, wait):
-        job = await run_in_threadpool(service.jobs.submit, new, who, idempotency_key)
-        return await _answer(request, service, who, job, wait)
+    read = partial(read_submission, methods=service.methods)
+    return await _submitted(request, service, who, read=read, wait_s=wait, key=idempotency_key)
 
 
 comparisons_router = APIRouter(prefix="/v1", tags=["methods"])
@@ -138,13 +135,9 @@ async def compare(
 
     The time limit is the optimiser's; the other methods take their time too.
     """
-    require_json(request)
-    body = await read_body(request, service.settings.max_body_bytes)
-    new = await service.pool.run(read_comparison, body, service.settings)
-    del body
-    with place_to_wait(service, who, wait):
-        job = await run_in_threadpool(service.jobs.submit, new, who, idempotency_key)
-        return await _answer(request, service, who, job, wait)
+    return await _submitted(
+        request, service, who, read=read_comparison, wait_s=wait, key=idempotency_key
+    )
 
 
 _CSV_EXAMPLE = "method,placement,makespan_ms,...\n1f1b,as given,84.0,...\n"
@@ -180,6 +173,59 @@ def comparison(
     if chosen != "json":
         text = dump_comparison(json.loads(text)["rows"], chosen)
     return Response(text, media_type=TABLE_FORMS[chosen], headers={"Vary": "Accept"})
+
+
+tunes_router = APIRouter(prefix="/v1", tags=["tunes"])
+
+
+@tunes_router.post(
+    "/tunes",
+    status_code=202,
+    response_model=Job,
+    responses={**_ENDED, **documented(403, 409, 413, 415, 429)},
+    openapi_extra=json_body("TuneBody"),
+    summary="Ask for the fastest configuration",
+)
+async def submit_tune(
+    request: Request,
+    service: Serving,
+    who: Submitter,
+    wait: Wait = 0.0,
+    idempotency_key: Key = None,
+) -> Response:
+    """Queue a job that searches degrees, cut, placement, recomputation and schedule together.
+
+    Its objective is the whole step, its schedule and problem are the winner's; what was found and
+    what is proven is its configuration.
+    """
+    return await _submitted(request, service, who, read=read_tune, wait_s=wait, key=idempotency_key)
+
+
+_QUESTION: Answers = {
+    200: {"description": "What is asked, options aside.", "content": json_content("TuneBody")}
+}
+
+
+@router.get(
+    "/{job_id}/configuration",
+    response_class=Response,
+    responses={**_document("Tuned"), **documented(404)},
+    summary="Fetch what a tune has found",
+)
+def configuration(job_id: str, service: Serving, who: Reader) -> Response:
+    """Return gain, rows, Pareto front and certificate; while it goes on, the best row so far."""
+    return Response(service.jobs.tuned(job_id, who), media_type="application/json")
+
+
+@router.get(
+    "/{job_id}/question",
+    response_class=Response,
+    responses={**_QUESTION, **documented(404)},
+    summary="Fetch what a tune is asked",
+)
+def question(job_id: str, service: Serving, who: Reader) -> Response:
+    """Return model, GPUs, batch and what is run today, defaults filled in; it can be sent again."""
+    return Response(service.jobs.question(job_id, who), media_type="application/json")
 
 
 @router.get("", responses=documented(404), summary="List jobs, newest first")
@@ -279,6 +325,25 @@ def model(job_id: str, service: Serving, who: Reader) -> Response:
 def _whole(service: Service, job_id: str, who: Principal) -> Job:
     job, trace = service.jobs.job(job_id, who)
     return job_view(job, trace, who=who, places=service.jobs.waiting([job]))
+
+
+async def _submitted(
+    request: Request,
+    service: Service,
+    who: Principal,
+    *,
+    read: Callable[[bytes, Settings], NewJob],
+    wait_s: float,
+    key: str | None,
+) -> Response:
+    """Queue the job that a body asks for, and answer."""
+    require_json(request)
+    body = await read_body(request, service.settings.max_body_bytes)
+    new = await service.pool.run(read, body, service.settings)
+    del body
+    with place_to_wait(service, who, wait_s):
+        job = await run_in_threadpool(service.jobs.submit, new, who, key)
+        return await _answer(request, service, who, job, wait_s)
 
 
 async def _answer(

@@ -83,8 +83,9 @@ class JobCache:
             bound_ms=job.bound_ms,
             error=job.error,
             method=self._store.made_by(job.id),
+            tuned=self._store.tuned(job.id),
         )
-        chosen = self._store.problem(job.id) if new.kind is JobKind.PLAN else new.problem
+        chosen = self._store.problem(job.id) if new.problem is None else new.problem
         return replace(
             new, cache=Cache.HIT, source_id=job.id, start=None, finished=outcome, problem=chosen
         )

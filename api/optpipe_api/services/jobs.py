@@ -179,6 +179,27 @@ class JobService:
             )
         raise ScheduleNotFoundError(_why_none(job, "comparison"))
 
+    def tuned(self, job_id: str, who: Principal) -> str:
+        """Return what a tune has found (so far) as JSON text.
+
+        Raises `ScheduleNotFoundError` if that is nothing (yet), or it tunes nothing.
+        """
+        job = self.find(job_id, who)
+        text = self._store.tuned(job_id)
+        if text is None:
+            _refuse_other_than_tune(job)
+            raise ScheduleNotFoundError(_why_none(job, "configuration"))
+        return text
+
+    def question(self, job_id: str, who: Principal) -> str:
+        """Return what a tune is asked as JSON text.
+
+        Raises `ScheduleNotFoundError` if it tunes nothing.
+        """
+        job = self.find(job_id, who)
+        _refuse_other_than_tune(job)
+        return self._store.question(job_id) or "{}"
+
     def schedule(self, job_id: str, who: Principal) -> StoredSchedule:
         """Return a job's best schedule so far.
 
@@ -301,6 +322,13 @@ def check_priority(priority: int, who: Principal) -> None:
             f"priority = {priority}: the key {who.name!r} has role {who.role.value}, and may "
             f"give {MAX_SHARED_PRIORITY} at most; lower it, or let an admin submit the job"
         ).at("/priority")
+
+
+def _refuse_other_than_tune(job: JobRecord) -> None:
+    if job.kind is not JobKind.TUNE:
+        raise ScheduleNotFoundError(
+            f"job {job.id} was not asked for a configuration; POST /v1/tunes does that"
+        )
 
 
 def _why_none(job: JobRecord, what: str = "schedule") -> str:

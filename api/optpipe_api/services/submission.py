@@ -39,13 +39,14 @@ from optpipe_api.requests.catalogue import (
 )
 from optpipe_api.requests.http import MAX_VALUES, decode_json
 from optpipe_api.requests.jobs import Registration, ReportBody, Submission
+from optpipe_api.requests.tunes import TuneBody
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
     from optpipe.measurements import MeasuredAction
     from optpipe.model import Model
-    from optpipe.presets import Estimate, ModelShape
+    from optpipe.presets import Estimate, ModelShape, PipelineCut
     from optpipe.problem import Device, Stage
     from optpipe.wire import JobOptions
     from optpipe_api.settings import Settings
@@ -65,11 +66,15 @@ __all__ = [
     "read_registration",
     "read_report",
     "read_submission",
+    "read_tune",
     "read_variant",
     "solved_job",
     "times_of",
     "useful_axes",
 ]
+
+
+_MOST_NAME = 150
 
 
 def read_submission(body: bytes, settings: Settings, methods: Collection[str]) -> NewJob:
@@ -168,6 +173,40 @@ def read_comparison(body: bytes, settings: Settings) -> NewJob:
     choices: dict[str, Any] = {"tags": wanted.tags, "priority": wanted.priority}
     job = solved_job(wanted.problem, options, settings.max_cells, **choices)
     return replace(job, kind=JobKind.COMPARE, shape_hash="")
+
+
+def read_tune(body: bytes, settings: Settings) -> NewJob:
+    """Return the job that tunes a configuration; raises as `read_submission`."""
+    # Here: parts of the service that never tune need not wait for the solver.
+    from optpipe_solver.tune import read_question  # noqa: PLC0415 - heavy
+
+    wanted = TuneBody.parse(decode_json(body))
+    options, asked = wanted.options.within(settings), wanted.question()
+    read = read_question(asked)
+    question = read.question
+    if read.current is not None:
+        _check_current(read.current.pipeline, settings.max_cells)
+    on = f"{question.num_gpus} {question.hardware.name}"
+    return NewJob(
+        kind=JobKind.TUNE,
+        name=f"{question.shape.name[:_MOST_NAME]} on {on}",
+        problem_hash=hash_of(asked),
+        objective="step",
+        options=options,
+        question=json.dumps(asked),
+        tags=wanted.tags,
+        priority=wanted.priority,
+    )
+
+
+def _check_current(cut: PipelineCut, max_cells: int) -> None:
+    """Refuse to simulate what is run today where no problem may be as large."""
+    num_cells = cut.pp * cut.chunks * cut.num_microbatches
+    if num_cells > max_cells:
+        raise InputError(
+            f"current: stages x micro-batches = {num_cells} exceeds {max_cells}, the limit of this "
+            "service (OPTPIPE_MAX_CELLS); raise dp or micro_batch, or leave it out"
+        ).at("/current")
 
 
 # --- Batches. A small body may ask for hundreds of problems.

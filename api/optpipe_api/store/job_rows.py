@@ -41,7 +41,9 @@ from optpipe_api.store.tables import (
     jobs,
     models,
     problems,
+    questions,
     schedules,
+    tuned,
 )
 
 if TYPE_CHECKING:
@@ -297,7 +299,7 @@ class JobReads:
             return jobs_of(connection, connection.execute(query, parameters).all())
 
     def problem(self, job_id: str) -> str | None:
-        """Return the problem of a job as JSON text; None for a plan without schedule."""
+        """Return the problem of a job as JSON text; None for a plan or tune without schedule."""
         with reading(self._engine) as connection:
             return document_of(connection, problems, find_row(connection, job_id).position)
 
@@ -310,6 +312,16 @@ class JobReads:
         """Return the rows of a comparison as JSON text; None for other jobs, and until it ends."""
         with reading(self._engine) as connection:
             return document_of(connection, comparisons, find_row(connection, job_id).position)
+
+    def question(self, job_id: str) -> str | None:
+        """Return what a tune is asked as JSON text; None for other jobs."""
+        with reading(self._engine) as connection:
+            return document_of(connection, questions, find_row(connection, job_id).position)
+
+    def tuned(self, job_id: str) -> str | None:
+        """Return what a tune has found as JSON text; None for other jobs, and until it has any."""
+        with reading(self._engine) as connection:
+            return document_of(connection, tuned, find_row(connection, job_id).position)
 
     def schedule(self, job_id: str) -> StoredSchedule | None:
         with reading(self._engine) as connection:
@@ -373,7 +385,8 @@ _QUEUED = sa.select(sa.func.count()).where(jobs.c.state == JobState.QUEUED.value
 def insert(connection: sa.Connection, new: NewJob, now: float) -> JobRecord:
     """Keep a job with its documents and tags, and write the first entries of its history."""
     row = connection.execute(_INSERT, _columns(new, now)).one()
-    for table, text in ((problems, new.problem), (models, new.model)):
+    documents = ((problems, new.problem), (models, new.model), (questions, new.question))
+    for table, text in documents:
         if text is not None:
             put(connection, table, row.position, text, is_first=True)
     tags = tuple(sorted(set(new.tags)))
@@ -435,6 +448,8 @@ def _tell_the_end(
     if outcome.schedule is not None:
         put(connection, schedules, position, outcome.schedule, is_first=True)
         _note_incumbent(connection, position, outcome, now)
+    if outcome.tuned is not None:
+        put(connection, tuned, position, outcome.tuned, is_first=True)
     state = _known_at_birth(new, now)["state"]
     note(connection, position, now, EventKind.STATE, text=state)
 
@@ -611,10 +626,12 @@ def keep(
     *,
     schedule: str | None = None,
     problem: str | None = None,
+    found: str | None = None,
 ) -> dict[str, Any]:
     """Keep what is better, note it, and return the columns that change with it.
 
-    A schedule at least as good replaces the one before, a higher bound the one before. History
+    A schedule at least as good replaces the one before, and with it go the problem that was chosen
+    and what a tune has ``found``; a higher bound replaces the one before. History
     tells what improved: a start that is found again under its old length, and schedules on the way
     up to it, would only be noise there.
     """
@@ -623,8 +640,9 @@ def keep(
         values["bound_ms"] = point.bound_ms
     if schedule is not None and _is_as_good(row, point.objective_ms):
         put(connection, schedules, row.position, schedule)
-        if problem is not None:
-            put(connection, problems, row.position, problem)
+        for table, text in ((problems, problem), (tuned, found)):
+            if text is not None:
+                put(connection, table, row.position, text)
         values |= {"objective_ms": point.objective_ms, "num_schedules": row.num_schedules + 1}
     _note_improvement(connection, row, point, now, values)
     return values

@@ -86,7 +86,9 @@ from optpipe_api.store.tables import (
     jobs,
     models,
     problems,
+    questions,
     schedules,
+    tuned,
     turns,
 )
 
@@ -112,6 +114,7 @@ _WAITING = (
 )
 _CLAIM_LOCK = 0x0F71D1FF
 _MOST_PLACES = 5000
+_MOST_WORDS = 1000
 
 
 class JobStore(JobReads):
@@ -252,19 +255,34 @@ class JobStore(JobReads):
         *,
         schedule: str | None = None,
         problem: str | None = None,
+        found: str | None = None,
     ) -> JobRecord | None:
         """Keep an improvement, renewing the lease; None where it is lost.
 
-        ``problem`` is what a plan chose; it replaces the job's along with the schedule.
+        ``problem`` is what a plan or tune chose, ``found`` what a tune knows by now; they replace
+        the job's along with the schedule.
         """
         with writing(self._engine) as connection:
             row = leased_row(connection, lease)
             if row is None:
                 return None
             now = self._now()
-            better = keep(connection, row, point, now, schedule=schedule, problem=problem)
+            better = keep(
+                connection, row, point, now, schedule=schedule, problem=problem, found=found
+            )
             renewed = update(connection, row, lease_expires_at=now + lease_s, **better)
             return job_of(connection, renewed)
+
+    def tell(self, lease: Lease, text: str, lease_s: float) -> JobRecord | None:
+        """Write a sentence of a search into the history, renewing the lease; None where lost."""
+        with writing(self._engine) as connection:
+            row = leased_row(connection, lease)
+            if row is None:
+                return None
+            now = self._now()
+            words = storable(text)[:_MOST_WORDS]
+            note(connection, row.position, now, EventKind.LOG, text=words)
+            return job_of(connection, update(connection, row, lease_expires_at=now + lease_s))
 
     def finish(self, lease: Lease, outcome: AttemptOutcome) -> JobRecord | None:
         """End a running job; None where the lease is lost."""
@@ -478,7 +496,8 @@ def _left_s(row: sa.Row[Any]) -> float:
 def forget(connection: sa.Connection, rows: Sequence[Any]) -> None:
     """Delete jobs with all that is kept of them, and batches that have none left."""
     positions = [row.position for row in rows]
-    for table in (problems, models, schedules, comparisons, job_tags, events, jobs):
+    documents = (problems, models, questions, schedules, comparisons, tuned)
+    for table in (*documents, job_tags, events, jobs):
         connection.execute(sa.delete(table).where(table.c.position.in_(positions)))
     left = sa.select(jobs.c.id).where(jobs.c.batch_id == batches.c.id).exists()
     emptied = batches.c.id.in_({row.batch_id for row in rows} - {None})
@@ -504,6 +523,8 @@ def _claim_of(connection: sa.Connection, row: sa.Row[Any]) -> Claim | None:
         job=job,
         problem=document_of(connection, problems, row.position),
         model=document_of(connection, models, row.position),
+        question=document_of(connection, questions, row.position),
+        tuned=document_of(connection, tuned, row.position),
         start=document_of(connection, schedules, (better or row).position),
         is_carried=better is not None,
     )
@@ -525,8 +546,9 @@ def finish(
         bound_ms=outcome.bound_ms,
     )
     better = keep(connection, row, last, now, schedule=outcome.schedule, problem=outcome.problem)
-    if outcome.comparison is not None:
-        put(connection, comparisons, row.position, outcome.comparison)
+    for table, text in ((comparisons, outcome.comparison), (tuned, outcome.tuned)):
+        if text is not None:
+            put(connection, table, row.position, text)
     relations = _relations(connection, row, hold=True)
     event, error = outcome.event, None if outcome.error is None else dump(outcome.error)
     if row.attempt <= _MOST_ROUNDS.get(event, 0):

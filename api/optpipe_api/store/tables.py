@@ -22,7 +22,9 @@ __all__ = [
     "metadata",
     "models",
     "problems",
+    "questions",
     "schedules",
+    "tuned",
     "turns",
 ]
 
@@ -100,6 +102,8 @@ problems = _document("problems")
 models = _document("models")
 schedules = _document("schedules")
 comparisons = _document("comparisons")
+questions = _document("questions")
+tuned = _document("tuned")
 
 # When an owner's job was claimed last: claims are numbered upwards.
 turns = sa.Table(

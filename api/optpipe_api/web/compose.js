@@ -1,7 +1,7 @@
 // The form at the left: a problem from a preset or a file, varied by sliders, to be solved.
 
-import { byId, later } from "./dom.js";
 import { choiceField, numberField } from "./controls.js";
+import { byId, later } from "./dom.js";
 import { clearFault, guarded } from "./faults.js";
 import { inAddress, packed, unpacked } from "./fragment.js";
 import { askJson } from "./http.js";
@@ -9,11 +9,12 @@ import { amend, go } from "./link.js";
 import { methods } from "./methods.js";
 import { Preset } from "./preset.js";
 import { Sliders } from "./sliders.js";
+import { TUNED, TuneForm } from "./tune.js";
 import { unvaried } from "./unvaried.js";
 
 const PAUSE_MS = 150;
 const SWEPT = [1, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2];
-const OPTIONS = ["time_limit_s", "method", "objective"];
+const OPTIONS = ["time_limit_s", "method", "objective", ...TUNED];
 
 /** The form; tells `onProblem` whenever there is another problem, as the service describes it. */
 export class Compose {
@@ -26,6 +27,7 @@ export class Compose {
     this.changed = () => { this.markStale(); changed(); };
     this.preset = new Preset(this.changed);
     this.sliders = new Sliders(this.changed);
+    this.tune = new TuneForm(this);
     this.listen();
   }
 
@@ -40,7 +42,7 @@ export class Compose {
     await this.preset.load();
     this.isLoaded = true;
     const canSubmit = document.body.dataset.role !== "read";
-    for (const id of ["solve", "sweep"]) byId(id).disabled = !canSubmit;
+    for (const id of ["solve", "sweep", "tune"]) byId(id).disabled = !canSubmit;
     byId("role-hint").hidden = canSubmit;
   }
 
@@ -69,6 +71,7 @@ export class Compose {
   showSource() {
     byId("preset").hidden = this.source !== "preset";
     byId("file").hidden = this.source !== "file";
+    this.tune.tell();
   }
 
   /**
@@ -108,7 +111,7 @@ export class Compose {
   }
 
   option(name) {
-    return byId("options").querySelector(`[name=${name}]`);
+    return byId("compose").querySelector(`[name=${name}]`);
   }
 
   /** What an address says of the form where a job, a batch or nothing leads to what has no name. */
@@ -168,6 +171,7 @@ export class Compose {
     clearFault("form");
     this.sliders.show(...sliders);
     this.view = view;
+    this.tune.tell();
     delete byId("compose").dataset.stale;
     this.onProblem(view, this.state);
   }
@@ -192,10 +196,8 @@ export class Compose {
   }
 
   get options() {
-    return {
-      time_limit_s: Number(this.option("time_limit_s").value),
-      method: this.option("method").value,
-    };
+    const { time_limit_s: seconds, method } = this.choices;
+    return { time_limit_s: Number(seconds), method };
   }
 
   /** Submit the problem and go to its job. */
@@ -242,6 +244,6 @@ export class Compose {
     if (inAddress()) return inAddress() !== this.fragment;
     if (!told.model || this.unnamed) return Boolean(told.model);
     const { state } = this;
-    return Object.entries(told).some(([name, value]) => name in state && String(state[name]) !== value);
+    return Object.entries(told).some(([name, it]) => name in state && String(state[name]) !== it);
   }
 }

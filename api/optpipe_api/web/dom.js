@@ -28,10 +28,14 @@ export const button = (text, onclick, attributes = {}) =>
 export const fact = (name, value, attributes = {}) =>
   el("div", { class: "fact", ...attributes }, el("dt", {}, name), el("dd", {}, value));
 
-/** A table with a caption for those who do not see it; `columns` are {title, number?}. */
+/**
+ * A table with a caption for those who do not see it; `columns` are {title, number?}, and where one
+ * can be sorted by: `head`, what stands for its title, and `sort`, how rows stand by it now.
+ */
 export function table(caption, columns, rows) {
-  const head = columns.map(({ title, number }) =>
-    el("th", { scope: "col", role: "columnheader", class: number ? "number" : null }, title));
+  const head = columns.map(({ title, number, head: shown, sort }) =>
+    el("th", { scope: "col", role: "columnheader", class: number ? "number" : null,
+      "aria-sort": sort }, shown ?? title));
   const body = rows.map(({ cells, attributes = {} }) =>
     el("tr", { role: "row", ...attributes }, cells.map((cell, index) =>
       el("td", { role: "cell", "data-title": columns[index].title || null,

@@ -4,14 +4,16 @@ import { onTheme } from "./bokeh.js";
 import { Chart } from "./chart.js";
 import { announce, button, el, fact, later } from "./dom.js";
 import { downloads } from "./downloads.js";
+import { comparisonTable } from "./comparison.js";
 import { events } from "./events.js";
 import { guarded, showFault } from "./faults.js";
 import { ms, msUnit, share, sized, stateWord } from "./format.js";
 import { ask, askJson } from "./http.js";
 import { besideField } from "./beside.js";
-import { amend } from "./link.js";
+import { amend, amendZoom } from "./link.js";
 import { titles } from "./methods.js";
 import { Progress } from "./progress.js";
+import { Tuned } from "./tuned.js";
 import { WhatIf } from "./what_if.js";
 import { why } from "./why.js";
 
@@ -27,7 +29,7 @@ export class JobView {
     this.beside = told.beside ?? "";
     this.stop = new AbortController();
     this.chart = new Chart("Schedule: lanes of every device, and memory, over time",
-      { onZoom: later((zoom) => this.isOpen && tellZoom(zoom), 200),
+      { onZoom: later((zoom) => this.isOpen && amendZoom(zoom), 200),
         onDrawn: () => this.isOpen && this.tell() });
     const zoom = { start: Number(told.from), end: Number(told.to) };
     if (told.from !== undefined && zoom.end > zoom.start) this.chart.zoom = zoom;
@@ -39,6 +41,7 @@ export class JobView {
     this.acts = el("div", { class: "buttons" });
     this.rows = el("section", { id: "comparison", tabindex: 0, "aria-label": "Comparison" });
     this.why = el("section", { id: "why", hidden: true });
+    this.tuned = new Tuned(this);
     this.whatIf = new WhatIf(this, told.what_if);
     onTheme(() => this.isOpen && this.repaint());
   }
@@ -53,6 +56,10 @@ export class JobView {
 
   get isComparison() {
     return this.job.kind === "compare";
+  }
+
+  get isTune() {
+    return this.job.kind === "tune";
   }
 
   get isProven() {
@@ -72,7 +79,7 @@ export class JobView {
   /** Objective and gap of the schedule that is seen; of the job's where there is no picture. */
   get seen() {
     const { job, chart } = this;
-    if (this.isComparison || chart.isBroken || chart.objective === undefined) return job;
+    if (this.isComparison || this.isTune || chart.isBroken || chart.objective === undefined) return job;
     const objective_ms = chart.objective;
     const gap = job.bound_ms === null ? null
       : objective_ms > 0 ? Math.max(0, 1 - job.bound_ms / objective_ms) : 0;
@@ -83,6 +90,7 @@ export class JobView {
   async open(host) {
     [this.job, this.titleOf] = await Promise.all([askJson(this.path), titles()]);
     this.place.append(this.head, this.facts);
+    if (this.isTune) this.place.append(this.tuned.element);
     if (this.isComparison) this.place.append(this.rows);
     else {
       this.ofSchedule = [
@@ -90,7 +98,8 @@ export class JobView {
           this.chart.buttons(), downloads(this)),
         this.chart.element,
         el("section", {}, el("h2", {}, "While solving"), this.progress.element)];
-      this.place.append(...this.ofSchedule, this.why, this.whatIf.element);
+      // The questions of a what-if are about one problem, not about a whole step.
+      this.place.append(...this.ofSchedule, this.why, ...(this.isTune ? [] : [this.whatIf.element]));
     }
     host.replaceChildren(this.place);
     this.tell();
@@ -103,11 +112,17 @@ export class JobView {
     for await (const { type, data } of events(`${this.path}/events`, this.stop.signal)) {
       if (type === "state") await this.reload();
       if (type === "incumbent" || type === "bound") this.improve(data);
+      if (type === "log") this.tuned.say(data.text);
     }
     await this.reload();
-    if (this.isComparison) return this.showRows();
+    if (this.isComparison && this.job.state === "succeeded") {
+      const { rows } = await askJson(`${this.path}/comparison`, { signal: this.stop.signal });
+      this.rows.replaceChildren(comparisonTable(rows));
+    }
+    if (this.isComparison) return;
+    this.tuned.show().catch(showFault);
     if (this.job.has_schedule) await why(this.why, `${this.path}/explanation`, this.stop.signal);
-    await this.whatIf.ended();
+    if (!this.isTune) await this.whatIf.ended();
   }
 
   improve(data) {
@@ -119,6 +134,7 @@ export class JobView {
     this.progress.add(data);
     if (data.objective_ms > 0 || data.bound_ms > 0) this.drawing ??= this.progress.draw().catch(showFault);
     this.tell();
+    if (data.kind === "incumbent") this.tuned.show().catch(showFault);
     // Of an ended job they are history: its chart shows the last one already.
     if (data.kind === "incumbent" && !this.isFinal) this.refreshChart();
   }
@@ -150,20 +166,6 @@ export class JobView {
     this.progress.redraw().catch(showFault);
   }
 
-  /** Show the rows of a comparison that has ended. */
-  async showRows() {
-    if (this.job.state !== "succeeded") return;
-    const { rows } = await askJson(`${this.path}/comparison`, { signal: this.stop.signal });
-    const line = (row) => el("tr", {}, ...[row.method, row.placement,
-      row.programs ? ms(row.makespan_ms) : "–", row.programs ? share(row.makespan_bubble) : "–",
-      row.reason || (row.over_limit ? "over the memory limit" : "")]
-      .map((text) => el("td", {}, text)));
-    const names = ["Method", "Placement", "Makespan, ms", "Bubble of the busiest device", ""];
-    this.rows.replaceChildren(el("table", {},
-      el("thead", {}, el("tr", {}, ...names.map((name) => el("th", { scope: "col" }, name)))),
-      el("tbody", {}, ...rows.map(line))));
-  }
-
   sentence() {
     const { job } = this;
     const { objective_ms, gap: known } = this.seen;
@@ -186,12 +188,12 @@ export class JobView {
       el("h1", {}, job.name || "Unnamed problem"),
       el("span", { class: `state ${job.state}` }, stateWord(job)), this.acts);
     this.facts.replaceChildren(
-      fact(job.objective === "span" ? "Span" : "Makespan", msUnit(objective_ms), { id: "objective" }),
+      fact({ span: "Span", step: "Step" }[job.objective] ?? "Makespan", msUnit(objective_ms), { id: "objective" }),
       // A bound of 0 is always true, and says nothing.
       fact("Bound", msUnit(job.bound_ms || null), { id: "bound" }),
       fact("Gap", gap !== null && gap <= OPTIMAL_GAP ? "0 · optimal" : share(job.bound_ms ? gap : null),
         { id: "gap" }),
-      fact("Method", this.isComparison ? "all" : this.titleOf(job.options.method)),
+      fact("Method", this.isComparison ? "all" : this.isTune ? "configurations" : this.titleOf(job.options.method)),
       ...(job.place ? [fact("Place in the queue", String(job.place))] : []),
       ...(job.cache === "miss" ? [] : [fact("Cache", job.cache)]),
       ...(job.error ? [fact("Reason", sized(job.error.message), { class: "fact long", id: "reason" })] : []));
@@ -241,9 +243,4 @@ export class JobView {
     this.chart.close();
     this.progress.close();
   }
-}
-
-function tellZoom(zoom) {
-  const digits = (value) => value.toFixed(3);
-  amend({ from: zoom ? digits(zoom.start) : null, to: zoom ? digits(zoom.end) : null });
 }

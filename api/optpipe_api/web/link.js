@@ -19,6 +19,11 @@ export function amend(changes, fragment = location.hash) {
   history.replaceState(null, "", address({ ...read(), ...changes }) + fragment);
 }
 
+/** Say what part of the time axis is seen, {start, end} in ms; null is all of it. */
+export function amendZoom(zoom) {
+  amend({ from: zoom?.start.toFixed(3), to: zoom?.end.toFixed(3) });
+}
+
 /** Go to another view; the browser's back button returns. */
 export function go(state) {
   history.pushState(null, "", address(state));

@@ -96,7 +96,7 @@ export class JobList extends ListView {
     return [el("a", { href: address({ job: job.id }) }, job.name || job.id.slice(0, 8)),
       el("span", { class: `state ${job.state}` }, stateWord(job)), ms(job.objective_ms),
       ms(job.bound_ms), share(job.gap),
-      isComparison ? "comparison" : this.titleOf(job.options.method), ago(job.created_at), action];
+      isComparison ? "comparison" : job.kind === "tune" ? "configurations" : this.titleOf(job.options.method), ago(job.created_at), action];
   }
 }
 

@@ -1,5 +1,6 @@
 """The question users ask: which configuration, how much faster, and how much faster any can be."""
 
+from optpipe_solver.tune.document import AskedTune, read_question, read_row
 from optpipe_solver.tune.judge import TuneRow, judge
 from optpipe_solver.tune.space import FIXABLE, FRAMEWORKS, Framework, TuneQuestion
 from optpipe_solver.tune.tune import TuneCounts, TuneResult, tune
@@ -7,11 +8,14 @@ from optpipe_solver.tune.tune import TuneCounts, TuneResult, tune
 __all__ = [
     "FIXABLE",
     "FRAMEWORKS",
+    "AskedTune",
     "Framework",
     "TuneCounts",
     "TuneQuestion",
     "TuneResult",
     "TuneRow",
     "judge",
+    "read_question",
+    "read_row",
     "tune",
 ]

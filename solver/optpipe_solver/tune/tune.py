@@ -166,7 +166,9 @@ def tune(
     threads: int = 1,
     seed: int = 0,
     gap: float = 0.002,
+    start: TuneRow | None = None,
     on_progress: Callable[[str], None] | None = None,
+    on_best: Callable[[TuneRow], None] | None = None,
     should_stop: Callable[[], bool] | None = None,
 ) -> TuneResult:
     """Return the fastest configuration found, and a bound over all of them.
@@ -183,8 +185,10 @@ def tune(
         As in `optpipe_solver.solve`.
     gap
         In [0, 1): stop where no configuration is faster than the best by more than this share.
-    on_progress
-        Told in words what was found.
+    start
+        The best row of an earlier search for the same; what is not faster need not be looked at.
+    on_progress, on_best
+        Told in words what was found; told each row that is faster than all before.
     should_stop
         Asked often; True ends the search with the best so far.
 
@@ -197,6 +201,8 @@ def tune(
     ensure_warm()
     stop = Stop(time_limit_s, threads=threads, seed=seed, should_stop=should_stop)
     search = _TuneSearch(question, stop, gap, on_progress or (lambda _: None))
+    search.start = search.best = start
+    search.on_best = on_best or search.on_best
     baseline = None if current is None else judge(question, current)
     search.run()
     return search.result(baseline)
@@ -229,6 +235,8 @@ class _TuneSearch:
         self.entries: list[_Entry] = []
         self.num_unfit = 0
         self.best: TuneRow | None = None
+        self.start: TuneRow | None = None
+        self.on_best: Callable[[TuneRow], None] = lambda _: None
         for (training, pp), group in groupby(
             candidates(question), key=lambda one: (one.training, one.pp)
         ):
@@ -349,12 +357,12 @@ class _TuneSearch:
         if row.step_ms < self.best_ms:
             self.best = row
             self.say(f"{row.step_ms:,.1f} ms: {row.label}, {row.method}")
+            self.on_best(row)
 
     def result(self, current: TuneRow | None) -> TuneResult:
         """Return the rows and what is proven."""
         rows = [entry.row for entry in self.entries if entry.row is not None]
-        if current is not None:
-            rows.append(current)
+        rows += [row for row in (self.start, current) if row is not None]
         rows.sort(key=lambda row: row.step_ms)
         best_ms = rows[0].step_ms if rows else inf
         counts = {"excluded": 0, "solved": 0, "open": 0}

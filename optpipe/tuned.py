@@ -1,0 +1,190 @@
+"""What a tune is asked over HTTP, and what it answers; all else is in `optpipe.wire`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypedDict
+
+from pydantic import ConfigDict
+
+from optpipe.wire import SearchArguments, WireModel
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from optpipe.wire import CacheUse
+
+__all__ = [
+    "CurrentDegrees",
+    "ScoreboardError",
+    "TuneArguments",
+    "Tuned",
+    "TunedCounts",
+    "TunedRow",
+]
+
+_TUNED_ROW_EXAMPLE: dict[str, Any] = {
+    "tp": 4,
+    "cp": 1,
+    "dp": 1,
+    "ep": 1,
+    "etp": 1,
+    "zero": 1,
+    "pp": 2,
+    "chunks": 1,
+    "placement": [0, 1],
+    "layers": [18, 16],
+    "micro_batch": 1,
+    "num_microbatches": 16,
+    "recompute": [],
+    "method": "1f1b",
+    "step_ms": 959.2,
+    "makespan_ms": 943.5,
+    "tokens_per_s_per_gpu": 8540.8,
+    "mfu": 0.444,
+    "peak_bytes": [28615255917, 24686085997],
+}
+_COUNTS_EXAMPLE: dict[str, Any] = {
+    "total": 4,
+    "do_not_fit": 0,
+    "excluded": 2,
+    "solved": 2,
+    "open": 0,
+}
+_TUNED_EXAMPLE: dict[str, Any] = {
+    "certificate": "of 4 configurations 0 do not fit, 2 are excluded by their bounds, 2 were "
+    "solved; within this model none of them, whatever its cut into stages, is more than 0.1% "
+    "faster",
+    "bound_ms": 958.4,
+    "gap": 0.0008,
+    "gain": 0.16,
+    "error": {"median": 0.06, "worst": 0.195, "num_rows": 17},
+    "counts": _COUNTS_EXAMPLE,
+    "current": None,
+    "rows": [_TUNED_ROW_EXAMPLE],
+    "pareto": [_TUNED_ROW_EXAMPLE],
+    "seconds": 2.4,
+}
+
+
+class CurrentDegrees(TypedDict, total=False):
+    """What is run today; ``dp`` is what the number of GPUs leaves, all others 1 by default."""
+
+    tp: int
+    cp: int
+    dp: int
+    ep: int
+    etp: int
+    pp: int
+    chunks: int
+    micro_batch: int
+    zero: int
+    recompute: Sequence[str]
+
+
+class TuneArguments(SearchArguments, total=False):
+    """A model, GPUs and a batch: which is the fastest way to train it.
+
+    ``model`` of the catalogue, or ``config``, a Hugging Face config.json; ``gpu`` of the catalogue;
+    ``global_batch`` sequences of ``sequence`` tokens a step. ``framework``, whose schedules may be
+    answered: megatron, torchtitan or any. ``current``, what is run today; ``fixed``, degrees that
+    are not searched. ``headroom``, share (0 <= x < 1) of the memory that answers leave free.
+    ``measured_step_s``, what a step of ``current`` takes: it calibrates every time. The search
+    stops where nothing is faster than the best by more than ``gap``.
+    """
+
+    model: str | None
+    config: dict[str, Any] | None
+    gpu: str
+    num_gpus: int | None
+    global_batch: int | None
+    sequence: int | None
+    framework: str | None
+    current: CurrentDegrees | None
+    fixed: Mapping[str, int] | None
+    precision: str | None
+    flash: bool | None
+    cuda_graphs: bool | None
+    ep_overlap: bool | None
+    dispatcher: str | None
+    dispatch: str | None
+    overlap: bool | None
+    network: str | None
+    oversubscription: float | None
+    memory_bytes: int | None
+    headroom: float | None
+    measured_step_s: float | None
+    gap: float | None
+    cache: CacheUse | None
+
+
+class TunedRow(WireModel):
+    """A configuration with its best schedule: degrees, layers of each stage, time and memory.
+
+    ``step_ms`` is of the whole step, ``makespan_ms`` of its pipeline; ``peak_bytes`` of each
+    pipeline rank, everything reserved counted; ``method`` made the schedule.
+    """
+
+    model_config = ConfigDict(json_schema_extra={"examples": [_TUNED_ROW_EXAMPLE]})
+
+    tp: int
+    cp: int
+    dp: int
+    ep: int
+    etp: int
+    zero: int
+    pp: int
+    chunks: int
+    placement: tuple[int, ...]
+    layers: tuple[int, ...]
+    micro_batch: int
+    num_microbatches: int
+    recompute: tuple[str, ...]
+    method: str
+    step_ms: float
+    makespan_ms: float
+    tokens_per_s_per_gpu: float
+    mfu: float
+    peak_bytes: tuple[int, ...]
+
+
+class TunedCounts(WireModel):
+    """What became of the configurations; those that are open may be as fast as their bounds."""
+
+    model_config = ConfigDict(json_schema_extra={"examples": [_COUNTS_EXAMPLE]})
+
+    total: int
+    do_not_fit: int
+    excluded: int
+    solved: int
+    open: int
+
+
+class ScoreboardError(WireModel):
+    """How far estimates of this kind were from published runs, as shares."""
+
+    median: float
+    worst: float
+    num_rows: int
+
+
+class Tuned(WireModel):
+    """What a tune has found; ``rows`` has the fastest first, ``pareto`` less memory for more time.
+
+    While it goes on, and where it was stopped by force, only the best so far is known: then
+    ``counts`` is null. No configuration takes less than ``bound_ms`` a step; ``gap`` is how much
+    faster one may be, as a share, ``gain`` how much less than ``current`` the fastest takes.
+    ``error`` is null where no such estimate was compared with published runs.
+    """
+
+    model_config = ConfigDict(json_schema_extra={"examples": [_TUNED_EXAMPLE]})
+
+    certificate: str
+    bound_ms: float | None
+    gap: float | None
+    gain: float | None
+    error: ScoreboardError | None
+    counts: TunedCounts | None
+    current: TunedRow | None
+    rows: tuple[TunedRow, ...]
+    pareto: tuple[TunedRow, ...]
+    seconds: float

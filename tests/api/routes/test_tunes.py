@@ -1,0 +1,231 @@
+"""Tunes, which are jobs: what they find, how they are stopped, what is refused."""
+
+import json
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from optpipe import check_schedule, load_problem, load_schedule
+from optpipe.client import Client
+from optpipe.tuned import CurrentDegrees, TuneArguments, Tuned, TunedRow
+from optpipe_api import Settings
+from optpipe_api.requests.tunes import CurrentBody, FixedBody, TuneBody, TuneOptionsBody
+from optpipe_solver.tune import FIXABLE, FRAMEWORKS
+from tests.api import fake_tune
+from tests.api.live import connected, make_settings, until
+from tests.api.routes.test_jobs import fault
+
+# Times that no busy machine lets run out: an attempt more would be one too many here.
+PATIENT: dict[str, Any] = {"lease_s": 60.0, "overtime_s": 600.0}
+SETTINGS = {**PATIENT, "max_cells": 1000, "max_time_limit_s": 200.0, "cache": True}
+TODAY = {"tp": 2, "pp": 4}
+WRITTEN = json.loads(
+    (Path(__file__).parents[2] / "data/huggingface/transformers_5_24.json").read_text("utf-8")
+)
+
+
+def asked(seed: int = 0, **changes: Any) -> dict[str, Any]:
+    """Llama 3 8B on one node, with degrees that leave four configurations."""
+    question = {
+        "model": "llama3-8b",
+        "gpu": "h100",
+        "num_gpus": 8,
+        "global_batch": 16,
+        "framework": "megatron",
+        "current": TODAY,
+        "fixed": {"tp": 4, "pp": 2, "chunks": 1, "micro_batch": 1},
+        "options": {"seed": seed, "cache": "refresh"},
+    }
+    return {**question, **changes}
+
+
+def end_of(http, path: str) -> dict[str, Any]:
+    return until(lambda: http.get(path).json(), lambda job: job["finished_at"])
+
+
+def tune(http, **changes: Any) -> tuple[str, dict[str, Any]]:
+    answer = http.post("/v1/tunes", json=asked(**changes))
+    assert answer.status_code == 202, answer.text
+    path = answer.headers["location"]
+    return path, end_of(http, path)
+
+
+def sentences(http, path: str) -> list[str]:
+    """What the search said in words, as events tell it."""
+    lines = http.get(f"{path}/events").text.splitlines()
+    events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data")]
+    return [event["text"] for event in events if event["kind"] == "log"]
+
+
+# Answering
+
+
+def test_the_documented_example_is_answered_by_the_real_search(tmp_path) -> None:
+    """Gain, proof, and a schedule that is legal for the winner's problem and takes what is said."""
+    real = Settings.model_fields["tune_path"].default
+    with connected(make_settings(tmp_path, tune_path=real, **PATIENT)) as http:
+        schemas = http.get("/openapi.json").json()["components"]["schemas"]
+        (example,) = schemas["TuneBody"]["examples"]
+        path = http.post("/v1/tunes", json=example).headers["location"]
+        job = end_of(http, path)
+        found = Tuned.model_validate(http.get(f"{path}/configuration").json(), extra="forbid")
+        problem = load_problem(http.get(f"{path}/problem").text)
+        schedule = load_schedule(http.get(f"{path}/schedule").text)
+        question = http.get(f"{path}/question").json()
+        said = sentences(http, path)
+    assert (job["kind"], job["state"], job["objective"]) == ("tune", "succeeded", "step")
+    best = found.rows[0]
+    assert (best.tp, best.pp, best.dp, best.chunks) == (4, 2, 1, 1)
+    check_schedule(problem, schedule)
+    assert schedule.makespan_ms == pytest.approx(best.makespan_ms)
+    assert job["objective_ms"] == best.step_ms > best.makespan_ms
+    assert job["bound_ms"] == found.bound_ms
+    assert 0 < job["bound_ms"] <= best.step_ms
+    assert found.current is not None
+    assert found.gain == pytest.approx(1 - best.step_ms / found.current.step_ms)
+    assert best.step_ms < 0.9 * found.current.step_ms
+    assert found.counts is not None
+    assert found.counts.total == 4
+    assert "4 configurations" in found.certificate
+    assert found.error is not None
+    assert any(best.method in line and f"{best.step_ms:,.1f} ms" in line for line in said)
+    asked_again = TuneBody.parse({**question, "options": example["options"]})
+    assert asked_again == TuneBody.parse(example)
+
+
+def test_options_reach_the_search_and_left_out_ones_take_defaults(http) -> None:
+    given = {"time_limit_s": 3, "threads": 2, "seed": 5, "gap": 0.5, "cache": "refresh"}
+    path, job = tune(http, options=given)
+    assert sentences(http, path)[0] == "limit=3 threads=2 seed=5 gap=0.5"
+    assert job["options"]["gap"] == 0.5
+    path, _ = tune(http, options={"cache": "refresh"})
+    assert sentences(http, path)[0] == "limit=120 threads=1 seed=0 gap=0.002"
+
+
+def test_what_was_tuned_before_is_answered_at_once_with_all_that_is_known(http) -> None:
+    first, _ = tune(http, options={"seed": 7})
+    answer = http.post("/v1/tunes", json=asked(options={"seed": 7}))
+    assert (answer.status_code, answer.json()["cache"]) == (200, "hit")
+    for part in ("configuration", "problem", "schedule", "question"):
+        again = http.get(f"{answer.headers['location']}/{part}")
+        assert again.json() == http.get(f"{first}/{part}").json(), part
+    other = http.post("/v1/tunes", json=asked(options={"seed": 7}, headroom=0.1)).json()
+    assert other["cache"] == "miss"
+
+
+def test_a_client_asks_and_reads_the_rows(http) -> None:
+    question = asked()
+    options = question.pop("options")
+    with Client(str(http.base_url)) as client:
+        found = client.tune(**question, **options)
+        job = client.submit_tune(**question, **options, tags=["mine"])
+        assert client.result(job).provenance.method == "1f1b"
+        assert client.tuned(job).rows == found.rows
+    assert (found.rows[0].tp, found.rows[1].tp) == (4, 2)
+    assert found.current == found.rows[1]
+
+
+# Ending
+
+
+def test_a_cancelled_tune_keeps_its_best(http) -> None:
+    """While it goes on the best so far is shown; then all that is known by the end."""
+    path = http.post("/v1/tunes", json=asked(fake_tune.HANGS)).headers["location"]
+    until(lambda: http.get(path).json()["has_schedule"])
+    so_far = Tuned.model_validate(http.get(f"{path}/configuration").json(), extra="forbid")
+    assert (so_far.counts, so_far.rows[0].tp) == (None, 2)
+    http.post(f"{path}/cancel")
+    job = end_of(http, path)
+    assert (job["state"], job["has_schedule"]) == ("cancelled", True)
+    found = Tuned.model_validate(http.get(f"{path}/configuration").json())
+    assert found.rows == so_far.rows
+    assert found.counts is not None
+    assert job["bound_ms"] == found.bound_ms
+
+
+def test_a_killed_tune_goes_on_from_its_best(tmp_path) -> None:
+    """The second attempt is given the row, the problem and the schedule of the first."""
+    settings = make_settings(tmp_path, solver_processes=1, **PATIENT)
+    with connected(settings, processes=True) as http:
+        path, job = tune(http, options={"seed": fake_tune.DIES})
+        said = sentences(http, path)
+        rows = Tuned.model_validate(http.get(f"{path}/configuration").json()).rows
+    assert (job["state"], job["attempt"]) == ("succeeded", 2)
+    assert any("SIGKILL" in line for line in said)
+    assert "goes on from tp 2 pp 4 dp 1 mb 1: True" in said
+    assert [row.tp for row in rows] == [4, 2]
+
+
+def test_where_nothing_fits_that_is_an_answer(http) -> None:
+    path, job = tune(http, options={"seed": fake_tune.FITS_NOWHERE, "cache": "refresh"})
+    assert job["state"] == "infeasible"
+    assert "of 3 configurations 3 do not fit" in job["error"]["message"]
+    fault(http.get(f"{path}/configuration"), 404, "schedule.none")
+    fault(http.get(f"{path}/schedule"), 409, "problem.infeasible")
+
+
+# Refusing
+
+
+@pytest.mark.parametrize(
+    ("changes", "pointer", "line"),
+    [
+        ({"model": "llama9"}, "/model", "the catalogue has none of that name"),
+        ({"model": None}, "/model", "model or config = null: is neither"),
+        ({"config": {"model_type": "llama"}}, "", "a tune is of a model or of a config"),
+        ({"gpu": "h9"}, "/gpu", "gpu = 'h9'"),
+        ({"num_gpus": 0}, "/num_gpus", "must be >= 1"),
+        ({"num_gpus": 7}, "/num_gpus", "no configuration of so many GPUs"),
+        ({"framework": "deepspeed"}, "/framework", "framework"),
+        ({"fixed": {"tp": 0}}, "/fixed/tp", "must be >= 1"),
+        ({"fixed": {"vpp": 2}}, "/fixed/vpp", "unknown field"),
+        ({"current": {"tp": 3}}, "/current", "tp x cp x pp x dp = 6, but num_gpus is 8"),
+        ({"current": {"pp": 8, "chunks": 5}}, "/current/pp", "40 stages, but only 34 layers"),
+        ({"current": {"recompute": ["all"]}}, "/current/recompute", "is none of full"),
+        ({"current": {**TODAY, "micro_batch": 5}}, "/current", "does not divide global_batch"),
+        ({"global_batch": 2**16}, "/current", "OPTPIPE_MAX_CELLS"),
+        ({"measured_step_s": 1.0, "current": None}, "/measured_step_s", "give both or none"),
+        ({"network": "pigeon"}, "/network", "must be one of infiniband"),
+        ({"headroom": 1.0}, "/headroom", "must be < 1"),
+        ({"options": {"time_limit_s": 201}}, "/options/time_limit_s", "must be <= 200.0"),
+        ({"options": {"method": "auto"}}, "/options/method", "unknown field"),
+        ({"problem": {}}, "/problem", "unknown field"),
+    ],
+)
+def test_a_question_nobody_can_answer_is_refused_with_its_place(
+    http, changes: dict[str, Any], pointer: str, line: str
+) -> None:
+    detail = http.post("/v1/tunes", json=asked(**changes))
+    assert detail.status_code == 422, detail.text
+    assert pointer in detail.json()["pointers"], detail.text
+    assert line in detail.json()["detail"], detail.text
+
+
+def test_a_config_takes_the_place_of_a_model(http) -> None:
+    config = WRITTEN["llama3-8b"]
+    question = {name: value for name, value in asked(fixed={}).items() if name != "model"}
+    del question["current"]
+    answer = http.post("/v1/tunes", json={**question, "config": config})
+    assert answer.status_code == 202, answer.text
+    kept = http.get(f"{answer.headers['location']}/question").json()
+    assert kept["config"] == config
+    answer = http.post("/v1/tunes", json={**question, "config": {"model_type": "bert"}})
+    assert answer.json()["pointers"] == ["/config"], answer.text
+
+
+def test_other_jobs_have_no_configuration(http, ended) -> None:
+    for part in ("configuration", "question"):
+        detail = fault(http.get(f"/v1/jobs/{ended['id']}/{part}"), 404, "schedule.none")["detail"]
+        assert "POST /v1/tunes" in detail
+
+
+def test_what_a_request_may_name_is_what_the_search_knows() -> None:
+    """Written down here so that the schema needs no solver."""
+    aside = {"options", "tags", "priority"}
+    asked = {*TuneBody.model_fields, *TuneOptionsBody.model_fields} - aside
+    assert TuneArguments.__optional_keys__ == asked
+    assert CurrentDegrees.__optional_keys__ == frozenset(CurrentBody.model_fields)
+    assert set(FixedBody.model_fields) == set(FIXABLE)
+    assert get_args(TuneBody.model_fields["framework"].annotation) == FRAMEWORKS
+    assert {*FIXABLE, "recompute"} <= set(TunedRow.model_fields)

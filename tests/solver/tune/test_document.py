@@ -1,0 +1,84 @@
+"""A question and a row as JSON values: they come back, and a search goes on from what was found."""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from optpipe.errors import InputError
+from optpipe_solver.tune import TuneRow, judge, read_question, read_row, tune
+
+ASKED: dict[str, Any] = {
+    "model": "llama3-8b",
+    "gpu": "h100",
+    "num_gpus": 8,
+    "global_batch": 16,
+    "framework": "megatron",
+    "fixed": {"tp": 4, "pp": 2, "chunks": 1, "micro_batch": 1},
+    "current": {"tp": 2, "pp": 2, "chunks": 2, "recompute": ["layernorm"]},
+}
+
+
+def test_a_row_comes_back_and_a_search_that_starts_from_it_ends_with_no_worse() -> None:
+    """It finds nothing better, says so, and still has the row."""
+    asked = read_question(ASKED)
+    found: list[TuneRow] = []
+    result = tune(asked.question, time_limit_s=60.0, on_best=found.append)
+    row = found[-1]
+    assert row == result.best
+    again = read_row(
+        asked.question, json.loads(json.dumps(row.as_json())), row.problem, row.programs
+    )
+    cut = replace(again.configuration.pipeline, layout=row.configuration.pipeline.layout)
+    assert replace(again, configuration=replace(again.configuration, pipeline=cut)) == row
+    faster = replace(again, step_ms=0.9 * row.step_ms)
+    improved: list[TuneRow] = []
+    second = tune(asked.question, start=faster, time_limit_s=60.0, on_best=improved.append)
+    assert (second.best, improved) == (faster, [])
+
+
+def test_what_is_run_today_is_read_with_its_chunks_and_comes_back() -> None:
+    """Interleaved: two chunks stand round and round; dp is what the GPUs leave."""
+    asked = read_question(ASKED)
+    assert asked.current is not None
+    assert asked.current.training.dp == 2
+    row = judge(asked.question, asked.current)
+    assert row is not None
+    again = read_row(asked.question, row.as_json(), row.problem, row.programs)
+    assert again.configuration.pipeline.placement == "loop"
+    assert again.as_json() == row.as_json()
+    assert again.label == row.label == "tp 2 pp 2 x2 dp 2 mb 1 recompute layernorm"
+
+
+def test_a_measured_step_calibrates_every_time() -> None:
+    """Twice as slow as estimated: every step is."""
+    plain = read_question(ASKED)
+    assert plain.current is not None
+    before = judge(plain.question, plain.current)
+    assert before is not None
+    factor = read_question({**ASKED, "measured_step_s": 1.0}).question.time_factor
+    asked = read_question({**ASKED, "measured_step_s": 2.0 / factor})
+    assert asked.question.time_factor == pytest.approx(2.0)
+    assert asked.current is not None
+    after = judge(asked.question, asked.current)
+    assert after is not None
+    assert after.step_ms == pytest.approx(2.0 * before.step_ms, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "pointer"),
+    [
+        ({"sequence": 4097, "current": {"tp": 8}}, "/sequence"),
+        ({"current": {"tp": 8, "ep": 3}}, "/current/ep"),
+        ({"num_gpus": 7, "fixed": {"tp": 2}}, "/num_gpus"),
+        ({"measured_step_s": 1.0, "current": None}, "/measured_step_s"),
+        ({"model": None, "config": {"model_type": "bert"}}, "/config"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused_at_its_field(
+    changes: dict[str, Any], pointer: str
+) -> None:
+    with pytest.raises(InputError) as caught:
+        read_question({**ASKED, "fixed": {}, **changes})
+    assert caught.value.pointers == (pointer,)
