@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from optpipe.schedule import OPTIMAL_GAP, TraceEntry, gap_of
 from optpipe_solver.arrays.evaluate import Evaluator
 from optpipe_solver.feasibility import usable_modes
+from optpipe_solver.ranking import EQUAL, Contender, NoisyTimes, ranks_equals
 from optpipe_solver.result import Progress
 
 if TYPE_CHECKING:
@@ -31,6 +32,9 @@ _MOST_OTHERS = 4
 class Incumbent:
     """Only checked and simulated programs get in, and only better ones; safe between threads.
 
+    In v2 of two schedules with equal objectives the better one is kept (`Contender`), in v1 the
+    first.
+
     Parameters
     ----------
     problem
@@ -44,6 +48,9 @@ class Incumbent:
         Seconds that evaluating programs took the last time.
     metrics
         What the best programs are worth.
+    objective_ms
+        The least known, inf without any: that of the best programs, or, where equal ones were
+        shorter by rounding, theirs.
     cpu_seconds
         CPU seconds by part, of its thread and, where it asks HiGHS, of the first one of HiGHS.
     work
@@ -69,6 +76,8 @@ class Incumbent:
         self.cpu_seconds: dict[str, float] = {}
         self.work: float | None = None
         self._evaluate = Evaluator(problem)
+        self._noisy: NoisyTimes | None = None
+        self._holder: Contender | None = None
         self._others: list[tuple[float, Programs]] = []
         self._lock = threading.RLock()
         self._is_closed = False
@@ -93,7 +102,7 @@ class Incumbent:
 
         ``expected_ms`` saves the look at programs that whoever made them knows to be no better.
         """
-        if expected_ms is not None and expected_ms >= self.objective_ms:
+        if expected_ms is not None and not self._may_be_better(expected_ms):
             return False
         began = time.perf_counter()
         metrics = self._evaluate(programs)
@@ -101,15 +110,49 @@ class Incumbent:
             return False
         objective = metrics.objective_ms(self.problem.objective)
         self.evaluate_s = time.perf_counter() - began
-        with self._lock:
-            if self._is_closed or objective >= self.objective_ms:
-                return False
-            # Programs last: who sees them without the lock then sees no older objective with them.
-            self.method, self.objective_ms, self.metrics = method, objective, metrics
-            self.programs = programs
-            self._check_bound()
-            self._tell(method, programs)
+        contender = Contender(self.problem, programs, metrics, self._percentile)
+        while True:
+            # Outside the lock, as it may take a second.
+            holder = self._holder
+            is_better = self._is_better(contender, objective, holder)
+            with self._lock:
+                if self._is_closed:
+                    return False
+                if holder is not self._holder:
+                    continue
+                if not is_better:
+                    self.objective_ms = min(objective, self.objective_ms)
+                    return False
+                self._take(contender, objective, method)
+                return True
+
+    def _may_be_better(self, objective_ms: float) -> bool:
+        if ranks_equals(self.problem):
+            return objective_ms <= self.objective_ms * (1 + EQUAL)
+        return objective_ms < self.objective_ms
+
+    def _is_better(
+        self, contender: Contender, objective_ms: float, holder: Contender | None
+    ) -> bool:
+        if holder is None or not ranks_equals(self.problem):
+            return objective_ms < self.objective_ms
+        if objective_ms < holder.metrics.objective_ms(self.problem.objective) * (1 - EQUAL):
             return True
+        return self._may_be_better(objective_ms) and contender.is_better_than(holder)
+
+    def _take(self, contender: Contender, objective_ms: float, method: str) -> None:
+        is_shorter = objective_ms < self.objective_ms * (1 - EQUAL)
+        least_ms = objective_ms if is_shorter else min(objective_ms, self.objective_ms)
+        # Programs last: who sees them without the lock then sees no older objective with them.
+        self.method, self.objective_ms, self.metrics = method, least_ms, contender.metrics
+        self._holder, self.programs = contender, contender.programs
+        self._check_bound()
+        self._tell(method, contender.programs)
+
+    def _percentile(self, programs: Programs) -> float:
+        if self._noisy is None:
+            self._noisy = NoisyTimes(self.problem)
+        return self._noisy.percentile(programs)
 
     def offer_bound(self, bound_ms: float, method: str) -> bool:
         """Take a proven bound if it is better than what is known.

@@ -285,7 +285,7 @@ def record(best: Incumbent, provenance: Provenance, stopped_by: StoppedBy) -> Sc
     programs, metrics = best.programs, best.metrics
     if programs is None or metrics is None:
         raise ValueError("best.programs = None: there must be a schedule; solve until there is one")
-    gap = gap_of(best.objective_ms, best.bound_ms)
+    gap = gap_of(metrics.objective_ms(best.problem.objective), best.bound_ms)
     optimal = gap is not None and gap <= OPTIMAL_GAP
     return Schedule(
         problem_hash=best.problem.problem_hash,

@@ -78,6 +78,8 @@ __all__ = [
 ASKED_LIMIT = "asked_time_limit_s"
 """In a resumed job's options: the time limit that was asked for when it was submitted."""
 
+_EQUAL = 1e-9
+"""Objectives that differ by no more than this share of them are equal."""
 _OPTIONS = frozenset(item.name for item in fields(JobOptions))
 # Made once: to put a query together takes longer than to answer it.
 _BY_ID = sa.select(jobs).where(jobs.c.id == sa.bindparam("id"))
@@ -615,8 +617,8 @@ def keep(
     """Keep what is better, note it, and return the columns that change with it.
 
     A schedule at least as good replaces the one before, a higher bound the one before. History
-    tells what improved: a start that is found again under its old length, and schedules on the way
-    up to it, would only be noise there.
+    tells what improved: a start that is found again under its old length, schedules on the way up
+    to it, and those that are as long and hold less memory would only be noise there.
     """
     values: dict[str, Any] = {}
     if point.bound_ms is not None and (row.bound_ms is None or point.bound_ms > row.bound_ms):
@@ -632,7 +634,7 @@ def keep(
 
 def _is_as_good(row: sa.Row[Any], objective_ms: float | None) -> bool:
     return objective_ms is not None and (
-        row.objective_ms is None or objective_ms <= row.objective_ms
+        row.objective_ms is None or objective_ms <= row.objective_ms * (1 + _EQUAL)
     )
 
 
@@ -643,7 +645,9 @@ def _note_improvement(
     now: float,
     values: dict[str, Any],
 ) -> None:
-    is_shorter = "objective_ms" in values and values["objective_ms"] != row.objective_ms
+    is_shorter = "objective_ms" in values and (
+        row.objective_ms is None or values["objective_ms"] < row.objective_ms
+    )
     if not is_shorter and "bound_ms" not in values:
         return
     note(
