@@ -125,8 +125,7 @@ class NoisyTimes:
         made = (1.0 + widths * draw.uniform(-1.0, 1.0, size) for _ in range(noise.num_draws))
         if size * noise.num_draws <= _MOST_KEPT:
             self._kept = list(made)
-            made = iter(self._kept)
-        yield from made
+        yield from self._kept or made
 
 
 def peak_shares(problem: Problem, peak_bytes: tuple[int, ...]) -> tuple[float, ...]:

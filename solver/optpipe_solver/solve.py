@@ -15,6 +15,7 @@ from optpipe_solver.families import FAMILIES
 from optpipe_solver.families.classic import build_serial
 from optpipe_solver.feasibility import feasibility
 from optpipe_solver.incumbent import Incumbent
+from optpipe_solver.lower_peaks import lower_peaks
 from optpipe_solver.milp.highs import solver_name
 from optpipe_solver.milp.horizon.items import MOST_PAIRS, num_order_pairs
 from optpipe_solver.portfolio import (
@@ -27,6 +28,7 @@ from optpipe_solver.portfolio import (
     plans,
     run_threads,
 )
+from optpipe_solver.ranking import ranks_equals
 from optpipe_solver.result import Result, SolveStatus
 from optpipe_solver.warm import ensure_warm, warm_milp
 
@@ -51,6 +53,9 @@ _MOST_THREADS = 128
 """Of HiGHS: 1.15 given 257 aborts the process when it ends, after all that was printed."""
 
 _LOOK_S = 0.02
+
+_LAST_SHARE = 0.1
+"""Share of the time, and of the work, that is kept for less memory at the same objective."""
 
 _SMALL = 20_000
 """Cells up to which the serial schedule is made in a tenth of a second."""
@@ -142,9 +147,11 @@ class _SolveRun:
         self.should_stop = should_stop
         self.is_warm = is_warm
         self.ended = threading.Event()
+        self.lowers = method == "auto" and ranks_equals(best.problem)
+        share = 1.0 - _LAST_SHARE * self.lowers
         self.stop = Stop(
-            limits.time_limit_s,
-            work=limits.work_limit,
+            share * limits.time_limit_s,
+            work=None if limits.work_limit is None else share * limits.work_limit,
             seed=limits.seed,
             should_stop=self.ended.is_set,
         )
@@ -167,7 +174,36 @@ class _SolveRun:
             work += [partial(self._improve, plan, threads) for plan in found[1:]]
         run_threads(work, self._should_end, self.ended)
         self._note_why()
+        if self.lowers and self.stopped_by != "cancelled":
+            self._lower_peaks()
         self.best.close()
+
+    def _lower_peaks(self) -> None:
+        """Look for the same objective with less memory, for the share of time and work kept for it.
+
+        It never changes why the search ended.
+        """
+        limits, ended = self.limits, threading.Event()
+        left_s = limits.time_limit_s - self.best.seconds() - 0.3 * self.best.evaluate_s
+        work = None
+        if limits.work_limit is None:
+            left_s = min(left_s, _LAST_SHARE * limits.time_limit_s)
+        else:
+            work = _LAST_SHARE * limits.work_limit
+        stop = Stop(
+            left_s,
+            work=work,
+            seed=limits.seed,
+            should_stop=ended.is_set,
+        )
+        if self.best.work is not None:
+            self.best.work = self.stop.spent
+
+        def lower() -> None:
+            with self.best.clocked("less memory", stop):
+                lower_peaks(self.best, stop)
+
+        run_threads([lower], lambda: stop.left_s() <= 0.0 or self.should_stop(), ended)
 
     def _first(self, plan: SearchPlan, threads: int) -> None:
         self._starts()
