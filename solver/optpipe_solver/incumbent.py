@@ -28,6 +28,19 @@ __all__ = ["Goal", "Incumbent", "grid_ms"]
 
 _MOST_OTHERS = 4
 
+_MOST_POOLED = 40
+"""Schedules that are kept to be judged under noise, the shortest of those that were met."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pooled:
+    """A legal schedule that was met: its objective in ms, who made it, and in which turn."""
+
+    objective_ms: float
+    method: str
+    programs: Programs
+    turn: float | None = None
+
 
 class Incumbent:
     """Only checked and simulated programs get in, and only better ones; safe between threads.
@@ -41,6 +54,8 @@ class Incumbent:
         What is being solved.
     on_progress
         Told every improvement of the schedule or the bound, by one thread at a time.
+    pools
+        Whether to keep what is met beside the best, for `pool`.
 
     Attributes
     ----------
@@ -60,7 +75,11 @@ class Incumbent:
     """
 
     def __init__(
-        self, problem: Problem, on_progress: Callable[[Progress], None] | None = None
+        self,
+        problem: Problem,
+        on_progress: Callable[[Progress], None] | None = None,
+        *,
+        pools: bool = False,
     ) -> None:
         self.problem = problem
         self.on_progress = on_progress
@@ -79,6 +98,7 @@ class Incumbent:
         self._noisy: NoisyTimes | None = None
         self._holder: Contender | None = None
         self._others: list[tuple[float, Programs]] = []
+        self._pooled: list[Pooled] | None = [] if pools else None
         self._lock = threading.RLock()
         self._is_closed = False
 
@@ -122,6 +142,7 @@ class Incumbent:
                     continue
                 if not is_better:
                     self.objective_ms = min(objective, self.objective_ms)
+                    self._add_to_pool(Pooled(objective, method, programs))
                     return False
                 self._take(contender, objective, method)
                 return True
@@ -146,6 +167,7 @@ class Incumbent:
         # Programs last: who sees them without the lock then sees no older objective with them.
         self.method, self.objective_ms, self.metrics = method, least_ms, contender.metrics
         self._holder, self.programs = contender, contender.programs
+        self._add_to_pool(Pooled(objective_ms, method, contender.programs, self.work))
         self._check_bound()
         self._tell(method, contender.programs)
 
@@ -175,9 +197,10 @@ class Incumbent:
             self._tell(method, None)
             return True
 
-    def keep(self, programs: Programs, objective_ms: float) -> None:
+    def keep(self, programs: Programs, objective_ms: float, method: str = "") -> None:
         """Keep legal programs beside the best ones: a search can start from them too."""
         with self._lock:
+            self._add_to_pool(Pooled(objective_ms, method, programs))
             if all(objective_ms != known for known, _ in self._others):
                 self._others.append((objective_ms, programs))
                 self._others.sort(key=lambda other: other[0])
@@ -187,6 +210,45 @@ class Incumbent:
         """Return the best of what was kept, best first."""
         with self._lock:
             return tuple(programs for _, programs in self._others)
+
+    def _add_to_pool(self, new: Pooled) -> None:
+        if self._pooled is None:
+            return
+        if new.turn is not None:
+            # How often a part tells is a matter of time; what it has found in the end is not.
+            made = (new.turn, new.method)
+            self._pooled = [old for old in self._pooled if (old.turn, old.method) != made]
+        self._pooled.append(new)
+        if self.work is None and len(self._pooled) > 2 * _MOST_POOLED:
+            self._pooled = sorted(self._pooled, key=lambda old: old.objective_ms)[:_MOST_POOLED]
+
+    def pool(self) -> list[Pooled]:
+        """Return schedules that were met, each once: the best, then the shortest of the others."""
+        with self._lock:
+            if self.programs is None:
+                return []
+            found = [Pooled(self.objective_ms, self.method, self.programs)]
+            for one in sorted(self._pooled or (), key=lambda old: old.objective_ms):
+                if len(found) == _MOST_POOLED:
+                    break
+                if all(one.programs != known.programs for known in found):
+                    found.append(one)
+            return found
+
+    def put_first(self, chosen: Pooled) -> None:
+        """Put a schedule in the place of the best one, whatever its objective, and close.
+
+        Raises
+        ------
+        ValueError
+            If it is not legal.
+        """
+        metrics = self._evaluate(chosen.programs)
+        if metrics is None:
+            raise ValueError(f"the schedule of {chosen.method} is not legal; put a legal one first")
+        with self._lock:
+            self.method, self.metrics, self.programs = chosen.method, metrics, chosen.programs
+            self._is_closed = True
 
     def close(self) -> None:
         """Take nothing more: what comes from now on comes too late."""

@@ -30,6 +30,7 @@ from optpipe_solver.portfolio import (
 )
 from optpipe_solver.ranking import ranks_equals
 from optpipe_solver.result import Result, SolveStatus
+from optpipe_solver.robust import choose_robust
 from optpipe_solver.warm import ensure_warm, warm_milp
 
 if TYPE_CHECKING:
@@ -38,7 +39,8 @@ if TYPE_CHECKING:
     from optpipe.problem import Problem
     from optpipe.schedule import Programs, StoppedBy, TraceEntry
     from optpipe_solver.portfolio import FamilyStart, SearchPlan
-    from optpipe_solver.result import Progress
+    from optpipe_solver.result import Progress, RobustChoice
+    from optpipe_solver.robust import Robust
 
 __all__ = ["METHODS", "contributions", "record", "solve"]
 
@@ -54,8 +56,12 @@ _MOST_THREADS = 128
 
 _LOOK_S = 0.02
 
+_MOMENT_S = 0.2
+"""What a solve that is told to stop may still take to choose among what it has."""
+
 _LAST_SHARE = 0.1
-"""Share of the time, and of the work, that is kept for less memory at the same objective."""
+"""Share of time and work that is kept for less memory at the same objective, and as much for the
+choice under noise, where that is asked for."""
 
 _SMALL = 20_000
 """Cells up to which the serial schedule is made in a tenth of a second."""
@@ -72,6 +78,7 @@ def solve(
     method: str = "auto",
     start: Programs | None = None,
     start_method: str = "given start",
+    robust: Robust | None = None,
     on_progress: Callable[[Progress], None] | None = None,
     should_stop: Callable[[], bool] | None = None,
 ) -> Result:
@@ -87,6 +94,9 @@ def solve(
         One of `METHODS`.
     start, start_method
         Programs to start from beside the families, used if legal, and who made them.
+    robust
+        Return, of the schedules that the search has met, the one that is best at a percentile of
+        the objective under noise, instead of the shortest; bound and gap stay those without noise.
     on_progress
         Told every improvement of schedule or bound, from the threads that made it.
     should_stop
@@ -120,9 +130,8 @@ def solve(
     is_warm = ensure_warm(whole=work_limit is not None)
     if method == "milp" or (method == "auto" and milp_may_prove(problem)):
         warm_milp()
-    run = _SolveRun(
-        Incumbent(problem, on_progress), limits, method, should_stop or (lambda: False), is_warm
-    )
+    best = Incumbent(problem, on_progress, pools=robust is not None)
+    run = _SolveRun(best, limits, method, should_stop or (lambda: False), is_warm, robust=robust)
     if start is not None:
         run.best.offer(start, start_method)
     run.to_the_end()
@@ -139,6 +148,8 @@ class _SolveRun:
         method: str,
         should_stop: Callable[[], bool],
         is_warm: Callable[[], bool] = lambda: True,
+        *,
+        robust: Robust | None = None,
     ) -> None:
         self.best = best
         self.best.work = None if limits.work_limit is None else 0.0
@@ -148,7 +159,9 @@ class _SolveRun:
         self.is_warm = is_warm
         self.ended = threading.Event()
         self.lowers = method == "auto" and ranks_equals(best.problem)
-        share = 1.0 - _LAST_SHARE * self.lowers
+        self.robust = robust
+        self.choice: RobustChoice | None = None
+        share = 1.0 - _LAST_SHARE * (self.lowers + (robust is not None))
         self.stop = Stop(
             share * limits.time_limit_s,
             work=None if limits.work_limit is None else share * limits.work_limit,
@@ -176,6 +189,8 @@ class _SolveRun:
         self._note_why()
         if self.lowers and self.stopped_by != "cancelled":
             self._lower_peaks()
+        if self.robust is not None:
+            self._choose_robust(self.robust)
         self.best.close()
 
     def _lower_peaks(self) -> None:
@@ -204,6 +219,15 @@ class _SolveRun:
                 lower_peaks(self.best, stop)
 
         run_threads([lower], lambda: stop.left_s() <= 0.0 or self.should_stop(), ended)
+
+    def _choose_robust(self, robust: Robust) -> None:
+        """Judge what was met under noise; who is told to stop has a moment for it."""
+        left_s = self.limits.time_limit_s - self.best.seconds()
+        if self.limits.work_limit is None:
+            left_s = min(left_s, _LAST_SHARE * self.limits.time_limit_s)
+        if self.stopped_by == "cancelled":
+            left_s = min(left_s, _MOMENT_S)
+        self.choice = choose_robust(self.best, robust, Stop(left_s))
 
     def _first(self, plan: SearchPlan, threads: int) -> None:
         self._starts()
@@ -253,7 +277,7 @@ class _SolveRun:
             self.reasons.append(f"{made.method}: {made.reason or 'over the memory limit'}")
             return
         self.best.offer(made.programs, made.method, expected_ms=made.objective_ms)
-        self.best.keep(made.programs, made.objective_ms)
+        self.best.keep(made.programs, made.objective_ms, made.method)
         if self.start is None or made.objective_ms < self.start[1]:
             self.start = made.method, made.objective_ms
 
@@ -302,7 +326,7 @@ class _SolveRun:
             trace=tuple(best.trace),
         )
         schedule = record(best, provenance, self.stopped_by)
-        return Result(SolveStatus(schedule.status), schedule, best.bound_ms)
+        return Result(SolveStatus(schedule.status), schedule, best.bound_ms, robust=self.choice)
 
 
 # --- The end of a solve as a schedule: its numbers as they are known, not evaluated once more.
@@ -311,7 +335,8 @@ class _SolveRun:
 def record(best: Incumbent, provenance: Provenance, stopped_by: StoppedBy) -> Schedule:
     """Return the best schedule with its proof, as `optpipe.evaluate.evaluate` would.
 
-    ``stopped_by`` is replaced by ``optimal`` where the gap says so.
+    ``stopped_by`` is replaced by ``optimal`` where the gap says so, and by ``gap`` where that of
+    another schedule was closed, which is longer under noise.
 
     Raises
     ------
@@ -335,7 +360,7 @@ def record(best: Incumbent, provenance: Provenance, stopped_by: StoppedBy) -> Sc
         peak_bytes=metrics.peak_bytes,
         host_peak_bytes=metrics.host_peak_bytes,
         status="optimal" if optimal else "feasible",
-        stopped_by="optimal" if optimal else stopped_by,
+        stopped_by="optimal" if optimal else "gap" if stopped_by == "optimal" else stopped_by,
         provenance=provenance,
     )
 
