@@ -313,8 +313,11 @@ class _SolveRun:
         cpu_seconds = None
         if best.work is None:
             cpu_seconds = {part: round(spent, 3) for part, spent in best.cpu_seconds.items()}
+        method = best.method
+        if self.choice is not None:
+            method = f"{method}, P{self.choice.percent:g} {self.choice.late_ms:,.1f} ms"
         provenance = Provenance(
-            method=best.method,
+            method=method,
             start_method=start_method,
             start_objective_ms=start_ms,
             bound_method=best.bound_method or None,

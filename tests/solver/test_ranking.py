@@ -26,7 +26,7 @@ LAYERS = {"transformer": 1}
 
 
 def with_modes() -> Problem:
-    """Two micro-batches of one stage, which may move 5 of 10 bytes, or recompute for an instant that makes no length."""
+    """Two micro-batches of one stage: keep, move half, or recompute for no time to speak of."""
     moved = {"name": "half", "offload_bytes": 5}
     again = {"name": "again", "recompute": "inside", "recompute_ms": 1e-10}
     cost = {k: v for k, v in stage().items() if k != "device"}

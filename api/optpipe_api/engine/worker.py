@@ -193,10 +193,20 @@ def _solve(channel: _Channel, job: Message, solve: Callable[..., Result]) -> Mes
         **{name: options[name] for name in _OF_SOLVE},
         start=None if start is None else start.programs,
         start_method=start_method,
+        **_robust(options),
         on_progress=reporter,
         should_stop=channel.stop.is_set,
     )
     return _result(result)
+
+
+def _robust(options: dict[str, Any]) -> dict[str, Any]:
+    if options.get("robust") is None:
+        return {}
+    from optpipe_solver.robust import Robust  # noqa: PLC0415 - heavy; after the limits are set
+
+    noise = {name: options[name] for name in ("jitter", "stragglers", "seed")}
+    return {"robust": Robust.parse(options["robust"], **noise)}
 
 
 def _plan(channel: _Channel, job: Message, plan: Callable[..., PlanResult]) -> Message:

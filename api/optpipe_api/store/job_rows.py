@@ -613,17 +613,19 @@ def keep(
     *,
     schedule: str | None = None,
     problem: str | None = None,
+    is_chosen: bool = False,
 ) -> dict[str, Any]:
     """Keep what is better, note it, and return the columns that change with it.
 
     A schedule at least as good replaces the one before, a higher bound the one before. History
     tells what improved: a start that is found again under its old length, schedules on the way up
-    to it, and those that are as long and hold less memory would only be noise there.
+    to it, and those that are as long and hold less memory would only be noise there. ``is_chosen``:
+    the schedule was chosen for another reason than its length.
     """
     values: dict[str, Any] = {}
     if point.bound_ms is not None and (row.bound_ms is None or point.bound_ms > row.bound_ms):
         values["bound_ms"] = point.bound_ms
-    if schedule is not None and _is_as_good(row, point.objective_ms):
+    if schedule is not None and (is_chosen or _is_as_good(row, point.objective_ms)):
         put(connection, schedules, row.position, schedule)
         if problem is not None:
             put(connection, problems, row.position, problem)
