@@ -14,7 +14,7 @@ from collections import deque
 from math import floor
 from typing import TYPE_CHECKING
 
-from optpipe.memory import EFFECTS, modes_of
+from optpipe.memory import EFFECTS, device_peak_bytes, modes_of
 from optpipe.schedule import Action, ActionType
 from optpipe_solver.budget import Stop
 from optpipe_solver.feasibility import feasibility, smallest_memory
@@ -178,7 +178,14 @@ def within_limit(problem: Problem, device: int, program: Program) -> Program | N
     All else stays in order. None where something else does not fit, or needs a forward that does
     not. Other devices may wait for what is put off, in a circle even.
     """
-    return _RoomMaker(problem, device, program).in_order()
+    made = _RoomMaker(problem, device, program).in_order()
+    if made is None or device_peak_bytes(problem, device, made) > _usable_bytes(problem, device):
+        return None  # What a W needs while it runs is not looked at on the way.
+    return made
+
+
+def _usable_bytes(problem: Problem, device: int) -> int:
+    return problem.devices[device].usable_bytes
 
 
 class _RoomMaker:
@@ -187,7 +194,7 @@ class _RoomMaker:
     def __init__(self, problem: Problem, device: int, program: Program) -> None:
         modes = modes_of(problem, program)
         self._mode = {cell: problem.menus[cell[0]][mode] for cell, mode in modes.items()}
-        self._limit = problem.devices[device].usable_bytes
+        self._limit = _usable_bytes(problem, device)
         self._held = problem.static_bytes_of(device)
         self._program = program
         self._done: list[Action] = []

@@ -147,5 +147,11 @@ def test_room_is_made_by_weight_gradients_first_then_by_waiting() -> None:
     (full,) = programs("0F0 0F1 0I0 0I1 0W0 0W1")
     (serial,) = programs("0F0 0I0 0W0 0F1 0I1 0W1")
     assert within_limit(lean, 0, full) == serial
+    small = {"activation_bytes": 4, "weight_context_bytes": 3, "forward_workspace_bytes": 8}
+    two = [stage(0, layers=LAYERS, **small), stage(0, layers=LAYERS, weight_context_bytes=3)]
+    both = problem(two, [bus(memory_bytes=14)], m=2)
+    (owing,) = programs("0F0 1F0 1I0 0I0 0F1 1F1 1I1 0I1 1W0 0W0 1W1 0W1")
+    (paid,) = programs("0F0 1F0 1I0 0I0 1W0 0W0 0F1 1F1 1I1 0I1 1W1 0W1")
+    assert within_limit(both, 0, owing) == paid
     none = problem([stage(0, layers=LAYERS)], [bus(memory_bytes=9)], m=2)
     assert within_limit(none, 0, full) is None

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 
 from optpipe import InputError, check, simulate
 from optpipe.memory import modes_of
@@ -16,7 +16,7 @@ from optpipe.simulate import duration_ms
 from optpipe_solver.arrays.encoding import KINDS
 from optpipe_solver.incumbent import Incumbent
 from optpipe_solver.ranking import Noise, NoisyTimes
-from tests.building import bus, problem, programs, stage
+from tests.building import UNIT, bus, problem, programs, stage
 from tests.strategies import Case, cases, few
 
 if TYPE_CHECKING:
@@ -71,6 +71,15 @@ def test_in_v1_the_first_one_stays() -> None:
     assert best.programs == FULL
 
 
+def test_in_v1_whatever_is_shorter_goes_first() -> None:
+    """By less than counts in v2, and with more memory."""
+    again = {"recompute_ms": 1e-10, "checkpoint_bytes": 10}
+    best = Incumbent(problem([stage(**again)], m=2))
+    assert best.offer(programs("0F0 0RECOMPUTE0 0I0 0W0 0F1 0I1 0W1"), "lean")
+    assert best.offer(FULL, "shorter")
+    assert best.objective_ms == 6.0
+
+
 def _late(m: int) -> tuple[Problem, Programs, Programs]:
     """Equal programs but for the order of two devices' weight gradients, which wait for nobody."""
     given = problem([stage(0, layers=LAYERS), stage(1, layers=LAYERS)], m=m)
@@ -101,8 +110,18 @@ def test_noise_is_asked_only_between_equals(monkeypatch: pytest.MonkeyPatch) -> 
     assert best.programs == LEAN
 
 
+def _queueing() -> Case:
+    """Messages of 5 ms behind passes of 1 ms."""
+    link = {"from": 0, "to": 1, "bandwidth_gb_per_s": 1.0}
+    stages = [stage(0, layers=LAYERS, output_bytes=5 * UNIT), stage(1, layers=LAYERS)]
+    given = problem(stages, m=3, links=[link])
+    rows = (f"{s}F0 {s}F1 {s}F2 {s}I0 {s}I1 {s}I2 {s}W0 {s}W1 {s}W2" for s in (0, 1))
+    return Case(given, programs(*rows))
+
+
 @few(30)
 @given(cases(menus=True))
+@example(_queueing())
 def test_under_noise_programs_take_what_the_simulator_says(case: Case) -> None:
     """Draw by draw, to the last bit: actions, messages on lanes or not, slow devices."""
     given, noise = case.problem, Noise(jitter=0.3, stragglers=0.2, num_draws=3, seed=5)

@@ -8,12 +8,14 @@ import numpy as np
 import pytest
 
 from optpipe import InputError, check_schedule, dump_schedule, simulate
+from optpipe.schedule import Provenance
 from optpipe.simulate import duration_ms
 from optpipe_solver import Noise, Robust, solve
 from optpipe_solver.arrays.encoding import KINDS
 from optpipe_solver.budget import Stop
 from optpipe_solver.incumbent import Incumbent
 from optpipe_solver.robust import choose_robust, with_device_factors
+from optpipe_solver.solve import record
 from tests.building import bus, problem, stage
 from tests.solver.test_lower_peaks import uneven_v
 
@@ -104,6 +106,26 @@ def test_where_time_is_up_the_shortest_stays_and_its_percentile_is_said() -> Non
     assert choice.num_compared == 1
     assert best.programs == found.programs
     assert choose_robust(Incumbent(given, pools=True), MOST, Stop(0.0)) is None
+
+
+def test_a_longer_one_that_was_chosen_is_not_called_optimal() -> None:
+    """Its gap is that of its own length, and what ended the search was another's."""
+    given = line()
+    best = Incumbent(given, pools=True)
+    found = solve(given, work_limit=0.3, time_limit_s=600).schedule
+    serial = solve(given, method="serial", time_limit_s=60).schedule
+    assert found is not None
+    assert serial is not None
+    assert found.stopped_by == "optimal"
+    best.offer(serial.programs, "serial")
+    best.offer(found.programs, "shortest")
+    best.offer_bound(found.objective_ms, "bound")
+    (chosen,) = (one for one in best.pool() if one.programs == serial.programs)
+    best.put_first(chosen)
+    kept = record(best, Provenance(method="serial"), "optimal")
+    assert (kept.status, kept.stopped_by) == ("feasible", "gap")
+    assert kept.gap == 1 - found.objective_ms / serial.objective_ms
+    assert not best.offer(found.programs, "too late")
 
 
 def test_the_pool_follows_no_clock_where_work_is_limited() -> None:
