@@ -105,6 +105,11 @@ class StageLayers(FrozenValue):
     head: Index = 0
     mtp: Index = 0
 
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.embedding + self.transformer + self.head + self.mtp
+
     def plus(self, other: StageLayers) -> StageLayers:
         """Return what two stages hold together."""
         return StageLayers(

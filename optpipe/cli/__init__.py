@@ -26,6 +26,7 @@ from optpipe.cli.profile import profile
 from optpipe.cli.service import fetch, make_jobs_app, make_keys_app, serve, submit
 from optpipe.cli.solve import bound, check, solve
 from optpipe.cli.sweep import sweep
+from optpipe.cli.tune import tune
 from optpipe.errors import InfeasibleProblemError, InputError, OptPipeError
 
 if TYPE_CHECKING:
@@ -34,8 +35,8 @@ if TYPE_CHECKING:
 __all__ = ["main", "make_app"]
 
 
-_COMMANDS = (solve, check, bound, compare, sweep, plan, plot, explain, diff, profile, serve, submit,
-             fetch, export)  # fmt: skip
+_COMMANDS = (tune, solve, check, bound, compare, sweep, plan, plot, explain, diff, profile, serve,
+             submit, fetch, export)  # fmt: skip
 
 
 def make_app() -> typer.Typer:

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from optpipe.presets.shape import Dispatch, Dispatcher, Precision
     from optpipe.presets.step import Layout
 
-__all__ = ["estimate_problem"]
+__all__ = ["accelerators", "asked_shape", "estimate_problem", "memory_of", "named_as_flags"]
 
 
 _LEAST_WIDTH = 110
@@ -219,9 +219,9 @@ def estimate_problem(
         return
     check_writable(output)
     check_apart(output, inputs=[config])
-    with _named_as_flags():
-        shape = _shape(model, config)
-        kinds = _accelerators(gpu, network, oversubscription)
+    with named_as_flags():
+        shape = asked_shape(model, config)
+        kinds = accelerators(gpu, network, oversubscription)
         replicas = _replicas(kinds, dp, tp * cp * pp)
         training = Training(
             micro_batch=micro_batch, sequence=sequence, tp=tp, cp=cp, ep=ep, etp=etp, dp=replicas,
@@ -244,7 +244,7 @@ def estimate_problem(
             mfu=mfu,
             time_factor=time_factor,
             measured_step_s=measured_step_s,
-            memory_bytes=_memory(memory_gb),
+            memory_bytes=memory_of(memory_gb),
         )
     _show(results(output), shape, kinds, found)
     if output is not None:
@@ -253,7 +253,7 @@ def estimate_problem(
 
 
 @contextmanager
-def _named_as_flags() -> Iterator[None]:
+def named_as_flags() -> Iterator[None]:
     """Say in errors ``--tp`` for what Python and HTTP call ``tp``."""
     try:
         yield
@@ -261,7 +261,8 @@ def _named_as_flags() -> Iterator[None]:
         raise InputError(error.sentence.told(flag)) from None
 
 
-def _shape(model: str | None, config: Path | None) -> ModelShape:
+def asked_shape(model: str | None, config: Path | None) -> ModelShape:
+    """Return the model that --model or --config names; raises `InputError` without one."""
     if model is not None and config is None:
         return find_model(model)
     if config is None or model is not None:
@@ -282,9 +283,10 @@ class _Accelerators(NamedTuple):
     number: int | None
 
 
-def _accelerators(
+def accelerators(
     gpu: list[str] | None, network: str | None, oversubscription: float
 ) -> list[_Accelerators]:
+    """Return what each --gpu names, on the network that was said; raises `InputError`."""
     if not gpu:
         raise InputError(f"--gpu is missing; give one of {', '.join(GPUS)}")
     found = []
@@ -336,7 +338,8 @@ def _pipeline_ranks(kinds: list[_Accelerators], stage: int) -> Hardware | list[H
     return ranks
 
 
-def _memory(gigabytes: float | None) -> int | None:
+def memory_of(gigabytes: float | None) -> int | None:
+    """Return --memory-gb in bytes; raises `InputError` where it is out of range."""
     if gigabytes is None:
         return None
     if not 0 < gigabytes < 1e6:

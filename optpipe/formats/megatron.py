@@ -1,4 +1,4 @@
-"""The cut of a problem as arguments of Megatron-Core: who holds which layers.
+"""The cut of a pipeline as arguments of Megatron-Core: who holds which layers.
 
 Written for ``PipelineParallelLayerLayout`` in
 ``megatron/core/transformer/pipeline_parallel_layer_layout.py`` of NVIDIA/Megatron-LM (read at
@@ -9,15 +9,21 @@ transformer layer, m layer of multi-token prediction, L head and loss. What its
 
 from __future__ import annotations
 
+import re
 from itertools import groupby
 from typing import TYPE_CHECKING
 
 from optpipe.errors import InputError
+from optpipe.problem import StageLayers
 
 if TYPE_CHECKING:
-    from optpipe.problem import Problem, StageLayers
+    from collections.abc import Sequence
 
-__all__ = ["check_num_layers", "megatron_layout"]
+    from optpipe.problem import Problem
+
+__all__ = ["check_num_layers", "layout_text", "megatron_layout", "read_layout"]
+
+_FIELDS = {"E": "embedding", "t": "transformer", "m": "mtp", "L": "head"}
 
 
 def megatron_layout(problem: Problem) -> str:
@@ -35,16 +41,51 @@ def megatron_layout(problem: Problem) -> str:
             f"{p}, equally many on each; choose a line or a loop over all devices"
         )
     held = _layers(problem)
-    _check_ends(held)
-    _check_mtp(held, p)
+    layout = layout_text(held, p)
     mtp = sum(layers.mtp for layers in held)
-    runs = [(stage, len(list(run))) for stage, run in groupby(map(_letters, held))]
-    layout = "".join(f"{stage}|" if n == 1 else f"({stage}|)*{n}" for stage, n in runs)[:-1]
     return (
         f"--num-layers {sum(layers.transformer for layers in held)} "
         + (f"--mtp-num-layers {mtp} " if mtp else "")
         + f"--pipeline-model-parallel-size {p} "
         + f"--pipeline-model-parallel-layout '{layout}'"
+    )
+
+
+def layout_text(held: Sequence[StageLayers], num_devices: int) -> str:
+    """Return ``Et*10|t*11|(t*10|)*5t*9L`` of what the stages hold, in model order.
+
+    Raises
+    ------
+    InputError
+        If Megatron-Core cannot place them so on that many pipeline ranks.
+    """
+    _check_ends(held)
+    _check_mtp(held, num_devices)
+    runs = [(stage, len(list(run))) for stage, run in groupby(map(_letters, held))]
+    # The last run is one stage, with the head: no group's closing bar ends the text.
+    return "".join(f"{stage}|" if n == 1 else f"({stage}|)*{n}" for stage, n in runs)[:-1]
+
+
+def read_layout(text: str) -> tuple[StageLayers, ...]:
+    """Return what the stages of such a text hold; commas and spaces mean nothing.
+
+    Raises
+    ------
+    InputError
+        If a letter is none of E, t, m and L.
+    """
+    flat = re.sub(r"[\s,]", "", text)
+    for pattern in (r"\(([^()]+)\)\*(\d+)", r"([A-Za-z|])\*(\d+)"):
+        flat = re.sub(pattern, lambda found: found[1] * int(found[2]), flat)
+    wrong = sorted(set(flat) - {*_FIELDS, "|"})
+    if wrong or not flat:
+        raise InputError(
+            f"layout {text!r}: {''.join(wrong) or 'it'} is none of E, t, m, L, | and (...)*n; "
+            "correct it"
+        )
+    return tuple(
+        StageLayers(**{name: stage.count(letter) for letter, name in _FIELDS.items()})
+        for stage in flat.split("|")
     )
 
 
@@ -70,7 +111,7 @@ def _layers(problem: Problem) -> list[StageLayers]:
     return held
 
 
-def _check_ends(held: list[StageLayers]) -> None:
+def _check_ends(held: Sequence[StageLayers]) -> None:
     for name, place, index in (("embedding", "first", 0), ("head", "last", len(held) - 1)):
         counts = [getattr(layers, name) for layers in held]
         if sum(counts) != 1 or counts[index] != 1:
@@ -80,7 +121,7 @@ def _check_ends(held: list[StageLayers]) -> None:
             )
 
 
-def _check_mtp(held: list[StageLayers], num_devices: int) -> None:
+def _check_mtp(held: Sequence[StageLayers], num_devices: int) -> None:
     where = [stage for stage, layers in enumerate(held) if layers.mtp]
     if not where:
         return

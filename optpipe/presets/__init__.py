@@ -6,9 +6,12 @@ gives a problem to solve, a model to cut otherwise, and what a step takes.
 
 from optpipe.presets.accelerators import GPUS, Efficiency, Hardware, find_gpu
 from optpipe.presets.catalogue import MODELS, find_model
+from optpipe.presets.configuration import Configuration
 from optpipe.presets.estimate import Estimate, estimate
 from optpipe.presets.huggingface import shape_from_config
 from optpipe.presets.machine import Machine
+from optpipe.presets.megatron import megatron_arguments, megatron_yaml
+from optpipe.presets.megatron_reader import read_megatron
 from optpipe.presets.parameters import total_parameters
 from optpipe.presets.shape import (
     AskedError,
@@ -20,12 +23,14 @@ from optpipe.presets.shape import (
     Training,
 )
 from optpipe.presets.step import PipelineCut, StepEstimate, step_estimate
+from optpipe.presets.torchtitan import read_torchtitan, torchtitan_config
 
 __all__ = [
     "GPUS",
     "MODELS",
     "AskedError",
     "AskedSentence",
+    "Configuration",
     "Efficiency",
     "Estimate",
     "Experts",
@@ -40,7 +45,12 @@ __all__ = [
     "estimate",
     "find_gpu",
     "find_model",
+    "megatron_arguments",
+    "megatron_yaml",
+    "read_megatron",
+    "read_torchtitan",
     "shape_from_config",
     "step_estimate",
+    "torchtitan_config",
     "total_parameters",
 ]

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
+
+from optpipe.errors import InputError
+from optpipe.presets.machine import Machine
+from optpipe.presets.step import step_estimate
+from optpipe.problem import StageLayers
 
 if TYPE_CHECKING:
     from optpipe.presets.accelerators import Hardware
@@ -41,3 +47,30 @@ class Configuration:
     def global_batch(self) -> int:
         """Sequences of a step, over all replicas."""
         return self.training.dp * self.training.micro_batch * self.pipeline.num_microbatches
+
+    @cached_property
+    def stages(self) -> tuple[StageLayers, ...]:
+        """What each stage holds, in model order.
+
+        Raises
+        ------
+        InputError
+            If there is not one size for each stage, or they are not the model's layers.
+        """
+        shape, count = self.shape, self.pipeline.pp * self.pipeline.chunks
+        kinds = ("embedding", *["transformer"] * shape.num_layers, *["mtp"] * shape.mtp, "head")
+        sizes = self.sizes or ((len(kinds),) if count == 1 else ())
+        if not sizes:
+            machine = Machine(self.hardware, self.hardware.efficiency, self.training)
+            sizes = step_estimate(self.shape, machine, self.pipeline).sizes
+        if len(sizes) != count or sum(sizes) != len(kinds) or min(sizes) < 0:
+            raise InputError(
+                f"sizes {list(sizes[:16])}: must be {count}, one for each stage, and together the "
+                f"{len(kinds)} layers of {shape.name!r}, embedding and head counted; correct them"
+            )
+        held, start = [], 0
+        for size in sizes:
+            own = kinds[start : start + size]
+            held.append(StageLayers(**{kind: own.count(kind) for kind in set(own)}))
+            start += size
+        return tuple(held)

@@ -18,6 +18,7 @@ whose recomputation makes it again. Times, bytes and recomputation all follow fr
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from optpipe.presets.parameters import (
@@ -154,6 +155,7 @@ class PassCosts(NamedTuple):
 # --- A layer as a list of modules.
 
 
+@lru_cache(maxsize=256)
 def layer_parts(shape: ModelShape, training: Training, kind: LayerForm) -> tuple[LayerPart, ...]:
     """Return the modules of one layer, in the order in which F runs them.
 

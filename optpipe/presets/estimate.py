@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from optpipe.presets.shape import ModelShape, Training
     from optpipe.problem import Problem
 
-__all__ = ["ERROR_BANDS", "ErrorBand", "Estimate", "error_class", "estimate"]
+__all__ = ["ERROR_BANDS", "ErrorBand", "Estimate", "error_band", "error_class", "estimate"]
 
 _DIGITS = 5
 
@@ -69,6 +69,13 @@ def error_class(shape: ModelShape, hardware: Hardware) -> str:
     if shape.experts is None:
         return "dense"
     return "experts, NVLink-72" if hardware.gpus_per_node >= 64 else "experts, other"
+
+
+def error_band(shape: ModelShape, kinds: Sequence[Hardware]) -> ErrorBand | None:
+    """Return how far estimates of its class were; None where a kind was never compared."""
+    if any(kind.generation not in PRIORS for kind in kinds):
+        return None
+    return ERROR_BANDS[error_class(shape, kinds[0])]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,7 +197,6 @@ def estimate(
         raise InputError(explain(error, Model)) from None
     problem = model.problem(pipeline.stages, step.sizes)
     problem = problem.model_copy(update={"context": _context(shape, machines, pp)})
-    compared = all(one.hardware.generation in PRIORS for one in machines)
     return Estimate(
         model=model,
         placement=pipeline.stages,
@@ -199,7 +205,7 @@ def estimate(
         step=step,
         mfu=_utilisation(shape, machines),
         factor=factor,
-        error=ERROR_BANDS[error_class(shape, machines[0].hardware)] if compared else None,
+        error=error_band(shape, kinds),
         notes=tuple(_notes(shape, problem, step)),
     )
 

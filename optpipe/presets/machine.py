@@ -261,7 +261,8 @@ class Machine(NamedTuple):
         sums = times.sums
         ahead = max(launch_ms / 3 - sums.forward_ms, least / 3)
         back = sums.backward_input_ms + sums.backward_weight_ms
-        behind = max(launch_ms * 2 / 3 - back, least * 2 / 3)
+        share = 1.0 if "full" in self.training.recompute else 2 / 3  # F is launched again
+        behind = max(launch_ms * share - back, least * share)
         added = (
             ahead,
             behind * sums.backward_input_ms / back,

@@ -15,8 +15,8 @@ from tests.plot.conftest import make_small_problem
 
 SWAPPED = LEGAL.replace("0I0,0W0", "0W0,0I0")
 COMMANDS = [
-    "solve", "check", "bound", "compare", "sweep", "plan", "plot", "explain", "diff", "export",
-    "import", "profile", "serve", "submit", "fetch", "jobs", "keys",
+    "tune", "solve", "check", "bound", "compare", "sweep", "plan", "plot", "explain", "diff",
+    "export", "import", "profile", "serve", "submit", "fetch", "jobs", "keys",
 ]  # fmt: skip
 HEAVY = ["torch", "pulp", "highspy", "fastapi", "sqlalchemy", "matplotlib", "bokeh",
          "optpipe_solver"]  # fmt: skip

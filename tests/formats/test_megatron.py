@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from optpipe.errors import InputError
-from optpipe.formats.megatron import check_num_layers, megatron_layout
+from optpipe.formats.megatron import check_num_layers, megatron_layout, read_layout
 from optpipe.presets import MODELS, Training, estimate, find_gpu
 from tests.building import problem, stage
 from tests.strategies import few
@@ -44,6 +44,7 @@ def test_an_estimate_is_pasted_into_a_model_of_as_many_layers(name, pp, chunks) 
     stages = parsed(text.split("'")[1])
     assert [len(held) for held in stages] == list(found.sizes)
     assert "".join(stages) == "E" + "t" * wanted + "m" * mtp + "L"
+    assert read_layout(text.split("'")[1]) == tuple(one.layers for one in found.problem.stages)
     check_num_layers(found.problem, wanted)
     with pytest.raises(InputError, match=f"hold {wanted} transformer layers, but the model has 7"):
         check_num_layers(found.problem, 7)

@@ -38,7 +38,7 @@ from optpipe_solver.milp.plan.variables import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from optpipe.model import Model
     from optpipe.problem import Problem
@@ -198,30 +198,45 @@ class _PatternSearch:
 
     def _made_to_fit(self, choice: PlanChoice) -> PlanChoice | None:
         """Move layers, or change modes, while that lowers what exceeds the limits."""
-        excess = self._total_excess(choice)
-        while excess > 0.0 and not self.stop.is_over():
-            full = {
-                s
-                for s, device in enumerate(self.tables.placement)
-                if self._excess(*as_counts(self.tables, choice), device).max(initial=0.0) > 0
-            }
-            near = [
-                (self._total_excess(one), one) for one in _neighbours(choice, self.tables, full)
-            ]
-            least, choice = min(near, default=(excess, choice))
-            if least >= excess:
+        counts = as_counts(self.tables, choice)
+        excess = self._excesses(counts)
+        while excess.any() and not self.stop.is_over():
+            full = {s for s, device in enumerate(self.tables.placement) if excess[device] > 0}
+            best = excess.sum(), choice, counts, excess
+            for near in _neighbours(choice, self.tables, full):
+                moved = as_counts(self.tables, near)
+                left = self._excesses(moved, counts, excess)
+                if (left.sum(), near) < best[:2]:
+                    best = left.sum(), near, moved, left
+            if best[0] >= excess.sum():
                 return None
-            excess = least
-        return choice if excess <= 0.0 else None
+            _, choice, counts, excess = best
+        return None if excess.any() else choice
+
+    def _excesses(
+        self,
+        counts: tuple[Floats, Floats],
+        base: tuple[Floats, Floats] | None = None,
+        known: Floats | None = None,
+    ) -> Floats:
+        """Return by how much each device exceeds its limit, as a share of it; 0 where it does not.
+
+        Where a base and its excesses are known, of the devices alone whose stages differ.
+        """
+        devices: Iterable[int] = range(len(self.pattern.programs))
+        found = np.zeros(len(self.pattern.programs))
+        if base is not None and known is not None:
+            differ = (counts[0] != base[0]).any(axis=(1, 2)) | (counts[1] != base[1]).any(axis=1)
+            devices = {self.tables.placement[s] for s in np.flatnonzero(differ)}
+            found = known.copy()
+        for device in devices:
+            most = float(self._excess(*counts, device).max(initial=0.0))
+            found[device] = most if most > _TOLERANCE else 0.0
+        return found
 
     def _total_excess(self, choice: PlanChoice) -> float:
         """Return the sum of the devices' excesses, each as a share of its limit."""
-        layers, modes = as_counts(self.tables, choice)
-        most = [
-            float(self._excess(layers, modes, device).max(initial=0.0))
-            for device in range(len(self.pattern.programs))
-        ]
-        return sum(share for share in most if share > _TOLERANCE)
+        return float(self._excesses(as_counts(self.tables, choice)).sum())
 
     def _length_ms(self, choice: PlanChoice) -> float:
         return self.pattern.length_ms(durations_of(self.tables, choice))

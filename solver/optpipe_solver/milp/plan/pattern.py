@@ -22,12 +22,11 @@ import numpy as np
 
 from optpipe.problem import Problem
 from optpipe.schedule import Action, ActionType, input_of, pass_of
-from optpipe.simulate import simulate
 from optpipe_solver.families import FAMILIES, NotApplicable
 from optpipe_solver.jit import jitted
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Collection, Iterator, Sequence
 
     from optpipe.model import Model
     from optpipe.schedule import Pass, Program, Programs
@@ -112,8 +111,9 @@ def patterns_of(
     *,
     transfers: bool,
     recompute: bool,
+    names: Collection[str] = PATTERNS,
 ) -> Iterator[Pattern]:
-    """Yield the patterns that a placement allows, in the order of `PATTERNS`.
+    """Yield the patterns that a placement allows, in the order of `FAMILIES`.
 
     Parameters
     ----------
@@ -125,10 +125,12 @@ def patterns_of(
         What lies between stages, see `boundaries`.
     transfers, recompute
         Whether any mode moves bytes, recomputes apart.
+    names
+        Of `PATTERNS`: those that are wanted.
     """
     problem = _equal_stages(placement, num_microbatches)
     for family in FAMILIES:
-        if family.name in PATTERNS:
+        if family.name in PATTERNS and family.name in names:
             try:
                 programs = family.build(problem)
             except NotApplicable:
@@ -330,27 +332,24 @@ class PatternGraph(NamedTuple):
 def _graph(pattern: Pattern) -> PatternGraph:
     """Number all that takes time, messages and reductions included, and link it to its causes."""
     builder = _GraphBuilder(pattern)
-    run = simulate(pattern.problem, pattern.compute)
-    order = sorted(
-        (at.end, device, index)
-        for device, row in enumerate(run.times)
-        for index, at in enumerate(row)
-    )
     heads = [0] * len(pattern.programs)
-    for _, device, index in order:
-        wanted = pattern.compute[device][index]
-        while True:
-            action = pattern.programs[device][heads[device]]
-            builder.add(device, action)
-            heads[device] += 1
-            if action == wanted:
-                break
+    waiting = sum(map(len, pattern.programs))
+    while waiting:
+        before = waiting
+        for device, program in enumerate(pattern.programs):
+            while heads[device] < len(program) and builder.is_ready(program[heads[device]]):
+                builder.add(device, program[heads[device]])
+                heads[device] += 1
+                waiting -= 1
+        if waiting == before:
+            raise ValueError(f"the programs of {pattern.name} wait for each other")
     return builder.finish()
 
 
 class _GraphBuilder:
     def __init__(self, pattern: Pattern) -> None:
         self.pattern = pattern
+        self.placement = pattern.problem.placement
         self.rows: list[tuple[int, int, int, int, float]] = []
         self.causes: list[list[tuple[int, float]]] = []
         num_devices = len(pattern.programs)
@@ -375,6 +374,11 @@ class _GraphBuilder:
         self.causes.append([cause for cause in causes if cause[0] >= 0])
         return len(self.rows) - 1
 
+    def is_ready(self, action: Action) -> bool:
+        """Whether what an action gets from another stage is there."""
+        needed = input_of(action, len(self.placement))
+        return needed is None or needed in self.left
+
     def add(self, device: int, action: Action) -> None:
         stage, kind, microbatch, _ = action
         number = _KINDS.index(kind)
@@ -386,7 +390,7 @@ class _GraphBuilder:
             )
             return
         causes = [(self.compute[device], 0.0)]
-        needed = input_of(action, len(self.pattern.problem.stages))
+        needed = input_of(action, len(self.placement))
         if needed is not None:
             causes.append(self.left[needed])
         if kind is ActionType.RELEASE:
@@ -406,7 +410,7 @@ class _GraphBuilder:
         """Return the node after which the output has left, and the ms until it is there."""
         boundary = sent.stage - 1 if sent.backward else sent.stage
         target = sent.stage - 1 if sent.backward else sent.stage + 1
-        placement = self.pattern.problem.placement
+        placement = self.placement
         if not 0 <= target < len(placement) or placement[target] == device:
             return made, 0.0
         fill_ms, arrives_ms = self.pattern.links[boundary][sent.backward]
@@ -422,7 +426,7 @@ class _GraphBuilder:
         """Add the gradient reductions, one after the other on each device, as they become ready."""
         free = [-1] * len(self.pattern.programs)
         for stage, node in sorted(self.last.items(), key=lambda item: item[1]):
-            device = self.pattern.problem.placement[stage]
+            device = self.placement[stage]
             causes = [(node, 0.0), (free[device], 0.0)]
             free[device] = self.node(device, SYNC, stage, causes)
         width = max(map(len, self.causes))

@@ -1,0 +1,373 @@
+"""``optpipe tune``: which configuration is fastest, how much is won, and what no other can beat."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, cast
+
+import typer
+from rich.markup import escape
+
+from optpipe.cli.console import (
+    AsJson,
+    Output,
+    Seed,
+    Threads,
+    needs_extra,
+    stderr,
+    stdout,
+    text_table,
+)
+from optpipe.cli.estimate import accelerators, asked_shape, memory_of, named_as_flags
+from optpipe.cli.files import (
+    check_apart,
+    check_schedule_file,
+    check_writable,
+    results,
+    say_written,
+    write_file,
+    write_schedule,
+)
+from optpipe.cli.report import nothing_found, searching
+from optpipe.errors import InputError
+from optpipe.formats.json import dump_problem
+from optpipe.presets import PipelineCut, Training
+from optpipe.presets.configuration import Configuration
+from optpipe.presets.shape import PRECISIONS, RECOMPUTABLE
+from optpipe.presets.step import step_estimate
+from optpipe.units import format_ms, format_share
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from optpipe.presets.shape import Dispatch, Dispatcher, Precision
+    from optpipe_solver.tune import Framework, TuneQuestion, TuneResult, TuneRow
+
+__all__ = ["tune"]
+
+_GIB = 2.0**30
+_SHOWN_ROWS = 11
+_LEAST_WIDTH = 120
+_DEGREES = ("tp", "cp", "pp", "chunks", "ep", "etp", "dp", "micro_batch", "zero")
+
+
+def tune(
+    model: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Model of the catalogue: estimate --list.")
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Instead of --model: a Hugging Face config.json."),
+    ] = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Accelerator of the catalogue: estimate --list."),
+    ] = None,
+    gpus: Annotated[int, typer.Option(metavar="N", min=1, help="How many there are.")] = 8,
+    global_batch: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Sequences of a step, over all replicas.")
+    ] = 128,
+    sequence: Annotated[int, typer.Option(metavar="N", min=1, help="Tokens of each.")] = 4096,
+    framework: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="Whose schedules may be answered: megatron, torchtitan, or any (our runtime's).",
+        ),
+    ] = "any",
+    current: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FLAGS",
+            help="What you run today, e.g. tp=4,pp=8,chunks=5,micro_batch=1: the gain is over it.",
+        ),
+    ] = None,
+    fix: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=N", help=f"What is not searched; several: {', '.join(_DEGREES)}."
+        ),
+    ] = None,
+    precision: Annotated[
+        str,
+        typer.Option(metavar="NAME", help=f"Of the layers' products: {', '.join(PRECISIONS)}."),
+    ] = "bf16",
+    flash: Annotated[
+        bool, typer.Option("--flash/--no-flash", help="Flash attention, or stored scores.")
+    ] = True,
+    cuda_graphs: Annotated[
+        bool, typer.Option("--cuda-graphs", help="The host's launches are captured.")
+    ] = False,
+    ep_overlap: Annotated[
+        bool,
+        typer.Option("--ep-overlap", help="Tokens travel to experts while others compute."),
+    ] = False,
+    dispatcher: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="alltoall: a copy per expert; deduplicated: one per rank (DeepEP, HybridEP).",
+        ),
+    ] = "alltoall",
+    dispatch: Annotated[
+        str, typer.Option(metavar="bf16|fp8", help="Precision of tokens on the way to experts.")
+    ] = "bf16",
+    network: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KIND[:GBIT]",
+            help="Between nodes: infiniband, ethernet or tcp, and Gbit/s per GPU.",
+        ),
+    ] = None,
+    oversubscription: Annotated[
+        float, typer.Option(metavar="X", help="Divides what the network leaves between nodes.")
+    ] = 1.0,
+    memory_gb: Annotated[
+        float | None,
+        typer.Option(metavar="GB", help="Memory per device (1e9 bytes), instead of all it has."),
+    ] = None,
+    headroom: Annotated[
+        float,
+        typer.Option(
+            metavar="X", help="Share (0-1) of it that answers leave free: estimates are 5 % off."
+        ),
+    ] = 0.05,
+    measured_step_s: Annotated[
+        float | None,
+        typer.Option(metavar="S", help="What a step of --current takes: calibrates every time."),
+    ] = None,
+    time_limit: Annotated[
+        float, typer.Option("--time-limit", metavar="S", min=0.01, help="Seconds to search.")
+    ] = 120.0,
+    threads: Threads = 1,
+    seed: Seed = 0,
+    output: Output = None,
+    problem_out: Annotated[
+        Path | None,
+        typer.Option("--problem-out", metavar="FILE", help="Write the winner's problem."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Find the fastest configuration of a training run.
+
+    Degrees of parallelism, micro-batch, stages, cut, recomputation and schedule are searched
+    together, on estimated times. Each configuration has a bound over all its cuts and schedules:
+    what is left when the time is over says how much faster any can be.
+
+    \b
+    Examples:
+      optpipe tune --model llama3-70b --gpu h100 --gpus 64 --global-batch 128 --sequence 8192 \\
+          --precision fp8 --framework megatron --current tp=4,pp=8,chunks=5,micro_batch=1
+      optpipe tune --model deepseek-v3 --gpu gb200 --gpus 256 --global-batch 4096 --cuda-graphs \\
+          --precision mxfp8 --dispatcher deduplicated --framework megatron
+      optpipe tune --config config.json --gpu h100 --gpus 16 --fix tp=2 -o schedule.json \\
+          --problem-out problem.json
+    """
+    check_schedule_file(output)
+    check_writable(problem_out)
+    check_apart(output, problem_out, inputs=[config])
+    with named_as_flags():
+        shape = asked_shape(model, config)
+        kinds = accelerators(None if gpu is None else [gpu], network, oversubscription)
+        common = Training(
+            sequence=sequence, precision=cast("Precision", precision), flash=flash,
+            cuda_graphs=cuda_graphs, ep_overlap=ep_overlap,
+            dispatcher=cast("Dispatcher", dispatcher), dispatch=cast("Dispatch", dispatch),
+        )  # fmt: skip
+        with needs_extra("solver"):
+            from optpipe_solver.tune import TuneQuestion
+            from optpipe_solver.tune import tune as search
+
+            question = TuneQuestion(
+                shape=shape,
+                hardware=kinds[0].hardware,
+                num_gpus=gpus,
+                global_batch=global_batch,
+                training=common,
+                framework=cast("Framework", framework),
+                fixed=_numbers("--fix", ",".join(fix or [])),
+                memory_bytes=memory_of(memory_gb),
+                headroom=headroom,
+            )
+            today = None if current is None else _today(question, current)
+            question = _calibrated(question, today, measured_step_s)
+            with searching("tuning") as given:
+                result = search(
+                    question,
+                    current=today,
+                    time_limit_s=time_limit,
+                    threads=threads,
+                    seed=seed,
+                    on_progress=lambda text: stderr().print(text, markup=False),
+                    should_stop=given["should_stop"],
+                )
+    if result.best is None:
+        raise nothing_found("unknown", f"no schedule was found that fits: {result.certificate}")
+    if as_json:
+        stdout().out(json.dumps(result.as_json(), indent=2), highlight=False)
+    else:
+        _show(results(output), result, today)
+    _write(result.best, output, problem_out)
+
+
+# --- What is run today.
+
+
+def _numbers(option: str, text: str) -> dict[str, Any]:
+    """Return ``tp=4,pp=8`` as numbers by name."""
+    found: dict[str, Any] = {}
+    for part in filter(None, map(str.strip, text.split(","))):
+        name, _, number = part.partition("=")
+        name = name.strip().replace("-", "_")
+        if name not in _DEGREES or not (number.isascii() and number.strip().isdigit()):
+            raise InputError(
+                f"{option} {part}: must be NAME=NUMBER with a name of {', '.join(_DEGREES)}; "
+                "correct it"
+            )
+        found[name] = int(number)
+    return found
+
+
+def _today(question: TuneQuestion, text: str) -> Configuration:
+    """Return what is run today, from ``tp=4,pp=8,...``; ``recompute=a+b`` names modules."""
+    parts = [part.strip() for part in text.split(",")]
+    modules = [part.partition("=")[2] for part in parts if part.startswith("recompute=")]
+    asked = _numbers("--current", ",".join(p for p in parts if not p.startswith("recompute=")))
+    pp, chunks = asked.pop("pp", 1), asked.pop("chunks", 1)
+    each = asked.get("tp", 1) * asked.get("cp", 1) * pp
+    dp = asked.setdefault("dp", max(1, question.num_gpus // each))
+    if each * dp != question.num_gpus:
+        raise InputError(
+            f"--current {text}: tp x cp x pp x dp = {each * dp}, but --gpus is "
+            f"{question.num_gpus}; correct one of them"
+        )
+    batch = dp * asked.get("micro_batch", 1)
+    if question.global_batch % batch:
+        raise InputError(
+            f"--current {text}: dp x micro_batch = {batch} does not divide --global-batch "
+            f"{question.global_batch}; correct one of them"
+        )
+    recompute = frozenset(filter(None, "+".join(modules).split("+")))
+    if not recompute <= set(RECOMPUTABLE):
+        raise InputError(
+            f"--current {text}: recompute names modules of {', '.join(RECOMPUTABLE)}, with + "
+            "between; correct it"
+        )
+    training = replace(
+        question.training, **asked, recompute=recompute, sequence_parallel=asked.get("tp", 1) > 1
+    )
+    training.check_divides(question.shape)
+    return Configuration(
+        shape=question.shape,
+        hardware=question.hardware,
+        training=training,
+        pipeline=PipelineCut(
+            pp=pp,
+            chunks=chunks,
+            num_microbatches=question.global_batch // batch,
+            placement="linear" if chunks == 1 else "loop",
+            layout="even",
+        ),
+    )
+
+
+def _calibrated(
+    question: TuneQuestion, today: Configuration | None, measured_step_s: float | None
+) -> TuneQuestion:
+    """Return the question with every time multiplied so that today's step takes what it does."""
+    if measured_step_s is None:
+        return question
+    if today is None:
+        raise InputError("--measured-step-s says what a step of --current takes; give both")
+    if not 0 < measured_step_s < 1e6:
+        raise InputError(
+            f"--measured-step-s {measured_step_s}: must be above 0 and below 1000000; correct it"
+        )
+    machine = question.machine(today.training)
+    estimated = step_estimate(question.shape, machine, today.pipeline).step_ms
+    return replace(question, time_factor=1e3 * measured_step_s / estimated)
+
+
+# --- What is shown.
+
+
+def _show(console: Console, result: TuneResult, today: Configuration | None) -> None:
+    console.width = max(console.width, _LEAST_WIDTH)
+    console.print(_headline(result, today), markup=False)
+    console.print()
+    console.print(_rows(result))
+    console.print()
+    console.print(_pareto(result))
+    console.print()
+    console.print(f"{result.certificate} ({result.seconds:.0f} s).", markup=False)
+
+
+def _headline(result: TuneResult, today: Configuration | None) -> str:
+    """Return the gain, and whether an estimate can know it."""
+    best, error = result.best, result.error
+    if best is None:
+        return ""
+    band = (
+        "estimates of this kind were compared with no published run"
+        if error is None
+        else f"estimates of this kind are {error.median:.0%} off on the average, at worst "
+        f"{error.worst:.0%} ({error.num_rows} published runs)"
+    )
+    if result.current is None or result.gain is None:
+        why = "--current says what you would win"
+        if today is not None:
+            why = "what you run does not fit, in this model"
+        return f"{format_ms(best.step_ms)} ms per step; {why}. {band}."
+    gain = f"{format_share(max(0.0, result.gain))} less time per step than what you run"
+    if error is not None and result.gain < error.median:
+        return f"{gain}: smaller than the estimate's error. Measure before you change. {band}."
+    return f"{gain}. {band}."
+
+
+def _rows(result: TuneResult) -> Table:
+    """Return what is run today, the winner, and the next ones."""
+    table = text_table("step ms", "gain", "tokens/s/GPU", "MFU", "GiB", texts=("configuration",))
+    table.add_column("schedule")
+    shown = list(result.rows[:_SHOWN_ROWS])
+    if result.current is not None:
+        shown = [result.current, *(row for row in shown if row is not result.current)]
+    for row in shown:
+        today = row is result.current
+        gain = ""
+        if result.current is not None and not today:
+            gain = f"{1 - row.step_ms / result.current.step_ms:+.1%}"
+        label = f"today: {row.label}" if today else row.label
+        style = "bold" if row is result.best else ""
+        table.add_row(
+            label, format_ms(row.step_ms), gain, f"{row.tokens_per_s_per_gpu:,.0f}",
+            f"{row.mfu:.1%}", f"{max(row.peak_bytes) / _GIB:.1f}", escape(row.method), style=style,
+        )  # fmt: skip
+    return table
+
+
+def _pareto(result: TuneResult) -> Table:
+    """Return what time less memory costs."""
+    table = text_table("GiB", "step ms", texts=())
+    table.title = "less memory costs time"
+    table.title_justify = "left"
+    table.add_column("configuration")
+    for row in result.pareto:
+        gib = f"{max(row.peak_bytes) / _GIB:.1f}"
+        table.add_row(gib, format_ms(row.step_ms), row.label)
+    return table
+
+
+def _write(best: TuneRow, output: Path | None, problem_out: Path | None) -> None:
+    if problem_out is not None:
+        write_file(problem_out, dump_problem(best.problem))
+        say_written(problem_out, "problem")
+    if output is not None:
+        from optpipe.evaluate import evaluate
+        from optpipe.schedule import Provenance
+
+        schedule = evaluate(best.problem, best.programs, Provenance(method=best.method))
+        write_schedule(schedule, output)
+        say_written(output, "schedule")

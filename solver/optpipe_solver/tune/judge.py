@@ -1,0 +1,289 @@
+"""One configuration as a model to cut: what its schedules take as whole steps, simulated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import inf
+from typing import TYPE_CHECKING, Any
+
+from optpipe.presets import estimate, step_estimate
+from optpipe.presets.configuration import Configuration
+from optpipe.problem import placement_of
+from optpipe_solver.families import FAMILIES
+from optpipe_solver.incumbent import Incumbent
+from optpipe_solver.milp.plan.model import plan_pattern
+from optpipe_solver.milp.plan.pattern import boundaries, patterns_of
+from optpipe_solver.plan import plan
+from optpipe_solver.portfolio import all_starts
+
+if TYPE_CHECKING:
+    from optpipe.model import Model
+    from optpipe.presets import Estimate, PipelineCut, StepEstimate, Training
+    from optpipe.presets.step import Layout
+    from optpipe.problem import Problem
+    from optpipe.schedule import Programs
+    from optpipe_solver.budget import Stop
+    from optpipe_solver.plan import PlacementKind
+    from optpipe_solver.tune.space import TuneQuestion
+
+__all__ = ["ConfigurationJudge", "TuneRow", "judge"]
+
+_SLOW, _SLOW_FROM_CELLS = frozenset({"greedy"}), 300
+_MOST_SIMULATED, _MOST_PLANNED = 150_000, 40_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuneRow:
+    """A configuration with its best schedule found.
+
+    Parameters
+    ----------
+    configuration
+        With the layers of each stage.
+    step_ms, makespan_ms
+        Of the whole step, and of the schedule alone, by the simulator.
+    method
+        Who made the schedule.
+    peak_bytes
+        Of each pipeline rank, everything reserved counted.
+    tokens_per_s_per_gpu, mfu
+        By ``step_ms``.
+    problem, programs
+        What was simulated.
+    """
+
+    configuration: Configuration
+    step_ms: float
+    makespan_ms: float
+    method: str
+    peak_bytes: tuple[int, ...]
+    tokens_per_s_per_gpu: float
+    mfu: float
+    problem: Problem
+    programs: Programs
+
+    @property
+    def label(self) -> str:
+        """``tp 4 pp 8 x5 dp 2 mb 1 ...``: the degrees that are not 1."""
+        training, cut = self.configuration.training, self.configuration.pipeline
+        parts = [
+            f"tp {training.tp}",
+            f"pp {cut.pp}" + (f" x{cut.chunks}" if cut.chunks > 1 else ""),
+        ]
+        parts += [f"{name} {value}" for name in ("cp", "ep", "etp")
+                  if (value := getattr(training, name)) > 1]  # fmt: skip
+        parts += [f"dp {training.dp}", f"mb {training.micro_batch}"]
+        if training.zero > 1:
+            parts.append(f"zero {training.zero}")
+        if training.recompute:
+            parts.append(f"recompute {','.join(sorted(training.recompute))}")
+        return " ".join(parts)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return it as JSON values, without the programs."""
+        training, cut = self.configuration.training, self.configuration.pipeline
+        degrees = {n: getattr(training, n) for n in ("tp", "cp", "dp", "ep", "etp", "zero")}
+        return {
+            **degrees,
+            "pp": cut.pp,
+            "chunks": cut.chunks,
+            "placement": list(self.problem.placement),
+            "layers": list(self.configuration.sizes),
+            "micro_batch": training.micro_batch,
+            "num_microbatches": cut.num_microbatches,
+            "recompute": sorted(training.recompute),
+            "method": self.method,
+            "step_ms": self.step_ms,
+            "makespan_ms": self.makespan_ms,
+            "tokens_per_s_per_gpu": self.tokens_per_s_per_gpu,
+            "mfu": self.mfu,
+            "peak_bytes": list(self.peak_bytes),
+        }
+
+
+def judge(question: TuneQuestion, configuration: Configuration) -> TuneRow | None:
+    """Return a given configuration on the same terms: simulated 1F1B, interleaved with chunks.
+
+    Its layers are cut as frameworks cut them, or as its ``sizes`` say. It needs no headroom: it
+    runs. None where it does not fit.
+    """
+    cut, question = configuration.pipeline, replace(question, headroom=0.0)
+    made = ConfigurationJudge(question, configuration.training, cut)
+    sizes = configuration.sizes or made.sizes("even")
+    return made.by_names(sizes, _fused_families(cut.chunks))
+
+
+class ConfigurationJudge:
+    """A candidate as a model to cut.
+
+    Parameters
+    ----------
+    question
+        Framework, memory and what calibrates.
+    training, cut
+        The candidate, whose layers may be cut otherwise.
+    """
+
+    def __init__(self, question: TuneQuestion, training: Training, cut: PipelineCut) -> None:
+        self.question, self.training, self.cut = question, training, cut
+        self.num_cells = cut.pp * cut.chunks * cut.num_microbatches
+        self._made: Estimate | None = None
+
+    @property
+    def made(self) -> Estimate:
+        """The estimate, with layers as whole frameworks treat them."""
+        if self._made is None:
+            self._made = self._estimate()
+        return self._made
+
+    def _estimate(self) -> Estimate:
+        cut, question = self.cut, self.question
+        made = estimate(
+            question.shape, question.hardware, self.training, pp=cut.pp, chunks=cut.chunks,
+            num_microbatches=cut.num_microbatches, placement=cut.placement, layout=cut.layout,
+            time_factor=question.time_factor, memory_bytes=question.device_bytes,
+        )  # fmt: skip
+        if question.framework == "any":
+            return made
+        return replace(made, model=_kept_only(made.model))
+
+    @property
+    def model(self) -> Model:
+        """The layers, and what they run on."""
+        return self.made.model
+
+    def sizes(self, layout: Layout) -> tuple[int, ...]:
+        """Return how many layers each stage has by a layout."""
+        return self._step(replace(self.cut, layout=layout), None).sizes
+
+    def _step(self, cut: PipelineCut, sizes: tuple[int, ...] | None) -> StepEstimate:
+        machine = self.question.machine(self.training)
+        return step_estimate(self.question.shape, machine, cut, sizes=sizes)
+
+    def by_families(self, sizes: tuple[int, ...]) -> TuneRow | None:
+        """Return the fastest schedule of the framework's families that fits, of a cut.
+
+        None too where there are too many cells to simulate.
+        """
+        if self.num_cells > _MOST_SIMULATED:
+            return None
+        return self.by_names(sizes, self.families)
+
+    @property
+    def families(self) -> tuple[str, ...]:
+        """The families that the framework has; none that takes long for many cells."""
+        if self.question.framework == "megatron":
+            return _fused_families(self.cut.chunks)
+        return tuple(
+            family.name
+            for family in FAMILIES
+            if family.name not in _SLOW or self.num_cells < _SLOW_FROM_CELLS
+        )
+
+    def by_names(self, sizes: tuple[int, ...], names: tuple[str, ...]) -> TuneRow | None:
+        """Return the fastest schedule of some families that fits, of a cut."""
+        problem = self.model.problem(self.made.placement, sizes)
+        best = Incumbent(problem)
+        for start in all_starts(problem, list(names)):
+            if start.programs is not None and start.legal:
+                best.offer(start.programs, start.method)
+        return self._row(best)
+
+    def _by_pattern(self, stop: Stop) -> tuple[TuneRow | None, float]:
+        """Return the best cut for the framework's pattern by the plan MILP, and its bound in ms."""
+        patterns = patterns_of(
+            self.made.placement,
+            self.cut.num_microbatches,
+            boundaries(self.model, self.made.placement),
+            transfers=False,
+            recompute=False,
+            names=_fused_families(self.cut.chunks),
+        )
+        found = plan_pattern(self.model, next(patterns), stop)
+        if isinstance(found, float):
+            return None, found
+        best = Incumbent(found.problem)
+        best.offer(found.programs, f"plan-milp {found.pattern}")
+        return self._row(best), found.bound_ms
+
+    def planned(self, stop: Stop) -> tuple[TuneRow | None, float]:
+        """Return the best cut and schedule that the framework has, and a bound of all in ms.
+
+        The bound is of the pipeline alone, and infinite where nothing fits; 0 where there are too
+        many cells to look at.
+        """
+        if self.num_cells > _MOST_PLANNED:
+            return None, 0.0
+        if self.question.framework == "megatron":
+            return self._by_pattern(stop)
+        return self._by_plan(stop)
+
+    def _by_plan(self, stop: Stop) -> tuple[TuneRow | None, float]:
+        """Return the best cut and schedule of `optpipe_solver.plan`, and the bound of all cuts."""
+        kinds: tuple[PlacementKind, ...] = ("linear",) if self.cut.chunks == 1 else ("loop", "v")
+        found = plan(
+            self.model,
+            time_limit_s=max(0.1, stop.left_s()),
+            threads=stop.threads,
+            seed=stop.seed,
+            chunks=(self.cut.chunks,),
+            placements=kinds,
+            should_stop=stop.is_told,
+        )
+        if found.schedule is None or found.problem is None:
+            return None, inf if found.status.value == "infeasible" else found.bound_ms or 0.0
+        best = Incumbent(found.problem)
+        best.offer(found.schedule.programs, found.schedule.provenance.method)
+        return self._row(best), found.bound_ms or 0.0
+
+    def _row(self, best: Incumbent) -> TuneRow | None:
+        """Return a whole step with the best programs known of a cut; None without any."""
+        if best.programs is None or best.metrics is None:
+            return None
+        problem = best.problem
+        sizes = tuple(stage.layers.total for stage in problem.stages if stage.layers is not None)
+        cut = _placed(self.cut, problem)
+        step = self._step(cut, sizes)
+        step_ms = best.metrics.makespan_ms + step.after_ms
+        peaks = zip(best.metrics.peak_bytes, problem.devices, strict=True)
+        faster = step.step_ms / step_ms
+        return TuneRow(
+            configuration=Configuration(
+                shape=self.question.shape,
+                hardware=self.question.hardware,
+                training=self.training,
+                pipeline=cut,
+                sizes=sizes,
+            ),
+            step_ms=step_ms,
+            makespan_ms=best.metrics.makespan_ms,
+            method=best.method,
+            peak_bytes=tuple(int(peak + device.reserved_bytes) for peak, device in peaks),
+            tokens_per_s_per_gpu=step.tokens_per_s_per_gpu * faster,
+            mfu=step.mfu * faster,
+            problem=problem,
+            programs=best.programs,
+        )
+
+
+def _kept_only(model: Model) -> Model:
+    """Return the model without offload and recomputation beyond what its times already say."""
+    fields = model.model_dump(mode="json", by_alias=True, exclude_none=True)
+    for layer in fields["layers"]:
+        for times in (layer, *layer.get("times_on", {}).values()):
+            times.pop("recompute_ms", None)
+        for name in ("offload_bytes", "checkpoint_bytes", "modes"):
+            layer.pop(name, None)
+    return type(model).parse(fields)
+
+
+def _placed(cut: PipelineCut, problem: Problem) -> PipelineCut:
+    """Return how a problem of a search is cut: its own number of chunks, in a line, loop or V."""
+    chunks = len(problem.stages) // cut.pp
+    names: tuple[str, ...] = ("linear",) if chunks == 1 else ("loop", "v")
+    found = [n for n in names if placement_of(n, cut.pp, chunks) == problem.placement]
+    return replace(cut, chunks=chunks, placement=found[0] if found else cut.placement)
+
+
+def _fused_families(chunks: int) -> tuple[str, ...]:
+    return ("1f1b",) if chunks == 1 else ("interleaved",)

@@ -1,0 +1,263 @@
+"""What is asked of `optpipe_solver.tune.tune`, and every configuration that may answer it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+
+from optpipe.errors import InputError
+from optpipe.presets import AskedError, Machine, PipelineCut
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from optpipe.presets import Hardware, ModelShape, Training
+
+__all__ = ["FIXABLE", "FRAMEWORKS", "Framework", "TuneCandidate", "TuneQuestion", "candidates"]
+
+Framework = Literal["any", "megatron", "torchtitan"]
+FRAMEWORKS: tuple[str, ...] = get_args(Framework)
+
+FIXABLE = ("tp", "cp", "ep", "etp", "dp", "pp", "chunks", "micro_batch", "zero")
+"""What `TuneQuestion.fixed` may name."""
+
+_MOST_TP, _MOST_CP, _MOST_MICRO_BATCH = 8, 16, 8
+_LEAST_TOKENS = 1024
+_CHUNKS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24)
+_MOST_STAGES = 512
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuneQuestion:
+    """A model, accelerators and a batch: which is the fastest way to train it.
+
+    Parameters
+    ----------
+    shape, hardware
+        What is trained, and on what.
+    num_gpus
+        Accelerators, all equal.
+    global_batch
+        Sequences of a step.
+    training
+        What all configurations share: sequence, precision, and the switches that are no degrees of
+        parallelism. Its degrees, micro-batch, ``zero`` and ``recompute`` are not looked at.
+    framework
+        Whose schedules, recomputation and sharding may be answered. ``megatron``: 1F1B and
+        interleaved 1F1B, modules by its names, distributed optimizer, or FSDP without a pipeline.
+        ``torchtitan``: fused and split backwards in any order, blocks recomputed or not, FSDP2.
+        ``any``: what `optpipe.runtime` runs.
+    fixed
+        Values of `FIXABLE` that are not searched.
+    memory_bytes
+        Of a device, instead of all it has.
+    headroom
+        In [0, 1): share of it that every answer leaves free, because bytes are estimates too.
+    time_factor
+        Multiplies every time, as `optpipe.presets.estimate` does.
+    """
+
+    shape: ModelShape
+    hardware: Hardware
+    num_gpus: int
+    global_batch: int
+    training: Training
+    framework: Framework = "any"
+    fixed: Mapping[str, int] = field(default_factory=dict)
+    memory_bytes: int | None = None
+    headroom: float = 0.0
+    time_factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.framework not in FRAMEWORKS:
+            raise InputError(
+                f"framework {self.framework!r}: must be {', '.join(FRAMEWORKS)}; choose one"
+            )
+        for name in ("num_gpus", "global_batch"):
+            if not 1 <= getattr(self, name) <= 2**20:
+                raise InputError(
+                    f"{name} = {getattr(self, name)}: must be 1 to {2**20}; correct it"
+                )
+        if not 0 <= self.headroom < 1:
+            raise InputError(
+                f"headroom = {self.headroom}: must be in [0, 1), e.g. 0.05; correct it"
+            )
+        for name, value in self.fixed.items():
+            if name not in FIXABLE:
+                raise InputError(f"{name} cannot be fixed; choose among {', '.join(FIXABLE)}")
+            if value < (0 if name == "zero" else 1):
+                raise InputError(f"{name} = {value}: is too small; raise it")
+
+    @property
+    def device_bytes(self) -> int:
+        """Memory of a device that an answer may fill."""
+        whole = int(self.hardware.memory_bytes.value)
+        whole = whole if self.memory_bytes is None else self.memory_bytes
+        return int(whole * (1 - self.headroom))
+
+    def machine(self, training: Training) -> Machine:
+        """Return the accelerator as a configuration uses it."""
+        efficiency = self.hardware.efficiency
+        return Machine(
+            self.hardware, efficiency, training, factor=self.time_factor,
+            link_factor=self.time_factor,
+        )  # fmt: skip
+
+
+class TuneCandidate(NamedTuple):
+    """A configuration without its cut, placement and schedule."""
+
+    training: Training
+    pp: int
+    chunks: int
+    num_microbatches: int
+
+    @property
+    def placement(self) -> str:
+        """Where frameworks put the stages: once along the devices, or round and round."""
+        return "linear" if self.chunks == 1 else "loop"
+
+    def cut(self, **more: Any) -> PipelineCut:
+        """Return how it is cut and run: 1F1B, interleaved with several chunks."""
+        given = {"placement": self.placement} | more
+        return PipelineCut(
+            pp=self.pp, chunks=self.chunks, num_microbatches=self.num_microbatches, **given
+        )
+
+
+def candidates(question: TuneQuestion) -> Iterator[TuneCandidate]:
+    """Yield every configuration of a question, whether it fits or not.
+
+    Degrees: tp and cp powers of two up to 8 (and not out of the NVLink domain) and 16, with at
+    least 1,024 tokens per rank of a sequence; ep and etp divisors of what they split; pp and dp
+    divisors of the accelerators; micro-batches of 1, 2, 4 or 8 sequences; 1 to 24 chunks.
+    """
+    shape, asked = question.shape, question.fixed
+    for tp in _powers(min(_MOST_TP, question.hardware.gpus_per_node), asked.get("tp")):
+        if shape.num_kv_heads % tp and shape.latent is None:
+            continue
+        for cp in _powers(_MOST_CP, asked.get("cp")):
+            if question.num_gpus % (tp * cp) or (
+                cp > 1 and question.training.sequence // cp < _LEAST_TOKENS
+            ):
+                continue
+            yield from _with_pipeline(question, tp, cp)
+
+
+def _with_pipeline(question: TuneQuestion, tp: int, cp: int) -> Iterator[TuneCandidate]:
+    left, asked = question.num_gpus // (tp * cp), question.fixed
+    num_layers = question.shape.num_layers + question.shape.mtp + 2
+    for pp in _divisors(left):
+        dp = left // pp
+        if pp != asked.get("pp", pp) or dp != asked.get("dp", dp) or pp > num_layers:
+            continue
+        if question.global_batch % dp:
+            continue
+        for micro_batch in _powers(_MOST_MICRO_BATCH, asked.get("micro_batch")):
+            if (question.global_batch // dp) % micro_batch:
+                continue
+            m = question.global_batch // dp // micro_batch
+            chunks = [v for v in _chunks(question, pp, m) if v == asked.get("chunks", v)]
+            degrees = {"tp": tp, "cp": cp, "dp": dp, "micro_batch": micro_batch}
+            for training in _trainings(question, pp, degrees):
+                for v in chunks:
+                    yield TuneCandidate(training, pp, v, m)
+
+
+def _chunks(question: TuneQuestion, pp: int, num_microbatches: int) -> Iterator[int]:
+    """Yield numbers of stages per device.
+
+    Megatron-Core interleaves multiples of pp only, and overlaps experts only where it interleaves.
+    """
+    most = question.shape.num_layers + question.shape.mtp + 2
+    overlaps = question.framework == "megatron" and question.training.ep_overlap
+    for v in _CHUNKS:
+        if v == 1:
+            if pp == 1 or not overlaps:
+                yield v
+        elif pp > 1 and pp * v <= min(most, _MOST_STAGES) and num_microbatches % pp == 0:
+            yield v
+
+
+def _trainings(question: TuneQuestion, pp: int, degrees: Mapping[str, Any]) -> Iterator[Training]:
+    asked = question.fixed
+    ranks = degrees["tp"] * degrees["cp"] * degrees["dp"]
+    for ep, etp in _expert_degrees(question, ranks, degrees["tp"]):
+        for zero in _zeros(question, pp, degrees["dp"]):
+            if zero != asked.get("zero", zero):
+                continue
+            try:
+                training = replace(
+                    question.training, **degrees, ep=ep, etp=etp, zero=zero,
+                    sequence_parallel=degrees["tp"] > 1, recompute=frozenset(),
+                )  # fmt: skip
+                training.check_divides(question.shape)
+            except AskedError:
+                continue
+            for modules in recomputations(question):
+                yield replace(training, recompute=modules) if modules else training
+
+
+def _expert_degrees(question: TuneQuestion, ranks: int, tp: int) -> Iterator[tuple[int, int]]:
+    experts, asked = question.shape.experts, question.fixed
+    if experts is None:
+        if asked.get("ep", 1) == 1 == asked.get("etp", 1):
+            yield 1, 1
+        return
+    for etp in sorted({1, tp}):
+        for ep in _divisors(experts.num):
+            if ranks % (ep * etp) == 0 and (ep, etp) == (
+                asked.get("ep", ep),
+                asked.get("etp", etp),
+            ):
+                yield ep, etp
+
+
+def _zeros(question: TuneQuestion, pp: int, dp: int) -> tuple[int, ...]:
+    """Return how optimizer, gradients and weights may be spread, by framework.
+
+    Megatron-LM's distributed optimizer is 1, its FSDP goes without a pipeline; torchtitan's FSDP2
+    gathers weights once per step where there is a pipeline.
+    """
+    if dp == 1 and question.framework != "megatron":
+        return (0,)
+    if question.framework == "torchtitan":
+        return (3,) if pp == 1 else (2,)
+    return (1, 3) if pp == 1 else (1,)
+
+
+def recomputations(question: TuneQuestion) -> tuple[frozenset[str], ...]:
+    """Return which modules may be made again, none first, in every layer alike."""
+    shape = question.shape
+    sets: list[set[str]] = [set()]
+    if question.framework != "torchtitan":
+        if not question.training.flash:
+            sets.append({"core_attn"})
+        small = {"layernorm"}
+        if shape.experts is not None:
+            sets += [{"moe_act"}, {"moe_act", "layernorm"}]
+            small.add("moe_act")
+        else:
+            sets += [{"layernorm"}, {"mlp"}]
+        if shape.latent is not None:
+            sets += [{"mla_up_proj"}, {"mla_up_proj", *small}]
+        if shape.experts is not None:
+            sets.append({"moe", "layernorm"})
+    if question.framework != "megatron" or not question.training.ep_overlap:
+        sets.append({"full"})  # Megatron-Core has it not together with overlapped experts
+    return tuple(map(frozenset, sets))
+
+
+def _powers(most: int, asked: int | None) -> Iterator[int]:
+    """Yield 1, 2, 4 ... up to a number, or only what was asked for."""
+    if asked is not None:
+        yield asked
+        return
+    value = 1
+    while value <= most:
+        yield value
+        value *= 2
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]

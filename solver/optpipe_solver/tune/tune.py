@@ -1,0 +1,403 @@
+"""The fastest configuration for a model, accelerators and a batch, and how much faster any can be.
+
+Every configuration has a bound that holds for all its cuts and schedules (`bounds`). The one with
+the least bound is looked at next, each time more closely: whole layers are dealt out; a formula
+says what 1F1B would take; families are simulated; the plan MILP, or `optpipe_solver.plan`, looks
+for the best cut and schedule and raises the bound. What has a bound above the best schedule found
+is excluded by proof. So the certificate holds for every configuration of the space (`candidates`),
+whatever its cut, within the estimate's model.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import asdict, dataclass
+from enum import IntEnum
+from itertools import groupby
+from math import inf
+from typing import TYPE_CHECKING, Any
+
+from optpipe.errors import InputError
+from optpipe.presets import step_estimate
+from optpipe.presets.estimate import error_band
+from optpipe_solver.budget import Limits, Stop
+from optpipe_solver.tune.bounds import LayerTable
+from optpipe_solver.tune.judge import ConfigurationJudge, TuneRow, judge
+from optpipe_solver.tune.space import candidates
+from optpipe_solver.warm import ensure_warm
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from optpipe.presets import PipelineCut
+    from optpipe.presets.configuration import Configuration
+    from optpipe.presets.estimate import ErrorBand
+    from optpipe.presets.step import Layout
+    from optpipe_solver.tune.space import TuneCandidate, TuneQuestion
+
+__all__ = ["TuneCounts", "TuneResult", "tune"]
+
+_SIMULATED_FIRST = 16
+_PLAN_SHARE, _PLAN_MOST_S, _PLAN_LEAST_S = 0.1, 8.0, 0.5
+_LAYOUTS: tuple[Layout, ...] = ("balanced", "even")
+_ROUNDING = 1e-6
+"""Relative: times in a problem are rounded to 10 ns."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuneCounts:
+    """What became of the configurations.
+
+    Parameters
+    ----------
+    total
+        All of the space.
+    do_not_fit
+        No cut of them fits, proven.
+    excluded
+        Their bounds are above the best schedule.
+    solved
+        A schedule of them was looked for.
+    open
+        Neither: they may be as fast as their bounds.
+    """
+
+    total: int
+    do_not_fit: int
+    excluded: int
+    solved: int
+    open: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuneResult:
+    """The end of a search.
+
+    Parameters
+    ----------
+    question
+        What was asked.
+    rows
+        The best schedule of each configuration that was solved, the fastest first.
+    current
+        What is run today, on the same terms; None where it was not said, or no schedule of it fits.
+    bound_ms
+        No configuration of the space takes less per step, whatever its cut and its schedule.
+    counts
+        What became of them.
+    error
+        How far estimates of this kind were from published runs; None where none were compared.
+    seconds
+        That it took.
+    """
+
+    question: TuneQuestion
+    rows: tuple[TuneRow, ...]
+    current: TuneRow | None
+    bound_ms: float
+    counts: TuneCounts
+    error: ErrorBand | None
+    seconds: float
+
+    @property
+    def best(self) -> TuneRow | None:
+        """The fastest."""
+        return self.rows[0] if self.rows else None
+
+    @property
+    def gap(self) -> float | None:
+        """How much faster any configuration can at most be, as a share of the best step."""
+        return None if self.best is None else max(0.0, 1 - self.bound_ms / self.best.step_ms)
+
+    @property
+    def gain(self) -> float | None:
+        """How much less a step takes than today, as a share."""
+        if self.best is None or self.current is None:
+            return None
+        return 1 - self.best.step_ms / self.current.step_ms
+
+    @property
+    def pareto(self) -> tuple[TuneRow, ...]:
+        """The rows than which none is both faster and fits into less, the fastest first."""
+        found: list[TuneRow] = []
+        for row in self.rows:
+            if not found or max(row.peak_bytes) < max(found[-1].peak_bytes):
+                found.append(row)
+        return tuple(found)
+
+    @property
+    def certificate(self) -> str:
+        """What is proven, in a sentence."""
+        counts = self.counts
+        said = (
+            f"of {counts.total:,} configurations {counts.do_not_fit:,} do not fit, "
+            f"{counts.excluded:,} are excluded by their bounds, {counts.solved:,} were solved"
+        )
+        if counts.open:
+            said += f", {counts.open:,} are open"
+        if self.gap is None:
+            return said
+        return (
+            f"{said}; within this model none of them, whatever its cut into stages, is more than "
+            f"{self.gap:.1%} faster"
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """Return everything but problems and programs as JSON values."""
+        return {
+            "certificate": self.certificate,
+            "bound_ms": self.bound_ms,
+            "gap": self.gap,
+            "gain": self.gain,
+            "error": None if self.error is None else self.error._asdict(),
+            "counts": asdict(self.counts),
+            "current": None if self.current is None else self.current.as_json(),
+            "rows": [row.as_json() for row in self.rows],
+            "pareto": [row.as_json() for row in self.pareto],
+            "seconds": self.seconds,
+        }
+
+
+def tune(
+    question: TuneQuestion,
+    *,
+    current: Configuration | None = None,
+    time_limit_s: float = 120.0,
+    threads: int = 1,
+    seed: int = 0,
+    gap: float = 0.002,
+    on_progress: Callable[[str], None] | None = None,
+    should_stop: Callable[[], bool] | None = None,
+) -> TuneResult:
+    """Return the fastest configuration found, and a bound over all of them.
+
+    Parameters
+    ----------
+    question
+        Model, accelerators, batch and framework.
+    current
+        What is run today; it stands among the rows too, where the space has it.
+    time_limit_s
+        Seconds, > 0; bounds and first schedules are never cut short, which takes some seconds.
+    threads, seed
+        As in `optpipe_solver.solve`.
+    gap
+        In [0, 1): stop where no configuration is faster than the best by more than this share.
+    on_progress
+        Told in words what was found.
+    should_stop
+        Asked often; True ends the search with the best so far.
+
+    Raises
+    ------
+    InputError
+        If the space is empty, or a number is out of range.
+    """
+    Limits(time_limit_s=time_limit_s, threads=threads, seed=seed, gap=gap)
+    ensure_warm()
+    stop = Stop(time_limit_s, threads=threads, seed=seed, should_stop=should_stop)
+    search = _TuneSearch(question, stop, gap, on_progress or (lambda _: None))
+    baseline = None if current is None else judge(question, current)
+    search.run()
+    return search.result(baseline)
+
+
+class _Level(IntEnum):
+    """How closely a candidate was looked at."""
+
+    QUICK, PACKED, LOOKED, SIMULATED, FILLED, PLANNED = range(6)
+
+
+@dataclass(slots=True)
+class _Entry:
+    candidate: TuneCandidate
+    table: LayerTable
+    bound_ms: float
+    level: _Level = _Level.QUICK
+    formula_ms: float = inf
+    row: TuneRow | None = None
+    is_solved: bool = False
+
+
+class _TuneSearch:
+    """All candidates, by bound; see the module."""
+
+    def __init__(
+        self, question: TuneQuestion, stop: Stop, gap: float, say: Callable[[str], None]
+    ) -> None:
+        self.question, self.stop, self.gap, self.say = question, stop, gap, say
+        self.entries: list[_Entry] = []
+        self.num_unfit = 0
+        self.best: TuneRow | None = None
+        for (training, pp), group in groupby(
+            candidates(question), key=lambda one: (one.training, one.pp)
+        ):
+            table = LayerTable(question, training, pp)
+            for candidate in group:
+                self._enter(candidate, table)
+        if not self.entries and not self.num_unfit:
+            raise InputError(
+                f"no configuration of {question.num_gpus} GPUs splits {question.shape.name} and a "
+                f"global batch of {question.global_batch} evenly; change one, or what is fixed"
+            )
+        self.heap = [(entry.bound_ms, index) for index, entry in enumerate(self.entries)]
+        heapq.heapify(self.heap)
+
+    def _enter(self, candidate: TuneCandidate, table: LayerTable) -> None:
+        bound_ms = table.quick_ms(candidate)
+        if bound_ms == inf:
+            self.num_unfit += 1
+        else:
+            self.entries.append(_Entry(candidate, table, bound_ms))
+
+    @property
+    def best_ms(self) -> float:
+        return inf if self.best is None else self.best.step_ms
+
+    def run(self) -> None:
+        """Look by formula, simulate the most promising, then go by bound until time is over."""
+        self.say(f"{len(self.entries) + self.num_unfit:,} configurations bounded")
+        self._look()
+        promising = sorted(
+            (entry for entry in self.entries if entry.formula_ms < inf),
+            key=lambda entry: entry.formula_ms,
+        )
+        for entry in promising[:_SIMULATED_FIRST]:
+            self._simulate(entry)
+        first = min(self.entries, key=lambda entry: _step_of(entry.row), default=None)
+        if first is not None and first.row is not None:
+            self._plan(first)
+        self._close()
+
+    def _look(self) -> None:
+        """Say by formula what 1F1B takes, as long as the least bound is below what was said."""
+        least = inf
+        passed: list[int] = []
+        while self.heap and self.heap[0][0] < least:
+            _, index = heapq.heappop(self.heap)
+            entry = self.entries[index]
+            if entry.level is _Level.QUICK:
+                self._pack(entry)
+                if entry.bound_ms < inf:
+                    heapq.heappush(self.heap, (entry.bound_ms, index))
+                continue
+            entry.level = _Level.LOOKED
+            for cut in _cuts(entry.candidate):
+                step = step_estimate(
+                    self.question.shape, self.question.machine(entry.candidate.training), cut
+                )
+                if step.peak.total <= self.question.device_bytes:
+                    entry.formula_ms = min(entry.formula_ms, step.step_ms)
+            least = min(least, entry.formula_ms)
+            passed.append(index)
+        for index in passed:
+            heapq.heappush(self.heap, (self.entries[index].bound_ms, index))
+
+    def _pack(self, entry: _Entry) -> None:
+        entry.level = _Level.PACKED
+        entry.bound_ms = max(entry.bound_ms, entry.table.packed_ms(entry.candidate))
+        if entry.bound_ms == inf:
+            self.num_unfit += 1
+
+    def _close(self) -> None:
+        """Look at whoever has the least bound, ever closer, until none is below the best."""
+        while self.heap and not self.stop.is_over():
+            bound_ms, index = self.heap[0]
+            if bound_ms >= self.best_ms * (1 - max(self.gap, _ROUNDING)):
+                return
+            entry = self.entries[index]
+            heapq.heappop(self.heap)
+            if entry.level is _Level.QUICK:
+                self._pack(entry)
+            elif entry.level < _Level.SIMULATED:
+                self._simulate(entry)
+            elif entry.level is _Level.SIMULATED:
+                entry.level = _Level.FILLED
+                entry.bound_ms = max(entry.bound_ms, entry.table.filled_ms(entry.candidate))
+            elif entry.level is _Level.FILLED:
+                self._plan(entry)
+            else:
+                continue
+            if entry.bound_ms < inf:
+                heapq.heappush(self.heap, (entry.bound_ms, index))
+
+    def _simulate(self, entry: _Entry) -> None:
+        """Give a candidate the best schedule of the families, for the two plain cuts."""
+        entry.level, entry.is_solved = _Level.SIMULATED, True
+        made = self._judge(entry)
+        for layout in _LAYOUTS:
+            self._offer(entry, made.by_families(made.sizes(layout)))
+
+    def _plan(self, entry: _Entry) -> None:
+        """Look for the best cut and schedule of a candidate, and raise its bound."""
+        entry.level = _Level.PLANNED
+        made = self._judge(entry)
+        seconds = min(_PLAN_MOST_S, max(_PLAN_LEAST_S, _PLAN_SHARE * self.stop.left_s()))
+        row, bound_ms = made.planned(self.stop.turn(at_most=seconds))
+        if bound_ms == inf:
+            self.num_unfit += 1
+        entry.bound_ms = max(entry.bound_ms, bound_ms + entry.table.after_ms)
+        self._offer(entry, row)
+
+    def _judge(self, entry: _Entry) -> ConfigurationJudge:
+        return ConfigurationJudge(self.question, entry.candidate.training, entry.candidate.cut())
+
+    def _offer(self, entry: _Entry, row: TuneRow | None) -> None:
+        if row is None or row.step_ms >= _step_of(entry.row):
+            return
+        entry.row = row
+        if row.step_ms < self.best_ms:
+            self.best = row
+            self.say(f"{row.step_ms:,.1f} ms: {row.label}, {row.method}")
+
+    def result(self, current: TuneRow | None) -> TuneResult:
+        """Return the rows and what is proven."""
+        rows = [entry.row for entry in self.entries if entry.row is not None]
+        if current is not None:
+            rows.append(current)
+        rows.sort(key=lambda row: row.step_ms)
+        best_ms = rows[0].step_ms if rows else inf
+        counts = {"excluded": 0, "solved": 0, "open": 0}
+        bound_ms = best_ms
+        for entry in self.entries:
+            if entry.bound_ms == inf:
+                continue
+            excluded = entry.bound_ms >= best_ms * (1 - _ROUNDING)
+            bound_ms = min(bound_ms, entry.bound_ms)
+            counts["solved" if entry.is_solved else "excluded" if excluded else "open"] += 1
+        total = self.num_unfit + sum(counts.values())
+        return TuneResult(
+            question=self.question,
+            rows=_distinct(rows),
+            current=current,
+            bound_ms=bound_ms,
+            counts=TuneCounts(total=total, do_not_fit=self.num_unfit, **counts),
+            error=error_band(self.question.shape, (self.question.hardware,)),
+            seconds=self.stop.seconds(),
+        )
+
+
+def _step_of(row: TuneRow | None) -> float:
+    return inf if row is None else row.step_ms
+
+
+def _cuts(candidate: TuneCandidate) -> Iterator[PipelineCut]:
+    for layout in _LAYOUTS:
+        yield candidate.cut(layout=layout)
+
+
+def _distinct(rows: list[TuneRow]) -> tuple[TuneRow, ...]:
+    """Return the fastest row of each set of degrees, of rows that are alike the plainest.
+
+    Rows are alike that differ in numbers of chunks alone, or in nothing that is printed: the
+    estimate takes a longer micro-batch split over more context-parallel ranks for the same.
+    """
+    found: dict[tuple[Any, ...], TuneRow] = {}
+    alike: set[tuple[Any, ...]] = set()
+    for row in sorted(rows, key=lambda row: (row.step_ms, row.configuration.training.cp)):
+        training, pp = row.configuration.training, row.configuration.pipeline.pp
+        numbers = (round(row.step_ms, 3), pp, training.tp, max(row.peak_bytes) >> 20)
+        if numbers not in alike:
+            found.setdefault((training, pp), row)
+        alike.add(numbers)
+    return tuple(found.values())

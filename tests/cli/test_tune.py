@@ -1,0 +1,75 @@
+"""The command tune: the gain first, then the table and the certificate; refusals with flags."""
+
+import json
+import re
+
+import pytest
+
+from optpipe import load_problem, load_schedule
+from optpipe.evaluate import verify
+
+SMALL = [
+    "tune", "--model", "llama3-8b", "--gpu", "h100", "--gpus", "8", "--global-batch", "16",
+    "--sequence", "8192", "--framework", "megatron", "--fix", "tp=2,cp=1,micro_batch=1,pp=4",
+    "--time-limit", "5",
+]  # fmt: skip
+TODAY = ["--current", "tp=2,pp=4,recompute=full"]
+
+
+def test_the_gain_comes_first_and_the_certificate_last(optpipe, tmp_path) -> None:
+    schedule, problem = tmp_path / "schedule.json", tmp_path / "problem.json"
+    done = optpipe(*SMALL, *TODAY, "-o", schedule, "--problem-out", problem)
+    assert done.code == 0, done.err
+    first = " ".join(done.out.split())
+    assert re.match(r"\d+\.\d % less time per step than what you run\.", first), done.out
+    assert "published runs" in first
+    assert "today: tp 2 pp 4 dp 1 mb 1 recompute full" in done.out
+    assert "less memory costs time" in done.out
+    assert re.search(r"of \d+ configurations \d+ do not fit, .* is more than \d\.\d% faster", first)
+    read = load_problem(problem.read_text())
+    verify(read, load_schedule(schedule.read_text()))
+
+
+def test_json_has_every_row_with_its_layers(optpipe) -> None:
+    done = optpipe(*SMALL, *TODAY, "--json")
+    assert done.code == 0, done.err
+    found = json.loads(done.out)
+    best, today = found["rows"][0], found["current"]
+    assert found["gain"] == pytest.approx(1 - best["step_ms"] / today["step_ms"])
+    assert sum(best["layers"]) == 34
+    assert (best["tp"], best["pp"]) == (2, 4)
+    assert found["bound_ms"] <= best["step_ms"]
+    assert found["error"]["num_rows"] == 17
+
+
+def test_one_measured_step_calibrates_all(optpipe) -> None:
+    plain = json.loads(optpipe(*SMALL, *TODAY, "--json").out)
+    done = optpipe(*SMALL, *TODAY, "--json", "--measured-step-s", "8")
+    measured = json.loads(done.out)
+    assert measured["current"]["step_ms"] == pytest.approx(8000, rel=0.03)
+    assert measured["gain"] == pytest.approx(plain["gain"], abs=0.02)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--fix", "layers=3"], "--fix layers=3: must be NAME=NUMBER with a name of tp, cp"),
+        (["--current", "tp=3"], "--gpus is 8"),
+        (["--current", "pp=8,micro_batch=5"], "does not divide --global-batch 16"),
+        (["--current", "pp=8,recompute=norms"], "recompute names modules of full"),
+        (["--framework", "deepspeed"], "must be any, megatron, torchtitan"),
+        (["--measured-step-s", "3"], "--current takes; give both"),
+        (["--headroom", "1.5"], "must be in [0, 1)"),
+        (["--gpu", "abacus"], "abacus"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused(optpipe, arguments, sentence: str) -> None:
+    done = optpipe(*SMALL, *arguments)
+    assert done.code == 2
+    assert sentence in " ".join(done.err.split())
+
+
+def test_what_runs_today_may_not_fit(optpipe) -> None:
+    done = optpipe(*SMALL, "--current", "pp=1", "--memory-gb", "40", "--headroom", "0")
+    assert done.code == 0, done.err
+    assert "what you run does not fit" in done.out

@@ -1,0 +1,164 @@
+"""What Megatron-Core and torchtitan make of our texts: in a process of its own, JSON to JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+OF_THE_MODEL = (
+    "seq_length", "vocab_size", "position_embedding_type", "share_embeddings_and_output_weights",
+)  # fmt: skip
+
+SIZES = (
+    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups",
+    "kv_channels", "num_moe_experts", "moe_ffn_hidden_size", "moe_router_topk",
+    "moe_shared_expert_intermediate_size", "mtp_num_layers", "q_lora_rank", "kv_lora_rank",
+    "qk_head_dim", "v_head_dim", "tensor_model_parallel_size", "context_parallel_size",
+    "expert_model_parallel_size", "expert_tensor_parallel_size", "add_bias_linear",
+)  # fmt: skip
+
+
+def megatron(text: str) -> dict[str, Any]:
+    """Build the configurations of a YAML; return who holds which layers, and the sizes."""
+    import yaml
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig
+    from megatron.core.transformer import (
+        MLATransformerConfig,
+        TransformerConfig,
+        transformer_config,
+    )
+
+    # Transformer Engine needs a GPU; what it is asked for is its version.
+    transformer_config.is_te_min_version = lambda *_, **__: True
+    read = yaml.safe_load(text)
+    model = {name: _resolved(value) for name, value in read["model"].items()}
+    for name in OF_THE_MODEL:
+        model.pop(name)
+    later = model.pop("activation_offload_fraction", None)
+    kind = MLATransformerConfig if model.get("multi_latent_attention") else TransformerConfig
+    config = kind(**model)
+    DistributedDataParallelConfig(**read["ddp"])
+    OptimizerConfig(**read["optimizer"])
+    layout = config.pipeline_model_parallel_layout
+    return {
+        "layers": layout
+        and [[[one.name for one in part] for part in rank] for rank in layout.layout],
+        "chunks": config.virtual_pipeline_model_parallel_size,
+        "later": later,
+        "sizes": {name: getattr(config, name, None) for name in SIZES},
+        "activation": config.activation_func.__name__,
+        "attention": config.attention_backend.name,
+    }
+
+
+def megatron_flags() -> dict[str, list[str]]:
+    """Return the flags of fields whose metadata name them."""
+    from megatron.core.transformer import TransformerConfig
+
+    return {
+        field.name: field.metadata["argparse_meta"]["arg_names"]
+        for field in dataclasses.fields(TransformerConfig)
+        if "arg_names" in field.metadata.get("argparse_meta", {})
+    }
+
+
+def _resolved(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    module, _, name = value["_target_"].rpartition(".")
+    found = getattr(importlib.import_module(module), name)
+    return found(*value["_args_"]) if value["_call_"] else found
+
+
+def torchtitan(text: str, num_gpus: int, *, split: bool) -> dict[str, Any]:
+    """Load a config as torchtitan does; return what it becomes, and which stages a rank has."""
+    from torchtitan.config.manager import ConfigManager
+    from torchtitan.distributed import ParallelDims
+    from torchtitan.distributed import pipeline_parallel as pp
+
+    for converter in _converters():
+        # Of torchao, which needs a GPU too; the classes and their settings are torchtitan's.
+        converter.__init__ = lambda self, config: None
+        converter.convert = lambda self, config: config
+    with tempfile.TemporaryDirectory() as folder:
+        name = f"written_{abs(hash(text))}"
+        Path(folder, f"{name}.py").write_text(text)
+        sys.path.insert(0, folder)
+        try:
+            config: Any = ConfigManager().parse_args(["--module", name, "--config", "optpipe"])
+        finally:
+            sys.path.remove(folder)
+    parallelism, model = config.parallelism, config.model_spec.model
+    dims = ParallelDims.from_config(parallelism, num_gpus)
+    model.update_from_config(config=config)
+    named = parallelism.module_fqns_per_model_part or []
+    if dims.pp > 1:
+        pp._get_pipeline_metadata(dims, parallelism, model)
+    stages = [
+        pp._get_pp_rank_to_stage_indices_mapping(
+            rank, dims.pp, parallelism.pipeline_parallel_schedule, len(named)
+        )
+        for rank in range(dims.pp if named else 0)
+    ]
+    return {
+        "stages": stages,
+        "modules": named,
+        "schedule": parallelism.pipeline_parallel_schedule,
+        "csv": parallelism.pipeline_parallel_schedule_csv,
+        "microbatches": config.training.local_batch_size
+        // parallelism.pipeline_parallel_microbatch_size,
+        "recompute": type(config.activation_checkpoint).__qualname__,
+        "parameters": _split(model, named) if split else None,
+    }
+
+
+def parameters(models: list[tuple[str, str]]) -> list[int]:
+    """Return the parameters of torchtitan's models, by module and flavor."""
+    return [
+        _split(
+            importlib.import_module(f"torchtitan.models.{module}").model_registry(flavor).model, []
+        )[0]
+        for module, flavor in models
+    ]
+
+
+def _converters() -> list[Any]:
+    from torchtitan.components import quantization
+
+    return [getattr(quantization, name) for name in dir(quantization) if name.endswith("Converter")]
+
+
+def _split(model: Any, named: list[list[str]]) -> list[int]:
+    """Return how many parameters the whole has, and the stages that torchtitan cuts of it."""
+    import torch
+    from torchtitan.distributed.pipeline_parallel import _split_module
+
+    with torch.device("meta"):
+        whole = model.build()
+    parts = [_split_module(whole, names) for names in named]
+    return [sum(one.numel() for one in part.parameters()) for part in (whole, *parts)]
+
+
+def main() -> None:
+    asked = json.load(sys.stdin)
+    said = sys.stdout
+    sys.stdout = sys.stderr
+    warnings.simplefilter("ignore")
+    answers = []
+    for call in asked:
+        try:
+            answers.append(globals()[call["call"]](**call["with"]))
+        except Exception as error:  # noqa: BLE001 - whatever the framework says is the answer
+            answers.append({"refused": f"{type(error).__name__}: {error}"})
+    json.dump(answers, said)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,446 @@
+"""What people run today, as they have it: scripts, recipes, configs; and what is refused."""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks.scoreboard import published, read_run
+from optpipe.errors import InputError
+from optpipe.presets import Configuration, find_gpu, find_model
+from optpipe.presets.megatron import megatron_arguments, megatron_yaml
+from optpipe.presets.megatron_reader import read_megatron
+from optpipe.presets.torchtitan import read_torchtitan, torchtitan_config
+from tests.presets.test_paste import run
+from tests.strategies import few
+
+SCRIPT = """
+#!/bin/bash
+# 128 nodes; don't forget the container
+export CUDA_DEVICE_MAX_CONNECTIONS=1
+TP=8
+PP=${PP:-8}
+SEQ=8192
+DISTRIBUTED="--nproc_per_node 8 --nnodes $SLURM_NNODES"
+MODEL_ARGS=(
+    --num-layers 126 --hidden-size 16384
+    --num-attention-heads 128   # of 128
+    --seq-length $SEQ
+    --max-position-embeddings ${SEQ}
+)
+MODEL_ARGS+=( --context-parallel-size 2 )
+torchrun $DISTRIBUTED pretrain_gpt.py "${MODEL_ARGS[@]}" \\
+    --tensor-model-parallel-size $TP --pipeline-model-parallel-size ${PP:-8} \\
+    --num-layers-per-virtual-pipeline-stage 4 \\
+    --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split \\
+    --micro-batch-size=1 --global-batch-size 64 --bf16 --sequence-parallel \\
+    --use-distributed-optimizer --overlap-grad-reduce --lr 1e-4 --data-path "my data"
+"""
+VALUES = """
+dataset:
+  num_layers: 7
+  sequence_length: 4096
+drafter:
+  num_layers: 8
+model:
+  _target_: somewhere.Provider
+  activation_func:
+    _call_: false
+    _target_: torch.nn.functional.silu
+  attention_backend:
+    _args_:
+    - 3
+    _call_: true
+    _target_: megatron.core.transformer.enums.AttnBackend
+  context_parallel_size: 1
+  cuda_graph_impl: transformer_engine
+  cuda_graph_scope: [attn, moe_router]
+  expert_model_parallel_size: 8
+  expert_tensor_parallel_size: null
+  fp8: null   # by mixed_precision
+  moe_token_dispatcher_type: flex
+  mtp_num_layers: null
+  num_layers: 48
+  pipeline_model_parallel_size: 2
+  pipeline_model_parallel_layout:
+%s
+  recompute_granularity: selective
+  recompute_modules:
+  - layernorm
+  - moe_act
+  seq_length: 4096
+  sequence_parallel: true
+  tensor_model_parallel_size: 2
+  virtual_pipeline_model_parallel_size: 2
+mixed_precision: bf16_with_fp8_current_scaling_mixed
+train:
+  global_batch_size: 64
+  micro_batch_size: 2
+"""
+LINES = """
+cfg = qwen3_30b_a3b_pretrain_config()
+cfg.model.tensor_model_parallel_size = 2
+cfg.model.pipeline_model_parallel_size = 4
+cfg.model.num_layers_in_first_pipeline_stage = 10
+cfg.model.num_layers_in_last_pipeline_stage = 14
+cfg.model.expert_model_parallel_size = 16
+cfg.train.micro_batch_size, unknown = 1, 2
+cfg.train.micro_batch_size = 1
+"""
+TOML = """
+[training]
+local_batch_size = 16
+seq_len = 8192
+[parallelism]
+tensor_parallel_degree = 2
+pipeline_parallel_degree = 4
+pipeline_parallel_schedule = "Interleaved1F1B"
+[activation_checkpoint]
+mode = "full"
+[compile]
+enable = true
+[model]
+converters = ["float8"]
+"""
+PYTHON = """
+def mine():
+    config = llama3_8b()
+    config.parallelism = ParallelismConfig(
+        pipeline_parallel_degree=2, data_parallel_replicate_degree=4, data_parallel_shard_degree=1,
+        pipeline_parallel_first_stage_less_layers=3, pipeline_parallel_layers_per_stage=9,
+        pipeline_parallel_schedule="Interleaved1F1B",
+    )
+    config.training = TrainingConfig(local_batch_size=8, seq_len=2048, disable_cuda_graphs=True)
+    config.optimizer.lr = some_function(3)
+    config.activation_checkpoint = None
+    return config
+"""
+
+
+def megatron(text: str, model: str = "llama3-8b", num_gpus: int = 16, **given):
+    return read_megatron(text, find_model(model), find_gpu("h100"), num_gpus, **given)
+
+
+def titan(text: str, model: str = "llama3-8b", num_gpus: int = 16, **given):
+    return read_torchtitan(text, find_model(model), find_gpu("h100"), num_gpus, **given)
+
+
+def test_a_shell_script_of_megatron_lm() -> None:
+    """Variables, arrays, comments; embedding and loss counted as layers of the end stages."""
+    found = megatron(SCRIPT, "llama3.1-405b", 1024)
+    training, cut = found.training, found.pipeline
+    assert (training.tp, training.cp, training.dp, cut.pp, cut.chunks) == (8, 2, 8, 8, 4)
+    assert (cut.placement, cut.num_microbatches, training.sequence) == ("loop", 8, 8192)
+    assert found.sizes == (4,) * 32
+    assert (training.zero, training.overlap, training.precision) == (1, True, "bf16")
+    assert not training.recompute
+    assert found.global_batch == 64
+
+
+def test_a_megatron_bridge_configuration_as_it_is_dumped() -> None:
+    """Sections, null, lists by dashes, a layout as lists, and ``model`` before other sections."""
+    stages = ["embedding", *["decoder"] * 12], ["decoder"] * 13, ["decoder"] * 12, (
+        ["decoder"] * 11 + ["loss"]
+    )  # fmt: skip
+    layout = "\n".join(
+        f"  {'- - ' if index == 0 else '  - '}{kind}"
+        for stage in stages
+        for index, kind in enumerate(stage)
+    )
+    found = megatron(VALUES % layout, "qwen3-30b-a3b", 32)
+    training = found.training
+    assert found.sizes == (13, 13, 12, 12)
+    assert (training.tp, training.ep, training.etp, training.dp) == (2, 8, 2, 8)
+    assert (training.micro_batch, found.pipeline.num_microbatches) == (2, 4)
+    assert (training.precision, training.dispatcher, training.flash) == (
+        "fp8", "deduplicated", False,
+    )  # fmt: skip
+    assert training.recompute == {"layernorm", "moe_act"}
+    assert training.cuda_graphs
+    assert training.zero == 1
+    assert training.overlap
+    flow = f"  {[list(stage) for stage in stages]}"
+    one_line = VALUES.replace("layout:\n%s", f"layout:{flow}")
+    assert megatron(one_line, "qwen3-30b-a3b", 32) == found
+
+
+def test_lines_of_a_recipe_with_what_they_leave_out_given() -> None:
+    """Megatron's own first and last stage."""
+    found = megatron(LINES, "qwen3-30b-a3b", 128, global_batch=64, sequence=4096)
+    assert found.sizes == (11, 12, 12, 15)
+    assert (found.training.dp, found.pipeline.num_microbatches) == (16, 4)
+    assert found.training.precision == "bf16"
+    assert found.training.dispatcher == "alltoall"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "model.tensor_model_parallel_size=2 ++model.pipeline_model_parallel_size=4 "
+        "model.pipeline_model_parallel_layout='Et*8|(t*8|)*2t*8L' train.micro_batch_size=1",
+        "f(tensor_model_parallel_size=2, pipeline_model_parallel_size=4, micro_batch_size=1)",
+        '{"tensor_model_parallel_size": 2,\n "pipeline_model_parallel_size": 4,\n'
+        ' "micro_batch_size": 1}',
+    ],
+)
+def test_values_on_one_line_as_overrides_keywords_or_json(text) -> None:
+    found = megatron(text, global_batch=16, sequence=4096)
+    assert (found.training.tp, found.pipeline.pp, found.training.dp) == (2, 4, 2)
+    assert found.sizes == ((9, 8, 8, 9) if "layout" in text else ())
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("--mtp-num-layers 1 --pipeline-model-parallel-layout 'Et*31|t*30mL'", (32, 32)),
+        ("--pipeline-model-parallel-layout 'E,(tt|)*30,t|L'", (3, *[2] * 29, 1, 1)),
+        ("", ()),
+    ],
+)
+def test_layers_of_multi_token_prediction_are_the_texts(flags, expected) -> None:
+    line = "--num-layers 61 --pipeline-model-parallel-size 2 --micro-batch-size 1 --bf16 " + flags
+    more = {"global_batch": 16, "sequence": 4096}
+    found = megatron(line, "deepseek-v3-mtp", 16, **more)
+    assert (found.sizes, found.shape.mtp) == (expected, int("mtp" in flags))
+    assert found.pipeline.layout == ("balanced" if expected else "even")
+
+
+def test_torchtitans_toml_of_earlier_versions() -> None:
+    """Shards and stages by default: two on each rank, embedding and head counted as layers."""
+    found = titan(TOML)
+    training, cut = found.training, found.pipeline
+    assert (training.tp, training.dp, cut.pp, cut.chunks) == (2, 2, 4, 2)
+    assert found.sizes == (5, 5, 4, 4, 4, 4, 4, 4)
+    assert (training.zero, training.precision, training.overlap) == (2, "fp8", False)
+    assert training.recompute == {"full"}
+    assert cut.num_microbatches == 16
+
+
+def test_torchtitans_python_is_read_and_never_run() -> None:
+    found = titan(PYTHON, num_gpus=8)
+    assert (found.training.dp, found.training.zero) == (4, 0)
+    assert found.sizes == (7, 9, 9, 9)
+    assert not found.training.recompute
+
+
+def test_all_that_nvidia_published_is_written_and_read() -> None:
+    """Its 30 runs: degrees, folded experts, FSDP, graphs, recomputed modules, offloaded layers."""
+    rows = published()
+    assert len(rows) == 30
+    for row in rows:
+        one = read_run(row)
+        wanted = Configuration(
+            shape=one.shape, hardware=one.hardware, training=one.training, pipeline=one.pipeline
+        )
+        for text in (shlex.join(megatron_arguments(wanted)), megatron_yaml(wanted)):
+            found = read_megatron(text, one.shape, one.hardware, wanted.num_gpus)
+            assert found.training == wanted.training
+            assert found.stages == wanted.stages
+            assert found.pipeline.num_microbatches == wanted.pipeline.num_microbatches
+            assert found.pipeline.stages == wanted.pipeline.stages
+
+
+BASE = "--micro-batch-size 1 --global-batch-size 16 --seq-length 4096 --bf16 "
+TITAN = (
+    "[training]\nlocal_batch_size = 16\nseq_len = 4096\n[activation_checkpoint]\nmode = 'none'\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("nothing of the kind", r"the text has no settings: write arguments"),
+        (BASE + "'open", "not arguments: No closing quotation; close the quote"),
+        (BASE + "--tensor-model-parallel-size $TP", r"size = \$TP: must be a number; write it out"),
+        (BASE + "--tensor-model-parallel-size 1.5", "= 1.5: must be a whole number >= 1"),
+        ("--seq-length 4096 --bf16", "micro_batch_size: is missing; give it"),
+        (BASE + "--tensor-model-parallel-size 3", "16 GPUs: are no multiple of tp 3 x cp 1 x pp 1"),
+        (BASE.replace("16", "17"), "global_batch_size = 17: is no multiple of micro_batch_size 1"),
+        (BASE + "--num-layers 80", "num_layers = 80: 'llama3-8b' has 32; correct it, or name"),
+        (BASE + "--num-experts 8", "num_moe_experts = 8: 'llama3-8b' has 0"),
+        (BASE + "--recompute-granularity full --recompute-method block --recompute-num-layers 4",
+         "recompute_method = block with recompute_num_layers = 4: only all layers alike"),
+        (BASE + "--recompute-granularity full --recompute-num-layers 2", "method = uniform with"),
+        (BASE + "--context-parallel-size 2 --cp-comm-type a2a", "cp_comm_type = a2a: only p2p"),
+        (BASE + "--pipeline-model-parallel-size 4 --microbatch-group-size-per-virtual-pipeline-"
+         "stage 8", "microbatch_group_size_per_vp_stage = 8: only pp = 4 is estimated"),
+        (BASE + "--optimizer-cpu-offload", "optimizer_cpu_offload: cannot be said here"),
+        (BASE + "--num-distributed-optimizer-instances 2", "instances = 2: the optimizer is"),
+        (BASE + "--use-megatron-fsdp --data-parallel-sharding-strategy half", "strategy = half:"),
+        (BASE + "--fp8-format hybrid --fp8-recipe custom", "fp8_recipe = custom: delayed, tensor"),
+        (BASE + "--fine-grained-activation-offloading --offload-modules moe_act",
+         "offload_modules = moe_act: only whole layers with experts"),
+        (BASE + "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout 'Et*32|xL'",
+         "layout 'Et.32|xL': x is none of E, t, m, L"),
+        (BASE + "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout 'Et*33|L'",
+         r"sizes \[34, 1\]: must be 2, one for each stage, and together the 34 layers"),
+        (BASE + "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout 't*32|EL'",
+         r"the stages hold 32 . embedding \+ head: must be one embedding, the 32 layers"),
+        (BASE + "--pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers 9",
+         "num_layers_in_first_pipeline_stage = 9: 32 layers do not come out whole on 4 ranks"),
+        ("a.seq_length = 5\nb.seq_length = 6\nmicro_batch_size = 1\nglobal_batch_size = 16",
+         "seq_length = 5, and 6: give one"),
+    ],
+)  # fmt: skip
+def test_what_no_configuration_says_of_megatron_is_refused(text, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        megatron(text)
+
+
+def test_the_dispatcher_that_megatron_lm_has_by_default_is_not_estimated() -> None:
+    with pytest.raises(InputError, match="moe_token_dispatcher_type = allgather, Megatron-LM's"):
+        megatron(BASE + "--expert-model-parallel-size 8", "qwen3-30b-a3b")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a b c", r"neither TOML nor Python \(line 1: .*\); give a torchtitan config"),
+        ("x = 1", "local_batch_size: is missing; give it"),
+        ("config.training.local_batch_size = n()", r"local_batch_size = n\(\): is not read, since"),
+        ("config.training.local_batch_size = 2.5", "= 2.5: must be a whole number >= 1"),
+        (TITAN.replace("'none'", "'selective'"), "activation_checkpoint = selective: what"),
+        (TITAN + "[parallelism]\ntensor_parallel_degree = 3", "16 GPUs: are not"),
+        (TITAN + "[parallelism]\ndata_parallel_replicate_degree = 4", "= 4 with 4 shards: state"),
+        (TITAN.replace("16", "4\nglobal_batch_size = 128") + "[parallelism]\n"
+         "pipeline_parallel_degree = 2", "= 128: is 4 passes of the pipeline .* = 16 to compare"),
+        (TITAN.replace("16", "4\nglobal_batch_size = 63"), "= 63, local_batch_size = 4 and pipe"),
+        (TITAN + "[parallelism]\npipeline_parallel_degree = 2\npipeline_parallel_schedule = "
+         "'GPipe'", "pipeline_parallel_schedule = GPipe: the step of 1F1B"),
+        (TITAN + "[parallelism]\npipeline_parallel_degree = 2\npipeline_parallel_layers_per_stage ="
+         " 3", "12 stages on pp = 2 with 1F1B: 1F1B has one for each rank"),
+        (TITAN + "[parallelism]\npipeline_parallel_schedule_csv = 'a.csv'", "_csv: is not read;"),
+        (TITAN.replace("[act", "dtype = 'bfloat16'\n[act"), "training.dtype = bfloat16: gradients"),
+        (TITAN + "[parallelism]\npipeline_parallel_degree = 2\nmodule_fqns_per_model_part = "
+         "[['tok_embeddings', 'layers.1'], ['norm', 'lm_head']]", "sizes .2, 1.: must be 2"),
+    ],
+)  # fmt: skip
+def test_what_no_configuration_says_of_torchtitan_is_refused(text, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        titan(text)
+
+
+@pytest.mark.parametrize(
+    ("configuration", "message"),
+    [
+        (run("llama3-8b", pp=4, schedule="zb-h1"), "schedule 'zb-h1': Megatron-Core has 1F1B and"),
+        (run("llama3-8b", pp=4, chunks=2, placement="v"), "placement 'v': Megatron-Core has stage"),
+        (run("llama3-8b", pp=4, chunks=2, num_microbatches=6), "2 chunks on pp = 4 with 6 micro-b"),
+        (run("llama3-8b", cp=4, sequence=4100), "sequence = 4100 with cp = 4: Megatron-LM cuts it"),
+        (run("llama3-8b", lean=True), "lean: Megatron-Core has no switch"),
+        (run("llama3-8b", recompute=frozenset({"full", "mlp"})), "full is all of it"),
+        (run("llama3-8b", recompute=frozenset({"moe"})), r"recompute \['moe'\]: 'llama3-8b' has"),
+        (run("llama3-8b", recompute=frozenset({"full"}), cuda_graphs=True), "cuda_graphs with rec"),
+        (run("llama3-8b", pp=4, offloaded_layers=8), "offloaded_layers = 8 with pp = 4:"),
+        (run("llama3-8b", offloaded_layers=32), "offloaded_layers = 32 of 32 with recompute"),
+        (run("llama3-8b", offloaded_layers=3, cuda_graphs=True), "= 3 with cuda_graphs: copies of"),
+        (run("qwen3-30b-a3b", pp=2, offloaded_layers=3, recompute=frozenset({"moe"})),
+         r"offloaded_layers = 3 with recompute \['moe'\]: which module's"),
+        (run("qwen3-30b-a3b", tp=2, etp=2, sequence_parallel=False), "tp = 2 without sequence_par"),
+        (run("qwen3-30b-a3b", dp=8, ep=8, dispatch="fp8"), "dispatch 'fp8': Megatron-Core 0.16.1"),
+        (run("qwen3-30b-a3b", dp=8, ep=8, pp=4, ep_overlap=True), "ep_overlap with ep = 8, pp = 4"),
+        (run("gpt-oss-120b", dp=8, ep=4, etp=2), "etp = 2: experts of 'gpt-oss-120b' have biases"),
+        (run("qwen3-30b-a3b", precision="fp32", recompute=frozenset({"moe_act"})), "moe_act with"),
+        (run("qwen3-30b-a3b", precision="fp16", dp=4, ep=4), "precision 'fp16' with ep = 4"),
+        (run("gemma2-9b"), "model 'gemma2-9b' has 4 norms in a layer: Megatron-LM's arguments"),
+        (run("llama3-8b", pp=2, sizes=(30, 5)), r"sizes \[30, 5\]: must be 2, one for each stage"),
+    ],
+)  # fmt: skip
+def test_what_megatron_cannot_run_is_refused(configuration, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        megatron_arguments(configuration)
+
+
+@pytest.mark.parametrize(
+    ("configuration", "named", "message"),
+    [
+        (run("llama3-8b", zero=1), {}, "zero = 1 with cp = 1: torchtitan spreads weights,"),
+        (run("llama3-8b", zero=0, cp=2), {}, "zero = 0 with cp = 2"),
+        (run("llama3-8b", zero=3, pp=4, schedule="zb-h1"), {}, "has no name for it; give its CSV"),
+        (run("llama3-8b", zero=3, pp=4, chunks=2, placement="v"), {"schedule": "1F1B"},
+         "schedule '1F1B' with placement 'v' and 2 chunks: torchtitan places a V of two by"),
+        (run("llama3-8b", zero=3, pp=4), {"schedule": "Interleaved1F1B"}, "runs it as 1F1B, GPipe"),
+        (run("llama3-8b", zero=3, pp=4, num_microbatches=3), {}, "3 micro-batches on pp = 4"),
+        (run("llama3-8b", zero=3, offloaded_layers=2), {}, "offloaded_layers = 2: torchtitan"),
+        (run("llama3-8b", zero=3, recompute=frozenset({"mlp"})), {}, r"recompute \['mlp'\], lean"),
+        (run("llama3-8b", zero=3, precision="fp16"), {}, "precision 'fp16', flash = True"),
+        (run("llama3-8b", zero=3, dp=2, overlap=False), {}, "overlap = False: torchtitan's FSDP"),
+        (run("llama3-8b", zero=3, tp=16), {}, "tp = 16: torchtitan splits the 8 key/value heads"),
+        (run("llama3.2-1b", zero=3, pp=2), {}, "pp = 2: torchtitan ties embedding and head"),
+        (run("llama3-8b", zero=3, pp=2, cuda_graphs=True), {}, "cuda_graphs with pp = 2 and ep ="),
+        (run("llama3-8b", zero=3, pp=2, sizes=(34, 0)), {}, r"stages \[1\]: hold nothing"),
+        (run("qwen3-30b-a3b", zero=3, dp=4, ep=2, etp=2), {}, "etp = 2 with ep = 2: .* etp = 1"),
+        (run("qwen3-30b-a3b", zero=3, dp=4, ep=4, ep_overlap=True), {}, "ep_overlap = True,"),
+        (run("deepseek-v3-mtp", zero=3), {}, "mtp = 1: torchtitan's MTP layers need the embedding"),
+        (run("gpt-oss-20b", zero=3, cp=2), {}, "cp = 2: torchtitan's GPT-OSS has no context"),
+        (run("llama2-70b", zero=3), {}, "model 'llama2-70b': torchtitan 0.3.0 has no model of its"),
+    ],
+)  # fmt: skip
+def test_what_torchtitan_cannot_run_is_refused(configuration, named, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        torchtitan_config(configuration, **named)
+
+
+def test_a_csv_says_the_order_and_the_name_where_stages_stand() -> None:
+    line = run("llama3-8b", zero=3, pp=4, schedule="zb-h2", num_microbatches=3)
+    text = torchtitan_config(line, csv="my schedule.csv")
+    assert "pipeline_parallel_schedule='PipelineScheduleMulti'" in text
+    assert "pipeline_parallel_schedule_csv='my schedule.csv'" in text
+    v = run("llama3-8b", zero=3, pp=4, chunks=2, placement="v")
+    text = torchtitan_config(v, csv="v.csv", schedule="DualPipeV")
+    assert "pipeline_parallel_schedule='DualPipeV'" in text
+
+
+NAMES = (
+    "tensor_model_parallel_size", "pipeline_model_parallel_layout", "recompute_modules", "fp8",
+    "virtual_pipeline_model_parallel_size", "num_layers_in_first_pipeline_stage", "seq_length",
+    "recompute_num_layers", "recompute_granularity", "cp_comm_type", "mtp_num_layers",
+    "num_layers_per_virtual_pipeline_stage", "pipeline_model_parallel_size",
+    "attention_backend", "activation_offload_fraction", "fine_grained_activation_offloading",
+    "expert_model_parallel_size", "expert_tensor_parallel_size", "global_batch_size",
+    "account_for_embedding_in_pipeline_split", "micro_batch_size", "cpu_offloading_num_layers",
+)  # fmt: skip
+TITAN_NAMES = (
+    "parallelism.module_fqns_per_model_part", "parallelism.fsdp_reshard_after_forward",
+    "parallelism.pipeline_parallel_layers_per_stage", "parallelism.pipeline_parallel_degree",
+    "parallelism.pipeline_parallel_first_stage_less_layers", "model.converters",
+    "parallelism.pipeline_parallel_schedule", "training.local_batch_size", "training.dtype",
+    "parallelism.expert_parallel_degree", "parallelism.data_parallel_shard_degree",
+    "activation_checkpoint.mode", "compile.enable_async_tensor_parallel", "training.seq_len",
+    "parallelism.tensor_parallel_degree", "model.moe_comm_backend",
+    "training.mixed_precision_param", "training.global_batch_size",
+)  # fmt: skip
+JUNK = [
+    "0", "-1", "1", "2", "4", "16", "1.5", "nan", "inf", "true", "null", "full", "block", "[]",
+    "[1, 2]", "[[1], [2]]", "'Et*32|L'", "'|'", "'(t'", "{}", "''", "$X", "x",
+]  # fmt: skip
+
+
+@few(150)
+@given(st.lists(st.tuples(st.sampled_from(NAMES), st.sampled_from(JUNK)), max_size=5), st.data())
+def test_any_values_of_megatron_are_read_or_refused_in_a_sentence(pairs, data) -> None:
+    more = [("micro_batch_size", "1"), ("global_batch_size", "16"), ("seq_length", "4096")]
+    pairs = pairs + [(name, value) for name, value in more if name not in dict(pairs)]
+    as_arguments = [f"--{name.replace('_', '-')} {value}" for name, value in pairs]
+    forms = [" ".join(as_arguments), "\n".join(f"{name}: {value}" for name, value in pairs)]
+    model = data.draw(st.sampled_from(["llama3-8b", "deepseek-v3-mtp"]))
+    with contextlib.suppress(InputError):
+        megatron(data.draw(st.sampled_from(forms)), model)
+
+
+@few(150)
+@given(
+    st.dictionaries(st.sampled_from(TITAN_NAMES), st.sampled_from(JUNK), max_size=5),
+    st.booleans(),
+)
+def test_any_values_of_torchtitan_are_read_or_refused_in_a_sentence(pairs, as_toml) -> None:
+    pairs = {"training.local_batch_size": "16", "training.seq_len": "4096", **pairs}
+    pairs.setdefault("activation_checkpoint.mode", "'none'")
+    root = "" if as_toml else "config."
+    text = "\n".join(f"{root}{name} = {value}" for name, value in pairs.items())
+    with contextlib.suppress(InputError):
+        titan(text)

@@ -1,0 +1,308 @@
+"""What is pasted: the frameworks' own code takes it, and reading it back gives the same."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from optpipe.presets import MODELS, PipelineCut, Training, find_gpu, find_model, total_parameters
+from optpipe.presets.configuration import Configuration
+from optpipe.presets.megatron import _FLAGS, _NEGATIVE_FLAGS, megatron_arguments, megatron_yaml
+from optpipe.presets.megatron_reader import read_megatron
+from optpipe.presets.shape import PRECISIONS
+from optpipe.presets.torchtitan import TITAN_MODELS, read_torchtitan, torchtitan_config
+from tests.strategies import few
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(model: str, gpu: str = "h100", *, sizes: tuple[int, ...] = (), **fields) -> Configuration:
+    """A configuration; fields of the pipeline's cut go there."""
+    names = ("pp", "chunks", "num_microbatches", "placement", "layout", "schedule")
+    cut = {name: fields.pop(name) for name in names if name in fields}
+    if cut.get("chunks", 1) > 1:
+        cut.setdefault("placement", "loop")
+    cut.setdefault("num_microbatches", 16)
+    return Configuration(
+        shape=find_model(model), hardware=find_gpu(gpu), training=Training(**fields),
+        pipeline=PipelineCut(**cut), sizes=sizes,
+    )  # fmt: skip
+
+
+full, act = frozenset({"full"}), frozenset({"moe_act"})
+MEGATRON = {
+    "dense, interleaved": run("llama3.1-405b", tp=8, cp=2, dp=2, sequence=8192, precision="fp8",
+                              pp=8, chunks=4),
+    "empty stages, FSDP, recomputed": run("gpt3-175b", tp=8, dp=2, zero=3, recompute=full, pp=4,
+                                          sizes=(1, 48, 0, 49), sequence=2048),
+    "MTP, folded, captured": run(
+        "deepseek-v3-mtp", "gb200", tp=2, dp=32, ep=64, precision="mxfp8", cuda_graphs=True,
+        recompute=frozenset({"mla_up_proj", "moe_act"}), dispatcher="deduplicated",
+        ep_overlap=True, pp=4, chunks=2, sizes=(10, 8, 8, 8, 8, 8, 12, 2),
+    ),
+    "half offloaded": run("gpt-oss-120b", tp=1, dp=8, ep=8, recompute=act, offloaded_layers=18,
+                          pp=4),
+    "layers offloaded": run("llama3-70b", tp=4, dp=16, zero=3, offloaded_layers=40),
+    "latent, no query rank, unfused, fp4": run("deepseek-v2-lite", "gb200", tp=2, dp=4, ep=4, pp=2,
+                                               flash=False, precision="nvfp4"),
+    "expert in every second layer": run("llama4-maverick", tp=4, dp=8, ep=32, etp=1, pp=2),
+}  # fmt: skip
+TITAN = {
+    "interleaved, recomputed, async": run("llama3-8b", tp=2, dp=2, zero=2, recompute=full, pp=2,
+                                          chunks=2, sizes=(8, 9, 9, 8)),
+    "a V with experts in fp8": run("deepseek-v3", "gb200", tp=2, dp=32, ep=64, zero=3,
+                                   dispatcher="deduplicated", precision="mxfp8", overlap=False,
+                                   pp=4, chunks=2, placement="v"),
+    "no pipeline": run("qwen3-235b-a22b", tp=2, dp=32, ep=64, zero=3, micro_batch=2),
+    "ZB-H1 by CSV": run("llama3-8b", dp=2, zero=3, pp=4, schedule="zb-h1"),
+    "fp8, replicated": run("llama3-8b", dp=4, zero=0, precision="fp8", pp=4, sequence=8192),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def answers():
+    """What both frameworks say, asked once: importing them takes most of the time."""
+    calls: list[tuple[str, str, dict[str, Any]]] = [("flags", "megatron_flags", {})]
+    calls += [(name, "megatron", {"text": megatron_yaml(one)}) for name, one in MEGATRON.items()]
+    for name, one in TITAN.items():
+        text = torchtitan_config(one, csv="a.csv" if "CSV" in name else None)
+        split = name.startswith("interleaved")
+        calls.append((name, "torchtitan", {"text": text, "num_gpus": one.num_gpus, "split": split}))
+    models = [(model.module, model.flavor) for model in TITAN_MODELS.values()]
+    calls.append(("parameters", "parameters", {"models": models}))
+    asked = [{"call": call, "with": given} for _, call, given in calls]
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.presets.frameworks"],
+        input=json.dumps(asked), capture_output=True, text=True, check=False, cwd=ROOT,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return dict(zip([name for name, *_ in calls], json.loads(done.stdout), strict=True))
+
+
+@pytest.mark.parametrize("name", MEGATRON)
+def test_megatron_core_places_the_layers_of_our_yaml_so(answers, name):
+    """Its own TransformerConfig, with the layout's rules, and those of DDP and optimizer."""
+    configuration, found = MEGATRON[name], answers[name]
+    assert "refused" not in found, found
+    pp, chunks = configuration.pipeline.pp, configuration.pipeline.chunks
+    assert (found["chunks"] or 1) == chunks
+    n, offloaded = configuration.shape.num_layers, configuration.training.offloaded_layers
+    is_part = 0 < offloaded < n and pp > 1
+    assert found["sizes"] == _sizes(configuration)
+    assert found["activation"] == ("silu" if configuration.shape.mlp == "swiglu" else "gelu")
+    assert found["attention"] == ("auto" if configuration.training.flash else "unfused")
+    assert found["later"] == (pytest.approx(offloaded / n, abs=1e-6) if is_part else None)
+    if pp == 1:
+        assert found["layers"] is None
+        return
+    for stage, held in enumerate(configuration.stages):
+        theirs = found["layers"][stage % pp][stage // pp]
+        counts = [theirs.count(kind) for kind in ("embedding", "decoder", "mtp", "loss")]
+        assert counts == [held.embedding, held.transformer, held.mtp, held.head]
+        assert len(theirs) == held.total
+
+
+def _sizes(configuration: Configuration) -> dict[str, Any]:
+    """What Megatron-Core's configuration has, by our own names; None where it has none."""
+    shape, training = configuration.shape, configuration.training
+    experts, latent = shape.experts, shape.latent
+    return {
+        "num_layers": shape.num_layers,
+        "hidden_size": shape.hidden,
+        "ffn_hidden_size": shape.ffn,
+        "num_attention_heads": shape.num_heads,
+        "num_query_groups": shape.num_kv_heads,
+        "kv_channels": shape.hidden // shape.num_heads if latent else shape.width,
+        "num_moe_experts": experts and experts.num,
+        "moe_ffn_hidden_size": experts and experts.ffn,
+        "moe_router_topk": experts.active if experts else 2,
+        "moe_shared_expert_intermediate_size": (experts and experts.shared_ffn) or None,
+        "mtp_num_layers": shape.mtp or None,
+        "q_lora_rank": latent and latent.query_rank,
+        "kv_lora_rank": latent and latent.kv_rank,
+        "qk_head_dim": latent and latent.nope,
+        "v_head_dim": latent and latent.value,
+        "tensor_model_parallel_size": training.tp,
+        "context_parallel_size": training.cp,
+        "expert_model_parallel_size": training.ep,
+        "expert_tensor_parallel_size": training.etp if experts else training.tp,
+        "add_bias_linear": shape.bias in ("all", "attention"),
+    }
+
+
+def test_flags_are_those_that_megatron_cores_fields_name(answers):
+    """Where a field's metadata name its flag; the others are not in the package."""
+    named = answers["flags"]
+    ours = {
+        name: _NEGATIVE_FLAGS.get(name) or _FLAGS.get(name, f"--{name.replace('_', '-')}")
+        for configuration in MEGATRON.values()
+        for name in _names(megatron_yaml(configuration))
+    }
+    both = {name: flag for name, flag in ours.items() if name in named}
+    assert set(both) == {"fp8", "fp4", "add_bias_linear"}
+    assert both == {name: named[name][0] for name in both}
+
+
+def _names(text: str) -> set[str]:
+    return {line.strip().partition(":")[0] for line in text.splitlines()}
+
+
+@pytest.mark.parametrize("name", TITAN)
+def test_torchtitan_loads_our_config_and_places_its_stages_so(answers, name):
+    """Its config manager, its model's checks of the degrees, its split and its schedule's name."""
+    configuration, found = TITAN[name], answers[name]
+    assert "refused" not in found, found
+    cut = configuration.pipeline
+    placement = cut.stages
+    if cut.pp > 1:
+        owned = [[s for s, rank in enumerate(placement) if rank == r] for r in range(cut.pp)]
+        assert found["stages"] == owned
+        assert found["microbatches"] == cut.num_microbatches
+        assert [len(part) - ("norm" in part) for part in found["modules"]] == [
+            held.total for held in configuration.stages
+        ]
+        layers = [f"layers.{index}" for index in range(configuration.shape.num_layers)]
+        every = ["tok_embeddings", *layers, "norm", "lm_head"]
+        assert [name for part in found["modules"] for name in part] == every
+    assert found["csv"] == ("a.csv" if "CSV" in name else "")
+    wanted = "FullAC.Config" if configuration.training.recompute else "NoneType"
+    assert found["recompute"] == wanted
+    if found["parameters"] is not None:
+        whole, *parts = found["parameters"]
+        assert whole == sum(parts) == total_parameters(configuration.shape)
+        assert min(parts) > 0
+
+
+def test_torchtitans_models_are_the_catalogues_to_the_last_parameter(answers):
+    wanted = {name: total_parameters(MODELS[name]) for name in TITAN_MODELS}
+    assert dict(zip(TITAN_MODELS, answers["parameters"], strict=True)) == wanted
+
+
+# --- Written and read back.
+
+
+@st.composite
+def cuts(draw, num_layers: int, ends: int, most_ranks: int, least: int):
+    """A pipeline's cut and the sizes of its stages, ``ends`` parts behind the layers."""
+    pp = draw(st.sampled_from([1, 2, 4, most_ranks]))
+    chunks = draw(st.sampled_from([1, 2, 3])) if pp > 1 else 1
+    count = pp * chunks
+    if pp == 1:
+        return PipelineCut(num_microbatches=draw(st.integers(1, 9))), ()
+    inner = draw(
+        st.lists(st.integers(0, num_layers - least * count), min_size=count - 1, max_size=count - 1)
+    )
+    marks = [0, *sorted(inner), num_layers - least * count]
+    sizes = [b - a + least for a, b in pairwise(marks)]
+    sizes[0] += 1
+    sizes[-1] += ends
+    cut = PipelineCut(
+        pp=pp, chunks=chunks, num_microbatches=pp * draw(st.integers(1, 4)),
+        placement="loop" if chunks > 1 else "linear",
+    )  # fmt: skip
+    return cut, tuple(sizes)
+
+
+@st.composite
+def degrees(draw, shape):
+    """Degrees that divide what they split."""
+    tp, cp, dp = (draw(st.sampled_from([1, 2, 4])) for _ in range(3))
+    fields = {"tp": tp, "cp": cp, "dp": dp, "micro_batch": draw(st.integers(1, 3))}
+    if shape.experts is not None:
+        both = draw(st.sampled_from([n for n in (1, 2, 4, 8, 16) if tp * cp * dp % n == 0]))
+        fields["etp"] = draw(st.sampled_from([n for n in (1, 2) if both % n == 0]))
+        fields["ep"] = both // fields["etp"]
+    return fields
+
+
+@st.composite
+def for_megatron(draw):
+    shape = MODELS[
+        draw(st.sampled_from(["llama3-8b", "qwen3-30b-a3b", "llama3-8b", "deepseek-v3-mtp"]))
+    ]
+    cut, sizes = draw(cuts(shape.num_layers, 1 + shape.mtp, 8, 0))
+    fields = draw(degrees(shape))
+    has_experts = shape.experts is not None
+    modules = {"core_attn", "layernorm", "mlp"} | ({"moe", "moe_act"} if has_experts else set())
+    precision = draw(
+        st.sampled_from([one for one in PRECISIONS if one != "fp16" or not has_experts])
+    )
+    recompute = draw(st.just({"full"}) | st.sets(st.sampled_from(sorted(modules))))
+    captured = draw(st.booleans()) and not recompute & {"full", "moe"}
+    offloaded = draw(st.integers(0, shape.num_layers - 1))
+    if captured or recompute or (cut.pp > 1 and not has_experts):
+        offloaded = 0
+    if precision == "fp32":
+        recompute -= {"moe_act"}
+    is_overlapped = (
+        has_experts and fields["ep"] > 1 and cut.chunks > 1 and "full" not in recompute
+        and precision != "fp32" and draw(st.booleans())
+    )  # fmt: skip
+    training = Training(
+        **fields,
+        zero=draw(st.integers(0, 3)),
+        precision=precision,
+        flash=draw(st.booleans()),
+        sequence_parallel=fields["tp"] == 1 or has_experts or draw(st.booleans()),
+        recompute=frozenset(recompute),
+        cuda_graphs=captured,
+        ep_overlap=is_overlapped,
+        dispatcher=draw(st.sampled_from(["alltoall", "deduplicated"][: 1 + has_experts])),
+        overlap=draw(st.booleans()),
+        offloaded_layers=offloaded,
+    )  # fmt: skip
+    gpu = find_gpu(draw(st.sampled_from(["h100", "gb200"])))
+    return Configuration(shape=shape, hardware=gpu, training=training, pipeline=cut, sizes=sizes)
+
+
+@few(60)
+@given(for_megatron())
+def test_megatrons_arguments_and_yaml_say_the_whole_configuration(configuration) -> None:
+    line = shlex.join(megatron_arguments(configuration))
+    for text in (line, line.replace(" --", " \\\n  --"), megatron_yaml(configuration)):
+        found = read_megatron(
+            text, configuration.shape, configuration.hardware, configuration.num_gpus
+        )
+        assert found == configuration
+
+
+@st.composite
+def for_torchtitan(draw):
+    shape = MODELS[draw(st.sampled_from(["llama3-8b", "qwen3-30b-a3b", "deepseek-v3"]))]
+    cut, sizes = draw(cuts(shape.num_layers, 1, 8, 1))
+    fields = draw(degrees(shape))
+    has_experts = shape.experts is not None
+    fields["etp"] = fields["tp"] if has_experts and fields.get("ep", 1) == 1 else 1
+    assume(fields["tp"] * fields["cp"] * fields["dp"] % (fields.get("ep", 1) * fields["etp"]) == 0)
+    narrow = ["fp8", "mxfp8"] if has_experts else ["fp8", "mxfp8", "nvfp4"]
+    training = Training(
+        **fields,
+        zero=draw(st.sampled_from([0, 2, 3] if fields["cp"] == 1 else [2, 3])),
+        precision=draw(st.sampled_from(["bf16", "fp32", *narrow])),
+        sequence_parallel=fields["tp"] == 1 or draw(st.booleans()),
+        recompute=draw(st.sampled_from([frozenset(), full])),
+        cuda_graphs=cut.pp == 1 and fields.get("ep", 1) == 1 and draw(st.booleans()),
+        dispatcher=draw(st.sampled_from(["alltoall", "deduplicated"][: 1 + has_experts])),
+        overlap=fields["tp"] == 1 or draw(st.booleans()),
+    )  # fmt: skip
+    gpu = find_gpu("h100")
+    return Configuration(shape=shape, hardware=gpu, training=training, pipeline=cut, sizes=sizes)
+
+
+@few(40)
+@given(for_torchtitan())
+def test_torchtitans_config_says_the_whole_configuration(configuration) -> None:
+    text = torchtitan_config(configuration)
+    found = read_torchtitan(
+        text, configuration.shape, configuration.hardware, configuration.num_gpus
+    )
+    assert found == configuration

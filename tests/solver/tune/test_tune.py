@@ -1,0 +1,278 @@
+"""Tuning: bounds against every cut of every configuration of a small space, and what is said."""
+
+import re
+from dataclasses import replace
+from itertools import combinations, groupby, pairwise, product
+from math import inf
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from optpipe.errors import InputError
+from optpipe.presets import Experts, ModelShape, PipelineCut, Training, find_gpu, find_model
+from optpipe.presets.configuration import Configuration
+from optpipe.presets.step import in_flight
+from optpipe.problem import placement_of
+from optpipe.schedule import ActionType
+from optpipe_solver.milp.plan.pattern import NUM_DURATIONS, kind_number, patterns_of
+from optpipe_solver.plan import plan
+from optpipe_solver.tune import TuneQuestion, judge, tune
+from optpipe_solver.tune.bounds import LayerTable, interleaved_share
+from optpipe_solver.tune.judge import ConfigurationJudge
+from optpipe_solver.tune.space import TuneCandidate, candidates
+from tests.strategies import few
+
+SMALL = ModelShape(
+    name="small", num_layers=4, hidden=2048, num_heads=16, num_kv_heads=8, ffn=8192, vocab=50_000
+)
+WITH_EXPERTS = replace(
+    SMALL, name="small-moe", experts=Experts(num=8, active=2, ffn=2048, dense_layers=1)
+)
+GPU = find_gpu("h100")
+
+
+def asked(shape: ModelShape = SMALL, **fields) -> TuneQuestion:
+    given_fields = {
+        "shape": shape,
+        "hardware": GPU,
+        "num_gpus": 4,
+        "global_batch": 16,
+        "training": Training(sequence=2048, cuda_graphs=True),
+        "framework": "megatron",
+        "fixed": {"tp": 1, "cp": 1},
+    }
+    return TuneQuestion(**(given_fields | fields))
+
+
+def all_cuts(num_layers: int, num_stages: int):
+    for ends in combinations(range(1, num_layers), num_stages - 1):
+        yield tuple(b - a for a, b in pairwise((0, *ends, num_layers)))
+
+
+def exhaustively(question: TuneQuestion) -> dict:
+    """Return each candidate's fastest step in ms over all its cuts; infinite where none fits."""
+    num_layers = question.shape.num_layers + 2
+    found = {}
+    for candidate in candidates(question):
+        made = ConfigurationJudge(question, candidate.training, candidate.cut())
+        rows = (
+            made.by_families(sizes)
+            for sizes in all_cuts(num_layers, candidate.pp * candidate.chunks)
+        )
+        found[candidate] = min((row.step_ms for row in rows if row is not None), default=inf)
+    return found
+
+
+TIGHT = 9_800_000_000
+
+
+@pytest.mark.parametrize(
+    "question",
+    [asked(), asked(memory_bytes=TIGHT), asked(WITH_EXPERTS, memory_bytes=TIGHT)],
+    ids=["dense", "dense, tight", "experts, tight"],
+)
+def test_no_cut_of_any_configuration_beats_its_bounds(question: TuneQuestion) -> None:
+    """And what is answered is the best of all of them, within what the certificate leaves."""
+    best_of = exhaustively(question)
+    for (training, pp), group in groupby(best_of, key=lambda one: (one.training, one.pp)):
+        table = LayerTable(question, training, pp)
+        for candidate in group:
+            fastest_ms = best_of[candidate]
+            for bound_of in (table.quick_ms, table.packed_ms, table.filled_ms):
+                assert bound_of(candidate) <= fastest_ms * (1 + 1e-6), candidate
+    fastest_ms = min(best_of.values())
+    assert fastest_ms < inf
+    if question.memory_bytes == TIGHT:
+        assert inf in best_of.values(), "memory is no question here"
+    result = tune(question, time_limit_s=30, gap=0.0)
+    assert result.best is not None
+    assert result.bound_ms <= fastest_ms * (1 + 1e-6)
+    assert (
+        fastest_ms * (1 - 1e-6) <= result.best.step_ms <= fastest_ms / (1 - result.gap) * 1.000001
+    )
+    counts = result.counts
+    assert counts.total == len(best_of)
+    assert counts.do_not_fit <= sum(ms == inf for ms in best_of.values())
+    assert counts.total == counts.do_not_fit + counts.excluded + counts.solved + counts.open
+
+
+def dealt_ms(table: LayerTable, candidate: TuneCandidate) -> float:
+    """Return what the busiest rank computes at least: every way to deal layers to ranks.
+
+    To their stages as a cut does where there are several, to the ranks at will where there is one.
+    """
+    first, layer, last = table.parts
+    pp, chunks = candidate.pp, candidate.chunks
+    held = [in_flight(r, candidate.cut()) if table.fused else (1,) * chunks for r in range(pp)]
+    least = inf
+    for owners in _deals(layer.number, pp, chunks):
+        busy, need = [0.0] * pp, [0.0] * pp
+        for part, (rank, chunk) in zip((first, *[layer] * layer.number, last), owners, strict=True):
+            busy[rank] += part.whole_ms
+            need[rank] += part.static + held[rank][chunk] * part.kept
+        if max(need) <= table.room:
+            least = min(least, max(busy))
+    return least
+
+
+def _deals(num_layers: int, pp: int, chunks: int):
+    if chunks == 1:
+        for counts in product(range(num_layers + 1), repeat=pp):
+            if sum(counts) == num_layers:
+                ranks = [rank for rank, count in enumerate(counts) for _ in range(count)]
+                yield from ([(rank, 0) for rank in (0, *ranks, end)] for end in range(pp))
+        return
+    stages = [(rank, chunk) for chunk in range(chunks) for rank in range(pp)]
+    for sizes in all_cuts(num_layers + 2, len(stages)):
+        yield [stage for stage, size in zip(stages, sizes, strict=True) for _ in range(size)]
+
+
+@pytest.mark.parametrize("framework", ["megatron", "torchtitan"])
+@pytest.mark.parametrize("gigabytes", [80, 10.5, 9.8, 9.2])
+def test_whole_layers_are_dealt_as_well_as_they_can_be(framework: str, gigabytes: float) -> None:
+    """Never better than a cut, and where ranks have one stage exactly as the best deal."""
+    question = asked(framework=framework, memory_bytes=int(gigabytes * 1e9))
+    num_packed = 0
+    for candidate in candidates(question):
+        table = LayerTable(question, candidate.training, candidate.pp)
+        m, packed = candidate.num_microbatches, table.packed_ms(candidate)
+        expected = max(m * dealt_ms(table, candidate) + table.after_ms, table.quick_ms(candidate))
+        assert packed <= expected * (1 + 1e-9), candidate
+        if candidate.chunks == 1:
+            assert packed == pytest.approx(expected, rel=1e-9)
+        num_packed += packed > table.quick_ms(candidate)
+    assert num_packed > 10
+
+
+def test_plans_with_free_order_do_not_beat_their_bounds_either() -> None:
+    """Where any schedule may be answered, with offload and split backwards."""
+    question = asked(framework="any", memory_bytes=TIGHT, fixed={"tp": 1, "cp": 1, "pp": 4})
+    num_planned = 0
+    for candidate in candidates(question):
+        if candidate.chunks > 1 or candidate.training.recompute:
+            continue
+        table = LayerTable(question, candidate.training, candidate.pp)
+        made = ConfigurationJudge(question, candidate.training, candidate.cut())
+        found = plan(made.model, time_limit_s=2.0, chunks=(1,), placements=("linear",))
+        if found.schedule is None:
+            continue
+        num_planned += 1
+        step_ms = found.schedule.makespan_ms + table.after_ms
+        assert table.packed_ms(candidate) <= step_ms * (1 + 1e-6)
+    assert num_planned > 1
+
+
+@given(
+    cut=st.sampled_from([(2, 2, 4), (2, 3, 6), (4, 2, 8)]),
+    share=st.floats(0.25, 0.45),
+    parts=st.lists(st.floats(0.0, 1.0), min_size=8, max_size=8),
+)
+@few(30)
+def test_no_durations_of_stages_beat_the_share_of_interleaved_1f1b(cut, share, parts) -> None:
+    pp, chunks, m = cut
+    placement = placement_of("loop", pp, chunks)
+    links = (((0.0, 0.0), (0.0, 0.0)),) * (len(placement) - 1)
+    pattern = next(
+        patterns_of(placement, m, links, transfers=False, recompute=False, names=("interleaved",))
+    )
+    whole = np.array(parts[: len(placement)]) + 1e-3
+    durations = np.zeros((NUM_DURATIONS, len(placement)))
+    durations[kind_number(ActionType.FORWARD)] = share * whole
+    durations[kind_number(ActionType.FULL_BACKWARD)] = (1 - share) * whole
+    least = interleaved_share(
+        pp, chunks, m, np.floor(1e3 * share) / 1e3, np.ceil(1e3 * share) / 1e3
+    )
+    assert pattern.length_ms(durations) >= least * whole.sum() * (1 - 1e-9)
+
+
+def test_the_share_of_interleaved_1f1b_knows_how_it_fills() -> None:
+    """More than the load, 4, and no more than the even cut takes, 4 + 3 / (4 x 4)."""
+    assert 4.1 < interleaved_share(4, 4, 16, 1 / 3, 1 / 3) <= 4.1875
+
+
+def test_what_is_run_today_is_judged_alike_and_the_gain_is_over_it() -> None:
+    question = asked()
+    today = Configuration(
+        shape=SMALL,
+        hardware=GPU,
+        training=replace(question.training, dp=1, sequence_parallel=False),
+        pipeline=PipelineCut(pp=4, num_microbatches=16, layout="even"),
+    )
+    row = judge(question, today)
+    assert row is not None
+    assert row.configuration.sizes == (2, 1, 1, 2)
+    result = tune(question, current=today, time_limit_s=20)
+    assert result.current == row
+    assert result.best is not None
+    assert result.gain == pytest.approx(1 - result.best.step_ms / row.step_ms)
+    assert result.gain > 0
+    assert row in result.rows or row.step_ms > result.best.step_ms
+    assert f"more than {result.gap:.1%} faster" in result.certificate
+
+
+def test_less_memory_is_offered_where_it_costs_time() -> None:
+    result = tune(asked(memory_bytes=TIGHT), time_limit_s=20)
+    steps = [row.step_ms for row in result.pareto]
+    peaks = [max(row.peak_bytes) for row in result.pareto]
+    assert steps == sorted(steps)
+    assert peaks == sorted(peaks, reverse=True)
+    assert max(peaks) <= TIGHT
+
+
+@pytest.mark.parametrize("framework", ["megatron", "torchtitan", "any"])
+def test_a_framework_answers_what_it_can_run(framework: str) -> None:
+    found = list(candidates(asked(framework=framework)))
+    zeros = {(one.training.zero, one.pp > 1) for one in found}
+    modules = {module for one in found for module in one.training.recompute}
+    assert modules <= ({"full"} if framework == "torchtitan" else {"full", "mlp", "layernorm"})
+    if framework == "megatron":
+        assert (3, True) not in zeros
+        assert all(one.num_microbatches % one.pp == 0 for one in found if one.chunks > 1)
+    if framework == "torchtitan":
+        assert {(2, True), (3, False)} <= zeros
+    overlapped = asked(
+        WITH_EXPERTS, framework=framework, training=Training(sequence=2048, ep_overlap=True)
+    )
+    for one in candidates(overlapped):
+        assert framework != "megatron" or "full" not in one.training.recompute
+        assert framework != "megatron" or one.pp == 1 or one.chunks > 1
+
+
+def test_fixed_degrees_are_kept() -> None:
+    fixed = {"tp": 2, "cp": 1, "pp": 2, "micro_batch": 2, "zero": 1, "chunks": 1}
+    found = list(candidates(asked(fixed=fixed)))
+    assert found
+    for one in found:
+        assert (one.training.tp, one.pp, one.training.micro_batch, one.chunks) == (2, 2, 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"framework": "deepspeed"}, "must be any, megatron, torchtitan"),
+        ({"num_gpus": 0}, "num_gpus = 0: must be 1 to"),
+        ({"fixed": {"layers": 3}}, "layers cannot be fixed"),
+        ({"fixed": {"tp": 0}}, "tp = 0: is too small"),
+        ({"headroom": 1.0}, "must be in [0, 1)"),
+    ],
+)
+def test_a_question_out_of_range_is_refused(fields, sentence: str) -> None:
+    with pytest.raises(InputError, match=re.escape(sentence)):
+        asked(**fields)
+
+
+def test_a_batch_that_nothing_splits_is_refused() -> None:
+    with pytest.raises(InputError, match="no configuration of 4 GPUs splits small"):
+        tune(asked(global_batch=3, fixed={"tp": 1, "cp": 1, "pp": 1}))
+
+
+def test_a_published_run_is_among_what_is_searched() -> None:
+    """NVIDIA's Qwen3-235B recipe, which once could not be typed in."""
+    question = TuneQuestion(
+        shape=find_model("qwen3-235b-a22b"), hardware=GPU, num_gpus=256, global_batch=2048,
+        training=Training(sequence=4096, precision="fp8", ep_overlap=True), framework="megatron",
+        fixed={"tp": 2, "pp": 8, "ep": 32, "chunks": 4, "micro_batch": 1, "cp": 1, "etp": 1},
+    )  # fmt: skip
+    assert any(not one.training.recompute for one in candidates(question))
