@@ -73,8 +73,7 @@ def test_in_v1_the_first_one_stays() -> None:
 
 def test_in_v1_whatever_is_shorter_goes_first() -> None:
     """By less than counts in v2, and with more memory."""
-    again = {"recompute_ms": 1e-10, "checkpoint_bytes": 10}
-    best = Incumbent(problem([stage(**again)], m=2))
+    best = Incumbent(problem([stage(recompute_ms=1e-10, checkpoint_bytes=10)], m=2))
     assert best.offer(programs("0F0 0RECOMPUTE0 0I0 0W0 0F1 0I1 0W1"), "lean")
     assert best.offer(FULL, "shorter")
     assert best.objective_ms == 6.0
