@@ -200,7 +200,10 @@ def duration_ms(problem: Problem, action: Action, mode: int | None = None) -> fl
 
 
 def simulate(
-    problem: Problem, programs: Programs, durations: Mapping[Action, float] | None = None
+    problem: Problem,
+    programs: Programs,
+    durations: Mapping[Action, float] | None = None,
+    message_factors: Mapping[Pass, float] | None = None,
 ) -> Simulation:
     """Run legal programs against the clock.
 
@@ -212,13 +215,16 @@ def simulate(
         Legal programs (see `optpipe.check.check`); their memory is not looked at here.
     durations
         Durations in ms that replace the problem's, for some or all actions: measured times, noise.
+    message_factors
+        What multiplies the time of the message with a pass's output, for some or all passes: both
+        how long it occupies a link and how long it takes.
 
     Raises
     ------
     IllegalScheduleError
         If the programs get stuck.
     """
-    run = _LaneRun(problem, programs, durations or {})
+    run = _LaneRun(problem, programs, durations or {}, message_factors or {})
     run.to_the_end()
     return run.result()
 
@@ -233,9 +239,14 @@ class _LaneRun:
     """
 
     def __init__(
-        self, problem: Problem, programs: Programs, durations: Mapping[Action, float]
+        self,
+        problem: Problem,
+        programs: Programs,
+        durations: Mapping[Action, float],
+        message_factors: Mapping[Pass, float],
     ) -> None:
         self.problem = problem
+        self.message_factors = message_factors
         self.programs = programs
         self.durations = {action.bare: ms for action, ms in durations.items()}
         self.modes = [modes_of(problem, program) for program in programs]
@@ -296,7 +307,9 @@ class _LaneRun:
             if needed not in self.departs:
                 self.waiting_for_pass[needed] = device
                 return None
-            start = max(start, self.departs[needed] + transit_ms(self.problem, needed, action))
+            transit = transit_ms(self.problem, needed, action)
+            transit *= self.message_factors.get(needed, 1.0)
+            start = max(start, self.departs[needed] + transit)
         transfer = awaited_transfer(action)
         if transfer is not None and transfer in self.lanes.issued:
             end = self.lanes.end.get(transfer)
@@ -310,6 +323,7 @@ class _LaneRun:
         link, length = lane_of(self.problem, made)
         if link < 0:
             return ready
+        length *= self.message_factors.get(made, 1.0)
         depart = max(ready, self.link_free[link])
         self.link_free[link] = depart + length
         self.messages.append(LinkMessage(link, made, ready, depart, depart + length))

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from optpipe.problem import Objective
 
 __all__ = [
+    "DEFAULT_NOISE",
     "BatchList",
     "BatchView",
     "Cache",
@@ -55,6 +56,9 @@ __all__ = [
     "VersionList",
     "WireModel",
 ]
+
+DEFAULT_NOISE = 0.1
+"""By which share times vary, up and down, where nobody says."""
 
 CacheUse = Literal["use", "refresh"]
 """Whether an answer found before may be given; with "refresh" it is found again."""
@@ -110,11 +114,17 @@ class SolveArguments(SearchArguments, total=False):
 class SubmissionArguments(SolveArguments, total=False):
     """How to solve a problem or to plan a model.
 
-    ``objective`` replaces the one that the problem or model names. Of a model: ``chunks``, the
-    numbers of stages per device (1 .. 8) that are tried, and ``placements``, their kinds.
+    ``objective`` replaces the one that the problem or model names. Of a problem: ``robust`` "P90"
+    ranks schedules by that percentile of the objective under noise, of which every action's time
+    varies by a share of ``jitter`` (0 <= jitter < 1) and every device's by one of ``stragglers``.
+    Of a model: ``chunks``, the numbers of stages per device (1 .. 8) that are tried, and
+    ``placements``, their kinds.
     """
 
     objective: Objective | None
+    robust: str | None
+    jitter: float | None
+    stragglers: float | None
     chunks: list[int] | tuple[int, ...] | None
     placements: list[str] | tuple[str, ...] | None
 
@@ -124,7 +134,9 @@ class JobOptions:
     """How a job is solved: the arguments of `optpipe_solver.solve` and `plan` of the same names.
 
     ``cache`` aside, which is about what other jobs have found; ``chunks`` and ``placements`` are
-    of a plan, and None where the solver chooses; ``workload`` is of a comparison.
+    of a plan, and None where the solver chooses; ``workload`` is of a comparison. ``robust`` is a
+    percentile in words (``P90``), None for the shortest schedule; ``jitter`` and ``stragglers`` are
+    its noise.
     """
 
     time_limit_s: float
@@ -134,6 +146,9 @@ class JobOptions:
     gap: float = OPTIMAL_GAP
     method: str = "auto"
     cache: CacheUse = "use"
+    robust: str | None = None
+    jitter: float = DEFAULT_NOISE
+    stragglers: float = DEFAULT_NOISE
     chunks: tuple[int, ...] | None = None
     placements: tuple[str, ...] | None = None
     workload: dict[str, float | None] | None = None
@@ -146,11 +161,12 @@ class JobOptions:
 
     def asks_the_same(self, other: JobOptions) -> bool:
         """Whether both want the same done; how long and how well aside."""
-        return (self.method, self.chunks, self.placements) == (
-            other.method,
-            other.chunks,
-            other.placements,
-        )
+        return self._task == other._task
+
+    @property
+    def _task(self) -> tuple[object, ...]:
+        noise = (self.robust, self.jitter, self.stragglers) if self.robust else None
+        return self.method, self.chunks, self.placements, noise
 
     def covers(self, other: JobOptions) -> bool:
         """Whether a solve with these options finds what one with the others would, or better.

@@ -14,7 +14,7 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from optpipe.errors import MissingExtraError
+from optpipe.errors import InputError, MissingExtraError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -35,6 +35,7 @@ __all__ = [
     "AsJson",
     "Follow",
     "Gap",
+    "Jitter",
     "JobId",
     "LinkLatency",
     "LinkRate",
@@ -42,14 +43,17 @@ __all__ = [
     "Output",
     "ProblemFile",
     "ProblemOut",
+    "RobustPercentile",
     "ScheduleFile",
     "Seed",
+    "Stragglers",
     "Threads",
     "TimeLimit",
     "Url",
     "WorkLimit",
     "interruptible",
     "needs_extra",
+    "noise_of",
     "print_error",
     "stderr",
     "stdout",
@@ -146,6 +150,18 @@ def needs_extra(extra: str) -> Iterator[None]:
         ) from None
 
 
+def noise_of(robust: str | None, jitter: float | None, stragglers: float | None) -> dict[str, Any]:
+    """Return the options under which schedules are ranked by a percentile; none where not asked.
+
+    Raises `InputError` for noise without a percentile.
+    """
+    given = {"jitter": jitter, "stragglers": stragglers}
+    noise = {name: share for name, share in given.items() if share is not None}
+    if robust is None and noise:
+        raise InputError(f"--{next(iter(noise))}: is noise, for --robust; add --robust P90")
+    return {} if robust is None else {"robust": robust, **noise}
+
+
 @contextmanager
 def interruptible() -> Iterator[Event]:
     """Let a first Ctrl-C ask for the best so far, and a second one end the program."""
@@ -213,6 +229,30 @@ Method = Annotated[
     str,
     typer.Option(
         metavar="NAME", help="auto, milp, or a published method, as optpipe compare names it."
+    ),
+]
+RobustPercentile = Annotated[
+    str | None,
+    typer.Option(
+        "--robust",
+        metavar="P90",
+        help="Rank what is found by this percentile of the objective under noise, instead of the "
+        "objective. Bound and gap stay those without noise.",
+    ),
+]
+Jitter = Annotated[
+    float | None,
+    typer.Option(
+        metavar="X",
+        help="With --robust: by which share every action's time varies.  [default: 0.1]",
+    ),
+]
+Stragglers = Annotated[
+    float | None,
+    typer.Option(
+        metavar="X",
+        help="With --robust: by which share all of a device's compute times vary together.  "
+        "[default: 0.1]",
     ),
 ]
 LinkLatency = Annotated[

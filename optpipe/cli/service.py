@@ -19,16 +19,20 @@ from optpipe.cli.console import (
     ApiKey,
     Follow,
     Gap,
+    Jitter,
     JobId,
     Method,
     Output,
     ProblemFile,
+    RobustPercentile,
     Seed,
+    Stragglers,
     Threads,
     TimeLimit,
     Url,
     WorkLimit,
     needs_extra,
+    noise_of,
     stderr,
     stdout,
 )
@@ -117,6 +121,9 @@ def submit(
     method: Method = "auto",
     gap: Gap = OPTIMAL_GAP,
     work_limit: WorkLimit = None,
+    robust: RobustPercentile = None,
+    jitter: Jitter = None,
+    stragglers: Stragglers = None,
     tag: Annotated[
         list[str] | None,
         typer.Option(metavar="TAG", help="To find the job by; may be given several times."),
@@ -139,9 +146,11 @@ def submit(
       optpipe submit problem.json
       optpipe submit problem.json --follow -o schedule.json
       optpipe submit problem.json --url http://planner:8000 --tag nightly
+      optpipe submit problem.json --robust P90 --stragglers 0.2
     """
     from optpipe.client import Client
 
+    noise = noise_of(robust, jitter, stragglers)
     problem = read_problem(problem_file)
     check_schedule_file(output)
     check_apart(output, inputs=[problem_file])
@@ -157,6 +166,7 @@ def submit(
             cache="refresh" if refresh else None,
             tags=tag or None,
             priority=priority or None,
+            **noise,
         )
         results(output).print(job.id, markup=False)
         if follow or output is not None:

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from optpipe.cli.console import (
     Gap,
+    Jitter,
     Method,
     Output,
     ProblemFile,
+    RobustPercentile,
     ScheduleFile,
     Seed,
+    Stragglers,
     Threads,
     TimeLimit,
     WorkLimit,
     needs_extra,
+    noise_of,
     stderr,
     stdout,
 )
@@ -49,10 +53,12 @@ from optpipe.problem import Objective
 from optpipe.schedule import OPTIMAL_GAP
 from optpipe.sweep import sweep
 from optpipe.units import format_ms
+from optpipe.wire import DEFAULT_NOISE
 
 if TYPE_CHECKING:
     from optpipe.problem import Problem
     from optpipe.schedule import Schedule
+    from optpipe_solver import Robust
 
 __all__ = ["bound", "check", "solve"]
 
@@ -76,6 +82,9 @@ def solve(
         Objective | None,
         typer.Option(help="Minimise this instead of what the problem says: another problem."),
     ] = None,
+    robust: RobustPercentile = None,
+    jitter: Jitter = None,
+    stragglers: Stragglers = None,
     picture: Annotated[
         Path | None,
         typer.Option(
@@ -98,9 +107,11 @@ def solve(
       optpipe solve problem.json -o schedule.csv --method greedy
       optpipe solve problem.json --work-limit 30 --gap 0.01
       optpipe solve problem.json --no-offload --no-recompute
+      optpipe solve problem.json --robust P90 --stragglers 0.2
       optpipe solve problem.json --plot picture.html
     """
     began = time.monotonic()
+    asked = noise_of(robust, jitter, stragglers)
     problem = _with_objective(read_problem(problem_file), objective)
     barred = {"offload": no_offload, "recompute": no_recompute}
     barred_names = [name for name, is_barred in barred.items() if is_barred]
@@ -130,6 +141,7 @@ def solve(
                 seed=seed,
                 gap=gap,
                 method=method,
+                robust=_robust(asked, seed),
                 **search,
             )
         found = result.schedule
@@ -148,6 +160,18 @@ def solve(
         show_schedule(console, problem, schedule, baseline_programs(problem))
         if among:
             console.print(f"{among}: {_certificate(found)}", markup=False)
+        if result.robust is not None:
+            console.print(str(result.robust), markup=False, soft_wrap=True)
+
+
+def _robust(asked: dict[str, Any], seed: int) -> Robust | None:
+    """Return by which percentile schedules are ranked, under which noise; None for none."""
+    if not asked:
+        return None
+    from optpipe_solver import Robust
+
+    noise = {"jitter": DEFAULT_NOISE, "stragglers": DEFAULT_NOISE, **asked, "seed": seed}
+    return Robust.parse(noise.pop("robust"), **noise)
 
 
 def _with_objective(problem: Problem, objective: Objective | None) -> Problem:

@@ -4,7 +4,9 @@ from optpipe_solver.bounds import Bound, lower_bound
 from optpipe_solver.compare import ComparisonRow, compare
 from optpipe_solver.feasibility import feasibility, smallest_memory
 from optpipe_solver.plan import PlanResult, plan
-from optpipe_solver.result import Progress, Result, SolveStatus
+from optpipe_solver.ranking import Noise
+from optpipe_solver.result import Progress, Result, RobustChoice, SolveStatus
+from optpipe_solver.robust import Robust
 from optpipe_solver.solve import METHODS, solve
 from optpipe_solver.warm import warm_up
 
@@ -12,9 +14,12 @@ __all__ = [
     "METHODS",
     "Bound",
     "ComparisonRow",
+    "Noise",
     "PlanResult",
     "Progress",
     "Result",
+    "Robust",
+    "RobustChoice",
     "SolveStatus",
     "compare",
     "feasibility",

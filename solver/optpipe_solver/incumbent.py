@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from optpipe.schedule import OPTIMAL_GAP, TraceEntry, gap_of
 from optpipe_solver.arrays.evaluate import Evaluator
 from optpipe_solver.feasibility import usable_modes
+from optpipe_solver.ranking import EQUAL, Contender, NoisyTimes, ranks_equals
 from optpipe_solver.result import Progress
 
 if TYPE_CHECKING:
@@ -27,9 +28,25 @@ __all__ = ["Goal", "Incumbent", "grid_ms"]
 
 _MOST_OTHERS = 4
 
+_MOST_POOLED = 40
+"""Schedules that are kept to be judged under noise, the shortest of those that were met."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pooled:
+    """A legal schedule that was met: its objective in ms, who made it, and in which turn."""
+
+    objective_ms: float
+    method: str
+    programs: Programs
+    turn: float | None = None
+
 
 class Incumbent:
     """Only checked and simulated programs get in, and only better ones; safe between threads.
+
+    In v2 of two schedules with equal objectives the better one is kept (`Contender`), in v1 the
+    first.
 
     Parameters
     ----------
@@ -37,6 +54,8 @@ class Incumbent:
         What is being solved.
     on_progress
         Told every improvement of the schedule or the bound, by one thread at a time.
+    pools
+        Whether to keep what is met beside the best, for `pool`.
 
     Attributes
     ----------
@@ -44,6 +63,9 @@ class Incumbent:
         Seconds that evaluating programs took the last time.
     metrics
         What the best programs are worth.
+    objective_ms
+        The least known, inf without any: that of the best programs, or, where equal ones were
+        shorter by rounding, theirs.
     cpu_seconds
         CPU seconds by part, of its thread and, where it asks HiGHS, of the first one of HiGHS.
     work
@@ -53,7 +75,11 @@ class Incumbent:
     """
 
     def __init__(
-        self, problem: Problem, on_progress: Callable[[Progress], None] | None = None
+        self,
+        problem: Problem,
+        on_progress: Callable[[Progress], None] | None = None,
+        *,
+        pools: bool = False,
     ) -> None:
         self.problem = problem
         self.on_progress = on_progress
@@ -69,7 +95,10 @@ class Incumbent:
         self.cpu_seconds: dict[str, float] = {}
         self.work: float | None = None
         self._evaluate = Evaluator(problem)
+        self._noisy: NoisyTimes | None = None
+        self._holder: Contender | None = None
         self._others: list[tuple[float, Programs]] = []
+        self._pooled: list[Pooled] | None = [] if pools else None
         self._lock = threading.RLock()
         self._is_closed = False
 
@@ -93,7 +122,7 @@ class Incumbent:
 
         ``expected_ms`` saves the look at programs that whoever made them knows to be no better.
         """
-        if expected_ms is not None and expected_ms >= self.objective_ms:
+        if expected_ms is not None and not self._may_be_better(expected_ms):
             return False
         began = time.perf_counter()
         metrics = self._evaluate(programs)
@@ -101,15 +130,51 @@ class Incumbent:
             return False
         objective = metrics.objective_ms(self.problem.objective)
         self.evaluate_s = time.perf_counter() - began
-        with self._lock:
-            if self._is_closed or objective >= self.objective_ms:
-                return False
-            # Programs last: who sees them without the lock then sees no older objective with them.
-            self.method, self.objective_ms, self.metrics = method, objective, metrics
-            self.programs = programs
-            self._check_bound()
-            self._tell(method, programs)
+        contender = Contender(self.problem, programs, metrics, self._percentile)
+        while True:
+            # Outside the lock, as it may take a second.
+            holder = self._holder
+            is_better = self._is_better(contender, objective, holder)
+            with self._lock:
+                if self._is_closed:
+                    return False
+                if holder is not self._holder:
+                    continue
+                if not is_better:
+                    self.objective_ms = min(objective, self.objective_ms)
+                    self._add_to_pool(Pooled(objective, method, programs))
+                    return False
+                self._take(contender, objective, method)
+                return True
+
+    def _may_be_better(self, objective_ms: float) -> bool:
+        if ranks_equals(self.problem):
+            return objective_ms <= self.objective_ms * (1 + EQUAL)
+        return objective_ms < self.objective_ms
+
+    def _is_better(
+        self, contender: Contender, objective_ms: float, holder: Contender | None
+    ) -> bool:
+        if holder is None or not ranks_equals(self.problem):
+            return objective_ms < self.objective_ms
+        if objective_ms < holder.metrics.objective_ms(self.problem.objective) * (1 - EQUAL):
             return True
+        return self._may_be_better(objective_ms) and contender.is_better_than(holder)
+
+    def _take(self, contender: Contender, objective_ms: float, method: str) -> None:
+        is_shorter = objective_ms < self.objective_ms * (1 - EQUAL)
+        least_ms = objective_ms if is_shorter else min(objective_ms, self.objective_ms)
+        # Programs last: who sees them without the lock then sees no older objective with them.
+        self.method, self.objective_ms, self.metrics = method, least_ms, contender.metrics
+        self._holder, self.programs = contender, contender.programs
+        self._add_to_pool(Pooled(objective_ms, method, contender.programs, self.work))
+        self._check_bound()
+        self._tell(method, contender.programs)
+
+    def _percentile(self, programs: Programs) -> float:
+        if self._noisy is None:
+            self._noisy = NoisyTimes(self.problem)
+        return self._noisy.percentile(programs)
 
     def offer_bound(self, bound_ms: float, method: str) -> bool:
         """Take a proven bound if it is better than what is known.
@@ -132,9 +197,10 @@ class Incumbent:
             self._tell(method, None)
             return True
 
-    def keep(self, programs: Programs, objective_ms: float) -> None:
+    def keep(self, programs: Programs, objective_ms: float, method: str = "") -> None:
         """Keep legal programs beside the best ones: a search can start from them too."""
         with self._lock:
+            self._add_to_pool(Pooled(objective_ms, method, programs))
             if all(objective_ms != known for known, _ in self._others):
                 self._others.append((objective_ms, programs))
                 self._others.sort(key=lambda other: other[0])
@@ -144,6 +210,45 @@ class Incumbent:
         """Return the best of what was kept, best first."""
         with self._lock:
             return tuple(programs for _, programs in self._others)
+
+    def _add_to_pool(self, new: Pooled) -> None:
+        if self._pooled is None:
+            return
+        if new.turn is not None:
+            # How often a part tells is a matter of time; what it has found in the end is not.
+            made = (new.turn, new.method)
+            self._pooled = [old for old in self._pooled if (old.turn, old.method) != made]
+        self._pooled.append(new)
+        if self.work is None and len(self._pooled) > 2 * _MOST_POOLED:
+            self._pooled = sorted(self._pooled, key=lambda old: old.objective_ms)[:_MOST_POOLED]
+
+    def pool(self) -> list[Pooled]:
+        """Return schedules that were met, each once: the best, then the shortest of the others."""
+        with self._lock:
+            if self.programs is None:
+                return []
+            found = [Pooled(self.objective_ms, self.method, self.programs)]
+            for one in sorted(self._pooled or (), key=lambda old: old.objective_ms):
+                if len(found) == _MOST_POOLED:
+                    break
+                if all(one.programs != known.programs for known in found):
+                    found.append(one)
+            return found
+
+    def put_first(self, chosen: Pooled) -> None:
+        """Put a schedule in the place of the best one, whatever its objective, and close.
+
+        Raises
+        ------
+        ValueError
+            If it is not legal.
+        """
+        metrics = self._evaluate(chosen.programs)
+        if metrics is None:
+            raise ValueError(f"the schedule of {chosen.method} is not legal; put a legal one first")
+        with self._lock:
+            self.method, self.metrics, self.programs = chosen.method, metrics, chosen.programs
+            self._is_closed = True
 
     def close(self) -> None:
         """Take nothing more: what comes from now on comes too late."""

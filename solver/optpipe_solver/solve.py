@@ -15,6 +15,7 @@ from optpipe_solver.families import FAMILIES
 from optpipe_solver.families.classic import build_serial
 from optpipe_solver.feasibility import feasibility
 from optpipe_solver.incumbent import Incumbent
+from optpipe_solver.lower_peaks import lower_peaks
 from optpipe_solver.milp.highs import solver_name
 from optpipe_solver.milp.horizon.items import MOST_PAIRS, num_order_pairs
 from optpipe_solver.portfolio import (
@@ -27,7 +28,9 @@ from optpipe_solver.portfolio import (
     plans,
     run_threads,
 )
+from optpipe_solver.ranking import ranks_equals
 from optpipe_solver.result import Result, SolveStatus
+from optpipe_solver.robust import choose_robust
 from optpipe_solver.warm import ensure_warm, warm_milp
 
 if TYPE_CHECKING:
@@ -36,7 +39,8 @@ if TYPE_CHECKING:
     from optpipe.problem import Problem
     from optpipe.schedule import Programs, StoppedBy, TraceEntry
     from optpipe_solver.portfolio import FamilyStart, SearchPlan
-    from optpipe_solver.result import Progress
+    from optpipe_solver.result import Progress, RobustChoice
+    from optpipe_solver.robust import Robust
 
 __all__ = ["METHODS", "contributions", "record", "solve"]
 
@@ -51,6 +55,13 @@ _MOST_THREADS = 128
 """Of HiGHS: 1.15 given 257 aborts the process when it ends, after all that was printed."""
 
 _LOOK_S = 0.02
+
+_MOMENT_S = 0.2
+"""What a solve that is told to stop may still take to choose among what it has."""
+
+_LAST_SHARE = 0.1
+"""Share of time and work that is kept for less memory at the same objective, and as much for the
+choice under noise, where that is asked for."""
 
 _SMALL = 20_000
 """Cells up to which the serial schedule is made in a tenth of a second."""
@@ -67,6 +78,7 @@ def solve(
     method: str = "auto",
     start: Programs | None = None,
     start_method: str = "given start",
+    robust: Robust | None = None,
     on_progress: Callable[[Progress], None] | None = None,
     should_stop: Callable[[], bool] | None = None,
 ) -> Result:
@@ -82,6 +94,9 @@ def solve(
         One of `METHODS`.
     start, start_method
         Programs to start from beside the families, used if legal, and who made them.
+    robust
+        Return, of the schedules that the search has met, the one that is best at a percentile of
+        the objective under noise, instead of the shortest; bound and gap stay those without noise.
     on_progress
         Told every improvement of schedule or bound, from the threads that made it.
     should_stop
@@ -115,9 +130,8 @@ def solve(
     is_warm = ensure_warm(whole=work_limit is not None)
     if method == "milp" or (method == "auto" and milp_may_prove(problem)):
         warm_milp()
-    run = _SolveRun(
-        Incumbent(problem, on_progress), limits, method, should_stop or (lambda: False), is_warm
-    )
+    best = Incumbent(problem, on_progress, pools=robust is not None)
+    run = _SolveRun(best, limits, method, should_stop or (lambda: False), is_warm, robust=robust)
     if start is not None:
         run.best.offer(start, start_method)
     run.to_the_end()
@@ -134,6 +148,8 @@ class _SolveRun:
         method: str,
         should_stop: Callable[[], bool],
         is_warm: Callable[[], bool] = lambda: True,
+        *,
+        robust: Robust | None = None,
     ) -> None:
         self.best = best
         self.best.work = None if limits.work_limit is None else 0.0
@@ -142,9 +158,13 @@ class _SolveRun:
         self.should_stop = should_stop
         self.is_warm = is_warm
         self.ended = threading.Event()
+        self.lowers = method == "auto" and ranks_equals(best.problem)
+        self.robust = robust
+        self.choice: RobustChoice | None = None
+        share = 1.0 - _LAST_SHARE * (self.lowers + (robust is not None))
         self.stop = Stop(
-            limits.time_limit_s,
-            work=limits.work_limit,
+            share * limits.time_limit_s,
+            work=None if limits.work_limit is None else share * limits.work_limit,
             seed=limits.seed,
             should_stop=self.ended.is_set,
         )
@@ -167,7 +187,47 @@ class _SolveRun:
             work += [partial(self._improve, plan, threads) for plan in found[1:]]
         run_threads(work, self._should_end, self.ended)
         self._note_why()
+        if self.lowers and self.stopped_by != "cancelled":
+            self._lower_peaks()
+        if self.robust is not None:
+            self._choose_robust(self.robust)
         self.best.close()
+
+    def _lower_peaks(self) -> None:
+        """Look for the same objective with less memory, for the share of time and work kept for it.
+
+        It never changes why the search ended.
+        """
+        limits, ended = self.limits, threading.Event()
+        left_s = limits.time_limit_s - self.best.seconds() - 0.3 * self.best.evaluate_s
+        work = None
+        if limits.work_limit is None:
+            left_s = min(left_s, _LAST_SHARE * limits.time_limit_s)
+        else:
+            work = _LAST_SHARE * limits.work_limit
+        stop = Stop(
+            left_s,
+            work=work,
+            seed=limits.seed,
+            should_stop=ended.is_set,
+        )
+        if self.best.work is not None:
+            self.best.work = self.stop.spent
+
+        def lower() -> None:
+            with self.best.clocked("less memory", stop):
+                lower_peaks(self.best, stop)
+
+        run_threads([lower], lambda: stop.left_s() <= 0.0 or self.should_stop(), ended)
+
+    def _choose_robust(self, robust: Robust) -> None:
+        """Judge what was met under noise; who is told to stop has a moment for it."""
+        left_s = self.limits.time_limit_s - self.best.seconds()
+        if self.limits.work_limit is None:
+            left_s = min(left_s, _LAST_SHARE * self.limits.time_limit_s)
+        if self.stopped_by == "cancelled":
+            left_s = min(left_s, _MOMENT_S)
+        self.choice = choose_robust(self.best, robust, Stop(left_s))
 
     def _first(self, plan: SearchPlan, threads: int) -> None:
         self._starts()
@@ -217,7 +277,7 @@ class _SolveRun:
             self.reasons.append(f"{made.method}: {made.reason or 'over the memory limit'}")
             return
         self.best.offer(made.programs, made.method, expected_ms=made.objective_ms)
-        self.best.keep(made.programs, made.objective_ms)
+        self.best.keep(made.programs, made.objective_ms, made.method)
         if self.start is None or made.objective_ms < self.start[1]:
             self.start = made.method, made.objective_ms
 
@@ -253,8 +313,11 @@ class _SolveRun:
         cpu_seconds = None
         if best.work is None:
             cpu_seconds = {part: round(spent, 3) for part, spent in best.cpu_seconds.items()}
+        method = best.method
+        if self.choice is not None:
+            method = f"{method}, P{self.choice.percent:g} {self.choice.late_ms:,.1f} ms"
         provenance = Provenance(
-            method=best.method,
+            method=method,
             start_method=start_method,
             start_objective_ms=start_ms,
             bound_method=best.bound_method or None,
@@ -266,7 +329,7 @@ class _SolveRun:
             trace=tuple(best.trace),
         )
         schedule = record(best, provenance, self.stopped_by)
-        return Result(SolveStatus(schedule.status), schedule, best.bound_ms)
+        return Result(SolveStatus(schedule.status), schedule, best.bound_ms, robust=self.choice)
 
 
 # --- The end of a solve as a schedule: its numbers as they are known, not evaluated once more.
@@ -275,7 +338,8 @@ class _SolveRun:
 def record(best: Incumbent, provenance: Provenance, stopped_by: StoppedBy) -> Schedule:
     """Return the best schedule with its proof, as `optpipe.evaluate.evaluate` would.
 
-    ``stopped_by`` is replaced by ``optimal`` where the gap says so.
+    ``stopped_by`` is replaced by ``optimal`` where the gap says so, and by ``gap`` where that of
+    another schedule was closed, which is longer under noise.
 
     Raises
     ------
@@ -285,7 +349,7 @@ def record(best: Incumbent, provenance: Provenance, stopped_by: StoppedBy) -> Sc
     programs, metrics = best.programs, best.metrics
     if programs is None or metrics is None:
         raise ValueError("best.programs = None: there must be a schedule; solve until there is one")
-    gap = gap_of(best.objective_ms, best.bound_ms)
+    gap = gap_of(metrics.objective_ms(best.problem.objective), best.bound_ms)
     optimal = gap is not None and gap <= OPTIMAL_GAP
     return Schedule(
         problem_hash=best.problem.problem_hash,
@@ -299,7 +363,7 @@ def record(best: Incumbent, provenance: Provenance, stopped_by: StoppedBy) -> Sc
         peak_bytes=metrics.peak_bytes,
         host_peak_bytes=metrics.host_peak_bytes,
         status="optimal" if optimal else "feasible",
-        stopped_by="optimal" if optimal else stopped_by,
+        stopped_by="optimal" if optimal else "gap" if stopped_by == "optimal" else stopped_by,
         provenance=provenance,
     )
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from optpipe.problem import Problem
     from optpipe.schedule import Programs
+    from optpipe_solver import Robust
 
 
 def solve(
@@ -37,12 +38,15 @@ def solve(
     method: str,
     start: Programs | None = None,
     start_method: str = "given start",
+    robust: Robust | None = None,
     on_progress: Callable[[Progress], None] | None = None,
     should_stop: Callable[[], bool] | None = None,
 ) -> Result:
     word, *arguments = problem.name.split(":")
     if word == "told":
         given = f"gap={gap:g} work={work_limit} threads={threads} seed={seed} {method}"
+        if robust is not None:
+            given = f"P{robust.percent:g} of {robust.noise}"
         told: Result = _finish(problem, serial(problem, 0), method=given)
         return told
     tell = on_progress or (lambda progress: None)

@@ -125,6 +125,16 @@ def test_solve_says_which_link_could_not_deliver_what_it_calls_optimal(optpipe, 
         assert ("warning: link 0 -> 1 is busy for 80.0 ms" in done.err) is (number == 1)
 
 
+def test_a_robust_solve_says_what_was_ranked_and_what_is_proven(optpipe, problem_file) -> None:
+    asked = ["--robust", "P95", "--jitter", 0.2, "--stragglers", 0.3, "--work-limit", 0.2]
+    done = optpipe("solve", problem_file, *asked)
+    assert done.code == 0, done.err
+    assert "P95 under noise (actions +-20 %, devices +-30 %): " in done.out
+    assert "Bound and gap are those without noise" in done.out
+    assert "proven bound" in done.out
+    assert "write P90" in optpipe("solve", problem_file, "--robust", "90").err
+
+
 def test_a_restricted_solve_makes_a_schedule_of_the_whole_problem(optpipe, tmp_path) -> None:
     """15 ms with offload: what is proven without it is said, and is no bound of the problem."""
     problem_file = write(tmp_path / "problem.json", dump_problem(make_small_problem(15)))

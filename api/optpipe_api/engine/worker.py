@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 __all__ = ["main"]
 
 _BOUND_EVERY_S = 0.2
+_EQUAL = 1e-9
 _MOST_BYTES = 1024**3
 _LAST_WORDS_S = 2.0
 _USED_UP = 3
@@ -197,10 +198,20 @@ def _solve(channel: _Channel, job: Message, solve: Callable[..., Result]) -> Mes
         **{name: options[name] for name in _OF_SOLVE},
         start=None if start is None else start.programs,
         start_method=start_method,
+        **_robust(options),
         on_progress=reporter,
         should_stop=channel.stop.is_set,
     )
     return _result(result)
+
+
+def _robust(options: dict[str, Any]) -> dict[str, Any]:
+    if options.get("robust") is None:
+        return {}
+    from optpipe_solver.robust import Robust  # noqa: PLC0415 - heavy; after the limits are set
+
+    noise = {name: options[name] for name in ("jitter", "stragglers", "seed")}
+    return {"robust": Robust.parse(options["robust"], **noise)}
 
 
 def _plan(channel: _Channel, job: Message, plan: Callable[..., PlanResult]) -> Message:
@@ -300,6 +311,7 @@ class _Reporter:
         self._problem = problem
         self._seed = seed
         self._best_ms = float("inf")
+        self._best: Programs | None = None
         self._last_bound_s = float("-inf")
         self._trace: list[TraceEntry] = []
 
@@ -318,7 +330,7 @@ class _Reporter:
         """
         made_by = Provenance(method=method, seed=self._seed)
         schedule = evaluate(problem, programs, made_by, stopped_by="cancelled")
-        self._best_ms = schedule.objective_ms
+        self._best_ms, self._best = schedule.objective_ms, programs
         header = {"seconds": 0.0, "method": method, "objective_ms": self._best_ms, "bound_ms": None}
         self._channel.send(Message("progress", header, _text(schedule)))
 
@@ -344,9 +356,16 @@ class _Reporter:
             bound_ms=progress.bound_ms,
             stopped_by="cancelled",
         )
-        if schedule.objective_ms < self._best_ms:
-            self._best_ms = schedule.objective_ms
+        if self._is_better(schedule):
+            self._best_ms, self._best = schedule.objective_ms, programs
             self._send(progress, schedule, progress.problem)
+
+    def _is_better(self, schedule: Schedule) -> bool:
+        """Whether a schedule is shorter, or another one as long, which the solver found better."""
+        if schedule.objective_ms < self._best_ms:
+            return True
+        is_as_long = schedule.objective_ms <= self._best_ms * (1 + _EQUAL)
+        return self._problem is not None and is_as_long and schedule.programs != self._best
 
     def _send(
         self, progress: Progress, schedule: Schedule | None, problem: Problem | None = None

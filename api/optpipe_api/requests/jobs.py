@@ -17,7 +17,7 @@ from optpipe.measurements import Measurements
 from optpipe.model import Model
 from optpipe.problem import Count, Index, Milliseconds, Objective, Problem
 from optpipe.schedule import OPTIMAL_GAP
-from optpipe.wire import CacheUse, JobKind, JobOptions, JobState
+from optpipe.wire import DEFAULT_NOISE, CacheUse, JobKind, JobOptions, JobState
 from optpipe_api.errors import RequestError
 
 if TYPE_CHECKING:
@@ -215,7 +215,9 @@ _OF_PLANS = "a problem is cut and placed already, only a model is planned"
 _OF_SOLVES = "a model is planned by one method, within a time limit"
 _NOT_OF: dict[JobKind, dict[str, str]] = {
     JobKind.SOLVE: dict.fromkeys(("chunks", "placements"), _OF_PLANS),
-    JobKind.PLAN: dict.fromkeys(("method", "gap", "work_limit"), _OF_SOLVES),
+    JobKind.PLAN: dict.fromkeys(
+        ("method", "gap", "work_limit", "robust", "jitter", "stragglers"), _OF_SOLVES
+    ),
 }
 
 
@@ -224,6 +226,27 @@ class SubmissionOptions(OptionsBody):
 
     objective: Objective | None = Field(
         default=None, description="Instead of the one that the problem or the model names."
+    )
+    robust: str | None = Field(
+        default=None,
+        pattern=r"^P[1-9][0-9]?(\.[0-9]{1,3})?$",
+        description="Of a solve: by which percentile of the objective under noise, as `P90`, what "
+        "is found is ranked, instead of the objective. Bound and gap stay those without noise.",
+    )
+    jitter: float = Field(
+        default=DEFAULT_NOISE,
+        ge=0,
+        lt=1,
+        strict=True,
+        description="With `robust`: by which share every action's time varies, up and down.",
+    )
+    stragglers: float = Field(
+        default=DEFAULT_NOISE,
+        ge=0,
+        lt=1,
+        strict=True,
+        description="With `robust`: by which share the times of all that a device computes vary "
+        "together.",
     )
     chunks: tuple[Annotated[int, Field(ge=1, le=8, strict=True)], ...] | None = Field(
         default=None,
@@ -250,8 +273,18 @@ class SubmissionOptions(OptionsBody):
         if foreign:
             message = f"options.{foreign[0]}: {others[foreign[0]]}; leave it out"
             raise InputError(message).at(f"/options/{foreign[0]}")
-        options = super().within(settings, methods)
-        return replace(options, chunks=self.chunks, placements=self.placements)
+        noise = sorted(self.model_fields_set & {"jitter", "stragglers"})
+        if noise and self.robust is None:
+            message = f"options.{noise[0]}: is noise, for robust; add robust, or leave it out"
+            raise InputError(message).at(f"/options/{noise[0]}")
+        return replace(
+            super().within(settings, methods),
+            robust=self.robust,
+            jitter=self.jitter,
+            stragglers=self.stragglers,
+            chunks=self.chunks,
+            placements=self.placements,
+        )
 
 
 class WithProblem(StrictBody):

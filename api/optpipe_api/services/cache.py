@@ -120,10 +120,15 @@ class JobCache:
 
 
 def answers(job: JobRecord, options: JobOptions) -> bool:
-    """Whether a finished job of the same problem and kind answers what is asked with options."""
+    """Whether a finished job of the same problem and kind answers what is asked with options.
+
+    What is proven says nothing of schedules under noise.
+    """
     had = job.options
     if not had.asks_the_same(options):
         return False
+    if options.robust is not None and job.state is not JobState.INFEASIBLE:
+        return had.covers(options)
     if job.is_proven or (job.gap is not None and job.gap <= options.gap):
         return True
     return had.covers(options)

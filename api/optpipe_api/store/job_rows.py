@@ -80,6 +80,8 @@ __all__ = [
 ASKED_LIMIT = "asked_time_limit_s"
 """In a resumed job's options: the time limit that was asked for when it was submitted."""
 
+_EQUAL = 1e-9
+"""Objectives that differ by no more than this share of them are equal."""
 _OPTIONS = frozenset(item.name for item in fields(JobOptions))
 # Made once: to put a query together takes longer than to answer it.
 _BY_ID = sa.select(jobs).where(jobs.c.id == sa.bindparam("id"))
@@ -627,18 +629,20 @@ def keep(
     schedule: str | None = None,
     problem: str | None = None,
     found: str | None = None,
+    is_chosen: bool = False,
 ) -> dict[str, Any]:
     """Keep what is better, note it, and return the columns that change with it.
 
     A schedule at least as good replaces the one before, and with it go the problem that was chosen
-    and what a tune has ``found``; a higher bound replaces the one before. History
-    tells what improved: a start that is found again under its old length, and schedules on the way
-    up to it, would only be noise there.
+    and what a tune has ``found``; a higher bound replaces the one before. History tells what
+    improved: a start that is found again under its old length, schedules on the way up to it, and
+    those that are as long and hold less memory would only be noise there. ``is_chosen``: the
+    schedule was chosen for another reason than its length.
     """
     values: dict[str, Any] = {}
     if point.bound_ms is not None and (row.bound_ms is None or point.bound_ms > row.bound_ms):
         values["bound_ms"] = point.bound_ms
-    if schedule is not None and _is_as_good(row, point.objective_ms):
+    if schedule is not None and (is_chosen or _is_as_good(row, point.objective_ms)):
         put(connection, schedules, row.position, schedule)
         for table, text in ((problems, problem), (tuned, found)):
             if text is not None:
@@ -650,7 +654,7 @@ def keep(
 
 def _is_as_good(row: sa.Row[Any], objective_ms: float | None) -> bool:
     return objective_ms is not None and (
-        row.objective_ms is None or objective_ms <= row.objective_ms
+        row.objective_ms is None or objective_ms <= row.objective_ms * (1 + _EQUAL)
     )
 
 
@@ -661,7 +665,9 @@ def _note_improvement(
     now: float,
     values: dict[str, Any],
 ) -> None:
-    is_shorter = "objective_ms" in values and values["objective_ms"] != row.objective_ms
+    is_shorter = "objective_ms" in values and (
+        row.objective_ms is None or values["objective_ms"] < row.objective_ms
+    )
     if not is_shorter and "bound_ms" not in values:
         return
     note(

@@ -69,6 +69,7 @@ from optpipe_api.store.job_rows import (
     keep,
     leased_row,
     note,
+    options_of,
     put,
     refuse_when_full,
     refuse_when_kept,
@@ -545,7 +546,16 @@ def finish(
         objective_ms=outcome.objective_ms,
         bound_ms=outcome.bound_ms,
     )
-    better = keep(connection, row, last, now, schedule=outcome.schedule, problem=outcome.problem)
+    better = keep(
+        connection,
+        row,
+        last,
+        now,
+        schedule=outcome.schedule,
+        problem=outcome.problem,
+        # Under noise the best one is not the shortest.
+        is_chosen=options_of(row).robust is not None,
+    )
     for table, text in ((comparisons, outcome.comparison), (tuned, outcome.tuned)):
         if text is not None:
             put(connection, table, row.position, text)

@@ -126,13 +126,17 @@ class CompiledProblem:
         stages = np.arange(self.times.num_cells) // self.problem.num_microbatches
         return self.times.mode_ms[:, stages, rows.modes].reshape(-1)
 
-    def length_ms(self, rows: Rows, durations: Floats | None = None) -> tuple[float, float]:
+    def length_ms(
+        self, rows: Rows, durations: Floats | None = None, messages: Floats | None = None
+    ) -> tuple[float, float]:
         """Return (makespan, span) in ms, exactly as `optpipe.simulate`; inf where stuck.
 
-        ``durations`` replaces those of the problem, by action number.
+        ``durations`` replaces those of the problem, by action number; ``messages`` multiplies the
+        times of messages, by the pass whose output they are: forwards, then backwards, by cell.
         """
         known = self.durations(rows) if durations is None else durations
-        times = self.times._replace(duration=known)
+        noise = self.times.noise if messages is None else messages
+        times = self.times._replace(duration=known, noise=noise)
         work = simulate.workspace_for(times, rows.actions.shape[0])
         makespan, span, _ = simulate.length(rows.actions, rows.lengths, times, work)
         return float(makespan), float(span)
@@ -236,6 +240,7 @@ def _times(problem: Problem) -> simulate.TimeArrays:
         lane_back=np.array([lane.link for lane in back], dtype=np.int64),
         fill_there=np.array([lane.ms for lane in there]),
         fill_back=np.array([lane.ms for lane in back]),
+        noise=np.zeros(0),
     )
 
 

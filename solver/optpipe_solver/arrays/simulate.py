@@ -49,6 +49,8 @@ class TimeArrays(NamedTuple):
     how long its actions take. There ``duration`` is that of keep, or of whoever replaced it.
     ``lane_there[s]`` is the link that the output of F(s) occupies for ``fill_there[s]`` ms, -1 if
     messages do not queue; ``lane_back[s]`` and ``fill_back[s]`` are those of the backward of s + 1.
+    ``noise`` has for each pass (as ``end`` of the scratch) what multiplies its message's time; it
+    is empty where nothing does. Only `length` knows it.
     """
 
     num_stages: int
@@ -69,6 +71,7 @@ class TimeArrays(NamedTuple):
     lane_back: Ints
     fill_there: Floats
     fill_back: Floats
+    noise: Floats
 
 
 class MemoryArrays(NamedTuple):
@@ -250,6 +253,8 @@ def _start_of(
             if made < 0.0:
                 work.waiter[source] = device
                 return _UNKNOWN
+            if times.noise.size > 0:
+                transit *= times.noise[source]
             start = max(start, made + transit)
     if kind != FORWARD:
         returned = work.end[3 * cells + cell]
@@ -283,6 +288,8 @@ def _note_end(kind: int, cell: int, done: float, times: TimeArrays, work: Simula
         made = cell if kind == FORWARD else times.num_cells + cell
         lane, fill = lane_of(kind, cell // times.num_microbatches, times)
         if lane >= 0:
+            if times.noise.size > 0:
+                fill *= times.noise[made]
             done = max(done, work.link_free[lane])
             work.link_free[lane] = done + fill
         work.end[made] = done

@@ -120,6 +120,14 @@ def answer_of(objective_ms: float | None, bound_ms: float | None, **options) -> 
         ({"method": "1f1b", "bound_ms": 100.0}, {}, False),
         ({"chunks": (1,), "bound_ms": 100.0}, {}, False),
         ({"placements": ("v",)}, {"placements": ("v",)}, True),
+        # Under noise nothing is proven: the same percentile and noise, the same budget or more.
+        ({"robust": "P90"}, {"robust": "P90"}, True),
+        ({"robust": "P90", "jitter": 0.2}, {"robust": "P90"}, False),
+        ({"robust": "P95"}, {"robust": "P90"}, False),
+        ({"bound_ms": 100.0}, {"robust": "P90"}, False),
+        ({"robust": "P90", "bound_ms": 100.0}, {}, False),
+        ({"robust": "P90", "bound_ms": 100.0, "seed": 2}, {"robust": "P90"}, False),
+        ({"jitter": 0.2}, {}, True),
     ],
 )
 def test_an_answer_counts_where_it_would_be_found_again(

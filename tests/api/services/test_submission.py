@@ -69,6 +69,16 @@ def test_a_submission_is_read_whole(anywhere) -> None:
     assert Problem.parse(json.loads(found.problem or "")) == problem
 
 
+def test_what_is_asked_of_noise_is_read(anywhere) -> None:
+    asked = {"robust": "P97.5", "stragglers": 0.3}
+    found = read(anywhere, {"problem": two_stages("n"), "options": asked})
+    assert (found.options.robust, found.options.jitter, found.options.stragglers) == (
+        "P97.5",
+        0.1,
+        0.3,
+    )
+
+
 def test_a_model_is_read_and_named_by_what_it_says(anywhere) -> None:
     found = read(anywhere, {"model": MODEL, "options": {"chunks": [1, 2]}})
     assert (found.kind, found.num_cells, found.problem) == (JobKind.PLAN, 9, None)
@@ -95,6 +105,10 @@ def test_a_comparison_is_read(anywhere) -> None:
         ({"problem": two_stages(num_microbatches=300_000)}, "OPTPIPE_MAX_CELLS"),
         ({"problem": two_stages(), "options": {"method": "magic"}}, "must be one of auto"),
         ({"problem": two_stages(), "options": {"chunks": [1]}}, "options.chunks"),
+        ({"problem": two_stages(), "options": {"robust": "P100"}}, "robust"),
+        ({"problem": two_stages(), "options": {"jitter": 0.2}}, "add robust"),
+        ({"problem": two_stages(), "options": {"robust": "P90", "jitter": 1}}, "jitter"),
+        ({"model": MODEL, "options": {"robust": "P90"}}, "options.robust"),
         ({}, "problem: is missing"),
     ],
 )

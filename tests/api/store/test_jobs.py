@@ -370,6 +370,27 @@ def test_only_a_schedule_at_least_as_good_replaces_another(store) -> None:
     assert [(one.objective_ms, one.bound_ms) for one in trace] == [(9.0, 2.0), (8.0, 2.0)]
 
 
+def test_a_schedule_as_long_replaces_another_and_is_no_news(store) -> None:
+    """It is better for another reason, and longer by rounding at most."""
+    claim = claimed(store)
+    store.record(claim.lease, point(9.0), LEASE_S, schedule="first")
+    number = len(store.history(claim.job.id))
+    job = store.record(claim.lease, point(9.0 * (1 + 1e-12)), LEASE_S, schedule="leaner")
+    assert (store.schedule(job.id).document, len(store.history(job.id))) == ("leaner", number)
+    store.record(claim.lease, point(9.0 * (1 + 1e-6)), LEASE_S, schedule="longer")
+    assert store.schedule(job.id).document == "leaner"
+
+
+@pytest.mark.parametrize(("robust", "kept"), [(None, ("short", 8.0)), ("P90", ("late", 9.0))])
+def test_what_was_chosen_under_noise_may_be_longer(store, robust, kept) -> None:
+    """The last word of such a job is its answer; what came on the way was the shortest."""
+    claim = claimed(store, robust=robust)
+    store.record(claim.lease, point(8.0), LEASE_S, schedule="short")
+    last = AttemptOutcome(event=JobEvent.SUCCEED, schedule="late", objective_ms=9.0)
+    job = store.finish(claim.lease, last)
+    assert (store.schedule(job.id).document, job.objective_ms) == kept
+
+
 # Ends
 
 

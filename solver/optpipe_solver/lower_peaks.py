@@ -1,0 +1,249 @@
+"""The last step of a solve of v2: the same objective with less memory.
+
+Memory that buys no time is a fault, as allocators fragment. So the problem is posed again with
+tighter limits: every device has the same share of what it has free. The known schedule, squeezed
+into them, and the families look for the objective that is known, by bisection: where one has it,
+less is asked for, where none has, more. Then a local search from the best of these tries somewhat
+less, in smaller and smaller steps. Their programs are legal for the problem itself. That what was
+not found does not exist is not proven, and where more memory fails less need not.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from math import floor
+from typing import TYPE_CHECKING
+
+from optpipe.memory import EFFECTS, device_peak_bytes, modes_of
+from optpipe.schedule import Action, ActionType
+from optpipe_solver.budget import Stop
+from optpipe_solver.feasibility import feasibility, smallest_memory
+from optpipe_solver.incumbent import Incumbent
+from optpipe_solver.local_search.search import improve_by_local_search
+from optpipe_solver.portfolio import all_starts, is_large
+from optpipe_solver.ranking import EQUAL, peak_shares
+
+if TYPE_CHECKING:
+    from optpipe.problem import Problem
+    from optpipe.schedule import Program
+    from optpipe_solver.result import Progress
+
+__all__ = ["lower_peaks", "with_free_share", "within_limit"]
+
+
+_STEP, _FIRST_STEP = 0.01, 0.2
+"""Shares of the free memory that are closer than this are the same; and by how much less than is
+needed, of what is more than the least, the first local search asks for."""
+
+_SEARCH_PER_CELL, _SEARCH_SHARE = 20_000, 0.25
+"""Actions simulated in one local search, at most: per cell; and of what is left."""
+
+_PER_UNIT = 10_000_000
+"""Actions simulated that make a unit of work, as for the local search of `portfolio`."""
+
+_SQUEEZED, _PEAKS = ", squeezed", ", peaks"
+"""In the name of a method: how a schedule was made of another, and under which limits."""
+
+_STARTS_COST = 2e-4
+"""Units of work that making all starts takes, for each pass of the problem (measured)."""
+
+
+def lower_peaks(best: Incumbent, stop: Stop) -> None:
+    """Offer schedules with the objective that is known, and lower peaks of the fullest devices.
+
+    Parameters
+    ----------
+    best
+        Where they go; one without a schedule is left as it is.
+    stop
+        How long to try; where its work is limited, what is tried is a function of that, of the
+        seed and of the best schedule.
+    """
+    if best.metrics is None:
+        return
+    problem = best.problem
+    floor_share = least = _least_share(problem)
+    most = peak_shares(problem, best.metrics.peak_bytes)[0]
+    while most - least > _STEP and not stop.is_over():
+        share = (least + most) / 2
+        if _TighterSearch(best, share).run(stop, searches=False):
+            most = min(share, peak_shares(problem, best.metrics.peak_bytes)[0])
+        else:
+            least = share
+    step = _FIRST_STEP * (most - floor_share)
+    while step > _STEP and not stop.is_over():
+        share = max(floor_share, most - step)
+        if _TighterSearch(best, share).run(stop, searches=True):
+            most = min(share, peak_shares(problem, best.metrics.peak_bytes)[0])
+        else:
+            step /= 2
+
+
+def with_free_share(problem: Problem, share: float) -> Problem:
+    """Return the problem with a share (0-1) of what each device has free for activations."""
+    devices = []
+    for index, device in enumerate(problem.devices):
+        fixed = device.reserved_bytes + problem.static_bytes_of(index)
+        held = fixed + floor(share * problem.room_bytes(index))
+        devices.append(device.model_copy(update={"memory_bytes": held}))
+    return problem.model_copy(update={"devices": tuple(devices)})
+
+
+def _least_share(problem: Problem) -> float:
+    """Return the share of the free memory below which some device can run nothing."""
+    shares = []
+    for index, (device, least) in enumerate(
+        zip(problem.devices, smallest_memory(problem), strict=True)
+    ):
+        room = problem.room_bytes(index)
+        if room > 0:
+            shares.append(1.0 - (device.memory_bytes - least) / room)
+    return max(shares, default=0.0)
+
+
+class _TighterSearch:
+    """A search for the known objective where every device has a share of what is free."""
+
+    def __init__(self, best: Incumbent, share: float) -> None:
+        self.best = best
+        self.method = best.method.partition(_PEAKS)[0].removesuffix(_SQUEEZED)
+        self.share = share
+        self.enough_ms = best.objective_ms * (1 + EQUAL)
+        self.inner = Incumbent(with_free_share(best.problem, share), self._hand_on)
+
+    @property
+    def _has_found(self) -> bool:
+        return self.inner.objective_ms <= self.enough_ms
+
+    def run(self, stop: Stop, *, searches: bool) -> bool:
+        """Return whether the objective is reached: by what is made, else, if asked, by a search."""
+        problem = self.inner.problem
+        if feasibility(problem).plan is None:
+            return False
+        cells = len(problem.stages) * problem.num_microbatches
+        if not is_large(problem):
+            self._offer_known()
+        self._offer_starts(stop)
+        if stop.work is not None:
+            stop.spend(_STARTS_COST * 3 * cells)
+        if searches and not self._has_found:
+            self._search(_SEARCH_PER_CELL * cells, stop)
+        return self._has_found
+
+    def _offer_known(self) -> None:
+        known, problem = self.best.programs or (), self.inner.problem
+        later = [within_limit(problem, d, program) for d, program in enumerate(known)]
+        programs = tuple(program for program in later if program is not None)
+        if len(programs) == len(problem.devices):
+            self.inner.offer(programs, f"{self.method}{_SQUEEZED}")
+
+    def _offer_starts(self, stop: Stop) -> None:
+        starts, slowest_s = all_starts(self.inner.problem), 0.0
+        # None is begun that could take longer than is left.
+        while not (self._has_found or stop.is_over()) and stop.left_s() > slowest_s:
+            if (made := next(starts, None)) is None:
+                return
+            slowest_s = max(slowest_s, made.seconds)
+            if made.programs is not None and made.legal:
+                self.inner.offer(made.programs, made.method, expected_ms=made.objective_ms)
+                self.inner.keep(made.programs, made.objective_ms)
+
+    def _search(self, most_work: int, stop: Stop) -> None:
+        limited = stop.work is not None
+        allowed = min(most_work, _SEARCH_SHARE * stop.left_work * _PER_UNIT)
+        # Where work is limited a search that is told to stop would end at another place each time.
+        turn = Stop(
+            stop.left_s() * (1.0 if limited else _SEARCH_SHARE),
+            work=max(1, int(allowed)) if limited else most_work,
+            seed=stop.seed,
+            should_stop=lambda: stop.is_told() or (not limited and self._has_found),
+        )
+        improve_by_local_search(self.inner, turn)
+        stop.spend(turn.spent / _PER_UNIT)
+
+    def _hand_on(self, progress: Progress) -> None:
+        reached = progress.objective_ms
+        if progress.programs is not None and reached is not None and reached <= self.enough_ms:
+            method = f"{progress.method}{_PEAKS} {100 * self.share:.0f} %"
+            self.best.offer(progress.programs, method, expected_ms=reached)
+
+
+# --- A program within a tighter limit: where something does not fit, weight gradients that wait are
+# made first, as they give bytes back; a forward that does not fit then waits until more is given.
+
+
+def within_limit(problem: Problem, device: int, program: Program) -> Program | None:
+    """Return a legal program of a device with W's sooner and forwards later, so that it fits.
+
+    All else stays in order. None where something else does not fit, or needs a forward that does
+    not. Other devices may wait for what is put off, in a circle even.
+    """
+    made = _RoomMaker(problem, device, program).in_order()
+    if made is None or device_peak_bytes(problem, device, made) > _usable_bytes(problem, device):
+        return None  # What a W needs while it runs is not looked at on the way.
+    return made
+
+
+def _usable_bytes(problem: Problem, device: int) -> int:
+    return problem.devices[device].usable_bytes
+
+
+class _RoomMaker:
+    """A program on its way through: what it holds, what is done, and what waits for room."""
+
+    def __init__(self, problem: Problem, device: int, program: Program) -> None:
+        modes = modes_of(problem, program)
+        self._mode = {cell: problem.menus[cell[0]][mode] for cell, mode in modes.items()}
+        self._limit = _usable_bytes(problem, device)
+        self._held = problem.static_bytes_of(device)
+        self._program = program
+        self._done: list[Action] = []
+        self._owed: dict[tuple[int, int], None] = {}
+        self._waiting: deque[Action] = deque()
+
+    def in_order(self) -> Program | None:
+        for action in self._program:
+            is_forward = action.type is ActionType.FORWARD
+            if action.type is ActionType.BACKWARD_WEIGHT:
+                if action.cell in self._owed:
+                    self._do(action)
+            elif (is_forward and self._waiting) or any(
+                action.cell == other.cell for other in self._waiting
+            ):
+                if action.type.is_backward:
+                    return None
+                self._waiting.append(action)
+            elif self._makes_room_for(action):
+                self._do(action)
+            elif is_forward:
+                self._waiting.append(action)
+            else:
+                return None
+            while self._waiting and self._makes_room_for(self._waiting[0]):
+                self._do(self._waiting.popleft())
+        return None if self._waiting else tuple(self._done)
+
+    def _makes_room_for(self, action: Action) -> bool:
+        """Whether an action fits, once those W's are made that it takes; where not, none are."""
+        effect, mode = EFFECTS[action.type], self._mode[action.cell]
+        most = max(effect.delta(mode), effect.inside(mode)) + effect.workspace(mode)
+        excess = self._held + most - self._limit
+        first = []
+        for cell in self._owed if excess > 0 else ():
+            first.append(cell)
+            excess -= self._mode[cell].weight_context_bytes
+            if excess <= 0:
+                break
+        if excess > 0:
+            return False
+        for stage, microbatch in first:
+            self._do(Action(stage, ActionType.BACKWARD_WEIGHT, microbatch))
+        return True
+
+    def _do(self, action: Action) -> None:
+        self._done.append(action)
+        self._held += EFFECTS[action.type].delta(self._mode[action.cell])
+        if action.type is ActionType.BACKWARD_INPUT:
+            self._owed[action.cell] = None
+        elif action.type is ActionType.BACKWARD_WEIGHT:
+            del self._owed[action.cell]
