@@ -11,9 +11,10 @@ import os
 import sys
 import threading
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
+from typer.core import TyperGroup
 
 from optpipe.cli.compare import compare
 from optpipe.cli.console import BAD_INPUT, INFEASIBLE, WORLD, print_error
@@ -30,19 +31,48 @@ from optpipe.cli.tune import tune
 from optpipe.errors import InfeasibleProblemError, InputError, OptPipeError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 __all__ = ["main", "make_app"]
 
 
-_COMMANDS = (tune, solve, check, bound, compare, sweep, plan, plot, explain, diff, profile, serve,
-             submit, fetch, export)  # fmt: skip
+_COMMANDS: dict[str, dict[str, Callable[..., None]]] = {
+    "Ask": {
+        "tune": tune,
+        "estimate": estimate_problem,
+        "profile": profile,
+        "import": import_measurements,
+    },
+    "Solve": {"solve": solve, "plan": plan, "sweep": sweep, "compare": compare, "bound": bound},
+    "Look": {"explain": explain, "diff": diff, "plot": plot, "check": check},
+    "Run": {"export": export},
+    "Serve": {"serve": serve, "submit": submit, "fetch": fetch},
+}
+_GROUPS_UNDER = "Serve"
+
+
+class _ByTopic(TyperGroup):
+    """Help with commands under headings, in the order in which they are added."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write a section per heading."""
+        headings: dict[str, list[tuple[str, str]]] = {}
+        longest = max(map(len, self.commands))
+        for name in self.list_commands(ctx):
+            command = self.commands[name]
+            heading = getattr(command, "rich_help_panel", None) or _GROUPS_UNDER
+            line = (name.ljust(longest), command.get_short_help_str(formatter.width))
+            headings.setdefault(str(heading), []).append(line)
+        for heading, lines in headings.items():
+            with formatter.section(heading):
+                formatter.write_dl(lines)
 
 
 def make_app() -> typer.Typer:
     """Return the command line application."""
     app = typer.Typer(
         name="optpipe",
+        cls=_ByTopic,
         no_args_is_help=True,
         rich_markup_mode=None,
         pretty_exceptions_enable=False,
@@ -50,12 +80,11 @@ def make_app() -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback()(_about)
-    for command in _COMMANDS:
-        app.command()(command)
-    app.command("import")(import_measurements)
-    app.command("estimate")(estimate_problem)
-    app.add_typer(make_jobs_app())
-    app.add_typer(make_keys_app())
+    for heading, commands in _COMMANDS.items():
+        for name, command in commands.items():
+            app.command(name, rich_help_panel=heading)(command)
+    for group in (make_jobs_app(), make_keys_app()):
+        app.add_typer(group, rich_help_panel=_GROUPS_UNDER)
     return app
 
 
@@ -94,6 +123,7 @@ def _about() -> None:
 
     \b
     A first look:
+      optpipe tune --model llama3-8b --gpu h100 --gpus 8 --sequence 8192
       optpipe solve examples/problems/llama3-8b-h100-pp4.json -o schedule.json
       optpipe plot  examples/problems/llama3-8b-h100-pp4.json schedule.json -o schedule.svg
     """

@@ -39,7 +39,6 @@ from optpipe.formats.csv import dump_csv
 from optpipe.formats.json import dump_problem
 from optpipe.presets import (
     Configuration,
-    PipelineCut,
     Training,
     megatron_arguments,
     megatron_yaml,
@@ -47,7 +46,7 @@ from optpipe.presets import (
     read_torchtitan,
     torchtitan_config,
 )
-from optpipe.presets.shape import PRECISIONS, RECOMPUTABLE
+from optpipe.presets.shape import PRECISIONS
 from optpipe.presets.step import step_estimate
 from optpipe.units import format_ms, format_share
 
@@ -266,43 +265,16 @@ def _numbers(option: str, text: str) -> dict[str, Any]:
 
 def _today(question: TuneQuestion, text: str) -> Configuration:
     """Return what is run today, from ``tp=4,pp=8,...``; ``recompute=a+b`` names modules."""
+    from optpipe_solver.tune.document import current_configuration
+
     parts = [part.strip() for part in text.split(",")]
-    modules = [part.partition("=")[2] for part in parts if part.startswith("recompute=")]
+    named = [part.partition("=")[2] for part in parts if part.startswith("recompute=")]
+    modules = list(filter(None, "+".join(named).split("+")))
     asked = _numbers("--current", ",".join(p for p in parts if not p.startswith("recompute=")))
-    pp, chunks = asked.pop("pp", 1), asked.pop("chunks", 1)
-    each = asked.get("tp", 1) * asked.get("cp", 1) * pp
-    dp = asked.setdefault("dp", max(1, question.num_gpus // each))
-    if each * dp != question.num_gpus:
-        raise InputError(
-            f"--current {text}: tp x cp x pp x dp = {each * dp}, but --gpus is "
-            f"{question.num_gpus}; correct one of them"
-        )
-    batch = dp * asked.get("micro_batch", 1)
-    if question.global_batch % batch:
-        raise InputError(
-            f"--current {text}: dp x micro_batch = {batch} does not divide --global-batch "
-            f"{question.global_batch}; correct one of them"
-        )
-    recompute = frozenset(filter(None, "+".join(modules).split("+")))
-    if not recompute <= set(RECOMPUTABLE):
-        raise InputError(
-            f"--current {text}: recompute names modules of {', '.join(RECOMPUTABLE)}, with + "
-            "between; correct it"
-        )
-    training = replace(question.training, **asked, recompute=recompute)
-    training.check_divides(question.shape)
-    return Configuration(
-        shape=question.shape,
-        hardware=question.hardware,
-        training=training,
-        pipeline=PipelineCut(
-            pp=pp,
-            chunks=chunks,
-            num_microbatches=question.global_batch // batch,
-            placement="linear" if chunks == 1 else "loop",
-            layout="even",
-        ),
-    )
+    try:
+        return current_configuration(question, {**asked, "recompute": modules})
+    except InputError as error:
+        raise InputError(f"--current {text}: {error}") from None
 
 
 def _read_today(question: TuneQuestion, path: Path) -> Configuration:

@@ -54,9 +54,9 @@ def test_one_measured_step_calibrates_all(optpipe) -> None:
     ("arguments", "sentence"),
     [
         (["--fix", "layers=3"], "--fix layers=3: must be NAME=NUMBER with a name of tp, cp"),
-        (["--current", "tp=3"], "--gpus is 8"),
-        (["--current", "pp=8,micro_batch=5"], "does not divide --global-batch 16"),
-        (["--current", "pp=8,recompute=norms"], "recompute names modules of full"),
+        (["--current", "tp=3"], "but num_gpus is 8"),
+        (["--current", "pp=8,micro_batch=5"], "does not divide global_batch 16"),
+        (["--current", "pp=8,recompute=norms"], "is none of full, core_attn"),
         (["--framework", "deepspeed"], "must be any, megatron, torchtitan"),
         (["--measured-step-s", "3"], "--current takes; give both"),
         (["--headroom", "1.5"], "must be in [0, 1)"),

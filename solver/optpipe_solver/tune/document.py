@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from optpipe.problem import Problem
     from optpipe.schedule import Programs
 
-__all__ = ["AskedTune", "read_question", "read_row"]
+__all__ = ["AskedTune", "current_configuration", "read_question", "read_row"]
 
 _SWITCHES = (
     *("sequence", "precision", "flash", "cuda_graphs", "ep_overlap", "dispatcher", "dispatch"),
@@ -85,7 +85,7 @@ def read_question(asked: Mapping[str, Any]) -> AskedTune:
             raise InputError(message).at("/measured_step_s")
         return AskedTune(question=question, current=None)
     try:
-        current = _current(question, asked["current"])
+        current = current_configuration(question, asked["current"])
         machine = question.machine(current.training)
         estimated_ms = step_estimate(question.shape, machine, current.pipeline).step_ms
     except InputError as error:
@@ -104,8 +104,20 @@ def _shape(asked: Mapping[str, Any]) -> ModelShape:
         raise error.inside("/config") from None
 
 
-def _current(question: TuneQuestion, asked: Mapping[str, Any]) -> Configuration:
-    """Return what is run today: degrees, the layers cut as frameworks cut them."""
+def current_configuration(question: TuneQuestion, asked: Mapping[str, Any]) -> Configuration:
+    """Return what is run today: degrees, the layers cut as frameworks cut them.
+
+    Parameters
+    ----------
+    asked
+        tp, cp, ep, etp, dp, pp, chunks, micro_batch and zero, 1 where left out (dp: what the
+        accelerators leave), and ``recompute``, modules by Megatron-Core's names.
+
+    Raises
+    ------
+    InputError
+        If the accelerators or the batch are not split so, or the model is not.
+    """
     degrees = {name: asked[name] for name in _DEGREES if name in asked}
     pp, chunks = asked.get("pp", 1), asked.get("chunks", 1)
     each = degrees.get("tp", 1) * degrees.get("cp", 1) * pp
@@ -126,7 +138,6 @@ def _current(question: TuneQuestion, asked: Mapping[str, Any]) -> Configuration:
         **degrees,
         dp=dp,
         recompute=frozenset(asked.get("recompute", ())),
-        sequence_parallel=degrees.get("tp", 1) > 1,
     )
     training.check_divides(question.shape)
     cut = PipelineCut(
@@ -153,7 +164,6 @@ def read_row(
         **{name: row[name] for name in _DEGREES},
         dp=row["dp"],
         recompute=frozenset(row["recompute"]),
-        sequence_parallel=row["tp"] > 1,
     )
     cut = PipelineCut(
         pp=pp,
