@@ -4,9 +4,9 @@
 
 takes six runs of ``published_runs.json`` as what is run today, and asks `optpipe_solver.tune` for
 the fastest configuration of Megatron-Core with the same batch and switches. It prints per set-up
-the published seconds per step, ours of the same configuration, the gain in our model beside the error
-of such estimates, the certificate, how many configurations are faster than the published one in
-our ranking, and the wall time. A gain below the error is called that.
+the published seconds per step, ours of the same configuration, the gain in our model beside the
+error of such estimates, the certificate, how many configurations are faster than the published one
+in our ranking, and the wall time. A gain below the error is none that an estimate can know.
 """
 
 from __future__ import annotations
