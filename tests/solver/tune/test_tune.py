@@ -144,7 +144,11 @@ def _deals(num_layers: int, pp: int, chunks: int):
 @pytest.mark.parametrize("gigabytes", [80, 10.5, 9.8, 9.2])
 def test_whole_layers_are_dealt_as_well_as_they_can_be(framework: str, gigabytes: float) -> None:
     """Never better than a cut, and where ranks have one stage exactly as the best deal."""
-    question = asked(framework=framework, memory_bytes=int(gigabytes * 1e9))
+    question = asked(
+        framework=framework,
+        memory_bytes=int(gigabytes * 1e9),
+        training=Training(sequence=2048, cuda_graphs=framework == "megatron"),
+    )
     num_packed = 0
     for candidate in candidates(question):
         table = LayerTable(question, candidate.training, candidate.pp)
