@@ -115,6 +115,17 @@ def test_from_a_name_to_a_picture_with_the_numbers_it_says(workplace) -> None:
     assert "Bokeh" in (workplace / "llama3-70b.html").read_text("utf-8")
 
 
+@pytest.mark.extended
+def test_the_published_run_is_tuned_with_the_gain_it_says(workplace) -> None:
+    """Within a point: how long the plan MILP may look is a matter of time."""
+    (block,) = (block for block in blocks("sh") if "optpipe tune" in block)
+    out = run(["bash", "-euo", "pipefail", "-c", block], workplace)
+    (gain,) = re.findall(r"(\d+\.\d) % less time per step", out)
+    (said,) = re.findall(r"(\d+\.\d) % less time per step", README)
+    assert abs(float(gain) - float(said)) <= 1.0
+    assert "--pipeline-model-parallel-layout" in (workplace / "arguments.sh").read_text()
+
+
 def test_the_commands_over_http_run_against_a_service(workplace) -> None:
     block = next(block for block in blocks("sh") if "curl" in block)
     with service(workplace) as (url, _):
