@@ -84,7 +84,7 @@ def main() -> None:
         if best is None:
             print(f"| {name} | nothing fits |")
             continue
-        same = "does not fit" if today is None else f"{today.step_ms / 1e3:.3f}"
+        same = "too large" if today is None else f"{today.step_ms / 1e3:.3f}"
         gain = "" if result.gain is None else f"{result.gain:.1%}"
         ahead = 0 if today is None else sum(row.step_ms < today.step_ms for row in result.rows)
         band = "" if error is None else f"{error.median:.1%} (worst {error.worst:.0%})"

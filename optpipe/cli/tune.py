@@ -340,11 +340,22 @@ def _headline(result: TuneResult, today: Configuration | None) -> str:
     if result.current is None or result.gain is None:
         why = "--current says what you would win"
         if today is not None:
-            why = "what you run does not fit, in this model"
+            why = "what you run is too large to simulate"
         return f"{format_ms(best.step_ms)} ms per step; {why}. {band}."
-    gain = f"{format_share(max(0.0, result.gain))} less time per step than what you run"
+    need, whole = max(result.current.peak_bytes), result.question.whole_bytes
+    if need > whole:
+        band = (
+            f"{band}. In this model what you run needs {need / _GIB:.1f} GiB of "
+            f"{whole / _GIB:.1f}: bytes are estimates too"
+        )
+    if result.gain < 0:
+        more = f"{format_share(-result.gain)} more time per step than what you run"
+        return f"{more}: nothing was found that fits and is faster. {band}."
+    gain = f"{format_share(result.gain)} less time per step than what you run"
     if error is not None and result.gain < error.median:
         return f"{gain}: smaller than the estimate's error. Measure before you change. {band}."
+    if error is not None and result.gain < error.worst:
+        return f"{gain}, which the worst error would undo. Measure before you change. {band}."
     return f"{gain}. {band}."
 
 

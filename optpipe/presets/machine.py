@@ -261,7 +261,7 @@ class Machine(NamedTuple):
         sums = times.sums
         ahead = max(launch_ms / 3 - sums.forward_ms, least / 3)
         back = sums.backward_input_ms + sums.backward_weight_ms
-        share = 1.0 if "full" in self.training.recompute else 2 / 3  # F is launched again
+        share = 2 / 3 + self._launched_again(launch_ms, kind)
         behind = max(launch_ms * share - back, least * share)
         added = (
             ahead,
@@ -271,6 +271,15 @@ class Machine(NamedTuple):
         return PartTimes(
             *(spent._replace(host=max(0.0, more)) for spent, more in zip(times, added, strict=True))
         )
+
+    def _launched_again(self, launch_ms: float, kind: LayerForm) -> float:
+        """Return what of a layer's launches recomputation adds: those of F, or of its experts."""
+        recompute = self.training.recompute
+        if "full" in recompute:
+            return 1 / 3
+        if "moe" in recompute and kind.is_moe:
+            return max(0.0, 1.0 - self.factor * _DENSE_LAUNCH_MS / launch_ms) / 3
+        return 0.0
 
     # --- Collectives.
 

@@ -63,7 +63,7 @@ export class Tuned {
       : `Estimates of this kind are ${share(error.median)} off in the median, at worst `
         + `${share(error.worst)} (${error.num_rows} published runs).`;
     const isSmall = gain !== null && error !== null && gain < error.median;
-    const said = gain === null ? "What you run today does not fit, in this model, or was not said."
+    const said = gain === null ? "What you run today was not said, or is too large to simulate."
       : `${share(Math.max(0, gain))} less time per step than what you run today`
         + (isSmall ? ": smaller than the estimate's error. Measure before you change." : ".");
     return [el("p", { id: "gain" }, el("strong", {}, said)), el("p", { class: "hint" }, band)];

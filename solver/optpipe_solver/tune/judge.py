@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["ConfigurationJudge", "TuneRow", "judge"]
 
 _SLOW, _SLOW_FROM_CELLS = frozenset({"greedy"}), 300
+_UNLIMITED = 2**50
 _MOST_SIMULATED, _MOST_PLANNED = 150_000, 40_000
 
 
@@ -104,11 +105,12 @@ class TuneRow:
 def judge(question: TuneQuestion, configuration: Configuration) -> TuneRow | None:
     """Return a given configuration on the same terms: simulated 1F1B, interleaved with chunks.
 
-    Its layers are cut as frameworks cut them, or as its ``sizes`` say. It needs no headroom: it
-    runs. None where it does not fit.
+    Its layers are cut as frameworks cut them, or as its ``sizes`` say. It runs: so it needs no
+    headroom, and where it exceeds the memory in this model, ``peak_bytes`` says by how much. None
+    where there is too much to simulate.
     """
     cut, question = configuration.pipeline, replace(question, headroom=0.0)
-    made = ConfigurationJudge(question, configuration.training, cut)
+    made = ConfigurationJudge(question, configuration.training, cut, is_limited=False)
     sizes = configuration.sizes or made.sizes("even")
     return made.by_names(sizes, _fused_families(cut.chunks))
 
@@ -122,10 +124,20 @@ class ConfigurationJudge:
         Framework, memory and what calibrates.
     training, cut
         The candidate, whose layers may be cut otherwise.
+    is_limited
+        Whether schedules must fit into the devices' memory.
     """
 
-    def __init__(self, question: TuneQuestion, training: Training, cut: PipelineCut) -> None:
+    def __init__(
+        self,
+        question: TuneQuestion,
+        training: Training,
+        cut: PipelineCut,
+        *,
+        is_limited: bool = True,
+    ) -> None:
         self.question, self.training, self.cut = question, training, cut
+        self.is_limited = is_limited
         self.num_cells = cut.pp * cut.chunks * cut.num_microbatches
         self._made: Estimate | None = None
 
@@ -183,6 +195,9 @@ class ConfigurationJudge:
     def by_names(self, sizes: tuple[int, ...], names: tuple[str, ...]) -> TuneRow | None:
         """Return the fastest schedule of some families that fits, of a cut."""
         problem = self.model.problem(self.made.placement, sizes)
+        if not self.is_limited:
+            devices = [d.model_copy(update={"memory_bytes": _UNLIMITED}) for d in problem.devices]
+            problem = problem.model_copy(update={"devices": tuple(devices)})
         best = Incumbent(problem)
         for start in all_starts(problem, list(names)):
             if start.programs is not None and start.legal:

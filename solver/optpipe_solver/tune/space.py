@@ -91,9 +91,13 @@ class TuneQuestion:
     @property
     def device_bytes(self) -> int:
         """Memory of a device that an answer may fill."""
+        return int(self.whole_bytes * (1 - self.headroom))
+
+    @property
+    def whole_bytes(self) -> int:
+        """Memory of a device."""
         whole = int(self.hardware.memory_bytes.value)
-        whole = whole if self.memory_bytes is None else self.memory_bytes
-        return int(whole * (1 - self.headroom))
+        return whole if self.memory_bytes is None else self.memory_bytes
 
     def machine(self, training: Training) -> Machine:
         """Return the accelerator as a configuration uses it."""

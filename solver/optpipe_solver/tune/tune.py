@@ -80,7 +80,8 @@ class TuneResult:
     rows
         The best schedule of each configuration that was solved, the fastest first.
     current
-        What is run today, on the same terms; None where it was not said, or no schedule of it fits.
+        What is run today, on the same terms; None where it was not said. Among the rows only where
+        it fits in this model.
     bound_ms
         No configuration of the space takes less per step, whatever its cut and its schedule.
     counts
