@@ -363,7 +363,8 @@ class _TuneSearch:
     def result(self, current: TuneRow | None) -> TuneResult:
         """Return the rows and what is proven."""
         rows = [entry.row for entry in self.entries if entry.row is not None]
-        rows += [row for row in (self.start, current) if row is not None]
+        fits = current is not None and max(current.peak_bytes) <= self.question.whole_bytes
+        rows += [row for row in (self.start, current if fits else None) if row is not None]
         rows.sort(key=lambda row: row.step_ms)
         best_ms = rows[0].step_ms if rows else inf
         counts = {"excluded": 0, "solved": 0, "open": 0}
