@@ -55,14 +55,57 @@ def _degree(text: str) -> Any:
     return typer.Option(metavar="N", min=1, help=text)
 
 
+# --- Options that `optpipe tune` has too.
+
+ConfigOption = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Instead of --model: a Hugging Face config.json."),
+]
+PrecisionOption = Annotated[
+    str,
+    typer.Option(metavar="NAME", help=f"Of the layers' products: {', '.join(PRECISIONS)}."),
+]
+FlashOption = Annotated[
+    bool, typer.Option("--flash/--no-flash", help="Flash attention, or stored scores.")
+]
+CudaGraphs = Annotated[
+    bool, typer.Option("--cuda-graphs", help="The host's launches are captured.")
+]
+EpOverlap = Annotated[
+    bool,
+    typer.Option("--ep-overlap", help="Tokens travel to experts while others compute."),
+]
+DispatcherOption = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME",
+        help="alltoall: a copy per expert; deduplicated: one per rank (DeepEP, HybridEP).",
+    ),
+]
+DispatchOption = Annotated[
+    str, typer.Option(metavar="bf16|fp8", help="Precision of tokens on the way to experts.")
+]
+Network = Annotated[
+    str | None,
+    typer.Option(
+        metavar="KIND[:GBIT]",
+        help="Between nodes: infiniband, ethernet or tcp, and Gbit/s per GPU.",
+    ),
+]
+Oversubscription = Annotated[
+    float, typer.Option(metavar="X", help="Divides what the network leaves between nodes.")
+]
+MemoryGb = Annotated[
+    float | None,
+    typer.Option(metavar="GB", help="Memory per device (1e9 bytes), instead of all it has."),
+]
+
+
 def estimate_problem(
     model: Annotated[
         str | None, typer.Option(metavar="NAME", help="Model of the catalogue: see --list.")
     ] = None,
-    config: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Instead of --model: a Hugging Face config.json."),
-    ] = None,
+    config: ConfigOption = None,
     gpu: Annotated[
         list[str] | None,
         typer.Option(
@@ -95,10 +138,7 @@ def estimate_problem(
             metavar="NAME", help="balanced: the slowest stage fastest; even: as frameworks cut."
         ),
     ] = "balanced",
-    precision: Annotated[
-        str,
-        typer.Option(metavar="NAME", help=f"Of the layers' products: {', '.join(PRECISIONS)}."),
-    ] = "bf16",
+    precision: PrecisionOption = "bf16",
     zero: Annotated[
         int,
         typer.Option(
@@ -106,9 +146,7 @@ def estimate_problem(
             help="Spread over --dp: nothing, optimizer, gradients too, weights too (FSDP).",
         ),
     ] = 1,
-    flash: Annotated[
-        bool, typer.Option("--flash/--no-flash", help="Flash attention, or stored scores.")
-    ] = True,
+    flash: FlashOption = True,
     sequence_parallel: Annotated[
         bool,
         typer.Option(
@@ -126,23 +164,10 @@ def estimate_problem(
             metavar="LIST", help=f"Modules made again, with commas: {', '.join(RECOMPUTABLE)}."
         ),
     ] = "",
-    cuda_graphs: Annotated[
-        bool, typer.Option("--cuda-graphs", help="The host's launches are captured.")
-    ] = False,
-    ep_overlap: Annotated[
-        bool,
-        typer.Option("--ep-overlap", help="Tokens travel to experts while others compute."),
-    ] = False,
-    dispatcher: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME",
-            help="alltoall: a copy per expert; deduplicated: one per rank (DeepEP, HybridEP).",
-        ),
-    ] = "alltoall",
-    dispatch: Annotated[
-        str, typer.Option(metavar="bf16|fp8", help="Precision of tokens on the way to experts.")
-    ] = "bf16",
+    cuda_graphs: CudaGraphs = False,
+    ep_overlap: EpOverlap = False,
+    dispatcher: DispatcherOption = "alltoall",
+    dispatch: DispatchOption = "bf16",
     overlap: Annotated[
         bool,
         typer.Option(
@@ -153,16 +178,8 @@ def estimate_problem(
         int,
         typer.Option(metavar="N", min=0, help="Layers whose activations stay in host memory."),
     ] = 0,
-    network: Annotated[
-        str | None,
-        typer.Option(
-            metavar="KIND[:GBIT]",
-            help="Between nodes: infiniband, ethernet or tcp, and Gbit/s per GPU.",
-        ),
-    ] = None,
-    oversubscription: Annotated[
-        float, typer.Option(metavar="X", help="Divides what the network leaves between nodes.")
-    ] = 1.0,
+    network: Network = None,
+    oversubscription: Oversubscription = 1.0,
     measured_step_s: Annotated[
         float | None,
         typer.Option(metavar="S", help="What a step of this takes: calibrates every time."),
@@ -178,10 +195,7 @@ def estimate_problem(
     pcie_efficiency: Annotated[
         float | None, typer.Option(metavar="X", help="Share (0-1) of PCIe that copies reach.")
     ] = None,
-    memory_gb: Annotated[
-        float | None,
-        typer.Option(metavar="GB", help="Memory per device (1e9 bytes), instead of all it has."),
-    ] = None,
+    memory_gb: MemoryGb = None,
     modes: Annotated[
         int,
         typer.Option(

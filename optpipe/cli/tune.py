@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -21,7 +20,22 @@ from optpipe.cli.console import (
     stdout,
     text_table,
 )
-from optpipe.cli.estimate import accelerators, asked_shape, memory_of, named_as_flags
+from optpipe.cli.estimate import (
+    ConfigOption,
+    CudaGraphs,
+    DispatcherOption,
+    DispatchOption,
+    EpOverlap,
+    FlashOption,
+    MemoryGb,
+    Network,
+    Oversubscription,
+    PrecisionOption,
+    accelerators,
+    asked_shape,
+    memory_of,
+    named_as_flags,
+)
 from optpipe.cli.files import (
     check_apart,
     check_schedule_file,
@@ -46,8 +60,6 @@ from optpipe.presets import (
     read_torchtitan,
     torchtitan_config,
 )
-from optpipe.presets.shape import PRECISIONS
-from optpipe.presets.step import step_estimate
 from optpipe.units import format_ms, format_share
 
 if TYPE_CHECKING:
@@ -70,10 +82,7 @@ def tune(
     model: Annotated[
         str | None, typer.Option(metavar="NAME", help="Model of the catalogue: estimate --list.")
     ] = None,
-    config: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Instead of --model: a Hugging Face config.json."),
-    ] = None,
+    config: ConfigOption = None,
     gpu: Annotated[
         str | None,
         typer.Option(metavar="NAME", help="Accelerator of the catalogue: estimate --list."),
@@ -104,44 +113,15 @@ def tune(
             metavar="NAME=N", help=f"What is not searched; several: {', '.join(_DEGREES)}."
         ),
     ] = None,
-    precision: Annotated[
-        str,
-        typer.Option(metavar="NAME", help=f"Of the layers' products: {', '.join(PRECISIONS)}."),
-    ] = "bf16",
-    flash: Annotated[
-        bool, typer.Option("--flash/--no-flash", help="Flash attention, or stored scores.")
-    ] = True,
-    cuda_graphs: Annotated[
-        bool, typer.Option("--cuda-graphs", help="The host's launches are captured.")
-    ] = False,
-    ep_overlap: Annotated[
-        bool,
-        typer.Option("--ep-overlap", help="Tokens travel to experts while others compute."),
-    ] = False,
-    dispatcher: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME",
-            help="alltoall: a copy per expert; deduplicated: one per rank (DeepEP, HybridEP).",
-        ),
-    ] = "alltoall",
-    dispatch: Annotated[
-        str, typer.Option(metavar="bf16|fp8", help="Precision of tokens on the way to experts.")
-    ] = "bf16",
-    network: Annotated[
-        str | None,
-        typer.Option(
-            metavar="KIND[:GBIT]",
-            help="Between nodes: infiniband, ethernet or tcp, and Gbit/s per GPU.",
-        ),
-    ] = None,
-    oversubscription: Annotated[
-        float, typer.Option(metavar="X", help="Divides what the network leaves between nodes.")
-    ] = 1.0,
-    memory_gb: Annotated[
-        float | None,
-        typer.Option(metavar="GB", help="Memory per device (1e9 bytes), instead of all it has."),
-    ] = None,
+    precision: PrecisionOption = "bf16",
+    flash: FlashOption = True,
+    cuda_graphs: CudaGraphs = False,
+    ep_overlap: EpOverlap = False,
+    dispatcher: DispatcherOption = "alltoall",
+    dispatch: DispatchOption = "bf16",
+    network: Network = None,
+    oversubscription: Oversubscription = 1.0,
+    memory_gb: MemoryGb = None,
     headroom: Annotated[
         float,
         typer.Option(
@@ -205,6 +185,7 @@ def tune(
         with needs_extra("solver"):
             from optpipe_solver.tune import TuneQuestion
             from optpipe_solver.tune import tune as search
+            from optpipe_solver.tune.document import calibrated
 
             question = TuneQuestion(
                 shape=shape,
@@ -222,7 +203,12 @@ def tune(
                 today = _read_today(question, read)
             elif current is not None:
                 today = _today(question, current)
-            question = _calibrated(question, today, measured_step_s)
+            if measured_step_s is not None:
+                if today is None:
+                    raise InputError(
+                        "--measured-step-s says what a step of --current takes; give both"
+                    )
+                question = calibrated(question, today, measured_step_s)
             with searching("tuning") as given:
                 result = search(
                     question,
@@ -293,23 +279,6 @@ def _read_today(question: TuneQuestion, path: Path) -> Configuration:
         )
     except InputError as error:
         raise in_file(path, error) from None
-
-
-def _calibrated(
-    question: TuneQuestion, today: Configuration | None, measured_step_s: float | None
-) -> TuneQuestion:
-    """Return the question with every time multiplied so that today's step takes what it does."""
-    if measured_step_s is None:
-        return question
-    if today is None:
-        raise InputError("--measured-step-s says what a step of --current takes; give both")
-    if not 0 < measured_step_s < 1e6:
-        raise InputError(
-            f"--measured-step-s {measured_step_s}: must be above 0 and below 1000000; correct it"
-        )
-    machine = question.machine(today.training)
-    estimated = step_estimate(question.shape, machine, today.pipeline).step_ms
-    return replace(question, time_factor=1e3 * measured_step_s / estimated)
 
 
 # --- What is shown.

@@ -255,7 +255,7 @@ class Machine(NamedTuple):
         if kind.is_moe and shape.experts is not None:
             launch_ms = _EXPERTS_LAUNCH_MS
             launch_ms += _EXPERT_LAUNCH_MS * shape.experts.num / self.training.ep
-        launch_ms *= self.factor * (_NARROW_LAUNCHES if self.training.is_narrow else 1.0)
+        launch_ms *= self.factor * self._launches
         waits = self.training.dispatcher == "alltoall" and not self.training.ep_overlap
         least = _SYNCHRONOUS_SHARE * launch_ms if kind.is_moe and waits else 0.0
         sums = times.sums
@@ -272,13 +272,19 @@ class Machine(NamedTuple):
             *(spent._replace(host=max(0.0, more)) for spent, more in zip(times, added, strict=True))
         )
 
+    @property
+    def _launches(self) -> float:
+        """How many times as many launches narrow products take."""
+        return _NARROW_LAUNCHES if self.training.is_narrow else 1.0
+
     def _launched_again(self, launch_ms: float, kind: LayerForm) -> float:
         """Return what of a layer's launches recomputation adds: those of F, or of its experts."""
         recompute = self.training.recompute
         if "full" in recompute:
             return 1 / 3
         if "moe" in recompute and kind.is_moe:
-            return max(0.0, 1.0 - self.factor * _DENSE_LAUNCH_MS / launch_ms) / 3
+            dense_ms = self.factor * _DENSE_LAUNCH_MS * self._launches
+            return max(0.0, 1.0 - dense_ms / launch_ms) / 3
         return 0.0
 
     # --- Collectives.

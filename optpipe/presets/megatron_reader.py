@@ -6,7 +6,7 @@ Names and defaults are those of `optpipe.presets.megatron`.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from optpipe.errors import InputError
 from optpipe.formats.megatron import read_layout
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from optpipe.presets.accelerators import Hardware
-    from optpipe.presets.shape import ModelShape
+    from optpipe.presets.shape import Dispatcher, ModelShape, Precision
 
 __all__ = ["read_megatron"]
 
@@ -110,13 +110,13 @@ def read_megatron(
         ep=said.degree("expert_model_parallel_size", 1) if has_experts else 1,
         etp=said.degree("expert_tensor_parallel_size", tp) if has_experts else 1,
         zero=_zero_said(said),
-        precision=_precision_said(said),  # type: ignore[arg-type]
+        precision=cast("Precision", _precision_said(said)),
         flash=_attention_said(said) not in ("unfused", "local"),
         sequence_parallel=tp == 1 or said.flag("sequence_parallel"),
         recompute=_recompute_said(said, shape, pp),
         cuda_graphs=_has_graphs(said),
         ep_overlap=has_experts and said.flag("overlap_moe_expert_parallel_comm"),
-        dispatcher=_dispatcher_said(said, shape),  # type: ignore[arg-type]
+        dispatcher=cast("Dispatcher", _dispatcher_said(said, shape)),
         overlap=said.flag(_overlap_name(said, cp * dp), default=not said.is_arguments),
         offloaded_layers=_offload_said(said, shape),
     )

@@ -11,7 +11,7 @@ from __future__ import annotations
 import ast
 import tomllib
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from optpipe.errors import InputError
 from optpipe.presets.catalogue import MODELS
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from optpipe.presets.accelerators import Hardware
-    from optpipe.presets.shape import ModelShape
+    from optpipe.presets.shape import Dispatcher, ModelShape, Precision
 
 __all__ = ["TITAN_MODELS", "TitanModel", "read_torchtitan", "torchtitan_config"]
 
@@ -436,11 +436,11 @@ def read_torchtitan(
         ep=ep if has_experts else 1,
         etp=said.integer("parallelism.expert_tensor_parallel_degree", etp) if has_experts else 1,
         zero=zero,
-        precision=_precision(said),  # type: ignore[arg-type]
+        precision=cast("Precision", _precision(said)),
         sequence_parallel=tp == 1 or bool(said.value("parallelism.enable_sequence_parallel", True)),
         recompute=_recompute(said),
         cuda_graphs=_has_graphs(said, pp, ep),
-        dispatcher=_dispatcher(said) if has_experts else "alltoall",  # type: ignore[arg-type]
+        dispatcher=cast("Dispatcher", _dispatcher(said) if has_experts else "alltoall"),
         overlap=bool(is_async) if tp > 1 else True,
     )
     cut, sizes = _cut(said, shape, pp, m)

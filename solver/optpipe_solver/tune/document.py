@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from optpipe.problem import Problem
     from optpipe.schedule import Programs
 
-__all__ = ["AskedTune", "current_configuration", "read_question", "read_row"]
+__all__ = ["AskedTune", "calibrated", "current_configuration", "read_question", "read_row"]
 
 _SWITCHES = (
     *("sequence", "precision", "flash", "cuda_graphs", "ep_overlap", "dispatcher", "dispatch"),
@@ -86,13 +86,31 @@ def read_question(asked: Mapping[str, Any]) -> AskedTune:
         return AskedTune(question=question, current=None)
     try:
         current = current_configuration(question, asked["current"])
-        machine = question.machine(current.training)
-        estimated_ms = step_estimate(question.shape, machine, current.pipeline).step_ms
+        measured = calibrated(question, current, measured_step_s or 1.0)
     except InputError as error:
         raise error if error.pointers == ("/sequence",) else error.inside("/current") from None
     if measured_step_s is not None:
-        question = replace(question, time_factor=1e3 * measured_step_s / estimated_ms)
+        question = measured
     return AskedTune(question=question, current=current)
+
+
+def calibrated(
+    question: TuneQuestion, current: Configuration, measured_step_s: float
+) -> TuneQuestion:
+    """Return the question with every time multiplied so that a step of today's takes so long.
+
+    Raises
+    ------
+    InputError
+        If that many seconds are out of range, or the model is not split so.
+    """
+    if not 0 < measured_step_s < 1e6:
+        raise InputError(
+            f"measured_step_s = {measured_step_s}: must be above 0 and below 1000000; correct it"
+        )
+    machine = question.machine(current.training)
+    estimated_ms = step_estimate(question.shape, machine, current.pipeline).step_ms
+    return replace(question, time_factor=1e3 * measured_step_s / estimated_ms)
 
 
 def _shape(asked: Mapping[str, Any]) -> ModelShape:

@@ -247,6 +247,8 @@ class ConfigurationJudge:
         )
         if found.schedule is None or found.problem is None:
             return None, inf if found.status.value == "infeasible" else found.bound_ms or 0.0
+        if len(found.problem.stages) != self.cut.pp * self.cut.chunks:
+            return None, found.bound_ms or 0.0  # the even cut in a line: another configuration
         best = Incumbent(found.problem)
         best.offer(found.schedule.programs, found.schedule.provenance.method)
         return self._row(best), found.bound_ms or 0.0

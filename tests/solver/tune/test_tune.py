@@ -308,6 +308,17 @@ def test_a_question_out_of_range_is_refused(fields, sentence: str) -> None:
         asked(**fields)
 
 
+def test_a_plan_answers_with_the_number_of_chunks_that_was_asked() -> None:
+    """Though it looks at the even cut in a line too, which may be the best it knows."""
+    question = asked(framework="any", fixed={"tp": 1, "cp": 1, "pp": 2, "chunks": 2, "dp": 2})
+    result = tune(question, time_limit_s=6, gap=0.0)
+    assert result.rows
+    for row in result.rows:
+        assert row.configuration.pipeline.chunks == 2
+        assert len(row.problem.stages) == 4
+        assert result.bound_ms <= row.step_ms
+
+
 def test_a_batch_that_nothing_splits_is_refused() -> None:
     with pytest.raises(InputError, match="no configuration of 4 GPUs splits small"):
         tune(asked(global_batch=3, fixed={"tp": 1, "cp": 1, "pp": 1}))
