@@ -1,6 +1,7 @@
 """Tuning: bounds against every cut of every configuration of a small space, and what is said."""
 
 import re
+import sys
 from dataclasses import replace
 from itertools import combinations, groupby, pairwise, product
 from math import inf
@@ -26,6 +27,7 @@ from optpipe.presets import (
 from optpipe.presets.step import in_flight
 from optpipe.problem import placement_of
 from optpipe.schedule import ActionType
+from optpipe_solver.budget import Stop
 from optpipe_solver.milp.plan.pattern import NUM_DURATIONS, kind_number, patterns_of
 from optpipe_solver.plan import plan
 from optpipe_solver.tune import TuneQuestion, judge, tune
@@ -308,15 +310,25 @@ def test_a_question_out_of_range_is_refused(fields, sentence: str) -> None:
         asked(**fields)
 
 
-def test_a_plan_answers_with_the_number_of_chunks_that_was_asked() -> None:
-    """Though it looks at the even cut in a line too, which may be the best it knows."""
+def test_a_plan_answers_with_the_number_of_chunks_that_was_asked(monkeypatch) -> None:
+    """`plan` looks at the even cut in a line too: where that is its best, it is no answer here."""
+    module = sys.modules["optpipe_solver.tune.judge"]
     question = asked(framework="any", fixed={"tp": 1, "cp": 1, "pp": 2, "chunks": 2, "dp": 2})
-    result = tune(question, time_limit_s=6, gap=0.0)
-    assert result.rows
-    for row in result.rows:
-        assert row.configuration.pipeline.chunks == 2
-        assert len(row.problem.stages) == 4
-        assert result.bound_ms <= row.step_ms
+    candidate = next(candidates(question))
+    made = ConfigurationJudge(question, candidate.training, candidate.cut())
+
+    def in_a_line(model, **asked):
+        return plan(model, **(asked | {"chunks": (1,), "placements": ("linear",)}))
+
+    monkeypatch.setattr(module, "plan", in_a_line)
+    row, bound_ms = made.planned(Stop(2.0))
+    assert row is None
+    assert bound_ms > 0
+    monkeypatch.undo()
+    row, _ = made.planned(Stop(2.0))
+    assert row is not None
+    assert row.configuration.pipeline.chunks == 2
+    assert len(row.problem.stages) == 4
 
 
 def test_a_batch_that_nothing_splits_is_refused() -> None:
