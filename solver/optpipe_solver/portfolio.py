@@ -125,7 +125,7 @@ def plans(problem: Problem, limits: Limits) -> tuple[SearchPlan, ...]:
     """
     proof = _proof(problem)
     if limits.threads == 1 or limits.work_limit is not None:
-        less = (Step(_RESTRICTED, 0.25, 4.0),)
+        less = (Step(_RESTRICTED, 0.5 if problem.has_modes else 0.25, 4.0),)
         once = (Step(_SEARCH, 0.1, 3.0), *proof)
         return (SearchPlan(before=less, once=once, again=(Step(_SEARCH, 0.4, 6.0),)),)
     less = (Step(_RESTRICTED, 0.5, 4.0),)
@@ -516,11 +516,36 @@ def improve_by_restrictions(best: Incumbent, stop: Stop, find: Improve) -> None:
         return
     searches = [_RestrictedSearch(best, less) for less in restrictions(best.problem)]
     useful = [search for search in searches if search.is_useful(stop)]
+    if best.problem.has_modes:
+        useful = _promising(useful, stop)
     for number, search in enumerate(useful):
         if stop.is_over():
             break
-        search.start(stop)
+        if search.inner.programs is None:
+            search.start(stop)
         search.run(find, stop, 1.0 / (len(useful) - number))
+
+
+_FAR_BEHIND = 0.05
+"""By which share of the objective the starts of a projection may be longer than the shortest
+schedule for it to be searched."""
+
+
+def _promising(searches: list[_RestrictedSearch], stop: Stop) -> list[_RestrictedSearch]:
+    """Return the projection that costs least time, and of the others that with the best start.
+
+    The first is what v1 has of the menu, and without it a large menu could be worse than a small
+    one. The others differ in what stages hold when they keep, and starts show which are wrong.
+    """
+    for search in searches:
+        search.start(stop)
+    first, others = searches[:1], searches[1:]
+    near = [
+        search
+        for search in others
+        if search.inner.objective_ms <= search.best.objective_ms * (1 + _FAR_BEHIND)
+    ]
+    return sorted(near, key=lambda search: search.inner.objective_ms)[:1] + first
 
 
 class _RestrictedSearch:
