@@ -27,18 +27,18 @@ from optpipe_solver.local_search.board import rows_on
 from optpipe_solver.local_search.memory_moves import Stretch, settle
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from optpipe.problem import CellMode, Problem, Stage
     from optpipe.schedule import Program, Programs
     from optpipe_solver.arrays import Ints
     from optpipe_solver.arrays.encoding import CompiledProblem
 
-__all__ = ["Projection", "kept_alone", "projections", "with_uniform_modes"]
+__all__ = ["Projection", "kept_alone", "narrow_menus", "projections", "with_uniform_modes"]
 
 
 class Projection(NamedTuple):
-    """A problem that v1 can say, and which modes of another its own are.
+    """A problem with narrower menus, and which modes of another its own are.
 
     ``modes`` has by stage the numbers, in the other's menu, of what its own menu says. Times are
     the same, bytes no fewer: its programs are programs of the other, exactly as long.
@@ -64,41 +64,110 @@ class Projection(NamedTuple):
 
 def kept_alone(problem: Problem) -> Projection:
     """Return the projection on keep alone, whatever it holds."""
-    kept = [_choice(problem, s, 0) for s in range(len(problem.stages))]
+    kept = [_Choice(0)] * len(problem.stages)
     return _projection(problem, "kept", kept)
 
 
+class _Rule(NamedTuple):
+    """How each stage's modes of a projection are chosen.
+
+    ``share``: how far along its modes without transfers, from the fastest to the leanest, the base
+    is; None for as far as its device must go to hold what 1F1B holds. ``lean``: whether of modes
+    that recompute the leanest is taken. ``offloads``, ``recomputes``: whether any such is.
+    """
+
+    name: str
+    share: float | None
+    lean: bool
+    offloads: bool = True
+    recomputes: bool = True
+
+
 _PROJECTIONS = (
-    ("of three modes", 0.0, False),
-    ("of three lean modes", 0.0, True),
-    ("as full as 1F1B", None, True),
-    ("half lean", 0.5, True),
-    ("lean", 1.0, True),
+    _Rule("of three modes", 0.0, True),
+    _Rule("of three quick modes", 0.0, False),
+    _Rule("as full as 1F1B", None, True),
+    _Rule("half lean", 0.5, True),
+    _Rule("lean", 1.0, True),
 )
-"""Name; how far along its modes without transfers, from the fastest to the leanest, a stage's base
-is, None for as far as its device must go to hold what 1F1B holds; and whether of modes that
-recompute the leanest is taken."""
+_PARTS = (
+    _Rule("of keep and offload", 0.0, True, recomputes=False),
+    _Rule("of keep and recompute", 0.0, True, offloads=False),
+)
 
 
 def projections(problem: Problem) -> tuple[Projection, ...]:
-    """Return projections worth a try, the one that costs least time first.
+    """Return projections worth a try, the one with what v1 has of the menu first.
 
     The base of each stage is keep, or a mode with recomputation inside: the fastest, the leanest,
     or one between, for all alike or by what their devices have to hold. Beside it stand a mode that
     offloads and one that recomputes apart, if the menu has such that differ from the base in
     nothing else.
     """
+    return _projections(problem, _PROJECTIONS)
+
+
+def narrow_menus(problem: Problem) -> tuple[Projection, ...]:
+    """Return problems with narrower menus to search in, v1's menu first, then parts of it.
+
+    Where all micro-batches of a stage must be alike v1's menu is no problem of v1's: it is posed
+    with the same field, its menus cut down.
+    """
+    if not any(stage.uniform_modes for stage in problem.stages):
+        first, *others = _projections(problem, _PROJECTIONS)
+        return (
+            first,
+            *(one for one in _projections(problem, _PARTS) if one.modes != first.modes),
+            *others,
+        )
+    short = _cut(problem)
+    is_whole = all(len(a) == len(b) for a, b in zip(short.modes, problem.menus, strict=True))
+    return (*(() if is_whole else (short,)), *projections(problem))
+
+
+def _cut(problem: Problem) -> Projection:
+    """Return the problem with keep, one mode that offloads, and one that recomputes, by stage."""
+    numbers = []
+    for s, stage in enumerate(problem.stages):
+        chosen = _beside(problem, s, 0, lean=True)
+        used = [k for k in chosen if k >= 0] if stage.modes else range(len(problem.menus[s]))
+        numbers.append(tuple(used))
+    stages = tuple(
+        stage.model_copy(update={"modes": tuple(stage.modes[k] for k in used)})
+        if stage.modes
+        else stage
+        for stage, used in zip(problem.stages, numbers, strict=True)
+    )
+    return Projection(
+        "of three modes", problem.model_copy(update={"stages": stages}), tuple(numbers)
+    )
+
+
+def _projections(problem: Problem, rules: Sequence[_Rule]) -> tuple[Projection, ...]:
     lines = [_bases(problem, s) for s in range(len(problem.stages))]
     found: list[Projection] = []
-    for name, share, lean in _PROJECTIONS:
-        far = [_share_of(problem, lines, d) if share is None else share for d in problem.placement]
-        chosen = [
-            _choice(problem, s, _along(line, far[s]), lean=lean) for s, line in enumerate(lines)
+    for rule in rules:
+        far = [
+            _share_of(problem, lines, d) if rule.share is None else rule.share
+            for d in problem.placement
         ]
-        made = _projection(problem, name, chosen)
+        chosen = [_allowed(problem, s, _along(line, far[s]), rule) for s, line in enumerate(lines)]
+        made = _projection(problem, rule.name, chosen)
         if all(made.modes != other.modes for other in found):
             found.append(made)
     return tuple(found)
+
+
+def _allowed(problem: Problem, s: int, base: int, rule: _Rule) -> _Choice:
+    """Return what a stage may do; nothing but the base where all must be treated alike."""
+    if problem.stages[s].uniform_modes:
+        return _Choice(base)
+    choice = _beside(problem, s, base, lean=rule.lean)
+    return _Choice(
+        base,
+        choice.offload if rule.offloads else -1,
+        choice.recompute if rule.recomputes else -1,
+    )
 
 
 def _along(line: list[int], share: float) -> int:
@@ -143,15 +212,12 @@ def _bases(problem: Problem, s: int) -> list[int]:
     return line
 
 
-def _choice(problem: Problem, s: int, base: int, *, lean: bool | None = None) -> _Choice:
-    """Return a base with what goes with it; nothing does where all must be treated alike.
+def _beside(problem: Problem, s: int, base: int, *, lean: bool) -> _Choice:
+    """Return a base with what goes with it.
 
-    ``lean``: of what recomputes, take what keeps least, else what saves most for its time; None:
-    the base alone.
+    ``lean``: of what recomputes, take what keeps least, else what saves most for its time.
     """
     menu, known = problem.menus[s], problem.menus[s][base]
-    if lean is None or problem.stages[s].uniform_modes:
-        return _Choice(base)
     away = [
         k
         for k in usable_modes(problem, s)

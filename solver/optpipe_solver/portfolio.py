@@ -26,7 +26,13 @@ from optpipe_solver.families.polish_blocks import improve_by_blocks
 from optpipe_solver.feasibility import feasibility, fifo_loses_nothing, knows_menu
 from optpipe_solver.incumbent import Incumbent
 from optpipe_solver.local_search.search import improve_by_local_search, improve_by_stretches
-from optpipe_solver.menus import Projection, kept_alone, projections, with_uniform_modes
+from optpipe_solver.menus import (
+    Projection,
+    kept_alone,
+    narrow_menus,
+    projections,
+    with_uniform_modes,
+)
 from optpipe_solver.milp.horizon.items import MOST_PAIRS, num_order_pairs
 from optpipe_solver.milp.horizon.model import improve_by_milp
 from optpipe_solver.offload_fit.fit import Frame, fit
@@ -466,10 +472,10 @@ class Restriction:
 def restrictions(problem: Problem) -> tuple[Restriction, ...]:
     """Return the restrictions that have a schedule, the one that allows least first.
 
-    Where v1 cannot say the menus, they are its projections.
+    Where v1 cannot say the menus, they are narrower ones, v1's first.
     """
     if problem.has_modes:
-        made = (Restriction(one.name, one.problem, one) for one in projections(problem))
+        made = (Restriction(one.name, one.problem, one) for one in narrow_menus(problem))
         return tuple(less for less in made if feasibility(less.problem).plan is not None)
     allowed = _allowed(problem)
     choices = [allowed, *((one,) for one in allowed if len(allowed) > 1)]
@@ -526,26 +532,26 @@ def improve_by_restrictions(best: Incumbent, stop: Stop, find: Improve) -> None:
         search.run(find, stop, 1.0 / (len(useful) - number))
 
 
-_FAR_BEHIND = 0.05
-"""By which share of the objective the starts of a projection may be longer than the shortest
-schedule for it to be searched."""
+_FAR_BEHIND, _MOST_OTHERS = 0.05, 3
+"""By which share of the objective the starts of a narrower menu may be longer than the shortest
+schedule for it to be searched; and how many are, at most, beside v1's."""
 
 
 def _promising(searches: list[_RestrictedSearch], stop: Stop) -> list[_RestrictedSearch]:
-    """Return the projection that costs least time, and of the others that with the best start.
+    """Return the first, and of the others those with the best starts, the best last.
 
-    The first is what v1 has of the menu, and without it a large menu could be worse than a small
-    one. The others differ in what stages hold when they keep, and starts show which are wrong.
+    The first is v1's menu: without it a large menu could be worse than a small one. The others
+    differ in what stages hold when they keep, and starts show which are wrong.
     """
     for search in searches:
         search.start(stop)
-    first, others = searches[:1], searches[1:]
     near = [
         search
-        for search in others
+        for search in searches[1:]
         if search.inner.objective_ms <= search.best.objective_ms * (1 + _FAR_BEHIND)
     ]
-    return sorted(near, key=lambda search: search.inner.objective_ms)[:1] + first
+    near.sort(key=lambda search: search.inner.objective_ms)
+    return near[:_MOST_OTHERS][::-1] + searches[:1]
 
 
 class _RestrictedSearch:
