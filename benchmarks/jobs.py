@@ -43,7 +43,9 @@ class PeerJob:
     """One run.
 
     ``start`` are legal programs to start from, None for none; ``floor_ms`` is a proven lower bound
-    of the objective; ``seconds`` include building models, not the start of the process.
+    of the objective; ``seconds`` include building models, not the start of the process. With
+    ``work`` units of work, which only ``ours`` knows, the answer is the same on a busy machine, and
+    the seconds are there to end what never ends.
     """
 
     problem: Problem
@@ -52,6 +54,7 @@ class PeerJob:
     seconds: float = 20.0
     threads: int = 2
     seed: int = 0
+    work: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +63,8 @@ class PeerAnswer:
 
     ``bound_ms`` is None where nothing is proven, ``status`` the contestant's own word, ``method``
     who found the programs, ``bound_method`` who proved the bound, ``cpu_seconds`` what each part
-    took, ``peak_bytes`` the largest resident size of the process.
+    took, ``process_cpu_s`` what the whole answer did, ``peak_bytes`` the largest resident size of
+    the process.
     """
 
     programs: Programs | None
@@ -71,6 +75,7 @@ class PeerAnswer:
     cpu_seconds: dict[str, float] = field(default_factory=dict)
     trace: tuple[TraceEntry, ...] = ()
     seconds: float = 0.0
+    process_cpu_s: float = 0.0
     peak_bytes: int = 0
     extra: dict[str, Any] = field(default_factory=dict)
 
@@ -152,11 +157,12 @@ def _answer_all(name: str, pipe: Connection) -> None:
     contestant: Callable[[PeerJob], PeerAnswer] = getattr(importlib.import_module(module), function)
     while True:
         job = pipe.recv()
-        began = time.perf_counter()
+        began, cpu_began = time.perf_counter(), time.process_time()
         try:
             answer = contestant(job)
         except ValueError as error:
             answer = PeerAnswer(programs=None, status=f"failed: {error}")
         seconds = round(time.perf_counter() - began, 3)
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        pipe.send(replace(answer, seconds=seconds, peak_bytes=peak))
+        cpu_s = round(time.process_time() - cpu_began, 3)
+        pipe.send(replace(answer, seconds=seconds, process_cpu_s=cpu_s, peak_bytes=peak))

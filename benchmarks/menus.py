@@ -1,6 +1,6 @@
 """Menus of modes: what they are worth, on problems that only v2 can say.
 
-    python -m benchmarks.menus [--seconds S] [--only PATTERN] [--again] [--report]
+    python -m benchmarks.menus [--work W] [--only PATTERN] [--again] [--report]
 
 Problems are made here, not stored: menus of at most 8 modes from `estimate` for Llama 8B, 70B and
 405B, Qwen3-235B and DeepSeek-V3, with copies of 21 GB/s (what PipeOffload's code takes an H100 to
@@ -11,13 +11,14 @@ of what lies between the smallest memory that v1's menu needs and as many whole 
 are devices, ``tight`` has 5 %, ``medium`` 20 %, ``loose`` 50 %. Two more have 128k tokens and the
 card's own memory, which v1's menu never fits.
 
-Contestants, one thread each: ``families`` (the best published schedule in any way that fits),
-``uniform`` (the best of those with one mode per stage), ``v1`` (`solve` with each menu cut down to
-keep, offload and recompute, and with the v1 problem that these make, the better of the two),
-``ours`` (`solve`). CP-SAT's model knows neither menus nor queueing
-links, so it is not among them. Programs are judged here, by `find_violations` and `simulate`. A row
-for each is appended to ``results/menus.csv``, with seconds and threads; what stands there for this
-problem, commit and time is not run again without ``--again``.
+Contestants, one thread and the same work each, so that a busy machine changes nothing:
+``families`` (the best published schedule in any way that fits), ``uniform`` (the best of those with
+one mode per stage), ``v1`` (`solve` with each menu cut down to keep, offload and recompute, and
+with the v1 problem that these make, the better of the two, so it has twice the work), ``ours``
+(`solve`). CP-SAT's model knows neither menus nor queueing links, so
+it is not among them. Programs are judged here, by `find_violations` and `simulate`. A row for each
+is appended to ``results/menus.csv``; what stands there for this problem, commit and work is not run
+again without ``--again``.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ __all__ = ["MenuRow", "all_problems", "as_v1", "main", "report", "v1_menus"]
 
 RESULTS = Path(__file__).resolve().parent / "results" / "menus.csv"
 MEASURED = INSTANCES / "measured" / "tiny_gpt.json"
-_TOLERANCE = 1e-6
+_TOLERANCE = 1e-9
+_TIME_LIMIT_S = 3600.0
+"""So long that work ends every solve, even on a busy machine."""
 _COPIES_GB_PER_S = 21.0
 _LIMITS = {"tight": 0.05, "medium": 0.2, "loose": 0.5}
 
@@ -55,7 +58,9 @@ _LIMITS = {"tight": 0.05, "medium": 0.2, "loose": 0.5}
 class MenuRow:
     """What one contestant reached on one problem; times in ms, None where there is none.
 
-    ``seconds`` is the limit it was given, 0 where it has none.
+    ``work`` is the limit of a solve in units, 0 where it had none; ``seconds`` where it
+    had time instead, as all had at 297909f; ``cpu_seconds`` what the whole answer took, 0
+    where it was not measured.
     """
 
     instance: str
@@ -63,6 +68,8 @@ class MenuRow:
     solver: str
     seconds: float
     threads: int
+    work: float
+    cpu_seconds: float
     objective_ms: float | None
     bound_ms: float | None
     status: str
@@ -212,9 +219,9 @@ class _Stamps(NamedTuple):
 class _Rows:
     """What the contestants reach on one problem."""
 
-    def __init__(self, name: str, problem: Problem, seconds: float, stamps: _Stamps) -> None:
-        self.name, self.problem, self.seconds, self.stamps = name, problem, seconds, stamps
-        self.job = PeerJob(problem=problem, seconds=seconds, threads=1)
+    def __init__(self, name: str, problem: Problem, work: float, stamps: _Stamps) -> None:
+        self.name, self.problem, self.work, self.stamps = name, problem, work, stamps
+        self.job = PeerJob(problem=problem, seconds=_TIME_LIMIT_S, threads=1, work=work)
 
     def run(self, done: set[str]) -> Iterator[MenuRow]:
         """Run what is missing."""
@@ -240,17 +247,19 @@ class _Rows:
 
     def _solved(self, solver: str, held: Problem) -> MenuRow:
         found = run_apart("ours", replace(self.job, problem=held))
-        return self._row(solver, found, judge(held, found.programs), self.seconds)
+        return self._row(solver, found, judge(held, found.programs), self.work)
 
     def _row(
-        self, solver: str, found: PeerAnswer, objective_ms: float | None, seconds: float
+        self, solver: str, found: PeerAnswer, objective_ms: float | None, work: float
     ) -> MenuRow:
         return MenuRow(
             instance=self.name,
             problem_hash=_hash(self.problem),
             solver=solver,
-            seconds=seconds,
+            seconds=0.0,
             threads=1,
+            work=work,
+            cpu_seconds=found.process_cpu_s,
             objective_ms=objective_ms,
             bound_ms=found.bound_ms if solver in ("families", "ours") else None,
             status=found.status,
@@ -263,9 +272,7 @@ def _hash(problem: Problem) -> str:
     return problem.problem_hash.removeprefix("sha256:")[:12]
 
 
-def contest(
-    seconds: float, only: str = "*", *, again: bool = False, results: Path = RESULTS
-) -> None:
+def contest(work: float, only: str = "*", *, again: bool = False, results: Path = RESULTS) -> None:
     """Run all contestants on all problems; append every row as soon as it is there."""
     old = [] if again else read_rows(MenuRow, results)
     stamps = _Stamps(commit(), stamp())
@@ -276,9 +283,9 @@ def contest(
             row.solver
             for row in old
             if (row.instance, row.problem_hash, row.commit) == (name, _hash(problem), stamps.commit)
-            and row.seconds in (0.0, seconds)
+            and row.work in (0.0, work)
         }
-        for row in _Rows(name, problem, seconds, stamps).run(done):
+        for row in _Rows(name, problem, work, stamps).run(done):
             value = "-" if row.objective_ms is None else f"{row.objective_ms:.3f}"
             print(f"{name:34} {row.solver:9} {value:>12}  {row.status} {row.method}", flush=True)
             write_rows([row], results)
@@ -294,10 +301,9 @@ def report(rows: Iterable[MenuRow]) -> list[str]:
     ours = {name: table[name, "ours"] for name in names if (name, "ours") in table}
     if not ours:
         return ["no rows"]
-    limits = ", ".join(
-        sorted({f"{row.seconds:g} s, {row.threads} thread" for row in ours.values()})
-    )
-    lines = [f"{len(ours)} problems, {limits} each; ours, against"]
+    limits = ", ".join(sorted({_limit(row) for row in ours.values()}))
+    spent = sum(row.cpu_seconds for row in ours.values())
+    lines = [f"{len(ours)} problems, {limits} each, {spent:.0f} CPU s; ours, against"]
     for peer in ("v1", "uniform", "families"):
         against = {name: table[name, peer].objective_ms for name in ours if (name, peer) in table}
         lines.append(f"{peer}: {_against(ours, against)}")
@@ -306,6 +312,10 @@ def report(rows: Iterable[MenuRow]) -> list[str]:
         against = {name: table[name, "v1"].objective_ms for name in some if (name, "v1") in table}
         lines.append(f"v1, {way} modes: {_against(some, against)}")
     return lines
+
+
+def _limit(row: MenuRow) -> str:
+    return f"{row.work:g} units of work" if row.work else f"{row.seconds:g} s, {row.threads} thread"
 
 
 def _against(ours: dict[str, MenuRow], theirs: dict[str, float | None]) -> str:
@@ -335,7 +345,7 @@ def _against(ours: dict[str, MenuRow], theirs: dict[str, float | None]) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Read the command line, run, and report on the rows of the newest run of each problem."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--seconds", type=float, default=6.0)
+    parser.add_argument("--work", type=float, default=4.0)
     parser.add_argument("--only", default="*", help="glob of names")
     parser.add_argument("--again", action="store_true", help="run what is already there")
     parser.add_argument(
@@ -344,10 +354,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--results", type=Path, default=RESULTS)
     asked = parser.parse_args(arguments)
     if not asked.report:
-        from optpipe_solver import warm_up
-
-        warm_up()  # a contestant with less time than that would end before its kernels are there
-        contest(asked.seconds, asked.only, again=asked.again, results=asked.results)
+        contest(asked.work, asked.only, again=asked.again, results=asked.results)
     print("\n".join(report(read_rows(MenuRow, asked.results))))
 
 

@@ -28,7 +28,12 @@ def families(job: PeerJob) -> PeerAnswer:
 def ours(job: PeerJob, method: str = "auto") -> PeerAnswer:
     """Solve without a given start: families, bounds and improvement are all within the time."""
     result = solve(
-        job.problem, time_limit_s=job.seconds, threads=job.threads, seed=job.seed, method=method
+        job.problem,
+        time_limit_s=job.seconds,
+        work_limit=job.work,
+        threads=job.threads,
+        seed=job.seed,
+        method=method,
     )
     if result.schedule is None:
         return PeerAnswer(programs=None, bound_ms=result.bound_ms, status=result.status.value)

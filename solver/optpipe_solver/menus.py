@@ -3,7 +3,7 @@
 The families, and what makes programs fit, know keep, offload and recompute. Here a menu is cut down
 to three of its modes that are these (`Projection`), and programs made there are programs of the
 problem once their modes are named. And each stage gets one mode for all micro-batches, such that a
-family's programs fit (`with_uniform_modes`).
+family's programs fit, with room left for copies to wait in (`with_uniform_modes`).
 
 Ignored: the hosts' limits; whether copies can be hidden is estimated by the load of the lanes.
 """
@@ -27,18 +27,18 @@ from optpipe_solver.local_search.board import rows_on
 from optpipe_solver.local_search.memory_moves import Stretch, settle
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from optpipe.problem import CellMode, Problem, Stage
     from optpipe.schedule import Program, Programs
     from optpipe_solver.arrays import Ints
     from optpipe_solver.arrays.encoding import CompiledProblem
 
-__all__ = ["Projection", "kept_alone", "projections", "with_uniform_modes"]
+__all__ = ["Projection", "kept_alone", "narrow_menus", "projections", "with_uniform_modes"]
 
 
 class Projection(NamedTuple):
-    """A problem that v1 can say, and which modes of another its own are.
+    """A problem with narrower menus, and which modes of another its own are.
 
     ``modes`` has by stage the numbers, in the other's menu, of what its own menu says. Times are
     the same, bytes no fewer: its programs are programs of the other, exactly as long.
@@ -64,37 +64,132 @@ class Projection(NamedTuple):
 
 def kept_alone(problem: Problem) -> Projection:
     """Return the projection on keep alone, whatever it holds."""
-    kept = [_choice(problem, s, 0) for s in range(len(problem.stages))]
+    kept = [_Choice(0)] * len(problem.stages)
     return _projection(problem, "kept", kept)
 
 
+class _Rule(NamedTuple):
+    """How each stage's modes of a projection are chosen.
+
+    ``share``: how far along its modes without transfers, from the fastest to the leanest, the base
+    is; None for as far as its device must go to hold what 1F1B holds. ``lean``: whether of modes
+    that recompute the leanest is taken. ``offloads``, ``recomputes``: whether any such is.
+    """
+
+    name: str
+    share: float | None
+    lean: bool
+    offloads: bool = True
+    recomputes: bool = True
+
+
 _PROJECTIONS = (
-    ("of three modes", 0.0, False),
-    ("of three lean modes", 0.0, True),
-    ("half lean", 0.5, True),
-    ("lean", 1.0, True),
+    _Rule("of three modes", 0.0, True),
+    _Rule("of three quick modes", 0.0, False),
+    _Rule("as full as 1F1B", None, True),
+    _Rule("half lean", 0.5, True),
+    _Rule("lean", 1.0, True),
 )
-"""Name; how far along its modes without transfers, from the fastest to the leanest, a stage's base
-is; and whether of modes that recompute the leanest is taken."""
+_PARTS = (
+    _Rule("of keep and offload", 0.0, True, recomputes=False),
+    _Rule("of keep and recompute", 0.0, True, offloads=False),
+)
 
 
 def projections(problem: Problem) -> tuple[Projection, ...]:
-    """Return projections worth a try, the one that costs least time first.
+    """Return projections worth a try, the one with what v1 has of the menu first.
 
     The base of each stage is keep, or a mode with recomputation inside: the fastest, the leanest,
-    or one between. Beside it stand a mode that offloads and one that recomputes apart, if the menu
-    has such that differ from the base in nothing else.
+    or one between, for all alike or by what their devices have to hold. Beside it stand a mode that
+    offloads and one that recomputes apart, if the menu has such that differ from the base in
+    nothing else.
     """
+    return _projections(problem, _PROJECTIONS)
+
+
+def narrow_menus(problem: Problem) -> tuple[Projection, ...]:
+    """Return problems with narrower menus to search in, v1's menu first, then parts of it.
+
+    Where all micro-batches of a stage must be alike v1's menu is no problem of v1's: it is posed
+    with the same field, its menus cut down.
+    """
+    if not any(stage.uniform_modes for stage in problem.stages):
+        first, *others = _projections(problem, _PROJECTIONS)
+        return (
+            first,
+            *(one for one in _projections(problem, _PARTS) if one.modes != first.modes),
+            *others,
+        )
+    short = _cut(problem)
+    is_whole = all(len(a) == len(b) for a, b in zip(short.modes, problem.menus, strict=True))
+    return (*(() if is_whole else (short,)), *projections(problem))
+
+
+def _cut(problem: Problem) -> Projection:
+    """Return the problem with keep, one mode that offloads, and one that recomputes, by stage."""
+    numbers = []
+    for s, stage in enumerate(problem.stages):
+        chosen = _beside(problem, s, 0, lean=True)
+        used = [k for k in chosen if k >= 0] if stage.modes else range(len(problem.menus[s]))
+        numbers.append(tuple(used))
+    stages = tuple(
+        stage.model_copy(update={"modes": tuple(stage.modes[k] for k in used)})
+        if stage.modes
+        else stage
+        for stage, used in zip(problem.stages, numbers, strict=True)
+    )
+    return Projection(
+        "of three modes", problem.model_copy(update={"stages": stages}), tuple(numbers)
+    )
+
+
+def _projections(problem: Problem, rules: Sequence[_Rule]) -> tuple[Projection, ...]:
+    lines = [_bases(problem, s) for s in range(len(problem.stages))]
     found: list[Projection] = []
-    for name, share, lean in _PROJECTIONS:
-        chosen = []
-        for s in range(len(problem.stages)):
-            line = _bases(problem, s)
-            chosen.append(_choice(problem, s, line[round(share * (len(line) - 1))], lean=lean))
-        made = _projection(problem, name, chosen)
+    for rule in rules:
+        far = [
+            _share_of(problem, lines, d) if rule.share is None else rule.share
+            for d in problem.placement
+        ]
+        chosen = [_allowed(problem, s, _along(line, far[s]), rule) for s, line in enumerate(lines)]
+        made = _projection(problem, rule.name, chosen)
         if all(made.modes != other.modes for other in found):
             found.append(made)
     return tuple(found)
+
+
+def _allowed(problem: Problem, s: int, base: int, rule: _Rule) -> _Choice:
+    """Return what a stage may do; nothing but the base where all must be treated alike."""
+    if problem.stages[s].uniform_modes:
+        return _Choice(base)
+    choice = _beside(problem, s, base, lean=rule.lean)
+    return _Choice(
+        base,
+        choice.offload if rule.offloads else -1,
+        choice.recompute if rule.recomputes else -1,
+    )
+
+
+def _along(line: list[int], share: float) -> int:
+    return line[round(share * (len(line) - 1))]
+
+
+def _share_of(problem: Problem, lines: list[list[int]], device: int) -> float:
+    """Return how far a device's stages go along their lines so that 1F1B fits; 1 if nothing does.
+
+    Between its F and its backward a micro-batch passes all later stages, while each device starts
+    one of them per round of its own stages.
+    """
+    held, m = problem.stages_of[device], problem.num_microbatches
+    last, rounds = len(problem.stages), max(1, len(held))
+    in_flight = {s: min(m, -(-(last - s) // rounds)) for s in held}
+    room = problem.room_bytes(device)
+    steps = max((len(lines[s]) - 1 for s in held), default=0)
+    for step in range(steps):
+        chosen = {s: problem.menus[s][_along(lines[s], step / steps)] for s in held}
+        if sum(in_flight[s] * mode.forward_bytes for s, mode in chosen.items()) <= room:
+            return step / steps
+    return 1.0
 
 
 class _Choice(NamedTuple):
@@ -117,15 +212,12 @@ def _bases(problem: Problem, s: int) -> list[int]:
     return line
 
 
-def _choice(problem: Problem, s: int, base: int, *, lean: bool | None = None) -> _Choice:
-    """Return a base with what goes with it; nothing does where all must be treated alike.
+def _beside(problem: Problem, s: int, base: int, *, lean: bool) -> _Choice:
+    """Return a base with what goes with it.
 
-    ``lean``: of what recomputes, take what keeps least, else what saves most for its time; None:
-    the base alone.
+    ``lean``: of what recomputes, take what keeps least, else what saves most for its time.
     """
     menu, known = problem.menus[s], problem.menus[s][base]
-    if lean is None or problem.stages[s].uniform_modes:
-        return _Choice(base)
     away = [
         k
         for k in usable_modes(problem, s)
@@ -191,13 +283,20 @@ def _projected(stage: Stage, menu: tuple[CellMode, ...], choice: _Choice) -> Sta
 
 # --- One mode per stage, such that programs fit. With transfers as tight as can be (RELEASE right
 # behind F, RELOAD and RECOMPUTE right before the backward) what a device holds is, at each of its
-# actions, a sum over its stages of bytes that depend on the stage's mode alone.
+# actions, a sum over its stages of bytes that depend on the stage's mode alone. So tight, copies
+# are waited for: of the modes that fit into shares of the limits, transfers then spreading out into
+# all of it, the simulation says which are best.
 
 _MOST_CHOICES = 256
 """Choices of a device up to which all are looked at; beyond, one mode after another is changed."""
 
 _HIDDEN_COST = 0.05
 """What a copy that its lane has time for is taken to cost, as a share of its duration."""
+
+_SHARES, _LEADS = (1.0, 0.9, 0.8, 0.7, 0.5, 0.4), (0, 1, 2, 4, 8)
+"""Shares of the limits that the modes must fit into; and by how many passes RELOADs move up before
+RELEASEs take what is left: each was the best for some family and problem of ``benchmarks.menus``
+(measured)."""
 
 
 class _Footprint(NamedTuple):
@@ -209,9 +308,10 @@ class _Footprint(NamedTuple):
 
 
 def with_uniform_modes(compiled: CompiledProblem, rows: Rows) -> Rows | None:
-    """Return compute programs with a mode for each stage so that they fit, cheap ones first.
+    """Return compute programs with a mode for each stage so that they fit, the best of some.
 
-    Where it moves bytes, transfers take the places that memory leaves them.
+    Where they move bytes, transfers take the places that memory leaves them. Where W's that wait
+    hold too much, or are better not waited for, each stands right behind its I.
 
     Parameters
     ----------
@@ -223,33 +323,78 @@ def with_uniform_modes(compiled: CompiledProblem, rows: Rows) -> Rows | None:
     -------
     None where no mode of some stage makes its device's program fit.
     """
-    m = compiled.times.num_microbatches
-    chosen = np.zeros(compiled.times.num_stages, dtype=np.int64)
-    for device, held in enumerate(compiled.problem.stages_of):
-        codes = rows.actions[device, : rows.lengths[device]]
-        found = _fitting(compiled, device, codes) if held else ()
-        if found is None:
-            return None
-        chosen[list(held)] = found
-    return _settled(compiled, _with_actions(compiled, rows, np.repeat(chosen, m)))
-
-
-def _fitting(compiled: CompiledProblem, device: int, codes: Ints) -> tuple[int, ...] | None:
-    """Return a mode for each stage of a device so that its program fits, None for none."""
-    problem, limit = compiled.problem, int(compiled.memory.limit[device])
-    held = problem.stages_of[device]
-    numbers = [np.flatnonzero(compiled.memory.may[s]).tolist() for s in held]
-    ways = [
-        [_footprint(compiled, codes, s, number) for number in known]
-        for s, known in zip(held, numbers, strict=True)
+    prompt = _with_prompt_weights(compiled, rows)
+    is_same = np.array_equal(prompt.actions, rows.actions)
+    made = [
+        fitted
+        for form in ((rows,) if is_same else (rows, prompt))
+        for fitted in _fitted(compiled, form)
     ]
-    if prod(map(len, ways)) <= _MOST_CHOICES:
-        picked = _cheapest(ways, limit)
-    else:
-        picked = _one_by_one(ways, limit)
-    if picked is None:
-        return None
-    return tuple(known[k] for known, k in zip(numbers, picked, strict=True))
+    return min(made, key=compiled.objective_ms, default=None)
+
+
+def _fitted(compiled: CompiledProblem, rows: Rows) -> Iterator[Rows]:
+    """Yield programs with one mode per stage that fit, each choice of modes once."""
+    m, seen = compiled.times.num_microbatches, set()
+    devices = [_DeviceWays.of(compiled, rows, d) for d in range(rows.lengths.size)]
+    for share in _SHARES:
+        chosen = np.zeros(compiled.times.num_stages, dtype=np.int64)
+        for device in devices:
+            found = device.fitting(share)
+            if found is None:
+                return
+            chosen[list(device.stages)] = found
+        if (known := tuple(chosen.tolist())) in seen:
+            continue
+        seen.add(known)
+        yield from _settled(compiled, _with_actions(compiled, rows, np.repeat(chosen, m)))
+
+
+def _with_prompt_weights(compiled: CompiledProblem, rows: Rows) -> Rows:
+    """Return compute programs with every W right behind its I."""
+    cells = compiled.times.num_cells
+    actions = np.zeros_like(rows.actions)
+    for device, codes in enumerate(rows.programs()):
+        made: list[int] = []
+        for code in codes.tolist():
+            kind, cell = divmod(code, cells)
+            if kind != simulate.BACKWARD_WEIGHT:
+                made.append(code)
+            if kind == simulate.BACKWARD_INPUT:
+                made.append(simulate.BACKWARD_WEIGHT * cells + cell)
+        actions[device, : len(made)] = made
+    return rows._replace(actions=actions)
+
+
+class _DeviceWays(NamedTuple):
+    """A device's stages, their modes that may be used, what each holds, and the device's limit."""
+
+    stages: tuple[int, ...]
+    numbers: list[list[int]]
+    ways: list[list[_Footprint]]
+    limit: int
+
+    @classmethod
+    def of(cls, compiled: CompiledProblem, rows: Rows, device: int) -> _DeviceWays:
+        codes = rows.actions[device, : rows.lengths[device]]
+        held = compiled.problem.stages_of[device]
+        numbers = [np.flatnonzero(compiled.memory.may[s]).tolist() for s in held]
+        ways = [
+            [_footprint(compiled, codes, s, number) for number in known]
+            for s, known in zip(held, numbers, strict=True)
+        ]
+        return cls(held, numbers, ways, int(compiled.memory.limit[device]))
+
+    def fitting(self, share: float) -> list[int] | None:
+        """Return a mode for each stage so that the program fits a share of the limit, if any."""
+        limit = int(share * self.limit) if self.stages else 0
+        if prod(map(len, self.ways)) <= _MOST_CHOICES:
+            picked = _cheapest(self.ways, limit)
+        else:
+            picked = _one_by_one(self.ways, limit)
+        if picked is None:
+            return None
+        return [known[k] for known, k in zip(self.numbers, picked, strict=True)]
 
 
 def _footprint(compiled: CompiledProblem, codes: Ints, s: int, number: int) -> _Footprint:
@@ -355,13 +500,15 @@ def _with_actions(compiled: CompiledProblem, rows: Rows, modes: Ints) -> Rows:
     return Rows(actions, lengths, modes)
 
 
-def _settled(compiled: CompiledProblem, rows: Rows) -> Rows:
-    """Return programs that fit, their transfers moved away from where they are waited for."""
+def _settled(compiled: CompiledProblem, rows: Rows) -> Iterator[Rows]:
+    """Yield programs that fit, their transfers moved away from where they are waited for."""
     if compiled.is_compute_only(rows):
-        return rows
-    table = table_for(compiled, rows)
-    for device in range(rows.lengths.size):
-        count = int(table.board.counts[device])
-        given = (table.board, table.undo, table.times, table.memory, table.load)
-        settle(Stretch(*given, device, 0, count), count)
-    return rows_on(table.board)
+        yield rows
+        return
+    for lead in _LEADS:
+        table = table_for(compiled, rows)
+        for device in range(rows.lengths.size):
+            count = int(table.board.counts[device])
+            given = (table.board, table.undo, table.times, table.memory, table.load)
+            settle(Stretch(*given, device, 0, count), lead)
+        yield rows_on(table.board)

@@ -26,7 +26,13 @@ from optpipe_solver.families.polish_blocks import improve_by_blocks
 from optpipe_solver.feasibility import feasibility, fifo_loses_nothing, knows_menu
 from optpipe_solver.incumbent import Incumbent
 from optpipe_solver.local_search.search import improve_by_local_search, improve_by_stretches
-from optpipe_solver.menus import Projection, kept_alone, projections, with_uniform_modes
+from optpipe_solver.menus import (
+    Projection,
+    kept_alone,
+    narrow_menus,
+    projections,
+    with_uniform_modes,
+)
 from optpipe_solver.milp.horizon.items import MOST_PAIRS, num_order_pairs
 from optpipe_solver.milp.horizon.model import improve_by_milp
 from optpipe_solver.offload_fit.fit import Frame, fit
@@ -125,7 +131,7 @@ def plans(problem: Problem, limits: Limits) -> tuple[SearchPlan, ...]:
     """
     proof = _proof(problem)
     if limits.threads == 1 or limits.work_limit is not None:
-        less = (Step(_RESTRICTED, 0.25, 4.0),)
+        less = (Step(_RESTRICTED, 0.5 if problem.has_modes else 0.25, 4.0),)
         once = (Step(_SEARCH, 0.1, 3.0), *proof)
         return (SearchPlan(before=less, once=once, again=(Step(_SEARCH, 0.4, 6.0),)),)
     less = (Step(_RESTRICTED, 0.5, 4.0),)
@@ -466,10 +472,10 @@ class Restriction:
 def restrictions(problem: Problem) -> tuple[Restriction, ...]:
     """Return the restrictions that have a schedule, the one that allows least first.
 
-    Where v1 cannot say the menus, they are its projections.
+    Where v1 cannot say the menus, they are narrower ones, v1's first.
     """
     if problem.has_modes:
-        made = (Restriction(one.name, one.problem, one) for one in projections(problem))
+        made = (Restriction(one.name, one.problem, one) for one in narrow_menus(problem))
         return tuple(less for less in made if feasibility(less.problem).plan is not None)
     allowed = _allowed(problem)
     choices = [allowed, *((one,) for one in allowed if len(allowed) > 1)]
@@ -516,11 +522,36 @@ def improve_by_restrictions(best: Incumbent, stop: Stop, find: Improve) -> None:
         return
     searches = [_RestrictedSearch(best, less) for less in restrictions(best.problem)]
     useful = [search for search in searches if search.is_useful(stop)]
+    if best.problem.has_modes:
+        useful = _promising(useful, stop)
     for number, search in enumerate(useful):
         if stop.is_over():
             break
-        search.start(stop)
+        if search.inner.programs is None:
+            search.start(stop)
         search.run(find, stop, 1.0 / (len(useful) - number))
+
+
+_FAR_BEHIND, _MOST_OTHERS = 0.05, 3
+"""By which share of the objective the starts of a narrower menu may be longer than the shortest
+schedule for it to be searched; and how many are, at most, beside v1's."""
+
+
+def _promising(searches: list[_RestrictedSearch], stop: Stop) -> list[_RestrictedSearch]:
+    """Return the first, and of the others those with the best starts, the best last.
+
+    The first is v1's menu: without it a large menu could be worse than a small one. The others
+    differ in what stages hold when they keep, and starts show which are wrong.
+    """
+    for search in searches:
+        search.start(stop)
+    near = [
+        search
+        for search in searches[1:]
+        if search.inner.objective_ms <= search.best.objective_ms * (1 + _FAR_BEHIND)
+    ]
+    near.sort(key=lambda search: search.inner.objective_ms)
+    return near[:_MOST_OTHERS][::-1] + searches[:1]
 
 
 class _RestrictedSearch:

@@ -76,7 +76,8 @@ def test_v1_has_the_same_work_and_the_three_modes_that_it_can_say(name) -> None:
 
 def _row(instance: str, solver: str, objective_ms: float | None) -> MenuRow:
     return MenuRow(
-        instance=instance, problem_hash="h", solver=solver, seconds=6.0, threads=1,
+        instance=instance, problem_hash="h", solver=solver, seconds=0.0, threads=1,
+        work=4.0, cpu_seconds=5.0,
         objective_ms=objective_ms, bound_ms=None, status="", method="", commit="c", machine="m",
     )  # fmt: skip
 
@@ -88,7 +89,7 @@ def test_the_report_counts_what_is_shorter_and_the_mean_of_the_ratio() -> None:
     for name, (mine, theirs) in values.items():
         rows += [_row(name, "ours", mine), _row(name, "v1", theirs), _row(name, "families", 200.0)]
     head, v1, uniform, families, free, alike = report(rows)
-    assert head == "3 problems, 6 s, 1 thread each; ours, against"
+    assert head == "3 problems, 4 units of work each, 15 CPU s; ours, against"
     assert v1 == (
         "v1: shorter on 2 of 3, 1 of these with a schedule alone, longer on 1 (b-free); geometric "
         "mean of the ratio 1.0000 over 2"
@@ -100,10 +101,11 @@ def test_the_report_counts_what_is_shorter_and_the_mean_of_the_ratio() -> None:
 
 
 def test_the_ledger_has_every_problem_with_its_limits() -> None:
-    """All contestants of all problems, in the same time."""
+    """All contestants of all problems, with the same limit."""
     rows = read_rows(MenuRow, RESULTS)
     newest = {(row.instance, row.solver): row for row in rows}
     contestants = ("families", "uniform", "v1", "ours")
     assert set(newest) == {(name, solver) for name in PROBLEMS for solver in contestants}
+    solved = [row for row in newest.values() if row.solver in ("v1", "ours")]
+    assert len({(row.seconds, row.work) for row in solved}) == 1
     assert {row.threads for row in rows} == {1}
-    assert len({row.seconds for row in newest.values() if row.solver in ("v1", "ours")}) == 1

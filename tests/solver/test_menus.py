@@ -16,7 +16,13 @@ from optpipe_solver.arrays.encoding import CompiledProblem
 from optpipe_solver.arrays.evaluate import device_peaks
 from optpipe_solver.families.classic import build_gpipe
 from optpipe_solver.incumbent import Incumbent
-from optpipe_solver.menus import _with_actions, kept_alone, projections, with_uniform_modes
+from optpipe_solver.menus import (
+    _with_actions,
+    kept_alone,
+    narrow_menus,
+    projections,
+    with_uniform_modes,
+)
 from optpipe_solver.portfolio import all_starts, is_large
 from tests.building import UNIT
 from tests.solver.exhaustive import optimum, tiny_problems
@@ -137,6 +143,34 @@ def test_projections_say_what_a_menu_has_of_keep_offload_and_recompute() -> None
     assert (lean.stages[0].activation_bytes, lean.stages[0].backward_input_ms) == (8 * UNIT, 4)
     uniform = made(NORMS, PART, m=4, memory=24, uniform_modes=True)
     assert {one.modes[0] for one in projections(uniform)} == {(0,), (1,)}
+
+
+def test_modes_of_a_stage_leave_room_for_copies_to_wait_in() -> None:
+    """Half as many bytes to copy fit with the tightest transfers, and a device then waits for each:
+    more of them go, and nothing waits."""
+    half = {"name": "half", "offload_bytes": 5}
+    held = made(half, PART | {"offload_bytes": 9}, m=8, memory=32, devices=4)
+    compiled = CompiledProblem.of(held)
+    rows = compiled.encode(build_gpipe(held))
+    found = with_uniform_modes(compiled, rows)
+    assert found is not None
+    tightest = _with_actions(compiled, rows, found.modes)
+    assert compiled.objective_ms(found) < 0.8 * compiled.objective_ms(tightest)
+
+
+def test_narrower_menus_begin_with_v1s_and_name_modes_as_the_whole_menu_does() -> None:
+    """Uniform menus are cut down and stay uniform; parts of v1's offload or recompute only."""
+    uniform = made(NORMS, ALL, PART, m=4, memory=24, uniform_modes=True)
+    short = narrow_menus(uniform)[0]
+    assert short.modes == ((0, 3, 2),) * 2
+    assert all(stage.uniform_modes for stage in short.problem.stages)
+    assert [mode.name for mode in short.problem.menus[0]] == ["keep", "offload", "recompute"]
+    (result,) = [start for start in all_starts(short.problem) if start.method == "gpipe+modes"]
+    assert result.programs is not None
+    check(uniform, short.translate(result.programs, uniform))
+    free = {one.name: one.modes[0] for one in narrow_menus(made(NORMS, ALL, PART, m=4, memory=24))}
+    assert list(free)[:3] == ["of three modes", "of keep and offload", "of keep and recompute"]
+    assert list(free.values())[:3] == [(0, 3, 2), (0, 3), (0, 2)]
 
 
 @pytest.mark.parametrize("uniform", [False, True])

@@ -126,6 +126,9 @@ _FAR = 63
 _REVERSALS = 0.24
 """Up to here moves in order that are neither ripples, fills nor shifts reverse a segment."""
 
+_V1_MODES, _IMITATED = 3, 0.5
+"""Modes of v1's menus, at most; and the share of choices from larger ones that imitate."""
+
 _MODES, _WAVES = 0.12, 0.03
 """Shares of moves that change what becomes of activations, and of those along many micro-batches.
 
@@ -303,7 +306,7 @@ def _choose_mode(
         if not (_may_take(memory, stage, wanted) and _may_take(memory, other // m, mode)):
             return False
         return moves.exchange(board, undo, times, memory, cell, other)
-    mode = _some_mode(memory, stage, board.mode[cell], draw)
+    mode = _some_mode(board, memory, m, cell, draw)
     early = moves.some_distance(draw, 31) - 1
     late = moves.some_distance(draw, 31 if moves.unit(draw) < 0.5 else 3) - 1
     if memory.uniform[stage] and mode != board.mode[cell]:
@@ -318,9 +321,18 @@ def _may_take(memory: MemoryArrays, stage: int, mode: int) -> bool:
 
 
 @lean
-def _some_mode(memory: MemoryArrays, stage: int, known: int, draw: Draw) -> int:
-    """Return a mode the stage may have, a third as often the one it has; it must have two."""
+def _some_mode(board: Board, memory: MemoryArrays, m: int, cell: int, draw: Draw) -> int:
+    """Return a mode the cell may have, a third as often the one it has; its stage must have two.
+
+    Of a menu that v1 cannot say half of the choices are what another micro-batch of the stage has:
+    most modes of a large menu are of no use to a stage, and which is seen from those in use.
+    """
+    stage, known = cell // m, board.mode[cell]
     count = memory.num_modes[stage]
+    if count > _V1_MODES and moves.unit(draw) < _IMITATED:
+        mode = board.mode[stage * m + moves.below(draw, m)]
+        if mode != known:
+            return mode
     mode = moves.below(draw, count)
     if mode == known and moves.unit(draw) < 0.7:
         mode = (mode + 1 + moves.below(draw, count - 1)) % count
@@ -339,7 +351,7 @@ def _make_wave(
     stage = cell // m
     count = 1 + moves.some_distance(draw, m - 1)
     if moves.unit(draw) < 0.2 and _has_choice(memory, stage):
-        mode = _some_mode(memory, stage, board.mode[cell], draw)
+        mode = _some_mode(board, memory, m, cell, draw)
         early = moves.some_distance(draw, 31) - 1
         late = moves.some_distance(draw, 31) - 1
         stride = 1 + moves.below(draw, 3)
