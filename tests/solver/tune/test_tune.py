@@ -163,6 +163,22 @@ def test_whole_layers_are_dealt_as_well_as_they_can_be(framework: str, gigabytes
     assert num_packed > 10
 
 
+def test_more_chunks_than_a_plan_takes_have_the_schedules_of_families() -> None:
+    question = asked(replace(SMALL, num_layers=18), framework="torchtitan", num_gpus=2)
+    question = replace(question, training=Training(sequence=2048))
+    question = replace(question, fixed={"tp": 1, "cp": 1, "pp": 2, "chunks": 10})
+    result = tune(question, time_limit_s=10)
+    assert result.best is not None
+    assert result.best.configuration.pipeline.chunks == 10
+
+
+def test_one_stage_is_not_cut() -> None:
+    """Many layers on one device: the plan MILP has nothing to choose, and the answer comes."""
+    result = tune(asked(fixed={"tp": 1, "pp": 1, "dp": 4}), time_limit_s=10)
+    assert result.best is not None
+    assert {row.configuration.pipeline.pp for row in result.rows} == {1}
+
+
 def test_plans_with_free_order_do_not_beat_their_bounds_either() -> None:
     """Where any schedule may be answered, with offload and split backwards."""
     question = asked(framework="any", memory_bytes=TIGHT, fixed={"tp": 1, "cp": 1, "pp": 4})
