@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from pydantic import ConfigDict
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CurrentDegrees",
+    "PasteForm",
     "ScoreboardError",
     "TuneArguments",
     "Tuned",
@@ -22,6 +23,9 @@ __all__ = [
     "TunedMemory",
     "TunedRow",
 ]
+
+PasteForm = Literal["arguments", "yaml", "python", "csv"]
+"""How a row is fetched for its framework."""
 
 _MEMORY_EXAMPLE: dict[str, Any] = {
     "weights_bytes": 2_000_000_000,

@@ -34,6 +34,7 @@ QUESTION: dict[str, Any] = {
     "fixed": {"micro_batch": 1, "cp": 1},
 }
 OPTIONS = {"time_limit_s": 5, "cache": "refresh"}
+HOLDS = {"time_limit_s": 600, "seed": HELD}
 STATES = (
     *("start", "ask-again", "form", "running", "tuned", "row", "solved", "beside", "what-if"),
     *("comparison", "infeasible", "missing", "jobs", "batches", "batch"),
@@ -64,7 +65,7 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, dict[
         batch = made("batches", axes)["id"]
         infeasible = made("jobs", {"problem": tight})["id"]
         comparison = made("compare", compared)["id"]
-        running_id = made("tunes", {**QUESTION, "options": {**OPTIONS, "seed": HELD}}, 0)["id"]
+        running_id = made("tunes", {**QUESTION, "options": {**OPTIONS, **HOLDS}}, 0)["id"]
         yield (
             url,
             {
@@ -92,6 +93,10 @@ def settle(page: Page, name: str) -> None:
     """Wait until everything of a state is there."""
     if name in {"running", "tuned", "row"}:
         page.wait_for_selector("#certificate")
+    if name in {"running", "tuned"}:
+        page.wait_for_selector(f"{DRAWN}[data-tag*='row:']")
+    if name == "running":
+        page.wait_for_selector("#job[data-state=running] #counts")
     if name in {"running", "tuned", "row", "solved", "beside", "what-if"}:
         page.wait_for_selector(DRAWN)
         page.wait_for_selector(".progress canvas >> nth=0")

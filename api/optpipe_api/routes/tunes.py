@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 from fastapi import APIRouter, Query, Request, Response
 from fastapi import Path as PathParameter
 from starlette.concurrency import run_in_threadpool
 
+from optpipe.tuned import PasteForm  # noqa: TC001 - FastAPI reads it
 from optpipe.wire import Job
 from optpipe_api.http_errors import documented
 from optpipe_api.routes.common import (
@@ -89,7 +90,6 @@ def question(job_id: str, service: Serving, who: Reader) -> Response:
 
 
 RowId = Annotated[str, PathParameter(pattern=r"^[0-9a-f]{12}$", description="Of `configuration`.")]
-PasteForm = Literal["arguments", "yaml", "python", "csv"]
 _ROW_FAULTS = documented(404, 413, 429)
 _PASTES: Answers = {
     200: {

@@ -5,7 +5,7 @@ import { bytes, ms, share } from "./format.js";
 
 const COLUMNS = [{ title: "Method" }, { title: "Placement" }, { title: "Makespan, ms", number: true },
   { title: "Gain over 1F1B", number: true }, { title: "Bubble", number: true },
-  { title: "95th percentile, ms", number: true }, { title: "Fullest device", number: true }, { title: "" }];
+  { title: "95th percentile, ms", number: true }, { title: "Fullest device", number: true }, { title: "Note" }];
 
 /** Return a table of a row per method, as `/v1/jobs/{id}/comparison` has them; `titleOf` names methods. */
 export function comparisonTable(rows, titleOf) {

@@ -60,9 +60,7 @@ export class Compose {
     byId("sweep").addEventListener("click", guarded(() => this.sweep(), "form"));
   }
 
-  get source() {
-    return document.querySelector("[name=source]:checked").value;
-  }
+  get source() { return document.querySelector("[name=source]:checked").value; }
 
   set source(name) {
     document.querySelector(`[name=source][value=${name}]`).checked = true;

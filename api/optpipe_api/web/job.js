@@ -49,13 +49,9 @@ export class JobView {
     onTheme(() => this.isOpen && this.repaint());
   }
 
-  get isOpen() {
-    return !this.stop.signal.aborted;
-  }
+  get isOpen() { return !this.stop.signal.aborted; }
 
-  get isFinal() {
-    return FINAL.includes(this.job.state);
-  }
+  get isFinal() { return FINAL.includes(this.job.state); }
 
   get isComparison() { return this.job.kind === "compare"; }
 

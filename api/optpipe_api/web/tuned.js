@@ -187,7 +187,7 @@ export class Tuned {
       { "data-needs": "submit", "data-key": `again-${text}` });
     const more = Math.max(141, Math.round(2 * this.result.memory_bytes / 1e9));
     return el("div", { id: "tune-acts" },
-      el("h2", {}, `${labelOf(row)}: ${row.layers.length} stages of ${row.layers.join(", ")} layers`),
+      el("h2", {}, `${labelOf(row)}: ${row.layers.length} ${row.layers.length === 1 ? "stage" : "stages"} of ${row.layers.join(", ")} layers`),
       el("div", { class: "buttons" }, pastes.length ? ["Paste", ...pastes] : [],
         button("Solve its schedule further", guarded(() => this.solve(path)),
           { "data-needs": "submit", id: "solve-row", "data-key": "solve" })),

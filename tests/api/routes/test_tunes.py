@@ -121,6 +121,10 @@ def test_a_client_asks_and_reads_the_rows(http) -> None:
         job = client.submit_tune(**question, **options, tags=["mine"])
         assert client.result(job).provenance.method == "1f1b"
         assert client.tuned(job).rows == found.rows
+        problem, schedule = client.tuned_row(job, found.rows[1])
+        assert len(problem.devices) == found.rows[1].pp
+        assert schedule.makespan_ms == pytest.approx(found.rows[1].makespan_ms)
+        assert "--tensor-model-parallel-size 2 " in client.paste(job, found.rows[1])
     assert (found.rows[0].tp, found.rows[1].tp) == (4, 2)
     assert found.current == found.rows[1]
 
