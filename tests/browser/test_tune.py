@@ -146,7 +146,7 @@ def test_five_questions_lead_to_a_schedule_beside_what_is_run(visit: Visit, url:
     page.click("#ask summary >> text=paste your configuration")
     page.fill("#ask [name=current_file]", saving.value.path().read_text("utf-8"))
     page.click("#ask-button")
-    page.wait_for_function(f"document.querySelector('#job')?.dataset.id !== '{job_id}'")
+    page.wait_for_selector(f"#job:not([data-id='{job_id}'])")
     page.wait_for_selector("#job[data-state=succeeded]")
     again = page.get_attribute("#job", "data-id")
     assert "current_file" in httpx.get(f"{url}/v1/jobs/{again}/question").json()

@@ -34,6 +34,9 @@ __all__ = ["NO_LOOKS", "ConfigurationJudge", "Look", "Looks", "TuneCheckpoint", 
 _SLOW, _SLOW_FROM_CELLS = frozenset({"greedy"}), 300
 _UNLIMITED = 2**50
 _ID_CHARS = 12
+_MOST_OF_V = 2
+"""Chunks of a V that torchtitan places."""
+
 _MOST_CHUNKS = 8
 """That `optpipe_solver.plan` takes."""
 _MOST_SIMULATED, _MOST_PLANNED = 150_000, 40_000
@@ -295,6 +298,8 @@ class ConfigurationJudge:
         if self.cut.chunks > _MOST_CHUNKS:
             return None, 0.0
         kinds: tuple[PlacementKind, ...] = ("linear",) if self.cut.chunks == 1 else ("loop", "v")
+        if self.question.framework == "torchtitan" and self.cut.chunks > _MOST_OF_V:
+            kinds = ("loop",)
         found = plan(
             self.model,
             time_limit_s=max(0.1, stop.left_s()),

@@ -169,7 +169,8 @@ def test_what_is_run_today_may_be_the_text_of_its_framework(http) -> None:
     (_, today) = Tuned.model_validate(http.get(f"{path}/configuration").json()).rows
     for form in ("arguments", "yaml"):
         text = http.get(f"{path}/rows/{today.id}/paste?format={form}").text
-        again, _ = tune(http, current=None, current_file=text)
+        again, job = tune(http, current=None, current_file=text)
+        assert job["state"] == "succeeded"
         found = Tuned.model_validate(http.get(f"{again}/configuration").json())
         assert found.current is not None
         assert found.current.step_ms == pytest.approx(today.step_ms, rel=1e-6)
