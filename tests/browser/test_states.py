@@ -34,7 +34,7 @@ QUESTION: dict[str, Any] = {
     "fixed": {"micro_batch": 1, "cp": 1},
 }
 OPTIONS = {"time_limit_s": 5, "cache": "refresh"}
-HOLDS = {"time_limit_s": 600, "seed": HELD}
+HOLDS = {"time_limit_s": 3600, "seed": HELD}
 STATES = (
     *("start", "ask-again", "form", "running", "tuned", "row", "solved", "beside", "what-if"),
     *("comparison", "infeasible", "missing", "jobs", "batches", "batch"),
