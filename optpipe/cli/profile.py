@@ -89,7 +89,7 @@ def profile(
     memory_bytes: MemoryBytes = None,
     state_copies: StateCopies = 2.0,
     recompute: Annotated[
-        bool, typer.Option(help="Let schedules recompute; F's workspace then has room for it.")
+        bool, typer.Option(help="Let schedules recompute whole micro-batches.")
     ] = True,
     modes: Annotated[
         int,
@@ -97,7 +97,7 @@ def profile(
             metavar="N",
             min=0,
             max=64,
-            help="Most modes per stage; 0 = keep, offload, recompute as v1 has them.",
+            help="Most modes per stage; 0 = keep, offload, recompute, of everything.",
         ),
     ] = 8,
     link_latency_ms: LinkLatency = None,

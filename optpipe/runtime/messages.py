@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
 __all__ = [
+    "BoundaryLevel",
     "MessageSend",
     "Order",
     "Receive",
@@ -52,6 +53,13 @@ class MessageSend(NamedTuple):
 
     def __str__(self) -> str:
         return f"send of {_words(self.message)}"
+
+
+class BoundaryLevel(NamedTuple):
+    """Bytes of boundary tensors while an action runs, and after it until the next of torch's."""
+
+    during: int
+    after: int
 
 
 class Receive(NamedTuple):
@@ -290,8 +298,8 @@ def boundary_levels(
     over_before: Mapping[Step, Sequence[Pass]],
     num_stages: int,
     bytes_of: Callable[[Pass], int],
-) -> dict[Action, int]:
-    """Return the bytes of boundary tensors that are on a rank's device while each action runs.
+) -> dict[Action, BoundaryLevel]:
+    """Return the bytes of boundary tensors that are on a rank's device with each action.
 
     Beside the slots of messages (`slots_of`), which always are, a tensor that is made here counts
     from the start of its pass until it is sent or, if a stage of this rank takes it, as an input
@@ -299,13 +307,18 @@ def boundary_levels(
     for has ended; so does, while that runs, the copy of a received one.
     """
     num_slots, slot_bytes = slots_of(order, over_before, num_stages, bytes_of)
+    slots = num_slots * slot_bytes
     held: dict[Pass, int] = {}
-    levels = {}
+    levels: dict[Action, BoundaryLevel] = {}
+    running: Action | None = None
     for step in order:
         if isinstance(step, MessageSend):
             held.pop(step.message, None)
+            if running is not None:
+                levels[running] = levels[running]._replace(after=slots + sum(held.values()))
         if not isinstance(step, Action):
             continue
+        running = step
         needed, made = input_of(step, num_stages), pass_of(step)
         if needed is not None:
             held.pop(needed, None)
@@ -313,7 +326,8 @@ def boundary_levels(
         if made is not None and made.stage != (0 if made.backward else num_stages - 1):
             held[made] = bytes_of(made)
         taken = bytes_of(needed) if needed is not None and needed.backward else 0
-        levels[step] = num_slots * slot_bytes + sum(held.values()) + taken
+        level = slots + sum(held.values())
+        levels[step] = BoundaryLevel(level + taken, level)
     return levels
 
 

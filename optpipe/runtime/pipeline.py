@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from optpipe.problem import Problem
     from optpipe.runtime.batches import Microbatches
-    from optpipe.runtime.messages import Order
+    from optpipe.runtime.messages import BoundaryLevel, Order
     from optpipe.runtime.passes import Passes
     from optpipe.schedule import Action, Pass, Program, Schedule
 
@@ -76,7 +76,7 @@ class Pipeline:
 
     runtime: HookedSchedule
     given: Microbatches
-    boundary: Mapping[Action, int]
+    boundary: Mapping[Action, BoundaryLevel]
 
     def expect(self, cut: Microbatches) -> None:
         """Refuse other shapes than the first ones."""
@@ -201,8 +201,8 @@ def _names(shapes: Shapes) -> list[str]:
 
 def _boundary(
     spec: PipelineSpec, orders: Sequence[Order], shapes: Sequence[Shapes], window: int
-) -> dict[Action, int]:
-    """Return the bytes of boundary tensors on this rank while each action runs."""
+) -> dict[Action, BoundaryLevel]:
+    """Return the bytes of boundary tensors on this rank with each action."""
     rank, placement = spec.rank, spec.schedule.placement
     over_before = sends_over_before(orders, placement, window)[rank]
     return boundary_levels(orders[rank], over_before, len(placement), partial(_bytes_of, shapes))

@@ -25,6 +25,7 @@ from optpipe.errors import ActionSyntaxError, OptPipeError, ScheduleFormatError
 from optpipe.memory import host_walk, memory_walk
 from optpipe.problem import Device, Problem, Stage
 from optpipe.runtime.errors import PreflightError
+from optpipe.runtime.messages import BoundaryLevel
 from optpipe.runtime.offload import host_memory_bytes
 from optpipe.runtime.torch_names import backends, buffers_of, replaced, tree_map
 from optpipe.schedule import Action, ActionType, parse_action
@@ -324,15 +325,15 @@ def needs_of(
     rank: int,
     program: Program,
     problem: Problem | None,
-    boundary: Mapping[Action, int],
+    boundary: Mapping[Action, BoundaryLevel],
     device: torch.device,
 ) -> Needs:
     """Return what this rank will need; without a problem only its boundary tensors are known.
 
-    ``boundary`` are their bytes on the device while each action of torch's runs. More than the
+    ``boundary`` are their bytes on the device with each action of torch's. More than the
     problem reserves are refused: the limit that the plan keeps to would not be the device's.
     """
-    boundary_bytes = max(boundary.values(), default=0)
+    boundary_bytes = max((level.during for level in boundary.values()), default=0)
     reserved = problem.devices[rank].reserved_bytes if problem is not None else 0
     if 0 < reserved < boundary_bytes:
         raise PreflightError(
@@ -354,16 +355,17 @@ def needs_of(
 
 
 def _planned_bytes(
-    rank: int, program: Program, problem: Problem | None, boundary: Mapping[Action, int]
+    rank: int, program: Program, problem: Problem | None, boundary: Mapping[Action, BoundaryLevel]
 ) -> int:
     """Return the peak of activations, static bytes and boundary tensors together."""
     if problem is None:
-        return max(boundary.values(), default=0)
-    level = peak = 0
+        return max((level.during for level in boundary.values()), default=0)
+    after = peak = 0
     for action, step in zip(program, memory_walk(problem, rank, program), strict=True):
         # Transfers and recomputation neither post nor use boundary tensors.
-        level = boundary.get(action.bare, level)
-        peak = max(peak, step.peak + level)
+        level = boundary.get(action.bare, BoundaryLevel(after, after))
+        after = level.after
+        peak = max(peak, step.peak + level.during)
     return peak
 
 

@@ -68,8 +68,8 @@ def test_options_reach_the_problem(profile, tmp_path) -> None:
     weights = sum(p.numel() for p in load_stages(TINY).stages[1].parameters())
     assert problem.stages[1].static_bytes == 2 * 8 * weights
     assert {link.latency_ms for link in problem.links} == {0.25}
-    assert problem.format == "optpipe/problem/v1"
-    assert all(stage.can_recompute and stage.offload_bytes for stage in problem.stages)
+    names = {tuple(mode.name for mode in menu) for menu in problem.menus}
+    assert names == {("keep", "offload", "recompute")}
 
 
 def test_ranks_write_one_file_together(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import (
 
 from optpipe.runtime import PipelineRunner
 from optpipe.runtime.demo_model import ModelConfig, make_stages, random_tokens, token_loss
+from optpipe.runtime.messages import BoundaryLevel
 from tests.runtime.live_bytes import LiveBytes, Moment
 from tests.runtime.schedules import V_SHAPE
 from tests.runtime.small_model import (
@@ -50,7 +51,7 @@ class Counted(NamedTuple):
     peak: int
     left: int
     offloaded_bytes: int
-    boundary: dict[Action, int]
+    boundary: dict[Action, BoundaryLevel]
 
 
 class _Autocast(nn.Module):
@@ -114,7 +115,7 @@ def count_step(
         runner = PipelineRunner(own, schedule, token_loss, problem, min_offload_bytes=1)
         batch, target = random_tokens(GPT, num_microbatches, 0)
     else:
-        _, runner = small_runner(schedule, width=WIDTH)
+        _, runner = small_runner(schedule, problem, width=WIDTH)
         batch, target = small_data(num_microbatches, 0, WIDTH, LENGTH)
     outside = around(kind)
     with outside:
@@ -132,7 +133,10 @@ def count_step(
         max(moment.peak for moment in counter.moments),
         counter.live,
         runner.offloaded_bytes - before,
-        {action: level - slots for action, level in runner._training.boundary.items()},
+        {
+            action: BoundaryLevel(level.during - slots, level.after - slots)
+            for action, level in runner._training.boundary.items()
+        },
     )
 
 

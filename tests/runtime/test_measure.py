@@ -54,10 +54,11 @@ def test_every_byte_of_a_stage_is_counted_once(width, inner, samples, state) -> 
     middle = profile.problem(1).stages[1]
     boundary, saved = FLOAT * samples * width, FLOAT * samples * inner
     assert middle.output_bytes == boundary
-    assert middle.offload_bytes == saved
+    _, offload, recompute = middle.menu
+    assert offload.offload_bytes == saved
     # What is left of a sent output is one element.
     assert middle.activation_bytes == saved + boundary + FLOAT
-    assert middle.checkpoint_bytes == boundary
+    assert recompute.forward_bytes == boundary
     # Both layers' inputs and output gradients.
     assert middle.weight_context_bytes == 2 * saved + 2 * boundary
     assert middle.static_bytes == FLOAT * 2 * width * inner * (2 + state)
@@ -195,7 +196,8 @@ def test_workspaces_are_what_only_lives_inside_a_pass() -> None:
     # Three times the input while its sum is made, which stays, and the loss's value of the F.
     assert stage.recompute_workspace_bytes == 3 * size
     # An F that will be recomputed keeps that value alone.
-    assert stage.forward_workspace_bytes == 4 * size - FLOAT
+    assert stage.menu[-1].forward_workspace_bytes == 4 * size - FLOAT
+    assert stage.forward_workspace_bytes == 3 * size - FLOAT
     assert stage.backward_weight_workspace_bytes == FLOAT * 4 * 4
     assert stage.activation_bytes == 2 * size + FLOAT
 
@@ -206,7 +208,7 @@ def test_only_storages_worth_a_copy_are_offloadable() -> None:
     size = FLOAT * 4 * 16
     for least, expected in ((size, size), (size + 1, 0)):
         problem = quick(stages, torch.ones(4, 8), min_offload_bytes=least).problem(1)
-        assert problem.stages[1].offload_bytes == expected
+        assert max(mode.offload_bytes for mode in problem.menus[1]) == expected
 
 
 def test_times_are_positive_and_follow_the_work() -> None:
@@ -218,7 +220,7 @@ def test_times_are_positive_and_follow_the_work() -> None:
     _, two, four = profile.problem(1).stages
     layer = 5 * 6 * 6
     assert (two.forward_ms, two.backward_input_ms, two.backward_weight_ms) == (2 * layer,) * 3
-    assert two.recompute_ms == two.forward_ms
+    assert two.menu[-1].recompute_ms == two.forward_ms
     assert two.backward_ms == two.backward_input_ms + two.backward_weight_ms
     for name in ("forward_ms", "backward_input_ms", "backward_weight_ms", "backward_ms"):
         assert getattr(four, name) == 2 * getattr(two, name) > 0
@@ -275,7 +277,8 @@ def test_the_problem_has_schedules() -> None:
     stages, sample, loss_fn, target = measured.three_perceptrons()
     profile = measure(stages, sample, loss_fn=loss_fn, target=target, effort=Effort(3, 1))
     problem = profile.problem(4, Given(objective="span"))
-    assert all(problem.can_offload(stage) for stage in range(3))
+    assert all(device.can_offload for device in problem.devices)
+    assert all([mode.name for mode in menu][1] == "offload" for menu in problem.menus)
     assert {(link.source, link.target) for link in problem.links} >= {(0, 1), (1, 2)}
     assert feasibility(problem).plan is not None
     schedule = evaluate(problem, build_one_f_one_b(problem), Provenance(method="1f1b"))

@@ -10,6 +10,7 @@ import pytest
 
 from optpipe.runtime.errors import PreflightError
 from optpipe.runtime.messages import (
+    BoundaryLevel,
     MessageSend,
     Receive,
     boundary_levels,
@@ -195,7 +196,7 @@ def _most_in_flight(case: Case, window: int) -> list[int]:
     ]
     for level, order in zip(levels, case.orders, strict=True):
         assert set(level) == {step for step in order if isinstance(step, Action)}
-    return [max(level.values()) for level in levels]
+    return [max(level.during for level in found.values()) for found in levels]
 
 
 def test_there_is_room_for_the_boundary_tensors_of_every_schedule(cases):
@@ -210,7 +211,8 @@ def test_there_is_room_for_the_boundary_tensors_of_every_schedule(cases):
             levels = boundary_levels(order, over[rank], num_stages, partial(_size_of, sizes))
             own = [max(sizes[max(0, stage - 1) : stage + 1])
                    for stage, home in enumerate(case.placement) if home == rank]  # fmt: skip
-            shares.append(max(levels.values()) / boundary_room(own, num_stages, count))
+            most = max(level.during for level in levels.values())
+            shares.append(most / boundary_room(own, num_stages, count))
     assert max(shares) <= 1
     assert max(shares) > 0.5
 
@@ -226,5 +228,5 @@ def test_what_nobody_is_known_to_have_taken_counts_to_the_end():
         for step in (Action(0, ActionType.FORWARD, j), MessageSend(Pass(False, 0, j)))
     )
     levels = boundary_levels(order, {}, 2, lambda message: 10)
-    # Three slots, and what the F makes.
-    assert list(levels.values()) == [40, 40, 40]
+    # Three slots, and what the F makes, until it is sent.
+    assert list(levels.values()) == [BoundaryLevel(40, 30)] * 3

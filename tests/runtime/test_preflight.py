@@ -14,6 +14,7 @@ from optpipe import parse_action
 from optpipe.errors import MissingExtraError
 from optpipe.runtime.batches import GivenBatch, Microbatches
 from optpipe.runtime.errors import OffloadError, PreflightError, require_torch
+from optpipe.runtime.messages import BoundaryLevel
 from optpipe.runtime.offload import HostPool, PlainCopies, count_slots
 from optpipe.runtime.pipeline import Pipeline
 from optpipe.runtime.preflight import Needs, check_needs, check_split, needs_of
@@ -256,11 +257,17 @@ def test_on_a_cpu_everything_is_host_memory():
 def test_the_peak_counts_boundary_tensors_where_they_are():
     whole = built_problem([offloadable(0, static_bytes=7)], [bus()], m=2)
     (program,) = programs("0F0 0OFFLOAD0 0RELEASE0 0F1 0B1 0RELOAD0 0B0")
-    levels = {parse_action("0F0"): 5, parse_action("0F1"): 11, parse_action("0B1"): 0}
+    during = {"0F0": 5, "0F1": 11, "0B1": 0}
+    levels = {parse_action(cell): BoundaryLevel(one, 0) for cell, one in during.items()}
     found = needs_of(0, program, whole, levels, torch.device("cpu"))
     assert found.planned_bytes == 7 + 10_000_000 + 11
     assert found.pinned_bytes == 10_000_000
     assert needs_of(0, program, None, levels, torch.device("cpu")).planned_bytes == 11
+    # A RELOAD meets what is there between two passes, not what the last of them held.
+    levels = {cell: BoundaryLevel(0, 0) for cell in levels}
+    levels[parse_action("0B1")] = BoundaryLevel(0, 13)
+    found = needs_of(0, program, whole, levels, torch.device("cpu"))
+    assert found.planned_bytes == 7 + 10_000_000 + 13
 
 
 def test_a_program_says_how_many_slots_each_stage_takes():

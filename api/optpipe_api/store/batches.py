@@ -13,16 +13,15 @@ answer.
 
 from __future__ import annotations
 
-import json
 import uuid
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
 
-from optpipe.wire import JobOptions, JobState
+from optpipe.wire import JobState
 from optpipe_api.errors import BatchNotFoundError, StateConflictError
-from optpipe_api.jobs import BatchPlan, BatchRecord, ItemPlan, JobEvent
+from optpipe_api.jobs import BatchPlan, BatchRecord, JobEvent
 from optpipe_api.store.database import (
     added_once,
     made_before,
@@ -38,6 +37,7 @@ from optpipe_api.store.job_rows import (
     dump,
     insert,
     jobs_of,
+    plan_of,
     refuse_when_full,
     refuse_when_kept,
     refuse_when_many,
@@ -280,11 +280,4 @@ def _is_over(counts: dict[JobState, int]) -> bool:
 
 def _plan_of(connection: sa.Connection, row: sa.Row[Any]) -> BatchPlan:
     query = sa.select(batches.c.document).where(batches.c.position == row.position)
-    said = json.loads(connection.execute(query).scalar_one())
-    return BatchPlan(
-        axes=said["axes"],
-        options=JobOptions(**said["options"]),
-        tags=tuple(said["tags"]),
-        priority=said["priority"],
-        items=tuple(ItemPlan(**item) for item in said["items"]),
-    )
+    return plan_of(connection.execute(query).scalar_one())

@@ -24,7 +24,9 @@ from optpipe_api.errors import (
     TooManyKeptError,
 )
 from optpipe_api.jobs import (
+    BatchPlan,
     HistoryEntry,
+    ItemPlan,
     JobError,
     JobRecord,
     Standing,
@@ -68,6 +70,7 @@ __all__ = [
     "leased_row",
     "note",
     "options_of",
+    "plan_of",
     "put",
     "refuse_when_full",
     "refuse_when_kept",
@@ -161,6 +164,19 @@ def options_of(row: sa.Row[Any]) -> JobOptions:
     """Return a job's options as they are now."""
     said = json.loads(row.options)
     return JobOptions(**{name: value for name, value in said.items() if name in _OPTIONS})
+
+
+@lru_cache(maxsize=4)
+def plan_of(document: str) -> BatchPlan:
+    """Return what a batch's document says, which never changes: whoever follows it asks often."""
+    said = json.loads(document)
+    return BatchPlan(
+        axes=said["axes"],
+        options=JobOptions(**said["options"]),
+        tags=tuple(said["tags"]),
+        priority=said["priority"],
+        items=tuple(ItemPlan(**item) for item in said["items"]),
+    )
 
 
 def spent(row: sa.Row[Any], now: float) -> float:

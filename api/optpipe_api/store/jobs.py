@@ -34,6 +34,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict, deque
+from functools import lru_cache
 from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -70,6 +71,7 @@ from optpipe_api.store.job_rows import (
     leased_row,
     note,
     options_of,
+    plan_of,
     put,
     refuse_when_full,
     refuse_when_kept,
@@ -600,7 +602,7 @@ def give_back(
     elif death is not None and deaths >= max_attempts:
         event = JobEvent.FAIL
         error = dump(_given_up(deaths, death))
-    relations = _relations(connection, row, hold=True) if event is JobEvent.FAIL else []
+    relations = _relations(connection, row, hold=True) if event is JobEvent.FAIL else ()
     left = change(connection, row, event, now, deaths=deaths, spent_s=spent(row, now), error=error)
     hand_on(connection, left, now, relations)
     return left
@@ -640,14 +642,19 @@ def hand_on(
 
 def _relations(
     connection: sa.Connection, row: sa.Row[Any], *, hold: bool = False
-) -> list[tuple[int, ...]]:
+) -> Sequence[Collection[int]]:
     """Return by index the tighter items of each item of a job's batch; nothing without a batch."""
     if row.batch_id is None:
-        return []
+        return ()
     query = sa.select(batches.c.document).where(batches.c.id == row.batch_id)
     found = connection.execute(query.with_for_update() if hold else query).scalar_one_or_none()
-    items = [] if found is None else json.loads(found)["items"]
-    return [tuple(item.get("tighter", ())) for item in items]
+    return () if found is None else _tighter_of(found)
+
+
+@lru_cache(maxsize=4)
+def _tighter_of(document: str) -> tuple[frozenset[int], ...]:
+    """Return the relations of a batch's document, which never changes: each claim and end asks."""
+    return tuple(frozenset(item.tighter) for item in plan_of(document).items)
 
 
 def _best_tighter(
@@ -664,7 +671,7 @@ def _best_tighter(
         return None
     query = sa.select(jobs).where(
         jobs.c.batch_id == row.batch_id,
-        jobs.c.batch_index.in_(tighter),
+        jobs.c.batch_index.in_(sorted(tighter)),
         jobs.c.objective_ms < (_ANY_MS if own_ms is None else own_ms * (1 - _EQUAL)),
     )
     if has_ended:

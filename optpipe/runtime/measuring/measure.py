@@ -42,6 +42,7 @@ from optpipe.runtime.offload import DEFAULT_MIN_BYTES, make_copies
 from optpipe.runtime.passes import WeightGradients, deferred_bytes, split_linears
 from optpipe.runtime.preflight import as_tensors
 from optpipe.schedule import ActionType
+from optpipe.stage import Mode
 from optpipe.units import format_bytes
 
 if TYPE_CHECKING:
@@ -132,13 +133,12 @@ def measure(
     memory_bytes
         Of each device; None = the GPU's, or an equal part of the host's.
     recompute
-        Whether a schedule may recompute. A problem has one number for the workspace of all F's of a
-        stage, and one without a graph needs more: without, a plan's peak is closer to the truth.
-        With a menu each mode has its own number.
+        Whether a schedule may recompute whole micro-batches. An F without a graph has a workspace
+        of its own, which v1 cannot say: the stage has a menu then, as with ``modes``.
     modes
         How many modes a stage may have at most, keep counted: groups of its modules
         (`optpipe.runtime.groups`) are then measured, and the modes worth having make its menu. 0 =
-        keep, offload and recompute, as v1 has them.
+        keep, offload and recompute, each of everything.
     links
         Whether links are measured: between ranks, or as copies on the one device there is.
     clock
@@ -307,21 +307,37 @@ def _facts(result: StageResult, state_copies: float, *, recompute: bool) -> Stag
     # Where buffers that change are larger than the activations, nothing is gained.
     recompute = recompute and memory.checkpoint_bytes <= memory.activation_bytes
     modes = None if result.menu is None else result.menu.modes
-    recompute = recompute and modes is None
+    if recompute and modes is None:
+        modes = _whole_modes(result)
     return StageFacts(
         activation_bytes=memory.activation_bytes,
         weight_context_bytes=memory.weight_context_bytes,
         modes=modes,
         offload_bytes=found.offload_bytes if modes is None else None,
-        checkpoint_bytes=memory.checkpoint_bytes if recompute else None,
         static_bytes=round(found.parameter_bytes * (2 + state_copies)) + found.buffer_bytes,
         output_bytes=found.output_bytes,
-        forward_workspace_bytes=memory.forward_workspace_bytes(recompute=recompute),
+        forward_workspace_bytes=memory.workspaces[ActionType.FORWARD],
         backward_input_workspace_bytes=memory.workspaces[ActionType.BACKWARD_INPUT],
         backward_weight_workspace_bytes=memory.workspaces[ActionType.BACKWARD_WEIGHT],
         backward_workspace_bytes=memory.workspaces[ActionType.FULL_BACKWARD],
         recompute_workspace_bytes=memory.workspaces[ActionType.RECOMPUTE],
     )
+
+
+def _whole_modes(result: StageResult) -> tuple[Mode, ...]:
+    """Return keep, offload and recompute, of everything: an F without a graph has its own room."""
+    found, memory = result.footprint, result.memory
+    modes = [Mode(name="keep")]
+    if found.offload_bytes:
+        modes.append(Mode(name="offload", offload_bytes=found.offload_bytes))
+    again = Mode(
+        name="recompute",
+        forward_bytes=memory.checkpoint_bytes,
+        recompute="apart",
+        recompute_ms=statistics.median(result.durations[ActionType.RECOMPUTE]),
+        forward_workspace_bytes=memory.without_graph_bytes,
+    )
+    return (*modes, again)
 
 
 def _bandwidths(homes: Sequence[int], results: Sequence[StageResult]) -> list[Bandwidths | None]:

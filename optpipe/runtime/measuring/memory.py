@@ -74,15 +74,6 @@ class StageMemory(NamedTuple):
     workspaces: dict[ActionType, int]
     without_graph_bytes: int
 
-    def forward_workspace_bytes(self, *, recompute: bool) -> int:
-        """Return what a problem's stage has for F, where it may be one that will be recomputed.
-
-        A problem has one number for both, so it is the larger, and a plan that fits stays one that
-        fits.
-        """
-        own = self.workspaces[ActionType.FORWARD]
-        return max(own, self.without_graph_bytes) if recompute else own
-
 
 def measure_memory(stage: StageUnderTest, saved_bytes: int) -> StageMemory:
     """Count what a stage's passes hold; gradients must exist, they are static.
