@@ -4,6 +4,7 @@
 #   make test    set up, run the tests that pip alone can provide for (PYTEST_ARGS=... is passed on)
 #   make test-long                those and the long ones, with a thousand random examples: hours
 #   make lint types contracts     what .ci/run checks besides
+#   make screenshots              every state of the page, as pictures in build/screenshots
 #   make kernels                  compile what the solver is made of, as the commands above do first
 #   make docs                     the documentation as HTML, in build/docs
 #   make client                   the client for plain code, anew from the one for async code
@@ -38,7 +39,7 @@ PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reord
 # Bytecode is written where it is first imported, not at the install: half of the install's time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help run test test-long kernels lint format types contracts client docs setup-ci constraints clean
+.PHONY: help run test test-long screenshots kernels lint format types contracts client docs setup-ci constraints clean
 .PHONY: bench bench-smoke frontier
 .DELETE_ON_ERROR:
 
@@ -52,6 +53,10 @@ run: $(RUN_INSTALL)
 test: $(TEST_INSTALL)
 	$(WARM_UP)
 	$(PYTEST) --junit-xml build/tests/test.xml $(PYTEST_ARGS)
+
+screenshots: $(TEST_INSTALL)
+	$(WARM_UP)
+	$(BIN)/python -m pytest -q -m browser tests/browser/test_states.py
 
 kernels: $(TEST_INSTALL)
 	$(WARM_UP)

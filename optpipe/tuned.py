@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from pydantic import ConfigDict
 
@@ -15,14 +15,28 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CurrentDegrees",
+    "PasteForm",
     "ScoreboardError",
     "TuneArguments",
     "Tuned",
     "TunedCounts",
+    "TunedMemory",
     "TunedRow",
 ]
 
+PasteForm = Literal["arguments", "yaml", "python", "csv"]
+"""How a row is fetched for its framework."""
+
+_MEMORY_EXAMPLE: dict[str, Any] = {
+    "weights_bytes": 2_000_000_000,
+    "gradients_bytes": 4_000_000_000,
+    "optimizer_bytes": 12_000_000_000,
+    "activations_bytes": 6_000_000_000,
+    "buffers_bytes": 86_085_997,
+    "reserved_bytes": 600_000_000,
+}
 _TUNED_ROW_EXAMPLE: dict[str, Any] = {
+    "id": "0123456789ab",
     "tp": 4,
     "cp": 1,
     "dp": 1,
@@ -41,7 +55,8 @@ _TUNED_ROW_EXAMPLE: dict[str, Any] = {
     "makespan_ms": 943.5,
     "tokens_per_s_per_gpu": 8540.8,
     "mfu": 0.444,
-    "peak_bytes": [28615255917, 24686085997],
+    "peak_bytes": [24686085997, 24686085997],
+    "memory": [_MEMORY_EXAMPLE, _MEMORY_EXAMPLE],
 }
 _COUNTS_EXAMPLE: dict[str, Any] = {
     "total": 4,
@@ -59,6 +74,8 @@ _TUNED_EXAMPLE: dict[str, Any] = {
     "gain": 0.16,
     "error": {"median": 0.06, "worst": 0.195, "num_rows": 17},
     "counts": _COUNTS_EXAMPLE,
+    "memory_bytes": 85520809984,
+    "usable_bytes": 81244769484,
     "current": None,
     "rows": [_TUNED_ROW_EXAMPLE],
     "pareto": [_TUNED_ROW_EXAMPLE],
@@ -86,8 +103,9 @@ class TuneArguments(SearchArguments, total=False):
 
     ``model`` of the catalogue, or ``config``, a Hugging Face config.json; ``gpu`` of the catalogue;
     ``global_batch`` sequences of ``sequence`` tokens a step. ``framework``, whose schedules may be
-    answered: megatron, torchtitan or any. ``current``, what is run today; ``fixed``, degrees that
-    are not searched. ``headroom``, share (0 <= x < 1) of the memory that answers leave free.
+    answered: megatron, torchtitan or any. ``current``, what is run today, or ``current_file``, the
+    text of its Megatron arguments or YAML, or torchtitan config; ``fixed``, degrees that are not
+    searched. ``headroom``, share (0 <= x < 1) of the memory that answers leave free.
     ``measured_step_s``, what a step of ``current`` takes: it calibrates every time. The search
     stops where nothing is faster than the best by more than ``gap``.
     """
@@ -100,6 +118,7 @@ class TuneArguments(SearchArguments, total=False):
     sequence: int | None
     framework: str | None
     current: CurrentDegrees | None
+    current_file: str | None
     fixed: Mapping[str, int] | None
     precision: str | None
     flash: bool | None
@@ -117,15 +136,30 @@ class TuneArguments(SearchArguments, total=False):
     cache: CacheUse | None
 
 
+class TunedMemory(WireModel):
+    """What a pipeline rank holds at its peak, by what it is for."""
+
+    model_config = ConfigDict(json_schema_extra={"examples": [_MEMORY_EXAMPLE]})
+
+    weights_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    activations_bytes: int
+    buffers_bytes: int
+    reserved_bytes: int
+
+
 class TunedRow(WireModel):
     """A configuration with its best schedule: degrees, layers of each stage, time and memory.
 
-    ``step_ms`` is of the whole step, ``makespan_ms`` of its pipeline; ``peak_bytes`` of each
-    pipeline rank, everything reserved counted; ``method`` made the schedule.
+    ``id`` tells it from the others of its tune; ``step_ms`` is of the whole step, ``makespan_ms``
+    of its pipeline; ``peak_bytes`` of each pipeline rank, everything reserved counted, and
+    ``memory`` the same by what it is for; ``method`` made the schedule.
     """
 
     model_config = ConfigDict(json_schema_extra={"examples": [_TUNED_ROW_EXAMPLE]})
 
+    id: str
     tp: int
     cp: int
     dp: int
@@ -145,6 +179,7 @@ class TunedRow(WireModel):
     tokens_per_s_per_gpu: float
     mfu: float
     peak_bytes: tuple[int, ...]
+    memory: tuple[TunedMemory, ...]
 
 
 class TunedCounts(WireModel):
@@ -170,10 +205,11 @@ class ScoreboardError(WireModel):
 class Tuned(WireModel):
     """What a tune has found; ``rows`` has the fastest first, ``pareto`` less memory for more time.
 
-    While it goes on, and where it was stopped by force, only the best so far is known: then
-    ``counts`` is null. No configuration takes less than ``bound_ms`` a step; ``gap`` is how much
-    faster one may be, as a share, ``gain`` how much less than ``current`` the fastest takes.
-    ``error`` is null where no such estimate was compared with published runs.
+    While it goes on it is what is known by now, and so is the certificate. No configuration takes
+    less than ``bound_ms`` a step; ``gap`` is how much faster one may be, as a share, ``gain`` how
+    much less than ``current`` the fastest takes. ``error`` is null where no such estimate was
+    compared with published runs. A device has ``memory_bytes``, of which answers fill
+    ``usable_bytes`` at most.
     """
 
     model_config = ConfigDict(json_schema_extra={"examples": [_TUNED_EXAMPLE]})
@@ -183,7 +219,9 @@ class Tuned(WireModel):
     gap: float | None
     gain: float | None
     error: ScoreboardError | None
-    counts: TunedCounts | None
+    counts: TunedCounts
+    memory_bytes: int
+    usable_bytes: int
     current: TunedRow | None
     rows: tuple[TunedRow, ...]
     pareto: tuple[TunedRow, ...]

@@ -1,12 +1,16 @@
 """Tutorial and how-tos: their commands run, one after the other, and print what they say."""
 
+import json
+import re
+
 import pytest
 
-from tests.docs_console import ROOT, make_workplace, mismatch, run_step, steps
+from tests.docs_console import ROOT, make_workplace, mismatch, run_shell, run_step, steps
 
 pytestmark = pytest.mark.long
 
 DOCS = ROOT / "docs"
+CASES = re.split(r"^## ", (DOCS / "your-case.md").read_text("utf-8"), flags=re.MULTILINE)[1:]
 HOW_TOS = sorted(page for page in (DOCS / "howto").glob("*.md") if steps(page.read_text("utf-8")))
 
 
@@ -32,6 +36,30 @@ def test_a_how_to_runs_as_it_stands(page, tmp_path) -> None:
     for step in steps(page.read_text("utf-8")):
         printed = run_step(step, folder, seconds=1)
         assert (wrong := mismatch(step, printed)) is None, f"{step.command}\n{wrong}\n{printed}"
+
+
+# Searches have the time that the page gives them: what is found first is shown.
+@pytest.mark.extended
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.partition("\n")[0])
+def test_each_case_prints_what_it_says(case: str, tmp_path) -> None:
+    """In a folder with the files that the page names."""
+    folder = make_workplace(tmp_path, "tiny-gpt-pp4.json", "llama3-8b-h100-pp4.json")
+    (folder / "measurements").symlink_to(ROOT / "examples" / "measurements")
+    written = json.loads((ROOT / "tests/data/huggingface/transformers_5_24.json").read_text())
+    (folder / "config.json").write_text(json.dumps(written["qwen3-8b"]))
+    found = steps(case)
+    assert found
+    for step in found:
+        if "--time-limit 120" in step.command:
+            printed = run_step(step, folder, seconds=1)
+        else:
+            printed = run_shell(step.command, folder)
+        assert (wrong := mismatch(step, printed)) is None, f"{step.command}\n{wrong}\n{printed}"
+
+
+def test_there_are_ten_cases() -> None:
+    assert len(CASES) == 10
 
 
 def test_a_line_that_was_not_printed_is_found() -> None:

@@ -149,7 +149,8 @@ class AttemptOutcome:
     """How an attempt ended; ``schedule`` is JSON text and comes with its ``objective_ms``.
 
     ``method`` made the schedule; ``problem`` is the one that a plan or tune chose, ``comparison``
-    the rows of a comparison, ``tuned`` what a tune has found, all as JSON text.
+    the rows of a comparison, ``tuned`` what a tune has found, ``checkpoint`` what it knows beyond
+    that, all as JSON text.
     """
 
     event: JobEvent
@@ -161,6 +162,7 @@ class AttemptOutcome:
     problem: str | None = None
     comparison: str | None = None
     tuned: str | None = None
+    checkpoint: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -335,7 +337,8 @@ class Claim:
     """A job taken from the queue, with its documents; ``start`` is its last incumbent.
 
     ``problem`` is None for a plan or tune without incumbent, ``model`` for all but plans,
-    ``question`` for all but tunes, of which ``tuned`` is the best so far. ``is_carried``:
+    ``question`` for all but tunes, of which ``tuned`` is what was found so far and ``checkpoint``
+    where the search stands. ``is_carried``:
     ``start`` is a better schedule, of another item of its batch whose problem is tighter.
     """
 
@@ -345,6 +348,7 @@ class Claim:
     model: str | None = None
     question: str | None = None
     tuned: str | None = None
+    checkpoint: str | None = None
     start: str | None = None
     is_carried: bool = False
 

@@ -33,7 +33,7 @@ from optpipe_api.requests.catalogue import Comparison, EstimateBody, VariantBody
 from optpipe_api.requests.http import UnreadBodies
 from optpipe_api.requests.jobs import Fault, Registration, ReportBody, Resumption, Submission
 from optpipe_api.requests.tunes import TuneBody
-from optpipe_api.routes import batches, catalogue, deployments, jobs, system
+from optpipe_api.routes import batches, catalogue, deployments, jobs, system, tunes
 from optpipe_api.server import ApiServer, allow_files, server_config
 from optpipe_api.service import Service
 from optpipe_api.services.events import Changes
@@ -97,7 +97,8 @@ def create_app(settings: Settings) -> FastAPI:
     app.include_router(catalogue.presets_router)
     app.include_router(catalogue.router)
     app.include_router(jobs.comparisons_router)
-    app.include_router(jobs.tunes_router)
+    app.include_router(tunes.tunes_router)
+    app.include_router(tunes.configurations_router)
     app.include_router(system.questions_router)
     app.include_router(system.router)
     system.install(app)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -49,17 +48,8 @@ from optpipe.cli.files import (
 )
 from optpipe.cli.report import nothing_found, searching
 from optpipe.errors import InputError
-from optpipe.formats.csv import dump_csv
 from optpipe.formats.json import dump_problem
-from optpipe.presets import (
-    Configuration,
-    Training,
-    megatron_arguments,
-    megatron_yaml,
-    read_megatron,
-    read_torchtitan,
-    torchtitan_config,
-)
+from optpipe.presets import Configuration, Training
 from optpipe.units import format_ms, format_share
 
 if TYPE_CHECKING:
@@ -74,7 +64,6 @@ __all__ = ["tune"]
 _GIB = 2.0**30
 _SHOWN_ROWS = 11
 _LEAST_WIDTH = 120
-_TORCH_NAMES = {"1f1b": "1F1B", "interleaved": "Interleaved1F1B", "zb-v": "ZBVZeroBubble"}
 _DEGREES = ("tp", "cp", "pp", "chunks", "ep", "etp", "dp", "micro_batch", "zero")
 
 
@@ -265,18 +254,12 @@ def _today(question: TuneQuestion, text: str) -> Configuration:
 
 def _read_today(question: TuneQuestion, path: Path) -> Configuration:
     """Return what is run today, from a file of Megatron or torchtitan."""
+    from optpipe_solver.tune.document import read_current
+
     text = read_input(path)
     is_torchtitan = path.suffix in {".py", ".toml"} or question.framework == "torchtitan"
-    read = read_torchtitan if is_torchtitan else read_megatron
     try:
-        return read(
-            text,
-            question.shape,
-            question.hardware,
-            question.num_gpus,
-            global_batch=question.global_batch,
-            sequence=question.training.sequence,
-        )
+        return read_current(question, text, is_torchtitan=is_torchtitan)
     except InputError as error:
         raise in_file(path, error) from None
 
@@ -363,16 +346,15 @@ def _pareto(result: TuneResult) -> Table:
 
 def _pasted(best: TuneRow, framework: str, path: Path) -> str:
     """Return the winner as its framework takes it; a schedule of its own goes as a CSV beside."""
+    from optpipe_solver.tune.document import needs_csv, paste
+
     if framework == "megatron":
-        if path.suffix in {".yaml", ".yml"}:
-            return megatron_yaml(best.configuration)
-        return shlex.join(megatron_arguments(best.configuration)) + "\n"
-    if best.method in _TORCH_NAMES:
-        return torchtitan_config(best.configuration, schedule=_TORCH_NAMES[best.method])
+        return paste(best, "yaml" if path.suffix in {".yaml", ".yml"} else "arguments")
     csv = path.with_suffix(".csv")
-    write_file(csv, dump_csv(best.programs, for_torch=True))
-    say_written(csv, "schedule")
-    return torchtitan_config(best.configuration, csv=str(csv.absolute()))
+    if needs_csv(best):
+        write_file(csv, paste(best, "csv"))
+        say_written(csv, "schedule")
+    return paste(best, "python", csv=str(csv.absolute()))
 
 
 def _write(best: TuneRow, output: Path | None, problem_out: Path | None) -> None:

@@ -36,7 +36,7 @@ from optpipe.client.transport import (
 from optpipe.errors import ServiceError
 from optpipe.formats.json import load_model, load_problem, load_schedule
 from optpipe.model import Model
-from optpipe.tuned import TuneArguments, Tuned
+from optpipe.tuned import PasteForm, TuneArguments, Tuned, TunedRow
 from optpipe.wire import (
     BatchView,
     DeploymentView,
@@ -563,11 +563,32 @@ class AsyncClient:
         return await self.tuned(last)
 
     async def tuned(self, job: Job | str) -> Tuned:
-        """Return what a job that tunes has found; while it goes on, the best row so far.
+        """Return what a job that tunes has found, or by now.
 
         Raises `NoScheduleError` if that is nothing (yet).
         """
         return as_model(Tuned, await self._connection.send("GET", f"{_path(job)}/configuration"))
+
+    async def tuned_row(self, job: Job | str, row: TunedRow) -> tuple[Problem, Schedule]:
+        """Return the problem and the schedule of a row of `tuned`.
+
+        Raises `NoScheduleError` if they are not kept: those of the fastest eleven, of the Pareto
+        front and of what is run today are.
+        """
+        path = f"{_path(job)}/rows/{row.id}"
+        problem = await self._connection.send("GET", f"{path}/problem")
+        schedule = await self._connection.send("GET", f"{path}/schedule")
+        return load_problem(problem.text), load_schedule(schedule.text)
+
+    async def paste(self, job: Job | str, row: TunedRow, form: PasteForm = "arguments") -> str:
+        """Return a row of `tuned` as its framework takes it.
+
+        ``form``: Megatron-LM's ``arguments``, Megatron-Core's ``yaml``, a torchtitan config as
+        ``python``, or its schedule as ``csv``. Raises `RequestRefusedError` if the framework cannot
+        run it; `NoScheduleError` as `tuned_row`.
+        """
+        path, params = f"{_path(job)}/rows/{row.id}/paste", {"format": form}
+        return (await self._connection.send("GET", path, params=params)).text
 
     async def sweep(
         self,

@@ -11,18 +11,21 @@ import os
 import signal
 import time
 from dataclasses import replace
+from math import inf
 from typing import TYPE_CHECKING
 
 from optpipe.presets.estimate import error_band
 from optpipe_solver.tune import TuneCounts, TuneResult, judge
+from optpipe_solver.tune.judge import Look, Looks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from optpipe.presets.configuration import Configuration
-    from optpipe_solver.tune import TuneQuestion, TuneRow
+    from optpipe_solver.tune import TuneCheckpoint, TuneQuestion, TuneRow
 
 HANGS, DIES, FITS_NOWHERE = 1, 2, 3
+LOOKS = Looks(3, 2, (Look(1, 3, 900.0, 1000.5), Look(0, 1, inf, inf)))
 
 
 def tune(
@@ -34,8 +37,9 @@ def tune(
     seed: int,
     gap: float,
     start: TuneRow | None,
+    known: TuneCheckpoint | None,
     on_progress: Callable[[str], None],
-    on_best: Callable[[TuneRow], None],
+    on_result: Callable[[TuneResult], None],
     should_stop: Callable[[], bool],
 ) -> TuneResult:
     on_progress(f"limit={time_limit_s:g} threads={threads} seed={seed} gap={gap:g}")
@@ -44,11 +48,15 @@ def tune(
         return _result(question, [], None, TuneCounts(
             total=3, do_not_fit=3, excluded=0, solved=0, open=0))  # fmt: skip
     rows = [baseline]
+    first = TuneCounts(total=3, do_not_fit=1, excluded=0, solved=1, open=1)
     if start is None:
-        on_best(baseline)
+        so_far = _result(question, rows, baseline, first)
+        on_result(replace(so_far, bound_ms=0.7 * baseline.step_ms, looks=LOOKS))
     else:
         is_same = (start.as_json(), start.programs) == (baseline.as_json(), baseline.programs)
         on_progress(f"goes on from {start.label}: {is_same and start.problem == baseline.problem}")
+        kept = known is not None and (known.looks, known.rows, known.is_over)
+        on_progress(f"knows what was looked at: {kept == (LOOKS, (start,), False)}")
     if seed == DIES and start is None:
         os.kill(os.getpid(), signal.SIGKILL)
     while seed == HANGS and not should_stop():
@@ -56,11 +64,11 @@ def tune(
     if seed != HANGS:
         pipeline = replace(current.pipeline, pp=2, num_microbatches=16)
         training = replace(current.training, tp=4, dp=1, micro_batch=1, sequence_parallel=True)
-        faster = judge(question, replace(current, training=training, pipeline=pipeline))
+        faster = judge(question, replace(current, training=training, pipeline=pipeline, sizes=()))
         assert faster is not None
         assert faster.step_ms < baseline.step_ms
-        on_best(faster)
         rows.insert(0, faster)
+        on_result(_result(question, rows, baseline, first))
     counts = TuneCounts(total=3, do_not_fit=1, excluded=0, solved=len(rows), open=2 - len(rows))
     return _result(question, rows, baseline, counts)
 

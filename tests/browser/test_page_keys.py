@@ -9,7 +9,7 @@ import pytest
 
 from optpipe_api.access import Role
 from tests.api.live import make_settings, running, two_stages
-from tests.browser.visit import DRAWN, READY, taken, visiting
+from tests.browser.visit import DRAWN, READY, SCHEDULE, taken, visiting
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
@@ -25,7 +25,7 @@ def test_a_service_with_keys_asks_once_and_the_key_stays_in_the_tab(
         assert httpx.get(f"{url}/v1/jobs").status_code == 401
         with visiting(chromium, url) as visit:
             page = visit.page
-            page.goto(url)
+            page.goto(f"{url}/{SCHEDULE}")
             page.wait_for_selector("#key-dialog[open]")
             visit.picture("key")
             page.fill("#key-input", "opk_wrong")

@@ -10,12 +10,12 @@ import pytest
 from tests.api import fake_tune
 from tests.api.live import make_settings, running, two_stages
 from tests.api.routes.test_tunes import asked
-from tests.browser.visit import DESKTOP, DRAWN, PHONE, Visit, taken, visiting
+from tests.browser.visit import DRAWN, Visit, taken
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from playwright.sync_api import Browser, Page
+    from playwright.sync_api import Page
 
 pytestmark = [pytest.mark.browser, pytest.mark.long]
 
@@ -57,7 +57,7 @@ def test_one_button_asks_and_the_gain_comes_first(visit: Visit, url: str) -> Non
             page.reload()
             page.wait_for_selector("#certificate")
         assert f"{100 * found['gain']:.1f} % less time per step" in page.inner_text("#gain")
-        assert "published runs" in page.inner_text("#configuration")
+        assert "published runs" in page.inner_text("#gain-part")
         assert page.inner_text("#certificate").startswith("Of 3 configurations")
         assert page.locator("#configuration tbody tr").count() == 2
         assert "tp 4 pp 2" in page.inner_text("#configuration tr[data-best]")
@@ -83,9 +83,9 @@ def test_the_search_is_followed_and_cancelled(visit: Visit, url: str) -> None:
     body = asked(fake_tune.HANGS)
     job = httpx.post(f"{url}/v1/tunes", json=body, timeout=90).json()
     page = visit.open(f"?job={job['id']}")
-    page.wait_for_selector("#tune-note >> text=limit=120 threads=1")
     page.wait_for_selector("#configuration tbody tr >> text=tp 2 pp 4")
-    assert page.locator("#gain, #certificate").count() == 0
+    assert "1 open" in page.inner_text("#counts")
+    assert "more than 30.0% faster" in page.inner_text("#certificate")
     visit.picture("tune-running")
     page.click("#cancel")
     page.wait_for_selector("#job[data-state=cancelled]")
@@ -102,17 +102,72 @@ def test_a_problem_of_a_file_has_its_configuration(visit: Visit) -> None:
     assert page.is_hidden("#tune")
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("size", [PHONE, DESKTOP, (1920, 1080)], ids=["360", "1280", "1920"])
-def test_every_state_fits_the_screen(
-    chromium: Browser, url: str, scheme: str, size: tuple[int, int]
-) -> None:
+def test_five_questions_lead_to_a_schedule_beside_what_is_run(visit: Visit, url: str) -> None:
+    """From the start to the gain, a row and its chart beside today's, what to paste, and on."""
+    page = visit.open("")
+    assert page.locator("#ask fieldset").count() == 5
+    assert page.is_hidden("#compose")
+    page.select_option("#ask [name=model]", "llama3-8b")
+    page.fill("#ask [name=num_gpus]", "8")
+    page.fill("#ask [name=global_batch]", "16")
+    page.fill("#ask [name=sequence]", "4096")
+    page.fill("#ask [name=current_tp]", "2")
+    page.fill("#ask [name=current_pp]", "4")
+    page.click("#ask-button")
+    page.wait_for_selector("#job[data-state=succeeded]")
+    page.wait_for_selector("#certificate")
+    job_id = page.get_attribute("#job", "data-id")
+    found = httpx.get(f"{url}/v1/jobs/{job_id}/configuration").json()
+    best, today = found["rows"]
+    page.wait_for_selector(f"{DRAWN}[data-tag*='row:{today['id']}']")
+    assert page.inner_text("#beside option:checked") == "What you run today"
+    titles = "() => Bokeh.documents.flatMap((d) => [0, 1].map((n) => "
+    titles += "d.get_model_by_name(`gantt-${n}-title`)?.text)).join()"
+    assert "tp 2 pp 4 dp 1 mb 1:" in page.evaluate(titles)
+    assert f"{100 * best['mfu']:.1f} %" in page.inner_text("#job dl")
+    assert page.locator(".ranks").count() == 2
+    assert page.locator(".ranks >> nth=0 >> .rank").count() == best["pp"]
+    assert page.locator(".pareto .dot").count() == 2
+    page.click(f"[data-key='row-{today['id']}']")
+    page.wait_for_selector(f"{DRAWN}[data-tag*='-{today['id']}']")
+    assert page.get_attribute("tr[data-today]", "data-chosen") == ""
+    for form, said in (("arguments", "--tensor-model-parallel-size 2"), ("yaml", "model:")):
+        with page.expect_download() as saving:
+            page.click(f"[data-paste={form}]")
+        assert said in saving.value.path().read_text("utf-8")
+    page.locator(f".pareto .dot[data-row='{best['id']}']").click()
+    assert page.get_attribute("tr[data-best]", "data-chosen") == ""
+    page.click("text=Ask something else")
+    page.wait_for_selector("#ask")
+    assert page.input_value("#ask [name=model]") == "llama3-8b"
+    assert page.input_value("#ask [name=current_pp]") == "4"
+    page.fill("#ask [name=current_tp]", "")
+    page.fill("#ask [name=current_pp]", "")
+    page.click("#ask summary >> text=paste your configuration")
+    page.fill("#ask [name=current_file]", saving.value.path().read_text("utf-8"))
+    page.click("#ask-button")
+    page.wait_for_selector(f"#job:not([data-id='{job_id}'])")
+    page.wait_for_selector("#job[data-state=succeeded]")
+    again = page.get_attribute("#job", "data-id")
+    assert "current_file" in httpx.get(f"{url}/v1/jobs/{again}/question").json()
+
+
+def test_what_if_asks_again_and_a_row_is_solved_further(visit: Visit, url: str) -> None:
     job = httpx.post(f"{url}/v1/tunes?wait=60", json=asked(), timeout=90).json()
-    with visiting(chromium, url, size, scheme) as visit:
-        for name, query in (("form", TODAY), ("found", f"?job={job['id']}")):
-            page = visit.open(query)
-            if name == "found":
-                page.wait_for_selector("#certificate")
-                page.wait_for_selector(DRAWN)
-            visit.picture(f"tune-{name}-{size[0]}-{scheme}")
-            assert page.evaluate("document.documentElement.scrollWidth") <= size[0], name
+    page = visit.open(f"?job={job['id']}")
+    page.click("#tune-acts button:has-text('Twice the batch')")
+    page.wait_for_function(f"document.querySelector('#job')?.dataset.id !== '{job['id']}'")
+    page.wait_for_selector("#certificate")
+    again = page.get_attribute("#job", "data-id")
+    assert httpx.get(f"{url}/v1/jobs/{again}/question").json()["global_batch"] == 32
+    page.click("#solve-row")
+    page.wait_for_selector("#job[data-state=succeeded] #what-if")
+    assert page.inner_text("#objective dt") == "Makespan"
+
+
+def test_methods_are_compared_from_the_form(visit: Visit) -> None:
+    page = visit.open()
+    taken(page, two_stages("compared"))
+    page.click("#compare")
+    page.wait_for_selector("#comparison tbody tr")
+    assert "Gain over 1F1B" in page.inner_text("#comparison thead")

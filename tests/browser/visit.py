@@ -17,6 +17,7 @@ PATIENCE_MS = 60_000
 READY = "body[data-ready]"
 DRAWN = "#job .chart[data-drawn]"
 DESKTOP, PHONE = (1280, 860), (360, 740)
+SCHEDULE = "?view=schedule"
 
 
 class Visit:
@@ -37,8 +38,8 @@ class Visit:
         if "Content Security Policy" in message.text:
             self.errors.append(message.text)
 
-    def open(self, query: str = "") -> Page:
-        """Go there and wait until the form and the view are complete."""
+    def open(self, query: str = SCHEDULE) -> Page:
+        """Go there and wait until the form and the view are complete; without a query: the form."""
         self.page.goto(f"{self.url}/{query}")
         self.page.wait_for_selector(READY)
         return self.page

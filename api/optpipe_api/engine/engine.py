@@ -11,7 +11,7 @@ import threading
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import structlog
 
@@ -155,12 +155,13 @@ class Attempt:
 
     def _tell(self) -> None:
         claim = self._claim
-        header = {
+        header: dict[str, Any] = {
             "options": asdict(self._options),
             "has_start": claim.start is not None,
             "is_carried": claim.is_carried,
         }
         if claim.question is not None:
+            header["checkpoint"] = claim.checkpoint
             self._process.send(Message("tune", header, claim.question))
         elif claim.model is not None:
             self._process.send(Message("plan", header, claim.model))
@@ -185,6 +186,7 @@ class Attempt:
             "schedule": message.document or None,
             "problem": message.problem or None,
             "found": header.get("tuned"),
+            "checkpoint": header.get("checkpoint"),
         }
         lease_s = self._settings.lease_s
         self._keep(self._ask_store(self._store.record, self._lease, point, lease_s, **better))
@@ -219,6 +221,7 @@ class Attempt:
             method=header.get("method") or "",
             problem=message.problem or None,
             tuned=header.get("tuned"),
+            checkpoint=header.get("checkpoint"),
         )
 
     def _nothing_found(self, why: str) -> AttemptOutcome:

@@ -46,12 +46,13 @@ __all__ = [
 # process     start      tuned (follows where has_start)                 the last incumbent
 # process     stop       (finish now, keep the best)
 # process     compare    options (instead of job)                        the problem
-# process     tune       options, has_start (instead of job)             the question
+# process     tune       options, has_start, checkpoint (instead of job) the question
 # server      ready      (imports are done)
-# server      progress   seconds, method, objective_ms, bound_ms, tuned  schedule, or empty
+# server      progress   seconds, method, objective_ms, bound_ms, tuned, schedule, or empty
+#                        checkpoint
 # server      said       text (a sentence for the history)
 # server      result     status, objective_ms, bound_ms, message, needs, schedule, or empty
-#                        tuned
+#                        tuned, checkpoint
 # server      rows       (the answer to compare)                         as JSON
 # server      retired    (it takes no more tasks, and ends)
 # server      error      code, message

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import os
 import queue
 import resource
@@ -231,49 +232,62 @@ def _plan(channel: _Channel, job: Message, plan: Callable[..., PlanResult]) -> M
 
 
 def _tune(channel: _Channel, job: Message, tune: Callable[..., TuneResult]) -> Message:
-    from optpipe_solver.tune import read_question, read_row  # noqa: PLC0415 - heavy, as above
+    from optpipe_solver import tune as tuning  # noqa: PLC0415 - heavy; after the limits are set
 
-    asked = read_question(json.loads(job.document))
+    asked = tuning.read_question(json.loads(job.document))
     options = job.header["options"]
-    begun, start = time.monotonic(), None
+    start, kept = None, job.header.get("checkpoint")
+    known = None if kept is None else tuning.read_checkpoint(asked.question, kept)
     if job.header["has_start"]:
-        known = channel.receive()
-        (row, *_) = json.loads(known.header["tuned"])["rows"]
-        programs = load_schedule(known.document).programs
-        start = read_row(asked.question, row, load_problem(known.problem), programs)
+        last = channel.receive()
+        (row, *_) = json.loads(last.header["tuned"])["rows"]
+        programs = load_schedule(last.document).programs
+        start = tuning.read_row(asked.question, row, load_problem(last.problem), programs)
+    told: list[TuneRow] = []
 
-    def tell(row: TuneRow) -> None:
-        seconds = time.monotonic() - begun
-        found = json.dumps(_so_far(row.as_json(), seconds))
-        header = {
-            "seconds": seconds,
-            "method": f"{row.label}, {row.method}",
-            "objective_ms": row.step_ms,
-            "bound_ms": None,
-            "tuned": found,
-        }
-        schedule = _text(_simulated(row, options["seed"]))
-        channel.send(Message("progress", header, schedule, _text(row.problem)))
+    def tell(result: TuneResult) -> None:
+        best = result.best
+        is_better = best is not None and best not in told[-1:]
+        if best is not None and is_better:
+            told.append(best)
+        else:
+            channel.send(Message("said", {"text": result.certificate}))
+        shown = best if is_better else None
+        header = {"seconds": result.seconds, **_words_of(result), "tuned": _text_of(result)}
+        header["objective_ms"] = None if shown is None else shown.step_ms
+        header["checkpoint"] = tuning.checkpoint_of(result)
+        schedule = None if shown is None else _simulated(shown, options["seed"])
+        problem = None if shown is None else shown.problem
+        channel.send(Message("progress", header, _text(schedule), _text(problem)))
 
     result = tune(
         asked.question,
         current=asked.current,
         **{name: options[name] for name in _OF_TUNE},
         start=start,
+        known=known,
         on_progress=lambda text: channel.send(Message("said", {"text": text})),
-        on_best=tell,
+        on_result=tell,
         should_stop=channel.stop.is_set,
     )
-    return _tuned(result, options["seed"])
+    is_over = not channel.stop.is_set()
+    return _tuned(result, options["seed"], tuning.checkpoint_of(result, is_over=is_over))
 
 
-def _so_far(row: dict[str, Any], seconds: float) -> dict[str, Any]:
-    """Return what `TuneResult.as_json` has while only the best row is known."""
-    unknown = dict.fromkeys(("bound_ms", "gap", "gain", "error", "counts", "current"))
-    return {"certificate": "", **unknown, "rows": [row], "pareto": [row], "seconds": seconds}
+def _words_of(result: TuneResult) -> dict[str, Any]:
+    """Return who made the best schedule, and the bound where there is one."""
+    best = result.best
+    return {
+        "method": "" if best is None else f"{best.label}, {best.method}",
+        "bound_ms": None if math.isinf(result.bound_ms) else result.bound_ms,
+    }
 
 
-def _tuned(result: TuneResult, seed: int) -> Message:
+def _text_of(result: TuneResult) -> str:
+    return json.dumps(result.as_json())
+
+
+def _tuned(result: TuneResult, seed: int, checkpoint: str) -> Message:
     best, counts = result.best, result.counts
     status, message = "feasible", ""
     if best is None:
@@ -285,11 +299,11 @@ def _tuned(result: TuneResult, seed: int) -> Message:
     header: dict[str, Any] = {
         "status": status,
         "objective_ms": None if best is None else best.step_ms,
-        "method": "" if best is None else f"{best.label}, {best.method}",
-        "bound_ms": None if best is None else result.bound_ms,
+        **_words_of(result),
         "message": message,
         "needs": {},
-        "tuned": json.dumps(result.as_json()) if best is not None else None,
+        "tuned": _text_of(result) if best is not None else None,
+        "checkpoint": checkpoint,
     }
     schedule = None if best is None else _simulated(best, seed)
     problem = None if best is None else best.problem

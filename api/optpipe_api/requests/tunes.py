@@ -122,6 +122,10 @@ class TuneBody(StrictBody):
     current: CurrentBody | None = Field(
         default=None, description="What is run today: the gain is over it."
     )
+    current_file: Annotated[str, Field(min_length=1, max_length=100_000)] | None = Field(
+        default=None,
+        description="Instead of it: Megatron arguments or YAML, or a torchtitan config, as text.",
+    )
     fixed: FixedBody = FixedBody()
     precision: Precision = "bf16"
     flash: bool = Field(default=True, strict=True)
@@ -158,6 +162,8 @@ class TuneBody(StrictBody):
     def _one_of_two(self) -> TuneBody:
         if (self.model is None) == (self.config is None):
             raise rule_broken("a tune is of a model or of a config", "give one of them")
+        if self.current is not None and self.current_file is not None:
+            raise rule_broken("current and current_file say the same", "give one of them")
         return self
 
     def question(self) -> dict[str, Any]:

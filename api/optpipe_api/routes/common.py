@@ -100,6 +100,11 @@ def json_content(schema: str) -> dict[str, Any]:
     return {"application/json": {"schema": {"$ref": f"#/components/schemas/{schema}"}}}
 
 
+def document(schema: str) -> Answers:
+    """Return what OpenAPI says of an answer that is such a text and nothing else."""
+    return {200: {"description": f"The {schema.lower()}.", "content": json_content(schema)}}
+
+
 def json_body(schema: str) -> dict[str, Any]:
     """Return what OpenAPI says of a request whose body must be such a text."""
     return {"requestBody": {"required": True, "content": json_content(schema)}}

@@ -39,6 +39,7 @@ from optpipe_api.routes.common import (
     Reader,
     Serving,
     Submitter,
+    document,
     ended,
     idempotency_key,
     json_body,
@@ -50,8 +51,15 @@ from optpipe_api.routes.common import (
     while_there,
 )
 from optpipe_api.services.events import Purpose
-from optpipe_api.services.render import Shown, Theme, as_text, explanation, solution
-from optpipe_api.services.submission import read_comparison, read_submission, read_tune
+from optpipe_api.services.render import (
+    Shown,
+    Theme,
+    as_text,
+    explanation,
+    row_of,
+    solution,
+)
+from optpipe_api.services.submission import read_comparison, read_submission
 from optpipe_api.views import event_view, job_view
 
 if TYPE_CHECKING:
@@ -69,7 +77,7 @@ __all__ = [
     "explanations_router",
     "router",
     "schedules_router",
-    "tunes_router",
+    "submitted",
 ]
 
 
@@ -81,10 +89,6 @@ _CANCEL_WAIT_S = 1.0
 Wait = Annotated[float, seconds_to_wait("the end")]
 Key = Annotated[str | None, idempotency_key("returns the first one's job")]
 BatchId = Annotated[str, Query(pattern=r"^[0-9a-f]{32}$")]
-
-
-def _document(name: str) -> Answers:
-    return {200: {"description": f"The {name.lower()}.", "content": json_content(name)}}
 
 
 _ENDED = ended(Job, "job")
@@ -110,7 +114,7 @@ async def submit(
     200 where the job ends within `?wait=`, or at once because the same was solved before.
     """
     read = partial(read_submission, methods=service.methods)
-    return await _submitted(request, service, who, read=read, wait_s=wait, key=idempotency_key)
+    return await submitted(request, service, who, read=read, wait_s=wait, key=idempotency_key)
 
 
 comparisons_router = APIRouter(prefix="/v1", tags=["methods"])
@@ -135,7 +139,7 @@ async def compare(
 
     The time limit is the optimiser's; the other methods take their time too.
     """
-    return await _submitted(
+    return await submitted(
         request, service, who, read=read_comparison, wait_s=wait, key=idempotency_key
     )
 
@@ -173,59 +177,6 @@ def comparison(
     if chosen != "json":
         text = dump_comparison(json.loads(text)["rows"], chosen)
     return Response(text, media_type=TABLE_FORMS[chosen], headers={"Vary": "Accept"})
-
-
-tunes_router = APIRouter(prefix="/v1", tags=["tunes"])
-
-
-@tunes_router.post(
-    "/tunes",
-    status_code=202,
-    response_model=Job,
-    responses={**_ENDED, **documented(403, 409, 413, 415, 429)},
-    openapi_extra=json_body("TuneBody"),
-    summary="Ask for the fastest configuration",
-)
-async def submit_tune(
-    request: Request,
-    service: Serving,
-    who: Submitter,
-    wait: Wait = 0.0,
-    idempotency_key: Key = None,
-) -> Response:
-    """Queue a job that searches degrees, cut, placement, recomputation and schedule together.
-
-    Its objective is the whole step, its schedule and problem are the winner's; what was found and
-    what is proven is its configuration.
-    """
-    return await _submitted(request, service, who, read=read_tune, wait_s=wait, key=idempotency_key)
-
-
-_QUESTION: Answers = {
-    200: {"description": "What is asked, options aside.", "content": json_content("TuneBody")}
-}
-
-
-@router.get(
-    "/{job_id}/configuration",
-    response_class=Response,
-    responses={**_document("Tuned"), **documented(404)},
-    summary="Fetch what a tune has found",
-)
-def configuration(job_id: str, service: Serving, who: Reader) -> Response:
-    """Return gain, rows, Pareto front and certificate; while it goes on, the best row so far."""
-    return Response(service.jobs.tuned(job_id, who), media_type="application/json")
-
-
-@router.get(
-    "/{job_id}/question",
-    response_class=Response,
-    responses={**_QUESTION, **documented(404)},
-    summary="Fetch what a tune is asked",
-)
-def question(job_id: str, service: Serving, who: Reader) -> Response:
-    """Return model, GPUs, batch and what is run today, defaults filled in; it can be sent again."""
-    return Response(service.jobs.question(job_id, who), media_type="application/json")
 
 
 @router.get("", responses=documented(404), summary="List jobs, newest first")
@@ -300,7 +251,7 @@ async def resume(
 @router.get(
     "/{job_id}/problem",
     response_class=Response,
-    responses={**_document("Problem"), **documented(404)},
+    responses={**document("Problem"), **documented(404)},
     summary="Fetch the problem",
 )
 def problem(job_id: str, service: Serving, who: Reader) -> Response:
@@ -314,7 +265,7 @@ def problem(job_id: str, service: Serving, who: Reader) -> Response:
 @router.get(
     "/{job_id}/model",
     response_class=Response,
-    responses={**_document("Model"), **documented(404)},
+    responses={**document("Model"), **documented(404)},
     summary="Fetch the model",
 )
 def model(job_id: str, service: Serving, who: Reader) -> Response:
@@ -327,7 +278,7 @@ def _whole(service: Service, job_id: str, who: Principal) -> Job:
     return job_view(job, trace, who=who, places=service.jobs.waiting([job]))
 
 
-async def _submitted(
+async def submitted(
     request: Request,
     service: Service,
     who: Principal,
@@ -604,7 +555,7 @@ async def explain(
 
 charts_router = APIRouter(prefix="/v1", tags=["charts"])
 
-_METHOD = "method:"
+_METHOD, _ROW = "method:", "row:"
 _ID_CHARS, _TITLE_CHARS = 8, 60
 _ITEM = {
     "description": "For `Bokeh.embed.embed_item`.",
@@ -630,14 +581,30 @@ async def chart(
         str | None,
         Query(
             max_length=80,
-            description="On the same time axis: another job, or `method:1f1b` for what a "
-            "published method makes of the problem, whether it fits or not.",
+            description="On the same time axis: another job, `method:1f1b` for what a published "
+            "method makes of the problem, whether it fits or not, or of a tune `row:` and a row.",
         ),
+    ] = None,
+    row: Annotated[
+        str | None,
+        Query(pattern=r"^[0-9a-f]{12}$", description="Of a tune: instead of its best schedule."),
     ] = None,
     if_none_match: IfNoneMatch = None,
 ) -> Response:
     """Return the lanes of every device and its memory over time, to be zoomed and pointed at."""
-    shown, number, form = await run_in_threadpool(_look, service, job_id, who, beside, theme)
+    rows = [row, (beside or "").removeprefix(_ROW) if (beside or "").startswith(_ROW) else None]
+    kept = [one and await row_of(service.jobs, service.pool, job_id, who, one) for one in rows]
+    other = None if kept[1] else beside
+    shown, number, form = await run_in_threadpool(_look, service, job_id, who, other, theme)
+    if kept[0]:
+        shown[0] = Shown(
+            problem=kept[0].problem, schedule=kept[0].schedule, title=f"{kept[0].label}:"
+        )
+        form = f"{form}-{row}"
+    if kept[1]:
+        title = f"{kept[1].label}:"
+        shown.append(Shown(problem=kept[1].problem, schedule=kept[1].schedule, title=title))
+        form = f"{form}-{beside}"
     headers = {"ETag": etag_of(job_id, number, form), "Cache-Control": "private, no-cache"}
     if known_number(if_none_match, job_id, form) == number:
         return Response(status_code=304, headers=headers)

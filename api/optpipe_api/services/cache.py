@@ -84,6 +84,7 @@ class JobCache:
             error=job.error,
             method=self._store.made_by(job.id),
             tuned=self._store.tuned(job.id),
+            checkpoint=self._store.checkpoint(job.id),
         )
         chosen = self._store.problem(job.id) if new.problem is None else new.problem
         return replace(

@@ -191,6 +191,16 @@ class JobService:
             raise ScheduleNotFoundError(_why_none(job, "configuration"))
         return text
 
+    def checkpoint(self, job_id: str, who: Principal) -> tuple[str, str]:
+        """Return what a tune is asked, and its rows with their schedules, as JSON texts.
+
+        Raises `ScheduleNotFoundError` if it has none (yet), or tunes nothing.
+        """
+        question, text = self.question(job_id, who), self._store.checkpoint(job_id)
+        if text is None:
+            raise ScheduleNotFoundError(_why_none(self.find(job_id, who), "configuration"))
+        return question, text
+
     def question(self, job_id: str, who: Principal) -> str:
         """Return what a tune is asked as JSON text.
 

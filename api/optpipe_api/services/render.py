@@ -7,19 +7,25 @@ wants a chart after every improvement.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeVar, TypeVarTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar, TypeVarTuple
 
-from optpipe.errors import MissingExtraError
+from starlette.concurrency import run_in_threadpool
+
+from optpipe.errors import InputError, MissingExtraError
+from optpipe.evaluate import evaluate
 from optpipe.explain import explain
 from optpipe.formats.chrome_trace import dump_chrome_trace
 from optpipe.formats.csv import dump_csv
 from optpipe.formats.json import load_problem, load_schedule
 from optpipe.plot.scene import View, require_drawing, title_of
+from optpipe.schedule import Provenance
 from optpipe_api.errors import (
     BodyTooHeavyError,
     FormUnavailableError,
     NotComparableError,
+    ScheduleNotFoundError,
     TooLargeToDrawError,
     TooManyBodiesError,
     TooManyFormsError,
@@ -35,18 +41,23 @@ if TYPE_CHECKING:
     from optpipe_api.access import Principal
     from optpipe_api.jobs import StoredSchedule
     from optpipe_api.services.jobs import JobService
+    from optpipe_solver.tune import TuneRow
 
 __all__ = [
     "MOST_CHARTED",
     "Charts",
+    "KeptRow",
     "Shown",
     "as_text",
     "draw",
     "draw_frontier",
     "explain_texts",
     "explanation",
+    "kept_row",
     "make_frontier",
     "make_schedule",
+    "pasted_row",
+    "row_of",
     "solution",
 ]
 
@@ -192,6 +203,60 @@ def _built(method: str, problem: Problem) -> tuple[str, Programs]:
         f"beside = 'method:{method}': has no schedule for this problem: {reasons[0]}; choose "
         "another method, or another job"
     )
+
+
+# --- The rows of a tune, of which each has a problem and a schedule of its own.
+
+
+class KeptRow(NamedTuple):
+    """A row's problem and schedule as JSON texts, and its configuration in words."""
+
+    problem: str
+    schedule: str
+    label: str
+
+
+async def row_of(
+    jobs: JobService, pool: ParsePool, job_id: str, who: Principal, row_id: str
+) -> KeptRow:
+    """Return a row of a tune; raises `ScheduleNotFoundError` if there is none, or none yet."""
+    texts = await run_in_threadpool(jobs.checkpoint, job_id, who)
+    return await pool.run(kept_row, *texts, row_id, is_heavy=True)
+
+
+def kept_row(question: str, checkpoint: str, row_id: str) -> KeptRow:
+    """Return a row of a tune; raises `ScheduleNotFoundError` if it has none of this id."""
+    row = _row_of(question, checkpoint, row_id)
+    schedule = evaluate(row.problem, row.programs, Provenance(method=row.method))
+    return KeptRow(
+        row.problem.model_dump_json(by_alias=True),
+        schedule.model_dump_json(by_alias=True),
+        row.label,
+    )
+
+
+def pasted_row(question: str, checkpoint: str, row_id: str, form: str) -> str:
+    """Return a row as its framework takes it; raises also `FormUnavailableError`."""
+    from optpipe_solver.tune.document import paste  # noqa: PLC0415 - heavy
+
+    try:
+        return paste(_row_of(question, checkpoint, row_id), form)
+    except InputError as error:
+        if isinstance(error, ScheduleNotFoundError):
+            raise
+        raise FormUnavailableError(f"format = {form!r}: {error}") from None
+
+
+def _row_of(question: str, checkpoint: str, row_id: str) -> TuneRow:
+    from optpipe_solver.tune.document import read_kept, read_question  # noqa: PLC0415 - heavy
+
+    row = read_kept(read_question(json.loads(question)).question, checkpoint, row_id)
+    if row is None:
+        raise ScheduleNotFoundError(
+            f"row {row_id}: is none of the eleven fastest of this tune, of its Pareto front or "
+            "what is run today; take an id of its configuration"
+        )
+    return row
 
 
 # --- Schedules in other forms than JSON: CSV, a trace, a picture.

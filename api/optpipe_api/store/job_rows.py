@@ -36,6 +36,7 @@ from optpipe_api.jobs import (
 )
 from optpipe_api.store.database import may_be_id, reading, record_of, row_with_id
 from optpipe_api.store.tables import (
+    checkpoints,
     comparisons,
     deployments,
     events,
@@ -341,6 +342,11 @@ class JobReads:
         with reading(self._engine) as connection:
             return document_of(connection, tuned, find_row(connection, job_id).position)
 
+    def checkpoint(self, job_id: str) -> str | None:
+        """Return where the search of a tune stands as JSON text; None where it never said."""
+        with reading(self._engine) as connection:
+            return document_of(connection, checkpoints, find_row(connection, job_id).position)
+
     def schedule(self, job_id: str) -> StoredSchedule | None:
         with reading(self._engine) as connection:
             row = find_row(connection, job_id)
@@ -466,8 +472,9 @@ def _tell_the_end(
     if outcome.schedule is not None:
         put(connection, schedules, position, outcome.schedule, is_first=True)
         _note_incumbent(connection, position, outcome, now)
-    if outcome.tuned is not None:
-        put(connection, tuned, position, outcome.tuned, is_first=True)
+    for table, text in ((tuned, outcome.tuned), (checkpoints, outcome.checkpoint)):
+        if text is not None:
+            put(connection, table, position, text, is_first=True)
     state = _known_at_birth(new, now)["state"]
     note(connection, position, now, EventKind.STATE, text=state)
 
@@ -649,8 +656,9 @@ def keep(
 ) -> dict[str, Any]:
     """Keep what is better, note it, and return the columns that change with it.
 
-    A schedule at least as good replaces the one before, and with it go the problem that was chosen
-    and what a tune has ``found``; a higher bound replaces the one before. History tells what
+    A schedule at least as good replaces the one before, and with it goes the problem that was
+    chosen; a higher bound replaces the one before, and so does what a tune has ``found``, unless it
+    comes with a schedule that is worse. History tells what
     improved: a start that is found again under its old length, schedules on the way up to it, and
     those that are as long and hold less memory would only be noise there. ``is_chosen``: the
     schedule was chosen for another reason than its length.
@@ -660,10 +668,11 @@ def keep(
         values["bound_ms"] = point.bound_ms
     if schedule is not None and (is_chosen or _is_as_good(row, point.objective_ms)):
         put(connection, schedules, row.position, schedule)
-        for table, text in ((problems, problem), (tuned, found)):
-            if text is not None:
-                put(connection, table, row.position, text)
+        if problem is not None:
+            put(connection, problems, row.position, problem)
         values |= {"objective_ms": point.objective_ms, "num_schedules": row.num_schedules + 1}
+    if found is not None and (schedule is None or "objective_ms" in values):
+        put(connection, tuned, row.position, found)
     _note_improvement(connection, row, point, now, values)
     return values
 

@@ -82,6 +82,7 @@ from optpipe_api.store.job_rows import (
 )
 from optpipe_api.store.tables import (
     batches,
+    checkpoints,
     comparisons,
     deployments,
     events,
@@ -259,11 +260,12 @@ class JobStore(JobReads):
         schedule: str | None = None,
         problem: str | None = None,
         found: str | None = None,
+        checkpoint: str | None = None,
     ) -> JobRecord | None:
         """Keep an improvement, renewing the lease; None where it is lost.
 
-        ``problem`` is what a plan or tune chose, ``found`` what a tune knows by now; they replace
-        the job's along with the schedule.
+        ``problem`` is what a plan or tune chose, and replaces the job's along with the schedule;
+        ``found`` is what a tune says by now, and ``checkpoint`` where its search stands.
         """
         with writing(self._engine) as connection:
             row = leased_row(connection, lease)
@@ -273,6 +275,8 @@ class JobStore(JobReads):
             better = keep(
                 connection, row, point, now, schedule=schedule, problem=problem, found=found
             )
+            if checkpoint is not None:
+                put(connection, checkpoints, row.position, checkpoint)
             renewed = update(connection, row, lease_expires_at=now + lease_s, **better)
             return job_of(connection, renewed)
 
@@ -499,7 +503,7 @@ def _left_s(row: sa.Row[Any]) -> float:
 def forget(connection: sa.Connection, rows: Sequence[Any]) -> None:
     """Delete jobs with all that is kept of them, and batches that have none left."""
     positions = [row.position for row in rows]
-    documents = (problems, models, questions, schedules, comparisons, tuned)
+    documents = (problems, models, questions, schedules, comparisons, tuned, checkpoints)
     for table in (*documents, job_tags, events, jobs):
         connection.execute(sa.delete(table).where(table.c.position.in_(positions)))
     left = sa.select(jobs.c.id).where(jobs.c.batch_id == batches.c.id).exists()
@@ -528,6 +532,7 @@ def _claim_of(connection: sa.Connection, row: sa.Row[Any]) -> Claim | None:
         model=document_of(connection, models, row.position),
         question=document_of(connection, questions, row.position),
         tuned=document_of(connection, tuned, row.position),
+        checkpoint=document_of(connection, checkpoints, row.position),
         start=document_of(connection, schedules, (better or row).position),
         is_carried=better is not None,
     )
@@ -558,7 +563,12 @@ def finish(
         # Under noise the best one is not the shortest.
         is_chosen=options_of(row).robust is not None,
     )
-    for table, text in ((comparisons, outcome.comparison), (tuned, outcome.tuned)):
+    last_words = (
+        (comparisons, outcome.comparison),
+        (tuned, outcome.tuned),
+        (checkpoints, outcome.checkpoint),
+    )
+    for table, text in last_words:
         if text is not None:
             put(connection, table, row.position, text)
     relations = _relations(connection, row, hold=True)

@@ -12,6 +12,7 @@ import sqlalchemy as sa
 __all__ = [
     "api_keys",
     "batches",
+    "checkpoints",
     "comparisons",
     "deployment_versions",
     "deployments",
@@ -104,6 +105,7 @@ schedules = _document("schedules")
 comparisons = _document("comparisons")
 questions = _document("questions")
 tuned = _document("tuned")
+checkpoints = _document("checkpoints")
 
 # When an owner's job was claimed last: claims are numbered upwards.
 turns = sa.Table(

@@ -21,6 +21,12 @@ export function besideField(view, onChoice) {
   return el("label", { class: "inline" }, "Beside it", select);
 }
 
+/** Choose what stands beside it, also where the lists do not have it. */
+export function setBeside(select, beside) {
+  if (![...select.options].some((option) => option.value === beside)) select.append(optionOf(beside));
+  select.value = beside;
+}
+
 async function fill(select, view) {
   const [known, { jobs }] = await Promise.all([
     methods(), askJson(`v1/jobs?limit=${2 * SHOWN}`)]);
@@ -34,12 +40,14 @@ async function fill(select, view) {
       el("option", { value: job.id }, `${job.name || job.id.slice(0, 8)} · ${msUnit(job.objective_ms)}`))),
     el("optgroup", { label: "Methods" }, published.map(({ name, title }) =>
       el("option", { value: `method:${name}` }, title))));
-  if (![...select.options].some((option) => option.value === chosen)) select.append(optionOf(chosen));
-  select.value = chosen;
+  const kept = view.tuned.result?.current;
+  if (kept) select.append(optionOf(`row:${kept.id}`));
+  setBeside(select, chosen);
 }
 
 /** What is chosen before the lists are known: a method by its title, a job by the start of its id. */
 function optionOf(beside) {
+  if (beside.startsWith("row:")) return el("option", { value: beside }, "What you run today");
   const name = beside.replace(/^method:/, "");
   const option = el("option", { value: beside }, name.slice(0, 12));
   if (name !== beside) guarded(async () => { option.textContent = (await titles())(name); })();

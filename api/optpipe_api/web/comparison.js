@@ -1,17 +1,23 @@
 // The rows of a comparison that has ended.
 
-import { el } from "./dom.js";
-import { ms, share } from "./format.js";
+import { table } from "./dom.js";
+import { bytes, ms, share } from "./format.js";
 
-const NAMES = ["Method", "Placement", "Makespan, ms", "Bubble of the busiest device", ""];
+const COLUMNS = [{ title: "Method" }, { title: "Placement" }, { title: "Makespan, ms", number: true },
+  { title: "Gain over 1F1B", number: true }, { title: "Bubble", number: true },
+  { title: "95th percentile, ms", number: true }, { title: "Fullest device", number: true }, { title: "Note" }];
 
-/** Return a table of a row per method, as `/v1/jobs/{id}/comparison` has them. */
-export function comparisonTable(rows) {
-  const line = (row) => el("tr", {}, ...[row.method, row.placement,
-    row.programs ? ms(row.makespan_ms) : "–", row.programs ? share(row.makespan_bubble) : "–",
-    row.reason || (row.over_limit ? "over the memory limit" : "")]
-    .map((text) => el("td", {}, text)));
-  return el("table", {},
-    el("thead", {}, el("tr", {}, ...NAMES.map((name) => el("th", { scope: "col" }, name)))),
-    el("tbody", {}, ...rows.map(line)));
+/** Return a table of a row per method, as `/v1/jobs/{id}/comparison` has them; `titleOf` names methods. */
+export function comparisonTable(rows, titleOf) {
+  // 1F1B is what people run; with several stages per device that is its interleaved form.
+  const usual = rows.find((row) => row.programs && row.method === "1f1b")
+    ?? rows.find((row) => row.programs && row.method === "interleaved");
+  return table("Methods, best first", COLUMNS, rows.map((row) => ({
+    attributes: { "data-method": row.method },
+    cells: [titleOf(row.method), row.placement,
+      ...(row.programs ? [ms(row.makespan_ms),
+        usual && row !== usual ? share(1 - row.makespan_ms / usual.makespan_ms) : "",
+        share(row.makespan_bubble), ms(row.p95_ms), bytes(row.peak_bytes)] : ["–", "", "–", "–", "–"]),
+      row.reason || (row.over_limit ? "over the memory limit" : "")],
+  })));
 }

@@ -42,7 +42,7 @@ export class Compose {
     await this.preset.load();
     this.isLoaded = true;
     const canSubmit = document.body.dataset.role !== "read";
-    for (const id of ["solve", "sweep", "tune"]) byId(id).disabled = !canSubmit;
+    for (const id of ["solve", "sweep", "compare", "tune"]) byId(id).disabled = !canSubmit;
     byId("role-hint").hidden = canSubmit;
   }
 
@@ -56,12 +56,11 @@ export class Compose {
       input.addEventListener("change", () => { this.showSource(); this.changed(); });
     }
     byId("neutral").addEventListener("click", () => { this.sliders.values = {}; this.changed(); });
+    byId("compare").addEventListener("click", guarded(() => this.compare(), "form"));
     byId("sweep").addEventListener("click", guarded(() => this.sweep(), "form"));
   }
 
-  get source() {
-    return document.querySelector("[name=source]:checked").value;
-  }
+  get source() { return document.querySelector("[name=source]:checked").value; }
 
   set source(name) {
     document.querySelector(`[name=source][value=${name}]`).checked = true;
@@ -133,7 +132,6 @@ export class Compose {
     return config && { config, name };
   }
 
-  /** What the address says beside that: what is varied of it. */
   get besideUnnamed() {
     const { model, ...preset } = this.source === "file" ? {} : this.preset.state;
     return { ...preset, ...this.sliders.values, ...this.choices };
@@ -145,7 +143,6 @@ export class Compose {
       || (this.file.isOfJob && Object.keys(this.sliders.values).length === 0));
   }
 
-  /** The problem that is known is not the one that the form describes. */
   markStale() {
     byId("compose").dataset.stale = "yes";
   }
@@ -200,23 +197,26 @@ export class Compose {
     return { time_limit_s: Number(seconds), method };
   }
 
-  /** Submit the problem and go to its job. */
-  async solve() {
-    const problem = await this.problem();
-    const job = await askJson("v1/jobs", { json: { problem, options: this.options, tags: ["page"] } });
-    clearFault("form");
-    this.leave();
-    go({ ...this.state, job: job.id });
+  /** Submit the problem alone, under many memory limits, or to every method; go to what is made. */
+  solve() {
+    return this.submit("v1/jobs", { options: this.options }, "job");
   }
 
-  /** Submit the problem under many memory limits and go to the batch. */
-  async sweep() {
+  sweep() {
+    return this.submit("v1/batches", { axes: { memory_scale: SWEPT }, options: this.options }, "batch");
+  }
+
+  compare() {
+    const { time_limit_s } = this.options;
+    return this.submit("v1/compare", { options: { time_limit_s } }, "job");
+  }
+
+  async submit(path, asked, kind) {
     const problem = await this.problem();
-    const batch = await askJson("v1/batches", { json: {
-      problem, axes: { memory_scale: SWEPT }, options: this.options, tags: ["page"] } });
+    const { id } = await askJson(path, { json: { problem, ...asked, tags: ["page"] } });
     clearFault("form");
     this.leave();
-    go({ ...this.state, batch: batch.id });
+    go({ ...this.state, [kind]: id });
   }
 
   /** From now on a job or a batch leads to the problem. */

@@ -35,7 +35,7 @@ export const fact = (name, value, attributes = {}) =>
 export function table(caption, columns, rows) {
   const head = columns.map(({ title, number, head: shown, sort }) =>
     el("th", { scope: "col", role: "columnheader", class: number ? "number" : null,
-      "aria-sort": sort }, shown ?? title));
+      "aria-sort": sort }, shown ?? (title || el("span", { class: "unseen" }, "What can be done"))));
   const body = rows.map(({ cells, attributes = {} }) =>
     el("tr", { role: "row", ...attributes }, cells.map((cell, index) =>
       el("td", { role: "cell", "data-title": columns[index].title || null,

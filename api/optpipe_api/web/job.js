@@ -1,15 +1,16 @@
 // A job: its numbers as they come, its chart, what stands beside it, what can be done about it.
 
+import { tellActions } from "./actions.js";
 import { onTheme } from "./bokeh.js";
 import { Chart } from "./chart.js";
-import { announce, button, el, fact, later } from "./dom.js";
+import { announce, el, fact, later } from "./dom.js";
 import { downloads } from "./downloads.js";
 import { comparisonTable } from "./comparison.js";
 import { events } from "./events.js";
-import { guarded, showFault } from "./faults.js";
+import { showFault } from "./faults.js";
 import { ms, msUnit, share, sized, stateWord } from "./format.js";
 import { ask, askJson } from "./http.js";
-import { besideField } from "./beside.js";
+import { besideField, setBeside } from "./beside.js";
 import { amend, amendZoom } from "./link.js";
 import { titles } from "./methods.js";
 import { Progress } from "./progress.js";
@@ -27,6 +28,8 @@ export class JobView {
     this.path = `v1/jobs/${id}`;
     this.id = id;
     this.beside = told.beside ?? "";
+    this.isBesideChosen = told.beside !== undefined;
+    this.row = told.row ?? "";
     this.stop = new AbortController();
     this.chart = new Chart("Schedule: lanes of every device, and memory, over time",
       { onZoom: later((zoom) => this.isOpen && amendZoom(zoom), 200),
@@ -39,28 +42,20 @@ export class JobView {
     this.head = el("div", { class: "head" });
     this.facts = el("dl", { class: "facts strong" });
     this.acts = el("div", { class: "buttons" });
-    this.rows = el("section", { id: "comparison", tabindex: 0, "aria-label": "Comparison" });
+    this.rows = el("section", { id: "comparison", "aria-label": "Comparison" });
     this.why = el("section", { id: "why", hidden: true });
     this.tuned = new Tuned(this);
     this.whatIf = new WhatIf(this, told.what_if);
     onTheme(() => this.isOpen && this.repaint());
   }
 
-  get isOpen() {
-    return !this.stop.signal.aborted;
-  }
+  get isOpen() { return !this.stop.signal.aborted; }
 
-  get isFinal() {
-    return FINAL.includes(this.job.state);
-  }
+  get isFinal() { return FINAL.includes(this.job.state); }
 
-  get isComparison() {
-    return this.job.kind === "compare";
-  }
+  get isComparison() { return this.job.kind === "compare"; }
 
-  get isTune() {
-    return this.job.kind === "tune";
-  }
+  get isTune() { return this.job.kind === "tune"; }
 
   get isProven() {
     return this.job.gap !== null && this.job.gap <= OPTIMAL_GAP;
@@ -89,7 +84,8 @@ export class JobView {
   /** Show it and follow it; returns when it is shown. */
   async open(host) {
     [this.job, this.titleOf] = await Promise.all([askJson(this.path), titles()]);
-    this.place.append(this.head, this.facts);
+    // What is won comes first.
+    this.place.append(this.head, ...(this.isTune ? [this.tuned.gain] : []), this.facts);
     if (this.isTune) this.place.append(this.tuned.element);
     if (this.isComparison) this.place.append(this.rows);
     else {
@@ -117,7 +113,7 @@ export class JobView {
     await this.reload();
     if (this.isComparison && this.job.state === "succeeded") {
       const { rows } = await askJson(`${this.path}/comparison`, { signal: this.stop.signal });
-      this.rows.replaceChildren(comparisonTable(rows));
+      this.rows.replaceChildren(comparisonTable(rows, this.titleOf));
     }
     if (this.isComparison) return;
     this.tuned.show().catch(showFault);
@@ -148,14 +144,33 @@ export class JobView {
 
   refreshChart() {
     if (!this.job.has_schedule || !this.isOpen) return;
-    const beside = this.beside ? `?beside=${encodeURIComponent(this.beside)}` : "";
-    this.chart.show(`${this.path}/chart${beside}`).catch((error) => {
+    const isItself = this.beside === `row:${this.row}`;
+    const asked = Object.entries({ row: this.row, beside: isItself ? "" : this.beside })
+      .filter(([, value]) => value).map(([name, value]) => `${name}=${encodeURIComponent(value)}`);
+    this.chart.show(`${this.path}/chart${asked.length ? `?${asked.join("&")}` : ""}`).catch((error) => {
       showFault(error);
       if (!this.chart.drawn) this.chart.say("There is no picture of it; the schedule can be saved.");
     });
   }
 
+  /** Show the schedule of another row of a tune; "" is the fastest. */
+  showRow(id) {
+    this.row = id;
+    amend({ row: id });
+    this.refreshChart();
+  }
+
+  /** Put the schedule of what is run today beside it, unless something else was chosen. */
+  besideToday(id) {
+    if (this.isBesideChosen) return;
+    this.isBesideChosen = true;
+    this.beside = `row:${id}`;
+    setBeside(this.place.querySelector("#beside"), this.beside);
+    this.refreshChart();
+  }
+
   async compare(beside) {
+    this.isBesideChosen = true;
     this.beside = beside;
     amend({ beside });
     this.refreshChart();
@@ -193,27 +208,13 @@ export class JobView {
       fact("Bound", msUnit(job.bound_ms || null), { id: "bound" }),
       fact("Gap", gap !== null && gap <= OPTIMAL_GAP ? "0 · optimal" : share(job.bound_ms ? gap : null),
         { id: "gap" }),
+      ...this.tuned.facts.map(([name, value]) => fact(name, value)),
       fact("Method", this.isComparison ? "all" : this.isTune ? "configurations" : this.titleOf(job.options.method)),
       ...(job.place ? [fact("Place in the queue", String(job.place))] : []),
       ...(job.cache === "miss" ? [] : [fact("Cache", job.cache)]),
       ...(job.error ? [fact("Reason", sized(job.error.message), { class: "fact long", id: "reason" })] : []));
-    this.tellActions();
+    tellActions(this, this.acts);
     this.say();
-  }
-
-  tellActions() {
-    const { job } = this;
-    const canGoOn = this.isFinal && !this.isComparison && job.state !== "infeasible" && !this.isProven;
-    const seconds = this.seconds ??= el("input", { type: "number", min: 1, value: 30, required: true,
-      "aria-label": "Seconds more" });
-    const shown = [];
-    if (!this.isFinal) shown.push(button("Cancel", guarded(() => this.cancel()), { id: "cancel" }));
-    if (canGoOn) shown.push(seconds, button("s more", guarded(() => this.resume()), { id: "resume" }));
-    // What has the focus keeps it: nothing is exchanged that is there already.
-    const key = shown.map((item) => item.id || "seconds").join();
-    if (this.acts.dataset.key === key) return;
-    this.acts.dataset.key = key;
-    this.acts.replaceChildren(...shown);
   }
 
   async cancel() {

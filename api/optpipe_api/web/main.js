@@ -12,6 +12,7 @@ import { setUpKeyButton } from "./key.js";
 import { onGo, read, setUp } from "./link.js";
 import { BatchList, JobList } from "./lists.js";
 import { problemSummary } from "./problem.js";
+import { StartView } from "./start.js";
 
 const result = byId("result");
 let shown = null;
@@ -22,7 +23,10 @@ const compose = new Compose((view) => {
 });
 const tellAddress = guarded(() => compose.tellAddress(), "form");
 
-const isWork = (told) => !told.list && !told.batch;
+const isWork = (told) => !told.list && !told.batch && !isStart(told);
+
+/** The start: nothing is said yet, or what was asked before is to be asked otherwise. */
+const isStart = (told) => Boolean(told.ask) || (Object.keys(told).length === 0 && !inAddress());
 
 /** Show what the address says. */
 const show = guarded(async (told) => {
@@ -37,6 +41,7 @@ const show = guarded(async (told) => {
 });
 
 function viewOf(told) {
+  if (isStart(told)) return new StartView(told.ask);
   if (told.job) return new JobView(told.job, told);
   if (told.batch) return new BatchView(told.batch);
   if (told.list === "jobs") return new JobList();
@@ -45,7 +50,7 @@ function viewOf(told) {
 }
 
 function mark(told) {
-  const name = told.list ?? "new";
+  const name = told.list ?? (isStart(told) ? "start" : "new");
   for (const link of document.querySelectorAll("nav a")) {
     if (link.dataset.view === name) link.setAttribute("aria-current", "page");
     else link.removeAttribute("aria-current");

@@ -1,12 +1,20 @@
-// What a tune has found: the gain, the configurations as a table, what is proven, how far off it is.
+// What a tune has found: the gain first, then memory, configurations, the chosen one, what to paste.
 
-import { button, el, table } from "./dom.js";
+import { button, el, later, save, table } from "./dom.js";
+import { guarded, showFault } from "./faults.js";
 import { ms, share } from "./format.js";
-import { askJson } from "./http.js";
+import { ask, askJson } from "./http.js";
+import { address, go } from "./link.js";
+import { countsBar, paretoPlot, partsKey, peak, rankBars } from "./tuned_plots.js";
 
 const GIB = 2 ** 30;
 const MOST_ROWS = 11;
-const peak = (row) => Math.max(...row.peak_bytes);
+const SOON_MS = 200;
+const PASTES = {
+  megatron: [["arguments", "Megatron-LM arguments", "arguments.sh"], ["yaml", "Megatron-Core YAML", "megatron.yaml"]],
+  torchtitan: [["python", "torchtitan config", "optpipe_config.py"], ["csv", "Schedule, CSV", "schedule.csv"]],
+  any: [],
+};
 const whole = new Intl.NumberFormat("en-US", { maximumFractionDigits: 0 });
 
 /** A configuration in words: the degrees that are not 1. */
@@ -27,57 +35,110 @@ export class Tuned {
     this.by = "step_ms";
     this.falls = false;
     this.note = el("p", { class: "hint", id: "tune-note" });
+    this.gain = el("div", { id: "gain-part" });
     this.found = el("div", { class: "found" });
     this.element = el("section", { id: "configuration" }, this.note, this.found);
+    this.soon = later(() => this.show().catch(showFault), SOON_MS);
   }
 
-  /** Show a sentence of the search. */
+  /** Show a sentence of the search, and soon what is known with it. */
   say(text) {
-    this.note.textContent = text;
+    if (!this.view.isFinal) this.note.textContent = text;
+    this.soon();
   }
 
-  /** Show what is known by now: the best so far, or all. */
+  /** Show what is known by now. */
   async show() {
     const { isTune, isFinal, job, path, stop } = this.view;
-    if (!isTune || !job.has_schedule) return;
+    if (!isTune || !job.has_schedule || stop.signal.aborted) return;
     const turn = ++this.turn;
-    const result = await askJson(`${path}/configuration`, { signal: stop.signal });
+    const [result, question] = await Promise.all([
+      askJson(`${path}/configuration`, { signal: stop.signal }),
+      this.question ?? askJson(`${path}/question`, { signal: stop.signal })]);
     if (turn !== this.turn) return;
-    this.result = result;
+    Object.assign(this, { result, question });
     if (isFinal) this.note.textContent = "";
     this.tell();
+    this.view.tell();
+    if (result.current) this.view.besideToday(result.current.id);
+  }
+
+  get chosen() {
+    const { rows, current } = this.result;
+    return [...rows, ...(current ? [current] : [])].find(({ id }) => id === this.view.row) ?? rows[0];
+  }
+
+  /** Name and value of what the fastest reaches. */
+  get facts() {
+    const best = this.result?.rows[0];
+    if (!best) return [];
+    return [["Tokens/s/GPU", whole.format(best.tokens_per_s_per_gpu)], ["MFU", share(best.mfu)],
+      ["Fullest rank", `${(peak(best) / GIB).toFixed(1)} of ${(this.result.memory_bytes / GIB).toFixed(1)} GiB`]];
   }
 
   tell() {
-    const { result } = this;
-    this.found.replaceChildren(...(result.counts ? this.headline() : []), this.rows(),
-      ...(result.certificate ? [el("p", { class: "hint", id: "certificate" },
-        `${result.certificate[0].toUpperCase()}${result.certificate.slice(1)}.`)] : []));
+    const { result, chosen } = this;
+    if (!chosen) return;
+    const { current, memory_bytes: memory } = result;
+    const focused = document.activeElement?.dataset?.key;
+    this.gain.replaceChildren(...this.headline());
+    const bars = [rankBars(chosen, chosen === result.rows[0] ? "fastest" : "chosen", memory)];
+    if (current && current.id !== chosen.id) bars.push(rankBars(current, "today", memory));
+    const shown = this.shown();
+    this.found.replaceChildren(
+      ...(this.view.isFinal ? [] : [countsBar(result.counts)]),
+      el("h2", {}, "Configurations"), this.rows(shown),
+      el("div", { class: "pair" },
+        el("div", {}, el("h2", {}, "Step time, ms, against memory"),
+          paretoPlot(shown.filter((row) => row.id !== current?.id), result.pareto, current, chosen.id,
+            (row) => this.choose(row))),
+        el("div", {}, el("h2", {}, "Memory of each pipeline rank"), el("div", { class: "pair" }, bars),
+          partsKey())),
+      el("p", { class: "hint", id: "certificate" },
+        `${result.certificate[0].toUpperCase()}${result.certificate.slice(1)}.`),
+      this.acts(chosen));
+    if (focused) this.element.querySelector(`[data-key="${CSS.escape(focused)}"]`)?.focus();
   }
 
   /** The gain, and whether an estimate can know it. */
   headline() {
-    const { gain, error } = this.result;
-    const band = error === null
+    const { gain, error, current, memory_bytes: memory } = this.result;
+    const bands = [error === null
       ? "Estimates of this kind were compared with no published run."
       : `Estimates of this kind are ${share(error.median)} off in the median, at worst `
-        + `${share(error.worst)} (${error.num_rows} published runs).`;
-    const isSmall = gain !== null && error !== null && gain < error.median;
-    const said = gain === null ? "What you run today was not said, or is too large to simulate."
-      : `${share(Math.max(0, gain))} less time per step than what you run today`
-        + (isSmall ? ": smaller than the estimate's error. Measure before you change." : ".");
-    return [el("p", { id: "gain" }, el("strong", {}, said)), el("p", { class: "hint" }, band)];
+        + `${share(error.worst)} (${error.num_rows} published runs).`];
+    let said = "What you run today was not said, or is too large to simulate.";
+    if (gain !== null) {
+      said = gain < 0 ? `${share(-gain)} more time per step than what you run today: nothing was found `
+        + "that fits and is faster" : `${share(gain)} less time per step than what you run today`;
+      if (error && gain >= 0 && gain < error.median) said += ": smaller than the estimate's error. Measure before you change";
+      else if (error && gain >= 0 && gain < error.worst) said += ", which the worst error would undo. Measure before you change";
+      said += ".";
+      if (peak(current) > memory) {
+        bands.push(`In this model what you run needs ${(peak(current) / GIB).toFixed(1)} GiB of `
+          + `${(memory / GIB).toFixed(1)}: bytes are estimates too.`);
+      }
+    }
+    return [el("p", { id: "gain" }, el("strong", {}, said)), el("p", { class: "hint" }, bands.join(" "))];
+  }
+
+  /** The fastest rows, and what is run today. */
+  shown() {
+    const { rows, current } = this.result;
+    const shown = rows.slice(0, MOST_ROWS);
+    if (current !== null && !shown.some(({ id }) => id === current.id)) shown.push(current);
+    return shown;
   }
 
   /** The configurations, in the order that was chosen. */
-  rows() {
+  rows(shown) {
     const { rows, current } = this.result;
-    const same = (row) => current !== null && labelOf(row) === labelOf(current)
-      && row.step_ms === current.step_ms;
-    const shown = rows.slice(0, MOST_ROWS);
-    if (current !== null && !shown.some(same)) shown.push(current);
+    const same = (row) => row.id === current?.id;
     const columns = [
-      { title: "Configuration", of: labelOf, text: (row) => `${same(row) ? "today: " : ""}${labelOf(row)}` },
+      { title: "Configuration", of: labelOf, text: (row) => button(
+        `${same(row) ? "today: " : ""}${labelOf(row)}`, () => this.choose(row),
+        { class: "quiet row", "data-key": `row-${row.id}`, "aria-pressed": String(row === this.chosen),
+          title: "See its schedule" }) },
       { title: "Step, ms", key: "step_ms", number: true, of: (row) => row.step_ms,
         text: (row) => ms(row.step_ms) },
       { title: "Gain", number: true, of: (row) => -row.step_ms,
@@ -90,10 +151,11 @@ export class Tuned {
     ].map((column) => this.sortable({ key: column.title, ...column }));
     const { of } = columns.find(({ key }) => key === this.by);
     const sign = this.falls ? -1 : 1;
-    shown.sort((one, other) => sign * (of(one) < of(other) ? -1 : of(one) > of(other) ? 1 : 0));
-    return table("Configurations", columns, shown.map((row) => ({
+    const sorted = [...shown].sort((one, other) => sign * (of(one) < of(other) ? -1 : of(one) > of(other) ? 1 : 0));
+    return table("Configurations", columns, sorted.map((row) => ({
       cells: columns.map(({ text }) => text(row)),
-      attributes: { "data-best": row === rows[0] || null, "data-today": same(row) || null } })));
+      attributes: { "data-best": row === rows[0] || null, "data-today": same(row) || null,
+        "data-chosen": row === this.chosen || null, "data-row": row.id } })));
   }
 
   /** A column whose title sorts by it, and turns the order where it does already. */
@@ -104,8 +166,49 @@ export class Tuned {
       this.falls = key === this.by && !this.falls;
       this.by = key;
       this.tell();
-      this.found.querySelector(`[data-sort="${key}"]`).focus();
-    }, { class: "quiet", "data-sort": key });
+    }, { class: "quiet", "data-sort": key, "data-key": `sort-${key}` });
     return { ...column, head, sort: isBy ? (this.falls ? "descending" : "ascending") : null };
+  }
+
+  /** Show a row's schedule beside that of today. */
+  choose(row) {
+    this.view.showRow(row === this.result.rows[0] ? "" : row.id);
+    this.tell();
+  }
+
+  /** What can be done with the chosen row: paste it, solve it further, or ask something else. */
+  acts(row) {
+    const { view, question } = this;
+    const path = `${view.path}/rows/${row.id}`;
+    const pastes = PASTES[question.framework].map(([form, text, name]) => button(text,
+      guarded(async () => save(await (await ask(`${path}/paste?format=${form}`)).blob(), name)),
+      { "data-paste": form, "data-key": `paste-${form}` }));
+    const again = (text, changes) => button(text, guarded(() => this.askAgain(changes)),
+      { "data-needs": "submit", "data-key": `again-${text}` });
+    const more = Math.max(141, Math.round(2 * this.result.memory_bytes / 1e9));
+    return el("div", { id: "tune-acts" },
+      el("h2", {}, `${labelOf(row)}: ${row.layers.length} ${row.layers.length === 1 ? "stage" : "stages"} of ${row.layers.join(", ")} layers`),
+      el("div", { class: "buttons" }, pastes.length ? ["Paste", ...pastes] : [],
+        button("Solve its schedule further", guarded(() => this.solve(path)),
+          { "data-needs": "submit", id: "solve-row", "data-key": "solve" })),
+      el("h2", {}, "What if"),
+      el("div", { class: "buttons" },
+        again(`${Math.round(this.result.memory_bytes / 1e9)} → ${more} GB`, { memory_bytes: more * 1e9 }),
+        again("Twice the batch", { global_batch: 2 * question.global_batch }),
+        again("100 Gbit/s Ethernet", { network: "ethernet:100" }),
+        ...(question.framework === "any" ? [] : [again("Any schedule", { framework: "any" })]),
+        el("a", { href: address({ ask: view.id }) }, "Ask something else")));
+  }
+
+  async askAgain(changes) {
+    const { time_limit_s } = this.view.job.options;
+    const asked = { ...this.question, ...changes, options: { time_limit_s }, tags: ["page"] };
+    go({ job: (await askJson("v1/tunes", { json: asked })).id });
+  }
+
+  async solve(path) {
+    const problem = await askJson(`${path}/problem`);
+    const options = { time_limit_s: 30 };
+    go({ job: (await askJson("v1/jobs", { json: { problem, options, tags: ["page"] } })).id });
   }
 }

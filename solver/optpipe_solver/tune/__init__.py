@@ -1,7 +1,13 @@
 """The question users ask: which configuration, how much faster, and how much faster any can be."""
 
-from optpipe_solver.tune.document import AskedTune, read_question, read_row
-from optpipe_solver.tune.judge import TuneRow, judge
+from optpipe_solver.tune.document import (
+    AskedTune,
+    checkpoint_of,
+    read_checkpoint,
+    read_question,
+    read_row,
+)
+from optpipe_solver.tune.judge import TuneCheckpoint, TuneRow, judge
 from optpipe_solver.tune.space import FIXABLE, FRAMEWORKS, Framework, TuneQuestion
 from optpipe_solver.tune.tune import TuneCounts, TuneResult, tune
 
@@ -10,11 +16,14 @@ __all__ = [
     "FRAMEWORKS",
     "AskedTune",
     "Framework",
+    "TuneCheckpoint",
     "TuneCounts",
     "TuneQuestion",
     "TuneResult",
     "TuneRow",
+    "checkpoint_of",
     "judge",
+    "read_checkpoint",
     "read_question",
     "read_row",
     "tune",

@@ -1,23 +1,34 @@
-"""A question and a row as JSON values: what a service keeps, and whoever searches reads again."""
+"""Questions, rows and checkpoints as JSON values: a service keeps them, a search reads them."""
 
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import dataclass, replace
+from math import inf
 from typing import TYPE_CHECKING, Any, get_args
 
 from optpipe.errors import InputError
+from optpipe.formats.csv import dump_csv
+from optpipe.formats.json import load_problem
 from optpipe.presets import (
     PipelineCut,
     Training,
     find_gpu,
     find_model,
+    megatron_arguments,
+    megatron_yaml,
+    read_megatron,
+    read_torchtitan,
     shape_from_config,
     step_estimate,
+    torchtitan_config,
 )
 from optpipe.presets.configuration import Configuration
+from optpipe.presets.step import RankMemory
 from optpipe.problem import Placement, placement_of
-from optpipe_solver.tune.judge import TuneRow
+from optpipe.schedule import parse_action
+from optpipe_solver.tune.judge import Look, Looks, TuneCheckpoint, TuneRow
 from optpipe_solver.tune.space import TuneQuestion, candidates
 
 if TYPE_CHECKING:
@@ -26,8 +37,22 @@ if TYPE_CHECKING:
     from optpipe.presets import ModelShape
     from optpipe.problem import Problem
     from optpipe.schedule import Programs
+    from optpipe_solver.tune.tune import TuneResult
 
-__all__ = ["AskedTune", "calibrated", "current_configuration", "read_question", "read_row"]
+__all__ = [
+    "PASTE_FORMS",
+    "AskedTune",
+    "calibrated",
+    "checkpoint_of",
+    "current_configuration",
+    "needs_csv",
+    "paste",
+    "read_checkpoint",
+    "read_current",
+    "read_kept",
+    "read_question",
+    "read_row",
+]
 
 _SWITCHES = (
     *("sequence", "precision", "flash", "cuda_graphs", "ep_overlap", "dispatcher", "dispatch"),
@@ -35,6 +60,13 @@ _SWITCHES = (
 )
 _ASKED = ("num_gpus", "global_batch", "framework", "memory_bytes", "headroom")
 _DEGREES = ("tp", "cp", "ep", "etp", "micro_batch", "zero")
+_TORCH_NAMES = {"1f1b": "1F1B", "interleaved": "Interleaved1F1B", "zb-v": "ZBVZeroBubble"}
+_MOST_KEPT = 11
+_VERSION = 1
+"""Of checkpoints: to be raised with every change of bounds or of the order of candidates."""
+
+PASTE_FORMS = ("arguments", "yaml", "python", "csv")
+"""Megatron-LM's arguments, Megatron-Core's YAML, a torchtitan config, its schedule for torch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +86,8 @@ def read_question(asked: Mapping[str, Any]) -> AskedTune:
         ``model`` or ``config`` (a Hugging Face config.json as a dictionary), ``gpu``, ``num_gpus``,
         ``global_batch``; the fields of `TuneQuestion` and the switches of `Training` by their
         names; ``network`` and ``oversubscription``; ``current`` with the degrees of what is run
-        today, and ``measured_step_s``, seconds that a step of it takes.
+        today or ``current_file``, its framework's configuration as text, and ``measured_step_s``,
+        seconds that a step of it takes.
 
     Raises
     ------
@@ -79,19 +112,51 @@ def read_question(asked: Mapping[str, Any]) -> AskedTune:
             "one of them, or what is fixed"
         ).at("/num_gpus")
     measured_step_s = asked.get("measured_step_s")
-    if asked.get("current") is None:
+    names = [name for name in ("current", "current_file") if asked.get(name) is not None]
+    if not names:
         if measured_step_s is not None:
             message = "measured_step_s says what a step of current takes; give both or none"
             raise InputError(message).at("/measured_step_s")
         return AskedTune(question=question, current=None)
     try:
-        current = current_configuration(question, asked["current"])
+        if asked.get("current") is not None:
+            current = current_configuration(question, asked["current"])
+        else:
+            current = read_current(question, asked["current_file"])
         measured = calibrated(question, current, measured_step_s or 1.0)
     except InputError as error:
-        raise error if error.pointers == ("/sequence",) else error.inside("/current") from None
+        is_elsewhere = error.pointers == ("/sequence",)
+        raise error if is_elsewhere else error.inside(f"/{names[0]}") from None
     if measured_step_s is not None:
         question = measured
     return AskedTune(question=question, current=current)
+
+
+def read_current(
+    question: TuneQuestion, text: str, *, is_torchtitan: bool | None = None
+) -> Configuration:
+    """Return what is run today, from Megatron's arguments or YAML, or a torchtitan config.
+
+    ``is_torchtitan``: None = by the question's framework; for any, by the word ``parallelism``.
+
+    Raises
+    ------
+    InputError
+        As `optpipe.presets.read_megatron`.
+    """
+    if is_torchtitan is None:
+        is_torchtitan = question.framework == "torchtitan" or (
+            question.framework == "any" and "parallelism." in text
+        )
+    read = read_torchtitan if is_torchtitan else read_megatron
+    return read(
+        text,
+        question.shape,
+        question.hardware,
+        question.num_gpus,
+        global_batch=question.global_batch,
+        sequence=question.training.sequence,
+    )
 
 
 def calibrated(
@@ -201,8 +266,107 @@ def read_row(
         makespan_ms=row["makespan_ms"],
         method=row["method"],
         peak_bytes=tuple(row["peak_bytes"]),
+        memory=tuple(
+            RankMemory(**{name.removesuffix("_bytes"): float(part) for name, part in rank.items()})
+            for rank in row["memory"]
+        ),
         tokens_per_s_per_gpu=row["tokens_per_s_per_gpu"],
         mfu=row["mfu"],
         problem=problem,
         programs=programs,
     )
+
+
+# --- What is kept while a search goes on, and of its answers afterwards.
+
+
+def checkpoint_of(result: TuneResult, *, is_over: bool = False) -> str:
+    """Return what `read_checkpoint` reads, as JSON text; ``is_over``: the search has ended."""
+    current = [] if result.current is None else [result.current]
+    kept = {id(row): row for row in (*result.rows[:_MOST_KEPT], *result.pareto, *current)}
+    looks = [
+        [look.entry, look.level, _or_none(look.bound_ms), _or_none(look.formula_ms)]
+        for look in result.looks.found
+    ]
+    return json.dumps(
+        {
+            "version": _VERSION,
+            "num_candidates": result.looks.num_candidates,
+            "num_entries": result.looks.num_entries,
+            "looks": looks,
+            "is_over": is_over,
+            "rows": [
+                {
+                    "row": row.as_json(),
+                    "problem": row.problem.model_dump(mode="json", by_alias=True),
+                    "programs": [list(map(str, program)) for program in row.programs],
+                }
+                for row in kept.values()
+            ],
+        }
+    )
+
+
+def read_checkpoint(question: TuneQuestion, text: str) -> TuneCheckpoint | None:
+    """Return where a search stood; None where another version of OptPipe wrote it."""
+    kept = json.loads(text)
+    if kept["version"] != _VERSION:
+        return None
+    found = tuple(
+        Look(entry, level, inf if bound is None else bound, inf if formula is None else formula)
+        for entry, level, bound, formula in kept["looks"]
+    )
+    return TuneCheckpoint(
+        looks=Looks(kept["num_candidates"], kept["num_entries"], found),
+        rows=tuple(_read_kept(question, row) for row in kept["rows"]),
+        is_over=kept["is_over"],
+    )
+
+
+def read_kept(question: TuneQuestion, text: str, row_id: str) -> TuneRow | None:
+    """Return a row of a checkpoint with its problem and schedule; None where it has none so."""
+    for kept in json.loads(text)["rows"]:
+        if kept["row"]["id"] == row_id:
+            return _read_kept(question, kept)
+    return None
+
+
+def _read_kept(question: TuneQuestion, kept: Mapping[str, Any]) -> TuneRow:
+    problem = load_problem(json.dumps(kept["problem"]))
+    programs = tuple(tuple(map(parse_action, program)) for program in kept["programs"])
+    return read_row(question, kept["row"], problem, programs)
+
+
+def _or_none(value: float) -> float | None:
+    return None if value == inf else value
+
+
+def paste(row: TuneRow, form: str, csv: str = "schedule.csv") -> str:
+    """Return a row as its framework takes it.
+
+    Parameters
+    ----------
+    form
+        One of `PASTE_FORMS`.
+    csv
+        Where a torchtitan config finds the schedule, unless torchtitan has it by name.
+
+    Raises
+    ------
+    InputError
+        If the framework cannot run it so.
+    """
+    if form == "arguments":
+        return shlex.join(megatron_arguments(row.configuration)) + "\n"
+    if form == "yaml":
+        return megatron_yaml(row.configuration)
+    if form == "csv":
+        return dump_csv(row.programs, for_torch=True)
+    if row.method in _TORCH_NAMES:
+        return torchtitan_config(row.configuration, schedule=_TORCH_NAMES[row.method])
+    return torchtitan_config(row.configuration, csv=csv)
+
+
+def needs_csv(row: TuneRow) -> bool:
+    """Whether torchtitan has no name for the schedule."""
+    return row.method not in _TORCH_NAMES

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from dataclasses import dataclass, replace
 from math import inf
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from optpipe.presets import estimate, step_estimate
 from optpipe.presets.configuration import Configuration
+from optpipe.presets.step import RankMemory
 from optpipe.problem import placement_of
 from optpipe_solver.families import FAMILIES
 from optpipe_solver.incumbent import Incumbent
@@ -26,10 +29,16 @@ if TYPE_CHECKING:
     from optpipe_solver.plan import PlacementKind
     from optpipe_solver.tune.space import TuneQuestion
 
-__all__ = ["ConfigurationJudge", "TuneRow", "judge"]
+__all__ = ["NO_LOOKS", "ConfigurationJudge", "Look", "Looks", "TuneCheckpoint", "TuneRow", "judge"]
 
 _SLOW, _SLOW_FROM_CELLS = frozenset({"greedy"}), 300
 _UNLIMITED = 2**50
+_ID_CHARS = 12
+_MOST_OF_V = 2
+"""Chunks of a V that torchtitan places."""
+
+_MOST_CHUNKS = 8
+"""That `optpipe_solver.plan` takes."""
 _MOST_SIMULATED, _MOST_PLANNED = 150_000, 40_000
 
 
@@ -47,6 +56,8 @@ class TuneRow:
         Who made the schedule.
     peak_bytes
         Of each pipeline rank, everything reserved counted.
+    memory
+        The same by what it is for.
     tokens_per_s_per_gpu, mfu
         By ``step_ms``.
     problem, programs
@@ -58,6 +69,7 @@ class TuneRow:
     makespan_ms: float
     method: str
     peak_bytes: tuple[int, ...]
+    memory: tuple[RankMemory, ...]
     tokens_per_s_per_gpu: float
     mfu: float
     problem: Problem
@@ -81,7 +93,12 @@ class TuneRow:
         return " ".join(parts)
 
     def as_json(self) -> dict[str, Any]:
-        """Return it as JSON values, without the programs."""
+        """Return it as JSON values, without the programs; ``id`` tells rows of a search apart."""
+        fields = self._fields()
+        text = json.dumps(fields, sort_keys=True)
+        return {"id": hashlib.sha256(text.encode()).hexdigest()[:_ID_CHARS], **fields}
+
+    def _fields(self) -> dict[str, Any]:
         training, cut = self.configuration.training, self.configuration.pipeline
         degrees = {n: getattr(training, n) for n in ("tp", "cp", "dp", "ep", "etp", "zero")}
         return {
@@ -99,7 +116,50 @@ class TuneRow:
             "tokens_per_s_per_gpu": self.tokens_per_s_per_gpu,
             "mfu": self.mfu,
             "peak_bytes": list(self.peak_bytes),
+            "memory": [
+                {f"{name}_bytes": round(part) for name, part in rank._asdict().items()}
+                for rank in self.memory
+            ],
         }
+
+
+class Look(NamedTuple):
+    """How closely a candidate was looked at, its bound of a step, and 1F1B's time by formula."""
+
+    entry: int
+    level: int
+    bound_ms: float
+    formula_ms: float
+
+
+class Looks(NamedTuple):
+    """What is known of candidates, of which ``num_entries`` fit at first sight."""
+
+    num_candidates: int
+    num_entries: int
+    found: tuple[Look, ...]
+
+
+NO_LOOKS = Looks(0, 0, ())
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuneCheckpoint:
+    """Where a search of a question stood.
+
+    Parameters
+    ----------
+    looks
+        How closely each candidate was looked at, with its bound.
+    rows
+        The best, the Pareto front and what is run today, with their schedules.
+    is_over
+        Whether that search had ended by itself: then plans may be tried again, with more time.
+    """
+
+    looks: Looks
+    rows: tuple[TuneRow, ...]
+    is_over: bool
 
 
 def judge(question: TuneQuestion, configuration: Configuration) -> TuneRow | None:
@@ -225,9 +285,9 @@ class ConfigurationJudge:
         """Return the best cut and schedule that the framework has, and a bound of all in ms.
 
         The bound is of the pipeline alone, and infinite where nothing fits; 0 where there are too
-        many cells to look at.
+        many cells to look at, or one stage and so nothing to cut.
         """
-        if self.num_cells > _MOST_PLANNED:
+        if self.num_cells > _MOST_PLANNED or self.cut.pp * self.cut.chunks == 1:
             return None, 0.0
         if self.question.framework == "megatron":
             return self._by_pattern(stop)
@@ -235,7 +295,11 @@ class ConfigurationJudge:
 
     def _by_plan(self, stop: Stop) -> tuple[TuneRow | None, float]:
         """Return the best cut and schedule of `optpipe_solver.plan`, and the bound of all cuts."""
+        if self.cut.chunks > _MOST_CHUNKS:
+            return None, 0.0
         kinds: tuple[PlacementKind, ...] = ("linear",) if self.cut.chunks == 1 else ("loop", "v")
+        if self.question.framework == "torchtitan" and self.cut.chunks > _MOST_OF_V:
+            kinds = ("loop",)
         found = plan(
             self.model,
             time_limit_s=max(0.1, stop.left_s()),
@@ -263,6 +327,7 @@ class ConfigurationJudge:
         step = self._step(cut, sizes)
         step_ms = best.metrics.makespan_ms + step.after_ms
         peaks = zip(best.metrics.peak_bytes, problem.devices, strict=True)
+        peak_bytes = tuple(int(peak + device.reserved_bytes) for peak, device in peaks)
         faster = step.step_ms / step_ms
         return TuneRow(
             configuration=Configuration(
@@ -275,12 +340,20 @@ class ConfigurationJudge:
             step_ms=step_ms,
             makespan_ms=best.metrics.makespan_ms,
             method=best.method,
-            peak_bytes=tuple(int(peak + device.reserved_bytes) for peak, device in peaks),
+            peak_bytes=peak_bytes,
+            memory=tuple(map(_with_peak, step.memory, peak_bytes)),
             tokens_per_s_per_gpu=step.tokens_per_s_per_gpu * faster,
             mfu=step.mfu * faster,
             problem=problem,
             programs=best.programs,
         )
+
+
+def _with_peak(memory: RankMemory, peak_bytes: int) -> RankMemory:
+    """Return the parts of a rank, activations being what this schedule holds of them."""
+    fixed = memory.total - memory.activations
+    shown = memory._replace(activations=max(0.0, peak_bytes - fixed))
+    return RankMemory(*(float(round(part)) for part in shown))
 
 
 def _kept_only(model: Model) -> Model:

@@ -22,7 +22,7 @@ from optpipe.presets import step_estimate
 from optpipe.presets.estimate import error_band
 from optpipe_solver.budget import Limits, Stop
 from optpipe_solver.tune.bounds import LayerTable
-from optpipe_solver.tune.judge import ConfigurationJudge, TuneRow, judge
+from optpipe_solver.tune.judge import NO_LOOKS, ConfigurationJudge, Look, Looks, TuneRow, judge
 from optpipe_solver.tune.space import candidates
 from optpipe_solver.warm import ensure_warm
 
@@ -33,12 +33,14 @@ if TYPE_CHECKING:
     from optpipe.presets.configuration import Configuration
     from optpipe.presets.estimate import ErrorBand
     from optpipe.presets.step import Layout
+    from optpipe_solver.tune.judge import TuneCheckpoint
     from optpipe_solver.tune.space import TuneCandidate, TuneQuestion
 
 __all__ = ["TuneCounts", "TuneResult", "tune"]
 
 _SIMULATED_FIRST = 16
 _PLAN_SHARE, _PLAN_MOST_S, _PLAN_LEAST_S = 0.1, 8.0, 0.5
+_TELL_EVERY_S, _TELL_SHARE = 1.0, 0.01
 _LAYOUTS: tuple[Layout, ...] = ("balanced", "even")
 _ROUNDING = 1e-6
 """Relative: times in a problem are rounded to 10 ns."""
@@ -90,6 +92,8 @@ class TuneResult:
         How far estimates of this kind were from published runs; None where none were compared.
     seconds
         That it took.
+    looks
+        What another search for the same need not do again.
     """
 
     question: TuneQuestion
@@ -99,6 +103,7 @@ class TuneResult:
     counts: TuneCounts
     error: ErrorBand | None
     seconds: float
+    looks: Looks = NO_LOOKS
 
     @property
     def best(self) -> TuneRow | None:
@@ -147,11 +152,13 @@ class TuneResult:
         """Return everything but problems and programs as JSON values."""
         return {
             "certificate": self.certificate,
-            "bound_ms": self.bound_ms,
+            "bound_ms": None if self.bound_ms == inf else self.bound_ms,
             "gap": self.gap,
             "gain": self.gain,
             "error": None if self.error is None else self.error._asdict(),
             "counts": asdict(self.counts),
+            "memory_bytes": self.question.whole_bytes,
+            "usable_bytes": self.question.device_bytes,
             "current": None if self.current is None else self.current.as_json(),
             "rows": [row.as_json() for row in self.rows],
             "pareto": [row.as_json() for row in self.pareto],
@@ -168,8 +175,9 @@ def tune(
     seed: int = 0,
     gap: float = 0.002,
     start: TuneRow | None = None,
+    known: TuneCheckpoint | None = None,
     on_progress: Callable[[str], None] | None = None,
-    on_best: Callable[[TuneRow], None] | None = None,
+    on_result: Callable[[TuneResult], None] | None = None,
     should_stop: Callable[[], bool] | None = None,
 ) -> TuneResult:
     """Return the fastest configuration found, and a bound over all of them.
@@ -188,8 +196,11 @@ def tune(
         In [0, 1): stop where no configuration is faster than the best by more than this share.
     start
         The best row of an earlier search for the same; what is not faster need not be looked at.
-    on_progress, on_best
-        Told in words what was found; told each row that is faster than all before.
+    known
+        Where an earlier search for the same stood: what it knows is not computed again.
+    on_progress, on_result
+        Told in words what was found; told what would be returned now, with every row that is faster
+        than all before and about once a second.
     should_stop
         Asked often; True ends the search with the best so far.
 
@@ -202,11 +213,11 @@ def tune(
     ensure_warm()
     stop = Stop(time_limit_s, threads=threads, seed=seed, should_stop=should_stop)
     search = _TuneSearch(question, stop, gap, on_progress or (lambda _: None))
-    search.start = search.best = start
-    search.on_best = on_best or search.on_best
-    baseline = None if current is None else judge(question, current)
+    search.current = None if current is None else judge(question, current)
+    search.on_result = on_result or search.on_result
+    search.begin([] if start is None else [start], known)
     search.run()
-    return search.result(baseline)
+    return search.result()
 
 
 class _Level(IntEnum):
@@ -236,8 +247,10 @@ class _TuneSearch:
         self.entries: list[_Entry] = []
         self.num_unfit = 0
         self.best: TuneRow | None = None
-        self.start: TuneRow | None = None
-        self.on_best: Callable[[TuneRow], None] = lambda _: None
+        self.current: TuneRow | None = None
+        self.known: list[TuneRow] = []
+        self.told_s = 0.0
+        self.on_result: Callable[[TuneResult], None] = lambda _: None
         for (training, pp), group in groupby(
             candidates(question), key=lambda one: (one.training, one.pp)
         ):
@@ -249,7 +262,31 @@ class _TuneSearch:
                 f"no configuration of {question.num_gpus} GPUs splits {question.shape.name} and a "
                 f"global batch of {question.global_batch} evenly; change one, or what is fixed"
             )
-        self.heap = [(entry.bound_ms, index) for index, entry in enumerate(self.entries)]
+        self.num_candidates = len(self.entries) + self.num_unfit
+        self.heap: list[tuple[float, int]] = []
+
+    def begin(self, rows: list[TuneRow], checkpoint: TuneCheckpoint | None) -> None:
+        """Take in what is known, and put all candidates in order."""
+        sizes = (self.num_candidates, len(self.entries))
+        if checkpoint is not None and checkpoint.looks[:2] == sizes:
+            rows = [*rows, *checkpoint.rows]
+            again = checkpoint.is_over
+            for look in checkpoint.looks.found:
+                entry = self.entries[look.entry]
+                entry.level, entry.is_solved = _Level(look.level), look.level >= _Level.SIMULATED
+                if again and entry.level is _Level.PLANNED:
+                    entry.level = _Level.FILLED
+                entry.bound_ms, entry.formula_ms = look.bound_ms, look.formula_ms
+                self.num_unfit += look.bound_ms == inf
+            self.say(f"goes on: {len(checkpoint.looks.found):,} configurations were looked at")
+        today = None if self.current is None else self.current.as_json()
+        self.known = [row for row in rows if row.as_json() != today]
+        self.best = min(self.known, key=_step_of, default=None)
+        self.heap = [
+            (entry.bound_ms, index)
+            for index, entry in enumerate(self.entries)
+            if entry.bound_ms < inf
+        ]
         heapq.heapify(self.heap)
 
     def _enter(self, candidate: TuneCandidate, table: LayerTable) -> None:
@@ -265,16 +302,19 @@ class _TuneSearch:
 
     def run(self) -> None:
         """Look by formula, simulate the most promising, then go by bound until time is over."""
-        self.say(f"{len(self.entries) + self.num_unfit:,} configurations bounded")
+        self.say(f"{self.num_candidates:,} configurations bounded")
         self._look()
         promising = sorted(
             (entry for entry in self.entries if entry.formula_ms < inf),
             key=lambda entry: entry.formula_ms,
         )
         for entry in promising[:_SIMULATED_FIRST]:
-            self._simulate(entry)
+            if entry.level < _Level.SIMULATED and not self.stop.is_told():
+                self._simulate(entry)
+                self._tell()
         first = min(self.entries, key=lambda entry: _step_of(entry.row), default=None)
-        if first is not None and first.row is not None:
+        is_best = first is not None and first.row is not None and first.row is self.best
+        if first is not None and is_best and not self.stop.is_told():
             self._plan(first)
         self._close()
 
@@ -282,7 +322,8 @@ class _TuneSearch:
         """Say by formula what 1F1B takes, as long as the least bound is below what was said."""
         least = inf
         passed: list[int] = []
-        while self.heap and self.heap[0][0] < least:
+        while self.heap and self.heap[0][0] < least and not self.stop.is_told():
+            self._tell()
             _, index = heapq.heappop(self.heap)
             entry = self.entries[index]
             if entry.level is _Level.QUICK:
@@ -290,8 +331,9 @@ class _TuneSearch:
                 if entry.bound_ms < inf:
                     heapq.heappush(self.heap, (entry.bound_ms, index))
                 continue
-            entry.level = _Level.LOOKED
-            for cut in _cuts(entry.candidate):
+            is_new = entry.level < _Level.LOOKED
+            entry.level = max(entry.level, _Level.LOOKED)
+            for cut in _cuts(entry.candidate) if is_new else ():
                 step = step_estimate(
                     self.question.shape, self.question.machine(entry.candidate.training), cut
                 )
@@ -315,6 +357,7 @@ class _TuneSearch:
             if bound_ms >= self.best_ms * (1 - max(self.gap, _ROUNDING)):
                 return
             entry = self.entries[index]
+            self._tell()
             heapq.heappop(self.heap)
             if entry.level is _Level.QUICK:
                 self._pack(entry)
@@ -358,13 +401,22 @@ class _TuneSearch:
         if row.step_ms < self.best_ms:
             self.best = row
             self.say(f"{row.step_ms:,.1f} ms: {row.label}, {row.method}")
-            self.on_best(row)
+            self._tell(is_better=True)
 
-    def result(self, current: TuneRow | None) -> TuneResult:
+    def _tell(self, *, is_better: bool = False) -> None:
+        """Tell what would be returned now: where it is better, or now and then."""
+        seconds = self.stop.seconds()
+        pause_s = max(_TELL_EVERY_S, _TELL_SHARE * self.stop.limit_s)
+        if is_better or seconds >= self.told_s + pause_s:
+            self.on_result(self.result())
+            self.told_s = self.stop.seconds()
+
+    def result(self) -> TuneResult:
         """Return the rows and what is proven."""
+        current = self.current
         rows = [entry.row for entry in self.entries if entry.row is not None]
         fits = current is not None and max(current.peak_bytes) <= self.question.whole_bytes
-        rows += [row for row in (self.start, current if fits else None) if row is not None]
+        rows += [*self.known, *([current] if current is not None and fits else [])]
         rows.sort(key=lambda row: row.step_ms)
         best_ms = rows[0].step_ms if rows else inf
         counts = {"excluded": 0, "solved": 0, "open": 0}
@@ -384,6 +436,15 @@ class _TuneSearch:
             counts=TuneCounts(total=total, do_not_fit=self.num_unfit, **counts),
             error=error_band(self.question.shape, (self.question.hardware,)),
             seconds=self.stop.seconds(),
+            looks=Looks(
+                self.num_candidates,
+                len(self.entries),
+                tuple(
+                    Look(index, int(entry.level), entry.bound_ms, entry.formula_ms)
+                    for index, entry in enumerate(self.entries)
+                    if entry.level > _Level.QUICK
+                ),
+            ),
         )
 
 

@@ -6,7 +6,7 @@ from typing import Any, get_args
 
 import pytest
 
-from optpipe import check_schedule, load_problem, load_schedule
+from optpipe import check_schedule, load_csv, load_problem, load_schedule
 from optpipe.client import Client
 from optpipe.tuned import CurrentDegrees, TuneArguments, Tuned, TunedRow
 from optpipe_api import Settings
@@ -85,7 +85,6 @@ def test_the_documented_example_is_answered_by_the_real_search(tmp_path) -> None
     assert found.current is not None
     assert found.gain == pytest.approx(1 - best.step_ms / found.current.step_ms)
     assert best.step_ms < 0.9 * found.current.step_ms
-    assert found.counts is not None
     assert found.counts.total == 4
     assert "4 configurations" in found.certificate
     assert found.error is not None
@@ -122,8 +121,60 @@ def test_a_client_asks_and_reads_the_rows(http) -> None:
         job = client.submit_tune(**question, **options, tags=["mine"])
         assert client.result(job).provenance.method == "1f1b"
         assert client.tuned(job).rows == found.rows
+        problem, schedule = client.tuned_row(job, found.rows[1])
+        assert len(problem.devices) == found.rows[1].pp
+        assert schedule.makespan_ms == pytest.approx(found.rows[1].makespan_ms)
+        assert "--tensor-model-parallel-size 2 " in client.paste(job, found.rows[1])
     assert (found.rows[0].tp, found.rows[1].tp) == (4, 2)
     assert found.current == found.rows[1]
+
+
+# The rows
+
+
+def test_each_row_has_its_schedule_and_what_to_paste(http) -> None:
+    """Of the winner and of what is run today, in the framework's forms; one beside the other."""
+    path, _ = tune(http, options={"seed": 8, "cache": "refresh"})
+    rows = Tuned.model_validate(http.get(f"{path}/configuration").json()).rows
+    for row in rows:
+        problem = load_problem(http.get(f"{path}/rows/{row.id}/problem").text)
+        schedule = load_schedule(http.get(f"{path}/rows/{row.id}/schedule").text)
+        check_schedule(problem, schedule)
+        assert schedule.makespan_ms == pytest.approx(row.makespan_ms)
+        assert len(problem.devices) == row.pp
+        assert [sum(part.model_dump().values()) for part in row.memory] == pytest.approx(
+            list(row.peak_bytes), abs=8
+        )
+        arguments = http.get(f"{path}/rows/{row.id}/paste").text
+        assert f"--tensor-model-parallel-size {row.tp} " in arguments
+        assert f"--pipeline-model-parallel-size {row.pp} " in arguments
+        assert (
+            "tensor_model_parallel_size" in http.get(f"{path}/rows/{row.id}/paste?format=yaml").text
+        )
+        assert "optpipe" in http.get(f"{path}/rows/{row.id}/paste?format=python").text
+        cells = load_csv(http.get(f"{path}/rows/{row.id}/paste?format=csv").text)
+        assert cells == schedule.programs
+    best, today = rows
+    item = http.get(f"{path}/chart?row={best.id}&beside=row:{today.id}")
+    assert item.status_code == 200, item.text
+    assert "tp 2 pp 4 dp 1 mb 1" in item.text
+    assert "tp 4 pp 2 dp 1 mb 1" in item.text
+    detail = fault(http.get(f"{path}/rows/{'0' * 12}/problem"), 404, "schedule.none")["detail"]
+    assert "take an id of its configuration" in detail
+
+
+def test_what_is_run_today_may_be_the_text_of_its_framework(http) -> None:
+    """Written by what is pasted, it is read as the same configuration."""
+    path, _ = tune(http, options={"seed": 9, "cache": "refresh"})
+    (_, today) = Tuned.model_validate(http.get(f"{path}/configuration").json()).rows
+    for form in ("arguments", "yaml"):
+        text = http.get(f"{path}/rows/{today.id}/paste?format={form}").text
+        again, job = tune(http, current=None, current_file=text)
+        assert job["state"] == "succeeded"
+        found = Tuned.model_validate(http.get(f"{again}/configuration").json())
+        assert found.current is not None
+        assert found.current.step_ms == pytest.approx(today.step_ms, rel=1e-6)
+        assert found.current.tp == 2
 
 
 # Ending
@@ -134,13 +185,14 @@ def test_a_cancelled_tune_keeps_its_best(http) -> None:
     path = http.post("/v1/tunes", json=asked(fake_tune.HANGS)).headers["location"]
     until(lambda: http.get(path).json()["has_schedule"])
     so_far = Tuned.model_validate(http.get(f"{path}/configuration").json(), extra="forbid")
-    assert (so_far.counts, so_far.rows[0].tp) == (None, 2)
+    assert (so_far.counts.open, so_far.rows[0].tp) == (1, 2)
+    assert so_far.bound_ms == pytest.approx(0.7 * so_far.rows[0].step_ms)
+    assert "more than 30.0% faster" in so_far.certificate
     http.post(f"{path}/cancel")
     job = end_of(http, path)
     assert (job["state"], job["has_schedule"]) == ("cancelled", True)
     found = Tuned.model_validate(http.get(f"{path}/configuration").json())
     assert found.rows == so_far.rows
-    assert found.counts is not None
     assert job["bound_ms"] == found.bound_ms
 
 
@@ -154,6 +206,7 @@ def test_a_killed_tune_goes_on_from_its_best(tmp_path) -> None:
     assert (job["state"], job["attempt"]) == ("succeeded", 2)
     assert any("SIGKILL" in line for line in said)
     assert "goes on from tp 2 pp 4 dp 1 mb 1: True" in said
+    assert "knows what was looked at: True" in said
     assert [row.tp for row in rows] == [4, 2]
 
 
@@ -180,6 +233,8 @@ def test_where_nothing_fits_that_is_an_answer(http) -> None:
         ({"framework": "deepspeed"}, "/framework", "framework"),
         ({"fixed": {"tp": 0}}, "/fixed/tp", "must be >= 1"),
         ({"fixed": {"vpp": 2}}, "/fixed/vpp", "unknown field"),
+        ({"current_file": "--tp 4"}, "", "current and current_file say the same"),
+        ({"current": None, "current_file": "--no 1"}, "/current_file", "micro_batch_size"),
         ({"current": {"tp": 3}}, "/current", "tp x cp x pp x dp = 6, but num_gpus is 8"),
         ({"current": {"pp": 8, "chunks": 5}}, "/current/pp", "40 stages, but only 34 layers"),
         ({"current": {"recompute": ["all"]}}, "/current/recompute", "is none of full"),

@@ -61,19 +61,25 @@ def test_a_plan_has_a_model_and_gets_its_problem_with_its_schedule(store) -> Non
 
 
 def test_a_tune_has_a_question_and_what_it_found_goes_on_with_it(store) -> None:
-    """Like a plan's cut; what is found is kept with its schedule, and by the end in any case."""
+    """Like a plan's cut; found is what comes last, unless with a schedule that is worse."""
     tune = {"kind": JobKind.TUNE, "question": "Q", "problem": None, "num_cells": 0}
     claim = claimed(store, changes=tune)
     assert (claim.question, claim.problem, claim.tuned) == ("Q", None, None)
     store.tell(claim.lease, "100 configurations", LEASE_S)
     store.record(claim.lease, point(9.0), LEASE_S, schedule="S9", problem="P9", found="T9")
     store.record(claim.lease, point(9.5), LEASE_S, schedule="S9.5", problem="P9.5", found="T9.5")
+    store.record(claim.lease, point(None, 4.0), LEASE_S, found="T9+", checkpoint="C")
+    assert store.checkpoint(claim.lease.job_id) == "C"
     store.requeue(claim.lease)
     again = store.claim("w", LEASE_S)
-    assert (again.question, again.problem, again.start, again.tuned) == ("Q", "P9", "S9", "T9")
+    assert (again.question, again.problem, again.start, again.tuned) == ("Q", "P9", "S9", "T9+")
+    assert again.checkpoint == "C"
     assert store.tell(claim.lease, "too late", LEASE_S) is None
-    job = store.finish(again.lease, AttemptOutcome(event=JobEvent.CANCEL, tuned="T"))
-    assert (store.tuned(job.id), store.question(job.id)) == ("T", "Q")
+    job = store.finish(
+        again.lease, AttemptOutcome(event=JobEvent.CANCEL, tuned="T", checkpoint="C2")
+    )
+    known = (store.tuned(job.id), store.question(job.id), store.checkpoint(job.id))
+    assert known == ("T", "Q", "C2")
     assert history_of(store, job.id)[:3] == ["queued", "running", "100 configurations"]
     store.delete(job.id)
     assert store.claim("w", LEASE_S) is None

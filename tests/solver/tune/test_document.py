@@ -1,13 +1,25 @@
 """A question and a row as JSON values: they come back, and a search goes on from what was found."""
 
 import json
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from optpipe.errors import InputError
-from optpipe_solver.tune import TuneRow, judge, read_question, read_row, tune
+from optpipe_solver.tune import (
+    TuneResult,
+    checkpoint_of,
+    judge,
+    read_checkpoint,
+    read_question,
+    read_row,
+    tune,
+)
+from optpipe_solver.tune.bounds import LayerTable
+from optpipe_solver.tune.judge import ConfigurationJudge
 
 ASKED: dict[str, Any] = {
     "model": "llama3-8b",
@@ -23,9 +35,9 @@ ASKED: dict[str, Any] = {
 def test_a_row_comes_back_and_a_search_that_starts_from_it_ends_with_no_worse() -> None:
     """It finds nothing better, says so, and still has the row."""
     asked = read_question(ASKED)
-    found: list[TuneRow] = []
-    result = tune(asked.question, time_limit_s=60.0, on_best=found.append)
-    row = found[-1]
+    found: list[TuneResult] = []
+    result = tune(asked.question, time_limit_s=60.0, on_result=found.append)
+    row = found[-1].rows[0]
     assert row == result.best
     again = read_row(
         asked.question, json.loads(json.dumps(row.as_json())), row.problem, row.programs
@@ -33,9 +45,59 @@ def test_a_row_comes_back_and_a_search_that_starts_from_it_ends_with_no_worse() 
     cut = replace(again.configuration.pipeline, layout=row.configuration.pipeline.layout)
     assert replace(again, configuration=replace(again.configuration, pipeline=cut)) == row
     faster = replace(again, step_ms=0.9 * row.step_ms)
-    improved: list[TuneRow] = []
-    second = tune(asked.question, start=faster, time_limit_s=60.0, on_best=improved.append)
-    assert (second.best, improved) == (faster, [])
+    told: list[TuneResult] = []
+    second = tune(asked.question, start=faster, time_limit_s=60.0, on_result=told.append)
+    assert {one.best for one in (second, *told)} == {faster}
+
+
+def test_a_search_that_was_killed_computes_no_known_bound_again(monkeypatch) -> None:
+    """Nobody is looked at as closely twice, and the end is the same."""
+    asked = read_question({**ASKED, "fixed": {"tp": 2}})
+    seen: Counter[tuple[str, str]] = Counter()
+
+    def watch(owner: type, name: str, key: Callable[..., object]) -> None:
+        method = getattr(owner, name)
+
+        def watched(self: Any, *args: Any) -> Any:
+            seen[name, repr(key(self, *args))] += 1
+            return method(self, *args)
+
+        monkeypatch.setattr(owner, name, watched)
+
+    for name in ("packed_ms", "filled_ms"):
+        watch(LayerTable, name, lambda _, candidate: candidate)
+    for name in ("by_families", "planned"):
+        watch(ConfigurationJudge, name, lambda made, *_: (made.training, made.cut.chunks))
+    told: list[tuple[str, Counter[tuple[str, str]]]] = []
+
+    def note(result: TuneResult) -> None:
+        told.append((checkpoint_of(result), seen.copy()))
+
+    result = tune(asked.question, current=asked.current, time_limit_s=60.0, on_result=note)
+    note(result)
+    assert result.best is not None
+    whole = seen.copy()
+    for text, before in (told[len(told) // 2], told[-1]):
+        seen.clear()
+        known = read_checkpoint(asked.question, text)
+        assert known is not None
+        said: list[str] = []
+        again = tune(
+            asked.question,
+            current=asked.current,
+            known=known,
+            time_limit_s=60.0,
+            on_progress=said.append,
+        )
+        assert said[0] == f"goes on: {len(known.looks.found):,} configurations were looked at"
+        assert not set(seen) & {key for key in before if key[0] != "by_families"}
+        assert seen.total() < whole.total()
+        assert again.best is not None
+        assert again.best.step_ms <= result.best.step_ms * (1 + 1e-9)
+        assert again.counts.total == result.counts.total
+    assert not seen, "all of it was known"
+    assert again.certificate == result.certificate
+    assert read_checkpoint(asked.question, text.replace('"version": 1', '"version": 0')) is None
 
 
 def test_what_is_run_today_is_read_with_its_chunks_and_comes_back() -> None:

@@ -29,7 +29,7 @@ from optpipe.problem import placement_of
 from optpipe.schedule import ActionType
 from optpipe_solver.budget import Stop
 from optpipe_solver.milp.plan.pattern import NUM_DURATIONS, kind_number, patterns_of
-from optpipe_solver.plan import plan
+from optpipe_solver.plan import PlanResult, plan
 from optpipe_solver.tune import TuneQuestion, judge, tune
 from optpipe_solver.tune.bounds import LayerTable, interleaved_share
 from optpipe_solver.tune.judge import ConfigurationJudge
@@ -161,6 +161,41 @@ def test_whole_layers_are_dealt_as_well_as_they_can_be(framework: str, gigabytes
             assert packed == pytest.approx(expected, rel=1e-9)
         num_packed += packed > table.quick_ms(candidate)
     assert num_packed > 10
+
+
+def test_more_chunks_than_a_plan_takes_have_the_schedules_of_families() -> None:
+    question = asked(replace(SMALL, num_layers=18), framework="torchtitan", num_gpus=2)
+    question = replace(question, training=Training(sequence=2048))
+    question = replace(question, fixed={"tp": 1, "cp": 1, "pp": 2, "chunks": 10})
+    result = tune(question, time_limit_s=10)
+    assert result.best is not None
+    assert result.best.configuration.pipeline.chunks == 10
+
+
+def test_torchtitan_has_a_v_of_two_chunks_and_no_other(monkeypatch) -> None:
+    """More are placed round and round: what is answered can be pasted."""
+    question = asked(replace(SMALL, num_layers=16), framework="torchtitan", num_gpus=2)
+    question = replace(question, training=Training(sequence=2048))
+    asked_for: list[tuple[int, Any]] = []
+
+    def note(model: Any, **options: Any) -> PlanResult:
+        asked_for.append((options["chunks"][0], options["placements"]))
+        return plan(model, **{**options, "time_limit_s": 0.1})
+
+    monkeypatch.setattr(sys.modules[ConfigurationJudge.__module__], "plan", note)
+    for chunks in (2, 4):
+        fixed = {"tp": 1, "cp": 1, "pp": 2, "chunks": chunks, "micro_batch": 1}
+        candidate = next(candidates(replace(question, fixed=fixed)))
+        made = ConfigurationJudge(question, candidate.training, candidate.cut())
+        made.planned(Stop(1.0))
+    assert asked_for == [(2, ("loop", "v")), (4, ("loop",))]
+
+
+def test_one_stage_is_not_cut() -> None:
+    """Many layers on one device: the plan MILP has nothing to choose, and the answer comes."""
+    result = tune(asked(fixed={"tp": 1, "pp": 1, "dp": 4}), time_limit_s=10)
+    assert result.best is not None
+    assert {row.configuration.pipeline.pp for row in result.rows} == {1}
 
 
 def test_plans_with_free_order_do_not_beat_their_bounds_either() -> None:

@@ -1,0 +1,107 @@
+// Pictures of what a tune has found: memory of each rank as bars, step time against memory as dots.
+
+import { el } from "./dom.js";
+import { bytes, ms } from "./format.js";
+
+const GIB = 2 ** 30;
+const PARTS = ["weights", "gradients", "optimizer", "activations", "buffers", "reserved"];
+const [WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT] = [520, 240, 64, 34, 14, 16];
+
+/** The largest of what the ranks of a row hold. */
+export const peak = (row) => Math.max(...row.peak_bytes);
+
+/** Bars of a row's ranks by what the memory is for, and a line where the device ends. */
+export function rankBars(row, title, memoryBytes) {
+  const most = Math.max(memoryBytes, peak(row));
+  const height = (part) => `${(100 * part / most).toFixed(2)}%`;
+  const bars = row.memory.map((rank, index) => {
+    const shown = PARTS.map((name) => {
+      const part = el("span", { class: `part ${name}` });
+      part.style.height = height(rank[`${name}_bytes`]);
+      return part;
+    });
+    const said = PARTS.map((name) => `${name} ${bytes(rank[`${name}_bytes`])}`).join(", ");
+    return el("span", { class: "rank", title: `rank ${index}: ${bytes(row.peak_bytes[index])}: ${said}` },
+      shown.reverse());
+  });
+  const limit = el("span", { class: "limit" });
+  limit.style.bottom = height(memoryBytes);
+  const isOver = peak(row) > memoryBytes ? `, ${bytes(peak(row) - memoryBytes)} more than there is` : "";
+  const said = `${title}: ${bytes(Math.min(...row.peak_bytes))} to ${bytes(peak(row))} of `
+    + `${bytes(memoryBytes)}${isOver}`;
+  return el("figure", { class: "ranks" },
+    el("div", { class: "bars", role: "img", "aria-label": `Memory of ${row.pp} ranks, ${said}` },
+      bars, limit),
+    el("figcaption", {}, said));
+}
+
+/** What the colours of the bars mean. */
+export const partsKey = () => el("p", { class: "key parts" }, PARTS.map((name) =>
+  el("span", { class: name }, name)));
+
+/** Dots of rows, step time over GiB; the front as a line; a dot is pressed as its row is. */
+export function paretoPlot(rows, front, current, chosen, onRow) {
+  const all = current === null ? rows : [...rows, current];
+  const scale = (values, from, to) => {
+    const [least, most] = [Math.min(...values), Math.max(...values)];
+    const margin = 0.08 * (most - least) || 0.05 * most;
+    return [(value) => from + (to - from) * (value - least + margin) / (most - least + 2 * margin),
+      [least, most]];
+  };
+  const [x, ends] = scale(all.map((row) => peak(row) / GIB), LEFT, WIDTH - RIGHT);
+  const [y, times] = scale(all.map((row) => row.step_ms), HEIGHT - BOTTOM, TOP);
+  const place = (row) => [x(peak(row) / GIB), y(row.step_ms)];
+  const line = [...front].reverse().map(place).map(([px, py], index, points) =>
+    (index === 0 ? `M${px},${py}` : `H${px}V${py}`)).join("");
+  const texts = [
+    ...new Set(ends)].map((value) => label(value.toFixed(1), x(value), HEIGHT - BOTTOM + 14, "middle"));
+  const sides = [...new Set(times)].map((value) => label(ms(value), LEFT - 6, y(value) + 4, "end"));
+  const dots = all.map((row) => {
+    const [cx, cy] = place(row);
+    const kind = row === current ? "today" : row === rows[0] ? "best" : "";
+    const dot = svg("circle", { cx, cy, r: row.id === chosen ? 7 : 5, class: `dot ${kind}`,
+      "data-row": row.id });
+    dot.append(svg("title", {}));
+    dot.firstChild.textContent = `${ms(row.step_ms)} ms, ${(peak(row) / GIB).toFixed(1)} GiB`;
+    dot.addEventListener("click", () => onRow(row));
+    return dot;
+  });
+  const said = `Step time against memory of ${all.length} configurations; the table has the same`;
+  const plot = svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": said });
+  plot.append(svg("path", { class: "axis",
+    d: `M${LEFT},${TOP}V${HEIGHT - BOTTOM}H${WIDTH - RIGHT}` }),
+  svg("path", { class: "front", d: line }), ...texts, ...sides,
+  label("GiB of the fullest rank", (LEFT + WIDTH) / 2, HEIGHT - 4, "middle"), ...dots);
+  return el("figure", { class: "pareto" }, plot,
+    el("figcaption", { class: "key" }, el("span", { class: "best" }, "fastest"),
+      current === null ? null : el("span", { class: "today" }, "today"),
+      el("span", { class: "front" }, "nothing is both faster and smaller")));
+}
+
+function svg(tag, attributes) {
+  const made = document.createElementNS("http://www.w3.org/2000/svg", tag);
+  for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
+  return made;
+}
+
+function label(text, x, y, anchor) {
+  const made = svg("text", { x, y, "text-anchor": anchor });
+  made.textContent = text;
+  return made;
+}
+
+/** How far a search is: what became of the configurations, as a bar and in words. */
+export function countsBar(counts) {
+  const names = [["do_not_fit", "do not fit"], ["excluded", "excluded by bounds"], ["solved", "solved"],
+    ["open", "open"]];
+  const bar = el("div", { class: "counts", role: "img",
+    "aria-label": names.map(([name, text]) => `${counts[name]} ${text}`).join(", ") });
+  for (const [name] of names) {
+    const part = el("span", { class: name });
+    part.style.flexGrow = counts[name];
+    bar.append(part);
+  }
+  const words = names.map(([name, text]) =>
+    el("span", { class: name }, `${counts[name].toLocaleString("en-US")} ${text}`));
+  return el("div", { id: "counts" }, bar, el("p", { class: "key" }, words));
+}

@@ -1,0 +1,136 @@
+"""Every state of the page, in both colour schemes at three widths: it fits, axe finds nothing.
+
+The pictures end up in ``build/screenshots`` (``make screenshots``).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+
+from optpipe_api import Settings
+from tests.api.live import make_settings, running, two_stages
+from tests.browser.held_tune import HELD
+from tests.browser.visit import DESKTOP, DRAWN, PHONE, SCHEDULE, visiting
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from playwright.sync_api import Browser, Page
+
+pytestmark = [pytest.mark.browser, pytest.mark.long]
+
+QUESTION: dict[str, Any] = {
+    "model": "llama3-8b",
+    "gpu": "h100",
+    "num_gpus": 16,
+    "global_batch": 32,
+    "sequence": 4096,
+    "framework": "megatron",
+    "current": {"tp": 1, "pp": 8},
+    "fixed": {"micro_batch": 1, "cp": 1},
+}
+OPTIONS = {"time_limit_s": 5, "cache": "refresh"}
+HOLDS = {"time_limit_s": 3600, "seed": HELD}
+STATES = (
+    *("start", "ask-again", "form", "running", "tuned", "row", "solved", "beside", "what-if"),
+    *("comparison", "infeasible", "missing", "jobs", "batches", "batch"),
+)
+
+
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, dict[str, str]]]:
+    """A server, and the query of each state."""
+    real = Settings.model_fields["compare_path"].default
+    held = "tests.browser.held_tune:tune"
+    folder = tmp_path_factory.mktemp("server")
+    settings = make_settings(folder, tune_path=held, compare_path=real, solver_processes=2)
+    with running(settings) as (url, _):
+
+        def made(path: str, body: dict[str, Any], wait: int = 100) -> dict[str, Any]:
+            answer = httpx.post(f"{url}/v1/{path}?wait={wait}", json=body, timeout=120)
+            found: dict[str, Any] = answer.raise_for_status().json()
+            return found
+
+        tuned = made("tunes", {**QUESTION, "options": OPTIONS})["id"]
+        rows = httpx.get(f"{url}/v1/jobs/{tuned}/configuration").json()["rows"]
+        solved = made("jobs", {"problem": two_stages("solved")})["id"]
+        tight = {**two_stages("tight"), "devices": [{"memory_bytes": 10}] * 2}
+        compared = {"problem": two_stages("compared"), "options": {"time_limit_s": 1}}
+        what_if = made("batches", {"what_if": solved})["id"]
+        axes = {"problem": two_stages("swept"), "axes": {"memory_scale": [1, 0.5]}}
+        batch = made("batches", axes)["id"]
+        infeasible = made("jobs", {"problem": tight})["id"]
+        comparison = made("compare", compared)["id"]
+        running_id = made("tunes", {**QUESTION, "options": {**OPTIONS, **HOLDS}}, 0)["id"]
+        yield (
+            url,
+            {
+                "start": "",
+                "ask-again": f"?ask={tuned}",
+                "form": SCHEDULE,
+                "running": f"?job={running_id}",
+                "tuned": f"?job={tuned}",
+                "row": f"?job={tuned}&row={rows[-1]['id']}",
+                "solved": f"?job={solved}",
+                "beside": f"?job={solved}&beside=method%3A1f1b",
+                "what-if": f"?job={solved}&what_if={what_if}",
+                "comparison": f"?job={comparison}",
+                "infeasible": f"?job={infeasible}",
+                "missing": f"?job={'0' * 32}",
+                "jobs": "?list=jobs",
+                "batches": "?list=batches",
+                "batch": f"?batch={batch}",
+            },
+        )
+        httpx.post(f"{url}/v1/jobs/{running_id}/cancel", timeout=60)
+
+
+def settle(page: Page, name: str) -> None:
+    """Wait until everything of a state is there."""
+    if name in {"running", "tuned", "row"}:
+        page.wait_for_selector("#certificate")
+    if name in {"running", "tuned"}:
+        page.wait_for_selector(f"{DRAWN}[data-tag*='row:']")
+    if name == "running":
+        page.wait_for_selector("#job[data-state=running] #counts")
+    if name in {"running", "tuned", "row", "solved", "beside", "what-if"}:
+        page.wait_for_selector(DRAWN)
+        page.wait_for_selector(".progress canvas >> nth=0")
+    if name == "what-if":
+        page.wait_for_selector("#what-if[data-finished=true]")
+    if name == "comparison":
+        page.wait_for_selector("#comparison tbody tr")
+    if name == "batch":
+        page.wait_for_selector("#batch .chart[data-drawn]")
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("size", [PHONE, DESKTOP, (1920, 1080)], ids=["360", "1280", "1920"])
+def test_every_state_fits_the_screen_and_is_accessible(
+    chromium: Browser,
+    shown: tuple[str, dict[str, str]],
+    scheme: str,
+    size: tuple[int, int],
+) -> None:
+    url, queries = shown
+    assert set(queries) == set(STATES)
+    wrong = []
+    with visiting(chromium, url, size, scheme) as visit:
+        for name, query in queries.items():
+            page = visit.open(query)
+            settle(page, name)
+            visit.picture(f"state-{name}-{size[0]}-{scheme}")
+            if (width := page.evaluate("document.documentElement.scrollWidth")) > size[0]:
+                wrong.append(f"{name}: {width} wide")
+            found = Axe().run(page).response["violations"]
+            wrong += [
+                f"{name}: {one['id']}: {node['html'][:150]} {node['failureSummary'][:250]}"
+                for one in found
+                for node in one["nodes"][:3]
+            ]
+    assert not wrong, "\n".join(wrong)
