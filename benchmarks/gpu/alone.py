@@ -150,6 +150,7 @@ def measured(
         device=device,
         effort=effort,
         memory_bytes=memory_bytes,
+        recompute=False,
         links=False,
     )
     return stage, profile.problem(num_microbatches)
