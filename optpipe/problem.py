@@ -214,7 +214,7 @@ def _one_entry(value: Any) -> Any:
     if len(value) == 1 and isinstance(value[0], list | tuple) and len(value[0]) == 1:
         return value[0][0]
     raise rule_broken(
-        "must be a number, or a matrix of one row and one column: unequal ones are not scheduled yet",
+        "must be a number, or a matrix of one row and one column: unequal ones come later",
         "give the ms that hide for the one cost that all micro-batches have",
     )
 

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
-from optpipe import ActionSyntaxError, Problem, ProblemError, find_violations, simulate
+from optpipe import Problem, ProblemError, simulate
+from optpipe.check import find_violations
+from optpipe.errors import ActionSyntaxError
 from optpipe.formats.csv import dump_csv, load_csv
 from optpipe.memory import device_peak_bytes
 from optpipe.schedule import cells_of, parse_cell
