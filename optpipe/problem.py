@@ -65,13 +65,13 @@ __all__ = [
     "FrozenValue",
     "Host",
     "Index",
+    "LicensedPair",
     "Link",
     "LinkLane",
     "Milliseconds",
     "Mode",
     "Name",
     "Objective",
-    "Pair",
     "Placement",
     "Problem",
     "Stage",
@@ -229,7 +229,7 @@ _ENTRY = {
 }
 
 
-class Pair(FrozenValue):
+class LicensedPair(FrozenValue):
     """An F of one stage and a backward of another, or the same, that may run together.
 
     Parameters
@@ -318,7 +318,7 @@ class Problem(FileValue):
     devices: tuple[Device, ...] = Field(min_length=1, max_length=4096)
     hosts: tuple[Host, ...] = ()
     stages: tuple[Annotated[Stage, _OrWithCosts], ...] = Field(min_length=1, max_length=65536)
-    pairs: tuple[Pair, ...] = Field(
+    pairs: tuple[LicensedPair, ...] = Field(
         default=(), max_length=_MOST_PAIRS, exclude_if=lambda value: not value
     )
     links: tuple[Link, ...] = ()
@@ -415,7 +415,7 @@ class Problem(FileValue):
 
     def _check_pairs(self) -> None:
         num_stages = len(self.stages)
-        known: dict[tuple[int, int, str], Pair] = {}
+        known: dict[tuple[int, int, str], LicensedPair] = {}
         for index, pair in enumerate(self.pairs):
             at = f"pairs[{index}]"
             for name in ("forward", "backward"):
