@@ -540,6 +540,8 @@ TITLES: Mapping[str, str] = {
     "po-f": "PO-F",
     "ada-offload": "AdaOffload",
     "greedy": "List scheduling",
+    "dualpipe-v": "DualPipeV",
+    "1f1b-overlap": "1F1B, overlapped",
     "building-blocks": "Building blocks",
     "auto": "Optimiser",
     "milp": "MILP",
