@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from optpipe.errors import IllegalScheduleError, ScheduleMismatchError, Violation
 from optpipe.memory import EFFECTS, host_peak_bytes, host_walk, memory_walk, modes_of
-from optpipe.schedule import Action, ActionType, Pass, input_of, pass_of
+from optpipe.schedule import Action, ActionType, Pass, cells_of, input_of, pass_of, starts_pair
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -103,7 +103,9 @@ def find_violations(problem: Problem, programs: Programs) -> list[Violation]:
     return found
 
 
-def _program_violations(problem: Problem, device: int, program: Program) -> Iterator[Violation]:
+def _program_violations(  # noqa: C901 - one rule after the other
+    problem: Problem, device: int, program: Program
+) -> Iterator[Violation]:
     position: dict[Action, int] = {}
     for index, action in enumerate(program):
         fault = _misplaced(problem, device, action)
@@ -118,6 +120,9 @@ def _program_violations(problem: Problem, device: int, program: Program) -> Iter
             yield Violation(code, device, index, message)
         for code, message in _mode_faults(problem, position, modes.get(action.cell, 0), action):
             yield Violation(code, device, index, message)
+        if action.paired:
+            for code, message in _pair_faults(problem, program, index):
+                yield Violation(code, device, index, message)
     yield from _uneven_modes(problem, device, program)
     for stage in problem.stages_of[device]:
         for microbatch in range(problem.num_microbatches):
@@ -171,10 +176,43 @@ def _order_faults(
             yield "order", f"{action} stands before {earlier}, but must come after it; swap them"
 
 
+def _pair_faults(problem: Problem, program: Program, index: int) -> Iterator[tuple[str, str]]:
+    """Hold a backward that runs together with the F before it against what the problem allows."""
+    backward = program[index]
+    forward = program[index - 1] if index else None
+    if forward is None or forward.type is not _F or not backward.type.is_backward:
+        yield (
+            "pair.alone",
+            f"{backward} is marked as the second of a pair, which is an I or a B right after an F; "
+            "put its F before it, or unmark it",
+        )
+        return
+    (text,) = cells_of((forward, backward))
+    if forward.cell == backward.cell:
+        yield (
+            "pair.same_cell",
+            f"{text}: {forward.cell} cannot run its forward and its backward together; pair it "
+            "with another micro-batch",
+        )
+    key = forward.stage, backward.stage, backward.type.value
+    if key not in problem.hidden_ms:
+        allowed = [
+            f"{one.with_} of stage {one.backward}"
+            for one in problem.pairs
+            if one.forward == forward.stage
+        ]
+        yield (
+            "pair.unlicensed",
+            f"{text}: pairs of the problem let F of stage {forward.stage} run together with "
+            f"{', '.join(allowed) or 'nothing'}; write its two actions one after the other, or "
+            "add the pair to the problem",
+        )
+
+
 def _mode_faults(
     problem: Problem, position: dict[Action, int], mode: int, action: Action
 ) -> Iterator[tuple[str, str]]:
-    stage, kind, microbatch, _ = action
+    stage, kind, microbatch, *_ = action
     exists = 0 <= stage < len(problem.stages)
     cell = f"({stage}, {microbatch})"
 
@@ -217,7 +255,7 @@ def _unasked_or_missing(
     problem: Problem, position: dict[Action, int], number: int, action: Action
 ) -> Iterator[tuple[str, str]]:
     """Hold a cell against the mode that its F names: exactly what the mode asks for is there."""
-    stage, kind, microbatch, _ = action
+    stage, kind, microbatch, *_ = action
     if number >= len(problem.menus[stage]):
         return
     mode = problem.menus[stage][number]
@@ -297,19 +335,23 @@ def _cyclic_waits(problem: Problem, programs: Programs) -> Iterator[Violation]:
         device = runnable.pop()
         program = programs[device]
         while heads[device] < len(program):
-            action = program[heads[device]]
-            needed = input_of(action, num_stages)
-            if needed is not None and needed not in done:
-                waiting[needed] = device
+            first = heads[device]
+            together = program[first : first + 1 + starts_pair(program, first)]
+            inputs = [input_of(action, num_stages) for action in together]
+            missing = [one for one in inputs if one is not None and one not in done]
+            if missing:
+                waiting[missing[0]] = device
                 break
-            made = pass_of(action)
-            if made is not None:
+            for made in filter(None, map(pass_of, together)):
                 done.add(made)
                 if made in waiting:
                     runnable.append(waiting.pop(made))
-            heads[device] += 1
+            heads[device] += len(together)
     for needed, device in sorted(waiting.items(), key=lambda item: item[1]):
-        action = programs[device][heads[device]]
+        first = heads[device]
+        (action,) = cells_of(
+            programs[device][first : first + 1 + starts_pair(programs[device], first)]
+        )
         kind = "the backward" if needed.backward else "the forward"
         yield Violation(
             "wait.cyclic",
@@ -372,6 +414,18 @@ def _report(programs: Programs, violations: list[Violation]) -> str:
     return "\n".join(lines)
 
 
+def _texts(program: Program) -> list[str]:
+    """Return a text per action; both of a pair show it, the second as what stands beside it."""
+    return [
+        cells_of(program[index : index + 2])[0]
+        if starts_pair(program, index)
+        else f"({action})"
+        if action.paired
+        else str(action)
+        for index, action in enumerate(program)
+    ]
+
+
 # --- Programs as a grid of cells, one row per device, with some cells marked.
 
 _CONTEXT = 6
@@ -388,7 +442,7 @@ def render_grid(programs: Programs, marked: Collection[tuple[int, int]]) -> str:
     last = centre + _CONTEXT + 1
     rows = []
     for device, program in enumerate(programs):
-        cells = [str(action) for action in program]
+        cells = _texts(program)
         for marked_device, index in marked:
             if marked_device != device:
                 continue

@@ -6,7 +6,7 @@ peak under *every* timing. `memory_walk` is that walk; nothing else in the house
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from optpipe.schedule import ActionType
@@ -111,7 +111,7 @@ def modes_of(problem: Problem, program: Iterable[Action]) -> dict[tuple[int, int
     tell. The program's stages must exist.
     """
     modes: dict[tuple[int, int], int] = {}
-    for stage, kind, microbatch, mode in program:
+    for stage, kind, microbatch, mode, _ in program:
         if mode or (mode := problem.stages[stage].implied_mode(kind)):
             modes[stage, microbatch] = mode
         else:
@@ -130,15 +130,22 @@ def action_workspace(mode: CellMode, kind: ActionType) -> int:
 
 
 def memory_walk(problem: Problem, device: int, program: Program) -> list[MemoryStep]:
-    """Return the bytes held around every action of a device's program, in order."""
+    """Return the bytes held around every action of a device's program, in order.
+
+    Of a pair both workspaces are there at once; its peak is said at both of its actions.
+    """
     modes = modes_of(problem, program)
     held = problem.static_bytes_of(device)
-    steps = []
+    steps: list[MemoryStep] = []
+    workspace = 0
     for action in program:
         mode = problem.menus[action.stage][modes[action.cell]]
         effect = EFFECTS[action.type]
         after = held + effect.delta(mode)
-        peak = max(held + effect.inside(mode), after) + effect.workspace(mode)
+        workspace = effect.workspace(mode) + (workspace if action.paired else 0)
+        peak = max(held + effect.inside(mode), after) + workspace
+        if action.paired and steps:
+            steps[-1] = replace(steps[-1], peak=peak)
         steps.append(MemoryStep(held, after, peak, effect.taken_at_start))
         held = after
     return steps

@@ -4,8 +4,8 @@ A stage and its menu of modes stand in `optpipe.stage`; here are devices, hosts 
 be true of the parts together, and what follows from them. Whatever a file leaves out is filled in
 on the way in, so that two files that mean the same have the same `Problem.problem_hash`.
 
-Of v2 (DESIGN section 4) this reads link lanes, menus of modes, layers and context; pairs and
-unequal micro-batches are refused.
+Of v2 (DESIGN section 4) this reads link lanes, menus of modes, pairs, layers and context; unequal
+micro-batches are refused.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import (
+    BeforeValidator,
     ConfigDict,
     Field,
     SerializerFunctionWrapHandler,
     ValidationError,
+    WithJsonSchema,
     field_validator,
     model_serializer,
     model_validator,
@@ -63,6 +65,7 @@ __all__ = [
     "FrozenValue",
     "Host",
     "Index",
+    "LicensedPair",
     "Link",
     "LinkLane",
     "Milliseconds",
@@ -204,6 +207,53 @@ class Link(FrozenValue):
         return 0.0 if rate is None else num_bytes / (rate * 1e6)
 
 
+def _one_entry(value: Any) -> Any:
+    """Return the number of a matrix by [cost of F][cost of the backward], where each is one."""
+    if not isinstance(value, list | tuple):
+        return value
+    if len(value) == 1 and isinstance(value[0], list | tuple) and len(value[0]) == 1:
+        return value[0][0]
+    raise rule_broken(
+        "must be a number, or a matrix of one row and one column: unequal ones come later",
+        "give the ms that hide for the one cost that all micro-batches have",
+    )
+
+
+_NUMBER = {"type": "number", "minimum": 0, "maximum": 1e12}
+_ONE = {"minItems": 1, "maxItems": 1}
+_ENTRY = {
+    "anyOf": [
+        _NUMBER,
+        {"type": "array", **_ONE, "items": {"type": "array", **_ONE, "items": _NUMBER}},
+    ]
+}
+
+
+class LicensedPair(FrozenValue):
+    """An F of one stage and a backward of another, or the same, that may run together.
+
+    Parameters
+    ----------
+    forward, backward
+        Stages of one device. Micro-batches are free, but a cell does not pair with itself.
+    with_
+        In files ``with``: which backward, B or I. One does not license the other.
+    hidden_ms
+        By how much the two together are shorter than one after the other, in ms: what of the one's
+        communication hides behind the other's computation. At most the shorter of the two passes,
+        recomputation inside not counted.
+    """
+
+    model_config = ConfigDict(validate_by_name=True)
+
+    forward: Index
+    backward: Index
+    with_: Literal["B", "I"] = Field(default="B", alias="with")
+    hidden_ms: Annotated[
+        Milliseconds, BeforeValidator(_one_entry), WithJsonSchema(_ENTRY, mode="validation")
+    ]
+
+
 class LinkLane(NamedTuple):
     """What the message over a boundary occupies: the index of its link, and for how many ms.
 
@@ -241,6 +291,8 @@ def _object(properties: dict[str, Any], required: list[str]) -> dict[str, Any]:
     return {**strict, "properties": properties, "required": required}
 
 
+_MOST_PAIRS = 1_000_000
+
 MAX_CELLS = 2_000_000
 """Largest stages x micro-batches that a problem may have."""
 
@@ -266,6 +318,9 @@ class Problem(FileValue):
     devices: tuple[Device, ...] = Field(min_length=1, max_length=4096)
     hosts: tuple[Host, ...] = ()
     stages: tuple[Annotated[Stage, _OrWithCosts], ...] = Field(min_length=1, max_length=65536)
+    pairs: tuple[LicensedPair, ...] = Field(
+        default=(), max_length=_MOST_PAIRS, exclude_if=lambda value: not value
+    )
     links: tuple[Link, ...] = ()
     context: Context | None = Field(default=None, exclude_if=lambda value: value is None)
 
@@ -313,6 +368,7 @@ class Problem(FileValue):
         self._check_links()
         self._fill_hosts()
         self._check_groups()
+        self._check_pairs()
         self._settle_format()
         return self
 
@@ -320,14 +376,14 @@ class Problem(FileValue):
         """What is written as v2, but v1 can say, is v1; what v1 cannot say, it may not hold."""
         menus = any(stage.modes or stage.uniform_modes for stage in self.stages)
         named = self.context is not None or any(stage.layers for stage in self.stages)
-        if self.format != _V2 and (named or menus):
+        if self.format != _V2 and (named or menus or self.pairs):
             raise rule_broken(
-                f"layers, context, modes and uniform_modes are fields of {_V2}, and format is "
+                f"layers, context, modes, pairs and uniform_modes are fields of {_V2}, and format is "  # noqa: E501
                 f"{self.format}",
                 f"write format {_V2}",
             )
         lanes = any(lane.ms > 0 for pair in self._boundary_lanes() for lane in pair)
-        if self.format == _V2 and not (named or menus or lanes):
+        if self.format == _V2 and not (named or menus or lanes or self.pairs):
             object.__setattr__(self, "format", _V1)
 
     def _check_stages(self) -> None:
@@ -356,6 +412,47 @@ class Problem(FileValue):
                         f"{len(self.devices)} devices, numbered from 0",
                         "correct the number or add the device",
                     )
+
+    def _check_pairs(self) -> None:
+        num_stages = len(self.stages)
+        known: dict[tuple[int, int, str], LicensedPair] = {}
+        for index, pair in enumerate(self.pairs):
+            at = f"pairs[{index}]"
+            for name in ("forward", "backward"):
+                stage = getattr(pair, name)
+                if stage >= num_stages:
+                    raise rule_broken(
+                        f"{at}.{name} = {stage} does not exist: there are {num_stages} stages, "
+                        "numbered from 0",
+                        "correct the number",
+                    )
+            first, second = self.stages[pair.forward], self.stages[pair.backward]
+            if first.device != second.device:
+                raise rule_broken(
+                    f"{at}: stage {pair.forward} is on device {first.device}, stage "
+                    f"{pair.backward} on device {second.device}, but the passes of a pair run on "
+                    "one device",
+                    "name two stages of one device",
+                )
+            backward_ms = second.backward_input_ms
+            if pair.with_ == "B":
+                backward_ms = second.fused_backward_ms
+            shorter = min(first.forward_ms, backward_ms)
+            if pair.hidden_ms > shorter:
+                raise rule_broken(
+                    f"{at}.hidden_ms {pair.hidden_ms} may not exceed the shorter of the two "
+                    f"passes, {shorter} ms (F {first.forward_ms}, {pair.with_} {backward_ms})",
+                    "give by how much both together are shorter than one after the other",
+                )
+            key = pair.forward, pair.backward, pair.with_
+            if key in known:
+                raise rule_broken(
+                    f"{at}: forward {pair.forward}, backward {pair.backward}, with {pair.with_} "
+                    "stands twice",
+                    "remove one of the two",
+                )
+            known[key] = pair
+        object.__setattr__(self, "pairs", tuple(known[key] for key in sorted(known)))
 
     def _fill_hosts(self) -> None:
         known = {host.name: host for host in self.hosts}
@@ -520,8 +617,13 @@ class Problem(FileValue):
         return self.devices[device].usable_bytes - self.static_bytes_of(device)
 
     @cached_property
+    def hidden_ms(self) -> Mapping[tuple[int, int, str], float]:
+        """What hides in each licensed pair, in ms: by stage of F, of the backward, and its letter."""  # noqa: E501
+        return {(one.forward, one.backward, one.with_): one.hidden_ms for one in self.pairs}
+
+    @cached_property
     def device_busy_ms(self) -> tuple[float, ...]:
-        """Least compute time of each device, recompute aside."""
+        """Least compute time of each device without pairs, recompute aside."""
         loads = (sum(self.stages[s].busy_ms for s in held) for held in self.stages_of)
         return tuple(self.num_microbatches * load for load in loads)
 
@@ -552,10 +654,8 @@ _LATER = "this optpipe does not schedule it yet"
 def _flat(data: dict[str, Any]) -> dict[str, Any]:
     """Return a document of v2 with its stages in the form of v1, where they mean the same."""
     data = dict(data)
-    for name, free in (("pairs", []), ("microbatches", None)):
-        value = data.pop(name, free)
-        if value not in (free, []):
-            raise rule_broken(f"{name}: {_LATER}", f"leave {name} out")
+    if data.pop("microbatches", None) not in (None, []):
+        raise rule_broken(f"microbatches: {_LATER}", "leave microbatches out")
     stages = data.get("stages")
     if isinstance(stages, list | tuple):
         data["stages"] = [_flat_stage(index, stage) for index, stage in enumerate(stages)]

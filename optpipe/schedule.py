@@ -11,13 +11,15 @@ import re
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_serializer, field_validator, model_validator
 from pydantic_core import core_schema
 
 from optpipe.errors import ActionSyntaxError, ScheduleFormatError, rule_broken
 from optpipe.problem import FileValue, FrozenValue, LinkLane, Objective
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
     from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
     from pydantic.json_schema import JsonSchemaValue
 
@@ -36,11 +38,15 @@ __all__ = [
     "Status",
     "StoppedBy",
     "TraceEntry",
+    "cells_of",
     "gap_of",
     "input_of",
     "lane_of",
     "parse_action",
+    "parse_cell",
+    "partner_of",
     "pass_of",
+    "starts_pair",
     "transit_ms",
 ]
 
@@ -96,12 +102,15 @@ class Action(NamedTuple):
 
     In pydantic models it validates from, and serialises to, that text. ``mode`` is that of the cell
     and stands at its F alone (``2F0@3``): an index of the stage's menu, 0 = none is named.
+    ``paired`` marks a backward (I or B) that runs together with the F right before it in its
+    program; in text the two are one cell, ``(0F7;7B3)OVERLAP_F_B`` (`cells_of`, `parse_cell`).
     """
 
     stage: int
     type: ActionType
     microbatch: int
     mode: int = 0
+    paired: bool = False
 
     def __str__(self) -> str:
         mode = f"@{self.mode}" if self.mode else ""
@@ -114,8 +123,8 @@ class Action(NamedTuple):
 
     @property
     def bare(self) -> Action:
-        """The action whatever its mode: what tables of actions are keyed by."""
-        return self._replace(mode=0) if self.mode else self
+        """The action whatever its mode or partner: what tables of actions are keyed by."""
+        return self._replace(mode=0, paired=False) if self.mode or self.paired else self
 
     @classmethod
     def __get_pydantic_core_schema__(
@@ -132,7 +141,8 @@ class Action(NamedTuple):
     def __get_pydantic_json_schema__(
         cls, schema: core_schema.CoreSchema, handler: GetJsonSchemaHandler
     ) -> JsonSchemaValue:
-        return {"type": "string", "pattern": f"^{_PATTERN.pattern}$", "examples": ["2F0"]}
+        pattern = f"^(?:{_PATTERN.pattern}|{_PAIR_PATTERN})$"
+        return {"type": "string", "pattern": pattern, "examples": ["2F0", "(0F7;7B3)OVERLAP_F_B"]}
 
 
 Program = tuple[Action, ...]
@@ -159,12 +169,64 @@ def parse_action(text: str) -> Action:
     return Action(int(stage), _TYPES[kind], int(microbatch))
 
 
+# --- Pairs: an F and a backward that run together. A program holds them one after the other, the
+# backward marked; where it is text they are one cell, as in torch.
+
+_PAIR = re.compile(r"\(([^();]+);([^();]+)\)OVERLAP_F_B")
+_PAIR_PATTERN = f"\\({_INDEX}F{_INDEX}(?:@([1-9][0-9]?))?;{_INDEX}(?:I|B){_INDEX}\\)OVERLAP_F_B"
+
+
+def parse_cell(text: str) -> Program:
+    """Parse one cell: one action, or the two of a pair.
+
+    Raises
+    ------
+    ActionSyntaxError
+        If the whole text is not exactly one cell.
+    """
+    match = _PAIR.fullmatch(text)
+    if match is None:
+        return (parse_action(text),)
+    forward, backward = map(parse_action, match.groups())
+    if forward.type is not ActionType.FORWARD or not backward.type.is_backward:
+        raise ActionSyntaxError(
+            f"{text!r} is not a pair; the F stands first and an I or a B second, for example "
+            "(0F7;7B3)OVERLAP_F_B"
+        )
+    return forward, backward._replace(paired=True)
+
+
+def cells_of(program: Iterable[Action]) -> list[str]:
+    """Return the cells of a program as text: one per action, but one for both of a pair."""
+    cells: list[str] = []
+    last: Action | None = None
+    for action in program:
+        if action.paired and last is not None and last.type is ActionType.FORWARD:
+            cells[-1] = f"({cells[-1]};{action})OVERLAP_F_B"
+        else:
+            cells.append(str(action))
+        last = action
+    return cells
+
+
+def starts_pair(program: Sequence[Action], index: int) -> bool:
+    """Whether the action there is the F of a pair, whose backward is the next."""
+    return index + 1 < len(program) and program[index + 1].paired
+
+
+def partner_of(program: Sequence[Action], index: int) -> Action | None:
+    """Return what runs together with the action there, None where nothing does."""
+    if starts_pair(program, index):
+        return program[index + 1]
+    return program[index - 1] if program[index].paired else None
+
+
 def _why_not(text: str) -> str:
     shown = text if len(text) <= 40 else text[:37] + "..."
     if "OVERLAP" in text or text.startswith("("):
         return (
-            f"{shown!r} is an overlapped forward-backward pair, which v1 cannot express; "
-            "write its two actions one after the other"
+            f"{shown!r} is no single action and no pair; a pair is written "
+            "(0F7;7B3)OVERLAP_F_B, the F first, an I or a B second, without spaces"
         )
     if "@" in text:
         return (
@@ -179,6 +241,24 @@ def _why_not(text: str) -> str:
     return (
         f"{shown!r} is not an action; an action is <stage><ACTION><microbatch> with ACTION one of "
         f"{', '.join(_TYPES)} and no leading zeros, for example 2F0"
+    )
+
+
+def _flattened(programs: Any) -> Any:
+    """Return lists of cells as lists of actions; what is no list of lists is left as it is."""
+    if not isinstance(programs, list | tuple):
+        return programs
+    return tuple(
+        tuple(
+            action
+            for cell in row
+            for action in (
+                parse_cell(cell) if isinstance(cell, str) and cell.startswith("(") else (cell,)
+            )
+        )
+        if isinstance(row, list | tuple)
+        else row
+        for row in programs
     )
 
 
@@ -290,6 +370,15 @@ class Schedule(FileValue):
     stopped_by: StoppedBy
     provenance: Provenance
 
+    @field_validator("programs", mode="before")
+    @classmethod
+    def _pairs_are_cells(cls, value: Any) -> Any:
+        return _flattened(value)
+
+    @field_serializer("programs", when_used="json")
+    def _as_cells(self, programs: Programs) -> list[list[str]]:
+        return [cells_of(program) for program in programs]
+
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if len(self.peak_bytes) != len(self.programs):
@@ -312,7 +401,7 @@ class Schedule(FileValue):
     @property
     def program_hash(self) -> str:
         """``sha256:...`` of the programs alone: what all ranks must agree on."""
-        text = "\n".join(",".join(map(str, program)) for program in self.programs)
+        text = "\n".join(",".join(cells_of(program)) for program in self.programs)
         return "sha256:" + hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -338,7 +427,7 @@ def pass_of(action: Action) -> Pass | None:
 
 def input_of(action: Action, num_stages: int) -> Pass | None:
     """Return the pass whose output an action needs; None for all but F, I and B, and for 0F."""
-    stage, kind, microbatch, _ = action
+    stage, kind, microbatch, *_ = action
     if kind is ActionType.FORWARD:
         return Pass(False, stage - 1, microbatch) if stage > 0 else None
     if kind.is_backward:

@@ -15,19 +15,29 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict, deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from optpipe.check import check
 from optpipe.memory import memory_walk, modes_of
-from optpipe.schedule import Action, ActionType, Pass, input_of, lane_of, pass_of, transit_ms
+from optpipe.schedule import (
+    Action,
+    ActionType,
+    Pass,
+    input_of,
+    lane_of,
+    partner_of,
+    pass_of,
+    starts_pair,
+    transit_ms,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from optpipe.problem import Problem
-    from optpipe.schedule import Programs
+    from optpipe.schedule import Program, Programs
 
 __all__ = [
     "GradSync",
@@ -45,6 +55,7 @@ __all__ = [
     "link_loads",
     "link_warnings",
     "make_timeline",
+    "side_by_side",
     "simulate",
     "timeline_of",
 ]
@@ -56,6 +67,7 @@ class Times:
 
     ``issue`` is when the device reaches it, its inputs aside; ``start`` and ``end`` are those of
     the compute pass or of the transfer itself. A RELEASE has start = end = when its wait is over.
+    Both actions of a pair have the same times.
     """
 
     issue: float
@@ -215,6 +227,7 @@ def simulate(
         Legal programs (see `optpipe.check.check`); their memory is not looked at here.
     durations
         Durations in ms that replace the problem's, for some or all actions: measured times, noise.
+        What hides in a pair grows and shrinks with its forward, and is at most its backward.
     message_factors
         What multiplies the time of the message with a pass's output, for some or all passes: both
         how long it occupies a link and how long it takes.
@@ -286,22 +299,35 @@ class _LaneRun:
                 )
                 self.times[device][index] = self.lanes.issue(item)
             else:
-                times = self._compute_times(device, action)
+                together = program[index : index + 1 + starts_pair(program, index)]
+                times = self._compute_times(device, together)
                 if times is None:
                     break
-                self.times[device][index] = times
                 self.clock[device] = times.end
-                made = pass_of(action)
-                if made is not None:
-                    self.departs[made] = self._departure(made, times.end)
-                    if made in self.waiting_for_pass:
-                        woken.append(self.waiting_for_pass.pop(made))
+                for at, part in enumerate(together, start=index):
+                    self.times[device][at] = times
+                    made = pass_of(part)
+                    if made is not None:
+                        self.departs[made] = self._departure(made, times.end)
+                        if made in self.waiting_for_pass:
+                            woken.append(self.waiting_for_pass.pop(made))
+                self.head[device] += len(together) - 1
             self.head[device] += 1
         return woken
 
-    def _compute_times(self, device: int, action: Action) -> Times | None:
-        """Return when an action of the compute lane runs; None while that is unknown."""
+    def _compute_times(self, device: int, together: Program) -> Times | None:
+        """Return when a compute action, or a pair, runs; None while that is unknown."""
         issue = start = self.clock[device]
+        for action in together:
+            ready = self._ready(device, action)
+            if ready is None:
+                return None
+            start = max(start, ready)
+        return Times(issue, start, start + self._lasts(device, together))
+
+    def _ready(self, device: int, action: Action) -> float | None:
+        """Return when what an action waits for is there; None while that is unknown."""
+        start = self.clock[device]
         needed = input_of(action, len(self.problem.stages))
         if needed is not None:
             if needed not in self.departs:
@@ -316,7 +342,19 @@ class _LaneRun:
             if end is None:
                 return None
             start = max(start, end)
-        return Times(issue, start, start + self._duration(device, action))
+        return start
+
+    def _lasts(self, device: int, together: Program) -> float:
+        """Return how long one action or a pair runs; what hides scales with the forward's time."""
+        length = self._duration(device, together[0])
+        if len(together) == 1:
+            return length
+        forward, backward = together
+        other = self._duration(device, backward)
+        hidden = self.problem.hidden_ms[forward.stage, backward.stage, backward.type.value]
+        if hidden > 0:
+            hidden *= length / self.problem.stages[forward.stage].forward_ms
+        return length + other - min(hidden, other)
 
     def _departure(self, made: Pass, ready: float) -> float:
         """Return when the output of a pass leaves its device, which has sent all before it."""
@@ -368,7 +406,7 @@ class _LaneRun:
 
 def awaited_transfer(action: Action) -> Action | None:
     """Return the transfer whose end an action of the compute lane waits for, if it exists."""
-    stage, kind, microbatch, _ = action
+    stage, kind, microbatch, *_ = action
     if kind is ActionType.RELEASE:
         return Action(stage, ActionType.OFFLOAD, microbatch)
     if kind.consumes_reload:
@@ -468,13 +506,32 @@ _LANES: dict[ActionType, Lane] = {ActionType.OFFLOAD: "d2h", ActionType.RELOAD: 
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """One action on one lane, in ms; ``action`` is None for a gradient reduction."""
+    """One action on one lane, in ms; ``action`` is None for a gradient reduction.
+
+    ``partner`` is what runs together with it, in an interval of its own with the same times.
+    """
 
     device: int
     lane: Lane
     action: Action | None
     start: float
     end: float
+    partner: Action | None = None
+
+
+def side_by_side(intervals: Sequence[Interval]) -> tuple[Interval, ...]:
+    """Return intervals as pictures show them: of a pair the forward left, the backward right.
+
+    The two run together, for as long as both bars; each has half of it.
+    """
+    return tuple(
+        item
+        if item.partner is None
+        else replace(item, start=(item.start + item.end) / 2)
+        if item.action is not None and item.action.paired
+        else replace(item, end=(item.start + item.end) / 2)
+        for item in intervals
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -526,8 +583,15 @@ def timeline_of(problem: Problem, programs: Programs, run: Simulation) -> Timeli
     intervals: list[tuple[Interval, ...]] = []
     for device, (program, row) in enumerate(zip(programs, run.times, strict=True)):
         held = [
-            Interval(device, _LANES.get(action.type, "compute"), action, at.start, at.end)
-            for action, at in zip(program, row, strict=True)
+            Interval(
+                device,
+                _LANES.get(action.type, "compute"),
+                action,
+                at.start,
+                at.end,
+                partner_of(program, index),
+            )
+            for index, (action, at) in enumerate(zip(program, row, strict=True))
             if action.type is not ActionType.RELEASE
         ]
         held += [

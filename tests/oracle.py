@@ -139,7 +139,7 @@ def _waits_in_a_circle(problem: Problem, programs: Programs) -> bool:
         for before, after in pairwise(row):
             graph[after].add(before)
     for action, needed in graph.items():
-        stage, kind, microbatch, _ = action
+        stage, kind, microbatch, *_ = action
         if kind is ActionType.FORWARD and stage > 0:
             needed.update(one for one in graph if one[:3] == (stage - 1, kind, microbatch))
         if kind in _BACKWARDS and stage < last:
@@ -175,7 +175,7 @@ def device_levels(problem: Problem, device: int, row: Program) -> Iterator[tuple
     All from the state of every cell.
     """
     static = sum(stage.static_bytes for stage in problem.stages if stage.device == device)
-    ways = {cell: _way_of(problem, cell, row) for cell in {action[::2] for action in row}}
+    ways = {cell: _way_of(problem, cell, row) for cell in {action.cell for action in row}}
     done: dict[tuple[int, int], set[str]] = {}
 
     def total() -> int:
@@ -185,7 +185,7 @@ def device_levels(problem: Problem, device: int, row: Program) -> Iterator[tuple
         )
 
     for action in row:
-        cell = action[::2]
+        cell = action.cell
         before = total()
         inside = ways[cell].inside if action.type in _BACKWARDS else 0
         done.setdefault(cell, set()).add(action.type.value)
@@ -208,9 +208,9 @@ def host_peaks(problem: Problem, programs: Programs) -> dict[str, int]:
     for device, row in zip(problem.devices, programs, strict=True):
         peak = 0
         for upto in range(len(row)):
-            away = {action[::2] for action in row[: upto + 1] if action.type == "OFFLOAD"}
+            away = {action.cell for action in row[: upto + 1] if action.type == "OFFLOAD"}
             used = ("I", "B", "RECOMPUTE")
-            away -= {action[::2] for action in row[: upto + 1] if action.type in used}
+            away -= {action.cell for action in row[: upto + 1] if action.type in used}
             peak = max(peak, sum(_way_of(problem, cell, row).moved for cell in away))
         peaks[device.host] += peak
     return peaks
@@ -244,7 +244,7 @@ class Ticking:
         self.ways = {
             cell: _way_of(self.problem, cell, row)
             for row in self.programs
-            for cell in {action[::2] for action in row}
+            for cell in {action.cell for action in row}
         }
         self.head = [0] * len(self.programs)
         self.idle_from = [0] * len(self.programs)
@@ -278,7 +278,7 @@ class Ticking:
         return True
 
     def _inputs_there(self, action: Action, now: int) -> bool:
-        stage, kind, microbatch, _ = action
+        stage, kind, microbatch, *_ = action
         if kind is ActionType.RELEASE:
             return self._ended(Action(stage, ActionType.OFFLOAD, microbatch), now)
         if kind is ActionType.FORWARD:
@@ -342,7 +342,7 @@ class Ticking:
         return moved
 
     def _length(self, action: Action) -> int:
-        stage, way = self.problem.stages[action.stage], self.ways[action[::2]]
+        stage, way = self.problem.stages[action.stage], self.ways[action.cell]
         held = self.problem.devices[stage.device]
         split = stage.backward_input_ms + stage.backward_weight_ms
         fused = split if stage.backward_ms is None else stage.backward_ms

@@ -31,6 +31,7 @@ actions = st.builds(
     stage=st.integers(0, 999_999_999),
     type=st.sampled_from(list(ActionType)),
     mode=st.just(0),
+    paired=st.just(False),
     microbatch=st.integers(0, 999_999_999),
 ) | st.builds(
     Action,
@@ -38,6 +39,7 @@ actions = st.builds(
     type=st.just(F),
     microbatch=st.integers(0, 999_999_999),
     mode=st.integers(0, 99),
+    paired=st.just(False),
 )
 
 

@@ -161,7 +161,7 @@ def test_under_every_timing_bytes_leave_after_the_copy_and_are_back_before_use(
         for row, lane in zip(case.programs, run.times, strict=True)
         for action, times in zip(row, lane, strict=True)
     }
-    for (stage_index, kind, microbatch, _), times in at.items():
+    for (stage_index, kind, microbatch, *_), times in at.items():
         if kind is ActionType.RELEASE:
             copied = at[Action(stage_index, ActionType.OFFLOAD, microbatch)]
             made = at[Action(stage_index, ActionType.FORWARD, microbatch)]

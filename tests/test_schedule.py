@@ -136,7 +136,7 @@ def test_texts_that_torch_or_int_would_let_pass_are_refused(text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "rule", "fix"),
     [
-        ("(0F0;1B0)OVERLAP_F_B", "overlapped forward-backward pair", "one after the other"),
+        ("(0F0;1B0)OVERLAP_F_B", "no single action", "without spaces"),
         ("1SEND_F0", "communication action", "compute_only"),
         ("1RECV_B0", "communication action", "compute_only"),
         ("1UNSHARD", "communication action", "compute_only"),

@@ -164,7 +164,7 @@ def _in_order(program: tuple[Action, ...]) -> tuple[Action, ...]:
     split: dict[int, list[int]] = {}
     numbered = []
     for action in program:
-        stage, kind, _, _ = action
+        stage, kind, *_ = action
         key = (stage, "back" if kind.is_backward else kind.value)
         number = count[key]
         count[key] += 1

@@ -552,6 +552,8 @@ _ADVICE: dict[str, str] = {
     "ada-offload": "Some offload on any placement, with the order of a tight schedule; a good "
     "start for the search.",
     "greedy": "Any placement, any limit, unequal stages: where the handcrafted rules do not apply.",
+    "dualpipe-v": "Experts on all-to-all that hides, a V of chunks, 2p + 1 activations.",
+    "1f1b-overlap": "Experts on all-to-all that hides, chunks in a loop.",
     "building-blocks": "Limits between those of ZB-V, V-Half and V-Min, and unequal times.",
 }
 """One or two sentences per family; a family that is not here has its table only."""

@@ -51,6 +51,7 @@ _TITLES = {
     "length": "Length",
     "critical path": "Critical path (start in ms, what, how long)",
     "lanes": "Lanes",
+    "pairs": "What hides behind what",
     "slack": "Slack (alone, before the step is longer)",
     "memory": "Memory",
     "idle": "Idle",

@@ -55,7 +55,7 @@ class ModeChange(FrozenValue):
     """Micro-batches of a stage that are treated, or whose backward runs, in another way.
 
     Either is ``kept``, ``offloaded``, ``recomputed`` or ``mode <n>``, as the programs say, or it is
-    ``split (I, W)`` or ``fused (B)``.
+    ``split (I, W)`` or ``fused (B)``, or runs ``alone`` or ``with F of stage <n>``.
     """
 
     stage: int
@@ -104,13 +104,14 @@ class ScheduleDifference(FrozenValue):
     placement: tuple[PlacementChange, ...] = ()
     treatment: tuple[ModeChange, ...] = ()
     backward: tuple[ModeChange, ...] = ()
+    pairing: tuple[ModeChange, ...] = ()
     order: tuple[OrderChange, ...] = ()
     costs: tuple[Cost, ...] = ()
 
     @property
     def is_empty(self) -> bool:
         """Whether the two are the same programs."""
-        return not (self.placement or self.treatment or self.backward or self.order)
+        return not (self.placement or self.treatment or self.backward or self.pairing or self.order)
 
 
 def compare_programs(
@@ -127,6 +128,7 @@ def compare_programs(
         placement=_placement_changes(old.devices, new.devices),
         treatment=_mode_changes(old.treatments, new.treatments),
         backward=_mode_changes(old.backwards, new.backwards),
+        pairing=_mode_changes(old.pairings, new.pairings),
         order=tuple(
             _order_change(device, *rows)
             for device, rows in enumerate(zip_longest(*plain, fillvalue=()))
@@ -142,12 +144,13 @@ class _Facts(NamedTuple):
     devices: dict[int, int]
     treatments: dict[tuple[int, int], str]
     backwards: dict[tuple[int, int], str]
+    pairings: dict[tuple[int, int], str]
 
 
 def _facts(programs: Programs) -> _Facts:
-    facts = _Facts({}, {}, {})
+    facts = _Facts({}, {}, {}, {})
     for device, program in enumerate(programs):
-        for stage, kind, microbatch, mode in program:
+        for index, (stage, kind, microbatch, mode, paired) in enumerate(program):
             facts.devices[stage] = device
             cell = stage, microbatch
             if mode:
@@ -163,6 +166,9 @@ def _facts(programs: Programs) -> _Facts:
             if kind.is_backward:
                 is_fused = kind is ActionType.FULL_BACKWARD
                 facts.backwards[cell] = "fused (B)" if is_fused else "split (I, W)"
+                facts.pairings[cell] = "alone"
+                if paired and index:
+                    facts.pairings[cell] = f"with F of stage {program[index - 1].stage}"
     return facts
 
 
@@ -444,7 +450,7 @@ def _schedule_lines(found: ScheduleDifference) -> Iterator[str]:
     for place in found.placement:
         before, after = (_place(device) for device in (place.before, place.after))
         yield f"stage {place.stage}: {before} -> {after}"
-    for change in (*found.treatment, *found.backward):
+    for change in (*found.treatment, *found.backward, *found.pairing):
         yield _mode_line(change)
     for order in found.order:
         yield _order_line(order)
@@ -455,7 +461,7 @@ def _place(device: int | None) -> str:
 
 
 def _mode_line(change: ModeChange) -> str:
-    what = "backward " if "(" in change.before else ""
+    what = "backward " if "(" in change.before or "F of" in change.before + change.after else ""
     return (
         f"stage {change.stage}: {microbatches(change.microbatches)}: {what}{change.before} -> "
         f"{change.after}"

@@ -75,7 +75,7 @@ def explain(
         idle=idle_times(problem, programs, run, reasons),
         reliefs=stage_reliefs(problem, programs, peaks),
     )
-    return told.model_copy(update={"sentences": _sentences(problem, told)})
+    return told.model_copy(update={"sentences": _sentences(problem, programs, told)})
 
 
 def _critical_path(pieces: Sequence[Piece], length_ms: float) -> CriticalPath:
@@ -121,11 +121,12 @@ _WAITS: dict[IdleCause, str] = {
 }
 
 
-def _sentences(problem: Problem, told: Explanation) -> tuple[Sentence, ...]:
+def _sentences(problem: Problem, programs: Programs, told: Explanation) -> tuple[Sentence, ...]:
     topics: dict[Topic, Iterator[str]] = {
         "length": chain(_length(told), link_warnings(problem, told.makespan_ms)),
         "critical path": _path_sentences(problem, told.critical_path),
         "lanes": _lanes(problem, told),
+        "pairs": _pairs(problem, programs),
         "slack": _slack(problem, told),
         "memory": _memory(problem, told),
         "idle": _idle(problem, told),
@@ -140,10 +141,17 @@ def _sentences(problem: Problem, told: Explanation) -> tuple[Sentence, ...]:
 
 def _length(told: Explanation) -> Iterator[str]:
     busiest = f"the busiest device computes for {format_ms(told.busiest_ms)} ms of it"
-    yield (
-        f"The {told.objective} is {format_ms(told.length_ms)} ms; {busiest}: a bubble of "
-        f"{format_share(told.bubble_rate)}."
-    )
+    if told.busiest_ms > told.length_ms:
+        yield (
+            f"The {told.objective} is {format_ms(told.length_ms)} ms, shorter than the "
+            f"{format_ms(told.busiest_ms)} ms for which the busiest device would compute without "
+            "pairs."
+        )
+    else:
+        yield (
+            f"The {told.objective} is {format_ms(told.length_ms)} ms; {busiest}: a bubble of "
+            f"{format_share(told.bubble_rate)}."
+        )
     if told.bound_ms is not None:
         gap = gap_of(told.length_ms, told.bound_ms) or 0.0
         yield (
@@ -171,6 +179,36 @@ def _lanes(problem: Problem, told: Explanation) -> Iterator[str]:
         ms, share = format_ms(uses[0].busy_ms), format_share(uses[0].share)
         is_same = all(format_ms(use.busy_ms) == ms for use in uses)
         yield f"{_lane_names(problem, uses)}: busy {'' if is_same else 'up to '}{ms} ms, {share}"
+
+
+def _pairs(problem: Problem, programs: Programs) -> Iterator[str]:
+    """Say per device and kind of pair how often what hid behind what, the most first."""
+    if not problem.pairs:
+        return
+    used: dict[tuple[int, int, int, str], int] = defaultdict(int)
+    for device, program in enumerate(programs):
+        for forward, backward in pairwise(program):
+            if backward.paired:
+                used[device, forward.stage, backward.stage, backward.type.value] += 1
+    if not used:
+        yield "No forward and backward run together, though the problem has pairs that may."
+        return
+    hidden = {key: number * problem.hidden_ms[key[1:]] for key, number in used.items()}
+    yield (
+        f"{count(sum(used.values()), 'pair')} of a forward and a backward run together and hide "
+        f"{format_ms(sum(hidden.values()))} ms, summed over devices."
+    )
+    order = sorted(used, key=lambda key: (-hidden[key], key))
+    for device, forward, backward, letter in order[:_MOST_LINES]:
+        key = device, forward, backward, letter
+        yield (
+            f"{_device_name(problem, device)}: F of stage {forward} and {letter} of stage "
+            f"{backward} together, {used[key]} times, {format_ms(problem.hidden_ms[key[1:]])} ms "
+            f"hidden each, {format_ms(hidden[key])} ms in all"
+        )
+    if rest := order[_MOST_LINES:]:
+        ms = sum(hidden[key] for key in rest)
+        yield f"{count(len(rest), 'other kind')} of pairs: {format_ms(ms)} ms in all"
 
 
 def _slack(problem: Problem, told: Explanation) -> Iterator[str]:

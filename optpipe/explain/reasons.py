@@ -14,7 +14,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from optpipe.explain.values import DeviceIdle, IdleCause, LaneUse, PathRun
-from optpipe.schedule import Action, ActionType, Pass, input_of, pass_of, transit_ms
+from optpipe.schedule import Action, ActionType, Pass, input_of, partner_of, pass_of, transit_ms
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator, Sequence
@@ -92,7 +92,7 @@ def lane_uses(problem: Problem, programs: Programs, run: Simulation) -> tuple[La
             busy[OccupiedLane("compute", device)] += 0.0
         known = {kind: lanes_of(problem, device, kind) for kind in ActionType}
         for action, at in zip(program, run.times[device], strict=True):
-            for lane in known[action.type]:
+            for lane in () if action.paired else known[action.type]:
                 busy[lane] += at.end - at.start
     for sync in run.grad_syncs:
         busy[OccupiedLane("grad sync", sync.device)] += sync.end - sync.start
@@ -176,9 +176,34 @@ class Reasons:
         return self._run.times[spot.device][spot.cell]
 
     def compute_cells(self, device: int) -> list[int]:
-        """Return where the actions of a device's compute lane stand, RELEASE included."""
+        """Return where a device's compute lane begins something, RELEASE included; pairs once."""
         program = self._programs[device]
-        return [cell for cell, action in enumerate(program) if action.type not in _TRANSFERS]
+        return [
+            cell
+            for cell, action in enumerate(program)
+            if action.type not in _TRANSFERS and not action.paired
+        ]
+
+    def _together(self, spot: Spot) -> tuple[Action, ...]:
+        """Return the actions that start together there: one, or the two of a pair."""
+        action = self.action(spot)
+        other = partner_of(self._programs[spot.device], spot.cell)
+        return (action,) if other is None else (action, other)
+
+    def waiter(self, spot: Spot) -> Action:
+        """Return which of the actions that start together there waited longest; the one that does.
+
+        Of a pair that waits the first of these: whose input came at its start, whose transfer ended
+        there.
+        """
+        together, at = self._together(spot), self.times(spot)
+        if len(together) == 1 or at.start == at.issue:
+            return together[0]
+        for action in together:
+            source = self.input_spot(action)
+            if source is not None and self._arrival(source, action) == at.start:
+                return action
+        return next(action for action in together if action.type.is_backward)
 
     def of(self, spot: Spot) -> WaitReason | None:
         """Return why the action there starts no earlier; None where it starts with the clock.
@@ -191,7 +216,7 @@ class Reasons:
         before = self._before[spot.device][spot.cell]
         if at.start == at.issue:
             return WaitReason(Why.PROGRAM, Spot(spot.device, before)) if before >= 0 else None
-        action = self.action(spot)
+        action = self.waiter(spot)
         if action.type.is_transfer:
             ahead = self._ahead_of(spot, action)
             if ahead is not None:
@@ -242,7 +267,7 @@ class Reasons:
         """Note where passes and transfers stand; return what precedes each on the compute lane."""
         before, last = [], -1
         for cell, action in enumerate(program):
-            before.append(last)
+            before.append(before[-1] if action.paired and before else last)
             if action.type in _TRANSFERS:
                 self._transfers[action] = Spot(device, cell)
                 continue
@@ -277,7 +302,7 @@ class Reasons:
 
 def _awaited(action: Action) -> Action:
     kind = ActionType.OFFLOAD if action.type is ActionType.RELEASE else ActionType.RELOAD
-    return action._replace(type=kind)
+    return action.bare._replace(type=kind)
 
 
 # --- Idle time of compute lanes, by cause.
@@ -335,7 +360,7 @@ def _idle(problem: Problem, run: Simulation, reasons: Reasons, device: int) -> D
 
 def _waits(reasons: Reasons, spot: Spot) -> dict[IdleCause, float]:
     """Return the parts of the wait before an action, in ms."""
-    at, action, reason = reasons.times(spot), reasons.action(spot), reasons.of(spot)
+    at, action, reason = reasons.times(spot), reasons.waiter(spot), reasons.of(spot)
     if reason is None:
         raise AssertionError(f"{action} waits for nothing")
     if reason.why is Why.TRANSFER:
@@ -447,7 +472,7 @@ def _step(reasons: Reasons, spot: Spot) -> Generator[Piece, None, Spot | None]:
             end = message.depart
         return reasons.spot_of(queue[-1].made)
     if reason.why is Why.INPUT and came_from.end < at.start:
-        yield Piece("link", spot.device, action, came_from.end, at.start)
+        yield Piece("link", spot.device, reasons.waiter(spot), came_from.end, at.start)
     elif reason.why is Why.QUEUE:
         yield Piece("queue", spot.device, action, came_from.end, at.start)
     return reason.spot

@@ -109,7 +109,11 @@ class _PathGraph:
                 before = [] if last is None else [(last, 0.0)]
                 lanes = lanes_of(self._problem, device, action.type)
                 key = action.bare
-                self._nodes[key] = _PathNode(lanes, at.end - at.start, before)
+                length = 0.0 if action.paired else at.end - at.start
+                self._nodes[key] = _PathNode(lanes, length, before)
+                if action.paired and last is not None:
+                    # A pair is the node of its forward: it starts when both could.
+                    before = self._nodes[last].before
                 if action.type.is_transfer:
                     continue
                 self._firsts.setdefault(device, key)

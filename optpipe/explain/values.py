@@ -40,7 +40,16 @@ PieceKind = Literal["compute", "link", "d2h", "h2d", "grad sync", "queue"]
 RunKind = Literal["device", "wave", "link", "d2h", "h2d", "grad sync", "queue"]
 ReliefKind = Literal["offload", "recompute", "mode"]
 Topic = Literal[
-    "length", "critical path", "lanes", "slack", "memory", "idle", "offload", "recompute", "mode"
+    "length",
+    "critical path",
+    "lanes",
+    "pairs",
+    "slack",
+    "memory",
+    "idle",
+    "offload",
+    "recompute",
+    "mode",
 ]
 
 
@@ -214,7 +223,7 @@ class Explanation(FrozenValue):
     makespan_ms: float
     span_ms: float
     busiest_ms: float = Field(
-        description="Compute time of the busiest device, DESIGN section 2: no schedule is shorter."
+        description="Compute time of the busiest device; without pairs no schedule is shorter."
     )
     bubble_rate: float = Field(description="1 - busiest_ms / length_ms.")
     bound_ms: float | None = None

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from optpipe.schedule import cells_of
 from optpipe.simulate import make_timeline
 
 if TYPE_CHECKING:
@@ -116,7 +117,8 @@ def _sent(problem: Problem, timeline: Timeline) -> Iterator[dict[str, Any]]:
 def _row(row: _TraceProcess, intervals: Sequence[Interval]) -> Iterator[dict[str, Any]]:
     yield from _names(row, {item.lane for item in intervals})
     for item in intervals:
-        yield _complete(row.pid, item)
+        if item.partner is None or item.action is None or not item.action.paired:
+            yield _complete(row.pid, item)
 
 
 def _names(row: _TraceProcess, used: set[Lane]) -> Iterator[dict[str, Any]]:
@@ -135,15 +137,29 @@ def _metadata(name: str, process: int, thread: int, args: dict[str, Any]) -> dic
 def _complete(process: int, item: Interval) -> dict[str, Any]:
     start, end = _microseconds(item.start), _microseconds(item.end)
     action = item.action
+    args: dict[str, Any] = {}
+    name = "gradient reduction"
+    if action is not None:
+        args = {"stage": action.stage, "microbatch": action.microbatch}
+        (name,) = cells_of((action,) if item.partner is None else (action, item.partner))
+    if item.partner is not None:
+        args |= {
+            "backward_stage": item.partner.stage,
+            "backward_microbatch": item.partner.microbatch,
+        }
     return {
-        "name": "gradient reduction" if action is None else str(action),
-        "cat": item.lane if action is None else action.type.name.lower(),
+        "name": name,
+        "cat": item.lane
+        if action is None
+        else "pair"
+        if item.partner is not None
+        else action.type.name.lower(),
         "ph": "X",
         "ts": start,
         "dur": round(end - start, 3),
         "pid": process,
         "tid": _THREADS[item.lane][0],
-        "args": {} if action is None else {"stage": action.stage, "microbatch": action.microbatch},
+        "args": args,
     }
 
 

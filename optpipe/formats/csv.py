@@ -12,7 +12,14 @@ import io
 import re
 
 from optpipe.errors import ActionSyntaxError, ScheduleFormatError
-from optpipe.schedule import Action, ActionType, Programs, parse_action
+from optpipe.schedule import (
+    Action,
+    ActionType,
+    Programs,
+    cells_of,
+    parse_action,
+    parse_cell,
+)
 
 __all__ = ["dump_csv", "load_csv"]
 
@@ -42,7 +49,7 @@ def dump_csv(programs: Programs, *, for_torch: bool = False) -> str:
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     for program in programs:
-        writer.writerow([str(action) for action in program])
+        writer.writerow(cells_of(program))
     return out.getvalue()
 
 
@@ -54,8 +61,9 @@ def _expect_for_torch(programs: Programs) -> None:
                 f"row {row} is empty, but torch's runtime needs an action on every rank; leave "
                 "that device out of the problem, and solve again"
             )
-        num_losses = 0
-        for column, action in enumerate(program, start=1):
+        num_losses = column = 0
+        for action in program:
+            column += not action.paired
             if action.type in _UNKNOWN_TO_TORCH or action.mode:
                 raise _unknown_to_torch(row, column, action)
             if action.stage == last and action.type is ActionType.FORWARD:
@@ -102,7 +110,7 @@ def load_csv(text: str) -> Programs:
             if not cell.strip():
                 continue
             try:
-                program.append(parse_action(cell.strip()))
+                program.extend(parse_cell(cell.strip()))
             except ActionSyntaxError as error:
                 place = f"row {row_number}, column {column}"
                 hint = "; separate cells by commas" if _are_actions(cell) else ""

@@ -110,7 +110,7 @@ class _JointOrder:
         self._offloaded = {
             (stage, microbatch)
             for program in programs
-            for stage, kind, microbatch, _ in program
+            for stage, kind, microbatch, *_ in program
             if kind is ActionType.OFFLOAD
         }
         self._held: dict[int, list[int]] = {}

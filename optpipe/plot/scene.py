@@ -15,7 +15,7 @@ import numpy as np
 from optpipe.errors import MissingExtraError
 from optpipe.memory import memory_walk
 from optpipe.schedule import ActionType, gap_of
-from optpipe.simulate import idle_shares, simulate, timeline_of
+from optpipe.simulate import idle_shares, side_by_side, simulate, timeline_of
 from optpipe.units import format_ms, format_share
 
 if TYPE_CHECKING:
@@ -96,7 +96,8 @@ class Bars:
     * ``device``, ``stage``, ``microbatch``: which one; int32. A gradient reduction has
       `NO_MICROBATCH` for stage and micro-batch.
     * ``lane``, ``kind``: places in `LANES` and `KINDS`; int8.
-    * ``start``, ``end``: ms from the first start of all; float64.
+    * ``start``, ``end``: ms from the first start of all; float64. A pair is two bars side by side
+      (`optpipe.simulate.side_by_side`), so that it shows as one bar in two colours.
     * ``before``, ``after``: bytes that the device holds before and after the action, in program
       order, static bytes included and workspaces not; int64.
     """
@@ -143,7 +144,7 @@ def drawing_of(problem: Problem, programs: Programs) -> Drawing:
     """
     timeline = timeline_of(problem, programs, simulate(problem, programs))
     curves = tuple(curve_of(points) for points in timeline.memory)
-    rows = [row for device in timeline.intervals for row in device]
+    rows = [row for device in timeline.intervals for row in side_by_side(device)]
     around = [
         _held_around(problem, device, programs, intervals, curves[device])
         for device, intervals in enumerate(timeline.intervals)
@@ -539,6 +540,8 @@ TITLES: Mapping[str, str] = {
     "po-f": "PO-F",
     "ada-offload": "AdaOffload",
     "greedy": "List scheduling",
+    "dualpipe-v": "DualPipeV",
+    "1f1b-overlap": "1F1B, overlapped",
     "building-blocks": "Building blocks",
     "auto": "Optimiser",
     "milp": "MILP",

@@ -19,7 +19,7 @@ from rich.text import Text
 from optpipe.memory import device_peak_bytes
 from optpipe.plot.scene import COLOURS, curve_of, peaks_of, shares_of
 from optpipe.schedule import ActionType
-from optpipe.simulate import bubble_rate, make_timeline
+from optpipe.simulate import bubble_rate, make_timeline, side_by_side
 from optpipe.units import format_bytes, format_ms, format_share, tick_step
 
 if TYPE_CHECKING:
@@ -125,7 +125,8 @@ class _Picture:
             yield self._row(f" {sign} host", self._transfers(moves, kind), note, _DIM)
 
     def _lane(self, device: int, lane: Lane) -> list[Interval]:
-        return [item for item in self.timeline.intervals[device] if item.lane == lane]
+        own = [item for item in self.timeline.intervals[device] if item.lane == lane]
+        return list(side_by_side(own))
 
     def _row(self, label: str, body: Text, note: Text, label_style: Style) -> Text:
         short = label if len(label) < self.gutter else label[: self.gutter - 2] + "~"

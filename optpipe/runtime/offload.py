@@ -561,7 +561,7 @@ def count_slots(program: Program) -> dict[int, int]:
     """Return, per stage, the most micro-batches that a program has on the host at once."""
     held: dict[int, set[int]] = {}
     most: dict[int, int] = {}
-    for stage, kind, microbatch, _ in program:
+    for stage, kind, microbatch, *_ in program:
         if kind is ActionType.OFFLOAD:
             held.setdefault(stage, set()).add(microbatch)
             most[stage] = max(most.get(stage, 0), len(held[stage]))

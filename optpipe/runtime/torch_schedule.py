@@ -275,7 +275,7 @@ def _with_extra_actions(order: Sequence[_Action], program: Program) -> list[_Act
     """
     extras: dict[tuple[int, str, int | None], list[_Action]] = {}
     before: tuple[int, str, int | None] | None = None
-    for stage, kind, microbatch, _ in program:
+    for stage, kind, microbatch, *_ in program:
         if kind in _TORCH_RUNS:
             before = (stage, kind.name, microbatch)
         elif before is not None:

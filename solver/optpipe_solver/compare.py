@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from optpipe.memory import device_peak_bytes, host_peak_bytes
+from optpipe.schedule import cells_of
 from optpipe.simulate import bubble_rate, simulate
 from optpipe_solver.arrays.encoding import CompiledProblem
 from optpipe_solver.families.common import NotApplicable, NotApplicableReason
@@ -128,7 +129,7 @@ class ComparisonRow:
         data = {field.name: getattr(self, field.name) for field in fields(self)}
         data["problem_hash"] = data.pop("problem").problem_hash
         if self.programs is not None:
-            data["programs"] = [[str(action) for action in row] for row in self.programs]
+            data["programs"] = [cells_of(row) for row in self.programs]
         return data
 
 

@@ -129,6 +129,8 @@ def plans(problem: Problem, limits: Limits) -> tuple[SearchPlan, ...]:
     found none of the 82 schedules of ``benchmarks`` and none of 52 proofs, for 20 to 30 CPU seconds
     on some (measured).
     """
+    if problem.pairs:
+        return (SearchPlan(before=(Step(_RESTRICTED, 1.0),)),)
     proof = _proof(problem)
     if limits.threads == 1 or limits.work_limit is not None:
         less = (Step(_RESTRICTED, 0.5 if problem.has_modes else 0.25, 4.0),)
@@ -142,8 +144,10 @@ def plans(problem: Problem, limits: Limits) -> tuple[SearchPlan, ...]:
 
 
 def exact_parts_know(problem: Problem) -> bool:
-    """Whether menus say nothing that the exact searches and the full-horizon model do not know."""
-    return all(knows_menu(problem, device) for device in range(len(problem.devices)))
+    """Whether there is nothing that the exact searches and the full-horizon model do not know."""
+    return not problem.pairs and all(
+        knows_menu(problem, device) for device in range(len(problem.devices))
+    )
 
 
 _MOST_PROVEN_PAIRS = 1_000
@@ -474,6 +478,9 @@ def restrictions(problem: Problem) -> tuple[Restriction, ...]:
 
     Where v1 cannot say the menus, they are narrower ones, v1's first.
     """
+    if problem.pairs:
+        alone = problem.model_copy(update={"pairs": ()})
+        return (Restriction("without pairs", alone), *restrictions(alone))
     if problem.has_modes:
         made = (Restriction(one.name, one.problem, one) for one in narrow_menus(problem))
         return tuple(less for less in made if feasibility(less.problem).plan is not None)

@@ -106,10 +106,13 @@ class NoisyTimes:
         rows = self.compiled.encode(programs)
         base, by_span = self.compiled.durations(rows), self.problem.objective == "span"
         lengths = []
+        forwards, halves = self.compiled.halves(rows)
         for factors in self._draws():
             own, messages, devices = np.split(factors, np.cumsum(self._parts)[:-1])
             shared = np.where(self._is_copy, 1.0, devices[self._device_of])
-            both = self.compiled.length_ms(rows, base * own * shared, messages)
+            longer = own * shared
+            longer[halves] = longer[forwards]  # a pair is one action
+            both = self.compiled.length_ms(rows, base * longer, messages)
             lengths.append(both[by_span])
         return np.array(lengths)
 

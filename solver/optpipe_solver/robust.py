@@ -109,14 +109,14 @@ def choose_robust(best: Incumbent, robust: Robust, stop: Stop) -> RobustChoice |
 
 
 def _widen(best: Incumbent, noise: Noise, stop: Stop) -> None:
-    """Offer what else could be good under noise, as far as time allows."""
+    """Offer what else could be good under noise; by slower devices only where nothing may pair."""
     problem, known = best.problem, best.programs
     for made in all_starts(problem):
         if stop.is_over():
             return
         if made.programs is not None and made.legal:
             best.keep(made.programs, made.objective_ms, made.method)
-    if known is None or is_large(problem):
+    if known is None or is_large(problem) or problem.pairs:
         return
     cells = len(problem.stages) * problem.num_microbatches
     draw = np.random.default_rng(noise.seed)

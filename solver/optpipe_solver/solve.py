@@ -119,8 +119,8 @@ def solve(
         )
     if method == "milp" and not exact_parts_know(problem):
         raise InputError(
-            "method = 'milp': the full-horizon model knows no menus but keep, offload and "
-            "recompute; choose 'auto'"
+            "method = 'milp': the full-horizon model knows no pairs, and no menus but keep, "
+            "offload and recompute; choose 'auto'"
         )
     feasible = feasibility(problem)
     if feasible.plan is None:
@@ -158,7 +158,8 @@ class _SolveRun:
         self.should_stop = should_stop
         self.is_warm = is_warm
         self.ended = threading.Event()
-        self.lowers = method == "auto" and ranks_equals(best.problem)
+        may_pair = bool(best.problem.pairs)
+        self.lowers = method == "auto" and ranks_equals(best.problem) and not may_pair
         self.robust = robust
         self.choice: RobustChoice | None = None
         share = 1.0 - _LAST_SHARE * (self.lowers + (robust is not None))

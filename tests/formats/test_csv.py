@@ -32,7 +32,7 @@ def test_cells_that_torch_leaves_empty_to_line_steps_up_are_skipped() -> None:
         ("0F0\x00\n", "row 1, column 1: '0F0\\x00' is not an action"),
         ("0F0;0B0\n", "row 1, column 1: '0F0;0B0' is not an action"),
         ("0F0\t0B0\n", "for example 2F0; separate cells by commas"),
-        ("(0F0;1B0)OVERLAP_F_B\n", "row 1, column 1: '(0F0;1B0)OVERLAP_F_B' is an overlapped"),
+        ("(0F0; 1B0)OVERLAP_F_B\n", "row 1, column 1: ' 1B0' is not an action"),
         ("0F0,1SEND_F0\n", "row 1, column 2: '1SEND_F0' is a communication action"),
         ('"0F0\n', "not CSV: unexpected end of data; write one row per device"),
         ("0F0\r0B0\n", "not CSV: new-line character"),

@@ -161,7 +161,7 @@ def in_modes(problem: Problem, programs: Programs, number_of: dict[Cell, int]) -
     for program in programs:
         row: list[Action] = []
         for action in program:
-            stage, kind, microbatch, _ = action
+            stage, kind, microbatch, *_ = action
             number = number_of.get(action.cell, 0)
             mode = problem.menus[stage][number]
             away, back = [], []

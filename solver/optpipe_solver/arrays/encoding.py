@@ -1,13 +1,15 @@
 """A problem and its programs as flat arrays, for compiled code.
 
 An action is one integer, ``kind * num_cells + cell`` with ``cell = stage * m + microbatch``, so
-that a program is a row of integers and every table is indexed by action or by cell.
+that a program is a row of integers and every table is indexed by action or by cell. A backward that
+runs together with the F before it has a kind of its own.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from itertools import repeat
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from optpipe_solver.arrays import Flags, Floats, Ints
 
 __all__ = [
+    "CODES",
     "KINDS",
     "CompiledProblem",
     "Rows",
@@ -47,7 +50,14 @@ KINDS = (
 )
 """Action types in the order of their integers in `simulate`."""
 
+CODES = (*KINDS, ActionType.BACKWARD_INPUT, ActionType.FULL_BACKWARD)
+"""The type of every integer: the last two are the I and the B of pairs."""
+
 _KIND_NUMBER = {kind: number for number, kind in enumerate(KINDS)}
+_PAIRED_NUMBER = {
+    ActionType.BACKWARD_INPUT: simulate.PAIRED_INPUT,
+    ActionType.FULL_BACKWARD: simulate.PAIRED_BACKWARD,
+}
 
 
 class Rows(NamedTuple):
@@ -86,9 +96,10 @@ class CompiledProblem:
         lengths = np.array([len(program) for program in programs], dtype=np.int64)
         named: dict[int, int] = {}
         for device, program in enumerate(programs):
-            for at, (stage, kind, microbatch, mode) in enumerate(program):
+            for at, (stage, kind, microbatch, mode, paired) in enumerate(program):
                 cell = stage * m + microbatch
-                actions[device, at] = _KIND_NUMBER[kind] * cells + cell
+                number = _PAIRED_NUMBER[kind] if paired else _KIND_NUMBER[kind]
+                actions[device, at] = number * cells + cell
                 if mode:
                     named[cell] = _number(self.problem, stage, mode)
         rows = Rows(actions, lengths, np.zeros(cells, dtype=np.int64))
@@ -112,10 +123,11 @@ class CompiledProblem:
         for codes in rows.programs():
             kinds, held = np.divmod(codes, cells)
             stages, microbatches = np.divmod(held, m)
-            types = map(KINDS.__getitem__, kinds.tolist())
+            types = map(CODES.__getitem__, kinds.tolist())
             modes = np.where(kinds == simulate.FORWARD, names[held], _KEPT)
+            paired = (kinds >= simulate.PAIRED_INPUT).tolist()
             programs.append(
-                program_of(stages.tolist(), types, microbatches.tolist(), modes.tolist())
+                program_of(stages.tolist(), types, microbatches.tolist(), modes.tolist(), paired)
             )
         return tuple(programs)
 
@@ -125,6 +137,18 @@ class CompiledProblem:
             return self.times.duration
         stages = np.arange(self.times.num_cells) // self.problem.num_microbatches
         return self.times.mode_ms[:, stages, rows.modes].reshape(-1)
+
+    def halves(self, rows: Rows) -> tuple[Ints, Ints]:
+        """Return the action numbers of the forwards of all pairs, and of their backwards."""
+        cells, first = self.times.num_cells, simulate.PAIRED_INPUT * self.times.num_cells
+        forwards, backwards = [], []
+        for codes in rows.programs():
+            at = np.flatnonzero(codes >= first)
+            fused = codes[at] >= simulate.PAIRED_BACKWARD * cells
+            kinds = np.where(fused, simulate.FULL_BACKWARD, simulate.BACKWARD_INPUT)
+            forwards.append(codes[at - 1])
+            backwards.append(kinds * cells + codes[at] % cells)
+        return np.concatenate(forwards), np.concatenate(backwards)
 
     def length_ms(
         self, rows: Rows, durations: Floats | None = None, messages: Floats | None = None
@@ -146,7 +170,7 @@ class CompiledProblem:
         return self.length_ms(rows)[self.problem.objective == "span"]
 
     def is_compute_only(self, rows: Rows) -> bool:
-        """Whether programs hold F, I, W and B alone."""
+        """Whether programs hold F, I, W and B alone, and no pairs."""
         first = simulate.OFFLOAD * self.times.num_cells
         return all(bool((codes < first).all()) for codes in rows.programs())
 
@@ -241,7 +265,21 @@ def _times(problem: Problem) -> simulate.TimeArrays:
         fill_there=np.array([lane.ms for lane in there]),
         fill_back=np.array([lane.ms for lane in back]),
         noise=np.zeros(0),
+        hidden=_hidden(problem),
+        forward=np.array([stage.forward_ms for stage in problem.stages]),
     )
+
+
+def _hidden(problem: Problem) -> Floats:
+    """Return ms by (0 for I, 1 for B), stage of F and stage of the backward; NaN: no pair.
+
+    Empty where there are no pairs.
+    """
+    count = len(problem.stages) if problem.pairs else 0
+    hidden = np.full((2, count, count), np.nan)
+    for (forward, backward, letter), ms in problem.hidden_ms.items():
+        hidden[int(letter == "B"), forward, backward] = ms
+    return hidden
 
 
 def memory_of(problem: Problem) -> simulate.MemoryArrays:
@@ -250,13 +288,14 @@ def memory_of(problem: Problem) -> simulate.MemoryArrays:
     most = max(map(len, menus))
     delta = np.zeros((len(KINDS), len(stages)), dtype=np.int64)
     workspace = np.zeros_like(delta)
-    adds = np.zeros((len(KINDS), len(stages), most), dtype=np.int64)
+    adds = np.zeros((len(CODES), len(stages), most), dtype=np.int64)
     rises = np.zeros_like(adds)
-    for at, kind in enumerate(KINDS):
+    for at, kind in enumerate(CODES):
         effect = EFFECTS[kind]
         for s, stage in enumerate(stages):
             implied = problem.menus[s][stage.implied_mode(kind)]
-            delta[at, s], workspace[at, s] = effect.delta(implied), effect.workspace(implied)
+            if at < len(KINDS):
+                delta[at, s], workspace[at, s] = effect.delta(implied), effect.workspace(implied)
             for number in range(most):
                 mode = _mode_or_keep(menus[s], number)
                 adds[at, s, number] = effect.delta(mode)
@@ -309,10 +348,11 @@ def program_of(
     types: Iterable[ActionType],
     microbatches: Iterable[int],
     modes: Iterable[int] | None = None,
+    paired: Iterable[bool] | None = None,
 ) -> Program:
     """Return the actions whose parts stand beside each other in columns of equal length.
 
-    Without ``modes`` none is named.
+    Without ``modes`` none is named, without ``paired`` none is half of a pair.
 
     Raises
     ------
@@ -320,6 +360,8 @@ def program_of(
         If the lengths differ.
     """
     if modes is not None:
-        return tuple(map(_action, zip(stages, types, microbatches, modes, strict=True)))
-    rows = zip(stages, types, microbatches, strict=True)
-    return tuple(_action((stage, kind, microbatch, 0)) for stage, kind, microbatch in rows)
+        halves = repeat(False) if paired is None else paired
+        rows = zip(stages, types, microbatches, modes, strict=True)
+        return tuple(_action((*row, half)) for row, half in zip(rows, halves, strict=False))
+    plain = zip(stages, types, microbatches, strict=True)
+    return tuple(_action((stage, kind, microbatch, 0, False)) for stage, kind, microbatch in plain)

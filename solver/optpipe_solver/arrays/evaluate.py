@@ -17,6 +17,12 @@ from optpipe.check import find_violations
 from optpipe.memory import EFFECTS, device_peak_bytes, host_peak_bytes
 from optpipe.simulate import simulate
 from optpipe_solver.arrays.encoding import KINDS, CompiledProblem
+from optpipe_solver.arrays.simulate import (
+    BACKWARD_INPUT,
+    FULL_BACKWARD,
+    PAIRED_BACKWARD,
+    PAIRED_INPUT,
+)
 
 if TYPE_CHECKING:
     from optpipe.problem import Problem
@@ -90,6 +96,8 @@ def evaluate_arrays(compiled: CompiledProblem, programs: Programs) -> Metrics | 
     if not _is_addressable(compiled.problem, programs):
         return None
     rows = compiled.encode(programs)
+    if not _pairs_are_right(compiled, rows):
+        return None
     place = _places(compiled, rows)
     if place is None or not _is_whole(compiled, place, rows.modes) or not _is_in_order(place):
         return None
@@ -109,7 +117,41 @@ def _is_addressable(problem: Problem, programs: Programs) -> bool:
     for held, program in zip(problem.stages_of, programs, strict=True):
         if len(program) > len(held) * m * len(KINDS):
             return False
-        if not all(0 <= s < num_stages and 0 <= j < m for s, _, j, _ in program):
+        if not all(0 <= s < num_stages and 0 <= j < m for s, _, j, *_ in program):
+            return False
+    return True
+
+
+def _alone(codes: Ints, cells: int) -> Ints:
+    """Return codes with the backwards of pairs as those that run alone."""
+    kinds = codes // cells
+    shift = np.where(
+        kinds == PAIRED_BACKWARD,
+        PAIRED_BACKWARD - FULL_BACKWARD,
+        np.where(kinds == PAIRED_INPUT, PAIRED_INPUT - BACKWARD_INPUT, 0),
+    )
+    alone: Ints = codes - shift * cells
+    return alone
+
+
+def _pairs_are_right(compiled: CompiledProblem, rows: Rows) -> bool:
+    """Whether each backward of a pair stands right after an F that it may run together with."""
+    times = compiled.times
+    for codes in rows.programs():
+        at = np.flatnonzero(codes >= PAIRED_INPUT * times.num_cells)
+        if at.size == 0:
+            continue
+        if times.hidden.size == 0 or at[0] == 0:
+            return False
+        forwards, backwards = codes[at - 1], codes[at]
+        if (forwards >= times.num_cells).any():
+            return False
+        cells = backwards % times.num_cells
+        if (cells == forwards).any():
+            return False
+        kinds = (backwards >= PAIRED_BACKWARD * times.num_cells).astype(np.int64)
+        m = times.num_microbatches
+        if np.isnan(times.hidden[kinds, forwards // m, cells // m]).any():
             return False
     return True
 
@@ -120,9 +162,10 @@ def _places(compiled: CompiledProblem, rows: Rows) -> Ints | None:
     place = np.full(len(KINDS) * times.num_cells, -1, dtype=np.int64)
     for device, codes in enumerate(rows.programs()):
         stages = codes % times.num_cells // times.num_microbatches
-        if (times.device_of[stages] != device).any() or np.unique(codes).size < codes.size:
+        alone = _alone(codes, times.num_cells)
+        if (times.device_of[stages] != device).any() or np.unique(alone).size < codes.size:
             return None
-        place[codes] = np.arange(codes.size)
+        place[_alone(codes, times.num_cells)] = np.arange(codes.size)
     return place.reshape(len(KINDS), times.num_cells)
 
 
@@ -181,6 +224,9 @@ def device_peaks(compiled: CompiledProblem, rows: Rows) -> tuple[int, ...]:
         of_mode = kinds, cells // times.num_microbatches, rows.modes[cells]
         adds = memory.adds[of_mode]
         most = np.cumsum(adds) - adds + memory.rises[of_mode]
+        if (at := np.flatnonzero(kinds >= PAIRED_INPUT)).size:
+            # The workspace of the pair's F is there as well: what F rises to above what it leaves.
+            most[at] += memory.rises[of_mode][at - 1] - adds[at - 1]
         peaks.append(problem.static_bytes_of(device) + int(most.max(initial=0)))
     return tuple(peaks)
 
@@ -193,7 +239,7 @@ def _host_peaks(compiled: CompiledProblem, rows: Rows) -> dict[str, int]:
     gone, again = compiled.cells_with(_OFFLOAD, rows), compiled.cells_with(_RECOMPUTE, rows)
     peaks = {host.name: 0 for host in problem.hosts}
     for device, codes in zip(problem.devices, rows.programs(), strict=True):
-        kinds, cells = codes // times.num_cells, codes % times.num_cells
+        kinds, cells = _alone(codes, times.num_cells) // times.num_cells, codes % times.num_cells
         backward = (kinds == _I) | (kinds == _B)
         back = np.where(again[cells], kinds == _RECOMPUTE, backward) & gone[cells]
         moved = size[cells]

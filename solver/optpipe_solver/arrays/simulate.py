@@ -21,6 +21,8 @@ __all__ = [
     "FORWARD",
     "FULL_BACKWARD",
     "OFFLOAD",
+    "PAIRED_BACKWARD",
+    "PAIRED_INPUT",
     "RECOMPUTE",
     "RELEASE",
     "RELOAD",
@@ -32,12 +34,15 @@ __all__ = [
     "input_of",
     "lane_of",
     "length",
+    "pair_ms",
     "workspace_for",
 ]
 
 
 FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FULL_BACKWARD = 0, 1, 2, 3
 OFFLOAD, RELEASE, RELOAD, RECOMPUTE = 4, 5, 6, 7
+PAIRED_INPUT, PAIRED_BACKWARD = 8, 9
+"""The I or B that runs together with the F before it."""
 _UNKNOWN = -1.0
 _QUEUED = -2.0
 
@@ -50,7 +55,9 @@ class TimeArrays(NamedTuple):
     ``lane_there[s]`` is the link that the output of F(s) occupies for ``fill_there[s]`` ms, -1 if
     messages do not queue; ``lane_back[s]`` and ``fill_back[s]`` are those of the backward of s + 1.
     ``noise`` has for each pass (as ``end`` of the scratch) what multiplies its message's time; it
-    is empty where nothing does. Only `length` knows it.
+    is empty where nothing does. Only `length` knows it. ``hidden`` has what hides in a pair, in ms
+    by (0 for I, 1 for B), stage of F and stage of the backward, NaN where they may not pair; it is
+    empty where nothing may. ``forward`` is the time of F that it goes with, by stage.
     """
 
     num_stages: int
@@ -72,6 +79,8 @@ class TimeArrays(NamedTuple):
     fill_there: Floats
     fill_back: Floats
     noise: Floats
+    hidden: Floats
+    forward: Floats
 
 
 class MemoryArrays(NamedTuple):
@@ -202,7 +211,18 @@ def _advance(
             start = _start_of(device, kind, cell, times, work)
             if start < 0.0:
                 return size
-            done = start + times.duration[code]
+            # Only an F can be followed by the backward of its pair.
+            pair = -1
+            if kind == FORWARD and at + 1 < count and row[at + 1] >= PAIRED_INPUT * cells:
+                pair = row[at + 1]
+                other = BACKWARD_INPUT if pair < PAIRED_BACKWARD * cells else FULL_BACKWARD
+                ready = _start_of(device, other, pair % cells, times, work)
+                if ready < 0.0:
+                    return size
+                start = max(start, ready)
+                done = start + pair_ms(code, pair, times)
+            else:
+                done = start + times.duration[code]
             work.clock[device] = done
             if at == 0:
                 work.first[device] = start
@@ -210,8 +230,30 @@ def _advance(
             if waiter >= 0:
                 work.stack[size] = waiter
                 size += 1
+            if pair >= 0:
+                waiter = _note_end(other, pair % cells, done, times, work)
+                if waiter >= 0:
+                    work.stack[size] = waiter
+                    size += 1
+                work.head[device] = at + 1
+                at += 1
         work.head[device] = at + 1
     return size
+
+
+@lean
+def pair_ms(forward: int, backward: int, times: TimeArrays) -> float:
+    """Return how long a pair runs, in ms, by its two codes; as `optpipe.simulate` says."""
+    cells, m = times.num_cells, times.num_microbatches
+    kind = 1 if backward >= PAIRED_BACKWARD * cells else 0
+    cell = backward % cells
+    alone = FULL_BACKWARD if kind == 1 else BACKWARD_INPUT
+    length, other = times.duration[forward], times.duration[alone * cells + cell]
+    s = forward // m
+    hidden = times.hidden[kind, s, cell // m]
+    if hidden > 0.0:
+        hidden *= length / times.forward[s]
+    return length + other - min(hidden, other)
 
 
 @lean
@@ -413,7 +455,10 @@ def host_peak(
             away[cell] = True
             held += memory.adds[RELOAD, cell // times.num_microbatches, modes[cell]]
             peak = max(peak, held)
-        elif kind in (BACKWARD_INPUT, FULL_BACKWARD, RECOMPUTE) and away[cell]:
+        elif (
+            kind in (BACKWARD_INPUT, FULL_BACKWARD, RECOMPUTE, PAIRED_INPUT, PAIRED_BACKWARD)
+            and away[cell]
+        ):
             away[cell] = False
             held -= memory.adds[RELOAD, cell // times.num_microbatches, modes[cell]]
     return peak

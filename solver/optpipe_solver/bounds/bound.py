@@ -10,6 +10,7 @@ import numpy as np
 from optpipe.simulate import link_loads
 from optpipe_solver.bounds.energy import energy_ms
 from optpipe_solver.bounds.heads_tails import ANYTIME, drain, heads, refill, tails
+from optpipe_solver.bounds.pairs import paired_load_ms, shortened
 from optpipe_solver.bounds.relaxation import Paths, relaxed
 from optpipe_solver.bounds.window import window_ms
 
@@ -45,8 +46,11 @@ def lower_bounds(
 ) -> list[Bound]:
     """Return the best value of every argument, in a fixed order.
 
-    ``should_stop`` is asked between devices; what was not looked at by then proves nothing.
+    ``should_stop`` is asked between devices; what was not looked at by then proves nothing. Where
+    passes may pair, the arguments are those of `optpipe_solver.bounds.pairs`.
     """
+    if problem.pairs:
+        return _bounds_with_pairs(problem, should_stop)
     paths = Paths(problem)
     makespan = problem.objective == "makespan"
     energy = energy_ms(paths, makespan=makespan)
@@ -61,6 +65,26 @@ def lower_bounds(
     if makespan and problem.queues:
         found.append(Bound(max(load.least_ms for load in link_loads(problem)), "link-load"))
     return found
+
+
+def _bounds_with_pairs(problem: Problem, should_stop: Callable[[], bool]) -> list[Bound]:
+    """Return the bounds of the shortened problems, the best of each, and that of the load."""
+    best: dict[str, float] = {}
+    for share in _SHARES:
+        for bound in (
+            ()
+            if should_stop()
+            else lower_bounds(shortened(problem, share), should_stop=should_stop)
+        ):
+            best[bound.method] = max(best.get(bound.method, 0.0), bound.ms)
+    found = [Bound(ms, f"{method}, shortened passes") for method, ms in best.items()]
+    if problem.objective == "makespan":
+        found.append(Bound(paired_load_ms(problem), "load with pairs"))
+    return found or [Bound(0.0, "load with pairs")]
+
+
+_SHARES = (0.5, 0.0, 1.0)
+"""What forwards take of what hides, in each of the shortened problems that are looked at."""
 
 
 def _clocks(paths: Paths, model: Relaxed) -> Iterator[tuple[int, Events, Events]]:

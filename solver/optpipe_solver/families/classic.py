@@ -27,6 +27,7 @@ __all__ = [
     "build_one_f_one_b",
     "build_recompute_1f1b",
     "build_serial",
+    "in_groups",
 ]
 
 
@@ -63,8 +64,8 @@ def build_interleaved(problem: Problem) -> Programs:
 
 
 def _program(rank: int, num_ranks: int, chunks: int, m: int) -> list[Action]:
-    forwards = _in_groups(ActionType.FORWARD, rank, num_ranks, chunks, m)
-    backwards = _in_groups(ActionType.FULL_BACKWARD, rank, num_ranks, chunks, m)
+    forwards = in_groups(ActionType.FORWARD, rank, num_ranks, chunks, m)
+    backwards = in_groups(ActionType.FULL_BACKWARD, rank, num_ranks, chunks, m)
     warmup = min(len(forwards), 2 * (num_ranks - 1 - rank) + (chunks - 1) * num_ranks)
     alternating = chain.from_iterable(zip(forwards[warmup:], backwards, strict=False))
     drained = backwards[len(forwards) - warmup :]
@@ -72,7 +73,7 @@ def _program(rank: int, num_ranks: int, chunks: int, m: int) -> list[Action]:
     return [action for action in rounded_up if action.microbatch < m]
 
 
-def _in_groups(kind: ActionType, rank: int, num_ranks: int, chunks: int, m: int) -> list[Action]:
+def in_groups(kind: ActionType, rank: int, num_ranks: int, chunks: int, m: int) -> list[Action]:
     """Return a rank's forwards or backwards in order, m rounded up to whole groups."""
     order = range(chunks) if kind is ActionType.FORWARD else reversed(range(chunks))
     stages = [chunk * num_ranks + rank for chunk in order]

@@ -116,6 +116,7 @@ class NotApplicableReason(StrEnum):
     CANNOT_BE_SPLIT = "cannot-be-split"
     TOO_FEW_MICROBATCHES = "too-few-microbatches"
     CANNOT_OFFLOAD = "cannot-offload"
+    NEEDS_PAIRS = "needs-pairs"
 
 
 class NotApplicable(Exception):  # noqa: N818 - an answer, not an error

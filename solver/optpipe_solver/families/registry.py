@@ -15,6 +15,7 @@ from optpipe_solver.families.classic import (
 )
 from optpipe_solver.families.common import NotApplicable
 from optpipe_solver.families.list_scheduling import build_greedy
+from optpipe_solver.families.overlapped import build_dualpipe_v, build_overlapped_1f1b
 from optpipe_solver.families.pipeoffload import (
     build_ada_offload,
     build_gis,
@@ -141,6 +142,18 @@ FAMILIES: tuple[Family, ...] = (
         Limit.IGNORED,
         build_v_min,
         "V of two chunks at a third of 1F1B's memory (Controllable Memory).",
+    ),
+    Family(
+        "dualpipe-v",
+        Limit.IGNORED,
+        build_dualpipe_v,
+        "V of two chunks, forwards and backwards in pairs, at 2p + 1 activations (DualPipeV).",
+    ),
+    Family(
+        "1f1b-overlap",
+        Limit.IGNORED,
+        build_overlapped_1f1b,
+        "Interleaved 1F1B with forwards and backwards in pairs (Megatron-Core's combined 1F1B).",
     ),
     Family(
         "po-h",

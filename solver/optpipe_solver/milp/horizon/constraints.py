@@ -89,7 +89,7 @@ def data_arrives(v: HorizonVariables) -> Iterator[Constraint]:
     """A pass starts when the pass it needs has ended and its output has arrived. (3)."""
     last = len(v.problem.stages) - 1
     for item in (item for row in v.items.by_device for item in row):
-        stage, kind, j, _ = item.action
+        stage, kind, j, *_ = item.action
         if kind is ActionType.FORWARD and stage > 0:
             delay = v.problem.boundary_ms[stage - 1][0]
             yield from _follows(v, Pass(False, stage - 1, j), item, delay)
@@ -118,7 +118,7 @@ def shrunk_once(v: HorizonVariables) -> Iterator[Constraint]:
     """A (stage, micro-batch) is kept, offloaded or recomputed: one of the three. (4)."""
     for row in v.items.by_device:
         for item in row:
-            stage, kind, j, _ = item.action
+            stage, kind, j, *_ = item.action
             offload_is_open = v.items.is_open(HorizonChoice.OFFLOADED, (stage, j))
             if kind is ActionType.RECOMPUTE and offload_is_open:
                 both = v.chosen(HorizonChoice.OFFLOADED, stage, j) + v.chosen(
@@ -354,7 +354,7 @@ def _held_before(
         if other is item or other.delta == 0:
             continue
         terms.append(_weighed(other.delta / unit, v.before(other, item)))
-        stage, kind, j, _ = other.action
+        stage, kind, j, *_ = other.action
         if kind is ActionType.FORWARD and v.items.is_open(HorizonChoice.RECOMPUTED, (stage, j)):
             saved = _checkpoint_saving(v, stage, unit)
             terms.append(_weighed(-saved, _checkpointed(v, other, item)))
@@ -368,7 +368,7 @@ def _held_before(
 
 
 def _taken_by(v: HorizonVariables, item: HorizonItem, unit: int) -> Linear:
-    stage, kind, j, _ = item.action
+    stage, kind, j, *_ = item.action
     taken = _weighed(item.extra / unit, v.present(item))
     if kind is ActionType.FORWARD and v.items.is_open(HorizonChoice.RECOMPUTED, (stage, j)):
         saved = _checkpoint_saving(v, stage, unit)

@@ -264,7 +264,7 @@ def _sure(group: Group, other: Group) -> bool:
 
 def _least_extra(owner: HorizonItems, item: HorizonItem) -> int:
     """Return the least bytes an item takes above those before it."""
-    stage, kind, j, _ = item.action
+    stage, kind, j, *_ = item.action
     if kind is _F and owner.is_open(HorizonChoice.RECOMPUTED, (stage, j)):
         held = owner.problem.stages[stage]
         return item.extra - (held.activation_bytes - (held.checkpoint_bytes or 0))

@@ -206,7 +206,7 @@ class Pattern:
         for action, index in at.items():
             if action.type is not _F:
                 continue
-            stage, _, microbatch, _ = action
+            stage, _, microbatch, *_ = action
             ends = [at[found] for kind in (_I, _B)
                     if (found := Action(stage, kind, microbatch)) in at]  # fmt: skip
             end = ends[0]
@@ -380,7 +380,7 @@ class _GraphBuilder:
         return needed is None or needed in self.left
 
     def add(self, device: int, action: Action) -> None:
-        stage, kind, microbatch, _ = action
+        stage, kind, microbatch, *_ = action
         number = _KINDS.index(kind)
         if kind.is_transfer:
             lane = (device, kind)
