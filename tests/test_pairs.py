@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Any
+import math
+import random
+from itertools import product
+from typing import TYPE_CHECKING, Any
 
 import pytest
+from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
 from optpipe import Problem, ProblemError, simulate
 from optpipe.check import find_violations
 from optpipe.errors import ActionSyntaxError
 from optpipe.formats.csv import dump_csv, load_csv
 from optpipe.memory import device_peak_bytes
-from optpipe.schedule import cells_of, parse_cell
+from optpipe.schedule import Action, ActionType, cells_of, parse_cell
+from optpipe_solver import solve
 from optpipe_solver.arrays.encoding import CompiledProblem
 from optpipe_solver.arrays.evaluate import evaluate_arrays, evaluate_by_reference
 from optpipe_solver.bounds import lower_bounds
 from optpipe_solver.families.overlapped import build_dualpipe_v
 from tests.building import problem, stage
+
+if TYPE_CHECKING:
+    from optpipe import Programs
 
 
 def _v(p: int, m: int, hidden_ms: float) -> Problem:
@@ -77,3 +85,86 @@ def test_hidden_ms_is_one_number() -> None:
     data["pairs"][0]["hidden_ms"] = [[1.0, 1.0]]
     with pytest.raises(ProblemError, match="matrix of one row"):
         Problem.parse(data)
+
+
+@pytest.mark.parametrize(("p", "m"), [(1, 2), (2, 4), (4, 10), (3, 8), (8, 20)])
+def test_dualpipe_v_is_torchs(p: int, m: int) -> None:
+    """Cell by cell; what torch runs as a pair whose stages may not pair does not occur here."""
+    ops = get_schedule_ops("DualPipeV", p, m, num_stages_per_rank=2)
+    found = [[str(cell) for cell in row if cell is not None] for row in ops]
+    assert [cells_of(row) for row in build_dualpipe_v(_v(p, m, 0.5))] == found
+
+
+def _drawn(given: Problem, draw: random.Random) -> Programs:
+    """Return programs in a random order that respects all waits, with and without pairs."""
+    last, m = len(given.stages) - 1, given.num_microbatches
+    cells = [(s, j) for s in range(last + 1) for j in range(m)]
+    letter = {cell: draw.choice("BI") for cell in cells}
+    waits: dict[tuple[int, str, int], set[tuple[int, str, int]]] = {}
+    for s, j in cells:
+        kind = letter[s, j]
+        waits[s, "F", j] = {(s - 1, "F", j)} if s else set()
+        waits[s, kind, j] = {(s, "F", j)}
+        if s < last:
+            waits[s, kind, j].add((s + 1, letter[s + 1, j], j))
+        if kind == "I":
+            waits[s, "W", j] = {(s, "I", j)}
+    rows: list[list[Action]] = [[] for _ in given.devices]
+    done: set[tuple[int, str, int]] = set()
+    while waits:
+        ready = sorted(key for key, needed in waits.items() if needed <= done)
+        chosen = [draw.choice(ready)]
+        stage, kind, j = chosen[0]
+        partners = [
+            key
+            for key in ready
+            if (stage, key[0], key[1]) in given.hidden_ms and key[::2] != (stage, j)
+        ]
+        if kind == "F" and partners and draw.random() < 0.7:
+            chosen.append(draw.choice(partners))
+        for number, (s, name, microbatch) in enumerate(chosen):
+            row = rows[given.placement[s]]
+            row.append(Action(s, ActionType(name), microbatch, 0, number == 1))
+            del waits[s, name, microbatch]
+            done.add((s, name, microbatch))
+    return tuple(map(tuple, rows))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_schedule_with_pairs_is_below_a_bound(seed: int) -> None:
+    """Random times, licences and what hides; hundreds of random schedules each, and the solver's.
+
+    Compiled code agrees with the reference on all of them.
+    """
+    draw = random.Random(seed)
+    p = 1 + seed % 3
+    devices = [*range(p), *reversed(range(p))]
+    times = [[draw.randint(1, 6) for _ in range(3)] for _ in devices]
+    stages = [
+        stage(d, forward_ms=f, backward_input_ms=i, backward_weight_ms=w,
+              backward_ms=draw.choice([None, max(1, i + w - 1)]), activation_bytes=1)
+        for d, (f, i, w) in zip(devices, times, strict=True)
+    ]  # fmt: skip
+    pairs: list[dict[str, Any]] = []
+    for a, b in product(range(2 * p), repeat=2):
+        for letter in "BI":
+            if devices[a] == devices[b] and draw.random() < 0.6:
+                most = min(times[a][0], times[b][1])
+                pairs.append({"forward": a, "backward": b, "with": letter,
+                              "hidden_ms": draw.randint(0, most)})  # fmt: skip
+    given = problem(stages, m=2 if p > 1 else 3, pairs=pairs, format="optpipe/problem/v2")
+    bounds = {bound.method: bound.ms for bound in lower_bounds(given)}
+    compiled = CompiledProblem.of(given)
+    shortest, num_paired = math.inf, 0
+    for _ in range(400):
+        rows = _drawn(given, draw)
+        assert find_violations(given, rows) == []
+        num_paired += sum(action.paired for row in rows for action in row)
+        length = simulate(given, rows).makespan_ms
+        assert evaluate_arrays(compiled, rows) == evaluate_by_reference(given, rows)
+        shortest = min(shortest, length)
+    assert num_paired > 100
+    assert max(bounds.values()) <= shortest + 1e-9
+    result = solve(given, time_limit_s=20, work_limit=0.1)
+    assert result.schedule is not None
+    assert result.bound_ms <= min(shortest, result.schedule.makespan_ms) + 1e-9

@@ -199,11 +199,11 @@ def _pairs(problem: Problem, programs: Programs) -> Iterator[str]:
         f"{format_ms(sum(hidden.values()))} ms, summed over devices."
     )
     order = sorted(used, key=lambda key: (-hidden[key], key))
-    for device, forward, backward, letter in order[:_MOST_LINES]:
-        key = device, forward, backward, letter
+    for key in order[:_MOST_LINES]:
+        device, front, back, letter = key
         yield (
-            f"{_device_name(problem, device)}: F of stage {forward} and {letter} of stage "
-            f"{backward} together, {used[key]} times, {format_ms(problem.hidden_ms[key[1:]])} ms "
+            f"{_device_name(problem, device)}: F of stage {front} and {letter} of stage "
+            f"{back} together, {used[key]} times, {format_ms(problem.hidden_ms[key[1:]])} ms "
             f"hidden each, {format_ms(hidden[key])} ms in all"
         )
     if rest := order[_MOST_LINES:]:

@@ -265,7 +265,8 @@ class Reasons:
 
     def _read(self, device: int, program: tuple[Action, ...]) -> list[int]:
         """Note where passes and transfers stand; return what precedes each on the compute lane."""
-        before, last = [], -1
+        before: list[int] = []
+        last = -1
         for cell, action in enumerate(program):
             before.append(before[-1] if action.paired and before else last)
             if action.type in _TRANSFERS:

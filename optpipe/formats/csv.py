@@ -105,7 +105,7 @@ def load_csv(text: str) -> Programs:
     except csv.Error as error:
         raise ScheduleFormatError(f"not CSV: {error}; write one row per device") from None
     for row_number, row in enumerate(rows, start=1):
-        program = []
+        program: list[Action] = []
         for column, cell in enumerate(row, start=1):
             if not cell.strip():
                 continue
