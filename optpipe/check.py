@@ -103,9 +103,7 @@ def find_violations(problem: Problem, programs: Programs) -> list[Violation]:
     return found
 
 
-def _program_violations(  # noqa: C901 - one rule after the other
-    problem: Problem, device: int, program: Program
-) -> Iterator[Violation]:
+def _program_violations(problem: Problem, device: int, program: Program) -> Iterator[Violation]:
     position: dict[Action, int] = {}
     for index, action in enumerate(program):
         fault = _misplaced(problem, device, action)
@@ -116,13 +114,12 @@ def _program_violations(  # noqa: C901 - one rule after the other
         position.setdefault(action.bare, index)
     modes = {action.cell: action.mode for action in program if action.type is _F}
     for index, action in enumerate(program):
-        for code, message in _order_faults(position, action, index):
+        for code, message in (
+            *_order_faults(position, action, index),
+            *_mode_faults(problem, position, modes.get(action.cell, 0), action),
+            *(_pair_faults(problem, program, index) if action.paired else ()),
+        ):
             yield Violation(code, device, index, message)
-        for code, message in _mode_faults(problem, position, modes.get(action.cell, 0), action):
-            yield Violation(code, device, index, message)
-        if action.paired:
-            for code, message in _pair_faults(problem, program, index):
-                yield Violation(code, device, index, message)
     yield from _uneven_modes(problem, device, program)
     for stage in problem.stages_of[device]:
         for microbatch in range(problem.num_microbatches):

@@ -378,8 +378,8 @@ class Problem(FileValue):
         named = self.context is not None or any(stage.layers for stage in self.stages)
         if self.format != _V2 and (named or menus or self.pairs):
             raise rule_broken(
-                f"layers, context, modes, pairs and uniform_modes are fields of {_V2}, and format is "  # noqa: E501
-                f"{self.format}",
+                f"layers, context, modes, pairs and uniform_modes are fields of {_V2}, and format "
+                f"is {self.format}",
                 f"write format {_V2}",
             )
         lanes = any(lane.ms > 0 for pair in self._boundary_lanes() for lane in pair)
@@ -618,7 +618,7 @@ class Problem(FileValue):
 
     @cached_property
     def hidden_ms(self) -> Mapping[tuple[int, int, str], float]:
-        """What hides in each licensed pair, in ms: by stage of F, of the backward, and its letter."""  # noqa: E501
+        """What hides in each licensed pair, in ms, by stage of F, of the backward, its letter."""
         return {(one.forward, one.backward, one.with_): one.hidden_ms for one in self.pairs}
 
     @cached_property

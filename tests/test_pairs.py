@@ -167,4 +167,5 @@ def test_no_schedule_with_pairs_is_below_a_bound(seed: int) -> None:
     assert max(bounds.values()) <= shortest + 1e-9
     result = solve(given, time_limit_s=20, work_limit=0.1)
     assert result.schedule is not None
+    assert result.bound_ms is not None
     assert result.bound_ms <= min(shortest, result.schedule.makespan_ms) + 1e-9
