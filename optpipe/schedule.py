@@ -197,11 +197,15 @@ def parse_cell(text: str) -> Program:
 
 
 def cells_of(program: Iterable[Action]) -> list[str]:
-    """Return the cells of a program as text: one per action, but one for both of a pair."""
+    """Return the cells of a program as text: one per action, but one for both of a pair.
+
+    What is no action, which a schedule made by hand may hold, is a cell as it is.
+    """
     cells: list[str] = []
     last: Action | None = None
     for action in program:
-        if action.paired and last is not None and last.type is ActionType.FORWARD:
+        is_second = getattr(action, "paired", False)
+        if is_second and last is not None and last.type is ActionType.FORWARD:
             cells[-1] = f"({cells[-1]};{action})OVERLAP_F_B"
         else:
             cells.append(str(action))

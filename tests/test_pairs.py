@@ -12,8 +12,9 @@ from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
 from optpipe import Problem, ProblemError, simulate
 from optpipe.check import find_violations
-from optpipe.errors import ActionSyntaxError
+from optpipe.errors import ActionSyntaxError, ScheduleFormatError
 from optpipe.formats.csv import dump_csv, load_csv
+from optpipe.formats.zero_bubble import dump_python_list
 from optpipe.memory import device_peak_bytes
 from optpipe.schedule import Action, ActionType, cells_of, parse_cell
 from optpipe_solver import solve
@@ -169,3 +170,27 @@ def test_no_schedule_with_pairs_is_below_a_bound(seed: int) -> None:
     assert result.schedule is not None
     assert result.bound_ms is not None
     assert result.bound_ms <= min(shortest, result.schedule.makespan_ms) + 1e-9
+
+
+def test_pairs_are_found_where_no_family_fits() -> None:
+    """DualPipeV holds 9 chunks; of 8 the solver makes pairs that no schedule without has room for.
+
+    A first annealing found 57 (issue 20); without pairs 63 is the optimum of any memory.
+    """
+    wide = _v(4, 10, 1)
+    devices = [device.model_copy(update={"memory_bytes": 8}) for device in wide.devices]
+    given = wide.model_copy(update={"devices": tuple(devices)})
+    results = [solve(given, time_limit_s=120, work_limit=5, seed=1) for _ in range(2)]
+    first, again = (result.schedule for result in results)
+    assert first is not None
+    assert again is not None
+    assert first.programs == again.programs
+    assert first.provenance.method == "pairing"
+    assert max(first.peak_bytes) <= 8
+    assert first.makespan_ms < 60
+
+
+def test_a_runtime_that_knows_no_pairs_is_given_none() -> None:
+    given = _v(4, 10, 1)
+    with pytest.raises(ScheduleFormatError, match=r"row 1, column \d+: .* one pass at a time"):
+        dump_python_list(given, build_dualpipe_v(given))

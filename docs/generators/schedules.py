@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 from docs.generators.figures import GB, PASS_MS, Figure, cell, draw, fenced, line, table, write_text
 from optpipe import Problem, simulate
 from optpipe.memory import device_peak_bytes
+from optpipe.problem import LicensedPair
 from optpipe_solver.families import FAMILIES, Family, NotApplicable
 from optpipe_solver.families.common import NotApplicableReason
 from optpipe_solver.families.registry import Limit
@@ -183,6 +184,20 @@ class _Measured:
         return 3 * PASS_MS * self.problem.num_microbatches
 
 
+def with_pairs(problem: Problem) -> Problem:
+    """Return the problem where every F may run together with every B of its device.
+
+    Of the two a third of a pass hides.
+    """
+    pairs = tuple(
+        LicensedPair(forward=a, backward=b, hidden_ms=problem.stages[a].forward_ms / 3)
+        for held in problem.stages_of
+        for a in held
+        for b in held
+    )
+    return problem.model_copy(update={"format": "optpipe/problem/v2", "pairs": pairs})
+
+
 def placements_of(problem: Problem) -> dict[str, Problem]:
     """Return the same model on a line, in a loop and in a V, two chunks per device."""
     return {
@@ -205,7 +220,9 @@ def _measure(family: Family, num_devices: int, num_microbatches: int) -> _Measur
         num_devices, num_microbatches, activations=limit, offload=0.5, recompute=not limited
     )
     refused: NotApplicable | None = None
-    for placement, copy in placements_of(problem).items():
+    plain = placements_of(problem)
+    pairs = {f"{name}, with pairs": with_pairs(plain[name]) for name in ("loop", "V")}
+    for placement, copy in (plain | pairs).items():
         try:
             programs = family.build(copy)
         except NotApplicable as why:

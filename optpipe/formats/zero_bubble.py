@@ -358,6 +358,12 @@ def _expect_queues(device: int, program: Program) -> None:
                 device, index, action, "the zero-bubble runtime has no modes beside keep and "
                 "offload; use optpipe.runtime, or solve a problem with that menu alone",
             )  # fmt: skip
+        if action.paired:
+            raise _refused(
+                device, index, action, "runs together with the forward before it, and the "
+                "zero-bubble runtime runs one pass at a time; use optpipe.runtime or torch's, or "
+                "solve without pairs",
+            )  # fmt: skip
         if action.type is ActionType.RECOMPUTE:
             raise _refused(
                 device, index, action, "the zero-bubble runtime's R makes again only what a layer "

@@ -25,6 +25,7 @@ from optpipe_solver.families import FAMILIES, NotApplicable
 from optpipe_solver.families.polish_blocks import improve_by_blocks
 from optpipe_solver.feasibility import feasibility, fifo_loses_nothing, knows_menu
 from optpipe_solver.incumbent import Incumbent
+from optpipe_solver.local_search.pairing import improve_by_pairing
 from optpipe_solver.local_search.search import improve_by_local_search, improve_by_stretches
 from optpipe_solver.menus import (
     Projection,
@@ -92,6 +93,7 @@ def _find(best: Incumbent, stop: Stop) -> None:
 
 _RESTRICTED = SearchPart("restrictions", _restricted, None)
 _SEARCH = SearchPart("local-search", improve_by_local_search, 10_000_000)
+_PAIRING = SearchPart("pairing", improve_by_pairing, 200_000)
 _STRETCHES = SearchPart("stretches", improve_by_stretches, 10_000_000)
 _EXACT = SearchPart("exact", improve_by_exact_search, 100_000)
 _BEAM = SearchPart("beam", improve_by_beam, 100_000)
@@ -130,7 +132,8 @@ def plans(problem: Problem, limits: Limits) -> tuple[SearchPlan, ...]:
     on some (measured).
     """
     if problem.pairs:
-        return (SearchPlan(before=(Step(_RESTRICTED, 1.0),)),)
+        alone = Step(_RESTRICTED, 0.3, 5.0)
+        return (SearchPlan(before=(alone,), again=(Step(_PAIRING, 1.0),)),)
     proof = _proof(problem)
     if limits.threads == 1 or limits.work_limit is not None:
         less = (Step(_RESTRICTED, 0.5 if problem.has_modes else 0.25, 4.0),)

@@ -110,9 +110,8 @@ class NoisyTimes:
         for factors in self._draws():
             own, messages, devices = np.split(factors, np.cumsum(self._parts)[:-1])
             shared = np.where(self._is_copy, 1.0, devices[self._device_of])
-            longer = own * shared
-            longer[halves] = longer[forwards]  # a pair is one action
-            both = self.compiled.length_ms(rows, base * longer, messages)
+            own[halves] = own[forwards]  # a pair is one action
+            both = self.compiled.length_ms(rows, base * own * shared, messages)
             lengths.append(both[by_span])
         return np.array(lengths)
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numba
 
-from optpipe.problem import Mode, Problem, Stage
+from optpipe.problem import LicensedPair, Mode, Problem, Stage
 from optpipe_solver.bounds import lower_bounds
 from optpipe_solver.budget import Stop
 from optpipe_solver.exact.beam import improve_by_beam
@@ -28,6 +28,7 @@ from optpipe_solver.exact.device_subsets import improve_by_exact_search
 from optpipe_solver.families.classic import build_serial
 from optpipe_solver.incumbent import Incumbent
 from optpipe_solver.local_search.annealing import anneal
+from optpipe_solver.local_search.pairing import improve_by_pairing
 from optpipe_solver.local_search.search import improve_by_local_search
 from optpipe_solver.milp.horizon.model import improve_by_milp
 from optpipe_solver.portfolio import all_starts
@@ -202,6 +203,9 @@ def _compile_search() -> None:
     improve_by_local_search(several, _least())
     small = _serial([0, 1])
     improve_by_local_search(small, _least())
+    paired = Incumbent(_with_pairs(small.problem))
+    paired.offer(build_serial(paired.problem), "serial")
+    improve_by_pairing(paired, _least())
 
 
 def warm_milp() -> None:
@@ -227,6 +231,11 @@ def _with_menus(problem: Problem) -> Problem:
         for stage in problem.stages
     ]
     return problem.model_copy(update={"format": "optpipe/problem/v2", "stages": tuple(stages)})
+
+
+def _with_pairs(problem: Problem) -> Problem:
+    pairs = (LicensedPair(forward=0, backward=0, hidden_ms=0.5),)
+    return problem.model_copy(update={"format": "optpipe/problem/v2", "pairs": pairs})
 
 
 def _tight(placement: list[int], num_microbatches: int = 4, room: int = 15) -> Problem:

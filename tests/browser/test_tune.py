@@ -89,8 +89,8 @@ def test_the_search_is_followed_and_cancelled(visit: Visit, url: str) -> None:
     visit.picture("tune-running")
     page.click("#cancel")
     page.wait_for_selector("#job[data-state=cancelled]")
-    page.wait_for_selector("#certificate")
-    assert page.inner_text("#tune-note") == ""
+    page.wait_for_selector("#tune-note:empty", state="attached")
+    assert page.is_visible("#certificate")
     visit.open("?list=jobs")
     page.wait_for_selector(f"#jobs tr[data-id='{job['id']}'] >> text=configurations")
 

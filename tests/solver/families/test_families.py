@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from optpipe import Problem, Programs, dump_csv, find_violations, simulate
+from optpipe.problem import LicensedPair
 from optpipe.simulate import bubble_rate
 from optpipe_solver.families import FAMILIES, Family, NotApplicable
 from optpipe_solver.families.common import NotApplicableReason
@@ -180,7 +181,7 @@ def test_fit_offloads_no_more_than_the_limit_asks_for() -> None:
 
 
 def reference_problems() -> list[Problem]:
-    """Four devices, unequal passes, everything allowed; as a line, a loop and a V."""
+    """Four devices, unequal passes, everything allowed; as a line, a loop and a V, with pairs."""
     line = problem(
         [
             stage(
@@ -200,7 +201,19 @@ def reference_problems() -> list[Problem]:
         m=8,
         links=[{"from": d, "to": d + 1, "latency_ms": 0.5} for d in range(3)],
     )
-    return [line, replaced(line, "loop", 2), replaced(line, "v", 2)]
+    plain = [line, replaced(line, "loop", 2), replaced(line, "v", 2)]
+    return plain + [_with_all_pairs(one) for one in plain[1:]]
+
+
+def _with_all_pairs(given: Problem) -> Problem:
+    """Every F may run together with every B of its device, and hide a millisecond."""
+    pairs = tuple(
+        LicensedPair(forward=a, backward=b, hidden_ms=1.0)
+        for held in given.stages_of
+        for a in held
+        for b in held
+    )
+    return given.model_copy(update={"format": "optpipe/problem/v2", "pairs": pairs})
 
 
 def reference_programs(family: Family) -> Programs:

@@ -1,0 +1,382 @@
+"""Who runs together with whom: annealing on programs with pairs, beside the moves of `moves`.
+
+A program stays a row of integers; the backward of a pair has a kind of its own and stands right
+behind its F (`optpipe_solver.arrays.encoding`). A step pairs two neighbours or parts them, moves an
+action or a pair, brings a backward behind a forward that it may run with (and so swaps partners),
+or splits or fuses a backward. Actions of one cell never pass each other, so every order rule of one
+program holds on; what waits in a circle is infinitely long. Modes and copies stay as they are.
+"""
+
+from __future__ import annotations
+
+from math import inf
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from optpipe_solver.arrays import simulate
+from optpipe_solver.arrays.encoding import CompiledProblem
+from optpipe_solver.arrays.simulate import (
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    FORWARD,
+    FULL_BACKWARD,
+    PAIRED_BACKWARD,
+    PAIRED_INPUT,
+)
+from optpipe_solver.jit import lean
+from optpipe_solver.local_search.moves import below, seeded, unit
+
+if TYPE_CHECKING:
+    from optpipe.schedule import Programs
+    from optpipe_solver.arrays import Floats, Ints
+    from optpipe_solver.arrays.simulate import MemoryArrays, SimulationScratch, TimeArrays
+    from optpipe_solver.budget import Stop
+    from optpipe_solver.incumbent import Incumbent
+    from optpipe_solver.local_search.moves import Draw
+
+__all__ = ["improve_by_pairing"]
+
+
+_COOLINGS = (0.1, 0.4, 0.2, 1.0)
+"""Where coolings begin, in mean durations of a pass; all fall to `_COLD`."""
+
+_COLD, _PER_ACTION, _MOST_STEPS, _SLICE = 0.01, 2_000, 600_000, 5_000
+"""Where coolings end; steps of one, for each action and at most; steps between two looks."""
+
+_REACH, _END_WEIGHT = 10, 0.05
+"""Places that a step moves an action at most; what the mean end of a device counts in the cost."""
+
+
+class _Chain(NamedTuple):
+    """Programs of one chain: as they are, the best so far, and a row to put back.
+
+    ``values`` are the cost, the objective of the best, both in ms.
+    """
+
+    rows: Ints
+    lengths: Ints
+    best_rows: Ints
+    best_lengths: Ints
+    saved: Ints
+    values: Floats
+
+
+class _Rules(NamedTuple):
+    """What a step keeps to: bytes by device that programs may hold, and which end counts."""
+
+    room: Ints
+    modes: Ints
+    by_span: int
+    can_split: bool
+
+
+def improve_by_pairing(best: Incumbent, stop: Stop) -> None:
+    """Anneal from the best schedule and its runners-up until the turn is over; work is steps."""
+    if best.programs is None or not best.problem.pairs:
+        return
+    compiled = CompiledProblem.of(best.problem)
+    draw = seeded(stop.seed)
+    starts = (best.programs, *best.runners_up())
+    done, cooling = 0.0, 0
+    while not (best.is_optimal or stop.is_told() or stop.left_s() <= 0 or done >= stop.left_work):
+        # Every second cooling goes on from the best, the others from each start in turn.
+        others = cooling // 2 % len(starts)
+        start = best.programs if cooling % 2 == 0 else starts[others]
+        hot = _COOLINGS[cooling % len(_COOLINGS)]
+        done += _cool(best, compiled, start or starts[0], hot, stop, draw, stop.left_work - done)
+        cooling += 1
+    stop.spend(done)
+
+
+def _cool(
+    best: Incumbent,
+    compiled: CompiledProblem,
+    start: Programs,
+    hot: float,
+    stop: Stop,
+    draw: Draw,
+    most: float,
+) -> float:
+    """Cool once from a start, offer what is better, and return the steps made."""
+    problem, rows = compiled.problem, compiled.encode(start)
+    times = compiled.times._replace(duration=compiled.durations(rows))
+    work = simulate.workspace_for(times, rows.lengths.size)
+    room = [
+        device.usable_bytes - problem.static_bytes_of(d) for d, device in enumerate(problem.devices)
+    ]
+    rules = _Rules(np.array(room), rows.modes, int(problem.objective == "span"), can_split=True)
+    chain = _Chain(
+        rows.actions,
+        rows.lengths,
+        rows.actions.copy(),
+        rows.lengths.copy(),
+        np.zeros(rows.actions.shape[1], dtype=np.int64),
+        np.array([inf, inf]),
+    )
+    mean_ms = float(np.mean([stage.busy_ms / 2 for stage in problem.stages])) or 1.0
+    total = min(_MOST_STEPS, _PER_ACTION * int(rows.lengths.sum()))
+    done = 0
+    while done < total and done < most and not (stop.is_told() or stop.left_s() <= 0):
+        steps = int(min(_SLICE, total - done, most - done))
+        anneal_pairs(
+            chain, times, compiled.memory, rules, work, draw,
+            hot * mean_ms * (_COLD / hot) ** (done / total),
+            hot * mean_ms * (_COLD / hot) ** ((done + steps) / total), steps,
+        )  # fmt: skip
+        done += steps
+    if chain.values[1] < best.objective_ms:
+        found = rows._replace(actions=chain.best_rows, lengths=chain.best_lengths)
+        best.offer(compiled.decode(found), "pairing")
+    return float(done)
+
+
+# --- Compiled.
+# ruff: noqa: PLR0917 - compiled code takes its arguments by position
+
+
+@lean
+def anneal_pairs(
+    chain: _Chain,
+    times: TimeArrays,
+    memory: MemoryArrays,
+    rules: _Rules,
+    work: SimulationScratch,
+    draw: Draw,
+    hot: float,
+    cold: float,
+    steps: int,
+) -> None:
+    """Make so many steps, temperatures in ms falling from ``hot`` to ``cold``."""
+    rows, lengths = chain.rows, chain.lengths
+    if chain.values[0] == np.inf:
+        _measure(chain, times, rules, work)
+    factor = (cold / hot) ** (1.0 / steps)
+    warm = hot
+    for _ in range(steps):
+        warm *= factor
+        device = below(draw, lengths.size)
+        if lengths[device] < 2:
+            continue
+        count = lengths[device]
+        _copy(rows[device], chain.saved, count)
+        if not _step(rows[device], lengths, device, times, rules, draw):
+            _copy(chain.saved, rows[device], count)
+            lengths[device] = count
+            continue
+        if _peak(rows[device], lengths[device], times, memory, rules.modes) <= rules.room[device]:
+            before = chain.values[0]
+            chance = before - warm * np.log(1.0 - unit(draw))
+            cost = _measure(chain, times, rules, work)
+            if cost <= chance:
+                continue
+            chain.values[0] = before
+        _copy(chain.saved, rows[device], count)
+        lengths[device] = count
+
+
+@lean
+def _copy(source: Ints, target: Ints, count: int) -> None:
+    for at in range(count):
+        target[at] = source[at]
+
+
+@lean
+def _measure(chain: _Chain, times: TimeArrays, rules: _Rules, work: SimulationScratch) -> float:
+    """Return the cost of the programs in ms, inf where stuck; keep them if they are the best."""
+    makespan, span, mean = simulate.length(chain.rows, chain.lengths, times, work)
+    objective = span if rules.by_span else makespan
+    cost = objective + _END_WEIGHT * mean
+    chain.values[0] = cost
+    if objective < chain.values[1] - 1e-9:
+        chain.values[1] = objective
+        for device in range(chain.lengths.size):
+            _copy(chain.rows[device], chain.best_rows[device], chain.lengths[device])
+            chain.best_lengths[device] = chain.lengths[device]
+    return cost
+
+
+@lean
+def _step(
+    row: Ints, lengths: Ints, device: int, times: TimeArrays, rules: _Rules, draw: Draw
+) -> bool:
+    """Change a row at random; False: it may be broken, and is to be put back."""
+    count, cells = lengths[device], times.num_cells
+    place = below(draw, count)
+    chosen = unit(draw)
+    if chosen < 0.2:
+        return _toggle(row, count, place, times)
+    if chosen < 0.55:
+        if row[place] >= PAIRED_INPUT * cells:
+            place -= 1
+        return _move(row, count, place, place + below(draw, 2 * _REACH + 1) - _REACH, cells)
+    if chosen < 0.9 or not rules.can_split:
+        return _marry(row, count, place, place + below(draw, 2 * _REACH + 1) - _REACH, times)
+    return _split_or_fuse(row, lengths, device, place, times, below(draw, 2 * _REACH))
+
+
+@lean
+def _may_pair(forward: int, backward: int, times: TimeArrays) -> bool:
+    cells, m = times.num_cells, times.num_microbatches
+    kind = backward // cells
+    if forward >= cells or kind not in (BACKWARD_INPUT, FULL_BACKWARD):
+        return False
+    cell = backward % cells
+    hidden = times.hidden[int(kind == FULL_BACKWARD), forward // m, cell // m]
+    return cell != forward and not np.isnan(hidden)
+
+
+@lean
+def _paired(backward: int, cells: int) -> int:
+    """Return an I or B as the second of a pair."""
+    if backward // cells == BACKWARD_INPUT:
+        return backward + (PAIRED_INPUT - BACKWARD_INPUT) * cells
+    return backward + (PAIRED_BACKWARD - FULL_BACKWARD) * cells
+
+
+@lean
+def _parted(backward: int, cells: int) -> int:
+    """Return the second of a pair as an I or B that runs alone."""
+    if backward // cells == PAIRED_INPUT:
+        return backward - (PAIRED_INPUT - BACKWARD_INPUT) * cells
+    return backward - (PAIRED_BACKWARD - FULL_BACKWARD) * cells
+
+
+@lean
+def _toggle(row: Ints, count: int, place: int, times: TimeArrays) -> bool:
+    """Pair two neighbours, or part them."""
+    cells = times.num_cells
+    if row[place] >= PAIRED_INPUT * cells:
+        row[place] = _parted(row[place], cells)
+        return True
+    if place + 1 >= count or not _may_pair(row[place], row[place + 1], times):
+        return False
+    row[place + 1] = _paired(row[place + 1], cells)
+    return True
+
+
+@lean
+def _move(row: Ints, count: int, place: int, target: int, cells: int) -> bool:
+    """Move an action, or a pair, so that it stands at ``target``."""
+    size = 2 if place + 1 < count and row[place + 1] >= PAIRED_INPUT * cells else 1
+    target = min(max(target, 0), count - size)
+    if target == place:
+        return False
+    for _ in range(abs(target - place)):
+        if not _pass_one(row, place, size, target > place, cells):
+            return False
+        place += 1 if target > place else -1
+    # Not into the middle of a pair.
+    after = place + size
+    return not (after < count and row[after] >= PAIRED_INPUT * cells) and (
+        row[place] < PAIRED_INPUT * cells
+    )
+
+
+@lean
+def _pass_one(row: Ints, place: int, size: int, later: bool, cells: int) -> bool:
+    """Let a block and the action beside it change places, unless they are of one cell."""
+    other = row[place + size] if later else row[place - 1]
+    for at in range(place, place + size):
+        if row[at] % cells == other % cells:
+            return False
+    if later:
+        for at in range(place + size, place, -1):
+            row[at] = row[at - 1]
+        row[place] = other
+    else:
+        for at in range(place - 1, place + size - 1):
+            row[at] = row[at + 1]
+        row[place + size - 1] = other
+    return True
+
+
+@lean
+def _marry(row: Ints, count: int, place: int, other: int, times: TimeArrays) -> bool:
+    """Bring a backward behind an F that it may run with, and pair them; partners before part."""
+    cells = times.num_cells
+    if row[place] >= cells or not 0 <= other < count or other == place:
+        return False
+    if place + 1 < count and row[place + 1] >= PAIRED_INPUT * cells:
+        row[place + 1] = _parted(row[place + 1], cells)
+    if row[other] >= PAIRED_INPUT * cells:
+        row[other] = _parted(row[other], cells)
+    if not _may_pair(row[place], row[other], times):
+        return False
+    place = _bring(row, place, other, cells)
+    if place < 0:
+        return False
+    other = place + 1
+    row[other] = _paired(row[other], cells)
+    after = other + 1
+    return not (after < count and row[after] >= PAIRED_INPUT * cells)
+
+
+@lean
+def _bring(row: Ints, place: int, other: int, cells: int) -> int:
+    """Move the action at ``other`` right behind that at ``place``.
+
+    Returns where the latter stands then, -1 if one of the same cell is in the way.
+    """
+    while other > place + 1:
+        if not _pass_one(row, other, 1, False, cells):
+            return -1
+        other -= 1
+    while other < place:
+        if not _pass_one(row, other, 1, True, cells):
+            return -1
+        other += 1
+        if other == place:
+            # They changed places: the one in front is the one that was brought.
+            return place - 1
+    return place
+
+
+@lean
+def _split_or_fuse(
+    row: Ints, lengths: Ints, device: int, place: int, times: TimeArrays, late: int
+) -> bool:
+    """Make I and W of a B, the W a little later, or a B of an I whose W comes later."""
+    count, cells = lengths[device], times.num_cells
+    kind, cell = row[place] // cells, row[place] % cells
+    if kind == FULL_BACKWARD:
+        if count >= row.size:
+            return False
+        target = min(count, place + 1 + late)
+        if target < count and row[target] >= PAIRED_INPUT * cells:
+            target += 1
+        for at in range(count, target, -1):
+            row[at] = row[at - 1]
+        row[target] = BACKWARD_WEIGHT * cells + cell
+        row[place] = BACKWARD_INPUT * cells + cell
+        lengths[device] = count + 1
+        return True
+    if kind != BACKWARD_INPUT:
+        return False
+    weight = BACKWARD_WEIGHT * cells + cell
+    for at in range(place + 1, count):
+        if row[at] == weight:
+            for behind in range(at, count - 1):
+                row[behind] = row[behind + 1]
+            row[place] = FULL_BACKWARD * cells + cell
+            lengths[device] = count - 1
+            return True
+    return False
+
+
+@lean
+def _peak(row: Ints, count: int, times: TimeArrays, memory: MemoryArrays, modes: Ints) -> int:
+    """Return the most bytes that a program holds above what is static."""
+    cells, m = times.num_cells, times.num_microbatches
+    held, peak, above = 0, 0, 0
+    for at in range(count):
+        kind, cell = row[at] // cells, row[at] % cells
+        mode = modes[cell]
+        added = memory.adds[kind, cell // m, mode]
+        rises = memory.rises[kind, cell // m, mode]
+        most = held + rises + (above if kind >= PAIRED_INPUT else 0)
+        peak = max(peak, most)
+        held += added
+        # Of the F of a pair its workspace is still there.
+        above = rises - added if kind == FORWARD else 0
+    return peak
