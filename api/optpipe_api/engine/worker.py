@@ -21,6 +21,7 @@ import threading
 import time
 import traceback
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from optpipe.errors import OptPipeError
@@ -44,6 +45,7 @@ __all__ = ["main"]
 _BOUND_EVERY_S = 0.2
 _EQUAL = 1e-9
 _MOST_BYTES = 1024**3
+_STATUS = Path("/proc/self/status")
 _LAST_WORDS_S = 2.0
 _USED_UP = 3
 """The exit code of a process that had too little memory, which a new one may have."""
@@ -95,8 +97,19 @@ def _serve(channel: _Channel, settings: dict[str, Any]) -> bool:
     channel.send(answer)
     allowed = settings["memory_bytes"]
     most = _MOST_BYTES if allowed is None else min(_MOST_BYTES, allowed // 2)
-    largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return largest < most and _is_quiet(channel)
+    return _most_held_bytes() < most and _is_quiet(channel)
+
+
+def _most_held_bytes() -> int:
+    """Return the most memory that this program has held at a time.
+
+    Linux's ``ru_maxrss`` begins with what the process that started it had held.
+    """
+    try:
+        lines = _STATUS.read_text("utf-8").splitlines()
+    except OSError:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
 
 
 def _is_quiet(channel: _Channel) -> bool:

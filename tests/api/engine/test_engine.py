@@ -161,8 +161,14 @@ def test_a_process_that_dies_while_it_waits_costs_no_job_an_attempt(tmp_path) ->
 
 
 def test_a_process_serves_one_job_after_the_other(tmp_path) -> None:
-    """Ended early, infeasible or solved; not where it failed or listens to nobody."""
-    solvers = Noted(make_settings(tmp_path, solver_processes=1))
+    """Ended early, infeasible or solved; not where it failed or listens to nobody.
+
+    What the process that starts it has held is not its own.
+    """
+    held = b"1" * (600 * 1024**2)
+    settings = make_settings(tmp_path, solver_processes=1, solver_memory_bytes=1024**3)
+    solvers = Noted(settings)
+    assert len(held) > settings.solver_memory_bytes // 2
     with closing(Bench(tmp_path, solvers)) as bench:
         for name in ("", "improve:2:0.01", "nothing", ""):
             bench.end(bench.submit(name))
