@@ -83,7 +83,7 @@ def _reads_back(cell: object) -> bool:
     if not isinstance(cell, Action):
         return False
     try:
-        return parse_action(str(cell)) == cell
+        return parse_action(str(cell)) == cell._replace(paired=False)
     except (ActionSyntaxError, AttributeError):
         return False
 
@@ -94,7 +94,10 @@ def check_programs(schedule: Schedule, problem: Problem | None) -> None:
         check_schedule(problem, schedule)
     else:
         _expect_no_modes(schedule)
-        check(_boundless_problem(schedule), schedule.programs)
+        # The two of a pair run one after the other here, whether they may run together or not.
+        rows = schedule.programs
+        alone = (tuple(action._replace(paired=False) for action in row) for row in rows)
+        check(_boundless_problem(schedule), tuple(alone))
     for device, program in enumerate(schedule.programs):
         if not program:
             raise PreflightError(

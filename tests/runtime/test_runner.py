@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from optpipe.problem import LicensedPair
 from optpipe.schedule import ActionType
+from optpipe_solver.families.overlapped import build_dualpipe_v
 from tests.runtime import cases, schedules, small_cases
 
 if TYPE_CHECKING:
@@ -151,3 +153,22 @@ def test_messages_have_a_group_of_their_own_where_a_device_is_bound(ranks, bound
     _assert_equal([trained for trained, _ in found], tolerance=0.0)
     assert [len(groups) for _, groups in found] == [num_groups] * 4
     assert len(set.union(*(groups for _, groups in found))) == num_groups
+
+
+def test_the_two_of_a_pair_run_one_after_the_other(ranks):
+    """DualPipeV on a V of four ranks trains as one process does."""
+    plain = schedules.make_problem(schedules.V_SHAPE, 8)
+    pairs = tuple(
+        LicensedPair(forward=a, backward=b, hidden_ms=0.5)
+        for held in plain.stages_of
+        for a in held
+        for b in held
+    )
+    problem = plain.model_copy(update={"format": "optpipe/problem/v2", "pairs": pairs})
+    schedule = schedules.make_schedule(problem, build_dualpipe_v(problem))
+    assert sum(action.paired for program in schedule.programs for action in program) > 20
+    for known in (problem, None):
+        for outcome in ranks.run(small_cases.train, schedule, known):
+            assert outcome.losses_equal
+            assert outcome.largest_gradient > 1e-3
+            assert outcome.worst_difference <= 1e-14 * outcome.largest_gradient
