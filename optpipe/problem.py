@@ -236,7 +236,7 @@ class LicensedPair(FrozenValue):
     ----------
     forward, backward
         Stages of one device. Micro-batches are free, but a cell does not pair with itself.
-    with_
+    ``with_``
         In files ``with``: which backward, B or I. One does not license the other.
     hidden_ms
         By how much the two together are shorter than one after the other, in ms: what of the one's
