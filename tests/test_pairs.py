@@ -173,7 +173,7 @@ def test_no_schedule_with_pairs_is_below_a_bound(seed: int) -> None:
 
 
 def test_pairs_are_found_where_no_family_fits() -> None:
-    """DualPipeV holds 9 chunks; of 8 the solver makes pairs that no schedule without has room for.
+    """DualPipeV holds 9 chunks; with room for 8 the solver makes pairs too.
 
     A first annealing found 57 (issue 20); without pairs 63 is the optimum of any memory.
     """

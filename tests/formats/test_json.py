@@ -107,9 +107,9 @@ ODD = [
 def test_odd_texts_are_refused_quickly_and_shortly(
     text: str, message: str, yardstick: Yardstick
 ) -> None:
-    """As quickly as 150 million zeros are parsed; the slowest takes a sixth of that alone.
+    """As quickly as 45 million zeros are parsed; the slowest takes half of that.
 
-    On a machine with a load of 17 it took half of it; a loop within a loop would take thousands.
+    At best of three times: beside a load of 17 a single one was seen to take 77.
     """
     caught: list[pytest.ExceptionInfo[ProblemError]] = []
 
@@ -120,7 +120,7 @@ def test_odd_texts_are_refused_quickly_and_shortly(
         caught.append(refusal)
         return time.process_time() - began
 
-    assert yardstick.times(spend_s) < 150
+    assert any(yardstick.times(spend_s) < 45 for _ in range(3))
     assert message in str(caught[0].value)
     assert len(str(caught[0].value)) < 2000
     str(caught[0].value).encode()

@@ -165,7 +165,7 @@ def _places(compiled: CompiledProblem, rows: Rows) -> Ints | None:
         alone = _alone(codes, times.num_cells)
         if (times.device_of[stages] != device).any() or np.unique(alone).size < codes.size:
             return None
-        place[_alone(codes, times.num_cells)] = np.arange(codes.size)
+        place[alone] = np.arange(codes.size)
     return place.reshape(len(KINDS), times.num_cells)
 
 

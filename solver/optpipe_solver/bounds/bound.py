@@ -67,24 +67,22 @@ def lower_bounds(
     return found
 
 
+_SHARES = (0.5, 0.0, 1.0)
+"""What forwards take of what hides, in each of the shortened problems that are looked at."""
+
+
 def _bounds_with_pairs(problem: Problem, should_stop: Callable[[], bool]) -> list[Bound]:
     """Return the bounds of the shortened problems, the best of each, and that of the load."""
     best: dict[str, float] = {}
     for share in _SHARES:
-        for bound in (
-            ()
-            if should_stop()
-            else lower_bounds(shortened(problem, share), should_stop=should_stop)
-        ):
+        if should_stop():
+            break
+        for bound in lower_bounds(shortened(problem, share), should_stop=should_stop):
             best[bound.method] = max(best.get(bound.method, 0.0), bound.ms)
     found = [Bound(ms, f"{method}, shortened passes") for method, ms in best.items()]
     if problem.objective == "makespan":
         found.append(Bound(paired_load_ms(problem), "load with pairs"))
     return found or [Bound(0.0, "load with pairs")]
-
-
-_SHARES = (0.5, 0.0, 1.0)
-"""What forwards take of what hides, in each of the shortened problems that are looked at."""
 
 
 def _clocks(paths: Paths, model: Relaxed) -> Iterator[tuple[int, Events, Events]]:

@@ -68,7 +68,6 @@ class _Rules(NamedTuple):
     room: Ints
     modes: Ints
     by_span: int
-    can_split: bool
 
 
 def improve_by_pairing(best: Incumbent, stop: Stop) -> None:
@@ -105,7 +104,7 @@ def _cool(
     room = [
         device.usable_bytes - problem.static_bytes_of(d) for d, device in enumerate(problem.devices)
     ]
-    rules = _Rules(np.array(room), rows.modes, int(problem.objective == "span"), can_split=True)
+    rules = _Rules(np.array(room), rows.modes, int(problem.objective == "span"))
     chain = _Chain(
         rows.actions,
         rows.lengths,
@@ -160,7 +159,7 @@ def anneal_pairs(
             continue
         count = lengths[device]
         _copy(rows[device], chain.saved, count)
-        if not _step(rows[device], lengths, device, times, rules, draw):
+        if not _step(rows[device], lengths, device, times, draw):
             _copy(chain.saved, rows[device], count)
             lengths[device] = count
             continue
@@ -197,9 +196,7 @@ def _measure(chain: _Chain, times: TimeArrays, rules: _Rules, work: SimulationSc
 
 
 @lean
-def _step(
-    row: Ints, lengths: Ints, device: int, times: TimeArrays, rules: _Rules, draw: Draw
-) -> bool:
+def _step(row: Ints, lengths: Ints, device: int, times: TimeArrays, draw: Draw) -> bool:
     """Change a row at random; False: it may be broken, and is to be put back."""
     count, cells = lengths[device], times.num_cells
     place = below(draw, count)
@@ -210,7 +207,7 @@ def _step(
         if row[place] >= PAIRED_INPUT * cells:
             place -= 1
         return _move(row, count, place, place + below(draw, 2 * _REACH + 1) - _REACH, cells)
-    if chosen < 0.9 or not rules.can_split:
+    if chosen < 0.9:
         return _marry(row, count, place, place + below(draw, 2 * _REACH + 1) - _REACH, times)
     return _split_or_fuse(row, lengths, device, place, times, below(draw, 2 * _REACH))
 

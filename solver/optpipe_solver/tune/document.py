@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from dataclasses import dataclass, replace
+from itertools import chain
 from math import inf
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -27,7 +28,7 @@ from optpipe.presets import (
 from optpipe.presets.configuration import Configuration
 from optpipe.presets.step import RankMemory
 from optpipe.problem import Placement, placement_of
-from optpipe.schedule import parse_action
+from optpipe.schedule import cells_of, parse_cell
 from optpipe_solver.tune.judge import Look, Looks, TuneCheckpoint, TuneRow
 from optpipe_solver.tune.space import TuneQuestion, candidates
 
@@ -299,7 +300,7 @@ def checkpoint_of(result: TuneResult, *, is_over: bool = False) -> str:
                 {
                     "row": row.as_json(),
                     "problem": row.problem.model_dump(mode="json", by_alias=True),
-                    "programs": [list(map(str, program)) for program in row.programs],
+                    "programs": list(map(cells_of, row.programs)),
                 }
                 for row in kept.values()
             ],
@@ -333,7 +334,9 @@ def read_kept(question: TuneQuestion, text: str, row_id: str) -> TuneRow | None:
 
 def _read_kept(question: TuneQuestion, kept: Mapping[str, Any]) -> TuneRow:
     problem = load_problem(json.dumps(kept["problem"]))
-    programs = tuple(tuple(map(parse_action, program)) for program in kept["programs"])
+    programs = tuple(
+        tuple(chain.from_iterable(map(parse_cell, program))) for program in kept["programs"]
+    )
     return read_row(question, kept["row"], problem, programs)
 
 
