@@ -84,7 +84,10 @@ _TUNED_EXAMPLE: dict[str, Any] = {
 
 
 class CurrentDegrees(TypedDict, total=False):
-    """What is run today; ``dp`` is what the number of GPUs leaves, all others 1 by default."""
+    """What is run today; ``dp`` is what the number of GPUs leaves, all others 1 by default.
+
+    ``layers`` of each stage in model order, embedding and head counted; by default cut evenly.
+    """
 
     tp: int
     cp: int
@@ -96,6 +99,7 @@ class CurrentDegrees(TypedDict, total=False):
     micro_batch: int
     zero: int
     recompute: Sequence[str]
+    layers: Sequence[int]
 
 
 class TuneArguments(SearchArguments, total=False):

@@ -52,6 +52,19 @@ def pins() -> dict[str, str]:
     return {canonicalize_name(name): version for name, version in (p.split("==") for p in pinned)}
 
 
+def test_the_gate_collects_without_what_only_ci_installs(project) -> None:
+    """`make test` collects the tests for a browser too, though it runs none."""
+    own = {
+        Requirement(text).name.replace("-", "_") for text in project["optional-dependencies"]["ci"]
+    }
+    code = "import sys; sys.modules.update(dict.fromkeys({own}, None)); import {names}"
+    files = sorted((ROOT / "tests/browser").glob("*.py"))
+    names = ", ".join(f"tests.browser.{file.stem}" for file in files)
+    command = [sys.executable, "-c", code.format(own=own, names=names)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.fixture(scope="module")
 def dockerfile() -> list[tuple[str, str]]:
     """The Dockerfile as (instruction, arguments), comments dropped and continued lines joined."""

@@ -239,15 +239,30 @@ def _numbers(option: str, text: str) -> dict[str, Any]:
 
 
 def _today(question: TuneQuestion, text: str) -> Configuration:
-    """Return what is run today, from ``tp=4,pp=8,...``; ``recompute=a+b`` names modules."""
+    """Return what is run today, from ``tp=4,pp=8,...``.
+
+    ``recompute=a+b`` names modules, ``layers=10+11`` says those of each stage.
+    """
     from optpipe_solver.tune.document import current_configuration
 
-    parts = [part.strip() for part in text.split(",")]
-    named = [part.partition("=")[2] for part in parts if part.startswith("recompute=")]
-    modules = list(filter(None, "+".join(named).split("+")))
-    asked = _numbers("--current", ",".join(p for p in parts if not p.startswith("recompute=")))
+    lists: dict[str, list[str]] = {"recompute": [], "layers": []}
+    degrees = []
+    for part in map(str.strip, text.split(",")):
+        name, _, values = part.partition("=")
+        if name in lists:
+            lists[name] += filter(None, values.split("+"))
+        else:
+            degrees.append(part)
+    for layers in lists["layers"]:
+        if not (layers.isascii() and layers.isdigit()):
+            raise InputError(
+                f"--current layers={'+'.join(lists['layers'])}: must be numbers with +, one for "
+                "each stage; correct it"
+            )
+    asked = _numbers("--current", ",".join(degrees))
+    asked |= {"recompute": lists["recompute"], "layers": list(map(int, lists["layers"]))}
     try:
-        return current_configuration(question, {**asked, "recompute": modules})
+        return current_configuration(question, asked)
     except InputError as error:
         raise InputError(f"--current {text}: {error}") from None
 

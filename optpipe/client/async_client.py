@@ -580,6 +580,16 @@ class AsyncClient:
         schedule = await self._connection.send("GET", f"{path}/schedule")
         return load_problem(problem.text), load_schedule(schedule.text)
 
+    async def recut(self, job: Job | str, row: TunedRow, layers: Sequence[int]) -> TunedRow:
+        """Return what a row of `tuned` would take with other numbers of layers per stage.
+
+        ``layers`` in model order, embedding and head counted. By the framework's own schedules;
+        where none fits, ``peak_bytes`` says by how much. Raises `RequestRefusedError` if they are
+        no cut into as many stages; `NoScheduleError` as `tuned_row`.
+        """
+        path, params = f"{_path(job)}/rows/{row.id}/recut", {"layers": ",".join(map(str, layers))}
+        return as_model(TunedRow, await self._connection.send("GET", path, params=params))
+
     async def paste(self, job: Job | str, row: TunedRow, form: PasteForm = "arguments") -> str:
         """Return a row of `tuned` as its framework takes it.
 

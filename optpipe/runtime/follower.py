@@ -37,7 +37,7 @@ import torch.distributed as dist
 from optpipe.formats.json import load_schedule
 from optpipe.runtime.errors import PreflightError
 from optpipe.runtime.timing import DEFAULT_EVERY, ActionTimer
-from optpipe.runtime.torch_names import backends
+from optpipe.runtime.torch_names import backends, group_alike
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -215,12 +215,7 @@ def _host_group(group: ProcessGroup | None) -> ProcessGroup | None:
     """Return a group of the same ranks that carries tensors of the host."""
     if backends(group).get("cpu") == dist.Backend.GLOO:
         return group
-    made: ProcessGroup = dist.new_group(
-        dist.get_process_group_ranks(group),
-        backend=dist.Backend.GLOO,
-        use_local_synchronization=True,
-    )
-    return made
+    return group_alike(group, dist.Backend.GLOO)
 
 
 def _length_ms(step: MeasuredStep, objective: Objective) -> float:

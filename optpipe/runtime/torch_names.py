@@ -41,6 +41,7 @@ __all__ = [
     "default_store",
     "effect",
     "further_connection",
+    "group_alike",
     "group_of_messages",
     "has_gradient_hooks",
     "is_compiled",
@@ -68,6 +69,7 @@ _NAMES: Final[tuple[tuple[object, str, tuple[str, ...]], ...]] = (
     (PipelineStage, "get_bwd_recv_ops", ("bwd_chunk_id",)),
     (PipelineStage, "set_local_bwd_input", ("next_stage_bwd_outputs", "mb_index")),
     (PipelineStage, "clear_runtime_states", ()),
+    (distributed_c10d, "_process_group_name", ("ranks", "use_hashed_name")),
     (PipelineStage, "_setup_forward_recv_info", ("num_microbatches", "has_backward")),
     (PipelineStage, "_setup_backward_recv_info", ("num_microbatches",)),
     (_PipelineScheduleRuntime, "_step_microbatches", ("arg_mbs", "kwarg_mbs", "return_outputs")),
@@ -244,10 +246,29 @@ def group_of_messages(group: ProcessGroup | None) -> ProcessGroup | None:
         return group
     default.bound_device_id = None
     try:
-        members = dist.get_process_group_ranks(group)
-        made: ProcessGroup = dist.new_group(members, use_local_synchronization=True)
+        return group_alike(group)
     finally:
         default.bound_device_id = bound
+
+
+def group_alike(group: ProcessGroup | None, backend: str | None = None) -> ProcessGroup:
+    """Return a new group of the same ranks, which make it together and without all others.
+
+    It has the name that its first rank gives it. Left to itself, each rank would name it by how
+    many groups it is in, and ranks that are in more or fewer (the first and last stages share one
+    for tied embeddings in Megatron-Core) would wait for each other for ever.
+    """
+    members = dist.get_process_group_ranks(group)
+    naming = distributed_c10d._process_group_name  # noqa: SLF001
+    names = [naming(members, use_hashed_name=True)] * len(members)
+    dist.all_gather_object(names, names[0], group=group)
+    distributed_c10d._process_group_name = lambda *_, **__: names[0]  # noqa: SLF001
+    try:
+        made: ProcessGroup = dist.new_group(
+            members, backend=backend, use_local_synchronization=True
+        )
+    finally:
+        distributed_c10d._process_group_name = naming  # noqa: SLF001
     return made
 
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
-from axe_playwright_python.sync_playwright import Axe
 
 from optpipe_api import Settings
 from tests.api.live import make_settings, running, two_stages
@@ -117,6 +116,8 @@ def test_every_state_fits_the_screen_and_is_accessible(
     scheme: str,
     size: tuple[int, int],
 ) -> None:
+    from axe_playwright_python.sync_playwright import Axe
+
     url, queries = shown
     assert set(queries) == set(STATES)
     wrong = []

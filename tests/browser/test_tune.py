@@ -160,6 +160,14 @@ def test_what_if_asks_again_and_a_row_is_solved_further(visit: Visit, url: str) 
     page.wait_for_selector("#certificate")
     again = page.get_attribute("#job", "data-id")
     assert httpx.get(f"{url}/v1/jobs/{again}/question").json()["global_batch"] == 32
+    row = httpx.get(f"{url}/v1/jobs/{again}/configuration").json()["rows"][0]
+    page.select_option("[name=from_stage]", "0")
+    page.select_option("[name=to_stage]", "1")
+    page.click("#move-layer")
+    page.wait_for_selector("#moved:has-text('ms per step')")
+    layers = f"{row['layers'][0] - 1},{row['layers'][1] + 1}"
+    moved = httpx.get(f"{url}/v1/jobs/{again}/rows/{row['id']}/recut?layers={layers}").json()
+    assert page.inner_text("#moved").startswith(f"{moved['step_ms']:,.1f} ms per step by 1f1b (+")
     page.click("#solve-row")
     page.wait_for_selector("#job[data-state=succeeded] #what-if")
     assert page.inner_text("#objective dt") == "Makespan"

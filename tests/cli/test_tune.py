@@ -57,6 +57,8 @@ def test_one_measured_step_calibrates_all(optpipe) -> None:
         (["--current", "tp=3"], "but num_gpus is 8"),
         (["--current", "pp=8,micro_batch=5"], "does not divide global_batch 16"),
         (["--current", "pp=8,recompute=norms"], "is none of full, core_attn"),
+        (["--current", "pp=8,layers=4+x"], "must be numbers with +"),
+        (["--current", "pp=2,tp=4,layers=20+15"], "and together the 34 layers"),
         (["--framework", "deepspeed"], "must be any, megatron, torchtitan"),
         (["--measured-step-s", "3"], "--current takes; give both"),
         (["--headroom", "1.5"], "must be in [0, 1)"),

@@ -420,8 +420,13 @@ def _bytes(tensor: Tensor | None) -> int:
 
 
 def train_bound(schedule: Schedule, problem: Problem, bound_rank: int) -> tuple[Trained, set[str]]:
-    """Train where one rank gave a device to its group; return the groups of its messages, too."""
+    """Train where one rank gave a device to its group; return the groups of its messages, too.
+
+    The first and the last rank are in one group more than the others, as where they share tied
+    embeddings.
+    """
     default = dist.distributed_c10d._get_default_group()
+    ends = dist.new_group([0, dist.get_world_size() - 1])
     groups: set[str] = set()
     batch_p2p = torch_schedules._batch_p2p
 
@@ -438,4 +443,6 @@ def train_bound(schedule: Schedule, problem: Problem, bound_rank: int) -> tuple[
     finally:
         torch_schedules._batch_p2p = batch_p2p
         default.bound_device_id = None
+    if ends != dist.GroupMember.NON_GROUP_MEMBER:
+        dist.destroy_process_group(ends)
     return trained, groups - {default.group_name}

@@ -24,6 +24,7 @@ _GAP = 0.002
 Many = Annotated[int, Field(ge=1, le=2**17, strict=True)]
 Zero = Literal[0, 1, 2, 3]
 Chunks = Annotated[int, Field(ge=1, le=64, strict=True)]
+Layers = Annotated[int, Field(ge=1, le=1024, strict=True)]
 
 
 class TuneOptionsBody(SearchOptions):
@@ -69,7 +70,7 @@ class FixedBody(StrictBody):
 
 
 class CurrentBody(StrictBody):
-    """What is run today: 1F1B, or interleaved 1F1B with several chunks, layers cut evenly."""
+    """What is run today: 1F1B, or interleaved 1F1B with several chunks."""
 
     tp: Degree = 1
     cp: Degree = 1
@@ -81,6 +82,10 @@ class CurrentBody(StrictBody):
     micro_batch: Many = 1
     zero: Zero = 1
     recompute: Annotated[frozenset[Name], Field(max_length=16)] = frozenset()
+    layers: Annotated[tuple[Layers, ...], Field(min_length=1, max_length=512)] | None = Field(
+        default=None,
+        description="Of each stage in model order, embedding and head counted; null: cut evenly.",
+    )
 
 
 class TuneBody(StrictBody):
@@ -172,4 +177,6 @@ class TuneBody(StrictBody):
         asked["fixed"] = self.fixed.model_dump(exclude_none=True)
         if self.current is not None:
             asked["current"]["recompute"] = sorted(self.current.recompute)
+            if self.current.layers is None:
+                del asked["current"]["layers"]
         return {name: value for name, value in asked.items() if value is not None}

@@ -23,7 +23,7 @@ from optpipe_api.routes.common import (
     seconds_to_wait,
 )
 from optpipe_api.routes.jobs import submitted
-from optpipe_api.services.render import pasted_row, row_of
+from optpipe_api.services.render import pasted_row, recut_row, row_of
 from optpipe_api.services.submission import read_tune
 
 if TYPE_CHECKING:
@@ -121,6 +121,36 @@ async def row_schedule(job_id: str, row: RowId, service: Serving, who: Reader) -
     """Return the schedule of a configuration, as that of the winner is `schedule`."""
     found = await row_of(service.jobs, service.pool, job_id, who, row)
     return Response(found.schedule, media_type="application/json")
+
+
+@configurations_router.get(
+    "/{job_id}/rows/{row}/recut",
+    response_class=Response,
+    responses={**document("TunedRow"), **_ROW_FAULTS},
+    summary="Fetch a tune's row with other layers per stage",
+)
+async def row_recut(
+    job_id: str,
+    row: RowId,
+    service: Serving,
+    who: Reader,
+    layers: Annotated[
+        str,
+        Query(
+            pattern=r"^[0-9]{1,4}(,[0-9]{1,4}){0,511}$",
+            description="Of each stage in model order, with commas, embedding and head counted.",
+            examples=["17,17"],
+        ),
+    ],
+) -> Response:
+    """Return what the configuration would take if its stages had other numbers of layers.
+
+    By the framework's own schedules, simulated; where none fits, `peak_bytes` says by how much.
+    """
+    texts = await run_in_threadpool(service.jobs.checkpoint, job_id, who)
+    sizes = tuple(map(int, layers.split(",")))
+    text = await service.pool.run(recut_row, *texts, row, sizes, is_heavy=True)
+    return Response(text, media_type="application/json")
 
 
 @configurations_router.get(

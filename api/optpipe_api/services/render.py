@@ -57,6 +57,7 @@ __all__ = [
     "make_frontier",
     "make_schedule",
     "pasted_row",
+    "recut_row",
     "row_of",
     "solution",
 ]
@@ -245,6 +246,14 @@ def pasted_row(question: str, checkpoint: str, row_id: str, form: str) -> str:
         if isinstance(error, ScheduleNotFoundError):
             raise
         raise FormUnavailableError(f"format = {form!r}: {error}") from None
+
+
+def recut_row(question: str, checkpoint: str, row_id: str, layers: tuple[int, ...]) -> str:
+    """Return a row with other layers per stage, as JSON; raises `InputError` if they are no cut."""
+    from optpipe_solver.tune import read_question, recut  # noqa: PLC0415 - heavy
+
+    row = _row_of(question, checkpoint, row_id)
+    return json.dumps(recut(read_question(json.loads(question)).question, row, layers).as_json())
 
 
 def _row_of(question: str, checkpoint: str, row_id: str) -> TuneRow:

@@ -1,5 +1,6 @@
 // What a tune has found: the gain first, then memory, configurations, the chosen one, what to paste.
 
+import { choiceField } from "./controls.js";
 import { button, el, later, save, table } from "./dom.js";
 import { guarded, showFault } from "./faults.js";
 import { ms, share } from "./format.js";
@@ -197,7 +198,31 @@ export class Tuned {
         again("Twice the batch", { global_batch: 2 * question.global_batch }),
         again("100 Gbit/s Ethernet", { network: "ethernet:100" }),
         ...(question.framework === "any" ? [] : [again("Any schedule", { framework: "any" })]),
-        el("a", { href: address({ ask: view.id }) }, "Ask something else")));
+        el("a", { href: address({ ask: view.id }) }, "Ask something else")),
+      row.layers.length > 1 ? this.mover(row, path) : null);
+  }
+
+  /** One layer from a stage to another: what the step would take. */
+  mover(row, path) {
+    const stages = row.layers.map((layers, stage) => [stage, `${stage} (${layers})`]);
+    const last = row.layers.length - 1;
+    const from = choiceField("from_stage", "One layer from stage", stages, last);
+    const to = choiceField("to_stage", "to stage", stages, last - 1);
+    const said = el("output", { id: "moved" });
+    const chosen = (field) => Number(field.querySelector("select").value);
+    const move = async () => {
+      const layers = [...row.layers];
+      layers[chosen(from)] -= 1;
+      layers[chosen(to)] += 1;
+      said.textContent = "";
+      const moved = await askJson(`${path}/recut?layers=${layers}`);
+      const change = moved.step_ms / row.step_ms - 1;
+      said.textContent = `${ms(moved.step_ms)} ms per step by ${moved.method} `
+        + `(${change < 0 ? "" : "+"}${share(change)}), fullest rank ${(peak(moved) / GIB).toFixed(1)} `
+        + `of ${(this.result.memory_bytes / GIB).toFixed(1)} GiB.`;
+    };
+    return el("div", { class: "buttons" }, from, to,
+      button("Move it", guarded(move), { id: "move-layer", "data-key": "move" }), said);
   }
 
   async askAgain(changes) {

@@ -7,7 +7,7 @@ from optpipe_solver.tune.document import (
     read_question,
     read_row,
 )
-from optpipe_solver.tune.judge import TuneCheckpoint, TuneRow, judge
+from optpipe_solver.tune.judge import TuneCheckpoint, TuneRow, judge, recut
 from optpipe_solver.tune.space import FIXABLE, FRAMEWORKS, Framework, TuneQuestion
 from optpipe_solver.tune.tune import TuneCounts, TuneResult, tune
 
@@ -26,5 +26,6 @@ __all__ = [
     "read_checkpoint",
     "read_question",
     "read_row",
+    "recut",
     "tune",
 ]

@@ -175,7 +175,8 @@ def calibrated(
             f"measured_step_s = {measured_step_s}: must be above 0 and below 1000000; correct it"
         )
     machine = question.machine(current.training)
-    estimated_ms = step_estimate(question.shape, machine, current.pipeline).step_ms
+    sizes = current.sizes or None
+    estimated_ms = step_estimate(question.shape, machine, current.pipeline, sizes=sizes).step_ms
     return replace(question, time_factor=1e3 * measured_step_s / estimated_ms)
 
 
@@ -195,7 +196,8 @@ def current_configuration(question: TuneQuestion, asked: Mapping[str, Any]) -> C
     ----------
     asked
         tp, cp, ep, etp, dp, pp, chunks, micro_batch and zero, 1 where left out (dp: what the
-        accelerators leave), and ``recompute``, modules by Megatron-Core's names.
+        accelerators leave), ``recompute``, modules by Megatron-Core's names, and ``layers`` of
+        each stage in model order, embedding and head counted.
 
     Raises
     ------
@@ -231,9 +233,16 @@ def current_configuration(question: TuneQuestion, asked: Mapping[str, Any]) -> C
         placement="linear" if chunks == 1 else "loop",
         layout="even",
     )
-    return Configuration(
-        shape=question.shape, hardware=question.hardware, training=training, pipeline=cut
+    current = Configuration(
+        shape=question.shape,
+        hardware=question.hardware,
+        training=training,
+        pipeline=cut,
+        sizes=tuple(asked.get("layers", ())),
     )
+    if current.sizes:
+        _ = current.stages  # checks them
+    return current
 
 
 def read_row(

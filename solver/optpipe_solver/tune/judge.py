@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from optpipe.errors import InputError
 from optpipe.presets import estimate, step_estimate
 from optpipe.presets.configuration import Configuration
 from optpipe.presets.step import RankMemory
@@ -29,7 +30,16 @@ if TYPE_CHECKING:
     from optpipe_solver.plan import PlacementKind
     from optpipe_solver.tune.space import TuneQuestion
 
-__all__ = ["NO_LOOKS", "ConfigurationJudge", "Look", "Looks", "TuneCheckpoint", "TuneRow", "judge"]
+__all__ = [
+    "NO_LOOKS",
+    "ConfigurationJudge",
+    "Look",
+    "Looks",
+    "TuneCheckpoint",
+    "TuneRow",
+    "judge",
+    "recut",
+]
 
 _SLOW, _SLOW_FROM_CELLS = frozenset({"greedy"}), 300
 _UNLIMITED = 2**50
@@ -173,6 +183,34 @@ def judge(question: TuneQuestion, configuration: Configuration) -> TuneRow | Non
     made = ConfigurationJudge(question, configuration.training, cut, is_limited=False)
     sizes = configuration.sizes or made.sizes("even")
     return made.by_names(sizes, _fused_families(cut.chunks))
+
+
+def recut(question: TuneQuestion, row: TuneRow, sizes: tuple[int, ...]) -> TuneRow:
+    """Return a row with other numbers of layers per stage, by the framework's families.
+
+    Where none of them fits, ``peak_bytes`` says by how much; that of today is not limited either.
+
+    Raises
+    ------
+    InputError
+        If the sizes are no cut of the model into as many stages, or there is too much to simulate.
+    """
+    wanted, num_layers = len(row.configuration.sizes), sum(row.configuration.sizes)
+    if len(sizes) != wanted or sum(sizes) != num_layers or min(sizes) < 1:
+        raise InputError(
+            f"layers {list(sizes)}: must be {wanted} numbers of at least 1, one for each stage, "
+            f"and {num_layers} together, embedding and head counted; correct them"
+        )
+    training, cut = row.configuration.training, row.configuration.pipeline
+    for is_limited in (True, False):
+        made = ConfigurationJudge(question, training, cut, is_limited=is_limited)
+        found = made.by_families(sizes)
+        if found is not None:
+            return found
+    raise InputError(
+        f"layers {list(sizes)}: {made.num_cells:,} cells are too many to simulate at once, which "
+        f"takes at most {_MOST_SIMULATED:,}; solve the row's problem instead"
+    )
 
 
 class ConfigurationJudge:

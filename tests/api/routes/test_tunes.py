@@ -163,6 +163,26 @@ def test_each_row_has_its_schedule_and_what_to_paste(http) -> None:
     assert "take an id of its configuration" in detail
 
 
+def test_a_layer_is_moved_from_one_stage_to_another(http) -> None:
+    """The step is that of a run with such layers; what is no cut is refused."""
+    path, job = tune(http, options={"seed": 11, "cache": "refresh"})
+    (_, today) = Tuned.model_validate(http.get(f"{path}/configuration").json()).rows
+    layers = (today.layers[0] - 1, *today.layers[1:-1], today.layers[-1] + 1)
+    with Client(str(http.base_url)) as client:
+        moved = client.recut(job["id"], today, layers)
+    assert (moved.layers, moved.tp, moved.pp) == (layers, today.tp, today.pp)
+    assert moved.peak_bytes != today.peak_bytes
+    again, _ = tune(http, current={**asked()["current"], "layers": layers})
+    found = Tuned.model_validate(http.get(f"{again}/configuration").json()).current
+    assert found is not None
+    assert (found.step_ms, found.layers) == (moved.step_ms, layers)
+    assert found.step_ms > today.step_ms
+    url = f"{path}/rows/{today.id}/recut?layers="
+    detail = fault(http.get(url + "10,24"), 422, "input.invalid")["detail"]
+    assert "must be 4 numbers" in detail
+    fault(http.get(url + "10;24"), 422, "request.invalid")
+
+
 def test_what_is_run_today_may_be_the_text_of_its_framework(http) -> None:
     """Written by what is pasted, it is read as the same configuration."""
     path, _ = tune(http, options={"seed": 9, "cache": "refresh"})
