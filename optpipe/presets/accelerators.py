@@ -190,7 +190,7 @@ _NETWORKS: dict[str, tuple[float, float, float | None]] = {
 
 
 def _rates(source: str, **tflops: float) -> Mapping[Precision, Fact]:
-    return MappingProxyType({name: Fact(value, source) for name, value in tflops.items()})  # type: ignore[misc]
+    return {name: Fact(value, source) for name, value in tflops.items()}  # type: ignore[misc]
 
 
 _GIB = 2**30

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from optpipe_solver.tune.space import TuneQuestion
 
 __all__ = [
+    "LAYOUTS",
     "NO_LOOKS",
     "ConfigurationJudge",
     "Look",
@@ -40,6 +41,9 @@ __all__ = [
     "judge",
     "recut",
 ]
+
+LAYOUTS: tuple[Layout, ...] = ("balanced", "even")
+"""How frameworks cut, without asking a search."""
 
 _SLOW, _SLOW_FROM_CELLS = frozenset({"greedy"}), 300
 _UNLIMITED = 2**50
@@ -261,6 +265,12 @@ class ConfigurationJudge:
     def model(self) -> Model:
         """The layers, and what they run on."""
         return self.made.model
+
+    def simulated(self) -> TuneRow | None:
+        """Return the fastest schedule of the framework's families, for the two plain cuts."""
+        found = [self.by_families(self.sizes(layout)) for layout in LAYOUTS]
+        rows = [row for row in found if row is not None]
+        return min(rows, key=lambda row: row.step_ms, default=None)
 
     def sizes(self, layout: Layout) -> tuple[int, ...]:
         """Return how many layers each stage has by a layout."""

@@ -6,11 +6,16 @@ says what 1F1B would take; families are simulated; the plan MILP, or `optpipe_so
 for the best cut and schedule and raises the bound. What has a bound above the best schedule found
 is excluded by proof. So the certificate holds for every configuration of the space (`candidates`),
 whatever its cut, within the estimate's model.
+
+With several threads that many candidates are simulated or planned at a time, each in a process.
 """
 
 from __future__ import annotations
 
 import heapq
+import multiprocessing as mp
+import time
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from enum import IntEnum
 from itertools import groupby
@@ -22,17 +27,25 @@ from optpipe.presets import step_estimate
 from optpipe.presets.estimate import error_band
 from optpipe_solver.budget import Limits, Stop
 from optpipe_solver.tune.bounds import LayerTable
-from optpipe_solver.tune.judge import NO_LOOKS, ConfigurationJudge, Look, Looks, TuneRow, judge
+from optpipe_solver.tune.judge import (
+    LAYOUTS,
+    NO_LOOKS,
+    ConfigurationJudge,
+    Look,
+    Looks,
+    TuneRow,
+    judge,
+)
 from optpipe_solver.tune.space import candidates
 from optpipe_solver.warm import ensure_warm
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
+    from multiprocessing.pool import AsyncResult, Pool
 
     from optpipe.presets import PipelineCut
     from optpipe.presets.configuration import Configuration
     from optpipe.presets.estimate import ErrorBand
-    from optpipe.presets.step import Layout
     from optpipe_solver.tune.judge import TuneCheckpoint
     from optpipe_solver.tune.space import TuneCandidate, TuneQuestion
 
@@ -41,7 +54,7 @@ __all__ = ["TuneCounts", "TuneResult", "tune"]
 _SIMULATED_FIRST = 16
 _PLAN_SHARE, _PLAN_MOST_S, _PLAN_LEAST_S = 0.1, 8.0, 0.5
 _TELL_EVERY_S, _TELL_SHARE = 1.0, 0.01
-_LAYOUTS: tuple[Layout, ...] = ("balanced", "even")
+_POLL_S = 0.02
 _ROUNDING = 1e-6
 """Relative: times in a problem are rounded to 10 ns."""
 
@@ -190,7 +203,10 @@ def tune(
         What is run today; it stands among the rows too, where the space has it.
     time_limit_s
         Seconds, > 0; bounds and first schedules are never cut short, which takes some seconds.
-    threads, seed
+    threads
+        >= 1: candidates that are looked at at a time, from 2 on in processes that import this
+        program's main module, which must be guarded by ``if __name__ == "__main__"``.
+    seed
         As in `optpipe_solver.solve`.
     gap
         In [0, 1): stop where no configuration is faster than the best by more than this share.
@@ -216,7 +232,9 @@ def tune(
     search.current = None if current is None else judge(question, current)
     search.on_result = on_result or search.on_result
     search.begin([] if start is None else [start], known)
-    search.run()
+    # Leaving a pool ends its processes, and what they still do.
+    with nullcontext() if threads == 1 else mp.get_context("spawn").Pool(threads) as pool:
+        search.run(pool)
     return search.result()
 
 
@@ -228,6 +246,7 @@ class _Level(IntEnum):
 
 @dataclass(slots=True)
 class _Entry:
+    index: int
     candidate: TuneCandidate
     table: LayerTable
     bound_ms: float
@@ -235,6 +254,25 @@ class _Entry:
     formula_ms: float = inf
     row: TuneRow | None = None
     is_solved: bool = False
+    is_waiting: bool = True
+
+
+_Found = tuple[TuneRow | None, float]
+"""A schedule of a candidate, and a bound of its pipeline in ms."""
+
+
+def _look_at(
+    question: TuneQuestion,
+    candidate: TuneCandidate,
+    seconds: float | None,
+    seed: int,
+    should_stop: Callable[[], bool] | None = None,
+) -> _Found:
+    """Look for the best cut and schedule of a candidate in so many seconds; None: simulate two."""
+    made = ConfigurationJudge(question, candidate.training, candidate.cut())
+    if seconds is None:
+        return made.simulated(), 0.0
+    return made.planned(Stop(seconds, seed=seed, should_stop=should_stop))
 
 
 class _TuneSearch:
@@ -250,6 +288,7 @@ class _TuneSearch:
         self.current: TuneRow | None = None
         self.known: list[TuneRow] = []
         self.told_s = 0.0
+        self.pool: Pool | None = None
         self.on_result: Callable[[TuneResult], None] = lambda _: None
         for (training, pp), group in groupby(
             candidates(question), key=lambda one: (one.training, one.pp)
@@ -294,29 +333,28 @@ class _TuneSearch:
         if bound_ms == inf:
             self.num_unfit += 1
         else:
-            self.entries.append(_Entry(candidate, table, bound_ms))
+            self.entries.append(_Entry(len(self.entries), candidate, table, bound_ms))
 
     @property
     def best_ms(self) -> float:
         return inf if self.best is None else self.best.step_ms
 
-    def run(self) -> None:
+    def run(self, pool: Pool | None) -> None:
         """Look by formula, simulate the most promising, then go by bound until time is over."""
+        self.pool = pool
         self.say(f"{self.num_candidates:,} configurations bounded")
         self._look()
         promising = sorted(
             (entry for entry in self.entries if entry.formula_ms < inf),
             key=lambda entry: entry.formula_ms,
         )
-        for entry in promising[:_SIMULATED_FIRST]:
-            if entry.level < _Level.SIMULATED and not self.stop.is_told():
-                self._simulate(entry)
-                self._tell()
+        new = [one for one in promising[:_SIMULATED_FIRST] if one.level < _Level.SIMULATED]
+        self._work(_one_by_one(new), self.stop.is_told)
         first = min(self.entries, key=lambda entry: _step_of(entry.row), default=None)
-        is_best = first is not None and first.row is not None and first.row is self.best
-        if first is not None and is_best and not self.stop.is_told():
-            self._plan(first)
-        self._close()
+        if first is not None and first.row is not None and first.row is self.best:
+            first.level = max(first.level, _Level.FILLED)
+            self._work(_one_by_one([first]), self.stop.is_told)
+        self._work(self._least, self.stop.is_over)
 
     def _look(self) -> None:
         """Say by formula what 1F1B takes, as long as the least bound is below what was said."""
@@ -350,49 +388,62 @@ class _TuneSearch:
         if entry.bound_ms == inf:
             self.num_unfit += 1
 
-    def _close(self) -> None:
-        """Look at whoever has the least bound, ever closer, until none is below the best."""
-        while self.heap and not self.stop.is_over():
-            bound_ms, index = self.heap[0]
-            if bound_ms >= self.best_ms * (1 - max(self.gap, _ROUNDING)):
-                return
-            entry = self.entries[index]
-            self._tell()
-            heapq.heappop(self.heap)
+    def _least(self) -> _Entry | None:
+        """Take whoever has the least bound out of those that wait; None where that is the best."""
+        while self.heap and self.heap[0][0] < self.best_ms * (1 - max(self.gap, _ROUNDING)):
+            entry = self.entries[heapq.heappop(self.heap)[1]]
+            entry.is_waiting = False
             if entry.level is _Level.QUICK:
                 self._pack(entry)
-            elif entry.level < _Level.SIMULATED:
-                self._simulate(entry)
             elif entry.level is _Level.SIMULATED:
                 entry.level = _Level.FILLED
                 entry.bound_ms = max(entry.bound_ms, entry.table.filled_ms(entry.candidate))
-            elif entry.level is _Level.FILLED:
-                self._plan(entry)
+            elif entry.level is not _Level.PLANNED:
+                return entry
+            self._wait(entry)
+        return None
+
+    def _wait(self, entry: _Entry) -> None:
+        """Let a candidate be looked at again, where there is a closer look."""
+        if entry.bound_ms < inf and entry.level is not _Level.PLANNED and not entry.is_waiting:
+            heapq.heappush(self.heap, (entry.bound_ms, entry.index))
+            entry.is_waiting = True
+
+    def _work(self, ready: Callable[[], _Entry | None], is_over: Callable[[], bool]) -> None:
+        """Look closer at candidates that are ready, as many at a time as there are processes."""
+        running: list[tuple[_Entry, AsyncResult[_Found]]] = []
+        while not is_over():
+            self._tell()
+            entry = ready() if len(running) < self.stop.threads else None
+            if entry is not None and self.pool is None:
+                self._take(entry, _look_at(*self._job(entry), self.stop.is_told))
+            elif entry is not None and self.pool is not None:
+                running.append((entry, self.pool.apply_async(_look_at, self._job(entry))))
+            elif running:
+                time.sleep(_POLL_S)
+                for done in [done for done in running if done[1].ready()]:
+                    running.remove(done)
+                    self._take(done[0], done[1].get())
             else:
-                continue
-            if entry.bound_ms < inf:
-                heapq.heappush(self.heap, (entry.bound_ms, index))
+                return
 
-    def _simulate(self, entry: _Entry) -> None:
-        """Give a candidate the best schedule of the families, for the two plain cuts."""
-        entry.level, entry.is_solved = _Level.SIMULATED, True
-        made = self._judge(entry)
-        for layout in _LAYOUTS:
-            self._offer(entry, made.by_families(made.sizes(layout)))
+    def _job(self, entry: _Entry) -> tuple[TuneQuestion, TuneCandidate, float | None, int]:
+        """Return what the next closer look at a candidate takes: seconds where it is a plan."""
+        seconds = None
+        if entry.level is _Level.FILLED:
+            left = self.stop.left_s()
+            seconds = min(left, _PLAN_MOST_S, max(_PLAN_LEAST_S, _PLAN_SHARE * left))
+        return self.question, entry.candidate, seconds, self.stop.seed
 
-    def _plan(self, entry: _Entry) -> None:
-        """Look for the best cut and schedule of a candidate, and raise its bound."""
-        entry.level = _Level.PLANNED
-        made = self._judge(entry)
-        seconds = min(_PLAN_MOST_S, max(_PLAN_LEAST_S, _PLAN_SHARE * self.stop.left_s()))
-        row, bound_ms = made.planned(self.stop.turn(at_most=seconds))
-        if bound_ms == inf:
-            self.num_unfit += 1
+    def _take(self, entry: _Entry, found: _Found) -> None:
+        """Take in the schedule and the bound of a closer look."""
+        row, bound_ms = found
+        entry.is_solved = True
+        entry.level = _Level.SIMULATED if entry.level < _Level.SIMULATED else _Level.PLANNED
+        self.num_unfit += bound_ms == inf
         entry.bound_ms = max(entry.bound_ms, bound_ms + entry.table.after_ms)
         self._offer(entry, row)
-
-    def _judge(self, entry: _Entry) -> ConfigurationJudge:
-        return ConfigurationJudge(self.question, entry.candidate.training, entry.candidate.cut())
+        self._wait(entry)
 
     def _offer(self, entry: _Entry, row: TuneRow | None) -> None:
         if row is None or row.step_ms >= _step_of(entry.row):
@@ -448,12 +499,17 @@ class _TuneSearch:
         )
 
 
+def _one_by_one(entries: Iterable[_Entry]) -> Callable[[], _Entry | None]:
+    left = iter(entries)
+    return lambda: next(left, None)
+
+
 def _step_of(row: TuneRow | None) -> float:
     return inf if row is None else row.step_ms
 
 
 def _cuts(candidate: TuneCandidate) -> Iterator[PipelineCut]:
-    for layout in _LAYOUTS:
+    for layout in LAYOUTS:
         yield candidate.cut(layout=layout)
 
 

@@ -81,11 +81,11 @@ TIGHT = 9_800_000_000
 
 
 @pytest.mark.parametrize(
-    "question",
-    [asked(), asked(memory_bytes=TIGHT), asked(WITH_EXPERTS, memory_bytes=TIGHT)],
-    ids=["dense", "dense, tight", "experts, tight"],
+    ("question", "threads"),
+    [(asked(), 1), (asked(memory_bytes=TIGHT), 2), (asked(WITH_EXPERTS, memory_bytes=TIGHT), 1)],
+    ids=["dense", "dense, tight, two at a time", "experts, tight"],
 )
-def test_no_cut_of_any_configuration_beats_its_bounds(question: TuneQuestion) -> None:
+def test_no_cut_of_any_configuration_beats_its_bounds(question: TuneQuestion, threads: int) -> None:
     """And what is answered is the best of all of them, within what the certificate leaves."""
     best_of = exhaustively(question)
     for (training, pp), group in groupby(best_of, key=lambda one: (one.training, one.pp)):
@@ -98,7 +98,7 @@ def test_no_cut_of_any_configuration_beats_its_bounds(question: TuneQuestion) ->
     assert fastest_ms < inf
     if question.memory_bytes == TIGHT:
         assert inf in best_of.values(), "memory is no question here"
-    result = tune(question, time_limit_s=30, gap=0.0)
+    result = tune(question, time_limit_s=60 if threads > 1 else 30, threads=threads, gap=0.0)
     assert result.best is not None
     assert result.gap is not None
     assert result.bound_ms <= fastest_ms * (1 + 1e-6)
