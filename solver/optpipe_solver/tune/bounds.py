@@ -9,8 +9,12 @@ fused backwards nothing after the backwards of that. With one stage per rank in 
 loads b satisfy C >= m b_r + a (b_0 + ... + b_(r-1)), where a is 1 with fused backwards, and the
 least share of F in a layer else. All p inequalities are tightest when equal, then
 C = a B / (1 - (1 - a/m)^p). With several stages per rank only one layer per stage is ahead for
-certain: summed over the ranks, C >= m B / p + (p - 1) / 2 x (a times the quickest layer). Of
-interleaved 1F1B a linear program over the durations of stages says more (`interleaved_share`).
+certain: summed over the ranks, C >= m B / p + (p - 1) / 2 x (a times the quickest layer).
+
+Cut. Of 1F1B and interleaved 1F1B an integer program says more (`best_cut`): how many layers each
+stage has, within each rank's memory, against the longest paths of the order, messages included,
+added where they are longer than it says. Layers of different kinds are taken for alike, each as
+quick and as small as the least of them.
 
 What follows the pipeline (`StepEstimate.after_ms`) is linear in the parameters that a rank holds,
 so that its largest is at least that of a rank with the mean.
@@ -24,7 +28,7 @@ more, and the last, which may have fewer (Narayanan et al. 2021, arXiv 2104.0447
 from __future__ import annotations
 
 from functools import lru_cache
-from math import ceil, floor, inf
+from math import floor, inf
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -33,7 +37,8 @@ from optpipe.presets.parameters import Held, static_bytes
 from optpipe.presets.step import in_flight, model_parts, pool_bytes, reserved_bytes
 from optpipe.problem import placement_of
 from optpipe.schedule import ActionType
-from optpipe_solver.milp.highs import LinearProgram
+from optpipe_solver.budget import Stop
+from optpipe_solver.milp.highs import MilpModel, MilpStatus, RowByRow, at_least, total
 from optpipe_solver.milp.plan.pattern import NUM_DURATIONS, kind_number, patterns_of
 
 if TYPE_CHECKING:
@@ -42,14 +47,18 @@ if TYPE_CHECKING:
     from optpipe.presets import Training
     from optpipe.presets.step import StagePart
     from optpipe_solver.arrays import Floats
+    from optpipe_solver.milp.highs import Constraint, Linear, Variable
+    from optpipe_solver.milp.plan.pattern import Boundary, LongestPath
     from optpipe_solver.tune.space import TuneCandidate, TuneQuestion
 
-__all__ = ["LayerTable", "interleaved_share"]
+__all__ = ["CutNumbers", "LayerTable", "best_cut"]
 
 _ROUNDING = 1e-9
 _TOLERANCE = 1e-5
-_MOST_ROUNDS, _PATHS, _PATIENCE, _ENOUGH = 200, 4, 8, 2e-3
-_MOST_CELLS, _ALIKE = 20_000, 0.005
+_PATIENCE, _ENOUGH = 8, 2e-3
+_NO_CUT: tuple[int, ...] = ()
+_MOST_CELLS, _CUT_S = 20_000, 3.0
+_FORWARD, _BACK = kind_number(ActionType.FORWARD), kind_number(ActionType.FULL_BACKWARD)
 
 
 class _LayerNumbers(NamedTuple):
@@ -124,68 +133,178 @@ class LayerTable:
         ms = _Packing(self, candidate).least_ms()
         return max(m * ms + self.after_ms, self.quick_ms(candidate))
 
-    def filled_ms(self, candidate: TuneCandidate) -> float:
-        """Return a bound that knows how interleaved 1F1B fills and drains; 0 for other orders."""
+    def cut_numbers(self, candidate: TuneCandidate, links: Sequence[Boundary]) -> CutNumbers | None:
+        """Return what decides the best cut; None for other orders, one stage, or too many cells.
+
+        ``links`` are what lies between the stages, see `boundaries`.
+        """
         cells = candidate.pp * candidate.chunks * candidate.num_microbatches
-        if not self.fused or candidate.chunks == 1 or cells > _MOST_CELLS:
-            return 0.0
-        main = max(self.parts, key=lambda part: part.number * part.whole_ms)
-        share = main.forward_ms / main.whole_ms
-        alike = [
-            p for p in self.parts if abs(p.forward_ms - share * p.whole_ms) <= _ALIKE * p.whole_ms
-        ]
-        shares = [part.forward_ms / part.whole_ms for part in alike if part.whole_ms > 0]
-        least, most = floor(1e3 * min(shares)) / 1e3, ceil(1e3 * max(shares)) / 1e3
-        cut = (candidate.pp, candidate.chunks, candidate.num_microbatches)
-        whole = sum(part.number * part.whole_ms for part in alike)
-        return whole * interleaved_share(*cut, least, most) + self.after_ms
+        if not self.fused or len(links) == 0 or cells > _MOST_CELLS:
+            return None
+        layers = self.parts[1:-1]
+        shares = [part.forward_ms / part.whole_ms for part in layers if part.whole_ms > 0]
+        if not shares:
+            return None
+        cut = candidate.cut()
+        return CutNumbers(
+            chunks=candidate.chunks,
+            num_microbatches=candidate.num_microbatches,
+            links=tuple(links),
+            number=sum(part.number for part in layers),
+            whole_ms=sum(part.number * part.whole_ms for part in layers),
+            layer_ms=(min(p.whole_ms for p in layers), max(p.whole_ms for p in layers)),
+            share=(min(shares), max(shares)),
+            kept=min(part.kept for part in layers),
+            static=min(part.static for part in layers),
+            ends=(self.parts[0], self.parts[-1]),
+            held=tuple(in_flight(rank, cut) for rank in range(candidate.pp)),
+            room=self.room,
+        )
 
 
-@lru_cache(maxsize=4096)
-def interleaved_share(pp: int, chunks: int, m: int, least: float, most: float) -> float:
-    """Return how long interleaved 1F1B takes at least, of what a micro-batch computes in all.
-
-    Over all cuts into stages, layers divided at will: the least longest path is a linear program
-    in the stages' durations, whose rows are paths, added where they are longer than it says. What
-    it says with some of the rows is a bound.
+class CutNumbers(NamedTuple):
+    """What decides the best cut of fused 1F1B; the same for many candidates.
 
     Parameters
     ----------
-    pp, chunks, m
-        Ranks, stages of each, micro-batches.
-    least, most
-        F's share of F and backward, of all layers.
+    chunks, num_microbatches, links
+        Stages of each rank, micro-batches, and what lies between the stages (`boundaries`).
+    number, whole_ms
+        Layers beside embedding and head, and what all of them compute of a micro-batch.
+    layer_ms, share
+        The least and the most of a layer, and of F's share in it.
+    kept, static
+        Bytes of a layer at least, by micro-batch and at rest.
+    ends
+        Embedding and head.
+    held
+        Micro-batches that each stage of each rank holds at one time.
+    room
+        Bytes of a rank.
     """
-    placement = placement_of("loop", pp, chunks)
-    links = (((0.0, 0.0), (0.0, 0.0)),) * (len(placement) - 1)
-    pattern = next(
-        patterns_of(placement, m, links, transfers=False, recompute=False, names=("interleaved",))
-    )
-    forward, back = kind_number(ActionType.FORWARD), kind_number(ActionType.FULL_BACKWARD)
-    durations = np.zeros((NUM_DURATIONS, len(placement)))
-    whole: Floats = np.full(len(placement), 1.0 / len(placement))
-    count = len(placement)
-    program = LinearProgram([0.0] * count + [-1.0], [1.0] * count + [float(m + count)])
-    program.add_at_most(dict.fromkeys(range(count), -1.0), -1.0)
-    said, known, centre, recent = 0.0, inf, whole, [-1.0] * _PATIENCE
-    for _ in range(_MOST_ROUNDS):
-        # Between what the program says and the best cut known, where rows cut off most.
-        whole = 0.3 * whole + 0.7 * centre
-        durations[forward], durations[back] = least * whole, (1 - most) * whole
-        paths = pattern.longest_paths(durations)
-        if paths[0].length_ms < known:
-            known, centre = paths[0].length_ms, whole
-        stalls = m / pp < said <= recent[0] * (1 + _ENOUGH / 4)
-        if known <= said * (1 + _ENOUGH) or stalls:
-            break
-        recent = [*recent, said][-_PATIENCE:]
-        for path in paths[:_PATHS]:
-            factors = least * path.counts[forward] + (1 - most) * path.counts[back]
-            terms = {int(s): float(factors[s]) for s in np.flatnonzero(factors)}
-            program.add_at_most({**terms, count: -1.0}, 0.0)
-        *found, said = program.best()
-        whole = np.array(found)
-    return said * (1 - _TOLERANCE)
+
+    chunks: int
+    num_microbatches: int
+    links: tuple[Boundary, ...]
+    number: int
+    whole_ms: float
+    layer_ms: tuple[float, float]
+    share: tuple[float, float]
+    kept: float
+    static: float
+    ends: tuple[_LayerNumbers, _LayerNumbers]
+    held: tuple[tuple[int, ...], ...]
+    room: float
+
+
+@lru_cache(maxsize=4096)
+def best_cut(given: CutNumbers, seconds: float = _CUT_S) -> tuple[float, tuple[int, ...]]:
+    """Return what no cut into whole layers undercuts, in ms of the pipeline, and a good cut.
+
+    The bound is infinite where no cut fits; the cut, embedding and head counted as layers, is empty
+    where none was found in time, and may not fit or be longer where layers differ.
+    """
+    return _CutProgram(given).solved(Stop(seconds))
+
+
+class _CutProgram:
+    """Whole layers per stage, and how long they compute; paths of the order are added as rows."""
+
+    def __init__(self, given: CutNumbers) -> None:
+        self.given = given
+        pp, chunks, m = len(given.held), given.chunks, given.num_microbatches
+        self.placement = placement_of("linear" if chunks == 1 else "loop", pp, chunks)
+        names = ("1f1b",) if chunks == 1 else ("interleaved",)
+        self.pattern = next(
+            patterns_of(
+                self.placement, m, given.links, transfers=False, recompute=False, names=names
+            )
+        )
+        self.stages, last = range(pp * chunks), pp * chunks - 1
+        self.of_ends = np.zeros((NUM_DURATIONS, len(self.stages)))
+        for stage, end in zip((0, last), given.ends, strict=True):
+            self.of_ends[_FORWARD, stage] = end.forward_ms
+            self.of_ends[_BACK, stage] = end.whole_ms - end.forward_ms
+        self.shares = {_FORWARD: given.share[0], _BACK: 1 - given.share[1]}
+        model = MilpModel("cut")
+        self.layers = [
+            model.whole(f"layers_{s}", int(s not in {0, last}), given.number) for s in self.stages
+        ]
+        self.work = [model.continuous(f"work_{s}", 0.0, given.whole_ms) for s in self.stages]
+        sent = sum(sum(way) for link in given.links for way in link)
+        most_ms = m * (given.whole_ms + float(self.of_ends.sum()) + sent)
+        self.length = model.continuous("length", 0.0, most_ms)
+        model.minimise(self.length)
+        model.add(total(list(self.layers)) == given.number)
+        model.add(total(list(self.work)) == given.whole_ms)
+        for layers, work in zip(self.layers, self.work, strict=True):
+            model.add(at_least(work - given.layer_ms[0] * layers, 0.0))
+            model.add(at_least(given.layer_ms[1] * layers - work, 0.0))
+        for rank in range(pp):
+            model.add(self._fits(rank))
+        self.rows = RowByRow(model)
+
+    def _fits(self, rank: int) -> Constraint:
+        """Return that the layers of a rank fit, in shares of its room."""
+        given, room = self.given, self.given.room * (1 + _ROUNDING)
+        terms: list[Linear] = []
+        own = [s for s, device in enumerate(self.placement) if device == rank]
+        for stage, count in zip(own, given.held[rank], strict=True):
+            terms.append(-(given.static + count * given.kept) / given.room * self.layers[stage])
+            for end, at in zip(given.ends, (0, self.stages[-1]), strict=True):
+                room -= (end.static + count * end.kept) if at == stage else 0.0
+        return at_least(total(terms), -room / given.room)
+
+    def solved(self, stop: Stop) -> tuple[float, tuple[int, ...]]:
+        """Add paths to the relaxation, then to the program itself, while that says more."""
+        said_ms, sizes = 0.0, _NO_CUT
+        for is_integer in (False, True):
+            known_ms, centre, recent = inf, None, [-1.0] * _PATIENCE
+            while not stop.is_over():
+                outcome = self.rows.solve(stop, integer=is_integer, gap=_ENOUGH / 2)
+                if outcome.status is MilpStatus.INFEASIBLE:
+                    return inf, _NO_CUT
+                said_ms = max(said_ms, outcome.bound or 0.0)
+                if outcome.values is None:
+                    break
+                work = np.array([outcome.values[one] for one in self.work])
+                if centre is not None and not is_integer:
+                    # Between what the program says and the best known, where rows cut off most.
+                    work = 0.4 * work + 0.6 * centre
+                paths = self.pattern.longest_paths(self._durations(work))
+                if paths[0].length_ms < known_ms:
+                    known_ms, centre = paths[0].length_ms, work
+                    if is_integer:
+                        sizes = self._sizes(outcome.values)
+                stalls = 0.0 < said_ms <= recent[0] * (1 + _ENOUGH / 4)
+                if known_ms <= said_ms * (1 + _ENOUGH) or (stalls and not is_integer):
+                    break
+                recent = [*recent, said_ms][-_PATIENCE:]
+                for path in paths:
+                    self.rows.add(self._no_shorter(path))
+        return said_ms * (1 - _TOLERANCE), sizes
+
+    def _durations(self, work: Floats) -> Floats:
+        durations = self.of_ends.copy()
+        for kind, share in self.shares.items():
+            durations[kind] += share * work
+        return durations
+
+    def _sizes(self, values: Mapping[Variable, float]) -> tuple[int, ...]:
+        sizes = [round(values[one]) for one in self.layers]
+        sizes[0] += 1
+        sizes[-1] += 1
+        return tuple(sizes)
+
+    def _no_shorter(self, path: LongestPath) -> Constraint:
+        """Return that the length is at least that of a path."""
+        terms: list[Linear] = [
+            -share * float(path.counts[kind, stage]) * self.work[stage]
+            for kind, share in self.shares.items()
+            for stage in np.flatnonzero(path.counts[kind])
+        ]
+        terms.append(self.length)
+        return at_least(total(terms), path.constant_ms + float((path.counts * self.of_ends).sum()))
 
 
 class _Packing:

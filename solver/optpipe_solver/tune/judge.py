@@ -19,6 +19,7 @@ from optpipe_solver.milp.plan.model import plan_pattern
 from optpipe_solver.milp.plan.pattern import boundaries, patterns_of
 from optpipe_solver.plan import plan
 from optpipe_solver.portfolio import all_starts
+from optpipe_solver.tune.bounds import LayerTable, best_cut
 
 if TYPE_CHECKING:
     from optpipe.model import Model
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from optpipe.schedule import Programs
     from optpipe_solver.budget import Stop
     from optpipe_solver.plan import PlacementKind
-    from optpipe_solver.tune.space import TuneQuestion
+    from optpipe_solver.tune.space import TuneCandidate, TuneQuestion
 
 __all__ = [
     "LAYOUTS",
@@ -265,6 +266,24 @@ class ConfigurationJudge:
     def model(self) -> Model:
         """The layers, and what they run on."""
         return self.made.model
+
+    def by_cut(self, candidate: TuneCandidate, best_ms: float) -> tuple[TuneRow | None, float]:
+        """Return a bound of all cuts by `best_cut`, in ms, and the schedule of the cut it found.
+
+        The bound is of the pipeline alone, 0 where nothing is known. Nothing is simulated where no
+        step is below ``best_ms``.
+        """
+        table = LayerTable(self.question, self.training, self.cut.pp)
+        model, placement = self.model, self.made.placement
+        if len({stage.output_bytes for stage in model.stages_on[0][:-1]}) > 1:
+            return None, 0.0
+        numbers = table.cut_numbers(candidate, boundaries(model, placement))
+        if numbers is None:
+            return None, 0.0
+        bound_ms, sizes = best_cut(numbers)
+        if not sizes or min(sizes) < 1 or bound_ms + table.after_ms >= best_ms:
+            return None, bound_ms
+        return self.by_families(sizes), bound_ms
 
     def simulated(self) -> TuneRow | None:
         """Return the fastest schedule of the framework's families, for the two plain cuts."""

@@ -2,8 +2,9 @@
 
 Every configuration has a bound that holds for all its cuts and schedules (`bounds`). The one with
 the least bound is looked at next, each time more closely: whole layers are dealt out; a formula
-says what 1F1B would take; families are simulated; the plan MILP, or `optpipe_solver.plan`, looks
-for the best cut and schedule and raises the bound. What has a bound above the best schedule found
+says what 1F1B would take; families are simulated; a program deals whole layers to the stages of
+fused orders; the plan MILP, or `optpipe_solver.plan`, looks for the best cut and schedule and
+raises the bound. What has a bound above the best schedule found
 is excluded by proof. So the certificate holds for every configuration of the space (`candidates`),
 whatever its cut, within the estimate's model.
 
@@ -20,7 +21,7 @@ from dataclasses import asdict, dataclass
 from enum import IntEnum
 from itertools import groupby
 from math import inf
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from optpipe.errors import InputError
 from optpipe.presets import step_estimate
@@ -241,7 +242,7 @@ def tune(
 class _Level(IntEnum):
     """How closely a candidate was looked at."""
 
-    QUICK, PACKED, LOOKED, SIMULATED, FILLED, PLANNED = range(6)
+    QUICK, PACKED, LOOKED, SIMULATED, CUT, PLANNED = range(6)
 
 
 @dataclass(slots=True)
@@ -261,18 +262,26 @@ _Found = tuple[TuneRow | None, float]
 """A schedule of a candidate, and a bound of its pipeline in ms."""
 
 
-def _look_at(
-    question: TuneQuestion,
-    candidate: TuneCandidate,
-    seconds: float | None,
-    seed: int,
-    should_stop: Callable[[], bool] | None = None,
-) -> _Found:
-    """Look for the best cut and schedule of a candidate in so many seconds; None: simulate two."""
-    made = ConfigurationJudge(question, candidate.training, candidate.cut())
-    if seconds is None:
+class _Task(NamedTuple):
+    """A closer look at a candidate: which, for how long where it is a plan, and what to beat."""
+
+    question: TuneQuestion
+    candidate: TuneCandidate
+    level: _Level
+    seconds: float
+    best_ms: float
+    seed: int
+
+
+def _look(task: _Task, should_stop: Callable[[], bool] | None = None) -> _Found:
+    """Look for the best cut and schedule of a candidate."""
+    candidate = task.candidate
+    made = ConfigurationJudge(task.question, candidate.training, candidate.cut())
+    if task.level is _Level.SIMULATED:
         return made.simulated(), 0.0
-    return made.planned(Stop(seconds, seed=seed, should_stop=should_stop))
+    if task.level is _Level.CUT:
+        return made.by_cut(candidate, task.best_ms)
+    return made.planned(Stop(task.seconds, seed=task.seed, should_stop=should_stop))
 
 
 class _TuneSearch:
@@ -289,6 +298,7 @@ class _TuneSearch:
         self.known: list[TuneRow] = []
         self.told_s = 0.0
         self.pool: Pool | None = None
+        self.is_first = True
         self.on_result: Callable[[TuneResult], None] = lambda _: None
         for (training, pp), group in groupby(
             candidates(question), key=lambda one: (one.training, one.pp)
@@ -314,7 +324,7 @@ class _TuneSearch:
                 entry = self.entries[look.entry]
                 entry.level, entry.is_solved = _Level(look.level), look.level >= _Level.SIMULATED
                 if again and entry.level is _Level.PLANNED:
-                    entry.level = _Level.FILLED
+                    entry.level = _Level.CUT
                 entry.bound_ms, entry.formula_ms = look.bound_ms, look.formula_ms
                 self.num_unfit += look.bound_ms == inf
             self.say(f"goes on: {len(checkpoint.looks.found):,} configurations were looked at")
@@ -350,9 +360,10 @@ class _TuneSearch:
         )
         new = [one for one in promising[:_SIMULATED_FIRST] if one.level < _Level.SIMULATED]
         self._work(_one_by_one(new), self.stop.is_told)
+        self.is_first = False
         first = min(self.entries, key=lambda entry: _step_of(entry.row), default=None)
         if first is not None and first.row is not None and first.row is self.best:
-            first.level = max(first.level, _Level.FILLED)
+            first.level = max(first.level, _Level.CUT)
             self._work(_one_by_one([first]), self.stop.is_told)
         self._work(self._least, self.stop.is_over)
 
@@ -395,9 +406,6 @@ class _TuneSearch:
             entry.is_waiting = False
             if entry.level is _Level.QUICK:
                 self._pack(entry)
-            elif entry.level is _Level.SIMULATED:
-                entry.level = _Level.FILLED
-                entry.bound_ms = max(entry.bound_ms, entry.table.filled_ms(entry.candidate))
             elif entry.level is not _Level.PLANNED:
                 return entry
             self._wait(entry)
@@ -416,9 +424,9 @@ class _TuneSearch:
             self._tell()
             entry = ready() if len(running) < self.stop.threads else None
             if entry is not None and self.pool is None:
-                self._take(entry, _look_at(*self._job(entry), self.stop.is_told))
+                self._take(entry, _look(self._job(entry), self.stop.is_told))
             elif entry is not None and self.pool is not None:
-                running.append((entry, self.pool.apply_async(_look_at, self._job(entry))))
+                running.append((entry, self.pool.apply_async(_look, (self._job(entry),))))
             elif running:
                 time.sleep(_POLL_S)
                 for done in [done for done in running if done[1].ready()]:
@@ -427,19 +435,24 @@ class _TuneSearch:
             else:
                 return
 
-    def _job(self, entry: _Entry) -> tuple[TuneQuestion, TuneCandidate, float | None, int]:
-        """Return what the next closer look at a candidate takes: seconds where it is a plan."""
-        seconds = None
-        if entry.level is _Level.FILLED:
-            left = self.stop.left_s()
-            seconds = min(left, _PLAN_MOST_S, max(_PLAN_LEAST_S, _PLAN_SHARE * left))
-        return self.question, entry.candidate, seconds, self.stop.seed
+    def _next(self, entry: _Entry) -> _Level:
+        """Return how a candidate is looked at next: fused orders have a program for their cut."""
+        if entry.level < _Level.SIMULATED and (self.is_first or not entry.table.fused):
+            return _Level.SIMULATED
+        return _Level.CUT if entry.level < _Level.CUT and entry.table.fused else _Level.PLANNED
+
+    def _job(self, entry: _Entry) -> _Task:
+        """Return what the next closer look at a candidate takes."""
+        left = self.stop.left_s()
+        seconds = min(left, _PLAN_MOST_S, max(_PLAN_LEAST_S, _PLAN_SHARE * left))
+        level = self._next(entry)
+        return _Task(self.question, entry.candidate, level, seconds, self.best_ms, self.stop.seed)
 
     def _take(self, entry: _Entry, found: _Found) -> None:
         """Take in the schedule and the bound of a closer look."""
         row, bound_ms = found
         entry.is_solved = True
-        entry.level = _Level.SIMULATED if entry.level < _Level.SIMULATED else _Level.PLANNED
+        entry.level = self._next(entry)
         self.num_unfit += bound_ms == inf
         entry.bound_ms = max(entry.bound_ms, bound_ms + entry.table.after_ms)
         self._offer(entry, row)

@@ -64,9 +64,8 @@ def test_a_search_that_was_killed_computes_no_known_bound_again(monkeypatch) -> 
 
         monkeypatch.setattr(owner, name, watched)
 
-    for name in ("packed_ms", "filled_ms"):
-        watch(LayerTable, name, lambda _, candidate: candidate)
-    for name in ("by_families", "planned"):
+    watch(LayerTable, "packed_ms", lambda _, candidate: candidate)
+    for name in ("simulated", "by_cut", "planned"):
         watch(ConfigurationJudge, name, lambda made, *_: (made.training, made.cut.chunks))
     told: list[tuple[str, Counter[tuple[str, str]]]] = []
 
@@ -97,7 +96,7 @@ def test_a_search_that_was_killed_computes_no_known_bound_again(monkeypatch) -> 
         assert again.counts.total == result.counts.total
     assert not seen, "all of it was known"
     assert again.certificate == result.certificate
-    assert read_checkpoint(asked.question, text.replace('"version": 1', '"version": 0')) is None
+    assert read_checkpoint(asked.question, text.replace('"version": 2', '"version": 1')) is None
 
 
 def test_what_is_run_today_is_read_with_its_chunks_and_comes_back() -> None:

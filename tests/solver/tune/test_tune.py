@@ -31,7 +31,7 @@ from optpipe_solver.budget import Stop
 from optpipe_solver.milp.plan.pattern import NUM_DURATIONS, kind_number, patterns_of
 from optpipe_solver.plan import PlanResult, plan
 from optpipe_solver.tune import TuneQuestion, judge, tune
-from optpipe_solver.tune.bounds import LayerTable, interleaved_share
+from optpipe_solver.tune.bounds import CutNumbers, LayerTable, _LayerNumbers, best_cut
 from optpipe_solver.tune.judge import ConfigurationJudge
 from optpipe_solver.tune.space import TuneCandidate, candidates
 from tests.strategies import few
@@ -88,12 +88,17 @@ TIGHT = 9_800_000_000
 def test_no_cut_of_any_configuration_beats_its_bounds(question: TuneQuestion, threads: int) -> None:
     """And what is answered is the best of all of them, within what the certificate leaves."""
     best_of = exhaustively(question)
+    num_cut = 0
     for (training, pp), group in groupby(best_of, key=lambda one: (one.training, one.pp)):
         table = LayerTable(question, training, pp)
         for candidate in group:
             fastest_ms = best_of[candidate]
-            for bound_of in (table.quick_ms, table.packed_ms, table.filled_ms):
-                assert bound_of(candidate) <= fastest_ms * (1 + 1e-6), candidate
+            made = ConfigurationJudge(question, training, candidate.cut())
+            cut_ms = made.by_cut(candidate, inf)[1] + table.after_ms
+            for bound_ms in (table.quick_ms(candidate), table.packed_ms(candidate), cut_ms):
+                assert bound_ms <= fastest_ms * (1 + 1e-6), candidate
+            num_cut += cut_ms > table.packed_ms(candidate) * (1 + 1e-6)
+    assert num_cut > 5
     fastest_ms = min(best_of.values())
     assert fastest_ms < inf
     if question.memory_bytes == TIGHT:
@@ -216,32 +221,78 @@ def test_plans_with_free_order_do_not_beat_their_bounds_either() -> None:
     assert num_planned > 1
 
 
+def numbers_of(pp: int, chunks: int, m: int, sizes, **changes: Any) -> CutNumbers:
+    """A cut of equal layers, 1 ms each, that fits as it is."""
+    cut = PipelineCut(
+        pp=pp, chunks=chunks, num_microbatches=m, placement="linear" if chunks == 1 else "loop"
+    )
+    held = tuple(in_flight(rank, cut) for rank in range(pp))
+    needs = [
+        sum((3 + count) * sizes[chunk * pp + rank] for chunk, count in enumerate(held[rank]))
+        for rank in range(pp)
+    ]
+    nothing = _LayerNumbers(1, 0.0, 0.0, 0.0, 0.0)
+    plain: dict[str, Any] = {
+        "chunks": chunks,
+        "num_microbatches": m,
+        "links": (((0.0, 0.0), (0.0, 0.0)),) * (pp * chunks - 1),
+        "number": sum(sizes),
+        "whole_ms": float(sum(sizes)),
+        "layer_ms": (1.0, 1.0),
+        "share": (1 / 3, 1 / 3),
+        "kept": 1.0,
+        "static": 3.0,
+        "ends": (nothing, nothing),
+        "held": held,
+        "room": float(max(needs)),
+    }
+    return CutNumbers(**(plain | changes))
+
+
 @given(
-    cut=st.sampled_from([(2, 2, 4), (2, 3, 6), (4, 2, 8)]),
-    share=st.floats(0.25, 0.45),
-    parts=st.lists(st.floats(0.0, 1.0), min_size=8, max_size=8),
+    cut=st.sampled_from([(2, 1, 3), (3, 1, 6), (2, 2, 4), (2, 3, 4), (3, 2, 6)]),
+    share=st.floats(0.2, 0.5),
+    sizes=st.lists(st.integers(1, 4), min_size=6, max_size=6),
+    sent=st.floats(0.0, 1.0),
 )
-@few(30)
-def test_no_durations_of_stages_beat_the_share_of_interleaved_1f1b(cut, share, parts) -> None:
+@few(15)
+def test_no_cut_that_fits_beats_the_best_one(cut, share, sizes, sent) -> None:
+    """Nor one into whole layers the cut that is answered, where all layers are alike."""
     pp, chunks, m = cut
-    placement = placement_of("loop", pp, chunks)
-    links = (((0.0, 0.0), (0.0, 0.0)),) * (len(placement) - 1)
+    sizes = sizes[: pp * chunks]
+    given_numbers = numbers_of(
+        pp, chunks, m, sizes,
+        share=(share, share),
+        links=(((sent, 0.01), (sent, 0.01)),) * (pp * chunks - 1),
+    )  # fmt: skip
+    bound_ms, best = best_cut(given_numbers, 30.0)
     pattern = next(
-        patterns_of(placement, m, links, transfers=False, recompute=False, names=("interleaved",))
-    )
-    whole = np.array(parts[: len(placement)]) + 1e-3
-    durations = np.zeros((NUM_DURATIONS, len(placement)))
-    durations[kind_number(ActionType.FORWARD)] = share * whole
-    durations[kind_number(ActionType.FULL_BACKWARD)] = (1 - share) * whole
-    least = interleaved_share(
-        pp, chunks, m, np.floor(1e3 * share) / 1e3, np.ceil(1e3 * share) / 1e3
-    )
-    assert pattern.length_ms(durations) >= least * whole.sum() * (1 - 1e-9)
+        patterns_of(
+            placement_of("linear" if chunks == 1 else "loop", pp, chunks), m, given_numbers.links,
+            transfers=False, recompute=False,
+            names=("1f1b",) if chunks == 1 else ("interleaved",),
+        )
+    )  # fmt: skip
+
+    def length_ms(layers) -> float:
+        durations = np.zeros((NUM_DURATIONS, pp * chunks))
+        durations[kind_number(ActionType.FORWARD)] = share * np.array(layers)
+        durations[kind_number(ActionType.FULL_BACKWARD)] = (1 - share) * np.array(layers)
+        return pattern.length_ms(durations)
+
+    assert bound_ms <= length_ms(sizes) * (1 + 1e-9)
+    answered = [layers - (stage in {0, len(best) - 1}) for stage, layers in enumerate(best)]
+    assert bound_ms <= length_ms(answered) * (1 + 1e-9) <= bound_ms * 1.01
 
 
-def test_the_share_of_interleaved_1f1b_knows_how_it_fills() -> None:
-    """More than the load, 4, and no more than the even cut takes, 4 + 3 / (4 x 4)."""
-    assert 4.1 < interleaved_share(4, 4, 16, 1 / 3, 1 / 3) <= 4.1875
+def test_the_best_cut_knows_how_interleaved_1f1b_fills_and_what_fits() -> None:
+    """More than the load and no more than the even cut takes, 16 and 3 of 16 parts of a rank."""
+    even = numbers_of(4, 4, 16, [10] * 16)
+    bound_ms, sizes = best_cut(even)
+    assert 16 * 41.0 < bound_ms <= 16 * 41.875
+    assert sum(sizes) == 162
+    assert best_cut(even._replace(room=0.9 * even.room))[0] > bound_ms
+    assert best_cut(even._replace(room=0.5 * even.room)) == (inf, ())
 
 
 def test_what_is_run_today_is_judged_alike_and_the_gain_is_over_it() -> None:
