@@ -29,6 +29,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 from math import floor, inf
+from operator import ge
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -39,16 +40,16 @@ from optpipe.problem import placement_of
 from optpipe.schedule import ActionType
 from optpipe_solver.budget import Stop
 from optpipe_solver.milp.highs import MilpModel, MilpStatus, RowByRow, at_least, total
-from optpipe_solver.milp.plan.pattern import NUM_DURATIONS, kind_number, patterns_of
+from optpipe_solver.milp.plan.pattern import HELD, NUM_DURATIONS, kind_number, patterns_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from optpipe.presets import Training
     from optpipe.presets.step import StagePart
     from optpipe_solver.arrays import Floats
     from optpipe_solver.milp.highs import Constraint, Linear, Variable
-    from optpipe_solver.milp.plan.pattern import Boundary, LongestPath
+    from optpipe_solver.milp.plan.pattern import Boundary, LongestPath, MemoryMoment
     from optpipe_solver.tune.space import TuneCandidate, TuneQuestion
 
 __all__ = ["CutNumbers", "LayerTable", "best_cut"]
@@ -57,18 +58,23 @@ _ROUNDING = 1e-9
 _TOLERANCE = 1e-5
 _PATIENCE, _ENOUGH = 8, 2e-3
 _NO_CUT: tuple[int, ...] = ()
-_MOST_CELLS, _CUT_S = 20_000, 3.0
+_MOST_CELLS, _CUT_S = 20_000, 6.0
 _FORWARD, _BACK = kind_number(ActionType.FORWARD), kind_number(ActionType.FULL_BACKWARD)
 
 
 class _LayerNumbers(NamedTuple):
-    """One kind of layer: how many, ms of F and of everything, bytes by micro-batch and at rest."""
+    """One kind of layer: how many, ms of F and of everything, bytes.
+
+    By micro-batch, at rest, and beside while F and B run.
+    """
 
     number: int
     forward_ms: float
     whole_ms: float
     kept: float
     static: float
+    forward_workspace: float
+    back_workspace: float
 
 
 class LayerTable:
@@ -95,6 +101,8 @@ class LayerTable:
                 sum(layer.times.sums),
                 float(layer.kept.activation_bytes if keeps else 0),
                 static_bytes(layer.held, training).total,
+                float(layer.forward_workspace_bytes),
+                float(layer.backward_workspace_bytes),
             )
             for layer, number in layers.items()
         ]
@@ -102,12 +110,12 @@ class LayerTable:
         self.share = 1.0
         if not self.fused:
             self.share = min(p.forward_ms / p.whole_ms for p in self.parts if p.whole_ms > 0)
-        workspace = min(
-            max(layer.forward_workspace_bytes, layer.backward_workspace_bytes) for layer in layers
+        self.workspace = min(
+            max(part.forward_workspace, part.back_workspace) for part in self.parts
         )
         reserved = reserved_bytes(question.hardware, question.device_bytes)
         pool = pool_bytes(question.shape, machine, pp)
-        self.room = question.device_bytes - reserved - pool - workspace
+        self.room = question.device_bytes - reserved - pool - self.workspace
         held = _sum(layers)
         is_pipelined = pp > 1
         self.after_ms = machine.optimizer_ms(held) / pp
@@ -145,20 +153,18 @@ class LayerTable:
         shares = [part.forward_ms / part.whole_ms for part in layers if part.whole_ms > 0]
         if not shares:
             return None
-        cut = candidate.cut()
         return CutNumbers(
+            pp=candidate.pp,
             chunks=candidate.chunks,
             num_microbatches=candidate.num_microbatches,
             links=tuple(links),
             number=sum(part.number for part in layers),
             whole_ms=sum(part.number * part.whole_ms for part in layers),
-            layer_ms=(min(p.whole_ms for p in layers), max(p.whole_ms for p in layers)),
+            longest_ms=max(part.whole_ms for part in layers),
             share=(min(shares), max(shares)),
-            kept=min(part.kept for part in layers),
-            static=min(part.static for part in layers),
+            layer=_least_of(layers),
             ends=(self.parts[0], self.parts[-1]),
-            held=tuple(in_flight(rank, cut) for rank in range(candidate.pp)),
-            room=self.room,
+            room=self.room + self.workspace,
         )
 
 
@@ -167,44 +173,42 @@ class CutNumbers(NamedTuple):
 
     Parameters
     ----------
-    chunks, num_microbatches, links
-        Stages of each rank, micro-batches, and what lies between the stages (`boundaries`).
+    pp, chunks, num_microbatches, links
+        Ranks, stages of each, micro-batches, and what lies between the stages (`boundaries`).
     number, whole_ms
         Layers beside embedding and head, and what all of them compute of a micro-batch.
-    layer_ms, share
-        The least and the most of a layer, and of F's share in it.
-    kept, static
-        Bytes of a layer at least, by micro-batch and at rest.
+    layer, longest_ms, share
+        A layer at least, the most ms of one, and the least and the most of F's share in it.
     ends
         Embedding and head.
-    held
-        Micro-batches that each stage of each rank holds at one time.
     room
         Bytes of a rank.
     """
 
+    pp: int
     chunks: int
     num_microbatches: int
     links: tuple[Boundary, ...]
     number: int
     whole_ms: float
-    layer_ms: tuple[float, float]
+    layer: _LayerNumbers
+    longest_ms: float
     share: tuple[float, float]
-    kept: float
-    static: float
     ends: tuple[_LayerNumbers, _LayerNumbers]
-    held: tuple[tuple[int, ...], ...]
     room: float
 
 
 @lru_cache(maxsize=4096)
-def best_cut(given: CutNumbers, seconds: float = _CUT_S) -> tuple[float, tuple[int, ...]]:
+def best_cut(
+    given: CutNumbers, enough_ms: float = inf, seconds: float = _CUT_S
+) -> tuple[float, tuple[int, ...]]:
     """Return what no cut into whole layers undercuts, in ms of the pipeline, and a good cut.
 
-    The bound is infinite where no cut fits; the cut, embedding and head counted as layers, is empty
-    where none was found in time, and may not fit or be longer where layers differ.
+    The bound is infinite where no cut fits, and need not be more than ``enough_ms``; the cut,
+    embedding and head counted as layers, is empty where none was found in time, and may not fit or
+    be longer where layers differ.
     """
-    return _CutProgram(given).solved(Stop(seconds))
+    return _CutProgram(given).solved(Stop(seconds), enough_ms)
 
 
 class _CutProgram:
@@ -212,7 +216,7 @@ class _CutProgram:
 
     def __init__(self, given: CutNumbers) -> None:
         self.given = given
-        pp, chunks, m = len(given.held), given.chunks, given.num_microbatches
+        pp, chunks, m = given.pp, given.chunks, given.num_microbatches
         self.placement = placement_of("linear" if chunks == 1 else "loop", pp, chunks)
         names = ("1f1b",) if chunks == 1 else ("interleaved",)
         self.pattern = next(
@@ -238,29 +242,39 @@ class _CutProgram:
         model.add(total(list(self.layers)) == given.number)
         model.add(total(list(self.work)) == given.whole_ms)
         for layers, work in zip(self.layers, self.work, strict=True):
-            model.add(at_least(work - given.layer_ms[0] * layers, 0.0))
-            model.add(at_least(given.layer_ms[1] * layers - work, 0.0))
-        for rank in range(pp):
-            model.add(self._fits(rank))
+            model.add(at_least(work - given.layer.whole_ms * layers, 0.0))
+            model.add(at_least(given.longest_ms * layers - work, 0.0))
+        for rank, moments in enumerate(self.pattern.moments):
+            own = [s for s, device in enumerate(self.placement) if device == rank]
+            for counts, beside in _fullest(moments, self._beside):
+                model.add(self._fits(dict(zip(own, counts, strict=True)), beside))
         self.rows = RowByRow(model)
 
-    def _fits(self, rank: int) -> Constraint:
-        """Return that the layers of a rank fit, in shares of its room."""
-        given, room = self.given, self.given.room * (1 + _ROUNDING)
+    def _beside(self, moment: MemoryMoment) -> float:
+        """Return the workspace of what runs at a moment, at least, in bytes."""
+        ends = {0: self.given.ends[0], self.stages[-1]: self.given.ends[1]}
+        part = ends.get(moment.stage, self.given.layer)
+        is_forward = moment.kind is ActionType.FORWARD
+        return part.forward_workspace if is_forward else part.back_workspace
+
+    def _fits(self, counts: Mapping[int, int], beside: float) -> Constraint:
+        """Return that a rank fits while its stages hold so many micro-batches, in shares."""
+        given = self.given
+        room = given.room * (1 + _ROUNDING) - beside
         terms: list[Linear] = []
-        own = [s for s, device in enumerate(self.placement) if device == rank]
-        for stage, count in zip(own, given.held[rank], strict=True):
-            terms.append(-(given.static + count * given.kept) / given.room * self.layers[stage])
+        for stage, count in counts.items():
+            layer = given.layer
+            terms.append(-(layer.static + count * layer.kept) / given.room * self.layers[stage])
             for end, at in zip(given.ends, (0, self.stages[-1]), strict=True):
                 room -= (end.static + count * end.kept) if at == stage else 0.0
         return at_least(total(terms), -room / given.room)
 
-    def solved(self, stop: Stop) -> tuple[float, tuple[int, ...]]:
+    def solved(self, stop: Stop, enough_ms: float) -> tuple[float, tuple[int, ...]]:
         """Add paths to the relaxation, then to the program itself, while that says more."""
         said_ms, sizes = 0.0, _NO_CUT
         for is_integer in (False, True):
             known_ms, centre, recent = inf, None, [-1.0] * _PATIENCE
-            while not stop.is_over():
+            while not stop.is_over() and said_ms * (1 - _TOLERANCE) < enough_ms:
                 outcome = self.rows.solve(stop, integer=is_integer, gap=_ENOUGH / 2)
                 if outcome.status is MilpStatus.INFEASIBLE:
                     return inf, _NO_CUT
@@ -298,13 +312,22 @@ class _CutProgram:
 
     def _no_shorter(self, path: LongestPath) -> Constraint:
         """Return that the length is at least that of a path."""
-        terms: list[Linear] = [
-            -share * float(path.counts[kind, stage]) * self.work[stage]
-            for kind, share in self.shares.items()
-            for stage in np.flatnonzero(path.counts[kind])
-        ]
-        terms.append(self.length)
+        factors = sum(share * path.counts[kind] for kind, share in self.shares.items())
+        terms: list[Linear] = [self.length]
+        terms += [-float(factors[s]) * self.work[s] for s in np.flatnonzero(factors)]
         return at_least(total(terms), path.constant_ms + float((path.counts * self.of_ends).sum()))
+
+
+def _fullest(
+    moments: Sequence[MemoryMoment], beside: Callable[[MemoryMoment], float]
+) -> list[tuple[tuple[int, ...], float]]:
+    """Return micro-batches by stage and bytes beside of the moments that no other exceeds."""
+    found = {(*(row[HELD] for row in moment.counts), beside(moment)) for moment in moments}
+    kept: list[tuple[float, ...]] = []
+    for one in sorted(found, reverse=True):
+        if not any(all(map(ge, other, one)) for other in kept):
+            kept.append(one)
+    return [(tuple(map(int, one[:-1])), one[-1]) for one in kept]
 
 
 class _Packing:
@@ -390,3 +413,8 @@ def _sum(layers: Mapping[StagePart, int]) -> Held:
     for layer, number in layers.items():
         held = held.plus(Held(number * layer.held.common, number * layer.held.experts))
     return held
+
+
+def _least_of(layers: Sequence[_LayerNumbers]) -> _LayerNumbers:
+    """Return a layer that takes and holds no more than any of them."""
+    return _LayerNumbers(*(min(column) for column in zip(*layers, strict=True)))

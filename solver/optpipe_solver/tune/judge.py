@@ -280,7 +280,7 @@ class ConfigurationJudge:
         numbers = table.cut_numbers(candidate, boundaries(model, placement))
         if numbers is None:
             return None, 0.0
-        bound_ms, sizes = best_cut(numbers)
+        bound_ms, sizes = best_cut(numbers, best_ms - table.after_ms)
         if not sizes or min(sizes) < 1 or bound_ms + table.after_ms >= best_ms:
             return None, bound_ms
         return self.by_families(sizes), bound_ms

@@ -231,19 +231,18 @@ def numbers_of(pp: int, chunks: int, m: int, sizes, **changes: Any) -> CutNumber
         sum((3 + count) * sizes[chunk * pp + rank] for chunk, count in enumerate(held[rank]))
         for rank in range(pp)
     ]
-    nothing = _LayerNumbers(1, 0.0, 0.0, 0.0, 0.0)
+    nothing = _LayerNumbers(1, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
     plain: dict[str, Any] = {
+        "pp": pp,
         "chunks": chunks,
         "num_microbatches": m,
         "links": (((0.0, 0.0), (0.0, 0.0)),) * (pp * chunks - 1),
         "number": sum(sizes),
         "whole_ms": float(sum(sizes)),
-        "layer_ms": (1.0, 1.0),
+        "layer": _LayerNumbers(1, 1 / 3, 1.0, 1.0, 3.0, 0.0, 0.0),
+        "longest_ms": 1.0,
         "share": (1 / 3, 1 / 3),
-        "kept": 1.0,
-        "static": 3.0,
         "ends": (nothing, nothing),
-        "held": held,
         "room": float(max(needs)),
     }
     return CutNumbers(**(plain | changes))
@@ -265,7 +264,7 @@ def test_no_cut_that_fits_beats_the_best_one(cut, share, sizes, sent) -> None:
         share=(share, share),
         links=(((sent, 0.01), (sent, 0.01)),) * (pp * chunks - 1),
     )  # fmt: skip
-    bound_ms, best = best_cut(given_numbers, 30.0)
+    bound_ms, best = best_cut(given_numbers, seconds=30.0)
     pattern = next(
         patterns_of(
             placement_of("linear" if chunks == 1 else "loop", pp, chunks), m, given_numbers.links,
