@@ -56,9 +56,9 @@ __all__ = ["CutNumbers", "LayerTable", "best_cut"]
 
 _ROUNDING = 1e-9
 _TOLERANCE = 1e-5
-_PATIENCE, _ENOUGH = 8, 2e-3
+_PATIENCE, _ENOUGH, _COARSE = 8, 2e-3, 0.01
 _NO_CUT: tuple[int, ...] = ()
-_MOST_CELLS, _CUT_S = 20_000, 6.0
+_MOST_CELLS = 20_000
 _FORWARD, _BACK = kind_number(ActionType.FORWARD), kind_number(ActionType.FULL_BACKWARD)
 
 
@@ -106,6 +106,7 @@ class LayerTable:
             )
             for layer, number in layers.items()
         ]
+        self.is_uniform = len({part[1:] for part in self.parts[1:-1]}) == 1
         self.whole_ms = sum(part.number * part.whole_ms for part in self.parts)
         self.share = 1.0
         if not self.fused:
@@ -200,7 +201,7 @@ class CutNumbers(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def best_cut(
-    given: CutNumbers, enough_ms: float = inf, seconds: float = _CUT_S
+    given: CutNumbers, enough_ms: float = inf, seconds: float = inf
 ) -> tuple[float, tuple[int, ...]]:
     """Return what no cut into whole layers undercuts, in ms of the pipeline, and a good cut.
 
@@ -275,7 +276,9 @@ class _CutProgram:
         for is_integer in (False, True):
             known_ms, centre, recent = inf, None, [-1.0] * _PATIENCE
             while not stop.is_over() and said_ms * (1 - _TOLERANCE) < enough_ms:
-                outcome = self.rows.solve(stop, integer=is_integer, gap=_ENOUGH / 2)
+                # Far from the best known, rows say more than branching does.
+                gap = _COARSE if known_ms > said_ms * (1 + 2 * _COARSE) else _ENOUGH / 2
+                outcome = self.rows.solve(stop, integer=is_integer, gap=gap)
                 if outcome.status is MilpStatus.INFEASIBLE:
                     return inf, _NO_CUT
                 said_ms = max(said_ms, outcome.bound or 0.0)
@@ -290,7 +293,7 @@ class _CutProgram:
                     known_ms, centre = paths[0].length_ms, work
                     if is_integer:
                         sizes = self._sizes(outcome.values)
-                stalls = 0.0 < said_ms <= recent[0] * (1 + _ENOUGH / 4)
+                stalls = 0.0 < said_ms <= recent[0] * (1 + _ENOUGH)
                 if known_ms <= said_ms * (1 + _ENOUGH) or (stalls and not is_integer):
                     break
                 recent = [*recent, said_ms][-_PATIENCE:]

@@ -267,8 +267,10 @@ class ConfigurationJudge:
         """The layers, and what they run on."""
         return self.made.model
 
-    def by_cut(self, candidate: TuneCandidate, best_ms: float) -> tuple[TuneRow | None, float]:
-        """Return a bound of all cuts by `best_cut`, in ms, and the schedule of the cut it found.
+    def by_cut(
+        self, candidate: TuneCandidate, best_ms: float, seconds: float = inf
+    ) -> tuple[TuneRow | None, float]:
+        """Return the schedule of the cut that `best_cut` finds, and its bound of all cuts in ms.
 
         The bound is of the pipeline alone, 0 where nothing is known. Nothing is simulated where no
         step is below ``best_ms``.
@@ -280,7 +282,7 @@ class ConfigurationJudge:
         numbers = table.cut_numbers(candidate, boundaries(model, placement))
         if numbers is None:
             return None, 0.0
-        bound_ms, sizes = best_cut(numbers, best_ms - table.after_ms)
+        bound_ms, sizes = best_cut(numbers, best_ms - table.after_ms, seconds)
         if not sizes or min(sizes) < 1 or bound_ms + table.after_ms >= best_ms:
             return None, bound_ms
         return self.by_families(sizes), bound_ms

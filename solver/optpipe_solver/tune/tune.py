@@ -263,7 +263,7 @@ _Found = tuple[TuneRow | None, float]
 
 
 class _Task(NamedTuple):
-    """A closer look at a candidate: which, for how long where it is a plan, and what to beat."""
+    """A closer look at a candidate: which, for how long where it is a program, what to beat."""
 
     question: TuneQuestion
     candidate: TuneCandidate
@@ -280,7 +280,7 @@ def _look(task: _Task, should_stop: Callable[[], bool] | None = None) -> _Found:
     if task.level is _Level.SIMULATED:
         return made.simulated(), 0.0
     if task.level is _Level.CUT:
-        return made.by_cut(candidate, task.best_ms)
+        return made.by_cut(candidate, task.best_ms, task.seconds)
     return made.planned(Stop(task.seconds, seed=task.seed, should_stop=should_stop))
 
 
@@ -443,9 +443,12 @@ class _TuneSearch:
 
     def _job(self, entry: _Entry) -> _Task:
         """Return what the next closer look at a candidate takes."""
-        left = self.stop.left_s()
-        seconds = min(left, _PLAN_MOST_S, max(_PLAN_LEAST_S, _PLAN_SHARE * left))
-        level = self._next(entry)
+        left, level = self.stop.left_s(), self._next(entry)
+        share, most_s = _PLAN_SHARE, _PLAN_MOST_S
+        if level is _Level.PLANNED and entry.table.fused and entry.table.is_uniform:
+            # Of equal layers the cut program knows all that the plan MILP knows.
+            level, share, most_s = _Level.CUT, 2 * share, 3 * most_s
+        seconds = min(left, most_s, max(_PLAN_LEAST_S, share * left))
         return _Task(self.question, entry.candidate, level, seconds, self.best_ms, self.stop.seed)
 
     def _take(self, entry: _Entry, found: _Found) -> None:

@@ -28,7 +28,13 @@ from optpipe.presets.step import in_flight
 from optpipe.problem import placement_of
 from optpipe.schedule import ActionType
 from optpipe_solver.budget import Stop
-from optpipe_solver.milp.plan.pattern import NUM_DURATIONS, kind_number, patterns_of
+from optpipe_solver.milp.plan.pattern import (
+    HELD,
+    NUM_DURATIONS,
+    Pattern,
+    kind_number,
+    patterns_of,
+)
 from optpipe_solver.plan import PlanResult, plan
 from optpipe_solver.tune import TuneQuestion, judge, tune
 from optpipe_solver.tune.bounds import CutNumbers, LayerTable, _LayerNumbers, best_cut
@@ -221,22 +227,27 @@ def test_plans_with_free_order_do_not_beat_their_bounds_either() -> None:
     assert num_planned > 1
 
 
+def fused(pp: int, chunks: int, m: int, links) -> Pattern:
+    """1F1B, or interleaved 1F1B."""
+    placement = placement_of("linear" if chunks == 1 else "loop", pp, chunks)
+    names = ("1f1b",) if chunks == 1 else ("interleaved",)
+    return next(patterns_of(placement, m, links, transfers=False, recompute=False, names=names))
+
+
 def numbers_of(pp: int, chunks: int, m: int, sizes, **changes: Any) -> CutNumbers:
-    """A cut of equal layers, 1 ms each, that fits as it is."""
-    cut = PipelineCut(
-        pp=pp, chunks=chunks, num_microbatches=m, placement="linear" if chunks == 1 else "loop"
-    )
-    held = tuple(in_flight(rank, cut) for rank in range(pp))
+    """Equal layers of 1 ms and room for a cut of them, as it is."""
+    links = (((0.0, 0.0), (0.0, 0.0)),) * (pp * chunks - 1)
     needs = [
-        sum((3 + count) * sizes[chunk * pp + rank] for chunk, count in enumerate(held[rank]))
-        for rank in range(pp)
+        sum((3 + held[HELD]) * sizes[rank + chunk * pp] for chunk, held in enumerate(moment.counts))
+        for rank, moments in enumerate(fused(pp, chunks, m, links).moments)
+        for moment in moments
     ]
     nothing = _LayerNumbers(1, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
     plain: dict[str, Any] = {
         "pp": pp,
         "chunks": chunks,
         "num_microbatches": m,
-        "links": (((0.0, 0.0), (0.0, 0.0)),) * (pp * chunks - 1),
+        "links": links,
         "number": sum(sizes),
         "whole_ms": float(sum(sizes)),
         "layer": _LayerNumbers(1, 1 / 3, 1.0, 1.0, 3.0, 0.0, 0.0),
@@ -264,14 +275,8 @@ def test_no_cut_that_fits_beats_the_best_one(cut, share, sizes, sent) -> None:
         share=(share, share),
         links=(((sent, 0.01), (sent, 0.01)),) * (pp * chunks - 1),
     )  # fmt: skip
-    bound_ms, best = best_cut(given_numbers, seconds=30.0)
-    pattern = next(
-        patterns_of(
-            placement_of("linear" if chunks == 1 else "loop", pp, chunks), m, given_numbers.links,
-            transfers=False, recompute=False,
-            names=("1f1b",) if chunks == 1 else ("interleaved",),
-        )
-    )  # fmt: skip
+    bound_ms, best = best_cut(given_numbers)
+    pattern = fused(pp, chunks, m, given_numbers.links)
 
     def length_ms(layers) -> float:
         durations = np.zeros((NUM_DURATIONS, pp * chunks))
@@ -287,10 +292,10 @@ def test_no_cut_that_fits_beats_the_best_one(cut, share, sizes, sent) -> None:
 def test_the_best_cut_knows_how_interleaved_1f1b_fills_and_what_fits() -> None:
     """More than the load and no more than the even cut takes, 16 and 3 of 16 parts of a rank."""
     even = numbers_of(4, 4, 16, [10] * 16)
-    bound_ms, sizes = best_cut(even)
+    bound_ms, sizes = best_cut(even, seconds=5.0)
     assert 16 * 41.0 < bound_ms <= 16 * 41.875
     assert sum(sizes) == 162
-    assert best_cut(even._replace(room=0.9 * even.room))[0] > bound_ms
+    assert best_cut(even._replace(room=0.9 * even.room), seconds=5.0)[0] > bound_ms
     assert best_cut(even._replace(room=0.5 * even.room)) == (inf, ())
 
 
