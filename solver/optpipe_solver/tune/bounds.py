@@ -106,7 +106,6 @@ class LayerTable:
             )
             for layer, number in layers.items()
         ]
-        self.is_uniform = len({part[1:] for part in self.parts[1:-1]}) == 1
         self.whole_ms = sum(part.number * part.whole_ms for part in self.parts)
         self.share = 1.0
         if not self.fused:

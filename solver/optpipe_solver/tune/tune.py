@@ -444,11 +444,7 @@ class _TuneSearch:
     def _job(self, entry: _Entry) -> _Task:
         """Return what the next closer look at a candidate takes."""
         left, level = self.stop.left_s(), self._next(entry)
-        share, most_s = _PLAN_SHARE, _PLAN_MOST_S
-        if level is _Level.PLANNED and entry.table.fused and entry.table.is_uniform:
-            # Of equal layers the cut program knows all that the plan MILP knows.
-            level, share, most_s = _Level.CUT, 2 * share, 3 * most_s
-        seconds = min(left, most_s, max(_PLAN_LEAST_S, share * left))
+        seconds = min(left, _PLAN_MOST_S, max(_PLAN_LEAST_S, _PLAN_SHARE * left))
         return _Task(self.question, entry.candidate, level, seconds, self.best_ms, self.stop.seed)
 
     def _take(self, entry: _Entry, found: _Found) -> None:
