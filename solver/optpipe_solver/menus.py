@@ -22,8 +22,7 @@ from optpipe.stage import WORKSPACES
 from optpipe_solver.arrays import simulate
 from optpipe_solver.arrays.encoding import Rows
 from optpipe_solver.feasibility import usable_modes
-from optpipe_solver.local_search.annealing import table_for
-from optpipe_solver.local_search.board import rows_on
+from optpipe_solver.local_search.board import board_of, rows_on, undo_for
 from optpipe_solver.local_search.memory_moves import Stretch, settle
 
 if TYPE_CHECKING:
@@ -505,10 +504,13 @@ def _settled(compiled: CompiledProblem, rows: Rows) -> Iterator[Rows]:
     if compiled.is_compute_only(rows):
         yield rows
         return
+    undo = undo_for(board_of(compiled, rows))  # asked for by every move, and never gone back to
+    load = np.zeros(rows.actions.shape[1], dtype=np.int64)
     for lead in _LEADS:
-        table = table_for(compiled, rows)
+        board = board_of(compiled, rows)
         for device in range(rows.lengths.size):
-            count = int(table.board.counts[device])
-            given = (table.board, table.undo, table.times, table.memory, table.load)
-            settle(Stretch(*given, device, 0, count), lead)
-        yield rows_on(table.board)
+            given = (board, undo, compiled.times, compiled.memory, load, device)
+            settle(Stretch(*given, 0, int(board.counts[device])), lead)
+        undo.sizes[:] = 0
+        undo.high[:] = -1
+        yield rows_on(board)
