@@ -21,6 +21,7 @@ from optpipe.schedule import ActionType
 from optpipe.stage import WORKSPACES
 from optpipe_solver.arrays import simulate
 from optpipe_solver.arrays.encoding import Rows
+from optpipe_solver.arrays.evaluate import keeps_limits
 from optpipe_solver.feasibility import usable_modes
 from optpipe_solver.local_search.board import board_of, rows_on, undo_for
 from optpipe_solver.local_search.memory_moves import Stretch, settle
@@ -33,7 +34,14 @@ if TYPE_CHECKING:
     from optpipe_solver.arrays import Ints
     from optpipe_solver.arrays.encoding import CompiledProblem
 
-__all__ = ["Projection", "kept_alone", "narrow_menus", "projections", "with_uniform_modes"]
+__all__ = [
+    "Projection",
+    "in_modes",
+    "kept_alone",
+    "narrow_menus",
+    "projections",
+    "with_uniform_modes",
+]
 
 
 class Projection(NamedTuple):
@@ -347,6 +355,15 @@ def _fitted(compiled: CompiledProblem, rows: Rows) -> Iterator[Rows]:
             continue
         seen.add(known)
         yield from _settled(compiled, _with_actions(compiled, rows, np.repeat(chosen, m)))
+
+
+def in_modes(compiled: CompiledProblem, rows: Rows, numbers: Sequence[int]) -> Rows | None:
+    """Return compute programs with a given mode of each stage, None where they do not fit so."""
+    modes = np.repeat(np.array(numbers, dtype=np.int64), compiled.times.num_microbatches)
+    tight = _with_actions(compiled, rows, modes)
+    if not keeps_limits(compiled, tight):
+        return None
+    return min(_settled(compiled, tight), key=compiled.objective_ms)
 
 
 def _with_prompt_weights(compiled: CompiledProblem, rows: Rows) -> Rows:

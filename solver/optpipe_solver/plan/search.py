@@ -22,6 +22,7 @@ from optpipe_solver.incumbent import Incumbent
 from optpipe_solver.local_search.search import improve_by_local_search
 from optpipe_solver.milp.plan import boundaries, layer_kinds, patterns_of, plan_pattern
 from optpipe_solver.plan.cuts import any_cut_bound, best_cuts, even_cut, roomiest_cut
+from optpipe_solver.plan.hand import hand_plans
 from optpipe_solver.plan.lines import PlacementLine, RunTable, natural_order
 from optpipe_solver.portfolio import all_starts
 from optpipe_solver.result import Progress
@@ -102,6 +103,7 @@ class PlanSearch:
     def run(self) -> None:
         """Search until the time is over or nothing better can exist in the set."""
         self._evaluate(self.even)
+        self._try_by_hand()
         self._plan_patterns(self.stop.turn(_PATTERNS))
         while not self.is_finished:
             self._gather(self.stop.turn(_GATHER))
@@ -155,6 +157,24 @@ class PlanSearch:
         if key not in self.candidates:
             self.candidates[key] = CutCandidate(self.model, line, sizes, is_even=is_even)
         return self.candidates[key]
+
+    def _try_by_hand(self) -> None:
+        """Take what people write by hand: whatever comes later must be better."""
+        for line in self.lines:
+            cells = len(line.placement) * self.model.num_microbatches
+            if line.free or cells > _MOST_PATTERN_CELLS or self.model.objective != "makespan":
+                continue
+            for made in hand_plans(self.model, line.placement):
+                programs = made.programs() if self._is_shorter(made.objective_ms) else None
+                if programs is not None:
+                    candidate = self._add(line, made.sizes)
+                    candidate.best.offer(programs, f"{made.family} with {made.mode}")
+                    self._tell(candidate)
+                if self.stop.is_over():
+                    return
+
+    def _is_shorter(self, objective_ms: float | None) -> bool:
+        return objective_ms is not None and objective_ms < self.objective_ms
 
     def _plan_patterns(self, phase: Stop) -> None:
         """Let the plan MILP choose cut and modes for each pattern of the plain lines."""
