@@ -162,7 +162,7 @@ class PlanSearch:
         """Take what people write by hand: whatever comes later must be better."""
         for line in self.lines:
             cells = len(line.placement) * self.model.num_microbatches
-            if line.free or cells > _MOST_PATTERN_CELLS or self.model.objective != "makespan":
+            if line.free or cells > _MOST_PATTERN_CELLS:
                 continue
             for made in hand_plans(self.model, line.placement):
                 programs = made.programs() if self._is_shorter(made.objective_ms) else None

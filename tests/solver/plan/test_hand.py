@@ -1,0 +1,90 @@
+"""Plans by rule: the cuts of frameworks, one mode for all; none is better than ``plan``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given
+
+from optpipe import find_violations, simulate
+from optpipe.memory import modes_of
+from optpipe.problem import placement_of
+from optpipe_solver.plan import hand_cuts, hand_plans, plan
+from tests.solver.milp.test_plan_milp import small_model
+from tests.solver.plan.models import gpus, layer, model, models
+from tests.strategies import few
+
+if TYPE_CHECKING:
+    from optpipe.model import Model
+    from optpipe_solver.plan import HandPlan
+
+
+@pytest.mark.parametrize(
+    ("layers", "stages", "cuts"),
+    [
+        (126, 64, {(2,) * 64: "even, one layer less at both ends"}),
+        (8, 4, {(3, 2, 2, 3): "even", (2, 3, 3, 2): "one layer less at both ends"}),
+        (9, 4, {(3, 3, 2, 3): "even", (2, 3, 3, 3): "one layer less at both ends"}),
+        (2, 2, {(2, 2): "even, one layer less at both ends"}),
+        (1, 4, {}),
+    ],
+)
+def test_embedding_and_head_count_as_no_layer(
+    layers: int, stages: int, cuts: dict[tuple[int, ...], str]
+) -> None:
+    """Frameworks count transformer layers; at both ends one less makes room for what is there."""
+    found = model([layer(0.1), layer(repeat=layers), layer(4, 4, 4)], gpus(2), m=2)
+    assert hand_cuts(found, stages) == cuts
+
+
+def _plans(found: Model) -> list[HandPlan]:
+    lines = [placement_of("linear", len(found.devices), 1)]
+    if len(found.devices) > 1:
+        lines.append(placement_of("loop", len(found.devices), 2))
+    return [
+        made
+        for placement in lines
+        if len(placement) <= found.num_layers
+        for made in hand_plans(found, placement)
+    ]
+
+
+def _check(found: Model) -> None:
+    result = plan(found, time_limit_s=1.0, chunks=(1, 2))
+    for made in _plans(found):
+        programs = made.programs()
+        if programs is None:
+            continue
+        problem = made.compiled.problem
+        assert not find_violations(problem, programs)
+        length_ms = simulate(problem, programs).objective_ms(problem.objective)
+        assert made.objective_ms == pytest.approx(length_ms)
+        assert result.schedule is not None
+        assert result.schedule.objective_ms <= length_ms * (1 + 1e-9)
+
+
+@few(5)
+@given(models(chunks=2))
+def test_no_rule_is_better_than_a_plan(found: Model) -> None:
+    """On random models, judged by the reference."""
+    _check(found)
+
+
+@pytest.mark.parametrize("room_mb", [120, 70])
+def test_every_mode_of_the_menu_is_a_rule(room_mb: int) -> None:
+    """Keep, inside, offload and apart; each stage's micro-batches are all treated alike."""
+    found = small_model(room_mb)
+    plans = _plans(found)
+    assert {made.mode for made in plans} == {"keep", "norms", "away", "full"}
+    fitting = [made for made in plans if made.objective_ms is not None]
+    assert {made.mode for made in fitting} >= {"norms", "away", "full"}
+    for made in fitting:
+        for program in made.programs() or ():
+            menus = made.compiled.problem.menus
+            used = {
+                (s, menus[s][k].name)
+                for (s, _), k in modes_of(made.compiled.problem, program).items()
+            }
+            assert {name for s, name in used if len(menus[s]) > 1} <= {made.mode}
+    _check(found)
