@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from optpipe_solver.arrays import Flags, Floats, Ints
     from optpipe_solver.budget import Stop
     from optpipe_solver.milp.highs import Variable
-    from optpipe_solver.milp.plan.pattern import MemoryMoment, Pattern
+    from optpipe_solver.milp.plan.pattern import LongestPath, MemoryMoment, Pattern
 
 __all__ = ["PatternPlan", "plan_pattern"]
 
@@ -58,6 +58,12 @@ _PATIENCE = 6
 
 _SLOWEST = 4
 """Stages of a start that give layers away, or change their mode, at a time."""
+
+_START = 0.15
+"""Share of the time for starts, when there is one."""
+
+_SLOWER = 1e4
+"""What makes a device so slow that the longest path leaves it for nothing else."""
 
 _TOLERANCE = 1e-6
 """Relative excess from which on a row counts as broken."""
@@ -156,18 +162,44 @@ class _PatternSearch:
             self.rows.start_from(self.v.values(self.best[1], self.best[0]))
             for path in pattern.longest_paths(durations_of(self.tables, self.best[1])):
                 self.rows.add(makespan_is_no_shorter(self.v, path))
+        for path in self._loads():
+            self.rows.add(makespan_is_no_shorter(self.v, path))
         self.scenes = [_DeviceMoments.of(moments, self.tables) for moments in pattern.moments]
         self.known: set[tuple[int, MemoryMoment]] = set()
         self.bound_ms = 0.0
 
+    def _loads(self) -> Iterator[LongestPath]:
+        """Yield for each device the longest path with all it computes, if some have many stages.
+
+        Without these rows a relaxation has less load than there is for dozens of rounds; with one
+        stage per device the first rounds find them.
+        """
+        if len(self.tables.placement) == len(set(self.tables.placement)):
+            return
+        even = PlanChoice(even_loads(self.tables, 0), (0,) * len(self.tables.placement))
+        durations = durations_of(self.tables, even)
+        for own in self.pattern.stages_of:
+            if own:
+                slower = durations.copy()
+                slower[:, list(own)] *= _SLOWER
+                yield self.pattern.longest_paths(slower)[0]
+
     def _start(self) -> None:
-        """Find a first choice: even loads in one mode for all, made to fit, then improved."""
-        stages = range(len(self.tables.placement))
-        for k in range(len(self.tables.names)):
-            if all(self.tables.may_use(s, k) for s in stages):
-                self._climb(
-                    PlanChoice(even_loads(self.tables, k), (k,) * len(self.tables.placement))
-                )
+        """Find a first choice: even loads in one mode for all, made to fit, then improved.
+
+        The shortest that fits comes first, then keep; others while a share of the time is left.
+        """
+        stages, turn = range(len(self.tables.placement)), self.stop.turn(_START)
+        alike = [
+            PlanChoice(even_loads(self.tables, k), (k,) * len(self.tables.placement))
+            for k in range(len(self.tables.names))
+            if all(self.tables.may_use(s, k) for s in stages)
+        ]
+        shortest = sorted(filter(self._fits, alike), key=self._length_ms)[:1]
+        for choice in dict.fromkeys([*shortest, *alike]):
+            if self.best is not None and turn.is_over():
+                return
+            self._climb(choice)
 
     def _climb(self, choice: PlanChoice) -> None:
         """Take a choice that fits, with cheaper modes and moved cuts while that is shorter."""
