@@ -33,7 +33,7 @@ from optpipe.schedule import gap_of
 from optpipe_solver import warm_up
 from optpipe_solver.budget import Stop
 from optpipe_solver.milp.plan import boundaries, patterns_of, plan_pattern
-from optpipe_solver.plan import hand_plans, plan
+from optpipe_solver.plan import hand_cuts, hand_plans, plan
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -165,12 +165,12 @@ def _of_pattern(model: Model, shape: str, chunks: int, seconds: float) -> float:
         family = made.family
         best_ms = min(best_ms, made.objective_ms or math.inf)
     links = boundaries(model, placement)
-    m = model.num_microbatches
+    m, cuts = model.num_microbatches, hand_cuts(model, len(placement))
     for pattern in patterns_of(
         placement, m, links, transfers=True, recompute=True, names=(family,)
     ):
         began = time.process_time()
-        found = plan_pattern(model, pattern, Stop(seconds / 2))
+        found = plan_pattern(model, pattern, Stop(seconds / 2), cuts)
         spent = time.process_time() - began
         if isinstance(found, float):
             print(f"  {family:11} {chunks} plan MILP: none, bound {found:,.1f} ms", flush=True)

@@ -22,7 +22,7 @@ from optpipe_solver.incumbent import Incumbent
 from optpipe_solver.local_search.search import improve_by_local_search
 from optpipe_solver.milp.plan import boundaries, layer_kinds, patterns_of, plan_pattern
 from optpipe_solver.plan.cuts import any_cut_bound, best_cuts, even_cut, roomiest_cut
-from optpipe_solver.plan.hand import hand_plans
+from optpipe_solver.plan.hand import hand_cuts, hand_plans
 from optpipe_solver.plan.lines import PlacementLine, RunTable, natural_order
 from optpipe_solver.portfolio import all_starts
 from optpipe_solver.result import Progress
@@ -184,10 +184,11 @@ class PlanSearch:
             cells = len(line.placement) * self.model.num_microbatches
             if line.free or cells > _MOST_PATTERN_CELLS:
                 continue
+            cuts = hand_cuts(self.model, len(line.placement))
             for pattern in self._patterns(line):
                 if phase.is_over() or self.line_bounds[line] >= self.objective_ms:
                     break
-                found = plan_pattern(self.model, pattern, phase.turn(_PATTERN_TURN))
+                found = plan_pattern(self.model, pattern, phase.turn(_PATTERN_TURN), cuts)
                 if isinstance(found, float):
                     continue
                 candidate = self._add(line, found.sizes)

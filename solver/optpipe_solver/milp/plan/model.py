@@ -103,8 +103,13 @@ class PatternPlan:
     difference: str = ""
 
 
-def plan_pattern(model: Model, pattern: Pattern, stop: Stop) -> PatternPlan | float:
+def plan_pattern(
+    model: Model, pattern: Pattern, stop: Stop, cuts: Iterable[tuple[int, ...]] = ()
+) -> PatternPlan | float:
     """Return the best cut and modes of a pattern, or, without one, the bound of all of them.
+
+    ``cuts`` are layers of each stage to start from, beside even loads: nothing that is returned is
+    longer than one of them in one mode for all stages.
 
     That is infinite where nothing fits. Models whose objective is the span, and devices with shared
     or half-duplex lanes, are no question for a pattern: the bound is then 0.
@@ -112,7 +117,7 @@ def plan_pattern(model: Model, pattern: Pattern, stop: Stop) -> PatternPlan | fl
     shared = any(device.half_duplex or device.pcie_group for device in model.devices)
     if model.objective != "makespan" or (pattern.transfers and shared):
         return 0.0
-    search = _PatternSearch(model, pattern, stop)
+    search = _PatternSearch(model, pattern, stop, cuts)
     search.run()
     return search.result()
 
@@ -137,14 +142,16 @@ class _DeviceMoments(NamedTuple):
 
 
 class _PatternSearch:
-    def __init__(self, model: Model, pattern: Pattern, stop: Stop) -> None:
+    def __init__(
+        self, model: Model, pattern: Pattern, stop: Stop, cuts: Iterable[tuple[int, ...]] = ()
+    ) -> None:
         self.model, self.pattern, self.stop = model, pattern, stop
         self.tables = PlanTables(
             model, pattern.problem.placement, pattern.transfers, pattern.recompute
         )
         self.scenes = [_DeviceMoments.of(moments, self.tables) for moments in pattern.moments]
         self.best: tuple[float, PlanChoice] | None = None
-        self._start()
+        self._start(cuts)
         most_ms, most_layers = self._most()
         self.milp = MilpModel("plan")
         self.v = PlanVariables(self.milp, self.tables, most_ms, most_layers)
@@ -184,19 +191,22 @@ class _PatternSearch:
                 slower[:, list(own)] *= _SLOWER
                 yield self.pattern.longest_paths(slower)[0]
 
-    def _start(self) -> None:
-        """Find a first choice: even loads in one mode for all, made to fit, then improved.
+    def _start(self, cuts: Iterable[tuple[int, ...]]) -> None:
+        """Find a first choice: a cut in one mode for all, made to fit, then improved.
 
-        The shortest that fits comes first, then keep; others while a share of the time is left.
+        The shortest that fits comes first, then even loads in each mode, while a share of the time
+        is left.
         """
         stages, turn = range(len(self.tables.placement)), self.stop.turn(_START)
-        alike = [
-            PlanChoice(even_loads(self.tables, k), (k,) * len(self.tables.placement))
+        numbers = [
+            k
             for k in range(len(self.tables.names))
             if all(self.tables.may_use(s, k) for s in stages)
         ]
-        shortest = sorted(filter(self._fits, alike), key=self._length_ms)[:1]
-        for choice in dict.fromkeys([*shortest, *alike]):
+        even = [PlanChoice(even_loads(self.tables, k), (k,) * len(stages)) for k in numbers]
+        given = [PlanChoice(tuple(cut), (k,) * len(stages)) for cut in cuts for k in numbers]
+        shortest = sorted(filter(self._fits, [*even, *given]), key=self._length_ms)[:1]
+        for choice in dict.fromkeys([*shortest, *even]):
             if self.best is not None and turn.is_over():
                 return
             self._climb(choice)
