@@ -44,6 +44,9 @@ __all__ = ["CutCandidate", "Fate", "PlanRow", "PlanSearch", "cut_of", "evaluate_
 _PATTERNS, _GATHER, _EVALUATE, _MOVE, _HALVE = 0.3, 0.2, 0.25, 0.25, 0.35
 """Shares of the time left at its start that a phase may take; the rest solves the finalists."""
 
+_EVEN = 0.1
+"""Share of the time for the families of the even cut, where one of them fits by then."""
+
 _PATTERN_TURN = 0.34
 """Share of what is left for patterns that one of them may take."""
 
@@ -102,7 +105,7 @@ class PlanSearch:
 
     def run(self) -> None:
         """Search until the time is over or nothing better can exist in the set."""
-        self._evaluate(self.even)
+        self._evaluate(self.even, phase=self.stop.turn(_EVEN))
         self._try_by_hand()
         self._plan_patterns(self.stop.turn(_PATTERNS))
         while not self.is_finished:
@@ -246,8 +249,13 @@ class PlanSearch:
                 self._evaluate(candidate)
             tried[candidate.line] += 1
 
-    def _evaluate(self, candidate: CutCandidate, parent: CutCandidate | None = None) -> None:
-        """Give a candidate a quick value where its bound leaves a chance."""
+    def _evaluate(
+        self,
+        candidate: CutCandidate,
+        parent: CutCandidate | None = None,
+        phase: Stop | None = None,
+    ) -> None:
+        """Give a candidate a quick value where its bound leaves a chance, once known in a phase."""
         if candidate.quick_ms is not None or not self._is_open(candidate):
             return
         programs = None if parent is None else parent.best.programs
@@ -255,7 +263,7 @@ class PlanSearch:
             candidate,
             relatives=() if programs is None else (programs,),
             search_s=min(_SEARCH_SHARE * self.stop.limit_s, _SEARCH_MOST_S),
-            stop=self.stop,
+            stop=phase or self.stop,
         )
         self._tell(candidate)
 
