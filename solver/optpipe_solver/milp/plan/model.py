@@ -59,7 +59,7 @@ _PATIENCE = 6
 _SLOWEST = 4
 """Stages of a start that give layers away, or change their mode, at a time."""
 
-_START = 0.15
+_START = 0.3
 """Share of the time for starts, when there is one."""
 
 _SLOWER = 1e4
