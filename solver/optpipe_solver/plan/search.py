@@ -517,9 +517,7 @@ def evaluate_quickly(
         The time there is: looked at between families once something is known.
     """
     best = candidate.best
-    for programs in relatives:
-        best.offer(programs, "neighbour")
-    if best.programs is None:
+    if not any(best.offer(programs, "neighbour") for programs in relatives):
         _try_families(candidate, stop.is_over)
     search(candidate, stop.turn(at_most=search_s))
     if best.programs is not None:

@@ -11,9 +11,10 @@ from optpipe import find_violations, simulate
 from optpipe.memory import modes_of
 from optpipe.problem import placement_of
 from optpipe_solver.budget import Stop
+from optpipe_solver.families.classic import build_one_f_one_b
 from optpipe_solver.plan import hand_cuts, hand_plans
-from optpipe_solver.plan.lines import make_lines
-from optpipe_solver.plan.search import PlanSearch
+from optpipe_solver.plan.lines import PlacementLine, make_lines
+from optpipe_solver.plan.search import CutCandidate, PlanSearch, evaluate_quickly
 from tests.solver.milp.test_plan_milp import small_model
 from tests.solver.plan.models import gpus, layer, model, models
 from tests.strategies import few
@@ -92,3 +93,15 @@ def test_every_mode_of_the_menu_is_a_rule(room_mb: int) -> None:
             }
             assert {name for s, name in used if len(menus[s]) > 1} <= {made.mode}
     _check(found)
+
+
+def test_a_cut_with_programs_by_hand_still_gets_its_families() -> None:
+    """Keep fits; zero bubble is shorter than the 1F1B that a rule has."""
+    found = small_model(900, p=4, m=8, layers=14)
+    line = PlacementLine("linear", 1, (0, 1, 2, 3))
+    candidate = CutCandidate(found, line, (4, 4, 4, 4))
+    programs = build_one_f_one_b(candidate.problem)
+    candidate.best.offer(programs, "1f1b with keep")
+    known_ms = candidate.objective_ms
+    evaluate_quickly(candidate, search_s=0.0, stop=Stop(60))
+    assert candidate.objective_ms < known_ms
