@@ -97,6 +97,7 @@ class PlanSearch:
         self.threads, self.seed, self.on_progress = stop.threads, stop.seed, on_progress
         self.candidates: dict[tuple[tuple[int, ...], tuple[int, ...]], CutCandidate] = {}
         self.best: CutCandidate | None = None
+        self.told_ms = math.inf
         self.line_bounds = {line: any_cut_bound(model, line.order) for line in self.lines}
         self.pending = sorted(self.lines, key=lambda line: self.line_bounds[line])
         self.num_cut_lines = 0
@@ -271,10 +272,11 @@ class PlanSearch:
         return not candidate.misfit and not candidate.cannot_beat(self.objective_ms)
 
     def _tell(self, candidate: CutCandidate) -> None:
-        """Make a candidate the best if it is."""
-        if candidate.objective_ms >= self.objective_ms:
+        """Make a candidate the best if it is; one that was may have got better since."""
+        known_ms = self.told_ms if candidate is self.best else self.objective_ms
+        if candidate.objective_ms >= known_ms:
             return
-        self.best = candidate
+        self.best, self.told_ms = candidate, candidate.objective_ms
         if self.on_progress is not None:
             method = f"{candidate.name} {candidate.best.method}"
             now, best = self.stop.seconds(), candidate.best
