@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
     from benchmarks.jobs import PeerAnswer
 
-__all__ = ["MenuRow", "all_problems", "as_v1", "main", "report", "v1_menus"]
+__all__ = ["MenuRow", "all_problems", "as_v1", "large_menus", "main", "report", "v1_menus"]
 
 RESULTS = Path(__file__).resolve().parent / "results" / "menus.csv"
 MEASURED = INSTANCES / "measured" / "tiny_gpt.json"
@@ -93,6 +93,12 @@ def all_problems() -> Iterator[tuple[str, Problem]]:
     yield "llama3-70b-128k-uniform", _with_stages(long, uniform_modes=True)
 
 
+def large_menus() -> Problem:
+    """Return Llama 405B in 64 stages, 512 micro-batches, six modes, a fifth of the memory."""
+    wide = Training(tp=8, sequence=8192)
+    return _limited(_estimated("llama3.1-405b", 64, 512, wide, modes=6), _LIMITS["medium"])
+
+
 def _sources() -> Iterator[tuple[str, Problem]]:
     yield "tiny-gpt-p4-m8", _measured(4, 8)
     yield "tiny-gpt-p8-m16", _measured(8, 16)
@@ -117,8 +123,8 @@ def _estimated(name: str, pp: int, m: int, training: Training, **cut: Any) -> Pr
     rate = hardware.pcie_gb_per_s
     share = None if rate is None else _COPIES_GB_PER_S / rate.value
     return estimate(
-        find_model(name), hardware, training, pp=pp, num_microbatches=m, modes=8,
-        pcie_efficiency=share, **cut,
+        find_model(name), hardware, training, pp=pp, num_microbatches=m,
+        pcie_efficiency=share, **({"modes": 8} | cut),
     ).problem  # fmt: skip
 
 

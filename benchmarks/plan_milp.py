@@ -1,20 +1,42 @@
-"""``python -m benchmarks.plan_milp``: CPU seconds and gaps of the plan MILP, pattern by pattern.
+"""What the plan MILP takes and is worth.
 
-The model is shaped like Llama-405B on H100 in tensor parallelism: 126 equal layers, each with seven
-modes, between an embedding and a head; times and sizes are round numbers. Wall times mean little on
-a shared machine: each row is the CPU time of this process.
+    python -m benchmarks.plan_milp [--seconds S] [--gib G] [--most-devices P]
+    python -m benchmarks.plan_milp --hand-rules [--seconds S] [--only PATTERN]
+
+The first gives CPU seconds and gaps, pattern by pattern. The model is shaped like Llama-405B on
+H100 in tensor parallelism: 126 equal layers, each with seven modes, between an embedding and a
+head; times and sizes are round numbers. Wall times mean little on a shared machine: each row is the
+CPU time of this process.
+
+The second holds `plan` against what people write by hand: models from `estimate` on H100 with menus
+of eight modes, at all of the card's memory and at less; cuts even and with one layer less at both
+ends; one mode for all stages; 1F1B and interleaved 1F1B (`optpipe_solver.plan.hand_plans`). It
+prints what fits, what the plan MILP makes of the same schedule with layers and a mode per stage
+(half of ``--seconds`` each), and what `plan` finds among all in ``--seconds``, with their bounds;
+and fails where `plan` is not at least as good as the best rule.
 """
 
 from __future__ import annotations
 
 import argparse
+import fnmatch
+import math
+import sys
 import time
-from typing import Any
+from collections import Counter
+from typing import TYPE_CHECKING, Any
 
 from optpipe.model import Model
+from optpipe.presets import Training, estimate, find_gpu, find_model
 from optpipe.problem import placement_of
+from optpipe.schedule import gap_of
+from optpipe_solver import warm_up
 from optpipe_solver.budget import Stop
 from optpipe_solver.milp.plan import boundaries, patterns_of, plan_pattern
+from optpipe_solver.plan import hand_cuts, hand_plans, plan
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 __all__ = ["layered_model", "main"]
 
@@ -70,13 +92,118 @@ def layered_model(num_devices: int, num_microbatches: int, memory_gib: float) ->
     )
 
 
+# --- Against hand rules.
+
+_CHUNKS = (1, 2, 4)
+_COPIES_GB_PER_S = 21.0
+_WIDE = Training(tp=8, dp=8, sequence=8192)
+_EXPERTS = Training(dp=128, ep=64, sequence=4096)
+_MODELS = {
+    "llama3-70b": ("llama3-70b", 8, 32, _WIDE, (80, 32)),
+    "llama3.1-405b": ("llama3.1-405b", 16, 64, _WIDE, (80, 64)),
+    "deepseek-v3": ("deepseek-v3", 16, 64, _EXPERTS, (80, 64)),
+}
+"""Preset, devices, micro-batches, how it is trained, and GiB of each device, at most the card's."""
+
+
+def hand_models() -> Iterator[tuple[str, Model]]:
+    """Yield the models with their memory."""
+    hardware = find_gpu("h100")
+    rate, most = hardware.pcie_gb_per_s, int(hardware.memory_bytes.value)
+    share = None if rate is None else _COPIES_GB_PER_S / rate.value
+    for name, (preset, pp, m, training, limits) in _MODELS.items():
+        for gib in limits:
+            found = estimate(
+                find_model(preset), hardware, training, pp=pp, num_microbatches=m, modes=8,
+                pcie_efficiency=share, memory_bytes=min(most, gib * 2**30),
+            )  # fmt: skip
+            yield f"{name}-pp{pp}-m{m}-{gib}gib", found.model
+
+
+def against_hand_rules(seconds: float, only: str) -> list[str]:
+    """Print the tables; return where `plan` is worse than a rule."""
+    faults = []
+    for name, model in hand_models():
+        if fnmatch.fnmatch(name, only):
+            print(f"{name}", flush=True)
+            best_ms = min(_of_pattern(model, *line, seconds) for line in _hand_lines(model))
+            found = plan(model, time_limit_s=seconds, threads=2, chunks=_CHUNKS)
+            if found.schedule is None:
+                print(f"  plan: {found.message}", flush=True)
+                continue
+            ms = found.schedule.objective_ms
+            label = "" if found.chosen is None else f"{found.chosen.label} x{found.chosen.chunks}"
+            print(
+                f"  plan        {ms:10,.1f} ms  {label} {found.schedule.provenance.method}, "
+                f"gap {found.gap or 0:.2%}, {_left(best_ms, ms)}",
+                flush=True,
+            )
+            by_label: dict[str, float] = {}
+            for row in found.rows:
+                if row.final_ms is not None:
+                    held = f"{row.label} x{row.chunks}"
+                    by_label[held] = min(row.final_ms, by_label.get(held, row.final_ms))
+            print("    " + ", ".join(f"{held} {ms:,.1f}" for held, ms in by_label.items()))
+            if ms > best_ms * (1 + 1e-9):
+                faults.append(f"{name}: plan {ms} ms, by hand {best_ms} ms")
+    return faults
+
+
+def _hand_lines(model: Model) -> Iterator[tuple[str, int]]:
+    for chunks in _CHUNKS:
+        if chunks * len(model.devices) <= model.num_layers:
+            yield ("linear" if chunks == 1 else "loop"), chunks
+
+
+def _of_pattern(model: Model, shape: str, chunks: int, seconds: float) -> float:
+    """Print the rules of a placement, and what the plan MILP makes of them; return the best."""
+    placement = placement_of(shape, len(model.devices), chunks)
+    best_ms, family = math.inf, ""
+    for made in hand_plans(model, placement):
+        said = "-" if made.objective_ms is None else f"{made.objective_ms:,.1f}"
+        print(f"  {made.family:11} {chunks} {made.cut:33} {made.mode:60} {said:>10}", flush=True)
+        family = made.family
+        best_ms = min(best_ms, made.objective_ms or math.inf)
+    links = boundaries(model, placement)
+    m, cuts = model.num_microbatches, hand_cuts(model, len(placement))
+    for pattern in patterns_of(
+        placement, m, links, transfers=True, recompute=True, names=(family,)
+    ):
+        began = time.process_time()
+        found = plan_pattern(model, pattern, Stop(seconds / 2), cuts)
+        spent = time.process_time() - began
+        if isinstance(found, float):
+            print(f"  {family:11} {chunks} plan MILP: none, bound {found:,.1f} ms", flush=True)
+            continue
+        gap = gap_of(found.path_ms, found.bound_ms) or 0.0
+        counted = Counter(found.modes)
+        print(
+            f"  {family:11} {chunks} plan MILP {found.objective_ms:,.1f} ms, gap {gap:.2%} in "
+            f"{spent:.0f} CPU s, {_left(best_ms, found.objective_ms)}; "
+            + ", ".join(f"{count} x {mode}" for mode, count in counted.most_common()),
+            flush=True,
+        )
+    return best_ms
+
+
+def _left(best_ms: float, ms: float) -> str:
+    if best_ms == math.inf:
+        return "no rule fits"
+    return f"{1 - ms / best_ms:.2%} less than the best by hand"
+
+
 def main() -> None:
     """Print one row per placement and pattern."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seconds", type=float, default=30.0, help="wall time of each pattern")
     parser.add_argument("--gib", type=float, default=80.0, help="memory of each device")
     parser.add_argument("--most-devices", type=int, default=32)
+    parser.add_argument("--hand-rules", action="store_true", help="hold plan against hand rules")
+    parser.add_argument("--only", default="*", help="glob of models, with --hand-rules")
     asked = parser.parse_args()
+    if asked.hand_rules:
+        warm_up()
+        sys.exit("\n".join(against_hand_rules(asked.seconds, asked.only)) or 0)
     for shape, p, chunks, names in _ROWS:
         if p > asked.most_devices:
             continue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
@@ -97,6 +98,7 @@ def plan(
       optpipe plan model.json -o schedule.json --problem-out problem.json
       optpipe plan model.json --chunks 1,2 --placements linear,v --time-limit 120
     """
+    began = time.monotonic()
     counts = _counts(chunks)
     kinds = cast("tuple[PlacementKind, ...]", tuple(map(str.strip, placements.split(","))))
     model = _read_model(model_file)
@@ -106,9 +108,11 @@ def plan(
     with needs_extra("solver"), searching("planning") as search:
         from optpipe_solver.plan import plan as plan_model
 
+        # Reading and loading count, or the command would end late on a busy machine.
+        left_s = max(time_limit / 2, time_limit - (time.monotonic() - began))
         result = plan_model(
             model,
-            time_limit_s=time_limit,
+            time_limit_s=left_s,
             threads=threads,
             seed=seed,
             chunks=counts,

@@ -21,9 +21,9 @@ from optpipe.schedule import ActionType
 from optpipe.stage import WORKSPACES
 from optpipe_solver.arrays import simulate
 from optpipe_solver.arrays.encoding import Rows
+from optpipe_solver.arrays.evaluate import keeps_limits
 from optpipe_solver.feasibility import usable_modes
-from optpipe_solver.local_search.annealing import table_for
-from optpipe_solver.local_search.board import rows_on
+from optpipe_solver.local_search.board import board_of, rows_on, undo_for
 from optpipe_solver.local_search.memory_moves import Stretch, settle
 
 if TYPE_CHECKING:
@@ -34,7 +34,14 @@ if TYPE_CHECKING:
     from optpipe_solver.arrays import Ints
     from optpipe_solver.arrays.encoding import CompiledProblem
 
-__all__ = ["Projection", "kept_alone", "narrow_menus", "projections", "with_uniform_modes"]
+__all__ = [
+    "Projection",
+    "in_modes",
+    "kept_alone",
+    "narrow_menus",
+    "projections",
+    "with_uniform_modes",
+]
 
 
 class Projection(NamedTuple):
@@ -350,6 +357,15 @@ def _fitted(compiled: CompiledProblem, rows: Rows) -> Iterator[Rows]:
         yield from _settled(compiled, _with_actions(compiled, rows, np.repeat(chosen, m)))
 
 
+def in_modes(compiled: CompiledProblem, rows: Rows, numbers: Sequence[int]) -> Rows | None:
+    """Return compute programs with a given mode of each stage, None where they do not fit so."""
+    modes = np.repeat(np.array(numbers, dtype=np.int64), compiled.times.num_microbatches)
+    tight = _with_actions(compiled, rows, modes)
+    if not keeps_limits(compiled, tight):
+        return None
+    return min(_settled(compiled, tight), key=compiled.objective_ms)
+
+
 def _with_prompt_weights(compiled: CompiledProblem, rows: Rows) -> Rows:
     """Return compute programs with every W right behind its I."""
     cells = compiled.times.num_cells
@@ -505,10 +521,13 @@ def _settled(compiled: CompiledProblem, rows: Rows) -> Iterator[Rows]:
     if compiled.is_compute_only(rows):
         yield rows
         return
+    undo = undo_for(board_of(compiled, rows))  # asked for by every move, and never gone back to
+    load = np.zeros(rows.actions.shape[1], dtype=np.int64)
     for lead in _LEADS:
-        table = table_for(compiled, rows)
+        board = board_of(compiled, rows)
         for device in range(rows.lengths.size):
-            count = int(table.board.counts[device])
-            given = (table.board, table.undo, table.times, table.memory, table.load)
-            settle(Stretch(*given, device, 0, count), lead)
-        yield rows_on(table.board)
+            given = (board, undo, compiled.times, compiled.memory, load, device)
+            settle(Stretch(*given, 0, int(board.counts[device])), lead)
+        undo.sizes[:] = 0
+        undo.high[:] = -1
+        yield rows_on(board)

@@ -382,7 +382,7 @@ def _plain_starts(problem: Problem, methods: Collection[str] | None) -> Iterator
 def _menu_starts(problem: Problem, methods: Collection[str] | None) -> Iterator[FamilyStart]:
     """Yield starts of a problem that v1 cannot say: kept, with one mode per stage, of projections.
 
-    Of a large problem the projections get no time.
+    Of a large problem the first projection alone gets time, the one with what v1 has of the menu.
     """
     builder = _StartBuilder(problem)
     kept = kept_alone(problem).problem
@@ -401,7 +401,7 @@ def _menu_starts(problem: Problem, methods: Collection[str] | None) -> Iterator[
             if fitted is not None:
                 yield fitted
                 has_any = has_any or fitted.legal
-    for projection in () if builder.is_large else projections(problem):
+    for projection in projections(problem)[: 1 if builder.is_large else None]:
         for made in _plain_starts(projection.problem, methods):
             if made.programs is not None and made.legal and made.method != "serial":
                 programs = projection.translate(made.programs, problem)

@@ -188,16 +188,17 @@ def test_a_solve_chooses_modes_together_with_the_order(uniform: bool) -> None:
         assert len(set(modes.values())) == 1 or not uniform
 
 
-def test_large_problems_get_a_start_without_projections() -> None:
-    """One mode per stage is found by sums; hundreds of thousands of actions take seconds."""
+def test_large_problems_get_one_mode_per_stage_and_one_projection() -> None:
+    """Both are found by sums and sweeps; hundreds of thousands of actions take seconds."""
     held = made(NORMS, ALL, PART, m=900, memory=40, devices=8)
     assert is_large(held)
-    best = Incumbent(held)
-    for start in all_starts(held, ("1f1b", "gpipe")):
-        assert start.method in {"1f1b", "1f1b+modes", "gpipe", "gpipe+modes"}
-        if start.legal and start.programs is not None:
-            best.offer(start.programs, start.method)
-    assert best.method == "1f1b+modes"
-    assert best.programs is not None
-    named = {one.mode for one in best.programs[0] if one.type is ActionType.FORWARD}
-    assert len(named) == 1
+    starts = {start.method: start for start in all_starts(held, ("1f1b", "gpipe"))}
+    assert {name.partition(" ")[2] for name in starts} == {"", "of three modes"}
+    alike, fitted = starts["1f1b+modes"], starts["1f1b+offload of three modes"]
+    assert alike.programs is not None
+    assert len({one.mode for one in alike.programs[0] if one.type is ActionType.FORWARD}) == 1
+    for start in (alike, fitted):
+        best = Incumbent(held)
+        assert start.programs is not None
+        assert best.offer(start.programs, start.method)
+        assert best.objective_ms == start.objective_ms

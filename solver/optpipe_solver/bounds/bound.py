@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -64,7 +65,45 @@ def lower_bounds(
     found = [Bound(window, "memory-window"), Bound(energy, "memory-energy")]
     if makespan and problem.queues:
         found.append(Bound(max(load.least_ms for load in link_loads(problem)), "link-load"))
+    if makespan and problem.has_modes:  # v1 problems keep the results that they had
+        found.append(Bound(_drain_ms(paths), "weight-drain"))
     return found
+
+
+def _drain_ms(paths: Paths) -> float:
+    """Return what follows from the W that a device may have left at the end of its last I or B.
+
+    That is of its first stage, and its micro-batch goes on to stage 0. What waits for W stays on
+    the device in every mode, where the other arguments take the least that any mode holds.
+    """
+    problem = paths.problem
+    best = 0.0
+    for device, held in enumerate(problem.stages_of):
+        if held:
+            work = problem.num_microbatches * sum(problem.stages[s].busy_ms for s in held)
+            left = _most_weights_ms(paths, device)
+            best = max(best, paths.head_f[held[0]] + work - left + paths.tail[held[0]])
+    return best
+
+
+def _most_weights_ms(paths: Paths, device: int) -> float:
+    """Return how long the W are at most whose contexts a device can hold at once."""
+    problem = paths.problem
+    held, m = problem.stages_of[device], problem.num_microbatches
+    room = float(problem.room_bytes(device))
+    slots = []
+    for s in held:
+        stage = problem.stages[s]
+        least = min(mode.weight_context_bytes for mode in paths.menus[s])
+        ms = max(0.0, stage.busy_ms - stage.forward_ms - paths.backward[s])
+        slots.append((least / ms if ms else inf, least, ms))
+    total = 0.0
+    for _, size, ms in sorted(slots):
+        most = min(float(m), room / size) if size else float(m)
+        most = float(int(most)) if len(held) == 1 else most
+        total += most * ms
+        room -= most * size
+    return total
 
 
 _SHARES = (0.5, 0.0, 1.0)

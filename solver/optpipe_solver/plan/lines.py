@@ -141,9 +141,13 @@ def _classes(model: Model) -> tuple[int, ...]:
 def _interchangeable(model: Model, one: int, other: int) -> bool:
     """Whether swapping two devices changes nothing but their names.
 
-    Swaps that change nothing form a group, so this is an equivalence.
+    Swaps that change nothing form a group, so this is an equivalence. Which host a device has is of
+    no account where none of the two hosts has a limit.
     """
+    limited = {host.name for host in model.hosts if host.memory_bytes is not None}
     fields = [model.devices[device].model_dump(exclude={"name"}) for device in (one, other)]
+    for held in fields:
+        held["host"] = held["host"] if held["host"] in limited else None
     if fields[0] != fields[1]:
         return False
     swap = {one: other, other: one}

@@ -22,6 +22,7 @@ from optpipe_solver.incumbent import Incumbent
 from optpipe_solver.local_search.search import improve_by_local_search
 from optpipe_solver.milp.plan import boundaries, layer_kinds, patterns_of, plan_pattern
 from optpipe_solver.plan.cuts import any_cut_bound, best_cuts, even_cut, roomiest_cut
+from optpipe_solver.plan.hand import hand_cuts, hand_plans
 from optpipe_solver.plan.lines import PlacementLine, RunTable, natural_order
 from optpipe_solver.portfolio import all_starts
 from optpipe_solver.result import Progress
@@ -42,6 +43,9 @@ __all__ = ["CutCandidate", "Fate", "PlanRow", "PlanSearch", "cut_of", "evaluate_
 
 _PATTERNS, _GATHER, _EVALUATE, _MOVE, _HALVE = 0.3, 0.2, 0.25, 0.25, 0.35
 """Shares of the time left at its start that a phase may take; the rest solves the finalists."""
+
+_EVEN = 0.1
+"""Share of the time for the families of the even cut, where one of them fits by then."""
 
 _PATTERN_TURN = 0.34
 """Share of what is left for patterns that one of them may take."""
@@ -93,6 +97,7 @@ class PlanSearch:
         self.threads, self.seed, self.on_progress = stop.threads, stop.seed, on_progress
         self.candidates: dict[tuple[tuple[int, ...], tuple[int, ...]], CutCandidate] = {}
         self.best: CutCandidate | None = None
+        self.told_ms = math.inf
         self.line_bounds = {line: any_cut_bound(model, line.order) for line in self.lines}
         self.pending = sorted(self.lines, key=lambda line: self.line_bounds[line])
         self.num_cut_lines = 0
@@ -101,7 +106,8 @@ class PlanSearch:
 
     def run(self) -> None:
         """Search until the time is over or nothing better can exist in the set."""
-        self._evaluate(self.even)
+        self._evaluate(self.even, phase=self.stop.turn(_EVEN))
+        self._try_by_hand()
         self._plan_patterns(self.stop.turn(_PATTERNS))
         while not self.is_finished:
             self._gather(self.stop.turn(_GATHER))
@@ -156,6 +162,24 @@ class PlanSearch:
             self.candidates[key] = CutCandidate(self.model, line, sizes, is_even=is_even)
         return self.candidates[key]
 
+    def _try_by_hand(self) -> None:
+        """Take what people write by hand: whatever comes later must be better."""
+        for line in self.lines:
+            cells = len(line.placement) * self.model.num_microbatches
+            if line.free or cells > _MOST_PATTERN_CELLS:
+                continue
+            for made in hand_plans(self.model, line.placement):
+                programs = made.programs() if self._is_shorter(made.objective_ms) else None
+                if programs is not None:
+                    candidate = self._add(line, made.sizes)
+                    candidate.best.offer(programs, f"{made.family} with {made.mode}")
+                    self._tell(candidate)
+                if self.stop.is_over():
+                    return
+
+    def _is_shorter(self, objective_ms: float | None) -> bool:
+        return objective_ms is not None and objective_ms < self.objective_ms
+
     def _plan_patterns(self, phase: Stop) -> None:
         """Let the plan MILP choose cut and modes for each pattern of the plain lines."""
         if len(layer_kinds(self.model)) > _MOST_KINDS:
@@ -164,10 +188,11 @@ class PlanSearch:
             cells = len(line.placement) * self.model.num_microbatches
             if line.free or cells > _MOST_PATTERN_CELLS:
                 continue
+            cuts = hand_cuts(self.model, len(line.placement))
             for pattern in self._patterns(line):
                 if phase.is_over() or self.line_bounds[line] >= self.objective_ms:
                     break
-                found = plan_pattern(self.model, pattern, phase.turn(_PATTERN_TURN))
+                found = plan_pattern(self.model, pattern, phase.turn(_PATTERN_TURN), cuts)
                 if isinstance(found, float):
                     continue
                 candidate = self._add(line, found.sizes)
@@ -225,8 +250,13 @@ class PlanSearch:
                 self._evaluate(candidate)
             tried[candidate.line] += 1
 
-    def _evaluate(self, candidate: CutCandidate, parent: CutCandidate | None = None) -> None:
-        """Give a candidate a quick value where its bound leaves a chance."""
+    def _evaluate(
+        self,
+        candidate: CutCandidate,
+        parent: CutCandidate | None = None,
+        phase: Stop | None = None,
+    ) -> None:
+        """Give a candidate a quick value where its bound leaves a chance, once known in a phase."""
         if candidate.quick_ms is not None or not self._is_open(candidate):
             return
         programs = None if parent is None else parent.best.programs
@@ -234,7 +264,7 @@ class PlanSearch:
             candidate,
             relatives=() if programs is None else (programs,),
             search_s=min(_SEARCH_SHARE * self.stop.limit_s, _SEARCH_MOST_S),
-            stop=self.stop,
+            stop=phase or self.stop,
         )
         self._tell(candidate)
 
@@ -242,10 +272,11 @@ class PlanSearch:
         return not candidate.misfit and not candidate.cannot_beat(self.objective_ms)
 
     def _tell(self, candidate: CutCandidate) -> None:
-        """Make a candidate the best if it is."""
-        if candidate.objective_ms >= self.objective_ms:
+        """Make a candidate the best if it is; one that was may have got better since."""
+        known_ms = self.told_ms if candidate is self.best else self.objective_ms
+        if candidate.objective_ms >= known_ms:
             return
-        self.best = candidate
+        self.best, self.told_ms = candidate, candidate.objective_ms
         if self.on_progress is not None:
             method = f"{candidate.name} {candidate.best.method}"
             now, best = self.stop.seconds(), candidate.best
@@ -488,9 +519,7 @@ def evaluate_quickly(
         The time there is: looked at between families once something is known.
     """
     best = candidate.best
-    for programs in relatives:
-        best.offer(programs, "neighbour")
-    if best.programs is None:
+    if not any(best.offer(programs, "neighbour") for programs in relatives):
         _try_families(candidate, stop.is_over)
     search(candidate, stop.turn(at_most=search_s))
     if best.programs is not None:

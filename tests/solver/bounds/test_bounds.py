@@ -105,6 +105,24 @@ def test_recompute_has_its_price_where_nothing_can_be_kept(kind: str) -> None:
     assert _values(given)["memory-energy"] == pytest.approx(4 * (3 + 5 + 3))
 
 
+@pytest.mark.parametrize(("memory", "left"), [(10, 1), (20, 2), (29, 2), (1000, 4)])
+def test_what_waits_for_w_is_on_the_device_in_every_mode(memory: int, left: int) -> None:
+    """Device 1 begins after 1 ms and ends its last I with ``left`` W to do; then I and W of 0.
+
+    Recomputed, F leaves nothing, but 10 bytes wait for each W.
+    """
+    modes = [{"name": "keep"}, {"name": "again", "forward_bytes": 0, "recompute": "apart",
+                                "recompute_ms": 1.0}]  # fmt: skip
+    held = {"activation_bytes": 10, "weight_context_bytes": 10, "modes": modes}
+    given = problem(
+        [stage(d, 1, 1, 3, **held) for d in range(2)],
+        [{"memory_bytes": memory}] * 2,
+        m=4,
+        format="optpipe/problem/v2",
+    )
+    assert _values(given)["weight-drain"] == pytest.approx(1 + 4 * (1 + 1 + 3) - 3 * left + 1 + 3)
+
+
 def test_an_offloaded_checkpoint_pays_both_ways() -> None:
     """Room for one micro-batch: kept, three turns of 23 ms, 20 of them a wait.
 

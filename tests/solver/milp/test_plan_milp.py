@@ -89,6 +89,30 @@ def test_it_is_the_best_of_all_cuts_and_modes_and_its_path_is_what_is_simulated(
         assert found.difference == ""
 
 
+def test_the_first_relaxation_knows_each_devices_load() -> None:
+    """Before any row is found to be broken: no makespan is shorter than all work, shared evenly."""
+    model = small_model(900, p=4, m=16, layers=16)
+    (pattern,) = (one for one in all_patterns(model, "loop", 2, moves=True) if one.name[0] == "i")
+    search = _PatternSearch(model, pattern, Stop(60))
+    relaxed = search.rows.solve(Stop(60), integer=False)
+    assert relaxed.bound is not None
+    assert relaxed.bound >= 16 * (3 + 16 * 9 + 12) / 4
+
+
+def test_it_is_never_longer_than_a_cut_to_start_from() -> None:
+    """Told to stop at once it has the best cut, if that is among those it was given."""
+    model = small_model(900, p=3, m=6, layers=7)
+    (pattern,) = (one for one in all_patterns(model, "loop", 2, moves=True) if one.name[0] == "i")
+    best = plan_pattern(model, pattern, Stop(60))
+    alone = plan_pattern(model, pattern, Stop(0.0))
+    assert isinstance(best, PatternPlan)
+    assert isinstance(alone, PatternPlan)
+    assert set(best.modes) == {"keep"}
+    again = plan_pattern(model, pattern, Stop(0.0), [best.sizes])
+    assert isinstance(again, PatternPlan)
+    assert again.path_ms == best.path_ms < alone.path_ms
+
+
 def test_with_less_memory_other_modes_are_chosen() -> None:
     """The tightest device recomputes or offloads; nobody does where all is kept anyway."""
     (wide,) = {_plan(150).modes}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from math import factorial
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -29,6 +30,15 @@ def test_a_link_that_is_like_the_default_tells_nothing_apart() -> None:
     links = [{"from": 0, "to": 1, "latency_ms": 5}]
     found = model([layer(repeat=9)], gpus(3), links=links, default_link={"latency_ms": 5})
     assert list(device_orders(found)) == [(0, 1, 2), (0, 1), (0,)]
+
+
+@pytest.mark.parametrize(("limit", "orders"), [(None, 3), (1000, 8)])
+def test_a_host_tells_devices_apart_where_it_has_a_limit(limit: int | None, orders: int) -> None:
+    """Three devices on two hosts: all alike, or the two of one host against the other."""
+    devices = [*gpus(2, host="a"), *gpus(1, host="b")]
+    hosts = [{"name": name, "memory_bytes": limit} for name in "ab"]
+    found = model([layer(repeat=6)], devices, hosts=hosts)
+    assert len(list(device_orders(found))) == orders
 
 
 @given(st.lists(st.sampled_from([1, 2, 3]), min_size=1, max_size=5))

@@ -17,6 +17,7 @@ from optpipe.formats.json import dump_model
 from optpipe_solver import Progress, SolveStatus
 from optpipe_solver.bounds import lower_bound
 from optpipe_solver.budget import Stop
+from optpipe_solver.families.classic import build_one_f_one_b, build_serial
 from optpipe_solver.feasibility import feasibility
 from optpipe_solver.plan import Fate, PlanResult, plan
 from optpipe_solver.plan.lines import PlacementLine, make_lines
@@ -133,6 +134,19 @@ def test_progress_falls_and_its_last_word_is_the_result() -> None:
     assert all(isinstance(news.problem, Problem) for news in told)
     assert told[-1].problem == result.problem
     assert all((news.bound_ms or 0) <= (news.objective_ms or 0) * (1 + 1e-9) for news in told)
+
+
+def test_the_best_cut_that_gets_better_is_told_too() -> None:
+    """First with serial programs, then with 1F1B's; nothing is told twice."""
+    told: list[Progress] = []
+    found = model([layer(repeat=4)], gpus(2), m=4)
+    lines = make_lines(found, ["linear"], [1])
+    search = PlanSearch(found, lines, Stop(60), on_progress=told.append)
+    for build in (build_serial, build_one_f_one_b, build_one_f_one_b):
+        search.even.best.offer(build(search.even.problem), "made")
+        search._tell(search.even)
+    assert len(told) == 2
+    assert told[-1].objective_ms == search.objective_ms
 
 
 def test_told_to_stop_it_returns_what_it_has() -> None:

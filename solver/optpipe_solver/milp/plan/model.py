@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from optpipe_solver.arrays import Flags, Floats, Ints
     from optpipe_solver.budget import Stop
     from optpipe_solver.milp.highs import Variable
-    from optpipe_solver.milp.plan.pattern import MemoryMoment, Pattern
+    from optpipe_solver.milp.plan.pattern import LongestPath, MemoryMoment, Pattern
 
 __all__ = ["PatternPlan", "plan_pattern"]
 
@@ -58,6 +58,12 @@ _PATIENCE = 6
 
 _SLOWEST = 4
 """Stages of a start that give layers away, or change their mode, at a time."""
+
+_START = 0.3
+"""Share of the time for starts, when there is one."""
+
+_SLOWER = 1e4
+"""What makes a device so slow that the longest path leaves it for nothing else."""
 
 _TOLERANCE = 1e-6
 """Relative excess from which on a row counts as broken."""
@@ -97,8 +103,13 @@ class PatternPlan:
     difference: str = ""
 
 
-def plan_pattern(model: Model, pattern: Pattern, stop: Stop) -> PatternPlan | float:
+def plan_pattern(
+    model: Model, pattern: Pattern, stop: Stop, cuts: Iterable[tuple[int, ...]] = ()
+) -> PatternPlan | float:
     """Return the best cut and modes of a pattern, or, without one, the bound of all of them.
+
+    ``cuts`` are layers of each stage to start from, beside even loads: nothing that is returned is
+    longer than one of them in one mode for all stages.
 
     That is infinite where nothing fits. Models whose objective is the span, and devices with shared
     or half-duplex lanes, are no question for a pattern: the bound is then 0.
@@ -106,7 +117,7 @@ def plan_pattern(model: Model, pattern: Pattern, stop: Stop) -> PatternPlan | fl
     shared = any(device.half_duplex or device.pcie_group for device in model.devices)
     if model.objective != "makespan" or (pattern.transfers and shared):
         return 0.0
-    search = _PatternSearch(model, pattern, stop)
+    search = _PatternSearch(model, pattern, stop, cuts)
     search.run()
     return search.result()
 
@@ -131,14 +142,16 @@ class _DeviceMoments(NamedTuple):
 
 
 class _PatternSearch:
-    def __init__(self, model: Model, pattern: Pattern, stop: Stop) -> None:
+    def __init__(
+        self, model: Model, pattern: Pattern, stop: Stop, cuts: Iterable[tuple[int, ...]] = ()
+    ) -> None:
         self.model, self.pattern, self.stop = model, pattern, stop
         self.tables = PlanTables(
             model, pattern.problem.placement, pattern.transfers, pattern.recompute
         )
         self.scenes = [_DeviceMoments.of(moments, self.tables) for moments in pattern.moments]
         self.best: tuple[float, PlanChoice] | None = None
-        self._start()
+        self._start(cuts)
         most_ms, most_layers = self._most()
         self.milp = MilpModel("plan")
         self.v = PlanVariables(self.milp, self.tables, most_ms, most_layers)
@@ -156,18 +169,47 @@ class _PatternSearch:
             self.rows.start_from(self.v.values(self.best[1], self.best[0]))
             for path in pattern.longest_paths(durations_of(self.tables, self.best[1])):
                 self.rows.add(makespan_is_no_shorter(self.v, path))
+        for path in self._loads():
+            self.rows.add(makespan_is_no_shorter(self.v, path))
         self.scenes = [_DeviceMoments.of(moments, self.tables) for moments in pattern.moments]
         self.known: set[tuple[int, MemoryMoment]] = set()
         self.bound_ms = 0.0
 
-    def _start(self) -> None:
-        """Find a first choice: even loads in one mode for all, made to fit, then improved."""
-        stages = range(len(self.tables.placement))
-        for k in range(len(self.tables.names)):
-            if all(self.tables.may_use(s, k) for s in stages):
-                self._climb(
-                    PlanChoice(even_loads(self.tables, k), (k,) * len(self.tables.placement))
-                )
+    def _loads(self) -> Iterator[LongestPath]:
+        """Yield for each device the longest path with all it computes, if some have many stages.
+
+        Without these rows a relaxation has less load than there is for dozens of rounds; with one
+        stage per device the first rounds find them.
+        """
+        if len(self.tables.placement) == len(set(self.tables.placement)):
+            return
+        even = PlanChoice(even_loads(self.tables, 0), (0,) * len(self.tables.placement))
+        durations = durations_of(self.tables, even)
+        for own in self.pattern.stages_of:
+            if own:
+                slower = durations.copy()
+                slower[:, list(own)] *= _SLOWER
+                yield self.pattern.longest_paths(slower)[0]
+
+    def _start(self, cuts: Iterable[tuple[int, ...]]) -> None:
+        """Find a first choice: a cut in one mode for all, made to fit, then improved.
+
+        The shortest that fits comes first, then even loads in each mode, while a share of the time
+        is left.
+        """
+        stages, turn = range(len(self.tables.placement)), self.stop.turn(_START)
+        numbers = [
+            k
+            for k in range(len(self.tables.names))
+            if all(self.tables.may_use(s, k) for s in stages)
+        ]
+        even = [PlanChoice(even_loads(self.tables, k), (k,) * len(stages)) for k in numbers]
+        given = [PlanChoice(tuple(cut), (k,) * len(stages)) for cut in cuts for k in numbers]
+        shortest = sorted(filter(self._fits, [*even, *given]), key=self._length_ms)[:1]
+        for choice in dict.fromkeys([*shortest, *even]):
+            if self.best is not None and turn.is_over():
+                return
+            self._climb(choice)
 
     def _climb(self, choice: PlanChoice) -> None:
         """Take a choice that fits, with cheaper modes and moved cuts while that is shorter."""
