@@ -34,6 +34,7 @@ from optpipe_solver.menus import (
     projections,
     with_uniform_modes,
 )
+from optpipe_solver.milp.counts.model import counts_may_prove, improve_by_counts
 from optpipe_solver.milp.horizon.items import MOST_PAIRS, num_order_pairs
 from optpipe_solver.milp.horizon.model import improve_by_milp
 from optpipe_solver.offload_fit.fit import Frame, fit
@@ -99,6 +100,7 @@ _EXACT = SearchPart("exact", improve_by_exact_search, 100_000)
 _BEAM = SearchPart("beam", improve_by_beam, 100_000)
 _PERIODIC = SearchPart("periodic", improve_by_blocks, 500)
 _MILP = SearchPart("milp", improve_by_milp, 10)
+_COUNTS = SearchPart("counts", improve_by_counts, 10)
 
 
 class Step(NamedTuple):
@@ -135,6 +137,8 @@ def plans(problem: Problem, limits: Limits) -> tuple[SearchPlan, ...]:
         alone = Step(_RESTRICTED, 0.3, 5.0)
         return (SearchPlan(before=(alone,), again=(Step(_PAIRING, 1.0),)),)
     proof = _proof(problem)
+    if counts_may_prove(problem):
+        return _small_plans(problem, limits, proof)
     if limits.threads == 1 or limits.work_limit is not None:
         less = (Step(_RESTRICTED, 0.5 if problem.has_modes else 0.25, 4.0),)
         once = (Step(_SEARCH, 0.1, 3.0), *proof)
@@ -143,6 +147,25 @@ def plans(problem: Problem, limits: Limits) -> tuple[SearchPlan, ...]:
     return (
         SearchPlan(again=(Step(_SEARCH, 1.0),)),
         SearchPlan(before=less, once=proof, again=(Step(_SEARCH, 1.0),)),
+    )
+
+
+def _small_plans(
+    problem: Problem, limits: Limits, proof: tuple[Step, ...]
+) -> tuple[SearchPlan, ...]:
+    """Return plans where counts may prove at once what the local search has found at once.
+
+    Restrictions come behind: they find nothing that is better than what is proven.
+    """
+    first = (_EXACT, 0.2, 2.0) if exact_parts_know(problem) else None
+    early = (*((Step(*first),) if first else ()), Step(_COUNTS, 0.5, 10.0))
+    less = Step(_RESTRICTED, 0.5 if problem.has_modes else 0.25, 4.0)
+    if limits.threads == 1 or limits.work_limit is not None:
+        once = (Step(_SEARCH, 0.1, 3.0), *early, less, *proof)
+        return (SearchPlan(once=once, again=(Step(_SEARCH, 0.4, 6.0),)),)
+    return (
+        SearchPlan(again=(Step(_SEARCH, 1.0),)),
+        SearchPlan(once=(*early, less, *proof), again=(Step(_SEARCH, 1.0),)),
     )
 
 

@@ -145,7 +145,7 @@ def test_every_schedule_is_a_solution(case: Case, share: float, apart: bool) -> 
 
 def answer(problem: Problem, horizon_ms: float, *, apart: bool = False) -> CountAnswer:
     """What the integer model says, in one run."""
-    return ends_within(problem, horizon_ms, Stop(30), integer=True, apart=apart)
+    return ends_within(problem, horizon_ms, Stop(30), apart=apart)
 
 
 @few(25)

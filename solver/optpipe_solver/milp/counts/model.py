@@ -11,6 +11,7 @@ import numpy as np
 
 from optpipe_solver.bounds.heads_tails import ANYTIME, drain, heads, refill, tails
 from optpipe_solver.bounds.relaxation import relaxed
+from optpipe_solver.feasibility import fifo_loses_nothing
 from optpipe_solver.incumbent import Goal
 from optpipe_solver.milp.counts.constraints import CountVariables, all_rows
 from optpipe_solver.milp.counts.items import CountProblem, EventTimes, step_ms
@@ -29,7 +30,11 @@ _METHOD = "counts"
 _MOST_STEPS = 150
 """A grid that is coarser than the times' own loses what they are rounded down by."""
 
-_MOST_COLUMNS = 12_000
+_MOST_CELLS = 15
+_HALVINGS = 5
+_FIRST = 0.6
+"""Share of a turn for the first question, which settles the problem."""
+
 _ROWS_BETWEEN_LOOKS = 500
 
 
@@ -97,7 +102,6 @@ def ends_within(
     horizon_ms: float,
     stop: Stop,
     *,
-    integer: bool,
     apart: bool = False,
     step: float | None = None,
 ) -> CountAnswer:
@@ -109,8 +113,6 @@ def ends_within(
         What is asked of; ms of the problem's objective.
     stop
         As of `solve_milp`.
-    integer
-        Whether counts must be whole; else a linear program answers: sooner, and less often NO.
     apart
         Whether micro-batches are told apart.
     step
@@ -122,7 +124,73 @@ def ends_within(
     model, is_complete = _written(given, stop.is_over)
     if model is None:
         return CountAnswer.NO if is_complete else CountAnswer.UNKNOWN
-    outcome = solve_milp(model, stop, integer=integer)
+    outcome = solve_milp(model, stop)
     if outcome.status is MilpStatus.INFEASIBLE:
         return CountAnswer.NO
     return CountAnswer.YES if outcome.status is MilpStatus.OPTIMAL else CountAnswer.UNKNOWN
+
+
+def counts_may_prove(problem: Problem) -> bool:
+    """Whether modes are free, or span is asked for, and the model is worth a question.
+
+    Elsewhere first in, first out loses nothing, and `optpipe_solver.exact` proves sooner.
+    """
+    is_hard = problem.objective == "span" or not fifo_loses_nothing(problem)
+    cells = len(problem.stages) * problem.num_microbatches
+    return is_hard and not problem.pairs and cells <= _MOST_CELLS
+
+
+def improve_by_counts(best: Incumbent, stop: Stop) -> None:
+    """Raise the bound below the best schedule known; work is counted in branch-and-bound nodes.
+
+    A horizon is refuted only where two runs with different seeds agree: HiGHS 1.15.1 was seen to
+    deny what exists in one run of some 500, but never with two seeds on one model
+    (`benchmarks/RESULTS.md`). Where work is limited the run is a function of problem, start and
+    seed, as long as time does not end it.
+    """
+    if best.programs is not None and counts_may_prove(best.problem):
+        _CountQuestions(best, stop).ask_all()
+    if not stop.spent:
+        stop.spend(1)
+
+
+class _CountQuestions:
+    """Questions between the bound and the best schedule known: each NO raises the bound."""
+
+    def __init__(self, best: Incumbent, stop: Stop) -> None:
+        self.best = best
+        self.stop = stop
+        self.goal = Goal.of(best.problem, best.objective_ms)
+
+    def ask_all(self) -> None:
+        """Just below the best schedule; if that is open, halfway down to the bound, and so on."""
+        high_ms = self.goal.horizon_ms
+        answer = self._ask(high_ms, _FIRST)
+        for number in range(_HALVINGS if answer is not CountAnswer.NO else 0):
+            middle_ms = (self.best.bound_ms + high_ms) / 2
+            if self.goal.grid > 0:
+                middle_ms = self.goal.grid * (floor(middle_ms / self.goal.grid) + 0.5)
+            if not self.best.bound_ms < middle_ms < high_ms or self._is_over():
+                return
+            if self._ask(middle_ms, 1.0 / (_HALVINGS - number)) is not CountAnswer.NO:
+                high_ms = middle_ms
+
+    def _ask(self, horizon_ms: float, share: float) -> CountAnswer:
+        """Ask, and once more where the answer is NO; offer what both deny."""
+        answer = CountAnswer.UNKNOWN
+        if self._is_over() or horizon_ms <= self.best.bound_ms:
+            return answer
+        turn = self.stop.turn(share)
+        for seed in (self.stop.seed, self.stop.seed + 1):
+            once = turn.turn(seed=seed, threads=1)
+            answer = ends_within(self.best.problem, horizon_ms, once)
+            if answer is not CountAnswer.NO:
+                return answer
+        if horizon_ms >= self.best.objective_ms:
+            # Another thread has found what both runs denied.
+            return CountAnswer.UNKNOWN
+        self.best.offer_bound(min(self.goal.proven(horizon_ms), self.best.objective_ms), _METHOD)
+        return answer
+
+    def _is_over(self) -> bool:
+        return self.best.is_optimal or self.stop.is_over()
