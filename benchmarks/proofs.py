@@ -118,7 +118,7 @@ def _device(rng: random.Random, kinds: dict[str, bool]) -> dict[str, Any]:
 def _limited(plenty: Problem, rng: random.Random) -> Problem:
     """Return the problem with memory for the smallest schedule and some of what lies above."""
     # Not above: a contestant's process loads this module, and CP-SAT's cannot bear our HiGHS.
-    from optpipe_solver.feasibility import smallest_memory  # noqa: PLC0415
+    from optpipe_solver.feasibility import smallest_memory
 
     devices = []
     for d, least in enumerate(smallest_memory(plenty)):

@@ -71,7 +71,9 @@ class CellProblem(NamedTuple):
     weight: Ints
     gradient: Ints
     fused: Ints
+    inside: Ints
     again: Ints
+    extra: Ints
     moved: Ints
     out: Ints
     home: Ints
@@ -309,8 +311,8 @@ def _occupy(model: CellProblem, new: CellState, device: int, kind: int, until: i
 
 
 @lean
-def _wastes(model: CellProblem, state: CellState, start: int) -> bool:
-    """Whether a W that waits, or an OFFLOAD, could begin and end before an event starts."""
+def _wastes(model: CellProblem, state: CellState, loads: CellLoads, start: int) -> bool:
+    """Whether a W, OFFLOAD or I that waits could begin and end before an event starts."""
     num_stages, clock = len(model.forward), state.times[0]
     if start <= clock:
         return False
@@ -328,6 +330,26 @@ def _wastes(model: CellProblem, state: CellState, start: int) -> bool:
                 at = max(state.cells[j, 1 + s], _lanes(model, state, device, _OFFLOAD))
                 if 0 < model.out[s, cell >> 2] <= start - at:
                     return True
+    return _wastes_gradient(model, state, loads, start)
+
+
+@lean
+def _wastes_gradient(model: CellProblem, state: CellState, loads: CellLoads, start: int) -> bool:
+    last = 2 * len(model.forward) - 1
+    for j in range(len(state.codes)):
+        q = _place(state.codes[j])
+        if q <= last // 2 or q > last:
+            continue
+        s = last - q
+        cell = _cell(state.codes[j], s)
+        k = cell >> 2
+        if cell & 3 != _HERE or model.fused[s, k] >= 0 or model.gradient[s, k] == 0:
+            continue
+        if model.context[s, k] > model.there[s, k]:
+            continue
+        at = _start(model, state, loads, (_I, j, s, k))
+        if at >= 0 and at + model.gradient[s, k] <= start:
+            return True
     return False
 
 
@@ -500,6 +522,9 @@ def _by_ways(model: CellProblem, state: CellState, loads: CellLoads) -> int:
         if q <= last:
             ready = _ready(model, state, j, q if q < num_stages else last - q)
             loads.ready[q] = min(loads.ready[q], ready)
+            for s in range(num_stages):
+                if _is_held(state.codes[j], s, num_stages):
+                    ready += model.inside[s, _cell(state.codes[j], s) >> 2]
             least = max(least, ready + model.rest[q])
     return int(least)
 
@@ -543,9 +568,10 @@ def _by_load(model: CellProblem, state: CellState, loads: CellLoads) -> int:
             for j in range(len(state.codes)):
                 if _is_held(state.codes[j], s, num_stages):
                     cell = _cell(state.codes[j], s)
+                    end += model.inside[s, cell >> 2]
                     if cell & 3 != _HERE:
                         end += max(0, model.again[s, cell >> 2])
-            end += (m - loads.forwards[s]) * model.forward[s]
+            end += (m - loads.forwards[s]) * (model.forward[s] + model.extra[s])
             end += (m - loads.backwards[s]) * model.least_i[s]
             weights += (m - loads.weights[s]) * model.least_w[s]
             if loads.backwards[s] < m:
@@ -675,7 +701,7 @@ def _take(
     start = _start(model, state, loads, event)
     if start < 0 or _least_after(model, loads, event, start) > model.horizon:
         return True
-    if _wastes(model, state, start):
+    if _wastes(model, state, loads, start):
         return True
     steps = _advance(model, state, event, start, new)
     if _least_end(model, new, other) > model.horizon:

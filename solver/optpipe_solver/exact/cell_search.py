@@ -46,9 +46,8 @@ _METHOD = "cell-search"
 _SLICE = 100
 """States that are expanded between two looks at whether to stop."""
 
-_MOST_IN_LAYER = (4_000, 64_000)
-_MOST_BYTES = 1 << 28
-"""Of all layers together, at most."""
+_MOST_IN_LAYER = (4_000, 32_000, 256_000)
+"""States in one layer, at most: a few hundred bytes each, and there are five layers."""
 
 _MOST_STAGES = (63 - PLACE_BITS) // CELL_BITS
 _MOST_CELLS = 32
@@ -93,8 +92,6 @@ def search_cells(
     num_times = 1 + 2 * len(model.room) + 1 + int(max(_lanes(model)))
     size = m, num_stages, num_modes, num_times
     layers = [make_cell_layer(most_in_layer, *size) for _ in range(5)]
-    for column in (layers[0].cells,):
-        column[0, :, 0] = 0
     layers[0].alive[0] = True
     layers[0].size[0] = 1
     work = make_cell_state(*size), make_cell_loads(num_stages), make_cell_loads(num_stages)
@@ -165,7 +162,11 @@ def _problem_of(problem: Problem, horizon_ms: float) -> CellProblem:
         fused=times(
             lambda s, mode: stages[s].fused_backward_ms + mode.inside_ms if fuses[s] else -1.0
         ),
+        inside=times(lambda _, mode: mode.inside_ms),
         again=times(lambda _, mode: apart_ms(mode)),
+        extra=units(
+            min(mode.inside_ms + max(0.0, apart_ms(mode)) for mode in menu) for menu in menus
+        ),
         moved=sizes(lambda _, mode: mode.offload_bytes),
         out=times(lambda s, mode: _copy_ms(problem.offload_ms, s, mode)),
         home=times(lambda s, mode: _copy_ms(problem.reload_ms, s, mode)),
