@@ -109,10 +109,10 @@ class CellState(NamedTuple):
     """How far all is.
 
     ``codes`` of all micro-batches, in order, equal ones by when their next input is there;
-    ``waiting[s K + k]`` = W of a mode that could start, K modes a stage. ``times``: the clock; per device when compute
-    is free; per lane when it is; per device minus when it began (0 but under span). ``cells[j]``:
-    when the next input of the micro-batch is there, then per stage when its last copy, RECOMPUTE or
-    F ends. None is before the clock.
+    ``waiting[s K + k]`` = W of a mode that could start, K modes a stage. ``times``: the clock; per
+    device when compute is free; per lane when it is; per device minus when it began (0 but under
+    span). ``cells[j]``: when the next input of the micro-batch is there, then per stage when its
+    last copy, RECOMPUTE or F ends. None is before the clock.
     """
 
     codes: Ints
@@ -231,31 +231,35 @@ def _fits(model: CellProblem, state: CellState, device: int, needs: int, at: int
 
     What is copied to the host is there until its copy has ended.
     """
-    num_stages = len(model.forward)
     while True:
-        held, following = needs, _NEVER
-        for s in range(num_stages):
-            if model.device[s] != device:
-                continue
-            for k in range(model.number[s]):
-                held += state.waiting[_slot(model, s, k)] * model.context[s, k]
-            for j in range(len(state.codes)):
-                if not _is_held(state.codes[j], s, num_stages):
-                    continue
-                cell = _cell(state.codes[j], s)
-                phase, k = cell & 3, cell >> 2
-                held += model.there[s, k] if phase == _HERE else model.made[s, k]
-                if phase == _AWAY:
-                    end = state.cells[j, 1 + s]
-                    if end <= at:
-                        held -= model.moved[s, k]
-                    else:
-                        following = min(following, end)
-        if held <= model.room[device]:
+        held, following = _held(model, state, device, at)
+        if held + needs <= model.room[device]:
             return int(at)
         if following == _NEVER:
             return -1
         at = following
+
+
+@lean
+def _held(model: CellProblem, state: CellState, device: int, at: int) -> tuple[int, int]:
+    """Return the bytes held at a time if nothing starts, and when the next copy out ends."""
+    num_stages, held, following = len(model.forward), 0, _NEVER
+    for s in range(num_stages):
+        if model.device[s] != device:
+            continue
+        for k in range(model.number[s]):
+            held += state.waiting[_slot(model, s, k)] * model.context[s, k]
+        for j in range(len(state.codes)):
+            if not _is_held(state.codes[j], s, num_stages):
+                continue
+            cell = _cell(state.codes[j], s)
+            phase, k = cell & 3, cell >> 2
+            held += model.there[s, k] if phase == _HERE else model.made[s, k]
+            if phase == _AWAY and state.cells[j, 1 + s] <= at:
+                held -= model.moved[s, k]
+            elif phase == _AWAY:
+                following = min(following, state.cells[j, 1 + s])
+    return held, following
 
 
 @lean
@@ -362,52 +366,71 @@ def _advance(
     new: CellState,
 ) -> int:
     """Write the state after an event from its start; return the steps it takes."""
-    kind, j, s, k = event
-    device, devices, num_stages = model.device[s], len(model.room), len(model.forward)
+    kind, _, s, k = event
     _copy(model, state, start, new)
-    steps, end = 1, start
-    if kind == _OFFLOAD:
-        end = start + model.out[s, k]
-        _occupy(model, new, device, kind, end)
-        new.codes[j] = _with_cell(new.codes[j], s, _AWAY + 4 * k)
-        new.cells[j, 1 + s] = end
-    elif kind == _RELOAD:
-        end = max(start, _lanes(model, new, device, kind)) + model.home[s, k]
-        _occupy(model, new, device, kind, end)
-        phase = _LESS if model.again[s, k] >= 0 else _HERE
-        new.codes[j] = _with_cell(new.codes[j], s, phase + 4 * k)
-        new.cells[j, 1 + s] = end
-    elif kind == _RECOMPUTE:
-        end = start + model.again[s, k]
-        new.codes[j] = _with_cell(new.codes[j], s, _HERE + 4 * k)
-        new.cells[j, 1 + s] = end
-        new.times[1 + device] = end
+    steps = 1
+    if kind == _F:
+        steps = _forward(model, new, event, start)
+        if 0 <= model.home_device != model.device[s] and _is_first(model, state, model.device[s]):
+            new.times[len(new.times) - len(model.room) + model.device[s]] = -start
     elif kind == _W:
         new.waiting[_slot(model, s, k)] -= 1
-        new.times[1 + device] = start + model.weight[s]
-    elif kind == _F:
-        steps = _forward(model, new, event, start)
+        new.times[1 + model.device[s]] = start + model.weight[s]
+    elif kind >= _OFFLOAD:
+        _go_on(model, new, event, start)
     else:
-        end = start + (model.fused[s, k] if kind == _B else model.gradient[s, k])
-        new.codes[j] = _with_cell(new.codes[j], s, 0) + 1
-        new.cells[j, 1 + s] = start
-        new.cells[j, 0] = end + model.down[s - 1] if s > 0 else start
-        new.times[1 + device] = end
-        if kind == _B:
-            steps = 2
-        else:
-            new.waiting[_slot(model, s, k)] += 1
-    if model.home_device >= 0 and kind == _F and device != model.home_device:
-        first = True
-        for other in range(num_stages):
-            if model.device[other] == device:
-                for i in range(len(state.codes)):
-                    if _place(state.codes[i]) > other:
-                        first = False
-        if first:
-            new.times[len(new.times) - devices + device] = -start
+        _backward(model, new, event, start)
+        steps = 2 if kind == _B else 1
     _sort(new)
     return int(steps)
+
+
+@lean
+def _go_on(
+    model: CellProblem, new: CellState, event: tuple[int, int, int, int], start: int
+) -> None:
+    """Run a copy or RECOMPUTE."""
+    kind, j, s, k = event
+    device, phase = model.device[s], _HERE
+    if kind == _RECOMPUTE:
+        end = start + model.again[s, k]
+        new.times[1 + device] = end
+    else:
+        end = max(start, _lanes(model, new, device, kind))
+        end += model.out[s, k] if kind == _OFFLOAD else model.home[s, k]
+        _occupy(model, new, device, kind, end)
+        if kind == _OFFLOAD:
+            phase = _AWAY
+        elif model.again[s, k] >= 0:
+            phase = _LESS
+    new.codes[j] = _with_cell(new.codes[j], s, phase + 4 * k)
+    new.cells[j, 1 + s] = end
+
+
+@lean
+def _backward(
+    model: CellProblem, new: CellState, event: tuple[int, int, int, int], start: int
+) -> None:
+    """Run an I or B."""
+    kind, j, s, k = event
+    end = start + (model.fused[s, k] if kind == _B else model.gradient[s, k])
+    new.codes[j] = _with_cell(new.codes[j], s, 0) + 1
+    new.cells[j, 1 + s] = start
+    new.cells[j, 0] = end + model.down[s - 1] if s > 0 else start
+    new.times[1 + model.device[s]] = end
+    if kind == _I:
+        new.waiting[_slot(model, s, k)] += 1
+
+
+@lean
+def _is_first(model: CellProblem, state: CellState, device: int) -> bool:
+    """Whether nothing has started on a device."""
+    for s in range(len(model.forward)):
+        if model.device[s] == device:
+            for j in range(len(state.codes)):
+                if _place(state.codes[j]) > s:
+                    return False
+    return True
 
 
 @lean
@@ -501,7 +524,7 @@ def _ready(model: CellProblem, state: CellState, j: int, s: int) -> int:
     phase, k = cell & 3, cell >> 2
     if phase == _LEAVES:
         at += model.out[s, k]
-    if phase == _LEAVES or phase == _AWAY:
+    if phase in (_LEAVES, _AWAY):
         at = max(at, _lanes(model, state, model.device[s], _RELOAD)) + model.home[s, k]
     if phase != _HERE and model.again[s, k] >= 0:
         at = max(at, free) + model.again[s, k]
@@ -628,22 +651,34 @@ def _expand_row(
                 return False
     for j in range(len(state.codes)):
         twin = _twin(state, j)
-        if twin == 2:
-            continue
-        for s in range(num_stages):
-            if not _is_held(state.codes[j], s, num_stages):
-                continue
-            cell = _cell(state.codes[j], s)
-            phase, k = cell & 3, cell >> 2
-            if phase != _HERE:
-                kind = _RECOMPUTE
-                if phase == _LEAVES:
-                    kind = _OFFLOAD
-                elif phase == _AWAY:
-                    kind = _RELOAD
-                if not _take(model, layers, state, work, (kind, j, s, k)):
-                    return False
+        if twin < 2 and not _cells_go_on(model, layers, state, work, j):
+            return False
         if twin == 0 and not _next_pass(model, layers, state, work, j):
+            return False
+    return True
+
+
+@lean
+def _cells_go_on(
+    model: CellProblem,
+    layers: tuple[CellLayer, CellLayer, CellLayer, CellLayer, CellLayer],
+    state: CellState,
+    work: tuple[CellState, CellLoads, CellLoads],
+    j: int,
+) -> bool:
+    """Add the states after the next copy or RECOMPUTE of each cell of a micro-batch."""
+    num_stages = len(model.forward)
+    for s in range(num_stages):
+        cell = _cell(state.codes[j], s)
+        phase, k = cell & 3, cell >> 2
+        if phase == _HERE or not _is_held(state.codes[j], s, num_stages):
+            continue
+        kind = _RECOMPUTE
+        if phase == _LEAVES:
+            kind = _OFFLOAD
+        elif phase == _AWAY:
+            kind = _RELOAD
+        if not _take(model, layers, state, work, (kind, j, s, k)):
             return False
     return True
 
@@ -674,7 +709,7 @@ def _next_pass(
     if q == 2 * num_stages:
         return True
     if q < num_stages:
-        for k in range(model.number[q]):
+        for k in range(model.number[q]):  # noqa: SIM110 - compiled
             if not _take(model, layers, state, work, (_F, j, q, k)):
                 return False
         return True
@@ -747,7 +782,7 @@ def _keep(layer: CellLayer, new: CellState) -> bool:
 def _nowhere_later(times: Times, cells: Times, than: Times, those: Times) -> bool:
     if not not_later(times, than):
         return False
-    for j in range(len(cells)):
+    for j in range(len(cells)):  # noqa: SIM110 - compiled
         if not not_later(cells[j], those[j]):
             return False
     return True

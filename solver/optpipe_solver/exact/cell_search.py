@@ -269,24 +269,24 @@ def improve_by_cells(best: Incumbent, stop: Stop) -> None:
 
 
 def _settles(best: Incumbent, stop: Stop, most_in_layer: int) -> bool:
-    """Ask just below the best schedule; where that is too much, ever lower. True = settled."""
+    """Ask just below the best schedule, then in halves between that and the bound; True = enough.
+
+    It is not where a layer was full.
+    """
     goal = Goal.of(best.problem, best.objective_ms)
-    horizon_ms = goal.horizon_ms
+    high_ms = horizon_ms = goal.horizon_ms
+    is_enough = True
     for _ in range(1 + _HALVINGS):
-        if best.is_optimal or stop.is_over() or horizon_ms <= best.bound_ms:
-            return True
+        if best.is_optimal or stop.is_over() or not best.bound_ms < horizon_ms <= high_ms:
+            break
         answer, met = search_cells(
             best.problem, horizon_ms, most_in_layer=most_in_layer, should_stop=stop.is_over
         )
         stop.spend(met)
         if answer is HorizonAnswer.NONE:
-            bound_ms = goal.proven(horizon_ms)
-            best.offer_bound(min(bound_ms, best.objective_ms), _METHOD)
-            if horizon_ms == goal.horizon_ms:
-                return True
-            horizon_ms = (horizon_ms + goal.horizon_ms) / 2
-        elif answer is HorizonAnswer.FOUND and horizon_ms == goal.horizon_ms:
-            return True
+            best.offer_bound(min(goal.proven(horizon_ms), best.objective_ms), _METHOD)
         else:
-            horizon_ms = (horizon_ms + best.bound_ms) / 2
-    return False
+            high_ms = horizon_ms
+            is_enough &= answer is HorizonAnswer.FOUND
+        horizon_ms = goal.between(best.bound_ms, high_ms)
+    return is_enough

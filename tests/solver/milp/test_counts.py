@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import assume, given
@@ -78,22 +78,26 @@ class Solution:
     def _fill(self) -> None:
         for message in self.run.messages:
             way = "back" if message.made.backward else "there"
-            group = self.group[message.made.microbatch]
-            self.starts[group, message.made.stage, 0, way].append(message.depart)
-        for g, group in enumerate(self.v.groups):
-            for s, modes in enumerate(group.modes):
-                for k, mode in enumerate(modes):
-                    for name, count in self._kinds(mode):
-                        self._set(count, self.starts[g, s, k, name])
-                    self._put(mode.total, len(self.starts[g, s, k, F.value]))
-            for s, (there, back) in enumerate(zip(group.sent, group.returned, strict=True)):
-                for count, source, way in ((there, s, "there"), (back, s + 1, "back")):
-                    if count is not None:
-                        self._set(count, self.starts[g, source, 0, way])
+            g = self.group[message.made.microbatch]
+            self.starts[g, message.made.stage, 0, way].append(message.depart)
+        for g in range(len(self.v.groups)):
+            self._fill_group(g)
         for device, begun in self.v.begun.items():
             self._set(begun, [min(at.start for at in self.run.times[device])])
         for s, reduced in self.v.reduced.items():
             self._set(reduced, [sync.start for sync in self.run.grad_syncs if sync.stage == s])
+
+    def _fill_group(self, g: int) -> None:
+        group = self.v.groups[g]
+        for s, modes in enumerate(group.modes):
+            for k, mode in enumerate(modes):
+                for name, count in self._kinds(mode):
+                    self._set(count, self.starts[g, s, k, name])
+                self._put(mode.total, len(self.starts[g, s, k, F.value]))
+        for s, (there, back) in enumerate(zip(group.sent, group.returned, strict=True)):
+            for message, source, way in ((there, s, "there"), (back, s + 1, "back")):
+                if message is not None:
+                    self._set(message, self.starts[g, source, 0, way])
 
     def _kinds(self, mode: ModeCounts) -> Iterator[tuple[str, Count]]:
         named = (
@@ -159,7 +163,7 @@ def test_nothing_that_exists_is_denied(given: Problem, apart: bool) -> None:
 
 HALF = {"activation_bytes": 2 * UNIT, "weight_context_bytes": UNIT, "offload_bytes": 2 * UNIT}
 AGAIN = {"activation_bytes": 10, "recompute_ms": 3, "checkpoint_bytes": 1}
-FAMILIES = {
+FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "memory": ([stage(), stage(1)], [{"memory_bytes": 10}] * 2, {}),
     "offload": ([stage(0, 3, 2, 1, **HALF)], [bus(memory_bytes=3 * UNIT)], {}),
     "half duplex": (

@@ -188,8 +188,8 @@ class CountVariables:
         # Stage 0 serves the groups in their order.
         least = number if self.given.apart else 0
         modes = [tuple(self._modes(s, least, size)) for s in self.indices]
-        sent = [self._messages(s, 0, modes, least, size) for s in self.indices]
-        returned = [self._messages(s, 1, modes, least, size) for s in self.indices]
+        sent = [self._messages(s, 0, modes, size) for s in self.indices]
+        returned = [self._messages(s, 1, modes, size) for s in self.indices]
         return _Group(size, modes, sent, returned)
 
     def _modes(self, s: int, least: int, size: int) -> Iterator[ModeCounts]:
@@ -251,7 +251,7 @@ class CountVariables:
         return Count(first, range(begin, len(self.tops)), whole, self.given.steps(ms), ms)
 
     def _messages(
-        self, s: int, way: int, modes: list[tuple[ModeCounts, ...]], least: int, size: int
+        self, s: int, way: int, modes: list[tuple[ModeCounts, ...]], size: int
     ) -> Count | None:
         lane = self.given.problem.boundary_lanes[s][way]
         if lane.ms <= 0:
@@ -459,18 +459,17 @@ def _issued_between(
 def transfers_take_turns(v: CountVariables) -> Iterator[CountRow]:
     """A direction of a device, a half-duplex device and a group's direction carry one copy (7)."""
     lanes: defaultdict[tuple[object, ...], list[Count]] = defaultdict(list)
-    for device, held in enumerate(v.given.problem.stages_of):
+    for s in v.indices:
+        device = v.given.problem.stages[s].device
         own = v.given.problem.devices[device]
-        for mode in (mode for s in held for mode in v.modes_of(s)):
-            for way, count in (("out", mode.out), ("home", mode.home)):
-                if count is not None:
-                    way_or_both = "both" if own.half_duplex else way
-                    lanes["device", device, way_or_both].append(count)
-                    if own.pcie_group is not None:
-                        lanes["group", own.pcie_group, way].append(count)
-    for s, lane in enumerate(v.given.problem.boundary_lanes):
+        for way in ("out", "home"):
+            copies = [count for mode in v.modes_of(s) if (count := getattr(mode, way)) is not None]
+            lanes["device", device, "both" if own.half_duplex else way] += copies
+            if own.pcie_group is not None:
+                lanes["group", own.pcie_group, way] += copies
+    for s, (there, back) in enumerate(v.given.problem.boundary_lanes):
         for group in v.groups:
-            for link, message in zip(lane, (group.sent[s], group.returned[s]), strict=True):
+            for link, message in ((there, group.sent[s]), (back, group.returned[s])):
                 if message is not None:
                     lanes["link", link.link].append(message)
     for counts in lanes.values():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from enum import StrEnum
 from itertools import accumulate
-from math import floor
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -167,9 +166,7 @@ class _CountQuestions:
         high_ms = self.goal.horizon_ms
         answer = self._ask(high_ms, _FIRST)
         for number in range(_HALVINGS if answer is not CountAnswer.NO else 0):
-            middle_ms = (self.best.bound_ms + high_ms) / 2
-            if self.goal.grid > 0:
-                middle_ms = self.goal.grid * (floor(middle_ms / self.goal.grid) + 0.5)
+            middle_ms = self.goal.between(self.best.bound_ms, high_ms)
             if not self.best.bound_ms < middle_ms < high_ms or self._is_over():
                 return
             if self._ask(middle_ms, 1.0 / (_HALVINGS - number)) is not CountAnswer.NO:
