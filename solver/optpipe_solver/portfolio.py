@@ -19,7 +19,6 @@ from optpipe_solver.arrays.encoding import CompiledProblem
 from optpipe_solver.arrays.evaluate import keeps_limits
 from optpipe_solver.bounds import lower_bounds
 from optpipe_solver.exact.beam import improve_by_beam
-from optpipe_solver.exact.cell_search import cells_can_search, improve_by_cells
 from optpipe_solver.exact.device_subsets import improve_by_exact_search
 from optpipe_solver.exact.fifo_search import fifo_can_search
 from optpipe_solver.families import FAMILIES, NotApplicable
@@ -102,7 +101,6 @@ _BEAM = SearchPart("beam", improve_by_beam, 100_000)
 _PERIODIC = SearchPart("periodic", improve_by_blocks, 500)
 _MILP = SearchPart("milp", improve_by_milp, 10)
 _COUNTS = SearchPart("counts", improve_by_counts, 10)
-_CELLS = SearchPart("cells", improve_by_cells, 100_000)
 
 
 class Step(NamedTuple):
@@ -139,7 +137,7 @@ def plans(problem: Problem, limits: Limits) -> tuple[SearchPlan, ...]:
         alone = Step(_RESTRICTED, 0.3, 5.0)
         return (SearchPlan(before=(alone,), again=(Step(_PAIRING, 1.0),)),)
     proof = _proof(problem)
-    if counts_may_prove(problem) and cells_can_search(problem):
+    if counts_may_prove(problem):
         return _small_plans(problem, limits, proof)
     if limits.threads == 1 or limits.work_limit is not None:
         less = (Step(_RESTRICTED, 0.5 if problem.has_modes else 0.25, 4.0),)
@@ -159,15 +157,14 @@ def _small_plans(
 
     What the local search finds at once is mostly the best; so restrictions come behind.
     """
-    quick = (Step(_EXACT, 0.2, 2.0),) if exact_parts_know(problem) else ()
-    early = (*quick, Step(_CELLS, 0.5, 8.0), Step(_COUNTS, 0.4, 8.0))
+    early = (Step(_EXACT, 0.6, 8.0), Step(_COUNTS, 0.4, 8.0))
     less = Step(_RESTRICTED, 0.5 if problem.has_modes else 0.25, 4.0)
     if limits.threads == 1 or limits.work_limit is not None:
         once = (Step(_SEARCH, 0.1, 3.0), *early, less, *proof)
-        return (SearchPlan(once=once, again=(Step(_SEARCH, 0.4, 6.0), Step(_CELLS, 0.3, 6.0))),)
+        return (SearchPlan(once=once, again=(Step(_SEARCH, 0.4, 6.0), Step(_EXACT, 0.3, 6.0))),)
     return (
         SearchPlan(again=(Step(_SEARCH, 1.0),)),
-        SearchPlan(once=(*early, less, *proof), again=(Step(_SEARCH, 0.5, 6.0), early[-2])),
+        SearchPlan(once=(*early, less, *proof), again=(Step(_SEARCH, 0.5), Step(_EXACT, 0.5))),
     )
 
 
@@ -180,6 +177,10 @@ def exact_parts_know(problem: Problem) -> bool:
 
 _MOST_PROVEN_PAIRS = 1_000
 """Pairs of actions up to which the full-horizon model may prove something in seconds."""
+
+
+_MOST_CELLS_WITH_MENUS = 32
+"""Cells up to which the exact searches are asked where menus say what v1 cannot."""
 
 
 def milp_may_prove(problem: Problem) -> bool:
@@ -207,8 +208,9 @@ def _proof(problem: Problem) -> tuple[Step, ...]:
     anything. Stretches come when what they would delay is proven or will hardly be.
     """
     if not exact_parts_know(problem):
-        cells = (Step(_CELLS, 0.3, 10.0),) if cells_can_search(problem) else ()
-        return (*cells, Step(_STRETCHES, 0.3, 5.0))
+        cells = len(problem.stages) * problem.num_microbatches
+        few = (Step(_EXACT, 0.3, 8.0),) if cells <= _MOST_CELLS_WITH_MENUS else ()
+        return (*few, Step(_STRETCHES, 0.3, 5.0))
     exact = Step(_EXACT, 0.3, 8.0)
     blocks = Step(_PERIODIC, 0.2, 15.0)
     if num_order_pairs(problem, fifo=True) > MOST_PAIRS:

@@ -24,7 +24,6 @@ from optpipe.problem import LicensedPair, Mode, Problem, Stage
 from optpipe_solver.bounds import lower_bounds
 from optpipe_solver.budget import Stop
 from optpipe_solver.exact.beam import improve_by_beam
-from optpipe_solver.exact.cell_search import improve_by_cells
 from optpipe_solver.exact.device_subsets import improve_by_exact_search
 from optpipe_solver.families.classic import build_serial
 from optpipe_solver.incumbent import Incumbent
@@ -195,7 +194,11 @@ def _compile_models() -> None:
     small = _serial([0, 1])
     improve_by_beam(small, _least())
     improve_by_exact_search(small, _least())
-    improve_by_cells(_serial([0, 1]), _least())
+    shared = _serial([0, 1]).problem
+    half = tuple(d.model_copy(update={"half_duplex": True}) for d in shared.devices)
+    lanes = Incumbent(shared.model_copy(update={"devices": half}))
+    lanes.offer(build_serial(lanes.problem), "serial")
+    improve_by_exact_search(lanes, _least())
     roomy = _serial([0, 1], room=30)
     improve_by_beam(roomy, _least())
 

@@ -49,18 +49,20 @@ _NEVER = 1 << 60
 
 
 class CellProblem(NamedTuple):
-    """A whole problem in whole numbers: entries per stage, ``[s, k]`` per stage and mode.
+    """Kept devices and stages in whole numbers: entries per stage, ``[s, k]`` per stage and mode.
 
     ``number`` is that of a stage's modes. ``gradient`` is the time of an I, ``fused`` of a B (-1
-    where none pays), ``again`` of a RECOMPUTE (-1 = none), ``moved`` the bytes of copies that take
+    where none pays), both with ``inside`` of recomputation, ``again`` of a RECOMPUTE (-1 = none),
+    ``extra[s]`` the least of either that any mode has, ``moved`` the bytes of copies that take
     ``out`` and ``home``. A cell holds ``made`` bytes from its F on, ``there`` when its backward
     begins, ``context`` from then to W. ``need_...`` are the bytes an action needs above those held
     before it. ``least_i`` and ``least_w`` are the pieces of `bounds.relaxation`. ``up[s]`` and
-    ``down[s]`` are the transfers between s and s + 1. ``room`` is per device, as are the lanes of
-    copies: ``lane_out``, ``lane_home`` its own, ``group_out``, ``group_home`` shared ones or -1;
-    ``issued``: whether a RELOAD stands
-    between two compute actions. ``rest[q]``, ``head_f``, ``last_f``, ``last_i``, ``last_w`` are as
-    in `general_kernel`; ``home_device`` is -1, or under span that of stage 0. ``steps`` is how many
+    ``down[s]`` are the least times between the passes of s and those of the next kept stage, ``up``
+    of the last one to its own backward; ``head`` is that before the first. ``room`` is per device,
+    as are the lanes of copies: ``lane_out``, ``lane_home`` its own, ``group_out``, ``group_home``
+    shared ones or -1; ``issued``: whether a RELOAD stands between two compute actions. ``rest[q]``,
+    ``head_f``, ``last_f``, ``last_i``, ``last_w`` are as in `general_kernel`. ``home_device`` is
+    -1, or under span that of stage 0, beyond the last where that is not kept. ``steps`` is how many
     actions a mode has beside passes, at most.
     """
 
@@ -89,6 +91,7 @@ class CellProblem(NamedTuple):
     least_w: Ints
     up: Ints
     down: Ints
+    head: int
     room: Ints
     lane_out: Ints
     lane_home: Ints
@@ -132,12 +135,16 @@ class CellLoads(NamedTuple):
 
 
 class CellLayer(NamedTuple):
-    """States with the same number of steps done; see `general_layers.GeneralLayer`."""
+    """States with the same number of steps done; see `general_layers.GeneralLayer`.
+
+    ``end`` is the greatest lower bound of the end on the way to a state.
+    """
 
     codes: Ints
     waiting: NDArray[np.int8]
     times: Times
     cells: Times
+    end: NDArray[np.int32]
     alive: Flags
     link: NDArray[np.int32]
     first: NDArray[np.int32]
@@ -173,6 +180,7 @@ def make_cell_layer(
         waiting=np.zeros((most, num_stages * num_modes), dtype=np.int8),
         times=np.zeros((most, num_times), dtype=np.int32),
         cells=np.zeros((most, m, 1 + num_stages), dtype=np.int32),
+        end=np.zeros(most, dtype=np.int32),
         alive=np.zeros(most, dtype=np.bool_),
         link=np.full(most, -1, dtype=np.int32),
         first=np.full(slots, -1, dtype=np.int32),
@@ -561,11 +569,7 @@ def _by_places(model: CellProblem, state: CellState, loads: CellLoads) -> int:
         s = q if is_forward else 2 * num_stages - 1 - q
         ready = loads.ready[q]
         if left > 0:
-            come = 0
-            if q < num_stages:
-                come = model.up[q - 1]
-            elif q > num_stages:
-                come = model.down[s]
+            come = model.up[q - 1] if q <= num_stages else model.down[s]
             ready = min(ready, before + come)
         left += loads.num_at[q]
         if left > 0:
@@ -629,7 +633,8 @@ def expand_cells(
             state = CellState(
                 layer.codes[row], layer.waiting[row], layer.times[row], layer.cells[row]
             )
-            if not _expand_row(model, layers, state, work):
+            known = work[0], work[1], work[2], int(layer.end[row])
+            if not _expand_row(model, layers, state, known):
                 return -1
     return int(end)
 
@@ -639,8 +644,9 @@ def _expand_row(
     model: CellProblem,
     layers: tuple[CellLayer, CellLayer, CellLayer, CellLayer, CellLayer],
     state: CellState,
-    work: tuple[CellState, CellLoads, CellLoads],
+    work: tuple[CellState, CellLoads, CellLoads, int],
 ) -> bool:
+    """Add the state after each event; ``work`` ends with the bound of the state."""
     _survey(model, state, work[1])
     num_stages = len(model.forward)
     for s in range(num_stages):
@@ -663,7 +669,7 @@ def _cells_go_on(
     model: CellProblem,
     layers: tuple[CellLayer, CellLayer, CellLayer, CellLayer, CellLayer],
     state: CellState,
-    work: tuple[CellState, CellLoads, CellLoads],
+    work: tuple[CellState, CellLoads, CellLoads, int],
     j: int,
 ) -> bool:
     """Add the states after the next copy or RECOMPUTE of each cell of a micro-batch."""
@@ -702,7 +708,7 @@ def _next_pass(
     model: CellProblem,
     layers: tuple[CellLayer, CellLayer, CellLayer, CellLayer, CellLayer],
     state: CellState,
-    work: tuple[CellState, CellLoads, CellLoads],
+    work: tuple[CellState, CellLoads, CellLoads, int],
     j: int,
 ) -> bool:
     num_stages, q = len(model.forward), _place(state.codes[j])
@@ -728,24 +734,22 @@ def _take(
     model: CellProblem,
     layers: tuple[CellLayer, CellLayer, CellLayer, CellLayer, CellLayer],
     state: CellState,
-    work: tuple[CellState, CellLoads, CellLoads],
+    work: tuple[CellState, CellLoads, CellLoads, int],
     event: tuple[int, int, int, int],
 ) -> bool:
     """Add the state after an event to its layer if it is worth it; False = no room."""
-    new, loads, other = work
+    new, loads, other, _ = work
     start = _start(model, state, loads, event)
-    if start < 0 or _least_after(model, loads, event, start) > model.horizon:
-        return True
-    if _wastes(model, state, loads, start):
+    least = max(work[3], _least_after(model, loads, event, start))
+    if start < 0 or least > model.horizon or _wastes(model, state, loads, start):
         return True
     steps = _advance(model, state, event, start, new)
-    if _least_end(model, new, other) > model.horizon:
-        return True
-    return _keep(layers[steps], new)
+    least = max(least, _least_end(model, new, other))
+    return least > model.horizon or _keep(layers[steps], new, least)
 
 
 @lean
-def _keep(layer: CellLayer, new: CellState) -> bool:
+def _keep(layer: CellLayer, new: CellState, end: int) -> bool:
     """Add a state unless another with its codes and W is nowhere later; False = no room."""
     value = hashed(hashed(SEED, new.codes), new.waiting)
     slot = value & (len(layer.first) - 1)
@@ -772,6 +776,7 @@ def _keep(layer: CellLayer, new: CellState) -> bool:
         layer.waiting[row, i] = new.waiting[i]
     for i in range(len(new.times)):
         layer.times[row, i] = new.times[i]
+    layer.end[row] = end
     layer.alive[row] = True
     layer.link[row], layer.first[slot] = layer.first[slot], row
     layer.size[0] += 1

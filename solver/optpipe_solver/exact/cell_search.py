@@ -26,72 +26,114 @@ from optpipe_solver.exact.cell_kernel import (
     make_cell_loads,
     make_cell_state,
 )
-from optpipe_solver.exact.general_search import unit_ms
-from optpipe_solver.exact.layers import HorizonAnswer
+from optpipe_solver.exact.general_search import delays, unit_ms
+from optpipe_solver.exact.layers import HorizonAnswer, LayeredOutcome
 from optpipe_solver.feasibility import fusing_may_pay, memory_binds, possible_modes
-from optpipe_solver.incumbent import Goal
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
-    from optpipe.problem import CellMode, Problem
+    from optpipe.problem import CellMode, Device, Problem
     from optpipe_solver.arrays import Floats, Ints
-    from optpipe_solver.budget import Stop
-    from optpipe_solver.exact.cell_kernel import CellLayer
-    from optpipe_solver.incumbent import Incumbent
 
-__all__ = ["cells_can_search", "improve_by_cells", "search_cells"]
+__all__ = ["cells_can_search", "search_cells"]
 
-_METHOD = "cell-search"
 _SLICE = 100
 """States that are expanded between two looks at whether to stop."""
 
-_MOST_IN_LAYER = (4_000, 32_000, 256_000)
-"""States in one layer, at most: a few hundred bytes each, and there are five layers."""
-
 _MOST_STAGES = (63 - PLACE_BITS) // CELL_BITS
+"""Codes have 64 bits."""
+
 _MOST_CELLS = 32
-_HALVINGS = 4
 _ROUNDING = 1e-6
+"""Share of a unit that a time in ms may be off."""
+
+_ALL_ROUNDING = 1e-3
+"""Share of a unit that the times of a path may be off together."""
 
 
-def _menus(problem: Problem) -> list[list[CellMode]]:
+def _menus(problem: Problem, kept: Sequence[int]) -> list[list[CellMode]]:
     """Return the modes that may be of use: where memory never binds, keep alone."""
+    possible = possible_modes(problem)
     return [
-        [menu[number] for number in numbers] if memory_binds(problem, stage.device) else [menu[0]]
-        for stage, menu, numbers in zip(
-            problem.stages, problem.menus, possible_modes(problem), strict=True
-        )
+        _undominated([problem.menus[s][number] for number in possible[s]])
+        if memory_binds(problem, problem.stages[s].device)
+        else [problem.menus[s][0]]
+        for s in kept
     ]
 
 
-def cells_can_search(problem: Problem) -> bool:
-    """Whether a problem is small enough, and no pass may pair."""
+def _undominated(menu: list[CellMode]) -> list[CellMode]:
+    """Leave out each mode that another could replace in any schedule, at the same times."""
+    kept: list[CellMode] = []
+    for number, mode in enumerate(menu):
+        others = (*kept, *menu[number + 1 :])
+        if not any(_dominates(other, mode) for other in others):
+            kept.append(mode)
+    return kept
+
+
+def _dominates(one: CellMode, other: CellMode) -> bool:
+    """Whether a mode asks for no action, time or byte that the other does not ask for then.
+
+    Bytes of the other are the least there are between F and backward where it alone moves any.
+    """
+    if one.recompute == "apart" and other.recompute != "apart":
+        return False
+    if one.offload_bytes > other.offload_bytes:
+        return False
+    moves = one.offload_bytes > 0 or other.offload_bytes == 0
+    held = one.forward_bytes <= (other.forward_bytes if moves else other.least_bytes)
+    return held and all(a <= b for a, b in zip(_costs(one), _costs(other), strict=True))
+
+
+def _costs(mode: CellMode) -> tuple[float, ...]:
+    apart = mode.recompute == "apart"
+    return (
+        mode.least_bytes,
+        mode.backward_bytes,
+        mode.backward_bytes - mode.forward_bytes + mode.recompute_workspace_bytes if apart else 0,
+        mode.recompute_ms if apart else 0.0,
+        mode.inside_ms,
+        mode.inside_bytes,
+        mode.weight_context_bytes,
+        mode.forward_workspace_bytes,
+        mode.backward_input_workspace_bytes,
+        mode.backward_weight_workspace_bytes,
+        mode.backward_workspace_bytes,
+    )
+
+
+def cells_can_search(problem: Problem, devices: Sequence[int]) -> bool:
+    """Whether the cells of some devices are few enough, and no pass may pair."""
+    kept = [s for device in devices for s in problem.stages_of[device]]
     return (
         not problem.pairs
-        and len(problem.stages) <= _MOST_STAGES
-        and len(problem.stages) * problem.num_microbatches <= _MOST_CELLS
-        and all(len(menu) <= 2**MODES_BITS for menu in _menus(problem))
+        and 1 <= len(kept) <= _MOST_STAGES
+        and len(kept) * problem.num_microbatches <= _MOST_CELLS
+        and all(len(menu) <= 2**MODES_BITS for menu in _menus(problem, kept))
     )
 
 
 def search_cells(
     problem: Problem,
+    devices: Sequence[int],
     horizon_ms: float,
     *,
+    most_states: int,
     most_in_layer: int,
     should_stop: Callable[[], bool] = lambda: False,
-) -> tuple[HorizonAnswer, int]:
-    """Ask whether all devices can be through within ``horizon_ms``; return how many states too.
+) -> LayeredOutcome:
+    """Ask whether some devices can be through within ``horizon_ms``, the others being no obstacle.
 
-    ``NONE`` proves that no schedule is that short. Unknown if one layer has more than
-    ``most_in_layer`` states, or if told to stop.
+    As `general_search.search_general`.
     """
-    model = _problem_of(problem, horizon_ms)
+    model = _problem_of(problem, horizon_ms, devices)
     m, num_stages, num_modes = problem.num_microbatches, *model.made.shape
-    num_times = 1 + 2 * len(model.room) + 1 + int(max(_lanes(model)))
+    num_times = 1 + 2 * len(model.room) + 1 + max(map(int, _lanes(model)))
     size = m, num_stages, num_modes, num_times
     layers = [make_cell_layer(most_in_layer, *size) for _ in range(5)]
+    layers[0].cells[0, :, 0] = model.head
     layers[0].alive[0] = True
     layers[0].size[0] = 1
     work = make_cell_state(*size), make_cell_loads(num_stages), make_cell_loads(num_stages)
@@ -100,29 +142,28 @@ def search_cells(
         at = 0
         while at < layers[0].size[0]:
             at = expand_cells(model, tuple(layers), work, at, _SLICE)  # type: ignore[arg-type]
-            if at < 0 or should_stop():
-                return HorizonAnswer.UNKNOWN, met
-        met += int(layers[0].size[0])
-        if all(layer.size[0] == 0 for layer in layers[1:]):
-            return HorizonAnswer.NONE, met
-        _empty(layers[0])
+            if at < 0 or met > most_states or should_stop():
+                return LayeredOutcome(HorizonAnswer.UNKNOWN, met)
+        layers[0].first[:] = -1
+        layers[0].size[0] = 0
         layers = [*layers[1:], layers[0]]
-    return HorizonAnswer.FOUND, met
-
-
-def _empty(layer: CellLayer) -> None:
-    layer.first[:] = -1
-    layer.size[0] = 0
+        met += int(layers[0].size[0])
+        if all(layer.size[0] == 0 for layer in layers):
+            return LayeredOutcome(HorizonAnswer.NONE, met)
+    last = layers[0]
+    ends = last.end[: int(last.size[0])][last.alive[: int(last.size[0])]]
+    found_ms = int(ends.min()) * unit_ms(problem, horizon_ms)
+    return LayeredOutcome(HorizonAnswer.FOUND, met, found_ms=found_ms)
 
 
 def _lanes(model: CellProblem) -> Ints:
     return np.concatenate([model.lane_out, model.lane_home, model.group_out, model.group_home])
 
 
-def _problem_of(problem: Problem, horizon_ms: float) -> CellProblem:
-    """Return a problem with every time rounded down to whole units."""
+def _problem_of(problem: Problem, horizon_ms: float, devices: Sequence[int]) -> CellProblem:
+    """Return some devices of a problem with every time rounded down to whole units."""
     unit = unit_ms(problem, horizon_ms)
-    horizon = floor(horizon_ms / unit + 1e-3)
+    horizon = floor(horizon_ms / unit + _ALL_ROUNDING)
     units = partial(_units, unit=unit, most=horizon + 1)
     model = relaxed(problem)
     is_span = problem.objective == "span"
@@ -130,11 +171,13 @@ def _problem_of(problem: Problem, horizon_ms: float) -> CellProblem:
     if is_span:
         end = np.where(model.device == problem.stages[0].device, 0.0, ANYTIME)
     before, after = heads(model, refill(model), begin), tails(model, drain(model), end)
-    menus = _menus(problem)
+    kept = [s for s, stage in enumerate(problem.stages) if stage.device in devices]
+    index = {device: number for number, device in enumerate(devices)}
+    menus = _menus(problem, kept)
     width = max(map(len, menus))
 
     def table(value: Callable[[int, CellMode], float]) -> list[list[float]]:
-        rows = [[value(s, mode) for mode in menu] for s, menu in enumerate(menus)]
+        rows = [[value(s, mode) for mode in menu] for s, menu in zip(kept, menus, strict=True)]
         return [row + [0] * (width - len(row)) for row in rows]
 
     def times(value: Callable[[int, CellMode], float]) -> Ints:
@@ -148,16 +191,21 @@ def _problem_of(problem: Problem, horizon_ms: float) -> CellProblem:
 
     stages = problem.stages
     fuses = [fusing_may_pay(problem, s) for s in range(len(stages))]
-    lanes = _device_lanes(problem)
-    last_i = np.array([units(row) for row in np.maximum(0.0, after.gradient)])
-    up, down = (units(pair[way] for pair in problem.boundary_ms) for way in (0, 1))
-    forward, least_i = units(model.forward), units(model.gradient)
+    lanes = _device_lanes([problem.devices[device] for device in devices])
+
+    def events(rows: Floats) -> Ints:
+        return np.array([units(row) for row in np.maximum(0.0, rows[:, kept])])
+
+    last_i = events(after.gradient)
+    head, up_ms, down_ms = delays(model, kept)
+    up, down = units(up_ms), units(down_ms)
+    forward, least_i = units(model.forward[kept]), units(model.gradient[kept])
     return CellProblem(
         num_microbatches=problem.num_microbatches,
-        device=np.array(problem.placement, dtype=np.int64),
+        device=np.array([index[stages[s].device] for s in kept], dtype=np.int64),
         number=np.array([len(menu) for menu in menus], dtype=np.int64),
         forward=forward,
-        weight=units(stage.backward_weight_ms for stage in stages),
+        weight=units(stages[s].backward_weight_ms for s in kept),
         gradient=times(lambda s, mode: stages[s].backward_input_ms + mode.inside_ms),
         fused=times(
             lambda s, mode: stages[s].fused_backward_ms + mode.inside_ms if fuses[s] else -1.0
@@ -188,21 +236,22 @@ def _problem_of(problem: Problem, horizon_ms: float) -> CellProblem:
             )
         ),
         least_i=least_i,
-        least_w=units(model.weight),
+        least_w=units(model.weight[kept]),
         up=up,
         down=down,
-        room=np.array([problem.room_bytes(d) for d in range(len(problem.devices))], dtype=np.int64),
+        head=int(units([head])[0]),
+        room=np.array([problem.room_bytes(device) for device in devices], dtype=np.int64),
         lane_out=lanes[0],
         lane_home=lanes[1],
         group_out=lanes[2],
         group_home=lanes[3],
-        issued=np.array([not (d.half_duplex or d.pcie_group) for d in problem.devices]),
+        issued=np.array([not _shares(problem.devices[device]) for device in devices]),
         rest=_rest(forward, least_i, up, down, int(last_i[0, 0])),
-        head_f=np.array([units(row) for row in np.maximum(0.0, before.forward)]),
-        last_f=np.array([units(row) for row in np.maximum(0.0, after.forward)]),
+        head_f=events(before.forward),
+        last_f=events(after.forward),
         last_i=last_i,
-        last_w=np.array([units(row) for row in np.maximum(0.0, after.weight)]),
-        home_device=stages[0].device if is_span else -1,
+        last_w=events(after.weight),
+        home_device=index.get(stages[0].device, len(devices)) if is_span else -1,
         steps=max(
             2 * (mode.offload_bytes > 0) + (mode.recompute == "apart")
             for menu in menus
@@ -222,7 +271,12 @@ def _copy_ms(copy: Callable[[int, int], float], s: int, mode: CellMode) -> float
     return copy(s, mode.offload_bytes) if mode.offload_bytes else 0.0
 
 
-def _device_lanes(problem: Problem) -> tuple[Ints, Ints, Ints, Ints]:
+def _shares(device: Device) -> bool:
+    """Whether copies of a device may wait for others than those of its direction."""
+    return device.half_duplex or device.pcie_group is not None
+
+
+def _device_lanes(devices: Sequence[Device]) -> tuple[Ints, Ints, Ints, Ints]:
     """Return each device's lanes out and home, and those of its group or -1."""
     number: dict[tuple[object, ...], int] = {}
 
@@ -230,7 +284,7 @@ def _device_lanes(problem: Problem) -> tuple[Ints, Ints, Ints, Ints]:
         return number.setdefault(name, len(number))
 
     rows = []
-    for d, device in enumerate(problem.devices):
+    for d, device in enumerate(devices):
         out, home = ("both", "both") if device.half_duplex else ("out", "home")
         group = device.pcie_group
         rows.append(
@@ -253,40 +307,3 @@ def _rest(forward: Ints, gradient: Ints, up: Ints, down: Ints, end: int) -> Ints
     for step in (*backwards, *(forward + up)[::-1]):
         rest.append(rest[-1] + int(step))
     return np.array(rest[::-1], dtype=np.int64)
-
-
-def improve_by_cells(best: Incumbent, stop: Stop) -> None:
-    """Raise the bound below the best schedule known; work is counted in states met.
-
-    Nothing here is random: where work is limited the run is a function of problem and start.
-    """
-    if best.programs is not None and cells_can_search(best.problem):
-        for most in _MOST_IN_LAYER:
-            if _settles(best, stop, most):
-                break
-    if not stop.spent:
-        stop.spend(1)
-
-
-def _settles(best: Incumbent, stop: Stop, most_in_layer: int) -> bool:
-    """Ask just below the best schedule, then in halves between that and the bound; True = enough.
-
-    It is not where a layer was full.
-    """
-    goal = Goal.of(best.problem, best.objective_ms)
-    high_ms = horizon_ms = goal.horizon_ms
-    is_enough = True
-    for _ in range(1 + _HALVINGS):
-        if best.is_optimal or stop.is_over() or not best.bound_ms < horizon_ms <= high_ms:
-            break
-        answer, met = search_cells(
-            best.problem, horizon_ms, most_in_layer=most_in_layer, should_stop=stop.is_over
-        )
-        stop.spend(met)
-        if answer is HorizonAnswer.NONE:
-            best.offer_bound(min(goal.proven(horizon_ms), best.objective_ms), _METHOD)
-        else:
-            high_ms = horizon_ms
-            is_enough &= answer is HorizonAnswer.FOUND
-        horizon_ms = goal.between(best.bound_ms, high_ms)
-    return is_enough

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from itertools import combinations
+from typing import TYPE_CHECKING
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from optpipe import Problem, simulate
-from optpipe_solver.bounds import lower_bound
 from optpipe_solver.budget import Stop
-from optpipe_solver.exact.cell_search import cells_can_search, improve_by_cells, search_cells
+from optpipe_solver.exact.cell_search import cells_can_search, search_cells
+from optpipe_solver.exact.device_subsets import improve_by_exact_search
 from optpipe_solver.exact.layers import HorizonAnswer
 from optpipe_solver.families.classic import build_serial
 from optpipe_solver.incumbent import Incumbent
@@ -17,20 +20,33 @@ from tests.building import UNIT, bus, problem, stage
 from tests.solver.exhaustive import optimum, tiny_problems
 from tests.strategies import Case, cases, few
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
 MOST = 4_000
 
 
 def answer(given: Problem, horizon_ms: float) -> HorizonAnswer:
     """What the search says of a horizon."""
-    return search_cells(given, horizon_ms, most_in_layer=MOST)[0]
+    return asked(given, range(len(given.devices)), horizon_ms)
+
+
+def asked(given: Problem, devices: Sequence[int], horizon_ms: float) -> HorizonAnswer:
+    """What the search says of some devices."""
+    used = [device for device in devices if given.stages_of[device]]
+    found = search_cells(given, used, horizon_ms, most_states=100_000, most_in_layer=MOST)
+    return found.answer
 
 
 @given(st.one_of(cases(menus=True), cases(tight=True, menus=True)))
 def test_every_schedule_is_met(case: Case) -> None:
     """No horizon is denied that a legal schedule keeps, whatever memory and lanes allow."""
     length = simulate(*case).objective_ms(case.problem.objective)
-    if cells_can_search(case.problem):
-        assert answer(case.problem, length) is not HorizonAnswer.NONE
+    used = [device for device, held in enumerate(case.problem.stages_of) if held]
+    for size in (1, len(used)):
+        for devices in combinations(used, size):
+            if cells_can_search(case.problem, devices):
+                assert asked(case.problem, devices, length) is not HorizonAnswer.NONE
 
 
 @few(60)
@@ -102,12 +118,11 @@ def test_what_does_not_exist_is_denied(name: str) -> None:
     assert answer(given, best - 0.5) is HorizonAnswer.NONE
 
 
-def test_a_bound_follows_from_what_is_denied() -> None:
-    """The bound rises to what is proven, is named, and where all is denied that is optimal."""
-    given = EXACT["menu"]
+@pytest.mark.parametrize("name", ["menu", "menu, two devices", "half duplex", "span"])
+def test_few_devices_prove_the_optimum(name: str) -> None:
+    """What no other exact search knows is proven, from the poorest start."""
+    given = EXACT[name]
     best = Incumbent(given)
     best.offer(build_serial(given), "serial")
-    improve_by_cells(best, stop := Stop(60.0))
-    assert lower_bound(given).ms <= best.bound_ms <= optimum(given)
-    assert best.bound_method == "cell-search"
-    assert stop.spent > 0
+    improve_by_exact_search(best, Stop(60.0))
+    assert best.bound_ms == pytest.approx(optimum(given), rel=1e-9)

@@ -10,6 +10,7 @@ import numpy as np
 
 from optpipe_solver.bounds.heads_tails import ANYTIME, drain, heads, refill, tails
 from optpipe_solver.bounds.relaxation import relaxed
+from optpipe_solver.exact.device_subsets import SMALL
 from optpipe_solver.feasibility import fifo_loses_nothing
 from optpipe_solver.incumbent import Goal
 from optpipe_solver.milp.counts.constraints import CountVariables, all_rows
@@ -29,7 +30,6 @@ _METHOD = "counts"
 _MOST_STEPS = 150
 """A grid that is coarser than the times' own loses what they are rounded down by."""
 
-_MOST_CELLS = 15
 _HALVINGS = 5
 _FIRST = 0.6
 """Share of a turn for the first question, which settles the problem."""
@@ -70,7 +70,10 @@ def _written(given: CountProblem, should_stop: Callable[[], bool]) -> _Written:
     v = CountVariables(given)
     if v.is_empty:
         return _Written(None)
-    sizes, columns, factors, limits = [0], [], [], []
+    sizes = [0]
+    columns: list[int] = []
+    factors: list[int] = []
+    limits: list[int] = []
     for number, (left, right) in enumerate(all_rows(v)):
         most = left.constant
         for column, factor in left.terms.items():
@@ -136,7 +139,7 @@ def counts_may_prove(problem: Problem) -> bool:
     """
     is_hard = problem.objective == "span" or not fifo_loses_nothing(problem)
     cells = len(problem.stages) * problem.num_microbatches
-    return is_hard and not problem.pairs and cells <= _MOST_CELLS
+    return is_hard and not problem.pairs and cells <= SMALL
 
 
 def improve_by_counts(best: Incumbent, stop: Stop) -> None:
