@@ -4,8 +4,8 @@
 
 Problems have 4 to 15 cells (stages x micro-batches), times in whole ms, memory between the smallest
 and that for everything, and of offload, recompute, fused backwards, shared copy lanes, hosts,
-workspaces, gradient reductions and latencies what chance gives them; a fifth has menus of v2, which
-CP-SAT's model does not know. The n-th problem depends on seed and n alone. Each contestant has one
+workspaces, gradient reductions and links what chance gives them; a fifth has menus of v2, and so
+messages that wait for each other, which CP-SAT's model does not know. The n-th problem depends on seed and n alone. Each contestant has one
 thread and so many seconds of its own process's CPU, whatever else the machine does; CP-SAT gets the
 best family as its start and the closed-form bound as its floor, both for nothing. Exits with 1
 where a bound lies above a schedule of anybody: then a proof is false.
@@ -55,13 +55,16 @@ def random_problem(seed: int, number: int) -> Problem:
         "stages": [{**stage, "device": device} for stage, device in zip(stages, held, strict=True)],
     }
     if rng.random() < 0.15:
+        # Of v1 a message of 10 UNIT takes its time, of v2 it also waits for the one before.
+        rate = rng.choice([None, 2.0, 5.0])
         document["links"] = [
-            {"from": one, "to": two, "latency_ms": rng.randint(1, 3)}
+            {"from": one, "to": two, "latency_ms": rng.randint(1, 3), "bandwidth_gb_per_s": rate}
             for one in range(num_devices)
             for two in range(num_devices)
             if abs(one - two) == 1
         ]
-    return _limited(Problem.parse(document), rng)
+    limited = _limited(Problem.parse(document), rng)
+    return _with_host(limited, rng) if kinds["host"] else limited
 
 
 _KINDS = {"offload": 0.65, "recompute": 0.45, "fused": 0.35, "workspace": 0.1, "sync": 0.1,
@@ -75,6 +78,7 @@ def _stage(rng: random.Random, kinds: dict[str, bool], *, menus: bool) -> dict[s
         "backward_input_ms": gradient,
         "backward_weight_ms": weight,
         "activation_bytes": 10 * _UNIT,
+        "output_bytes": 10 * _UNIT,
         "weight_context_bytes": rng.choice([3, 5, 10]) * _UNIT,
     }
     if kinds["fused"]:
@@ -131,6 +135,16 @@ def _limited(plenty: Problem, rng: random.Random) -> Problem:
         update = {"memory_bytes": max(least, int(room))}
         devices.append(plenty.devices[d].model_copy(update=update))
     return plenty.model_copy(update={"devices": tuple(devices)})
+
+
+def _with_host(problem: Problem, rng: random.Random) -> Problem:
+    """Return the problem with room on the host for a few cells, if it still has a schedule."""
+    from optpipe_solver.feasibility import feasibility  # noqa: PLC0415 - as above
+
+    most = rng.randint(1, 2 * len(problem.devices)) * 6 * _UNIT
+    hosts = tuple(host.model_copy(update={"memory_bytes": most}) for host in problem.hosts)
+    full = problem.model_copy(update={"hosts": hosts})
+    return full if feasibility(full).plan is not None else problem
 
 
 class _Outcome(NamedTuple):

@@ -136,29 +136,30 @@ def _choices(problem: Problem) -> Iterator[tuple[tuple[int, ...], str]]:
     """
     used = [device for device, held in enumerate(problem.stages_of) if held]
     for size in range(1, len(used) + 1):
-        for at in range(len(used) - size + 1):
-            neighbours = tuple(used[at : at + size])
-            if method := _method(problem, neighbours):
-                yield neighbours, method
-        for chosen in combinations(used, size) if len(used) <= _FEW else ():
-            is_gap = used.index(chosen[-1]) - used.index(chosen[0]) >= size
-            if is_gap and (method := _method(problem, chosen)):
-                yield chosen, method
+        chosen = [tuple(used[at : at + size]) for at in range(len(used) - size + 1)]
+        if len(used) <= _FEW:
+            chosen += [few for few in combinations(used, size) if few not in set(chosen)]
+        for devices in chosen:
+            for method in _methods(problem, devices):
+                yield devices, method
 
 
-def _method(problem: Problem, devices: Sequence[int]) -> str:
-    """Return who searches some devices, "" where nobody can.
+def _methods(problem: Problem, devices: Sequence[int]) -> Iterator[str]:
+    """Yield who can search some devices.
 
     The search over cells knows more, and has more states: it is for small problems, and for menus.
     """
+    is_general = general_can_search(problem, devices)
+    if is_general:
+        yield _GENERAL
+    held = [problem.devices[device] for device in devices]
+    is_relaxed = any(one.half_duplex or one.pcie_group is not None for one in held)
     is_small = len(problem.stages) * problem.num_microbatches <= SMALL
-    shares = any(
-        problem.devices[d].half_duplex or problem.devices[d].pcie_group is not None for d in devices
-    )
-    if general_can_search(problem, devices) and not (is_small and shares):
-        return _GENERAL
     has_menu = not all(knows_menu(problem, device) for device in devices)
-    return _CELLS if (is_small or has_menu) and cells_can_search(problem, devices) else ""
+    if (has_menu or (is_small and (is_relaxed or not is_general))) and cells_can_search(
+        problem, devices
+    ):
+        yield _CELLS
 
 
 def improve_by_exact_search(best: Incumbent, stop: Stop) -> None:

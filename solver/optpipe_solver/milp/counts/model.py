@@ -30,6 +30,9 @@ _METHOD = "counts"
 _MOST_STEPS = 150
 """A grid that is coarser than the times' own loses what they are rounded down by."""
 
+_MOST_COLUMNS = 3_000
+"""Beyond, the first linear program alone takes a second or more."""
+
 _HALVINGS = 5
 _FIRST = 0.6
 """Share of a turn for the first question, which settles the problem."""
@@ -124,6 +127,8 @@ def ends_within(
         step = step_ms(problem, horizon_ms, _MOST_STEPS)
     given = CountProblem(problem, step, horizon_ms, *event_times(problem), apart)
     model, is_complete = _written(given, stop.is_over)
+    if model is not None and len(model.tops) > _MOST_COLUMNS:
+        return CountAnswer.UNKNOWN
     if model is None:
         return CountAnswer.NO if is_complete else CountAnswer.UNKNOWN
     outcome = solve_milp(model, stop)
