@@ -5,10 +5,11 @@
 Problems have 4 to 15 cells (stages x micro-batches), times in whole ms, memory between the smallest
 and that for everything, and of offload, recompute, fused backwards, shared copy lanes, hosts,
 workspaces, gradient reductions and links what chance gives them; a fifth has menus of v2, and so
-messages that wait for each other, which CP-SAT's model does not know. The n-th problem depends on seed and n alone. Each contestant has one
-thread and so many seconds of its own process's CPU, whatever else the machine does; CP-SAT gets the
-best family as its start and the closed-form bound as its floor, both for nothing. Exits with 1
-where a bound lies above a schedule of anybody: then a proof is false.
+messages that wait for each other, which CP-SAT's model does not know. The n-th problem depends on
+seed and n alone. Each contestant has one thread and so many seconds of its own process's CPU,
+whatever else the machine does; CP-SAT gets the best family as its start and the closed-form bound
+as its floor, both for nothing. Exits with 1 where a bound lies above a schedule of anybody: then a
+proof is false.
 """
 
 from __future__ import annotations
@@ -139,7 +140,7 @@ def _limited(plenty: Problem, rng: random.Random) -> Problem:
 
 def _with_host(problem: Problem, rng: random.Random) -> Problem:
     """Return the problem with room on the host for a few cells, if it still has a schedule."""
-    from optpipe_solver.feasibility import feasibility  # noqa: PLC0415 - as above
+    from optpipe_solver.feasibility import feasibility
 
     most = rng.randint(1, 2 * len(problem.devices)) * 6 * _UNIT
     hosts = tuple(host.model_copy(update={"memory_bytes": most}) for host in problem.hosts)
