@@ -21,6 +21,7 @@ from optpipe_solver.bounds import lower_bounds
 from optpipe_solver.exact.beam import improve_by_beam
 from optpipe_solver.exact.device_subsets import improve_by_exact_search
 from optpipe_solver.exact.fifo_search import fifo_can_search
+from optpipe_solver.exact.joint_counts import counts_may_prove, improve_by_counts
 from optpipe_solver.families import FAMILIES, NotApplicable
 from optpipe_solver.families.polish_blocks import improve_by_blocks
 from optpipe_solver.feasibility import feasibility, fifo_loses_nothing, knows_menu
@@ -34,7 +35,6 @@ from optpipe_solver.menus import (
     projections,
     with_uniform_modes,
 )
-from optpipe_solver.milp.counts.model import counts_may_prove, improve_by_counts
 from optpipe_solver.milp.horizon.items import MOST_PAIRS, num_order_pairs
 from optpipe_solver.milp.horizon.model import improve_by_milp
 from optpipe_solver.offload_fit.fit import Frame, fit

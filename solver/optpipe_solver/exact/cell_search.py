@@ -1,4 +1,4 @@
-"""The search over cells: small problems with any menu, all devices at once, in any order.
+"""The search over cells: any menu, shared lanes and span, few devices at a time, in any order.
 
 A state is how far each micro-batch is; per cell between F and backward its mode and phase, and when
 its last copy or RECOMPUTE ends; how many W wait; the clock; when compute and copy lanes are free;

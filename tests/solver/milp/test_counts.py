@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from optpipe import ActionType, Problem, simulate
 from optpipe.memory import modes_of
 from optpipe_solver.budget import Stop
+from optpipe_solver.exact.joint_counts import CountAnswer, ends_within, event_times
 from optpipe_solver.incumbent import grid_ms
 from optpipe_solver.milp.counts.constraints import FAMILIES_OF_ROWS, ONE, CountVariables
 from optpipe_solver.milp.counts.items import CountProblem
-from optpipe_solver.milp.counts.model import CountAnswer, ends_within, event_times
 from tests.building import UNIT, bus, problem, stage
 from tests.solver.exhaustive import optimum, tiny_problems
 from tests.strategies import Case, cases, few
