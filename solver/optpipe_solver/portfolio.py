@@ -19,7 +19,7 @@ from optpipe_solver.arrays.encoding import CompiledProblem
 from optpipe_solver.arrays.evaluate import keeps_limits
 from optpipe_solver.bounds import lower_bounds
 from optpipe_solver.exact.beam import improve_by_beam
-from optpipe_solver.exact.device_subsets import improve_by_exact_search
+from optpipe_solver.exact.device_subsets import SMALL, improve_by_exact_search
 from optpipe_solver.exact.fifo_search import fifo_can_search
 from optpipe_solver.exact.joint_counts import counts_may_prove, improve_by_counts
 from optpipe_solver.families import FAMILIES, NotApplicable
@@ -137,7 +137,7 @@ def plans(problem: Problem, limits: Limits) -> tuple[SearchPlan, ...]:
         alone = Step(_RESTRICTED, 0.3, 5.0)
         return (SearchPlan(before=(alone,), again=(Step(_PAIRING, 1.0),)),)
     proof = _proof(problem)
-    if counts_may_prove(problem):
+    if _is_small(problem):
         return _small_plans(problem, limits, proof)
     if limits.threads == 1 or limits.work_limit is not None:
         less = (Step(_RESTRICTED, 0.5 if problem.has_modes else 0.25, 4.0),)
@@ -150,6 +150,13 @@ def plans(problem: Problem, limits: Limits) -> tuple[SearchPlan, ...]:
     )
 
 
+def _is_small(problem: Problem) -> bool:
+    """Whether a problem is small, and modes are free or span is asked for."""
+    cells = len(problem.stages) * problem.num_microbatches
+    is_hard = problem.objective == "span" or not fifo_loses_nothing(problem)
+    return cells <= SMALL and is_hard
+
+
 def _small_plans(
     problem: Problem, limits: Limits, proof: tuple[Step, ...]
 ) -> tuple[SearchPlan, ...]:
@@ -157,7 +164,8 @@ def _small_plans(
 
     What the local search finds at once is mostly the best; so restrictions come behind.
     """
-    early = (Step(_EXACT, 0.6, 8.0), Step(_COUNTS, 0.4, 8.0))
+    counts = (Step(_COUNTS, 0.5, 8.0),) if counts_may_prove(problem) else ()
+    early = (Step(_EXACT, 0.6, 8.0), *counts)
     less = Step(_RESTRICTED, 0.5 if problem.has_modes else 0.25, 4.0)
     if limits.threads == 1 or limits.work_limit is not None:
         once = (Step(_SEARCH, 0.1, 3.0), *early, less, *proof)

@@ -5,6 +5,7 @@ From just below the best schedule known down to the bound.
 
 from __future__ import annotations
 
+from collections import Counter
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,7 @@ import numpy as np
 from optpipe_solver.bounds.heads_tails import ANYTIME, drain, heads, refill, tails
 from optpipe_solver.bounds.relaxation import relaxed
 from optpipe_solver.exact.device_subsets import SMALL
-from optpipe_solver.feasibility import fifo_loses_nothing
+from optpipe_solver.feasibility import fifo_loses_nothing, usable_modes
 from optpipe_solver.incumbent import Goal
 from optpipe_solver.milp.counts.items import CountProblem, EventTimes, step_ms
 from optpipe_solver.milp.counts.model import count_model
@@ -95,13 +96,32 @@ def ends_within(
 
 
 def counts_may_prove(problem: Problem) -> bool:
-    """Whether modes are free, or span is asked for, and the model is worth a question.
+    """Whether a problem is small, and has what every other exact search relaxes.
 
-    Elsewhere first in, first out loses nothing, and `optpipe_solver.exact` proves sooner.
+    That is a host that could be full, links that queue, one mode for all micro-batches of a stage,
+    or gradient reductions that wait for each other; and modes are free, or span is asked for.
     """
     is_hard = problem.objective == "span" or not fifo_loses_nothing(problem)
+    reduces = [stage.device for stage in problem.stages if stage.grad_sync_ms > 0]
+    relaxed_elsewhere = (
+        problem.queues
+        or any(stage.uniform_modes for stage in problem.stages)
+        or len(set(reduces)) < len(reduces)
+        or _may_fill_a_host(problem)
+    )
     cells = len(problem.stages) * problem.num_microbatches
-    return is_hard and not problem.pairs and cells <= SMALL
+    return is_hard and relaxed_elsewhere and not problem.pairs and cells <= SMALL
+
+
+def _may_fill_a_host(problem: Problem) -> bool:
+    most: Counter[str] = Counter()
+    for s, stage in enumerate(problem.stages):
+        moved = (problem.menus[s][k].offload_bytes for k in usable_modes(problem, s))
+        most[problem.devices[stage.device].host] += max(moved) * problem.num_microbatches
+    return any(
+        host.memory_bytes is not None and most[host.name] > host.memory_bytes
+        for host in problem.hosts
+    )
 
 
 def improve_by_counts(best: Incumbent, stop: Stop) -> None:
