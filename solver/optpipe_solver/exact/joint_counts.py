@@ -31,8 +31,8 @@ _METHOD = "counts"
 _MOST_STEPS = 150
 """A grid that is coarser than the times' own loses what they are rounded down by."""
 
-_MOST_COLUMNS = 3_000
-"""Beyond, the first linear program alone takes a second or more."""
+_MOST_COLUMNS = 6_000
+"""Beyond, the first linear program alone takes seconds."""
 
 _HALVINGS = 5
 _FIRST = 0.6

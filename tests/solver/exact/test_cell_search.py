@@ -90,6 +90,7 @@ AGAIN = {"activation_bytes": 10, "recompute_ms": 3, "checkpoint_bytes": 1}
 EXACT = {
     "memory": problem([stage(), stage(1)], [{"memory_bytes": 10}] * 2, 2),
     "offload": problem([stage(0, 3, 2, 1, **HALF)], [bus(memory_bytes=3 * UNIT)], 2),
+    "contexts": problem([stage(0, 1, 1, 5), stage(1)], [{"memory_bytes": 10}, bus()], 2),
     "copies": problem(
         [stage(0, 2, 4, 1, **HALF), stage(1, 3, 3, 1)],
         [bus(memory_bytes=3 * UNIT), {"memory_bytes": 20}],
