@@ -137,8 +137,9 @@ def plans(problem: Problem, limits: Limits) -> tuple[SearchPlan, ...]:
         alone = Step(_RESTRICTED, 0.3, 5.0)
         return (SearchPlan(before=(alone,), again=(Step(_PAIRING, 1.0),)),)
     proof = _proof(problem)
-    if _is_small(problem):
-        return _small_plans(problem, limits, proof)
+    cells = len(problem.stages) * problem.num_microbatches
+    if cells <= SMALL and not exact_parts_know(problem):
+        return _small_menu_plans(problem, limits, proof)
     if limits.threads == 1 or limits.work_limit is not None:
         less = (Step(_RESTRICTED, 0.5 if problem.has_modes else 0.25, 4.0),)
         once = (Step(_SEARCH, 0.1, 3.0), *proof)
@@ -150,30 +151,26 @@ def plans(problem: Problem, limits: Limits) -> tuple[SearchPlan, ...]:
     )
 
 
-def _is_small(problem: Problem) -> bool:
-    """Whether a problem is small, and modes are free or span is asked for."""
-    cells = len(problem.stages) * problem.num_microbatches
-    is_hard = problem.objective == "span" or not fifo_loses_nothing(problem)
-    return cells <= SMALL and is_hard
-
-
-def _small_plans(
+def _small_menu_plans(
     problem: Problem, limits: Limits, proof: tuple[Step, ...]
 ) -> tuple[SearchPlan, ...]:
-    """Return the plans where all cells may be searched, or counted, within seconds.
+    """Return the plans where all cells of a menu may be searched within seconds.
 
     What the local search finds at once is mostly the best; so restrictions come behind.
     """
-    counts = (Step(_COUNTS, 0.5, 8.0),) if counts_may_prove(problem) else ()
-    early = (Step(_EXACT, 0.6, 8.0), *counts)
-    less = Step(_RESTRICTED, 0.5 if problem.has_modes else 0.25, 4.0)
+    early = (Step(_EXACT, 0.3, 8.0), *_counts(problem))
+    less = Step(_RESTRICTED, 0.5, 4.0)
     if limits.threads == 1 or limits.work_limit is not None:
         once = (Step(_SEARCH, 0.1, 3.0), *early, less, *proof)
-        return (SearchPlan(once=once, again=(Step(_SEARCH, 0.4, 6.0), Step(_EXACT, 0.3, 6.0))),)
+        return (SearchPlan(once=once, again=(Step(_SEARCH, 0.6, 6.0), Step(_EXACT, 0.2, 6.0))),)
     return (
         SearchPlan(again=(Step(_SEARCH, 1.0),)),
-        SearchPlan(once=(*early, less, *proof), again=(Step(_SEARCH, 0.5), Step(_EXACT, 0.5))),
+        SearchPlan(once=(*early, less, *proof), again=(Step(_SEARCH, 0.6), Step(_EXACT, 0.4))),
     )
+
+
+def _counts(problem: Problem) -> tuple[Step, ...]:
+    return (Step(_COUNTS, 0.3, 8.0),) if counts_may_prove(problem) else ()
 
 
 def exact_parts_know(problem: Problem) -> bool:
@@ -217,7 +214,7 @@ def _proof(problem: Problem) -> tuple[Step, ...]:
     """
     if not exact_parts_know(problem):
         cells = len(problem.stages) * problem.num_microbatches
-        few = (Step(_EXACT, 0.3, 8.0),) if cells <= _MOST_CELLS_WITH_MENUS else ()
+        few = (Step(_EXACT, 0.3, 8.0),) if SMALL < cells <= _MOST_CELLS_WITH_MENUS else ()
         return (*few, Step(_STRETCHES, 0.3, 5.0))
     exact = Step(_EXACT, 0.3, 8.0)
     blocks = Step(_PERIODIC, 0.2, 15.0)
@@ -230,7 +227,7 @@ def _proof(problem: Problem) -> tuple[Step, ...]:
     stretches = Step(_STRETCHES, 0.5, 8.0)
     again = Step(_PERIODIC, 0.1, 5.0), Step(_EXACT, 0.5, 30.0)
     milp = (Step(_MILP, 0.5),) if milp_may_prove(problem) else ()
-    return (exact, beam, *again, stretches, *milp)
+    return (exact, *_counts(problem), beam, *again, stretches, *milp)
 
 
 def _finders(problem: Problem, stop: Stop) -> SearchPlan:
