@@ -9,7 +9,9 @@ Every solution is lowered to programs and judged by `find_violations` and `simul
 
 from __future__ import annotations
 
+import threading
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -21,7 +23,7 @@ from benchmarks.peers.cp_model import PipelineModel
 from optpipe import Action, ActionType, simulate
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from ortools.sat.python.cp_model import IntVar
 
@@ -34,6 +36,8 @@ __all__ = ["cp_sat"]
 
 _RESTRICTED = 0.5
 """Share of the time for the restriction, where it is one."""
+
+_LOOK_S = 0.02
 
 
 def cp_sat(job: PeerJob) -> PeerAnswer:
@@ -80,13 +84,32 @@ def _run(job: PeerJob, best: BestLegal, *, ordered: bool, seconds: float) -> _Ru
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = job.threads
     solver.parameters.random_seed = job.seed
-    solver.parameters.max_time_in_seconds = left
-    status = solver.solve(pipeline.model, _Watch(pipeline, best))
+    with _ended_after(solver, left):
+        status = solver.solve(pipeline.model, _Watch(pipeline, best))
     if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         best.offer(lowered(pipeline, solver.value), "cp-sat")
     proven = pipeline.proves and status != cp_model.INFEASIBLE
     bound = max(job.floor_ms, pipeline.scale.ms(solver.best_objective_bound)) if proven else None
     return _Run(solver.status_name(status).lower(), bound, started)
+
+
+@contextmanager
+def _ended_after(solver: cp_model.CpSolver, seconds: float) -> Iterator[None]:
+    """End the search after so many seconds of our clock, which may count those of the CPU."""
+    began, over = time.perf_counter(), threading.Event()
+
+    def watch() -> None:
+        while not over.wait(_LOOK_S):
+            if time.perf_counter() - began > seconds:
+                solver.stop_search()
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        yield
+    finally:
+        over.set()
+        watcher.join()
 
 
 def _complete_hint(pipeline: PipelineModel, seconds: float) -> bool:

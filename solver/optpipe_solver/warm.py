@@ -194,6 +194,11 @@ def _compile_models() -> None:
     small = _serial([0, 1])
     improve_by_beam(small, _least())
     improve_by_exact_search(small, _least())
+    shared = _serial([0, 1]).problem
+    half = tuple(d.model_copy(update={"half_duplex": True}) for d in shared.devices)
+    lanes = Incumbent(shared.model_copy(update={"devices": half}))
+    lanes.offer(build_serial(lanes.problem), "serial")
+    improve_by_exact_search(lanes, _least())
     roomy = _serial([0, 1], room=30)
     improve_by_beam(roomy, _least())
 

@@ -14,35 +14,41 @@ from itertools import combinations
 from typing import TYPE_CHECKING
 
 from optpipe_solver.bounds.configurations import configurations_ms
+from optpipe_solver.exact.cell_search import cells_can_search, search_cells
 from optpipe_solver.exact.general_search import general_can_search, search_general
 from optpipe_solver.exact.layers import HorizonAnswer
+from optpipe_solver.feasibility import knows_menu
 from optpipe_solver.incumbent import Goal
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from optpipe.problem import Problem
     from optpipe_solver.budget import Stop
     from optpipe_solver.incumbent import Incumbent
 
-__all__ = ["improve_by_exact_search", "prove_by_few_devices"]
+__all__ = ["SMALL", "improve_by_exact_search", "prove_by_few_devices"]
 
 
-_METHOD = "general-search"
+_GENERAL, _CELLS = "general-search", "cell-search"
 _MOST_IN_LAYER = (2_000, 16_000, 128_000, 512_000)
 """States in one layer, at most: a few hundred bytes each. Small choices get more sooner."""
 
 _MOST_STATES = 50_000_000
 _HALVINGS = 2
+SMALL = 15
+"""Cells (stages x micro-batches) up to which a problem is small."""
+
 _FEW = 6
 """Up to so many devices every choice is one, beyond that neighbours alone."""
 
 
 @dataclass(slots=True)
 class _DeviceSubset:
-    """Some devices, and what is known of them."""
+    """Some devices, who searches them, and what is known of them."""
 
     devices: tuple[int, ...]
+    method: str
     ceiling_ms: float = float("inf")
     is_settled: bool = False
 
@@ -61,7 +67,7 @@ class _Rounds:
     def __init__(self, best: Incumbent, stop: Stop) -> None:
         self.best = best
         self.stop = stop
-        self.choices = [_DeviceSubset(devices) for devices in _choices(best.problem)]
+        self.choices = [_DeviceSubset(*choice) for choice in _choices(best.problem)]
 
     def run(self) -> None:
         sizes = sorted({len(choice.devices) for choice in self.choices})
@@ -78,7 +84,7 @@ class _Rounds:
             answer = self._ask(choice, goal.horizon_ms, most_in_layer)
             if answer is HorizonAnswer.NONE:
                 choice.is_settled = True
-                self.best.offer_bound(min(goal.proven_ms, self.best.objective_ms), _METHOD)
+                self.best.offer_bound(min(goal.proven_ms, self.best.objective_ms), choice.method)
             elif answer is HorizonAnswer.UNKNOWN:
                 self._halve(choice, most_in_layer)
                 return
@@ -91,13 +97,14 @@ class _Rounds:
             if self._is_over() or middle <= self.best.bound_ms:
                 return
             if self._ask(choice, middle, most_in_layer) is HorizonAnswer.NONE:
-                self.best.offer_bound(min(middle, self.best.objective_ms), _METHOD)
+                self.best.offer_bound(min(middle, self.best.objective_ms), choice.method)
                 low = middle
             else:
                 high = middle
 
     def _ask(self, choice: _DeviceSubset, horizon_ms: float, most_in_layer: int) -> HorizonAnswer:
-        found = search_general(
+        search = search_cells if choice.method == _CELLS else search_general
+        found = search(
             self.best.problem,
             choice.devices,
             horizon_ms,
@@ -122,18 +129,37 @@ class _Rounds:
         return self.best.is_optimal or self.stop.is_over()
 
 
-def _choices(problem: Problem) -> Iterator[tuple[int, ...]]:
-    """Yield the choices that can be searched, small ones first, neighbours before others."""
+def _choices(problem: Problem) -> Iterator[tuple[tuple[int, ...], str]]:
+    """Yield the choices that can be searched, small ones first, neighbours before others.
+
+    With each comes who can.
+    """
     used = [device for device, held in enumerate(problem.stages_of) if held]
     for size in range(1, len(used) + 1):
-        for at in range(len(used) - size + 1):
-            neighbours = tuple(used[at : at + size])
-            if general_can_search(problem, neighbours):
-                yield neighbours
-        for chosen in combinations(used, size) if len(used) <= _FEW else ():
-            is_gap = used.index(chosen[-1]) - used.index(chosen[0]) >= size
-            if is_gap and general_can_search(problem, chosen):
-                yield chosen
+        chosen = [tuple(used[at : at + size]) for at in range(len(used) - size + 1)]
+        if len(used) <= _FEW:
+            chosen += [few for few in combinations(used, size) if few not in set(chosen)]
+        for devices in chosen:
+            for method in _methods(problem, devices):
+                yield devices, method
+
+
+def _methods(problem: Problem, devices: Sequence[int]) -> Iterator[str]:
+    """Yield who can search some devices.
+
+    The search over cells knows more, and has more states: it is for small problems, and for menus.
+    """
+    is_general = general_can_search(problem, devices)
+    if is_general:
+        yield _GENERAL
+    held = [problem.devices[device] for device in devices]
+    is_relaxed = any(one.half_duplex or one.pcie_group is not None for one in held)
+    is_small = len(problem.stages) * problem.num_microbatches <= SMALL
+    has_menu = not all(knows_menu(problem, device) for device in devices)
+    if (has_menu or (is_small and (is_relaxed or not is_general))) and cells_can_search(
+        problem, devices
+    ):
+        yield _CELLS
 
 
 def improve_by_exact_search(best: Incumbent, stop: Stop) -> None:

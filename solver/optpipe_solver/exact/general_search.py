@@ -66,6 +66,7 @@ if TYPE_CHECKING:
 __all__ = [
     "beam_can_search",
     "copies_are_equal",
+    "delays",
     "general_can_search",
     "general_problem_of",
     "programs_of",
@@ -131,7 +132,7 @@ def general_problem_of(
     stages = [problem.stages[s] for s in kept]
     index = {device: k for k, device in enumerate(devices)}
     copies = [_device_copy(problem, device) for device in devices]
-    head, there, back = _delays(model, kept)
+    head, there, back = delays(model, kept)
     forward, gradient = units(model.forward[kept]), units(model.gradient[kept])
     there_units, back_units = units(there), units(back)
     last_i = _grid(after.gradient[:, kept], unit)
@@ -206,7 +207,7 @@ def _again_ms(problem: Problem, s: int) -> float:
     return stage.recompute_ms
 
 
-def _delays(model: Relaxed, kept: Sequence[int]) -> tuple[float, list[float], list[float]]:
+def delays(model: Relaxed, kept: Sequence[int]) -> tuple[float, list[float], list[float]]:
     """Return the ms before the first kept stage, and up and down from each to the next.
 
     Behind the last one up means all the way to the end of the pipeline and back to it.

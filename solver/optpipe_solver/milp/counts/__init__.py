@@ -1,0 +1,1 @@
+"""The time-indexed model on counts: can everything end by then? (docs/milp.md, "Counts")."""
