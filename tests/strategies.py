@@ -66,7 +66,7 @@ def documents(draw: st.DrawFn, *, menus: bool = False, pairs: bool = False) -> d
     placement = draw(placements())
     num_devices = max(placement) + 1
     version = draw(st.sampled_from(["v1", "v2"]))
-    made = {
+    made: dict[str, Any] = {
         "format": f"optpipe/problem/{version}",
         "num_microbatches": draw(st.integers(1, 3)),
         "objective": draw(st.sampled_from(["makespan", "span"])),
