@@ -41,7 +41,7 @@ __all__ = ["improve_by_pairing"]
 _COOLINGS = (0.1, 0.4, 0.2, 1.0)
 """Where coolings begin, in mean durations of a pass; all fall to `_COLD`."""
 
-_COLD, _PER_ACTION, _MOST_STEPS, _SLICE = 0.01, 2_000, 600_000, 5_000
+_COLD, _PER_ACTION, _MOST_STEPS, _SLICE = 0.01, 4_000, 3_000_000, 5_000
 """Where coolings end; steps of one, for each action and at most; steps between two looks."""
 
 _CRITICAL = 0.8
