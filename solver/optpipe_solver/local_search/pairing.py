@@ -3,8 +3,9 @@
 A program stays a row of integers; the backward of a pair has a kind of its own and stands right
 behind its F (`optpipe_solver.arrays.encoding`). A step pairs two neighbours or parts them, moves an
 action or a pair, brings a backward behind a forward that it may run with (and so swaps partners),
-or splits or fuses a backward; most begin on a longest path. Actions of one cell never pass each other, so every order rule of one
-program holds on; what waits in a circle is infinitely long. Modes and copies stay as they are.
+or splits or fuses a backward; most begin on a longest path. Actions of one cell never pass each
+other, so every order rule of one program holds on; what waits in a circle is infinitely long. Modes
+and copies stay as they are.
 """
 
 from __future__ import annotations
