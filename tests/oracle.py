@@ -27,6 +27,8 @@ def is_legal(problem: Problem, programs: Programs) -> bool:
     """Whether the programs are legal, limits included."""
     if len(programs) != len(problem.devices) or not _lives_are_right(problem, programs):
         return False
+    if not all(_pairs_are_right(problem, row) for row in programs):
+        return False
     if _waits_in_a_circle(problem, programs):
         return False
     fits = all(
@@ -72,6 +74,31 @@ def _lives_are_right(problem: Problem, programs: Programs) -> bool:
     return all(
         len(numbers) == 1 or not problem.stages[index].uniform_modes
         for index, numbers in used.items()
+    )
+
+
+def _pairs_are_right(problem: Problem, row: Program) -> bool:
+    """Whether the second of each pair is a licensed backward right behind an F of another cell."""
+    licences = [(one.forward, one.backward, one.with_) for one in problem.pairs]
+    before: Action | None = None
+    for action in row:
+        if action.paired:
+            if before is None or (before.type, before.paired) != ("F", False):
+                return False
+            if (before.stage, action.stage, action.type.value) not in licences:
+                return False
+            if before.cell == action.cell:
+                return False
+        before = action
+    return True
+
+
+def _hidden_ms(problem: Problem, forward: Action, backward: Action) -> float:
+    return next(
+        one.hidden_ms
+        for one in problem.pairs
+        if (one.forward, one.backward, one.with_)
+        == (forward.stage, backward.stage, backward.type.value)
     )
 
 
@@ -133,17 +160,26 @@ def _way_of(problem: Problem, cell: tuple[int, int], row: Program) -> _Way:
 
 
 def _waits_in_a_circle(problem: Problem, programs: Programs) -> bool:
-    graph: dict[Action, set[Action]] = {action: set() for row in programs for action in row}
-    last = len(problem.stages) - 1
-    for row in programs:
-        for before, after in pairwise(row):
+    """Sort the cells of the grid, of which a pair is one, after all that each needs."""
+    cell_of: dict[tuple[int, str, int], tuple[int, int]] = {}
+    graph: dict[tuple[int, int], set[tuple[int, int]]] = {}
+    for device, row in enumerate(programs):
+        cells: list[tuple[int, int]] = []
+        for index, action in enumerate(row):
+            if not action.paired:
+                cells.append((device, index))
+            cell_of[action.stage, action.type.value, action.microbatch] = cells[-1]
+            graph.setdefault(cells[-1], set())
+        for before, after in pairwise(cells):
             graph[after].add(before)
-    for action, needed in graph.items():
-        stage, kind, microbatch, *_ = action
-        if kind is ActionType.FORWARD and stage > 0:
-            needed.update(one for one in graph if one[:3] == (stage - 1, kind, microbatch))
-        if kind in _BACKWARDS and stage < last:
-            needed.update({Action(stage + 1, kind, microbatch) for kind in _BACKWARDS} & set(graph))
+    last = len(problem.stages) - 1
+    for (stage, kind, microbatch), cell in cell_of.items():
+        wanted = []
+        if kind == "F" and stage > 0:
+            wanted = [(stage - 1, "F", microbatch)]
+        if kind in {"I", "B"} and stage < last:
+            wanted = [(stage + 1, other, microbatch) for other in "IB"]
+        graph[cell].update(cell_of[one] for one in wanted if one in cell_of)
     try:
         TopologicalSorter(graph).prepare()
     except CycleError:
@@ -195,11 +231,13 @@ def device_levels(problem: Problem, device: int, row: Program) -> Iterator[tuple
 def device_peak(problem: Problem, device: int, row: Program) -> int:
     """Peak bytes of a device, static bytes included."""
     static = sum(stage.static_bytes for stage in problem.stages if stage.device == device)
-    levels = device_levels(problem, device, row)
-    return max(
-        (max(before + inside, after) + extra for before, after, extra, inside in levels),
-        default=static,
-    )
+    peak, beside = static, 0
+    for action, level in zip(row, device_levels(problem, device, row), strict=True):
+        before, after, extra, inside = level
+        # Of a pair both workspaces are there.
+        beside = extra + (beside if action.paired else 0)
+        peak = max(peak, max(before + inside, after) + beside)
+    return peak
 
 
 def host_peaks(problem: Problem, programs: Programs) -> dict[str, int]:
@@ -271,6 +309,17 @@ class Ticking:
             self.waiting.append(_Transfer(now, device, at, action))
         elif not self._inputs_there(action, now):
             return False
+        elif at + 1 < len(row) and row[at + 1].paired:
+            other = row[at + 1].bare
+            if not self._inputs_there(other, now):
+                return False
+            length = self._length(action) + self._length(other)
+            hidden = _hidden_ms(self.problem, action, other)
+            assert hidden == int(hidden)
+            self.starts[action] = self.starts[other] = now
+            self.ends[action] = self.ends[other] = now + length - int(hidden)
+            self.idle_from[device] = self.ends[other]
+            self.head[device] += 1
         else:
             self.starts[action] = now
             self.ends[action] = self.idle_from[device] = now + self._length(action)

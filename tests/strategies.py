@@ -57,15 +57,16 @@ class Case(NamedTuple):
 
 
 @st.composite
-def documents(draw: st.DrawFn, *, menus: bool = False) -> dict[str, Any]:
+def documents(draw: st.DrawFn, *, menus: bool = False, pairs: bool = False) -> dict[str, Any]:
     """Problems as JSON-like objects; every duration is a whole number of ms, many are 0.
 
-    ``menus``: some of v2 have stages with modes that v1 cannot say.
+    ``menus``: some of v2 have stages with modes that v1 cannot say. ``pairs``: in some of v2
+    forwards and backwards may run together.
     """
     placement = draw(placements())
     num_devices = max(placement) + 1
     version = draw(st.sampled_from(["v1", "v2"]))
-    return {
+    made: dict[str, Any] = {
         "format": f"optpipe/problem/{version}",
         "num_microbatches": draw(st.integers(1, 3)),
         "objective": draw(st.sampled_from(["makespan", "span"])),
@@ -76,6 +77,29 @@ def documents(draw: st.DrawFn, *, menus: bool = False) -> dict[str, Any]:
         ],
         "links": draw(_links(num_devices)),
     }
+    if pairs and version == "v2":
+        made["pairs"] = draw(_licences(made["stages"]))
+    return made
+
+
+@st.composite
+def _licences(draw: st.DrawFn, stages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """About half of what may pair, each with as much hidden as can be, or less."""
+    costs = [stage.get("costs", [stage])[0] for stage in stages]
+    found = []
+    for a, first in enumerate(costs):
+        for b, second in enumerate(costs):
+            for letter in "BI":
+                if stages[a]["device"] != stages[b]["device"] or draw(st.booleans()):
+                    continue
+                back = second["backward_input_ms"]
+                if letter == "B":
+                    split = back + second["backward_weight_ms"]
+                    back = second["backward_ms"] if second["backward_ms"] is not None else split
+                most = min(first["forward_ms"], back)
+                hidden = draw(st.integers(0, most))
+                found.append({"forward": a, "backward": b, "with": letter, "hidden_ms": hidden})
+    return found
 
 
 def problems(*, menus: bool = False) -> st.SearchStrategy[Problem]:
@@ -84,9 +108,11 @@ def problems(*, menus: bool = False) -> st.SearchStrategy[Problem]:
 
 
 @st.composite
-def cases(draw: st.DrawFn, *, tight: bool | None = None, menus: bool = False) -> Case:
+def cases(
+    draw: st.DrawFn, *, tight: bool | None = None, menus: bool = False, pairs: bool = False
+) -> Case:
     """Problems with legal programs; ``tight`` = every limit is exactly what the programs need."""
-    document = draw(documents(menus=menus))
+    document = draw(documents(menus=menus, pairs=pairs))
     # One seed instead of a draw per action: a hundred times faster; sizes still shrink.
     rng = random.Random(draw(st.integers(0, 2**32)))
     case = Case(Problem.parse(document), ())
@@ -221,6 +247,17 @@ def random_programs(problem: Problem, rng: random.Random) -> Programs:
         ready = [cell for cell in todo if _input_done(problem, cell, todo[cell][0], done)]
         stage, microbatch = max(ready, key=lambda cell: liking[todo[cell][0]] * rng.random())
         kind = todo[stage, microbatch].pop(0)
+        partners = (
+            [
+                (s, j)
+                for s, j in ready
+                if kind is F
+                and (s, j) != (stage, microbatch)
+                and (stage, s, todo[s, j][0].value) in problem.hidden_ms
+            ]
+            if problem.pairs
+            else []
+        )
         # Where v1 can say the menu the actions tell the mode, named or not.
         menus = problem.has_modes and rng.random() < 0.3
         named = kind is F and (problem.stages[stage].modes or menus)
@@ -228,6 +265,12 @@ def random_programs(problem: Problem, rng: random.Random) -> Programs:
         rows[problem.stages[stage].device].append(Action(stage, kind, microbatch, mode))
         if kind in (F, I, B):
             done.add((kind is not F, stage, microbatch))
+        if partners and rng.random() < 0.7:
+            s, j = rng.choice(partners)
+            rows[problem.stages[s].device].append(Action(s, todo[s, j].pop(0), j, 0, True))
+            done.add((True, s, j))
+            if not todo[s, j]:
+                del todo[s, j]
         if not todo[stage, microbatch]:
             del todo[stage, microbatch]
     return tuple(tuple(row) for row in rows)
@@ -291,6 +334,7 @@ def mutated(programs: Programs, rng: random.Random) -> Programs:
         lambda: _rename(row, rng.choice([i for i, one in enumerate(row) if one.type is F] or [0])),
         lambda: row.__setitem__(index, row[index]._replace(stage=row[index].stage + 1)),
         lambda: row.__setitem__(index, row[index]._replace(microbatch=row[index].microbatch + 1)),
+        lambda: row.__setitem__(index, row[index]._replace(paired=not row[index].paired)),
     )
     rng.choice(changes)()
     return tuple(tuple(row) for row in rows)

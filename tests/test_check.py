@@ -229,13 +229,13 @@ def test_every_feature_at_once_is_legal() -> None:
     check(*everything_at_once())
 
 
-@given(cases(menus=True))
+@given(cases(menus=True, pairs=True))
 def test_programs_written_down_from_an_execution_are_legal(case: Case) -> None:
     check(*case)
     assert is_legal(*case)
 
 
-@given(cases(menus=True, tight=True), st.data())
+@given(cases(menus=True, tight=True, pairs=True), st.data())
 def test_a_limit_one_byte_lower_is_refused(case: Case, data: st.DataObject) -> None:
     devices = list(case.problem.devices)
     index = data.draw(st.sampled_from(range(len(devices))))
@@ -248,7 +248,7 @@ def test_a_limit_one_byte_lower_is_refused(case: Case, data: st.DataObject) -> N
         assert [item.code for item in find_violations(smaller, case.programs)] == ["memory.device"]
 
 
-@given(cases(menus=True, tight=True))
+@given(cases(menus=True, tight=True, pairs=True))
 def test_a_host_limit_one_byte_lower_is_refused(case: Case) -> None:
     for index, host in enumerate(case.problem.hosts):
         if host.memory_bytes:
@@ -262,7 +262,7 @@ def test_a_host_limit_one_byte_lower_is_refused(case: Case) -> None:
             assert marked.type is ActionType.OFFLOAD
 
 
-@given(cases(menus=True), st.integers(0, 2**32))
+@given(cases(menus=True, pairs=True), st.integers(0, 2**32))
 def test_programs_mutated_by_one_action_are_judged_as_the_oracle_judges(
     case: Case, seed: int
 ) -> None:

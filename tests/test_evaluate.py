@@ -15,7 +15,7 @@ WHERE_FROM = Provenance(method="test", seed=3)
 ROW = programs("0F0 0I0 0W0")
 
 
-@given(cases(menus=True))
+@given(cases(menus=True, pairs=True))
 def test_every_number_is_the_cores_own(case: Case) -> None:
     made = evaluate(*case, WHERE_FROM)
     run = simulate(*case)
@@ -75,7 +75,7 @@ def test_a_bound_above_the_objective_is_no_proof() -> None:
         evaluate(problem([stage()]), ROW, WHERE_FROM, bound_ms=3.1)
 
 
-@given(cases(menus=True))
+@given(cases(menus=True, pairs=True))
 def test_a_schedule_with_its_own_numbers_is_verified(case: Case) -> None:
     verify(case.problem, evaluate(*case, WHERE_FROM, bound_ms=0.0))
 

@@ -89,7 +89,7 @@ def test_a_hosts_peak_is_the_sum_of_its_devices_peaks() -> None:
     assert host_peak_bytes(made, programs(*rows)) == {"a": 14, "b": 7}
 
 
-@given(cases(menus=True))
+@given(cases(menus=True, pairs=True))
 def test_the_walk_agrees_with_bytes_counted_from_states(case: Case) -> None:
     for device, row in enumerate(case.programs):
         walk = memory_walk(case.problem, device, row)
@@ -136,7 +136,7 @@ def jittered(case: Case, seed: int) -> dict[Action, float]:
     }
 
 
-@given(cases(menus=True), st.integers(0, 2**32))
+@given(cases(menus=True, pairs=True), st.integers(0, 2**32))
 def test_the_peak_is_the_same_under_every_timing(case: Case, seed: int) -> None:
     run = simulate(case.problem, case.programs, jittered(case, seed))
     curves = make_timeline(case.problem, case.programs, jittered(case, seed)).memory
@@ -151,7 +151,7 @@ def test_the_peak_is_the_same_under_every_timing(case: Case, seed: int) -> None:
         assert moments == sorted(moments)
 
 
-@given(cases(menus=True), st.integers(0, 2**32))
+@given(cases(menus=True, pairs=True), st.integers(0, 2**32))
 def test_under_every_timing_bytes_leave_after_the_copy_and_are_back_before_use(
     case: Case, seed: int
 ) -> None:

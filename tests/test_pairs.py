@@ -172,22 +172,29 @@ def test_no_schedule_with_pairs_is_below_a_bound(seed: int) -> None:
     assert result.bound_ms <= min(shortest, result.schedule.makespan_ms) + 1e-9
 
 
-def test_pairs_are_found_where_no_family_fits() -> None:
-    """DualPipeV holds 9 chunks; with room for 8 the solver makes pairs too.
+@pytest.mark.parametrize(
+    ("p", "m", "hidden_ms", "chunks", "most_ms"),
+    [(4, 10, 1, 9, 51), (4, 10, 1, 8, 56), (4, 10, 1, 7, 61), (4, 10, 1, 6, 64), (4, 10, 1, 5, 69),
+     (4, 10, 0.3, 9, 60.5), pytest.param(8, 20, 1, 13, 129, marks=pytest.mark.extended)],
+)  # fmt: skip
+def test_pairs_are_found_at_any_memory(
+    p: int, m: int, hidden_ms: float, chunks: int, most_ms: float
+) -> None:
+    """DualPipeV holds 2p + 1 chunks, and takes 52 or 61.8 ms for the 51 and 60.5 here.
 
-    A first annealing found 57 (issue 20); without pairs 63 is the optimum of any memory.
+    Below that a first annealing found 57, 61, 66 and 70 (issue 20). The last is 130 without pairs.
     """
-    wide = _v(4, 10, 1)
-    devices = [device.model_copy(update={"memory_bytes": 8}) for device in wide.devices]
+    wide = _v(p, m, hidden_ms)
+    devices = [device.model_copy(update={"memory_bytes": chunks}) for device in wide.devices]
     given = wide.model_copy(update={"devices": tuple(devices)})
-    results = [solve(given, time_limit_s=120, work_limit=5, seed=1) for _ in range(2)]
-    first, again = (result.schedule for result in results)
+    first = solve(given, time_limit_s=120, work_limit=6, seed=0).schedule
     assert first is not None
-    assert again is not None
-    assert first.programs == again.programs
-    assert first.provenance.method == "pairing"
-    assert max(first.peak_bytes) <= 8
-    assert first.makespan_ms < 60
+    assert find_violations(given, first.programs) == []
+    assert first.makespan_ms <= most_ms + 1e-9
+    if chunks == 7:
+        again = solve(given, time_limit_s=120, work_limit=6, seed=0).schedule
+        assert again is not None
+        assert first.programs == again.programs
 
 
 def test_a_runtime_that_knows_no_pairs_is_given_none() -> None:

@@ -252,7 +252,7 @@ def ticking(made: Problem, rows: Programs) -> tuple[Ticking, tuple[float, float]
     return clock, clock.run()
 
 
-@given(cases(menus=True))
+@given(cases(menus=True, pairs=True))
 def test_simulation_agrees_with_a_clock_that_ticks(case: Case) -> None:
     run = simulate(*case)
     clock, lengths = ticking(*case)
@@ -287,7 +287,7 @@ def slowed(made: Problem, factor: float) -> Problem:
     return Problem.parse(walk(made.model_dump(mode="json", by_alias=True)))
 
 
-@given(cases(menus=True), st.sampled_from([0.125, 0.5, 2.0, 1024.0]))
+@given(cases(menus=True, pairs=True), st.sampled_from([0.125, 0.5, 2.0, 1024.0]))
 def test_scaling_all_times_scales_everything(case: Case, factor: float) -> None:
     run, slow = simulate(*case), simulate(slowed(case.problem, factor), case.programs)
     assert slow.makespan_ms == run.makespan_ms * factor
@@ -296,7 +296,7 @@ def test_scaling_all_times_scales_everything(case: Case, factor: float) -> None:
         assert [at.start * factor for at in lane] == [at.start for at in slow_lane]
 
 
-@given(cases(menus=True), st.integers(0, 2**32))
+@given(cases(menus=True, pairs=True), st.integers(0, 2**32))
 def test_equal_micro_batches_may_change_names(case: Case, seed: int) -> None:
     order = list(range(case.problem.num_microbatches))
     random.Random(seed).shuffle(order)

@@ -571,6 +571,7 @@ _ADVICE: dict[str, str] = {
     "greedy": "Any placement, any limit, unequal stages: where the handcrafted rules do not apply.",
     "dualpipe-v": "Experts on all-to-all that hides, a V of chunks, 2p + 1 activations.",
     "1f1b-overlap": "Experts on all-to-all that hides, chunks in a loop.",
+    "paired-blocks": "Pairs below DualPipeV's memory, or beside chunks in a loop at any limit.",
     "building-blocks": "Limits between those of ZB-V, V-Half and V-Min, and unequal times.",
 }
 """One or two sentences per family; a family that is not here has its table only."""

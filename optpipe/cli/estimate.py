@@ -204,6 +204,12 @@ def estimate_problem(
             help="Most modes per stage, e.g. 8; 0 = keep, offload, recompute as v1 has them.",
         ),
     ] = 0,
+    pairs: Annotated[
+        bool,
+        typer.Option(
+            "--pairs", help="Forwards and backwards may run together, experts' exchange hidden."
+        ),
+    ] = False,
     output: Annotated[
         Path | None,
         typer.Option(
@@ -242,6 +248,11 @@ def estimate_problem(
         return
     check_writable(output)
     check_apart(output, inputs=[config])
+    if pairs and model_json:
+        raise InputError(
+            "--pairs and --model-json: what runs together is said of the stages of a problem, and "
+            "a model has none yet; leave one out"
+        )
     with named_as_flags():
         shape = asked_shape(model, config)
         kinds = accelerators(gpu, network, oversubscription)
@@ -269,6 +280,7 @@ def estimate_problem(
             measured_step_s=measured_step_s,
             memory_bytes=memory_of(memory_gb),
             modes=modes,
+            pairs=pairs,
         )
     _show(results(output), shape, kinds, found)
     if output is not None:
@@ -388,6 +400,8 @@ def _show(console: Console, shape: ModelShape, kinds: list[_Accelerators], found
     console.print(_memory_table(found.step))
     if any(stage.modes for stage in found.problem.stages):
         console.print(_menu_table(found.problem))
+    if found.problem.pairs:
+        console.print(_pairs_line(found.problem), markup=False, soft_wrap=True)
     p = len(found.problem.devices)
     if found.placement == placement_of("loop", p, len(found.sizes) // p):
         layout = megatron_layout(found.problem)
@@ -402,6 +416,18 @@ def _show(console: Console, shape: ModelShape, kinds: list[_Accelerators], found
         if load.busy_ms > busy_ms
     ]
     warn("links", bound_by)
+
+
+def _pairs_line(problem: Problem) -> str:
+    """Say how many pairs are listed, and the most that one hides of the two passes' time."""
+    most = max(problem.pairs, key=lambda pair: pair.hidden_ms)
+    stage = problem.stages[most.backward]
+    back = stage.fused_backward_ms if most.with_ == "B" else stage.backward_input_ms
+    alone = problem.stages[most.forward].forward_ms + back
+    return (
+        f"pairs: {len(problem.pairs)}; together F of stage {most.forward} and {most.with_} of "
+        f"stage {most.backward} take {alone - most.hidden_ms:,.2f} ms instead of {alone:,.2f}"
+    )
 
 
 def _step_lines(found: Estimate) -> Iterator[str]:

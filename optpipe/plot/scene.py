@@ -543,6 +543,7 @@ TITLES: Mapping[str, str] = {
     "dualpipe-v": "DualPipeV",
     "1f1b-overlap": "1F1B, overlapped",
     "building-blocks": "Building blocks",
+    "paired-blocks": "Building blocks, paired",
     "auto": "Optimiser",
     "milp": "MILP",
     "local-search": "local search",

@@ -501,6 +501,24 @@ def layer_work(shape: ModelShape, training: Training, kind: LayerForm) -> PassCo
     )
 
 
+def expert_work(shape: ModelShape, training: Training, kind: LayerForm) -> PassCosts:
+    """Return what of `layer_work` is behind the router: it, the copies' order, and all experts.
+
+    Nothing where a layer has none. What is made again counts with the rest of the layer.
+    """
+    parts = [part for part in layer_parts(shape, training, kind) if "moe" in part.again]
+    if not parts:
+        return PassCosts(PassCost(), PassCost(), PassCost())
+    whole = layer_parameters(shape, kind, tp=training.tp, ep=training.ep, etp=training.etp)
+    weights = float(whole.experts * training.element_bytes)
+    matmul, narrow = _products(training, parts)
+    return PassCosts(
+        _summed(training, parts, weights),
+        _summed(training, parts, weights, backward=True),
+        PassCost(matmul, narrow, gradient_bytes=2.0 * GRADIENT_BYTES * whole.experts),
+    )
+
+
 def _runs_again(part: LayerPart, training: Training) -> bool:
     return "full" in training.recompute or bool(part.again & training.recompute)
 

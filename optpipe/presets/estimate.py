@@ -19,6 +19,7 @@ from optpipe.presets.accelerators import PRIORS, Hardware
 from optpipe.presets.costs import checkpoint_bytes, model_flops
 from optpipe.presets.machine import Machine
 from optpipe.presets.menus import one_f_one_b_modes, with_menus
+from optpipe.presets.overlap import check_can_hide, licensed_pairs
 from optpipe.presets.parameters import static_bytes
 from optpipe.presets.shape import AskedError, AskedSentence, Field
 from optpipe.presets.step import (
@@ -134,6 +135,7 @@ def estimate(
     measured_step_s: float | None = None,
     memory_bytes: int | None = None,
     modes: int = 0,
+    pairs: bool = False,
 ) -> Estimate:
     """Return the estimated problem of a model on ``pp`` pipeline stages' devices.
 
@@ -162,6 +164,9 @@ def estimate(
     modes
         Most modes of a stage's menu, keep counted (`optpipe.presets.menus`); 0: keep, offload and
         recompute, as v1 has them.
+    pairs
+        Whether the problem lists which forwards and backwards may run together, and what of their
+        exchange with experts that hides (`optpipe.presets.overlap`). The model has none.
 
     Raises
     ------
@@ -180,6 +185,8 @@ def estimate(
         for one in kinds
     )
     _check_microbatches(num_microbatches)
+    if pairs:
+        check_can_hide(shape, machines)
     base = step_estimate(shape, machines, pipeline)
     factor = _factor(
         _utilisation(shape, machines),
@@ -207,6 +214,9 @@ def estimate(
             model, problem, sizes=step.sizes, shape=shape, machines=machines, most=modes
         )
     problem = problem.model_copy(update={"context": _context(shape, machines, pp)})
+    if pairs:
+        listed = licensed_pairs(shape, machines, problem, step.sizes)
+        problem = problem.model_copy(update={"format": "optpipe/problem/v2", "pairs": listed})
     return Estimate(
         model=model,
         placement=pipeline.stages,

@@ -15,6 +15,7 @@ from optpipe.presets.costs import (
     PassCosts,
     embedding_work,
     expert_tokens,
+    expert_work,
     head_work,
     layer_kept,
     layer_work,
@@ -174,6 +175,17 @@ class Machine(NamedTuple):
         forward = forward._replace(experts=total * (experts / 2) / (experts + made or 1.0))
         back = back._replace(experts=total - forward.experts)
         return self._launched(PartTimes(forward, back, weight), shape, kind)
+
+    def experts_share(self, shape: ModelShape, kind: LayerForm) -> PassTimes:
+        """Return the share (0 to 1) of what F, I and W of a layer compute that experts do."""
+        whole = self._computed(layer_work(shape, self.training, kind))
+        behind = self._computed(expert_work(shape, self.training, kind))
+        return PassTimes(
+            *(
+                min(1.0, part.compute / all_.compute) if all_.compute > 0 else 0.0
+                for part, all_ in zip(behind, whole, strict=True)
+            )
+        )
 
     def embedding(self, shape: ModelShape) -> PartTimes:
         """Return what the embedding takes, the reduction of its output included."""

@@ -134,8 +134,8 @@ def plans(problem: Problem, limits: Limits) -> tuple[SearchPlan, ...]:
     on some (measured).
     """
     if problem.pairs:
-        alone = Step(_RESTRICTED, 0.3, 5.0)
-        return (SearchPlan(before=(alone,), again=(Step(_PAIRING, 1.0),)),)
+        alone, blocks = Step(_RESTRICTED, 0.2, 5.0), Step(_PERIODIC, 0.3, 10.0)
+        return (SearchPlan(before=(alone,), once=(blocks,), again=(Step(_PAIRING, 1.0),)),)
     proof = _proof(problem)
     cells = len(problem.stages) * problem.num_microbatches
     if cells <= SMALL and not exact_parts_know(problem):

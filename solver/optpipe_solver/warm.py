@@ -181,6 +181,7 @@ def _compile_starts() -> None:
             if start.programs is not None and start.legal:
                 best.offer(start.programs, start.method)
     list(all_starts(_with_menus(_tight([0, 1])), ("gpipe",)))
+    list(all_starts(_with_pairs(_tight([0, 1], room=30)), ("paired-blocks",)))
 
 
 def _compile_bounds() -> None:

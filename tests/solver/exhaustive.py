@@ -41,6 +41,42 @@ def tiny_problems(
     return tightened(Case(tiny, random_programs(tiny, rng))).problem
 
 
+@st.composite
+def tiny_problems_with_pairs(draw: st.DrawFn) -> Problem:
+    """One stage and three micro-batches, or two devices and two: all F may run with all I and B."""
+    num_devices = draw(st.integers(1, 2))
+    times = [[draw(st.integers(0, 4)) for _ in range(3)] for _ in range(num_devices)]
+    room = draw(st.integers(1, 3))
+    licences = []
+    for d, (forward, back, weight) in enumerate(times):
+        for letter, length in (("I", back), ("B", back + weight)):
+            hidden = draw(st.integers(0, min(forward, length)))
+            licences.append({"forward": d, "backward": d, "with": letter, "hidden_ms": hidden})
+    return Problem.parse(
+        {
+            "format": "optpipe/problem/v2",
+            "num_microbatches": 4 - num_devices,
+            "objective": draw(st.sampled_from(["makespan", "span"])),
+            "devices": [{"memory_bytes": room}] * num_devices,
+            "stages": [
+                {
+                    "device": d,
+                    "costs": [
+                        {
+                            "forward_ms": forward,
+                            "backward_input_ms": back,
+                            "backward_weight_ms": weight,
+                            "activation_bytes": 1,
+                        }
+                    ],
+                }
+                for d, (forward, back, weight) in enumerate(times)
+            ],
+            "pairs": licences,
+        }
+    )
+
+
 def optimum(problem: Problem) -> float:
     """Return the least objective over all programs, inf where none fits."""
     per_device = [
@@ -77,7 +113,21 @@ def _programs(problem: Problem, device: int) -> Iterator[Program]:
             continue
         for program in _interleavings(tuple(chain for _, chain in chains)):
             if device != problem.stages[0].device or _stage_0_in_order(program):
-                yield program
+                yield from _with_pairs(problem, program)
+
+
+def _with_pairs(problem: Problem, program: Program) -> Iterator[Program]:
+    """The program with any of its neighbours that may run together as pairs, or none."""
+    if len(program) < 2 or not problem.pairs:
+        yield program
+        return
+    first, second, *rest = program
+    for tail in _with_pairs(problem, (second, *rest)):
+        yield (first, *tail)
+    licence = first.stage, second.stage, second.type.value
+    if first.type is F and first.cell != second.cell and licence in problem.hidden_ms:
+        for tail in _with_pairs(problem, tuple(rest)):
+            yield (first, second._replace(paired=True), *tail)
 
 
 def _modes_are_uniform(

@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import given
 
 from optpipe_solver import SolveStatus, solve
 from tests.building import UNIT, bus, problem, stage
-from tests.solver.exhaustive import optimum
+from tests.solver.exhaustive import optimum, tiny_problems_with_pairs
+from tests.strategies import few
 
 if TYPE_CHECKING:
     from optpipe import Problem
@@ -110,3 +112,23 @@ def test_the_full_horizon_model_alone_says_the_same(name: str) -> None:
     assert result.schedule.objective_ms >= least * (1 - 1e-9)
     if name not in _RELAXED_IN_THE_MODEL:
         assert result.status is SolveStatus.OPTIMAL
+
+
+@few(12)
+@given(tiny_problems_with_pairs())
+def test_nothing_with_pairs_is_better_than_what_is_proven(given: Problem) -> None:
+    """All orders, fused or split, and all choices of pairs; more pairs allowed never hurt."""
+    best = optimum(given)
+    reached = []
+    for some in (given.pairs, given.pairs[:1], ()):
+        result = solve(given.model_copy(update={"pairs": some}), work_limit=0.2)
+        assert result.schedule is not None
+        assert result.bound_ms is not None
+        reached.append(result.schedule.objective_ms)
+        if some == given.pairs:
+            assert result.bound_ms <= best * (1 + 1e-9)
+            assert reached[0] >= best - 1e-9
+            if result.status is SolveStatus.OPTIMAL:
+                assert reached[0] == pytest.approx(best, rel=1e-6)
+    assert reached[0] == pytest.approx(best)
+    assert reached[0] <= reached[1] + 1e-9 <= reached[2] + 2e-9

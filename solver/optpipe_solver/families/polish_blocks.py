@@ -13,6 +13,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from optpipe_solver.families.paired_blocks import (
+    PAIR_POLICIES,
+    PairingSqueezer,
+    paired_candidates,
+)
 from optpipe_solver.families.squeeze import BuildingBlock, Early, SqueezePolicy, Squeezer
 from optpipe_solver.families.v_shape import candidate_blocks
 from optpipe_solver.feasibility import fusing_may_pay
@@ -21,6 +26,7 @@ if TYPE_CHECKING:
     from optpipe.problem import Problem
     from optpipe_solver.arrays import Floats
     from optpipe_solver.budget import Stop
+    from optpipe_solver.families.paired_blocks import PairedSchedule
     from optpipe_solver.families.squeeze import Squeezed
     from optpipe_solver.incumbent import Incumbent
 
@@ -51,7 +57,8 @@ def improve_by_blocks(best: Incumbent, stop: Stop) -> None:
     if not problem.busy_ms > 0:
         return
     may_fuse = any(fusing_may_pay(problem, s) for s in range(len(problem.stages)))
-    kinds = (False, True) if may_fuse else (False,)
+    # Where passes may pair, who is alone decides for itself whether to split.
+    kinds = (False, True) if may_fuse and not problem.pairs else (False,)
     parts = [_PolishRounds(best, stop, fused=fused) for fused in kinds]
     while any([part.next() for part in parts]):  # noqa: C419 - all in turn
         pass
@@ -68,7 +75,8 @@ class _PolishRounds:
         self.moves = max(4, min(_ROUND, _ROUND_ACTIONS // actions))
         looked = max(_POLISHED, min(_LOOKED_AT, _ROUND_ACTIONS // actions))
         found: list[BlockPolisher] = []
-        for number, block in enumerate(candidate_blocks(problem)[:looked]):
+        blocks = paired_candidates(problem) if problem.pairs else candidate_blocks(problem)
+        for number, block in enumerate(blocks[:looked]):
             if self._is_over():
                 break
             seed = stop.seed * 1_000_003 + number
@@ -91,7 +99,7 @@ class _PolishRounds:
             self._offer(polisher.result())
         return True
 
-    def _offer(self, made: Squeezed | None) -> None:
+    def _offer(self, made: Squeezed | PairedSchedule | None) -> None:
         problem = self.best.problem
         if made is None or made.objective_ms(problem.objective) >= self.best.objective_ms:
             return
@@ -146,7 +154,10 @@ class BlockPolisher:
     def __init__(self, problem: Problem, block: BuildingBlock, *, fused: bool, seed: int) -> None:
         self.problem = problem
         self.num_stages = len(problem.stages)
-        self.squeezer = Squeezer.in_bytes(problem, fused=fused)
+        self.squeezer = (
+            PairingSqueezer(problem) if problem.pairs else Squeezer.in_bytes(problem, fused=fused)
+        )
+        self.num_policies = len(PAIR_POLICIES if problem.pairs else _POLICIES)
         self.few = min(problem.num_microbatches, max(_FEWEST, 3 * len(problem.devices)))
         self.draw = np.random.default_rng(seed)
         chain = np.concatenate([block.forward, block.backward[::-1]]) - block.forward[0]
@@ -169,7 +180,7 @@ class BlockPolisher:
                     self.best, self.best_ms = course, length
         return self.best_ms < before
 
-    def result(self) -> Squeezed | None:
+    def result(self) -> Squeezed | PairedSchedule | None:
         """Return the best block squeezed for all micro-batches; None where none fitted."""
         return self._squeezed(self.best, None)
 
@@ -179,7 +190,7 @@ class BlockPolisher:
         waits = waits.copy()
         kind = self.draw.random()
         if kind < 0.05:
-            return _BlockCourse(waits, period, int(self.draw.integers(len(_POLICIES))))
+            return _BlockCourse(waits, period, int(self.draw.integers(self.num_policies)))
         if kind < 0.15:
             return _BlockCourse(waits, period * float(np.exp(self.draw.normal(0.0, 0.03))), policy)
         first = int(self.draw.integers(waits.size))
@@ -199,8 +210,12 @@ class BlockPolisher:
         made = self._squeezed(course, self.few)
         return inf if made is None else made.objective_ms(self.problem.objective)
 
-    def _squeezed(self, course: _BlockCourse, num_microbatches: int | None) -> Squeezed | None:
+    def _squeezed(
+        self, course: _BlockCourse, num_microbatches: int | None
+    ) -> Squeezed | PairedSchedule | None:
         times = np.cumsum(course.waits)
         forward, backward = times[: self.num_stages], times[self.num_stages :][::-1]
         block = BuildingBlock(forward, backward, course.period)
+        if isinstance(self.squeezer, PairingSqueezer):
+            return self.squeezer.squeeze(block, PAIR_POLICIES[course.policy], num_microbatches)
         return self.squeezer.squeeze(block, _POLICIES[course.policy], num_microbatches)

@@ -16,6 +16,7 @@ from optpipe_solver.families.classic import (
 from optpipe_solver.families.common import NotApplicable
 from optpipe_solver.families.list_scheduling import build_greedy
 from optpipe_solver.families.overlapped import build_dualpipe_v, build_overlapped_1f1b
+from optpipe_solver.families.paired_blocks import build_paired_blocks
 from optpipe_solver.families.pipeoffload import (
     build_ada_offload,
     build_gis,
@@ -179,5 +180,11 @@ FAMILIES: tuple[Family, ...] = (
         Limit.RESPECTED,
         build_building_blocks,
         "The best repeated building block under the memory limits (Controllable Memory).",
+    ),
+    Family(
+        "paired-blocks",
+        Limit.RESPECTED,
+        build_paired_blocks,
+        "Building blocks whose forwards and backwards run in pairs under the memory limits (ours).",
     ),
 )

@@ -359,7 +359,7 @@ class Squeezer:
         """
         m = self._problem.num_microbatches if num_microbatches is None else num_microbatches
         done, rows, lengths, makespan, span = squeeze(
-            self._rules, _unroll(self._problem, block, m), int(policy.early), policy.patience
+            self._rules, unroll(self._problem, block, m), int(policy.early), policy.patience
         )
         if not done:
             return None
@@ -383,7 +383,7 @@ def squeezed_v(
     return squeezed.programs(num_stages)
 
 
-def _unroll(problem: Problem, block: BuildingBlock, m: int) -> Order:
+def unroll(problem: Problem, block: BuildingBlock, m: int) -> Order:
     """Return the order of F and I on every device: by time in the block, then along the chain."""
     widest = max(len(held) for held in problem.stages_of)
     sequence = np.zeros((len(problem.devices), 2 * m * widest), dtype=np.int64)

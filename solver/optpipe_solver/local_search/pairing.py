@@ -3,8 +3,9 @@
 A program stays a row of integers; the backward of a pair has a kind of its own and stands right
 behind its F (`optpipe_solver.arrays.encoding`). A step pairs two neighbours or parts them, moves an
 action or a pair, brings a backward behind a forward that it may run with (and so swaps partners),
-or splits or fuses a backward. Actions of one cell never pass each other, so every order rule of one
-program holds on; what waits in a circle is infinitely long. Modes and copies stay as they are.
+or splits or fuses a backward; most begin on a longest path. Actions of one cell never pass each
+other, so every order rule of one program holds on; what waits in a circle is infinitely long. Modes
+and copies stay as they are.
 """
 
 from __future__ import annotations
@@ -41,8 +42,11 @@ __all__ = ["improve_by_pairing"]
 _COOLINGS = (0.1, 0.4, 0.2, 1.0)
 """Where coolings begin, in mean durations of a pass; all fall to `_COLD`."""
 
-_COLD, _PER_ACTION, _MOST_STEPS, _SLICE = 0.01, 2_000, 600_000, 5_000
+_COLD, _PER_ACTION, _MOST_STEPS, _SLICE = 0.01, 4_000, 3_000_000, 5_000
 """Where coolings end; steps of one, for each action and at most; steps between two looks."""
+
+_CRITICAL = 0.8
+"""Share of the steps that begin on a longest path: no other step makes a schedule shorter."""
 
 _REACH, _END_WEIGHT = 10, 0.05
 """Places that a step moves an action at most; what the mean end of a device counts in the cost."""
@@ -51,7 +55,8 @@ _REACH, _END_WEIGHT = 10, 0.05
 class _Chain(NamedTuple):
     """Programs of one chain: as they are, the best so far, and a row to put back.
 
-    ``values`` are the cost, the objective of the best, both in ms.
+    ``values`` are the cost, the objective of the best, both in ms. ``path[:num_on_path[0]]`` are
+    device and place of the actions of a longest path, ``at`` has by pass its place in its program.
     """
 
     rows: Ints
@@ -60,6 +65,9 @@ class _Chain(NamedTuple):
     best_lengths: Ints
     saved: Ints
     values: Floats
+    path: Ints
+    num_on_path: Ints
+    at: Ints
 
 
 class _Rules(NamedTuple):
@@ -112,6 +120,9 @@ def _cool(
         rows.lengths.copy(),
         np.zeros(rows.actions.shape[1], dtype=np.int64),
         np.array([inf, inf]),
+        np.zeros((rows.actions.size, 2), dtype=np.int64),
+        np.zeros(1, dtype=np.int64),
+        np.zeros(2 * times.num_cells, dtype=np.int64),
     )
     mean_ms = float(np.mean([stage.busy_ms / 2 for stage in problem.stages])) or 1.0
     total = min(_MOST_STEPS, _PER_ACTION * int(rows.lengths.sum()))
@@ -150,16 +161,23 @@ def anneal_pairs(
     rows, lengths = chain.rows, chain.lengths
     if chain.values[0] == np.inf:
         _measure(chain, times, rules, work)
+        _find_path(chain, times, work)
     factor = (cold / hot) ** (1.0 / steps)
     warm = hot
     for _ in range(steps):
         warm *= factor
         device = below(draw, lengths.size)
+        place = -1
+        if chain.num_on_path[0] > 0 and unit(draw) < _CRITICAL:
+            at = below(draw, chain.num_on_path[0])
+            device, place = chain.path[at, 0], chain.path[at, 1]
         if lengths[device] < 2:
             continue
         count = lengths[device]
+        if place < 0:
+            place = below(draw, count)
         _copy(rows[device], chain.saved, count)
-        if not _step(rows[device], lengths, device, times, draw):
+        if not _step(rows[device], lengths, device, place, times, draw):
             _copy(chain.saved, rows[device], count)
             lengths[device] = count
             continue
@@ -168,6 +186,7 @@ def anneal_pairs(
             chance = before - warm * np.log(1.0 - unit(draw))
             cost = _measure(chain, times, rules, work)
             if cost <= chance:
+                _find_path(chain, times, work)
                 continue
             chain.values[0] = before
         _copy(chain.saved, rows[device], count)
@@ -196,10 +215,70 @@ def _measure(chain: _Chain, times: TimeArrays, rules: _Rules, work: SimulationSc
 
 
 @lean
-def _step(row: Ints, lengths: Ints, device: int, times: TimeArrays, draw: Draw) -> bool:
-    """Change a row at random; False: it may be broken, and is to be put back."""
+def _find_path(chain: _Chain, times: TimeArrays, work: SimulationScratch) -> None:
+    """Write down a longest path of the programs that were measured last, from its end back."""
+    rows, lengths, cells = chain.rows, chain.lengths, times.num_cells
+    device = 0
+    for other in range(lengths.size):
+        for place in range(lengths[other]):
+            kind, cell = rows[other, place] // cells, rows[other, place] % cells
+            if kind == FORWARD:
+                chain.at[cell] = place
+            elif kind in (BACKWARD_INPUT, FULL_BACKWARD, PAIRED_INPUT, PAIRED_BACKWARD):
+                chain.at[cells + cell] = place
+        if work.clock[other] > work.clock[device]:
+            device = other
+    place, now, count = lengths[device] - 1, work.clock[device], 0
+    while place >= 0 and count < chain.path.shape[0] - 1:
+        if place + 1 < lengths[device] and rows[device, place + 1] >= PAIRED_INPUT * cells:
+            place += 1
+        code = rows[device, place]
+        kind = code // cells
+        first = place
+        if kind >= PAIRED_INPUT:
+            first = place - 1
+            length = simulate.pair_ms(rows[device, first], code, times)
+        else:
+            length = times.duration[code]
+        for at in range(first, place + 1):
+            chain.path[count, 0], chain.path[count, 1] = device, at
+            count += 1
+        now -= length
+        device, place = _before(device, first, place, now, chain, times, work)
+    chain.num_on_path[0] = count
+
+
+@lean
+def _before(
+    device: int,
+    first: int,
+    place: int,
+    now: float,
+    chain: _Chain,
+    times: TimeArrays,
+    work: SimulationScratch,
+) -> tuple[int, int]:
+    """Return device and place of whose end the actions from ``first`` to ``place`` waited for."""
+    cells, m = times.num_cells, times.num_microbatches
+    for at in range(first, place + 1):
+        code = chain.rows[device, at]
+        kind, cell = code // cells, code % cells
+        if kind >= PAIRED_INPUT:
+            kind = BACKWARD_INPUT
+        if kind not in (FORWARD, BACKWARD_INPUT, FULL_BACKWARD):
+            continue
+        source, transit = simulate.input_of(kind, cell, cell // m, times)
+        if source >= 0 and work.end[source] + transit >= now - 1e-6:
+            other = times.device_of[source % cells // m]
+            if other != device or transit > 0.0:
+                return other, chain.at[source]
+    return device, first - 1
+
+
+@lean
+def _step(row: Ints, lengths: Ints, device: int, place: int, times: TimeArrays, draw: Draw) -> bool:
+    """Change a row at random around a place; False: it may be broken, and is to be put back."""
     count, cells = lengths[device], times.num_cells
-    place = below(draw, count)
     chosen = unit(draw)
     if chosen < 0.2:
         return _toggle(row, count, place, times)

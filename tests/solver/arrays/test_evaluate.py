@@ -23,14 +23,14 @@ def _say_the_same(held: Problem, rows: Programs) -> None:
     assert evaluate_arrays(CompiledProblem.of(held), rows) == evaluate_by_reference(held, rows)
 
 
-@given(cases(menus=True))
+@given(cases(menus=True, pairs=True))
 def test_legal_programs_have_the_same_numbers(case: Case) -> None:
     """Times to the last bit, bytes of devices and hosts."""
     assert evaluate_by_reference(*case) is not None
     _say_the_same(*case)
 
 
-@given(cases(tight=True, menus=True), st.integers(1, 3), st.integers(0, 2**32))
+@given(cases(tight=True, menus=True, pairs=True), st.integers(1, 3), st.integers(0, 2**32))
 def test_spoilt_programs_are_refused_by_both(case: Case, times: int, seed: int) -> None:
     """Actions moved, lost, doubled, or of another kind; some are legal still."""
     rng, rows = random.Random(seed), case.programs
@@ -39,7 +39,7 @@ def test_spoilt_programs_are_refused_by_both(case: Case, times: int, seed: int) 
     _say_the_same(case.problem, rows)
 
 
-@given(cases(tight=True, menus=True), st.integers(0, 2**32))
+@given(cases(tight=True, menus=True, pairs=True), st.integers(0, 2**32))
 def test_limits_refuse_the_same_programs(case: Case, seed: int) -> None:
     """A byte less on one device than the programs need."""
     devices = list(case.problem.devices)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 
-@given(st.one_of(cases(menus=True), cases(tight=True, menus=True)))
+@given(st.one_of(cases(menus=True, pairs=True), cases(tight=True, menus=True, pairs=True)))
 def test_every_bound_is_below_every_schedule(case: Case) -> None:
     """Each argument alone; limits may be exactly what the schedule needs, where it is sharpest."""
     assert_below(

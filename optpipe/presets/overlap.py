@@ -1,0 +1,215 @@
+"""What hides where a forward and a backward run together: their phases on two lanes.
+
+A layer with experts is attention, dispatch, experts, combine in F, and the same backwards in B (or
+I): two computations and two exchanges of tokens. One lane computes, one exchanges; each pass goes
+through its phases in order, and no phase is interrupted. `together_ms` is the least time of both
+over all interleavings: two jobs on machines of their own, solved exactly (Akers 1956, "A graphical
+approach to production scheduling problems", Operations Research 4). What is neither dispatch nor
+combine computes: collectives of other groups, launches, layers without experts, MTP, embedding and
+head. So what hides is at most what is exchanged. Not modelled: that both slow each other down.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from itertools import accumulate
+from math import floor
+from typing import TYPE_CHECKING, NamedTuple
+
+from optpipe.presets.shape import AskedError, Field
+from optpipe.presets.step import model_parts
+from optpipe.problem import LicensedPair
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from optpipe.presets.machine import Machine
+    from optpipe.presets.shape import LayerForm, ModelShape
+    from optpipe.problem import Problem
+
+__all__ = ["LanePhase", "check_can_hide", "layer_phases", "licensed_pairs", "together_ms"]
+
+_DIGITS, _SAME_MS = 5, 1e-9
+
+
+class LanePhase(NamedTuple):
+    """A stretch of a pass on one lane, in ms: it computes, or it exchanges tokens with experts."""
+
+    ms: float
+    exchanges: bool = False
+
+
+class PassPhases(NamedTuple):
+    """The phases of F, I and B of a layer or a stage, in the order in which they run."""
+
+    forward: tuple[LanePhase, ...]
+    backward_input: tuple[LanePhase, ...]
+    backward: tuple[LanePhase, ...]
+
+
+def check_can_hide(shape: ModelShape, machines: Iterable[Machine]) -> None:
+    """Refuse what has nothing to hide.
+
+    Raises
+    ------
+    AskedError
+        Where no token travels to experts, or the run hides that already.
+    """
+    training = next(iter(machines)).training
+    if shape.experts is None:
+        raise AskedError(
+            Field("pairs"),
+            f": model {shape.name!r} has no experts, so that no exchange of tokens can hide behind "
+            "computation; leave it out, or take a model with experts",
+        )
+    if training.ep * training.etp == 1:
+        raise AskedError(
+            *(Field("pairs"), " with ", Field("ep", 1)),
+            ": every device has all experts and exchanges nothing that could hide; raise ",
+            Field("ep"),
+        )
+    if training.ep_overlap:
+        raise AskedError(
+            *(Field("pairs"), " and ", Field("ep_overlap")),
+            ": each hides the exchange with experts, one by the schedule's choice and one by the "
+            "framework's; give one of them",
+        )
+
+
+def layer_phases(shape: ModelShape, machine: Machine, kind: LayerForm) -> PassPhases:
+    """Return the phases of one layer; without experts each pass is one.
+
+    The exchange of a pass is divided as its bytes are: fp8 on the way there is half of bf16.
+    """
+    times = machine.layer(shape, kind)
+    share = machine.experts_share(shape, kind)
+    sent = 1.0 if machine.training.dispatch == "fp8" else float(machine.training.element_bytes)
+    there = sent / (sent + machine.training.element_bytes)
+    forward, back, weight = times
+    ahead = sum(forward) - forward.experts
+    behind = sum(back) - back.experts
+    both = share.backward_input_ms * behind, share.backward_weight_ms * sum(weight)
+    first = (
+        LanePhase((1 - share.forward_ms) * ahead),
+        LanePhase(there * forward.experts, exchanges=True),
+        LanePhase(share.forward_ms * ahead),
+        LanePhase((1 - there) * forward.experts, exchanges=True),
+    )
+    exchange = LanePhase(back.experts / 2, exchanges=True)
+    split = (exchange, LanePhase(both[0]), exchange, LanePhase(behind - both[0]))
+    rest = behind + sum(weight) - sum(both)
+    fused = (exchange, LanePhase(sum(both)), exchange, LanePhase(rest))
+    return PassPhases(first, split, fused)
+
+
+@lru_cache(maxsize=4096)
+def together_ms(first: tuple[LanePhase, ...], second: tuple[LanePhase, ...]) -> float:
+    """Return the least ms in which two passes run together, each on one lane at a time.
+
+    Akers' plane: a point is how much of either is done; a step along the diagonal does both; the
+    rectangles in which both need the same lane are walked around, left or right.
+    """
+    first = tuple(phase for phase in first if phase.ms > 0)
+    second = tuple(phase for phase in second if phase.ms > 0)
+    across = [0.0, *accumulate(phase.ms for phase in first)]
+    up = [0.0, *accumulate(phase.ms for phase in second)]
+    # From each corner (i, j), i phases of the one and j of the other done, to the end.
+    least = [[0.0] * len(up) for _ in across]
+    for i in reversed(range(len(across))):
+        for j in reversed(range(len(up))):
+            met = _first_conflict(first, second, across, up, (i, j))
+            if met is None:
+                least[i][j] = max(across[-1] - across[i], up[-1] - up[j])
+                continue
+            a, b = met
+            by_second = max(across[a] - across[i], up[b + 1] - up[j]) + least[a][b + 1]
+            by_first = max(across[a + 1] - across[i], up[b] - up[j]) + least[a + 1][b]
+            least[i][j] = min(by_second, by_first)
+    return least[0][0]
+
+
+def _first_conflict(
+    first: Sequence[LanePhase],
+    second: Sequence[LanePhase],
+    across: Sequence[float],
+    up: Sequence[float],
+    corner: tuple[int, int],
+) -> tuple[int, int] | None:
+    """Return the first phases that want the same lane at once when both just go on."""
+    i, j = corner
+    x, y = across[i], up[j]
+    while i < len(first) and j < len(second):
+        if first[i].exchanges == second[j].exchanges:
+            return i, j
+        ahead = (across[i + 1] - x) - (up[j + 1] - y)
+        i += ahead <= _SAME_MS
+        j += ahead >= -_SAME_MS
+    return None
+
+
+# --- Of a problem: which passes may pair, and what they hide.
+
+
+def licensed_pairs(
+    shape: ModelShape, machines: Sequence[Machine], problem: Problem, sizes: Sequence[int]
+) -> tuple[LicensedPair, ...]:
+    """Return what may run together on each device, with B and with I, and what that hides in ms.
+
+    Pairs that hide nothing are left out. ``sizes`` are the layers of each stage.
+    """
+    stages = list(_stages(shape, machines, problem, sizes))
+    pairs = []
+    for held in problem.stages_of:
+        for a in held:
+            for b in held:
+                for letter in ("B", "I"):
+                    hidden = _hidden_ms(problem, stages, a, b, letter)
+                    if hidden > 0:
+                        pairs.append(
+                            LicensedPair(forward=a, backward=b, with_=letter, hidden_ms=hidden)
+                        )
+    return tuple(pairs)
+
+
+def _hidden_ms(
+    problem: Problem, stages: Sequence[PassPhases], a: int, b: int, letter: str
+) -> float:
+    """Return it rounded down, and at most the shorter of the two passes."""
+    first = stages[a].forward
+    second = stages[b].backward if letter == "B" else stages[b].backward_input
+    alone = sum(phase.ms for phase in (*first, *second))
+    hidden = floor((alone - together_ms(first, second)) * 10**_DIGITS) / 10**_DIGITS
+    held = problem.stages[b]
+    back = held.fused_backward_ms if letter == "B" else held.backward_input_ms
+    return float(max(0.0, min(hidden, problem.stages[a].forward_ms, back)))
+
+
+def _stages(
+    shape: ModelShape, machines: Sequence[Machine], problem: Problem, sizes: Sequence[int]
+) -> Iterator[PassPhases]:
+    ends = list(accumulate(sizes))
+    for stage, (size, end) in enumerate(zip(sizes, ends, strict=True)):
+        machine = machines[problem.placement[stage]]
+        layers = list(_model_phases(shape, machine, len(machines)))[end - size : end]
+        yield PassPhases(
+            tuple(phase for layer in layers for phase in layer.forward),
+            tuple(phase for layer in reversed(layers) for phase in layer.backward_input),
+            tuple(phase for layer in reversed(layers) for phase in layer.backward),
+        )
+
+
+@lru_cache(maxsize=64)
+def _model_phases(shape: ModelShape, machine: Machine, pp: int) -> tuple[PassPhases, ...]:
+    """Return the phases of every layer in model order, embedding and head counted."""
+    kinds = iter(shape.kinds)
+    found: list[PassPhases] = []
+    for part in model_parts(shape, machine, pp=pp):
+        if part.layers.transformer:
+            phases = layer_phases(shape, machine, next(kinds)[0])
+        else:
+            forward, back, weight = part.times.sums
+            phases = PassPhases(
+                (LanePhase(forward),), (LanePhase(back),), (LanePhase(back + weight),)
+            )
+        found += [phases] * part.repeat
+    return tuple(found)

@@ -1,0 +1,94 @@
+"""What hides in a pair: two passes in phases on two lanes."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from optpipe import Problem, find_violations, simulate
+from optpipe.errors import InputError
+from optpipe.presets import Training, estimate, find_gpu, find_model
+from optpipe.presets.estimate import Estimate
+from optpipe.presets.overlap import LanePhase, together_ms
+from optpipe_solver import solve
+
+H100 = find_gpu("h100")
+
+
+def ticked(first: list[LanePhase], second: list[LanePhase]) -> int:
+    """The least time by trying, tick by tick, who goes on: either, both, or nobody."""
+    jobs = [[phase for phase in job for _ in range(int(phase.ms))] for job in (first, second)]
+    begins = [
+        {sum(int(phase.ms) for phase in job[:n]) for n in range(len(job))}
+        for job in (first, second)
+    ]
+    states, now = {(0, 0)}, 0
+    while (len(jobs[0]), len(jobs[1])) not in states:
+        following = set()
+        for state in states:
+            # A phase that has begun goes on; one that has not may wait.
+            moves = [
+                [1] if at < len(job) and at not in starts else [0, 1] if at < len(job) else [0]
+                for at, job, starts in zip(state, jobs, begins, strict=True)
+            ]
+            for a in moves[0]:
+                for b in moves[1]:
+                    both = a and b
+                    if not both or jobs[0][state[0]].exchanges != jobs[1][state[1]].exchanges:
+                        following.add((state[0] + a, state[1] + b))
+        states, now = following, now + 1
+    return now
+
+
+phases = st.lists(st.builds(LanePhase, st.integers(1, 4).map(float), st.booleans()), max_size=5)
+
+
+@given(phases, phases)
+def test_two_passes_take_the_least_over_all_interleavings(
+    first: list[LanePhase], second: list[LanePhase]
+) -> None:
+    assert together_ms(tuple(first), tuple(second)) == ticked(first, second)
+    assert together_ms(tuple(second), tuple(first)) == ticked(first, second)
+
+
+def of_qwen(*, pairs: bool = True, **options: object) -> Estimate:
+    """Qwen3-235B on a V of four devices with memory enough, eight ranks for the experts."""
+    training = Training(tp=2, ep=8, dp=4, sequence=4096, **options)  # type: ignore[arg-type]
+    return estimate(
+        find_model("qwen3-235b-a22b"), H100, training, pp=4, num_microbatches=10, chunks=2,
+        placement="v", memory_bytes=10**12, pairs=pairs,
+    )  # fmt: skip
+
+
+def test_experts_exchange_hides_and_the_rest_of_the_problem_is_what_it_was() -> None:
+    """And the solver makes use of it: shorter than any schedule without pairs."""
+    found = of_qwen()
+    assert found.problem.model_copy(update={"pairs": ()}) == of_qwen(pairs=False).problem
+    # Reading it again checks that nothing hides more than the shorter of two passes.
+    given = Problem.parse(found.problem.model_dump(mode="json", by_alias=True))
+    assert given == found.problem
+    both = {(one.forward, one.backward, one.with_) for one in given.pairs}
+    assert both == {
+        (a, b, letter) for held in given.stages_of for a in held for b in held for letter in "BI"
+    }
+    assert min(one.hidden_ms for one in given.pairs) > 0
+    schedule = solve(given, time_limit_s=60, work_limit=0.2).schedule
+    assert schedule is not None
+    assert find_violations(given, schedule.programs) == []
+    alone = given.model_copy(update={"pairs": ()})
+    least = solve(alone, time_limit_s=60, work_limit=0.2).bound_ms
+    assert least is not None
+    assert any(action.paired for row in schedule.programs for action in row)
+    assert simulate(given, schedule.programs).makespan_ms < least
+
+
+def test_what_has_nothing_to_hide_is_refused() -> None:
+    with pytest.raises(InputError, match="has no experts"):
+        estimate(find_model("llama3-8b"), H100, Training(), pp=4, num_microbatches=8, pairs=True)
+    with pytest.raises(InputError, match="each hides the exchange"):
+        of_qwen(ep_overlap=True)
+    with pytest.raises(InputError, match="every device has all experts"):
+        estimate(
+            find_model("qwen3-235b-a22b"), H100, Training(), pp=4, num_microbatches=8, pairs=True
+        )
