@@ -160,6 +160,12 @@ def test_nothing_that_exists_is_denied(given: Problem) -> None:
 
 HALF = {"activation_bytes": 2 * UNIT, "weight_context_bytes": UNIT, "offload_bytes": 2 * UNIT}
 AGAIN = {"activation_bytes": 10, "recompute_ms": 3, "checkpoint_bytes": 1}
+MENU = [{"name": "keep"}, {"name": "moved", "forward_bytes": UNIT, "offload_bytes": UNIT}]
+"""Where keep does not fit every cell has to move."""
+
+FEW_MS = {"forward_ms": 1, "backward_input_ms": 1, "backward_weight_ms": 1}
+MOVED = {"device": 0, "costs": [{**FEW_MS, "activation_bytes": 4 * UNIT, "modes": MENU}]}
+V2 = {"format": "optpipe/problem/v2"}
 FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "memory": ([stage(), stage(1)], [{"memory_bytes": 10}] * 2, {}),
     "offload": ([stage(0, 3, 2, 1, **HALF)], [bus(memory_bytes=3 * UNIT)], {}),
@@ -169,7 +175,14 @@ FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         {},
     ),
     "half duplex": (
-        [stage(0, 1, 1, 1, **HALF)], [bus(memory_bytes=3 * UNIT, half_duplex=True)], {}
+        [MOVED],
+        [bus(memory_bytes=2 * UNIT, half_duplex=True, d2h_gb_per_s=0.5, h2d_gb_per_s=0.5)],
+        V2,
+    ),
+    "host": (
+        [MOVED],
+        [bus(memory_bytes=UNIT, host="h")],
+        {**V2, "hosts": [{"name": "h", "memory_bytes": UNIT}]},
     ),
     "recompute": ([stage(0, 3, 2, 1, **AGAIN), stage(1)], [{"memory_bytes": 11}] * 2, {}),
     "fused": ([stage(0, 3, 2, 2, backward_ms=3), stage(1)], [{"memory_bytes": 20}] * 2, {}),
@@ -183,10 +196,7 @@ FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "link": (
         [stage(output_bytes=4 * UNIT), stage(1)],
         [{"memory_bytes": 1000}] * 2,
-        {
-            "format": "optpipe/problem/v2",
-            "links": [{"from": 0, "to": 1, "bandwidth_gb_per_s": 1.0}],
-        },
+        {**V2, "links": [{"from": 0, "to": 1, "bandwidth_gb_per_s": 1.0}]},
     ),
 }  # fmt: skip
 
