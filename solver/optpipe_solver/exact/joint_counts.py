@@ -61,12 +61,7 @@ def event_times(problem: Problem) -> tuple[EventTimes, EventTimes]:
 
 
 def ends_within(
-    problem: Problem,
-    horizon_ms: float,
-    stop: Stop,
-    *,
-    apart: bool = False,
-    step: float | None = None,
+    problem: Problem, horizon_ms: float, stop: Stop, *, step: float | None = None
 ) -> CountAnswer:
     """Ask whether everything can end within ``horizon_ms``; ``NO`` is one run's word.
 
@@ -76,14 +71,12 @@ def ends_within(
         What is asked of; ms of the problem's objective.
     stop
         As of `solve_milp`.
-    apart
-        Whether micro-batches are told apart.
     step
         Of the grid in ms; chosen where None.
     """
     if step is None:
         step = step_ms(problem, horizon_ms, _MOST_STEPS)
-    given = CountProblem(problem, step, horizon_ms, *event_times(problem), apart)
+    given = CountProblem(problem, step, horizon_ms, *event_times(problem))
     model, is_complete = count_model(given, stop.is_over)
     if model is not None and len(model.tops) > _MOST_COLUMNS:
         return CountAnswer.UNKNOWN

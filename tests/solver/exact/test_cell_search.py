@@ -77,11 +77,28 @@ MENU = [
 ]
 
 
-def _with_menu(device: int, **fields: object) -> dict[str, object]:
-    """A stage of 2 UNIT that can be kept, moved or recomputed in whole or part."""
-    made = stage(device, 3, 2, 2, activation_bytes=2 * UNIT, **fields)
+LONG_AND_SHORT = [
+    {"name": "keep"},
+    {
+        "name": "long",
+        "forward_bytes": 2 * UNIT,
+        "forward_workspace_bytes": UNIT,
+        "offload_bytes": 2 * UNIT,
+        "recompute": "inside",
+        "recompute_ms": 1,
+    },
+    {"name": "short", "forward_bytes": 3 * UNIT, "offload_bytes": UNIT},
+]
+"""Where keep does not fit; it would pay if the short RELOAD need not wait for the long one."""
+
+
+def _with_menu(
+    device: int, menu: object = MENU, held: int = 2 * UNIT, times: Sequence[int] = (3, 2, 2)
+) -> dict[str, object]:
+    """A stage whose micro-batches hold so much where they are kept."""
+    made = stage(device, *times, activation_bytes=held)
     del made["device"]
-    return {"device": device, "costs": [{**made, "modes": MENU}]}
+    return {"device": device, "costs": [{**made, "modes": menu}]}
 
 
 V2 = {"format": "optpipe/problem/v2"}
@@ -98,6 +115,19 @@ EXACT = {
     ),
     "half duplex": problem(
         [stage(0, 1, 1, 1, **HALF)], [bus(memory_bytes=3 * UNIT, half_duplex=True)], 2
+    ),
+    "reloads queue": problem(
+        [_with_menu(0, LONG_AND_SHORT, 6 * UNIT, (1, 1, 1))],
+        [bus(memory_bytes=5 * UNIT, h2d_gb_per_s=0.5)],
+        2,
+        **V2,
+    ),
+    "recompute waits for a copy": problem(
+        [
+            stage(0, activation_bytes=UNIT, offload_bytes=UNIT),
+            stage(0, 3, activation_bytes=2 * UNIT, checkpoint_bytes=UNIT, recompute_ms=1),
+        ],
+        [bus(memory_bytes=2 * UNIT, d2h_gb_per_s=0.25)],
     ),
     "recompute": problem([stage(0, 3, 2, 1, **AGAIN), stage(1)], [{"memory_bytes": 11}] * 2, 2),
     "fused": problem([stage(0, 3, 2, 2, backward_ms=3), stage(1)], [{"memory_bytes": 20}] * 2, 2),

@@ -38,35 +38,29 @@ F, I, W, B = (  # noqa: E741 - DESIGN's letters
 class Solution:
     """A schedule as values of the columns: starts counted, in steps rounded down."""
 
-    def __init__(self, case: Case, step: float, *, apart: bool) -> None:
+    def __init__(self, case: Case, step: float) -> None:
         given, programs = case
         self.run = simulate(given, programs)
         self.length = self.run.objective_ms(given.objective)
-        self.counted = CountProblem(given, step, self.length, *event_times(given), apart)
+        self.counted = CountProblem(given, step, self.length, *event_times(given))
         self.v = CountVariables(self.counted)
         self.values: dict[int, int] = {}
         self.least: dict[int, int] = {}
-        # Starts by group, stage, mode and kind.
-        self.starts: defaultdict[tuple[int, int, int, str], list[float]] = defaultdict(list)
+        # Starts by stage, mode and kind.
+        self.starts: defaultdict[tuple[int, int, str], list[float]] = defaultdict(list)
         self.fits = not self.v.is_empty
-        first = {
-            a.microbatch: at.start for a, at in self._timed(programs) if a.type is F and not a.stage
-        }
-        self.group = {
-            j: k if apart else 0 for k, j in enumerate(sorted(first, key=first.__getitem__))
-        }
         for program in programs:
             modes = modes_of(given, program)
             for action, at in self._timed((program,), programs.index(program)):
                 known = self.counted.mode_of(action.stage, modes[action.cell])
-                where = self.group[action.microbatch], action.stage, known
+                where = action.stage, known
                 self.starts[*where, action.type.value].append(at.start)
                 if action.type is ActionType.RELOAD:
                     self.starts[*where, "issue"].append(at.issue)
-        self.fits &= all(known >= 0 for _, _, known, _ in self.starts)
+        self.fits &= all(known >= 0 for _, known, _ in self.starts)
         self.fits &= all(
             self.counted.modes[s][known].fused >= 0
-            for _, s, known, kind in self.starts
+            for s, known, kind in self.starts
             if kind == B.value and known >= 0
         )
         if self.fits:
@@ -79,26 +73,20 @@ class Solution:
     def _fill(self) -> None:
         for message in self.run.messages:
             way = "back" if message.made.backward else "there"
-            g = self.group[message.made.microbatch]
-            self.starts[g, message.made.stage, 0, way].append(message.depart)
-        for g in range(len(self.v.groups)):
-            self._fill_group(g)
+            self.starts[message.made.stage, 0, way].append(message.depart)
+        for s, modes in enumerate(self.v.modes):
+            for k, mode in enumerate(modes):
+                for name, count in self._kinds(mode):
+                    self._set(count, self.starts[s, k, name])
+                self._put(mode.total, len(self.starts[s, k, F.value]))
+        for s, (there, back) in enumerate(zip(self.v.sent, self.v.returned, strict=True)):
+            for sent, source, way in ((there, s, "there"), (back, s + 1, "back")):
+                if sent is not None:
+                    self._set(sent, self.starts[source, 0, way])
         for device, begun in self.v.begun.items():
             self._set(begun, [min(at.start for at in self.run.times[device])])
         for s, reduced in self.v.reduced.items():
             self._set(reduced, [sync.start for sync in self.run.grad_syncs if sync.stage == s])
-
-    def _fill_group(self, g: int) -> None:
-        group = self.v.groups[g]
-        for s, modes in enumerate(group.modes):
-            for k, mode in enumerate(modes):
-                for name, count in self._kinds(mode):
-                    self._set(count, self.starts[g, s, k, name])
-                self._put(mode.total, len(self.starts[g, s, k, F.value]))
-        for s, (there, back) in enumerate(zip(group.sent, group.returned, strict=True)):
-            for message, source, way in ((there, s, "there"), (back, s + 1, "back")):
-                if message is not None:
-                    self._set(message, self.starts[g, source, 0, way])
 
     def _kinds(self, mode: ModeCounts) -> Iterator[tuple[str, Count]]:
         named = (
@@ -143,12 +131,11 @@ class Solution:
 @given(
     st.one_of(cases(menus=True), cases(tight=True, menus=True)),
     st.sampled_from([1.0, 0.37, 1.9, 4.0]),
-    st.booleans(),
 )
-def test_every_schedule_is_a_solution(case: Case, share: float, apart: bool) -> None:
+def test_every_schedule_is_a_solution(case: Case, share: float) -> None:
     """Whatever the grid: the starts of a legal schedule, rounded down, break no row below it."""
     step = (grid_ms(case.problem) or 1.0) * share
-    solution = Solution(case, step, apart=apart)
+    solution = Solution(case, step)
     assume(solution.length > 0)
     assume(solution.fits or solution.v.is_empty)
     assert not solution.v.is_empty
@@ -157,22 +144,28 @@ def test_every_schedule_is_a_solution(case: Case, share: float, apart: bool) -> 
             assert not solution.breaks(left, right), (family.__name__, left.terms, right)
 
 
-def answer(problem: Problem, horizon_ms: float, *, apart: bool = False) -> CountAnswer:
+def answer(problem: Problem, horizon_ms: float) -> CountAnswer:
     """What the integer model says, in one run."""
-    return ends_within(problem, horizon_ms, Stop(30), apart=apart)
+    return ends_within(problem, horizon_ms, Stop(30))
 
 
 @few(25)
-@given(tiny_problems(menus=True), st.booleans())
-def test_nothing_that_exists_is_denied(given: Problem, apart: bool) -> None:
+@given(tiny_problems(menus=True))
+def test_nothing_that_exists_is_denied(given: Problem) -> None:
     """Exhaustive search is the judge: modes, lanes, hosts, links, both objectives."""
     best = optimum(given)
     if best > 0:
-        assert answer(given, best, apart=apart) is not CountAnswer.NO
+        assert answer(given, best) is not CountAnswer.NO
 
 
 HALF = {"activation_bytes": 2 * UNIT, "weight_context_bytes": UNIT, "offload_bytes": 2 * UNIT}
 AGAIN = {"activation_bytes": 10, "recompute_ms": 3, "checkpoint_bytes": 1}
+MENU = [{"name": "keep"}, {"name": "moved", "forward_bytes": UNIT, "offload_bytes": UNIT}]
+"""Where keep does not fit every cell has to move."""
+
+FEW_MS = {"forward_ms": 1, "backward_input_ms": 1, "backward_weight_ms": 1}
+MOVED = {"device": 0, "costs": [{**FEW_MS, "activation_bytes": 4 * UNIT, "modes": MENU}]}
+V2 = {"format": "optpipe/problem/v2"}
 FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "memory": ([stage(), stage(1)], [{"memory_bytes": 10}] * 2, {}),
     "offload": ([stage(0, 3, 2, 1, **HALF)], [bus(memory_bytes=3 * UNIT)], {}),
@@ -182,7 +175,14 @@ FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         {},
     ),
     "half duplex": (
-        [stage(0, 1, 1, 1, **HALF)], [bus(memory_bytes=3 * UNIT, half_duplex=True)], {}
+        [MOVED],
+        [bus(memory_bytes=2 * UNIT, half_duplex=True, d2h_gb_per_s=0.5, h2d_gb_per_s=0.5)],
+        V2,
+    ),
+    "host": (
+        [MOVED],
+        [bus(memory_bytes=UNIT, host="h")],
+        {**V2, "hosts": [{"name": "h", "memory_bytes": UNIT}]},
     ),
     "recompute": ([stage(0, 3, 2, 1, **AGAIN), stage(1)], [{"memory_bytes": 11}] * 2, {}),
     "fused": ([stage(0, 3, 2, 2, backward_ms=3), stage(1)], [{"memory_bytes": 20}] * 2, {}),
@@ -196,20 +196,16 @@ FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "link": (
         [stage(output_bytes=4 * UNIT), stage(1)],
         [{"memory_bytes": 1000}] * 2,
-        {
-            "format": "optpipe/problem/v2",
-            "links": [{"from": 0, "to": 1, "bandwidth_gb_per_s": 1.0}],
-        },
+        {**V2, "links": [{"from": 0, "to": 1, "bandwidth_gb_per_s": 1.0}]},
     ),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_what_does_not_exist_is_denied(name: str, apart: bool) -> None:
+def test_what_does_not_exist_is_denied(name: str) -> None:
     """Of every kind of limit there is a problem whose optimum it proves, to the step."""
     stages, devices, fields = FAMILIES[name]
     given = problem(stages, devices, m=2 if len(devices) == len(stages) else 1, **fields)
     best = optimum(given)
-    assert answer(given, best, apart=apart) is CountAnswer.YES
-    assert answer(given, best - 0.5, apart=apart) is CountAnswer.NO
+    assert answer(given, best) is CountAnswer.YES
+    assert answer(given, best - 0.5) is CountAnswer.NO

@@ -117,15 +117,6 @@ class ModeCounts(NamedTuple):
         return [self.weight] if self.fused is None else [self.weight, self.fused]
 
 
-class _Group(NamedTuple):
-    """Micro-batches that are not told apart: by stage their modes, and messages (else None)."""
-
-    size: int
-    modes: list[tuple[ModeCounts, ...]]
-    sent: list[Count | None]
-    returned: list[Count | None]
-
-
 class CountVariables:
     """All counts of a problem below its horizon; ``lows`` and ``tops`` are those of the columns.
 
@@ -135,8 +126,10 @@ class CountVariables:
         Whether the windows alone prove that nothing ends in time.
     windows
         Per stage, of F, of I and B together, and of the weight pieces.
-    groups
-        All micro-batches together, or where they are told apart each alone.
+    modes
+        Per stage the counts of its modes.
+    sent, returned
+        Per boundary, of messages up and down the stages; None where no link queues.
     absent
         What must be 0, because no step is left for it.
     begun
@@ -162,8 +155,9 @@ class CountVariables:
         if self.is_empty:
             return
         self.absent: list[Value] = []
-        sizes = [1] * self.m if given.apart else [self.m]
-        self.groups = [self._group(number, size) for number, size in enumerate(sizes)]
+        self.modes = [tuple(self._modes(s)) for s in self.indices]
+        self.sent = [self._messages(s, 0) for s in self.indices]
+        self.returned = [self._messages(s, 1) for s in self.indices]
         home = problem.stages[0].device
         self.begun = {
             device: self._begun(device)
@@ -174,41 +168,24 @@ class CountVariables:
             s: self._reduced(s) for held in problem.stages_of for s in self._syncs(held)
         }
 
-    def modes_of(self, s: int) -> list[ModeCounts]:
-        """Return the counts of all modes of a stage, of all groups."""
-        return [mode for group in self.groups for mode in group.modes[s]]
-
     def column(self, low: int, top: int) -> Value:
         """Make a column between two bounds."""
         self.lows.append(low)
         self.tops.append(top)
         return len(self.tops) - 1, 1
 
-    def _group(self, number: int, size: int) -> _Group:
-        # Stage 0 serves the groups in their order.
-        least = number if self.given.apart else 0
-        modes = [tuple(self._modes(s, least, size)) for s in self.indices]
-        sent = [self._messages(s, 0, modes, size) for s in self.indices]
-        returned = [self._messages(s, 1, modes, size) for s in self.indices]
-        return _Group(size, modes, sent, returned)
-
-    def _modes(self, s: int, least: int, size: int) -> Iterator[ModeCounts]:
+    def _modes(self, s: int) -> Iterator[ModeCounts]:
         modes = self.given.modes[s]
         for mode in modes:
-            total = self.column(0, size) if len(modes) > 1 else (ONE, size)
-            yield self._mode(s, mode, total, size, least)
+            total = self.column(0, self.m) if len(modes) > 1 else (ONE, self.m)
+            yield self._mode(s, mode, total)
 
-    def _mode(self, s: int, mode: CountMode, total: Value, size: int, least: int) -> ModeCounts:
-        forward, gradient, weight = (
-            window._replace(earliest=window.earliest[:size]) for window in self.windows[s]
-        )
-        if s == 0 and least:
-            window = self.windows[s][0]
-            forward = forward._replace(earliest=window.earliest[least : least + size])
+    def _mode(self, s: int, mode: CountMode, total: Value) -> ModeCounts:
+        forward, gradient, weight = self.windows[s]
         back_last = int(gradient.latest[-1])
         fused_total, split_total = _NONE, total
         if mode.fused >= 0:
-            fused_total, split_total = self.column(0, size), self.column(0, size)
+            fused_total, split_total = self.column(0, self.m), self.column(0, self.m)
         count = self._count
         made = forward.earliest + mode.forward
         home, again = max(0, mode.home), max(0, mode.again)
@@ -222,13 +199,10 @@ class CountVariables:
             restored = count(gone + home, back_last - again, total, mode.again_ms)
         if mode.fused >= 0:
             fused = count(gradient.earliest, back_last, fused_total, mode.fused_ms)
-        # The last of a stage may be any of several groups but that of stage 0's F.
-        fixed = self.given.apart and s == 0
-        last = int(forward.latest[least] if fixed else forward.latest[-1])
         return ModeCounts(
             mode=mode,
             total=total,
-            forward=count(forward.earliest, last, total, mode.forward_ms),
+            forward=count(forward.earliest, int(forward.latest[-1]), total, mode.forward_ms),
             gradient=count(gradient.earliest, back_last, split_total, mode.gradient_ms),
             weight=count(weight.earliest, int(weight.latest[-1]), split_total, mode.weight_ms),
             fused=fused,
@@ -250,21 +224,19 @@ class CountVariables:
             self.absent.append(whole)
         return Count(first, range(begin, len(self.tops)), whole, self.given.steps(ms), ms)
 
-    def _messages(
-        self, s: int, way: int, modes: list[tuple[ModeCounts, ...]], size: int
-    ) -> Count | None:
+    def _messages(self, s: int, way: int) -> Count | None:
         lane = self.given.problem.boundary_lanes[s][way]
         if lane.ms <= 0:
             return None
         source, target = (s, s + 1) if way == 0 else (s + 1, s)
-        made = self.windows[source][way].earliest[:size] + min(
+        made = self.windows[source][way].earliest + min(
             count.length
-            for mode in modes[source]
+            for mode in self.modes[source]
             for count in ((mode.forward,) if way == 0 else mode.backwards)
         )
         needed = int(self.windows[target][way].latest[-1])
         last = needed - self.given.steps(self.given.problem.boundary_ms[s][way])
-        return self._count(made, last, (ONE, size), lane.ms)
+        return self._count(made, last, (ONE, self.m), lane.ms)
 
     def _begun(self, device: int) -> Count:
         windows = [self.windows[s][0] for s in self.given.problem.stages_of[device]]
@@ -296,19 +268,16 @@ def adds_up(v: CountVariables) -> Iterator[CountRow]:
     """Every micro-batch has one mode, and in it one kind of backward (1)."""
     for none in v.absent:
         yield CountRow(CountSum().add(none), 0)
-    for group in v.groups:
-        for modes in group.modes:
-            yield from _equal([(mode.total, 1) for mode in modes], group.size)
+    for modes in v.modes:
+        yield from _equal([(mode.total, 1) for mode in modes], v.m)
+        for mode in modes:
+            if mode.fused is not None:
+                parts = [(mode.gradient.whole, 1), (mode.fused.whole, 1), (mode.total, -1)]
+                yield from _equal(parts, 0)
+    for stage, modes in zip(v.given.problem.stages, v.modes, strict=True):
+        if stage.uniform_modes and len(modes) > 1:
             for mode in modes:
-                if mode.fused is not None:
-                    parts = [(mode.gradient.whole, 1), (mode.fused.whole, 1), (mode.total, -1)]
-                    yield from _equal(parts, 0)
-    for s in v.indices:
-        if v.given.problem.stages[s].uniform_modes:
-            for k in range(len(v.given.modes[s]) if len(v.given.modes[s]) > 1 else 0):
-                used = v.column(0, 1)
-                totals = [(group.modes[s][k].total, 1) for group in v.groups]
-                yield from _equal([*totals, (used, -v.m)], 0)
+                yield from _equal([(mode.total, 1), (v.column(0, 1), -v.m)], 0)
 
 
 def _equal(parts: Sequence[tuple[Value, int]], right: int) -> Iterator[CountRow]:
@@ -329,7 +298,7 @@ def grows(v: CountVariables) -> Iterator[CountRow]:
 def in_windows(v: CountVariables) -> Iterator[CountRow]:
     """The k-th start of a stage, whatever its mode, lies in its window (3)."""
     for s in v.indices:
-        modes = v.modes_of(s)
+        modes = v.modes[s]
         forward, gradient, weight = v.windows[s]
         forwards = [(mode.forward, 0) for mode in modes]
         backwards = [(count, 0) for mode in modes for count in mode.backwards]
@@ -379,7 +348,7 @@ def _after(later: Sequence[Count], earlier: Sequence[tuple[Count, int]]) -> Iter
 
 def cells_go_on(v: CountVariables) -> Iterator[CountRow]:
     """A cell's actions follow each other: F, copies, RECOMPUTE, I or B, W (4)."""
-    for mode in (mode for s in v.indices for mode in v.modes_of(s)):
+    for mode in (mode for modes in v.modes for mode in modes):
         steps: list[tuple[Count, ...]] = [(mode.forward,)]
         lags = [mode.forward.length]
         if mode.out is not None and mode.issue is not None and mode.home is not None:
@@ -397,28 +366,27 @@ def cells_go_on(v: CountVariables) -> Iterator[CountRow]:
 
 def data_arrives(v: CountVariables) -> Iterator[CountRow]:
     """A pass waits for that of its neighbour and its message, which may wait for its link (5)."""
-    for group in v.groups:
-        for s, (this, following) in enumerate(pairwise(group.modes)):
-            there, back = v.given.problem.boundary_ms[s]
-            steps = v.given.steps
-            down = [(m.forward, steps(m.forward.ms + there)) for m in this]
-            up = [(c, steps(c.ms + back)) for m in following for c in m.backwards]
-            forwards = [mode.forward for mode in following]
-            backwards = [count for mode in this for count in mode.backwards]
-            for message, made, taken, ms in (
-                (group.sent[s], down, forwards, there),
-                (group.returned[s], up, backwards, back),
-            ):
-                yield from _after(taken, made)
-                if message is not None:
-                    yield from _after([message], [(count, count.length) for count, _ in made])
-                    yield from _after(taken, [(message, steps(ms))])
+    steps = v.given.steps
+    for s, (this, following) in enumerate(pairwise(v.modes)):
+        there, back = v.given.problem.boundary_ms[s]
+        down = [(m.forward, steps(m.forward.ms + there)) for m in this]
+        up = [(c, steps(c.ms + back)) for m in following for c in m.backwards]
+        forwards = [mode.forward for mode in following]
+        backwards = [count for mode in this for count in mode.backwards]
+        for message, made, taken, ms in (
+            (v.sent[s], down, forwards, there),
+            (v.returned[s], up, backwards, back),
+        ):
+            yield from _after(taken, made)
+            if message is not None:
+                yield from _after([message], [(count, count.length) for count, _ in made])
+                yield from _after(taken, [(message, steps(ms))])
 
 
 def one_at_a_time(v: CountVariables) -> Iterator[CountRow]:
     """A device's compute lane runs one action, and RELOADs are issued between two of them (6)."""
     for device, held in enumerate(v.given.problem.stages_of):
-        modes = [mode for s in held for mode in v.modes_of(s)]
+        modes = [mode for s in held for mode in v.modes[s]]
         lane = [count for mode in modes for count in mode.computes]
         yield from _taking_turns(lane)
         if v.given.binds[device]:
@@ -447,8 +415,7 @@ def _issued_between(
         if issue is None:
             continue
         size = mode.mode.by_issue
-        most = v.m // len(v.groups)
-        most = min(most, room // size) if size > 0 else most
+        most = min(v.m, room // size) if size > 0 else v.m
         for step in range(issue.first, issue.last + 1):
             left = CountSum().add(issue, step).add(issue, step - 1, -1)
             for count in lane:
@@ -463,15 +430,14 @@ def transfers_take_turns(v: CountVariables) -> Iterator[CountRow]:
         device = v.given.problem.stages[s].device
         own = v.given.problem.devices[device]
         for way in ("out", "home"):
-            copies = [count for mode in v.modes_of(s) if (count := getattr(mode, way)) is not None]
+            copies = [count for mode in v.modes[s] if (count := getattr(mode, way)) is not None]
             lanes["device", device, "both" if own.half_duplex else way] += copies
             if own.pcie_group is not None:
                 lanes["group", own.pcie_group, way] += copies
     for s, (there, back) in enumerate(v.given.problem.boundary_lanes):
-        for group in v.groups:
-            for link, message in ((there, group.sent[s]), (back, group.returned[s])):
-                if message is not None:
-                    lanes["link", link.link].append(message)
+        for link, message in ((there, v.sent[s]), (back, v.returned[s])):
+            if message is not None:
+                lanes["link", link.link].append(message)
     for counts in lanes.values():
         yield from _taking_turns(counts)
 
@@ -481,7 +447,7 @@ def fits_device_memory(v: CountVariables) -> Iterator[CountRow]:
     for device, held in enumerate(v.given.problem.stages_of):
         if not v.given.binds[device]:
             continue
-        modes = [mode for s in held for mode in v.modes_of(s)]
+        modes = [mode for s in held for mode in v.modes[s]]
         parts = [part for mode in modes for part in _bytes(mode) if part[2]]
         first = min((count.first for count, _, _ in parts), default=0)
         for step in range(first, v.given.ends[device] + 1):
@@ -515,7 +481,7 @@ def fits_host_memory(v: CountVariables) -> Iterator[CountRow]:
         if host.memory_bytes is None:
             continue
         parts = {
-            d: [mode for s in held for mode in v.modes_of(s) if mode.mode.moves]
+            d: [mode for s in held for mode in v.modes[s] if mode.mode.moves]
             for d, held in enumerate(problem.stages_of)
             if problem.devices[d].host == host.name
         }
@@ -548,7 +514,7 @@ def ends_in_time(v: CountVariables) -> Iterator[CountRow]:
         device = problem.stages[s].device
         end = v.given.ends[device]
         sync = v.given.steps(problem.stages[s].grad_sync_ms)
-        modes = v.modes_of(s)
+        modes = v.modes[s]
         for count in (count for mode in modes for count in mode.computes):
             yield CountRow(CountSum().add(count.whole).add(count, end - count.length, -1), 0)
         ended = [(count, count.length) for mode in modes for count in mode.weights]
@@ -578,7 +544,7 @@ def _own_clock(
     begun = v.begun[v.given.problem.stages[s].device]
     for step in range(begun.last + 1):
         left = CountSum().add(begun, step, -v.m)
-        for mode in v.modes_of(s):
+        for mode in v.modes[s]:
             left.add(mode.forward, step)
         yield CountRow(left, 0)
         left = CountSum().add(begun, step, v.m)
@@ -588,20 +554,12 @@ def _own_clock(
 
 
 def _all_counts(v: CountVariables) -> Iterator[Count]:
-    for group in v.groups:
-        for mode in (mode for modes in group.modes for mode in modes):
-            yield from mode.computes
-            yield from (count for count in (mode.out, mode.issue, mode.home) if count is not None)
-        yield from (count for count in (*group.sent, *group.returned) if count is not None)
+    for mode in (mode for modes in v.modes for mode in modes):
+        yield from mode.computes
+        yield from (count for count in (mode.out, mode.issue, mode.home) if count is not None)
+    yield from (count for count in (*v.sent, *v.returned) if count is not None)
     yield from v.begun.values()
     yield from v.reduced.values()
-
-
-def one_after_another(v: CountVariables) -> Iterator[CountRow]:
-    """Stage 0 serves micro-batches that are told apart in their order (11)."""
-    for first, second in pairwise(v.groups):
-        earlier = [(mode.forward, mode.forward.length) for mode in first.modes[0]]
-        yield from _after([mode.forward for mode in second.modes[0]], earlier)
 
 
 FAMILIES_OF_ROWS = (
@@ -615,7 +573,6 @@ FAMILIES_OF_ROWS = (
     fits_device_memory,
     fits_host_memory,
     ends_in_time,
-    one_after_another,
 )
 
 

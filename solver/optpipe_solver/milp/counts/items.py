@@ -136,8 +136,6 @@ class CountProblem:
     before, after
         What starts at the earliest, and what must at least follow each end, on the clock that
         begins with stage 0's first F; under span ``after`` holds on stage 0's device.
-    apart
-        Whether micro-batches are told apart: more columns, and nothing relaxed by it.
     """
 
     problem: Problem
@@ -145,7 +143,6 @@ class CountProblem:
     horizon_ms: float
     before: EventTimes
     after: EventTimes
-    apart: bool = False
 
     def steps(self, ms: float) -> int:
         """Return a time in steps, rounded down."""
