@@ -166,9 +166,11 @@ def _facts(programs: Programs) -> _Facts:
             if kind.is_backward:
                 is_fused = kind is ActionType.FULL_BACKWARD
                 facts.backwards[cell] = "fused (B)" if is_fused else "split (I, W)"
-                facts.pairings[cell] = "alone"
-                if paired and index:
-                    facts.pairings[cell] = f"with F of stage {program[index - 1].stage}"
+                facts.pairings.setdefault(cell, "alone")
+            if paired:
+                what = "" if kind in {ActionType.BACKWARD_INPUT, ActionType.FULL_BACKWARD} else kind
+                other = f"with F of stage {program[index - 1].stage}" if index else "with nothing"
+                facts.pairings[cell] = f"{what} {other}".lstrip()
     return facts
 
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CODES",
     "KINDS",
+    "PAIRED_NUMBER",
     "CompiledProblem",
     "Rows",
     "durations_of",
@@ -54,10 +55,11 @@ CODES = (*KINDS, ActionType.BACKWARD_INPUT, ActionType.FULL_BACKWARD)
 """The type of every integer: the last two are the I and the B of pairs."""
 
 _KIND_NUMBER = {kind: number for number, kind in enumerate(KINDS)}
-_PAIRED_NUMBER = {
+PAIRED_NUMBER = {
     ActionType.BACKWARD_INPUT: simulate.PAIRED_INPUT,
     ActionType.FULL_BACKWARD: simulate.PAIRED_BACKWARD,
 }
+"""Numbers of the passes that may run as the second of a pair."""
 
 
 class Rows(NamedTuple):
@@ -98,7 +100,7 @@ class CompiledProblem:
         for device, program in enumerate(programs):
             for at, (stage, kind, microbatch, mode, paired) in enumerate(program):
                 cell = stage * m + microbatch
-                number = _PAIRED_NUMBER[kind] if paired else _KIND_NUMBER[kind]
+                number = PAIRED_NUMBER[kind] if paired else _KIND_NUMBER[kind]
                 actions[device, at] = number * cells + cell
                 if mode:
                     named[cell] = _number(self.problem, stage, mode)

@@ -16,7 +16,7 @@ import numpy as np
 from optpipe.check import find_violations
 from optpipe.memory import EFFECTS, device_peak_bytes, host_peak_bytes
 from optpipe.simulate import simulate
-from optpipe_solver.arrays.encoding import KINDS, CompiledProblem
+from optpipe_solver.arrays.encoding import KINDS, PAIRED_NUMBER, CompiledProblem
 from optpipe_solver.arrays.simulate import (
     BACKWARD_INPUT,
     FULL_BACKWARD,
@@ -118,6 +118,8 @@ def _is_addressable(problem: Problem, programs: Programs) -> bool:
         if len(program) > len(held) * m * len(KINDS):
             return False
         if not all(0 <= s < num_stages and 0 <= j < m for s, _, j, *_ in program):
+            return False
+        if any(action.paired and action.type not in PAIRED_NUMBER for action in program):
             return False
     return True
 
