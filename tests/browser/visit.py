@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from playwright.sync_api import Browser, Page
 
-PATIENCE_MS = 60_000
+PATIENCE_MS = 180_000
 READY = "body[data-ready]"
 DRAWN = "#job .chart[data-drawn]"
 DESKTOP, PHONE = (1280, 860), (360, 740)
