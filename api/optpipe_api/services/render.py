@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from optpipe_api.access import Principal
     from optpipe_api.jobs import StoredSchedule
     from optpipe_api.services.jobs import JobService
-    from optpipe_solver.tune import TuneRow
+    from optpipe_solver.tune import TuneQuestion, TuneRow
 
 __all__ = [
     "MOST_CHARTED",
@@ -227,7 +227,7 @@ async def row_of(
 
 def kept_row(question: str, checkpoint: str, row_id: str) -> KeptRow:
     """Return a row of a tune; raises `ScheduleNotFoundError` if it has none of this id."""
-    row = _row_of(question, checkpoint, row_id)
+    row = _row_of(_question_of(question), checkpoint, row_id)
     schedule = evaluate(row.problem, row.programs, Provenance(method=row.method))
     return KeptRow(
         row.problem.model_dump_json(by_alias=True),
@@ -241,7 +241,7 @@ def pasted_row(question: str, checkpoint: str, row_id: str, form: str) -> str:
     from optpipe_solver.tune.document import paste  # noqa: PLC0415 - heavy
 
     try:
-        return paste(_row_of(question, checkpoint, row_id), form)
+        return paste(_row_of(_question_of(question), checkpoint, row_id), form)
     except InputError as error:
         if isinstance(error, ScheduleNotFoundError):
             raise
@@ -250,16 +250,22 @@ def pasted_row(question: str, checkpoint: str, row_id: str, form: str) -> str:
 
 def recut_row(question: str, checkpoint: str, row_id: str, layers: tuple[int, ...]) -> str:
     """Return a row with other layers per stage, as JSON; raises `InputError` if they are no cut."""
-    from optpipe_solver.tune import read_question, recut  # noqa: PLC0415 - heavy
+    from optpipe_solver.tune import recut  # noqa: PLC0415 - heavy
 
-    row = _row_of(question, checkpoint, row_id)
-    return json.dumps(recut(read_question(json.loads(question)).question, row, layers).as_json())
+    asked = _question_of(question)
+    return json.dumps(recut(asked, _row_of(asked, checkpoint, row_id), layers).as_json())
 
 
-def _row_of(question: str, checkpoint: str, row_id: str) -> TuneRow:
-    from optpipe_solver.tune.document import read_kept, read_question  # noqa: PLC0415 - heavy
+def _question_of(text: str) -> TuneQuestion:
+    from optpipe_solver.tune import read_question  # noqa: PLC0415 - heavy
 
-    row = read_kept(read_question(json.loads(question)).question, checkpoint, row_id)
+    return read_question(json.loads(text)).question
+
+
+def _row_of(question: TuneQuestion, checkpoint: str, row_id: str) -> TuneRow:
+    from optpipe_solver.tune.document import read_kept  # noqa: PLC0415 - heavy
+
+    row = read_kept(question, checkpoint, row_id)
     if row is None:
         raise ScheduleNotFoundError(
             f"row {row_id}: is none of the eleven fastest of this tune, of its Pareto front or "

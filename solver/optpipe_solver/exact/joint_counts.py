@@ -16,8 +16,8 @@ from optpipe_solver.bounds.relaxation import relaxed
 from optpipe_solver.exact.device_subsets import SMALL
 from optpipe_solver.feasibility import fifo_loses_nothing, usable_modes
 from optpipe_solver.incumbent import Goal
+from optpipe_solver.milp.counts.constraints import count_model
 from optpipe_solver.milp.counts.items import CountProblem, EventTimes, step_ms
-from optpipe_solver.milp.counts.model import count_model
 from optpipe_solver.milp.highs import MilpStatus, solve_milp
 
 if TYPE_CHECKING:

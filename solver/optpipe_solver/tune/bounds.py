@@ -45,14 +45,14 @@ from optpipe_solver.milp.plan.pattern import HELD, NUM_DURATIONS, kind_number, p
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from optpipe.presets import Training
+    from optpipe.presets import PipelineCut, Training
     from optpipe.presets.step import StagePart
     from optpipe_solver.arrays import Floats
     from optpipe_solver.milp.highs import Constraint, Linear, Variable
     from optpipe_solver.milp.plan.pattern import Boundary, LongestPath, MemoryMoment
     from optpipe_solver.tune.space import TuneCandidate, TuneQuestion
 
-__all__ = ["CutNumbers", "LayerTable", "best_cut"]
+__all__ = ["CutNumbers", "LayerTable", "best_cut", "fused_family"]
 
 _ROUNDING = 1e-9
 _TOLERANCE = 1e-5
@@ -60,6 +60,11 @@ _PATIENCE, _ENOUGH, _COARSE = 8, 2e-3, 0.01
 _NO_CUT: tuple[int, ...] = ()
 _MOST_CELLS = 20_000
 _FORWARD, _BACK = kind_number(ActionType.FORWARD), kind_number(ActionType.FULL_BACKWARD)
+
+
+def fused_family(chunks: int) -> str:
+    """Return the fused order that frameworks have for so many stages of each rank."""
+    return "1f1b" if chunks == 1 else "interleaved"
 
 
 class _LayerNumbers(NamedTuple):
@@ -141,12 +146,12 @@ class LayerTable:
         ms = _Packing(self, candidate).least_ms()
         return max(m * ms + self.after_ms, self.quick_ms(candidate))
 
-    def cut_numbers(self, candidate: TuneCandidate, links: Sequence[Boundary]) -> CutNumbers | None:
+    def cut_numbers(self, cut: PipelineCut, links: Sequence[Boundary]) -> CutNumbers | None:
         """Return what decides the best cut; None for other orders, one stage, or too many cells.
 
         ``links`` are what lies between the stages, see `boundaries`.
         """
-        cells = candidate.pp * candidate.chunks * candidate.num_microbatches
+        cells = cut.pp * cut.chunks * cut.num_microbatches
         if not self.fused or len(links) == 0 or cells > _MOST_CELLS:
             return None
         layers = self.parts[1:-1]
@@ -154,9 +159,9 @@ class LayerTable:
         if not shares:
             return None
         return CutNumbers(
-            pp=candidate.pp,
-            chunks=candidate.chunks,
-            num_microbatches=candidate.num_microbatches,
+            pp=cut.pp,
+            chunks=cut.chunks,
+            num_microbatches=cut.num_microbatches,
             links=tuple(links),
             number=sum(part.number for part in layers),
             whole_ms=sum(part.number * part.whole_ms for part in layers),
@@ -218,10 +223,14 @@ class _CutProgram:
         self.given = given
         pp, chunks, m = given.pp, given.chunks, given.num_microbatches
         self.placement = placement_of("linear" if chunks == 1 else "loop", pp, chunks)
-        names = ("1f1b",) if chunks == 1 else ("interleaved",)
         self.pattern = next(
             patterns_of(
-                self.placement, m, given.links, transfers=False, recompute=False, names=names
+                self.placement,
+                m,
+                given.links,
+                transfers=False,
+                recompute=False,
+                names=(fused_family(chunks),),
             )
         )
         self.stages, last = range(pp * chunks), pp * chunks - 1

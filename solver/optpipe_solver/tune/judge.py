@@ -19,7 +19,7 @@ from optpipe_solver.milp.plan.model import plan_pattern
 from optpipe_solver.milp.plan.pattern import boundaries, patterns_of
 from optpipe_solver.plan import plan
 from optpipe_solver.portfolio import all_starts
-from optpipe_solver.tune.bounds import LayerTable, best_cut
+from optpipe_solver.tune.bounds import LayerTable, best_cut, fused_family
 
 if TYPE_CHECKING:
     from optpipe.model import Model
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from optpipe.schedule import Programs
     from optpipe_solver.budget import Stop
     from optpipe_solver.plan import PlacementKind
-    from optpipe_solver.tune.space import TuneCandidate, TuneQuestion
+    from optpipe_solver.tune.space import TuneQuestion
 
 __all__ = [
     "LAYOUTS",
@@ -187,7 +187,7 @@ def judge(question: TuneQuestion, configuration: Configuration) -> TuneRow | Non
     cut, question = configuration.pipeline, replace(question, headroom=0.0)
     made = ConfigurationJudge(question, configuration.training, cut, is_limited=False)
     sizes = configuration.sizes or made.sizes("even")
-    return made.by_names(sizes, _fused_families(cut.chunks))
+    return made.by_names(sizes, (fused_family(cut.chunks),))
 
 
 def recut(question: TuneQuestion, row: TuneRow, sizes: tuple[int, ...]) -> TuneRow:
@@ -267,9 +267,7 @@ class ConfigurationJudge:
         """The layers, and what they run on."""
         return self.made.model
 
-    def by_cut(
-        self, candidate: TuneCandidate, best_ms: float, seconds: float = inf
-    ) -> tuple[TuneRow | None, float]:
+    def by_cut(self, best_ms: float, seconds: float = inf) -> tuple[TuneRow | None, float]:
         """Return the schedule of the cut that `best_cut` finds, and its bound of all cuts in ms.
 
         The bound is of the pipeline alone, 0 where nothing is known. Nothing is simulated where no
@@ -279,7 +277,7 @@ class ConfigurationJudge:
         model, placement = self.model, self.made.placement
         if len({stage.output_bytes for stage in model.stages_on[0][:-1]}) > 1:
             return None, 0.0
-        numbers = table.cut_numbers(candidate, boundaries(model, placement))
+        numbers = table.cut_numbers(self.cut, boundaries(model, placement))
         if numbers is None:
             return None, 0.0
         bound_ms, sizes = best_cut(numbers, best_ms - table.after_ms, seconds)
@@ -314,7 +312,7 @@ class ConfigurationJudge:
     def families(self) -> tuple[str, ...]:
         """The families that the framework has; none that takes long for many cells."""
         if self.question.framework == "megatron":
-            return _fused_families(self.cut.chunks)
+            return (fused_family(self.cut.chunks),)
         return tuple(
             family.name
             for family in FAMILIES
@@ -341,7 +339,7 @@ class ConfigurationJudge:
             boundaries(self.model, self.made.placement),
             transfers=False,
             recompute=False,
-            names=_fused_families(self.cut.chunks),
+            names=(fused_family(self.cut.chunks),),
         )
         found = plan_pattern(self.model, next(patterns), stop)
         if isinstance(found, float):
@@ -442,7 +440,3 @@ def _placed(cut: PipelineCut, problem: Problem) -> PipelineCut:
     names: tuple[str, ...] = ("linear",) if chunks == 1 else ("loop", "v")
     found = [n for n in names if placement_of(n, cut.pp, chunks) == problem.placement]
     return replace(cut, chunks=chunks, placement=found[0] if found else cut.placement)
-
-
-def _fused_families(chunks: int) -> tuple[str, ...]:
-    return ("1f1b",) if chunks == 1 else ("interleaved",)

@@ -280,7 +280,7 @@ def _look(task: _Task, should_stop: Callable[[], bool] | None = None) -> _Found:
     if task.level is _Level.SIMULATED:
         return made.simulated(), 0.0
     if task.level is _Level.CUT:
-        return made.by_cut(candidate, task.best_ms, task.seconds)
+        return made.by_cut(task.best_ms, task.seconds)
     return made.planned(Stop(task.seconds, seed=task.seed, should_stop=should_stop))
 
 

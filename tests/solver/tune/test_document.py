@@ -125,6 +125,12 @@ def test_a_measured_step_calibrates_every_time() -> None:
     after = judge(asked.question, asked.current)
     assert after is not None
     assert after.step_ms == pytest.approx(2.0 * before.step_ms, rel=1e-3)
+    uneven = {**ASKED, "current": {**ASKED["current"], "layers": [4, 4, 4, 22]}}
+    asked = read_question({**uneven, "measured_step_s": 2.0})
+    assert asked.current is not None
+    cut = judge(asked.question, asked.current)
+    assert cut is not None
+    assert cut.step_ms == pytest.approx(2000, rel=0.1)
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,7 @@ def test_no_cut_of_any_configuration_beats_its_bounds(question: TuneQuestion, th
         for candidate in group:
             fastest_ms = best_of[candidate]
             made = ConfigurationJudge(question, training, candidate.cut())
-            cut_ms = made.by_cut(candidate, inf)[1] + table.after_ms
+            cut_ms = made.by_cut(inf)[1] + table.after_ms
             for bound_ms in (table.quick_ms(candidate), table.packed_ms(candidate), cut_ms):
                 assert bound_ms <= fastest_ms * (1 + 1e-6), candidate
             num_cut += cut_ms > table.packed_ms(candidate) * (1 + 1e-6)
