@@ -62,6 +62,7 @@ def board_state(table: Table) -> list[list[float]]:
     return found
 
 
+@few(15)
 @given(cases(menus=True), st.integers(0, 2**32), st.floats(0.0, 2.0))
 def test_after_any_moves_the_board_is_that_of_a_fresh_start(
     case: Case, seed: int, slack: float
