@@ -48,6 +48,9 @@ _MOST_CELLS = 32
 _ROUNDING = 1e-6
 """Share of a unit that a time in ms may be off."""
 
+_ANY_TAIL = -(1 << 40)
+"""Units: of an action that may end at any time, as the clock is not its device's."""
+
 _ALL_ROUNDING = 1e-3
 """Share of a unit that the times of a path may be off together."""
 
@@ -193,10 +196,14 @@ def _problem_of(problem: Problem, horizon_ms: float, devices: Sequence[int]) -> 
     fuses = [fusing_may_pay(problem, s) for s in range(len(stages))]
     lanes = _device_lanes([problem.devices[device] for device in devices])
 
-    def events(rows: Floats) -> Ints:
+    def earliest(rows: Floats) -> Ints:
         return np.array([units(row) for row in np.maximum(0.0, rows[:, kept])])
 
-    last_i = events(after.gradient)
+    def following(rows: Floats) -> Ints:
+        """Return tails; of what stage 0's device need not wait for under span, none."""
+        return np.where(rows[:, kept] < 0, _ANY_TAIL, earliest(rows))
+
+    last_i = following(after.gradient)
     head, up_ms, down_ms = delays(model, kept)
     up, down = units(up_ms), units(down_ms)
     forward, least_i = units(model.forward[kept]), units(model.gradient[kept])
@@ -247,10 +254,10 @@ def _problem_of(problem: Problem, horizon_ms: float, devices: Sequence[int]) -> 
         group_home=lanes[3],
         issued=np.array([not _shares(problem.devices[device]) for device in devices]),
         rest=_rest(forward, least_i, up, down, int(last_i[0, 0])),
-        head_f=events(before.forward),
-        last_f=events(after.forward),
+        head_f=earliest(before.forward),
+        last_f=following(after.forward),
         last_i=last_i,
-        last_w=events(after.weight),
+        last_w=following(after.weight),
         home_device=index.get(stages[0].device, len(devices)) if is_span else -1,
         steps=max(
             2 * (mode.offload_bytes > 0) + (mode.recompute == "apart")

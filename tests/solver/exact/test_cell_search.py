@@ -49,6 +49,14 @@ def test_every_schedule_is_met(case: Case) -> None:
                 assert asked(case.problem, devices, length) is not HorizonAnswer.NONE
 
 
+def test_under_span_others_may_end_after_the_first_device() -> None:
+    """Device 1 begins 1 ms after device 0 and works on for 12: nobody is busy for longer."""
+    given = problem([stage(0, 1, 1, 0), stage(1, 1, 1, 10)], m=1, objective="span")
+    assert simulate(given, build_serial(given)).span_ms == 12
+    assert answer(given, 12.0) is HorizonAnswer.FOUND
+    assert answer(given, 11.0) is HorizonAnswer.NONE
+
+
 @few(60)
 @given(tiny_problems(menus=True))
 def test_nothing_that_exists_is_denied(given: Problem) -> None:
