@@ -347,11 +347,6 @@ class Goal:
         hair = incumbent_ms * (1 - OPTIMAL_GAP / 2)
         return cls(hair, hair, 0.0)
 
-    def between(self, low_ms: float, high_ms: float) -> float:
-        """Return a horizon halfway, which where there is a grid is no step of it."""
-        middle_ms = (low_ms + high_ms) / 2
-        return self.grid * (math.floor(middle_ms / self.grid) + 0.5) if self.grid else middle_ms
-
     def proven(self, bound_ms: float) -> float:
         """Return the bound of all schedules, given one of those looked for."""
         if self.grid > 0.0:

@@ -21,7 +21,6 @@ from optpipe_solver.bounds import lower_bounds
 from optpipe_solver.exact.beam import improve_by_beam
 from optpipe_solver.exact.device_subsets import SMALL, improve_by_exact_search
 from optpipe_solver.exact.fifo_search import fifo_can_search
-from optpipe_solver.exact.joint_counts import counts_may_prove, improve_by_counts
 from optpipe_solver.families import FAMILIES, NotApplicable
 from optpipe_solver.families.polish_blocks import improve_by_blocks
 from optpipe_solver.feasibility import feasibility, fifo_loses_nothing, knows_menu
@@ -100,7 +99,6 @@ _EXACT = SearchPart("exact", improve_by_exact_search, 100_000)
 _BEAM = SearchPart("beam", improve_by_beam, 100_000)
 _PERIODIC = SearchPart("periodic", improve_by_blocks, 500)
 _MILP = SearchPart("milp", improve_by_milp, 10)
-_COUNTS = SearchPart("counts", improve_by_counts, 10)
 
 
 class Step(NamedTuple):
@@ -139,7 +137,7 @@ def plans(problem: Problem, limits: Limits) -> tuple[SearchPlan, ...]:
     proof = _proof(problem)
     cells = len(problem.stages) * problem.num_microbatches
     if cells <= SMALL and not exact_parts_know(problem):
-        return _small_menu_plans(problem, limits, proof)
+        return _small_menu_plans(limits, proof)
     if limits.threads == 1 or limits.work_limit is not None:
         less = (Step(_RESTRICTED, 0.5 if problem.has_modes else 0.25, 4.0),)
         once = (Step(_SEARCH, 0.1, 3.0), *proof)
@@ -151,26 +149,20 @@ def plans(problem: Problem, limits: Limits) -> tuple[SearchPlan, ...]:
     )
 
 
-def _small_menu_plans(
-    problem: Problem, limits: Limits, proof: tuple[Step, ...]
-) -> tuple[SearchPlan, ...]:
+def _small_menu_plans(limits: Limits, proof: tuple[Step, ...]) -> tuple[SearchPlan, ...]:
     """Return the plans where all cells of a menu may be searched within seconds.
 
     What the local search finds at once is mostly the best; so restrictions come behind.
     """
-    early = (Step(_EXACT, 0.3, 8.0), *_counts(problem))
+    early = Step(_EXACT, 0.3, 8.0)
     less = Step(_RESTRICTED, 0.5, 4.0)
     if limits.threads == 1 or limits.work_limit is not None:
-        once = (Step(_SEARCH, 0.1, 3.0), *early, less, *proof)
+        once = (Step(_SEARCH, 0.1, 3.0), early, less, *proof)
         return (SearchPlan(once=once, again=(Step(_SEARCH, 0.6, 6.0), Step(_EXACT, 0.2, 6.0))),)
     return (
         SearchPlan(again=(Step(_SEARCH, 1.0),)),
-        SearchPlan(once=(*early, less, *proof), again=(Step(_SEARCH, 0.6), Step(_EXACT, 0.4))),
+        SearchPlan(once=(early, less, *proof), again=(Step(_SEARCH, 0.6), Step(_EXACT, 0.4))),
     )
-
-
-def _counts(problem: Problem) -> tuple[Step, ...]:
-    return (Step(_COUNTS, 0.3, 8.0),) if counts_may_prove(problem) else ()
 
 
 def exact_parts_know(problem: Problem) -> bool:
@@ -227,7 +219,7 @@ def _proof(problem: Problem) -> tuple[Step, ...]:
     stretches = Step(_STRETCHES, 0.5, 8.0)
     again = Step(_PERIODIC, 0.1, 5.0), Step(_EXACT, 0.5, 30.0)
     milp = (Step(_MILP, 0.5),) if milp_may_prove(problem) else ()
-    return (exact, *_counts(problem), beam, *again, stretches, *milp)
+    return (exact, beam, *again, stretches, *milp)
 
 
 def _finders(problem: Problem, stop: Stop) -> SearchPlan:

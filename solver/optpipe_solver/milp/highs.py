@@ -23,7 +23,6 @@ from optpipe.problem import Problem, Stage
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from numpy.typing import NDArray
     from pydantic import BaseModel
 
     from optpipe_solver.budget import Stop
@@ -38,7 +37,6 @@ __all__ = [
     "MilpOutcome",
     "MilpStatus",
     "RowByRow",
-    "SparseModel",
     "Variable",
     "at_least",
     "scale_for",
@@ -86,22 +84,6 @@ class MilpModel:
         """Add a constraint."""
         self.constraints.append(constraint)
         self.problem += constraint
-
-
-@dataclass(frozen=True, slots=True)
-class SparseModel:
-    """Integer columns between bounds, and sums of them that are limited; no objective.
-
-    Row ``r`` has the terms from ``starts[r]`` up to ``starts[r + 1]``: ``factors`` by ``columns``,
-    together at most ``limits[r]``. PuLP takes a hundred times as long to write as much.
-    """
-
-    lows: NDArray[np.float64]
-    tops: NDArray[np.float64]
-    starts: NDArray[np.int32]
-    columns: NDArray[np.int32]
-    factors: NDArray[np.float64]
-    limits: NDArray[np.float64]
 
 
 def at_least(expression: Linear, bound: float) -> Constraint:
@@ -206,14 +188,14 @@ def solver_name() -> str:
 
 
 def solve_milp(
-    model: MilpModel | SparseModel,
+    model: MilpModel,
     stop: Stop,
     *,
     integer: bool = True,
     on_solution: Callable[[Mapping[Variable, float]], None] | None = None,
     on_bound: Callable[[float], None] | None = None,
 ) -> MilpOutcome:
-    """Minimise a model, or find whether a sparse one has a solution.
+    """Minimise a model.
 
     HiGHS runs in a thread of its own, because its presolve and its root LP may not look at
     anything for seconds: the call returns 0.3 s after it is told to stop, and HiGHS itself ends
@@ -222,8 +204,7 @@ def solve_milp(
     Parameters
     ----------
     model
-        A bounded minimisation model; not to be changed any more. The values of a sparse one are
-        not told.
+        A bounded minimisation model; not to be changed any more.
     integer
         Whether integer variables must be whole; else a linear program is solved.
     stop
@@ -262,7 +243,7 @@ class _HighsRun:
 
     def __init__(
         self,
-        model: MilpModel | SparseModel,
+        model: MilpModel,
         stop: Stop,
         on_solution: Callable[[Mapping[Variable, float]], None] | None,
         on_bound: Callable[[float], None] | None,
@@ -366,32 +347,13 @@ class _HighsRun:
             event.interrupt()
 
 
-def _built(model: MilpModel | SparseModel) -> tuple[Any, list[Variable]]:
+def _built(model: MilpModel) -> tuple[Any, list[Variable]]:
     """Let PuLP write the model into a highspy object; columns stand in PuLP's index order."""
-    if isinstance(model, SparseModel):
-        return _passed(model), []
     writer = pulp.HiGHS(msg=False)
     writer.createAndConfigureSolver(model.problem)
     writer.buildSolverModel(model.problem)
     variables = sorted(model.problem.variables(), key=lambda variable: variable.index)
     return model.problem.solverModel, variables
-
-
-def _passed(model: SparseModel) -> Any:
-    make: Any = highspy.Highs
-    highs, lp, num_rows = make(), highspy.HighsLp(), len(model.limits)
-    lp.num_col_, lp.num_row_ = len(model.tops), num_rows
-    lp.col_cost_ = np.zeros(len(model.tops))
-    lp.col_lower_, lp.col_upper_ = model.lows, model.tops
-    lp.row_lower_, lp.row_upper_ = np.full(num_rows, -math.inf), model.limits
-    lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
-    lp.a_matrix_.num_col_, lp.a_matrix_.num_row_ = len(model.tops), num_rows
-    lp.a_matrix_.start_, lp.a_matrix_.index_ = model.starts, model.columns
-    lp.a_matrix_.value_ = model.factors
-    lp.integrality_ = [highspy.HighsVarType.kInteger] * len(model.tops)
-    highs.setOptionValue("output_flag", False)
-    highs.passModel(lp)
-    return highs
 
 
 def _run(highs: Any) -> None:
