@@ -5,6 +5,8 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
+from optpipe_solver.feasibility import fusing_may_pay
+
 if TYPE_CHECKING:
     from optpipe.problem import Problem
     from optpipe.schedule import Action, Programs
@@ -89,11 +91,7 @@ def devices_of_v(problem: Problem) -> int:
 
 def fusing_pays(problem: Problem) -> bool:
     """Whether B in place of I and W saves time or bytes on some stage."""
-    return any(
-        stage.fused_backward_ms < stage.backward_input_ms + stage.backward_weight_ms
-        or stage.weight_context_bytes > stage.activation_bytes
-        for stage in problem.stages
-    )
+    return any(fusing_may_pay(problem, s) for s in range(len(problem.stages)))
 
 
 def _shown(placement: tuple[int, ...]) -> str:

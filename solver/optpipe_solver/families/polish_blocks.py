@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from optpipe_solver.families.common import fusing_pays
 from optpipe_solver.families.paired_blocks import (
     PAIR_POLICIES,
     PairingSqueezer,
@@ -20,7 +21,6 @@ from optpipe_solver.families.paired_blocks import (
 )
 from optpipe_solver.families.squeeze import BuildingBlock, Early, SqueezePolicy, Squeezer
 from optpipe_solver.families.v_shape import candidate_blocks
-from optpipe_solver.feasibility import fusing_may_pay
 
 if TYPE_CHECKING:
     from optpipe.problem import Problem
@@ -56,9 +56,8 @@ def improve_by_blocks(best: Incumbent, stop: Stop) -> None:
     problem = best.problem
     if not problem.busy_ms > 0:
         return
-    may_fuse = any(fusing_may_pay(problem, s) for s in range(len(problem.stages)))
     # Where passes may pair, who is alone decides for itself whether to split.
-    kinds = (False, True) if may_fuse and not problem.pairs else (False,)
+    kinds = (False, True) if fusing_pays(problem) and not problem.pairs else (False,)
     parts = [_PolishRounds(best, stop, fused=fused) for fused in kinds]
     while any([part.next() for part in parts]):  # noqa: C419 - all in turn
         pass

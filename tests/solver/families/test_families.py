@@ -242,3 +242,17 @@ if __name__ == "__main__":
     GOLDEN_FILES.mkdir(exist_ok=True)
     for one in FAMILIES:
         (GOLDEN_FILES / f"{one.name}.csv").write_text(dump_csv(reference_programs(one)))
+
+
+def test_the_greedy_fuses_where_an_i_does_not_fit() -> None:
+    """Device 1 has room for one micro-batch, and for its B; nothing else is made soon."""
+    cells = [
+        stage(d, 3, 6, 2, activation_bytes=10 * UNIT, offload_bytes=5 * UNIT,
+              backward_input_workspace_bytes=3 * UNIT)
+        for d in range(3)
+    ]  # fmt: skip
+    given = problem(cells, [bus(memory_bytes=room * UNIT) for room in (15, 11, 15)], m=4)
+    programs = BY_NAME["greedy"].build(given)
+    assert find_violations(given, programs) == []
+    assert simulate(given, programs).makespan_ms == 99
+    assert simulate(given, BY_NAME["serial"].build(given)).makespan_ms == 124
