@@ -347,6 +347,11 @@ class Goal:
         hair = incumbent_ms * (1 - OPTIMAL_GAP / 2)
         return cls(hair, hair, 0.0)
 
+    def between(self, low_ms: float, share: float) -> float:
+        """Return a horizon a share of the way up to this one, between two steps of the grid."""
+        middle_ms = low_ms + share * (self.horizon_ms - low_ms)
+        return self.grid * (math.floor(middle_ms / self.grid) + 0.5) if self.grid else middle_ms
+
     def proven(self, bound_ms: float) -> float:
         """Return the bound of all schedules, given one of those looked for."""
         if self.grid > 0.0:

@@ -35,7 +35,7 @@ _MOST_IN_LAYER = (2_000, 16_000, 128_000, 512_000)
 """States in one layer, at most: a few hundred bytes each. Small choices get more sooner."""
 
 _MOST_STATES = 50_000_000
-_HALVINGS = 2
+_SHARES = (0.25, 0.5, 0.75)
 SMALL = 15
 """Cells (stages x micro-batches) up to which a problem is small."""
 
@@ -90,17 +90,19 @@ class _Rounds:
                 return
 
     def _halve(self, choice: _DeviceSubset, most_in_layer: int) -> None:
-        """Raise the bound by halving what lies between it and the goal: that is less to search."""
-        low, high = self.best.bound_ms, self._goal(choice).horizon_ms
-        for _ in range(_HALVINGS):
-            middle = (low + high) / 2
-            if self._is_over() or middle <= self.best.bound_ms:
+        """Raise the bound by a quarter of what lies between it and the goal, then to the middle.
+
+        The lower the horizon, the less there is to search: where a quarter is too much, all is.
+        """
+        low_ms, goal = self.best.bound_ms, self._goal(choice)
+        for share in _SHARES:
+            horizon_ms = goal.between(low_ms, share)
+            if self._is_over() or not self.best.bound_ms < horizon_ms < goal.horizon_ms:
+                continue
+            if self._ask(choice, horizon_ms, most_in_layer) is not HorizonAnswer.NONE:
                 return
-            if self._ask(choice, middle, most_in_layer) is HorizonAnswer.NONE:
-                self.best.offer_bound(min(middle, self.best.objective_ms), choice.method)
-                low = middle
-            else:
-                high = middle
+            proven_ms = min(goal.proven(horizon_ms), self.best.objective_ms)
+            self.best.offer_bound(proven_ms, choice.method)
 
     def _ask(self, choice: _DeviceSubset, horizon_ms: float, most_in_layer: int) -> HorizonAnswer:
         search = search_cells if choice.method == _CELLS else search_general
