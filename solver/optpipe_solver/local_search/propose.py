@@ -8,12 +8,13 @@ import numpy as np
 
 from optpipe_solver.arrays import simulate
 from optpipe_solver.arrays.simulate import FULL_BACKWARD, OFFLOAD, RELOAD
+from optpipe_solver.feasibility import fusing_may_pay
 from optpipe_solver.jit import lean
 from optpipe_solver.local_search import moves
 from optpipe_solver.local_search.times import can_propagate
 
 if TYPE_CHECKING:
-    from optpipe.problem import Problem, Stage
+    from optpipe.problem import Problem
     from optpipe_solver.arrays import Flags, Floats, Ints
     from optpipe_solver.arrays.encoding import CompiledProblem, Rows
     from optpipe_solver.arrays.simulate import MemoryArrays, SimulationScratch, TimeArrays
@@ -30,7 +31,7 @@ class SearchRules(NamedTuple):
     """Facts of a problem that decide how its search works.
 
     ``incremental``: times are kept up to date move by move (see `times.can_propagate`), else
-    simulated from the start. ``fused``: stages whose fused backward is faster than I and W.
+    simulated from the start. ``fused``: stages whose fused backward may save time or bytes.
     ``tails``: see `least_tails`. ``mean_pass_ms``: the mean duration of F, I and W over all stages;
     1 where all are 0. ``offloads``: devices with a stage that can be offloaded.
     """
@@ -53,7 +54,7 @@ def rules_of(compiled: CompiledProblem) -> SearchRules:
         incremental=can_propagate(times),
         has_sync=bool((times.grad_sync > 0).any()),
         hosts_limited=any(host.memory_bytes is not None for host in problem.hosts),
-        fused=np.array([_saves_by_fusing(stage) for stage in problem.stages]),
+        fused=np.array([fusing_may_pay(problem, s) for s in range(len(problem.stages))]),
         tails=least_tails(problem),
         mean_pass_ms=_mean_pass_ms(compiled),
         offloads=_offloads(compiled),
@@ -71,10 +72,6 @@ def _offloads(compiled: CompiledProblem) -> Flags:
 def _mean_pass_ms(compiled: CompiledProblem) -> float:
     mean = float(np.mean(compiled.times.duration[: 3 * compiled.times.num_cells]))
     return mean if mean > 0 else 1.0
-
-
-def _saves_by_fusing(stage: Stage) -> bool:
-    return stage.fused_backward_ms < stage.backward_input_ms + stage.backward_weight_ms
 
 
 def least_tails(problem: Problem) -> Floats:
