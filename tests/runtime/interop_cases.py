@@ -200,7 +200,7 @@ def train_sharded_bf16(schedules: Sequence[Schedule], num_microbatches: int) -> 
 
 
 def _shard(module: nn.Module, mesh: DeviceMesh, *, reshard: bool) -> None:
-    for index, block in enumerate(module.blocks):  # type: ignore[union-attr,arg-type]
+    for index, block in enumerate(module.blocks):  # type: ignore[arg-type]
         if index == 0:
             # As torchtitan shards the head of a model: a layer by itself.
             fully_shard(block.narrow, mesh=mesh, reshard_after_forward=reshard)

@@ -19,27 +19,11 @@ MICROBATCHES = 6
 TWO_RANKS = (0, 1, 1, 0)
 
 
-def _wave(placement):
-    """Programs of any placement in which every stage takes the micro-batches in their order."""
-    num_stages = len(placement)
-    moments: dict[str, float] = {}
-    for stage in range(num_stages):
-        for j in range(MICROBATCHES):
-            back = 2 * j + 2 * num_stages - stage
-            moments[f"{stage}F{j}"] = 2 * j + stage
-            moments[f"{stage}I{j}"] = back
-            moments[f"{stage}W{j}"] = back + 3.5
-    rows: list[list[str]] = [[] for _ in range(max(placement) + 1)]
-    for cell in sorted(moments, key=moments.__getitem__):
-        rows[placement[int(cell[0])]].append(cell)
-    return schedules.from_text(map(" ".join, rows))
-
-
 PROGRAMS = {
     "1F1B": (schedules.LINEAR, schedules.one_f_one_b(4, MICROBATCHES)),
     "ZB-H1": (schedules.LINEAR, schedules.zero_bubble_h1(4, MICROBATCHES)),
-    "V": (schedules.V_SHAPE, _wave(schedules.V_SHAPE)),
-    "irregular": (schedules.IRREGULAR, _wave(schedules.IRREGULAR)),
+    "V": (schedules.V_SHAPE, schedules.wave(schedules.V_SHAPE, MICROBATCHES)),
+    "irregular": (schedules.IRREGULAR, schedules.wave(schedules.IRREGULAR, MICROBATCHES)),
 }
 
 
