@@ -86,9 +86,9 @@ def test_fsdp2_shards_get_the_gradients_of_the_whole_model(
 
 @pytest.mark.parametrize("fused", [0.0, 0.3])
 def test_tensor_parallel_layers_split_their_backward(ranks, fused):
-    """Two pipeline ranks, times two tensor-parallel ones; two steps, with recomputation."""
+    """Two pipeline ranks, times two tensor-parallel ones; two steps, with all actions."""
     problem = schedules.make_problem(TWO_RANKS, MICROBATCHES)
-    programs = schedules.random_programs(problem, 7, recompute=0.25, fused=fused)
+    programs = schedules.random_programs(problem, 7, offload=0.4, recompute=0.25, fused=fused)
     schedule = schedules.make_schedule(problem, programs)
     # The shard of each block's weights, and the biases: one is sharded, one repeated.
     block = 8 * (2 * 6 * 12 // 2 + 12 // 2 + 6)
@@ -97,6 +97,7 @@ def test_tensor_parallel_layers_split_their_backward(ranks, fused):
         assert found.compared.worst_difference < 1e-12 * found.compared.largest_gradient
         assert list(found.promised_bytes.values()) == [2 * block] * 2
         assert found.deferred_bytes > 0
+        assert found.offloaded_bytes > 0
 
 
 @pytest.mark.parametrize("offload", [0.0, 0.6])
@@ -137,11 +138,12 @@ def test_ddp_reduces_what_w_makes(ranks, offload, fused, find_unused):
 def test_fsdp2_adds_up_w_in_the_type_it_reduces_in(ranks):
     """Sixteen micro-batches of bf16 products, beside fused B; sums in bf16 are 6e-3 off."""
     problem = schedules.make_problem(TWO_RANKS, 16)
-    fused, split = (
-        schedules.make_schedule(problem, schedules.random_programs(problem, 7, fused=share))
-        for share in (1.0, 0.0)
-    )
-    for worst in ranks.run(interop_cases.train_sharded_bf16, [fused, split], 16):
+    made = [
+        schedules.random_programs(problem, 7, fused=fused, offload=offload)
+        for fused, offload in ((1.0, 0.0), (0.0, 0.0), (0.3, 0.5))
+    ]
+    cases = [schedules.make_schedule(problem, programs) for programs in made]
+    for worst in ranks.run(interop_cases.train_sharded_bf16, cases, 16):
         assert worst < 1e-6
 
 
