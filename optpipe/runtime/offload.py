@@ -21,7 +21,6 @@ import weakref
 from collections.abc import Mapping
 from contextlib import contextmanager
 from enum import Enum
-from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
@@ -90,18 +89,16 @@ class _OffloadedCell:
         self.state = _State.CAPTURED
         self.storages: list[_OffloadedStorage] = []
         self.slot: Tensor
+        self.on_host: list[Tensor]
+        """The bytes of every storage in the slot."""
         self.fence: Fence
 
-    def on_device(self) -> list[Tensor]:
-        """Return the bytes of every storage on the device."""
-        return [storage.bytes_on_device() for storage in self.storages]
-
-    def on_host(self) -> list[Tensor]:
-        """Return the bytes of every storage in the slot."""
-        starts = accumulate((_aligned(one.num_bytes) for one in self.storages), initial=0)
-        return [
-            self.slot[start : start + storage.num_bytes]
-            for start, storage in zip(starts, self.storages, strict=False)
+    def lay_out(self, slot: Tensor, aligned: Sequence[int]) -> None:
+        """Give every storage its part of a slot."""
+        self.slot = slot
+        rooms = torch.split(slot[: sum(aligned)], list(aligned))
+        self.on_host = [
+            room[: storage.num_bytes] for room, storage in zip(rooms, self.storages, strict=True)
         ]
 
 
@@ -132,6 +129,8 @@ class Offloader:
         num_slots: Mapping[int, int] | None = None,
     ) -> None:
         self.modules = modules
+        # Walked once: in each F a walk would cost more than the copies of a small cell.
+        self._parts = {stage: list(module.modules()) for stage, module in modules.items()}
         self._device = device
         given = cells if isinstance(cells, Mapping) else dict.fromkeys(cells, EVERYTHING)
         self._cells = dict(given)
@@ -187,12 +186,13 @@ class Offloader:
         """Issue the copies to the host; the device memory stays taken."""
         offloaded = self._expect(cell, _State.CAPTURED, "OFFLOAD")
         offloaded.storages = offloaded.saved.storages()
-        sizes = [storage.num_bytes for storage in offloaded.storages]
-        offloaded.slot = self.pool.take(cell[0], sum(map(_aligned, sizes)))
-        pairs = zip(offloaded.on_device(), offloaded.on_host(), strict=True)
-        offloaded.fence = self.copies.to_host(list(pairs))
+        aligned = [_aligned(storage.num_bytes) for storage in offloaded.storages]
+        offloaded.lay_out(self.pool.take(cell[0], sum(aligned)), aligned)
+        sources = [storage.bytes_on_device() for storage in offloaded.storages]
+        pairs = list(zip(sources, offloaded.on_host, strict=True))
+        offloaded.fence = self.copies.to_host(pairs)
         offloaded.state = _State.LEAVING
-        self.offloaded_bytes += sum(sizes)
+        self.offloaded_bytes += sum(storage.num_bytes for storage in offloaded.storages)
 
     def release(self, cell: Cell) -> None:
         """Make compute wait for the copies, and give the device memory back."""
@@ -206,13 +206,13 @@ class Offloader:
     def reload(self, cell: Cell) -> None:
         """Take device memory and issue the copies back."""
         offloaded = self._expect(cell, _State.RELEASED, "RELOAD")
-        for storage in offloaded.storages:
-            # Allocated here, on the compute stream, by which it will also be freed.
-            data = torch.empty(storage.num_bytes, dtype=torch.uint8, device=storage.device)
-            storage.on_device = data.untyped_storage()
+        # Allocated here, on the compute stream, by which they will also be freed.
+        targets = [torch.empty_like(one, device=self._device) for one in offloaded.on_host]
+        for storage, target in zip(offloaded.storages, targets, strict=True):
+            storage.on_device = target.untyped_storage()
         offloaded.saved.fill_again()
-        pairs = zip(offloaded.on_host(), offloaded.on_device(), strict=True)
-        offloaded.fence = self.copies.to_device(list(pairs))
+        pairs = list(zip(offloaded.on_host, targets, strict=True))
+        offloaded.fence = self.copies.to_device(pairs)
         offloaded.state = _State.RETURNING
         self.reloaded_bytes += sum(storage.num_bytes for storage in offloaded.storages)
 
@@ -234,8 +234,13 @@ class Offloader:
 
     def _saved(self, cell: Cell, boundary: Sequence[Tensor]) -> SavedActivations:
         stage, microbatch = cell
-        module = self.modules[stage]
-        resident = [*module.parameters(), *module.buffers(), *boundary]
+        held = [
+            one
+            for part in self._parts[stage]
+            for one in (*part._parameters.values(), *part._buffers.values())  # noqa: SLF001
+            if one is not None
+        ]
+        resident = [*held, *boundary]
         label = f"stage {stage}, micro-batch {microbatch}"
         return SavedActivations(label, resident, self._device, self._min_bytes, self._cells[cell])
 
@@ -376,12 +381,14 @@ class SavedActivations:
     # Compiled code would trace what it calls, and once more for every storage.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _pack(self, tensor: Tensor) -> Tensor | _View:
-        if not self._is_offloadable(tensor):
+        if not _is_plain(tensor):
             return tensor.detach()
         identity = storage_identity(tensor)
         known = self._storages.get(identity)
         storage = known() if known is not None else None
         if storage is None:
+            if not self._may_leave(tensor, identity):
+                return tensor.detach()
             storage = _OffloadedStorage(tensor.untyped_storage())
             self._storages[identity] = weakref.ref(storage)
         storage.moves = storage.moves or self._moves_here()
@@ -403,15 +410,21 @@ class SavedActivations:
         return tensor.set_(storage, packed.offset, packed.size, packed.stride)
 
     def _is_offloadable(self, tensor: Tensor) -> bool:
+        return _is_plain(tensor) and self._may_leave(tensor, storage_identity(tensor))
+
+    def _may_leave(self, tensor: Tensor, identity: int) -> bool:
         return (
-            type(tensor) is Tensor
+            identity not in self._resident
             and not isinstance(viewed(tensor), nn.Parameter)
-            and tensor.layout is torch.strided
             and tensor.device == self._device
-            and not (tensor.is_conj() or tensor.is_neg())
             and tensor.untyped_storage().nbytes() >= self._min_bytes
-            and storage_identity(tensor) not in self._resident
         )
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor is its memory, seen through a stride, and nothing more."""
+    is_strided = type(tensor) is Tensor and tensor.layout is torch.strided
+    return is_strided and not (tensor.is_conj() or tensor.is_neg())
 
 
 def _storages(tensors: Iterable[Tensor]) -> dict[int, StorageWeakRef]:
@@ -484,8 +497,10 @@ class PlainCopies:
 
     def to_host(self, pairs: Sequence[Pair]) -> Fence:
         """Copy now."""
-        for source, target in pairs:
-            target.copy_(source)
+        if pairs:
+            # One call: a call for each storage costs more than copies of small ones.
+            sources, targets = map(list, zip(*pairs, strict=True))
+            torch._foreach_copy_(targets, sources)
         return self
 
     def to_device(self, pairs: Sequence[Pair]) -> Fence:

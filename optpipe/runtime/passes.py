@@ -9,6 +9,7 @@ from weakref import WeakSet, WeakValueDictionary
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
@@ -338,7 +339,7 @@ def split_linears(module: nn.Module, gradients: WeightGradients) -> int:
     """
     layers = _linears(module)
     for layer in layers:
-        layer.__class__ = _split_class.get(type(layer), type(layer))
+        layer.__class__ = _split_class_of(type(layer)) or type(layer)
         cast("SplitLinear", layer).gradients = gradients
         _split_layers.add(cast("SplitLinear", layer))
     return len(layers)
@@ -379,9 +380,22 @@ def _linears(module: nn.Module) -> list[nn.Linear]:
     found = [
         layer
         for layer in module.modules()
-        if type(layer) in _split_class or isinstance(layer, SplitLinear)
+        if isinstance(layer, SplitLinear) or _split_class_of(type(layer)) is not None
     ]
     return cast("list[nn.Linear]", found)
+
+
+def _split_class_of(kind: type[nn.Module]) -> type[SplitLinear] | None:
+    """Return what a layer of this class becomes, if it is plain, or was before `fully_shard`."""
+    if kind not in _split_class and FSDPModule in kind.__bases__:
+        plain = kind.__mro__[2]
+        if plain in _split_class:
+            _add_split_class(cast("type[nn.Linear]", kind))
+    return _split_class.get(cast("type[nn.Linear]", kind))
+
+
+def _add_split_class(kind: type[nn.Linear]) -> None:
+    _split_class[kind] = type(f"Split{kind.__name__}", (SplitLinear, kind), {})
 
 
 def treat_as_plain(kind: type[nn.Linear]) -> None:
@@ -392,7 +406,7 @@ def treat_as_plain(kind: type[nn.Linear]) -> None:
             "subclasses that leave nn.Linear's forward as it is can be split"
         )
     if kind not in _split_class:
-        _split_class[kind] = type(f"Split{kind.__name__}", (SplitLinear, kind), {})
+        _add_split_class(kind)
 
 
 class SplitLinear(nn.Linear):

@@ -73,6 +73,22 @@ def zero_bubble_h1(num_ranks: int, num_microbatches: int) -> Programs:
     return from_text(rows)
 
 
+def wave(placement: Sequence[int], num_microbatches: int) -> Programs:
+    """Programs of any placement in which every stage takes the micro-batches in their order."""
+    num_stages = len(placement)
+    moments: dict[str, float] = {}
+    for stage in range(num_stages):
+        for j in range(num_microbatches):
+            back = 2 * j + 2 * num_stages - stage
+            moments[f"{stage}F{j}"] = 2 * j + stage
+            moments[f"{stage}I{j}"] = back
+            moments[f"{stage}W{j}"] = back + 3.5
+    rows: list[list[str]] = [[] for _ in range(max(placement) + 1)]
+    for cell in sorted(moments, key=moments.__getitem__):
+        rows[placement[int(cell[0])]].append(cell)
+    return from_text(map(" ".join, rows))
+
+
 def random_programs(
     problem: Problem,
     seed: int,

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from optpipe.runtime import PipelineRunner
 from optpipe.runtime.demo_model import chain, make_stages, random_tokens, token_loss
@@ -58,7 +60,118 @@ def compiled_stages(num_stages: int) -> list[nn.Module]:
     return stages
 
 
+# --- The small model, changed as users change theirs.
+
+
+class _Adapted(nn.Module):
+    """A frozen layer beside one of low rank, which is trained."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down = nn.Linear(base.in_features, 2, bias=False).double()
+        self.up = nn.Linear(2, base.out_features, bias=False).double()
+
+    def forward(self, given: Tensor) -> Tensor:
+        output: Tensor = self.base(given) + self.up(self.down(given))
+        return output
+
+
+class _Experts(nn.Module):
+    """Each token goes to one of three layers; a layer without tokens is not called."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.router = nn.Linear(base.in_features, 3).double()
+        sizes = base.in_features, base.out_features
+        self.width = base.out_features
+        self.experts = nn.ModuleList(nn.Linear(*sizes).double() for _ in range(3))
+
+    def forward(self, given: Tensor) -> Tensor:
+        tokens = given.flatten(0, -2)
+        # All are taken by some: the best of the router's would be one and the same.
+        chosen = (100 * tokens.detach().sum(-1)).long() % len(self.experts)
+        shares = self.router(tokens).softmax(-1).gather(-1, chosen.unsqueeze(-1)).squeeze(-1)
+        output = torch.zeros(len(tokens), self.width, dtype=given.dtype)
+        for index, expert in enumerate(self.experts):
+            rows = (chosen == index).nonzero().flatten()
+            if len(rows):
+                made = expert(tokens[rows]) * shares[rows].unsqueeze(-1)
+                output = output.index_add(0, rows, made)
+        return output.view(*given.shape[:-1], self.width)
+
+
+class _Dropping(nn.Module):
+    """A block behind dropout, whose seed is the tokens'."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, state: tuple[Tensor, Tensor]) -> Any:
+        activations, tokens = state
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(int(tokens.sum()))
+            return self.block((functional.dropout(activations, 0.3), tokens))
+
+
+def _with_adapters(block: Any) -> nn.Module:
+    block.requires_grad_(False)
+    block.wide, block.narrow = _Adapted(block.wide), _Adapted(block.narrow)
+    return block  # type: ignore[no-any-return]
+
+
+def _with_experts(block: Any) -> nn.Module:
+    block.narrow = _Experts(block.narrow)
+    return block  # type: ignore[no-any-return]
+
+
+def _with_unused(block: Any) -> nn.Module:
+    block.spare = nn.Linear(WIDTH, WIDTH).double()
+    for parameter in block.spare.parameters():
+        parameter.unused = True
+    return block  # type: ignore[no-any-return]
+
+
+def _selectively_checkpointed(block: Any) -> nn.Module:
+    """Products are kept, the rest is made again in the backward."""
+    products = [torch.ops.aten.addmm.default, torch.ops.aten.mm.default]
+    contexts = functools.partial(create_selective_checkpoint_contexts, products)
+    whole = block.forward
+
+    def forward(state: tuple[Tensor, Tensor]) -> Any:
+        # Tensors inside of tuples are kept where no hook sees them.
+        return checkpoint(
+            lambda *flat: whole(flat), *state, use_reentrant=False, context_fn=contexts
+        )
+
+    block.forward = forward
+    return block  # type: ignore[no-any-return]
+
+
+def changed_stages(change: Callable[[Any], nn.Module], num_stages: int) -> list[nn.Module]:
+    """The small model with every block changed, equal for every number of stages."""
+    stages: list[Any] = list(small_stages(num_stages))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(7)
+        for stage in stages:
+            stage.blocks = nn.ModuleList(map(change, stage.blocks))
+    return stages
+
+
+CHANGES: dict[str, Callable[[Any], nn.Module]] = {
+    "selective checkpointing": _selectively_checkpointed,
+    "adapters of low rank beside frozen layers": _with_adapters,
+    "parameters that nothing uses": _with_unused,
+    "experts": _with_experts,
+    "dropout": _Dropping,
+}
+
 MODELS = {
+    **{
+        name: Model(functools.partial(changed_stages, change), small_data, small_loss)
+        for name, change in CHANGES.items()
+    },
     "small": Model(small_stages, small_data, small_loss),
     "compiled": Model(compiled_stages, small_data, small_loss),
     "transformer": Model(
@@ -90,7 +203,11 @@ class Trained:
         """Take in the gradients of a rank's stages, beside those of all of them."""
         wanted = iter(expected)
         for index, module in enumerate(modules):
-            pairs = [(parameter, next(wanted)) for parameter in module.parameters()]
+            trained = [one for one in module.parameters() if _is_trained(one)]
+            pairs = [(parameter, next(wanted)) for parameter in trained]
+            assert not any(
+                one.grad is not None for one in module.parameters() if not _is_trained(one)
+            )
             for parameter, gradient in pairs if index in own else ():
                 assert parameter.grad is not None, f"stage {index} got no gradient"
                 found = parameter.grad
@@ -103,6 +220,10 @@ class Trained:
                 self.smallest_gradient = min(self.smallest_gradient, largest)
                 self.num_gradients += 1
                 self.digest += float(found.sum())
+
+
+def _is_trained(parameter: nn.Parameter) -> bool:
+    return parameter.requires_grad and not hasattr(parameter, "unused")
 
 
 def train(

@@ -19,27 +19,11 @@ MICROBATCHES = 6
 TWO_RANKS = (0, 1, 1, 0)
 
 
-def _wave(placement):
-    """Programs of any placement in which every stage takes the micro-batches in their order."""
-    num_stages = len(placement)
-    moments: dict[str, float] = {}
-    for stage in range(num_stages):
-        for j in range(MICROBATCHES):
-            back = 2 * j + 2 * num_stages - stage
-            moments[f"{stage}F{j}"] = 2 * j + stage
-            moments[f"{stage}I{j}"] = back
-            moments[f"{stage}W{j}"] = back + 3.5
-    rows: list[list[str]] = [[] for _ in range(max(placement) + 1)]
-    for cell in sorted(moments, key=moments.__getitem__):
-        rows[placement[int(cell[0])]].append(cell)
-    return schedules.from_text(map(" ".join, rows))
-
-
 PROGRAMS = {
     "1F1B": (schedules.LINEAR, schedules.one_f_one_b(4, MICROBATCHES)),
     "ZB-H1": (schedules.LINEAR, schedules.zero_bubble_h1(4, MICROBATCHES)),
-    "V": (schedules.V_SHAPE, _wave(schedules.V_SHAPE)),
-    "irregular": (schedules.IRREGULAR, _wave(schedules.IRREGULAR)),
+    "V": (schedules.V_SHAPE, schedules.wave(schedules.V_SHAPE, MICROBATCHES)),
+    "irregular": (schedules.IRREGULAR, schedules.wave(schedules.IRREGULAR, MICROBATCHES)),
 }
 
 
@@ -102,9 +86,9 @@ def test_fsdp2_shards_get_the_gradients_of_the_whole_model(
 
 @pytest.mark.parametrize("fused", [0.0, 0.3])
 def test_tensor_parallel_layers_split_their_backward(ranks, fused):
-    """Two pipeline ranks, times two tensor-parallel ones; two steps, with recomputation."""
+    """Two pipeline ranks, times two tensor-parallel ones; two steps, with all actions."""
     problem = schedules.make_problem(TWO_RANKS, MICROBATCHES)
-    programs = schedules.random_programs(problem, 7, recompute=0.25, fused=fused)
+    programs = schedules.random_programs(problem, 7, offload=0.4, recompute=0.25, fused=fused)
     schedule = schedules.make_schedule(problem, programs)
     # The shard of each block's weights, and the biases: one is sharded, one repeated.
     block = 8 * (2 * 6 * 12 // 2 + 12 // 2 + 6)
@@ -113,6 +97,7 @@ def test_tensor_parallel_layers_split_their_backward(ranks, fused):
         assert found.compared.worst_difference < 1e-12 * found.compared.largest_gradient
         assert list(found.promised_bytes.values()) == [2 * block] * 2
         assert found.deferred_bytes > 0
+        assert found.offloaded_bytes > 0
 
 
 @pytest.mark.parametrize("offload", [0.0, 0.6])
@@ -153,11 +138,12 @@ def test_ddp_reduces_what_w_makes(ranks, offload, fused, find_unused):
 def test_fsdp2_adds_up_w_in_the_type_it_reduces_in(ranks):
     """Sixteen micro-batches of bf16 products, beside fused B; sums in bf16 are 6e-3 off."""
     problem = schedules.make_problem(TWO_RANKS, 16)
-    fused, split = (
-        schedules.make_schedule(problem, schedules.random_programs(problem, 7, fused=share))
-        for share in (1.0, 0.0)
-    )
-    for worst in ranks.run(interop_cases.train_sharded_bf16, [fused, split], 16):
+    made = [
+        schedules.random_programs(problem, 7, fused=fused, offload=offload)
+        for fused, offload in ((1.0, 0.0), (0.0, 0.0), (0.3, 0.5))
+    ]
+    cases = [schedules.make_schedule(problem, programs) for programs in made]
+    for worst in ranks.run(interop_cases.train_sharded_bf16, cases, 16):
         assert worst < 1e-6
 
 

@@ -69,7 +69,13 @@ def test_losses_and_gradients_are_those_of_one_process(ranks, index):
         assert (outcome.offloaded_bytes > 0) <= ("offload" in schedules.traits(schedule))
 
 
-@pytest.mark.parametrize("index", [7, 14, 25, 31])
+@pytest.mark.parametrize(
+    "index",
+    [
+        pytest.param(index, marks=[] if index in {7, 14, 25, 31} else [pytest.mark.extended])
+        for index in range(NUM_SCHEDULES)
+    ],
+)
 def test_random_delays_change_no_bit(ranks, index):
     problem, schedule = _case(index)
     undisturbed = ranks.run(small_cases.train, schedule, problem)
@@ -78,7 +84,8 @@ def test_random_delays_change_no_bit(ranks, index):
     assert [outcome.worst_difference for outcome in delayed] == [
         one.worst_difference for one in undisturbed
     ]
-    assert any(outcome.offloaded_bytes for outcome in delayed) == (index != 14)
+    offloads = "offload" in schedules.traits(schedule)
+    assert any(outcome.offloaded_bytes for outcome in delayed) == offloads
 
 
 def test_schedules_take_turns_on_the_same_stages(ranks):

@@ -65,6 +65,25 @@ def test_compiled_blocks_train_alike_and_leave_weight_gradients_to_w(ranks):
         assert outcome.deferred_bytes > 0
 
 
+@pytest.mark.parametrize("change", small_cases.CHANGES)
+def test_models_as_users_change_them_train_alike(ranks, change):
+    """On a V, with passes of both kinds and all actions.
+
+    What selective checkpointing keeps never leaves; of two blocks, what is between them does.
+    """
+    is_selective = change == "selective checkpointing"
+    placement = schedules.LINEAR if is_selective else schedules.V_SHAPE
+    problem = schedules.make_problem(placement, 5)
+    programs = schedules.random_programs(problem, 16, offload=0.4, recompute=0.3)
+    schedule = schedules.make_schedule(problem, programs)
+    for outcome in ranks.run(small_cases.train, schedule, problem, "", change):
+        assert outcome.losses_equal
+        assert outcome.largest_gradient > 1e-3
+        assert outcome.worst_difference <= 1e-14 * outcome.largest_gradient
+        assert outcome.deferred_bytes > 0
+        assert outcome.offloaded_bytes > 0
+
+
 @pytest.mark.parametrize("mixed", [False, True])
 @pytest.mark.parametrize(
     ("placement", "seed"),

@@ -34,6 +34,9 @@ class Job:
     overlap: bool = False
     per_token: bool = False
     scale: float | None = None
+    tensor: int = 1
+    experts: bool = False
+    distributed: bool = False
 
 
 @dataclass
@@ -60,7 +63,7 @@ class _Trained:
 
 def compare_with_megatron(schedule: Schedule, job: Job) -> Compared:
     """Train three steps by Megatron's schedule and by ours, from one initialization."""
-    with megatron_on_cpu(job.pipeline, job.chunks):
+    with megatron_on_cpu(job.pipeline, job.chunks, job.tensor):
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         wanted, _ = _train(get_forward_backward_func(), job)
@@ -98,7 +101,7 @@ def _worst_of(ours: list[Tensor], theirs: list[Tensor]) -> float:
 def _train(run: Callable[..., list[Any]], job: Job) -> tuple[_Trained, list[nn.Module]]:
     models = _models(job)
     parameters = [one for model in models for one in model.parameters()]
-    optimizer = torch.optim.Adam(parameters, lr=1e-3)
+    optimizer = _optimizer(models, job)
     found = _Trained([], [], [], [])
     for step in range(STEPS):
         for model in models:
@@ -106,8 +109,10 @@ def _train(run: Callable[..., list[Any]], job: Job) -> tuple[_Trained, list[nn.M
         given = run(**_arguments(models, job, step))
         found.losses += [float(one["lm loss"]) for one in given]
         for parameter in parameters:
-            parameter.grad = parameter.main_grad.clone()  # type: ignore[attr-defined]
-            found.gradients.append(parameter.grad)
+            gradient = parameter.main_grad.clone()  # type: ignore[attr-defined]
+            found.gradients.append(gradient)
+            if not job.distributed:
+                parameter.grad = gradient
         optimizer.step()
         optimizer.zero_grad()
     with torch.no_grad():
@@ -115,6 +120,17 @@ def _train(run: Callable[..., list[Any]], job: Job) -> tuple[_Trained, list[nn.M
     found.evaluated = [float(one["lm loss"]) for one in given]
     found.parameters = [one.detach().clone() for one in parameters]
     return found, models
+
+
+def _optimizer(models: list[nn.Module], job: Job) -> Any:
+    if not job.distributed:
+        return torch.optim.Adam([one for model in models for one in model.parameters()], lr=1e-3)
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    settings = OptimizerConfig(
+        optimizer="adam", lr=1e-3, use_distributed_optimizer=True, clip_grad=1.0
+    )
+    return get_megatron_optimizer(settings, models, use_gloo_process_groups=False)
 
 
 def _arguments(models: list[nn.Module], job: Job, step: int) -> dict[str, Any]:
@@ -165,6 +181,16 @@ def _models(job: Job) -> list[nn.Module]:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer import TransformerConfig
 
+    experts: dict[str, Any] = {}
+    if job.experts:
+        experts = {
+            "num_moe_experts": 4,
+            "moe_router_topk": 2,
+            "moe_aux_loss_coeff": 1e-2,
+            "moe_router_load_balancing_type": "aux_loss",
+            "moe_token_dispatcher_type": "allgather",
+            "add_bias_linear": False,
+        }
     config = TransformerConfig(
         num_layers=LAYERS,
         hidden_size=16,
@@ -184,6 +210,8 @@ def _models(job: Job) -> list[nn.Module]:
         hidden_dropout=0.0,
         attention_dropout=0.0,
         calculate_per_token_loss=job.per_token,
+        tensor_model_parallel_size=job.tensor,
+        **experts,
     )
     stage, pipeline = parallel_state.get_pipeline_model_parallel_rank(), job.pipeline
     torch.manual_seed(7 + stage)
@@ -193,7 +221,7 @@ def _models(job: Job) -> list[nn.Module]:
         last = stage == pipeline - 1 and chunk == job.chunks - 1
         model = GPTModel(
             config,
-            get_gpt_layer_local_spec(),
+            get_gpt_layer_local_spec(4 if job.experts else None),
             vocab_size=_WORDS,
             max_sequence_length=LENGTH,
             pre_process=first,
@@ -202,7 +230,10 @@ def _models(job: Job) -> list[nn.Module]:
             vp_stage=chunk if job.chunks > 1 else None,
         )
         settings = DistributedDataParallelConfig(
-            overlap_grad_reduce=job.overlap, grad_reduce_in_fp32=True, bucket_size=1000
+            overlap_grad_reduce=job.overlap,
+            grad_reduce_in_fp32=True,
+            bucket_size=1000,
+            use_distributed_optimizer=job.distributed,
         )
         models.append(DistributedDataParallel(config, settings, model, disable_bucketing=chunk > 0))
     config.finalize_model_grads_func = finalize_model_grads

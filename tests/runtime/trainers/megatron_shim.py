@@ -20,6 +20,8 @@ class _OnTheCpu(TorchFunctionMode):
     ) -> Any:
         if func is torch.Tensor.cuda:
             return args[0]
+        if func is torch.Tensor.type and len(args) == 1:
+            return func(*args, **(kwargs or {})).replace("torch.", "torch.cuda.", 1)
         kwargs = dict(kwargs or {})
         if str(kwargs.get("device", "")).startswith("cuda"):
             kwargs["device"] = "cpu"
@@ -27,24 +29,27 @@ class _OnTheCpu(TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def megatron_on_cpu(pipeline: int, chunks: int) -> Iterator[None]:
-    """Let this rank be one of a Megatron job with so many pipeline ranks and chunks on each."""
+def megatron_on_cpu(pipeline: int, chunks: int, tensor: int = 1) -> Iterator[None]:
+    """Let this rank be one of a job with so many pipeline ranks, chunks on each, tensor ranks."""
     import warnings
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from megatron.core import parallel_state
         from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+        from megatron.core.transformer.moe import moe_utils
 
     kept = {
         name: getattr(torch.cuda, name) for name in ("current_device", "set_device", "synchronize")
     }
+    # Without Transformer Engine it is not there, and is compared with None.
+    moe_utils.te_general_gemm = None
     fork = CudaRNGStatesTracker.fork
     torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
     torch.cuda.set_device = torch.cuda.synchronize = lambda *_: None
     CudaRNGStatesTracker.fork = lambda *_, **__: contextlib.nullcontext()
     parallel_state.initialize_model_parallel(
-        1, pipeline, virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None
+        tensor, pipeline, virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None
     )
     try:
         with _OnTheCpu(), warnings.catch_warnings():

@@ -15,6 +15,7 @@ from tests.runtime.trainers import megatron_cases
 from tests.runtime.trainers.megatron_cases import LAYERS, MICROBATCHES, Job
 
 LOOP = (0, 1, 0, 1)
+PAIR = (0, 1)
 
 CASES = {
     "pp 4, 1F1B": (
@@ -44,6 +45,16 @@ CASES = {
         LOOP,
         lambda problem: schedules.random_programs(problem, 5, fused=0.0, in_order=True),
     ),
+    "pp 2 x tp 2, its distributed optimizer, any order with offload": (
+        Job(2, tensor=2, distributed=True),
+        PAIR,
+        lambda problem: schedules.random_programs(problem, 3, offload=0.4, in_order=True),
+    ),
+    "pp 2 x dp 2, experts, its distributed optimizer, reductions that overlap, with offload": (
+        Job(2, experts=True, distributed=True, overlap=True),
+        PAIR,
+        lambda problem: schedules.random_programs(problem, 3, offload=0.4, in_order=True),
+    ),
 }
 
 
@@ -66,7 +77,8 @@ def test_losses_and_gradients_are_those_of_megatrons_own_schedule(ranks, name):
         assert (found.offloaded_bytes > 0) == (ActionType.OFFLOAD in kinds)
         assert (found.deferred_bytes > 0) == (ActionType.BACKWARD_WEIGHT in kinds)
         assert found.restored
-    per_layer = 12
+    # With four experts: norms, two products of the attention, the router, two of each expert.
+    per_layer = 4 + 2 + 1 + 4 * 2 if job.experts else 12
     expected = 4 // job.pipeline * (LAYERS * per_layer + 2 + 2 + 1) * megatron_cases.STEPS
     assert sum(found.num_gradients for found in outcomes) == expected
     worst = max(found.gradients for found in outcomes)

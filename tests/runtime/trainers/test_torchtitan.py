@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 
+from optpipe import dump_csv
 from optpipe.errors import MissingExtraError
 from optpipe.runtime.trainers.torchtitan import pipeline_llm
 from tests.runtime import schedules
 from tests.runtime.trainers import torchtitan_cases
+from tests.runtime.trainers.torchtitan_cases import TitanRun
 
 CASES = {
     "pp 4": (schedules.LINEAR, 1, 0.3),
@@ -53,6 +55,59 @@ def test_ten_steps_have_the_losses_of_torchtitans_own_1f1b(ranks, name):
 def evaluated_by_column(pairs):
     """The losses of an evaluation: theirs, and ours."""
     return [[one[side] for one in pairs if one[side] is not None] for side in (0, 1)]
+
+
+def by_ours(placement: tuple[int, ...]) -> Any:
+    """Any order of split backwards with offload; on 0, 1, 2, 3, 3, 0 torchtitan has none."""
+    problem = schedules.make_problem(placement, torchtitan_cases.MICROBATCHES)
+    programs = schedules.random_programs(problem, 3, offload=0.4, in_order=True)
+    return schedules.make_schedule(problem, programs)
+
+
+def test_its_whole_trainer_goes_on_from_every_checkpoint_as_if_unbroken(ranks, tmp_path):
+    """Its 1F1B unbroken, ours from its checkpoint, ours elsewhere from ours, our CSV in torch's."""
+    path, steps = {one: str(tmp_path / one) for one in ("own", "ours", "moved", "csv", "tp")}, 6
+    text = tmp_path / "schedule.csv"
+    wave = schedules.wave(schedules.V_SHAPE, torchtitan_cases.MICROBATCHES)
+    text.write_text(dump_csv(wave, for_torch=True))
+    runs = {
+        "own": TitanRun(path["own"], steps),
+        "ours": TitanRun(
+            path["ours"], steps, schedule=by_ours((0, 1, 2, 3)), resume=(path["own"], 2)
+        ),
+        "moved": TitanRun(
+            path["moved"], steps, schedule=by_ours((0, 1, 2, 3, 3, 0)), resume=(path["ours"], 4)
+        ),
+        "csv": TitanRun(path["csv"], steps, "ZBVZeroBubble", None, str(text), (path["own"], 2)),
+        "tp": TitanRun(
+            path["tp"],
+            steps,
+            schedule=by_ours((0, 1, 1, 0)),
+            resume=(path["own"], 2),
+            tensor_parallel=2,
+        ),
+    }
+    found = {
+        name: ranks.run(torchtitan_cases.train_by_trainer, run, timeout=220)
+        for name, run in runs.items()
+    }
+    holders = {name: [one for one in ends if one.losses] for name, ends in found.items()}
+    (unbroken,) = holders.pop("own")
+    assert list(unbroken.losses) == [1, 2, 3, 4, 5, 6]
+    assert len(set(unbroken.losses.values())) == steps
+    for name, ends in holders.items():
+        assert len(ends) == runs[name].tensor_parallel
+        first = 5 if name == "moved" else 3
+        for one in ends:
+            wanted = {step: unbroken.losses[step] for step in range(first, steps + 1)}
+            assert one.losses == pytest.approx(wanted, rel=1e-6)
+            norms = {step: unbroken.norms[step] for step in wanted}
+            # Between one and two tensor-parallel ranks torchtitan's own 1F1B differs as much.
+            assert one.norms == pytest.approx(norms, rel=1e-6 if name != "tp" else 1e-3)
+        if name != "csv":
+            assert all(one.offloaded_bytes and one.deferred_bytes for one in found[name])
+        worst = max(abs(1 - x / unbroken.losses[step]) for step, x in ends[0].losses.items())
+        print(f"torchtitan's trainer, {name}: losses differ by at most {worst:.1e}, relative")
 
 
 @pytest.mark.parametrize("version", ["0.2.2", None])
