@@ -79,6 +79,7 @@ _TUNED_EXAMPLE: dict[str, Any] = {
     "current": None,
     "rows": [_TUNED_ROW_EXAMPLE],
     "pareto": [_TUNED_ROW_EXAMPLE],
+    "stopped_by": "optimal",
     "seconds": 2.4,
 }
 
@@ -109,7 +110,9 @@ class TuneArguments(SearchArguments, total=False):
     ``global_batch`` sequences of ``sequence`` tokens a step. ``framework``, whose schedules may be
     answered: megatron, torchtitan or any. ``current``, what is run today, or ``current_file``, the
     text of its Megatron arguments or YAML, or torchtitan config; ``fixed``, degrees that are not
-    searched. ``headroom``, share (0 <= x < 1) of the memory that answers leave free.
+    searched. ``headroom``, share (0 <= x < 1) of the memory that answers leave free. With
+    ``work_limit`` units of work (> 0, about a second of one core each) the answer is the same on
+    every machine, unless the time limit cuts it short.
     ``measured_step_s``, what a step of ``current`` takes: it calibrates every time. The search
     stops where nothing is faster than the best by more than ``gap``.
     """
@@ -137,6 +140,7 @@ class TuneArguments(SearchArguments, total=False):
     headroom: float | None
     measured_step_s: float | None
     gap: float | None
+    work_limit: float | None
     cache: CacheUse | None
 
 
@@ -213,7 +217,9 @@ class Tuned(WireModel):
     less than ``bound_ms`` a step; ``gap`` is how much faster one may be, as a share, ``gain`` how
     much less than ``current`` the fastest takes. ``error`` is null where no such estimate was
     compared with published runs. A device has ``memory_bytes``, of which answers fill
-    ``usable_bytes`` at most.
+    ``usable_bytes`` at most. ``stopped_by``, null while it goes on: ``optimal``; ``gap``, as small
+    as was asked; ``time_limit``, ``work_limit`` or ``cancelled``; ``looked_at``, where there is no
+    closer look at what may be faster.
     """
 
     model_config = ConfigDict(json_schema_extra={"examples": [_TUNED_EXAMPLE]})
@@ -229,4 +235,5 @@ class Tuned(WireModel):
     current: TunedRow | None
     rows: tuple[TunedRow, ...]
     pareto: tuple[TunedRow, ...]
+    stopped_by: str | None = None
     seconds: float

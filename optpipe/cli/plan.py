@@ -18,6 +18,7 @@ from optpipe.cli.console import (
     Seed,
     Threads,
     TimeLimit,
+    WorkLimit,
     needs_extra,
     stdout,
     text_table,
@@ -79,6 +80,7 @@ def plan(
     output: Output = None,
     problem_out: ProblemOut = None,
     time_limit: TimeLimit = 60.0,
+    work_limit: WorkLimit = None,
     threads: Threads = 2,
     seed: Seed = 0,
     chunks: Chunks = "1,2,4",
@@ -113,6 +115,7 @@ def plan(
         result = plan_model(
             model,
             time_limit_s=left_s,
+            work_limit=work_limit,
             threads=threads,
             seed=seed,
             chunks=counts,

@@ -14,6 +14,7 @@ from optpipe.cli.console import (
     Output,
     Seed,
     Threads,
+    WorkLimit,
     needs_extra,
     stderr,
     stdout,
@@ -124,6 +125,7 @@ def tune(
     time_limit: Annotated[
         float, typer.Option("--time-limit", metavar="S", min=0.01, help="Seconds to search.")
     ] = 120.0,
+    work_limit: WorkLimit = None,
     threads: Threads = 1,
     seed: Seed = 0,
     output: Output = None,
@@ -203,6 +205,7 @@ def tune(
                     question,
                     current=today,
                     time_limit_s=time_limit,
+                    work_limit=work_limit,
                     threads=threads,
                     seed=seed,
                     on_progress=lambda text: stderr().print(text, markup=False),
@@ -290,7 +293,19 @@ def _show(console: Console, result: TuneResult, today: Configuration | None) -> 
     console.print()
     console.print(_pareto(result))
     console.print()
-    console.print(f"{result.certificate} ({result.seconds:.0f} s).", markup=False)
+    console.print(f"{result.certificate} ({_ended(result)}).", markup=False)
+
+
+_ENDS = {
+    "time_limit": "the time limit ended it",
+    "work_limit": "the work limit ended it",
+    "cancelled": "cancelled",
+}
+
+
+def _ended(result: TuneResult) -> str:
+    """Return the seconds, and what ended the search where that was not its proof."""
+    return ", ".join(filter(None, (f"{result.seconds:.0f} s", _ENDS.get(result.stopped_by or ""))))
 
 
 def _headline(result: TuneResult, today: Configuration | None) -> str:

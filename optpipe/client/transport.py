@@ -223,7 +223,7 @@ def given(**values: Any) -> dict[str, Any]:
     }
 
 
-_OF_SEARCHES = ("time_limit_s", "threads", "seed", "gap", "cache")
+_OF_SEARCHES = ("time_limit_s", "work_limit", "threads", "seed", "gap", "cache")
 
 
 def tuning(asked: Mapping[str, Any]) -> dict[str, Any]:

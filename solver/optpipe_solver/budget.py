@@ -13,6 +13,8 @@ from optpipe.schedule import OPTIMAL_GAP
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from optpipe.schedule import StoppedBy
+
 __all__ = ["Limits", "Stop"]
 
 
@@ -178,6 +180,11 @@ class Stop:
         return inf if self.work is None else self.work - self.spent
 
     @property
+    def limit(self) -> float:
+        """All there was of the work where that is limited, else of the seconds."""
+        return self.limit_s if self.work is None else self.work
+
+    @property
     def left(self) -> float:
         """What is left of the work where that is limited, else of the seconds."""
         return self.left_s() if self.work is None else self.left_work
@@ -197,6 +204,13 @@ class Stop:
         if self._should_stop is not None and self._should_stop():
             return True
         return self.above is not None and self.above.is_told()
+
+    @property
+    def why(self) -> StoppedBy:
+        """What ends this, where it was not the gap."""
+        if self.is_told():
+            return "cancelled"
+        return "time_limit" if self.work is None or self.left_s() <= 0.0 else "work_limit"
 
     def is_over(self) -> bool:
         """Whether time or work is used up, here or above, or somebody says stop."""

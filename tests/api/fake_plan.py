@@ -34,6 +34,7 @@ def plan(
     model: Model,
     *,
     time_limit_s: float,
+    work_limit: float | None = None,
     threads: int,
     seed: int,
     chunks: Collection[int] = DEFAULT_CHUNKS,
@@ -44,7 +45,8 @@ def plan(
 ) -> PlanResult:
     word, *arguments = model.name.split(":")
     if word == "told":
-        told = f"threads={threads} seed={seed} chunks={list(chunks)} placements={list(placements)}"
+        told = "" if work_limit is None else f"work={work_limit:g} "
+        told += f"threads={threads} seed={seed} chunks={list(chunks)} placements={list(placements)}"
         return _result(model, _cut(model, 0), 0, told)
     if word == "large":
         return _nothing(model)

@@ -33,6 +33,7 @@ def tune(
     *,
     current: Configuration | None,
     time_limit_s: float,
+    work_limit: float | None,
     threads: int,
     seed: int,
     gap: float,
@@ -42,7 +43,8 @@ def tune(
     on_result: Callable[[TuneResult], None],
     should_stop: Callable[[], bool],
 ) -> TuneResult:
-    on_progress(f"limit={time_limit_s:g} threads={threads} seed={seed} gap={gap:g}")
+    work = "" if work_limit is None else f"work={work_limit:g} "
+    on_progress(f"limit={time_limit_s:g} {work}threads={threads} seed={seed} gap={gap:g}")
     baseline = None if current is None else judge(question, current)
     if seed == FITS_NOWHERE or current is None or baseline is None:
         return _result(question, [], None, TuneCounts(

@@ -50,8 +50,8 @@ _LAST_WORDS_S = 2.0
 _USED_UP = 3
 """The exit code of a process that had too little memory, which a new one may have."""
 _OF_SOLVE = ("time_limit_s", "work_limit", "threads", "seed", "gap", "method")
-_OF_TUNE = ("time_limit_s", "threads", "seed", "gap")
-_OF_PLAN = ("time_limit_s", "threads", "seed", "chunks", "placements")
+_OF_TUNE = ("time_limit_s", "work_limit", "threads", "seed", "gap")
+_OF_PLAN = ("time_limit_s", "work_limit", "threads", "seed", "chunks", "placements")
 
 
 def main() -> None:

@@ -134,6 +134,18 @@ def _read_at(name: str, read: Callable[[Any], Any], value: Any) -> Any:
         raise error.inside(pointer(name)) from None
 
 
+WorkLimitUnits = Annotated[
+    float | None,
+    Field(
+        gt=0,
+        allow_inf_nan=False,
+        strict=True,
+        description="Units of work, about a second of one core each, counted in iterations: the "
+        "same result on every machine, unless the time limit cuts it short.",
+    ),
+]
+
+
 class SearchOptions(StrictBody):
     """What every search takes; what is left out takes the service's default."""
 
@@ -175,15 +187,7 @@ class OptionsBody(SearchOptions):
         strict=True,
         description="Stop where (objective - bound) / objective is at most this.",
     )
-    work_limit: float | None = Field(
-        default=None,
-        gt=0,
-        allow_inf_nan=False,
-        strict=True,
-        description="Units of work, about a second of one core each, counted in iterations: the "
-        "same result on every machine, unless the time limit cuts it short.",
-    )
-
+    work_limit: WorkLimitUnits = None
     cache: CacheUse = Field(
         default="use",
         description="`use` answers at once what was solved before; `refresh` solves it again.",
@@ -212,12 +216,10 @@ class OptionsBody(SearchOptions):
 
 
 _OF_PLANS = "a problem is cut and placed already, only a model is planned"
-_OF_SOLVES = "a model is planned by one method, within a time limit"
+_OF_SOLVES = "a model is planned by one method, as well as time or work allow"
 _NOT_OF: dict[JobKind, dict[str, str]] = {
     JobKind.SOLVE: dict.fromkeys(("chunks", "placements"), _OF_PLANS),
-    JobKind.PLAN: dict.fromkeys(
-        ("method", "gap", "work_limit", "robust", "jitter", "stragglers"), _OF_SOLVES
-    ),
+    JobKind.PLAN: dict.fromkeys(("method", "gap", "robust", "jitter", "stragglers"), _OF_SOLVES),
 }
 
 

@@ -11,7 +11,15 @@ from optpipe.errors import rule_broken
 from optpipe.presets.shape import Dispatch, Dispatcher, Precision  # noqa: TC001 - likewise
 from optpipe.wire import CacheUse, JobOptions
 from optpipe_api.requests.catalogue import Degree, Name, Size, not_null
-from optpipe_api.requests.jobs import Priority, Readers, SearchOptions, StrictBody, Tags, no_default
+from optpipe_api.requests.jobs import (
+    Priority,
+    Readers,
+    SearchOptions,
+    StrictBody,
+    Tags,
+    WorkLimitUnits,
+    no_default,
+)
 
 if TYPE_CHECKING:
     from optpipe_api.settings import Settings
@@ -37,6 +45,7 @@ class TuneOptionsBody(SearchOptions):
         strict=True,
         description="Stop where no configuration is faster than the best by more than this share.",
     )
+    work_limit: WorkLimitUnits = None
     cache: CacheUse = Field(
         default="use", description="`use` answers at once what was tuned before; `refresh` again."
     )
@@ -48,6 +57,7 @@ class TuneOptionsBody(SearchOptions):
         """
         return JobOptions(
             time_limit_s=self.checked_time_limit_s(settings, _DEFAULT_TIME_LIMIT_S),
+            work_limit=self.work_limit,
             threads=self.threads,
             seed=self.seed,
             gap=self.gap,

@@ -15,8 +15,10 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from optpipe_solver.budget import Stop
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from optpipe.model import Model
     from optpipe_solver.plan.lines import LayerRun, PlacementLine, RunTable
@@ -33,6 +35,8 @@ __all__ = [
 
 
 _MOST_BEAM, _BEAM_STATES = 16, 8000
+_LABELS = 1e5
+"""Labels made that are a unit of work (see `Stop`)."""
 _CAPS = (1.01, 1.03, 1.1, 1.3, 2.0, 4.0, math.inf)
 
 
@@ -81,7 +85,7 @@ def best_cuts(
     *,
     cap_ms: float = math.inf,
     beam: int | None = None,
-    should_stop: Callable[[], bool] = lambda: False,
+    stop: Stop | None = None,
 ) -> Cuts:
     """Return the cuts of a line with the least load bound.
 
@@ -96,15 +100,16 @@ def best_cuts(
     beam
         Labels kept per state where devices hold several stages, at least 1; by default fewer
         where there are more states.
-    should_stop
-        Asked often; True ends the search with what is proven so far.
+    stop
+        Its end is that of the search, with what is proven so far; labels count as its work.
     """
+    stop = stop or Stop(math.inf)
     if beam is None:
         beam = max(2, min(_MOST_BEAM, _BEAM_STATES // (len(line.placement) * table.num_layers)))
     proven = floor = any_cut_bound(table.model, line.order)
     for factor in _CAPS if floor > 0 else (math.inf,):
         cap = min(cap_ms, floor * factor) if floor > 0 else cap_ms
-        sweep = _Sweep(table, line, cap, beam, should_stop)
+        sweep = _Sweep(table, line, cap, beam, stop)
         labels = sweep.run()
         if not sweep.lost:
             best = labels[0].closed if labels else math.inf
@@ -121,12 +126,12 @@ class _Sweep:
         line: PlacementLine,
         cap_ms: float,
         beam: int,
-        should_stop: Callable[[], bool],
+        stop: Stop,
     ) -> None:
         self.table = table
         self.model: Model = table.model
         self.placement = line.placement
-        self.cap_ms, self.beam, self.should_stop = cap_ms, beam, should_stop
+        self.cap_ms, self.beam, self.stop = cap_ms, beam, stop
         self.capped = self.lost = self.stopped = False
         self.weights = dict(zip(line.order, load_weights(self.model, line.order), strict=True))
         work = weighted_work(self.model, line.order)
@@ -138,12 +143,15 @@ class _Sweep:
         for k in range(len(self.placement)):
             grown: dict[int, list[_Label]] = {}
             for start in sorted(states):
-                if self.should_stop():
+                num_made = 0
+                if self.stop.is_over():
                     self.lost = self.stopped = True
                     return []
                 for label in states[start]:
                     for end, longer in self._extensions(label, k, start):
                         grown.setdefault(end, []).append(longer)
+                        num_made += 1
+                self.stop.spend(num_made / _LABELS)
             states = {end: self._undominated(labels) for end, labels in grown.items()}
         return states.get(self.model.num_layers, [])
 

@@ -52,6 +52,8 @@ class PlanResult:
         Proven: no schedule of any cut of any placement of the set is faster. None without one.
     searched
         The set, in words, and on how many of its placements there was time to look for cuts.
+    work
+        Units of work that it took, 0 where that was not limited.
     message, needs
         Without a schedule: why, and what is too small -> the smallest bytes that work.
     """
@@ -63,6 +65,7 @@ class PlanResult:
     even: PlanRow
     bound_ms: float | None
     searched: str
+    work: float = 0.0
     message: str = ""
     needs: dict[str, int] = field(default_factory=dict)
 
@@ -96,6 +99,7 @@ def plan(
     model: Model,
     *,
     time_limit_s: float = 60.0,
+    work_limit: float | None = None,
     threads: int = 1,
     seed: int = 0,
     chunks: Collection[int] = DEFAULT_CHUNKS,
@@ -104,7 +108,7 @@ def plan(
     on_progress: Callable[[Progress], None] | None = None,
     should_stop: Callable[[], bool] | None = None,
 ) -> PlanResult:
-    """Choose cut, placement and schedule together, within a time limit.
+    """Choose cut, placement and schedule together, within a limit of time or of work.
 
     Never worse than the schedule found for the naive plan, which is always among the candidates:
     equal numbers of layers in the order of the devices.
@@ -115,6 +119,9 @@ def plan(
         What is to be cut.
     time_limit_s
         Seconds, > 0; the call returns soon after.
+    work_limit
+        As in `optpipe_solver.solve`; then one thread works, whatever ``threads`` says, and the
+        result is a function of model, seed and this number unless the time limit cuts it short.
     threads, seed
         As in `optpipe_solver.solve`.
     chunks
@@ -134,12 +141,16 @@ def plan(
     Raises
     ------
     InputError
-        For a time limit, threads, seed, chunks or placements out of range.
+        For limits, threads, seed, chunks or placements out of range.
     """
-    _check_arguments(time_limit_s, threads, seed, chunks, placements)
+    Limits(time_limit_s=time_limit_s, work_limit=work_limit, threads=threads, seed=seed)
+    _check_arguments(chunks, placements)
     lines = make_lines(model, placements, chunks)
-    ensure_warm()
-    stop = Stop(time_limit_s, threads=threads, seed=seed, should_stop=should_stop)
+    ensure_warm(whole=work_limit is not None)
+    num_threads = threads if work_limit is None else 1
+    stop = Stop(
+        time_limit_s, work=work_limit, threads=num_threads, seed=seed, should_stop=should_stop
+    )
     search = PlanSearch(model, lines, stop, on_progress=on_progress)
     if start is not None:
         search.adopt(*start)
@@ -159,17 +170,11 @@ def plan(
         even=even,
         bound_ms=search.bound_ms,
         searched=searched,
+        work=0.0 if stop.work is None else stop.spent,
     )
 
 
-def _check_arguments(
-    time_limit_s: float,
-    threads: int,
-    seed: int,
-    chunks: Collection[int],
-    placements: Collection[PlacementKind],
-) -> None:
-    Limits(time_limit_s=time_limit_s, threads=threads, seed=seed)
+def _check_arguments(chunks: Collection[int], placements: Collection[PlacementKind]) -> None:
     if not chunks or not all(1 <= count <= _MOST_CHUNKS for count in chunks):
         raise InputError(
             f"chunks = {list(chunks)}: stages per device, at least one number, each "
@@ -217,7 +222,7 @@ def _schedule(best: CutCandidate, stop: Stop) -> Schedule:
         method=f"plan+{best.best.method}",
         bound_method=best.best.bound_method or None,
         seed=stop.seed,
-        solve_seconds=round(stop.seconds(), 4),
+        solve_seconds=round(stop.seconds(), 4) if stop.work is None else 0.0,
         trace=tuple(best.best.trace),
     )
     return evaluate(
@@ -225,7 +230,7 @@ def _schedule(best: CutCandidate, stop: Stop) -> Schedule:
         best.best.programs,
         provenance,
         bound_ms=best.best.bound_ms,
-        stopped_by="cancelled" if stop.is_told() else "time_limit",
+        stopped_by=stop.why,
     )
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from optpipe.errors import ModelError
 from optpipe.model import fuse
 from optpipe_solver.bounds import lower_bound
+from optpipe_solver.budget import Stop
 from optpipe_solver.families import FAMILIES
 from optpipe_solver.feasibility import feasibility
 from optpipe_solver.incumbent import Incumbent
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from optpipe.model import Model
     from optpipe.problem import Problem, Stage
     from optpipe.schedule import Programs
-    from optpipe_solver.budget import Stop
     from optpipe_solver.milp.plan import Pattern
     from optpipe_solver.plan.lines import Lines
 
@@ -68,6 +68,11 @@ _LINE_TURN = 0.25
 _CUTS_PER_LINE, _CENTRES, _TRIED_NEIGHBOURS = 3, 3, 12
 _SEMIFINALISTS, _FINALISTS = 8, 2
 
+_FAMILY_CELLS, _BOUND_CELLS, _HAND_CELLS, _SIMULATED = 2e4, 3e4, 5e4, 1e7
+_SOLVE_CELLS = 150
+"""Cells of families tried, of cuts bounded and of plans by hand, actions simulated in a local
+search, and cells of what every solve begins with, that are a unit of work (see `Stop`)."""
+
 
 class PlanSearch:
     """All candidates of a model, and the best of them.
@@ -98,6 +103,7 @@ class PlanSearch:
         self.candidates: dict[tuple[tuple[int, ...], tuple[int, ...]], CutCandidate] = {}
         self.best: CutCandidate | None = None
         self.told_ms = math.inf
+        self.turn = stop
         self.line_bounds = {line: any_cut_bound(model, line.order) for line in self.lines}
         self.pending = sorted(self.lines, key=lambda line: self.line_bounds[line])
         self.num_cut_lines = 0
@@ -106,15 +112,16 @@ class PlanSearch:
 
     def run(self) -> None:
         """Search until the time is over or nothing better can exist in the set."""
-        self._evaluate(self.even, phase=self.stop.turn(_EVEN))
+        self._evaluate(self.even, self.stop.turn(_EVEN))
+        self.turn = self.stop
         self._try_by_hand()
         self._plan_patterns(self.stop.turn(_PATTERNS))
         while not self.is_finished:
             self._gather(self.stop.turn(_GATHER))
             self._evaluate_all(self.stop.turn(_EVALUATE))
             self._move(self.stop.turn(_MOVE))
-            is_late = self.stop.left_s() <= _EXPLORE * self.stop.limit_s
-            if is_late or self.stop.is_told() or not self.pending:
+            is_late = self.stop.left <= _EXPLORE * self.stop.limit
+            if is_late or self.stop.is_over() or not self.pending:
                 break
         self._halve(self.stop.turn(_HALVE))
         self._solve_finalists()
@@ -159,8 +166,15 @@ class PlanSearch:
     ) -> CutCandidate:
         key = (line.placement, sizes)
         if key not in self.candidates:
+            self.turn.spend(len(sizes) * self.model.num_microbatches / _BOUND_CELLS)
             self.candidates[key] = CutCandidate(self.model, line, sizes, is_even=is_even)
+            self._note_work(self.candidates[key])
         return self.candidates[key]
+
+    def _note_work(self, candidate: CutCandidate) -> None:
+        """Let what is found next stand in a trace by the work done, where that is limited."""
+        if self.stop.work is not None:
+            candidate.best.work = self.stop.spent
 
     def _try_by_hand(self) -> None:
         """Take what people write by hand: whatever comes later must be better."""
@@ -174,6 +188,7 @@ class PlanSearch:
                     candidate = self._add(line, made.sizes)
                     candidate.best.offer(programs, f"{made.family} with {made.mode}")
                     self._tell(candidate)
+                self.stop.spend(cells / _HAND_CELLS)
                 if self.stop.is_over():
                     return
 
@@ -189,9 +204,11 @@ class PlanSearch:
             if line.free or cells > _MOST_PATTERN_CELLS:
                 continue
             cuts = hand_cuts(self.model, len(line.placement))
+            self.turn = phase
             for pattern in self._patterns(line):
                 if phase.is_over() or self.line_bounds[line] >= self.objective_ms:
                     break
+                phase.spend(cells / _HAND_CELLS)
                 found = plan_pattern(self.model, pattern, phase.turn(_PATTERN_TURN), cuts)
                 if isinstance(found, float):
                     continue
@@ -216,8 +233,8 @@ class PlanSearch:
             line = self.pending.pop(0)
             if self.line_bounds[line] >= self.objective_ms:
                 continue
-            turn = phase.turn(_LINE_TURN)
-            cuts = best_cuts(self.table, line, cap_ms=self.objective_ms, should_stop=turn.is_over)
+            self.turn = turn = phase.turn(_LINE_TURN)
+            cuts = best_cuts(self.table, line, cap_ms=self.objective_ms, stop=turn)
             self.num_cut_lines += 1
             self.line_bounds[line] = cuts.bound_ms
             if not cuts.sizes and cuts.bound_ms < self.objective_ms:
@@ -242,29 +259,28 @@ class PlanSearch:
 
     def _evaluate_all(self, phase: Stop) -> None:
         """Evaluate the few best cuts of each line by bound."""
+        self.turn = phase
         tried: Counter[PlacementLine] = Counter()
         for candidate in sorted(self.candidates.values(), key=_by_bound):
             if phase.is_over() and self.best is not None:
                 return
             if tried[candidate.line] < _CUTS_PER_LINE:
-                self._evaluate(candidate)
+                self._evaluate(candidate, phase)
             tried[candidate.line] += 1
 
     def _evaluate(
-        self,
-        candidate: CutCandidate,
-        parent: CutCandidate | None = None,
-        phase: Stop | None = None,
+        self, candidate: CutCandidate, phase: Stop, parent: CutCandidate | None = None
     ) -> None:
         """Give a candidate a quick value where its bound leaves a chance, once known in a phase."""
         if candidate.quick_ms is not None or not self._is_open(candidate):
             return
         programs = None if parent is None else parent.best.programs
+        self._note_work(candidate)
         evaluate_quickly(
             candidate,
             relatives=() if programs is None else (programs,),
-            search_s=min(_SEARCH_SHARE * self.stop.limit_s, _SEARCH_MOST_S),
-            stop=phase or self.stop,
+            search_s=min(_SEARCH_SHARE * self.stop.limit, _SEARCH_MOST_S),
+            stop=phase,
         )
         self._tell(candidate)
 
@@ -289,6 +305,7 @@ class PlanSearch:
 
     def _move(self, phase: Stop) -> None:
         """Move cut points of the best candidates of different lines while that helps."""
+        self.turn = phase
         centres = self._ranked()[:_CENTRES]
         while centres and not phase.is_over() and not self.is_finished:
             centre = centres.pop(0)
@@ -307,7 +324,7 @@ class PlanSearch:
         for candidate in promising[:_TRIED_NEIGHBOURS]:
             if phase.is_over():
                 break
-            self._evaluate(candidate, centre)
+            self._evaluate(candidate, phase, centre)
             if candidate.objective_ms < (found or centre).objective_ms:
                 found = candidate
         return found
@@ -318,9 +335,10 @@ class PlanSearch:
         while len(pool) > _FINALISTS and not phase.is_over() and not self.is_finished:
             rounds = math.ceil(math.log2(len(pool) / _FINALISTS))
             entered = [*pool, *({self.even} - set(pool))]
-            seconds = phase.left_s() / rounds / len(entered)
+            share = phase.left / rounds / len(entered)
             for candidate in filter(self._is_open, entered):
-                search(candidate, self.stop.turn(at_most=seconds, seed=self.seed + rounds))
+                self._note_work(candidate)
+                search(candidate, phase, share, self.seed + rounds)
                 self._tell(candidate)
             pool = sorted(pool, key=lambda held: held.objective_ms)
             pool = pool[: max(_FINALISTS, len(pool) // 2)]
@@ -331,7 +349,7 @@ class PlanSearch:
             waiting = next(self._unsolved(), None)
             if waiting is None or self.stop.is_over() or self.is_finished:
                 return
-            self._solve(waiting, self.stop.left_s() / max(1, _FINALISTS - number))
+            self._solve(waiting, self.stop.left / max(1, _FINALISTS - number))
 
     def _unsolved(self) -> Iterator[CutCandidate]:
         """Yield who may still win or improve: the best known first, then those never evaluated."""
@@ -341,11 +359,19 @@ class PlanSearch:
             if not done and (candidate is self.best or self._is_open(candidate)):
                 yield candidate
 
-    def _solve(self, candidate: CutCandidate, seconds: float) -> None:
+    def _solve(self, candidate: CutCandidate, share: float) -> None:
+        is_timed = self.stop.work is None
+        self._note_work(candidate)
+        if not is_timed:
+            share -= len(candidate.sizes) * self.model.num_microbatches / _SOLVE_CELLS
+            if share <= 0:
+                candidate.is_solved = True
+                return
         result = solve(
             candidate.problem,
-            time_limit_s=max(seconds, 0.01),
-            threads=self.threads,
+            time_limit_s=max(share if is_timed else self.stop.left_s(), 0.01),
+            work_limit=None if is_timed else share,
+            threads=self.threads if is_timed else 1,
             seed=self.seed,
             start=candidate.best.programs,
             start_method=candidate.best.method,
@@ -353,6 +379,7 @@ class PlanSearch:
             should_stop=self.stop.is_told,
         )
         candidate.is_solved = True
+        self.stop.spend(share + len(candidate.sizes) * self.model.num_microbatches / _SOLVE_CELLS)
         if result.schedule is not None:
             candidate.best.offer(result.schedule.programs, result.schedule.provenance.method)
             if result.bound_ms is not None:
@@ -514,34 +541,42 @@ def evaluate_quickly(
         Programs of cuts with the same placement: they are programs of this one too, and often
         within its memory. Where one is, families are left out.
     search_s
-        Most seconds of local search.
+        Most seconds, or units of work, of local search.
     stop
-        The time there is: looked at between families once something is known.
+        What there is: looked at between families once something is known.
     """
     best = candidate.best
     if not any(best.offer(programs, "neighbour") for programs in relatives):
-        _try_families(candidate, stop.is_over)
-    search(candidate, stop.turn(at_most=search_s))
+        _try_families(candidate, stop)
+    search(candidate, stop, search_s, stop.seed)
     if best.programs is not None:
         candidate.quick_ms = best.objective_ms
 
 
-def search(candidate: CutCandidate, stop: Stop) -> None:
-    """Improve a candidate's programs by local search."""
-    if not stop.is_over():
-        improve_by_local_search(candidate.best, stop)
+def search(candidate: CutCandidate, stop: Stop, share: float, seed: int) -> None:
+    """Improve a candidate's programs by local search, for some seconds or units of work."""
+    share = min(share, stop.left)
+    if share <= 0 or stop.is_over():
+        return
+    work = None if stop.work is None else max(1, int(share * _SIMULATED))
+    seconds = share if work is None else stop.left_s()
+    turn = Stop(seconds, work=work, seed=seed, should_stop=stop.is_told)
+    improve_by_local_search(candidate.best, turn)
+    # All of it, whenever the search was told that it had found the optimum.
+    stop.spend(share)
 
 
-def _try_families(candidate: CutCandidate, should_stop: Callable[[], bool]) -> None:
+def _try_families(candidate: CutCandidate, stop: Stop) -> None:
     problem = candidate.problem
     cells = len(problem.stages) * problem.num_microbatches
     names = [
         family.name for family in FAMILIES if family.name not in _SLOW or cells < _SLOW_FROM_CELLS
     ]
     for start in all_starts(problem, names):
+        stop.spend(cells / _FAMILY_CELLS)
         if start.programs is not None and start.legal:
             candidate.best.offer(start.programs, start.method)
-        if candidate.best.programs is not None and should_stop():
+        if candidate.best.programs is not None and stop.is_over():
             return
 
 

@@ -52,13 +52,16 @@ if TYPE_CHECKING:
     from optpipe_solver.milp.plan.pattern import Boundary, LongestPath, MemoryMoment
     from optpipe_solver.tune.space import TuneCandidate, TuneQuestion
 
-__all__ = ["CutNumbers", "LayerTable", "best_cut", "fused_family"]
+__all__ = ["BestCut", "CutNumbers", "LayerTable", "best_cut", "fused_family"]
 
 _ROUNDING = 1e-9
 _TOLERANCE = 1e-5
 _PATIENCE, _ENOUGH, _COARSE = 8, 2e-3, 0.01
 _NO_CUT: tuple[int, ...] = ()
 _MOST_CELLS = 20_000
+_CELLS, _BUILD = 1e6, 10.0
+"""Cells of longest paths that are a unit of work (see `Stop`), and how many are as much as one."""
+
 _FORWARD, _BACK = kind_number(ActionType.FORWARD), kind_number(ActionType.FULL_BACKWARD)
 
 
@@ -203,17 +206,44 @@ class CutNumbers(NamedTuple):
     room: float
 
 
-@lru_cache(maxsize=4096)
-def best_cut(
-    given: CutNumbers, enough_ms: float = inf, seconds: float = inf
-) -> tuple[float, tuple[int, ...]]:
-    """Return what no cut into whole layers undercuts, in ms of the pipeline, and a good cut.
+class BestCut(NamedTuple):
+    """What no cut into whole layers undercuts, in ms of the pipeline, and a good cut.
 
-    The bound is infinite where no cut fits, and need not be more than ``enough_ms``; the cut,
+    The bound is infinite where no cut fits, and need not be more than what was enough; the cut,
     embedding and head counted as layers, is empty where none was found in time, and may not fit or
-    be longer where layers differ.
+    be longer where layers differ. ``work`` is what it took, in units (see `Stop`).
     """
-    return _CutProgram(given).solved(Stop(seconds), enough_ms)
+
+    bound_ms: float
+    sizes: tuple[int, ...]
+    work: float
+
+
+def best_cut(given: CutNumbers, enough_ms: float = inf, stop: Stop | None = None) -> BestCut:
+    """Return the bound of all cuts and a good one, found once for the same numbers and limits."""
+    stop = stop or Stop(inf)
+    limit = stop.limit_s if stop.work is None else stop.left_work
+    kept = _kept(given, enough_ms, limit, stop.work is None)
+    if kept:
+        stop.spend(kept[0].work)
+        return kept[0]
+    before = stop.spent
+    bound_ms, sizes = _CutProgram(given).solved(stop, enough_ms)
+    found = BestCut(bound_ms, sizes, stop.spent - before)
+    if not stop.is_told() and (stop.work is None or stop.left_s() > 0):
+        kept.append(found)
+    return found
+
+
+@lru_cache(maxsize=4096)
+def _kept(
+    given: CutNumbers,  # noqa: ARG001 - what is found is kept by
+    enough_ms: float,  # noqa: ARG001
+    limit: float,  # noqa: ARG001
+    is_timed: bool,  # noqa: ARG001
+) -> list[BestCut]:
+    """Return where an answer is kept, empty before it is there."""
+    return []
 
 
 class _CutProgram:
@@ -281,6 +311,8 @@ class _CutProgram:
     def solved(self, stop: Stop, enough_ms: float) -> tuple[float, tuple[int, ...]]:
         """Add paths to the relaxation, then to the program itself, while that says more."""
         said_ms, sizes = 0.0, _NO_CUT
+        cells = len(self.stages) * self.given.num_microbatches / _CELLS
+        stop.spend(_BUILD * cells)
         for is_integer in (False, True):
             known_ms, centre, recent = inf, None, [-1.0] * _PATIENCE
             while not stop.is_over() and said_ms * (1 - _TOLERANCE) < enough_ms:
@@ -297,6 +329,7 @@ class _CutProgram:
                     # Between what the program says and the best known, where rows cut off most.
                     work = 0.4 * work + 0.6 * centre
                 paths = self.pattern.longest_paths(self._durations(work))
+                stop.spend(cells)
                 if paths[0].length_ms < known_ms:
                     known_ms, centre = paths[0].length_ms, work
                     if is_integer:

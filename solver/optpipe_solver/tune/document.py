@@ -305,6 +305,7 @@ def checkpoint_of(result: TuneResult, *, is_over: bool = False) -> str:
             "num_entries": result.looks.num_entries,
             "looks": looks,
             "is_over": is_over,
+            "work": result.work,
             "rows": [
                 {
                     "row": row.as_json(),
@@ -330,6 +331,7 @@ def read_checkpoint(question: TuneQuestion, text: str) -> TuneCheckpoint | None:
         looks=Looks(kept["num_candidates"], kept["num_entries"], found),
         rows=tuple(_read_kept(question, row) for row in kept["rows"]),
         is_over=kept["is_over"],
+        work=kept.get("work", 0.0),
     )
 
 

@@ -55,6 +55,7 @@ _MOST_OF_V = 2
 _MOST_CHUNKS = 8
 """That `optpipe_solver.plan` takes."""
 _MOST_SIMULATED, _MOST_PLANNED = 150_000, 40_000
+_LEAST_WORK = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,11 +171,14 @@ class TuneCheckpoint:
         The best, the Pareto front and what is run today, with their schedules.
     is_over
         Whether that search had ended by itself: then plans may be tried again, with more time.
+    work
+        Units of work that it took, where that was limited.
     """
 
     looks: Looks
     rows: tuple[TuneRow, ...]
     is_over: bool
+    work: float = 0.0
 
 
 def judge(question: TuneQuestion, configuration: Configuration) -> TuneRow | None:
@@ -267,7 +271,7 @@ class ConfigurationJudge:
         """The layers, and what they run on."""
         return self.made.model
 
-    def by_cut(self, best_ms: float, seconds: float = inf) -> tuple[TuneRow | None, float]:
+    def by_cut(self, best_ms: float, stop: Stop | None = None) -> tuple[TuneRow | None, float]:
         """Return the schedule of the cut that `best_cut` finds, and its bound of all cuts in ms.
 
         The bound is of the pipeline alone, 0 where nothing is known. Nothing is simulated where no
@@ -280,7 +284,7 @@ class ConfigurationJudge:
         numbers = table.cut_numbers(self.cut, boundaries(model, placement))
         if numbers is None:
             return None, 0.0
-        bound_ms, sizes = best_cut(numbers, best_ms - table.after_ms, seconds)
+        bound_ms, sizes, _ = best_cut(numbers, best_ms - table.after_ms, stop)
         if not sizes or min(sizes) < 1 or bound_ms + table.after_ms >= best_ms:
             return None, bound_ms
         return self.by_families(sizes), bound_ms
@@ -370,12 +374,14 @@ class ConfigurationJudge:
         found = plan(
             self.model,
             time_limit_s=max(0.1, stop.left_s()),
+            work_limit=None if stop.work is None else max(_LEAST_WORK, stop.left_work),
             threads=stop.threads,
             seed=stop.seed,
             chunks=(self.cut.chunks,),
             placements=kinds,
             should_stop=stop.is_told,
         )
+        stop.spend(found.work)
         if found.schedule is None or found.problem is None:
             return None, inf if found.status.value == "infeasible" else found.bound_ms or 0.0
         if len(found.problem.stages) != self.cut.pp * self.cut.chunks:

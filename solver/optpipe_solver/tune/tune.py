@@ -9,6 +9,8 @@ is excluded by proof. So the certificate holds for every configuration of the sp
 whatever its cut, within the estimate's model.
 
 With several threads that many candidates are simulated or planned at a time, each in a process.
+Where work is limited those that are next are looked at in rounds of the same number, whatever the
+number of threads, and what a round found is taken in in its order when all of it is there.
 """
 
 from __future__ import annotations
@@ -19,9 +21,9 @@ import time
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from enum import IntEnum
-from itertools import groupby
+from itertools import groupby, islice
 from math import inf
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from optpipe.errors import InputError
 from optpipe.presets import step_estimate
@@ -47,17 +49,28 @@ if TYPE_CHECKING:
     from optpipe.presets import PipelineCut
     from optpipe.presets.configuration import Configuration
     from optpipe.presets.estimate import ErrorBand
+    from optpipe.schedule import StoppedBy
     from optpipe_solver.tune.judge import TuneCheckpoint
     from optpipe_solver.tune.space import TuneCandidate, TuneQuestion
 
 __all__ = ["TuneCounts", "TuneResult", "tune"]
 
 _SIMULATED_FIRST = 16
-_PLAN_SHARE, _PLAN_MOST_S, _PLAN_LEAST_S = 0.1, 8.0, 0.5
+_PLAN_SHARE, _PLAN_MOST, _PLAN_LEAST = 0.1, 8.0, 0.5
+"""Of what is left, and at most and at least in seconds or units of work, for a closer look."""
+
+_ROUND = 4
+_LOOKS, _CELLS = 1e3, 25e3
+"""Steps by formula, and cells of families simulated, that are a unit of work (see `Stop`)."""
+
 _TELL_EVERY_S, _TELL_SHARE = 1.0, 0.01
 _POLL_S = 0.02
 _ROUNDING = 1e-6
 """Relative: times in a problem are rounded to 10 ns."""
+
+
+TuneEnd: TypeAlias = "StoppedBy | Literal['looked_at']"
+"""Why a search ended."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +119,11 @@ class TuneResult:
         How far estimates of this kind were from published runs; None where none were compared.
     seconds
         That it took.
+    work
+        Units of work that it took, 0 where that was not limited.
+    stopped_by
+        ``optimal``: nothing can be faster; ``gap``: by more than was asked; ``looked_at``: there is
+        no closer look at what may be; or the limit that ended it. None while it goes on.
     looks
         What another search for the same need not do again.
     """
@@ -117,6 +135,8 @@ class TuneResult:
     counts: TuneCounts
     error: ErrorBand | None
     seconds: float
+    work: float = 0.0
+    stopped_by: TuneEnd | None = None
     looks: Looks = NO_LOOKS
 
     @property
@@ -176,6 +196,7 @@ class TuneResult:
             "current": None if self.current is None else self.current.as_json(),
             "rows": [row.as_json() for row in self.rows],
             "pareto": [row.as_json() for row in self.pareto],
+            "stopped_by": self.stopped_by,
             "seconds": self.seconds,
         }
 
@@ -185,6 +206,7 @@ def tune(
     *,
     current: Configuration | None = None,
     time_limit_s: float = 120.0,
+    work_limit: float | None = None,
     threads: int = 1,
     seed: int = 0,
     gap: float = 0.002,
@@ -204,6 +226,10 @@ def tune(
         What is run today; it stands among the rows too, where the space has it.
     time_limit_s
         Seconds, > 0; bounds and first schedules are never cut short, which takes some seconds.
+    work_limit
+        None, or units > 0 of about one second of one core, counted and not by the clock: the result
+        is then a function of question, seed and this number, whatever ``threads`` says, unless the
+        time limit cuts it short.
     threads
         >= 1: candidates that are looked at at a time, from 2 on in processes that import this
         program's main module, which must be guarded by ``if __name__ == "__main__"``.
@@ -226,9 +252,9 @@ def tune(
     InputError
         If the space is empty, or a number is out of range.
     """
-    Limits(time_limit_s=time_limit_s, threads=threads, seed=seed, gap=gap)
-    ensure_warm()
-    stop = Stop(time_limit_s, threads=threads, seed=seed, should_stop=should_stop)
+    Limits(time_limit_s=time_limit_s, work_limit=work_limit, threads=threads, seed=seed, gap=gap)
+    ensure_warm(whole=work_limit is not None)
+    stop = Stop(time_limit_s, work=work_limit, threads=threads, seed=seed, should_stop=should_stop)
     search = _TuneSearch(question, stop, gap, on_progress or (lambda _: None))
     search.current = None if current is None else judge(question, current)
     search.on_result = on_result or search.on_result
@@ -258,17 +284,18 @@ class _Entry:
     is_waiting: bool = True
 
 
-_Found = tuple[TuneRow | None, float]
-"""A schedule of a candidate, and a bound of its pipeline in ms."""
+_Found = tuple[TuneRow | None, float, float]
+"""A schedule of a candidate, a bound of its pipeline in ms, and the work that it took in units."""
 
 
 class _Task(NamedTuple):
-    """A closer look at a candidate: which, for how long where it is a program, what to beat."""
+    """A closer look at a candidate: which, how much where it is a program, what to beat."""
 
     question: TuneQuestion
     candidate: TuneCandidate
     level: _Level
     seconds: float
+    work: float | None
     best_ms: float
     seed: int
 
@@ -277,11 +304,14 @@ def _look(task: _Task, should_stop: Callable[[], bool] | None = None) -> _Found:
     """Look for the best cut and schedule of a candidate."""
     candidate = task.candidate
     made = ConfigurationJudge(task.question, candidate.training, candidate.cut())
+    stop = Stop(task.seconds, work=task.work, seed=task.seed, should_stop=should_stop)
+    simulating = made.num_cells * len(made.families) / _CELLS
     if task.level is _Level.SIMULATED:
-        return made.simulated(), 0.0
+        return made.simulated(), 0.0, len(LAYOUTS) * simulating
     if task.level is _Level.CUT:
-        return made.by_cut(task.best_ms, task.seconds)
-    return made.planned(Stop(task.seconds, seed=task.seed, should_stop=should_stop))
+        row, bound_ms = made.by_cut(task.best_ms, stop)
+        return row, bound_ms, stop.spent + (row is not None) * simulating
+    return (*made.planned(stop), stop.spent)
 
 
 class _TuneSearch:
@@ -297,8 +327,10 @@ class _TuneSearch:
         self.current: TuneRow | None = None
         self.known: list[TuneRow] = []
         self.told_s = 0.0
+        self.told: TuneRow | None = None
+        self.is_ended = False
         self.pool: Pool | None = None
-        self.is_first = True
+        self.is_first = self.is_between = True
         self.on_result: Callable[[TuneResult], None] = lambda _: None
         for (training, pp), group in groupby(
             candidates(question), key=lambda one: (one.training, one.pp)
@@ -320,6 +352,7 @@ class _TuneSearch:
         if checkpoint is not None and checkpoint.looks[:2] == sizes:
             rows = [*rows, *checkpoint.rows]
             again = checkpoint.is_over
+            self.stop.spend(0.0 if again else checkpoint.work)
             for look in checkpoint.looks.found:
                 entry = self.entries[look.entry]
                 entry.level, entry.is_solved = _Level(look.level), look.level >= _Level.SIMULATED
@@ -366,6 +399,15 @@ class _TuneSearch:
             first.level = max(first.level, _Level.CUT)
             self._work(_one_by_one([first]), self.stop.is_told)
         self._work(self._least, self.stop.is_over)
+        self.is_ended = True
+
+    def _why(self, best_ms: float, bound_ms: float) -> TuneEnd:
+        """Say what ended the search."""
+        if best_ms < inf and bound_ms >= best_ms * (1 - _ROUNDING):
+            return "optimal"
+        if best_ms < inf and bound_ms >= best_ms * (1 - self.gap):
+            return "gap"
+        return self.stop.why if self.stop.is_over() else "looked_at"
 
     def _look(self) -> None:
         """Say by formula what 1F1B takes, as long as the least bound is below what was said."""
@@ -382,6 +424,7 @@ class _TuneSearch:
                 continue
             is_new = entry.level < _Level.LOOKED
             entry.level = max(entry.level, _Level.LOOKED)
+            self.stop.spend(is_new / _LOOKS)
             for cut in _cuts(entry.candidate) if is_new else ():
                 step = step_estimate(
                     self.question.shape, self.question.machine(entry.candidate.training), cut
@@ -419,6 +462,9 @@ class _TuneSearch:
 
     def _work(self, ready: Callable[[], _Entry | None], is_over: Callable[[], bool]) -> None:
         """Look closer at candidates that are ready, as many at a time as there are processes."""
+        if self.stop.work is not None:
+            self._work_in_rounds(ready, is_over)
+            return
         running: list[tuple[_Entry, AsyncResult[_Found]]] = []
         while not is_over():
             self._tell()
@@ -435,6 +481,39 @@ class _TuneSearch:
             else:
                 return
 
+    def _work_in_rounds(
+        self, ready: Callable[[], _Entry | None], is_over: Callable[[], bool]
+    ) -> None:
+        """Look closer at the same candidates at a time, however many processes there are."""
+        while not is_over():
+            entries = list(islice(iter(ready, None), _ROUND))
+            jobs = [self._job(entry) for entry in entries]
+            looks = self._looks_one_by_one if self.pool is None else self._looks_at_once
+            found = list(looks(jobs, is_over))
+            self.is_between = False
+            for entry, one in zip(entries, found, strict=False):
+                self._take(entry, one)
+            self.is_between = True
+            if len(found) < len(entries) or not entries:
+                return
+            self._tell(is_better=self.best is not self.told)
+
+    def _looks_one_by_one(self, jobs: list[_Task], is_over: Callable[[], bool]) -> Iterator[_Found]:
+        for job in jobs:
+            if is_over():
+                return
+            yield _look(job._replace(seconds=self.stop.left_s()), self.stop.is_told)
+
+    def _looks_at_once(self, jobs: list[_Task], is_over: Callable[[], bool]) -> Iterator[_Found]:
+        """Yield what is found, in the order of the jobs, until time is over or somebody says so."""
+        asked = [] if self.pool is None else [self.pool.apply_async(_look, (job,)) for job in jobs]
+        for one in asked:
+            while not one.ready():
+                if is_over():
+                    return
+                one.wait(_POLL_S)
+            yield one.get()
+
     def _next(self, entry: _Entry) -> _Level:
         """Return how a candidate is looked at next: fused orders have a program for their cut."""
         if entry.level < _Level.SIMULATED and (self.is_first or not entry.table.fused):
@@ -443,13 +522,19 @@ class _TuneSearch:
 
     def _job(self, entry: _Entry) -> _Task:
         """Return what the next closer look at a candidate takes."""
-        left, level = self.stop.left_s(), self._next(entry)
-        seconds = min(left, _PLAN_MOST_S, max(_PLAN_LEAST_S, _PLAN_SHARE * left))
-        return _Task(self.question, entry.candidate, level, seconds, self.best_ms, self.stop.seed)
+        left, seconds, work = self.stop.left, self.stop.left_s(), None
+        share = max(0.0, min(left, _PLAN_MOST, max(_PLAN_LEAST, _PLAN_SHARE * left)))
+        if self.stop.work is None:
+            seconds = share
+        else:
+            work = share
+        level, seed = self._next(entry), self.stop.seed
+        return _Task(self.question, entry.candidate, level, seconds, work, self.best_ms, seed)
 
     def _take(self, entry: _Entry, found: _Found) -> None:
         """Take in the schedule and the bound of a closer look."""
-        row, bound_ms = found
+        row, bound_ms, work = found
+        self.stop.spend(work)
         entry.is_solved = True
         entry.level = self._next(entry)
         self.num_unfit += bound_ms == inf
@@ -468,10 +553,13 @@ class _TuneSearch:
 
     def _tell(self, *, is_better: bool = False) -> None:
         """Tell what would be returned now: where it is better, or now and then."""
+        if not self.is_between:
+            return
         seconds = self.stop.seconds()
         pause_s = max(_TELL_EVERY_S, _TELL_SHARE * self.stop.limit_s)
         if is_better or seconds >= self.told_s + pause_s:
             self.on_result(self.result())
+            self.told = self.best
             self.told_s = self.stop.seconds()
 
     def result(self) -> TuneResult:
@@ -499,6 +587,8 @@ class _TuneSearch:
             counts=TuneCounts(total=total, do_not_fit=self.num_unfit, **counts),
             error=error_band(self.question.shape, (self.question.hardware,)),
             seconds=self.stop.seconds(),
+            work=self.stop.spent,
+            stopped_by=self._why(best_ms, bound_ms) if self.is_ended else None,
             looks=Looks(
                 self.num_candidates,
                 len(self.entries),

@@ -85,9 +85,9 @@ def test_every_incumbent_comes_with_its_own_problem(http) -> None:
 
 
 def test_options_reach_the_planner(http) -> None:
-    options = {"chunks": [2, 1], "placements": ["v"], "seed": 3, "threads": 2}
+    options = {"chunks": [2, 1], "placements": ["v"], "seed": 3, "threads": 2, "work_limit": 0.5}
     for given, told in (
-        (options, "threads=2 seed=3 chunks=[2, 1] placements=['v']"),
+        (options, "work=0.5 threads=2 seed=3 chunks=[2, 1] placements=['v']"),
         ({}, "threads=1 seed=0 chunks=[1, 2, 4] placements=['linear', 'loop', 'v', 'free']"),
     ):
         job = planned(http, "told", options=given)

@@ -95,9 +95,9 @@ def test_the_documented_example_is_answered_by_the_real_search(tmp_path) -> None
 
 def test_options_reach_the_search_and_left_out_ones_take_defaults(http) -> None:
     given = {"time_limit_s": 3, "threads": 2, "seed": 5, "gap": 0.5, "cache": "refresh"}
-    path, job = tune(http, options=given)
-    assert sentences(http, path)[0] == "limit=3 threads=2 seed=5 gap=0.5"
-    assert job["options"]["gap"] == 0.5
+    path, job = tune(http, options={**given, "work_limit": 2.5})
+    assert sentences(http, path)[0] == "limit=3 work=2.5 threads=2 seed=5 gap=0.5"
+    assert (job["options"]["gap"], job["options"]["work_limit"]) == (0.5, 2.5)
     path, _ = tune(http, options={"cache": "refresh"})
     assert sentences(http, path)[0] == "limit=120 threads=1 seed=0 gap=0.002"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from itertools import pairwise
@@ -244,3 +245,20 @@ def test_a_plan_is_never_worse_than_its_start(found) -> None:
     assert told[0].objective_ms == first.schedule.objective_ms
     assert told[0].problem == first.problem
     assert second.schedule.objective_ms <= first.schedule.objective_ms
+
+
+def test_with_a_work_limit_the_plan_is_a_function_of_model_seed_and_limit() -> None:
+    """Whatever the number of threads: rows, bound, schedule, provenance, to the last byte."""
+    layers = [layer(2 + n % 3, 3 + n % 5, 1 + n % 2) for n in range(11)]
+    found = model(layers, gpus(4, memory_bytes=120), m=8)
+    made = [
+        plan(found, time_limit_s=300, work_limit=0.7, threads=threads, seed=2, chunks=(1, 2))
+        for threads in (1, 3)
+    ]
+    one, other = (json.dumps(result.as_json()) for result in made)
+    assert one == other
+    check_result(found, made[0])
+    assert made[0].schedule is not None
+    late = plan(found, time_limit_s=0.01, work_limit=100.0, chunks=(1, 2))
+    assert late.schedule is not None
+    assert (made[0].schedule.stopped_by, late.schedule.stopped_by) == ("work_limit", "time_limit")

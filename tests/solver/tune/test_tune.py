@@ -1,10 +1,13 @@
 """Tuning: bounds against every cut of every configuration of a small space, and what is said."""
 
+import json
 import re
 import sys
+from contextlib import ExitStack
 from dataclasses import replace
 from itertools import combinations, groupby, pairwise, product
 from math import inf
+from subprocess import Popen
 from typing import Any
 
 import numpy as np
@@ -275,7 +278,7 @@ def test_no_cut_that_fits_beats_the_best_one(cut, share, sizes, sent) -> None:
         share=(share, share),
         links=(((sent, 0.01), (sent, 0.01)),) * (pp * chunks - 1),
     )  # fmt: skip
-    bound_ms, best = best_cut(given_numbers)
+    bound_ms, best, _ = best_cut(given_numbers)
     pattern = fused(pp, chunks, m, given_numbers.links)
 
     def length_ms(layers) -> float:
@@ -292,11 +295,11 @@ def test_no_cut_that_fits_beats_the_best_one(cut, share, sizes, sent) -> None:
 def test_the_best_cut_knows_how_interleaved_1f1b_fills_and_what_fits() -> None:
     """More than the load and no more than the even cut takes, 16 and 3 of 16 parts of a rank."""
     even = numbers_of(4, 4, 16, [10] * 16)
-    bound_ms, sizes = best_cut(even, seconds=5.0)
+    bound_ms, sizes, _ = best_cut(even, stop=Stop(5.0))
     assert 16 * 41.0 < bound_ms <= 16 * 41.875
     assert sum(sizes) == 162
-    assert best_cut(even._replace(room=0.9 * even.room), seconds=5.0)[0] > bound_ms
-    assert best_cut(even._replace(room=0.5 * even.room)) == (inf, ())
+    assert best_cut(even._replace(room=0.9 * even.room), stop=Stop(5.0))[0] > bound_ms
+    assert best_cut(even._replace(room=0.5 * even.room))[:2] == (inf, ())
 
 
 def test_what_is_run_today_is_judged_alike_and_the_gain_is_over_it() -> None:
@@ -434,3 +437,50 @@ def test_a_published_run_is_among_what_is_searched() -> None:
         fixed={"tp": 2, "pp": 8, "ep": 32, "chunks": 4, "micro_batch": 1, "cp": 1, "etp": 1},
     )  # fmt: skip
     assert any(not one.training.recompute for one in candidates(question))
+
+
+@pytest.mark.parametrize(
+    ("framework", "work", "pp", "more"),
+    [
+        pytest.param("megatron", 0.6, 4, {}, id="megatron"),
+        pytest.param(
+            *("any", 0.1, 2, {"chunks": 2, "zero": 1}), id="any", marks=pytest.mark.extended
+        ),
+    ],
+)
+def test_with_a_work_limit_the_answer_is_a_function_of_question_seed_and_limit(
+    framework: str, work: float, pp: int, more: dict[str, int]
+) -> None:
+    """On a machine that does something else too, and in two processes, to the last byte."""
+    question = asked(
+        replace(SMALL, num_layers=18), framework=framework, num_gpus=2 * pp, global_batch=4 * pp,
+        training=Training(sequence=2048),
+        fixed={"tp": 1, "cp": 1, "pp": pp, "micro_batch": 1} | more,
+    )  # fmt: skip
+
+    def answer(threads: int) -> tuple[Any, ...]:
+        found = tune(question, time_limit_s=300, work_limit=work, threads=threads, gap=0.0, seed=3)
+        assert found.stopped_by == "work_limit"
+        assert work <= found.work
+        said = {name: value for name, value in found.as_json().items() if name != "seconds"}
+        return json.dumps(said), found.looks, found.work, [row.programs for row in found.rows]
+
+    alone = answer(1)
+    with ExitStack() as others:
+        for _ in range(2):
+            other = others.enter_context(Popen([sys.executable, "-c", "while True: pass"]))
+            others.callback(other.kill)
+        assert answer(2) == alone
+    late = tune(question, time_limit_s=0.01, work_limit=work, gap=0.0)
+    assert late.stopped_by == "time_limit"
+
+
+def test_work_that_suffices_is_not_used_up_and_less_of_it_never_finds_more() -> None:
+    question = asked(fixed={"tp": 1, "cp": 1, "pp": 2, "chunks": 1})
+    found = [tune(question, work_limit=work, time_limit_s=60) for work in (0.01, 20.0)]
+    assert found[0].stopped_by == "work_limit"
+    assert found[1].stopped_by in {"optimal", "gap", "looked_at"}
+    assert found[0].best is not None
+    assert found[1].best is not None
+    assert found[1].best.step_ms <= found[0].best.step_ms
+    assert found[0].bound_ms <= found[1].bound_ms * (1 + 1e-9)

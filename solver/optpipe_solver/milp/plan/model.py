@@ -68,6 +68,9 @@ _SLOWER = 1e4
 _TOLERANCE = 1e-6
 """Relative excess from which on a row counts as broken."""
 
+_CELLS = 1e6
+"""Cells of longest paths, and of moments of memory, that are a unit of work (see `Stop`)."""
+
 _GIB = 2.0**30
 _LEAST_GAP = 1e-4
 
@@ -146,6 +149,7 @@ class _PatternSearch:
         self, model: Model, pattern: Pattern, stop: Stop, cuts: Iterable[tuple[int, ...]] = ()
     ) -> None:
         self.model, self.pattern, self.stop = model, pattern, stop
+        self.turn, self.num_cells = stop, len(pattern.problem.placement) * model.num_microbatches
         self.tables = PlanTables(
             model, pattern.problem.placement, pattern.transfers, pattern.recompute
         )
@@ -198,6 +202,7 @@ class _PatternSearch:
         is left.
         """
         stages, turn = range(len(self.tables.placement)), self.stop.turn(_START)
+        self.turn = turn
         numbers = [
             k
             for k in range(len(self.tables.names))
@@ -266,6 +271,7 @@ class _PatternSearch:
         Where a base and its excesses are known, of the devices alone whose stages differ.
         """
         devices: Iterable[int] = range(len(self.pattern.programs))
+        self.turn.spend(self.num_cells / _CELLS)
         found = np.zeros(len(self.pattern.programs))
         if base is not None and known is not None:
             differ = (counts[0] != base[0]).any(axis=(1, 2)) | (counts[1] != base[1]).any(axis=1)
@@ -281,6 +287,7 @@ class _PatternSearch:
         return float(self._excesses(as_counts(self.tables, choice)).sum())
 
     def _length_ms(self, choice: PlanChoice) -> float:
+        self.turn.spend(self.num_cells / _CELLS)
         return self.pattern.length_ms(durations_of(self.tables, choice))
 
     def _most(self) -> tuple[float, Ints]:
@@ -302,6 +309,7 @@ class _PatternSearch:
 
     def run(self) -> None:
         """Add rows at the root, then solve and add until nothing is broken or time is over."""
+        self.turn = self.stop
         self._cut_root()
         for _ in range(_MOST_ROUNDS):
             if self.stop.is_over() or self._is_proven:
@@ -355,6 +363,7 @@ class _PatternSearch:
         )
         modes = np.array([[values[one] for one in row] for row in self.v.mode])
         rows = []
+        self.stop.spend(2 * self.num_cells / _CELLS)
         for device in range(len(self.pattern.programs)):
             excess = self._excess(layers, modes, device)
             if excess.size and excess.max() > _TOLERANCE:
