@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -99,14 +100,14 @@ def _worst_of(ours: list[Tensor], theirs: list[Tensor]) -> float:
 
 
 def _train(run: Callable[..., list[Any]], job: Job) -> tuple[_Trained, list[nn.Module]]:
-    models = _models(job)
+    models = models_of(job)
     parameters = [one for model in models for one in model.parameters()]
     optimizer = _optimizer(models, job)
     found = _Trained([], [], [], [])
     for step in range(STEPS):
         for model in models:
             model.zero_grad_buffer()  # type: ignore[operator]
-        given = run(**_arguments(models, job, step))
+        given = run(**arguments_of(models, job, step))
         found.losses += [float(one["lm loss"]) for one in given]
         for parameter in parameters:
             gradient = parameter.main_grad.clone()  # type: ignore[attr-defined]
@@ -116,7 +117,7 @@ def _train(run: Callable[..., list[Any]], job: Job) -> tuple[_Trained, list[nn.M
         optimizer.step()
         optimizer.zero_grad()
     with torch.no_grad():
-        given = run(**_arguments(models, job, STEPS), forward_only=True)
+        given = run(**arguments_of(models, job, STEPS), forward_only=True)
     found.evaluated = [float(one["lm loss"]) for one in given]
     found.parameters = [one.detach().clone() for one in parameters]
     return found, models
@@ -133,7 +134,7 @@ def _optimizer(models: list[nn.Module], job: Job) -> Any:
     return get_megatron_optimizer(settings, models, use_gloo_process_groups=False)
 
 
-def _arguments(models: list[nn.Module], job: Job, step: int) -> dict[str, Any]:
+def arguments_of(models: list[nn.Module], job: Job, step: int) -> dict[str, Any]:
     iterators = [_data(step) for _ in models]
     return {
         "forward_step_func": partial(_forward_step, per_token=job.per_token),
@@ -173,7 +174,7 @@ def _loss(mask: Tensor, losses: Tensor, *, per_token: bool) -> Any:
     return total / mask.sum(), report
 
 
-def _models(job: Job) -> list[nn.Module]:
+def models_of(job: Job) -> list[nn.Module]:
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.distributed.finalize_model_grads import finalize_model_grads
@@ -245,12 +246,31 @@ def _models(job: Job) -> list[nn.Module]:
     return models
 
 
+def timed_by_megatron(schedule: Schedule, job: Job) -> tuple[str, float]:
+    """Run a step under Megatron's timers; what it prints of them, and the milliseconds it took."""
+    with megatron_on_cpu(job.pipeline, job.chunks):
+        from megatron.core.timers import Timers
+
+        models = models_of(job)
+        config: Any = models[0].config
+        run = forward_backward_func(schedule)
+        run(**arguments_of(models, job, 0))
+        config.timers = timers = Timers(2, "all")
+        run.close()
+        start = time.perf_counter()
+        run(**arguments_of(models, job, 1))
+        took_ms = 1000 * (time.perf_counter() - start)
+        run.close()
+        names = ["forward-backward", "forward-compute", "backward-compute"]
+        return timers.get_all_timers_string(names, reset=True), took_ms
+
+
 def refused_by_megatron(schedule: Schedule, job: Job) -> list[str]:
     """What is said of calls that a schedule cannot run."""
     with megatron_on_cpu(job.pipeline, job.chunks):
-        models = _models(job)
+        models = models_of(job)
         run = forward_backward_func(schedule)
-        given = _arguments(models, job, 0)
+        given = arguments_of(models, job, 0)
         config: Any = models[0].config
         config.variable_seq_lengths = True
         said = [_said(run, given)]

@@ -7,6 +7,7 @@ from importlib import metadata
 import pytest
 
 from optpipe.errors import MissingExtraError
+from optpipe.measurements import MegatronRun, read_megatron
 from optpipe.runtime.errors import PreflightError
 from optpipe.runtime.trainers.megatron import _Items, forward_backward_func
 from optpipe.schedule import ActionType
@@ -83,6 +84,21 @@ def test_losses_and_gradients_are_those_of_megatrons_own_schedule(ranks, name):
     assert sum(found.num_gradients for found in outcomes) == expected
     worst = max(found.gradients for found in outcomes)
     print(f"Megatron-Core, {name}: {expected} gradients, worst relative difference {worst:.1e}")
+
+
+def test_its_timers_of_our_run_are_imported(ranks):
+    """As `optpipe import megatron` reads them: a forward and a backward of every stage."""
+    problem = schedules.make_problem(schedules.LINEAR, MICROBATCHES)
+    schedule = schedules.make_schedule(problem, schedules.zero_bubble_h1(4, MICROBATCHES))
+    outcomes = ranks.run(megatron_cases.timed_by_megatron, schedule, Job(4), timeout=220)
+    printed = next(text for text, _ in outcomes if text)
+    found = read_megatron(printed, MegatronRun(num_microbatches=MICROBATCHES, num_stages=4))
+    assert [(one.stage, one.action) for one in found.samples] == [
+        (stage, action) for action in "FB" for stage in range(4)
+    ]
+    for stage, (_, took_ms) in enumerate(outcomes):
+        spent = sum(one.time_ms for one in found.samples if one.stage == stage)
+        assert 0 < MICROBATCHES * spent < took_ms
 
 
 REFUSALS = (
