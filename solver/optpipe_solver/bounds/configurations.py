@@ -233,8 +233,11 @@ def configurations_ms(
 ) -> float:
     """Return the greatest bound of single devices, in ms of the problem's objective.
 
-    ``should_stop`` is asked between devices and between rounds; the bound is then weaker.
+    ``should_stop`` is asked between devices and between rounds; the bound is then weaker. 0 where
+    passes may pair: what a device does at once is then more than a configuration says.
     """
+    if problem.pairs:
+        return 0.0
     paths = Paths(problem)
     makespan = problem.objective == "makespan"
     best = 0.0
