@@ -12,6 +12,7 @@ import re
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic.json_schema import SkipJsonSchema
 
 from optpipe.errors import rule_broken
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from pydantic.config import JsonDict
 
 __all__ = [
+    "MOST_COSTS",
+    "OF_STAGE",
     "WORKSPACES",
     "Bandwidth",
     "Bytes",
@@ -79,6 +82,12 @@ Flag = Annotated[bool, Field(strict=True)]
 
 
 _MOST_MODES = 64
+
+MOST_COSTS = 4096
+"""Most costs that a stage may have."""
+
+OF_STAGE = ("device", "static_bytes", "grad_sync_ms", "uniform_modes", "layers")
+"""Fields that a stage has whatever the cost of a micro-batch."""
 
 
 def _is_empty(value: object) -> bool:
@@ -271,6 +280,9 @@ class Stage(FrozenValue):
     layers
         What of the model it holds, None where that is not known; only in v2. It changes no
         schedule, but what may be exported and cut finer; where given it is part of the hash.
+    others
+        Only in v2, where files write ``costs``: the same stage under costs 1, 2, ...; all fields
+        above are those of cost 0. Empty where all micro-batches are equal.
     """
 
     device: Index
@@ -294,6 +306,9 @@ class Stage(FrozenValue):
     modes: tuple[Mode, ...] = Field(default=(), max_length=_MOST_MODES, exclude_if=_is_empty)
     uniform_modes: Flag = Field(default=False, exclude_if=_is_empty)
     layers: StageLayers | None = Field(default=None, exclude_if=_is_empty)
+    others: SkipJsonSchema[tuple[Stage, ...]] = Field(
+        default=(), max_length=MOST_COSTS - 1, exclude_if=_is_empty
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -389,6 +404,10 @@ class Stage(FrozenValue):
             found["recompute_ms"] = mode.recompute_ms
             found["checkpoint_bytes"] = mode.forward_bytes
         return found
+
+    def under(self, cost: int) -> Stage:
+        """Return the stage as it is for micro-batches of a cost; its own `others` say nothing."""
+        return self.others[cost - 1] if cost else self
 
     @property
     def menu(self) -> tuple[CellMode, ...]:

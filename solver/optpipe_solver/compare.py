@@ -200,7 +200,7 @@ class _RowMaker:
         """Yield a row per family, on the problem and, where it asks for one, on a copy."""
         elsewhere: dict[str, FamilyStart] = {}
         for start in all_starts(problem):
-            if start.wants in _OTHER_PLACEMENT and _one_stage_each(problem):
+            if start.wants in _OTHER_PLACEMENT and _one_stage_each(problem) and problem.is_even:
                 elsewhere[start.method] = start
             else:
                 yield self._of(problem, AS_GIVEN, start)
