@@ -11,7 +11,15 @@ import math
 import re
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from pydantic.json_schema import SkipJsonSchema
 
 from optpipe.errors import rule_broken
@@ -306,9 +314,17 @@ class Stage(FrozenValue):
     modes: tuple[Mode, ...] = Field(default=(), max_length=_MOST_MODES, exclude_if=_is_empty)
     uniform_modes: Flag = Field(default=False, exclude_if=_is_empty)
     layers: StageLayers | None = Field(default=None, exclude_if=_is_empty)
-    others: SkipJsonSchema[tuple[Stage, ...]] = Field(
+    others: SkipJsonSchema[tuple[Any, ...]] = Field(
         default=(), max_length=MOST_COSTS - 1, exclude_if=_is_empty
     )
+
+    @field_validator("others", mode="before")
+    @classmethod
+    def _costs(cls, value: Any) -> Any:
+        """Read the other costs here: a type that holds itself has no schema to publish."""
+        if not isinstance(value, list | tuple):
+            return value
+        return tuple(_cost(number, one) for number, one in enumerate(value, start=1))
 
     @model_validator(mode="before")
     @classmethod
@@ -407,7 +423,8 @@ class Stage(FrozenValue):
 
     def under(self, cost: int) -> Stage:
         """Return the stage as it is for micro-batches of a cost; its own `others` say nothing."""
-        return self.others[cost - 1] if cost else self
+        stage: Stage = self.others[cost - 1] if cost else self
+        return stage
 
     @property
     def menu(self) -> tuple[CellMode, ...]:
@@ -460,3 +477,17 @@ class Stage(FrozenValue):
     def can_recompute(self) -> bool:
         """Whether RECOMPUTE is allowed on this stage."""
         return self.recompute_ms is not None
+
+
+def _cost(number: int, data: Any) -> Stage:
+    """Return a stage under a cost of its own; its first fault says which."""
+    try:
+        return Stage.model_validate(data)
+    except ValidationError as error:
+        fault = error.errors(include_url=False)[0]
+        place = ".".join([f"costs[{number}]", *(str(part) for part in fault["loc"])])
+        if fault["type"] == "rule":
+            context = fault["ctx"]
+            raise rule_broken(f"{place}: {context['rule']}", context["fix"]) from None
+        rule = f"{place} = {str(fault['input'])[:60]}: {fault['msg']}"
+        raise rule_broken(rule, "correct it") from None

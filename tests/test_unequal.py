@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from optpipe import InputError, Problem, simulate
+from optpipe import InputError, Problem, ProblemError, simulate
 from optpipe.check import check_schedule, find_violations
 from optpipe.formats.json import dump_problem
 from optpipe.memory import device_peak_bytes, host_peak_bytes
@@ -183,3 +183,13 @@ def test_slices_are_checked_and_not_made() -> None:
         assert [one.code for one in find_violations(sliced, programs(bad))] == [code]
     with pytest.raises(InputError, match="does not make them yet; leave sample out"):
         solve(sliced, time_limit_s=5)
+
+
+def test_a_fault_in_another_cost_says_which() -> None:
+    data = json.loads(dump_problem(batch([0, 1])))
+    data["stages"][2]["costs"][1]["forward_ms"] = -1
+    with pytest.raises(ProblemError, match=r"costs\[1\]\.forward_ms = -1"):
+        Problem.parse(data)
+    schema = json.dumps(Problem.model_json_schema())
+    assert '"costs"' in schema
+    assert '"others"' not in schema
