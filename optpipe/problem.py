@@ -880,7 +880,7 @@ def _flat(data: dict[str, Any]) -> dict[str, Any]:
 
 def _flat_stage(index: int, stage: Any) -> Any:
     at = f"stages[{index}]"
-    if isinstance(stage, dict) and "others" in stage:
+    if isinstance(stage, dict) and stage.get("others"):
         raise rule_broken(f"{at}.others: unknown field", "write all costs into costs")
     if not isinstance(stage, dict) or "costs" not in stage:
         return stage

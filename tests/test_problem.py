@@ -398,7 +398,7 @@ def test_layers_and_context_are_of_v2_and_come_back() -> None:
         ({"microbatches": [{"cost": 0}] * 7}, "microbatches has 7 entries, .* one entry per"),
         ({"num_microbatches": 1, "microbatches": [{"cost": 1}]}, "a micro-batch has cost 1"),
         ({"stages": [{"device": 0, "costs": []}]}, r"stages\[0\]\.costs must be a list of 1 to"),
-        ({"stages": [{**nested()["stages"][0]["costs"][0], "device": 0, "others": []}]},
+        ({"stages": [{**nested()["stages"][0]["costs"][0], "device": 0, "others": [{}]}]},
          r"stages\[0\]\.others: unknown field; write all costs into costs"),
         (nested(modes=[{"name": "half", "forward_bytes": 4}]), r"modes\[0\] .*put .* first"),
         (nested(modes=[KEEP, {"name": "x", "forward_bytes": 10}]), "exceed activation_bytes 9"),
