@@ -121,6 +121,7 @@ def _program_violations(problem: Problem, device: int, program: Program) -> Iter
         ):
             yield Violation(code, device, index, message)
     yield from _uneven_modes(problem, device, program)
+    yield from _out_of_turn(problem, device, position)
     for stage in problem.stages_of[device]:
         for microbatch in range(problem.num_microbatches):
             for code, message in _missing(position, stage, microbatch):
@@ -148,7 +149,7 @@ def _misplaced(problem: Problem, device: int, action: Action) -> tuple[str, str]
             f"{action} is on device {device}, but stage {action.stage} lives on device {home}; "
             "move it there",
         )
-    menu = problem.menus[action.stage]
+    menu = problem.menu_of(action.stage, action.microbatch)
     if action.mode and action.type is not _F:
         return (
             "action.mode",
@@ -210,13 +211,14 @@ def _mode_faults(
     problem: Problem, position: dict[Action, int], mode: int, action: Action
 ) -> Iterator[tuple[str, str]]:
     stage, kind, microbatch, *_ = action
-    exists = 0 <= stage < len(problem.stages)
+    exists = 0 <= stage < len(problem.stages) and 0 <= microbatch < problem.num_microbatches
+    held = problem.stage_of(stage, microbatch) if exists else None
     cell = f"({stage}, {microbatch})"
 
     def has(other: ActionType) -> bool:
         return Action(stage, other, microbatch) in position
 
-    if exists and (mode or problem.stages[stage].modes):
+    if held is not None and (mode or held.modes):
         yield from _unasked_or_missing(problem, position, mode, action)
     elif kind in _TRANSFERS:
         missing = [str(Action(stage, part, microbatch)) for part in _TRANSFERS if not has(part)]
@@ -226,15 +228,15 @@ def _mode_faults(
                 f"{action} without {' and '.join(missing)}: an offloaded micro-batch needs "
                 "OFFLOAD, RELEASE and RELOAD; add or remove them together",
             )
-        if kind is _OFFLOAD and exists and not problem.can_offload(stage):
+        if kind is _OFFLOAD and held is not None and not problem.can_move(held):
             yield (
                 "offload.impossible",
                 f"{action}: stage {stage} cannot be offloaded (offload_bytes is "
-                f"{problem.stages[stage].offload_bytes}, or its device has no bandwidth); "
+                f"{held.offload_bytes}, or its device has no bandwidth); "
                 "remove it",
             )
     elif kind is _RECOMPUTE:
-        if exists and not problem.stages[stage].can_recompute:
+        if held is not None and not held.can_recompute:
             yield (
                 "recompute.impossible",
                 f"{action}: stage {stage} has no recompute_ms; give it in the problem or remove it",
@@ -253,9 +255,10 @@ def _unasked_or_missing(
 ) -> Iterator[tuple[str, str]]:
     """Hold a cell against the mode that its F names: exactly what the mode asks for is there."""
     stage, kind, microbatch, *_ = action
-    if number >= len(problem.menus[stage]):
+    menu = problem.menu_of(stage, microbatch)
+    if number >= len(menu):
         return
-    mode = problem.menus[stage][number]
+    mode = menu[number]
     asked: dict[ActionType, bool] = dict.fromkeys(_TRANSFERS, mode.offload_bytes > 0)
     asked[_RECOMPUTE] = mode.recompute == "apart"
     called = f"mode {number} ({mode.name})"
@@ -274,7 +277,7 @@ def _unasked_or_missing(
             f"{action} without {' and '.join(absent)}: {called} asks for it; add it, or name "
             "another mode",
         )
-    if not problem.can_use(stage, number):
+    if not problem.can_use(stage, number, problem.cost_of[microbatch]):
         yield (
             "offload.impossible",
             f"{action}: {called} moves {mode.offload_bytes} bytes, but device "
@@ -285,22 +288,54 @@ def _unasked_or_missing(
 
 def _uneven_modes(problem: Problem, device: int, program: Program) -> Iterator[Violation]:
     """Find cells whose mode differs from the first one's, where a stage has one for all."""
+    m = problem.num_microbatches
     uniform = {stage for stage in problem.stages_of[device] if problem.stages[stage].uniform_modes}
     if not uniform:
         return
-    modes = modes_of(problem, [action for action in program if action.stage in uniform])
-    first: dict[int, int] = {}
+    own = [action for action in program if action.stage in uniform]
+    modes = modes_of(problem, [one for one in own if 0 <= one.microbatch < m])
+    first: dict[tuple[int, int], int] = {}
     for index, action in enumerate(program):
-        if action.stage in uniform and action.type is _F:
+        if action.stage in uniform and action.type is _F and action.cell in modes:
             number = modes[action.cell]
-            used = first.setdefault(action.stage, number)
+            used = first.setdefault((action.stage, problem.cost_of[action.microbatch]), number)
             if number != used:
                 yield Violation(
                     "mode.uniform",
                     device,
                     index,
-                    f"{action} is in mode {number}, the first F of stage {action.stage} in mode "
-                    f"{used}, and uniform_modes allows one; use the same, or lift uniform_modes",
+                    f"{action} is in mode {number}, the first F of stage {action.stage} "
+                    f"{'of its cost ' if problem.num_costs > 1 else ''}in mode {used}, and "
+                    "uniform_modes allows one; use the same, or lift uniform_modes",
+                )
+
+
+def _out_of_turn(problem: Problem, device: int, position: dict[Action, int]) -> Iterator[Violation]:
+    """Find F's against a given order, and what a sample's order forbids."""
+    for stage in problem.stages_of[device]:
+        for earlier, later in problem.forward_turns:
+            one, two = Action(stage, _F, earlier), Action(stage, _F, later)
+            at, behind = position.get(one), position.get(two)
+            if at is not None and behind is not None and behind < at:
+                why = "the order is given" if problem.order == "given" else "both are of one sample"
+                yield Violation(
+                    "order.forward",
+                    device,
+                    behind,
+                    f"{two} stands before {one}, but {why}; swap them",
+                )
+        for earlier, later in problem.backward_turns:
+            first, second = (
+                next((a for k in (_I, _B) if (a := Action(stage, k, j)) in position), None)
+                for j in (earlier, later)
+            )
+            if first is not None and second is not None and position[first] < position[second]:
+                yield Violation(
+                    "order.backward",
+                    device,
+                    position[first],
+                    f"{first} stands before {second}, but backwards of one sample come in reverse; "
+                    "swap them",
                 )
 
 

@@ -112,7 +112,7 @@ def modes_of(problem: Problem, program: Iterable[Action]) -> dict[tuple[int, int
     """
     modes: dict[tuple[int, int], int] = {}
     for stage, kind, microbatch, mode, _ in program:
-        if mode or (mode := problem.stages[stage].implied_mode(kind)):
+        if mode or (mode := problem.stage_of(stage, microbatch).implied_mode(kind)):
             modes[stage, microbatch] = mode
         else:
             modes.setdefault((stage, microbatch), 0)
@@ -139,7 +139,7 @@ def memory_walk(problem: Problem, device: int, program: Program) -> list[MemoryS
     steps: list[MemoryStep] = []
     workspace = 0
     for action in program:
-        mode = problem.menus[action.stage][modes[action.cell]]
+        mode = problem.menu_of(action.stage, action.microbatch)[modes[action.cell]]
         effect = EFFECTS[action.type]
         after = held + effect.delta(mode)
         workspace = effect.workspace(mode) + (workspace if action.paired else 0)
@@ -169,7 +169,8 @@ def host_walk(problem: Problem, program: Program) -> list[int]:
     levels = []
     for action in program:
         if action.type is ActionType.OFFLOAD:
-            moved = problem.menus[action.stage][modes[action.cell]].offload_bytes
+            menu = problem.menu_of(action.stage, action.microbatch)
+            moved = menu[modes[action.cell]].offload_bytes
             waiting[action.cell] = moved
             held += moved
         elif action.type.consumes_reload:

@@ -4,16 +4,18 @@ A stage and its menu of modes stand in `optpipe.stage`; here are devices, hosts 
 be true of the parts together, and what follows from them. Whatever a file leaves out is filled in
 on the way in, so that two files that mean the same have the same `Problem.problem_hash`.
 
-Of v2 (DESIGN section 4) this reads link lanes, menus of modes, pairs, layers and context; unequal
-micro-batches are refused.
+Of v2 (DESIGN section 4) this reads link lanes, menus of modes, pairs, unequal micro-batches,
+samples, layers and context. Where micro-batches are unequal, what is said per stage is said of
+cost 0; `Problem.stage_of` and `Problem.menu_of` say what a cell has, `Problem.least` is below all.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from functools import cached_property
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import (
@@ -30,6 +32,9 @@ from pydantic import (
 
 from optpipe.errors import InputError, ProblemError, explain, places, rule_broken
 from optpipe.stage import (
+    MOST_COSTS,
+    OF_STAGE,
+    WORKSPACES,
     Bandwidth,
     Bytes,
     CellMode,
@@ -68,6 +73,7 @@ __all__ = [
     "LicensedPair",
     "Link",
     "LinkLane",
+    "Microbatch",
     "Milliseconds",
     "Mode",
     "Name",
@@ -254,6 +260,22 @@ class LicensedPair(FrozenValue):
     ]
 
 
+class Microbatch(FrozenValue):
+    """What kind a micro-batch is of.
+
+    Parameters
+    ----------
+    cost
+        Number of its cost: an index into every stage's costs.
+    sample
+        Micro-batches of one number are pieces of the same sequences, in the order of their indices:
+        on every stage their F's come in order, and their I's or B's in reverse. None: of none.
+    """
+
+    cost: Index = 0
+    sample: Index | None = None
+
+
 class LinkLane(NamedTuple):
     """What the message over a boundary occupies: the index of its link, and for how many ms.
 
@@ -276,9 +298,10 @@ class _OrWithCosts:
     ) -> JsonSchemaValue:
         stage = handler(schema)
         known = handler.resolve_ref_schema(stage)["properties"]
-        cost = {k: v for k, v in known.items() if k not in (*_OF_STAGE, *_MENU_FIELDS)}
-        costs = {"type": "array", "minItems": 1, "maxItems": 1, "items": _object(cost, _COST)}
-        head = {name: known[name] for name in _OF_STAGE} | {"costs": costs}
+        cost = {k: v for k, v in known.items() if k not in (*OF_STAGE, *_MENU_FIELDS)}
+        limits = {"minItems": 1, "maxItems": MOST_COSTS}
+        costs = {"type": "array", **limits, "items": _object(cost, _COST)}
+        head = {name: known[name] for name in OF_STAGE} | {"costs": costs}
         flat = {k: v for k, v in known.items() if k not in _ONLY_V2}
         return {"anyOf": [_object(flat, ["device", *_COST]), _object(head, ["device", "costs"])]}
 
@@ -297,6 +320,7 @@ MAX_CELLS = 2_000_000
 """Largest stages x micro-batches that a problem may have."""
 
 Objective = Literal["makespan", "span"]
+Order = Literal["free", "given"]
 Placement = Literal["linear", "loop", "v"]
 
 
@@ -314,6 +338,10 @@ class Problem(FileValue):
     format: Literal["optpipe/problem/v1", "optpipe/problem/v2"] = "optpipe/problem/v1"
     name: str = Field(default="", max_length=200)
     num_microbatches: Count
+    microbatches: tuple[Microbatch, ...] = Field(
+        default=(), max_length=MAX_CELLS, exclude_if=lambda value: not value
+    )
+    order: Order = Field(default="free", exclude_if=lambda value: value == "free")
     objective: Objective = "makespan"
     devices: tuple[Device, ...] = Field(min_length=1, max_length=4096)
     hosts: tuple[Host, ...] = ()
@@ -368,21 +396,84 @@ class Problem(FileValue):
         self._check_links()
         self._fill_hosts()
         self._check_groups()
+        self._settle_costs()
         self._check_pairs()
         self._settle_format()
         return self
 
+    def _settle_costs(self) -> None:
+        """Say what micro-batches are in one way: no cost that none has, none twice.
+
+        Costs keep the order of their numbers; samples are numbered as they come, and one of a
+        single micro-batch is none.
+        """
+        given = self.microbatches
+        if given and len(given) != self.num_microbatches:
+            raise rule_broken(
+                f"microbatches has {len(given)} entries, and num_microbatches is "
+                f"{self.num_microbatches}",
+                "give one entry per micro-batch, or leave microbatches out",
+            )
+        used = sorted({one.cost for one in given}) or [0]
+        for index, stage in enumerate(self.stages):
+            if used[-1] > len(stage.others):
+                raise rule_broken(
+                    f"stages[{index}].costs has {1 + len(stage.others)} entries, but a micro-batch "
+                    f"has cost {used[-1]}, numbered from 0",
+                    "give every stage as many costs as micro-batches use",
+                )
+        if given or any(stage.others for stage in self.stages):
+            self._number_costs(used)
+        if self.num_costs > 1 and self.pairs:
+            raise rule_broken(
+                f"pairs beside micro-batches of {self.num_costs} costs: this optpipe does not "
+                "schedule both together yet",
+                "leave pairs out, or give all micro-batches one cost",
+            )
+
+    def _number_costs(self, used: list[int]) -> None:
+        kinds: dict[tuple[Stage, ...], int] = {}
+        number = {}
+        for cost in used:
+            kind = tuple(_under(stage, cost) for stage in self.stages)
+            number[cost] = kinds.setdefault(kind, len(kinds))
+        many = Counter(one.sample for one in self.microbatches)
+        samples: dict[int, int] = {}
+        microbatches = tuple(
+            Microbatch(
+                cost=number[one.cost],
+                sample=None
+                if one.sample is None or many[one.sample] == 1
+                else samples.setdefault(one.sample, len(samples)),
+            )
+            for one in self.microbatches
+        )
+        if len(kinds) == 1 and not samples:
+            microbatches = ()
+        first, *others = kinds
+        stages = tuple(
+            stage.model_copy(update={"others": tuple(kind[s] for kind in others)})
+            for s, stage in enumerate(first)
+        )
+        object.__setattr__(self, "microbatches", microbatches)
+        object.__setattr__(self, "stages", stages)
+
     def _settle_format(self) -> None:
         """What is written as v2, but v1 can say, is v1; what v1 cannot say, it may not hold."""
-        menus = any(stage.modes or stage.uniform_modes for stage in self.stages)
+        menus = self.has_modes or bool(self.microbatches) or self.order != "free"
         named = self.context is not None or any(stage.layers for stage in self.stages)
         if self.format != _V2 and (named or menus or self.pairs):
             raise rule_broken(
-                f"layers, context, modes, pairs and uniform_modes are fields of {_V2}, and format "
-                f"is {self.format}",
+                "layers, context, modes, pairs, microbatches, order and uniform_modes are fields "
+                f"of {_V2}, and format is {self.format}",
                 f"write format {_V2}",
             )
-        lanes = any(lane.ms > 0 for pair in self._boundary_lanes() for lane in pair)
+        lanes = any(
+            lane.ms > 0
+            for cost in range(self.num_costs)
+            for pair in self._boundary_lanes(cost)
+            for lane in pair
+        )
         if self.format == _V2 and not (named or menus or lanes or self.pairs):
             object.__setattr__(self, "format", _V1)
 
@@ -505,29 +596,116 @@ class Problem(FileValue):
             held[stage.device].append(index)
         return tuple(tuple(stages) for stages in held)
 
+    @property
+    def num_costs(self) -> int:
+        """How many costs micro-batches have."""
+        return 1 + len(self.stages[0].others)
+
+    @cached_property
+    def cost_of(self) -> tuple[int, ...]:
+        """Cost of each micro-batch."""
+        costs = tuple(one.cost for one in self.microbatches)
+        return costs or (0,) * self.num_microbatches
+
+    def stage_of(self, stage: int, microbatch: int) -> Stage:
+        """Return a stage as it is for a micro-batch: its times, bytes and menu."""
+        held = self.stages[stage]
+        return held.under(self.microbatches[microbatch].cost) if held.others else held
+
+    def menu_of(self, stage: int, microbatch: int) -> tuple[CellMode, ...]:
+        """Return the modes of a cell, defaults filled in (see `Stage.menu`)."""
+        return self.menus_by_cost[self.cost_of[microbatch]][stage]
+
+    @cached_property
+    def menus_by_cost(self) -> tuple[tuple[tuple[CellMode, ...], ...], ...]:
+        """By cost what `menus` is for cost 0."""
+        others = range(1, self.num_costs)
+        return (self.menus, *(tuple(s.under(cost).menu for s in self.stages) for cost in others))
+
+    @property
+    def is_even(self) -> bool:
+        """Whether micro-batches are equal, and nothing says in which order they come."""
+        return not self.microbatches and self.order == "free"
+
+    @property
+    def has_samples(self) -> bool:
+        """Whether any micro-batches are pieces of the same sequences."""
+        return any(one.sample is not None for one in self.microbatches)
+
+    @cached_property
+    def forward_turns(self) -> tuple[tuple[int, int], ...]:
+        """Pairs of micro-batches of which the first comes first in the F's of every stage."""
+        if self.order == "given":
+            return tuple(pairwise(range(self.num_microbatches)))
+        return self.backward_turns
+
+    @cached_property
+    def backward_turns(self) -> tuple[tuple[int, int], ...]:
+        """Pairs of micro-batches of which the first comes last in the I's and B's of every stage.
+
+        They are neighbours in a sample.
+        """
+        latest: dict[int, int] = {}
+        turns = []
+        for j, one in enumerate(self.microbatches):
+            if one.sample is not None:
+                if one.sample in latest:
+                    turns.append((latest[one.sample], j))
+                latest[one.sample] = j
+        return tuple(turns)
+
+    def alike(self, cost: int, num_microbatches: int | None = None) -> Problem:
+        """Return the problem in which all micro-batches have a cost and no order."""
+        return self._even(tuple(_under(stage, cost) for stage in self.stages), num_microbatches)
+
+    def _even(self, stages: tuple[Stage, ...], num_microbatches: int | None = None) -> Problem:
+        m = self.num_microbatches if num_microbatches is None else num_microbatches
+        return self.model_copy(
+            update={"stages": stages, "microbatches": (), "order": "free", "num_microbatches": m}
+        )
+
+    @cached_property
+    def least(self) -> Problem:
+        """The problem of equal micro-batches that each take the least of any cost, field by field.
+
+        Every schedule of this problem is one of that, no longer and no larger there: what is proven
+        of it holds here. A stage with more modes than keep needs no memory there. The problem
+        itself where its micro-batches are equal and their order is free.
+        """
+        if self.is_even:
+            return self
+        return self._even(tuple(map(_least_stage, self.stages)))
+
     @cached_property
     def boundary_ms(self) -> tuple[tuple[float, float], ...]:
         """Per stage s: ms from F(s) to F(s+1), and from the backward of s+1 to that of s.
 
         The last stage's pair is (0, 0).
         """
+        return self.boundary_ms_by_cost[0]
+
+    @cached_property
+    def boundary_ms_by_cost(self) -> tuple[tuple[tuple[float, float], ...], ...]:
+        """By cost what `boundary_ms` is for cost 0."""
+        return tuple(map(self._boundary_ms, range(self.num_costs)))
+
+    def _boundary_ms(self, cost: int) -> tuple[tuple[float, float], ...]:
         links = {(link.source, link.target): link for link in self.links}
         pairs = []
         for this, following in zip(self.stages, self.stages[1:], strict=False):
             there = links.get((this.device, following.device))
             back = links.get((following.device, this.device))
+            size = this.under(cost).output_bytes
             pairs.append(
-                (
-                    there.transfer_ms(this.output_bytes) if there else 0.0,
-                    back.transfer_ms(this.output_bytes) if back else 0.0,
-                )
+                (there.transfer_ms(size) if there else 0.0, back.transfer_ms(size) if back else 0.0)
             )
         return (*pairs, (0.0, 0.0))
 
     @cached_property
     def queues(self) -> bool:
         """Whether messages wait for each other: whether any link is a lane over which bytes go."""
-        return any(lane.ms > 0 for pair in self.boundary_lanes for lane in pair)
+        pairs = chain.from_iterable(self.boundary_lanes_by_cost)
+        return any(lane.ms > 0 for pair in pairs for lane in pair)
 
     @cached_property
     def boundary_lanes(self) -> tuple[tuple[LinkLane, LinkLane], ...]:
@@ -536,11 +714,16 @@ class Problem(FileValue):
         In v2 a directed link with a bandwidth carries one message at a time, in the order of the
         sender's program. In v1 messages never wait for each other.
         """
-        if self.format != _V2:
-            return ((_FREE, _FREE),) * len(self.stages)
-        return self._boundary_lanes()
+        return self.boundary_lanes_by_cost[0]
 
-    def _boundary_lanes(self) -> tuple[tuple[LinkLane, LinkLane], ...]:
+    @cached_property
+    def boundary_lanes_by_cost(self) -> tuple[tuple[tuple[LinkLane, LinkLane], ...], ...]:
+        """By cost what `boundary_lanes` is for cost 0."""
+        if self.format != _V2:
+            return (((_FREE, _FREE),) * len(self.stages),) * self.num_costs
+        return tuple(map(self._boundary_lanes, range(self.num_costs)))
+
+    def _boundary_lanes(self, cost: int) -> tuple[tuple[LinkLane, LinkLane], ...]:
         links = {
             (link.source, link.target): (index, link)
             for index, link in enumerate(self.links)
@@ -552,8 +735,9 @@ class Problem(FileValue):
             return _FREE if link is None else LinkLane(index, link.occupied_ms(num_bytes))
 
         pairs = [
-            (lane(this, that, this.output_bytes), lane(that, this, this.output_bytes))
+            (lane(this, that, size), lane(that, this, size))
             for this, that in pairwise(self.stages)
+            for size in (this.under(cost).output_bytes,)
         ]
         return (*pairs, (_FREE, _FREE))
 
@@ -565,30 +749,38 @@ class Problem(FileValue):
     @property
     def has_modes(self) -> bool:
         """Whether any stage has a menu that v1 cannot say, or must use one mode for all."""
-        return any(stage.modes or stage.uniform_modes for stage in self.stages)
+        return any(
+            stage.uniform_modes or stage.modes or any(other.modes for other in stage.others)
+            for stage in self.stages
+        )
 
-    def can_use(self, stage: int, mode: int) -> bool:
+    def can_use(self, stage: int, mode: int, cost: int = 0) -> bool:
         """Whether the cells of a stage may use a mode: one that moves bytes needs bandwidths."""
-        moved = self.menus[stage][mode].offload_bytes
+        moved = self.menus_by_cost[cost][stage][mode].offload_bytes
         return moved == 0 or self.devices[self.stages[stage].device].can_offload
 
     @property
     def may_offload(self) -> bool:
         """Whether any stage has a mode that moves bytes and may be used."""
         return any(
-            mode.offload_bytes and self.can_use(s, number)
-            for s, menu in enumerate(self.menus)
+            mode.offload_bytes and self.can_use(s, number, cost)
+            for cost, menus in enumerate(self.menus_by_cost)
+            for s, menu in enumerate(menus)
             for number, mode in enumerate(menu)
         )
 
     @property
     def may_recompute(self) -> bool:
         """Whether any stage has a mode that recomputes."""
-        return any(mode.recompute for menu in self.menus for mode in menu)
+        menus = chain.from_iterable(self.menus_by_cost)
+        return any(mode.recompute for menu in menus for mode in menu)
 
     def can_offload(self, stage: int) -> bool:
         """Whether the activations of this stage may go to the host, in a menu that v1 can say."""
-        held = self.stages[stage]
+        return self.can_move(self.stages[stage])
+
+    def can_move(self, held: Stage) -> bool:
+        """As `can_offload`, of a stage as `stage_of` gives it."""
         return held.offload_bytes > 0 and self.devices[held.device].can_offload
 
     def offload_ms(self, stage: int, num_bytes: int | None = None) -> float:
@@ -624,8 +816,14 @@ class Problem(FileValue):
     @cached_property
     def device_busy_ms(self) -> tuple[float, ...]:
         """Least compute time of each device without pairs, recompute aside."""
-        loads = (sum(self.stages[s].busy_ms for s in held) for held in self.stages_of)
-        return tuple(self.num_microbatches * load for load in loads)
+        many = Counter(self.cost_of)
+        return tuple(
+            sum(
+                number * sum(self.stages[s].under(cost).busy_ms for s in held)
+                for cost, number in sorted(many.items())
+            )
+            for held in self.stages_of
+        )
 
     @property
     def busy_ms(self) -> float:
@@ -646,16 +844,34 @@ class Problem(FileValue):
 
 _V1 = "optpipe/problem/v1"
 _V2 = "optpipe/problem/v2"
-_OF_STAGE = ("device", "static_bytes", "grad_sync_ms", "uniform_modes", "layers")
 _KEEP = {"name": "keep"}
-_LATER = "this optpipe does not schedule it yet"
+
+
+def _under(stage: Stage, cost: int) -> Stage:
+    """Return a stage as it is under a cost, and under that alone."""
+    head = {name: getattr(stage, name) for name in OF_STAGE}
+    return stage.under(cost).model_copy(update={**head, "others": ()})
+
+
+def _least_stage(stage: Stage) -> Stage:
+    costs = [stage, *stage.others]
+    sizes = ("activation_bytes", "weight_context_bytes", *WORKSPACES)
+    fields = {name: min(getattr(one, name) for one in costs) for name in (*_TIMES, "output_bytes")}
+    keeps = all(len(one.menu) == 1 for one in costs)
+    fields |= {name: min(getattr(one, name) for one in costs) if keeps else 0 for name in sizes}
+    fields["backward_ms"] = min(one.fused_backward_ms for one in costs)
+    head = {name: getattr(stage, name) for name in OF_STAGE}
+    return Stage.model_validate({**head, **fields, "uniform_modes": False})
+
+
+_TIMES = ("forward_ms", "backward_input_ms", "backward_weight_ms")
 
 
 def _flat(data: dict[str, Any]) -> dict[str, Any]:
     """Return a document of v2 with its stages in the form of v1, where they mean the same."""
     data = dict(data)
-    if data.pop("microbatches", None) not in (None, []):
-        raise rule_broken(f"microbatches: {_LATER}", "leave microbatches out")
+    if data.get("microbatches", ()) is None:
+        del data["microbatches"]
     stages = data.get("stages")
     if isinstance(stages, list | tuple):
         data["stages"] = [_flat_stage(index, stage) for index, stage in enumerate(stages)]
@@ -663,46 +879,61 @@ def _flat(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def _flat_stage(index: int, stage: Any) -> Any:
+    at = f"stages[{index}]"
+    if isinstance(stage, dict) and stage.get("others"):
+        raise rule_broken(f"{at}.others: unknown field", "write all costs into costs")
     if not isinstance(stage, dict) or "costs" not in stage:
         return stage
-    costs, at = stage["costs"], f"stages[{index}]"
-    if not isinstance(costs, list | tuple) or len(costs) != 1 or not isinstance(costs[0], dict):
+    costs = stage["costs"]
+    if (
+        not isinstance(costs, list | tuple)
+        or not 0 < len(costs) <= MOST_COSTS
+        or not all(isinstance(cost, dict) for cost in costs)
+    ):
         raise rule_broken(
-            f"{at}.costs must be a list of one object: of unequal micro-batches {_LATER}",
-            "give the one cost that all micro-batches have",
+            f"{at}.costs must be a list of 1 to {MOST_COSTS} objects",
+            "give one object per cost that micro-batches have",
         )
     flat = {name: value for name, value in stage.items() if name != "costs"}
-    for name in sorted({*_MENU_FIELDS, *_OF_STAGE} & costs[0].keys()):
-        raise rule_broken(
-            f"{at}.costs[0].{name}: unknown field", "modes say what is offloaded and recomputed"
-        )
-    for name in sorted(flat.keys() - set(_OF_STAGE)):
+    for number, cost in enumerate(costs):
+        for name in sorted({*_MENU_FIELDS, *OF_STAGE, "others"} & cost.keys()):
+            raise rule_broken(
+                f"{at}.costs[{number}].{name}: unknown field",
+                "modes say what is offloaded and recomputed",
+            )
+    for name in sorted(flat.keys() - set(OF_STAGE)):
         raise rule_broken(
             f"{at}.{name}: unknown field beside costs",
             f"write it into {at}.costs[0]" if name in Stage.model_fields else "remove it",
         )
-    return {**flat, **costs[0]}
+    others = [{**flat, **cost} for cost in costs[1:]]
+    return {**flat, **costs[0], **({"others": others} if others else {})}
 
 
 _MENU_FIELDS = ("offload_bytes", "recompute_ms", "checkpoint_bytes")
-_ONLY_V2 = ("uniform_modes", "layers", "modes")
+_ONLY_V2 = ("uniform_modes", "layers", "modes", "others")
 
 
 def _nested(data: dict[str, Any]) -> dict[str, Any]:
     """Return the document of v2 for the fields of a problem."""
     stages = []
     for stage in data["stages"]:
-        cost = {name: value for name, value in stage.items() if name not in _OF_STAGE}
-        offload, again, kept = (cost.pop(name) for name in _MENU_FIELDS)
-        modes: list[dict[str, Any]] = cost.pop("modes", None) or [_KEEP]
-        if offload:
-            modes = [*modes, {"name": "offload", "offload_bytes": offload}]
-        if again is not None:
-            named = {"name": "recompute", "forward_bytes": kept}
-            modes = [*modes, {**named, "recompute_ms": again, "recompute": "apart"}]
-        head = {name: stage[name] for name in _OF_STAGE if name in stage}
-        stages.append({"uniform_modes": False, **head, "costs": [{**cost, "modes": modes}]})
+        head = {name: stage[name] for name in OF_STAGE if name in stage}
+        costs = [_nested_cost(one) for one in (stage, *stage.get("others", ()))]
+        stages.append({"uniform_modes": False, **head, "costs": costs})
     return {**data, "stages": stages}
+
+
+def _nested_cost(stage: dict[str, Any]) -> dict[str, Any]:
+    cost = {name: value for name, value in stage.items() if name not in (*OF_STAGE, "others")}
+    offload, again, kept = (cost.pop(name) for name in _MENU_FIELDS)
+    modes: list[dict[str, Any]] = cost.pop("modes", None) or [_KEEP]
+    if offload:
+        modes = [*modes, {"name": "offload", "offload_bytes": offload}]
+    if again is not None:
+        named = {"name": "recompute", "forward_bytes": kept}
+        modes = [*modes, {**named, "recompute_ms": again, "recompute": "apart"}]
+    return {**cost, "modes": modes}
 
 
 def _named(device: Any, name: str) -> Any:

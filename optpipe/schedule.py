@@ -445,13 +445,14 @@ def transit_ms(problem: Problem, source: Pass, target: Action) -> float:
     """Return the ms from a pass's output's departure to when the action that needs it may start."""
     if source.stage == target.stage:
         return 0.0
-    there, back = problem.boundary_ms[min(source.stage, target.stage)]
+    pairs = problem.boundary_ms_by_cost[problem.cost_of[source.microbatch]]
+    there, back = pairs[min(source.stage, target.stage)]
     return back if source.backward else there
 
 
 def lane_of(problem: Problem, made: Pass) -> LinkLane:
     """Return what the output of a pass occupies; a link of -1 where it waits for nobody."""
-    lanes = problem.boundary_lanes
+    lanes = problem.boundary_lanes_by_cost[problem.cost_of[made.microbatch]]
     if not made.backward:
         return lanes[made.stage][0]
     return lanes[made.stage - 1][1] if made.stage > 0 else LinkLane(-1, 0.0)

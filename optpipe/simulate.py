@@ -141,18 +141,19 @@ def link_loads(problem: Problem) -> tuple[LinkLoad, ...]:
     """Return the load of each link with a bandwidth that carries anything."""
     links = {(link.source, link.target): link for link in problem.links}
     # When a first micro-batch ends its F and I on each stage, the last one's way back included.
-    there, back = zip(*problem.boundary_ms, strict=True)
-    inputs = [min(stage.backward_input_ms, stage.fused_backward_ms) for stage in problem.stages]
-    forward = [f + t for f, t in zip((s.forward_ms for s in problem.stages), there, strict=True)]
+    least = problem.least
+    there, back = zip(*least.boundary_ms, strict=True)
+    inputs = [min(stage.backward_input_ms, stage.fused_backward_ms) for stage in least.stages]
+    forward = [f + t for f, t in zip((s.forward_ms for s in least.stages), there, strict=True)]
     down = list(accumulate(forward))
     up = list(accumulate(i + b for i, b in zip(inputs, back, strict=True)))
     sent = defaultdict(list)
     # The very last backward is followed by its W, where it is no B, and a gradient reduction.
-    last = problem.stages[0]
+    last = least.stages[0]
     whole = min(last.backward_input_ms + last.backward_weight_ms, last.fused_backward_ms)
     ending = whole - inputs[0] + last.grad_sync_ms
     for s, (this, that) in enumerate(pairwise(problem.stages)):
-        if size := this.output_bytes:
+        if size := sum(this.under(cost).output_bytes for cost in problem.cost_of):
             turn = down[-1] + up[-1]
             head, tail = down[s] - there[s], up[s] - back[s]
             sent[this.device, that.device].append((head, turn - down[s], size))
@@ -162,7 +163,7 @@ def link_loads(problem: Problem) -> tuple[LinkLoad, ...]:
         if (link := links.get(way)) is None or link.bandwidth_gb_per_s is None:
             continue
         heads, tails, sizes = zip(*messages, strict=True)
-        num_bytes = problem.num_microbatches * sum(sizes)
+        num_bytes = sum(sizes)
         busy_ms = link.occupied_ms(num_bytes)
         least_ms = min(heads) + busy_ms + link.latency_ms + min(tails) + ending
         loads.append(LinkLoad(*way, num_bytes, link.bandwidth_gb_per_s, busy_ms, least_ms))
@@ -189,9 +190,9 @@ def duration_ms(problem: Problem, action: Action, mode: int | None = None) -> fl
     ``mode`` is that of its cell; without one it is what the action itself asks for
     (`Stage.implied_mode`).
     """
-    stage = problem.stages[action.stage]
+    stage = problem.stage_of(action.stage, action.microbatch)
     chosen = stage.implied_mode(action.type) if mode is None else mode
-    cell = problem.menus[action.stage][chosen]
+    cell = problem.menu_of(action.stage, action.microbatch)[chosen]
     match action.type:
         case ActionType.FORWARD:
             return stage.forward_ms

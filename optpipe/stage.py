@@ -11,7 +11,16 @@ import math
 import re
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+from pydantic.json_schema import SkipJsonSchema
 
 from optpipe.errors import rule_broken
 
@@ -19,6 +28,8 @@ if TYPE_CHECKING:
     from pydantic.config import JsonDict
 
 __all__ = [
+    "MOST_COSTS",
+    "OF_STAGE",
     "WORKSPACES",
     "Bandwidth",
     "Bytes",
@@ -79,6 +90,12 @@ Flag = Annotated[bool, Field(strict=True)]
 
 
 _MOST_MODES = 64
+
+MOST_COSTS = 4096
+"""Most costs that a stage may have."""
+
+OF_STAGE = ("device", "static_bytes", "grad_sync_ms", "uniform_modes", "layers")
+"""Fields that a stage has whatever the cost of a micro-batch."""
 
 
 def _is_empty(value: object) -> bool:
@@ -271,6 +288,9 @@ class Stage(FrozenValue):
     layers
         What of the model it holds, None where that is not known; only in v2. It changes no
         schedule, but what may be exported and cut finer; where given it is part of the hash.
+    others
+        Only in v2, where files write ``costs``: the same stage under costs 1, 2, ...; all fields
+        above are those of cost 0. Empty where all micro-batches are equal.
     """
 
     device: Index
@@ -294,6 +314,17 @@ class Stage(FrozenValue):
     modes: tuple[Mode, ...] = Field(default=(), max_length=_MOST_MODES, exclude_if=_is_empty)
     uniform_modes: Flag = Field(default=False, exclude_if=_is_empty)
     layers: StageLayers | None = Field(default=None, exclude_if=_is_empty)
+    others: SkipJsonSchema[tuple[Any, ...]] = Field(
+        default=(), max_length=MOST_COSTS - 1, exclude_if=_is_empty
+    )
+
+    @field_validator("others", mode="before")
+    @classmethod
+    def _costs(cls, value: Any) -> Any:
+        """Read the other costs here: a type that holds itself has no schema to publish."""
+        if not isinstance(value, list | tuple):
+            return value
+        return tuple(_cost(number, one) for number, one in enumerate(value, start=1))
 
     @model_validator(mode="before")
     @classmethod
@@ -390,6 +421,11 @@ class Stage(FrozenValue):
             found["checkpoint_bytes"] = mode.forward_bytes
         return found
 
+    def under(self, cost: int) -> Stage:
+        """Return the stage as it is for micro-batches of a cost; its own `others` say nothing."""
+        stage: Stage = self.others[cost - 1] if cost else self
+        return stage
+
     @property
     def menu(self) -> tuple[CellMode, ...]:
         """Return all modes: those of `modes`, or keep, offload and recompute as v1 allows them."""
@@ -441,3 +477,17 @@ class Stage(FrozenValue):
     def can_recompute(self) -> bool:
         """Whether RECOMPUTE is allowed on this stage."""
         return self.recompute_ms is not None
+
+
+def _cost(number: int, data: Any) -> Stage:
+    """Return a stage under a cost of its own; its first fault says which."""
+    try:
+        return Stage.model_validate(data)
+    except ValidationError as error:
+        fault = error.errors(include_url=False)[0]
+        place = ".".join([f"costs[{number}]", *(str(part) for part in fault["loc"])])
+        if fault["type"] == "rule":
+            context = fault["ctx"]
+            raise rule_broken(f"{place}: {context['rule']}", context["fix"]) from None
+        rule = f"{place} = {str(fault['input'])[:60]}: {fault['msg']}"
+        raise rule_broken(rule, "correct it") from None

@@ -425,6 +425,9 @@ def _is_relaxation(loose: _Demands, tight: _Demands) -> bool:
 
 def _demands(problem: Problem) -> _Demands:
     devices = problem.devices
+    kinds = [problem]
+    if problem.num_costs > 1:
+        kinds = [problem.alike(cost) for cost in range(problem.num_costs)]
     free = [
         problem.static_bytes_of(index) - device.usable_bytes for index, device in enumerate(devices)
     ]
@@ -438,10 +441,13 @@ def _demands(problem: Problem) -> _Demands:
             problem.placement,
             problem.queues,
             tuple(device.host for device in devices),
-            tuple(_menu_shape(stage) for stage in problem.stages),
+            tuple(_menu_shape(stage) for kind in kinds for stage in kind.stages),
+            (problem.microbatches, problem.order),
         ),
-        sizes=np.array([*limits, *_sizes(problem)], dtype=np.float64),
-        times=np.array([*_times(problem)], dtype=np.float64),
+        sizes=np.array(
+            [*limits, *itertools.chain.from_iterable(map(_sizes, kinds))], dtype=np.float64
+        ),
+        times=np.array([*itertools.chain.from_iterable(map(_times, kinds))], dtype=np.float64),
         lanes=None if all(one == (False, None) for one in lanes) else lanes,
         can_offload=problem.may_offload,
         is_span=problem.objective == "span",

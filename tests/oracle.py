@@ -16,7 +16,7 @@ from optpipe import Action, ActionType, Problem, Program, Programs
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from optpipe.problem import Link
+    from optpipe.problem import Link, Stage
 
 _TRIP = ("OFFLOAD", "RELEASE", "RELOAD")
 _BACKWARDS = (ActionType.BACKWARD_INPUT, ActionType.FULL_BACKWARD)
@@ -29,7 +29,7 @@ def is_legal(problem: Problem, programs: Programs) -> bool:
         return False
     if not all(_pairs_are_right(problem, row) for row in programs):
         return False
-    if _waits_in_a_circle(problem, programs):
+    if _waits_in_a_circle(problem, programs) or not _come_in_turn(problem, programs):
         return False
     fits = all(
         device_peak(problem, index, row) <= held.memory_bytes - held.reserved_bytes
@@ -39,6 +39,34 @@ def is_legal(problem: Problem, programs: Programs) -> bool:
     return fits and all(
         host.memory_bytes is None or peaks[host.name] <= host.memory_bytes for host in problem.hosts
     )
+
+
+def _stage(problem: Problem, index: int, microbatch: int) -> Stage:
+    """A stage with the times and bytes of a micro-batch's cost."""
+    stage = problem.stages[index]
+    cost = problem.microbatches[microbatch].cost if problem.microbatches else 0
+    return stage if cost == 0 else stage.others[cost - 1]
+
+
+def _come_in_turn(problem: Problem, programs: Programs) -> bool:
+    """Whether a given order holds on every stage, and in every sample that of its pieces."""
+    samples: dict[int | None, list[int]] = {}
+    for j, one in enumerate(problem.microbatches):
+        samples.setdefault(one.sample, []).append(j)
+    samples.pop(None, None)
+    for row in programs:
+        for index in range(len(problem.stages)):
+            own = [action for action in row if action.stage == index]
+            forwards = [action.microbatch for action in own if action.type == "F"]
+            backwards = [action.microbatch for action in own if action.type in _BACKWARDS]
+            if problem.order == "given" and forwards != sorted(forwards):
+                return False
+            for members in samples.values():
+                there = [j for j in forwards if j in members]
+                back = [j for j in backwards if j in members]
+                if there != sorted(there) or back != sorted(back, reverse=True):
+                    return False
+    return True
 
 
 def _lives_are_right(problem: Problem, programs: Programs) -> bool:
@@ -58,13 +86,15 @@ def _lives_are_right(problem: Problem, programs: Programs) -> bool:
     }
     if set(lives) != expected:
         return False
-    used: dict[int, set[int]] = {}
+    used: dict[tuple[int, int], set[int]] = {}
     for (_, index, microbatch), life in lives.items():
-        number = _number(problem, index, named.get((index, microbatch), 0), set(life))
-        ways = _ways(problem, index)
+        stage = _stage(problem, index, microbatch)
+        number = _number(stage, named.get((index, microbatch), 0), set(life))
+        ways = _ways(stage)
         if number >= len(ways):
             return False
-        used.setdefault(index, set()).add(number)
+        cost = problem.microbatches[microbatch].cost if problem.microbatches else 0
+        used.setdefault((index, cost), set()).add(number)
         way = ways[number]
         middle = " ".join((*_TRIP,) * (way.moved > 0) + ("RECOMPUTE",) * (way.apart_ms is not None))
         if " ".join(life) not in {f"F {middle} {end}".replace("  ", " ") for end in ("I W", "B")}:
@@ -73,7 +103,7 @@ def _lives_are_right(problem: Problem, programs: Programs) -> bool:
             return False
     return all(
         len(numbers) == 1 or not problem.stages[index].uniform_modes
-        for index, numbers in used.items()
+        for (index, _), numbers in used.items()
     )
 
 
@@ -114,9 +144,8 @@ class _Way(NamedTuple):
     workspaces: dict[str, int]
 
 
-def _ways(problem: Problem, index: int) -> list[_Way]:
+def _ways(stage: Stage) -> list[_Way]:
     """What a stage's menu says, or the three ways of v1."""
-    stage = problem.stages[index]
     names = ("forward", "backward_input", "backward_weight", "backward", "recompute")
     workspaces = {name: getattr(stage, f"{name}_workspace_bytes") for name in names}
     whole, context = stage.activation_bytes, stage.weight_context_bytes
@@ -139,15 +168,14 @@ def _ways(problem: Problem, index: int) -> list[_Way]:
     return ways
 
 
-def _number(problem: Problem, index: int, named: int, life: set[str]) -> int:
+def _number(stage: Stage, named: int, life: set[str]) -> int:
     """The mode that F names, or that the actions of a cell show where v1 can say the menu."""
-    stage = problem.stages[index]
     if named or stage.modes:
         return named
     if "OFFLOAD" in life:
         return 1 if stage.offload_bytes else 99
     if "RECOMPUTE" in life:
-        return len(_ways(problem, index)) - 1 if stage.recompute_ms is not None else 99
+        return len(_ways(stage)) - 1 if stage.recompute_ms is not None else 99
     return 0
 
 
@@ -155,8 +183,8 @@ def _way_of(problem: Problem, cell: tuple[int, int], row: Program) -> _Way:
     """How a cell of a legal program is treated."""
     own = [action for action in row if (action.stage, action.microbatch) == cell]
     named = max(action.mode for action in own)
-    number = _number(problem, cell[0], named, {action.type.value for action in own})
-    return _ways(problem, cell[0])[number]
+    stage = _stage(problem, *cell)
+    return _ways(stage)[_number(stage, named, {action.type.value for action in own})]
 
 
 def _waits_in_a_circle(problem: Problem, programs: Programs) -> bool:
@@ -216,7 +244,7 @@ def device_levels(problem: Problem, device: int, row: Program) -> Iterator[tuple
 
     def total() -> int:
         return static + sum(
-            _held(ways[cell], problem.stages[cell[0]].activation_bytes, did)
+            _held(ways[cell], _stage(problem, *cell).activation_bytes, did)
             for cell, did in done.items()
         )
 
@@ -352,7 +380,7 @@ class Ticking:
 
     def _arrived(self, action: Action, target: int, now: int) -> bool:
         pair = (self.problem.stages[action.stage].device, self.problem.stages[target].device)
-        size = self.problem.stages[min(action.stage, target)].output_bytes
+        size = _stage(self.problem, min(action.stage, target), action.microbatch).output_bytes
         delay = 0.0
         for link in self.problem.links:
             if (link.source, link.target) == pair:
@@ -384,14 +412,14 @@ class Ticking:
             if self._ended(queue[0], now):
                 action = queue.pop(0)
                 first = action.stage if action.type.value == "F" else action.stage - 1
-                size = self.problem.stages[first].output_bytes
+                size = _stage(self.problem, first, action.microbatch).output_bytes
                 self.free[index] = now + size / 1e6 / link.bandwidth_gb_per_s
                 self.left[action] = self.free[index]
                 moved = True
         return moved
 
     def _length(self, action: Action) -> int:
-        stage, way = self.problem.stages[action.stage], self.ways[action.cell]
+        stage, way = _stage(self.problem, *action.cell), self.ways[action.cell]
         held = self.problem.devices[stage.device]
         split = stage.backward_input_ms + stage.backward_weight_ms
         fused = split if stage.backward_ms is None else stage.backward_ms

@@ -57,15 +57,18 @@ class Case(NamedTuple):
 
 
 @st.composite
-def documents(draw: st.DrawFn, *, menus: bool = False, pairs: bool = False) -> dict[str, Any]:
+def documents(
+    draw: st.DrawFn, *, menus: bool = False, pairs: bool = False, unequal: bool = False
+) -> dict[str, Any]:
     """Problems as JSON-like objects; every duration is a whole number of ms, many are 0.
 
     ``menus``: some of v2 have stages with modes that v1 cannot say. ``pairs``: in some of v2
-    forwards and backwards may run together.
+    forwards and backwards may run together. ``unequal``: all are of v2, with micro-batches of up to
+    three costs, samples, and a given order in some.
     """
     placement = draw(placements())
     num_devices = max(placement) + 1
-    version = draw(st.sampled_from(["v1", "v2"]))
+    version = "v2" if unequal else draw(st.sampled_from(["v1", "v2"]))
     made: dict[str, Any] = {
         "format": f"optpipe/problem/{version}",
         "num_microbatches": draw(st.integers(1, 3)),
@@ -77,8 +80,27 @@ def documents(draw: st.DrawFn, *, menus: bool = False, pairs: bool = False) -> d
         ],
         "links": draw(_links(num_devices)),
     }
-    if pairs and version == "v2":
+    if unequal:
+        made |= draw(_unequal(made["num_microbatches"], placement))
+    elif pairs and version == "v2":
         made["pairs"] = draw(_licences(made["stages"]))
+    return made
+
+
+@st.composite
+def _unequal(draw: st.DrawFn, m: int, placement: list[int]) -> dict[str, Any]:
+    """Stages with some costs, which micro-batch has which, and what is known of their order."""
+    num_costs = draw(st.integers(1, 3))
+    made: dict[str, Any] = {"stages": []}
+    for device in placement:
+        first, *others = [draw(_nested(draw(_stages(device)))) for _ in range(num_costs)]
+        costs = [stage["costs"][0] for stage in (first, *others)]
+        made["stages"].append({**first, "costs": costs})
+    microbatch = st.fixed_dictionaries(
+        {"cost": st.integers(0, num_costs - 1), "sample": st.none() | st.integers(0, 1)}
+    )
+    made["microbatches"] = draw(st.lists(microbatch, min_size=m, max_size=m))
+    made["order"] = draw(st.sampled_from(["free", "free", "given"]))
     return made
 
 
@@ -109,10 +131,15 @@ def problems(*, menus: bool = False) -> st.SearchStrategy[Problem]:
 
 @st.composite
 def cases(
-    draw: st.DrawFn, *, tight: bool | None = None, menus: bool = False, pairs: bool = False
+    draw: st.DrawFn,
+    *,
+    tight: bool | None = None,
+    menus: bool = False,
+    pairs: bool = False,
+    unequal: bool = False,
 ) -> Case:
     """Problems with legal programs; ``tight`` = every limit is exactly what the programs need."""
-    document = draw(documents(menus=menus, pairs=pairs))
+    document = draw(documents(menus=menus, pairs=pairs, unequal=unequal))
     # One seed instead of a draw per action: a hundred times faster; sizes still shrink.
     rng = random.Random(draw(st.integers(0, 2**32)))
     case = Case(Problem.parse(document), ())
@@ -232,14 +259,17 @@ def random_programs(problem: Problem, rng: random.Random) -> Programs:
     forwards first, transfers late) as likely as the middle.
     """
     keen = rng.random()
-    same = {s: _mode(problem, s, rng, keen) for s, held in enumerate(problem.stages)
-            if held.uniform_modes}  # fmt: skip
+    some = [problem.cost_of.index(cost) for cost in range(problem.num_costs)]
+    same = {(s, c): _mode(problem, s, j, rng, keen) for s, held in enumerate(problem.stages)
+            if held.uniform_modes for c, j in enumerate(some)}  # fmt: skip
     chosen = {
-        (s, j): same[s] if s in same else _mode(problem, s, rng, keen)
+        (s, j): same[s, problem.cost_of[j]]
+        if (s, problem.cost_of[j]) in same
+        else _mode(problem, s, j, rng, keen)
         for s in range(len(problem.stages))
         for j in range(problem.num_microbatches)
     }
-    todo = {cell: _life(problem, cell[0], mode, rng) for cell, mode in chosen.items()}
+    todo = {cell: _life(problem, cell, mode, rng) for cell, mode in chosen.items()}
     liking = {kind: rng.random() ** 3 for kind in ActionType}
     done: set[tuple[bool, int, int]] = set()
     rows: list[list[Action]] = [[] for _ in problem.devices]
@@ -260,7 +290,7 @@ def random_programs(problem: Problem, rng: random.Random) -> Programs:
         )
         # Where v1 can say the menu the actions tell the mode, named or not.
         menus = problem.has_modes and rng.random() < 0.3
-        named = kind is F and (problem.stages[stage].modes or menus)
+        named = kind is F and (problem.stage_of(stage, microbatch).modes or menus)
         mode = chosen[stage, microbatch] if named else 0
         rows[problem.stages[stage].device].append(Action(stage, kind, microbatch, mode))
         if kind in (F, I, B):
@@ -276,13 +306,16 @@ def random_programs(problem: Problem, rng: random.Random) -> Programs:
     return tuple(tuple(row) for row in rows)
 
 
-def _mode(problem: Problem, stage: int, rng: random.Random, keen: float) -> int:
-    usable = [mode for mode in range(len(problem.menus[stage])) if problem.can_use(stage, mode)]
+def _mode(problem: Problem, stage: int, j: int, rng: random.Random, keen: float) -> int:
+    numbers, cost = range(len(problem.menu_of(stage, j))), problem.cost_of[j]
+    usable = [mode for mode in numbers if problem.can_use(stage, mode, cost)]
     return rng.choice(usable) if rng.random() < keen else 0
 
 
-def _life(problem: Problem, stage: int, mode: int, rng: random.Random) -> list[ActionType]:
-    chosen = problem.menus[stage][mode]
+def _life(
+    problem: Problem, cell: tuple[int, int], mode: int, rng: random.Random
+) -> list[ActionType]:
+    chosen = problem.menu_of(*cell)[mode]
     middle = _ROUND_TRIP if chosen.offload_bytes else ()
     if chosen.recompute == "apart":
         middle = (*middle, ActionType.RECOMPUTE)
@@ -293,6 +326,14 @@ def _input_done(
     problem: Problem, cell: tuple[int, int], kind: ActionType, done: set[tuple[bool, int, int]]
 ) -> bool:
     stage, microbatch = cell
+    if kind is F and not all(
+        (False, stage, j) in done for j, later in problem.forward_turns if later == microbatch
+    ):
+        return False
+    if kind in (I, B) and not all(
+        (True, stage, j) in done for earlier, j in problem.backward_turns if earlier == microbatch
+    ):
+        return False
     if kind is F:
         return stage == 0 or (False, stage - 1, microbatch) in done
     if kind in (I, B) and stage < len(problem.stages) - 1:

@@ -104,7 +104,7 @@ BROKEN: list[tuple[tuple[str | int, ...], Any, str]] = [
      "latency_ms, to)"),
     (("bidirectional",), True,
      "bidirectional: unknown field; remove it (known here: context, devices, format, hosts, links, "
-     "name, num_microbatches, objective, pairs, stages)"),
+     "microbatches, name, num_microbatches, objective, order, pairs, stages)"),
     # Rules between fields.
     ((*D0, "d2h_gb_per_s"), 0, "devices[0].d2h_gb_per_s = 0: must be > 0; stay in range"),
     ((*D0, "d2h_gb_per_s"), 5,
@@ -395,8 +395,11 @@ def test_layers_and_context_are_of_v2_and_come_back() -> None:
     ("change", "message"),
     [
         ({"pairs": [{"forward": 0, "backward": 0, "hidden_ms": 99}]}, "may not exceed the shorter"),
-        ({"microbatches": [{"cost": 0}, {"cost": 0}]}, "microbatches: .* leave microbatches out"),
-        ({"stages": [{"device": 0, "costs": []}]}, r"stages\[0\]\.costs must be a list of one"),
+        ({"microbatches": [{"cost": 0}] * 7}, "microbatches has 7 entries, .* one entry per"),
+        ({"num_microbatches": 1, "microbatches": [{"cost": 1}]}, "a micro-batch has cost 1"),
+        ({"stages": [{"device": 0, "costs": []}]}, r"stages\[0\]\.costs must be a list of 1 to"),
+        ({"stages": [{**nested()["stages"][0]["costs"][0], "device": 0, "others": [{}]}]},
+         r"stages\[0\]\.others: unknown field; write all costs into costs"),
         (nested(modes=[{"name": "half", "forward_bytes": 4}]), r"modes\[0\] .*put .* first"),
         (nested(modes=[KEEP, {"name": "x", "forward_bytes": 10}]), "exceed activation_bytes 9"),
         (nested(modes=[KEEP, {"name": "x", "forward_bytes": 4, "offload_bytes": 5}]),

@@ -299,10 +299,12 @@ def problem_costs(before: Problem, after: Problem) -> tuple[Cost, ...]:
 
 def _numbers(problem: Problem) -> dict[str, _Row]:
     free = sum(map(problem.room_bytes, range(len(problem.devices))))
-    activations = sum(stage.activation_bytes for stage in problem.stages)
+    activations = sum(
+        stage.under(cost).activation_bytes for stage in problem.stages for cost in problem.cost_of
+    )
     return {
         "compute of the busiest device": ("ms", problem.busy_ms),
-        "activations of one step": ("bytes", activations * problem.num_microbatches),
+        "activations of one step": ("bytes", activations),
         "memory for activations, all devices": ("bytes", free),
     }
 
@@ -376,9 +378,9 @@ def _measured(problem: Problem, programs: Programs) -> dict[str, _Row]:
     run = simulate(problem, programs)
     peaks = [device_peak_bytes(problem, device, row) for device, row in enumerate(programs)]
     used = [
-        problem.menus[stage][mode]
+        problem.menu_of(stage, microbatch)[mode]
         for row in programs
-        for (stage, _), mode in modes_of(problem, row).items()
+        for (stage, microbatch), mode in modes_of(problem, row).items()
     ]
     idle = idle_times(problem, programs, run)
     rows = _rows(run.makespan_ms, run.span_ms, peaks, host_peak_bytes(problem, programs))

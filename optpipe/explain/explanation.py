@@ -474,7 +474,8 @@ def _stage(problem: Problem, relief: StageRelief) -> Iterator[str]:
 def _effort(problem: Problem, relief: StageRelief) -> str:
     """Return what a mode costs: ms on the transfer lanes, ms of recomputation."""
     s, named = relief.stage, relief.mode or relief.kind
-    mode = next(mode for mode in problem.menus[s] if mode.name == named)
+    menus = (menu[s] for menu in problem.menus_by_cost)
+    mode = next(mode for menu in menus for mode in menu if mode.name == named)
     parts = []
     if moved := mode.offload_bytes:
         away, back = problem.offload_ms(s, moved), problem.reload_ms(s, moved)

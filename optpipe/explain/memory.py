@@ -91,8 +91,7 @@ def _find(problem: Problem, program: Program) -> list[_Relief]:
             own[action.cell].append(index)
     reliefs = []
     for cell, places in sorted(own.items(), key=lambda item: _begins(program, item[1])):
-        stage = problem.stages[cell[0]]
-        menu = problem.menus[cell[0]]
+        stage, menu = problem.stage_of(*cell), problem.menu_of(*cell)
         mode = menu[modes[cell]]
         kind: ReliefKind = "mode" if stage.modes else _V1[mode.recompute]
         kinds = [(index, program[index].type) for index in places]

@@ -131,7 +131,8 @@ class _PathGraph:
         link = next((one for one in problem.links if (one.source, one.target) == ends), None)
         if link is None or link.bandwidth_gb_per_s is None:
             return source, transit
-        num_bytes = problem.stages[min(made.stage, taker.stage)].output_bytes
+        stage = problem.stage_of(min(made.stage, taker.stage), made.microbatch)
+        num_bytes = stage.output_bytes
         lane = OccupiedLane("link", ends[0], target=ends[1])
         self._nodes[made] = _PathNode((lane,), link.occupied_ms(num_bytes), [(source, 0.0)])
         return made, link.latency_ms

@@ -331,6 +331,11 @@ def build_problem(
         base problem has.
     """
     given = given or Given()
+    if base is not None and base.num_costs > 1:
+        raise MeasurementError(
+            f"the base problem has micro-batches of {base.num_costs} costs, and measured times do "
+            "not say of which they are; give a base with equal micro-batches"
+        )
     _check_stages(measurements, base)
     num_stages = len(base.stages) if base else 1 + max(measurements.spreads)[0]
     times = [

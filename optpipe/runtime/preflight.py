@@ -91,6 +91,12 @@ def _reads_back(cell: object) -> bool:
 def check_programs(schedule: Schedule, problem: Problem | None) -> None:
     """Refuse an illegal schedule; without a problem, all but its memory is checked."""
     if problem is not None:
+        if not problem.is_even:
+            raise PreflightError(
+                f"the problem has micro-batches of {problem.num_costs} costs, samples or a given "
+                "order, and this runtime sends all of them in tensors of one shape, in any order; "
+                "run equal micro-batches"
+            )
         check_schedule(problem, schedule)
     else:
         _expect_no_modes(schedule)

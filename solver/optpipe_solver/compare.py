@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, fields, replace
 from itertools import chain
+from math import inf
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -20,7 +21,7 @@ from optpipe_solver.solve import solve
 from optpipe_solver.warm import ensure_warm
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from optpipe.problem import Problem
     from optpipe.schedule import Programs
@@ -191,6 +192,19 @@ def _absent(
     )
 
 
+def _best_of_each(starts: Iterable[FamilyStart]) -> list[FamilyStart]:
+    """Return one start per method, as unequal micro-batches are dealt into several of its own."""
+    best: dict[str, FamilyStart] = {}
+    for start in starts:
+        known = best.setdefault(start.method, start)
+        if start.programs is not None and (start.legal, -start.objective_ms) > (
+            known.legal and known.programs is not None,
+            -known.objective_ms if known.programs is not None else -inf,
+        ):
+            best[start.method] = start
+    return list(best.values())
+
+
 @dataclass(frozen=True, slots=True)
 class _RowMaker:
     workload: Workload
@@ -199,8 +213,9 @@ class _RowMaker:
     def all_rows(self, problem: Problem) -> Iterator[ComparisonRow]:
         """Yield a row per family, on the problem and, where it asks for one, on a copy."""
         elsewhere: dict[str, FamilyStart] = {}
-        for start in all_starts(problem):
-            if start.wants in _OTHER_PLACEMENT and _one_stage_each(problem):
+        starts = all_starts(problem)
+        for start in starts if problem.is_even else _best_of_each(starts):
+            if start.wants in _OTHER_PLACEMENT and _one_stage_each(problem) and problem.is_even:
                 elsewhere[start.method] = start
             else:
                 yield self._of(problem, AS_GIVEN, start)

@@ -134,7 +134,13 @@ def smallest_memory(problem: Problem) -> list[int]:
 
 
 def feasibility(problem: Problem) -> Feasibility:
-    """Decide whether any schedule exists, and how to get one or what is missing."""
+    """Decide whether any schedule exists, and how to get one or what is missing.
+
+    One micro-batch after the other fits where each fits alone, and nothing else could if one does
+    not. Where they are unequal ``plan`` is that of cost 0.
+    """
+    if problem.num_costs > 1:
+        return _feasible_alone(problem)
     smallest = [_smallest(problem, device) for device in range(len(problem.devices))]
     limits = [held.memory_bytes for held in problem.devices]
     needs = {
@@ -162,6 +168,16 @@ def feasibility(problem: Problem) -> Feasibility:
     if needs or not is_decided:
         return Feasibility(None, needs)
     return Feasibility(SerialPlan(tuple(one.program for one in chosen)), {})
+
+
+def _feasible_alone(problem: Problem) -> Feasibility:
+    found = [feasibility(problem.alike(cost, 1)) for cost in range(problem.num_costs)]
+    needs: dict[str, int] = {}
+    for one in found:
+        for path, value in one.needs.items():
+            needs[path] = max(value, needs.get(path, 0))
+    plan = found[0].plan if all(one.plan is not None for one in found) else None
+    return Feasibility(plan, needs)
 
 
 def least_bytes(stage: Stage, *, can_offload: bool) -> tuple[int, int]:

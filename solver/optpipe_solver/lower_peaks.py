@@ -193,7 +193,7 @@ class _RoomMaker:
 
     def __init__(self, problem: Problem, device: int, program: Program) -> None:
         modes = modes_of(problem, program)
-        self._mode = {cell: problem.menus[cell[0]][mode] for cell, mode in modes.items()}
+        self._mode = {cell: problem.menu_of(*cell)[mode] for cell, mode in modes.items()}
         self._limit = _usable_bytes(problem, device)
         self._held = problem.static_bytes_of(device)
         self._program = program

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from optpipe.schedule import OPTIMAL_GAP
 from optpipe_solver.arrays.encoding import CompiledProblem
-from optpipe_solver.arrays.evaluate import keeps_limits
+from optpipe_solver.arrays.evaluate import keeps_limits, keeps_turns
 from optpipe_solver.bounds import lower_bounds
+from optpipe_solver.dealing import dealt, orders, stand_ins
 from optpipe_solver.exact.beam import improve_by_beam
 from optpipe_solver.exact.device_subsets import SMALL, improve_by_exact_search
 from optpipe_solver.exact.fifo_search import fifo_can_search
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 
     from optpipe.problem import Problem
     from optpipe.schedule import Programs
+    from optpipe_solver.arrays import Ints
     from optpipe_solver.arrays.encoding import Rows
     from optpipe_solver.budget import Limits, Stop
     from optpipe_solver.families.common import NotApplicableReason
@@ -131,6 +133,8 @@ def plans(problem: Problem, limits: Limits) -> tuple[SearchPlan, ...]:
     found none of the 82 schedules of ``benchmarks`` and none of 52 proofs, for 20 to 30 CPU seconds
     on some (measured).
     """
+    if not problem.is_even:
+        return (SearchPlan(again=(Step(_SEARCH, 1.0),)),)
     if problem.pairs:
         alone, blocks = Step(_RESTRICTED, 0.2, 5.0), Step(_PERIODIC, 0.3, 10.0)
         return (SearchPlan(before=(alone,), once=(blocks,), again=(Step(_PAIRING, 1.0),)),)
@@ -167,8 +171,10 @@ def _small_menu_plans(limits: Limits, proof: tuple[Step, ...]) -> tuple[SearchPl
 
 def exact_parts_know(problem: Problem) -> bool:
     """Whether there is nothing that the exact searches and the full-horizon model do not know."""
-    return not problem.pairs and all(
-        knows_menu(problem, device) for device in range(len(problem.devices))
+    return (
+        not problem.pairs
+        and problem.is_even
+        and all(knows_menu(problem, device) for device in range(len(problem.devices)))
     )
 
 
@@ -367,6 +373,8 @@ def all_starts(problem: Problem, methods: Collection[str] | None = None) -> Iter
     methods
         Names of families; None for all.
     """
+    if not problem.is_even:
+        return _dealt_starts(problem, methods)
     return _menu_starts(problem, methods) if problem.has_modes else _plain_starts(problem, methods)
 
 
@@ -433,6 +441,24 @@ def _menu_starts(problem: Problem, methods: Collection[str] | None) -> Iterator[
                 yield replace(made, programs=programs, method=f"{made.method} {projection.name}")
 
 
+def _dealt_starts(problem: Problem, methods: Collection[str] | None) -> Iterator[FamilyStart]:
+    """Yield the starts of problems of equal micro-batches with the unequal ones in their places."""
+    builder = _StartBuilder(problem)
+    if methods is None or "serial" in methods:
+        family = next(family for family in FAMILIES if family.name == "serial")
+        yield builder.build(family, problem)[0]
+    ways = orders(problem)
+    for number, stand_in in enumerate(stand_ins(problem)):
+        asked = CompiledProblem.of(stand_in)
+        for made in all_starts(stand_in, methods):
+            if made.method == "serial":
+                continue
+            if made.programs is not None:
+                yield builder.deal(made, asked.encode(made.programs), ways)
+            elif number == 0:
+                yield made
+
+
 class _StartBuilder:
     """Builds, measures and fits, for one problem."""
 
@@ -466,6 +492,30 @@ class _StartBuilder:
         length_ms = self.compiled.objective_ms(rows)
         legal = length_ms < inf and keeps_limits(self.compiled, rows)
         return FamilyStart(method, programs, length_ms, legal, time.perf_counter() - began)
+
+    def deal(self, made: FamilyStart, rows: Rows, ways: Sequence[Ints]) -> FamilyStart:
+        """Return the best deal of programs made for equal micro-batches, legal ones first."""
+        began = time.perf_counter()
+        best: tuple[bool, float, Rows] | None = None
+        for order in ways:
+            tried = dealt(self.compiled, rows, order)
+            length_ms = self.compiled.objective_ms(tried)
+            if best is not None and (best[0] or length_ms == inf) and length_ms >= best[1]:
+                continue
+            is_legal = length_ms < inf and keeps_limits(self.compiled, tried)
+            is_legal = is_legal and keeps_turns(self.compiled, tried)
+            if best is None or (is_legal, -length_ms) > (best[0], -best[1]):
+                best = is_legal, length_ms, tried
+        assert best is not None  # noqa: S101 - there is always the order given
+        is_legal, length_ms, found = best
+        seconds = made.seconds + time.perf_counter() - began
+        return replace(
+            made,
+            programs=self.compiled.decode(found),
+            objective_ms=length_ms,
+            legal=is_legal,
+            seconds=seconds,
+        )
 
     def fit(self, method: str, rows: Rows) -> FamilyStart | None:
         """Return the start with what must be offloaded or recomputed, if that can be."""

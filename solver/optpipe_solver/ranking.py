@@ -176,11 +176,10 @@ class Contender:
     @cached_property
     def _work(self) -> tuple[int, float]:
         """Bytes that move, both ways, and ms of recomputation."""
-        menus = self.problem.menus
         used = [
-            menus[stage][mode]
+            self.problem.menu_of(stage, microbatch)[mode]
             for program in self.programs
-            for (stage, _), mode in modes_of(self.problem, program).items()
+            for (stage, microbatch), mode in modes_of(self.problem, program).items()
         ]
         moved = sum(2 * mode.offload_bytes for mode in used)
         # Exact, whatever the order of the sum.

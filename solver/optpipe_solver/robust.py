@@ -25,7 +25,7 @@ from optpipe_solver.result import RobustChoice
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from optpipe.problem import Problem
+    from optpipe.problem import Problem, Stage
 
 __all__ = ["Robust", "choose_robust", "with_device_factors"]
 
@@ -139,20 +139,22 @@ def _widen(best: Incumbent, noise: Noise, stop: Stop) -> None:
 
 def with_device_factors(problem: Problem, factors: Sequence[float]) -> Problem:
     """Return the problem with all compute times multiplied by a factor of their device."""
-    stages = []
-    for stage in problem.stages:
-        factor = factors[stage.device]
-        changed: dict[str, object] = {
-            name: None if (ms := getattr(stage, name)) is None else factor * ms for name in _TIMES
-        }
-        changed["modes"] = tuple(
-            mode
-            if mode.recompute_ms is None
-            else mode.model_copy(update={"recompute_ms": factor * mode.recompute_ms})
-            for mode in stage.modes
-        )
-        stages.append(stage.model_copy(update=changed))
-    return problem.model_copy(update={"stages": tuple(stages)})
+    stages = tuple(_slower(stage, factors[stage.device]) for stage in problem.stages)
+    return problem.model_copy(update={"stages": stages})
+
+
+def _slower(stage: Stage, factor: float) -> Stage:
+    changed: dict[str, object] = {
+        name: None if (ms := getattr(stage, name)) is None else factor * ms for name in _TIMES
+    }
+    changed["modes"] = tuple(
+        mode
+        if mode.recompute_ms is None
+        else mode.model_copy(update={"recompute_ms": factor * mode.recompute_ms})
+        for mode in stage.modes
+    )
+    changed["others"] = tuple(_slower(other, factor) for other in stage.others)
+    return stage.model_copy(update=changed)
 
 
 _TIMES = ("forward_ms", "backward_input_ms", "backward_weight_ms", "backward_ms", "recompute_ms")

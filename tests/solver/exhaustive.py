@@ -112,7 +112,8 @@ def _programs(problem: Problem, device: int) -> Iterator[Program]:
         if not _modes_are_uniform(problem, cells, [mode for mode, _ in chains]):
             continue
         for program in _interleavings(tuple(chain for _, chain in chains)):
-            if device != problem.stages[0].device or _stage_0_in_order(program):
+            is_even = problem.is_even and device == problem.stages[0].device
+            if _in_turn(problem, program) and (not is_even or _stage_0_in_order(program)):
                 yield from _with_pairs(problem, program)
 
 
@@ -133,10 +134,19 @@ def _with_pairs(problem: Problem, program: Program) -> Iterator[Program]:
 def _modes_are_uniform(
     problem: Problem, cells: Sequence[tuple[int, int]], modes: Sequence[int]
 ) -> bool:
-    used = {(s, mode) for (s, _), mode in zip(cells, modes, strict=True)}
+    cost = problem.cost_of
+    used = {(s, cost[j], mode) for (s, j), mode in zip(cells, modes, strict=True)}
     return not any(
-        problem.stages[s].uniform_modes and sum(one == s for one, _ in used) > 1 for s, _ in cells
+        problem.stages[s].uniform_modes and sum(one[:2] == (s, cost[j]) for one in used) > 1
+        for s, j in cells
     )
+
+
+def _in_turn(problem: Problem, program: Program) -> bool:
+    """Whether the forwards of each stage come in the order that is given."""
+    forwards = [(a.stage, a.microbatch) for a in program if a.type is F]
+    own = [[j for s, j in forwards if s == stage] for stage in range(len(problem.stages))]
+    return problem.order == "free" or all(row == sorted(row) for row in own)
 
 
 def _stage_0_in_order(program: Program) -> bool:
@@ -148,14 +158,14 @@ def _stage_0_in_order(program: Program) -> bool:
 def _chains(problem: Problem, s: int, j: int) -> list[tuple[int, tuple[Action, ...]]]:
     """Each usable mode with its actions, once per kind of backward."""
     chains: list[tuple[int, tuple[Action, ...]]] = []
-    for number, mode in enumerate(problem.menus[s]):
+    for number, mode in enumerate(problem.menu_of(s, j)):
         middle = _AWAY if mode.offload_bytes else ()
         middle = (*middle, ActionType.RECOMPUTE) if mode.recompute == "apart" else middle
-        forward = Action(s, F, j, number if problem.stages[s].modes else 0)
+        forward = Action(s, F, j, number if problem.stage_of(s, j).modes else 0)
         chains += [
             (number, (forward, *(Action(s, kind, j) for kind in (*middle, *end))))
             for end in ((I, W), (B,))
-            if problem.can_use(s, number)
+            if problem.can_use(s, number, problem.cost_of[j])
         ]
     return chains
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from itertools import repeat
+from itertools import chain, repeat
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -22,7 +22,7 @@ from optpipe_solver.arrays import simulate
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from optpipe.problem import CellMode, Problem
+    from optpipe.problem import CellMode, Problem, Stage
     from optpipe.schedule import Program, Programs
     from optpipe_solver.arrays import Flags, Floats, Ints
 
@@ -103,7 +103,7 @@ class CompiledProblem:
                 number = PAIRED_NUMBER[kind] if paired else _KIND_NUMBER[kind]
                 actions[device, at] = number * cells + cell
                 if mode:
-                    named[cell] = _number(self.problem, stage, mode)
+                    named[cell] = _number(self.problem.stage_of(stage, microbatch), mode)
         rows = Rows(actions, lengths, np.zeros(cells, dtype=np.int64))
         rows.modes[:] = self.implied(rows)
         for cell, number in named.items():
@@ -112,7 +112,7 @@ class CompiledProblem:
 
     def implied(self, rows: Rows) -> Ints:
         """Return the modes that the actions tell, by cell; keep where F alone may name another."""
-        tells = np.repeat(~self.times.varies, self.problem.num_microbatches)
+        tells = ~self.times.varies[self.times.row]
         away = self.cells_with(simulate.OFFLOAD, rows) & tells
         again = self.cells_with(simulate.RECOMPUTE, rows) & tells
         return np.where(again, _AGAIN, np.where(away, _AWAY, _KEPT))
@@ -120,7 +120,7 @@ class CompiledProblem:
     def decode(self, rows: Rows) -> Programs:
         """Return the programs that rows of integers stand for."""
         m, cells = self.problem.num_microbatches, self.times.num_cells
-        names = np.where(np.repeat(self.times.varies, m), rows.modes, _KEPT)
+        names = np.where(self.times.varies[self.times.row], rows.modes, _KEPT)
         programs = []
         for codes in rows.programs():
             kinds, held = np.divmod(codes, cells)
@@ -137,8 +137,7 @@ class CompiledProblem:
         """Return ms by action number, in the modes that the cells have."""
         if not self.times.varies.any():
             return self.times.duration
-        stages = np.arange(self.times.num_cells) // self.problem.num_microbatches
-        return self.times.mode_ms[:, stages, rows.modes].reshape(-1)
+        return self.times.mode_ms[:, self.times.row, rows.modes].reshape(-1)
 
     def halves(self, rows: Rows) -> tuple[Ints, Ints]:
         """Return the action numbers of the forwards of all pairs, and of their backwards."""
@@ -192,19 +191,27 @@ _KEPT, _AWAY, _AGAIN = 0, 1, 2
 
 
 def numbered_menus(problem: Problem) -> tuple[tuple[CellMode | None, ...], ...]:
-    """Return the modes of each stage by their numbers in `Rows`; None where there is none."""
+    """Return the modes of each row by their numbers in `Rows`; None where there is none."""
     menus: list[tuple[CellMode | None, ...]] = []
-    for stage, menu in zip(problem.stages, problem.menus, strict=True):
+    known = chain.from_iterable(problem.menus_by_cost)
+    for (_, stage, _), menu in zip(_rows(problem), known, strict=True):
         away = menu[1] if stage.offload_bytes else None
         again = menu[-1] if stage.can_recompute else None
         menus.append(menu if stage.modes else (menu[0], away, again))
     return tuple(menus)
 
 
-def _number(problem: Problem, stage: int, mode: int) -> int:
+def _rows(problem: Problem) -> list[tuple[int, Stage, int]]:
+    """Return each row of the tables: a stage, what it is under a cost, and a micro-batch of it."""
+    some = [problem.cost_of.index(cost) for cost in range(problem.num_costs)]
+    return [
+        (s, stage.under(c), j) for c, j in enumerate(some) for s, stage in enumerate(problem.stages)
+    ]
+
+
+def _number(held: Stage, mode: int) -> int:
     """Return the number of a mode of a stage's menu, -1 where there is no such mode."""
-    held = problem.stages[stage]
-    if mode >= len(problem.menus[stage]):
+    if mode >= len(held.menu):
         return -1
     if held.modes or mode == 0:
         return mode
@@ -212,47 +219,54 @@ def _number(problem: Problem, stage: int, mode: int) -> int:
 
 
 def durations_of(problem: Problem) -> Floats:
-    """Return ms by kind and stage, where a stage has a menu of its own those of keep.
+    """Return ms by kind and row, where a stage has a menu of its own those of keep.
 
     0 for transfers of what cannot be offloaded.
     """
-    duration = np.zeros((len(KINDS), len(problem.stages)))
+    rows = _rows(problem)
+    duration = np.zeros((len(KINDS), len(rows)))
     for number, kind in enumerate(KINDS):
-        for s in range(len(problem.stages)):
-            if not kind.is_transfer or problem.can_offload(s):
-                duration[number, s] = duration_ms(problem, Action(s, kind, 0))
+        for row, (s, stage, j) in enumerate(rows):
+            if not kind.is_transfer or problem.can_move(stage):
+                duration[number, row] = duration_ms(problem, Action(s, kind, j))
     return duration
 
 
 def _mode_ms(problem: Problem) -> Floats:
-    """Return ms by kind, stage and mode; the same for all modes where actions tell the mode."""
+    """Return ms by kind, row and mode; the same for all modes where actions tell the mode."""
     menus = numbered_menus(problem)
     most = max(map(len, menus))
     found = np.repeat(durations_of(problem)[:, :, None], most, axis=2)
-    for s, stage in enumerate(problem.stages):
-        for number in range(len(menus[s]) if stage.modes else 0):
+    for row, (s, stage, j) in enumerate(_rows(problem)):
+        menu, cost = problem.menu_of(s, j), problem.cost_of[j]
+        for number in range(len(menus[row]) if stage.modes else 0):
             for at, kind in enumerate(KINDS):
-                moves = problem.menus[s][number].offload_bytes and problem.can_use(s, number)
+                moves = menu[number].offload_bytes and problem.can_use(s, number, cost)
                 if moves or not kind.is_transfer:
-                    found[at, s, number] = duration_ms(problem, Action(s, kind, 0), number)
+                    found[at, row, number] = duration_ms(problem, Action(s, kind, j), number)
     return found
 
 
 def _times(problem: Problem) -> simulate.TimeArrays:
     m, num_stages = problem.num_microbatches, len(problem.stages)
     shared = [d.half_duplex or d.pcie_group is not None for d in problem.devices]
-    there, back = zip(*problem.boundary_lanes, strict=True)
+    there, back = zip(*chain.from_iterable(problem.boundary_lanes_by_cost), strict=True)
+    transits = list(chain.from_iterable(problem.boundary_ms_by_cost))
+    stages = [stage for _, stage, _ in _rows(problem)]
+    costs = np.array(problem.cost_of, dtype=np.int64)
+    row = (costs[None, :] * num_stages + np.arange(num_stages)[:, None]).reshape(-1)
     queued = any(lane.link >= 0 for lane in (*there, *back))
     names = sorted({d.pcie_group for d in problem.devices if d.pcie_group is not None})
     return simulate.TimeArrays(
         num_stages=num_stages,
         num_microbatches=m,
         num_cells=num_stages * m,
-        duration=np.repeat(durations_of(problem), m, axis=1).reshape(-1),
+        row=row,
+        duration=durations_of(problem)[:, row].reshape(-1),
         mode_ms=_mode_ms(problem),
-        varies=np.array([bool(stage.modes) for stage in problem.stages]),
-        there=np.array([there for there, _ in problem.boundary_ms]),
-        back=np.array([back for _, back in problem.boundary_ms]),
+        varies=np.array([bool(stage.modes) for stage in stages]),
+        there=np.array([there for there, _ in transits]),
+        back=np.array([back for _, back in transits]),
         device_of=np.array(problem.placement, dtype=np.int64),
         grad_sync=np.array([stage.grad_sync_ms for stage in problem.stages]),
         shared=np.array(shared),
@@ -268,7 +282,7 @@ def _times(problem: Problem) -> simulate.TimeArrays:
         fill_back=np.array([lane.ms for lane in back]),
         noise=np.zeros(0),
         hidden=_hidden(problem),
-        forward=np.array([stage.forward_ms for stage in problem.stages]),
+        forward=np.array([stage.forward_ms for stage in stages]),
     )
 
 
@@ -286,7 +300,8 @@ def _hidden(problem: Problem) -> Floats:
 
 def memory_of(problem: Problem) -> simulate.MemoryArrays:
     """Return what memory depends on."""
-    stages, menus = problem.stages, numbered_menus(problem)
+    rows, menus = _rows(problem), numbered_menus(problem)
+    stages = [stage for _, stage, _ in rows]
     most = max(map(len, menus))
     delta = np.zeros((len(KINDS), len(stages)), dtype=np.int64)
     workspace = np.zeros_like(delta)
@@ -295,7 +310,7 @@ def memory_of(problem: Problem) -> simulate.MemoryArrays:
     for at, kind in enumerate(CODES):
         effect = EFFECTS[kind]
         for s, stage in enumerate(stages):
-            implied = problem.menus[s][stage.implied_mode(kind)]
+            implied = problem.menu_of(rows[s][0], rows[s][2])[stage.implied_mode(kind)]
             if at < len(KINDS):
                 delta[at, s], workspace[at, s] = effect.delta(implied), effect.workspace(implied)
             for number in range(most):
@@ -310,7 +325,9 @@ def memory_of(problem: Problem) -> simulate.MemoryArrays:
     for s, menu in enumerate(menus):
         for number, known in enumerate(menu):
             if known is not None:
-                may[s, number] = problem.can_use(s, problem.menus[s].index(known))
+                at, _, j = rows[s]
+                in_menu = problem.menu_of(at, j).index(known)
+                may[s, number] = problem.can_use(at, in_menu, problem.cost_of[j])
                 again[s, number] = known.recompute == "apart"
     return simulate.MemoryArrays(
         delta=delta,

@@ -37,6 +37,7 @@ __all__ = [
     "evaluate_arrays",
     "evaluate_by_reference",
     "keeps_limits",
+    "keeps_turns",
     "within_hosts",
 ]
 
@@ -101,6 +102,8 @@ def evaluate_arrays(compiled: CompiledProblem, programs: Programs) -> Metrics | 
     place = _places(compiled, rows)
     if place is None or not _is_whole(compiled, place, rows.modes) or not _is_in_order(place):
         return None
+    if not keeps_turns(compiled, rows):
+        return None
     makespan_ms, span_ms = compiled.length_ms(rows)
     if makespan_ms == np.inf:
         return None
@@ -152,8 +155,7 @@ def _pairs_are_right(compiled: CompiledProblem, rows: Rows) -> bool:
         if (cells == forwards).any():
             return False
         kinds = (backwards >= PAIRED_BACKWARD * times.num_cells).astype(np.int64)
-        m = times.num_microbatches
-        if np.isnan(times.hidden[kinds, forwards // m, cells // m]).any():
+        if np.isnan(times.hidden[kinds, times.row[forwards], times.row[cells]]).any():
             return False
     return True
 
@@ -174,10 +176,9 @@ def _places(compiled: CompiledProblem, rows: Rows) -> Ints | None:
 def _is_whole(compiled: CompiledProblem, place: Ints, modes: Ints) -> bool:
     """Whether each cell has F, I and W or B, and what its mode asks for, which may be used."""
     there, memory = place >= 0, compiled.memory
-    m = compiled.times.num_microbatches
     if (modes < 0).any() or _is_uneven(compiled, modes):
         return False
-    stages = np.arange(modes.size) // m
+    stages = compiled.times.row
     split, fused = there[_I] & there[_W], there[_B] & ~there[_I] & ~there[_W]
     once = fused | (split & ~there[_B])
     goes, again = memory.adds[_RELOAD, stages, modes] > 0, memory.again[stages, modes]
@@ -189,9 +190,11 @@ def _is_whole(compiled: CompiledProblem, place: Ints, modes: Ints) -> bool:
 
 def _is_uneven(compiled: CompiledProblem, modes: Ints) -> bool:
     """Whether a stage that uses one mode for all micro-batches has two."""
-    by_stage = modes.reshape(compiled.times.num_stages, -1)
-    uneven = (by_stage != by_stage[:, :1]).any(axis=1)
-    return bool((uneven & compiled.memory.uniform).any())
+    row, uniform = compiled.times.row, compiled.memory.uniform
+    if not uniform.any():
+        return False
+    _, first = np.unique(row, return_index=True)
+    return bool((uniform[row] & (modes != modes[first][row])).any())
 
 
 def _is_in_order(place: Ints) -> bool:
@@ -200,6 +203,27 @@ def _is_in_order(place: Ints) -> bool:
         ((place[later] >= 0) & (place[later] < place[earlier])).any()
         for earlier, later in _IN_ORDER
     )
+
+
+def keeps_turns(compiled: CompiledProblem, rows: Rows) -> bool:
+    """Whether what a given order and samples ask of the micro-batches of a stage holds."""
+    if not compiled.problem.forward_turns:
+        return True
+    place = _places(compiled, rows)
+    if place is None:
+        return False
+    by_stage = (-1, compiled.times.num_stages, compiled.times.num_microbatches)
+    forwards = place.reshape(by_stage)[_F]
+    backwards = np.maximum(place[_I], place[_B]).reshape(by_stage[1:])
+    for turns, at in (
+        (compiled.problem.forward_turns, forwards),
+        (compiled.problem.backward_turns, -backwards),
+    ):
+        if turns:
+            earlier, later = np.array(turns).T
+            if (at[:, earlier] > at[:, later]).any():
+                return False
+    return True
 
 
 def keeps_limits(compiled: CompiledProblem, rows: Rows) -> bool:
@@ -223,7 +247,7 @@ def device_peaks(compiled: CompiledProblem, rows: Rows) -> tuple[int, ...]:
     peaks = []
     for device, codes in enumerate(rows.programs()):
         kinds, cells = codes // times.num_cells, codes % times.num_cells
-        of_mode = kinds, cells // times.num_microbatches, rows.modes[cells]
+        of_mode = kinds, times.row[cells], rows.modes[cells]
         adds = memory.adds[of_mode]
         most = np.cumsum(adds) - adds + memory.rises[of_mode]
         if (at := np.flatnonzero(kinds >= PAIRED_INPUT)).size:
@@ -236,8 +260,7 @@ def device_peaks(compiled: CompiledProblem, rows: Rows) -> tuple[int, ...]:
 def _host_peaks(compiled: CompiledProblem, rows: Rows) -> dict[str, int]:
     """Bytes on the hosts, from OFFLOAD to just before RECOMPUTE, I or B: the devices' peaks."""
     problem, times = compiled.problem, compiled.times
-    stages = np.arange(times.num_cells) // times.num_microbatches
-    size = compiled.memory.adds[_RELOAD, stages, rows.modes]
+    size = compiled.memory.adds[_RELOAD, times.row, rows.modes]
     gone, again = compiled.cells_with(_OFFLOAD, rows), compiled.cells_with(_RECOMPUTE, rows)
     peaks = {host.name: 0 for host in problem.hosts}
     for device, codes in zip(problem.devices, rows.programs(), strict=True):

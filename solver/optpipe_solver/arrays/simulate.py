@@ -50,8 +50,11 @@ _QUEUED = -2.0
 class TimeArrays(NamedTuple):
     """What time depends on. ``duration`` is in ms by action number, the rest by stage or device.
 
-    ``mode_ms`` is in ms by kind, stage and mode; ``varies`` flags stages where a cell's mode says
-    how long its actions take. There ``duration`` is that of keep, or of whoever replaced it.
+    ``row`` has, by cell, its row of tables: cost * num_stages + stage. Where micro-batches are
+    equal a row is a stage; where not, what is said of a stage here is said of a row, but
+    ``device_of`` and ``grad_sync``. ``mode_ms`` is in ms by kind, stage and mode; ``varies`` flags
+    stages where a cell's mode says how long its actions take. There ``duration`` is that of keep,
+    or of whoever replaced it.
     ``lane_there[s]`` is the link that the output of F(s) occupies for ``fill_there[s]`` ms, -1 if
     messages do not queue; ``lane_back[s]`` and ``fill_back[s]`` are those of the backward of s + 1.
     ``noise`` has for each pass (as ``end`` of the scratch) what multiplies its message's time; it
@@ -63,6 +66,7 @@ class TimeArrays(NamedTuple):
     num_stages: int
     num_microbatches: int
     num_cells: int
+    row: Ints
     duration: Floats
     mode_ms: Floats
     varies: Flags
@@ -89,8 +93,9 @@ class MemoryArrays(NamedTuple):
     ``adds`` is what it adds for good, ``rises`` the most it holds above what was there before, both
     by kind, stage and mode. ``delta`` (for good) and ``workspace`` are by kind and stage, of keep
     or of the mode that the action alone asks for. By stage and mode: ``may`` flags those that may
-    be used, ``again`` those with a RECOMPUTE. By stage: ``num_modes`` is how many numbers of modes
-    there are, ``uniform`` flags stages that use one for all micro-batches.
+    be used, ``again`` those with a RECOMPUTE. A stage is a row (see `TimeArrays`). By stage:
+    ``num_modes`` is how many numbers of modes there are, ``uniform`` flags stages that use one for
+    all micro-batches.
     """
 
     delta: Ints
@@ -244,13 +249,13 @@ def _advance(
 @lean
 def pair_ms(forward: int, backward: int, times: TimeArrays) -> float:
     """Return how long a pair runs, in ms, by its two codes; as `optpipe.simulate` says."""
-    cells, m = times.num_cells, times.num_microbatches
+    cells = times.num_cells
     kind = 1 if backward >= PAIRED_BACKWARD * cells else 0
     cell = backward % cells
     alone = FULL_BACKWARD if kind == 1 else BACKWARD_INPUT
     length, other = times.duration[forward], times.duration[alone * cells + cell]
-    s = forward // m
-    hidden = times.hidden[kind, s, cell // m]
+    s = times.row[forward]
+    hidden = times.hidden[kind, s, times.row[cell]]
     if hidden > 0.0:
         hidden *= length / times.forward[s]
     return length + other - min(hidden, other)
@@ -314,10 +319,10 @@ def input_of(kind: int, cell: int, stage: int, times: TimeArrays) -> tuple[int, 
     if kind == FORWARD:
         if stage == 0:
             return -1, 0.0
-        return cell - m, times.there[stage - 1]
+        return cell - m, times.there[times.row[cell - m]]
     if stage == times.num_stages - 1:
         return cell, 0.0
-    return times.num_cells + cell + m, times.back[stage]
+    return times.num_cells + cell + m, times.back[times.row[cell]]
 
 
 @lean
@@ -328,7 +333,7 @@ def _note_end(kind: int, cell: int, done: float, times: TimeArrays, work: Simula
         work.stage_end[stage] = max(work.stage_end[stage], done)
     if kind in (FORWARD, BACKWARD_INPUT, FULL_BACKWARD):
         made = cell if kind == FORWARD else times.num_cells + cell
-        lane, fill = lane_of(kind, cell // times.num_microbatches, times)
+        lane, fill = lane_of(kind, cell, times)
         if lane >= 0:
             if times.noise.size > 0:
                 fill *= times.noise[made]
@@ -340,15 +345,17 @@ def _note_end(kind: int, cell: int, done: float, times: TimeArrays, work: Simula
 
 
 @lean
-def lane_of(kind: int, stage: int, times: TimeArrays) -> tuple[int, float]:
+def lane_of(kind: int, cell: int, times: TimeArrays) -> tuple[int, float]:
     """Return the link that the output of a pass occupies, -1 for none, and for how many ms."""
     if times.num_links == 0:
         return -1, 0.0
     if kind == FORWARD:
-        return times.lane_there[stage], times.fill_there[stage]
-    if stage == 0:
+        row = times.row[cell]
+        return times.lane_there[row], times.fill_there[row]
+    if cell < times.num_microbatches:
         return -1, 0.0
-    return times.lane_back[stage - 1], times.fill_back[stage - 1]
+    row = times.row[cell - times.num_microbatches]
+    return times.lane_back[row], times.fill_back[row]
 
 
 @lean
@@ -453,12 +460,12 @@ def host_peak(
         cell = code - kind * times.num_cells
         if kind == OFFLOAD:
             away[cell] = True
-            held += memory.adds[RELOAD, cell // times.num_microbatches, modes[cell]]
+            held += memory.adds[RELOAD, times.row[cell], modes[cell]]
             peak = max(peak, held)
         elif (
             kind in (BACKWARD_INPUT, FULL_BACKWARD, RECOMPUTE, PAIRED_INPUT, PAIRED_BACKWARD)
             and away[cell]
         ):
             away[cell] = False
-            held -= memory.adds[RELOAD, cell // times.num_microbatches, modes[cell]]
+            held -= memory.adds[RELOAD, times.row[cell], modes[cell]]
     return peak

@@ -8,7 +8,7 @@ share; `heads` and `tails` count events in it; the bounds themselves are in `win
 
 from __future__ import annotations
 
-from optpipe_solver.bounds.bound import Bound, lower_bound, lower_bounds
+from optpipe_solver.bounds.bound import Bound, lower_bound, lower_bounds, work_bound
 from optpipe_solver.bounds.relaxation import Paths
 
-__all__ = ["Bound", "Paths", "lower_bound", "lower_bounds"]
+__all__ = ["Bound", "Paths", "lower_bound", "lower_bounds", "work_bound"]

@@ -18,12 +18,12 @@ from optpipe_solver.bounds.window import window_ms
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from optpipe.problem import Problem
+    from optpipe.problem import Problem, Stage
     from optpipe_solver.arrays import Floats
     from optpipe_solver.bounds.heads_tails import Events
     from optpipe_solver.bounds.relaxation import Relaxed
 
-__all__ = ["Bound", "lower_bound", "lower_bounds"]
+__all__ = ["Bound", "lower_bound", "lower_bounds", "work_bound"]
 
 _MOST_CELLS = 131_072
 """Under span, devices x stages x micro-batches that are swept: a few tenths of a second."""
@@ -52,6 +52,8 @@ def lower_bounds(
     """
     if problem.pairs:
         return _bounds_with_pairs(problem, should_stop)
+    if not problem.is_even:
+        return _bounds_of_unequal(problem, should_stop)
     paths = Paths(problem)
     makespan = problem.objective == "makespan"
     energy = energy_ms(paths, makespan=makespan)
@@ -68,6 +70,63 @@ def lower_bounds(
     if makespan and problem.has_modes:  # v1 problems keep the results that they had
         found.append(Bound(_drain_ms(paths), "weight-drain"))
     return found
+
+
+def _bounds_of_unequal(problem: Problem, should_stop: Callable[[], bool]) -> list[Bound]:
+    """Return the bounds of the least problem, below all others, and those of the true work."""
+    found = [
+        Bound(bound.ms, f"{bound.method}, least micro-batches")
+        for bound in lower_bounds(problem.least, should_stop=should_stop)
+    ]
+    return [*found, work_bound(problem)]
+
+
+def work_bound(problem: Problem) -> Bound:
+    """Return the bound of the true work, which holds where micro-batches are unequal too."""
+    return Bound(_true_work_ms(problem), "load of unequal micro-batches")
+
+
+def _true_work_ms(problem: Problem) -> float:
+    """Return what the true work of a device and the least ways to it, and from it, ask for.
+
+    Work that may stand before its first I ends, beside the way there, is its longest forwards, as
+    many as memory holds of the least; work behind its last I are the longest W whose least contexts
+    memory holds. All else lies between, or the device has nothing to do (docs/bounds.md).
+    """
+    paths, costs = Paths(problem.least), problem.cost_of
+    best = 0.0
+    for device, held in enumerate(problem.stages_of):
+        if not held:
+            continue
+        cells = [problem.stages[s].under(cost) for s in held for cost in costs]
+        load = sum(cell.busy_ms for cell in cells)
+        if problem.objective == "span":
+            best = max(best, load)
+            continue
+        room = problem.room_bytes(device)
+        modes = [mode for s in held for mode in paths.menus[s]]
+        context = min(mode.weight_context_bytes for mode in modes)
+        kept = min(mode.least_bytes for mode in modes)
+        forwards = _longest(room, kept, [cell.forward_ms for cell in cells])
+        left = _longest(room, context, [_weight_ms(cell) for cell in cells])
+        first = paths.head_f[held[0]]
+        turn = min(
+            paths.head_f[s] + paths.problem.stages[s].forward_ms + paths.between[s] for s in held
+        )
+        begin = max(first, turn - forwards)
+        best = max(best, begin + load, begin + load - left + paths.tail[held[0]])
+    return best
+
+
+def _weight_ms(stage: Stage) -> float:
+    gradient = min(stage.backward_input_ms, stage.fused_backward_ms)
+    return max(0.0, stage.busy_ms - stage.forward_ms - gradient)
+
+
+def _longest(room: int, size: int, lengths: list[float]) -> float:
+    """Return the sum of the longest, as many as there is room for."""
+    count = room // size if size else len(lengths)
+    return sum(sorted(lengths, reverse=True)[: max(0, count)])
 
 
 def _drain_ms(paths: Paths) -> float:

@@ -101,13 +101,18 @@ def build_serial(problem: Problem) -> Programs:
     feasible = feasibility(problem)
     if feasible.plan is None:
         raise NotApplicable(NotApplicableReason.INFEASIBLE, feasible.message)
+    plans = [feasible.plan.programs]
+    for cost in range(1, problem.num_costs):
+        plan = feasibility(problem.alike(cost, 1)).plan
+        assert plan is not None  # noqa: S101 - else there were no plan for all
+        plans.append(plan.programs)
     return tuple(
         tuple(
             action._replace(microbatch=j)
-            for j in range(problem.num_microbatches)
-            for action in program
+            for j, cost in enumerate(problem.cost_of)
+            for action in plans[cost][device]
         )
-        for program in feasible.plan.programs
+        for device in range(len(problem.devices))
     )
 
 

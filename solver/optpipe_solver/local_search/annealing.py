@@ -16,7 +16,14 @@ from optpipe_solver.arrays import simulate
 from optpipe_solver.arrays.encoding import Rows
 from optpipe_solver.jit import lean
 from optpipe_solver.local_search import moves
-from optpipe_solver.local_search.board import agenda_for, board_of, copy, put_back, undo_for
+from optpipe_solver.local_search.board import (
+    agenda_for,
+    backward_of,
+    board_of,
+    copy,
+    put_back,
+    undo_for,
+)
 from optpipe_solver.local_search.memory_moves import (
     Stretch,
     commit,
@@ -261,6 +268,8 @@ def _fits(table: Table, draw: Draw) -> bool:
     board, undo = table.board, table.undo
     for i in range(undo.sizes[0]):
         device = undo.touched[i]
+        if table.rules.in_turn and not _is_in_turn(table, device):
+            return False
         if table.rules.offloads[device] and moves.unit(draw) < _SETTLE:
             fits = _settled(table, device, draw)
         else:
@@ -269,6 +278,31 @@ def _fits(table: Table, draw: Draw) -> bool:
             return False
         if table.rules.hosts_limited and not hosts_fit(board, table.times, table.memory, device):
             return False
+    return True
+
+
+@lean
+def _is_in_turn(table: Table, device: int) -> bool:
+    """Whether the passes of a changed stretch come in the turn that an order or samples ask."""
+    board, undo, turns = table.board, table.undo, table.rules.turns
+    cells, m = table.times.num_cells, table.times.num_microbatches
+    for place in range(undo.low[device], undo.high[device]):
+        code = board.actions[device, place]
+        kind = code // cells
+        cell = code - kind * cells
+        j = cell % m
+        if kind == simulate.FORWARD:
+            before, behind = turns[0, j], turns[1, j]
+            if before >= 0 and board.at[code - j + before] > place:
+                return False
+            if behind >= 0 and board.at[code - j + behind] < place:
+                return False
+        elif kind in (simulate.BACKWARD_INPUT, simulate.FULL_BACKWARD):
+            behind, before = turns[2, j], turns[3, j]
+            if behind >= 0 and backward_of(board, cells, cell - j + behind) < place:
+                return False
+            if before >= 0 and backward_of(board, cells, cell - j + before) > place:
+                return False
     return True
 
 

@@ -80,7 +80,7 @@ def _weigh(given: Stretch) -> None:
     for place in range(given.low, given.high):
         kind = row[place] // times.num_cells
         cell = row[place] - kind * times.num_cells
-        stage = cell // times.num_microbatches
+        stage = times.row[cell]
         mode = board.mode[cell]
         given.load[place] = held + memory.rises[kind, stage, mode]
         held += memory.adds[kind, stage, mode]
@@ -144,7 +144,7 @@ def _push_releases(given: Stretch) -> None:
 @lean
 def _size(given: Stretch, cell: int) -> int:
     """Return the bytes that go and come back."""
-    stage = cell // given.times.num_microbatches
+    stage = given.times.row[cell]
     return given.memory.adds[RELOAD, stage, given.board.mode[cell]]
 
 
@@ -190,7 +190,7 @@ def overflow(
     for place in range(low, high):
         kind = row[place] // times.num_cells
         cell = row[place] - kind * times.num_cells
-        stage, mode = cell // times.num_microbatches, board.mode[cell]
+        stage, mode = times.row[cell], board.mode[cell]
         if held + memory.rises[kind, stage, mode] > limit:
             return place
         held += memory.adds[kind, stage, mode]
@@ -207,7 +207,7 @@ def commit(
     for place in range(low, high):
         kind = row[place] // times.num_cells
         cell = row[place] - kind * times.num_cells
-        held += memory.adds[kind, cell // times.num_microbatches, board.mode[cell]]
+        held += memory.adds[kind, times.row[cell], board.mode[cell]]
         board.held[row[place]] = held
 
 

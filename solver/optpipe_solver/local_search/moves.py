@@ -50,6 +50,7 @@ __all__ = [
     "mode_wave",
     "park",
     "place_mode",
+    "relabel",
     "reverse",
     "ripple",
     "seeded",
@@ -205,6 +206,58 @@ def trade_backwards(
 
 
 @lean
+def relabel(
+    board: Board, undo: Undo, times: TimeArrays, memory: MemoryArrays, one: int, other: int
+) -> bool:
+    """Let two micro-batches change places and modes, in all programs.
+
+    Not where a mode of the one is none of the other's, or asks other actions of it.
+    """
+    cells, m = times.num_cells, times.num_microbatches
+    for stage in range(times.num_stages):
+        here, there = stage * m + one, stage * m + other
+        if not (
+            _fits_mode(times, memory, here, there, board.mode[there])
+            and _fits_mode(times, memory, there, here, board.mode[here])
+        ):
+            return False
+    for stage in range(times.num_stages):
+        here, there = stage * m + one, stage * m + other
+        device = times.device_of[stage]
+        begin(board, undo, device)
+        for kind in range(RECOMPUTE + 1):
+            first, second = kind * cells + here, kind * cells + there
+            at, behind = board.at[first], board.at[second]
+            board.at[first], board.at[second] = behind, at
+            if at >= 0:
+                board.actions[device, at] = second
+                note(undo, device, at, at + 1)
+            if behind >= 0:
+                board.actions[device, behind] = first
+                note(undo, device, behind, behind + 1)
+        mode, wanted = board.mode[here], board.mode[there]
+        _become(board, undo, times, memory, here, wanted)
+        _become(board, undo, times, memory, there, mode)
+    return True
+
+
+@lean
+def _fits_mode(times: TimeArrays, memory: MemoryArrays, cell: int, like: int, mode: int) -> bool:
+    """Whether a cell may be treated by the actions with which another cell is in a mode."""
+    own, known = times.row[cell], times.row[like]
+    if own == known:
+        return True
+    if mode >= memory.num_modes[own] or not memory.may[own, mode]:
+        return False
+    if memory.uniform[own]:
+        return False
+    goes = memory.adds[RELOAD, own, mode] > 0
+    return memory.again[own, mode] == memory.again[known, mode] and goes == (
+        memory.adds[RELOAD, known, mode] > 0
+    )
+
+
+@lean
 def fill_idle(board: Board, undo: Undo, cells: int, device: int, place: int, reach: int) -> bool:
     """Bring the next W behind a place, whose I is before it, right before that place."""
     row, count = board.actions[device], board.counts[device]
@@ -308,7 +361,7 @@ def place_mode(
     RELEASE goes ``early`` places behind the OFFLOAD, RELOAD or RECOMPUTE ``late`` places before the
     backward; where a cell has both, RECOMPUTE stands right before the backward.
     """
-    cells, stage = times.num_cells, cell // times.num_microbatches
+    cells, stage = times.num_cells, times.row[cell]
     rests = not memory.again[stage, mode] and memory.adds[RELOAD, stage, mode] == 0
     if rests and board.mode[cell] == mode:
         return False
@@ -373,8 +426,8 @@ def _set(
     returned: int,
 ) -> None:
     """Give a kept cell a mode, as near to the wanted places as its own order allows."""
-    cells, stage = times.num_cells, cell // times.num_microbatches
-    device = times.device_of[stage]
+    cells, stage = times.num_cells, times.row[cell]
+    device = times.device_of[cell // times.num_microbatches]
     made, needed = board.at[FORWARD * cells + cell], backward_of(board, cells, cell)
     away = memory.adds[RELOAD, stage, mode] > 0
     if memory.again[stage, mode]:
@@ -400,8 +453,8 @@ def _become(
     undo.turned[undo.sizes[2], 0], undo.turned[undo.sizes[2], 1] = cell, before
     undo.sizes[2] += 1
     board.mode[cell] = mode
-    stage = cell // times.num_microbatches
-    device = times.device_of[stage]
+    stage = times.row[cell]
+    device = times.device_of[cell // times.num_microbatches]
     first, last = board.at[FORWARD * times.num_cells + cell], -1
     if times.varies[stage]:
         _lengthen(times, cell, mode)
@@ -418,7 +471,7 @@ def _become(
 @lean
 def _lengthen(times: TimeArrays, cell: int, mode: int) -> None:
     """Give a cell's actions the durations that they have in a mode."""
-    stage = cell // times.num_microbatches
+    stage = times.row[cell]
     for kind in range(times.mode_ms.shape[0]):
         times.duration[kind * times.num_cells + cell] = times.mode_ms[kind, stage, mode]
 
@@ -429,7 +482,7 @@ def turn_back(board: Board, undo: Undo, times: TimeArrays) -> None:
     for i in range(undo.sizes[2] - 1, -1, -1):
         cell, mode = undo.turned[i]
         board.mode[cell] = mode
-        if times.varies[cell // times.num_microbatches]:
+        if times.varies[times.row[cell]]:
             _lengthen(times, cell, mode)
 
 
@@ -504,10 +557,15 @@ def mode_wave(
     early: int,
     late: int,
 ) -> bool:
-    """Treat every ``stride``-th of ``count`` micro-batches of a stage as a mode says."""
+    """Treat every ``stride``-th of ``count`` micro-batches of a stage as a mode says.
+
+    Those of another cost, which have other menus, are left as they are.
+    """
     m = times.num_microbatches
     changed = False
     for i in range(0, min(count, m - cell % m), stride):
+        if times.row[cell + i] != times.row[cell]:
+            continue
         moved = place_mode(board, undo, times, memory, cell + i, mode, early, late)
         changed = changed or moved
     return changed

@@ -33,7 +33,10 @@ class SearchRules(NamedTuple):
     ``incremental``: times are kept up to date move by move (see `times.can_propagate`), else
     simulated from the start. ``fused``: stages whose fused backward may save time or bytes.
     ``tails``: see `least_tails`. ``mean_pass_ms``: the mean duration of F, I and W over all stages;
-    1 where all are 0. ``offloads``: devices with a stage that can be offloaded.
+    1 where all are 0. ``offloads``: devices with a stage that can be offloaded. ``relabels``:
+    whether which micro-batch stands where is a choice. ``in_turn``: whether some must come in
+    turn: then ``turns`` has, by micro-batch, whose F is the last to come before its own and the
+    first behind, whose backward behind and before; -1 for none.
     """
 
     by_span: bool
@@ -44,6 +47,9 @@ class SearchRules(NamedTuple):
     tails: Floats
     mean_pass_ms: float
     offloads: Flags
+    relabels: bool
+    in_turn: bool
+    turns: Ints
 
 
 def rules_of(compiled: CompiledProblem) -> SearchRules:
@@ -54,18 +60,35 @@ def rules_of(compiled: CompiledProblem) -> SearchRules:
         incremental=can_propagate(times),
         has_sync=bool((times.grad_sync > 0).any()),
         hosts_limited=any(host.memory_bytes is not None for host in problem.hosts),
-        fused=np.array([fusing_may_pay(problem, s) for s in range(len(problem.stages))]),
-        tails=least_tails(problem),
+        fused=np.array(
+            [
+                any(fusing_may_pay(problem.alike(cost), s) for cost in range(problem.num_costs))
+                for s in range(len(problem.stages))
+            ]
+        ),
+        tails=least_tails(problem.least),
         mean_pass_ms=_mean_pass_ms(compiled),
         offloads=_offloads(compiled),
+        relabels=problem.num_costs > 1 and problem.order == "free",
+        in_turn=bool(problem.forward_turns),
+        turns=_turns(problem),
     )
+
+
+def _turns(problem: Problem) -> Ints:
+    turns = np.full((4, problem.num_microbatches), -1, dtype=np.int64)
+    for at, pairs in ((0, problem.forward_turns), (2, problem.backward_turns)):
+        for earlier, later in pairs:
+            turns[at, later], turns[at + 1, earlier] = earlier, later
+    return turns
 
 
 def _offloads(compiled: CompiledProblem) -> Flags:
     flags = np.zeros(len(compiled.problem.devices), dtype=np.bool_)
     memory = compiled.memory
     goes = (memory.may & (memory.adds[RELOAD] > 0)).any(axis=1)
-    np.logical_or.at(flags, compiled.times.device_of, goes)
+    num_costs = compiled.problem.num_costs
+    np.logical_or.at(flags, np.tile(compiled.times.device_of, num_costs), goes)
     return flags
 
 
@@ -125,6 +148,10 @@ _REVERSALS = 0.24
 
 _V1_MODES, _IMITATED = 3, 0.5
 """Modes of v1's menus, at most; and the share of choices from larger ones that imitate."""
+
+_RELABELS, _UNLIKE = 0.15, 4
+"""Share of moves that exchange two micro-batches, where they differ, and tries to find a pair that
+differs."""
 
 _MODES, _WAVES = 0.12, 0.03
 """Shares of moves that change what becomes of activations, and of those along many micro-batches.
@@ -201,6 +228,8 @@ def _move(
         code = cell + times.num_cells * moves.below(draw, FULL_BACKWARD)
         if board.at[code] < 0:
             return False
+    if rules.relabels and moves.unit(draw) < _RELABELS:
+        return _relabel(board, undo, times, memory, cell, draw)
     choice = moves.unit(draw)
     if choice < _MODES:
         if _can_choose(memory, rules, times, board, cell):
@@ -211,6 +240,20 @@ def _move(
     elif choice < 0.25:
         return _move_backwards(board, undo, times, device, cell, draw)
     return _move_in_order(board, undo, times, device, code, draw)
+
+
+@lean
+def _relabel(
+    board: Board, undo: Undo, times: TimeArrays, memory: MemoryArrays, cell: int, draw: Draw
+) -> bool:
+    """Let the micro-batch of a cell and one of another cost change places everywhere."""
+    m = times.num_microbatches
+    one = cell % m
+    for _ in range(_UNLIKE):
+        other = moves.below(draw, m)
+        if times.row[one] != times.row[other]:
+            return moves.relabel(board, undo, times, memory, one, other)
+    return False
 
 
 @lean
@@ -266,7 +309,7 @@ def _can_choose(
     """Whether anything but keeping the activation and a split backward is possible."""
     stage = cell // times.num_microbatches
     fused = rules.fused[stage] or board.at[FULL_BACKWARD * times.num_cells + cell] >= 0
-    return _has_choice(memory, stage) or fused
+    return _has_choice(memory, times.row[cell]) or fused
 
 
 @lean
@@ -291,8 +334,8 @@ def _choose_mode(
 ) -> bool:
     """Change how a cell's activation is kept, or whether its backward is fused."""
     cells, m = times.num_cells, times.num_microbatches
-    stage = cell // m
-    fused = rules.fused[stage] or board.at[FULL_BACKWARD * cells + cell] >= 0
+    stage = times.row[cell]
+    fused = rules.fused[cell // m] or board.at[FULL_BACKWARD * cells + cell] >= 0
     may = _has_choice(memory, stage)
     if fused and (not may or moves.unit(draw) < 0.2):
         late = moves.some_distance(draw, 15)
@@ -300,14 +343,15 @@ def _choose_mode(
     if moves.unit(draw) < 0.4:
         other = board.actions[device, moves.below(draw, board.counts[device])] % cells
         mode, wanted = board.mode[cell], board.mode[other]
-        if not (_may_take(memory, stage, wanted) and _may_take(memory, other // m, mode)):
+        if not (_may_take(memory, stage, wanted) and _may_take(memory, times.row[other], mode)):
             return False
         return moves.exchange(board, undo, times, memory, cell, other)
-    mode = _some_mode(board, memory, m, cell, draw)
+    mode = _some_mode(board, times, memory, cell, draw)
     early = moves.some_distance(draw, 31) - 1
     late = moves.some_distance(draw, 31 if moves.unit(draw) < 0.5 else 3) - 1
     if memory.uniform[stage] and mode != board.mode[cell]:
-        return moves.mode_wave(board, undo, times, memory, stage * m, m, 1, mode, early, late)
+        first = _first_alike(times, cell)
+        return moves.mode_wave(board, undo, times, memory, first, m, 1, mode, early, late)
     return moves.place_mode(board, undo, times, memory, cell, mode, early, late)
 
 
@@ -318,17 +362,27 @@ def _may_take(memory: MemoryArrays, stage: int, mode: int) -> bool:
 
 
 @lean
-def _some_mode(board: Board, memory: MemoryArrays, m: int, cell: int, draw: Draw) -> int:
+def _first_alike(times: TimeArrays, cell: int) -> int:
+    """Return the first cell of a cell's stage that has its cost."""
+    first = cell - cell % times.num_microbatches
+    while times.row[first] != times.row[cell]:
+        first += 1
+    return first
+
+
+@lean
+def _some_mode(board: Board, times: TimeArrays, memory: MemoryArrays, cell: int, draw: Draw) -> int:
     """Return a mode the cell may have, a third as often the one it has; its stage must have two.
 
     Of a menu that v1 cannot say half of the choices are what another micro-batch of the stage has:
     most modes of a large menu are of no use to a stage, and which is seen from those in use.
     """
-    stage, known = cell // m, board.mode[cell]
+    stage, known, m = times.row[cell], board.mode[cell], times.num_microbatches
     count = memory.num_modes[stage]
     if count > _V1_MODES and moves.unit(draw) < _IMITATED:
-        mode = board.mode[stage * m + moves.below(draw, m)]
-        if mode != known:
+        other = cell - cell % m + moves.below(draw, m)
+        mode = board.mode[other]
+        if mode != known and times.row[other] == stage:
             return mode
     mode = moves.below(draw, count)
     if mode == known and moves.unit(draw) < 0.7:
@@ -345,15 +399,15 @@ def _make_wave(
     """Change many micro-batches alike."""
     cells, m = times.num_cells, times.num_microbatches
     cell = code % cells
-    stage = cell // m
+    stage = times.row[cell]
     count = 1 + moves.some_distance(draw, m - 1)
     if moves.unit(draw) < 0.2 and _has_choice(memory, stage):
-        mode = _some_mode(board, memory, m, cell, draw)
+        mode = _some_mode(board, times, memory, cell, draw)
         early = moves.some_distance(draw, 31) - 1
         late = moves.some_distance(draw, 31) - 1
         stride = 1 + moves.below(draw, 3)
         if memory.uniform[stage] and mode != board.mode[cell]:
-            cell, count, stride = stage * m, m, 1
+            cell, count, stride = _first_alike(times, cell), m, 1
         return moves.mode_wave(board, undo, times, memory, cell, count, stride, mode, early, late)
     most = 1 if moves.unit(draw) < 0.5 else 1 + moves.below(draw, times.num_stages)
     width = 1 if moves.unit(draw) < 0.6 else 2 + moves.below(draw, 2)

@@ -174,8 +174,11 @@ class _LocalSearch:
     def polish(self) -> None:
         """Offer the best schedule with its devices re-optimised, each beside the others.
 
-        No cooling starts from it: of three problems tried that brought two higher on some seeds.
+        No cooling starts from it: of three problems tried that brought two higher on some seeds. It
+        knows no micro-batches that differ.
         """
+        if not self.best.problem.is_even:
+            return
         best = min((*self.elites, self._found()), key=lambda elite: elite.objective_ms)
         if best.objective_ms >= self.polished_ms:
             return

@@ -239,7 +239,7 @@ def _lane(times: TimeArrays, code: int) -> tuple[int, float]:
     kind = code // times.num_cells
     if times.num_links == 0 or kind > FULL_BACKWARD or kind == BACKWARD_WEIGHT:
         return -1, 0.0
-    return lane_of(kind, (code - kind * times.num_cells) // times.num_microbatches, times)
+    return lane_of(kind, code - kind * times.num_cells, times)
 
 
 @lean
@@ -281,7 +281,7 @@ def _start(
     if kind == FORWARD:
         if stage == 0:
             return clock
-        return max(clock, board.end[cell - m] + times.there[stage - 1])
+        return max(clock, board.end[cell - m] + times.there[times.row[cell - m]])
     if kind == RELEASE:
         return max(clock, board.end[OFFLOAD * cells + cell])
     if kind == BACKWARD_WEIGHT:
@@ -291,7 +291,7 @@ def _start(
     elif stage == times.num_stages - 1:
         start = max(clock, board.end[cell])
     else:
-        start = max(clock, board.end[cells + cell + m] + times.back[stage])
+        start = max(clock, board.end[cells + cell + m] + times.back[times.row[cell]])
     if board.at[RELOAD * cells + cell] >= 0:
         start = max(start, board.end[RELOAD * cells + cell])
     return start
@@ -487,14 +487,14 @@ def _source(board: Board, times: TimeArrays, kind: int, cell: int, stage: int) -
     """Return the pass whose output an action needs, -1 for none, and when it arrives."""
     cells, m = times.num_cells, times.num_microbatches
     if kind == FORWARD and stage > 0:
-        return cell - m, board.end[cell - m] + times.there[stage - 1]
+        return cell - m, board.end[cell - m] + times.there[times.row[cell - m]]
     if kind not in (BACKWARD_INPUT, FULL_BACKWARD):
         return -1, -1.0
     if stage == times.num_stages - 1:
         return cell, board.end[cell]
     there = times.device_of[stage + 1]
     source = board.actions[there, backward_of(board, cells, cell + m)]
-    return source, board.end[cells + cell + m] + times.back[stage]
+    return source, board.end[cells + cell + m] + times.back[times.row[cell]]
 
 
 @lean
@@ -573,10 +573,10 @@ def _elsewhere(board: Board, times: TimeArrays, kind: int, code: int) -> float:
     stage = cell // m
     if kind == FORWARD:
         if stage < times.num_stages - 1:
-            return times.there[stage] + board.tail[cell + m]
+            return times.there[times.row[cell]] + board.tail[cell + m]
         needed, transit = cell, 0.0
     elif kind in (BACKWARD_INPUT, FULL_BACKWARD) and stage > 0:
-        needed, transit = cell - m, times.back[stage - 1]
+        needed, transit = cell - m, times.back[times.row[cell - m]]
     else:
         return 0.0
     device = times.device_of[needed // m]

@@ -1,0 +1,109 @@
+"""Which micro-batch stands where: programs for equal micro-batches, dealt out to unequal ones.
+
+A stand-in has equal micro-batches, with the mean times and the largest or mean sizes of those
+that there are; what is known for equal ones makes programs of it. Into their places the
+micro-batches are dealt in several orders (`orders`); whoever asks judges each on the problem.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from optpipe.stage import OF_STAGE, WORKSPACES, Stage
+from optpipe_solver.arrays.encoding import Rows
+
+if TYPE_CHECKING:
+    from optpipe.problem import Problem
+    from optpipe_solver.arrays import Ints
+    from optpipe_solver.arrays.encoding import CompiledProblem
+
+__all__ = ["dealt", "orders", "stand_ins"]
+
+
+_SHUFFLES = 2
+_TIMES = ("forward_ms", "backward_input_ms", "backward_weight_ms")
+_SIZES = ("activation_bytes", "weight_context_bytes", "output_bytes", *WORKSPACES)
+
+
+def stand_ins(problem: Problem) -> tuple[Problem, ...]:
+    """Return problems of equal micro-batches: with the largest sizes of any, and the mean ones.
+
+    What fits the first fits the problem, however it is dealt; of the second it may. Where a stage
+    has modes that v1 cannot say, its cells are kept there.
+    """
+    made = (_stand_in(problem, largest=True), _stand_in(problem, largest=False))
+    return made[:1] if made[0] == made[1] else made
+
+
+def _stand_in(problem: Problem, *, largest: bool) -> Problem:
+    many = sorted(Counter(problem.cost_of).items())
+    stages = tuple(
+        _stage([(stage.under(cost), number) for cost, number in many], stage, largest=largest)
+        for stage in problem.stages
+    )
+    return problem.model_copy(update={"stages": stages, "microbatches": (), "order": "free"})
+
+
+def _stage(costs: list[tuple[Stage, int]], like: Stage, *, largest: bool) -> Stage:
+    total = sum(number for _, number in costs)
+
+    def mean(values: list[float]) -> float:
+        weighted = zip(values, costs, strict=True)
+        return sum(value * number for value, (_, number) in weighted) / total
+
+    def size(values: list[int]) -> int:
+        return max(values) if largest else round(mean([float(value) for value in values]))
+
+    fields: dict[str, object] = {name: getattr(like, name) for name in OF_STAGE}
+    fields |= {name: mean([getattr(one, name) for one, _ in costs]) for name in _TIMES}
+    fields |= {name: size([getattr(one, name) for one, _ in costs]) for name in _SIZES}
+    if any(one.backward_ms is not None for one, _ in costs):
+        fields["backward_ms"] = mean([one.fused_backward_ms for one, _ in costs])
+    if not any(one.modes for one, _ in costs):
+        held = size([one.activation_bytes for one, _ in costs])
+        if all(one.offload_bytes for one, _ in costs):
+            left = size([one.activation_bytes - one.offload_bytes for one, _ in costs])
+            fields["offload_bytes"] = held - left
+        again = [(one.recompute_ms, one.checkpoint_bytes) for one, _ in costs]
+        if all(ms is not None and kept is not None for ms, kept in again):
+            fields["recompute_ms"] = mean([ms or 0.0 for ms, _ in again])
+            fields["checkpoint_bytes"] = min(held, size([kept or 0 for _, kept in again]))
+    return Stage.model_validate(fields)
+
+
+def orders(problem: Problem, shuffles: int = _SHUFFLES) -> list[Ints]:
+    """Return orders in which micro-batches may be dealt: ``order[k]`` stands where k stood.
+
+    As they are; where the order is free also the longest first and last, long and short in turn,
+    the longest and the shortest in the middle, and some at random.
+    """
+    m = problem.num_microbatches
+    given = np.arange(m, dtype=np.int64)
+    if problem.order == "given" or problem.num_costs == 1:
+        return [given]
+    length = [sum(s.under(cost).busy_ms for s in problem.stages) for cost in problem.cost_of]
+    down = sorted(range(m), key=lambda j: -length[j])
+    up = down[::-1]
+    in_turn = [j for pair in zip(down, up, strict=True) for j in pair][:m]
+    made = [down, up, in_turn, down[::2][::-1] + down[1::2], up[::2][::-1] + up[1::2]]
+    rng = random.Random(0)  # noqa: S311 - no secret
+    made += [rng.sample(range(m), m) for _ in range(shuffles)]
+    return [given, *(np.array(order, dtype=np.int64) for order in made)]
+
+
+def dealt(compiled: CompiledProblem, rows: Rows, order: Ints) -> Rows:
+    """Return programs with ``order[k]`` in the places of micro-batch k.
+
+    Of stages whose menus v1 cannot say all cells are kept, as `stand_ins` has them.
+    """
+    cells, m = compiled.times.num_cells, compiled.problem.num_microbatches
+    stages = np.arange(cells) // m
+    renamed = stages * m + order[np.arange(cells) % m]
+    kinds, held = np.divmod(rows.actions, cells)
+    modes = np.zeros_like(rows.modes)
+    modes[renamed] = np.where(compiled.times.varies[compiled.times.row[renamed]], 0, rows.modes)
+    return Rows(kinds * cells + renamed[held], rows.lengths, modes)

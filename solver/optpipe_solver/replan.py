@@ -1,0 +1,180 @@
+"""A schedule for the batch of this step, within a tenth of a second: `replan`.
+
+Packed sequences make every batch another problem of the same shape. The first call for a shape
+takes seconds: it solves problems of equal micro-batches that stand in for any batch of it
+(`optpipe_solver.dealing`). Later ones deal their micro-batches into the places of those schedules;
+the best deal is annealed for a fixed number of simulated actions. Nothing depends on clocks or on
+earlier batches: all ranks that ask get the same answer.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from math import inf
+from typing import TYPE_CHECKING
+
+from optpipe.errors import InputError
+from optpipe.problem import Microbatch
+from optpipe.schedule import OPTIMAL_GAP, Provenance, Schedule, gap_of
+from optpipe_solver.arrays.encoding import CompiledProblem
+from optpipe_solver.arrays.evaluate import evaluate_arrays, keeps_limits, keeps_turns
+from optpipe_solver.bounds import work_bound
+from optpipe_solver.dealing import dealt, orders, stand_ins
+from optpipe_solver.families import FAMILIES, NotApplicable
+from optpipe_solver.families.classic import build_serial
+from optpipe_solver.local_search import moves
+from optpipe_solver.local_search.annealing import anneal, best_rows, course_of, table_for
+from optpipe_solver.portfolio import all_starts
+from optpipe_solver.solve import solve
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from optpipe.problem import Problem
+    from optpipe_solver.arrays.encoding import Rows
+
+__all__ = ["replan"]
+
+
+_PLAIN = ("1f1b", "interleaved")
+"""What is never better than the answer."""
+
+_WORK = 600_000
+"""Actions simulated: about 60 ms of one core."""
+
+_SHAPE_WORK, _MOST_STARTS = 1.0, 3
+"""Units of work for equal micro-batches of a shape, and families of each that are kept."""
+
+_MOST_SHAPES, _NO_LIMIT_S = 16, 600.0
+"""Shapes that are remembered; a limit of seconds that is none, as the work is limited."""
+
+_HOT, _COLD = 0.05, 0.005
+"""Temperatures at the beginning and the end, as fractions of a mean pass."""
+
+
+def replan(problem: Problem, *, work: int = _WORK, seed: int = 0) -> Schedule:
+    """Return a good schedule at once; the same for the same problem, seed and work.
+
+    It is never longer than 1F1B, or interleaved 1F1B, in the given order, where that is legal. Call
+    it once beforehand for a batch of the same shape, one that differs in ``microbatches`` alone:
+    the first call takes some seconds.
+
+    Parameters
+    ----------
+    problem
+        The batch: from step to step as a rule equal but for ``microbatches``.
+    work
+        How many actions may be simulated; about 0.1 us of one core each.
+    seed
+        Of the search.
+
+    Raises
+    ------
+    InputError
+        If micro-batches name samples, passes may pair, or nothing fits the memory.
+    """
+    if problem.has_samples or problem.pairs:
+        said = "microbatches name samples" if problem.has_samples else "the problem has pairs"
+        raise InputError(f"{said}: replan does not know them; use solve, or leave them out")
+    compiled = CompiledProblem.of(problem)
+    start = min(_starts(compiled), key=lambda made: made[1], default=None) or _serial(compiled)
+    start_method, start_ms, rows = start
+    programs = compiled.decode(_annealed(compiled, rows, start_ms, work, seed))
+    metrics = evaluate_arrays(compiled, programs)
+    assert metrics is not None  # noqa: S101 - the search leaves only what is legal
+    bound, reached = work_bound(problem), metrics.objective_ms(problem.objective)
+    gap = gap_of(reached, bound.ms)
+    is_optimal = gap is not None and gap <= OPTIMAL_GAP
+    return Schedule(
+        problem_hash=problem.problem_hash,
+        placement=problem.placement,
+        programs=programs,
+        objective=problem.objective,
+        makespan_ms=metrics.makespan_ms,
+        span_ms=metrics.span_ms,
+        bound_ms=bound.ms,
+        gap=gap,
+        peak_bytes=metrics.peak_bytes,
+        host_peak_bytes=metrics.host_peak_bytes,
+        status="optimal" if is_optimal else "feasible",
+        stopped_by="optimal" if is_optimal else "work_limit",
+        provenance=Provenance(
+            method="local-search" if reached < start_ms else start_method,
+            start_method=start_method,
+            start_objective_ms=start_ms,
+            bound_method=bound.method,
+            seed=seed,
+            solve_seconds=0.0,
+        ),
+    )
+
+
+# --- What is known of a shape: schedules for the mean of its costs, made once.
+
+
+def _shape_of(problem: Problem) -> Problem:
+    """Return the batch of a shape: every cost as often as any other."""
+    m = problem.num_microbatches
+    costs = [j % problem.num_costs for j in range(m)]
+    if problem.num_costs == 1 or m < problem.num_costs:
+        return problem
+    return problem.model_copy(
+        update={"name": "", "microbatches": tuple(Microbatch(cost=cost) for cost in costs)}
+    )
+
+
+@lru_cache(maxsize=_MOST_SHAPES)
+def _known(shape: Problem) -> tuple[tuple[str, Rows], ...]:
+    """Return programs of the problems of equal micro-batches that stand in for a batch.
+
+    Of each the best families, and what some work makes of them.
+    """
+    found: list[tuple[str, Rows]] = []
+    for stand_in in stand_ins(shape):
+        compiled = CompiledProblem.of(stand_in)
+        starts = [one for one in all_starts(stand_in) if one.programs is not None and one.legal]
+        starts.sort(key=lambda one: one.objective_ms)
+        made = [(one.method, one.programs) for one in starts[:_MOST_STARTS]]
+        result = solve(stand_in, time_limit_s=_NO_LIMIT_S, work_limit=_SHAPE_WORK)
+        if result.schedule is not None:
+            made.insert(0, ("equal micro-batches", result.schedule.programs))
+        found += [(method, compiled.encode(programs)) for method, programs in made if programs]
+    return tuple(found)
+
+
+def _serial(compiled: CompiledProblem) -> tuple[str, float, Rows]:
+    try:
+        rows = compiled.encode(build_serial(compiled.problem))
+    except NotApplicable as why:
+        raise InputError(f"{why}; give more memory, or smaller micro-batches") from None
+    return "serial", compiled.objective_ms(rows), rows
+
+
+def _starts(compiled: CompiledProblem) -> Iterator[tuple[str, float, Rows]]:
+    """Yield the best legal deal of what is known, and of 1F1B the one in the given order too."""
+    problem = compiled.problem
+    ways = orders(problem)
+    made = list(_known(_shape_of(problem)))
+    for family in FAMILIES:
+        if family.name in _PLAIN:
+            try:
+                made.append((family.name, compiled.encode(family.build(problem.least))))
+            except NotApplicable:
+                continue
+    for method, rows in made:
+        deals = [dealt(compiled, rows, order) for order in ways]
+        lengths = [compiled.objective_ms(one) for one in deals]
+        for at in sorted(range(len(deals)), key=lengths.__getitem__):
+            one = deals[at]
+            if lengths[at] < inf and keeps_limits(compiled, one) and keeps_turns(compiled, one):
+                yield method, lengths[at], one
+                break
+
+
+def _annealed(compiled: CompiledProblem, rows: Rows, start_ms: float, work: int, seed: int) -> Rows:
+    table = table_for(compiled, rows)
+    course = course_of(table, start_ms)
+    scale_ms = table.rules.mean_pass_ms
+    draw = moves.seeded(seed)
+    anneal(table, course, _HOT * scale_ms, _COLD * scale_ms, work, work, draw)
+    return best_rows(table)

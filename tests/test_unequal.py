@@ -1,0 +1,195 @@
+"""Micro-batches of several costs, in a given order or in samples: the core, and its solver."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from optpipe import InputError, Problem, ProblemError, simulate
+from optpipe.check import check_schedule, find_violations
+from optpipe.formats.json import dump_problem
+from optpipe.memory import device_peak_bytes, host_peak_bytes
+from optpipe_solver import solve
+from optpipe_solver.arrays.encoding import CompiledProblem
+from optpipe_solver.arrays.evaluate import evaluate_arrays, evaluate_by_reference
+from optpipe_solver.bounds import lower_bounds
+from optpipe_solver.families.classic import build_one_f_one_b
+from optpipe_solver.feasibility import feasibility
+from optpipe_solver.replan import replan
+from optpipe_solver.robust import with_device_factors
+from tests.building import programs
+from tests.oracle import Ticking, device_peak, host_peaks, is_legal
+from tests.solver.exhaustive import optimum
+from tests.strategies import Case, cases, documents, few, mutated
+
+
+@given(cases(unequal=True))
+def test_times_and_bytes_are_those_of_the_oracle_and_of_compiled_code(case: Case) -> None:
+    """Every cell has the times, bytes and modes of its own cost."""
+    made, rows = case
+    assert find_violations(made, rows) == []
+    assert is_legal(made, rows)
+    run = simulate(made, rows)
+    assert (run.makespan_ms, run.span_ms) == pytest.approx(Ticking(made, rows).run())
+    peaks = [device_peak_bytes(made, device, row) for device, row in enumerate(rows)]
+    assert peaks == [device_peak(made, device, row) for device, row in enumerate(rows)]
+    assert host_peak_bytes(made, rows) == host_peaks(made, rows)
+    assert evaluate_arrays(CompiledProblem.of(made), rows) == evaluate_by_reference(made, rows)
+    compiled = CompiledProblem.of(made)
+    assert evaluate_by_reference(made, compiled.decode(compiled.encode(rows))) is not None
+
+
+@given(cases(tight=True, unequal=True), st.integers(0, 2**32))
+def test_spoilt_programs_are_judged_as_the_oracle_judges(case: Case, seed: int) -> None:
+    """Among them those in which a given order, or that of a sample, is broken."""
+    rng, compiled = random.Random(seed), CompiledProblem.of(case.problem)
+    for _ in range(10):
+        changed = mutated(case.programs, rng)
+        found = find_violations(case.problem, changed)
+        assert (not found) == is_legal(case.problem, changed), found
+        assert (evaluate_arrays(compiled, changed) is not None) == (not found)
+
+
+@given(documents(unequal=True))
+def test_a_file_comes_back_and_keeps_its_hash(document: dict[str, Any]) -> None:
+    """What is written is read as the same; costs that nobody has change nothing."""
+    made = Problem.parse(document)
+    again = Problem.parse(json.loads(dump_problem(made)))
+    assert again == made
+    assert again.problem_hash == made.problem_hash
+    for stage in document["stages"]:
+        stage["costs"].append(stage["costs"][0])
+    assert Problem.parse(document) == made
+
+
+@given(documents(menus=True), st.integers(2, 3))
+def test_equal_costs_are_what_they_were_to_the_byte(document: dict[str, Any], number: int) -> None:
+    plain = Problem.parse(document)
+    written = json.loads(plain.model_copy(update={"name": "x"}).model_dump_json(by_alias=True))
+    if written["format"] == "optpipe/problem/v1":
+        return
+    for stage in written["stages"]:
+        stage["costs"] *= number
+    written["microbatches"] = [{"cost": j % number} for j in range(plain.num_microbatches)]
+    read = Problem.parse(written | {"name": plain.name})
+    assert dump_problem(read) == dump_problem(plain)
+    assert read.problem_hash == plain.problem_hash
+
+
+@given(cases(unequal=True, tight=True))
+def test_no_schedule_is_below_a_bound(case: Case) -> None:
+    made, rows = case
+    reached = simulate(made, rows).objective_ms(made.objective)
+    assert feasibility(made).plan is not None
+    for bound in lower_bounds(made):
+        assert bound.ms <= reached * (1 + 1e-9), bound
+
+
+def batch(
+    costs: list[int], *, p: int = 4, order: str = "free", room: int = 400, chunks: int = 1
+) -> Problem:
+    """A line or loop; cost c takes c + 1 times as long and as many bytes as cost 0."""
+    kinds = [
+        {
+            "forward_ms": 2.0 * n,
+            "backward_input_ms": 2.5 * n,
+            "backward_weight_ms": 1.5 * n,
+            "activation_bytes": 20 * n,
+            "weight_context_bytes": 10 * n,
+        }
+        for n in range(1, max(costs) + 2)
+    ]
+    return Problem.parse(
+        {
+            "format": "optpipe/problem/v2",
+            "num_microbatches": len(costs),
+            "microbatches": [{"cost": cost} for cost in costs],
+            "order": order,
+            "devices": [{"memory_bytes": room}] * p,
+            "stages": [{"device": s % p, "costs": kinds} for s in range(p * chunks)],
+        }
+    )
+
+
+@pytest.mark.extended
+@given(st.permutations([0, 2]), st.sampled_from(["free", "given"]), st.sampled_from([60, 70, 80]))
+@few(4)
+def test_small_batches_are_solved_to_the_least_of_all_programs(
+    costs: list[int], order: str, room: int
+) -> None:
+    made = batch(costs, p=2, order=order, room=room)
+    least = optimum(made)
+    result = solve(made, work_limit=0.1, time_limit_s=600)
+    assert result.schedule is not None
+    check_schedule(made, result.schedule)
+    assert all(bound.ms <= least * (1 + 1e-9) for bound in lower_bounds(made))
+    assert result.schedule.makespan_ms == pytest.approx(least)
+
+
+COSTS = [0, 4, 1, 0, 3, 0, 0, 2, 1, 4, 0, 1]
+
+
+@pytest.mark.parametrize(("order", "chunks"), [("free", 1), ("given", 1), ("free", 2)])
+def test_replan_is_legal_repeatable_and_never_longer_than_1f1b(order: str, chunks: int) -> None:
+    made = batch(COSTS, order=order, chunks=chunks)
+    found = replan(made)
+    check_schedule(made, found)
+    assert found == replan(made)
+    assert simulate(made, found.programs).makespan_ms == pytest.approx(found.makespan_ms)
+    assert found.bound_ms is not None
+    assert found.bound_ms <= found.makespan_ms
+    if chunks == 1:
+        usual = build_one_f_one_b(made.alike(0))
+        assert found.makespan_ms <= simulate(made, usual).makespan_ms
+
+
+def test_a_free_order_is_used() -> None:
+    """Equal work, one order given and one free."""
+    free, bound = (batch(COSTS, order=order, room=120) for order in ("free", "given"))
+    times = [solve(one, work_limit=0.5, time_limit_s=600).schedule for one in (free, bound)]
+    assert times[0] is not None
+    assert times[1] is not None
+    assert times[0].makespan_ms < times[1].makespan_ms
+
+
+def test_device_factors_reach_every_cost() -> None:
+    slower = with_device_factors(batch(COSTS), [2.0, 1.0, 1.0, 1.0])
+    assert [one.forward_ms for one in (slower.stages[0], *slower.stages[0].others)] == [
+        4.0, 8.0, 12.0, 16.0, 20.0
+    ]  # fmt: skip
+
+
+def test_what_fits_no_memory_says_the_least_that_does() -> None:
+    result = solve(batch(COSTS, room=90), time_limit_s=5)
+    assert result.needs["devices[0].memory_bytes"] == 100
+
+
+def test_slices_are_checked_and_not_made() -> None:
+    made = batch([0, 0, 1], p=1)
+    sample = [{"cost": one.cost, "sample": 7} for one in made.microbatches]
+    sliced = made.model_copy(update={"microbatches": sample})
+    assert sliced.problem_hash != made.problem_hash
+    good = programs("0F0 0F1 0F2 0B2 0B1 0B0")
+    assert find_violations(sliced, good) == []
+    for bad, code in (
+        ("0F1 0F0 0F2 0B2 0B1 0B0", "order.forward"),
+        ("0F0 0F1 0F2 0B1 0B2 0B0", "order.backward"),
+    ):
+        assert [one.code for one in find_violations(sliced, programs(bad))] == [code]
+    with pytest.raises(InputError, match="does not make them yet; leave sample out"):
+        solve(sliced, time_limit_s=5)
+
+
+def test_a_fault_in_another_cost_says_which() -> None:
+    data = json.loads(dump_problem(batch([0, 1])))
+    data["stages"][2]["costs"][1]["forward_ms"] = -1
+    with pytest.raises(ProblemError, match=r"costs\[1\]\.forward_ms = -1"):
+        Problem.parse(data)
+    schema = json.dumps(Problem.model_json_schema())
+    assert '"costs"' in schema
+    assert '"others"' not in schema
