@@ -58,7 +58,7 @@ _ROUNDING = 1e-9
 _TOLERANCE = 1e-5
 _PATIENCE, _ENOUGH, _COARSE = 8, 2e-3, 0.01
 _NO_CUT: tuple[int, ...] = ()
-_MOST_CELLS = 20_000
+_MOST_CELLS = 70_000
 _CELLS, _BUILD = 1e6, 10.0
 """Cells of longest paths that are a unit of work (see `Stop`), and how many are as much as one."""
 
