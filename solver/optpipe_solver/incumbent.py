@@ -68,6 +68,8 @@ class Incumbent:
         shorter by rounding, theirs.
     cpu_seconds
         CPU seconds by part, of its thread and, where it asks HiGHS, of the first one of HiGHS.
+    unfinished
+        What parts go on with at their next turn, by what they call it.
     work
         None, or the units of work spent by the end of the last turn, where work is limited: then
         they stand in the trace instead of seconds, and of a turn's improvements by one method only
@@ -94,6 +96,7 @@ class Incumbent:
         self.evaluate_s = 0.0
         self.cpu_seconds: dict[str, float] = {}
         self.work: float | None = None
+        self.unfinished: dict[str, object] = {}
         self._evaluate = Evaluator(problem)
         self._noisy: NoisyTimes | None = None
         self._holder: Contender | None = None

@@ -9,11 +9,13 @@ obstacle to a shorter schedule is mostly the memory of one device, two or three.
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 from itertools import combinations
 from typing import TYPE_CHECKING
 
 from optpipe_solver.bounds.configurations import configurations_ms
+from optpipe_solver.budget import Stop
 from optpipe_solver.exact.cell_search import cells_can_search, search_cells
 from optpipe_solver.exact.general_search import general_can_search, search_general
 from optpipe_solver.exact.layers import HorizonAnswer
@@ -24,13 +26,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from optpipe.problem import Problem
-    from optpipe_solver.budget import Stop
     from optpipe_solver.incumbent import Incumbent
 
 __all__ = ["SMALL", "improve_by_exact_search", "prove_by_few_devices"]
 
 
-_GENERAL, _CELLS = "general-search", "cell-search"
+_GENERAL, _CELLS, _ROUNDS = "general-search", "cell-search", "few devices"
 _MOST_IN_LAYER = (2_000, 16_000, 128_000, 512_000)
 """States in one layer, at most: a few hundred bytes each. Small choices get more sooner."""
 
@@ -56,26 +57,40 @@ class _DeviceSubset:
 def prove_by_few_devices(best: Incumbent, stop: Stop) -> None:
     """Raise the bound as far as few devices at a time can; work is counted in states met.
 
-    Nothing here is random: where work is limited the run is a function of problem and start.
+    A later turn goes on where the one before was over. Nothing here is random: where work is
+    limited the run is a function of problem, start and turns.
     """
-    _Rounds(best, stop).run()
+    rounds = best.unfinished.pop(_ROUNDS, None)
+    if not isinstance(rounds, _Rounds):
+        rounds = _Rounds(best)
+    if rounds.run(stop):
+        best.unfinished[_ROUNDS] = rounds
 
 
 class _Rounds:
     """Every choice with ever more states allowed; one device more is as one step of these less."""
 
-    def __init__(self, best: Incumbent, stop: Stop) -> None:
+    def __init__(self, best: Incumbent) -> None:
         self.best = best
-        self.stop = stop
-        self.choices = [_DeviceSubset(*choice) for choice in _choices(best.problem)]
-
-    def run(self) -> None:
-        sizes = sorted({len(choice.devices) for choice in self.choices})
+        self.stop = Stop(0.0)
+        choices = [_DeviceSubset(*choice) for choice in _choices(best.problem)]
+        sizes = sorted({len(choice.devices) for choice in choices})
         turns = [(size + level, size) for size in sizes for level in range(len(_MOST_IN_LAYER))]
-        for turn, size in sorted(turns):
-            for choice in self.choices:
-                if len(choice.devices) == size:
-                    self._raise(choice, _MOST_IN_LAYER[turn - size])
+        self.waiting = deque(
+            (choice, _MOST_IN_LAYER[turn - size])
+            for turn, size in sorted(turns)
+            for choice in choices
+            if len(choice.devices) == size
+        )
+
+    def run(self, stop: Stop) -> bool:
+        """Search until the turn is over; return whether anything is left to ask."""
+        self.stop = stop
+        while self.waiting and not self._is_over():
+            self._raise(*self.waiting[0])
+            if not self._is_over():
+                self.waiting.popleft()
+        return bool(self.waiting)
 
     def _raise(self, choice: _DeviceSubset, most_in_layer: int) -> None:
         """Search just below the ceiling until that settles it; where it is too much, lower."""
