@@ -47,6 +47,14 @@ def test_offload_and_recompute_are_proven_optimal(fields: dict[str, Any]) -> Non
     assert best.bound_method == "general-search"
 
 
+def test_a_later_turn_goes_on_where_the_one_before_was_over() -> None:
+    """45,909 states prove it; turns of 20,000 that began anew would meet the same ones for ever."""
+    best = searched(real_problem(1.5, 4, **RECOMPUTE), 2_000_000)
+    for is_proven in (False, False, True):
+        prove_by_few_devices(best, Stop(600, work=20_000))
+        assert best.is_optimal is is_proven
+
+
 def test_the_same_work_is_the_same_run() -> None:
     """A limit on states, and no clock, decides where a run ends."""
     runs = []
