@@ -32,9 +32,10 @@ from pydantic import (
 
 from optpipe.errors import InputError, ProblemError, explain, places, rule_broken
 from optpipe.stage import (
+    MENU_FIELDS,
     MOST_COSTS,
     OF_STAGE,
-    WORKSPACES,
+    ONLY_V2,
     Bandwidth,
     Bytes,
     CellMode,
@@ -48,6 +49,8 @@ from optpipe.stage import (
     Name,
     Stage,
     StageLayers,
+    flat_stage,
+    nested_stage,
 )
 
 if TYPE_CHECKING:
@@ -298,11 +301,11 @@ class _OrWithCosts:
     ) -> JsonSchemaValue:
         stage = handler(schema)
         known = handler.resolve_ref_schema(stage)["properties"]
-        cost = {k: v for k, v in known.items() if k not in (*OF_STAGE, *_MENU_FIELDS)}
+        cost = {k: v for k, v in known.items() if k not in (*OF_STAGE, *MENU_FIELDS)}
         limits = {"minItems": 1, "maxItems": MOST_COSTS}
         costs = {"type": "array", **limits, "items": _object(cost, _COST)}
         head = {name: known[name] for name in OF_STAGE} | {"costs": costs}
-        flat = {k: v for k, v in known.items() if k not in _ONLY_V2}
+        flat = {k: v for k, v in known.items() if k not in ONLY_V2}
         return {"anyOf": [_object(flat, ["device", *_COST]), _object(head, ["device", "costs"])]}
 
 
@@ -435,7 +438,7 @@ class Problem(FileValue):
         kinds: dict[tuple[Stage, ...], int] = {}
         number = {}
         for cost in used:
-            kind = tuple(_under(stage, cost) for stage in self.stages)
+            kind = tuple(stage.alone(cost) for stage in self.stages)
             number[cost] = kinds.setdefault(kind, len(kinds))
         many = Counter(one.sample for one in self.microbatches)
         samples: dict[int, int] = {}
@@ -656,7 +659,7 @@ class Problem(FileValue):
 
     def alike(self, cost: int, num_microbatches: int | None = None) -> Problem:
         """Return the problem in which all micro-batches have a cost and no order."""
-        return self._even(tuple(_under(stage, cost) for stage in self.stages), num_microbatches)
+        return self._even(tuple(stage.alone(cost) for stage in self.stages), num_microbatches)
 
     def _even(self, stages: tuple[Stage, ...], num_microbatches: int | None = None) -> Problem:
         m = self.num_microbatches if num_microbatches is None else num_microbatches
@@ -674,7 +677,7 @@ class Problem(FileValue):
         """
         if self.is_even:
             return self
-        return self._even(tuple(map(_least_stage, self.stages)))
+        return self._even(tuple(stage.least() for stage in self.stages))
 
     @cached_property
     def boundary_ms(self) -> tuple[tuple[float, float], ...]:
@@ -844,27 +847,6 @@ class Problem(FileValue):
 
 _V1 = "optpipe/problem/v1"
 _V2 = "optpipe/problem/v2"
-_KEEP = {"name": "keep"}
-
-
-def _under(stage: Stage, cost: int) -> Stage:
-    """Return a stage as it is under a cost, and under that alone."""
-    head = {name: getattr(stage, name) for name in OF_STAGE}
-    return stage.under(cost).model_copy(update={**head, "others": ()})
-
-
-def _least_stage(stage: Stage) -> Stage:
-    costs = [stage, *stage.others]
-    sizes = ("activation_bytes", "weight_context_bytes", *WORKSPACES)
-    fields = {name: min(getattr(one, name) for one in costs) for name in (*_TIMES, "output_bytes")}
-    keeps = all(len(one.menu) == 1 for one in costs)
-    fields |= {name: min(getattr(one, name) for one in costs) if keeps else 0 for name in sizes}
-    fields["backward_ms"] = min(one.fused_backward_ms for one in costs)
-    head = {name: getattr(stage, name) for name in OF_STAGE}
-    return Stage.model_validate({**head, **fields, "uniform_modes": False})
-
-
-_TIMES = ("forward_ms", "backward_input_ms", "backward_weight_ms")
 
 
 def _flat(data: dict[str, Any]) -> dict[str, Any]:
@@ -874,66 +856,13 @@ def _flat(data: dict[str, Any]) -> dict[str, Any]:
         del data["microbatches"]
     stages = data.get("stages")
     if isinstance(stages, list | tuple):
-        data["stages"] = [_flat_stage(index, stage) for index, stage in enumerate(stages)]
+        data["stages"] = [flat_stage(index, stage) for index, stage in enumerate(stages)]
     return data
-
-
-def _flat_stage(index: int, stage: Any) -> Any:
-    at = f"stages[{index}]"
-    if isinstance(stage, dict) and stage.get("others"):
-        raise rule_broken(f"{at}.others: unknown field", "write all costs into costs")
-    if not isinstance(stage, dict) or "costs" not in stage:
-        return stage
-    costs = stage["costs"]
-    if (
-        not isinstance(costs, list | tuple)
-        or not 0 < len(costs) <= MOST_COSTS
-        or not all(isinstance(cost, dict) for cost in costs)
-    ):
-        raise rule_broken(
-            f"{at}.costs must be a list of 1 to {MOST_COSTS} objects",
-            "give one object per cost that micro-batches have",
-        )
-    flat = {name: value for name, value in stage.items() if name != "costs"}
-    for number, cost in enumerate(costs):
-        for name in sorted({*_MENU_FIELDS, *OF_STAGE, "others"} & cost.keys()):
-            raise rule_broken(
-                f"{at}.costs[{number}].{name}: unknown field",
-                "modes say what is offloaded and recomputed",
-            )
-    for name in sorted(flat.keys() - set(OF_STAGE)):
-        raise rule_broken(
-            f"{at}.{name}: unknown field beside costs",
-            f"write it into {at}.costs[0]" if name in Stage.model_fields else "remove it",
-        )
-    others = [{**flat, **cost} for cost in costs[1:]]
-    return {**flat, **costs[0], **({"others": others} if others else {})}
-
-
-_MENU_FIELDS = ("offload_bytes", "recompute_ms", "checkpoint_bytes")
-_ONLY_V2 = ("uniform_modes", "layers", "modes", "others")
 
 
 def _nested(data: dict[str, Any]) -> dict[str, Any]:
     """Return the document of v2 for the fields of a problem."""
-    stages = []
-    for stage in data["stages"]:
-        head = {name: stage[name] for name in OF_STAGE if name in stage}
-        costs = [_nested_cost(one) for one in (stage, *stage.get("others", ()))]
-        stages.append({"uniform_modes": False, **head, "costs": costs})
-    return {**data, "stages": stages}
-
-
-def _nested_cost(stage: dict[str, Any]) -> dict[str, Any]:
-    cost = {name: value for name, value in stage.items() if name not in (*OF_STAGE, "others")}
-    offload, again, kept = (cost.pop(name) for name in _MENU_FIELDS)
-    modes: list[dict[str, Any]] = cost.pop("modes", None) or [_KEEP]
-    if offload:
-        modes = [*modes, {"name": "offload", "offload_bytes": offload}]
-    if again is not None:
-        named = {"name": "recompute", "forward_bytes": kept}
-        modes = [*modes, {**named, "recompute_ms": again, "recompute": "apart"}]
-    return {**cost, "modes": modes}
+    return {**data, "stages": [nested_stage(stage) for stage in data["stages"]]}
 
 
 def _named(device: Any, name: str) -> Any:

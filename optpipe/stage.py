@@ -28,8 +28,10 @@ if TYPE_CHECKING:
     from pydantic.config import JsonDict
 
 __all__ = [
+    "MENU_FIELDS",
     "MOST_COSTS",
     "OF_STAGE",
+    "ONLY_V2",
     "WORKSPACES",
     "Bandwidth",
     "Bytes",
@@ -44,6 +46,8 @@ __all__ = [
     "Name",
     "Stage",
     "StageLayers",
+    "flat_stage",
+    "nested_stage",
 ]
 
 _MAX_BYTES = 2**53
@@ -421,6 +425,27 @@ class Stage(FrozenValue):
             found["checkpoint_bytes"] = mode.forward_bytes
         return found
 
+    def alone(self, cost: int) -> Stage:
+        """Return the stage as it is under a cost, and under that alone."""
+        head = {name: getattr(self, name) for name in OF_STAGE}
+        return self.under(cost).model_copy(update={**head, "others": ()})
+
+    def least(self) -> Stage:
+        """Return the stage that takes the least of any cost, field by field, and only keeps.
+
+        Where any cost has more modes than keep, it holds no bytes.
+        """
+        costs = [self, *self.others]
+        sizes = ("activation_bytes", "weight_context_bytes", *WORKSPACES)
+        fields = {
+            name: min(getattr(one, name) for one in costs) for name in (*_TIMES, "output_bytes")
+        }
+        keeps = all(len(one.menu) == 1 for one in costs)
+        fields |= {name: min(getattr(one, name) for one in costs) if keeps else 0 for name in sizes}
+        fields["backward_ms"] = min(one.fused_backward_ms for one in costs)
+        head = {name: getattr(self, name) for name in OF_STAGE}
+        return Stage.model_validate({**head, **fields, "uniform_modes": False})
+
     def under(self, cost: int) -> Stage:
         """Return the stage as it is for micro-batches of a cost; its own `others` say nothing."""
         stage: Stage = self.others[cost - 1] if cost else self
@@ -491,3 +516,68 @@ def _cost(number: int, data: Any) -> Stage:
             raise rule_broken(f"{place}: {context['rule']}", context["fix"]) from None
         rule = f"{place} = {str(fault['input'])[:60]}: {fault['msg']}"
         raise rule_broken(rule, "correct it") from None
+
+
+# --- A stage in a document of v2: it has costs, and a cost a menu of modes.
+
+MENU_FIELDS = ("offload_bytes", "recompute_ms", "checkpoint_bytes")
+"""What v1 says of a menu."""
+
+ONLY_V2 = ("uniform_modes", "layers", "modes", "others")
+_KEEP = {"name": "keep"}
+_TIMES = ("forward_ms", "backward_input_ms", "backward_weight_ms")
+
+
+def flat_stage(index: int, stage: Any) -> Any:
+    """Return a stage of a document with the fields of its first cost beside its own.
+
+    What is no stage with costs is returned as it is. Raises ValueError, with rule and fix.
+    """
+    at = f"stages[{index}]"
+    if isinstance(stage, dict) and stage.get("others"):
+        raise rule_broken(f"{at}.others: unknown field", "write all costs into costs")
+    if not isinstance(stage, dict) or "costs" not in stage:
+        return stage
+    costs = stage["costs"]
+    if (
+        not isinstance(costs, list | tuple)
+        or not 0 < len(costs) <= MOST_COSTS
+        or not all(isinstance(cost, dict) for cost in costs)
+    ):
+        raise rule_broken(
+            f"{at}.costs must be a list of 1 to {MOST_COSTS} objects",
+            "give one object per cost that micro-batches have",
+        )
+    flat = {name: value for name, value in stage.items() if name != "costs"}
+    for number, cost in enumerate(costs):
+        for name in sorted({*MENU_FIELDS, *OF_STAGE, "others"} & cost.keys()):
+            raise rule_broken(
+                f"{at}.costs[{number}].{name}: unknown field",
+                "modes say what is offloaded and recomputed",
+            )
+    for name in sorted(flat.keys() - set(OF_STAGE)):
+        raise rule_broken(
+            f"{at}.{name}: unknown field beside costs",
+            f"write it into {at}.costs[0]" if name in Stage.model_fields else "remove it",
+        )
+    others = [{**flat, **cost} for cost in costs[1:]]
+    return {**flat, **costs[0], **({"others": others} if others else {})}
+
+
+def nested_stage(stage: dict[str, Any]) -> dict[str, Any]:
+    """Return the document of v2 for the fields of a stage."""
+    head = {name: stage[name] for name in OF_STAGE if name in stage}
+    costs = [_nested_cost(one) for one in (stage, *stage.get("others", ()))]
+    return {"uniform_modes": False, **head, "costs": costs}
+
+
+def _nested_cost(stage: dict[str, Any]) -> dict[str, Any]:
+    cost = {name: value for name, value in stage.items() if name not in (*OF_STAGE, "others")}
+    offload, again, kept = (cost.pop(name) for name in MENU_FIELDS)
+    modes: list[dict[str, Any]] = cost.pop("modes", None) or [_KEEP]
+    if offload:
+        modes = [*modes, {"name": "offload", "offload_bytes": offload}]
+    if again is not None:
+        named = {"name": "recompute", "forward_bytes": kept}
+        modes = [*modes, {**named, "recompute_ms": again, "recompute": "apart"}]
+    return {**cost, "modes": modes}

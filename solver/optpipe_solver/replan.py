@@ -15,17 +15,18 @@ from typing import TYPE_CHECKING
 
 from optpipe.errors import InputError
 from optpipe.problem import Microbatch
-from optpipe.schedule import OPTIMAL_GAP, Provenance, Schedule, gap_of
+from optpipe.schedule import Provenance, Schedule
 from optpipe_solver.arrays.encoding import CompiledProblem
-from optpipe_solver.arrays.evaluate import evaluate_arrays, keeps_limits, keeps_turns
+from optpipe_solver.arrays.evaluate import keeps_limits, keeps_turns
 from optpipe_solver.bounds import work_bound
 from optpipe_solver.dealing import dealt, orders, stand_ins
 from optpipe_solver.families import FAMILIES, NotApplicable
 from optpipe_solver.families.classic import build_serial
+from optpipe_solver.incumbent import Incumbent
 from optpipe_solver.local_search import moves
 from optpipe_solver.local_search.annealing import anneal, best_rows, course_of, table_for
 from optpipe_solver.portfolio import all_starts
-from optpipe_solver.solve import solve
+from optpipe_solver.solve import record, solve
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -57,7 +58,7 @@ def replan(problem: Problem, *, work: int = _WORK, seed: int = 0) -> Schedule:
 
     It is never longer than 1F1B, or interleaved 1F1B, in the given order, where that is legal. Call
     it once beforehand for a batch of the same shape, one that differs in ``microbatches`` alone:
-    the first call takes some seconds.
+    the first call takes some seconds. ``solve_seconds`` of the answer is 0: all ranks get the same.
 
     Parameters
     ----------
@@ -79,34 +80,18 @@ def replan(problem: Problem, *, work: int = _WORK, seed: int = 0) -> Schedule:
     compiled = CompiledProblem.of(problem)
     start = min(_starts(compiled), key=lambda made: made[1], default=None) or _serial(compiled)
     start_method, start_ms, rows = start
-    programs = compiled.decode(_annealed(compiled, rows, start_ms, work, seed))
-    metrics = evaluate_arrays(compiled, programs)
-    assert metrics is not None  # noqa: S101 - the search leaves only what is legal
-    bound, reached = work_bound(problem), metrics.objective_ms(problem.objective)
-    gap = gap_of(reached, bound.ms)
-    is_optimal = gap is not None and gap <= OPTIMAL_GAP
-    return Schedule(
-        problem_hash=problem.problem_hash,
-        placement=problem.placement,
-        programs=programs,
-        objective=problem.objective,
-        makespan_ms=metrics.makespan_ms,
-        span_ms=metrics.span_ms,
-        bound_ms=bound.ms,
-        gap=gap,
-        peak_bytes=metrics.peak_bytes,
-        host_peak_bytes=metrics.host_peak_bytes,
-        status="optimal" if is_optimal else "feasible",
-        stopped_by="optimal" if is_optimal else "work_limit",
-        provenance=Provenance(
-            method="local-search" if reached < start_ms else start_method,
-            start_method=start_method,
-            start_objective_ms=start_ms,
-            bound_method=bound.method,
-            seed=seed,
-            solve_seconds=0.0,
-        ),
+    best, bound = Incumbent(problem), work_bound(problem)
+    best.offer(compiled.decode(_annealed(compiled, rows, start_ms, work, seed)), "local-search")
+    best.offer_bound(bound.ms, bound.method)
+    provenance = Provenance(
+        method=best.method if best.objective_ms < start_ms else start_method,
+        start_method=start_method,
+        start_objective_ms=start_ms,
+        bound_method=best.bound_method,
+        seed=seed,
+        solve_seconds=0.0,
     )
+    return record(best, provenance, "work_limit")
 
 
 # --- What is known of a shape: schedules for the mean of its costs, made once.
