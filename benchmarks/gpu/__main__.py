@@ -26,8 +26,10 @@ PARTS = {
     "b": ("alone", "slowdown", "Every micro-batch offloaded, against none"),
     "c": ("alone", "largest", "The largest size that fits, without offload and with"),
     "d": ("shared", "shared_card", "Four ranks on one card: losses beside one process"),
+    "e": ("alone", "beside_estimate", "Four layers of Llama-3 8B: measured, and estimated"),
+    "f": ("megatron", "megatron", "Megatron-Core's GPT: its own schedule, and ours with offload"),
 }
-LIMIT_S = {"a": 80, "b": 150, "c": 150, "d": 80}
+LIMIT_S = {"a": 80, "b": 150, "c": 150, "d": 80, "e": 150, "f": 120}
 
 
 def main() -> int:
@@ -52,13 +54,17 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="benchmarks.gpu", description=__doc__)
     parser.add_argument("--device", default="cuda:0", help="default: cuda:0")
     parser.add_argument("--tiny", action="store_true", help="sizes that a CPU can run")
-    parser.add_argument("--parts", default="abcd", help="some of abcd (default: all)")
+    parser.add_argument(
+        "--parts", default="".join(PARTS), help=f"some of {''.join(PARTS)} (default: all)"
+    )
     parser.add_argument("--output", type=Path, default=Path("gpu-results"), help="a folder")
     parser.add_argument("--one", choices=PARTS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     unknown = sorted(set(options.parts) - set(PARTS))
     if unknown:
-        parser.error(f"--parts {options.parts}: there is no {unknown[0]}; write some of abcd")
+        parser.error(
+            f"--parts {options.parts}: there is no {unknown[0]}; write some of {''.join(PARTS)}"
+        )
     return options
 
 

@@ -23,11 +23,13 @@ from torch import Tensor, nn
 from optpipe import Provenance, evaluate, load_csv, parse_action
 from optpipe.check import find_violations
 from optpipe.memory import device_peak_bytes
+from optpipe.presets import Training, estimate, find_gpu, find_model
 from optpipe.runtime import PipelineRunner, PreflightError, measure
 from optpipe.runtime.demo_model import ModelConfig, make_stages
 from optpipe.runtime.measuring import Effort
 from optpipe.runtime.measuring.memory import meter_for
 from optpipe.runtime.measuring.times import clock_for
+from optpipe.runtime.trainers.huggingface import build_stages
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -212,7 +214,7 @@ def run_program(
         times.append(clock.ms_between(start, clock.mark()))
     moved = (runner.offloaded_bytes - before) // steps
     gradients = [p.grad for p in stage.parameters() if p.grad is not None]
-    there = [batch, target, *stage.parameters(), *gradients, *_host_memory(runner)]
+    there = [batch, target, *stage.parameters(), *gradients, *host_memory(runner)]
     gc.collect()
     with meter_for(device, there) as meter:
         _, peak = meter.watch(lambda: runner.step(batch, target))
@@ -221,9 +223,9 @@ def run_program(
     return StepCost(schedule.makespan_ms, statistics.median(times), planned, peak, moved)
 
 
-def _host_memory(runner: PipelineRunner) -> list[Tensor]:
+def host_memory(runner: PipelineRunner | None) -> list[Tensor]:
     """Return what lies on the host, which a CPU that plays the card must not count."""
-    if runner.offloaded_bytes == 0:
+    if runner is None or runner.offloaded_bytes == 0:
         return []
     pool = runner.offloader.pool
     slot = pool.take(0, 1)
@@ -383,3 +385,82 @@ def _fits(sizes: Sizes, limit: int, device: torch.device, program: Program) -> b
             return False
         raise
     return not find_violations(problem, (program,))
+
+
+# --- Part (e).
+
+
+def beside_estimate(name: str, *, tiny: bool) -> list[dict[str, Any]]:
+    """Measure four layers of Llama-3 8B as `transformers` runs them; print what `estimate` says.
+
+    The estimate's efficiencies are fitted to Megatron-Core's fused kernels: blocks are run as they
+    are and compiled. Not a test of the scoreboard, whose rows are whole clusters.
+    """
+    from transformers import LlamaConfig
+
+    layers, sequences = (1, (16,)) if tiny else (4, (4096, 8192))
+    shape = find_model("llama3-8b")
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=64 if tiny else shape.hidden,
+        intermediate_size=128 if tiny else shape.ffn,
+        num_hidden_layers=3 * layers,
+        num_attention_heads=2 if tiny else shape.num_heads,
+        num_key_value_heads=1 if tiny else shape.num_kv_heads,
+        attn_implementation="sdpa",
+        dtype="float32" if tiny else "bfloat16",
+    )
+    with alone(name) as device:
+        return [
+            _beside_estimate(config, layers, sequence, device, compiled=compiled, tiny=tiny)
+            for sequence in sequences
+            for compiled in ((False,) if tiny else (False, True))
+        ]
+
+
+def _beside_estimate(
+    config: Any,
+    layers: int,
+    sequence: int,
+    device: torch.device,
+    *,
+    compiled: bool,
+    tiny: bool,
+) -> dict[str, Any]:
+    forget(device)
+    training = Training(sequence=sequence)
+    said = estimate(
+        find_model("llama3-8b"), find_gpu("h100"), training, pp=8, num_microbatches=8
+    ).problem
+    expected = next(one for one in said.stages[1:] if one.layers and one.layers.transformer == 4)
+    dtype = torch.float32 if tiny else torch.bfloat16
+    (stage,) = build_stages(config, [layers] * 3, own=[1], device=device)[1:2]
+    if compiled:
+        for layer in stage.get_submodule("model.layers").children():
+            layer.compile()
+    received, gradient = torch.randn(2, 1, sequence, config.hidden_size, dtype=dtype, device=device)
+    found = (
+        measure(
+            [Middle(stage)],
+            received,
+            loss_fn=stand_in,
+            target=gradient,
+            device=device,
+            effort=Effort(3, 1) if tiny else Effort(15, 5),
+            recompute=False,
+            links=False,
+        )
+        .problem(8)
+        .stages[0]
+    )
+    return {
+        "blocks": "compiled" if compiled else "as they are",
+        "tokens": sequence,
+        "F ms": found.forward_ms,
+        "estimated F": expected.forward_ms,
+        "I + W ms": found.backward_input_ms + found.backward_weight_ms,
+        "estimated I + W": expected.backward_input_ms + expected.backward_weight_ms,
+        "all off by %": 100 * (expected.busy_ms / found.busy_ms - 1),
+        "GB": found.activation_bytes / 1e9,
+        "estimated GB": expected.activation_bytes / 1e9,
+    }

@@ -23,10 +23,10 @@ from torch.distributed.pipelining import schedules
 from benchmarks.gpu.alone import MICROBATCHES, SCHEDULE
 from optpipe import Device, Problem, Provenance, Stage, evaluate, load_csv
 from optpipe.runtime import PipelineRunner
-from optpipe.runtime.demo import SingleProcess
 from optpipe.runtime.demo_model import (
     RENDEZVOUS_VARIABLE,
     ModelConfig,
+    chain,
     launch_ranks,
     make_stages,
     random_tokens,
@@ -36,7 +36,7 @@ from optpipe.runtime.demo_model import (
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from optpipe import Schedule
 
@@ -80,23 +80,33 @@ def _train(device: torch.device, config: ModelConfig) -> dict[str, Any] | None:
     rank = dist.get_rank()
     own = make_stages(config, RANKS)[rank].to(device)
     runner = PipelineRunner({rank: own}, _schedule(), token_loss, device=device)
-    optimizer = torch.optim.Adam(own.parameters(), lr=1e-3)  # as `SingleProcess` has it
-    reference = None
-    if runner.holds_last:
-        whole = [stage.to(device) for stage in make_stages(config, RANKS)]
-        reference = SingleProcess(whole, MICROBATCHES)
+    whole = chain(make_stages(config, RANKS)).to(device) if runner.holds_last else None
+    trained = [one for one in (own, whole) if one is not None]
+    optimizers = [torch.optim.Adam(one.parameters(), lr=1e-3) for one in trained]
     pairs = []
     batch, target = (one.to(device) for one in random_tokens(config, MICROBATCHES, seed=0))
     for _ in range(STEPS):
-        optimizer.zero_grad()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
         losses = runner.step(batch, target)
-        optimizer.step()
-        if losses is not None and reference is not None:
-            pairs.append((losses.mean().item(), reference.step(batch, target)))
+        if losses is not None and whole is not None:
+            pairs.append((losses.mean().item(), _step_alone(whole, batch, target)))
+        for optimizer in optimizers:
+            optimizer.step()
     runner.close()
     moved: list[int] = [0] * RANKS
     dist.all_gather_object(moved, runner.offloaded_bytes)
     return _row(pairs, moved) if pairs else None
+
+
+def _step_alone(whole: nn.Module, batch: Tensor, target: Tensor) -> float:
+    """Make the gradients of a batch in one process; return its loss."""
+    total = 0.0
+    for inputs, wanted in zip(batch.chunk(MICROBATCHES), target.chunk(MICROBATCHES), strict=True):
+        loss = token_loss(whole(inputs), wanted) / MICROBATCHES
+        loss.backward()  # type: ignore[no-untyped-call]
+        total += loss.item()
+    return total
 
 
 def _row(pairs: list[tuple[float, float]], moved: list[int]) -> dict[str, Any]:

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.gpu.__main__ import as_markdown
-from benchmarks.gpu.alone import in_flight, largest, one_rank, slowdown
+from benchmarks.gpu.alone import beside_estimate, in_flight, largest, one_rank, slowdown
+from benchmarks.gpu.megatron import megatron
 from optpipe.check import find_violations
 from optpipe.memory import device_peak_bytes
 from tests.building import problem, stage
@@ -39,6 +40,22 @@ def test_with_offload_larger_sizes_fit_and_run() -> None:
         assert row["times as large"] > 1.2
         for name in ("with", "without"):
             assert 0 < row[f"peak MB {name}"] <= row["limit MB"]
+
+
+def test_megatrons_gpt_has_its_own_gradients_with_everything_offloaded() -> None:
+    own, *ours = megatron("cpu", tiny=True)
+    assert [row["gradients differ by"] for row in ours] == [0, 0, 0]
+    assert {row["loss"] for row in ours} == {own["loss"]}
+    _, kept, offloaded = ours
+    assert offloaded["offloaded MB"] > 0
+    assert offloaded["peak MB"] < 0.8 * kept["peak MB"]
+
+
+def test_a_stage_of_llama_is_measured_beside_its_estimate() -> None:
+    (row,) = beside_estimate("cpu", tiny=True)
+    assert row["F ms"] > 0
+    assert row["GB"] > 0
+    assert row["estimated F"] > 0
 
 
 @pytest.mark.parametrize(("count", "ahead"), [(4, 3), (9, 3), (12, 8)])

@@ -327,6 +327,8 @@ def _boundaries(
     """Return what crosses the stages, as Megatron's `get_tensor_shapes` says."""
     from megatron.core.pipeline_parallel.schedules import get_tensor_shapes
 
+    if num_stages == 1:  # nothing crosses, and Megatron asks for no type of it
+        return [(), ()]
     length, micro_batch_size, _ = bucket
     (size,) = get_tensor_shapes(
         seq_length=length,
