@@ -164,7 +164,8 @@ def _choices(problem: Problem) -> Iterator[tuple[tuple[int, ...], str]]:
 def _methods(problem: Problem, devices: Sequence[int]) -> Iterator[str]:
     """Yield who can search some devices.
 
-    The search over cells knows more, and has more states: it is for small problems, and for menus.
+    The search over cells knows more, and has more states: it is for small problems, for menus, and
+    under span for one device, as it knows when the first stage's begins.
     """
     is_general = general_can_search(problem, devices)
     if is_general:
@@ -173,9 +174,9 @@ def _methods(problem: Problem, devices: Sequence[int]) -> Iterator[str]:
     is_relaxed = any(one.half_duplex or one.pcie_group is not None for one in held)
     is_small = len(problem.stages) * problem.num_microbatches <= SMALL
     has_menu = not all(knows_menu(problem, device) for device in devices)
-    if (has_menu or (is_small and (is_relaxed or not is_general))) and cells_can_search(
-        problem, devices
-    ):
+    is_late = problem.objective == "span" and len(devices) == 1
+    is_wanted = has_menu or is_late or (is_small and (is_relaxed or not is_general))
+    if is_wanted and cells_can_search(problem, devices):
         yield _CELLS
 
 

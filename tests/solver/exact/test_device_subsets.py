@@ -47,6 +47,17 @@ def test_offload_and_recompute_are_proven_optimal(fields: dict[str, Any]) -> Non
     assert best.bound_method == "general-search"
 
 
+def test_under_span_the_cells_of_one_device_raise_the_bound() -> None:
+    """The search over counts does not know that a device may begin before the first stage's."""
+    offload = {"activation_bytes": 1_186_340_000, "offload_bytes": 1_186_340_000}
+    given = real_problem(0.64, 8, **offload, weight_context_bytes=513_011_892)
+    given = given.model_copy(update={"objective": "span"})
+    best = searched(given, 2_000_000)
+    improve_by_exact_search(best, Stop(600, work=100_000))
+    assert best.bound_method == "cell-search"
+    assert best.gap < 0.025
+
+
 def test_a_later_turn_goes_on_where_the_one_before_was_over() -> None:
     """45,909 states prove it; turns of 20,000 that began anew would meet the same ones for ever."""
     best = searched(real_problem(1.5, 4, **RECOMPUTE), 2_000_000)
