@@ -38,16 +38,22 @@ JOB = {
 }
 
 
-def offloading(num_microbatches: int) -> Programs:
+def offloading(posted: Problem) -> Programs:
     """1F1B with split backwards on four devices, whose micro-batches all wait on the host."""
     rows = []
     for device in range(4):
-        ahead, cells = 4 - device, []
-        for slot in range(num_microbatches + ahead):
+        ahead, cells, mode = 4 - device, [], ""
+        if posted.has_modes:
+            mode = f"@{[one.name for one in posted.menus[device]].index('offload')}"
+        for slot in range(posted.num_microbatches + ahead):
             if (done := slot - ahead) >= 0:
                 cells += [f"{device}RELOAD{done}", f"{device}I{done}", f"{device}W{done}"]
-            if slot < num_microbatches:
-                cells += [f"{device}F{slot}", f"{device}OFFLOAD{slot}", f"{device}RELEASE{slot}"]
+            if slot < posted.num_microbatches:
+                cells += [
+                    f"{device}F{slot}{mode}",
+                    f"{device}OFFLOAD{slot}",
+                    f"{device}RELEASE{slot}",
+                ]
         rows.append(tuple(map(parse_action, cells)))
     return tuple(rows)
 
@@ -62,7 +68,7 @@ class _Service(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         posted = Problem.parse(body["problem"])
         _Service.options = body["options"]
-        programs = offloading(posted.num_microbatches)
+        programs = offloading(posted)
         made = evaluate(posted, programs, Provenance(method="by hand"))
         _Service.schedule = dump_schedule(made)
         self._answer(json.dumps(JOB))
@@ -142,7 +148,7 @@ def test_the_service_is_given_the_problem_and_the_time(service) -> None:
     posted = problem(stages, [bus()] * 4, m=2)
     schedule, fault = solve(posted, options)
     assert fault == ""
-    assert load_schedule(schedule).programs == offloading(2)
+    assert load_schedule(schedule).programs == offloading(posted)
     assert _Service.options == {"time_limit_s": 2.5}
 
 
