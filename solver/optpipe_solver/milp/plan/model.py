@@ -50,11 +50,19 @@ if TYPE_CHECKING:
 
 __all__ = ["PatternPlan", "plan_pattern"]
 
-_ROUNDS, _MOST_ROUNDS = 60, 200
+_ROUNDS, _MOST_ROUNDS = 600, 200
 """Rounds of rows at the root, and of integer solutions, at most."""
 
-_PATIENCE = 6
-"""Rounds at the root without a gain worth having after which the integers are asked."""
+_PATIENCE = 30
+"""Rounds at the root without a gain worth having after which the integers are asked: with several
+stages per device the bound stands still for dozens of rounds before it rises."""
+
+_ROOT = 0.5
+"""Share of the time for rounds at the root."""
+
+_INWARD = 0.5
+"""How far from the relaxation's times to those of the best choice paths are looked for, too: the
+deeper cuts of in-out separation (Ben-Ameur and Neto, Networks 49, 2007)."""
 
 _SLOWEST = 4
 """Stages of a start that give layers away, or change their mode, at a time."""
@@ -153,6 +161,7 @@ class _PatternSearch:
         self.tables = PlanTables(
             model, pattern.problem.placement, pattern.transfers, pattern.recompute
         )
+        self.has_chunks = len(self.tables.placement) > len(set(self.tables.placement))
         self.scenes = [_DeviceMoments.of(moments, self.tables) for moments in pattern.moments]
         self.best: tuple[float, PlanChoice] | None = None
         self._start(cuts)
@@ -175,7 +184,6 @@ class _PatternSearch:
                 self.rows.add(makespan_is_no_shorter(self.v, path))
         for path in self._loads():
             self.rows.add(makespan_is_no_shorter(self.v, path))
-        self.scenes = [_DeviceMoments.of(moments, self.tables) for moments in pattern.moments]
         self.known: set[tuple[int, MemoryMoment]] = set()
         self.bound_ms = 0.0
 
@@ -185,7 +193,7 @@ class _PatternSearch:
         Without these rows a relaxation has less load than there is for dozens of rounds; with one
         stage per device the first rounds find them.
         """
-        if len(self.tables.placement) == len(set(self.tables.placement)):
+        if not self.has_chunks:
             return
         even = PlanChoice(even_loads(self.tables, 0), (0,) * len(self.tables.placement))
         durations = durations_of(self.tables, even)
@@ -309,8 +317,8 @@ class _PatternSearch:
 
     def run(self) -> None:
         """Add rows at the root, then solve and add until nothing is broken or time is over."""
-        self.turn = self.stop
         self._cut_root()
+        self.turn = self.stop
         for _ in range(_MOST_ROUNDS):
             if self.stop.is_over() or self._is_proven:
                 return
@@ -328,12 +336,13 @@ class _PatternSearch:
 
     def _cut_root(self) -> None:
         recent = [-inf] * _PATIENCE
+        self.turn = turn = self.stop.turn(_ROOT)
         for _ in range(_ROUNDS):
             stalls = self.bound_ms <= recent.pop(0) * (1 + _LEAST_GAP)
-            if self.stop.is_over() or self._is_proven or stalls:
+            if turn.is_over() or self._is_proven or stalls:
                 return
             recent.append(self.bound_ms)
-            outcome = self.rows.solve(self.stop, integer=False)
+            outcome = self.rows.solve(turn, integer=False)
             if outcome.status is MilpStatus.INFEASIBLE:
                 self.bound_ms = inf
             if outcome.values is None or outcome.bound is None:
@@ -363,7 +372,7 @@ class _PatternSearch:
         )
         modes = np.array([[values[one] for one in row] for row in self.v.mode])
         rows = []
-        self.stop.spend(2 * self.num_cells / _CELLS)
+        self.turn.spend(2 * self.num_cells / _CELLS)
         for device in range(len(self.pattern.programs)):
             excess = self._excess(layers, modes, device)
             if excess.size and excess.max() > _TOLERANCE:
@@ -373,11 +382,16 @@ class _PatternSearch:
                     rows.append(memory_fits(self.v, device, fullest))
         durations = np.array([[max(0.0, values[one]) for one in row] for row in self.v.durations])
         said_ms = values[self.v.makespan]
-        rows += [
-            makespan_is_no_shorter(self.v, path)
-            for path in self.pattern.longest_paths(durations)
-            if path.length_ms > said_ms * (1 + _TOLERANCE) + 1e-9
-        ]
+        places = [durations]
+        if self.best is not None and self.has_chunks:
+            inside = durations_of(self.tables, self.best[1])
+            places.append((1 - _INWARD) * durations + _INWARD * inside)
+        for place in places:
+            rows += [
+                makespan_is_no_shorter(self.v, path)
+                for path in self.pattern.longest_paths(place)
+                if path.length_of(durations) > said_ms * (1 + _TOLERANCE) + 1e-9
+            ]
         for row in rows:
             self.rows.add(row)
         return bool(rows)

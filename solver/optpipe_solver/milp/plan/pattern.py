@@ -156,6 +156,10 @@ class LongestPath(NamedTuple):
     constant_ms: float
     length_ms: float
 
+    def length_of(self, durations: Floats) -> float:
+        """Return its length in ms with other durations, by kind and stage."""
+        return self.constant_ms + float((self.counts * durations).sum())
+
 
 class MemoryMoment(NamedTuple):
     """An action of a device: cells of its stages by state, and what runs.
