@@ -24,6 +24,7 @@ from optpipe_solver.families.pipeoffload import (
     build_po_f,
     build_po_h,
 )
+from optpipe_solver.families.slices import build_seq1f1b, build_slimpipe
 from optpipe_solver.families.v_shape import (
     build_building_blocks,
     build_v_half,
@@ -155,6 +156,18 @@ FAMILIES: tuple[Family, ...] = (
         Limit.IGNORED,
         build_overlapped_1f1b,
         "Interleaved 1F1B with forwards and backwards in pairs (Megatron-Core's combined 1F1B).",
+    ),
+    Family(
+        "seq1f1b",
+        Limit.IGNORED,
+        build_seq1f1b,
+        "1F1B on slices of sequences, the last slice's backward first (Seq1F1B).",
+    ),
+    Family(
+        "slimpipe",
+        Limit.IGNORED,
+        build_slimpipe,
+        "Equal slices on a line or interleaved, about one sample's activations (SlimPipe).",
     ),
     Family(
         "po-h",
