@@ -115,6 +115,7 @@ def with_menus(
     shape: ModelShape,
     machines: Sequence[Machine],
     most: int,
+    chosen_on: Sequence[Machine] | None = None,
 ) -> tuple[Model, Problem]:
     """Return a model and a cut of it with at most ``most`` modes for each layer and each stage.
 
@@ -130,6 +131,8 @@ def with_menus(
         Layers of each stage.
     machines
         One per pipeline rank.
+    chosen_on
+        The machines whose numbers decide which modes are on the menus; these where None.
 
     Raises
     ------
@@ -142,12 +145,16 @@ def with_menus(
             f": must be {_FEWEST} to {_MOST}, as keep, offload and recompute are always there, or "
             "0 for these alone; choose such a number",
         )
-    tables = {machine: _Table(shape, machine, len(machines)) for machine in dict.fromkeys(machines)}
+    deciding = dict(zip(machines, chosen_on or machines, strict=True))
+    tables = {
+        machine: _Table(shape, machine, len(machines))
+        for machine in dict.fromkeys((*machines, *deciding.values()))
+    }
     indices = [
         index for index, layer in enumerate(model.layers) for _ in range(layer.repeat)
     ]  # of each single layer: which of the model's it is
-    table = tables[machines[0]]
-    menu = _menu(table, model.devices[0], list(_shares_of(indices)), most)
+    table, first = tables[machines[0]], tables[deciding[machines[0]]]
+    menu = _menu(first, model.devices[0], list(_shares_of(indices)), most)
     changed = {
         "layers": [
             _with_modes(layer, [table.mode(index, option, option.whole) for option in menu])
@@ -161,7 +168,8 @@ def with_menus(
         machine, own = machines[stage.device], tuple(indices[start:end])
         table, device = tables[machine], model.devices[stage.device]
         if (machine, own) not in known:
-            known[machine, own] = _menu(table, device, list(_counts_of(table, own)), most)
+            first = tables[deciding[machine]]
+            known[machine, own] = _menu(first, device, list(_counts_of(first, own)), most)
         alone = model.stages_on[stage.device][start:end]
         stages.append(_fused(table, own, alone, known[machine, own]))
     return (
