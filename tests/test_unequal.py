@@ -20,8 +20,8 @@ from optpipe_solver import solve
 from optpipe_solver.arrays.encoding import CompiledProblem
 from optpipe_solver.arrays.evaluate import evaluate_arrays, evaluate_by_reference
 from optpipe_solver.bounds import lower_bounds
-from optpipe_solver.families.classic import build_one_f_one_b
-from optpipe_solver.feasibility import feasibility
+from optpipe_solver.families.classic import build_one_f_one_b, build_serial
+from optpipe_solver.feasibility import feasibility, smallest_memory
 from optpipe_solver.portfolio import all_starts
 from optpipe_solver.replan import replan
 from optpipe_solver.robust import with_device_factors
@@ -225,11 +225,30 @@ def test_starts_of_slices_are_legal_and_above_all_bounds(case: Case) -> None:
     found = [one for one in all_starts(made) if one.programs is not None]
     assert {"serial"} <= {one.method for one in found}
     for one in found:
-        rules = {fault.code for fault in find_violations(made, one.programs)}
+        rules = {fault.code for fault in find_violations(made, one.programs or ())}
         assert rules <= (set() if one.legal else {"memory.device", "memory.host"}), one.method
     lengths = [one.objective_ms for one in found if one.legal]
     lengths.append(simulate(made, case.programs).objective_ms(made.objective))
     assert max(bound.ms for bound in lower_bounds(made)) <= min(lengths) * (1 + 1e-9)
+
+
+def with_room(made: Problem, rooms: list[int]) -> Problem:
+    devices = [held.model_copy(update={"memory_bytes": room})
+               for held, room in zip(made.devices, rooms, strict=True)]  # fmt: skip
+    return made.model_copy(update={"devices": devices})
+
+
+@given(sliced_cases())
+def test_samples_need_all_their_slices_at_once(case: Case) -> None:
+    """Here just so much: with a byte less on one device nothing fits, and that much is said."""
+    least = smallest_memory(case.problem)
+    assert all(a <= d.memory_bytes for a, d in zip(least, case.problem.devices, strict=True))
+    tight = with_room(case.problem, least)
+    assert find_violations(tight, build_serial(tight)) == []
+    if case.problem.order == "free":
+        found = feasibility(with_room(case.problem, [least[0] - 1, *least[1:]]))
+        assert found.plan is None
+        assert found.needs == {"devices[0].memory_bytes": least[0]}
 
 
 @given(sliced_cases(most=2))
@@ -238,7 +257,8 @@ def test_solve_keeps_the_turns_of_slices(case: Case) -> None:
     result = solve(case.problem, work_limit=0.05, time_limit_s=600)
     assert result.schedule is not None
     check_schedule(case.problem, result.schedule)
-    assert result.schedule.bound_ms <= result.schedule.objective_ms * (1 + 1e-9)
+    assert result.bound_ms is not None
+    assert result.bound_ms <= result.schedule.objective_ms * (1 + 1e-9)
 
 
 @pytest.mark.extended
@@ -272,7 +292,8 @@ def test_slices_in_flight_and_bubble_are_as_published(
     """Device r holds n v + 1 or 2 times (p - 1 - r) slices; idle (p - 1)(F + B)/(n v)."""
     p, made = 4, sliced(batch([0] * 3 * n, chunks=chunks, room=10**6), *[n] * 3)
     (start,) = (one for one in all_starts(made, (name,)) if one.programs is not None)
-    held = [device_peak_bytes(made, at, row) // 20 for at, row in enumerate(start.programs)]
+    rows = start.programs or ()
+    held = [device_peak_bytes(made, at, row) // 20 for at, row in enumerate(rows)]
     assert held == [n * chunks + ahead * (p - 1 - rank) for rank in range(p)]
     assert start.objective_ms == pytest.approx((3 * n * chunks + p - 1) * 6.0)
 
