@@ -18,7 +18,7 @@ from optpipe.model import MAX_LAYERS, DefaultLink, Layer, LayerTimes, Model, Mod
 from optpipe.presets.accelerators import PRIORS, Hardware
 from optpipe.presets.costs import checkpoint_bytes, model_flops
 from optpipe.presets.machine import Machine
-from optpipe.presets.menus import one_f_one_b_modes, with_menus
+from optpipe.presets.menus import one_f_one_b_modes, stages_with_menus, with_menus
 from optpipe.presets.overlap import check_can_hide, licensed_pairs
 from optpipe.presets.parameters import static_bytes
 from optpipe.presets.shape import AskedError, AskedSentence, Field
@@ -192,6 +192,11 @@ def estimate(
     _check_microbatches(num_microbatches)
     if pairs:
         check_can_hide(shape, machines)
+    if slices < 1 or training.slices > 1:
+        raise AskedError(
+            Field("slices", slices if slices < 1 else training.slices),
+            ": must be at least 1, and is said to the estimate, not in its training; give it there",
+        )
     if pairs and slices > 1:
         raise AskedError(
             *(Field("pairs"), " and ", Field("slices")),
@@ -271,8 +276,10 @@ class _Slicing(NamedTuple):
         return first.model_copy(update=update)
 
     def _ranks(self, k: int) -> tuple[Machine, ...]:
-        cut = {"slices": self.slices, "slice_index": k}
-        return tuple(one._replace(training=replace(one.training, **cut)) for one in self.machines)
+        return tuple(
+            one._replace(training=replace(one.training, slices=self.slices, slice_index=k))
+            for one in self.machines
+        )
 
     def _of(self, k: int, whole: Problem) -> Problem:
         """Return the problem of the k-th slices; a menu has what is best for one in the middle."""
@@ -287,7 +294,7 @@ class _Slicing(NamedTuple):
         cut = model.problem(whole.placement, self.sizes)
         if not self.modes:
             return cut
-        return with_menus(
+        return stages_with_menus(
             model,
             cut,
             sizes=self.sizes,
@@ -295,7 +302,7 @@ class _Slicing(NamedTuple):
             machines=ranks,
             most=self.modes,
             chosen_on=self._ranks(self.slices // 2),
-        )[1]
+        )
 
 
 def _check_count(shape: ModelShape, num_stages: int) -> None:
