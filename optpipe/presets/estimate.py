@@ -499,6 +499,13 @@ def _notes(shape: ModelShape, problem: Problem, step: StepEstimate) -> Iterator[
             )
             yield AskedSentence((shortage, *degrees, "."))
             return
+    if problem.has_samples:
+        told = (
+            f"The step and what it holds are of whole micro-batches, the stages are those of the "
+            f"first of {problem.num_costs} slices: optpipe solve says what a step of slices takes."
+        )
+        yield AskedSentence((told,))
+        return
     for index, (device, memory) in enumerate(zip(problem.devices, step.memory, strict=True)):
         if memory.total > device.memory_bytes:
             yield AskedSentence(
