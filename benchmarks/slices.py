@@ -1,12 +1,12 @@
 """Sequence slices: two models at 128k and 1M tokens, whole micro-batches beside slices.
 
-    python -m benchmarks.slices [--seconds S] [--only PATTERN] [--report]
+    python -m benchmarks.slices [--work W] [--only PATTERN] [--report]
 
 Problems are those of `optpipe.presets.estimate` on H100 of 80 GB: Llama 3 8B and 70B, degrees as in
 `CASES`, a step of 1M tokens per replica at 128k and of 4M at 1M. ``full`` recomputes every layer in
 full, as whole micro-batches of that length are trained today; ``modes`` has menus of up to eight
-modes per stage, ``v1`` keep, offload and recompute. Each is solved alike, one thread, and judged by
-`find_violations` and `simulate`; ``1f1b`` is the schedule of ``full`` that trainers run. GiB are
+modes per stage, ``v1`` keep, offload and recompute. Each is solved by one thread with the same work, so that a
+busy machine changes nothing, and judged by `find_violations` and `simulate`; ``1f1b`` is the schedule of ``full`` that trainers run. GiB are
 those of the fullest device, weights and optimizer counted. Not there: SlimPipe's exchange of
 attention between devices. Times and bytes are estimated, not measured. A row for each is appended
 to ``results/slices.csv``.
@@ -37,6 +37,8 @@ __all__ = ["CASES", "SlicesRow", "all_problems", "main", "report"]
 
 RESULTS = Path(__file__).resolve().parent / "results" / "slices.csv"
 _GIB = 2**30
+_TIME_LIMIT_S = 3600.0
+"""So long that work ends every solve, even on a busy machine."""
 
 
 class SlicesCase(NamedTuple):
@@ -65,7 +67,7 @@ class SlicesRow:
 
     instance: str
     problem_hash: str
-    seconds: float
+    work: float
     ms: float | None
     gib: float | None
     bound_ms: float
@@ -106,16 +108,16 @@ def all_problems() -> Iterator[tuple[str, Problem]]:
             yield f"{name} {label}", found.problem
 
 
-def _row(name: str, problem: Problem, seconds: float, stamps: tuple[str, str]) -> SlicesRow:
+def _row(name: str, problem: Problem, work: float, stamps: tuple[str, str]) -> SlicesRow:
     began = time.process_time()
     method = "1f1b" if name.endswith("1f1b") else "auto"
-    result = solve(problem, time_limit_s=seconds, method=method)
+    result = solve(problem, time_limit_s=_TIME_LIMIT_S, work_limit=work, method=method)
     schedule = result.schedule
     judged = None if schedule is None else _judged(problem, schedule.programs)
     return SlicesRow(
         instance=name,
         problem_hash=problem.problem_hash.removeprefix("sha256:")[:12],
-        seconds=seconds,
+        work=work,
         ms=None if judged is None else judged[0],
         gib=None if judged is None else judged[1],
         bound_ms=result.bound_ms or 0.0,
@@ -150,7 +152,7 @@ def report(rows: Iterable[SlicesRow]) -> list[str]:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Read the command line, run, and report on the newest row of each problem."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--seconds", type=float, default=30.0, help="for each solve")
+    parser.add_argument("--work", type=float, default=2.0, help="units for each solve")
     parser.add_argument("--only", default="*", help="glob of names")
     parser.add_argument("--report", action="store_true", help="of the rows that are there")
     parser.add_argument("--results", type=Path, default=RESULTS)
@@ -158,7 +160,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     stamps = commit(), stamp()
     for name, problem in () if asked.report else all_problems():
         if fnmatch.fnmatch(name, asked.only):
-            write_rows([_row(name, problem, asked.seconds, stamps)], asked.results)
+            write_rows([_row(name, problem, asked.work, stamps)], asked.results)
     print("\n".join(report(read_rows(SlicesRow, asked.results))))
 
 
