@@ -96,9 +96,9 @@ def check_programs(schedule: Schedule, problem: Problem | None) -> None:
     if problem is not None:
         if not problem.is_even and not problem.has_samples:
             raise PreflightError(
-                f"the problem has micro-batches of {problem.num_costs} costs or a given "
-                "order, and this runtime sends all of them in tensors of one shape, in any order; "
-                "run equal micro-batches"
+                f"the problem has micro-batches of {problem.num_costs} costs or a given order, and "
+                "this runtime sends all of them in tensors of one shape, in any order; run equal "
+                "micro-batches"
             )
         check_schedule(problem, schedule)
         if problem.has_samples:

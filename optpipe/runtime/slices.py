@@ -56,7 +56,8 @@ def past(key: Tensor, value: Tensor, dim: int = -2) -> tuple[Tensor, Tensor]:
     if not _running:
         return key, value
     states, sample, _ = _running[-1]
-    return states.join(sample, (key, value), dim)
+    keys, values = states.join(sample, (key, value), dim)
+    return keys, values
 
 
 class SliceStates:
@@ -89,7 +90,7 @@ class SliceStates:
         """Forget everything of the step."""
         self._handed.clear()
 
-    def join(self, sample: int, own: tuple[Tensor, ...], dim: int) -> Any:
+    def join(self, sample: int, own: tuple[Tensor, ...], dim: int) -> tuple[Tensor, ...]:
         """Return what earlier slices have handed on in this call with a slice's own behind it."""
         handed = self._handed.setdefault((sample, self._calls), [])
         self._calls += 1
@@ -103,7 +104,9 @@ class SliceStates:
 
 
 def _handed_on(own: Tensor, leaf: Tensor) -> Tensor:
-    made: Tensor = _HandedOn.apply(own, leaf) if own.requires_grad else own
+    if not own.requires_grad:
+        return own
+    made: Tensor = _HandedOn.apply(own, leaf)  # type: ignore[no-untyped-call]
     return made
 
 
@@ -116,6 +119,6 @@ class _HandedOn(torch.autograd.Function):
         return own.view_as(own)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         later, ctx.leaf.grad = ctx.leaf.grad, None
         return gradient if later is None else gradient + later, None
