@@ -461,14 +461,11 @@ def _dealt_starts(problem: Problem, methods: Collection[str] | None) -> Iterator
                 yield made
 
 
-_OF_SLICES = ("serial", "seq1f1b", "slimpipe")
-
-
 def _sliced_starts(problem: Problem, methods: Collection[str] | None) -> Iterator[FamilyStart]:
     """Yield the families of slices, made to fit, and those of whole samples, cut into slices."""
     builder = _StartBuilder(problem)
     for family in FAMILIES:
-        if family.name not in _OF_SLICES or (methods is not None and family.name not in methods):
+        if not family.knows_slices or (methods is not None and family.name not in methods):
             continue
         start, rows = builder.build(family, problem)
         yield start
@@ -476,8 +473,9 @@ def _sliced_starts(problem: Problem, methods: Collection[str] | None) -> Iterato
             fitted = builder.with_modes if problem.has_modes else builder.fit
             if (made := fitted(family.name, rows)) is not None:
                 yield made
+    known = {family.name for family in FAMILIES if family.knows_slices}
     for made in all_starts(whole_samples(problem), methods):
-        if made.method not in _OF_SLICES:
+        if made.method not in known:
             yield from [made] if made.programs is None else builder.cut(made)
 
 
