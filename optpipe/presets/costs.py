@@ -72,7 +72,8 @@ __all__ = [
 class Tensor(NamedTuple):
     """One tensor that F keeps; lean training makes a ``cheap`` one again in I, small ones stay.
 
-    ``again`` are the modules whose recomputation makes it again.
+    ``again`` are the modules whose recomputation makes it again; what ``stays`` is kept even where
+    the whole layer is recomputed.
     """
 
     name: str
@@ -80,6 +81,7 @@ class Tensor(NamedTuple):
     cheap: bool = False
     offloadable: bool = True
     again: frozenset[str] = frozenset()
+    stays: bool = False
 
 
 class Kept(NamedTuple):
@@ -256,18 +258,9 @@ def _read_later(
     is_cut = training.slices > 1
     again = frozenset() if is_cut else again
     for name, size in (("keys", keys), ("values", values)):
-        yield Tensor(name, size, offloadable=not is_cut, again=again)
+        yield Tensor(name, size, offloadable=not is_cut, again=again, stays=is_cut)
         if training.slice_index < training.slices - 1:
-            yield Tensor(f"gradients of {name}", size, offloadable=False)
-
-
-def _stays_bytes(shape: ModelShape, training: Training, kind: LayerForm) -> int:
-    """Return what of a layer's slice no recomputation makes again."""
-    if training.slices == 1:
-        return 0
-    names = ("keys", "values", "gradients of keys", "gradients of values")
-    tensors = saved_tensors(shape, training, kind)
-    return sum(tensor.num_bytes for tensor in tensors if tensor.name in names)
+            yield Tensor(f"gradients of {name}", size, offloadable=False, stays=True)
 
 
 def _latent_projections(
@@ -474,13 +467,14 @@ def saved_tensors(shape: ModelShape, training: Training, kind: LayerForm) -> Ite
 def layer_kept(shape: ModelShape, training: Training, kind: LayerForm) -> Kept:
     """Return the bytes of one layer."""
     moved = checkpoint_bytes(shape, training)
-    checkpoint = moved + _stays_bytes(shape, training, kind)
+    tensors = tuple(saved_tensors(shape, training, kind))
+    checkpoint = moved + sum(tensor.num_bytes for tensor in tensors if tensor.stays)
     context = weight_context_bytes(shape, training, kind)
     if "full" in training.recompute:
         return Kept(checkpoint, context, moved, checkpoint)
     kept = [
         tensor
-        for tensor in saved_tensors(shape, training, kind)
+        for tensor in tensors
         if not (tensor.cheap and training.lean) and not tensor.again & training.recompute
     ]
     return Kept(
