@@ -427,11 +427,11 @@ class Problem(FileValue):
                 )
         if given or any(stage.others for stage in self.stages):
             self._number_costs(used)
-        if self.num_costs > 1 and self.pairs:
+        if (self.num_costs > 1 or self.has_samples) and self.pairs:
+            said = "samples" if self.has_samples else f"micro-batches of {self.num_costs} costs"
             raise rule_broken(
-                f"pairs beside micro-batches of {self.num_costs} costs: this optpipe does not "
-                "schedule both together yet",
-                "leave pairs out, or give all micro-batches one cost",
+                f"pairs beside {said}: this optpipe does not schedule both together yet",
+                "leave pairs out, or give all micro-batches one cost and no sample",
             )
 
     def _number_costs(self, used: list[int]) -> None:
@@ -634,6 +634,15 @@ class Problem(FileValue):
     def has_samples(self) -> bool:
         """Whether any micro-batches are pieces of the same sequences."""
         return any(one.sample is not None for one in self.microbatches)
+
+    @cached_property
+    def samples(self) -> tuple[tuple[int, ...], ...]:
+        """Micro-batches by sample, in the order of the first of each; those of none alone."""
+        found: dict[int | tuple[int], list[int]] = {}
+        for j in range(self.num_microbatches):
+            sample = self.microbatches[j].sample if self.microbatches else None
+            found.setdefault((j,) if sample is None else sample, []).append(j)
+        return tuple(map(tuple, found.values()))
 
     @cached_property
     def forward_turns(self) -> tuple[tuple[int, int], ...]:

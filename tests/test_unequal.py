@@ -4,28 +4,41 @@ from __future__ import annotations
 
 import json
 import random
+from math import inf
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from optpipe import InputError, Problem, ProblemError, simulate
+from optpipe import Problem, ProblemError, simulate
 from optpipe.check import check_schedule, find_violations
 from optpipe.formats.json import dump_problem
 from optpipe.memory import device_peak_bytes, host_peak_bytes
+from optpipe.problem import Microbatch
 from optpipe_solver import solve
 from optpipe_solver.arrays.encoding import CompiledProblem
 from optpipe_solver.arrays.evaluate import evaluate_arrays, evaluate_by_reference
 from optpipe_solver.bounds import lower_bounds
-from optpipe_solver.families.classic import build_one_f_one_b
-from optpipe_solver.feasibility import feasibility
+from optpipe_solver.families.classic import build_one_f_one_b, build_serial
+from optpipe_solver.feasibility import feasibility, smallest_memory
+from optpipe_solver.portfolio import all_starts
 from optpipe_solver.replan import replan
 from optpipe_solver.robust import with_device_factors
 from tests.building import programs
 from tests.oracle import Ticking, device_peak, host_peaks, is_legal
 from tests.solver.exhaustive import optimum
-from tests.strategies import Case, cases, documents, few, mutated
+from tests.strategies import (
+    Case,
+    cases,
+    documents,
+    few,
+    mutated,
+    random_programs,
+    tightened,
+)
+
+OBJECTIVES = ["makespan", "span"]
 
 
 @given(cases(unequal=True))
@@ -85,7 +98,8 @@ def test_equal_costs_are_what_they_were_to_the_byte(document: dict[str, Any], nu
 def test_no_schedule_is_below_a_bound(case: Case) -> None:
     made, rows = case
     reached = simulate(made, rows).objective_ms(made.objective)
-    assert feasibility(made).plan is not None
+    assert made.has_samples or feasibility(made).plan is not None
+    assert not feasibility(made).needs
     for bound in lower_bounds(made):
         assert bound.ms <= reached * (1 + 1e-9), bound
 
@@ -169,20 +183,119 @@ def test_what_fits_no_memory_says_the_least_that_does() -> None:
     assert result.needs["devices[0].memory_bytes"] == 100
 
 
-def test_slices_are_checked_and_not_made() -> None:
+def sliced(made: Problem, *sizes: int) -> Problem:
+    """The batch with its micro-batches, one after the other, in samples of so many."""
+    numbers = [sample for sample, size in enumerate(sizes) for _ in range(size)]
+    pairs = zip(made.cost_of, numbers, strict=True)
+    slices = [Microbatch(cost=cost, sample=number) for cost, number in pairs]
+    return made.model_copy(update={"format": "optpipe/problem/v2", "microbatches": slices})
+
+
+def test_slices_keep_their_turns() -> None:
     made = batch([0, 0, 1], p=1)
-    sample = [{"cost": one.cost, "sample": 7} for one in made.microbatches]
-    sliced = made.model_copy(update={"microbatches": sample})
-    assert sliced.problem_hash != made.problem_hash
-    good = programs("0F0 0F1 0F2 0B2 0B1 0B0")
-    assert find_violations(sliced, good) == []
+    cut = sliced(made, 3)
+    assert cut.problem_hash != made.problem_hash
+    assert find_violations(cut, programs("0F0 0F1 0F2 0B2 0B1 0B0")) == []
     for bad, code in (
         ("0F1 0F0 0F2 0B2 0B1 0B0", "order.forward"),
         ("0F0 0F1 0F2 0B1 0B2 0B0", "order.backward"),
     ):
-        assert [one.code for one in find_violations(sliced, programs(bad))] == [code]
-    with pytest.raises(InputError, match="does not make them yet; leave sample out"):
-        solve(sliced, time_limit_s=5)
+        assert [one.code for one in find_violations(cut, programs(bad))] == [code]
+    with pytest.raises(ValueError, match="pairs beside samples"):
+        cut.model_copy(update={"pairs": [{"forward": 0, "backward": 0, "hidden_ms": 1.0}]})
+
+
+@st.composite
+def sliced_cases(draw: st.DrawFn, *, most: int = 3) -> Case:
+    """Samples of up to four slices on up to three devices, under just the memory of programs."""
+    sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=most))
+    costs = [draw(st.integers(0, 2)) for size in sizes for _ in range(size)]
+    order = draw(st.sampled_from(["free", "given"]))
+    made = batch(costs, p=draw(st.integers(1, 3)), order=order, chunks=draw(st.integers(1, 2)))
+    made = sliced(made.model_copy(update={"objective": draw(st.sampled_from(OBJECTIVES))}), *sizes)
+    rng = random.Random(draw(st.integers(0, 2**32)))
+    return tightened(Case(made, random_programs(made, rng)))
+
+
+@given(sliced_cases())
+def test_starts_of_slices_are_legal_and_above_all_bounds(case: Case) -> None:
+    """Memory is just that of some programs: what fits them is never called too little."""
+    made = case.problem
+    assert not feasibility(made).needs
+    found = [one for one in all_starts(made) if one.programs is not None]
+    assert {"serial"} <= {one.method for one in found}
+    for one in found:
+        rules = {fault.code for fault in find_violations(made, one.programs or ())}
+        assert rules <= (set() if one.legal else {"memory.device", "memory.host"}), one.method
+    lengths = [one.objective_ms for one in found if one.legal]
+    lengths.append(simulate(made, case.programs).objective_ms(made.objective))
+    assert max(bound.ms for bound in lower_bounds(made)) <= min(lengths) * (1 + 1e-9)
+
+
+def with_room(made: Problem, rooms: list[int]) -> Problem:
+    devices = [held.model_copy(update={"memory_bytes": room})
+               for held, room in zip(made.devices, rooms, strict=True)]  # fmt: skip
+    return made.model_copy(update={"devices": devices})
+
+
+@given(sliced_cases())
+def test_samples_need_all_their_slices_at_once(case: Case) -> None:
+    """Here just so much: with a byte less on one device nothing fits, and that much is said."""
+    least = smallest_memory(case.problem)
+    assert all(a <= d.memory_bytes for a, d in zip(least, case.problem.devices, strict=True))
+    tight = with_room(case.problem, least)
+    assert find_violations(tight, build_serial(tight)) == []
+    if case.problem.order == "free":
+        found = feasibility(with_room(case.problem, [least[0] - 1, *least[1:]]))
+        assert found.plan is None
+        assert found.needs == {"devices[0].memory_bytes": least[0]}
+
+
+@given(sliced_cases(most=2))
+@few(6)
+def test_solve_keeps_the_turns_of_slices(case: Case) -> None:
+    result = solve(case.problem, work_limit=0.05, time_limit_s=600)
+    assert result.schedule is not None
+    check_schedule(case.problem, result.schedule)
+    assert result.bound_ms is not None
+    assert result.bound_ms <= result.schedule.objective_ms * (1 + 1e-9)
+
+
+@pytest.mark.extended
+@given(st.sampled_from([(2,), (2, 1)]), st.sampled_from([60, 90, 120]))
+@few(4)
+def test_small_samples_are_solved_to_the_least_of_all_programs(
+    sizes: tuple[int, ...], room: int
+) -> None:
+    made = sliced(batch([0, 1, 0][: sum(sizes)], p=2, room=room), *sizes)
+    least, result = optimum(made), solve(made, work_limit=0.2, time_limit_s=600)
+    assert (result.schedule is None) == (least == inf)
+    if result.schedule is not None:
+        assert result.schedule.makespan_ms == pytest.approx(least)
+
+
+@given(documents(menus=True))
+def test_one_slice_is_none(document: dict[str, Any]) -> None:
+    plain = Problem.parse(document)
+    cut = {"microbatches": [{"sample": j} for j in range(plain.num_microbatches)]}
+    if document["format"] == "optpipe/problem/v2":
+        assert dump_problem(Problem.parse(document | cut)) == dump_problem(plain)
+
+
+@pytest.mark.parametrize(
+    ("name", "chunks", "n", "ahead"),
+    [("seq1f1b", 1, 4, 1), ("seq1f1b", 1, 6, 1), ("slimpipe", 1, 8, 2), ("slimpipe", 2, 8, 2)],
+)
+def test_slices_in_flight_and_bubble_are_as_published(
+    name: str, chunks: int, n: int, ahead: int
+) -> None:
+    """Device r holds n v + 1 or 2 times (p - 1 - r) slices; idle (p - 1)(F + B)/(n v)."""
+    p, made = 4, sliced(batch([0] * 3 * n, chunks=chunks, room=10**6), *[n] * 3)
+    (start,) = (one for one in all_starts(made, (name,)) if one.programs is not None)
+    rows = start.programs or ()
+    held = [device_peak_bytes(made, at, row) // 20 for at, row in enumerate(rows)]
+    assert held == [n * chunks + ahead * (p - 1 - rank) for rank in range(p)]
+    assert start.objective_ms == pytest.approx((3 * n * chunks + p - 1) * 6.0)
 
 
 def test_a_fault_in_another_cost_says_which() -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 from docs.generators.figures import GB, PASS_MS, Figure, cell, draw, fenced, line, table, write_text
 from optpipe import Problem, simulate
 from optpipe.memory import device_peak_bytes
-from optpipe.problem import LicensedPair
+from optpipe.problem import LicensedPair, Microbatch
 from optpipe_solver.families import FAMILIES, Family, NotApplicable
 from optpipe_solver.families.common import NotApplicableReason
 from optpipe_solver.families.registry import Limit
@@ -105,6 +105,8 @@ def _caption(family: Family) -> str:
 
 
 def _placed(found: _Measured) -> str:
+    if found.placement == "line, in slices":
+        return ", four slices of each micro-batch"
     return "" if found.placement == "line" else f" in a {found.placement} of two chunks"
 
 
@@ -181,7 +183,7 @@ class _Measured:
 
     @property
     def _work_ms(self) -> float:
-        return 3 * PASS_MS * self.problem.num_microbatches
+        return 3 * PASS_MS * len(self.problem.samples)
 
 
 def with_pairs(problem: Problem) -> Problem:
@@ -196,6 +198,28 @@ def with_pairs(problem: Problem) -> Problem:
         for b in held
     )
     return problem.model_copy(update={"format": "optpipe/problem/v2", "pairs": pairs})
+
+
+def with_slices(problem: Problem) -> Problem:
+    """Return the problem with each micro-batch cut into as many equal slices as it has devices."""
+    n = len(problem.devices)
+    times = ("forward_ms", "backward_input_ms", "backward_weight_ms", "recompute_ms")
+    sizes = ("activation_bytes", "weight_context_bytes", "offload_bytes", "checkpoint_bytes")
+    stages = []
+    for stage in problem.stages:
+        known = {name: getattr(stage, name) for name in (*times, *sizes)}
+        cut = {name: value / n for name, value in known.items() if name in times and value}
+        cut |= {name: value // n for name, value in known.items() if name in sizes and value}
+        stages.append(stage.model_copy(update=cut))
+    count = problem.num_microbatches * n
+    return problem.model_copy(
+        update={
+            "format": "optpipe/problem/v2",
+            "stages": tuple(stages),
+            "num_microbatches": count,
+            "microbatches": tuple(Microbatch(sample=j // n) for j in range(count)),
+        }
+    )
 
 
 def placements_of(problem: Problem) -> dict[str, Problem]:
@@ -222,7 +246,8 @@ def _measure(family: Family, num_devices: int, num_microbatches: int) -> _Measur
     refused: NotApplicable | None = None
     plain = placements_of(problem)
     pairs = {f"{name}, with pairs": with_pairs(plain[name]) for name in ("loop", "V")}
-    for placement, copy in (plain | pairs).items():
+    slices = {f"{name}, in slices": with_slices(plain[name]) for name in ("line", "loop")}
+    for placement, copy in (plain | pairs | slices).items():
         try:
             programs = family.build(copy)
         except NotApplicable as why:
@@ -237,7 +262,7 @@ def _measure(family: Family, num_devices: int, num_microbatches: int) -> _Measur
             is_limited=limited,
             makespan_ms=run.makespan_ms,
             span_ms=run.span_ms,
-            peak=max(peaks) / GB,
+            peak=round(max(peaks) / GB, 4),
         )
     raise refused or NotApplicable(NotApplicableReason.DOES_NOT_FIT, "no placement was tried")
 
@@ -467,6 +492,20 @@ FORMULAS: dict[str, Formula] = {
         holds="p even, m a multiple of p/2, m ≥ p",
         applies=lambda s: s.p % 2 == 0 and s.m % (s.p // 2) == 0 and s.m >= s.p,
     ),
+    "seq1f1b": Formula(
+        memory_tex=r"\frac{n + p - 1}{n}",
+        memory=lambda s: (2 * s.p - 1) / s.p,
+        bubble_tex=r"\frac{(p - 1)(F + B)}{n}",
+        bubble=lambda s: (s.p - 1) * (s.forward + s.backward) / s.p,
+        holds="n = p slices of equal times, m ≥ 2",
+    ),
+    "slimpipe": Formula(
+        memory_tex=r"1 + \frac{2(p - 1)}{n v}",
+        memory=lambda s: 1 + 2 * (s.p - 1) / (s.p * s.v),
+        bubble_tex=r"\frac{(p - 1)(F + B)}{n v}",
+        bubble=lambda s: (s.p - 1) * (s.forward + s.backward) / (s.p * s.v),
+        holds="n = p slices of equal times, m ≥ 3",
+    ),
     "zb-v": Formula(
         memory_tex=r"\min(m, p)",
         memory=lambda s: min(s.m, s.p),
@@ -555,6 +594,10 @@ _ADVICE: dict[str, str] = {
     "zb-2p": "ZB-H2's memory where stages or messages are unequal.",
     "zb-greedy": "Memory anywhere from p activations up. Below p it gets slow quickly; V-Half, "
     "V-Min or offload are better there.",
+    "seq1f1b": "Long sequences on a line: memory and bubble of 1F1B with n times as many "
+    "micro-batches, each an n-th, but for the n - 1 slices that wait for a sample's last.",
+    "slimpipe": "Long sequences in a loop of chunks, or where forwards must never wait for memory; "
+    "on a line Seq1F1B holds less.",
     "gis": "A loop of chunks with 1F1B's memory and a split backward; the base of PO-F.",
     "gis-h": "A loop of chunks with about three quarters of 1F1B's memory (two chunks); the base "
     "of PO-H.",

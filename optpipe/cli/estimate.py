@@ -210,6 +210,9 @@ def estimate_problem(
             "--pairs", help="Forwards and backwards may run together, experts' exchange hidden."
         ),
     ] = False,
+    slices: Annotated[
+        int, _degree("Slices of each sequence, each a micro-batch of the problem.")
+    ] = 1,
     output: Annotated[
         Path | None,
         typer.Option(
@@ -253,6 +256,11 @@ def estimate_problem(
             "--pairs and --model-json: what runs together is said of the stages of a problem, and "
             "a model has none yet; leave one out"
         )
+    if slices > 1 and model_json:
+        raise InputError(
+            f"--slices {slices} and --model-json: a model's layers are of whole sequences; leave "
+            "one out"
+        )
     with named_as_flags():
         shape = asked_shape(model, config)
         kinds = accelerators(gpu, network, oversubscription)
@@ -281,6 +289,7 @@ def estimate_problem(
             memory_bytes=memory_of(memory_gb),
             modes=modes,
             pairs=pairs,
+            slices=slices,
         )
     _show(results(output), shape, kinds, found)
     if output is not None:

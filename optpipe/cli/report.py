@@ -78,10 +78,15 @@ def warn(what: str, sentences: Sequence[str]) -> None:
 
 
 def baseline_programs(problem: Problem) -> Programs | None:
-    """Return 1F1B's programs, over the memory limit or not; None where it does not apply."""
+    """Return 1F1B's programs, over the memory limit or not; None where it does not apply.
+
+    Slices have none: the last of a sample goes back first.
+    """
     from optpipe_solver.families.classic import build_one_f_one_b
     from optpipe_solver.families.common import NotApplicable
 
+    if problem.has_samples:
+        return None
     try:
         return build_one_f_one_b(problem)
     except NotApplicable:

@@ -12,6 +12,11 @@ Flash attention removes the 5 a s^2 b and keeps 4 bytes per token and head. What
 token, and loss, is left out there and here, as small. With narrow products (fp8, mxfp8, nvfp4) the
 input of a matrix is kept narrow, and no wide copy of it unless something else reads one.
 
+Of slices of a sequence (`Training.slices`) the k-th, from 0, attends to k others and to itself.
+Keys and values stay on the device until the slice's own backward, whatever else is recomputed or
+offloaded: later slices read them. Beside them stand, but for the last slice, as many bytes for the
+gradients that later slices' backwards leave; they count from F on, which is too early.
+
 A layer is a list of parts (`layer_parts`): what each computes, moves and keeps, and the modules
 whose recomputation makes it again. Times, bytes and recomputation all follow from that one list.
 """
@@ -67,7 +72,8 @@ __all__ = [
 class Tensor(NamedTuple):
     """One tensor that F keeps; lean training makes a ``cheap`` one again in I, small ones stay.
 
-    ``again`` are the modules whose recomputation makes it again.
+    ``again`` are the modules whose recomputation makes it again; what ``stays`` is kept even where
+    the whole layer is recomputed.
     """
 
     name: str
@@ -75,6 +81,7 @@ class Tensor(NamedTuple):
     cheap: bool = False
     offloadable: bool = True
     again: frozenset[str] = frozenset()
+    stays: bool = False
 
 
 class Kept(NamedTuple):
@@ -239,10 +246,21 @@ def _projections(shape: ModelShape, training: Training) -> Iterator[LayerPart]:
         casts_back=tokens * (query + 2 * keys),
         tensors=(
             Tensor("queries", row * query),
-            Tensor("keys", row * keys),
-            Tensor("values", row * keys),
+            *_read_later(training, row * keys, row * keys),
         ),
     )
+
+
+def _read_later(
+    training: Training, keys: int, values: int, again: frozenset[str] = frozenset()
+) -> Iterator[Tensor]:
+    """Yield keys and values; of a slice they stay, with their gradients where others follow."""
+    is_cut = training.slices > 1
+    again = frozenset() if is_cut else again
+    for name, size in (("keys", keys), ("values", values)):
+        yield Tensor(name, size, offloadable=not is_cut, again=again, stays=is_cut)
+        if training.slice_index < training.slices - 1:
+            yield Tensor(f"gradients of {name}", size, offloadable=False, stays=True)
 
 
 def _latent_projections(
@@ -286,8 +304,7 @@ def _latent_projections(
         tensors=(
             *normalised,
             Tensor("queries", row * wide, again=again),
-            Tensor("keys", row * wide, again=again),
-            Tensor("values", row * heads * latent.value, again=again),
+            *_read_later(training, row * wide, row * heads * latent.value, again),
         ),
         again=again,
     )
@@ -296,11 +313,11 @@ def _latent_projections(
 def _core_attention(shape: ModelShape, training: Training, window: int) -> LayerPart:
     tokens, size = training.tokens, training.element_bytes
     heads = shape.num_heads // training.tp
-    seen = float(training.sequence)
+    own = training.sequence // training.slices
+    read = own * (training.slice_index + 1)
+    seen = float(read)
     if training.flash:
-        seen /= 2
-        if window and window < training.sequence:
-            seen = window - window**2 / (2.0 * training.sequence)
+        seen = _seen_before(read, window) / own - _seen_before(read - own, window) / own
     flops = 2.0 * tokens * seen * heads * (shape.width + shape.value_width)
     again = frozenset({"core_attn"})
     output = Tensor("output of attention", tokens * size * heads * shape.value_width)
@@ -309,7 +326,7 @@ def _core_attention(shape: ModelShape, training: Training, window: int) -> Layer
             "log-sum-exp of the scores", tokens * heads * 4, offloadable=False, again=again
         )
         return LayerPart(attention_flops=flops, tensors=(log_sums, output), again=again)
-    scores = tokens * heads * training.sequence
+    scores = tokens * heads * read
     drop = 2 * size + 1 if shape.dropout else 0
     kept = [Tensor("softmax of the scores", scores * size, again=again)]
     if shape.dropout:
@@ -322,6 +339,13 @@ def _core_attention(shape: ModelShape, training: Training, window: int) -> Layer
         tensors=(*kept, output),
         again=again,
     )
+
+
+def _seen_before(end: int, window: int) -> float:
+    """Return how many positions the first ``end`` tokens attend to, all together."""
+    if window and window < end:
+        return window * end - window**2 / 2.0
+    return end**2 / 2.0
 
 
 def _output_projection(shape: ModelShape, training: Training) -> LayerPart:
@@ -442,13 +466,15 @@ def saved_tensors(shape: ModelShape, training: Training, kind: LayerForm) -> Ite
 
 def layer_kept(shape: ModelShape, training: Training, kind: LayerForm) -> Kept:
     """Return the bytes of one layer."""
-    checkpoint = checkpoint_bytes(shape, training)
+    moved = checkpoint_bytes(shape, training)
+    tensors = tuple(saved_tensors(shape, training, kind))
+    checkpoint = moved + sum(tensor.num_bytes for tensor in tensors if tensor.stays)
     context = weight_context_bytes(shape, training, kind)
     if "full" in training.recompute:
-        return Kept(checkpoint, context, checkpoint, checkpoint)
+        return Kept(checkpoint, context, moved, checkpoint)
     kept = [
         tensor
-        for tensor in saved_tensors(shape, training, kind)
+        for tensor in tensors
         if not (tensor.cheap and training.lean) and not tensor.again & training.recompute
     ]
     return Kept(

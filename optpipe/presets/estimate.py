@@ -8,7 +8,7 @@ Every number of the problem is a formula's: `optpipe.presets.costs` has FLOPs an
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic import ValidationError
@@ -18,7 +18,7 @@ from optpipe.model import MAX_LAYERS, DefaultLink, Layer, LayerTimes, Model, Mod
 from optpipe.presets.accelerators import PRIORS, Hardware
 from optpipe.presets.costs import checkpoint_bytes, model_flops
 from optpipe.presets.machine import Machine
-from optpipe.presets.menus import one_f_one_b_modes, with_menus
+from optpipe.presets.menus import one_f_one_b_modes, stages_with_menus, with_menus
 from optpipe.presets.overlap import check_can_hide, licensed_pairs
 from optpipe.presets.parameters import static_bytes
 from optpipe.presets.shape import AskedError, AskedSentence, Field
@@ -34,7 +34,7 @@ from optpipe.presets.step import (
     reserved_bytes,
     step_estimate,
 )
-from optpipe.problem import Context, Link
+from optpipe.problem import Context, Link, Microbatch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -136,6 +136,7 @@ def estimate(
     memory_bytes: int | None = None,
     modes: int = 0,
     pairs: bool = False,
+    slices: int = 1,
 ) -> Estimate:
     """Return the estimated problem of a model on ``pp`` pipeline stages' devices.
 
@@ -167,6 +168,10 @@ def estimate(
     pairs
         Whether the problem lists which forwards and backwards may run together, and what of their
         exchange with experts that hides (`optpipe.presets.overlap`). The model has none.
+    slices
+        Into so many slices of equal length every sequence is cut, each a micro-batch of the problem
+        with a cost of its own, those of one micro-batch a sample: keys and values stay on the
+        device, and the k-th slice attends to k of them. Model and step are of whole micro-batches.
 
     Raises
     ------
@@ -187,6 +192,16 @@ def estimate(
     _check_microbatches(num_microbatches)
     if pairs:
         check_can_hide(shape, machines)
+    if slices < 1 or training.slices > 1:
+        raise AskedError(
+            Field("slices", slices if slices < 1 else training.slices),
+            ": must be at least 1, and is said to the estimate, not in its training; give it there",
+        )
+    if pairs and slices > 1:
+        raise AskedError(
+            *(Field("pairs"), " and ", Field("slices")),
+            ": passes of slices are not paired yet; give one of them",
+        )
     base = step_estimate(shape, machines, pipeline)
     factor = _factor(
         _utilisation(shape, machines),
@@ -213,7 +228,10 @@ def estimate(
         model, problem = with_menus(
             model, problem, sizes=step.sizes, shape=shape, machines=machines, most=modes
         )
-    problem = problem.model_copy(update={"context": _context(shape, machines, pp)})
+    if slices > 1:
+        cut = _Slicing(shape, machines, step.sizes, slices, memory_bytes, modes)
+        problem = cut.problem(problem)
+    problem = problem.model_copy(update={"context": _context(shape, machines, pp, slices)})
     if pairs:
         listed = licensed_pairs(shape, machines, problem, step.sizes)
         problem = problem.model_copy(update={"format": "optpipe/problem/v2", "pairs": listed})
@@ -228,6 +246,63 @@ def estimate(
         error=error_band(shape, kinds),
         notes=tuple(_notes(shape, problem, step)),
     )
+
+
+class _Slicing(NamedTuple):
+    """How sequences are cut into slices, and what each slice's problem is made of."""
+
+    shape: ModelShape
+    machines: tuple[Machine, ...]
+    sizes: tuple[int, ...]
+    slices: int
+    memory_bytes: int | None
+    modes: int
+
+    def problem(self, whole: Problem) -> Problem:
+        """Return a problem whose micro-batches are slices, each of a cost of its own."""
+        first, *others = (self._of(k, whole) for k in range(self.slices))
+        stages = tuple(
+            stage.model_copy(update={"others": tuple(one.stages[s] for one in others)})
+            for s, stage in enumerate(first.stages)
+        )
+        count = whole.num_microbatches * self.slices
+        cells = (divmod(j, self.slices) for j in range(count))
+        update = {
+            "format": "optpipe/problem/v2",
+            "stages": stages,
+            "num_microbatches": count,
+            "microbatches": tuple(Microbatch(cost=k, sample=sample) for sample, k in cells),
+        }
+        return first.model_copy(update=update)
+
+    def _ranks(self, k: int) -> tuple[Machine, ...]:
+        return tuple(
+            one._replace(training=replace(one.training, slices=self.slices, slice_index=k))
+            for one in self.machines
+        )
+
+    def _of(self, k: int, whole: Problem) -> Problem:
+        """Return the problem of the k-th slices; a menu has what is best for one in the middle."""
+        ranks = self._ranks(k)
+        model = Model(
+            name=whole.name,
+            num_microbatches=whole.num_microbatches,
+            devices=_devices(self.shape, ranks, self.memory_bytes),
+            layers=_layers(self.shape, ranks),
+            **_links(ranks),
+        )
+        cut = model.problem(whole.placement, self.sizes)
+        if not self.modes:
+            return cut
+        return stages_with_menus(
+            model,
+            cut,
+            sizes=self.sizes,
+            shape=self.shape,
+            machines=ranks,
+            most=self.modes,
+            chosen_on=self._ranks(self.slices // 2),
+        )
 
 
 def _check_count(shape: ModelShape, num_stages: int) -> None:
@@ -382,14 +457,14 @@ def _links(machines: Sequence[Machine]) -> dict[str, Any]:
     return {"default_link": DefaultLink(**network), "links": near}
 
 
-def _context(shape: ModelShape, machines: Sequence[Machine], pp: int) -> Context:
+def _context(shape: ModelShape, machines: Sequence[Machine], pp: int, slices: int = 1) -> Context:
     training = machines[0].training
     tokens = training.micro_batch * training.sequence
     precision = "bf16" if training.is_narrow else training.precision
     peaks = [one.hardware.peak_flops(precision) for one in machines]
     degrees = {name: getattr(training, name) for name in ("tp", "cp", "ep", "etp", "dp")}
     return Context(
-        tokens_per_microbatch=tokens,
+        tokens_per_microbatch=tokens // slices,
         flops_per_token=model_flops(shape, training) / tokens,
         gpus_per_device=training.tp * training.cp,
         peak_flops=sum(peaks) / len(peaks),
@@ -424,6 +499,13 @@ def _notes(shape: ModelShape, problem: Problem, step: StepEstimate) -> Iterator[
             )
             yield AskedSentence((shortage, *degrees, "."))
             return
+    if problem.has_samples:
+        told = (
+            f"The step and what it holds are of whole micro-batches, the stages are those of the "
+            f"first of {problem.num_costs} slices: optpipe solve says what a step of slices takes."
+        )
+        yield AskedSentence((told,))
+        return
     for index, (device, memory) in enumerate(zip(problem.devices, step.memory, strict=True)):
         if memory.total > device.memory_bytes:
             yield AskedSentence(

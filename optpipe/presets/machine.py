@@ -343,10 +343,12 @@ class Machine(NamedTuple):
     def _context_ms(self, shape: ModelShape) -> float:
         """Return the time of keys and values around the ring (Liu et al. 2023, arXiv 2310.01889).
 
-        They travel while attention computes; in the backward their gradients too.
+        They travel while attention computes, those of earlier slices once more; in the backward
+        their gradients too.
         """
         training = self.training
-        pair = 2 * training.tokens * kv_width(shape, training.tp) * training.element_bytes
+        tokens = training.tokens * (training.slice_index + 1)
+        pair = 2 * tokens * kv_width(shape, training.tp) * training.element_bytes
         return self._link_ms(float(pair * (training.cp - 1)), training.cp, training.tp)
 
     def _experts_ms(self, shape: ModelShape, kind: LayerForm) -> float:

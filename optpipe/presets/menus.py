@@ -32,7 +32,13 @@ if TYPE_CHECKING:
     from optpipe.presets.shape import ModelShape, Training
     from optpipe.problem import CellMode, Problem
 
-__all__ = ["LayerTreatment", "layer_treatments", "one_f_one_b_modes", "with_menus"]
+__all__ = [
+    "LayerTreatment",
+    "layer_treatments",
+    "one_f_one_b_modes",
+    "stages_with_menus",
+    "with_menus",
+]
 
 _FEWEST, _MOST = 3, 64
 _LEVELS = 8
@@ -120,7 +126,35 @@ def with_menus(
 
     A stage's menu counts layers. The model's is one for all its layers, so that what a stage may do
     is what its layers may: recompute none, half or all of them in full, where half of them is half
-    of each layer's numbers.
+    of each layer's numbers. For model, problem, machines and errors see `stages_with_menus`.
+    """
+    cut = stages_with_menus(model, problem, sizes=sizes, shape=shape, machines=machines, most=most)
+    table = _Table(shape, machines[0], len(machines))
+    indices = _single_layers(model)
+    menu = _menu(table, model.devices[0], list(_shares_of(indices)), most)
+    changed = {
+        "layers": [
+            _with_modes(layer, [table.mode(index, option, option.whole) for option in menu])
+            for index, layer in enumerate(model.layers)
+        ]
+    }
+    return (
+        Model.parse({name: getattr(model, name) for name in Model.model_fields} | changed),
+        cut,
+    )
+
+
+def stages_with_menus(
+    model: Model,
+    problem: Problem,
+    *,
+    sizes: Sequence[int],
+    shape: ModelShape,
+    machines: Sequence[Machine],
+    most: int,
+    chosen_on: Sequence[Machine] | None = None,
+) -> Problem:
+    """Return a cut of a model with at most ``most`` modes for each stage.
 
     Parameters
     ----------
@@ -130,6 +164,8 @@ def with_menus(
         Layers of each stage.
     machines
         One per pipeline rank.
+    chosen_on
+        The machines whose numbers decide which modes are on the menus; these where None.
 
     Raises
     ------
@@ -142,32 +178,29 @@ def with_menus(
             f": must be {_FEWEST} to {_MOST}, as keep, offload and recompute are always there, or "
             "0 for these alone; choose such a number",
         )
-    tables = {machine: _Table(shape, machine, len(machines)) for machine in dict.fromkeys(machines)}
-    indices = [
-        index for index, layer in enumerate(model.layers) for _ in range(layer.repeat)
-    ]  # of each single layer: which of the model's it is
-    table = tables[machines[0]]
-    menu = _menu(table, model.devices[0], list(_shares_of(indices)), most)
-    changed = {
-        "layers": [
-            _with_modes(layer, [table.mode(index, option, option.whole) for option in menu])
-            for index, layer in enumerate(model.layers)
-        ]
+    deciding = dict(zip(machines, chosen_on or machines, strict=True))
+    tables = {
+        machine: _Table(shape, machine, len(machines))
+        for machine in dict.fromkeys((*machines, *deciding.values()))
     }
+    indices = _single_layers(model)
     stages, end = [], 0
     known: dict[tuple[Machine, tuple[int, ...]], list[_ModeOffer]] = {}
     for stage, size in zip(problem.stages, sizes, strict=True):
         start, end = end, end + size
         machine, own = machines[stage.device], tuple(indices[start:end])
-        table, device = tables[machine], model.devices[stage.device]
+        device = model.devices[stage.device]
         if (machine, own) not in known:
-            known[machine, own] = _menu(table, device, list(_counts_of(table, own)), most)
+            first = tables[deciding[machine]]
+            known[machine, own] = _menu(first, device, list(_counts_of(first, own)), most)
         alone = model.stages_on[stage.device][start:end]
-        stages.append(_fused(table, own, alone, known[machine, own]))
-    return (
-        Model.parse({name: getattr(model, name) for name in Model.model_fields} | changed),
-        problem.model_copy(update={"stages": tuple(stages)}),
-    )
+        stages.append(_fused(tables[machine], own, alone, known[machine, own]))
+    return problem.model_copy(update={"stages": tuple(stages)})
+
+
+def _single_layers(model: Model) -> list[int]:
+    """Return of each single layer which of the model's it is."""
+    return [index for index, layer in enumerate(model.layers) for _ in range(layer.repeat)]
 
 
 # --- Layers in one mode: numbers.

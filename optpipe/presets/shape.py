@@ -291,6 +291,10 @@ class Training:
         ``--overlap-param-gather``).
     offloaded_layers
         So many layers keep their activations in the host's memory.
+    slices, slice_index
+        Every sequence is cut into so many slices of equal length, each a micro-batch of its own;
+        bytes and times are those of one of them, counted from 0. It attends to itself and to all
+        before it, whose keys and values stay on the device.
     """
 
     micro_batch: int = 1
@@ -312,9 +316,11 @@ class Training:
     dispatch: Dispatch = "bf16"
     overlap: bool = True
     offloaded_layers: int = 0
+    slices: int = 1
+    slice_index: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("micro_batch", "sequence", "tp", "cp", "ep", "etp", "dp"):
+        for name in ("micro_batch", "sequence", "tp", "cp", "ep", "etp", "dp", "slices"):
             if getattr(self, name) < 1:
                 raise AskedError(Field(name, getattr(self, name)), ": must be at least 1; raise it")
         if self.zero not in (0, 1, 2, 3):
@@ -340,11 +346,14 @@ class Training:
                 "of a stage; make ",
                 *(Field("dp"), " larger or ", Field("ep"), " smaller"),
             )
-        split = self.cp * (self.tp if self.sequence_parallel else 1)
+        if not 0 <= self.slice_index < self.slices:
+            raise ValueError(f"slice_index = {self.slice_index}: must be below {self.slices}")
+        split = self.slices * self.cp * (self.tp if self.sequence_parallel else 1)
         if self.sequence % split:
             raise AskedError(
                 Field("sequence", self.sequence),
                 f" is no multiple of {split}, over which it is split (",
+                *((Field("slices"), ", ") if self.slices > 1 else ()),
                 *(Field("cp"), ", and ", Field("tp"), " with sequence parallelism)"),
                 "; choose one that is",
             )
@@ -378,8 +387,8 @@ class Training:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a micro-batch on one context-parallel rank."""
-        return self.micro_batch * self.sequence // self.cp
+        """Tokens of a micro-batch, or of its slice, on one context-parallel rank."""
+        return self.micro_batch * self.sequence // self.slices // self.cp
 
     @property
     def residual_tokens(self) -> int:

@@ -23,6 +23,7 @@ from optpipe.runtime.preflight import (
     probe_pipeline,
     shapes_of,
 )
+from optpipe.runtime.slices import SliceStates
 from optpipe.runtime.torch_names import check_torch
 from optpipe.runtime.torch_schedule import HookedSchedule, HookedStage
 from optpipe.runtime.treatments import treatments_of
@@ -178,6 +179,8 @@ def _build(
     ]
     for stage in stages:
         stage.gradients_done = spec.gradients_done if trains else None
+        if spec.problem is not None and spec.problem.has_samples:
+            stage.slices = SliceStates(spec.problem.samples)
     count = spec.num_microbatches
     return HookedSchedule(
         stages,

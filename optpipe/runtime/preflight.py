@@ -10,6 +10,7 @@ import socket
 from collections.abc import Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -67,6 +68,8 @@ __all__ = [
 
 _log = logging.getLogger("optpipe.runtime.preflight")
 
+_OFFLOADED_OR_MADE_AGAIN = (ActionType.OFFLOAD, ActionType.RECOMPUTE)
+
 
 def check_cells(schedule: Schedule) -> None:
     """Refuse cells that are no actions: a schedule made or changed by hand may hold anything."""
@@ -91,13 +94,15 @@ def _reads_back(cell: object) -> bool:
 def check_programs(schedule: Schedule, problem: Problem | None) -> None:
     """Refuse an illegal schedule; without a problem, all but its memory is checked."""
     if problem is not None:
-        if not problem.is_even:
+        if not problem.is_even and not problem.has_samples:
             raise PreflightError(
-                f"the problem has micro-batches of {problem.num_costs} costs, samples or a given "
-                "order, and this runtime sends all of them in tensors of one shape, in any order; "
-                "run equal micro-batches"
+                f"the problem has micro-batches of {problem.num_costs} costs or a given order, and "
+                "this runtime sends all of them in tensors of one shape, in any order; run equal "
+                "micro-batches"
             )
         check_schedule(problem, schedule)
+        if problem.has_samples:
+            _expect_kept_slices(schedule)
     else:
         _expect_no_modes(schedule)
         # The two of a pair run one after the other here, whether they may run together or not.
@@ -110,6 +115,16 @@ def check_programs(schedule: Schedule, problem: Problem | None) -> None:
                 f"device {device} has no stage and an empty program, but torch's runtime needs an "
                 "action on every rank; start the group without that rank"
             )
+
+
+def _expect_kept_slices(schedule: Schedule) -> None:
+    actions = chain.from_iterable(schedule.programs)
+    other = (a for a in actions if a.mode or a.type in _OFFLOADED_OR_MADE_AGAIN)
+    if (first := next(other, None)) is not None:
+        raise PreflightError(
+            f"{first} offloads or recomputes a slice, whose keys and values later slices read; "
+            "this runtime only keeps slices: solve the problem without other modes"
+        )
 
 
 def _expect_no_modes(schedule: Schedule) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
     from optpipe.runtime.batches import Microbatches
     from optpipe.runtime.passes import Passes
+    from optpipe.runtime.slices import SliceStates
 
 __all__ = ["HookedSchedule", "HookedStage", "MessageSlots", "hollow", "order_of"]
 
@@ -374,7 +376,8 @@ class HookedStage(PipelineStage):
     keeps nothing. ``next_is_here`` says whether outputs are handed over and not sent;
     ``over_before`` names the sends that are over once a pass has its input, ``let_go`` is called
     with them. ``kwargs`` are a step's keyword inputs by micro-batch; ``gradients_done``, if any, is
-    called with the stage's index behind its last W or B.
+    called with the stage's index behind its last W or B. ``slices``: what slices hand on, where
+    micro-batches are slices.
     """
 
     def __init__(
@@ -410,6 +413,7 @@ class HookedStage(PipelineStage):
         self.over_before: Mapping[Any, tuple[Pass, ...]] = {}
         self.let_go: Callable[[tuple[Pass, ...]], None]
         self.gradients_done: Callable[[int], None] | None = None
+        self.slices: SliceStates | None = None
         self.slots: MessageSlots
         self._blank_inputs: tuple[Any, ...] = ()
         self._blank_gradients: tuple[Any, ...] = ()
@@ -429,7 +433,11 @@ class HookedStage(PipelineStage):
             self.slots.take_out(Pass(False, self.stage_index - 1, fwd_chunk_id), infos)
         kwargs = self.kwargs[fwd_chunk_id]
         inputs: list[Any] = [*(args if self.is_first else [info.buffer for info in infos])]
-        with self._hooks.forward(self.stage_index, fwd_chunk_id, inputs + tensors_in(kwargs)):
+        sliced = nullcontext() if self.slices is None else self.slices.forward(fwd_chunk_id)
+        with (
+            self._hooks.forward(self.stage_index, fwd_chunk_id, inputs + tensors_in(kwargs)),
+            sliced,
+        ):
             output = super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
         for info in infos:
             info.buffer = None
@@ -550,6 +558,8 @@ class HookedStage(PipelineStage):
         super().clear_runtime_states()
         self.bwd_cache.clear()
         self.dw_runner.clear()
+        if self.slices is not None:
+            self.slices.clear()
 
     def _hollow_out(self, microbatch: int) -> None:
         self._keep(microbatch, hollow(self.fwd_cache[microbatch][0]))

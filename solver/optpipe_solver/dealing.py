@@ -3,6 +3,8 @@
 A stand-in has equal micro-batches, with the mean times and the largest or mean sizes of those
 that there are; what is known for equal ones makes programs of it. Into their places the
 micro-batches are dealt in several orders (`orders`); whoever asks judges each on the problem.
+
+Slices are not dealt: samples are (`whole_samples`), and then cut into their slices (`in_slices`).
 """
 
 from __future__ import annotations
@@ -13,15 +15,21 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from optpipe.problem import Microbatch
+from optpipe.schedule import Action, ActionType
 from optpipe.stage import OF_STAGE, WORKSPACES, Stage
 from optpipe_solver.arrays.encoding import Rows
+from optpipe_solver.feasibility import serial_groups
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
     from optpipe.problem import Problem
+    from optpipe.schedule import Program, Programs
     from optpipe_solver.arrays import Ints
     from optpipe_solver.arrays.encoding import CompiledProblem
 
-__all__ = ["dealt", "orders", "stand_ins"]
+__all__ = ["dealt", "in_slices", "orders", "stand_ins", "whole_samples"]
 
 
 _SHUFFLES = 2
@@ -107,3 +115,72 @@ def dealt(compiled: CompiledProblem, rows: Rows, order: Ints) -> Rows:
     modes = np.zeros_like(rows.modes)
     modes[renamed] = np.where(compiled.times.varies[compiled.times.row[renamed]], 0, rows.modes)
     return Rows(kinds * cells + renamed[held], rows.lengths, modes)
+
+
+# --- Samples as micro-batches.
+
+_SUMS = ("activation_bytes", "weight_context_bytes", "output_bytes")
+_BACK = (
+    ActionType.RELOAD,
+    ActionType.RECOMPUTE,
+    ActionType.BACKWARD_INPUT,
+    ActionType.BACKWARD_WEIGHT,
+    ActionType.FULL_BACKWARD,
+)
+
+
+def whole_samples(problem: Problem) -> Problem:
+    """Return the problem whose micro-batches are the samples (`serial_groups`), uncut.
+
+    It takes the sums of its slices' times and bytes; workspaces are the largest of any. Where a
+    slice has modes that v1 cannot say, samples are kept.
+    """
+    groups = serial_groups(problem)
+    kinds = {tuple(problem.cost_of[j] for j in group): None for group in groups}
+    numbers = {kind: number for number, kind in enumerate(kinds)}
+    stages = tuple(
+        _together(stage, [[stage.under(cost) for cost in kind] for kind in kinds])
+        for stage in problem.stages
+    )
+    micro = tuple(
+        Microbatch(cost=numbers[tuple(problem.cost_of[j] for j in group)]) for group in groups
+    )
+    update = {"stages": stages, "microbatches": micro, "num_microbatches": len(groups)}
+    return problem.model_copy(update=update)
+
+
+def _together(stage: Stage, kinds: Sequence[Sequence[Stage]]) -> Stage:
+    first, *others = (_sum(stage, cells) for cells in kinds)
+    return first.model_copy(update={"others": tuple(others)})
+
+
+def _sum(stage: Stage, cells: Sequence[Stage]) -> Stage:
+    fields: dict[str, object] = {name: getattr(stage, name) for name in OF_STAGE}
+    fields |= {name: sum(getattr(one, name) for one in cells) for name in (*_TIMES, *_SUMS)}
+    fields |= {name: max(getattr(one, name) for one in cells) for name in WORKSPACES}
+    if any(one.backward_ms is not None for one in cells):
+        fields["backward_ms"] = sum(one.fused_backward_ms for one in cells)
+    if not any(one.modes for one in cells) and not stage.uniform_modes:
+        if all(one.offload_bytes for one in cells):
+            fields["offload_bytes"] = sum(one.offload_bytes for one in cells)
+        if all(one.can_recompute for one in cells):
+            fields["recompute_ms"] = sum(one.recompute_ms or 0.0 for one in cells)
+            fields["checkpoint_bytes"] = sum(one.checkpoint_bytes or 0 for one in cells)
+    return Stage.model_validate(fields)
+
+
+def in_slices(problem: Problem, programs: Programs) -> Programs:
+    """Return programs of `whole_samples` with each action cut into those of its slices.
+
+    Legal for the problem but for memory: each stands where the whole stood, in order, what goes
+    backwards in reverse.
+    """
+    groups = serial_groups(problem)
+    return tuple(tuple(_cut(program, groups)) for program in programs)
+
+
+def _cut(program: Program, groups: Sequence[Sequence[int]]) -> Iterator[Action]:
+    for action in program:
+        group = groups[action.microbatch]
+        for j in reversed(group) if action.type in _BACK else group:
+            yield action._replace(microbatch=j)

@@ -15,6 +15,13 @@ backward, a RECOMPUTE may come before such a W waits. So without the earlier sta
 the same is a *lower* bound. Where the two differ, which takes a workspace of W larger than all else
 of its stage, all orders of one micro-batch are searched, the least peak first.
 
+Slices of one sample stand for one micro-batch: no backward of a stage comes before the F of the
+sample's last slice there, and none of an earlier stage before one of a later. So while the last
+slice runs its F or its backward in s_k, all slices are held in all earlier s_i, and all others in
+s_k: a lower bound. Running all slices stage by stage, and back in exactly the reverse order, is
+serial execution of one micro-batch whose stages are the cells of the sample: it attains the bound
+where no earlier slice needs more at its own turn. Where the two differ, nothing is claimed.
+
 Host memory adds one number per device: with serial execution all offloaded bytes of one micro-batch
 are on the host when its last stage runs; the least of them that the device's memory allows is a
 small exact dynamic program over the stages. Other orders may do with less (a copy after the last
@@ -54,6 +61,8 @@ __all__ = [
     "memory_binds",
     "needs_text",
     "possible_modes",
+    "serial_groups",
+    "serial_plan",
     "smallest_memory",
     "usable_modes",
 ]
@@ -130,16 +139,21 @@ def smallest_memory(problem: Problem) -> list[int]:
 
     Host limits are not looked at here; `feasibility` does.
     """
-    return [_smallest(problem, device).cost for device in range(len(problem.devices))]
+    kinds = list(_kinds(problem))
+    by_kind = [
+        [_smallest(one, device).cost for device in range(len(problem.devices))] for one in kinds
+    ]
+    return [max(costs) for costs in zip(*by_kind, strict=True)]
 
 
 def feasibility(problem: Problem) -> Feasibility:
     """Decide whether any schedule exists, and how to get one or what is missing.
 
     One micro-batch after the other fits where each fits alone, and nothing else could if one does
-    not. Where they are unequal ``plan`` is that of cost 0.
+    not; of slices, one sample after the other. Where they are unequal ``plan`` is that of the first
+    of `serial_groups`.
     """
-    if problem.num_costs > 1:
+    if problem.num_costs > 1 or problem.has_samples:
         return _feasible_alone(problem)
     smallest = [_smallest(problem, device) for device in range(len(problem.devices))]
     limits = [held.memory_bytes for held in problem.devices]
@@ -170,8 +184,118 @@ def feasibility(problem: Problem) -> Feasibility:
     return Feasibility(SerialPlan(tuple(one.program for one in chosen)), {})
 
 
+def serial_groups(problem: Problem) -> list[tuple[int, ...]]:
+    """Return what serial execution runs one after the other: micro-batches, or whole samples.
+
+    Where the order is given, samples between whose slices others come are one group with these.
+    """
+    if problem.order == "free":
+        return list(problem.samples)
+    last = {j: sample[-1] for sample in problem.samples for j in sample}
+    groups: list[tuple[int, ...]] = []
+    begin = until = 0
+    for j in range(problem.num_microbatches):
+        until = max(until, last[j])
+        if j == until:
+            groups.append(tuple(range(begin, j + 1)))
+            begin = until = j + 1
+    return groups
+
+
+def serial_plan(problem: Problem, group: Sequence[int]) -> Feasibility:
+    """Return how one of `serial_groups` fits; its program is of micro-batches 0, 1, ... of it."""
+    if len(group) == 1:
+        return feasibility(problem.alike(problem.cost_of[group[0]], 1))
+    unfolded, count = _unfolded(problem, group), len(group)
+    found = feasibility(unfolded)
+    if found.plan is None:
+        known = zip(smallest_memory(unfolded), problem.devices, strict=True)
+        needs = {
+            f"devices[{d}].memory_bytes": least
+            for d, (least, held) in enumerate(known)
+            if _least_of_samples(problem, d, group) > held.memory_bytes
+        }
+        return Feasibility(None, needs)
+    programs = tuple(
+        tuple(
+            action._replace(stage=action.stage // count, microbatch=action.stage % count)
+            for action in program
+        )
+        for program in found.plan.programs
+    )
+    return Feasibility(SerialPlan(programs), {})
+
+
+def _unfolded(problem: Problem, group: Sequence[int]) -> Problem:
+    """Return the problem of one micro-batch whose stages are the cells of a group.
+
+    Of a stage whose cells must all be in one mode, they keep.
+    """
+    stages = []
+    for stage in problem.stages:
+        for at, j in enumerate(group):
+            cell = stage.alone(problem.cost_of[j])
+            fields: dict[str, object] = {"uniform_modes": False}
+            if at:
+                fields["static_bytes"] = 0
+            if stage.uniform_modes:
+                fields |= {"modes": (), "offload_bytes": 0}
+                fields |= {"recompute_ms": None, "checkpoint_bytes": None}
+            stages.append(cell.model_copy(update=fields))
+    return problem.model_copy(
+        update={
+            "stages": tuple(stages),
+            "microbatches": (),
+            "order": "free",
+            "num_microbatches": 1,
+            "context": None,
+        }
+    )
+
+
+def _least_of_samples(problem: Problem, device: int, group: Sequence[int]) -> int:
+    """Return bytes below which a device cannot run the samples of a group."""
+    fixed = problem.devices[device].reserved_bytes + problem.static_bytes_of(device)
+    least = 0
+    for sample in problem.samples:
+        before = 0
+        for s in problem.stages_of[device] if sample[0] in group else ():
+            ways = [_options_of_cell(problem, s, problem.cost_of[j]) for j in sample]
+            held = [min(way.held for way in cell) for cell in ways]
+            own = before + sum(held[:-1]) + min(way.needed for way in ways[-1])
+            alone = max(min(way.at_once for way in cell) for cell in ways)
+            least = max(least, own, alone)
+            before += sum(held)
+    return fixed + least
+
+
+def _options_of_cell(problem: Problem, s: int, cost: int) -> list[_Option]:
+    menu = problem.menus_by_cost[cost][s]
+    return _options([(n, mode) for n, mode in enumerate(menu) if problem.can_use(s, n, cost)])
+
+
+def _kinds(problem: Problem) -> Iterator[Problem]:
+    """Yield problems whose micro-batches are equal, one for each kind of `serial_groups`."""
+    if problem.num_costs == 1 and not problem.has_samples:
+        yield problem
+        return
+    for group in _different(problem):
+        one = len(group) == 1
+        yield problem.alike(problem.cost_of[group[0]], 1) if one else _unfolded(problem, group)
+
+
+def _different(problem: Problem) -> Iterator[tuple[int, ...]]:
+    """Yield one of `serial_groups` per kind."""
+    seen = set()
+    for group in serial_groups(problem):
+        kind = tuple(problem.cost_of[j] for j in group)
+        if kind not in seen:
+            seen.add(kind)
+            yield group
+
+
 def _feasible_alone(problem: Problem) -> Feasibility:
-    found = [feasibility(problem.alike(cost, 1)) for cost in range(problem.num_costs)]
+    found = [serial_plan(problem, group) for group in _different(problem)]
     needs: dict[str, int] = {}
     for one in found:
         for path, value in one.needs.items():

@@ -415,9 +415,9 @@ class _DeviceWays(NamedTuple):
 
 def _footprint(compiled: CompiledProblem, codes: Ints, s: int, number: int) -> _Footprint:
     memory, times = compiled.memory, compiled.times
-    adds, rises = memory.adds[:, s, number], memory.rises[:, s, number]
-    kinds, stages = np.divmod(codes, times.num_cells)
-    own = stages // times.num_microbatches == s
+    kinds, cells = np.divmod(codes, times.num_cells)
+    own, row = cells // times.num_microbatches == s, times.row[cells]
+    adds, rises = memory.adds[:, row, number], memory.rises[:, row, number]
     changes, needs = np.zeros_like(codes), np.zeros_like(codes)
     moved = adds[simulate.RELOAD]
     back, again = moved, moved
@@ -425,12 +425,12 @@ def _footprint(compiled: CompiledProblem, codes: Ints, s: int, number: int) -> _
         back, again = moved + adds[simulate.RECOMPUTE], moved + rises[simulate.RECOMPUTE]
     for kind in range(simulate.OFFLOAD):
         here = own & (kinds == kind)
-        changes[here], needs[here] = adds[kind], rises[kind]
+        changes[here], needs[here] = adds[kind][here], rises[kind][here]
         if kind == simulate.FORWARD:
-            changes[here] -= moved
+            changes[here] -= moved[here]
         elif kind != simulate.BACKWARD_WEIGHT:
-            changes[here] += back
-            needs[here] = max(back + rises[kind], again)
+            changes[here] += back[here]
+            needs[here] = np.maximum(back + rises[kind], again)[here]
     return _Footprint(np.cumsum(changes) - changes, needs, _cost_ms(compiled, s, number))
 
 
@@ -496,10 +496,9 @@ def _load(ways: list[list[_Footprint]], picked: tuple[int, ...] | list[int]) -> 
 
 def _with_actions(compiled: CompiledProblem, rows: Rows, modes: Ints) -> Rows:
     """Return compute programs with what the modes of their cells ask for, as tight as can be."""
-    cells, m = compiled.times.num_cells, compiled.times.num_microbatches
-    stages = np.arange(cells) // m
-    goes = compiled.memory.adds[simulate.RELOAD, stages, modes] > 0
-    again = compiled.memory.again[stages, modes]
+    cells, row = compiled.times.num_cells, compiled.times.row
+    goes = compiled.memory.adds[simulate.RELOAD, row, modes] > 0
+    again = compiled.memory.again[row, modes]
     actions, lengths = np.zeros_like(rows.actions), np.zeros_like(rows.lengths)
     for device, codes in enumerate(rows.programs()):
         made: list[int] = []

@@ -18,7 +18,7 @@ from optpipe.schedule import OPTIMAL_GAP
 from optpipe_solver.arrays.encoding import CompiledProblem
 from optpipe_solver.arrays.evaluate import keeps_limits, keeps_turns
 from optpipe_solver.bounds import lower_bounds
-from optpipe_solver.dealing import dealt, orders, stand_ins
+from optpipe_solver.dealing import dealt, in_slices, orders, stand_ins, whole_samples
 from optpipe_solver.exact.beam import improve_by_beam
 from optpipe_solver.exact.device_subsets import SMALL, improve_by_exact_search
 from optpipe_solver.exact.fifo_search import fifo_can_search
@@ -381,6 +381,8 @@ def all_starts(problem: Problem, methods: Collection[str] | None = None) -> Iter
     methods
         Names of families; None for all.
     """
+    if problem.has_samples:
+        return _sliced_starts(problem, methods)
     if not problem.is_even:
         return _dealt_starts(problem, methods)
     return _menu_starts(problem, methods) if problem.has_modes else _plain_starts(problem, methods)
@@ -467,6 +469,24 @@ def _dealt_starts(problem: Problem, methods: Collection[str] | None) -> Iterator
                 yield made
 
 
+def _sliced_starts(problem: Problem, methods: Collection[str] | None) -> Iterator[FamilyStart]:
+    """Yield the families of slices, made to fit, and those of whole samples, cut into slices."""
+    builder = _StartBuilder(problem)
+    for family in FAMILIES:
+        if not family.knows_slices or (methods is not None and family.name not in methods):
+            continue
+        start, rows = builder.build(family, problem)
+        yield start
+        if rows is not None and not start.legal:
+            fitted = builder.with_modes if problem.has_modes else builder.fit
+            if (made := fitted(family.name, rows)) is not None:
+                yield made
+    known = {family.name for family in FAMILIES if family.knows_slices}
+    for made in all_starts(whole_samples(problem), methods):
+        if made.method not in known:
+            yield from [made] if made.programs is None else builder.cut(made)
+
+
 class _StartBuilder:
     """Builds, measures and fits, for one problem."""
 
@@ -524,6 +544,18 @@ class _StartBuilder:
             legal=is_legal,
             seconds=seconds,
         )
+
+    def cut(self, made: FamilyStart) -> Iterator[FamilyStart]:
+        """Yield a start made for whole samples, cut into slices, and with modes so that it fits."""
+        began = time.perf_counter()
+        programs = in_slices(self.problem, made.programs or ())
+        rows = self.compiled.encode(programs)
+        start = self._measured(made.method, programs, rows, began)
+        yield replace(start, seconds=made.seconds + start.seconds)
+        if self.problem.has_modes and not start.legal:
+            fitted = self.with_modes(made.method, rows)
+            if fitted is not None:
+                yield fitted
 
     def fit(self, method: str, rows: Rows) -> FamilyStart | None:
         """Return the start with what must be offloaded or recomputed, if that can be."""

@@ -122,11 +122,6 @@ def solve(
             "method = 'milp': the full-horizon model knows no pairs, no unequal micro-batches, and "
             "no menus but keep, offload and recompute; choose 'auto'"
         )
-    if problem.has_samples:
-        raise InputError(
-            "microbatches name samples: this optpipe checks and simulates schedules of slices, but "
-            "does not make them yet; leave sample out, or write the programs yourself"
-        )
     feasible = feasibility(problem)
     if feasible.plan is None:
         status = SolveStatus.INFEASIBLE if feasible.needs else SolveStatus.UNKNOWN

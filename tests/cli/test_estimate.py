@@ -50,6 +50,25 @@ def test_what_it_writes_can_be_solved(optpipe, tmp_path) -> None:
     assert optpipe("check", problem, schedule)[0] == 0
 
 
+def test_slices_are_written_and_solved(optpipe, tmp_path) -> None:
+    """Whole micro-batches of the same do not fit, whatever they recompute apart."""
+    problem, schedule = tmp_path / "p.json", tmp_path / "s.json"
+    asked = ("estimate", "--model", "llama3-70b", "--gpu", "h100", "--pp", 8, "--tp", 8,
+             "--sequence", 131_072, "--microbatches", 2)  # fmt: skip
+    code, out, err = optpipe(*asked, "--slices", 4, "-o", problem)
+    assert code == 0, err
+    assert "the stages are those of the first of 4 slices" in " ".join(out.split())
+    assert "1F1B fits" not in out
+    code, out, _ = optpipe("solve", problem, "--time-limit", 1, "-o", schedule)
+    assert code == 0
+    assert "1F1B" not in out  # whose backwards are first in, first out
+    assert optpipe("check", problem, schedule).code == 0
+    code, _, err = optpipe(*asked, "--slices", 4, "--model-json", "-o", problem)
+    assert code == 2
+    assert "--slices 4 and --model-json" in err
+    assert "'--slices'" in optpipe(*asked, "--slices", 0).err
+
+
 def test_a_long_context_is_solved_by_its_menu_alone(optpipe, tmp_path) -> None:
     """128k tokens, no context parallelism; v1's keep, offload and recompute never fit."""
     problem, schedule = tmp_path / "p.json", tmp_path / "s.json"

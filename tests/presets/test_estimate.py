@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from optpipe.cli.estimate import estimate_problem
 from optpipe.errors import InputError
+from optpipe.formats.json import dump_problem, load_problem
 from optpipe.presets import (
     GPUS,
     MODELS,
@@ -407,10 +408,51 @@ def test_an_error_is_its_plain_sentence() -> None:
 def test_every_field_has_a_flag() -> None:
     """A sentence never sends people to an option that the command has not."""
     fields = {*inspect.signature(estimate).parameters, *Training.__dataclass_fields__}
-    not_asked = {"shape", "hardware", "training", "efficiency"}
+    not_asked = {"shape", "hardware", "training", "efficiency", "slice_index"}
     flags = {"--network", "--oversubscription"}
     flags |= {flag(Field(name)) for name in fields - not_asked}
     options = {
         f"--{name.replace('_', '-')}" for name in inspect.signature(estimate_problem).parameters
     }
     assert flags <= options
+
+
+# Slices of sequences.
+
+
+@pytest.mark.parametrize(
+    ("training", "modes"),
+    [
+        (Training(sequence=4096, tp=2), 0),
+        (Training(sequence=4096, cp=2, recompute=frozenset({"full"})), 0),
+        (Training(sequence=4096, precision="fp8"), 8),
+        (Training(sequence=4096, flash=False), 0),
+    ],
+)
+def test_slices_are_their_whole_cut_up(training: Training, modes: int) -> None:
+    """Each attends to those before it; keys and values stay, whatever a mode does."""
+    n, training = 4, replace(training, cuda_graphs=True)
+    cuts = {"pp": 2, "num_microbatches": 3, "training": training, "modes": modes}
+    whole, cut = estimated(**cuts).problem, estimated(**cuts, slices=n).problem
+    assert [one.sample for one in cut.microbatches] == [0] * n + [1] * n + [2] * n
+    assert [one.cost for one in cut.microbatches] == [*range(n)] * 3
+    assert load_problem(dump_problem(cut)) == cut
+    kinds = {len(menu) for menu in zip(*cut.menus_by_cost, strict=True) for menu in menu}
+    assert kinds == {len(menu) for menu in cut.menus}
+    kv_bytes = 2 * 1024 // training.tp * (4096 // n // training.cp) * 2
+    for s, stage in enumerate(whole.stages):
+        slices = [cut.stages[s].under(cost) for cost in range(n)]
+        total = sum(one.forward_ms for one in slices)
+        assert stage.forward_ms <= total * 1.001 or not training.flash
+        if training.flash and training.cp == 1:
+            assert total == pytest.approx(stage.forward_ms, rel=0.1)
+        grows = [b.forward_ms - a.forward_ms for a, b in pairwise(slices)]
+        assert min(grows) > 0
+        assert grows == pytest.approx([grows[0]] * (n - 1), rel=1e-3)
+        layers = stage.layers.transformer
+        least = min(min(m.least_bytes for m in menus[s]) for menus in cut.menus_by_cost)
+        assert least >= layers * kv_bytes
+        held = [one.activation_bytes for one in slices]
+        assert held[0] - held[-1] == layers * kv_bytes or not training.flash
+    with pytest.raises(AskedError, match="no multiple of"):
+        estimated(**cuts, slices=3)

@@ -143,10 +143,20 @@ def _modes_are_uniform(
 
 
 def _in_turn(problem: Problem, program: Program) -> bool:
-    """Whether the forwards of each stage come in the order that is given."""
-    forwards = [(a.stage, a.microbatch) for a in program if a.type is F]
-    own = [[j for s, j in forwards if s == stage] for stage in range(len(problem.stages))]
-    return problem.order == "free" or all(row == sorted(row) for row in own)
+    """Whether forwards and backwards of each stage come in the order that is asked for."""
+    ahead = {(a.stage, a.microbatch): at for at, a in enumerate(program) if a.type is F}
+    back = {(a.stage, a.microbatch): at for at, a in enumerate(program) if a.type in (I, B)}
+    return all(
+        ahead[s, one] < ahead[s, two]
+        for one, two in problem.forward_turns
+        for s, j in ahead
+        if j == one
+    ) and all(
+        back[s, one] > back[s, two]
+        for one, two in problem.backward_turns
+        for s, j in back
+        if j == one
+    )
 
 
 def _stage_0_in_order(program: Program) -> bool:

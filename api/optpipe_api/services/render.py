@@ -181,11 +181,16 @@ def _view(shown: Shown) -> View:
 def _built(method: str, problem: Problem) -> tuple[str, Programs]:
     """Return a title and what a published method makes of a problem; memory limits may be broken.
 
-    1F1B is for one stage per device: elsewhere the nearest to it that has a schedule.
+    1F1B is for one stage per device: elsewhere the nearest to it that has a schedule. Of slices
+    only rules that know them.
     """
     from optpipe_solver.families import FAMILIES, NotApplicable  # noqa: PLC0415 - heavy
 
-    builders = {family.name: family.build for family in FAMILIES}
+    builders = {
+        family.name: family.build
+        for family in FAMILIES
+        if family.knows_slices or not problem.has_samples
+    }
     if method not in builders:
         names = ", ".join(builders)
         raise NotComparableError(

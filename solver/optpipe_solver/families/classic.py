@@ -13,7 +13,7 @@ from optpipe_solver.families.common import (
     one_stage_per_device,
     programs_by_device,
 )
-from optpipe_solver.feasibility import feasibility
+from optpipe_solver.feasibility import feasibility, serial_groups, serial_plan
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -90,7 +90,8 @@ def build_serial(problem: Problem) -> Programs:
 
     Not a published schedule but the floor under all of them: it fits wherever anything fits (the
     proof is in `optpipe_solver.smallest_memory`), so that every feasible problem has a schedule.
-    Memory: one micro-batch. Makespan: m times the critical path; the bubble is all of the rest.
+    Slices run sample after sample, stage by stage and back in the reverse order. Memory: one
+    micro-batch, or sample. Makespan: m times the critical path; the bubble is all of the rest.
     What it ignores: everything but memory.
 
     Raises
@@ -101,19 +102,17 @@ def build_serial(problem: Problem) -> Programs:
     feasible = feasibility(problem)
     if feasible.plan is None:
         raise NotApplicable(NotApplicableReason.INFEASIBLE, feasible.message)
-    plans = [feasible.plan.programs]
-    for cost in range(1, problem.num_costs):
-        plan = feasibility(problem.alike(cost, 1)).plan
-        assert plan is not None  # noqa: S101 - else there were no plan for all
-        plans.append(plan.programs)
-    return tuple(
-        tuple(
-            action._replace(microbatch=j)
-            for j, cost in enumerate(problem.cost_of)
-            for action in plans[cost][device]
-        )
-        for device in range(len(problem.devices))
-    )
+    known: dict[tuple[int, ...], Programs] = {}
+    rows: list[list[Action]] = [[] for _ in problem.devices]
+    for group in serial_groups(problem):
+        kind = tuple(problem.cost_of[j] for j in group)
+        if kind not in known:
+            plan = serial_plan(problem, group).plan
+            assert plan is not None  # noqa: S101 - else there were no plan for all
+            known[kind] = plan.programs
+        for row, program in zip(rows, known[kind], strict=True):
+            row += [action._replace(microbatch=group[action.microbatch]) for action in program]
+    return tuple(map(tuple, rows))
 
 
 def build_gpipe(problem: Problem) -> Programs:

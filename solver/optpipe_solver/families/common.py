@@ -115,6 +115,7 @@ class NotApplicableReason(StrEnum):
     TOO_FEW_MICROBATCHES = "too-few-microbatches"
     CANNOT_OFFLOAD = "cannot-offload"
     NEEDS_PAIRS = "needs-pairs"
+    NEEDS_SLICES = "needs-slices"
 
 
 class NotApplicable(Exception):  # noqa: N818 - an answer, not an error

@@ -24,6 +24,7 @@ from optpipe_solver.families.pipeoffload import (
     build_po_f,
     build_po_h,
 )
+from optpipe_solver.families.slices import build_seq1f1b, build_slimpipe
 from optpipe_solver.families.v_shape import (
     build_building_blocks,
     build_v_half,
@@ -60,12 +61,14 @@ class Family:
 
     ``build`` returns programs that are legal but for memory limits it may ignore, or raises
     `NotApplicable` with the reason. ``summary`` is one sentence for whoever chooses a method.
+    ``knows_slices``: whether it keeps the order of samples; others are asked about whole ones.
     """
 
     name: str
     limit: Limit
     build: Callable[[Problem], Programs]
     summary: str
+    knows_slices: bool = False
 
 
 # Cheap ones first: a solve with little time stops here when it is over.
@@ -75,6 +78,7 @@ FAMILIES: tuple[Family, ...] = (
         Limit.RESPECTED,
         build_serial,
         "One micro-batch after another, down and back: the least memory, and the slowest.",
+        knows_slices=True,
     ),
     Family("gpipe", Limit.IGNORED, build_gpipe, "All forwards, then all backwards (GPipe)."),
     Family(
@@ -155,6 +159,20 @@ FAMILIES: tuple[Family, ...] = (
         Limit.IGNORED,
         build_overlapped_1f1b,
         "Interleaved 1F1B with forwards and backwards in pairs (Megatron-Core's combined 1F1B).",
+    ),
+    Family(
+        "seq1f1b",
+        Limit.IGNORED,
+        build_seq1f1b,
+        "1F1B on slices of sequences, the last slice's backward first (Seq1F1B).",
+        knows_slices=True,
+    ),
+    Family(
+        "slimpipe",
+        Limit.IGNORED,
+        build_slimpipe,
+        "Equal slices on a line or interleaved, about one sample's activations (SlimPipe).",
+        knows_slices=True,
     ),
     Family(
         "po-h",

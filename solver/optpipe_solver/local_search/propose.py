@@ -69,7 +69,7 @@ def rules_of(compiled: CompiledProblem) -> SearchRules:
         tails=least_tails(problem.least),
         mean_pass_ms=_mean_pass_ms(compiled),
         offloads=_offloads(compiled),
-        relabels=problem.num_costs > 1 and problem.order == "free",
+        relabels=problem.num_costs > 1 and problem.order == "free" and not problem.has_samples,
         in_turn=bool(problem.forward_turns),
         turns=_turns(problem),
     )

@@ -69,10 +69,13 @@ class Frame:
         self.programs = programs
         self.compiled = CompiledProblem.of(problem)
         self.rows = programs if isinstance(programs, Rows) else self.compiled.encode(programs)
-        stages = range(len(problem.stages))
-        self._may_offload = np.array([problem.can_offload(s) for s in stages])
+        costs = range(problem.num_costs)
+        cells = [stage.under(cost) for cost in costs for stage in problem.stages]
+        self._may_offload = np.array([problem.can_move(one) for one in cells])
+        self._may_recompute = np.array([one.can_recompute for one in cells])
         if offloading is not None:
-            self._may_offload &= np.isin(np.arange(len(problem.stages)), list(offloading))
+            own = np.isin(np.arange(len(problem.stages)), list(offloading))
+            self._may_offload &= np.tile(own, problem.num_costs)
         self._work = simulate.workspace_for(self.compiled.times, len(problem.devices))
         self._jobs = [self._job(device) for device in range(len(problem.devices))]
 
@@ -182,10 +185,11 @@ class Frame:
         stage = cell // m
         arrival = np.zeros(kind.size)
         forward = (kind == simulate.FORWARD) & (stage > 0)
-        arrival[forward] = ran.ends[cell[forward] - m] + times.there[stage[forward] - 1]
+        arrival[forward] = ran.ends[cell[forward] - m] + times.there[times.row[cell[forward] - m]]
         backward = (kind == simulate.BACKWARD_INPUT) | (kind == simulate.FULL_BACKWARD)
         backward &= stage < times.num_stages - 1
-        arrival[backward] = ran.ends[cells + cell[backward] + m] + times.back[stage[backward]]
+        arrival[backward] = ran.ends[cells + cell[backward] + m]
+        arrival[backward] += times.back[times.row[cell[backward]]]
         return job._replace(arrival=arrival)
 
     def _global(self, device: int, codes: Ints) -> Ints:
@@ -214,24 +218,25 @@ class Frame:
         where[0, own[backward]] = np.flatnonzero(backward)
         where[1, own[weight]] = np.flatnonzero(weight)
         held = np.repeat(stages, m)
-        first = held * m  # any micro-batch of the stage: durations are the same
+        cells = held * m + np.tile(np.arange(m, dtype=np.int64), stages.size)
+        row, rows = times.row[cell], times.row[cells]
         return DeviceProgram(
             kind=kind,
             cell=own,
             duration=times.duration[codes],
             arrival=np.zeros(kind.size),
-            delta=memory.delta[kind, stage],
-            workspace=memory.workspace[kind, stage],
+            delta=memory.delta[kind, row],
+            workspace=memory.workspace[kind, row],
             backward_at=where[0],
             weight_at=where[1],
-            offload_bytes=memory.delta[simulate.RELOAD, held],
-            offload_ms=times.duration[simulate.OFFLOAD * times.num_cells + first],
-            reload_ms=times.duration[simulate.RELOAD * times.num_cells + first],
-            may_offload=self._may_offload[held],
-            saved_bytes=memory.delta[simulate.RECOMPUTE, held],
-            recompute_ms=times.duration[simulate.RECOMPUTE * times.num_cells + first],
-            recompute_workspace=memory.workspace[simulate.RECOMPUTE, held],
-            may_recompute=np.array([s.can_recompute for s in self.problem.stages])[held],
+            offload_bytes=memory.delta[simulate.RELOAD, rows],
+            offload_ms=times.duration[simulate.OFFLOAD * times.num_cells + cells],
+            reload_ms=times.duration[simulate.RELOAD * times.num_cells + cells],
+            may_offload=self._may_offload[rows],
+            saved_bytes=memory.delta[simulate.RECOMPUTE, rows],
+            recompute_ms=times.duration[simulate.RECOMPUTE * times.num_cells + cells],
+            recompute_workspace=memory.workspace[simulate.RECOMPUTE, rows],
+            may_recompute=self._may_recompute[rows],
             half_duplex=bool(times.half_duplex[device]),
         )
 

@@ -116,6 +116,7 @@ _WANTED = (
         NotApplicableReason.NEEDS_V_PLACEMENT,
         "V placement",
     ),
+    (("seq1f1b", "slimpipe"), ((0, 1),), NotApplicableReason.NEEDS_SLICES, "name a sample"),
 )
 
 
@@ -181,7 +182,7 @@ def test_fit_offloads_no_more_than_the_limit_asks_for() -> None:
 
 
 def reference_problems() -> list[Problem]:
-    """Four devices, unequal passes, everything allowed; as a line, a loop and a V, with pairs."""
+    """Four devices, unequal passes, everything allowed; a line, a loop and a V, pairs, slices."""
     line = problem(
         [
             stage(
@@ -202,7 +203,9 @@ def reference_problems() -> list[Problem]:
         links=[{"from": d, "to": d + 1, "latency_ms": 0.5} for d in range(3)],
     )
     plain = [line, replaced(line, "loop", 2), replaced(line, "v", 2)]
-    return plain + [_with_all_pairs(one) for one in plain[1:]]
+    cut = [{"sample": j // 4} for j in range(8)]
+    sliced = line.model_copy(update={"format": "optpipe/problem/v2", "microbatches": cut})
+    return [*plain, *(_with_all_pairs(one) for one in plain[1:]), sliced]
 
 
 def _with_all_pairs(given: Problem) -> Problem:

@@ -1,0 +1,149 @@
+"""Slices of a sequence: keys, values and their gradients go from slice to slice."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+
+from optpipe import Problem
+from optpipe.runtime import PipelineRunner, PreflightError, slices
+from optpipe.runtime.demo_model import ModelConfig, chain, make_stages, random_tokens, token_loss
+from optpipe.schedule import Action, ActionType
+from optpipe_solver.families.slices import build_seq1f1b, build_slimpipe
+from tests.runtime import schedules
+
+CONFIG = ModelConfig(blocks=8, sequence=16)
+SLICES, SAMPLES = 4, 3
+
+
+class _Core(nn.Module):
+    """Attention of a slice to all before it and to itself, masked."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        keys, values = slices.past(key, value)
+        own, seen = query.size(-2), keys.size(-2)
+        mask = torch.ones(own, seen, dtype=torch.bool).tril(seen - own)
+        attended: Tensor = functional.scaled_dot_product_attention(query, keys, values, mask)
+        return attended
+
+
+class _Embedding(nn.Module):
+    def __init__(self, whole: nn.Module) -> None:
+        super().__init__()
+        self.token: Any = whole.token
+        self.position: Any = whole.position
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        start = slices.number() * tokens.size(1)
+        embedded: Tensor = self.token(tokens) + self.position[start : start + tokens.size(1)]
+        return embedded
+
+
+def sliced_stages(num_stages: int) -> list[nn.Module]:
+    stages: list[Any] = list(make_stages(CONFIG, num_stages))
+    for stage in stages:
+        for part in stage.modules():
+            if hasattr(part, "core_attention"):
+                part.core_attention = _Core()
+    stages[0][0] = _Embedding(stages[0][0])
+    return stages
+
+
+def problem_of(placement: tuple[int, ...]) -> Problem:
+    plain = schedules.make_problem(placement, SLICES * SAMPLES)
+    cut = [{"sample": j // SLICES} for j in range(plain.num_microbatches)]
+    return plain.model_copy(update={"format": "optpipe/problem/v2", "microbatches": cut})
+
+
+def train(schedule, problem) -> tuple[float, float]:
+    """Two steps in slices beside whole sequences in one process: the largest differences."""
+    rank, placement = dist.get_rank(), schedule.placement
+    stages = sliced_stages(len(placement))
+    alone = chain([copy.deepcopy(stage) for stage in stages])
+    own = {s: stages[s] for s, home in enumerate(placement) if home == rank}
+    runner = PipelineRunner(own, schedule, loss_fn=token_loss, problem=problem)
+    lost = 0.0
+    for seed in range(2):
+        tokens, target = random_tokens(CONFIG, SAMPLES, seed)
+        cut = [
+            [piece for sample in whole.chunk(SAMPLES) for piece in sample.chunk(SLICES, dim=1)]
+            for whole in (tokens, target)
+        ]
+        losses = runner.step(arg_mbs=cut[0], target_mbs=cut[1])
+        loss = token_loss(alone(tokens), target)
+        loss.backward()
+        seen = runner.eval(arg_mbs=cut[0], target_mbs=cut[1]).losses
+        if losses is not None and seen is not None:
+            lost = max(lost, float((seen - losses).abs().max()))
+            lost = max(lost, float((losses.mean() - loss).abs()))
+    runner.close()
+    wanted: dict[str, Any] = dict(alone.named_parameters())
+    named: dict[int, Any] = own
+    apart = [
+        float((one.grad - wanted[f"{s}.{name}"].grad).abs().max())
+        for s, stage in named.items()
+        for name, one in stage.named_parameters()
+    ]
+    return max(apart), lost
+
+
+def split(programs):
+    """The programs with I and, two actions later, W in place of B."""
+    rows = []
+    for row in programs:
+        made: list[Action] = []
+        for a in row:
+            is_b = a.type is ActionType.FULL_BACKWARD
+            made.append(a._replace(type=ActionType.BACKWARD_INPUT) if is_b else a)
+        weights = [a._replace(type=ActionType.BACKWARD_WEIGHT) for a in made if a.type.value == "I"]
+        rows.append((*made, *weights))
+    return tuple(rows)
+
+
+@pytest.mark.parametrize(
+    ("placement", "build", "is_split"),
+    [
+        (schedules.LINEAR, build_seq1f1b, False),
+        (schedules.LINEAR, build_seq1f1b, True),
+        (schedules.LOOP, build_slimpipe, False),
+    ],
+)
+def test_slices_train_like_whole_sequences(ranks, placement, build, is_split):
+    problem = problem_of(placement)
+    programs = split(build(problem)) if is_split else build(problem)
+    schedule = schedules.make_schedule(problem, programs)
+    for gradients, losses in ranks.run(train, schedule, problem):
+        assert gradients < 1e-12
+        assert losses < 1e-12
+
+
+def test_what_is_not_kept_is_refused(ranks):
+    problem = problem_of(schedules.LINEAR)
+    rows = tuple(
+        tuple(
+            cell
+            for a in row
+            for cell in (
+                (a._replace(type=ActionType.RECOMPUTE), a) if a.type.value == "B" else (a,)
+            )
+        )
+        for row in build_seq1f1b(problem)
+    )
+    schedule = schedules.make_schedule(problem, rows)
+    assert all(
+        "this runtime only keeps slices" in told for told in ranks.run(refused, schedule, problem)
+    )
+
+
+def refused(schedule, problem) -> str:
+    try:
+        train(schedule, problem)
+    except PreflightError as error:
+        return str(error)
+    return ""
